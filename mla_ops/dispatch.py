@@ -1,0 +1,248 @@
+"""Which lowering runs: a pure function of device, dtypes, shapes and what is installed. Explainable, overridable.
+
+A *lowering* is one implementation of one op. It lives in a *room*, `mla_ops/kernels/<room>/<family>.py`, which has a
+`LOWERINGS` dict from op name to `Lowering`. For a call, dispatch walks the rooms of `ORDER` and takes the first that
+has no reason against it. Nothing is imported before it is asked for.
+
+    with mla_ops.dispatch.override(paged_sparse_attention="triton"):
+        ...
+    print(mla_ops.dispatch.explain(call))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+ENVIRONMENT_VARIABLE = "MLA_OPS_LOWERING"
+
+
+class Call(NamedTuple):
+    """What a lowering is chosen by. Fields that mean nothing for an op keep their default."""
+
+    op: str
+    device: torch.device
+    dtype: torch.dtype
+    cache_format: str = ""
+    head_dim: int = 0
+    num_heads: int = 0
+    num_tokens: int = 0
+    topk: int = 0
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One implementation of one op.
+
+    Attributes:
+        run: takes the op's arguments, outputs by name; writes and returns nothing.
+        unsupported_reason: why this implementation cannot hold the contract for a call, in words a user can act on;
+            None if it can.
+    """
+
+    run: Callable[..., None]
+    unsupported_reason: Callable[[Call], str | None] = lambda call: None
+
+
+FAMILIES: dict[str, str] = {
+    "concat_and_cache": "cache",
+    "gather_cache": "cache",
+    "convert_req_index_to_global_index": "index",
+    "filter_prefill_indices": "index",
+    "paged_sparse_attention": "sparse_attention",
+    "sparse_attention": "sparse_attention",
+    "merge_attention_states": "merge",
+    "build_step_metadata": "plan",
+}
+
+ROOMS = ("hopper", "flash_mla", "triton", "reference")
+
+# CPU tensors go to the reference, which is the specification. On CUDA the reference runs only when it is asked for:
+# it is orders of magnitude slower, and nobody should get it unasked.
+ORDER: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "cuda": ("hopper", "flash_mla", "triton")}
+
+
+@functools.lru_cache(maxsize=None)
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device, (0, 0) for any other."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@functools.lru_cache(maxsize=None)
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def _room_reason(room: str, call: Call) -> str | None:
+    """What speaks against a whole room, before anything of it is imported."""
+    if room in ("triton", "hopper") and not is_installed("triton"):
+        return "Triton is not installed: pip install triton"
+    if room == "triton" and call.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "Triton runs on CPU tensors only in its interpreter: set TRITON_INTERPRET=1 before the first call"
+    if room in ("hopper", "flash_mla") and device_capability(call.device) != (9, 0):
+        return f"it needs a Hopper GPU (compute capability 9.0), these tensors are on {call.device}"
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def _lowering(room: str, op: str) -> Lowering | None:
+    module = f"mla_ops.kernels.{room}.{FAMILIES[op]}"
+    if room == "flash_mla":
+        module = "mla_ops.kernels.flash_mla"
+    try:
+        lowerings = importlib.import_module(module).LOWERINGS
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("mla_ops"):
+            return None
+        raise
+    return lowerings.get(op)
+
+
+def unsupported_reason(room: str, call: Call) -> str | None:
+    """Why `room` cannot run `call`, or None if it can."""
+    reason = _room_reason(room, call)
+    if reason is not None:
+        return reason
+    lowering = _lowering(room, call.op)
+    if lowering is None:
+        return f"there is no {room} lowering of {call.op}"
+    return lowering.unsupported_reason(call)
+
+
+def _parse_environment(value: str) -> dict[str, str]:
+    """`"triton"` for every op, or `"op=room,op=room"`."""
+    chosen: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in value.split(","))):
+        op, _, room = part.rpartition("=")
+        chosen[op or "*"] = room
+    _check_override(chosen, f"environment variable {ENVIRONMENT_VARIABLE}")
+    return chosen
+
+
+def _check_override(chosen: dict[str, str], where: str) -> None:
+    for op, room in chosen.items():
+        if op != "*" and op not in FAMILIES:
+            raise ValueError(f"{where}: unknown op '{op}', expected one of {sorted(FAMILIES)}")
+        if room not in ROOMS:
+            raise ValueError(f"{where}: unknown lowering '{room}', expected one of {ROOMS}")
+
+
+_overrides: dict[str, str] = _parse_environment(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+
+
+@contextlib.contextmanager
+def override(lowering: str | None = None, /, **by_op: str) -> Iterator[None]:
+    """Forces a lowering for the calls made inside the block (also those of compiled code that runs inside it).
+
+    Args:
+        lowering: for every op, e.g. `"triton"`.
+        **by_op: for single ops, e.g. `paged_sparse_attention="triton"`; wins over `lowering`.
+
+    Raises:
+        ValueError: unknown op or lowering. A call that the forced lowering cannot run raises NotImplementedError.
+    """
+    global _overrides
+    chosen = dict(by_op) if lowering is None else {"*": lowering, **by_op}
+    _check_override(chosen, "dispatch.override")
+    before = _overrides
+    _overrides = {**({} if lowering is not None else before), **chosen}
+    try:
+        yield
+    finally:
+        _overrides = before
+
+
+def _forced(op: str) -> str | None:
+    return _overrides.get(op) or _overrides.get("*")
+
+
+@functools.lru_cache(maxsize=16384)
+def _choose(call: Call, forced: str | None) -> str:
+    if forced is not None:
+        reason = unsupported_reason(forced, call)
+        if reason is not None:
+            raise NotImplementedError(f"{call.op}: the lowering '{forced}' was asked for, but {reason}")
+        return forced
+    refused = []
+    for room in ORDER.get(call.device.type, ()):
+        reason = unsupported_reason(room, call)
+        if reason is None:
+            return room
+        refused.append(f"{room}: {reason}")
+    raise NotImplementedError(f"{call.op}: no lowering can run this call on {call.device}. " + "; ".join(refused))
+
+
+def select_name(call: Call) -> str:
+    """Name of the lowering that runs `call`. Raises NotImplementedError, with every reason, if there is none."""
+    return _choose(call, _forced(call.op) if _overrides else None)
+
+
+def select(call: Call) -> Lowering:
+    """The lowering that runs `call`."""
+    lowering = _lowering(select_name(call), call.op)
+    assert lowering is not None
+    return lowering
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a call runs where it does. `print` it."""
+
+    call: Call
+    chosen: str | None
+    forced: bool
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        how = "forced" if self.forced else "first without a reason against it"
+        lines = [f"{self.call.op}: {self.chosen or 'no lowering'}" + (f" ({how})" if self.chosen else "")]
+        lines += [f"  not {room}: {reason}" for room, reason in self.refused.items()]
+        return "\n".join(lines)
+
+
+def explain(call: Call) -> Explanation:
+    """Which lowering runs `call`, and why not each of the others.
+
+    `call` comes from an op's `describe`, e.g.
+    `mla_ops.meta.sparse_attention.describe_paged(q, kv_cache, indices, softmax_scale, cache_format)`, or is written
+    out by hand for a question about another machine's shapes.
+    """
+    forced = _forced(call.op)
+    order = (forced,) if forced else ORDER.get(call.device.type, ())
+    chosen: str | None = None
+    refused: dict[str, str] = {}
+    for room in ROOMS:
+        reason = unsupported_reason(room, call)
+        if reason is not None:
+            refused[room] = reason
+        elif room not in order:
+            refused[room] = f"runs on {call.device.type} only when asked for with dispatch.override"
+    for room in order:
+        if room not in refused:
+            chosen = room
+            break
+    for room in order:
+        if chosen is not None and room != chosen and room not in refused:
+            refused[room] = f"comes after {chosen}"
+    return Explanation(call, chosen, forced is not None, refused)
+
+
+def report(device: torch.device | str) -> list[tuple[str, str, str | None]]:
+    """(op, lowering, reason against it or None) for every op and lowering, for a typical call on `device`."""
+    device = torch.device(device)
+    rows: list[tuple[str, str, str | None]] = []
+    for op in FAMILIES:
+        call = Call(op, device, torch.bfloat16, "fp8_ds_mla", 576, 128, 1, 2048)
+        rows += [(op, room, unsupported_reason(room, call)) for room in ROOMS]
+    return rows
+
+

@@ -1,0 +1,114 @@
+"""KV-cache formats: the byte layout of one token, and the tensors that hold it.
+
+A cache never describes itself: two formats can have rows of the same width, and a wrong guess is read as
+numbers, not as an error. So every op that touches a cache takes `cache_format` by name and checks the tensor
+against the entry here. Adding a format is one entry in `FORMATS` and its kernels.
+
+`slot = block * block_size + offset` addresses one token. Slots are int64 wherever they are multiplied by a
+row's size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+LATENT_DIM = 512
+ROPE_DIM = 64
+CACHE_ALIGNMENT = 16  # bytes; blocks and rows start on it, so kernels may load 16 bytes at once
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """One cache format.
+
+    Attributes:
+        name: what callers pass as `cache_format`.
+        dtype: element type of the cache tensor `[num_blocks, block_size, row_width]`.
+        value_dtype: element type of a row once it is read back (`gather_cache`).
+        head_dims: key widths that a row can hold. 576 is latent 512 + RoPE 64, 512 is a latent alone (or V4's
+            448 + 64), 128 is an unquantised index key, which only the cache ops take.
+        row_widths: elements of `dtype` a token, one entry for each of `head_dims`.
+        group_size: latent dims that share a scale; 0 where nothing is quantised.
+    """
+
+    name: str
+    dtype: torch.dtype
+    value_dtype: torch.dtype
+    head_dims: tuple[int, ...]
+    row_widths: tuple[int, ...]
+    group_size: int = 0
+
+    @property
+    def quantized(self) -> bool:
+        return self.group_size > 0
+
+    def row_width(self, head_dim: int) -> int:
+        """Elements of the cache tensor that one token takes."""
+        if head_dim not in self.head_dims:
+            raise ValueError(f"cache_format '{self.name}' holds keys of width {self.head_dims}, got {head_dim}")
+        return self.row_widths[self.head_dims.index(head_dim)]
+
+    def head_dim(self, row_width: int) -> int:
+        """Key width of a row that is `row_width` elements wide."""
+        if row_width not in self.row_widths:
+            raise ValueError(f"cache_format '{self.name}' has rows of {self.row_widths} elements, got {row_width}")
+        return self.head_dims[self.row_widths.index(row_width)]
+
+    def bytes_per_token(self, head_dim: int = LATENT_DIM + ROPE_DIM) -> int:
+        return self.row_width(head_dim) * self.dtype.itemsize
+
+
+_PLAIN_WIDTHS = (LATENT_DIM + ROPE_DIM, LATENT_DIM, 128)
+
+FORMATS: dict[str, CacheFormat] = {
+    entry.name: entry
+    for entry in (
+        CacheFormat("bf16", torch.bfloat16, torch.bfloat16, _PLAIN_WIDTHS, _PLAIN_WIDTHS),
+        CacheFormat("fp16", torch.float16, torch.float16, _PLAIN_WIDTHS, _PLAIN_WIDTHS),
+        CacheFormat("fp32", torch.float32, torch.float32, _PLAIN_WIDTHS, _PLAIN_WIDTHS),
+        # 512 e4m3, then 4 float32 scales, then 64 bfloat16
+        CacheFormat("fp8_ds_mla", torch.uint8, torch.bfloat16, (LATENT_DIM + ROPE_DIM,), (656,), group_size=128),
+    )
+}
+
+
+def get_format(cache_format: str, op: str = "mla_ops") -> CacheFormat:
+    """The entry of that name, or a ValueError that lists the names there are."""
+    entry = FORMATS.get(cache_format)
+    if entry is None:
+        raise ValueError(f"{op}: cache_format must be one of {sorted(FORMATS)}, got '{cache_format}'")
+    return entry
+
+
+def allocate_cache(
+    cache_format: str,
+    num_blocks: int,
+    block_size: int,
+    *,
+    head_dim: int = LATENT_DIM + ROPE_DIM,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """A zeroed cache for one layer.
+
+    One whole tensor a layer: a view `pool[layer]` passed to a compiled op writes to offset 0 under dynamic shapes
+    (docs/compile.md).
+
+    Args:
+        cache_format: a name in `FORMATS`.
+        num_blocks: blocks of the cache, at least 0.
+        block_size: tokens a block, at least 1.
+        head_dim: key width, one of the format's `head_dims`.
+        device: where the cache lives.
+
+    Returns:
+        `[num_blocks, block_size, row_width]` of the format's dtype, contiguous.
+
+    Raises:
+        ValueError: unknown format, width or a negative size.
+    """
+    entry = get_format(cache_format, "allocate_cache")
+    if num_blocks < 0 or block_size < 1:
+        raise ValueError(f"allocate_cache: num_blocks must be >= 0 and block_size >= 1, got {num_blocks} and {block_size}")
+    return torch.zeros(num_blocks, block_size, entry.row_width(head_dim), dtype=entry.dtype, device=device)

@@ -1,0 +1,35 @@
+"""Exact softmax merge in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from ...dispatch import Lowering
+
+
+def merge_attention_states(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    # some kernels mark an empty row with +inf
+    lse_a = torch.where(lse_a == torch.inf, -torch.inf, lse_a)
+    lse_b = torch.where(lse_b == torch.inf, -torch.inf, lse_b)
+    top = torch.maximum(lse_a, lse_b)
+    pivot = torch.where(top == -torch.inf, 0.0, top)
+    weight_a, weight_b = (lse_a - pivot).exp(), (lse_b - pivot).exp()
+    total = weight_a + weight_b
+    safe = torch.where(total == 0, 1.0, total)
+
+    # an empty side may hold anything, NaN included
+    part_a = torch.where((weight_a == 0).unsqueeze(-1), 0.0, out_a.float() * (weight_a / safe).unsqueeze(-1))
+    part_b = torch.where((weight_b == 0).unsqueeze(-1), 0.0, out_b.float() * (weight_b / safe).unsqueeze(-1))
+    out.copy_(part_a + part_b)
+    lse.copy_(torch.where(total == 0, -torch.inf, pivot + safe.log()))
+
+
+LOWERINGS = {"merge_attention_states": Lowering(merge_attention_states)}

@@ -1,0 +1,98 @@
+"""Token-level sparse MLA in plain PyTorch, float32 inside: the specification, and the CPU kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...dispatch import Lowering
+from ...formats import LATENT_DIM
+from .cache import read_slots
+from .index import translate
+
+# gathered keys that one step may hold
+MAX_GATHERED_BYTES = 64 * 2**20
+
+
+def attend(
+    q: torch.Tensor,
+    read: Callable[[torch.Tensor], torch.Tensor],
+    slots: torch.Tensor,
+    valid: torch.Tensor,
+    softmax_scale: float,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Softmax over the valid slots of each row. `read` turns int64 slots into float32 keys."""
+    num_tokens, _, head_dim = q.shape
+    step = max(1, MAX_GATHERED_BYTES // max(1, slots.shape[1] * head_dim * 4))
+    for start in range(0, num_tokens, step):
+        rows = slice(start, min(start + step, num_tokens))
+        live = valid[rows]
+        keys = torch.zeros(*live.shape, head_dim, dtype=torch.float32, device=q.device)
+        keys[live] = read(slots[rows][live])
+        scores = torch.einsum("thd,tkd->thk", q[rows].float(), keys) * softmax_scale
+        scores = scores.masked_fill(~live.unsqueeze(1), -torch.inf)
+        row_lse = torch.logsumexp(scores, dim=-1)
+        empty = row_lse == -torch.inf
+        weights = (scores - torch.where(empty, 0.0, row_lse).unsqueeze(-1)).exp()
+        result = torch.einsum("thk,tkd->thd", weights, keys[..., :LATENT_DIM])
+        if attn_sink is not None:
+            kept = torch.where(empty, 0.0, torch.sigmoid(row_lse - attn_sink))
+            result = result * kept.unsqueeze(-1)
+        out[rows] = result.to(out.dtype)
+        lse[rows] = row_lse
+
+
+def _within_length(indices: torch.Tensor, topk_length: torch.Tensor | None) -> torch.Tensor:
+    if topk_length is None:
+        return torch.ones_like(indices, dtype=torch.bool)
+    return torch.arange(indices.shape[1], device=indices.device) < topk_length.unsqueeze(1)
+
+
+def paged_sparse_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    *,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    num_blocks, block_size, _ = kv_cache.shape
+    slots = indices.long()
+    if block_table is not None and req_id_per_token is not None:
+        slots = translate(req_id_per_token, block_table, indices, block_size, num_blocks)
+    valid = (slots >= 0) & (slots < num_blocks * block_size) & _within_length(indices, topk_length)
+    attend(
+        q, lambda chosen: read_slots(kv_cache, chosen, cache_format), slots, valid, softmax_scale, attn_sink, out, lse
+    )
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    *,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    slots = indices.long()
+    valid = (slots >= 0) & (slots < kv.shape[0]) & _within_length(indices, topk_length)
+    attend(q, lambda chosen: kv[chosen].float(), slots, valid, softmax_scale, attn_sink, out, lse)
+
+
+LOWERINGS = {
+    "paged_sparse_attention": Lowering(paged_sparse_attention),
+    "sparse_attention": Lowering(sparse_attention),
+}

@@ -1,0 +1,95 @@
+"""Preconditions, written once for fake and real tensors.
+
+Dtypes, ranks and devices are static, so they are plain comparisons; sizes and strides may be symbolic, so they go
+through `torch._check_value`, which also works while tracing. Every message names the op, the argument, what was
+expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..formats import CACHE_ALIGNMENT, CacheFormat, get_format
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_tensor(
+    op: str,
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    dims: Sequence[tuple[str, int | torch.SymInt | None]],
+    device: torch.device,
+) -> None:
+    """Raises unless `tensor` has one of `dtypes`, lies on `device`, and has the shape `dims`, last dim contiguous.
+
+    `dims` gives a name and a size for each dimension; a size of None is free.
+    """
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{op}: {name} must be on {device} like the first argument, got {tensor.device}")
+
+    def message() -> str:
+        expected = ", ".join(label if size is None else f"{label}={size}" for label, size in dims)
+        return f"{op}: {name} must have shape [{expected}], got {list(tensor.shape)}"
+
+    if tensor.dim() != len(dims):
+        raise ValueError(message())
+    for actual, (_, size) in zip(tensor.shape, dims, strict=True):
+        if size is not None:
+            torch._check_value(actual == size, message)
+    if dims:
+        torch._check_value(
+            tensor.stride(-1) == 1,
+            lambda: f"{op}: {name} must be contiguous in its last dimension, got strides {tensor.stride()}",
+        )
+
+
+def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str) -> CacheFormat:
+    """Raises unless `kv_cache` can hold `cache_format`. Returns the format."""
+    entry = get_format(cache_format, op)
+    if kv_cache.dtype != entry.dtype:
+        raise TypeError(f"{op}: kv_cache of cache_format '{cache_format}' must be {entry.dtype}, got {kv_cache.dtype}")
+    if kv_cache.dim() != 3 or kv_cache.shape[2] not in entry.row_widths:
+        widths = " or ".join(str(width) for width in entry.row_widths)
+        raise ValueError(
+            f"{op}: kv_cache of cache_format '{cache_format}' must have shape [num_blocks, block_size, {widths}], "
+            f"got {list(kv_cache.shape)}"
+        )
+    itemsize = entry.dtype.itemsize
+    torch._check_value(
+        kv_cache.stride(2) == 1, lambda: f"{op}: rows of kv_cache must be contiguous, got strides {kv_cache.stride()}"
+    )
+    torch._check_value(
+        kv_cache.stride(1) == kv_cache.shape[2],
+        lambda: f"{op}: kv_cache.stride(1) must be {kv_cache.shape[2]}, one row, got {kv_cache.stride(1)}",
+    )
+    torch._check_value(
+        kv_cache.stride(0) * itemsize % CACHE_ALIGNMENT == 0,
+        lambda: f"{op}: blocks of kv_cache must start on {CACHE_ALIGNMENT} bytes, got kv_cache.stride(0) of "
+        f"{kv_cache.stride(0)} elements of {itemsize} bytes",
+    )
+    return entry
+
+
+def check_positive(op: str, name: str, value: int | torch.SymInt) -> None:
+    torch._check_value(value >= 1, lambda: f"{op}: {name} must be at least 1, got {value}")
+
+
+def check_not_negative(op: str, name: str, value: int | torch.SymInt) -> None:
+    torch._check_value(value >= 0, lambda: f"{op}: {name} must not be negative, got {value}")
+
+
+def check_no_grad(op: str, **tensors: torch.Tensor) -> None:
+    """These ops have no backward: a gradient would be lost without a word."""
+    if torch.is_grad_enabled():
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                raise NotImplementedError(
+                    f"{op}: {name} requires grad, but {op} has no backward: call it under torch.no_grad(), or detach {name}"
+                )

@@ -1,0 +1,57 @@
+"""Merging partial attention results: schema, preconditions, fake."""
+
+from __future__ import annotations
+
+import torch
+
+from ..dispatch import Call
+from ..registry import OutputSpec, define_computing
+from .checks import FLOAT_DTYPES, check_no_grad, check_tensor
+
+
+def check_merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:
+    op = "merge_attention_states"
+    device = out_a.device
+    check_tensor(
+        op, "out_a", out_a, FLOAT_DTYPES, (("num_tokens", None), ("num_heads", None), ("head_dim_v", None)), device
+    )
+    num_tokens, num_heads, head_dim_v = out_a.shape
+    dims = (("num_tokens", num_tokens), ("num_heads", num_heads), ("head_dim_v", head_dim_v))
+    check_tensor(op, "out_b", out_b, (out_a.dtype,), dims, device)
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if lse.dtype != torch.float32:
+            raise TypeError(f"{op}: {name} must be torch.float32, got {lse.dtype}")
+        if lse.device != device:
+            raise ValueError(f"{op}: {name} must be on {device} like the first argument, got {lse.device}")
+        message = f"{op}: {name} must have shape [num_tokens={num_tokens}, num_heads={num_heads}], got {list(lse.shape)}"
+        if lse.dim() != 2:
+            raise ValueError(message)
+        torch._check_value(lse.shape[0] == num_tokens, lambda message=message: message)
+        torch._check_value(lse.shape[1] == num_heads, lambda message=message: message)
+    check_no_grad(op, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+
+
+def outputs_merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> dict[str, OutputSpec]:
+    num_tokens, num_heads, head_dim_v = out_a.shape
+    return {
+        "out": ((num_tokens, num_heads, head_dim_v), out_a.dtype),
+        "lse": ((num_tokens, num_heads), torch.float32),
+    }
+
+
+def describe_merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Call:
+    num_tokens, num_heads, head_dim_v = out_a.shape
+    op = "merge_attention_states"
+    return Call(op, out_a.device, out_a.dtype, head_dim=head_dim_v, num_heads=num_heads, num_tokens=num_tokens)
+
+
+merge_attention_states, merge_attention_states_out = define_computing(
+    "merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+    "merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, Tensor(a!) out, "
+    "Tensor(b!) lse) -> ()",
+    check=check_merge,
+    outputs=outputs_merge,
+    describe=describe_merge,
+)

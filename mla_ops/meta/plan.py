@@ -1,0 +1,88 @@
+"""What a step's layers share, computed once: schema, preconditions, fake."""
+
+from __future__ import annotations
+
+import torch
+
+from ..dispatch import Call
+from ..registry import define_mutating
+from .checks import check_not_negative, check_positive, check_tensor
+
+INT32 = (torch.int32,)
+
+
+def check_build_step_metadata(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc_buffer: torch.Tensor,
+    seq_lens_buffer: torch.Tensor,
+    block_table_buffer: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_lens: torch.Tensor,
+    topk_length: torch.Tensor,
+    block_size: int,
+    index_topk: int,
+) -> None:
+    op = "build_step_metadata"
+    device = query_start_loc.device
+    check_tensor(op, "seq_lens", seq_lens, INT32, (("num_requests", None),), device)
+    num_requests = seq_lens.shape[0]
+    check_tensor(op, "query_start_loc", query_start_loc, INT32, (("num_requests+1", num_requests + 1),), device)
+    dims = (("num_requests", num_requests), ("max_blocks", None))
+    check_tensor(op, "block_table", block_table, INT32, dims, device)
+    check_tensor(op, "seq_lens_buffer", seq_lens_buffer, INT32, (("max_num_requests", None),), device)
+    max_num_requests = seq_lens_buffer.shape[0]
+    check_tensor(
+        op,
+        "query_start_loc_buffer",
+        query_start_loc_buffer,
+        INT32,
+        (("max_num_requests+1", max_num_requests + 1),),
+        device,
+    )
+    dims = (("max_num_requests", max_num_requests), ("max_blocks_per_request", None))
+    check_tensor(op, "block_table_buffer", block_table_buffer, INT32, dims, device)
+    torch._check_value(
+        num_requests <= max_num_requests,
+        lambda: f"{op}: seq_lens has {num_requests} requests, the buffers have room for {max_num_requests}",
+    )
+    torch._check_value(
+        block_table.shape[1] <= block_table_buffer.shape[1],
+        lambda: f"{op}: block_table is {block_table.shape[1]} blocks wide, its buffer {block_table_buffer.shape[1]}",
+    )
+    check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("max_num_tokens", None),), device)
+    tokens = (("max_num_tokens", req_id_per_token.shape[0]),)
+    check_tensor(op, "positions", positions, INT32, tokens, device)
+    check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), tokens, device)
+    check_tensor(op, "key_lens", key_lens, INT32, tokens, device)
+    check_tensor(op, "topk_length", topk_length, INT32, tokens, device)
+    check_positive(op, "block_size", block_size)
+    check_not_negative(op, "index_topk", index_topk)
+
+
+def describe_build_step_metadata(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc_buffer: torch.Tensor,
+    seq_lens_buffer: torch.Tensor,
+    block_table_buffer: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    *_: object,
+    **__: object,
+) -> Call:
+    op = "build_step_metadata"
+    return Call(op, seq_lens.device, torch.int32, num_tokens=req_id_per_token.shape[0])
+
+
+build_step_metadata = define_mutating(
+    "build_step_metadata(Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
+    "Tensor(a!) query_start_loc_buffer, Tensor(b!) seq_lens_buffer, Tensor(c!) block_table_buffer, "
+    "Tensor(d!) req_id_per_token, Tensor(e!) positions, Tensor(f!) slot_mapping, Tensor(g!) key_lens, "
+    "Tensor(h!) topk_length, SymInt block_size, SymInt index_topk) -> ()",
+    check=check_build_step_metadata,
+    describe=describe_build_step_metadata,
+)

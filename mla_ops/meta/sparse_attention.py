@@ -1,0 +1,140 @@
+"""Token-level sparse MLA: schemas, preconditions, fakes."""
+
+from __future__ import annotations
+
+import torch
+
+from ..dispatch import Call
+from ..formats import LATENT_DIM, ROPE_DIM
+from ..registry import OutputSpec, define_computing
+from .checks import FLOAT_DTYPES, check_cache, check_no_grad, check_tensor
+
+INT32 = (torch.int32,)
+HEAD_DIMS = (LATENT_DIM + ROPE_DIM, LATENT_DIM)
+MAX_NUM_HEADS = 128
+
+
+def _check_query(op: str, q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    dims = (("num_tokens", None), ("num_heads", None), ("head_dim", None))
+    check_tensor(op, "q", q, dtypes, dims, q.device)
+    if q.shape[2] not in HEAD_DIMS:
+        raise ValueError(f"{op}: q must have shape [num_tokens, num_heads, 576 or 512], got {list(q.shape)}")
+    if not 1 <= q.shape[1] <= MAX_NUM_HEADS:
+        raise ValueError(f"{op}: q must have 1 to {MAX_NUM_HEADS} heads, got {q.shape[1]}")
+
+
+def _check_selection(
+    op: str, q: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None, attn_sink: torch.Tensor | None
+) -> None:
+    num_tokens, num_heads, _ = q.shape
+    check_tensor(op, "indices", indices, INT32, (("num_tokens", num_tokens), ("topk", None)), q.device)
+    if topk_length is not None:
+        check_tensor(op, "topk_length", topk_length, INT32, (("num_tokens", num_tokens),), q.device)
+    if attn_sink is not None:
+        check_tensor(op, "attn_sink", attn_sink, (torch.float32,), (("num_heads", num_heads),), q.device)
+
+
+def _outputs(q: torch.Tensor) -> dict[str, OutputSpec]:
+    num_tokens, num_heads, _ = q.shape
+    return {
+        "out": ((num_tokens, num_heads, LATENT_DIM), q.dtype),
+        "lse": ((num_tokens, num_heads), torch.float32),
+    }
+
+
+def check_paged(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+) -> None:
+    op = "paged_sparse_attention"
+    entry = check_cache(op, kv_cache, cache_format)
+    _check_query(op, q, FLOAT_DTYPES if entry.quantized else (entry.value_dtype,))
+    head_dim = entry.head_dim(kv_cache.shape[2])
+    if head_dim not in HEAD_DIMS or q.shape[2] != head_dim:
+        raise ValueError(f"{op}: q is {q.shape[2]} wide, but the keys in kv_cache are {head_dim} wide")
+    if kv_cache.device != q.device:
+        raise ValueError(f"{op}: kv_cache must be on {q.device} like the first argument, got {kv_cache.device}")
+    _check_selection(op, q, indices, topk_length, attn_sink)
+    if (block_table is None) != (req_id_per_token is None):
+        given, missing = ("block_table", "req_id_per_token") if req_id_per_token is None else ("req_id_per_token", "block_table")
+        raise ValueError(f"{op}: block_table and req_id_per_token go together, got {given} without {missing}")
+    if block_table is not None and req_id_per_token is not None:
+        check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), q.device)
+        check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
+    check_no_grad(op, q=q)
+
+
+def outputs_paged(q: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
+    return _outputs(q)
+
+
+def describe_paged(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    *_: object,
+    **__: object,
+) -> Call:
+    num_tokens, num_heads, head_dim = q.shape
+    return Call(
+        "paged_sparse_attention", q.device, q.dtype, cache_format, head_dim, num_heads, num_tokens, indices.shape[1]
+    )
+
+
+paged_sparse_attention, paged_sparse_attention_out = define_computing(
+    "paged_sparse_attention(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, str cache_format, *, "
+    "Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, Tensor? req_id_per_token=None) "
+    "-> (Tensor, Tensor)",
+    "paged_sparse_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
+    "str cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
+    "Tensor? req_id_per_token=None, Tensor(b!) out, Tensor(c!) lse) -> ()",
+    check=check_paged,
+    outputs=outputs_paged,
+    describe=describe_paged,
+)
+
+
+def check_flat(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+) -> None:
+    op = "sparse_attention"
+    _check_query(op, q, FLOAT_DTYPES)
+    check_tensor(op, "kv", kv, (q.dtype,), (("num_kv", None), ("head_dim", q.shape[2])), q.device)
+    _check_selection(op, q, indices, topk_length, attn_sink)
+    check_no_grad(op, q=q, kv=kv)
+
+
+def outputs_flat(q: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
+    return _outputs(q)
+
+
+def describe_flat(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, softmax_scale: float, *_: object, **__: object
+) -> Call:
+    num_tokens, num_heads, head_dim = q.shape
+    return Call("sparse_attention", q.device, q.dtype, "", head_dim, num_heads, num_tokens, indices.shape[1])
+
+
+sparse_attention, sparse_attention_out = define_computing(
+    "sparse_attention(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor? topk_length=None, "
+    "Tensor? attn_sink=None) -> (Tensor, Tensor)",
+    "sparse_attention.out(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor? topk_length=None, "
+    "Tensor? attn_sink=None, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    check=check_flat,
+    outputs=outputs_flat,
+    describe=describe_flat,
+)
