@@ -1,0 +1,71 @@
+"""Writing and reading the paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from ..meta import cache as meta
+
+
+def concat_and_cache(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str
+) -> None:
+    """Writes the latent and the RoPE key of each token to its slot, quantising as the format says.
+
+    Args:
+        kv_c: latents, `[num_tokens, 512]` bfloat16, float16 or float32. (For a plain format, the first part of the
+            row, whatever its width.)
+        k_pe: RoPE keys after rotation, `[num_tokens, 64]`, dtype of `kv_c`. May be 0 wide where the rows are 512 wide.
+        kv_cache: `[num_blocks, block_size, row_width]` of the format's dtype, written in place. `stride(0)` is free in
+            multiples of 16 bytes, so blocks may be padded or be slices of a larger pool.
+        slot_mapping: `[num_slots]` int64, `block * block_size + offset` of each token. A negative slot is padding and
+            one past the cache is ignored: nothing is written. Rows `i < min(num_slots, num_tokens)` are written; if
+            two of them name one slot, which one stays is undefined.
+        cache_format: `bf16`, `fp16`, `fp32` or `fp8_ds_mla` (docs/formats.md).
+
+    `fp8_ds_mla` gives each 128 latent dims the scale `2**ceil(log2(max(amax / 448, 1e-4)))` over their finite values;
+    NaN and infinities become NaN where they stand and touch nothing else. The bytes are the same under every lowering.
+
+    Raises:
+        TypeError, ValueError: a dtype, device, shape or stride that the contract does not allow; nothing is written.
+
+    Source: DeepSeek-V3.2 (FlashMLA's cache layout).
+    """
+    meta.concat_and_cache(kv_c, k_pe, kv_cache, slot_mapping, cache_format)
+
+
+def gather_cache(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    num_rows: int,
+    cache_format: str,
+    *,
+    gather_lens: torch.Tensor | None = None,
+    offset: int = 0,
+) -> torch.Tensor:
+    """Reads paged rows back into a dense workspace, dequantised: whole requests, or the last tokens of each.
+
+    Args:
+        kv_cache: as `concat_and_cache` writes it; only read.
+        block_table: `[num_requests, max_blocks]` int32. Entries outside the cache read as zeros.
+        seq_lens: `[num_requests]` int32, tokens in the cache of each request.
+        cu_seq_lens: `[num_requests + 1]` int32, ascending: request r owns output rows `offset + cu_seq_lens[r]` up to
+            `offset + cu_seq_lens[r + 1]`, and what does not fit there is not written.
+        num_rows: rows of the output; an upper bound known to the host.
+        cache_format: format of `kv_cache`.
+        gather_lens: `[num_requests]` int32. Only the last `gather_lens[r]` tokens of request r are read, so a chunk
+            `[start, end)` of a request is `seq_lens = end`, `gather_lens = end - start`. None reads all.
+        offset: added to every output row, for several gathers into one workspace (`.out`).
+
+    Returns:
+        `[num_rows, head_dim]`, contiguous; bfloat16 for `bf16` and `fp8_ds_mla`, else the cache's dtype. Rows that no
+        request covers are zero. `torch.ops.mla.gather_cache.out(..., out=workspace)` leaves those untouched.
+
+    Raises:
+        TypeError, ValueError: a dtype, device, shape, stride or negative size that the contract does not allow.
+    """
+    return meta.gather_cache(
+        kv_cache, block_table, seq_lens, cu_seq_lens, num_rows, cache_format, gather_lens=gather_lens, offset=offset
+    )

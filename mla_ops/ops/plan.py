@@ -1,0 +1,65 @@
+"""What the layers of a step share, computed once."""
+
+from __future__ import annotations
+
+import torch
+
+from ..meta import plan as meta
+
+
+def build_step_metadata(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc_buffer: torch.Tensor,
+    seq_lens_buffer: torch.Tensor,
+    block_table_buffer: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_lens: torch.Tensor,
+    topk_length: torch.Tensor,
+    block_size: int,
+    index_topk: int,
+) -> None:
+    """Writes what a step's layers read into buffers of fixed capacity, with device work only.
+
+    `mla_ops.metadata.StepMetadata` owns such buffers and calls this. Prefill, decode, several query tokens a request
+    and mixed batches are all the same call. The row of a token that belongs to no request, up to the capacity, is a
+    no-op for every op of the library.
+
+    Args:
+        query_start_loc: `[num_requests + 1]` int32, ascending; request r owns tokens `query_start_loc[r]` up to
+            `query_start_loc[r + 1]`. Two equal neighbours are a request without tokens in this step.
+        seq_lens: `[num_requests]` int32, tokens of each request with the new ones; they are its last.
+        block_table: `[num_requests, max_blocks]` int32; entries past a request's end may be anything.
+        query_start_loc_buffer: `[max_num_requests + 1]` int32, written: as given, then the number of tokens.
+        seq_lens_buffer: `[max_num_requests]` int32, written: as given, then 0.
+        block_table_buffer: `[max_num_requests, max_blocks_per_request]` int32, written: as given, then -1.
+        req_id_per_token: `[max_num_tokens]` int32, written; -1 for padding.
+        positions: `[max_num_tokens]` int32, written: position of the token in its request; 0 for padding.
+        slot_mapping: `[max_num_tokens]` int64, written: where the token's key goes; -1 for padding.
+        key_lens: `[max_num_tokens]` int32, written: keys that the token may see, itself included; 0 for padding.
+        topk_length: `[max_num_tokens]` int32, written: `min(key_lens, index_topk)`.
+        block_size: tokens a block of the cache.
+        index_topk: keys that the indexer chooses for a token.
+
+    Raises:
+        TypeError, ValueError: a dtype, device or shape that the contract does not allow, or more requests or blocks
+            than the buffers have room for; nothing is written.
+    """
+    meta.build_step_metadata(
+        query_start_loc,
+        seq_lens,
+        block_table,
+        query_start_loc_buffer,
+        seq_lens_buffer,
+        block_table_buffer,
+        req_id_per_token,
+        positions,
+        slot_mapping,
+        key_lens,
+        topk_length,
+        block_size,
+        index_topk,
+    )

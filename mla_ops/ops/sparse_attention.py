@@ -1,0 +1,97 @@
+"""Token-level sparse multi-head latent attention."""
+
+from __future__ import annotations
+
+import torch
+
+from ..meta import sparse_attention as meta
+
+
+def paged_sparse_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    *,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query token over the keys chosen for it, in the absorbed (multi-query) form, from a paged cache.
+
+    Decode, speculative decode, prefill and mixed batches are the same call: tokens are flat, one row each.
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]`, 1 to 128 heads, 576 or 512 wide like the keys; dtype of the cache for a
+            plain format, bfloat16, float16 or float32 for a quantised one.
+        kv_cache: `[num_blocks, block_size, row_width]`; only read. (The schema declares it written, so that a compiled
+            graph never clones it.)
+        indices: `[num_tokens, topk]` int32, any topk. Slots of the cache, or positions in the token's request if
+            `block_table` is given. An entry outside the cache (negative, or past its end) is not attended and not
+            read; duplicates count as often as they stand.
+        softmax_scale: multiplies `q @ k`.
+        cache_format: format of `kv_cache`.
+        topk_length: `[num_tokens]` int32; only the first so many indices of a row count. None: all.
+        attn_sink: `[num_heads]` float32, a logit that takes part in the softmax and carries no value: the output is
+            scaled by `exp(lse) / (exp(lse) + exp(sink))`. -inf is no sink, +inf gives 0.
+        block_table: `[num_requests, max_blocks]` int32: translate `indices` inside the kernel. Bounded by its shape and
+            by the cache.
+        req_id_per_token: `[num_tokens]` int32, the row of `block_table` for each token; outside it, the token is
+            padding and attends to nothing. Goes with `block_table`.
+
+    Returns:
+        out `[num_tokens, num_heads, 512]` of q's dtype and lse `[num_tokens, num_heads]` float32: natural logarithm of
+        the sum of exponentials, without the sink. Nothing to attend to: out is 0 and lse is -inf. Both contiguous.
+        `torch.ops.mla.paged_sparse_attention.out(..., out=out, lse=lse)` writes into the caller's buffers.
+
+    Raises:
+        TypeError, ValueError: a dtype, device, shape, stride or format that the contract does not allow.
+        NotImplementedError: no lowering can run the call (the message has each one's reason), or q requires grad.
+
+    Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention).
+    """
+    return meta.paged_sparse_attention(
+        q,
+        kv_cache,
+        indices,
+        softmax_scale,
+        cache_format,
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+        block_table=block_table,
+        req_id_per_token=req_id_per_token,
+    )
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    *,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query token over the keys chosen for it, from flat keys that this step computed.
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]` bfloat16, float16 or float32, 1 to 128 heads, 576 or 512 wide.
+        kv: `[num_kv, head_dim]` of q's dtype; the first 512 of each row are also the value.
+        indices: `[num_tokens, topk]` int32 rows of `kv`; outside `[0, num_kv)` is not attended and not read.
+        softmax_scale: multiplies `q @ k`.
+        topk_length: `[num_tokens]` int32; only the first so many indices of a row count. None: all.
+        attn_sink: `[num_heads]` float32, as in `paged_sparse_attention`.
+
+    Returns:
+        out `[num_tokens, num_heads, 512]` of q's dtype and lse `[num_tokens, num_heads]` float32, as
+        `paged_sparse_attention` has them; `torch.ops.mla.sparse_attention.out` writes into the caller's buffers.
+
+    Raises:
+        TypeError, ValueError: a dtype, device, shape or stride that the contract does not allow.
+        NotImplementedError: no lowering can run the call, or q or kv requires grad.
+
+    Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention).
+    """
+    return meta.sparse_attention(q, kv, indices, softmax_scale, topk_length=topk_length, attn_sink=attn_sink)
