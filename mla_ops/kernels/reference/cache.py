@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...dispatch import Lowering
-from ...formats import LATENT_DIM
+from ...formats import LATENT_DIM, ROPE_DIM
 
 E4M3_NAN = 0x7F
 
@@ -46,9 +46,10 @@ def dequantize_fp8_ds_mla(rows: torch.Tensor) -> torch.Tensor:
 def read_slots(kv_cache: torch.Tensor, slots: torch.Tensor, cache_format: str) -> torch.Tensor:
     """Keys at `slots` (int64, any shape, all valid) as float32, `slots.shape + (head_dim,)`."""
     block_size = kv_cache.shape[1]
+    width = kv_cache.shape[2]
     rows = kv_cache[slots // block_size, slots % block_size]
     if cache_format == "fp8_ds_mla":
-        return dequantize_fp8_ds_mla(rows.view(-1, rows.shape[-1])).view(*slots.shape, -1)
+        return dequantize_fp8_ds_mla(rows.view(-1, width)).view(*slots.shape, LATENT_DIM + ROPE_DIM)
     return rows.float()
 
 
