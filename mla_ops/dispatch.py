@@ -70,13 +70,13 @@ ROOMS = ("hopper", "flash_mla", "triton", "reference")
 ORDER: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "cuda": ("hopper", "flash_mla", "triton")}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def device_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device, (0, 0) for any other."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def is_installed(module: str) -> bool:
     """Whether a module can be found, without importing it."""
     return importlib.util.find_spec(module) is not None
@@ -93,7 +93,7 @@ def _room_reason(room: str, call: Call) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _lowering(room: str, op: str) -> Lowering | None:
     module = f"mla_ops.kernels.{room}.{FAMILIES[op]}"
     if room == "flash_mla":
@@ -244,5 +244,3 @@ def report(device: torch.device | str) -> list[tuple[str, str, str | None]]:
         call = Call(op, device, torch.bfloat16, "fp8_ds_mla", 576, 128, 1, 2048)
         rows += [(op, room, unsupported_reason(room, call)) for room in ROOMS]
     return rows
-
-

@@ -110,5 +110,7 @@ def allocate_cache(
     """
     entry = get_format(cache_format, "allocate_cache")
     if num_blocks < 0 or block_size < 1:
-        raise ValueError(f"allocate_cache: num_blocks must be >= 0 and block_size >= 1, got {num_blocks} and {block_size}")
+        raise ValueError(
+            f"allocate_cache: num_blocks must be >= 0 and block_size >= 1, got {num_blocks} and {block_size}"
+        )
     return torch.zeros(num_blocks, block_size, entry.row_width(head_dim), dtype=entry.dtype, device=device)

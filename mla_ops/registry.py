@@ -121,9 +121,7 @@ def define_computing(
 def _output_names(out_schema: str) -> list[str]:
     """Names of the written arguments that follow the last `*`: the outputs of an `.out` overload."""
     arguments = torch._C.parse_schema(out_schema.replace(out_schema.split("(", 1)[0], "mla::x", 1)).arguments
-    return [
-        a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
-    ]
+    return [a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write]
 
 
 def _check_output(
@@ -133,6 +131,10 @@ def _check_output(
         raise TypeError(f"{op}.out: {name} must be {dtype}, got {tensor.dtype}")
     if tensor.device != device:
         raise ValueError(f"{op}.out: {name} must be on {device}, got {tensor.device}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{op}.out: {name} requires grad, but {op} has no backward: call it under torch.no_grad(), or detach {name}"
+        )
     if tensor.dim() != len(shape):
         raise ValueError(f"{op}.out: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     for dim, size in enumerate(shape):
@@ -141,5 +143,6 @@ def _check_output(
             lambda: f"{op}.out: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}",
         )
     torch._check_value(
-        tensor.stride(-1) == 1, lambda: f"{op}.out: {name} must be contiguous in its last dimension, got strides {tensor.stride()}"
+        tensor.stride(-1) == 1,
+        lambda: f"{op}.out: {name} must be contiguous in its last dimension, got strides {tensor.stride()}",
     )

@@ -52,7 +52,12 @@ def warmup(
     latent_dim = min(head_dim, LATENT_DIM)
     kv_cache = allocate_cache(cache_format, 2, block_size, head_dim=head_dim, device=device)
     metadata = StepMetadata.allocate(
-        max_num_tokens=1, max_num_requests=1, max_blocks_per_request=2, block_size=block_size, index_topk=topk, device=device
+        max_num_tokens=1,
+        max_num_requests=1,
+        max_blocks_per_request=2,
+        block_size=block_size,
+        index_topk=topk,
+        device=device,
     )
 
     def int32(*values: int) -> torch.Tensor:

@@ -62,7 +62,7 @@ def _library_path(provider: Provider) -> Path | None:
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def find_provider() -> tuple[Provider | None, str]:
     """The first provider whose extension loads, or None; and why, for each that did not."""
     reasons = []
@@ -168,7 +168,8 @@ def paged_sparse_attention(
     if num_tokens == 0:
         return
     if num_blocks == 0 or indices.shape[1] == 0:
-        return _fill_empty(out, lse)
+        _fill_empty(out, lse)
+        return
     slots = slots_or_minus_one(indices, num_blocks, block_size, topk_length, block_table, req_id_per_token)
     slots = _pad_indices(slots, DECODE_TOPK_MULTIPLE)
     q, attn_sink = _pad_query(q), _pad_sink(attn_sink)
@@ -212,7 +213,8 @@ def sparse_attention(
     if num_tokens == 0:
         return
     if kv.shape[0] == 0 or indices.shape[1] == 0:
-        return _fill_empty(out, lse)
+        _fill_empty(out, lse)
+        return
     provider, _ = find_provider()
     assert provider is not None
     op = getattr(torch.ops, provider.namespace).sparse_prefill_fwd.default

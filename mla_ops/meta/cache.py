@@ -27,13 +27,15 @@ def check_concat_and_cache(
         )
     torch._check_value(
         kv_c.shape[1] + k_pe.shape[1] == head_dim,
-        lambda: f"{op}: kv_c and k_pe must be {head_dim} wide together, as the rows of kv_cache are, "
-        f"got {kv_c.shape[1]} + {k_pe.shape[1]}",
+        lambda: (
+            f"{op}: kv_c and k_pe must be {head_dim} wide together, as the rows of kv_cache are, "
+            f"got {kv_c.shape[1]} + {k_pe.shape[1]}"
+        ),
     )
     if kv_cache.device != device:
         raise ValueError(f"{op}: kv_cache must be on {device} like the first argument, got {kv_cache.device}")
     check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), (("num_slots", None),), device)
-    check_no_grad(op, kv_c=kv_c, k_pe=k_pe)
+    check_no_grad(op, kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
 
 
 def describe_concat_and_cache(
@@ -72,6 +74,7 @@ def check_gather_cache(
         check_tensor(op, "gather_lens", gather_lens, (torch.int32,), (("num_requests", num_requests),), device)
     check_not_negative(op, "num_rows", num_rows)
     check_not_negative(op, "offset", offset)
+    check_no_grad(op, kv_cache=kv_cache)
 
 
 def outputs_gather_cache(

@@ -63,6 +63,9 @@ def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str) -> CacheForm
         )
     itemsize = entry.dtype.itemsize
     torch._check_value(
+        kv_cache.shape[1] >= 1, lambda: f"{op}: kv_cache must have a block_size of at least 1, got {kv_cache.shape[1]}"
+    )
+    torch._check_value(
         kv_cache.stride(2) == 1, lambda: f"{op}: rows of kv_cache must be contiguous, got strides {kv_cache.stride()}"
     )
     torch._check_value(
@@ -71,8 +74,10 @@ def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str) -> CacheForm
     )
     torch._check_value(
         kv_cache.stride(0) * itemsize % CACHE_ALIGNMENT == 0,
-        lambda: f"{op}: blocks of kv_cache must start on {CACHE_ALIGNMENT} bytes, got kv_cache.stride(0) of "
-        f"{kv_cache.stride(0)} elements of {itemsize} bytes",
+        lambda: (
+            f"{op}: blocks of kv_cache must start on {CACHE_ALIGNMENT} bytes, got kv_cache.stride(0) of "
+            f"{kv_cache.stride(0)} elements of {itemsize} bytes"
+        ),
     )
     return entry
 
@@ -85,11 +90,12 @@ def check_not_negative(op: str, name: str, value: int | torch.SymInt) -> None:
     torch._check_value(value >= 0, lambda: f"{op}: {name} must not be negative, got {value}")
 
 
-def check_no_grad(op: str, **tensors: torch.Tensor) -> None:
+def check_no_grad(op: str, **tensors: torch.Tensor | None) -> None:
     """These ops have no backward: a gradient would be lost without a word."""
     if torch.is_grad_enabled():
         for name, tensor in tensors.items():
-            if tensor.requires_grad:
+            if tensor is not None and tensor.requires_grad:
                 raise NotImplementedError(
-                    f"{op}: {name} requires grad, but {op} has no backward: call it under torch.no_grad(), or detach {name}"
+                    f"{op}: {name} requires grad, but {op} has no backward: "
+                    f"call it under torch.no_grad(), or detach {name}"
                 )

@@ -23,7 +23,8 @@ def check_merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, l
             raise TypeError(f"{op}: {name} must be torch.float32, got {lse.dtype}")
         if lse.device != device:
             raise ValueError(f"{op}: {name} must be on {device} like the first argument, got {lse.device}")
-        message = f"{op}: {name} must have shape [num_tokens={num_tokens}, num_heads={num_heads}], got {list(lse.shape)}"
+        expected = f"[num_tokens={num_tokens}, num_heads={num_heads}]"
+        message = f"{op}: {name} must have shape {expected}, got {list(lse.shape)}"
         if lse.dim() != 2:
             raise ValueError(message)
         torch._check_value(lse.shape[0] == num_tokens, lambda message=message: message)

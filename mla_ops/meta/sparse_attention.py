@@ -63,12 +63,14 @@ def check_paged(
         raise ValueError(f"{op}: kv_cache must be on {q.device} like the first argument, got {kv_cache.device}")
     _check_selection(op, q, indices, topk_length, attn_sink)
     if (block_table is None) != (req_id_per_token is None):
-        given, missing = ("block_table", "req_id_per_token") if req_id_per_token is None else ("req_id_per_token", "block_table")
+        given, missing = ("block_table", "req_id_per_token")
+        if block_table is None:
+            given, missing = missing, given
         raise ValueError(f"{op}: block_table and req_id_per_token go together, got {given} without {missing}")
     if block_table is not None and req_id_per_token is not None:
         check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), q.device)
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
-    check_no_grad(op, q=q)
+    check_no_grad(op, q=q, kv_cache=kv_cache, attn_sink=attn_sink)
 
 
 def outputs_paged(q: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
@@ -115,7 +117,7 @@ def check_flat(
     _check_query(op, q, FLOAT_DTYPES)
     check_tensor(op, "kv", kv, (q.dtype,), (("num_kv", None), ("head_dim", q.shape[2])), q.device)
     _check_selection(op, q, indices, topk_length, attn_sink)
-    check_no_grad(op, q=q, kv=kv)
+    check_no_grad(op, q=q, kv=kv, attn_sink=attn_sink)
 
 
 def outputs_flat(q: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:

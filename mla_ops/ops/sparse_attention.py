@@ -19,7 +19,7 @@ def paged_sparse_attention(
     block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each query token over the keys chosen for it, in the absorbed (multi-query) form, from a paged cache.
+    """Attention of each query token over the keys chosen for it in a paged cache, in the absorbed (multi-query) form.
 
     Decode, speculative decode, prefill and mixed batches are the same call: tokens are flat, one row each.
 

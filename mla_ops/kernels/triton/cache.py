@@ -1,0 +1,248 @@
+"""Cache ops in Triton. Bit for bit what the reference writes: all rounding is integer arithmetic or IEEE."""
+
+import torch
+import triton.language as tl
+
+from ...dispatch import Lowering
+from ...formats import LATENT_DIM, ROPE_DIM
+from .bfloat16 import narrow, widen
+from .common import cdiv, sized_jit
+from .e4m3 import decode, encode, power_of_two_exponent
+
+# rows a program gathers: 8 rows of 576 in bfloat16 are 36 values a thread, and one 16-byte load each in flight
+GATHER_ROWS = 8
+
+
+@sized_jit(any_alignment=("slot_mapping",))
+def _store_fp8_kernel(
+    kv_c,
+    k_pe,
+    kv_cache,
+    slot_mapping,
+    num_slots: tl.int64,
+    block_size: tl.int32,
+    stride_kv_c: tl.int64,
+    stride_k_pe: tl.int64,
+    stride_block_16: tl.int64,
+):
+    """Quantises one token into its 656-byte row.
+
+    Grid: (rows,). A program holds 4 groups of 128 latent values and 64 RoPE values; the maximum of a group is taken
+    over bit patterns, whose order is that of the magnitudes. No shared memory beyond that reduction.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + row).to(tl.int64)
+    if (slot >= 0) & (slot < num_slots):
+        group = tl.arange(0, 4)
+        inner = tl.arange(0, 128)
+        offsets = group[:, None] * 128 + inner[None, :]
+        bits = widen(tl.load(kv_c + row * stride_kv_c + offsets)).to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        amax = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1)
+        exponent = power_of_two_exponent(amax)
+
+        start = kv_cache + slot // block_size * (stride_block_16 * 16) + slot % block_size * 656
+        tl.store(start + offsets, encode(bits, exponent[:, None]).to(tl.uint8))
+        scales = (start + 512).to(tl.pointer_type(tl.int32))
+        tl.store(scales + group, (exponent + 127) << 23)
+        rope = tl.arange(0, 64)
+        values = tl.load(k_pe + row * stride_k_pe + rope)
+        if values.dtype != tl.bfloat16:
+            values = narrow(widen(values), tl.bfloat16)
+        tl.store((start + 528).to(tl.pointer_type(tl.bfloat16)) + rope, values)
+
+
+@sized_jit(any_alignment=("slot_mapping",))
+def _store_plain_kernel(
+    kv_c,
+    k_pe,
+    kv_cache,
+    slot_mapping,
+    num_slots: tl.int64,
+    block_size: tl.int32,
+    latent_dim: tl.int32,
+    stride_kv_c: tl.int64,
+    stride_k_pe: tl.int64,
+    stride_block: tl.int64,
+    ROW_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies one token's latent and RoPE key side by side into its row, converting to the cache's type.
+
+    Grid: (rows, pieces of BLOCK values). `latent_dim` is where the second source begins.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + row).to(tl.int64)
+    if (slot >= 0) & (slot < num_slots):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        from_latent = column < latent_dim
+        within = column < ROW_WIDTH
+        latent = tl.load(kv_c + row * stride_kv_c + column, mask=from_latent & within, other=0.0)
+        rope = tl.load(
+            k_pe + row * stride_k_pe + (column - latent_dim), mask=(column >= latent_dim) & within, other=0.0
+        )
+        value = tl.where(from_latent, latent, rope)
+        if value.dtype != kv_cache.dtype.element_ty:
+            value = narrow(widen(value), kv_cache.dtype.element_ty)
+        start = kv_cache + slot // block_size * stride_block + slot % block_size * ROW_WIDTH
+        tl.store(start + column, value, mask=within)
+
+
+@sized_jit(any_alignment=("block_table", "seq_lens", "cu_seq_lens", "gather_lens"))
+def _gather_kernel(
+    kv_cache,
+    block_table,
+    seq_lens,
+    cu_seq_lens,
+    gather_lens,
+    out,
+    num_rows: tl.int64,
+    offset: tl.int64,
+    num_requests: tl.int32,
+    search_steps: tl.int32,
+    max_blocks: tl.int32,
+    num_blocks: tl.int64,
+    block_size: tl.int32,
+    stride_block_16: tl.int64,
+    stride_table: tl.int64,
+    stride_out: tl.int64,
+    FP8: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Dequantises ROWS rows of the workspace.
+
+    Grid: (blocks of ROWS rows). A row finds its request by bisection of cu_seq_lens, as torch.searchsorted does, then
+    its position, block and slot; only then is a key read. Rows that no request covers are not stored, covered rows
+    without a readable block are stored as zeros. Tile [ROWS, LATENT] plus [ROWS, ROPE], in registers.
+    """
+    out_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = out_row - offset
+    low = tl.zeros((ROWS,), tl.int32)
+    high = low + num_requests
+    for _ in range(search_steps):
+        middle = (low + high) >> 1
+        open_ = low < high
+        after = tl.load(cu_seq_lens + 1 + middle, mask=open_, other=0) <= row
+        low = tl.where(open_ & after, middle + 1, low)
+        high = tl.where(open_ & ~after, middle, high)
+    request = tl.minimum(low, num_requests - 1).to(tl.int64)
+
+    seq_len = tl.load(seq_lens + request).to(tl.int64)
+    length = tl.maximum(seq_len, 0)
+    if gather_lens is not None:
+        length = tl.minimum(length, tl.maximum(tl.load(gather_lens + request), 0))
+    index = row - tl.load(cu_seq_lens + request)
+    covered = (index >= 0) & (index < length) & (row < tl.load(cu_seq_lens + request + 1)) & (out_row < num_rows)
+    position = index + seq_len - length
+    column = position // block_size
+    readable = covered & (column < max_blocks)
+    block = tl.load(block_table + request * stride_table + column, mask=readable, other=-1).to(tl.int64)
+    readable &= (block >= 0) & (block < num_blocks)
+
+    UNIT: tl.constexpr = 16 // (kv_cache.dtype.element_ty.primitive_bitwidth // 8)
+    start = kv_cache + (block * (stride_block_16 * UNIT) + position % block_size * ROW_WIDTH)[:, None]
+    target = out + (out_row * stride_out)[:, None]
+    latent = tl.arange(0, LATENT)[None, :]
+    if FP8:
+        value = decode(tl.load(start + latent, mask=readable[:, None], other=0))
+        scale = (start + LATENT).to(tl.pointer_type(tl.float32)) + latent // 128
+        value = narrow(value * tl.load(scale, mask=readable[:, None], other=0.0), tl.bfloat16)
+    else:
+        value = tl.load(start + latent, mask=readable[:, None], other=0.0)
+    tl.store(target + latent, value, mask=covered[:, None])
+    if ROPE > 0:
+        rope = tl.arange(0, ROPE)[None, :]
+        if FP8:
+            tail = (start + (LATENT + 16)).to(tl.pointer_type(tl.bfloat16))
+        else:
+            tail = start + LATENT
+        tl.store(target + LATENT + rope, tl.load(tail + rope, mask=readable[:, None], other=0.0), mask=covered[:, None])
+
+
+def concat_and_cache(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str
+) -> None:
+    num_blocks, block_size, row_width = kv_cache.shape
+    num_rows = min(slot_mapping.shape[0], kv_c.shape[0])
+    if num_rows == 0:
+        return
+    num_slots = num_blocks * block_size
+    if cache_format == "fp8_ds_mla":
+        _store_fp8_kernel[(num_rows,)](
+            kv_c,
+            k_pe,
+            kv_cache,
+            slot_mapping,
+            num_slots,
+            block_size,
+            kv_c.stride(0),
+            k_pe.stride(0),
+            kv_cache.stride(0) // 16,
+            num_warps=2,
+        )
+        return
+    block = 512 if row_width >= 512 else 128
+    _store_plain_kernel[(num_rows, cdiv(row_width, block))](
+        kv_c,
+        k_pe,
+        kv_cache,
+        slot_mapping,
+        num_slots,
+        block_size,
+        kv_c.shape[1],
+        kv_c.stride(0),
+        k_pe.stride(0),
+        kv_cache.stride(0),
+        ROW_WIDTH=row_width,
+        BLOCK=block,
+        num_warps=2,
+    )
+
+
+def gather_cache(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    num_rows: int,
+    cache_format: str,
+    *,
+    gather_lens: torch.Tensor | None = None,
+    offset: int = 0,
+    out: torch.Tensor,
+) -> None:
+    num_blocks, block_size, row_width = kv_cache.shape
+    num_requests, max_blocks = block_table.shape
+    if num_rows == 0 or num_requests == 0:
+        return
+    head_dim = out.shape[1]
+    _gather_kernel[(cdiv(num_rows, GATHER_ROWS),)](
+        kv_cache,
+        block_table,
+        seq_lens,
+        cu_seq_lens,
+        gather_lens,
+        out,
+        num_rows,
+        offset,
+        num_requests,
+        num_requests.bit_length(),
+        max_blocks,
+        num_blocks,
+        block_size,
+        kv_cache.stride(0) * kv_cache.element_size() // 16,
+        block_table.stride(0),
+        out.stride(0),
+        FP8=cache_format == "fp8_ds_mla",
+        ROW_WIDTH=row_width,
+        LATENT=min(head_dim, LATENT_DIM),
+        ROPE=ROPE_DIM if head_dim > LATENT_DIM else 0,
+        ROWS=GATHER_ROWS,
+        num_warps=4,
+    )
+
+
+LOWERINGS = {"concat_and_cache": Lowering(concat_and_cache), "gather_cache": Lowering(gather_cache)}

@@ -1,0 +1,103 @@
+"""OCP float8_e4m3fn in integer arithmetic, for devices without the conversion (SM80) and for Triton's interpreter.
+
+Everything here agrees to the bit with `torch.Tensor.to(torch.float8_e4m3fn)` and back, on every machine.
+"""
+
+import triton
+import triton.language as tl
+
+from .bfloat16 import narrow
+
+
+@triton.jit
+def power_of_two_exponent(amax_bits):
+    """log2 of the scale of a group whose largest finite magnitude has the float32 bits `amax_bits`.
+
+    `ceil(log2(max(amax / 448, 1e-4)))`; 448 is 1.75 * 2**8, so it is the exponent of amax, less 8, plus one if the
+    mantissa is above 1.75.
+    """
+    exponent = (amax_bits >> 23) - (127 + 8) + ((amax_bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.maximum(exponent, -13)
+
+
+@triton.jit
+def encode(bits, exponent):
+    """float32 bits over `2**exponent`, rounded to nearest even, as the byte (int32). NaN and infinities give 0x7F.
+
+    The quotient must be within +-448. It is exact: where the division by a power of two would be subnormal in
+    float32, the byte is (signed) zero whatever the last bits are.
+    """
+    magnitude_bits = bits & 0x7FFFFFFF
+    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    quotient = magnitude_bits.to(tl.float32, bitcast=True) * inverse
+    u = quotient.to(tl.int32, bitcast=True)
+    # 20 of 23 mantissa bits go; the exponent bias falls from 127 to 7
+    normal = ((u + 0x7FFFF + ((u >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # below 2**-6 the step is 2**-9, which is one unit in the last place of 2**14: the addition does the rounding
+    subnormal = (quotient + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    byte = tl.where(u < 0x3C800000, subnormal, normal) | ((bits >> 24) & 0x80)
+    return tl.where(magnitude_bits < 0x7F800000, byte, 0x7F)
+
+
+@triton.jit
+def decode(byte):
+    """Bytes (uint8) to float32, exactly."""
+    wide = byte.to(tl.int32)
+    # the byte's fields on float16's: 8 less in the exponent, subnormals included
+    half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+    value = half.to(tl.float32) * 256.0
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def decode_bf16(byte, METHOD: tl.constexpr):
+    """Bytes (uint8) to bfloat16, exactly.
+
+    METHOD "hardware" is the conversion instruction (capability 8.9 and up), "packed" works on pairs of values in one
+    register, "portable" is plain arithmetic, for everything else.
+    """
+    if METHOD == "hardware":
+        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    elif METHOD == "packed":
+        # Four bytes a register in, two pairs out. The byte's fields on bfloat16's are 120 short in the exponent, so
+        # one multiplication by 2**120 is left, subnormals included. 0x7F moves to 0x07F0: adding 0x10 carries into
+        # bit 11 for it alone, and from that bit 0x7FC0, a NaN, is made.
+        value = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, sign, odd, factor, zero;
+            mov.b32 factor, 0x7B807B80;
+            mov.b32 zero, 0x80008000;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            and.b32 sign, low, 0x80008000;
+            and.b32 low, low, 0x7F007F00;
+            shr.b32 low, low, 4;
+            add.u32 odd, low, 0x00100010;
+            and.b32 odd, odd, 0x08000800;
+            shr.b32 odd, odd, 5;
+            mul.lo.u32 odd, odd, 0x1FF;
+            or.b32 low, low, sign;
+            fma.rn.bf16x2 low, low, factor, zero;
+            or.b32 $0, low, odd;
+            and.b32 sign, high, 0x80008000;
+            and.b32 high, high, 0x7F007F00;
+            shr.b32 high, high, 4;
+            add.u32 odd, high, 0x00100010;
+            and.b32 odd, odd, 0x08000800;
+            shr.b32 odd, odd, 5;
+            mul.lo.u32 odd, odd, 0x1FF;
+            or.b32 high, high, sign;
+            fma.rn.bf16x2 high, high, factor, zero;
+            or.b32 $1, high, odd;
+            }
+            """,
+            "=r,=r,r",
+            [byte],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        value = narrow(decode(byte), tl.bfloat16)
+    return value

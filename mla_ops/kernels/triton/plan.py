@@ -1,0 +1,162 @@
+"""Step metadata in one Triton launch."""
+
+import torch
+import triton.language as tl
+
+from ...dispatch import Lowering
+from .common import cdiv, sized_jit
+
+TOKEN_BLOCK = 128
+COPY_BLOCK = 1024
+
+
+@sized_jit(
+    any_alignment=(
+        "query_start_loc",
+        "seq_lens",
+        "block_table",
+        "query_start_loc_buffer",
+        "seq_lens_buffer",
+        "block_table_buffer",
+        "req_id_per_token",
+        "positions",
+        "slot_mapping",
+        "key_lens",
+        "topk_length",
+    )
+)
+def _step_kernel(
+    query_start_loc,
+    seq_lens,
+    block_table,
+    query_start_loc_buffer,
+    seq_lens_buffer,
+    block_table_buffer,
+    req_id_per_token,
+    positions,
+    slot_mapping,
+    key_lens,
+    topk_length,
+    num_requests: tl.int32,
+    max_num_requests: tl.int32,
+    max_num_tokens: tl.int32,
+    max_blocks: tl.int32,
+    max_blocks_buffer: tl.int32,
+    search_steps: tl.int32,
+    token_programs: tl.int32,
+    request_programs: tl.int32,
+    block_size: tl.int32,
+    index_topk: tl.int64,
+    stride_table: tl.int64,
+    stride_table_buffer: tl.int64,
+    TOKENS: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """One of three jobs, by program number, so that a step costs one launch.
+
+    Grid: (token_programs + request_programs + max_num_requests * pieces of a table row), fixed by the capacities.
+    The first programs each place TOKENS tokens: a bisection of query_start_loc finds the request, as
+    torch.searchsorted does. The next copy and pad the request arrays, COPY entries each; the rest copy and pad COPY
+    entries of one block-table row. Inputs only are read, so the jobs need no order.
+    """
+    program = tl.program_id(0)
+    if program < token_programs:
+        token = program * TOKENS + tl.arange(0, TOKENS)
+        within = token < max_num_tokens
+        first = tl.load(query_start_loc)
+        end = tl.load(query_start_loc + num_requests)
+        low = tl.zeros((TOKENS,), tl.int32)
+        high = low + num_requests
+        for _ in range(search_steps):
+            middle = (low + high) >> 1
+            open_ = low < high
+            after = tl.load(query_start_loc + 1 + middle, mask=open_, other=0) <= token
+            low = tl.where(open_ & after, middle + 1, low)
+            high = tl.where(open_ & ~after, middle, high)
+        live = within & (token >= first) & (token < end) & (num_requests > 0)
+        request = tl.minimum(low, num_requests - 1)
+        stop = tl.load(query_start_loc + request + 1, mask=live, other=0)
+        position = token - stop + tl.load(seq_lens + request, mask=live, other=0)
+        live &= position >= 0
+        column = position // block_size
+        writable = live & (column < max_blocks)
+        block = tl.load(block_table + request.to(tl.int64) * stride_table + column, mask=writable, other=-1).to(
+            tl.int64
+        )
+        slot = tl.where(block >= 0, block * block_size + position % block_size, -1)
+        length = position + 1
+        tl.store(req_id_per_token + token, tl.where(live, low, -1), mask=within)
+        tl.store(positions + token, tl.where(live, position, 0), mask=within)
+        tl.store(slot_mapping + token, slot, mask=within)
+        tl.store(key_lens + token, tl.where(live, length, 0), mask=within)
+        kept = tl.minimum(length.to(tl.int64), index_topk).to(tl.int32)
+        tl.store(topk_length + token, tl.where(live, kept, 0), mask=within)
+    elif program < token_programs + request_programs:
+        entry = (program - token_programs) * COPY + tl.arange(0, COPY)
+        # past the last request every start is the number of tokens
+        start = tl.load(query_start_loc + tl.minimum(entry, num_requests), mask=entry <= max_num_requests, other=0)
+        tl.store(query_start_loc_buffer + entry, start, mask=entry <= max_num_requests)
+        length = tl.load(seq_lens + entry, mask=entry < num_requests, other=0)
+        tl.store(seq_lens_buffer + entry, length, mask=entry < max_num_requests)
+    else:
+        piece = program - token_programs - request_programs
+        pieces = tl.cdiv(max_blocks_buffer, COPY)
+        row = (piece // pieces).to(tl.int64)
+        column = piece % pieces * COPY + tl.arange(0, COPY)
+        given = (row < num_requests) & (column < max_blocks)
+        block = tl.load(block_table + row * stride_table + column, mask=given, other=-1)
+        tl.store(block_table_buffer + row * stride_table_buffer + column, block, mask=column < max_blocks_buffer)
+
+
+def build_step_metadata(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc_buffer: torch.Tensor,
+    seq_lens_buffer: torch.Tensor,
+    block_table_buffer: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_lens: torch.Tensor,
+    topk_length: torch.Tensor,
+    block_size: int,
+    index_topk: int,
+) -> None:
+    num_requests, max_blocks = block_table.shape
+    max_num_requests, max_blocks_buffer = block_table_buffer.shape
+    max_num_tokens = req_id_per_token.shape[0]
+    token_programs = cdiv(max_num_tokens, TOKEN_BLOCK)
+    request_programs = cdiv(max_num_requests + 1, COPY_BLOCK)
+    table_programs = max_num_requests * cdiv(max_blocks_buffer, COPY_BLOCK)
+    _step_kernel[(token_programs + request_programs + table_programs,)](
+        query_start_loc,
+        seq_lens,
+        block_table,
+        query_start_loc_buffer,
+        seq_lens_buffer,
+        block_table_buffer,
+        req_id_per_token,
+        positions,
+        slot_mapping,
+        key_lens,
+        topk_length,
+        num_requests,
+        max_num_requests,
+        max_num_tokens,
+        max_blocks,
+        max_blocks_buffer,
+        num_requests.bit_length(),
+        token_programs,
+        request_programs,
+        block_size,
+        index_topk,
+        block_table.stride(0),
+        block_table_buffer.stride(0),
+        TOKENS=TOKEN_BLOCK,
+        COPY=COPY_BLOCK,
+        num_warps=4,
+    )
+
+
+LOWERINGS = {"build_step_metadata": Lowering(build_step_metadata)}

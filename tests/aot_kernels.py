@@ -1,0 +1,212 @@
+"""Compiles the library's kernels for GPUs that need not be here, and prints what each takes as JSON.
+
+Run as a program of its own (`test_aot_compile.py` does), because Triton decides at import whether it interprets. To
+add a kernel: one more generator of `Variant`s in `VARIANTS`.
+
+    python tests/aot_kernels.py [substring of variant ids] [compute capabilities]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mla_ops.kernels.triton import cache, index, merge, plan, sparse_attention
+
+CAPABILITIES = (80, 89, 90, 100, 120)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with its constants.
+
+    Attributes:
+        name: what the test id says.
+        kernel: the jitted function.
+        types: Triton's type of each argument that is not annotated with one, e.g. `*bf16`; "none" for an optional
+            argument that is not given.
+        constants: the constexprs.
+        options: num_warps, num_stages.
+        unaligned: pointers that may point at any element.
+    """
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
+    capabilities: tuple[int, ...] = CAPABILITIES
+
+
+def cache_variants(capability: int) -> Iterator[Variant]:
+    for element in ("bf16", "fp32"):
+        types = {"kv_c": f"*{element}", "k_pe": f"*{element}", "kv_cache": "*u8", "slot_mapping": "*i64"}
+        yield Variant(f"store_fp8[{element}]", cache._store_fp8_kernel, types, {}, {"num_warps": 2})
+    types = {"kv_c": "*fp32", "k_pe": "*fp32", "kv_cache": "*bf16", "slot_mapping": "*i64"}
+    for width, block in ((576, 512), (128, 128)):
+        constants = {"ROW_WIDTH": width, "BLOCK": block}
+        yield Variant(f"store_plain[{width}]", cache._store_plain_kernel, types, constants, {"num_warps": 2})
+    ints = dict.fromkeys(("block_table", "seq_lens", "cu_seq_lens", "gather_lens"), "*i32")
+    for fmt, element, out, width in (
+        ("fp8", "u8", "bf16", 656),
+        ("bf16", "bf16", "bf16", 576),
+        ("fp32", "fp32", "fp32", 576),
+    ):
+        constants = {"FP8": fmt == "fp8", "ROW_WIDTH": width, "LATENT": 512, "ROPE": 64, "ROWS": cache.GATHER_ROWS}
+        types = {"kv_cache": f"*{element}", "out": f"*{out}", **ints}
+        yield Variant(f"gather[{fmt}]", cache._gather_kernel, types, constants)
+
+
+def index_variants(capability: int) -> Iterator[Variant]:
+    names = ("req_id_per_token", "block_table", "token_indices", "out", "valid_counts")
+    for compact in (False, True):
+        constants = {"COMPACT": compact, "BLOCK": index.CONVERT_BLOCK}
+        yield Variant(f"convert[compact={compact}]", index._convert_kernel, dict.fromkeys(names, "*i32"), constants)
+    names = ("indices", "context_lens", "context_indices", "new_indices")
+    yield Variant("filter", index._filter_kernel, dict.fromkeys(names, "*i32"), {"BLOCK": index.FILTER_BLOCK})
+
+
+def merge_variants(capability: int) -> Iterator[Variant]:
+    for element, block in (("bf16", 512), ("fp32", 512), ("bf16", 128)):
+        types = {"out_a": f"*{element}", "out_b": f"*{element}", "out": f"*{element}"}
+        types |= dict.fromkeys(("lse_a", "lse_b", "lse"), "*fp32")
+        constants = {"ROWS": merge.MERGE_ROWS, "BLOCK_D": block}
+        yield Variant(f"merge[{element}, {block}]", merge._merge_kernel, types, constants)
+
+
+def plan_variants(capability: int) -> Iterator[Variant]:
+    names = plan._step_kernel.arg_names[:11]
+    types = dict.fromkeys(names, "*i32") | {"slot_mapping": "*i64"}
+    yield Variant("step", plan._step_kernel, types, {"TOKENS": plan.TOKEN_BLOCK, "COPY": plan.COPY_BLOCK})
+
+
+def sparse_attention_variants(capability: int) -> Iterator[Variant]:
+    paged = (("fp8_ds_mla", torch.bfloat16, 576, 656), ("bf16", torch.bfloat16, 576, 576))
+    cases = [(fmt, dtype, dim, width, heads) for fmt, dtype, dim, width in paged for heads in (16, 32, 128)]
+    cases += [("bf16", torch.bfloat16, 512, 512, 128), ("fp16", torch.float16, 576, 576, 128)]
+    cases += [("fp32", torch.float32, 576, 576, 128), ("fp8_ds_mla", torch.float16, 576, 656, 128)]
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    for fmt, dtype, dim, width, heads in cases:
+        mode = sparse_attention.operand_mode(dtype, fmt)
+        tile = sparse_attention.tile((capability // 10, capability % 10), heads, mode)
+        partial = heads == 16 and not mode.endswith("exact")
+        types = {
+            "q": f"*{short[dtype]}",
+            "kv": "*u8" if width == 656 else f"*{short[dtype]}",
+            "out": "*fp32" if partial else f"*{short[dtype]}",
+            "lse": "*fp32",
+            "attn_sink": "none" if partial else "*fp32",
+        }
+        types |= dict.fromkeys(("indices", "topk_length", "block_table", "req_id_per_token"), "*i32")
+        if fmt == "bf16" and heads == 128:
+            types |= dict.fromkeys(("topk_length", "block_table", "req_id_per_token"), "none")
+        constants = {
+            "MODE": mode,
+            "ROPE": dim == 576,
+            "ROW_WIDTH": width,
+            "Q_UNIT": 8,
+            "KV_UNIT": 16 if width == 656 else 16 // dtype.itemsize,
+            "PARTIAL": partial,
+            "BLOCK_H": tile.block_h,
+            "BLOCK_N": tile.block_n,
+            "DECODE": tile.decode,
+            "UPCAST": False,
+        }
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        name = f"attend[{fmt}, q {short[dtype]}, {dim}, {heads} heads]"
+        yield Variant(name, sparse_attention._attend_kernel, types, constants, options)
+    for element in ("bf16", "fp32"):
+        types = {
+            "partial_out": "*fp32",
+            "partial_lse": "*fp32",
+            "attn_sink": "*fp32",
+            "out": f"*{element}",
+            "lse": "*fp32",
+        }
+        constants = {"BLOCK_S": sparse_attention.MAX_SPLITS}
+        yield Variant(f"merge_splits[{element}]", sparse_attention._merge_splits_kernel, types, constants)
+
+
+VARIANTS = (cache_variants, index_variants, merge_variants, plan_variants, sparse_attention_variants)
+
+
+def source(variant: Variant) -> ASTSource:
+    """The kernel as a launch with these arguments would compile it: integers unspecialised, most pointers aligned."""
+    signature: dict[str, str] = {}
+    constants = dict(variant.constants)
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for parameter in variant.kernel.params:
+        name = parameter.name
+        if name in constants:
+            signature[name] = "constexpr"
+        elif variant.types.get(name) == "none":
+            signature[name] = "constexpr"
+            constants[name] = None
+        elif name in variant.types:
+            signature[name] = variant.types[name]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = parameter.annotation_type
+            assert signature[name] in ("i32", "i64", "fp32"), f"{variant.name}: {name} has no type"
+            assert parameter.do_not_specialize or signature[name] == "fp32", f"{variant.name}: {name} is specialised"
+    return ASTSource(variant.kernel, signature, constants, attributes)
+
+
+def cubin_usage(cubin: bytes) -> dict[str, int]:
+    """Registers a thread and bytes of stack (spills) of the one kernel in a cubin."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
+    return {"registers": int(registers), "stack": int(stack)}
+
+
+def compile_one(job: tuple[int, str]) -> dict[str, Any]:
+    capability, name = job
+    variant = next(v for variants in VARIANTS for v in variants(capability) if v.name == name)
+    try:
+        compiled = triton.compile(source(variant), target=GPUTarget("cuda", capability, 32), options=variant.options)
+        found = {
+            "kernel": compiled.metadata.name,
+            "shared": compiled.metadata.shared,
+            "tensor_memory": compiled.metadata.tmem_size,
+            **cubin_usage(compiled.asm["cubin"]),
+        }
+    except Exception as error:  # noqa: BLE001 the test reports it with the variant's name
+        found = {"error": f"{type(error).__name__}: {error}"[-2000:]}
+    return {"name": name, "capability": capability, **found}
+
+
+def main() -> None:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    capabilities = [int(c) for c in sys.argv[2:]] or CAPABILITIES
+    jobs = [
+        (capability, variant.name)
+        for capability in capabilities
+        for variants in VARIANTS
+        for variant in variants(capability)
+        if capability in variant.capabilities and wanted in variant.name
+    ]
+    with ProcessPoolExecutor(max_workers=2) as pool:
+        for result in pool.map(compile_one, jobs):
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

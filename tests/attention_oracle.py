@@ -1,0 +1,154 @@
+"""Sparse attention written a second time, for the tests: float64, token by token, a sink as one more logit.
+
+`tolerance` derives how far an honest float32 kernel may be from it; nothing in it was tuned.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+# Unit roundoff of what a result, or a probability before PV, is rounded to.
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+# One float32 addition inside a tensor core may truncate instead of rounding: an ulp, not half.
+ACCUMULATE = 2.0**-23
+# exp2 and log2 of a GPU are good to about 2 ulp, the scaling before them to 1.
+FUNCTION = 2.0**-21
+
+
+def e4m3_table() -> torch.Tensor:
+    values = []
+    for byte in range(256):
+        exponent, mantissa = (byte >> 3) & 15, byte & 7
+        value = math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10)
+        values.append(math.nan if byte & 0x7F == 0x7F else -value if byte & 0x80 else value)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def decode(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a cache or of flat keys to float64. uint8 rows are fp8_ds_mla."""
+    if rows.dtype != torch.uint8:
+        return rows.double()
+    rows = rows.contiguous()
+    scales = rows[:, 512:528].contiguous().view(torch.float32).double().repeat_interleave(128, dim=1)
+    rope = rows[:, 528:].contiguous().view(torch.bfloat16).double()
+    return torch.cat((e4m3_table().to(rows.device)[rows[:, :512].long()] * scales, rope), dim=1)
+
+
+def valid_slots(
+    indices: list[int], num_blocks: int, block_size: int, length: int | None, table_row: list[int] | None
+) -> list[tuple[int, int]]:
+    """(block, offset) of what one token attends to, in order; `table_row` None where indices are slots."""
+    found = []
+    for index in indices[: None if length is None else max(length, 0)]:
+        if index < 0:
+            continue
+        block, offset = divmod(index, block_size)
+        if table_row is not None:
+            if block >= len(table_row):
+                continue
+            block = table_row[block]
+        if 0 <= block < num_blocks:
+            found.append((block, offset))
+    return found
+
+
+@dataclass
+class Expected:
+    """Float64 results and what bounds a kernel's distance from them, for the tokens `tokens`."""
+
+    tokens: list[int]
+    out: torch.Tensor
+    lse: torch.Tensor
+    out_tolerance: torch.Tensor
+    lse_tolerance: torch.Tensor
+
+
+def attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    *,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+    operand: torch.dtype | None = None,
+    tokens: list[int] | None = None,
+) -> Expected:
+    """`cache` is `[blocks, block_size, width]`; `operand` is what probabilities are rounded to, None if to nothing.
+
+    The bounds, with d the key width, n the number of keys, |.| elementwise:
+    a score s = scale * sum q_i k_i is off by at most e_s = (d + 4) * ACCUMULATE * scale * sum |q_i k_i|, plus what the
+    change of base and exp2 add, FUNCTION * (|s| + 1). The same e_s, for all keys, bounds the error of lse, to which
+    the sum of n terms adds n * ACCUMULATE. A probability is then off by a factor of at most 1 + 2 e_s + n * ACCUMULATE,
+    plus the unit of the operand; summing p_k v_k adds n * ACCUMULATE once more, each relative to
+    A = sum p_k |v_k|. A finite sink is one more exponential, of an argument as large as it is. Last comes the
+    rounding of the output.
+    """
+    unit = UNIT[operand] if operand is not None else 0.0
+    result = Expected(tokens if tokens is not None else list(range(q.shape[0])), *(torch.empty(0) for _ in range(4)))
+    outs, lses, out_tolerances, lse_tolerances = [], [], [], []
+    num_blocks, block_size, _ = cache.shape
+    for token in result.tokens:
+        row = None
+        if block_table is not None and req_id_per_token is not None:
+            request = int(req_id_per_token[token])
+            row = block_table[request].tolist() if 0 <= request < block_table.shape[0] else []
+        length = None if topk_length is None else int(topk_length[token])
+        slots = valid_slots(indices[token].tolist(), num_blocks, block_size, length, row)
+        num_heads = q.shape[1]
+        if not slots:
+            outs.append(q.new_zeros(num_heads, 512, dtype=torch.float64))
+            lses.append(q.new_full((num_heads,), -math.inf, dtype=torch.float64))
+            out_tolerances.append(torch.zeros_like(outs[-1]))
+            lse_tolerances.append(torch.zeros_like(lses[-1]))
+            continue
+        place = torch.tensor(slots, device=q.device)
+        keys = decode(cache[place[:, 0], place[:, 1]])
+        queries = q[token].double()
+        scores = queries @ keys.T * scale
+        error = (keys.shape[1] + 4) * ACCUMULATE * abs(scale) * (queries.abs() @ keys.abs().T)
+        error = (error + FUNCTION * (scores.abs() + 1)).amax(1)
+        logits = scores
+        if attn_sink is not None:
+            logits = torch.cat((scores, attn_sink.double()[:, None]), dim=1)
+        top = logits.amax(1, keepdim=True).clamp(max=1e300)
+        weights = (logits - top).exp()
+        weights = weights / weights.sum(1, keepdim=True)
+        if attn_sink is not None:
+            weights = torch.where((attn_sink == math.inf)[:, None], 0.0, weights)[:, :-1]
+        n = len(slots) * ACCUMULATE
+        out = weights @ keys[:, :512]
+        relative = unit + 2 * error + 2 * n + 4 * FUNCTION
+        if attn_sink is not None:
+            relative = relative + FUNCTION * attn_sink.double().abs().nan_to_num(0.0, 0.0)
+        outs.append(out)
+        lses.append(torch.logsumexp(scores, 1))
+        own = weights @ keys[:, :512].abs() * relative[:, None]
+        # what underflows in float32 or in the output's type is lost
+        floor = 2.0**-126 * keys.abs().amax() + (2.0**-25 if q.dtype == torch.float16 else 2.0**-134)
+        out_tolerances.append(own + UNIT[q.dtype] * (out.abs() + own) + floor)
+        lse_tolerances.append(error + n + FUNCTION * lses[-1].abs())
+    if outs:
+        result.out, result.lse = torch.stack(outs), torch.stack(lses)
+        result.out_tolerance, result.lse_tolerance = torch.stack(out_tolerances), torch.stack(lse_tolerances)
+    return result
+
+
+def assert_close(out: torch.Tensor, lse: torch.Tensor, expected: Expected) -> None:
+    """Every element within its own bound; infinities and NaN exactly where they belong."""
+    if not expected.tokens:
+        return
+    for name, found, wanted, tolerance in (
+        ("out", out, expected.out, expected.out_tolerance),
+        ("lse", lse, expected.lse, expected.lse_tolerance),
+    ):
+        chosen = found[expected.tokens].double()
+        distance = (chosen - wanted).abs()
+        fine = (chosen == wanted) | (distance <= tolerance) | (chosen.isnan() & wanted.isnan())
+        worst = (distance / tolerance.clamp(min=1e-300)).nan_to_num(0.0, 0.0).max().item()
+        assert fine.all(), f"{name}: {(~fine).sum().item()} elements beyond their bound, the worst {worst:.3g} times"

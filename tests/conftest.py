@@ -1,0 +1,56 @@
+"""What every test shares: where it runs, which lowering it asks, and its seed.
+
+Without a GPU, Triton kernels run in Triton's interpreter. It is chosen by an environment variable that Triton reads
+when it is imported, so it is set here, before any kernel is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from mla_ops import dispatch  # after the variable
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(20260)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The GPU where there is one, else the CPU, where the Triton lowering is interpreted."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(params=["reference", "triton"])
+def lowering(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each lowering that runs everywhere, forced for the ops that the test calls."""
+    if request.param == "triton" and not dispatch.is_installed("triton"):
+        pytest.skip("Triton is not installed")
+    with dispatch.override(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def triton_lowering() -> Iterator[None]:
+    if not dispatch.is_installed("triton"):
+        pytest.skip("Triton is not installed")
+    with dispatch.override("triton"):
+        yield

@@ -1,0 +1,347 @@
+"""Cache ops, by exact equality: every lowering against a writer and a reader of single bytes in plain Python."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_ops import dispatch
+from mla_ops.formats import allocate_cache
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+ROOMS = ("reference", "triton")
+FORMATS = ("fp8_ds_mla", "bf16", "fp16", "fp32")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def e4m3_value(byte: int) -> float:
+    """What an e4m3 byte means, from its fields."""
+    sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, (byte >> 3) & 15, byte & 7
+    if byte & 0x7F == 0x7F:
+        return math.nan
+    return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
+
+
+MAGNITUDES = [e4m3_value(byte) for byte in range(0x7F)]
+
+
+def e4m3_byte(value: float) -> int:
+    """The nearest e4m3 to a number within +-448, ties to the even byte, by search."""
+    sign = 0x80 if math.copysign(1.0, value) < 0 else 0
+    value = abs(value)
+    above = min(bisect.bisect_left(MAGNITUDES, value), 0x7E)
+    below = max(above - 1, 0)
+    gap_below, gap_above = value - MAGNITUDES[below], MAGNITUDES[above] - value
+    if gap_below == gap_above:
+        return sign | (below if below % 2 == 0 else above)
+    return sign | (below if gap_below < gap_above else above)
+
+
+def python_row(latent: list[float], rope: list[int]) -> bytes:
+    """656 bytes from 512 numbers (exact in float32) and the bits of 64 bfloat16."""
+    data, scales = bytearray(), b""
+    for start in range(0, 512, 128):
+        group = latent[start : start + 128]
+        amax = max((abs(x) for x in group if math.isfinite(x)), default=0.0)
+        bound = max(amax / 448, 2.0**-13)  # 2**-13 is the power of two above 1e-4
+        mantissa, exponent = math.frexp(bound)
+        scale = 2.0 ** (exponent - 1 if mantissa == 0.5 else exponent)
+        scales += struct.pack("<f", scale)
+        data += bytes(e4m3_byte(x / scale) if math.isfinite(x) else 0x7F for x in group)
+    return bytes(data) + scales + struct.pack("<64H", *rope)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal to the bit; a NaN equals any NaN, as conversions give it whatever payload the machine likes."""
+    assert a.dtype == b.dtype
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    width = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return bool(((a.contiguous().view(width) == b.contiguous().view(width)) | (a.isnan() & b.isnan())).all())
+
+
+def store(latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slots: list[int], cache_format: str) -> None:
+    mapping = torch.tensor(slots, dtype=torch.int64, device=cache.device)
+    torch.ops.mla.concat_and_cache(latent, rope, cache, mapping, cache_format)
+
+
+special = st.sampled_from(
+    [0.0, -0.0, math.inf, -math.inf, math.nan, 448.0, 449.0, 464.0, 1.75, 2.0**-13, 2.0**-149, 3.4028234e38, -1e-30]
+)
+numbers = st.one_of(special, st.floats(width=32), st.floats(-4, 4, width=32))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@settings(max_examples=40, deadline=None)
+@given(st.lists(numbers, min_size=1, max_size=40), st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=8))
+def test_row_bytes_equal_python(room: str, few: list[float], rope: list[int]) -> None:
+    latent = (few * 512)[:512]
+    rope = (rope * 64)[:64]
+    bits = torch.tensor([rope], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    cache = allocate_cache("fp8_ds_mla", 2, 3, device=DEVICE)
+    with dispatch.override(room):
+        store(torch.tensor([latent], device=DEVICE), bits.float().to(DEVICE), cache, [4], "fp8_ds_mla")
+    found = cache.cpu().reshape(6, 656)
+    expected = torch.frombuffer(bytearray(python_row(latent, rope)), dtype=torch.uint8)
+    assert torch.equal(found[4, :528], expected[:528])
+    assert same(found[4, 528:].view(torch.bfloat16), expected[528:].view(torch.bfloat16))
+    assert not found[[0, 1, 2, 3, 5]].any()
+
+
+def test_every_bfloat16_is_quantised_alike(lowering: str, device: torch.device) -> None:
+    """All 65536 values, in groups of one magnitude and shuffled (so that most are far below their group's largest)."""
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    shuffled = values[torch.randperm(2**16)]
+    latent = torch.cat((values, shuffled)).view(256, 512)
+    rope = torch.randn(256, 64).bfloat16()
+    cache = allocate_cache("fp8_ds_mla", 4, 64, device=device)
+    store(latent.to(device), rope.to(device), cache, list(range(256)), "fp8_ds_mla")
+    rows = cache.view(256, 656).cpu()
+    # every 16th row through the slow writer
+    for row in range(0, 256, 16):
+        expected = python_row(latent[row].double().tolist(), [b & 0xFFFF for b in rope[row].view(torch.int16).tolist()])
+        assert bytes(rows[row].tolist()) == expected
+    with dispatch.override("reference"):
+        again = allocate_cache("fp8_ds_mla", 4, 64)
+        store(latent, rope, again, list(range(256)), "fp8_ds_mla")
+    assert torch.equal(rows, again.view(256, 656))
+
+
+@pytest.mark.parametrize("exponent", [-20, -13, 0, 119])
+def test_rounding_boundaries_are_exact(lowering: str, device: torch.device, exponent: int) -> None:
+    """Every midpoint of two e4m3 neighbours, and the float32 numbers on either side of it."""
+    middle = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(MAGNITUDES)])
+    around = torch.cat((middle, middle.nextafter(torch.tensor(0.0)), middle.nextafter(torch.tensor(1e9))))
+    # 127 numbers and the group's largest, so that the scale is 2**exponent
+    latent = torch.full((4, 512), 448.0)
+    latent.view(-1, 128)[:3, :126] = around.view(3, 126)
+    latent.view(-1, 128)[3:6, :126] = -around.view(3, 126)
+    latent *= 2.0**exponent
+    cache = allocate_cache("fp8_ds_mla", 1, 4, device=device)
+    store(latent.to(device), torch.zeros(4, 64, device=device), cache, [0, 1, 2, 3], "fp8_ds_mla")
+    for row, found in zip(latent.double().tolist(), cache[0].cpu().tolist(), strict=True):
+        assert bytes(found) == python_row(row, [0] * 64)
+
+
+SOURCES = [("fp8_ds_mla", torch.bfloat16, 512, 64), ("fp8_ds_mla", torch.float16, 512, 64)]
+SOURCES += [("fp8_ds_mla", torch.float32, 512, 64), ("bf16", torch.bfloat16, 512, 64), ("bf16", torch.float32, 512, 64)]
+SOURCES += [("fp16", torch.float16, 512, 0), ("bf16", torch.bfloat16, 448, 64), ("bf16", torch.bfloat16, 128, 0)]
+SOURCES += [("fp32", torch.float32, 512, 64), ("fp32", torch.bfloat16, 0, 576), ("fp16", torch.float32, 100, 28)]
+
+
+@pytest.mark.parametrize(("cache_format", "dtype", "latent_dim", "rope_dim"), SOURCES)
+def test_store_from_slices_to_slices(
+    device: torch.device, triton_lowering: None, cache_format: str, dtype: torch.dtype, latent_dim: int, rope_dim: int
+) -> None:
+    """Strided sources and a cache whose blocks are slices of a pool, padded slots, slots out of range."""
+    num_tokens, block_size = 9, 4
+    width = 656 if cache_format == "fp8_ds_mla" else latent_dim + rope_dim
+    fused = torch.randn(num_tokens, latent_dim + rope_dim + 5, device=device).to(dtype)
+    fused[3, :7] = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 6e4], device=device).to(dtype)
+    latent, rope = fused[:, 2 : 2 + latent_dim], fused[:, 3 + latent_dim : 3 + latent_dim + rope_dim]
+    slots = [5, -1, 0, 27, 28, INT_MIN, 2**40, 11, 6]
+    pools = []
+    for room in ROOMS:
+        pool = allocate_cache(cache_format, 7, 3 * block_size, head_dim=576 if width == 656 else width, device=device)
+        with dispatch.override(room):
+            store(latent, rope, pool[:, block_size : 2 * block_size], slots, cache_format)
+        pools.append(pool)
+    assert same(*pools)
+    touched = pools[1].view(7, 3, block_size, width).to(torch.float32).ne(0).any(-1)
+    assert not touched[:, [0, 2]].any()
+    assert touched[:, 1].flatten().nonzero().flatten().tolist() == [0, 5, 6, 11, 27]
+
+
+@pytest.mark.parametrize("cache_format", FORMATS)
+@pytest.mark.parametrize(("num_slots", "num_rows"), [(0, 3), (3, 0), (2, 5), (5, 2)])
+def test_the_shorter_of_slots_and_rows_counts(
+    lowering: str, device: torch.device, cache_format: str, num_slots: int, num_rows: int
+) -> None:
+    cache = allocate_cache(cache_format, 2, 4, device=device)
+    ones = torch.ones(num_rows, 576, device=device).to(torch.bfloat16 if cache.dtype == torch.uint8 else cache.dtype)
+    store(ones[:, :512], ones[:, 512:], cache, list(range(num_slots)), cache_format)
+    written = cache.view(8, -1).ne(0).any(1)
+    assert written.sum() == min(num_slots, num_rows)
+    assert written[: min(num_slots, num_rows)].all()
+
+
+def gather_oracle(
+    rows: torch.Tensor,
+    table: list[list[int]],
+    seq_lens: list[int],
+    starts: list[int],
+    num_rows: int,
+    gather_lens: list[int] | None,
+    offset: int,
+    block_size: int,
+    num_blocks: int,
+) -> dict[int, torch.Tensor | None]:
+    """Output row to key (None where the row is covered and must be zero); rows that are absent are untouched."""
+    found: dict[int, torch.Tensor | None] = {}
+    for request, length in enumerate(seq_lens):
+        count = max(length, 0) if gather_lens is None else max(min(length, gather_lens[request]), 0)
+        for i in range(count):
+            row, position = starts[request] + i, length - count + i
+            if row >= starts[request + 1] or not 0 <= row + offset < num_rows:
+                continue
+            column = position // block_size
+            block = table[request][column] if column < len(table[request]) else -1
+            inside = 0 <= block < num_blocks
+            found[row + offset] = rows[block * block_size + position % block_size] if inside else None
+    return found
+
+
+def python_values(cache: torch.Tensor) -> torch.Tensor:
+    """All rows of a cache, `[slots, head_dim]`, in the type that gather_cache returns."""
+    rows = cache.cpu().reshape(-1, cache.shape[-1])
+    if cache.dtype != torch.uint8:
+        return rows
+    table = torch.tensor([e4m3_value(byte) for byte in range(256)], dtype=torch.float32)
+    scales = rows[:, 512:528].contiguous().view(torch.float32).repeat_interleave(128, dim=1)
+    latent = (table[rows[:, :512].long()] * scales).bfloat16()
+    return torch.cat((latent, rows[:, 528:].contiguous().view(torch.bfloat16)), dim=1)
+
+
+def check_gather(
+    cache: torch.Tensor,
+    cache_format: str,
+    table: list[list[int]],
+    seq_lens: list[int],
+    starts: list[int],
+    num_rows: int,
+    gather_lens: list[int] | None,
+    offset: int,
+) -> None:
+    num_blocks, block_size, _ = cache.shape
+    values = python_values(cache)
+
+    def int32(data: list) -> torch.Tensor:
+        return torch.tensor(data, dtype=torch.int32, device=cache.device)
+
+    blocks = int32(table).reshape(len(seq_lens), len(table[0]) if table else 3)
+    lens = None if gather_lens is None else int32(gather_lens)
+    arguments = (cache, blocks, int32(seq_lens), int32(starts), num_rows, cache_format)
+    expected = gather_oracle(values, table, seq_lens, starts, num_rows, gather_lens, offset, block_size, num_blocks)
+    fresh = torch.ops.mla.gather_cache(*arguments, gather_lens=lens, offset=offset)
+    workspace = torch.full((num_rows, values.shape[1] + 8), 77.0, dtype=values.dtype, device=cache.device)
+    torch.ops.mla.gather_cache.out(*arguments, gather_lens=lens, offset=offset, out=workspace[:, : values.shape[1]])
+    assert (workspace[:, values.shape[1] :] == 77).all()
+    for row in range(num_rows):
+        key = expected.get(row)
+        zero, left = torch.zeros_like(values[0]), torch.full_like(values[0], 77.0)
+        assert same(fresh[row].cpu(), zero if key is None else key), row
+        here = workspace[row, : values.shape[1]].cpu()
+        assert same(here, left if row not in expected else zero if key is None else key), row
+
+
+def random_bytes_cache(cache_format: str, num_blocks: int, block_size: int, device: torch.device | str) -> torch.Tensor:
+    """Any bytes at all: NaN, subnormals and infinities in values and scales."""
+    cache = allocate_cache(cache_format, num_blocks, block_size)
+    cache.view(torch.uint8).random_(0, 256)
+    return cache.to(device)
+
+
+@pytest.mark.parametrize("cache_format", FORMATS)
+@pytest.mark.parametrize("gather", [False, True], ids=["whole requests", "last tokens"])
+def test_gather_equals_python(lowering: str, device: torch.device, cache_format: str, gather: bool) -> None:
+    cache = random_bytes_cache(cache_format, 12, 4, device)
+    table = [[3, 11, 0], [12, 5, -1], [INT_MAX, INT_MIN, 7], [1, 1, 1]]
+    seq_lens, starts = [9, 12, 14, 0], [0, 9, 19, 31, 31]
+    check_gather(cache, cache_format, table, seq_lens, starts, 40, [4, 20, 12, 3] if gather else None, 5)
+
+
+@pytest.mark.parametrize(("num_requests", "num_rows"), [(0, 4), (2, 0), (0, 0)])
+def test_gather_nothing(lowering: str, device: torch.device, num_requests: int, num_rows: int) -> None:
+    cache = random_bytes_cache("fp8_ds_mla", 2, 4, device)
+    starts = [0, 3, 6][: num_requests + 1]
+    check_gather(cache, "fp8_ds_mla", [[0, 1]] * num_requests, [3] * num_requests, starts, num_rows, None, 0)
+
+
+@pytest.mark.parametrize("head_dim", [512, 128])
+def test_gather_narrow_rows(lowering: str, device: torch.device, head_dim: int) -> None:
+    cache = torch.randn(5, 4, head_dim, device=device).bfloat16()
+    check_gather(cache, "bf16", [[4, 2], [0, 3]], [7, 5], [0, 7, 12], 13, None, 0)
+
+
+def test_gather_reads_arbitrary_scales_exactly(lowering: str, device: torch.device) -> None:
+    cache = random_bytes_cache("fp8_ds_mla", 4, 8, "cpu")
+    cache.view(32, 656)[:, 512:528] = (torch.rand(32, 4) * 3).view(torch.uint8)
+    check_gather(cache.to(device), "fp8_ds_mla", [[2, 0], [1, 3]], [16, 13], [0, 16, 29], 29, None, 0)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_gather_equals_python_on_anything(room: str, data: st.DataObject) -> None:
+    num_requests = data.draw(st.integers(0, 3))
+    blocks = st.one_of(st.integers(-1, 5), st.sampled_from((INT_MIN, INT_MAX)))
+    table = [data.draw(st.lists(blocks, min_size=3, max_size=3)) for _ in range(num_requests)]
+    lens = st.lists(st.integers(-2, 9), min_size=num_requests, max_size=num_requests)
+    room_for = data.draw(st.lists(st.integers(0, 7), min_size=num_requests, max_size=num_requests))
+    starts = [0]
+    for size in room_for:
+        starts.append(starts[-1] + size)
+    gather_lens = data.draw(st.one_of(st.none(), lens))
+    cache = torch.arange(5 * 2 * 128, device=DEVICE).view(5, 2, 128).half()
+    with dispatch.override(room):
+        check_gather(
+            cache,
+            "fp16",
+            table,
+            data.draw(lens),
+            starts,
+            data.draw(st.integers(0, 25)),
+            gather_lens,
+            data.draw(st.integers(0, 4)),
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("num_tokens", [1, 7, 128, 4096])
+def test_store_and_gather_at_real_sizes(cache_format: str, num_tokens: int) -> None:
+    latent = torch.randn(num_tokens, 512, device="cuda").bfloat16() * 3
+    rope = torch.randn(num_tokens, 64, device="cuda").bfloat16()
+    slots = torch.randperm(256 * 64, device="cuda")[:num_tokens]
+    slots[::5] = -1
+    caches = [allocate_cache(cache_format, 256, 64, device="cuda") for _ in ROOMS]
+    table = torch.randint(-1, 257, (8, 32), dtype=torch.int32, device="cuda")
+    lens = torch.randint(0, 2048, (8,), dtype=torch.int32, device="cuda")
+    starts = torch.cat((torch.zeros(1, device="cuda"), lens.cumsum(0))).int()
+    gathered = []
+    for room, cache in zip(ROOMS, caches, strict=True):
+        with dispatch.override(room):
+            torch.ops.mla.concat_and_cache(latent, rope, cache, slots, cache_format)
+            gathered.append(torch.ops.mla.gather_cache(cache, table, lens, starts, 17_000, cache_format, offset=33))
+    assert same(*caches)
+    assert same(*gathered)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_slots_beyond_four_gib(cache_format: str) -> None:
+    row_bytes = 656 if cache_format == "fp8_ds_mla" else 1152
+    num_blocks = 2**32 // (64 * row_bytes) + 2000
+    cache = allocate_cache(cache_format, num_blocks, 64, device="cuda")
+    far = torch.arange(2**32 // row_bytes - 2, 2**32 // row_bytes + 3, device="cuda")
+    slots = torch.cat((far, torch.tensor([0, num_blocks * 64 - 1, num_blocks * 64], device="cuda")))
+    latent, rope = torch.randn(8, 512, device="cuda").bfloat16(), torch.randn(8, 64, device="cuda").bfloat16()
+    small = allocate_cache(cache_format, 1, 8, device="cuda")
+    with dispatch.override("triton"):
+        torch.ops.mla.concat_and_cache(latent, rope, cache, slots, cache_format)
+        torch.ops.mla.concat_and_cache(latent, rope, small, torch.arange(8, device="cuda"), cache_format)
+        assert same(cache.view(-1, cache.shape[-1])[slots[:7]], small[0, :7])
+        assert int(cache.view(-1, cache.shape[-1])[:, :1].count_nonzero()) <= 7
+        last = int(slots[6]) // 64
+        table = torch.tensor([[last]], dtype=torch.int32, device="cuda")
+        lens = torch.tensor([64], dtype=torch.int32, device="cuda")
+        starts = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
+        found = torch.ops.mla.gather_cache(cache, table, lens, starts, 64, cache_format)
+    assert same(found[63].cpu(), python_values(small)[6])

@@ -1,0 +1,473 @@
+"""Token-level sparse MLA: every lowering against float64, with bounds derived in `attention_oracle`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attention_oracle
+import pytest
+import torch
+
+import mla_ops  # noqa: F401  (registers the ops)
+from mla_ops.formats import FORMATS, allocate_cache
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+SCALE = 576**-0.5
+QUERIES = [("fp8_ds_mla", torch.bfloat16), ("fp8_ds_mla", torch.float16), ("fp8_ds_mla", torch.float32)]
+QUERIES += [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+
+
+def operand(lowering: str, cache_format: str, dtype: torch.dtype) -> torch.dtype | None:
+    """What a lowering rounds probabilities to: nothing in the reference and in the exact paths."""
+    if lowering == "reference" or dtype == torch.float32 or (cache_format == "fp8_ds_mla" and dtype != torch.bfloat16):
+        return None
+    return dtype
+
+
+def filled_cache(
+    cache_format: str, num_blocks: int, block_size: int, device: torch.device, *, head_dim: int = 576
+) -> torch.Tensor:
+    """Normal keys; in fp8_ds_mla with arbitrary positive scales, as other writers store them."""
+    if cache_format != "fp8_ds_mla":
+        return torch.randn(num_blocks, block_size, head_dim, device=device).to(FORMATS[cache_format].dtype)
+    rows = torch.empty(num_blocks * block_size, 656, dtype=torch.uint8, device=device)
+    rows[:, :512] = (
+        torch.randn(len(rows), 512, device=device).mul(64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    )
+    scales = (0.25 + 1.5 * torch.rand(len(rows), 4, device=device)) / 64
+    rows[:, 512:528] = scales.view(torch.uint8)
+    rows[:, 528:] = torch.randn(len(rows), 64, device=device).bfloat16().view(torch.uint8)
+    return rows.view(num_blocks, block_size, 656)
+
+
+def queries(
+    num_tokens: int, num_heads: int, dtype: torch.dtype, device: torch.device, head_dim: int = 576
+) -> torch.Tensor:
+    return torch.randn(num_tokens, num_heads, head_dim, device=device).to(dtype)
+
+
+def some_indices(num_tokens: int, topk: int, num_slots: int, device: torch.device) -> torch.Tensor:
+    """Mostly valid, with duplicates, holes and every kind of garbage."""
+    indices = torch.randint(0, num_slots, (num_tokens, topk), dtype=torch.int32, device=device)
+    for value in (INT_MIN, -123456, -1, num_slots, INT_MAX):
+        indices[torch.rand(indices.shape, device=device) < 0.03] = value
+    return indices
+
+
+def check(
+    lowering: str,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    cache_format: str,
+    tokens: list[int] | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options)
+    rounded = operand(lowering, cache_format, q.dtype)
+    expected = attention_oracle.attention(q, cache, indices, SCALE, operand=rounded, tokens=tokens, **options)
+    attention_oracle.assert_close(out, lse, expected)
+    return out, lse
+
+
+@pytest.mark.parametrize("num_heads", [1, 17, 65])
+@pytest.mark.parametrize(("cache_format", "dtype"), QUERIES)
+def test_attention_equals_float64(
+    lowering: str, device: torch.device, cache_format: str, dtype: torch.dtype, num_heads: int
+) -> None:
+    cache = filled_cache(cache_format, 6, 16, device)
+    exact = operand("triton", cache_format, dtype) is None
+    if exact and lowering == "triton" and device.type == "cpu":
+        num_heads = min(num_heads, 17)  # exact tiles have 16 heads and 16 keys, and many of them take long to interpret
+    topk = 20 if exact else 70
+    check(lowering, queries(2, num_heads, dtype, device), cache, some_indices(2, topk, 96, device), cache_format)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [576, 512])
+def test_flat_attention_equals_float64(lowering: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Keys, queries and indices that are slices; the row stride of the keys is odd."""
+    q = queries(3, 20, dtype, device, head_dim + 3)[:, 1:18, 2 : 2 + head_dim]
+    kv = torch.randn(50, head_dim + 7, device=device).to(dtype)[:, 3 : 3 + head_dim]
+    indices = some_indices(3, 60, 50, device)[:, 5:40]
+    length = torch.tensor([35, 11, 0], dtype=torch.int32, device=device)
+    out, lse = torch.ops.mla.sparse_attention(q, kv, indices, SCALE, topk_length=length)
+    rounded = None if lowering == "reference" or dtype == torch.float32 else dtype
+    expected = attention_oracle.attention(q, kv.unsqueeze(1), indices, SCALE, topk_length=length, operand=rounded)
+    attention_oracle.assert_close(out, lse, expected)
+
+
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_request_local_indices(lowering: str, device: torch.device, cache_format: str) -> None:
+    """Translated inside, with garbage in the block table and among the requests, equal to translating before."""
+    cache = filled_cache(cache_format, 7, 16, device)
+    table = torch.tensor([[3, 6, 0], [INT_MIN, 2, 7], [INT_MAX, -1, 1]], dtype=torch.int32, device=device)
+    owners = torch.tensor([0, 1, 2, 3, -1], dtype=torch.int32, device=device)
+    indices = some_indices(5, 40, 52, device)
+    local = {"block_table": table, "req_id_per_token": owners}
+    out, lse = check(lowering, queries(5, 3, torch.bfloat16, device), cache, indices, cache_format, **local)
+    assert not out[3:].any()
+    assert (lse[3:] == -math.inf).all()
+
+
+def test_translation_inside_equals_translation_before(lowering: str, device: torch.device) -> None:
+    cache = filled_cache("fp8_ds_mla", 7, 16, device)
+    table = torch.randint(-1, 8, (3, 4), dtype=torch.int32, device=device)
+    owners = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    indices, q = some_indices(3, 40, 64, device), queries(3, 3, torch.bfloat16, device)
+    inside = torch.ops.mla.paged_sparse_attention(
+        q, cache, indices, SCALE, "fp8_ds_mla", block_table=table, req_id_per_token=owners
+    )
+    slots, _ = torch.ops.mla.convert_req_index_to_global_index(owners, table, indices, 16)
+    before = torch.ops.mla.paged_sparse_attention(q, cache, slots, SCALE, "fp8_ds_mla")
+    assert torch.equal(inside[0], before[0])
+    assert torch.equal(inside[1], before[1])
+
+
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16", "fp32"])
+def test_nothing_unused_is_seen(lowering: str, device: torch.device, cache_format: str) -> None:
+    """NaN in every slot that no valid index names, and garbage where there was -1: the same bits come out."""
+    q = queries(3, 5, FORMATS[cache_format].value_dtype, device)
+    cache = filled_cache(cache_format, 5, 8, device)
+    indices = torch.randint(0, 20, (3, 24), dtype=torch.int32, device=device) * 2 % 40
+    indices[torch.rand(3, 24, device=device) < 0.4] = -1
+    clean = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, cache_format)
+    unused = torch.ones(40, dtype=torch.bool, device=device)
+    unused[indices[indices >= 0].long()] = False
+    dirty = cache.clone()
+    dirty.view(40, -1).view(torch.uint8)[unused] = 0xFF
+    assert dirty.view(40, -1).view(torch.uint8)[unused].numel() > 0
+    garbage = torch.tensor([INT_MIN, -123456, -1, 40, INT_MAX], dtype=torch.int32, device=device)
+    noisy = torch.where(indices < 0, garbage[torch.randint(0, 5, indices.shape, device=device)], indices)
+    found = torch.ops.mla.paged_sparse_attention(q, dirty, noisy, SCALE, cache_format)
+    assert torch.equal(clean[0], found[0])
+    assert torch.equal(clean[1], found[1])
+
+
+def test_a_nan_key_that_is_attended_shows_in_its_own_rows_only(lowering: str, device: torch.device) -> None:
+    cache = filled_cache("fp8_ds_mla", 2, 8, device)
+    cache[0, 3, 5] = 0x7F
+    indices = torch.tensor([[0, 1, 2, 4], [0, 3, 2, 4]], dtype=torch.int32, device=device)
+    out, lse = torch.ops.mla.paged_sparse_attention(
+        queries(2, 2, torch.bfloat16, device), cache, indices, SCALE, "fp8_ds_mla"
+    )
+    assert out[0].isfinite().all()
+    assert lse[0].isfinite().all()
+    assert out[1].isnan().all()
+    assert lse[1].isnan().all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_sinks(
+    lowering: str, device: torch.device, cache_format: str, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_splits(monkeypatch, num_splits)
+    sink = torch.tensor([-math.inf, math.inf, 0.0, 3.5, -40.0, 200.0], device=device)
+    indices = some_indices(3, 40, 32, device)
+    indices[2] = -1
+    q, cache = queries(3, 6, torch.bfloat16, device), filled_cache(cache_format, 2, 16, device)
+    out, lse = check(lowering, q, cache, indices, cache_format, attn_sink=sink)
+    assert not out[:, 1].any()
+    plain = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, cache_format)
+    assert torch.equal(lse, plain[1])
+    assert torch.equal(out[:, 0], plain[0][:, 0])
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize(("num_tokens", "topk"), [(0, 8), (3, 0), (0, 0), (2, 1)])
+def test_nothing_to_do(
+    lowering: str,
+    device: torch.device,
+    num_tokens: int,
+    topk: int,
+    num_splits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    force_splits(monkeypatch, num_splits)
+    indices = torch.zeros(num_tokens, topk, dtype=torch.int32, device=device)
+    q = queries(num_tokens, 2, torch.bfloat16, device)
+    for num_blocks in (0, 2):
+        cache = filled_cache("fp8_ds_mla", num_blocks, 4, device)
+        out, lse = check(lowering, q, cache, indices, "fp8_ds_mla")
+        if num_blocks == 0 or topk == 0:
+            assert not out.any()
+            assert (lse == -math.inf).all()
+
+
+def force_splits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    from mla_ops.kernels.triton import sparse_attention
+
+    monkeypatch.setattr(sparse_attention, "num_splits", lambda *_: count)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 64])
+@pytest.mark.parametrize("with_length", [False, True], ids=["-1 tails", "topk_length"])
+def test_splits_merge_exactly(
+    device: torch.device, triton_lowering: None, num_splits: int, with_length: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths from 0 to topk, in blocks that the splits do not divide: each result is within the one bound."""
+    force_splits(monkeypatch, num_splits)
+    lengths = torch.tensor([0, 1, 31, 33, 150, 200, -5], dtype=torch.int32, device=device)
+    indices = some_indices(7, 150, 64, device)
+    cache, q = filled_cache("bf16", 4, 16, device), queries(7, 3, torch.bfloat16, device)
+    options = {"topk_length": lengths} if with_length else {}
+    if not with_length:
+        indices[torch.arange(150, device=device) >= lengths[:, None]] = -1
+    # with many splits the interpreter is slow, and most of them are empty anyhow
+    rows = slice(0, 7) if num_splits < 10 else slice(3, 5)
+    options = {name: value[rows] for name, value in options.items()}
+    check("triton", q[rows], cache, indices[rows], "bf16", **options)
+
+
+def test_order_and_duplicates(lowering: str, device: torch.device) -> None:
+    """A key named twice weighs twice."""
+    cache, q = filled_cache("fp32", 1, 8, device), queries(1, 2, torch.float32, device)
+    indices = torch.tensor([[3, 3, 5, 3]], dtype=torch.int32, device=device)
+    check(lowering, q, cache, indices, "fp32")
+
+
+def test_large_and_small_scores(lowering: str, device: torch.device) -> None:
+    """Scales of 2**-60 and 2**60 in one row, and queries that undo them: no overflow on the way."""
+    cache = filled_cache("fp8_ds_mla", 2, 16, device)
+    scales = torch.tensor([2.0**-60, 2.0**60, 1.7e-20, 3.0], device=device).repeat(32, 1)
+    cache.view(32, 656)[:, 512:528] = scales.view(torch.uint8)
+    q = queries(2, 3, torch.bfloat16, device)
+    q[..., :512] /= scales[0].repeat_interleave(128).mul(64).bfloat16()
+    check(lowering, q, cache, some_indices(2, 40, 32, device), "fp8_ds_mla")
+
+
+def test_pool_slices_and_strided_outputs(lowering: str, device: torch.device) -> None:
+    """Blocks that are slices of a pool, queries of a wider buffer, outputs into slices of buffers."""
+    pool = filled_cache("fp8_ds_mla", 5, 48, device)
+    cache = pool[:, 16:32]
+    q = queries(4, 9, torch.bfloat16, device, 640)[1:, 2:7, 32:608]
+    indices = some_indices(3, 40, 80, device)
+    out = torch.full((3, 7, 512), 77.0, dtype=torch.bfloat16, device=device)
+    lse = torch.full((3, 9), 77.0, device=device)
+    torch.ops.mla.paged_sparse_attention.out(q, cache, indices, SCALE, "fp8_ds_mla", out=out[:, 1:6], lse=lse[:, 2:7])
+    rounded = operand(lowering, "fp8_ds_mla", q.dtype)
+    expected = attention_oracle.attention(q, cache, indices, SCALE, operand=rounded)
+    attention_oracle.assert_close(out[:, 1:6], lse[:, 2:7], expected)
+    assert (out[:, [0, 6]] == 77).all()
+    assert (lse[:, [0, 1, 7, 8]] == 77).all()
+
+
+def test_split_table() -> None:
+    from mla_ops.kernels.triton.sparse_attention import num_splits
+
+    assert num_splits(0, 2, 2048, 132) == 1
+    assert num_splits(1, 1, 2048, 132) == 32
+    assert num_splits(1, 2, 2048, 132) == 32
+    assert num_splits(8, 2, 2048, 132) == 8
+    assert num_splits(66, 2, 2048, 132) == 1
+    assert num_splits(4096, 2, 2048, 132) == 1
+    assert num_splits(1, 1, 0, 132) == 1
+    assert num_splits(1, 1, 1, 132) == 1
+    assert num_splits(1, 1, 10**6, 10**6) == 64
+
+
+def test_tile_table() -> None:
+    """Every device and number of heads gets a tile whose Q and keys fit its shared memory."""
+    from mla_ops.kernels.triton.sparse_attention import tile
+
+    limits = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99}
+    for capability, limit in limits.items():
+        for num_heads in range(1, 129):
+            for mode in ("fp8", "plain", "exact", "fp8_exact"):
+                chosen = tile(capability, num_heads, mode)
+                # wgmma reads all keys from shared memory, the older instructions a converted group at a time
+                width = 576 if mode == "plain" or capability == (9, 0) else 128
+                if not mode.endswith("exact"):
+                    assert (chosen.block_h * 576 + chosen.block_n * width) * 2 <= limit * 1024
+                assert chosen.block_h * 512 * 4 <= 2**17
+
+
+REAL = [(0, 128, 2048), (1, 1, 2048), (1, 8, 640), (1, 128, 2176), (7, 16, 2048), (7, 17, 2176), (7, 64, 1)]
+REAL += [(128, 8, 2048), (128, 16, 2048), (128, 64, 2176), (128, 128, 2048), (128, 128, 0), (4096, 64, 640)]
+REAL += [(4096, 128, 2048), (4096, 1, 2048), (4096, 17, 640)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize(("num_tokens", "num_heads", "topk"), REAL)
+def test_attention_at_real_sizes(
+    cache_format: str, num_tokens: int, num_heads: int, topk: int, triton_lowering: None
+) -> None:
+    """All tokens by a local table, all lengths; about thirty tokens against float64, all of them for finiteness."""
+    device = torch.device("cuda")
+    cache = filled_cache(cache_format, 1200, 64, device)
+    table = torch.randint(0, 1200, (16, 512), dtype=torch.int32, device=device)
+    table[:, ::37] = torch.tensor([INT_MIN, -1, 1200, INT_MAX], dtype=torch.int32, device=device).repeat(4)[:, None]
+    options = {
+        "block_table": table,
+        "req_id_per_token": torch.randint(0, 16, (num_tokens,), dtype=torch.int32, device=device),
+        "topk_length": torch.randint(0, topk + 1, (num_tokens,), dtype=torch.int32, device=device),
+        "attn_sink": torch.randn(num_heads, device=device),
+    }
+    if num_tokens:
+        options["topk_length"][0] = topk
+    q = queries(num_tokens, num_heads, torch.bfloat16, device)
+    indices = some_indices(num_tokens, topk, 512 * 64, device)
+    tokens = sorted({0, num_tokens - 1, *torch.randint(0, num_tokens, (30,)).tolist()}) if num_tokens else []
+    out, lse = check("triton", q, cache, indices, cache_format, tokens, **options)
+    assert out.isfinite().all()
+    assert not lse.isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [1, 16, 17, 64, 128])
+@pytest.mark.parametrize(("cache_format", "dtype"), QUERIES)
+def test_every_format_and_tile_on_the_gpu(
+    cache_format: str, dtype: torch.dtype, num_heads: int, triton_lowering: None
+) -> None:
+    device = torch.device("cuda")
+    cache = filled_cache(cache_format, 64, 64, device)
+    indices = some_indices(5, 640, 4096, device)
+    check("triton", queries(5, num_heads, dtype, device), cache, indices, cache_format)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_keys_beyond_four_gib(cache_format: str, triton_lowering: None) -> None:
+    device = torch.device("cuda")
+    row_bytes = 656 if cache_format == "fp8_ds_mla" else 1152
+    num_blocks = 2**32 // (64 * row_bytes) + 3000
+    cache = allocate_cache(cache_format, num_blocks, 64, device=device)
+    some = filled_cache(cache_format, 2000, 64, device)
+    cache[-2000:] = some
+    indices = some_indices(7, 2048, 2000 * 64, device)
+    far = torch.where((indices >= 0) & (indices < 2000 * 64), indices + (num_blocks - 2000) * 64, indices)
+    far[indices == 2000 * 64] = num_blocks * 64
+    q = queries(7, 17, torch.bfloat16, device)
+    near_out, near_lse = check("triton", q, some, indices, cache_format)
+    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, far, SCALE, cache_format)
+    assert torch.equal(out, near_out)
+    assert torch.equal(lse, near_lse)
+
+
+@pytest.mark.gpu
+def test_new_sizes_compile_nothing(triton_lowering: None) -> None:
+    """Tokens, blocks, table widths, top-k and strides: 1, odd, and multiples of 16 alike."""
+    from mla_ops.kernels.triton import cache as cache_kernels
+    from mla_ops.kernels.triton import sparse_attention
+
+    device = torch.device("cuda")
+
+    def variants() -> int:
+        kernels = (sparse_attention._attend_kernel, cache_kernels._store_fp8_kernel)
+        return sum(len(entry[0]) for kernel in kernels for entry in kernel.device_caches.values())
+
+    counts = set()
+    for num_tokens, num_blocks, max_blocks, topk in (
+        (300, 40, 16, 64),
+        (301, 41, 1, 33),
+        (320, 1, 7, 1),
+        (333, 50, 3, 640),
+    ):
+        cache = filled_cache("fp8_ds_mla", num_blocks, 64, device)
+        table = torch.randint(0, num_blocks, (5, max_blocks), dtype=torch.int32, device=device)
+        owners = torch.randint(0, 5, (num_tokens,), dtype=torch.int32, device=device)
+        indices = some_indices(num_tokens, topk + 1, max_blocks * 64, device)[:, 1:]
+        q = queries(num_tokens, 8, torch.bfloat16, device)
+        slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        torch.ops.mla.concat_and_cache(q[:, 0, :512], q[:, 0, 512:], cache, slots, "fp8_ds_mla")
+        torch.ops.mla.paged_sparse_attention(
+            q, cache, indices, SCALE, "fp8_ds_mla", block_table=table, req_id_per_token=owners
+        )
+        counts.add(variants())
+    assert len(counts) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_a_captured_step_replays(cache_format: str, num_heads: int, triton_lowering: None) -> None:
+    """Metadata, cache write and attention captured once; replayed with other lengths, tables and padding."""
+    device = torch.device("cuda")
+    max_tokens, max_requests, max_blocks, block_size, topk = 24, 8, 12, 64, 640
+    caches = [filled_cache(cache_format, 96, block_size, device) for _ in range(2)]
+
+    def buffers() -> list[torch.Tensor]:
+        sizes = [(max_requests + 1,), (max_requests,), (max_requests, max_blocks), *[(max_tokens,)] * 5]
+        return [
+            torch.zeros(size, dtype=torch.int64 if i == 5 else torch.int32, device=device)
+            for i, size in enumerate(sizes)
+        ]
+
+    starts = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
+    lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
+    table = torch.zeros(max_requests, max_blocks, dtype=torch.int32, device=device)
+    q = queries(max_tokens, num_heads, torch.bfloat16, device)
+    latent, rope = (
+        torch.randn(max_tokens, 512, device=device).bfloat16(),
+        torch.randn(max_tokens, 64, device=device).bfloat16(),
+    )
+    indices = torch.zeros(max_tokens, topk, dtype=torch.int32, device=device)
+
+    def step(cache: torch.Tensor, metadata: list[torch.Tensor], out: torch.Tensor, lse: torch.Tensor) -> None:
+        torch.ops.mla.build_step_metadata(starts, lens, table, *metadata, block_size, topk)
+        torch.ops.mla.concat_and_cache(latent, rope, cache, metadata[5], cache_format)
+        torch.ops.mla.paged_sparse_attention.out(
+            q,
+            cache,
+            indices,
+            SCALE,
+            cache_format,
+            topk_length=metadata[7],
+            block_table=metadata[2],
+            req_id_per_token=metadata[3],
+            out=out,
+            lse=lse,
+        )
+
+    def outputs() -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            torch.full((max_tokens, num_heads, 512), math.nan, dtype=torch.bfloat16, device=device),
+            torch.full((max_tokens, num_heads), math.nan, device=device),
+        )
+
+    captured, captured_outputs = buffers(), outputs()
+    step(caches[0], captured, *captured_outputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(caches[0], captured, *captured_outputs)
+
+    for num_requests in (8, 3, 5, 0, 8):
+        query_lens = torch.zeros(max_requests, dtype=torch.int32)
+        query_lens[:num_requests] = torch.randint(0, 4, (num_requests,), dtype=torch.int32)
+        starts.copy_(torch.cat((torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int())))
+        lens.copy_(torch.where(query_lens > 0, torch.randint(4, max_blocks * block_size, (max_requests,)), 0))
+        table.copy_(torch.randperm(96, device=device).view(max_requests, max_blocks))
+        table[num_requests:] = INT_MIN
+        indices.copy_(some_indices(max_tokens, topk, max_blocks * block_size, device))
+        q.normal_()
+        latent.normal_()
+        rope.normal_()
+        fresh = filled_cache(cache_format, 96, block_size, device)
+        named = torch.zeros(96, dtype=torch.bool, device=device)
+        named[table[:num_requests].long().flatten()] = True
+        fresh.view(96, -1).view(torch.uint8)[~named] = 0xFF
+        for cache in caches:
+            cache.copy_(fresh)
+        graph.replay()
+        eager, eager_outputs = buffers(), outputs()
+        step(caches[1], eager, *eager_outputs)
+        for a, b in zip((caches[0], *captured, *captured_outputs), (caches[1], *eager, *eager_outputs), strict=True):
+            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        assert captured_outputs[0].isfinite().all()
+        attention_oracle.assert_close(
+            *captured_outputs,
+            attention_oracle.attention(
+                q,
+                caches[0],
+                indices,
+                SCALE,
+                topk_length=captured[7],
+                block_table=captured[2],
+                req_id_per_token=captured[3],
+                operand=torch.bfloat16,
+            ),
+        )
