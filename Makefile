@@ -1,0 +1,54 @@
+# Every target sets up what it needs from a bare Python: an environment in .venv, the install, the run.
+#   make demo | test | lint | docs | bench | hooks | clean
+#   PYTHON=python3.12 make test       another interpreter; a torch that it already has is used
+#   make test PYTEST_ARGS="-k cache"  a part of the tests
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?= -n 2
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+SETUP_INPUTS := pyproject.toml constraints.txt scripts/setup_env.py
+
+# Two workers on two cores: more threads than cores in each only slow the other down.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: help demo test lint format docs bench hooks clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
+
+# One stamp for each set of extras, in one environment. Recipes of different sets must not run at the same time.
+.NOTPARALLEL:
+
+$(VENV)/.installed-%: $(SETUP_INPUTS)
+	$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras $*
+	@touch $@
+
+demo: $(VENV)/.installed-models
+	$(BIN)/python -m mla_ops demo
+
+test: $(VENV)/.installed-dev
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.installed-models
+	$(BIN)/python -m mla_ops bench $(BENCH_ARGS)
+
+hooks: $(VENV)/.installed-dev
+	$(BIN)/pre-commit install
+
+clean:
+	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

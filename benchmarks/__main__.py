@@ -1,0 +1,29 @@
+"""Runs several families: python -m benchmarks [family ...] [options], all of them if none is named."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+FAMILIES = ("cache", "index", "merge", "plan", "sparse_attention")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the families named before the first option, with all options; returns the worst exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    count = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    families, options = arguments[:count] or list(FAMILIES), arguments[count:]
+    if not arguments[:count] and options[:1] in (["-h"], ["--help"]):
+        print(
+            f"usage: bench [family ...] [options]\nfamilies: {', '.join(FAMILIES)}; bench FAMILY --help has the options"
+        )
+        return 0
+    unknown = [family for family in families if family not in FAMILIES]
+    if unknown:
+        print(f"there is no family {', '.join(unknown)}, only {', '.join(FAMILIES)}", file=sys.stderr)
+        return 2
+    return max(importlib.import_module(f"benchmarks.{family}").main(options) for family in families)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,371 @@
+"""What every benchmark shares: inputs, timing, floors, checks, tables.
+
+A figure is the median time of one call. On a GPU it is a CUDA-graph replay between two events, after the L2 cache was
+overwritten, so it holds no host time; lowerings alternate call by call over the same input sets. On a CPU it is
+`time.perf_counter` around one call. The floor is the larger of bytes over the measured copy bandwidth and FLOPs over
+the measured matmul rate, both measured in the same run. Each row is checked against an independent formulation in
+float64 on its own random data; a row that fails its bound makes the program exit with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+import mla_ops  # registers torch.ops.mla
+from mla_ops import dispatch
+
+L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache there is
+MINIMUM_TIMINGS = 5
+CPU_SECONDS_PER_ROW = 1.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """The largest error of one output against its reference, and what rounding can explain."""
+
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound  # False for NaN
+
+    @property
+    def severity(self) -> float:
+        if self.error != self.error:
+            return float("inf")
+        return self.error / self.bound if self.bound else (float("inf") if self.error else 0.0)
+
+
+@dataclass
+class Case:
+    """One op at one shape.
+
+    Attributes:
+        call: what dispatch chooses a lowering by.
+        shape: what the row is labelled with.
+        runs: one callable for each input set; writes into buffers that outlive it, returns nothing.
+        poison: overwrites what the first of `runs` writes, so that a lowering that writes nothing cannot pass.
+        check: compares what the first of `runs` wrote with the reference.
+        bytes_moved: bytes that one call has to read and write.
+        flops: floating-point operations of one call's matrix products.
+    """
+
+    call: dispatch.Call
+    shape: dict[str, int | str]
+    runs: Sequence[Callable[[], object]]
+    poison: Callable[[], object]
+    check: Callable[[], list[Check]]
+    bytes_moved: int
+    flops: int = 0
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    op: str
+    shape: dict[str, int | str]
+    lowering: str
+    reason: str | None = None
+    median_us: float = 0.0
+    p10_us: float = 0.0
+    p90_us: float = 0.0
+    timings: int = 0
+    bytes_per_second: float = 0.0
+    flops_per_second: float = 0.0
+    floor_us: float = 0.0
+    ratio_to_first: float | None = None
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True)
+class Floors:
+    """What this machine reaches, measured in this run."""
+
+    copy_bytes_per_second: float
+    matmul_flops_per_second: float
+    matmul_dtype: str
+
+    def microseconds(self, bytes_moved: int, flops: int) -> float:
+        return 1e6 * max(bytes_moved / self.copy_bytes_per_second, flops / self.matmul_flops_per_second)
+
+
+def argument_parser(family: str) -> argparse.ArgumentParser:
+    """The options that all families share."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks.{family}", description=f"Benchmarks of the family '{family}'.")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--lowerings",
+        default="auto",
+        help="comma-separated, e.g. triton,hopper,flash_mla; 'auto' is what dispatch chooses. Ratios are to the first",
+    )
+    parser.add_argument("--iterations", type=int, default=100, help="timings a row and lowering; fewer on a slow CPU")
+    parser.add_argument(
+        "--sets", type=int, default=0, help="input sets that the timings cycle through (default 4; 2 on CPU)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes: checks that everything runs, measures nothing"
+    )
+    parser.add_argument("--json", type=Path, help="also write the rows to this file, beside those of other families")
+    return parser
+
+
+def integers(value: str) -> list[int]:
+    """Type of an option like `1,8,32`."""
+    return [int(part) for part in value.split(",") if part]
+
+
+def names(value: str) -> list[str]:
+    """Type of an option like `fp8_ds_mla,bf16`."""
+    return [part for part in value.split(",") if part]
+
+
+def number_of_sets(arguments: argparse.Namespace) -> int:
+    return int(arguments.sets) or (4 if arguments.device.startswith("cuda") else 2)
+
+
+def generator(arguments: argparse.Namespace) -> torch.Generator:
+    return torch.Generator(arguments.device).manual_seed(arguments.seed)
+
+
+def max_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest absolute difference; NaN if either has one where the other has not. Equal infinities differ by 0."""
+    difference = (actual.double() - expected.double()).abs()
+    same = (actual.double() == expected.double()) | (actual.isnan() & expected.isnan())
+    return float(torch.where(same, 0.0, difference).max()) if actual.numel() else 0.0
+
+
+def exact(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Check:
+    """The check of an output that must be right to the bit."""
+    return Check(name, max_error(actual, expected), 0.0)
+
+
+def _time_cpu(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def _copy_bandwidth(device: torch.device, quick: bool) -> float:
+    size = 2**30 if device.type == "cuda" else 2**26
+    size = size // 64 if quick else size
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device).zero_() for _ in range(2))
+    return 2 * size / _median_seconds(lambda: target.copy_(source), device)
+
+
+def _matmul_rate(device: torch.device, quick: bool) -> float:
+    on_gpu = device.type == "cuda"
+    size, dtype = (8192, torch.bfloat16) if on_gpu else (1024, torch.float32)
+    size = size // 8 if quick else size
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    c = torch.empty_like(a)
+    return 2 * size**3 / _median_seconds(lambda: torch.mm(a, b, out=c), device)
+
+
+def _median_seconds(run: Callable[[], object], device: torch.device, repetitions: int = 15) -> float:
+    run()
+    if device.type != "cuda":
+        return 1e-6 * statistics.median(_time_cpu(run) for _ in range(repetitions))
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+    for start, end in events:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize(device)
+    return 1e-3 * statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def measure_floors(device: torch.device, quick: bool = False) -> Floors:
+    """Copy bandwidth (read + write) and matmul rate (bfloat16 on GPU, float32 on CPU) of this machine."""
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    return Floors(_copy_bandwidth(device, quick), _matmul_rate(device, quick), dtype)
+
+
+def _capture(run: Callable[[], object], lowering: str) -> Callable[[], object]:
+    """A replay of `run`. The reference reads values on the host, which a graph cannot, so it stays eager."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    if lowering == "reference":
+        return run
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _timings_cuda(replays: dict[str, list[Callable[[], object]]], iterations: int) -> dict[str, list[float]]:
+    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in replays}
+    for iteration in range(iterations):
+        for name, sets in replays.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with dispatch.override(name):
+                flush.zero_()
+                start.record()
+                sets[iteration % len(sets)]()
+                end.record()
+            events[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+
+
+def _timings_cpu(runs: dict[str, list[Callable[[], object]]], iterations: int) -> dict[str, list[float]]:
+    timings: dict[str, list[float]] = {name: [] for name in runs}
+    deadline = time.perf_counter() + CPU_SECONDS_PER_ROW * len(runs)
+    for iteration in range(iterations):
+        for name, sets in runs.items():
+            with dispatch.override(name):
+                timings[name].append(_time_cpu(sets[iteration % len(sets)]))
+        if iteration + 1 >= MINIMUM_TIMINGS and time.perf_counter() > deadline:
+            break
+    return timings
+
+
+def _resolve(lowering: str, call: dispatch.Call) -> tuple[str, str | None]:
+    """Name of the lowering and the reason why it cannot run `call`."""
+    if lowering != "auto":
+        return lowering, dispatch.unsupported_reason(lowering, call)
+    try:
+        return dispatch.select_name(call), None
+    except NotImplementedError as error:
+        return "auto", str(error)
+
+
+def measure(case: Case, lowerings: Sequence[str], iterations: int, floors: Floors) -> list[Row]:
+    """Runs one case under each lowering: checks it, times it, compares it with the floor and the first lowering."""
+    op = case.call.op
+    rows: list[Row] = []
+    ready: dict[str, list[Callable[[], object]]] = {}
+    on_gpu = case.call.device.type == "cuda"
+    for wanted in lowerings:
+        name, reason = _resolve(wanted, case.call)
+        row = Row(op, case.shape, name, reason)
+        rows.append(row)
+        if reason is not None:
+            continue
+        if name in ready:
+            row.checks = next(other.checks for other in rows if other.lowering == name)
+            continue
+        with dispatch.override(name):
+            runs = [_capture(run, name) if on_gpu else run for run in case.runs]
+            case.poison()
+            runs[0]()
+            row.checks = case.check()
+            for run in runs[1:]:
+                run()
+        ready[name] = runs
+    timings = (_timings_cuda if on_gpu else _timings_cpu)(ready, iterations)
+    first = next((row.lowering for row in rows if row.reason is None), None)
+    for row in rows:
+        if row.reason is not None:
+            continue
+        values = sorted(timings[row.lowering])
+        row.timings = len(values)
+        row.median_us = statistics.median(values)
+        row.p10_us, row.p90_us = values[len(values) // 10], values[(len(values) * 9) // 10]
+        row.bytes_per_second = 1e6 * case.bytes_moved / row.median_us
+        row.flops_per_second = 1e6 * case.flops / row.median_us
+        row.floor_us = floors.microseconds(case.bytes_moved, case.flops)
+        row.ratio_to_first = row.median_us / statistics.median(timings[first or row.lowering])
+    return rows
+
+
+HEADER = (
+    f"{'op and shape':<66} {'lowering':<10} {'µs':>9} {'p10–p90':>19} {'GB/s':>7} {'TFLOP/s':>8} {'floor µs':>9} "
+    f"{'×floor':>7} {'ratio':>6}  max error (bound)"
+)
+
+
+def format_row(row: Row) -> str:
+    """One line of the table."""
+    label = f"{row.op} " + " ".join(f"{key}={value}" for key, value in row.shape.items())
+    head = f"{label:<66} {row.lowering:<10}"
+    if row.reason is not None:
+        return f"{head} not run: {row.reason}"
+    worst = max(row.checks, key=lambda check: check.severity)
+    verdict = "" if row.passed else "  WRONG"
+    spread = f"{row.p10_us:.1f}–{row.p90_us:.1f}"
+    flops = f"{row.flops_per_second / 1e12:.2f}" if row.flops_per_second else "-"
+    return (
+        f"{head} {row.median_us:>9.1f} {spread:>19} {row.bytes_per_second / 1e9:>7.1f} {flops:>8} {row.floor_us:>9.2f} "
+        f"{row.median_us / row.floor_us:>7.1f} {row.ratio_to_first:>6.2f}  "
+        f"{worst.name} {worst.error:.2g} ({worst.bound:.2g}){verdict}"
+    )
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """What a reader has to know to judge the figures."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name}, SM{properties.major}{properties.minor}, {properties.multi_processor_count} SMs"
+    else:
+        name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "-",
+        "python": platform.python_version(),
+    }
+
+
+def run_benchmark(family: str, cases: Iterable[Callable[[], Case]], arguments: argparse.Namespace) -> int:
+    """Measures and prints every case. Returns the exit status: 0, or 1 if a row failed its check.
+
+    Args:
+        family: name of the table.
+        cases: builders, so that only one case's tensors are alive at a time.
+        arguments: what `argument_parser` parsed.
+    """
+    device = torch.device(arguments.device)
+    torch.manual_seed(arguments.seed)
+    machine = describe_machine(device)
+    floors = measure_floors(device, arguments.quick)
+    print(f"\n{family}: " + ", ".join(f"{key} {value}" for key, value in machine.items()))
+    print(
+        f"measured in this run: copy {floors.copy_bytes_per_second / 1e9:.1f} GB/s read + write, "
+        f"{floors.matmul_dtype} matmul {floors.matmul_flops_per_second / 1e12:.3f} TFLOP/s"
+    )
+    print(HEADER, flush=True)
+    lowerings = names(arguments.lowerings)
+    rows: list[Row] = []
+    iterations = MINIMUM_TIMINGS if arguments.quick else arguments.iterations
+    with torch.no_grad():
+        for build in cases:
+            new_rows = measure(build(), lowerings, iterations, floors)
+            for row in new_rows:
+                print(format_row(row), flush=True)
+            rows += new_rows
+    if arguments.json is not None:
+        content = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        content[family] = {
+            "mla_ops": mla_ops.__version__,
+            "machine": machine,
+            "floors": asdict(floors),
+            "rows": [{**asdict(row), "passed": row.passed} for row in rows],
+        }
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    failed = [row for row in rows if not row.passed]
+    for row in failed:
+        print(f"WRONG: {format_row(row)}", file=sys.stderr)
+    return 1 if failed else 0

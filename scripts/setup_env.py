@@ -1,0 +1,159 @@
+"""Makes the environment that the Makefile's targets run in: python3 scripts/setup_env.py --venv .venv --extras dev.
+
+The torch that the running Python already has is used if it is new enough: the environment then sees this Python's
+packages. Otherwise torch is installed, except that a CUDA build (several gigabytes) is refused on a machine without
+an NVIDIA GPU. Only the standard library is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+MINIMUM_TORCH = (2, 11)
+MINIMUM_PYTHON = (3, 10)
+ROOT = Path(__file__).resolve().parent.parent
+
+# Prints the versions of torch and Triton that an interpreter can import, "-" where there is none.
+PROBE = """
+import importlib.metadata, importlib.util
+versions = ["-", "-"]
+try:
+    import torch
+    versions[0] = torch.__version__
+except ImportError:
+    pass
+if importlib.util.find_spec("triton") is not None:
+    try:
+        versions[1] = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(*versions)
+"""
+
+CUDA_REFUSED = """\
+This machine has no NVIDIA GPU, and pip would install {name}, a CUDA build that brings gigabytes of GPU libraries
+({packages}, ...). Do one of these, then run the same command again:
+  - install a CPU build of torch into {python} (the selector on PyTorch's web site gives the command);
+  - point pip at an index or a directory that holds CPU builds: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS;
+  - set MLA_OPS_ALLOW_CUDA_TORCH=1 to install the CUDA build all the same."""
+
+
+def version_tuple(version: str) -> tuple[int, int]:
+    """(2, 13) of "2.13.0+cpu"; (0, 0) where there is no version."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def has_nvidia_gpu() -> bool:
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def probe(python: str | Path) -> tuple[str, str]:
+    """Versions of torch and Triton that `python` can import."""
+    result = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True, check=False, cwd=ROOT)
+    versions = result.stdout.split()
+    return (versions[-2], versions[-1]) if result.returncode == 0 and len(versions) >= 2 else ("-", "-")
+
+
+def make_venv(directory: Path, inherit: bool) -> Path:
+    """Creates the environment, or brings an old one up to date; returns its interpreter."""
+    try:
+        venv.create(directory, system_site_packages=inherit, with_pip=True)
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(
+            f"{sys.executable} cannot make a virtual environment ({error}); on Debian and Ubuntu it needs the "
+            f"package python{sys.version_info.major}.{sys.version_info.minor}-venv"
+        ) from error
+    python = directory / "bin" / "python"
+    purelib = directory / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    parent = purelib / "parent_environment.pth"
+    parent.unlink(missing_ok=True)
+    if inherit and sys.prefix != sys.base_prefix:
+        # a virtual environment made from another one inherits the base interpreter's packages, not the other's
+        paths = dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
+        parent.write_text("\n".join(paths) + "\n")
+    return python
+
+
+def pip(python: Path, *arguments: str) -> None:
+    subprocess.run([str(python), "-m", "pip", "--disable-pip-version-check", *arguments], check=True, cwd=ROOT)
+
+
+def cuda_requirements(python: Path, constraints: Path) -> tuple[str, list[str]]:
+    """The torch that pip would install, and the GPU packages that it would bring. Downloads no dependency."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-qq", "--dry-run", "--no-deps"]
+    command += ["--ignore-installed", "--report", "-", "--constraint", str(constraints), "torch"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if result.returncode != 0:
+        raise SystemExit(f"pip finds no torch to install:\n{result.stderr}")
+    metadata = json.loads(result.stdout)["install"][0]["metadata"]
+    required = [re.split(r"[\s;<>=!~\[(]", entry, maxsplit=1)[0] for entry in metadata.get("requires_dist", [])]
+    packages = sorted({name for name in required if name.startswith(("nvidia-", "cuda-"))})
+    return f"torch {metadata['version']}", packages
+
+
+def write_constraints(path: Path, pins: dict[str, str | None]) -> None:
+    """Copies constraints.txt with other pins for some packages, or (None) without a pin."""
+    lines = []
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name = re.split(r"[=<>;\s]", line, maxsplit=1)[0].lower()
+        if name not in pins:
+            lines.append(line)
+    lines += [f"{name}=={version}" for name, version in pins.items() if version is not None]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def main() -> int:
+    """Sets the environment up; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, default=Path(".venv"), help="directory of the environment")
+    parser.add_argument("--extras", default="", help="extras of the package to install, e.g. models,test")
+    arguments = parser.parse_args()
+    if sys.version_info[:2] < MINIMUM_PYTHON:
+        raise SystemExit(f"mla_ops needs Python 3.10 or later, this is {sys.version.split()[0]}: set PYTHON=python3.x")
+
+    torch_version, triton_version = probe(sys.executable)
+    inherit = version_tuple(torch_version) >= MINIMUM_TORCH
+    directory = arguments.venv if arguments.venv.is_absolute() else ROOT / arguments.venv
+    print(f"setting up {directory} with {sys.executable}", flush=True)
+    python = make_venv(directory, inherit)
+    pip(python, "install", "-qq", "pip>=22.2")  # the first that reports what it would do
+
+    constraints = directory / "constraints.txt"
+    if inherit:
+        print(f"using the installed torch {torch_version}", flush=True)
+        pins: dict[str, str | None] = {"torch": torch_version}
+        if triton_version != "-":
+            pins["triton"] = triton_version
+        write_constraints(constraints, pins)
+    elif sys.platform == "linux" and has_nvidia_gpu():
+        # which CUDA build fits the driver, and which Triton that build wants, is pip's to find out
+        write_constraints(constraints, {"torch": None, "triton": None})
+    else:
+        write_constraints(constraints, {})
+        if sys.platform == "linux" and os.environ.get("MLA_OPS_ALLOW_CUDA_TORCH") != "1":
+            name, packages = cuda_requirements(python, constraints)
+            if packages:
+                print(
+                    CUDA_REFUSED.format(name=name, packages=", ".join(packages[:3]), python=sys.executable),
+                    file=sys.stderr,
+                )
+                return 1
+
+    extras = f"[{arguments.extras}]" if arguments.extras else ""
+    pip(python, "install", "-qq", "--constraint", str(constraints), "--editable", f".{extras}")
+    print("environment ready: torch {}, triton {}".format(*probe(python)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
