@@ -79,6 +79,13 @@ def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str) -> CacheForm
             f"{kv_cache.stride(0)} elements of {itemsize} bytes"
         ),
     )
+    torch._check_value(
+        kv_cache.storage_offset() * itemsize % CACHE_ALIGNMENT == 0,
+        lambda: (
+            f"{op}: kv_cache must start on {CACHE_ALIGNMENT} bytes of its storage, got a storage offset of "
+            f"{kv_cache.storage_offset()} elements of {itemsize} bytes"
+        ),
+    )
     return entry
 
 

@@ -1,0 +1,84 @@
+"""`import mla_ops` costs next to nothing on top of torch and loads no optional package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mla_ops
+
+REPOSITORY = str(Path(mla_ops.__file__).parents[1])
+OPTIONAL = ("triton", "flashinfer", "flash_mla", "transformers", "vllm", "sglang", "numpy", "safetensors")
+
+# what `import torch` alone has loaded is torch's own: it may bring numpy, or triton in some builds
+MEASURE = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import mla_ops
+seconds = time.perf_counter() - start
+print(json.dumps({"seconds": seconds, "added": sorted(set(sys.modules) - before)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[dict]:
+    """Three fresh processes, so that one that was slowed by others does not decide."""
+    results = []
+    for _ in range(3):
+        output = subprocess.run(
+            [sys.executable, "-c", MEASURE],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": REPOSITORY},
+        ).stdout
+        results.append(json.loads(output))
+    return results
+
+
+@pytest.mark.parametrize("package", OPTIONAL)
+def test_import_loads_no_optional_package(imports: list[dict], package: str) -> None:
+    for name in imports[0]["added"]:
+        assert name.partition(".")[0] != package, f"{name} was loaded"
+
+
+def test_import_loads_no_kernel_model_or_test_helper(imports: list[dict]) -> None:
+    for name in imports[0]["added"]:
+        assert not name.startswith(("mla_ops.kernels.", "mla_ops.models", "mla_ops.testing", "mla_ops.cli")), name
+
+
+def test_import_loads_no_compiler_of_torch(imports: list[dict]) -> None:
+    # each of them takes about a second; they are for the first torch.compile to load
+    for name in imports[0]["added"]:
+        assert not name.startswith(("torch._dynamo", "torch._inductor")), name
+
+
+def test_import_takes_less_than_a_fifth_of_a_second_on_top_of_torch(imports: list[dict]) -> None:
+    assert min(result["seconds"] for result in imports) < 0.2
+
+
+def test_import_twice_or_again_after_reload_is_harmless() -> None:
+    # a module that is imported from two paths registers its ops once, or says so
+    code = "import mla_ops, importlib, torch; importlib.reload(mla_ops); print(len(dir(torch.ops.mla)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": REPOSITORY},
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", mla_ops.__all__)
+def test_public_names_exist(name: str) -> None:
+    assert getattr(mla_ops, name) is not None

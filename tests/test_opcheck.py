@@ -1,0 +1,73 @@
+"""Every op and `.out` overload, over every sample: opcheck, and what opcheck does not look at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mla_ops  # noqa: F401  registers the ops
+from mla_ops.testing import Sample, op_names, sample_inputs
+from mla_ops.testing.checks import assert_same_memory, check_compiled, check_fake, check_repeatable
+
+OPCHECK_UTILS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+    "test_aot_dispatch_dynamic",
+)
+
+SAMPLES = [sample for name in op_names() for sample in sample_inputs(name, "cpu")]
+
+
+def sample_id(sample: Sample) -> str:
+    return f"{str(sample.op).removeprefix('mla.').removesuffix('.default')}: {sample.name}"
+
+
+every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=sample_id)
+
+# Dynamo refuses an argument called `out` that is not contiguous, whoever's op it is (tests/test_hazards.py)
+DYNAMO_TAKES = [sample for sample in SAMPLES if not sample.name.endswith("into wide rows")]
+
+
+def test_every_op_has_samples_of_no_token_one_token_and_several() -> None:
+    for name in op_names():
+        names = {sample.name for sample in sample_inputs(name, "cpu")}
+        assert len(names) == len(sample_inputs(name, "cpu")), f"{name}: sample names repeat"
+        for few in ("no ", "one "):
+            assert any(few in sample for sample in names), f"{name}: no sample with '{few.strip()}' tokens or requests"
+
+
+@every_sample
+def test_opcheck_passes(sample: Sample) -> None:
+    torch.library.opcheck(sample.op, sample.args, sample.kwargs, test_utils=OPCHECK_UTILS)
+
+
+@every_sample
+def test_fake_returns_what_the_real_op_returns(sample: Sample) -> None:
+    # opcheck compares strides from torch 2.13 on only
+    check_fake(sample)
+
+
+@pytest.mark.parametrize("sample", DYNAMO_TAKES, ids=sample_id)
+def test_compiled_writes_and_returns_the_same_bits_as_eager(sample: Sample) -> None:
+    # opcheck never looks at what an op wrote
+    check_compiled(sample)
+
+
+@pytest.mark.parametrize("name", [name for name in op_names() if not name.endswith(".out")])
+def test_compiled_with_dynamic_shapes_writes_the_same_bits_as_eager(name: str) -> None:
+    for sample in sample_inputs(name, "cpu"):
+        check_compiled(sample, dynamic=True)
+
+
+@every_sample
+def test_two_calls_agree_and_read_only_arguments_stay(sample: Sample) -> None:
+    check_repeatable(sample)
+
+
+@pytest.mark.parametrize("name", op_names())
+def test_samples_are_the_same_numbers_every_time(name: str) -> None:
+    # so that a failure can be reproduced from the test id
+    for first, second in zip(sample_inputs(name, "cpu"), sample_inputs(name, "cpu"), strict=True):
+        assert_same_memory(first, second, first.name)
