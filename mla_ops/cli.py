@@ -1,0 +1,190 @@
+"""`python -m mla_ops demo | doctor | bench`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from . import __version__, dispatch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: the command line without the program's name; `sys.argv` by default.
+
+    Returns:
+        Exit status: 0, or 2 for a request that cannot be met, after a message that says why.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"]:  # its options belong to the benchmark
+        return _bench(arguments[1:])
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "demo":
+        return _demo(options)
+    return _doctor()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mla_ops", description="Sparse multi-head latent attention.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="demo | doctor | bench")
+
+    demo = commands.add_parser(
+        "demo",
+        help="a DeepSeek-V3.2 model reads a text and continues it through torch.ops.mla.*",
+        description="Runs transformers' DeepSeek-V3.2 twice over the same prompts: as it comes, and through "
+        "torch.ops.mla.* from a paged cache. Without options: a small model with fixed random weights over the bytes "
+        "of 'Alice's Adventures in Wonderland'.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument("--model", metavar="PATH", help="folder of a DeepSeek-V3.2 checkpoint with its tokenizer")
+    demo.add_argument("--prompt", metavar="TEXT", help="text to continue, in every request")
+    demo.add_argument("--prompt-file", metavar="PATH", help="file with the text to continue")
+    demo.add_argument("--batch", type=int, default=4, metavar="N", help="requests that run together")
+    demo.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="new tokens of each request")
+    demo.add_argument(
+        "--cache",
+        default="fp8_ds_mla",
+        choices=("fp8_ds_mla", "bf16", "fp32"),
+        help="format of the latent cache; the model runs in float32 for fp32, else in bfloat16",
+    )
+    demo.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N; cuda where there is one")
+    demo.add_argument("--no-compile", action="store_true", help="run every op eagerly")
+    demo.add_argument("--no-graph", action="store_true", help="do not capture the decode step in a CUDA graph")
+
+    commands.add_parser("doctor", help="versions, devices, and which lowering of each op can run here")
+    commands.add_parser("bench", help="bench FAMILY [options]: run a benchmark of this checkout", add_help=False)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    if dispatch.is_installed("transformers"):
+        try:
+            from transformers import DeepseekV32ForCausalLM  # noqa: F401
+        except ImportError:
+            print(
+                f"demo needs a transformers with DeepSeek-V3.2 (5.17 or later), {_version('transformers')} is "
+                "installed: pip install --upgrade transformers",
+                file=sys.stderr,
+            )
+            return 2
+    else:
+        print("demo needs transformers: pip install 'mla-ops[models]'", file=sys.stderr)
+        return 2
+    from .demo import DemoOptions, run_demo
+
+    try:
+        return run_demo(
+            DemoOptions(
+                model=options.model,
+                prompt=options.prompt,
+                prompt_file=options.prompt_file,
+                batch=options.batch,
+                max_new_tokens=options.max_new_tokens,
+                cache=options.cache,
+                compile=not options.no_compile,
+                graph=not options.no_graph,
+                device=options.device,
+            )
+        )
+    except (FileNotFoundError, ValueError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+
+
+def _doctor() -> int:
+    print(f"mla_ops {__version__}")
+    print(f"  python        {platform.python_version()} on {platform.system()} {platform.machine()}")
+    cuda = torch.version.cuda or torch.version.hip
+    print(f"  torch         {torch.__version__}" + (f" (built for {cuda})" if cuda else " (built for CPU only)"))
+    for package, purpose in (
+        ("triton", "the Triton and Hopper lowerings"),
+        ("transformers", "the demo and mla_ops.models"),
+    ):
+        print(f"  {package:13} {_version(package):12} {purpose}")
+
+    print("\nDevices")
+    print(f"  cpu           {torch.get_num_threads()} threads")
+    devices = [torch.device("cpu")]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        print(
+            f"  cuda:{index}        {properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{properties.total_memory / 2**30:.0f} GiB"
+        )
+        devices.append(torch.device("cuda", index))
+    if len(devices) == 1:
+        print("  cuda          none: " + _why_no_cuda())
+
+    for device in devices:
+        _print_lowerings(device)
+    print(f"\nA lowering can be forced with mla_ops.dispatch.override(...) or {dispatch.ENVIRONMENT_VARIABLE}=NAME.")
+    return 0
+
+
+def _print_lowerings(device: torch.device) -> None:
+    """Every op and lowering: runs, available, or why not. Reasons that repeat are given once, numbered."""
+    rows: dict[str, dict[str, str | None]] = {}
+    for op, room, reason in dispatch.report(device):
+        rows.setdefault(op, {})[room] = reason
+    order = dispatch.ORDER.get(device.type, ())
+    reasons: list[str] = []
+    print(f"\nLowerings on {device} (bfloat16 queries, fp8_ds_mla cache, 128 heads, top-2048)")
+    print(f"  {'op':36}" + "".join(f"{room:>14}" for room in dispatch.ROOMS))
+    for op, by_room in rows.items():
+        chosen = next((room for room in order if by_room[room] is None), None)
+        cells = []
+        for room in dispatch.ROOMS:
+            reason = by_room[room]
+            if reason is not None:
+                if reason not in reasons:
+                    reasons.append(reason)
+                cells.append(f"no ({reasons.index(reason) + 1})")
+            else:
+                cells.append("runs" if room == chosen else "available")
+        print(f"  {op:36}" + "".join(f"{cell:>14}" for cell in cells))
+    for number, reason in enumerate(reasons, 1):
+        print(f"  ({number}) {reason}")
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this torch is a CPU build; install one for your GPU from https://pytorch.org/get-started/locally"
+    return "torch finds no GPU; check nvidia-smi and the driver's version"
+
+
+def _bench(arguments: list[str]) -> int:
+    families = sorted(
+        path.stem
+        for path in BENCHMARKS.glob("*.py")
+        if path.stem != "common" and not path.stem.startswith(("_", "probe_"))
+    )
+    if not families:
+        print(f"bench runs from a checkout of the project, there are no benchmarks in {BENCHMARKS}", file=sys.stderr)
+        return 2
+    if not arguments or arguments[0] not in families:
+        asked = f"there is no benchmark '{arguments[0]}'. " if arguments and not arguments[0].startswith("-") else ""
+        print(f"{asked}usage: python -m mla_ops bench FAMILY [options], FAMILY is one of: {', '.join(families)}")
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    root = str(BENCHMARKS.parent)
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    return int(importlib.import_module(f"benchmarks.{arguments[0]}").main(arguments[1:]))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

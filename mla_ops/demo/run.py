@@ -1,0 +1,316 @@
+"""The demo itself: stock transformers first, then the same weights through our ops, then what came of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from .. import dispatch
+from ..dispatch import Call
+from ..models import DeepseekV32Decoder, GenerationResult, GenerationSession
+from ..models.evaluate import (
+    Agreement,
+    StockResult,
+    compare_logits,
+    stock_generate,
+    stock_logits,
+    teacher_forced_logits,
+)
+from .model import TEXT, LoadedModel, load_model
+
+CACHE_DTYPES = {"fp8_ds_mla": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
+PROMPT_LENGTHS = (600, 217, 433, 133)  # bytes; unequal on purpose, none a multiple of a block
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the command line says.
+
+    Attributes:
+        model: folder of a checkpoint; None for the small model.
+        prompt: text to continue; None for passages of the text that ships with the package.
+        prompt_file: file to read the prompt from; not with `prompt`.
+        batch: requests that run together.
+        max_new_tokens: of each request.
+        cache: format of the latent cache; it decides the model's dtype.
+        compile, graph: whether to compile, and to capture the decode step in a CUDA graph.
+        device: where to run; None for CUDA where there is some.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    prompt_file: str | None = None
+    batch: int = 4
+    max_new_tokens: int = 64
+    cache: str = "fp8_ds_mla"
+    compile: bool = True
+    graph: bool = True
+    device: str | None = None
+
+
+class Console:
+    """Progress lines with the time since the start.
+
+    A running count is rewritten in place on a terminal, and is a line every ten seconds elsewhere.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stdout
+        self.began = time.perf_counter()
+        self._last_count = self.began
+
+    def line(self, text: str = "") -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def progress(self, text: str) -> None:
+        self.line(f"[{time.perf_counter() - self.began:6.1f} s] {text}")
+
+    def count(self, done: int, total: int) -> None:
+        now, in_place = time.perf_counter(), self.stream.isatty()
+        if now - self._last_count < (0.2 if in_place else 10) and not (in_place and done >= total):
+            return
+        self._last_count = now
+        if not in_place:
+            self.progress(f"  {done} of {total} tokens")
+            return
+        self.stream.write(f"\r             {done} of {total} tokens " + ("\n" if done >= total else ""))
+        self.stream.flush()
+
+
+@dataclass(frozen=True)
+class CompileCounts:
+    """What `torch.compile` has done in this process so far."""
+
+    graphs: int
+    breaks: int
+
+    @classmethod
+    def now(cls) -> CompileCounts:
+        from torch._dynamo.utils import counters
+
+        return cls(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+
+
+def make_prompts(options: DemoOptions, tokenizer: Any) -> list[list[int]]:
+    """Token ids of each request: the prompt given, for every request, or passages of unequal length."""
+    if options.prompt is not None and options.prompt_file is not None:
+        raise ValueError("--prompt and --prompt-file exclude each other")
+    text = options.prompt
+    if options.prompt_file is not None:
+        text = Path(options.prompt_file).read_text()
+    if text is not None:
+        tokens = list(tokenizer.encode(text))
+        if not tokens:
+            raise ValueError("the prompt is empty")
+        return [tokens] * options.batch
+    book = TEXT.read_text()
+    prompts = []
+    for row in range(options.batch):
+        length = PROMPT_LENGTHS[row % len(PROMPT_LENGTHS)]
+        start = row * 311 % max(len(book) - length, 1)
+        prompts.append(list(tokenizer.encode(book[start : start + length])))
+    return prompts
+
+
+def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
+    """Runs the demo and prints its report. Returns the exit status: 0."""
+    _check_options(options)
+    console = Console(stream)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = CACHE_DTYPES[options.cache]
+    console.progress(f"torch {torch.__version__}, transformers {_version('transformers')}, {_device_name(device)}")
+    loaded = load_model(options.model, dtype, device)
+    console.progress(f"{loaded.description}, {str(dtype).removeprefix('torch.')}")
+    prompts = make_prompts(options, loaded.tokenizer)
+    lengths = ", ".join(str(len(prompt)) for prompt in prompts)
+    console.progress(f"requests: {len(prompts)}, of {lengths} tokens, {options.max_new_tokens} new tokens each")
+
+    console.progress("stock transformers: reading and continuing")
+    stock_generate(loaded.model, prompts[:1], 2)  # first calls set up libraries
+    stock = stock_generate(
+        loaded.model,
+        prompts,
+        options.max_new_tokens,
+        eos_token_ids=loaded.eos_token_ids,
+        progress=console.count,
+    )
+
+    longest = max(len(prompt) for prompt in prompts) + options.max_new_tokens
+    max_model_len = -(-longest // BLOCK_SIZE) * BLOCK_SIZE
+    decoder = DeepseekV32Decoder(loaded.model, min(max_model_len, loaded.model.config.max_position_embeddings))
+    session = GenerationSession(
+        decoder,
+        max_num_requests=len(prompts),
+        cache_format=options.cache,
+        block_size=BLOCK_SIZE,
+        eos_token_ids=loaded.eos_token_ids,
+        compiled=options.compile,
+        cuda_graph=options.graph and device.type == "cuda",
+    )
+    before = CompileCounts.now()
+    doing = [text for text, on in (("compiling prefill and decode", options.compile),) if on]
+    doing += ["capturing the decode step"] * session.cuda_graph
+    console.progress("mla_ops: " + (" and ".join(doing) or "first step") + " (once)")
+    session.warm_up()
+    warm = CompileCounts.now()
+    console.progress("mla_ops: reading and continuing")
+    session.generate(prompts[:1], min(2, options.max_new_tokens))
+    ours = session.generate(
+        prompts, options.max_new_tokens, steps_per_check=16 if session.cuda_graph else 1, progress=console.count
+    )
+    after = CompileCounts.now()
+
+    console.progress("comparing predictions over the first text, position by position")
+    text = (prompts[0] + stock.tokens[0])[: decoder.max_model_len]
+    mine = teacher_forced_logits(decoder, text, options.cache, block_size=BLOCK_SIZE)
+    theirs = stock_logits(loaded.model, text)
+    reference = theirs if loaded.reference is None else stock_logits(loaded.reference, text)
+    console.progress("done")
+    report = _report(
+        options,
+        loaded,
+        session,
+        prompts,
+        ours,
+        stock,
+        agreement=compare_logits(theirs, mine),
+        against_reference=compare_logits(reference, mine),
+        stock_against_reference=compare_logits(reference, theirs),
+        counts=(after.graphs - before.graphs, after.breaks - before.breaks, after.graphs - warm.graphs),
+    )
+    console.line()
+    for line in report:
+        console.line(line)
+    return 0
+
+
+def _report(
+    options: DemoOptions,
+    loaded: LoadedModel,
+    session: GenerationSession,
+    prompts: list[list[int]],
+    ours: GenerationResult,
+    stock: StockResult,
+    *,
+    agreement: Agreement,
+    against_reference: Agreement,
+    stock_against_reference: Agreement,
+    counts: tuple[int, int, int],
+) -> list[str]:
+    graphs, breaks, recompiles = counts
+    cache = session.cache
+    lines = ["Text"]
+    decode = loaded.tokenizer.decode
+    for number, (prompt, tokens) in enumerate(zip(prompts[:4], ours.tokens[:4], strict=True), 1):
+        lines.append(f"  {number}: {_printable(decode(prompt[-32:]))} >>> {_printable(decode(tokens))}")
+    if options.model is None:
+        lines.append("  (The weights are random, so this is noise; what counts is that it is transformers' noise.)")
+
+    lines += ["", f"{'':27}{'mla_ops':>14}{'transformers':>16}{'ratio':>9}"]
+
+    def row(name: str, mine: float, theirs: float, digits: int = 0) -> str:
+        return f"{name:27}{mine:14,.{digits}f}{theirs:16,.{digits}f}{mine / max(theirs, 1e-9):8.2f}x"
+
+    mine_bytes = cache.latent_bytes_per_token + cache.index_bytes_per_token
+    parts = (
+        f"  ours: {cache.latent_bytes_per_token:,} {cache.cache_format} latent + {cache.index_bytes_per_token:,} "
+        f"{cache.index_format} index keys, {len(cache.layers)} layers"
+    )
+    lines += [
+        row("decode, tokens a second", ours.decode_tokens_per_second, stock.decode_tokens_per_second, 1),
+        row("prefill, tokens a second", ours.prefill_tokens_per_second, stock.prefill_tokens_per_second, 1),
+        row("cache, bytes a token", mine_bytes, stock.cache_bytes_per_token),
+        parts,
+        "  transformers as it comes: eager, left-padded, dynamic cache",
+    ]
+
+    same = [_common_prefix(a, b) for a, b in zip(ours.tokens, stock.tokens, strict=True)]
+    total = sum(len(tokens) for tokens in stock.tokens)
+    lines += ["", "Agreement"]
+    lines.append(f"  greedy tokens equal to stock before the first difference: {sum(same)} of {total} {tuple(same)}")
+    lines.append(f"  next-token predictions against stock:           {agreement}")
+    if loaded.reference is not None:
+        lines.append(f"  against stock in float32:                       {against_reference}")
+        lines.append(f"  stock itself against stock in float32:          {stock_against_reference}")
+
+    lines += ["", "Lowerings"]
+    for op, names in _lowerings_used(session).items():
+        lines.append(f"  {op:27}{names}")
+
+    lines += ["", "Compilation"]
+    if options.compile:
+        lines.append(f"  graphs compiled {graphs}, graph breaks {breaks}, recompiles after warm-up {recompiles}")
+    else:
+        lines.append("  off (--no-compile): every op ran eagerly")
+    if session.cuda_graph:
+        lines.append(f"  decode replayed from one CUDA graph, {session.num_steps} replays")
+    else:
+        why = "--no-graph" if session.decoder.device.type == "cuda" else "CUDA graphs need a GPU"
+        lines.append(f"  decode not captured ({why})")
+    return lines
+
+
+def _lowerings_used(session: GenerationSession) -> dict[str, str]:
+    """The lowering that dispatch chose for each op, for the shapes of prefill and decode."""
+    decoder, cache = session.decoder, session.cache
+    device, dtype = decoder.device, decoder.dtype
+    topk = min(decoder.index_topk, session.max_blocks_per_request * cache.block_size)
+    used: dict[str, Counter[str]] = {}
+    for num_tokens in (session.prefill_tokens, len(session.slots)):
+        calls = (
+            Call("build_step_metadata", device, torch.int32, num_tokens=num_tokens),
+            Call("concat_and_cache", device, dtype, cache.cache_format, num_tokens=num_tokens),
+            Call("concat_and_cache", device, dtype, cache.index_format, num_tokens=num_tokens),
+            Call(
+                "paged_sparse_attention",
+                device,
+                dtype,
+                cache.cache_format,
+                head_dim=576,
+                num_heads=decoder.num_heads,
+                num_tokens=num_tokens,
+                topk=topk,
+            ),
+        )
+        for call in calls:
+            used.setdefault(call.op, Counter())[dispatch.select_name(call)] += 1
+    return {op: ", ".join(names) for op, names in used.items()}
+
+
+def _check_options(options: DemoOptions) -> None:
+    if options.cache not in CACHE_DTYPES:
+        raise ValueError(f"--cache must be one of {sorted(CACHE_DTYPES)}, got '{options.cache}'")
+    for name in ("batch", "max_new_tokens"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _printable(text: str, width: int = 100) -> str:
+    shown = "".join(char if char.isprintable() and char != "\ufffd" else "·" for char in text)
+    return shown if len(shown) <= width else shown[: width - 3] + "..."
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, threads: {torch.get_num_threads()}"
