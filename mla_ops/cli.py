@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--no-graph", action="store_true", help="do not capture the decode step in a CUDA graph")
 
     commands.add_parser("doctor", help="versions, devices, and which lowering of each op can run here")
-    commands.add_parser("bench", help="bench FAMILY [options]: run a benchmark of this checkout", add_help=False)
+    commands.add_parser("bench", help="bench [FAMILY ...] [options]: run benchmarks of this checkout", add_help=False)
     return parser
 
 
@@ -160,27 +160,18 @@ def _print_lowerings(device: torch.device) -> None:
 
 def _why_no_cuda() -> str:
     if torch.version.cuda is None and torch.version.hip is None:
-        return "this torch is a CPU build; install one for your GPU from https://pytorch.org/get-started/locally"
+        return "this torch is a CPU build: install the one that pytorch.org's 'Get started' page gives for your GPU"
     return "torch finds no GPU; check nvidia-smi and the driver's version"
 
 
 def _bench(arguments: list[str]) -> int:
-    families = sorted(
-        path.stem
-        for path in BENCHMARKS.glob("*.py")
-        if path.stem != "common" and not path.stem.startswith(("_", "probe_"))
-    )
-    if not families:
+    if not (BENCHMARKS / "__main__.py").exists():
         print(f"bench runs from a checkout of the project, there are no benchmarks in {BENCHMARKS}", file=sys.stderr)
         return 2
-    if not arguments or arguments[0] not in families:
-        asked = f"there is no benchmark '{arguments[0]}'. " if arguments and not arguments[0].startswith("-") else ""
-        print(f"{asked}usage: python -m mla_ops bench FAMILY [options], FAMILY is one of: {', '.join(families)}")
-        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     root = str(BENCHMARKS.parent)
     if root not in sys.path:
         sys.path.insert(0, root)
-    return int(importlib.import_module(f"benchmarks.{arguments[0]}").main(arguments[1:]))
+    return int(importlib.import_module("benchmarks.__main__").main(arguments))
 
 
 def _version(package: str) -> str:

@@ -111,8 +111,10 @@ def test_demo_says_what_is_wrong(capsys, command, message):
 
 
 def test_bench_lists_what_it_can_run(capsys):
-    assert main(["bench"]) == 2
-    assert re.search(r"FAMILY is one of: .*sparse_attention", capsys.readouterr().out)
+    assert main(["bench", "--help"]) == 0
+    assert re.search(r"families: .*sparse_attention", capsys.readouterr().out)
+    assert main(["bench", "merge", "nothing"]) == 2
+    assert "no family nothing" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

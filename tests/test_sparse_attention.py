@@ -3,72 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
 
 import attention_oracle
 import pytest
 import torch
+from attention_inputs import INT_MAX, INT_MIN, QUERIES, SCALE, check, filled_cache, operand, queries, some_indices
 
 import mla_ops  # noqa: F401  (registers the ops)
-from mla_ops.formats import FORMATS, allocate_cache
-
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-SCALE = 576**-0.5
-QUERIES = [("fp8_ds_mla", torch.bfloat16), ("fp8_ds_mla", torch.float16), ("fp8_ds_mla", torch.float32)]
-QUERIES += [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+from mla_ops import dispatch
 
 
-def operand(lowering: str, cache_format: str, dtype: torch.dtype) -> torch.dtype | None:
-    """What a lowering rounds probabilities to: nothing in the reference and in the exact paths."""
-    if lowering == "reference" or dtype == torch.float32 or (cache_format == "fp8_ds_mla" and dtype != torch.bfloat16):
-        return None
-    return dtype
-
-
-def filled_cache(
-    cache_format: str, num_blocks: int, block_size: int, device: torch.device, *, head_dim: int = 576
-) -> torch.Tensor:
-    """Normal keys; in fp8_ds_mla with arbitrary positive scales, as other writers store them."""
-    if cache_format != "fp8_ds_mla":
-        return torch.randn(num_blocks, block_size, head_dim, device=device).to(FORMATS[cache_format].dtype)
-    rows = torch.empty(num_blocks * block_size, 656, dtype=torch.uint8, device=device)
-    rows[:, :512] = (
-        torch.randn(len(rows), 512, device=device).mul(64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    )
-    scales = (0.25 + 1.5 * torch.rand(len(rows), 4, device=device)) / 64
-    rows[:, 512:528] = scales.view(torch.uint8)
-    rows[:, 528:] = torch.randn(len(rows), 64, device=device).bfloat16().view(torch.uint8)
-    return rows.view(num_blocks, block_size, 656)
-
-
-def queries(
-    num_tokens: int, num_heads: int, dtype: torch.dtype, device: torch.device, head_dim: int = 576
-) -> torch.Tensor:
-    return torch.randn(num_tokens, num_heads, head_dim, device=device).to(dtype)
-
-
-def some_indices(num_tokens: int, topk: int, num_slots: int, device: torch.device) -> torch.Tensor:
-    """Mostly valid, with duplicates, holes and every kind of garbage."""
-    indices = torch.randint(0, num_slots, (num_tokens, topk), dtype=torch.int32, device=device)
-    for value in (INT_MIN, -123456, -1, num_slots, INT_MAX):
-        indices[torch.rand(indices.shape, device=device) < 0.03] = value
-    return indices
-
-
-def check(
-    lowering: str,
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    indices: torch.Tensor,
-    cache_format: str,
-    tokens: list[int] | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options)
-    rounded = operand(lowering, cache_format, q.dtype)
-    expected = attention_oracle.attention(q, cache, indices, SCALE, operand=rounded, tokens=tokens, **options)
-    attention_oracle.assert_close(out, lse, expected)
-    return out, lse
+@pytest.fixture(params=["reference", "triton", *(["hopper"] if torch.cuda.is_available() else [])])
+def lowering(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each lowering of `paged_sparse_attention` that may run here; what one refuses is skipped with its reason."""
+    forced = {"paged_sparse_attention": request.param}
+    if request.param != "hopper":
+        forced["sparse_attention"] = request.param
+    with dispatch.override(**forced):
+        yield request.param
 
 
 @pytest.mark.parametrize("num_heads", [1, 17, 65])
@@ -88,6 +41,8 @@ def test_attention_equals_float64(
 @pytest.mark.parametrize("head_dim", [576, 512])
 def test_flat_attention_equals_float64(lowering: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Keys, queries and indices that are slices; the row stride of the keys is odd."""
+    if lowering == "hopper":
+        pytest.skip("there is no hopper lowering of sparse_attention")
     q = queries(3, 20, dtype, device, head_dim + 3)[:, 1:18, 2 : 2 + head_dim]
     kv = torch.randn(50, head_dim + 7, device=device).to(dtype)[:, 3 : 3 + head_dim]
     indices = some_indices(3, 60, 50, device)[:, 5:40]
@@ -282,192 +237,3 @@ def test_tile_table() -> None:
                 if not mode.endswith("exact"):
                     assert (chosen.block_h * 576 + chosen.block_n * width) * 2 <= limit * 1024
                 assert chosen.block_h * 512 * 4 <= 2**17
-
-
-REAL = [(0, 128, 2048), (1, 1, 2048), (1, 8, 640), (1, 128, 2176), (7, 16, 2048), (7, 17, 2176), (7, 64, 1)]
-REAL += [(128, 8, 2048), (128, 16, 2048), (128, 64, 2176), (128, 128, 2048), (128, 128, 0), (4096, 64, 640)]
-REAL += [(4096, 128, 2048), (4096, 1, 2048), (4096, 17, 640)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
-@pytest.mark.parametrize(("num_tokens", "num_heads", "topk"), REAL)
-def test_attention_at_real_sizes(
-    cache_format: str, num_tokens: int, num_heads: int, topk: int, triton_lowering: None
-) -> None:
-    """All tokens by a local table, all lengths; about thirty tokens against float64, all of them for finiteness."""
-    device = torch.device("cuda")
-    cache = filled_cache(cache_format, 1200, 64, device)
-    table = torch.randint(0, 1200, (16, 512), dtype=torch.int32, device=device)
-    table[:, ::37] = torch.tensor([INT_MIN, -1, 1200, INT_MAX], dtype=torch.int32, device=device).repeat(4)[:, None]
-    options = {
-        "block_table": table,
-        "req_id_per_token": torch.randint(0, 16, (num_tokens,), dtype=torch.int32, device=device),
-        "topk_length": torch.randint(0, topk + 1, (num_tokens,), dtype=torch.int32, device=device),
-        "attn_sink": torch.randn(num_heads, device=device),
-    }
-    if num_tokens:
-        options["topk_length"][0] = topk
-    q = queries(num_tokens, num_heads, torch.bfloat16, device)
-    indices = some_indices(num_tokens, topk, 512 * 64, device)
-    tokens = sorted({0, num_tokens - 1, *torch.randint(0, num_tokens, (30,)).tolist()}) if num_tokens else []
-    out, lse = check("triton", q, cache, indices, cache_format, tokens, **options)
-    assert out.isfinite().all()
-    assert not lse.isnan().any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_heads", [1, 16, 17, 64, 128])
-@pytest.mark.parametrize(("cache_format", "dtype"), QUERIES)
-def test_every_format_and_tile_on_the_gpu(
-    cache_format: str, dtype: torch.dtype, num_heads: int, triton_lowering: None
-) -> None:
-    device = torch.device("cuda")
-    cache = filled_cache(cache_format, 64, 64, device)
-    indices = some_indices(5, 640, 4096, device)
-    check("triton", queries(5, num_heads, dtype, device), cache, indices, cache_format)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
-def test_keys_beyond_four_gib(cache_format: str, triton_lowering: None) -> None:
-    device = torch.device("cuda")
-    row_bytes = 656 if cache_format == "fp8_ds_mla" else 1152
-    num_blocks = 2**32 // (64 * row_bytes) + 3000
-    cache = allocate_cache(cache_format, num_blocks, 64, device=device)
-    some = filled_cache(cache_format, 2000, 64, device)
-    cache[-2000:] = some
-    indices = some_indices(7, 2048, 2000 * 64, device)
-    far = torch.where((indices >= 0) & (indices < 2000 * 64), indices + (num_blocks - 2000) * 64, indices)
-    far[indices == 2000 * 64] = num_blocks * 64
-    q = queries(7, 17, torch.bfloat16, device)
-    near_out, near_lse = check("triton", q, some, indices, cache_format)
-    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, far, SCALE, cache_format)
-    assert torch.equal(out, near_out)
-    assert torch.equal(lse, near_lse)
-
-
-@pytest.mark.gpu
-def test_new_sizes_compile_nothing(triton_lowering: None) -> None:
-    """Tokens, blocks, table widths, top-k and strides: 1, odd, and multiples of 16 alike."""
-    from mla_ops.kernels.triton import cache as cache_kernels
-    from mla_ops.kernels.triton import sparse_attention
-
-    device = torch.device("cuda")
-
-    def variants() -> int:
-        kernels = (sparse_attention._attend_kernel, cache_kernels._store_fp8_kernel)
-        return sum(len(entry[0]) for kernel in kernels for entry in kernel.device_caches.values())
-
-    counts = set()
-    for num_tokens, num_blocks, max_blocks, topk in (
-        (300, 40, 16, 64),
-        (301, 41, 1, 33),
-        (320, 1, 7, 1),
-        (333, 50, 3, 640),
-    ):
-        cache = filled_cache("fp8_ds_mla", num_blocks, 64, device)
-        table = torch.randint(0, num_blocks, (5, max_blocks), dtype=torch.int32, device=device)
-        owners = torch.randint(0, 5, (num_tokens,), dtype=torch.int32, device=device)
-        indices = some_indices(num_tokens, topk + 1, max_blocks * 64, device)[:, 1:]
-        q = queries(num_tokens, 8, torch.bfloat16, device)
-        slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
-        torch.ops.mla.concat_and_cache(q[:, 0, :512], q[:, 0, 512:], cache, slots, "fp8_ds_mla")
-        torch.ops.mla.paged_sparse_attention(
-            q, cache, indices, SCALE, "fp8_ds_mla", block_table=table, req_id_per_token=owners
-        )
-        counts.add(variants())
-    assert len(counts) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_heads", [16, 128])
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
-def test_a_captured_step_replays(cache_format: str, num_heads: int, triton_lowering: None) -> None:
-    """Metadata, cache write and attention captured once; replayed with other lengths, tables and padding."""
-    device = torch.device("cuda")
-    max_tokens, max_requests, max_blocks, block_size, topk = 24, 8, 12, 64, 640
-    caches = [filled_cache(cache_format, 96, block_size, device) for _ in range(2)]
-
-    def buffers() -> list[torch.Tensor]:
-        sizes = [(max_requests + 1,), (max_requests,), (max_requests, max_blocks), *[(max_tokens,)] * 5]
-        return [
-            torch.zeros(size, dtype=torch.int64 if i == 5 else torch.int32, device=device)
-            for i, size in enumerate(sizes)
-        ]
-
-    starts = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
-    lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
-    table = torch.zeros(max_requests, max_blocks, dtype=torch.int32, device=device)
-    q = queries(max_tokens, num_heads, torch.bfloat16, device)
-    latent, rope = (
-        torch.randn(max_tokens, 512, device=device).bfloat16(),
-        torch.randn(max_tokens, 64, device=device).bfloat16(),
-    )
-    indices = torch.zeros(max_tokens, topk, dtype=torch.int32, device=device)
-
-    def step(cache: torch.Tensor, metadata: list[torch.Tensor], out: torch.Tensor, lse: torch.Tensor) -> None:
-        torch.ops.mla.build_step_metadata(starts, lens, table, *metadata, block_size, topk)
-        torch.ops.mla.concat_and_cache(latent, rope, cache, metadata[5], cache_format)
-        torch.ops.mla.paged_sparse_attention.out(
-            q,
-            cache,
-            indices,
-            SCALE,
-            cache_format,
-            topk_length=metadata[7],
-            block_table=metadata[2],
-            req_id_per_token=metadata[3],
-            out=out,
-            lse=lse,
-        )
-
-    def outputs() -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            torch.full((max_tokens, num_heads, 512), math.nan, dtype=torch.bfloat16, device=device),
-            torch.full((max_tokens, num_heads), math.nan, device=device),
-        )
-
-    captured, captured_outputs = buffers(), outputs()
-    step(caches[0], captured, *captured_outputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(caches[0], captured, *captured_outputs)
-
-    for num_requests in (8, 3, 5, 0, 8):
-        query_lens = torch.zeros(max_requests, dtype=torch.int32)
-        query_lens[:num_requests] = torch.randint(0, 4, (num_requests,), dtype=torch.int32)
-        starts.copy_(torch.cat((torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int())))
-        lens.copy_(torch.where(query_lens > 0, torch.randint(4, max_blocks * block_size, (max_requests,)), 0))
-        table.copy_(torch.randperm(96, device=device).view(max_requests, max_blocks))
-        table[num_requests:] = INT_MIN
-        indices.copy_(some_indices(max_tokens, topk, max_blocks * block_size, device))
-        q.normal_()
-        latent.normal_()
-        rope.normal_()
-        fresh = filled_cache(cache_format, 96, block_size, device)
-        named = torch.zeros(96, dtype=torch.bool, device=device)
-        named[table[:num_requests].long().flatten()] = True
-        fresh.view(96, -1).view(torch.uint8)[~named] = 0xFF
-        for cache in caches:
-            cache.copy_(fresh)
-        graph.replay()
-        eager, eager_outputs = buffers(), outputs()
-        step(caches[1], eager, *eager_outputs)
-        for a, b in zip((caches[0], *captured, *captured_outputs), (caches[1], *eager, *eager_outputs), strict=True):
-            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        assert captured_outputs[0].isfinite().all()
-        attention_oracle.assert_close(
-            *captured_outputs,
-            attention_oracle.attention(
-                q,
-                caches[0],
-                indices,
-                SCALE,
-                topk_length=captured[7],
-                block_table=captured[2],
-                req_id_per_token=captured[3],
-                operand=torch.bfloat16,
-            ),
-        )

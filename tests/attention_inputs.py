@@ -1,0 +1,68 @@
+"""What the sparse attention tests share: inputs, and one call held against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attention_oracle
+import torch
+
+from mla_ops.formats import FORMATS
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+SCALE = 576**-0.5
+QUERIES = [("fp8_ds_mla", torch.bfloat16), ("fp8_ds_mla", torch.float16), ("fp8_ds_mla", torch.float32)]
+QUERIES += [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+
+
+def operand(lowering: str, cache_format: str, dtype: torch.dtype) -> torch.dtype | None:
+    """What a lowering rounds probabilities to: nothing in the reference and in the exact paths."""
+    if lowering == "reference" or dtype == torch.float32 or (cache_format == "fp8_ds_mla" and dtype != torch.bfloat16):
+        return None
+    return dtype
+
+
+def filled_cache(
+    cache_format: str, num_blocks: int, block_size: int, device: torch.device, *, head_dim: int = 576
+) -> torch.Tensor:
+    """Normal keys; in fp8_ds_mla with arbitrary positive scales, as other writers store them."""
+    if cache_format != "fp8_ds_mla":
+        return torch.randn(num_blocks, block_size, head_dim, device=device).to(FORMATS[cache_format].dtype)
+    rows = torch.empty(num_blocks * block_size, 656, dtype=torch.uint8, device=device)
+    rows[:, :512] = (
+        torch.randn(len(rows), 512, device=device).mul(64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    )
+    scales = (0.25 + 1.5 * torch.rand(len(rows), 4, device=device)) / 64
+    rows[:, 512:528] = scales.view(torch.uint8)
+    rows[:, 528:] = torch.randn(len(rows), 64, device=device).bfloat16().view(torch.uint8)
+    return rows.view(num_blocks, block_size, 656)
+
+
+def queries(
+    num_tokens: int, num_heads: int, dtype: torch.dtype, device: torch.device, head_dim: int = 576
+) -> torch.Tensor:
+    return torch.randn(num_tokens, num_heads, head_dim, device=device).to(dtype)
+
+
+def some_indices(num_tokens: int, topk: int, num_slots: int, device: torch.device) -> torch.Tensor:
+    """Mostly valid, with duplicates, holes and every kind of garbage."""
+    indices = torch.randint(0, num_slots, (num_tokens, topk), dtype=torch.int32, device=device)
+    for value in (INT_MIN, -123456, -1, num_slots, INT_MAX):
+        indices[torch.rand(indices.shape, device=device) < 0.03] = value
+    return indices
+
+
+def check(
+    lowering: str,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    cache_format: str,
+    tokens: list[int] | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options)
+    rounded = operand(lowering, cache_format, q.dtype)
+    expected = attention_oracle.attention(q, cache, indices, SCALE, operand=rounded, tokens=tokens, **options)
+    attention_oracle.assert_close(out, lse, expected)
+    return out, lse

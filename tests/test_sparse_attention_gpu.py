@@ -1,0 +1,233 @@
+"""Token-level sparse MLA on a GPU: real sizes, captured steps, caches beyond 4 GiB, under every lowering there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import attention_oracle
+import pytest
+import torch
+from attention_inputs import INT_MAX, INT_MIN, QUERIES, SCALE, check, filled_cache, queries, some_indices
+
+from mla_ops import dispatch
+from mla_ops.formats import allocate_cache
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=["triton", "hopper"])
+def lowering(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The library's own kernels; a call that one refuses is skipped with its reason."""
+    with dispatch.override(paged_sparse_attention=request.param):
+        yield request.param
+
+
+REAL = [(0, 128, 2048), (1, 1, 2048), (1, 8, 640), (1, 128, 2176), (7, 16, 2048), (7, 17, 2176), (7, 64, 1)]
+REAL += [(128, 8, 2048), (128, 16, 2048), (128, 64, 2176), (128, 128, 2048), (128, 128, 0), (4096, 64, 640)]
+REAL += [(4096, 128, 2048), (4096, 1, 2048), (4096, 17, 640)]
+
+
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize(("num_tokens", "num_heads", "topk"), REAL)
+def test_attention_at_real_sizes(cache_format: str, num_tokens: int, num_heads: int, topk: int, lowering: str) -> None:
+    """All tokens by a local table, all lengths; about thirty tokens against float64, all of them for finiteness."""
+    device = torch.device("cuda")
+    cache = filled_cache(cache_format, 1200, 64, device)
+    table = torch.randint(0, 1200, (16, 512), dtype=torch.int32, device=device)
+    table[:, ::37] = torch.tensor([INT_MIN, -1, 1200, INT_MAX], dtype=torch.int32, device=device).repeat(4)[:, None]
+    options = {
+        "block_table": table,
+        "req_id_per_token": torch.randint(0, 16, (num_tokens,), dtype=torch.int32, device=device),
+        "topk_length": torch.randint(0, topk + 1, (num_tokens,), dtype=torch.int32, device=device),
+        "attn_sink": torch.randn(num_heads, device=device),
+    }
+    if num_tokens:
+        options["topk_length"][0] = topk
+    q = queries(num_tokens, num_heads, torch.bfloat16, device)
+    indices = some_indices(num_tokens, topk, 512 * 64, device)
+    tokens = sorted({0, num_tokens - 1, *torch.randint(0, num_tokens, (30,)).tolist()}) if num_tokens else []
+    out, lse = check(lowering, q, cache, indices, cache_format, tokens, **options)
+    assert out.isfinite().all()
+    assert not lse.isnan().any()
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 17, 64, 128])
+@pytest.mark.parametrize(("cache_format", "dtype"), QUERIES)
+def test_every_format_and_tile_on_the_gpu(cache_format: str, dtype: torch.dtype, num_heads: int, lowering: str) -> None:
+    device = torch.device("cuda")
+    cache = filled_cache(cache_format, 64, 64, device)
+    indices = some_indices(5, 640, 4096, device)
+    check(lowering, queries(5, num_heads, dtype, device), cache, indices, cache_format)
+
+
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_keys_beyond_four_gib(cache_format: str, lowering: str) -> None:
+    device = torch.device("cuda")
+    row_bytes = 656 if cache_format == "fp8_ds_mla" else 1152
+    num_blocks = 2**32 // (64 * row_bytes) + 3000
+    cache = allocate_cache(cache_format, num_blocks, 64, device=device)
+    some = filled_cache(cache_format, 2000, 64, device)
+    cache[-2000:] = some
+    indices = some_indices(7, 2048, 2000 * 64, device)
+    far = torch.where((indices >= 0) & (indices < 2000 * 64), indices + (num_blocks - 2000) * 64, indices)
+    far[indices == 2000 * 64] = num_blocks * 64
+    q = queries(7, 17, torch.bfloat16, device)
+    near_out, near_lse = check(lowering, q, some, indices, cache_format)
+    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, far, SCALE, cache_format)
+    assert torch.equal(out, near_out)
+    assert torch.equal(lse, near_lse)
+
+
+def test_new_sizes_compile_nothing(lowering: str) -> None:
+    """Tokens, blocks, table widths, top-k and strides: 1, odd, and multiples of 16 alike."""
+    device = torch.device("cuda")
+    compiled: list[str] = []
+    triton = pytest.importorskip("triton")
+    triton.knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
+    counts = set()
+    for num_tokens, num_blocks, max_blocks, topk in (
+        (300, 40, 16, 64),
+        (301, 41, 1, 33),
+        (320, 1, 7, 1),
+        (333, 50, 3, 640),
+    ):
+        cache = filled_cache("fp8_ds_mla", num_blocks, 64, device)
+        table = torch.randint(0, num_blocks, (5, max_blocks), dtype=torch.int32, device=device)
+        owners = torch.randint(0, 5, (num_tokens,), dtype=torch.int32, device=device)
+        indices = some_indices(num_tokens, topk + 1, max_blocks * 64, device)[:, 1:]
+        q = queries(num_tokens, 8, torch.bfloat16, device)
+        slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+        torch.ops.mla.concat_and_cache(q[:, 0, :512], q[:, 0, 512:], cache, slots, "fp8_ds_mla")
+        torch.ops.mla.paged_sparse_attention(
+            q, cache, indices, SCALE, "fp8_ds_mla", block_table=table, req_id_per_token=owners
+        )
+        counts.add(len(compiled))
+    triton.knobs.runtime.jit_post_compile_hook = None
+    assert len(counts) == 1, compiled
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_a_captured_step_replays(cache_format: str, num_heads: int, lowering: str) -> None:
+    """Metadata, cache write and attention captured once; replayed with other lengths, tables and padding."""
+    device = torch.device("cuda")
+    max_tokens, max_requests, max_blocks, block_size, topk = 24, 8, 12, 64, 640
+    caches = [filled_cache(cache_format, 96, block_size, device) for _ in range(2)]
+
+    def buffers() -> list[torch.Tensor]:
+        sizes = [(max_requests + 1,), (max_requests,), (max_requests, max_blocks), *[(max_tokens,)] * 5]
+        return [
+            torch.zeros(size, dtype=torch.int64 if i == 5 else torch.int32, device=device)
+            for i, size in enumerate(sizes)
+        ]
+
+    starts = torch.zeros(max_requests + 1, dtype=torch.int32, device=device)
+    lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
+    table = torch.zeros(max_requests, max_blocks, dtype=torch.int32, device=device)
+    q = queries(max_tokens, num_heads, torch.bfloat16, device)
+    latent, rope = (
+        torch.randn(max_tokens, 512, device=device).bfloat16(),
+        torch.randn(max_tokens, 64, device=device).bfloat16(),
+    )
+    indices = torch.zeros(max_tokens, topk, dtype=torch.int32, device=device)
+
+    def step(cache: torch.Tensor, metadata: list[torch.Tensor], out: torch.Tensor, lse: torch.Tensor) -> None:
+        torch.ops.mla.build_step_metadata(starts, lens, table, *metadata, block_size, topk)
+        torch.ops.mla.concat_and_cache(latent, rope, cache, metadata[5], cache_format)
+        torch.ops.mla.paged_sparse_attention.out(
+            q,
+            cache,
+            indices,
+            SCALE,
+            cache_format,
+            topk_length=metadata[7],
+            block_table=metadata[2],
+            req_id_per_token=metadata[3],
+            out=out,
+            lse=lse,
+        )
+
+    def outputs() -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            torch.full((max_tokens, num_heads, 512), math.nan, dtype=torch.bfloat16, device=device),
+            torch.full((max_tokens, num_heads), math.nan, device=device),
+        )
+
+    captured, captured_outputs = buffers(), outputs()
+    step(caches[0], captured, *captured_outputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(caches[0], captured, *captured_outputs)
+
+    for num_requests in (8, 3, 5, 0, 8):
+        query_lens = torch.zeros(max_requests, dtype=torch.int32)
+        query_lens[:num_requests] = torch.randint(0, 4, (num_requests,), dtype=torch.int32)
+        starts.copy_(torch.cat((torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0).int())))
+        lens.copy_(torch.where(query_lens > 0, torch.randint(4, max_blocks * block_size, (max_requests,)), 0))
+        table.copy_(torch.randperm(96, device=device).view(max_requests, max_blocks))
+        table[num_requests:] = INT_MIN
+        indices.copy_(some_indices(max_tokens, topk, max_blocks * block_size, device))
+        q.normal_()
+        latent.normal_()
+        rope.normal_()
+        fresh = filled_cache(cache_format, 96, block_size, device)
+        named = torch.zeros(96, dtype=torch.bool, device=device)
+        named[table[:num_requests].long().flatten()] = True
+        fresh.view(96, -1).view(torch.uint8)[~named] = 0xFF
+        for cache in caches:
+            cache.copy_(fresh)
+        graph.replay()
+        eager, eager_outputs = buffers(), outputs()
+        step(caches[1], eager, *eager_outputs)
+        for a, b in zip((caches[0], *captured, *captured_outputs), (caches[1], *eager, *eager_outputs), strict=True):
+            assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        assert captured_outputs[0].isfinite().all()
+        attention_oracle.assert_close(
+            *captured_outputs,
+            attention_oracle.attention(
+                q,
+                caches[0],
+                indices,
+                SCALE,
+                topk_length=captured[7],
+                block_table=captured[2],
+                req_id_per_token=captured[3],
+                operand=torch.bfloat16,
+            ),
+        )
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 64, 100, 128])
+def test_flash_mla_holds_the_contract(num_heads: int) -> None:
+    """Padded heads, any top-k, lengths, garbage, sinks, translation; scales are powers of two, all that it decodes."""
+    if dispatch.unsupported_reason("flash_mla", call := paged_call(num_heads)) is not None:
+        pytest.skip(str(dispatch.unsupported_reason("flash_mla", call)))
+    device = torch.device("cuda")
+    cache = allocate_cache("fp8_ds_mla", 50, 64, device=device)
+    latent, rope = torch.randn(3200, 512, device=device).bfloat16(), torch.randn(3200, 64, device=device).bfloat16()
+    torch.ops.mla.concat_and_cache(latent, rope, cache, torch.arange(3200, device=device), "fp8_ds_mla")
+    for topk in (1, 100, 640):
+        options = {
+            "block_table": torch.randint(-5, 60, (4, 50), dtype=torch.int32, device=device),
+            "req_id_per_token": torch.randint(-1, 5, (9,), dtype=torch.int32, device=device),
+            "topk_length": torch.randint(0, topk + 1, (9,), dtype=torch.int32, device=device),
+            "attn_sink": torch.randn(num_heads, device=device),
+        }
+        q, indices = queries(9, num_heads, torch.bfloat16, device), some_indices(9, topk, 3200, device)
+        with dispatch.override(paged_sparse_attention="flash_mla"):
+            check("flash_mla", q, cache, indices, "fp8_ds_mla", **options)
+        keys = torch.cat((latent, rope), dim=1)
+        lengths = options["topk_length"]
+        with dispatch.override(sparse_attention="flash_mla"):
+            out, lse = torch.ops.mla.sparse_attention(q, keys, indices, SCALE, topk_length=lengths)
+        expected = attention_oracle.attention(
+            q, keys.unsqueeze(1), indices, SCALE, topk_length=lengths, operand=torch.bfloat16
+        )
+        attention_oracle.assert_close(out, lse, expected)
+
+
+def paged_call(num_heads: int) -> dispatch.Call:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return dispatch.Call("paged_sparse_attention", device, torch.bfloat16, "fp8_ds_mla", 576, num_heads, 9, 640)
