@@ -12,6 +12,7 @@ from attention_inputs import INT_MAX, INT_MIN, QUERIES, SCALE, check, filled_cac
 
 import mla_ops  # noqa: F401  (registers the ops)
 from mla_ops import dispatch
+from mla_ops.formats import FORMATS
 
 
 @pytest.fixture(params=["reference", "triton", *(["hopper"] if torch.cuda.is_available() else [])])
