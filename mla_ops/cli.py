@@ -138,12 +138,11 @@ def _print_lowerings(device: torch.device) -> None:
     rows: dict[str, dict[str, str | None]] = {}
     for op, room, reason in dispatch.report(device):
         rows.setdefault(op, {})[room] = reason
-    order = dispatch.ORDER.get(device.type, ())
     reasons: list[str] = []
     print(f"\nLowerings on {device} (bfloat16 queries, fp8_ds_mla cache, 128 heads, top-2048)")
     print(f"  {'op':36}" + "".join(f"{room:>14}" for room in dispatch.ROOMS))
     for op, by_room in rows.items():
-        chosen = next((room for room in order if by_room[room] is None), None)
+        chosen = next((room for room in dispatch.order_for(op, device) if by_room[room] is None), None)
         cells = []
         for room in dispatch.ROOMS:
             reason = by_room[room]

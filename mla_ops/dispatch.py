@@ -1,7 +1,7 @@
 """Which lowering runs: a pure function of device, dtypes, shapes and what is installed. Explainable, overridable.
 
 A *lowering* is one implementation of one op. It lives in a *room*, `mla_ops/kernels/<room>/<family>.py`, which has a
-`LOWERINGS` dict from op name to `Lowering`. For a call, dispatch walks the rooms of `ORDER` and takes the first that
+`LOWERINGS` dict from op name to `Lowering`. For a call, dispatch walks the rooms of `order_for` and takes the first that
 has no reason against it. Nothing is imported before it is asked for.
 
     with mla_ops.dispatch.override(paged_sparse_attention="triton"):
@@ -65,9 +65,22 @@ FAMILIES: dict[str, str] = {
 
 ROOMS = ("hopper", "flash_mla", "triton", "reference")
 
-# CPU tensors go to the reference, which is the specification. On CUDA the reference runs only when it is asked for:
-# it is orders of magnitude slower, and nobody should get it unasked.
 ORDER: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "cuda": ("hopper", "flash_mla", "triton")}
+
+# What `dispatch.override` may ask for, and nobody gets unasked.
+ON_REQUEST: dict[tuple[str, str], str] = {
+    ("flash_mla", "paged_sparse_attention"): "FlashMLA rounds the float32 scales of fp8_ds_mla to bfloat16, which is "
+    "exact only for powers of two"
+}
+
+
+def order_for(op: str, device: torch.device) -> tuple[str, ...]:
+    """Rooms that dispatch tries for an op, in order.
+
+    CPU tensors go to the reference, which is the specification. On CUDA it runs only when it is asked for: it is orders
+    of magnitude slower.
+    """
+    return tuple(room for room in ORDER.get(device.type, ()) if (room, op) not in ON_REQUEST)
 
 
 @functools.cache
@@ -173,7 +186,7 @@ def _choose(call: Call, forced: str | None) -> str:
             raise NotImplementedError(f"{call.op}: the lowering '{forced}' was asked for, but {reason}")
         return forced
     refused = []
-    for room in ORDER.get(call.device.type, ()):
+    for room in order_for(call.op, call.device):
         reason = unsupported_reason(room, call)
         if reason is None:
             return room
@@ -217,20 +230,23 @@ def explain(call: Call) -> Explanation:
     out by hand for a question about another machine's shapes.
     """
     forced = _forced(call.op)
-    order = (forced,) if forced else ORDER.get(call.device.type, ())
+    rooms = (forced,) if forced else order_for(call.op, call.device)
     chosen: str | None = None
     refused: dict[str, str] = {}
     for room in ROOMS:
         reason = unsupported_reason(room, call)
         if reason is not None:
             refused[room] = reason
-        elif room not in order:
-            refused[room] = f"runs on {call.device.type} only when asked for with dispatch.override"
-    for room in order:
+        elif room not in rooms:
+            why = ON_REQUEST.get((room, call.op))
+            refused[room] = f"runs on {call.device.type} only when asked for with dispatch.override" + (
+                f": {why}" if why else ""
+            )
+    for room in rooms:
         if room not in refused:
             chosen = room
             break
-    for room in order:
+    for room in rooms:
         if chosen is not None and room != chosen and room not in refused:
             refused[room] = f"comes after {chosen}"
     return Explanation(call, chosen, forced is not None, refused)

@@ -83,7 +83,16 @@ def test_a_room_that_refuses_a_call_makes_way_for_the_next(world: World) -> None
     world.has((9, 0), installed=("triton",), **{**EVERYTHING, "hopper": "heads", "flash_mla": "topk"})
     assert dispatch.select_name(on(CUDA)) == "triton"
     world.has((9, 0), installed=("triton",), **{**EVERYTHING, "hopper": "heads"})
-    assert dispatch.select_name(on(CUDA)) == "flash_mla"
+    assert dispatch.select_name(on(CUDA, "sparse_attention")) == "flash_mla"
+
+
+def test_what_is_for_asking_only_is_passed_over(world: World) -> None:
+    """FlashMLA does not decode every scale that the format allows, so nobody gets it for a paged cache unasked."""
+    world.has((9, 0), installed=("triton",), **{**EVERYTHING, "hopper": "heads"})
+    assert dispatch.select_name(on(CUDA)) == "triton"
+    assert "powers of two" in dispatch.explain(on(CUDA)).refused["flash_mla"]
+    with dispatch.override("flash_mla"):
+        assert dispatch.select_name(on(CUDA)) == "flash_mla"
 
 
 def test_a_room_without_the_op_makes_way_for_the_next(world: World) -> None:
@@ -185,11 +194,11 @@ def test_override_reaches_code_that_was_compiled_before() -> None:
 
 def test_explain_says_what_was_chosen_and_why_not_the_others(world: World) -> None:
     world.has((9, 0), installed=("triton",), **{**EVERYTHING, "hopper": "it needs 64 heads"})
-    explanation = dispatch.explain(on(CUDA))
+    explanation = dispatch.explain(on(CUDA, "sparse_attention"))
     assert explanation.chosen == "flash_mla"
     assert not explanation.forced
     lines = str(explanation).splitlines()
-    assert lines[0] == "paged_sparse_attention: flash_mla (first without a reason against it)"
+    assert lines[0] == "sparse_attention: flash_mla (first without a reason against it)"
     assert sorted(lines[1:]) == [
         "  not hopper: it needs 64 heads",
         "  not reference: runs on cuda only when asked for with dispatch.override",

@@ -1,0 +1,88 @@
+"""`warmup` runs wherever the ops do, and leaves nothing to compile for the steps that it was told of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import mla_ops
+
+
+@pytest.mark.parametrize(
+    ("cache_format", "dtype", "head_dim"),
+    [("fp8_ds_mla", torch.bfloat16, 576), ("bf16", torch.bfloat16, 512), ("fp32", torch.float32, 576)],
+)
+def test_warmup_runs_every_op(
+    cache_format: str, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = set()
+    select = mla_ops.dispatch.select
+
+    def record(call: mla_ops.dispatch.Call) -> mla_ops.dispatch.Lowering:
+        called.add(call.op)
+        return select(call)
+
+    monkeypatch.setattr(mla_ops.dispatch, "select", record)
+    options = {"cache_format": cache_format, "dtype": dtype, "head_dim": head_dim}
+    mla_ops.warmup(num_heads=3, topk=5, num_tokens=(0, 1, 4), device="cpu", with_sink=True, **options)
+    assert called == set(mla_ops.dispatch.FAMILIES) - {"sparse_attention"}
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """Names of the kernels that Triton compiles while the test runs."""
+    triton = pytest.importorskip("triton")
+    names: list[str] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **what: names.append(what["repr"])
+    yield names
+    triton.knobs.runtime.jit_post_compile_hook = None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_a_capture_after_warmup_compiles_nothing(cache_format: str, num_heads: int, compilations: list[str]) -> None:
+    """Steps of the token counts that were announced, over another cache, another table and other lengths."""
+    device, topk, block_size = torch.device("cuda"), 640, 64
+    num_tokens = (1, 8, 40, 300)
+    mla_ops.warmup(cache_format=cache_format, num_heads=num_heads, topk=topk, num_tokens=num_tokens)
+    before = list(compilations)
+    cache = mla_ops.allocate_cache(cache_format, 70, block_size, device=device)
+    for count in num_tokens:
+        metadata = mla_ops.StepMetadata.allocate(
+            max_num_tokens=count,
+            max_num_requests=count,
+            max_blocks_per_request=13,
+            block_size=block_size,
+            index_topk=topk,
+            device=device,
+        )
+        starts = torch.arange(count + 1, dtype=torch.int32, device=device)
+        seq_lens = torch.randint(1, 13 * block_size, (count,), dtype=torch.int32, device=device)
+        table = torch.randint(0, 70, (count, 13), dtype=torch.int32, device=device)
+        token = torch.randn(count, 576, device=device).bfloat16()
+        q = torch.randn(count, num_heads, 576, device=device).bfloat16()
+        indices = torch.randint(0, 13 * block_size, (count, topk), dtype=torch.int32, device=device)
+        out = torch.empty(count, num_heads, 512, dtype=torch.bfloat16, device=device)
+        lse = torch.empty(count, num_heads, device=device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            metadata.build(starts, seq_lens, table)
+            mla_ops.concat_and_cache(token[:, :512], token[:, 512:], cache, metadata.slot_mapping, cache_format)
+            torch.ops.mla.paged_sparse_attention.out(
+                q,
+                cache,
+                indices,
+                576**-0.5,
+                cache_format,
+                topk_length=metadata.topk_length,
+                block_table=metadata.block_table,
+                req_id_per_token=metadata.req_id_per_token,
+                out=out,
+                lse=lse,
+            )
+        graph.replay()
+        assert out.isfinite().all()
+    assert compilations == before
