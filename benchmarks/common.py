@@ -10,6 +10,7 @@ float64 on its own random data; a row that fails its bound makes the program exi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import statistics
@@ -49,6 +50,18 @@ class Check:
 
 
 @dataclass
+class Peer:
+    """A kernel of another project, called as its users call it, beside our lowerings.
+
+    Attributes:
+        runs, check: as in `Case`.
+    """
+
+    runs: Sequence[Callable[[], object]]
+    check: Callable[[], list[Check]]
+
+
+@dataclass
 class Case:
     """One op at one shape.
 
@@ -60,6 +73,7 @@ class Case:
         check: compares what the first of `runs` wrote with the reference.
         bytes_moved: bytes that one call has to read and write.
         flops: floating-point operations of one call's matrix products.
+        peers: other projects' kernels on the same tensors, by the name that their rows bear.
     """
 
     call: dispatch.Call
@@ -69,6 +83,7 @@ class Case:
     check: Callable[[], list[Check]]
     bytes_moved: int
     flops: int = 0
+    peers: dict[str, Peer] = field(default_factory=dict)
 
 
 @dataclass
@@ -220,7 +235,7 @@ def _timings_cuda(replays: dict[str, list[Callable[[], object]]], iterations: in
     for iteration in range(iterations):
         for name, sets in replays.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            with dispatch.override(name):
+            with _override(name):
                 flush.zero_()
                 start.record()
                 sets[iteration % len(sets)]()
@@ -240,6 +255,11 @@ def _timings_cpu(runs: dict[str, list[Callable[[], object]]], iterations: int) -
         if iteration + 1 >= MINIMUM_TIMINGS and time.perf_counter() > deadline:
             break
     return timings
+
+
+def _override(name: str) -> contextlib.AbstractContextManager[None]:
+    """Forces the lowering of that name; a peer's name forces nothing."""
+    return dispatch.override(name) if name in dispatch.ROOMS else contextlib.nullcontext()
 
 
 def _resolve(lowering: str, call: dispatch.Call) -> tuple[str, str | None]:
@@ -275,6 +295,12 @@ def measure(case: Case, lowerings: Sequence[str], iterations: int, floors: Floor
             for run in runs[1:]:
                 run()
         ready[name] = runs
+    for name, peer in case.peers.items():
+        runs = [_capture(run, name) if on_gpu else run for run in peer.runs]
+        for run in runs:
+            run()
+        rows.append(Row(op, case.shape, name, checks=peer.check()))
+        ready[name] = runs
     timings = (_timings_cuda if on_gpu else _timings_cpu)(ready, iterations)
     first = next((row.lowering for row in rows if row.reason is None), None)
     for row in rows:
@@ -292,7 +318,7 @@ def measure(case: Case, lowerings: Sequence[str], iterations: int, floors: Floor
 
 
 HEADER = (
-    f"{'op and shape':<66} {'lowering':<10} {'µs':>9} {'p10–p90':>19} {'GB/s':>7} {'TFLOP/s':>8} {'floor µs':>9} "
+    f"{'op and shape':<66} {'lowering':<19} {'µs':>9} {'p10–p90':>19} {'GB/s':>7} {'TFLOP/s':>8} {'floor µs':>9} "
     f"{'×floor':>7} {'ratio':>6}  max error (bound)"
 )
 
@@ -300,7 +326,7 @@ HEADER = (
 def format_row(row: Row) -> str:
     """One line of the table."""
     label = f"{row.op} " + " ".join(f"{key}={value}" for key, value in row.shape.items())
-    head = f"{label:<66} {row.lowering:<10}"
+    head = f"{label:<66} {row.lowering:<19}"
     if row.reason is not None:
         return f"{head} not run: {row.reason}"
     worst = max(row.checks, key=lambda check: check.severity)

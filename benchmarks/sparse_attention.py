@@ -6,7 +6,8 @@ All lowerings of a row alternate in one process on the same tensors; `ratio` is 
 slots, drawn without repetition from a context of each token's own, so decode rows read what a batch of that many
 requests reads. FLOPs count the two products over all heads and `topk` keys; bytes count each selected row once, the
 query, the indices and the outputs. Rows that several tokens select are counted for each: where the L2 cache serves
-them (prefill), a figure may fall below the memory part of the floor.
+them (prefill), a figure may fall below the memory part of the floor. `--peers` adds FlashMLA, called as its users call
+it (flash_mla_peer.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 
 import torch
 
-from benchmarks import common
+from benchmarks import common, flash_mla_peer
 from benchmarks.cache import dequantize, fill_cache
 from mla_ops import formats
 from mla_ops.meta.sparse_attention import describe_flat, describe_paged
@@ -149,6 +150,14 @@ def build_paged(
         lambda: check_attention(q, read, slots, softmax_scale, *outputs[0]),
         attention_bytes(num_tokens, num_heads, topk, head_dim, row_bytes),
         attention_flops(num_tokens, num_heads, topk, head_dim),
+        flash_mla_peer.decode_peers(
+            [(q, slots) for q, _, slots in sets],
+            kv_cache,
+            softmax_scale,
+            lambda out, lse: check_attention(q, read, slots, softmax_scale, out, lse),
+        )
+        if arguments.peers and cache_format == "fp8_ds_mla"
+        else {},
     )
 
 
@@ -181,6 +190,14 @@ def build_flat(
         lambda: check_attention(q, lambda slots: kv[slots].double(), indices, softmax_scale, *outputs[0]),
         attention_bytes(num_tokens, num_heads, topk, head_dim, 2 * head_dim),
         attention_flops(num_tokens, num_heads, topk, head_dim),
+        flash_mla_peer.prefill_peers(
+            sets,
+            kv,
+            softmax_scale,
+            lambda out, lse: check_attention(q, lambda slots: kv[slots].double(), indices, softmax_scale, out, lse),
+        )
+        if arguments.peers
+        else {},
     )
 
 
@@ -198,6 +215,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prefill-heads", type=common.integers, default=None)
     parser.add_argument("--prefill-head-dims", type=common.integers, default=[576])
     parser.add_argument("--num-kv", type=int, default=None, help="prefill rows: rows of the flat KV")
+    parser.add_argument(
+        "--peers", action="store_true", help="time FlashMLA's own ops beside ours, where it is installed"
+    )
     parser.add_argument("--skip", choices=("decode", "prefill"), default=None)
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick

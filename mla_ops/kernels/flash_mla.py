@@ -99,7 +99,7 @@ def padded_heads(num_heads: int) -> int:
     return 64 if num_heads <= 64 else 128
 
 
-def _pad_query(q: torch.Tensor) -> torch.Tensor:
+def pad_query(q: torch.Tensor) -> torch.Tensor:
     missing = padded_heads(q.shape[1]) - q.shape[1]
     return F.pad(q, (0, 0, 0, missing)) if missing else q
 
@@ -142,7 +142,7 @@ def _fill_empty(out: torch.Tensor, lse: torch.Tensor) -> None:
     lse.fill_(-torch.inf)
 
 
-def _tail(op: torch._ops.OpOverload, given: int) -> tuple[object, ...]:
+def defaults(op: torch._ops.OpOverload, given: int) -> tuple[object, ...]:
     """Defaults for the arguments by which the packages' copies differ."""
     return tuple(
         argument.default_value if argument.has_default_value() else None for argument in op._schema.arguments[given:]
@@ -172,7 +172,7 @@ def paged_sparse_attention(
         return
     slots = slots_or_minus_one(indices, num_blocks, block_size, topk_length, block_table, req_id_per_token)
     slots = _pad_indices(slots, DECODE_TOPK_MULTIPLE)
-    q, attn_sink = _pad_query(q), _pad_sink(attn_sink)
+    q, attn_sink = pad_query(q), _pad_sink(attn_sink)
     provider, _ = find_provider()
     assert provider is not None
     op = getattr(torch.ops, provider.namespace).sparse_decode_fwd.default
@@ -193,7 +193,7 @@ def paged_sparse_attention(
             LATENT_DIM,
             softmax_scale,
         )
-        result, result_lse, *_ = op(*arguments, *_tail(op, len(arguments)))
+        result, result_lse, *_ = op(*arguments, *defaults(op, len(arguments)))
         out[rows] = result[:, 0, :num_heads]
         _write_lse(lse[rows], result_lse[:, :num_heads, 0])
 
@@ -220,7 +220,7 @@ def sparse_attention(
     op = getattr(torch.ops, provider.namespace).sparse_prefill_fwd.default
     indices = _pad_indices(indices, PREFILL_TOPK_MULTIPLE)
     arguments = (
-        _pad_query(q),
+        pad_query(q),
         kv.unsqueeze(1),
         indices.unsqueeze(1),
         softmax_scale,
@@ -228,7 +228,7 @@ def sparse_attention(
         _pad_sink(attn_sink),
         None if topk_length is None else topk_length.clamp(0, indices.shape[1]),
     )
-    result, _, result_lse = op(*arguments, *_tail(op, len(arguments)))
+    result, _, result_lse = op(*arguments, *defaults(op, len(arguments)))
     out.copy_(result[:, :num_heads])
     _write_lse(lse, result_lse[:, :num_heads] * math.log(provider.prefill_lse_base))
 
