@@ -1,8 +1,8 @@
 """Which lowering runs: a pure function of device, dtypes, shapes and what is installed. Explainable, overridable.
 
 A *lowering* is one implementation of one op. It lives in a *room*, `mla_ops/kernels/<room>/<family>.py`, which has a
-`LOWERINGS` dict from op name to `Lowering`. For a call, dispatch walks the rooms of `order_for` and takes the first that
-has no reason against it. Nothing is imported before it is asked for.
+`LOWERINGS` dict from op name to `Lowering`. For a call, dispatch walks the rooms of `order_for` and takes the first
+that has no reason against it. Nothing is imported before it is asked for.
 
     with mla_ops.dispatch.override(paged_sparse_attention="triton"):
         ...

@@ -202,14 +202,14 @@ def _producer(
     BLOCK_SIZE: gl.constexpr,
     LOCAL: gl.constexpr,
 ):
-    """Fill the ring, block after block. Blocks -2, -1 and those past the last are blocks of keys that are not attended."""
+    """Fill the ring, block after block. Blocks -2, -1 and those past the last hold only keys that are not attended."""
     KEY: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     key = key + gl.arange(0, BLOCK, KEY)
     # Three steps ahead of the copies: index, block-table entry, row address.
     first = gl.load(indices + key, mask=key < limit, other=-1)
     index = gl.load(indices + key + BLOCK, mask=key + BLOCK < limit, other=-1)
     page, offset = _pages(first, table, request_valid, table_width, BLOCK_SIZE, LOCAL)
-    for c in range(0, intervals + 2):
+    for c in range(intervals + 2):
         chunk = _row_chunk(page, offset, num_blocks, stride_chunks)
         chunk = gl.where(c >= 2, chunk, -1)
         if c >= 2:
@@ -335,7 +335,7 @@ def _consumer(
     STAGES: gl.constexpr,
     USE_SINK: gl.constexpr,
 ):
-    """Attention of one share of a token's keys, from the query rows to the stored result; q, out and lse point at the token."""
+    """Attention of one share of a token's keys, from query rows to stored result; q, out, lse point at the token."""
     WARPS: gl.constexpr = gl.num_warps()
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, WARPS // 4], [1, 16, 8])
     LHS: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)

@@ -98,18 +98,16 @@ def run(
         attn_sink: [H] float32, natural-log weight that joins the softmax sum only.
         block_table: [num_requests, width] int32, with `req_id_per_token` [T] int32.
         out: [T, H, 512] bfloat16, last dim contiguous; written.
-        lse: [T, H] float32 contiguous; written, natural log, without the sink; -inf where nothing is attended.
+        lse: [T, H] float32; written, natural log, without the sink; -inf where nothing is attended.
         splits: (splits, turns of 64 keys a split), for measurements; by default `choose_splits` decides.
     """
     num_tokens, num_heads, _ = q.shape
     topk = indices.shape[1]
     if num_tokens == 0 or num_heads == 0:
         return
-    if kv_cache.stride(0) % 16 or kv_cache.data_ptr() % 16:
-        raise ValueError(
-            f"mla::paged_sparse_attention: kv_cache must be 16-byte aligned with stride(0) a multiple of 16, "
-            f"got address {kv_cache.data_ptr():#x}, stride(0) {kv_cache.stride(0)}"
-        )
+    strided_lse = None
+    if not lse.is_contiguous():
+        strided_lse, lse = lse, torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
     if q.stride(0) % 2 or q.stride(1) % 2 or q.data_ptr() % 4:
         q = q.contiguous()  # the kernel reads pairs
     num_splits, turns_per_split = splits or choose_splits(num_tokens, num_heads, topk, _num_sms(q.device))
@@ -177,3 +175,5 @@ def run(
             num_warps=8 if padded > 8 else 4,
             launch_pdl=True,
         )
+    if strided_lse is not None:
+        strided_lse.copy_(lse)

@@ -320,10 +320,10 @@ def many_heads_kernel(
 ):  # fmt: skip
     """64 heads of one token over one split of its keys.
 
-    Grid: head blocks (fastest, so that those of a token meet in L2) x splits x tokens, one program an SM. Three warpgroups: `scores_warpgroup` (default partition) and
-    two `values_warpgroup`, 256 of the 512 output dims each. A turn is 64 keys.
-    Shared memory, 224,528 bytes: Q 72 KB; two stages of 64 values as float16, 64 KB each, and of probabilities, 8 KB
-    each. Registers: 184 for the scores, 160 for the values (128 of them accumulators); no spills.
+    Grid: head blocks (fastest, so that those of a token meet in L2) x splits x tokens, one program an SM. Three
+    warpgroups: `scores_warpgroup` (default partition) and two `values_warpgroup`, 256 of the 512 output dims each. A
+    turn is 64 keys. Shared memory, 224,528 bytes: Q 72 KB; two stages of 64 values as float16, 64 KB each, and of
+    probabilities, 8 KB each. Registers: 184 for the scores, 160 for the values (128 of them accumulators); no spills.
     The values need no barriers of their own: `full` says that the values and probabilities of a stage are there, `free`
     that both products are done with it.
     """
