@@ -23,7 +23,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from mla_ops.kernels.hopper import few_heads, few_heads_device, many_heads, many_heads_device
 from mla_ops.kernels.triton import cache, index, merge, plan, sparse_attention
 
 CAPABILITIES = (80, 89, 90, 100, 120)
@@ -140,7 +142,49 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         yield Variant(f"merge_splits[{element}]", sparse_attention._merge_splits_kernel, types, constants)
 
 
-VARIANTS = (cache_variants, index_variants, merge_variants, plan_variants, sparse_attention_variants)
+def hopper_variants(capability: int) -> Iterator[Variant]:
+    """The Gluon kernels, for the architecture that they are written for, with and without each optional argument."""
+    pointers = {"q": "*bf16", "kv_cache": "*u8", "cache": "*u8", "zero_row": "*i32", "lse": "*fp32"}
+    pointers |= dict.fromkeys(("indices", "topk_length", "block_table", "req_id_per_token", "req_id"), "*i32")
+    # few_heads' strides are aligned, and not specialised further
+    strides = ("q_stride_token", "q_stride_head", "stride_chunks", "out_stride_split", "out_stride_token")
+    strides += ("out_stride_head", "lse_stride_split", "lse_stride_token", "lse_stride_head")
+    for optional in (False, True):
+        given = {} if optional else dict.fromkeys(("topk_length", "block_table", "req_id", "attn_sink"), "none")
+        for heads in (16, 32):
+            types = {**pointers, "attn_sink": "*fp32", "out": "*fp32" if optional else "*bf16", **given}
+            types |= {name: "i64" if "split" in name or "chunks" in name else "i32" for name in strides}
+            types["scale_log2"] = "fp32"
+            types["out_stride_token"] = types["lse_stride_token"] = "i64"
+            constants = {"HEADS": heads, "BLOCK": 32, "STAGES": 8, "BLOCK_SIZE": 64, "PRODUCER_REGISTERS": 56}
+            constants |= {"LOCAL": optional, "HAS_LENGTH": optional, "HAS_SINK": optional, "SPLIT": optional}
+            name = f"few_heads[{heads} heads, {'everything' if optional else 'plain'}]"
+            yield Variant(name, few_heads_device.few_heads_kernel, types, constants, {"num_warps": 8}, (90,))
+        types = {**pointers, "attn_sink": "*fp32", "out": "*fp32" if optional else "*bf16"}
+        names = ("q_stride_token_2", "q_stride_head_2", "out_stride_token", "out_stride_head", "out_stride_split")
+        types |= {"softmax_scale_log2": "fp32", **dict.fromkeys(names, "i32")}
+        constants = {"BLOCK_SIZE": 64, "HAS_LENGTH": optional, "HAS_SINK": False, "HAS_TABLE": optional}
+        constants |= {"PARTIAL": optional, "REGISTERS": many_heads.VALUE_REGISTERS}
+        name = f"many_heads[{'everything' if optional else 'plain'}]"
+        yield Variant(name, many_heads_device.many_heads_kernel, types, constants, {"num_warps": 4}, (90,))
+    types = {"partial_out": "*fp32", "partial_lse": "*fp32", "attn_sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
+    types |= dict.fromkeys(("out_stride_token", "out_stride_head", "lse_stride_token", "lse_stride_head"), "i64")
+    constants = {"SPLITS": 32, "DIMS": 64, "HAS_SINK": True}
+    yield Variant("few_heads merge", few_heads.merge_splits_kernel, types, constants, {"num_warps": 4}, (90,))
+    types = {"part": "*fp32", "part_lse": "*fp32", "attn_sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
+    types |= dict.fromkeys(("out_stride_token", "out_stride_head"), "i32")
+    constants = {"SPLITS": 32, "HAS_SINK": True, "USE_PDL": True}
+    yield Variant("many_heads merge", many_heads_device.merge_splits_kernel, types, constants, {"num_warps": 8}, (90,))
+
+
+VARIANTS = (
+    cache_variants,
+    index_variants,
+    merge_variants,
+    plan_variants,
+    sparse_attention_variants,
+    hopper_variants,
+)
 
 
 def source(variant: Variant) -> ASTSource:
@@ -157,12 +201,21 @@ def source(variant: Variant) -> ASTSource:
             constants[name] = None
         elif name in variant.types:
             signature[name] = variant.types[name]
-            if not parameter.do_not_specialize_on_alignment:
+            # of the integers that are specialised, strides of queries and outputs are multiples of 16
+            aligned = not parameter.do_not_specialize_on_alignment if "*" in signature[name] else "lse" not in name
+            if aligned and signature[name] != "fp32":
                 attributes[(parameter.num,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = parameter.annotation_type
             assert signature[name] in ("i32", "i64", "fp32"), f"{variant.name}: {name} has no type"
             assert parameter.do_not_specialize or signature[name] == "fp32", f"{variant.name}: {name} is specialised"
+    if isinstance(variant.kernel, GluonJITFunction):
+        return GluonASTSource(
+            variant.kernel,
+            signature,
+            {(variant.kernel.arg_names.index(name),): value for name, value in constants.items()},
+            attributes,
+        )
     return ASTSource(variant.kernel, signature, constants, attributes)
 
 

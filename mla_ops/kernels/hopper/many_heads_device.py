@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gluon_names import reinterpret, thread_barrier
 from .many_heads_layouts import (
     HEAD,
     KEY,
@@ -114,7 +115,7 @@ def scores_warpgroup(
         s = warpgroup_mma(d, q_smem.index(zero + 4).permute((1, 0)), s, is_async=True)
         left.slice(0, 64, dim=1).store(c)
         right.slice(0, 64, dim=1).store(d)
-        gl.thread_barrier()
+        thread_barrier()
         k3 = gl.load(p + 48, cache_modifier=".cg")
         k7 = gl.load(p + 112, cache_modifier=".cg")
         s, c = warpgroup_mma_wait(1, deps=(s, c))
@@ -126,7 +127,7 @@ def scores_warpgroup(
         s = warpgroup_mma(d, q_smem.index(zero + 5).permute((1, 0)), s, is_async=True)
         left.slice(64, 64, dim=1).store(c)
         right.slice(64, 64, dim=1).store(d)
-        gl.thread_barrier()
+        thread_barrier()
         r0 = gl.load(p + 132, cache_modifier=".cg")
         r1 = gl.load(p + 148, cache_modifier=".cg")
         block = find_block(index, table_row, table_width, BLOCK_SIZE, HAS_TABLE)
@@ -140,7 +141,7 @@ def scores_warpgroup(
         left.slice(128, 64, dim=1).store(c)
         right.slice(128, 64, dim=1).store(d)
         valid, base = row_pointers(kv_cache, zero_row, index, block, num_cache_blocks, block_stride_16, BLOCK_SIZE)
-        gl.thread_barrier()
+        thread_barrier()
         scales, k0, k4 = load_first_pair(base, lane)
         s, c = warpgroup_mma_wait(1, deps=(s, c))
 
@@ -151,7 +152,7 @@ def scores_warpgroup(
         s = warpgroup_mma(d, q_smem.index(zero + 7).permute((1, 0)), s, is_async=True)
         left.slice(192, 64, dim=1).store(c)
         right.slice(192, 64, dim=1).store(d)
-        gl.thread_barrier()
+        thread_barrier()
         s, c = warpgroup_mma_wait(1, deps=(s, c))
 
         down2 = (127 - shift) * 0x800080  # the power of two as bfloat16, in both halves
@@ -238,7 +239,7 @@ def values_warpgroup(
     biased = gl.minimum(gl.maximum(268 - (top >> 7), 1), 253)
     scale = (biased << 23).to(gl.float32, bitcast=True)
     rope = scale_bfloat16_pairs(rope, biased * 0x800080).reshape([64, 4, 2, 2]).permute((0, 2, 3, 1)).reshape([64, 16])
-    q_rope_smem.index(HALF)._reinterpret(gl.int32, [64, 16], gl.NVMMASharedLayout(64, 32, 2)).store(rope)
+    reinterpret(q_rope_smem.index(HALF), gl.int32, [64, 16], gl.NVMMASharedLayout(64, 32, 2)).store(rope)
     store_queries(q_smem.index(HALF * 4), pairs_to_float16(x0, scale))
     store_queries(q_smem.index(HALF * 4 + 1), pairs_to_float16(x1, scale))
     store_queries(q_smem.index(HALF * 4 + 2), pairs_to_float16(x2, scale))

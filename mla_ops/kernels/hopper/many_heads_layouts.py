@@ -7,6 +7,8 @@ cores' register operand and the store to shared memory, so that no element ever 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from .gluon_names import reinterpret
+
 # A piece is 64 bytes of each of 64 rows, as 32-bit words: four lanes a row, 16 bytes a lane, rows r and r + 8. It is at
 # once a 16-byte gather of whole sectors, a conflict-free 16-byte store of the converted halves into 128-byte swizzled
 # rows, and, up to an order of the inner dimension that Q shares, the tensor cores' register operand.
@@ -284,4 +286,4 @@ def scale_bfloat16_pairs(x, scale2):
 def store_queries(tile, x):
     """A 64-wide piece of Q as pairs, its inner dimension in the order of the key operand."""
     x = x.reshape([64, 4, 4, 2]).permute((0, 2, 3, 1)).reshape([64, 32])
-    tile._reinterpret(gl.int32, [64, 32], gl.NVMMASharedLayout(128, 32, 2)).store(x)
+    reinterpret(tile, gl.int32, [64, 32], gl.NVMMASharedLayout(128, 32, 2)).store(x)
