@@ -1,19 +1,17 @@
 """Sparse MLA attention for 1 to 32 heads on Hopper, over the paged `fp8_ds_mla` cache.
 
 Facts for a dispatcher. Takes: SM90 (written for it: `mma.sync`, `cp.async`, mbarriers, register reallocation and the
-packed e4m3 conversion, no wgmma), Triton 3.6 (`triton.experimental.gluon`; other versions were not compiled),
+packed e4m3 conversion, no wgmma), Triton 3.6 (run there; 3.7 and 3.9 compile it, `gluon_names.py`),
 bfloat16 queries [T, H, 576] with 1 <= H <= 32, last dim contiguous, a uint8 cache [num_blocks, block_size, 656] whose
 stride(0) is a multiple of 16 bytes and whose stride(1) is 656, any topk, block_size a compile-time constant. Does not
-take: other formats, an extra cache, float16 queries. Nothing is recompiled for other lengths or table widths; the
-numbers of tokens and keys choose among a few variants: the pipeline or a short share of 32, 64 or 128 keys, and the
-merge of up to 2, 4, ... 64 splits.
+take: other formats, an extra cache, float16 queries. Nothing is recompiled for other numbers of tokens, keys, lengths
+or table widths; the number of splits is compiled in only as a power of two of the merge kernel.
 
-`few_heads_kernel`, for shares of any length: one program per (split of the keys, token), grid (num_splits,
-num_tokens), one program an SM: eight warps that compute and four that fetch (a copy whose address registers wait for
-the memory system would stall the arithmetic behind it). It takes its share of the token's keys in blocks of 32 and
-never converts a block as a whole: raw 656-byte rows come through `cp.async` into a ring of eight blocks (168 KB of
-shared memory, five blocks or 105 KB on the way at any time), and each product turns the bytes it needs into float16
-fragments in registers.
+`few_heads_kernel`: one program per (split of the keys, token), grid (num_splits, num_tokens), one program an SM:
+eight warps that compute and four that fetch (a copy whose address registers wait for the memory system would stall
+the arithmetic behind it). It takes its share of the token's keys in blocks of 32 and never converts a block as a
+whole: raw 656-byte rows come through `cp.async` into a ring of eight blocks (168 KB of shared memory, five blocks or
+105 KB on the way at any time), and each product turns the bytes it needs into float16 fragments in registers.
   - Scores: A = queries [16 or 32 heads, dims] in registers, B = keys. Two consecutive dims of one key are an e4m3
     pair of a 32-bit word, so one `cvt.rn.f16x2.e4m3x2` makes a fragment register; the inner dimension is permuted to
     what a 16-byte load gives a lane, and the queries are permuted alike. Four pairs of warps take one 128-dim scale
@@ -28,17 +26,7 @@ Between two barriers a warp has three independent things to do, so that latencie
 block i + 1, softmax of block i, values of block i - 1. Registers: at most 224 a computing thread and 56 a fetching
 one, no stack. Shared memory: 195 KB and 220 KB.
 
-With up to 16 heads the path to shared memory bounds it, hits in L2 or not: ncu counted 1340 wavefronts a block (of
-about 1700 cycles), 400 of them for copies, because a row of 656 bytes begins anywhere in its 128-byte lines.
-
-`few_heads_short_kernel`, for up to 16 heads and shares of at most 128 keys: the same products with no pipeline, which
-for a few blocks is mostly filling and draining. One program per (share, token), grid (num_splits, num_tokens), sixteen
-warps that ask for all indices, then for all rows and the queries (as fragments, without shared memory), then compute
-in straight line: scores of each piece of up to 64 keys as it arrives, one softmax of the share, values. Shared memory:
-34, 65 and 118 KB; registers: at most 128, no stack.
-
-`merge_splits_kernel`: exact merge of the splits in float32, launched as a programmatic dependent: a program's loads
-are all on the way together, 16 to 64 floats a thread.
+`merge_splits_kernel`: exact merge of the splits in float32, launched as a programmatic dependent.
 
 Precision. e4m3 is exact in float16, and scales never touch a key: scores are scaled in float32, and weights carry the
 scale relative to a running reference of their own for each head and 128-dim group, so any float32 scales from 2^-100
@@ -55,14 +43,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from .few_heads_device import few_heads_kernel
-from .few_heads_short import few_heads_short_kernel
 
 MAX_HEADS = 32
 MAX_SPLITS = 64
-SHORT_KEYS = 128
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_heads", "lse_stride_token"])
+@triton.jit(do_not_specialize=["num_splits", "num_heads"])
 def merge_splits_kernel(
     partial_out,
     partial_lse,
@@ -87,9 +73,6 @@ def merge_splits_kernel(
     live = split < num_splits
     row = token * num_splits * num_heads + head + split * num_heads
     dim = chunk * DIMS + tl.arange(0, DIMS)
-    sink = 0.0
-    if HAS_SINK:
-        sink = tl.load(attn_sink + head)
     gdc_wait()
     # A split without keys has written zeros, so its values need no mask that would wait for its lse.
     values = tl.load(partial_out + (row * 512)[:, None] + dim[None, :], mask=live[:, None], other=0.0)
@@ -102,27 +85,19 @@ def merge_splits_kernel(
     log_sum = largest + tl.log(safe_total)
     normalise = 1.0 / safe_total
     if HAS_SINK:
-        normalise = tl.where(total == 0.0, 0.0, normalise / (1.0 + tl.exp(sink - log_sum)))
+        normalise = tl.where(total == 0.0, 0.0, normalise / (1.0 + tl.exp(tl.load(attn_sink + head) - log_sum)))
     result = tl.sum(values * weight[:, None], 0) * normalise
     tl.store(out + token * out_stride_token + head * out_stride_head + dim, result.to(out.dtype.element_ty))
     if chunk == 0:
         tl.store(lse + token * lse_stride_token + head * lse_stride_head, log_sum)
 
 
-def share_keys(topk: int, num_splits: int, num_heads: int) -> int:
-    """Keys of each program of `few_heads_short_kernel`, or 0 where the shares are for the pipeline."""
-    share = -(-topk // num_splits)
-    if num_heads > 16 or share > SHORT_KEYS:
-        return 0
-    return max(32, triton.next_power_of_2(share))
-
-
 def num_splits_for(num_tokens: int, topk: int, num_heads: int, num_sms: int) -> int:
     """Number of shares that the keys of each token are split into, a function of shapes only.
 
-    The cheapest of a few counts by a model of an H200 (benchmarks/probe_few_heads.py), in microseconds. One program an
-    SM runs at a time. In the pipeline it takes 8 and 1.1 for each block of 32 keys; a short share takes 4 and for each
-    block 0.5 and, where all SMs fetch, 1 more. The merge takes 1.3 and 0.5 a megabyte of partial results.
+    The cheapest of a few counts by a model of an H200 (docs/kernels.md): a program takes 8 us and 1.1 us
+    for each block of 32 keys, one program an SM runs at a time, and the merge takes 1 us and 1.1 us a megabyte of
+    partial results.
     """
     num_blocks = -(-topk // 32)
     best, best_time = 1, float("inf")
@@ -130,14 +105,9 @@ def num_splits_for(num_tokens: int, topk: int, num_heads: int, num_sms: int) -> 
         if num_splits > max(num_blocks, 1):
             break
         waves = -(-num_tokens * num_splits // num_sms)
-        blocks = -(-num_blocks // num_splits)
-        if share := share_keys(topk, num_splits, num_heads):
-            busy = min(1.0, num_tokens * num_splits / num_sms)
-            time = waves * (4.0 + (0.5 + busy) * share / 32)
-        else:
-            time = waves * (8.0 + 1.1 * blocks)
+        time = waves * (8.0 + 1.1 * -(-num_blocks // num_splits))
         if num_splits > 1:
-            time += 1.3 + 0.5 * num_tokens * num_splits * num_heads * 2048 / 1e6
+            time += 1.0 + 1.1 * num_tokens * num_splits * num_heads * 2048 / 1e6
         if time < best_time:
             best, best_time = num_splits, time
     return best
@@ -172,17 +142,13 @@ def run(
         req_id_per_token (torch.Tensor | None): [num_tokens], int32; a request outside the table attends to nothing.
         out (torch.Tensor): [num_tokens, num_heads, 512], bfloat16, last dim contiguous; 0 where nothing is attended.
         lse (torch.Tensor): [num_tokens, num_heads], float32, natural log without the sink; -inf where nothing is.
-        num_splits (int | None): shares of each token's keys, 1 to 64; None for `num_splits_for`. Short shares are
-            made a power of two, so that there may be fewer.
+        num_splits (int | None): shares of each token's keys, 1 to 64; None for `num_splits_for`.
     """
     num_tokens, num_heads, _ = q.shape
     topk = indices.shape[1]
     if num_tokens == 0:
         return
     num_splits = num_splits or num_splits_for(num_tokens, topk, num_heads, _num_sms(q.device.index))
-    share = share_keys(topk, num_splits, num_heads)
-    if share:
-        num_splits = max(1, -(-topk // share))
     split = num_splits > 1
     if split:
         partial_out = torch.empty(num_tokens, num_splits, num_heads, 512, dtype=torch.float32, device=q.device)
@@ -195,7 +161,7 @@ def run(
         out_strides = (0, out.stride(0), out.stride(1))
         lse_strides = (0, lse.stride(0), lse.stride(1))
     local = block_table is not None
-    arguments = (
+    few_heads_kernel[(num_splits, num_tokens)](
         q,
         kv_cache,
         indices,
@@ -219,27 +185,19 @@ def run(
         block_table.shape[1] if local else 0,
         block_table.shape[0] if local else 0,
         num_splits,
+        HEADS=16 if num_heads <= 16 else MAX_HEADS,
+        BLOCK=32,
+        STAGES=8,
+        BLOCK_SIZE=kv_cache.shape[1],
+        LOCAL=local,
+        HAS_LENGTH=topk_length is not None,
+        HAS_SINK=attn_sink is not None,
+        SPLIT=split,
+        PRODUCER_REGISTERS=56,
+        num_warps=8,
     )
-    constants = {
-        "HEADS": 16 if num_heads <= 16 else MAX_HEADS,
-        "BLOCK_SIZE": kv_cache.shape[1],
-        "LOCAL": local,
-        "HAS_LENGTH": topk_length is not None,
-        "HAS_SINK": attn_sink is not None,
-        "SPLIT": split,
-    }
-    if share:
-        few_heads_short_kernel[(num_splits, num_tokens)](
-            *arguments, **constants, PIECE=min(share, 64), PIECES=max(share // 64, 1), num_warps=16
-        )
-    else:
-        few_heads_kernel[(num_splits, num_tokens)](
-            *arguments, **constants, BLOCK=32, STAGES=8, PRODUCER_REGISTERS=56, num_warps=8
-        )
     if split:
-        splits = triton.next_power_of_2(num_splits)
-        dims = 512 if splits <= 16 else 4096 // splits
-        merge_splits_kernel[(num_heads * (512 // dims), num_tokens)](
+        merge_splits_kernel[(num_heads * 8, num_tokens)](
             partial_out,
             partial_lse,
             attn_sink,
@@ -251,8 +209,8 @@ def run(
             lse.stride(1),
             num_heads,
             num_splits,
-            SPLITS=splits,
-            DIMS=dims,
+            SPLITS=triton.next_power_of_2(num_splits),
+            DIMS=64,
             HAS_SINK=attn_sink is not None,
             num_warps=4,
             launch_pdl=True,

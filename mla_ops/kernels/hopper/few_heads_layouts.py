@@ -55,19 +55,6 @@ def rope_layout(block: int, warps: int) -> gl.DistributedLinearLayout:
 
 
 @gluon.constexpr_function
-def query_layout(heads: int, warps: int, dims: int) -> gl.DistributedLinearLayout:
-    """[heads, 512 or 64] queries where the scores' product wants them: a lane holds the dims that it holds of keys."""
-    head = [[1 << i, 0] for i in range(bits(heads))]
-    dim = [[0, 1 << i] for i in range(bits(dims))]
-    same = [[0, 0]] * (bits(warps) - 2)
-    if dims == 64:
-        return gl.DistributedLinearLayout(dim[0:2] + head[3:], dim[2:4] + head[0:3], same + dim[4:6], [], [heads, dims])
-    return gl.DistributedLinearLayout(
-        dim[0:4] + [dim[6]] + head[3:], dim[4:6] + head[0:3], same + dim[7:9], [], [heads, dims]
-    )
-
-
-@gluon.constexpr_function
 def value_words_layout(block: int, warps: int) -> gl.DistributedLinearLayout:
     """[block, 128 words] for P V: a lane holds neighbouring keys of a few neighbouring dims."""
     key = [[1 << i, 0] for i in range(bits(block))]

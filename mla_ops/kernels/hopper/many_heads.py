@@ -1,7 +1,7 @@
 """Sparse MLA decode for 33 to 128 heads on Hopper, over the paged `fp8_ds_mla` cache.
 
 Takes bfloat16 queries [T, H, 576], any H (64 heads at a time, so few heads waste work), caches [num_blocks,
-block_size, 656] of bytes, SM90 only, Triton 3.6 (Gluon: `triton.experimental`, so another version is another port).
+block_size, 656] of bytes, SM90 only, Triton 3.6 (run there; 3.7 and 3.9 compile it, `gluon_names.py`).
 
 How it works. Scores are computed transposed, S^T = K Q^T, so that the keys are the tensor cores' *register* operand:
 the warpgroup that gathers a key converts it from e4m3 to float16 in registers, multiplies it with Q at once, and
@@ -28,7 +28,7 @@ import triton
 
 from .many_heads_device import many_heads_kernel, merge_splits_kernel
 
-# Microseconds on one H200, from benchmarks/probe_many_heads.py: a turn of 64 keys, what a program costs besides
+# Microseconds on one H200, docs/kernels.md: a turn of 64 keys, what a program costs besides
 # (launch, Q, the first gather, the last product), the merge, and the partial results' traffic.
 TURN_US, PROGRAM_US, MERGE_US, PARTIAL_BYTES_PER_US = 3.0, 13.0, 3.5, 5.0e6
 MAX_SPLITS = 32
