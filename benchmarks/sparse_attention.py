@@ -7,7 +7,7 @@ slots, drawn without repetition from a context of each token's own, so decode ro
 requests reads. FLOPs count the two products over all heads and `topk` keys; bytes count each selected row once, the
 query, the indices and the outputs. Rows that several tokens select are counted for each: where the L2 cache serves
 them (prefill), a figure may fall below the memory part of the floor. `--peers` adds FlashMLA, called as its users call
-it (flash_mla_peer.py).
+it (flash_mla_peer.py), and the gather of the selected rows alone, the floor where memory bounds (gather_floor.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from benchmarks import common, flash_mla_peer
+from benchmarks import common, flash_mla_peer, gather_floor
 from benchmarks.cache import dequantize, fill_cache
 from mla_ops import formats
 from mla_ops.meta.sparse_attention import describe_flat, describe_paged
@@ -150,12 +150,15 @@ def build_paged(
         lambda: check_attention(q, read, slots, softmax_scale, *outputs[0]),
         attention_bytes(num_tokens, num_heads, topk, head_dim, row_bytes),
         attention_flops(num_tokens, num_heads, topk, head_dim),
-        flash_mla_peer.decode_peers(
-            [(q, slots) for q, _, slots in sets],
-            kv_cache,
-            softmax_scale,
-            lambda out, lse: check_attention(q, read, slots, softmax_scale, out, lse),
-        )
+        {
+            **flash_mla_peer.decode_peers(
+                [(q, slots) for q, _, slots in sets],
+                kv_cache,
+                softmax_scale,
+                lambda out, lse: check_attention(q, read, slots, softmax_scale, out, lse),
+            ),
+            **gather_floor.gather_peer(kv_cache, [slots for _, _, slots in sets]),
+        }
         if arguments.peers and cache_format == "fp8_ds_mla"
         else {},
     )
