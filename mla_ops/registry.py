@@ -22,6 +22,16 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 OutputSpec = tuple[tuple[int, ...], torch.dtype]
 
 
+def require(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
+    """Raises ValueError unless `condition` holds; a symbolic one becomes a guard or a runtime assertion.
+
+    `torch._check_value` does both, at 4 microseconds a call. With plain integers, which is every eager call, this costs
+    a comparison.
+    """
+    if condition is not True:
+        torch._check_value(condition, message)
+
+
 def _register(schema: str, fake: Callable[..., Any], real: Callable[..., Any]) -> torch._ops.OpOverload:
     qualified = schema.split("(", 1)[0]
     name, _, overload = qualified.partition(".")
@@ -48,8 +58,7 @@ def define_mutating(
 
     def real(*args: Any, **kwargs: Any) -> None:
         check(*args, **kwargs)
-        with torch.no_grad():
-            dispatch.select(describe(*args, **kwargs)).run(*args, **kwargs)
+        dispatch.select(describe(*args, **kwargs)).run(*args, **kwargs)
 
     return _register(schema, fake, real)
 
@@ -66,7 +75,8 @@ def define_computing(
     """An op that returns fresh tensors, and its `.out` overload.
 
     Args:
-        schema, out_schema: by hand. `out_schema` appends the outputs of `outputs`, by name, and returns `()`.
+        schema, out_schema: by hand. `out_schema` appends the outputs of `outputs`, by name, and returns `()`. An
+            overload `op.form` has `op.form_out`.
         check: as in `define_mutating`; sees neither outputs nor their names.
         outputs: name to (shape, dtype) of each output, in order.
         describe: as in `define_mutating`.
@@ -74,7 +84,7 @@ def define_computing(
 
     Lowerings implement the `.out` form only.
     """
-    op = schema.split("(", 1)[0]
+    out_op = out_schema.split("(", 1)[0]
 
     def allocate(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         new = torch.zeros if zeroed else torch.empty
@@ -93,9 +103,8 @@ def define_computing(
 
     def real(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
-        with torch.no_grad():
-            tensors = allocate(*args, **kwargs)
-            dispatch.select(describe(*args, **kwargs)).run(*args, **kwargs, **tensors)
+        tensors = allocate(*args, **kwargs)
+        dispatch.select(describe(*args, **kwargs)).run(*args, **kwargs, **tensors)
         return pack(tensors)
 
     names = tuple(_output_names(out_schema))
@@ -104,7 +113,7 @@ def define_computing(
         tensors = {name: kwargs.pop(name) for name in names}
         check(*args, **kwargs)
         for name, (shape, dtype) in outputs(*args, **kwargs).items():
-            _check_output(op, name, tensors[name], shape, dtype, args[0].device)
+            _check_output(out_op, name, tensors[name], shape, dtype, args[0].device)
         return kwargs, tensors
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
@@ -112,8 +121,7 @@ def define_computing(
 
     def real_out(*args: Any, **kwargs: Any) -> None:
         kwargs, tensors = check_out(*args, **kwargs)
-        with torch.no_grad():
-            dispatch.select(describe(*args, **kwargs)).run(*args, **kwargs, **tensors)
+        dispatch.select(describe(*args, **kwargs)).run(*args, **kwargs, **tensors)
 
     return _register(schema, fake, real), _register(out_schema, fake_out, real_out)
 
@@ -128,21 +136,21 @@ def _check_output(
     op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     if tensor.dtype != dtype:
-        raise TypeError(f"{op}.out: {name} must be {dtype}, got {tensor.dtype}")
+        raise TypeError(f"{op}: {name} must be {dtype}, got {tensor.dtype}")
     if tensor.device != device:
-        raise ValueError(f"{op}.out: {name} must be on {device}, got {tensor.device}")
+        raise ValueError(f"{op}: {name} must be on {device}, got {tensor.device}")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{op}.out: {name} requires grad, but {op} has no backward: call it under torch.no_grad(), or detach {name}"
+            f"{op}: {name} requires grad, but {op} has no backward: call it under torch.no_grad(), or detach {name}"
         )
     if tensor.dim() != len(shape):
-        raise ValueError(f"{op}.out: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+        raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     for dim, size in enumerate(shape):
-        torch._check_value(
+        require(
             tensor.shape[dim] == size,
-            lambda: f"{op}.out: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}",
+            lambda: f"{op}: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}",
         )
-    torch._check_value(
+    require(
         tensor.stride(-1) == 1,
-        lambda: f"{op}.out: {name} must be contiguous in its last dimension, got strides {tensor.stride()}",
+        lambda: f"{op}: {name} must be contiguous in its last dimension, got strides {tensor.stride()}",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import Call
-from ..registry import OutputSpec, define_computing, define_mutating
+from ..registry import OutputSpec, define_computing, define_mutating, require
 from .checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_tensor
 
 
@@ -21,11 +21,11 @@ def check_concat_and_cache(
     check_tensor(op, "k_pe", k_pe, (kv_c.dtype,), (("num_tokens", kv_c.shape[0]), ("rope_dim", None)), device)
     latent_dim = 512 if entry.quantized else None
     if latent_dim is not None:
-        torch._check_value(
+        require(
             kv_c.shape[1] == latent_dim,
             lambda: f"{op}: kv_c must be {latent_dim} wide for cache_format '{cache_format}', got {kv_c.shape[1]}",
         )
-    torch._check_value(
+    require(
         kv_c.shape[1] + k_pe.shape[1] == head_dim,
         lambda: (
             f"{op}: kv_c and k_pe must be {head_dim} wide together, as the rows of kv_cache are, "

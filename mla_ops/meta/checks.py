@@ -1,7 +1,7 @@
 """Preconditions, written once for fake and real tensors.
 
 Dtypes, ranks and devices are static, so they are plain comparisons; sizes and strides may be symbolic, so they go
-through `torch._check_value`, which also works while tracing. Every message names the op, the argument, what was
+through `require`, which also works while tracing. Every message names the op, the argument, what was
 expected and what came.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..formats import CACHE_ALIGNMENT, CacheFormat, get_format
+from ..registry import require
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -42,9 +43,9 @@ def check_tensor(
         raise ValueError(message())
     for actual, (_, size) in zip(tensor.shape, dims, strict=True):
         if size is not None:
-            torch._check_value(actual == size, message)
+            require(actual == size, message)
     if dims:
-        torch._check_value(
+        require(
             tensor.stride(-1) == 1,
             lambda: f"{op}: {name} must be contiguous in its last dimension, got strides {tensor.stride()}",
         )
@@ -62,24 +63,24 @@ def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str) -> CacheForm
             f"got {list(kv_cache.shape)}"
         )
     itemsize = entry.dtype.itemsize
-    torch._check_value(
+    require(
         kv_cache.shape[1] >= 1, lambda: f"{op}: kv_cache must have a block_size of at least 1, got {kv_cache.shape[1]}"
     )
-    torch._check_value(
+    require(
         kv_cache.stride(2) == 1, lambda: f"{op}: rows of kv_cache must be contiguous, got strides {kv_cache.stride()}"
     )
-    torch._check_value(
+    require(
         kv_cache.stride(1) == kv_cache.shape[2],
         lambda: f"{op}: kv_cache.stride(1) must be {kv_cache.shape[2]}, one row, got {kv_cache.stride(1)}",
     )
-    torch._check_value(
+    require(
         kv_cache.stride(0) * itemsize % CACHE_ALIGNMENT == 0,
         lambda: (
             f"{op}: blocks of kv_cache must start on {CACHE_ALIGNMENT} bytes, got kv_cache.stride(0) of "
             f"{kv_cache.stride(0)} elements of {itemsize} bytes"
         ),
     )
-    torch._check_value(
+    require(
         kv_cache.storage_offset() * itemsize % CACHE_ALIGNMENT == 0,
         lambda: (
             f"{op}: kv_cache must start on {CACHE_ALIGNMENT} bytes of its storage, got a storage offset of "
@@ -90,11 +91,11 @@ def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str) -> CacheForm
 
 
 def check_positive(op: str, name: str, value: int | torch.SymInt) -> None:
-    torch._check_value(value >= 1, lambda: f"{op}: {name} must be at least 1, got {value}")
+    require(value >= 1, lambda: f"{op}: {name} must be at least 1, got {value}")
 
 
 def check_not_negative(op: str, name: str, value: int | torch.SymInt) -> None:
-    torch._check_value(value >= 0, lambda: f"{op}: {name} must not be negative, got {value}")
+    require(value >= 0, lambda: f"{op}: {name} must not be negative, got {value}")
 
 
 def check_no_grad(op: str, **tensors: torch.Tensor | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import Call
-from ..registry import OutputSpec, define_computing
+from ..registry import OutputSpec, define_computing, require
 from .checks import FLOAT_DTYPES, check_no_grad, check_tensor
 
 
@@ -27,8 +27,8 @@ def check_merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, l
         message = f"{op}: {name} must have shape {expected}, got {list(lse.shape)}"
         if lse.dim() != 2:
             raise ValueError(message)
-        torch._check_value(lse.shape[0] == num_tokens, lambda message=message: message)
-        torch._check_value(lse.shape[1] == num_heads, lambda message=message: message)
+        require(lse.shape[0] == num_tokens, lambda message=message: message)
+        require(lse.shape[1] == num_heads, lambda message=message: message)
     check_no_grad(op, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
 
 

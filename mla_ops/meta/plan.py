@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import Call
-from ..registry import define_mutating
+from ..registry import define_mutating, require
 from .checks import check_not_negative, check_positive, check_tensor
 
 INT32 = (torch.int32,)
@@ -45,11 +45,11 @@ def check_build_step_metadata(
     )
     dims = (("max_num_requests", max_num_requests), ("max_blocks_per_request", None))
     check_tensor(op, "block_table_buffer", block_table_buffer, INT32, dims, device)
-    torch._check_value(
+    require(
         num_requests <= max_num_requests,
         lambda: f"{op}: seq_lens has {num_requests} requests, the buffers have room for {max_num_requests}",
     )
-    torch._check_value(
+    require(
         block_table.shape[1] <= block_table_buffer.shape[1],
         lambda: f"{op}: block_table is {block_table.shape[1]} blocks wide, its buffer {block_table_buffer.shape[1]}",
     )
