@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-FAMILIES = ("cache", "index", "merge", "plan", "sparse_attention")
+FAMILIES = ("cache", "compressor", "index", "merge", "plan", "sparse_attention")
 
 
 def main(argv: list[str] | None = None) -> int:

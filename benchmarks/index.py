@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 from benchmarks import common
-from mla_ops.meta.index import describe_convert, describe_filter
+from mla_ops.dispatch import Call
+from mla_ops.meta.index import (
+    describe_combine,
+    describe_compressed,
+    describe_convert,
+    describe_filter,
+    describe_sliding_window,
+)
 
 BLOCK_SIZE = 64
+
+# DeepSeek V4
+WINDOW = 128
+C4A_RATIO = 4
+C128A_RATIO = 128
+C128A_BLOCK_SIZE = 2
 
 
 def random_indices(num_tokens: int, topk: int, context: int, generator: torch.Generator) -> torch.Tensor:
@@ -94,6 +107,122 @@ def build_filter(num_tokens: int, topk: int, arguments: argparse.Namespace) -> c
     return common.Case(describe_filter(sets[0], context_lens), shape, runs, poison, check, bytes_moved)
 
 
+def builder_case(
+    op: Callable[..., None],
+    call: Call,
+    sets: list[tuple[torch.Tensor, ...]],
+    sizes: tuple[int, ...],
+    width: int,
+    row: Callable[..., list[int]],
+    shape: dict[str, int | str],
+) -> common.Case:
+    """A case of an op that writes compacted rows and their lengths.
+
+    Args:
+        op: the `.out` overload.
+        call: its description.
+        sets: tensors of each input set; the first of a set has a row a token.
+        sizes: the integers after them.
+        width: entries of a row.
+        row: the valid entries of the token with a given number, from the first set as lists.
+        shape: what the table of results says.
+    """
+    num_tokens, device = sets[0][0].shape[0], sets[0][0].device
+    outputs = [
+        (
+            torch.empty(num_tokens, width, dtype=torch.int32, device=device),
+            torch.empty(num_tokens, dtype=torch.int32, device=device),
+        )
+        for _ in sets
+    ]
+    runs = [
+        partial(op, *tensors, *sizes, indices=indices, lens=lens)
+        for tensors, (indices, lens) in zip(sets, outputs, strict=True)
+    ]
+
+    def poison() -> None:
+        for tensor in outputs[0]:
+            tensor.fill_(-7)
+
+    def check() -> list[common.Check]:
+        given = [tensor.tolist() for tensor in sets[0]]
+        rows = [row(token, *given) for token in range(num_tokens)]
+        expected = [valid + [-1] * (width - len(valid)) for valid in rows]
+        return [
+            common.exact("indices", outputs[0][0], torch.tensor(expected, device=device)),
+            common.exact("lens", outputs[0][1], torch.tensor([len(valid) for valid in rows], device=device)),
+        ]
+
+    bytes_moved = sum(tensor.nbytes for tensor in (*sets[0], *outputs[0]))
+    return common.Case(call, {"T": num_tokens, **shape}, runs, poison, check, bytes_moved)
+
+
+def random_tokens(
+    num_tokens: int, context: int, tokens_a_block: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Decode tokens of as many requests: positions, request ids and the cache's block table."""
+    device, max_blocks = generator.device, -(-context // tokens_a_block)
+    positions = torch.randint(0, context, (num_tokens,), dtype=torch.int32, device=device, generator=generator)
+    request = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    block_table = torch.randperm(num_tokens * max_blocks, device=device, generator=generator).to(torch.int32)
+    return positions, request, block_table.view(num_tokens, max_blocks)
+
+
+def build_window(num_tokens: int, context: int, arguments: argparse.Namespace) -> common.Case:
+    generator = common.generator(arguments)
+    count = common.number_of_sets(arguments)
+    sets = [random_tokens(num_tokens, context, BLOCK_SIZE, generator) for _ in range(count)]
+
+    def row(token: int, positions: list[int], request: list[int], table: list[list[int]]) -> list[int]:
+        window = range(max(positions[token] - WINDOW + 1, 0), positions[token] + 1)
+        return [table[request[token]][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in window]
+
+    sizes = (WINDOW, BLOCK_SIZE)
+    op, call = torch.ops.mla.sliding_window_indices.out, describe_sliding_window(*sets[0], *sizes)
+    return builder_case(op, call, list(sets), sizes, WINDOW, row, {"window": WINDOW, "context": context})
+
+
+def build_compressed(num_tokens: int, context: int, arguments: argparse.Namespace) -> common.Case:
+    generator = common.generator(arguments)
+    count, width = common.number_of_sets(arguments), context // C128A_RATIO
+    sets = [random_tokens(num_tokens, context, C128A_RATIO * C128A_BLOCK_SIZE, generator) for _ in range(count)]
+
+    def row(token: int, positions: list[int], request: list[int], table: list[list[int]]) -> list[int]:
+        there = range((positions[token] + 1) // C128A_RATIO)
+        return [table[request[token]][i // C128A_BLOCK_SIZE] * C128A_BLOCK_SIZE + i % C128A_BLOCK_SIZE for i in there]
+
+    sizes = (C128A_RATIO, C128A_BLOCK_SIZE, width)
+    op, call = torch.ops.mla.compressed_indices.out, describe_compressed(*sets[0], *sizes)
+    return builder_case(op, call, list(sets), sizes, width, row, {"width": width, "context": context})
+
+
+def build_combine(num_tokens: int, topk: int, arguments: argparse.Namespace) -> common.Case:
+    """One request's prefill of `num_tokens` new tokens, behind a context of four times the selection."""
+    generator = common.generator(arguments)
+    device = torch.device(arguments.device)
+    context = C4A_RATIO * topk
+    window_offset = (context + num_tokens) // C4A_RATIO
+    lens = torch.tensor([context + num_tokens], dtype=torch.int32, device=device)
+    gathered = torch.tensor([min(WINDOW - 1, context) + num_tokens], dtype=torch.int32, device=device)
+    positions = torch.arange(context, context + num_tokens, dtype=torch.int32, device=device)
+    request = torch.zeros_like(positions)
+    sizes = (WINDOW, C4A_RATIO, window_offset + WINDOW + num_tokens, window_offset)
+    sets = [
+        (random_indices(num_tokens, topk, window_offset, generator), positions, request, lens, gathered)
+        for _ in range(common.number_of_sets(arguments))
+    ]
+
+    def row(token: int, chosen: list[list[int]], *_: list[int]) -> list[int]:
+        position = context + token
+        start = context - min(WINDOW - 1, context)
+        window = range(max(position - WINDOW + 1, start), position + 1)
+        valid = [i for i in chosen[token] if 0 <= i < (position + 1) // C4A_RATIO]
+        return valid + [window_offset + p - start for p in window]
+
+    op, call = torch.ops.mla.combine_topk_swa_indices.out, describe_combine(*sets[0], *sizes)
+    return builder_case(op, call, list(sets), sizes, topk + WINDOW, row, {"topk": topk, "window": WINDOW})
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmarks; returns the exit status."""
     parser = common.argument_parser("index")
@@ -103,6 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     tokens = arguments.tokens or ([1, 64, 512] if on_gpu else [1, 16])
     topks = arguments.topk or ([2048] if on_gpu else [256])
+    context = 65536 if on_gpu else 1024
 
     def cases() -> Iterator[partial[common.Case]]:
         for num_tokens in tokens:
@@ -110,6 +240,9 @@ def main(argv: list[str] | None = None) -> int:
                 yield partial(build_convert, num_tokens, topk, False, arguments)
                 yield partial(build_convert, num_tokens, topk, True, arguments)
                 yield partial(build_filter, num_tokens, topk, arguments)
+                yield partial(build_combine, num_tokens, topk, arguments)
+            yield partial(build_window, num_tokens, context, arguments)
+            yield partial(build_compressed, num_tokens, context, arguments)
 
     return common.run_benchmark("index", cases(), arguments)
 

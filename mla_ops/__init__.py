@@ -6,15 +6,21 @@ needs them.
 
 from . import dispatch, formats
 from .formats import allocate_cache
-from .metadata import StepMetadata
+from .metadata import CompressedMetadata, StepMetadata, V4StepMetadata
 from .ops import (
+    build_compressed_metadata,
     build_step_metadata,
+    combine_topk_swa_indices,
+    compress_and_cache,
+    compressed_indices,
+    compute_global_topk_indices_and_lens,
     concat_and_cache,
     convert_req_index_to_global_index,
     filter_prefill_indices,
     gather_cache,
     merge_attention_states,
     paged_sparse_attention,
+    sliding_window_indices,
     sparse_attention,
 )
 from .warm_up import warmup
@@ -22,9 +28,16 @@ from .warm_up import warmup
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompressedMetadata",
     "StepMetadata",
+    "V4StepMetadata",
     "allocate_cache",
+    "build_compressed_metadata",
     "build_step_metadata",
+    "combine_topk_swa_indices",
+    "compress_and_cache",
+    "compressed_indices",
+    "compute_global_topk_indices_and_lens",
     "concat_and_cache",
     "convert_req_index_to_global_index",
     "dispatch",
@@ -33,6 +46,7 @@ __all__ = [
     "gather_cache",
     "merge_attention_states",
     "paged_sparse_attention",
+    "sliding_window_indices",
     "sparse_attention",
     "warmup",
 ]

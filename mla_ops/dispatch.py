@@ -1,7 +1,8 @@
 """Which lowering runs: a pure function of device, dtypes, shapes and what is installed. Explainable, overridable.
 
 A *lowering* is one implementation of one op. It lives in a *room*, `mla_ops/kernels/<room>/<family>.py`, which has a
-`LOWERINGS` dict from op name to `Lowering`. For a call, dispatch walks the rooms of `order_for` and takes the first
+`LOWERINGS` dict from op name to `Lowering`; an overload with arguments of its own is an op of its own, `op.overload`,
+which `override` takes by the name of its op. For a call, dispatch walks the rooms of `order_for` and takes the first
 that has no reason against it. Nothing is imported before it is asked for.
 
     with mla_ops.dispatch.override(paged_sparse_attention="triton"):
@@ -36,6 +37,8 @@ class Call(NamedTuple):
     num_heads: int = 0
     num_tokens: int = 0
     topk: int = 0
+    extra_cache_format: str = ""
+    extra_topk: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,17 @@ FAMILIES: dict[str, str] = {
     "gather_cache": "cache",
     "convert_req_index_to_global_index": "index",
     "filter_prefill_indices": "index",
+    "sliding_window_indices": "index",
+    "compressed_indices": "index",
+    "compute_global_topk_indices_and_lens": "index",
+    "combine_topk_swa_indices": "index",
     "paged_sparse_attention": "sparse_attention",
+    "paged_sparse_attention.extra": "sparse_attention",
     "sparse_attention": "sparse_attention",
     "merge_attention_states": "merge",
     "build_step_metadata": "plan",
+    "compress_and_cache": "compressor",
+    "build_compressed_metadata": "plan",
 }
 
 ROOMS = ("hopper", "flash_mla", "triton", "reference")
@@ -158,7 +168,7 @@ def override(lowering: str | None = None, /, **by_op: str) -> Iterator[None]:
 
     Args:
         lowering: for every op, e.g. `"triton"`.
-        **by_op: for single ops, e.g. `paged_sparse_attention="triton"`; wins over `lowering`.
+        **by_op: for single ops, all overloads, e.g. `paged_sparse_attention="triton"`; wins over `lowering`.
 
     Raises:
         ValueError: unknown op or lowering. A call that the forced lowering cannot run raises NotImplementedError.
@@ -175,7 +185,7 @@ def override(lowering: str | None = None, /, **by_op: str) -> Iterator[None]:
 
 
 def _forced(op: str) -> str | None:
-    return _overrides.get(op) or _overrides.get("*")
+    return _overrides.get(op) or _overrides.get(op.partition(".")[0]) or _overrides.get("*")
 
 
 @functools.lru_cache(maxsize=16384)

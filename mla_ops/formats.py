@@ -11,6 +11,7 @@ row's size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +32,11 @@ class CacheFormat:
             448 + 64), 128 is an unquantised index key, which only the cache ops take.
         row_widths: elements of `dtype` a token, one entry for each of `head_dims`.
         group_size: latent dims that share a scale; 0 where nothing is quantised.
+        latent_dim: how many dims are quantised, from the first; the 64 RoPE dims follow. Plain formats do not care.
+        data_bytes: 0 where a row lies in one piece. Else the format is planar: the rows' data of a block come first,
+            `data_bytes` each, then the rest of every row, and blocks are padded to a multiple of `data_bytes`. Such a
+            cache is `[num_blocks, block_bytes]`; the view `[num_blocks, block_size, row_width]` is taken as well, but
+            its `[b, t]` is not one token.
     """
 
     name: str
@@ -39,10 +45,16 @@ class CacheFormat:
     head_dims: tuple[int, ...]
     row_widths: tuple[int, ...]
     group_size: int = 0
+    latent_dim: int = LATENT_DIM
+    data_bytes: int = 0
 
     @property
     def quantized(self) -> bool:
         return self.group_size > 0
+
+    @property
+    def planar(self) -> bool:
+        return self.data_bytes > 0
 
     def row_width(self, head_dim: int) -> int:
         """Elements of the cache tensor that one token takes."""
@@ -56,8 +68,36 @@ class CacheFormat:
             raise ValueError(f"cache_format '{self.name}' has rows of {self.row_widths} elements, got {row_width}")
         return self.head_dims[self.row_widths.index(row_width)]
 
-    def bytes_per_token(self, head_dim: int = LATENT_DIM + ROPE_DIM) -> int:
-        return self.row_width(head_dim) * self.dtype.itemsize
+    def bytes_per_token(self, head_dim: int | None = None) -> int:
+        """Bytes of one token, without what pads a block. `head_dim` None is the format's first."""
+        return self.row_width(self.head_dims[0] if head_dim is None else head_dim) * self.dtype.itemsize
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of a padded block of a planar format."""
+        rows = -(-block_size * self.row_widths[0] // self.data_bytes)
+        return rows * self.data_bytes
+
+    def block_size(self, block_bytes: int) -> int:
+        """Tokens of a planar block that is padded to `block_bytes`: the inverse of `block_bytes`."""
+        # r rows of data hold t tokens and ceil(t / n) rows for the rest of n tokens each: t = r - ceil(r / (n + 1))
+        per_row = self.data_bytes // (self.row_widths[0] - self.data_bytes)
+        rows = block_bytes // self.data_bytes
+        return rows - (rows + per_row) // (per_row + 1)
+
+
+class Geometry(NamedTuple):
+    """Where the tokens of a cache tensor lie.
+
+    Attributes:
+        num_blocks, block_size: `slot = block * block_size + offset`.
+        block_stride: bytes from one block to the next.
+        head_dim: width of the keys.
+    """
+
+    num_blocks: int
+    block_size: int
+    block_stride: int
+    head_dim: int
 
 
 _PLAIN_WIDTHS = (LATENT_DIM + ROPE_DIM, LATENT_DIM, 128)
@@ -70,6 +110,8 @@ FORMATS: dict[str, CacheFormat] = {
         CacheFormat("fp32", torch.float32, torch.float32, _PLAIN_WIDTHS, _PLAIN_WIDTHS),
         # 512 e4m3, then 4 float32 scales, then 64 bfloat16
         CacheFormat("fp8_ds_mla", torch.uint8, torch.bfloat16, (LATENT_DIM + ROPE_DIM,), (656,), group_size=128),
+        # 448 e4m3 and 64 bfloat16 a token; then, for the block, 7 exponents and a zero a token
+        CacheFormat("fp8_ds_mla_v4", torch.uint8, torch.bfloat16, (512,), (584,), 64, latent_dim=448, data_bytes=576),
     )
 }
 
@@ -82,12 +124,37 @@ def get_format(cache_format: str, op: str = "mla_ops") -> CacheFormat:
     return entry
 
 
+def geometry(kv_cache: torch.Tensor, cache_format: str) -> Geometry:
+    """The geometry of a cache tensor that `cache_format` describes, whichever of its shapes it has.
+
+    Sizes may be symbolic. Whether the tensor can hold the format is for `check_cache` to say.
+    """
+    entry = FORMATS[cache_format]
+    stride = kv_cache.stride(0) * entry.dtype.itemsize
+    if kv_cache.dim() == 2:
+        num_blocks, block_bytes = kv_cache.shape
+        return Geometry(num_blocks, entry.block_size(block_bytes), stride, entry.head_dims[0])
+    num_blocks, block_size, row_width = kv_cache.shape
+    return Geometry(num_blocks, block_size, stride, entry.head_dim(row_width))
+
+
+def planar_views(kv_cache: torch.Tensor, cache_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a planar cache by token: its data `[num_blocks, block_size, data_bytes]`, and the rest of its row."""
+    entry = FORMATS[cache_format]
+    num_blocks, block_size, stride, head_dim = geometry(kv_cache, cache_format)
+    rest = entry.row_width(head_dim) - entry.data_bytes
+    start = kv_cache.storage_offset()
+    data = kv_cache.as_strided((num_blocks, block_size, entry.data_bytes), (stride, entry.data_bytes, 1), start)
+    start += block_size * entry.data_bytes
+    return data, kv_cache.as_strided((num_blocks, block_size, rest), (stride, rest, 1), start)
+
+
 def allocate_cache(
     cache_format: str,
     num_blocks: int,
     block_size: int,
     *,
-    head_dim: int = LATENT_DIM + ROPE_DIM,
+    head_dim: int | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """A zeroed cache for one layer.
@@ -99,11 +166,12 @@ def allocate_cache(
         cache_format: a name in `FORMATS`.
         num_blocks: blocks of the cache, at least 0.
         block_size: tokens a block, at least 1.
-        head_dim: key width, one of the format's `head_dims`.
+        head_dim: key width, one of the format's `head_dims`; None is the first of them, 576 where there is a choice.
         device: where the cache lives.
 
     Returns:
-        `[num_blocks, block_size, row_width]` of the format's dtype, contiguous.
+        `[num_blocks, block_size, row_width]` of the format's dtype, contiguous; `[num_blocks, block_bytes]` for
+        `fp8_ds_mla_v4`.
 
     Raises:
         ValueError: unknown format, width or a negative size.
@@ -113,4 +181,6 @@ def allocate_cache(
         raise ValueError(
             f"allocate_cache: num_blocks must be >= 0 and block_size >= 1, got {num_blocks} and {block_size}"
         )
-    return torch.zeros(num_blocks, block_size, entry.row_width(head_dim), dtype=entry.dtype, device=device)
+    row_width = entry.row_width(entry.head_dims[0] if head_dim is None else head_dim)
+    shape = (num_blocks, entry.block_bytes(block_size)) if entry.planar else (num_blocks, block_size, row_width)
+    return torch.zeros(shape, dtype=entry.dtype, device=device)

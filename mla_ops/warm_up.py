@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from .formats import LATENT_DIM, allocate_cache, get_format
-from .metadata import StepMetadata
+from .formats import LATENT_DIM, ROPE_DIM, allocate_cache, get_format
+from .metadata import StepMetadata, V4StepMetadata
 from .ops import (
+    combine_topk_swa_indices,
+    compress_and_cache,
+    compute_global_topk_indices_and_lens,
     concat_and_cache,
     convert_req_index_to_global_index,
     filter_prefill_indices,
@@ -49,7 +53,8 @@ def warmup(
         device: where to run.
     """
     device = torch.device(device)
-    latent_dim = min(head_dim, LATENT_DIM)
+    entry = get_format(cache_format)
+    latent_dim = entry.latent_dim if entry.quantized else min(head_dim, LATENT_DIM)
     kv_cache = allocate_cache(cache_format, 2, block_size, head_dim=head_dim, device=device)
     metadata = StepMetadata.allocate(
         max_num_tokens=1,
@@ -65,12 +70,16 @@ def warmup(
 
     query_start_loc, seq_lens, block_table = int32(0, 1), int32(1), int32(0, 1).view(1, 2)
     metadata.build(query_start_loc, seq_lens, block_table)
+    v4_metadata = V4StepMetadata.allocate(max_num_tokens=1, max_num_requests=1, max_seq_len=512, device=device)
+    v4_metadata.build(query_start_loc, seq_lens, block_table, block_table, block_table)
     token = torch.zeros(1, head_dim, dtype=dtype, device=device)
     concat_and_cache(token[:, :latent_dim], token[:, latent_dim:], kv_cache, metadata.slot_mapping, cache_format)
     gather_cache(kv_cache, block_table, seq_lens, query_start_loc, 1, cache_format)
 
+    if head_dim == LATENT_DIM:
+        _warm_up_compressor(cache_format, dtype, device)
     attn_sink = torch.zeros(num_heads, device=device) if with_sink else None
-    query_dtype = dtype if get_format(cache_format).quantized else kv_cache.dtype
+    query_dtype = dtype if entry.quantized else kv_cache.dtype
     for count in sorted(set(num_tokens)):
         q = torch.zeros(count, num_heads, head_dim, dtype=query_dtype, device=device)
         indices = torch.full((count, topk), -1, dtype=torch.int32, device=device)
@@ -78,6 +87,8 @@ def warmup(
         convert_req_index_to_global_index(lengths, block_table, indices, block_size)
         convert_req_index_to_global_index(lengths, block_table, indices, block_size, compact=True)
         filter_prefill_indices(indices, lengths)
+        compute_global_topk_indices_and_lens(indices, lengths, block_table, block_size)
+        combine_topk_swa_indices(indices, lengths, lengths, seq_lens, seq_lens, 1, 4, 2, 1)
         for table, requests in ((None, None), (block_table, lengths)):
             for topk_length in (None, lengths):
                 out, lse = paged_sparse_attention(
@@ -92,5 +103,42 @@ def warmup(
                     req_id_per_token=requests,
                 )
         merge_attention_states(out, lse, out, lse)
+        if head_dim == LATENT_DIM:
+            # DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries
+            chosen: dict[str, Any] = {"extra_block_table": block_table, "req_id_per_token": lengths}
+            for extra in (chosen, {"extra_topk_length": lengths}):
+                paged_sparse_attention(
+                    q,
+                    kv_cache,
+                    indices,
+                    LATENT_DIM**-0.5,
+                    cache_format,
+                    topk_length=lengths,
+                    attn_sink=attn_sink,
+                    extra_kv_cache=kv_cache,
+                    extra_indices=indices,
+                    **extra,
+                )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _warm_up_compressor(cache_format: str, dtype: torch.dtype, device: torch.device) -> None:
+    """DeepSeek-V4's compressed layers, their keys in `cache_format`, the indexer's in `dtype`."""
+    plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    for ratio, series, head_dim in ((4, 2, 512), (128, 1, 512), (4, 2, 128)):
+        window, width = ratio * series, head_dim * series
+        entry_format = cache_format if head_dim == LATENT_DIM else plain
+        entries = allocate_cache(entry_format, 1, 1, head_dim=head_dim, device=device)
+        states = torch.zeros(1, window, 2 * width, device=device)
+        weights = torch.zeros(ratio, width, device=device), torch.zeros(head_dim, device=device)
+        angles = torch.zeros(1, ROPE_DIM, device=device)
+        # one token fits beside the group it completes, two need a launch each for entries and states
+        for count in (1, 2):
+            token = torch.zeros(count, width, dtype=dtype, device=device)
+            padding = torch.full((count,), -1, dtype=torch.int32, device=device)
+            table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+            caches = states, entries, table
+            compress_and_cache(
+                token, token, *weights, angles, *caches, padding, padding, padding.long(), 1e-6, entry_format
+            )

@@ -8,6 +8,7 @@ add a kernel: one more generator of `Variant`s in `VARIANTS`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -25,8 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from mla_ops.formats import FORMATS
 from mla_ops.kernels.hopper import few_heads, few_heads_device, many_heads, many_heads_device
-from mla_ops.kernels.triton import cache, index, merge, plan, sparse_attention
+from mla_ops.kernels.triton import cache, compressor, index, merge, plan, sparse_attention, sparse_attention_extra
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 
@@ -57,6 +59,7 @@ def cache_variants(capability: int) -> Iterator[Variant]:
     for element in ("bf16", "fp32"):
         types = {"kv_c": f"*{element}", "k_pe": f"*{element}", "kv_cache": "*u8", "slot_mapping": "*i64"}
         yield Variant(f"store_fp8[{element}]", cache._store_fp8_kernel, types, {}, {"num_warps": 2})
+        yield Variant(f"store_fp8_v4[{element}]", cache._store_fp8_v4_kernel, types, {}, {"num_warps": 2})
     types = {"kv_c": "*fp32", "k_pe": "*fp32", "kv_cache": "*bf16", "slot_mapping": "*i64"}
     for width, block in ((576, 512), (128, 128)):
         constants = {"ROW_WIDTH": width, "BLOCK": block}
@@ -64,10 +67,13 @@ def cache_variants(capability: int) -> Iterator[Variant]:
     ints = dict.fromkeys(("block_table", "seq_lens", "cu_seq_lens", "gather_lens"), "*i32")
     for fmt, element, out, width in (
         ("fp8", "u8", "bf16", 656),
+        ("fp8_v4", "u8", "bf16", 576),
         ("bf16", "bf16", "bf16", 576),
         ("fp32", "fp32", "fp32", 576),
     ):
-        constants = {"FP8": fmt == "fp8", "ROW_WIDTH": width, "LATENT": 512, "ROPE": 64, "ROWS": cache.GATHER_ROWS}
+        planar = fmt == "fp8_v4"
+        constants = {"FP8": element == "u8", "PLANAR": planar, "ROW_WIDTH": width, "LATENT": 512}
+        constants |= {"ROPE": 0 if planar else 64, "ROWS": cache.GATHER_ROWS}
         types = {"kv_cache": f"*{element}", "out": f"*{out}", **ints}
         yield Variant(f"gather[{fmt}]", cache._gather_kernel, types, constants)
 
@@ -77,8 +83,31 @@ def index_variants(capability: int) -> Iterator[Variant]:
     for compact in (False, True):
         constants = {"COMPACT": compact, "BLOCK": index.CONVERT_BLOCK}
         yield Variant(f"convert[compact={compact}]", index._convert_kernel, dict.fromkeys(names, "*i32"), constants)
+    names = ("positions", "req_id_per_token", "block_table", "indices", "lens")
+    for newest, block, warps in ((True, index.WINDOW_BLOCK, 1), (False, index.COMPRESSED_BLOCK, 4)):
+        constants, options = {"NEWEST": newest, "BLOCK": block}, {"num_warps": warps}
+        types = dict.fromkeys(names, "*i32")
+        yield Variant(f"range[newest={newest}]", index._range_kernel, types, constants, options)
+    types = dict.fromkeys(index._combine_kernel.arg_names[:7], "*i32")
+    yield Variant("combine", index._combine_kernel, types, {"BLOCK": index.COMBINE_BLOCK})
     names = ("indices", "context_lens", "context_indices", "new_indices")
     yield Variant("filter", index._filter_kernel, dict.fromkeys(names, "*i32"), {"BLOCK": index.FILTER_BLOCK})
+
+
+def compressor_variants(capability: int) -> Iterator[Variant]:
+    floats = dict.fromkeys(("position_bias", "cos_sin", "state_cache"), "*fp32")
+    ints = dict.fromkeys(("state_block_table", "req_id_per_token", "positions"), "*i32") | {"slot_mapping": "*i64"}
+    layers = (("C4A", 4, 1024, 512), ("C128A", 128, 512, 512), ("C4A indexer", 4, 256, 128))
+    for (layer, ratio, width, head_dim), source in itertools.product(layers, ("bf16", "fp32")):
+        types = {"kv": f"*{source}", "score": f"*{source}", "norm_weight": "*fp32", **floats, **ints}
+        group = {"RATIO": ratio, "WIDTH": width}
+        yield Variant(f"store_state[{layer}, {source}]", compressor._store_state_kernel, types, group)
+        for target in ("fp8_ds_mla_v4", source) if head_dim == 512 else (source,):
+            planar = target == "fp8_ds_mla_v4"
+            constants = {**group, "HEAD_DIM": head_dim, "ROPE": 64, "PLANAR": planar, "STATES": compressor.STATES}
+            constants["STORE"] = source == "bf16"
+            types |= {"kv_cache": "*u8" if planar else f"*{target}"}
+            yield Variant(f"compress[{layer}, {source} to {target}]", compressor._compress_kernel, types, constants)
 
 
 def merge_variants(capability: int) -> Iterator[Variant]:
@@ -93,13 +122,18 @@ def plan_variants(capability: int) -> Iterator[Variant]:
     names = plan._step_kernel.arg_names[:11]
     types = dict.fromkeys(names, "*i32") | {"slot_mapping": "*i64"}
     yield Variant("step", plan._step_kernel, types, {"TOKENS": plan.TOKEN_BLOCK, "COPY": plan.COPY_BLOCK})
+    types = dict.fromkeys(plan._compressed_kernel.arg_names[:6], "*i32") | {"slot_mapping": "*i64"}
+    constants = {"TOKENS": plan.TOKEN_BLOCK, "COPY": plan.COPY_BLOCK}
+    yield Variant("compressed", plan._compressed_kernel, types, constants)
 
 
 def sparse_attention_variants(capability: int) -> Iterator[Variant]:
-    paged = (("fp8_ds_mla", torch.bfloat16, 576, 656), ("bf16", torch.bfloat16, 576, 576))
+    paged = [("fp8_ds_mla", torch.bfloat16, 576, 656), ("bf16", torch.bfloat16, 576, 576)]
+    paged += [("fp8_ds_mla_v4", torch.bfloat16, 512, 576)]
     cases = [(fmt, dtype, dim, width, heads) for fmt, dtype, dim, width in paged for heads in (16, 32, 128)]
     cases += [("bf16", torch.bfloat16, 512, 512, 128), ("fp16", torch.float16, 576, 576, 128)]
     cases += [("fp32", torch.float32, 576, 576, 128), ("fp8_ds_mla", torch.float16, 576, 656, 128)]
+    cases += [("fp8_ds_mla_v4", torch.float16, 512, 576, 128)]
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     for fmt, dtype, dim, width, heads in cases:
         mode = sparse_attention.operand_mode(dtype, fmt)
@@ -107,7 +141,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         partial = heads == 16 and not mode.endswith("exact")
         types = {
             "q": f"*{short[dtype]}",
-            "kv": "*u8" if width == 656 else f"*{short[dtype]}",
+            "kv": "*u8" if fmt.startswith("fp8") else f"*{short[dtype]}",
             "out": "*fp32" if partial else f"*{short[dtype]}",
             "lse": "*fp32",
             "attn_sink": "none" if partial else "*fp32",
@@ -120,7 +154,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             "ROPE": dim == 576,
             "ROW_WIDTH": width,
             "Q_UNIT": 8,
-            "KV_UNIT": 16 if width == 656 else 16 // dtype.itemsize,
+            "KV_UNIT": 16 // FORMATS[fmt].dtype.itemsize,
             "PARTIAL": partial,
             "BLOCK_H": tile.block_h,
             "BLOCK_N": tile.block_n,
@@ -140,6 +174,34 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         }
         constants = {"BLOCK_S": sparse_attention.MAX_SPLITS}
         yield Variant(f"merge_splits[{element}]", sparse_attention._merge_splits_kernel, types, constants)
+
+
+def two_cache_variants(capability: int) -> Iterator[Variant]:
+    v4, names = "fp8_ds_mla_v4", {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    cases = [(v4, v4, torch.bfloat16, 512, heads) for heads in (16, 32, 128)]
+    cases += [("bf16", v4, torch.bfloat16, 512, 128), ("fp8_ds_mla", "bf16", torch.bfloat16, 576, 128)]
+    cases += [("fp16", v4, torch.float16, 512, 128)]
+    for fmt, extra, dtype, dim, heads in cases:
+        modes = sparse_attention.operand_modes(dtype, fmt, extra)
+        tile = sparse_attention.two_cache_tile((capability // 10, capability % 10), heads, modes)
+        partial = heads == 16
+        types = {"q": f"*{names[dtype]}", "out": "*fp32" if partial else f"*{names[dtype]}", "lse": "*fp32"}
+        types["attn_sink"] = "none" if partial else "*fp32"
+        types |= dict.fromkeys(("indices", "topk_length", "extra_indices", "extra_topk_length"), "*i32")
+        types |= dict.fromkeys(("block_table", "extra_block_table", "req_id_per_token"), "*i32")
+        if heads == 32:
+            types |= dict.fromkeys(("topk_length", "extra_topk_length", "block_table"), "none")
+        constants = {"ROPE": dim == 576, "Q_UNIT": 8, "PARTIAL": partial, "UPCAST": False}
+        constants |= {"BLOCK_H": tile.block_h, "BLOCK_N": tile.block_n, "DECODE": tile.decode}
+        for prefix, name, mode in (("", fmt, modes[0]), ("extra_", extra, modes[1])):
+            entry = FORMATS[name]
+            types[f"{prefix}kv"] = "*u8" if entry.quantized else f"*{names[dtype]}"
+            constants[f"{prefix}mode".upper()] = mode
+            constants[f"{prefix}row_width".upper()] = entry.data_bytes or entry.row_width(dim)
+            constants[f"{prefix}kv_unit".upper()] = 16 // entry.dtype.itemsize
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        name = f"attend_extra[{fmt} and {extra}, q {names[dtype]}, {heads} heads]"
+        yield Variant(name, sparse_attention_extra._attend_extra_kernel, types, constants, options)
 
 
 def hopper_variants(capability: int) -> Iterator[Variant]:
@@ -179,10 +241,12 @@ def hopper_variants(capability: int) -> Iterator[Variant]:
 
 VARIANTS = (
     cache_variants,
+    compressor_variants,
     index_variants,
     merge_variants,
     plan_variants,
     sparse_attention_variants,
+    two_cache_variants,
     hopper_variants,
 )
 

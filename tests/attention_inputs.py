@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attention_oracle
 import torch
 
-from mla_ops.formats import FORMATS
+from mla_ops.formats import FORMATS, allocate_cache, planar_views
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 SCALE = 576**-0.5
 QUERIES = [("fp8_ds_mla", torch.bfloat16), ("fp8_ds_mla", torch.float16), ("fp8_ds_mla", torch.float32)]
+QUERIES += [("fp8_ds_mla_v4", torch.bfloat16), ("fp8_ds_mla_v4", torch.float16), ("fp8_ds_mla_v4", torch.float32)]
 QUERIES += [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
 
 
 def operand(lowering: str, cache_format: str, dtype: torch.dtype) -> torch.dtype | None:
     """What a lowering rounds probabilities to: nothing in the reference and in the exact paths."""
-    if lowering == "reference" or dtype == torch.float32 or (cache_format == "fp8_ds_mla" and dtype != torch.bfloat16):
+    quantized = cache_format.startswith("fp8")
+    if lowering == "reference" or dtype == torch.float32 or (quantized and dtype != torch.bfloat16):
         return None
     return dtype
 
@@ -25,7 +28,18 @@ def operand(lowering: str, cache_format: str, dtype: torch.dtype) -> torch.dtype
 def filled_cache(
     cache_format: str, num_blocks: int, block_size: int, device: torch.device, *, head_dim: int = 576
 ) -> torch.Tensor:
-    """Normal keys; in fp8_ds_mla with arbitrary positive scales, as other writers store them."""
+    """Normal keys; in fp8_ds_mla with arbitrary positive scales, as other writers store them.
+
+    In fp8_ds_mla_v4, whose keys are 512 wide, scales of 2**-7 to 2**-4, and NaN in every byte that pads.
+    """
+    if cache_format == "fp8_ds_mla_v4":
+        cache = torch.full_like(allocate_cache(cache_format, num_blocks, block_size, device=device), 0xFF)
+        data, scales = planar_views(cache, cache_format)
+        values = torch.randn(num_blocks, block_size, 512, device=device)
+        data[..., :448] = values[..., :448].mul(64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        data[..., 448:] = values[..., 448:].bfloat16().view(torch.uint8)
+        scales[..., :7] = torch.randint(120, 124, (num_blocks, block_size, 7), device=device).to(torch.uint8)
+        return cache
     if cache_format != "fp8_ds_mla":
         return torch.randn(num_blocks, block_size, head_dim, device=device).to(FORMATS[cache_format].dtype)
     rows = torch.empty(num_blocks * block_size, 656, dtype=torch.uint8, device=device)
@@ -42,6 +56,22 @@ def queries(
     num_tokens: int, num_heads: int, dtype: torch.dtype, device: torch.device, head_dim: int = 576
 ) -> torch.Tensor:
     return torch.randn(num_tokens, num_heads, head_dim, device=device).to(dtype)
+
+
+def key_width(cache_format: str) -> int:
+    return FORMATS[cache_format].head_dims[0]
+
+
+def poison_unused(cache: torch.Tensor, used: torch.Tensor, cache_format: str) -> torch.Tensor:
+    """A copy with NaN in each slot that is not among `used`, and in all that pads."""
+    dirty = torch.full_like(cache, 0xFF if cache.dtype == torch.uint8 else math.nan)
+    views = (cache,), (dirty,)
+    if cache_format == "fp8_ds_mla_v4":
+        views = tuple(planar_views(tensor, cache_format) for tensor in (cache, dirty))
+    for clean, poisoned in zip(*views, strict=True):
+        block, offset = used // clean.shape[1], used % clean.shape[1]
+        poisoned[block, offset] = clean[block, offset]
+    return dirty
 
 
 def some_indices(num_tokens: int, topk: int, num_slots: int, device: torch.device) -> torch.Tensor:
@@ -63,6 +93,55 @@ def check(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options)
     rounded = operand(lowering, cache_format, q.dtype)
-    expected = attention_oracle.attention(q, cache, indices, SCALE, operand=rounded, tokens=tokens, **options)
+    expected = attention_oracle.attention(
+        q, cache, indices, SCALE, operand=rounded, tokens=tokens, cache_format=cache_format, **options
+    )
+    attention_oracle.assert_close(out, lse, expected)
+    return out, lse
+
+
+def check_two_caches(
+    lowering: str,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    cache_format: str,
+    extra_cache: torch.Tensor,
+    extra_indices: torch.Tensor,
+    extra_format: str,
+    tokens: list[int] | None = None,
+    *,
+    extra_topk_length: torch.Tensor | None = None,
+    extra_block_table: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.ops.mla.paged_sparse_attention.extra(
+        q,
+        cache,
+        indices,
+        SCALE,
+        cache_format,
+        extra_cache,
+        extra_indices,
+        extra_format,
+        extra_topk_length=extra_topk_length,
+        extra_block_table=extra_block_table,
+        **options,
+    )
+    operands = [operand(lowering, name, q.dtype) for name in (cache_format, extra_format)]
+    extra = attention_oracle.Source(
+        attention_oracle.decode_cache(extra_cache, extra_format), extra_indices, extra_topk_length, extra_block_table
+    )
+    expected = attention_oracle.attention(
+        q,
+        cache,
+        indices,
+        SCALE,
+        operand=None if None in operands else operands[0],
+        tokens=tokens,
+        cache_format=cache_format,
+        extra=extra,
+        **options,
+    )
     attention_oracle.assert_close(out, lse, expected)
     return out, lse

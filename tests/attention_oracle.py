@@ -37,6 +37,22 @@ def decode(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat((e4m3_table().to(rows.device)[rows[:, :512].long()] * scales, rope), dim=1)
 
 
+def decode_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
+    """All keys of a paged cache to float64, `[blocks, block_size, head_dim]`."""
+    if cache_format != "fp8_ds_mla_v4":
+        return decode(cache.reshape(-1, cache.shape[2])).unflatten(0, cache.shape[:2])
+    # page-planar: 576 bytes a token, then 8 of scales a token
+    num_blocks, stride = cache.shape[0], cache.stride(0)
+    page = next(p for p in range(1, 10**6) if -(-584 * p // 576) * 576 == cache.shape[1]) if cache.dim() == 2 else 0
+    page = page or cache.shape[1]
+    data = cache.as_strided((num_blocks, page, 576), (stride, 576, 1), cache.storage_offset())
+    scales = cache.as_strided((num_blocks, page, 8), (stride, 8, 1), cache.storage_offset() + 576 * page)
+    powers = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [math.nan], dtype=torch.float64)
+    latent = e4m3_table().to(cache.device)[data[..., :448].long()]
+    latent = latent * powers.to(cache.device)[scales[..., :7].long()].repeat_interleave(64, dim=-1)
+    return torch.cat((latent, data[..., 448:].contiguous().view(torch.bfloat16).double()), dim=-1)
+
+
 def valid_slots(
     indices: list[int], num_blocks: int, block_size: int, length: int | None, table_row: list[int] | None
 ) -> list[tuple[int, int]]:
@@ -53,6 +69,27 @@ def valid_slots(
         if 0 <= block < num_blocks:
             found.append((block, offset))
     return found
+
+
+@dataclass
+class Source:
+    """Keys `[blocks, block_size, head_dim]` in float64, and what chooses among them."""
+
+    keys: torch.Tensor
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+
+    def chosen(self, token: int, request: int | None) -> torch.Tensor:
+        """The keys that a token attends to, in order."""
+        num_blocks, block_size, _ = self.keys.shape
+        row = None
+        if self.block_table is not None and request is not None:
+            row = self.block_table[request].tolist() if 0 <= request < self.block_table.shape[0] else []
+        length = None if self.topk_length is None else int(self.topk_length[token])
+        slots = valid_slots(self.indices[token].tolist(), num_blocks, block_size, length, row)
+        place = torch.tensor(slots, dtype=torch.int64, device=self.keys.device).view(-1, 2)
+        return self.keys[place[:, 0], place[:, 1]]
 
 
 @dataclass
@@ -78,8 +115,12 @@ def attention(
     req_id_per_token: torch.Tensor | None = None,
     operand: torch.dtype | None = None,
     tokens: list[int] | None = None,
+    cache_format: str = "",
+    extra: Source | None = None,
 ) -> Expected:
     """`cache` is `[blocks, block_size, width]`; `operand` is what probabilities are rounded to, None if to nothing.
+
+    `cache_format` matters where the cache does not lie row by row; `extra` is a second cache in the same softmax.
 
     The bounds, with d the key width, n the number of keys, |.| elementwise:
     a score s = scale * sum q_i k_i is off by at most e_s = (d + 4) * ACCUMULATE * scale * sum |q_i k_i|, plus what the
@@ -92,23 +133,18 @@ def attention(
     unit = UNIT[operand] if operand is not None else 0.0
     result = Expected(tokens if tokens is not None else list(range(q.shape[0])), *(torch.empty(0) for _ in range(4)))
     outs, lses, out_tolerances, lse_tolerances = [], [], [], []
-    num_blocks, block_size, _ = cache.shape
+    sources = [Source(decode_cache(cache, cache_format), indices, topk_length, block_table)]
+    sources += [extra] if extra is not None else []
     for token in result.tokens:
-        row = None
-        if block_table is not None and req_id_per_token is not None:
-            request = int(req_id_per_token[token])
-            row = block_table[request].tolist() if 0 <= request < block_table.shape[0] else []
-        length = None if topk_length is None else int(topk_length[token])
-        slots = valid_slots(indices[token].tolist(), num_blocks, block_size, length, row)
+        request = None if req_id_per_token is None else int(req_id_per_token[token])
+        keys = torch.cat([source.chosen(token, request) for source in sources])
         num_heads = q.shape[1]
-        if not slots:
+        if not len(keys):
             outs.append(q.new_zeros(num_heads, 512, dtype=torch.float64))
             lses.append(q.new_full((num_heads,), -math.inf, dtype=torch.float64))
             out_tolerances.append(torch.zeros_like(outs[-1]))
             lse_tolerances.append(torch.zeros_like(lses[-1]))
             continue
-        place = torch.tensor(slots, device=q.device)
-        keys = decode(cache[place[:, 0], place[:, 1]])
         queries = q[token].double()
         scores = queries @ keys.T * scale
         error = (keys.shape[1] + 4) * ACCUMULATE * abs(scale) * (queries.abs() @ keys.abs().T)
@@ -121,7 +157,7 @@ def attention(
         weights = weights / weights.sum(1, keepdim=True)
         if attn_sink is not None:
             weights = torch.where((attn_sink == math.inf)[:, None], 0.0, weights)[:, :-1]
-        n = len(slots) * ACCUMULATE
+        n = len(keys) * ACCUMULATE
         out = weights @ keys[:, :512]
         relative = unit + 2 * error + 2 * n + 4 * FUNCTION
         if attn_sink is not None:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
 from benchmarks import common
 
-FAMILIES = ("cache", "index", "merge", "plan", "sparse_attention")
+FAMILIES = ("cache", "compressor", "index", "merge", "plan", "sparse_attention")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

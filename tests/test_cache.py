@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_ops import dispatch
-from mla_ops.formats import allocate_cache
+from mla_ops.formats import FORMATS as ENTRIES
+from mla_ops.formats import allocate_cache, geometry
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 ROOMS = ("reference", "triton")
-FORMATS = ("fp8_ds_mla", "bf16", "fp16", "fp32")
+FORMATS = ("fp8_ds_mla", "fp8_ds_mla_v4", "bf16", "fp16", "fp32")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -44,18 +45,51 @@ def e4m3_byte(value: float) -> int:
     return sign | (below if gap_below < gap_above else above)
 
 
+def python_groups(latent: list[float], group_size: int, lowest: int) -> tuple[bytes, list[int]]:
+    """e4m3 bytes of numbers that are exact in float32, and the exponent of each group's scale."""
+    data, exponents = bytearray(), []
+    for start in range(0, len(latent), group_size):
+        group = latent[start : start + group_size]
+        amax = max((abs(x) for x in group if math.isfinite(x)), default=0.0)
+        mantissa, exponent = math.frexp(max(amax / 448, 2.0**lowest))
+        exponents.append(exponent - 1 if mantissa == 0.5 else exponent)
+        data += bytes(e4m3_byte(x / 2.0 ** exponents[-1]) if math.isfinite(x) else 0x7F for x in group)
+    return bytes(data), exponents
+
+
 def python_row(latent: list[float], rope: list[int]) -> bytes:
     """656 bytes from 512 numbers (exact in float32) and the bits of 64 bfloat16."""
-    data, scales = bytearray(), b""
-    for start in range(0, 512, 128):
-        group = latent[start : start + 128]
-        amax = max((abs(x) for x in group if math.isfinite(x)), default=0.0)
-        bound = max(amax / 448, 2.0**-13)  # 2**-13 is the power of two above 1e-4
-        mantissa, exponent = math.frexp(bound)
-        scale = 2.0 ** (exponent - 1 if mantissa == 0.5 else exponent)
-        scales += struct.pack("<f", scale)
-        data += bytes(e4m3_byte(x / scale) if math.isfinite(x) else 0x7F for x in group)
-    return bytes(data) + scales + struct.pack("<64H", *rope)
+    data, exponents = python_groups(latent, 128, -13)  # 2**-13 is the power of two above 1e-4
+    return data + struct.pack("<4f", *(2.0**exponent for exponent in exponents)) + struct.pack("<64H", *rope)
+
+
+def python_row_v4(latent: list[float], rope: list[int]) -> bytes:
+    """584 bytes, 576 of data and 8 of scales, from 448 numbers and the bits of 64 bfloat16."""
+    data, exponents = python_groups(latent, 64, -22)  # 2**-22 is the power of two above 1e-4 / 448
+    return data + struct.pack("<64H", *rope) + bytes(exponent + 127 for exponent in exponents) + b"\0"
+
+
+def python_block(rows: dict[int, bytes], block_size: int) -> bytes:
+    """A block of V4 with these rows of `python_row_v4`, all else 0: data first, then scales, then what pads."""
+    block = bytearray(-(-584 * block_size // 576) * 576)
+    for offset, row in rows.items():
+        block[576 * offset : 576 * offset + 576] = row[:576]
+        scales = 576 * block_size + 8 * offset
+        block[scales : scales + 8] = row[576:]
+    return bytes(block)
+
+
+def python_rows(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
+    """The bytes of every slot in one piece, `[slots, 584]` for V4, as they lie for all others."""
+    if cache_format != "fp8_ds_mla_v4":
+        return cache.cpu().reshape(-1, cache.shape[-1])
+    block_size = geometry(cache, cache_format).block_size
+    blocks = [bytes(block) for block in cache.cpu().flatten(1).tolist()]
+    data = [b[576 * j : 576 * (j + 1)] for b in blocks for j in range(block_size)]
+    behind = 576 * block_size
+    scales = [b[behind + 8 * j : behind + 8 * (j + 1)] for b in blocks for j in range(block_size)]
+    joined = bytearray(b"".join(d + e for d, e in zip(data, scales, strict=True)))
+    return torch.frombuffer(joined, dtype=torch.uint8).view(-1, 584) if joined else torch.empty(0, 584).byte()
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -95,6 +129,101 @@ def test_row_bytes_equal_python(room: str, few: list[float], rope: list[int]) ->
     assert not found[[0, 1, 2, 3, 5]].any()
 
 
+@pytest.mark.parametrize("room", ROOMS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_block_bytes_of_v4_equal_python(room: str, data: st.DataObject) -> None:
+    """Two rows of one block, any page size, every byte of the cache: the pads and the other rows stay 0."""
+    block_size = data.draw(st.sampled_from((1, 2, 3, 64, 73, 256)))
+    edges = st.sampled_from(
+        [1e-4, 1.0000001e-4, 9.9e-5, 448 * 2.0**-22, 448.00003 * 2.0**-22, 2.0**-126, 448 * 2.0**120]
+    )
+    few = data.draw(st.lists(st.one_of(numbers, edges), min_size=1, max_size=40))
+    rope = (data.draw(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=8)) * 64)[:64]
+    latent = torch.tensor([(few * 448)[:448], (few[::-1] * 448)[:448]], device=DEVICE)
+    bits = torch.tensor([rope, rope], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    cache = allocate_cache("fp8_ds_mla_v4", 2, block_size, device=DEVICE)
+    slots = [2 * block_size - 1, block_size]
+    with dispatch.override(room):
+        store(latent[:1], bits[:1].float().to(DEVICE), cache, slots[:1], "fp8_ds_mla_v4")
+        store(latent[1:], bits[1:].float().to(DEVICE), cache, slots[1:], "fp8_ds_mla_v4")
+    rows = {}
+    for numbers_, slot in zip(latent.cpu().double().tolist(), slots, strict=True):
+        rows[slot - block_size] = python_row_v4(numbers_, rope)
+    expected = torch.frombuffer(
+        bytearray(python_block({}, block_size) + python_block(rows, block_size)), dtype=torch.uint8
+    )
+    found = cache.cpu().flatten()
+    assert found.shape == expected.shape
+    for offset in rows:
+        # a NaN of the RoPE part keeps no payload on its way through float32
+        at = cache.shape[1] + 576 * offset + 448
+        for one in (found, expected):
+            tail = one[at : at + 128].view(torch.bfloat16)
+            tail[tail.isnan()] = math.nan
+    assert torch.equal(found, expected)
+
+
+def test_v4_scales_have_their_floor_and_their_order(lowering: str, device: torch.device) -> None:
+    """amax is floored before the division by 448: zeros give byte 105, 2**-22, and the pad byte is 0."""
+    latent = torch.zeros(1, 448, device=device)
+    latent[0, 64], latent[0, 128], latent[0, 192], latent[0, 256] = 448, 449, 2.0**-14, 448 * 2.0**-22
+    latent[0, 320], latent[0, 384] = torch.inf, -torch.nan
+    cache = torch.full_like(allocate_cache("fp8_ds_mla_v4", 1, 64, device=device), 0xFF)
+    store(latent, torch.zeros(1, 64, device=device), cache, [0], "fp8_ds_mla_v4")
+    start = 576 * 64
+    assert cache[0, start : start + 8].tolist() == [105, 127, 128, 105, 105, 105, 105, 0]
+    assert cache[0, 320].item() == cache[0, 384].item() == 0x7F
+    assert cache[0, [0, 63, 321, 385]].tolist() == [0, 0, 0, 0]
+    assert (cache[0, start + 8 :] == 0xFF).all()
+    assert (cache[0, 576:start] == 0xFF).all()
+
+
+def test_geometry_of_v4_is_that_of_either_shape() -> None:
+    """Padded blocks of every page size up to 600, and the token-by-token view of them."""
+    entry = ENTRIES["fp8_ds_mla_v4"]
+    assert [entry.block_bytes(size) for size in (2, 64, 72, 73, 256)] == [1728, 37440, 42048, 43200, 149760]
+    lengths = {-(-584 * size // 576) * 576: size for size in range(1, 600)}
+    for block_bytes, size in lengths.items():
+        assert entry.block_size(block_bytes) == size
+        pool = torch.empty(3, block_bytes + 16, dtype=torch.uint8, device="meta")
+        flat = pool[:, :block_bytes]
+        by_token = flat.as_strided((3, size, 584), (block_bytes + 16, 584, 1))
+        for cache in (flat, by_token):
+            assert geometry(cache, "fp8_ds_mla_v4") == (3, size, block_bytes + 16, 512)
+    for rows in range(1, 600):
+        if rows * 576 not in lengths:
+            assert entry.block_bytes(entry.block_size(rows * 576)) != rows * 576
+
+
+@pytest.mark.parametrize("block_size", [64, 256, 2, 5])
+def test_v4_written_through_either_shape(lowering: str, device: torch.device, block_size: int) -> None:
+    """A cache of blocks, the same seen token by token, and a slice of a pool hold the same bytes, and nothing else."""
+    keys = torch.randn(7, 448, device=device).bfloat16(), torch.randn(7, 64, device=device).bfloat16()
+    slots = [0, 2 * block_size - 1, -1, block_size, 2 * block_size, 1, INT_MIN]
+    cache = allocate_cache("fp8_ds_mla_v4", 2, block_size, device=device)
+    store(*keys, cache, slots, "fp8_ds_mla_v4")
+    block_bytes = cache.shape[1]
+    pool = torch.full((3, block_bytes + 48), 7, dtype=torch.uint8, device=device)
+    before = pool.clone()
+    before[1:, 16:-32] = cache
+    views = pool[1:, 16:-32], pool[1:].as_strided((2, block_size, 584), (block_bytes + 48, 584, 1), block_bytes + 64)
+    for view in views:
+        pool.fill_(7)
+        pool[1:, 16:-32] = 0
+        store(*keys, view, slots, "fp8_ds_mla_v4")
+        assert torch.equal(pool, before)
+        assert geometry(view, "fp8_ds_mla_v4").block_size == block_size
+        everything = torch.arange(2, dtype=torch.int32, device=device).view(1, 2)
+        lens = torch.tensor([2 * block_size], dtype=torch.int32, device=device)
+        starts = torch.tensor([0, 2 * block_size], dtype=torch.int32, device=device)
+        rows = [
+            torch.ops.mla.gather_cache(one, everything, lens, starts, 2 * block_size, "fp8_ds_mla_v4")
+            for one in (cache, view)
+        ]
+        assert torch.equal(*rows)
+
+
 def test_every_bfloat16_is_quantised_alike(lowering: str, device: torch.device) -> None:
     """All 65536 values, in groups of one magnitude and shuffled (so that most are far below their group's largest)."""
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -112,6 +241,22 @@ def test_every_bfloat16_is_quantised_alike(lowering: str, device: torch.device) 
         again = allocate_cache("fp8_ds_mla", 4, 64)
         store(latent, rope, again, list(range(256)), "fp8_ds_mla")
     assert torch.equal(rows, again.view(256, 656))
+
+
+def test_every_bfloat16_is_quantised_alike_in_v4(lowering: str, device: torch.device) -> None:
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    latent = torch.cat((values, values[torch.randperm(2**16)]))[: 292 * 448].view(292, 448)
+    rope = torch.randn(292, 64).bfloat16()
+    cache = allocate_cache("fp8_ds_mla_v4", 73, 4, device=device)
+    store(latent.to(device), rope.to(device), cache, list(range(292)), "fp8_ds_mla_v4")
+    rows = python_rows(cache, "fp8_ds_mla_v4")
+    for row in range(0, 292, 16):
+        bits = [b & 0xFFFF for b in rope[row].view(torch.int16).tolist()]
+        assert bytes(rows[row].tolist()) == python_row_v4(latent[row].double().tolist(), bits)
+    with dispatch.override("reference"):
+        again = allocate_cache("fp8_ds_mla_v4", 73, 4)
+        store(latent, rope, again, list(range(292)), "fp8_ds_mla_v4")
+    assert torch.equal(cache.cpu(), again)
 
 
 @pytest.mark.parametrize("exponent", [-20, -13, 0, 119])
@@ -166,8 +311,9 @@ def test_the_shorter_of_slots_and_rows_counts(
 ) -> None:
     cache = allocate_cache(cache_format, 2, 4, device=device)
     ones = torch.ones(num_rows, 576, device=device).to(torch.bfloat16 if cache.dtype == torch.uint8 else cache.dtype)
-    store(ones[:, :512], ones[:, 512:], cache, list(range(num_slots)), cache_format)
-    written = cache.view(8, -1).ne(0).any(1)
+    latent_dim = ENTRIES[cache_format].latent_dim
+    store(ones[:, :latent_dim], ones[:, 512:], cache, list(range(num_slots)), cache_format)
+    written = python_rows(cache, cache_format).ne(0).any(1)
     assert written.sum() == min(num_slots, num_rows)
     assert written[: min(num_slots, num_rows)].all()
 
@@ -198,12 +344,17 @@ def gather_oracle(
     return found
 
 
-def python_values(cache: torch.Tensor) -> torch.Tensor:
+def python_values(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
     """All rows of a cache, `[slots, head_dim]`, in the type that gather_cache returns."""
-    rows = cache.cpu().reshape(-1, cache.shape[-1])
+    rows = python_rows(cache, cache_format)
     if cache.dtype != torch.uint8:
         return rows
     table = torch.tensor([e4m3_value(byte) for byte in range(256)], dtype=torch.float32)
+    if cache_format == "fp8_ds_mla_v4":
+        powers = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [math.nan])
+        scales = powers[rows[:, 576:583].long()].repeat_interleave(64, dim=1)
+        latent = (table[rows[:, :448].long()] * scales).bfloat16()
+        return torch.cat((latent, rows[:, 448:576].contiguous().view(torch.bfloat16)), dim=1)
     scales = rows[:, 512:528].contiguous().view(torch.float32).repeat_interleave(128, dim=1)
     latent = (table[rows[:, :512].long()] * scales).bfloat16()
     return torch.cat((latent, rows[:, 528:].contiguous().view(torch.bfloat16)), dim=1)
@@ -219,8 +370,8 @@ def check_gather(
     gather_lens: list[int] | None,
     offset: int,
 ) -> None:
-    num_blocks, block_size, _ = cache.shape
-    values = python_values(cache)
+    num_blocks, block_size, _, _ = geometry(cache, cache_format)
+    values = python_values(cache, cache_format)
 
     def int32(data: list) -> torch.Tensor:
         return torch.tensor(data, dtype=torch.int32, device=cache.device)
@@ -304,10 +455,10 @@ def test_gather_equals_python_on_anything(room: str, data: st.DataObject) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
 @pytest.mark.parametrize("num_tokens", [1, 7, 128, 4096])
 def test_store_and_gather_at_real_sizes(cache_format: str, num_tokens: int) -> None:
-    latent = torch.randn(num_tokens, 512, device="cuda").bfloat16() * 3
+    latent = torch.randn(num_tokens, ENTRIES[cache_format].latent_dim, device="cuda").bfloat16() * 3
     rope = torch.randn(num_tokens, 64, device="cuda").bfloat16()
     slots = torch.randperm(256 * 64, device="cuda")[:num_tokens]
     slots[::5] = -1
@@ -344,4 +495,26 @@ def test_slots_beyond_four_gib(cache_format: str) -> None:
         lens = torch.tensor([64], dtype=torch.int32, device="cuda")
         starts = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
         found = torch.ops.mla.gather_cache(cache, table, lens, starts, 64, cache_format)
-    assert same(found[63].cpu(), python_values(small)[6])
+    assert same(found[63].cpu(), python_values(small, cache_format)[6])
+
+
+@pytest.mark.gpu
+def test_slots_of_v4_beyond_four_gib() -> None:
+    num_blocks = 2**32 // 37440 + 2000
+    cache = allocate_cache("fp8_ds_mla_v4", num_blocks, 64, device="cuda")
+    far = torch.arange(2**32 // 37440 * 64 - 2, 2**32 // 37440 * 64 + 3, device="cuda")
+    slots = torch.cat((far, torch.tensor([0, num_blocks * 64 - 1, num_blocks * 64], device="cuda")))
+    latent, rope = torch.randn(8, 448, device="cuda").bfloat16(), torch.randn(8, 64, device="cuda").bfloat16()
+    small = allocate_cache("fp8_ds_mla_v4", 1, 8, device="cuda")
+    with dispatch.override("triton"):
+        torch.ops.mla.concat_and_cache(latent, rope, cache, slots, "fp8_ds_mla_v4")
+        torch.ops.mla.concat_and_cache(latent, rope, small, torch.arange(8, device="cuda"), "fp8_ds_mla_v4")
+        named = (slots[:7] // 64).unique()
+        rows = python_rows(cache[named], "fp8_ds_mla_v4")
+        places = [int((named == slot // 64).nonzero()) * 64 + slot % 64 for slot in slots[:7].tolist()]
+        assert torch.equal(rows[places], python_rows(small, "fp8_ds_mla_v4")[:7])
+        assert int(cache.any(1).sum()) == len(named)
+        table, lens = named[-1:].int().view(1, 1), torch.tensor([64], dtype=torch.int32, device="cuda")
+        starts = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
+        found = torch.ops.mla.gather_cache(cache, table, lens, starts, 64, "fp8_ds_mla_v4")
+    assert same(found[63].cpu(), python_values(small, "fp8_ds_mla_v4")[6])

@@ -14,7 +14,7 @@ from torch._dynamo.utils import ReinplaceCounters
 from torch._inductor.utils import run_and_get_code
 
 import mla_ops  # noqa: F401  registers the ops
-from mla_ops.formats import allocate_cache
+from mla_ops.formats import FORMATS, allocate_cache
 from mla_ops.testing.checks import (
     assert_same_bits,
     large_allocations,
@@ -31,7 +31,7 @@ TOPK = 8
 SCALE = 0.1
 SIZES = (5, 1, 64, 2, 0, 33)
 
-cache_formats = pytest.mark.parametrize("cache_format", ["bf16", "fp8_ds_mla"])
+cache_formats = pytest.mark.parametrize("cache_format", ["bf16", "fp8_ds_mla", "fp8_ds_mla_v4"])
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,9 @@ class Step:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator).to(torch.bfloat16)
 
-        self.kv_c, self.k_pe = normal(num_tokens, 512), normal(num_tokens, 64)
-        self.q = normal(num_tokens, HEADS, 576)
+        entry = FORMATS[cache_format]
+        self.kv_c, self.k_pe = normal(num_tokens, entry.latent_dim), normal(num_tokens, 64)
+        self.q = normal(num_tokens, HEADS, entry.head_dims[0])
         self.slots = torch.arange(num_tokens) + first_slot
         high = NUM_BLOCKS * BLOCK_SIZE
         self.indices = torch.randint(-1, high, (num_tokens, TOPK), dtype=torch.int32, generator=generator)
@@ -133,7 +134,7 @@ def write_of_what_was_attended(cache: torch.Tensor, first: Any, second: Any, fmt
     # two layers of a model that share a cache: the second write depends on the first attention
     write(cache, first, fmt)
     out, _ = attend(cache, first, fmt)
-    mla.concat_and_cache(out.mean(1), first[1], cache, second[2][: first[2].shape[0]], fmt)
+    mla.concat_and_cache(out.mean(1)[:, : first[0].shape[1]], first[1], cache, second[2][: first[2].shape[0]], fmt)
     return attend(cache, first, fmt)
 
 
@@ -215,6 +216,46 @@ def test_no_copy_of_a_cache_that_is_a_module_buffer(program: Callable[..., Any])
     assert_no_copy(layer.kv_cache, codes, calls)
 
 
+@pytest.mark.parametrize("extra_format", ["fp8_ds_mla_v4", "bf16"])
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_no_copy_of_either_of_two_caches(extra_format: str, dynamic: bool | None) -> None:
+    """Both written and attended to, twice: a window in V4's layout and compressed tokens in pages of their own."""
+
+    def two_caches(window: torch.Tensor, extra: torch.Tensor, steps: Any) -> Any:
+        outputs = []
+        for step, extra_keys in steps:
+            write(window, step, "fp8_ds_mla_v4")
+            mla.concat_and_cache(*extra_keys, extra, step[2], extra_format)
+            outputs.append(
+                mla.paged_sparse_attention.extra(
+                    step[3], window, step[4], SCALE, "fp8_ds_mla_v4", extra, step[4], extra_format
+                )
+            )
+        return used_late(*outputs)
+
+    extra = allocate_cache(extra_format, 100, 2, head_dim=512)
+    fill = Step(200, "fp8_ds_mla_v4")
+    mla.concat_and_cache(fill.kv_c, fill.k_pe, extra, fill.slots, extra_format)
+    steps = []
+    for first_slot in (0, 40):
+        step = Step(4, "fp8_ds_mla_v4", first_slot=first_slot).tensors()
+        steps.append((step, (step[0] * 2, step[1] * 2)))
+    eager = new_cache("fp8_ds_mla_v4"), extra.clone()
+    caches = tuple(cache.clone() for cache in eager)
+    expected = two_caches(*eager, steps)
+    with record_calls() as calls:
+        actual, codes = run_and_get_code(torch.compile(two_caches, fullgraph=True, dynamic=dynamic), *caches, steps)
+    assert_same(actual, expected, "compiled against eager, output")
+    assert_same(caches, eager, "compiled against eager, cache")
+    assert ReinplaceCounters.get_total_missed() == 0
+    assert large_allocations(codes, extra[:8].numel()) == []
+    pointers = {cache.data_ptr() for cache in caches}
+    for op, arguments in calls:
+        for name in ("kv_cache", "extra_kv_cache"):
+            assert name not in arguments or arguments[name].data_ptr() in pointers, f"{op} got a copy of {name}"
+    assert {op for op, _ in calls} == {"concat_and_cache", "paged_sparse_attention.extra"}
+
+
 @pytest.mark.parametrize("program", [write_then_attend, attend_then_write, write_attend_write_attend])
 def test_order_of_reads_and_writes_holds_in_a_graph_compiled_for_training(program: Callable[..., Any]) -> None:
     # Inductor does not sort for locality there, and loses reads before an opaque write that are native torch ops
@@ -281,15 +322,24 @@ def test_every_other_out_overload_writes_its_buffers_in_place() -> None:
             requests, table, indices, BLOCK_SIZE, out=b["slots"], valid_counts=b["counts"]
         )
         mla.filter_prefill_indices.out(b["slots"], requests, context_indices=b["context"], new_indices=b["new"])
+        window = {"indices": b["window"], "lens": b["window_lens"]}
+        mla.sliding_window_indices.out(b["counts"], requests, table, TOPK, BLOCK_SIZE, **window)
+        dense = {"indices": b["dense"], "lens": b["dense_lens"]}
+        mla.compressed_indices.out(b["counts"], requests, table, 4, BLOCK_SIZE, TOPK, **dense)
+        chosen = {"indices": b["chosen"], "lens": b["chosen_lens"]}
+        mla.compute_global_topk_indices_and_lens.out(indices, requests, table, BLOCK_SIZE, **chosen)
+        rows = {"indices": b["rows"], "lens": b["rows_lens"]}
+        mla.combine_topk_swa_indices.out(indices[:, 3:], b["counts"], requests, lens, lens, 3, 4, 64, 16, **rows)
         q = torch.ones(4, HEADS, 576)
         mla.sparse_attention.out(q, kv, b["new"], SCALE, out=b["out"], lse=b["lse"])
         mla.merge_attention_states.out(b["out"], b["lse"], *side, out=b["merged"], lse=b["merged_lse"])
 
     def new_buffers() -> dict[str, torch.Tensor]:
-        int32 = {name: torch.full((4, TOPK), 7, dtype=torch.int32) for name in ("slots", "context", "new")}
+        names = ("slots", "context", "new", "window", "dense", "chosen", "rows")
+        lengths = ("counts", "window_lens", "dense_lens", "chosen_lens", "rows_lens")
         return {
-            **int32,
-            "counts": torch.full((4,), 7, dtype=torch.int32),
+            **{name: torch.full((4, TOPK), 7, dtype=torch.int32) for name in names},
+            **{name: torch.full((4,), 7, dtype=torch.int32) for name in lengths},
             "workspace": torch.full((25, 576), 7.0, dtype=torch.bfloat16),
             **{name: torch.full((4, HEADS, 512), 7.0) for name in ("out", "merged")},
             **{name: torch.full((4, HEADS), 7.0) for name in ("lse", "merged_lse")},
@@ -333,6 +383,20 @@ def test_one_graph_for_every_number_of_tokens(sizes: tuple[int, ...], backend: s
     )
     assert_same(actual, expected, "compiled against eager, output")
     assert_same_bits(cache, eager_cache, "compiled against eager, kv_cache")
+
+
+def test_one_graph_for_every_number_of_tokens_over_two_caches() -> None:
+    def two_caches(q: Any, indices: Any, extra_indices: Any, cache: Any, extra: Any) -> Any:
+        return mla.paged_sparse_attention.extra(
+            q, cache, indices, SCALE, "fp8_ds_mla_v4", extra, extra_indices, "fp8_ds_mla_v4"
+        )
+
+    caches, calls = (new_cache("fp8_ds_mla_v4"), new_cache("fp8_ds_mla_v4")), []
+    for num_tokens in SIZES:
+        step = Step(num_tokens, "fp8_ds_mla_v4")
+        calls.append((step.q, step.indices, step.indices.flip(1), *caches))
+    actual = run_without_recompiling(two_caches, calls, unbacked=lambda *args: [(tensor, 0) for tensor in args[:3]])
+    assert_same(actual, [two_caches(*call) for call in calls], "compiled against eager, output")
 
 
 def test_one_graph_for_every_number_of_tokens_written_into_buffers() -> None:
@@ -388,6 +452,41 @@ def test_one_graph_for_every_number_of_requests_and_width_of_the_block_table(con
 
     actual = run_without_recompiling(translated, calls, unbacked=unbacked)
     assert_same(actual, [translated(*call) for call in calls], "compiled against eager, output")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_for_the_index_builders_whatever_the_batch_and_the_block_table(backend: str) -> None:
+    def build(positions: Any, requests: Any, chosen: Any, table: Any, lens: Any) -> Any:
+        return (
+            mla.sliding_window_indices(positions, requests, table, 8, BLOCK_SIZE),
+            mla.compressed_indices(positions, requests, table, 4, BLOCK_SIZE, 9, num_blocks=NUM_BLOCKS),
+            mla.compute_global_topk_indices_and_lens(chosen, requests, table, BLOCK_SIZE, num_blocks=NUM_BLOCKS),
+            mla.combine_topk_swa_indices(chosen, positions, requests, lens, lens, 8, 4, 64, 16),
+        )
+
+    calls = []
+    for num_tokens, num_requests, width, topk in (
+        (5, 2, 3, 8),
+        (1, 1, 1, 1),
+        (64, 33, 2, 0),
+        (2, 0, 4, 7),
+        (0, 5, 0, 3),
+    ):
+        generator = torch.Generator().manual_seed(num_tokens)
+
+        def random(high: int, *shape: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randint(-1, high, shape, dtype=torch.int32, generator=generator)
+
+        tokens = random(BLOCK_SIZE * 3, num_tokens), random(max(num_requests, 1), num_tokens)
+        # slices of buffers at capacity, whose strides do not change
+        chosen, table = random(12, 64, 9)[:num_tokens, :topk], random(NUM_BLOCKS, 70, 20)[:num_requests, :width]
+        calls.append((*tokens, chosen, table, random(BLOCK_SIZE * 3, num_requests)))
+
+    def unbacked(positions: Any, requests: Any, chosen: Any, table: Any, lens: Any) -> Any:
+        return [(tensor, 0) for tensor in (positions, requests, chosen, table, lens)] + [(chosen, 1), (table, 1)]
+
+    actual = run_without_recompiling(build, calls, unbacked=unbacked, backend=backend)
+    assert_same(actual, [build(*call) for call in calls], "compiled against eager, output")
 
 
 def test_one_graph_for_every_top_k_and_every_number_of_keys() -> None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import REFUSALS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import mla_ops  # noqa: F401  registers the ops
 from mla_ops.formats import FORMATS, allocate_cache, get_format
-from mla_ops.testing import Sample, op_names, output_names, sample_inputs
+from mla_ops.testing import Sample, functional, op_names, out_overload, output_names, sample_inputs
 from mla_ops.testing.checks import assert_same_memory, clone_sample, named_arguments
 
 INT32 = torch.int32
@@ -28,6 +29,8 @@ def complete_sample(op_name: str) -> Sample:
     optional = {
         "attn_sink": torch.zeros(3),
         "block_table": torch.zeros(2, 3, dtype=INT32),
+        "extra_block_table": torch.zeros(2, 3, dtype=INT32),
+        "extra_topk_length": torch.ones(5, dtype=INT32),
         "gather_lens": torch.ones(2, dtype=INT32),
         "req_id_per_token": torch.zeros(5, dtype=INT32),
         "topk_length": torch.ones(5, dtype=INT32),
@@ -83,8 +86,8 @@ def assert_refused(sample: Sample, kind: type[Exception], *words: str, compiled:
     assert_same_memory(sample, before, "after a refused compiled call")
 
 
-BASE_OPS = [name for name in op_names() if not name.endswith(".out")]
-OUT_OPS = [name for name in op_names() if name.endswith(".out")]
+BASE_OPS = [name for name in op_names() if name == functional(name)]
+OUT_OPS = [name for name in op_names() if name != functional(name)]
 EVERY_TENSOR = [(op_name, name) for op_name in op_names() for name in tensor_arguments(op_name)]
 every_tensor = pytest.mark.parametrize(
     ("op_name", "name"), EVERY_TENSOR, ids=[f"{name} of {op_name}" for op_name, name in EVERY_TENSOR]
@@ -101,7 +104,7 @@ def assert_tensor_refused(op_name: str, name: str, value: torch.Tensor, kind: ty
     """As `assert_refused`, compiled for one argument of each op: the checks are the same for all of them."""
     compiled = name == tensor_arguments(op_name)[-1]
     sample = with_changes(op_name, **{name: value})
-    assert_refused(sample, kind, op_name.removesuffix(".out"), *words, compiled=compiled)
+    assert_refused(sample, kind, functional(op_name), *words, compiled=compiled)
 
 
 @every_tensor
@@ -135,237 +138,6 @@ def test_last_dimension_that_is_not_contiguous_is_refused(op_name: str, name: st
     assert_tensor_refused(op_name, name, spread, ValueError, name, str(spread.stride()))
 
 
-def narrower(name: str, dim: int = 0) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """One element less of `name` along `dim`."""
-    return lambda given: {name: given[name].narrow(dim, 0, given[name].shape[dim] - 1).contiguous()}
-
-
-# op, what is wrong, the changed arguments, exception, words of the message
-REFUSALS: list[tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]], type[Exception], tuple[str, ...]]] = [
-    ("concat_and_cache", "unknown format", lambda g: {"cache_format": "fp9"}, ValueError, ("'bf16'", "got 'fp9'")),
-    (
-        "concat_and_cache",
-        "format of another dtype",
-        lambda g: {"cache_format": "fp8_ds_mla"},
-        TypeError,
-        ("kv_cache", "'fp8_ds_mla'", "torch.uint8", "got torch.bfloat16"),
-    ),
-    (
-        "concat_and_cache",
-        "row width",
-        lambda g: {"kv_cache": torch.zeros(5, 4, 577, dtype=torch.bfloat16)},
-        ValueError,
-        ("kv_cache", "576 or 512", "got [5, 4, 577]"),
-    ),
-    ("concat_and_cache", "fewer k_pe than kv_c", narrower("k_pe"), ValueError, ("k_pe", "num_tokens=5", "got [4, 64]")),
-    ("concat_and_cache", "keys narrower than rows", narrower("k_pe", 1), ValueError, ("576", "512 + 63")),
-    (
-        "concat_and_cache",
-        "latent of a quantised row",
-        lambda g: {
-            "kv_cache": allocate_cache("fp8_ds_mla", 5, 4),
-            "cache_format": "fp8_ds_mla",
-            "kv_c": g["kv_c"][:, :448].contiguous(),
-        },
-        ValueError,
-        ("kv_c", "512", "got 448"),
-    ),
-    (
-        "concat_and_cache",
-        "rows apart",
-        lambda g: {"kv_cache": torch.zeros(5, 4, 592, dtype=torch.bfloat16)[:, :, :576]},
-        ValueError,
-        ("kv_cache.stride(1)", "576", "got 592"),
-    ),
-    (
-        "concat_and_cache",
-        "blocks off their alignment",
-        lambda g: {"kv_cache": torch.zeros(5, 4 * 576 + 1, dtype=torch.bfloat16)[:, :-1].unflatten(1, (4, 576))},
-        ValueError,
-        ("kv_cache.stride(0)", "16 bytes", "2305"),
-    ),
-    (
-        "concat_and_cache",
-        "a block without slots",
-        lambda g: {"kv_cache": g["kv_cache"][:, :0]},
-        ValueError,
-        ("kv_cache", "block_size", "got 0"),
-    ),
-    ("gather_cache", "unknown format", lambda g: {"cache_format": ""}, ValueError, ("cache_format", "got ''")),
-    ("gather_cache", "negative number of rows", lambda g: {"num_rows": -1}, ValueError, ("num_rows", "got -1")),
-    ("gather_cache", "negative offset", lambda g: {"offset": -3}, ValueError, ("offset", "got -3")),
-    (
-        "gather_cache",
-        "starts without the end",
-        narrower("cu_seq_lens"),
-        ValueError,
-        ("cu_seq_lens", "num_requests+1=3", "got [2]"),
-    ),
-    (
-        "gather_cache",
-        "other requests",
-        narrower("block_table"),
-        ValueError,
-        ("block_table", "num_requests=2", "[1, 3]"),
-    ),
-    (
-        "gather_cache",
-        "other lengths",
-        narrower("gather_lens"),
-        ValueError,
-        ("gather_lens", "num_requests=2", "got [1]"),
-    ),
-    (
-        "convert_req_index_to_global_index",
-        "zero block size",
-        lambda g: {"block_size": 0},
-        ValueError,
-        ("block_size", "at least 1", "got 0"),
-    ),
-    (
-        "convert_req_index_to_global_index",
-        "negative block size",
-        lambda g: {"block_size": -64},
-        ValueError,
-        ("block_size", "got -64"),
-    ),
-    (
-        "convert_req_index_to_global_index",
-        "negative number of blocks",
-        lambda g: {"num_blocks": -1},
-        ValueError,
-        ("num_blocks", "got -1"),
-    ),
-    (
-        "convert_req_index_to_global_index",
-        "other tokens",
-        narrower("token_indices"),
-        ValueError,
-        ("token_indices", "num_tokens=5", "got [4, 6]"),
-    ),
-    ("filter_prefill_indices", "other tokens", narrower("context_lens"), ValueError, ("context_lens", "=5", "got [4]")),
-    ("paged_sparse_attention", "unknown format", lambda g: {"cache_format": "bf17"}, ValueError, ("got 'bf17'",)),
-    (
-        "paged_sparse_attention",
-        "head dim of neither kind",
-        lambda g: {"q": g["q"][:, :, :128].contiguous()},
-        ValueError,
-        ("q must", "576 or 512", "[5, 3, 128]"),
-    ),
-    (
-        "paged_sparse_attention",
-        "queries narrower than keys",
-        lambda g: {"q": g["q"][:, :, :512].contiguous()},
-        ValueError,
-        ("q is 512 wide", "576"),
-    ),
-    (
-        "paged_sparse_attention",
-        "a cache of index keys",
-        lambda g: {"kv_cache": allocate_cache("bf16", 5, 4, head_dim=128)},
-        ValueError,
-        ("kv_cache are 128 wide",),
-    ),
-    (
-        "paged_sparse_attention",
-        "no head",
-        lambda g: {"q": g["q"][:, :0]},
-        ValueError,
-        ("1 to 128 heads", "got 0"),
-    ),
-    (
-        "paged_sparse_attention",
-        "too many heads",
-        lambda g: {"q": torch.zeros(5, 129, 576, dtype=torch.bfloat16)},
-        ValueError,
-        ("1 to 128 heads", "got 129"),
-    ),
-    ("paged_sparse_attention", "other tokens", narrower("indices"), ValueError, ("indices", "=5", "got [4, 6]")),
-    ("paged_sparse_attention", "other lengths", narrower("topk_length"), ValueError, ("topk_length", "=5", "got [4]")),
-    ("paged_sparse_attention", "other heads", narrower("attn_sink"), ValueError, ("attn_sink", "=3", "got [2]")),
-    (
-        "paged_sparse_attention",
-        "other requests",
-        narrower("req_id_per_token"),
-        ValueError,
-        ("req_id_per_token", "=5", "got [4]"),
-    ),
-    (
-        "paged_sparse_attention",
-        "a block table alone",
-        lambda g: {"req_id_per_token": None},
-        ValueError,
-        ("block_table and req_id_per_token go together", "got block_table without req_id_per_token"),
-    ),
-    (
-        "paged_sparse_attention",
-        "request ids alone",
-        lambda g: {"block_table": None},
-        ValueError,
-        ("got req_id_per_token without block_table",),
-    ),
-    (
-        "paged_sparse_attention",
-        "queries of another dtype than plain keys",
-        lambda g: {"q": g["q"].half()},
-        TypeError,
-        ("q must be torch.bfloat16", "got torch.float16"),
-    ),
-    (
-        "sparse_attention",
-        "keys of another dtype",
-        lambda g: {"kv": g["kv"].half()},
-        TypeError,
-        ("kv must be torch.bfloat16", "got torch.float16"),
-    ),
-    ("sparse_attention", "narrower keys", narrower("kv", 1), ValueError, ("kv must", "head_dim=576", "575]")),
-    ("sparse_attention", "other tokens", narrower("indices"), ValueError, ("indices", "=5", "got [4, 6]")),
-    ("merge_attention_states", "other tokens", narrower("out_b"), ValueError, ("out_b", "=5", "got [4, 3, 512]")),
-    ("merge_attention_states", "other heads", narrower("lse_b", 1), ValueError, ("lse_b", "num_heads=3", "got [5, 2]")),
-    (
-        "merge_attention_states",
-        "halves of two dtypes",
-        lambda g: {"out_b": g["out_b"].half()},
-        TypeError,
-        ("out_b must be torch.bfloat16", "got torch.float16"),
-    ),
-    ("build_step_metadata", "zero block size", lambda g: {"block_size": 0}, ValueError, ("block_size", "got 0")),
-    ("build_step_metadata", "negative top k", lambda g: {"index_topk": -1}, ValueError, ("index_topk", "got -1")),
-    (
-        "build_step_metadata",
-        "starts without the end",
-        narrower("query_start_loc"),
-        ValueError,
-        ("query_start_loc", "num_requests+1=3", "got [2]"),
-    ),
-    (
-        "build_step_metadata",
-        "more requests than the buffers hold",
-        lambda g: {
-            "seq_lens": torch.ones(5, dtype=INT32),
-            "query_start_loc": torch.arange(6, dtype=INT32),
-            "block_table": torch.zeros(5, 3, dtype=INT32),
-        },
-        ValueError,
-        ("5 requests", "room for 4"),
-    ),
-    (
-        "build_step_metadata",
-        "a wider block table than the buffer",
-        lambda g: {"block_table": torch.zeros(2, 9, dtype=INT32)},
-        ValueError,
-        ("block_table is 9 blocks wide", "4"),
-    ),
-    (
-        "build_step_metadata",
-        "buffers of two lengths",
-        narrower("key_lens"),
-        ValueError,
-        ("key_lens", "=12", "got [11]"),
-    ),
-]
-
-
 @pytest.mark.parametrize(
     ("op_name", "change", "kind", "words"),
     [(op_name, change, kind, words) for op_name, _, change, kind, words in REFUSALS],
@@ -376,9 +148,9 @@ def test_a_call_that_breaks_the_contract_is_refused(
 ) -> None:
     changes = change(complete_sample(op_name).kwargs)
     assert_refused(with_changes(op_name, **changes), kind, f"{op_name}: ", *words)
-    if f"{op_name}.out" in op_names():
+    if out_overload(op_name) in op_names():
         # the same checks stand before the overload
-        assert_refused(with_changes(f"{op_name}.out", **changes), kind, f"{op_name}: ", *words, compiled=False)
+        assert_refused(with_changes(out_overload(op_name), **changes), kind, f"{op_name}: ", *words, compiled=False)
 
 
 @pytest.mark.parametrize("op_name", OUT_OPS)
@@ -415,7 +187,7 @@ every_float = pytest.mark.parametrize(
 def test_an_argument_that_requires_grad_is_refused(op_name: str, name: str) -> None:
     leaf = complete_sample(op_name).kwargs[name].detach().requires_grad_()
     sample = with_changes(op_name, **{name: leaf})
-    words = (op_name.removesuffix(".out"), f": {name} requires grad", "torch.no_grad()", f"detach {name}")
+    words = (functional(op_name), f": {name} requires grad", "torch.no_grad()", f"detach {name}")
     message = message_of(lambda: sample.op(**sample.kwargs), NotImplementedError)
     for word in words:
         assert word in message

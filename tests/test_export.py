@@ -104,6 +104,36 @@ class LayerOfAnEngine(torch.nn.Module):
     }
 
 
+class IndexBuilders(torch.nn.Module):
+    """Window and width are constants of the model; requests and tokens vary."""
+
+    def forward(self, positions: Any, requests: Any, chosen: Any, table: Any, lens: Any) -> Any:
+        return (
+            mla.sliding_window_indices(positions, requests, table, 8, BLOCK_SIZE, num_blocks=NUM_BLOCKS),
+            mla.compressed_indices(positions, requests, table, 4, BLOCK_SIZE, 5),
+            mla.compute_global_topk_indices_and_lens(chosen, requests, table, BLOCK_SIZE),
+            mla.combine_topk_swa_indices(chosen, positions, requests, lens, lens, 8, 4, 40, 12),
+        )
+
+    @staticmethod
+    def calls() -> list[tuple[Any, ...]]:
+        return [
+            (
+                int32(1, 24, num_tokens),
+                int32(2, num_requests + 1, num_tokens),
+                int32(3, 12, num_tokens, TOPK),
+                int32(4, NUM_BLOCKS, num_requests, 3),
+                int32(5, 24, num_requests),
+            )
+            for num_tokens, num_requests in zip(NUM_TOKENS, (0, 1, 3, 4), strict=True)
+        ]
+
+    dynamic_shapes = {
+        **{name: {0: NUM_TOKENS_DIM} for name in ("positions", "requests", "chosen")},
+        **{name: {0: NUM_REQUESTS_DIM} for name in ("table", "lens")},
+    }
+
+
 class StepMetadata(torch.nn.Module):
     """The buffers are state of the module; the number of requests varies."""
 
@@ -133,7 +163,7 @@ class StepMetadata(torch.nn.Module):
     dynamic_shapes = {"starts": {0: capacity + 1}, "lens": {0: capacity}, "table": {0: capacity}}
 
 
-MODULES = (LayerWithItsCache, LayerOfAnEngine, StepMetadata)
+MODULES = (LayerWithItsCache, LayerOfAnEngine, IndexBuilders, StepMetadata)
 
 # what another process runs: no test code, no module definitions, only torch and the ops
 RUN_SAVED_PROGRAM = """
@@ -204,6 +234,12 @@ def test_export_keeps_the_ops(kind: Any, strict: bool) -> None:
             "mla.convert_req_index_to_global_index.default",
             "mla.gather_cache.default",
             "mla.filter_prefill_indices.default",
+        },
+        IndexBuilders: {
+            "mla.sliding_window_indices.default",
+            "mla.compressed_indices.default",
+            "mla.compute_global_topk_indices_and_lens.default",
+            "mla.combine_topk_swa_indices.default",
         },
         StepMetadata: {"mla.build_step_metadata.default"},
     }[kind]

@@ -14,7 +14,7 @@ import torch
 
 import mla_ops  # noqa: F401  registers the ops
 from mla_ops.dispatch import FAMILIES
-from mla_ops.testing import op_names, output_names
+from mla_ops.testing import functional, op_names, out_overload, output_names
 from mla_ops.testing.samples import overload
 
 
@@ -27,10 +27,32 @@ class TestFrozenSchemas(expecttest.TestCase):
         self.assertExpectedInline(
             schemas,
             """\
+mla::build_compressed_metadata(Tensor positions, Tensor req_id_per_token, Tensor block_table,
+    Tensor(a!) block_table_buffer, Tensor(b!) slot_mapping, Tensor(c!) compressed_lens, SymInt
+    compress_ratio, SymInt block_size) -> ()
 mla::build_step_metadata(Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor(a!)
     query_start_loc_buffer, Tensor(b!) seq_lens_buffer, Tensor(c!) block_table_buffer, Tensor(d!)
     req_id_per_token, Tensor(e!) positions, Tensor(f!) slot_mapping, Tensor(g!) key_lens, Tensor(h!)
     topk_length, SymInt block_size, SymInt index_topk) -> ()
+mla::combine_topk_swa_indices(Tensor topk_indices, Tensor positions, Tensor req_id_per_token, Tensor
+    seq_lens, Tensor gather_lens, SymInt window, SymInt compress_ratio, SymInt request_stride,
+    SymInt window_offset) -> (Tensor, Tensor)
+mla::combine_topk_swa_indices.out(Tensor topk_indices, Tensor positions, Tensor req_id_per_token,
+    Tensor seq_lens, Tensor gather_lens, SymInt window, SymInt compress_ratio, SymInt
+    request_stride, SymInt window_offset, *, Tensor(a!) indices, Tensor(b!) lens) -> ()
+mla::compress_and_cache(Tensor kv, Tensor score, Tensor position_bias, Tensor norm_weight, Tensor
+    cos_sin, Tensor(a!) state_cache, Tensor(b!) kv_cache, Tensor state_block_table, Tensor
+    req_id_per_token, Tensor positions, Tensor slot_mapping, float eps, str cache_format) -> ()
+mla::compressed_indices(Tensor positions, Tensor req_id_per_token, Tensor block_table, SymInt
+    compress_ratio, SymInt block_size, SymInt width, *, SymInt? num_blocks=None) -> (Tensor, Tensor)
+mla::compressed_indices.out(Tensor positions, Tensor req_id_per_token, Tensor block_table, SymInt
+    compress_ratio, SymInt block_size, SymInt width, *, SymInt? num_blocks=None, Tensor(a!) indices,
+    Tensor(b!) lens) -> ()
+mla::compute_global_topk_indices_and_lens(Tensor topk_indices, Tensor req_id_per_token, Tensor
+    block_table, SymInt block_size, *, SymInt? num_blocks=None) -> (Tensor, Tensor)
+mla::compute_global_topk_indices_and_lens.out(Tensor topk_indices, Tensor req_id_per_token, Tensor
+    block_table, SymInt block_size, *, SymInt? num_blocks=None, Tensor(a!) indices, Tensor(b!) lens)
+    -> ()
 mla::concat_and_cache(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str
     cache_format) -> ()
 mla::convert_req_index_to_global_index(Tensor req_id_per_token, Tensor block_table, Tensor
@@ -54,9 +76,24 @@ mla::merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor
 mla::paged_sparse_attention(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, str
     cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None,
     Tensor? req_id_per_token=None) -> (Tensor, Tensor)
+mla::paged_sparse_attention.extra(Tensor q, Tensor(a!) kv_cache, Tensor indices, float
+    softmax_scale, str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str
+    extra_cache_format, *, Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor?
+    attn_sink=None, Tensor? block_table=None, Tensor? extra_block_table=None, Tensor?
+    req_id_per_token=None) -> (Tensor, Tensor)
+mla::paged_sparse_attention.extra_out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float
+    softmax_scale, str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str
+    extra_cache_format, *, Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor?
+    attn_sink=None, Tensor? block_table=None, Tensor? extra_block_table=None, Tensor?
+    req_id_per_token=None, Tensor(c!) out, Tensor(d!) lse) -> ()
 mla::paged_sparse_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale,
     str cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None,
     Tensor? req_id_per_token=None, Tensor(b!) out, Tensor(c!) lse) -> ()
+mla::sliding_window_indices(Tensor positions, Tensor req_id_per_token, Tensor block_table, SymInt
+    window, SymInt block_size, *, SymInt? num_blocks=None) -> (Tensor, Tensor)
+mla::sliding_window_indices.out(Tensor positions, Tensor req_id_per_token, Tensor block_table,
+    SymInt window, SymInt block_size, *, SymInt? num_blocks=None, Tensor(a!) indices, Tensor(b!)
+    lens) -> ()
 mla::sparse_attention(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor?
     topk_length=None, Tensor? attn_sink=None) -> (Tensor, Tensor)
 mla::sparse_attention.out(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor?
@@ -65,11 +102,11 @@ mla::sparse_attention.out(Tensor q, Tensor kv, Tensor indices, float softmax_sca
 
 
 every_op = pytest.mark.parametrize("name", op_names())
-computing_ops = pytest.mark.parametrize("name", [name for name in op_names() if f"{name}.out" in op_names()])
+computing_ops = pytest.mark.parametrize("name", [name for name in op_names() if out_overload(name) in op_names()])
 
 
 def test_every_op_has_a_family_and_every_family_an_op() -> None:
-    assert {name.partition(".")[0] for name in op_names()} == set(FAMILIES)
+    assert {functional(name) for name in op_names()} == set(FAMILIES)
 
 
 @every_op
@@ -90,7 +127,7 @@ def test_nothing_returned_aliases_an_argument(name: str) -> None:
 @every_op
 def test_an_op_that_writes_into_buffers_returns_nothing(name: str) -> None:
     schema = overload(name)._schema
-    if name.endswith(".out") or not schema.returns:
+    if name != functional(name) or not schema.returns:
         assert not schema.returns
         assert any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
 
@@ -99,7 +136,7 @@ def test_an_op_that_writes_into_buffers_returns_nothing(name: str) -> None:
 def test_a_cache_is_declared_written_by_readers_too(name: str) -> None:
     # declared read-only, an independent read before a write makes Inductor clone the whole cache
     for argument in overload(name)._schema.arguments:
-        if argument.name == "kv_cache":
+        if argument.name.endswith("kv_cache"):
             assert argument.alias_info is not None
             assert argument.alias_info.is_write
 
@@ -112,13 +149,15 @@ def test_sizes_are_symbolic(name: str) -> None:
 
 @computing_ops
 def test_out_overload_appends_one_buffer_for_each_result(name: str) -> None:
-    functional, out = overload(name)._schema, overload(f"{name}.out")._schema
-    appended = output_names(overload(f"{name}.out"))
-    assert len(appended) == len(functional.returns)
-    assert [a.name for a in out.arguments] == [a.name for a in functional.arguments] + appended
+    plain, out = overload(name)._schema, overload(out_overload(name))._schema
+    appended = output_names(overload(out_overload(name)))
+    assert len(appended) == len(plain.returns)
+    assert [a.name for a in out.arguments] == [a.name for a in plain.arguments] + appended
 
-    shared, _, _ = str(functional).removeprefix(f"mla::{name}").partition(") -> ")
-    assert str(out).startswith(f"mla::{name}.out{shared}, "), "everything but the buffers is the same, defaults too"
+    shared, _, _ = str(plain).removeprefix(f"mla::{name}").partition(") -> ")
+    assert str(out).startswith(f"mla::{out_overload(name)}{shared}, "), (
+        "everything but the buffers is the same, defaults too"
+    )
 
 
 @every_op

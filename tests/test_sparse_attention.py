@@ -8,11 +8,23 @@ from collections.abc import Iterator
 import attention_oracle
 import pytest
 import torch
-from attention_inputs import INT_MAX, INT_MIN, QUERIES, SCALE, check, filled_cache, operand, queries, some_indices
+from attention_inputs import (
+    INT_MAX,
+    INT_MIN,
+    QUERIES,
+    SCALE,
+    check,
+    filled_cache,
+    key_width,
+    operand,
+    poison_unused,
+    queries,
+    some_indices,
+)
 
 import mla_ops  # noqa: F401  (registers the ops)
 from mla_ops import dispatch
-from mla_ops.formats import FORMATS
+from mla_ops.formats import FORMATS, planar_views
 
 
 @pytest.fixture(params=["reference", "triton", *(["hopper"] if torch.cuda.is_available() else [])])
@@ -35,7 +47,8 @@ def test_attention_equals_float64(
     if exact and lowering == "triton" and device.type == "cpu":
         num_heads = min(num_heads, 17)  # exact tiles have 16 heads and 16 keys, and many of them take long to interpret
     topk = 20 if exact else 70
-    check(lowering, queries(2, num_heads, dtype, device), cache, some_indices(2, topk, 96, device), cache_format)
+    q = queries(2, num_heads, dtype, device, key_width(cache_format))
+    check(lowering, q, cache, some_indices(2, topk, 96, device), cache_format)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -54,7 +67,7 @@ def test_flat_attention_equals_float64(lowering: str, device: torch.device, dtyp
     attention_oracle.assert_close(out, lse, expected)
 
 
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
 def test_request_local_indices(lowering: str, device: torch.device, cache_format: str) -> None:
     """Translated inside, with garbage in the block table and among the requests, equal to translating before."""
     cache = filled_cache(cache_format, 7, 16, device)
@@ -62,7 +75,8 @@ def test_request_local_indices(lowering: str, device: torch.device, cache_format
     owners = torch.tensor([0, 1, 2, 3, -1], dtype=torch.int32, device=device)
     indices = some_indices(5, 40, 52, device)
     local = {"block_table": table, "req_id_per_token": owners}
-    out, lse = check(lowering, queries(5, 3, torch.bfloat16, device), cache, indices, cache_format, **local)
+    q = queries(5, 3, torch.bfloat16, device, key_width(cache_format))
+    out, lse = check(lowering, q, cache, indices, cache_format, **local)
     assert not out[3:].any()
     assert (lse[3:] == -math.inf).all()
 
@@ -81,19 +95,16 @@ def test_translation_inside_equals_translation_before(lowering: str, device: tor
     assert torch.equal(inside[1], before[1])
 
 
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16", "fp32"])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4", "bf16", "fp32"])
 def test_nothing_unused_is_seen(lowering: str, device: torch.device, cache_format: str) -> None:
     """NaN in every slot that no valid index names, and garbage where there was -1: the same bits come out."""
-    q = queries(3, 5, FORMATS[cache_format].value_dtype, device)
+    q = queries(3, 5, FORMATS[cache_format].value_dtype, device, key_width(cache_format))
     cache = filled_cache(cache_format, 5, 8, device)
     indices = torch.randint(0, 20, (3, 24), dtype=torch.int32, device=device) * 2 % 40
     indices[torch.rand(3, 24, device=device) < 0.4] = -1
     clean = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, cache_format)
-    unused = torch.ones(40, dtype=torch.bool, device=device)
-    unused[indices[indices >= 0].long()] = False
-    dirty = cache.clone()
-    dirty.view(40, -1).view(torch.uint8)[unused] = 0xFF
-    assert dirty.view(40, -1).view(torch.uint8)[unused].numel() > 0
+    dirty = poison_unused(cache, indices[indices >= 0].long().unique(), cache_format)
+    assert not torch.equal(dirty.view(torch.uint8), cache.view(torch.uint8))
     garbage = torch.tensor([INT_MIN, -123456, -1, 40, INT_MAX], dtype=torch.int32, device=device)
     noisy = torch.where(indices < 0, garbage[torch.randint(0, 5, indices.shape, device=device)], indices)
     found = torch.ops.mla.paged_sparse_attention(q, dirty, noisy, SCALE, cache_format)
@@ -210,6 +221,37 @@ def test_pool_slices_and_strided_outputs(lowering: str, device: torch.device) ->
     assert (lse[:, [0, 1, 7, 8]] == 77).all()
 
 
+@pytest.mark.parametrize("block_size", [64, 256, 2, 3])
+def test_v4_pages_and_views(lowering: str, device: torch.device, block_size: int) -> None:
+    """Any page size; a cache of whole blocks, the same seen token by token, and a slice of a pool: the same bits."""
+    num_blocks = 1 + 24 // block_size
+    cache = filled_cache("fp8_ds_mla_v4", num_blocks, block_size, device)
+    q, indices = queries(2, 3, torch.bfloat16, device, 512), some_indices(2, 20, num_blocks * block_size, device)
+    out, lse = check(lowering, q, cache, indices, "fp8_ds_mla_v4")
+    by_token = cache.as_strided((num_blocks, block_size, 584), (cache.stride(0), 584, 1))
+    pool = torch.full((num_blocks + 1, cache.shape[1] + 48), 0xFF, dtype=torch.uint8, device=device)
+    pool[1:, 16:-32] = cache
+    for same in (by_token, pool[1:, 16:-32]):
+        found = torch.ops.mla.paged_sparse_attention(q, same, indices, SCALE, "fp8_ds_mla_v4")
+        assert torch.equal(found[0], out)
+        assert torch.equal(found[1], lse)
+
+
+def test_a_nan_of_v4_stays_in_the_rows_that_attend_to_it(lowering: str, device: torch.device) -> None:
+    """A value, a scale and a RoPE element that are not numbers, in three slots of one block."""
+    cache = filled_cache("fp8_ds_mla_v4", 1, 8, device)
+    data, scales = planar_views(cache, "fp8_ds_mla_v4")
+    data[0, 1, 5], scales[0, 3, 6], data[0, 5, 575] = 0x7F, 255, 0x7F
+    data[0, 5, 574] = 0xC0
+    indices = torch.tensor([[0, 2, 4], [0, 1, 2], [3, 0, 2], [4, 6, 5]], dtype=torch.int32, device=device)
+    q = queries(4, 2, torch.bfloat16, device, 512)
+    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, "fp8_ds_mla_v4")
+    assert out[0].isfinite().all()
+    assert lse[0].isfinite().all()
+    assert out[1:].isnan().all()
+    assert lse[1:].isnan().all()
+
+
 def test_split_table() -> None:
     from mla_ops.kernels.triton.sparse_attention import num_splits
 
@@ -231,10 +273,10 @@ def test_tile_table() -> None:
     limits = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99}
     for capability, limit in limits.items():
         for num_heads in range(1, 129):
-            for mode in ("fp8", "plain", "exact", "fp8_exact"):
+            for mode in ("fp8", "fp8_v4", "plain", "exact", "fp8_exact", "fp8_v4_exact"):
                 chosen = tile(capability, num_heads, mode)
                 # wgmma reads all keys from shared memory, the older instructions a converted group at a time
-                width = 576 if mode == "plain" or capability == (9, 0) else 128
+                width = 576 if mode in ("plain", "fp8_v4") or capability == (9, 0) else 128
                 if not mode.endswith("exact"):
                     assert (chosen.block_h * 576 + chosen.block_n * width) * 2 <= limit * 1024
                 assert chosen.block_h * 512 * 4 <= 2**17

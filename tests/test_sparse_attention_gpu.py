@@ -8,7 +8,19 @@ from collections.abc import Iterator
 import attention_oracle
 import pytest
 import torch
-from attention_inputs import INT_MAX, INT_MIN, QUERIES, SCALE, check, filled_cache, queries, some_indices
+from attention_inputs import (
+    INT_MAX,
+    INT_MIN,
+    QUERIES,
+    SCALE,
+    check,
+    check_two_caches,
+    filled_cache,
+    key_width,
+    operand,
+    queries,
+    some_indices,
+)
 
 from mla_ops import dispatch
 from mla_ops.formats import allocate_cache
@@ -28,7 +40,7 @@ REAL += [(128, 8, 2048), (128, 16, 2048), (128, 64, 2176), (128, 128, 2048), (12
 REAL += [(4096, 128, 2048), (4096, 1, 2048), (4096, 17, 640)]
 
 
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
 @pytest.mark.parametrize(("num_tokens", "num_heads", "topk"), REAL)
 def test_attention_at_real_sizes(cache_format: str, num_tokens: int, num_heads: int, topk: int, lowering: str) -> None:
     """All tokens by a local table, all lengths; about thirty tokens against float64, all of them for finiteness."""
@@ -44,7 +56,7 @@ def test_attention_at_real_sizes(cache_format: str, num_tokens: int, num_heads: 
     }
     if num_tokens:
         options["topk_length"][0] = topk
-    q = queries(num_tokens, num_heads, torch.bfloat16, device)
+    q = queries(num_tokens, num_heads, torch.bfloat16, device, key_width(cache_format))
     indices = some_indices(num_tokens, topk, 512 * 64, device)
     tokens = sorted({0, num_tokens - 1, *torch.randint(0, num_tokens, (30,)).tolist()}) if num_tokens else []
     out, lse = check(lowering, q, cache, indices, cache_format, tokens, **options)
@@ -58,7 +70,100 @@ def test_every_format_and_tile_on_the_gpu(cache_format: str, dtype: torch.dtype,
     device = torch.device("cuda")
     cache = filled_cache(cache_format, 64, 64, device)
     indices = some_indices(5, 640, 4096, device)
-    check(lowering, queries(5, num_heads, dtype, device), cache, indices, cache_format)
+    check(lowering, queries(5, num_heads, dtype, device, key_width(cache_format)), cache, indices, cache_format)
+
+
+V4_REAL = [(0, 64, 128, 512), (1, 64, 128, 512), (2, 128, 128, 1024), (7, 17, 128, 640), (16, 8, 128, 0)]
+V4_REAL += [(64, 64, 128, 512), (256, 128, 128, 1024), (4096, 64, 128, 512)]
+
+
+@pytest.mark.parametrize("extra_format", ["fp8_ds_mla_v4", "bf16"])
+@pytest.mark.parametrize(("num_tokens", "num_heads", "topk", "extra_topk"), V4_REAL)
+def test_two_caches_at_real_sizes(
+    num_tokens: int, num_heads: int, topk: int, extra_topk: int, extra_format: str, lowering: str
+) -> None:
+    """A window by slots in pages of 64, compressed tokens by a local table in pages of 2, all lengths, sinks."""
+    device = torch.device("cuda")
+    cache = filled_cache("fp8_ds_mla_v4", 300, 64, device)
+    extra = filled_cache(extra_format, 9000, 2, device, head_dim=512)
+    table = torch.randint(0, 9000, (16, 512), dtype=torch.int32, device=device)
+    table[:, ::37] = torch.tensor([INT_MIN, -1, 9000, INT_MAX], dtype=torch.int32, device=device).repeat(4)[:, None]
+    options = {
+        "extra_block_table": table,
+        "req_id_per_token": torch.randint(-1, 16, (num_tokens,), dtype=torch.int32, device=device),
+        "topk_length": torch.randint(0, topk + 1, (num_tokens,), dtype=torch.int32, device=device),
+        "extra_topk_length": torch.randint(0, extra_topk + 1, (num_tokens,), dtype=torch.int32, device=device),
+        "attn_sink": torch.randn(num_heads, device=device),
+    }
+    q = queries(num_tokens, num_heads, torch.bfloat16, device, 512)
+    indices = some_indices(num_tokens, topk, 300 * 64, device)
+    extra_indices = some_indices(num_tokens, extra_topk, 1024, device)
+    tokens = sorted({0, num_tokens - 1, *torch.randint(0, num_tokens, (30,)).tolist()}) if num_tokens else []
+    out, lse = check_two_caches(
+        lowering, q, cache, indices, "fp8_ds_mla_v4", extra, extra_indices, extra_format, tokens, **options
+    )
+    assert out.isfinite().all()
+    assert not lse.isnan().any()
+
+
+def test_two_caches_of_a_captured_step_replay(lowering: str) -> None:
+    """One capture over two caches, replayed with other lengths, tables, keys and live tokens: the bits of eager."""
+    device, num_tokens, num_heads = torch.device("cuda"), 24, 64
+    caches = [filled_cache("fp8_ds_mla_v4", *shape, device) for shape in ((40, 64), (800, 2))]
+    q = queries(num_tokens, num_heads, torch.bfloat16, device, 512)
+    selections = [torch.zeros(num_tokens, width, dtype=torch.int32, device=device) for width in (128, 512)]
+    lengths = [torch.zeros(num_tokens, dtype=torch.int32, device=device) for _ in range(2)]
+    tables = [torch.zeros(8, width, dtype=torch.int32, device=device) for width in (5, 100)]
+    owners = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+
+    def attend(out: torch.Tensor, lse: torch.Tensor) -> None:
+        torch.ops.mla.paged_sparse_attention.extra_out(
+            q,
+            caches[0],
+            selections[0],
+            SCALE,
+            "fp8_ds_mla_v4",
+            caches[1],
+            selections[1],
+            "fp8_ds_mla_v4",
+            topk_length=lengths[0],
+            extra_topk_length=lengths[1],
+            block_table=tables[0],
+            extra_block_table=tables[1],
+            req_id_per_token=owners,
+            out=out,
+            lse=lse,
+        )
+
+    def buffers() -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.full((num_tokens, num_heads, 512), math.nan, dtype=torch.bfloat16, device=device)
+        return out, torch.full((num_tokens, num_heads), math.nan, device=device)
+
+    captured = buffers()
+    attend(*captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(*captured)
+    for num_live in (24, 5, 0, 17):
+        for selection, length, table, cache, num_blocks in zip(
+            selections, lengths, tables, caches, (40, 800), strict=True
+        ):
+            page = 64 if num_blocks == 40 else 2
+            selection.copy_(some_indices(num_tokens, selection.shape[1], table.shape[1] * page, device))
+            length.copy_(torch.randint(0, selection.shape[1] + 1, (num_tokens,), device=device))
+            table.random_(-1, num_blocks + 1)
+            cache.copy_(filled_cache("fp8_ds_mla_v4", num_blocks, page, device))
+        owners.random_(0, 8)
+        owners[num_live:] = -1
+        q.normal_()
+        graph.replay()
+        eager = buffers()
+        attend(*eager)
+        assert torch.equal(captured[0], eager[0])
+        assert torch.equal(captured[1], eager[1])
+        assert captured[0].isfinite().all()
+        assert not captured[0][num_live:].any()
 
 
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
@@ -77,6 +182,28 @@ def test_keys_beyond_four_gib(cache_format: str, lowering: str) -> None:
     out, lse = torch.ops.mla.paged_sparse_attention(q, cache, far, SCALE, cache_format)
     assert torch.equal(out, near_out)
     assert torch.equal(lse, near_lse)
+
+
+def test_keys_of_v4_beyond_four_gib(lowering: str) -> None:
+    device = torch.device("cuda")
+    num_blocks = 2**32 // 37440 + 3000
+    cache = allocate_cache("fp8_ds_mla_v4", num_blocks, 64, device=device)
+    some = filled_cache("fp8_ds_mla_v4", 2000, 64, device)
+    cache[-2000:] = some
+    indices = some_indices(7, 2048, 2000 * 64, device)
+    far = torch.where((indices >= 0) & (indices < 2000 * 64), indices + (num_blocks - 2000) * 64, indices)
+    far[indices == 2000 * 64] = num_blocks * 64
+    q = queries(7, 17, torch.bfloat16, device, 512)
+    rounded = operand(lowering, "fp8_ds_mla_v4", q.dtype)
+    expected = attention_oracle.attention(q, some, indices, SCALE, operand=rounded, cache_format="fp8_ds_mla_v4")
+    attention_oracle.assert_close(
+        *torch.ops.mla.paged_sparse_attention(q, cache, far, SCALE, "fp8_ds_mla_v4"), expected
+    )
+    for arguments in (
+        (cache, far, SCALE, "fp8_ds_mla_v4", some, indices[:, :0], "fp8_ds_mla_v4"),
+        (some, indices[:, :0], SCALE, "fp8_ds_mla_v4", cache, far, "fp8_ds_mla_v4"),
+    ):
+        attention_oracle.assert_close(*torch.ops.mla.paged_sparse_attention.extra(q, *arguments), expected)
 
 
 def test_new_sizes_compile_nothing(lowering: str) -> None:

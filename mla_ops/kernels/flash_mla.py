@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..dispatch import Call, Lowering, is_installed
-from ..formats import LATENT_DIM
+from ..formats import LATENT_DIM, geometry
 from .reference.index import translate
 
 # its planning kernel keeps 20 bytes a row in shared memory and exits the process when they do not fit; below this
@@ -163,7 +163,7 @@ def paged_sparse_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    num_blocks, block_size, _ = kv_cache.shape
+    num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
     num_tokens, num_heads, _ = q.shape
     if num_tokens == 0:
         return

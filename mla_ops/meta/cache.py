@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import Call
+from ..formats import geometry
 from ..registry import OutputSpec, define_computing, define_mutating, require
 from .checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_tensor
 
@@ -14,16 +15,17 @@ def check_concat_and_cache(
 ) -> None:
     op = "concat_and_cache"
     entry = check_cache(op, kv_cache, cache_format)
-    head_dim = entry.head_dim(kv_cache.shape[2])
+    head_dim = geometry(kv_cache, cache_format).head_dim
     dtypes = FLOAT_DTYPES if entry.quantized or entry.dtype == torch.float32 else (entry.dtype, torch.float32)
     device = kv_c.device
     check_tensor(op, "kv_c", kv_c, dtypes, (("num_tokens", None), ("latent_dim", None)), device)
     check_tensor(op, "k_pe", k_pe, (kv_c.dtype,), (("num_tokens", kv_c.shape[0]), ("rope_dim", None)), device)
-    latent_dim = 512 if entry.quantized else None
-    if latent_dim is not None:
+    if entry.quantized:
         require(
-            kv_c.shape[1] == latent_dim,
-            lambda: f"{op}: kv_c must be {latent_dim} wide for cache_format '{cache_format}', got {kv_c.shape[1]}",
+            kv_c.shape[1] == entry.latent_dim,
+            lambda: (
+                f"{op}: kv_c must be {entry.latent_dim} wide for cache_format '{cache_format}', got {kv_c.shape[1]}"
+            ),
         )
     require(
         kv_c.shape[1] + k_pe.shape[1] == head_dim,
@@ -88,7 +90,7 @@ def outputs_gather_cache(
     offset: int = 0,
 ) -> dict[str, OutputSpec]:
     entry = check_cache("gather_cache", kv_cache, cache_format)
-    return {"out": ((num_rows, entry.head_dim(kv_cache.shape[2])), entry.value_dtype)}
+    return {"out": ((num_rows, geometry(kv_cache, cache_format).head_dim), entry.value_dtype)}
 
 
 def describe_gather_cache(

@@ -51,39 +51,62 @@ def check_tensor(
         )
 
 
-def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str) -> CacheFormat:
-    """Raises unless `kv_cache` can hold `cache_format`. Returns the format."""
+def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str, name: str = "kv_cache") -> CacheFormat:
+    """Raises unless `kv_cache`, which the caller calls `name`, can hold `cache_format`. Returns the format."""
     entry = get_format(cache_format, op)
     if kv_cache.dtype != entry.dtype:
-        raise TypeError(f"{op}: kv_cache of cache_format '{cache_format}' must be {entry.dtype}, got {kv_cache.dtype}")
-    if kv_cache.dim() != 3 or kv_cache.shape[2] not in entry.row_widths:
-        widths = " or ".join(str(width) for width in entry.row_widths)
-        raise ValueError(
-            f"{op}: kv_cache of cache_format '{cache_format}' must have shape [num_blocks, block_size, {widths}], "
-            f"got {list(kv_cache.shape)}"
-        )
+        raise TypeError(f"{op}: {name} of cache_format '{cache_format}' must be {entry.dtype}, got {kv_cache.dtype}")
     itemsize = entry.dtype.itemsize
-    require(
-        kv_cache.shape[1] >= 1, lambda: f"{op}: kv_cache must have a block_size of at least 1, got {kv_cache.shape[1]}"
-    )
-    require(
-        kv_cache.stride(2) == 1, lambda: f"{op}: rows of kv_cache must be contiguous, got strides {kv_cache.stride()}"
-    )
-    require(
-        kv_cache.stride(1) == kv_cache.shape[2],
-        lambda: f"{op}: kv_cache.stride(1) must be {kv_cache.shape[2]}, one row, got {kv_cache.stride(1)}",
-    )
+    if entry.planar and kv_cache.dim() == 2:
+        require(
+            kv_cache.stride(1) == 1,
+            lambda: f"{op}: {name} must have contiguous blocks, got strides {kv_cache.stride()}",
+        )
+        block_bytes = kv_cache.shape[1]
+        require(
+            block_bytes > 0 and entry.block_bytes(entry.block_size(block_bytes)) == block_bytes,
+            lambda: (
+                f"{op}: {name} of cache_format '{cache_format}' must have blocks of "
+                f"ceil({entry.row_widths[0]} * block_size / {entry.data_bytes}) * {entry.data_bytes} bytes, "
+                f"got shape {list(kv_cache.shape)}"
+            ),
+        )
+    else:
+        if kv_cache.dim() != 3 or kv_cache.shape[2] not in entry.row_widths:
+            widths = " or ".join(str(width) for width in entry.row_widths)
+            flat = "[num_blocks, block_bytes] or " if entry.planar else ""
+            raise ValueError(
+                f"{op}: {name} of cache_format '{cache_format}' must have shape {flat}[num_blocks, block_size, "
+                f"{widths}], got {list(kv_cache.shape)}"
+            )
+        require(
+            kv_cache.shape[1] >= 1,
+            lambda: f"{op}: {name} must have a block_size of at least 1, got {kv_cache.shape[1]}",
+        )
+        require(
+            kv_cache.stride(2) == 1, lambda: f"{op}: rows of {name} must be contiguous, got strides {kv_cache.stride()}"
+        )
+        require(
+            kv_cache.stride(1) == kv_cache.shape[2],
+            lambda: f"{op}: {name}.stride(1) must be {kv_cache.shape[2]}, one row, got {kv_cache.stride(1)}",
+        )
+    if entry.planar:
+        needed = kv_cache.shape[1] * (1 if kv_cache.dim() == 2 else kv_cache.shape[2])
+        require(
+            kv_cache.stride(0) >= needed,
+            lambda: f"{op}: blocks of {name} take {needed} bytes, got {name}.stride(0) of {kv_cache.stride(0)}",
+        )
     require(
         kv_cache.stride(0) * itemsize % CACHE_ALIGNMENT == 0,
         lambda: (
-            f"{op}: blocks of kv_cache must start on {CACHE_ALIGNMENT} bytes, got kv_cache.stride(0) of "
+            f"{op}: blocks of {name} must start on {CACHE_ALIGNMENT} bytes, got {name}.stride(0) of "
             f"{kv_cache.stride(0)} elements of {itemsize} bytes"
         ),
     )
     require(
         kv_cache.storage_offset() * itemsize % CACHE_ALIGNMENT == 0,
         lambda: (
-            f"{op}: kv_cache must start on {CACHE_ALIGNMENT} bytes of its storage, got a storage offset of "
+            f"{op}: {name} must start on {CACHE_ALIGNMENT} bytes of its storage, got a storage offset of "
             f"{kv_cache.storage_offset()} elements of {itemsize} bytes"
         ),
     )

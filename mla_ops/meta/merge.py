@@ -18,18 +18,25 @@ def check_merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, l
     num_tokens, num_heads, head_dim_v = out_a.shape
     dims = (("num_tokens", num_tokens), ("num_heads", num_heads), ("head_dim_v", head_dim_v))
     check_tensor(op, "out_b", out_b, (out_a.dtype,), dims, device)
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        if lse.dtype != torch.float32:
-            raise TypeError(f"{op}: {name} must be torch.float32, got {lse.dtype}")
-        if lse.device != device:
-            raise ValueError(f"{op}: {name} must be on {device} like the first argument, got {lse.device}")
-        expected = f"[num_tokens={num_tokens}, num_heads={num_heads}]"
-        message = f"{op}: {name} must have shape {expected}, got {list(lse.shape)}"
-        if lse.dim() != 2:
-            raise ValueError(message)
-        require(lse.shape[0] == num_tokens, lambda message=message: message)
-        require(lse.shape[1] == num_heads, lambda message=message: message)
+    _check_lse(op, "lse_a", lse_a, num_tokens, num_heads, device)
+    _check_lse(op, "lse_b", lse_b, num_tokens, num_heads, device)
     check_no_grad(op, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+
+
+def _check_lse(op: str, name: str, lse: torch.Tensor, num_tokens: int, num_heads: int, device: torch.device) -> None:
+    """As `check_tensor`, but with any strides: some kernels return `[num_heads, num_tokens]` transposed."""
+    if lse.dtype != torch.float32:
+        raise TypeError(f"{op}: {name} must be torch.float32, got {lse.dtype}")
+    if lse.device != device:
+        raise ValueError(f"{op}: {name} must be on {device} like the first argument, got {lse.device}")
+
+    def message() -> str:
+        return f"{op}: {name} must have shape [num_tokens={num_tokens}, num_heads={num_heads}], got {list(lse.shape)}"
+
+    if lse.dim() != 2:
+        raise ValueError(message())
+    require(lse.shape[0] == num_tokens, message)
+    require(lse.shape[1] == num_heads, message)
 
 
 def outputs_merge(

@@ -86,3 +86,51 @@ build_step_metadata = define_mutating(
     check=check_build_step_metadata,
     describe=describe_build_step_metadata,
 )
+
+
+def check_build_compressed_metadata(
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    block_table_buffer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    compressed_lens: torch.Tensor,
+    compress_ratio: int,
+    block_size: int,
+) -> None:
+    op = "build_compressed_metadata"
+    device = positions.device
+    check_tensor(op, "positions", positions, INT32, (("max_num_tokens", None),), device)
+    tokens = (("max_num_tokens", positions.shape[0]),)
+    check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
+    check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
+    dims = (("max_num_requests", None), ("max_blocks_per_request", None))
+    check_tensor(op, "block_table_buffer", block_table_buffer, INT32, dims, device)
+    require(
+        block_table.shape[0] <= block_table_buffer.shape[0],
+        lambda: (
+            f"{op}: block_table has {block_table.shape[0]} requests, its buffer has room for "
+            f"{block_table_buffer.shape[0]}"
+        ),
+    )
+    require(
+        block_table.shape[1] <= block_table_buffer.shape[1],
+        lambda: f"{op}: block_table is {block_table.shape[1]} blocks wide, its buffer {block_table_buffer.shape[1]}",
+    )
+    check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), tokens, device)
+    check_tensor(op, "compressed_lens", compressed_lens, INT32, tokens, device)
+    check_positive(op, "compress_ratio", compress_ratio)
+    check_positive(op, "block_size", block_size)
+
+
+def describe_build_compressed_metadata(positions: torch.Tensor, *_: object, **__: object) -> Call:
+    return Call("build_compressed_metadata", positions.device, torch.int32, num_tokens=positions.shape[0])
+
+
+build_compressed_metadata = define_mutating(
+    "build_compressed_metadata(Tensor positions, Tensor req_id_per_token, Tensor block_table, "
+    "Tensor(a!) block_table_buffer, Tensor(b!) slot_mapping, Tensor(c!) compressed_lens, SymInt compress_ratio, "
+    "SymInt block_size) -> ()",
+    check=check_build_compressed_metadata,
+    describe=describe_build_compressed_metadata,
+)

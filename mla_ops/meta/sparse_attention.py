@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import Call
-from ..formats import LATENT_DIM, ROPE_DIM
+from ..formats import LATENT_DIM, ROPE_DIM, geometry
 from ..registry import OutputSpec, define_computing
 from .checks import FLOAT_DTYPES, check_cache, check_no_grad, check_tensor
 
@@ -24,14 +24,33 @@ def _check_query(op: str, q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> N
 
 
 def _check_selection(
-    op: str, q: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None, attn_sink: torch.Tensor | None
+    op: str, q: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None, prefix: str = ""
 ) -> None:
-    num_tokens, num_heads, _ = q.shape
-    check_tensor(op, "indices", indices, INT32, (("num_tokens", num_tokens), ("topk", None)), q.device)
+    num_tokens = q.shape[0]
+    check_tensor(op, f"{prefix}indices", indices, INT32, (("num_tokens", num_tokens), ("topk", None)), q.device)
     if topk_length is not None:
-        check_tensor(op, "topk_length", topk_length, INT32, (("num_tokens", num_tokens),), q.device)
+        check_tensor(op, f"{prefix}topk_length", topk_length, INT32, (("num_tokens", num_tokens),), q.device)
+
+
+def _check_sink(op: str, q: torch.Tensor, attn_sink: torch.Tensor | None) -> None:
     if attn_sink is not None:
-        check_tensor(op, "attn_sink", attn_sink, (torch.float32,), (("num_heads", num_heads),), q.device)
+        check_tensor(op, "attn_sink", attn_sink, (torch.float32,), (("num_heads", q.shape[1]),), q.device)
+
+
+def _check_keys(op: str, q: torch.Tensor, kv_cache: torch.Tensor, cache_format: str, name: str = "kv_cache") -> None:
+    """Queries go with the keys of a paged cache: dtype, width and device."""
+    entry = check_cache(op, kv_cache, cache_format, name)
+    _check_query(op, q, FLOAT_DTYPES if entry.quantized else (entry.value_dtype,))
+    head_dim = geometry(kv_cache, cache_format).head_dim
+    if head_dim not in HEAD_DIMS or q.shape[2] != head_dim:
+        raise ValueError(f"{op}: q is {q.shape[2]} wide, but the keys in {name} are {head_dim} wide")
+    if kv_cache.device != q.device:
+        raise ValueError(f"{op}: {name} must be on {q.device} like the first argument, got {kv_cache.device}")
+
+
+def _check_table(op: str, q: torch.Tensor, block_table: torch.Tensor | None, name: str = "block_table") -> None:
+    if block_table is not None:
+        check_tensor(op, name, block_table, INT32, (("num_requests", None), ("max_blocks", None)), q.device)
 
 
 def _outputs(q: torch.Tensor) -> dict[str, OutputSpec]:
@@ -54,21 +73,16 @@ def check_paged(
     req_id_per_token: torch.Tensor | None = None,
 ) -> None:
     op = "paged_sparse_attention"
-    entry = check_cache(op, kv_cache, cache_format)
-    _check_query(op, q, FLOAT_DTYPES if entry.quantized else (entry.value_dtype,))
-    head_dim = entry.head_dim(kv_cache.shape[2])
-    if head_dim not in HEAD_DIMS or q.shape[2] != head_dim:
-        raise ValueError(f"{op}: q is {q.shape[2]} wide, but the keys in kv_cache are {head_dim} wide")
-    if kv_cache.device != q.device:
-        raise ValueError(f"{op}: kv_cache must be on {q.device} like the first argument, got {kv_cache.device}")
-    _check_selection(op, q, indices, topk_length, attn_sink)
+    _check_keys(op, q, kv_cache, cache_format)
+    _check_selection(op, q, indices, topk_length)
+    _check_sink(op, q, attn_sink)
     if (block_table is None) != (req_id_per_token is None):
         given, missing = ("block_table", "req_id_per_token")
         if block_table is None:
             given, missing = missing, given
         raise ValueError(f"{op}: block_table and req_id_per_token go together, got {given} without {missing}")
-    if block_table is not None and req_id_per_token is not None:
-        check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), q.device)
+    _check_table(op, q, block_table)
+    if req_id_per_token is not None:
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
     check_no_grad(op, q=q, kv_cache=kv_cache, attn_sink=attn_sink)
 
@@ -105,6 +119,73 @@ paged_sparse_attention, paged_sparse_attention_out = define_computing(
 )
 
 
+def check_extra(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    extra_kv_cache: torch.Tensor,
+    extra_indices: torch.Tensor,
+    extra_cache_format: str,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    extra_block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+) -> None:
+    op = "paged_sparse_attention.extra"
+    _check_keys(op, q, kv_cache, cache_format)
+    _check_keys(op, q, extra_kv_cache, extra_cache_format, "extra_kv_cache")
+    _check_selection(op, q, indices, topk_length)
+    _check_selection(op, q, extra_indices, extra_topk_length, "extra_")
+    _check_sink(op, q, attn_sink)
+    if (block_table is None and extra_block_table is None) != (req_id_per_token is None):
+        tables = "block_table" if block_table is not None else "extra_block_table"
+        got = "req_id_per_token without either" if req_id_per_token is not None else f"{tables} without it"
+        raise ValueError(f"{op}: block_table or extra_block_table go together with req_id_per_token, got {got}")
+    _check_table(op, q, block_table)
+    _check_table(op, q, extra_block_table, "extra_block_table")
+    if req_id_per_token is not None:
+        check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
+    check_no_grad(op, q=q, kv_cache=kv_cache, extra_kv_cache=extra_kv_cache, attn_sink=attn_sink)
+
+
+def describe_extra(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    extra_kv_cache: torch.Tensor,
+    extra_indices: torch.Tensor,
+    extra_cache_format: str,
+    *_: object,
+    **__: object,
+) -> Call:
+    call = describe_paged(q, kv_cache, indices, softmax_scale, cache_format)
+    return call._replace(
+        op="paged_sparse_attention.extra", extra_cache_format=extra_cache_format, extra_topk=extra_indices.shape[1]
+    )
+
+
+# the extra cache is an overload, since an optional argument that is written (`Tensor(a!)?`) crashes Inductor
+paged_sparse_attention_extra, paged_sparse_attention_extra_out = define_computing(
+    "paged_sparse_attention.extra(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
+    "str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str extra_cache_format, *, "
+    "Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
+    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None) -> (Tensor, Tensor)",
+    "paged_sparse_attention.extra_out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
+    "str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str extra_cache_format, *, "
+    "Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
+    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, Tensor(c!) out, Tensor(d!) lse) -> ()",
+    check=check_extra,
+    outputs=outputs_paged,
+    describe=describe_extra,
+)
+
+
 def check_flat(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -116,7 +197,8 @@ def check_flat(
     op = "sparse_attention"
     _check_query(op, q, FLOAT_DTYPES)
     check_tensor(op, "kv", kv, (q.dtype,), (("num_kv", None), ("head_dim", q.shape[2])), q.device)
-    _check_selection(op, q, indices, topk_length, attn_sink)
+    _check_selection(op, q, indices, topk_length)
+    _check_sink(op, q, attn_sink)
     check_no_grad(op, q=q, kv=kv, attn_sink=attn_sink)
 
 

@@ -1,5 +1,6 @@
-"""The ops in real models: Hugging Face transformers' DeepSeek-V3.2, which only the demo imports."""
+"""The ops in real models: Hugging Face transformers' DeepSeek-V3.2 and DeepSeek-V4, which only the demo imports."""
 
+from .deepseek_v4 import DeepseekV4Decoder, V4DecoderCache, V4LayerCache, V4StepInputs
 from .deepseek_v32 import DecoderCache, DeepseekV32Decoder, LayerCache, StepInputs
 from .evaluate import Agreement, compare_logits, stock_generate, teacher_forced_logits
 from .generate import GenerationResult, GenerationSession
@@ -7,11 +8,15 @@ from .generate import GenerationResult, GenerationSession
 __all__ = [
     "Agreement",
     "DecoderCache",
+    "DeepseekV4Decoder",
     "DeepseekV32Decoder",
     "GenerationResult",
     "GenerationSession",
     "LayerCache",
     "StepInputs",
+    "V4DecoderCache",
+    "V4LayerCache",
+    "V4StepInputs",
     "compare_logits",
     "stock_generate",
     "teacher_forced_logits",

@@ -141,6 +141,8 @@ class DeepseekV32Decoder(nn.Module):
 
     cos: torch.Tensor
     sin: torch.Tensor
+    head_dim = LATENT_DIM + ROPE_DIM
+    with_sink = False
 
     def __init__(self, model: Any, max_model_len: int) -> None:
         super().__init__()
@@ -163,13 +165,16 @@ class DeepseekV32Decoder(nn.Module):
         self.register_buffer("cos", cos[0, :, : ROPE_DIM // 2].contiguous(), persistent=False)
         self.register_buffer("sin", sin[0, :, : ROPE_DIM // 2].contiguous(), persistent=False)
 
-    def allocate_cache(self, cache_format: str, num_blocks: int, block_size: int) -> DecoderCache:
+    def allocate_cache(
+        self, cache_format: str, num_blocks: int, block_size: int, max_num_requests: int = 1
+    ) -> DecoderCache:
         """Zeroed caches for every layer.
 
         Args:
             cache_format: `fp8_ds_mla`, or the plain format of the model's dtype.
             num_blocks: blocks that all requests share.
             block_size: tokens a block.
+            max_num_requests: no matter here: all state of a request is in its blocks.
         """
         plain = PLAIN_FORMATS[self.dtype]
         if cache_format not in (plain, "fp8_ds_mla"):
@@ -196,6 +201,20 @@ class DeepseekV32Decoder(nn.Module):
             index_topk=self.index_topk,
             device=self.device,
         )
+
+    def build_step(
+        self,
+        metadata: StepMetadata,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+    ) -> None:
+        """Refreshes the metadata for a step; arguments as `StepMetadata.build` takes them."""
+        metadata.build(query_start_loc, seq_lens, block_table)
+
+    def step_inputs(self, input_ids: torch.Tensor, metadata: StepMetadata, request_rows: torch.Tensor) -> StepInputs:
+        """What `forward` takes. `request_rows`, the batch row of each request, is for models with state a row."""
+        return StepInputs.from_metadata(input_ids, metadata)
 
     def forward(
         self,

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .deepseek_v32 import DeepseekV32Decoder, StepInputs
+from .deepseek_v4 import DeepseekV4Decoder
+from .deepseek_v32 import DeepseekV32Decoder
 from .generate import GenerationResult
 
 
@@ -51,7 +52,7 @@ def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> Agreement:
 
 @torch.no_grad()
 def teacher_forced_logits(
-    decoder: DeepseekV32Decoder,
+    decoder: DeepseekV32Decoder | DeepseekV4Decoder,
     token_ids: Sequence[int],
     cache_format: str,
     *,
@@ -74,9 +75,10 @@ def teacher_forced_logits(
         `[num_tokens, vocab_size]` in the model's dtype.
     """
     sizes = list(step_sizes) or [256]
-    metadata = decoder.allocate_metadata(max_num_tokens=max(sizes), max_num_requests=1, block_size=block_size)
-    num_blocks = metadata.block_table.shape[1]
-    cache = decoder.allocate_cache(cache_format, num_blocks, block_size)
+    either: Any = decoder
+    metadata = either.allocate_metadata(max_num_tokens=max(sizes), max_num_requests=1, block_size=block_size)
+    num_blocks = -(-decoder.max_model_len // block_size)
+    cache = either.allocate_cache(cache_format, num_blocks, block_size)
     device = decoder.device
 
     def int32(*values: int) -> torch.Tensor:
@@ -90,8 +92,8 @@ def teacher_forced_logits(
     while start < len(token_ids):
         part = tokens[start : start + (sizes.pop(0) if len(sizes) > 1 else sizes[0])]
         end = start + part.shape[0]
-        metadata.build(int32(0, part.shape[0]), int32(end), int32(*blocks).unsqueeze(0))
-        inputs = StepInputs.from_metadata(part, metadata)
+        either.build_step(metadata, int32(0, part.shape[0]), int32(end), int32(*blocks).unsqueeze(0))
+        inputs = either.step_inputs(part, metadata, int32(0).unsqueeze(0))
         logits.append(decoder(inputs, cache.layers, cache_format, cache.index_format, part.shape[0] == 1))
         start = end
     return torch.cat(logits)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..warm_up import warmup
+from .deepseek_v4 import DeepseekV4Decoder, V4StepInputs
 from .deepseek_v32 import DeepseekV32Decoder, StepInputs
 
 # float32 index scores that one prefill step may hold: num_tokens * index heads * capacity
@@ -70,8 +71,8 @@ class GenerationSession:
     Args:
         decoder: the model.
         max_num_requests: rows of the decode batch. More prompts than that wait for a row to become free.
-        cache_format: `fp8_ds_mla`, or the plain format of the model's dtype.
-        block_size: tokens a cache block.
+        cache_format: `fp8_ds_mla` (V4: `fp8_ds_mla_v4`), or the plain format of the model's dtype.
+        block_size: tokens a cache block; a multiple of 128 for V4.
         num_blocks: blocks of the cache; by default enough for every row at `decoder.max_model_len`.
         prefill_tokens: tokens of a prefill step; longer prompts take several. Lowered where index scores ask for it.
         eos_token_ids: a request is done when it produces one of these.
@@ -83,7 +84,7 @@ class GenerationSession:
 
     def __init__(
         self,
-        decoder: DeepseekV32Decoder,
+        decoder: DeepseekV32Decoder | DeepseekV4Decoder,
         *,
         max_num_requests: int,
         cache_format: str,
@@ -97,14 +98,15 @@ class GenerationSession:
         seed: int = 0,
     ) -> None:
         device = decoder.device
+        # the two decoders have the same methods, over metadata and inputs of their own
+        self.decoder: Any = decoder
         if cuda_graph and device.type != "cuda":
             raise ValueError(f"cuda_graph=True needs a model on a CUDA device, this one is on {device}")
-        self.decoder = decoder
         self.cuda_graph = device.type == "cuda" if cuda_graph is None else cuda_graph
         self.max_blocks_per_request = math.ceil(decoder.max_model_len / block_size)
         if num_blocks is None:
             num_blocks = max_num_requests * self.max_blocks_per_request
-        self.cache = decoder.allocate_cache(cache_format, num_blocks, block_size)
+        self.cache: Any = self.decoder.allocate_cache(cache_format, num_blocks, block_size, max_num_requests)
         self.free_blocks = list(range(num_blocks))
         random.Random(seed).shuffle(self.free_blocks)
         self.slots = [_Slot() for _ in range(max_num_requests)]
@@ -112,10 +114,10 @@ class GenerationSession:
         capacity = self.max_blocks_per_request * block_size
         affordable = MAX_SCORE_BYTES // (4 * decoder.config.index_n_heads * capacity)
         self.prefill_tokens = max(2, min(prefill_tokens, affordable, decoder.max_model_len))
-        self.prefill_metadata = decoder.allocate_metadata(
+        self.prefill_metadata = self.decoder.allocate_metadata(
             max_num_tokens=self.prefill_tokens, max_num_requests=1, block_size=block_size
         )
-        self.metadata = decoder.allocate_metadata(
+        self.metadata = self.decoder.allocate_metadata(
             max_num_tokens=max_num_requests, max_num_requests=max_num_requests, block_size=block_size
         )
         self.model = torch.compile(decoder, fullgraph=True, dynamic=False, backend=backend) if compiled else decoder
@@ -132,6 +134,7 @@ class GenerationSession:
         self.max_new_tokens = zeros(max_num_requests)
         self.output = zeros(max_num_requests, decoder.max_model_len)
         self.block_table = zeros(max_num_requests, self.max_blocks_per_request, dtype=torch.int32)
+        self.rows = torch.arange(max_num_requests, dtype=torch.int32, device=device).unsqueeze(1)
         self.query_start_loc = zeros(max_num_requests + 1, dtype=torch.int32)
         self.input_ids = zeros(max_num_requests)
         self.eos_token_ids = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
@@ -140,7 +143,7 @@ class GenerationSession:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def _run_model(
-        self, inputs: StepInputs, one_token_per_request: bool, logit_rows: torch.Tensor | None
+        self, inputs: StepInputs | V4StepInputs, one_token_per_request: bool, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
         cache = self.cache
         return self.model(
@@ -161,8 +164,9 @@ class GenerationSession:
         padded = list(token_ids) + [0] * (2 - count)
         loc = torch.tensor([0, count], dtype=torch.int32, device=device)
         seq_len = torch.tensor([start + count], dtype=torch.int32, device=device)
-        self.prefill_metadata.build(loc, seq_len, self.block_table[row : row + 1])
-        inputs = StepInputs.from_metadata(torch.tensor(padded, device=device), self.prefill_metadata)
+        self.decoder.build_step(self.prefill_metadata, loc, seq_len, self.block_table[row : row + 1])
+        input_ids = torch.tensor(padded, device=device)
+        inputs = self.decoder.step_inputs(input_ids, self.prefill_metadata, self.rows[row : row + 1].clone())
         if self.compiled:
             inputs.mark_num_tokens_dynamic()
         return self._run_model(inputs, False, torch.tensor([count - 1], device=device))
@@ -201,9 +205,9 @@ class GenerationSession:
         num_rows = self.active.shape[0]
         self.query_start_loc[1:] = self.active.cumsum(0)
         new_lens = self.seq_lens + self.active
-        self.metadata.build(self.query_start_loc, new_lens, self.block_table)
-        self.input_ids.copy_(self.last_token[self.metadata.req_id_per_token.long().clamp(min=0)])
-        inputs = StepInputs.from_metadata(self.input_ids, self.metadata)
+        self.decoder.build_step(self.metadata, self.query_start_loc, new_lens, self.block_table)
+        inputs = self.decoder.step_inputs(self.input_ids, self.metadata, self.rows)
+        self.input_ids.copy_(self.last_token[inputs.req_id_per_token.long().clamp(min=0)])
         self.logits = self._run_model(inputs, True, None)
 
         # token rows to request rows; a row that is not active reads some other row and keeps what it had
@@ -256,6 +260,8 @@ class GenerationSession:
                 num_heads=decoder.num_heads,
                 topk=min(decoder.index_topk, self.max_blocks_per_request * self.cache.block_size),
                 num_tokens=[*counts, self.prefill_tokens, len(self.slots)],
+                head_dim=decoder.head_dim,
+                with_sink=decoder.with_sink,
                 block_size=self.cache.block_size,
                 dtype=decoder.dtype,
                 device=decoder.device,

@@ -59,3 +59,163 @@ def filter_prefill_indices(indices: torch.Tensor, context_lens: torch.Tensor) ->
         TypeError, ValueError: a dtype, device or shape that the contract does not allow.
     """
     return meta.filter_prefill_indices(indices, context_lens)
+
+
+def sliding_window_indices(
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    window: int,
+    block_size: int,
+    *,
+    num_blocks: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots of each token's sliding window: itself and the tokens before it, oldest first.
+
+    The same for every layer of a step: `mla_ops.V4StepMetadata` computes it once.
+
+    Args:
+        positions: `[num_tokens]` int32, position of each token in its request. Negative is padding.
+        req_id_per_token: `[num_tokens]` int32. An id outside `[0, num_requests)` is padding: row -1, length 0.
+        block_table: `[num_requests, max_blocks]` int32, of the sliding-window cache. A token in a block past the table,
+            or whose entry is not a block, is left out.
+        window: tokens of a window, the query itself included; the width of a row, any number.
+        block_size: tokens a block.
+        num_blocks: blocks of the cache; a block table entry that is not below it is no block. None checks no upper
+            bound.
+
+    Returns:
+        slots `[num_tokens, window]` int32, positions `max(position - window + 1, 0)` to `position`, valid ones to the
+        front and -1 behind, and the number of valid ones of each row, `[num_tokens]` int32.
+
+    Raises:
+        TypeError, ValueError: a dtype, device, shape or size that the contract does not allow.
+    """
+    return meta.sliding_window_indices(
+        positions, req_id_per_token, block_table, window, block_size, num_blocks=num_blocks
+    )
+
+
+def compressed_indices(
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    compress_ratio: int,
+    block_size: int,
+    width: int,
+    *,
+    num_blocks: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots of every compressed token that each token may see, as layers read them that choose none (C128A).
+
+    A compressed token stands for `compress_ratio` tokens and is seen from the last of them on. The same for every layer
+    of a step: `mla_ops.V4StepMetadata` computes it once.
+
+    Args:
+        positions: `[num_tokens]` int32, position of each token in its request, in tokens. Negative is padding.
+        req_id_per_token: `[num_tokens]` int32. An id outside `[0, num_requests)` is padding: row -1, length 0.
+        block_table: `[num_requests, max_blocks]` int32, of the compressed cache. A compressed token in a block past the
+            table, or whose entry is not a block, is left out.
+        compress_ratio: tokens a compressed token stands for.
+        block_size: compressed tokens a block.
+        width: width of a row, any number; compressed tokens from the `width`-th on are left out.
+        num_blocks: blocks of the cache; a block table entry that is not below it is no block. None checks no upper
+            bound.
+
+    Returns:
+        slots `[num_tokens, width]` int32 of compressed tokens 0 to `min((position + 1) // compress_ratio, width) - 1`,
+        valid ones to the front and -1 behind, and the number of valid ones of each row, `[num_tokens]` int32.
+
+    Raises:
+        TypeError, ValueError: a dtype, device, shape or size that the contract does not allow.
+    """
+    return meta.compressed_indices(
+        positions, req_id_per_token, block_table, compress_ratio, block_size, width, num_blocks=num_blocks
+    )
+
+
+def compute_global_topk_indices_and_lens(
+    topk_indices: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    *,
+    num_blocks: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots of the compressed tokens that an indexer chose (C4A), and how many there are.
+
+    This is `convert_req_index_to_global_index(..., compact=True)` under the name and argument order that engines know;
+    it runs the same kernel. Layers that share one selection share the result.
+
+    Args:
+        topk_indices: `[num_tokens, topk]` int32, compressed tokens of the token's request, in any order. Negative, or
+            past the block table, is invalid, wherever it stands.
+        req_id_per_token: `[num_tokens]` int32. An id outside `[0, num_requests)` is padding: row -1, length 0.
+        block_table: `[num_requests, max_blocks]` int32, of the compressed cache. Bounded by its shape; a negative entry
+            makes an index invalid.
+        block_size: compressed tokens a block.
+        num_blocks: blocks of the cache; a block table entry that is not below it makes an index invalid. None checks
+            no upper bound.
+
+    Returns:
+        slots `[num_tokens, topk]` int32, valid ones to the front in order and -1 behind, and the number of valid ones
+        of each row, `[num_tokens]` int32.
+
+    Raises:
+        TypeError, ValueError: a dtype, device, shape or non-positive `block_size` that the contract does not allow.
+    """
+    return meta.compute_global_topk_indices_and_lens(
+        topk_indices, req_id_per_token, block_table, block_size, num_blocks=num_blocks
+    )
+
+
+def combine_topk_swa_indices(
+    topk_indices: torch.Tensor,
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor,
+    window: int,
+    compress_ratio: int,
+    request_stride: int,
+    window_offset: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a gathered workspace that each prefill token attends: chosen compressed tokens and its sliding window.
+
+    The workspace is flat. Request r owns rows `r * request_stride` up to `(r + 1) * request_stride`: its compressed
+    tokens from the first row on, and from row `window_offset` on the last `gather_lens[r]` of its `seq_lens[r]` tokens
+    (as `gather_cache` writes them). The result goes to `sparse_attention` as it is.
+
+    Args:
+        topk_indices: `[num_tokens, topk]` int32, compressed tokens of the token's request, in any order. Negative is
+            invalid, and so is one that is not complete at the token's position (not below
+            `(position + 1) // compress_ratio`) or has no row (not below `window_offset`).
+        positions: `[num_tokens]` int32, position of each token in its request, in tokens. Negative is padding.
+        req_id_per_token: `[num_tokens]` int32, place of the token's request in the workspace. An id outside
+            `[0, num_requests)` is padding: row -1, length 0.
+        seq_lens: `[num_requests]` int32, tokens of each request with the new ones.
+        gather_lens: `[num_requests]` int32, how many of them, the last, are in the workspace; at least the new ones
+            and `window - 1` before them for a whole window. A token that was not gathered is left out.
+        window: tokens of a window, the query itself included.
+        compress_ratio: tokens a compressed token stands for.
+        request_stride: rows of one request.
+        window_offset: first of them that holds a token of the window.
+
+    Returns:
+        rows `[num_tokens, topk + window]` int32, the valid chosen ones in order, then the window's, oldest first, -1
+        behind, and the number of valid ones of each row, `[num_tokens]` int32. A row past int32 is left out.
+
+    Raises:
+        TypeError, ValueError: a dtype, device, shape or size that the contract does not allow.
+    """
+    return meta.combine_topk_swa_indices(
+        topk_indices,
+        positions,
+        req_id_per_token,
+        seq_lens,
+        gather_lens,
+        window,
+        compress_ratio,
+        request_stride,
+        window_offset,
+    )

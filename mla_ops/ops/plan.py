@@ -63,3 +63,46 @@ def build_step_metadata(
         block_size,
         index_topk,
     )
+
+
+def build_compressed_metadata(
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    block_table_buffer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    compressed_lens: torch.Tensor,
+    compress_ratio: int,
+    block_size: int,
+) -> None:
+    """Writes what a step's layers need to know of one compressed cache, with device work only.
+
+    `mla_ops.CompressedMetadata` owns such buffers and calls this, after `build_step_metadata` has placed the tokens.
+
+    Args:
+        positions: `[max_num_tokens]` int32, position of each token in its request. Negative is padding.
+        req_id_per_token: `[max_num_tokens]` int32; outside `[0, num_requests)` is padding.
+        block_table: `[num_requests, max_blocks]` int32, of the compressed cache; entries past a request's end may be
+            anything.
+        block_table_buffer: `[max_num_requests, max_blocks_per_request]` int32, written: as given, then -1.
+        slot_mapping: `[max_num_tokens]` int64, written: where the compressed token goes that a token completes; -1 for
+            a token that completes none, and for padding.
+        compressed_lens: `[max_num_tokens]` int32, written: compressed tokens that the token may see,
+            `(position + 1) // compress_ratio`; 0 for padding.
+        compress_ratio: tokens a compressed token stands for.
+        block_size: compressed tokens a block of the cache.
+
+    Raises:
+        TypeError, ValueError: a dtype, device or shape that the contract does not allow, or more requests or blocks
+            than the buffer has room for; nothing is written.
+    """
+    meta.build_compressed_metadata(
+        positions,
+        req_id_per_token,
+        block_table,
+        block_table_buffer,
+        slot_mapping,
+        compressed_lens,
+        compress_ratio,
+        block_size,
+    )

@@ -7,6 +7,15 @@ import torch
 from ..meta import sparse_attention as meta
 
 
+def _refuse_incomplete_extra(**arguments: torch.Tensor | str | None) -> None:
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise ValueError(
+            "paged_sparse_attention: an extra cache takes extra_kv_cache and extra_indices, got only "
+            + ", ".join(given)
+        )
+
+
 def paged_sparse_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -18,16 +27,23 @@ def paged_sparse_attention(
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
+    extra_kv_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_cache_format: str | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    extra_block_table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query token over the keys chosen for it in a paged cache, in the absorbed (multi-query) form.
 
-    Decode, speculative decode, prefill and mixed batches are the same call: tokens are flat, one row each.
+    Decode, speculative decode, prefill and mixed batches are the same call: tokens are flat, one row each. With an
+    extra cache (DeepSeek V4: `kv_cache` holds the sliding window, `extra_kv_cache` the compressed tokens), the keys of
+    both share one softmax.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`, 1 to 128 heads, 576 or 512 wide like the keys; dtype of the cache for a
             plain format, bfloat16, float16 or float32 for a quantised one.
-        kv_cache: `[num_blocks, block_size, row_width]`; only read. (The schema declares it written, so that a compiled
-            graph never clones it.)
+        kv_cache: `[num_blocks, block_size, row_width]`, or `[num_blocks, block_bytes]` for `fp8_ds_mla_v4`; only read.
+            (The schema declares it written, so that a compiled graph never clones it.)
         indices: `[num_tokens, topk]` int32, any topk. Slots of the cache, or positions in the token's request if
             `block_table` is given. An entry outside the cache (negative, or past its end) is not attended and not
             read; duplicates count as often as they stand.
@@ -39,19 +55,51 @@ def paged_sparse_attention(
         block_table: `[num_requests, max_blocks]` int32: translate `indices` inside the kernel. Bounded by its shape and
             by the cache.
         req_id_per_token: `[num_tokens]` int32, the row of `block_table` for each token; outside it, the token is
-            padding and attends to nothing. Goes with `block_table`.
+            padding and attends to nothing. Goes with `block_table`, or `extra_block_table`.
+        extra_kv_cache: a second cache, of keys as wide; its page size and format are its own. Only read.
+        extra_indices: `[num_tokens, extra_topk]` int32, as `indices`, of the extra cache. Given if it is.
+        extra_cache_format: format of `extra_kv_cache`; None: `cache_format`.
+        extra_topk_length: `[num_tokens]` int32, as `topk_length`, of `extra_indices`.
+        extra_block_table: `[num_requests, extra_max_blocks]` int32: translate `extra_indices` by it. Either table may
+            be given without the other: the indices of the other cache are slots then.
 
     Returns:
         out `[num_tokens, num_heads, 512]` of q's dtype and lse `[num_tokens, num_heads]` float32: natural logarithm of
         the sum of exponentials, without the sink. Nothing to attend to: out is 0 and lse is -inf. Both contiguous.
-        `torch.ops.mla.paged_sparse_attention.out(..., out=out, lse=lse)` writes into the caller's buffers.
+        `torch.ops.mla.paged_sparse_attention.out(..., out=out, lse=lse)` writes into the caller's buffers. The form
+        with an extra cache is `torch.ops.mla.paged_sparse_attention.extra`, and `.extra_out`.
 
     Raises:
-        TypeError, ValueError: a dtype, device, shape, stride or format that the contract does not allow.
+        TypeError, ValueError: a dtype, device, shape, stride or format that the contract does not allow; an argument of
+            the extra cache without the cache.
         NotImplementedError: no lowering can run the call (the message has each one's reason), or q requires grad.
 
-    Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention).
+    Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention); DeepSeek-V4 (two caches).
     """
+    if extra_kv_cache is not None and extra_indices is not None:
+        return meta.paged_sparse_attention_extra(
+            q,
+            kv_cache,
+            indices,
+            softmax_scale,
+            cache_format,
+            extra_kv_cache,
+            extra_indices,
+            cache_format if extra_cache_format is None else extra_cache_format,
+            topk_length=topk_length,
+            extra_topk_length=extra_topk_length,
+            attn_sink=attn_sink,
+            block_table=block_table,
+            extra_block_table=extra_block_table,
+            req_id_per_token=req_id_per_token,
+        )
+    _refuse_incomplete_extra(
+        extra_kv_cache=extra_kv_cache,
+        extra_indices=extra_indices,
+        extra_cache_format=extra_cache_format,
+        extra_topk_length=extra_topk_length,
+        extra_block_table=extra_block_table,
+    )
     return meta.paged_sparse_attention(
         q,
         kv_cache,

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import dispatch
-from .samples import Sample
+from .samples import Sample, overload
 
 
 def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def record_calls() -> Iterator[list[tuple[str, dict[str, Any]]]]:
 
     def recording(call: dispatch.Call) -> dispatch.Lowering:
         lowering = select(call)
-        schema = getattr(torch.ops.mla, call.op).default._schema
+        schema = overload(call.op)._schema
 
         def run(*args: Any, **kwargs: Any) -> None:
             names = [argument.name for argument in schema.arguments]

@@ -13,13 +13,14 @@ opcheck would compare and find different. Every sample is legal: what an op refu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..formats import FORMATS, LATENT_DIM, ROPE_DIM, allocate_cache
+from ..formats import CACHE_ALIGNMENT, FORMATS, LATENT_DIM, ROPE_DIM, allocate_cache, geometry
 from ..kernels.reference.cache import concat_and_cache as write_reference
 
 NUM_BLOCKS = 5
@@ -73,11 +74,14 @@ class _Maker:
     def int64(self, values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def cache(self, cache_format: str, head_dim: int = LATENT_DIM + ROPE_DIM) -> torch.Tensor:
+    def cache(
+        self, cache_format: str, head_dim: int | None = None, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_BLOCKS
+    ) -> torch.Tensor:
         """Every slot written, through the reference, so that quantised rows hold sensible bytes."""
-        cache = allocate_cache(cache_format, NUM_BLOCKS, BLOCK_SIZE, head_dim=head_dim)
-        slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
-        kv_c = torch.randn(len(slots), min(LATENT_DIM, head_dim), generator=self.generator)
+        cache = allocate_cache(cache_format, num_blocks, block_size, head_dim=head_dim)
+        slots = torch.arange(num_blocks * block_size)
+        head_dim = geometry(cache, cache_format).head_dim
+        kv_c = torch.randn(len(slots), min(FORMATS[cache_format].latent_dim, head_dim), generator=self.generator)
         k_pe = torch.randn(len(slots), head_dim - kv_c.shape[1], generator=self.generator)
         write_reference(kv_c, k_pe, cache, slots, cache_format)
         return cache.to(self.device)
@@ -88,11 +92,23 @@ class _Maker:
 
 def _padded_blocks(cache: torch.Tensor) -> torch.Tensor:
     """The same rows, with room between blocks and before the first: what an engine's shared pool hands out."""
-    num_blocks, block_size, row_width = cache.shape
-    pool = cache.new_full((num_blocks + 1, block_size + 2, row_width), FILL)
-    view = pool[1:, :block_size]
+    if cache.dim() == 2:
+        num_blocks, block_bytes = cache.shape
+        pool = cache.new_full((num_blocks + 1, block_bytes + 2 * CACHE_ALIGNMENT), FILL)
+        view = pool[1:, :block_bytes]
+    else:
+        num_blocks, block_size, row_width = cache.shape
+        pool = cache.new_full((num_blocks + 1, block_size + 2, row_width), FILL)
+        view = pool[1:, :block_size]
     view.copy_(cache)
     return view
+
+
+def _by_token(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
+    """A planar cache as `[num_blocks, block_size, row_width]`, which is how engines pass it."""
+    num_blocks, block_size, block_stride, head_dim = geometry(cache, cache_format)
+    width = FORMATS[cache_format].row_width(head_dim)
+    return cache.as_strided((num_blocks, block_size, width), (block_stride, width, 1))
 
 
 def _wide_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,21 +123,28 @@ _Case = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 def _concat_and_cache(make: _Maker) -> Iterator[_Case]:
-    def keys(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-        return make.normal(num_tokens, LATENT_DIM, dtype=dtype), make.normal(num_tokens, ROPE_DIM, dtype=dtype)
+    def keys(
+        num_tokens: int, dtype: torch.dtype = torch.bfloat16, cache_format: str = ""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        latent_dim = FORMATS[cache_format].latent_dim if cache_format else LATENT_DIM
+        return make.normal(num_tokens, latent_dim, dtype=dtype), make.normal(num_tokens, ROPE_DIM, dtype=dtype)
 
     for cache_format in FORMATS:
         dtype = _PLAIN.get(cache_format, torch.bfloat16)
-        slots = make.int64([3, 19, 0, 8, 7])
-        yield f"{cache_format} five tokens", (*keys(5, dtype), make.cache(cache_format), slots, cache_format), {}
-    for cache_format in ("bf16", "fp8_ds_mla"):
+        slots, five = make.int64([3, 19, 0, 8, 7]), keys(5, dtype, cache_format)
+        yield f"{cache_format} five tokens", (*five, make.cache(cache_format), slots, cache_format), {}
+    for cache_format in ("bf16", "fp8_ds_mla", "fp8_ds_mla_v4"):
         cache = make.cache(cache_format)
-        yield f"{cache_format} no tokens", (*keys(0), cache, make.int64([]), cache_format), {}
-        yield f"{cache_format} one token", (*keys(1), cache.clone(), make.int64([6]), cache_format), {}
+        no_token, one, two, five = (keys(n, cache_format=cache_format) for n in (0, 1, 2, 5))
+        yield f"{cache_format} no tokens", (*no_token, cache, make.int64([]), cache_format), {}
+        yield f"{cache_format} one token", (*one, cache.clone(), make.int64([6]), cache_format), {}
         padded = _padded_blocks(cache)
-        yield f"{cache_format} padded blocks", (*keys(2), padded, make.int64([4, 15]), cache_format), {}
+        yield f"{cache_format} padded blocks", (*two, padded, make.int64([4, 15]), cache_format), {}
         slots = make.int64([-1, 2, 20, 2**40, -7])
-        yield f"{cache_format} slots out of range", (*keys(5), cache.clone(), slots, cache_format), {}
+        yield f"{cache_format} slots out of range", (*five, cache.clone(), slots, cache_format), {}
+    v4 = _by_token(make.cache("fp8_ds_mla_v4"), "fp8_ds_mla_v4")
+    slots = make.int64([5, 18])
+    yield "fp8_ds_mla_v4 seen token by token", (*keys(2, cache_format="fp8_ds_mla_v4"), v4, slots, "fp8_ds_mla_v4"), {}
     fp8 = make.cache("fp8_ds_mla")
     yield "fp8_ds_mla fp32 keys", (*keys(3, torch.float32), fp8, make.int64([1, 2, 3]), "fp8_ds_mla"), {}
     yield "fp8_ds_mla more keys than slots", (*keys(4), fp8.clone(), make.int64([5, 9]), "fp8_ds_mla"), {}
@@ -139,11 +162,45 @@ def _concat_and_cache(make: _Maker) -> Iterator[_Case]:
     yield "bf16 rows of 512", latent, {}
 
 
+def _compress_and_cache(make: _Maker) -> Iterator[_Case]:
+    def step(
+        positions: list[int], requests: list[int], slots: list[int], width: int = 512, fmt: str = "bf16"
+    ) -> list[Any]:
+        head_dim = 128 if width <= 256 else 512
+        keys = [make.normal(len(positions), width) for _ in range(2)]
+        ratio = 2 if width > head_dim else 3
+        weights = make.normal(ratio, width, dtype=torch.float32), make.normal(head_dim)
+        states = make.normal(NUM_BLOCKS, 2, 2 * width, dtype=torch.float32)
+        cache = allocate_cache(fmt, NUM_BLOCKS, BLOCK_SIZE, head_dim=head_dim, device=make.device)
+        given = make.int32(requests), make.int32(positions), make.int64(slots)
+        table = make.block_table()
+        return [*keys, *weights, make.normal(9, 64, dtype=torch.float32), states, cache, table, *given, 1e-6, fmt]
+
+    for width in (512, 1024):
+        prefill_and_decode = step([0, 1, 2, 5, 3], [0, 0, 0, 1, 0], [3, 1, 0, 7, 9], width)
+        yield f"width {width} prefill and decode", tuple(prefill_and_decode), {}
+    for fmt in ("fp16", "fp32", "fp8_ds_mla_v4"):
+        yield f"{fmt} one token", tuple(step([5], [1], [19], 1024, fmt)), {}
+    yield "no tokens", tuple(step([], [], [])), {}
+    yield "no requests", tuple(part[:0] if i == 7 else part for i, part in enumerate(step([2, 5], [0, -1], [1, 2]))), {}
+    yield "index keys", tuple(step([3, 4, 5], [1, 1, 1], [2, 6, 4], 256)), {}
+    everywhere = step([2, 2, -1, 2**31 - 1, 2, 8], [-1, 7, 0, 1, 0, 1], [1, 2, 3, 4, -1, 99])
+    yield "anything out of range", tuple(everywhere), {}
+    ring = step(list(range(9)), [0] * 9, list(range(9)))
+    ring[5], ring[7] = _padded_blocks(ring[5]), make.int32([[1, 3], [4, 2]])
+    ring[6] = _padded_blocks(ring[6])
+    ring[:2] = make.normal(9, 1024).split(512, dim=1)
+    yield "a ring that one step goes round twice, in padded blocks", tuple(ring), {}
+    holes = step([5, 5, 8], [0, 1, 1], [1, 2, 3])
+    holes[7] = _wide_rows(make.int32([[2, -1, 99], [-(2**31), 2**31 - 1, 4]]))
+    yield "states in blocks that there are not", tuple(holes), {}
+
+
 def _gather_cache(make: _Maker) -> Iterator[_Case]:
     table, lens, starts = make.block_table(), make.int32([6, 9]), make.int32([0, 6, 15])
     for cache_format in FORMATS:
         yield f"{cache_format} whole requests", (make.cache(cache_format), table, lens, starts, 15, cache_format), {}
-    for cache_format in ("bf16", "fp8_ds_mla"):
+    for cache_format in ("bf16", "fp8_ds_mla", "fp8_ds_mla_v4"):
         cache = make.cache(cache_format)
         yield f"{cache_format} no rows", (cache, table, lens, starts, 0, cache_format), {}
         no_requests = (cache, make.int32([]).view(0, 3), make.int32([]), make.int32([0]), 2, cache_format)
@@ -152,6 +209,8 @@ def _gather_cache(make: _Maker) -> Iterator[_Case]:
         tail = (cache, table, lens, make.int32([0, 2, 5]), 8, cache_format)
         offset = {"gather_lens": make.int32([2, 3]), "offset": 2}
         yield f"{cache_format} last tokens at an offset", tail, offset
+    v4 = _by_token(make.cache("fp8_ds_mla_v4"), "fp8_ds_mla_v4")
+    yield "fp8_ds_mla_v4 seen token by token", (v4, table, lens, starts, 15, "fp8_ds_mla_v4"), {}
     bf16 = make.cache("bf16")
     one = (bf16, make.int32([[3]]), make.int32([1]), make.int32([0, 1]), 1, "bf16")
     yield "bf16 one row", one, {}
@@ -186,17 +245,72 @@ def _filter(make: _Maker) -> Iterator[_Case]:
     yield "wide rows", (_wide_rows(indices), context), {}
 
 
+def _extremes(make: _Maker) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Positions, request ids and a block table with the ends of int32 among them."""
+    positions = make.int32([7, 2**31 - 1, -(2**31), 9, 5])
+    requests = make.int32([0, 1, 1, 2**31 - 1, -(2**31)])
+    return positions, requests, make.int32([[2, -(2**31), 2**31 - 1], [99, 1, -1]])
+
+
+def _sliding_window(make: _Maker) -> Iterator[_Case]:
+    positions, requests, table = make.int32([0, 4, 11, 2, 9]), make.int32([0, 1, 1, 0, -1]), make.block_table()
+    yield "five tokens", (positions, requests, table, TOPK, BLOCK_SIZE), {}
+    yield "five tokens of a cache of two blocks", (positions, requests, table, TOPK, BLOCK_SIZE), {"num_blocks": 2}
+    yield "one token", (positions[1:2], requests[1:2], table, TOPK, BLOCK_SIZE), {}
+    yield "no tokens", (positions[:0], requests[:0], table, TOPK, BLOCK_SIZE), {}
+    yield "no requests", (positions, requests, table[:0], TOPK, BLOCK_SIZE), {}
+    yield "an empty window", (positions, requests, table, 0, BLOCK_SIZE), {}
+    yield "anything out of range", (*_extremes(make), TOPK, BLOCK_SIZE), {"num_blocks": NUM_BLOCKS}
+    yield "wide rows", (positions, requests, _wide_rows(table), TOPK, BLOCK_SIZE), {}
+
+
+def _compressed(make: _Maker) -> Iterator[_Case]:
+    positions, requests, table = make.int32([2, 7, 23, 3, 9]), make.int32([0, 1, 1, 0, -1]), make.block_table()
+    yield "five tokens", (positions, requests, table, 4, 2, TOPK), {}
+    yield "five tokens of a cache of two blocks", (positions, requests, table, 4, 2, TOPK), {"num_blocks": 2}
+    yield "rows too narrow", (positions, requests, table, 2, 2, 3), {}
+    yield "one token", (positions[1:2], requests[1:2], table, 4, 2, TOPK), {}
+    yield "no tokens", (positions[:0], requests[:0], table, 4, 2, TOPK), {}
+    yield "no requests", (positions, requests, table[:0], 4, 2, TOPK), {}
+    yield "no width", (positions, requests, table, 4, 2, 0), {}
+    yield "anything out of range", (*_extremes(make), 1, 2, 12), {"num_blocks": NUM_BLOCKS}
+    yield "wide rows", (positions, requests, _wide_rows(table), 4, 2, TOPK), {}
+
+
+def _global_topk(make: _Maker) -> Iterator[_Case]:
+    for name, (requests, table, indices, block_size), kwargs in _convert(make):
+        bounds = {key: value for key, value in kwargs.items() if key != "compact"}
+        if not name.endswith("compacted"):
+            yield name, (indices, requests, table, block_size), bounds
+
+
+def _combine(make: _Maker) -> Iterator[_Case]:
+    chosen, requests = make.indices(-1, 6, 5, TOPK), make.int32([0, 0, 1, 1, -1])
+    positions, lens, gathered = make.int32([6, 7, 19, 20, 3]), make.int32([8, 21]), make.int32([8, 5])
+    sizes = (4, 4, 16, 8)
+    yield "five tokens", (chosen, positions, requests, lens, gathered, *sizes), {}
+    yield "one token", (chosen[2:3], positions[2:3], requests[2:3], lens, gathered, *sizes), {}
+    yield "no tokens", (chosen[:0], positions[:0], requests[:0], lens, gathered, *sizes), {}
+    yield "no requests", (chosen, positions, requests, lens[:0], gathered[:0], *sizes), {}
+    yield "an empty selection", (chosen[:, :0], positions, requests, lens, gathered, *sizes), {}
+    yield "an empty window", (chosen, positions, requests, lens, gathered, 0, 4, 8, 8), {}
+    extreme, strangers, _ = _extremes(make)
+    wild = make.int32([2**31 - 1, -(2**31)])
+    yield "anything out of range", (chosen, extreme, strangers, wild, wild, 4, 1, 2**30, 2**29), {}
+    yield "wide rows", (_wide_rows(chosen), positions, requests, lens, gathered, *sizes), {}
+
+
 def _selection(make: _Maker, num_tokens: int) -> torch.Tensor:
     return make.indices(-1, NUM_BLOCKS * BLOCK_SIZE, num_tokens, TOPK)
 
 
 def _paged_sparse_attention(make: _Maker) -> Iterator[_Case]:
-    head_dim = LATENT_DIM + ROPE_DIM
     for cache_format in FORMATS:
-        dtype = _PLAIN.get(cache_format, torch.bfloat16)
+        dtype, head_dim = _PLAIN.get(cache_format, torch.bfloat16), FORMATS[cache_format].head_dims[0]
         cache, q = make.cache(cache_format), make.normal(5, NUM_HEADS, head_dim, dtype=dtype)
         yield f"{cache_format} five tokens", (q, cache, _selection(make, 5), SCALE, cache_format), {}
-    for cache_format in ("bf16", "fp8_ds_mla"):
+    for cache_format in ("bf16", "fp8_ds_mla", "fp8_ds_mla_v4"):
+        head_dim = FORMATS[cache_format].head_dims[0]
         cache, q, indices = make.cache(cache_format), make.normal(5, NUM_HEADS, head_dim), _selection(make, 5)
         yield f"{cache_format} no tokens", (q[:0], cache, indices[:0], SCALE, cache_format), {}
         yield f"{cache_format} one token", (q[:1], cache, indices[:1], SCALE, cache_format), {}
@@ -228,6 +342,9 @@ def _paged_sparse_attention(make: _Maker) -> Iterator[_Case]:
                 "req_id_per_token": make.int32([0, 1, 1, -1, 7]),
             },
         )
+    v4, q = _by_token(make.cache("fp8_ds_mla_v4"), "fp8_ds_mla_v4"), make.normal(2, NUM_HEADS, LATENT_DIM)
+    yield "fp8_ds_mla_v4 seen token by token", (q, v4, _selection(make, 2), SCALE, "fp8_ds_mla_v4"), {}
+    head_dim = LATENT_DIM + ROPE_DIM
     bf16, q = make.cache("bf16"), make.normal(2, NUM_HEADS, head_dim)
     garbage = make.int32([[-1, -(2**31), 20, 2**31 - 1], [0, 19, 19, 5]])
     yield "bf16 indices out of range", (q, bf16, garbage, SCALE, "bf16"), {}
@@ -239,6 +356,50 @@ def _paged_sparse_attention(make: _Maker) -> Iterator[_Case]:
     poisoned = make.cache("bf16")
     poisoned[0, 1] = torch.nan
     yield "bf16 a NaN in a row that nobody attends", (q, poisoned, garbage, SCALE, "bf16"), {}
+
+
+def _two_caches(make: _Maker) -> Iterator[_Case]:
+    """A window in pages of 4 and compressed tokens in pages of 2, of which there are 14."""
+
+    def caches(cache_format: str, extra_format: str, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return make.cache(cache_format, head_dim), make.cache(extra_format, head_dim, block_size=2, num_blocks=7)
+
+    def case(num_tokens: int, cache_format: str, extra_format: str, head_dim: int = LATENT_DIM) -> tuple[Any, ...]:
+        cache, extra = caches(cache_format, extra_format, head_dim)
+        q, extra_indices = make.normal(num_tokens, NUM_HEADS, head_dim), make.indices(-1, 14, num_tokens, 3)
+        return q, cache, _selection(make, num_tokens), SCALE, cache_format, extra, extra_indices, extra_format
+
+    v4 = "fp8_ds_mla_v4"
+    for cache_format, extra_format, head_dim in (
+        (v4, v4, 512),
+        ("bf16", "bf16", 576),
+        ("fp8_ds_mla", "bf16", 576),
+        ("bf16", v4, 512),
+    ):
+        yield f"{cache_format} and {extra_format}, five tokens", case(5, cache_format, extra_format, head_dim), {}
+    yield "no tokens", case(0, v4, v4), {}
+    yield "one token", case(1, v4, v4), {}
+    q, cache, indices, scale, fmt, extra, extra_indices, extra_fmt = case(5, v4, v4)
+    wide = (_wide_rows(q), _padded_blocks(cache), _wide_rows(indices), scale, fmt)
+    yield "padded blocks and wide rows", (*wide, _padded_blocks(extra), _wide_rows(extra_indices), extra_fmt), {}
+    yield "seen token by token", (*case(2, v4, v4)[:5], _by_token(extra, v4), extra_indices[:2], v4), {}
+    options = {
+        "topk_length": make.int32([6, 0, 3, 99, 0]),
+        "extra_topk_length": make.int32([0, 3, 99, 1, -2]),
+        "attn_sink": torch.tensor([0.5, -torch.inf, torch.inf], device=make.device),
+    }
+    yield "lengths and sinks", case(5, v4, v4), options
+    requests, extra_table = make.int32([0, 1, 1, -1, 7]), make.int32([[6, -1], [0, 3]])
+    tables = {"block_table": make.block_table(), "extra_block_table": extra_table}
+    yield "request-local indices of both", case(5, v4, v4), {**tables, "req_id_per_token": requests}
+    one_table = {"extra_block_table": extra_table, "req_id_per_token": requests}
+    yield "request-local indices of the extra cache", case(5, v4, "bf16"), one_table
+    q, cache, indices, scale, fmt, extra, extra_indices, extra_fmt = case(3, v4, v4)
+    yield (
+        "an empty selection of each",
+        (q, cache, indices[:, :0], scale, fmt, extra, extra_indices[:, :0], extra_fmt),
+        {},
+    )
 
 
 def _sparse_attention(make: _Maker) -> Iterator[_Case]:
@@ -310,14 +471,36 @@ def _build_step_metadata(make: _Maker) -> Iterator[_Case]:
     yield "wide rows", step([0, 1, 2], [6, 9], _wide_rows(table)), {}
 
 
+def _build_compressed_metadata(make: _Maker) -> Iterator[_Case]:
+    def step(positions: torch.Tensor, requests: torch.Tensor, table: torch.Tensor) -> tuple[Any, ...]:
+        buffer = torch.full((4, 4), FILL, dtype=torch.int32, device=make.device)
+        slots = torch.full(positions.shape, FILL, dtype=torch.int64, device=make.device)
+        return (positions, requests, table, buffer, slots, torch.full_like(positions, FILL), 4, 2)
+
+    positions, requests, table = make.int32([2, 3, 23, 7, 3]), make.int32([0, 0, 1, 1, -1]), make.block_table()
+    yield "five tokens", step(positions, requests, table), {}
+    yield "one token", step(positions[1:2], requests[1:2], table), {}
+    yield "no tokens", step(positions[:0], requests[:0], table), {}
+    yield "no requests", step(positions, requests, table[:0]), {}
+    yield "anything out of range", step(*_extremes(make)), {}
+    yield "wide rows", step(positions, requests, _wide_rows(table)), {}
+
+
 _SAMPLES: dict[str, Callable[[_Maker], Iterator[_Case]]] = {
+    "build_compressed_metadata": _build_compressed_metadata,
     "build_step_metadata": _build_step_metadata,
+    "combine_topk_swa_indices": _combine,
+    "compressed_indices": _compressed,
+    "compute_global_topk_indices_and_lens": _global_topk,
+    "compress_and_cache": _compress_and_cache,
     "concat_and_cache": _concat_and_cache,
     "convert_req_index_to_global_index": _convert,
     "filter_prefill_indices": _filter,
     "gather_cache": _gather_cache,
     "merge_attention_states": _merge_attention_states,
     "paged_sparse_attention": _paged_sparse_attention,
+    "paged_sparse_attention.extra": _two_caches,
+    "sliding_window_indices": _sliding_window,
     "sparse_attention": _sparse_attention,
 }
 
@@ -328,8 +511,18 @@ def overload(op_name: str) -> Any:
     return getattr(getattr(torch.ops.mla, name), suffix or "default")
 
 
+def functional(op_name: str) -> str:
+    """The name without the `.out` of it: `"gather_cache"` for `"gather_cache.out"`, `"x.extra"` for `"x.extra_out"`."""
+    return re.sub(r"[._]out$", "", op_name)
+
+
+def out_overload(op_name: str) -> str:
+    """The name of an op's form that writes into buffers: the inverse of `functional`."""
+    return f"{op_name}_out" if "." in op_name else f"{op_name}.out"
+
+
 def op_names() -> list[str]:
-    """Every registered op, `.out` overloads included, e.g. `"gather_cache"` and `"gather_cache.out"`."""
+    """Every registered op, overloads included, e.g. `"gather_cache"` and `"gather_cache.out"`."""
     names = (name.removeprefix("mla::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("mla::"))
     return sorted(names)
 
@@ -372,12 +565,12 @@ def sample_inputs(op_name: str, device: torch.device | str = "cpu") -> list[Samp
     Raises:
         KeyError: there are no samples of that op.
     """
-    name, _, suffix = op_name.partition(".")
-    functional = [Sample(*case, overload(name)) for case in _SAMPLES[name](_Maker(device))]
-    if not suffix:
-        return functional
+    name = functional(op_name)
+    samples = [Sample(*case, overload(name)) for case in _SAMPLES[name](_Maker(device))]
+    if name == op_name:
+        return samples
     op = overload(op_name)
     return [
-        *(_with_buffers(sample, op, wide=False) for sample in functional),
-        _with_buffers(functional[0], op, wide=True),
+        *(_with_buffers(sample, op, wide=False) for sample in samples),
+        _with_buffers(samples[0], op, wide=True),
     ]

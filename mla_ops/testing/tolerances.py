@@ -86,6 +86,42 @@ def attention_out(
     return Bound(out.rtol, weight_error * (1 + out.rtol) * value_magnitude + out.atol)
 
 
+def compressed_entry(
+    dtype: torch.dtype,
+    window: int,
+    head_dim: int,
+    score_magnitude: float,
+    value_magnitude: float,
+    smallest_rms: float,
+    weight_magnitude: float,
+    entry_magnitude: float,
+) -> Bound:
+    """An entry of the compressor: softmax-weighted mean, RMS norm, rotation, in float32, rounded once to `dtype`.
+
+    Args:
+        dtype: of the cache.
+        window: states that are pooled.
+        head_dim: channels that are normalised together.
+        score_magnitude: an upper bound of |score + bias|.
+        value_magnitude: an upper bound of the softmax-weighted mean of |key|.
+        smallest_rms: a lower bound of the root mean square of a pooled row.
+        weight_magnitude: an upper bound of |norm_weight|.
+        entry_magnitude: an upper bound of |entry| before the rotation.
+
+    A score that is off by e scales its weight by exp(e). The maximum may grow once in 8 states, and each growth
+    rescales by an exp; but the differences it is taken of add up to twice the largest score, so their roundings do not
+    multiply. The mean moves as in `attention_out`; divided by its root mean square, so does that. A rotation adds two
+    such numbers.
+    """
+    u32 = unit_roundoff(torch.float32)
+    rescalings = window // 8 + 2
+    weight_error = math.expm1(2 * (5 * score_magnitude + _ELEMENTARY_ULP * rescalings) * u32) + 2 * gamma(window)
+    relative = (weight_error + 2 * u32) * value_magnitude / smallest_rms
+    normed = weight_magnitude * relative + entry_magnitude * (relative + gamma(head_dim) + 8 * u32)
+    out = rounding(dtype)
+    return Bound(out.rtol, 2 * normed * (1 + out.rtol) + out.atol)
+
+
 def merge(dtype: torch.dtype, lse_magnitude: float, value_magnitude: float) -> Bound:
     """Two partial results merged in float32 and rounded once to `dtype`."""
     u32 = unit_roundoff(torch.float32)

@@ -5,33 +5,53 @@ from __future__ import annotations
 import torch
 
 from ...dispatch import Lowering
-from ...formats import LATENT_DIM, ROPE_DIM
+from ...formats import LATENT_DIM, geometry, planar_views
 
 E4M3_NAN = 0x7F
+V4_LATENT_DIM = 448
 
 
-def power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
-    """`2 ** ceil(log2(max(amax / 448, 1e-4)))` for finite float32 `amax >= 0`, in integer arithmetic.
+def power_of_two_exponent(amax: torch.Tensor, lowest: int) -> torch.Tensor:
+    """`max(ceil(log2(amax / 448)), lowest)` for finite float32 `amax >= 0`, as int32, in integer arithmetic.
 
-    448 is 1.75 * 2**8, so the exponent is that of `amax`, less 8, plus one if the mantissa is above 1.75.
+    448 is 1.75 * 2**8, so the exponent is that of `amax`, less 8, plus one if the mantissa is above 1.75. `lowest` says
+    where the formats put their floor: -13 is `max(amax / 448, 1e-4)`, -22 is `max(amax, 1e-4) / 448`.
     """
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
-    return ((exponent.clamp(min=-13) + 127) << 23).view(torch.float32)
+    return exponent.clamp(min=lowest)
 
 
-def quantize_fp8_ds_mla(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """`[n, 512]` and `[n, 64]` of any float dtype to `[n, 656]` bytes.
+def quantize_groups(latent: torch.Tensor, group_size: int, lowest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[n, d]` of any float dtype to e4m3 bytes `[n, d]` and the exponents of their scales, `[n, d / group_size]`.
 
     The scale of a group follows from its finite values; NaN and infinities become NaN where they stand and touch
     nothing else.
     """
-    groups = latent.float().view(-1, LATENT_DIM // 128, 128)
+    num_rows, width = latent.shape
+    groups = latent.float().reshape(num_rows, width // group_size, group_size)
     finite = groups.isfinite()
-    scale = power_of_two_scale(torch.where(finite, groups.abs(), 0.0).amax(-1))
-    e4m3 = torch.where(finite, groups / scale.unsqueeze(-1), 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
-    e4m3 = torch.where(finite, e4m3, E4M3_NAN).view(-1, LATENT_DIM)
-    return torch.cat((e4m3, scale.view(torch.uint8), rope.to(torch.bfloat16).contiguous().view(torch.uint8)), dim=1)
+    exponent = power_of_two_exponent(torch.where(finite, groups.abs(), 0.0).amax(-1), lowest)
+    scale = ((exponent + 127) << 23).view(torch.float32).unsqueeze(-1)
+    e4m3 = torch.where(finite, groups / scale, 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(finite, e4m3, E4M3_NAN).view(num_rows, width), exponent
+
+
+def rope_bytes(rope: torch.Tensor) -> torch.Tensor:
+    return rope.to(torch.bfloat16).contiguous().view(torch.uint8)
+
+
+def quantize_fp8_ds_mla(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """`[n, 512]` and `[n, 64]` of any float dtype to `[n, 656]` bytes."""
+    e4m3, exponent = quantize_groups(latent, 128, -13)
+    return torch.cat((e4m3, ((exponent + 127) << 23).view(torch.uint8), rope_bytes(rope)), dim=1)
+
+
+def quantize_fp8_ds_mla_v4(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[n, 448]` and `[n, 64]` of any float dtype to `[n, 576]` bytes of data and `[n, 8]` of scales, the last 0."""
+    e4m3, exponent = quantize_groups(latent, 64, -22)
+    scales = torch.nn.functional.pad((exponent + 127).to(torch.uint8), (0, 1))
+    return torch.cat((e4m3, rope_bytes(rope)), dim=1), scales
 
 
 def dequantize_fp8_ds_mla(rows: torch.Tensor) -> torch.Tensor:
@@ -43,29 +63,45 @@ def dequantize_fp8_ds_mla(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat(((e4m3.view(-1, 4, 128) * scale.unsqueeze(-1)).view(-1, LATENT_DIM), rope), dim=1)
 
 
+def dequantize_fp8_ds_mla_v4(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`[n, 576]` and `[n, 8]` bytes to `[n, 512]` float32. A scale's byte is its exponent + 127; 255 is NaN."""
+    e4m3 = data[:, :V4_LATENT_DIM].contiguous().view(torch.float8_e4m3fn).float()
+    byte = scales[:, :7].to(torch.int32)
+    bits = torch.where(byte == 0, 0x400000, torch.where(byte == 255, 0x7FC00000, byte << 23))
+    latent = e4m3.view(-1, 7, 64) * bits.view(torch.float32).unsqueeze(-1)
+    rope = data[:, V4_LATENT_DIM:].contiguous().view(torch.bfloat16).float()
+    return torch.cat((latent.view(-1, V4_LATENT_DIM), rope), dim=1)
+
+
 def read_slots(kv_cache: torch.Tensor, slots: torch.Tensor, cache_format: str) -> torch.Tensor:
     """Keys at `slots` (int64, any shape, all valid) as float32, `slots.shape + (head_dim,)`."""
-    block_size = kv_cache.shape[1]
-    width = kv_cache.shape[2]
-    rows = kv_cache[slots // block_size, slots % block_size]
+    _, block_size, _, head_dim = geometry(kv_cache, cache_format)
+    place = slots // block_size, slots % block_size
+    if cache_format == "fp8_ds_mla_v4":
+        data, scales = (view[place] for view in planar_views(kv_cache, cache_format))
+        return dequantize_fp8_ds_mla_v4(data.view(-1, 576), scales.view(-1, 8)).view(*slots.shape, head_dim)
+    rows = kv_cache[place]
     if cache_format == "fp8_ds_mla":
-        return dequantize_fp8_ds_mla(rows.view(-1, width)).view(*slots.shape, LATENT_DIM + ROPE_DIM)
+        return dequantize_fp8_ds_mla(rows.view(-1, 656)).view(*slots.shape, head_dim)
     return rows.float()
 
 
 def concat_and_cache(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str
 ) -> None:
-    num_blocks, block_size, _ = kv_cache.shape
+    num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
     num_rows = min(slot_mapping.shape[0], kv_c.shape[0])
     slots = slot_mapping[:num_rows]
     written = ((slots >= 0) & (slots < num_blocks * block_size)).nonzero().squeeze(1)
     slots, latent, rope = slots[written], kv_c[written], k_pe[written]
-    if cache_format == "fp8_ds_mla":
-        rows = quantize_fp8_ds_mla(latent, rope)
+    place = slots // block_size, slots % block_size
+    if cache_format == "fp8_ds_mla_v4":
+        data, scales = planar_views(kv_cache, cache_format)
+        data[place], scales[place] = quantize_fp8_ds_mla_v4(latent, rope)
+    elif cache_format == "fp8_ds_mla":
+        kv_cache[place] = quantize_fp8_ds_mla(latent, rope)
     else:
-        rows = torch.cat((latent, rope), dim=1).to(kv_cache.dtype)
-    kv_cache[slots // block_size, slots % block_size] = rows
+        kv_cache[place] = torch.cat((latent, rope), dim=1).to(kv_cache.dtype)
 
 
 def gather_cache(
@@ -80,7 +116,7 @@ def gather_cache(
     offset: int = 0,
     out: torch.Tensor,
 ) -> None:
-    num_blocks, block_size, _ = kv_cache.shape
+    num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
     num_requests, max_blocks = block_table.shape
     if num_requests == 0:
         return

@@ -31,6 +31,17 @@ def translate(
     return torch.where(valid, block * block_size + index % block_size, -1)
 
 
+def _write(slots: torch.Tensor, compact: bool, out: torch.Tensor, counts: torch.Tensor) -> None:
+    """Writes int64 slots, -1 where they are negative or not int32, and how many of each row are neither."""
+    slots = torch.where((slots >= 0) & (slots <= INT32_MAX), slots, -1).to(torch.int32)
+    valid = slots >= 0
+    if compact:
+        order = torch.argsort((~valid).to(torch.int8), dim=1, stable=True)
+        slots = slots.gather(1, order)
+    out.copy_(slots)
+    counts.copy_(valid.sum(1))
+
+
 def convert_req_index_to_global_index(
     req_id_per_token: torch.Tensor,
     block_table: torch.Tensor,
@@ -43,13 +54,101 @@ def convert_req_index_to_global_index(
     valid_counts: torch.Tensor,
 ) -> None:
     slots = translate(req_id_per_token, block_table, token_indices, block_size, num_blocks)
-    slots = torch.where(slots <= INT32_MAX, slots, -1).to(torch.int32)
-    valid = slots >= 0
-    if compact:
-        order = torch.argsort((~valid).to(torch.int8), dim=1, stable=True)
-        slots = slots.gather(1, order)
-    out.copy_(slots)
-    valid_counts.copy_(valid.sum(1))
+    _write(slots, compact, out, valid_counts)
+
+
+def compute_global_topk_indices_and_lens(
+    topk_indices: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    *,
+    num_blocks: int | None = None,
+    indices: torch.Tensor,
+    lens: torch.Tensor,
+) -> None:
+    slots = translate(req_id_per_token, block_table, topk_indices, block_size, num_blocks)
+    _write(slots, True, indices, lens)
+
+
+def sliding_window_indices(
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    window: int,
+    block_size: int,
+    *,
+    num_blocks: int | None = None,
+    indices: torch.Tensor,
+    lens: torch.Tensor,
+) -> None:
+    position = positions.long().unsqueeze(1)
+    local = (position - window + 1).clamp(min=0) + torch.arange(window, device=positions.device)
+    local = torch.where(local <= position, local, -1)
+    _write(translate(req_id_per_token, block_table, local, block_size, num_blocks), True, indices, lens)
+
+
+def _complete_groups(positions: torch.Tensor, compress_ratio: int) -> torch.Tensor:
+    """Compressed tokens that each position may see: those whose whole group lies at or before it."""
+    return (positions.long() + 1).clamp(min=0).div(compress_ratio, rounding_mode="floor")
+
+
+def compressed_indices(
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    compress_ratio: int,
+    block_size: int,
+    width: int,
+    *,
+    num_blocks: int | None = None,
+    indices: torch.Tensor,
+    lens: torch.Tensor,
+) -> None:
+    complete = _complete_groups(positions, compress_ratio).unsqueeze(1)
+    local = torch.arange(width, device=positions.device).expand(positions.shape[0], width)
+    local = torch.where(local < complete, local, -1)
+    _write(translate(req_id_per_token, block_table, local, block_size, num_blocks), True, indices, lens)
+
+
+def combine_topk_swa_indices(
+    topk_indices: torch.Tensor,
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor,
+    window: int,
+    compress_ratio: int,
+    request_stride: int,
+    window_offset: int,
+    *,
+    indices: torch.Tensor,
+    lens: torch.Tensor,
+) -> None:
+    num_requests = seq_lens.shape[0]
+    if num_requests == 0:
+        indices.fill_(-1)
+        lens.zero_()
+        return
+    request = req_id_per_token.long().unsqueeze(1)
+    position = positions.long().unsqueeze(1)
+    live = (request >= 0) & (request < num_requests) & (position >= 0)
+    request = request.clamp(0, num_requests - 1)
+    seq_len = seq_lens.long()[request]
+    gather_start = seq_len - torch.minimum(gather_lens.long()[request], seq_len).clamp(min=0)
+
+    chosen = topk_indices.long()
+    complete = _complete_groups(positions, compress_ratio).unsqueeze(1).clamp(max=window_offset)
+    chosen = torch.where((chosen >= 0) & (chosen < complete), chosen, -1)
+
+    # the same positions as in `sliding_window_indices`, of which only the gathered ones have a row
+    place = (position - window + 1).clamp(min=0) + torch.arange(window, device=positions.device)
+    row = window_offset + place - gather_start
+    gathered = (place <= position) & (place >= gather_start) & (place < seq_len) & (row < request_stride)
+
+    rows = torch.cat((chosen, torch.where(gathered, row, -1)), dim=1)
+    rows = torch.where(live & (rows >= 0), rows + request * request_stride, -1)
+    _write(rows, True, indices, lens)
 
 
 def filter_prefill_indices(
@@ -66,6 +165,10 @@ def filter_prefill_indices(
 
 
 LOWERINGS = {
+    "combine_topk_swa_indices": Lowering(combine_topk_swa_indices),
+    "compressed_indices": Lowering(compressed_indices),
+    "compute_global_topk_indices_and_lens": Lowering(compute_global_topk_indices_and_lens),
     "convert_req_index_to_global_index": Lowering(convert_req_index_to_global_index),
     "filter_prefill_indices": Lowering(filter_prefill_indices),
+    "sliding_window_indices": Lowering(sliding_window_indices),
 }

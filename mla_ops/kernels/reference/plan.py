@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...dispatch import Lowering
+from .index import INT32_MAX
 
 
 def build_step_metadata(
@@ -56,4 +57,36 @@ def build_step_metadata(
     slot_mapping.copy_(torch.where(writable, block * block_size + position % block_size, -1))
 
 
-LOWERINGS = {"build_step_metadata": Lowering(build_step_metadata)}
+def build_compressed_metadata(
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    block_table_buffer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    compressed_lens: torch.Tensor,
+    compress_ratio: int,
+    block_size: int,
+) -> None:
+    num_requests, max_blocks = block_table.shape
+    block_table_buffer.fill_(-1)
+    block_table_buffer[:num_requests, :max_blocks] = block_table
+
+    end = positions.long() + 1
+    live = (req_id_per_token >= 0) & (req_id_per_token < num_requests) & (end > 0)
+    length = torch.where(live, end // compress_ratio, 0)
+    compressed_lens.copy_(length.clamp(max=INT32_MAX))
+    if num_requests == 0 or max_blocks == 0:
+        slot_mapping.fill_(-1)
+        return
+    index = length - 1
+    column = index.div(block_size, rounding_mode="floor")
+    writable = live & (end % compress_ratio == 0) & (column < max_blocks)
+    request = req_id_per_token.long().clamp(0, num_requests - 1)
+    block = block_table[request, column.clamp(0, max_blocks - 1)].long()
+    slot_mapping.copy_(torch.where(writable & (block >= 0), block * block_size + index % block_size, -1))
+
+
+LOWERINGS = {
+    "build_compressed_metadata": Lowering(build_compressed_metadata),
+    "build_step_metadata": Lowering(build_step_metadata),
+}

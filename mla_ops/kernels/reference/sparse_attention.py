@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ...dispatch import Lowering
-from ...formats import LATENT_DIM
+from ...formats import LATENT_DIM, geometry
 from .cache import read_slots
 from .index import translate
 
@@ -52,6 +52,22 @@ def _within_length(indices: torch.Tensor, topk_length: torch.Tensor | None) -> t
     return torch.arange(indices.shape[1], device=indices.device) < topk_length.unsqueeze(1)
 
 
+def _paged_slots(
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    cache_format: str,
+    topk_length: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    req_id_per_token: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 slots that `indices` name, and which of them are attended to."""
+    num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
+    slots = indices.long()
+    if block_table is not None and req_id_per_token is not None:
+        slots = translate(req_id_per_token, block_table, indices, block_size, num_blocks)
+    return slots, (slots >= 0) & (slots < num_blocks * block_size) & _within_length(indices, topk_length)
+
+
 def paged_sparse_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -66,14 +82,48 @@ def paged_sparse_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    num_blocks, block_size, _ = kv_cache.shape
-    slots = indices.long()
-    if block_table is not None and req_id_per_token is not None:
-        slots = translate(req_id_per_token, block_table, indices, block_size, num_blocks)
-    valid = (slots >= 0) & (slots < num_blocks * block_size) & _within_length(indices, topk_length)
+    slots, valid = _paged_slots(kv_cache, indices, cache_format, topk_length, block_table, req_id_per_token)
     attend(
         q, lambda chosen: read_slots(kv_cache, chosen, cache_format), slots, valid, softmax_scale, attn_sink, out, lse
     )
+
+
+def paged_sparse_attention_extra(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    extra_kv_cache: torch.Tensor,
+    extra_indices: torch.Tensor,
+    extra_cache_format: str,
+    *,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    extra_block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    slots, valid = _paged_slots(kv_cache, indices, cache_format, topk_length, block_table, req_id_per_token)
+    extra_slots, extra_valid = _paged_slots(
+        extra_kv_cache, extra_indices, extra_cache_format, extra_topk_length, extra_block_table, req_id_per_token
+    )
+    num_blocks, block_size, _, head_dim = geometry(kv_cache, cache_format)
+    num_slots = num_blocks * block_size
+
+    def read(chosen: torch.Tensor) -> torch.Tensor:
+        """Slots of the extra cache count on from the main one's."""
+        keys = torch.empty(*chosen.shape, head_dim, dtype=torch.float32, device=chosen.device)
+        extra = chosen >= num_slots
+        keys[~extra] = read_slots(kv_cache, chosen[~extra], cache_format)
+        keys[extra] = read_slots(extra_kv_cache, chosen[extra] - num_slots, extra_cache_format)
+        return keys
+
+    slots, valid = torch.cat((slots, extra_slots + num_slots), dim=1), torch.cat((valid, extra_valid), dim=1)
+    attend(q, read, slots, valid, softmax_scale, attn_sink, out, lse)
 
 
 def sparse_attention(
@@ -94,5 +144,6 @@ def sparse_attention(
 
 LOWERINGS = {
     "paged_sparse_attention": Lowering(paged_sparse_attention),
+    "paged_sparse_attention.extra": Lowering(paged_sparse_attention_extra),
     "sparse_attention": Lowering(sparse_attention),
 }

@@ -4,10 +4,10 @@ import torch
 import triton.language as tl
 
 from ...dispatch import Lowering
-from ...formats import LATENT_DIM, ROPE_DIM
+from ...formats import LATENT_DIM, ROPE_DIM, geometry, get_format
 from .bfloat16 import narrow, widen
 from .common import cdiv, sized_jit
-from .e4m3 import decode, encode, power_of_two_exponent
+from .e4m3 import decode, decode_scale, encode, power_of_two_exponent
 
 # rows a program gathers: 8 rows of 576 in bfloat16 are 36 values a thread, and one 16-byte load each in flight
 GATHER_ROWS = 8
@@ -39,7 +39,7 @@ def _store_fp8_kernel(
         bits = widen(tl.load(kv_c + row * stride_kv_c + offsets)).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         amax = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1)
-        exponent = power_of_two_exponent(amax)
+        exponent = power_of_two_exponent(amax, -13)
 
         start = kv_cache + slot // block_size * (stride_block_16 * 16) + slot % block_size * 656
         tl.store(start + offsets, encode(bits, exponent[:, None]).to(tl.uint8))
@@ -50,6 +50,48 @@ def _store_fp8_kernel(
         if values.dtype != tl.bfloat16:
             values = narrow(widen(values), tl.bfloat16)
         tl.store((start + 528).to(tl.pointer_type(tl.bfloat16)) + rope, values)
+
+
+@sized_jit(any_alignment=("slot_mapping",))
+def _store_fp8_v4_kernel(
+    kv_c,
+    k_pe,
+    kv_cache,
+    slot_mapping,
+    num_slots: tl.int64,
+    block_size: tl.int32,
+    stride_kv_c: tl.int64,
+    stride_k_pe: tl.int64,
+    stride_block_16: tl.int64,
+):
+    """Quantises one token into its 576 bytes of data and its 8 bytes of scales, in the two planes of its block.
+
+    Grid: (rows,). A program holds 8 groups of 64 latent values, of which the last is not there: its place among the
+    scales is the byte of padding. The rest is as in `_store_fp8_kernel`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + row).to(tl.int64)
+    if (slot >= 0) & (slot < num_slots):
+        group = tl.arange(0, 8)
+        inner = tl.arange(0, 64)
+        there = (group < 7)[:, None]
+        offsets = group[:, None] * 64 + inner[None, :]
+        bits = widen(tl.load(kv_c + row * stride_kv_c + offsets, mask=there, other=0.0)).to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        amax = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1)
+        exponent = power_of_two_exponent(amax, -22)
+
+        block = kv_cache + slot // block_size * (stride_block_16 * 16)
+        offset = slot % block_size
+        start = block + offset * 576
+        tl.store(start + offsets, encode(bits, exponent[:, None]).to(tl.uint8), mask=there)
+        scales = block + block_size.to(tl.int64) * 576 + offset * 8
+        tl.store(scales + group, tl.where(group < 7, exponent + 127, 0).to(tl.uint8))
+        rope = tl.arange(0, 64)
+        values = tl.load(k_pe + row * stride_k_pe + rope)
+        if values.dtype != tl.bfloat16:
+            values = narrow(widen(values), tl.bfloat16)
+        tl.store((start + 448).to(tl.pointer_type(tl.bfloat16)) + rope, values)
 
 
 @sized_jit(any_alignment=("slot_mapping",))
@@ -107,6 +149,7 @@ def _gather_kernel(
     stride_table: tl.int64,
     stride_out: tl.int64,
     FP8: tl.constexpr,
+    PLANAR: tl.constexpr,
     ROW_WIDTH: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -116,7 +159,9 @@ def _gather_kernel(
 
     Grid: (blocks of ROWS rows). A row finds its request by bisection of cu_seq_lens, as torch.searchsorted does, then
     its position, block and slot; only then is a key read. Rows that no request covers are not stored, covered rows
-    without a readable block are stored as zeros. Tile [ROWS, LATENT] plus [ROWS, ROPE], in registers.
+    without a readable block are stored as zeros. Tile [ROWS, LATENT] plus [ROWS, ROPE], in registers. A PLANAR row is
+    576 bytes, of which the 448 latent values take the first part of the LATENT columns, and its scales are behind all
+    rows of its block.
     """
     out_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = out_row - offset
@@ -146,32 +191,46 @@ def _gather_kernel(
     start = kv_cache + (block * (stride_block_16 * UNIT) + position % block_size * ROW_WIDTH)[:, None]
     target = out + (out_row * stride_out)[:, None]
     latent = tl.arange(0, LATENT)[None, :]
-    if FP8:
-        value = decode(tl.load(start + latent, mask=readable[:, None], other=0))
-        scale = (start + LATENT).to(tl.pointer_type(tl.float32)) + latent // 128
-        value = narrow(value * tl.load(scale, mask=readable[:, None], other=0.0), tl.bfloat16)
+    if PLANAR:
+        wanted = latent < 448
+        behind_rows = block_size.to(tl.int64) * 576
+        scales = kv_cache + (block * (stride_block_16 * UNIT) + behind_rows + position % block_size * 8)[:, None]
+        value = decode(tl.load(start + latent, mask=readable[:, None] & wanted, other=0))
+        value *= decode_scale(tl.load(scales + latent // 64, mask=readable[:, None] & wanted, other=127))
+        tl.store(target + latent, narrow(value, tl.bfloat16), mask=covered[:, None] & wanted)
+        rope = tl.arange(0, 64)[None, :]
+        tail = (start + 448).to(tl.pointer_type(tl.bfloat16))
+        value = tl.load(tail + rope, mask=readable[:, None], other=0.0)
+        tl.store(target + 448 + rope, value, mask=covered[:, None])
     else:
-        value = tl.load(start + latent, mask=readable[:, None], other=0.0)
-    tl.store(target + latent, value, mask=covered[:, None])
-    if ROPE > 0:
-        rope = tl.arange(0, ROPE)[None, :]
         if FP8:
-            tail = (start + (LATENT + 16)).to(tl.pointer_type(tl.bfloat16))
+            value = decode(tl.load(start + latent, mask=readable[:, None], other=0))
+            scale = (start + LATENT).to(tl.pointer_type(tl.float32)) + latent // 128
+            value = narrow(value * tl.load(scale, mask=readable[:, None], other=0.0), tl.bfloat16)
         else:
-            tail = start + LATENT
-        tl.store(target + LATENT + rope, tl.load(tail + rope, mask=readable[:, None], other=0.0), mask=covered[:, None])
+            value = tl.load(start + latent, mask=readable[:, None], other=0.0)
+        tl.store(target + latent, value, mask=covered[:, None])
+        if ROPE > 0:
+            rope = tl.arange(0, ROPE)[None, :]
+            if FP8:
+                tail = (start + (LATENT + 16)).to(tl.pointer_type(tl.bfloat16))
+            else:
+                tail = start + LATENT
+            value = tl.load(tail + rope, mask=readable[:, None], other=0.0)
+            tl.store(target + LATENT + rope, value, mask=covered[:, None])
 
 
 def concat_and_cache(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str
 ) -> None:
-    num_blocks, block_size, row_width = kv_cache.shape
+    num_blocks, block_size, block_stride, head_dim = geometry(kv_cache, cache_format)
     num_rows = min(slot_mapping.shape[0], kv_c.shape[0])
     if num_rows == 0:
         return
     num_slots = num_blocks * block_size
-    if cache_format == "fp8_ds_mla":
-        _store_fp8_kernel[(num_rows,)](
+    if get_format(cache_format).quantized:
+        store = _store_fp8_kernel if cache_format == "fp8_ds_mla" else _store_fp8_v4_kernel
+        store[(num_rows,)](
             kv_c,
             k_pe,
             kv_cache,
@@ -180,12 +239,12 @@ def concat_and_cache(
             block_size,
             kv_c.stride(0),
             k_pe.stride(0),
-            kv_cache.stride(0) // 16,
+            block_stride // 16,
             num_warps=2,
         )
         return
-    block = 512 if row_width >= 512 else 128
-    _store_plain_kernel[(num_rows, cdiv(row_width, block))](
+    block = 512 if head_dim >= 512 else 128
+    _store_plain_kernel[(num_rows, cdiv(head_dim, block))](
         kv_c,
         k_pe,
         kv_cache,
@@ -196,7 +255,7 @@ def concat_and_cache(
         kv_c.stride(0),
         k_pe.stride(0),
         kv_cache.stride(0),
-        ROW_WIDTH=row_width,
+        ROW_WIDTH=head_dim,
         BLOCK=block,
         num_warps=2,
     )
@@ -214,11 +273,11 @@ def gather_cache(
     offset: int = 0,
     out: torch.Tensor,
 ) -> None:
-    num_blocks, block_size, row_width = kv_cache.shape
+    num_blocks, block_size, block_stride, head_dim = geometry(kv_cache, cache_format)
     num_requests, max_blocks = block_table.shape
     if num_rows == 0 or num_requests == 0:
         return
-    head_dim = out.shape[1]
+    entry = get_format(cache_format)
     _gather_kernel[(cdiv(num_rows, GATHER_ROWS),)](
         kv_cache,
         block_table,
@@ -233,11 +292,12 @@ def gather_cache(
         max_blocks,
         num_blocks,
         block_size,
-        kv_cache.stride(0) * kv_cache.element_size() // 16,
+        block_stride // 16,
         block_table.stride(0),
         out.stride(0),
-        FP8=cache_format == "fp8_ds_mla",
-        ROW_WIDTH=row_width,
+        FP8=entry.quantized,
+        PLANAR=entry.planar,
+        ROW_WIDTH=entry.data_bytes or entry.row_width(head_dim),
         LATENT=min(head_dim, LATENT_DIM),
         ROPE=ROPE_DIM if head_dim > LATENT_DIM else 0,
         ROWS=GATHER_ROWS,

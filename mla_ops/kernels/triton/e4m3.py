@@ -10,14 +10,30 @@ from .bfloat16 import narrow
 
 
 @triton.jit
-def power_of_two_exponent(amax_bits):
+def power_of_two_exponent(amax_bits, LOWEST: tl.constexpr):
     """log2 of the scale of a group whose largest finite magnitude has the float32 bits `amax_bits`.
 
-    `ceil(log2(max(amax / 448, 1e-4)))`; 448 is 1.75 * 2**8, so it is the exponent of amax, less 8, plus one if the
-    mantissa is above 1.75.
+    `max(ceil(log2(amax / 448)), LOWEST)`; 448 is 1.75 * 2**8, so it is the exponent of amax, less 8, plus one if the
+    mantissa is above 1.75. LOWEST is -13 where the format floors amax / 448 at 1e-4, -22 where it floors amax.
     """
     exponent = (amax_bits >> 23) - (127 + 8) + ((amax_bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    return tl.maximum(exponent, -13)
+    return tl.maximum(exponent, LOWEST)
+
+
+@triton.jit
+def decode_scale(byte):
+    """ue8m0 bytes (any integer type) to float32: 2**(byte - 127), NaN for 255."""
+    wide = byte.to(tl.int32)
+    bits = tl.where(wide == 0, 0x400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_scale_bf16(byte):
+    """As `decode_scale`, to bfloat16, where every power of two fits as well."""
+    wide = byte.to(tl.int32)
+    bits = tl.where(wide == 0, 0x40, tl.where(wide == 255, 0x7FC0, wide << 7))
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Index ops in Triton. Order is that of the reference: no atomics, scans only."""
 
 import torch
+import triton
 import triton.language as tl
 
 from ...dispatch import Lowering
@@ -10,6 +11,37 @@ INT32_MAX = 2**31 - 1
 # indices a program looks at in one go: 8 a thread, and topk 2048 is two rounds
 CONVERT_BLOCK = 1024
 FILTER_BLOCK = 1024
+# a window is 128 tokens in the models there are: one warp, one round
+WINDOW_BLOCK = 128
+COMPRESSED_BLOCK = 1024
+COMBINE_BLOCK = 512
+
+
+@triton.jit
+def _slots(table, index, wanted, max_blocks, block_size, num_blocks):
+    """Request-local indices to int64 slots by one request's block table, and which of them there are."""
+    column = index // block_size
+    valid = wanted & (column < max_blocks)
+    block = tl.load(table + column, mask=valid, other=-1).to(tl.int64)
+    slot = block * block_size + index % block_size
+    return slot, valid & (block >= 0) & (block < num_blocks) & (slot <= 0x7FFFFFFF)
+
+
+@triton.jit
+def _append(target, count, value, valid):
+    """Stores the valid ones behind the first `count` of a row, in order. Returns the new count."""
+    chosen = valid.to(tl.int32)
+    rank = count + tl.cumsum(chosen, 0) - chosen
+    tl.store(target + rank, value.to(tl.int32), mask=valid)
+    return count + tl.sum(chosen, 0)
+
+
+@triton.jit
+def _fill(target, count, width, BLOCK: tl.constexpr):
+    """-1 from entry `count` of a row to its end."""
+    for start in range(count, width, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        tl.store(target + entry, tl.full((BLOCK,), -1, tl.int32), mask=entry < width)
 
 
 @sized_jit(any_alignment=("req_id_per_token", "block_table", "token_indices", "out", "valid_counts"))
@@ -45,23 +77,117 @@ def _convert_kernel(
     for start in range(0, topk, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         index = tl.load(source + entry, mask=entry < topk, other=-1)
-        column = index // block_size
-        valid = known & (index >= 0) & (column < max_blocks)
-        block = tl.load(table + column, mask=valid, other=-1).to(tl.int64)
-        slot = block * block_size + index % block_size
-        valid &= (block >= 0) & (block < num_blocks) & (slot <= 0x7FFFFFFF)
-        chosen = valid.to(tl.int32)
+        slot, valid = _slots(table, index, known & (index >= 0), max_blocks, block_size, num_blocks)
         if COMPACT:
-            rank = count + tl.cumsum(chosen, 0) - chosen
-            tl.store(target + rank, slot.to(tl.int32), mask=valid)
+            count = _append(target, count, slot, valid)
         else:
             tl.store(target + entry, tl.where(valid, slot, -1).to(tl.int32), mask=entry < topk)
-        count += tl.sum(chosen, 0)
+            count += tl.sum(valid.to(tl.int32), 0)
     if COMPACT:
-        for start in range(count, topk, BLOCK):
-            entry = start + tl.arange(0, BLOCK)
-            tl.store(target + entry, tl.full((BLOCK,), -1, tl.int32), mask=entry < topk)
+        _fill(target, count, topk, BLOCK)
     tl.store(valid_counts + token, count)
+
+
+@sized_jit(any_alignment=("positions", "req_id_per_token", "block_table", "indices", "lens"))
+def _range_kernel(
+    positions,
+    req_id_per_token,
+    block_table,
+    indices,
+    lens,
+    width: tl.int32,
+    num_requests: tl.int32,
+    max_blocks: tl.int32,
+    compress_ratio: tl.int32,
+    block_size: tl.int32,
+    num_blocks: tl.int64,
+    stride_table: tl.int64,
+    stride_indices: tl.int64,
+    NEWEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Slots of a range of one request's tokens, compressed ones where the ratio is not 1.
+
+    Grid: (tokens,). Of the tokens up to a position, a row has the last `width` (NEWEST: the sliding window) or the
+    first. Only the entries that there are get translated; the rest of the row is filled.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(req_id_per_token + token)
+    position = tl.load(positions + token).to(tl.int64)
+    live = (request >= 0) & (request < num_requests) & (position >= 0)
+    there = tl.where(live, (position + 1) // compress_ratio, 0)
+    number = tl.minimum(there, width).to(tl.int32)
+    first = 0
+    if NEWEST:
+        first = (there - number).to(tl.int32)
+    table = block_table + request.to(tl.int64) * stride_table
+    target = indices + token * stride_indices
+    count = 0
+    for start in range(0, number, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        slot, valid = _slots(table, first + entry, entry < number, max_blocks, block_size, num_blocks)
+        count = _append(target, count, slot, valid)
+    _fill(target, count, width, BLOCK)
+    tl.store(lens + token, count)
+
+
+@sized_jit(
+    any_alignment=("topk_indices", "positions", "req_id_per_token", "seq_lens", "gather_lens", "indices", "lens")
+)
+def _combine_kernel(
+    topk_indices,
+    positions,
+    req_id_per_token,
+    seq_lens,
+    gather_lens,
+    indices,
+    lens,
+    topk: tl.int32,
+    window: tl.int32,
+    num_requests: tl.int32,
+    compress_ratio: tl.int32,
+    request_stride: tl.int64,
+    window_offset: tl.int64,
+    stride_topk: tl.int64,
+    stride_indices: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """Rows of a gathered workspace that one token attends: its compressed ones, then its window's.
+
+    Grid: (tokens,). The window's rows follow each other without holes, so they need no scan.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(req_id_per_token + token)
+    position = tl.load(positions + token).to(tl.int64)
+    live = (request >= 0) & (request < num_requests) & (position >= 0)
+    seq_len = tl.load(seq_lens + request, mask=live, other=0).to(tl.int64)
+    gather_len = tl.load(gather_lens + request, mask=live, other=0).to(tl.int64)
+    gather_start = seq_len - tl.maximum(tl.minimum(gather_len, seq_len), 0)
+    base = tl.where(live, request.to(tl.int64) * request_stride, 0)
+    source = topk_indices + token * stride_topk
+    target = indices + token * stride_indices
+
+    complete = tl.where(live, tl.minimum((position + 1) // compress_ratio, window_offset), 0)
+    count = 0
+    for start in range(0, topk, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        index = tl.load(source + entry, mask=entry < topk, other=-1)
+        row = base + index
+        count = _append(target, count, row, (index >= 0) & (index < complete) & (row <= 0x7FFFFFFF))
+
+    first = tl.maximum(tl.maximum(position - window + 1, gather_start), 0)
+    # where the first window row of the request would be, were its first gathered token its token 0
+    origin = window_offset - gather_start
+    room = tl.minimum(request_stride, 0x7FFFFFFF - base + 1) - origin
+    end = tl.minimum(tl.minimum(position + 1, seq_len), room)
+    number = tl.where(live, tl.maximum(end - first, 0), 0).to(tl.int32)
+    for start in range(0, number, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        row = base + origin + first + entry
+        tl.store(target + count + entry, row.to(tl.int32), mask=entry < number)
+    count += number
+    _fill(target, count, topk + window, BLOCK)
+    tl.store(lens + token, count)
 
 
 @sized_jit(any_alignment=("indices", "context_lens", "context_indices", "new_indices"))
@@ -123,6 +249,137 @@ def convert_req_index_to_global_index(
     )
 
 
+def compute_global_topk_indices_and_lens(
+    topk_indices: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    *,
+    num_blocks: int | None = None,
+    indices: torch.Tensor,
+    lens: torch.Tensor,
+) -> None:
+    convert_req_index_to_global_index(
+        req_id_per_token,
+        block_table,
+        topk_indices,
+        block_size,
+        compact=True,
+        num_blocks=num_blocks,
+        out=indices,
+        valid_counts=lens,
+    )
+
+
+def sliding_window_indices(
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    window: int,
+    block_size: int,
+    *,
+    num_blocks: int | None = None,
+    indices: torch.Tensor,
+    lens: torch.Tensor,
+) -> None:
+    num_tokens = positions.shape[0]
+    if num_tokens == 0:
+        return
+    num_requests, max_blocks = block_table.shape
+    _range_kernel[(num_tokens,)](
+        positions,
+        req_id_per_token,
+        block_table,
+        indices,
+        lens,
+        window,
+        num_requests,
+        max_blocks,
+        1,
+        block_size,
+        INT32_MAX + 1 if num_blocks is None else num_blocks,
+        block_table.stride(0),
+        indices.stride(0),
+        NEWEST=True,
+        BLOCK=WINDOW_BLOCK,
+        num_warps=1,
+    )
+
+
+def compressed_indices(
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    compress_ratio: int,
+    block_size: int,
+    width: int,
+    *,
+    num_blocks: int | None = None,
+    indices: torch.Tensor,
+    lens: torch.Tensor,
+) -> None:
+    num_tokens = positions.shape[0]
+    if num_tokens == 0:
+        return
+    num_requests, max_blocks = block_table.shape
+    _range_kernel[(num_tokens,)](
+        positions,
+        req_id_per_token,
+        block_table,
+        indices,
+        lens,
+        width,
+        num_requests,
+        max_blocks,
+        compress_ratio,
+        block_size,
+        INT32_MAX + 1 if num_blocks is None else num_blocks,
+        block_table.stride(0),
+        indices.stride(0),
+        NEWEST=False,
+        BLOCK=COMPRESSED_BLOCK,
+        num_warps=4,
+    )
+
+
+def combine_topk_swa_indices(
+    topk_indices: torch.Tensor,
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor,
+    window: int,
+    compress_ratio: int,
+    request_stride: int,
+    window_offset: int,
+    *,
+    indices: torch.Tensor,
+    lens: torch.Tensor,
+) -> None:
+    num_tokens, topk = topk_indices.shape
+    if num_tokens == 0:
+        return
+    _combine_kernel[(num_tokens,)](
+        topk_indices,
+        positions,
+        req_id_per_token,
+        seq_lens,
+        gather_lens,
+        indices,
+        lens,
+        topk,
+        window,
+        seq_lens.shape[0],
+        compress_ratio,
+        request_stride,
+        window_offset,
+        topk_indices.stride(0),
+        indices.stride(0),
+        BLOCK=COMBINE_BLOCK,
+        num_warps=4,
+    )
+
+
 def filter_prefill_indices(
     indices: torch.Tensor,
     context_lens: torch.Tensor,
@@ -148,6 +405,10 @@ def filter_prefill_indices(
 
 
 LOWERINGS = {
+    "combine_topk_swa_indices": Lowering(combine_topk_swa_indices),
+    "compressed_indices": Lowering(compressed_indices),
+    "compute_global_topk_indices_and_lens": Lowering(compute_global_topk_indices_and_lens),
     "convert_req_index_to_global_index": Lowering(convert_req_index_to_global_index),
     "filter_prefill_indices": Lowering(filter_prefill_indices),
+    "sliding_window_indices": Lowering(sliding_window_indices),
 }

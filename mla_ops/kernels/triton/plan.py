@@ -1,6 +1,7 @@
 """Step metadata in one Triton launch."""
 
 import torch
+import triton
 import triton.language as tl
 
 from ...dispatch import Lowering
@@ -8,6 +9,27 @@ from .common import cdiv, sized_jit
 
 TOKEN_BLOCK = 128
 COPY_BLOCK = 1024
+
+
+@triton.jit
+def _copy_table_piece(
+    block_table,
+    block_table_buffer,
+    piece,
+    num_requests,
+    max_blocks,
+    max_blocks_buffer,
+    stride_table,
+    stride_table_buffer,
+    COPY: tl.constexpr,
+):
+    """Copies one piece of one row of a block table into its buffer, -1 where nothing was given."""
+    pieces = tl.cdiv(max_blocks_buffer, COPY)
+    row = (piece // pieces).to(tl.int64)
+    column = piece % pieces * COPY + tl.arange(0, COPY)
+    given = (row < num_requests) & (column < max_blocks)
+    block = tl.load(block_table + row * stride_table + column, mask=given, other=-1)
+    tl.store(block_table_buffer + row * stride_table_buffer + column, block, mask=column < max_blocks_buffer)
 
 
 @sized_jit(
@@ -99,13 +121,83 @@ def _step_kernel(
         length = tl.load(seq_lens + entry, mask=entry < num_requests, other=0)
         tl.store(seq_lens_buffer + entry, length, mask=entry < max_num_requests)
     else:
-        piece = program - token_programs - request_programs
-        pieces = tl.cdiv(max_blocks_buffer, COPY)
-        row = (piece // pieces).to(tl.int64)
-        column = piece % pieces * COPY + tl.arange(0, COPY)
-        given = (row < num_requests) & (column < max_blocks)
-        block = tl.load(block_table + row * stride_table + column, mask=given, other=-1)
-        tl.store(block_table_buffer + row * stride_table_buffer + column, block, mask=column < max_blocks_buffer)
+        _copy_table_piece(
+            block_table,
+            block_table_buffer,
+            program - token_programs - request_programs,
+            num_requests,
+            max_blocks,
+            max_blocks_buffer,
+            stride_table,
+            stride_table_buffer,
+            COPY,
+        )
+
+
+@sized_jit(
+    any_alignment=(
+        "positions",
+        "req_id_per_token",
+        "block_table",
+        "block_table_buffer",
+        "slot_mapping",
+        "compressed_lens",
+    )
+)
+def _compressed_kernel(
+    positions,
+    req_id_per_token,
+    block_table,
+    block_table_buffer,
+    slot_mapping,
+    compressed_lens,
+    num_requests: tl.int32,
+    max_num_tokens: tl.int32,
+    max_blocks: tl.int32,
+    max_blocks_buffer: tl.int32,
+    token_programs: tl.int32,
+    compress_ratio: tl.int32,
+    block_size: tl.int32,
+    stride_table: tl.int64,
+    stride_table_buffer: tl.int64,
+    TOKENS: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """One of two jobs, by program number, as in `_step_kernel`: TOKENS tokens, or COPY entries of one table row.
+
+    Grid: (token_programs + max_num_requests * pieces of a table row), fixed by the capacities.
+    """
+    program = tl.program_id(0)
+    if program < token_programs:
+        token = program * TOKENS + tl.arange(0, TOKENS)
+        within = token < max_num_tokens
+        request = tl.load(req_id_per_token + token, mask=within, other=-1)
+        position = tl.load(positions + token, mask=within, other=-1)
+        live = (request >= 0) & (request < num_requests) & (position >= 0)
+        # position + 1 may be past int32: the quotient and the remainder are those of position, one step on
+        done = position // compress_ratio
+        completes = position % compress_ratio == compress_ratio - 1
+        column = done // block_size
+        writable = live & completes & (column < max_blocks)
+        block = tl.load(block_table + request.to(tl.int64) * stride_table + column, mask=writable, other=-1).to(
+            tl.int64
+        )
+        slot = tl.where(block >= 0, block * block_size + done % block_size, -1)
+        tl.store(slot_mapping + token, slot, mask=within)
+        length = tl.minimum(done.to(tl.int64) + completes, 0x7FFFFFFF).to(tl.int32)
+        tl.store(compressed_lens + token, tl.where(live, length, 0), mask=within)
+    else:
+        _copy_table_piece(
+            block_table,
+            block_table_buffer,
+            program - token_programs,
+            num_requests,
+            max_blocks,
+            max_blocks_buffer,
+            stride_table,
+            stride_table_buffer,
+            COPY,
+        )
 
 
 def build_step_metadata(
@@ -159,4 +251,46 @@ def build_step_metadata(
     )
 
 
-LOWERINGS = {"build_step_metadata": Lowering(build_step_metadata)}
+def build_compressed_metadata(
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    block_table_buffer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    compressed_lens: torch.Tensor,
+    compress_ratio: int,
+    block_size: int,
+) -> None:
+    num_requests, max_blocks = block_table.shape
+    max_num_requests, max_blocks_buffer = block_table_buffer.shape
+    max_num_tokens = positions.shape[0]
+    token_programs = cdiv(max_num_tokens, TOKEN_BLOCK)
+    table_programs = max_num_requests * cdiv(max_blocks_buffer, COPY_BLOCK)
+    if token_programs + table_programs == 0:
+        return
+    _compressed_kernel[(token_programs + table_programs,)](
+        positions,
+        req_id_per_token,
+        block_table,
+        block_table_buffer,
+        slot_mapping,
+        compressed_lens,
+        num_requests,
+        max_num_tokens,
+        max_blocks,
+        max_blocks_buffer,
+        token_programs,
+        compress_ratio,
+        block_size,
+        block_table.stride(0),
+        block_table_buffer.stride(0),
+        TOKENS=TOKEN_BLOCK,
+        COPY=COPY_BLOCK,
+        num_warps=4,
+    )
+
+
+LOWERINGS = {
+    "build_compressed_metadata": Lowering(build_compressed_metadata),
+    "build_step_metadata": Lowering(build_step_metadata),
+}

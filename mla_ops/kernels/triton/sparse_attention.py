@@ -3,14 +3,14 @@
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from ...dispatch import Lowering
-from ...formats import LATENT_DIM
-from .bfloat16 import narrow, widen
+from ...formats import LATENT_DIM, geometry, get_format
+from .bfloat16 import narrow
 from .common import INTERPRETED, capability, cdiv, num_sms, sized_jit
-from .e4m3 import decode, decode_bf16
+from .sparse_attention_device import attend_keys, load_query, named_end, new_state, store_result
+from .sparse_attention_extra import _attend_extra_kernel
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
@@ -37,12 +37,13 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
     major = device_capability[0]
     decode_method = "portable" if major < 8 else "packed" if device_capability < (8, 9) else "hardware"
     if mode.endswith("exact"):
-        return Tile(16, 16, 4, 1, decode_method)
+        return Tile(16, 16, 8 if mode == "fp8_v4_exact" else 4, 1, decode_method)
     if num_heads <= 16:
         return Tile(16, 32, 4, 1, decode_method)
     # Accumulators of 64 rows would go to SM100's tensor memory, where four of them and the scores do not fit: there,
-    # 32 heads and the same instructions as everywhere.
-    if num_heads <= 32 or major in (10, 11):
+    # 32 heads and the same instructions as everywhere. So, too, for the keys of V4, whose scaling takes the registers
+    # that 64 rows leave.
+    if num_heads <= 32 or major in (10, 11) or mode == "fp8_v4":
         return Tile(32, 32, 8, 1, decode_method)
     if mode == "fp8":
         return Tile(64, 32, 8, 1, decode_method)
@@ -59,58 +60,6 @@ def num_splits(num_tokens: int, num_head_blocks: int, topk: int, sms: int) -> in
     if programs == 0 or programs >= sms:
         return 1
     return max(1, min(sms // programs, cdiv(topk, MIN_SPLIT_KEYS), MAX_SPLITS))
-
-
-@triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """`a @ b + acc` in float32. The interpreter's dot takes bfloat16 bits for integers, hence UPCAST."""
-    if UPCAST:
-        return tl.dot(widen(a), widen(b), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def _round(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
-    """float32 to an operand's or an output's type: the instruction, or in the interpreter what it should do."""
-    if UPCAST:
-        return narrow(x, dtype)
-    return x.to(dtype)
-
-
-@triton.jit
-def _load_keys(start, valid, FIRST: tl.constexpr, WIDTH: tl.constexpr, MODE: tl.constexpr, DECODE: tl.constexpr):
-    """Latent dims FIRST .. FIRST + WIDTH of the keys at `start`, [keys, WIDTH], zero where not valid.
-
-    MODE "fp8" gives bfloat16 without the scale, "fp8_exact" and "exact" float32 with it, "plain" what is there.
-    """
-    place = start[:, None] + (FIRST + tl.arange(0, WIDTH))[None, :]
-    if MODE == "fp8":
-        keys = decode_bf16(tl.load(place, mask=valid[:, None], other=0), DECODE)
-    elif MODE == "fp8_exact":
-        keys = decode(tl.load(place, mask=valid[:, None], other=0)) * _load_scale(start, valid, FIRST // 128)[:, None]
-    elif MODE == "exact":
-        keys = tl.load(place, mask=valid[:, None], other=0.0).to(tl.float32)
-    else:
-        keys = tl.load(place, mask=valid[:, None], other=0.0)
-    return keys
-
-
-@triton.jit
-def _load_scale(start, valid, GROUP: tl.constexpr):
-    return tl.load((start + 512).to(tl.pointer_type(tl.float32)) + GROUP, mask=valid, other=0.0)
-
-
-@triton.jit
-def _load_rope(start, valid, MODE: tl.constexpr):
-    """The 64 RoPE dims of the keys at `start`, [keys, 64], zero where not valid."""
-    if MODE == "fp8" or MODE == "fp8_exact":
-        place = (start + 528).to(tl.pointer_type(tl.bfloat16))[:, None] + tl.arange(0, 64)[None, :]
-    else:
-        place = start[:, None] + (512 + tl.arange(0, 64))[None, :]
-    value = tl.load(place, mask=valid[:, None], other=0.0)
-    if MODE == "fp8_exact" or MODE == "exact":
-        value = widen(value)
-    return value
 
 
 @sized_jit(any_alignment=("indices", "topk_length", "attn_sink", "block_table", "req_id_per_token", "lse"))
@@ -156,19 +105,10 @@ def _attend_kernel(
     """One token, BLOCK_H heads, one split of the token's keys: online softmax over tiles of BLOCK_N keys.
 
     Grid: (tokens * head blocks, splits). Head blocks of a token are neighbours, so that its keys come from L2 for all
-    but the first.
-
-    A tile of keys is read once, in four groups of 128 latent dims and the RoPE dims, and each group serves both
-    QK and PV: four dots [BLOCK_H, 128] x [128, BLOCK_N] into the scores, four dots [BLOCK_H, BLOCK_N] x
-    [BLOCK_N, 128] into four float32 accumulators. Groups are also what shares a scale in fp8_ds_mla. The e4m3 values
-    are exact as bfloat16, so the scale stays outside of the operands: it multiplies the group's partial scores, and
-    goes into the float32 probabilities before they are rounded. Hence any positive float32 scale is right.
+    but the first. The walk over the keys is `attend_keys`.
 
     Registers: accumulators BLOCK_H * 512 float32, one tile of keys, and Q where the tensor cores want it there.
     Shared memory: Q, the tile of keys, P.
-
-    A key is looked at only if its index, its request, its block-table entry and its block are in range and it is
-    within the row's length: all else is masked at the load, so nothing in an unused slot is ever seen.
     """
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
@@ -185,12 +125,7 @@ def _attend_kernel(
     end = tl.minimum(begin + share, length)
     if topk_length is None:
         # nobody said where the row ends: its tail of -1 is found by reading the indices once
-        last = begin
-        for start in range(begin, end, 512):
-            column = start + tl.arange(0, 512)
-            index = tl.load(index_row + column, mask=column < end, other=-1)
-            last = tl.maximum(last, tl.max(tl.where(index >= 0, column + 1, 0), 0))
-        end = last
+        end = named_end(index_row, begin, end)
 
     table = block_table
     known = True
@@ -199,123 +134,50 @@ def _attend_kernel(
         known = (request >= 0) & (request < num_requests)
         table = block_table + request.to(tl.int64) * stride_table
 
-    EXACT: tl.constexpr = MODE == "exact" or MODE == "fp8_exact"
+    EXACT: tl.constexpr = MODE == "exact" or MODE == "fp8_exact" or MODE == "fp8_v4_exact"
     q_row = q + token * (stride_q_token * Q_UNIT) + (head.to(tl.int64) * (stride_q_head * Q_UNIT))[:, None]
-    group = tl.arange(0, 128)[None, :]
-    if not EXACT:
-        q0 = tl.load(q_row + group, mask=live_head[:, None], other=0.0)
-        q1 = tl.load(q_row + (128 + group), mask=live_head[:, None], other=0.0)
-        q2 = tl.load(q_row + (256 + group), mask=live_head[:, None], other=0.0)
-        q3 = tl.load(q_row + (384 + group), mask=live_head[:, None], other=0.0)
-        if ROPE:
-            q4 = tl.load(q_row + (512 + tl.arange(0, 64))[None, :], mask=live_head[:, None], other=0.0)
-
-    acc0 = tl.zeros((BLOCK_H, 128), tl.float32)
-    acc1 = tl.zeros((BLOCK_H, 128), tl.float32)
-    acc2 = tl.zeros((BLOCK_H, 128), tl.float32)
-    acc3 = tl.zeros((BLOCK_H, 128), tl.float32)
-    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        column = start + tl.arange(0, BLOCK_N)
-        index = tl.load(index_row + column, mask=column < end, other=-1)
-        valid = index >= 0
-        block = index // block_size
-        if block_table is not None:
-            valid &= known & (block < max_blocks)
-            block = tl.load(table + block, mask=valid, other=-1)
-            valid &= block >= 0
-        valid &= block < num_blocks
-        key = kv + block.to(tl.int64) * (stride_block * KV_UNIT) + (index % block_size).to(tl.int64) * ROW_WIDTH
-
-        zeros = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
-        if EXACT:
-            scores = zeros
-            # narrow pieces: without tensor cores a thread holds whole rows of both operands
-            for piece in tl.static_range(0, 512, 32):
-                keys = _load_keys(key, valid, piece, 32, MODE, DECODE)
-                queries = tl.load(q_row + (piece + tl.arange(0, 32))[None, :], mask=live_head[:, None], other=0.0)
-                scores = _dot(widen(queries), tl.trans(keys), scores, UPCAST)
-            if ROPE:
-                queries = tl.load(q_row + (512 + tl.arange(0, 64))[None, :], mask=live_head[:, None], other=0.0)
-                scores = _dot(widen(queries), tl.trans(_load_rope(key, valid, MODE)), scores, UPCAST)
-        else:
-            # group by group, for a tile of bytes that waits in registers takes one register each
-            k0 = _load_keys(key, valid, 0, 128, MODE, DECODE)
-            scores = _dot(q0, tl.trans(k0), zeros, UPCAST)
-            if MODE == "fp8":
-                scale0 = _load_scale(key, valid, 0)[None, :]
-                scale1 = _load_scale(key, valid, 1)[None, :]
-                scale2 = _load_scale(key, valid, 2)[None, :]
-                scale3 = _load_scale(key, valid, 3)[None, :]
-                scores *= scale0
-                k1 = _load_keys(key, valid, 128, 128, MODE, DECODE)
-                scores += _dot(q1, tl.trans(k1), zeros, UPCAST) * scale1
-                k2 = _load_keys(key, valid, 256, 128, MODE, DECODE)
-                scores += _dot(q2, tl.trans(k2), zeros, UPCAST) * scale2
-                k3 = _load_keys(key, valid, 384, 128, MODE, DECODE)
-                scores += _dot(q3, tl.trans(k3), zeros, UPCAST) * scale3
-            else:
-                k1 = _load_keys(key, valid, 128, 128, MODE, DECODE)
-                k2 = _load_keys(key, valid, 256, 128, MODE, DECODE)
-                k3 = _load_keys(key, valid, 384, 128, MODE, DECODE)
-                scores = _dot(q1, tl.trans(k1), scores, UPCAST)
-                scores = _dot(q2, tl.trans(k2), scores, UPCAST)
-                scores = _dot(q3, tl.trans(k3), scores, UPCAST)
-            if ROPE:
-                scores = _dot(q4, tl.trans(_load_rope(key, valid, MODE)), scores, UPCAST)
-
-        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        fade = tl.exp2(top - pivot)
-        weights = tl.exp2(scores - pivot[:, None])
-        total = total * fade + tl.sum(weights, 1)
-        top = new_top
-        acc0 *= fade[:, None]
-        acc1 *= fade[:, None]
-        acc2 *= fade[:, None]
-        acc3 *= fade[:, None]
-        if EXACT:
-            acc0 = _dot(weights, _load_keys(key, valid, 0, 128, MODE, DECODE), acc0, UPCAST)
-            acc1 = _dot(weights, _load_keys(key, valid, 128, 128, MODE, DECODE), acc1, UPCAST)
-            acc2 = _dot(weights, _load_keys(key, valid, 256, 128, MODE, DECODE), acc2, UPCAST)
-            acc3 = _dot(weights, _load_keys(key, valid, 384, 128, MODE, DECODE), acc3, UPCAST)
-        elif MODE == "fp8":
-            acc0 = _dot(_round(weights * scale0, tl.bfloat16, UPCAST), k0, acc0, UPCAST)
-            acc1 = _dot(_round(weights * scale1, tl.bfloat16, UPCAST), k1, acc1, UPCAST)
-            acc2 = _dot(_round(weights * scale2, tl.bfloat16, UPCAST), k2, acc2, UPCAST)
-            acc3 = _dot(_round(weights * scale3, tl.bfloat16, UPCAST), k3, acc3, UPCAST)
-        else:
-            rounded = _round(weights, k0.dtype, UPCAST)
-            acc0 = _dot(rounded, k0, acc0, UPCAST)
-            acc1 = _dot(rounded, k1, acc1, UPCAST)
-            acc2 = _dot(rounded, k2, acc2, UPCAST)
-            acc3 = _dot(rounded, k3, acc3, UPCAST)
-
-    # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
-    safe = tl.where(total == 0, 1.0, total)
-    log2_sum = tl.where(top == float("inf"), float("inf"), top + tl.log2(safe))
-    log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
-    factor = tl.where(total == 0, 0.0, 1.0 / safe)
-    lse_place = lse + split * stride_lse_split + token * stride_lse_token + head
-    if PARTIAL:
-        tl.store(lse_place, log2_sum, mask=live_head)
-    else:
-        if attn_sink is not None:
-            sink = tl.load(attn_sink + head, mask=live_head, other=0.0) * 1.4426950408889634
-            factor = tl.where(total == 0, 0.0, factor / (1.0 + tl.exp2(sink - log2_sum)))
-        tl.store(lse_place, log2_sum * 0.6931471805599453, mask=live_head)
-    out_row = out + split * stride_out_split + token * stride_out_token + (head.to(tl.int64) * stride_out_head)[:, None]
-    stored = live_head[:, None]
-    if PARTIAL:
-        # the merge does not read a split without keys
-        stored &= (total != 0)[:, None]
-    element: tl.constexpr = out.dtype.element_ty
-    tl.store(out_row + group, _round(acc0 * factor[:, None], element, UPCAST), mask=stored)
-    tl.store(out_row + (128 + group), _round(acc1 * factor[:, None], element, UPCAST), mask=stored)
-    tl.store(out_row + (256 + group), _round(acc2 * factor[:, None], element, UPCAST), mask=stored)
-    tl.store(out_row + (384 + group), _round(acc3 * factor[:, None], element, UPCAST), mask=stored)
+    state = attend_keys(
+        q_row,
+        load_query(q_row, live_head, ROPE, EXACT),
+        live_head,
+        new_state(BLOCK_H),
+        kv,
+        index_row,
+        begin,
+        end,
+        table,
+        known,
+        scale_log2,
+        num_blocks,
+        block_size,
+        max_blocks,
+        stride_block,
+        MODE,
+        ROPE,
+        ROW_WIDTH,
+        KV_UNIT,
+        BLOCK_H,
+        BLOCK_N,
+        DECODE,
+        UPCAST,
+    )
+    store_result(
+        state,
+        token,
+        head,
+        live_head,
+        split,
+        attn_sink,
+        out,
+        lse,
+        stride_out_split,
+        stride_out_token,
+        stride_out_head,
+        stride_lse_split,
+        stride_lse_token,
+        PARTIAL,
+        UPCAST,
+    )
 
 
 @sized_jit(any_alignment=("attn_sink", "lse"))
@@ -366,14 +228,89 @@ def _merge_splits_kernel(
 
 
 def operand_mode(q_dtype: torch.dtype, cache_format: str) -> str:
-    """How keys become operands: "fp8", "plain", or in IEEE float32 "fp8_exact" and "exact".
+    """How keys become operands: "fp8", "fp8_v4", "plain", or in IEEE float32 "fp8_exact", "fp8_v4_exact", "exact".
 
-    float16 and float32 queries do not fit bfloat16 operands, and fp8_ds_mla's RoPE part does not fit float16, so they
-    read such a cache through float32.
+    float16 and float32 queries do not fit bfloat16 operands, and the RoPE part of the quantised formats does not fit
+    float16, so they read such a cache through float32.
     """
-    if cache_format == "fp8_ds_mla":
-        return "fp8" if q_dtype == torch.bfloat16 else "fp8_exact"
+    if cache_format in ("fp8_ds_mla", "fp8_ds_mla_v4"):
+        mode = "fp8" if cache_format == "fp8_ds_mla" else "fp8_v4"
+        return mode if q_dtype == torch.bfloat16 else f"{mode}_exact"
     return "exact" if q_dtype == torch.float32 else "plain"
+
+
+def operand_modes(q_dtype: torch.dtype, cache_format: str, extra_cache_format: str) -> tuple[str, str]:
+    """As `operand_mode` for two caches, which are read through float32 together or not at all."""
+    mode, extra_mode = operand_mode(q_dtype, cache_format), operand_mode(q_dtype, extra_cache_format)
+    if mode.endswith("exact") and extra_mode == "plain":
+        return mode, "exact"
+    if extra_mode.endswith("exact") and mode == "plain":
+        return "exact", extra_mode
+    return mode, extra_mode
+
+
+def two_cache_tile(device_capability: tuple[int, int], num_heads: int, modes: tuple[str, str]) -> Tile:
+    """The tile for both caches. Two modes keep Q in shared memory twice, so that only the smallest tile fits."""
+    mode, extra_mode = modes
+    if mode == extra_mode:
+        return tile(device_capability, num_heads, mode)
+    return tile(device_capability, 16, mode)
+
+
+class Keys(NamedTuple):
+    """A cache as the kernels take it: sizes, and the row and block stride in elements, the latter over `unit`."""
+
+    num_blocks: int
+    block_size: int
+    row_width: int
+    unit: int
+    stride_block: int
+
+
+def cache_keys(kv_cache: torch.Tensor, cache_format: str) -> Keys:
+    num_blocks, block_size, block_stride, head_dim = geometry(kv_cache, cache_format)
+    entry = get_format(cache_format)
+    row_width = entry.data_bytes or entry.row_width(head_dim)
+    return Keys(num_blocks, block_size, row_width, 16 // entry.dtype.itemsize, block_stride // 16)
+
+
+def query_unit(q: torch.Tensor) -> int:
+    return 8 if q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 else 1
+
+
+def allocate_parts(out: torch.Tensor, lse: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the splits write: rows of float32 that a merge reads, or the result itself if there is one split."""
+    if splits == 1:
+        return out.unsqueeze(0), lse.unsqueeze(0)
+    return (
+        torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device),
+        torch.empty(splits, *lse.shape, dtype=torch.float32, device=out.device),
+    )
+
+
+def merge_parts(
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    splits, num_tokens, num_heads = part_lse.shape
+    _merge_splits_kernel[(num_tokens * num_heads,)](
+        part_out,
+        part_lse,
+        attn_sink,
+        out,
+        lse,
+        num_heads,
+        num_tokens * num_heads,
+        splits,
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        BLOCK_S=MAX_SPLITS,
+        num_warps=4,
+    )
 
 
 def _attend(
@@ -381,11 +318,8 @@ def _attend(
     kv: torch.Tensor,
     indices: torch.Tensor,
     softmax_scale: float,
-    cache_format: str,
-    num_blocks: int,
-    block_size: int,
-    row_width: int,
-    kv_unit: int,
+    mode: str,
+    keys: Keys,
     topk_length: torch.Tensor | None,
     attn_sink: torch.Tensor | None,
     block_table: torch.Tensor | None,
@@ -397,17 +331,12 @@ def _attend(
     topk = indices.shape[1]
     if num_tokens == 0:
         return
-    mode = operand_mode(q.dtype, cache_format)
     chosen = tile(capability(q.device), num_heads, mode)
     head_blocks = cdiv(num_heads, chosen.block_h)
     splits = num_splits(num_tokens, head_blocks, topk, num_sms(q.device))
     num_requests, max_blocks = block_table.shape if block_table is not None else (0, 0)
-    q_unit = 8 if q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 else 1
-    if splits > 1:
-        part_out = torch.empty(splits, num_tokens, num_heads, LATENT_DIM, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(splits, num_tokens, num_heads, dtype=torch.float32, device=q.device)
-    else:
-        part_out, part_lse = out.unsqueeze(0), lse.unsqueeze(0)
+    q_unit = query_unit(q)
+    part_out, part_lse = allocate_parts(out, lse, splits)
     _attend_kernel[(num_tokens * head_blocks, splits)](
         q,
         kv,
@@ -421,14 +350,14 @@ def _attend(
         float(softmax_scale) * LOG2E,
         num_heads,
         topk,
-        num_blocks,
-        block_size,
+        keys.num_blocks,
+        keys.block_size,
         num_requests,
         max_blocks,
         splits,
         q.stride(0) // q_unit,
         q.stride(1) // q_unit,
-        kv.stride(0) // kv_unit,
+        keys.stride_block,
         indices.stride(0),
         block_table.stride(0) if block_table is not None else 0,
         part_out.stride(0),
@@ -438,9 +367,9 @@ def _attend(
         part_lse.stride(1),
         MODE=mode,
         ROPE=head_dim > LATENT_DIM,
-        ROW_WIDTH=row_width,
+        ROW_WIDTH=keys.row_width,
         Q_UNIT=q_unit,
-        KV_UNIT=kv_unit,
+        KV_UNIT=keys.unit,
         PARTIAL=splits > 1,
         BLOCK_H=chosen.block_h,
         BLOCK_N=chosen.block_n,
@@ -450,21 +379,7 @@ def _attend(
         num_stages=chosen.num_stages,
     )
     if splits > 1:
-        _merge_splits_kernel[(num_tokens * num_heads,)](
-            part_out,
-            part_lse,
-            attn_sink,
-            out,
-            lse,
-            num_heads,
-            num_tokens * num_heads,
-            splits,
-            out.stride(0),
-            out.stride(1),
-            lse.stride(0),
-            BLOCK_S=MAX_SPLITS,
-            num_warps=4,
-        )
+        merge_parts(part_out, part_lse, attn_sink, out, lse)
 
 
 def paged_sparse_attention(
@@ -481,17 +396,13 @@ def paged_sparse_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    num_blocks, block_size, row_width = kv_cache.shape
     _attend(
         q,
         kv_cache,
         indices,
         softmax_scale,
-        cache_format,
-        num_blocks,
-        block_size,
-        row_width,
-        16 // kv_cache.element_size(),
+        operand_mode(q.dtype, cache_format),
+        cache_keys(kv_cache, cache_format),
         topk_length,
         attn_sink,
         block_table,
@@ -499,6 +410,98 @@ def paged_sparse_attention(
         out,
         lse,
     )
+
+
+def paged_sparse_attention_extra(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    extra_kv_cache: torch.Tensor,
+    extra_indices: torch.Tensor,
+    extra_cache_format: str,
+    *,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    extra_block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    topk, extra_topk = indices.shape[1], extra_indices.shape[1]
+    if num_tokens == 0:
+        return
+    mode, extra_mode = operand_modes(q.dtype, cache_format, extra_cache_format)
+    keys, extra_keys = cache_keys(kv_cache, cache_format), cache_keys(extra_kv_cache, extra_cache_format)
+    chosen = two_cache_tile(capability(q.device), num_heads, (mode, extra_mode))
+    head_blocks = cdiv(num_heads, chosen.block_h)
+    splits = num_splits(num_tokens, head_blocks, topk + extra_topk, num_sms(q.device))
+    num_requests, max_blocks = block_table.shape if block_table is not None else (0, 0)
+    extra_num_requests, extra_max_blocks = extra_block_table.shape if extra_block_table is not None else (0, 0)
+    q_unit = query_unit(q)
+    part_out, part_lse = allocate_parts(out, lse, splits)
+    _attend_extra_kernel[(num_tokens * head_blocks, splits)](
+        q,
+        kv_cache,
+        indices,
+        topk_length,
+        block_table,
+        extra_kv_cache,
+        extra_indices,
+        extra_topk_length,
+        extra_block_table,
+        req_id_per_token,
+        None if splits > 1 else attn_sink,
+        part_out,
+        part_lse,
+        float(softmax_scale) * LOG2E,
+        num_heads,
+        splits,
+        topk,
+        keys.num_blocks,
+        keys.block_size,
+        num_requests,
+        max_blocks,
+        extra_topk,
+        extra_keys.num_blocks,
+        extra_keys.block_size,
+        extra_num_requests,
+        extra_max_blocks,
+        q.stride(0) // q_unit,
+        q.stride(1) // q_unit,
+        keys.stride_block,
+        indices.stride(0),
+        block_table.stride(0) if block_table is not None else 0,
+        extra_keys.stride_block,
+        extra_indices.stride(0),
+        extra_block_table.stride(0) if extra_block_table is not None else 0,
+        part_out.stride(0),
+        part_out.stride(1),
+        part_out.stride(2),
+        part_lse.stride(0),
+        part_lse.stride(1),
+        MODE=mode,
+        ROW_WIDTH=keys.row_width,
+        KV_UNIT=keys.unit,
+        EXTRA_MODE=extra_mode,
+        EXTRA_ROW_WIDTH=extra_keys.row_width,
+        EXTRA_KV_UNIT=extra_keys.unit,
+        ROPE=head_dim > LATENT_DIM,
+        Q_UNIT=q_unit,
+        PARTIAL=splits > 1,
+        BLOCK_H=chosen.block_h,
+        BLOCK_N=chosen.block_n,
+        DECODE=chosen.decode,
+        UPCAST=INTERPRETED,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+    )
+    if splits > 1:
+        merge_parts(part_out, part_lse, attn_sink, out, lse)
 
 
 def sparse_attention(
@@ -512,27 +515,18 @@ def sparse_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
+    num_kv, head_dim = kv.shape
     unit = 16 // kv.element_size()
-    _attend(
-        q,
-        kv,
-        indices,
-        softmax_scale,
-        "",
-        kv.shape[0],
-        1,
-        kv.shape[1],
-        unit if kv.stride(0) % unit == 0 else 1,
-        topk_length,
-        attn_sink,
-        None,
-        None,
-        out,
-        lse,
-    )
+    if kv.stride(0) % unit:
+        unit = 1
+    # each row is a block of its own
+    keys = Keys(num_kv, 1, head_dim, unit, kv.stride(0) // unit)
+    mode = operand_mode(q.dtype, "")
+    _attend(q, kv, indices, softmax_scale, mode, keys, topk_length, attn_sink, None, None, out, lse)
 
 
 LOWERINGS = {
     "paged_sparse_attention": Lowering(paged_sparse_attention),
+    "paged_sparse_attention.extra": Lowering(paged_sparse_attention_extra),
     "sparse_attention": Lowering(sparse_attention),
 }

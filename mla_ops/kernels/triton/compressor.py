@@ -1,0 +1,354 @@
+"""The compressor of DeepSeek-V4 in Triton. States are the reference's to the bit; entries are sums in another order."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...dispatch import Lowering
+from ...formats import geometry, get_format
+from .bfloat16 import narrow, widen
+from .common import sized_jit
+from .e4m3 import encode, power_of_two_exponent
+
+# States that a program holds at once: 8 of 512 channels are 32 keys and 32 scores a thread of 4 warps, and all that a
+# group of ratio 4 pools, in one round of loads.
+STATES = 8
+
+
+@triton.jit
+def _store_state(
+    kv,
+    score,
+    position_bias,
+    state_cache,
+    state_block_table,
+    row,
+    request,
+    position,
+    max_blocks,
+    num_state_blocks,
+    state_block_size,
+    stride_kv,
+    stride_score,
+    stride_bias,
+    stride_state_4,
+    stride_table,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Writes one token's key and biased score to its place in the state cache."""
+    column = position // state_block_size % max_blocks
+    block = tl.load(state_block_table + request * stride_table + column).to(tl.int64)
+    if (block >= 0) & (block < num_state_blocks):
+        channel = tl.arange(0, WIDTH)
+        target = state_cache + block * (stride_state_4 * 4) + position % state_block_size * (2 * WIDTH)
+        tl.store(target + channel, widen(tl.load(kv + row * stride_kv + channel)))
+        bias = tl.load(position_bias + position % RATIO * stride_bias + channel)
+        tl.store(target + WIDTH + channel, widen(tl.load(score + row * stride_score + channel)) + bias)
+
+
+@triton.jit
+def _store_planar(entry, start, offset, block_size, HEAD_DIM: tl.constexpr):
+    """Quantises one entry into its row of a `fp8_ds_mla_v4` block: 7 groups of 64, then 64 bfloat16, then the scales.
+
+    As `cache._store_fp8_v4_kernel` does, from values in registers.
+    """
+    group = tl.arange(0, HEAD_DIM // 64)
+    column = group[:, None] * 64 + tl.arange(0, 64)[None, :]
+    value = tl.reshape(entry, (HEAD_DIM // 64, 64))
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    exponent = power_of_two_exponent(tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1), -22)
+    latent = (group < 7)[:, None]
+    row = start + offset * 576
+    tl.store(row + column, encode(bits, exponent[:, None]).to(tl.uint8), mask=latent)
+    rope = (row + 448).to(tl.pointer_type(tl.bfloat16)) + (column - 448)
+    tl.store(rope, narrow(value, tl.bfloat16), mask=(group == 7)[:, None])
+    scales = start + (block_size * 576).to(tl.int64) + offset * 8
+    tl.store(scales + group, tl.where(group < 7, exponent + 127, 0).to(tl.uint8))
+
+
+@sized_jit(any_alignment=("req_id_per_token", "positions", "slot_mapping", "state_block_table"))
+def _compress_kernel(
+    kv,
+    score,
+    position_bias,
+    norm_weight,
+    cos_sin,
+    state_cache,
+    kv_cache,
+    state_block_table,
+    req_id_per_token,
+    positions,
+    slot_mapping,
+    eps: tl.float32,
+    num_requests: tl.int32,
+    max_blocks: tl.int32,
+    num_state_blocks: tl.int64,
+    state_block_size: tl.int32,
+    num_slots: tl.int64,
+    block_size: tl.int32,
+    max_positions: tl.int64,
+    stride_kv: tl.int64,
+    stride_score: tl.int64,
+    stride_bias: tl.int64,
+    stride_cos_sin: tl.int64,
+    stride_state_4: tl.int64,
+    stride_table: tl.int64,
+    stride_block_16: tl.int64,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    PLANAR: tl.constexpr,
+    STATES: tl.constexpr,
+    STORE: tl.constexpr,
+):
+    """Pools, normalises, rotates and writes the entry of the group that a token completes, if it completes one.
+
+    Grid: (tokens,). The group goes by in tiles of STATES states, all channels in registers, under a running maximum
+    for each channel. A state is read from this step's rows where the token that many rows up is the one wanted, else
+    from the state cache; before the request's beginning, and where there is no block, it has no weight. With STORE the
+    token's own state is written too: the launcher asks for it when no slot written in this step can be one that is
+    read. Shared memory holds a reduction across warps.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    request = tl.load(req_id_per_token + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
+    live = (request >= 0) & (request < num_requests) & (position >= 0)
+    if live:
+        if STORE:
+            _store_state(
+                kv,
+                score,
+                position_bias,
+                state_cache,
+                state_block_table,
+                row,
+                request,
+                position,
+                max_blocks,
+                num_state_blocks,
+                state_block_size,
+                stride_kv,
+                stride_score,
+                stride_bias,
+                stride_state_4,
+                stride_table,
+                RATIO,
+                WIDTH,
+            )
+        slot = tl.load(slot_mapping + row).to(tl.int64)
+        angle = position - (RATIO - 1)
+        completes = ((position + 1) % RATIO == 0) & (slot >= 0) & (slot < num_slots) & (angle < max_positions)
+        if completes:
+            WINDOW: tl.constexpr = RATIO * (WIDTH // HEAD_DIM)
+            dim = tl.arange(0, HEAD_DIM)
+            largest = tl.full((HEAD_DIM,), float("-inf"), tl.float32)
+            total = tl.zeros((HEAD_DIM,), tl.float32)
+            pooled = tl.zeros((HEAD_DIM,), tl.float32)
+            for start in range(0, WINDOW, STATES):
+                state = start + tl.arange(0, STATES)
+                back = WINDOW - 1 - state
+                source = position - back
+                near = row - back
+                wanted = (state < WINDOW) & (source >= 0)
+                here = wanted & (near >= 0)
+                here &= tl.load(req_id_per_token + near, mask=here, other=-1) == request
+                here &= tl.load(positions + near, mask=here, other=-1) == source
+                stored = wanted & (here == 0)
+                column = source // state_block_size % max_blocks
+                block = tl.load(state_block_table + request * stride_table + column, mask=stored, other=-1).to(tl.int64)
+                stored &= (block >= 0) & (block < num_state_blocks)
+
+                # the older half of a group with overlap takes the first series of its tokens, the newer the second
+                channel = (state // RATIO * HEAD_DIM)[:, None] + dim[None, :]
+                new = here[:, None]
+                old = stored[:, None]
+                new_key = widen(tl.load(kv + (near * stride_kv)[:, None] + channel, mask=new, other=0.0))
+                new_score = widen(tl.load(score + (near * stride_score)[:, None] + channel, mask=new, other=0.0))
+                new_score += tl.load(
+                    position_bias + (state % RATIO * stride_bias)[:, None] + channel, mask=new, other=0.0
+                )
+                place = block * (stride_state_4 * 4) + source % state_block_size * (2 * WIDTH)
+                old_state = state_cache + place[:, None] + channel
+                key = tl.where(new, new_key, tl.load(old_state, mask=old, other=0.0))
+                weight = tl.where(new, new_score, tl.load(old_state + WIDTH, mask=old, other=float("-inf")))
+
+                higher = tl.maximum(largest, tl.max(weight, axis=0))
+                shift = tl.where(higher == float("-inf"), 0.0, higher)
+                weight = tl.exp(weight - shift[None, :])
+                rescale = tl.exp(largest - shift)
+                total = total * rescale + tl.sum(weight, axis=0)
+                pooled = pooled * rescale + tl.sum(weight * key, axis=0)
+                largest = higher
+
+            pooled /= total
+            inverse = tl.rsqrt(tl.sum(pooled * pooled, axis=0) / HEAD_DIM + eps)
+            normed = pooled * inverse * widen(tl.load(norm_weight + dim))
+            first, second = tl.split(tl.reshape(normed, (HEAD_DIM // 2, 2)))
+            pair = tl.arange(0, HEAD_DIM // 2) - (HEAD_DIM - ROPE) // 2
+            turned = pair >= 0
+            cos = tl.load(cos_sin + angle * stride_cos_sin + pair, mask=turned, other=1.0)
+            sin = tl.load(cos_sin + angle * stride_cos_sin + ROPE // 2 + pair, mask=turned, other=0.0)
+            rotated = tl.join(
+                tl.where(turned, first * cos - second * sin, first),
+                tl.where(turned, second * cos + first * sin, second),
+            )
+            entry = tl.reshape(rotated, (HEAD_DIM,))
+            UNIT: tl.constexpr = 16 // (kv_cache.dtype.element_ty.primitive_bitwidth // 8)
+            target = kv_cache + slot // block_size * (stride_block_16 * UNIT)
+            if PLANAR:
+                _store_planar(entry, target, slot % block_size, block_size, HEAD_DIM)
+            else:
+                tl.store(target + slot % block_size * HEAD_DIM + dim, narrow(entry, kv_cache.dtype.element_ty))
+
+
+@sized_jit(any_alignment=("req_id_per_token", "positions", "state_block_table"))
+def _store_state_kernel(
+    kv,
+    score,
+    position_bias,
+    state_cache,
+    state_block_table,
+    req_id_per_token,
+    positions,
+    num_tokens: tl.int64,
+    num_requests: tl.int32,
+    max_blocks: tl.int32,
+    num_state_blocks: tl.int64,
+    state_block_size: tl.int32,
+    stride_kv: tl.int64,
+    stride_score: tl.int64,
+    stride_bias: tl.int64,
+    stride_state_4: tl.int64,
+    stride_table: tl.int64,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Writes one token's state, unless a later token of this step has the same place. Grid: (tokens,)."""
+    row = tl.program_id(0).to(tl.int64)
+    request = tl.load(req_id_per_token + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
+    capacity = max_blocks.to(tl.int64) * state_block_size
+    later = row + capacity
+    there = later < num_tokens
+    replaced = there & (tl.load(req_id_per_token + later, mask=there, other=-1) == request)
+    replaced &= tl.load(positions + later, mask=there, other=-1) == position + capacity
+    if (request >= 0) & (request < num_requests) & (position >= 0) & (replaced == 0):
+        _store_state(
+            kv,
+            score,
+            position_bias,
+            state_cache,
+            state_block_table,
+            row,
+            request,
+            position,
+            max_blocks,
+            num_state_blocks,
+            state_block_size,
+            stride_kv,
+            stride_score,
+            stride_bias,
+            stride_state_4,
+            stride_table,
+            RATIO,
+            WIDTH,
+        )
+
+
+def fits_in_one_launch(num_tokens: int, window: int, capacity: int) -> bool:
+    """Whether no token of a step can be written where another still reads.
+
+    Positions that share a slot are `capacity` apart. The oldest read lies `window - 1` before some token of the step,
+    the newest write is at most `num_tokens - 1` after it, all of one request at worst.
+    """
+    return num_tokens + window - 1 <= capacity
+
+
+def compress_and_cache(
+    kv: torch.Tensor,
+    score: torch.Tensor,
+    position_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    state_cache: torch.Tensor,
+    kv_cache: torch.Tensor,
+    state_block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    eps: float,
+    cache_format: str,
+) -> None:
+    num_tokens, width = kv.shape
+    num_requests, max_blocks = state_block_table.shape
+    if num_tokens == 0 or num_requests == 0:
+        return
+    ratio, head_dim = position_bias.shape[0], norm_weight.shape[0]
+    num_state_blocks, state_block_size, _ = state_cache.shape
+    num_blocks, block_size, block_stride, _ = geometry(kv_cache, cache_format)
+    together = fits_in_one_launch(num_tokens, ratio * (width // head_dim), max_blocks * state_block_size)
+    _compress_kernel[(num_tokens,)](
+        kv,
+        score,
+        position_bias,
+        norm_weight,
+        cos_sin,
+        state_cache,
+        kv_cache,
+        state_block_table,
+        req_id_per_token,
+        positions,
+        slot_mapping,
+        eps,
+        num_requests,
+        max_blocks,
+        num_state_blocks,
+        state_block_size,
+        num_blocks * block_size,
+        block_size,
+        cos_sin.shape[0],
+        kv.stride(0),
+        score.stride(0),
+        position_bias.stride(0),
+        cos_sin.stride(0),
+        state_cache.stride(0) // 4,
+        state_block_table.stride(0),
+        block_stride // 16,
+        RATIO=ratio,
+        WIDTH=width,
+        HEAD_DIM=head_dim,
+        ROPE=cos_sin.shape[1],
+        PLANAR=get_format(cache_format).planar,
+        STATES=STATES,
+        STORE=together,
+        num_warps=4,
+    )
+    if not together:
+        _store_state_kernel[(num_tokens,)](
+            kv,
+            score,
+            position_bias,
+            state_cache,
+            state_block_table,
+            req_id_per_token,
+            positions,
+            num_tokens,
+            num_requests,
+            max_blocks,
+            num_state_blocks,
+            state_block_size,
+            kv.stride(0),
+            score.stride(0),
+            position_bias.stride(0),
+            state_cache.stride(0) // 4,
+            state_block_table.stride(0),
+            RATIO=ratio,
+            WIDTH=width,
+            num_warps=4,
+        )
+
+
+LOWERINGS = {"compress_and_cache": Lowering(compress_and_cache)}

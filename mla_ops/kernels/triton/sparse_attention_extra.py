@@ -1,0 +1,180 @@
+"""The sparse attention kernel for two caches, whose keys share one softmax."""
+
+import triton.language as tl
+
+from .common import sized_jit
+from .sparse_attention_device import attend_keys, load_query, named_end, new_state, store_result
+
+SMALL_INTEGERS = ("indices", "topk_length", "block_table", "req_id_per_token")
+SMALL_INTEGERS += ("extra_indices", "extra_topk_length", "extra_block_table")
+
+
+@sized_jit(any_alignment=(*SMALL_INTEGERS, "attn_sink", "lse"))
+def _attend_extra_kernel(
+    q,
+    kv,
+    indices,
+    topk_length,
+    block_table,
+    extra_kv,
+    extra_indices,
+    extra_topk_length,
+    extra_block_table,
+    req_id_per_token,
+    attn_sink,
+    out,
+    lse,
+    scale_log2: tl.float32,
+    num_heads: tl.int32,
+    num_splits: tl.int32,
+    topk: tl.int32,
+    num_blocks: tl.int64,
+    block_size: tl.int32,
+    num_requests: tl.int32,
+    max_blocks: tl.int32,
+    extra_topk: tl.int32,
+    extra_num_blocks: tl.int64,
+    extra_block_size: tl.int32,
+    extra_num_requests: tl.int32,
+    extra_max_blocks: tl.int32,
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_block: tl.int64,
+    stride_indices: tl.int64,
+    stride_table: tl.int64,
+    stride_extra_block: tl.int64,
+    stride_extra_indices: tl.int64,
+    stride_extra_table: tl.int64,
+    stride_out_split: tl.int64,
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_lse_split: tl.int64,
+    stride_lse_token: tl.int64,
+    MODE: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    KV_UNIT: tl.constexpr,
+    EXTRA_MODE: tl.constexpr,
+    EXTRA_ROW_WIDTH: tl.constexpr,
+    EXTRA_KV_UNIT: tl.constexpr,
+    ROPE: tl.constexpr,
+    Q_UNIT: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DECODE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One token, BLOCK_H heads, one split of the token's keys: the main cache's, then the extra one's.
+
+    Grid: (tokens * head blocks, splits), as in `_attend_kernel`, and the same state, registers and shared memory: two
+    calls of `attend_keys`, whose formats and page sizes are their own. The splits share the tiles of both in a row, so
+    that most programs walk over one cache only. MODE and EXTRA_MODE are both exact or both not.
+    """
+    head_blocks = tl.cdiv(num_heads, BLOCK_H)
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    split = tl.program_id(1)
+    live_head = head < num_heads
+    index_row = indices + token * stride_indices
+    extra_index_row = extra_indices + token * stride_extra_indices
+
+    length = topk
+    if topk_length is not None:
+        length = tl.minimum(tl.maximum(tl.load(topk_length + token), 0), topk)
+    extra_length = extra_topk
+    if extra_topk_length is not None:
+        extra_length = tl.minimum(tl.maximum(tl.load(extra_topk_length + token), 0), extra_topk)
+    tiles = tl.cdiv(length, BLOCK_N)
+    share = tl.cdiv(tiles + tl.cdiv(extra_length, BLOCK_N), num_splits)
+    begin = tl.minimum(split * share * BLOCK_N, length)
+    end = tl.minimum((split + 1) * share * BLOCK_N, length)
+    extra_begin = tl.minimum(tl.maximum(split * share - tiles, 0) * BLOCK_N, extra_length)
+    extra_end = tl.minimum(tl.maximum((split + 1) * share - tiles, 0) * BLOCK_N, extra_length)
+    if topk_length is None:
+        end = named_end(index_row, begin, end)
+    if extra_topk_length is None:
+        extra_end = named_end(extra_index_row, extra_begin, extra_end)
+
+    table = block_table
+    known = True
+    if block_table is not None:
+        request = tl.load(req_id_per_token + token)
+        known = (request >= 0) & (request < num_requests)
+        table = block_table + request.to(tl.int64) * stride_table
+    extra_table = extra_block_table
+    extra_known = True
+    if extra_block_table is not None:
+        extra_request = tl.load(req_id_per_token + token)
+        extra_known = (extra_request >= 0) & (extra_request < extra_num_requests)
+        extra_table = extra_block_table + extra_request.to(tl.int64) * stride_extra_table
+
+    EXACT: tl.constexpr = MODE == "exact" or MODE == "fp8_exact" or MODE == "fp8_v4_exact"
+    q_row = q + token * (stride_q_token * Q_UNIT) + (head.to(tl.int64) * (stride_q_head * Q_UNIT))[:, None]
+    query = load_query(q_row, live_head, ROPE, EXACT)
+    state = attend_keys(
+        q_row,
+        query,
+        live_head,
+        new_state(BLOCK_H),
+        kv,
+        index_row,
+        begin,
+        end,
+        table,
+        known,
+        scale_log2,
+        num_blocks,
+        block_size,
+        max_blocks,
+        stride_block,
+        MODE,
+        ROPE,
+        ROW_WIDTH,
+        KV_UNIT,
+        BLOCK_H,
+        BLOCK_N,
+        DECODE,
+        UPCAST,
+    )
+    state = attend_keys(
+        q_row,
+        query,
+        live_head,
+        state,
+        extra_kv,
+        extra_index_row,
+        extra_begin,
+        extra_end,
+        extra_table,
+        extra_known,
+        scale_log2,
+        extra_num_blocks,
+        extra_block_size,
+        extra_max_blocks,
+        stride_extra_block,
+        EXTRA_MODE,
+        ROPE,
+        EXTRA_ROW_WIDTH,
+        EXTRA_KV_UNIT,
+        BLOCK_H,
+        BLOCK_N,
+        DECODE,
+        UPCAST,
+    )
+    store_result(
+        state,
+        token,
+        head,
+        live_head,
+        split,
+        attn_sink,
+        out,
+        lse,
+        stride_out_split,
+        stride_out_token,
+        stride_out_head,
+        stride_lse_split,
+        stride_lse_token,
+        PARTIAL,
+        UPCAST,
+    )

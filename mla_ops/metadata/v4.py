@@ -1,0 +1,219 @@
+"""Step metadata of DeepSeek V4: one sliding-window cache, and compressed caches with tables and pages of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..ops import build_compressed_metadata
+from .step import StepMetadata
+
+
+@dataclass(frozen=True)
+class CompressedMetadata:
+    """What a step's layers need to know of one compressed cache; all layers of a type share it.
+
+    Attributes:
+        block_table: `[max_num_requests, max_blocks_per_request]` int32, padded with -1.
+        slot_mapping: `[max_num_tokens]` int64, where the compressed token goes that a token completes; -1 for a token
+            that completes none, and for padding.
+        compressed_lens: `[max_num_tokens]` int32, compressed tokens that each token may see, 0 for padding: the length
+            of an indexer's row.
+        compress_ratio: tokens a compressed token stands for.
+        block_size: compressed tokens a cache block.
+    """
+
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    compressed_lens: torch.Tensor
+    compress_ratio: int
+    block_size: int
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        max_num_tokens: int,
+        max_num_requests: int,
+        max_blocks_per_request: int,
+        compress_ratio: int,
+        block_size: int,
+        device: torch.device | str | None = None,
+    ) -> CompressedMetadata:
+        """Buffers for up to `max_num_tokens` tokens of `max_num_requests` requests, as padding throughout."""
+        sizes = {
+            "max_num_tokens": max_num_tokens,
+            "max_num_requests": max_num_requests,
+            "max_blocks_per_request": max_blocks_per_request,
+        }
+        for name, size in sizes.items():
+            if size < 0:
+                raise ValueError(f"CompressedMetadata.allocate: {name} must not be negative, got {size}")
+        for name, size in {"compress_ratio": compress_ratio, "block_size": block_size}.items():
+            if size < 1:
+                raise ValueError(f"CompressedMetadata.allocate: {name} must be at least 1, got {size}")
+        table = torch.full((max_num_requests, max_blocks_per_request), -1, dtype=torch.int32, device=device)
+        return cls(
+            block_table=table,
+            slot_mapping=torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device),
+            compressed_lens=torch.zeros(max_num_tokens, dtype=torch.int32, device=device),
+            compress_ratio=compress_ratio,
+            block_size=block_size,
+        )
+
+    def build(self, step: StepMetadata, block_table: torch.Tensor) -> None:
+        """Refreshes every buffer in place: device work only, no allocation, no synchronisation; may be captured.
+
+        Args:
+            step: built for the same step before, of the same `max_num_tokens`.
+            block_table: `[num_requests, max_blocks]` int32 of the compressed cache, at most as large as the buffer. A
+                token of a request past its rows is padding here.
+        """
+        build_compressed_metadata(
+            step.positions,
+            step.req_id_per_token,
+            block_table,
+            self.block_table,
+            self.slot_mapping,
+            self.compressed_lens,
+            self.compress_ratio,
+            self.block_size,
+        )
+
+
+@dataclass(frozen=True)
+class V4StepMetadata:
+    """What every layer of a DeepSeek V4 step reads. Allocate once, `build()` before each step.
+
+    As with `StepMetadata`, a captured graph freezes the addresses and capacities; everything else may change between
+    replays, and rows of padding are no-ops for every op. Each index buffer depends on the step only, so it is written
+    once a step for all layers of a type. What a C4A layer's indexer chose goes through
+    `compute_global_topk_indices_and_lens` with `c4a.block_table`.
+
+    Attributes:
+        step: of the sliding-window cache, which every layer has. `step.topk_length` is `min(key_lens, window)`.
+        window_indices: `[max_num_tokens, window]` int32, slots of each token's window, -1 behind and for padding.
+        window_lens: `[max_num_tokens]` int32, valid ones of each row, 0 for padding.
+        c4a: of the cache whose layers choose keys by an indexer.
+        c128a: of the cache whose layers read all of it.
+        c128a_indices: `[max_num_tokens, max_seq_len // 128]` int32, slots of every compressed token that each token may
+            see, -1 behind and for padding. The row stride is the capacity, whatever the step.
+        c128a_lens: `[max_num_tokens]` int32, valid ones of each row, 0 for padding.
+    """
+
+    step: StepMetadata
+    window_indices: torch.Tensor
+    window_lens: torch.Tensor
+    c4a: CompressedMetadata
+    c128a: CompressedMetadata
+    c128a_indices: torch.Tensor
+    c128a_lens: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        max_num_tokens: int,
+        max_num_requests: int,
+        max_seq_len: int,
+        block_size: int = 64,
+        c4a_block_size: int = 64,
+        c128a_block_size: int = 2,
+        window: int = 128,
+        c4a_ratio: int = 4,
+        c128a_ratio: int = 128,
+        device: torch.device | str | None = None,
+    ) -> V4StepMetadata:
+        """Buffers at capacity, as padding throughout.
+
+        Args:
+            max_num_tokens: tokens of a step, padding included.
+            max_num_requests: requests of a step.
+            max_seq_len: tokens of a request; block tables may be as wide as that takes, and no wider.
+            block_size: tokens a block of the sliding-window cache.
+            c4a_block_size, c128a_block_size: compressed tokens a block of each compressed cache.
+            window: tokens of the sliding window.
+            c4a_ratio, c128a_ratio: tokens that a compressed token of each cache stands for.
+            device: where the buffers lie.
+        """
+        for name, size in {"max_seq_len": max_seq_len, "window": window}.items():
+            if size < 0:
+                raise ValueError(f"V4StepMetadata.allocate: {name} must not be negative, got {size}")
+
+        def compressed(compress_ratio: int, block_size: int) -> CompressedMetadata:
+            return CompressedMetadata.allocate(
+                max_num_tokens=max_num_tokens,
+                max_num_requests=max_num_requests,
+                # the last block may hold only tokens that complete no group: engines count it
+                max_blocks_per_request=-(-max_seq_len // max(compress_ratio * block_size, 1)),
+                compress_ratio=compress_ratio,
+                block_size=block_size,
+                device=device,
+            )
+
+        step = StepMetadata.allocate(
+            max_num_tokens=max_num_tokens,
+            max_num_requests=max_num_requests,
+            max_blocks_per_request=-(-max_seq_len // max(block_size, 1)),
+            block_size=block_size,
+            index_topk=window,
+            device=device,
+        )
+        c4a, c128a = compressed(c4a_ratio, c4a_block_size), compressed(c128a_ratio, c128a_block_size)
+
+        def indices(width: int) -> torch.Tensor:
+            return torch.full((max_num_tokens, width), -1, dtype=torch.int32, device=device)
+
+        def lens() -> torch.Tensor:
+            return torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+
+        return cls(
+            step=step,
+            window_indices=indices(window),
+            window_lens=lens(),
+            c4a=c4a,
+            c128a=c128a,
+            c128a_indices=indices(max_seq_len // c128a_ratio),
+            c128a_lens=lens(),
+        )
+
+    def build(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        c4a_block_table: torch.Tensor,
+        c128a_block_table: torch.Tensor,
+    ) -> None:
+        """Refreshes every buffer in place, in five launches: no allocation, no synchronisation; may be captured.
+
+        Args:
+            query_start_loc: `[num_requests + 1]` int32, ascending. More tokens than the capacity are cut off there.
+            seq_lens: `[num_requests]` int32, with the new tokens.
+            block_table: `[num_requests, max_blocks]` int32 of the sliding-window cache.
+            c4a_block_table, c128a_block_table: the same of each compressed cache, each of its own width.
+        """
+        step, c128a = self.step, self.c128a
+        step.build(query_start_loc, seq_lens, block_table)
+        self.c4a.build(step, c4a_block_table)
+        c128a.build(step, c128a_block_table)
+        torch.ops.mla.sliding_window_indices.out(
+            step.positions,
+            step.req_id_per_token,
+            step.block_table,
+            self.window_indices.shape[1],
+            step.block_size,
+            indices=self.window_indices,
+            lens=self.window_lens,
+        )
+        torch.ops.mla.compressed_indices.out(
+            step.positions,
+            step.req_id_per_token,
+            c128a.block_table,
+            c128a.compress_ratio,
+            c128a.block_size,
+            self.c128a_indices.shape[1],
+            indices=self.c128a_indices,
+            lens=self.c128a_lens,
+        )
