@@ -7,7 +7,7 @@ import torch
 from ..dispatch import Call
 from ..formats import geometry
 from ..registry import OutputSpec, define_computing, define_mutating, require
-from .checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_tensor
+from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_tensor
 
 
 def check_concat_and_cache(

@@ -7,7 +7,7 @@ import torch
 from ..dispatch import Call
 from ..formats import CACHE_ALIGNMENT, ROPE_DIM, geometry
 from ..registry import define_mutating, require
-from .checks import FLOAT_DTYPES, check_cache, check_no_grad, check_tensor
+from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_tensor
 
 INT32 = (torch.int32,)
 FLOAT32 = (torch.float32,)

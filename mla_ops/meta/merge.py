@@ -6,7 +6,7 @@ import torch
 
 from ..dispatch import Call
 from ..registry import OutputSpec, define_computing, require
-from .checks import FLOAT_DTYPES, check_no_grad, check_tensor
+from ._checks import FLOAT_DTYPES, check_no_grad, check_tensor
 
 
 def check_merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from ..dispatch import Call
 from ..registry import define_mutating, require
-from .checks import check_not_negative, check_positive, check_tensor
+from ._checks import check_not_negative, check_positive, check_tensor
 
 INT32 = (torch.int32,)
 

@@ -7,7 +7,7 @@ import torch
 from ..dispatch import Call
 from ..formats import LATENT_DIM, ROPE_DIM, geometry
 from ..registry import OutputSpec, define_computing
-from .checks import FLOAT_DTYPES, check_cache, check_no_grad, check_tensor
+from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_tensor
 
 INT32 = (torch.int32,)
 HEAD_DIMS = (LATENT_DIM + ROPE_DIM, LATENT_DIM)
