@@ -42,22 +42,28 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser(
         "demo",
-        help="a DeepSeek-V3.2 model reads a text and continues it through torch.ops.mla.*",
-        description="Runs transformers' DeepSeek-V3.2 twice over the same prompts: as it comes, and through "
+        help="a DeepSeek-V3.2 or V4 model reads a text and continues it through torch.ops.mla.*",
+        description="Runs transformers' DeepSeek-V3.2 or V4 twice over the same prompts: as it comes, and through "
         "torch.ops.mla.* from a paged cache. Without options: a small model with fixed random weights over the bytes "
         "of 'Alice's Adventures in Wonderland'.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--model", metavar="PATH", help="folder of a DeepSeek-V3.2 checkpoint with its tokenizer")
+    demo.add_argument(
+        "--arch",
+        default="v3.2",
+        choices=("v3.2", "v4"),
+        help="of the small model; a checkpoint names its own",
+    )
+    demo.add_argument("--model", metavar="PATH", help="folder of a DeepSeek-V3.2 or V4 checkpoint with its tokenizer")
     demo.add_argument("--prompt", metavar="TEXT", help="text to continue, in every request")
     demo.add_argument("--prompt-file", metavar="PATH", help="file with the text to continue")
     demo.add_argument("--batch", type=int, default=4, metavar="N", help="requests that run together")
     demo.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="new tokens of each request")
     demo.add_argument(
         "--cache",
-        default="fp8_ds_mla",
-        choices=("fp8_ds_mla", "bf16", "fp32"),
-        help="format of the latent cache; the model runs in float32 for fp32, else in bfloat16",
+        choices=("fp8_ds_mla", "fp8_ds_mla_v4", "bf16", "fp32"),
+        help="format of the latent cache: by default fp8_ds_mla, for V4 fp8_ds_mla_v4; the model runs in float32 for "
+        "fp32, else in bfloat16",
     )
     demo.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N; cuda where there is one")
     demo.add_argument("--no-compile", action="store_true", help="run every op eagerly")
@@ -71,10 +77,10 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> int:
     if dispatch.is_installed("transformers"):
         try:
-            from transformers import DeepseekV32ForCausalLM  # noqa: F401
+            from transformers import DeepseekV4ForCausalLM, DeepseekV32ForCausalLM  # noqa: F401
         except ImportError:
             print(
-                f"demo needs a transformers with DeepSeek-V3.2 (5.17 or later), {_version('transformers')} is "
+                f"demo needs a transformers with DeepSeek-V3.2 and V4 (5.17 or later), {_version('transformers')} is "
                 "installed: pip install --upgrade transformers",
                 file=sys.stderr,
             )
@@ -87,6 +93,7 @@ def _demo(options: argparse.Namespace) -> int:
     try:
         return run_demo(
             DemoOptions(
+                arch=options.arch,
                 model=options.model,
                 prompt=options.prompt,
                 prompt_file=options.prompt_file,

@@ -1,5 +1,6 @@
 """The command line, run in this process."""
 
+import dataclasses
 import functools
 import re
 
@@ -10,11 +11,22 @@ from mla_ops import dispatch
 from mla_ops.cli import main
 
 transformers = pytest.importorskip("transformers")
-if not hasattr(transformers, "DeepseekV32ForCausalLM"):
-    pytest.skip("this transformers has no DeepSeek-V3.2: needs 5.17 or later", allow_module_level=True)
+if not hasattr(transformers, "DeepseekV32ForCausalLM") or not hasattr(transformers, "DeepseekV4ForCausalLM"):
+    pytest.skip("this transformers has no DeepSeek-V3.2 or V4: needs 5.17 or later", allow_module_level=True)
 
-from mla_ops.demo.model import build_small_model
+from mla_ops.demo.model import ARCHITECTURES, build_small_model, build_small_v4_model
 from mla_ops.demo.run import DemoOptions, make_prompts
+
+SMALL = {
+    "v3.2": functools.partial(build_small_model, num_layers=2, hidden_size=128, num_heads=2),
+    "v4": functools.partial(build_small_v4_model, hidden_size=128, num_heads=2, index_topk=16),
+}
+
+
+@pytest.fixture
+def smaller_models(monkeypatch):
+    for name, build in SMALL.items():
+        monkeypatch.setitem(ARCHITECTURES, name, dataclasses.replace(ARCHITECTURES[name], build=build))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,19 +69,53 @@ def test_demo_ends_with_a_report(capsys, cache):
         assert "top-1 100.0%" in output
 
 
+# bytes a token in the sliding windows and the compressed caches: 584 of 512 dims, in blocks padded to 576
+V4_KEYS = {
+    "fp8_ds_mla_v4": (r"1,75\d fp8_ds_mla_v4 keys", "64 bf16 index keys"),
+    "bf16": (r"3,072 bf16 keys", "64 bf16 index keys"),
+    "fp32": (r"6,144 fp32 keys", "128 fp32 index keys"),
+}
+
+
+@pytest.mark.parametrize("cache", V4_KEYS)
+def test_demo_of_v4_ends_with_a_report(capsys, monkeypatch, smaller_models, cache):
+    asked = set()
+    select = dispatch.select
+
+    def record(call):
+        asked.add((call.op, call.cache_format, call.head_dim, call.extra_cache_format))
+        return select(call)
+
+    monkeypatch.setattr(dispatch, "select", record)
+    command = ["demo", "--arch", "v4", "--device", "cpu", "--no-compile", "--batch", "2", "--max-new-tokens", "3"]
+    chosen = [] if cache == "fp8_ds_mla_v4" else ["--cache", cache]
+    # a window, more entries than the indexer chooses, and two of 128 tokens
+    assert main([*command, *chosen, "--prompt", "Down, down, down. " * 15]) == 0
+    output = capsys.readouterr().out
+    assert "small DeepSeek-V4, fixed random weights" in output
+    assert "requests: 2, of 270, 270 tokens, 3 new tokens each" in output
+    keys, index_keys = V4_KEYS[cache]
+    assert re.search(rf"ours: {keys} \+ \d+ {cache} compressed entries \+ {index_keys}", output)
+    assert asked
+    for op, *_ in asked:
+        assert re.search(rf"^  {re.escape(op)} +reference$", output, re.MULTILINE), op
+    if cache == "fp32":
+        assert "before the first difference: 6 of 6" in output
+        assert "top-1 100.0%" in output
+
+
 @pytest.mark.slow
-def test_demo_compiles_two_graphs_and_nothing_after_warm_up(capsys, monkeypatch):
-    tiny = functools.partial(build_small_model, num_layers=2, hidden_size=128, num_heads=2)
-    monkeypatch.setattr("mla_ops.demo.model.build_small_model", tiny)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_demo_compiles_two_graphs_and_nothing_after_warm_up(capsys, smaller_models, arch):
     torch._dynamo.reset()
-    assert main(["demo", "--device", "cpu", "--batch", "2", "--max-new-tokens", "3"]) == 0
+    assert main(["demo", "--arch", arch, "--device", "cpu", "--batch", "2", "--max-new-tokens", "3"]) == 0
     assert "graphs compiled 2, graph breaks 0, recompiles after warm-up 0" in capsys.readouterr().out
 
 
-def test_demo_loads_a_local_checkpoint_with_its_tokenizer(tmp_path, capsys):
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_demo_loads_a_local_checkpoint_with_its_tokenizer(tmp_path, capsys, arch):
     tokenizers = pytest.importorskip("tokenizers")
-    model = build_small_model(num_layers=1, hidden_size=128, num_heads=2)
-    model.save_pretrained(tmp_path)
+    SMALL[arch]().save_pretrained(tmp_path)
     vocabulary = {word: number for number, word in enumerate(["[UNK]", "down", "the", "rabbit", "hole"])}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -81,6 +127,7 @@ def test_demo_loads_a_local_checkpoint_with_its_tokenizer(tmp_path, capsys):
     assert main([*command, "--device", "cpu", "--no-compile", "--cache", "fp32"]) == 0
     output = capsys.readouterr().out
     assert str(tmp_path) in output
+    assert ARCHITECTURES[arch].selects + " a token" in output
     assert "requests: 1, of 4 tokens" in output
     assert "before the first difference: 2 of 2" in output
 
@@ -93,6 +140,17 @@ def test_default_prompts_are_passages_of_unequal_length():
     prompts = make_prompts(DemoOptions(batch=4), Bytes())
     assert len({len(prompt) for prompt in prompts}) == 4
     assert bytes(prompts[0]).startswith(b"ALICE'S ADVENTURES IN WONDERLAND")
+    unpadded = make_prompts(DemoOptions(batch=4), Bytes(), ARCHITECTURES["v4"])
+    assert len({len(prompt) for prompt in unpadded}) == 1
+    assert len({bytes(prompt) for prompt in unpadded}) == 4
+
+
+def test_demo_names_the_architectures_that_a_checkpoint_may_have(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert main(["demo", "--model", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert "'deepseek_v32', 'deepseek_v4'" in message
+    assert "is of 'llama'" in message
 
 
 @pytest.mark.parametrize(
@@ -102,8 +160,9 @@ def test_default_prompts_are_passages_of_unequal_length():
         (["demo", "--device", "cpu", "--model", "/nowhere"], "--model must be a local checkpoint folder"),
         (["demo", "--device", "cpu", "--prompt", ""], "demo: the prompt is empty"),
         (["demo", "--device", "cpu", "--prompt", "a", "--prompt-file", "b"], "exclude each other"),
+        (["demo", "--arch", "v4", "--cache", "fp8_ds_mla"], "'fp32'] for DeepSeek-V4, got 'fp8_ds_mla'"),
     ],
-    ids=["batch 0", "no such checkpoint", "empty prompt", "two prompts"],
+    ids=["batch 0", "no such checkpoint", "empty prompt", "two prompts", "a format of the other architecture"],
 )
 def test_demo_says_what_is_wrong(capsys, command, message):
     assert main(command) == 2
@@ -118,8 +177,9 @@ def test_bench_lists_what_it_can_run(capsys):
 
 
 @pytest.mark.gpu
-def test_demo_replays_a_cuda_graph_on_gpu(capsys):
-    assert main(["demo", "--batch", "2", "--max-new-tokens", "8"]) == 0
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_demo_replays_a_cuda_graph_on_gpu(capsys, arch):
+    assert main(["demo", "--arch", arch, "--batch", "2", "--max-new-tokens", "8"]) == 0
     output = capsys.readouterr().out
     assert "graphs compiled 2, graph breaks 0, recompiles after warm-up 0" in output
     assert re.search(r"decode replayed from one CUDA graph, \d+ replays", output)

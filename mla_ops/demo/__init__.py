@@ -1,4 +1,4 @@
-"""`python -m mla_ops demo`: a transformers DeepSeek-V3.2 reads a text and continues it through `torch.ops.mla.*`."""
+"""`python -m mla_ops demo`: a transformers DeepSeek model reads a text and continues it through `torch.ops.mla.*`."""
 
 from .run import DemoOptions, run_demo
 

@@ -1,13 +1,18 @@
-"""What the demo runs: a small model with fixed random weights over bytes, or a local checkpoint."""
+"""What the demo runs: a small model with fixed random weights over bytes, or a local checkpoint, by architecture."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..dispatch import Call
+from ..models import DeepseekV4Decoder, DeepseekV32Decoder, GenerationSession
+from ..models.deepseek_v4 import C4A, C128A, SLIDING
 from ..models.evaluate import cast_parameters
 
 TEXT = Path(__file__).with_name("alice.txt")
@@ -67,6 +72,204 @@ def build_small_model(
     return model
 
 
+def build_small_v4_model(
+    *,
+    layer_types: tuple[str, ...] = (SLIDING, C4A, C128A),
+    hidden_size: int = 512,
+    num_heads: int = 16,
+    index_topk: int = 64,
+    vocab_size: int = 256,
+    initializer_range: float = 0.04,
+    seed: int = 0,
+) -> Any:
+    """A float32 transformers `DeepseekV4ForCausalLM` with the real attention geometry and fixed random weights.
+
+    Keys of 512, a window of 128, groups of 4 and 128 tokens, the indexer with 128-wide keys; the first layer routes its
+    tokens by a table, the others by score. Hidden size, depth and vocabulary are small.
+    """
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+    num_experts, experts_per_token = 8, 2
+    config = DeepseekV4Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        moe_intermediate_size=hidden_size // 4,
+        num_hidden_layers=len(layer_types),
+        layer_types=list(layer_types),
+        mlp_layer_types=["hash_moe"] + ["moe"] * (len(layer_types) - 1),
+        num_attention_heads=num_heads,
+        n_routed_experts=num_experts,
+        num_experts_per_tok=experts_per_token,
+        head_dim=512,
+        sliding_window=128,
+        q_lora_rank=hidden_size // 2,
+        o_groups=2,
+        o_lora_rank=hidden_size // 2,
+        # enough that no two entries tie at zero, where every head is cut off
+        index_n_heads=24,
+        index_head_dim=128,
+        index_topk=index_topk,
+        max_position_embeddings=16384,
+        initializer_range=initializer_range,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = DeepseekV4ForCausalLM(config).eval()
+    with torch.no_grad():
+        # a new model has these as zeros, which hides what reads them
+        for name, parameter in model.named_parameters():
+            if name.endswith(("sinks", "position_bias", "base")):
+                parameter.normal_(std=0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.rand(vocab_size, num_experts).argsort(1)[:, :experts_per_token])
+            elif name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
+    torch.random.set_rng_state(state)
+    return model
+
+
+def _calls_v32(session: GenerationSession, num_tokens: int) -> list[Call]:
+    decoder, cache = session.decoder, session.cache
+    device, dtype = decoder.device, decoder.dtype
+    topk = min(decoder.index_topk, session.max_blocks_per_request * cache.block_size)
+    return [
+        Call("build_step_metadata", device, torch.int32, num_tokens=num_tokens),
+        Call("concat_and_cache", device, dtype, cache.cache_format, num_tokens=num_tokens),
+        Call("concat_and_cache", device, dtype, cache.index_format, num_tokens=num_tokens),
+        Call(
+            "paged_sparse_attention", device, dtype, cache.cache_format, 576, decoder.num_heads, num_tokens, topk=topk
+        ),
+    ]
+
+
+def _calls_v4(session: GenerationSession, num_tokens: int) -> list[Call]:
+    decoder, cache = session.decoder, session.cache
+    metadata: Any = session.metadata
+    device, dtype, cache_format = decoder.device, decoder.dtype, cache.cache_format
+    window, entries = metadata.window_indices.shape[1], metadata.c128a_indices.shape[1]
+    chosen = min(decoder.index_topk, metadata.c4a.block_table.shape[1] * metadata.c4a.block_size)
+
+    def build(op: str, width: int = 0) -> Call:
+        return Call(op, device, torch.int32, num_tokens=num_tokens, topk=width)
+
+    def compress(cache_format: str, head_dim: int) -> Call:
+        return Call("compress_and_cache", device, dtype, cache_format, head_dim, num_tokens=num_tokens)
+
+    attend = Call(
+        "paged_sparse_attention", device, dtype, cache_format, decoder.head_dim, decoder.num_heads, num_tokens, window
+    )
+    with_entries = attend._replace(op="paged_sparse_attention.extra", extra_cache_format=cache_format)
+    return [
+        build("build_step_metadata"),
+        build("build_compressed_metadata"),
+        build("sliding_window_indices", window),
+        build("compressed_indices", entries),
+        Call("concat_and_cache", device, dtype, cache_format, num_tokens=num_tokens),
+        compress(cache_format, decoder.head_dim),
+        compress(cache.index_format, int(decoder.config.index_head_dim)),
+        attend,
+        *(with_entries._replace(extra_topk=width) for width in (chosen, entries)),
+    ]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the demo has to know about a kind of model.
+
+    Attributes:
+        title: its name, for people.
+        model_type: its name in a checkpoint's `config.json`.
+        model_class: its name in transformers.
+        build: the small model.
+        decoder: the class in `mla_ops.models` that runs it.
+        selects: what the indexer chooses for a token.
+        cache_formats: quantized and plain ones; the first is the default.
+        block_size: tokens a cache block.
+        prompt_lengths: bytes of the default prompts, in turn. Unequal on purpose where transformers can pad them.
+        pads: whether transformers may pad requests to one length. It groups V4's tokens from the start of the row,
+            padding included, so that a padded request gives other results than the same request alone.
+        cache_parts: what each tensor of a layer's cache holds, with `{cache}` and `{index}` for the formats.
+        request_parts: the same, of tensors that have a row for each request and not for each token.
+        calls: what dispatch is asked in a step of so many tokens.
+    """
+
+    title: str
+    model_type: str
+    model_class: str
+    build: Callable[[], Any]
+    decoder: type[DeepseekV32Decoder] | type[DeepseekV4Decoder]
+    selects: str
+    cache_formats: tuple[str, ...]
+    block_size: int
+    prompt_lengths: tuple[int, ...]
+    pads: bool
+    cache_parts: dict[str, str]
+    request_parts: dict[str, str]
+    calls: Callable[[GenerationSession, int], list[Call]]
+
+
+ARCHITECTURES = {
+    "v3.2": Architecture(
+        title="DeepSeek-V3.2",
+        model_type="deepseek_v32",
+        model_class="DeepseekV32ForCausalLM",
+        build=build_small_model,
+        decoder=DeepseekV32Decoder,
+        selects="keys",
+        cache_formats=("fp8_ds_mla", "bf16", "fp32"),
+        block_size=64,
+        prompt_lengths=(600, 217, 433, 133),
+        pads=True,
+        cache_parts={"latent": "{cache} latent", "index_keys": "{index} index keys"},
+        request_parts={},
+        calls=_calls_v32,
+    ),
+    "v4": Architecture(
+        title="DeepSeek-V4",
+        model_type="deepseek_v4",
+        model_class="DeepseekV4ForCausalLM",
+        build=build_small_v4_model,
+        decoder=DeepseekV4Decoder,
+        selects="entries",
+        cache_formats=("fp8_ds_mla_v4", "bf16", "fp32"),
+        block_size=256,
+        prompt_lengths=(601,),
+        pads=False,
+        cache_parts={
+            "window": "{cache} keys",
+            "compressed": "{cache} compressed entries",
+            "index_keys": "{index} index keys",
+        },
+        request_parts={"states": "compressor states", "index_states": "compressor states"},
+        calls=_calls_v4,
+    ),
+}
+
+
+def find_architecture(name: str, path: str | None) -> Architecture:
+    """That of the checkpoint at `path`, or the one called `name` if that is None.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it is of another architecture, or there is none of that name.
+    """
+    if path is None:
+        if name not in ARCHITECTURES:
+            raise ValueError(f"--arch must be one of {sorted(ARCHITECTURES)}, got '{name}'")
+        return ARCHITECTURES[name]
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"--model must be a local checkpoint folder, there is none at '{path}'")
+    found = json.loads((Path(path) / "config.json").read_text()).get("model_type")
+    for architecture in ARCHITECTURES.values():
+        if architecture.model_type == found:
+            return architecture
+    expected = [architecture.model_type for architecture in ARCHITECTURES.values()]
+    raise ValueError(f"--model must be a checkpoint of one of {expected}, that at '{path}' is of '{found}'")
+
+
 class ByteTokenizer:
     """Bytes as tokens: the small model's vocabulary."""
 
@@ -92,18 +295,17 @@ class LoadedModel:
 MAX_REFERENCE_PARAMETERS = 2_000_000_000
 
 
-def load_model(path: str | None, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """The checkpoint at `path`, or the small model if that is None."""
+def load_model(architecture: Architecture, path: str | None, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """The checkpoint at `path`, or the architecture's small model if that is None."""
     if path is None:
-        model, tokenizer = cast_parameters(build_small_model(), dtype), ByteTokenizer()
-        name = "small DeepSeek-V3.2, fixed random weights"
+        model, tokenizer = cast_parameters(architecture.build(), dtype), ByteTokenizer()
+        name = f"small {architecture.title}, fixed random weights"
     else:
-        from transformers import AutoTokenizer, DeepseekV32ForCausalLM
+        import transformers
 
-        if not Path(path).is_dir():
-            raise FileNotFoundError(f"--model must be a local checkpoint folder, there is none at '{path}'")
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        model = DeepseekV32ForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model_class = getattr(transformers, architecture.model_class)
+        model = model_class.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
         name = path
     model = model.to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -114,6 +316,6 @@ def load_model(path: str | None, dtype: torch.dtype, device: torch.device) -> Lo
     config = model.config
     description = (
         f"{name}: {parameters / 1e6:.0f} M parameters, {config.num_hidden_layers} layers, "
-        f"{config.num_attention_heads} heads, top-{config.index_topk} keys a token"
+        f"{config.num_attention_heads} heads, top-{config.index_topk} {architecture.selects} a token"
     )
     return LoadedModel(model, reference, tokenizer, ends, description)

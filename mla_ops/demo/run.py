@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,8 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from .. import dispatch
-from ..dispatch import Call
-from ..models import DeepseekV32Decoder, GenerationResult, GenerationSession
+from ..models import GenerationResult, GenerationSession
 from ..models.evaluate import (
     Agreement,
     StockResult,
@@ -24,14 +23,17 @@ from ..models.evaluate import (
     stock_logits,
     teacher_forced_logits,
 )
-from .model import TEXT, LoadedModel, load_model
+from .model import ARCHITECTURES, TEXT, Architecture, LoadedModel, find_architecture, load_model
 
 # torch suggests TF32 for float32 products; agreement to float32 rounding is what the demo is about
 warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
 
-CACHE_DTYPES = {"fp8_ds_mla": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
-PROMPT_LENGTHS = (600, 217, 433, 133)  # bytes; unequal on purpose, none a multiple of a block
-BLOCK_SIZE = 64
+CACHE_DTYPES = {
+    "fp8_ds_mla": torch.bfloat16,
+    "fp8_ds_mla_v4": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
 
 
 @dataclass(frozen=True)
@@ -39,22 +41,24 @@ class DemoOptions:
     """What the command line says.
 
     Attributes:
+        arch: architecture of the small model, one of `ARCHITECTURES`; a checkpoint names its own.
         model: folder of a checkpoint; None for the small model.
         prompt: text to continue; None for passages of the text that ships with the package.
         prompt_file: file to read the prompt from; not with `prompt`.
         batch: requests that run together.
         max_new_tokens: of each request.
-        cache: format of the latent cache; it decides the model's dtype.
+        cache: format of the latent cache, it decides the model's dtype; None for the architecture's own fp8 format.
         compile, graph: whether to compile, and to capture the decode step in a CUDA graph.
         device: where to run; None for CUDA where there is some.
     """
 
+    arch: str = "v3.2"
     model: str | None = None
     prompt: str | None = None
     prompt_file: str | None = None
     batch: int = 4
     max_new_tokens: int = 64
-    cache: str = "fp8_ds_mla"
+    cache: str | None = None
     compile: bool = True
     graph: bool = True
     device: str | None = None
@@ -104,8 +108,13 @@ class CompileCounts:
         return cls(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
-def make_prompts(options: DemoOptions, tokenizer: Any) -> list[list[int]]:
-    """Token ids of each request: the prompt given, for every request, or passages of unequal length."""
+def make_prompts(
+    options: DemoOptions, tokenizer: Any, architecture: Architecture = ARCHITECTURES["v3.2"]
+) -> list[list[int]]:
+    """Token ids of each request: the prompt given, for every request, or passages of the text.
+
+    The passages are of unequal length, except where transformers cannot pad them.
+    """
     if options.prompt is not None and options.prompt_file is not None:
         raise ValueError("--prompt and --prompt-file exclude each other")
     text = options.prompt
@@ -119,22 +128,27 @@ def make_prompts(options: DemoOptions, tokenizer: Any) -> list[list[int]]:
     book = TEXT.read_text()
     prompts = []
     for row in range(options.batch):
-        length = PROMPT_LENGTHS[row % len(PROMPT_LENGTHS)]
+        length = architecture.prompt_lengths[row % len(architecture.prompt_lengths)]
         start = row * 311 % max(len(book) - length, 1)
         prompts.append(list(tokenizer.encode(book[start : start + length])))
-    return prompts
+    if architecture.pads:
+        return prompts
+    shortest = min(len(prompt) for prompt in prompts)
+    return [prompt[:shortest] for prompt in prompts]
 
 
 def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
     """Runs the demo and prints its report. Returns the exit status: 0."""
-    _check_options(options)
+    architecture = find_architecture(options.arch, options.model)
+    cache_format = options.cache or architecture.cache_formats[0]
+    _check_options(options, architecture, cache_format)
     console = Console(stream)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = CACHE_DTYPES[options.cache]
+    dtype = CACHE_DTYPES[cache_format]
     console.progress(f"torch {torch.__version__}, transformers {_version('transformers')}, {_device_name(device)}")
-    loaded = load_model(options.model, dtype, device)
+    loaded = load_model(architecture, options.model, dtype, device)
     console.progress(f"{loaded.description}, {str(dtype).removeprefix('torch.')}")
-    prompts = make_prompts(options, loaded.tokenizer)
+    prompts = make_prompts(options, loaded.tokenizer, architecture)
     lengths = ", ".join(str(len(prompt)) for prompt in prompts)
     console.progress(f"requests: {len(prompts)}, of {lengths} tokens, {options.max_new_tokens} new tokens each")
 
@@ -147,15 +161,18 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
         eos_token_ids=loaded.eos_token_ids,
         progress=console.count,
     )
+    # tokens of a request that both caches hold at the end, padding included
+    held = max(len(prompt) for prompt in prompts) + max(len(tokens) for tokens in stock.tokens) - 1
 
+    block_size = architecture.block_size
     longest = max(len(prompt) for prompt in prompts) + options.max_new_tokens
-    max_model_len = -(-longest // BLOCK_SIZE) * BLOCK_SIZE
-    decoder = DeepseekV32Decoder(loaded.model, min(max_model_len, loaded.model.config.max_position_embeddings))
+    max_model_len = min(-(-longest // block_size) * block_size, loaded.model.config.max_position_embeddings)
+    decoder = architecture.decoder(loaded.model, max_model_len)
     session = GenerationSession(
         decoder,
         max_num_requests=len(prompts),
-        cache_format=options.cache,
-        block_size=BLOCK_SIZE,
+        cache_format=cache_format,
+        block_size=block_size,
         eos_token_ids=loaded.eos_token_ids,
         compiled=options.compile,
         cuda_graph=options.graph and device.type == "cuda",
@@ -175,17 +192,20 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
 
     console.progress("comparing predictions over the first text, position by position")
     text = (prompts[0] + stock.tokens[0])[: decoder.max_model_len]
-    mine = teacher_forced_logits(decoder, text, options.cache, block_size=BLOCK_SIZE)
+    mine = teacher_forced_logits(decoder, text, cache_format, block_size=block_size)
     theirs = stock_logits(loaded.model, text)
     reference = theirs if loaded.reference is None else stock_logits(loaded.reference, text)
     console.progress("done")
     report = _report(
         options,
+        architecture,
         loaded,
         session,
         prompts,
         ours,
         stock,
+        held=held,
+        stock_bytes=stock.cache_bytes_per_token,
         agreement=compare_logits(theirs, mine),
         against_reference=compare_logits(reference, mine),
         stock_against_reference=compare_logits(reference, theirs),
@@ -199,19 +219,21 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
 
 def _report(
     options: DemoOptions,
+    architecture: Architecture,
     loaded: LoadedModel,
     session: GenerationSession,
     prompts: list[list[int]],
     ours: GenerationResult,
     stock: StockResult,
     *,
+    held: int,
+    stock_bytes: float,
     agreement: Agreement,
     against_reference: Agreement,
     stock_against_reference: Agreement,
     counts: tuple[int, int, int],
 ) -> list[str]:
     graphs, breaks, recompiles = counts
-    cache = session.cache
     lines = ["Text"]
     decode = loaded.tokenizer.decode
     for number, (prompt, tokens) in enumerate(zip(prompts[:4], ours.tokens[:4], strict=True), 1):
@@ -224,17 +246,17 @@ def _report(
     def row(name: str, mine: float, theirs: float, digits: int = 0) -> str:
         return f"{name:27}{mine:14,.{digits}f}{theirs:16,.{digits}f}{mine / max(theirs, 1e-9):8.2f}x"
 
-    mine_bytes = cache.latent_bytes_per_token + cache.index_bytes_per_token
-    parts = (
-        f"  ours: {cache.latent_bytes_per_token:,} {cache.cache_format} latent + {cache.index_bytes_per_token:,} "
-        f"{cache.index_format} index keys, {len(cache.layers)} layers"
-    )
+    by_token, by_request = _cache_parts(session, architecture)
+    mine_bytes = sum(by_token.values()) + sum(by_request.values()) / held
+    parts = ["  ours: " + " + ".join(f"{size:,.0f} {part}" for part, size in by_token.items())]
+    parts += [f"    + {size / held:,.0f} {part}: {size:,.0f} a request" for part, size in by_request.items()]
+    parts[-1] += f", {len(session.cache.layers)} layers"
     lines += [
         row("decode, tokens a second", ours.decode_tokens_per_second, stock.decode_tokens_per_second, 1),
         row("prefill, tokens a second", ours.prefill_tokens_per_second, stock.prefill_tokens_per_second, 1),
-        row("cache, bytes a token", mine_bytes, stock.cache_bytes_per_token),
-        parts,
-        "  transformers as it comes: eager, left-padded, dynamic cache",
+        row("cache, bytes a token", mine_bytes, stock_bytes),
+        *parts,
+        f"  transformers as it comes: eager, {'left-padded' if architecture.pads else 'unpadded'}, dynamic cache",
     ]
 
     same = [_common_prefix(a, b) for a, b in zip(ours.tokens, stock.tokens, strict=True)]
@@ -247,8 +269,8 @@ def _report(
         lines.append(f"  stock itself against stock in float32:          {stock_against_reference}")
 
     lines += ["", "Lowerings"]
-    for op, names in _lowerings_used(session).items():
-        lines.append(f"  {op:27}{names}")
+    for op, names in _lowerings_used(session, architecture).items():
+        lines.append(f"  {op:30}{names}")
 
     lines += ["", "Compilation"]
     if options.compile:
@@ -263,36 +285,36 @@ def _report(
     return lines
 
 
-def _lowerings_used(session: GenerationSession) -> dict[str, str]:
+def _cache_parts(session: GenerationSession, architecture: Architecture) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes a token, and bytes a request, of the session's caches in all layers, by what they hold."""
+    cache = session.cache
+    by_token: defaultdict[str, float] = defaultdict(float)
+    by_request: defaultdict[str, float] = defaultdict(float)
+    for layer in cache.layers:
+        for field, tensor in layer._asdict().items():
+            if tensor is None:
+                continue
+            if field in architecture.request_parts:
+                by_request[architecture.request_parts[field]] += tensor.nbytes / tensor.shape[0]
+                continue
+            part = architecture.cache_parts[field].format(cache=cache.cache_format, index=cache.index_format)
+            by_token[part] += tensor.nbytes / (cache.num_blocks * cache.block_size)
+    return by_token, by_request
+
+
+def _lowerings_used(session: GenerationSession, architecture: Architecture) -> dict[str, str]:
     """The lowering that dispatch chose for each op, for the shapes of prefill and decode."""
-    decoder, cache = session.decoder, session.cache
-    device, dtype = decoder.device, decoder.dtype
-    topk = min(decoder.index_topk, session.max_blocks_per_request * cache.block_size)
     used: dict[str, Counter[str]] = {}
     for num_tokens in (session.prefill_tokens, len(session.slots)):
-        calls = (
-            Call("build_step_metadata", device, torch.int32, num_tokens=num_tokens),
-            Call("concat_and_cache", device, dtype, cache.cache_format, num_tokens=num_tokens),
-            Call("concat_and_cache", device, dtype, cache.index_format, num_tokens=num_tokens),
-            Call(
-                "paged_sparse_attention",
-                device,
-                dtype,
-                cache.cache_format,
-                head_dim=576,
-                num_heads=decoder.num_heads,
-                num_tokens=num_tokens,
-                topk=topk,
-            ),
-        )
-        for call in calls:
+        for call in architecture.calls(session, num_tokens):
             used.setdefault(call.op, Counter())[dispatch.select_name(call)] += 1
     return {op: ", ".join(names) for op, names in used.items()}
 
 
-def _check_options(options: DemoOptions) -> None:
-    if options.cache not in CACHE_DTYPES:
-        raise ValueError(f"--cache must be one of {sorted(CACHE_DTYPES)}, got '{options.cache}'")
+def _check_options(options: DemoOptions, architecture: Architecture, cache_format: str) -> None:
+    if cache_format not in architecture.cache_formats:
+        formats = list(architecture.cache_formats)
+        raise ValueError(f"--cache must be one of {formats} for {architecture.title}, got '{cache_format}'")
     for name in ("batch", "max_new_tokens"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")

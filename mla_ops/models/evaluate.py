@@ -190,12 +190,16 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _tensor_bytes(cache: object) -> int:
-    return sum(
-        value.nbytes
-        for layer in getattr(cache, "layers", ())
-        for value in vars(layer).values()
-        if isinstance(value, torch.Tensor)
-    )
+    """Bytes of the tensors in a transformers cache, each once: V4's keys are its values, and dicts hold its entries."""
+    tensors: dict[int, torch.Tensor] = {}
+    values = [value for layer in getattr(cache, "layers", ()) for value in vars(layer).values()]
+    while values:
+        value = values.pop()
+        if isinstance(value, torch.Tensor):
+            tensors[id(value)] = value
+        elif isinstance(value, dict):
+            values += value.values()
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _synchronize(device: torch.device) -> None:
