@@ -24,9 +24,7 @@ from torch import nn
 from ..formats import LATENT_DIM, ROPE_DIM, allocate_cache, get_format
 from ..metadata import StepMetadata
 from ..ops import concat_and_cache, paged_sparse_attention
-
-INDEX_DIM = 128
-PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from .parts import INDEX_DIM, PLAIN_FORMATS, choose_keys, mix_experts
 
 
 class LayerCache(NamedTuple):
@@ -335,41 +333,17 @@ class DeepseekV32Decoder(nn.Module):
         concat_and_cache(k[:, :half], k[:, half:], index_cache, inputs.slot_mapping, index_format)
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
 
-        num_blocks, block_size, _ = index_cache.shape
-        num_requests, max_blocks = inputs.block_table.shape
-        capacity = max_blocks * block_size
-        request = inputs.req_id_per_token.long().clamp(min=0)
-        # entries past a request's end may hold anything; what is read there is masked below
-        table = inputs.block_table.long().clamp(0, num_blocks - 1)
-        if one_token_per_request:
-            keys = index_cache[table[request]].view(num_tokens, capacity, INDEX_DIM)
-            scores = _index_scores(q, keys, weights, indexer.softmax_scale)
-        else:
-            scores = hidden.new_zeros((num_tokens, capacity), dtype=torch.float32)
-            for row in range(num_requests):
-                keys = index_cache[table[row]].view(capacity, INDEX_DIM)
-                row_scores = _index_scores(q, keys, weights, indexer.softmax_scale)
-                scores = torch.where((request == row).unsqueeze(1), row_scores, scores)
-
-        position = torch.arange(capacity, device=hidden.device)
-        scores = scores.masked_fill(position >= inputs.key_lens.unsqueeze(1), -torch.inf)
-        chosen = scores.topk(min(self.index_topk, capacity), dim=-1).indices
-        return torch.where(chosen < inputs.key_lens.unsqueeze(1), chosen, -1).to(torch.int32)
-
-
-def _index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, scale: float) -> torch.Tensor:
-    """`sum_h weights_h * relu(scale * q_h . k)` in float32.
-
-    Args:
-        q: `[num_tokens, num_index_heads, 128]`.
-        keys: `[num_keys, 128]` for all tokens, or `[num_tokens, num_keys, 128]`.
-        weights: `[num_tokens, num_index_heads]` float32.
-
-    Returns:
-        `[num_tokens, num_keys]`.
-    """
-    scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale
-    return torch.matmul(weights.unsqueeze(1), scores.relu()).squeeze(1)
+        return choose_keys(
+            q,
+            weights,
+            indexer.softmax_scale,
+            index_cache,
+            inputs.block_table,
+            inputs.req_id_per_token,
+            inputs.key_lens,
+            self.index_topk,
+            one_token_per_request,
+        )
 
 
 def _feed_forward(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -377,29 +351,12 @@ def _feed_forward(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
     if not hasattr(mlp, "experts"):
         return mlp(hidden)
     _, routing_weights, routing = mlp.gate(hidden)
-    return _mix_experts(mlp.experts, hidden, routing, routing_weights) + mlp.shared_experts(hidden)
+    experts = mlp.experts
 
+    def activate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return experts.act_fn(gate) * up
 
-def _mix_experts(experts: Any, hidden: torch.Tensor, routing: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Every expert sees every token and the routing weight, 0 for most, decides what counts.
-
-    transformers' loop over the experts that were hit has shapes that depend on data. This has the same terms, summed in
-    float32, and no such shapes. It multiplies the MLP's work by num_experts / top_k, so it suits small models and
-    short decode batches; grouped kernels are outside this library.
-
-    Args:
-        experts: holds `gate_up_proj` `[E, 2 * I, hidden_size]` and `down_proj` `[E, hidden_size, I]`.
-        hidden: `[num_tokens, hidden_size]`.
-        routing: `[num_tokens, top_k]` int64, experts of each token, distinct.
-        weights: `[num_tokens, top_k]` float32.
-    """
-    num_experts = experts.gate_up_proj.shape[0]
-    dense = (routing.unsqueeze(-1) == torch.arange(num_experts, device=hidden.device)) * weights.unsqueeze(-1)
-    dense = dense.sum(1)  # [num_tokens, E]
-    tokens = hidden.unsqueeze(0).expand(num_experts, -1, -1)
-    gate, up = torch.bmm(tokens, experts.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
-    each = torch.bmm(experts.act_fn(gate) * up, experts.down_proj.transpose(1, 2))
-    return (each * dense.t().unsqueeze(-1)).sum(0).to(hidden.dtype)
+    return mix_experts(experts, hidden, routing, routing_weights, activate) + mlp.shared_experts(hidden)
 
 
 def _check_config(config: Any, max_model_len: int) -> None:

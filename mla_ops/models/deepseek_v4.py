@@ -25,7 +25,7 @@ from torch import nn
 from ..formats import ROPE_DIM, allocate_cache
 from ..metadata import V4StepMetadata
 from ..ops import compress_and_cache, concat_and_cache, paged_sparse_attention
-from .deepseek_v32 import INDEX_DIM, PLAIN_FORMATS, _index_scores
+from .parts import INDEX_DIM, PLAIN_FORMATS, choose_keys, mix_experts
 
 HEAD_DIM = 512
 NOPE_DIM = HEAD_DIM - ROPE_DIM
@@ -422,25 +422,17 @@ class DeepseekV4Decoder(nn.Module):
         projected = scorer.weights_proj(hidden.to(scorer.weights_proj.weight.dtype))
         weights = projected.float() * scorer.weights_scaling
 
-        num_blocks, block_size, _ = index_keys.shape
-        num_requests, max_blocks = inputs.c4a_block_table.shape
-        capacity = max_blocks * block_size
-        request = inputs.req_id_per_token.long().clamp(min=0)
-        # entries past a request's end may hold anything; what is read there is masked below
-        table = inputs.c4a_block_table.long().clamp(0, num_blocks - 1)
-        if one_token_per_request:
-            keys = index_keys[table[request]].view(num_tokens, capacity, INDEX_DIM)
-            scores = _index_scores(q, keys, weights, scorer.softmax_scale)
-        else:
-            scores = hidden.new_zeros((num_tokens, capacity), dtype=torch.float32)
-            for row in range(num_requests):
-                keys = index_keys[table[row]].view(capacity, INDEX_DIM)
-                row_scores = _index_scores(q, keys, weights, scorer.softmax_scale)
-                scores = torch.where((request == row).unsqueeze(1), row_scores, scores)
-        visible = inputs.c4a_lens.unsqueeze(1)
-        scores = scores.masked_fill(torch.arange(capacity, device=hidden.device) >= visible, -torch.inf)
-        chosen = scores.topk(min(self.index_topk, capacity), dim=-1).indices
-        return torch.where(chosen < visible, chosen, -1).to(torch.int32)
+        return choose_keys(
+            q,
+            weights,
+            scorer.softmax_scale,
+            index_keys,
+            inputs.c4a_block_table,
+            inputs.req_id_per_token,
+            inputs.c4a_lens,
+            self.index_topk,
+            one_token_per_request,
+        )
 
 
 def _mix_streams(post: torch.Tensor, comb: torch.Tensor, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -459,22 +451,12 @@ def _mix_streams(post: torch.Tensor, comb: torch.Tensor, out: torch.Tensor, hidd
 def _feed_forward(mlp: Any, hidden: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
     """A mixture of experts, routed by score or by a table of token ids; `[num_tokens, hidden_size]` both ways."""
     _, weights, routing = mlp.gate(hidden, input_ids) if mlp.is_hash else mlp.gate(hidden)
-    return _mix_experts(mlp.experts, hidden, routing, weights) + mlp.shared_experts(hidden)
+    experts = mlp.experts
 
+    def activate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return experts.act_fn(gate.clamp(max=experts.limit)) * up.clamp(min=-experts.limit, max=experts.limit)
 
-def _mix_experts(experts: Any, hidden: torch.Tensor, routing: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Every expert sees every token and the routing weight, 0 for most, decides what counts.
-
-    As in `deepseek_v32`: no shape depends on data, at num_experts / top_k times the work. A token id may hash to one
-    expert twice: both weights count.
-    """
-    num_experts = experts.gate_up_proj.shape[0]
-    dense = (routing.unsqueeze(-1) == torch.arange(num_experts, device=hidden.device)) * weights.unsqueeze(-1)
-    tokens = hidden.unsqueeze(0).expand(num_experts, -1, -1)
-    gate, up = torch.bmm(tokens, experts.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
-    activated = experts.act_fn(gate.clamp(max=experts.limit)) * up.clamp(min=-experts.limit, max=experts.limit)
-    each = torch.bmm(activated, experts.down_proj.transpose(1, 2))
-    return (each * dense.sum(1).t().unsqueeze(-1)).sum(0).to(hidden.dtype)
+    return mix_experts(experts, hidden, routing, weights, activate) + mlp.shared_experts(hidden)
 
 
 def _check_config(config: Any, max_model_len: int) -> None:
