@@ -5,7 +5,17 @@ from __future__ import annotations
 import importlib
 import sys
 
-FAMILIES = ("cache", "compressor", "index", "merge", "plan", "sparse_attention")
+FAMILIES = (
+    "cache",
+    "compressor",
+    "dense_attention",
+    "index",
+    "merge",
+    "plan",
+    "sparse_attention",
+    "sparse_attention_extra",
+    "step",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

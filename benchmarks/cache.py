@@ -14,11 +14,15 @@ from mla_ops import formats
 from mla_ops.meta.cache import describe_concat_and_cache, describe_gather_cache
 
 BLOCK_SIZE = 64
-HEAD_DIM = formats.LATENT_DIM + formats.ROPE_DIM
 
 
 def dequantize(rows: torch.Tensor, cache_format: str) -> torch.Tensor:
     """Cache rows to float64 keys, from the format's description alone."""
+    if cache_format == "fp8_ds_mla_v4":
+        latent = rows[:, :448].contiguous().view(torch.float8_e4m3fn).double()
+        scale = torch.exp2(rows[:, 576:583].double() - 127)
+        rope = rows[:, 448:576].contiguous().view(torch.bfloat16).double()
+        return torch.cat((latent * scale.repeat_interleave(64, dim=1), rope), dim=1)
     if cache_format != "fp8_ds_mla":
         return rows.double()
     latent = rows[:, :512].contiguous().view(torch.float8_e4m3fn).double()
@@ -30,36 +34,52 @@ def dequantize(rows: torch.Tensor, cache_format: str) -> torch.Tensor:
 def quantized_values(latent: torch.Tensor, rope: torch.Tensor, cache_format: str) -> torch.Tensor:
     """What the cache must hold after a write, as float64, with the scale computed by a float64 logarithm."""
     keys = torch.cat((latent, rope), dim=1)
-    if cache_format != "fp8_ds_mla":
+    if cache_format not in ("fp8_ds_mla", "fp8_ds_mla_v4"):
         return keys.to(formats.FORMATS[cache_format].dtype).double()
-    groups = latent.double().view(-1, 4, 128)
-    scale = torch.exp2((groups.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-4).log2().ceil())
+    groups = latent.double().unflatten(1, (-1, formats.FORMATS[cache_format].group_size))
+    largest = groups.abs().amax(-1, keepdim=True)
+    # the floor is of the scale in one format, of the largest value in the other
+    least = 1e-4 if cache_format == "fp8_ds_mla" else 1e-4 / 448
+    scale = torch.exp2((largest / 448).clamp(min=least).log2().ceil())
     stored = (groups / scale).float().to(torch.float8_e4m3fn).double() * scale
     return torch.cat((stored.flatten(1), rope.to(torch.bfloat16).double()), dim=1)
 
 
-def fill_cache(kv_cache: torch.Tensor, cache_format: str, generator: torch.Generator, distinct: int = 65536) -> None:
-    """Writes random keys to every slot: up to `distinct` different ones, repeated."""
-    rows = kv_cache.view(-1, kv_cache.shape[2])
-    count = min(distinct, rows.shape[0])
-    latent = torch.randn(count, formats.LATENT_DIM, device=rows.device, generator=generator).to(torch.bfloat16)
-    rope = torch.randn(count, formats.ROPE_DIM, device=rows.device, generator=generator).to(torch.bfloat16)
-    slots = torch.arange(count, device=rows.device)
+def read_keys(kv_cache: torch.Tensor, slots: torch.Tensor, cache_format: str) -> torch.Tensor:
+    """Float64 keys of some slots of a contiguous cache."""
+    block_size = formats.geometry(kv_cache, cache_format).block_size
+    block, offset = slots.long() // block_size, slots.long() % block_size
+    if cache_format != "fp8_ds_mla_v4":
+        return dequantize(kv_cache[block, offset], cache_format)
+    # 576 bytes of each token of a block, then 8 of each
+    data = 576 * offset[:, None] + torch.arange(576, device=kv_cache.device)
+    exponents = 576 * block_size + 8 * offset[:, None] + torch.arange(8, device=kv_cache.device)
+    return dequantize(kv_cache[block[:, None], torch.cat((data, exponents), dim=1)], cache_format)
+
+
+def fill_cache(kv_cache: torch.Tensor, cache_format: str, generator: torch.Generator, distinct: int = 1024) -> None:
+    """Writes random keys to every slot: up to `distinct` different blocks, repeated."""
+    num_blocks, block_size, _, head_dim = formats.geometry(kv_cache, cache_format)
+    count, device = min(distinct, num_blocks), kv_cache.device
+    keys = torch.randn(count * block_size, head_dim, device=device, generator=generator).to(torch.bfloat16)
+    latent, rope = keys.split([head_dim - formats.ROPE_DIM, formats.ROPE_DIM], dim=1)
+    slots = torch.arange(count * block_size, device=device)
     torch.ops.mla.concat_and_cache(latent, rope, kv_cache, slots, cache_format)
-    for start in range(count, rows.shape[0], count):
-        part = rows[start : start + count]
-        part.copy_(rows[: part.shape[0]])
+    for start in range(count, num_blocks, count):
+        part = kv_cache[start : start + count]
+        part.copy_(kv_cache[: part.shape[0]])
 
 
 def build_concat(num_tokens: int, cache_format: str, arguments: argparse.Namespace) -> common.Case:
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
     num_blocks = -(-4 * num_tokens // BLOCK_SIZE)
+    head_dim = formats.FORMATS[cache_format].head_dims[0]
     kv_cache = formats.allocate_cache(cache_format, num_blocks, BLOCK_SIZE, device=device)
 
     def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        latent = torch.randn(num_tokens, formats.LATENT_DIM, device=device, generator=generator).to(torch.bfloat16)
-        rope = torch.randn(num_tokens, formats.ROPE_DIM, device=device, generator=generator).to(torch.bfloat16)
+        keys = torch.randn(num_tokens, head_dim, device=device, generator=generator).to(torch.bfloat16)
+        latent, rope = (part.contiguous() for part in keys.split([head_dim - formats.ROPE_DIM, formats.ROPE_DIM], 1))
         slots = torch.randperm(num_blocks * BLOCK_SIZE, device=device, generator=generator)[:num_tokens]
         return latent, rope, slots
 
@@ -71,11 +91,11 @@ def build_concat(num_tokens: int, cache_format: str, arguments: argparse.Namespa
 
     def check() -> list[common.Check]:
         latent, rope, slots = sets[0]
-        stored = dequantize(kv_cache.view(-1, kv_cache.shape[2])[slots], cache_format)
+        stored = read_keys(kv_cache, slots, cache_format)
         return [common.exact("kv_cache", stored, quantized_values(latent, rope, cache_format))]
 
     shape: dict[str, int | str] = {"T": num_tokens, "format": cache_format}
-    bytes_moved = num_tokens * (2 * HEAD_DIM + 8 + formats.FORMATS[cache_format].bytes_per_token())
+    bytes_moved = num_tokens * (2 * head_dim + 8 + formats.FORMATS[cache_format].bytes_per_token())
     call = describe_concat_and_cache(sets[0][0], sets[0][1], kv_cache, sets[0][2], cache_format)
     return common.Case(call, shape, runs, kv_cache.zero_, check, bytes_moved)
 
@@ -89,6 +109,7 @@ def build_gather(num_requests: int, context: int, cache_format: str, arguments: 
     seq_lens = torch.full((num_requests,), context, dtype=torch.int32, device=device)
     cu_seq_lens = context * torch.arange(num_requests + 1, dtype=torch.int32, device=device)
     num_rows = num_requests * context
+    head_dim = formats.FORMATS[cache_format].head_dims[0]
 
     def table() -> torch.Tensor:
         blocks = torch.randperm(num_requests * max_blocks, device=device, generator=generator)
@@ -96,7 +117,7 @@ def build_gather(num_requests: int, context: int, cache_format: str, arguments: 
 
     tables = [table() for _ in range(common.number_of_sets(arguments))]
     outputs = [
-        torch.empty(num_rows, HEAD_DIM, dtype=formats.FORMATS[cache_format].value_dtype, device=device) for _ in tables
+        torch.empty(num_rows, head_dim, dtype=formats.FORMATS[cache_format].value_dtype, device=device) for _ in tables
     ]
     op = torch.ops.mla.gather_cache.out
     runs = [
@@ -107,13 +128,15 @@ def build_gather(num_requests: int, context: int, cache_format: str, arguments: 
     def check() -> list[common.Check]:
         worst = 0.0
         for request in range(num_requests):
-            rows = kv_cache[tables[0][request].long()].flatten(0, 1)[:context]
-            expected = dequantize(rows, cache_format).to(outputs[0].dtype)
+            slots = (
+                tables[0][request].long()[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)
+            ).flatten()
+            expected = read_keys(kv_cache, slots[:context], cache_format).to(outputs[0].dtype)
             worst = max(worst, common.max_error(outputs[0][request * context : (request + 1) * context], expected))
         return [common.Check("out", worst, 0.0)]
 
     shape: dict[str, int | str] = {"requests": num_requests, "context": context, "format": cache_format}
-    bytes_moved = num_rows * (formats.FORMATS[cache_format].bytes_per_token() + HEAD_DIM * outputs[0].element_size())
+    bytes_moved = num_rows * (formats.FORMATS[cache_format].bytes_per_token() + head_dim * outputs[0].element_size())
     call = describe_gather_cache(kv_cache, tables[0], seq_lens, cu_seq_lens, num_rows, cache_format)
     return common.Case(call, shape, runs, partial(outputs[0].fill_, torch.nan), check, bytes_moved)
 
@@ -124,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=common.integers, default=None, help="tokens of concat_and_cache")
     parser.add_argument("--requests", type=common.integers, default=None, help="requests of gather_cache")
     parser.add_argument("--context", type=int, default=None, help="tokens a request of gather_cache")
-    parser.add_argument("--cache-formats", type=common.names, default=["fp8_ds_mla", "bf16"])
+    parser.add_argument("--cache-formats", type=common.names, default=["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     tokens = arguments.tokens or ([1, 64, 512, 8192] if on_gpu else [1, 64])

@@ -2,15 +2,16 @@
 
 A figure is the median time of one call. On a GPU it is a CUDA-graph replay between two events, after the L2 cache was
 overwritten, so it holds no host time; lowerings alternate call by call over the same input sets. On a CPU it is
-`time.perf_counter` around one call. The floor is the larger of bytes over the measured copy bandwidth and FLOPs over
-the measured matmul rate, both measured in the same run. Each row is checked against an independent formulation in
-float64 on its own random data; a row that fails its bound makes the program exit with 1.
+`time.perf_counter` around one call. A case may ask for host time instead: what an eager call costs the thread that
+makes it, over many calls that nobody waits for. The floor is the larger of bytes over the measured copy bandwidth and
+FLOPs over the measured matmul rate, both measured in the same run. Each row is checked against an independent
+formulation in float64 on its own random data; a row that fails its bound makes the program exit with 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import ctypes
 import json
 import platform
 import statistics
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +30,8 @@ from mla_ops import dispatch
 L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache there is
 MINIMUM_TIMINGS = 5
 CPU_SECONDS_PER_ROW = 1.0
+HOST_CALLS = 64  # of one host timing: their launches fit the device's queue, so that no call waits for it
+LAUNCHES = (0, 1, 2)  # CUgraphNodeType: kernel, memcpy, memset
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,20 @@ class Check:
 
 @dataclass
 class Peer:
-    """A kernel of another project, called as its users call it, beside our lowerings.
+    """A kernel of another project, called as its users call it, or another way to call ours, beside our lowerings.
 
     Attributes:
         runs, check: as in `Case`.
+        bytes_moved: of one call, where it does other work than the case; None: as the case says, and as many FLOPs.
+        poison: as in `Case`, where another project's op does not allocate what it writes.
+        ours: whether it is another way to call ours; ratios to a peer are to the first that is not.
     """
 
     runs: Sequence[Callable[[], object]]
     check: Callable[[], list[Check]]
+    bytes_moved: int | None = None
+    poison: Callable[[], object] = lambda: None
+    ours: bool = False
 
 
 @dataclass
@@ -74,6 +84,9 @@ class Case:
         bytes_moved: bytes that one call has to read and write.
         flops: floating-point operations of one call's matrix products.
         peers: other projects' kernels on the same tensors, by the name that their rows bear.
+        name: what the row is called where it is more than one op; `call` is then the op that lowerings differ in, and
+            only that op is forced.
+        host: measures the host time of eager calls.
     """
 
     call: dispatch.Call
@@ -84,6 +97,8 @@ class Case:
     bytes_moved: int
     flops: int = 0
     peers: dict[str, Peer] = field(default_factory=dict)
+    name: str = ""
+    host: bool = False
 
 
 @dataclass
@@ -98,10 +113,12 @@ class Row:
     p10_us: float = 0.0
     p90_us: float = 0.0
     timings: int = 0
+    launches: int | None = None
     bytes_per_second: float = 0.0
     flops_per_second: float = 0.0
     floor_us: float = 0.0
     ratio_to_first: float | None = None
+    ratio_to_peer: float | None = None
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -111,11 +128,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Floors:
-    """What this machine reaches, measured in this run."""
+    """What this machine reaches, measured in this run. `launch_us` is a replay that does next to nothing."""
 
     copy_bytes_per_second: float
     matmul_flops_per_second: float
     matmul_dtype: str
+    launch_us: float = 0.0
 
     def microseconds(self, bytes_moved: int, flops: int) -> float:
         return 1e6 * max(bytes_moved / self.copy_bytes_per_second, flops / self.matmul_flops_per_second)
@@ -210,11 +228,39 @@ def _median_seconds(run: Callable[[], object], device: torch.device, repetitions
 def measure_floors(device: torch.device, quick: bool = False) -> Floors:
     """Copy bandwidth (read + write) and matmul rate (bfloat16 on GPU, float32 on CPU) of this machine."""
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    return Floors(_copy_bandwidth(device, quick), _matmul_rate(device, quick), dtype)
+    return Floors(_copy_bandwidth(device, quick), _matmul_rate(device, quick), dtype, _launch_us(device))
 
 
-def _capture(run: Callable[[], object], lowering: str) -> Callable[[], object]:
-    """A replay of `run`. The reference reads values on the host, which a graph cannot, so it stays eager."""
+def _launch_us(device: torch.device) -> float:
+    """Median of what a call takes that writes one number, taken as every figure is."""
+    run = torch.zeros(1, device=device).zero_
+    if device.type != "cuda":
+        return statistics.median(_time_cpu(run) for _ in range(15))
+    replay, _ = _capture(run, "")
+    return statistics.median(_timings_cuda({"": [replay]}, 15)[""])
+
+
+def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
+    """Kernels, copies and fills of a captured graph."""
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def checked(status: int) -> None:
+        if status:
+            raise RuntimeError(f"the CUDA driver answered {status} to a question about a captured graph")
+
+    handle, count, kind = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(), ctypes.c_int()
+    checked(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)))
+    nodes = (ctypes.c_void_p * count.value)()
+    checked(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)))
+    launches = 0
+    for node in nodes:
+        checked(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)))
+        launches += kind.value in LAUNCHES
+    return launches
+
+
+def _capture(run: Callable[[], object], lowering: str) -> tuple[Callable[[], object], int | None]:
+    """A replay of `run`, and its launches. The reference reads values on the host, so it stays eager."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -222,44 +268,70 @@ def _capture(run: Callable[[], object], lowering: str) -> Callable[[], object]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     if lowering == "reference":
-        return run
-    graph = torch.cuda.CUDAGraph()
+        return run, None
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+    launches = _count_launches(graph)
+    graph.instantiate()
+    return graph.replay, launches
 
 
-def _timings_cuda(replays: dict[str, list[Callable[[], object]]], iterations: int) -> dict[str, list[float]]:
+Replays = dict[str, list[Callable[[], object]]]
+
+
+def _timings_cuda(replays: Replays, iterations: int) -> dict[str, list[float]]:
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in replays}
     for iteration in range(iterations):
         for name, sets in replays.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            with _override(name):
-                flush.zero_()
-                start.record()
-                sets[iteration % len(sets)]()
-                end.record()
+            flush.zero_()
+            start.record()
+            sets[iteration % len(sets)]()
+            end.record()
             events[name].append((start, end))
     torch.cuda.synchronize()
     return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
 
-def _timings_cpu(runs: dict[str, list[Callable[[], object]]], iterations: int) -> dict[str, list[float]]:
+def _timings_cpu(runs: Replays, iterations: int) -> dict[str, list[float]]:
     timings: dict[str, list[float]] = {name: [] for name in runs}
     deadline = time.perf_counter() + CPU_SECONDS_PER_ROW * len(runs)
     for iteration in range(iterations):
         for name, sets in runs.items():
-            with dispatch.override(name):
-                timings[name].append(_time_cpu(sets[iteration % len(sets)]))
+            timings[name].append(_time_cpu(sets[iteration % len(sets)]))
         if iteration + 1 >= MINIMUM_TIMINGS and time.perf_counter() > deadline:
             break
     return timings
 
 
-def _override(name: str) -> contextlib.AbstractContextManager[None]:
-    """Forces the lowering of that name; a peer's name forces nothing."""
-    return dispatch.override(name) if name in dispatch.ROOMS else contextlib.nullcontext()
+def _timings_host(runs: Replays, iterations: int, device: torch.device) -> dict[str, list[float]]:
+    calls = HOST_CALLS if device.type == "cuda" else 1
+
+    def queue(sets: list[Callable[[], object]]) -> None:
+        for number in range(calls):
+            sets[number % len(sets)]()
+
+    timings: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(iterations):
+        for name, sets in runs.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            timings[name].append(_time_cpu(partial(queue, sets)) / calls)
+    return timings
+
+
+def _under(name: str, call: dispatch.Call, run: Callable[[], object]) -> Callable[[], object]:
+    """`run` with that lowering forced for the op of `call`; as it is for a peer, or where dispatch chooses it."""
+    if name not in dispatch.ROOMS or name == _resolve("auto", call)[0]:
+        return run
+
+    def forced() -> None:
+        with dispatch.override(**{call.op.partition(".")[0]: name}):
+            run()
+
+    return forced
 
 
 def _resolve(lowering: str, call: dispatch.Call) -> tuple[str, str | None]:
@@ -274,35 +346,55 @@ def _resolve(lowering: str, call: dispatch.Call) -> tuple[str, str | None]:
 
 def measure(case: Case, lowerings: Sequence[str], iterations: int, floors: Floors) -> list[Row]:
     """Runs one case under each lowering: checks it, times it, compares it with the floor and the first lowering."""
-    op = case.call.op
+    name_of_rows = case.name or case.call.op
     rows: list[Row] = []
-    ready: dict[str, list[Callable[[], object]]] = {}
-    on_gpu = case.call.device.type == "cuda"
+    ready: Replays = {}
+    captures = case.call.device.type == "cuda" and not case.host
+
+    def prepare(row: Row, runs: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
+        runs = [_under(row.lowering, case.call, run) for run in runs]
+        if not captures:
+            return runs
+        replays, counts = zip(*(_capture(run, row.lowering) for run in runs), strict=True)
+        row.launches = counts[0]
+        return list(replays)
+
     for wanted in lowerings:
         name, reason = _resolve(wanted, case.call)
-        row = Row(op, case.shape, name, reason)
+        row = Row(name_of_rows, case.shape, name, reason)
         rows.append(row)
         if reason is not None:
             continue
         if name in ready:
-            row.checks = next(other.checks for other in rows if other.lowering == name)
+            twin = next(other for other in rows if other.lowering == name)
+            row.checks, row.launches = twin.checks, twin.launches
             continue
-        with dispatch.override(name):
-            runs = [_capture(run, name) if on_gpu else run for run in case.runs]
-            case.poison()
-            runs[0]()
-            row.checks = case.check()
-            for run in runs[1:]:
-                run()
-        ready[name] = runs
+        ready[name] = runs = prepare(row, case.runs)
+        case.poison()
+        runs[0]()
+        row.checks = case.check()
+        for run in runs[1:]:
+            run()
     for name, peer in case.peers.items():
-        runs = [_capture(run, name) if on_gpu else run for run in peer.runs]
+        row = Row(name_of_rows, case.shape, name)
+        rows.append(row)
+        ready[name] = runs = prepare(row, peer.runs)
+        peer.poison()
         for run in runs:
             run()
-        rows.append(Row(op, case.shape, name, checks=peer.check()))
-        ready[name] = runs
-    timings = (_timings_cuda if on_gpu else _timings_cpu)(ready, iterations)
+        row.checks = peer.check()
+    if case.host:
+        timings = _timings_host(ready, iterations, case.call.device)
+    else:
+        timings = (_timings_cuda if captures else _timings_cpu)(ready, iterations)
+    _fill(rows, case, timings, floors)
+    return rows
+
+
+def _fill(rows: list[Row], case: Case, timings: dict[str, list[float]], floors: Floors) -> None:
+    """Writes what the timings say into the rows. Host time has no floor."""
     first = next((row.lowering for row in rows if row.reason is None), None)
+    peer = next((name for name, other in case.peers.items() if not other.ours), None)
     for row in rows:
         if row.reason is not None:
             continue
@@ -310,16 +402,20 @@ def measure(case: Case, lowerings: Sequence[str], iterations: int, floors: Floor
         row.timings = len(values)
         row.median_us = statistics.median(values)
         row.p10_us, row.p90_us = values[len(values) // 10], values[(len(values) * 9) // 10]
-        row.bytes_per_second = 1e6 * case.bytes_moved / row.median_us
-        row.flops_per_second = 1e6 * case.flops / row.median_us
-        row.floor_us = floors.microseconds(case.bytes_moved, case.flops)
         row.ratio_to_first = row.median_us / statistics.median(timings[first or row.lowering])
-    return rows
+        row.ratio_to_peer = row.median_us / statistics.median(timings[peer]) if peer is not None else None
+        if case.host:
+            continue
+        own = case.peers[row.lowering].bytes_moved if row.lowering in case.peers else None
+        bytes_moved, flops = (case.bytes_moved, case.flops) if own is None else (own, 0)
+        row.bytes_per_second = 1e6 * bytes_moved / row.median_us
+        row.flops_per_second = 1e6 * flops / row.median_us
+        row.floor_us = floors.microseconds(bytes_moved, flops)
 
 
 HEADER = (
-    f"{'op and shape':<66} {'lowering':<19} {'µs':>9} {'p10–p90':>19} {'GB/s':>7} {'TFLOP/s':>8} {'floor µs':>9} "
-    f"{'×floor':>7} {'ratio':>6}  max error (bound)"
+    f"{'op and shape':<66} {'lowering':<19} {'µs':>9} {'p10–p90':>19} {'n':>2} {'GB/s':>7} {'TFLOP/s':>8} "
+    f"{'floor µs':>9} {'×floor':>7} {'ratio':>6} {'peer':>6}  max error (bound)"
 )
 
 
@@ -332,11 +428,14 @@ def format_row(row: Row) -> str:
     worst = max(row.checks, key=lambda check: check.severity)
     verdict = "" if row.passed else "  WRONG"
     spread = f"{row.p10_us:.1f}–{row.p90_us:.1f}"
+    launches = "-" if row.launches is None else str(row.launches)
+    rate = f"{row.bytes_per_second / 1e9:.1f}" if row.bytes_per_second else "-"
     flops = f"{row.flops_per_second / 1e12:.2f}" if row.flops_per_second else "-"
+    floor, over = (f"{row.floor_us:.2f}", f"{row.median_us / row.floor_us:.1f}") if row.floor_us else ("-", "-")
+    to_peer = "-" if row.ratio_to_peer is None else f"{row.ratio_to_peer:.2f}"
     return (
-        f"{head} {row.median_us:>9.1f} {spread:>19} {row.bytes_per_second / 1e9:>7.1f} {flops:>8} {row.floor_us:>9.2f} "
-        f"{row.median_us / row.floor_us:>7.1f} {row.ratio_to_first:>6.2f}  "
-        f"{worst.name} {worst.error:.2g} ({worst.bound:.2g}){verdict}"
+        f"{head} {row.median_us:>9.1f} {spread:>19} {launches:>2} {rate:>7} {flops:>8} {floor:>9} {over:>7} "
+        f"{row.ratio_to_first:>6.2f} {to_peer:>6}  {worst.name} {worst.error:.2g} ({worst.bound:.2g}){verdict}"
     )
 
 
@@ -370,7 +469,8 @@ def run_benchmark(family: str, cases: Iterable[Callable[[], Case]], arguments: a
     print(f"\n{family}: " + ", ".join(f"{key} {value}" for key, value in machine.items()))
     print(
         f"measured in this run: copy {floors.copy_bytes_per_second / 1e9:.1f} GB/s read + write, "
-        f"{floors.matmul_dtype} matmul {floors.matmul_flops_per_second / 1e12:.3f} TFLOP/s"
+        f"{floors.matmul_dtype} matmul {floors.matmul_flops_per_second / 1e12:.3f} TFLOP/s, "
+        f"a call that writes one number {floors.launch_us:.1f} µs"
     )
     print(HEADER, flush=True)
     lowerings = names(arguments.lowerings)

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.common import Check, Peer
+from mla_ops import formats
 from mla_ops.formats import LATENT_DIM
 from mla_ops.kernels import flash_mla
 
 Compare = Callable[[torch.Tensor, torch.Tensor], list[Check]]
+MAX_FLAT_ELEMENTS = 2**31  # of flat keys: what 32-bit offsets reach
+
+
+class Selection(NamedTuple):
+    """A paged cache, the slots in it that each token attends to, all valid, and how many there are."""
+
+    kv_cache: torch.Tensor
+    cache_format: str
+    slots: torch.Tensor
+    lens: torch.Tensor
 
 
 def _op(name: str) -> torch._ops.OpOverload | None:
@@ -25,6 +37,46 @@ def _op(name: str) -> torch._ops.OpOverload | None:
         print(f"FlashMLA is not measured: {reason}")
         return None
     return getattr(getattr(torch.ops, provider.namespace), name).default
+
+
+def decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    slots: torch.Tensor,
+    softmax_scale: float,
+    *,
+    lens: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    schedule: torch.Tensor | None = None,
+    num_splits: torch.Tensor | None = None,
+    extra: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
+) -> tuple[torch.Tensor, ...]:
+    """One call of the raw op: out, lse, schedule and num_splits. Arguments as it takes them, heads padded."""
+    op = _op("sparse_decode_fwd")
+    assert op is not None
+    arguments = (q, kv, slots, lens, attn_sink, schedule, num_splits, *extra, LATENT_DIM, softmax_scale)
+    return tuple(op(*arguments, *flash_mla.defaults(op, len(arguments))))
+
+
+def _peers(
+    calls: Sequence[Callable[..., tuple[torch.Tensor, ...]]], num_heads: int, compare: Compare
+) -> dict[str, Peer]:
+    """Peers that make each of `calls`, one an input set, with a schedule planned before and with none."""
+    *_, schedule, num_splits = calls[0]()
+
+    def peer(**planned: torch.Tensor) -> Peer:
+        results: list[tuple[torch.Tensor, ...]] = [()] * len(calls)
+
+        def run(number: int) -> None:
+            results[number] = calls[number](**planned)
+
+        def check() -> list[Check]:
+            out, lse = results[0][:2]
+            return compare(out[:, 0, :num_heads], lse[:, :num_heads, 0])
+
+        return Peer([partial(run, number) for number in range(len(calls))], check)
+
+    return {"FlashMLA": peer(schedule=schedule, num_splits=num_splits), "FlashMLA, with plan": peer()}
 
 
 def decode_peers(
@@ -41,36 +93,51 @@ def decode_peers(
         softmax_scale: factor of the scores.
         compare: checks an output and its lse for the first set.
     """
-    op = _op("sparse_decode_fwd")
-    if op is None:
+    if _op("sparse_decode_fwd") is None:
         return {}
-    num_heads = sets[0][0].shape[1]
     kv = kv_cache.unsqueeze(2)
-    inputs = [(flash_mla.pad_query(q).unsqueeze(1), slots.to(torch.int32).unsqueeze(1)) for q, slots in sets]
+    calls = [
+        partial(decode, flash_mla.pad_query(q).unsqueeze(1), kv, slots.to(torch.int32).unsqueeze(1), softmax_scale)
+        for q, slots in sets
+    ]
+    return _peers(calls, sets[0][0].shape[1], compare)
 
-    def call(
-        number: int, schedule: torch.Tensor | None = None, num_splits: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, ...]:
-        q, slots = inputs[number]
-        arguments = (q, kv, slots, None, None, schedule, num_splits, None, None, None, LATENT_DIM, softmax_scale)
-        return tuple(op(*arguments, *flash_mla.defaults(op, len(arguments))))
 
-    *_, schedule, num_splits = call(0)
+def two_cache_peers(
+    sets: Sequence[tuple[torch.Tensor, Selection, Selection]],
+    attn_sink: torch.Tensor,
+    softmax_scale: float,
+    compare: Compare,
+) -> dict[str, Peer]:
+    """Sparse decode over two `fp8_ds_mla_v4` caches with a sink: q, window and compressed tokens of each input set."""
+    if _op("sparse_decode_fwd") is None:
+        return {}
+    sink = flash_mla.pad_sink(attn_sink)
+    calls = []
+    for q, window, extra in sets:
+        kv, slots, lens = _as_pages(window)
+        calls.append(
+            partial(
+                decode,
+                flash_mla.pad_query(q).unsqueeze(1),
+                kv,
+                slots,
+                softmax_scale,
+                lens=lens,
+                attn_sink=sink,
+                extra=_as_pages(extra),
+            )
+        )
+    return _peers(calls, sets[0][0].shape[1], compare)
 
-    def peer(plan_inside: bool) -> Peer:
-        results: list[tuple[torch.Tensor, ...]] = [()] * len(inputs)
 
-        def run(number: int) -> None:
-            planned = () if plan_inside else (schedule, num_splits)
-            results[number] = call(number, *planned)
-
-        def check() -> list[Check]:
-            out, lse = results[0][:2]
-            return compare(out[:, 0, :num_heads], lse[:, :num_heads, 0])
-
-        return Peer([partial(run, number) for number in range(len(inputs))], check)
-
-    return {"FlashMLA": peer(plan_inside=False), "FlashMLA, with plan": peer(plan_inside=True)}
+def _as_pages(selection: Selection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The cache as `[pages, page, 1, row]`, which does not say where a planar row lies; its slots and lengths."""
+    kv_cache, cache_format, slots, lens = selection
+    num_blocks, block_size, block_stride, head_dim = formats.geometry(kv_cache, cache_format)
+    width = formats.FORMATS[cache_format].row_width(head_dim)
+    pages = kv_cache.as_strided((num_blocks, block_size, 1, width), (block_stride, width, width, 1))
+    return pages, slots.to(torch.int32).unsqueeze(1), lens
 
 
 def prefill_peers(
@@ -80,8 +147,11 @@ def prefill_peers(
     op = _op("sparse_prefill_fwd")
     if op is None:
         return {}
+    if kv.numel() >= MAX_FLAT_ELEMENTS:
+        print(f"FlashMLA is not measured: {kv.numel()} elements of flat keys are past its 32-bit offsets")
+        return {}
     num_heads = sets[0][0].shape[1]
-    inputs = [(flash_mla.pad_query(q), indices.unsqueeze(1)) for q, indices in sets]
+    inputs = [(flash_mla.pad_query(q), indices.to(torch.int32).unsqueeze(1)) for q, indices in sets]
     results: list[tuple[torch.Tensor, ...]] = [()] * len(inputs)
 
     def run(number: int) -> None:

@@ -115,6 +115,8 @@ def builder_case(
     width: int,
     row: Callable[..., list[int]],
     shape: dict[str, int | str],
+    block_table: torch.Tensor | None = None,
+    entries: int = 0,
 ) -> common.Case:
     """A case of an op that writes compacted rows and their lengths.
 
@@ -126,6 +128,8 @@ def builder_case(
         width: entries of a row.
         row: the valid entries of the token with a given number, from the first set as lists.
         shape: what the table of results says.
+        block_table: that of the first set, which counts with the entries that a token needs.
+        entries: how many those are, at most.
     """
     num_tokens, device = sets[0][0].shape[0], sets[0][0].device
     outputs = [
@@ -154,6 +158,8 @@ def builder_case(
         ]
 
     bytes_moved = sum(tensor.nbytes for tensor in (*sets[0], *outputs[0]))
+    if block_table is not None:
+        bytes_moved += 4 * num_tokens * min(entries, block_table.shape[1]) - block_table.nbytes
     return common.Case(call, {"T": num_tokens, **shape}, runs, poison, check, bytes_moved)
 
 
@@ -179,7 +185,9 @@ def build_window(num_tokens: int, context: int, arguments: argparse.Namespace) -
 
     sizes = (WINDOW, BLOCK_SIZE)
     op, call = torch.ops.mla.sliding_window_indices.out, describe_sliding_window(*sets[0], *sizes)
-    return builder_case(op, call, list(sets), sizes, WINDOW, row, {"window": WINDOW, "context": context})
+    shape: dict[str, int | str] = {"window": WINDOW, "context": context}
+    entries = WINDOW // BLOCK_SIZE + 1
+    return builder_case(op, call, list(sets), sizes, WINDOW, row, shape, sets[0][2], entries)
 
 
 def build_compressed(num_tokens: int, context: int, arguments: argparse.Namespace) -> common.Case:
@@ -193,7 +201,8 @@ def build_compressed(num_tokens: int, context: int, arguments: argparse.Namespac
 
     sizes = (C128A_RATIO, C128A_BLOCK_SIZE, width)
     op, call = torch.ops.mla.compressed_indices.out, describe_compressed(*sets[0], *sizes)
-    return builder_case(op, call, list(sets), sizes, width, row, {"width": width, "context": context})
+    shape: dict[str, int | str] = {"width": width, "context": context}
+    return builder_case(op, call, list(sets), sizes, width, row, shape, sets[0][2], width // C128A_BLOCK_SIZE)
 
 
 def build_combine(num_tokens: int, topk: int, arguments: argparse.Namespace) -> common.Case:

@@ -1,4 +1,4 @@
-"""Benchmark of `build_step_metadata`: python -m mla_ops bench plan."""
+"""Benchmarks of what a step computes once for all layers: python -m mla_ops bench plan."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from functools import partial
 import torch
 
 from benchmarks import common
-from mla_ops.meta.plan import describe_build_step_metadata
+from mla_ops import SparseSchedule
+from mla_ops.meta.plan import (
+    describe_build_compressed_metadata,
+    describe_build_step_metadata,
+    describe_plan_sparse_attention,
+)
 
 BLOCK_SIZE = 64
+COMPRESSED = ((4, 64), (128, 2))  # DeepSeek-V4's caches: tokens an entry stands for, entries a block
 INDEX_TOPK = 2048
 OUTPUTS = ("req_id_per_token", "positions", "slot_mapping", "key_lens", "topk_length")
 
@@ -77,12 +83,105 @@ def build_case(num_requests: int, query_len: int, context: int, arguments: argpa
     return common.Case(call, shape, runs, poison, check, bytes_moved)
 
 
+def build_compressed(
+    num_requests: int, ratio: int, block_size: int, context: int, arguments: argparse.Namespace
+) -> common.Case:
+    """A decode step; each request has a random length."""
+    generator = common.generator(arguments)
+    device = torch.device(arguments.device)
+    max_blocks = -(-context // (ratio * block_size))
+    request = torch.arange(num_requests, dtype=torch.int32, device=device)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.randint(0, context, (num_requests,), device=device, generator=generator)
+        positions[::2] |= ratio - 1  # every second token completes an entry, as none would by chance
+        block_table = torch.randperm(num_requests * max_blocks, device=device, generator=generator)
+        return positions.to(torch.int32), block_table.to(torch.int32).view(num_requests, max_blocks)
+
+    sets = [step() for _ in range(common.number_of_sets(arguments))]
+    written = [
+        (
+            torch.empty_like(table),
+            torch.empty(num_requests, dtype=torch.int64, device=device),
+            torch.empty_like(request),
+        )
+        for _, table in sets
+    ]
+    runs = [
+        partial(torch.ops.mla.build_compressed_metadata.default, positions, request, table, *outputs, ratio, block_size)
+        for (positions, table), outputs in zip(sets, written, strict=True)
+    ]
+
+    def poison() -> None:
+        for tensor in written[0]:
+            tensor.fill_(-7)
+
+    def check() -> list[common.Check]:
+        positions, table = (tensor.tolist() for tensor in sets[0])
+        slots = []
+        for blocks, position in zip(table, positions, strict=True):
+            entry, rest = divmod(position + 1, ratio)
+            block = blocks[(entry - 1) // block_size] if rest == 0 else -1
+            slots.append(block * block_size + (entry - 1) % block_size if rest == 0 else -1)
+        lens = [(position + 1) // ratio for position in positions]
+        expected = (sets[0][1], torch.tensor(slots, device=device), torch.tensor(lens, device=device))
+        names = ("block_table", "slot_mapping", "compressed_lens")
+        return [
+            common.exact(name, tensor, wanted) for name, tensor, wanted in zip(names, written[0], expected, strict=True)
+        ]
+
+    positions, table = sets[0]
+    bytes_moved = sum(tensor.nbytes for tensor in (positions, request, table, *written[0]))
+    shape: dict[str, int | str] = {"requests": num_requests, "ratio": ratio, "context": context}
+    call = describe_build_compressed_metadata(positions)
+    return common.Case(call, shape, runs, poison, check, bytes_moved)
+
+
+def build_schedule(num_tokens: int, num_heads: int, extra_topk: int, arguments: argparse.Namespace) -> common.Case:
+    """Half of a captured batch is live, of any length."""
+    generator = common.generator(arguments)
+    device = torch.device(arguments.device)
+    topk = 128 if extra_topk else INDEX_TOPK
+
+    def lengths(columns: int) -> torch.Tensor:
+        drawn = torch.randint(1, columns + 1, (num_tokens,), device=device, generator=generator)
+        return torch.where(torch.arange(num_tokens, device=device) <= num_tokens // 2, drawn, 0).to(torch.int32)
+
+    sets = [
+        [lengths(columns) for columns in (topk, extra_topk) if columns] for _ in range(common.number_of_sets(arguments))
+    ]
+    schedules = [
+        SparseSchedule.allocate(
+            max_num_tokens=num_tokens, num_heads=num_heads, topk=topk, extra_topk=extra_topk, device=device
+        )
+        for _ in sets
+    ]
+    runs = [partial(schedule.build, *inputs) for schedule, inputs in zip(schedules, sets, strict=True)]
+    slots = schedules[0].tile_scheduler_metadata.view(-1, 2)
+
+    def check() -> list[common.Check]:
+        """The split is the op's own choice; that every row has its parts, longest first, is not."""
+        found = slots.tolist()
+        parts = dict(found)
+        blocks = [sum(-(-length // 64) for length in row) for row in zip(*(t.tolist() for t in sets[0]), strict=True)]
+        order = sorted(range(num_tokens), key=lambda row: (-blocks[row], row))
+        expected = [[row, parts.get(row, 1)] for row in order for _ in range(parts.get(row, 1))]
+        expected += [[-1, 1]] * (len(found) - len(expected))
+        return [common.exact("slots", slots, torch.tensor(expected, dtype=torch.int32, device=device))]
+
+    bytes_moved = sum(tensor.nbytes for tensor in (slots, *sets[0]))
+    shape: dict[str, int | str] = {"T": num_tokens, "H": num_heads, "topk": topk, "extra": extra_topk}
+    call = describe_plan_sparse_attention(sets[0][0])
+    return common.Case(call, shape, runs, lambda: slots.fill_(-7), check, bytes_moved)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     parser = common.argument_parser("plan")
     parser.add_argument("--requests", type=common.integers, default=None)
     parser.add_argument("--query-lens", type=common.integers, default=[1, 4])
     parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--tokens", type=common.integers, default=None)
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     requests = arguments.requests or ([1, 32, 256] if on_gpu else [1, 16])
@@ -91,6 +190,11 @@ def main(argv: list[str] | None = None) -> int:
         for num_requests in requests:
             for query_len in arguments.query_lens:
                 yield partial(build_case, num_requests, query_len, arguments.context, arguments)
+            for ratio, block_size in COMPRESSED:
+                yield partial(build_compressed, num_requests, ratio, block_size, arguments.context, arguments)
+        for num_tokens in arguments.tokens or ([1, 32, 128, 512, 4096] if on_gpu else [1, 16]):
+            for num_heads, extra_topk in ((16, 0), (64, 512)):
+                yield partial(build_schedule, num_tokens, num_heads, extra_topk, arguments)
 
     return common.run_benchmark("plan", cases(), arguments)
 

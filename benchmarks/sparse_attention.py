@@ -4,95 +4,58 @@ python -m mla_ops bench sparse_attention --lowerings triton,hopper,flash_mla
 
 All lowerings of a row alternate in one process on the same tensors; `ratio` is to the first one named. Indices are
 slots, drawn without repetition from a context of each token's own, so decode rows read what a batch of that many
-requests reads. FLOPs count the two products over all heads and `topk` keys; bytes count each selected row once, the
-query, the indices and the outputs. Rows that several tokens select are counted for each: where the L2 cache serves
-them (prefill), a figure may fall below the memory part of the floor. `--peers` adds FlashMLA, called as its users call
-it (flash_mla_peer.py), and the gather of the selected rows alone, the floor where memory bounds (gather_floor.py).
+requests reads, at random blocks of a cache of 1 GiB or more. FLOPs count the two products over all heads and `topk`
+keys; bytes count each selected row once, the query, the indices and the outputs. Rows that several tokens select are
+counted for each: where the L2 cache serves them (prefill), a figure may fall below the memory part of the floor.
+`--peers` adds FlashMLA, called as its users call it (flash_mla_peer.py), and the gather of the selected rows alone, the
+floor where memory bounds (gather_floor.py). Decode rows are split by a schedule that was planned before, as FlashMLA's
+are; `--variants plan,shapes,deterministic` adds the other ways to call them.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from benchmarks import common, flash_mla_peer, gather_floor
-from benchmarks.cache import dequantize, fill_cache
-from mla_ops import formats
+from benchmarks.attention import (
+    BLOCK_SIZE,
+    add_schedule_options,
+    attention_bytes,
+    attention_flops,
+    cache_blocks,
+    check_attention,
+    make_outputs,
+    poison,
+    random_block_table,
+    random_selection,
+    to_slots,
+    variants,
+)
+from benchmarks.cache import fill_cache, read_keys
+from mla_ops import SparseSchedule, formats
 from mla_ops.meta.sparse_attention import describe_flat, describe_paged
 
-BLOCK_SIZE = 64
-CHECKED_TOKENS = 8  # rows that are compared with the reference, spread over the batch
+
+class Prefill(NamedTuple):
+    """Query tokens, heads, keys a token, key width."""
+
+    num_tokens: int
+    num_heads: int
+    topk: int
+    head_dim: int
 
 
-def random_selection(num_tokens: int, topk: int, context: int, generator: torch.Generator) -> torch.Tensor:
-    """`[num_tokens, topk]` different indices in [0, context) in random order."""
-    rows = [
-        torch.rand(min(512, num_tokens - start), context, device=generator.device, generator=generator)
-        .topk(topk)
-        .indices
-        for start in range(0, num_tokens, 512)
-    ]
-    return torch.cat(rows).to(torch.int32)
-
-
-def check_attention(
-    q: torch.Tensor,
-    read: Callable[[torch.Tensor], torch.Tensor],
-    indices: torch.Tensor,
-    softmax_scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> list[common.Check]:
-    """Compares some rows with attention in float64 over the keys that `read` gives for slots."""
-    num_tokens = q.shape[0]
-    chosen = sorted({i * (num_tokens - 1) // max(1, CHECKED_TOKENS - 1) for i in range(CHECKED_TOKENS)})
-    worst: dict[str, common.Check] = {}
-    for token in chosen:
-        keys = read(indices[token].long())
-        scores = q[token].double() @ keys.T * softmax_scale
-        expected_lse = torch.logsumexp(scores, dim=-1)
-        weights = (scores - expected_lse.unsqueeze(-1)).exp()
-        values = keys[:, : formats.LATENT_DIM]
-        expected = weights @ values
-        # Unit roundoff of 8 significant bits. Rounding the query and the keys moves a score, rounding a probability
-        # its share of the output; random signs make such sums grow as their root mean square, and four of those is
-        # the bound. The output itself is rounded once. float32 sums add next to nothing.
-        unit = 2.0**-8
-        moved_score = float((q[token].double().square() @ keys.square().T).sqrt().max()) * unit * softmax_scale
-        moved_output = float((weights.square() @ values.square()).sqrt().max()) * (unit**2 + moved_score**2) ** 0.5
-        out_bound = unit * float(expected.abs().max()) + 4 * moved_output
-        checks = (
-            common.Check("out", common.max_error(out[token], expected), out_bound),
-            common.Check("lse", common.max_error(lse[token], expected_lse), 4 * moved_score),
-        )
-        for check in checks:
-            if check.name not in worst or check.severity > worst[check.name].severity:
-                worst[check.name] = check
-    return list(worst.values())
-
-
-def attention_flops(num_tokens: int, num_heads: int, topk: int, head_dim: int) -> int:
-    return 2 * num_tokens * num_heads * topk * (head_dim + formats.LATENT_DIM)
-
-
-def attention_bytes(num_tokens: int, num_heads: int, topk: int, head_dim: int, row_bytes: int) -> int:
-    queries_and_outputs = num_tokens * num_heads * (2 * head_dim + 2 * formats.LATENT_DIM + 4)
-    return num_tokens * topk * (row_bytes + 4) + queries_and_outputs
-
-
-def make_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens, num_heads, _ = q.shape
-    out = torch.empty(num_tokens, num_heads, formats.LATENT_DIM, dtype=q.dtype, device=q.device)
-    return out, torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
-
-
-def poison(outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-    for tensor in outputs:
-        tensor.fill_(torch.nan)
+# DeepSeek-V3.2 in one, two and eight shards, a whole prompt and a short one; DeepSeek-V4's two models
+PREFILLS = [Prefill(4096, num_heads, 2048, 576) for num_heads in (128, 64, 16)]
+PREFILLS += [Prefill(64, num_heads, 2048, 576) for num_heads in (128, 64)]
+PREFILLS += [Prefill(4096, 64, 512, 512), Prefill(4096, 128, 1024, 512)]
 
 
 def build_paged(
@@ -102,71 +65,90 @@ def build_paged(
     device = torch.device(arguments.device)
     head_dim = formats.LATENT_DIM + formats.ROPE_DIM
     blocks_per_request = -(-max(context, topk) // BLOCK_SIZE)
-    num_blocks = num_tokens * blocks_per_request
+    row_bytes = formats.FORMATS[cache_format].bytes_per_token()
+    on_gpu = device.type == "cuda" and not arguments.quick
+    num_blocks = cache_blocks(num_tokens * blocks_per_request, BLOCK_SIZE * row_bytes, on_gpu)
     kv_cache = formats.allocate_cache(cache_format, num_blocks, BLOCK_SIZE, device=device)
     fill_cache(kv_cache, cache_format, generator)
-    block_table = torch.randperm(num_blocks, device=device, generator=generator).to(torch.int32)
-    block_table = block_table.view(num_tokens, blocks_per_request)
+    block_table = random_block_table(num_tokens, blocks_per_request, num_blocks, generator)
     request = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    topk_length = torch.full((num_tokens,), topk, dtype=torch.int32, device=device) if arguments.topk_length else None
+    lens = torch.full((num_tokens,), topk, dtype=torch.int32, device=device)
     softmax_scale = head_dim**-0.5
 
     def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q = torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(torch.bfloat16)
         local = random_selection(num_tokens, topk, blocks_per_request * BLOCK_SIZE, generator)
-        blocks = block_table.gather(1, (local // BLOCK_SIZE).long())
-        return q, local, blocks * BLOCK_SIZE + local % BLOCK_SIZE
+        return q, local, to_slots(local, block_table)
 
     sets = [step() for _ in range(common.number_of_sets(arguments))]
     outputs = [make_outputs(q) for q, _, _ in sets]
     translated = {"block_table": block_table, "req_id_per_token": request} if arguments.request_local else {}
-    runs = [
-        partial(
-            torch.ops.mla.paged_sparse_attention.out,
+
+    def schedule(deterministic: bool) -> SparseSchedule:
+        return SparseSchedule.allocate(
+            max_num_tokens=num_tokens, num_heads=num_heads, topk=topk, deterministic=deterministic, device=device
+        )
+
+    planned = schedule(False)
+    planned.build(lens)
+
+    def attend(
+        number: int,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        tile_scheduler_metadata: torch.Tensor | None = planned.tile_scheduler_metadata,
+        deterministic: bool = False,
+    ) -> None:
+        q, local, slots = sets[number]
+        torch.ops.mla.paged_sparse_attention.out(
             q,
             kv_cache,
             local if arguments.request_local else slots,
             softmax_scale,
             cache_format,
-            topk_length=topk_length,
+            topk_length=lens if arguments.topk_length else None,
             **translated,
+            tile_scheduler_metadata=tile_scheduler_metadata,
+            deterministic=deterministic,
             out=out,
             lse=lse,
         )
-        for (q, local, slots), (out, lse) in zip(sets, outputs, strict=True)
-    ]
 
-    def read(slots: torch.Tensor) -> torch.Tensor:
-        return dequantize(kv_cache[slots // BLOCK_SIZE, slots % BLOCK_SIZE], cache_format)
-
+    runs = [partial(attend, number, *own) for number, own in enumerate(outputs)]
     q, _, slots = sets[0]
+
+    def compare(out: torch.Tensor, lse: torch.Tensor) -> list[common.Check]:
+        return check_attention(
+            q, lambda token: read_keys(kv_cache, slots[token], cache_format), softmax_scale, out, lse
+        )
+
+    def peers() -> dict[str, common.Peer]:
+        chosen = [(q, slots) for q, _, slots in sets]
+        if cache_format == "fp8_ds_mla":
+            theirs = flash_mla_peer.decode_peers(chosen, kv_cache, softmax_scale, compare)
+        else:
+            theirs = flash_mla_peer.prefill_peers(chosen, kv_cache.view(-1, head_dim), softmax_scale, compare)
+        return {**theirs, **gather_floor.gather_peer(kv_cache.view(-1, kv_cache.shape[2]), [s for _, s in chosen])}
+
     shape: dict[str, int | str] = {"T": num_tokens, "H": num_heads, "topk": topk, "format": cache_format}
-    row_bytes = formats.FORMATS[cache_format].bytes_per_token()
     return common.Case(
         describe_paged(q, kv_cache, slots, softmax_scale, cache_format),
         shape,
         runs,
         partial(poison, outputs[0]),
-        lambda: check_attention(q, read, slots, softmax_scale, *outputs[0]),
+        lambda: compare(*outputs[0]),
         attention_bytes(num_tokens, num_heads, topk, head_dim, row_bytes),
         attention_flops(num_tokens, num_heads, topk, head_dim),
         {
-            **flash_mla_peer.decode_peers(
-                [(q, slots) for q, _, slots in sets],
-                kv_cache,
-                softmax_scale,
-                lambda out, lse: check_attention(q, read, slots, softmax_scale, out, lse),
-            ),
-            **gather_floor.gather_peer(kv_cache, [slots for _, _, slots in sets]),
-        }
-        if arguments.peers and cache_format == "fp8_ds_mla"
-        else {},
+            **(peers() if arguments.peers else {}),
+            **variants(arguments.variants, attend, schedule, (lens,), [q for q, _, _ in sets], compare),
+        },
     )
 
 
-def build_flat(
-    num_tokens: int, num_heads: int, topk: int, num_kv: int, head_dim: int, arguments: argparse.Namespace
-) -> common.Case:
+def build_flat(prefill: Prefill, num_kv: int, arguments: argparse.Namespace) -> common.Case:
+    num_tokens, num_heads, topk, head_dim = prefill
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
     kv = torch.randn(num_kv, head_dim, device=device, generator=generator).to(torch.bfloat16)
@@ -184,24 +166,35 @@ def build_flat(
         for (q, indices), (out, lse) in zip(sets, outputs, strict=True)
     ]
     q, indices = sets[0]
+
+    def compare(out: torch.Tensor, lse: torch.Tensor) -> list[common.Check]:
+        return check_attention(q, lambda token: kv[indices[token].long()].double(), softmax_scale, out, lse)
+
+    def peers() -> dict[str, common.Peer]:
+        theirs = flash_mla_peer.prefill_peers(sets, kv, softmax_scale, compare)
+        return {**theirs, **gather_floor.gather_peer(kv, [indices for _, indices in sets])}
+
     shape: dict[str, int | str] = {"T": num_tokens, "H": num_heads, "topk": topk, "d": head_dim, "num_kv": num_kv}
     return common.Case(
         describe_flat(q, kv, indices, softmax_scale),
         shape,
         runs,
         partial(poison, outputs[0]),
-        lambda: check_attention(q, lambda slots: kv[slots].double(), indices, softmax_scale, *outputs[0]),
+        lambda: compare(*outputs[0]),
         attention_bytes(num_tokens, num_heads, topk, head_dim, 2 * head_dim),
         attention_flops(num_tokens, num_heads, topk, head_dim),
-        flash_mla_peer.prefill_peers(
-            sets,
-            kv,
-            softmax_scale,
-            lambda out, lse: check_attention(q, lambda slots: kv[slots].double(), indices, softmax_scale, out, lse),
-        )
-        if arguments.peers
-        else {},
+        peers() if arguments.peers else {},
     )
+
+
+def prefills(arguments: argparse.Namespace) -> list[Prefill]:
+    """The shapes that the options name, or the list above."""
+    options = (arguments.prefill_tokens, arguments.prefill_heads, arguments.topk, arguments.prefill_head_dims)
+    if not any(options):
+        on_gpu = arguments.device.startswith("cuda") and not arguments.quick
+        return PREFILLS if on_gpu else [Prefill(8, 8, 128, 576), Prefill(8, 8, 128, 512)]
+    axes = [chosen or default for chosen, default in zip(options, ([4096], [64], [2048], [576]), strict=True)]
+    return [Prefill(*values) for values in itertools.product(*axes)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -216,11 +209,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--topk-length", action="store_true", help="pass topk_length, all rows full")
     parser.add_argument("--prefill-tokens", type=common.integers, default=None, help="prefill rows: query tokens")
     parser.add_argument("--prefill-heads", type=common.integers, default=None)
-    parser.add_argument("--prefill-head-dims", type=common.integers, default=[576])
+    parser.add_argument("--prefill-head-dims", type=common.integers, default=None)
     parser.add_argument("--num-kv", type=int, default=None, help="prefill rows: rows of the flat KV")
     parser.add_argument(
         "--peers", action="store_true", help="time FlashMLA's own ops beside ours, where it is installed"
     )
+    add_schedule_options(parser)
     parser.add_argument("--skip", choices=("decode", "prefill"), default=None)
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
@@ -229,21 +223,15 @@ def main(argv: list[str] | None = None) -> int:
     topks = arguments.topk or ([2048] if on_gpu else [128])
     context = arguments.context or (8192 if on_gpu else 512)
     cache_formats = arguments.cache_formats or (["fp8_ds_mla"] if on_gpu else ["fp8_ds_mla", "bf16"])
-    prefill_tokens = arguments.prefill_tokens or ([64, 4096] if on_gpu else [8])
-    prefill_heads = arguments.prefill_heads or ([64, 128] if on_gpu else [8])
     num_kv = arguments.num_kv or (32768 if on_gpu else 512)
 
     def cases() -> Iterator[partial[common.Case]]:
-        for cache_format in cache_formats if arguments.skip != "decode" else ():
-            for topk in topks:
-                for num_heads in heads:
-                    for num_tokens in tokens:
-                        yield partial(build_paged, num_tokens, num_heads, topk, cache_format, context, arguments)
-        for head_dim in arguments.prefill_head_dims if arguments.skip != "prefill" else ():
-            for topk in topks:
-                for num_heads in prefill_heads:
-                    for num_tokens in prefill_tokens:
-                        yield partial(build_flat, num_tokens, num_heads, topk, num_kv, head_dim, arguments)
+        if arguments.skip != "decode":
+            for cache_format, topk, num_heads, num_tokens in itertools.product(cache_formats, topks, heads, tokens):
+                yield partial(build_paged, num_tokens, num_heads, topk, cache_format, context, arguments)
+        if arguments.skip != "prefill":
+            for prefill in prefills(arguments):
+                yield partial(build_flat, prefill, num_kv, arguments)
 
     return common.run_benchmark("sparse_attention", cases(), arguments)
 

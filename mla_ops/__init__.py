@@ -6,10 +6,13 @@ needs them.
 
 from . import dispatch, formats
 from .formats import allocate_cache
-from .metadata import CompressedMetadata, StepMetadata, V4StepMetadata
+from .metadata import CompressedMetadata, SparseSchedule, StepMetadata, V4StepMetadata
 from .ops import (
+    ContextChunks,
     build_compressed_metadata,
     build_step_metadata,
+    choose_prefill,
+    chunked_prefill_attention,
     combine_topk_swa_indices,
     compress_and_cache,
     compressed_indices,
@@ -19,7 +22,12 @@ from .ops import (
     filter_prefill_indices,
     gather_cache,
     merge_attention_states,
+    merge_stacked_attention_states,
+    paged_attention,
     paged_sparse_attention,
+    plan_context_chunks,
+    plan_sparse_attention,
+    prefill_attention,
     sliding_window_indices,
     sparse_attention,
 )
@@ -29,11 +37,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompressedMetadata",
+    "ContextChunks",
+    "SparseSchedule",
     "StepMetadata",
     "V4StepMetadata",
     "allocate_cache",
     "build_compressed_metadata",
     "build_step_metadata",
+    "choose_prefill",
+    "chunked_prefill_attention",
     "combine_topk_swa_indices",
     "compress_and_cache",
     "compressed_indices",
@@ -45,7 +57,12 @@ __all__ = [
     "formats",
     "gather_cache",
     "merge_attention_states",
+    "merge_stacked_attention_states",
+    "paged_attention",
     "paged_sparse_attention",
+    "plan_context_chunks",
+    "plan_sparse_attention",
+    "prefill_attention",
     "sliding_window_indices",
     "sparse_attention",
     "warmup",

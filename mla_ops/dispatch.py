@@ -39,6 +39,9 @@ class Call(NamedTuple):
     topk: int = 0
     extra_cache_format: str = ""
     extra_topk: int = 0
+    head_dim_v: int = 0
+    block_size: int = 0
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,16 @@ class Lowering:
         run: takes the op's arguments, outputs by name; writes and returns nothing.
         unsupported_reason: why this implementation cannot hold the contract for a call, in words a user can act on;
             None if it can.
+        compute: takes the op's arguments without outputs and returns those fresh, contiguous; for a library that cannot
+            write into a caller's buffers, where `run` copies. None: what is returned is allocated, and `run` fills it.
+        deterministic: whether the bits of a row's results can be had independent of the other rows. `run` is then told
+            when they are asked for.
     """
 
     run: Callable[..., None]
     unsupported_reason: Callable[[Call], str | None] = lambda call: None
+    compute: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    deterministic: bool = False
 
 
 FAMILIES: dict[str, str] = {
@@ -67,20 +76,44 @@ FAMILIES: dict[str, str] = {
     "paged_sparse_attention": "sparse_attention",
     "paged_sparse_attention.extra": "sparse_attention",
     "sparse_attention": "sparse_attention",
+    "paged_attention": "dense_attention",
+    "prefill_attention": "dense_attention",
     "merge_attention_states": "merge",
+    "merge_attention_states.stacked": "merge",
     "build_step_metadata": "plan",
+    "plan_sparse_attention": "plan",
     "compress_and_cache": "compressor",
     "build_compressed_metadata": "plan",
 }
 
-ROOMS = ("hopper", "flash_mla", "triton", "reference")
+ROOMS = ("hopper", "flash_mla", "flash_attn", "torch_sdpa", "triton", "reference")
 
-ORDER: dict[str, tuple[str, ...]] = {"cpu": ("reference",), "cuda": ("hopper", "flash_mla", "triton")}
+# rooms of one file, which adapts a library that is installed
+ADAPTERS = ("flash_mla", "flash_attn", "torch_sdpa")
+
+ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("reference",),
+    "cuda": ("hopper", "flash_mla", "flash_attn", "torch_sdpa", "triton"),
+}
+
+# Rooms that come first for an op, where the usual order is not that of their times.
+FIRST: dict[str, tuple[str, ...]] = {"sparse_attention": ("flash_mla",)}
 
 # What `dispatch.override` may ask for, and nobody gets unasked.
 ON_REQUEST: dict[tuple[str, str], str] = {
     ("flash_mla", "paged_sparse_attention"): "FlashMLA rounds the float32 scales of fp8_ds_mla to bfloat16, which is "
-    "exact only for powers of two"
+    "exact only for powers of two",
+    ("flash_attn", "prefill_attention"): "no benchmark has compared it with the portable kernel yet",
+    ("torch_sdpa", "prefill_attention"): "cuDNN builds a plan, 30 ms, for each new number of tokens, and torch's "
+    "FlashAttention-2 takes longer than the portable kernel",
+}
+
+# Where a lowering could run a call that one after it runs in less time, and why that is known. Not for `override`.
+SLOWER: dict[tuple[str, str], Callable[[Call], str | None]] = {
+    ("flash_mla", op): lambda call: (
+        "up to 16 heads leave most of its 64-head tile empty" if call.num_heads <= 16 else None
+    )
+    for op in ("paged_attention", "sparse_attention")
 }
 
 
@@ -90,7 +123,10 @@ def order_for(op: str, device: torch.device) -> tuple[str, ...]:
     CPU tensors go to the reference, which is the specification. On CUDA it runs only when it is asked for: it is orders
     of magnitude slower.
     """
-    return tuple(room for room in ORDER.get(device.type, ()) if (room, op) not in ON_REQUEST)
+    order = ORDER.get(device.type, ())
+    first = tuple(room for room in FIRST.get(op, ()) if room in order)
+    rooms = (*first, *(room for room in order if room not in first))
+    return tuple(room for room in rooms if (room, op) not in ON_REQUEST)
 
 
 @functools.cache
@@ -107,7 +143,7 @@ def is_installed(module: str) -> bool:
 
 def _room_reason(room: str, call: Call) -> str | None:
     """What speaks against a whole room, before anything of it is imported."""
-    if room in ("triton", "hopper") and not is_installed("triton"):
+    if room == "triton" and not is_installed("triton"):
         return "Triton is not installed: pip install triton"
     if room == "triton" and call.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "Triton runs on CPU tensors only in its interpreter: set TRITON_INTERPRET=1 before the first call"
@@ -119,8 +155,8 @@ def _room_reason(room: str, call: Call) -> str | None:
 @functools.cache
 def _lowering(room: str, op: str) -> Lowering | None:
     module = f"mla_ops.kernels.{room}.{FAMILIES[op]}"
-    if room == "flash_mla":
-        module = "mla_ops.kernels.flash_mla"
+    if room in ADAPTERS:
+        module = f"mla_ops.kernels.{room}"
     try:
         lowerings = importlib.import_module(module).LOWERINGS
     except ModuleNotFoundError as error:
@@ -138,7 +174,15 @@ def unsupported_reason(room: str, call: Call) -> str | None:
     lowering = _lowering(room, call.op)
     if lowering is None:
         return f"there is no {room} lowering of {call.op}"
+    if call.deterministic and not lowering.deterministic:
+        return "it is not deterministic: the bits of a row's results may depend on the other rows"
     return lowering.unsupported_reason(call)
+
+
+def slower_reason(room: str, call: Call) -> str | None:
+    """Why `room` makes way for a faster one, though it can run `call`; None if it does not."""
+    known = SLOWER.get((room, call.op))
+    return known(call) if known is not None else None
 
 
 def _parse_environment(value: str) -> dict[str, str]:
@@ -197,7 +241,7 @@ def _choose(call: Call, forced: str | None) -> str:
         return forced
     refused = []
     for room in order_for(call.op, call.device):
-        reason = unsupported_reason(room, call)
+        reason = unsupported_reason(room, call) or slower_reason(room, call)
         if reason is None:
             return room
         refused.append(f"{room}: {reason}")
@@ -244,7 +288,7 @@ def explain(call: Call) -> Explanation:
     chosen: str | None = None
     refused: dict[str, str] = {}
     for room in ROOMS:
-        reason = unsupported_reason(room, call)
+        reason = unsupported_reason(room, call) or (None if forced else slower_reason(room, call))
         if reason is not None:
             refused[room] = reason
         elif room not in rooms:

@@ -82,7 +82,7 @@ def define_computing(
         describe: as in `define_mutating`.
         zeroed: fresh outputs start as zeros, for ops that need not write every row.
 
-    Lowerings implement the `.out` form only.
+    Lowerings implement the `.out` form; one may have a `compute` beside it.
     """
     out_op = out_schema.split("(", 1)[0]
 
@@ -103,8 +103,11 @@ def define_computing(
 
     def real(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
+        lowering = dispatch.select(describe(*args, **kwargs))
+        if lowering.compute is not None:
+            return lowering.compute(*args, **kwargs)
         tensors = allocate(*args, **kwargs)
-        dispatch.select(describe(*args, **kwargs)).run(*args, **kwargs, **tensors)
+        lowering.run(*args, **kwargs, **tensors)
         return pack(tensors)
 
     names = tuple(_output_names(out_schema))

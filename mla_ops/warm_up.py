@@ -18,8 +18,14 @@ from .ops import (
     filter_prefill_indices,
     gather_cache,
     merge_attention_states,
+    merge_stacked_attention_states,
+    paged_attention,
     paged_sparse_attention,
+    prefill_attention,
 )
+
+# keys of a context that paged_attention splits, on any GPU
+SPLIT_KEYS = 4096
 
 
 def warmup(
@@ -32,6 +38,8 @@ def warmup(
     block_size: int = 64,
     dtype: torch.dtype = torch.bfloat16,
     with_sink: bool = False,
+    prefill_head_dims: tuple[int, int] = (192, 128),
+    deterministic: bool = False,
     device: torch.device | str = "cuda",
 ) -> None:
     """Runs every op of a decode or prefill step once on small caches, so that nothing compiles during a capture.
@@ -50,6 +58,8 @@ def warmup(
         block_size: tokens a cache block.
         dtype: dtype of q and of the tokens written.
         with_sink: whether attention gets `attn_sink`.
+        prefill_head_dims: of keys and of values once they are expanded, for `prefill_attention`.
+        deterministic: whether sparse attention is asked to be, and its schedules are.
         device: where to run.
     """
     device = torch.device(device)
@@ -62,6 +72,8 @@ def warmup(
         max_blocks_per_request=2,
         block_size=block_size,
         index_topk=topk,
+        schedule_num_heads=num_heads,
+        deterministic=deterministic,
         device=device,
     )
 
@@ -70,7 +82,14 @@ def warmup(
 
     query_start_loc, seq_lens, block_table = int32(0, 1), int32(1), int32(0, 1).view(1, 2)
     metadata.build(query_start_loc, seq_lens, block_table)
-    v4_metadata = V4StepMetadata.allocate(max_num_tokens=1, max_num_requests=1, max_seq_len=512, device=device)
+    v4_metadata = V4StepMetadata.allocate(
+        max_num_tokens=1,
+        max_num_requests=1,
+        max_seq_len=512,
+        schedule_num_heads=num_heads,
+        deterministic=deterministic,
+        device=device,
+    )
     v4_metadata.build(query_start_loc, seq_lens, block_table, block_table, block_table)
     token = torch.zeros(1, head_dim, dtype=dtype, device=device)
     concat_and_cache(token[:, :latent_dim], token[:, latent_dim:], kv_cache, metadata.slot_mapping, cache_format)
@@ -101,8 +120,13 @@ def warmup(
                     attn_sink=attn_sink,
                     block_table=table,
                     req_id_per_token=requests,
+                    deterministic=deterministic,
                 )
         merge_attention_states(out, lse, out, lse)
+        merge_stacked_attention_states(out.unsqueeze(0), lse.unsqueeze(0))
+        # a context that one program reads, and one that is split
+        for table in (block_table, block_table[:, :1].repeat(1, SPLIT_KEYS // block_size + 1)):
+            paged_attention(q, kv_cache, table, lengths, lengths, 576**-0.5, cache_format)
         if head_dim == LATENT_DIM:
             # DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries
             chosen: dict[str, Any] = {"extra_block_table": block_table, "req_id_per_token": lengths}
@@ -117,10 +141,24 @@ def warmup(
                     attn_sink=attn_sink,
                     extra_kv_cache=kv_cache,
                     extra_indices=indices,
+                    deterministic=deterministic,
                     **extra,
                 )
+    _warm_up_prefill(num_heads, prefill_head_dims, query_dtype, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _warm_up_prefill(num_heads: int, head_dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """A prompt's own tokens, a chunk of its context, and their merge; values are a part of wider rows."""
+    head_dim, head_dim_v = head_dims
+    q = torch.zeros(1, num_heads, head_dim, dtype=dtype, device=device)
+    k = torch.zeros_like(q)
+    v = torch.zeros(1, num_heads, head_dim + head_dim_v, dtype=dtype, device=device)[..., head_dim:]
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    new = prefill_attention(q, k, v, starts, starts, 1, 1, head_dim**-0.5)
+    old = prefill_attention(q, k, v, starts, starts, 1, 1, head_dim**-0.5, causal=False)
+    merge_attention_states(*new, *old)
 
 
 def _warm_up_compressor(cache_format: str, dtype: torch.dtype, device: torch.device) -> None:

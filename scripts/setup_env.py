@@ -22,21 +22,26 @@ MINIMUM_TORCH = (2, 11)
 MINIMUM_PYTHON = (3, 10)
 ROOT = Path(__file__).resolve().parent.parent
 
-# Prints the versions of torch and Triton that an interpreter can import, "-" where there is none.
+# What each build of torch requires in versions of its own.
+OF_TORCH = ("triton", "setuptools", "cuda-bindings", "cuda-pathfinder", "nvidia-cuda-nvrtc")
+
+# Prints the versions, as pip knows them, of torch and of the packages named in its arguments, "-" where there is none.
+# (torch.__version__ may name a build, "2.11.0+cu130", that the package's own version does not.)
 PROBE = """
-import importlib.metadata, importlib.util
-versions = ["-", "-"]
+import importlib.metadata, sys
+
+def version(package, otherwise="-"):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return otherwise
+
 try:
     import torch
-    versions[0] = torch.__version__
+    found = version("torch", torch.__version__)
 except ImportError:
-    pass
-if importlib.util.find_spec("triton") is not None:
-    try:
-        versions[1] = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        pass
-print(*versions)
+    found = "-"
+print(found, *map(version, sys.argv[1:]))
 """
 
 CUDA_REFUSED = """\
@@ -57,11 +62,13 @@ def has_nvidia_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
-def probe(python: str | Path) -> tuple[str, str]:
-    """Versions of torch and Triton that `python` can import."""
-    result = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True, check=False, cwd=ROOT)
-    versions = result.stdout.split()
-    return (versions[-2], versions[-1]) if result.returncode == 0 and len(versions) >= 2 else ("-", "-")
+def probe(python: str | Path) -> dict[str, str]:
+    """Versions of torch and of `OF_TORCH` that `python` can import, "-" where there is none."""
+    names = ("torch", *OF_TORCH)
+    command = [str(python), "-c", PROBE, *OF_TORCH]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    versions = result.stdout.split()[-len(names) :] if result.returncode == 0 else []
+    return dict(zip(names, versions, strict=True)) if len(versions) == len(names) else dict.fromkeys(names, "-")
 
 
 def make_venv(directory: Path, inherit: bool) -> Path:
@@ -121,8 +128,8 @@ def main() -> int:
     if sys.version_info[:2] < MINIMUM_PYTHON:
         raise SystemExit(f"mla_ops needs Python 3.10 or later, this is {sys.version.split()[0]}: set PYTHON=python3.x")
 
-    torch_version, triton_version = probe(sys.executable)
-    inherit = version_tuple(torch_version) >= MINIMUM_TORCH
+    installed = probe(sys.executable)
+    inherit = version_tuple(installed["torch"]) >= MINIMUM_TORCH
     directory = arguments.venv if arguments.venv.is_absolute() else ROOT / arguments.venv
     print(f"setting up {directory} with {sys.executable}", flush=True)
     python = make_venv(directory, inherit)
@@ -130,14 +137,11 @@ def main() -> int:
 
     constraints = directory / "constraints.txt"
     if inherit:
-        print(f"using the installed torch {torch_version}", flush=True)
-        pins: dict[str, str | None] = {"torch": torch_version}
-        if triton_version != "-":
-            pins["triton"] = triton_version
-        write_constraints(constraints, pins)
+        print(f"using the installed torch {installed['torch']}", flush=True)
+        write_constraints(constraints, {name: version for name, version in installed.items() if version != "-"})
     elif sys.platform == "linux" and has_nvidia_gpu():
         # which CUDA build fits the driver, and which Triton that build wants, is pip's to find out
-        write_constraints(constraints, {"torch": None, "triton": None})
+        write_constraints(constraints, dict.fromkeys(("torch", *OF_TORCH)))
     else:
         write_constraints(constraints, {})
         if sys.platform == "linux" and os.environ.get("MLA_OPS_ALLOW_CUDA_TORCH") != "1":
@@ -151,7 +155,7 @@ def main() -> int:
 
     extras = f"[{arguments.extras}]" if arguments.extras else ""
     pip(python, "install", "-qq", "--constraint", str(constraints), "--editable", f".{extras}")
-    print("environment ready: torch {}, triton {}".format(*probe(python)), flush=True)
+    print("environment ready: torch {torch}, triton {triton}".format(**probe(python)), flush=True)
     return 0
 
 

@@ -24,11 +24,19 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from mla_ops.formats import FORMATS
-from mla_ops.kernels.hopper import few_heads, few_heads_device, many_heads, many_heads_device
-from mla_ops.kernels.triton import cache, compressor, index, merge, plan, sparse_attention, sparse_attention_extra
+from mla_ops.kernels.triton import (
+    cache,
+    compressor,
+    dense_attention,
+    dense_attention_device,
+    index,
+    merge,
+    plan,
+    sparse_attention,
+    sparse_attention_extra,
+)
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 
@@ -104,18 +112,24 @@ def compressor_variants(capability: int) -> Iterator[Variant]:
         yield Variant(f"store_state[{layer}, {source}]", compressor._store_state_kernel, types, group)
         for target in ("fp8_ds_mla_v4", source) if head_dim == 512 else (source,):
             planar = target == "fp8_ds_mla_v4"
-            constants = {**group, "HEAD_DIM": head_dim, "ROPE": 64, "PLANAR": planar, "STATES": compressor.STATES}
+            states, num_warps = compressor.tile(ratio * (width // head_dim))
+            constants = {**group, "HEAD_DIM": head_dim, "ROPE": 64, "PLANAR": planar, "STATES": states}
             constants["STORE"] = source == "bf16"
+            options = {"num_warps": num_warps}
             types |= {"kv_cache": "*u8" if planar else f"*{target}"}
-            yield Variant(f"compress[{layer}, {source} to {target}]", compressor._compress_kernel, types, constants)
+            name = f"compress[{layer}, {source} to {target}]"
+            yield Variant(name, compressor._compress_kernel, types, constants, options)
 
 
 def merge_variants(capability: int) -> Iterator[Variant]:
     for element, block in (("bf16", 512), ("fp32", 512), ("bf16", 128)):
         types = {"out_a": f"*{element}", "out_b": f"*{element}", "out": f"*{element}"}
         types |= dict.fromkeys(("lse_a", "lse_b", "lse"), "*fp32")
-        constants = {"ROWS": merge.MERGE_ROWS, "BLOCK_D": block}
+        constants = {"ROWS": merge.MERGE_VALUES // block, "BLOCK_D": block, "UNIT": 4 if element == "fp32" else 8}
         yield Variant(f"merge[{element}, {block}]", merge._merge_kernel, types, constants)
+        types |= {"outs": f"*{element}", "lses": "*fp32"}
+        constants["STAGES"] = merge.MERGE_STAGES
+        yield Variant(f"merge_stacked[{element}, {block}]", merge._merge_stacked_kernel, types, constants)
 
 
 def plan_variants(capability: int) -> Iterator[Variant]:
@@ -125,6 +139,12 @@ def plan_variants(capability: int) -> Iterator[Variant]:
     types = dict.fromkeys(plan._compressed_kernel.arg_names[:6], "*i32") | {"slot_mapping": "*i64"}
     constants = {"TOKENS": plan.TOKEN_BLOCK, "COPY": plan.COPY_BLOCK}
     yield Variant("compressed", plan._compressed_kernel, types, constants)
+    constants = {"KEYS": plan.KEY_BLOCK, "SHARES": plan.NUM_SHARES, "ROWS": plan.SCHEDULE_ROWS}
+    constants["OTHERS"] = plan.SCHEDULE_OTHERS
+    for extra, deterministic in itertools.product((False, True), (False, True)):
+        types = {"topk_length": "*i32", "extra_topk_length": "*i32" if extra else "none", "slots": "*i32"}
+        chosen = {"HAS_EXTRA": extra, "DETERMINISTIC": deterministic, **constants}
+        yield Variant(f"schedule{' extra' * extra}{' fixed' * deterministic}", plan._schedule_kernel, types, chosen)
 
 
 def sparse_attention_variants(capability: int) -> Iterator[Variant]:
@@ -204,50 +224,67 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
         yield Variant(name, sparse_attention_extra._attend_extra_kernel, types, constants, options)
 
 
-def hopper_variants(capability: int) -> Iterator[Variant]:
-    """The Gluon kernels, for the architecture that they are written for, with and without each optional argument."""
-    pointers = {"q": "*bf16", "kv_cache": "*u8", "cache": "*u8", "zero_row": "*i32", "lse": "*fp32"}
-    pointers |= dict.fromkeys(("indices", "topk_length", "block_table", "req_id_per_token", "req_id"), "*i32")
-    # few_heads' strides are aligned, and not specialised further
-    strides = ("q_stride_token", "q_stride_head", "stride_chunks", "out_stride_split", "out_stride_token")
-    strides += ("out_stride_head", "lse_stride_split", "lse_stride_token", "lse_stride_head")
-    for optional in (False, True):
-        given = {} if optional else dict.fromkeys(("topk_length", "block_table", "req_id", "attn_sink"), "none")
-        for heads in (16, 32):
-            types = {**pointers, "attn_sink": "*fp32", "out": "*fp32" if optional else "*bf16", **given}
-            types |= {name: "i64" if "split" in name or "chunks" in name else "i32" for name in strides}
-            types["scale_log2"] = "fp32"
-            types["out_stride_token"] = types["lse_stride_token"] = "i64"
-            constants = {"HEADS": heads, "BLOCK": 32, "STAGES": 8, "BLOCK_SIZE": 64, "PRODUCER_REGISTERS": 56}
-            constants |= {"LOCAL": optional, "HAS_LENGTH": optional, "HAS_SINK": optional, "SPLIT": optional}
-            name = f"few_heads[{heads} heads, {'everything' if optional else 'plain'}]"
-            yield Variant(name, few_heads_device.few_heads_kernel, types, constants, {"num_warps": 8}, (90,))
-        types = {**pointers, "attn_sink": "*fp32", "out": "*fp32" if optional else "*bf16"}
-        names = ("q_stride_token_2", "q_stride_head_2", "out_stride_token", "out_stride_head", "out_stride_split")
-        types |= {"softmax_scale_log2": "fp32", **dict.fromkeys(names, "i32")}
-        constants = {"BLOCK_SIZE": 64, "HAS_LENGTH": optional, "HAS_SINK": False, "HAS_TABLE": optional}
-        constants |= {"PARTIAL": optional, "REGISTERS": many_heads.VALUE_REGISTERS}
-        name = f"many_heads[{'everything' if optional else 'plain'}]"
-        yield Variant(name, many_heads_device.many_heads_kernel, types, constants, {"num_warps": 4}, (90,))
-    types = {"partial_out": "*fp32", "partial_lse": "*fp32", "attn_sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
-    types |= dict.fromkeys(("out_stride_token", "out_stride_head", "lse_stride_token", "lse_stride_head"), "i64")
-    constants = {"SPLITS": 32, "DIMS": 64, "HAS_SINK": True}
-    yield Variant("few_heads merge", few_heads.merge_splits_kernel, types, constants, {"num_warps": 4}, (90,))
-    types = {"part": "*fp32", "part_lse": "*fp32", "attn_sink": "*fp32", "out": "*bf16", "lse": "*fp32"}
-    types |= dict.fromkeys(("out_stride_token", "out_stride_head"), "i32")
-    constants = {"SPLITS": 32, "HAS_SINK": True, "USE_PDL": True}
-    yield Variant("many_heads merge", many_heads_device.merge_splits_kernel, types, constants, {"num_warps": 8}, (90,))
+def dense_attention_variants(capability: int) -> Iterator[Variant]:
+    cases = [("bf16", 192, 128), ("bf16", 128, 128), ("bf16", 256, 256), ("fp16", 96, 80), ("fp32", 192, 128)]
+    for (element, dim, dim_v), causal in itertools.product(cases, (True, False)):
+        exact = element == "fp32"
+        tile = dense_attention.prefill_tile((capability // 10, capability % 10), dim, dim_v, exact)
+        types = dict.fromkeys(("q", "k", "v", "out"), f"*{element}") | {"lse": "*fp32"}
+        types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "*i32")
+        first, second = dense_attention.split_dim(dim)
+        constants = {"CAUSAL": causal, "EXACT": exact, "DIM": dim, "FIRST": first, "SECOND": second, "DIM_V": dim_v}
+        constants |= dict.fromkeys(("Q_UNIT", "K_UNIT", "V_UNIT", "OUT_UNIT"), 4 if exact else 8) | {"UPCAST": False}
+        constants |= {"BLOCK_V": dense_attention.value_block(dim_v), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        name = f"prefill[{element}, {dim}/{dim_v}, {'causal' if causal else 'full'}]"
+        yield Variant(name, dense_attention_device._prefill_kernel, types, constants, options)
+
+
+def dense_helper_variants(capability: int) -> Iterator[Variant]:
+    """What stands before and behind other libraries' kernels."""
+    names = ("block_table", "req_id_per_token", "key_lens", "blocks", "lens")
+    constants = {"BLOCK": dense_attention.COMPACT_BLOCK}
+    kernel = dense_attention_device._compact_blocks_kernel
+    yield Variant("compact_blocks", kernel, dict.fromkeys(names, "*i32"), constants)
+    types = {"end": "*i32", "out": "*bf16", "lse": "*fp32"}
+    kernel = dense_attention_device._clear_behind_kernel
+    yield Variant("clear_behind", kernel, types, {"BLOCK_V": 128}, {"num_warps": 1})
+
+
+def paged_attention_variants(capability: int) -> Iterator[Variant]:
+    cases = [("fp8_ds_mla", torch.bfloat16, 576, heads) for heads in (16, 32, 128)]
+    cases += [("bf16", torch.bfloat16, 576, heads) for heads in (16, 32, 128)] + [("bf16", torch.bfloat16, 512, 128)]
+    cases += [("fp8_ds_mla_v4", torch.bfloat16, 512, 16), ("fp8_ds_mla", torch.float16, 576, 16)]
+    cases += [("fp32", torch.float32, 576, 16), ("fp16", torch.float16, 576, 128)]
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    whole = [(*case, True) for case in cases]
+    for fmt, dtype, dim, heads, one_block in [*whole, ("bf16", torch.bfloat16, 576, 16, False)]:
+        entry, mode = FORMATS[fmt], sparse_attention.operand_mode(dtype, fmt)
+        tile = dense_attention.paged_tile((capability // 10, capability % 10), heads, mode)
+        partial = heads == 16
+        types = {"q": f"*{short[dtype]}", "kv": "*u8" if entry.quantized else f"*{short[dtype]}", "lse": "*fp32"}
+        types["out"] = "*fp32" if partial else f"*{short[dtype]}"
+        types |= dict.fromkeys(("block_table", "req_id_per_token", "key_lens"), "*i32")
+        constants = {"MODE": mode, "ROPE": dim == 576, "ROW_WIDTH": entry.data_bytes or entry.row_width(dim)}
+        constants |= {"Q_UNIT": 16 // dtype.itemsize, "KV_UNIT": 16 // entry.dtype.itemsize, "PARTIAL": partial}
+        constants |= {"BLOCK_H": tile.block_h, "BLOCK_N": tile.block_n, "DECODE": tile.decode, "UPCAST": False}
+        constants["WHOLE"] = one_block
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        name = f"paged[{fmt}, q {short[dtype]}, {dim}, {heads} heads{'' if one_block else ', small blocks'}]"
+        yield Variant(name, dense_attention_device._paged_kernel, types, constants, options)
 
 
 VARIANTS = (
     cache_variants,
     compressor_variants,
+    dense_attention_variants,
+    dense_helper_variants,
     index_variants,
     merge_variants,
+    paged_attention_variants,
     plan_variants,
     sparse_attention_variants,
     two_cache_variants,
-    hopper_variants,
 )
 
 
@@ -273,13 +310,6 @@ def source(variant: Variant) -> ASTSource:
             signature[name] = parameter.annotation_type
             assert signature[name] in ("i32", "i64", "fp32"), f"{variant.name}: {name} has no type"
             assert parameter.do_not_specialize or signature[name] == "fp32", f"{variant.name}: {name} is specialised"
-    if isinstance(variant.kernel, GluonJITFunction):
-        return GluonASTSource(
-            variant.kernel,
-            signature,
-            {(variant.kernel.arg_names.index(name),): value for name, value in constants.items()},
-            attributes,
-        )
     return ASTSource(variant.kernel, signature, constants, attributes)
 
 

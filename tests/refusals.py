@@ -348,6 +348,27 @@ REFUSALS: list[tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]], type[
         ValueError,
         ("go together with req_id_per_token", "got req_id_per_token without either"),
     ),
+    *(
+        (op, what, lambda g, given=given: given, ValueError, words)
+        for op in ("paged_sparse_attention", "paged_sparse_attention.extra")
+        for what, given, words in (
+            (
+                "a schedule of fewer tokens",
+                {"tile_scheduler_metadata": torch.zeros(2, 2, 2, dtype=INT32)},
+                ("tile_scheduler_metadata has 4 slots for 5 tokens",),
+            ),
+            (
+                "a deterministic schedule of fewer tokens",
+                {"tile_scheduler_metadata": torch.zeros(4, 4, 2, dtype=INT32), "deterministic": True},
+                ("tile_scheduler_metadata has 4 clusters for 5 tokens",),
+            ),
+            (
+                "a schedule of another width",
+                {"tile_scheduler_metadata": torch.zeros(5, 4, 1, dtype=INT32)},
+                ("tile_scheduler_metadata", "got [5, 4, 1]"),
+            ),
+        )
+    ),
     (
         "sparse_attention",
         "keys of another dtype",
@@ -357,6 +378,64 @@ REFUSALS: list[tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]], type[
     ),
     ("sparse_attention", "narrower keys", narrower("kv", 1), ValueError, ("kv must", "head_dim=576", "575]")),
     ("sparse_attention", "other tokens", narrower("indices"), ValueError, ("indices", "=5", "got [4, 6]")),
+    ("merge_attention_states.stacked", "other parts", narrower("lses"), ValueError, ("lses", "num_parts=4", "got [3,")),
+    ("merge_attention_states.stacked", "other heads", narrower("lses", 2), ValueError, ("lses", "num_heads=3")),
+    *(
+        ("prefill_attention", what, change, ValueError, words)
+        for what, change, words in (
+            ("other head dims", narrower("k", 2), ("k must", "head_dim=192", "191]")),
+            ("other keys than values", narrower("v"), ("v must", "num_kv=5", "got [4, 2, 128]")),
+            ("heads that do not divide", lambda g: {"q": g["q"][:, :3]}, ("the 3 heads of q", "got 2")),
+            ("no key head", lambda g: {"k": g["k"][:, :0], "v": g["v"][:, :0]}, ("heads of q", "got 0")),
+            ("no head", lambda g: {"q": g["q"][:, :0]}, ("1 to 128 heads", "got 0")),
+            (
+                "heads too wide",
+                lambda g: {"q": torch.zeros(5, 4, 264).bfloat16(), "k": torch.zeros(5, 2, 264).bfloat16()},
+                ("heads of q", "1 to 256 wide", "got 264"),
+            ),
+            ("values of no width", lambda g: {"v": g["v"][:, :, :0]}, ("heads of v", "got 0")),
+            ("other requests", narrower("cu_seqlens_k"), ("cu_seqlens_k", "num_requests+1=4", "got [3]")),
+            (
+                "no start",
+                lambda g: {"cu_seqlens_q": g["cu_seqlens_q"][:0], "cu_seqlens_k": g["cu_seqlens_q"][:0]},
+                ("cu_seqlens_q", "at least 1, got 0"),
+            ),
+            ("negative bound", lambda g: {"max_seqlen_k": -1}, ("max_seqlen_k", "got -1")),
+            ("scale of zero", lambda g: {"softmax_scale": 0.0}, ("softmax_scale", "positive", "got 0.0")),
+        )
+    ),
+    *(
+        ("paged_attention", what, change, kind, words)
+        for what, change, kind, words in (
+            ("unknown format", lambda g: {"cache_format": "x"}, ValueError, ("cache_format", "got 'x'")),
+            ("other tokens", narrower("key_lens"), ValueError, ("key_lens", "num_tokens=5", "got [4]")),
+            ("other owners", narrower("req_id_per_token"), ValueError, ("req_id_per_token", "=5", "got [4]")),
+            (
+                "head dim of neither kind",
+                lambda g: {"q": g["q"][:, :, :128].contiguous()},
+                ValueError,
+                ("q must", "576 or 512", "[5, 3, 128]"),
+            ),
+            (
+                "queries narrower than keys",
+                lambda g: {"q": g["q"][:, :, :512].contiguous()},
+                ValueError,
+                ("q is 512 wide", "576 wide"),
+            ),
+            (
+                "too many heads",
+                lambda g: {"q": torch.zeros(5, 129, 576, dtype=torch.bfloat16)},
+                ValueError,
+                ("1 to 128 heads", "got 129"),
+            ),
+            (
+                "queries of another dtype than plain keys",
+                lambda g: {"q": g["q"].half()},
+                TypeError,
+                ("q must be torch.bfloat16", "got torch.float16"),
+            ),
+        )
+    ),
     ("merge_attention_states", "other tokens", narrower("out_b"), ValueError, ("out_b", "=5", "got [4, 3, 512]")),
     ("merge_attention_states", "other heads", narrower("lse_b", 1), ValueError, ("lse_b", "num_heads=3", "got [5, 2]")),
     (
@@ -365,6 +444,58 @@ REFUSALS: list[tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]], type[
         lambda g: {"out_b": g["out_b"].half()},
         TypeError,
         ("out_b must be torch.bfloat16", "got torch.float16"),
+    ),
+    *(
+        (
+            "plan_sparse_attention",
+            f"{size} too small",
+            lambda g, s=size, v=value: {s: v},
+            ValueError,
+            (size, f"{value}"),
+        )
+        for size, value in {"topk": -1, "extra_topk": -2, "overhead": -1, "num_workers": 0}.items()
+    ),
+    (
+        "plan_sparse_attention",
+        "a cluster of another size",
+        lambda g: {"tile_scheduler_metadata": torch.zeros(5, 3, 2, dtype=INT32)},
+        ValueError,
+        ("cluster_size of tile_scheduler_metadata", "(1, 2, 4, 8, 16)", "got 3"),
+    ),
+    (
+        "plan_sparse_attention",
+        "slots of another width",
+        lambda g: {"tile_scheduler_metadata": torch.zeros(5, 4, 3, dtype=INT32)},
+        ValueError,
+        ("tile_scheduler_metadata", "got [5, 4, 3]"),
+    ),
+    (
+        "plan_sparse_attention",
+        "slots that are apart",
+        lambda g: {"tile_scheduler_metadata": torch.zeros(5, 4, 4, dtype=INT32)[:, :, :2]},
+        ValueError,
+        ("tile_scheduler_metadata must be contiguous", "strides (16, 4, 1)"),
+    ),
+    (
+        "plan_sparse_attention",
+        "fewer slots than tokens",
+        lambda g: {"tile_scheduler_metadata": torch.zeros(2, 2, 2, dtype=INT32)},
+        ValueError,
+        ("4 slots for 5 tokens",),
+    ),
+    (
+        "plan_sparse_attention",
+        "fewer clusters than tokens",
+        lambda g: {"tile_scheduler_metadata": torch.zeros(4, 8, 2, dtype=INT32), "deterministic": True},
+        ValueError,
+        ("4 clusters for 5 tokens",),
+    ),
+    (
+        "plan_sparse_attention",
+        "other tokens in the extra cache",
+        lambda g: {"extra_topk_length": g["topk_length"][1:]},
+        ValueError,
+        ("extra_topk_length", "=5", "got [4]"),
     ),
     ("build_step_metadata", "zero block size", lambda g: {"block_size": 0}, ValueError, ("block_size", "got 0")),
     ("build_step_metadata", "negative top k", lambda g: {"index_topk": -1}, ValueError, ("index_topk", "got -1")),

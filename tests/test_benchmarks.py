@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,22 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import common
+from benchmarks import common, gather_floor, plot
+from benchmarks.cache import fill_cache, read_keys
+from mla_ops import dispatch, formats
+from mla_ops.kernels.reference.cache import read_slots
 
-FAMILIES = ("cache", "compressor", "index", "merge", "plan", "sparse_attention")
+FAMILIES = (
+    "cache",
+    "compressor",
+    "dense_attention",
+    "index",
+    "merge",
+    "plan",
+    "sparse_attention",
+    "sparse_attention_extra",
+    "step",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,7 +44,8 @@ def test_quick_run_passes_its_own_checks_and_writes_json(
     measured = [row for row in content["rows"] if row["reason"] is None]
     refused = [row for row in content["rows"] if row["reason"] is not None]
     assert measured
-    assert all(row["checks"] and row["median_us"] > 0 and row["floor_us"] > 0 for row in measured)
+    assert all(row["checks"] and row["median_us"] > 0 for row in measured)
+    assert all((row["floor_us"] == 0) == row["op"].startswith("eager ") for row in measured)  # host time has no floor
     assert {row["lowering"] for row in measured} == {"reference"}
     assert {row["lowering"] for row in refused} == {"hopper"}
     assert 2 * len(refused) == len(measured)  # on a CPU, auto is the reference too
@@ -51,6 +66,126 @@ def test_a_lowering_that_writes_nothing_fails(family: str, monkeypatch: pytest.M
     real = common.measure
     monkeypatch.setattr(common, "measure", broken)
     assert module.main(["--quick", "--device", "cpu"]) == 1
+
+
+def test_peers_are_checked_and_compared_with() -> None:
+    """A peer's own bytes count for its row, the case's for all others; a wrong peer is a wrong row."""
+    made = common.Case(
+        dispatch.Call("merge_attention_states", torch.device("cpu"), torch.float32),
+        {},
+        [lambda: time.sleep(2e-3)],
+        lambda: None,
+        lambda: [common.Check("out", 0.0, 0.0)],
+        bytes_moved=4000,
+        flops=10,
+        peers={
+            "slow": common.Peer([lambda: time.sleep(4e-3)], lambda: [common.Check("out", 1.0, 0.5)]),
+            "other work": common.Peer([lambda: time.sleep(1e-3)], lambda: [common.Check("out", 0.0, 0.0)], 1000),
+        },
+    )
+    floors = common.Floors(1e9, 1e3, "float32")
+    ours, slow, other = common.measure(made, ["reference"], common.MINIMUM_TIMINGS, floors)
+    assert (ours.lowering, slow.lowering, other.lowering) == ("reference", "slow", "other work")
+    assert slow.ratio_to_peer == 1
+    assert ours.ratio_to_peer is not None
+    assert ours.ratio_to_peer == pytest.approx(ours.median_us / slow.median_us)
+    assert ours.ratio_to_peer < 1
+    assert (ours.passed, slow.passed) == (True, False)
+    assert "WRONG" in common.format_row(slow)
+    assert other.bytes_per_second * other.median_us == pytest.approx(1e9)
+    assert (ours.floor_us, other.floor_us) == (10**4, 1)
+
+
+@pytest.mark.parametrize("family", ["sparse_attention", "sparse_attention_extra"])
+def test_other_ways_to_call_attention_are_checked_and_are_no_peers(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["--quick", "--device", "cpu", "--variants", "plan,shapes,deterministic", "--json", str(path)]
+    arguments += ["--cache-formats", "bf16", "--tokens", "2", "--heads", "16"]
+    module = importlib.import_module(f"benchmarks.{family}")
+    assert module.main(arguments) == 0
+    rows = [row for row in json.loads(path.read_text())[family]["rows"] if row["op"].startswith("paged")]
+    names = ["reference", "ours, with plan", "ours, no schedule", "ours, deterministic"]
+    assert [row["lowering"] for row in rows] == names
+    assert all(row["passed"] and row["ratio_to_peer"] is None for row in rows)
+    with pytest.raises(ValueError, match="there is no variant fast, only plan"):
+        module.main([*arguments[:4], "fast", *arguments[5:]])
+
+
+def test_host_time_has_neither_floor_nor_rate() -> None:
+    calls = []
+    made = common.Case(
+        dispatch.Call("merge_attention_states", torch.device("cpu"), torch.float32),
+        {},
+        [lambda: calls.append(0), lambda: calls.append(1)],
+        lambda: None,
+        lambda: [common.Check("out", 0.0, 0.0)],
+        bytes_moved=4000,
+        name="eager merge",
+        host=True,
+    )
+    (row,) = common.measure(made, ["auto"], 7, common.Floors(1e9, 1e3, "float32"))
+    assert (row.op, row.timings, row.floor_us, row.bytes_per_second) == ("eager merge", 7, 0.0, 0.0)
+    assert "eager merge" in common.format_row(row)
+
+
+def test_only_the_cases_op_is_forced() -> None:
+    """The other ops of a step go where dispatch sends them: no room has all."""
+    call = dispatch.Call("paged_sparse_attention.extra", torch.device("cpu"), torch.float32)
+    asked = []
+
+    def run() -> None:
+        asked.extend(dispatch.explain(dispatch.Call(op, torch.device("cpu"), torch.float32)).forced for op in ops)
+
+    ops = ("paged_sparse_attention", "paged_sparse_attention.extra", "concat_and_cache")
+    common._under("triton", call, run)()
+    assert asked == [True, True, False]
+    assert common._under("reference", call, run) is run  # what dispatch chooses anyway, at no cost
+    assert common._under("FlashMLA", call, run) is run
+
+
+@pytest.mark.parametrize("row_words", [164, 288, 256, 129])
+def test_the_gather_sums_every_word_of_every_row(row_words: int, device: torch.device) -> None:
+    pytest.importorskip("triton")
+    words = torch.randint(-999, 999, (50, row_words), dtype=torch.int32, device=device)
+    slots = torch.randint(0, 50, (37,), dtype=torch.int32, device=device)  # the last program has rows to leave out
+    sums = torch.empty(3, dtype=torch.int32, device=device)
+    gather_floor.gather_sums(words, slots, sums)
+    expected = [int(part.sum()) for part in words[slots.long()].split(gather_floor.KEYS_PER_PROGRAM)]
+    assert sums.tolist() == expected
+
+
+@pytest.mark.parametrize("block_size", [64, 3])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
+def test_benchmarks_read_a_cache_as_the_reference_does(cache_format: str, block_size: int) -> None:
+    cache = formats.allocate_cache(cache_format, 9, block_size)
+    fill_cache(cache, cache_format, torch.Generator().manual_seed(0), distinct=4)  # the blocks behind are copies
+    slots = torch.arange(9 * block_size).flip(0)
+    keys = read_keys(cache, slots, cache_format)
+    assert torch.equal(keys, read_slots(cache, slots, cache_format).double())
+    assert keys.any(1).all()
+    assert torch.equal(keys[: -4 * block_size], keys[4 * block_size :])
+
+
+def test_what_can_be_drawn(tmp_path: Path) -> None:
+    """Rows that failed, did not run or are no attention are left out; each op and format has its own panels."""
+    shape = {"T": 1, "H": 16, "topk": 2048, "format": "bf16"}
+    row = {"op": "paged_sparse_attention", "shape": shape, "lowering": "triton", "reason": None, "passed": True}
+    row |= {"median_us": 3.0, "floor_us": 2.0}
+    flat = {"T": 4096, "H": 16, "topk": 512, "d": 512, "num_kv": 99}
+    rows = [row, {**row, "lowering": "gather alone"}, {**row, "passed": False, "lowering": "hopper"}]
+    rows += [{**row, "reason": "none"}, {**row, "op": "merge"}, {**row, "op": "sparse_attention", "shape": flat}]
+    table = {"rows": rows, "machine": {"device": "some GPU, SM90", "torch": "2.11"}}
+    lines = plot.panel_lines([table])
+    assert {title: len(found) for title, found in lines.items()} == {
+        "decode over bf16": 2,
+        "prefill over flat bf16": 1,
+    }
+    assert plot.place(rows[-1]) == (4096, "512 keys, d 512")
+    pytest.importorskip("matplotlib")
+    plot.draw([{"sparse_attention": table}, {"merge": {}}], tmp_path / "picture.svg")
+    assert "prefill over flat bf16, 16 heads" in (tmp_path / "picture.svg").read_text()
+    with pytest.raises(ValueError, match="nothing can be drawn"):
+        plot.draw([{}], tmp_path / "none.svg")
 
 
 def test_several_families_run_under_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

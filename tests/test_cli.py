@@ -106,10 +106,12 @@ def test_demo_of_v4_ends_with_a_report(capsys, monkeypatch, smaller_models, cach
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_demo_compiles_two_graphs_and_nothing_after_warm_up(capsys, smaller_models, arch):
+def test_demo_compiles_a_graph_for_each_kind_of_step_and_nothing_after_warm_up(capsys, smaller_models, arch):
+    """Prefill and decode; a short prefill of V3.2 runs dense, which is a third."""
+    graphs = 3 if arch == "v3.2" else 2
     torch._dynamo.reset()
     assert main(["demo", "--arch", arch, "--device", "cpu", "--batch", "2", "--max-new-tokens", "3"]) == 0
-    assert "graphs compiled 2, graph breaks 0, recompiles after warm-up 0" in capsys.readouterr().out
+    assert f"graphs compiled {graphs}, graph breaks 0, recompiles after warm-up 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -86,6 +86,17 @@ def test_a_room_that_refuses_a_call_makes_way_for_the_next(world: World) -> None
     assert dispatch.select_name(on(CUDA, "sparse_attention")) == "flash_mla"
 
 
+def test_a_lowering_that_is_not_deterministic_makes_way_where_that_is_asked_for(world: World) -> None:
+    call = on(CUDA)._replace(deterministic=True)
+    world.has((9, 0), installed=("triton",), hopper=None, triton=None)
+    refused = dispatch.explain(call).refused
+    assert "depend on the other rows" in refused["hopper"]
+    assert "depend on the other rows" in refused["triton"]
+    with pytest.raises(NotImplementedError, match="depend on the other rows"):
+        dispatch.select_name(call)
+    assert dispatch.select_name(on(CUDA)) == "hopper"
+
+
 def test_what_is_for_asking_only_is_passed_over(world: World) -> None:
     """FlashMLA does not decode every scale that the format allows, so nobody gets it for a paged cache unasked."""
     world.has((9, 0), installed=("triton",), **{**EVERYTHING, "hopper": "heads"})
@@ -93,6 +104,15 @@ def test_what_is_for_asking_only_is_passed_over(world: World) -> None:
     assert "powers of two" in dispatch.explain(on(CUDA)).refused["flash_mla"]
     with dispatch.override("flash_mla"):
         assert dispatch.select_name(on(CUDA)) == "flash_mla"
+
+
+def test_flat_keys_go_to_flash_mla_from_seventeen_heads_on(world: World) -> None:
+    world.has((9, 0), installed=("triton",), **EVERYTHING)
+    call = on(CUDA, "sparse_attention")
+    assert dispatch.select_name(call._replace(num_heads=16)) == "hopper"
+    assert dispatch.select_name(call._replace(num_heads=17)) == "flash_mla"
+    with dispatch.override("flash_mla"):
+        assert dispatch.select_name(call._replace(num_heads=16)) == "flash_mla"
 
 
 def test_a_room_without_the_op_makes_way_for_the_next(world: World) -> None:
@@ -155,7 +175,7 @@ def test_override_of_an_op_covers_its_overloads(world: World) -> None:
     world.has((9, 0), installed=("triton",), **EVERYTHING)
     with dispatch.override(paged_sparse_attention="triton"):
         assert dispatch.select_name(on(CUDA, "paged_sparse_attention.extra")) == "triton"
-        assert dispatch.select_name(on(CUDA, "sparse_attention")) == "hopper"
+        assert dispatch.select_name(on(CUDA, "sparse_attention")) == "flash_mla"
     with dispatch.override("reference", **{"paged_sparse_attention.extra": "triton"}):
         assert dispatch.select_name(on(CUDA, "paged_sparse_attention.extra")) == "triton"
         assert dispatch.select_name(on(CUDA)) == "reference"
@@ -210,8 +230,10 @@ def test_explain_says_what_was_chosen_and_why_not_the_others(world: World) -> No
     lines = str(explanation).splitlines()
     assert lines[0] == "sparse_attention: flash_mla (first without a reason against it)"
     assert sorted(lines[1:]) == [
+        "  not flash_attn: there is no flash_attn lowering of sparse_attention",
         "  not hopper: it needs 64 heads",
         "  not reference: runs on cuda only when asked for with dispatch.override",
+        "  not torch_sdpa: there is no torch_sdpa lowering of sparse_attention",
         "  not triton: comes after flash_mla",
     ]
 

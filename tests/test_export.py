@@ -28,6 +28,7 @@ REPOSITORY = str(Path(mla_ops.__file__).parents[1])
 
 NUM_TOKENS_DIM = Dim("num_tokens", min=0, max=4096)
 NUM_REQUESTS_DIM = Dim("num_requests", min=0, max=512)
+NUM_KV_DIM = Dim("num_kv", min=0, max=4096)
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -134,6 +135,52 @@ class IndexBuilders(torch.nn.Module):
     }
 
 
+class DenseLayer(torch.nn.Module):
+    """Prefill over expanded keys and over a cache, the results merged; tokens, keys and requests vary."""
+
+    def forward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        starts: Any,
+        k_starts: Any,
+        latent: Any,
+        cache: Any,
+        table: Any,
+        own: Any,
+        lens: Any,
+    ) -> Any:
+        new = mla.prefill_attention(q, k, v, starts, k_starts, 40, 40, SCALE)
+        old = mla.prefill_attention(q, k, v, starts, k_starts, 40, 40, SCALE, causal=False)
+        merged = mla.merge_attention_states.stacked(torch.stack((new[0], old[0])), torch.stack((new[1], old[1])))
+        return merged, mla.paged_attention(latent, cache, table, own, lens, SCALE, "bf16")
+
+    @staticmethod
+    def calls() -> list[tuple[Any, ...]]:
+        calls = []
+        for num_tokens, num_kv, num_requests in zip(NUM_TOKENS, (4, 0, 9, 40), (0, 1, 3, 4), strict=True):
+            tensors = normal(1, num_tokens, HEADS, 192), normal(2, num_kv, HEADS, 192), normal(3, num_kv, HEADS, 128)
+            starts = torch.linspace(0, num_tokens, num_requests + 1).int()
+            k_starts = torch.linspace(0, num_kv, num_requests + 1).int()
+            paged = normal(4, num_tokens, HEADS, 576), normal(5, NUM_BLOCKS, BLOCK_SIZE, 576)
+            tables = (
+                int32(6, NUM_BLOCKS, num_requests, 3),
+                int32(7, num_requests + 1, num_tokens),
+                int32(8, 24, num_tokens),
+            )
+            calls.append((*tensors, starts, k_starts, *paged, *tables))
+        return calls
+
+    dynamic_shapes = {
+        **{name: {0: NUM_TOKENS_DIM} for name in ("q", "latent", "own", "lens")},
+        **{name: {0: NUM_KV_DIM} for name in ("k", "v")},
+        **{name: {0: NUM_REQUESTS_DIM + 1} for name in ("starts", "k_starts")},
+        "table": {0: NUM_REQUESTS_DIM},
+        "cache": None,
+    }
+
+
 class StepMetadata(torch.nn.Module):
     """The buffers are state of the module; the number of requests varies."""
 
@@ -145,10 +192,12 @@ class StepMetadata(torch.nn.Module):
         for name in ("requests", "positions", "key_lens", "topk_length"):
             self.register_buffer(name, torch.zeros(40, dtype=torch.int32))
         self.register_buffer("slots", torch.zeros(40, dtype=torch.int64))
+        self.register_buffer("schedule", torch.zeros(10, 4, 2, dtype=torch.int32))
 
     def forward(self, starts: Any, lens: Any, table: Any) -> Any:
         tokens = (self.requests, self.positions, self.slots, self.key_lens, self.topk_length)
         mla.build_step_metadata(starts, lens, table, self.starts, self.lens, self.table, *tokens, BLOCK_SIZE, TOPK)
+        mla.plan_sparse_attention(self.topk_length, self.schedule, TOPK, 132)
         return self.slots + 0, self.requests + 0
 
     @staticmethod
@@ -163,7 +212,7 @@ class StepMetadata(torch.nn.Module):
     dynamic_shapes = {"starts": {0: capacity + 1}, "lens": {0: capacity}, "table": {0: capacity}}
 
 
-MODULES = (LayerWithItsCache, LayerOfAnEngine, IndexBuilders, StepMetadata)
+MODULES = (LayerWithItsCache, LayerOfAnEngine, IndexBuilders, DenseLayer, StepMetadata)
 
 # what another process runs: no test code, no module definitions, only torch and the ops
 RUN_SAVED_PROGRAM = """
@@ -241,7 +290,12 @@ def test_export_keeps_the_ops(kind: Any, strict: bool) -> None:
             "mla.compute_global_topk_indices_and_lens.default",
             "mla.combine_topk_swa_indices.default",
         },
-        StepMetadata: {"mla.build_step_metadata.default"},
+        DenseLayer: {
+            "mla.prefill_attention.default",
+            "mla.merge_attention_states.stacked",
+            "mla.paged_attention.default",
+        },
+        StepMetadata: {"mla.build_step_metadata.default", "mla.plan_sparse_attention.default"},
     }[kind]
     assert {target for target in called if target.startswith("mla.")} == expected
 

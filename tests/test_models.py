@@ -267,14 +267,14 @@ def _compiled_session(model, backend, **options):
     return session, counter
 
 
-def test_compiled_is_two_graphs_without_breaks_for_every_length(model, continuations):
-    """One graph for prefill and one for decode, whatever the prompts' lengths: 1, a chunk, a chunk and one more, ..."""
+def test_compiled_is_three_graphs_without_breaks_for_every_length(model, continuations):
+    """One graph for a dense prefill, one for a sparse one and one for decode, whatever the prompts' lengths."""
     session, counter = _compiled_session(model, "aot_eager")
-    assert counter.frame_count == 2
+    assert counter.frame_count == 3
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert session.generate(PROMPTS, LIMITS).tokens == continuations
-        session.generate([BOOK[:length] for length in (1, 2, 23, 24, 25, 49, 100)], 3)
-    assert counter.frame_count == 2
+        session.generate([BOOK[:length] for length in (1, 2, 23, 24, 25, 32, 33, 49, 100)], 3)
+    assert counter.frame_count == 3
     assert sum(counters["graph_break"].values()) == 0
 
 
@@ -289,9 +289,10 @@ def test_inductor_gives_the_eager_tokens_and_clones_no_cache():
     # a cached graph would come without its code
     with torch._inductor.config.patch(force_disable_caches=True):
         _, codes = run_and_get_code(session.warm_up)
-    assert len(codes) == 2
+    assert len(codes) == 3
+    assert sum("mla.prefill_attention" in code for code in codes) == 1
+    assert sum("mla.paged_sparse_attention" in code for code in codes) == 2
     for code in codes:
-        assert "mla.paged_sparse_attention" in code
         assert not re.search(r"empty_strided\w*\(\(37, 16, ", code)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert session.generate(PROMPTS, LIMITS).tokens == expected

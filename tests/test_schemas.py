@@ -73,31 +73,52 @@ mla::merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse
     Tensor)
 mla::merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *,
     Tensor(a!) out, Tensor(b!) lse) -> ()
+mla::merge_attention_states.stacked(Tensor outs, Tensor lses) -> (Tensor, Tensor)
+mla::merge_attention_states.stacked_out(Tensor outs, Tensor lses, *, Tensor(a!) out, Tensor(b!) lse)
+    -> ()
+mla::paged_attention(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token,
+    Tensor key_lens, float softmax_scale, str cache_format) -> (Tensor, Tensor)
+mla::paged_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token,
+    Tensor key_lens, float softmax_scale, str cache_format, *, Tensor(b!) out, Tensor(c!) lse) -> ()
 mla::paged_sparse_attention(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, str
     cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None,
-    Tensor? req_id_per_token=None) -> (Tensor, Tensor)
+    Tensor? req_id_per_token=None, Tensor? tile_scheduler_metadata=None, bool deterministic=False)
+    -> (Tensor, Tensor)
 mla::paged_sparse_attention.extra(Tensor q, Tensor(a!) kv_cache, Tensor indices, float
     softmax_scale, str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str
     extra_cache_format, *, Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor?
     attn_sink=None, Tensor? block_table=None, Tensor? extra_block_table=None, Tensor?
-    req_id_per_token=None) -> (Tensor, Tensor)
+    req_id_per_token=None, Tensor? tile_scheduler_metadata=None, bool deterministic=False) ->
+    (Tensor, Tensor)
 mla::paged_sparse_attention.extra_out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float
     softmax_scale, str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str
     extra_cache_format, *, Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor?
     attn_sink=None, Tensor? block_table=None, Tensor? extra_block_table=None, Tensor?
-    req_id_per_token=None, Tensor(c!) out, Tensor(d!) lse) -> ()
+    req_id_per_token=None, Tensor? tile_scheduler_metadata=None, bool deterministic=False,
+    Tensor(c!) out, Tensor(d!) lse) -> ()
 mla::paged_sparse_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale,
     str cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None,
-    Tensor? req_id_per_token=None, Tensor(b!) out, Tensor(c!) lse) -> ()
+    Tensor? req_id_per_token=None, Tensor? tile_scheduler_metadata=None, bool deterministic=False,
+    Tensor(b!) out, Tensor(c!) lse) -> ()
+mla::plan_sparse_attention(Tensor topk_length, Tensor(a!) tile_scheduler_metadata, SymInt topk,
+    SymInt num_workers, *, SymInt overhead=4, Tensor? extra_topk_length=None, SymInt extra_topk=0,
+    bool deterministic=False) -> ()
+mla::prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
+    SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, *, bool causal=True) -> (Tensor,
+    Tensor)
+mla::prefill_attention.out(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
+    SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, *, bool causal=True, Tensor(a!)
+    out, Tensor(b!) lse) -> ()
 mla::sliding_window_indices(Tensor positions, Tensor req_id_per_token, Tensor block_table, SymInt
     window, SymInt block_size, *, SymInt? num_blocks=None) -> (Tensor, Tensor)
 mla::sliding_window_indices.out(Tensor positions, Tensor req_id_per_token, Tensor block_table,
     SymInt window, SymInt block_size, *, SymInt? num_blocks=None, Tensor(a!) indices, Tensor(b!)
     lens) -> ()
 mla::sparse_attention(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor?
-    topk_length=None, Tensor? attn_sink=None) -> (Tensor, Tensor)
+    topk_length=None, Tensor? attn_sink=None, bool deterministic=False) -> (Tensor, Tensor)
 mla::sparse_attention.out(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor?
-    topk_length=None, Tensor? attn_sink=None, Tensor(a!) out, Tensor(b!) lse) -> ()""",
+    topk_length=None, Tensor? attn_sink=None, bool deterministic=False, Tensor(a!) out, Tensor(b!)
+    lse) -> ()""",
         )
 
 

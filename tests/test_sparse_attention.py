@@ -29,11 +29,8 @@ from mla_ops.formats import FORMATS, planar_views
 
 @pytest.fixture(params=["reference", "triton", *(["hopper"] if torch.cuda.is_available() else [])])
 def lowering(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each lowering of `paged_sparse_attention` that may run here; what one refuses is skipped with its reason."""
-    forced = {"paged_sparse_attention": request.param}
-    if request.param != "hopper":
-        forced["sparse_attention"] = request.param
-    with dispatch.override(**forced):
+    """Each lowering that may run here; what one refuses is skipped with its reason."""
+    with dispatch.override(paged_sparse_attention=request.param, sparse_attention=request.param):
         yield request.param
 
 
@@ -55,8 +52,6 @@ def test_attention_equals_float64(
 @pytest.mark.parametrize("head_dim", [576, 512])
 def test_flat_attention_equals_float64(lowering: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Keys, queries and indices that are slices; the row stride of the keys is odd."""
-    if lowering == "hopper":
-        pytest.skip("there is no hopper lowering of sparse_attention")
     q = queries(3, 20, dtype, device, head_dim + 3)[:, 1:18, 2 : 2 + head_dim]
     kv = torch.randn(50, head_dim + 7, device=device).to(dtype)[:, 3 : 3 + head_dim]
     indices = some_indices(3, 60, 50, device)[:, 5:40]
@@ -250,6 +245,23 @@ def test_a_nan_of_v4_stays_in_the_rows_that_attend_to_it(lowering: str, device: 
     assert lse[0].isfinite().all()
     assert out[1:].isnan().all()
     assert lse[1:].isnan().all()
+
+
+@pytest.mark.parametrize("num_heads", [3, 20, 40])
+def test_numbers_of_v4_that_float16_does_not_hold(lowering: str, device: torch.device, num_heads: int) -> None:
+    """Scales from 2**-127 to 2**8 and RoPE elements from 2**-30 to 1000, in some of the keys of a row."""
+    cache = filled_cache("fp8_ds_mla_v4", 3, 64, device)
+    data, scales = planar_views(cache, "fp8_ds_mla_v4")
+    for position, byte in enumerate((105, 126, 0, 1, 100, 104, 127, 128, 135)):
+        scales[position % 2, 5 * position, position % 7] = byte
+    rope = data[..., 448:].view(torch.bfloat16)
+    for position, value in enumerate((2.0**-30, -255.0, 0.0, 256.0, -1000.0)):
+        rope[2, 3 * position, 7 * position] = value
+    q = queries(4, num_heads, torch.bfloat16, device, 512) / 64
+    indices = torch.randint(0, 192, (4, 150), dtype=torch.int32, device=device)
+    indices[1] = torch.arange(20, 170, device=device)
+    indices[2, :64], indices[3, 64:] = torch.arange(64, device=device), -1
+    check(lowering, q, cache, indices, "fp8_ds_mla_v4")
 
 
 def test_split_table() -> None:

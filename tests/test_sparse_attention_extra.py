@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from attention_inputs import (
 )
 
 import mla_ops
+from mla_ops import dispatch
 
 V4 = "fp8_ds_mla_v4"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -25,6 +27,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PAIRS = [(V4, V4, BF16, 512), (V4, V4, FP16, 512), (V4, V4, FP32, 512), ("bf16", V4, BF16, 512)]
 PAIRS += [(V4, "bf16", BF16, 512), ("fp16", V4, FP16, 512), ("fp32", "fp32", FP32, 576)]
 PAIRS += [("fp8_ds_mla", "fp8_ds_mla", BF16, 576), ("fp8_ds_mla", "bf16", BF16, 576), ("bf16", "bf16", BF16, 576)]
+
+
+@pytest.fixture(params=["reference", "triton", *(["hopper"] if torch.cuda.is_available() else [])])
+def lowering(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each lowering that may run here; what one refuses is skipped with its reason."""
+    with dispatch.override(paged_sparse_attention=request.param):
+        yield request.param
 
 
 def force_splits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -236,6 +236,32 @@ def test_step_equals_python(lowering: str, device: torch.device, name: str) -> N
         assert torch.equal(found[f"step.{path}"], expected), path
 
 
+def test_entries_past_a_cache_count_nowhere(lowering: str, device: torch.device) -> None:
+    """Block tables that name blocks that their caches do not have: no slot, and no length that counts it."""
+    starts, seq_lens = int32([0, 1, 2], device), int32([300, 513], device)
+    window_table = int32([[3, 9, 9, 9, 5], [0, 0, 0, 0, 0]], device)
+    window_table = torch.cat((window_table, int32([[-1] * 4, [1, 2, 9, 4]], device)), dim=1)
+    c4a_table, c128a_table = int32([[0, 1], [2, 0]], device), int32([[6, 0, 0], [5, 6, 5]], device)
+    metadata = V4StepMetadata.allocate(
+        max_num_tokens=3,
+        max_num_requests=2,
+        max_seq_len=600,
+        num_blocks=9,
+        c4a_num_blocks=3,
+        c128a_num_blocks=6,
+        device=device,
+    )
+    metadata.build(starts, seq_lens, window_table, c4a_table, c128a_table)
+    window = [5 * 64 + p % 64 for p in range(256, 300)]
+    assert metadata.window_indices[0].tolist() == window + [-1] * (128 - len(window))
+    window = [2 * 64 + p % 64 for p in range(385, 448)] + [4 * 64]
+    assert metadata.window_indices[1].tolist() == window + [-1] * (128 - len(window))
+    assert metadata.window_lens.tolist() == [44, 64, 0]
+    assert metadata.c128a_indices.tolist() == [[-1] * 4, [10, 11, -1, -1], [-1] * 4]
+    assert metadata.c128a_lens.tolist() == [0, 2, 0]
+    assert (metadata.num_blocks, metadata.c4a.num_blocks, metadata.c128a.num_blocks) == (9, 3, 6)
+
+
 def test_nothing_of_an_earlier_step_is_left(lowering: str, device: torch.device) -> None:
     """The same buffers through every step, longer and shorter, against fresh ones: equal, in place, whole."""
     metadata = allocate(device)
@@ -336,6 +362,8 @@ def test_each_op_is_one_launch(triton_lowering: None, device: torch.device, laun
         ({"max_num_requests": -1}, "max_num_requests must not be negative, got -1"),
         ({"max_seq_len": -1}, "max_seq_len must not be negative, got -1"),
         ({"window": -1}, "window must not be negative, got -1"),
+        ({"num_blocks": -1}, "num_blocks must not be negative, got -1"),
+        ({"c128a_num_blocks": -1}, "c128a_num_blocks must not be negative, got -1"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"c4a_block_size": 0}, "block_size must be at least 1, got 0"),
         ({"c128a_ratio": 0}, "compress_ratio must be at least 1, got 0"),

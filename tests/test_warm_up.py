@@ -30,7 +30,7 @@ def test_warmup_runs_every_op(
         return select(call)
 
     monkeypatch.setattr(mla_ops.dispatch, "select", record)
-    options = {"cache_format": cache_format, "dtype": dtype, "head_dim": head_dim}
+    options = {"cache_format": cache_format, "dtype": dtype, "head_dim": head_dim, "deterministic": head_dim == 512}
     mla_ops.warmup(num_heads=3, topk=5, num_tokens=(0, 1, 4), device="cpu", with_sink=True, **options)
     left_out = {"sparse_attention"}
     if head_dim != 512:
@@ -49,13 +49,17 @@ def compilations() -> Iterator[list[str]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("num_heads", [16, 128])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
-def test_a_capture_after_warmup_compiles_nothing(cache_format: str, num_heads: int, compilations: list[str]) -> None:
+def test_a_capture_after_warmup_compiles_nothing(
+    cache_format: str, num_heads: int, deterministic: bool, compilations: list[str]
+) -> None:
     """Steps of the token counts that were announced, over another cache, another table and other lengths."""
     device, topk, block_size = torch.device("cuda"), 640, 64
     num_tokens = (1, 8, 40, 300)
-    mla_ops.warmup(cache_format=cache_format, num_heads=num_heads, topk=topk, num_tokens=num_tokens)
+    options = {"cache_format": cache_format, "num_heads": num_heads, "deterministic": deterministic}
+    mla_ops.warmup(topk=topk, num_tokens=num_tokens, **options)
     before = list(compilations)
     cache = mla_ops.allocate_cache(cache_format, 70, block_size, device=device)
     for count in num_tokens:
@@ -65,8 +69,11 @@ def test_a_capture_after_warmup_compiles_nothing(cache_format: str, num_heads: i
             max_blocks_per_request=13,
             block_size=block_size,
             index_topk=topk,
+            schedule_num_heads=num_heads,
+            deterministic=deterministic,
             device=device,
         )
+        assert metadata.schedule is not None
         starts = torch.arange(count + 1, dtype=torch.int32, device=device)
         seq_lens = torch.randint(1, 13 * block_size, (count,), dtype=torch.int32, device=device)
         table = torch.randint(0, 70, (count, 13), dtype=torch.int32, device=device)
@@ -88,6 +95,8 @@ def test_a_capture_after_warmup_compiles_nothing(cache_format: str, num_heads: i
                 topk_length=metadata.topk_length,
                 block_table=metadata.block_table,
                 req_id_per_token=metadata.req_id_per_token,
+                tile_scheduler_metadata=metadata.schedule.tile_scheduler_metadata,
+                deterministic=deterministic,
                 out=out,
                 lse=lse,
             )

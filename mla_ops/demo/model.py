@@ -142,6 +142,18 @@ def _calls_v32(session: GenerationSession, num_tokens: int) -> list[Call]:
         Call(
             "paged_sparse_attention", device, dtype, cache.cache_format, 576, decoder.num_heads, num_tokens, topk=topk
         ),
+        # a prefill of no more tokens than the indexer chooses
+        Call("gather_cache", device, dtype, cache.cache_format, num_tokens=topk),
+        Call(
+            "prefill_attention",
+            device,
+            dtype,
+            head_dim=192,
+            num_heads=decoder.num_heads,
+            num_tokens=num_tokens,
+            head_dim_v=128,
+        ),
+        Call("merge_attention_states", device, dtype, head_dim=128, num_heads=decoder.num_heads, num_tokens=num_tokens),
     ]
 
 

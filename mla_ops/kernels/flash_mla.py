@@ -25,6 +25,7 @@ from .reference.index import translate
 # chunk no offset of 64 or 128 heads reaches 2**31 either
 MAX_ROWS_PER_CALL = 8192
 DECODE_TOPK_MULTIPLE = 64
+DENSE_BLOCK_SIZE = 64
 PREFILL_TOPK_MULTIPLE = 128
 
 
@@ -95,6 +96,21 @@ def paged_reason(call: Call) -> str | None:
     return _provider_reason(call)
 
 
+def dense_reason(call: Call) -> str | None:
+    if call.cache_format != "bf16" or call.head_dim != 576 or call.block_size != DENSE_BLOCK_SIZE:
+        return (
+            f"FlashMLA's dense decode reads bf16 rows of 576 in blocks of {DENSE_BLOCK_SIZE}, this cache is "
+            f"{call.cache_format} with rows of {call.head_dim} in blocks of {call.block_size}"
+        )
+    if not is_installed("triton"):
+        return "its tables of blocks are made by a Triton kernel, and Triton is not installed: pip install triton"
+    reason = _provider_reason(call)
+    provider, _ = find_provider()
+    if provider is not None and not hasattr(getattr(torch.ops, provider.namespace), "dense_decode_fwd"):
+        return f"the FlashMLA of {provider.package} has no dense_decode_fwd"
+    return reason
+
+
 def padded_heads(num_heads: int) -> int:
     return 64 if num_heads <= 64 else 128
 
@@ -104,7 +120,7 @@ def pad_query(q: torch.Tensor) -> torch.Tensor:
     return F.pad(q, (0, 0, 0, missing)) if missing else q
 
 
-def _pad_sink(attn_sink: torch.Tensor | None) -> torch.Tensor | None:
+def pad_sink(attn_sink: torch.Tensor | None) -> torch.Tensor | None:
     if attn_sink is None:
         return None
     missing = padded_heads(attn_sink.shape[0]) - attn_sink.shape[0]
@@ -160,6 +176,7 @@ def paged_sparse_attention(
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
+    tile_scheduler_metadata: torch.Tensor | None = None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -172,7 +189,7 @@ def paged_sparse_attention(
         return
     slots = slots_or_minus_one(indices, num_blocks, block_size, topk_length, block_table, req_id_per_token)
     slots = _pad_indices(slots, DECODE_TOPK_MULTIPLE)
-    q, attn_sink = pad_query(q), _pad_sink(attn_sink)
+    q, attn_sink = pad_query(q), pad_sink(attn_sink)
     provider, _ = find_provider()
     assert provider is not None
     op = getattr(torch.ops, provider.namespace).sparse_decode_fwd.default
@@ -225,7 +242,7 @@ def sparse_attention(
         indices.unsqueeze(1),
         softmax_scale,
         LATENT_DIM,
-        _pad_sink(attn_sink),
+        pad_sink(attn_sink),
         None if topk_length is None else topk_length.clamp(0, indices.shape[1]),
     )
     result, _, result_lse = op(*arguments, *defaults(op, len(arguments)))
@@ -233,7 +250,43 @@ def sparse_attention(
     _write_lse(lse, result_lse[:, :num_heads] * math.log(provider.prefill_lse_base))
 
 
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    key_lens: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    from .triton.dense_attention import compact_blocks
+
+    num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
+    num_tokens = q.shape[0]
+    if num_tokens == 0:
+        return
+    if num_blocks == 0 or block_table.numel() == 0:
+        _fill_empty(out, lse)
+        return
+    blocks, lens = compact_blocks(block_table, req_id_per_token, key_lens, num_blocks, block_size)
+    provider, _ = find_provider()
+    assert provider is not None
+    op = getattr(torch.ops, provider.namespace).dense_decode_fwd.default
+    kv = kv_cache.unsqueeze(2)
+    for start in range(0, num_tokens, MAX_ROWS_PER_CALL):
+        rows = slice(start, start + MAX_ROWS_PER_CALL)
+        # not causal: every token is a request of one query; its schedule is planned inside the call, on the device
+        arguments = (q[rows].unsqueeze(1), kv, LATENT_DIM, lens[rows], blocks[rows], softmax_scale, False, None, None)
+        result, result_lse, *_ = op(*arguments, *defaults(op, len(arguments)))
+        out[rows] = result[:, 0]
+        _write_lse(lse[rows], result_lse[:, :, 0])
+
+
 LOWERINGS = {
+    "paged_attention": Lowering(paged_attention, dense_reason),
     "paged_sparse_attention": Lowering(paged_sparse_attention, paged_reason),
     "sparse_attention": Lowering(sparse_attention, _provider_reason),
 }

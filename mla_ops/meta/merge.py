@@ -23,20 +23,33 @@ def check_merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, l
     check_no_grad(op, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
 
 
-def _check_lse(op: str, name: str, lse: torch.Tensor, num_tokens: int, num_heads: int, device: torch.device) -> None:
+def _check_lse(
+    op: str,
+    name: str,
+    lse: torch.Tensor,
+    num_tokens: int,
+    num_heads: int,
+    device: torch.device,
+    num_parts: int | None = None,
+) -> None:
     """As `check_tensor`, but with any strides: some kernels return `[num_heads, num_tokens]` transposed."""
     if lse.dtype != torch.float32:
         raise TypeError(f"{op}: {name} must be torch.float32, got {lse.dtype}")
     if lse.device != device:
         raise ValueError(f"{op}: {name} must be on {device} like the first argument, got {lse.device}")
 
-    def message() -> str:
-        return f"{op}: {name} must have shape [num_tokens={num_tokens}, num_heads={num_heads}], got {list(lse.shape)}"
+    sizes = {"num_tokens": num_tokens, "num_heads": num_heads}
+    if num_parts is not None:
+        sizes = {"num_parts": num_parts, **sizes}
 
-    if lse.dim() != 2:
+    def message() -> str:
+        expected = ", ".join(f"{label}={size}" for label, size in sizes.items())
+        return f"{op}: {name} must have shape [{expected}], got {list(lse.shape)}"
+
+    if lse.dim() != len(sizes):
         raise ValueError(message())
-    require(lse.shape[0] == num_tokens, message)
-    require(lse.shape[1] == num_heads, message)
+    for actual, size in zip(lse.shape, sizes.values(), strict=True):
+        require(actual == size, message)
 
 
 def outputs_merge(
@@ -62,4 +75,36 @@ merge_attention_states, merge_attention_states_out = define_computing(
     check=check_merge,
     outputs=outputs_merge,
     describe=describe_merge,
+)
+
+
+def check_stacked(outs: torch.Tensor, lses: torch.Tensor) -> None:
+    op = "merge_attention_states.stacked"
+    dims = (("num_parts", None), ("num_tokens", None), ("num_heads", None), ("head_dim_v", None))
+    check_tensor(op, "outs", outs, FLOAT_DTYPES, dims, outs.device)
+    num_parts, num_tokens, num_heads, _ = outs.shape
+    _check_lse(op, "lses", lses, num_tokens, num_heads, outs.device, num_parts)
+    check_no_grad(op, outs=outs, lses=lses)
+
+
+def outputs_stacked(outs: torch.Tensor, lses: torch.Tensor) -> dict[str, OutputSpec]:
+    _, num_tokens, num_heads, head_dim_v = outs.shape
+    return {
+        "out": ((num_tokens, num_heads, head_dim_v), outs.dtype),
+        "lse": ((num_tokens, num_heads), torch.float32),
+    }
+
+
+def describe_stacked(outs: torch.Tensor, lses: torch.Tensor) -> Call:
+    _, num_tokens, num_heads, head_dim_v = outs.shape
+    op = "merge_attention_states.stacked"
+    return Call(op, outs.device, outs.dtype, head_dim=head_dim_v, num_heads=num_heads, num_tokens=num_tokens)
+
+
+merge_attention_states_stacked, merge_attention_states_stacked_out = define_computing(
+    "merge_attention_states.stacked(Tensor outs, Tensor lses) -> (Tensor, Tensor)",
+    "merge_attention_states.stacked_out(Tensor outs, Tensor lses, *, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    check=check_stacked,
+    outputs=outputs_stacked,
+    describe=describe_stacked,
 )

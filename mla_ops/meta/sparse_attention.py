@@ -7,7 +7,7 @@ import torch
 from ..dispatch import Call
 from ..formats import LATENT_DIM, ROPE_DIM, geometry
 from ..registry import OutputSpec, define_computing
-from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_tensor
+from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_schedule, check_tensor
 
 INT32 = (torch.int32,)
 HEAD_DIMS = (LATENT_DIM + ROPE_DIM, LATENT_DIM)
@@ -71,6 +71,8 @@ def check_paged(
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
+    tile_scheduler_metadata: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> None:
     op = "paged_sparse_attention"
     _check_keys(op, q, kv_cache, cache_format)
@@ -84,6 +86,8 @@ def check_paged(
     _check_table(op, q, block_table)
     if req_id_per_token is not None:
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
+    if tile_scheduler_metadata is not None:
+        check_schedule(op, tile_scheduler_metadata, q.shape[0], q.device, deterministic=deterministic)
     check_no_grad(op, q=q, kv_cache=kv_cache, attn_sink=attn_sink)
 
 
@@ -98,21 +102,22 @@ def describe_paged(
     softmax_scale: float,
     cache_format: str,
     *_: object,
+    deterministic: bool = False,
     **__: object,
 ) -> Call:
     num_tokens, num_heads, head_dim = q.shape
-    return Call(
-        "paged_sparse_attention", q.device, q.dtype, cache_format, head_dim, num_heads, num_tokens, indices.shape[1]
-    )
+    op, topk = "paged_sparse_attention", indices.shape[1]
+    return Call(op, q.device, q.dtype, cache_format, head_dim, num_heads, num_tokens, topk, deterministic=deterministic)
 
 
 paged_sparse_attention, paged_sparse_attention_out = define_computing(
     "paged_sparse_attention(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, str cache_format, *, "
-    "Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, Tensor? req_id_per_token=None) "
-    "-> (Tensor, Tensor)",
+    "Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, Tensor? req_id_per_token=None, "
+    "Tensor? tile_scheduler_metadata=None, bool deterministic=False) -> (Tensor, Tensor)",
     "paged_sparse_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
     "str cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
-    "Tensor? req_id_per_token=None, Tensor(b!) out, Tensor(c!) lse) -> ()",
+    "Tensor? req_id_per_token=None, Tensor? tile_scheduler_metadata=None, bool deterministic=False, Tensor(b!) out, "
+    "Tensor(c!) lse) -> ()",
     check=check_paged,
     outputs=outputs_paged,
     describe=describe_paged,
@@ -134,6 +139,8 @@ def check_extra(
     block_table: torch.Tensor | None = None,
     extra_block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
+    tile_scheduler_metadata: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> None:
     op = "paged_sparse_attention.extra"
     _check_keys(op, q, kv_cache, cache_format)
@@ -149,6 +156,8 @@ def check_extra(
     _check_table(op, q, extra_block_table, "extra_block_table")
     if req_id_per_token is not None:
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
+    if tile_scheduler_metadata is not None:
+        check_schedule(op, tile_scheduler_metadata, q.shape[0], q.device, deterministic=deterministic)
     check_no_grad(op, q=q, kv_cache=kv_cache, extra_kv_cache=extra_kv_cache, attn_sink=attn_sink)
 
 
@@ -162,9 +171,10 @@ def describe_extra(
     extra_indices: torch.Tensor,
     extra_cache_format: str,
     *_: object,
+    deterministic: bool = False,
     **__: object,
 ) -> Call:
-    call = describe_paged(q, kv_cache, indices, softmax_scale, cache_format)
+    call = describe_paged(q, kv_cache, indices, softmax_scale, cache_format, deterministic=deterministic)
     return call._replace(
         op="paged_sparse_attention.extra", extra_cache_format=extra_cache_format, extra_topk=extra_indices.shape[1]
     )
@@ -175,11 +185,13 @@ paged_sparse_attention_extra, paged_sparse_attention_extra_out = define_computin
     "paged_sparse_attention.extra(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
     "str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str extra_cache_format, *, "
     "Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
-    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None) -> (Tensor, Tensor)",
+    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, Tensor? tile_scheduler_metadata=None, "
+    "bool deterministic=False) -> (Tensor, Tensor)",
     "paged_sparse_attention.extra_out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
     "str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str extra_cache_format, *, "
     "Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
-    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, Tensor(c!) out, Tensor(d!) lse) -> ()",
+    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, Tensor? tile_scheduler_metadata=None, "
+    "bool deterministic=False, Tensor(c!) out, Tensor(d!) lse) -> ()",
     check=check_extra,
     outputs=outputs_paged,
     describe=describe_extra,
@@ -193,6 +205,7 @@ def check_flat(
     softmax_scale: float,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> None:
     op = "sparse_attention"
     _check_query(op, q, FLOAT_DTYPES)
@@ -207,17 +220,24 @@ def outputs_flat(q: torch.Tensor, *_: object, **__: object) -> dict[str, OutputS
 
 
 def describe_flat(
-    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, softmax_scale: float, *_: object, **__: object
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    *_: object,
+    deterministic: bool = False,
+    **__: object,
 ) -> Call:
     num_tokens, num_heads, head_dim = q.shape
-    return Call("sparse_attention", q.device, q.dtype, "", head_dim, num_heads, num_tokens, indices.shape[1])
+    op, topk = "sparse_attention", indices.shape[1]
+    return Call(op, q.device, q.dtype, "", head_dim, num_heads, num_tokens, topk, deterministic=deterministic)
 
 
 sparse_attention, sparse_attention_out = define_computing(
     "sparse_attention(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor? topk_length=None, "
-    "Tensor? attn_sink=None) -> (Tensor, Tensor)",
+    "Tensor? attn_sink=None, bool deterministic=False) -> (Tensor, Tensor)",
     "sparse_attention.out(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor? topk_length=None, "
-    "Tensor? attn_sink=None, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "Tensor? attn_sink=None, bool deterministic=False, Tensor(a!) out, Tensor(b!) lse) -> ()",
     check=check_flat,
     outputs=outputs_flat,
     describe=describe_flat,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import build_step_metadata
+from .schedule import SparseSchedule
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class StepMetadata:
         topk_length: `[max_num_tokens]` int32, `min(key_lens, index_topk)`.
         block_size: tokens a cache block.
         index_topk: keys that the indexer chooses for a token.
+        schedule: of sparse attention to the chosen keys, None if none was asked for.
     """
 
     query_start_loc: torch.Tensor
@@ -39,6 +41,7 @@ class StepMetadata:
     topk_length: torch.Tensor
     block_size: int
     index_topk: int
+    schedule: SparseSchedule | None = None
 
     @classmethod
     def allocate(
@@ -49,9 +52,15 @@ class StepMetadata:
         max_blocks_per_request: int,
         block_size: int,
         index_topk: int,
+        schedule_num_heads: int | None = None,
+        deterministic: bool = False,
         device: torch.device | str | None = None,
     ) -> StepMetadata:
-        """Buffers for up to `max_num_tokens` tokens of `max_num_requests` requests, as padding throughout."""
+        """Buffers for up to `max_num_tokens` tokens of `max_num_requests` requests, as padding throughout.
+
+        With `schedule_num_heads`, the query heads on this device, also a schedule of sparse attention, `deterministic`
+        or not.
+        """
         sizes = {
             "max_num_tokens": max_num_tokens,
             "max_num_requests": max_num_requests,
@@ -78,6 +87,15 @@ class StepMetadata:
             topk_length=filled(0, max_num_tokens),
             block_size=block_size,
             index_topk=index_topk,
+            schedule=None
+            if schedule_num_heads is None
+            else SparseSchedule.allocate(
+                max_num_tokens=max_num_tokens,
+                num_heads=schedule_num_heads,
+                topk=index_topk,
+                deterministic=deterministic,
+                device=device,
+            ),
         )
 
     @property
@@ -111,3 +129,5 @@ class StepMetadata:
             self.block_size,
             self.index_topk,
         )
+        if self.schedule is not None:
+            self.schedule.build(self.topk_length)

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import build_compressed_metadata
+from .schedule import SparseSchedule
 from .step import StepMetadata
+
+
+def _check_num_blocks(where: str, **sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 0:
+            raise ValueError(f"{where}: {name} must not be negative, got {size}")
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,7 @@ class CompressedMetadata:
             of an indexer's row.
         compress_ratio: tokens a compressed token stands for.
         block_size: compressed tokens a cache block.
+        num_blocks: blocks of the cache, for the ops that look slots up in `block_table`; None where nobody said.
     """
 
     block_table: torch.Tensor
@@ -29,6 +37,7 @@ class CompressedMetadata:
     compressed_lens: torch.Tensor
     compress_ratio: int
     block_size: int
+    num_blocks: int | None = None
 
     @classmethod
     def allocate(
@@ -39,6 +48,7 @@ class CompressedMetadata:
         max_blocks_per_request: int,
         compress_ratio: int,
         block_size: int,
+        num_blocks: int | None = None,
         device: torch.device | str | None = None,
     ) -> CompressedMetadata:
         """Buffers for up to `max_num_tokens` tokens of `max_num_requests` requests, as padding throughout."""
@@ -53,6 +63,7 @@ class CompressedMetadata:
         for name, size in {"compress_ratio": compress_ratio, "block_size": block_size}.items():
             if size < 1:
                 raise ValueError(f"CompressedMetadata.allocate: {name} must be at least 1, got {size}")
+        _check_num_blocks("CompressedMetadata.allocate", num_blocks=num_blocks)
         table = torch.full((max_num_requests, max_blocks_per_request), -1, dtype=torch.int32, device=device)
         return cls(
             block_table=table,
@@ -60,6 +71,7 @@ class CompressedMetadata:
             compressed_lens=torch.zeros(max_num_tokens, dtype=torch.int32, device=device),
             compress_ratio=compress_ratio,
             block_size=block_size,
+            num_blocks=num_blocks,
         )
 
     def build(self, step: StepMetadata, block_table: torch.Tensor) -> None:
@@ -91,6 +103,9 @@ class V4StepMetadata:
     once a step for all layers of a type. What a C4A layer's indexer chose goes through
     `compute_global_topk_indices_and_lens` with `c4a.block_table`.
 
+    Without the caches' numbers of blocks, an entry of a block table past its cache counts in the lengths, although
+    attention reads nothing there; with them it is left out.
+
     Attributes:
         step: of the sliding-window cache, which every layer has. `step.topk_length` is `min(key_lens, window)`.
         window_indices: `[max_num_tokens, window]` int32, slots of each token's window, -1 behind and for padding.
@@ -100,6 +115,9 @@ class V4StepMetadata:
         c128a_indices: `[max_num_tokens, max_seq_len // 128]` int32, slots of every compressed token that each token may
             see, -1 behind and for padding. The row stride is the capacity, whatever the step.
         c128a_lens: `[max_num_tokens]` int32, valid ones of each row, 0 for padding.
+        num_blocks: blocks of the sliding-window cache; None where nobody said.
+        c4a_schedule, c128a_schedule: of each type's attention to the window and its compressed cache, None if none was
+            asked for; `step.schedule` is that of the layers with a window only.
     """
 
     step: StepMetadata
@@ -109,6 +127,9 @@ class V4StepMetadata:
     c128a: CompressedMetadata
     c128a_indices: torch.Tensor
     c128a_lens: torch.Tensor
+    num_blocks: int | None = None
+    c4a_schedule: SparseSchedule | None = None
+    c128a_schedule: SparseSchedule | None = None
 
     @classmethod
     def allocate(
@@ -123,6 +144,12 @@ class V4StepMetadata:
         window: int = 128,
         c4a_ratio: int = 4,
         c128a_ratio: int = 128,
+        num_blocks: int | None = None,
+        c4a_num_blocks: int | None = None,
+        c128a_num_blocks: int | None = None,
+        c4a_topk: int = 512,
+        schedule_num_heads: int | None = None,
+        deterministic: bool = False,
         device: torch.device | str | None = None,
     ) -> V4StepMetadata:
         """Buffers at capacity, as padding throughout.
@@ -135,13 +162,23 @@ class V4StepMetadata:
             c4a_block_size, c128a_block_size: compressed tokens a block of each compressed cache.
             window: tokens of the sliding window.
             c4a_ratio, c128a_ratio: tokens that a compressed token of each cache stands for.
+            num_blocks, c4a_num_blocks, c128a_num_blocks: blocks of each cache.
+            c4a_topk: compressed tokens that the indexer chooses for a token.
+            schedule_num_heads: query heads on this device; given, each layer type has a schedule of sparse attention.
+            deterministic: whether those schedules are.
             device: where the buffers lie.
         """
         for name, size in {"max_seq_len": max_seq_len, "window": window}.items():
             if size < 0:
                 raise ValueError(f"V4StepMetadata.allocate: {name} must not be negative, got {size}")
+        _check_num_blocks(
+            "V4StepMetadata.allocate",
+            num_blocks=num_blocks,
+            c4a_num_blocks=c4a_num_blocks,
+            c128a_num_blocks=c128a_num_blocks,
+        )
 
-        def compressed(compress_ratio: int, block_size: int) -> CompressedMetadata:
+        def compressed(compress_ratio: int, block_size: int, num_blocks: int | None) -> CompressedMetadata:
             return CompressedMetadata.allocate(
                 max_num_tokens=max_num_tokens,
                 max_num_requests=max_num_requests,
@@ -149,6 +186,7 @@ class V4StepMetadata:
                 max_blocks_per_request=-(-max_seq_len // max(compress_ratio * block_size, 1)),
                 compress_ratio=compress_ratio,
                 block_size=block_size,
+                num_blocks=num_blocks,
                 device=device,
             )
 
@@ -158,15 +196,30 @@ class V4StepMetadata:
             max_blocks_per_request=-(-max_seq_len // max(block_size, 1)),
             block_size=block_size,
             index_topk=window,
+            schedule_num_heads=schedule_num_heads,
+            deterministic=deterministic,
             device=device,
         )
-        c4a, c128a = compressed(c4a_ratio, c4a_block_size), compressed(c128a_ratio, c128a_block_size)
+        c4a = compressed(c4a_ratio, c4a_block_size, c4a_num_blocks)
+        c128a = compressed(c128a_ratio, c128a_block_size, c128a_num_blocks)
 
         def indices(width: int) -> torch.Tensor:
             return torch.full((max_num_tokens, width), -1, dtype=torch.int32, device=device)
 
         def lens() -> torch.Tensor:
             return torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+
+        def schedule(extra_topk: int) -> SparseSchedule | None:
+            if schedule_num_heads is None:
+                return None
+            return SparseSchedule.allocate(
+                max_num_tokens=max_num_tokens,
+                num_heads=schedule_num_heads,
+                topk=window,
+                extra_topk=extra_topk,
+                deterministic=deterministic,
+                device=device,
+            )
 
         return cls(
             step=step,
@@ -176,6 +229,9 @@ class V4StepMetadata:
             c128a=c128a,
             c128a_indices=indices(max_seq_len // c128a_ratio),
             c128a_lens=lens(),
+            num_blocks=num_blocks,
+            c4a_schedule=schedule(c4a_topk),
+            c128a_schedule=schedule(max_seq_len // c128a_ratio),
         )
 
     def build(
@@ -186,7 +242,9 @@ class V4StepMetadata:
         c4a_block_table: torch.Tensor,
         c128a_block_table: torch.Tensor,
     ) -> None:
-        """Refreshes every buffer in place, in five launches: no allocation, no synchronisation; may be captured.
+        """Refreshes every buffer in place: no allocation, no synchronisation; may be captured.
+
+        Five launches, and one for each schedule.
 
         Args:
             query_start_loc: `[num_requests + 1]` int32, ascending. More tokens than the capacity are cut off there.
@@ -204,6 +262,7 @@ class V4StepMetadata:
             step.block_table,
             self.window_indices.shape[1],
             step.block_size,
+            num_blocks=self.num_blocks,
             indices=self.window_indices,
             lens=self.window_lens,
         )
@@ -214,6 +273,11 @@ class V4StepMetadata:
             c128a.compress_ratio,
             c128a.block_size,
             self.c128a_indices.shape[1],
+            num_blocks=c128a.num_blocks,
             indices=self.c128a_indices,
             lens=self.c128a_lens,
         )
+        if self.c4a_schedule is not None:
+            self.c4a_schedule.build(self.window_lens, self.c4a.compressed_lens)
+        if self.c128a_schedule is not None:
+            self.c128a_schedule.build(self.window_lens, self.c128a_lens)

@@ -2,7 +2,8 @@
 
 The model's own modules (projections, norms, router, MLPs) are called as they are. Attention runs in the absorbed form:
 a query is multiplied by W_UK and meets the 512-wide latents in the cache, the result is multiplied by W_UV, and
-per-head keys and values never exist. W_UK and W_UV are views of `kv_b_proj`; no weight is copied.
+per-head keys and values never exist. W_UK and W_UV are views of `kv_b_proj`; no weight is copied. A prefill of
+sequences no longer than `index_topk` runs dense, over expanded keys: the indexer would choose them all.
 
 One function serves prefill, decode and mixed batches: tokens are flat, what differs is in the metadata buffers.
 Nothing in it depends on a value on the host, so it traces with `fullgraph=True` and can be captured in a CUDA graph.
@@ -23,7 +24,8 @@ from torch import nn
 
 from ..formats import LATENT_DIM, ROPE_DIM, allocate_cache, get_format
 from ..metadata import StepMetadata
-from ..ops import concat_and_cache, paged_sparse_attention
+from ..ops import choose_prefill, concat_and_cache, paged_sparse_attention
+from .dense_prefill import DensePrefill, attend_expanded
 from .parts import INDEX_DIM, PLAIN_FORMATS, choose_keys, mix_experts
 
 
@@ -43,7 +45,7 @@ class LayerCache(NamedTuple):
 class DecoderCache:
     """The paged caches of all layers. They share one block table: block b of a request is block b in every tensor."""
 
-    layers: list[LayerCache]
+    layers: list[Any]
     cache_format: str
     index_format: str
     block_size: int
@@ -70,6 +72,7 @@ class StepInputs(NamedTuple):
         input_ids: `[num_tokens]` int64; anything valid for padding.
         positions, slot_mapping, req_id_per_token, key_lens, topk_length: as in `StepMetadata`, cut to `num_tokens`.
         block_table: `[max_num_requests, max_blocks_per_request]` int32.
+        dense: what a step over expanded keys reads beside that; None for one in the absorbed form.
     """
 
     input_ids: torch.Tensor
@@ -79,10 +82,16 @@ class StepInputs(NamedTuple):
     key_lens: torch.Tensor
     topk_length: torch.Tensor
     block_table: torch.Tensor
+    dense: DensePrefill | None = None
 
     @classmethod
-    def from_metadata(cls, input_ids: torch.Tensor, metadata: StepMetadata) -> StepInputs:
-        """The metadata's buffers, cut to the tokens of `input_ids` where those are fewer than the capacity."""
+    def from_metadata(
+        cls, input_ids: torch.Tensor, metadata: StepMetadata, max_context_tokens: int | None = None
+    ) -> StepInputs:
+        """The metadata's buffers, cut to the tokens of `input_ids` where those are fewer than the capacity.
+
+        With `max_context_tokens`, an upper bound of what the requests have in the cache, the step runs dense.
+        """
         num_tokens = input_ids.shape[0]
         if num_tokens > metadata.max_num_tokens:
             raise ValueError(f"input_ids has {num_tokens} tokens, the metadata has room for {metadata.max_num_tokens}")
@@ -98,6 +107,7 @@ class StepInputs(NamedTuple):
             cut(metadata.key_lens),
             cut(metadata.topk_length),
             metadata.block_table,
+            None if max_context_tokens is None else DensePrefill.plan(metadata, max_context_tokens),
         )
 
     def mark_num_tokens_dynamic(self) -> StepInputs:
@@ -110,7 +120,7 @@ class StepInputs(NamedTuple):
         return self
 
 
-def _rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates the pairs (0, 1), (2, 3), ... of the last dim; the result holds all firsts, then all seconds.
 
     Queries and keys are permuted alike, so their dot products are those of the pairs left in place.
@@ -119,7 +129,7 @@ def _rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates the pairs (0, 32), (1, 33), ... of the first 64 dims; the other dims stay."""
     first, second, rest = x.split((ROPE_DIM // 2, ROPE_DIM // 2, x.shape[-1] - ROPE_DIM), dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
@@ -145,12 +155,12 @@ class DeepseekV32Decoder(nn.Module):
     def __init__(self, model: Any, max_model_len: int) -> None:
         super().__init__()
         config = model.config
-        _check_config(config, max_model_len)
+        self.check_config(config, max_model_len)
         self.config = config
         self.model: Any = model
         self.max_model_len = max_model_len
         self.num_heads = int(config.num_attention_heads)
-        self.index_topk = int(config.index_topk)
+        self.index_topk = int(getattr(config, "index_topk", max_model_len))
         weight = model.model.embed_tokens.weight
         self.dtype: torch.dtype = weight.dtype
         self.device: torch.device = weight.device
@@ -162,6 +172,13 @@ class DeepseekV32Decoder(nn.Module):
             cos, sin = model.model.rotary_emb(weight[:1].unsqueeze(0), position_ids=positions)
         self.register_buffer("cos", cos[0, :, : ROPE_DIM // 2].contiguous(), persistent=False)
         self.register_buffer("sin", sin[0, :, : ROPE_DIM // 2].contiguous(), persistent=False)
+
+    @staticmethod
+    def check_config(config: Any, max_model_len: int) -> None:
+        """Raises ValueError for a geometry that the ops have no format for."""
+        check_sizes(config, max_model_len, kv_lora_rank=LATENT_DIM, qk_rope_head_dim=ROPE_DIM, index_head_dim=INDEX_DIM)
+        if config.q_lora_rank is None:
+            raise ValueError("config.q_lora_rank must be set: the indexer reads the low-rank query")
 
     def allocate_cache(
         self, cache_format: str, num_blocks: int, block_size: int, max_num_requests: int = 1
@@ -175,11 +192,7 @@ class DeepseekV32Decoder(nn.Module):
             max_num_requests: no matter here: all state of a request is in its blocks.
         """
         plain = PLAIN_FORMATS[self.dtype]
-        if cache_format not in (plain, "fp8_ds_mla"):
-            raise ValueError(
-                f"a model in {self.dtype} reads cache_format '{plain}' or 'fp8_ds_mla', got '{cache_format}': "
-                "load the model in the cache's dtype, or choose one of these"
-            )
+        self.check_cache_format(cache_format)
         layers = [
             LayerCache(
                 allocate_cache(cache_format, num_blocks, block_size, device=self.device),
@@ -188,6 +201,15 @@ class DeepseekV32Decoder(nn.Module):
             for _ in self.model.model.layers
         ]
         return DecoderCache(layers, cache_format, plain, block_size)
+
+    def check_cache_format(self, cache_format: str) -> None:
+        """Raises ValueError for a format that does not go with the model's dtype."""
+        plain = PLAIN_FORMATS[self.dtype]
+        if cache_format not in (plain, "fp8_ds_mla"):
+            raise ValueError(
+                f"a model in {self.dtype} reads cache_format '{plain}' or 'fp8_ds_mla', got '{cache_format}': "
+                "load the model in the cache's dtype, or choose one of these"
+            )
 
     def allocate_metadata(self, *, max_num_tokens: int, max_num_requests: int, block_size: int) -> StepMetadata:
         """Step metadata with room for requests of `max_model_len` tokens."""
@@ -210,9 +232,31 @@ class DeepseekV32Decoder(nn.Module):
         """Refreshes the metadata for a step; arguments as `StepMetadata.build` takes them."""
         metadata.build(query_start_loc, seq_lens, block_table)
 
-    def step_inputs(self, input_ids: torch.Tensor, metadata: StepMetadata, request_rows: torch.Tensor) -> StepInputs:
-        """What `forward` takes. `request_rows`, the batch row of each request, is for models with state a row."""
-        return StepInputs.from_metadata(input_ids, metadata)
+    def step_inputs(
+        self,
+        input_ids: torch.Tensor,
+        metadata: StepMetadata,
+        request_rows: torch.Tensor,
+        max_context_tokens: int | None = None,
+    ) -> StepInputs:
+        """What `forward` takes. `request_rows`, the batch row of each request, is for models with state a row.
+
+        `max_context_tokens` is what `dense_context` gave for the step: not None runs it dense.
+        """
+        return StepInputs.from_metadata(input_ids, metadata, max_context_tokens)
+
+    def dense_context(self, start: int, num_tokens: int, *, any_length: bool = False) -> int | None:
+        """An upper bound of the cached tokens of a prefill that runs dense; None if it has to run sparse.
+
+        Args:
+            start: tokens of the request that are in the cache.
+            num_tokens: new tokens.
+            any_length: the bound of every such prefill, so that one compiled step serves them all, at the price of
+                chunks that are empty.
+        """
+        if choose_prefill(start + num_tokens, self.index_topk) == "sparse":
+            return None
+        return min(self.index_topk, self.max_model_len) if any_length else start
 
     def forward(
         self,
@@ -243,13 +287,15 @@ class DeepseekV32Decoder(nn.Module):
         positions = inputs.positions.long()
         cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
         hidden = model.embed_tokens(inputs.input_ids)
+        workspace = None if inputs.dense is None else inputs.dense.workspace(cache_format, hidden.device)
+        formats = cache_format, index_format
         for layer, cache in zip(model.layers, layers, strict=True):
             normed = layer.input_layernorm(hidden)
             hidden = hidden + self._attention(
-                layer.self_attn, normed, cos, sin, inputs, cache, cache_format, index_format, one_token_per_request
+                layer.self_attn, normed, cos, sin, inputs, cache, *formats, one_token_per_request, workspace
             )
             normed = layer.post_attention_layernorm(hidden)
-            hidden = hidden + _feed_forward(layer.mlp, normed)
+            hidden = hidden + feed_forward(layer.mlp, normed)
         if logit_rows is not None:
             hidden = hidden[logit_rows]
         return self.model.lm_head(model.norm(hidden))
@@ -265,34 +311,32 @@ class DeepseekV32Decoder(nn.Module):
         cache_format: str,
         index_format: str,
         one_token_per_request: bool,
+        workspace: torch.Tensor | None,
     ) -> torch.Tensor:
         num_tokens = hidden.shape[0]
-        nope_dim, value_dim = attention.qk_nope_head_dim, attention.v_head_dim
+        nope_dim = attention.qk_nope_head_dim
 
         q_residual = attention.q_a_layernorm(attention.q_a_proj(hidden))
         q = attention.q_b_proj(q_residual).view(num_tokens, self.num_heads, nope_dim + ROPE_DIM)
         q_nope, q_pe = q.split((nope_dim, ROPE_DIM), dim=-1)
-        q_pe = _rotate_neighbours(q_pe, cos, sin)
+        q_pe = rotate_neighbours(q_pe, cos, sin)
 
         kv_c, k_pe = attention.kv_a_proj_with_mqa(hidden).split((LATENT_DIM, ROPE_DIM), dim=-1)
         kv_c = attention.kv_a_layernorm(kv_c)
-        k_pe = _rotate_neighbours(k_pe, cos[:, 0], sin[:, 0])
+        k_pe = rotate_neighbours(k_pe, cos[:, 0], sin[:, 0])
         concat_and_cache(kv_c, k_pe, cache.latent, inputs.slot_mapping, cache_format)
 
-        indices = self._select_keys(
-            attention.indexer,
-            hidden,
-            q_residual,
-            cos,
-            sin,
-            inputs,
-            cache.index_keys,
-            index_format,
-            one_token_per_request,
-        )
+        self._write_index_keys(attention.indexer, hidden, cos, sin, inputs, cache.index_keys, index_format)
+        if inputs.dense is not None and workspace is not None:
+            q = torch.cat((q_nope, q_pe), dim=-1)
+            latents = kv_c, k_pe, cache.latent, cache_format, inputs.block_table
+            value = attend_expanded(attention, q, *latents, inputs.dense, workspace)
+            return attention.o_proj(value.flatten(1))
 
-        up = attention.kv_b_proj.weight.view(self.num_heads, nope_dim + value_dim, LATENT_DIM)
-        w_uk, w_uv = up.split((nope_dim, value_dim), dim=1)
+        indices = self._select_keys(
+            attention.indexer, hidden, q_residual, cos, sin, inputs, cache.index_keys, one_token_per_request
+        )
+        w_uk, w_uv = self._absorbed(attention)
         q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
         out, _ = paged_sparse_attention(
             torch.cat((q_latent, q_pe), dim=-1),
@@ -305,7 +349,27 @@ class DeepseekV32Decoder(nn.Module):
             req_id_per_token=inputs.req_id_per_token,
         )
         value = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
-        return attention.o_proj(value.reshape(num_tokens, self.num_heads * value_dim))
+        return attention.o_proj(value.flatten(1))
+
+    def _absorbed(self, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """W_UK `[num_heads, nope, 512]` and W_UV `[num_heads, v, 512]`, views of `kv_b_proj`."""
+        dims = attention.qk_nope_head_dim, attention.v_head_dim
+        w_uk, w_uv = attention.kv_b_proj.weight.view(self.num_heads, sum(dims), LATENT_DIM).split(dims, dim=1)
+        return w_uk, w_uv
+
+    def _write_index_keys(
+        self,
+        indexer: Any,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        inputs: StepInputs,
+        index_cache: torch.Tensor,
+        index_format: str,
+    ) -> None:
+        k = rotate_halves(indexer.k_norm(indexer.wk(hidden)), cos[:, 0], sin[:, 0])
+        half = INDEX_DIM // 2
+        concat_and_cache(k[:, :half], k[:, half:], index_cache, inputs.slot_mapping, index_format)
 
     def _select_keys(
         self,
@@ -316,10 +380,9 @@ class DeepseekV32Decoder(nn.Module):
         sin: torch.Tensor,
         inputs: StepInputs,
         index_cache: torch.Tensor,
-        index_format: str,
         one_token_per_request: bool,
     ) -> torch.Tensor:
-        """The lightning indexer: writes this step's index keys, scores every key, keeps the best.
+        """The lightning indexer: scores every key, this step's included, and keeps the best.
 
         Returns:
             `[num_tokens, min(index_topk, capacity)]` int32 positions in the token's request, best first, -1 where a
@@ -327,10 +390,7 @@ class DeepseekV32Decoder(nn.Module):
         """
         num_tokens = hidden.shape[0]
         q = indexer.wq_b(q_residual).view(num_tokens, indexer.n_heads, INDEX_DIM)
-        q = _rotate_halves(q, cos, sin)
-        k = _rotate_halves(indexer.k_norm(indexer.wk(hidden)), cos[:, 0], sin[:, 0])
-        half = INDEX_DIM // 2
-        concat_and_cache(k[:, :half], k[:, half:], index_cache, inputs.slot_mapping, index_format)
+        q = rotate_halves(q, cos, sin)
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
 
         return choose_keys(
@@ -346,7 +406,7 @@ class DeepseekV32Decoder(nn.Module):
         )
 
 
-def _feed_forward(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
+def feed_forward(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
     """A dense layer's MLP, or a sparse layer's mixture of experts; `[num_tokens, hidden_size]` both ways."""
     if not hasattr(mlp, "experts"):
         return mlp(hidden)
@@ -359,12 +419,8 @@ def _feed_forward(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
     return mix_experts(experts, hidden, routing, routing_weights, activate) + mlp.shared_experts(hidden)
 
 
-def _check_config(config: Any, max_model_len: int) -> None:
-    expected = {
-        "kv_lora_rank": LATENT_DIM,
-        "qk_rope_head_dim": ROPE_DIM,
-        "index_head_dim": INDEX_DIM,
-    }
+def check_sizes(config: Any, max_model_len: int, **expected: int) -> None:
+    """Raises ValueError unless the config has these sizes, and heads, RoPE and lengths that the ops can take."""
     for name, value in expected.items():
         if getattr(config, name) != value:
             raise ValueError(
@@ -372,8 +428,6 @@ def _check_config(config: Any, max_model_len: int) -> None:
             )
     if not 1 <= config.num_attention_heads <= 128:
         raise ValueError(f"config.num_attention_heads must be 1 to 128, got {config.num_attention_heads}")
-    if config.q_lora_rank is None:
-        raise ValueError("config.q_lora_rank must be set: the indexer reads the low-rank query")
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
     if rope_type in ("dynamic", "longrope"):
         raise ValueError(

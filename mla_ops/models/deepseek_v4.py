@@ -256,6 +256,9 @@ class DeepseekV4Decoder(nn.Module):
         """Refreshes the metadata for a step over caches that share one block table."""
         metadata.build(query_start_loc, seq_lens, block_table, block_table, block_table)
 
+    def dense_context(self, start: int, num_tokens: int, *, any_length: bool = False) -> None:
+        """None: no prefill runs dense, since window and compressed tokens are what the model was trained with."""
+
     def step_inputs(
         self, input_ids: torch.Tensor, metadata: V4StepMetadata, request_rows: torch.Tensor
     ) -> V4StepInputs:

@@ -93,8 +93,11 @@ def teacher_forced_logits(
         part = tokens[start : start + (sizes.pop(0) if len(sizes) > 1 else sizes[0])]
         end = start + part.shape[0]
         either.build_step(metadata, int32(0, part.shape[0]), int32(end), int32(*blocks).unsqueeze(0))
-        inputs = either.step_inputs(part, metadata, int32(0).unsqueeze(0))
-        logits.append(decoder(inputs, cache.layers, cache_format, cache.index_format, part.shape[0] == 1))
+        one = part.shape[0] == 1
+        bound = None if one else either.dense_context(start, part.shape[0])
+        dense = {} if bound is None else {"max_context_tokens": bound}
+        inputs = either.step_inputs(part, metadata, int32(0).unsqueeze(0), **dense)
+        logits.append(decoder(inputs, cache.layers, cache_format, cache.index_format, one))
         start = end
     return torch.cat(logits)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..warm_up import warmup
+from .deepseek_v3 import DeepseekV3Decoder
 from .deepseek_v4 import DeepseekV4Decoder, V4StepInputs
 from .deepseek_v32 import DeepseekV32Decoder, StepInputs
 
@@ -84,7 +85,7 @@ class GenerationSession:
 
     def __init__(
         self,
-        decoder: DeepseekV32Decoder | DeepseekV4Decoder,
+        decoder: DeepseekV3Decoder | DeepseekV32Decoder | DeepseekV4Decoder,
         *,
         max_num_requests: int,
         cache_format: str,
@@ -98,7 +99,7 @@ class GenerationSession:
         seed: int = 0,
     ) -> None:
         device = decoder.device
-        # the two decoders have the same methods, over metadata and inputs of their own
+        # the decoders have the same methods, over metadata and inputs of their own
         self.decoder: Any = decoder
         if cuda_graph and device.type != "cuda":
             raise ValueError(f"cuda_graph=True needs a model on a CUDA device, this one is on {device}")
@@ -112,7 +113,8 @@ class GenerationSession:
         self.slots = [_Slot() for _ in range(max_num_requests)]
 
         capacity = self.max_blocks_per_request * block_size
-        affordable = MAX_SCORE_BYTES // (4 * decoder.config.index_n_heads * capacity)
+        index_heads = getattr(decoder.config, "index_n_heads", 0)
+        affordable = MAX_SCORE_BYTES // (4 * index_heads * capacity) if index_heads else prefill_tokens
         self.prefill_tokens = max(2, min(prefill_tokens, affordable, decoder.max_model_len))
         self.prefill_metadata = self.decoder.allocate_metadata(
             max_num_tokens=self.prefill_tokens, max_num_requests=1, block_size=block_size
@@ -166,7 +168,9 @@ class GenerationSession:
         seq_len = torch.tensor([start + count], dtype=torch.int32, device=device)
         self.decoder.build_step(self.prefill_metadata, loc, seq_len, self.block_table[row : row + 1])
         input_ids = torch.tensor(padded, device=device)
-        inputs = self.decoder.step_inputs(input_ids, self.prefill_metadata, self.rows[row : row + 1].clone())
+        bound = self.decoder.dense_context(start, count, any_length=self.compiled)
+        dense = {} if bound is None else {"max_context_tokens": bound}
+        inputs = self.decoder.step_inputs(input_ids, self.prefill_metadata, self.rows[row : row + 1].clone(), **dense)
         if self.compiled:
             inputs.mark_num_tokens_dynamic()
         return self._run_model(inputs, False, torch.tensor([count - 1], device=device))
@@ -266,7 +270,10 @@ class GenerationSession:
                 dtype=decoder.dtype,
                 device=decoder.device,
             )
-        self.start_request(0, [0] * min(self.prefill_tokens, 7, decoder.max_model_len - 1), 1)
+        tokens = [0] * min(self.prefill_tokens, 7, decoder.max_model_len - 1)
+        self.start_request(0, tokens, 1)
+        # a first chunk may run dense and a late one sparse; of this one nothing is cached, for it has no blocks
+        self.prefill_chunk(0, tokens, decoder.max_model_len - len(tokens))
         self.release(0)
         self.advance()
         if self.cuda_graph:

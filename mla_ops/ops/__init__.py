@@ -1,7 +1,9 @@
 """The public functions over `torch.ops.mla.*`: typed, documented, traceable."""
 
 from .cache import concat_and_cache, gather_cache
+from .chunked_context import ContextChunks, chunked_prefill_attention, plan_context_chunks
 from .compressor import compress_and_cache
+from .dense_attention import choose_prefill, paged_attention, prefill_attention
 from .index import (
     combine_topk_swa_indices,
     compressed_indices,
@@ -10,13 +12,16 @@ from .index import (
     filter_prefill_indices,
     sliding_window_indices,
 )
-from .merge import merge_attention_states
-from .plan import build_compressed_metadata, build_step_metadata
+from .merge import merge_attention_states, merge_stacked_attention_states
+from .plan import build_compressed_metadata, build_step_metadata, plan_sparse_attention
 from .sparse_attention import paged_sparse_attention, sparse_attention
 
 __all__ = [
+    "ContextChunks",
     "build_compressed_metadata",
     "build_step_metadata",
+    "choose_prefill",
+    "chunked_prefill_attention",
     "combine_topk_swa_indices",
     "compress_and_cache",
     "compressed_indices",
@@ -26,7 +31,12 @@ __all__ = [
     "filter_prefill_indices",
     "gather_cache",
     "merge_attention_states",
+    "merge_stacked_attention_states",
+    "paged_attention",
     "paged_sparse_attention",
+    "plan_context_chunks",
+    "plan_sparse_attention",
+    "prefill_attention",
     "sliding_window_indices",
     "sparse_attention",
 ]

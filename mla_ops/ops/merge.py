@@ -28,3 +28,25 @@ def merge_attention_states(
     Source: FlashAttention's online softmax (arXiv:2205.14135), section 3.1.
     """
     return meta.merge_attention_states(out_a, lse_a, out_b, lse_b)
+
+
+def merge_stacked_attention_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over any number of disjoint sets of keys: exact, in float32, in one pass.
+
+    What an all-gather over context-parallel ranks gives, or splits of a context.
+
+    Args:
+        outs: `[num_parts, num_tokens, num_heads, head_dim_v]` bfloat16, float16 or float32, any number of parts.
+        lses: `[num_parts, num_tokens, num_heads]` float32, natural log, any strides. -inf and +inf mark an empty part
+            of a row, as in `merge_attention_states`.
+
+    Returns:
+        As `merge_attention_states`; no parts at all are like empty ones. The op is
+        `torch.ops.mla.merge_attention_states.stacked`, its buffers' form `.stacked_out`.
+
+    Raises:
+        TypeError, ValueError: a dtype, device or shape that the contract does not allow.
+
+    Source: FlashAttention's online softmax (arXiv:2205.14135), section 3.1.
+    """
+    return meta.merge_attention_states_stacked(outs, lses)

@@ -106,3 +106,67 @@ def build_compressed_metadata(
         compress_ratio,
         block_size,
     )
+
+
+def plan_sparse_attention(
+    topk_length: torch.Tensor,
+    tile_scheduler_metadata: torch.Tensor,
+    topk: int,
+    num_workers: int,
+    *,
+    overhead: int = 4,
+    extra_topk_length: torch.Tensor | None = None,
+    extra_topk: int = 0,
+    deterministic: bool = False,
+) -> None:
+    """Writes which thread blocks share the keys of which token, by the step's lengths, with device work only.
+
+    Once a step, for all layers that attend to as many keys. `mla_ops.SparseSchedule` owns such a buffer, sizes it and
+    calls this. A schedule changes how long attention takes, and in what order partial results are added up, never
+    which keys count: every lowering reads the lengths that attention is given, whatever the schedule was made from.
+
+    **The buffer** is `[num_clusters, cluster_size, 2]` int32. A *slot*, `tile_scheduler_metadata.view(-1, 2)[i]`, is
+    the work of one thread block of the grid (of one for each tile of heads):
+
+        struct Slot { int row; int parts; };
+
+    `row` is the token, -1 for a slot without work (then `parts` is 1). Its keys are shared by `parts` neighbouring
+    slots, a power of two up to `cluster_size`, which start at a multiple of `parts`, so they lie in one cluster, and
+    slot i has part `i % parts`. A part is the same share of the row's blocks: of `n` blocks, counted from the row's
+    lengths in keys of the first cache and then in keys of the extra one, each rounded up to whole blocks of 64, part p
+    has blocks `n * p // parts` up to `n * (p + 1) // parts`. Every token has its slots, also one without keys (one
+    slot), whose output must be written. Slots are in order of falling length, tokens of equal length by their number,
+    so the longest start first; slots without work are last.
+
+    **How it splits.** With `deterministic`, a row with keys has `cluster_size` parts: nothing depends on other rows.
+    Otherwise parts are as many that none has more than some share of blocks, `cluster_size` at most; of sixteen shares,
+    from the longest row that may be down by half octaves, the one for which the estimated time is shortest: a worker
+    takes `overhead` and its blocks for a slot, and slots are dealt to workers as they become free. So few live rows of
+    a large captured batch are shared by many thread blocks, a full batch by few, and long rows of a mixed batch by
+    more than short ones.
+
+    Args:
+        topk_length: `[num_tokens]` int32, keys of each token; outside `[0, topk]` it is clamped.
+        tile_scheduler_metadata: `[num_clusters, cluster_size, 2]` int32, contiguous, written. `cluster_size` is 1, 2,
+            4, 8 or 16; at least `num_tokens` slots, with `deterministic` at least `num_tokens` clusters.
+        topk: columns of the indices.
+        num_workers: thread blocks that run at one time for one tile of heads.
+        overhead: what a slot costs beside its keys, in blocks of 64 keys.
+        extra_topk_length: `[num_tokens]` int32, keys in the extra cache, clamped to `[0, extra_topk]`; None: all.
+        extra_topk: columns of the extra indices; 0 without an extra cache.
+        deterministic: split each row alike, whatever its neighbours.
+
+    Raises:
+        TypeError, ValueError: a dtype, device, shape or size that the contract does not allow, or fewer slots than
+            tokens; nothing is written.
+    """
+    meta.plan_sparse_attention(
+        topk_length,
+        tile_scheduler_metadata,
+        topk,
+        num_workers,
+        overhead=overhead,
+        extra_topk_length=extra_topk_length,
+        extra_topk=extra_topk,
+        deterministic=deterministic,
+    )

@@ -20,19 +20,23 @@ from typing import Any
 
 import torch
 
-from ..formats import CACHE_ALIGNMENT, FORMATS, LATENT_DIM, ROPE_DIM, allocate_cache, geometry
-from ..kernels.reference.cache import concat_and_cache as write_reference
-
-NUM_BLOCKS = 5
-BLOCK_SIZE = 4
-NUM_HEADS = 3
-TOPK = 6
-SCALE = 0.0625
-
-# what an `.out` buffer holds before the call, so that a row that must be left alone can be told from a written one
-FILL = 7
-
-_PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from ..formats import FORMATS, LATENT_DIM, ROPE_DIM, allocate_cache
+from ..kernels.reference.plan import plan_sparse_attention as plan_reference
+from .maker import (
+    BLOCK_SIZE,
+    FILL,
+    NUM_BLOCKS,
+    NUM_HEADS,
+    PLAIN,
+    SCALE,
+    TOPK,
+    Case,
+    Maker,
+    by_token,
+    padded_blocks,
+    wide_rows,
+)
+from .samples_dense import merge_stacked, paged_attention, prefill_attention
 
 
 @dataclass(frozen=True)
@@ -54,75 +58,7 @@ class Sample:
         return self.name
 
 
-class _Maker:
-    """Tensors on one device, from one seed, made on the CPU so that every device gets the same numbers."""
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
-        self.generator = torch.Generator().manual_seed(0)
-
-    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator).to(dtype).to(self.device)
-
-    def indices(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        values = torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
-        return values.to(self.device)
-
-    def int32(self, values: Any) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-    def int64(self, values: Any) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-    def cache(
-        self, cache_format: str, head_dim: int | None = None, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_BLOCKS
-    ) -> torch.Tensor:
-        """Every slot written, through the reference, so that quantised rows hold sensible bytes."""
-        cache = allocate_cache(cache_format, num_blocks, block_size, head_dim=head_dim)
-        slots = torch.arange(num_blocks * block_size)
-        head_dim = geometry(cache, cache_format).head_dim
-        kv_c = torch.randn(len(slots), min(FORMATS[cache_format].latent_dim, head_dim), generator=self.generator)
-        k_pe = torch.randn(len(slots), head_dim - kv_c.shape[1], generator=self.generator)
-        write_reference(kv_c, k_pe, cache, slots, cache_format)
-        return cache.to(self.device)
-
-    def block_table(self) -> torch.Tensor:
-        return self.int32([[2, 0, -1], [4, 1, 3]])
-
-
-def _padded_blocks(cache: torch.Tensor) -> torch.Tensor:
-    """The same rows, with room between blocks and before the first: what an engine's shared pool hands out."""
-    if cache.dim() == 2:
-        num_blocks, block_bytes = cache.shape
-        pool = cache.new_full((num_blocks + 1, block_bytes + 2 * CACHE_ALIGNMENT), FILL)
-        view = pool[1:, :block_bytes]
-    else:
-        num_blocks, block_size, row_width = cache.shape
-        pool = cache.new_full((num_blocks + 1, block_size + 2, row_width), FILL)
-        view = pool[1:, :block_size]
-    view.copy_(cache)
-    return view
-
-
-def _by_token(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
-    """A planar cache as `[num_blocks, block_size, row_width]`, which is how engines pass it."""
-    num_blocks, block_size, block_stride, head_dim = geometry(cache, cache_format)
-    width = FORMATS[cache_format].row_width(head_dim)
-    return cache.as_strided((num_blocks, block_size, width), (block_stride, width, 1))
-
-
-def _wide_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as a slice of wider rows: last dim contiguous, the others not."""
-    wide = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 16), FILL)
-    view = wide[..., : tensor.shape[-1]]
-    view.copy_(tensor)
-    return view
-
-
-_Case = tuple[str, tuple[Any, ...], dict[str, Any]]
-
-
-def _concat_and_cache(make: _Maker) -> Iterator[_Case]:
+def _concat_and_cache(make: Maker) -> Iterator[Case]:
     def keys(
         num_tokens: int, dtype: torch.dtype = torch.bfloat16, cache_format: str = ""
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +66,7 @@ def _concat_and_cache(make: _Maker) -> Iterator[_Case]:
         return make.normal(num_tokens, latent_dim, dtype=dtype), make.normal(num_tokens, ROPE_DIM, dtype=dtype)
 
     for cache_format in FORMATS:
-        dtype = _PLAIN.get(cache_format, torch.bfloat16)
+        dtype = PLAIN.get(cache_format, torch.bfloat16)
         slots, five = make.int64([3, 19, 0, 8, 7]), keys(5, dtype, cache_format)
         yield f"{cache_format} five tokens", (*five, make.cache(cache_format), slots, cache_format), {}
     for cache_format in ("bf16", "fp8_ds_mla", "fp8_ds_mla_v4"):
@@ -138,11 +74,11 @@ def _concat_and_cache(make: _Maker) -> Iterator[_Case]:
         no_token, one, two, five = (keys(n, cache_format=cache_format) for n in (0, 1, 2, 5))
         yield f"{cache_format} no tokens", (*no_token, cache, make.int64([]), cache_format), {}
         yield f"{cache_format} one token", (*one, cache.clone(), make.int64([6]), cache_format), {}
-        padded = _padded_blocks(cache)
+        padded = padded_blocks(cache)
         yield f"{cache_format} padded blocks", (*two, padded, make.int64([4, 15]), cache_format), {}
         slots = make.int64([-1, 2, 20, 2**40, -7])
         yield f"{cache_format} slots out of range", (*five, cache.clone(), slots, cache_format), {}
-    v4 = _by_token(make.cache("fp8_ds_mla_v4"), "fp8_ds_mla_v4")
+    v4 = by_token(make.cache("fp8_ds_mla_v4"), "fp8_ds_mla_v4")
     slots = make.int64([5, 18])
     yield "fp8_ds_mla_v4 seen token by token", (*keys(2, cache_format="fp8_ds_mla_v4"), v4, slots, "fp8_ds_mla_v4"), {}
     fp8 = make.cache("fp8_ds_mla")
@@ -162,7 +98,7 @@ def _concat_and_cache(make: _Maker) -> Iterator[_Case]:
     yield "bf16 rows of 512", latent, {}
 
 
-def _compress_and_cache(make: _Maker) -> Iterator[_Case]:
+def _compress_and_cache(make: Maker) -> Iterator[Case]:
     def step(
         positions: list[int], requests: list[int], slots: list[int], width: int = 512, fmt: str = "bf16"
     ) -> list[Any]:
@@ -187,16 +123,16 @@ def _compress_and_cache(make: _Maker) -> Iterator[_Case]:
     everywhere = step([2, 2, -1, 2**31 - 1, 2, 8], [-1, 7, 0, 1, 0, 1], [1, 2, 3, 4, -1, 99])
     yield "anything out of range", tuple(everywhere), {}
     ring = step(list(range(9)), [0] * 9, list(range(9)))
-    ring[5], ring[7] = _padded_blocks(ring[5]), make.int32([[1, 3], [4, 2]])
-    ring[6] = _padded_blocks(ring[6])
+    ring[5], ring[7] = padded_blocks(ring[5]), make.int32([[1, 3], [4, 2]])
+    ring[6] = padded_blocks(ring[6])
     ring[:2] = make.normal(9, 1024).split(512, dim=1)
     yield "a ring that one step goes round twice, in padded blocks", tuple(ring), {}
     holes = step([5, 5, 8], [0, 1, 1], [1, 2, 3])
-    holes[7] = _wide_rows(make.int32([[2, -1, 99], [-(2**31), 2**31 - 1, 4]]))
+    holes[7] = wide_rows(make.int32([[2, -1, 99], [-(2**31), 2**31 - 1, 4]]))
     yield "states in blocks that there are not", tuple(holes), {}
 
 
-def _gather_cache(make: _Maker) -> Iterator[_Case]:
+def _gather_cache(make: Maker) -> Iterator[Case]:
     table, lens, starts = make.block_table(), make.int32([6, 9]), make.int32([0, 6, 15])
     for cache_format in FORMATS:
         yield f"{cache_format} whole requests", (make.cache(cache_format), table, lens, starts, 15, cache_format), {}
@@ -205,11 +141,11 @@ def _gather_cache(make: _Maker) -> Iterator[_Case]:
         yield f"{cache_format} no rows", (cache, table, lens, starts, 0, cache_format), {}
         no_requests = (cache, make.int32([]).view(0, 3), make.int32([]), make.int32([0]), 2, cache_format)
         yield f"{cache_format} no requests", no_requests, {}
-        yield f"{cache_format} padded blocks", (_padded_blocks(cache), table, lens, starts, 15, cache_format), {}
+        yield f"{cache_format} padded blocks", (padded_blocks(cache), table, lens, starts, 15, cache_format), {}
         tail = (cache, table, lens, make.int32([0, 2, 5]), 8, cache_format)
         offset = {"gather_lens": make.int32([2, 3]), "offset": 2}
         yield f"{cache_format} last tokens at an offset", tail, offset
-    v4 = _by_token(make.cache("fp8_ds_mla_v4"), "fp8_ds_mla_v4")
+    v4 = by_token(make.cache("fp8_ds_mla_v4"), "fp8_ds_mla_v4")
     yield "fp8_ds_mla_v4 seen token by token", (v4, table, lens, starts, 15, "fp8_ds_mla_v4"), {}
     bf16 = make.cache("bf16")
     one = (bf16, make.int32([[3]]), make.int32([1]), make.int32([0, 1]), 1, "bf16")
@@ -219,7 +155,7 @@ def _gather_cache(make: _Maker) -> Iterator[_Case]:
     yield "bf16 requests longer than the block table", (bf16, table[:, :1], lens, starts, 15, "bf16"), {}
 
 
-def _convert(make: _Maker) -> Iterator[_Case]:
+def _convert(make: Maker) -> Iterator[Case]:
     requests = make.int32([0, 1, 1, 0, 1])
     indices = make.indices(0, 12, 5, TOPK)
     table = make.block_table()
@@ -233,26 +169,26 @@ def _convert(make: _Maker) -> Iterator[_Case]:
     garbage = make.int32([[-1, 5, 99, 2**31 - 1, -(2**31), 0]]).repeat(3, 1)
     wild = (make.int32([0, -1, 7]), table, garbage, BLOCK_SIZE)
     yield "indices and requests out of range", wild, {"compact": True, "num_blocks": NUM_BLOCKS}
-    yield "wide rows", (requests, _wide_rows(table), _wide_rows(indices), BLOCK_SIZE), {}
+    yield "wide rows", (requests, wide_rows(table), wide_rows(indices), BLOCK_SIZE), {}
 
 
-def _filter(make: _Maker) -> Iterator[_Case]:
+def _filter(make: Maker) -> Iterator[Case]:
     indices, context = make.indices(-1, 12, 5, TOPK), make.int32([0, 4, 12, 100, -3])
     yield "five tokens", (indices, context), {}
     yield "one token", (indices[:1], context[1:2]), {}
     yield "no tokens", (indices[:0], context[:0]), {}
     yield "an empty selection", (indices[:, :0], context), {}
-    yield "wide rows", (_wide_rows(indices), context), {}
+    yield "wide rows", (wide_rows(indices), context), {}
 
 
-def _extremes(make: _Maker) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _extremes(make: Maker) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Positions, request ids and a block table with the ends of int32 among them."""
     positions = make.int32([7, 2**31 - 1, -(2**31), 9, 5])
     requests = make.int32([0, 1, 1, 2**31 - 1, -(2**31)])
     return positions, requests, make.int32([[2, -(2**31), 2**31 - 1], [99, 1, -1]])
 
 
-def _sliding_window(make: _Maker) -> Iterator[_Case]:
+def _sliding_window(make: Maker) -> Iterator[Case]:
     positions, requests, table = make.int32([0, 4, 11, 2, 9]), make.int32([0, 1, 1, 0, -1]), make.block_table()
     yield "five tokens", (positions, requests, table, TOPK, BLOCK_SIZE), {}
     yield "five tokens of a cache of two blocks", (positions, requests, table, TOPK, BLOCK_SIZE), {"num_blocks": 2}
@@ -261,10 +197,10 @@ def _sliding_window(make: _Maker) -> Iterator[_Case]:
     yield "no requests", (positions, requests, table[:0], TOPK, BLOCK_SIZE), {}
     yield "an empty window", (positions, requests, table, 0, BLOCK_SIZE), {}
     yield "anything out of range", (*_extremes(make), TOPK, BLOCK_SIZE), {"num_blocks": NUM_BLOCKS}
-    yield "wide rows", (positions, requests, _wide_rows(table), TOPK, BLOCK_SIZE), {}
+    yield "wide rows", (positions, requests, wide_rows(table), TOPK, BLOCK_SIZE), {}
 
 
-def _compressed(make: _Maker) -> Iterator[_Case]:
+def _compressed(make: Maker) -> Iterator[Case]:
     positions, requests, table = make.int32([2, 7, 23, 3, 9]), make.int32([0, 1, 1, 0, -1]), make.block_table()
     yield "five tokens", (positions, requests, table, 4, 2, TOPK), {}
     yield "five tokens of a cache of two blocks", (positions, requests, table, 4, 2, TOPK), {"num_blocks": 2}
@@ -274,17 +210,17 @@ def _compressed(make: _Maker) -> Iterator[_Case]:
     yield "no requests", (positions, requests, table[:0], 4, 2, TOPK), {}
     yield "no width", (positions, requests, table, 4, 2, 0), {}
     yield "anything out of range", (*_extremes(make), 1, 2, 12), {"num_blocks": NUM_BLOCKS}
-    yield "wide rows", (positions, requests, _wide_rows(table), 4, 2, TOPK), {}
+    yield "wide rows", (positions, requests, wide_rows(table), 4, 2, TOPK), {}
 
 
-def _global_topk(make: _Maker) -> Iterator[_Case]:
+def _global_topk(make: Maker) -> Iterator[Case]:
     for name, (requests, table, indices, block_size), kwargs in _convert(make):
         bounds = {key: value for key, value in kwargs.items() if key != "compact"}
         if not name.endswith("compacted"):
             yield name, (indices, requests, table, block_size), bounds
 
 
-def _combine(make: _Maker) -> Iterator[_Case]:
+def _combine(make: Maker) -> Iterator[Case]:
     chosen, requests = make.indices(-1, 6, 5, TOPK), make.int32([0, 0, 1, 1, -1])
     positions, lens, gathered = make.int32([6, 7, 19, 20, 3]), make.int32([8, 21]), make.int32([8, 5])
     sizes = (4, 4, 16, 8)
@@ -297,16 +233,26 @@ def _combine(make: _Maker) -> Iterator[_Case]:
     extreme, strangers, _ = _extremes(make)
     wild = make.int32([2**31 - 1, -(2**31)])
     yield "anything out of range", (chosen, extreme, strangers, wild, wild, 4, 1, 2**30, 2**29), {}
-    yield "wide rows", (_wide_rows(chosen), positions, requests, lens, gathered, *sizes), {}
+    yield "wide rows", (wide_rows(chosen), positions, requests, lens, gathered, *sizes), {}
 
 
-def _selection(make: _Maker, num_tokens: int) -> torch.Tensor:
+def _selection(make: Maker, num_tokens: int) -> torch.Tensor:
     return make.indices(-1, NUM_BLOCKS * BLOCK_SIZE, num_tokens, TOPK)
 
 
-def _paged_sparse_attention(make: _Maker) -> Iterator[_Case]:
+def _scheduled(make: Maker) -> Iterator[tuple[str, dict[str, Any]]]:
+    """How five tokens may be split."""
+    for name, cluster_size, deterministic in (("a schedule", 4, False), ("a deterministic schedule", 2, True)):
+        schedule = torch.zeros(5, cluster_size, 2, dtype=torch.int32)
+        plan_reference(torch.tensor([6, 0, 3, 2, 6], dtype=torch.int32), schedule, TOPK, 4, deterministic=deterministic)
+        options = {"deterministic": True} if deterministic else {}
+        yield name, {"tile_scheduler_metadata": schedule.to(make.device), **options}
+    yield "deterministic", {"deterministic": True}
+
+
+def _paged_sparse_attention(make: Maker) -> Iterator[Case]:
     for cache_format in FORMATS:
-        dtype, head_dim = _PLAIN.get(cache_format, torch.bfloat16), FORMATS[cache_format].head_dims[0]
+        dtype, head_dim = PLAIN.get(cache_format, torch.bfloat16), FORMATS[cache_format].head_dims[0]
         cache, q = make.cache(cache_format), make.normal(5, NUM_HEADS, head_dim, dtype=dtype)
         yield f"{cache_format} five tokens", (q, cache, _selection(make, 5), SCALE, cache_format), {}
     for cache_format in ("bf16", "fp8_ds_mla", "fp8_ds_mla_v4"):
@@ -314,13 +260,13 @@ def _paged_sparse_attention(make: _Maker) -> Iterator[_Case]:
         cache, q, indices = make.cache(cache_format), make.normal(5, NUM_HEADS, head_dim), _selection(make, 5)
         yield f"{cache_format} no tokens", (q[:0], cache, indices[:0], SCALE, cache_format), {}
         yield f"{cache_format} one token", (q[:1], cache, indices[:1], SCALE, cache_format), {}
-        padded = _padded_blocks(cache)
+        padded = padded_blocks(cache)
         yield (
             f"{cache_format} padded blocks and wide rows",
             (
-                _wide_rows(q),
+                wide_rows(q),
                 padded,
-                _wide_rows(indices),
+                wide_rows(indices),
                 SCALE,
                 cache_format,
             ),
@@ -342,7 +288,10 @@ def _paged_sparse_attention(make: _Maker) -> Iterator[_Case]:
                 "req_id_per_token": make.int32([0, 1, 1, -1, 7]),
             },
         )
-    v4, q = _by_token(make.cache("fp8_ds_mla_v4"), "fp8_ds_mla_v4"), make.normal(2, NUM_HEADS, LATENT_DIM)
+    fp8, q, indices = make.cache("fp8_ds_mla"), make.normal(5, NUM_HEADS, LATENT_DIM + ROPE_DIM), _selection(make, 5)
+    for name, options in _scheduled(make):
+        yield f"fp8_ds_mla {name}", (q, fp8, indices, SCALE, "fp8_ds_mla"), options
+    v4, q = by_token(make.cache("fp8_ds_mla_v4"), "fp8_ds_mla_v4"), make.normal(2, NUM_HEADS, LATENT_DIM)
     yield "fp8_ds_mla_v4 seen token by token", (q, v4, _selection(make, 2), SCALE, "fp8_ds_mla_v4"), {}
     head_dim = LATENT_DIM + ROPE_DIM
     bf16, q = make.cache("bf16"), make.normal(2, NUM_HEADS, head_dim)
@@ -358,7 +307,7 @@ def _paged_sparse_attention(make: _Maker) -> Iterator[_Case]:
     yield "bf16 a NaN in a row that nobody attends", (q, poisoned, garbage, SCALE, "bf16"), {}
 
 
-def _two_caches(make: _Maker) -> Iterator[_Case]:
+def _two_caches(make: Maker) -> Iterator[Case]:
     """A window in pages of 4 and compressed tokens in pages of 2, of which there are 14."""
 
     def caches(cache_format: str, extra_format: str, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -380,9 +329,9 @@ def _two_caches(make: _Maker) -> Iterator[_Case]:
     yield "no tokens", case(0, v4, v4), {}
     yield "one token", case(1, v4, v4), {}
     q, cache, indices, scale, fmt, extra, extra_indices, extra_fmt = case(5, v4, v4)
-    wide = (_wide_rows(q), _padded_blocks(cache), _wide_rows(indices), scale, fmt)
-    yield "padded blocks and wide rows", (*wide, _padded_blocks(extra), _wide_rows(extra_indices), extra_fmt), {}
-    yield "seen token by token", (*case(2, v4, v4)[:5], _by_token(extra, v4), extra_indices[:2], v4), {}
+    wide = (wide_rows(q), padded_blocks(cache), wide_rows(indices), scale, fmt)
+    yield "padded blocks and wide rows", (*wide, padded_blocks(extra), wide_rows(extra_indices), extra_fmt), {}
+    yield "seen token by token", (*case(2, v4, v4)[:5], by_token(extra, v4), extra_indices[:2], v4), {}
     options = {
         "topk_length": make.int32([6, 0, 3, 99, 0]),
         "extra_topk_length": make.int32([0, 3, 99, 1, -2]),
@@ -394,6 +343,8 @@ def _two_caches(make: _Maker) -> Iterator[_Case]:
     yield "request-local indices of both", case(5, v4, v4), {**tables, "req_id_per_token": requests}
     one_table = {"extra_block_table": extra_table, "req_id_per_token": requests}
     yield "request-local indices of the extra cache", case(5, v4, "bf16"), one_table
+    for name, scheduled in _scheduled(make):
+        yield name, case(5, v4, v4), scheduled
     q, cache, indices, scale, fmt, extra, extra_indices, extra_fmt = case(3, v4, v4)
     yield (
         "an empty selection of each",
@@ -402,16 +353,16 @@ def _two_caches(make: _Maker) -> Iterator[_Case]:
     )
 
 
-def _sparse_attention(make: _Maker) -> Iterator[_Case]:
+def _sparse_attention(make: Maker) -> Iterator[Case]:
     head_dim, num_kv = LATENT_DIM + ROPE_DIM, NUM_BLOCKS * BLOCK_SIZE
-    for dtype in _PLAIN.values():
+    for dtype in PLAIN.values():
         q, kv = make.normal(5, NUM_HEADS, head_dim, dtype=dtype), make.normal(num_kv, head_dim, dtype=dtype)
         yield f"{str(dtype).removeprefix('torch.')} five tokens", (q, kv, _selection(make, 5), SCALE), {}
     q, kv, indices = make.normal(5, NUM_HEADS, head_dim), make.normal(num_kv, head_dim), _selection(make, 5)
     yield "no tokens", (q[:0], kv, indices[:0], SCALE), {}
     yield "one token", (q[:1], kv, indices[:1], SCALE), {}
     yield "no keys", (q, kv[:0], indices, SCALE), {}
-    yield "wide rows", (_wide_rows(q), _wide_rows(kv), _wide_rows(indices), SCALE), {}
+    yield "wide rows", (wide_rows(q), wide_rows(kv), wide_rows(indices), SCALE), {}
     yield (
         "lengths and sinks",
         (q, kv, indices, SCALE),
@@ -420,15 +371,16 @@ def _sparse_attention(make: _Maker) -> Iterator[_Case]:
             "attn_sink": torch.tensor([0.5, -torch.inf, torch.inf], device=make.device),
         },
     )
+    yield "deterministic", (q, kv, indices, SCALE), {"deterministic": True}
     yield "one head of 512", (make.normal(2, 1, LATENT_DIM), make.normal(num_kv, LATENT_DIM), indices[:2], SCALE), {}
 
 
-def _merge_attention_states(make: _Maker) -> Iterator[_Case]:
+def _merge_attention_states(make: Maker) -> Iterator[Case]:
     def side(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
         out = make.normal(num_tokens, NUM_HEADS, LATENT_DIM, dtype=dtype)
         return out, make.normal(num_tokens, NUM_HEADS, dtype=torch.float32)
 
-    for dtype in _PLAIN.values():
+    for dtype in PLAIN.values():
         yield f"{str(dtype).removeprefix('torch.')} five tokens", (*side(5, dtype), *side(5, dtype)), {}
     yield "no tokens", (*side(0), *side(0)), {}
     yield "one token", (*side(1), *side(1)), {}
@@ -437,10 +389,10 @@ def _merge_attention_states(make: _Maker) -> Iterator[_Case]:
     out_a[1], out_b[2] = torch.nan, torch.nan
     yield "empty rows", (out_a, lse_a, out_b, lse_b), {}
     (out_a, lse_a), (out_b, lse_b) = side(2), side(2)
-    yield "wide rows and transposed lse", (_wide_rows(out_a), lse_a.t().contiguous().t(), out_b, _wide_rows(lse_b)), {}
+    yield "wide rows and transposed lse", (wide_rows(out_a), lse_a.t().contiguous().t(), out_b, wide_rows(lse_b)), {}
 
 
-def _build_step_metadata(make: _Maker) -> Iterator[_Case]:
+def _build_step_metadata(make: Maker) -> Iterator[Case]:
     max_num_requests, max_num_tokens, max_blocks = 4, 12, 4
 
     def buffers() -> tuple[torch.Tensor, ...]:
@@ -468,10 +420,10 @@ def _build_step_metadata(make: _Maker) -> Iterator[_Case]:
     yield "a request without tokens", step([0, 0, 3], [6, 9], table), {}
     yield "a full batch", step([0, 3, 6, 9, 12], [3, 4, 5, 6], make.indices(0, NUM_BLOCKS, 4, max_blocks)), {}
     yield "requests longer than the block table", step([0, 4, 8], [6, 9], table[:, :1]), {}
-    yield "wide rows", step([0, 1, 2], [6, 9], _wide_rows(table)), {}
+    yield "wide rows", step([0, 1, 2], [6, 9], wide_rows(table)), {}
 
 
-def _build_compressed_metadata(make: _Maker) -> Iterator[_Case]:
+def _build_compressed_metadata(make: Maker) -> Iterator[Case]:
     def step(positions: torch.Tensor, requests: torch.Tensor, table: torch.Tensor) -> tuple[Any, ...]:
         buffer = torch.full((4, 4), FILL, dtype=torch.int32, device=make.device)
         slots = torch.full(positions.shape, FILL, dtype=torch.int64, device=make.device)
@@ -483,10 +435,27 @@ def _build_compressed_metadata(make: _Maker) -> Iterator[_Case]:
     yield "no tokens", step(positions[:0], requests[:0], table), {}
     yield "no requests", step(positions, requests, table[:0]), {}
     yield "anything out of range", step(*_extremes(make)), {}
-    yield "wide rows", step(positions, requests, _wide_rows(table)), {}
+    yield "wide rows", step(positions, requests, wide_rows(table)), {}
 
 
-_SAMPLES: dict[str, Callable[[_Maker], Iterator[_Case]]] = {
+def _plan_sparse_attention(make: Maker) -> Iterator[Case]:
+    def schedule(num_clusters: int, cluster_size: int) -> torch.Tensor:
+        return torch.full((num_clusters, cluster_size, 2), FILL, dtype=torch.int32, device=make.device)
+
+    mixed = make.int32([2048, 0, 70, 2048, 300])
+    yield "lengths of all kinds", (mixed, schedule(4, 8), 2048, 12), {}
+    yield "deterministic", (mixed, schedule(5, 4), 2048, 12), {"deterministic": True}
+    extra = {"extra_topk_length": make.int32([900, 0, 64, 1, 2000]), "extra_topk": 1024}
+    yield "two caches", (mixed.clamp(max=128), schedule(3, 16), 128, 12), {"overhead": 2, **extra}
+    yield "an extra cache read whole", (mixed, schedule(3, 16), 2048, 12), {"extra_topk": 640}
+    yield "room for one slot each", (mixed, schedule(5, 1), 2048, 12), {}
+    yield "one token", (mixed[:1], schedule(2, 16), 2048, 132), {}
+    yield "no tokens", (mixed[:0], schedule(2, 2), 2048, 12), {}
+    yield "anything out of range", (make.int32([-(2**31), 2**31 - 1, -1]), schedule(2, 4), 2048, 12), {}
+    yield "padding only", (make.int32([0, 0, 0]), schedule(2, 4), 2048, 12), {}
+
+
+_SAMPLES: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "build_compressed_metadata": _build_compressed_metadata,
     "build_step_metadata": _build_step_metadata,
     "combine_topk_swa_indices": _combine,
@@ -498,8 +467,12 @@ _SAMPLES: dict[str, Callable[[_Maker], Iterator[_Case]]] = {
     "filter_prefill_indices": _filter,
     "gather_cache": _gather_cache,
     "merge_attention_states": _merge_attention_states,
+    "merge_attention_states.stacked": merge_stacked,
+    "paged_attention": paged_attention,
     "paged_sparse_attention": _paged_sparse_attention,
     "paged_sparse_attention.extra": _two_caches,
+    "plan_sparse_attention": _plan_sparse_attention,
+    "prefill_attention": prefill_attention,
     "sliding_window_indices": _sliding_window,
     "sparse_attention": _sparse_attention,
 }
@@ -547,7 +520,7 @@ def _with_buffers(sample: Sample, op: Any, *, wide: bool) -> Sample:
     buffers = {}
     for name, output in zip(output_names(op), outputs, strict=True):
         buffer = torch.full(output.shape, FILL, dtype=output.dtype, device=output.device)
-        buffers[name] = _wide_rows(buffer) if wide else buffer
+        buffers[name] = wide_rows(buffer) if wide else buffer
     name = f"{sample.name} into wide rows" if wide else sample.name
     return Sample(name, sample.args, {**sample.kwargs, **buffers}, op)
 
@@ -566,7 +539,7 @@ def sample_inputs(op_name: str, device: torch.device | str = "cpu") -> list[Samp
         KeyError: there are no samples of that op.
     """
     name = functional(op_name)
-    samples = [Sample(*case, overload(name)) for case in _SAMPLES[name](_Maker(device))]
+    samples = [Sample(*case, overload(name)) for case in _SAMPLES[name](Maker(device))]
     if name == op_name:
         return samples
     op = overload(op_name)

@@ -1,36 +1,39 @@
-"""Token-level sparse MLA on SM90: which Gluon kernel takes a call, and why one is refused.
+"""Token-level sparse MLA on SM90: paged `fp8_ds_mla`, `fp8_ds_mla_v4` and `bf16` caches, and flat bfloat16 keys.
 
-`few_heads` puts up to 32 heads beside the keys of a token on the tensor cores' small tiles; `many_heads` gives each
-block of 64 heads a program of its own. Both read `fp8_ds_mla`.
+A cluster of CTAs takes a query token and a tile of its heads, each CTA a share of the keys; what they found is merged
+in their shared memory. So there is one kernel, no workspace and no need of a schedule: a row's cluster finds its share
+from the lengths themselves. Results are the same in every run.
+
+Precision of the quantised formats (`sparse_attention.cu`). Keys, values and weights are float16, RoPE parts bfloat16,
+sums float32. A query is float16 times a power of two of its head, exact down to 2^-39 of the head's largest magnitude.
+A key is e4m3 times its scale as float16: exact for powers of two in [2^-13, 2^7), within 2^-11 of the exact product for
+other scales there. Keys with a scale outside of that range go, 64 at a time, over the CUDA cores in float32, which
+holds any positive scale and takes a hundred times as long. An infinite or NaN query spoils its head alone.
+
+Keys of `fp8_ds_mla_v4` are all float16, times 2^8: its e4m3 exact for scales from 2^-22, the writer's smallest, to
+2^-1, its RoPE part exact from 2^-25 and, below that, within 2^-33. RoPE of 2^8 or more and other scales go over the
+CUDA cores.
+
+Bfloat16 keys (`sparse_attention_bf16.cu`) and queries are operands as they are; weights are bfloat16.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from ...dispatch import Call, Lowering
-
-FEW_HEADS = 32
-
-
-@functools.cache
-def gluon_reason() -> str | None:
-    """Why the installed Triton cannot compile these kernels, or None."""
-    try:
-        from . import few_heads, many_heads  # noqa: F401
-    except ImportError as error:
-        return f"the installed Triton has not the Gluon that these kernels are written in ({error}); 3.6 has"
-    return None
+from ...formats import geometry
+from .launch import KERNELS, KEYS, NO_CACHE, Rows, Shape, cache_params, compile_reason, launch
 
 
-def paged_reason(call: Call) -> str | None:
-    if call.cache_format != "fp8_ds_mla":
-        return f"the Gluon kernels read fp8_ds_mla, this cache is {call.cache_format}"
-    if call.dtype != torch.bfloat16:
-        return f"the Gluon kernels take bfloat16 queries, these are {call.dtype}"
-    return gluon_reason()
+def _rows(kv_cache: torch.Tensor, cache_format: str, name: str) -> tuple[Rows, int]:
+    """A paged cache, and the width of its keys."""
+    if kv_cache.data_ptr() % 16:
+        raise ValueError(
+            f"paged_sparse_attention: {name} must begin at a multiple of 16 bytes, got address {kv_cache.data_ptr()}"
+        )
+    num_blocks, block_size, block_stride, head_dim = geometry(kv_cache, cache_format)
+    return Rows(kv_cache, num_blocks, block_size, block_stride), head_dim
 
 
 def paged_sparse_attention(
@@ -44,24 +47,129 @@ def paged_sparse_attention(
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
+    tile_scheduler_metadata: torch.Tensor | None = None,
+    deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
+    shape: Shape | None = None,
 ) -> None:
-    from . import few_heads, many_heads
-
-    kernel = few_heads if q.shape[1] <= FEW_HEADS else many_heads
-    kernel.run(
+    if q.shape[0] == 0 or q.shape[1] == 0:
+        return
+    rows, head_dim = _rows(kv_cache, cache_format, "kv_cache")
+    launch(
+        KERNELS[cache_format, head_dim],
         q,
-        kv_cache,
-        indices,
+        cache_params(rows, indices, topk_length, block_table),
+        NO_CACHE,
+        indices.shape[1],
         softmax_scale,
-        topk_length=topk_length,
         attn_sink=attn_sink,
-        block_table=block_table,
         req_id_per_token=req_id_per_token,
+        deterministic=deterministic,
         out=out,
         lse=lse,
+        shape=shape,
     )
 
 
-LOWERINGS = {"paged_sparse_attention": Lowering(paged_sparse_attention, paged_reason)}
+def paged_sparse_attention_extra(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    extra_kv_cache: torch.Tensor,
+    extra_indices: torch.Tensor,
+    extra_cache_format: str,
+    *,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    extra_block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+    tile_scheduler_metadata: torch.Tensor | None = None,
+    deterministic: bool = False,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    shape: Shape | None = None,
+) -> None:
+    """A turn has keys of one cache only, so each has its own last, partial turn."""
+    if q.shape[0] == 0 or q.shape[1] == 0:
+        return
+    rows, head_dim = _rows(kv_cache, cache_format, "kv_cache")
+    extra_rows, _ = _rows(extra_kv_cache, extra_cache_format, "extra_kv_cache")
+    launch(
+        KERNELS[cache_format, head_dim],
+        q,
+        cache_params(rows, indices, topk_length, block_table),
+        cache_params(extra_rows, extra_indices, extra_topk_length, extra_block_table),
+        -(-indices.shape[1] // KEYS) * KEYS + extra_indices.shape[1],
+        softmax_scale,
+        attn_sink=attn_sink,
+        req_id_per_token=req_id_per_token,
+        deterministic=deterministic,
+        out=out,
+        lse=lse,
+        shape=shape,
+    )
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    softmax_scale: float,
+    *,
+    topk_length: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    deterministic: bool = False,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    shape: Shape | None = None,
+) -> None:
+    """Flat keys are a cache with blocks of one token."""
+    if q.shape[0] == 0 or q.shape[1] == 0:
+        return
+    if kv.stride(0) % 8 or kv.data_ptr() % 16:
+        kv = kv.contiguous()  # keys are copied 16 bytes at a time
+    launch(
+        KERNELS["bf16", kv.shape[1]],
+        q,
+        cache_params(Rows(kv, kv.shape[0], 1, kv.stride(0) * 2), indices, topk_length, None),
+        NO_CACHE,
+        indices.shape[1],
+        softmax_scale,
+        attn_sink=attn_sink,
+        req_id_per_token=None,
+        deterministic=deterministic,
+        out=out,
+        lse=lse,
+        shape=shape,
+    )
+
+
+def paged_reason(call: Call) -> str | None:
+    keys = KERNELS.get((call.cache_format, call.head_dim))
+    if keys is None:
+        formats = ", ".join(sorted({name for name, _ in KERNELS}))
+        return f"the Hopper kernels read {formats}, this cache is {call.cache_format} of width {call.head_dim}"
+    if call.extra_cache_format not in ("", call.cache_format):
+        return (
+            f"the Hopper kernels read two caches of one format, these are {call.cache_format} and "
+            f"{call.extra_cache_format}"
+        )
+    if call.dtype != torch.bfloat16:
+        return f"the Hopper kernels take bfloat16 queries, these are {call.dtype}"
+    return compile_reason(keys)
+
+
+def flat_reason(call: Call) -> str | None:
+    return paged_reason(call._replace(cache_format="bf16"))
+
+
+LOWERINGS = {
+    "paged_sparse_attention": Lowering(paged_sparse_attention, paged_reason, deterministic=True),
+    "paged_sparse_attention.extra": Lowering(paged_sparse_attention_extra, paged_reason, deterministic=True),
+    "sparse_attention": Lowering(sparse_attention, flat_reason, deterministic=True),
+}

@@ -32,4 +32,27 @@ def merge_attention_states(
     lse.copy_(torch.where(total == 0, -torch.inf, pivot + safe.log()))
 
 
-LOWERINGS = {"merge_attention_states": Lowering(merge_attention_states)}
+def merge_attention_states_stacked(
+    outs: torch.Tensor, lses: torch.Tensor, *, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    if outs.shape[0] == 0:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return
+    lses = torch.where(lses == torch.inf, -torch.inf, lses)
+    top = lses.amax(0)
+    pivot = torch.where(top == -torch.inf, 0.0, top)
+    weights = (lses - pivot).exp()
+    total = weights.sum(0)
+    safe = torch.where(total == 0, 1.0, total)
+    merged = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for part, weight in zip(outs, weights, strict=True):
+        merged += torch.where((weight == 0).unsqueeze(-1), 0.0, part.float() * (weight / safe).unsqueeze(-1))
+    out.copy_(merged)
+    lse.copy_(torch.where(total == 0, -torch.inf, pivot + safe.log()))
+
+
+LOWERINGS = {
+    "merge_attention_states": Lowering(merge_attention_states),
+    "merge_attention_states.stacked": Lowering(merge_attention_states_stacked),
+}

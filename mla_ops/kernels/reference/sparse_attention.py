@@ -24,10 +24,12 @@ def attend(
     attn_sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    deterministic: bool = False,
 ) -> None:
     """Softmax over the valid slots of each row. `read` turns int64 slots into float32 keys."""
     num_tokens, _, head_dim = q.shape
-    step = max(1, MAX_GATHERED_BYTES // max(1, slots.shape[1] * head_dim * 4))
+    # a row alone is the same product wherever it stands; how a batch of them is computed is the library's choice
+    step = 1 if deterministic else max(1, MAX_GATHERED_BYTES // max(1, slots.shape[1] * head_dim * 4))
     for start in range(0, num_tokens, step):
         rows = slice(start, min(start + step, num_tokens))
         live = valid[rows]
@@ -79,13 +81,17 @@ def paged_sparse_attention(
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
+    tile_scheduler_metadata: torch.Tensor | None = None,
+    deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
     slots, valid = _paged_slots(kv_cache, indices, cache_format, topk_length, block_table, req_id_per_token)
-    attend(
-        q, lambda chosen: read_slots(kv_cache, chosen, cache_format), slots, valid, softmax_scale, attn_sink, out, lse
-    )
+
+    def read(chosen: torch.Tensor) -> torch.Tensor:
+        return read_slots(kv_cache, chosen, cache_format)
+
+    attend(q, read, slots, valid, softmax_scale, attn_sink, out, lse, deterministic)
 
 
 def paged_sparse_attention_extra(
@@ -104,6 +110,8 @@ def paged_sparse_attention_extra(
     block_table: torch.Tensor | None = None,
     extra_block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
+    tile_scheduler_metadata: torch.Tensor | None = None,
+    deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -123,7 +131,7 @@ def paged_sparse_attention_extra(
         return keys
 
     slots, valid = torch.cat((slots, extra_slots + num_slots), dim=1), torch.cat((valid, extra_valid), dim=1)
-    attend(q, read, slots, valid, softmax_scale, attn_sink, out, lse)
+    attend(q, read, slots, valid, softmax_scale, attn_sink, out, lse, deterministic)
 
 
 def sparse_attention(
@@ -134,16 +142,17 @@ def sparse_attention(
     *,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
+    deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
     slots = indices.long()
     valid = (slots >= 0) & (slots < kv.shape[0]) & _within_length(indices, topk_length)
-    attend(q, lambda chosen: kv[chosen].float(), slots, valid, softmax_scale, attn_sink, out, lse)
+    attend(q, lambda chosen: kv[chosen].float(), slots, valid, softmax_scale, attn_sink, out, lse, deterministic)
 
 
 LOWERINGS = {
-    "paged_sparse_attention": Lowering(paged_sparse_attention),
-    "paged_sparse_attention.extra": Lowering(paged_sparse_attention_extra),
-    "sparse_attention": Lowering(sparse_attention),
+    "paged_sparse_attention": Lowering(paged_sparse_attention, deterministic=True),
+    "paged_sparse_attention.extra": Lowering(paged_sparse_attention_extra, deterministic=True),
+    "sparse_attention": Lowering(sparse_attention, deterministic=True),
 }

@@ -1,5 +1,7 @@
 """The compressor of DeepSeek-V4 in Triton. States are the reference's to the bit; entries are sums in another order."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,9 +12,21 @@ from .bfloat16 import narrow, widen
 from .common import sized_jit
 from .e4m3 import encode, power_of_two_exponent
 
-# States that a program holds at once: 8 of 512 channels are 32 keys and 32 scores a thread of 4 warps, and all that a
-# group of ratio 4 pools, in one round of loads.
-STATES = 8
+
+class Tile(NamedTuple):
+    """States that a program holds at once, and its warps."""
+
+    states: int
+    num_warps: int
+
+
+def tile(window: int) -> Tile:
+    """8 states are all that a group of ratio 4 pools, in one round of loads.
+
+    128 states are 260 KB of keys and as many of scores for one program: they take the loads of many warps, and few
+    rounds, since a round cannot start before the one before it has arrived.
+    """
+    return Tile(8, 4) if window <= 8 else Tile(16, 16)
 
 
 @triton.jit
@@ -66,6 +80,42 @@ def _store_planar(entry, start, offset, block_size, HEAD_DIM: tl.constexpr):
     tl.store(rope, narrow(value, tl.bfloat16), mask=(group == 7)[:, None])
     scales = start + (block_size * 576).to(tl.int64) + offset * 8
     tl.store(scales + group, tl.where(group < 7, exponent + 127, 0).to(tl.uint8))
+
+
+@triton.jit
+def _find_states(
+    start,
+    row,
+    request,
+    newest,
+    state_block_table,
+    req_id_per_token,
+    positions,
+    max_blocks,
+    num_state_blocks,
+    state_block_size,
+    stride_state_4,
+    stride_table,
+    WINDOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STATES: tl.constexpr,
+):
+    """Where STATES states of a window are: rows of this step, and if they are; cache offsets, and if they are."""
+    back = WINDOW - 1 - start - tl.arange(0, STATES)
+    source = newest - back
+    near = row - back
+    wanted = (back >= 0) & (source >= 0)
+    here = wanted & (near >= 0)
+    here &= tl.load(req_id_per_token + near, mask=here, other=-1) == request
+    here &= tl.load(positions + near, mask=here, other=-1) == source
+    stored = wanted & (here == 0)
+    # in 32 bits: a division in 64 for each state would take longer than its loads
+    page = source // state_block_size
+    entry = state_block_table + request * stride_table + page % max_blocks
+    block = tl.load(entry, mask=stored, other=-1).to(tl.int64)
+    stored &= (block >= 0) & (block < num_state_blocks)
+    offset = (source - page * state_block_size).to(tl.int64)
+    return near, here, block * (stride_state_4 * 4) + offset * (2 * WIDTH), stored
 
 
 @sized_jit(any_alignment=("req_id_per_token", "positions", "slot_mapping", "state_block_table"))
@@ -143,25 +193,31 @@ def _compress_kernel(
         completes = ((position + 1) % RATIO == 0) & (slot >= 0) & (slot < num_slots) & (angle < max_positions)
         if completes:
             WINDOW: tl.constexpr = RATIO * (WIDTH // HEAD_DIM)
+            newest = position.to(tl.int32)
             dim = tl.arange(0, HEAD_DIM)
             largest = tl.full((HEAD_DIM,), float("-inf"), tl.float32)
             total = tl.zeros((HEAD_DIM,), tl.float32)
             pooled = tl.zeros((HEAD_DIM,), tl.float32)
+            near, here, place, stored = _find_states(
+                0,
+                row,
+                request,
+                newest,
+                state_block_table,
+                req_id_per_token,
+                positions,
+                max_blocks,
+                num_state_blocks,
+                state_block_size,
+                stride_state_4,
+                stride_table,
+                WINDOW,
+                WIDTH,
+                STATES,
+            )
             for start in range(0, WINDOW, STATES):
-                state = start + tl.arange(0, STATES)
-                back = WINDOW - 1 - state
-                source = position - back
-                near = row - back
-                wanted = (state < WINDOW) & (source >= 0)
-                here = wanted & (near >= 0)
-                here &= tl.load(req_id_per_token + near, mask=here, other=-1) == request
-                here &= tl.load(positions + near, mask=here, other=-1) == source
-                stored = wanted & (here == 0)
-                column = source // state_block_size % max_blocks
-                block = tl.load(state_block_table + request * stride_table + column, mask=stored, other=-1).to(tl.int64)
-                stored &= (block >= 0) & (block < num_state_blocks)
-
                 # the older half of a group with overlap takes the first series of its tokens, the newer the second
+                state = start + tl.arange(0, STATES)
                 channel = (state // RATIO * HEAD_DIM)[:, None] + dim[None, :]
                 new = here[:, None]
                 old = stored[:, None]
@@ -170,10 +226,28 @@ def _compress_kernel(
                 new_score += tl.load(
                     position_bias + (state % RATIO * stride_bias)[:, None] + channel, mask=new, other=0.0
                 )
-                place = block * (stride_state_4 * 4) + source % state_block_size * (2 * WIDTH)
                 old_state = state_cache + place[:, None] + channel
                 key = tl.where(new, new_key, tl.load(old_state, mask=old, other=0.0))
                 weight = tl.where(new, new_score, tl.load(old_state + WIDTH, mask=old, other=float("-inf")))
+                if WINDOW > STATES:
+                    # the next round's loads of addresses, while this round's states are on their way
+                    near, here, place, stored = _find_states(
+                        start + STATES,
+                        row,
+                        request,
+                        newest,
+                        state_block_table,
+                        req_id_per_token,
+                        positions,
+                        max_blocks,
+                        num_state_blocks,
+                        state_block_size,
+                        stride_state_4,
+                        stride_table,
+                        WINDOW,
+                        WIDTH,
+                        STATES,
+                    )
 
                 higher = tl.maximum(largest, tl.max(weight, axis=0))
                 shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -289,7 +363,9 @@ def compress_and_cache(
     ratio, head_dim = position_bias.shape[0], norm_weight.shape[0]
     num_state_blocks, state_block_size, _ = state_cache.shape
     num_blocks, block_size, block_stride, _ = geometry(kv_cache, cache_format)
-    together = fits_in_one_launch(num_tokens, ratio * (width // head_dim), max_blocks * state_block_size)
+    window = ratio * (width // head_dim)
+    together = fits_in_one_launch(num_tokens, window, max_blocks * state_block_size)
+    states, num_warps = tile(window)
     _compress_kernel[(num_tokens,)](
         kv,
         score,
@@ -322,9 +398,9 @@ def compress_and_cache(
         HEAD_DIM=head_dim,
         ROPE=cos_sin.shape[1],
         PLANAR=get_format(cache_format).planar,
-        STATES=STATES,
+        STATES=states,
         STORE=together,
-        num_warps=4,
+        num_warps=num_warps,
     )
     if not together:
         _store_state_kernel[(num_tokens,)](

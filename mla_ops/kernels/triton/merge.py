@@ -1,4 +1,4 @@
-"""Exact softmax merge of two partial results in Triton."""
+"""Exact softmax merge of partial results in Triton."""
 
 import torch
 import triton.language as tl
@@ -7,7 +7,22 @@ from ...dispatch import Lowering
 from .bfloat16 import narrow, widen
 from .common import cdiv, sized_jit
 
-MERGE_ROWS = 4
+# values of one side that a program of 128 threads holds: two loads of 16 bytes a thread in bfloat16
+MERGE_VALUES = 2048
+MERGE_STAGES = 3
+
+
+def merge_tile(head_dim_v: int) -> tuple[int, int]:
+    """Rows and columns of a program."""
+    block_d = 512 if head_dim_v > 256 else 256 if head_dim_v > 128 else 128
+    return MERGE_VALUES // block_d, block_d
+
+
+def stride_unit(*tensors: torch.Tensor) -> int:
+    """What strides and the width are counted in: 16 bytes where those of all tensors allow it, for wide loads."""
+    unit = 16 // tensors[0].element_size()
+    sizes = [size for tensor in tensors for size in (*tensor.stride()[:-1], tensor.shape[-1])]
+    return unit if all(size % unit == 0 for size in sizes) else 1
 
 
 @sized_jit(any_alignment=("lse_a", "lse_b", "lse"))
@@ -32,18 +47,28 @@ def _merge_kernel(
     stride_token: tl.int64,
     stride_head: tl.int64,
     stride_lse_token: tl.int64,
+    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Merges ROWS (token, head) rows.
 
-    Grid: (blocks of ROWS rows, pieces of BLOCK_D values). A side with weight 0 is not even read, as it may hold
-    anything; +inf as lse marks an empty row in some kernels and counts as -inf.
+    Grid: (blocks of ROWS rows, pieces of BLOCK_D values). Values are loaded beside their weights, not after them. A
+    side with weight 0 may hold anything, so it is replaced before it is multiplied; +inf as lse marks an empty row in
+    some kernels and counts as -inf.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     within = row < num_rows
-    token = row // num_heads
-    head = row % num_heads
+    # 32 bits divide in a third of the instructions of 64, and no GPU holds 2**31 rows
+    token = (row // num_heads).to(tl.int64)
+    head = (row % num_heads).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = within[:, None] & (column < head_dim_v * UNIT)[None, :]
+    place_a = (token * (stride_a_token * UNIT) + head * (stride_a_head * UNIT))[:, None] + column[None, :]
+    place_b = (token * (stride_b_token * UNIT) + head * (stride_b_head * UNIT))[:, None] + column[None, :]
+    value_a = tl.load(out_a + place_a, mask=inside, other=0.0)
+    value_b = tl.load(out_b + place_b, mask=inside, other=0.0)
+
     empty = float("-inf")
     a = tl.load(lse_a + token * stride_lse_a_token + head * stride_lse_a_head, mask=within, other=empty)
     b = tl.load(lse_b + token * stride_lse_b_token + head * stride_lse_b_head, mask=within, other=empty)
@@ -55,16 +80,71 @@ def _merge_kernel(
     weight_b = tl.exp(b - pivot)
     total = weight_a + weight_b
     safe = tl.where(total == 0, 1.0, total)
+    value_a = tl.where((weight_a != 0)[:, None], widen(value_a), 0.0)
+    value_b = tl.where((weight_b != 0)[:, None], widen(value_b), 0.0)
+    merged = value_a * (weight_a / safe)[:, None] + value_b * (weight_b / safe)[:, None]
+    place = (token * (stride_token * UNIT) + head * (stride_head * UNIT))[:, None] + column[None, :]
+    tl.store(out + place, narrow(merged, out.dtype.element_ty), mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(lse + token * stride_lse_token + head, tl.where(total == 0, empty, pivot + tl.log(safe)), mask=within)
+
+
+@sized_jit(any_alignment=("lses", "lse"))
+def _merge_stacked_kernel(
+    outs,
+    lses,
+    out,
+    lse,
+    num_parts: tl.int32,
+    num_rows: tl.int64,
+    num_heads: tl.int32,
+    head_dim_v: tl.int32,
+    stride_part: tl.int64,
+    stride_part_token: tl.int64,
+    stride_part_head: tl.int64,
+    stride_lse_part: tl.int64,
+    stride_lse_part_token: tl.int64,
+    stride_lse_part_head: tl.int64,
+    stride_token: tl.int64,
+    stride_head: tl.int64,
+    stride_lse_token: tl.int64,
+    UNIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Merges ROWS (token, head) rows of any number of parts, in their order.
+
+    Grid: (blocks of ROWS rows, pieces of BLOCK_D values). One pass over the parts' lse for their maximum, one over lse
+    and values, whose loads are some parts ahead. What marks an empty row is as in `_merge_kernel`.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    within = row < num_rows
+    token = (row // num_heads).to(tl.int64)
+    head = (row % num_heads).to(tl.int64)
+    empty = float("-inf")
+    lse_row = lses + token * stride_lse_part_token + head * stride_lse_part_head
+    top = tl.full((ROWS,), empty, tl.float32)
+    for part in range(num_parts):
+        value = tl.load(lse_row + part * stride_lse_part, mask=within, other=empty)
+        top = tl.maximum(top, tl.where(value == float("inf"), empty, value))
+    pivot = tl.where(top == empty, 0.0, top)
 
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = within[:, None] & (column < head_dim_v)[None, :]
-    place_a = (token * stride_a_token + head * stride_a_head)[:, None] + column[None, :]
-    place_b = (token * stride_b_token + head * stride_b_head)[:, None] + column[None, :]
-    value_a = widen(tl.load(out_a + place_a, mask=inside & (weight_a != 0)[:, None], other=0.0))
-    value_b = widen(tl.load(out_b + place_b, mask=inside & (weight_b != 0)[:, None], other=0.0))
-    merged = value_a * (weight_a / safe)[:, None] + value_b * (weight_b / safe)[:, None]
-    place = (token * stride_token + head * stride_head)[:, None] + column[None, :]
-    tl.store(out + place, narrow(merged, out.dtype.element_ty), mask=inside)
+    inside = within[:, None] & (column < head_dim_v * UNIT)[None, :]
+    row_place = token * (stride_part_token * UNIT) + head * (stride_part_head * UNIT)
+    first = outs + row_place[:, None] + column[None, :]
+    total = tl.zeros((ROWS,), tl.float32)
+    merged = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for part in tl.range(0, num_parts, num_stages=STAGES):
+        value = tl.load(first + part * (stride_part * UNIT), mask=inside, other=0.0)
+        log = tl.load(lse_row + part * stride_lse_part, mask=within, other=empty)
+        weight = tl.exp(tl.where(log == float("inf"), empty, log) - pivot)
+        total += weight
+        merged += weight[:, None] * tl.where((weight != 0)[:, None], widen(value), 0.0)
+    safe = tl.where(total == 0, 1.0, total)
+    place = (token * (stride_token * UNIT) + head * (stride_head * UNIT))[:, None] + column[None, :]
+    tl.store(out + place, narrow(merged / safe[:, None], out.dtype.element_ty), mask=inside)
     if tl.program_id(1) == 0:
         tl.store(lse + token * stride_lse_token + head, tl.where(total == 0, empty, pivot + tl.log(safe)), mask=within)
 
@@ -82,8 +162,9 @@ def merge_attention_states(
     num_rows = num_tokens * num_heads
     if num_rows == 0:
         return
-    block_d = 512 if head_dim_v > 256 else 128
-    _merge_kernel[(cdiv(num_rows, MERGE_ROWS), max(1, cdiv(head_dim_v, block_d)))](
+    rows, block_d = merge_tile(head_dim_v)
+    unit = stride_unit(out_a, out_b, out)
+    _merge_kernel[(cdiv(num_rows, rows), max(1, cdiv(head_dim_v, block_d)))](
         out_a,
         lse_a,
         out_b,
@@ -92,22 +173,61 @@ def merge_attention_states(
         lse,
         num_rows,
         num_heads,
-        head_dim_v,
-        out_a.stride(0),
-        out_a.stride(1),
+        head_dim_v // unit,
+        out_a.stride(0) // unit,
+        out_a.stride(1) // unit,
         lse_a.stride(0),
         lse_a.stride(1),
-        out_b.stride(0),
-        out_b.stride(1),
+        out_b.stride(0) // unit,
+        out_b.stride(1) // unit,
         lse_b.stride(0),
         lse_b.stride(1),
-        out.stride(0),
-        out.stride(1),
+        out.stride(0) // unit,
+        out.stride(1) // unit,
         lse.stride(0),
-        ROWS=MERGE_ROWS,
+        UNIT=unit,
+        ROWS=rows,
         BLOCK_D=block_d,
         num_warps=4,
     )
 
 
-LOWERINGS = {"merge_attention_states": Lowering(merge_attention_states)}
+def merge_attention_states_stacked(
+    outs: torch.Tensor, lses: torch.Tensor, *, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    num_parts, num_tokens, num_heads, head_dim_v = outs.shape
+    num_rows = num_tokens * num_heads
+    if num_rows == 0:
+        return
+    rows, block_d = merge_tile(head_dim_v)
+    unit = stride_unit(outs, out)
+    _merge_stacked_kernel[(cdiv(num_rows, rows), max(1, cdiv(head_dim_v, block_d)))](
+        outs,
+        lses,
+        out,
+        lse,
+        num_parts,
+        num_rows,
+        num_heads,
+        head_dim_v // unit,
+        outs.stride(0) // unit,
+        outs.stride(1) // unit,
+        outs.stride(2) // unit,
+        lses.stride(0),
+        lses.stride(1),
+        lses.stride(2),
+        out.stride(0) // unit,
+        out.stride(1) // unit,
+        lse.stride(0),
+        UNIT=unit,
+        STAGES=MERGE_STAGES,
+        ROWS=rows,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+
+
+LOWERINGS = {
+    "merge_attention_states": Lowering(merge_attention_states),
+    "merge_attention_states.stacked": Lowering(merge_attention_states_stacked),
+}

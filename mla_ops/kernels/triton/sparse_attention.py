@@ -16,6 +16,7 @@ LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
 # fewer keys than this do not pay for a split: its fixed cost (Q, partial result, merge) is that of about as many
 MIN_SPLIT_KEYS = 64
+DETERMINISTIC_SPLIT_KEYS = 512
 
 
 class Tile(NamedTuple):
@@ -51,11 +52,14 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
     return Tile(64, 16 if small else 64, 8, 1, decode_method)
 
 
-def num_splits(num_tokens: int, num_head_blocks: int, topk: int, sms: int) -> int:
+def num_splits(num_tokens: int, num_head_blocks: int, topk: int, sms: int, deterministic: bool = False) -> int:
     """Programs that share one row's keys: as many as leave no SM idle, none with fewer than MIN_SPLIT_KEYS keys.
 
-    From shapes alone, so that a captured launch fits every replay.
+    From shapes alone, so that a captured launch fits every replay; from topk alone where a row must not notice its
+    batch.
     """
+    if deterministic:
+        return max(1, min(cdiv(topk, DETERMINISTIC_SPLIT_KEYS), MAX_SPLITS))
     programs = num_tokens * num_head_blocks
     if programs == 0 or programs >= sms:
         return 1
@@ -324,6 +328,7 @@ def _attend(
     attn_sink: torch.Tensor | None,
     block_table: torch.Tensor | None,
     req_id_per_token: torch.Tensor | None,
+    deterministic: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -333,7 +338,7 @@ def _attend(
         return
     chosen = tile(capability(q.device), num_heads, mode)
     head_blocks = cdiv(num_heads, chosen.block_h)
-    splits = num_splits(num_tokens, head_blocks, topk, num_sms(q.device))
+    splits = num_splits(num_tokens, head_blocks, topk, num_sms(q.device), deterministic)
     num_requests, max_blocks = block_table.shape if block_table is not None else (0, 0)
     q_unit = query_unit(q)
     part_out, part_lse = allocate_parts(out, lse, splits)
@@ -393,6 +398,8 @@ def paged_sparse_attention(
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
+    tile_scheduler_metadata: torch.Tensor | None = None,
+    deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -407,6 +414,7 @@ def paged_sparse_attention(
         attn_sink,
         block_table,
         req_id_per_token,
+        deterministic,
         out,
         lse,
     )
@@ -428,6 +436,8 @@ def paged_sparse_attention_extra(
     block_table: torch.Tensor | None = None,
     extra_block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
+    tile_scheduler_metadata: torch.Tensor | None = None,
+    deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -439,7 +449,7 @@ def paged_sparse_attention_extra(
     keys, extra_keys = cache_keys(kv_cache, cache_format), cache_keys(extra_kv_cache, extra_cache_format)
     chosen = two_cache_tile(capability(q.device), num_heads, (mode, extra_mode))
     head_blocks = cdiv(num_heads, chosen.block_h)
-    splits = num_splits(num_tokens, head_blocks, topk + extra_topk, num_sms(q.device))
+    splits = num_splits(num_tokens, head_blocks, topk + extra_topk, num_sms(q.device), deterministic)
     num_requests, max_blocks = block_table.shape if block_table is not None else (0, 0)
     extra_num_requests, extra_max_blocks = extra_block_table.shape if extra_block_table is not None else (0, 0)
     q_unit = query_unit(q)
@@ -512,6 +522,7 @@ def sparse_attention(
     *,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
+    deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -522,11 +533,11 @@ def sparse_attention(
     # each row is a block of its own
     keys = Keys(num_kv, 1, head_dim, unit, kv.stride(0) // unit)
     mode = operand_mode(q.dtype, "")
-    _attend(q, kv, indices, softmax_scale, mode, keys, topk_length, attn_sink, None, None, out, lse)
+    _attend(q, kv, indices, softmax_scale, mode, keys, topk_length, attn_sink, None, None, deterministic, out, lse)
 
 
 LOWERINGS = {
-    "paged_sparse_attention": Lowering(paged_sparse_attention),
-    "paged_sparse_attention.extra": Lowering(paged_sparse_attention_extra),
-    "sparse_attention": Lowering(sparse_attention),
+    "paged_sparse_attention": Lowering(paged_sparse_attention, deterministic=True),
+    "paged_sparse_attention.extra": Lowering(paged_sparse_attention_extra, deterministic=True),
+    "sparse_attention": Lowering(sparse_attention, deterministic=True),
 }

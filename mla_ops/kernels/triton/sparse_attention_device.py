@@ -191,8 +191,11 @@ def attend_keys(
     BLOCK_N: tl.constexpr,
     DECODE: tl.constexpr,
     UPCAST: tl.constexpr,
+    WHOLE: tl.constexpr = False,
 ):
     """Online softmax over the keys that entries `begin` to `end` of `index_row` name, in tiles of BLOCK_N.
+
+    No `index_row`: over the keys `begin` to `end` themselves, of which a tile lies in one block if they are WHOLE.
 
     A tile of keys is read once, in four groups of 128 dims and the RoPE dims behind 512, and each group serves both
     QK and PV: four dots [BLOCK_H, 128] x [128, BLOCK_N] into the scores, four dots [BLOCK_H, BLOCK_N] x
@@ -211,15 +214,28 @@ def attend_keys(
     EXACT: tl.constexpr = MODE == "exact" or MODE == "fp8_exact" or MODE == "fp8_v4_exact"
     for start in range(begin, end, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)
-        index = tl.load(index_row + column, mask=column < end, other=-1)
-        valid = index >= 0
-        block = index // block_size
-        if table is not None:
-            valid &= known & (block < max_blocks)
-            block = tl.load(table + block, mask=valid, other=-1)
-            valid &= block >= 0
-        valid &= block < num_blocks
-        key = kv + block.to(tl.int64) * (stride_block * KV_UNIT) + (index % block_size).to(tl.int64) * ROW_WIDTH
+        if WHOLE:
+            # one division and one entry of the table for all keys of a tile
+            index = column
+            number = start // block_size
+            block = tl.load(table + number, mask=known & (number < max_blocks), other=-1)
+            valid = (column < end) & (block >= 0) & (block < num_blocks)
+            offset = (start - number * block_size).to(tl.int64)
+            key = kv + block.to(tl.int64) * (stride_block * KV_UNIT) + offset * ROW_WIDTH
+            key += tl.arange(0, BLOCK_N) * ROW_WIDTH
+        else:
+            if index_row is not None:
+                index = tl.load(index_row + column, mask=column < end, other=-1)
+            else:
+                index = tl.where(column < end, column, -1)
+            valid = index >= 0
+            block = index // block_size
+            if table is not None:
+                valid &= known & (block < max_blocks)
+                block = tl.load(table + block, mask=valid, other=-1)
+                valid &= block >= 0
+            valid &= block < num_blocks
+            key = kv + block.to(tl.int64) * (stride_block * KV_UNIT) + (index % block_size).to(tl.int64) * ROW_WIDTH
         scales = _load_packed_scales(kv, key, block, index, block_size, valid, stride_block * KV_UNIT, MODE)
         zeros = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
         if EXACT:

@@ -1,0 +1,191 @@
+"""What the benchmarks of attention share: random choices of keys, the float64 check, what a call has to move."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from benchmarks import common
+from mla_ops import SparseSchedule, formats
+
+BLOCK_SIZE = 64
+CHECKED_TOKENS = 8  # rows that are compared with the reference, spread over the batch
+CACHE_BYTES = 2**30  # of a decode's cache on a GPU, at least: many times what any cache or TLB holds
+
+
+def random_selection(num_tokens: int, topk: int, context: int, generator: torch.Generator) -> torch.Tensor:
+    """`[num_tokens, topk]` different indices in [0, context) in random order."""
+    rows = [
+        torch.rand(min(512, num_tokens - start), context, device=generator.device, generator=generator)
+        .topk(topk)
+        .indices
+        for start in range(0, num_tokens, 512)
+    ]
+    return torch.cat(rows).to(torch.int32)
+
+
+def random_block_table(
+    num_requests: int, blocks_per_request: int, num_blocks: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Blocks of each request, none of them twice, anywhere in a cache of `num_blocks`."""
+    blocks = torch.randperm(num_blocks, device=generator.device, generator=generator)
+    return blocks[: num_requests * blocks_per_request].to(torch.int32).view(num_requests, blocks_per_request)
+
+
+def to_slots(local: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    """Slots of indices into each token's own request; token i is request i."""
+    blocks = block_table.gather(1, (local // BLOCK_SIZE).long())
+    return blocks * BLOCK_SIZE + local % BLOCK_SIZE
+
+
+def cache_blocks(needed: int, block_bytes: int, on_gpu: bool) -> int:
+    """Blocks of a cache that holds `needed` ones, and is large enough for a figure."""
+    return max(needed, -(-CACHE_BYTES // block_bytes)) if on_gpu else needed
+
+
+def check_attention(
+    q: torch.Tensor,
+    keys_of: Callable[[int], torch.Tensor],
+    softmax_scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    attn_sink: torch.Tensor | None = None,
+) -> list[common.Check]:
+    """Compares some rows with attention in float64.
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]`.
+        keys_of: the keys that a token attends to, `[n, head_dim]` float64.
+        softmax_scale: factor of the scores.
+        out, lse: what the kernel wrote.
+        attn_sink: `[num_heads]`, or None.
+    """
+    num_tokens = q.shape[0]
+    chosen = sorted({i * (num_tokens - 1) // max(1, CHECKED_TOKENS - 1) for i in range(CHECKED_TOKENS)})
+    worst: dict[str, common.Check] = {}
+    for token in chosen:
+        keys = keys_of(token)
+        scores = q[token].double() @ keys.T * softmax_scale
+        expected_lse = torch.logsumexp(scores, dim=-1)
+        weights = (scores - expected_lse.unsqueeze(-1)).exp()
+        if attn_sink is not None:
+            weights = weights * torch.sigmoid(expected_lse - attn_sink.double()).unsqueeze(-1)
+        values = keys[:, : formats.LATENT_DIM]
+        expected = weights @ values
+        # Unit roundoff of 8 significant bits. Rounding the query and the keys moves a score, rounding a probability
+        # its share of the output; random signs make such sums grow as their root mean square, and four of those is
+        # the bound. The output itself is rounded once. float32 sums add next to nothing.
+        unit = 2.0**-8
+        moved_score = float((q[token].double().square() @ keys.square().T).sqrt().max()) * unit * softmax_scale
+        moved_output = float((weights.square() @ values.square()).sqrt().max()) * (unit**2 + moved_score**2) ** 0.5
+        out_bound = unit * float(expected.abs().max()) + 4 * moved_output
+        checks = (
+            common.Check("out", common.max_error(out[token], expected), out_bound),
+            common.Check("lse", common.max_error(lse[token], expected_lse), 4 * moved_score),
+        )
+        for check in checks:
+            if check.name not in worst or check.severity > worst[check.name].severity:
+                worst[check.name] = check
+    return list(worst.values())
+
+
+def attention_flops(num_tokens: int, num_heads: int, num_keys: int, head_dim: int) -> int:
+    return 2 * num_tokens * num_heads * num_keys * (head_dim + formats.LATENT_DIM)
+
+
+def attention_bytes(num_tokens: int, num_heads: int, num_keys: int, head_dim: int, row_bytes: int) -> int:
+    queries_and_outputs = num_tokens * num_heads * (2 * head_dim + 2 * formats.LATENT_DIM + 4)
+    return num_tokens * num_keys * (row_bytes + 4) + queries_and_outputs
+
+
+def make_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_heads, _ = q.shape
+    out = torch.empty(num_tokens, num_heads, formats.LATENT_DIM, dtype=q.dtype, device=q.device)
+    return out, torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
+
+
+class Attend(Protocol):
+    """One call of ours for an input set, into these outputs, split by this schedule if there is one."""
+
+    def __call__(
+        self,
+        number: int,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        tile_scheduler_metadata: torch.Tensor | None = None,
+        deterministic: bool = False,
+    ) -> None: ...
+
+
+VARIANTS = ("plan", "shapes", "deterministic")
+
+
+def add_schedule_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--variants",
+        type=common.names,
+        default=[],
+        help=f"of {','.join(VARIANTS)}: ours also with its schedule planned inside the call, without one, and "
+        "deterministic. Its other rows have a schedule that was planned before",
+    )
+
+
+def variants(
+    chosen: Sequence[str],
+    attend: Attend,
+    schedule: Callable[[bool], SparseSchedule],
+    lens: tuple[torch.Tensor, ...],
+    queries: Sequence[torch.Tensor],
+    compare: Callable[[torch.Tensor, torch.Tensor], list[common.Check]],
+) -> dict[str, common.Peer]:
+    """Other ways to call ours, under the lowering that dispatch chooses.
+
+    Args:
+        chosen: names in `VARIANTS`.
+        attend: the call.
+        schedule: allocates a schedule, deterministic or not.
+        lens: what a schedule is built from.
+        queries: of each input set.
+        compare: checks the outputs of the first.
+    """
+
+    def variant(name: str) -> common.Peer | None:
+        deterministic = name == "deterministic"
+        planned = schedule(deterministic)
+        planned.build(*lens)
+        outputs = [make_outputs(q) for q in queries]
+
+        def run(number: int) -> None:
+            if name == "plan":
+                planned.build(*lens)
+            metadata = None if name == "shapes" else planned.tile_scheduler_metadata
+            attend(number, *outputs[number], tile_scheduler_metadata=metadata, deterministic=deterministic)
+
+        try:
+            run(0)
+        except NotImplementedError as error:
+            print(f"{labels[name]}: not measured: {error}")
+            return None
+        return common.Peer(
+            [partial(run, number) for number in range(len(outputs))],
+            lambda: compare(*outputs[0]),
+            poison=lambda: poison(outputs[0]),
+            ours=True,
+        )
+
+    unknown = set(chosen) - set(VARIANTS)
+    if unknown:
+        raise ValueError(f"there is no variant {', '.join(sorted(unknown))}, only {', '.join(VARIANTS)}")
+    labels = {"plan": "ours, with plan", "shapes": "ours, no schedule", "deterministic": "ours, deterministic"}
+    made = {labels[name]: variant(name) for name in chosen}
+    return {label: peer for label, peer in made.items() if peer is not None}
+
+
+def poison(outputs: Sequence[torch.Tensor]) -> None:
+    for tensor in outputs:
+        tensor.fill_(torch.nan)

@@ -1,0 +1,260 @@
+"""Benchmarks of dense attention: varlen prefill, and decode over a paged cache.
+
+python -m mla_ops bench dense_attention --lowerings triton,torch_sdpa --peers
+
+Prefill rows are one causal request, head dims as DeepSeek-V3 expands them; FLOPs count the keys that each query sees.
+Decode rows have a request for each token, whose blocks lie anywhere in the cache; bytes count each key once. `--peers`
+adds torch's cuDNN attention, its plan built before, and its FlashAttention-2 with the values padded to the keys' width;
+and FlashMLA's dense decode, planned before the timing (as an engine plans once for all layers) and inside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks import attention, common
+from benchmarks.cache import fill_cache, read_keys
+from mla_ops import formats
+from mla_ops.kernels import flash_mla
+from mla_ops.meta.dense_attention import describe_paged, describe_prefill
+
+Set = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def check_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, out: torch.Tensor, lse: torch.Tensor
+) -> list[common.Check]:
+    """Compares some rows of one causal request with attention in float64; the bound is `check_attention`'s."""
+    num_tokens, unit = q.shape[0], 2.0**-8
+    worst: dict[str, common.Check] = {}
+    for token in sorted({i * (num_tokens - 1) // 7 for i in range(8)}):
+        query, keys, values = q[token].double(), k[: token + 1].double(), v[: token + 1].double()
+        scores = torch.einsum("hd,khd->hk", query, keys) * softmax_scale
+        expected_lse = torch.logsumexp(scores, dim=-1)
+        weights = (scores - expected_lse.unsqueeze(-1)).exp()
+        expected = torch.einsum("hk,khd->hd", weights, values)
+        spread = torch.einsum("hd,khd->hk", query.square(), keys.square()).sqrt().max()
+        moved_score = float(spread) * unit * softmax_scale
+        moved_output = float(torch.einsum("hk,khd->hd", weights.square(), values.square()).sqrt().max())
+        out_bound = unit * float(expected.abs().max()) + 4 * moved_output * (unit**2 + moved_score**2) ** 0.5
+        for check in (
+            common.Check("out", common.max_error(out[token], expected), out_bound),
+            common.Check("lse", common.max_error(lse[token], expected_lse), 4 * moved_score),
+        ):
+            if check.name not in worst or check.severity > worst[check.name].severity:
+                worst[check.name] = check
+    return list(worst.values())
+
+
+def torch_peers(sets: list[Set], lens: torch.Tensor, softmax_scale: float) -> dict[str, common.Peer]:
+    """The kernels in torch; results `[num_tokens, num_heads, *]`, as views of what they return."""
+    num_tokens = sets[0][0].shape[0]
+
+    def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        batched = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *batched, None, True, 0.0, True, False, scale=softmax_scale
+        )
+        return out[0].transpose(0, 1), lse.view(q.shape[1], num_tokens).t()
+
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, lens, lens, num_tokens, num_tokens, 0.0, True, False, scale=softmax_scale
+        )
+        return out[..., : sets[0][2].shape[2]], lse.t()
+
+    def peer(call: Callable[..., tuple[torch.Tensor, torch.Tensor]], tensors: list[Set]) -> common.Peer:
+        results: list[tuple[torch.Tensor, ...]] = [()] * len(tensors)
+
+        def run(number: int) -> None:
+            results[number] = call(*tensors[number])
+
+        def check() -> list[common.Check]:
+            out, lse = results[0]
+            return check_prefill(*sets[0], softmax_scale, out, lse)
+
+        return common.Peer([partial(run, number) for number in range(len(tensors))], check)
+
+    padded = [(q, k, F.pad(v, (0, k.shape[2] - v.shape[2]))) for q, k, v in sets]
+    return {"cuDNN": peer(cudnn, sets), "torch FlashAttention-2": peer(flash, padded)}
+
+
+def build_prefill(
+    num_tokens: int, num_heads: int, head_dims: tuple[int, int], arguments: argparse.Namespace
+) -> common.Case:
+    generator = common.generator(arguments)
+    device = torch.device(arguments.device)
+    head_dim, head_dim_v = head_dims
+    softmax_scale = head_dim**-0.5
+
+    def normal(width: int) -> torch.Tensor:
+        return torch.randn(num_tokens, num_heads, width, device=device, generator=generator).to(torch.bfloat16)
+
+    # hundreds of megabytes each, many times the L2 cache: two sets do
+    sets = [(normal(head_dim), normal(head_dim), normal(head_dim_v)) for _ in range(2)]
+    lens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+    bounds = lens, lens, num_tokens, num_tokens, softmax_scale
+    outputs = [
+        (torch.empty_like(v), torch.empty(num_tokens, num_heads, dtype=torch.float32, device=device)) for *_, v in sets
+    ]
+    runs = [
+        partial(torch.ops.mla.prefill_attention.out, *tensors, *bounds, out=out, lse=lse)
+        for tensors, (out, lse) in zip(sets, outputs, strict=True)
+    ]
+    rows = num_tokens * num_heads
+    return common.Case(
+        describe_prefill(*sets[0]),
+        {"T": num_tokens, "H": num_heads, "dims": f"{head_dim}/{head_dim_v}"},
+        runs,
+        partial(attention.poison, outputs[0]),
+        lambda: check_prefill(*sets[0], softmax_scale, *outputs[0]),
+        bytes_moved=rows * (2 * 2 * head_dim + 2 * 2 * head_dim_v + 4),
+        flops=num_heads * num_tokens * (num_tokens + 1) * (head_dim + head_dim_v),
+        peers=torch_peers(sets, lens, softmax_scale) if arguments.peers else {},
+    )
+
+
+def dense_peers(
+    queries: list[torch.Tensor],
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lens: torch.Tensor,
+    softmax_scale: float,
+    compare: Callable[[torch.Tensor, torch.Tensor], list[common.Check]],
+) -> dict[str, common.Peer]:
+    """FlashMLA's dense decode of one token a request."""
+    provider, reason = flash_mla.find_provider()
+    if provider is None:
+        print(f"FlashMLA is not measured: {reason}")
+        return {}
+    op = getattr(torch.ops, provider.namespace).dense_decode_fwd.default
+
+    def call(q: torch.Tensor, schedule: tuple[object, object]) -> tuple[torch.Tensor, ...]:
+        fixed = (formats.LATENT_DIM, lens, block_table, softmax_scale, False, *schedule)
+        given = (q.unsqueeze(1), kv_cache.unsqueeze(2), *fixed)
+        return tuple(op(*given, *flash_mla.defaults(op, len(given))))
+
+    *_, metadata, num_splits = call(queries[0], (None, None))
+
+    def peer(schedule: tuple[object, object]) -> common.Peer:
+        results: list[tuple[torch.Tensor, ...]] = [()] * len(queries)
+
+        def run(number: int) -> None:
+            results[number] = call(queries[number], schedule)
+
+        def check() -> list[common.Check]:
+            out, lse = results[0][:2]
+            return compare(out[:, 0], lse[:, :, 0])
+
+        return common.Peer([partial(run, number) for number in range(len(queries))], check)
+
+    return {"FlashMLA": peer((metadata, num_splits)), "FlashMLA, with plan": peer((None, None))}
+
+
+def build_paged(
+    num_tokens: int, num_heads: int, context: int, cache_format: str, arguments: argparse.Namespace
+) -> common.Case:
+    generator = common.generator(arguments)
+    device = torch.device(arguments.device)
+    entry = formats.FORMATS[cache_format]
+    head_dim, softmax_scale = 576, 576**-0.5
+    per_request = -(-context // attention.BLOCK_SIZE)
+    block_bytes = attention.BLOCK_SIZE * entry.bytes_per_token()
+    num_blocks = attention.cache_blocks(num_tokens * per_request, block_bytes, device.type == "cuda")
+    kv_cache = formats.allocate_cache(cache_format, num_blocks, attention.BLOCK_SIZE, device=device)
+    fill_cache(kv_cache, cache_format, generator)
+    # a small batch would find its context in the L2 cache again: each set reads another part of the cache
+    count = common.number_of_sets(arguments)
+    tables = [attention.random_block_table(num_tokens, per_request, num_blocks, generator) for _ in range(count)]
+    requests = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    lens = torch.full((num_tokens,), context, dtype=torch.int32, device=device)
+    queries = [
+        torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(torch.bfloat16)
+        for _ in range(count)
+    ]
+    outputs = [attention.make_outputs(q) for q in queries]
+    runs = [
+        partial(
+            torch.ops.mla.paged_attention.out,
+            q,
+            kv_cache,
+            table,
+            requests,
+            lens,
+            softmax_scale,
+            cache_format,
+            out=out,
+            lse=lse,
+        )
+        for q, table, (out, lse) in zip(queries, tables, outputs, strict=True)
+    ]
+
+    def keys_of(token: int) -> torch.Tensor:
+        position = torch.arange(context, device=device)
+        slots = tables[0][token, position // attention.BLOCK_SIZE].long() * attention.BLOCK_SIZE
+        return read_keys(kv_cache, slots + position % attention.BLOCK_SIZE, cache_format)
+
+    def compare(out: torch.Tensor, lse: torch.Tensor) -> list[common.Check]:
+        return attention.check_attention(queries[0], keys_of, softmax_scale, out, lse)
+
+    peers = {}
+    if arguments.peers and cache_format == "bf16":
+        peers = dense_peers(queries, kv_cache, tables[0], lens, softmax_scale, compare)
+    rows = num_tokens * num_heads
+    return common.Case(
+        describe_paged(queries[0], kv_cache, tables[0], requests, lens, softmax_scale, cache_format),
+        {"T": num_tokens, "H": num_heads, "context": context, "format": cache_format},
+        runs,
+        partial(attention.poison, outputs[0]),
+        lambda: compare(*outputs[0]),
+        bytes_moved=num_tokens * context * entry.bytes_per_token() + rows * (2 * head_dim + 2 * formats.LATENT_DIM + 4),
+        flops=attention.attention_flops(num_tokens, num_heads, context, head_dim),
+        peers=peers,
+    )
+
+
+def head_dims(value: str) -> list[tuple[int, int]]:
+    """Type of an option like `192/128,128/128`."""
+    pairs = [part.split("/") for part in value.split(",") if part]
+    return [(int(head_dim), int(head_dim_v)) for head_dim, head_dim_v in pairs]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmarks; returns the exit status."""
+    parser = common.argument_parser("dense_attention")
+    parser.add_argument("--prefill", type=common.names, default=None, help="heads x tokens, e.g. 16x8192,128x4096")
+    parser.add_argument("--head-dims", type=head_dims, default=[(192, 128)])
+    parser.add_argument("--tokens", type=common.integers, default=None, help="decode rows: query tokens")
+    parser.add_argument("--heads", type=common.integers, default=None, help="decode rows: query heads")
+    parser.add_argument("--context", type=int, default=None, help="decode rows: cached tokens of each request")
+    parser.add_argument("--cache-formats", type=common.names, default=["bf16", "fp8_ds_mla"])
+    parser.add_argument("--peers", action="store_true", help="time torch's and FlashMLA's own kernels as well")
+    parser.add_argument("--skip", choices=("prefill", "decode"), default=None)
+    arguments = parser.parse_args(argv)
+    on_gpu = arguments.device.startswith("cuda") and not arguments.quick
+    prefill = arguments.prefill or (["16x8192", "128x4096"] if on_gpu else ["4x40"])
+    tokens = arguments.tokens or ([1, 4, 32, 128] if on_gpu else [1, 3])
+    heads = arguments.heads or ([16, 128] if on_gpu else [4])
+    context = arguments.context or (8192 if on_gpu else 100)
+
+    def cases() -> Iterator[partial[common.Case]]:
+        for dims in arguments.head_dims if arguments.skip != "prefill" else ():
+            for shape in prefill:
+                num_heads, num_tokens = (int(size) for size in shape.split("x"))
+                yield partial(build_prefill, num_tokens, num_heads, dims, arguments)
+        for cache_format in arguments.cache_formats if arguments.skip != "decode" else ():
+            for num_heads in heads:
+                for num_tokens in tokens:
+                    yield partial(build_paged, num_tokens, num_heads, context, cache_format, arguments)
+
+    return common.run_benchmark("dense_attention", cases(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+// What the warpgroups of `sparse_attention.cu` share: parameters, the plan of shared memory, a CTA's part of the work.
+#pragma once
+
+#include "formats.cuh"
+
+// A paged cache and what a token attends to in it.
+struct Cache {
+  const unsigned char* rows;
+  const int* indices;
+  const int* topk_length;  // null: topk
+  const int* block_table;  // null: indices are slots
+  i64 indices_stride, block_bytes, table_stride;
+  int topk, num_blocks, block_size, table_width, num_requests;
+};
+
+struct Params {
+  const u16* q;
+  const unsigned char* zero_row;
+  const float* attn_sink;       // null: none
+  const int* req_id_per_token;  // with a block table
+  u16* out;
+  float* lse;
+  i64 q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride;
+  Cache caches[2];  // the second's topk is 0 if there is none
+  int num_tokens, num_heads;
+  float scale_log2;
+};
+
+constexpr int KEYS = 64;  // of a turn
+constexpr int VALUE_BYTES = KEYS * 512 * 2;
+constexpr float REFERENCE_SLACK = 8.f;  // weights may reach 2^8 before the softmax's reference moves
+constexpr float NO_SCORE_YET = -1.2676506e30f;
+
+constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, FACTOR_BARRIER = 3, RESULT_BARRIER = 4, VALUES_BARRIER = 5;
+
+enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
+
+template <int HEADS_, Format FORMAT>
+struct Layout {
+  static constexpr int HEADS = HEADS_;
+  using R = Rows<FORMAT>;
+  static constexpr float FACTOR = R::FACTOR;
+  // A warpgroup each for scores, values (two) and the gather, and a second for scores where registers allow it.
+  static constexpr int THREADS = HEADS == 64 ? 512 : 640;
+  static constexpr int QUERY_THREADS = THREADS - 128;  // all but those that gather
+  static constexpr int SCORE_REGISTERS = HEADS == 64 ? 168 : HEADS == 32 ? 144 : 152;
+  static constexpr int REST_REGISTERS = HEADS == 32 ? 112 : 120;
+  static constexpr int STAGES = HEADS == 16 || (HEADS == 32 && R::CHUNKS == 8) ? 3 : 2;  // as many as fit
+  static constexpr int QUERY = 0;
+  static constexpr int QUERY_CHUNK = HEADS * 128;
+  static constexpr int WEIGHTS = QUERY + R::CHUNKS * QUERY_CHUNK;
+  static constexpr int VALUES = WEIGHTS + HEADS * 128;
+  static constexpr int RAW = VALUES + VALUE_BYTES;
+  static constexpr int RAW_STAGE = KEYS * R::BYTES;
+  static constexpr int COLUMNS =
+      RAW + STAGES * RAW_STAGE;  // float2 a head: factor and reference, at the end sum and reference
+  static constexpr int ALPHA = COLUMNS + HEADS * 8;  // float a head, at the end the factor of the result
+  static constexpr int LIVE = ALPHA + HEADS * 4;     // u32 a stage and warp: which of its 16 keys count
+  // Scales of a stage's keys: in their rows, or brought beside them.
+  static constexpr int SCALES = (R::SCALES_APART ? LIVE + STAGES * 16 : RAW) + R::SCALES_AT;
+  static constexpr int SCALES_STAGE = KEYS * R::SCALES_PITCH;
+  static constexpr int TURN = LIVE + STAGES * 16 + (R::SCALES_APART ? STAGES * SCALES_STAGE : 0);
+  static constexpr int BARRIERS = (TURN + 4 + 7) / 8 * 8;
+  static constexpr int RAW_FULL = BARRIERS;
+  static constexpr int RAW_FREE = RAW_FULL + STAGES * 4 * 8;
+  static constexpr int WEIGHTS_FULL = RAW_FREE + STAGES * 4 * 8;
+  static constexpr int VALUES_FREE = WEIGHTS_FULL + 8;     // of 128 dims each
+  static constexpr int SCORES_FULL = VALUES_FREE + 4 * 8;  // of even and odd turns
+  static constexpr int SCORES_FREE = SCORES_FULL + 2 * 8;
+  static constexpr int SCORES = (SCORES_FREE + 2 * 8 + 15) / 16 * 16;  // float32 [2, 64, HEADS]
+  static constexpr int BYTES = HEADS == 64 ? SCORES_FULL : SCORES + 2 * HEADS * 256;
+  static constexpr int FACTORS = QUERY;  // float32 [HEADS, 16], after the last turn: what each part of a cluster counts
+  static constexpr int TABLE = VALUES;   // float32 [64, HEADS]: scores and weights of a wide turn
+  static constexpr int PARTIAL = VALUES;  // after the last turn: float32 [HEADS, 512], rows this many bytes apart
+  static constexpr int PARTIAL_PITCH = HEADS == 64 ? 2080 : 2048;
+  static_assert(PARTIAL + HEADS * PARTIAL_PITCH <= COLUMNS, "partial results overlap the columns");
+  static_assert(BYTES <= 232448, "more shared memory than an SM has");
+};
+
+struct Row {
+  int token, tile, rank, splits;
+  int length, extra_length, main_turns;  // keys in each cache; turns of the first, which the second's follow
+  int first, last;                       // turns [first, last) are this CTA's
+};
+
+DEVICE int length_in(const Params& p, int which, int token) {
+  const Cache& cache = p.caches[which];
+  if (token >= p.num_tokens || !cache.topk_length) return cache.topk;
+  return max(0, min(cache.topk, __ldg(cache.topk_length + token)));
+}
+
+DEVICE Row this_row(const Params& p) {
+  Row row;
+  row.splits = cluster_size();
+  row.rank = cluster_rank();
+  row.tile = cluster_index();
+  row.token = blockIdx.z * gridDim.y + blockIdx.y;
+  row.length = length_in(p, 0, row.token), row.extra_length = length_in(p, 1, row.token);
+  row.main_turns = (row.length + KEYS - 1) / KEYS;
+  const int turns = row.main_turns + (row.extra_length + KEYS - 1) / KEYS;
+  row.first = 0, row.last = turns;
+  if (row.splits > 1) row.first = turns * row.rank / row.splits, row.last = turns * (row.rank + 1) / row.splits;
+  return row;
+}
+
+DEVICE int turns_of(const Row& row) { return row.last - row.first; }

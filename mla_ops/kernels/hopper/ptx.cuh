@@ -1,0 +1,409 @@
+// Hopper's instructions as functions: barriers, bulk copies, wgmma, clusters. One line of PTX each.
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define DEVICE __device__ __forceinline__
+#define INFINITY __int_as_float(0x7f800000)
+
+DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+// ---- mbarriers ------------------------------------------------------------------------------------------------------
+
+DEVICE void mbarrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+DEVICE void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+DEVICE void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+DEVICE void mbarrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Returns when the phase of this parity has completed; parity 1 of a fresh barrier counts as complete.
+DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- barriers and fences --------------------------------------------------------------------------------------------
+
+template <int ID, int THREADS>
+DEVICE void named_barrier() {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+
+// A named barrier that tells every thread whether any of them brought `value`.
+template <int ID, int THREADS>
+DEVICE bool named_barrier_any(bool value) {
+  u32 any;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "barrier.cta.red.or.pred.aligned q, %2, %3, p;\n"
+      "selp.u32 %0, 1, 0, q;\n"
+      "}"
+      : "=r"(any)
+      : "r"(static_cast<u32>(value)), "n"(ID), "n"(THREADS)
+      : "memory");
+  return any != 0;
+}
+
+// Makes this thread's writes to shared memory visible to wgmma and bulk copies.
+DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+template <int REGISTERS>
+DEVICE void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+DEVICE void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// ---- clusters -------------------------------------------------------------------------------------------------------
+
+DEVICE u32 cluster_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+DEVICE u32 cluster_size() {
+  u32 size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+DEVICE u32 cluster_index() {  // along the grid's first axis
+  u32 index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+
+// A barrier of all threads of a cluster, in two halves. What a CTA's threads wrote is seen by the others if one warp
+// releases after a barrier of the CTA; a release in every thread would wait for all of their stores to global memory.
+DEVICE void cluster_arrive(bool release) {
+  if (release)
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  else
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+DEVICE u32 peer_address(u32 address, u32 rank) {
+  u32 peer;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+  return peer;
+}
+
+// Zeros where there is nothing to load.
+DEVICE float4 load_peer_float4_if(bool there, u32 address) {
+  float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "@p ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+      : "r"(address), "r"(static_cast<u32>(there))
+      : "memory");
+  return v;
+}
+
+DEVICE float2 load_peer_float2(u32 address) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+// ---- copies ---------------------------------------------------------------------------------------------------------
+
+DEVICE bool elect_one() {
+  u32 one;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
+  return one != 0;
+}
+
+DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// 16 bytes to shared memory, asynchronously, past L1.
+DEVICE void copy_16(u32 destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+
+// An arrival at a barrier for this thread once all its copies so far are there.
+DEVICE void arrive_when_copied(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+DEVICE const unsigned char* shuffle_pointer(const unsigned char* pointer, int lane) {
+  const u64 bits = reinterpret_cast<u64>(pointer);
+  const u32 low = __shfl_sync(~0u, static_cast<u32>(bits), lane),
+            high = __shfl_sync(~0u, static_cast<u32>(bits >> 32), lane);
+  return reinterpret_cast<const unsigned char*>(static_cast<u64>(high) << 32 | low);
+}
+
+DEVICE uint4 load_shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+DEVICE uint2 load_shared_8(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+DEVICE u32 load_shared_4(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+DEVICE void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+DEVICE void store_shared_8(u32 address, u32 a, u32 b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
+DEVICE void store_shared_4(u32 address, u32 value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+DEVICE float load_shared_float(u32 address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+
+DEVICE float2 load_shared_float2(u32 address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+DEVICE void store_shared_float(u32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+DEVICE void store_shared_float2(u32 address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
+// Four 8x8 tiles of 16-bit values; lane l names row l % 8 of tile l / 8.
+DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// The same, each tile written transposed; lane l names row l % 8 of tile l / 8.
+DEVICE void store_matrices_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE u32 pack_float16(float low, float high) {
+  u32 v;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+DEVICE u32 pack_bfloat16(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+DEVICE float low_bfloat16(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float high_bfloat16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Four e4m3 in a word, times a pair of float16: two pairs of float16, each product rounded once.
+DEVICE void e4m3_to_float16(u32 word, u32 scale, u32& low, u32& high) {
+  asm("{\n"
+      ".reg .b16 a, b;\n"
+      ".reg .b32 x, y;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 x, a;\n"
+      "cvt.rn.f16x2.e4m3x2 y, b;\n"
+      "mul.rn.f16x2 %0, x, %3;\n"
+      "mul.rn.f16x2 %1, y, %3;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(word), "r"(scale));
+}
+
+DEVICE u32 multiply_bfloat16(u32 pair, u32 factor) {
+  u32 v;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(pair), "r"(factor));
+  return v;
+}
+
+// `nothing`, a pair of 0 in float16, unless one of `pair` is infinite or NaN: then NaN.
+DEVICE u32 nan_unless_finite(u32 pair, u32 nothing) {
+  u32 v;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(pair), "r"(0u), "r"(nothing));
+  return v;
+}
+
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps values in their registers up to here: wgmma reads and writes them while other instructions run.
+template <int N>
+DEVICE void hold(float (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+template <int N>
+DEVICE void hold(u32 (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+
+DEVICE void hold(int& value) { asm volatile("" : "+r"(value)); }
+
+// A tile with 128-byte rows in the 128-byte swizzle. `group_bytes` lies between groups of eight rows, `span_bytes`
+// between neighbouring spans of 64 elements where the rows run along M or N and there is more than one.
+DEVICE u64 tile_descriptor(u32 address, u32 group_bytes, u32 span_bytes) {
+  return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(span_bytes >> 4) << 16 |
+         static_cast<u64>(group_bytes >> 4) << 32 | 1ull << 62;
+}
+
+#define ACC4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define ACC8(d, i) ACC4(d, i), ACC4(d, i + 4)
+#define ACC16(d, i) ACC8(d, i), ACC8(d, i + 8)
+#define ACC32(d, i) ACC16(d, i), ACC16(d, i + 16)
+#define ACC64(d, i) ACC32(d, i), ACC32(d, i + 32)
+
+#define REG8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REG16 REG8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REG32 REG16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REG64                                                                                                        \
+  REG32                                                                                                              \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
+  "%54, "                                                                                                            \
+  "%55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// d[64 x N] (+)= a[64 x 16] b[16 x N]: a in registers, b in shared memory with rows along K.
+#define WGMMA_RS(N, TYPE, REGS, ACC, A0, A1, A2, A3, B, C)                                                        \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+               "." TYPE " {" REGS "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1, 0;\n}"                    \
+               : ACC                                                                                              \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+
+DEVICE void wgmma_float16(float (&d)[32], const u32* a, u64 b, int add) {
+  WGMMA_RS(64, "f16", REG32, ACC32(d, 0), "%32", "%33", "%34", "%35", "%36", "%37");
+}
+DEVICE void wgmma_bfloat16(float (&d)[32], const u32* a, u64 b, int add) {
+  WGMMA_RS(64, "bf16", REG32, ACC32(d, 0), "%32", "%33", "%34", "%35", "%36", "%37");
+}
+DEVICE void wgmma_float16(float (&d)[16], const u32* a, u64 b, int add) {
+  WGMMA_RS(32, "f16", REG16, ACC16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21");
+}
+DEVICE void wgmma_bfloat16(float (&d)[16], const u32* a, u64 b, int add) {
+  WGMMA_RS(32, "bf16", REG16, ACC16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21");
+}
+DEVICE void wgmma_float16(float (&d)[8], const u32* a, u64 b, int add) {
+  WGMMA_RS(16, "f16", REG8, ACC8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13");
+}
+DEVICE void wgmma_bfloat16(float (&d)[8], const u32* a, u64 b, int add) {
+  WGMMA_RS(16, "bf16", REG8, ACC8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13");
+}
+
+// d[64 x N] += a[64 x 16] b[16 x N], both in shared memory. TRANSPOSED operands have their rows along K.
+#define WGMMA_SS(N, TYPE, REGS, ACC, A, B, TA, TB)                                                      \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, " A ", " B \
+               ", 1, 1, 1, " TA ", " TB ";"                                                             \
+               : ACC                                                                                    \
+               : "l"(a), "l"(b))
+
+// Weights [heads x keys] times values [keys x 128 dims].
+DEVICE void wgmma_heads_by_dims(float (&d)[64], u64 a, u64 b) {
+  WGMMA_SS(128, "f16", REG64, ACC64(d, 0), "%64", "%65", "0", "1");
+}
+DEVICE void wgmma_heads_by_dims_bfloat16(float (&d)[64], u64 a, u64 b) {
+  WGMMA_SS(128, "bf16", REG64, ACC64(d, 0), "%64", "%65", "0", "1");
+}
+// Values, transposed, [64 dims x keys] times weights [keys x heads].
+DEVICE void wgmma_dims_by_heads(float (&d)[16], u64 a, u64 b) {
+  WGMMA_SS(32, "f16", REG16, ACC16(d, 0), "%16", "%17", "1", "0");
+}
+DEVICE void wgmma_dims_by_heads(float (&d)[8], u64 a, u64 b) {
+  WGMMA_SS(16, "f16", REG8, ACC8(d, 0), "%8", "%9", "1", "0");
+}
+DEVICE void wgmma_dims_by_heads_bfloat16(float (&d)[16], u64 a, u64 b) {
+  WGMMA_SS(32, "bf16", REG16, ACC16(d, 0), "%16", "%17", "1", "0");
+}
+DEVICE void wgmma_dims_by_heads_bfloat16(float (&d)[8], u64 a, u64 b) {
+  WGMMA_SS(16, "bf16", REG8, ACC8(d, 0), "%8", "%9", "1", "0");
+}
+
+// Keys [64 x 16 dims] times queries [16 dims x heads], bfloat16; `add` false begins a sum.
+#define WGMMA_KEYS(N, REGS, ACC, A, B, C)                                                         \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
+               "k16.f32.bf16.bf16 {" REGS "}, " A ", " B ", p, 1, 1, 0, 0;\n}"                    \
+               : ACC                                                                              \
+               : "l"(a), "l"(b), "r"(add))
+
+DEVICE void wgmma_keys_by_heads(float (&d)[32], u64 a, u64 b, int add) {
+  WGMMA_KEYS(64, REG32, ACC32(d, 0), "%32", "%33", "%34");
+}
+DEVICE void wgmma_keys_by_heads(float (&d)[16], u64 a, u64 b, int add) {
+  WGMMA_KEYS(32, REG16, ACC16(d, 0), "%16", "%17", "%18");
+}
+DEVICE void wgmma_keys_by_heads(float (&d)[8], u64 a, u64 b, int add) {
+  WGMMA_KEYS(16, REG8, ACC8(d, 0), "%8", "%9", "%10");
+}

@@ -1,0 +1,78 @@
+// Queries into shared memory.
+#pragma once
+
+#include "layout.cuh"
+
+// Pairs of a chunk's 64 dims stand where the fragments that `score` makes of a key's bytes meet them: lane t of four
+// holds dims 16 t to 16 t + 15, and its words 2 j, 2 j + 1 are the operand of step j.
+template <int HEADS>
+DEVICE void store_query_piece(u32 chunk, int head, int piece, u32 w0, u32 w1, u32 w2, u32 w3) {
+  const u32 row = chunk + head * 128 + (piece >> 1) * 4;
+  const int unit = (piece & 1) * 4, swizzle = head & 7;
+  store_shared_4(row + ((unit ^ swizzle) << 4), w0);
+  store_shared_4(row + (((unit + 1) ^ swizzle) << 4), w1);
+  store_shared_4(row + (((unit + 2) ^ swizzle) << 4), w2);
+  store_shared_4(row + (((unit + 3) ^ swizzle) << 4), w3);
+}
+
+DEVICE float finite_magnitude(u32 word, float largest) {
+  const float a = fabsf(low_bfloat16(word)), b = fabsf(high_bfloat16(word));
+  if (a < INFINITY) largest = fmaxf(largest, a);
+  if (b < INFINITY) largest = fmaxf(largest, b);
+  return largest;
+}
+
+// Every head's query as float16 (its RoPE part as bfloat16 if that is no value) times a power of two of its own that
+// puts its largest finite magnitude below 2^16. Sixteen lanes a head; heads past the last repeat it.
+template <int HEADS, Format FORMAT>
+DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread) {
+  using L = Layout<HEADS, FORMAT>;
+  using R = Rows<FORMAT>;
+  constexpr int PIECES = R::CHUNKS * 8, OF_A_LANE = (PIECES + 15) / 16;  // of eight elements
+  constexpr int GROUPS = L::QUERY_THREADS / 16, ROUNDS = (HEADS + GROUPS - 1) / GROUPS;
+  const int lane = thread & 15;
+  uint4 piece[ROUNDS][OF_A_LANE];
+#pragma unroll
+  for (int r = 0; r < ROUNDS; ++r) {
+    const int global_head = min(row.tile * HEADS + r * GROUPS + thread / 16, p.num_heads - 1);
+    const uint4* source =
+        reinterpret_cast<const uint4*>(p.q + row.token * p.q_token_stride + global_head * p.q_head_stride);
+#pragma unroll
+    for (int i = 0; i < OF_A_LANE; ++i) piece[r][i] = __ldg(source + min(i * 16 + lane, PIECES - 1));
+  }
+#pragma unroll
+  for (int r = 0; r < ROUNDS; ++r) {
+    const int head = r * GROUPS + thread / 16;
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < OF_A_LANE; ++i) {
+      largest = finite_magnitude(piece[r][i].x, largest);
+      largest = finite_magnitude(piece[r][i].y, largest);
+      largest = finite_magnitude(piece[r][i].z, largest);
+      largest = finite_magnitude(piece[r][i].w, largest);
+    }
+#pragma unroll
+    for (int step = 8; step; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    // 15 - exponent, held to what float32 can undo
+    const int shift = min(max(142 - static_cast<int>(__float_as_uint(largest) >> 23), -110), 110);
+    const float up = __uint_as_float((127 + shift) << 23);
+    if (head >= HEADS) continue;
+    if (lane == 0)
+      store_shared_float2(shared + L::COLUMNS + head * 8,
+                          p.scale_log2 / R::FACTOR * __uint_as_float((127 - shift) << 23), 0.f);
+#pragma unroll
+    for (int i = 0; i < OF_A_LANE; ++i) {
+      const int index = i * 16 + lane;
+      if (index >= PIECES) continue;
+      const u32 words[4] = {piece[r][i].x, piece[r][i].y, piece[r][i].z, piece[r][i].w};
+      u32 scaled[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float a = low_bfloat16(words[w]) * up, b = high_bfloat16(words[w]) * up;
+        scaled[w] = R::ROPE_IS_VALUE || index < 64 ? pack_float16(a, b) : pack_bfloat16(a, b);
+      }
+      store_query_piece<HEADS>(shared + L::QUERY + index / 8 * L::QUERY_CHUNK, head, index & 7, scaled[0], scaled[1],
+                               scaled[2], scaled[3]);
+    }
+  }
+}

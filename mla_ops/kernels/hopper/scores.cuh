@@ -1,0 +1,399 @@
+// Scores and weights, and the values for the warpgroups that accumulate.
+#pragma once
+
+#include "merge.cuh"
+
+// The score of one key and head from the cache's bytes and the query as it came, in float32: any scale, any query.
+template <int HEADS, Format FORMAT>
+DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* raw, const unsigned char* scales,
+                        int head) {
+  using R = Rows<FORMAT>;
+  const int global_head = row.tile * HEADS + head;
+  if (global_head >= p.num_heads) return 0.f;
+  int token = row.token;
+  hold(token);  // else its product would take registers of all turns
+  const u16* q = p.q + token * p.q_token_stride + global_head * p.q_head_stride;
+  float total = 0.f;
+#pragma unroll 1
+  for (int group = 0; group < R::LATENT / R::GROUP; ++group) {
+    float part = 0.f;
+#pragma unroll 1
+    for (int d = group * R::GROUP; d < (group + 1) * R::GROUP; d += 4) {
+      u32 low, high;
+      e4m3_to_float16(*reinterpret_cast<const u32*>(raw + d), 0x3c003c00u, low, high);
+      const uint2 pair = __ldg(reinterpret_cast<const uint2*>(q + d));
+      float k0, k1, k2, k3;
+      asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;}"
+          : "=f"(k0), "=f"(k1)
+          : "r"(low));
+      asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;}"
+          : "=f"(k2), "=f"(k3)
+          : "r"(high));
+      part += low_bfloat16(pair.x) * k0 + high_bfloat16(pair.x) * k1 + low_bfloat16(pair.y) * k2 +
+              high_bfloat16(pair.y) * k3;
+    }
+    total += part * R::scale(scales, group);
+  }
+#pragma unroll 1
+  for (int d = 0; d < 64; d += 2) {
+    const u32 k = *reinterpret_cast<const u32*>(raw + R::ROPE_AT + d * 2),
+              pair = __ldg(reinterpret_cast<const u32*>(q + R::LATENT + d));
+    total += low_bfloat16(pair) * low_bfloat16(k) + high_bfloat16(pair) * high_bfloat16(k);
+  }
+  return total * p.scale_log2;
+}
+
+// The steps of a turn, a chunk each. Tiles of few heads have registers for a second warpgroup of scores, which takes
+// the last of them; RoPE is a step of the first where it is a value, since that one has to know whether float16 holds
+// it.
+template <int HEADS, Format FORMAT>
+constexpr int FIRST_STEPS = HEADS == 64 ? Rows<FORMAT>::CHUNKS : 3;
+
+template <Format FORMAT>
+constexpr int ROPE = Rows<FORMAT>::CHUNKS - 1;
+
+template <int HEADS, Format FORMAT>
+DEVICE constexpr int chunk_of(int step) {
+  if (Rows<FORMAT>::ROPE_IS_VALUE) return HEADS == 64 || step < 2 ? step : step == 2 ? ROPE<FORMAT> : step - 1;
+  if (HEADS == 64) return step == 0 ? ROPE<FORMAT> : step - 1;
+  return step < 3 ? step : step == 3 ? ROPE<FORMAT> : step - 1;
+}
+
+// The bytes of a lane's two keys for one step; a chunk of 64 dims takes half of it.
+struct Bytes {
+  uint4 of[2][2];
+};
+
+template <Format FORMAT>
+DEVICE void load_bytes(Bytes& bytes, u32 raw_0, int chunk, int t) {
+  using R = Rows<FORMAT>;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const u32 key = raw_0 + r * (8 * R::BYTES);
+    bytes.of[r][0] = load_shared_16(chunk == ROPE<FORMAT> ? key + R::ROPE_AT + t * 32 : key + chunk * 64 + t * 16);
+    if (chunk == ROPE<FORMAT>) bytes.of[r][1] = load_shared_16(key + R::ROPE_AT + t * 32 + 16);
+  }
+}
+
+// What a turn starts with: scales and the bytes of two steps. Loads stay two steps ahead of the products, since they
+// queue behind those that the tensor cores have not taken yet.
+template <Format FORMAT>
+struct Start {
+  typename Rows<FORMAT>::Scales scales[2];
+  Bytes bytes[2];
+  u32 alive;
+};
+
+template <int HEADS, Format FORMAT, int FIRST>
+DEVICE void load_start(Start<FORMAT>& start, u32 raw_0, u32 scales_0, u32 live, int t) {
+  using R = Rows<FORMAT>;
+  load_bytes<FORMAT>(start.bytes[0], raw_0, chunk_of<HEADS, FORMAT>(FIRST), t);
+  start.scales[0] = R::load_scales(scales_0), start.scales[1] = R::load_scales(scales_0 + 8 * R::SCALES_PITCH);
+  load_bytes<FORMAT>(start.bytes[1], raw_0, chunk_of<HEADS, FORMAT>(FIRST + 1), t);
+  start.alive = load_shared_4(live);
+}
+
+// Where in shared memory a warpgroup of scores finds and leaves what belongs to a thread.
+struct Places {
+  u32 raw, scales, values[4], values_free;
+  u64 query;
+};
+
+template <int HEADS, Format FORMAT>
+DEVICE Places places_of(u32 shared, int warp, int lane) {
+  using L = Layout<HEADS, FORMAT>;
+  using R = Rows<FORMAT>;
+  Places places;
+  const int key = warp * 16 + R::raw_row(lane >> 2);
+  places.raw = shared + L::RAW + key * R::BYTES;
+  places.scales = R::SCALES_APART ? shared + L::SCALES + key * R::SCALES_PITCH : places.raw + R::SCALES_AT;
+  places.query = tile_descriptor(shared + L::QUERY, 1024, 16);
+  places.values_free = shared + L::VALUES_FREE;
+  const u32 row = shared + L::VALUES + (warp * 16 + (lane & 15)) * 128;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) places.values[j] = row + (((2 * j + (lane >> 4)) ^ (lane & 7)) << 4);
+  return places;
+}
+
+// COUNT steps of a turn: fragments of the keys, their products with the queries, which are left running, and the
+// values, each stored a step after its product began and once the values before it were used. Returns whether this
+// thread met a value that float16 does not hold.
+template <int HEADS, Format FORMAT, int FIRST, int COUNT>
+DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start<FORMAT>& start, const Places& places,
+                     u32 raw_0, u32 parity, int t) {
+  using R = Rows<FORMAT>;
+  constexpr int QUERY_CHUNK = Layout<HEADS, FORMAT>::QUERY_CHUNK;
+  u32 too_large = 0;
+  Bytes bytes[3] = {start.bytes[0], start.bytes[1]};
+#pragma unroll
+  for (int n = 0; n <= COUNT; ++n) {
+    if (n < COUNT) {
+      const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n);
+      u32(&f)[16] = fragments[n % 2];
+      if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], raw_0, chunk_of<HEADS, FORMAT>(FIRST + n + 2), t);
+      if (n > 1) {
+        wgmma_wait<1>();
+        hold(f);
+      }
+      const Bytes& now = bytes[n % 3];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          u32 &first = f[4 * j + r], &second = f[4 * j + 2 + r];
+          if (chunk == ROPE<FORMAT>) {
+            first = word(now.of[r][j / 2], j % 2 * 2), second = word(now.of[r][j / 2], j % 2 * 2 + 1);
+            if (R::ROPE_IS_VALUE) {
+              first = R::rope(first), second = R::rope(second);
+              too_large = nan_unless_finite(second, nan_unless_finite(first, too_large));
+            }
+          } else {
+            e4m3_to_float16(word(now.of[r][0], j), R::pair(start.scales[r], chunk), first, second);
+          }
+        }
+      hold(f);
+      wgmma_fence();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const u64 operand = places.query + (chunk * QUERY_CHUNK + j * 32) / 16;
+        if (chunk == ROPE<FORMAT> && !R::ROPE_IS_VALUE)
+          wgmma_bfloat16(s, f + 4 * j, operand, n > 0 || j > 0);
+        else
+          wgmma_float16(s, f + 4 * j, operand, n > 0 || j > 0);
+      }
+      wgmma_commit();
+    }
+    if (n > 0 && (R::ROPE_IS_VALUE || chunk_of<HEADS, FORMAT>(FIRST + n - 1) != ROPE<FORMAT>)) {
+      const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n - 1);
+      const u32(&f)[16] = fragments[(n - 1) % 2];
+      const bool first_of_piece = n == 1 || chunk_of<HEADS, FORMAT>(FIRST + n - 2) / 2 != chunk / 2;
+      if (first_of_piece) mbarrier_wait(places.values_free + chunk / 2 * 8, parity);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        store_matrices(places.values[j] + chunk * (KEYS * 128), f[4 * j], f[4 * j + 1], f[4 * j + 2], f[4 * j + 3]);
+    }
+  }
+  return too_large != 0;
+}
+
+// The scores of a second warpgroup for the first: a thread's own, so that both address them alike.
+template <int HEADS, Format FORMAT>
+DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
+  return shared + Layout<HEADS, FORMAT>::SCORES + (turn & 1) * (HEADS * 256) + thread * 16;
+}
+
+// A second warpgroup of scores: its steps' part of each, and its chunks of the values.
+template <int HEADS, Format FORMAT>
+DEVICE void score_rest(const Row& row, u32 shared, int thread) {
+  using L = Layout<HEADS, FORMAT>;
+  using R = Rows<FORMAT>;
+  constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT>;
+  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
+  const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
+  const int turns = turns_of(row);
+  for (int i = 0, stage = 0, parity = 0; i < turns; ++i) {
+    const u32 barrier = shared + L::RAW_FULL + (stage * 4 + warp) * 8, raw_0 = places.raw + stage * L::RAW_STAGE;
+    Start<FORMAT> start;
+    mbarrier_wait(barrier, parity);
+    load_start<HEADS, FORMAT, FIRST>(start, raw_0, places.scales + stage * L::SCALES_STAGE, shared + L::LIVE, t);
+    float s[HEADS / 2];
+    u32 fragments[2][16];
+    multiply<HEADS, FORMAT, FIRST, R::CHUNKS - FIRST>(s, fragments, start, places, raw_0, (i & 1) ^ 1, t);
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(barrier + L::RAW_FREE - L::RAW_FULL), mbarrier_arrive(shared + L::WEIGHTS_FULL);
+    mbarrier_wait(shared + L::SCORES_FREE + (i & 1) * 8, (i >> 1 & 1) ^ 1);
+    wgmma_wait<0>();
+    hold(s);
+    hold(fragments[0]), hold(fragments[1]);
+#pragma unroll
+    for (int e = 0; e < HEADS / 2; e += 4)
+      store_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512, __float_as_uint(s[e]),
+                      __float_as_uint(s[e + 1]), __float_as_uint(s[e + 2]), __float_as_uint(s[e + 3]));
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared + L::SCORES_FULL + (i & 1) * 8);
+    if (++stage == L::STAGES) stage = 0, parity ^= 1;
+  }
+}
+
+template <int HEADS, Format FORMAT>
+DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread) {
+  using L = Layout<HEADS, FORMAT>;
+  using R = Rows<FORMAT>;
+  constexpr int TILES = HEADS / 8;
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const int key_row_0 = warp * 16 + R::raw_row(g);  // and 8 later
+  const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
+  const u32 weights_row = shared + L::WEIGHTS + (lane & 7) * 128 +
+                          ((((warp * 2) | ((lane >> 3) & 1)) ^ (lane & 7)) << 4) + (lane >> 4) * 1024;
+  const u32 scratch = shared + L::WEIGHTS;  // float [32, HEADS], while no weights are there
+
+  float sums[TILES * 2];
+#pragma unroll
+  for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
+  bool seen = false;  // whether a key counted, and with it the references
+
+  const int turns = turns_of(row);
+  Start<FORMAT> start;
+  if (turns) {
+    mbarrier_wait(shared + L::RAW_FULL + warp * 8, 0);
+    load_start<HEADS, FORMAT, 0>(start, places.raw, places.scales, shared + L::LIVE + warp * 4, t);
+  }
+  for (int i = 0, stage = 0, parity = 0; i < turns; ++i) {
+    float s[TILES * 4];
+    u32 fragments[2][16];
+    const u32 alive = start.alive;
+    bool wide = R::wide(start.scales);
+    wide |= multiply<HEADS, FORMAT, 0, FIRST_STEPS<HEADS, FORMAT>>(s, fragments, start, places,
+                                                                   places.raw + stage * L::RAW_STAGE, (i & 1) ^ 1, t);
+
+    const int next_stage = stage + 1 == L::STAGES ? 0 : stage + 1, next_parity = parity ^ (next_stage == 0);
+    if (i + 1 < turns) {
+      mbarrier_wait(shared + L::RAW_FULL + (next_stage * 4 + warp) * 8, next_parity);
+      load_start<HEADS, FORMAT, 0>(start, places.raw + next_stage * L::RAW_STAGE,
+                                   places.scales + next_stage * L::SCALES_STAGE,
+                                   shared + L::LIVE + (next_stage * 4 + warp) * 4, t);
+    }
+    float2 column[TILES * 2];  // factor, reference
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+      const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+      column[2 * j] = make_float2(__uint_as_float(two.x), __uint_as_float(two.y));
+      column[2 * j + 1] = make_float2(__uint_as_float(two.z), __uint_as_float(two.w));
+    }
+    wgmma_wait<0>();
+    hold(s);
+    hold(fragments[0]), hold(fragments[1]);
+    if constexpr (FIRST_STEPS<HEADS, FORMAT> < R::CHUNKS) {
+      mbarrier_wait(shared + L::SCORES_FULL + (i & 1) * 8, i >> 1 & 1);
+#pragma unroll
+      for (int e = 0; e < TILES * 4; e += 4) {
+        const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
+        s[e] += __uint_as_float(rest.x), s[e + 1] += __uint_as_float(rest.y);
+        s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(shared + L::SCORES_FREE + (i & 1) * 8);
+    }
+
+    const u32 mine = alive >> R::raw_row(g);
+    const bool live_0 = mine & 1, live_1 = mine & 0x100;
+#pragma unroll
+    for (int e = 0; e < TILES * 4; ++e)
+      s[e] = fmaf(s[e], column[e / 4 * 2 + (e & 1)].x, -column[e / 4 * 2 + (e & 1)].y);
+    if (alive != 0xffff) {
+#pragma unroll
+      for (int e = 0; e < TILES * 4; ++e)
+        if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
+    }
+    float tops[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+    for (int e = 4; e < TILES * 4; ++e) tops[e & 3] = fmaxf(tops[e & 3], s[e]);
+    const float largest = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+
+    int turn = USUAL;
+    const bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest > REFERENCE_SLACK || wide || !seen && alive);
+    if (moves) {
+      turn = MOVED;
+      const unsigned char *raw_turn = shared_pointer + L::RAW + stage * L::RAW_STAGE,
+                          *scales_turn = shared_pointer + L::SCALES + stage * L::SCALES_STAGE;
+      float* table = reinterpret_cast<float*>(shared_pointer + L::TABLE) + key_row_0 * HEADS + 2 * t;
+#pragma unroll
+      for (int e = 0; e < TILES * 4; ++e) s[e] += column[e / 4 * 2 + (e & 1)].y;
+      if (named_barrier_any<SCORE_BARRIER, 128>(wide)) {
+        turn = WIDE;
+#pragma unroll 1
+        for (int e = thread; e < KEYS * HEADS; e += 128)
+          reinterpret_cast<float*>(shared_pointer + L::TABLE)[e] = wide_score<HEADS, FORMAT>(
+              p, row, raw_turn + e / HEADS * R::BYTES, scales_turn + e / HEADS * R::SCALES_PITCH, e % HEADS);
+        named_barrier<SCORE_BARRIER, 128>();
+#pragma unroll
+        for (int e = 0; e < TILES * 4; ++e)
+          s[e] = ((e & 2) ? live_1 : live_0) ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] : -INFINITY;
+      }
+      // The highest score of each head in this turn, and with it the head's reference.
+#pragma unroll
+      for (int j = 0; j < TILES; ++j)
+        store_shared_float2(scratch + ((warp * 8 + g) * HEADS + j * 8 + 2 * t) * 4, fmaxf(s[4 * j], s[4 * j + 2]),
+                            fmaxf(s[4 * j + 1], s[4 * j + 3]));
+      named_barrier<SCORE_BARRIER, 128>();
+      if (thread < HEADS) {
+        const u32 place = shared + L::COLUMNS + thread * 8 + 4;
+        const float old = load_shared_float(place);
+        float top = seen ? old : -INFINITY;
+#pragma unroll 8
+        for (int k = 0; k < 32; ++k) top = fmaxf(top, load_shared_float(scratch + (k * HEADS + thread) * 4));
+        store_shared_float(place, top);
+        store_shared_float(shared + L::ALPHA + thread * 4, seen ? exp2_approx(old - top) : 0.f);
+      }
+      named_barrier<SCORE_BARRIER, 128>();
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) {
+        const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+        const float2 alpha = load_shared_float2(shared + L::ALPHA + (8 * j + 2 * t) * 4);
+        sums[2 * j] *= alpha.x, sums[2 * j + 1] *= alpha.y;
+        s[4 * j] -= __uint_as_float(two.y), s[4 * j + 1] -= __uint_as_float(two.w);
+        s[4 * j + 2] -= __uint_as_float(two.y), s[4 * j + 3] -= __uint_as_float(two.w);
+      }
+      seen = true;
+      named_barrier<SCORE_BARRIER, 128>();
+    }
+
+    if (turn != WIDE && lane == 0) mbarrier_arrive(shared + L::RAW_FREE + (stage * 4 + warp) * 8);
+
+#pragma unroll
+    for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
+#pragma unroll
+    for (int c = 0; c < TILES * 2; ++c) sums[c] += s[c / 2 * 4 + (c & 1)] + s[c / 2 * 4 + (c & 1) + 2];
+    if (turn == WIDE) {
+      float* table = reinterpret_cast<float*>(shared_pointer + L::TABLE) + key_row_0 * HEADS + 2 * t;
+#pragma unroll
+      for (int e = 0; e < TILES * 4; ++e) table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] = s[e];
+    } else {
+#pragma unroll
+      for (int j = 0; j < TILES; j += 2)
+        store_matrices_transposed(weights_row + j * 1024, pack_float16(s[4 * j], s[4 * j + 1]),
+                                  pack_float16(s[4 * j + 2], s[4 * j + 3]), pack_float16(s[4 * j + 4], s[4 * j + 5]),
+                                  pack_float16(s[4 * j + 6], s[4 * j + 7]));
+    }
+    if (thread == 0) store_shared_4(shared + L::TURN, turn | stage << 8);
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared + L::WEIGHTS_FULL);
+    if (turn == WIDE) {
+      for (int piece = 0; piece < 4; ++piece) mbarrier_wait(shared + L::VALUES_FREE + piece * 8, i & 1);
+      if (lane == 0) mbarrier_arrive(shared + L::RAW_FREE + (stage * 4 + warp) * 8);
+    }
+    stage = next_stage, parity = next_parity;
+  }
+
+  // The sum of each head, over lanes and warps; `scratch` is free once the last products are done.
+  if (turns)
+    for (int piece = 0; piece < 4; ++piece) mbarrier_wait(shared + L::VALUES_FREE + piece * 8, (turns - 1) & 1);
+#pragma unroll
+  for (int j = 0; j < TILES; ++j)
+    store_shared_float2(scratch + ((warp * 8 + g) * HEADS + j * 8 + 2 * t) * 4, sums[2 * j], sums[2 * j + 1]);
+  named_barrier<SCORE_BARRIER, 128>();
+  const int head = thread, global_head = row.tile * HEADS + head;
+  float total = 0.f, reference = 0.f;
+  if (head < HEADS) {
+#pragma unroll 8
+    for (int k = 0; k < 32; ++k) total += load_shared_float(scratch + (k * HEADS + head) * 4);
+    reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+  }
+  if (head < HEADS) store_shared_float2(shared + L::COLUMNS + head * 8, total, reference);
+  if (HEADS == 64 && row.splits == 1) {
+    if (head < HEADS) {
+      const float lse = total == 0.f ? -INFINITY : (reference + log2f(total)) * 0.6931471805599453f;
+      float factor = total == 0.f ? 0.f : 1.f / R::FACTOR / total;
+      if (global_head < p.num_heads) {
+        if (p.attn_sink) factor /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
+        p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+      }
+      store_shared_float(shared + L::ALPHA + head * 4, total == 0.f ? 0.f : factor);
+    }
+    named_barrier<FACTOR_BARRIER, 384>();
+  } else {
+    finish<L>(p, row, shared, thread);
+  }
+}

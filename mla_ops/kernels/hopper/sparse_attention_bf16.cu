@@ -1,0 +1,311 @@
+// Token-level sparse MLA over bfloat16 keys, paged or flat, for SM90.
+//
+// Roles, a warpgroup each: `copy_keys` brings the keys of a turn into the tiles that wgmma reads, `score_tile` makes
+// weights of them, two that `add_values` multiply the weights with 256 dims of the same tile each. Rows end as in
+// `sparse_attention.cu`.
+
+#include "gather.cuh"
+#include "merge.cuh"
+
+template <int BYTES_>
+struct PlainRows {
+  static constexpr int BYTES = BYTES_;
+  static constexpr bool SCALES_APART = false;
+};
+
+template <int HEADS_, int DIM>
+struct PlainLayout {
+  static constexpr int HEADS = HEADS_, CHUNKS = DIM / 64;
+  static constexpr float FACTOR = 1.f;
+  static constexpr int THREADS = 512;
+  static constexpr int STAGES = HEADS == 16 && DIM == 512 ? 3 : 2;
+  static constexpr int QUERY = 0;
+  static constexpr int QUERY_CHUNK = HEADS * 128;
+  static constexpr int WEIGHTS = QUERY + CHUNKS * QUERY_CHUNK;
+  static constexpr int TILES = WEIGHTS + HEADS * 128;  // of keys: [64, 64] a chunk, 128-byte rows, swizzled
+  static constexpr int TILE = CHUNKS * KEYS * 128;
+  static constexpr int COLUMNS =
+      TILES + STAGES * TILE;                         // float2 a head: sum and reference at the end, reference before
+  static constexpr int ALPHA = COLUMNS + HEADS * 8;  // float a head, at the end the factor of the result
+  static constexpr int LIVE = ALPHA + HEADS * 4;     // u32 a stage and warp: which of its 16 keys count
+  static constexpr int TURN = LIVE + STAGES * 16;
+  static constexpr int FULL = (TURN + 4 + 7) / 8 * 8;
+  static constexpr int FREE = FULL + STAGES * 8;
+  static constexpr int WEIGHTS_FULL = FREE + STAGES * 8;
+  static constexpr int WEIGHTS_FREE = WEIGHTS_FULL + 8;
+  static constexpr int BYTES = WEIGHTS_FREE + 8;
+  static constexpr int FACTORS = QUERY, PARTIAL = TILES;
+  static constexpr int PARTIAL_PITCH = HEADS == 64 && DIM == 576 ? 2080 : 2048;
+  static_assert(PARTIAL + HEADS * PARTIAL_PITCH <= COLUMNS, "partial results overlap the columns");
+  static_assert(BYTES <= 232448, "more shared memory than an SM has");
+};
+
+DEVICE u32 tile_unit(u32 tile, int row, int unit) {
+  return tile + unit / 8 * (KEYS * 128) + row * 128 + ((unit ^ row) & 7) * 16;
+}
+
+// Queries as they came, in tiles of 64 dims; heads past the last repeat it.
+template <class L>
+DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread) {
+  constexpr int UNITS = L::CHUNKS * 8;
+  for (int piece = thread; piece < L::HEADS * UNITS; piece += 384) {
+    const int head = piece / UNITS, unit = piece % UNITS,
+              global_head = min(row.tile * L::HEADS + head, p.num_heads - 1);
+    copy_16(shared + L::QUERY + unit / 8 * L::QUERY_CHUNK + head * 128 + ((unit ^ head) & 7) * 16,
+            p.q + row.token * p.q_token_stride + global_head * p.q_head_stride + unit * 8);
+  }
+  wait_for_copies();
+  if (thread < L::HEADS) store_shared_float2(shared + L::COLUMNS + thread * 8, 0.f, 0.f);
+}
+
+// ---- the gather -----------------------------------------------------------------------------------------------------
+
+template <class L>
+DEVICE void copy_keys(const Params& p, const Row& row, u32 shared, int index, int warp, int lane) {
+  const int request = p.req_id_per_token ? __ldg(p.req_id_per_token + row.token) : -1;
+  constexpr int REST = L::CHUNKS * 8 - 64;  // units of a row past two loads of a warp
+  u32 stage = 0, parity = 1;
+  for (int turn = row.first; turn < row.last; ++turn) {
+    const Key key = key_at<PlainRows<L::CHUNKS * 128>>(p, row, turn, request, index);
+    index = index_at(p, row, turn + 1, warp, lane);
+    const u32 barrier = shared + L::FULL + stage * 8, tile = shared + L::TILES + stage * L::TILE;
+    mbarrier_wait(barrier + L::FREE - L::FULL, parity);
+    const u32 alive = __ballot_sync(~0u, key.live);
+    if (lane == 0) {
+      store_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4, alive);
+      mbarrier_arrive(barrier);
+    }
+#pragma unroll 4
+    for (int r = 0; r < 16; ++r) {
+      const unsigned char* from = shuffle_pointer(key.row, r);
+      copy_16(tile_unit(tile, warp * 16 + r, lane), from + lane * 16);
+      copy_16(tile_unit(tile, warp * 16 + r, lane + 32), from + lane * 16 + 512);
+    }
+    if (REST > 0) {
+#pragma unroll
+      for (int r = 0; r < 16; r += 4) {
+        const int mine = r + lane / 8;
+        const unsigned char* from = shuffle_pointer(key.row, mine);
+        copy_16(tile_unit(tile, warp * 16 + mine, 64 + lane % 8), from + 1024 + lane % 8 * 16);
+      }
+    }
+    arrive_when_copied(barrier);
+    if (++stage == L::STAGES) stage = 0, parity ^= 1;
+  }
+}
+
+// ---- scores ---------------------------------------------------------------------------------------------------------
+
+// A turn in which a score exceeds its head's reference by far, or the first with keys: `s` holds scores relative to the
+// old references, and is made relative to the new, which `alpha` says how to reach.
+template <class L>
+DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 4], bool seen, u32 shared, int thread) {
+  constexpr int TILES = L::HEADS / 8;
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const u32 scratch = shared + L::WEIGHTS;
+#pragma unroll
+  for (int j = 0; j < TILES; ++j)
+    store_shared_float2(scratch + ((warp * 8 + g) * L::HEADS + j * 8 + 2 * t) * 4, fmaxf(s[4 * j], s[4 * j + 2]),
+                        fmaxf(s[4 * j + 1], s[4 * j + 3]));
+  named_barrier<SCORE_BARRIER, 128>();
+  if (thread < L::HEADS) {
+    // of the scores relative to the old reference
+    float top = seen ? 0.f : -INFINITY;
+#pragma unroll 8
+    for (int k = 0; k < 32; ++k) top = fmaxf(top, load_shared_float(scratch + (k * L::HEADS + thread) * 4));
+    const float old = load_shared_float(shared + L::COLUMNS + thread * 8 + 4);
+    store_shared_float2(shared + L::COLUMNS + thread * 8, top, old + top);
+    store_shared_float(shared + L::ALPHA + thread * 4, seen ? exp2_approx(-top) : 0.f);
+  }
+  named_barrier<SCORE_BARRIER, 128>();
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+    const uint4 rise = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+    const float2 alpha = load_shared_float2(shared + L::ALPHA + (8 * j + 2 * t) * 4);
+    sums[2 * j] *= alpha.x, sums[2 * j + 1] *= alpha.y;
+    s[4 * j] -= __uint_as_float(rise.x), s[4 * j + 1] -= __uint_as_float(rise.z);
+    s[4 * j + 2] -= __uint_as_float(rise.x), s[4 * j + 3] -= __uint_as_float(rise.z);
+  }
+  named_barrier<SCORE_BARRIER, 128>();
+}
+
+template <class L>
+DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) {
+  constexpr int HEADS = L::HEADS, TILES = HEADS / 8;
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const u32 weights_row = shared + L::WEIGHTS + (lane & 7) * 128 +
+                          ((((warp * 2) | ((lane >> 3) & 1)) ^ (lane & 7)) << 4) + (lane >> 4) * 1024;
+  const u64 query = tile_descriptor(shared + L::QUERY, 1024, 16);
+  float sums[TILES * 2];
+#pragma unroll
+  for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
+  bool seen = false;  // whether a key counted, and with it the references
+  const int turns = turns_of(row);
+  for (int i = 0, stage = 0, parity = 0; i < turns; ++i) {
+    mbarrier_wait(shared + L::FULL + stage * 8, parity);
+    fence_async_shared();
+    const u64 keys = tile_descriptor(shared + L::TILES + stage * L::TILE, 1024, 16);
+    float s[TILES * 4];
+    wgmma_fence();
+#pragma unroll
+    for (int chunk = 0; chunk < L::CHUNKS; ++chunk)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        wgmma_keys_by_heads(s, keys + (chunk * KEYS * 128 + j * 32) / 16,
+                            query + (chunk * L::QUERY_CHUNK + j * 32) / 16, chunk > 0 || j > 0);
+    wgmma_commit();
+    const u32 alive = load_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4);
+    float2 reference[TILES];
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+      const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+      reference[j] = make_float2(__uint_as_float(two.y), __uint_as_float(two.w));
+    }
+    wgmma_wait<0>();
+    hold(s);
+#pragma unroll
+    for (int e = 0; e < TILES * 4; ++e)
+      s[e] = fmaf(s[e], p.scale_log2, (e & 1) ? -reference[e / 4].y : -reference[e / 4].x);
+    if (alive != 0xffff) {
+      const bool live[2] = {(alive >> g & 1) != 0, (alive >> (g + 8) & 1) != 0};
+#pragma unroll
+      for (int e = 0; e < TILES * 4; ++e)
+        if (!live[e >> 1 & 1]) s[e] = -INFINITY;
+    }
+    float tops[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+    for (int e = 4; e < TILES * 4; ++e) tops[e & 3] = fmaxf(tops[e & 3], s[e]);
+    const float largest = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+    const bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest > REFERENCE_SLACK || !seen && alive);
+    mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
+    if (moves) {
+      raise_references<L>(s, sums, seen, shared, thread);
+      seen = true;
+    }
+#pragma unroll
+    for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
+#pragma unroll
+    for (int c = 0; c < TILES * 2; ++c) sums[c] += s[c / 2 * 4 + (c & 1)] + s[c / 2 * 4 + (c & 1) + 2];
+#pragma unroll
+    for (int j = 0; j < TILES; j += 2)
+      store_matrices_transposed(weights_row + j * 1024, pack_bfloat16(s[4 * j], s[4 * j + 1]),
+                                pack_bfloat16(s[4 * j + 2], s[4 * j + 3]), pack_bfloat16(s[4 * j + 4], s[4 * j + 5]),
+                                pack_bfloat16(s[4 * j + 6], s[4 * j + 7]));
+    if (thread == 0) store_shared_4(shared + L::TURN, moves ? MOVED : USUAL);
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared + L::WEIGHTS_FULL);
+    if (++stage == L::STAGES) stage = 0, parity ^= 1;
+  }
+  if (turns) mbarrier_wait(shared + L::WEIGHTS_FREE, (turns - 1) & 1);
+  const u32 scratch = shared + L::WEIGHTS;
+#pragma unroll
+  for (int j = 0; j < TILES; ++j)
+    store_shared_float2(scratch + ((warp * 8 + g) * HEADS + j * 8 + 2 * t) * 4, sums[2 * j], sums[2 * j + 1]);
+  named_barrier<SCORE_BARRIER, 128>();
+  if (thread < HEADS) {
+    float total = 0.f;
+#pragma unroll 8
+    for (int k = 0; k < 32; ++k) total += load_shared_float(scratch + (k * HEADS + thread) * 4);
+    const float reference = load_shared_float(shared + L::COLUMNS + thread * 8 + 4);
+    store_shared_float2(shared + L::COLUMNS + thread * 8, total, total == 0.f ? NO_SCORE_YET : reference);
+  }
+  finish<L>(p, row, shared, thread);
+}
+
+// ---- values ---------------------------------------------------------------------------------------------------------
+
+template <class L>
+DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, int thread) {
+  constexpr bool HEADS_BY_DIMS = L::HEADS == 64;
+  constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : L::HEADS / 2;
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  auto head_of = [&](int e) { return HEADS_BY_DIMS ? warp * 16 + g + (e & 2) * 4 : e / 4 * 8 + 2 * t + (e & 1); };
+  float o[PIECES][N];
+#pragma unroll
+  for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+    for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
+  const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
+  const int turns = turns_of(row);
+  for (int i = 0, stage = 0; i < turns; ++i) {
+    mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
+    fence_async_shared();
+    if (load_shared_4(shared + L::TURN) != USUAL) {
+#pragma unroll
+      for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+        for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
+    }
+    const u64 values = tile_descriptor(shared + L::TILES + stage * L::TILE + half * 4 * (KEYS * 128), 1024, KEYS * 128);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+    wgmma_fence();
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (HEADS_BY_DIMS)
+          wgmma_heads_by_dims_bfloat16(o[piece], weights + k * 2, values + (piece * 2 * KEYS * 128 + k * 2048) / 16);
+        else
+          wgmma_dims_by_heads_bfloat16(o[piece], values + (piece * KEYS * 128 + k * 2048) / 16, weights + k * 2);
+      }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+    if (lane == 0) mbarrier_arrive(shared + L::WEIGHTS_FREE), mbarrier_arrive(shared + L::FREE + stage * 8);
+    if (++stage == L::STAGES) stage = 0;
+  }
+  named_barrier<VALUES_BARRIER, 256>();  // the partial results take the place of all tiles
+#pragma unroll
+  for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+    for (int e = 0; e < N; e += HEADS_BY_DIMS ? 2 : 1) {
+      if constexpr (HEADS_BY_DIMS) {
+        const int dim = half * 256 + piece * 128 + e / 4 * 8 + 2 * t;
+        store_shared_float2(partial_unit<L>(shared, head_of(e), dim / 4) + dim % 4 * 4, o[piece][e], o[piece][e + 1]);
+      } else {
+        const int dim = half * 256 + piece * 64 + warp * 16 + g + (e & 2) * 4;
+        store_shared_float(partial_unit<L>(shared, head_of(e), dim / 4) + dim % 4 * 4, o[piece][e]);
+      }
+    }
+  finish<L>(p, row, shared, 128 + half * 128 + thread);
+}
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
+
+template <int HEADS, int DIM>
+__global__ void __launch_bounds__(512, 1) sparse_attention_bf16(const __grid_constant__ Params p) {
+  using L = PlainLayout<HEADS, DIM>;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = shared_address(shared_memory);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  const Row row = this_row(p);
+  if (row.token >= p.num_tokens) return;
+  int index = -1;
+  if (warpgroup == 3) index = index_at(p, row, row.first, thread >> 5, thread & 31);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < L::STAGES; ++i)
+      mbarrier_init(shared + L::FULL + i * 8, 132), mbarrier_init(shared + L::FREE + i * 8, 8);
+    mbarrier_init(shared + L::WEIGHTS_FULL, 4), mbarrier_init(shared + L::WEIGHTS_FREE, 8);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (warpgroup == 3) {
+    fewer_registers<40>();
+    copy_keys<L>(p, row, shared, index, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
+    stand_by(row);
+    return;
+  }
+  copy_queries<L>(p, row, shared, threadIdx.x);
+  fence_async_shared();
+  named_barrier<QUERY_BARRIER, 384>();
+  if (warpgroup == 0) {
+    more_registers<152>();
+    score_tile<L>(p, row, shared, thread);
+  } else {
+    more_registers<160>();
+    add_values<L>(p, row, shared, warpgroup - 1, thread);
+  }
+}

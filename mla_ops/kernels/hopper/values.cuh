@@ -1,0 +1,216 @@
+// Weights times values.
+#pragma once
+
+#include "merge.cuh"
+
+DEVICE float e4m3_to_float(u32 byte) {
+  float value;
+  asm("{\n"
+      ".reg .b16 a, b;\n"
+      ".reg .b32 x;\n"
+      "cvt.u16.u32 a, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 x, a;\n"
+      "mov.b32 {a, b}, x;\n"
+      "cvt.f32.f16 %0, a;\n"
+      "}"
+      : "=f"(value)
+      : "r"(byte));
+  return value;
+}
+
+// Dims stand permuted in the values' chunks of 64 (`store_query_piece`): a lane's accumulators of a chunk are 16
+// neighbours where dims are columns; where they are rows, row g of a warp is this dim, and row g + 8 the second next.
+DEVICE int dim_of_row(int warp, int g) { return 16 * (g >> 1) + 4 * warp + (g & 1); }
+
+// A value from the cache's bytes, as large as the accumulators want it.
+template <Format FORMAT>
+DEVICE float value_of(const unsigned char* raw, const unsigned char* scales, int dim, int group) {
+  using R = Rows<FORMAT>;
+  if (R::ROPE_IS_VALUE && dim >= R::LATENT)
+    return low_bfloat16(*reinterpret_cast<const u16*>(raw + R::ROPE_AT + (dim - R::LATENT) * 2)) * R::FACTOR;
+  return e4m3_to_float(raw[dim]) * (R::scale(scales, group) * R::FACTOR);
+}
+
+// A turn with numbers that float16 does not hold, on the CUDA cores from the cache's bytes: heads g and g + 8 of a warp
+// by dims.
+template <Format FORMAT>
+DEVICE void accumulate_wide(float (&o)[2][64], const unsigned char* raw, const unsigned char* scales,
+                            const float* table, int head, int dim) {
+  using R = Rows<FORMAT>;
+#pragma unroll 1
+  for (int key = 0; key < KEYS; ++key, raw += R::BYTES, scales += R::SCALES_PITCH, table += 64) {
+    const float weight_0 = table[head], weight_1 = table[head + 8];
+#pragma unroll
+    for (int e = 0; e < 128; e += 4) {
+      const int group = dim / R::GROUP + e / 32 * 64 / R::GROUP;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float value = value_of<FORMAT>(raw, scales, dim + e / 32 * 64 + e % 32 / 2 + c, group);
+        float (&two)[64] = o[e / 64];
+        two[e % 64 + c] = fmaf(weight_0, value, two[e % 64 + c]);
+        two[e % 64 + c + 2] = fmaf(weight_1, value, two[e % 64 + c + 2]);
+      }
+    }
+  }
+}
+
+// The same for two dims of a warp's rows by heads.
+template <int HEADS, Format FORMAT, int PIECES>
+DEVICE void accumulate_wide(float (&o)[PIECES][HEADS / 2], const unsigned char* raw, const unsigned char* scales,
+                            const float* table, int head, int dim) {
+  using R = Rows<FORMAT>;
+#pragma unroll 1
+  for (int key = 0; key < KEYS; ++key, raw += R::BYTES, scales += R::SCALES_PITCH, table += HEADS) {
+    float value[PIECES][2];
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int d = dim + piece * 64 + r * 2;
+        value[piece][r] = value_of<FORMAT>(raw, scales, d, d / R::GROUP);
+      }
+#pragma unroll
+    for (int c = 0; c < HEADS / 4; ++c) {
+      const float weight = table[head + c / 2 * 8 + (c & 1)];
+#pragma unroll
+      for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int e = c / 2 * 4 + (c & 1) + 2 * r;
+          o[piece][e] = fmaf(weight, value[piece][r], o[piece][e]);
+        }
+    }
+  }
+}
+
+DEVICE u32 scaled_pair(float a, float b, float factor) {
+  return factor == 0.f ? 0u : pack_bfloat16(a * factor, b * factor);
+}
+
+constexpr int RESULT_PITCH = 528;
+
+// The result of a warp's 16 heads and 256 dims, through shared memory into rows of 512 bytes.
+DEVICE void store_result(const Params& p, const Row& row, u32 stage, const float (&o)[2][64], const float (&factors)[2],
+                         int half, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float* v = o[i / 4] + i % 4 * 16 + 2 * r;
+      store_shared_16(stage + (g + r * 8) * RESULT_PITCH + i / 2 * 128 + t * 32 + i % 2 * 16,
+                      scaled_pair(v[0], v[1], factors[r]), scaled_pair(v[4], v[5], factors[r]),
+                      scaled_pair(v[8], v[9], factors[r]), scaled_pair(v[12], v[13], factors[r]));
+    }
+  __syncwarp();
+  const int first_head = row.tile * 64 + warp * 16;
+  u16* target = out_row(p, row, first_head) + half * 256 + lane * 8;
+#pragma unroll 8
+  for (int line = 0; line < 16; ++line, target += p.out_head_stride)
+    if (first_head + line < p.num_heads)
+      *reinterpret_cast<uint4*>(target) = load_shared_16(stage + line * RESULT_PITCH + lane * 16);
+}
+
+template <class L, int PIECES, int N>
+DEVICE void store_partial(u32 shared, const float (&o)[PIECES][N], int half, int warp, int g, int t) {
+#pragma unroll
+  for (int piece = 0; piece < PIECES; ++piece) {
+    if constexpr (L::HEADS == 64) {
+#pragma unroll
+      for (int e = 0; e < N; e += 8)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float* v = o[piece] + e + 2 * r;
+          const u32 place =
+              partial_unit<L>(shared, warp * 16 + g + r * 8, half * 64 + piece * 32 + e / 32 * 16 + 4 * t + e % 32 / 8);
+          // Pairs: four accumulators that are no neighbours would have to be moved together.
+          store_shared_float2(place, v[0], v[1]), store_shared_float2(place + 8, v[4], v[5]);
+        }
+    } else {
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        const int dim = half * 256 + piece * 64 + dim_of_row(warp, g) + (e & 2);
+        const u32 place = partial_unit<L>(shared, e / 4 * 8 + 2 * t + (e & 1), dim / 4);
+        store_shared_float(place + dim % 4 * 4, o[piece][e]);
+      }
+    }
+  }
+}
+
+template <int HEADS, Format FORMAT>
+DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half,
+                       int thread) {
+  using L = Layout<HEADS, FORMAT>;
+  constexpr bool HEADS_BY_DIMS = HEADS == 64;
+  constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  // The head of accumulator e.
+  auto head_of = [&](int e) { return HEADS_BY_DIMS ? warp * 16 + g + (e & 2) * 4 : e / 4 * 8 + 2 * t + (e & 1); };
+  float o[PIECES][N];
+#pragma unroll
+  for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+    for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
+
+  const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
+  const u64 values = tile_descriptor(shared + L::VALUES + half * 4 * (KEYS * 128), 1024, KEYS * 128);
+  const u32 freed = shared + L::VALUES_FREE + half * 16;
+  const int turns = turns_of(row);
+  for (int i = 0; i < turns; ++i) {
+    mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
+    // One after the other: the scores of the next turn then wait for fewer products of the tensor cores.
+    if (HEADS_BY_DIMS && half == 1) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
+    const u32 turn = load_shared_4(shared + L::TURN);
+    if ((turn & 0xff) != USUAL) {
+#pragma unroll
+      for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+        for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
+    }
+    if ((turn & 0xff) == WIDE) {
+      const unsigned char *raw = shared_pointer + L::RAW + (turn >> 8) * L::RAW_STAGE,
+                          *scales = shared_pointer + L::SCALES + (turn >> 8) * L::SCALES_STAGE;
+      const float* table = reinterpret_cast<const float*>(shared_pointer + L::TABLE);
+      if constexpr (HEADS_BY_DIMS)
+        accumulate_wide<FORMAT>(o, raw, scales, table, warp * 16 + g, half * 256 + 16 * t);
+      else
+        accumulate_wide<HEADS, FORMAT>(o, raw, scales, table, 2 * t, half * 256 + dim_of_row(warp, g));
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
+      continue;
+    }
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+    wgmma_fence();
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (HEADS_BY_DIMS)
+          wgmma_heads_by_dims(o[piece], weights + k * 2, values + (piece * 2 * KEYS * 128 + k * 2048) / 16);
+        else
+          wgmma_dims_by_heads(o[piece], values + (piece * KEYS * 128 + k * 2048) / 16, weights + k * 2);
+      }
+      if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
+    }
+    wgmma_wait<1>();
+    if (lane == 0) mbarrier_arrive(freed);
+    wgmma_wait<0>();
+    if (lane == 0) mbarrier_arrive(freed + 8);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+  }
+
+  if constexpr (HEADS_BY_DIMS) {
+    if (row.splits == 1) {
+      named_barrier<FACTOR_BARRIER, 384>();
+      const float factors[2] = {load_shared_float(shared + L::ALPHA + head_of(0) * 4),
+                                load_shared_float(shared + L::ALPHA + head_of(2) * 4)};
+      store_result(p, row, shared + L::PARTIAL + (half * 4 + warp) * (16 * RESULT_PITCH), o, factors, half, warp, lane);
+      return;
+    }
+  }
+  named_barrier<VALUES_BARRIER, 256>();  // the partial results take the place of all values
+  store_partial<L>(shared, o, half, warp, g, t);
+  finish<L>(p, row, shared, 128 + half * 128 + thread);
+}

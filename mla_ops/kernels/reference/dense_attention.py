@@ -1,0 +1,98 @@
+"""Dense MLA in plain PyTorch, float32 inside: the specification, and the CPU kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from ...dispatch import Lowering
+from ...formats import geometry
+from .cache import read_slots
+from .index import translate
+from .sparse_attention import MAX_GATHERED_BYTES, attend
+
+
+def _attend_request(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """One request: `[queries, heads, d]` against `[keys, kv_heads, d]`, the last query beside the last key."""
+    len_q, num_heads, _ = q.shape
+    len_k, num_kv_heads, _ = k.shape
+    keys, values = k.float(), v.float()
+    step = max(1, MAX_GATHERED_BYTES // (4 * num_heads * max(1, len_k)))
+    for start in range(0, len_q, step):
+        rows = slice(start, min(start + step, len_q))
+        queries = q[rows].float().unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
+        scores = torch.einsum("qhgd,khd->qhgk", queries, keys).flatten(1, 2) * softmax_scale
+        if causal:
+            last = torch.arange(rows.start, rows.stop, device=q.device) + len_k - len_q
+            hidden = torch.arange(len_k, device=q.device) > last.unsqueeze(1)
+            scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
+        row_lse = torch.logsumexp(scores, dim=-1)
+        empty = row_lse == -torch.inf
+        weights = (scores - torch.where(empty, 0.0, row_lse).unsqueeze(-1)).exp()
+        weights = weights.unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
+        out[rows] = torch.einsum("qhgk,khd->qhgd", weights, values).flatten(1, 2).to(out.dtype)
+        lse[rows] = row_lse
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    out.zero_()
+    lse.fill_(-torch.inf)
+    starts_q = cu_seqlens_q.clamp(0, q.shape[0]).tolist()
+    starts_k = cu_seqlens_k.clamp(0, k.shape[0]).tolist()
+    for request in range(len(starts_q) - 1):
+        rows = slice(starts_q[request], max(starts_q[request : request + 2]))
+        keys = slice(starts_k[request], max(starts_k[request : request + 2]))
+        if keys.start < keys.stop:
+            _attend_request(q[rows], k[keys], v[keys], softmax_scale, causal, out[rows], lse[rows])
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    key_lens: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
+    num_tokens, capacity = q.shape[0], block_table.shape[1] * block_size
+    width = min(capacity, int(key_lens.max())) if num_tokens else 0
+    positions = torch.arange(max(width, 0), dtype=torch.int32, device=q.device)
+    step = max(1, MAX_GATHERED_BYTES // (8 * max(1, width)))
+    for start in range(0, num_tokens, step):
+        rows = slice(start, start + step)
+        indices = positions.expand(len(key_lens[rows]), -1)
+        slots = translate(req_id_per_token[rows], block_table, indices, block_size, num_blocks)
+        valid = (slots >= 0) & (positions < key_lens[rows].unsqueeze(1))
+
+        def read(chosen: torch.Tensor) -> torch.Tensor:
+            return read_slots(kv_cache, chosen, cache_format)
+
+        attend(q[rows], read, slots, valid, softmax_scale, None, out[rows], lse[rows], False)
+
+
+LOWERINGS = {"paged_attention": Lowering(paged_attention), "prefill_attention": Lowering(prefill_attention)}

@@ -1,0 +1,276 @@
+"""Dense MLA in portable Triton: varlen prefill with any head dims, and paged attention over any cache format."""
+
+from typing import NamedTuple
+
+import torch
+
+from ...dispatch import Lowering
+from ...formats import LATENT_DIM
+from . import sparse_attention
+from .common import INTERPRETED, capability, cdiv, num_sms
+from .dense_attention_device import _clear_behind_kernel, _compact_blocks_kernel, _paged_kernel, _prefill_kernel
+from .sparse_attention import LOG2E, MAX_SPLITS, allocate_parts, cache_keys, merge_parts, operand_mode, query_unit
+
+COMPACT_BLOCK = 1024
+MAX_TOKEN_STRIDE = 2**24
+
+# Fewer keys than this do not pay for a split, whose fixed cost (Q, partial result, merge) is that of about as many.
+MIN_SPLIT_KEYS = 128
+
+
+class Tile(NamedTuple):
+    """Sizes of one program, queries x keys, and how it is compiled."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_tile(device_capability: tuple[int, int], head_dim: int, head_dim_v: int, exact: bool) -> Tile:
+    """The tile for a device, by its shared memory and registers; `tests/test_aot_compile.py` checks every entry.
+
+    Shared memory holds Q and, for each stage, a tile of K and V: 163 KB on SM80, 227 on SM90 and SM100, 99 on SM86,
+    SM89 and SM120.
+    """
+    major = device_capability[0]
+    if exact or major < 8:
+        return Tile(16, 16, 4, 1)
+    wide = head_dim > 192 or head_dim_v > 128
+    if device_capability in ((8, 6), (8, 9)) or major == 12:
+        return Tile(64, 32, 8, 2) if wide else Tile(64, 64, 8, 2)
+    if major == 8:
+        return Tile(64, 64, 8, 2) if wide else Tile(128, 64, 8, 2)
+    return Tile(128, 32, 8, 3) if wide else Tile(128, 64, 8, 3)
+
+
+def split_dim(head_dim: int) -> tuple[int, int]:
+    """A head dim as two dots: the largest power of two in it, and the rest rounded up to one; each at least 16."""
+    first = max(16, 1 << (head_dim.bit_length() - 1))
+    rest = head_dim - first
+    return first, 0 if rest <= 0 else max(16, 1 << (rest - 1).bit_length())
+
+
+def value_block(head_dim_v: int) -> int:
+    """Columns of the accumulators: the next power of two, at least 16."""
+    return max(16, 1 << (head_dim_v - 1).bit_length())
+
+
+def stride_unit(tensor: torch.Tensor) -> int:
+    """What both leading strides are counted in: 16 bytes where they allow it, so that loads are as wide."""
+    unit = 16 // tensor.element_size()
+    return unit if tensor.stride(0) % unit == 0 and tensor.stride(1) % unit == 0 else 1
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv, num_kv_heads, head_dim_v = v.shape
+    if num_tokens == 0:
+        return
+    # a tile's rows are 32-bit steps apart
+    k, v = (tensor if tensor.stride(0) < MAX_TOKEN_STRIDE else tensor.contiguous() for tensor in (k, v))
+    num_requests = cu_seqlens_q.shape[0] - 1
+    exact = q.dtype == torch.float32
+    chosen = prefill_tile(capability(q.device), head_dim, head_dim_v, exact)
+    first, second = split_dim(head_dim)
+    q_unit, k_unit, v_unit, out_unit = (stride_unit(tensor) for tensor in (q, k, v, out))
+    # a tile of each request may be part-filled, and so may that of the tokens behind them
+    num_tiles = num_tokens // chosen.block_m + num_requests + 1
+    _prefill_kernel[(num_tiles, num_heads)](
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        out,
+        lse,
+        float(softmax_scale) * LOG2E,
+        num_tokens,
+        num_kv,
+        num_requests,
+        num_requests.bit_length(),
+        num_heads // num_kv_heads,
+        q.stride(0) // q_unit,
+        q.stride(1) // q_unit,
+        k.stride(0) // k_unit,
+        k.stride(1) // k_unit,
+        v.stride(0) // v_unit,
+        v.stride(1) // v_unit,
+        out.stride(0) // out_unit,
+        out.stride(1) // out_unit,
+        lse.stride(0),
+        CAUSAL=causal,
+        EXACT=exact,
+        DIM=head_dim,
+        FIRST=first,
+        SECOND=second,
+        DIM_V=head_dim_v,
+        BLOCK_V=value_block(head_dim_v),
+        Q_UNIT=q_unit,
+        K_UNIT=k_unit,
+        V_UNIT=v_unit,
+        OUT_UNIT=out_unit,
+        BLOCK_M=chosen.block_m,
+        BLOCK_N=chosen.block_n,
+        UPCAST=INTERPRETED,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+    )
+
+
+def clear_behind(cu_seqlens_q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Gives the tokens behind the last request the result of an empty row; touches no other."""
+    num_tokens, num_heads, head_dim_v = out.shape
+    if num_tokens:
+        _clear_behind_kernel[(num_tokens,)](
+            cu_seqlens_q[-1:],
+            out,
+            lse,
+            num_tokens,
+            num_heads,
+            head_dim_v,
+            out.stride(0),
+            out.stride(1),
+            lse.stride(0),
+            BLOCK_V=value_block(head_dim_v),
+            num_warps=1,
+        )
+
+
+def paged_tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> sparse_attention.Tile:
+    """Heads x keys: over plain keys what fits beside a second stage of them, else what the sparse kernels take."""
+    chosen = sparse_attention.tile(device_capability, num_heads, mode)
+    major = device_capability[0]
+    if mode != "plain" or major < 8:
+        return chosen
+    small = major == 12 or device_capability in ((8, 6), (8, 9))
+    if num_heads <= 16:
+        return chosen._replace(block_n=64, num_stages=2)
+    if num_heads <= 32 or major in (10, 11) or small:
+        return chosen._replace(block_h=32, block_n=32 if small else 64, num_warps=4 if major == 9 else 8, num_stages=2)
+    return chosen._replace(block_n=64 if major == 9 else 32, num_stages=2)
+
+
+def paged_splits(num_tokens: int, num_head_blocks: int, capacity: int, sms: int, block_h: int) -> int:
+    """Programs that share one token's keys: enough to fill every SM, few enough to have MIN_SPLIT_KEYS keys each.
+
+    From shapes alone, so that a captured launch fits every replay. Tiles of up to 32 heads leave room for two programs
+    an SM, which hide each other's latency; larger ones take an SM to themselves.
+    """
+    programs = num_tokens * num_head_blocks
+    wanted = sms * (2 if block_h <= 32 else 1)
+    if programs == 0 or programs >= wanted:
+        return 1
+    return max(1, min(wanted // programs, cdiv(capacity, MIN_SPLIT_KEYS), MAX_SPLITS))
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    key_lens: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    if num_tokens == 0:
+        return
+    mode = operand_mode(q.dtype, cache_format)
+    keys = cache_keys(kv_cache, cache_format)
+    num_requests, max_blocks = block_table.shape
+    chosen = paged_tile(capability(q.device), num_heads, mode)
+    head_blocks = cdiv(num_heads, chosen.block_h)
+    splits = paged_splits(num_tokens, head_blocks, max_blocks * keys.block_size, num_sms(q.device), chosen.block_h)
+    q_unit = query_unit(q)
+    part_out, part_lse = allocate_parts(out, lse, splits)
+    _paged_kernel[(num_tokens * head_blocks, splits)](
+        q,
+        kv_cache,
+        block_table,
+        req_id_per_token,
+        key_lens,
+        part_out,
+        part_lse,
+        float(softmax_scale) * LOG2E,
+        num_heads,
+        keys.num_blocks,
+        keys.block_size,
+        num_requests,
+        max_blocks,
+        splits,
+        q.stride(0) // q_unit,
+        q.stride(1) // q_unit,
+        keys.stride_block,
+        block_table.stride(0),
+        part_out.stride(0),
+        part_out.stride(1),
+        part_out.stride(2),
+        part_lse.stride(0),
+        part_lse.stride(1),
+        MODE=mode,
+        ROPE=head_dim > LATENT_DIM,
+        ROW_WIDTH=keys.row_width,
+        Q_UNIT=q_unit,
+        KV_UNIT=keys.unit,
+        PARTIAL=splits > 1,
+        BLOCK_H=chosen.block_h,
+        BLOCK_N=chosen.block_n,
+        DECODE=chosen.decode,
+        UPCAST=INTERPRETED,
+        WHOLE=keys.block_size % chosen.block_n == 0,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+    )
+    if splits > 1:
+        merge_parts(part_out, part_lse, None, out, lse)
+
+
+def compact_blocks(
+    block_table: torch.Tensor, req_id_per_token: torch.Tensor, key_lens: torch.Tensor, num_blocks: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token as a request of its own, for kernels that survive no block outside the cache.
+
+    Returns:
+        `[num_tokens, max_blocks]` int32, blocks that exist, in order, then 0; `[num_tokens]` int32, keys in them.
+    """
+    num_tokens = key_lens.shape[0]
+    num_requests, max_blocks = block_table.shape
+    blocks = block_table.new_empty((num_tokens, max_blocks))
+    lens = torch.empty_like(key_lens)
+    if num_tokens:
+        _compact_blocks_kernel[(num_tokens,)](
+            block_table,
+            req_id_per_token,
+            key_lens,
+            blocks,
+            lens,
+            num_blocks,
+            block_size,
+            num_requests,
+            max_blocks,
+            block_table.stride(0),
+            blocks.stride(0),
+            BLOCK=COMPACT_BLOCK,
+            num_warps=4,
+        )
+    return blocks, lens
+
+
+LOWERINGS = {"paged_attention": Lowering(paged_attention), "prefill_attention": Lowering(prefill_attention)}

@@ -1,0 +1,369 @@
+"""Dense attention on the device: varlen attention over flat keys, and over the whole of a paged cache's requests."""
+
+import triton
+import triton.language as tl
+
+from .bfloat16 import widen
+from .common import sized_jit
+from .sparse_attention_device import attend_keys, dot, load_query, new_state, round_to, store_result
+
+
+@triton.jit
+def _find_request(cu_seqlens, tile, num_requests, search_steps, num_tokens, BLOCK_M: tl.constexpr):
+    """The request that a tile of BLOCK_M queries belongs to, and the number of the tile in it.
+
+    Request r's tiles start at `cu_seqlens[r] // BLOCK_M + r`, which needs no table and leaves room for a part-filled
+    tile of each. What lies behind the last request counts as one more, number `num_requests`.
+    """
+    low = tl.full((), 0, tl.int32)
+    high = num_requests
+    for _ in range(search_steps):
+        middle = (low + high + 1) >> 1
+        start = tl.minimum(tl.maximum(tl.load(cu_seqlens + middle), 0), num_tokens).to(tl.int32)
+        before = start // BLOCK_M + middle <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, tl.maximum(middle - 1, low))
+    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + low), 0), num_tokens).to(tl.int32)
+    return low, tile - (start // BLOCK_M + low)
+
+
+@triton.jit
+def _load_part(start, within, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Columns FIRST .. FIRST + WIDTH of rows of DIM, zero past DIM; MASKED, also zero where a row is not `within`."""
+    column = FIRST + tl.arange(0, WIDTH)[None, :]
+    place = start[:, None] + column
+    if MASKED:
+        if FIRST + WIDTH > DIM:
+            part = tl.load(place, mask=within[:, None] & (column < DIM), other=0.0)
+        else:
+            part = tl.load(place, mask=within[:, None], other=0.0)
+    elif FIRST + WIDTH > DIM:
+        part = tl.load(place, mask=column < DIM, other=0.0)
+    else:
+        part = tl.load(place)
+    return part
+
+
+@triton.jit
+def _walk(
+    q_row,
+    q_first,
+    q_second,
+    live,
+    last_key,
+    state,
+    k_start,
+    v_start,
+    stride_k,
+    stride_v,
+    begin,
+    end,
+    scale_log2,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EXACT: tl.constexpr,
+    DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Online softmax over the keys `begin` to `end`, in tiles of BLOCK_N; MASKED where not every query sees every key.
+
+    `last_key` is the last key that each query may see. Returns the state after it.
+    """
+    acc, top, total = state
+    for start in tl.range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        within = key < end
+        # one 64-bit place a tile, 32-bit steps from it: half the registers
+        k_row = k_start + start * stride_k + (tl.arange(0, BLOCK_N) * stride_k.to(tl.int32))
+        if EXACT:
+            scores = tl.zeros((live.shape[0], BLOCK_N), tl.float32)
+            # narrow pieces: without tensor cores a thread holds whole rows of both operands
+            for piece in tl.static_range(0, DIM, 32):
+                queries = widen(_load_part(q_row, live, piece, 32, DIM, True))
+                keys = widen(_load_part(k_row, within, piece, 32, DIM, True))
+                scores = dot(queries, tl.trans(keys), scores, UPCAST)
+        else:
+            scores = tl.zeros((live.shape[0], BLOCK_N), tl.float32)
+            keys = _load_part(k_row, within, 0, FIRST, DIM, MASKED)
+            scores = dot(q_first, tl.trans(keys), scores, UPCAST)
+            if SECOND > 0:
+                keys = _load_part(k_row, within, FIRST, SECOND, DIM, MASKED)
+                scores = dot(q_second, tl.trans(keys), scores, UPCAST)
+        if MASKED:
+            visible = within[None, :]
+            if CAUSAL:
+                visible = visible & (key[None, :] <= last_key[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        # the scale is positive, so the largest score stays the largest, and the rest is one multiply-add a score
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        fade = tl.exp2(top - pivot)
+        weights = tl.exp2(scores * scale_log2 - pivot[:, None])
+        total = total * fade + tl.sum(weights, 1)
+        top = new_top
+        acc *= fade[:, None]
+        v_row = v_start + start * stride_v + (tl.arange(0, BLOCK_N) * stride_v.to(tl.int32))
+        values = _load_part(v_row, within, 0, BLOCK_V, DIM_V, MASKED)
+        acc = dot(round_to(weights, values.dtype, UPCAST), values, acc, UPCAST)
+    return acc, top, total
+
+
+@sized_jit(any_alignment=("cu_seqlens_q", "cu_seqlens_k", "lse"))
+def _prefill_kernel(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    out,
+    lse,
+    scale_log2: tl.float32,
+    num_tokens: tl.int64,
+    num_kv: tl.int64,
+    num_requests: tl.int32,
+    search_steps: tl.int32,
+    heads_per_kv_head: tl.int32,
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_k_token: tl.int64,
+    stride_k_head: tl.int64,
+    stride_v_token: tl.int64,
+    stride_v_head: tl.int64,
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_lse_token: tl.int64,
+    CAUSAL: tl.constexpr,
+    EXACT: tl.constexpr,
+    DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    Q_UNIT: tl.constexpr,
+    K_UNIT: tl.constexpr,
+    V_UNIT: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """BLOCK_M queries of one request, one head: softmax over the request's keys, unmasked tiles first.
+
+    Grid: (tiles of queries, heads). Neighbouring programs share a head, so that its keys come from L2; of a causal
+    request, the tiles with the most keys start first. A query of DIM is a power of two, FIRST, and the rest, SECOND:
+    two dots into one tile of scores. Tokens behind the last request get the result of an empty one.
+
+    Registers: accumulators BLOCK_M * BLOCK_V and scores BLOCK_M * BLOCK_N float32. Shared memory: Q, and tiles of K and
+    V for each stage.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    request, block = _find_request(cu_seqlens_q, tile, num_requests, search_steps, num_tokens, BLOCK_M)
+    begin_q = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + request), 0), num_tokens)
+    real = request < num_requests
+    end_q = tl.load(cu_seqlens_q + request + 1, mask=real, other=0).to(tl.int64)
+    end_q = tl.where(real, tl.minimum(end_q, num_tokens), num_tokens)
+    len_q = (end_q - begin_q).to(tl.int32)
+    if block * BLOCK_M < len_q:
+        begin_k = tl.minimum(tl.maximum(tl.load(cu_seqlens_k + request), 0), num_kv)
+        end_k = tl.load(cu_seqlens_k + request + 1, mask=real, other=0).to(tl.int64)
+        len_k = tl.where(real, tl.maximum(tl.minimum(end_k, num_kv) - begin_k, 0), 0).to(tl.int32)
+        head = tl.program_id(1)
+        kv_head = (head // heads_per_kv_head).to(tl.int64)
+
+        query = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        live = query < len_q
+        token = begin_q + query
+        q_row = q + token * (stride_q_token * Q_UNIT) + head.to(tl.int64) * (stride_q_head * Q_UNIT)
+        k_start = k + begin_k * (stride_k_token * K_UNIT) + kv_head * (stride_k_head * K_UNIT)
+        v_start = v + begin_k * (stride_v_token * V_UNIT) + kv_head * (stride_v_head * V_UNIT)
+        q_first = live
+        q_second = live
+        if not EXACT:
+            q_first = _load_part(q_row, live, 0, FIRST, DIM, True)
+            if SECOND > 0:
+                q_second = _load_part(q_row, live, FIRST, SECOND, DIM, True)
+
+        # the last query sees the last key
+        last_key = query + (len_k - len_q)
+        end = len_k
+        unmasked = len_k
+        if CAUSAL:
+            end = tl.maximum(tl.minimum(len_k, (block + 1) * BLOCK_M + len_k - len_q), 0)
+            unmasked = tl.maximum(tl.minimum(len_k, block * BLOCK_M + len_k - len_q + 1), 0)
+        unmasked = unmasked // BLOCK_N * BLOCK_N
+        state = (
+            tl.zeros((BLOCK_M, BLOCK_V), tl.float32),
+            tl.full((BLOCK_M,), float("-inf"), tl.float32),
+            tl.zeros((BLOCK_M,), tl.float32),
+        )
+        step_k, step_v = stride_k_token * K_UNIT, stride_v_token * V_UNIT
+        # fmt: off
+        state = _walk(
+            q_row, q_first, q_second, live, last_key, state, k_start, v_start, step_k, step_v, 0, unmasked, scale_log2,
+            False, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, UPCAST,
+        )
+        acc, top, total = _walk(
+            q_row, q_first, q_second, live, last_key, state, k_start, v_start, step_k, step_v, unmasked, end,
+            scale_log2, True, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, UPCAST,
+        )
+        # fmt: on
+
+        # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
+        safe = tl.where(total == 0, 1.0, total)
+        log2_sum = tl.where(top == float("inf"), float("inf"), top + tl.log2(safe))
+        log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
+        result = acc * tl.where(total == 0, 0.0, 1.0 / safe)[:, None]
+        column = tl.arange(0, BLOCK_V)[None, :]
+        out_row = out + token * (stride_out_token * OUT_UNIT) + head.to(tl.int64) * (stride_out_head * OUT_UNIT)
+        stored = live[:, None] & (column < DIM_V)
+        tl.store(out_row[:, None] + column, round_to(result, out.dtype.element_ty, UPCAST), mask=stored)
+        tl.store(lse + token * stride_lse_token + head, log2_sum * 0.6931471805599453, mask=live)
+
+
+@sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "lse"))
+def _paged_kernel(
+    q,
+    kv,
+    block_table,
+    req_id_per_token,
+    key_lens,
+    out,
+    lse,
+    scale_log2: tl.float32,
+    num_heads: tl.int32,
+    num_blocks: tl.int64,
+    block_size: tl.int32,
+    num_requests: tl.int32,
+    max_blocks: tl.int32,
+    num_splits: tl.int32,
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_block: tl.int64,
+    stride_table: tl.int64,
+    stride_out_split: tl.int64,
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_lse_split: tl.int64,
+    stride_lse_token: tl.int64,
+    MODE: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    Q_UNIT: tl.constexpr,
+    KV_UNIT: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DECODE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """One token, BLOCK_H heads, one split of the token's keys: the walk of the sparse kernels over every key.
+
+    Grid: (tokens * head blocks, splits). Head blocks of a token are neighbours, so that its keys come from L2 for all
+    but the first. A token's keys are shared among its splits in whole tiles, each of which lies in one block where
+    blocks are multiples of tiles (WHOLE).
+
+    Registers and shared memory: as `_attend_kernel`.
+    """
+    head_blocks = tl.cdiv(num_heads, BLOCK_H)
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    split = tl.program_id(1)
+    live_head = head < num_heads
+    request = tl.load(req_id_per_token + token)
+    known = (request >= 0) & (request < num_requests)
+    capacity = max_blocks.to(tl.int64) * block_size
+    length = tl.minimum(tl.maximum(tl.load(key_lens + token), 0), capacity).to(tl.int32)
+    length = tl.where(known, length, 0)
+    share = tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits) * BLOCK_N
+    begin = tl.minimum(split * share, length)
+    end = tl.minimum(begin + share, length)
+
+    EXACT: tl.constexpr = MODE == "exact" or MODE == "fp8_exact" or MODE == "fp8_v4_exact"
+    q_row = q + token * (stride_q_token * Q_UNIT) + (head.to(tl.int64) * (stride_q_head * Q_UNIT))[:, None]
+    # fmt: off
+    state = attend_keys(
+        q_row, load_query(q_row, live_head, ROPE, EXACT), live_head, new_state(BLOCK_H), kv, None, begin, end,
+        block_table + request.to(tl.int64) * stride_table, known, scale_log2, num_blocks, block_size, max_blocks,
+        stride_block, MODE, ROPE, ROW_WIDTH, KV_UNIT, BLOCK_H, BLOCK_N, DECODE, UPCAST, WHOLE,
+    )
+    store_result(
+        state, token, head, live_head, split, None, out, lse, stride_out_split, stride_out_token, stride_out_head,
+        stride_lse_split, stride_lse_token, PARTIAL, UPCAST,
+    )
+    # fmt: on
+
+
+@sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "blocks", "lens"))
+def _compact_blocks_kernel(
+    block_table,
+    req_id_per_token,
+    key_lens,
+    blocks,
+    lens,
+    num_blocks: tl.int64,
+    block_size: tl.int32,
+    num_requests: tl.int32,
+    max_blocks: tl.int32,
+    stride_table: tl.int64,
+    stride_blocks: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """One token's own row of blocks, those outside the cache left out, and the keys in what is left.
+
+    Grid: (tokens,). Attention does not depend on the order of keys, and the last block, which may be part-filled, stays
+    last. The rest of the row is block 0, for kernels that load a block before they look at the length.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(req_id_per_token + token).to(tl.int64)
+    known = (request >= 0) & (request < num_requests)
+    capacity = max_blocks.to(tl.int64) * block_size
+    length = tl.where(known, tl.minimum(tl.maximum(tl.load(key_lens + token), 0), capacity), 0)
+    row = block_table + tl.where(known, request, 0) * stride_table
+    target = blocks + token * stride_blocks
+    found = tl.full((), 0, tl.int32)
+    kept = tl.full((), 0, tl.int64)
+    for start in range(0, max_blocks, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        keys = tl.minimum(length - column.to(tl.int64) * block_size, block_size)
+        block = tl.load(row + column, mask=keys > 0, other=-1)
+        valid = (block >= 0) & (block < num_blocks)
+        place = found + tl.cumsum(valid.to(tl.int32), 0) - 1
+        tl.store(target + place, block, mask=valid)
+        found += tl.sum(valid.to(tl.int32), 0)
+        kept += tl.sum(tl.where(valid, keys, 0), 0)
+    for start in range(found, max_blocks, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        tl.store(target + column, tl.zeros((BLOCK,), tl.int32), mask=column < max_blocks)
+    tl.store(lens + token, kept.to(tl.int32))
+
+
+@sized_jit(any_alignment=("end", "lse"))
+def _clear_behind_kernel(
+    end,
+    out,
+    lse,
+    num_tokens: tl.int64,
+    num_heads: tl.int32,
+    head_dim_v: tl.int32,
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_lse_token: tl.int64,
+    BLOCK_V: tl.constexpr,
+):
+    """The result of an empty row for every token from `end[0]` on: what kernels of other libraries leave as it was.
+
+    Grid: (tokens,).
+    """
+    token = tl.program_id(0).to(tl.int64)
+    if token >= tl.load(end):
+        column = tl.arange(0, BLOCK_V)
+        for head in range(num_heads):
+            place = out + token * stride_out_token + head * stride_out_head + column
+            tl.store(place, tl.zeros((BLOCK_V,), out.dtype.element_ty), mask=column < head_dim_v)
+            tl.store(lse + token * stride_lse_token + head, float("-inf"))

@@ -1,0 +1,160 @@
+"""Dense multi-head latent attention: schemas, preconditions, fakes."""
+
+from __future__ import annotations
+
+import torch
+
+from ..dispatch import Call
+from ..formats import LATENT_DIM, geometry
+from ..registry import OutputSpec, define_computing, require
+from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_tensor
+
+INT32 = (torch.int32,)
+MAX_NUM_HEADS = 128
+MAX_HEAD_DIM = 256
+PAGED_HEAD_DIMS = (576, 512)
+
+
+def _check_heads(op: str, num_heads: int) -> None:
+    if not 1 <= num_heads <= MAX_NUM_HEADS:
+        raise ValueError(f"{op}: q must have 1 to {MAX_NUM_HEADS} heads, got {num_heads}")
+
+
+def _check_head_dim(op: str, name: str, head_dim: int) -> None:
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"{op}: heads of {name} must be 1 to {MAX_HEAD_DIM} wide, got {head_dim}")
+
+
+def check_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool = True,
+) -> None:
+    op = "prefill_attention"
+    device = q.device
+    check_tensor(op, "q", q, FLOAT_DTYPES, (("num_tokens", None), ("num_heads", None), ("head_dim", None)), device)
+    _check_heads(op, q.shape[1])
+    _check_head_dim(op, "q", q.shape[2])
+    key_dims = (("num_kv", None), ("num_kv_heads", None), ("head_dim", q.shape[2]))
+    check_tensor(op, "k", k, (q.dtype,), key_dims, device)
+    num_kv, num_kv_heads, _ = k.shape
+    if num_kv_heads < 1 or q.shape[1] % num_kv_heads:
+        raise ValueError(f"{op}: the {q.shape[1]} heads of q must be a multiple of those of k, got {num_kv_heads}")
+    value_dims = (("num_kv", num_kv), ("num_kv_heads", num_kv_heads), ("head_dim_v", None))
+    check_tensor(op, "v", v, (q.dtype,), value_dims, device)
+    _check_head_dim(op, "v", v.shape[2])
+    check_tensor(op, "cu_seqlens_q", cu_seqlens_q, INT32, (("num_requests+1", None),), device)
+    require(
+        cu_seqlens_q.shape[0] >= 1,
+        lambda: f"{op}: cu_seqlens_q must have num_requests + 1 elements, at least 1, got {cu_seqlens_q.shape[0]}",
+    )
+    check_tensor(op, "cu_seqlens_k", cu_seqlens_k, INT32, (("num_requests+1", cu_seqlens_q.shape[0]),), device)
+    check_not_negative(op, "max_seqlen_q", max_seqlen_q)
+    check_not_negative(op, "max_seqlen_k", max_seqlen_k)
+    require(softmax_scale > 0, lambda: f"{op}: softmax_scale must be positive, got {softmax_scale}")
+    check_no_grad(op, q=q, k=k, v=v)
+
+
+def outputs_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
+) -> dict[str, OutputSpec]:
+    num_tokens, num_heads = q.shape[:2]
+    return {
+        "out": ((num_tokens, num_heads, v.shape[2]), q.dtype),
+        "lse": ((num_tokens, num_heads), torch.float32),
+    }
+
+
+def describe_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object) -> Call:
+    num_tokens, num_heads, head_dim = q.shape
+    return Call(
+        "prefill_attention",
+        q.device,
+        q.dtype,
+        head_dim=head_dim,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        head_dim_v=v.shape[2],
+    )
+
+
+prefill_attention, prefill_attention_out = define_computing(
+    "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float softmax_scale, *, bool causal=True) -> (Tensor, Tensor)",
+    "prefill_attention.out(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, *, bool causal=True, Tensor(a!) out, "
+    "Tensor(b!) lse) -> ()",
+    check=check_prefill,
+    outputs=outputs_prefill,
+    describe=describe_prefill,
+)
+
+
+def check_paged(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    key_lens: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+) -> None:
+    op = "paged_attention"
+    device = q.device
+    entry = check_cache(op, kv_cache, cache_format)
+    dtypes = FLOAT_DTYPES if entry.quantized else (entry.value_dtype,)
+    check_tensor(op, "q", q, dtypes, (("num_tokens", None), ("num_heads", None), ("head_dim", None)), device)
+    if q.shape[2] not in PAGED_HEAD_DIMS:
+        raise ValueError(f"{op}: q must have shape [num_tokens, num_heads, 576 or 512], got {list(q.shape)}")
+    _check_heads(op, q.shape[1])
+    head_dim = geometry(kv_cache, cache_format).head_dim
+    if q.shape[2] != head_dim:
+        raise ValueError(f"{op}: q is {q.shape[2]} wide, but the keys in kv_cache are {head_dim} wide")
+    if kv_cache.device != device:
+        raise ValueError(f"{op}: kv_cache must be on {device} like the first argument, got {kv_cache.device}")
+    check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
+    tokens = (("num_tokens", q.shape[0]),)
+    check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
+    check_tensor(op, "key_lens", key_lens, INT32, tokens, device)
+    check_no_grad(op, q=q, kv_cache=kv_cache)
+
+
+def outputs_paged(q: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
+    num_tokens, num_heads = q.shape[:2]
+    return {
+        "out": ((num_tokens, num_heads, LATENT_DIM), q.dtype),
+        "lse": ((num_tokens, num_heads), torch.float32),
+    }
+
+
+def describe_paged(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    key_lens: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+) -> Call:
+    num_tokens, num_heads, head_dim = q.shape
+    block_size = geometry(kv_cache, cache_format).block_size
+    capacity = block_table.shape[1] * block_size
+    names = "paged_attention", q.device, q.dtype, cache_format
+    return Call(*names, head_dim, num_heads, num_tokens, capacity, block_size=block_size)
+
+
+paged_attention, paged_attention_out = define_computing(
+    "paged_attention(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token, Tensor key_lens, "
+    "float softmax_scale, str cache_format) -> (Tensor, Tensor)",
+    "paged_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token, "
+    "Tensor key_lens, float softmax_scale, str cache_format, *, Tensor(b!) out, Tensor(c!) lse) -> ()",
+    check=check_paged,
+    outputs=outputs_paged,
+    describe=describe_paged,
+)

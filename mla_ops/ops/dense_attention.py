@@ -1,0 +1,121 @@
+"""Dense multi-head latent attention: prefill over expanded keys, decode over the latents of a paged cache."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ..meta import dense_attention as meta
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each request's queries to its own keys, heads of queries and values being of different widths.
+
+    What a prefill of MLA does once latents are expanded into keys (192 wide in DeepSeek-V3) and values (128).
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]` bfloat16, float16 or float32, 1 to 128 heads, 1 to 256 wide.
+        k: `[num_kv, num_kv_heads, head_dim]` of q's dtype; num_heads is a multiple of num_kv_heads, and consecutive
+            query heads share a key head.
+        v: `[num_kv, num_kv_heads, head_dim_v]` of q's dtype, 1 to 256 wide. `k` and `v` may be slices of one tensor.
+        cu_seqlens_q: `[num_requests + 1]` int32, ascending from 0: request r owns the rows from element r up to element
+            r + 1 of `q`. What points past the tensor is cut off there.
+        cu_seqlens_k: the same of `k` and `v`. Where each request has as many queries as keys, pass the same tensor
+            twice: a lowering can then know it.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Any do; nothing is recompiled for another.
+        softmax_scale: multiplies `q @ k`; positive.
+        causal: a query sees the keys up to its own, the last query of a request standing beside its last key (bottom
+            right). False: it sees all keys of its request.
+
+    Returns:
+        out `[num_tokens, num_heads, head_dim_v]` of q's dtype and lse `[num_tokens, num_heads]` float32, natural
+        logarithm, both contiguous. A query that sees no key, and a row that no request covers, has out 0 and lse -inf.
+        Keys of other requests are not seen; within a request, a key or value that is not finite may make NaN of any of
+        its rows. Rows that no request covers are padding: they may hold any finite values.
+        `torch.ops.mla.prefill_attention.out(..., out=out, lse=lse)` writes into the caller's buffers.
+
+    Raises:
+        TypeError, ValueError: a dtype, device, shape or stride that the contract does not allow.
+        NotImplementedError: no lowering can run the call, or an input requires grad.
+
+    Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; FlashAttention-2 (arXiv:2307.08691).
+    """
+    return meta.prefill_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal=causal
+    )
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    key_lens: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each query token to the first keys of its request in a paged cache, in the absorbed form.
+
+    Decode, speculative decode (several tokens of a request, each with its own length: causal) and mixed batches are the
+    same call: tokens are flat, one row each. `StepMetadata` has the last four tensors.
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]`, 1 to 128 heads, 576 or 512 wide like the keys; dtype of the cache for a
+            plain format, bfloat16, float16 or float32 for a quantised one.
+        kv_cache: `[num_blocks, block_size, row_width]`, or `[num_blocks, block_bytes]` for `fp8_ds_mla_v4`; only read.
+            (The schema declares it written, so that a compiled graph never clones it.)
+        block_table: `[num_requests, max_blocks]` int32. An entry outside the cache stands for keys that are not
+            attended and not read.
+        req_id_per_token: `[num_tokens]` int32, the row of `block_table` for each token; outside it, the token is
+            padding and attends to nothing.
+        key_lens: `[num_tokens]` int32: the token sees the keys at positions below this, up to the table's width.
+        softmax_scale: multiplies `q @ k`.
+        cache_format: format of `kv_cache`.
+
+    Returns:
+        out `[num_tokens, num_heads, 512]` of q's dtype and lse `[num_tokens, num_heads]` float32, natural logarithm,
+        both contiguous. Nothing to attend to: out is 0 and lse is -inf. Over a context that is spread over ranks, each
+        calls this with its own blocks and lengths, and `merge_stacked_attention_states` merges what they return.
+        `torch.ops.mla.paged_attention.out(..., out=out, lse=lse)` writes into the caller's buffers.
+
+    Raises:
+        TypeError, ValueError: a dtype, device, shape, stride or format that the contract does not allow.
+        NotImplementedError: no lowering can run the call, or q requires grad.
+
+    Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2 and appendix C.
+    """
+    return meta.paged_attention(q, kv_cache, block_table, req_id_per_token, key_lens, softmax_scale, cache_format)
+
+
+def choose_prefill(max_seq_len: int, index_topk: int) -> Literal["dense", "sparse"]:
+    """Whether a prefill of a sparse model should run dense, over expanded keys, or sparse, over chosen ones.
+
+    With no sequence longer than `index_topk` an indexer chooses every key there is, so dense attention is exact; it
+    needs no scores, and costs `num_heads * (192 + 128)` multiply-adds a pair of tokens where the absorbed form costs
+    `num_heads * (576 + 512)`. Longer sequences must run sparse: that is what the model was trained for.
+
+    Call it where the step is put together, on the host: what it returns chooses between two compiled or captured steps,
+    and is no branch inside one.
+
+    Args:
+        max_seq_len: the longest sequence of the step, new tokens included, or an upper bound.
+        index_topk: keys that the model's indexer chooses for a token.
+
+    Raises:
+        TypeError: `max_seq_len` is a tensor, whose value would have to be read from the device.
+    """
+    if isinstance(max_seq_len, torch.Tensor):  # type: ignore[unreachable]
+        raise TypeError("choose_prefill: max_seq_len must be an int that the host knows, got a tensor")
+    return "dense" if max_seq_len <= index_topk else "sparse"

@@ -1,0 +1,73 @@
+"""Every CUDA C++ kernel compiles for sm_90a without warnings, within its registers and memory, hardly using a stack.
+
+No GPU is needed. To add a kernel: its variants in `KERNELS`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import pytest
+
+from mla_ops.kernels.hopper import launch, nvrtc
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(nvrtc.reason() is not None, reason=str(nvrtc.reason())),
+]
+pytest.importorskip("triton", reason="it brings cuobjdump")
+
+REGISTERS_OF_AN_SM = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel as it is launched.
+
+    Attributes:
+        source: file in mla_ops/kernels/hopper.
+        kernel: name expression.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block, by the function that the launch takes it from.
+        params: `struct` format that the launch packs.
+        blocks: of an SM, at least.
+    """
+
+    source: str
+    kernel: str
+    threads: int
+    shared_bytes: int
+    params: str
+    defines: tuple[str, ...] = ()
+    blocks: int = 1
+
+    def __str__(self) -> str:
+        return " ".join((self.kernel, *self.defines))
+
+
+KERNELS = [
+    Variant(keys.source, keys.kernel_name(tile), keys.num_threads(tile), keys.shared_bytes(tile), launch.PARAMS)
+    for keys in launch.KERNELS.values()
+    for tile in launch.TILES
+]
+
+
+@pytest.mark.parametrize("variant", KERNELS, ids=str)
+def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
+    compiled = nvrtc.compile(variant.source, variant.kernel, variant.defines)
+    used = compiled.resources
+    assert compiled.log == ""
+    assert used.stack == 0
+    assert used.params == struct.calcsize(variant.params)
+    assert used.registers * variant.threads * variant.blocks <= REGISTERS_OF_AN_SM
+    block = used.shared + variant.shared_bytes
+    assert block <= nvrtc.MAX_SHARED_BYTES
+    assert (
+        block + nvrtc.RESERVED_SHARED_BYTES
+    ) * variant.blocks <= nvrtc.MAX_SHARED_BYTES + nvrtc.RESERVED_SHARED_BYTES
+
+
+def test_the_table_has_every_source() -> None:
+    """A kernel that no variant compiles would be shipped unseen."""
+    assert {variant.source for variant in KERNELS} == {path.name for path in nvrtc.FOLDER.glob("*.cu")}

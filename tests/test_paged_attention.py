@@ -1,0 +1,250 @@
+"""Dense MLA over a paged cache: every lowering against float64, with bounds derived in `attention_oracle`."""
+
+from __future__ import annotations
+
+import math
+
+import attention_oracle
+import pytest
+import torch
+from attention_inputs import (
+    INT_MAX,
+    INT_MIN,
+    QUERIES,
+    SCALE,
+    filled_cache,
+    key_width,
+    operand,
+    poison_unused,
+    queries,
+)
+
+import mla_ops
+from mla_ops import dispatch
+from mla_ops.formats import FORMATS
+
+BLOCK_SIZE = 16
+
+
+def int32(values: object, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def check(
+    lowering: str,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    requests: torch.Tensor,
+    lens: torch.Tensor,
+    cache_format: str,
+    tokens: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All of a request's keys, up to each token's length, are what the sparse oracle is told to choose."""
+    out, lse = torch.ops.mla.paged_attention(q, cache, table, requests, lens, SCALE, cache_format)
+    width = min(table.shape[1] * cache.shape[1], max([0, *lens.tolist()])) if cache.dim() == 3 else int(lens.max())
+    everything = torch.arange(width, dtype=torch.int32, device=q.device).expand(len(q), -1)
+    expected = attention_oracle.attention(
+        q,
+        cache,
+        everything,
+        SCALE,
+        topk_length=lens,
+        block_table=table,
+        req_id_per_token=requests,
+        operand=operand(lowering, cache_format, q.dtype),
+        tokens=tokens,
+        cache_format=cache_format,
+    )
+    attention_oracle.assert_close(out, lse, expected)
+    return out, lse
+
+
+@pytest.mark.parametrize("num_heads", [1, 17, 65])
+@pytest.mark.parametrize(("cache_format", "dtype"), QUERIES)
+def test_attention_equals_float64(
+    lowering: str, device: torch.device, cache_format: str, dtype: torch.dtype, num_heads: int
+) -> None:
+    """A decode of each of two requests, and three tokens of a speculative decode of a third."""
+    if operand("triton", cache_format, dtype) is None and lowering == "triton" and device.type == "cpu":
+        num_heads = min(num_heads, 17)  # exact tiles have 16 heads and 16 keys, and many of them take long to interpret
+    cache = filled_cache(cache_format, 9, BLOCK_SIZE, device)
+    table = torch.randperm(9, device=device).to(torch.int32).view(3, 3)
+    requests, lens = int32([0, 1, 2, 2, 2], device), int32([33, 1, 40, 41, 42], device)
+    q = queries(5, num_heads, dtype, device, key_width(cache_format))
+    check(lowering, q, cache, table, requests, lens, cache_format)
+
+
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_padding_and_garbage(lowering: str, device: torch.device, cache_format: str) -> None:
+    """Requests that there are not, lengths of any size, blocks that there are not: nothing of it is read."""
+    cache = filled_cache(cache_format, 7, BLOCK_SIZE, device)
+    table = int32([[3, 6, 0], [INT_MIN, 2, 7], [INT_MAX, -1, 1]], device)
+    requests = int32([0, 1, 2, 3, -1, INT_MIN, INT_MAX, 0, 0, 1], device)
+    lens = int32([48, 40, 40, 5, 5, 5, 5, INT_MAX, INT_MIN, 0], device)
+    out, lse = check(lowering, queries(10, 3, torch.bfloat16, device), cache, table, requests, lens, cache_format)
+    for empty in (3, 4, 5, 6, 8, 9):
+        assert not out[empty].any()
+        assert (lse[empty] == -math.inf).all()
+
+
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4", "bf16", "fp32"])
+def test_nothing_unused_is_seen(lowering: str, device: torch.device, cache_format: str) -> None:
+    """NaN in every slot past a request's length, and in the blocks of no request: the same bits come out."""
+    cache = filled_cache(cache_format, 8, 8, device)
+    table, requests = int32([[5, 0, 2], [7, 3, 6]], device), int32([0, 1], device)
+    lens = int32([11, 17], device)
+    q = queries(2, 5, FORMATS[cache_format].value_dtype, device, key_width(cache_format))
+    arguments = (table, requests, lens, SCALE, cache_format)
+    clean = torch.ops.mla.paged_attention(q, cache, *arguments)
+    used = [int(table[r, p // 8]) * 8 + p % 8 for r in (0, 1) for p in range(int(lens[r]))]
+    dirty = poison_unused(cache, torch.tensor(used, device=device), cache_format)
+    found = torch.ops.mla.paged_attention(q, dirty, *arguments)
+    assert torch.equal(clean[0], found[0])
+    assert torch.equal(clean[1], found[1])
+
+
+@pytest.mark.parametrize(("num_tokens", "num_requests", "max_blocks", "num_blocks"), [
+    (0, 1, 2, 2),
+    (2, 0, 2, 2),
+    (2, 1, 0, 2),
+    (2, 1, 2, 0),
+])  # fmt: skip
+def test_nothing_to_do(
+    lowering: str, device: torch.device, num_tokens: int, num_requests: int, max_blocks: int, num_blocks: int
+) -> None:
+    cache = filled_cache("fp8_ds_mla", num_blocks, 4, device)
+    table = torch.zeros(num_requests, max_blocks, dtype=torch.int32, device=device)
+    tokens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    q = queries(num_tokens, 2, torch.bfloat16, device)
+    out, lse = torch.ops.mla.paged_attention(q, cache, table, tokens, tokens + 3, SCALE, "fp8_ds_mla")
+    assert not out.any()
+    assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 64])
+def test_splits_merge_exactly(
+    device: torch.device, triton_lowering: None, num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths from 0 to the capacity, in tiles that the splits do not divide: each result is within the one bound."""
+    from mla_ops.kernels.triton import dense_attention
+
+    monkeypatch.setattr(dense_attention, "paged_splits", lambda *_: num_splits)
+    lens = int32([0, 1, 31, 33, 150, 160], device)
+    cache, table = filled_cache("bf16", 10, BLOCK_SIZE, device), torch.arange(10, device=device).int().view(1, 10)
+    q = queries(6, 3, torch.bfloat16, device)
+    # with many splits the interpreter is slow, and most of them are empty anyhow
+    rows = slice(0, 6) if num_splits < 10 else slice(3, 5)
+    check("triton", q[rows], cache, table, torch.zeros_like(lens[rows]), lens[rows], "bf16")
+
+
+def test_a_context_in_parts_merges_to_the_whole(lowering: str, device: torch.device) -> None:
+    """Context parallelism: three ranks hold every third block of a request; their results merge to the whole."""
+    cache = filled_cache("bf16", 6, BLOCK_SIZE, device)
+    table, requests = torch.arange(6, device=device).int().view(1, 6), int32([0, 0], device)
+    q = queries(2, 5, torch.bfloat16, device)
+    total = int32([70, 71], device)
+    parts = []
+    for rank in range(3):
+        own = table[:, rank::3].contiguous()
+        # tokens that this rank holds of the first `total`
+        lens = sum((total - (rank + 3 * i) * BLOCK_SIZE).clamp(0, BLOCK_SIZE) for i in range(2)).int()
+        parts.append(torch.ops.mla.paged_attention(q, cache, own, requests, lens, SCALE, "bf16"))
+    out, lse = torch.ops.mla.merge_attention_states.stacked(
+        torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts])
+    )
+    everything = torch.arange(71, dtype=torch.int32, device=device).expand(2, -1)
+    expected = attention_oracle.attention(
+        q,
+        cache,
+        everything,
+        SCALE,
+        topk_length=total,
+        block_table=table,
+        req_id_per_token=requests,
+        operand=operand(lowering, "bf16", q.dtype),
+    )
+    # each part was rounded to bfloat16 once, and so is the merged row; the weights of the merge are good to float32
+    largest = max(float(part[0].float().abs().max()) for part in parts)
+    expected.out_tolerance += 2 * 2.0**-8 * largest
+    expected.lse_tolerance += 2.0**-20 * (1 + expected.lse.abs())
+    attention_oracle.assert_close(out, lse, expected)
+
+
+def test_pool_slices_and_strided_outputs(lowering: str, device: torch.device) -> None:
+    """Blocks that are slices of a pool, queries of a wider buffer, outputs into slices of buffers."""
+    pool = filled_cache("fp8_ds_mla", 5, 48, device)
+    cache = pool[:, 16:32]
+    q = queries(4, 9, torch.bfloat16, device, 640)[1:, 2:7, 32:608]
+    table, requests = int32([[4, 1, -1, 9], [0, 3, -1, 9]], device)[:, :2], int32([0, 1, 1], device)
+    lens = int32([30, 16, 3], device)
+    out = torch.full((3, 7, 512), 77.0, dtype=torch.bfloat16, device=device)
+    lse = torch.full((3, 9), 77.0, device=device)
+    torch.ops.mla.paged_attention.out(
+        q, cache, table, requests, lens, SCALE, "fp8_ds_mla", out=out[:, 1:6], lse=lse[:, 2:7]
+    )
+    expected = torch.ops.mla.paged_attention(q, cache, table, requests, lens, SCALE, "fp8_ds_mla")
+    assert torch.equal(out[:, 1:6], expected[0])
+    assert torch.equal(lse[:, 2:7], expected[1])
+    assert (out[:, [0, 6]] == 77).all()
+    assert (lse[:, [0, 1, 7, 8]] == 77).all()
+
+
+def test_split_table() -> None:
+    from mla_ops.kernels.triton.dense_attention import paged_splits
+
+    assert paged_splits(0, 1, 8192, 132, 16) == 1
+    assert paged_splits(1, 1, 8192, 132, 16) == 64
+    assert paged_splits(1, 1, 1024, 132, 16) == 8
+    assert paged_splits(128, 1, 8192, 132, 16) == 2
+    assert paged_splits(32, 1, 8192, 132, 32) == 8
+    assert paged_splits(4, 2, 8192, 132, 64) == 16
+    assert paged_splits(128, 2, 8192, 132, 64) == 1
+    assert paged_splits(1, 1, 0, 132, 16) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [1, 16, 64, 128])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("room", ["triton", "flash_mla", "hopper"])
+def test_attention_at_real_sizes(room: str, cache_format: str, num_heads: int) -> None:
+    device = torch.device("cuda")
+    cache = filled_cache(cache_format, 300, 64, device)
+    table = torch.randperm(300, device=device).int()[:256].view(4, 64)
+    requests, lens = int32([0, 1, 1, 2, 3, -1], device), int32([4096, 999, 1000, 0, 1, 7], device)
+    q = queries(6, num_heads, torch.bfloat16, device)
+    call = mla_ops.meta.dense_attention.describe_paged(q, cache, table, requests, lens, SCALE, cache_format)
+    reason = dispatch.unsupported_reason(room, call)
+    if reason is not None:
+        pytest.skip(reason)
+    with dispatch.override(paged_attention=room):
+        check(room, q, cache, table, requests, lens, cache_format)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("room", ["triton", "flash_mla", "hopper"])
+def test_a_replay_follows_the_lengths_of_the_step(room: str) -> None:
+    device = torch.device("cuda")
+    cache = filled_cache("bf16", 64, 64, device)
+    q, table = queries(4, 16, torch.bfloat16, device), torch.randperm(64, device=device).int().view(4, 16)
+    requests, lens = int32([0, 1, 2, 3], device), int32([1000, 3, 64, 65], device)
+    out, lse = torch.empty(4, 16, 512, dtype=q.dtype, device=device), torch.empty(4, 16, device=device)
+    arguments = (q, cache, table, requests, lens, SCALE, "bf16")
+    call = mla_ops.meta.dense_attention.describe_paged(*arguments)
+    reason = dispatch.unsupported_reason(room, call)
+    if reason is not None:
+        pytest.skip(reason)
+    with dispatch.override(paged_attention=room):
+        torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
+        for new_lens, owners in (([1, 1024, 0, 500], [0, 1, 2, 3]), ([7, 8, 9, 0], [2, 2, 2, -1])):
+            lens.copy_(int32(new_lens, device))
+            requests.copy_(int32(owners, device))
+            table.copy_(table.flip(0))
+            out.fill_(math.nan)
+            graph.replay()
+            eager = torch.ops.mla.paged_attention(*arguments)
+            assert torch.equal(out, eager[0])
+            assert torch.equal(lse, eager[1])

@@ -1,0 +1,250 @@
+"""Varlen attention with different head dims: every lowering against float64, with bounds derived in `dense_oracle`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attention_oracle
+import dense_oracle
+import pytest
+import torch
+
+import mla_ops  # noqa: F401  (registers the ops)
+from mla_ops import dispatch
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def starts(lens: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lens], device=device).cumsum(0).to(torch.int32)
+
+
+def inputs(
+    lens_q: list[int],
+    lens_k: list[int],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    padding: int = 0,
+) -> tuple[Any, ...]:
+    """Arguments up to the scale, with `padding` rows of each tensor behind the last request."""
+
+    def normal(rows: int, num_heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(rows + padding, num_heads, dim, device=device).to(dtype)
+
+    q, k = normal(sum(lens_q), heads[0], dims[0]), normal(sum(lens_k), heads[1], dims[0])
+    v = normal(sum(lens_k), heads[1], dims[1])
+    lengths = starts(lens_q, device), starts(lens_k, device)
+    return q, k, v, *lengths, max([0, *lens_q]), max([0, *lens_k]), dims[0] ** -0.5
+
+
+def operand(lowering: str, dtype: torch.dtype) -> torch.dtype | None:
+    """What probabilities are rounded to: nothing in the reference and in float32."""
+    return None if lowering == "reference" or dtype == torch.float32 else dtype
+
+
+def check(lowering: str, arguments: tuple[Any, ...], causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = torch.ops.mla.prefill_attention(*arguments, causal=causal)
+    q, k, v, starts_q, starts_k, _, _, scale = arguments
+    rounded = operand(lowering, q.dtype)
+    expected = dense_oracle.prefill(q, k, v, starts_q, starts_k, scale, causal=causal, operand=rounded)
+    attention_oracle.assert_close(out, lse, expected)
+    return out, lse
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 128), (96, 80), (72, 7), (1, 1)], ids=str)
+def test_attention_equals_float64(
+    lowering: str, device: torch.device, dims: tuple[int, int], dtype: torch.dtype, causal: bool
+) -> None:
+    """A request longer than a tile, one with more keys than queries, one with fewer, and tokens behind them."""
+    lens_q, lens_k = [19, 3, 9, 1], [19, 40, 5, 1]
+    check(lowering, inputs(lens_q, lens_k, (2, 2), dims, dtype, device, padding=3), causal)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (6, 2), (5, 1), (17, 17)])
+def test_grouped_heads(lowering: str, device: torch.device, num_heads: int, num_kv_heads: int) -> None:
+    heads = (num_heads, num_kv_heads)
+    check(lowering, inputs([4, 2], [7, 2], heads, (192, 128), torch.bfloat16, device), True)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    ("lens_q", "lens_k"),
+    [
+        ([], []),
+        ([0], [0]),
+        ([0, 5], [4, 5]),
+        ([5, 0], [0, 0]),
+        ([3, 0, 0, 4], [0, 2, 0, 4]),
+        ([1] * 9, [1] * 9),
+        ([16, 16, 1], [16, 32, 1]),
+    ],
+    ids=str,
+)
+def test_empty_requests(
+    lowering: str, device: torch.device, lens_q: list[int], lens_k: list[int], causal: bool
+) -> None:
+    """Requests without queries, without keys and without either, in a batch with others and with padding."""
+    check(lowering, inputs(lens_q, lens_k, (2, 1), (64, 64), torch.bfloat16, device, padding=2), causal)
+
+
+def test_more_queries_than_keys(lowering: str, device: torch.device) -> None:
+    """Bottom-right aligned: the first queries of such a request see nothing."""
+    out, lse = check(lowering, inputs([40], [3], (2, 2), (64, 64), torch.bfloat16, device), True)
+    assert not out[:37].any()
+    assert (lse[:37] == -math.inf).all()
+    assert lse[37:].isfinite().all()
+
+
+def test_nothing_of_other_requests_is_seen(lowering: str, device: torch.device) -> None:
+    """NaN in the tokens around a request, in padding and in what no request covers: the same bits come out."""
+    arguments = inputs([5, 18, 4], [5, 30, 4], (2, 2), (192, 128), torch.bfloat16, device, padding=9)
+    clean = torch.ops.mla.prefill_attention(*arguments, causal=True)
+    q, k, v, *rest = arguments
+    dirty = [torch.full_like(tensor, math.nan) for tensor in (q, k, v)]
+    for poisoned, tensor, rows in zip(dirty, (q, k, v), (slice(5, 23), slice(5, 35), slice(5, 35)), strict=True):
+        poisoned[rows] = tensor[rows]
+    out, lse = torch.ops.mla.prefill_attention(*dirty, *rest, causal=True)
+    assert torch.equal(out[5:23], clean[0][5:23])
+    assert torch.equal(lse[5:23], clean[1][5:23])
+    assert not out[27:].any()
+    assert (lse[27:] == -math.inf).all()
+
+
+def test_lengths_past_the_tensors_are_cut_off(lowering: str, device: torch.device) -> None:
+    q, k, v, *_, scale = inputs([6], [6], (2, 2), (64, 64), torch.bfloat16, device)
+    wild = torch.tensor([0, 4, 99], dtype=torch.int32, device=device)
+    kept = torch.tensor([0, 4, 6], dtype=torch.int32, device=device)
+    found = torch.ops.mla.prefill_attention(q, k, v, wild, wild, 6, 6, scale)
+    expected = torch.ops.mla.prefill_attention(q, k, v, kept, kept, 6, 6, scale)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_strided_tensors(lowering: str, device: torch.device) -> None:
+    """Keys and values as halves of one projection, odd strides, outputs into slices, nothing beside them touched."""
+    both = torch.randn(21, 2, 320, device=device).bfloat16()
+    k, v = both.split((192, 128), dim=-1)
+    q = torch.randn(21, 5, 203, device=device).bfloat16()[:, 1:3, 5:197]
+    lengths = starts([20], device)
+    out = torch.full((21, 4, 128), 77.0, dtype=torch.bfloat16, device=device)
+    lse = torch.full((21, 7), 77.0, device=device)
+    arguments = (q, k, v, lengths, lengths, 20, 20, 192**-0.5)
+    torch.ops.mla.prefill_attention.out(*arguments, out=out[:, 1:3], lse=lse[:, 2:4])
+    expected = dense_oracle.prefill(
+        *arguments[:5], 192**-0.5, causal=True, operand=operand(lowering, torch.bfloat16), tokens=[0, 7, 19, 20]
+    )
+    attention_oracle.assert_close(out[:, 1:3], lse[:, 2:4], expected)
+    assert (out[:, [0, 3]] == 77).all()
+    assert (lse[:, [0, 1, 4, 5, 6]] == 77).all()
+
+
+def test_scores_far_apart_do_not_overflow(lowering: str, device: torch.device) -> None:
+    q, k, v, *rest = inputs([18], [18], (2, 2), (64, 64), torch.float32, device)
+    check(lowering, (q * 1e4, k * 1e4, v, *rest), True)
+
+
+def test_a_lowering_takes_any_upper_bound_of_the_lengths(lowering: str, device: torch.device) -> None:
+    arguments = inputs([5, 7], [5, 7], (2, 2), (64, 64), torch.bfloat16, device)
+    exact = torch.ops.mla.prefill_attention(*arguments)
+    loose = torch.ops.mla.prefill_attention(*arguments[:5], 1000, 4096, arguments[-1])
+    assert torch.equal(exact[0], loose[0])
+    assert torch.equal(exact[1], loose[1])
+
+
+def test_tile_table() -> None:
+    """Every device and head dim gets a tile whose Q, K and V fit its shared memory."""
+    from mla_ops.kernels.triton.dense_attention import prefill_tile, split_dim, value_block
+
+    limits = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99}
+    for capability, limit in limits.items():
+        for head_dim in range(1, 257):
+            for head_dim_v in (1, 64, 128, 129, 256):
+                chosen = prefill_tile(capability, head_dim, head_dim_v, exact=False)
+                width = sum(split_dim(head_dim))
+                # the older instructions read their operands into registers, and free a buffer by it
+                stages = chosen.num_stages if capability[0] in (9, 10) else chosen.num_stages - 1
+                tiles = stages * chosen.block_n * (width + value_block(head_dim_v))
+                assert (chosen.block_m * width + tiles) * 2 <= limit * 1024
+                assert width >= head_dim
+                assert value_block(head_dim_v) >= head_dim_v
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 128)], ids=str)
+@pytest.mark.parametrize("room", ["", "triton", "torch_sdpa"], ids=["as dispatched", "triton", "torch_sdpa"])
+def test_attention_at_real_sizes(room: str, dims: tuple[int, int], causal: bool) -> None:
+    device = torch.device("cuda")
+    lens_q, lens_k = [1000, 1, 0, 2049, 130], [1000, 3000, 7, 2049, 4000]
+    arguments = inputs(lens_q, lens_k, (16, 16), dims, torch.bfloat16, device, padding=5)
+    chosen = {"prefill_attention": room} if room else {}
+    with dispatch.override(**chosen):
+        out, lse = torch.ops.mla.prefill_attention(*arguments, causal=causal)
+    q, k, v, starts_q, starts_k, _, _, scale = arguments
+    tokens = [0, 1, 127, 128, 999, 1000, 1001, 2047, 3049, 3050, 3179, 3180, 3184]
+    expected = dense_oracle.prefill(
+        q, k, v, starts_q, starts_k, scale, causal=causal, operand=torch.bfloat16, tokens=tokens
+    )
+    attention_oracle.assert_close(out, lse, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("dims", [(192, 128), (128, 128), (96, 80)], ids=str)
+@pytest.mark.parametrize(
+    ("lens_q", "lens_k", "causal"),
+    [
+        ([300], None, True),
+        ([200, 100], None, True),
+        ([0, 5], [4, 5], False),
+        ([5, 0, 9], [0, 0, 70], True),
+        ([], [], True),
+    ],
+    ids=["one request with itself", "two with themselves", "no queries", "no keys", "no requests"],
+)
+def test_torch_kernels_hold_the_contract(
+    lens_q: list[int], lens_k: list[int] | None, causal: bool, dims: tuple[int, int], num_kv_heads: int
+) -> None:
+    """Padding behind the requests, views with odd strides, empty requests, into fresh tensors and into buffers."""
+    heads, device = (4, num_kv_heads), torch.device("cuda")
+    arguments = inputs(lens_q, lens_q if lens_k is None else lens_k, heads, dims, torch.bfloat16, device, padding=9)
+    q, k, v, starts_q, starts_k, *rest = arguments
+    if lens_k is None:
+        starts_k = starts_q
+    v = torch.nn.functional.pad(v, (3, 0))[..., 3:]
+    arguments = (q, k, v, starts_q, starts_k, *rest)
+    with dispatch.override("torch_sdpa"):
+        out, lse = check("torch_sdpa", arguments, causal)
+        assert out.is_contiguous()
+        assert lse.is_contiguous()
+        buffers = torch.full_like(out, math.nan), torch.full_like(lse, math.nan)
+        torch.ops.mla.prefill_attention.out(*arguments, causal=causal, out=buffers[0], lse=buffers[1])
+    assert torch.equal(buffers[0], out)
+    assert torch.equal(buffers[1], lse)
+
+
+@pytest.mark.gpu
+def test_a_replay_follows_the_lengths_of_the_step() -> None:
+    """Captured with one batch, replayed with other lengths, fewer live tokens and an empty request."""
+    device = torch.device("cuda")
+    q, k, v, *_, scale = inputs([512], [1024], (8, 8), (192, 128), torch.bfloat16, device)
+    starts_q, starts_k = starts([256, 256, 0], device), starts([512, 512, 0], device)
+    out, lse = torch.empty(512, 8, 128, dtype=q.dtype, device=device), torch.empty(512, 8, device=device)
+    arguments = (q, k, v, starts_q, starts_k, 512, 1024, scale)
+    torch.ops.mla.prefill_attention.out(*arguments, out=out, lse=lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.mla.prefill_attention.out(*arguments, out=out, lse=lse)
+    for lens_q, lens_k in (([512, 0, 0], [1024, 0, 0]), ([1, 0, 300], [700, 9, 300]), ([0, 0, 0], [0, 0, 0])):
+        starts_q.copy_(starts(lens_q, device))
+        starts_k.copy_(starts(lens_k, device))
+        out.fill_(math.nan)
+        graph.replay()
+        eager = torch.ops.mla.prefill_attention(*arguments)
+        assert torch.equal(out, eager[0])
+        assert torch.equal(lse, eager[1])
