@@ -324,20 +324,24 @@ def cubin_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(registers), "stack": int(stack)}
 
 
-def compile_one(job: tuple[int, str]) -> dict[str, Any]:
-    capability, name = job
-    variant = next(v for variants in VARIANTS for v in variants(capability) if v.name == name)
+def compile_variant(variant: Variant, capability: int) -> dict[str, Any]:
+    """What a variant takes on an architecture, or the error it raised."""
     try:
         compiled = triton.compile(source(variant), target=GPUTarget("cuda", capability, 32), options=variant.options)
-        found = {
+        return {
             "kernel": compiled.metadata.name,
             "shared": compiled.metadata.shared,
             "tensor_memory": compiled.metadata.tmem_size,
             **cubin_usage(compiled.asm["cubin"]),
         }
     except Exception as error:  # noqa: BLE001 the test reports it with the variant's name
-        found = {"error": f"{type(error).__name__}: {error}"[-2000:]}
-    return {"name": name, "capability": capability, **found}
+        return {"error": f"{type(error).__name__}: {error}"[-2000:]}
+
+
+def compile_one(job: tuple[int, str]) -> dict[str, Any]:
+    capability, name = job
+    variant = next(v for variants in VARIANTS for v in variants(capability) if v.name == name)
+    return {"name": name, "capability": capability, **compile_variant(variant, capability)}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+from mla_ops.kernels.triton import dense_attention, sparse_attention
 
 # dynamic shared memory of one block, bytes
 SHARED_LIMITS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -24,6 +26,7 @@ TENSOR_MEMORY_COLUMNS = 512
 # percent of a tile's loads. The tiles that were not chosen took 200 to 1,000.
 MAX_STACK = 128
 
+BOLD_TILE = re.compile(r"^\| (\S+) \| \*\*(\d+) x (\d+)\*\* \| (\d) \| (\d) \|", re.MULTILINE)
 SCRIPT = Path(__file__).with_name("aot_kernels.py")
 
 
@@ -72,3 +75,21 @@ def test_the_table_has_every_kernel(compiled: list[dict[str, Any]]) -> None:
         if line.startswith("def ") and line.split("(")[0].endswith("_kernel")
     }
     assert {result["kernel"] for result in compiled if "kernel" in result} == written
+
+
+def test_the_published_tiles_are_the_chosen_ones() -> None:
+    text = (SCRIPT.parent.parent / "docs" / "results" / "tiles.md").read_text(encoding="utf-8")
+    published = set()
+    for section in text.split("\n## SM")[1:]:
+        number = int(section.split()[0])
+        for kernel, rows, keys, warps, stages in BOLD_TILE.findall(section):
+            published.add((number, kernel, int(rows), int(keys), int(warps), int(stages)))
+    chosen = set()
+    for number in (80, 120):
+        device = (number // 10, number % 10)
+        for kernel, mode in (("fp8_ds_mla", "fp8"), ("fp8_ds_mla_v4", "fp8_v4"), ("bf16", "plain")):
+            tiles = {sparse_attention.tile(device, heads, mode) for heads in (16, 32, 128)}
+            chosen |= {(number, kernel, *tile[:4]) for tile in tiles}
+        for dim, dim_v in ((192, 128), (256, 256)):
+            chosen.add((number, f"{dim}/{dim_v}", *dense_attention.prefill_tile(device, dim, dim_v, exact=False)))
+    assert published == chosen

@@ -40,7 +40,7 @@ def prefill_tile(device_capability: tuple[int, int], head_dim: int, head_dim_v: 
     if device_capability in ((8, 6), (8, 9)) or major == 12:
         return Tile(64, 32, 8, 2) if wide else Tile(64, 64, 8, 2)
     if major == 8:
-        return Tile(64, 64, 8, 2) if wide else Tile(128, 64, 8, 2)
+        return Tile(64, 64, 8, 2) if wide else Tile(128, 64, 8, 3)
     return Tile(128, 32, 8, 3) if wide else Tile(128, 64, 8, 3)
 
 
