@@ -19,7 +19,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,6 +62,17 @@ class Lowering:
     unsupported_reason: Callable[[Call], str | None] = lambda call: None
     compute: Callable[..., tuple[torch.Tensor, ...]] | None = None
     deterministic: bool = False
+
+
+def into_buffers(compute: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., None]:
+    """The `run` of a library that allocates `out` and `lse` itself."""
+
+    def run(*arguments: Any, out: torch.Tensor, lse: torch.Tensor, **options: Any) -> None:
+        own_out, own_lse = compute(*arguments, **options)
+        out.copy_(own_out)
+        lse.copy_(own_lse)
+
+    return run
 
 
 FAMILIES: dict[str, str] = {

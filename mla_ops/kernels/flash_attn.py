@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dispatch import Call, Lowering, device_capability, is_installed
+from ..dispatch import Call, Lowering, device_capability, into_buffers, is_installed
 from .torch_sdpa import aligned, empty_result, finish, pad_heads, prefill_reason
 
 
@@ -99,24 +99,4 @@ def compute_prefill(
     return finish(out, lse, head_dim_v, cu_seqlens_q)
 
 
-def prefill_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    *,
-    causal: bool = True,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    own_out, own_lse = compute_prefill(q, k, v, *lengths, softmax_scale, causal=causal)
-    out.copy_(own_out)
-    lse.copy_(own_lse)
-
-
-LOWERINGS = {"prefill_attention": Lowering(prefill_attention, flash_reason, compute_prefill)}
+LOWERINGS = {"prefill_attention": Lowering(into_buffers(compute_prefill), flash_reason, compute_prefill)}

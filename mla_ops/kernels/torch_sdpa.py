@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..dispatch import Call, Lowering, device_capability, is_installed
+from ..dispatch import Call, Lowering, device_capability, into_buffers, is_installed
 
 HEAD_DIM_MULTIPLE = 8
 
@@ -121,24 +121,4 @@ def compute_prefill(
     return finish(out, lse, head_dim_v, cu_seqlens_q)
 
 
-def prefill_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    *,
-    causal: bool = True,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    own_out, own_lse = compute_prefill(q, k, v, *lengths, softmax_scale, causal=causal)
-    out.copy_(own_out)
-    lse.copy_(own_lse)
-
-
-LOWERINGS = {"prefill_attention": Lowering(prefill_attention, prefill_reason, compute_prefill)}
+LOWERINGS = {"prefill_attention": Lowering(into_buffers(compute_prefill), prefill_reason, compute_prefill)}

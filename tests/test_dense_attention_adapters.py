@@ -1,7 +1,7 @@
 """Adapters of dense attention to other libraries' kernels: what they refuse, and what they pass on.
 
 FlashMLA's and FlashAttention's parts are played by functions of the same signatures that insist on what the real ones
-need. On a GPU, FlashMLA and torch's kernels run in `test_paged_attention.py` and `test_prefill_attention.py`.
+need. On a GPU, FlashMLA and torch's kernels run in `test_dense_attention_paged.py` and `test_dense_attention.py`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def test_flash_attention_gets_what_it_takes_and_gives_the_contract(
     assert not out[12:].any()
     assert (lse[5:8] == -math.inf).all()
     buffers = torch.full_like(out, math.nan), torch.full_like(lse, math.nan)
-    flash_attn.prefill_attention(*arguments, causal=causal, out=buffers[0], lse=buffers[1])
+    flash_attn.LOWERINGS["prefill_attention"].run(*arguments, causal=causal, out=buffers[0], lse=buffers[1])
     assert torch.equal(buffers[0], out)
     assert torch.equal(buffers[1], lse)
 

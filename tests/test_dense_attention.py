@@ -1,4 +1,4 @@
-"""Varlen attention with different head dims: every lowering against float64, with bounds derived in `dense_oracle`."""
+"""Dense prefill, varlen, of different head dims: every lowering against float64, with `dense_oracle`'s bounds."""
 
 from __future__ import annotations
 

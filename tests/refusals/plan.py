@@ -1,0 +1,130 @@
+"""Refusals of the ops of `mla_ops/ops/plan.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from .common import INT32, Refusal, narrower
+
+REFUSALS: list[Refusal] = [
+    *(
+        (
+            "build_compressed_metadata",
+            f"{size} too small",
+            lambda g, size=size, value=value: {size: value},
+            ValueError,
+            (size, f"got {value}"),
+        )
+        for size, value in {"block_size": 0, "compress_ratio": -4}.items()
+    ),
+    *(
+        (
+            "build_compressed_metadata",
+            f"other tokens of {name}",
+            narrower(name),
+            ValueError,
+            (name, "=5", "got [4]"),
+        )
+        for name in ("req_id_per_token", "slot_mapping", "compressed_lens")
+    ),
+    (
+        "build_compressed_metadata",
+        "more requests than the buffer holds",
+        lambda g: {"block_table": torch.zeros(5, 3, dtype=INT32)},
+        ValueError,
+        ("5 requests", "room for 4"),
+    ),
+    (
+        "build_compressed_metadata",
+        "a wider block table than the buffer",
+        lambda g: {"block_table": torch.zeros(2, 9, dtype=INT32)},
+        ValueError,
+        ("block_table is 9 blocks wide", "4"),
+    ),
+    *(
+        (
+            "plan_sparse_attention",
+            f"{size} too small",
+            lambda g, s=size, v=value: {s: v},
+            ValueError,
+            (size, f"{value}"),
+        )
+        for size, value in {"topk": -1, "extra_topk": -2, "overhead": -1, "num_workers": 0}.items()
+    ),
+    (
+        "plan_sparse_attention",
+        "a cluster of another size",
+        lambda g: {"tile_scheduler_metadata": torch.zeros(5, 3, 2, dtype=INT32)},
+        ValueError,
+        ("cluster_size of tile_scheduler_metadata", "(1, 2, 4, 8, 16)", "got 3"),
+    ),
+    (
+        "plan_sparse_attention",
+        "slots of another width",
+        lambda g: {"tile_scheduler_metadata": torch.zeros(5, 4, 3, dtype=INT32)},
+        ValueError,
+        ("tile_scheduler_metadata", "got [5, 4, 3]"),
+    ),
+    (
+        "plan_sparse_attention",
+        "slots that are apart",
+        lambda g: {"tile_scheduler_metadata": torch.zeros(5, 4, 4, dtype=INT32)[:, :, :2]},
+        ValueError,
+        ("tile_scheduler_metadata must be contiguous", "strides (16, 4, 1)"),
+    ),
+    (
+        "plan_sparse_attention",
+        "fewer slots than tokens",
+        lambda g: {"tile_scheduler_metadata": torch.zeros(2, 2, 2, dtype=INT32)},
+        ValueError,
+        ("4 slots for 5 tokens",),
+    ),
+    (
+        "plan_sparse_attention",
+        "fewer clusters than tokens",
+        lambda g: {"tile_scheduler_metadata": torch.zeros(4, 8, 2, dtype=INT32), "deterministic": True},
+        ValueError,
+        ("4 clusters for 5 tokens",),
+    ),
+    (
+        "plan_sparse_attention",
+        "other tokens in the extra cache",
+        lambda g: {"extra_topk_length": g["topk_length"][1:]},
+        ValueError,
+        ("extra_topk_length", "=5", "got [4]"),
+    ),
+    ("build_step_metadata", "zero block size", lambda g: {"block_size": 0}, ValueError, ("block_size", "got 0")),
+    ("build_step_metadata", "negative top k", lambda g: {"index_topk": -1}, ValueError, ("index_topk", "got -1")),
+    (
+        "build_step_metadata",
+        "starts without the end",
+        narrower("query_start_loc"),
+        ValueError,
+        ("query_start_loc", "num_requests+1=3", "got [2]"),
+    ),
+    (
+        "build_step_metadata",
+        "more requests than the buffers hold",
+        lambda g: {
+            "seq_lens": torch.ones(5, dtype=INT32),
+            "query_start_loc": torch.arange(6, dtype=INT32),
+            "block_table": torch.zeros(5, 3, dtype=INT32),
+        },
+        ValueError,
+        ("5 requests", "room for 4"),
+    ),
+    (
+        "build_step_metadata",
+        "a wider block table than the buffer",
+        lambda g: {"block_table": torch.zeros(2, 9, dtype=INT32)},
+        ValueError,
+        ("block_table is 9 blocks wide", "4"),
+    ),
+    (
+        "build_step_metadata",
+        "buffers of two lengths",
+        narrower("key_lens"),
+        ValueError,
+        ("key_lens", "=12", "got [11]"),
+    ),
+]
