@@ -1,6 +1,6 @@
 """Time over the floor, by shape, from the rows that the attention benchmarks wrote with `--json`.
 
-python -m benchmarks.plot docs/results/benchmarks-h200.json docs/results/sparse_attention-h200.svg
+python -m benchmarks.plot docs/results/sparse_attention-*h200.json docs/results/sparse_attention-h200.svg
 
 The last path is the picture, those before it are files of rows. One line of panels for each op and cache format, one
 panel for each head count. The line across a panel is the floor; a dot is the gather of the selected rows alone. Only

@@ -97,18 +97,15 @@ FAMILIES: dict[str, str] = {
     "build_compressed_metadata": "plan",
 }
 
-ROOMS = ("hopper", "flash_mla", "flash_attn", "torch_sdpa", "triton", "reference")
+ROOMS = ("hopper", "flash_mla", "flash_attn", "torch_sdpa", "flashinfer", "triton", "reference")
 
 # rooms of one file, which adapts a library that is installed
-ADAPTERS = ("flash_mla", "flash_attn", "torch_sdpa")
+ADAPTERS = ("flash_mla", "flash_attn", "torch_sdpa", "flashinfer")
 
 ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("reference",),
-    "cuda": ("hopper", "flash_mla", "flash_attn", "torch_sdpa", "triton"),
+    "cuda": ("hopper", "flash_mla", "flash_attn", "torch_sdpa", "flashinfer", "triton"),
 }
-
-# Rooms that come first for an op, where the usual order is not that of their times.
-FIRST: dict[str, tuple[str, ...]] = {"sparse_attention": ("flash_mla",)}
 
 # What `dispatch.override` may ask for, and nobody gets unasked.
 ON_REQUEST: dict[tuple[str, str], str] = {
@@ -117,6 +114,10 @@ ON_REQUEST: dict[tuple[str, str], str] = {
     ("flash_attn", "prefill_attention"): "no benchmark has compared it with the portable kernel yet",
     ("torch_sdpa", "prefill_attention"): "cuDNN builds a plan, 30 ms, for each new number of tokens, and torch's "
     "FlashAttention-2 takes longer than the portable kernel",
+    ("flashinfer", "prefill_attention"): "a call waits for its lengths and plans on the host, unless it is one causal "
+    "request with itself; and no benchmark has compared it with the portable kernel",
+    ("flashinfer", "paged_attention"): "every call waits for its lengths and plans on the host; and no benchmark has "
+    "compared it with the other kernels",
 }
 
 # Where a lowering could run a call that one after it runs in less time, and why that is known. Not for `override`.
@@ -134,10 +135,7 @@ def order_for(op: str, device: torch.device) -> tuple[str, ...]:
     CPU tensors go to the reference, which is the specification. On CUDA it runs only when it is asked for: it is orders
     of magnitude slower.
     """
-    order = ORDER.get(device.type, ())
-    first = tuple(room for room in FIRST.get(op, ()) if room in order)
-    rooms = (*first, *(room for room in order if room not in first))
-    return tuple(room for room in rooms if (room, op) not in ON_REQUEST)
+    return tuple(room for room in ORDER.get(device.type, ()) if (room, op) not in ON_REQUEST)
 
 
 @functools.cache

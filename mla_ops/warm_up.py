@@ -124,9 +124,11 @@ def warmup(
                 )
         merge_attention_states(out, lse, out, lse)
         merge_stacked_attention_states(out.unsqueeze(0), lse.unsqueeze(0))
-        # a context that one program reads, and one that is split
+        # a context that one program reads, and one that is split; one token a request, and more, which share programs
         for table in (block_table, block_table[:, :1].repeat(1, SPLIT_KEYS // block_size + 1)):
-            paged_attention(q, kv_cache, table, lengths, lengths, 576**-0.5, cache_format)
+            for num_requests in {max(1, count // together) for together in (1, 2, 4, 8)}:
+                requests = table.repeat(num_requests, 1)
+                paged_attention(q, kv_cache, requests, lengths, lengths, 576**-0.5, cache_format)
         if head_dim == LATENT_DIM:
             # DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries
             chosen: dict[str, Any] = {"extra_block_table": block_table, "req_id_per_token": lengths}

@@ -125,11 +125,19 @@ def merge_variants(capability: int) -> Iterator[Variant]:
     for element, block in (("bf16", 512), ("fp32", 512), ("bf16", 128)):
         types = {"out_a": f"*{element}", "out_b": f"*{element}", "out": f"*{element}"}
         types |= dict.fromkeys(("lse_a", "lse_b", "lse"), "*fp32")
-        constants = {"ROWS": merge.MERGE_VALUES // block, "BLOCK_D": block, "UNIT": 4 if element == "fp32" else 8}
-        yield Variant(f"merge[{element}, {block}]", merge._merge_kernel, types, constants)
+        tile, unit = merge.pair_tile(128, block), 4 if element == "fp32" else 8
+        constants = {"ROWS": tile.rows, "BLOCK_D": block, "PIECE": tile.piece, "UNIT": unit, "UPCAST": False}
+        options = {"num_warps": tile.num_warps}
+        yield Variant(f"merge[{element}, {block}]", merge._merge_kernel, types, constants, options)
         types |= {"outs": f"*{element}", "lses": "*fp32"}
+        constants = {"ROWS": merge.MERGE_VALUES // block, "BLOCK_D": block, "UNIT": unit, "UPCAST": False}
         constants["STAGES"] = merge.MERGE_STAGES
         yield Variant(f"merge_stacked[{element}, {block}]", merge._merge_stacked_kernel, types, constants)
+    # the parts of dense attention on Hopper
+    types["out"] = "*bf16"
+    name = "merge_stacked[fp32 to bf16, 512]"
+    constants |= {"ROWS": merge.MERGE_VALUES // 512, "BLOCK_D": 512, "UNIT": 4}
+    yield Variant(name, merge._merge_stacked_kernel, types | {"outs": "*fp32"}, constants)
 
 
 def plan_variants(capability: int) -> Iterator[Variant]:
@@ -272,6 +280,9 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         name = f"paged[{fmt}, q {short[dtype]}, {dim}, {heads} heads{'' if one_block else ', small blocks'}]"
         yield Variant(name, dense_attention_device._paged_kernel, types, constants, options)
+        if heads <= dense_attention.MAX_PACKED_ROWS and not mode.endswith("exact"):
+            name = name.replace("paged", "packed")
+            yield Variant(name, dense_attention_device._packed_kernel, types, constants, options)
 
 
 VARIANTS = (

@@ -46,10 +46,19 @@ class Variant:
         return " ".join((self.kernel, *self.defines))
 
 
+# Bytes of a thread's stack: what is kept from the start of a row for its end, read and written outside of all loops
+# over keys. No others have any.
+STACK = {
+    "sparse_attention<32, FP8_DS_MLA, true>": 24,
+    "sparse_attention<32, FP8_DS_MLA_V4, true>": 24,
+    "sparse_attention_bf16<16, 576, 2>": 8,
+    "sparse_attention_bf16<16, 512, 2>": 8,
+}
+
 KERNELS = [
-    Variant(keys.source, keys.kernel_name(tile), keys.num_threads(tile), keys.shared_bytes(tile), launch.PARAMS)
+    Variant(kernel.source, kernel.name, kernel.threads, kernel.shared_bytes, launch.PARAMS, blocks=kernel.ctas)
     for keys in launch.KERNELS.values()
-    for tile in launch.TILES
+    for kernel in keys.kernels()
 ]
 
 
@@ -58,7 +67,7 @@ def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
     compiled = nvrtc.compile(variant.source, variant.kernel, variant.defines)
     used = compiled.resources
     assert compiled.log == ""
-    assert used.stack == 0
+    assert used.stack == STACK.get(variant.kernel, 0)
     assert used.params == struct.calcsize(variant.params)
     assert used.registers * variant.threads * variant.blocks <= REGISTERS_OF_AN_SM
     block = used.shared + variant.shared_bytes

@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import common, gather_floor, plot
+from benchmarks import common, figures, gather_floor, plot
 from benchmarks.cache import fill_cache, read_keys
 from mla_ops import dispatch, formats
 from mla_ops.kernels.reference.cache import read_slots
@@ -210,3 +210,42 @@ def test_floor_is_the_larger_of_memory_and_math() -> None:
     floors = common.Floors(copy_bytes_per_second=1e12, matmul_flops_per_second=1e15, matmul_dtype="bfloat16")
     assert floors.microseconds(10**6, 0) == pytest.approx(1.0)
     assert floors.microseconds(10**6, 5 * 10**9) == pytest.approx(5.0)
+
+
+def test_figures_stand_between_their_marks_with_ratio_target_and_error(tmp_path: Path) -> None:
+    def row(lowering: str, us: float, heads: int, passed: bool = True) -> dict[str, object]:
+        shape = {"T": 1, "H": heads, "format": "bf16", "context": 8192}
+        checks = [{"name": "out", "error": 1e-3, "bound": 2e-3}]
+        return {
+            "op": "paged_attention",
+            "shape": shape,
+            "lowering": lowering,
+            "median_us": us,
+            "checks": checks,
+            "passed": passed,
+        }
+
+    table = figures.Table("paged_attention", {"format": "bf16"}, "T, H", {(1, 16): 0.6, (1, 32): 0.4}, ("T", "H"))
+    rows = [row(name, us, heads) for heads in (16, 32) for name, us in (("hopper", 50.0), ("FlashMLA", 100.0))]
+    lines = figures.table_lines(table, rows)
+    assert lines[2:] == [
+        "| 1, 16 | 100 | 50 | **0.500** | 0.60 | 1.0e-03 (2.0e-03) |",
+        "| 1, 32 | 100 | 50 | 0.500 | 0.40 | 1.0e-03 (2.0e-03) |",
+    ]
+    with pytest.raises(KeyError):
+        figures.table_lines(table, rows[:3])
+    with pytest.raises(KeyError, match="did not pass"):
+        figures.table_lines(table, [*rows[:3], row("FlashMLA", 100.0, 32, passed=False)])
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- figures: dense bf16 -->\nold\n<!-- end -->\nafter\n")
+    every = figures.TABLES["dense bf16"].targets
+    shapes = [{"T": tokens, "H": heads, "format": "bf16"} for tokens, heads in every]
+    rows = [{**row(name, 10.0, 16), "shape": shape} for shape in shapes for name in ("hopper", "FlashMLA")]
+    source = tmp_path / "rows.json"
+    source.write_text(json.dumps({"dense_attention": {"rows": rows}}))
+    assert figures.main([str(source), str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- figures: dense bf16 -->\n| T, H |")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert "old" not in text
+    assert "| 4, 128 | 10 | 10 | 1.000 | 0.60 |" in text

@@ -183,5 +183,6 @@ def test_bench_lists_what_it_can_run(capsys):
 def test_demo_replays_a_cuda_graph_on_gpu(capsys, arch):
     assert main(["demo", "--arch", arch, "--batch", "2", "--max-new-tokens", "8"]) == 0
     output = capsys.readouterr().out
-    assert "graphs compiled 2, graph breaks 0, recompiles after warm-up 0" in output
+    graphs = {"v3.2": 3, "v4": 2}[arch]  # decode and prefill, of which V3.2 has a dense one for prompts below top-k
+    assert f"graphs compiled {graphs}, graph breaks 0, recompiles after warm-up 0" in output
     assert re.search(r"decode replayed from one CUDA graph, \d+ replays", output)

@@ -243,6 +243,27 @@ def test_flash_mla_makes_way_up_to_sixteen_heads(monkeypatch: pytest.MonkeyPatch
     dispatch._choose.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("runs", "num_heads", "expected"),
+    [
+        (("hopper", "flash_mla", "triton"), 16, "hopper"),
+        (("hopper", "flash_mla", "triton"), 128, "hopper"),
+        (("flash_mla", "triton"), 16, "triton"),
+        (("flash_mla", "triton"), 17, "flash_mla"),
+    ],
+)
+def test_paged_attention_on_hopper(
+    runs: tuple[str, ...], num_heads: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the times that docs/kernels.md has."""
+    monkeypatch.setattr(dispatch, "unsupported_reason", lambda room, call: None if room in runs else "it does not run")
+    dispatch._choose.cache_clear()
+    call = PAGED._replace(num_heads=num_heads, cache_format="bf16")
+    assert dispatch.select_name(call) == expected
+    assert dispatch.explain(call).chosen == expected
+    dispatch._choose.cache_clear()
+
+
 def test_what_a_lowering_allocates_itself_is_returned_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """No copy where a library cannot write into the caller's buffers; `.out` copies."""
     made = torch.ones(3, 2, 128).bfloat16(), torch.ones(3, 2)

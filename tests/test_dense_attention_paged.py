@@ -203,6 +203,83 @@ def test_split_table() -> None:
     assert paged_splits(1, 1, 0, 132, 16) == 1
 
 
+@pytest.mark.parametrize("block_size", [16, 24], ids=lambda size: f"blocks of {size}")
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(
+    ("num_heads", "owners"),
+    [
+        (5, [0, 0, 0, 1, 1, 1, 2]),
+        (5, [0, 1, 0, 2, 0, -1, 0, 7]),
+        (3, [2, 2, 2, 2, 2, 2, 2, 2, 1, 1]),
+        (16, [1, 1, 1, 1, 0, 0]),
+        (9, [1, 1, 0, 0, 0, 2, 2, 2, 2]),
+    ],
+    ids=["three a request", "mixed", "eight", "sixteen heads", "straddling"],
+)
+def test_tokens_of_one_request_share_a_walk(
+    device: torch.device,
+    triton_lowering: None,
+    monkeypatch: pytest.MonkeyPatch,
+    num_heads: int,
+    owners: list[int],
+    num_splits: int,
+    block_size: int,
+) -> None:
+    """Whoever the neighbours are; with lengths that differ, nothing to see, holes in the table."""
+    from mla_ops.kernels.triton import dense_attention
+
+    packed: list[int] = []
+    original = dense_attention._packed_attention
+    monkeypatch.setattr(dense_attention, "_packed_attention", lambda *args: (packed.append(args[8]), original(*args)))
+    monkeypatch.setattr(dense_attention, "tokens_together", lambda *_: min(4, 32 // num_heads))
+    monkeypatch.setattr(dense_attention, "paged_splits", lambda *_: num_splits)
+    cache = filled_cache("bf16", 12, block_size, device)
+    table = torch.randperm(12, device=device).int().view(3, 4)
+    table[1, 1], table[0, 3] = 77, -1
+    generator = torch.Generator().manual_seed(len(owners))
+    lens = torch.randint(0, 4 * block_size + 3, (len(owners),), generator=generator).int().to(device)
+    lens[-1] = 0
+    q = queries(len(owners), num_heads, torch.bfloat16, device)
+    check("triton", q, cache, table, int32(owners, device), lens, "bf16")
+    assert packed == [min(4, 32 // num_heads)]
+
+
+def test_packed_results_equal_those_of_single_tokens(
+    device: torch.device, triton_lowering: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over every format; exact arithmetic and rows that are not flat take one token at a time."""
+    from mla_ops.kernels.triton import dense_attention
+
+    table, owners = int32([[2, 0, 4], [3, 1, 5]], device), int32([0, 0, 0, 0, 1, 1, 1, 1], device)
+    lens = int32([40, 41, 42, 43, 3, 4, 5, 6], device)
+    for cache_format, dtype in (("fp8_ds_mla", torch.bfloat16), ("fp8_ds_mla_v4", torch.bfloat16), ("fp32", None)):
+        cache = filled_cache(cache_format, 6, BLOCK_SIZE, device)
+        q = queries(8, 4, dtype or torch.float32, device, key_width(cache_format))
+        arguments = (q, cache, table, owners, lens, SCALE, cache_format)
+        out, lse = torch.ops.mla.paged_attention(*arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(dense_attention, "tokens_together", lambda *_: 1)
+            alone = torch.ops.mla.paged_attention(*arguments)
+        torch.testing.assert_close(out, alone[0], rtol=2**-7, atol=2**-9)
+        torch.testing.assert_close(lse, alone[1], rtol=1e-5, atol=1e-5)
+    strided = torch.full((8, 5, 512), math.nan, device=device)[:, :4]
+    torch.ops.mla.paged_attention.out(*arguments, out=strided, lse=lse)
+    torch.testing.assert_close(strided, out, rtol=1e-5, atol=1e-5)
+
+
+def test_how_many_tokens_share_a_walk() -> None:
+    from mla_ops.kernels.triton.dense_attention import tokens_together
+
+    assert tokens_together(32, 32, 16) == 1
+    assert tokens_together(32, 0, 16) == 1
+    assert tokens_together(128, 32, 16) == 2
+    assert tokens_together(128, 32, 8) == 4
+    assert tokens_together(96, 32, 10) == 3
+    assert tokens_together(100, 1, 4) == 8
+    assert tokens_together(128, 32, 32) == 1
+    assert tokens_together(128, 32, 128) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [1, 16, 64, 128])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
@@ -248,3 +325,28 @@ def test_a_replay_follows_the_lengths_of_the_step(room: str) -> None:
             eager = torch.ops.mla.paged_attention(*arguments)
             assert torch.equal(out, eager[0])
             assert torch.equal(lse, eager[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize(
+    "shape", [(16, 1, 1), (16, 2, 8), (16, 16, 3), (32, 3, 4), (64, 1, 1), (64, 2, 8), (64, 16, 2)], ids=str
+)
+def test_parts_of_the_hopper_kernels(
+    shape: tuple[int, int, int], cache_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts without keys, holes in the table, blocks that end within 16 keys; heads that leave a tile part-filled."""
+    from mla_ops.kernels.hopper import dense_attention, launch
+
+    device = torch.device("cuda")
+    cache, q = filled_cache(cache_format, 40, 24, device), queries(7, 70, torch.bfloat16, device)
+    table = torch.randperm(40, device=device).int()[:36].view(2, 18)
+    table[0, 3], table[1, 0] = -1, 99
+    requests, lens = int32([0, 0, 1, 1, 0, -1, 1], device), int32([432, 431, 433, 17, 1, 9, 0], device)
+    arguments = (q, cache, table, requests, lens, SCALE, cache_format)
+    reason = dispatch.unsupported_reason("hopper", mla_ops.meta.dense_attention.describe_paged(*arguments))
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(dense_attention, "_shape", lambda *_: launch.Shape(*shape))
+    with dispatch.override(paged_attention="hopper"):
+        check("hopper", q, cache, table, requests, lens, cache_format)

@@ -106,10 +106,10 @@ def test_what_is_for_asking_only_is_passed_over(world: World) -> None:
         assert dispatch.select_name(on(CUDA)) == "flash_mla"
 
 
-def test_flat_keys_go_to_flash_mla_from_seventeen_heads_on(world: World) -> None:
-    world.has((9, 0), installed=("triton",), **EVERYTHING)
+def test_flat_keys_go_to_flash_mla_above_sixteen_heads_where_hopper_does_not_run(world: World) -> None:
+    world.has((9, 0), installed=("triton",), **{**EVERYTHING, "hopper": "a reason"})
     call = on(CUDA, "sparse_attention")
-    assert dispatch.select_name(call._replace(num_heads=16)) == "hopper"
+    assert dispatch.select_name(call._replace(num_heads=16)) == "triton"
     assert dispatch.select_name(call._replace(num_heads=17)) == "flash_mla"
     with dispatch.override("flash_mla"):
         assert dispatch.select_name(call._replace(num_heads=16)) == "flash_mla"
@@ -175,7 +175,7 @@ def test_override_of_an_op_covers_its_overloads(world: World) -> None:
     world.has((9, 0), installed=("triton",), **EVERYTHING)
     with dispatch.override(paged_sparse_attention="triton"):
         assert dispatch.select_name(on(CUDA, "paged_sparse_attention.extra")) == "triton"
-        assert dispatch.select_name(on(CUDA, "sparse_attention")) == "flash_mla"
+        assert dispatch.select_name(on(CUDA, "sparse_attention")) == "hopper"
     with dispatch.override("reference", **{"paged_sparse_attention.extra": "triton"}):
         assert dispatch.select_name(on(CUDA, "paged_sparse_attention.extra")) == "triton"
         assert dispatch.select_name(on(CUDA)) == "reference"
@@ -231,6 +231,7 @@ def test_explain_says_what_was_chosen_and_why_not_the_others(world: World) -> No
     assert lines[0] == "sparse_attention: flash_mla (first without a reason against it)"
     assert sorted(lines[1:]) == [
         "  not flash_attn: there is no flash_attn lowering of sparse_attention",
+        "  not flashinfer: there is no flashinfer lowering of sparse_attention",
         "  not hopper: it needs 64 heads",
         "  not reference: runs on cuda only when asked for with dispatch.override",
         "  not torch_sdpa: there is no torch_sdpa lowering of sparse_attention",

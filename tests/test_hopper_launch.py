@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from mla_ops.kernels.hopper.launch import KERNELS, SPLITS, Shape, choose, choose_deterministic, tiles_for
+from mla_ops.kernels.hopper import dense_attention
+from mla_ops.kernels.hopper.launch import (
+    KERNELS,
+    SPLITS,
+    Keys,
+    Rows,
+    Shape,
+    cache_params,
+    choose,
+    choose_deterministic,
+    predicted_us,
+    tiles_for,
+)
 
 FP8 = KERNELS["fp8_ds_mla", 576]
 # of an H200, by the sizes in SPLITS
@@ -44,3 +57,51 @@ def test_a_deterministic_launch_depends_on_one_row_alone() -> None:
     assert choose_deterministic(64, 640) == Shape(64, 2)
     assert choose_deterministic(64, 0) == Shape(64, 1)
     assert choose_deterministic(64, 2**20).splits == max(SPLITS)
+
+
+@pytest.mark.parametrize("keys", [FP8, KERNELS["bf16", 576]], ids=["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("capacity", [0, 64, 65, 8192, 2**17, 2**31 - 64])
+def test_parts_of_dense_attention_fill_the_device(keys: Keys, capacity: int) -> None:
+    """Parts are clusters of several CTAs, as many as there are keys for, and never predicted slower than none."""
+    turns = max(1, -(-capacity // 64))
+    for num_tokens in (1, 4, 16, 128):
+        for num_heads in (1, 16, 32, 128):
+            shape = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE)
+            whole = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE, can_merge=False)
+            assert whole.parts == 1
+            assert shape.splits * shape.parts <= turns
+            assert shape.parts == 1 or (shape.splits > 1 and turns * shape.splits * shape.parts < 2**31)
+            arguments = (num_tokens, num_heads, turns, AT_ONCE)
+            assert predicted_us(keys, shape, *arguments) <= predicted_us(keys, whole, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "context", "expected"),
+    [
+        (1, 16, 2048, Shape(16, 16)),
+        (1, 16, 2**17, Shape(16, 16, 6)),
+        (4, 128, 8192, Shape(64, 2, 8)),
+        (16, 128, 8192, Shape(64, 2, 2)),
+        (128, 16, 8192, Shape(16, 1)),
+        (128, 128, 8192, Shape(64, 1)),
+    ],
+)
+def test_parts_of_dense_attention(num_tokens: int, num_heads: int, context: int, expected: Shape) -> None:
+    """Predicted, not measured."""
+    found = dense_attention.choose(FP8, num_tokens, num_heads, context, AT_ONCE)
+    assert found == expected
+
+
+def test_parts_need_a_merge() -> None:
+    assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE).parts > 1
+    assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE, can_merge=False) == Shape(16, 16)
+
+
+def test_a_table_without_requests_has_no_keys() -> None:
+    """The address of an empty tensor is null, which the kernels take for slots instead of positions."""
+    cache, lens = Rows(torch.zeros(2, 64, 656), 2, 64, 64 * 656), torch.tensor([9], dtype=torch.int32)
+    indices, table = torch.zeros(1, 128, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+    for chosen, columns in ((None, 256), (indices, 128)):
+        assert cache_params(cache, chosen, lens, table, 256)[7] == columns
+        assert cache_params(cache, chosen, lens, table[:0], 256)[7] == 0
+        assert cache_params(cache, chosen, lens, None, 256)[7] == columns

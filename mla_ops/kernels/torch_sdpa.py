@@ -31,7 +31,7 @@ def prefill_reason(call: Call) -> str | None:
     return None
 
 
-def _is_one_request_with_itself(q: torch.Tensor, k: torch.Tensor, lens_q: torch.Tensor, lens_k: torch.Tensor) -> bool:
+def is_one_request_with_itself(q: torch.Tensor, k: torch.Tensor, lens_q: torch.Tensor, lens_k: torch.Tensor) -> bool:
     """Causal from the top left is causal from the bottom right, and padding behind the request is seen by no query."""
     return (
         lens_q.shape[0] == 2
@@ -105,7 +105,7 @@ def compute_prefill(
         return empty
     head_dim_v = v.shape[2]
     q, k, v = (aligned(tensor) for tensor in (q, k, v))
-    if causal and _is_one_request_with_itself(q, k, cu_seqlens_q, cu_seqlens_k):
+    if causal and is_one_request_with_itself(q, k, cu_seqlens_q, cu_seqlens_k):
         return finish(*_cudnn(q, k, v, softmax_scale), head_dim_v, cu_seqlens_q)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *pad_heads(max(q.shape[2], head_dim_v), q, k, v),

@@ -1,21 +1,81 @@
-"""Dense MLA over a paged cache on SM90: the sparse kernels, told that every key was chosen.
+"""Dense MLA over a paged cache on SM90: the sparse kernels, told that every position was chosen.
 
-A row of indices costs four bytes a key beside its 656, and all tokens share one row.
+Without indices a turn's keys are neighbours within a block, and the gather takes 16 of them in one copy. A row's keys
+are shared among up to 16 CTAs of a cluster; where that leaves SMs idle, several clusters take a part of them each, and
+their float32 results are merged by a second kernel.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from ...dispatch import Call, Lowering
-from ...formats import geometry
+from ...dispatch import Call, Lowering, is_installed
+from ...formats import LATENT_DIM
 from . import sparse_attention
+from .launch import (
+    KERNELS,
+    KEYS,
+    NO_CACHE,
+    SPLITS,
+    Keys,
+    Shape,
+    cache_params,
+    clusters_at_once,
+    launch,
+    predicted_us,
+    tiles_for,
+)
 
 SPARSE = "paged_sparse_attention"
+MAX_KEYS = 2**31 - KEYS  # of a row: positions are 32 bits
+PARTS = (1, 2, 3, 4, 6, 8)
+MAX_TURNS_IN_PARTS = 2**23  # turns times shares are 32 bits
+# of the merge: its launch, and its bytes at the rate measured for two parts
+MERGE_US = 5.0
+MERGE_BYTES_PER_US = 2.2e6
 
 
 def paged_reason(call: Call) -> str | None:
     return sparse_attention.LOWERINGS[SPARSE].unsupported_reason(call._replace(op=SPARSE))
+
+
+def choose(
+    keys: Keys, num_tokens: int, num_heads: int, capacity: int, at_once: tuple[int, ...], can_merge: bool = True
+) -> Shape:
+    """The least predicted time, from shapes alone.
+
+    Args:
+        keys: the kernel.
+        num_tokens: query tokens.
+        num_heads: heads.
+        capacity: keys that a request's blocks can hold.
+        at_once: clusters that the device runs at one time, for each size in `SPLITS`.
+        can_merge: whether a row may be more than one part.
+    """
+    turns = max(1, -(-capacity // KEYS))
+    parts_worth_a_thought = PARTS if can_merge and turns <= MAX_TURNS_IN_PARTS else PARTS[:1]
+
+    def time(shape: Shape) -> float:
+        part_bytes = 4 * LATENT_DIM * shape.parts * num_tokens * num_heads
+        merge = MERGE_US + part_bytes / MERGE_BYTES_PER_US if shape.parts > 1 else 0.0
+        return predicted_us(keys, shape, num_tokens, num_heads, turns, at_once) + merge
+
+    shapes = (
+        Shape(tile, splits, parts)
+        for tile in tiles_for(num_heads)
+        for parts in parts_worth_a_thought
+        for splits in SPLITS
+        if splits * parts <= turns and (parts == 1 or splits > 1)
+    )
+    return min(shapes, key=time)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> Shape:
+    at_once = clusters_at_once(keys, tiles_for(num_heads)[0], device_index)
+    return choose(keys, num_tokens, num_heads, capacity, at_once, is_installed("triton"))
 
 
 def paged_attention(
@@ -29,21 +89,37 @@ def paged_attention(
     *,
     out: torch.Tensor,
     lse: torch.Tensor,
+    shape: Shape | None = None,
 ) -> None:
-    capacity = block_table.shape[1] * geometry(kv_cache, cache_format).block_size
-    every_key = torch.arange(capacity, dtype=torch.int32, device=q.device)
-    sparse_attention.LOWERINGS[SPARSE].run(
+    num_tokens, num_heads, _ = q.shape
+    if num_tokens == 0:
+        return
+    rows, head_dim = sparse_attention.paged_rows(kv_cache, cache_format, "kv_cache", "paged_attention")
+    keys = KERNELS[cache_format, head_dim]
+    capacity = min(block_table.shape[1] * rows.block_size, MAX_KEYS)
+    shape = shape or _shape(keys, num_tokens, num_heads, capacity, q.device.index)
+    part_out, part_lse = out.unsqueeze(0), lse.unsqueeze(0)
+    if shape.parts > 1:
+        part_out = torch.empty(shape.parts, *out.shape, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(shape.parts, *lse.shape, dtype=torch.float32, device=q.device)
+    launch(
+        keys,
         q,
-        kv_cache,
-        every_key.expand(q.shape[0], -1),
+        cache_params(rows, None, key_lens, block_table, capacity),
+        NO_CACHE,
+        capacity,
         softmax_scale,
-        cache_format,
-        topk_length=key_lens,
-        block_table=block_table,
+        attn_sink=None,
         req_id_per_token=req_id_per_token,
-        out=out,
-        lse=lse,
+        deterministic=False,
+        out=part_out[0],
+        lse=part_lse[0],
+        shape=shape,
     )
+    if shape.parts > 1:
+        from ..triton.merge import merge_attention_states_stacked
+
+        merge_attention_states_stacked(part_out, part_lse, out=out, lse=lse)
 
 
 LOWERINGS = {"paged_attention": Lowering(paged_attention, paged_reason)}

@@ -12,20 +12,42 @@ import torch
 
 from . import nvrtc
 
-PARAMS = "@6Q6q" + 2 * "4Q3q5i4x" + "2if4x"  # struct Params
+PARAMS = "@6Q6q" + 2 * "4Q3q5iIi4x" + "3ifi4x"  # struct Params
 KEYS = 64  # of a turn
 MAX_GRID_ROWS = 32768
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
 DETERMINISTIC_TURNS = 8  # of a CTA at most, as far as SPLITS go
+TILES = (16, 32, 64)
+
+
+class Kernel(NamedTuple):
+    """A compiled function: where it is, what a CTA takes.
+
+    Attributes:
+        source: file.
+        name: expression of the template.
+        threads: of a CTA.
+        shared_bytes: dynamic shared memory of a CTA, `BYTES` of its layout.
+        rows_in_line: the grid has one dimension, tiles of heads fastest.
+        resident: a CTA takes one row after the other, so the grid need not be larger than what runs at one time.
+        ctas: of an SM.
+    """
+
+    source: str
+    name: str
+    threads: int
+    shared_bytes: int
+    rows_in_line: bool = False
+    resident: bool = False
+    ctas: int = 1
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What a kernel reads: one format, one width.
+    """What kernels read: one format, one width.
 
     Attributes:
-        source: file.
-        kernel: name expression, of the tile of heads.
+        name: of the format, as a template's argument.
         row_bytes: of a key.
         chunks: of 64 dims, of a query.
         quantized: whether keys are converted on their way.
@@ -35,8 +57,7 @@ class Keys:
         merge_us: what the merge of one part by one CTA costs, by tile; a cluster's CTAs share it.
     """
 
-    source: str
-    kernel: str
+    name: str
     row_bytes: int
     chunks: int
     quantized: bool
@@ -46,79 +67,96 @@ class Keys:
     merge_us: dict[int, float]
 
     def __hash__(self) -> int:
-        return hash(self.kernel)
-
-    def kernel_name(self, tile: int) -> str:
-        return self.kernel.format(tile=tile)
-
-    def num_threads(self, tile: int) -> int:
-        """Threads of a CTA: `Layout<..>::THREADS`."""
-        return 640 if self.quantized and tile < 64 else 512
+        return hash(self.name)
 
     @functools.cache  # noqa: B019 - there are as many as formats
-    def shared_bytes(self, tile: int) -> int:
-        """Dynamic shared memory of a CTA: `Layout<..>::BYTES`."""
+    def kernel(self, tile: int, splits: int, crowded: bool = False) -> Kernel:
+        """The kernel for a tile of heads and CTAs of a cluster; `crowded`: there are more CTAs than SMs."""
         queries_and_weights = (self.chunks + 1) * tile * 128
-        if not self.quantized:
-            stages = 3 if tile == 16 and self.chunks == 8 else 2
-            turn = queries_and_weights + stages * KEYS * self.row_bytes + tile * 12 + stages * 16
-            return -(-(turn + 4) // 8) * 8 + stages * 16 + 16
-        stages = 3 if tile == 16 or (tile == 32 and self.chunks == 8) else 2
-        columns = queries_and_weights + KEYS * 1024 + stages * KEYS * self.row_bytes
-        barriers = -(-(columns + tile * 12 + stages * (16 + KEYS * self.scale_bytes) + 4) // 8) * 8
-        scores = barriers + stages * 64 + 8 + 32
-        return scores if tile == 64 else -(-(scores + 32) // 16) * 16 + 2 * tile * 256
+        if self.quantized:
+            walks = tile < 64 and splits == 1
+            slots = 8 if tile == 64 else 10 if tile == 32 and self.chunks == 9 else 12
+            columns = queries_and_weights + KEYS * 1024 + slots * 16 * self.row_bytes
+            barriers = -(-(columns + tile * 12 + slots * (4 + 16 * self.scale_bytes) + 4) // 8) * 8
+            size = barriers + slots * 16 + 56
+            if tile < 64:
+                size = -(-(size + 32) // 16) * 16 + 2 * tile * 256
+            name = f"sparse_attention<{tile}, {self.name}, {str(walks).lower()}>"
+            return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, size, walks, walks)
+        if tile == 64:
+            size = queries_and_weights + max(2 * KEYS * self.row_bytes, 64 * 2080) + tile * 28 + 304
+            name = f"sparse_attention_bf16_64<{self.chunks * 64}>"
+            return Kernel("sparse_attention_bf16_64.cu", name, 384, size, True, splits == 1)
+        ctas = 2 if tile == 16 and crowded else 1
+        stages = 1 if ctas == 2 else 3 if tile == 16 and self.chunks == 8 else 2
+        turn = queries_and_weights + stages * KEYS * self.row_bytes + tile * 12 + stages * 16
+        size = -(-(turn + 4) // 8) * 8 + stages * 16 + 16
+        name = f"sparse_attention_bf16<{tile}, {self.chunks * 64}, {ctas}>"
+        return Kernel("sparse_attention_bf16.cu", name, 512, size, ctas=ctas)
+
+    def kernels(self) -> list[Kernel]:
+        """All there are, each once."""
+        every = (self.kernel(tile, splits, crowded) for tile in TILES for splits in (1, 2) for crowded in (False, True))
+        return list({kernel.name: kernel for kernel in every}.values())
 
 
-FP8_TIMES = ({16: 1.61, 32: 2.1, 64: 2.39}, {16: 10.5, 32: 11.7, 64: 15.5}, {16: 1.0, 32: 2.0, 64: 10.0})
-BF16_TIMES = ({16: 1.45, 32: 1.9, 64: 2.35}, {16: 10.5, 32: 12.0, 64: 14.0}, {16: 1.0, 32: 2.0, 64: 10.0})
-
-FP8 = "sparse_attention<{{tile}}, {0}>"
-BF16 = "sparse_attention_bf16<{{tile}}, {0}>"
+FP8_TIMES = ({16: 1.6, 32: 2.2, 64: 2.2}, {16: 11.2, 32: 10.5, 64: 16.0}, {16: 0.5, 32: 2.0, 64: 10.0})
+BF16_TIMES = ({16: 1.45, 32: 1.9, 64: 1.65}, {16: 10.5, 32: 12.0, 64: 12.0}, {16: 1.0, 32: 2.0, 64: 10.0})
 
 # By cache format and width of a key.
 KERNELS = {
-    ("fp8_ds_mla", 576): Keys("sparse_attention.cu", FP8.format("FP8_DS_MLA"), 656, 9, True, 0, *FP8_TIMES),
-    ("fp8_ds_mla_v4", 512): Keys("sparse_attention.cu", FP8.format("FP8_DS_MLA_V4"), 576, 8, True, 8, *FP8_TIMES),
-    ("bf16", 576): Keys("sparse_attention_bf16.cu", BF16.format(576), 1152, 9, False, 0, *BF16_TIMES),
-    ("bf16", 512): Keys("sparse_attention_bf16.cu", BF16.format(512), 1024, 8, False, 0, *BF16_TIMES),
+    ("fp8_ds_mla", 576): Keys("FP8_DS_MLA", 656, 9, True, 0, *FP8_TIMES),
+    ("fp8_ds_mla_v4", 512): Keys("FP8_DS_MLA_V4", 576, 8, True, 8, *FP8_TIMES),
+    ("bf16", 576): Keys("BF16_576", 1152, 9, False, 0, *BF16_TIMES),
+    ("bf16", 512): Keys("BF16_512", 1024, 8, False, 0, *BF16_TIMES),
 }
-TILES = (16, 32, 64)
 
 
 class Shape(NamedTuple):
-    """What a launch is made of: heads of a tile, CTAs of a cluster."""
+    """What a launch is made of: heads of a tile, CTAs of a cluster, clusters that share a row's keys.
+
+    With several parts, each a cluster of several CTAs, `out` is float32 `[parts, num_tokens, num_heads, 512]`.
+    """
 
     tile: int
     splits: int
+    parts: int = 1
 
 
 def tiles_for(num_heads: int) -> tuple[int, ...]:
     """Tiles worth a thought, the one that fits best first."""
     if num_heads <= 16:
         return (16,)
-    return (32, 16) if num_heads <= 32 else (64, 32, 16)
+    return (32, 64, 16) if num_heads <= 32 else (64, 32, 16)
 
 
-def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, clusters_at_once: tuple[int, ...]) -> Shape:
+def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...]) -> Shape:
     """The least predicted time, from shapes alone.
 
     Args:
-        keys: the kernel.
+        keys: the kernels' format.
         num_tokens: query tokens.
         num_heads: heads.
         topk: columns of the indices.
-        clusters_at_once: clusters that the device runs at one time, for each size in `SPLITS`.
+        at_once: clusters that the device runs at one time, for each size in `SPLITS`.
     """
     turns = max(1, -(-topk // KEYS))
 
     def time(shape: Shape) -> float:
-        rows = num_tokens * -(-num_heads // shape.tile)
-        rounds = -(-rows // clusters_at_once[SPLITS.index(shape.splits)])
-        merge = keys.merge_us[shape.tile] / shape.splits if shape.splits > 1 else 0.0
-        return rounds * (-(-turns // shape.splits) * keys.turn_us[shape.tile] + keys.row_us[shape.tile] + merge)
+        return predicted_us(keys, shape, num_tokens, num_heads, turns, at_once)
 
     return min((Shape(tile, n) for tile in tiles_for(num_heads) for n in SPLITS if n <= turns), key=time)
+
+
+def predicted_us(
+    keys: Keys, shape: Shape, num_tokens: int, num_heads: int, turns: int, at_once: tuple[int, ...]
+) -> float:
+    """Microseconds of a launch whose rows have `turns` of keys, without a merge of parts."""
+    rows = num_tokens * -(-num_heads // shape.tile) * shape.parts
+    rounds = -(-rows // at_once[SPLITS.index(shape.splits)])
+    merge = keys.merge_us[shape.tile] / shape.splits if shape.splits > 1 else 0.0
+    own_turns = -(-turns // (shape.splits * shape.parts))
+    return rounds * (own_turns * keys.turn_us[shape.tile] + keys.row_us[shape.tile] + merge)
 
 
 def choose_deterministic(num_heads: int, topk: int) -> Shape:
@@ -129,17 +167,19 @@ def choose_deterministic(num_heads: int, topk: int) -> Shape:
 
 
 @functools.cache
-def _clusters_at_once(keys: Keys, tile: int, device_index: int) -> tuple[int, ...]:
-    kernel = nvrtc.load(keys.source, keys.kernel_name(tile), device_index)
-    block, shared = (keys.num_threads(tile), 1, 1), keys.shared_bytes(tile)
-    return tuple(kernel.occupancy_clusters(block, shared, (splits, 1, 1)) for splits in SPLITS)
+def clusters_at_once(keys: Keys, tile: int, device_index: int) -> tuple[int, ...]:
+    """Clusters of each size in `SPLITS` that the device runs at one time, from the driver."""
+    kernel = keys.kernel(tile, 2)
+    loaded = nvrtc.load(kernel.source, kernel.name, device_index)
+    block = (kernel.threads, 1, 1)
+    return tuple(loaded.occupancy_clusters(block, kernel.shared_bytes, (splits, 1, 1)) for splits in SPLITS)
 
 
 @functools.lru_cache(maxsize=4096)
 def _shape(keys: Keys, num_tokens: int, num_heads: int, topk: int, deterministic: bool, device_index: int) -> Shape:
     if deterministic:
         return choose_deterministic(num_heads, topk)
-    return choose(keys, num_tokens, num_heads, topk, _clusters_at_once(keys, tiles_for(num_heads)[0], device_index))
+    return choose(keys, num_tokens, num_heads, topk, clusters_at_once(keys, tiles_for(num_heads)[0], device_index))
 
 
 _zero_rows: dict[tuple[torch.device, Keys], torch.Tensor] = {}
@@ -168,6 +208,12 @@ def _loads_16_bytes(tensor: torch.Tensor) -> bool:
     return tensor.stride(0) % unit == 0 and tensor.stride(1) % unit == 0 and tensor.data_ptr() % 16 == 0
 
 
+def reciprocal(divisor: int) -> tuple[int, int]:
+    """Multiplier and shift that divide every number from 0 to 2**31 - 1: `number * multiplier >> shift`."""
+    shift = 31 + (divisor - 1).bit_length()
+    return (1 << shift) // divisor + 1, shift
+
+
 class Rows(NamedTuple):
     """Keys in memory: `index = block * block_size + offset`."""
 
@@ -178,27 +224,35 @@ class Rows(NamedTuple):
 
 
 def cache_params(
-    rows: Rows, indices: torch.Tensor, topk_length: torch.Tensor | None, block_table: torch.Tensor | None
+    rows: Rows,
+    indices: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    num_keys: int = 0,
 ) -> tuple[int, ...]:
-    """The fields of `struct Cache`."""
+    """The fields of `struct Cache`; without indices the keys are the positions below `num_keys`."""
     num_requests, table_width = (0, 0) if block_table is None else block_table.shape
+    columns = num_keys if indices is None else indices.shape[1]
+    if block_table is not None and block_table.numel() == 0:
+        columns = 0  # its address is null, which would make slots of the indices
     return (
         rows.tensor.data_ptr(),
-        indices.data_ptr(),
+        _pointer(indices),
         _pointer(topk_length),
         _pointer(block_table),
-        indices.stride(0),
+        0 if indices is None else indices.stride(0),
         rows.block_stride,
         0 if block_table is None else block_table.stride(0),
-        indices.shape[1],
+        columns,
         rows.num_blocks,
         rows.block_size,
         table_width,
         num_requests,
+        *reciprocal(rows.block_size),
     )
 
 
-NO_CACHE = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0)
+NO_CACHE = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, *reciprocal(1))
 
 
 def launch(
@@ -222,7 +276,17 @@ def launch(
     if not _loads_16_bytes(q):
         q = q.contiguous()
     target = out if _loads_16_bytes(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    tile, splits = shape or _shape(keys, num_tokens, num_heads, topk, deterministic, device_index)
+    shape = shape or _shape(keys, num_tokens, num_heads, topk, deterministic, device_index)
+    tile, splits, parts = shape
+    head_tiles = -(-num_heads // tile)
+    at_once = clusters_at_once(keys, tile, device_index)[SPLITS.index(splits)]
+    clusters = head_tiles * num_tokens * parts
+    kernel = keys.kernel(tile, splits, clusters > at_once)
+    if kernel.rows_in_line:
+        grid = ((min(clusters, at_once) if kernel.resident else clusters) * splits, 1, 1)
+    else:
+        rows = min(num_tokens, MAX_GRID_ROWS)
+        grid = (head_tiles * parts * splits, rows, -(-num_tokens // rows))
     params = struct.pack(
         PARAMS,
         q.data_ptr(),
@@ -241,15 +305,12 @@ def launch(
         *extra_cache,
         num_tokens,
         num_heads,
+        head_tiles,
         softmax_scale * math.log2(math.e),
+        parts,
     )
-    rows = min(num_tokens, MAX_GRID_ROWS)
-    nvrtc.load(keys.source, keys.kernel_name(tile), device_index).launch(
-        (-(-num_heads // tile) * splits, rows, -(-num_tokens // rows)),
-        (keys.num_threads(tile), 1, 1),
-        keys.shared_bytes(tile),
-        (splits, 1, 1),
-        params,
+    nvrtc.load(kernel.source, kernel.name, device_index).launch(
+        grid, (kernel.threads, 1, 1), kernel.shared_bytes, (splits, 1, 1), params
     )
     if target is not out:
         out.copy_(target)
@@ -262,8 +323,8 @@ def compile_reason(keys: Keys) -> str | None:
     if reason is not None:
         return reason
     try:
-        for tile in TILES:
-            nvrtc.compile(keys.source, keys.kernel_name(tile))
+        for kernel in keys.kernels():
+            nvrtc.compile(kernel.source, kernel.name)
     except nvrtc.CompileError as error:
         return f"the installed NVRTC does not compile the Hopper kernels: {error}"
     return None

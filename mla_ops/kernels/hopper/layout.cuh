@@ -6,11 +6,13 @@
 // A paged cache and what a token attends to in it.
 struct Cache {
   const unsigned char* rows;
-  const int* indices;
+  const int* indices;      // null: every position
   const int* topk_length;  // null: topk
   const int* block_table;  // null: indices are slots
   i64 indices_stride, block_bytes, table_stride;
   int topk, num_blocks, block_size, table_width, num_requests;
+  u32 multiplier;  // index / block_size is index * multiplier >> shift
+  int shift;
 };
 
 struct Params {
@@ -22,8 +24,9 @@ struct Params {
   float* lse;
   i64 q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride;
   Cache caches[2];  // the second's topk is 0 if there is none
-  int num_tokens, num_heads;
+  int num_tokens, num_heads, head_tiles;
   float scale_log2;
+  int parts;  // of a row's keys, a cluster of several CTAs each; where more than one, `out` is float32 [parts, ...]
 };
 
 constexpr int KEYS = 64;  // of a turn
@@ -43,30 +46,36 @@ struct Layout {
   // A warpgroup each for scores, values (two) and the gather, and a second for scores where registers allow it.
   static constexpr int THREADS = HEADS == 64 ? 512 : 640;
   static constexpr int QUERY_THREADS = THREADS - 128;  // all but those that gather
-  static constexpr int SCORE_REGISTERS = HEADS == 64 ? 168 : HEADS == 32 ? 144 : 152;
-  static constexpr int REST_REGISTERS = HEADS == 32 ? 112 : 120;
-  static constexpr int STAGES = HEADS == 16 || (HEADS == 32 && R::CHUNKS == 8) ? 3 : 2;  // as many as fit
+  // Of a thread, by role; they add up to what the launch gives. Those that gather have 24 (64 heads) or 32.
+  static constexpr int SCORE_REGISTERS = HEADS == 64 ? 168 : HEADS == 32 ? 112 : 144;
+  static constexpr int REST_REGISTERS = 112;
+  static constexpr int VALUE_REGISTERS = HEADS == 64 ? 160 : HEADS == 32 ? 112 : 96;
+  // The ring of raw rows: 16 of a warp in a slot, four slots a turn, as many as fit.
+  static constexpr int SLOTS = HEADS == 64 ? 8 : HEADS == 32 && R::CHUNKS == 9 ? 10 : 12;
   static constexpr int QUERY = 0;
   static constexpr int QUERY_CHUNK = HEADS * 128;
   static constexpr int WEIGHTS = QUERY + R::CHUNKS * QUERY_CHUNK;
   static constexpr int VALUES = WEIGHTS + HEADS * 128;
   static constexpr int RAW = VALUES + VALUE_BYTES;
-  static constexpr int RAW_STAGE = KEYS * R::BYTES;
+  static constexpr int RAW_SLOT = 16 * R::BYTES;
   static constexpr int COLUMNS =
-      RAW + STAGES * RAW_STAGE;  // float2 a head: factor and reference, at the end sum and reference
+      RAW + SLOTS * RAW_SLOT;  // float2 a head: factor and reference, at the end sum and reference
   static constexpr int ALPHA = COLUMNS + HEADS * 8;  // float a head, at the end the factor of the result
-  static constexpr int LIVE = ALPHA + HEADS * 4;     // u32 a stage and warp: which of its 16 keys count
-  // Scales of a stage's keys: in their rows, or brought beside them.
-  static constexpr int SCALES = (R::SCALES_APART ? LIVE + STAGES * 16 : RAW) + R::SCALES_AT;
-  static constexpr int SCALES_STAGE = KEYS * R::SCALES_PITCH;
-  static constexpr int TURN = LIVE + STAGES * 16 + (R::SCALES_APART ? STAGES * SCALES_STAGE : 0);
+  static constexpr int LIVE = ALPHA + HEADS * 4;     // u32 a slot: which of its 16 keys count
+  // Scales of a slot's keys: in their rows, or brought beside them.
+  static constexpr int SCALES = (R::SCALES_APART ? LIVE + SLOTS * 4 : RAW) + R::SCALES_AT;
+  static constexpr int SCALES_SLOT = 16 * R::SCALES_PITCH;
+  static constexpr int TURN = LIVE + SLOTS * 4 + (R::SCALES_APART ? SLOTS * SCALES_SLOT : 0);
   static constexpr int BARRIERS = (TURN + 4 + 7) / 8 * 8;
   static constexpr int RAW_FULL = BARRIERS;
-  static constexpr int RAW_FREE = RAW_FULL + STAGES * 4 * 8;
-  static constexpr int WEIGHTS_FULL = RAW_FREE + STAGES * 4 * 8;
-  static constexpr int VALUES_FREE = WEIGHTS_FULL + 8;     // of 128 dims each
-  static constexpr int SCORES_FULL = VALUES_FREE + 4 * 8;  // of even and odd turns
+  static constexpr int RAW_FREE = RAW_FULL + SLOTS * 8;
+  static constexpr int WEIGHTS_FULL = RAW_FREE + SLOTS * 8;
+  static constexpr int VALUES_FREE = WEIGHTS_FULL + 8;      // of 128 dims each
+  static constexpr int FACTORS_FULL = VALUES_FREE + 4 * 8;  // of a row, in a CTA that walks
+  static constexpr int FACTORS_FREE = FACTORS_FULL + 8;
+  static constexpr int SCORES_FULL = FACTORS_FREE + 8;  // of even and odd turns
   static constexpr int SCORES_FREE = SCORES_FULL + 2 * 8;
+  static constexpr int NUM_BARRIERS = ((HEADS == 64 ? SCORES_FULL : SCORES_FREE + 2 * 8) - BARRIERS) / 8;
   static constexpr int SCORES = (SCORES_FREE + 2 * 8 + 15) / 16 * 16;  // float32 [2, 64, HEADS]
   static constexpr int BYTES = HEADS == 64 ? SCORES_FULL : SCORES + 2 * HEADS * 256;
   static constexpr int FACTORS = QUERY;  // float32 [HEADS, 16], after the last turn: what each part of a cluster counts
@@ -78,29 +87,67 @@ struct Layout {
 };
 
 struct Row {
-  int token, tile, rank, splits;
+  int token, tile, rank, splits, part;
   int length, extra_length, main_turns;  // keys in each cache; turns of the first, which the second's follow
   int first, last;                       // turns [first, last) are this CTA's
 };
 
 DEVICE int length_in(const Params& p, int which, int token) {
   const Cache& cache = p.caches[which];
-  if (token >= p.num_tokens || !cache.topk_length) return cache.topk;
+  if (token >= p.num_tokens) return 0;
+  if (!cache.topk_length) return cache.topk;
   return max(0, min(cache.topk, __ldg(cache.topk_length + token)));
 }
 
-DEVICE Row this_row(const Params& p) {
+// A CTA's part of a token and a tile of its heads; no turns past the last token.
+DEVICE Row row_of(const Params& p, int token, int tile, int part, int splits, int rank) {
   Row row;
-  row.splits = cluster_size();
-  row.rank = cluster_rank();
-  row.tile = cluster_index();
-  row.token = blockIdx.z * gridDim.y + blockIdx.y;
+  row.splits = splits, row.rank = rank;
+  row.token = token, row.tile = tile, row.part = part;
   row.length = length_in(p, 0, row.token), row.extra_length = length_in(p, 1, row.token);
   row.main_turns = (row.length + KEYS - 1) / KEYS;
   const int turns = row.main_turns + (row.extra_length + KEYS - 1) / KEYS;
   row.first = 0, row.last = turns;
-  if (row.splits > 1) row.first = turns * row.rank / row.splits, row.last = turns * (row.rank + 1) / row.splits;
+  const int shares = splits > 1 ? splits * p.parts : 1, share = part * splits + rank;
+  if (shares > 1) row.first = turns * share / shares, row.last = turns * (share + 1) / shares;
   return row;
+}
+
+// Row `item` of a token's tiles and parts is this cluster's.
+DEVICE Row clusters_row(const Params& p, int token, int item) {
+  int tile = item, part = 0;
+  if (p.parts > 1) tile = item / p.parts, part = item - tile * p.parts;
+  return row_of(p, token, tile, part, cluster_size(), cluster_rank());
+}
+
+DEVICE Row this_row(const Params& p) { return clusters_row(p, blockIdx.z * gridDim.y + blockIdx.y, cluster_index()); }
+
+// Where CTAs take one row after the other: row `item` of all tokens and tiles.
+DEVICE Row row_at(const Params& p, int item) {
+  const int token = item / p.head_tiles;
+  return row_of(p, token, item - token * p.head_tiles, 0, 1, 0);
+}
+
+DEVICE Row next_row(const Params& p, const Row& row) {
+  return row_at(p, row.token * p.head_tiles + row.tile + gridDim.x);
+}
+
+// Where a warp is in the ring of raw rows and its barriers, which go on from row to row.
+struct Ring {
+  int turn, slot, parity;
+};
+
+template <int SLOTS>
+DEVICE void next_slot(int& slot, int& parity) {
+  slot += 4;
+  if (slot >= SLOTS) slot -= SLOTS, parity ^= 1;
+}
+
+// The slot of a turn's key, given that of its first one.
+template <int SLOTS>
+DEVICE int slot_of(int first, int key) {
+  const int slot = first + key / 16;
+  return slot >= SLOTS ? slot - SLOTS : slot;
 }
 
 DEVICE int turns_of(const Row& row) { return row.last - row.first; }

@@ -22,6 +22,9 @@ DEVICE float merge_head(const Params& p, int global_head, float2 part, float& fa
   return lse;
 }
 
+// The parts of all tokens one after the other.
+DEVICE i64 result_row(const Params& p, const Row& row) { return row.part * p.num_tokens + row.token; }
+
 DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
   return p.out + row.token * p.out_token_stride + global_head * p.out_head_stride;
 }
@@ -34,19 +37,19 @@ DEVICE u32 partial_unit(u32 shared, int head, int unit) {
   return shared + L::PARTIAL + head * L::PARTIAL_PITCH + place * 16;
 }
 
-// Once every CTA's sums and partial results are there, each adds up its share of all heads; all threads of `score` and
-// `accumulate` come here.
-template <class L>
+// Once every CTA's sums and partial results are there, each adds up its share of all heads; all threads but those that
+// gather come here.
+template <class L, int WORKERS = 384>
 DEVICE void finish(const Params& p, const Row& row, u32 shared, int worker) {
   constexpr int HEADS = L::HEADS;
   constexpr int UNITS = HEADS * 128;
-  named_barrier<RESULT_BARRIER, 384>();
+  named_barrier<RESULT_BARRIER, WORKERS>();
   if (row.splits > 1) {
     cluster_arrive(worker < 32);
     cluster_wait();
   }
   const int lane = worker & 31, first = UNITS * row.rank / row.splits, last = UNITS * (row.rank + 1) / row.splits;
-  for (int head = first / 128 + worker / 32; head * 128 < last; head += 12) {
+  for (int head = first / 128 + worker / 32; head * 128 < last; head += WORKERS / 32) {
     float2 part = make_float2(0.f, NO_SCORE_YET);
     if ((lane & 15) < row.splits) part = load_peer_float2(peer_address(shared + L::COLUMNS + head * 8, lane & 15));
     float factor;
@@ -54,10 +57,10 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int worker) {
     const float lse = merge_head<L>(p, global_head, part, factor);
     if (lane < MAX_SPLITS) store_shared_float(shared + L::FACTORS + (head * MAX_SPLITS + lane) * 4, factor);
     if (lane == 0 && head * 128 >= first && global_head < p.num_heads)
-      p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+      p.lse[result_row(p, row) * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
   }
-  named_barrier<RESULT_BARRIER, 384>();
-  for (int unit = first + worker; unit < last; unit += 384) {
+  named_barrier<RESULT_BARRIER, WORKERS>();
+  for (int unit = first + worker; unit < last; unit += WORKERS) {
     const int head = unit >> 7, global_head = row.tile * HEADS + head;
     const u32 own = partial_unit<L>(shared, head, unit & 127), factors = shared + L::FACTORS + head * (MAX_SPLITS * 4);
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -78,9 +81,12 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int worker) {
         sum.z = fmaf(v[k].z, factor[k], sum.z), sum.w = fmaf(v[k].w, factor[k], sum.w);
       }
     }
-    if (global_head < p.num_heads)
-      *reinterpret_cast<uint2*>(out_row(p, row, global_head) + (unit & 127) * 4) =
-          make_uint2(pack_bfloat16(sum.x, sum.y), pack_bfloat16(sum.z, sum.w));
+    if (global_head >= p.num_heads) continue;
+    const i64 place = result_row(p, row) * p.out_token_stride + global_head * p.out_head_stride + (unit & 127) * 4;
+    if (p.parts > 1)
+      reinterpret_cast<float4*>(p.out)[place / 4] = sum;
+    else
+      *reinterpret_cast<uint2*>(p.out + place) = make_uint2(pack_bfloat16(sum.x, sum.y), pack_bfloat16(sum.z, sum.w));
   }
   if (row.splits > 1) {  // nobody reads this CTA's shared memory any more
     cluster_arrive(false);

@@ -309,6 +309,7 @@ class Kernel:
             for name, value in (
                 (attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, MAX_SHARED_BYTES - static),
                 (attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+                (attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
             ):
                 _check(driver.cuFuncSetAttribute(self._function, name, value))
             self._params_bytes = _check(driver.cuFuncGetParamInfo(self._function, 0), 2)

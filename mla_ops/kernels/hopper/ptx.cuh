@@ -158,12 +158,33 @@ DEVICE void copy_16(u32 destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
 
+// The same, with offsets that are the instruction's.
+template <int TO, int FROM>
+DEVICE void copy_key_16(u32 destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(destination), "l"(source), "n"(TO), "n"(FROM)
+               : "memory");
+}
+
+template <int TO, int FROM>
+DEVICE void copy_16(u32 destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(destination), "l"(source), "n"(TO), "n"(FROM)
+               : "memory");
+}
+
 // An arrival at a barrier for this thread once all its copies so far are there.
 DEVICE void arrive_when_copied(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+DEVICE void prefetch_to_l2(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
+
+// 16 bytes that nobody reads soon.
+DEVICE void store_streaming_16(void* destination, uint4 v) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(destination), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 
 DEVICE const unsigned char* shuffle_pointer(const unsigned char* pointer, int lane) {
   const u64 bits = reinterpret_cast<u64>(pointer);
@@ -199,6 +220,21 @@ DEVICE void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
 
 DEVICE void store_shared_8(u32 address, u32 a, u32 b) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
+// The same value, which the compiler then keeps instead of reading a special register (30 cycles) wherever it is
+// needed.
+DEVICE int kept(int value) { return __shfl_sync(~0u, value, threadIdx.x & 31); }
+
+// The same value, of which the compiler knows nothing.
+DEVICE int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+DEVICE void store_shared_2(u32 address, u32 value) {
+  asm volatile("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %1;\nst.shared.b16 [%0], a;\n}" ::"r"(address), "r"(value)
+               : "memory");
 }
 
 DEVICE void store_shared_4(u32 address, u32 value) {
@@ -259,6 +295,13 @@ DEVICE u32 pack_bfloat16(float low, float high) {
   return v;
 }
 
+// The larger of two pairs, each half by itself; NaN only of two NaN.
+DEVICE u32 larger_bfloat16(u32 a, u32 b) {
+  u32 v;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+
 DEVICE float low_bfloat16(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float high_bfloat16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
@@ -314,6 +357,7 @@ DEVICE void hold(u32 (&values)[N]) {
 }
 
 DEVICE void hold(int& value) { asm volatile("" : "+r"(value)); }
+DEVICE void hold(u32& value) { asm volatile("" : "+r"(value)); }
 
 // A tile with 128-byte rows in the 128-byte swizzle. `group_bytes` lies between groups of eight rows, `span_bytes`
 // between neighbouring spans of 64 elements where the rows run along M or N and there is more than one.
@@ -328,6 +372,8 @@ DEVICE u64 tile_descriptor(u32 address, u32 group_bytes, u32 span_bytes) {
 #define ACC32(d, i) ACC16(d, i), ACC16(d, i + 16)
 #define ACC64(d, i) ACC32(d, i), ACC32(d, i + 32)
 
+#define ACC128(d, i) ACC64(d, i), ACC64(d, i + 64)
+
 #define REG8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define REG16 REG8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define REG32 REG16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -336,6 +382,13 @@ DEVICE u64 tile_descriptor(u32 address, u32 group_bytes, u32 span_bytes) {
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
   "%54, "                                                                                                            \
   "%55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+#define REG128                                                                                   \
+  REG64                                                                                          \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // d[64 x N] (+)= a[64 x 16] b[16 x N]: a in registers, b in shared memory with rows along K.
 #define WGMMA_RS(N, TYPE, REGS, ACC, A0, A1, A2, A3, B, C)                                                        \
@@ -374,8 +427,15 @@ DEVICE void wgmma_bfloat16(float (&d)[8], const u32* a, u64 b, int add) {
 DEVICE void wgmma_heads_by_dims(float (&d)[64], u64 a, u64 b) {
   WGMMA_SS(128, "f16", REG64, ACC64(d, 0), "%64", "%65", "0", "1");
 }
-DEVICE void wgmma_heads_by_dims_bfloat16(float (&d)[64], u64 a, u64 b) {
-  WGMMA_SS(128, "bf16", REG64, ACC64(d, 0), "%64", "%65", "0", "1");
+// The same, 256 dims in bfloat16, with weights in shared memory or in registers.
+DEVICE void wgmma_heads_by_dims_bfloat16(float (&d)[128], u64 a, u64 b) {
+  WGMMA_SS(256, "bf16", REG128, ACC128(d, 0), "%128", "%129", "0", "1");
+}
+DEVICE void wgmma_heads_by_dims_bfloat16(float (&d)[128], const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REG128
+               "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+               : ACC128(d, 0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 // Values, transposed, [64 dims x keys] times weights [keys x heads].
 DEVICE void wgmma_dims_by_heads(float (&d)[16], u64 a, u64 b) {
@@ -398,7 +458,8 @@ DEVICE void wgmma_dims_by_heads_bfloat16(float (&d)[8], u64 a, u64 b) {
                : ACC                                                                              \
                : "l"(a), "l"(b), "r"(add))
 
-DEVICE void wgmma_keys_by_heads(float (&d)[32], u64 a, u64 b, int add) {
+// The other way round: queries [64 heads x 16 dims] times keys [16 dims x 64].
+DEVICE void wgmma_heads_by_keys(float (&d)[32], u64 a, u64 b, int add) {
   WGMMA_KEYS(64, REG32, ACC32(d, 0), "%32", "%33", "%34");
 }
 DEVICE void wgmma_keys_by_heads(float (&d)[16], u64 a, u64 b, int add) {

@@ -24,25 +24,26 @@ DEVICE float finite_magnitude(u32 word, float largest) {
 
 // Every head's query as float16 (its RoPE part as bfloat16 if that is no value) times a power of two of its own that
 // puts its largest finite magnitude below 2^16. Sixteen lanes a head; heads past the last repeat it.
-template <int HEADS, Format FORMAT>
-DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread) {
+template <int HEADS, Format FORMAT, int THREADS, int FIRST, int ROUNDS>
+DEVICE void load_query_rounds(const Params& p, const Row& row, u32 shared, int thread, bool wait, u32 parity) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int PIECES = R::CHUNKS * 8, OF_A_LANE = (PIECES + 15) / 16;  // of eight elements
-  constexpr int GROUPS = L::QUERY_THREADS / 16, ROUNDS = (HEADS + GROUPS - 1) / GROUPS;
+  constexpr int GROUPS = THREADS / 16;
   const int lane = thread & 15;
   uint4 piece[ROUNDS][OF_A_LANE];
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
-    const int global_head = min(row.tile * HEADS + r * GROUPS + thread / 16, p.num_heads - 1);
+    const int global_head = min(row.tile * HEADS + (FIRST + r) * GROUPS + thread / 16, p.num_heads - 1);
     const uint4* source =
         reinterpret_cast<const uint4*>(p.q + row.token * p.q_token_stride + global_head * p.q_head_stride);
 #pragma unroll
     for (int i = 0; i < OF_A_LANE; ++i) piece[r][i] = __ldg(source + min(i * 16 + lane, PIECES - 1));
   }
+  if (wait) mbarrier_wait(shared + L::FACTORS_FREE, parity);  // the columns of the row before were read
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
-    const int head = r * GROUPS + thread / 16;
+    const int head = (FIRST + r) * GROUPS + thread / 16;
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < OF_A_LANE; ++i) {
@@ -75,4 +76,13 @@ DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread
                                scaled[2], scaled[3]);
     }
   }
+}
+
+// All of a row's queries, by THREADS threads, BATCH rounds of them under way at a time.
+template <int HEADS, Format FORMAT, int THREADS, int BATCH, int FIRST = 0>
+DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread, bool wait, u32 parity) {
+  constexpr int ROUNDS = (HEADS * 16 + THREADS - 1) / THREADS, NOW = ROUNDS - FIRST < BATCH ? ROUNDS - FIRST : BATCH;
+  load_query_rounds<HEADS, FORMAT, THREADS, FIRST, NOW>(p, row, shared, thread, wait, parity);
+  if constexpr (FIRST + NOW < ROUNDS)
+    load_queries<HEADS, FORMAT, THREADS, BATCH, FIRST + NOW>(p, row, shared, thread, false, parity);
 }

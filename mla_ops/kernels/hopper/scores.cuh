@@ -65,14 +65,24 @@ struct Bytes {
 };
 
 template <Format FORMAT>
-DEVICE void load_bytes(Bytes& bytes, u32 raw_0, int chunk, int t) {
+DEVICE void load_rope(Bytes& bytes, u32 raw_0, int half, int t) {
   using R = Rows<FORMAT>;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const u32 key = raw_0 + r * (8 * R::BYTES);
-    bytes.of[r][0] = load_shared_16(chunk == ROPE<FORMAT> ? key + R::ROPE_AT + t * 32 : key + chunk * 64 + t * 16);
-    if (chunk == ROPE<FORMAT>) bytes.of[r][1] = load_shared_16(key + R::ROPE_AT + t * 32 + 16);
+    const u32 rope = raw_0 + r * (8 * R::BYTES) + R::ROPE_AT;
+    bytes.of[r][half] = load_shared_16(rope + t * 32 + half * 16);
   }
+}
+
+template <Format FORMAT>
+DEVICE void load_bytes(Bytes& bytes, u32 raw_0, int chunk, int t) {
+  using R = Rows<FORMAT>;
+  if (chunk == ROPE<FORMAT>) {
+    load_rope<FORMAT>(bytes, raw_0, 0, t), load_rope<FORMAT>(bytes, raw_0, 1, t);
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) bytes.of[r][0] = load_shared_16(raw_0 + r * (8 * R::BYTES) + chunk * 64 + t * 16);
 }
 
 // What a turn starts with: scales and the bytes of two steps. Loads stay two steps ahead of the products, since they
@@ -87,15 +97,24 @@ struct Start {
 template <int HEADS, Format FORMAT, int FIRST>
 DEVICE void load_start(Start<FORMAT>& start, u32 raw_0, u32 scales_0, u32 live, int t) {
   using R = Rows<FORMAT>;
-  load_bytes<FORMAT>(start.bytes[0], raw_0, chunk_of<HEADS, FORMAT>(FIRST), t);
+  if (chunk_of<HEADS, FORMAT>(FIRST) == ROPE<FORMAT>)
+    load_rope<FORMAT>(start.bytes[0], raw_0, 0, t);
+  else
+    load_bytes<FORMAT>(start.bytes[0], raw_0, chunk_of<HEADS, FORMAT>(FIRST), t);
   start.scales[0] = R::load_scales(scales_0), start.scales[1] = R::load_scales(scales_0 + 8 * R::SCALES_PITCH);
   load_bytes<FORMAT>(start.bytes[1], raw_0, chunk_of<HEADS, FORMAT>(FIRST + 1), t);
   start.alive = load_shared_4(live);
 }
 
+// What a start leaves for when registers are free again.
+template <int HEADS, Format FORMAT, int FIRST>
+DEVICE void load_start_rest(Start<FORMAT>& start, u32 raw_0, int t) {
+  if (chunk_of<HEADS, FORMAT>(FIRST) == ROPE<FORMAT>) load_rope<FORMAT>(start.bytes[0], raw_0, 1, t);
+}
+
 // Where in shared memory a warpgroup of scores finds and leaves what belongs to a thread.
 struct Places {
-  u32 raw, scales, values[4], values_free;
+  u32 raw, scales, values, values_free;
   u64 query;
 };
 
@@ -104,14 +123,12 @@ DEVICE Places places_of(u32 shared, int warp, int lane) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   Places places;
-  const int key = warp * 16 + R::raw_row(lane >> 2);
+  const int key = R::raw_row(lane >> 2);
   places.raw = shared + L::RAW + key * R::BYTES;
   places.scales = R::SCALES_APART ? shared + L::SCALES + key * R::SCALES_PITCH : places.raw + R::SCALES_AT;
   places.query = tile_descriptor(shared + L::QUERY, 1024, 16);
   places.values_free = shared + L::VALUES_FREE;
-  const u32 row = shared + L::VALUES + (warp * 16 + (lane & 15)) * 128;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) places.values[j] = row + (((2 * j + (lane >> 4)) ^ (lane & 7)) << 4);
+  places.values = shared + L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
   return places;
 }
 
@@ -127,6 +144,9 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
   Bytes bytes[3] = {start.bytes[0], start.bytes[1]};
 #pragma unroll
   for (int n = 0; n <= COUNT; ++n) {
+    const bool value = n > 0 && (R::ROPE_IS_VALUE || chunk_of<HEADS, FORMAT>(FIRST + n - 1) != ROPE<FORMAT>);
+    const bool first_of_piece =
+        value && (n == 1 || chunk_of<HEADS, FORMAT>(FIRST + n - 2) / 2 != chunk_of<HEADS, FORMAT>(FIRST + n - 1) / 2);
     if (n < COUNT) {
       const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n);
       u32(&f)[16] = fragments[n % 2];
@@ -163,14 +183,14 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
       }
       wgmma_commit();
     }
-    if (n > 0 && (R::ROPE_IS_VALUE || chunk_of<HEADS, FORMAT>(FIRST + n - 1) != ROPE<FORMAT>)) {
+    if (value) {
       const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n - 1);
       const u32(&f)[16] = fragments[(n - 1) % 2];
-      const bool first_of_piece = n == 1 || chunk_of<HEADS, FORMAT>(FIRST + n - 2) / 2 != chunk / 2;
       if (first_of_piece) mbarrier_wait(places.values_free + chunk / 2 * 8, parity);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        store_matrices(places.values[j] + chunk * (KEYS * 128), f[4 * j], f[4 * j + 1], f[4 * j + 2], f[4 * j + 3]);
+        store_matrices((places.values ^ (j << 5)) + chunk * (KEYS * 128), f[4 * j], f[4 * j + 1], f[4 * j + 2],
+                       f[4 * j + 3]);
     }
   }
   return too_large != 0;
@@ -184,18 +204,20 @@ DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
 
 // A second warpgroup of scores: its steps' part of each, and its chunks of the values.
 template <int HEADS, Format FORMAT>
-DEVICE void score_rest(const Row& row, u32 shared, int thread) {
+DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT>;
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   const int turns = turns_of(row);
-  for (int i = 0, stage = 0, parity = 0; i < turns; ++i) {
-    const u32 barrier = shared + L::RAW_FULL + (stage * 4 + warp) * 8, raw_0 = places.raw + stage * L::RAW_STAGE;
+  int &i = at.turn, &slot = at.slot, &parity = at.parity;
+  for (int left = turns; left > 0; --left, ++i) {
+    const u32 barrier = shared + L::RAW_FULL + slot * 8, raw_0 = places.raw + slot * L::RAW_SLOT;
     Start<FORMAT> start;
     mbarrier_wait(barrier, parity);
-    load_start<HEADS, FORMAT, FIRST>(start, raw_0, places.scales + stage * L::SCALES_STAGE, shared + L::LIVE, t);
+    load_start<HEADS, FORMAT, FIRST>(start, raw_0, places.scales + slot * L::SCALES_SLOT, shared + L::LIVE, t);
+    load_start_rest<HEADS, FORMAT, FIRST>(start, raw_0, t);
     float s[HEADS / 2];
     u32 fragments[2][16];
     multiply<HEADS, FORMAT, FIRST, R::CHUNKS - FIRST>(s, fragments, start, places, raw_0, (i & 1) ^ 1, t);
@@ -212,15 +234,16 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread) {
                       __float_as_uint(s[e + 1]), __float_as_uint(s[e + 2]), __float_as_uint(s[e + 3]));
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared + L::SCORES_FULL + (i & 1) * 8);
-    if (++stage == L::STAGES) stage = 0, parity ^= 1;
+    next_slot<L::SLOTS>(slot, parity);
   }
 }
 
-template <int HEADS, Format FORMAT>
-DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread) {
+template <int HEADS, Format FORMAT, bool WALK>
+DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int TILES = HEADS / 8;
+  thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int key_row_0 = warp * 16 + R::raw_row(g);  // and 8 later
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
@@ -236,31 +259,31 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
   const int turns = turns_of(row);
   Start<FORMAT> start;
   if (turns) {
-    mbarrier_wait(shared + L::RAW_FULL + warp * 8, 0);
-    load_start<HEADS, FORMAT, 0>(start, places.raw, places.scales, shared + L::LIVE + warp * 4, t);
+    mbarrier_wait(shared + L::RAW_FULL + at.slot * 8, at.parity);
+    load_start<HEADS, FORMAT, 0>(start, places.raw + at.slot * L::RAW_SLOT, places.scales + at.slot * L::SCALES_SLOT,
+                                 shared + L::LIVE + at.slot * 4, t);
+    load_start_rest<HEADS, FORMAT, 0>(start, places.raw + at.slot * L::RAW_SLOT, t);
   }
-  for (int i = 0, stage = 0, parity = 0; i < turns; ++i) {
+  int& i = at.turn;
+  for (int left = turns; left > 0; --left, ++i) {
+    const int slot = L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot, parity = L::SLOTS == 8 ? i >> 1 & 1 : at.parity;
     float s[TILES * 4];
     u32 fragments[2][16];
     const u32 alive = start.alive;
     bool wide = R::wide(start.scales);
     wide |= multiply<HEADS, FORMAT, 0, FIRST_STEPS<HEADS, FORMAT>>(s, fragments, start, places,
-                                                                   places.raw + stage * L::RAW_STAGE, (i & 1) ^ 1, t);
+                                                                   places.raw + slot * L::RAW_SLOT, (i & 1) ^ 1, t);
 
-    const int next_stage = stage + 1 == L::STAGES ? 0 : stage + 1, next_parity = parity ^ (next_stage == 0);
-    if (i + 1 < turns) {
-      mbarrier_wait(shared + L::RAW_FULL + (next_stage * 4 + warp) * 8, next_parity);
-      load_start<HEADS, FORMAT, 0>(start, places.raw + next_stage * L::RAW_STAGE,
-                                   places.scales + next_stage * L::SCALES_STAGE,
-                                   shared + L::LIVE + (next_stage * 4 + warp) * 4, t);
+    int later_slot = slot, later_parity = parity;
+    next_slot<L::SLOTS>(later_slot, later_parity);
+    if (left > 1) {
+      mbarrier_wait(shared + L::RAW_FULL + later_slot * 8, later_parity);
+      load_start<HEADS, FORMAT, 0>(start, places.raw + later_slot * L::RAW_SLOT,
+                                   places.scales + later_slot * L::SCALES_SLOT, shared + L::LIVE + later_slot * 4, t);
     }
-    float2 column[TILES * 2];  // factor, reference
+    uint4 columns[TILES];  // factor and reference of two heads each
 #pragma unroll
-    for (int j = 0; j < TILES; ++j) {
-      const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-      column[2 * j] = make_float2(__uint_as_float(two.x), __uint_as_float(two.y));
-      column[2 * j + 1] = make_float2(__uint_as_float(two.z), __uint_as_float(two.w));
-    }
+    for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
     wgmma_wait<0>();
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
@@ -276,16 +299,24 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
       if (lane == 0) mbarrier_arrive(shared + L::SCORES_FREE + (i & 1) * 8);
     }
 
+#pragma unroll
+    for (int j = TILES / 2; j < TILES; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
     const u32 mine = alive >> R::raw_row(g);
     const bool live_0 = mine & 1, live_1 = mine & 0x100;
 #pragma unroll
-    for (int e = 0; e < TILES * 4; ++e)
-      s[e] = fmaf(s[e], column[e / 4 * 2 + (e & 1)].x, -column[e / 4 * 2 + (e & 1)].y);
+    for (int j = 0; j < TILES; ++j) {
+      const uint4& two = columns[j];
+      s[4 * j] = fmaf(s[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
+      s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
+      s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
+      s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
+    }
     if (alive != 0xffff) {
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e)
         if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
     }
+    if (left > 1) load_start_rest<HEADS, FORMAT, 0>(start, places.raw + later_slot * L::RAW_SLOT, t);
     float tops[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
     for (int e = 4; e < TILES * 4; ++e) tops[e & 3] = fmaxf(tops[e & 3], s[e]);
@@ -295,17 +326,23 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     const bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest > REFERENCE_SLACK || wide || !seen && alive);
     if (moves) {
       turn = MOVED;
-      const unsigned char *raw_turn = shared_pointer + L::RAW + stage * L::RAW_STAGE,
-                          *scales_turn = shared_pointer + L::SCALES + stage * L::SCALES_STAGE;
       float* table = reinterpret_cast<float*>(shared_pointer + L::TABLE) + key_row_0 * HEADS + 2 * t;
 #pragma unroll
-      for (int e = 0; e < TILES * 4; ++e) s[e] += column[e / 4 * 2 + (e & 1)].y;
+      for (int j = 0; j < TILES; ++j) {
+        const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+        s[4 * j] += __uint_as_float(two.y), s[4 * j + 1] += __uint_as_float(two.w);
+        s[4 * j + 2] += __uint_as_float(two.y), s[4 * j + 3] += __uint_as_float(two.w);
+      }
       if (named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         turn = WIDE;
 #pragma unroll 1
-        for (int e = thread; e < KEYS * HEADS; e += 128)
-          reinterpret_cast<float*>(shared_pointer + L::TABLE)[e] = wide_score<HEADS, FORMAT>(
-              p, row, raw_turn + e / HEADS * R::BYTES, scales_turn + e / HEADS * R::SCALES_PITCH, e % HEADS);
+        for (int e = thread; e < KEYS * HEADS; e += 128) {
+          const int key = e / HEADS, first = slot >= warp ? slot - warp : slot - warp + L::SLOTS;
+          const int row_of_key = slot_of<L::SLOTS>(first, key) * 16 + key % 16;
+          reinterpret_cast<float*>(shared_pointer + L::TABLE)[e] =
+              wide_score<HEADS, FORMAT>(p, row, shared_pointer + L::RAW + row_of_key * R::BYTES,
+                                        shared_pointer + L::SCALES + row_of_key * R::SCALES_PITCH, e % HEADS);
+        }
         named_barrier<SCORE_BARRIER, 128>();
 #pragma unroll
         for (int e = 0; e < TILES * 4; ++e)
@@ -339,7 +376,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
       named_barrier<SCORE_BARRIER, 128>();
     }
 
-    if (turn != WIDE && lane == 0) mbarrier_arrive(shared + L::RAW_FREE + (stage * 4 + warp) * 8);
+    if (turn != WIDE && lane == 0) mbarrier_arrive(shared + L::RAW_FREE + slot * 8);
 
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
@@ -356,33 +393,32 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
                                   pack_float16(s[4 * j + 2], s[4 * j + 3]), pack_float16(s[4 * j + 4], s[4 * j + 5]),
                                   pack_float16(s[4 * j + 6], s[4 * j + 7]));
     }
-    if (thread == 0) store_shared_4(shared + L::TURN, turn | stage << 8);
+    if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8);
     fence_async_shared();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared + L::WEIGHTS_FULL);
-    if (turn == WIDE) {
-      for (int piece = 0; piece < 4; ++piece) mbarrier_wait(shared + L::VALUES_FREE + piece * 8, i & 1);
-      if (lane == 0) mbarrier_arrive(shared + L::RAW_FREE + (stage * 4 + warp) * 8);
-    }
-    stage = next_stage, parity = next_parity;
+    // A wide turn's bytes are released by the warpgroups that accumulate.
+    if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
   }
 
   // The sum of each head, over lanes and warps; `scratch` is free once the last products are done.
-  if (turns)
+  if (WALK) named_barrier<SCORE_BARRIER, 128>();
+  if (!WALK && turns)
     for (int piece = 0; piece < 4; ++piece) mbarrier_wait(shared + L::VALUES_FREE + piece * 8, (turns - 1) & 1);
+  const u32 columns = WALK ? shared + L::QUERY : scratch;  // queries have had their last product
 #pragma unroll
   for (int j = 0; j < TILES; ++j)
-    store_shared_float2(scratch + ((warp * 8 + g) * HEADS + j * 8 + 2 * t) * 4, sums[2 * j], sums[2 * j + 1]);
+    store_shared_float2(columns + ((warp * 8 + g) * HEADS + j * 8 + 2 * t) * 4, sums[2 * j], sums[2 * j + 1]);
   named_barrier<SCORE_BARRIER, 128>();
   const int head = thread, global_head = row.tile * HEADS + head;
   float total = 0.f, reference = 0.f;
   if (head < HEADS) {
 #pragma unroll 8
-    for (int k = 0; k < 32; ++k) total += load_shared_float(scratch + (k * HEADS + head) * 4);
+    for (int k = 0; k < 32; ++k) total += load_shared_float(columns + (k * HEADS + head) * 4);
     reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   }
-  if (head < HEADS) store_shared_float2(shared + L::COLUMNS + head * 8, total, reference);
-  if (HEADS == 64 && row.splits == 1) {
+  if (!WALK && head < HEADS) store_shared_float2(shared + L::COLUMNS + head * 8, total, reference);
+  if (WALK || (HEADS == 64 && row.splits == 1)) {
     if (head < HEADS) {
       const float lse = total == 0.f ? -INFINITY : (reference + log2f(total)) * 0.6931471805599453f;
       float factor = total == 0.f ? 0.f : 1.f / R::FACTOR / total;
@@ -390,10 +426,16 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
         if (p.attn_sink) factor /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
         p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
       }
-      store_shared_float(shared + L::ALPHA + head * 4, total == 0.f ? 0.f : factor);
+      store_shared_float(WALK ? shared + L::COLUMNS + head * 8 : shared + L::ALPHA + head * 4,
+                         total == 0.f ? 0.f : factor);
     }
-    named_barrier<FACTOR_BARRIER, 384>();
-  } else {
+    if (WALK) {
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(shared + L::FACTORS_FULL);
+    } else {
+      named_barrier<FACTOR_BARRIER, 384>();
+    }
+  } else if constexpr (!WALK) {
     finish<L>(p, row, shared, thread);
   }
 }

@@ -11,51 +11,84 @@
 #include "scores.cuh"
 #include "values.cuh"
 
-template <int HEADS, Format FORMAT>
+// WALK: rows one after the other, the next one's keys on their way while this one ends; else one share of one row.
+template <int HEADS, Format FORMAT, bool WALK>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention(const __grid_constant__ Params p) {
   using L = Layout<HEADS, FORMAT>;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  const Row row = this_row(p);
+  Row row = WALK ? row_at(p, blockIdx.x) : this_row(p);
   if (row.token >= p.num_tokens) return;
   constexpr int PRODUCER = L::THREADS / 128 - 1;
+  constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT> < Rows<FORMAT>::CHUNKS ? 2 : 1;
 
   // The way from an index to a key in shared memory is the longest of the start.
   int index = -1;
   if (warpgroup == PRODUCER) index = index_at(p, row, row.first, thread >> 5, thread & 31);
-  if (threadIdx.x == 0) {
-    constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT> < Rows<FORMAT>::CHUNKS ? 2 : 1;
-    for (int i = 0; i < L::STAGES * 4; ++i)
-      mbarrier_init(shared + L::RAW_FULL + i * 8, 1), mbarrier_init(shared + L::RAW_FREE + i * 8, SCORERS);
-    mbarrier_init(shared + L::WEIGHTS_FULL, 4 * SCORERS);
-    for (int i = 0; i < 4; ++i) mbarrier_init(shared + L::VALUES_FREE + i * 8, 4);
-    if (SCORERS == 2)
-      for (int i = 0; i < 4; ++i) mbarrier_init(shared + L::SCORES_FULL + i * 8, 4);
-    fence_barrier_init();
-  }
+  // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
+  if (thread % 32 == 0)
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < L::NUM_BARRIERS; i += L::THREADS / 32) {
+      const u32 barrier = L::BARRIERS + i * 8;
+      int arrivals = 4;
+      if (barrier < L::RAW_FREE) arrivals = 1;
+      if (barrier >= L::RAW_FREE && barrier < L::WEIGHTS_FULL) arrivals = SCORERS;
+      if (barrier == L::WEIGHTS_FULL) arrivals = 4 * SCORERS;
+      if (barrier == L::FACTORS_FREE) arrivals = 8;
+      mbarrier_init(shared + barrier, arrivals);
+      fence_barrier_init();
+    }
   __syncthreads();
 
   if (warpgroup == PRODUCER) {
-    fewer_registers<24>();
-    produce<HEADS, FORMAT>(p, row, shared, index, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
+    fewer_registers<HEADS == 64 ? 24 : 32>();
+    const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31;
+    int slot = warp, parity = 1;
+    while (true) {
+      produce<HEADS, FORMAT>(p, row, shared, index, warp, lane, slot, parity);
+      if (!WALK) break;
+      row = next_row(p, row);
+      if (row.token >= p.num_tokens) return;
+      index = index_at(p, row, row.first, warp, lane);
+    }
     stand_by(row);
     return;
   }
-  load_queries<HEADS, FORMAT>(p, row, shared, threadIdx.x);
+  load_queries<HEADS, FORMAT, L::QUERY_THREADS, 8>(p, row, shared, threadIdx.x, false, 0);
   fence_async_shared();
   named_barrier<QUERY_BARRIER, L::QUERY_THREADS>();
+  Ring at{0, thread / 32, 0};
+  u32 row_parity = 0;
+  // Later rows' queries are loaded by the warpgroups of scores, a batch of registers at a time.
+  auto next_queries = [&]() {
+    row = next_row(p, row);
+    if (row.token >= p.num_tokens) return false;
+    named_barrier<QUERY_BARRIER, 128 * SCORERS>();
+    const int worker = opaque(warpgroup == 0 ? thread : 128 + thread);
+    load_queries<HEADS, FORMAT, 128 * SCORERS, 4>(p, row, shared, worker, true, row_parity);
+    fence_async_shared();
+    named_barrier<QUERY_BARRIER, 128 * SCORERS>();
+    row_parity ^= 1;
+    return true;
+  };
   if (warpgroup == 0) {
     more_registers<L::SCORE_REGISTERS>();
-    score<HEADS, FORMAT>(p, row, shared_memory, shared, thread);
+    do {
+      score<HEADS, FORMAT, WALK>(p, row, shared_memory, shared, thread, at);
+    } while (WALK && next_queries());
   } else if (warpgroup < 3) {
-    if constexpr (HEADS == 16) fewer_registers<88>();
-    if constexpr (HEADS == 64) more_registers<160>();
-    accumulate<HEADS, FORMAT>(p, row, shared_memory, shared, warpgroup - 1, thread);
+    if constexpr (HEADS > 16) more_registers<L::VALUE_REGISTERS>();
+    do {
+      accumulate<HEADS, FORMAT, WALK>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity);
+      if (WALK) row = next_row(p, row), row_parity ^= 1;
+    } while (WALK && row.token < p.num_tokens);
   } else if constexpr (HEADS < 64) {
     more_registers<L::REST_REGISTERS>();
-    score_rest<HEADS, FORMAT>(row, shared, thread);
-    stand_by(row);
+    do {
+      score_rest<HEADS, FORMAT>(row, shared, thread, at);
+    } while (WALK && next_queries());
+    if (!WALK) stand_by(row);
   }
 }

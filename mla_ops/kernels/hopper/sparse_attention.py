@@ -14,7 +14,8 @@ Keys of `fp8_ds_mla_v4` are all float16, times 2^8: its e4m3 exact for scales fr
 2^-1, its RoPE part exact from 2^-25 and, below that, within 2^-33. RoPE of 2^8 or more and other scales go over the
 CUDA cores.
 
-Bfloat16 keys (`sparse_attention_bf16.cu`) and queries are operands as they are; weights are bfloat16.
+Bfloat16 keys (`sparse_attention_bf16.cu`, tiles of 64 heads in `sparse_attention_bf16_64.cu`) and queries are operands
+as they are; weights are bfloat16.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from ...formats import geometry
 from .launch import KERNELS, KEYS, NO_CACHE, Rows, Shape, cache_params, compile_reason, launch
 
 
-def _rows(kv_cache: torch.Tensor, cache_format: str, name: str) -> tuple[Rows, int]:
+def paged_rows(
+    kv_cache: torch.Tensor, cache_format: str, name: str, op: str = "paged_sparse_attention"
+) -> tuple[Rows, int]:
     """A paged cache, and the width of its keys."""
     if kv_cache.data_ptr() % 16:
-        raise ValueError(
-            f"paged_sparse_attention: {name} must begin at a multiple of 16 bytes, got address {kv_cache.data_ptr()}"
-        )
+        raise ValueError(f"{op}: {name} must begin at a multiple of 16 bytes, got address {kv_cache.data_ptr()}")
     num_blocks, block_size, block_stride, head_dim = geometry(kv_cache, cache_format)
     return Rows(kv_cache, num_blocks, block_size, block_stride), head_dim
 
@@ -55,7 +56,7 @@ def paged_sparse_attention(
 ) -> None:
     if q.shape[0] == 0 or q.shape[1] == 0:
         return
-    rows, head_dim = _rows(kv_cache, cache_format, "kv_cache")
+    rows, head_dim = paged_rows(kv_cache, cache_format, "kv_cache")
     launch(
         KERNELS[cache_format, head_dim],
         q,
@@ -97,8 +98,8 @@ def paged_sparse_attention_extra(
     """A turn has keys of one cache only, so each has its own last, partial turn."""
     if q.shape[0] == 0 or q.shape[1] == 0:
         return
-    rows, head_dim = _rows(kv_cache, cache_format, "kv_cache")
-    extra_rows, _ = _rows(extra_kv_cache, extra_cache_format, "extra_kv_cache")
+    rows, head_dim = paged_rows(kv_cache, cache_format, "kv_cache")
+    extra_rows, _ = paged_rows(extra_kv_cache, extra_cache_format, "extra_kv_cache")
     launch(
         KERNELS[cache_format, head_dim],
         q,

@@ -1,4 +1,4 @@
-// Token-level sparse MLA over bfloat16 keys, paged or flat, for SM90.
+// Token-level sparse MLA over bfloat16 keys, paged or flat, for SM90: tiles of 16 and 32 heads.
 //
 // Roles, a warpgroup each: `copy_keys` brings the keys of a turn into the tiles that wgmma reads, `score_tile` makes
 // weights of them, two that `add_values` multiply the weights with 256 dims of the same tile each. Rows end as in
@@ -7,18 +7,14 @@
 #include "gather.cuh"
 #include "merge.cuh"
 
-template <int BYTES_>
-struct PlainRows {
-  static constexpr int BYTES = BYTES_;
-  static constexpr bool SCALES_APART = false;
-};
-
-template <int HEADS_, int DIM>
+// CTAS of an SM at least: with two, the one gathers while the other computes, and at the ends of the other's row.
+template <int HEADS_, int DIM, int CTAS>
 struct PlainLayout {
   static constexpr int HEADS = HEADS_, CHUNKS = DIM / 64;
   static constexpr float FACTOR = 1.f;
   static constexpr int THREADS = 512;
-  static constexpr int STAGES = HEADS == 16 && DIM == 512 ? 3 : 2;
+  static constexpr int STAGES = CTAS == 2 ? 1 : HEADS == 16 && DIM == 512 ? 3 : 2;
+  static constexpr int SCORE_REGISTERS = CTAS == 2 ? 72 : 152, VALUE_REGISTERS = CTAS == 2 ? 72 : 160;
   static constexpr int QUERY = 0;
   static constexpr int QUERY_CHUNK = HEADS * 128;
   static constexpr int WEIGHTS = QUERY + CHUNKS * QUERY_CHUNK;
@@ -35,14 +31,10 @@ struct PlainLayout {
   static constexpr int WEIGHTS_FREE = WEIGHTS_FULL + 8;
   static constexpr int BYTES = WEIGHTS_FREE + 8;
   static constexpr int FACTORS = QUERY, PARTIAL = TILES;
-  static constexpr int PARTIAL_PITCH = HEADS == 64 && DIM == 576 ? 2080 : 2048;
+  static constexpr int PARTIAL_PITCH = 2048;
   static_assert(PARTIAL + HEADS * PARTIAL_PITCH <= COLUMNS, "partial results overlap the columns");
-  static_assert(BYTES <= 232448, "more shared memory than an SM has");
+  static_assert(CTAS * (BYTES + 1024) <= 233472, "more shared memory than an SM has");
 };
-
-DEVICE u32 tile_unit(u32 tile, int row, int unit) {
-  return tile + unit / 8 * (KEYS * 128) + row * 128 + ((unit ^ row) & 7) * 16;
-}
 
 // Queries as they came, in tiles of 64 dims; heads past the last repeat it.
 template <class L>
@@ -62,34 +54,28 @@ DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread
 
 template <class L>
 DEVICE void copy_keys(const Params& p, const Row& row, u32 shared, int index, int warp, int lane) {
-  const int request = p.req_id_per_token ? __ldg(p.req_id_per_token + row.token) : -1;
-  constexpr int REST = L::CHUNKS * 8 - 64;  // units of a row past two loads of a warp
+  using R = PlainRows<L::CHUNKS * 128>;
+  const int request = request_of(p, row);
+  hold(shared);
+  u32 place = own_place(shared + L::TILES, warp, lane);
+  hold(place);
+  Key key = key_at<R>(p, row, row.first, request, index);
+  index = index_at(p, row, row.first + 1, warp, lane);
   u32 stage = 0, parity = 1;
   for (int turn = row.first; turn < row.last; ++turn) {
-    const Key key = key_at<PlainRows<L::CHUNKS * 128>>(p, row, turn, request, index);
-    index = index_at(p, row, turn + 1, warp, lane);
-    const u32 barrier = shared + L::FULL + stage * 8, tile = shared + L::TILES + stage * L::TILE;
+    const OwnRows own = own_rows(key.row, lane);
+    const u32 alive = __ballot_sync(~0u, key.live), barrier = shared + L::FULL + stage * 8;
+    const Cache& cache = p.caches[turn + 1 >= row.main_turns];
+    const Place later = place_at(cache, request, index);
+    index = index_at(p, row, turn + 2, warp, lane);
     mbarrier_wait(barrier + L::FREE - L::FULL, parity);
-    const u32 alive = __ballot_sync(~0u, key.live);
     if (lane == 0) {
       store_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4, alive);
       mbarrier_arrive(barrier);
     }
-#pragma unroll 4
-    for (int r = 0; r < 16; ++r) {
-      const unsigned char* from = shuffle_pointer(key.row, r);
-      copy_16(tile_unit(tile, warp * 16 + r, lane), from + lane * 16);
-      copy_16(tile_unit(tile, warp * 16 + r, lane + 32), from + lane * 16 + 512);
-    }
-    if (REST > 0) {
-#pragma unroll
-      for (int r = 0; r < 16; r += 4) {
-        const int mine = r + lane / 8;
-        const unsigned char* from = shuffle_pointer(key.row, mine);
-        copy_16(tile_unit(tile, warp * 16 + mine, 64 + lane % 8), from + 1024 + lane % 8 * 16);
-      }
-    }
+    copy_chunks<0, L::CHUNKS>(own, place + stage * L::TILE);
     arrive_when_copied(barrier);
+    key = key_of<R>(p, cache, later);
     if (++stage == L::STAGES) stage = 0, parity ^= 1;
   }
 }
@@ -217,10 +203,9 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
 
 template <class L>
 DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, int thread) {
-  constexpr bool HEADS_BY_DIMS = L::HEADS == 64;
-  constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : L::HEADS / 2;
+  constexpr int PIECES = 4, N = L::HEADS / 2;
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  auto head_of = [&](int e) { return HEADS_BY_DIMS ? warp * 16 + g + (e & 2) * 4 : e / 4 * 8 + 2 * t + (e & 1); };
+  auto head_of = [&](int e) { return e / 4 * 8 + 2 * t + (e & 1); };
   float o[PIECES][N];
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece)
@@ -244,12 +229,8 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if constexpr (HEADS_BY_DIMS)
-          wgmma_heads_by_dims_bfloat16(o[piece], weights + k * 2, values + (piece * 2 * KEYS * 128 + k * 2048) / 16);
-        else
-          wgmma_dims_by_heads_bfloat16(o[piece], values + (piece * KEYS * 128 + k * 2048) / 16, weights + k * 2);
-      }
+      for (int k = 0; k < 4; ++k)
+        wgmma_dims_by_heads_bfloat16(o[piece], values + (piece * KEYS * 128 + k * 2048) / 16, weights + k * 2);
     wgmma_commit();
     wgmma_wait<0>();
 #pragma unroll
@@ -261,23 +242,18 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-    for (int e = 0; e < N; e += HEADS_BY_DIMS ? 2 : 1) {
-      if constexpr (HEADS_BY_DIMS) {
-        const int dim = half * 256 + piece * 128 + e / 4 * 8 + 2 * t;
-        store_shared_float2(partial_unit<L>(shared, head_of(e), dim / 4) + dim % 4 * 4, o[piece][e], o[piece][e + 1]);
-      } else {
-        const int dim = half * 256 + piece * 64 + warp * 16 + g + (e & 2) * 4;
-        store_shared_float(partial_unit<L>(shared, head_of(e), dim / 4) + dim % 4 * 4, o[piece][e]);
-      }
+    for (int e = 0; e < N; ++e) {
+      const int dim = half * 256 + piece * 64 + warp * 16 + g + (e & 2) * 4;
+      store_shared_float(partial_unit<L>(shared, head_of(e), dim / 4) + dim % 4 * 4, o[piece][e]);
     }
   finish<L>(p, row, shared, 128 + half * 128 + thread);
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
-template <int HEADS, int DIM>
-__global__ void __launch_bounds__(512, 1) sparse_attention_bf16(const __grid_constant__ Params p) {
-  using L = PlainLayout<HEADS, DIM>;
+template <int HEADS, int DIM, int CTAS>
+__global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_constant__ Params p) {
+  using L = PlainLayout<HEADS, DIM, CTAS>;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
@@ -302,10 +278,10 @@ __global__ void __launch_bounds__(512, 1) sparse_attention_bf16(const __grid_con
   fence_async_shared();
   named_barrier<QUERY_BARRIER, 384>();
   if (warpgroup == 0) {
-    more_registers<152>();
+    more_registers<L::SCORE_REGISTERS>();
     score_tile<L>(p, row, shared, thread);
   } else {
-    more_registers<160>();
+    more_registers<L::VALUE_REGISTERS>();
     add_values<L>(p, row, shared, warpgroup - 1, thread);
   }
 }

@@ -31,14 +31,14 @@ DEVICE float value_of(const unsigned char* raw, const unsigned char* scales, int
   return e4m3_to_float(raw[dim]) * (R::scale(scales, group) * R::FACTOR);
 }
 
-// A turn with numbers that float16 does not hold, on the CUDA cores from the cache's bytes: heads g and g + 8 of a warp
-// by dims.
+// 16 keys of a turn with numbers that float16 does not hold, on the CUDA cores from the cache's bytes: heads g and g +
+// 8 of a warp by dims.
 template <Format FORMAT>
 DEVICE void accumulate_wide(float (&o)[2][64], const unsigned char* raw, const unsigned char* scales,
                             const float* table, int head, int dim) {
   using R = Rows<FORMAT>;
 #pragma unroll 1
-  for (int key = 0; key < KEYS; ++key, raw += R::BYTES, scales += R::SCALES_PITCH, table += 64) {
+  for (int key = 0; key < 16; ++key, raw += R::BYTES, scales += R::SCALES_PITCH, table += 64) {
     const float weight_0 = table[head], weight_1 = table[head + 8];
 #pragma unroll
     for (int e = 0; e < 128; e += 4) {
@@ -60,7 +60,7 @@ DEVICE void accumulate_wide(float (&o)[PIECES][HEADS / 2], const unsigned char* 
                             const float* table, int head, int dim) {
   using R = Rows<FORMAT>;
 #pragma unroll 1
-  for (int key = 0; key < KEYS; ++key, raw += R::BYTES, scales += R::SCALES_PITCH, table += HEADS) {
+  for (int key = 0; key < 16; ++key, raw += R::BYTES, scales += R::SCALES_PITCH, table += HEADS) {
     float value[PIECES][2];
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece)
@@ -87,9 +87,7 @@ DEVICE u32 scaled_pair(float a, float b, float factor) {
   return factor == 0.f ? 0u : pack_bfloat16(a * factor, b * factor);
 }
 
-constexpr int RESULT_PITCH = 528;
-
-// The result of a warp's 16 heads and 256 dims, through shared memory into rows of 512 bytes.
+// The result of a warp's 16 heads and 256 dims, through 8 KB of shared memory into rows of 512 bytes.
 DEVICE void store_result(const Params& p, const Row& row, u32 stage, const float (&o)[2][64], const float (&factors)[2],
                          int half, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -98,9 +96,10 @@ DEVICE void store_result(const Params& p, const Row& row, u32 stage, const float
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float* v = o[i / 4] + i % 4 * 16 + 2 * r;
-      store_shared_16(stage + (g + r * 8) * RESULT_PITCH + i / 2 * 128 + t * 32 + i % 2 * 16,
-                      scaled_pair(v[0], v[1], factors[r]), scaled_pair(v[4], v[5], factors[r]),
-                      scaled_pair(v[8], v[9], factors[r]), scaled_pair(v[12], v[13], factors[r]));
+      const int unit = i / 2 * 8 + t * 2 + i % 2;
+      store_shared_16(stage + (g + r * 8) * 512 + (unit ^ g) * 16, scaled_pair(v[0], v[1], factors[r]),
+                      scaled_pair(v[4], v[5], factors[r]), scaled_pair(v[8], v[9], factors[r]),
+                      scaled_pair(v[12], v[13], factors[r]));
     }
   __syncwarp();
   const int first_head = row.tile * 64 + warp * 16;
@@ -108,7 +107,37 @@ DEVICE void store_result(const Params& p, const Row& row, u32 stage, const float
 #pragma unroll 8
   for (int line = 0; line < 16; ++line, target += p.out_head_stride)
     if (first_head + line < p.num_heads)
-      *reinterpret_cast<uint4*>(target) = load_shared_16(stage + line * RESULT_PITCH + lane * 16);
+      *reinterpret_cast<uint4*>(target) = load_shared_16(stage + line * 512 + (lane ^ (line & 7)) * 16);
+}
+
+// The same for dims by heads, of both warpgroups, with the factors that `score` left in the columns.
+template <class L, int PIECES, int N>
+DEVICE void store_result(const Params& p, const Row& row, u32 shared, const float (&o)[PIECES][N], int half,
+                         int thread) {
+  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
+  const u32 stage = shared + L::VALUES, first_dim = half * 256 + dim_of_row(warp, lane >> 2);
+#pragma unroll
+  for (int c = 0; c < N / 2; ++c) {
+    const int head = c / 2 * 8 + 2 * t + (c & 1);
+    const float factor = load_shared_float(shared + L::COLUMNS + head * 8);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int dim = first_dim + piece * 64 + r * 2;
+        const u32 value = factor == 0.f ? 0u : pack_bfloat16(o[piece][c / 2 * 4 + (c & 1) + 2 * r] * factor, 0.f);
+        store_shared_2(stage + head * 1024 + ((dim / 8) ^ (head >> 1 & 3)) * 16 + dim % 8 * 2, value);
+      }
+  }
+  __syncwarp();
+  if (lane == 0) mbarrier_arrive(shared + L::FACTORS_FREE);
+  named_barrier<VALUES_BARRIER, 256>();
+  u16* target = out_row(p, row, row.tile * L::HEADS + half * 2 + thread / 64) + (thread & 63) * 8;
+#pragma unroll 2
+  for (int head = half * 2 + thread / 64; head < L::HEADS; head += 4, target += 4 * p.out_head_stride)
+    if (row.tile * L::HEADS + head < p.num_heads)
+      *reinterpret_cast<uint4*>(target) = load_shared_16(stage + head * 1024 + ((thread & 63) ^ (head >> 1 & 3)) * 16);
+  named_barrier<VALUES_BARRIER, 256>();
 }
 
 template <class L, int PIECES, int N>
@@ -137,9 +166,9 @@ DEVICE void store_partial(u32 shared, const float (&o)[PIECES][N], int half, int
   }
 }
 
-template <int HEADS, Format FORMAT>
-DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half,
-                       int thread) {
+template <int HEADS, Format FORMAT, bool WALK>
+DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half, int thread,
+                       Ring& at, u32 row_parity) {
   using L = Layout<HEADS, FORMAT>;
   constexpr bool HEADS_BY_DIMS = HEADS == 64;
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
@@ -156,11 +185,14 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
   const u64 values = tile_descriptor(shared + L::VALUES + half * 4 * (KEYS * 128), 1024, KEYS * 128);
   const u32 freed = shared + L::VALUES_FREE + half * 16;
   const int turns = turns_of(row);
-  for (int i = 0; i < turns; ++i) {
+  int& i = at.turn;
+  for (int left = turns; left > 0; --left, ++i) {
+    const bool last = WALK && left == 1;  // its values' place is free when the result has left
     mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
-    // One after the other: the scores of the next turn then wait for fewer products of the tensor cores.
-    if (HEADS_BY_DIMS && half == 1) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
     const u32 turn = load_shared_4(shared + L::TURN);
+    // One after the other: the scores of the next turn then wait for fewer products of the tensor cores. In a wide turn
+    // the first waits for the second.
+    if (HEADS_BY_DIMS && half == 1 && (turn & 0xff) != WIDE) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
     if ((turn & 0xff) != USUAL) {
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
@@ -168,15 +200,22 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
     }
     if ((turn & 0xff) == WIDE) {
-      const unsigned char *raw = shared_pointer + L::RAW + (turn >> 8) * L::RAW_STAGE,
-                          *scales = shared_pointer + L::SCALES + (turn >> 8) * L::SCALES_STAGE;
       const float* table = reinterpret_cast<const float*>(shared_pointer + L::TABLE);
-      if constexpr (HEADS_BY_DIMS)
-        accumulate_wide<FORMAT>(o, raw, scales, table, warp * 16 + g, half * 256 + 16 * t);
-      else
-        accumulate_wide<HEADS, FORMAT>(o, raw, scales, table, 2 * t, half * 256 + dim_of_row(warp, g));
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
+#pragma unroll 1
+      for (int key = 0; key < KEYS; key += 16, table += 16 * HEADS) {
+        const int slot = slot_of<L::SLOTS>(turn >> 8, key);
+        const unsigned char *raw = shared_pointer + L::RAW + slot * L::RAW_SLOT,
+                            *scales = shared_pointer + L::SCALES + slot * L::SCALES_SLOT;
+        if constexpr (HEADS_BY_DIMS)
+          accumulate_wide<FORMAT>(o, raw, scales, table, warp * 16 + g, half * 256 + 16 * t);
+        else
+          accumulate_wide<HEADS, FORMAT>(o, raw, scales, table, 2 * t, half * 256 + dim_of_row(warp, g));
+      }
+      named_barrier<VALUES_BARRIER, 256>();
+      if (lane == 0) {
+        if (half == 0) mbarrier_arrive(shared + L::RAW_FREE + slot_of<L::SLOTS>(turn >> 8, warp * 16) * 8);
+        if (!last) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
+      }
       continue;
     }
 #pragma unroll
@@ -194,23 +233,42 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
     }
     wgmma_wait<1>();
-    if (lane == 0) mbarrier_arrive(freed);
+    if (lane == 0 && !last) mbarrier_arrive(freed);
     wgmma_wait<0>();
-    if (lane == 0) mbarrier_arrive(freed + 8);
+    if (lane == 0 && !last) mbarrier_arrive(freed + 8);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
   }
 
-  if constexpr (HEADS_BY_DIMS) {
-    if (row.splits == 1) {
-      named_barrier<FACTOR_BARRIER, 384>();
-      const float factors[2] = {load_shared_float(shared + L::ALPHA + head_of(0) * 4),
-                                load_shared_float(shared + L::ALPHA + head_of(2) * 4)};
-      store_result(p, row, shared + L::PARTIAL + (half * 4 + warp) * (16 * RESULT_PITCH), o, factors, half, warp, lane);
+  if constexpr (WALK) {
+    static_assert(!HEADS_BY_DIMS, "tiles of 64 heads do not walk");
+    mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
+    const int worker = opaque(thread);  // else addresses for the result stay in registers all the time
+    if (turns) {
+      named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
+      store_result<L>(p, row, shared, o, half, worker);
+      if (lane == 0) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
       return;
     }
+    if (lane == 0) mbarrier_arrive(shared + L::FACTORS_FREE);
+    // The values' place is not this row's: zeros straight to memory.
+    for (int unit = half * 128 + worker; unit < HEADS * 64; unit += 256) {
+      const int global_head = row.tile * HEADS + unit / 64;
+      if (global_head < p.num_heads)
+        *reinterpret_cast<uint4*>(out_row(p, row, global_head) + unit % 64 * 8) = make_uint4(0, 0, 0, 0);
+    }
+  } else {
+    if constexpr (HEADS_BY_DIMS) {
+      if (row.splits == 1) {
+        named_barrier<FACTOR_BARRIER, 384>();
+        const float factors[2] = {load_shared_float(shared + L::ALPHA + head_of(0) * 4),
+                                  load_shared_float(shared + L::ALPHA + head_of(2) * 4)};
+        store_result(p, row, shared + L::VALUES + (half * 4 + warp) * 8192, o, factors, half, warp, lane);
+        return;
+      }
+    }
+    named_barrier<VALUES_BARRIER, 256>();  // the partial results take the place of all values
+    store_partial<L>(shared, o, half, warp, g, t);
+    finish<L>(p, row, shared, 128 + half * 128 + thread);
   }
-  named_barrier<VALUES_BARRIER, 256>();  // the partial results take the place of all values
-  store_partial<L>(shared, o, half, warp, g, t);
-  finish<L>(p, row, shared, 128 + half * 128 + thread);
 }

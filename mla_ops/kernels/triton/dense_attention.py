@@ -8,7 +8,13 @@ from ...dispatch import Lowering
 from ...formats import LATENT_DIM
 from . import sparse_attention
 from .common import INTERPRETED, capability, cdiv, num_sms
-from .dense_attention_device import _clear_behind_kernel, _compact_blocks_kernel, _paged_kernel, _prefill_kernel
+from .dense_attention_device import (
+    _clear_behind_kernel,
+    _compact_blocks_kernel,
+    _packed_kernel,
+    _paged_kernel,
+    _prefill_kernel,
+)
 from .sparse_attention import LOG2E, MAX_SPLITS, allocate_parts, cache_keys, merge_parts, operand_mode, query_unit
 
 COMPACT_BLOCK = 1024
@@ -16,6 +22,11 @@ MAX_TOKEN_STRIDE = 2**24
 
 # Fewer keys than this do not pay for a split, whose fixed cost (Q, partial result, merge) is that of about as many.
 MIN_SPLIT_KEYS = 128
+
+# Of the tokens that share a walk over their request's keys, with all their heads: the tile of 64 rows would spill 192
+# bytes a thread on SM90.
+MAX_PACKED_ROWS = 32
+MAX_TOKENS_TOGETHER = 8
 
 
 class Tile(NamedTuple):
@@ -177,6 +188,22 @@ def paged_splits(num_tokens: int, num_head_blocks: int, capacity: int, sms: int,
     return max(1, min(wanted // programs, cdiv(capacity, MIN_SPLIT_KEYS), MAX_SPLITS))
 
 
+def tokens_together(num_tokens: int, num_requests: int, num_heads: int) -> int:
+    """Neighbouring tokens that one program takes: as many as a request has on average, if their heads leave room.
+
+    Which tokens are of one request is known on the device only, where others cost a walk each: this has to be a good
+    guess, not a right one. The rows of the block table are the requests; in plain decode each has one token.
+    """
+    if num_requests == 0:
+        return 1
+    return max(1, min(num_tokens // num_requests, MAX_PACKED_ROWS // num_heads, MAX_TOKENS_TOGETHER))
+
+
+def _rows_are_flat(*tensors: torch.Tensor) -> bool:
+    """Whether heads of all tokens are one stride apart."""
+    return all(tensor.stride(0) == tensor.shape[1] * tensor.stride(1) for tensor in tensors)
+
+
 def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -195,6 +222,13 @@ def paged_attention(
     mode = operand_mode(q.dtype, cache_format)
     keys = cache_keys(kv_cache, cache_format)
     num_requests, max_blocks = block_table.shape
+    together = tokens_together(num_tokens, num_requests, num_heads)
+    chosen = paged_tile(capability(q.device), together * num_heads, mode)
+    if together > 1 and not mode.endswith("exact") and _rows_are_flat(q, out, lse) and out.stride(1) == LATENT_DIM:
+        _packed_attention(
+            q, kv_cache, keys, block_table, req_id_per_token, key_lens, softmax_scale, mode, together, chosen, out, lse
+        )
+        return
     chosen = paged_tile(capability(q.device), num_heads, mode)
     head_blocks = cdiv(num_heads, chosen.block_h)
     splits = paged_splits(num_tokens, head_blocks, max_blocks * keys.block_size, num_sms(q.device), chosen.block_h)
@@ -224,6 +258,66 @@ def paged_attention(
         part_out.stride(2),
         part_lse.stride(0),
         part_lse.stride(1),
+        MODE=mode,
+        ROPE=head_dim > LATENT_DIM,
+        ROW_WIDTH=keys.row_width,
+        Q_UNIT=q_unit,
+        KV_UNIT=keys.unit,
+        PARTIAL=splits > 1,
+        BLOCK_H=chosen.block_h,
+        BLOCK_N=chosen.block_n,
+        DECODE=chosen.decode,
+        UPCAST=INTERPRETED,
+        WHOLE=keys.block_size % chosen.block_n == 0,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+    )
+    if splits > 1:
+        merge_parts(part_out, part_lse, None, out, lse)
+
+
+def _packed_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    keys: sparse_attention.Keys,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    key_lens: torch.Tensor,
+    softmax_scale: float,
+    mode: str,
+    together: int,
+    chosen: sparse_attention.Tile,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    num_requests, max_blocks = block_table.shape
+    programs = cdiv(num_tokens, together)
+    splits = paged_splits(programs, 1, max_blocks * keys.block_size, num_sms(q.device), chosen.block_h)
+    q_unit = query_unit(q)
+    part_out, part_lse = allocate_parts(out, lse, splits)
+    _packed_kernel[(programs, splits)](
+        q,
+        kv_cache,
+        block_table,
+        req_id_per_token,
+        key_lens,
+        part_out,
+        part_lse,
+        float(softmax_scale) * LOG2E,
+        num_tokens,
+        num_heads,
+        together,
+        keys.num_blocks,
+        keys.block_size,
+        num_requests,
+        max_blocks,
+        splits,
+        q.stride(1) // q_unit,
+        keys.stride_block,
+        block_table.stride(0),
+        part_out.stride(0),
+        part_lse.stride(0),
         MODE=mode,
         ROPE=head_dim > LATENT_DIM,
         ROW_WIDTH=keys.row_width,

@@ -299,6 +299,87 @@ def _paged_kernel(
     # fmt: on
 
 
+@sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "lse"))
+def _packed_kernel(
+    q,
+    kv,
+    block_table,
+    req_id_per_token,
+    key_lens,
+    out,
+    lse,
+    scale_log2: tl.float32,
+    num_tokens: tl.int64,
+    num_heads: tl.int32,
+    tokens_together: tl.int32,
+    num_blocks: tl.int64,
+    block_size: tl.int32,
+    num_requests: tl.int32,
+    max_blocks: tl.int32,
+    num_splits: tl.int32,
+    stride_q_row: tl.int64,
+    stride_block: tl.int64,
+    stride_table: tl.int64,
+    stride_out_split: tl.int64,
+    stride_lse_split: tl.int64,
+    MODE: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROW_WIDTH: tl.constexpr,
+    Q_UNIT: tl.constexpr,
+    KV_UNIT: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DECODE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """All heads of a few neighbouring tokens, at most BLOCK_H rows, one split of their keys.
+
+    Grid: (blocks of tokens, splits). For each request among the tokens one walk over its keys, in which its rows see
+    those below their own lengths and other rows none: tokens of one request, as in speculative decode, read its keys
+    once. Rows are token by token in `q`, `out` and `lse`.
+
+    Registers and shared memory: as `_paged_kernel` with as many heads.
+    """
+    first = tl.program_id(0).to(tl.int64) * tokens_together
+    split = tl.program_id(1)
+    row = tl.arange(0, BLOCK_H)
+    token = first + row // num_heads
+    live = (row < tokens_together * num_heads) & (token < num_tokens)
+    request = tl.load(req_id_per_token + token, mask=live, other=-1)
+    capacity = max_blocks.to(tl.int64) * block_size
+    length = tl.minimum(tl.maximum(tl.load(key_lens + token, mask=live, other=0), 0), capacity).to(tl.int32)
+    flat = first * num_heads + row
+
+    EXACT: tl.constexpr = MODE == "exact" or MODE == "fp8_exact" or MODE == "fp8_v4_exact"
+    q_row = q + (flat * (stride_q_row * Q_UNIT))[:, None]
+    state = new_state(BLOCK_H)
+    for i in range(tokens_together):
+        mine = tl.load(req_id_per_token + first + i, mask=first + i < num_tokens, other=-1)
+        before = tl.sum(((request == mine) & (row < i * num_heads)).to(tl.int32), 0)
+        known = (mine >= 0) & (mine < num_requests) & (before == 0)
+        row_end = tl.where((request == mine) & live & known, length, 0)
+        longest = tl.max(row_end, 0)
+        share = tl.cdiv(tl.cdiv(longest, BLOCK_N), num_splits) * BLOCK_N
+        begin = tl.minimum(split * share, longest)
+        end = tl.minimum(begin + share, longest)
+        # anew for each walk: kept for all, it would wait in registers
+        query = load_query(q_row, live, ROPE, EXACT)
+        # fmt: off
+        state = attend_keys(
+            q_row, query, live, state, kv, None, begin, end, block_table + mine.to(tl.int64) * stride_table, known,
+            scale_log2, num_blocks, block_size, max_blocks, stride_block, MODE, ROPE, ROW_WIDTH, KV_UNIT, BLOCK_H,
+            BLOCK_N, DECODE, UPCAST, WHOLE, row_end,
+        )
+        # fmt: on
+    # fmt: off
+    store_result(
+        state, 0, flat, live, split, None, out, lse, stride_out_split, 0, 512, stride_lse_split, 0, PARTIAL, UPCAST,
+    )
+    # fmt: on
+
+
 @sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "blocks", "lens"))
 def _compact_blocks_kernel(
     block_table,

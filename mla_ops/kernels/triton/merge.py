@@ -1,21 +1,45 @@
 """Exact softmax merge of partial results in Triton."""
 
+from typing import NamedTuple
+
 import torch
+import triton
 import triton.language as tl
 
 from ...dispatch import Lowering
-from .bfloat16 import narrow, widen
-from .common import cdiv, sized_jit
+from .bfloat16 import widen
+from .common import INTERPRETED, cdiv, sized_jit
+from .sparse_attention_device import round_to
 
-# values of one side that a program of 128 threads holds: two loads of 16 bytes a thread in bfloat16
+# values of one part that a program of 128 threads holds: two loads of 16 bytes a thread in bfloat16
 MERGE_VALUES = 2048
 MERGE_STAGES = 3
+# columns that a warp loads at a time, 16 bytes a thread in bfloat16: what a row's weights cost, a warp pays once
+PIECE = 256
+PAIR_VALUES = 4 * PIECE
 
 
 def merge_tile(head_dim_v: int) -> tuple[int, int]:
-    """Rows and columns of a program."""
+    """Rows and columns of a program that merges any number of parts."""
     block_d = 512 if head_dim_v > 256 else 256 if head_dim_v > 128 else 128
     return MERGE_VALUES // block_d, block_d
+
+
+class PairTile(NamedTuple):
+    """Heads of a program, its columns, and the columns of one load."""
+
+    rows: int
+    block_d: int
+    piece: int
+    num_warps: int
+
+
+def pair_tile(num_heads: int, head_dim_v: int) -> PairTile:
+    """A warp for each row of a program that merges two parts, or for two rows of 128 values."""
+    block_d = merge_tile(head_dim_v)[1]
+    piece = min(PIECE, block_d)
+    rows = min(PAIR_VALUES // piece, 1 << (num_heads - 1).bit_length())
+    return PairTile(rows, block_d, piece, max(1, rows * piece // PIECE))
 
 
 def stride_unit(*tensors: torch.Tensor) -> int:
@@ -33,7 +57,6 @@ def _merge_kernel(
     lse_b,
     out,
     lse,
-    num_rows: tl.int64,
     num_heads: tl.int32,
     head_dim_v: tl.int32,
     stride_a_token: tl.int64,
@@ -50,24 +73,32 @@ def _merge_kernel(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PIECE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """Merges ROWS (token, head) rows.
+    """Merges ROWS heads of a token.
 
-    Grid: (blocks of ROWS rows, pieces of BLOCK_D values). Values are loaded beside their weights, not after them. A
-    side with weight 0 may hold anything, so it is replaced before it is multiplied; +inf as lse marks an empty row in
-    some kernels and counts as -inf.
+    Grid: (tokens, blocks of ROWS heads, blocks of BLOCK_D values). A warp has a row, and loads it in pieces: everything
+    but the values themselves is computed once for 16 of them a thread. Values are loaded beside their weights, not
+    after them. A side with weight 0 may hold anything, so it is replaced before it is multiplied; +inf as lse marks an
+    empty row in some kernels and counts as -inf.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    within = row < num_rows
-    # 32 bits divide in a third of the instructions of 64, and no GPU holds 2**31 rows
-    token = (row // num_heads).to(tl.int64)
-    head = (row % num_heads).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = within[:, None] & (column < head_dim_v * UNIT)[None, :]
-    place_a = (token * (stride_a_token * UNIT) + head * (stride_a_head * UNIT))[:, None] + column[None, :]
-    place_b = (token * (stride_b_token * UNIT) + head * (stride_b_head * UNIT))[:, None] + column[None, :]
-    value_a = tl.load(out_a + place_a, mask=inside, other=0.0)
-    value_b = tl.load(out_b + place_b, mask=inside, other=0.0)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    within = head < num_heads
+    row_a = out_a + token * (stride_a_token * UNIT) + (head.to(tl.int64) * (stride_a_head * UNIT))[:, None]
+    row_b = out_b + token * (stride_b_token * UNIT) + (head.to(tl.int64) * (stride_b_head * UNIT))[:, None]
+    row = out + token * (stride_token * UNIT) + (head.to(tl.int64) * (stride_head * UNIT))[:, None]
+    first = tl.program_id(2) * BLOCK_D + tl.arange(0, PIECE)[None, :]
+    inside = within[:, None] & (first < head_dim_v * UNIT)
+    first_a = tl.load(row_a + first, mask=inside, other=0.0)
+    first_b = tl.load(row_b + first, mask=inside, other=0.0)
+    if BLOCK_D > PIECE:
+        tl.static_assert(BLOCK_D == 2 * PIECE)
+        second = first + PIECE
+        also_inside = within[:, None] & (second < head_dim_v * UNIT)
+        second_a = tl.load(row_a + second, mask=also_inside, other=0.0)
+        second_b = tl.load(row_b + second, mask=also_inside, other=0.0)
 
     empty = float("-inf")
     a = tl.load(lse_a + token * stride_lse_a_token + head * stride_lse_a_head, mask=within, other=empty)
@@ -80,13 +111,20 @@ def _merge_kernel(
     weight_b = tl.exp(b - pivot)
     total = weight_a + weight_b
     safe = tl.where(total == 0, 1.0, total)
-    value_a = tl.where((weight_a != 0)[:, None], widen(value_a), 0.0)
-    value_b = tl.where((weight_b != 0)[:, None], widen(value_b), 0.0)
-    merged = value_a * (weight_a / safe)[:, None] + value_b * (weight_b / safe)[:, None]
-    place = (token * (stride_token * UNIT) + head * (stride_head * UNIT))[:, None] + column[None, :]
-    tl.store(out + place, narrow(merged, out.dtype.element_ty), mask=inside)
-    if tl.program_id(1) == 0:
+    weight_a = (weight_a / safe)[:, None]
+    weight_b = (weight_b / safe)[:, None]
+    merged = weigh(first_a, weight_a) + weigh(first_b, weight_b)
+    tl.store(row + first, round_to(merged, out.dtype.element_ty, UPCAST), mask=inside)
+    if BLOCK_D > PIECE:
+        merged = weigh(second_a, weight_a) + weigh(second_b, weight_b)
+        tl.store(row + second, round_to(merged, out.dtype.element_ty, UPCAST), mask=also_inside)
+    if tl.program_id(2) == 0:
         tl.store(lse + token * stride_lse_token + head, tl.where(total == 0, empty, pivot + tl.log(safe)), mask=within)
+
+
+@triton.jit
+def weigh(value, weight):
+    return weight * tl.where(weight != 0, widen(value), 0.0)
 
 
 @sized_jit(any_alignment=("lses", "lse"))
@@ -112,6 +150,7 @@ def _merge_stacked_kernel(
     STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """Merges ROWS (token, head) rows of any number of parts, in their order.
 
@@ -144,7 +183,7 @@ def _merge_stacked_kernel(
         merged += weight[:, None] * tl.where((weight != 0)[:, None], widen(value), 0.0)
     safe = tl.where(total == 0, 1.0, total)
     place = (token * (stride_token * UNIT) + head * (stride_head * UNIT))[:, None] + column[None, :]
-    tl.store(out + place, narrow(merged / safe[:, None], out.dtype.element_ty), mask=inside)
+    tl.store(out + place, round_to(merged / safe[:, None], out.dtype.element_ty, UPCAST), mask=inside)
     if tl.program_id(1) == 0:
         tl.store(lse + token * stride_lse_token + head, tl.where(total == 0, empty, pivot + tl.log(safe)), mask=within)
 
@@ -159,19 +198,17 @@ def merge_attention_states(
     lse: torch.Tensor,
 ) -> None:
     num_tokens, num_heads, head_dim_v = out_a.shape
-    num_rows = num_tokens * num_heads
-    if num_rows == 0:
+    if num_tokens == 0 or num_heads == 0:
         return
-    rows, block_d = merge_tile(head_dim_v)
+    chosen = pair_tile(num_heads, head_dim_v)
     unit = stride_unit(out_a, out_b, out)
-    _merge_kernel[(cdiv(num_rows, rows), max(1, cdiv(head_dim_v, block_d)))](
+    _merge_kernel[(num_tokens, cdiv(num_heads, chosen.rows), max(1, cdiv(head_dim_v, chosen.block_d)))](
         out_a,
         lse_a,
         out_b,
         lse_b,
         out,
         lse,
-        num_rows,
         num_heads,
         head_dim_v // unit,
         out_a.stride(0) // unit,
@@ -186,9 +223,11 @@ def merge_attention_states(
         out.stride(1) // unit,
         lse.stride(0),
         UNIT=unit,
-        ROWS=rows,
-        BLOCK_D=block_d,
-        num_warps=4,
+        ROWS=chosen.rows,
+        BLOCK_D=chosen.block_d,
+        PIECE=chosen.piece,
+        UPCAST=INTERPRETED,
+        num_warps=chosen.num_warps,
     )
 
 
@@ -223,6 +262,7 @@ def merge_attention_states_stacked(
         STAGES=MERGE_STAGES,
         ROWS=rows,
         BLOCK_D=block_d,
+        UPCAST=INTERPRETED,
         num_warps=4,
     )
 

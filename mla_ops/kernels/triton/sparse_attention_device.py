@@ -192,6 +192,7 @@ def attend_keys(
     DECODE: tl.constexpr,
     UPCAST: tl.constexpr,
     WHOLE: tl.constexpr = False,
+    row_end=None,
 ):
     """Online softmax over the keys that entries `begin` to `end` of `index_row` name, in tiles of BLOCK_N.
 
@@ -206,6 +207,8 @@ def attend_keys(
 
     A key is looked at only if its index, its request, its block-table entry and its block are in range and it is
     within the row's length: all else is masked at the load, so nothing in an unused slot is ever seen.
+
+    Rows of the tile see all these keys, or, where there is a `row_end`, those at positions below their own.
 
     `query` is what `load_query` gives, `state` what `new_state` or an earlier walk gave; returns the state after it.
     """
@@ -281,7 +284,10 @@ def attend_keys(
             if ROPE:
                 scores = dot(q4, tl.trans(_load_rope(key, valid, MODE)), scores, UPCAST)
 
-        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
+        seen = valid[None, :]
+        if row_end is not None:
+            seen = seen & (column[None, :] < row_end[:, None])
+        scores = tl.where(seen, scores * scale_log2, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
         fade = tl.exp2(top - pivot)

@@ -1,0 +1,267 @@
+"""An installed FlashInfer as a lowering of prefill_attention and of paged_attention over `bf16`.
+
+FlashInfer divides its work on the host, by lengths that the contract keeps on the device: a call copies them and waits.
+So it cannot be captured, but for one causal request with itself, whose kernel needs no plan (once an eager call has
+compiled it and made its scratch). Its lse is in base 2, and its kernels must not see a block that does not exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import os
+import shutil
+from typing import Any
+
+import torch
+
+from ..dispatch import Call, Lowering, device_capability, into_buffers, is_installed
+from ..formats import LATENT_DIM, geometry
+from .torch_sdpa import aligned, empty_result, is_one_request_with_itself
+
+PREFILL_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+ROPE_DIM = 64
+PARTS = (slice(0, LATENT_DIM), slice(LATENT_DIM, None))
+WORKSPACE_BYTES = 256 * 2**20
+# its plan holds 16384 pieces of work, and older versions write past them; a row of 128 heads is up to two, and a split
+# one more
+MAX_ROWS_PER_CALL = 4096
+WANTED: dict[str, tuple[str, ...]] = {
+    "BatchPrefillWithRaggedKVCacheWrapper": ("head_dim_vo", "sm_scale", "kv_data_type"),
+    "BatchMLAPagedAttentionWrapper": ("head_dim_ckv", "head_dim_kpe", "kv_data_type"),
+    "single_prefill_with_kv_cache": ("causal", "sm_scale", "return_lse"),
+}
+
+
+def _installation_reason(call: Call) -> str | None:
+    if call.device.type != "cuda" or device_capability(call.device) < (8, 0):
+        return f"it needs a GPU of compute capability 8.0 or later, these tensors are on {call.device}"
+    if not is_installed("flashinfer"):
+        return "FlashInfer is not installed: pip install flashinfer-python"
+    if not (is_installed("flashinfer_jit_cache") or os.environ.get("CUDA_HOME") or shutil.which("nvcc")):
+        return "FlashInfer compiles its kernels with nvcc, which was not found; nor was flashinfer-jit-cache"
+    if not is_installed("triton"):
+        return "what its kernels leave out is made by Triton kernels, and Triton is not installed: pip install triton"
+    return None
+
+
+def prefill_reason(call: Call) -> str | None:
+    if call.dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashInfer's ragged prefill takes bfloat16 or float16, these are {call.dtype}"
+    if (call.head_dim, call.head_dim_v) not in PREFILL_HEAD_DIMS:
+        known = ", ".join(f"{head_dim}/{head_dim_v}" for head_dim, head_dim_v in PREFILL_HEAD_DIMS)
+        return f"FlashInfer has prefill kernels for head dims {known}, these are {call.head_dim}/{call.head_dim_v}"
+    return _installation_reason(call)
+
+
+def paged_reason(call: Call) -> str | None:
+    if call.cache_format != "bf16" or call.head_dim != LATENT_DIM + ROPE_DIM:
+        return (
+            f"FlashInfer's MLA decode reads bf16 rows of {LATENT_DIM} + {ROPE_DIM}, this cache is {call.cache_format} "
+            f"with rows of {call.head_dim}"
+        )
+    if call.dtype != torch.bfloat16:
+        return f"FlashInfer's MLA decode takes queries of the cache's dtype, bfloat16, these are {call.dtype}"
+    return _installation_reason(call) or capture_reason(call.device)
+
+
+def capture_reason(device: torch.device) -> str | None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return (
+            "FlashInfer plans on the host, by lengths that are on the device: a CUDA graph that is being captured "
+            "cannot wait for them, and would replay the plan of these"
+        )
+    return None
+
+
+def _refuse_capture(op: str, device: torch.device) -> None:
+    """Dispatch remembers its choice, so a capture that comes later is refused here."""
+    reason = capture_reason(device)
+    if reason is not None:
+        raise NotImplementedError(f"{op}: {reason}")
+
+
+@functools.cache
+def _api(name: str) -> Any:
+    """A class or function of FlashInfer, imported by the first call that needs it, with the arguments used here."""
+    module = importlib.import_module("flashinfer.mla" if "MLA" in name else "flashinfer.prefill")
+    found: Any = getattr(module, name, None)
+    if found is None:
+        raise NotImplementedError(f"the installed FlashInfer has no {module.__name__}.{name}")
+    taken = inspect.signature(getattr(found, "plan", found)).parameters
+    missing = [argument for argument in WANTED[name] if argument not in taken]
+    if missing:
+        raise NotImplementedError(f"{module.__name__}.{name} of the installed FlashInfer takes no {', '.join(missing)}")
+    return found
+
+
+@functools.cache
+def _plan_metadata() -> Any | None:
+    """`MLAPlanMetadata`, where a plan takes its lengths and blocks in one; None where it takes them one by one."""
+    taken = inspect.signature(_api("BatchMLAPagedAttentionWrapper").plan).parameters
+    return importlib.import_module("flashinfer.mla").MLAPlanMetadata if "metadata" in taken else None
+
+
+def _backend(device: torch.device) -> str:
+    """FlashInfer's choice between 3 and 2 on Hopper; elsewhere what returns an lse in base 2 for any shape."""
+    return "auto" if device_capability(device)[0] == 9 else "fa2"
+
+
+# A plan lies in pinned memory until the stream has copied it. The next plan of the same stream waits for its lengths,
+# so by then it was.
+_wrappers: dict[tuple[str, torch.device, int], Any] = {}
+
+
+def _wrapper(name: str, device: torch.device) -> Any:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    wrapper = _wrappers.get((name, device, stream))
+    if wrapper is None:
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        wrapper = _wrappers[name, device, stream] = _api(name)(workspace, backend=_backend(device))
+    return wrapper
+
+
+def rows_without_keys(starts_q: torch.Tensor, starts_k: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Which of the rows that requests cover see no key, `[starts_q[-1]]` bool; all on the host."""
+    lens_q, lens_k = starts_q.diff(), starts_k.diff()
+    blind = (lens_q - lens_k).clamp(min=0) if causal else torch.where(lens_k > 0, 0, lens_q)
+    owner = torch.repeat_interleave(torch.arange(len(lens_q)), lens_q)
+    return torch.arange(len(owner)) - starts_q[owner] < blind[owner]
+
+
+def _single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, ...]:
+    """Causal, as many keys as queries."""
+    out, lse = _api("single_prefill_with_kv_cache")(
+        q, k, v, causal=True, sm_scale=softmax_scale, backend=_backend(q.device), return_lse=True
+    )
+    return out.contiguous(), lse * math.log(2)
+
+
+def compute_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    *,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from .triton.dense_attention import clear_behind
+
+    empty = empty_result(q, k, v, cu_seqlens_q)
+    if empty is not None:
+        return empty
+    q, k, v = (aligned(tensor) for tensor in (q, k, v))
+    num_tokens, num_heads, head_dim = q.shape
+    _, num_kv_heads, head_dim_v = v.shape
+    if causal and is_one_request_with_itself(q, k, cu_seqlens_q, cu_seqlens_k):
+        out, lse = _single(q, k, v, softmax_scale)
+        clear_behind(cu_seqlens_q, out, lse)
+        return out, lse
+    _refuse_capture("prefill_attention", q.device)
+    starts_q, starts_k = torch.stack((cu_seqlens_q.clamp(max=num_tokens), cu_seqlens_k.clamp(max=k.shape[0]))).cpu()
+    covered = int(starts_q[-1])
+    out = q.new_zeros((num_tokens, num_heads, head_dim_v))
+    lse = torch.full((num_tokens, num_heads), -torch.inf, device=q.device)
+    if covered == 0 or starts_k[-1] == 0:
+        return out, lse
+    wrapper = _wrapper("BatchPrefillWithRaggedKVCacheWrapper", q.device)
+    wrapper.plan(
+        qo_indptr=starts_q,
+        kv_indptr=starts_k,
+        num_qo_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=head_dim,
+        head_dim_vo=head_dim_v,
+        causal=causal,
+        sm_scale=softmax_scale,
+        q_data_type=q.dtype,
+        kv_data_type=k.dtype,
+    )
+    rows, keys = slice(covered), slice(int(starts_k[-1]))
+    wrapper.run(q[rows], k[keys], v[keys], out=out[rows], lse=lse[rows], return_lse=True)
+    lse *= math.log(2)
+    blind = rows_without_keys(starts_q, starts_k, causal)
+    if blind.any():
+        _clear(out[rows], lse[rows], blind.to(q.device))
+    return out, lse
+
+
+def _clear(out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor) -> None:
+    out.masked_fill_(rows[:, None, None], 0)
+    lse.masked_fill_(rows[:, None], -torch.inf)
+
+
+def _plan_rows(
+    wrapper: Any, blocks: torch.Tensor, lens: torch.Tensor, num_heads: int, block_size: int, softmax_scale: float
+) -> None:
+    """Every row a request of one query over its own `[num_rows, max_blocks]` blocks."""
+    pages = (lens + block_size - 1) // block_size
+    held = torch.arange(blocks.shape[1], device=blocks.device) < pages.unsqueeze(1)
+    zero = torch.zeros(1, dtype=torch.int32)
+    host_pages, host_lens = torch.stack((pages, lens)).cpu()
+    csr = {
+        "qo_indptr": torch.arange(len(lens) + 1, dtype=torch.int32),
+        "kv_indptr": torch.cat((zero, host_pages.cumsum(0, dtype=torch.int32))),
+        "kv_indices": blocks[held],
+        "kv_len_arr": host_lens.contiguous(),
+    }
+    metadata = _plan_metadata()
+    given = csr if metadata is None else {"metadata": metadata.csr(**csr), "lse_mode": "base2"}
+    wrapper.plan(
+        **given,
+        num_heads=num_heads,
+        head_dim_ckv=LATENT_DIM,
+        head_dim_kpe=ROPE_DIM,
+        page_size=block_size,
+        causal=False,
+        sm_scale=softmax_scale,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+
+
+def compute_paged(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    key_lens: torch.Tensor,
+    softmax_scale: float,
+    cache_format: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from .triton.dense_attention import compact_blocks
+
+    _refuse_capture("paged_attention", q.device)
+    num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
+    num_tokens, num_heads, _ = q.shape
+    out = q.new_zeros((num_tokens, num_heads, LATENT_DIM))
+    lse = torch.full((num_tokens, num_heads), -torch.inf, device=q.device)
+    if num_tokens == 0 or num_blocks == 0 or block_table.numel() == 0:
+        return out, lse
+    q = aligned(q)
+    blocks, lens = compact_blocks(block_table, req_id_per_token, key_lens, num_blocks, block_size)
+    wrapper = _wrapper("BatchMLAPagedAttentionWrapper", q.device)
+    for start in range(0, num_tokens, MAX_ROWS_PER_CALL):
+        rows = slice(start, start + MAX_ROWS_PER_CALL)
+        _plan_rows(wrapper, blocks[rows], lens[rows], num_heads, block_size, softmax_scale)
+        results = {"out": out[rows], "lse": lse[rows], "return_lse": True}
+        if _plan_metadata() is None:
+            parts = (tensor[..., columns] for tensor in (q[rows], kv_cache) for columns in PARTS)
+            wrapper.run(*parts, **results)
+        else:
+            wrapper.run(query=q[rows], kv_cache=kv_cache, **results)
+    lse *= math.log(2)
+    _clear(out, lse, lens == 0)
+    return out, lse
+
+
+LOWERINGS = {
+    "prefill_attention": Lowering(into_buffers(compute_prefill), prefill_reason, compute_prefill),
+    "paged_attention": Lowering(into_buffers(compute_paged), paged_reason, compute_paged),
+}

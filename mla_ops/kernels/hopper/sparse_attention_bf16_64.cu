@@ -1,0 +1,545 @@
+// Token-level sparse MLA over bfloat16 keys, paged or flat, for SM90: tiles of 64 heads.
+//
+// Two warpgroups take turns of 64 keys in turn. The owner of a turn makes its weights (queries times keys, softmax in
+// registers) and adds its own half of the values' dims with them; through shared memory the other warpgroup gets them
+// for the other half. So while one has a softmax to do, the other's products keep the tensor cores busy. A third
+// warpgroup gathers keys into two tiles, one a warpgroup, in groups of dims that come and go by themselves. The
+// softmax's references pass from turn to turn with the weights, so there is nothing to agree upon.
+//
+// A CTA that is no part of a cluster takes one row after the other, and the gather runs ahead into the next row.
+
+#include "gather.cuh"
+#include "merge.cuh"
+
+constexpr int CHUNK = KEYS * 128;  // bytes of 64 dims of 64 keys or heads
+constexpr int PAIR_BARRIER = 6;
+
+// Parts of a tile that come and go by themselves: dims past the values, and the halves of the values' dims: that of the
+// turn's owner, which is done with first, and the other's.
+enum Group { ROPE = 0, NEAR = 1, FAR = 2, GROUPS = 3 };
+
+// Values are done with, and their room is free for other keys, by halves of a turn's keys.
+constexpr int PARTS = 2;
+
+template <int DIM>
+struct PairLayout {
+  static constexpr int HEADS = 64, CHUNKS = DIM / 64;
+  static constexpr float FACTOR = 1.f;
+  static constexpr int THREADS = 384, WORKERS = 256;
+  // The last chunk of queries lives in registers: it saves room, and shared memory is as busy as the tensor cores are.
+  static constexpr int QUERY_CHUNKS = CHUNKS - 1;
+  static constexpr Group FIRST = CHUNKS > 8 ? ROPE : NEAR;
+  static constexpr int QUERY = 0;
+  static constexpr int WEIGHTS = QUERY + QUERY_CHUNKS * CHUNK;  // of a warpgroup's turn; at the end its results
+  static constexpr int TILES = WEIGHTS + 2 * CHUNK;
+  static constexpr int TILE = CHUNKS * CHUNK;
+  static constexpr int FACTORS = QUERY, PARTIAL = TILES, PARTIAL_PITCH = 2080;
+  static constexpr int COLUMNS = TILES + (2 * TILE > HEADS * PARTIAL_PITCH ? 2 * TILE : HEADS * PARTIAL_PITCH);
+  static constexpr int REFERENCES = COLUMNS + HEADS * 8;  // float a head, of the latest turn
+  static constexpr int SUMS = REFERENCES + HEADS * 4;     // float a head, of each warpgroup, of even and odd rows
+  static constexpr int LIVE = SUMS + 4 * HEADS * 4;       // u32 a tile and warp: which of its 16 keys count
+  static constexpr int FULL = LIVE + 2 * 16;              // by tile and group, FREE by part of the keys as well
+  static constexpr int FREE = FULL + 2 * GROUPS * 8;
+  static constexpr int WEIGHTS_FULL = FREE + 2 * GROUPS * 4 * 8;
+  static constexpr int QUERY_FULL = WEIGHTS_FULL + 2 * 8;
+  static constexpr int QUERY_FREE = QUERY_FULL + 8;
+  static constexpr int BYTES = QUERY_FREE + 8;
+  static_assert(BYTES <= 232448, "more shared memory than an SM has");
+};
+
+template <class L>
+DEVICE u32 full_barrier(u32 shared, int tile, Group group) {
+  return shared + L::FULL + (tile * GROUPS + group) * 8;
+}
+
+template <class L>
+DEVICE u32 free_barrier(u32 shared, int tile, Group group, int part) {
+  return shared + L::FREE + ((tile * GROUPS + group) * PARTS + part) * 8;
+}
+
+// The n-th row of the launch: tiles of heads of one token are neighbours.
+DEVICE Row nth_row(const Params& p, int n) {
+  const int of_token = p.head_tiles * p.parts, token = n / of_token;
+  return clusters_row(p, token, n - token * of_token);
+}
+
+DEVICE int rows_at_once() { return gridDim.x / cluster_size(); }
+
+// Of a head of the row's tile; heads past the last repeat it.
+template <class L>
+DEVICE const u16* query_of(const Params& p, const Row& row, int head) {
+  return p.q + row.token * p.q_token_stride + min(row.tile * L::HEADS + head, p.num_heads - 1) * p.q_head_stride;
+}
+
+// ---- the gather -----------------------------------------------------------------------------------------------------
+
+template <class L, int CHUNK_ = 0>
+DEVICE void copy_query(u32 to, const u16* from) {
+  if constexpr (CHUNK_ < L::QUERY_CHUNKS) {
+    copy_16<CHUNK_ * CHUNK, CHUNK_ * 128>(to, from);
+    copy_query<L, CHUNK_ + 1>(to, from);
+  }
+}
+
+template <class L>
+DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread) {
+  hold(thread);  // here, and not before the loop over turns: that has no registers to spare
+  const int unit = thread % 8, first = thread / 8;
+  const u32 to = shared + L::QUERY + first * 128 + ((unit ^ first) & 7) * 16;
+#pragma unroll 1
+  for (int i = 0; i < L::HEADS / 16; ++i) copy_query<L>(to + i * 2048, query_of<L>(p, row, first + i * 16) + unit * 8);
+}
+
+// The next row's queries come from memory while this row is at work.
+template <class L>
+DEVICE void prefetch_queries(const Params& p, const Row& row, int thread) {
+  if (row.token >= p.num_tokens) return;
+  hold(thread);
+  const u16* from = query_of<L>(p, row, thread / 2);
+  for (int chunk = thread % 2; chunk < L::CHUNKS; chunk += 2) prefetch_to_l2(from + chunk * 64);
+}
+
+// `a` if `first`, else `b`.
+DEVICE Row either(bool first, const Row& a, const Row& b) {
+  Row row = b;
+  if (first) row = a;
+  return row;
+}
+
+template <class L>
+DEVICE void bring_queries(const Params& p, const Row& row, u32 shared, u32& parity, int thread) {
+  mbarrier_wait(shared + L::QUERY_FREE, parity);
+  parity ^= 1;
+  copy_queries<L>(p, row, shared, thread);
+  arrive_when_copied(shared + L::QUERY_FULL);
+}
+
+// The keys of a turn into tile T, and the row's queries where they are free later than half of the tile.
+template <class L, int T>
+DEVICE void copy_turn(const Params& p, const Row& row, const OwnRows& own, u32 alive, u32 shared, u32 place, u32 parity,
+                      bool queries, u32& query_parity, int warp, int thread) {
+  const u32 tile = place + T * L::TILE;
+  if (L::FIRST == ROPE) {
+    mbarrier_wait(free_barrier<L>(shared, T, ROPE, 0), parity);
+    copy_chunks<8, L::CHUNKS>(own, tile);
+    arrive_when_copied(full_barrier<L>(shared, T, ROPE));
+  }
+  mbarrier_wait(free_barrier<L>(shared, T, NEAR, 0) + warp * PARTS / 4 * 8, parity);
+  if (thread % 32 == 0) {
+    store_shared_4(shared + L::LIVE + T * 16 + warp * 4, alive);
+    mbarrier_arrive(full_barrier<L>(shared, T, NEAR));
+  }
+  copy_chunks<T * 4, T * 4 + 4>(own, tile);
+  arrive_when_copied(full_barrier<L>(shared, T, NEAR));
+  if (T == 0 && queries) bring_queries<L>(p, row, shared, query_parity, thread);
+  mbarrier_wait(free_barrier<L>(shared, T, FAR, 0) + warp * PARTS / 4 * 8, parity);
+  copy_chunks<4 - T * 4, 8 - T * 4>(own, tile);
+  arrive_when_copied(full_barrier<L>(shared, T, FAR));
+}
+
+// An index is read two turns ahead and the block table one ahead, in the next row as well, so that this waits for
+// nothing but room.
+template <class L>
+DEVICE void gather_rows(const Params& p, u32 shared, int thread) {
+  using R = PlainRows<L::CHUNKS * 128>;
+  hold(thread);  // in a register, as the addresses
+  const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, step = rows_at_once();
+  hold(shared);
+  u32 place = own_place(shared + L::TILES, warp, lane);
+  hold(place);
+  int n = cluster_index(), request = 0, index = -1;  // the index is of the turn after the key's
+  Row row = nth_row(p, n);
+  Key key;
+  bool ahead = false;
+  u32 parity[2] = {1, 1}, query_parity = 1;
+  while (row.token < p.num_tokens) {
+    const int turns = turns_of(row);
+    if (!ahead) {
+      request = request_of(p, row);
+      index = index_at(p, row, row.first, warp, lane);
+      if (turns) bring_queries<L>(p, row, shared, query_parity, thread);
+      key = key_at<R>(p, row, row.first, request, index);
+    }
+    const Row next = nth_row(p, n += step);
+    const int next_request = request_of(p, next);
+    // of this row's turn and of those of the next row behind it
+    auto index_of = [&](int turn) {
+      const bool over = turn >= turns;
+      return index_at(p, either(over, next, row), turn + (over ? next.first - turns : row.first), warp, lane);
+    };
+    if (!ahead || turns == 1) index = index_of(1);
+    for (int turn = 0; turn < turns; ++turn) {
+      const OwnRows own = own_rows(key.row, lane);
+      const u32 alive = __ballot_sync(~0u, key.live);
+      const bool ends = turn + 1 == turns;
+      const Cache& cache =
+          p.caches[ends ? next.first >= next.main_turns : row.first + turn + 1 >= row.main_turns];  // of the next turn
+      const Place later = place_at(cache, ends ? next_request : request, index);
+      index = index_of(turn + 2);
+      if (turn & 1)
+        copy_turn<L, 1>(p, row, own, alive, shared, place, parity[1], false, query_parity, warp, thread);
+      else
+        copy_turn<L, 0>(p, row, own, alive, shared, place, parity[0], ahead && turn == 0, query_parity, warp, thread);
+      if (turn == 0) prefetch_queries<L>(p, next, thread);
+      parity[0] ^= ~turn & 1, parity[1] ^= turn & 1;
+      key = key_of<R>(p, cache, later);
+    }
+    row = next, request = next_request, ahead = turns > 0;
+  }
+}
+
+// ---- scores, softmax and values -------------------------------------------------------------------------------------
+
+// What a warpgroup keeps of a row. A thread has heads `head` and `head` + 8.
+struct State {
+  float o[128];  // heads by 256 dims
+  float reference[2], sum[2];
+  u32 query[16];  // the last chunk
+};
+
+// This thread's share of the last 64 dims, as wgmma's first operand.
+template <class L>
+DEVICE void load_query_fragments(const Params& p, const Row& row, State& state, int head, int t) {
+  const u32* from[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    from[i] = reinterpret_cast<const u32*>(query_of<L>(p, row, head + 8 * i) + L::QUERY_CHUNKS * 64) + t;
+#pragma unroll
+  for (int e = 0; e < 16; ++e) state.query[e] = __ldg(from[e & 1] + e / 4 * 8 + (e & 2) * 2);
+}
+
+// Products of the queries with one group of a tile's dims.
+template <class L, int TILE, Group GROUP>
+DEVICE void multiply_queries(float (&s)[32], const State& state, u32 shared, u32 parity) {
+  constexpr int FIRST = GROUP == ROPE ? 8 : (TILE ^ (GROUP == FAR)) * 4, COUNT = GROUP == ROPE ? 1 : 4;
+  mbarrier_wait(full_barrier<L>(shared, TILE, GROUP), parity);
+  fence_async_shared();
+  const u64 query = tile_descriptor(shared + L::QUERY, 1024, 16),
+            keys = tile_descriptor(shared + L::TILES + TILE * L::TILE, 1024, 16);
+  wgmma_fence();
+#pragma unroll
+  for (int chunk = FIRST; chunk < FIRST + COUNT; ++chunk)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int add = GROUP != L::FIRST || chunk > FIRST || k > 0;
+      if (chunk < L::QUERY_CHUNKS)
+        wgmma_heads_by_keys(s, query + (chunk * CHUNK + k * 32) / 16, keys + (chunk * CHUNK + k * 32) / 16, add);
+      else
+        wgmma_bfloat16(s, state.query + k * 4, keys + (chunk * CHUNK + k * 32) / 16, add);
+    }
+  wgmma_commit();
+}
+
+DEVICE void change_references(State& state, float first, float second) {
+  const float alpha[2] = {exp2_approx(state.reference[0] - first), exp2_approx(state.reference[1] - second)};
+#pragma unroll
+  for (int e = 0; e < 128; ++e) state.o[e] *= alpha[e >> 1 & 1];
+  state.sum[0] *= alpha[0], state.sum[1] *= alpha[1];
+  state.reference[0] = first, state.reference[1] = second;
+}
+
+// Products of weights, in registers or in shared memory, with the values at a descriptor.
+template <class A>
+DEVICE void multiply_values(State& state, A weights, u64 values, int step) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    wgmma_heads_by_dims_bfloat16(state.o, weights + k * step, values + k * 128);
+    if ((k + 1) * PARTS % 4 == 0) wgmma_commit();
+  }
+}
+
+// Waits for those products, behind which LATER groups of others were begun.
+template <class L, int TILE, Group GROUP, int LATER, int PART = 0>
+DEVICE void release_values(u32 shared, int lane) {
+  if constexpr (PART < PARTS) {
+    wgmma_wait<LATER + PARTS - 1 - PART>();
+    if (lane == 0) mbarrier_arrive(free_barrier<L>(shared, TILE, GROUP, PART));
+    release_values<L, TILE, GROUP, LATER, PART + 1>(shared, lane);
+  }
+}
+
+// This warpgroup's half of the values of the other's turn, begun.
+template <class L, int W>
+DEVICE void add_other(State& state, u32 shared, int head, u32 parity) {
+  mbarrier_wait(shared + L::WEIGHTS_FULL + (W ^ 1) * 8, parity);
+  mbarrier_wait(full_barrier<L>(shared, W ^ 1, FAR), parity);  // long since full: now to this warpgroup's knowledge
+  fence_async_shared();
+  const float first = load_shared_float(shared + L::REFERENCES + head * 4),
+              second = load_shared_float(shared + L::REFERENCES + head * 4 + 32);
+  if (__any_sync(~0u, first != state.reference[0] || second != state.reference[1])) {
+    wgmma_wait<0>();
+    hold(state.o);
+    change_references(state, first, second);
+  }
+  const u64 weights = tile_descriptor(shared + L::WEIGHTS + (W ^ 1) * CHUNK, 1024, 16),
+            values = tile_descriptor(shared + L::TILES + (W ^ 1) * L::TILE + W * 4 * CHUNK, 1024, CHUNK);
+  hold(state.o);
+  multiply_values(state, weights, values, 2);
+}
+
+// Scores into weights relative to the references, whether or not those do: true if a weight is far too large.
+DEVICE bool weigh(const float (&s)[32], float scale, const State& state, u32 (&weights)[16], float (&sum)[2]) {
+  sum[0] = sum[1] = 0.f;
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float reference = state.reference[i & 1], a = exp2_approx(fmaf(s[2 * i], scale, -reference)),
+                b = exp2_approx(fmaf(s[2 * i + 1], scale, -reference));
+    sum[i & 1] += a + b;
+    weights[i] = pack_bfloat16(a, b);
+    largest = larger_bfloat16(largest, weights[i]);
+  }
+  constexpr float LIMIT = 1 << static_cast<int>(REFERENCE_SLACK);
+  return fmaxf(low_bfloat16(largest), high_bfloat16(largest)) > LIMIT;
+}
+
+// Weights, and the references that they are relative to if those are new, for the other warpgroup.
+template <class L, int W>
+DEVICE void hand_over(const State& state, const u32 (&weights)[16], u32 shared, bool moved, int head, int warp,
+                      int lane) {
+  if (moved && lane % 4 == 0) {
+    store_shared_float(shared + L::REFERENCES + head * 4, state.reference[0]);
+    store_shared_float(shared + L::REFERENCES + head * 4 + 32, state.reference[1]);
+  }
+  const u32 to = shared + L::WEIGHTS + W * CHUNK + (warp * 16 + lane % 16) * 128;
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    store_matrices(to + (((k * 2 + lane / 16) ^ lane) & 7) * 16, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2],
+                   weights[4 * k + 3]);
+  fence_async_shared();
+  __syncwarp();
+  if (lane == 0) mbarrier_arrive(shared + L::WEIGHTS_FULL + W * 8);
+}
+
+// Scores of this warpgroup's turn into weights, in registers and in shared memory. `settle` waits for `o`, which wgmma
+// may have in hands: a usual turn does not need it.
+template <class L, int W, class Settle>
+DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)[16], u32 shared, bool first, int head,
+                   int warp, int lane, Settle settle) {
+  const uint4 alive = load_shared_16(shared + L::LIVE + W * 16);
+  float scale = p.scale_log2;
+  if ((alive.x & alive.y & alive.z & alive.w) != 0xffff) {
+    const u32 words[4] = {alive.x, alive.y, alive.z, alive.w};
+#pragma unroll
+    for (int e = 0; e < 32; ++e) {
+      const int key = e / 4 * 8 + (e & 1);
+      s[e] = words[key / 16] >> (key % 16 + lane % 4 * 2) & 1 ? s[e] * scale : -INFINITY;
+    }
+    scale = 1.f;
+  }
+  float sum[2];
+  const bool moves = first || __any_sync(~0u, weigh(s, scale, state, weights, sum));  // the first turn sets them
+  if (!moves) hand_over<L, W>(state, weights, shared, false, head, warp, lane);
+  settle();
+  if (moves) {
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int e = 0; e < 32; ++e) top[e >> 1 & 1] = fmaxf(top[e >> 1 & 1], s[e] * scale);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
+      top[i] = fmaxf(fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2)), state.reference[i]);
+    }
+    change_references(state, top[0], top[1]);
+    weigh(s, scale, state, weights, sum);
+    hand_over<L, W>(state, weights, shared, true, head, warp, lane);
+  }
+  state.sum[0] += sum[0], state.sum[1] += sum[1];
+}
+
+// This warpgroup's half of the values of its own turn, to the end.
+template <class L, int W>
+DEVICE void add_own(State& state, u32 (&weights)[16], u32 shared, int lane) {
+  const u64 values = tile_descriptor(shared + L::TILES + W * L::TILE + W * 4 * CHUNK, 1024, CHUNK);
+  hold(state.o);
+  hold(weights);
+  multiply_values<const u32*>(state, weights, values, 4);
+  release_values<L, W, NEAR, 0>(shared, lane);
+  hold(state.o);
+}
+
+// The end of a row: results of a CTA by itself, or partial ones of a cluster. Both warpgroups come here.
+template <class L>
+DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
+                       int warp, int lane, int thread) {
+  const u32 sums = shared + L::SUMS + (row_parity * 2 * L::HEADS + head) * 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    state.sum[i] += __shfl_xor_sync(~0u, state.sum[i], 1);
+    state.sum[i] += __shfl_xor_sync(~0u, state.sum[i], 2);
+    if (lane % 4 == 0) store_shared_float(sums + (half * L::HEADS + i * 8) * 4, state.sum[i]);
+  }
+  named_barrier<PAIR_BARRIER, 256>();  // nobody needs this row's tiles and weights any more
+#pragma unroll
+  for (int i = 0; i < 2; ++i) state.sum[i] += load_shared_float(sums + ((half ^ 1) * L::HEADS + i * 8) * 4);
+  if (row.splits > 1) {
+    const int t = lane % 4;
+    if (half == 0 && t == 0)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        store_shared_float2(shared + L::COLUMNS + (head + i * 8) * 8, state.sum[i],
+                            state.sum[i] == 0.f ? NO_SCORE_YET : state.reference[i]);
+#pragma unroll
+    for (int e = 0; e < 128; e += 2) {
+      const int dim = half * 256 + e / 4 * 8 + 2 * t;
+      store_shared_float2(partial_unit<L>(shared, head + (e & 2) * 4, dim / 4) + dim % 4 * 4, state.o[e],
+                          state.o[e + 1]);
+    }
+    finish<L, L::WORKERS>(p, row, shared, half * 128 + thread);
+    return;
+  }
+  float factor[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int global_head = row.tile * L::HEADS + head + i * 8;
+    const bool there = global_head < p.num_heads, none = state.sum[i] == 0.f;
+    const float lse = none ? -INFINITY : (state.reference[i] + log2f(state.sum[i])) * 0.6931471805599453f;
+    factor[i] = none ? 0.f : 1.f / state.sum[i];
+    if (p.attn_sink && there && !none) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
+    if (half == 0 && there && lane % 4 == 0)
+      p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+  }
+  // 64 dims at a time through the warp's own part of its weights
+  const u32 own = shared + L::WEIGHTS + half * CHUNK + warp * 2048, to = own + lane % 16 * 128;
+  const int local_row = lane / 8, first_head = row.tile * L::HEADS + warp * 16 + local_row;
+  u16* out = out_row(p, row, first_head) + half * 256 + lane % 8 * 8;
+#pragma unroll
+  for (int chunk = 0; chunk < 4; ++chunk) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float* o = state.o + chunk * 32 + k * 8;
+      store_matrices(to + (((k * 2 + lane / 16) ^ lane) & 7) * 16, pack_bfloat16(o[0] * factor[0], o[1] * factor[0]),
+                     pack_bfloat16(o[2] * factor[1], o[3] * factor[1]),
+                     pack_bfloat16(o[4] * factor[0], o[5] * factor[0]),
+                     pack_bfloat16(o[6] * factor[1], o[7] * factor[1]));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 16; r += 4) {
+      const uint4 v = load_shared_16(own + (r + local_row) * 128 + ((lane ^ (r + local_row)) & 7) * 16);
+      if (first_head + r < p.num_heads) store_streaming_16(out + r * p.out_head_stride + chunk * 64, v);
+    }
+    __syncwarp();
+  }
+}
+
+// The turns of a row that warpgroup W owns, and its half of the other's.
+template <class L, int W>
+DEVICE void attend_row(const Params& p, State& state, u32 shared, int turns, u32& own_parity, u32& other_parity,
+                       int head, int warp, int lane) {
+  constexpr Group FIRST = L::FIRST;
+  for (int turn = W; turn < turns; turn += 2) {
+    float s[32];
+    u32 weights[16];
+    if (W == 0 && turn) {
+      add_other<L, W>(state, shared, head, other_parity);
+      other_parity ^= 1;
+    }
+    multiply_queries<L, W, FIRST>(s, state, shared, own_parity);
+    if (W == 0 && turn) release_values<L, 1, FAR, 1>(shared, lane);
+    if (FIRST == ROPE) multiply_queries<L, W, NEAR>(s, state, shared, own_parity);
+    multiply_queries<L, W, FAR>(s, state, shared, own_parity);
+    if (W == 1) {
+      add_other<L, W>(state, shared, head, other_parity);
+      other_parity ^= 1;
+      wgmma_wait<PARTS>();
+    } else {
+      wgmma_wait<0>();
+      hold(state.o);
+    }
+    hold(s);
+    hold(state.query);
+    if (lane == 0 && FIRST == ROPE) mbarrier_arrive(free_barrier<L>(shared, W, ROPE, 0));
+    if (lane == 0 && turn + 2 >= turns) mbarrier_arrive(shared + L::QUERY_FREE);
+    soften<L, W>(p, state, s, weights, shared, W == 0 && turn == 0, head, warp, lane, [&] {
+      if (W == 0) return;
+      release_values<L, 0, FAR, 0>(shared, lane);
+      hold(state.o);
+    });
+    add_own<L, W>(state, weights, shared, lane);
+    own_parity ^= 1;
+  }
+  if (turns && (turns & 1) == W) {  // the last turn was the other's
+    add_other<L, W>(state, shared, head, other_parity);
+    other_parity ^= 1;
+    release_values<L, W ^ 1, FAR, 0>(shared, lane);
+    hold(state.o);
+  }
+}
+
+template <class L>
+DEVICE void attend(const Params& p, u32 shared) {
+  u32 own_parity = 0, other_parity = 0, query_parity = 0, row_parity = 0;
+  State state;
+  int n = cluster_index();
+  {
+    const int thread = threadIdx.x & 127;
+    load_query_fragments<L>(p, nth_row(p, n), state, thread / 32 * 16 + thread % 32 / 4, thread % 4);
+  }
+  while (true) {
+    int turns;
+    {
+      const Row row = nth_row(p, n);
+      if (row.token >= p.num_tokens) break;
+      turns = turns_of(row);
+    }
+#pragma unroll
+    for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
+    state.sum[0] = state.sum[1] = 0.f, state.reference[0] = state.reference[1] = NO_SCORE_YET;
+    // Code that runs once a row is the same for both warpgroups: instruction caches do not hold a kernel this long.
+    {
+      const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31,
+                half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
+      if (turns > half) mbarrier_wait(shared + L::QUERY_FULL, query_parity);
+      if (turns) query_parity ^= 1;
+      if (turns == 1 && half == 1 && lane == 0) mbarrier_arrive(shared + L::QUERY_FREE);
+      if (half == 0)
+        attend_row<L, 0>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
+      else
+        attend_row<L, 1>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
+    }
+    hold(n);
+    {
+      const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31,
+                half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
+      const Row row = nth_row(p, n);
+      n += rows_at_once();
+      const Row next = nth_row(p, n);
+      if (next.token < p.num_tokens) load_query_fragments<L>(p, next, state, head, lane % 4);
+      finish_row<L>(p, row, state, shared, row_parity, half, head, warp, lane, thread);
+    }
+    row_parity ^= 1;
+  }
+}
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
+
+template <int DIM>
+__global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_constant__ Params p) {
+  using L = PairLayout<DIM>;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = shared_address(shared_memory);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (threadIdx.x == 0) {
+    for (int tile = 0; tile < 2; ++tile)
+      for (int group = L::FIRST; group < GROUPS; ++group) {
+        // of the gather's threads, and of its warps that tell which keys count
+        mbarrier_init(full_barrier<L>(shared, tile, static_cast<Group>(group)), group == NEAR ? 132 : 128);
+        for (int part = 0; part < PARTS; ++part)
+          mbarrier_init(free_barrier<L>(shared, tile, static_cast<Group>(group), part), 4);
+      }
+    mbarrier_init(shared + L::WEIGHTS_FULL, 4), mbarrier_init(shared + L::WEIGHTS_FULL + 8, 4);
+    mbarrier_init(shared + L::QUERY_FULL, 128), mbarrier_init(shared + L::QUERY_FREE, 8);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (warpgroup == 2) {
+    fewer_registers<40>();
+    gather_rows<L>(p, shared, thread);
+    if (cluster_size() > 1) stand_by(nth_row(p, cluster_index()));
+  } else {
+    more_registers<232>();
+    attend<L>(p, shared);
+  }
+}
