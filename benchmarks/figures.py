@@ -1,4 +1,4 @@
-"""Tables of measured times against FlashMLA and the issue's targets, from the rows that benchmarks wrote with `--json`.
+"""Tables of measured times against FlashMLA, beside the targets, from the rows that benchmarks wrote with `--json`.
 
 python -m benchmarks.figures docs/results/*-h200.json docs/kernels.md
 
