@@ -87,7 +87,7 @@ def test_parts_of_dense_attention_fill_the_device(keys: Keys, capacity: int) -> 
     ],
 )
 def test_parts_of_dense_attention(num_tokens: int, num_heads: int, context: int, expected: Shape) -> None:
-    """Predicted, not measured."""
+    """The least predicted; docs/kernels.md has what some of them took."""
     found = dense_attention.choose(FP8, num_tokens, num_heads, context, AT_ONCE)
     assert found == expected
 
