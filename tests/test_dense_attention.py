@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import attention_oracle
@@ -10,10 +11,19 @@ import dense_oracle
 import pytest
 import torch
 
-import mla_ops  # noqa: F401  (registers the ops)
+import mla_ops
 from mla_ops import dispatch
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture(params=["reference", "triton", pytest.param("hopper", marks=pytest.mark.gpu)])
+def lowering(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A call that Hopper's kernel refuses is skipped with its reason."""
+    if request.param == "triton" and not dispatch.is_installed("triton"):
+        pytest.skip("Triton is not installed")
+    with dispatch.override(request.param):
+        yield request.param
 
 
 def starts(lens: list[int], device: torch.device) -> torch.Tensor:
@@ -174,14 +184,26 @@ def test_tile_table() -> None:
                 assert value_block(head_dim_v) >= head_dim_v
 
 
+ROOMS = ["", "triton", "hopper", "torch_sdpa"]
+
+
+def skip_unless_it_runs(room: str, arguments: tuple[Any, ...]) -> None:
+    reason = (
+        dispatch.unsupported_reason(room, mla_ops.meta.dense_attention.describe_prefill(*arguments)) if room else None
+    )
+    if reason is not None:
+        pytest.skip(reason)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 128)], ids=str)
-@pytest.mark.parametrize("room", ["", "triton", "torch_sdpa"], ids=["as dispatched", "triton", "torch_sdpa"])
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 128), (64, 64)], ids=str)
+@pytest.mark.parametrize("room", ROOMS, ids=["as dispatched", *ROOMS[1:]])
 def test_attention_at_real_sizes(room: str, dims: tuple[int, int], causal: bool) -> None:
     device = torch.device("cuda")
     lens_q, lens_k = [1000, 1, 0, 2049, 130], [1000, 3000, 7, 2049, 4000]
     arguments = inputs(lens_q, lens_k, (16, 16), dims, torch.bfloat16, device, padding=5)
+    skip_unless_it_runs(room, arguments)
     chosen = {"prefill_attention": room} if room else {}
     with dispatch.override(**chosen):
         out, lse = torch.ops.mla.prefill_attention(*arguments, causal=causal)
@@ -191,6 +213,23 @@ def test_attention_at_real_sizes(room: str, dims: tuple[int, int], causal: bool)
         q, k, v, starts_q, starts_k, scale, causal=causal, operand=torch.bfloat16, tokens=tokens
     )
     attention_oracle.assert_close(out, lse, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 128), (64, 64)], ids=str)
+@pytest.mark.parametrize("room", ROOMS[1:3])
+def test_lengths_beside_a_tile(room: str, dims: tuple[int, int], dtype: torch.dtype, causal: bool) -> None:
+    """Requests that end before, at and behind the end of a tile of 64, 80 or 128, and NaN behind the last of them."""
+    lens_q = [1, 0, 63, 64, 65, 127, 128, 129, 300, 2]
+    lens_k = [1, 9, 79, 64, 81, 127, 160, 129, 5, 513]
+    arguments = inputs(lens_q, lens_k, (6, 2), dims, dtype, torch.device("cuda"), padding=140)
+    skip_unless_it_runs(room, arguments)
+    for tensor, lens in zip(arguments, (lens_q, lens_k, lens_k), strict=False):
+        tensor[sum(lens) :] = math.nan
+    with dispatch.override(prefill_attention=room):
+        check(room, arguments, causal)
 
 
 @pytest.mark.gpu
@@ -229,22 +268,29 @@ def test_torch_kernels_hold_the_contract(
 
 
 @pytest.mark.gpu
-def test_a_replay_follows_the_lengths_of_the_step() -> None:
+@pytest.mark.parametrize("num_heads", [8, 32], ids=["fewer tiles than SMs", "more"])
+@pytest.mark.parametrize("room", ROOMS[1:3])
+def test_a_replay_follows_the_lengths_of_the_step(room: str, num_heads: int) -> None:
     """Captured with one batch, replayed with other lengths, fewer live tokens and an empty request."""
     device = torch.device("cuda")
-    q, k, v, *_, scale = inputs([512], [1024], (8, 8), (192, 128), torch.bfloat16, device)
+    q, k, v, *_, scale = inputs([512], [1024], (num_heads, num_heads), (192, 128), torch.bfloat16, device)
     starts_q, starts_k = starts([256, 256, 0], device), starts([512, 512, 0], device)
-    out, lse = torch.empty(512, 8, 128, dtype=q.dtype, device=device), torch.empty(512, 8, device=device)
+    out, lse = (
+        torch.empty(512, num_heads, 128, dtype=q.dtype, device=device),
+        torch.empty(512, num_heads, device=device),
+    )
     arguments = (q, k, v, starts_q, starts_k, 512, 1024, scale)
-    torch.ops.mla.prefill_attention.out(*arguments, out=out, lse=lse)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    skip_unless_it_runs(room, arguments)
+    with dispatch.override(prefill_attention=room):
         torch.ops.mla.prefill_attention.out(*arguments, out=out, lse=lse)
-    for lens_q, lens_k in (([512, 0, 0], [1024, 0, 0]), ([1, 0, 300], [700, 9, 300]), ([0, 0, 0], [0, 0, 0])):
-        starts_q.copy_(starts(lens_q, device))
-        starts_k.copy_(starts(lens_k, device))
-        out.fill_(math.nan)
-        graph.replay()
-        eager = torch.ops.mla.prefill_attention(*arguments)
-        assert torch.equal(out, eager[0])
-        assert torch.equal(lse, eager[1])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.ops.mla.prefill_attention.out(*arguments, out=out, lse=lse)
+        for lens_q, lens_k in (([512, 0, 0], [1024, 0, 0]), ([1, 0, 300], [700, 9, 300]), ([0, 0, 0], [0, 0, 0])):
+            starts_q.copy_(starts(lens_q, device))
+            starts_k.copy_(starts(lens_k, device))
+            out.fill_(math.nan)
+            graph.replay()
+            eager = torch.ops.mla.prefill_attention(*arguments)
+            assert torch.equal(out, eager[0])
+            assert torch.equal(lse, eager[1])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from mla_ops.kernels.hopper import dense_attention
+from mla_ops.dispatch import Call
+from mla_ops.kernels.hopper import dense_attention, prefill_attention
 from mla_ops.kernels.hopper.launch import (
     KERNELS,
     SPLITS,
@@ -105,3 +108,46 @@ def test_a_table_without_requests_has_no_keys() -> None:
         assert cache_params(cache, chosen, lens, table, 256)[7] == columns
         assert cache_params(cache, chosen, lens, table[:0], 256)[7] == 0
         assert cache_params(cache, chosen, lens, None, 256)[7] == columns
+
+
+@pytest.mark.parametrize(
+    ("num_kv", "num_heads", "num_kv_heads", "expected"),
+    [(8192, 16, 16, 6), (4096, 128, 128, 12), (2**20, 128, 128, 1), (2**20, 128, 8, 16), (1, 128, 128, 128)],
+)
+def test_heads_of_a_prefill_that_share_l2(num_kv: int, num_heads: int, num_kv_heads: int, expected: int) -> None:
+    """Keys and values of 192/128; heads that read the same ones are not parted."""
+    assert prefill_attention.heads_together(num_kv, num_heads, num_kv_heads, 640) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": torch.float32}, "bfloat16 or float16"),
+        ({"head_dim": 96}, "these are 96/128"),
+        ({"head_dim_v": 64}, "192/128, 128/128, 64/64, 256/256"),
+    ],
+)
+def test_what_prefill_refuses(change: dict[str, Any], words: str) -> None:
+    call = Call("prefill_attention", torch.device("cuda", 0), torch.bfloat16, head_dim=192, head_dim_v=128)
+    assert words in str(prefill_attention.prefill_reason(call._replace(**change)))
+
+
+def test_strides_that_bulk_copies_do_not_take_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd strides, rows that are all the same, bases beside 16 bytes; not a stride that no element is reached by."""
+    seen: list[Any] = []
+    monkeypatch.setattr(prefill_attention, "_tensor_map", lambda *key: seen.append(key) or b"")
+    whole = torch.zeros(9, 4, 136, dtype=torch.bfloat16)
+    for tensor, copied in (
+        (whole[:, 1:3, 8:72], False),
+        (whole[:, 1:3, 3:67], True),
+        (whole[:, :1, :64].as_strided((9, 1, 64), (544, 7, 1)), False),
+        (whole[:, :1, :64].expand(9, 2, 64), True),
+        (torch.zeros(9, 4, 67, dtype=torch.bfloat16)[..., :64], True),
+        (torch.zeros(9 * 64 + 1, dtype=torch.bfloat16)[1:].view(9, 1, 64), True),
+    ):
+        found, _ = prefill_attention._in_boxes(tensor, 128)
+        assert (found.data_ptr() != tensor.data_ptr()) == copied
+        assert torch.equal(found, tensor)
+        address, _, shape, strides, rows = seen[-1]
+        assert (address, shape, strides, rows) == (found.data_ptr(), tuple(tensor.shape), found.stride(), 128)
+        assert address % 16 == 0

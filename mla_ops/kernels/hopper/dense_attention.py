@@ -1,4 +1,5 @@
-"""Dense MLA over a paged cache on SM90: the sparse kernels, told that every position was chosen.
+"""Dense MLA on SM90: prefill, in a file of its own, and paged attention by the sparse kernels, told that every position
+was chosen.
 
 Without indices a turn's keys are neighbours within a block, and the gather takes 16 of them in one copy. A row's keys
 are shared among up to 16 CTAs of a cluster; where that leaves SMs idle, several clusters take a part of them each, and
@@ -27,6 +28,7 @@ from .launch import (
     predicted_us,
     tiles_for,
 )
+from .prefill_attention import prefill_attention, prefill_reason
 
 SPARSE = "paged_sparse_attention"
 MAX_KEYS = 2**31 - KEYS  # of a row: positions are 32 bits
@@ -122,4 +124,7 @@ def paged_attention(
         merge_attention_states_stacked(part_out, part_lse, out=out, lse=lse)
 
 
-LOWERINGS = {"paged_attention": Lowering(paged_attention, paged_reason)}
+LOWERINGS = {
+    "paged_attention": Lowering(paged_attention, paged_reason),
+    "prefill_attention": Lowering(prefill_attention, prefill_reason),
+}

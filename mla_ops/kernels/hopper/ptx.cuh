@@ -48,6 +48,14 @@ DEVICE void named_barrier() {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
+DEVICE void named_barrier(int id, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // A named barrier that tells every thread whether any of them brought `value`.
 template <int ID, int THREADS>
 DEVICE bool named_barrier_any(bool value) {
@@ -150,6 +158,20 @@ DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrie
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
       "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// What the driver encodes for `copy_box`.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+// A box of a tensor in three dims, the fastest first; zeros where it leaves the tensor.
+DEVICE void copy_box(u32 destination, const TensorMap& map, int x, int y, int z, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(destination),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
 
