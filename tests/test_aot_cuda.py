@@ -53,8 +53,6 @@ class Variant:
 STACK = {
     "sparse_attention<32, FP8_DS_MLA, true>": 24,
     "sparse_attention<32, FP8_DS_MLA_V4, true>": 24,
-    "sparse_attention_bf16<16, 576, 2>": 8,
-    "sparse_attention_bf16<16, 512, 2>": 8,
 }
 
 KERNELS = [

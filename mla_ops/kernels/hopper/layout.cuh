@@ -38,11 +38,35 @@ constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, FACTOR_BARRIER = 3, RESULT_B
 
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
 
+constexpr int MAX_SPLITS = 16;
+
+// At the end of a row each CTA of a cluster adds up its share of all packets. A packet is QUADS times four accumulators
+// of each lane of one of the eight warps that accumulate, in the order of registers; a warp's packets follow one
+// another.
+template <int HEADS>
+struct Packets {
+  static constexpr int QUADS = HEADS == 64 ? 2 : 1;
+  static constexpr int BYTES = QUADS * 512;
+  static constexpr int OF_A_WARP = HEADS / 2 / QUADS;
+  static constexpr int COUNT = 8 * OF_A_WARP;
+  static constexpr int ROOM = (COUNT + MAX_SPLITS - 1) * BYTES;  // for a share, from every CTA
+};
+
+// Where the queries were, after the last turn.
+template <int HEADS, int QUERY>
+struct Ends {
+  static constexpr int FACTORS = QUERY;                           // float32 [HEADS, 16]: what each CTA's part counts
+  static constexpr int FACTORS_PITCH = 80;                        // bytes: heads of a load meet different banks
+  static constexpr int STATES = FACTORS + HEADS * FACTORS_PITCH;  // float2 [16, HEADS]: sum and reference from each CTA
+  static constexpr int SUMS = STATES + HEADS * 128;               // float32 [32, HEADS]: of this CTA
+};
+
 template <int HEADS_, Format FORMAT>
 struct Layout {
   static constexpr int HEADS = HEADS_;
   using R = Rows<FORMAT>;
   static constexpr float FACTOR = R::FACTOR;
+  static constexpr bool PERMUTED = true;  // dims, see `dim_of_row`
   // A warpgroup each for scores, values (two) and the gather, and a second for scores where registers allow it.
   static constexpr int THREADS = HEADS == 64 ? 512 : 640;
   static constexpr int QUERY_THREADS = THREADS - 128;  // all but those that gather
@@ -59,8 +83,8 @@ struct Layout {
   static constexpr int RAW = VALUES + VALUE_BYTES;
   static constexpr int RAW_SLOT = 16 * R::BYTES;
   static constexpr int COLUMNS =
-      RAW + SLOTS * RAW_SLOT;  // float2 a head: factor and reference, at the end sum and reference
-  static constexpr int ALPHA = COLUMNS + HEADS * 8;  // float a head, at the end the factor of the result
+      RAW + SLOTS * RAW_SLOT;  // float2 a head: factor and reference, at the end the factor of the result
+  static constexpr int ALPHA = COLUMNS + HEADS * 8;  // float a head
   static constexpr int LIVE = ALPHA + HEADS * 4;     // u32 a slot: which of its 16 keys count
   // Scales of a slot's keys: in their rows, or brought beside them.
   static constexpr int SCALES = (R::SCALES_APART ? LIVE + SLOTS * 4 : RAW) + R::SCALES_AT;
@@ -73,16 +97,19 @@ struct Layout {
   static constexpr int VALUES_FREE = WEIGHTS_FULL + 8;      // of 128 dims each
   static constexpr int FACTORS_FULL = VALUES_FREE + 4 * 8;  // of a row, in a CTA that walks
   static constexpr int FACTORS_FREE = FACTORS_FULL + 8;
-  static constexpr int SCORES_FULL = FACTORS_FREE + 8;  // of even and odd turns
+  static constexpr int STATES_FULL = FACTORS_FREE + 8;  // in a cluster
+  static constexpr int PACKETS_FULL = STATES_FULL + 8;
+  static constexpr int SCORES_FULL = PACKETS_FULL + 8;  // of even and odd turns
   static constexpr int SCORES_FREE = SCORES_FULL + 2 * 8;
   static constexpr int NUM_BARRIERS = ((HEADS == 64 ? SCORES_FULL : SCORES_FREE + 2 * 8) - BARRIERS) / 8;
   static constexpr int SCORES = (SCORES_FREE + 2 * 8 + 15) / 16 * 16;  // float32 [2, 64, HEADS]
   static constexpr int BYTES = HEADS == 64 ? SCORES_FULL : SCORES + 2 * HEADS * 256;
-  static constexpr int FACTORS = QUERY;  // float32 [HEADS, 16], after the last turn: what each part of a cluster counts
-  static constexpr int TABLE = VALUES;   // float32 [64, HEADS]: scores and weights of a wide turn
-  static constexpr int PARTIAL = VALUES;  // after the last turn: float32 [HEADS, 512], rows this many bytes apart
-  static constexpr int PARTIAL_PITCH = HEADS == 64 ? 2080 : 2048;
-  static_assert(PARTIAL + HEADS * PARTIAL_PITCH <= COLUMNS, "partial results overlap the columns");
+  static constexpr int TABLE = VALUES;  // float32 [64, HEADS]: scores and weights of a wide turn
+  using End = Ends<HEADS, QUERY>;
+  // Up to 32 heads packets have room where nothing is needed once the last weights are there.
+  static constexpr bool EARLY = HEADS < 64;
+  static constexpr int PACKETS = EARLY ? RAW : WEIGHTS;
+  static_assert(PACKETS + Packets<HEADS>::ROOM <= COLUMNS, "packets overlap the columns");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
 

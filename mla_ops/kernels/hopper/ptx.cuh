@@ -41,6 +41,18 @@ DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// The same for what CTAs of the cluster sent.
+DEVICE void mbarrier_wait_cluster(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 // ---- barriers and fences --------------------------------------------------------------------------------------------
 
 template <int ID, int THREADS>
@@ -108,14 +120,9 @@ DEVICE u32 cluster_index() {  // along the grid's first axis
   return index;
 }
 
-// A barrier of all threads of a cluster, in two halves. What a CTA's threads wrote is seen by the others if one warp
-// releases after a barrier of the CTA; a release in every thread would wait for all of their stores to global memory.
-DEVICE void cluster_arrive(bool release) {
-  if (release)
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  else
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
+// A barrier of all threads of a cluster, in two halves. It orders nothing that a thread wrote: a release would wait for
+// its stores to global memory.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
@@ -125,25 +132,24 @@ DEVICE u32 peer_address(u32 address, u32 rank) {
   return peer;
 }
 
-// Zeros where there is nothing to load.
-DEVICE float4 load_peer_float4_if(bool there, u32 address) {
-  float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+// To a peer's shared memory; the barrier, which lies there too, counts the bytes when they can be read.
+DEVICE void send_float2(u32 address, u32 barrier, float a, float b) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(a), "f"(b), "r"(barrier)
+               : "memory");
+}
+
+// An address `here` is this CTA's own, which no barrier counts.
+DEVICE void send_float4_unless(bool here, u32 address, u32 barrier, float a, float b, float c, float d) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
-      "setp.ne.u32 p, %5, 0;\n"
-      "@p ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-      "}"
-      : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
-      : "r"(address), "r"(static_cast<u32>(there))
+      "setp.ne.u32 p, %6, 0;\n"
+      "@p st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n"
+      "@!p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n"
+      "}" ::"r"(address),
+      "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier), "r"(static_cast<u32>(here))
       : "memory");
-  return v;
-}
-
-DEVICE float2 load_peer_float2(u32 address) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
 }
 
 // ---- copies ---------------------------------------------------------------------------------------------------------
@@ -272,6 +278,21 @@ DEVICE float load_shared_float(u32 address) {
 DEVICE float2 load_shared_float2(u32 address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+// Zeros where there is nothing to load.
+DEVICE float4 load_shared_float4_if(bool there, u32 address) {
+  float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "@p ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+      : "r"(address), "r"(static_cast<u32>(there))
+      : "memory");
   return v;
 }
 

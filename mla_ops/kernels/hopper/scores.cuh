@@ -349,9 +349,10 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
           s[e] = ((e & 2) ? live_1 : live_0) ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] : -INFINITY;
       }
       // The highest score of each head in this turn, and with it the head's reference.
+      const int worker = opaque(thread);
 #pragma unroll
       for (int j = 0; j < TILES; ++j)
-        store_shared_float2(scratch + ((warp * 8 + g) * HEADS + j * 8 + 2 * t) * 4, fmaxf(s[4 * j], s[4 * j + 2]),
+        store_shared_float2(scratch + (worker / 4 * HEADS + j * 8 + worker % 4 * 2) * 4, fmaxf(s[4 * j], s[4 * j + 2]),
                             fmaxf(s[4 * j + 1], s[4 * j + 3]));
       named_barrier<SCORE_BARRIER, 128>();
       if (thread < HEADS) {
@@ -401,33 +402,33 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
   }
 
-  // The sum of each head, over lanes and warps; `scratch` is free once the last products are done.
-  if (WALK) named_barrier<SCORE_BARRIER, 128>();
-  if (!WALK && turns)
-    for (int piece = 0; piece < 4; ++piece) mbarrier_wait(shared + L::VALUES_FREE + piece * 8, (turns - 1) & 1);
-  const u32 columns = WALK ? shared + L::QUERY : scratch;  // queries have had their last product
+  // The sum of each head, over lanes and warps, where the queries were.
+  if (WALK)
+    named_barrier<SCORE_BARRIER, 128>();
+  else
+    open_to_peers(row);
+  const u32 columns = shared + L::End::SUMS;
+  const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
 #pragma unroll
   for (int j = 0; j < TILES; ++j)
-    store_shared_float2(columns + ((warp * 8 + g) * HEADS + j * 8 + 2 * t) * 4, sums[2 * j], sums[2 * j + 1]);
+    store_shared_float2(columns + (worker / 4 * HEADS + j * 8 + worker % 4 * 2) * 4, sums[2 * j], sums[2 * j + 1]);
   named_barrier<SCORE_BARRIER, 128>();
-  const int head = thread, global_head = row.tile * HEADS + head;
+  const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   float total = 0.f, reference = 0.f;
-  if (head < HEADS) {
+  if (!WALK || worker < HEADS) {
 #pragma unroll 8
     for (int k = 0; k < 32; ++k) total += load_shared_float(columns + (k * HEADS + head) * 4);
     reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   }
-  if (!WALK && head < HEADS) store_shared_float2(shared + L::COLUMNS + head * 8, total, reference);
   if (WALK || (HEADS == 64 && row.splits == 1)) {
-    if (head < HEADS) {
+    if (worker < HEADS) {
       const float lse = total == 0.f ? -INFINITY : (reference + log2f(total)) * 0.6931471805599453f;
       float factor = total == 0.f ? 0.f : 1.f / R::FACTOR / total;
       if (global_head < p.num_heads) {
         if (p.attn_sink) factor /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
         p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
       }
-      store_shared_float(WALK ? shared + L::COLUMNS + head * 8 : shared + L::ALPHA + head * 4,
-                         total == 0.f ? 0.f : factor);
+      store_shared_float(shared + L::COLUMNS + head * 8, total == 0.f ? 0.f : factor);
     }
     if (WALK) {
       __syncwarp();
@@ -436,6 +437,11 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
       named_barrier<FACTOR_BARRIER, 384>();
     }
   } else if constexpr (!WALK) {
-    finish<L>(p, row, shared, thread);
+    const Shares shares = shares_of<L>(row, shared, worker % 32);
+    await_peers(row);
+    for (int part = worker / HEADS; part < row.splits; part += 128 / HEADS)
+      send_state<L>(row, shared, part, head, total, reference);
+    weigh_parts<L>(p, row, shared, worker / 32, worker % 32);
+    finish<L>(p, row, shared, shares, worker / 32, worker % 32);
   }
 }

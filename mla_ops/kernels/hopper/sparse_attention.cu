@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
       if (barrier >= L::RAW_FREE && barrier < L::WEIGHTS_FULL) arrivals = SCORERS;
       if (barrier == L::WEIGHTS_FULL) arrivals = 4 * SCORERS;
       if (barrier == L::FACTORS_FREE) arrivals = 8;
+      if (barrier == L::STATES_FULL || barrier == L::PACKETS_FULL) arrivals = 1;
       mbarrier_init(shared + barrier, arrivals);
       fence_barrier_init();
     }
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
       if (row.token >= p.num_tokens) return;
       index = index_at(p, row, row.first, warp, lane);
     }
-    stand_by(row);
+    stand_by<L>(row, shared, true, thread);
     return;
   }
   load_queries<HEADS, FORMAT, L::QUERY_THREADS, 8>(p, row, shared, threadIdx.x, false, 0);
@@ -89,6 +90,6 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     do {
       score_rest<HEADS, FORMAT>(row, shared, thread, at);
     } while (WALK && next_queries());
-    if (!WALK) stand_by(row);
+    if (!WALK) stand_by<L>(row, shared, false, thread);
   }
 }

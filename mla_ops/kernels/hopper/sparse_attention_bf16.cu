@@ -12,6 +12,7 @@ template <int HEADS_, int DIM, int CTAS>
 struct PlainLayout {
   static constexpr int HEADS = HEADS_, CHUNKS = DIM / 64;
   static constexpr float FACTOR = 1.f;
+  static constexpr bool PERMUTED = false;
   static constexpr int THREADS = 512;
   static constexpr int STAGES = CTAS == 2 ? 1 : HEADS == 16 && DIM == 512 ? 3 : 2;
   static constexpr int SCORE_REGISTERS = CTAS == 2 ? 72 : 152, VALUE_REGISTERS = CTAS == 2 ? 72 : 160;
@@ -20,19 +21,20 @@ struct PlainLayout {
   static constexpr int WEIGHTS = QUERY + CHUNKS * QUERY_CHUNK;
   static constexpr int TILES = WEIGHTS + HEADS * 128;  // of keys: [64, 64] a chunk, 128-byte rows, swizzled
   static constexpr int TILE = CHUNKS * KEYS * 128;
-  static constexpr int COLUMNS =
-      TILES + STAGES * TILE;                         // float2 a head: sum and reference at the end, reference before
-  static constexpr int ALPHA = COLUMNS + HEADS * 8;  // float a head, at the end the factor of the result
-  static constexpr int LIVE = ALPHA + HEADS * 4;     // u32 a stage and warp: which of its 16 keys count
+  static constexpr int COLUMNS = TILES + STAGES * TILE;  // float2 a head, the second its reference
+  static constexpr int ALPHA = COLUMNS + HEADS * 8;      // float a head
+  static constexpr int LIVE = ALPHA + HEADS * 4;         // u32 a stage and warp: which of its 16 keys count
   static constexpr int TURN = LIVE + STAGES * 16;
   static constexpr int FULL = (TURN + 4 + 7) / 8 * 8;
   static constexpr int FREE = FULL + STAGES * 8;
   static constexpr int WEIGHTS_FULL = FREE + STAGES * 8;
   static constexpr int WEIGHTS_FREE = WEIGHTS_FULL + 8;
-  static constexpr int BYTES = WEIGHTS_FREE + 8;
-  static constexpr int FACTORS = QUERY, PARTIAL = TILES;
-  static constexpr int PARTIAL_PITCH = 2048;
-  static_assert(PARTIAL + HEADS * PARTIAL_PITCH <= COLUMNS, "partial results overlap the columns");
+  static constexpr int STATES_FULL = WEIGHTS_FREE + 8;  // in a cluster
+  static constexpr int PACKETS_FULL = STATES_FULL + 8;
+  static constexpr int BYTES = PACKETS_FULL + 8;
+  using End = Ends<HEADS, QUERY>;
+  static constexpr int PACKETS = TILES;
+  static_assert(PACKETS + Packets<HEADS>::ROOM <= COLUMNS, "packets overlap the columns");
   static_assert(CTAS * (BYTES + 1024) <= 233472, "more shared memory than an SM has");
 };
 
@@ -183,20 +185,23 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
     if (lane == 0) mbarrier_arrive(shared + L::WEIGHTS_FULL);
     if (++stage == L::STAGES) stage = 0, parity ^= 1;
   }
-  if (turns) mbarrier_wait(shared + L::WEIGHTS_FREE, (turns - 1) & 1);
-  const u32 scratch = shared + L::WEIGHTS;
+  open_to_peers(row);
+  const u32 scratch = shared + L::End::SUMS;  // queries have had their last product
 #pragma unroll
   for (int j = 0; j < TILES; ++j)
     store_shared_float2(scratch + ((warp * 8 + g) * HEADS + j * 8 + 2 * t) * 4, sums[2 * j], sums[2 * j + 1]);
   named_barrier<SCORE_BARRIER, 128>();
-  if (thread < HEADS) {
-    float total = 0.f;
+  const int head = thread % HEADS;
+  float total = 0.f;
 #pragma unroll 8
-    for (int k = 0; k < 32; ++k) total += load_shared_float(scratch + (k * HEADS + thread) * 4);
-    const float reference = load_shared_float(shared + L::COLUMNS + thread * 8 + 4);
-    store_shared_float2(shared + L::COLUMNS + thread * 8, total, total == 0.f ? NO_SCORE_YET : reference);
-  }
-  finish<L>(p, row, shared, thread);
+  for (int k = 0; k < 32; ++k) total += load_shared_float(scratch + (k * HEADS + head) * 4);
+  const float reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+  const Shares shares = shares_of<L>(row, shared, lane);
+  await_peers(row);
+  for (int part = thread / HEADS; part < row.splits; part += 128 / HEADS)
+    send_state<L>(row, shared, part, head, total, reference);
+  weigh_parts<L>(p, row, shared, warp, lane);
+  finish<L>(p, row, shared, shares, warp, lane);
 }
 
 // ---- values ---------------------------------------------------------------------------------------------------------
@@ -204,7 +209,7 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
 template <class L>
 DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, int thread) {
   constexpr int PIECES = 4, N = L::HEADS / 2;
-  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   auto head_of = [&](int e) { return e / 4 * 8 + 2 * t + (e & 1); };
   float o[PIECES][N];
 #pragma unroll
@@ -238,15 +243,12 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
     if (lane == 0) mbarrier_arrive(shared + L::WEIGHTS_FREE), mbarrier_arrive(shared + L::FREE + stage * 8);
     if (++stage == L::STAGES) stage = 0;
   }
-  named_barrier<VALUES_BARRIER, 256>();  // the partial results take the place of all tiles
-#pragma unroll
-  for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-    for (int e = 0; e < N; ++e) {
-      const int dim = half * 256 + piece * 64 + warp * 16 + g + (e & 2) * 4;
-      store_shared_float(partial_unit<L>(shared, head_of(e), dim / 4) + dim % 4 * 4, o[piece][e]);
-    }
-  finish<L>(p, row, shared, 128 + half * 128 + thread);
+  if (row.splits == 1) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of tiles
+  open_to_peers(row);
+  const Shares shares = shares_of<L>(row, shared, lane);
+  await_peers(row);
+  send_packets<L>(row, shares, half * 4 + warp, lane, [&](int e) { return o[e / N][e % N]; });
+  finish<L>(p, row, shared, shares, 4 + half * 4 + warp, lane);
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -265,13 +267,14 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
     for (int i = 0; i < L::STAGES; ++i)
       mbarrier_init(shared + L::FULL + i * 8, 132), mbarrier_init(shared + L::FREE + i * 8, 8);
     mbarrier_init(shared + L::WEIGHTS_FULL, 4), mbarrier_init(shared + L::WEIGHTS_FREE, 8);
+    mbarrier_init(shared + L::STATES_FULL, 1), mbarrier_init(shared + L::PACKETS_FULL, 1);
     fence_barrier_init();
   }
   __syncthreads();
   if (warpgroup == 3) {
     fewer_registers<40>();
     copy_keys<L>(p, row, shared, index, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
-    stand_by(row);
+    stand_by<L>(row, shared, true, thread);
     return;
   }
   copy_queries<L>(p, row, shared, threadIdx.x);

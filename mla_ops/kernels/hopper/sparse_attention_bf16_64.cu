@@ -25,7 +25,8 @@ template <int DIM>
 struct PairLayout {
   static constexpr int HEADS = 64, CHUNKS = DIM / 64;
   static constexpr float FACTOR = 1.f;
-  static constexpr int THREADS = 384, WORKERS = 256;
+  static constexpr bool PERMUTED = false;
+  static constexpr int THREADS = 384;
   // The last chunk of queries lives in registers: it saves room, and shared memory is as busy as the tensor cores are.
   static constexpr int QUERY_CHUNKS = CHUNKS - 1;
   static constexpr Group FIRST = CHUNKS > 8 ? ROPE : NEAR;
@@ -33,17 +34,20 @@ struct PairLayout {
   static constexpr int WEIGHTS = QUERY + QUERY_CHUNKS * CHUNK;  // of a warpgroup's turn; at the end its results
   static constexpr int TILES = WEIGHTS + 2 * CHUNK;
   static constexpr int TILE = CHUNKS * CHUNK;
-  static constexpr int FACTORS = QUERY, PARTIAL = TILES, PARTIAL_PITCH = 2080;
-  static constexpr int COLUMNS = TILES + (2 * TILE > HEADS * PARTIAL_PITCH ? 2 * TILE : HEADS * PARTIAL_PITCH);
-  static constexpr int REFERENCES = COLUMNS + HEADS * 8;  // float a head, of the latest turn
-  static constexpr int SUMS = REFERENCES + HEADS * 4;     // float a head, of each warpgroup, of even and odd rows
-  static constexpr int LIVE = SUMS + 4 * HEADS * 4;       // u32 a tile and warp: which of its 16 keys count
-  static constexpr int FULL = LIVE + 2 * 16;              // by tile and group, FREE by part of the keys as well
+  static constexpr int REFERENCES = TILES + 2 * TILE;  // float a head, of the latest turn
+  static constexpr int SUMS = REFERENCES + HEADS * 4;  // float a head, of each warpgroup, of even and odd rows
+  static constexpr int LIVE = SUMS + 4 * HEADS * 4;    // u32 a tile and warp: which of its 16 keys count
+  static constexpr int FULL = LIVE + 2 * 16;           // by tile and group, FREE by part of the keys as well
   static constexpr int FREE = FULL + 2 * GROUPS * 8;
-  static constexpr int WEIGHTS_FULL = FREE + 2 * GROUPS * 4 * 8;
+  static constexpr int WEIGHTS_FULL = FREE + 2 * GROUPS * PARTS * 8;
   static constexpr int QUERY_FULL = WEIGHTS_FULL + 2 * 8;
   static constexpr int QUERY_FREE = QUERY_FULL + 8;
-  static constexpr int BYTES = QUERY_FREE + 8;
+  static constexpr int STATES_FULL = QUERY_FREE + 8;  // in a cluster
+  static constexpr int PACKETS_FULL = STATES_FULL + 8;
+  static constexpr int BYTES = PACKETS_FULL + 8;
+  using End = Ends<HEADS, QUERY>;
+  static constexpr int PACKETS = WEIGHTS;
+  static_assert(PACKETS + Packets<HEADS>::ROOM <= REFERENCES, "packets overlap the references");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
 
@@ -374,19 +378,16 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
 #pragma unroll
   for (int i = 0; i < 2; ++i) state.sum[i] += load_shared_float(sums + ((half ^ 1) * L::HEADS + i * 8) * 4);
   if (row.splits > 1) {
-    const int t = lane % 4;
-    if (half == 0 && t == 0)
+    open_to_peers(row);
+    const Shares shares = shares_of<L>(row, shared, lane);
+    await_peers(row);
+    for (int part = half * 4 + lane % 4; part < row.splits; part += 8)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        store_shared_float2(shared + L::COLUMNS + (head + i * 8) * 8, state.sum[i],
-                            state.sum[i] == 0.f ? NO_SCORE_YET : state.reference[i]);
-#pragma unroll
-    for (int e = 0; e < 128; e += 2) {
-      const int dim = half * 256 + e / 4 * 8 + 2 * t;
-      store_shared_float2(partial_unit<L>(shared, head + (e & 2) * 4, dim / 4) + dim % 4 * 4, state.o[e],
-                          state.o[e + 1]);
-    }
-    finish<L, L::WORKERS>(p, row, shared, half * 128 + thread);
+        send_state<L>(row, shared, part, head + i * 8, state.sum[i],
+                      state.sum[i] == 0.f ? NO_SCORE_YET : state.reference[i]);
+    send_packets<L>(row, shares, half * 4 + warp, lane, [&](int e) { return state.o[e]; });
+    finish<L, 8>(p, row, shared, shares, half * 4 + warp, lane);
     return;
   }
   float factor[2];
@@ -531,13 +532,19 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_
       }
     mbarrier_init(shared + L::WEIGHTS_FULL, 4), mbarrier_init(shared + L::WEIGHTS_FULL + 8, 4);
     mbarrier_init(shared + L::QUERY_FULL, 128), mbarrier_init(shared + L::QUERY_FREE, 8);
+    mbarrier_init(shared + L::STATES_FULL, 1), mbarrier_init(shared + L::PACKETS_FULL, 1);
     fence_barrier_init();
   }
   __syncthreads();
   if (warpgroup == 2) {
     fewer_registers<40>();
     gather_rows<L>(p, shared, thread);
-    if (cluster_size() > 1) stand_by(nth_row(p, cluster_index()));
+    if (cluster_size() > 1) {
+      const Row row = nth_row(p, cluster_index());
+      stand_by<L>(row, shared, true, thread);
+      weigh_parts<L>(p, row, shared, thread / 32, thread % 32);
+      named_barrier<RESULT_BARRIER, 384>();
+    }
   } else {
     more_registers<232>();
     attend<L>(p, shared);

@@ -18,10 +18,6 @@ DEVICE float e4m3_to_float(u32 byte) {
   return value;
 }
 
-// Dims stand permuted in the values' chunks of 64 (`store_query_piece`): a lane's accumulators of a chunk are 16
-// neighbours where dims are columns; where they are rows, row g of a warp is this dim, and row g + 8 the second next.
-DEVICE int dim_of_row(int warp, int g) { return 16 * (g >> 1) + 4 * warp + (g & 1); }
-
 // A value from the cache's bytes, as large as the accumulators want it.
 template <Format FORMAT>
 DEVICE float value_of(const unsigned char* raw, const unsigned char* scales, int dim, int group) {
@@ -140,32 +136,6 @@ DEVICE void store_result(const Params& p, const Row& row, u32 shared, const floa
   named_barrier<VALUES_BARRIER, 256>();
 }
 
-template <class L, int PIECES, int N>
-DEVICE void store_partial(u32 shared, const float (&o)[PIECES][N], int half, int warp, int g, int t) {
-#pragma unroll
-  for (int piece = 0; piece < PIECES; ++piece) {
-    if constexpr (L::HEADS == 64) {
-#pragma unroll
-      for (int e = 0; e < N; e += 8)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float* v = o[piece] + e + 2 * r;
-          const u32 place =
-              partial_unit<L>(shared, warp * 16 + g + r * 8, half * 64 + piece * 32 + e / 32 * 16 + 4 * t + e % 32 / 8);
-          // Pairs: four accumulators that are no neighbours would have to be moved together.
-          store_shared_float2(place, v[0], v[1]), store_shared_float2(place + 8, v[4], v[5]);
-        }
-    } else {
-#pragma unroll
-      for (int e = 0; e < N; ++e) {
-        const int dim = half * 256 + piece * 64 + dim_of_row(warp, g) + (e & 2);
-        const u32 place = partial_unit<L>(shared, e / 4 * 8 + 2 * t + (e & 1), dim / 4);
-        store_shared_float(place + dim % 4 * 4, o[piece][e]);
-      }
-    }
-  }
-}
-
 template <int HEADS, Format FORMAT, bool WALK>
 DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity) {
@@ -185,6 +155,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
   const u64 values = tile_descriptor(shared + L::VALUES + half * 4 * (KEYS * 128), 1024, KEYS * 128);
   const u32 freed = shared + L::VALUES_FREE + half * 16;
   const int turns = turns_of(row);
+  bool open = false;
   int& i = at.turn;
   for (int left = turns; left > 0; --left, ++i) {
     const bool last = WALK && left == 1;  // its values' place is free when the result has left
@@ -218,6 +189,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       }
       continue;
     }
+    if (!WALK && L::EARLY && left == 1 && row.splits > 1) cluster_arrive(), open = true;
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
     wgmma_fence();
@@ -261,14 +233,16 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     if constexpr (HEADS_BY_DIMS) {
       if (row.splits == 1) {
         named_barrier<FACTOR_BARRIER, 384>();
-        const float factors[2] = {load_shared_float(shared + L::ALPHA + head_of(0) * 4),
-                                  load_shared_float(shared + L::ALPHA + head_of(2) * 4)};
-        store_result(p, row, shared + L::VALUES + (half * 4 + warp) * 8192, o, factors, half, warp, lane);
+        const float factors[2] = {load_shared_float(shared + L::COLUMNS + head_of(0) * 8),
+                                  load_shared_float(shared + L::COLUMNS + head_of(2) * 8)};
+        store_result(p, row, shared + L::VALUES + (half * 4 + warp) * 8192, o, factors, half, warp, opaque(lane));
         return;
       }
     }
-    named_barrier<VALUES_BARRIER, 256>();  // the partial results take the place of all values
-    store_partial<L>(shared, o, half, warp, g, t);
-    finish<L>(p, row, shared, 128 + half * 128 + thread);
+    if (!open) open_to_peers(row);
+    const Shares shares = shares_of<L>(row, shared, lane);
+    await_peers(row);
+    send_packets<L>(row, shares, half * 4 + warp, lane, [&](int e) { return o[e / N][e % N]; });
+    finish<L>(p, row, shared, shares, 4 + half * 4 + warp, lane);
   }
 }
