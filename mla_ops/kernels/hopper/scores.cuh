@@ -46,8 +46,8 @@ DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* ra
 // The steps of a turn, a chunk each. Tiles of few heads have registers for a second warpgroup of scores, which takes
 // the last of them; RoPE is a step of the first where it is a value, since that one has to know whether float16 holds
 // it.
-template <int HEADS, Format FORMAT>
-constexpr int FIRST_STEPS = HEADS == 64 ? Rows<FORMAT>::CHUNKS : 3;
+template <int HEADS, Format FORMAT, bool WALK>
+constexpr int FIRST_STEPS = HEADS == 64 ? Rows<FORMAT>::CHUNKS : HEADS == 16 && FORMAT == FP8_DS_MLA && !WALK ? 4 : 3;
 
 template <Format FORMAT>
 constexpr int ROPE = Rows<FORMAT>::CHUNKS - 1;
@@ -203,11 +203,11 @@ DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
 }
 
 // A second warpgroup of scores: its steps' part of each, and its chunks of the values.
-template <int HEADS, Format FORMAT>
+template <int HEADS, Format FORMAT, bool WALK>
 DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
-  constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT>;
+  constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, WALK>;
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   const int turns = turns_of(row);
@@ -271,7 +271,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     u32 fragments[2][16];
     const u32 alive = start.alive;
     bool wide = R::wide(start.scales);
-    wide |= multiply<HEADS, FORMAT, 0, FIRST_STEPS<HEADS, FORMAT>>(s, fragments, start, places,
+    wide |= multiply<HEADS, FORMAT, 0, FIRST_STEPS<HEADS, FORMAT, WALK>>(s, fragments, start, places,
                                                                    places.raw + slot * L::RAW_SLOT, (i & 1) ^ 1, t);
 
     int later_slot = slot, later_parity = parity;
@@ -287,7 +287,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     wgmma_wait<0>();
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
-    if constexpr (FIRST_STEPS<HEADS, FORMAT> < R::CHUNKS) {
+    if constexpr (FIRST_STEPS<HEADS, FORMAT, WALK> < R::CHUNKS) {
       mbarrier_wait(shared + L::SCORES_FULL + (i & 1) * 8, i >> 1 & 1);
 #pragma unroll
       for (int e = 0; e < TILES * 4; e += 4) {

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   Row row = WALK ? row_at(p, blockIdx.x) : this_row(p);
   if (row.token >= p.num_tokens) return;
   constexpr int PRODUCER = L::THREADS / 128 - 1;
-  constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT> < Rows<FORMAT>::CHUNKS ? 2 : 1;
+  constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT, WALK> < Rows<FORMAT>::CHUNKS ? 2 : 1;
 
   // The way from an index to a key in shared memory is the longest of the start.
   int index = -1;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   } else if constexpr (HEADS < 64) {
     more_registers<L::REST_REGISTERS>();
     do {
-      score_rest<HEADS, FORMAT>(row, shared, thread, at);
+      score_rest<HEADS, FORMAT, WALK>(row, shared, thread, at);
     } while (WALK && next_queries());
     if (!WALK) stand_by<L>(row, shared, false, thread);
   }
