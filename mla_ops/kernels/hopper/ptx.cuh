@@ -345,6 +345,13 @@ DEVICE u32 larger_bfloat16(u32 a, u32 b) {
   return v;
 }
 
+// The larger of two pairs of unsigned 16-bit numbers, each half by itself.
+DEVICE u32 larger_halves(u32 a, u32 b) {
+  u32 v;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+
 DEVICE float low_bfloat16(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float high_bfloat16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 

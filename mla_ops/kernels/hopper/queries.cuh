@@ -15,11 +15,31 @@ DEVICE void store_query_piece(u32 chunk, int head, int piece, u32 w0, u32 w1, u3
   store_shared_4(row + (((unit + 3) ^ swizzle) << 4), w3);
 }
 
-DEVICE float finite_magnitude(u32 word, float largest) {
-  const float a = fabsf(low_bfloat16(word)), b = fabsf(high_bfloat16(word));
-  if (a < INFINITY) largest = fmaxf(largest, a);
-  if (b < INFINITY) largest = fmaxf(largest, b);
-  return largest;
+// The magnitude, as bfloat16's bits, of each element of a pair; 0 of one that is infinite or NaN.
+DEVICE u32 finite_magnitudes(u32 pair) {
+  const u32 low = pair & 0x7fffu, high = pair & 0x7fff0000u;
+  return (low < 0x7f80u ? low : 0) | (high < 0x7f800000u ? high : 0);
+}
+
+// The largest finite magnitude that sixteen lanes have, in both halves. Infinities and NaN are looked for only once one
+// was met.
+template <int N>
+DEVICE u32 largest_magnitude(const uint4 (&piece)[N]) {
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+#pragma unroll
+    for (int w = 0; w < 4; ++w) largest = larger_halves(largest, word(piece[i], w) & 0x7fff7fffu);
+  if (finite_magnitudes(largest) != largest) {
+    largest = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+      for (int w = 0; w < 4; ++w) largest = larger_halves(largest, finite_magnitudes(word(piece[i], w)));
+  }
+#pragma unroll
+  for (int step = 8; step; step >>= 1) largest = larger_halves(largest, __shfl_xor_sync(~0u, largest, step));
+  return larger_halves(largest, largest << 16 | largest >> 16);
 }
 
 // Every head's query as float16 (its RoPE part as bfloat16 if that is no value) times a power of two of its own that
@@ -44,18 +64,9 @@ DEVICE void load_query_rounds(const Params& p, const Row& row, u32 shared, int t
 #pragma unroll
   for (int r = 0; r < ROUNDS; ++r) {
     const int head = (FIRST + r) * GROUPS + thread / 16;
-    float largest = 0.f;
-#pragma unroll
-    for (int i = 0; i < OF_A_LANE; ++i) {
-      largest = finite_magnitude(piece[r][i].x, largest);
-      largest = finite_magnitude(piece[r][i].y, largest);
-      largest = finite_magnitude(piece[r][i].z, largest);
-      largest = finite_magnitude(piece[r][i].w, largest);
-    }
-#pragma unroll
-    for (int step = 8; step; step >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    const u32 largest = largest_magnitude(piece[r]) << 16;  // as float32's
     // 15 - exponent, held to what float32 can undo
-    const int shift = min(max(142 - static_cast<int>(__float_as_uint(largest) >> 23), -110), 110);
+    const int shift = min(max(142 - static_cast<int>(largest >> 23), -110), 110);
     const float up = __uint_as_float((127 + shift) << 23);
     if (head >= HEADS) continue;
     if (lane == 0)

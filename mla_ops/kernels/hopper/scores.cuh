@@ -47,7 +47,7 @@ DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* ra
 // the last of them; RoPE is a step of the first where it is a value, since that one has to know whether float16 holds
 // it.
 template <int HEADS, Format FORMAT, bool WALK>
-constexpr int FIRST_STEPS = HEADS == 64 ? Rows<FORMAT>::CHUNKS : HEADS == 16 && FORMAT == FP8_DS_MLA && !WALK ? 4 : 3;
+constexpr int FIRST_STEPS = HEADS == 64 ? Rows<FORMAT>::CHUNKS : HEADS == 16 && FORMAT == FP8_DS_MLA && !WALK ? 5 : 3;
 
 template <Format FORMAT>
 constexpr int ROPE = Rows<FORMAT>::CHUNKS - 1;
