@@ -119,20 +119,19 @@ struct Row {
   int first, last;                       // turns [first, last) are this CTA's
 };
 
-// `full`: as if every index counted.
-DEVICE int length_in(const Params& p, int which, int token, bool full) {
+DEVICE int length_in(const Params& p, int which, int token) {
   const Cache& cache = p.caches[which];
   if (token >= p.num_tokens) return 0;
-  if (full || !cache.topk_length) return cache.topk;
+  if (!cache.topk_length) return cache.topk;
   return max(0, min(cache.topk, __ldg(cache.topk_length + token)));
 }
 
 // A CTA's part of a token and a tile of its heads; no turns past the last token.
-DEVICE Row row_of(const Params& p, int token, int tile, int part, int splits, int rank, bool full = false) {
+DEVICE Row row_of(const Params& p, int token, int tile, int part, int splits, int rank) {
   Row row;
   row.splits = splits, row.rank = rank;
   row.token = token, row.tile = tile, row.part = part;
-  row.length = length_in(p, 0, row.token, full), row.extra_length = length_in(p, 1, row.token, full);
+  row.length = length_in(p, 0, row.token), row.extra_length = length_in(p, 1, row.token);
   row.main_turns = (row.length + KEYS - 1) / KEYS;
   const int turns = row.main_turns + (row.extra_length + KEYS - 1) / KEYS;
   row.first = 0, row.last = turns;
@@ -142,20 +141,18 @@ DEVICE Row row_of(const Params& p, int token, int tile, int part, int splits, in
 }
 
 // Row `item` of a token's tiles and parts is this cluster's.
-DEVICE Row clusters_row(const Params& p, int token, int item, bool full = false) {
+DEVICE Row clusters_row(const Params& p, int token, int item) {
   int tile = item, part = 0;
   if (p.parts > 1) tile = item / p.parts, part = item - tile * p.parts;
-  return row_of(p, token, tile, part, cluster_size(), cluster_rank(), full);
+  return row_of(p, token, tile, part, cluster_size(), cluster_rank());
 }
 
-DEVICE Row this_row(const Params& p, bool full = false) {
-  return clusters_row(p, blockIdx.z * gridDim.y + blockIdx.y, cluster_index(), full);
-}
+DEVICE Row this_row(const Params& p) { return clusters_row(p, blockIdx.z * gridDim.y + blockIdx.y, cluster_index()); }
 
 // Where CTAs take one row after the other: row `item` of all tokens and tiles.
-DEVICE Row row_at(const Params& p, int item, bool full = false) {
+DEVICE Row row_at(const Params& p, int item) {
   const int token = item / p.head_tiles;
-  return row_of(p, token, item - token * p.head_tiles, 0, 1, 0, full);
+  return row_of(p, token, item - token * p.head_tiles, 0, 1, 0);
 }
 
 DEVICE Row next_row(const Params& p, const Row& row) {

@@ -24,15 +24,9 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   constexpr int PRODUCER = L::THREADS / 128 - 1;
   constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT, WALK> < Rows<FORMAT>::CHUNKS ? 2 : 1;
 
-  // The way from an index to a key in shared memory is the longest of the start: the index is read before the lengths
-  // are known, as if they were full, and again if they are not.
+  // The way from an index to a key in shared memory is the longest of the start.
   int index = -1;
-  if (warpgroup == PRODUCER) {
-    const Row full = WALK ? row_at(p, blockIdx.x, true) : this_row(p, true);
-    index = index_at(p, full, full.first, thread >> 5, thread & 31);
-    if (row.length != full.length || row.extra_length != full.extra_length)
-      index = index_at(p, row, row.first, thread >> 5, thread & 31);
-  }
+  if (warpgroup == PRODUCER) index = index_at(p, row, row.first, thread >> 5, thread & 31);
   // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
   if (thread % 32 == 0)
 #pragma unroll 1
