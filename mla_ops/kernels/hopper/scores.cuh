@@ -45,12 +45,13 @@ DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* ra
 
 // The steps of a turn, a chunk each. Tiles of few heads have registers for a second warpgroup of scores, which takes
 // the last of them; RoPE is a step of the first where it is a value, since that one has to know whether float16 holds
-// it. Few turns are over sooner where both have as much to do (T = 1, H = 16: 12.3 us with five steps, 13.3 with
-// three), many where the first has time for the softmax (one CTA a row: 67.4 and 69.2).
+// it. What was fastest of one to five: few turns are over sooner where both have as much to do, in many the first needs
+// time for the softmax, of 32 heads more than of 16.
 template <int HEADS, Format FORMAT, bool WALK>
 DEVICE constexpr int first_steps() {
   if (HEADS == 64) return Rows<FORMAT>::CHUNKS;
-  return HEADS == 16 && FORMAT == FP8_DS_MLA && !WALK ? 5 : 3;
+  if (FORMAT == FP8_DS_MLA && HEADS == 16 && !WALK) return 5;
+  return FORMAT == FP8_DS_MLA && HEADS == 32 && WALK ? 2 : 3;
 }
 
 template <int HEADS, Format FORMAT, bool WALK>
