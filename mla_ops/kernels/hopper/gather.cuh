@@ -106,7 +106,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, int index, int 
       if (lane < 16)
         store_shared_8(shared + L::SCALES + slot * L::SCALES_SLOT + lane * R::SCALES_PITCH, key.scales.x, key.scales.y);
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(barrier);
+      warp_arrive(barrier, lane);
     }
     key = key_at<R>(p, row, turn + 1, request, index);
     next_slot<L::SLOTS>(slot, parity);

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 CACHE_VARIABLE = "MLA_OPS_CACHE_DIR"
 FIRST_VERSION = (12, 0)  # of NVRTC, with sm_90a
-OPTIONS = (
+OPTIONS = (  # of every kernel; tests/sanitize.py adds a macro
     "-arch=sm_90a",
     "-std=c++17",
     "--extra-device-vectorization",

@@ -328,9 +328,7 @@ DEVICE void consume(const Params& p, u32 shared) {
   u32 weights[L::KEYS / 4];
   Rows rows;
   u32 turn = 0, parity = 0;
-  auto release = [&](u32 barrier) {
-    if (lane == 0) mbarrier_arrive(barrier);
-  };
+  auto release = [&](u32 barrier) { warp_arrive(barrier, lane); };
   auto to_weights = [&] {
 #pragma unroll
     for (int i = 0; i < L::KEYS / 4; ++i) weights[i] = T::pack(s[2 * i], s[2 * i + 1]);
@@ -425,10 +423,11 @@ __global__ void __launch_bounds__(384, 1) prefill_attention(const __grid_constan
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   if (threadIdx.x == 0) {
-    mbarrier_init(shared + L::QUERY_FULL, 1), mbarrier_init(shared + L::QUERY_FREE, 8);  // FREE: of the warps
+    constexpr u32 READERS = CONSUMERS / 32 * ARRIVALS_OF_A_WARP;
+    mbarrier_init(shared + L::QUERY_FULL, 1), mbarrier_init(shared + L::QUERY_FREE, READERS);
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(shared + L::KEY_FULL + stage * 8, 1), mbarrier_init(shared + L::KEY_FREE + stage * 8, 8);
-      mbarrier_init(shared + L::VALUE_FULL + stage * 8, 1), mbarrier_init(shared + L::VALUE_FREE + stage * 8, 8);
+      mbarrier_init(shared + L::KEY_FULL + stage * 8, 1), mbarrier_init(shared + L::KEY_FREE + stage * 8, READERS);
+      mbarrier_init(shared + L::VALUE_FULL + stage * 8, 1), mbarrier_init(shared + L::VALUE_FREE + stage * 8, READERS);
     }
     fence_barrier_init();
   }

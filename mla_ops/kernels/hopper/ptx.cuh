@@ -21,6 +21,21 @@ DEVICE void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// A warp's arrival at a barrier, once all of its lanes have read or written what that is about: one arrives for all.
+// racecheck knows only of what the arriving lane did, so that builds for it define EVERY_LANE_ARRIVES. A warp counts as
+// ARRIVALS_OF_A_WARP.
+#ifdef EVERY_LANE_ARRIVES
+constexpr u32 ARRIVALS_OF_A_WARP = 32;
+#else
+constexpr u32 ARRIVALS_OF_A_WARP = 1;
+#endif
+
+DEVICE bool arrives(int lane) { return ARRIVALS_OF_A_WARP == 32 || lane == 0; }
+
+DEVICE void warp_arrive(u32 barrier, int lane) {
+  if (arrives(lane)) mbarrier_arrive(barrier);
+}
+
 DEVICE void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

@@ -231,7 +231,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     multiply<HEADS, FORMAT, FIRST, R::CHUNKS - FIRST>(s, fragments, start, places, raw_0, (i & 1) ^ 1, t);
     fence_async_shared();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(barrier + L::RAW_FREE - L::RAW_FULL), mbarrier_arrive(shared + L::WEIGHTS_FULL);
+    warp_arrive(barrier + L::RAW_FREE - L::RAW_FULL, lane), warp_arrive(shared + L::WEIGHTS_FULL, lane);
     mbarrier_wait(shared + L::SCORES_FREE + (i & 1) * 8, (i >> 1 & 1) ^ 1);
     wgmma_wait<0>();
     hold(s);
@@ -241,7 +241,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
       store_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512, __float_as_uint(s[e]),
                       __float_as_uint(s[e + 1]), __float_as_uint(s[e + 2]), __float_as_uint(s[e + 3]));
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared + L::SCORES_FULL + (i & 1) * 8);
+    warp_arrive(shared + L::SCORES_FULL + (i & 1) * 8, lane);
     next_slot<L::SLOTS>(slot, parity);
   }
 }
@@ -304,7 +304,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
         s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
       }
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared + L::SCORES_FREE + (i & 1) * 8);
+      warp_arrive(shared + L::SCORES_FREE + (i & 1) * 8, lane);
     }
 
 #pragma unroll
@@ -385,7 +385,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
       named_barrier<SCORE_BARRIER, 128>();
     }
 
-    if (turn != WIDE && lane == 0) mbarrier_arrive(shared + L::RAW_FREE + slot * 8);
+    if (turn != WIDE) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
 
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
@@ -405,7 +405,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8);
     fence_async_shared();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared + L::WEIGHTS_FULL);
+    warp_arrive(shared + L::WEIGHTS_FULL, lane);
     // A wide turn's bytes are released by the warpgroups that accumulate.
     if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
   }
@@ -440,7 +440,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     }
     if (WALK) {
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared + L::FACTORS_FULL);
+      warp_arrive(shared + L::FACTORS_FULL, lane);
     } else {
       named_barrier<FACTOR_BARRIER, 384>();
     }

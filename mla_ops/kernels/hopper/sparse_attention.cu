@@ -32,11 +32,11 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
 #pragma unroll 1
     for (int i = threadIdx.x / 32; i < L::NUM_BARRIERS; i += L::THREADS / 32) {
       const u32 barrier = L::BARRIERS + i * 8;
-      int arrivals = 4;
-      if (barrier < L::RAW_FREE) arrivals = 1;
-      if (barrier >= L::RAW_FREE && barrier < L::WEIGHTS_FULL) arrivals = SCORERS;
-      if (barrier == L::WEIGHTS_FULL) arrivals = 4 * SCORERS;
-      if (barrier == L::FACTORS_FREE) arrivals = 8;
+      int arrivals = 4 * ARRIVALS_OF_A_WARP;
+      if (barrier < L::RAW_FREE) arrivals = Rows<FORMAT>::SCALES_APART ? ARRIVALS_OF_A_WARP : 1;
+      if (barrier >= L::RAW_FREE && barrier < L::WEIGHTS_FULL) arrivals = SCORERS * ARRIVALS_OF_A_WARP;
+      if (barrier == L::WEIGHTS_FULL) arrivals = 4 * SCORERS * ARRIVALS_OF_A_WARP;
+      if (barrier == L::FACTORS_FREE) arrivals = 8 * ARRIVALS_OF_A_WARP;
       if (barrier == L::STATES_FULL || barrier == L::PACKETS_FULL) arrivals = 1;
       mbarrier_init(shared + barrier, arrivals);
       fence_barrier_init();

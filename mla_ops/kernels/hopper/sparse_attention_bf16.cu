@@ -182,7 +182,7 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
     if (thread == 0) store_shared_4(shared + L::TURN, moves ? MOVED : USUAL);
     fence_async_shared();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared + L::WEIGHTS_FULL);
+    warp_arrive(shared + L::WEIGHTS_FULL, lane);
     if (++stage == L::STAGES) stage = 0, parity ^= 1;
   }
   open_to_peers(row);
@@ -240,7 +240,7 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
     wgmma_wait<0>();
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
-    if (lane == 0) mbarrier_arrive(shared + L::WEIGHTS_FREE), mbarrier_arrive(shared + L::FREE + stage * 8);
+    warp_arrive(shared + L::WEIGHTS_FREE, lane), warp_arrive(shared + L::FREE + stage * 8, lane);
     if (++stage == L::STAGES) stage = 0;
   }
   if (row.splits == 1) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of tiles
@@ -264,9 +264,12 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
   int index = -1;
   if (warpgroup == 3) index = index_at(p, row, row.first, thread >> 5, thread & 31);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < L::STAGES; ++i)
-      mbarrier_init(shared + L::FULL + i * 8, 132), mbarrier_init(shared + L::FREE + i * 8, 8);
-    mbarrier_init(shared + L::WEIGHTS_FULL, 4), mbarrier_init(shared + L::WEIGHTS_FREE, 8);
+    for (int i = 0; i < L::STAGES; ++i) {
+      mbarrier_init(shared + L::FULL + i * 8, 132);  // of the gather's threads, and of those that tell which keys count
+      mbarrier_init(shared + L::FREE + i * 8, 8 * ARRIVALS_OF_A_WARP);
+    }
+    mbarrier_init(shared + L::WEIGHTS_FULL, 4 * ARRIVALS_OF_A_WARP);
+    mbarrier_init(shared + L::WEIGHTS_FREE, 8 * ARRIVALS_OF_A_WARP);
     mbarrier_init(shared + L::STATES_FULL, 1), mbarrier_init(shared + L::PACKETS_FULL, 1);
     fence_barrier_init();
   }

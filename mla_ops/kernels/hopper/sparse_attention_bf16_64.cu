@@ -258,7 +258,7 @@ template <class L, int TILE, Group GROUP, int LATER, int PART = 0>
 DEVICE void release_values(u32 shared, int lane) {
   if constexpr (PART < PARTS) {
     wgmma_wait<LATER + PARTS - 1 - PART>();
-    if (lane == 0) mbarrier_arrive(free_barrier<L>(shared, TILE, GROUP, PART));
+    warp_arrive(free_barrier<L>(shared, TILE, GROUP, PART), lane);
     release_values<L, TILE, GROUP, LATER, PART + 1>(shared, lane);
   }
 }
@@ -313,7 +313,7 @@ DEVICE void hand_over(const State& state, const u32 (&weights)[16], u32 shared, 
                    weights[4 * k + 3]);
   fence_async_shared();
   __syncwarp();
-  if (lane == 0) mbarrier_arrive(shared + L::WEIGHTS_FULL + W * 8);
+  warp_arrive(shared + L::WEIGHTS_FULL + W * 8, lane);
 }
 
 // Scores of this warpgroup's turn into weights, in registers and in shared memory. `settle` waits for `o`, which wgmma
@@ -451,8 +451,8 @@ DEVICE void attend_row(const Params& p, State& state, u32 shared, int turns, u32
     }
     hold(s);
     hold(state.query);
-    if (lane == 0 && FIRST == ROPE) mbarrier_arrive(free_barrier<L>(shared, W, ROPE, 0));
-    if (lane == 0 && turn + 2 >= turns) mbarrier_arrive(shared + L::QUERY_FREE);
+    if (FIRST == ROPE) warp_arrive(free_barrier<L>(shared, W, ROPE, 0), lane);
+    if (turn + 2 >= turns) warp_arrive(shared + L::QUERY_FREE, lane);
     soften<L, W>(p, state, s, weights, shared, W == 0 && turn == 0, head, warp, lane, [&] {
       if (W == 0) return;
       release_values<L, 0, FAR, 0>(shared, lane);
@@ -494,7 +494,7 @@ DEVICE void attend(const Params& p, u32 shared) {
                 half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
       if (turns > half) mbarrier_wait(shared + L::QUERY_FULL, query_parity);
       if (turns) query_parity ^= 1;
-      if (turns == 1 && half == 1 && lane == 0) mbarrier_arrive(shared + L::QUERY_FREE);
+      if (turns == 1 && half == 1) warp_arrive(shared + L::QUERY_FREE, lane);
       if (half == 0)
         attend_row<L, 0>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
       else
@@ -525,13 +525,14 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_
   if (threadIdx.x == 0) {
     for (int tile = 0; tile < 2; ++tile)
       for (int group = L::FIRST; group < GROUPS; ++group) {
-        // of the gather's threads, and of its warps that tell which keys count
+        // of the gather's threads, and of those of them that tell which keys count
         mbarrier_init(full_barrier<L>(shared, tile, static_cast<Group>(group)), group == NEAR ? 132 : 128);
         for (int part = 0; part < PARTS; ++part)
-          mbarrier_init(free_barrier<L>(shared, tile, static_cast<Group>(group), part), 4);
+          mbarrier_init(free_barrier<L>(shared, tile, static_cast<Group>(group), part), 4 * ARRIVALS_OF_A_WARP);
       }
-    mbarrier_init(shared + L::WEIGHTS_FULL, 4), mbarrier_init(shared + L::WEIGHTS_FULL + 8, 4);
-    mbarrier_init(shared + L::QUERY_FULL, 128), mbarrier_init(shared + L::QUERY_FREE, 8);
+    mbarrier_init(shared + L::WEIGHTS_FULL, 4 * ARRIVALS_OF_A_WARP);
+    mbarrier_init(shared + L::WEIGHTS_FULL + 8, 4 * ARRIVALS_OF_A_WARP);
+    mbarrier_init(shared + L::QUERY_FULL, 128), mbarrier_init(shared + L::QUERY_FREE, 8 * ARRIVALS_OF_A_WARP);
     mbarrier_init(shared + L::STATES_FULL, 1), mbarrier_init(shared + L::PACKETS_FULL, 1);
     fence_barrier_init();
   }

@@ -126,7 +126,7 @@ DEVICE void store_result(const Params& p, const Row& row, u32 shared, const floa
       }
   }
   __syncwarp();
-  if (lane == 0) mbarrier_arrive(shared + L::FACTORS_FREE);
+  warp_arrive(shared + L::FACTORS_FREE, lane);
   named_barrier<VALUES_BARRIER, 256>();
   u16* target = out_row(p, row, row.tile * L::HEADS + half * 2 + thread / 64) + (thread & 63) * 8;
 #pragma unroll 2
@@ -183,7 +183,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
           accumulate_wide<HEADS, FORMAT>(o, raw, scales, table, 2 * t, half * 256 + dim_of_row(warp, g));
       }
       named_barrier<VALUES_BARRIER, 256>();
-      if (lane == 0) {
+      if (arrives(lane)) {
         if (half == 0) mbarrier_arrive(shared + L::RAW_FREE + slot_of<L::SLOTS>(turn >> 8, warp * 16) * 8);
         if (!last) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
       }
@@ -205,9 +205,9 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
     }
     wgmma_wait<1>();
-    if (lane == 0 && !last) mbarrier_arrive(freed);
+    if (!last) warp_arrive(freed, lane);
     wgmma_wait<0>();
-    if (lane == 0 && !last) mbarrier_arrive(freed + 8);
+    if (!last) warp_arrive(freed + 8, lane);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
   }
@@ -219,10 +219,10 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     if (turns) {
       named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
       store_result<L>(p, row, shared, o, half, worker);
-      if (lane == 0) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
+      warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
       return;
     }
-    if (lane == 0) mbarrier_arrive(shared + L::FACTORS_FREE);
+    warp_arrive(shared + L::FACTORS_FREE, lane);
     // The values' place is not this row's: zeros straight to memory.
     for (int unit = half * 128 + worker; unit < HEADS * 64; unit += 256) {
       const int global_head = row.tile * HEADS + unit / 64;

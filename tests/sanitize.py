@@ -1,0 +1,298 @@
+"""compute-sanitizer over every Hopper kernel at small shapes, results held against float64.
+
+    python tests/sanitize.py [memcheck racecheck] [--only "64 heads"] [--logs FOLDER]
+
+Needs a Hopper GPU and compute-sanitizer. Prints what was reported by kind, and a table last; exits with 1 if anything
+was. racecheck is slow, and has kernels of its own: `EVERY_LANE_ARRIVES` in ptx.cuh says why, docs/kernels.md what it
+found. A case is the only one of its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve()
+DEFINE = "-DEVERY_LANE_ARRIVES"
+TOOLS = {
+    "memcheck": ("--report-api-errors", "no"),  # cuda.bindings looks for functions that a driver may not have
+    "racecheck": ("--racecheck-report", "all", "--print-limit", "100"),
+}
+TOPK = {"memcheck": (0, 70, 200), "racecheck": (100,)}
+CLEAN = "nothing"
+
+
+class Case(NamedTuple):
+    """A kernel at small shapes.
+
+    Attributes:
+        keys: cache format and width of a key, or "prefill".
+        tile: heads.
+        splits: CTAs of a cluster. One takes one row after the other where its kernel can.
+        wide: a row has a key whose scale float16 does not hold.
+    """
+
+    keys: str
+    tile: int = 0
+    splits: int = 0
+    wide: bool = False
+
+    def __str__(self) -> str:
+        if self.keys == "prefill":
+            return self.keys
+        ctas = "1 CTA" if self.splits == 1 else f"{self.splits} CTAs"
+        return f"{self.keys}, {self.tile} heads, {ctas}{', wide' * self.wide}"
+
+
+SPARSE = ("fp8_ds_mla 576", "fp8_ds_mla_v4 512", "bf16 576", "bf16 512")
+CASES = {
+    str(case): case
+    for case in (
+        *itertools.starmap(Case, itertools.product(SPARSE, (16, 32, 64), (1, 2))),
+        *(Case(keys, tile, 1, wide=True) for keys, tile in itertools.product(SPARSE[:2], (16, 32, 64))),
+        Case("prefill"),
+    )
+}
+
+
+# ---- a case, in a process of its own -------------------------------------------------------------------------------
+
+
+def attend(case: Case, tool: str) -> None:
+    """Rows with dead keys, and one without keys between them. The CPU makes them: the tool shall see our kernels."""
+    import torch
+    from attention_inputs import SCALE, filled_cache, queries, some_indices
+    from attention_oracle import assert_close, attention
+
+    from mla_ops.formats import planar_views
+    from mla_ops.kernels.hopper import launch, sparse_attention
+
+    cpu = torch.device("cpu")
+    cache_format, width = case.keys.split()[0], int(case.keys.split()[1])
+    cache = filled_cache(cache_format, 12, 64, cpu, head_dim=width)
+    if case.wide and cache_format == "fp8_ds_mla":
+        cache[0, 5, 512:528] = torch.full((4,), 2.0**-20).view(torch.uint8)
+    elif case.wide:
+        planar_views(cache, cache_format)[1][0, 5, :7] = 100
+    for topk in (70,) if case.wide else TOPK[tool]:
+        q = queries(3, case.tile, torch.bfloat16, cpu, width)
+        indices = some_indices(3, topk, 12 * 64, cpu)
+        if case.wide:
+            indices[0, 3] = 5
+        lengths = torch.tensor([topk, 0, topk * 7 // 10], dtype=torch.int32)
+        expected = attention(
+            q, cache, indices, SCALE, topk_length=lengths, operand=torch.bfloat16, cache_format=cache_format
+        )
+        names = set()
+        for at_once in (1, 1000):  # CTAs or clusters of the device: which kernel it is, and how many rows one takes
+            kernel = launch.KERNELS[cache_format, width].kernel(case.tile, case.splits, at_once < len(q))
+            if tool == "racecheck" and kernel.name in names:
+                continue
+            names.add(kernel.name)
+            launch.clusters_at_once = lambda *_, at_once=at_once: (at_once,) * len(launch.SPLITS)
+            out = torch.empty(3, case.tile, 512, dtype=torch.bfloat16, device="cuda")
+            lse = torch.empty(3, case.tile, device="cuda")
+            sparse_attention.paged_sparse_attention(
+                q.cuda(),
+                cache.cuda(),
+                indices.cuda(),
+                SCALE,
+                cache_format,
+                topk_length=lengths.cuda(),
+                out=out,
+                lse=lse,
+                shape=launch.Shape(case.tile, case.splits),
+            )
+            assert_close(out.cpu(), lse.cpu(), expected)
+
+
+def prefill(tool: str) -> None:
+    """Two causal requests on two CTAs, which take more tiles of queries from the counter."""
+    import torch
+    from attention_oracle import assert_close
+    from dense_oracle import prefill
+
+    from mla_ops.kernels.hopper import prefill_attention
+
+    prefill_attention._num_sms = lambda _: 2
+    starts = torch.tensor([0, 40, 190], dtype=torch.int32), torch.tensor([0, 40, 340], dtype=torch.int32)
+    for head_dim, head_dim_v in [(192, 128)] if tool == "racecheck" else prefill_attention.KEYS:
+        q, k, v = (
+            torch.randn(tokens, heads, dims).bfloat16()
+            for tokens, heads, dims in ((190, 2, head_dim), (340, 1, head_dim), (340, 1, head_dim_v))
+        )
+        out = torch.empty(190, 2, head_dim_v, dtype=torch.bfloat16, device="cuda")
+        lse = torch.empty(190, 2, device="cuda")
+        scale = head_dim**-0.5
+        prefill_attention.prefill_attention(
+            *(tensor.cuda() for tensor in (q, k, v, *starts)), 150, 300, scale, out=out, lse=lse
+        )
+        assert_close(out.cpu(), lse.cpu(), prefill(q, k, v, *starts, scale, causal=True, operand=torch.bfloat16))
+
+
+def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
+    signal.alarm(timeout)  # ends this process, and with it a kernel that waits for ever
+    sys.path.insert(0, str(HERE.parents[1]))
+    import torch
+
+    from mla_ops.kernels.hopper import nvrtc
+
+    torch.manual_seed(0)
+    if tool == "racecheck" and not shipped:
+        nvrtc.OPTIONS += (DEFINE,)
+    prefill(tool) if case.keys == "prefill" else attend(case, tool)
+
+
+# ---- what a tool says of it ----------------------------------------------------------------------------------------
+
+
+def place_of(frames: list[str]) -> str:
+    """Function and line: the innermost of an access's frames outside of ptx.cuh, whose functions are instructions."""
+    frame = next((frame for frame in frames if "ptx.cuh" not in frame), frames[0])
+    line = re.search(r"[\w.]+\.cuh?:\d+", frame)
+    function = re.search(r"([\w:~]+)(?:[<(+]| in |$)", frame)
+    return " at ".join(found for found in (function and function[1], line and line[0]) if found) or frame
+
+
+def kinds_of(report: str) -> Counter[str]:
+    """racecheck's hazards by what wrote and what read: those that it prints one by one, and those that it sums up."""
+    single: Counter[str] = Counter()
+    summed: Counter[str] = Counter()
+    sides: list[tuple[str, list[str], int]] = []  # access, frames, number of hazards with the first side
+
+    def finish() -> None:
+        if len(sides) > 1:
+            (first, frames, _), *others = sides
+            for access, other_frames, number in others:
+                pair = sorted([f"{first} by {place_of(frames)}", f"{access} by {place_of(other_frames)}"])
+                (summed if number else single)["; ".join(reversed(pair))] += number or 1
+        sides.clear()
+
+    for line in report.splitlines():
+        text = line.lstrip("= ")
+        if "hazard detected" in text or "SUMMARY" in text:
+            finish()
+        elif found := re.match(r"(\w+) Thread \([\d, ]+\) at (.+)", text):
+            sides.append((found[1], [found[2]], 0))
+        elif found := re.search(r"Race reported between (\w+) access at (.+)", text):
+            finish()
+            sides.append((found[1], [found[2]], 0))
+        elif found := re.match(r"and (\w+) access at (.+?) \[(\d+) hazards?\]", text):
+            sides.append((found[1], [found[2]], int(found[3])))
+        elif sides and (found := re.match(r"Device Frame: ?(.+)", text)):
+            sides[-1][1].append(found[1])
+    finish()
+    return single | summed
+
+
+class Result(NamedTuple):
+    """What a tool said of a case."""
+
+    said: str
+    seconds: float
+    kinds: Counter[str]
+
+
+def sanitize(sanitizer: str, tool: str, name: str, arguments: argparse.Namespace) -> Result:
+    child = [sys.executable, str(HERE), tool, "--only", name, "--timeout", str(arguments.timeout), "--child"]
+    child += ["--shipped"] * arguments.shipped
+    environment = dict(os.environ)
+    if tool == "memcheck":
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # else tensors share allocations
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "9", *child],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        report, _ = process.communicate(timeout=arguments.timeout + 30)  # the case ends itself, the tool then tells
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tool and the process that it watches
+        report, _ = process.communicate()
+    seconds = time.monotonic() - began
+    if arguments.logs:
+        (arguments.logs / f"{tool} {name}.txt".replace(" ", "_").replace(",", "")).write_text(report)
+    kinds = kinds_of(report)
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.+)", report)
+    if seconds > arguments.timeout:
+        said = f"timeout after {arguments.timeout} s"
+    elif not summary:
+        said = f"failed: {next(iter(report.splitlines()[-1:]), '')}"
+    elif process.returncode == 0 and not kinds and all(text.startswith("0 ") for text in summary):
+        said = CLEAN
+    else:
+        said = "; ".join(summary)
+        # a call that failed, or a result that is wrong
+        said += "".join(f"; {line}" for line in re.findall(r"^[\w.]*(?:Error|Exception): .*", report, re.MULTILINE))
+    return Result(said, seconds, kinds)
+
+
+def results_of(sanitizer: str, arguments: argparse.Namespace, names: list[str]) -> Iterator[tuple[str, str, Result]]:
+    """As they come in."""
+    pairs = [(tool, name) for tool in arguments.tools for name in names]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        running = [(*pair, pool.submit(sanitize, sanitizer, *pair, arguments)) for pair in pairs]
+        for tool, name, future in running:
+            yield tool, name, future.result()
+
+
+def main() -> int:
+    """Runs each tool over each case."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("tools", nargs="*", metavar="tool", help=f"of {', '.join(TOOLS)}; all without")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their names")
+    parser.add_argument("--jobs", type=int, default=4, help="cases at one time")
+    parser.add_argument("--timeout", type=int, default=120, help="seconds of a case")
+    parser.add_argument("--logs", type=Path, help="folder for the tools' own words")
+    parser.add_argument("--shipped", action="store_true", help=f"racecheck without {DEFINE}: what it reports then")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.tools) - set(TOOLS):
+        parser.error(f"no such tool: {', '.join(sorted(unknown))}")
+    if arguments.child:
+        run_case(CASES[arguments.only], *arguments.tools, arguments.shipped, arguments.timeout)
+        return 0
+    arguments.tools = arguments.tools or list(TOOLS)
+    names = [name for name in CASES if arguments.only in name]
+    if not names:
+        parser.error(f"no case has {arguments.only!r} in its name; there are: {'; '.join(CASES)}")
+    folders = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))
+    sanitizer = shutil.which("compute-sanitizer", path=folders)
+    if sanitizer is None:
+        parser.exit(2, "compute-sanitizer is needed, which the CUDA toolkit brings\n")
+    version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True, check=False).stdout
+    print(*(line for line in version.splitlines() if "ersion" in line), flush=True)
+    if arguments.logs:
+        arguments.logs.mkdir(parents=True, exist_ok=True)
+    table: dict[str, list[str]] = {name: [] for name in names}
+    clean = True
+    for tool, name, (said, seconds, kinds) in results_of(sanitizer, arguments, names):
+        print(f"{tool} {name}: {said} ({seconds:.0f} s)", flush=True)
+        for kind, count in kinds.most_common():
+            print(f"    {count} x {kind}", flush=True)
+        table[name].append(said)
+        clean &= said == CLEAN
+    print(f"\n| case | {' | '.join(arguments.tools)} |\n{'|---' * (1 + len(arguments.tools))}|")
+    for name, cells in table.items():
+        print(f"| {name} | {' | '.join(cells)} |")
+    return int(not clean)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
