@@ -78,19 +78,19 @@ class Keys:
             slots = 8 if tile == 64 else 10 if tile == 32 and self.chunks == 9 else 12
             columns = queries_and_weights + KEYS * 1024 + slots * 16 * self.row_bytes
             barriers = -(-(columns + tile * 12 + slots * (4 + 16 * self.scale_bytes) + 4) // 8) * 8
-            size = barriers + slots * 16 + 72
+            size = barriers + slots * 16 + 80
             if tile < 64:
                 size = -(-(size + 32) // 16) * 16 + 2 * tile * 256
             name = f"sparse_attention<{tile}, {self.name}, {str(walks).lower()}>"
             return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, size, walks, walks)
         if tile == 64:
-            size = queries_and_weights + 2 * KEYS * self.row_bytes + tile * 20 + 224
+            size = queries_and_weights + 2 * KEYS * self.row_bytes + tile * 20 + 232
             name = f"sparse_attention_bf16_64<{self.chunks * 64}>"
             return Kernel("sparse_attention_bf16_64.cu", name, 384, size, True, splits == 1)
         ctas = 2 if tile == 16 and crowded else 1
         stages = 1 if ctas == 2 else 3 if tile == 16 and self.chunks == 8 else 2
         turn = queries_and_weights + stages * KEYS * self.row_bytes + tile * 12 + stages * 16
-        size = -(-(turn + 4) // 8) * 8 + stages * 16 + 32
+        size = -(-(turn + 4) // 8) * 8 + stages * 16 + 40
         name = f"sparse_attention_bf16<{tile}, {self.chunks * 64}, {ctas}>"
         return Kernel("sparse_attention_bf16.cu", name, 512, size, ctas=ctas)
 

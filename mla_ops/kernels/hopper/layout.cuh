@@ -34,7 +34,7 @@ constexpr int VALUE_BYTES = KEYS * 512 * 2;
 constexpr float REFERENCE_SLACK = 8.f;  // weights may reach 2^8 before the softmax's reference moves
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 
-constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, FACTOR_BARRIER = 3, RESULT_BARRIER = 4, VALUES_BARRIER = 5;
+constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, VALUES_BARRIER = 5;
 
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
 
@@ -95,11 +95,12 @@ struct Layout {
   static constexpr int RAW_FREE = RAW_FULL + SLOTS * 8;
   static constexpr int WEIGHTS_FULL = RAW_FREE + SLOTS * 8;
   static constexpr int VALUES_FREE = WEIGHTS_FULL + 8;      // of 128 dims each
-  static constexpr int FACTORS_FULL = VALUES_FREE + 4 * 8;  // of a row, in a CTA that walks
+  static constexpr int FACTORS_FULL = VALUES_FREE + 4 * 8;  // of a row, where a CTA has all of it
   static constexpr int FACTORS_FREE = FACTORS_FULL + 8;
   static constexpr int STATES_FULL = FACTORS_FREE + 8;  // in a cluster
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
-  static constexpr int SCORES_FULL = PACKETS_FULL + 8;  // of even and odd turns
+  static constexpr int OWN_FULL = PACKETS_FULL + 8;
+  static constexpr int SCORES_FULL = OWN_FULL + 8;  // of even and odd turns
   static constexpr int SCORES_FREE = SCORES_FULL + 2 * 8;
   static constexpr int NUM_BARRIERS = ((HEADS == 64 ? SCORES_FULL : SCORES_FREE + 2 * 8) - BARRIERS) / 8;
   static constexpr int SCORES = (SCORES_FREE + 2 * 8 + 15) / 16 * 16;  // float32 [2, 64, HEADS]

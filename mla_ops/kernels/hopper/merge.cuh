@@ -204,7 +204,10 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, const Shares& sh
   using P = Packets<L::HEADS>;
   constexpr bool HEADS_BY_DIMS = L::HEADS == 64;
   constexpr int BATCH = 8 / P::QUADS;
-  named_barrier<RESULT_BARRIER, 384>();
+  // This CTA's factors, and those packets that did not have to go far.
+  __syncwarp();
+  warp_arrive(shared + L::OWN_FULL, lane);
+  mbarrier_wait(shared + L::OWN_FULL, 0);
   if (row.splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
   const int g = lane >> 2, t = lane & 3;
   const int first = __shfl_sync(~0u, shares.first, shares.own), last = __shfl_sync(~0u, shares.first, shares.own + 1);

@@ -438,12 +438,8 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
       }
       store_shared_float(shared + L::COLUMNS + head * 8, total == 0.f ? 0.f : factor);
     }
-    if (WALK) {
-      __syncwarp();
-      warp_arrive(shared + L::FACTORS_FULL, lane);
-    } else {
-      named_barrier<FACTOR_BARRIER, 384>();
-    }
+    __syncwarp();
+    warp_arrive(shared + L::FACTORS_FULL, lane);
   } else if constexpr (!WALK) {
     const Shares shares = shares_of<L>(row, shared, worker % 32);
     await_peers(row);

@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
       if (barrier == L::WEIGHTS_FULL) arrivals = 4 * SCORERS * ARRIVALS_OF_A_WARP;
       if (barrier == L::FACTORS_FREE) arrivals = 8 * ARRIVALS_OF_A_WARP;
       if (barrier == L::STATES_FULL || barrier == L::PACKETS_FULL) arrivals = 1;
+      if (barrier == L::OWN_FULL) arrivals = 12 * ARRIVALS_OF_A_WARP;
       mbarrier_init(shared + barrier, arrivals);
       fence_barrier_init();
     }

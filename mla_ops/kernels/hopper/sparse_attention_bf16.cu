@@ -31,7 +31,8 @@ struct PlainLayout {
   static constexpr int WEIGHTS_FREE = WEIGHTS_FULL + 8;
   static constexpr int STATES_FULL = WEIGHTS_FREE + 8;  // in a cluster
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
-  static constexpr int BYTES = PACKETS_FULL + 8;
+  static constexpr int OWN_FULL = PACKETS_FULL + 8;
+  static constexpr int BYTES = OWN_FULL + 8;
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = TILES;
   static_assert(PACKETS + Packets<HEADS>::ROOM <= COLUMNS, "packets overlap the columns");
@@ -271,6 +272,7 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
     mbarrier_init(shared + L::WEIGHTS_FULL, 4 * ARRIVALS_OF_A_WARP);
     mbarrier_init(shared + L::WEIGHTS_FREE, 8 * ARRIVALS_OF_A_WARP);
     mbarrier_init(shared + L::STATES_FULL, 1), mbarrier_init(shared + L::PACKETS_FULL, 1);
+    mbarrier_init(shared + L::OWN_FULL, 12 * ARRIVALS_OF_A_WARP);
     fence_barrier_init();
   }
   __syncthreads();

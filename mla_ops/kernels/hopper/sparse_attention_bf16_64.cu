@@ -44,7 +44,8 @@ struct PairLayout {
   static constexpr int QUERY_FREE = QUERY_FULL + 8;
   static constexpr int STATES_FULL = QUERY_FREE + 8;  // in a cluster
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
-  static constexpr int BYTES = PACKETS_FULL + 8;
+  static constexpr int OWN_FULL = PACKETS_FULL + 8;
+  static constexpr int BYTES = OWN_FULL + 8;
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = WEIGHTS;
   static_assert(PACKETS + Packets<HEADS>::ROOM <= REFERENCES, "packets overlap the references");
@@ -534,6 +535,7 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_
     mbarrier_init(shared + L::WEIGHTS_FULL + 8, 4 * ARRIVALS_OF_A_WARP);
     mbarrier_init(shared + L::QUERY_FULL, 128), mbarrier_init(shared + L::QUERY_FREE, 8 * ARRIVALS_OF_A_WARP);
     mbarrier_init(shared + L::STATES_FULL, 1), mbarrier_init(shared + L::PACKETS_FULL, 1);
+    mbarrier_init(shared + L::OWN_FULL, 12 * ARRIVALS_OF_A_WARP);
     fence_barrier_init();
   }
   __syncthreads();
@@ -544,7 +546,8 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_
       const Row row = nth_row(p, cluster_index());
       stand_by<L>(row, shared, true, thread);
       weigh_parts<L>(p, row, shared, thread / 32, thread % 32);
-      named_barrier<RESULT_BARRIER, 384>();
+      __syncwarp();
+      warp_arrive(shared + L::OWN_FULL, thread % 32);
     }
   } else {
     more_registers<232>();

@@ -232,7 +232,8 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
   } else {
     if constexpr (HEADS_BY_DIMS) {
       if (row.splits == 1) {
-        named_barrier<FACTOR_BARRIER, 384>();
+        mbarrier_wait(shared + L::FACTORS_FULL, 0);
+        named_barrier<VALUES_BARRIER, 256>();  // the result takes the place of values
         const float factors[2] = {load_shared_float(shared + L::COLUMNS + head_of(0) * 8),
                                   load_shared_float(shared + L::COLUMNS + head_of(2) * 8)};
         store_result(p, row, shared + L::VALUES + (half * 4 + warp) * 8192, o, factors, half, warp, opaque(lane));
