@@ -34,7 +34,7 @@ constexpr int VALUE_BYTES = KEYS * 512 * 2;
 constexpr float REFERENCE_SLACK = 8.f;  // weights may reach 2^8 before the softmax's reference moves
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 
-constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, VALUES_BARRIER = 5;
+constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, VALUES_BARRIER = 5;
 
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
 

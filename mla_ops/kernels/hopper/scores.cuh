@@ -445,6 +445,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     await_peers(row);
     for (int part = worker / HEADS; part < row.splits; part += 128 / HEADS)
       send_state<L>(row, shared, part, head, total, reference);
+    named_barrier_arrive(STATES_BARRIER, 384);
     weigh_parts<L>(p, row, shared, worker / 32, worker % 32);
     finish<L>(p, row, shared, shares, worker / 32, worker % 32);
   }

@@ -201,6 +201,7 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
   await_peers(row);
   for (int part = thread / HEADS; part < row.splits; part += 128 / HEADS)
     send_state<L>(row, shared, part, head, total, reference);
+  named_barrier_arrive(STATES_BARRIER, 384);
   weigh_parts<L>(p, row, shared, warp, lane);
   finish<L>(p, row, shared, shares, warp, lane);
 }
@@ -248,6 +249,7 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
   open_to_peers(row);
   const Shares shares = shares_of<L>(row, shared, lane);
   await_peers(row);
+  named_barrier<STATES_BARRIER, 384>();  // states first: they would wait behind all packets
   send_packets<L>(row, shares, half * 4 + warp, lane, [&](int e) { return o[e / N][e % N]; });
   finish<L>(p, row, shared, shares, 4 + half * 4 + warp, lane);
 }

@@ -243,6 +243,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     if (!open) open_to_peers(row);
     const Shares shares = shares_of<L>(row, shared, lane);
     await_peers(row);
+    named_barrier<STATES_BARRIER, 384>();  // states first: they would wait behind all packets
     send_packets<L>(row, shares, half * 4 + warp, lane, [&](int e) { return o[e / N][e % N]; });
     finish<L>(p, row, shared, shares, 4 + half * 4 + warp, lane);
   }
