@@ -106,34 +106,66 @@ DEVICE void send_packets(const Row& row, const Shares& shares, int warp, int lan
   }
 }
 
-// What each part counts in the result, and the lse: by four warps, half a warp a head, a lane a part.
-template <class L>
+// What each part counts in the result, and the lse: by four warps, half a warp a head, a lane a part, BATCH heads at a
+// time, which have their latencies in common.
+template <class L, int BATCH = L::HEADS == 16 ? 2 : 4>
 DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int warp, int lane) {
-  const int part = lane & 15;
+  using P = Packets<L::HEADS>;
+  const int part = lane & 15, first = P::COUNT * row.rank / row.splits, last = P::COUNT * (row.rank + 1) / row.splits;
+  // Whether this CTA adds up a packet of that warp: tiles of 64 heads have 16 in warps n and n + 4.
+  auto adds_up = [&](int warp_of) { return warp_of * P::OF_A_WARP < last && (warp_of + 1) * P::OF_A_WARP > first; };
   if (row.splits == 1) named_barrier<SCORE_BARRIER, 128>();
 #pragma unroll 1
-  for (int head = warp * 2 + lane / 16; head < L::HEADS; head += 8) {
-    const int global_head = row.tile * L::HEADS + head;
-    const bool there = global_head < p.num_heads, sinks = there && p.attn_sink;
-    const float sink = sinks ? __ldg(p.attn_sink + global_head) : 0.f;
+  for (int begin = warp * 2 + lane / 16; begin < L::HEADS; begin += 8 * BATCH) {
+    if (L::HEADS == 64) {
+      bool needed = false;
+#pragma unroll
+      for (int k = 0; k < BATCH; k += 2) {
+        const int group = begin / 16 + k / 2;
+        needed |= adds_up(group) || adds_up(group + 4);
+      }
+      if (!needed) continue;
+    }
+    const int first_head = row.tile * L::HEADS + begin;
+    float sink[BATCH], reference[BATCH], factor[BATCH], total[BATCH];
+    float2 state[BATCH];
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k)
+      sink[k] = p.attn_sink && first_head + 8 * k < p.num_heads ? __ldg(p.attn_sink + first_head + 8 * k) : -INFINITY;
     if (row.splits > 1) mbarrier_wait_cluster(shared + L::STATES_FULL, 0);
-    float2 state = make_float2(0.f, NO_SCORE_YET);
-    if (part < row.splits) state = load_shared_float2(shared + L::End::STATES + (part * L::HEADS + head) * 8);
-    float reference = state.y;
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) {
+      state[k] = make_float2(0.f, NO_SCORE_YET);
+      if (part < row.splits)
+        state[k] = load_shared_float2(shared + L::End::STATES + (part * L::HEADS + begin + 8 * k) * 8);
+      reference[k] = state[k].y;
+    }
 #pragma unroll
     for (int step = MAX_SPLITS / 2; step; step >>= 1)
-      reference = fmaxf(reference, __shfl_xor_sync(~0u, reference, step));
-    float factor = state.x == 0.f ? 0.f : exp2_approx(state.y - reference);
-    float total = state.x == 0.f ? 0.f : state.x * factor;
 #pragma unroll
-    for (int step = MAX_SPLITS / 2; step; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
-    const float lse = total == 0.f ? -INFINITY : (reference + log2f(total)) * 0.6931471805599453f;
-    float weight = 1.f / L::FACTOR / total;
-    if (sinks) weight /= 1.f + expf(sink - lse);
-    if (factor != 0.f) factor *= weight;
-    store_shared_float(shared + L::End::FACTORS + head * L::End::FACTORS_PITCH + part * 4, factor);
-    if (part == 0 && there && head * row.splits / L::HEADS == row.rank)
-      p.lse[result_row(p, row) * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+      for (int k = 0; k < BATCH; ++k) reference[k] = fmaxf(reference[k], __shfl_xor_sync(~0u, reference[k], step));
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) {
+      factor[k] = state[k].x == 0.f ? 0.f : exp2_approx(state[k].y - reference[k]);
+      total[k] = state[k].x == 0.f ? 0.f : state[k].x * factor[k];
+    }
+#pragma unroll
+    for (int step = MAX_SPLITS / 2; step; step >>= 1)
+#pragma unroll
+      for (int k = 0; k < BATCH; ++k) total[k] += __shfl_xor_sync(~0u, total[k], step);
+#pragma unroll
+    for (int k = 0; k < BATCH; ++k) {
+      const int head = begin + 8 * k, global_head = first_head + 8 * k;
+      const float lse = total[k] == 0.f ? -INFINITY : (reference[k] + log2f(total[k])) * 0.6931471805599453f;
+      float weight = 1.f / L::FACTOR / total[k];
+      if (sink[k] != -INFINITY) weight /= 1.f + expf(sink[k] - lse);
+      if (factor[k] != 0.f) factor[k] *= weight;
+      store_shared_float(shared + L::End::FACTORS + head * L::End::FACTORS_PITCH + part * 4, factor[k]);
+      const bool reports = L::HEADS == 64 ? head / 16 * P::OF_A_WARP >= first && head / 16 * P::OF_A_WARP < last
+                                          : head * row.splits / L::HEADS == row.rank;
+      if (part == 0 && global_head < p.num_heads && reports)
+        p.lse[result_row(p, row) * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+    }
   }
 }
 
