@@ -135,7 +135,7 @@ DEVICE u32 own_place(u32 tile, int warp, int lane) {
 template <int I, int CHUNK, int LAST>
 DEVICE void copy_chunks_of(const OwnRows& own, u32 to) {
   if constexpr (CHUNK < LAST) {
-    copy_key_16<I * 512 + CHUNK * KEYS * 128, CHUNK * 128>(to, own.from[I]);
+    copy_16<I * 512 + CHUNK * KEYS * 128, CHUNK * 128>(to, own.from[I]);
     copy_chunks_of<I, CHUNK + 1, LAST>(own, to);
   }
 }

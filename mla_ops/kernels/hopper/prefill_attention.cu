@@ -50,12 +50,6 @@ struct PrefillLayout {
 #define REG40 REG32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define ACC40(d, i) ACC32(d, i), ACC8(d, i + 32)
 
-#define WGMMA_SCORES(N, TYPE, REGS, ACC, A, B, C)                                                                 \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
-               "." TYPE " {" REGS "}, " A ", " B ", p, 1, 1, 0, 0;\n}"                                            \
-               : ACC                                                                                              \
-               : "l"(a), "l"(b), "r"(add))
-
 #define WGMMA_VALUES(N, TYPE, REGS, ACC, A0, A1, A2, A3, B)                                                        \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGS "}, {" A0 ", " A1 ", " A2 \
                ", " A3 "}, " B ", 1, 1, 1, 1;"                                                                     \
@@ -67,10 +61,10 @@ struct PrefillLayout {
   struct NAME {                                                                              \
     static DEVICE u32 pack(float low, float high) { return PACK(low, high); }                \
     static DEVICE void scores(float (&d)[64], u64 a, u64 b, int add) {                       \
-      WGMMA_SCORES(128, TYPE, REG64, ACC64(d, 0), "%64", "%65", "%66");                      \
+      WGMMA_KEYS(128, TYPE, REG64, ACC64(d, 0), "%64", "%65", "%66");                        \
     }                                                                                        \
     static DEVICE void scores(float (&d)[40], u64 a, u64 b, int add) {                       \
-      WGMMA_SCORES(80, TYPE, REG40, ACC40(d, 0), "%40", "%41", "%42");                       \
+      WGMMA_KEYS(80, TYPE, REG40, ACC40(d, 0), "%40", "%41", "%42");                         \
     }                                                                                        \
     static DEVICE void values(float (&d)[32], const u32* a, u64 b) {                         \
       WGMMA_VALUES(64, TYPE, REG32, ACC32(d, 0), "%32", "%33", "%34", "%35", "%36");         \
@@ -420,6 +414,7 @@ DEVICE void consume(const Params& p, u32 shared) {
 template <int DIM, int DIM_V, class T = Bfloat16>
 __global__ void __launch_bounds__(384, 1) prefill_attention(const __grid_constant__ Params p) {
   using L = PrefillLayout<DIM, DIM_V>;
+  CHECK_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   if (threadIdx.x == 0) {

@@ -11,6 +11,13 @@ using i64 = long long;
 
 DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
+// What launches give a kernel is what its layout takes: tests/test_aot_cuda.py compiles with their number.
+#ifdef SHARED_BYTES
+#define CHECK_SHARED_BYTES(LAYOUT) static_assert(LAYOUT::BYTES == SHARED_BYTES, "launches give another size")
+#else
+#define CHECK_SHARED_BYTES(LAYOUT)
+#endif
+
 // ---- mbarriers ------------------------------------------------------------------------------------------------------
 
 DEVICE void mbarrier_init(u32 barrier, u32 count) {
@@ -202,12 +209,6 @@ DEVICE void copy_16(u32 destination, const void* source) {
 }
 
 // The same, with offsets that are the instruction's.
-template <int TO, int FROM>
-DEVICE void copy_key_16(u32 destination, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(destination), "l"(source), "n"(TO), "n"(FROM)
-               : "memory");
-}
-
 template <int TO, int FROM>
 DEVICE void copy_16(u32 destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(destination), "l"(source), "n"(TO), "n"(FROM)
@@ -516,20 +517,20 @@ DEVICE void wgmma_dims_by_heads_bfloat16(float (&d)[8], u64 a, u64 b) {
   WGMMA_SS(16, "bf16", REG8, ACC8(d, 0), "%8", "%9", "1", "0");
 }
 
-// Keys [64 x 16 dims] times queries [16 dims x heads], bfloat16; `add` false begins a sum.
-#define WGMMA_KEYS(N, REGS, ACC, A, B, C)                                                         \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N \
-               "k16.f32.bf16.bf16 {" REGS "}, " A ", " B ", p, 1, 1, 0, 0;\n}"                    \
-               : ACC                                                                              \
+// Keys [64 x 16 dims] times queries [16 dims x heads], neither transposed; `add` false begins a sum.
+#define WGMMA_KEYS(N, TYPE, REGS, ACC, A, B, C)                                                                   \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+               "." TYPE " {" REGS "}, " A ", " B ", p, 1, 1, 0, 0;\n}"                                            \
+               : ACC                                                                                              \
                : "l"(a), "l"(b), "r"(add))
 
 // The other way round: queries [64 heads x 16 dims] times keys [16 dims x 64].
 DEVICE void wgmma_heads_by_keys(float (&d)[32], u64 a, u64 b, int add) {
-  WGMMA_KEYS(64, REG32, ACC32(d, 0), "%32", "%33", "%34");
+  WGMMA_KEYS(64, "bf16", REG32, ACC32(d, 0), "%32", "%33", "%34");
 }
 DEVICE void wgmma_keys_by_heads(float (&d)[16], u64 a, u64 b, int add) {
-  WGMMA_KEYS(32, REG16, ACC16(d, 0), "%16", "%17", "%18");
+  WGMMA_KEYS(32, "bf16", REG16, ACC16(d, 0), "%16", "%17", "%18");
 }
 DEVICE void wgmma_keys_by_heads(float (&d)[8], u64 a, u64 b, int add) {
-  WGMMA_KEYS(16, REG8, ACC8(d, 0), "%8", "%9", "%10");
+  WGMMA_KEYS(16, "bf16", REG8, ACC8(d, 0), "%8", "%9", "%10");
 }

@@ -16,6 +16,7 @@ template <int HEADS, Format FORMAT, bool WALK>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention(const __grid_constant__ Params p) {
   using L = Layout<HEADS, FORMAT>;
+  CHECK_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
