@@ -75,12 +75,12 @@ class Keys:
         queries_and_weights = (self.chunks + 1) * tile * 128
         if self.quantized:
             walks = tile < 64 and splits == 1
-            slots = 8 if tile == 64 else 10 if tile == 32 and self.chunks == 9 else 12
-            columns = queries_and_weights + KEYS * 1024 + slots * 16 * self.row_bytes
+            halves, slots, parts = {16: (3, 18 - self.chunks, 2), 32: (3, 8, 1), 64: (2, 8, 0)}[tile]
+            columns = queries_and_weights + halves * KEYS * 512 + slots * 16 * self.row_bytes
             barriers = -(-(columns + tile * 12 + slots * (4 + 16 * self.scale_bytes) + 4) // 8) * 8
-            size = barriers + slots * 16 + 80
+            size = barriers + slots * 16 + halves * 16 + 56
             if tile < 64:
-                size = -(-(size + 32) // 16) * 16 + 2 * tile * 256
+                size = -(-(size + parts * 16) // 16) * 16 + parts * tile * 256
             name = f"sparse_attention<{tile}, {self.name}, {str(walks).lower()}>"
             return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, size, walks, walks)
         if tile == 64:
@@ -100,7 +100,7 @@ class Keys:
         return list({kernel.name: kernel for kernel in every}.values())
 
 
-FP8_TIMES = ({16: 1.5, 32: 1.95, 64: 2.2}, {16: 9.5, 32: 11.7, 64: 15.5}, {16: 0.5, 32: 2.0, 64: 8.0})
+FP8_TIMES = ({16: 1.45, 32: 1.8, 64: 2.2}, {16: 9.5, 32: 11.5, 64: 15.5}, {16: 0.5, 32: 2.0, 64: 8.0})
 BF16_TIMES = ({16: 1.45, 32: 1.9, 64: 1.65}, {16: 10.5, 32: 12.0, 64: 12.0}, {16: 1.0, 32: 2.0, 64: 10.0})
 
 # By cache format and width of a key.

@@ -29,9 +29,9 @@ struct Params {
   int parts;  // of a row's keys, a cluster of several CTAs each; where more than one, `out` is float32 [parts, ...]
 };
 
-constexpr int KEYS = 64;  // of a turn
-constexpr int VALUE_BYTES = KEYS * 512 * 2;
-constexpr float REFERENCE_SLACK = 8.f;  // weights may reach 2^8 before the softmax's reference moves
+constexpr int KEYS = 64;                    // of a turn
+constexpr int HALF_BYTES = KEYS * 256 * 2;  // of a turn's values
+constexpr float REFERENCE_SLACK = 8.f;      // weights may reach 2^8 before the softmax's reference moves
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 
 constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, VALUES_BARRIER = 5;
@@ -74,13 +74,16 @@ struct Layout {
   static constexpr int SCORE_REGISTERS = HEADS == 64 ? 168 : HEADS == 32 ? 112 : 144;
   static constexpr int REST_REGISTERS = 112;
   static constexpr int VALUE_REGISTERS = HEADS == 64 ? 160 : HEADS == 32 ? 112 : 96;
-  // The ring of raw rows: 16 of a warp in a slot, four slots a turn, as many as fit.
-  static constexpr int SLOTS = HEADS == 64 ? 8 : HEADS == 32 && R::CHUNKS == 9 ? 10 : 12;
+  // Rings, of as many as fit: halves of a turn's values, 256 dims each; raw rows, 16 of a warp in a slot, four slots a
+  // turn; a second warpgroup's scores of a turn.
+  static constexpr int HALVES = HEADS == 64 ? 2 : 3;
+  static constexpr int SLOTS = HEADS == 16 ? 18 - R::CHUNKS : 8;
+  static constexpr int PARTS = HEADS == 32 ? 1 : 2;
   static constexpr int QUERY = 0;
   static constexpr int QUERY_CHUNK = HEADS * 128;
   static constexpr int WEIGHTS = QUERY + R::CHUNKS * QUERY_CHUNK;
   static constexpr int VALUES = WEIGHTS + HEADS * 128;
-  static constexpr int RAW = VALUES + VALUE_BYTES;
+  static constexpr int RAW = VALUES + HALVES * HALF_BYTES;
   static constexpr int RAW_SLOT = 16 * R::BYTES;
   static constexpr int COLUMNS =
       RAW + SLOTS * RAW_SLOT;  // float2 a head: factor and reference, at the end the factor of the result
@@ -94,18 +97,18 @@ struct Layout {
   static constexpr int RAW_FULL = BARRIERS;
   static constexpr int RAW_FREE = RAW_FULL + SLOTS * 8;
   static constexpr int WEIGHTS_FULL = RAW_FREE + SLOTS * 8;
-  static constexpr int VALUES_FREE = WEIGHTS_FULL + 8;      // of 128 dims each
-  static constexpr int FACTORS_FULL = VALUES_FREE + 4 * 8;  // of a row, where a CTA has all of it
+  static constexpr int WEIGHTS_FREE = WEIGHTS_FULL + 8;              // up to 32 heads; of 64 as VALUES_FREE says
+  static constexpr int VALUES_FREE = WEIGHTS_FREE + 8;               // of 128 dims each
+  static constexpr int FACTORS_FULL = VALUES_FREE + 2 * HALVES * 8;  // of a row, where a CTA has all of it
   static constexpr int FACTORS_FREE = FACTORS_FULL + 8;
   static constexpr int STATES_FULL = FACTORS_FREE + 8;  // in a cluster
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
   static constexpr int OWN_FULL = PACKETS_FULL + 8;
-  static constexpr int SCORES_FULL = OWN_FULL + 8;  // of even and odd turns
-  static constexpr int SCORES_FREE = SCORES_FULL + 2 * 8;
-  static constexpr int NUM_BARRIERS = ((HEADS == 64 ? SCORES_FULL : SCORES_FREE + 2 * 8) - BARRIERS) / 8;
-  static constexpr int SCORES = (SCORES_FREE + 2 * 8 + 15) / 16 * 16;  // float32 [2, 64, HEADS]
-  static constexpr int BYTES = HEADS == 64 ? SCORES_FULL : SCORES + 2 * HEADS * 256;
-  static constexpr int TABLE = VALUES;  // float32 [64, HEADS]: scores and weights of a wide turn
+  static constexpr int SCORES_FULL = OWN_FULL + 8;
+  static constexpr int SCORES_FREE = SCORES_FULL + PARTS * 8;
+  static constexpr int NUM_BARRIERS = ((HEADS == 64 ? SCORES_FULL : SCORES_FREE + PARTS * 8) - BARRIERS) / 8;
+  static constexpr int SCORES = (SCORES_FREE + PARTS * 8 + 15) / 16 * 16;  // float32 [PARTS, 64, HEADS]
+  static constexpr int BYTES = HEADS == 64 ? SCORES_FULL : SCORES + PARTS * HEADS * 256;
   using End = Ends<HEADS, QUERY>;
   // Up to 32 heads packets have room where nothing is needed once the last weights are there.
   static constexpr bool EARLY = HEADS < 64;
@@ -160,10 +163,29 @@ DEVICE Row next_row(const Params& p, const Row& row) {
   return row_at(p, row.token * p.head_tiles + row.tile + gridDim.x);
 }
 
-// Where a warp is in the ring of raw rows and its barriers, which go on from row to row.
+// Where a warp is in the rings and their barriers, which go on from row to row: turns so far, the slot of its raw rows
+// and that of the first half of the values.
 struct Ring {
-  int turn, slot, parity;
+  int turn, slot, parity, half, half_parity;
 };
+
+// One of the two halves of a turn's values.
+struct Half {
+  int slot, parity;
+};
+
+template <int HALVES>
+DEVICE Half half_of(const Ring& at, int half) {
+  const bool wraps = half && at.half + 1 == HALVES;
+  return {wraps ? 0 : at.half + half, at.half_parity ^ wraps};
+}
+
+template <int HALVES>
+DEVICE void next_turn(Ring& at) {
+  ++at.turn;
+  at.half += 2;
+  if (at.half >= HALVES) at.half -= HALVES, at.half_parity ^= 1;
+}
 
 template <int SLOTS>
 DEVICE void next_slot(int& slot, int& parity) {
@@ -176,6 +198,12 @@ template <int SLOTS>
 DEVICE int slot_of(int first, int key) {
   const int slot = first + key / 16;
   return slot >= SLOTS ? slot - SLOTS : slot;
+}
+
+// Scores and weights of a wide turn, float32 [64, HEADS], where its first values would be.
+template <class L>
+DEVICE float* wide_table(unsigned char* shared_pointer, const Ring& at) {
+  return reinterpret_cast<float*>(shared_pointer + L::VALUES + at.half * HALF_BYTES);
 }
 
 DEVICE int turns_of(const Row& row) { return row.last - row.first; }

@@ -63,6 +63,21 @@ DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// Whether that is so now.
+DEVICE bool mbarrier_test(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // The same for what CTAs of the cluster sent.
 DEVICE void mbarrier_wait_cluster(u32 barrier, u32 parity) {
   asm volatile(

@@ -145,7 +145,7 @@ DEVICE Places places_of(u32 shared, int warp, int lane) {
 // thread met a value that float16 does not hold.
 template <int HEADS, Format FORMAT, int FIRST, int COUNT>
 DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start<FORMAT>& start, const Places& places,
-                     u32 raw_0, u32 parity, int t) {
+                     u32 raw_0, const Half (&halves)[2], int t) {
   using R = Rows<FORMAT>;
   constexpr int QUERY_CHUNK = Layout<HEADS, FORMAT>::QUERY_CHUNK;
   u32 too_large = 0;
@@ -194,11 +194,12 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
     if (value) {
       const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n - 1);
       const u32(&f)[16] = fragments[(n - 1) % 2];
-      if (first_of_piece) mbarrier_wait(places.values_free + chunk / 2 * 8, parity);
+      const Half& half = halves[chunk / 4];
+      if (first_of_piece) mbarrier_wait(places.values_free + half.slot * 16 + chunk % 4 / 2 * 8, half.parity ^ 1);
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        store_matrices((places.values ^ (j << 5)) + chunk * (KEYS * 128), f[4 * j], f[4 * j + 1], f[4 * j + 2],
-                       f[4 * j + 3]);
+        store_matrices((places.values ^ (j << 5)) + half.slot * HALF_BYTES + chunk % 4 * (KEYS * 128), f[4 * j],
+                       f[4 * j + 1], f[4 * j + 2], f[4 * j + 3]);
     }
   }
   return too_large != 0;
@@ -207,7 +208,8 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
 // The scores of a second warpgroup for the first: a thread's own, so that both address them alike.
 template <int HEADS, Format FORMAT>
 DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
-  return shared + Layout<HEADS, FORMAT>::SCORES + (turn & 1) * (HEADS * 256) + thread * 16;
+  using L = Layout<HEADS, FORMAT>;
+  return shared + L::SCORES + turn % L::PARTS * (HEADS * 256) + thread * 16;
 }
 
 // A second warpgroup of scores: its steps' part of each, and its chunks of the values.
@@ -220,7 +222,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   const int turns = turns_of(row);
   int &i = at.turn, &slot = at.slot, &parity = at.parity;
-  for (int left = turns; left > 0; --left, ++i) {
+  for (int left = turns; left > 0; --left, next_turn<L::HALVES>(at)) {
     const u32 barrier = shared + L::RAW_FULL + slot * 8, raw_0 = places.raw + slot * L::RAW_SLOT;
     Start<FORMAT> start;
     mbarrier_wait(barrier, parity);
@@ -228,11 +230,12 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     load_start_rest<HEADS, FORMAT, FIRST>(start, raw_0, t);
     float s[HEADS / 2];
     u32 fragments[2][16];
-    multiply<HEADS, FORMAT, FIRST, R::CHUNKS - FIRST>(s, fragments, start, places, raw_0, (i & 1) ^ 1, t);
+    multiply<HEADS, FORMAT, FIRST, R::CHUNKS - FIRST>(s, fragments, start, places, raw_0,
+                                                      {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
     fence_async_shared();
     __syncwarp();
-    warp_arrive(barrier + L::RAW_FREE - L::RAW_FULL, lane), warp_arrive(shared + L::WEIGHTS_FULL, lane);
-    mbarrier_wait(shared + L::SCORES_FREE + (i & 1) * 8, (i >> 1 & 1) ^ 1);
+    warp_arrive(barrier + L::RAW_FREE - L::RAW_FULL, lane);
+    mbarrier_wait(shared + L::SCORES_FREE + i % L::PARTS * 8, (i / L::PARTS & 1) ^ 1);
     wgmma_wait<0>();
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
@@ -241,7 +244,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
       store_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512, __float_as_uint(s[e]),
                       __float_as_uint(s[e + 1]), __float_as_uint(s[e + 2]), __float_as_uint(s[e + 3]));
     __syncwarp();
-    warp_arrive(shared + L::SCORES_FULL + (i & 1) * 8, lane);
+    warp_arrive(shared + L::SCORES_FULL + i % L::PARTS * 8, lane);
     next_slot<L::SLOTS>(slot, parity);
   }
 }
@@ -266,26 +269,36 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
 
   const int turns = turns_of(row);
   Start<FORMAT> start;
-  if (turns) {
-    mbarrier_wait(shared + L::RAW_FULL + at.slot * 8, at.parity);
-    load_start<HEADS, FORMAT, 0>(start, places.raw + at.slot * L::RAW_SLOT, places.scales + at.slot * L::SCALES_SLOT,
-                                 shared + L::LIVE + at.slot * 4, t);
-    load_start_rest<HEADS, FORMAT, 0>(start, places.raw + at.slot * L::RAW_SLOT, t);
-  }
+  bool started = false;
   int& i = at.turn;
-  for (int left = turns; left > 0; --left, ++i) {
+  for (int left = turns; left > 0; --left, next_turn<L::HALVES>(at)) {
     const int slot = L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot, parity = L::SLOTS == 8 ? i >> 1 & 1 : at.parity;
+    if (!started) {
+      const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
+      mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
+      load_start<HEADS, FORMAT, 0>(start, raw_0, places.scales + slot * L::SCALES_SLOT, shared + L::LIVE + slot * 4, t);
+      load_start_rest<HEADS, FORMAT, 0>(start, raw_0, t);
+    }
     float s[TILES * 4];
     u32 fragments[2][16];
     const u32 alive = start.alive;
     bool wide = R::wide(start.scales);
     wide |= multiply<HEADS, FORMAT, 0, FIRST_STEPS<HEADS, FORMAT, WALK>>(
-        s, fragments, start, places, places.raw + slot * L::RAW_SLOT, (i & 1) ^ 1, t);
+        s, fragments, start, places, places.raw + slot * L::RAW_SLOT,
+        {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
+    // Room for raw rows is short: they are done with here, unless the turn is wide. With 64 heads one vote costs more.
+    if constexpr (HEADS < 64) {
+      wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
+      if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
+    }
 
     int later_slot = slot, later_parity = parity;
     next_slot<L::SLOTS>(later_slot, later_parity);
-    if (left > 1) {
-      mbarrier_wait(shared + L::RAW_FULL + later_slot * 8, later_parity);
+    const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
+    started = left > 1;
+    if (HEADS == 64 && started) mbarrier_wait(later_full, later_parity);
+    if (HEADS < 64 && started) started = __all_sync(~0u, mbarrier_test(later_full, later_parity));
+    if (started) {
       load_start<HEADS, FORMAT, 0>(start, places.raw + later_slot * L::RAW_SLOT,
                                    places.scales + later_slot * L::SCALES_SLOT, shared + L::LIVE + later_slot * 4, t);
     }
@@ -296,7 +309,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
     if constexpr (FIRST_STEPS<HEADS, FORMAT, WALK> < R::CHUNKS) {
-      mbarrier_wait(shared + L::SCORES_FULL + (i & 1) * 8, i >> 1 & 1);
+      mbarrier_wait(shared + L::SCORES_FULL + i % L::PARTS * 8, i / L::PARTS & 1);
 #pragma unroll
       for (int e = 0; e < TILES * 4; e += 4) {
         const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
@@ -304,7 +317,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
         s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
       }
       __syncwarp();
-      warp_arrive(shared + L::SCORES_FREE + (i & 1) * 8, lane);
+      warp_arrive(shared + L::SCORES_FREE + i % L::PARTS * 8, lane);
     }
 
 #pragma unroll
@@ -324,34 +337,35 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
       for (int e = 0; e < TILES * 4; ++e)
         if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
     }
-    if (left > 1) load_start_rest<HEADS, FORMAT, 0>(start, places.raw + later_slot * L::RAW_SLOT, t);
+    if (started) load_start_rest<HEADS, FORMAT, 0>(start, places.raw + later_slot * L::RAW_SLOT, t);
     float tops[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
     for (int e = 4; e < TILES * 4; ++e) tops[e & 3] = fmaxf(tops[e & 3], s[e]);
     const float largest = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
 
     int turn = USUAL;
+    if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     const bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest > REFERENCE_SLACK || wide || !seen && alive);
     if (moves) {
       turn = MOVED;
-      float* table = reinterpret_cast<float*>(shared_pointer + L::TABLE) + key_row_0 * HEADS + 2 * t;
 #pragma unroll
       for (int j = 0; j < TILES; ++j) {
         const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
         s[4 * j] += __uint_as_float(two.y), s[4 * j + 1] += __uint_as_float(two.w);
         s[4 * j + 2] += __uint_as_float(two.y), s[4 * j + 3] += __uint_as_float(two.w);
       }
-      if (named_barrier_any<SCORE_BARRIER, 128>(wide)) {
+      if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         turn = WIDE;
+        float* table = wide_table<L>(shared_pointer, at);
 #pragma unroll 1
         for (int e = thread; e < KEYS * HEADS; e += 128) {
           const int key = e / HEADS, first = slot >= warp ? slot - warp : slot - warp + L::SLOTS;
           const int row_of_key = slot_of<L::SLOTS>(first, key) * 16 + key % 16;
-          reinterpret_cast<float*>(shared_pointer + L::TABLE)[e] =
-              wide_score<HEADS, FORMAT>(p, row, shared_pointer + L::RAW + row_of_key * R::BYTES,
-                                        shared_pointer + L::SCALES + row_of_key * R::SCALES_PITCH, e % HEADS);
+          table[e] = wide_score<HEADS, FORMAT>(p, row, shared_pointer + L::RAW + row_of_key * R::BYTES,
+                                               shared_pointer + L::SCALES + row_of_key * R::SCALES_PITCH, e % HEADS);
         }
         named_barrier<SCORE_BARRIER, 128>();
+        table += key_row_0 * HEADS + 2 * t;
 #pragma unroll
         for (int e = 0; e < TILES * 4; ++e)
           s[e] = ((e & 2) ? live_1 : live_0) ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] : -INFINITY;
@@ -385,14 +399,14 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
       named_barrier<SCORE_BARRIER, 128>();
     }
 
-    if (turn != WIDE) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
+    if (HEADS == 64 && turn != WIDE) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
 
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
 #pragma unroll
     for (int c = 0; c < TILES * 2; ++c) sums[c] += s[c / 2 * 4 + (c & 1)] + s[c / 2 * 4 + (c & 1) + 2];
     if (turn == WIDE) {
-      float* table = reinterpret_cast<float*>(shared_pointer + L::TABLE) + key_row_0 * HEADS + 2 * t;
+      float* table = wide_table<L>(shared_pointer, at) + key_row_0 * HEADS + 2 * t;
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e) table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] = s[e];
     } else {

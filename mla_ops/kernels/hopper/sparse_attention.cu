@@ -36,8 +36,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
       int arrivals = 4 * ARRIVALS_OF_A_WARP;
       if (barrier < L::RAW_FREE) arrivals = Rows<FORMAT>::SCALES_APART ? ARRIVALS_OF_A_WARP : 1;
       if (barrier >= L::RAW_FREE && barrier < L::WEIGHTS_FULL) arrivals = SCORERS * ARRIVALS_OF_A_WARP;
-      if (barrier == L::WEIGHTS_FULL) arrivals = 4 * SCORERS * ARRIVALS_OF_A_WARP;
-      if (barrier == L::FACTORS_FREE) arrivals = 8 * ARRIVALS_OF_A_WARP;
+      if (barrier == L::WEIGHTS_FREE || barrier == L::FACTORS_FREE) arrivals = 8 * ARRIVALS_OF_A_WARP;
       if (barrier == L::STATES_FULL || barrier == L::PACKETS_FULL) arrivals = 1;
       if (barrier == L::OWN_FULL) arrivals = 12 * ARRIVALS_OF_A_WARP;
       mbarrier_init(shared + barrier, arrivals);
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   load_queries<HEADS, FORMAT, L::QUERY_THREADS, 8>(p, row, shared, threadIdx.x, false, 0);
   fence_async_shared();
   named_barrier<QUERY_BARRIER, L::QUERY_THREADS>();
-  Ring at{0, thread / 32, 0};
+  Ring at{0, thread / 32, 0, 0, 0};
   u32 row_parity = 0;
   // Later rows' queries are loaded by the warpgroups of scores, a batch of registers at a time.
   auto next_queries = [&]() {

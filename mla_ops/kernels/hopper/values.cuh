@@ -108,10 +108,10 @@ DEVICE void store_result(const Params& p, const Row& row, u32 stage, const float
 
 // The same for dims by heads, of both warpgroups, with the factors that `score` left in the columns.
 template <class L, int PIECES, int N>
-DEVICE void store_result(const Params& p, const Row& row, u32 shared, const float (&o)[PIECES][N], int half,
+DEVICE void store_result(const Params& p, const Row& row, u32 shared, u32 stage, const float (&o)[PIECES][N], int half,
                          int thread) {
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
-  const u32 stage = shared + L::VALUES, first_dim = half * 256 + dim_of_row(warp, lane >> 2);
+  const u32 first_dim = half * 256 + dim_of_row(warp, lane >> 2);
 #pragma unroll
   for (int c = 0; c < N / 2; ++c) {
     const int head = c / 2 * 8 + 2 * t + (c & 1);
@@ -152,15 +152,18 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
-  const u64 values = tile_descriptor(shared + L::VALUES + half * 4 * (KEYS * 128), 1024, KEYS * 128);
-  const u32 freed = shared + L::VALUES_FREE + half * 16;
+  const u64 values = tile_descriptor(shared + L::VALUES, 1024, KEYS * 128);
   const int turns = turns_of(row);
   bool open = false;
   int& i = at.turn;
-  for (int left = turns; left > 0; --left, ++i) {
-    const bool last = WALK && left == 1;  // its values' place is free when the result has left
+  int stage = 0;
+  for (int left = turns; left > 0; --left, next_turn<L::HALVES>(at)) {
+    const bool last = WALK && half == 0 && left == 1;  // its values' place is free when the result has left
     mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
     const u32 turn = load_shared_4(shared + L::TURN);
+    const int slot = half_of<L::HALVES>(at, half).slot;
+    const u32 freed = shared + L::VALUES_FREE + slot * 16;
+    stage = at.half;
     // One after the other: the scores of the next turn then wait for fewer products of the tensor cores. In a wide turn
     // the first waits for the second.
     if (HEADS_BY_DIMS && half == 1 && (turn & 0xff) != WIDE) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
@@ -171,12 +174,12 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
     }
     if ((turn & 0xff) == WIDE) {
-      const float* table = reinterpret_cast<const float*>(shared_pointer + L::TABLE);
+      const float* table = wide_table<L>(shared_pointer, at);
 #pragma unroll 1
       for (int key = 0; key < KEYS; key += 16, table += 16 * HEADS) {
-        const int slot = slot_of<L::SLOTS>(turn >> 8, key);
-        const unsigned char *raw = shared_pointer + L::RAW + slot * L::RAW_SLOT,
-                            *scales = shared_pointer + L::SCALES + slot * L::SCALES_SLOT;
+        const int keys = slot_of<L::SLOTS>(turn >> 8, key);
+        const unsigned char *raw = shared_pointer + L::RAW + keys * L::RAW_SLOT,
+                            *scales = shared_pointer + L::SCALES + keys * L::SCALES_SLOT;
         if constexpr (HEADS_BY_DIMS)
           accumulate_wide<FORMAT>(o, raw, scales, table, warp * 16 + g, half * 256 + 16 * t);
         else
@@ -186,10 +189,12 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       if (arrives(lane)) {
         if (half == 0) mbarrier_arrive(shared + L::RAW_FREE + slot_of<L::SLOTS>(turn >> 8, warp * 16) * 8);
         if (!last) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
+        if (HEADS < 64) mbarrier_arrive(shared + L::WEIGHTS_FREE);
       }
       continue;
     }
     if (!WALK && L::EARLY && left == 1 && row.splits > 1) cluster_arrive(), open = true;
+    const u64 turn_values = values + slot * (HALF_BYTES / 16);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
     wgmma_fence();
@@ -198,9 +203,9 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if constexpr (HEADS_BY_DIMS)
-          wgmma_heads_by_dims(o[piece], weights + k * 2, values + (piece * 2 * KEYS * 128 + k * 2048) / 16);
+          wgmma_heads_by_dims(o[piece], weights + k * 2, turn_values + (piece * 2 * KEYS * 128 + k * 2048) / 16);
         else
-          wgmma_dims_by_heads(o[piece], values + (piece * KEYS * 128 + k * 2048) / 16, weights + k * 2);
+          wgmma_dims_by_heads(o[piece], turn_values + (piece * KEYS * 128 + k * 2048) / 16, weights + k * 2);
       }
       if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
     }
@@ -208,6 +213,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     if (!last) warp_arrive(freed, lane);
     wgmma_wait<0>();
     if (!last) warp_arrive(freed + 8, lane);
+    if (HEADS < 64) warp_arrive(shared + L::WEIGHTS_FREE, lane);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
   }
@@ -218,8 +224,11 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     const int worker = opaque(thread);  // else addresses for the result stay in registers all the time
     if (turns) {
       named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
-      store_result<L>(p, row, shared, o, half, worker);
-      warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
+      store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, o, half, worker);
+      if (half == 0) {
+        const u32 freed = shared + L::VALUES_FREE + stage * 16;
+        warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
+      }
       return;
     }
     warp_arrive(shared + L::FACTORS_FREE, lane);
