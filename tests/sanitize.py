@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """A kernel at small shapes.
 
     Attributes:
-        keys: cache format and width of a key, or "prefill".
+        keys: cache format and width of a key, or "prefill", or "schedule".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scale float16 does not hold.
@@ -50,7 +50,7 @@ class Case(NamedTuple):
     wide: bool = False
 
     def __str__(self) -> str:
-        if self.keys == "prefill":
+        if not self.tile:
             return self.keys
         ctas = "1 CTA" if self.splits == 1 else f"{self.splits} CTAs"
         return f"{self.keys}, {self.tile} heads, {ctas}{', wide' * self.wide}"
@@ -63,6 +63,7 @@ CASES = {
         *itertools.starmap(Case, itertools.product(SPARSE, (16, 32, 64), (1, 2))),
         *(Case(keys, tile, 1, wide=True) for keys, tile in itertools.product(SPARSE[:2], (16, 32, 64))),
         Case("prefill"),
+        Case("schedule"),
     )
 }
 
@@ -142,6 +143,27 @@ def prefill(tool: str) -> None:
         assert_close(out.cpu(), lse.cpu(), prefill(q, k, v, *starts, scale, causal=True, operand=torch.bfloat16))
 
 
+def schedule(tool: str) -> None:
+    """Of one row, of few and of many, which begin at any element, against the reference on the CPU."""
+    import torch
+
+    from mla_ops.kernels.hopper import plan
+    from mla_ops.kernels.reference.plan import plan_sparse_attention
+
+    for num_tokens in (0, 1, 9, 37, 600) if tool == "memcheck" else (1, 9, 37):
+        for extra_topk in (0, 512):
+            lengths = torch.randint(0, 2049, (num_tokens,), dtype=torch.int32)
+            extra = torch.randint(0, 513, (num_tokens,), dtype=torch.int32) if extra_topk else None
+            expected = torch.zeros(num_tokens + 3, 4, 2, dtype=torch.int32)
+            plan_sparse_attention(lengths, expected, 2048, 60, extra_topk_length=extra, extra_topk=extra_topk)
+            found = torch.zeros(expected.numel() + 1, dtype=torch.int32, device="cuda")[1:].view(expected.shape)
+            tokens = [
+                None if t is None else torch.cat([t[:1], t]).cuda()[min(num_tokens, 1) :] for t in (lengths, extra)
+            ]
+            plan.plan_sparse_attention(tokens[0], found, 2048, 60, extra_topk_length=tokens[1], extra_topk=extra_topk)
+            assert torch.equal(found.cpu(), expected)
+
+
 def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
     signal.alarm(timeout)  # ends this process, and with it a kernel that waits for ever
     sys.path.insert(0, str(HERE.parents[1]))
@@ -152,7 +174,8 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
     torch.manual_seed(0)
     if tool == "racecheck" and not shipped:
         nvrtc.OPTIONS += (DEFINE,)
-    prefill(tool) if case.keys == "prefill" else attend(case, tool)
+    others = {"prefill": prefill, "schedule": schedule}
+    others[case.keys](tool) if case.keys in others else attend(case, tool)
 
 
 # ---- what a tool says of it ----------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Compiled:
         return Resources(
             found["REG"],
             found["STACK"],
-            found["SHARED"] - RESERVED_SHARED_BYTES,
+            max(found["SHARED"] - RESERVED_SHARED_BYTES, 0),  # reports of kernels without any leave the system's out
             found["CONSTANT"] - PARAMS_OFFSET,
         )
 

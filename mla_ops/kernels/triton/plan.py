@@ -15,6 +15,7 @@ NUM_SHARES = 16  # sizes of a part that a schedule chooses from
 SCHEDULE_ROWS = 32
 SCHEDULE_OTHERS = 128
 SCHEDULE_WARPS = 8
+MAX_WORKERS = 2**30  # more than slots can be, so that more of them change nothing, and sums of both are 32 bits
 
 
 @triton.jit
@@ -430,8 +431,8 @@ def plan_sparse_attention(
         topk,
         extra_topk,
         cdiv(topk, KEY_BLOCK) + cdiv(extra_topk, KEY_BLOCK),
-        num_workers,
-        overhead,
+        min(num_workers, MAX_WORKERS),
+        min(overhead, INT32_MAX),
         HAS_EXTRA=extra_topk_length is not None,
         DETERMINISTIC=deterministic,
         KEYS=KEY_BLOCK,
