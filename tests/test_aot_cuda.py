@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from mla_ops.kernels.hopper import launch, nvrtc, plan, prefill_attention
+from mla_ops.kernels.hopper import launch, merge_parts, nvrtc, plan, prefill_attention
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,6 +72,10 @@ KERNELS = [
     for kernel in prefill_attention.kernels()
 ]
 KERNELS += [Variant(k.source, k.name, k.threads, k.shared_bytes, plan.PARAMS) for k in plan.KERNELS]
+KERNELS += [
+    Variant(kernel.source, kernel.name, kernel.threads, kernel.shared_bytes, merge_parts.PARAMS, blocks=4)
+    for kernel in merge_parts.kernels()
+]
 # What tests/sanitize.py gives to racecheck: one kernel of each source, within the same limits.
 KERNELS += [replace(kernel, defines=("EVERY_LANE_ARRIVES",)) for kernel in {k.source: k for k in KERNELS}.values()]
 

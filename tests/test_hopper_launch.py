@@ -71,7 +71,7 @@ def test_parts_of_dense_attention_fill_the_device(keys: Keys, capacity: int) -> 
     for num_tokens in (1, 4, 16, 128):
         for num_heads in (1, 16, 32, 128):
             shape = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE)
-            whole = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE, can_merge=False)
+            whole = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE, most_parts=1)
             assert whole.parts == 1
             assert shape.splits * shape.parts <= turns
             assert shape.parts == 1 or (shape.splits > 1 and turns * shape.splits * shape.parts < 2**31)
@@ -96,9 +96,9 @@ def test_parts_of_dense_attention(num_tokens: int, num_heads: int, context: int,
     assert found == expected
 
 
-def test_parts_need_a_merge() -> None:
+def test_as_many_parts_as_are_allowed() -> None:
     assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE).parts > 1
-    assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE, can_merge=False) == Shape(16, 16)
+    assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE, most_parts=1) == Shape(16, 16)
 
 
 def test_a_table_without_requests_has_no_keys() -> None:

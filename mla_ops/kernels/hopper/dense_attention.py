@@ -3,7 +3,7 @@ was chosen.
 
 Without indices a turn's keys are neighbours within a block, and the gather takes 16 of them in one copy. A row's keys
 are shared among up to 16 CTAs of a cluster; where that leaves SMs idle, several clusters take a part of them each, and
-their float32 results are merged by a second kernel.
+their float32 results are merged by a second kernel (`merge_parts`), which is launched before the first one ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from ...dispatch import Call, Lowering, is_installed
+from ...dispatch import Call, Lowering
 from ...formats import LATENT_DIM
 from . import sparse_attention
 from .launch import (
@@ -28,6 +28,7 @@ from .launch import (
     predicted_us,
     tiles_for,
 )
+from .merge_parts import merge_parts
 from .prefill_attention import prefill_attention, prefill_reason
 
 SPARSE = "paged_sparse_attention"
@@ -44,7 +45,7 @@ def paged_reason(call: Call) -> str | None:
 
 
 def choose(
-    keys: Keys, num_tokens: int, num_heads: int, capacity: int, at_once: tuple[int, ...], can_merge: bool = True
+    keys: Keys, num_tokens: int, num_heads: int, capacity: int, at_once: tuple[int, ...], most_parts: int = PARTS[-1]
 ) -> Shape:
     """The least predicted time, from shapes alone.
 
@@ -54,10 +55,11 @@ def choose(
         num_heads: heads.
         capacity: keys that a request's blocks can hold.
         at_once: clusters that the device runs at one time, for each size in `SPLITS`.
-        can_merge: whether a row may be more than one part.
+        most_parts: of a row.
     """
     turns = max(1, -(-capacity // KEYS))
-    parts_worth_a_thought = PARTS if can_merge and turns <= MAX_TURNS_IN_PARTS else PARTS[:1]
+    if turns > MAX_TURNS_IN_PARTS:
+        most_parts = 1
 
     def time(shape: Shape) -> float:
         part_bytes = 4 * LATENT_DIM * shape.parts * num_tokens * num_heads
@@ -67,9 +69,9 @@ def choose(
     shapes = (
         Shape(tile, splits, parts)
         for tile in tiles_for(num_heads)
-        for parts in parts_worth_a_thought
+        for parts in PARTS
         for splits in SPLITS
-        if splits * parts <= turns and (parts == 1 or splits > 1)
+        if parts <= most_parts and splits * parts <= turns and (parts == 1 or splits > 1)
     )
     return min(shapes, key=time)
 
@@ -77,7 +79,7 @@ def choose(
 @functools.lru_cache(maxsize=4096)
 def _shape(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> Shape:
     at_once = clusters_at_once(keys, tiles_for(num_heads)[0], device_index)
-    return choose(keys, num_tokens, num_heads, capacity, at_once, is_installed("triton"))
+    return choose(keys, num_tokens, num_heads, capacity, at_once)
 
 
 def paged_attention(
@@ -119,9 +121,7 @@ def paged_attention(
         shape=shape,
     )
     if shape.parts > 1:
-        from ..triton.merge import merge_attention_states_stacked
-
-        merge_attention_states_stacked(part_out, part_lse, out=out, lse=lse)
+        merge_parts(part_out, part_lse, out=out, lse=lse)
 
 
 LOWERINGS = {

@@ -137,6 +137,12 @@ DEVICE void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
+// Lets a kernel that was launched to overlap with this one take the places of CTAs that leave.
+DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+// Until the kernel in front is over, and what it wrote can be read.
+DEVICE void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- clusters -------------------------------------------------------------------------------------------------------
 
 DEVICE u32 cluster_rank() {
@@ -243,6 +249,27 @@ DEVICE void copy_4(u32 destination, const void* source) {
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 DEVICE void prefetch_to_l2(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
+
+DEVICE float load_float(const float* source) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(source) : "memory");
+  return v;
+}
+
+// Zeros where there is nothing to load. Loads and shuffles stay in the order in which they are written.
+DEVICE float4 load_float4_if(bool there, const float* source) {
+  float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %5, 0;\n"
+      "@p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+      : "l"(source), "r"(static_cast<u32>(there))
+      : "memory");
+  return v;
+}
 
 // 16 bytes that nobody reads soon.
 DEVICE void store_streaming_16(void* destination, uint4 v) {
@@ -444,6 +471,10 @@ DEVICE void hold(u32 (&values)[N]) {
 
 DEVICE void hold(int& value) { asm volatile("" : "+r"(value)); }
 DEVICE void hold(u32& value) { asm volatile("" : "+r"(value)); }
+template <class T>
+DEVICE void hold(T*& value) {
+  asm volatile("" : "+l"(value));
+}
 
 // A tile with 128-byte rows in the 128-byte swizzle. `group_bytes` lies between groups of eight rows, `span_bytes`
 // between neighbouring spans of 64 elements where the rows run along M or N and there is more than one.

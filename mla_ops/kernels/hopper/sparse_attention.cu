@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
 
   if (warpgroup == PRODUCER) {
     fewer_registers<HEADS == 64 ? 24 : 32>();
+    if (!WALK) launch_dependents();
     const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31;
     int slot = warp, parity = 1;
     while (true) {

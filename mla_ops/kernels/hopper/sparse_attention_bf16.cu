@@ -281,6 +281,7 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
   __syncthreads();
   if (warpgroup == 3) {
     fewer_registers<40>();
+    launch_dependents();
     copy_keys<L>(p, row, shared, index, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
     stand_by<L>(row, shared, true, thread);
     return;

@@ -542,6 +542,7 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_
   __syncthreads();
   if (warpgroup == 2) {
     fewer_registers<40>();
+    launch_dependents();
     gather_rows<L>(p, shared, thread);
     if (cluster_size() > 1) {
       const Row row = nth_row(p, cluster_index());

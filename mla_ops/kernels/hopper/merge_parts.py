@@ -1,0 +1,61 @@
+"""The merge of a row's parts on SM90: one kernel, on its way while the one that writes the parts is at work."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import struct
+
+import torch
+
+from . import nvrtc
+from .launch import Kernel
+
+PARAMS = "@4Q4q2i"  # struct Params
+THREADS = 128
+MAX_PARTS = (4, 8, 16)  # what a thread has registers for, by kernel
+
+
+def kernels() -> list[Kernel]:
+    """All there are."""
+    return [Kernel("merge_parts.cu", f"merge_parts<{most}>", THREADS, 0) for most in MAX_PARTS]
+
+
+@functools.cache
+def _loaded(device_index: int) -> list[nvrtc.Kernel]:
+    """All of them, so that whichever was run before a capture, none is compiled during it."""
+    return [nvrtc.load(kernel.source, kernel.name, device_index) for kernel in kernels()]
+
+
+def _stores_8_bytes(out: torch.Tensor) -> bool:
+    return out.stride(0) % 4 == 0 and out.stride(1) % 4 == 0 and out.data_ptr() % 8 == 0
+
+
+def merge_parts(part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Merges parts that the launch just before wrote.
+
+    Args:
+        part_out: float32 `[parts, num_tokens, num_heads, 512]`, contiguous.
+        part_lse: float32 `[parts, num_tokens, num_heads]`, contiguous; -inf where a part has no keys.
+        out: bfloat16 `[num_tokens, num_heads, 512]`, dims contiguous.
+        lse: float32 `[num_tokens, num_heads]`.
+    """
+    parts, num_tokens, num_heads, _ = part_out.shape
+    target = out if _stores_8_bytes(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    kernel = _loaded(out.device.index)[bisect.bisect_left(MAX_PARTS, parts)]
+    params = struct.pack(
+        PARAMS,
+        part_out.data_ptr(),
+        part_lse.data_ptr(),
+        target.data_ptr(),
+        lse.data_ptr(),
+        target.stride(0),
+        target.stride(1),
+        lse.stride(0),
+        lse.stride(1),
+        num_tokens * num_heads,
+        parts,
+    )
+    kernel.launch((num_tokens, num_heads, 1), (THREADS, 1, 1), 0, nvrtc.NO_CLUSTER, params, programmatic=True)
+    if target is not out:
+        out.copy_(target)
