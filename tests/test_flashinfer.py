@@ -1,15 +1,19 @@
 """FlashInfer's adapter: what it refuses, and what it passes on.
 
 FlashInfer's part is played by classes of the same signatures, as of 0.2 and as of 0.7, that insist on what the real
-ones need, leave rows without keys as they were, and return an lse in base 2.
+ones need, leave rows without keys as they were, and return an lse in base 2. `test_flashinfer_gpu.py` runs an installed
+FlashInfer.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 
 import attention_oracle
@@ -43,9 +47,15 @@ def attend(q, k, v, scale, causal, out, lse):
 
 
 class Ragged:
+    TILE = 8
+
     def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, backend="auto"):
         assert float_workspace_buffer.dtype == torch.uint8
         assert backend in ("auto", "fa2")
+        self.backend = backend
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        assert int_workspace_buffer.dtype == float_workspace_buffer.dtype == torch.uint8
 
     def plan(
         self,
@@ -85,6 +95,10 @@ class Ragged:
         number = len(bounds) // 2
         for rows, keys in zip(bounds[:number], bounds[number:], strict=True):
             attend(q[rows], k[keys], v[keys], self.scale, self.causal, out[rows], lse[rows])
+            if self.backend == "auto":
+                behind = v[keys.stop : keys.stop + (keys.start - keys.stop) % self.TILE]
+                zeros = (behind * 0).sum(0).repeat_interleave(q.shape[1] // k.shape[1], 0)
+                out[rows] += zeros
         return out, lse
 
 
@@ -287,6 +301,34 @@ def test_one_causal_request_with_itself_needs_no_plan(
         flashinfer.compute_paged(q, k, starts, starts, starts, 0.1, "bf16")
 
 
+@pytest.mark.parametrize("neighbour", [0.5, math.nan, -math.inf])
+def test_a_request_does_not_see_the_next(
+    library: ModuleType, neighbour: float, triton_lowering: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hopper's kernel multiplies values behind a request by zero."""
+    monkeypatch.setattr(flashinfer, "_backend", lambda device: "auto")
+    q, k, v = (torch.randn(14, 2, width).bfloat16() for width in (192, 192, 128))
+    v[5:] = neighbour
+    starts = torch.tensor([0, 5, 14], dtype=torch.int32)
+    out, lse = flashinfer.compute_prefill(q, k, v, starts, starts, 9, 9, 0.1)
+    expected = dense_oracle.prefill(
+        q, k, v, starts, starts, 0.1, causal=True, operand=None, tokens=list(range(14 if neighbour == 0.5 else 5))
+    )
+    attention_oracle.assert_close(out, lse, expected)
+    assert {key[1] for key in flashinfer._wrappers} == {"auto" if neighbour == 0.5 else "fa2"}
+    one = torch.tensor([0, 5], dtype=torch.int32)
+    flashinfer.compute_prefill(q, k, v, one, one.clone(), 5, 5, 0.1)
+    assert "auto" in {key[1] for key in flashinfer._wrappers}
+
+
+def test_rows_of_a_call_have_keys_that_can_be_counted() -> None:
+    for max_keys in (1, 8192, 2**19 - 1, 2**19, 2**20, 2**31 - 1, 2**40):
+        rows = flashinfer.rows_per_call(max_keys)
+        assert 1 <= rows <= flashinfer.MAX_ROWS_PER_CALL
+        assert rows == 1 or rows * max_keys < 2**31
+    assert flashinfer.rows_per_call(2**18) == flashinfer.MAX_ROWS_PER_CALL
+
+
 @pytest.mark.parametrize(
     "lens", [(0, 0), (0, 5), (5, 0), (5, 3), (3, 5)], ids=lambda lens: f"{lens[0]} queries, {lens[1]} keys"
 )
@@ -312,13 +354,15 @@ def test_an_api_that_changed_is_named(library: ModuleType, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:
     """A Hopper GPU and what is installed beside it."""
     installed = {"flashinfer", "flashinfer_jit_cache", "triton"}
     monkeypatch.setattr(flashinfer, "device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flashinfer, "is_installed", lambda module: module in installed)
     monkeypatch.setattr(flashinfer.shutil, "which", lambda program: None)
-    monkeypatch.delenv("CUDA_HOME", raising=False)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(flashinfer, "DEFAULT_CUDA_HOME", tmp_path / "none")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return installed
 
@@ -352,6 +396,18 @@ def test_what_is_not_installed_is_named(missing: str, words: str, machine: set[s
         assert words in str(flashinfer.LOWERINGS[call.op].unsupported_reason(call))
 
 
+def test_a_compiler_is_found_where_flashinfer_looks(
+    machine: set[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine.discard("flashinfer_jit_cache")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
+    assert flashinfer.prefill_reason(PREFILL) is None
+    monkeypatch.delenv("CUDA_PATH")
+    assert flashinfer.prefill_reason(PREFILL) is not None
+    monkeypatch.setattr(flashinfer, "DEFAULT_CUDA_HOME", tmp_path)
+    assert flashinfer.prefill_reason(PREFILL) is None
+
+
 def test_a_capture_is_refused(machine: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert "CUDA graph that is being captured" in str(flashinfer.paged_reason(PAGED))
@@ -363,3 +419,23 @@ def test_nobody_gets_it_unasked() -> None:
     for op in ("prefill_attention", "paged_attention"):
         assert "flashinfer" not in dispatch.order_for(op, CUDA)
         assert "waits for its lengths" in dispatch.ON_REQUEST["flashinfer", op]
+
+
+@pytest.mark.skipif(not dispatch.is_installed("flashinfer"), reason="FlashInfer is not installed")
+@pytest.mark.parametrize(
+    ("module", "stand_in", "methods"),
+    [
+        ("prefill", Ragged, ("__init__", "reset_workspace_buffer", "plan", "run")),
+        ("mla", Structured, ("__init__", "plan", "run")),
+        ("mla", Metadata, ("csr",)),
+    ],
+    ids=["prefill", "MLA", "metadata"],
+)
+def test_stand_ins_take_what_the_installed_flashinfer_takes(
+    module: str, stand_in: type, methods: tuple[str, ...]
+) -> None:
+    names = {Ragged: "BatchPrefillWithRaggedKVCacheWrapper", Structured: "BatchMLAPagedAttentionWrapper"}
+    real = getattr(importlib.import_module(f"flashinfer.{module}"), names.get(stand_in, "MLAPlanMetadata"))
+    for method in methods:
+        taken = inspect.signature(getattr(real, method)).parameters
+        assert set(inspect.signature(getattr(stand_in, method)).parameters) <= set(taken), method

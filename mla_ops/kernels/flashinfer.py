@@ -2,7 +2,8 @@
 
 FlashInfer divides its work on the host, by lengths that the contract keeps on the device: a call copies them and waits.
 So it cannot be captured, but for one causal request with itself, whose kernel needs no plan (once an eager call has
-compiled it and made its scratch). Its lse is in base 2, and its kernels must not see a block that does not exist.
+compiled it). Its lse is in base 2, and its kernels must not see a block that does not exist. On Hopper its prefill
+multiplies values behind a request by zero, so that what is not finite there goes where no request is beside another.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import inspect
 import math
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +27,13 @@ PREFILL_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 ROPE_DIM = 64
 PARTS = (slice(0, LATENT_DIM), slice(LATENT_DIM, None))
 WORKSPACE_BYTES = 256 * 2**20
+# A prefill on Hopper plans 7 integers for each of up to 4096 tiles of each head, and has room for half of it by itself.
+INT_WORKSPACE_BYTES = 16 * 2**20
 # its plan holds 16384 pieces of work, and older versions write past them; a row of 128 heads is up to two, and a split
 # one more
 MAX_ROWS_PER_CALL = 4096
+# where it looks for nvcc besides the environment and the path
+DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 WANTED: dict[str, tuple[str, ...]] = {
     "BatchPrefillWithRaggedKVCacheWrapper": ("head_dim_vo", "sm_scale", "kv_data_type"),
     "BatchMLAPagedAttentionWrapper": ("head_dim_ckv", "head_dim_kpe", "kv_data_type"),
@@ -35,12 +41,17 @@ WANTED: dict[str, tuple[str, ...]] = {
 }
 
 
+def _has_nvcc() -> bool:
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc")
+    return bool(named) or DEFAULT_CUDA_HOME.exists()
+
+
 def _installation_reason(call: Call) -> str | None:
     if call.device.type != "cuda" or device_capability(call.device) < (8, 0):
         return f"it needs a GPU of compute capability 8.0 or later, these tensors are on {call.device}"
     if not is_installed("flashinfer"):
         return "FlashInfer is not installed: pip install flashinfer-python"
-    if not (is_installed("flashinfer_jit_cache") or os.environ.get("CUDA_HOME") or shutil.which("nvcc")):
+    if not (is_installed("flashinfer_jit_cache") or _has_nvcc()):
         return "FlashInfer compiles its kernels with nvcc, which was not found; nor was flashinfer-jit-cache"
     if not is_installed("triton"):
         return "what its kernels leave out is made by Triton kernels, and Triton is not installed: pip install triton"
@@ -111,15 +122,18 @@ def _backend(device: torch.device) -> str:
 
 # A plan lies in pinned memory until the stream has copied it. The next plan of the same stream waits for its lengths,
 # so by then it was.
-_wrappers: dict[tuple[str, torch.device, int], Any] = {}
+_wrappers: dict[tuple[str, str, torch.device, int], Any] = {}
 
 
-def _wrapper(name: str, device: torch.device) -> Any:
+def _wrapper(name: str, backend: str, device: torch.device) -> Any:
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    wrapper = _wrappers.get((name, device, stream))
+    wrapper = _wrappers.get((name, backend, device, stream))
     if wrapper is None:
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        wrapper = _wrappers[name, device, stream] = _api(name)(workspace, backend=_backend(device))
+        wrapper = _wrappers[name, backend, device, stream] = _api(name)(workspace, backend=backend)
+        if name == "BatchPrefillWithRaggedKVCacheWrapper":
+            integers = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            wrapper.reset_workspace_buffer(workspace, integers)
     return wrapper
 
 
@@ -129,6 +143,24 @@ def rows_without_keys(starts_q: torch.Tensor, starts_k: torch.Tensor, causal: bo
     blind = (lens_q - lens_k).clamp(min=0) if causal else torch.where(lens_k > 0, 0, lens_q)
     owner = torch.repeat_interleave(torch.arange(len(lens_q)), lens_q)
     return torch.arange(len(owner)) - starts_q[owner] < blind[owner]
+
+
+def may_see_neighbours(backend: str, num_requests: int) -> bool:
+    """Whether values of the next request are multiplied too, by zero, which is NaN where they are not finite.
+
+    Hopper's kernel copies whole tiles and ends at the tensor's end; FlashAttention-2 fills with zeros behind a request.
+    """
+    return backend != "fa2" and num_requests > 1
+
+
+def rows_per_call(max_keys: int) -> int:
+    """Its kernel numbers the keys of all rows of a call in 32 bits."""
+    return max(1, min(MAX_ROWS_PER_CALL, (2**31 - 1) // max_keys))
+
+
+def _on_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In one copy."""
+    return list(torch.cat(tensors).cpu().split([len(tensor) for tensor in tensors]))
 
 
 def _single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, ...]:
@@ -164,13 +196,19 @@ def compute_prefill(
         clear_behind(cu_seqlens_q, out, lse)
         return out, lse
     _refuse_capture("prefill_attention", q.device)
-    starts_q, starts_k = torch.stack((cu_seqlens_q.clamp(max=num_tokens), cu_seqlens_k.clamp(max=k.shape[0]))).cpu()
+    backend = _backend(q.device)
+    wanted = [cu_seqlens_q.clamp(max=num_tokens), cu_seqlens_k.clamp(max=k.shape[0])]
+    if may_see_neighbours(backend, len(cu_seqlens_k) - 1):
+        wanted.append(v.isfinite().all().int().view(1))
+    starts_q, starts_k, *finite = _on_host(*wanted)
+    if finite and not finite[0]:
+        backend = "fa2"
     covered = int(starts_q[-1])
     out = q.new_zeros((num_tokens, num_heads, head_dim_v))
     lse = torch.full((num_tokens, num_heads), -torch.inf, device=q.device)
     if covered == 0 or starts_k[-1] == 0:
         return out, lse
-    wrapper = _wrapper("BatchPrefillWithRaggedKVCacheWrapper", q.device)
+    wrapper = _wrapper("BatchPrefillWithRaggedKVCacheWrapper", backend, q.device)
     wrapper.plan(
         qo_indptr=starts_q,
         kv_indptr=starts_k,
@@ -246,9 +284,10 @@ def compute_paged(
         return out, lse
     q = aligned(q)
     blocks, lens = compact_blocks(block_table, req_id_per_token, key_lens, num_blocks, block_size)
-    wrapper = _wrapper("BatchMLAPagedAttentionWrapper", q.device)
-    for start in range(0, num_tokens, MAX_ROWS_PER_CALL):
-        rows = slice(start, start + MAX_ROWS_PER_CALL)
+    wrapper = _wrapper("BatchMLAPagedAttentionWrapper", _backend(q.device), q.device)
+    step = rows_per_call(blocks.shape[1] * block_size)
+    for start in range(0, num_tokens, step):
+        rows = slice(start, start + step)
         _plan_rows(wrapper, blocks[rows], lens[rows], num_heads, block_size, softmax_scale)
         results = {"out": out[rows], "lse": lse[rows], "return_lse": True}
         if _plan_metadata() is None:
