@@ -116,12 +116,15 @@ def prefill_inputs(lens_q, lens_k, heads, dims, padding=0):
     return q, k[..., 3:], v, *starts, max([0, *lens_q]), max([0, *lens_k]), dims[0] ** -0.5
 
 
-def check_prefill(arguments, causal, tokens=None):
+def check_prefill(arguments, causal, tokens=None, rounded_sums=False):
+    """`rounded_sums`: by FlashInfer's FA2 kernel, which adds up weights as bfloat16 has them."""
     out, lse = run_on_gpu("prefill_attention", *arguments, causal=causal)
     q, k, v, starts_q, starts_k, _, _, scale = arguments
     expected = dense_oracle.prefill(
         q, k, v, starts_q, starts_k, scale, causal=causal, operand=torch.bfloat16, tokens=tokens
     )
+    if rounded_sums:
+        expected.lse_tolerance.add_(-math.log1p(-attention_oracle.UNIT[torch.bfloat16]))
     attention_oracle.assert_close(out, lse, expected)
     return out, lse
 
@@ -160,7 +163,7 @@ def test_a_request_does_not_see_the_next(garbage: float, causal: bool) -> None:
     arguments = prefill_inputs([5, 18, 100], [5, 30, 100], (2, 2), (192, 128), padding=9)
     for tensor, last in zip(arguments, (23, 35, 35), strict=False):
         tensor[:5], tensor[last:] = garbage, garbage
-    check_prefill(arguments, causal, list(range(5, 23)))
+    check_prefill(arguments, causal, list(range(5, 23)), rounded_sums=True)
 
 
 def test_one_causal_request_with_itself_is_captured() -> None:

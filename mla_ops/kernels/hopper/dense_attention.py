@@ -35,9 +35,9 @@ SPARSE = "paged_sparse_attention"
 MAX_KEYS = 2**31 - KEYS  # of a row: positions are 32 bits
 PARTS = (1, 2, 3, 4, 6, 8)
 MAX_TURNS_IN_PARTS = 2**23  # turns times shares are 32 bits
-# of the merge: its launch, and its bytes at the rate measured for two parts
-MERGE_US = 5.0
-MERGE_BYTES_PER_US = 2.2e6
+# of the merge beside the kernel in front of it, as measured for 3 to 16 parts
+MERGE_US = 3.0
+MERGE_BYTES_PER_US = 7e6
 
 
 def paged_reason(call: Call) -> str | None:
