@@ -184,6 +184,15 @@ def test_tile_table() -> None:
                 assert value_block(head_dim_v) >= head_dim_v
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv", "expected"), [(16, 8192, 2), (128, 4096, 4), (16, 131072, 1), (3, 10, 2), (128, 0, 128)]
+)
+def test_heads_that_run_together_fit_the_cache(num_heads: int, num_kv: int, expected: int) -> None:
+    from mla_ops.kernels.triton.dense_attention import heads_together
+
+    assert heads_together(num_heads, num_kv * (192 + 128) * 2) == expected
+
+
 ROOMS = ["", "triton", "hopper", "torch_sdpa"]
 
 

@@ -128,6 +128,8 @@ def _prefill_kernel(
     num_requests: tl.int32,
     search_steps: tl.int32,
     heads_per_kv_head: tl.int32,
+    num_heads: tl.int32,
+    heads_together: tl.int32,
     stride_q_token: tl.int64,
     stride_q_head: tl.int64,
     stride_k_token: tl.int64,
@@ -154,14 +156,21 @@ def _prefill_kernel(
 ):
     """BLOCK_M queries of one request, one head: softmax over the request's keys, unmasked tiles first.
 
-    Grid: (tiles of queries, heads). Neighbouring programs share a head, so that its keys come from L2; of a causal
-    request, the tiles with the most keys start first. A query of DIM is a power of two, FIRST, and the rest, SECOND:
-    two dots into one tile of scores. Tokens behind the last request get the result of an empty one.
+    Grid: (tiles of queries, heads), taken as one row. Neighbouring programs share a few heads, whose keys come from L2;
+    of these and a causal request, the tiles with the most keys start first, so that the last programs are short ones.
+    A query of DIM is a power of two, FIRST, and the rest, SECOND: two dots into one tile of scores. Tokens behind the
+    last request get the result of an empty one.
 
     Registers: accumulators BLOCK_M * BLOCK_V and scores BLOCK_M * BLOCK_N float32. Shared memory: Q, and tiles of K and
     V for each stage.
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    num_tiles = tl.num_programs(0)
+    place = tl.program_id(1) * num_tiles + tl.program_id(0)
+    first_head = place // (num_tiles * heads_together) * heads_together
+    place -= first_head * num_tiles
+    together = tl.minimum(heads_together, num_heads - first_head)
+    tile = num_tiles - 1 - place // together
+    head = first_head + place % together
     request, block = _find_request(cu_seqlens_q, tile, num_requests, search_steps, num_tokens, BLOCK_M)
     begin_q = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + request), 0), num_tokens)
     real = request < num_requests
@@ -172,7 +181,6 @@ def _prefill_kernel(
         begin_k = tl.minimum(tl.maximum(tl.load(cu_seqlens_k + request), 0), num_kv)
         end_k = tl.load(cu_seqlens_k + request + 1, mask=real, other=0).to(tl.int64)
         len_k = tl.where(real, tl.maximum(tl.minimum(end_k, num_kv) - begin_k, 0), 0).to(tl.int32)
-        head = tl.program_id(1)
         kv_head = (head // heads_per_kv_head).to(tl.int64)
 
         query = block * BLOCK_M + tl.arange(0, BLOCK_M)
