@@ -51,7 +51,7 @@ class Variant:
 # Bytes of a thread's stack: what is kept from the start of a row for its end, read and written outside of all loops
 # over keys. No others have any.
 STACK = {
-    "sparse_attention<32, FP8_DS_MLA, true>": 8,
+    "sparse_attention<32, FP8_DS_MLA, true>": 16,
     "sparse_attention<32, FP8_DS_MLA_V4, false>": 8,
     "sparse_attention<32, FP8_DS_MLA_V4, true>": 16,
 }

@@ -92,15 +92,11 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, int index, int 
     }
     __syncwarp();
     const u32 destination = shared + L::RAW + slot * L::RAW_SLOT;
-    const unsigned char* from = shuffle_pointer(key.row, 0);
-    if (__all_sync(~0u, lane >= 16 || key.row == from + lane * R::BYTES)) {  // neighbours, as in dense attention
-      if (elect_one()) bulk_copy(destination, from, 16 * R::BYTES, barrier);
-    } else {
-#pragma unroll 4
-      for (int r = 0; r < 16; ++r) {
-        from = shuffle_pointer(key.row, r);
-        if (elect_one()) bulk_copy(destination + r * R::BYTES, from, R::BYTES, barrier);
-      }
+    const unsigned char* first = shuffle_pointer(key.row, 0);
+    if (__all_sync(~0u, lane >= 16 || key.row == first + lane * R::BYTES)) {  // neighbours, as in dense attention
+      if (elect_one()) bulk_copy(destination, first, 16 * R::BYTES, barrier);
+    } else if (lane < 16) {
+      bulk_copy(destination + lane * R::BYTES, key.row, R::BYTES, barrier);
     }
     if constexpr (R::SCALES_APART) {
       if (lane < 16)
