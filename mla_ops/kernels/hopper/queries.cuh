@@ -21,79 +21,89 @@ DEVICE u32 finite_magnitudes(u32 pair) {
   return (low < 0x7f80u ? low : 0) | (high < 0x7f800000u ? high : 0);
 }
 
-// The largest finite magnitude that sixteen lanes have, in both halves. Infinities and NaN are looked for only once one
-// was met.
+// Eight elements a piece: every sixteenth piece of a head, from the lane's own on.
 template <int N>
-DEVICE u32 largest_magnitude(const uint4 (&piece)[N]) {
+DEVICE const uint4* piece_of(const uint4* source, int i, int lane) {
+  return source + min(i * 16 + lane, N - 1);
+}
+
+// The largest finite magnitude that sixteen lanes have, in both halves. Infinities and NaN are looked for only once one
+// was met, in what is then read again: this is at the start of a row, where instructions come from memory.
+template <int N, int OF_A_LANE>
+DEVICE u32 largest_magnitude(const uint4 (&piece)[OF_A_LANE], const uint4* source, int lane) {
   u32 largest = 0;
 #pragma unroll
-  for (int i = 0; i < N; ++i)
+  for (int i = 0; i < OF_A_LANE; ++i)
 #pragma unroll
     for (int w = 0; w < 4; ++w) largest = larger_halves(largest, word(piece[i], w) & 0x7fff7fffu);
   if (finite_magnitudes(largest) != largest) {
     largest = 0;
+#pragma unroll 1
+    for (int i = 0; i < OF_A_LANE; ++i) {
+      const uint4 again = __ldg(piece_of<N>(source, i, lane));
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-#pragma unroll
-      for (int w = 0; w < 4; ++w) largest = larger_halves(largest, finite_magnitudes(word(piece[i], w)));
+      for (int w = 0; w < 4; ++w) largest = larger_halves(largest, finite_magnitudes(word(again, w)));
+    }
   }
 #pragma unroll
   for (int step = 8; step; step >>= 1) largest = larger_halves(largest, __shfl_xor_sync(~0u, largest, step));
   return larger_halves(largest, largest << 16 | largest >> 16);
 }
 
-// Every head's query as float16 (its RoPE part as bfloat16 if that is no value) times a power of two of its own that
-// puts its largest finite magnitude below 2^16. Sixteen lanes a head; heads past the last repeat it.
-template <int HEADS, Format FORMAT, int THREADS, int FIRST, int ROUNDS>
-DEVICE void load_query_rounds(const Params& p, const Row& row, u32 shared, int thread, bool wait, u32 parity) {
+// All of a row's queries, by THREADS threads, sixteen a head: each as float16 (its RoPE part as bfloat16 if that is no
+// value) times a power of two of its own that puts its largest finite magnitude below 2^16. Heads past the last repeat
+// it. A loop, whose code is there after its first round; the next round's loads are under way in each.
+template <int HEADS, Format FORMAT, int THREADS>
+DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread, bool wait, u32 parity) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
-  constexpr int PIECES = R::CHUNKS * 8, OF_A_LANE = (PIECES + 15) / 16;  // of eight elements
-  constexpr int GROUPS = THREADS / 16;
+  constexpr int PIECES = R::CHUNKS * 8, OF_A_LANE = (PIECES + 15) / 16;
+  constexpr int GROUPS = THREADS / 16, ROUNDS = (HEADS + GROUPS - 1) / GROUPS;
   const int lane = thread & 15;
-  uint4 piece[ROUNDS][OF_A_LANE];
+  auto source_of = [&](int head) {
+    const int global_head = min(row.tile * HEADS + head, p.num_heads - 1);
+    return reinterpret_cast<const uint4*>(p.q + row.token * p.q_token_stride + global_head * p.q_head_stride);
+  };
+  int head = thread / 16;
+  const uint4* source = source_of(head);
+  uint4 piece[OF_A_LANE];
 #pragma unroll
-  for (int r = 0; r < ROUNDS; ++r) {
-    const int global_head = min(row.tile * HEADS + (FIRST + r) * GROUPS + thread / 16, p.num_heads - 1);
-    const uint4* source =
-        reinterpret_cast<const uint4*>(p.q + row.token * p.q_token_stride + global_head * p.q_head_stride);
-#pragma unroll
-    for (int i = 0; i < OF_A_LANE; ++i) piece[r][i] = __ldg(source + min(i * 16 + lane, PIECES - 1));
-  }
+  for (int i = 0; i < OF_A_LANE; ++i) piece[i] = __ldg(piece_of<PIECES>(source, i, lane));
   if (wait) mbarrier_wait(shared + L::FACTORS_FREE, parity);  // the columns of the row before were read
+#pragma unroll 1
+  for (int round = 0; round < ROUNDS; ++round) {
+    const uint4* next_source = source_of(head + GROUPS);
+    uint4 next[OF_A_LANE];
+    if (ROUNDS > 1) {
 #pragma unroll
-  for (int r = 0; r < ROUNDS; ++r) {
-    const int head = (FIRST + r) * GROUPS + thread / 16;
-    const u32 largest = largest_magnitude(piece[r]) << 16;  // as float32's
+      for (int i = 0; i < OF_A_LANE; ++i) next[i] = __ldg(piece_of<PIECES>(next_source, i, lane));
+    }
+    const u32 largest = largest_magnitude<PIECES>(piece, source, lane) << 16;  // as float32's
     // 15 - exponent, held to what float32 can undo
     const int shift = min(max(142 - static_cast<int>(largest >> 23), -110), 110);
     const float up = __uint_as_float((127 + shift) << 23);
-    if (head >= HEADS) continue;
-    if (lane == 0)
-      store_shared_float2(shared + L::COLUMNS + head * 8,
-                          p.scale_log2 / R::FACTOR * __uint_as_float((127 - shift) << 23), 0.f);
+    if (head < HEADS) {
+      if (lane == 0)
+        store_shared_float2(shared + L::COLUMNS + head * 8,
+                            p.scale_log2 / R::FACTOR * __uint_as_float((127 - shift) << 23), 0.f);
 #pragma unroll
-    for (int i = 0; i < OF_A_LANE; ++i) {
-      const int index = i * 16 + lane;
-      if (index >= PIECES) continue;
-      const u32 words[4] = {piece[r][i].x, piece[r][i].y, piece[r][i].z, piece[r][i].w};
-      u32 scaled[4];
+      for (int i = 0; i < OF_A_LANE; ++i) {
+        const int index = i * 16 + lane;
+        if (index >= PIECES) continue;
+        u32 scaled[4];
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const float a = low_bfloat16(words[w]) * up, b = high_bfloat16(words[w]) * up;
-        scaled[w] = R::ROPE_IS_VALUE || index < 64 ? pack_float16(a, b) : pack_bfloat16(a, b);
+        for (int w = 0; w < 4; ++w) {
+          const float a = low_bfloat16(word(piece[i], w)) * up, b = high_bfloat16(word(piece[i], w)) * up;
+          scaled[w] = R::ROPE_IS_VALUE || index < 64 ? pack_float16(a, b) : pack_bfloat16(a, b);
+        }
+        store_query_piece<HEADS>(shared + L::QUERY + index / 8 * L::QUERY_CHUNK, head, index & 7, scaled[0], scaled[1],
+                                 scaled[2], scaled[3]);
       }
-      store_query_piece<HEADS>(shared + L::QUERY + index / 8 * L::QUERY_CHUNK, head, index & 7, scaled[0], scaled[1],
-                               scaled[2], scaled[3]);
+    }
+    head += GROUPS, source = next_source;
+    if (ROUNDS > 1) {
+#pragma unroll
+      for (int i = 0; i < OF_A_LANE; ++i) piece[i] = next[i];
     }
   }
-}
-
-// All of a row's queries, by THREADS threads, BATCH rounds of them under way at a time.
-template <int HEADS, Format FORMAT, int THREADS, int BATCH, int FIRST = 0>
-DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread, bool wait, u32 parity) {
-  constexpr int ROUNDS = (HEADS * 16 + THREADS - 1) / THREADS, NOW = ROUNDS - FIRST < BATCH ? ROUNDS - FIRST : BATCH;
-  load_query_rounds<HEADS, FORMAT, THREADS, FIRST, NOW>(p, row, shared, thread, wait, parity);
-  if constexpr (FIRST + NOW < ROUNDS)
-    load_queries<HEADS, FORMAT, THREADS, BATCH, FIRST + NOW>(p, row, shared, thread, false, parity);
 }

@@ -59,18 +59,18 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     stand_by<L>(row, shared, true, thread);
     return;
   }
-  load_queries<HEADS, FORMAT, L::QUERY_THREADS, 8>(p, row, shared, threadIdx.x, false, 0);
+  load_queries<HEADS, FORMAT, L::QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
   fence_async_shared();
   named_barrier<QUERY_BARRIER, L::QUERY_THREADS>();
   Ring at{0, thread / 32, 0, 0, 0};
   u32 row_parity = 0;
-  // Later rows' queries are loaded by the warpgroups of scores, a batch of registers at a time.
+  // Later rows' queries are loaded by the warpgroups of scores.
   auto next_queries = [&]() {
     row = next_row(p, row);
     if (row.token >= p.num_tokens) return false;
     named_barrier<QUERY_BARRIER, 128 * SCORERS>();
     const int worker = opaque(warpgroup == 0 ? thread : 128 + thread);
-    load_queries<HEADS, FORMAT, 128 * SCORERS, 4>(p, row, shared, worker, true, row_parity);
+    load_queries<HEADS, FORMAT, 128 * SCORERS>(p, row, shared, worker, true, row_parity);
     fence_async_shared();
     named_barrier<QUERY_BARRIER, 128 * SCORERS>();
     row_parity ^= 1;
