@@ -157,8 +157,8 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int warp, i
     for (int k = 0; k < BATCH; ++k) {
       const int head = begin + 8 * k, global_head = first_head + 8 * k;
       const float lse = total[k] == 0.f ? -INFINITY : (reference[k] + log2f(total[k])) * 0.6931471805599453f;
-      float weight = 1.f / L::FACTOR / total[k];
-      if (sink[k] != -INFINITY) weight /= 1.f + expf(sink[k] - lse);
+      float weight = __fdividef(1.f / L::FACTOR, total[k]);
+      if (sink[k] != -INFINITY) weight = __fdividef(weight, 1.f + exp2_approx((sink[k] - lse) * 1.4426950408889634f));
       if (factor[k] != 0.f) factor[k] *= weight;
       store_shared_float(shared + L::End::FACTORS + head * L::End::FACTORS_PITCH + part * 4, factor[k]);
       const bool reports = L::HEADS == 64 ? head / 16 * P::OF_A_WARP >= first && head / 16 * P::OF_A_WARP < last
