@@ -114,9 +114,9 @@ ON_REQUEST: dict[tuple[str, str], str] = {
     ("flash_attn", "prefill_attention"): "no benchmark has compared it with the portable kernel yet",
     ("torch_sdpa", "prefill_attention"): "cuDNN builds a plan, 30 ms, for each new number of tokens, and torch's "
     "FlashAttention-2 takes longer than the portable kernel",
-    ("flashinfer", "prefill_attention"): "a call waits for its lengths and plans on the host, more than a millisecond, "
+    ("flashinfer", "prefill_attention"): "a call waits for its lengths and plans on the host, more than 1 ms, "
     "unless it is one causal request with itself",
-    ("flashinfer", "paged_attention"): "every call waits for its lengths and plans on the host, more than a millisecond",
+    ("flashinfer", "paged_attention"): "every call waits for its lengths and plans on the host, more than 1 ms",
 }
 
 # Where a lowering could run a call that one after it runs in less time, and why that is known. Not for `override`.
