@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """A kernel at small shapes.
 
     Attributes:
-        keys: cache format and width of a key, or "prefill", or "schedule".
+        keys: cache format and width of a key, or "prefill", "parts" or "schedule".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scale float16 does not hold.
@@ -63,6 +63,7 @@ CASES = {
         *itertools.starmap(Case, itertools.product(SPARSE, (16, 32, 64), (1, 2))),
         *(Case(keys, tile, 1, wide=True) for keys, tile in itertools.product(SPARSE[:2], (16, 32, 64))),
         Case("prefill"),
+        Case("parts"),
         Case("schedule"),
     )
 }
@@ -143,6 +144,46 @@ def prefill(tool: str) -> None:
         assert_close(out.cpu(), lse.cpu(), prefill(q, k, v, *starts, scale, causal=True, operand=torch.bfloat16))
 
 
+def parts(tool: str) -> None:
+    """Rows in parts, of which some are empty, as is one row, and the merge that starts beside their kernel."""
+    import torch
+    from attention_inputs import SCALE, filled_cache, queries
+    from attention_oracle import assert_close, attention
+
+    from mla_ops.kernels.hopper import dense_attention, launch
+
+    launch.clusters_at_once = lambda *_: (1000,) * len(launch.SPLITS)
+    cpu = torch.device("cpu")
+    cache = filled_cache("bf16", 12, 64, cpu)
+    table = torch.randperm(12).to(torch.int32).view(3, 4)
+    requests, lens = torch.arange(3, dtype=torch.int32), torch.tensor([250, 0, 70], dtype=torch.int32)
+    everything = torch.arange(256, dtype=torch.int32).expand(3, -1)
+    q = queries(3, 16, torch.bfloat16, cpu)
+    expected = attention(
+        q,
+        cache,
+        everything,
+        SCALE,
+        topk_length=lens,
+        block_table=table,
+        req_id_per_token=requests,
+        operand=torch.bfloat16,
+        cache_format="bf16",
+    )
+    for number in (2, 6) if tool == "memcheck" else (2,):
+        out = torch.empty(3, 16, 512, dtype=torch.bfloat16, device="cuda")
+        lse = torch.empty(3, 16, device="cuda")
+        dense_attention.paged_attention(
+            *(tensor.cuda() for tensor in (q, cache, table, requests, lens)),
+            SCALE,
+            "bf16",
+            out=out,
+            lse=lse,
+            shape=launch.Shape(16, 2, number),
+        )
+        assert_close(out.cpu(), lse.cpu(), expected)
+
+
 def schedule(tool: str) -> None:
     """Of one row, of few and of many, which begin at any element, against the reference on the CPU."""
     import torch
@@ -174,7 +215,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
     torch.manual_seed(0)
     if tool == "racecheck" and not shipped:
         nvrtc.OPTIONS += (DEFINE,)
-    others = {"prefill": prefill, "schedule": schedule}
+    others = {"prefill": prefill, "parts": parts, "schedule": schedule}
     others[case.keys](tool) if case.keys in others else attend(case, tool)
 
 

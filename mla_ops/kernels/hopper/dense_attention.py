@@ -14,7 +14,7 @@ import torch
 
 from ...dispatch import Call, Lowering
 from ...formats import LATENT_DIM
-from . import sparse_attention
+from . import merge_parts, sparse_attention
 from .launch import (
     KERNELS,
     KEYS,
@@ -24,11 +24,11 @@ from .launch import (
     Shape,
     cache_params,
     clusters_at_once,
+    compile_reason,
     launch,
     predicted_us,
     tiles_for,
 )
-from .merge_parts import merge_parts
 from .prefill_attention import prefill_attention, prefill_reason
 
 SPARSE = "paged_sparse_attention"
@@ -41,7 +41,8 @@ MERGE_BYTES_PER_US = 7e6
 
 
 def paged_reason(call: Call) -> str | None:
-    return sparse_attention.LOWERINGS[SPARSE].unsupported_reason(call._replace(op=SPARSE))
+    reason = sparse_attention.LOWERINGS[SPARSE].unsupported_reason(call._replace(op=SPARSE))
+    return reason or compile_reason(*merge_parts.kernels())
 
 
 def choose(
@@ -121,7 +122,7 @@ def paged_attention(
         shape=shape,
     )
     if shape.parts > 1:
-        merge_parts(part_out, part_lse, out=out, lse=lse)
+        merge_parts.merge_parts(part_out, part_lse, out=out, lse=lse)
 
 
 LOWERINGS = {

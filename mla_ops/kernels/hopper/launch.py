@@ -317,13 +317,13 @@ def launch(
 
 
 @functools.cache
-def compile_reason(keys: Keys) -> str | None:
-    """Why the kernels of a format cannot be compiled here, or None."""
+def compile_reason(*kernels: Kernel) -> str | None:
+    """Why these cannot be compiled here, or None."""
     reason = nvrtc.reason()
     if reason is not None:
         return reason
     try:
-        for kernel in keys.kernels():
+        for kernel in kernels:
             nvrtc.compile(kernel.source, kernel.name)
     except nvrtc.CompileError as error:
         return f"the installed NVRTC does not compile the Hopper kernels: {error}"

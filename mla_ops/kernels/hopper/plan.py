@@ -11,7 +11,7 @@ import torch
 from ...dispatch import Call, Lowering
 from ..reference.index import INT32_MAX
 from . import nvrtc
-from .launch import Kernel, reciprocal
+from .launch import Kernel, compile_reason, reciprocal
 
 PARAMS = "@3Q2I3i4Ii"  # struct Params
 KEY_BLOCK = 64  # keys that a schedule counts as one
@@ -95,23 +95,10 @@ def plan_sparse_attention(
     )
 
 
-@functools.cache
-def _compile_reason() -> str | None:
-    reason = nvrtc.reason()
-    if reason is not None:
-        return reason
-    try:
-        for kernel in KERNELS:
-            nvrtc.compile(kernel.source, kernel.name)
-    except nvrtc.CompileError as error:
-        return f"the installed NVRTC does not compile the Hopper kernels: {error}"
-    return None
-
-
 def plan_reason(call: Call) -> str | None:
     if call.num_tokens > MAX_TOKENS:
         return f"it takes up to {MAX_TOKENS} tokens, these are {call.num_tokens}"
-    return _compile_reason()
+    return compile_reason(*KERNELS)
 
 
 LOWERINGS = {"plan_sparse_attention": Lowering(plan_sparse_attention, plan_reason)}

@@ -15,7 +15,7 @@ import torch
 
 from ...dispatch import Call
 from . import nvrtc
-from .launch import Kernel
+from .launch import Kernel, compile_reason
 
 PARAMS = "@128s128s128s5Q4q8if20x"  # struct Params
 QUERIES = 128  # of a tile
@@ -153,22 +153,10 @@ def prefill_attention(
         out.copy_(target)
 
 
-@functools.cache
-def _compile_reason(kernel: Kernel) -> str | None:
-    reason = nvrtc.reason()
-    if reason is not None:
-        return reason
-    try:
-        nvrtc.compile(kernel.source, kernel.name)
-    except nvrtc.CompileError as error:
-        return f"the installed NVRTC does not compile the Hopper kernels: {error}"
-    return None
-
-
 def prefill_reason(call: Call) -> str | None:
     if call.dtype not in TYPES:
         return f"it takes bfloat16 or float16, these are {call.dtype}"
     dims = call.head_dim, call.head_dim_v
     if dims not in KEYS:
         return f"it takes head dims {', '.join(f'{q}/{v}' for q, v in KEYS)}, these are {dims[0]}/{dims[1]}"
-    return _compile_reason(kernel_for(*dims, call.dtype))
+    return compile_reason(kernel_for(*dims, call.dtype))

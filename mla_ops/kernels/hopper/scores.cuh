@@ -286,7 +286,8 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     wide |= multiply<HEADS, FORMAT, 0, FIRST_STEPS<HEADS, FORMAT, WALK>>(
         s, fragments, start, places, places.raw + slot * L::RAW_SLOT,
         {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
-    // Room for raw rows is short: they are done with here, unless the turn is wide. With 64 heads one vote costs more.
+    // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for a
+    // vote of its own.
     if constexpr (HEADS < 64) {
       wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
       if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);

@@ -162,7 +162,7 @@ def paged_reason(call: Call) -> str | None:
         )
     if call.dtype != torch.bfloat16:
         return f"the Hopper kernels take bfloat16 queries, these are {call.dtype}"
-    return compile_reason(keys)
+    return compile_reason(*keys.kernels())
 
 
 def flat_reason(call: Call) -> str | None:
