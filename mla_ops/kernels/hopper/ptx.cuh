@@ -248,6 +248,18 @@ DEVICE void copy_4(u32 destination, const void* source) {
 
 DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// For all of this thread's groups of copies but the last one or two; of any other number for all.
+DEVICE void wait_for_copies_but(int groups) {
+  if (groups == 1)
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  else if (groups == 2)
+    asm volatile("cp.async.wait_group 2;" ::: "memory");
+  else
+    wait_for_copies();
+}
+
 DEVICE void prefetch_to_l2(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
 
 DEVICE float load_float(const float* source) {
@@ -405,6 +417,13 @@ DEVICE u32 pack_bfloat16(float low, float high) {
 DEVICE u32 larger_bfloat16(u32 a, u32 b) {
   u32 v;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+
+// The same of magnitudes; signs of the result mean nothing.
+DEVICE u32 larger_magnitudes(u32 a, u32 b) {
+  u32 v;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
   return v;
 }
 

@@ -140,68 +140,78 @@ DEVICE Places places_of(u32 shared, int warp, int lane) {
   return places;
 }
 
-// COUNT steps of a turn: fragments of the keys, their products with the queries, which are left running, and the
-// values, each stored a step after its product began and once the values before it were used. Returns whether this
-// thread met a value that float16 does not hold.
+// A chunk of a lane's keys as the fragments of four steps of 16 dims. `too_large`: not 0 if float16 does not hold one.
+template <Format FORMAT>
+DEVICE void make_fragments(u32 (&f)[16], const Bytes& bytes, const typename Rows<FORMAT>::Scales (&scales)[2],
+                           int chunk, u32& too_large) {
+  using R = Rows<FORMAT>;
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      u32 &first = f[4 * j + r], &second = f[4 * j + 2 + r];
+      if (chunk == ROPE<FORMAT>) {
+        first = word(bytes.of[r][j / 2], j % 2 * 2), second = word(bytes.of[r][j / 2], j % 2 * 2 + 1);
+        if (R::ROPE_IS_VALUE) {
+          first = R::rope(first), second = R::rope(second);
+          too_large = nan_unless_finite(second, nan_unless_finite(first, too_large));
+        }
+      } else {
+        e4m3_to_float16(word(bytes.of[r][0], j), R::pair(scales[r], chunk), first, second);
+      }
+    }
+}
+
+// COUNT steps of a turn: fragments of the keys, which are the values once those before them were used, and their
+// products with the queries, which are left running. Values are stored before products are issued: with an operand in
+// registers those hold up all that follows them. 32 heads, which have no register to spare, store them a step later.
+// Returns whether this thread met a value that float16 does not hold.
 template <int HEADS, Format FORMAT, int FIRST, int COUNT>
 DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start<FORMAT>& start, const Places& places,
                      u32 raw_0, const Half (&halves)[2], int t) {
   using R = Rows<FORMAT>;
   constexpr int QUERY_CHUNK = Layout<HEADS, FORMAT>::QUERY_CHUNK;
+  constexpr int LATER = HEADS == 32 ? 1 : 0;
   u32 too_large = 0;
+  const u32 values = opaque(places.values);  // else addresses of all turns stay in registers
   Bytes bytes[3] = {start.bytes[0], start.bytes[1]};
+  auto store = [&](int n) {
+    if (n < 0) return;
+    const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n);
+    if (chunk == ROPE<FORMAT> && !R::ROPE_IS_VALUE) return;
+    const u32(&f)[16] = fragments[n % 2];
+    const Half& half = halves[chunk / 4];
+    if (n == 0 || chunk_of<HEADS, FORMAT>(FIRST + n - 1) / 2 != chunk / 2)
+      mbarrier_wait(places.values_free + half.slot * 16 + chunk % 4 / 2 * 8, half.parity ^ 1);
 #pragma unroll
-  for (int n = 0; n <= COUNT; ++n) {
-    const bool value = n > 0 && (R::ROPE_IS_VALUE || chunk_of<HEADS, FORMAT>(FIRST + n - 1) != ROPE<FORMAT>);
-    const bool first_of_piece =
-        value && (n == 1 || chunk_of<HEADS, FORMAT>(FIRST + n - 2) / 2 != chunk_of<HEADS, FORMAT>(FIRST + n - 1) / 2);
-    if (n < COUNT) {
-      const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n);
-      u32(&f)[16] = fragments[n % 2];
-      if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], raw_0, chunk_of<HEADS, FORMAT>(FIRST + n + 2), t);
-      if (n > 1) {
-        wgmma_wait<1>();
-        hold(f);
-      }
-      const Bytes& now = bytes[n % 3];
+    for (int j = 0; j < 4; ++j)
+      store_matrices((values ^ (j << 5)) + half.slot * HALF_BYTES + chunk % 4 * (KEYS * 128), f[4 * j], f[4 * j + 1],
+                     f[4 * j + 2], f[4 * j + 3]);
+  };
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          u32 &first = f[4 * j + r], &second = f[4 * j + 2 + r];
-          if (chunk == ROPE<FORMAT>) {
-            first = word(now.of[r][j / 2], j % 2 * 2), second = word(now.of[r][j / 2], j % 2 * 2 + 1);
-            if (R::ROPE_IS_VALUE) {
-              first = R::rope(first), second = R::rope(second);
-              too_large = nan_unless_finite(second, nan_unless_finite(first, too_large));
-            }
-          } else {
-            e4m3_to_float16(word(now.of[r][0], j), R::pair(start.scales[r], chunk), first, second);
-          }
-        }
+  for (int n = 0; n < COUNT; ++n) {
+    const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n);
+    u32(&f)[16] = fragments[n % 2];
+    if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], raw_0, chunk_of<HEADS, FORMAT>(FIRST + n + 2), t);
+    if (n > 1) {
+      wgmma_wait<1>();
       hold(f);
-      wgmma_fence();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const u64 operand = places.query + (chunk * QUERY_CHUNK + j * 32) / 16;
-        if (chunk == ROPE<FORMAT> && !R::ROPE_IS_VALUE)
-          wgmma_bfloat16(s, f + 4 * j, operand, n > 0 || j > 0);
-        else
-          wgmma_float16(s, f + 4 * j, operand, n > 0 || j > 0);
-      }
-      wgmma_commit();
     }
-    if (value) {
-      const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n - 1);
-      const u32(&f)[16] = fragments[(n - 1) % 2];
-      const Half& half = halves[chunk / 4];
-      if (first_of_piece) mbarrier_wait(places.values_free + half.slot * 16 + chunk % 4 / 2 * 8, half.parity ^ 1);
+    make_fragments<FORMAT>(f, bytes[n % 3], start.scales, chunk, too_large);
+    hold(f);
+    store(n - LATER);
+    wgmma_fence();
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        store_matrices((places.values ^ (j << 5)) + half.slot * HALF_BYTES + chunk % 4 * (KEYS * 128), f[4 * j],
-                       f[4 * j + 1], f[4 * j + 2], f[4 * j + 3]);
+    for (int j = 0; j < 4; ++j) {
+      const u64 operand = places.query + (chunk * QUERY_CHUNK + j * 32) / 16;
+      if (chunk == ROPE<FORMAT> && !R::ROPE_IS_VALUE)
+        wgmma_bfloat16(s, f + 4 * j, operand, n > 0 || j > 0);
+      else
+        wgmma_float16(s, f + 4 * j, operand, n > 0 || j > 0);
     }
+    wgmma_commit();
   }
+  if (LATER) store(COUNT - 1);
   return too_large != 0;
 }
 
@@ -297,8 +307,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     next_slot<L::SLOTS>(later_slot, later_parity);
     const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
     started = left > 1;
-    if (HEADS == 64 && started) mbarrier_wait(later_full, later_parity);
-    if (HEADS < 64 && started) started = __all_sync(~0u, mbarrier_test(later_full, later_parity));
+    if (started) started = __all_sync(~0u, mbarrier_test(later_full, later_parity));
     if (started) {
       load_start<HEADS, FORMAT, 0>(start, places.raw + later_slot * L::RAW_SLOT,
                                    places.scales + later_slot * L::SCALES_SLOT, shared + L::LIVE + later_slot * 4, t);
