@@ -20,12 +20,15 @@ from mla_ops import dispatch  # after the variable
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if HAS_GPU:
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
+    no_triton = pytest.mark.skip(reason="Triton is not installed")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(no_gpu)
+        # Hypothesis takes no fixture of a function, so its tests name the lowering in a parameter.
+        parameters = getattr(item, "callspec", None)
+        if parameters is not None and parameters.params.get("room") == "triton" and not dispatch.is_installed("triton"):
+            item.add_marker(no_triton)
 
 
 @pytest.fixture(autouse=True)
