@@ -105,14 +105,10 @@ DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread
   for (int left = P::ROUNDS - BATCH; left >= 0; left -= BATCH, first += BATCH * P::GROUPS) {
     if constexpr (COPIED) {
       wait_for_copies_but(left);
+      const u32 place = place_of(first, lane % 8 * 16);
 #pragma unroll
-      for (int b = 0; b < BATCH; ++b) {
-        const int head = first + b * P::GROUPS;
-        const u32 place = place_of(head, lane % 8 * 16);
-#pragma unroll
-        for (int i = 0; i < P::OF_A_LANE; ++i)
-          if (head < HEADS && P::has(lane, i)) piece[b][i] = load_shared_16(place + i * STEP);
-      }
+      for (int i = 0; i < P::OF_A_LANE; ++i)
+        if (first < HEADS && P::has(lane, i)) piece[0][i] = load_shared_16(place + i * STEP);
     }
     u32 largest[BATCH];
 #pragma unroll
