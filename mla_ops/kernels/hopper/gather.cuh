@@ -26,7 +26,7 @@ struct Place {
 // Reads the block table: `rows_at` waits for it.
 DEVICE Place place_at(const Cache& cache, int request, int index) {
   Place place;
-  place.block = static_cast<u64>(static_cast<u32>(index)) * cache.multiplier >> cache.shift;
+  place.block = divide(index, cache.of_block_size);
   place.offset = index - place.block * cache.block_size;
   if (index < 0) place.block = -1;
   if (cache.block_table) {

@@ -12,7 +12,7 @@ import torch
 
 from . import nvrtc
 
-PARAMS = "@6Q6q" + 2 * "4Q3q5iIi4x" + "3ifi4x"  # struct Params
+PARAMS = "@6Q6q" + 2 * "4Q3q5iIi4x" + "3if3i" + 3 * "Ii" + "4x"  # struct Params
 KEYS = 64  # of a turn
 MAX_GRID_ROWS = 32768
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
@@ -74,7 +74,7 @@ class Keys:
         """The kernel for a tile of heads and CTAs of a cluster; `crowded`: there are more CTAs than SMs."""
         queries_and_weights = (self.chunks + 1) * tile * 128
         if self.quantized:
-            walks = tile < 64 and splits == 1
+            walks = splits == 1
             halves, slots, parts = {16: (3, 18 - self.chunks, 2), 32: (3, 8, 1), 64: (2, 8, 0)}[tile]
             columns = queries_and_weights + halves * KEYS * 512 + slots * 16 * self.row_bytes
             barriers = -(-(columns + tile * 12 + slots * (4 + 16 * self.scale_bytes) + 4) // 8) * 8
@@ -308,6 +308,9 @@ def launch(
         head_tiles,
         softmax_scale * math.log2(math.e),
         parts,
+        splits,
+        grid[1],
+        *(value for divisor in (splits, splits * parts, head_tiles) for value in reciprocal(divisor)),
     )
     nvrtc.load(kernel.source, kernel.name, device_index).launch(
         grid, (kernel.threads, 1, 1), kernel.shared_bytes, (splits, 1, 1), params

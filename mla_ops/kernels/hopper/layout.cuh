@@ -3,6 +3,17 @@
 
 #include "formats.cuh"
 
+// Divides what is below 2^31. Integer division is 40 instructions, one after the other; cluster sizes and the like come
+// out of constant memory, 100 cycles each at the start of a kernel.
+struct Divisor {
+  u32 multiplier;
+  int shift;
+};
+
+DEVICE int divide(int number, Divisor by) {
+  return static_cast<u64>(static_cast<u32>(number)) * by.multiplier >> by.shift;
+}
+
 // A paged cache and what a token attends to in it.
 struct Cache {
   const unsigned char* rows;
@@ -11,8 +22,7 @@ struct Cache {
   const int* block_table;  // null: indices are slots
   i64 indices_stride, block_bytes, table_stride;
   int topk, num_blocks, block_size, table_width, num_requests;
-  u32 multiplier;  // index / block_size is index * multiplier >> shift
-  int shift;
+  Divisor of_block_size;
 };
 
 struct Params {
@@ -27,6 +37,8 @@ struct Params {
   int num_tokens, num_heads, head_tiles;
   float scale_log2;
   int parts;  // of a row's keys, a cluster of several CTAs each; where more than one, `out` is float32 [parts, ...]
+  int splits, rows;  // CTAs of a cluster, the grid's rows
+  Divisor of_splits, of_shares, of_head_tiles;
 };
 
 constexpr int KEYS = 64;                    // of a turn
@@ -104,6 +116,8 @@ struct Layout {
   static constexpr int STATES_FULL = FACTORS_FREE + 8;  // in a cluster
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
   static constexpr int OWN_FULL = PACKETS_FULL + 8;
+  // Where rows of 64 heads follow one another, and so are in no cluster: the next row's queries.
+  static constexpr int QUERIES_FREE = STATES_FULL, QUERIES_FULL = PACKETS_FULL;
   static constexpr int SCORES_FULL = OWN_FULL + 8;
   static constexpr int SCORES_FREE = SCORES_FULL + PARTS * 8;
   static constexpr int NUM_BARRIERS = ((HEADS == 64 ? SCORES_FULL : SCORES_FREE + PARTS * 8) - BARRIERS) / 8;
@@ -139,8 +153,10 @@ DEVICE Row row_of(const Params& p, int token, int tile, int part, int splits, in
   row.main_turns = (row.length + KEYS - 1) / KEYS;
   const int turns = row.main_turns + (row.extra_length + KEYS - 1) / KEYS;
   row.first = 0, row.last = turns;
-  const int shares = splits > 1 ? splits * p.parts : 1, share = part * splits + rank;
-  if (shares > 1) row.first = turns * share / shares, row.last = turns * (share + 1) / shares;
+  if (splits > 1) {
+    const int share = part * splits + rank;
+    row.first = divide(turns * share, p.of_shares), row.last = divide(turns * (share + 1), p.of_shares);
+  }
   return row;
 }
 
@@ -148,14 +164,16 @@ DEVICE Row row_of(const Params& p, int token, int tile, int part, int splits, in
 DEVICE Row clusters_row(const Params& p, int token, int item) {
   int tile = item, part = 0;
   if (p.parts > 1) tile = item / p.parts, part = item - tile * p.parts;
-  return row_of(p, token, tile, part, cluster_size(), cluster_rank());
+  return row_of(p, token, tile, part, p.splits, cluster_rank());
 }
 
-DEVICE Row this_row(const Params& p) { return clusters_row(p, blockIdx.z * gridDim.y + blockIdx.y, cluster_index()); }
+DEVICE int cluster_index(const Params& p) { return divide(blockIdx.x, p.of_splits); }
+
+DEVICE Row this_row(const Params& p) { return clusters_row(p, blockIdx.z * p.rows + blockIdx.y, cluster_index(p)); }
 
 // Where CTAs take one row after the other: row `item` of all tokens and tiles.
 DEVICE Row row_at(const Params& p, int item) {
-  const int token = item / p.head_tiles;
+  const int token = divide(item, p.of_head_tiles);
   return row_of(p, token, item - token * p.head_tiles, 0, 1, 0);
 }
 
@@ -204,6 +222,13 @@ DEVICE int slot_of(int first, int key) {
 template <class L>
 DEVICE float* wide_table(unsigned char* shared_pointer, const Ring& at) {
   return reinterpret_cast<float*>(shared_pointer + L::VALUES + at.half * HALF_BYTES);
+}
+
+// Of a row that another follows, float [4, 64]: sums of each warp's weights, where the first one's last keys were. A
+// wide turn's keys may still be read there, but it has no weights.
+template <class L>
+DEVICE u32 place_of_sums(u32 shared, bool in_raw, int slot) {
+  return shared + (in_raw ? L::RAW + slot * L::RAW_SLOT : L::WEIGHTS);
 }
 
 DEVICE int turns_of(const Row& row) { return row.last - row.first; }

@@ -51,13 +51,14 @@ DEVICE void mbarrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Returns when the phase of this parity has completed; parity 1 of a fresh barrier counts as complete.
+// Returns when the phase of this parity has completed; parity 1 of a fresh barrier counts as complete. All lanes of a warp
+// ask for the same: to bring them together again would take 25 cycles.
 DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
+      "@!done bra.uni again;\n"
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
@@ -84,7 +85,7 @@ DEVICE void mbarrier_wait_cluster(u32 barrier, u32 parity) {
       "{\n"
       ".reg .pred done;\n"
       "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
+      "@!done bra.uni again;\n"
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
@@ -149,18 +150,6 @@ DEVICE u32 cluster_rank() {
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
-}
-
-DEVICE u32 cluster_size() {
-  u32 size;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-  return size;
-}
-
-DEVICE u32 cluster_index() {  // along the grid's first axis
-  u32 index;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
-  return index;
 }
 
 // A barrier of all threads of a cluster, in two halves. It orders nothing that a thread wrote: a release would wait for
@@ -299,6 +288,16 @@ DEVICE const unsigned char* shuffle_pointer(const unsigned char* pointer, int la
 DEVICE uint4 load_shared_16(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// Four matrices of 8 x 8 elements of 16 bits as an operand's fragment; each lane has the address of a row of 16 bytes.
+DEVICE uint4 load_matrices(u32 address) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(address)
                : "memory");
@@ -489,6 +488,7 @@ DEVICE void hold(u32 (&values)[N]) {
 }
 
 DEVICE void hold(int& value) { asm volatile("" : "+r"(value)); }
+DEVICE void hold(u64& value) { asm volatile("" : "+l"(value)); }
 DEVICE void hold(u32& value) { asm volatile("" : "+r"(value)); }
 template <class T>
 DEVICE void hold(T*& value) {

@@ -18,16 +18,23 @@ struct Pieces {
   static DEVICE bool has(int lane, int i) { return OF_A_HEAD % 16 == 0 || i + 1 < OF_A_LANE || lane < OF_A_HEAD % 16; }
 };
 
+// The largest magnitude in each half. Four maxima, since the next has to wait twenty cycles for the last.
+template <int N>
+DEVICE u32 largest_of(const uint4 (&piece)[N]) {
+  u32 largest[4] = {piece[0].x, piece[0].y, piece[0].z, piece[0].w};
+#pragma unroll
+  for (int i = 1; i < N; ++i)
+#pragma unroll
+    for (int w = 0; w < 4; ++w) largest[w] = larger_magnitudes(largest[w], word(piece[i], w));
+  return larger_magnitudes(larger_magnitudes(largest[0], largest[1]), larger_magnitudes(largest[2], largest[3])) &
+         0x7fff7fffu;
+}
+
 // The largest finite magnitude that sixteen lanes have, in both halves. Infinities and NaN are looked for only once one
 // was met: this is at the start of a row, where instructions come from memory.
 template <int N>
 DEVICE u32 largest_magnitude(const uint4 (&piece)[N]) {
-  u32 largest = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-#pragma unroll
-    for (int w = 0; w < 4; ++w) largest = larger_magnitudes(largest, word(piece[i], w));
-  largest &= 0x7fff7fffu;
+  u32 largest = largest_of(piece);
   if (finite_magnitudes(largest) != largest) {
     largest = 0;
 #pragma unroll
@@ -49,91 +56,214 @@ DEVICE void scale_piece(u32 (&scaled)[4], const uint4& piece, u32 factor, bool t
   }
 }
 
-// All of a row's queries, by THREADS threads, sixteen a head: each as float16 (its RoPE part as bfloat16 if that is no
-// value) times a power of two of its own that puts its largest finite magnitude below 2^16. Heads past the last repeat
-// it. Registers hold two rounds; of more all are copied, as they are, to where they will be before the first is
-// converted, in a loop, whose code is there after its first round.
-//
-// Pairs of a chunk's 64 dims stand where the fragments that `score` makes of a key's bytes meet them: lane t of four
-// holds dims 16 t to 16 t + 15, and its words 2 j, 2 j + 1 are the operand of step j.
+// Where sixteen threads find and leave a head's pieces: pairs of a chunk's 64 dims stand where the fragments that
+// `score` makes of a key's bytes meet them: lane t of four holds dims 16 t to 16 t + 15, and its words 2 j, 2 j + 1 are
+// the operand of step j. RoPE that is no value stands as it is.
+template <class L>
+struct QueryPlaces {
+  static constexpr int STEP = 2 * L::QUERY_CHUNK;  // from a lane's piece to its next
+  u32 shared;
+  int lane;
+
+  DEVICE u32 at(int head, int offset) const {
+    return shared + L::QUERY + lane / 8 * L::QUERY_CHUNK + head * 128 + (offset ^ (head & 7) << 4);
+  }
+  DEVICE u32 as_copied(int head) const { return at(head, lane % 8 * 16); }
+  // Halves of the lanes begin with other words, so that they meet other banks.
+  DEVICE u32 converted(int head) const { return at(head, lane % 2 * 64 + (lane & 8) * 4) + lane % 8 / 2 * 4; }
+};
+
+template <int HEADS>
+DEVICE const u16* query_of(const Params& p, const Row& row, int head, int lane) {
+  const int global_head = min(row.tile * HEADS + head, p.num_heads - 1);
+  return p.q + row.token * p.q_token_stride + global_head * p.q_head_stride + lane * 8;
+}
+
+// A row's queries to where they will be, as they are: a group of this thread's copies a round.
+template <int HEADS, Format FORMAT, int THREADS>
+DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread) {
+  using P = Pieces<HEADS, FORMAT, THREADS>;
+  const QueryPlaces<Layout<HEADS, FORMAT>> places{shared, thread & 15};
+  int head = thread / 16;
+#pragma unroll 1
+  for (int round = 0; round < P::ROUNDS; ++round, head += P::GROUPS) {
+    const u16* source = query_of<HEADS>(p, row, head, places.lane);
+    const u32 place = places.as_copied(head);
+#pragma unroll
+    for (int i = 0; i < P::OF_A_LANE; ++i)
+      if (head < HEADS && P::has(places.lane, i)) copy_16(place + i * places.STEP, source + i * 128);
+    commit_copies();
+  }
+}
+
+// The power of two that puts a magnitude, bfloat16 in both halves, below 2^16, held to what float32 can undo.
+DEVICE int shift_of(u32 largest) { return min(max(142 - static_cast<int>(largest >> 23), -110), 110); }
+
+// A head's factor of scores, and its reference.
+template <class L>
+DEVICE void store_column(const Params& p, u32 shared, int head, int shift) {
+  store_shared_float2(shared + L::COLUMNS + head * 8,
+                      p.scale_log2 / L::R::FACTOR * __uint_as_float((127 - shift) << 23), 0.f);
+}
+
+// Asks a row's queries into L2.
+template <int HEADS, Format FORMAT>
+DEVICE void prefetch_queries(const Params& p, const Row& row, int thread) {
+  const u16* source = query_of<HEADS>(p, row, thread / 2, thread % 2 * 8);
+#pragma unroll 1
+  for (int line = thread % 2; line < Rows<FORMAT>::CHUNKS; line += 2, source += 128) prefetch_to_l2(source);
+}
+
+// Heads `first` and every GROUPS-th after it, from registers to shared memory: each as float16 (its RoPE part as
+// bfloat16 if that is no value) times a power of two of its own that puts its largest finite magnitude below 2^16.
+template <int HEADS, Format FORMAT, int THREADS, int BATCH>
+DEVICE void convert_queries(const Params& p, u32 shared, int lane, int first,
+                            const uint4 (&piece)[BATCH][Pieces<HEADS, FORMAT, THREADS>::OF_A_LANE]) {
+  using P = Pieces<HEADS, FORMAT, THREADS>;
+  using L = Layout<HEADS, FORMAT>;
+  using R = Rows<FORMAT>;
+  const QueryPlaces<L> places{shared, lane};
+  const bool upper = lane & 8;
+  u32 largest[BATCH];
+#pragma unroll
+  for (int b = 0; b < BATCH; ++b) largest[b] = largest_magnitude(piece[b]);
+  __syncwarp();  // what other lanes have read is written over
+#pragma unroll
+  for (int b = 0; b < BATCH; ++b) {
+    const int head = first + b * P::GROUPS;
+    if (head >= HEADS) continue;
+    const int shift = shift_of(largest[b]);
+    const u32 up = (127 + shift) << 7;  // as bfloat16
+    if (lane == 0) store_column<L>(p, shared, head, shift);
+    const u32 to = places.converted(head);
+#pragma unroll
+    for (int i = 0; i < P::OF_A_LANE; ++i) {
+      if (!P::has(lane, i)) continue;
+      u32 v[4];
+      const bool is_value = R::ROPE_IS_VALUE || i * 2 + lane / 8 < R::CHUNKS - 1;
+      scale_piece(v, piece[b][i], up | up << 16, is_value);
+      if (!is_value) {
+        store_shared_16(places.as_copied(head) + i * places.STEP, v[0], v[1], v[2], v[3]);
+        continue;
+      }
+#pragma unroll
+      for (int w = 0; w < 4; ++w) store_shared_4((to ^ w << 4) + i * places.STEP, upper ? v[w ^ 2] : v[w]);
+    }
+  }
+}
+
+// Of heads `first` and every GROUPS-th after it, what was copied.
+template <int HEADS, Format FORMAT, int THREADS, int BATCH>
+DEVICE void load_copied(uint4 (&piece)[BATCH][Pieces<HEADS, FORMAT, THREADS>::OF_A_LANE], u32 shared, int lane,
+                        int first) {
+  using P = Pieces<HEADS, FORMAT, THREADS>;
+  const QueryPlaces<Layout<HEADS, FORMAT>> places{shared, lane};
+#pragma unroll
+  for (int b = 0; b < BATCH; ++b) {
+    const int head = first + b * P::GROUPS;
+#pragma unroll
+    for (int i = 0; i < P::OF_A_LANE; ++i) {
+      piece[b][i] = make_uint4(0, 0, 0, 0);
+      if (head < HEADS && P::has(lane, i)) piece[b][i] = load_shared_16(places.as_copied(head) + i * places.STEP);
+    }
+  }
+}
+
+// Every other of a chunk's eight pieces.
+DEVICE void load_pieces(uint4 (&piece)[4], u32 place) {
+#pragma unroll
+  for (int t = 0; t < 4; ++t) piece[t] = load_shared_16(place ^ t << 5);
+}
+
+// The largest magnitude of finite elements in every other piece of a head's.
+template <class L>
+DEVICE u32 largest_finite_copied(u32 place) {
+  u32 largest = 0;
+#pragma unroll 1
+  for (int piece = 0; piece < L::R::CHUNKS * 4; ++piece) {
+    const uint4 v = load_shared_16((place ^ piece % 4 << 5) + piece / 4 * L::QUERY_CHUNK);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) largest = larger_halves(largest, finite_magnitudes(word(v, w)));
+  }
+  return largest;
+}
+
+// Queries that other threads have copied, by a warpgroup. Two threads have a head, each every other piece: of a chunk
+// four, whose words are those of four pieces that `score` wants. Neighbours in a load have heads that meet other banks.
+// A chunk is loaded while the one before is used: a load takes 150 cycles here.
+template <class L>
+DEVICE void convert_copied_queries(const Params& p, u32 shared, int thread, u32 parity) {
+  using R = typename L::R;
+  const int odd = thread & 1, head = (thread >> 5) * 16 + (thread & 6) + (thread >> 3 & 1) + (thread >> 1 & 8);
+  const u32 row = shared + L::QUERY + head * 128, swizzle = (head & 7) << 4, from = row + (odd << 4 ^ swizzle);
+  uint4 piece[4], next[4];
+  u32 largest = 0, place = from;
+  load_pieces(next, place);
+#pragma unroll 1
+  for (int chunk = 0; chunk < R::CHUNKS; ++chunk) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) piece[t] = next[t];
+    place = chunk + 1 < R::CHUNKS ? place + L::QUERY_CHUNK : from;
+    load_pieces(next, place);
+    largest = larger_halves(largest, largest_of(piece));
+  }
+  if (finite_magnitudes(largest) != largest) largest = largest_finite_copied<L>(from);
+  largest = larger_halves(largest, largest << 16 | largest >> 16);
+  largest = larger_halves(largest, __shfl_xor_sync(~0u, largest, 1));
+  const int shift = shift_of(largest);
+  const u32 up = (127 + shift) << 7;
+  u32 target = row + (odd << 6 ^ swizzle);
+#pragma unroll 1
+  for (int chunk = 0; chunk < R::CHUNKS; ++chunk, place += L::QUERY_CHUNK, target += L::QUERY_CHUNK) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) piece[t] = next[t];
+    if (chunk + 1 < R::CHUNKS) load_pieces(next, place + L::QUERY_CHUNK);
+    u32 v[4][4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) scale_piece(v[t], piece[t], up | up << 16, R::ROPE_IS_VALUE || chunk < R::CHUNKS - 1);
+    __syncwarp();  // what the other thread has read is written over
+    if (!R::ROPE_IS_VALUE && chunk == R::CHUNKS - 1) {
+#pragma unroll
+      for (int t = 0; t < 4; ++t) store_shared_16(place ^ t << 5, v[t][0], v[t][1], v[t][2], v[t][3]);
+    } else {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) store_shared_16(target ^ w << 4, v[0][w], v[1][w], v[2][w], v[3][w]);
+    }
+  }
+  mbarrier_wait(shared + L::FACTORS_FREE, parity);  // the columns of the row before were read
+  if (!odd) store_column<L>(p, shared, head, shift);
+}
+
+// All of a row's queries, by THREADS threads, sixteen a head. Heads past the last repeat it. Registers hold two rounds;
+// of more all are copied before the first is converted, in a loop, whose code is there after its first round.
 template <int HEADS, Format FORMAT, int THREADS>
 DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread, bool wait, u32 parity) {
   using P = Pieces<HEADS, FORMAT, THREADS>;
   using L = Layout<HEADS, FORMAT>;
-  using R = Rows<FORMAT>;
-  constexpr bool COPIED = P::ROUNDS > 2;
-  constexpr int BATCH = COPIED ? 1 : P::ROUNDS;
-  constexpr int STEP = 2 * L::QUERY_CHUNK;  // from a lane's piece to its next
-  const int lane = thread & 15, first_head = thread / 16;
-  const bool upper = lane & 8;
-  auto source_of = [&](int head) {
-    const int global_head = min(row.tile * HEADS + head, p.num_heads - 1);
-    return p.q + row.token * p.q_token_stride + global_head * p.q_head_stride + lane * 8;
-  };
-  // Of a head's first piece: as it comes, and where its words go.
-  auto place_of = [&](int head, int offset) {
-    return shared + L::QUERY + lane / 8 * L::QUERY_CHUNK + head * 128 + (offset ^ (head & 7) << 4);
-  };
-  uint4 piece[BATCH][P::OF_A_LANE];
-#pragma unroll
-  for (int b = 0; b < BATCH; ++b)
-#pragma unroll
-    for (int i = 0; i < P::OF_A_LANE; ++i) piece[b][i] = make_uint4(0, 0, 0, 0);
-  if constexpr (COPIED) {
-    int head = first_head;
+  const int lane = thread & 15;
+  int first = thread / 16;
+  if constexpr (P::ROUNDS > 2) {
+    copy_queries<HEADS, FORMAT, THREADS>(p, row, shared, thread);
+    if (wait) mbarrier_wait(shared + L::FACTORS_FREE, parity);
 #pragma unroll 1
-    for (int round = 0; round < P::ROUNDS; ++round, head += P::GROUPS) {
-      const u16* source = source_of(head);
-      const u32 place = place_of(head, lane % 8 * 16);
-#pragma unroll
-      for (int i = 0; i < P::OF_A_LANE; ++i)
-        if (head < HEADS && P::has(lane, i)) copy_16(place + i * STEP, source + i * 128);
-      commit_copies();
+    for (int left = P::ROUNDS - 1; left >= 0; --left, first += P::GROUPS) {
+      uint4 piece[1][P::OF_A_LANE];
+      wait_for_copies_but(left);
+      load_copied<HEADS, FORMAT, THREADS>(piece, shared, lane, first);
+      convert_queries<HEADS, FORMAT, THREADS>(p, shared, lane, first, piece);
     }
   } else {
+    uint4 piece[P::ROUNDS][P::OF_A_LANE];
 #pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      const u16* source = source_of(first_head + b * P::GROUPS);
-#pragma unroll
-      for (int i = 0; i < P::OF_A_LANE; ++i)
-        if (P::has(lane, i)) piece[b][i] = __ldg(reinterpret_cast<const uint4*>(source + i * 128));
-    }
-  }
-  if (wait) mbarrier_wait(shared + L::FACTORS_FREE, parity);  // the columns of the row before were read
-  int first = first_head;
-#pragma unroll 1
-  for (int left = P::ROUNDS - BATCH; left >= 0; left -= BATCH, first += BATCH * P::GROUPS) {
-    if constexpr (COPIED) {
-      wait_for_copies_but(left);
-      const u32 place = place_of(first, lane % 8 * 16);
-#pragma unroll
-      for (int i = 0; i < P::OF_A_LANE; ++i)
-        if (first < HEADS && P::has(lane, i)) piece[0][i] = load_shared_16(place + i * STEP);
-    }
-    u32 largest[BATCH];
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) largest[b] = largest_magnitude(piece[b]) << 16;  // as float32's
-    __syncwarp();  // what other lanes have read is written over
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      const int head = first + b * P::GROUPS;
-      if (head >= HEADS) continue;
-      // 15 - exponent, held to what float32 can undo
-      const int shift = min(max(142 - static_cast<int>(largest[b] >> 23), -110), 110);
-      const u32 up = (127 + shift) << 7;  // as bfloat16
-      if (lane == 0)
-        store_shared_float2(shared + L::COLUMNS + head * 8,
-                            p.scale_log2 / R::FACTOR * __uint_as_float((127 - shift) << 23), 0.f);
-      // Halves of the lanes begin with other words, so that they meet other banks.
-      const u32 to = place_of(head, lane % 2 * 64 + upper * 32) + lane % 8 / 2 * 4;
+    for (int b = 0; b < P::ROUNDS; ++b) {
+      const u16* source = query_of<HEADS>(p, row, first + b * P::GROUPS, lane);
 #pragma unroll
       for (int i = 0; i < P::OF_A_LANE; ++i) {
-        if (!P::has(lane, i)) continue;
-        u32 v[4];
-        scale_piece(v, piece[b][i], up | up << 16, R::ROPE_IS_VALUE || i * 2 + lane / 8 < R::CHUNKS - 1);
-#pragma unroll
-        for (int w = 0; w < 4; ++w) store_shared_4((to ^ w << 4) + i * STEP, upper ? v[w ^ 2] : v[w]);
+        piece[b][i] = make_uint4(0, 0, 0, 0);
+        if (P::has(lane, i)) piece[b][i] = __ldg(reinterpret_cast<const uint4*>(source + i * 128));
       }
     }
+    if (wait) mbarrier_wait(shared + L::FACTORS_FREE, parity);  // the columns of the row before were read
+    convert_queries<HEADS, FORMAT, THREADS>(p, shared, lane, first, piece);
   }
 }

@@ -50,7 +50,7 @@ DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* ra
 template <int HEADS, Format FORMAT, bool WALK>
 DEVICE constexpr int first_steps() {
   if (HEADS == 64) return Rows<FORMAT>::CHUNKS;
-  if (FORMAT == FP8_DS_MLA && HEADS == 16 && !WALK) return 5;
+  if (FORMAT == FP8_DS_MLA && HEADS == 16 && !WALK) return 3;
   return FORMAT == FP8_DS_MLA && HEADS == 32 && WALK ? 2 : 3;
 }
 
@@ -67,26 +67,53 @@ DEVICE constexpr int chunk_of(int step) {
   return step < 3 ? step : step == 3 ? ROPE<FORMAT> : step - 1;
 }
 
-// The bytes of a lane's two keys for one step; a chunk of 64 dims takes half of it.
+// Where in shared memory a warpgroup of scores finds and leaves what belongs to a thread.
+struct Places {
+  u32 raw, rope, scales, values, values_free;  // `rope` from a key's row on
+  u64 query;
+};
+
+template <int HEADS, Format FORMAT>
+DEVICE Places places_of(u32 shared, int warp, int lane) {
+  using L = Layout<HEADS, FORMAT>;
+  using R = Rows<FORMAT>;
+  Places places;
+  const int key = R::raw_row(lane >> 2);
+  places.raw = shared + L::RAW + key * R::BYTES;
+  places.rope = R::ROPE_AT + (lane & 3) * 32;
+  // A row of a matrix to each lane: eight keys' first 16 bytes, those of the other eight, then the next 16.
+  if (!R::ROPE_IS_VALUE)
+    places.rope = R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - key) * R::BYTES + (lane >> 4) * 16;
+  places.scales = R::SCALES_APART ? shared + L::SCALES + key * R::SCALES_PITCH : places.raw + R::SCALES_AT;
+  places.query = tile_descriptor(shared + L::QUERY, 1024, 16);
+  places.values_free = shared + L::VALUES_FREE;
+  places.values = shared + L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+  return places;
+}
+
+// The bytes of a lane's two keys for one step, [key][16 bytes]; a chunk of 64 dims takes half of it. Of RoPE that is no
+// value, which needs no conversion, the fragments of four k-steps.
 struct Bytes {
   uint4 of[2][2];
 };
 
 template <Format FORMAT>
-DEVICE void load_rope(Bytes& bytes, u32 raw_0, int half, int t) {
+DEVICE void load_rope(Bytes& bytes, u32 rope, int half) {
   using R = Rows<FORMAT>;
+  if constexpr (R::ROPE_IS_VALUE) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const u32 rope = raw_0 + r * (8 * R::BYTES) + R::ROPE_AT;
-    bytes.of[r][half] = load_shared_16(rope + t * 32 + half * 16);
+    for (int r = 0; r < 2; ++r) bytes.of[r][half] = load_shared_16(rope + r * (8 * R::BYTES) + half * 16);
+  } else {
+#pragma unroll
+    for (int step = 0; step < 2; ++step) bytes.of[half][step] = load_matrices(rope + (half * 2 + step) * 32);
   }
 }
 
 template <Format FORMAT>
-DEVICE void load_bytes(Bytes& bytes, u32 raw_0, int chunk, int t) {
+DEVICE void load_bytes(Bytes& bytes, const Places& places, u32 raw_0, int chunk, int t) {
   using R = Rows<FORMAT>;
   if (chunk == ROPE<FORMAT>) {
-    load_rope<FORMAT>(bytes, raw_0, 0, t), load_rope<FORMAT>(bytes, raw_0, 1, t);
+    load_rope<FORMAT>(bytes, raw_0 + places.rope, 0), load_rope<FORMAT>(bytes, raw_0 + places.rope, 1);
     return;
   }
 #pragma unroll
@@ -103,41 +130,21 @@ struct Start {
 };
 
 template <int HEADS, Format FORMAT, int FIRST>
-DEVICE void load_start(Start<FORMAT>& start, u32 raw_0, u32 scales_0, u32 live, int t) {
+DEVICE void load_start(Start<FORMAT>& start, const Places& places, u32 raw_0, u32 scales_0, u32 live, int t) {
   using R = Rows<FORMAT>;
   if (chunk_of<HEADS, FORMAT>(FIRST) == ROPE<FORMAT>)
-    load_rope<FORMAT>(start.bytes[0], raw_0, 0, t);
+    load_rope<FORMAT>(start.bytes[0], raw_0 + places.rope, 0);
   else
-    load_bytes<FORMAT>(start.bytes[0], raw_0, chunk_of<HEADS, FORMAT>(FIRST), t);
+    load_bytes<FORMAT>(start.bytes[0], places, raw_0, chunk_of<HEADS, FORMAT>(FIRST), t);
   start.scales[0] = R::load_scales(scales_0), start.scales[1] = R::load_scales(scales_0 + 8 * R::SCALES_PITCH);
-  load_bytes<FORMAT>(start.bytes[1], raw_0, chunk_of<HEADS, FORMAT>(FIRST + 1), t);
+  load_bytes<FORMAT>(start.bytes[1], places, raw_0, chunk_of<HEADS, FORMAT>(FIRST + 1), t);
   start.alive = load_shared_4(live);
 }
 
 // What a start leaves for when registers are free again.
 template <int HEADS, Format FORMAT, int FIRST>
-DEVICE void load_start_rest(Start<FORMAT>& start, u32 raw_0, int t) {
-  if (chunk_of<HEADS, FORMAT>(FIRST) == ROPE<FORMAT>) load_rope<FORMAT>(start.bytes[0], raw_0, 1, t);
-}
-
-// Where in shared memory a warpgroup of scores finds and leaves what belongs to a thread.
-struct Places {
-  u32 raw, scales, values, values_free;
-  u64 query;
-};
-
-template <int HEADS, Format FORMAT>
-DEVICE Places places_of(u32 shared, int warp, int lane) {
-  using L = Layout<HEADS, FORMAT>;
-  using R = Rows<FORMAT>;
-  Places places;
-  const int key = R::raw_row(lane >> 2);
-  places.raw = shared + L::RAW + key * R::BYTES;
-  places.scales = R::SCALES_APART ? shared + L::SCALES + key * R::SCALES_PITCH : places.raw + R::SCALES_AT;
-  places.query = tile_descriptor(shared + L::QUERY, 1024, 16);
-  places.values_free = shared + L::VALUES_FREE;
-  places.values = shared + L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-  return places;
+DEVICE void load_start_rest(Start<FORMAT>& start, u32 rope) {
+  if (chunk_of<HEADS, FORMAT>(FIRST) == ROPE<FORMAT>) load_rope<FORMAT>(start.bytes[0], rope, 1);
 }
 
 // A chunk of a lane's keys as the fragments of four steps of 16 dims. `too_large`: not 0 if float16 does not hold one.
@@ -150,12 +157,11 @@ DEVICE void make_fragments(u32 (&f)[16], const Bytes& bytes, const typename Rows
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       u32 &first = f[4 * j + r], &second = f[4 * j + 2 + r];
-      if (chunk == ROPE<FORMAT>) {
-        first = word(bytes.of[r][j / 2], j % 2 * 2), second = word(bytes.of[r][j / 2], j % 2 * 2 + 1);
-        if (R::ROPE_IS_VALUE) {
-          first = R::rope(first), second = R::rope(second);
-          too_large = nan_unless_finite(second, nan_unless_finite(first, too_large));
-        }
+      if (chunk == ROPE<FORMAT> && R::ROPE_IS_VALUE) {
+        first = R::rope(word(bytes.of[r][j / 2], j % 2 * 2)), second = R::rope(word(bytes.of[r][j / 2], j % 2 * 2 + 1));
+        too_large = nan_unless_finite(second, nan_unless_finite(first, too_large));
+      } else if (chunk == ROPE<FORMAT>) {
+        first = word(bytes.of[j / 2][j % 2], r), second = word(bytes.of[j / 2][j % 2], 2 + r);
       } else {
         e4m3_to_float16(word(bytes.of[r][0], j), R::pair(scales[r], chunk), first, second);
       }
@@ -192,7 +198,7 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
   for (int n = 0; n < COUNT; ++n) {
     const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n);
     u32(&f)[16] = fragments[n % 2];
-    if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], raw_0, chunk_of<HEADS, FORMAT>(FIRST + n + 2), t);
+    if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], places, raw_0, chunk_of<HEADS, FORMAT>(FIRST + n + 2), t);
     if (n > 1) {
       wgmma_wait<1>();
       hold(f);
@@ -236,8 +242,8 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     const u32 barrier = shared + L::RAW_FULL + slot * 8, raw_0 = places.raw + slot * L::RAW_SLOT;
     Start<FORMAT> start;
     mbarrier_wait(barrier, parity);
-    load_start<HEADS, FORMAT, FIRST>(start, raw_0, places.scales + slot * L::SCALES_SLOT, shared + L::LIVE, t);
-    load_start_rest<HEADS, FORMAT, FIRST>(start, raw_0, t);
+    load_start<HEADS, FORMAT, FIRST>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT, shared + L::LIVE, t);
+    load_start_rest<HEADS, FORMAT, FIRST>(start, raw_0 + places.rope);
     float s[HEADS / 2];
     u32 fragments[2][16];
     multiply<HEADS, FORMAT, FIRST, R::CHUNKS - FIRST>(s, fragments, start, places, raw_0,
@@ -259,8 +265,20 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   }
 }
 
+// Adds up N sums each in lanes that differ in one bit: the lower one keeps the first half of them, the other the rest.
+template <int N>
+DEVICE void fold(float (&sums)[16], int lane) {
+  const bool upper = lane & N;
+#pragma unroll
+  for (int c = 0; c < N / 2; ++c) {
+    const float away = __shfl_xor_sync(~0u, upper ? sums[c] : sums[N / 2 + c], N);
+    sums[c] = (upper ? sums[N / 2 + c] : sums[c]) + away;
+  }
+}
+
+// Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 template <int HEADS, Format FORMAT, bool WALK>
-DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at) {
+DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int TILES = HEADS / 8;
@@ -280,14 +298,17 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
   const int turns = turns_of(row);
   Start<FORMAT> start;
   bool started = false;
+  int turn = USUAL;
   int& i = at.turn;
+  if (WALK && HEADS == 64 && !turns) warp_arrive(shared + L::QUERIES_FREE, lane);
   for (int left = turns; left > 0; --left, next_turn<L::HALVES>(at)) {
     const int slot = L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot, parity = L::SLOTS == 8 ? i >> 1 & 1 : at.parity;
     if (!started) {
       const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
       mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
-      load_start<HEADS, FORMAT, 0>(start, raw_0, places.scales + slot * L::SCALES_SLOT, shared + L::LIVE + slot * 4, t);
-      load_start_rest<HEADS, FORMAT, 0>(start, raw_0, t);
+      load_start<HEADS, FORMAT, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
+                                   shared + L::LIVE + slot * 4, t);
+      load_start_rest<HEADS, FORMAT, 0>(start, raw_0 + places.rope);
     }
     float s[TILES * 4];
     u32 fragments[2][16];
@@ -303,21 +324,21 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
       if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
     }
 
-    int later_slot = slot, later_parity = parity;
-    next_slot<L::SLOTS>(later_slot, later_parity);
+    int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
+    if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
     const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
-    started = left > 1;
-    if (started) started = __all_sync(~0u, mbarrier_test(later_full, later_parity));
-    if (started) {
-      load_start<HEADS, FORMAT, 0>(start, places.raw + later_slot * L::RAW_SLOT,
-                                   places.scales + later_slot * L::SCALES_SLOT, shared + L::LIVE + later_slot * 4, t);
-    }
     uint4 columns[TILES];  // factor and reference of two heads each
 #pragma unroll
     for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+    started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && left > 1;
+    if (started) {
+      load_start<HEADS, FORMAT, 0>(start, places, places.raw + later_slot * L::RAW_SLOT,
+                                   places.scales + later_slot * L::SCALES_SLOT, shared + L::LIVE + later_slot * 4, t);
+    }
     wgmma_wait<0>();
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
+    if (WALK && HEADS == 64 && left == 1) warp_arrive(shared + L::QUERIES_FREE, lane);
     if constexpr (FIRST_STEPS<HEADS, FORMAT, WALK> < R::CHUNKS) {
       mbarrier_wait(shared + L::SCORES_FULL + i % L::PARTS * 8, i / L::PARTS & 1);
 #pragma unroll
@@ -342,20 +363,24 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
       s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
       s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
     }
-    if (alive != 0xffff) {
+    if (started) load_start_rest<HEADS, FORMAT, 0>(start, places.raw + later_slot * L::RAW_SLOT + places.rope);
+    auto largest = [&]() {
+      float tops[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+      for (int e = 4; e < TILES * 4; ++e) tops[e & 3] = fmaxf(tops[e & 3], s[e]);
+      return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+    };
+
+    turn = USUAL;
+    if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
+    // One branch of the usual way for all that is not usual: it takes 25 cycles.
+    bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
+    if (moves) {
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e)
         if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
+      moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen && alive);
     }
-    if (started) load_start_rest<HEADS, FORMAT, 0>(start, places.raw + later_slot * L::RAW_SLOT, t);
-    float tops[4] = {s[0], s[1], s[2], s[3]};
-#pragma unroll
-    for (int e = 4; e < TILES * 4; ++e) tops[e & 3] = fmaxf(tops[e & 3], s[e]);
-    const float largest = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
-
-    int turn = USUAL;
-    if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
-    const bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest > REFERENCE_SLACK || wide || !seen && alive);
     if (moves) {
       turn = MOVED;
 #pragma unroll
@@ -409,7 +434,9 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
       named_barrier<SCORE_BARRIER, 128>();
     }
 
-    if (HEADS == 64 && turn != WIDE) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
+    // The sums of a row that another follows go where the first warp's last keys were.
+    if (HEADS == 64 && turn != WIDE && !(WALK && left == 1 && warp == 0))
+      warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
 
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
@@ -434,6 +461,19 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
   }
 
+  if constexpr (WALK && HEADS == 64) {
+    // The warps that accumulate make factors of the sums.
+    const int last_slot = (i - 1 & 1) * 4;
+    const bool in_raw = turns && turn != WIDE;
+    const u32 place = place_of_sums<L>(shared, in_raw, last_slot) + warp * (HEADS * 4);
+    fold<16>(sums, lane), fold<8>(sums, lane), fold<4>(sums, lane);
+    store_shared_float2(place + (lane >> 2) * 32 + t * 8, sums[0], sums[1]);
+    __syncwarp();
+    warp_arrive(shared + L::FACTORS_FULL, lane);
+    named_barrier<SCORE_BARRIER, 128>();  // without it the compiler takes rows to differ within a warp, and spills
+    return in_raw && warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
+  }
+
   // The sum of each head, over lanes and warps, where the queries were.
   if (WALK)
     named_barrier<SCORE_BARRIER, 128>();
@@ -452,7 +492,7 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     for (int k = 0; k < 32; ++k) total += load_shared_float(columns + (k * HEADS + head) * 4);
     reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   }
-  if (WALK || (HEADS == 64 && row.splits == 1)) {
+  if (WALK) {
     if (worker < HEADS) {
       const float lse = total == 0.f ? -INFINITY : (reference + log2f(total)) * 0.6931471805599453f;
       float factor = total == 0.f ? 0.f : 1.f / R::FACTOR / total;
@@ -473,4 +513,5 @@ DEVICE void score(const Params& p, const Row& row, unsigned char* shared_pointer
     weigh_parts<L>(p, row, shared, worker / 32, worker % 32);
     finish<L>(p, row, shared, shares, worker / 32, worker % 32);
   }
+  return 0;
 }

@@ -39,6 +39,8 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
       if (barrier == L::WEIGHTS_FREE || barrier == L::FACTORS_FREE) arrivals = 8 * ARRIVALS_OF_A_WARP;
       if (barrier == L::STATES_FULL || barrier == L::PACKETS_FULL) arrivals = 1;
       if (barrier == L::OWN_FULL) arrivals = 12 * ARRIVALS_OF_A_WARP;
+      if (WALK && HEADS == 64 && barrier == L::QUERIES_FREE) arrivals = 4 * ARRIVALS_OF_A_WARP;
+      if (WALK && HEADS == 64 && barrier == L::QUERIES_FULL) arrivals = 128;
       mbarrier_init(shared + barrier, arrivals);
       fence_barrier_init();
     }
@@ -47,14 +49,22 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   if (warpgroup == PRODUCER) {
     fewer_registers<HEADS == 64 ? 24 : 32>();
     if (!WALK) launch_dependents();
-    const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31;
+    const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = kept(thread & 31);
     int slot = warp, parity = 1;
+    u32 row_parity = 0;
     while (true) {
       produce<HEADS, FORMAT>(p, row, shared, index, warp, lane, slot, parity);
       if (!WALK) break;
       row = next_row(p, row);
       if (row.token >= p.num_tokens) return;
       index = index_at(p, row, row.first, warp, lane);
+      if constexpr (HEADS == 64) {
+        prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
+        mbarrier_wait(shared + L::QUERIES_FREE, row_parity);
+        copy_queries<HEADS, FORMAT, 128>(p, row, shared, opaque(warp * 32 + lane));
+        arrive_when_copied(shared + L::QUERIES_FULL);
+        row_parity ^= 1;
+      }
     }
     stand_by<L>(row, shared, true, thread);
     return;
@@ -63,23 +73,29 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   fence_async_shared();
   named_barrier<QUERY_BARRIER, L::QUERY_THREADS>();
   Ring at{0, thread / 32, 0, 0, 0};
-  u32 row_parity = 0;
+  u32 row_parity = 0, freed = 0;
   // Later rows' queries are loaded by the warpgroups of scores.
   auto next_queries = [&]() {
     row = next_row(p, row);
     if (row.token >= p.num_tokens) return false;
-    named_barrier<QUERY_BARRIER, 128 * SCORERS>();
     const int worker = opaque(warpgroup == 0 ? thread : 128 + thread);
-    load_queries<HEADS, FORMAT, 128 * SCORERS>(p, row, shared, worker, true, row_parity);
+    if constexpr (HEADS == 64) {
+      mbarrier_wait(shared + L::QUERIES_FULL, row_parity);
+      convert_copied_queries<L>(p, shared, worker, row_parity);
+    } else {
+      named_barrier<QUERY_BARRIER, 128 * SCORERS>();
+      load_queries<HEADS, FORMAT, 128 * SCORERS>(p, row, shared, worker, true, row_parity);
+    }
     fence_async_shared();
     named_barrier<QUERY_BARRIER, 128 * SCORERS>();
+    if (HEADS == 64 && freed) warp_arrive(freed, worker & 31);
     row_parity ^= 1;
     return true;
   };
   if (warpgroup == 0) {
     more_registers<L::SCORE_REGISTERS>();
     do {
-      score<HEADS, FORMAT, WALK>(p, row, shared_memory, shared, thread, at);
+      freed = score<HEADS, FORMAT, WALK>(p, row, shared_memory, shared, thread, at);
     } while (WALK && next_queries());
   } else if (warpgroup < 3) {
     if constexpr (HEADS > 16) more_registers<L::VALUE_REGISTERS>();

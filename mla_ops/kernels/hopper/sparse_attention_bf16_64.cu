@@ -68,7 +68,7 @@ DEVICE Row nth_row(const Params& p, int n) {
   return clusters_row(p, token, n - token * of_token);
 }
 
-DEVICE int rows_at_once() { return gridDim.x / cluster_size(); }
+DEVICE int rows_at_once(const Params& p) { return divide(gridDim.x, p.of_splits); }
 
 // Of a head of the row's tile; heads past the last repeat it.
 template <class L>
@@ -148,11 +148,11 @@ template <class L>
 DEVICE void gather_rows(const Params& p, u32 shared, int thread) {
   using R = PlainRows<L::CHUNKS * 128>;
   hold(thread);  // in a register, as the addresses
-  const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, step = rows_at_once();
+  const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, step = rows_at_once(p);
   hold(shared);
   u32 place = own_place(shared + L::TILES, warp, lane);
   hold(place);
-  int n = cluster_index(), request = 0, index = -1;  // the index is of the turn after the key's
+  int n = cluster_index(p), request = 0, index = -1;  // the index is of the turn after the key's
   Row row = nth_row(p, n);
   Key key;
   bool ahead = false;
@@ -474,7 +474,7 @@ template <class L>
 DEVICE void attend(const Params& p, u32 shared) {
   u32 own_parity = 0, other_parity = 0, query_parity = 0, row_parity = 0;
   State state;
-  int n = cluster_index();
+  int n = cluster_index(p);
   {
     const int thread = threadIdx.x & 127;
     load_query_fragments<L>(p, nth_row(p, n), state, thread / 32 * 16 + thread % 32 / 4, thread % 4);
@@ -506,7 +506,7 @@ DEVICE void attend(const Params& p, u32 shared) {
       const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31,
                 half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
       const Row row = nth_row(p, n);
-      n += rows_at_once();
+      n += rows_at_once(p);
       const Row next = nth_row(p, n);
       if (next.token < p.num_tokens) load_query_fragments<L>(p, next, state, head, lane % 4);
       finish_row<L>(p, row, state, shared, row_parity, half, head, warp, lane, thread);
@@ -544,8 +544,8 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_
     fewer_registers<40>();
     launch_dependents();
     gather_rows<L>(p, shared, thread);
-    if (cluster_size() > 1) {
-      const Row row = nth_row(p, cluster_index());
+    if (p.splits > 1) {
+      const Row row = nth_row(p, cluster_index(p));
       stand_by<L>(row, shared, true, thread);
       weigh_parts<L>(p, row, shared, thread / 32, thread % 32);
       __syncwarp();

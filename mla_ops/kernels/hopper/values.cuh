@@ -83,10 +83,37 @@ DEVICE u32 scaled_pair(float a, float b, float factor) {
   return factor == 0.f ? 0u : pack_bfloat16(a * factor, b * factor);
 }
 
-// The result of a warp's 16 heads and 256 dims, through 8 KB of shared memory into rows of 512 bytes.
-DEVICE void store_result(const Params& p, const Row& row, u32 stage, const float (&o)[2][64], const float (&factors)[2],
-                         int half, int warp, int lane) {
-  const int g = lane >> 2, t = lane & 3;
+// The factor of each of a warp's 16 heads, in both halves of it, from the sums that `score` left, and their lse.
+template <class L>
+DEVICE float factors_of(const Params& p, const Row& row, u32 shared, int turns, u32 row_parity, bool reports, int warp,
+                        int lane) {
+  const int head = warp * 16 + lane % 16, global_head = row.tile * L::HEADS + head;
+  const bool there = global_head < p.num_heads;
+  const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
+  mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
+  const u32 turn = load_shared_4(shared + L::TURN),
+            sums = place_of_sums<L>(shared, turns && (turn & 0xff) != WIDE, turn >> 8);
+  float total = 0.f;
+#pragma unroll
+  for (int part = 0; part < 4; ++part) total += load_shared_float(sums + (part * L::HEADS + head) * 4);
+  const float reference = load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+  __syncwarp();
+  warp_arrive(shared + L::FACTORS_FREE, lane);
+  const float lse = total == 0.f ? -INFINITY : (reference + log2f(total)) * 0.6931471805599453f;
+  if (reports && there && lane < 16) p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+  float factor = __fdividef(1.f / L::FACTOR, total);
+  if (sink != -INFINITY) factor = __fdividef(factor, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
+  return total == 0.f ? 0.f : factor;
+}
+
+// The result of a warp's 16 heads and 256 dims, through where its warpgroup's values were into rows of 512 bytes.
+template <class L>
+DEVICE void store_result(const Params& p, const Row& row, u32 shared, const float (&o)[2][64], float factor, int half,
+                         int thread) {
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const float factors[2] = {__shfl_sync(~0u, factor, g), __shfl_sync(~0u, factor, g + 8)};
+  named_barrier(VALUES_BARRIER + 1 + half, 128);  // products of this warpgroup have left them
+  const u32 stage = shared + L::VALUES + (half * 4 + warp) * 8192;
 #pragma unroll
   for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -142,6 +169,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
   using L = Layout<HEADS, FORMAT>;
   constexpr bool HEADS_BY_DIMS = HEADS == 64;
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
+  thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   // The head of accumulator e.
   auto head_of = [&](int e) { return HEADS_BY_DIMS ? warp * 16 + g + (e & 2) * 4 : e / 4 * 8 + 2 * t + (e & 1); };
@@ -158,43 +186,46 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
   int& i = at.turn;
   int stage = 0;
   for (int left = turns; left > 0; --left, next_turn<L::HALVES>(at)) {
-    const bool last = WALK && half == 0 && left == 1;  // its values' place is free when the result has left
+    // Its values' place is free when the result has left.
+    const bool last = WALK && (HEADS_BY_DIMS || half == 0) && left == 1;
+    const int slot = half_of<L::HALVES>(at, half).slot;
+    stage = at.half;
+    // Made before the weights are there: the scores of the next turn wait for what comes after.
+    u32 freed = shared + L::VALUES_FREE + slot * 16;
+    u64 turn_weights = weights, turn_values = values + slot * (HALF_BYTES / 16);
+    hold(freed), hold(turn_weights), hold(turn_values);
     mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
     const u32 turn = load_shared_4(shared + L::TURN);
-    const int slot = half_of<L::HALVES>(at, half).slot;
-    const u32 freed = shared + L::VALUES_FREE + slot * 16;
-    stage = at.half;
-    // One after the other: the scores of the next turn then wait for fewer products of the tensor cores. In a wide turn
-    // the first waits for the second.
-    if (HEADS_BY_DIMS && half == 1 && (turn & 0xff) != WIDE) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
     if ((turn & 0xff) != USUAL) {
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
-    }
-    if ((turn & 0xff) == WIDE) {
-      const float* table = wide_table<L>(shared_pointer, at);
+      if ((turn & 0xff) == WIDE) {
+        const float* table = wide_table<L>(shared_pointer, at);
 #pragma unroll 1
-      for (int key = 0; key < KEYS; key += 16, table += 16 * HEADS) {
-        const int keys = slot_of<L::SLOTS>(turn >> 8, key);
-        const unsigned char *raw = shared_pointer + L::RAW + keys * L::RAW_SLOT,
-                            *scales = shared_pointer + L::SCALES + keys * L::SCALES_SLOT;
-        if constexpr (HEADS_BY_DIMS)
-          accumulate_wide<FORMAT>(o, raw, scales, table, warp * 16 + g, half * 256 + 16 * t);
-        else
-          accumulate_wide<HEADS, FORMAT>(o, raw, scales, table, 2 * t, half * 256 + dim_of_row(warp, g));
+        for (int key = 0; key < KEYS; key += 16, table += 16 * HEADS) {
+          const int keys = slot_of<L::SLOTS>(turn >> 8, key);
+          const unsigned char *raw = shared_pointer + L::RAW + keys * L::RAW_SLOT,
+                              *scales = shared_pointer + L::SCALES + keys * L::SCALES_SLOT;
+          if constexpr (HEADS_BY_DIMS)
+            accumulate_wide<FORMAT>(o, raw, scales, table, warp * 16 + g, half * 256 + 16 * t);
+          else
+            accumulate_wide<HEADS, FORMAT>(o, raw, scales, table, 2 * t, half * 256 + dim_of_row(warp, g));
+        }
+        named_barrier<VALUES_BARRIER, 256>();
+        if (arrives(lane)) {
+          if (half == 0) mbarrier_arrive(shared + L::RAW_FREE + slot_of<L::SLOTS>(turn >> 8, warp * 16) * 8);
+          if (!last) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
+          if (HEADS < 64) mbarrier_arrive(shared + L::WEIGHTS_FREE);
+        }
+        continue;
       }
-      named_barrier<VALUES_BARRIER, 256>();
-      if (arrives(lane)) {
-        if (half == 0) mbarrier_arrive(shared + L::RAW_FREE + slot_of<L::SLOTS>(turn >> 8, warp * 16) * 8);
-        if (!last) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
-        if (HEADS < 64) mbarrier_arrive(shared + L::WEIGHTS_FREE);
-      }
-      continue;
     }
+    // One after the other: the scores of the next turn then wait for fewer products of the tensor cores. In a wide turn
+    // the first waits for the second.
+    if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
     if (!WALK && L::EARLY && left == 1 && row.splits > 1) cluster_arrive(), open = true;
-    const u64 turn_values = values + slot * (HALF_BYTES / 16);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
     wgmma_fence();
@@ -203,9 +234,9 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if constexpr (HEADS_BY_DIMS)
-          wgmma_heads_by_dims(o[piece], weights + k * 2, turn_values + (piece * 2 * KEYS * 128 + k * 2048) / 16);
+          wgmma_heads_by_dims(o[piece], turn_weights + k * 2, turn_values + (piece * 2 * KEYS * 128 + k * 2048) / 16);
         else
-          wgmma_dims_by_heads(o[piece], turn_values + (piece * KEYS * 128 + k * 2048) / 16, weights + k * 2);
+          wgmma_dims_by_heads(o[piece], turn_values + (piece * KEYS * 128 + k * 2048) / 16, turn_weights + k * 2);
       }
       if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
     }
@@ -219,19 +250,28 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
   }
 
   if constexpr (WALK) {
-    static_assert(!HEADS_BY_DIMS, "tiles of 64 heads do not walk");
-    mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
     const int worker = opaque(thread);  // else addresses for the result stay in registers all the time
+    float factor = 0.f;
+    if constexpr (HEADS_BY_DIMS) {
+      factor = factors_of<L>(p, row, shared, turns, row_parity, half == 0, worker >> 5, worker & 31);
+    } else {
+      mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
+    }
     if (turns) {
-      named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
-      store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, o, half, worker);
-      if (half == 0) {
-        const u32 freed = shared + L::VALUES_FREE + stage * 16;
+      if constexpr (HEADS_BY_DIMS) {
+        store_result<L>(p, row, shared, o, factor, half, worker);
+      } else {
+        named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
+        store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, o, half, worker);
+      }
+      if (HEADS_BY_DIMS || half == 0) {
+        __syncwarp();
+        const u32 freed = shared + L::VALUES_FREE + (HEADS_BY_DIMS ? half : stage) * 16;
         warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
       }
       return;
     }
-    warp_arrive(shared + L::FACTORS_FREE, lane);
+    if (!HEADS_BY_DIMS) warp_arrive(shared + L::FACTORS_FREE, lane);
     // The values' place is not this row's: zeros straight to memory.
     for (int unit = half * 128 + worker; unit < HEADS * 64; unit += 256) {
       const int global_head = row.tile * HEADS + unit / 64;
@@ -239,16 +279,6 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
         *reinterpret_cast<uint4*>(out_row(p, row, global_head) + unit % 64 * 8) = make_uint4(0, 0, 0, 0);
     }
   } else {
-    if constexpr (HEADS_BY_DIMS) {
-      if (row.splits == 1) {
-        mbarrier_wait(shared + L::FACTORS_FULL, 0);
-        named_barrier<VALUES_BARRIER, 256>();  // the result takes the place of values
-        const float factors[2] = {load_shared_float(shared + L::COLUMNS + head_of(0) * 8),
-                                  load_shared_float(shared + L::COLUMNS + head_of(2) * 8)};
-        store_result(p, row, shared + L::VALUES + (half * 4 + warp) * 8192, o, factors, half, warp, opaque(lane));
-        return;
-      }
-    }
     if (!open) open_to_peers(row);
     const Shares shares = shares_of<L>(row, shared, lane);
     await_peers(row);
