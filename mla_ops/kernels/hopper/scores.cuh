@@ -331,10 +331,12 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
 #pragma unroll
     for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
     started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && left > 1;
-    if (started) {
-      load_start<HEADS, FORMAT, 0>(start, places, places.raw + later_slot * L::RAW_SLOT,
-                                   places.scales + later_slot * L::SCALES_SLOT, shared + L::LIVE + later_slot * 4, t);
-    }
+    // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
+    // not there yet.
+    const int ahead = started ? later_slot : slot;
+    if (HEADS == 64 || started)
+      load_start<HEADS, FORMAT, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
+                                   places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4, t);
     wgmma_wait<0>();
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
@@ -363,7 +365,8 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
       s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
     }
-    if (started) load_start_rest<HEADS, FORMAT, 0>(start, places.raw + later_slot * L::RAW_SLOT + places.rope);
+    if (HEADS == 64 || started)
+      load_start_rest<HEADS, FORMAT, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
     auto largest = [&]() {
       float tops[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
