@@ -45,12 +45,10 @@ DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* ra
 
 // The steps of a turn, a chunk each. Tiles of few heads have registers for a second warpgroup of scores, which takes
 // the last of them; RoPE is a step of the first where it is a value, since that one has to know whether float16 holds
-// it. What was fastest of one to five: few turns are over sooner where both have as much to do, in many the first needs
-// time for the softmax, of 32 heads more than of 16.
+// it. What was fastest of one to five: the first needs time for the softmax, of 32 heads in many turns most.
 template <int HEADS, Format FORMAT, bool WALK>
 DEVICE constexpr int first_steps() {
   if (HEADS == 64) return Rows<FORMAT>::CHUNKS;
-  if (FORMAT == FP8_DS_MLA && HEADS == 16 && !WALK) return 3;
   return FORMAT == FP8_DS_MLA && HEADS == 32 && WALK ? 2 : 3;
 }
 

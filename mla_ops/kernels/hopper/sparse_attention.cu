@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   named_barrier<QUERY_BARRIER, L::QUERY_THREADS>();
   Ring at{0, thread / 32, 0, 0, 0};
   u32 row_parity = 0, freed = 0;
-  // Later rows' queries are loaded by the warpgroups of scores.
+  // Later rows' queries are loaded by the warpgroups of scores; of 64 heads the one that gathers has copied them.
   auto next_queries = [&]() {
     row = next_row(p, row);
     if (row.token >= p.num_tokens) return false;
