@@ -237,7 +237,8 @@ DEVICE void convert_copied_queries(const Params& p, u32 shared, int thread, u32 
 }
 
 // All of a row's queries, by THREADS threads, sixteen a head. Heads past the last repeat it. Registers hold two rounds;
-// of more all are copied before the first is converted, in a loop, whose code is there after its first round.
+// of more, as in a CTA's first row of 64 heads, all are copied before the first is converted, in a loop, whose code is
+// there after its first round.
 template <int HEADS, Format FORMAT, int THREADS>
 DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread, bool wait, u32 parity) {
   using P = Pieces<HEADS, FORMAT, THREADS>;
@@ -246,7 +247,6 @@ DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread
   int first = thread / 16;
   if constexpr (P::ROUNDS > 2) {
     copy_queries<HEADS, FORMAT, THREADS>(p, row, shared, thread);
-    if (wait) mbarrier_wait(shared + L::FACTORS_FREE, parity);
 #pragma unroll 1
     for (int left = P::ROUNDS - 1; left >= 0; --left, first += P::GROUPS) {
       uint4 piece[1][P::OF_A_LANE];
