@@ -208,6 +208,7 @@ def _loads_16_bytes(tensor: torch.Tensor) -> bool:
     return tensor.stride(0) % unit == 0 and tensor.stride(1) % unit == 0 and tensor.data_ptr() % 16 == 0
 
 
+@functools.cache
 def reciprocal(divisor: int) -> tuple[int, int]:
     """Multiplier and shift that divide every number from 0 to 2**31 - 1: `number * multiplier >> shift`."""
     shift = 31 + (divisor - 1).bit_length()
