@@ -169,7 +169,7 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int warp, i
   }
 }
 
-// Dims stand permuted in the values' chunks of 64 (`store_query_piece`): a lane's accumulators of a chunk are 16
+// Dims stand permuted in the values' chunks of 64 (`QueryPlaces`): a lane's accumulators of a chunk are 16
 // neighbours where dims are columns; where they are rows, row g of a warp is this dim, and row g + 8 the second next.
 DEVICE int dim_of_row(int warp, int g) { return 16 * (g >> 1) + 4 * warp + (g & 1); }
 
