@@ -50,7 +50,7 @@ class Variant:
 
 # Bytes of a thread's stack: what is kept from the start of a row for its end, and an address that a turn reads once. No
 # others have any.
-STACK = {"sparse_attention<32, FP8_DS_MLA_V4, true>": 24}
+STACK = {"sparse_attention_rows<32, FP8_DS_MLA_V4>": 24}
 
 KERNELS = [
     Variant(kernel.source, kernel.name, kernel.threads, kernel.shared_bytes, launch.PARAMS, blocks=kernel.ctas)

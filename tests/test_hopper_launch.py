@@ -107,9 +107,9 @@ def test_a_table_without_requests_has_no_keys() -> None:
     cache, lens = Rows(torch.zeros(2, 64, 656), 2, 64, 64 * 656), torch.tensor([9], dtype=torch.int32)
     indices, table = torch.zeros(1, 128, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
     for chosen, columns in ((None, 256), (indices, 128)):
-        assert cache_params(cache, chosen, lens, table, 256)[7] == columns
-        assert cache_params(cache, chosen, lens, table[:0], 256)[7] == 0
-        assert cache_params(cache, chosen, lens, None, 256)[7] == columns
+        assert cache_params(cache, chosen, lens, table, 256).columns == columns
+        assert cache_params(cache, chosen, lens, table[:0], 256).columns == 0
+        assert cache_params(cache, chosen, lens, None, 256).columns == columns
 
 
 @pytest.mark.parametrize(

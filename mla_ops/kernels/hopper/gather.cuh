@@ -63,8 +63,9 @@ DEVICE int index_at(const Params& p, const Row& row, int turn, int warp, int lan
   const bool extra = turn >= row.main_turns;
   const int position = (extra ? turn - row.main_turns : turn) * KEYS + warp * 16 + lane;
   if (lane >= 16 || turn >= row.last || position >= (extra ? row.extra_length : row.length)) return -1;
-  const Cache& cache = p.caches[extra];
-  return cache.indices ? __ldg(cache.indices + row.token * cache.indices_stride + position) : position;
+  const int* indices = extra ? p.indices[1] : p.indices[0];
+  const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
+  return indices ? __ldg(indices + row.token * stride + position) : position;
 }
 
 DEVICE int request_of(const Params& p, const Row& row) {
@@ -72,8 +73,8 @@ DEVICE int request_of(const Params& p, const Row& row) {
 }
 
 template <int HEADS, Format FORMAT>
-DEVICE void produce(const Params& p, const Row& row, u32 shared, int index, int warp, int lane, int& slot,
-                    int& parity) {
+DEVICE void produce(const Params& p, const Row& row, u32 shared, int index, int warp, int lane, int& slot, int& parity,
+                    bool paced) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   const int request = request_of(p, row);
@@ -105,6 +106,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, int index, int 
       warp_arrive(barrier, lane);
     }
     key = key_at<R>(p, row, turn + 1, request, index);
+    if (paced && turn == row.first) mbarrier_wait(barrier, 0);
     next_slot<L::SLOTS>(slot, parity);
   }
 }

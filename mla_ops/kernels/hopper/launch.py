@@ -12,7 +12,7 @@ import torch
 
 from . import nvrtc
 
-PARAMS = "@6Q6q" + 2 * "4Q3q5iIi4x" + "3if3i" + 3 * "Ii" + "4x"  # struct Params
+PARAMS = "@5i" + 3 * "Ii" + "4x2Q2Q2q2iQ" + 2 * "2Q2q4iIi" + "2Q2qif3Q4q"  # struct Params
 KEYS = 64  # of a turn
 MAX_GRID_ROWS = 32768
 SPLITS = (1, 2, 3, 4, 6, 8, 16)
@@ -81,7 +81,7 @@ class Keys:
             size = barriers + slots * 16 + halves * 16 + 56
             if tile < 64:
                 size = -(-(size + parts * 16) // 16) * 16 + parts * tile * 256
-            name = f"sparse_attention<{tile}, {self.name}, {str(walks).lower()}>"
+            name = f"sparse_attention_{'rows' if walks else 'clusters'}<{tile}, {self.name}>"
             return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, size, walks, walks)
         if tile == 64:
             size = queries_and_weights + 2 * KEYS * self.row_bytes + tile * 20 + 232
@@ -224,43 +224,59 @@ class Rows(NamedTuple):
     block_stride: int
 
 
+class CacheParams(NamedTuple):
+    """What a kernel is told of one cache.
+
+    Attributes:
+        lengths, indices: addresses, 0 for none.
+        indices_stride: elements between rows.
+        columns: keys of a row at most.
+        cache: the fields of `struct Cache`.
+    """
+
+    lengths: int
+    indices: int
+    indices_stride: int
+    columns: int
+    cache: tuple[int, ...]
+
+
 def cache_params(
     rows: Rows,
     indices: torch.Tensor | None,
     topk_length: torch.Tensor | None,
     block_table: torch.Tensor | None,
     num_keys: int = 0,
-) -> tuple[int, ...]:
-    """The fields of `struct Cache`; without indices the keys are the positions below `num_keys`."""
+) -> CacheParams:
+    """Of a cache; without indices the keys are the positions below `num_keys`."""
     num_requests, table_width = (0, 0) if block_table is None else block_table.shape
     columns = num_keys if indices is None else indices.shape[1]
     if block_table is not None and block_table.numel() == 0:
         columns = 0  # its address is null, which would make slots of the indices
-    return (
+    cache = (
         rows.tensor.data_ptr(),
-        _pointer(indices),
-        _pointer(topk_length),
         _pointer(block_table),
-        0 if indices is None else indices.stride(0),
         rows.block_stride,
         0 if block_table is None else block_table.stride(0),
-        columns,
         rows.num_blocks,
         rows.block_size,
         table_width,
         num_requests,
         *reciprocal(rows.block_size),
     )
+    return CacheParams(
+        _pointer(topk_length), _pointer(indices), 0 if indices is None else indices.stride(0), columns, cache
+    )
 
 
-NO_CACHE = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, *reciprocal(1))
+NO_CACHE = CacheParams(0, 0, 0, 0, (0, 0, 0, 0, 0, 1, 0, 0, *reciprocal(1)))
 
 
 def launch(
     keys: Keys,
     q: torch.Tensor,
-    cache: tuple[int, ...],
-    extra_cache: tuple[int, ...],
+    cache: CacheParams,
+    extra_cache: CacheParams,
     topk: int,
     softmax_scale: float,
     *,
@@ -290,28 +306,29 @@ def launch(
         grid = (head_tiles * parts * splits, rows, -(-num_tokens // rows))
     params = struct.pack(
         PARAMS,
-        q.data_ptr(),
-        _zero_row(q.device, keys).data_ptr(),
-        _pointer(attn_sink),
-        _pointer(req_id_per_token),
-        target.data_ptr(),
-        lse.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        target.stride(0),
-        target.stride(1),
-        lse.stride(0),
-        lse.stride(1),
-        *cache,
-        *extra_cache,
         num_tokens,
-        num_heads,
         head_tiles,
-        softmax_scale * math.log2(math.e),
         parts,
         splits,
         grid[1],
         *(value for divisor in (splits, splits * parts, head_tiles) for value in reciprocal(divisor)),
+        *(value for pair in zip(cache[:4], extra_cache[:4], strict=True) for value in pair),
+        _pointer(req_id_per_token),
+        *cache.cache,
+        *extra_cache.cache,
+        _zero_row(q.device, keys).data_ptr(),
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        num_heads,
+        softmax_scale * math.log2(math.e),
+        _pointer(attn_sink),
+        lse.data_ptr(),
+        target.data_ptr(),
+        lse.stride(0),
+        lse.stride(1),
+        target.stride(0),
+        target.stride(1),
     )
     nvrtc.load(kernel.source, kernel.name, device_index).launch(
         grid, (kernel.threads, 1, 1), kernel.shared_bytes, (splits, 1, 1), params

@@ -14,31 +14,38 @@ DEVICE int divide(int number, Divisor by) {
   return static_cast<u64>(static_cast<u32>(number)) * by.multiplier >> by.shift;
 }
 
-// A paged cache and what a token attends to in it.
+// A paged cache.
 struct Cache {
   const unsigned char* rows;
-  const int* indices;      // null: every position
-  const int* topk_length;  // null: topk
   const int* block_table;  // null: indices are slots
-  i64 indices_stride, block_bytes, table_stride;
-  int topk, num_blocks, block_size, table_width, num_requests;
+  i64 block_bytes, table_stride;
+  int num_blocks, block_size, table_width, num_requests;
   Divisor of_block_size;
 };
 
+// In the order in which a CTA needs them: constant memory comes in lines of 64 bytes, of which this begins with the
+// last 48 of one. At the start of a kernel the first line takes 600 cycles, each further one 75.
 struct Params {
-  const u16* q;
-  const unsigned char* zero_row;
-  const float* attn_sink;       // null: none
-  const int* req_id_per_token;  // with a block table
-  u16* out;
-  float* lse;
-  i64 q_token_stride, q_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride;
-  Cache caches[2];  // the second's topk is 0 if there is none
-  int num_tokens, num_heads, head_tiles;
-  float scale_log2;
+  int num_tokens, head_tiles;
   int parts;  // of a row's keys, a cluster of several CTAs each; where more than one, `out` is float32 [parts, ...]
   int splits, rows;  // CTAs of a cluster, the grid's rows
   Divisor of_splits, of_shares, of_head_tiles;
+  // What a token attends to in each cache; the second's topk is 0 if there is none.
+  const int* topk_length[2];  // null: topk
+  const int* indices[2];      // null: every position
+  i64 indices_stride[2];
+  int topk[2];
+  const int* req_id_per_token;  // with a block table
+  Cache caches[2];
+  const unsigned char* zero_row;
+  const u16* q;
+  i64 q_token_stride, q_head_stride;
+  int num_heads;
+  float scale_log2;
+  const float* attn_sink;  // null: none
+  float* lse;
+  u16* out;
+  i64 lse_token_stride, lse_head_stride, out_token_stride, out_head_stride;
 };
 
 constexpr int KEYS = 64;                    // of a turn
@@ -53,12 +60,16 @@ enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
 constexpr int MAX_SPLITS = 16;
 
 // At the end of a row each CTA of a cluster adds up its share of all packets. A packet is QUADS times four accumulators
-// of each lane of one of the eight warps that accumulate, in the order of registers; a warp's packets follow one
-// another.
-template <int HEADS>
+// of each lane of one of the eight warps that accumulate; packet 8 u + w is the u-th of warp w, and goes to the CTA
+// whose number is the rest of a division by theirs. PACKED: accumulators are 16 bits each, averages over a CTA's keys
+// instead of sums.
+template <int HEADS, bool PACKED_>
 struct Packets {
+  static constexpr bool PACKED = PACKED_;
   static constexpr int QUADS = HEADS == 64 ? 2 : 1;
-  static constexpr int BYTES = QUADS * 512;
+  static constexpr int WORDS = PACKED ? QUADS * 2 : QUADS * 4;  // of a lane
+  static constexpr int UNIT = WORDS < 4 ? WORDS : 4;            // of them that lie together
+  static constexpr int BYTES = WORDS * 128;
   static constexpr int OF_A_WARP = HEADS / 2 / QUADS;
   static constexpr int COUNT = 8 * OF_A_WARP;
   static constexpr int ROOM = (COUNT + MAX_SPLITS - 1) * BYTES;  // for a share, from every CTA
@@ -67,10 +78,12 @@ struct Packets {
 // Where the queries were, after the last turn.
 template <int HEADS, int QUERY>
 struct Ends {
-  static constexpr int FACTORS = QUERY;                           // float32 [HEADS, 16]: what each CTA's part counts
-  static constexpr int FACTORS_PITCH = 80;                        // bytes: heads of a load meet different banks
-  static constexpr int STATES = FACTORS + HEADS * FACTORS_PITCH;  // float2 [16, HEADS]: sum and reference from each CTA
-  static constexpr int SUMS = STATES + HEADS * 128;               // float32 [32, HEADS]: of this CTA
+  static constexpr int FACTORS = QUERY;                      // float32 [16, HEADS]: what each CTA's part counts
+  static constexpr int STATES = FACTORS + HEADS * 64;        // float2 [16, HEADS]: sum and reference from each CTA
+  static constexpr int SUMS = STATES + HEADS * 128;          // float32 [4, HEADS]: of each warp of scores
+  static constexpr int INVERSES = SUMS + HEADS * 16;         // float32 [HEADS]: of what these add up to
+  static constexpr int WEIGHTS = INVERSES + HEADS * 4;       // float32 [HEADS]: of the result
+  static constexpr int SOME_BFLOAT16 = WEIGHTS + HEADS * 4;  // whether a CTA's packets are
 };
 
 template <int HEADS_, Format FORMAT>
@@ -124,10 +137,10 @@ struct Layout {
   static constexpr int SCORES = (SCORES_FREE + PARTS * 8 + 15) / 16 * 16;  // float32 [PARTS, 64, HEADS]
   static constexpr int BYTES = HEADS == 64 ? SCORES_FULL : SCORES + PARTS * HEADS * 256;
   using End = Ends<HEADS, QUERY>;
-  // Up to 32 heads packets have room where nothing is needed once the last weights are there.
-  static constexpr bool EARLY = HEADS < 64;
-  static constexpr int PACKETS = EARLY ? RAW : WEIGHTS;
-  static_assert(PACKETS + Packets<HEADS>::ROOM <= COLUMNS, "packets overlap the columns");
+  // Where nothing is needed once the last weights are there.
+  static constexpr int PACKETS = RAW;
+  using Packet = Packets<HEADS, true>;
+  static_assert(PACKETS + Packet::ROOM <= COLUMNS, "packets overlap the columns");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
 
@@ -138,10 +151,9 @@ struct Row {
 };
 
 DEVICE int length_in(const Params& p, int which, int token) {
-  const Cache& cache = p.caches[which];
   if (token >= p.num_tokens) return 0;
-  if (!cache.topk_length) return cache.topk;
-  return max(0, min(cache.topk, __ldg(cache.topk_length + token)));
+  if (!p.topk_length[which]) return p.topk[which];
+  return max(0, min(p.topk[which], __ldg(p.topk_length[which] + token)));
 }
 
 // A CTA's part of a token and a tile of its heads; no turns past the last token.

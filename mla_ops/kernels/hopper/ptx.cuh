@@ -51,8 +51,8 @@ DEVICE void mbarrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Returns when the phase of this parity has completed; parity 1 of a fresh barrier counts as complete. All lanes of a warp
-// ask for the same: to bring them together again would take 25 cycles.
+// Returns when the phase of this parity has completed; parity 1 of a fresh barrier counts as complete. All lanes of a
+// warp ask for the same: to bring them together again would take 25 cycles.
 DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n"
@@ -171,16 +171,34 @@ DEVICE void send_float2(u32 address, u32 barrier, float a, float b) {
                : "memory");
 }
 
-// An address `here` is this CTA's own, which no barrier counts.
-DEVICE void send_float4_unless(bool here, u32 address, u32 barrier, float a, float b, float c, float d) {
+// An address `here` is this CTA's own, which no barrier counts. All lanes of a warp say the same of it.
+DEVICE void send_8_unless(bool here, u32 address, u32 barrier, u32 a, u32 b) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %4, 0;\n"
+      "@p bra.uni own;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];\n"
+      "bra.uni done;\n"
+      "own: st.shared.v2.b32 [%0], {%1, %2};\n"
+      "done:\n"
+      "}" ::"r"(address),
+      "r"(a), "r"(b), "r"(barrier), "r"(static_cast<u32>(here))
+      : "memory");
+}
+
+DEVICE void send_16_unless(bool here, u32 address, u32 barrier, u32 a, u32 b, u32 c, u32 d) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.u32 p, %6, 0;\n"
-      "@p st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n"
-      "@!p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n"
+      "@p bra.uni own;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];\n"
+      "bra.uni done;\n"
+      "own: st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n"
+      "done:\n"
       "}" ::"r"(address),
-      "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier), "r"(static_cast<u32>(here))
+      "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier), "r"(static_cast<u32>(here))
       : "memory");
 }
 
@@ -356,15 +374,29 @@ DEVICE float2 load_shared_float2(u32 address) {
 }
 
 // Zeros where there is nothing to load.
-DEVICE float4 load_shared_float4_if(bool there, u32 address) {
-  float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+DEVICE uint2 load_shared_8_if(bool there, u32 address) {
+  uint2 v = make_uint2(0, 0);
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.shared.v2.u32 {%0, %1}, [%2];\n}"
+               : "+r"(v.x), "+r"(v.y)
+               : "r"(address), "r"(static_cast<u32>(there))
+               : "memory");
+  return v;
+}
+
+DEVICE float2 load_shared_float2_if(bool there, u32 address) {
+  const uint2 v = load_shared_8_if(there, address);
+  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+
+DEVICE uint4 load_shared_16_if(bool there, u32 address) {
+  uint4 v = make_uint4(0, 0, 0, 0);
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
       "setp.ne.u32 p, %5, 0;\n"
-      "@p ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
       "}"
-      : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
       : "r"(address), "r"(static_cast<u32>(there))
       : "memory");
   return v;
@@ -400,9 +432,29 @@ DEVICE float exp2_approx(float x) {
   return y;
 }
 
+DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 DEVICE u32 pack_float16(float low, float high) {
   u32 v;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+DEVICE float2 unpack_float16(u32 pair) {
+  float2 v;
+  asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;}"
+      : "=f"(v.x), "=f"(v.y)
+      : "r"(pair));
   return v;
 }
 
@@ -488,7 +540,9 @@ DEVICE void hold(u32 (&values)[N]) {
 }
 
 DEVICE void hold(int& value) { asm volatile("" : "+r"(value)); }
+DEVICE void hold(i64& value) { asm volatile("" : "+l"(value)); }
 DEVICE void hold(u64& value) { asm volatile("" : "+l"(value)); }
+DEVICE void hold(float& value) { asm volatile("" : "+f"(value)); }
 DEVICE void hold(u32& value) { asm volatile("" : "+r"(value)); }
 template <class T>
 DEVICE void hold(T*& value) {

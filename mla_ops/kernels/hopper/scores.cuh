@@ -22,15 +22,9 @@ DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* ra
       u32 low, high;
       e4m3_to_float16(*reinterpret_cast<const u32*>(raw + d), 0x3c003c00u, low, high);
       const uint2 pair = __ldg(reinterpret_cast<const uint2*>(q + d));
-      float k0, k1, k2, k3;
-      asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;}"
-          : "=f"(k0), "=f"(k1)
-          : "r"(low));
-      asm("{.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.f32.f16 %0, a;\ncvt.f32.f16 %1, b;}"
-          : "=f"(k2), "=f"(k3)
-          : "r"(high));
-      part += low_bfloat16(pair.x) * k0 + high_bfloat16(pair.x) * k1 + low_bfloat16(pair.y) * k2 +
-              high_bfloat16(pair.y) * k3;
+      const float2 k0 = unpack_float16(low), k2 = unpack_float16(high);
+      part += low_bfloat16(pair.x) * k0.x + high_bfloat16(pair.x) * k0.y + low_bfloat16(pair.y) * k2.x +
+              high_bfloat16(pair.y) * k2.y;
     }
     total += part * R::scale(scales, group);
   }
@@ -263,17 +257,6 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   }
 }
 
-// Adds up N sums each in lanes that differ in one bit: the lower one keeps the first half of them, the other the rest.
-template <int N>
-DEVICE void fold(float (&sums)[16], int lane) {
-  const bool upper = lane & N;
-#pragma unroll
-  for (int c = 0; c < N / 2; ++c) {
-    const float away = __shfl_xor_sync(~0u, upper ? sums[c] : sums[N / 2 + c], N);
-    sums[c] = (upper ? sums[N / 2 + c] : sums[c]) + away;
-  }
-}
-
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 template <int HEADS, Format FORMAT, bool WALK>
 DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at) {
@@ -286,12 +269,11 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   const u32 weights_row = shared + L::WEIGHTS + (lane & 7) * 128 +
                           ((((warp * 2) | ((lane >> 3) & 1)) ^ (lane & 7)) << 4) + (lane >> 4) * 1024;
-  const u32 scratch = shared + L::WEIGHTS;  // float [32, HEADS], while no weights are there
-
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  bool seen = false;  // whether a key counted, and with it the references
+  bool seen = false;      // whether a key counted, and with it the references
+  bool was_wide = false;  // whether a turn was
 
   const int turns = turns_of(row);
   Start<FORMAT> start;
@@ -384,21 +366,16 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     }
     if (moves) {
       turn = MOVED;
-#pragma unroll
-      for (int j = 0; j < TILES; ++j) {
-        const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-        s[4 * j] += __uint_as_float(two.y), s[4 * j + 1] += __uint_as_float(two.w);
-        s[4 * j + 2] += __uint_as_float(two.y), s[4 * j + 3] += __uint_as_float(two.w);
-      }
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
-        turn = WIDE;
+        turn = WIDE, was_wide = true;
         float* table = wide_table<L>(shared_pointer, at);
 #pragma unroll 1
         for (int e = thread; e < KEYS * HEADS; e += 128) {
           const int key = e / HEADS, first = slot >= warp ? slot - warp : slot - warp + L::SLOTS;
           const int row_of_key = slot_of<L::SLOTS>(first, key) * 16 + key % 16;
           table[e] = wide_score<HEADS, FORMAT>(p, row, shared_pointer + L::RAW + row_of_key * R::BYTES,
-                                               shared_pointer + L::SCALES + row_of_key * R::SCALES_PITCH, e % HEADS);
+                                               shared_pointer + L::SCALES + row_of_key * R::SCALES_PITCH, e % HEADS) -
+                     load_shared_float(shared + L::COLUMNS + e % HEADS * 8 + 4);
         }
         named_barrier<SCORE_BARRIER, 128>();
         table += key_row_0 * HEADS + 2 * t;
@@ -406,33 +383,8 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
         for (int e = 0; e < TILES * 4; ++e)
           s[e] = ((e & 2) ? live_1 : live_0) ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] : -INFINITY;
       }
-      // The highest score of each head in this turn, and with it the head's reference.
-      const int worker = opaque(thread);
-#pragma unroll
-      for (int j = 0; j < TILES; ++j)
-        store_shared_float2(scratch + (worker / 4 * HEADS + j * 8 + worker % 4 * 2) * 4, fmaxf(s[4 * j], s[4 * j + 2]),
-                            fmaxf(s[4 * j + 1], s[4 * j + 3]));
-      named_barrier<SCORE_BARRIER, 128>();
-      if (thread < HEADS) {
-        const u32 place = shared + L::COLUMNS + thread * 8 + 4;
-        const float old = load_shared_float(place);
-        float top = seen ? old : -INFINITY;
-#pragma unroll 8
-        for (int k = 0; k < 32; ++k) top = fmaxf(top, load_shared_float(scratch + (k * HEADS + thread) * 4));
-        store_shared_float(place, top);
-        store_shared_float(shared + L::ALPHA + thread * 4, seen ? exp2_approx(old - top) : 0.f);
-      }
-      named_barrier<SCORE_BARRIER, 128>();
-#pragma unroll
-      for (int j = 0; j < TILES; ++j) {
-        const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-        const float2 alpha = load_shared_float2(shared + L::ALPHA + (8 * j + 2 * t) * 4);
-        sums[2 * j] *= alpha.x, sums[2 * j + 1] *= alpha.y;
-        s[4 * j] -= __uint_as_float(two.y), s[4 * j + 1] -= __uint_as_float(two.w);
-        s[4 * j + 2] -= __uint_as_float(two.y), s[4 * j + 3] -= __uint_as_float(two.w);
-      }
+      raise_references<L>(s, sums, seen, shared, thread);
       seen = true;
-      named_barrier<SCORE_BARRIER, 128>();
     }
 
     // The sums of a row that another follows go where the first warp's last keys were.
@@ -467,35 +419,28 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     const int last_slot = (i - 1 & 1) * 4;
     const bool in_raw = turns && turn != WIDE;
     const u32 place = place_of_sums<L>(shared, in_raw, last_slot) + warp * (HEADS * 4);
-    fold<16>(sums, lane), fold<8>(sums, lane), fold<4>(sums, lane);
-    store_shared_float2(place + (lane >> 2) * 32 + t * 8, sums[0], sums[1]);
+    store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
     named_barrier<SCORE_BARRIER, 128>();  // without it the compiler takes rows to differ within a warp, and spills
     return in_raw && warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
   }
 
-  // The sum of each head, over lanes and warps, where the queries were.
+  // The sum of each head, where the queries were.
   if (WALK)
     named_barrier<SCORE_BARRIER, 128>();
   else
-    open_to_peers(row);
-  const u32 columns = shared + L::End::SUMS;
+    cluster_arrive();                 // behind the fence of the last weights
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
-#pragma unroll
-  for (int j = 0; j < TILES; ++j)
-    store_shared_float2(columns + (worker / 4 * HEADS + j * 8 + worker % 4 * 2) * 4, sums[2 * j], sums[2 * j + 1]);
+  const u32 place = shared + L::End::SUMS;
+  store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
   named_barrier<SCORE_BARRIER, 128>();
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
-  float total = 0.f, reference = 0.f;
-  if (!WALK || worker < HEADS) {
-#pragma unroll 8
-    for (int k = 0; k < 32; ++k) total += load_shared_float(columns + (k * HEADS + head) * 4);
-    reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
-  }
+  const float total = sum_of<HEADS>(place, head),
+              reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   if (WALK) {
     if (worker < HEADS) {
-      const float lse = total == 0.f ? -INFINITY : (reference + log2f(total)) * 0.6931471805599453f;
+      const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
       float factor = total == 0.f ? 0.f : 1.f / R::FACTOR / total;
       if (global_head < p.num_heads) {
         if (p.attn_sink) factor /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
@@ -506,13 +451,15 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
   } else if constexpr (!WALK) {
-    const Shares shares = shares_of<L>(row, shared, worker % 32);
+    if (worker < HEADS)
+      store_shared_float(shared + L::End::INVERSES + head * 4, total == 0.f ? 0.f : reciprocal_approx(total));
     await_peers(row);
+#pragma unroll 1
     for (int part = worker / HEADS; part < row.splits; part += 128 / HEADS)
-      send_state<L>(row, shared, part, head, total, reference);
+      send_state<L>(row, shared, part, head, was_wide ? -total : total, reference);
     named_barrier_arrive(STATES_BARRIER, 384);
-    weigh_parts<L>(p, row, shared, worker / 32, worker % 32);
-    finish<L>(p, row, shared, shares, worker / 32, worker % 32);
+    weigh_parts<L>(p, row, shared, worker);
+    finish<L>(p, row, shared, worker / 32, worker % 32);
   }
   return 0;
 }

@@ -13,8 +13,7 @@
 
 // WALK: rows one after the other, the next one's keys on their way while this one ends; else one share of one row.
 template <int HEADS, Format FORMAT, bool WALK>
-__global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
-    sparse_attention(const __grid_constant__ Params p) {
+DEVICE void attend(const Params& p) {
   using L = Layout<HEADS, FORMAT>;
   CHECK_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -52,8 +51,8 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = kept(thread & 31);
     int slot = warp, parity = 1;
     u32 row_parity = 0;
-    while (true) {
-      produce<HEADS, FORMAT>(p, row, shared, index, warp, lane, slot, parity);
+    for (bool first = true;; first = false) {
+      produce<HEADS, FORMAT>(p, row, shared, index, warp, lane, slot, parity, WALK && HEADS == 64 && first);
       if (!WALK) break;
       row = next_row(p, row);
       if (row.token >= p.num_tokens) return;
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
         row_parity ^= 1;
       }
     }
-    stand_by<L>(row, shared, true, thread);
+    stand_by<L>(p, row, shared, true, thread);
     return;
   }
   load_queries<HEADS, FORMAT, L::QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
@@ -108,6 +107,19 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     do {
       score_rest<HEADS, FORMAT, WALK>(row, shared, thread, at);
     } while (WALK && next_queries());
-    if (!WALK) stand_by<L>(row, shared, false, thread);
+    if (!WALK) stand_by<L>(p, row, shared, false, thread);
   }
+}
+
+template <int HEADS, Format FORMAT>
+__global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+    sparse_attention_rows(const __grid_constant__ Params p) {
+  attend<HEADS, FORMAT, true>(p);
+}
+
+// That it is launched in clusters only saves each of their barriers a look whether it was.
+template <int HEADS, Format FORMAT>
+__global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+    sparse_attention_clusters(const __grid_constant__ Params p) {
+  attend<HEADS, FORMAT, false>(p);
 }

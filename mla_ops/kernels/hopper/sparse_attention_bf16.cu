@@ -35,7 +35,8 @@ struct PlainLayout {
   static constexpr int BYTES = OWN_FULL + 8;
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = TILES;
-  static_assert(PACKETS + Packets<HEADS>::ROOM <= COLUMNS, "packets overlap the columns");
+  using Packet = Packets<HEADS, false>;
+  static_assert(PACKETS + Packet::ROOM <= COLUMNS, "packets overlap the columns");
   static_assert(CTAS * (BYTES + 1024) <= 233472, "more shared memory than an SM has");
 };
 
@@ -84,39 +85,6 @@ DEVICE void copy_keys(const Params& p, const Row& row, u32 shared, int index, in
 }
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
-
-// A turn in which a score exceeds its head's reference by far, or the first with keys: `s` holds scores relative to the
-// old references, and is made relative to the new, which `alpha` says how to reach.
-template <class L>
-DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 4], bool seen, u32 shared, int thread) {
-  constexpr int TILES = L::HEADS / 8;
-  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  const u32 scratch = shared + L::WEIGHTS;
-#pragma unroll
-  for (int j = 0; j < TILES; ++j)
-    store_shared_float2(scratch + ((warp * 8 + g) * L::HEADS + j * 8 + 2 * t) * 4, fmaxf(s[4 * j], s[4 * j + 2]),
-                        fmaxf(s[4 * j + 1], s[4 * j + 3]));
-  named_barrier<SCORE_BARRIER, 128>();
-  if (thread < L::HEADS) {
-    // of the scores relative to the old reference
-    float top = seen ? 0.f : -INFINITY;
-#pragma unroll 8
-    for (int k = 0; k < 32; ++k) top = fmaxf(top, load_shared_float(scratch + (k * L::HEADS + thread) * 4));
-    const float old = load_shared_float(shared + L::COLUMNS + thread * 8 + 4);
-    store_shared_float2(shared + L::COLUMNS + thread * 8, top, old + top);
-    store_shared_float(shared + L::ALPHA + thread * 4, seen ? exp2_approx(-top) : 0.f);
-  }
-  named_barrier<SCORE_BARRIER, 128>();
-#pragma unroll
-  for (int j = 0; j < TILES; ++j) {
-    const uint4 rise = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-    const float2 alpha = load_shared_float2(shared + L::ALPHA + (8 * j + 2 * t) * 4);
-    sums[2 * j] *= alpha.x, sums[2 * j + 1] *= alpha.y;
-    s[4 * j] -= __uint_as_float(rise.x), s[4 * j + 1] -= __uint_as_float(rise.z);
-    s[4 * j + 2] -= __uint_as_float(rise.x), s[4 * j + 3] -= __uint_as_float(rise.z);
-  }
-  named_barrier<SCORE_BARRIER, 128>();
-}
 
 template <class L>
 DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) {
@@ -187,23 +155,19 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
     if (++stage == L::STAGES) stage = 0, parity ^= 1;
   }
   open_to_peers(row);
-  const u32 scratch = shared + L::End::SUMS;  // queries have had their last product
-#pragma unroll
-  for (int j = 0; j < TILES; ++j)
-    store_shared_float2(scratch + ((warp * 8 + g) * HEADS + j * 8 + 2 * t) * 4, sums[2 * j], sums[2 * j + 1]);
+  const u32 place = shared + L::End::SUMS;  // queries have had their last product
+  store_sums<HEADS>(sums, place + warp * (HEADS * 4), lane);
   named_barrier<SCORE_BARRIER, 128>();
   const int head = thread % HEADS;
-  float total = 0.f;
-#pragma unroll 8
-  for (int k = 0; k < 32; ++k) total += load_shared_float(scratch + (k * HEADS + head) * 4);
-  const float reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
-  const Shares shares = shares_of<L>(row, shared, lane);
+  const float total = sum_of<HEADS>(place, head),
+              reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   await_peers(row);
+#pragma unroll 1
   for (int part = thread / HEADS; part < row.splits; part += 128 / HEADS)
     send_state<L>(row, shared, part, head, total, reference);
   named_barrier_arrive(STATES_BARRIER, 384);
-  weigh_parts<L>(p, row, shared, warp, lane);
-  finish<L>(p, row, shared, shares, warp, lane);
+  weigh_parts<L>(p, row, shared, thread);
+  finish<L>(p, row, shared, warp, lane);
 }
 
 // ---- values ---------------------------------------------------------------------------------------------------------
@@ -247,11 +211,13 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
   }
   if (row.splits == 1) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of tiles
   open_to_peers(row);
-  const Shares shares = shares_of<L>(row, shared, lane);
   await_peers(row);
   named_barrier<STATES_BARRIER, 384>();  // states first: they would wait behind all packets
-  send_packets<L>(row, shares, half * 4 + warp, lane, [&](int e) { return o[e / N][e % N]; });
-  finish<L>(p, row, shared, shares, 4 + half * 4 + warp, lane);
+  send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int u, int w) {
+    const int e = u * L::Packet::WORDS + w;
+    return __float_as_uint(o[e / N][e % N]);
+  });
+  finish<L>(p, row, shared, 4 + half * 4 + warp, lane);
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -283,7 +249,7 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
     fewer_registers<40>();
     launch_dependents();
     copy_keys<L>(p, row, shared, index, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
-    stand_by<L>(row, shared, true, thread);
+    stand_by<L>(p, row, shared, true, thread);
     return;
   }
   copy_queries<L>(p, row, shared, threadIdx.x);

@@ -48,7 +48,8 @@ struct PairLayout {
   static constexpr int BYTES = OWN_FULL + 8;
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = WEIGHTS;
-  static_assert(PACKETS + Packets<HEADS>::ROOM <= REFERENCES, "packets overlap the references");
+  using Packet = Packets<HEADS, false>;
+  static_assert(PACKETS + Packet::ROOM <= REFERENCES, "packets overlap the references");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
 
@@ -380,15 +381,18 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
   for (int i = 0; i < 2; ++i) state.sum[i] += load_shared_float(sums + ((half ^ 1) * L::HEADS + i * 8) * 4);
   if (row.splits > 1) {
     open_to_peers(row);
-    const Shares shares = shares_of<L>(row, shared, lane);
     await_peers(row);
     for (int part = half * 4 + lane % 4; part < row.splits; part += 8)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         send_state<L>(row, shared, part, head + i * 8, state.sum[i],
                       state.sum[i] == 0.f ? NO_SCORE_YET : state.reference[i]);
-    send_packets<L>(row, shares, half * 4 + warp, lane, [&](int e) { return state.o[e]; });
-    finish<L, 8>(p, row, shared, shares, half * 4 + warp, lane);
+    send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int u, int w) {
+      float word = state.o[u * L::Packet::WORDS + w];
+      hold(word);  // else accumulators would have to lie as packets want them, and products wait for one another
+      return __float_as_uint(word);
+    });
+    finish<L, 8>(p, row, shared, half * 4 + warp, lane);
     return;
   }
   float factor[2];
@@ -396,7 +400,7 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
   for (int i = 0; i < 2; ++i) {
     const int global_head = row.tile * L::HEADS + head + i * 8;
     const bool there = global_head < p.num_heads, none = state.sum[i] == 0.f;
-    const float lse = none ? -INFINITY : (state.reference[i] + log2f(state.sum[i])) * 0.6931471805599453f;
+    const float lse = none ? -INFINITY : (state.reference[i] + log2_approx(state.sum[i])) * 0.6931471805599453f;
     factor[i] = none ? 0.f : 1.f / state.sum[i];
     if (p.attn_sink && there && !none) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
     if (half == 0 && there && lane % 4 == 0)
@@ -546,8 +550,8 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_
     gather_rows<L>(p, shared, thread);
     if (p.splits > 1) {
       const Row row = nth_row(p, cluster_index(p));
-      stand_by<L>(row, shared, true, thread);
-      weigh_parts<L>(p, row, shared, thread / 32, thread % 32);
+      stand_by<L>(p, row, shared, true, thread);
+      weigh_parts<L>(p, row, shared, thread);
       __syncwarp();
       warp_arrive(shared + L::OWN_FULL, thread % 32);
     }

@@ -93,13 +93,11 @@ DEVICE float factors_of(const Params& p, const Row& row, u32 shared, int turns, 
   mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
   const u32 turn = load_shared_4(shared + L::TURN),
             sums = place_of_sums<L>(shared, turns && (turn & 0xff) != WIDE, turn >> 8);
-  float total = 0.f;
-#pragma unroll
-  for (int part = 0; part < 4; ++part) total += load_shared_float(sums + (part * L::HEADS + head) * 4);
+  const float total = sum_of<L::HEADS>(sums, head);
   const float reference = load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   __syncwarp();
   warp_arrive(shared + L::FACTORS_FREE, lane);
-  const float lse = total == 0.f ? -INFINITY : (reference + log2f(total)) * 0.6931471805599453f;
+  const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
   if (reports && there && lane < 16) p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
   float factor = __fdividef(1.f / L::FACTOR, total);
   if (sink != -INFINITY) factor = __fdividef(factor, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
@@ -182,7 +180,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   const u64 values = tile_descriptor(shared + L::VALUES, 1024, KEYS * 128);
   const int turns = turns_of(row);
-  bool open = false;
+  bool open = false, was_wide = false;
   int& i = at.turn;
   int stage = 0;
   for (int left = turns; left > 0; --left, next_turn<L::HALVES>(at)) {
@@ -202,6 +200,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
       if ((turn & 0xff) == WIDE) {
+        was_wide = true;
         const float* table = wide_table<L>(shared_pointer, at);
 #pragma unroll 1
         for (int key = 0; key < KEYS; key += 16, table += 16 * HEADS) {
@@ -222,10 +221,11 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
         continue;
       }
     }
+    // Now, where the products do not wait for these instructions, or later.
+    if (!WALK && left == 1 && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
     // One after the other: the scores of the next turn then wait for fewer products of the tensor cores. In a wide turn
     // the first waits for the second.
     if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
-    if (!WALK && L::EARLY && left == 1 && row.splits > 1) cluster_arrive(), open = true;
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
     wgmma_fence();
@@ -240,6 +240,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       }
       if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
     }
+    if (!WALK && left == 1 && !open) cluster_arrive(), open = true;
     wgmma_wait<1>();
     if (!last) warp_arrive(freed, lane);
     wgmma_wait<0>();
@@ -280,10 +281,26 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     }
   } else {
     if (!open) open_to_peers(row);
-    const Shares shares = shares_of<L>(row, shared, lane);
     await_peers(row);
     named_barrier<STATES_BARRIER, 384>();  // states first: they would wait behind all packets
-    send_packets<L>(row, shares, half * 4 + warp, lane, [&](int e) { return o[e / N][e % N]; });
-    finish<L>(p, row, shared, shares, 4 + half * 4 + warp, lane);
+    float inverse[HEADS_BY_DIMS ? 2 : N / 2];
+    const u32 inverses = shared + L::End::INVERSES;
+    if constexpr (HEADS_BY_DIMS) {
+      inverse[0] = load_shared_float(inverses + (warp * 16 + g) * 4);
+      inverse[1] = load_shared_float(inverses + (warp * 16 + g + 8) * 4);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N / 4; ++j) {
+        const float2 two = load_shared_float2(inverses + (j * 8 + 2 * t) * 4);
+        inverse[2 * j] = two.x, inverse[2 * j + 1] = two.y;
+      }
+    }
+    auto inverse_of = [&](int e) { return inverse[HEADS_BY_DIMS ? e >> 1 & 1 : e / 4 * 2 + (e & 1)]; };
+    send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int u, int w) {
+      const int first = (u * L::Packet::WORDS + w) * 2, piece = first / N, e = first % N;
+      const float a = o[piece][e] * inverse_of(e), b = o[piece][e + 1] * inverse_of(e + 1);
+      return was_wide ? pack_bfloat16(a, b) : pack_float16(a, b);
+    });
+    finish<L>(p, row, shared, 4 + half * 4 + warp, lane);
   }
 }
