@@ -61,7 +61,7 @@ CASES = {
     str(case): case
     for case in (
         *itertools.starmap(Case, itertools.product(SPARSE, (16, 32, 64), (1, 2))),
-        *(Case(keys, tile, 1, wide=True) for keys, tile in itertools.product(SPARSE[:2], (16, 32, 64))),
+        *itertools.starmap(Case, itertools.product(SPARSE[:2], (16, 32, 64), (1, 2), (True,))),
         Case("prefill"),
         Case("parts"),
         Case("schedule"),

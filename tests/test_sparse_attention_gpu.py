@@ -127,6 +127,31 @@ def test_more_rows_than_the_device_takes_at_once(cache_format: str, num_heads: i
     check(lowering, q, cache, indices, cache_format, tokens, **options)
 
 
+@pytest.mark.parametrize("power", [-20, 14])
+@pytest.mark.parametrize("num_heads", [16, 32, 64, 128])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
+def test_few_rows_with_scales_that_float16_does_not_hold(
+    cache_format: str, num_heads: int, power: int, lowering: str
+) -> None:
+    """Of a row's keys some have such scales: all of them, those at one end, one key, none."""
+    device, num_tokens, topk = torch.device("cuda"), 9, 1000
+    cache = filled_cache(cache_format, 64, 64, device)
+    if cache_format == "fp8_ds_mla_v4":
+        planar_views(cache, cache_format)[1][32:, :, :7] += power if power > 0 else power - 4
+    else:
+        scales = cache[32:, :, 512:528].contiguous().view(torch.float32)
+        cache[32:, :, 512:528] = (scales * 2.0**power).view(torch.uint8)
+    indices = some_indices(num_tokens, topk, 32 * 64, device)
+    indices[indices >= 32 * 64] = INT_MAX
+    wide = torch.zeros(num_tokens, topk, dtype=torch.bool, device=device)
+    wide[0], wide[1, :200], wide[2, -200:], wide[3, 500] = True, True, True, True
+    indices = torch.where(wide & (indices >= 0) & (indices < INT_MAX), indices + 32 * 64, indices)
+    q = queries(num_tokens, num_heads, torch.bfloat16, device, key_width(cache_format))
+    out, lse = check(lowering, q, cache, indices, cache_format)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+
+
 def test_two_caches_of_a_captured_step_replay(lowering: str) -> None:
     """One capture over two caches, replayed with other lengths, tables, keys and live tokens: the bits of eager."""
     device, num_tokens, num_heads = torch.device("cuda"), 24, 64

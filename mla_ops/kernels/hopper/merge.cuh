@@ -13,6 +13,7 @@ DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
   return p.out + row.token * p.out_token_stride + global_head * p.out_head_stride;
 }
 
+// How many packets a CTA adds up.
 template <class L>
 DEVICE int packets_of(const Params& p, int rank) {
   return divide(L::Packet::COUNT - 1 - rank, p.of_splits) + 1;
@@ -187,19 +188,19 @@ DEVICE void write_dims(const Params& p, i64 first, int heads, u32 shared, const 
     *reinterpret_cast<uint2*>(p.out + place) = make_uint2(pack_bfloat16(v.x, v.y), pack_bfloat16(v.z, v.w));
 }
 
-// A lane's words of a packet, zeros if it is not there.
+// A lane's words of a packet.
 template <class P>
 struct Piece {
   u32 words[P::WORDS];
 
-  DEVICE void load(bool there, u32 from) {
+  DEVICE void load(u32 from) {
     if constexpr (P::WORDS == 2) {
-      const uint2 v = load_shared_8_if(there, from);
+      const uint2 v = load_shared_8(from);
       words[0] = v.x, words[1] = v.y;
     } else {
 #pragma unroll
       for (int w = 0; w < P::WORDS; w += 4) {
-        const uint4 v = load_shared_16_if(there, from + w * 128);
+        const uint4 v = load_shared_16(from + w * 128);
         words[w] = v.x, words[w + 1] = v.y, words[w + 2] = v.z, words[w + 3] = v.w;
       }
     }
@@ -212,67 +213,67 @@ struct Piece {
   }
 };
 
-// Adds up the parts of packets, always in the same order. BFLOAT16: parts with a factor below 0 are.
-template <class L, int WARPS, bool BFLOAT16>
-DEVICE void add_parts(const Params& p, const Row& row, i64 first_place, int heads, int packets, u32 shared, int warp,
-                      int lane) {
+// Adds up the parts of a packet, BATCH at a time, always in the same order. BFLOAT16: parts with factors below 0 are.
+template <class L, int BATCH, bool BFLOAT16>
+DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], u32 from, u32 factors, int parts) {
   using P = typename L::Packet;
-  constexpr int BATCH = L::HEADS == 64 ? 3 : 4;
 #pragma unroll 1
-  for (int index = warp; index < packets; index += WARPS) {
-    const u32 packet = index * row.splits + row.rank;
-    const int column =
-        L::HEADS == 64 ? (packet & 3) * 16 + (lane >> 2) * 2 : packet / 8 % (L::HEADS / 8) * 8 + (lane & 3) * 2;
-    u32 from = shared + L::PACKETS + index * row.splits * P::BYTES + lane * (P::UNIT * 4),
-        factors = shared + L::End::FACTORS + column * 4;
-    float sums[P::QUADS * 4];
+  for (; parts > 0; parts -= BATCH, from += BATCH * P::BYTES, factors += BATCH * L::HEADS * 4) {
+    Piece<P> piece[BATCH];
+    float2 factor[BATCH];  // of two heads
 #pragma unroll
-    for (int e = 0; e < P::QUADS * 4; ++e) sums[e] = 0.f;
-    int left = row.splits;
-#pragma unroll 1
-    do {
-      Piece<P> piece[BATCH];
-      float2 factor[BATCH];
+    for (int k = 0; k < BATCH; ++k) {
+      factor[k] = load_shared_float2(factors + k * (L::HEADS * 4));
+      piece[k].load(from + k * P::BYTES);
+    }
 #pragma unroll
-      for (int k = 0; k < BATCH; ++k) {
-        factor[k] = load_shared_float2_if(k < left, factors + k * (L::HEADS * 4));
-        piece[k].load(k < left, from + k * P::BYTES);
+    for (int k = 0; k < BATCH; ++k) {
+      const bool bfloat16 = BFLOAT16 && ((__float_as_uint(factor[k].x) | __float_as_uint(factor[k].y)) >> 31);
+      if (BFLOAT16) factor[k] = make_float2(fabsf(factor[k].x), fabsf(factor[k].y));
+#pragma unroll
+      for (int i = 0; i < P::QUADS * 2; ++i) {
+        const float2 v = piece[k].pair(i, bfloat16);
+        const bool second = L::HEADS == 64 && i % 2;
+        sums[2 * i] = fmaf(v.x, second ? factor[k].y : factor[k].x, sums[2 * i]);
+        sums[2 * i + 1] = fmaf(v.y, L::HEADS < 64 || second ? factor[k].y : factor[k].x, sums[2 * i + 1]);
       }
-#pragma unroll
-      for (int k = 0; k < BATCH; ++k) {
-        const bool bfloat16 = BFLOAT16 && ((__float_as_uint(factor[k].x) | __float_as_uint(factor[k].y)) >> 31);
-        if (BFLOAT16) factor[k] = make_float2(fabsf(factor[k].x), fabsf(factor[k].y));
-#pragma unroll
-        for (int i = 0; i < P::QUADS * 2; ++i) {
-          const float2 v = piece[k].pair(i, bfloat16);
-          const bool second = L::HEADS == 64 && i % 2;
-          sums[2 * i] = fmaf(v.x, second ? factor[k].y : factor[k].x, sums[2 * i]);
-          sums[2 * i + 1] = fmaf(v.y, L::HEADS < 64 || second ? factor[k].y : factor[k].x, sums[2 * i + 1]);
-        }
-      }
-      from += BATCH * P::BYTES, factors += BATCH * L::HEADS * 4, left -= BATCH;
-    } while (left > 0);
-    write_dims<L>(p, first_place, heads, shared, dims_of<L, 0>(sums, packet, lane));
-    if constexpr (P::QUADS == 2) write_dims<L>(p, first_place, heads, shared, dims_of<L, 1>(sums, packet, lane));
+    }
   }
 }
 
 // This CTA's share of the result.
 template <class L, int WARPS = 12>
 DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int lane) {
+  using P = typename L::Packet;
   // This CTA's factors, and those packets that did not have to go far.
   __syncwarp();
   warp_arrive(shared + L::OWN_FULL, lane);
   i64 place = result_row(p, row) * p.out_token_stride + row.tile * L::HEADS * p.out_head_stride;
-  int heads = p.num_heads - row.tile * L::HEADS, packets = packets_of<L>(p, row.rank);
-  hold(place), hold(heads), hold(packets);  // while there is time
+  int heads = p.num_heads - row.tile * L::HEADS, packets = packets_of<L>(p, row.rank), splits = row.splits;
+  int batch = splits % 4 == 0 ? 4 : splits % 3 == 0 ? 3 : splits % 2 == 0 ? 2 : 1;
+  hold(place), hold(heads), hold(packets), hold(splits), hold(batch);  // while there is time
   mbarrier_wait(shared + L::OWN_FULL, 0);
-  if (row.splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
-  if constexpr (L::Packet::PACKED) {
-    if (__any_sync(~0u, load_shared_4(shared + L::End::SOME_BFLOAT16) != 0)) {
-      add_parts<L, WARPS, true>(p, row, place, heads, packets, shared, warp, lane);
-      return;
-    }
+  if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
+  if (P::PACKED && load_shared_4(shared + L::End::SOME_BFLOAT16) != 0) batch = 1;
+#pragma unroll 1
+  for (int index = warp; index < packets; index += WARPS) {
+    const u32 packet = index * splits + row.rank;
+    const int column =
+        L::HEADS == 64 ? (packet & 3) * 16 + (lane >> 2) * 2 : packet / 8 % (L::HEADS / 8) * 8 + (lane & 3) * 2;
+    const u32 from = shared + L::PACKETS + index * splits * P::BYTES + lane * (P::UNIT * 4),
+              factors = shared + L::End::FACTORS + column * 4;
+    float sums[P::QUADS * 4];
+#pragma unroll
+    for (int e = 0; e < P::QUADS * 4; ++e) sums[e] = 0.f;
+    if (batch == 4)
+      add_parts<L, 4, false>(sums, from, factors, splits);
+    else if (batch == 3)
+      add_parts<L, 3, false>(sums, from, factors, splits);
+    else if (batch == 2)
+      add_parts<L, 2, false>(sums, from, factors, splits);
+    else
+      add_parts<L, 1, true>(sums, from, factors, splits);
+    write_dims<L>(p, place, heads, shared, dims_of<L, 0>(sums, packet, lane));
+    if constexpr (P::QUADS == 2) write_dims<L>(p, place, heads, shared, dims_of<L, 1>(sums, packet, lane));
   }
-  add_parts<L, WARPS, false>(p, row, place, heads, packets, shared, warp, lane);
 }

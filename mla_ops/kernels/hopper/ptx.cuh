@@ -373,35 +373,6 @@ DEVICE float2 load_shared_float2(u32 address) {
   return v;
 }
 
-// Zeros where there is nothing to load.
-DEVICE uint2 load_shared_8_if(bool there, u32 address) {
-  uint2 v = make_uint2(0, 0);
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.shared.v2.u32 {%0, %1}, [%2];\n}"
-               : "+r"(v.x), "+r"(v.y)
-               : "r"(address), "r"(static_cast<u32>(there))
-               : "memory");
-  return v;
-}
-
-DEVICE float2 load_shared_float2_if(bool there, u32 address) {
-  const uint2 v = load_shared_8_if(there, address);
-  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
-}
-
-DEVICE uint4 load_shared_16_if(bool there, u32 address) {
-  uint4 v = make_uint4(0, 0, 0, 0);
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %5, 0;\n"
-      "@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-      "}"
-      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-      : "r"(address), "r"(static_cast<u32>(there))
-      : "memory");
-  return v;
-}
-
 DEVICE void store_shared_float(u32 address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
