@@ -124,7 +124,7 @@ struct Layout {
   static constexpr int WEIGHTS_FULL = RAW_FREE + SLOTS * 8;
   static constexpr int WEIGHTS_FREE = WEIGHTS_FULL + 8;              // up to 32 heads; of 64 as VALUES_FREE says
   static constexpr int VALUES_FREE = WEIGHTS_FREE + 8;               // of 128 dims each
-  static constexpr int FACTORS_FULL = VALUES_FREE + 2 * HALVES * 8;  // of a row, where a CTA has all of it
+  static constexpr int FACTORS_FULL = VALUES_FREE + 2 * HALVES * 8;  // of a row; of a cluster's, the inverses
   static constexpr int FACTORS_FREE = FACTORS_FULL + 8;
   static constexpr int STATES_FULL = FACTORS_FREE + 8;  // in a cluster
   static constexpr int PACKETS_FULL = STATES_FULL + 8;

@@ -457,7 +457,8 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
 #pragma unroll 1
     for (int part = worker / HEADS; part < row.splits; part += 128 / HEADS)
       send_state<L>(row, shared, part, head, was_wide ? -total : total, reference);
-    named_barrier_arrive(STATES_BARRIER, 384);
+    __syncwarp();
+    warp_arrive(shared + L::FACTORS_FULL, worker & 31);
     weigh_parts<L>(p, row, shared, worker);
     finish<L>(p, row, shared, worker / 32, worker % 32);
   }

@@ -282,7 +282,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
   } else {
     if (!open) open_to_peers(row);
     await_peers(row);
-    named_barrier<STATES_BARRIER, 384>();  // states first: they would wait behind all packets
+    mbarrier_wait(shared + L::FACTORS_FULL, 0);  // states first: they would wait behind all packets
     float inverse[HEADS_BY_DIMS ? 2 : N / 2];
     const u32 inverses = shared + L::End::INVERSES;
     if constexpr (HEADS_BY_DIMS) {
