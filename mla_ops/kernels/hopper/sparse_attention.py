@@ -8,7 +8,8 @@ Precision of the quantised formats (`sparse_attention.cu`). Keys, values and wei
 sums float32. A query is float16 times a power of two of its head, exact down to 2^-39 of the head's largest magnitude.
 A key is e4m3 times its scale as float16: exact for powers of two in [2^-13, 2^7), within 2^-11 of the exact product for
 other scales there. Keys with a scale outside of that range go, 64 at a time, over the CUDA cores in float32, which
-holds any positive scale and takes a hundred times as long. An infinite or NaN query spoils its head alone.
+holds any positive scale and takes a hundred times as long. An infinite or NaN query spoils its head alone. CTAs of a
+cluster exchange their parts of a result as float16, bfloat16 where such scales were met.
 
 Keys of `fp8_ds_mla_v4` are all float16, times 2^8: its e4m3 exact for scales from 2^-22, the writer's smallest, to
 2^-1, its RoPE part exact from 2^-25 and, below that, within 2^-33. RoPE of 2^8 or more and other scales go over the
