@@ -66,13 +66,13 @@ constexpr int MAX_SPLITS = 16;
 template <int HEADS, bool PACKED_>
 struct Packets {
   static constexpr bool PACKED = PACKED_;
-  static constexpr int QUADS = HEADS == 64 ? 2 : 1;
+  static constexpr int QUADS = HEADS < 64 ? 1 : PACKED ? 4 : 2;
   static constexpr int WORDS = PACKED ? QUADS * 2 : QUADS * 4;  // of a lane
   static constexpr int UNIT = WORDS < 4 ? WORDS : 4;            // of them that lie together
   static constexpr int BYTES = WORDS * 128;
   static constexpr int OF_A_WARP = HEADS / 2 / QUADS;
   static constexpr int COUNT = 8 * OF_A_WARP;
-  static constexpr int ROOM = (COUNT + MAX_SPLITS - 1) * BYTES;  // for a share, from every CTA
+  static constexpr int ROOM = (COUNT + 7) * BYTES;  // for a share, from every CTA: of 8 at most, or of 16, which divide
 };
 
 // Where the queries were, after the last turn.

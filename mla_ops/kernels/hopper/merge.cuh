@@ -13,6 +13,12 @@ DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
   return p.out + row.token * p.out_token_stride + global_head * p.out_head_stride;
 }
 
+// Whether the CTAs of a cluster, two, keep a half of their accumulators each (`exchange_halves`).
+template <class L>
+DEVICE bool by_halves(const Params& p, const Row& row) {
+  return L::HEADS < 64 && L::Packet::PACKED && row.splits == 2 && p.parts == 1;
+}
+
 // How many packets a CTA adds up.
 template <class L>
 DEVICE int packets_of(const Params& p, int rank) {
@@ -56,12 +62,13 @@ DEVICE void send_state(const Row& row, u32 shared, int part, int head, float sum
   }
 }
 
-// A warp's packets, each to the CTA that adds it up: `word_of(u, w)` is word w of a lane's of the u-th. Instructions
+// A warp's packets, each to the CTA that adds it up: `word_of(n)` is the n-th of a lane's words. Instructions
 // here run once, and come from memory.
 template <class L, class Word>
 DEVICE void send_packets(const Params& p, const Row& row, u32 shared, int warp, int lane, Word word_of) {
   using P = typename L::Packet;
-  const int own = opaque(row.rank), splits = opaque(row.splits), step = 8 - divide(8, p.of_splits) * splits;
+  const int own = __shfl_sync(~0u, row.rank, 0), splits = row.splits, step = 8 - divide(8, p.of_splits) * splits;
+  warp = __shfl_sync(~0u, warp, 0);
   int rank = warp - divide(warp, p.of_splits) * splits;
   u32 place = shared + L::PACKETS + (own + warp) * P::BYTES + lane * (P::UNIT * 4), barrier = shared + L::PACKETS_FULL;
   hold(barrier);
@@ -69,15 +76,16 @@ DEVICE void send_packets(const Params& p, const Row& row, u32 shared, int warp, 
   for (int u = 0; u < P::OF_A_WARP; ++u) {
     // (packet / splits * splits + own) packets from the first
     const u32 to = peer_address(place - rank * P::BYTES, rank);
+    const int first = u * P::WORDS;
 #pragma unroll
     for (int w = 0; w < P::WORDS; w += P::UNIT)
       if constexpr (P::UNIT == 2)
-        send_8_unless(rank == own, to, peer_address(barrier, rank), word_of(u, 0), word_of(u, 1));
+        send_8_unless(rank == own, to, peer_address(barrier, rank), word_of(first), word_of(first + 1));
       else
-        send_16_unless(rank == own, to + w * 128, peer_address(barrier, rank), word_of(u, w), word_of(u, w + 1),
-                       word_of(u, w + 2), word_of(u, w + 3));
-    place += 8 * P::BYTES, rank += step;
-    if (rank >= splits) rank -= splits;
+        send_16_unless(rank == own, to + w * 128, peer_address(barrier, rank), word_of(first + w), word_of(first + w + 1),
+                       word_of(first + w + 2), word_of(first + w + 3));
+    place += 8 * P::BYTES;
+    rank = min(static_cast<u32>(rank + step), static_cast<u32>(rank + step - splits));
   }
 }
 
@@ -85,6 +93,18 @@ DEVICE void send_packets(const Params& p, const Row& row, u32 shared, int warp, 
 template <class L>
 DEVICE int column_of(int head) {
   return L::HEADS == 64 ? (head & 48) + (head & 7) * 2 + (head >> 3 & 1) : head;
+}
+
+// That of the first of the two heads that a lane's accumulators `quad` are of.
+template <class L>
+DEVICE int column_of_quad(int quad, int warp, int lane) {
+  return L::HEADS == 64 ? (warp & 3) * 16 + (lane >> 2) * 2 : quad % (L::HEADS / 8) * 8 + (lane & 3) * 2;
+}
+
+// Which of the two an accumulator is of.
+template <class L>
+DEVICE constexpr bool is_second(int e) {
+  return L::HEADS == 64 ? e & 2 : e & 1;
 }
 
 // What each part counts in the result, and the lse: by 128 threads, several neighbours a head, who share its parts.
@@ -122,7 +142,7 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread)
   const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
   float weight = __fdividef(1.f / L::FACTOR, total);
   if (sink != -INFINITY) weight = __fdividef(weight, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
-  store_shared_float(shared + E::WEIGHTS + head * 4, total == 0.f ? 0.f : weight);
+  store_shared_float(shared + E::WEIGHTS + column_of<L>(head) * 4, total == 0.f ? 0.f : weight);
   if (L::Packet::PACKED && head == 0) store_shared_4(shared + E::SOME_BFLOAT16, signs >> 31);
   if (there && row.rank == 0) p.lse[result_row(p, row) * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
 }
@@ -140,52 +160,69 @@ DEVICE float2 trade(float first, float second, int lane) {
   return upper ? make_float2(other, second) : make_float2(first, other);
 }
 
-// Four neighbouring dims of a head.
-struct Dims {
-  int head, dim;
-  float4 v;
+// A tile's rows in the result.
+struct Target {
+  char* rows;
+  i64 head_stride;  // of elements
+  int heads;        // that there are
+  bool whole;       // bfloat16 [...]; else a part, float32
 };
 
-// What a lane writes of a packet's sums, N of QUADS.
-template <class L, int N>
-DEVICE Dims dims_of(const float (&v)[L::Packet::QUADS * 4], u32 packet, int lane) {
-  using P = typename L::Packet;
-  const int g = lane >> 2, t = lane & 3, warp = packet & 3;
-  const u32 quad = packet / 8 * P::QUADS;
-  Dims dims;
-  dims.dim = (packet & 4) * 64;
-  if constexpr (L::HEADS == 64 && L::PERMUTED) {
-    dims.head = warp * 16 + g + N * 8, dims.dim += quad / 8 * 64 + 16 * t + quad % 8 * 2;
-    dims.v = make_float4(v[2 * N], v[2 * N + 1], v[2 * N + 4], v[2 * N + 5]);
-  } else if constexpr (L::HEADS == 64) {
-    const float2 a = trade<1>(v[4 * N], v[4 * N + 2], lane), b = trade<1>(v[4 * N + 1], v[4 * N + 3], lane);
-    dims.head = warp * 16 + g + (t & 1) * 8, dims.dim += (quad + N) * 8 + (t & 2) * 2;
-    dims.v = make_float4(a.x, b.x, a.y, b.y);
-  } else {
-    const float2 a = trade<4>(v[0], v[1], lane), b = trade<4>(v[2], v[3], lane);
-    dims.head = quad % (L::HEADS / 8) * 8 + 2 * t + (g & 1), dims.dim += quad / (L::HEADS / 8) * 64;
-    if constexpr (L::PERMUTED) {
-      dims.dim += dim_of_row(warp, g & 6);
-      dims.v = make_float4(a.x, a.y, b.x, b.y);
-    } else {
-      const float2 c = trade<8>(a.x, b.x, lane), d = trade<8>(a.y, b.y, lane);
-      dims.dim += warp * 16 + (g & 4) + (g & 2) * 4;
-      dims.v = make_float4(c.x, d.x, c.y, d.y);
-    }
-  }
-  return dims;
+template <class L>
+DEVICE Target target_of(const Params& p, const Row& row) {
+  const i64 first = result_row(p, row) * p.out_token_stride + row.tile * L::HEADS * p.out_head_stride;
+  const bool whole = p.parts == 1;
+  return {reinterpret_cast<char*>(p.out) + (whole ? 2 : 4) * first, p.out_head_stride,
+          p.num_heads - row.tile * L::HEADS, whole};
 }
 
-template <class L>
-DEVICE void write_dims(const Params& p, i64 first, int heads, u32 shared, const Dims& dims) {
-  const float weight = load_shared_float(shared + L::End::WEIGHTS + dims.head * 4);
-  if (dims.head >= heads) return;
-  const i64 place = first + dims.head * p.out_head_stride + dims.dim;
-  const float4 v = make_float4(dims.v.x * weight, dims.v.y * weight, dims.v.z * weight, dims.v.w * weight);
-  if (p.parts > 1)
-    reinterpret_cast<float4*>(p.out)[place / 4] = v;
+// N neighbouring dims of a head. Without a branch: a warp's lanes stay together.
+template <int N>
+DEVICE void write_dims(const Target& to, int head, int dim, const float (&v)[N]) {
+  const i64 place = head * to.head_stride + dim;
+  const bool there = head < to.heads;
+  u32 pairs[N / 2];
+#pragma unroll
+  for (int i = 0; i < N; i += 2) pairs[i / 2] = pack_bfloat16(v[i], v[i + 1]);
+  if constexpr (N == 8)
+    store_16_if(there && to.whole, to.rows + 2 * place, pairs[0], pairs[1], pairs[2], pairs[3]);
   else
-    *reinterpret_cast<uint2*>(p.out + place) = make_uint2(pack_bfloat16(v.x, v.y), pack_bfloat16(v.z, v.w));
+    store_8_if(there && to.whole, to.rows + 2 * place, pairs[0], pairs[1]);
+#pragma unroll
+  for (int i = 0; i < N; i += 4)
+    store_16_if(there && !to.whole, to.rows + 4 * (place + i), __float_as_uint(v[i]), __float_as_uint(v[i + 1]),
+                __float_as_uint(v[i + 2]), __float_as_uint(v[i + 3]));
+}
+
+// A lane's accumulators of a packet, the first four of which are number `quad` of a warp's.
+template <class L>
+DEVICE void write_packet(const Target& to, const float (&v)[L::Packet::QUADS * 4], u32 quad, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+  int head = (warp & 3) * 16 + g, dim = (warp & 4) * 64;
+  if constexpr (L::HEADS == 64 && L::PERMUTED) {
+    dim += quad / 8 * 64 + 16 * t + quad % 8 * 2;
+    write_dims<8>(to, head, dim, {v[0], v[1], v[4], v[5], v[8], v[9], v[12], v[13]});
+    write_dims<8>(to, head + 8, dim, {v[2], v[3], v[6], v[7], v[10], v[11], v[14], v[15]});
+  } else if constexpr (L::HEADS == 64) {
+    const float2 a = trade<1>(v[0], v[2], lane), b = trade<1>(v[1], v[3], lane), c = trade<1>(v[4], v[6], lane),
+                 d = trade<1>(v[5], v[7], lane);
+    head += (t & 1) * 8, dim += quad * 8 + (t & 2) * 2;
+    write_dims<4>(to, head, dim, {a.x, b.x, a.y, b.y});
+    write_dims<4>(to, head, dim + 8, {c.x, d.x, c.y, d.y});
+  } else {
+    const float2 a = trade<4>(v[0], v[1], lane), b = trade<4>(v[2], v[3], lane);
+    head = quad % (L::HEADS / 8) * 8 + 2 * t + (g & 1), dim += quad / (L::HEADS / 8) * 64;
+    if constexpr (L::PERMUTED) {
+      write_dims<4>(to, head, dim + dim_of_row(warp & 3, g & 6), {a.x, a.y, b.x, b.y});
+    } else {
+      const float2 c = trade<8>(a.x, b.x, lane), d = trade<8>(a.y, b.y, lane);
+      write_dims<4>(to, head, dim + (warp & 3) * 16 + (g & 4) + (g & 2) * 4, {c.x, d.x, c.y, d.y});
+    }
+  }
+}
+
+DEVICE float2 unpack(u32 word, bool bfloat16) {
+  return bfloat16 ? make_float2(low_bfloat16(word), high_bfloat16(word)) : unpack_float16(word);
 }
 
 // A lane's words of a packet.
@@ -208,8 +245,7 @@ struct Piece {
 
   DEVICE float2 pair(int i, bool bfloat16) const {
     if (!P::PACKED) return make_float2(__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1]));
-    if (bfloat16) return make_float2(low_bfloat16(words[i]), high_bfloat16(words[i]));
-    return unpack_float16(words[i]);
+    return unpack(words[i], bfloat16);
   }
 };
 
@@ -233,33 +269,32 @@ DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], u32 from, u32 factors
 #pragma unroll
       for (int i = 0; i < P::QUADS * 2; ++i) {
         const float2 v = piece[k].pair(i, bfloat16);
-        const bool second = L::HEADS == 64 && i % 2;
-        sums[2 * i] = fmaf(v.x, second ? factor[k].y : factor[k].x, sums[2 * i]);
-        sums[2 * i + 1] = fmaf(v.y, L::HEADS < 64 || second ? factor[k].y : factor[k].x, sums[2 * i + 1]);
+        sums[2 * i] = fmaf(v.x, is_second<L>(2 * i) ? factor[k].y : factor[k].x, sums[2 * i]);
+        sums[2 * i + 1] = fmaf(v.y, is_second<L>(2 * i + 1) ? factor[k].y : factor[k].x, sums[2 * i + 1]);
       }
     }
   }
 }
 
-// This CTA's share of the result.
+// This CTA's share of the result, if it is in packets.
 template <class L, int WARPS = 12>
 DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int lane) {
   using P = typename L::Packet;
   // This CTA's factors, and those packets that did not have to go far.
   __syncwarp();
   warp_arrive(shared + L::OWN_FULL, lane);
-  i64 place = result_row(p, row) * p.out_token_stride + row.tile * L::HEADS * p.out_head_stride;
-  int heads = p.num_heads - row.tile * L::HEADS, packets = packets_of<L>(p, row.rank), splits = row.splits;
+  if (by_halves<L>(p, row)) return;
+  Target to = target_of<L>(p, row);
+  int packets = packets_of<L>(p, row.rank), splits = row.splits;
   int batch = splits % 4 == 0 ? 4 : splits % 3 == 0 ? 3 : splits % 2 == 0 ? 2 : 1;
-  hold(place), hold(heads), hold(packets), hold(splits), hold(batch);  // while there is time
+  hold(to.rows), hold(to.heads), hold(packets), hold(splits), hold(batch);  // while there is time
   mbarrier_wait(shared + L::OWN_FULL, 0);
   if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
   if (P::PACKED && load_shared_4(shared + L::End::SOME_BFLOAT16) != 0) batch = 1;
 #pragma unroll 1
   for (int index = warp; index < packets; index += WARPS) {
-    const u32 packet = index * splits + row.rank;
-    const int column =
-        L::HEADS == 64 ? (packet & 3) * 16 + (lane >> 2) * 2 : packet / 8 % (L::HEADS / 8) * 8 + (lane & 3) * 2;
+    const u32 packet = index * splits + row.rank, quad = packet / 8 * P::QUADS;
+    const int column = column_of_quad<L>(quad, packet & 7, lane);
     const u32 from = shared + L::PACKETS + index * splits * P::BYTES + lane * (P::UNIT * 4),
               factors = shared + L::End::FACTORS + column * 4;
     float sums[P::QUADS * 4];
@@ -273,7 +308,76 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
       add_parts<L, 2, false>(sums, from, factors, splits);
     else
       add_parts<L, 1, true>(sums, from, factors, splits);
-    write_dims<L>(p, place, heads, shared, dims_of<L, 0>(sums, packet, lane));
-    if constexpr (P::QUADS == 2) write_dims<L>(p, place, heads, shared, dims_of<L, 1>(sums, packet, lane));
+    const float2 weight = load_shared_float2(shared + L::End::WEIGHTS + column * 4);
+#pragma unroll
+    for (int e = 0; e < P::QUADS * 4; ++e) sums[e] *= is_second<L>(e) ? weight.y : weight.x;
+    write_packet<L>(to, sums, quad, packet & 7, lane);
+  }
+}
+
+// In a cluster of two each CTA keeps one half of its accumulators where they are, and adds to them what the other sends
+// of its own: a lane's are the same in both.
+template <class L, int N>
+DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int warp, int lane, const float (&o)[4][N],
+                            const float (&inverse)[N / 2], bool bfloat16) {
+  using E = typename L::End;
+  constexpr int HEADS = N / 2, UNITS = N / 4;  // of a lane; of 16 bytes of half of its accumulators
+  const int t = lane & 3, g = lane >> 2;
+  const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * (UNITS * 512) + lane * 16,
+            to = peer_address(place, peer), barrier = peer_address(shared + L::PACKETS_FULL, peer);
+  auto head_of = [](int e) { return e / 4 * 2 + (e & 1); };
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+    u32 words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const int piece = unit * 8 / N, e = (unit * 8 + 2 * w) % N;
+      const float a = select(row.rank, o[piece][e], o[piece + 2][e]) * inverse[head_of(e)],
+                  b = select(row.rank, o[piece][e + 1], o[piece + 2][e + 1]) * inverse[head_of(e + 1)];
+      words[w] = bfloat16 ? pack_bfloat16(a, b) : pack_float16(a, b);
+    }
+    send_16(to + unit * 512, barrier, words);
+  }
+  warp_arrive(shared + L::OWN_FULL, lane);
+
+  const int first_head = row.tile * L::HEADS + 2 * t + (g & 1);
+  const int dim = (warp & 4) * 64 + row.rank * 128 + dim_of_row(warp & 3, g & 6);
+  u16* rows[N / 4];
+#pragma unroll
+  for (int j = 0; j < N / 4; ++j) rows[j] = out_row(p, row, first_head + 8 * j) + dim;
+#pragma unroll
+  for (int j = 0; j < N / 4; ++j) hold(rows[j]);
+  mbarrier_wait(shared + L::OWN_FULL, 0);
+  float own[HEADS], others[HEADS];
+#pragma unroll
+  for (int i = 0; i < HEADS; i += 2) {
+    const u32 column = (i * 4 + 2 * t) * 4, factors = shared + E::FACTORS + column;
+    const float2 weight = load_shared_float2(shared + E::WEIGHTS + column),
+                 mine = load_shared_float2(factors + row.rank * (L::HEADS * 4)),
+                 theirs = load_shared_float2(factors + peer * (L::HEADS * 4));
+    own[i] = fabsf(mine.x) * weight.x * inverse[i], own[i + 1] = fabsf(mine.y) * weight.y * inverse[i + 1];
+    others[i] = theirs.x * weight.x, others[i + 1] = theirs.y * weight.y;
+  }
+  hold(own), hold(others);
+  mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+    const uint4 v = load_shared_16(place + unit * 512);
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      const int piece = unit * 8 / N, first = (unit * 8 + q * 4) % N;
+      float sums[4];
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const float2 away = unpack(words[q * 2 + i / 2], __float_as_uint(others[0]) >> 31);
+        const int e = first + i, a = head_of(e), b = head_of(e + 1);
+        sums[i] = fmaf(away.x, fabsf(others[a]), select(row.rank, o[piece + 2][e], o[piece][e]) * own[a]);
+        sums[i + 1] = fmaf(away.y, fabsf(others[b]), select(row.rank, o[piece + 2][e + 1], o[piece][e + 1]) * own[b]);
+      }
+      const float2 c = trade<4>(sums[0], sums[1], lane), d = trade<4>(sums[2], sums[3], lane);
+      store_8_if(first_head + first * 2 < p.num_heads, rows[first / 4] + piece * 64, pack_bfloat16(c.x, c.y),
+                 pack_bfloat16(d.x, d.y));
+    }
   }
 }

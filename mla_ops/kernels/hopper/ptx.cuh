@@ -171,6 +171,13 @@ DEVICE void send_float2(u32 address, u32 barrier, float a, float b) {
                : "memory");
 }
 
+DEVICE void send_16(u32 address, u32 barrier, const u32 (&words)[4]) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(barrier)
+      : "memory");
+}
+
 // An address `here` is this CTA's own, which no barrier counts. All lanes of a warp say the same of it.
 DEVICE void send_8_unless(bool here, u32 address, u32 barrier, u32 a, u32 b) {
   asm volatile(
@@ -269,6 +276,19 @@ DEVICE void wait_for_copies_but(int groups) {
 
 DEVICE void prefetch_to_l2(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
 
+DEVICE void store_8_if(bool condition, void* target, u32 a, u32 b) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p st.global.v2.b32 [%0], {%1, %2};\n}" ::"l"(target),
+               "r"(a), "r"(b), "r"(static_cast<u32>(condition))
+               : "memory");
+}
+
+DEVICE void store_16_if(bool condition, void* target, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(
+                   target),
+               "r"(a), "r"(b), "r"(c), "r"(d), "r"(static_cast<u32>(condition))
+               : "memory");
+}
+
 DEVICE float load_float(const float* source) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(source) : "memory");
@@ -345,6 +365,15 @@ DEVICE void store_shared_8(u32 address, u32 a, u32 b) {
 // The same value, which the compiler then keeps instead of reading a special register (30 cycles) wherever it is
 // needed.
 DEVICE int kept(int value) { return __shfl_sync(~0u, value, threadIdx.x & 31); }
+
+// `a` if the condition holds, else `b`, without a branch.
+DEVICE float select(bool condition, float a, float b) {
+  float value;
+  asm("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\nselp.f32 %0, %1, %2, p;\n}"
+      : "=f"(value)
+      : "f"(a), "f"(b), "r"(static_cast<u32>(condition)));
+  return value;
+}
 
 // The same value, of which the compiler knows nothing.
 DEVICE int opaque(int value) {

@@ -460,7 +460,6 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, worker & 31);
     weigh_parts<L>(p, row, shared, worker);
-    finish<L>(p, row, shared, worker / 32, worker % 32);
   }
   return 0;
 }

@@ -102,13 +102,16 @@ DEVICE void attend(const Params& p) {
       accumulate<HEADS, FORMAT, WALK>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity);
       if (WALK) row = next_row(p, row), row_parity ^= 1;
     } while (WALK && row.token < p.num_tokens);
+    if (!WALK && by_halves<L>(p, row)) return;
   } else if constexpr (HEADS < 64) {
     more_registers<L::REST_REGISTERS>();
     do {
       score_rest<HEADS, FORMAT, WALK>(row, shared, thread, at);
     } while (WALK && next_queries());
     if (!WALK) stand_by<L>(p, row, shared, false, thread);
+    return;
   }
+  if (!WALK) finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
 }
 
 template <int HEADS, Format FORMAT>

@@ -213,10 +213,7 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
   open_to_peers(row);
   await_peers(row);
   named_barrier<STATES_BARRIER, 384>();  // states first: they would wait behind all packets
-  send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int u, int w) {
-    const int e = u * L::Packet::WORDS + w;
-    return __float_as_uint(o[e / N][e % N]);
-  });
+  send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int e) { return __float_as_uint(o[e / N][e % N]); });
   finish<L>(p, row, shared, 4 + half * 4 + warp, lane);
 }
 

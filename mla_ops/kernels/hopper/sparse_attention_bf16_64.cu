@@ -387,8 +387,8 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
       for (int i = 0; i < 2; ++i)
         send_state<L>(row, shared, part, head + i * 8, state.sum[i],
                       state.sum[i] == 0.f ? NO_SCORE_YET : state.reference[i]);
-    send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int u, int w) {
-      float word = state.o[u * L::Packet::WORDS + w];
+    send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int e) {
+      float word = state.o[e];
       hold(word);  // else accumulators would have to lie as packets want them, and products wait for one another
       return __float_as_uint(word);
     });

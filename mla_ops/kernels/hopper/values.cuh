@@ -296,12 +296,17 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
         inverse[2 * j] = two.x, inverse[2 * j + 1] = two.y;
       }
     }
+    if constexpr (!HEADS_BY_DIMS) {
+      if (by_halves<L>(p, row)) {
+        exchange_halves<L>(p, row, shared, half * 4 + warp, lane, o, inverse, was_wide);
+        return;
+      }
+    }
     auto inverse_of = [&](int e) { return inverse[HEADS_BY_DIMS ? e >> 1 & 1 : e / 4 * 2 + (e & 1)]; };
-    send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int u, int w) {
-      const int first = (u * L::Packet::WORDS + w) * 2, piece = first / N, e = first % N;
+    send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int n) {
+      const int piece = n * 2 / N, e = n * 2 % N;
       const float a = o[piece][e] * inverse_of(e), b = o[piece][e + 1] * inverse_of(e + 1);
       return was_wide ? pack_bfloat16(a, b) : pack_float16(a, b);
     });
-    finish<L>(p, row, shared, 4 + half * 4 + warp, lane);
   }
 }
