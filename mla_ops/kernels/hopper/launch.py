@@ -311,7 +311,7 @@ def launch(
         parts,
         splits,
         grid[1],
-        *(value for divisor in (splits, splits * parts, head_tiles) for value in reciprocal(divisor)),
+        *(value for divisor in (splits, parts, head_tiles) for value in reciprocal(divisor)),
         *(value for pair in zip(cache[:4], extra_cache[:4], strict=True) for value in pair),
         _pointer(req_id_per_token),
         *cache.cache,

@@ -29,7 +29,7 @@ struct Params {
   int num_tokens, head_tiles;
   int parts;  // of a row's keys, a cluster of several CTAs each; where more than one, `out` is float32 [parts, ...]
   int splits, rows;  // CTAs of a cluster, the grid's rows
-  Divisor of_splits, of_shares, of_head_tiles;
+  Divisor of_splits, of_parts, of_head_tiles;
   // What a token attends to in each cache; the second's topk is 0 if there is none.
   const int* topk_length[2];  // null: topk
   const int* indices[2];      // null: every position
@@ -61,8 +61,7 @@ constexpr int MAX_SPLITS = 16;
 
 // At the end of a row each CTA of a cluster adds up its share of all packets. A packet is QUADS times four accumulators
 // of each lane of one of the eight warps that accumulate; packet 8 u + w is the u-th of warp w, and goes to the CTA
-// whose number is the rest of a division by theirs. PACKED: accumulators are 16 bits each, averages over a CTA's keys
-// instead of sums.
+// whose number is the rest of a division by theirs. PACKED: accumulators are 16 bits each.
 template <int HEADS, bool PACKED_>
 struct Packets {
   static constexpr bool PACKED = PACKED_;
@@ -92,6 +91,7 @@ struct Layout {
   using R = Rows<FORMAT>;
   static constexpr float FACTOR = R::FACTOR;
   static constexpr bool PERMUTED = true;  // dims, see `dim_of_row`
+  static constexpr bool AVERAGES = true;  // over a CTA's keys are in packets, not sums
   // A warpgroup each for scores, values (two) and the gather, and a second for scores where registers allow it.
   static constexpr int THREADS = HEADS == 64 ? 512 : 640;
   static constexpr int QUERY_THREADS = THREADS - 128;  // all but those that gather
@@ -167,16 +167,16 @@ DEVICE Row row_of(const Params& p, int token, int tile, int part, int splits, in
   row.first = 0, row.last = turns;
   if (splits > 1) {
     const int share = part * splits + rank;
-    row.first = divide(turns * share, p.of_shares), row.last = divide(turns * (share + 1), p.of_shares);
+    row.first = divide(divide(turns * share, p.of_splits), p.of_parts);
+    row.last = divide(divide(turns * (share + 1), p.of_splits), p.of_parts);
   }
   return row;
 }
 
 // Row `item` of a token's tiles and parts is this cluster's.
 DEVICE Row clusters_row(const Params& p, int token, int item) {
-  int tile = item, part = 0;
-  if (p.parts > 1) tile = item / p.parts, part = item - tile * p.parts;
-  return row_of(p, token, tile, part, p.splits, cluster_rank());
+  const int tile = divide(item, p.of_parts);
+  return row_of(p, token, tile, item - tile * p.parts, p.splits, cluster_rank());
 }
 
 DEVICE int cluster_index(const Params& p) { return divide(blockIdx.x, p.of_splits); }

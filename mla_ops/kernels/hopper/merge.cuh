@@ -131,7 +131,7 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread)
     const float factor = state.x == 0.f ? 0.f : exp2_approx(state.y - reference), weight = state.x * factor;
     total += fabsf(weight);
     signs |= __float_as_uint(state.x);
-    store_shared_float(factors + part * (L::HEADS * 4), L::Packet::PACKED ? weight : factor);
+    store_shared_float(factors + part * (L::HEADS * 4), L::AVERAGES ? weight : copysignf(factor, state.x));
   }
 #pragma unroll
   for (int step = LANES / 2; step; step >>= 1) {
@@ -204,11 +204,12 @@ DEVICE void write_packet(const Target& to, const float (&v)[L::Packet::QUADS * 4
     write_dims<8>(to, head, dim, {v[0], v[1], v[4], v[5], v[8], v[9], v[12], v[13]});
     write_dims<8>(to, head + 8, dim, {v[2], v[3], v[6], v[7], v[10], v[11], v[14], v[15]});
   } else if constexpr (L::HEADS == 64) {
-    const float2 a = trade<1>(v[0], v[2], lane), b = trade<1>(v[1], v[3], lane), c = trade<1>(v[4], v[6], lane),
-                 d = trade<1>(v[5], v[7], lane);
     head += (t & 1) * 8, dim += quad * 8 + (t & 2) * 2;
-    write_dims<4>(to, head, dim, {a.x, b.x, a.y, b.y});
-    write_dims<4>(to, head, dim + 8, {c.x, d.x, c.y, d.y});
+#pragma unroll
+    for (int q = 0; q < L::Packet::QUADS; ++q) {
+      const float2 a = trade<1>(v[4 * q], v[4 * q + 2], lane), b = trade<1>(v[4 * q + 1], v[4 * q + 3], lane);
+      write_dims<4>(to, head, dim + q * 8, {a.x, b.x, a.y, b.y});
+    }
   } else {
     const float2 a = trade<4>(v[0], v[1], lane), b = trade<4>(v[2], v[3], lane);
     head = quad % (L::HEADS / 8) * 8 + 2 * t + (g & 1), dim += quad / (L::HEADS / 8) * 64;

@@ -25,7 +25,7 @@ template <int DIM>
 struct PairLayout {
   static constexpr int HEADS = 64, CHUNKS = DIM / 64;
   static constexpr float FACTOR = 1.f;
-  static constexpr bool PERMUTED = false;
+  static constexpr bool PERMUTED = false, AVERAGES = false;
   static constexpr int THREADS = 384;
   // The last chunk of queries lives in registers: it saves room, and shared memory is as busy as the tensor cores are.
   static constexpr int QUERY_CHUNKS = CHUNKS - 1;
@@ -63,10 +63,10 @@ DEVICE u32 free_barrier(u32 shared, int tile, Group group, int part) {
   return shared + L::FREE + ((tile * GROUPS + group) * PARTS + part) * 8;
 }
 
-// The n-th row of the launch: tiles of heads of one token are neighbours.
+// The n-th row of the launch: parts, then tiles of heads, of one token are neighbours.
 DEVICE Row nth_row(const Params& p, int n) {
-  const int of_token = p.head_tiles * p.parts, token = n / of_token;
-  return clusters_row(p, token, n - token * of_token);
+  const int token = divide(divide(n, p.of_parts), p.of_head_tiles);
+  return clusters_row(p, token, n - token * p.head_tiles * p.parts);
 }
 
 DEVICE int rows_at_once(const Params& p) { return divide(gridDim.x, p.of_splits); }
@@ -143,21 +143,37 @@ DEVICE void copy_turn(const Params& p, const Row& row, const OwnRows& own, u32 a
   arrive_when_copied(full_barrier<L>(shared, T, FAR));
 }
 
+// What the gather asks for before anything else: the way from an index to a key in shared memory is the longest of the
+// start.
+struct Start {
+  Row row;
+  int request, indices[2];  // of the first two turns
+};
+
+DEVICE Start start_of(const Params& p, int thread) {
+  Start start;
+  start.row = nth_row(p, cluster_index(p));
+  start.request = request_of(p, start.row);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) start.indices[i] = index_at(p, start.row, start.row.first + i, thread >> 5, thread & 31);
+  return start;
+}
+
 // An index is read two turns ahead and the block table one ahead, in the next row as well, so that this waits for
-// nothing but room.
+// nothing but room. The first row's queries are brought by those who need them.
 template <class L>
-DEVICE void gather_rows(const Params& p, u32 shared, int thread) {
+DEVICE void gather_rows(const Params& p, Start start, u32 shared, int thread) {
   using R = PlainRows<L::CHUNKS * 128>;
   hold(thread);  // in a register, as the addresses
   const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, step = rows_at_once(p);
   hold(shared);
   u32 place = own_place(shared + L::TILES, warp, lane);
   hold(place);
-  int n = cluster_index(p), request = 0, index = -1;  // the index is of the turn after the key's
-  Row row = nth_row(p, n);
-  Key key;
-  bool ahead = false;
-  u32 parity[2] = {1, 1}, query_parity = 1;
+  Row row = start.row;
+  int n = cluster_index(p), request = start.request, index = start.indices[1];  // of the turn after the key's
+  Key key = key_at<R>(p, row, row.first, request, start.indices[0]);
+  bool ahead = true, first = true;
+  u32 parity[2] = {1, 1}, query_parity = 0;
   while (row.token < p.num_tokens) {
     const int turns = turns_of(row);
     if (!ahead) {
@@ -185,12 +201,13 @@ DEVICE void gather_rows(const Params& p, u32 shared, int thread) {
       if (turn & 1)
         copy_turn<L, 1>(p, row, own, alive, shared, place, parity[1], false, query_parity, warp, thread);
       else
-        copy_turn<L, 0>(p, row, own, alive, shared, place, parity[0], ahead && turn == 0, query_parity, warp, thread);
+        copy_turn<L, 0>(p, row, own, alive, shared, place, parity[0], ahead && !first && turn == 0, query_parity, warp,
+                       thread);
       if (turn == 0) prefetch_queries<L>(p, next, thread);
       parity[0] ^= ~turn & 1, parity[1] ^= turn & 1;
       key = key_of<R>(p, cache, later);
     }
-    row = next, request = next_request, ahead = turns > 0;
+    row = next, request = next_request, ahead = turns > 0, first = false;
   }
 }
 
@@ -365,6 +382,87 @@ DEVICE void add_own(State& state, u32 (&weights)[16], u32 shared, int lane) {
   hold(state.o);
 }
 
+// Four lanes with neighbouring dims have four words each: lane t gets the t-th of all of them.
+DEVICE uint4 transpose_words(u32 (&words)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!(i & step)) {
+        const u32 away = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step);
+        words[i] = upper ? away : words[i], words[i + step] = upper ? words[i + step] : away;
+      }
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// A cluster of two: each CTA keeps the accumulators of half of a warp's dims, and adds what the other sends of these.
+template <class L>
+DEVICE void exchange_halves(const Params& p, const Row& row, const State& state, u32 shared, int warp, int lane) {
+  using E = typename L::End;
+  constexpr int QUADS = 16, BYTES = QUADS * 512;  // of half of a warp's
+  const int g = lane >> 2, t = lane & 3;
+  const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * BYTES + lane * 16,
+            to = peer_address(place, peer), barrier = peer_address(shared + L::PACKETS_FULL, peer);
+#pragma unroll
+  for (int quad = 0; quad < QUADS; ++quad) {
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      words[i] = __float_as_uint(select(row.rank, state.o[quad * 4 + i], state.o[64 + quad * 4 + i]));
+    send_16(to + quad * 512, barrier, words);
+  }
+  warp_arrive(shared + L::OWN_FULL, lane);
+  const int head = (warp & 3) * 16 + g, dim = (warp & 4) * 64 + row.rank * 128;
+  const Target target = target_of<L>(p, row);
+  char* rows[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    rows[i] = target.rows + ((head + 8 * i) * target.head_stride + dim) * (target.whole ? 2 : 4) +
+              t * (target.whole ? 16 : 8);
+  hold(rows[0]), hold(rows[1]);
+  mbarrier_wait(shared + L::OWN_FULL, 0);
+  const u32 column = column_of_quad<L>(0, warp, lane) * 4, factors = shared + E::FACTORS + column;
+  const float2 weight = load_shared_float2(shared + E::WEIGHTS + column),
+               mine = load_shared_float2(factors + row.rank * (L::HEADS * 4)),
+               theirs = load_shared_float2(factors + peer * (L::HEADS * 4));
+  const float own[2] = {mine.x * weight.x, mine.y * weight.y}, others[2] = {theirs.x * weight.x, theirs.y * weight.y};
+  mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
+  float sums[QUADS * 4];
+#pragma unroll
+  for (int quad = 0; quad < QUADS; ++quad) {
+    const uint4 v = load_shared_16(place + quad * 512);
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int e = quad * 4 + i;
+      sums[e] = select(row.rank, state.o[64 + e], state.o[e]) * own[i / 2];
+      sums[e] = fmaf(__uint_as_float(words[i]), others[i / 2], sums[e]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const bool there = head + 8 * i < target.heads;
+    if (target.whole) {
+#pragma unroll
+      for (int quad = 0; quad < QUADS; quad += 4) {
+        u32 words[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+          words[q] = pack_bfloat16(sums[(quad + q) * 4 + 2 * i], sums[(quad + q) * 4 + 2 * i + 1]);
+        const uint4 v = transpose_words(words, lane);
+        store_16_if(there, rows[i] + quad * 16, v.x, v.y, v.z, v.w);
+      }
+    } else {
+#pragma unroll
+      for (int quad = 0; quad < QUADS; ++quad)
+        store_8_if(there, rows[i] + quad * 32, __float_as_uint(sums[quad * 4 + 2 * i]),
+                   __float_as_uint(sums[quad * 4 + 2 * i + 1]));
+    }
+  }
+}
+
 // The end of a row: results of a CTA by itself, or partial ones of a cluster. Both warpgroups come here.
 template <class L>
 DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
@@ -387,6 +485,10 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
       for (int i = 0; i < 2; ++i)
         send_state<L>(row, shared, part, head + i * 8, state.sum[i],
                       state.sum[i] == 0.f ? NO_SCORE_YET : state.reference[i]);
+    if (row.splits == 2) {
+      exchange_halves<L>(p, row, state, shared, half * 4 + warp, lane);
+      return;
+    }
     send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int e) {
       float word = state.o[e];
       hold(word);  // else accumulators would have to lie as packets want them, and products wait for one another
@@ -481,9 +583,14 @@ DEVICE void attend(const Params& p, u32 shared) {
   int n = cluster_index(p);
   {
     const int thread = threadIdx.x & 127;
-    load_query_fragments<L>(p, nth_row(p, n), state, thread / 32 * 16 + thread % 32 / 4, thread % 4);
+    const Row row = nth_row(p, n);
+    if (threadIdx.x >= 128) {
+      copy_queries<L>(p, row, shared, thread);
+      arrive_when_copied(shared + L::QUERY_FULL);
+    }
+    load_query_fragments<L>(p, row, state, thread / 32 * 16 + thread % 32 / 4, thread % 4);
   }
-  while (true) {
+  for (bool first = true;; first = false) {
     int turns;
     {
       const Row row = nth_row(p, n);
@@ -497,9 +604,10 @@ DEVICE void attend(const Params& p, u32 shared) {
     {
       const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31,
                 half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
-      if (turns > half) mbarrier_wait(shared + L::QUERY_FULL, query_parity);
-      if (turns) query_parity ^= 1;
-      if (turns == 1 && half == 1) warp_arrive(shared + L::QUERY_FREE, lane);
+      const bool queries = first || turns;  // brought; whoever has no turn gives them back
+      if (queries) mbarrier_wait(shared + L::QUERY_FULL, query_parity);
+      query_parity ^= queries;
+      if (queries && turns <= half) warp_arrive(shared + L::QUERY_FREE, lane);
       if (half == 0)
         attend_row<L, 0>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
       else
@@ -528,26 +636,26 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (threadIdx.x == 0) {
-    for (int tile = 0; tile < 2; ++tile)
-      for (int group = L::FIRST; group < GROUPS; ++group) {
-        // of the gather's threads, and of those of them that tell which keys count
-        mbarrier_init(full_barrier<L>(shared, tile, static_cast<Group>(group)), group == NEAR ? 132 : 128);
-        for (int part = 0; part < PARTS; ++part)
-          mbarrier_init(free_barrier<L>(shared, tile, static_cast<Group>(group), part), 4 * ARRIVALS_OF_A_WARP);
-      }
-    mbarrier_init(shared + L::WEIGHTS_FULL, 4 * ARRIVALS_OF_A_WARP);
-    mbarrier_init(shared + L::WEIGHTS_FULL + 8, 4 * ARRIVALS_OF_A_WARP);
-    mbarrier_init(shared + L::QUERY_FULL, 128), mbarrier_init(shared + L::QUERY_FREE, 8 * ARRIVALS_OF_A_WARP);
-    mbarrier_init(shared + L::STATES_FULL, 1), mbarrier_init(shared + L::PACKETS_FULL, 1);
-    mbarrier_init(shared + L::OWN_FULL, 12 * ARRIVALS_OF_A_WARP);
-    fence_barrier_init();
-  }
+  Start start;
+  if (warpgroup == 2) start = start_of(p, thread);
+  // A warp each: one thread takes long for all of them.
+  if (thread % 32 == 0)
+#pragma unroll 1
+    for (int barrier = L::FULL + threadIdx.x / 32 * 8; barrier <= L::OWN_FULL; barrier += 12 * 8) {
+      int arrivals = 128;  // of the gather's threads
+      if (barrier < L::FREE && (barrier - L::FULL) / 8 % GROUPS == NEAR) arrivals = 132;  // and who tells which keys count
+      if (barrier >= L::FREE && barrier < L::QUERY_FULL) arrivals = 4 * ARRIVALS_OF_A_WARP;
+      if (barrier == L::QUERY_FREE) arrivals = 8 * ARRIVALS_OF_A_WARP;
+      if (barrier == L::STATES_FULL || barrier == L::PACKETS_FULL) arrivals = 1;
+      if (barrier == L::OWN_FULL) arrivals = 12 * ARRIVALS_OF_A_WARP;
+      mbarrier_init(shared + barrier, arrivals);
+      fence_barrier_init();
+    }
   __syncthreads();
   if (warpgroup == 2) {
     fewer_registers<40>();
     launch_dependents();
-    gather_rows<L>(p, shared, thread);
+    gather_rows<L>(p, start, shared, thread);
     if (p.splits > 1) {
       const Row row = nth_row(p, cluster_index(p));
       stand_by<L>(p, row, shared, true, thread);
