@@ -82,8 +82,8 @@ DEVICE void send_packets(const Params& p, const Row& row, u32 shared, int warp, 
       if constexpr (P::UNIT == 2)
         send_8_unless(rank == own, to, peer_address(barrier, rank), word_of(first), word_of(first + 1));
       else
-        send_16_unless(rank == own, to + w * 128, peer_address(barrier, rank), word_of(first + w), word_of(first + w + 1),
-                       word_of(first + w + 2), word_of(first + w + 3));
+        send_16_unless(rank == own, to + w * 128, peer_address(barrier, rank), word_of(first + w),
+                       word_of(first + w + 1), word_of(first + w + 2), word_of(first + w + 3));
     place += 8 * P::BYTES;
     rank = min(static_cast<u32>(rank + step), static_cast<u32>(rank + step - splits));
   }

@@ -277,14 +277,13 @@ DEVICE void wait_for_copies_but(int groups) {
 DEVICE void prefetch_to_l2(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
 
 DEVICE void store_8_if(bool condition, void* target, u32 a, u32 b) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p st.global.v2.b32 [%0], {%1, %2};\n}" ::"l"(target),
-               "r"(a), "r"(b), "r"(static_cast<u32>(condition))
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p st.global.v2.b32 [%0], {%1, %2};\n}" ::"l"(target), "r"(a),
+               "r"(b), "r"(static_cast<u32>(condition))
                : "memory");
 }
 
 DEVICE void store_16_if(bool condition, void* target, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(
-                   target),
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(target),
                "r"(a), "r"(b), "r"(c), "r"(d), "r"(static_cast<u32>(condition))
                : "memory");
 }

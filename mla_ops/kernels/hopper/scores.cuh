@@ -272,8 +272,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  bool seen = false;      // whether a key counted, and with it the references
-  bool was_wide = false;  // whether a turn was
+  int seen = 0;  // whether a key counted, and with it the references; 2: in a wide turn
 
   const int turns = turns_of(row);
   Start<FORMAT> start;
@@ -367,7 +366,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     if (moves) {
       turn = MOVED;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
-        turn = WIDE, was_wide = true;
+        turn = WIDE;
         float* table = wide_table<L>(shared_pointer, at);
 #pragma unroll 1
         for (int e = thread; e < KEYS * HEADS; e += 128) {
@@ -383,8 +382,8 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
         for (int e = 0; e < TILES * 4; ++e)
           s[e] = ((e & 2) ? live_1 : live_0) ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] : -INFINITY;
       }
-      raise_references<L>(s, sums, seen, shared, thread);
-      seen = true;
+      raise_references<L>(s, sums, seen != 0, shared, thread);
+      seen = turn == WIDE ? 2 : max(seen, 1);
     }
 
     // The sums of a row that another follows go where the first warp's last keys were.
@@ -456,7 +455,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     await_peers(row);
 #pragma unroll 1
     for (int part = worker / HEADS; part < row.splits; part += 128 / HEADS)
-      send_state<L>(row, shared, part, head, was_wide ? -total : total, reference);
+      send_state<L>(row, shared, part, head, seen == 2 ? -total : total, reference);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, worker & 31);
     weigh_parts<L>(p, row, shared, worker);

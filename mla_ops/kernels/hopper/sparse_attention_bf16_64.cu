@@ -202,7 +202,7 @@ DEVICE void gather_rows(const Params& p, Start start, u32 shared, int thread) {
         copy_turn<L, 1>(p, row, own, alive, shared, place, parity[1], false, query_parity, warp, thread);
       else
         copy_turn<L, 0>(p, row, own, alive, shared, place, parity[0], ahead && !first && turn == 0, query_parity, warp,
-                       thread);
+                        thread);
       if (turn == 0) prefetch_queries<L>(p, next, thread);
       parity[0] ^= ~turn & 1, parity[1] ^= turn & 1;
       key = key_of<R>(p, cache, later);
@@ -403,8 +403,8 @@ DEVICE void exchange_halves(const Params& p, const Row& row, const State& state,
   using E = typename L::End;
   constexpr int QUADS = 16, BYTES = QUADS * 512;  // of half of a warp's
   const int g = lane >> 2, t = lane & 3;
-  const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * BYTES + lane * 16,
-            to = peer_address(place, peer), barrier = peer_address(shared + L::PACKETS_FULL, peer);
+  const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * BYTES + lane * 16, to = peer_address(place, peer),
+            barrier = peer_address(shared + L::PACKETS_FULL, peer);
 #pragma unroll
   for (int quad = 0; quad < QUADS; ++quad) {
     u32 words[4];
@@ -643,7 +643,8 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_
 #pragma unroll 1
     for (int barrier = L::FULL + threadIdx.x / 32 * 8; barrier <= L::OWN_FULL; barrier += 12 * 8) {
       int arrivals = 128;  // of the gather's threads
-      if (barrier < L::FREE && (barrier - L::FULL) / 8 % GROUPS == NEAR) arrivals = 132;  // and who tells which keys count
+      if (barrier < L::FREE && (barrier - L::FULL) / 8 % GROUPS == NEAR)
+        arrivals = 132;  // and who tells which keys count
       if (barrier >= L::FREE && barrier < L::QUERY_FULL) arrivals = 4 * ARRIVALS_OF_A_WARP;
       if (barrier == L::QUERY_FREE) arrivals = 8 * ARRIVALS_OF_A_WARP;
       if (barrier == L::STATES_FULL || barrier == L::PACKETS_FULL) arrivals = 1;

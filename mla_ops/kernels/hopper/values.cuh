@@ -221,8 +221,8 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
         continue;
       }
     }
-    // The first half of 64 heads arrives behind its products, which the next turn's values would wait for; the other one
-    // is about to wait anyway.
+    // The first half of 64 heads arrives behind its products, which the next turn's values would wait for; the other
+    // one is about to wait anyway.
     if (!WALK && left == 1 && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
     // One after the other: the scores of the next turn then wait for fewer products of the tensor cores. In a wide turn
     // the first waits for the second.
