@@ -16,7 +16,7 @@ DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
 // Whether the CTAs of a cluster, two, keep a half of their accumulators each (`exchange_halves`).
 template <class L>
 DEVICE bool by_halves(const Params& p, const Row& row) {
-  return L::HEADS < 64 && L::Packet::PACKED && row.splits == 2 && p.parts == 1;
+  return L::HEADS < 64 && L::AVERAGES && row.splits == 2 && p.parts == 1;
 }
 
 // How many packets a CTA adds up.
@@ -322,6 +322,7 @@ template <class L, int N>
 DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int warp, int lane, const float (&o)[4][N],
                             const float (&inverse)[N / 2], bool bfloat16) {
   using E = typename L::End;
+  static_assert(L::PERMUTED && L::AVERAGES, "accumulators stand otherwise");
   constexpr int HEADS = N / 2, UNITS = N / 4;  // of a lane; of 16 bytes of half of its accumulators
   const int t = lane & 3, g = lane >> 2;
   const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * (UNITS * 512) + lane * 16,
@@ -350,6 +351,7 @@ DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int war
   for (int j = 0; j < N / 4; ++j) hold(rows[j]);
   mbarrier_wait(shared + L::OWN_FULL, 0);
   float own[HEADS], others[HEADS];
+  u32 signs = 0;  // of any head that is not NaN: they say whether the other CTA's are bfloat16
 #pragma unroll
   for (int i = 0; i < HEADS; i += 2) {
     const u32 column = (i * 4 + 2 * t) * 4, factors = shared + E::FACTORS + column;
@@ -357,9 +359,10 @@ DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int war
                  mine = load_shared_float2(factors + row.rank * (L::HEADS * 4)),
                  theirs = load_shared_float2(factors + peer * (L::HEADS * 4));
     own[i] = fabsf(mine.x) * weight.x * inverse[i], own[i + 1] = fabsf(mine.y) * weight.y * inverse[i + 1];
-    others[i] = theirs.x * weight.x, others[i + 1] = theirs.y * weight.y;
+    others[i] = fabsf(theirs.x) * weight.x, others[i + 1] = fabsf(theirs.y) * weight.y;
+    signs |= __float_as_uint(theirs.x) | __float_as_uint(theirs.y);
   }
-  hold(own), hold(others);
+  hold(own), hold(others), hold(signs);
   mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
 #pragma unroll
   for (int unit = 0; unit < UNITS; ++unit) {
@@ -371,10 +374,10 @@ DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int war
       float sums[4];
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
-        const float2 away = unpack(words[q * 2 + i / 2], __float_as_uint(others[0]) >> 31);
+        const float2 away = unpack(words[q * 2 + i / 2], signs >> 31);
         const int e = first + i, a = head_of(e), b = head_of(e + 1);
-        sums[i] = fmaf(away.x, fabsf(others[a]), select(row.rank, o[piece + 2][e], o[piece][e]) * own[a]);
-        sums[i + 1] = fmaf(away.y, fabsf(others[b]), select(row.rank, o[piece + 2][e + 1], o[piece][e + 1]) * own[b]);
+        sums[i] = fmaf(away.x, others[a], select(row.rank, o[piece + 2][e], o[piece][e]) * own[a]);
+        sums[i + 1] = fmaf(away.y, others[b], select(row.rank, o[piece + 2][e + 1], o[piece][e + 1]) * own[b]);
       }
       const float2 c = trade<4>(sums[0], sums[1], lane), d = trade<4>(sums[2], sums[3], lane);
       store_8_if(first_head + first * 2 < p.num_heads, rows[first / 4] + piece * 64, pack_bfloat16(c.x, c.y),

@@ -9,7 +9,7 @@
 // A CTA takes one item (tile of queries, head) after the other from a counter, the longest first. What comes next is
 // brought while this one ends. An item's results do not depend on who takes it.
 
-#include "ptx.cuh"
+#include "wgmma.cuh"
 
 struct Params {
   TensorMap q, k, v;  // dims, heads, tokens; boxes of 64 dims of one head of a tile's tokens

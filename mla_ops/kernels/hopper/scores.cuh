@@ -2,6 +2,7 @@
 #pragma once
 
 #include "merge.cuh"
+#include "wgmma.cuh"
 
 // The score of one key and head from the cache's bytes and the query as it came, in float32: any scale, any query.
 template <int HEADS, Format FORMAT>

@@ -6,6 +6,7 @@
 
 #include "gather.cuh"
 #include "merge.cuh"
+#include "wgmma.cuh"
 
 // CTAS of an SM at least: with two, the one gathers while the other computes, and at the ends of the other's row.
 template <int HEADS_, int DIM, int CTAS>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "merge.cuh"
+#include "wgmma.cuh"
 
 DEVICE float e4m3_to_float(u32 byte) {
   float value;
