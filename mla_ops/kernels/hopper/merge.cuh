@@ -281,7 +281,8 @@ DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], u32 from, u32 factors
 template <class L, int WARPS = 12>
 DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int lane) {
   using P = typename L::Packet;
-  // This CTA's factors, and those packets that did not have to go far.
+  // This CTA's factors, and those packets that did not have to go far. Callers do not arrive for themselves: ptxas let
+  // lane 0 come behind the others then, who had changed the warp's uniform registers.
   __syncwarp();
   warp_arrive(shared + L::OWN_FULL, lane);
   if (by_halves<L>(p, row)) return;
