@@ -127,14 +127,10 @@ def test_more_rows_than_the_device_takes_at_once(cache_format: str, num_heads: i
     check(lowering, q, cache, indices, cache_format, tokens, **options)
 
 
-@pytest.mark.parametrize("power", [-20, 14])
-@pytest.mark.parametrize("num_heads", [16, 32, 64, 128])
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
-def test_few_rows_with_scales_that_float16_does_not_hold(
-    cache_format: str, num_heads: int, power: int, lowering: str
-) -> None:
-    """Of a row's keys some have such scales: all of them, those at one end, one key, none."""
-    device, num_tokens, topk = torch.device("cuda"), 9, 1000
+def rows_with_wide_scales(
+    cache_format: str, power: int, num_tokens: int, topk: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache and indices. Some keys have scales that float16 does not hold: a whole row, one end, one key, none."""
     cache = filled_cache(cache_format, 64, 64, device)
     if cache_format == "fp8_ds_mla_v4":
         planar_views(cache, cache_format)[1][32:, :, :7] += power if power > 0 else power - 4
@@ -145,11 +141,40 @@ def test_few_rows_with_scales_that_float16_does_not_hold(
     indices[indices >= 32 * 64] = INT_MAX
     wide = torch.zeros(num_tokens, topk, dtype=torch.bool, device=device)
     wide[0], wide[1, :200], wide[2, -200:], wide[3, 500] = True, True, True, True
-    indices = torch.where(wide & (indices >= 0) & (indices < INT_MAX), indices + 32 * 64, indices)
-    q = queries(num_tokens, num_heads, torch.bfloat16, device, key_width(cache_format))
+    return cache, torch.where(wide & (indices >= 0) & (indices < INT_MAX), indices + 32 * 64, indices)
+
+
+@pytest.mark.parametrize("power", [-20, 14])
+@pytest.mark.parametrize("num_heads", [16, 32, 64, 128])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
+def test_few_rows_with_scales_that_float16_does_not_hold(
+    cache_format: str, num_heads: int, power: int, lowering: str
+) -> None:
+    device = torch.device("cuda")
+    cache, indices = rows_with_wide_scales(cache_format, power, 9, 1000, device)
+    q = queries(9, num_heads, torch.bfloat16, device, key_width(cache_format))
     out, lse = check(lowering, q, cache, indices, cache_format)
     assert out.isfinite().all()
     assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("num_tokens", [9, 45])
+@pytest.mark.parametrize("num_heads", [16, 32])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
+def test_a_nan_query_beside_such_scales_spoils_its_head_alone(
+    cache_format: str, num_heads: int, num_tokens: int, lowering: str
+) -> None:
+    """With 45 tokens two CTAs share a row on Hopper, and each may have sent the other bfloat16 or float16."""
+    device = torch.device("cuda")
+    cache, indices = rows_with_wide_scales(cache_format, -20, num_tokens, 1000, device)
+    q = queries(num_tokens, num_heads, torch.bfloat16, device, key_width(cache_format))
+    expected, _ = check(lowering, q, cache, indices, cache_format)
+    q[:, 0, 7] = math.nan
+    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, cache_format)
+    assert out[:, 0].isnan().all()
+    assert lse[:, 0].isnan().all()
+    difference = (out[:, 1:].float() - expected[:, 1:].float()).abs().amax(-1)
+    assert (difference <= 2**-6 * expected[:, 1:].float().abs().amax(-1)).all()
 
 
 def test_two_caches_of_a_captured_step_replay(lowering: str) -> None:
