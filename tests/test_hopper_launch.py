@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -54,6 +55,13 @@ def test_no_cluster_has_more_ctas_than_there_are_turns(num_heads: int, topk: int
         assert shape.tile in tiles_for(num_heads)
         assert shape.splits in SPLITS
         assert shape.splits <= max(1, -(-topk // 64))
+
+
+def test_packets_of_every_cluster_have_room() -> None:
+    """Shared memory has room for those of 16 CTAs, among which they divide, and of MAX_UNEVEN_SPLITS (layout.cuh)."""
+    text = (nvrtc.FOLDER / "layout.cuh").read_text()
+    uneven = int(re.findall(r"MAX_UNEVEN_SPLITS = (\d+);", text)[0])
+    assert all(splits <= uneven or splits == 16 for splits in SPLITS)
 
 
 def test_a_deterministic_launch_depends_on_one_row_alone() -> None:

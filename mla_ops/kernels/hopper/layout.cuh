@@ -57,11 +57,12 @@ constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, VALUES_B
 
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
 
-constexpr int MAX_SPLITS = 16;
+constexpr int MAX_UNEVEN_SPLITS = 8;  // larger clusters have 16 CTAs, among which packets divide
 
 // At the end of a row each CTA of a cluster adds up its share of all packets. A packet is QUADS times four accumulators
 // of each lane of one of the eight warps that accumulate; packet 8 u + w is the u-th of warp w, and goes to the CTA
-// whose number is the rest of a division by theirs. PACKED: accumulators are 16 bits each.
+// whose number is the rest of a division by theirs. PACKED: accumulators are 16 bits each, averages over a CTA's keys
+// instead of sums.
 template <int HEADS, bool PACKED_>
 struct Packets {
   static constexpr bool PACKED = PACKED_;
@@ -71,7 +72,7 @@ struct Packets {
   static constexpr int BYTES = WORDS * 128;
   static constexpr int OF_A_WARP = HEADS / 2 / QUADS;
   static constexpr int COUNT = 8 * OF_A_WARP;
-  static constexpr int ROOM = (COUNT + 7) * BYTES;  // for a share, from every CTA: of 8 at most, or of 16, which divide
+  static constexpr int ROOM = (COUNT + MAX_UNEVEN_SPLITS - 1) * BYTES;  // for a share, from every CTA
 };
 
 // Where the queries were, after the last turn.
@@ -91,7 +92,6 @@ struct Layout {
   using R = Rows<FORMAT>;
   static constexpr float FACTOR = R::FACTOR;
   static constexpr bool PERMUTED = true;  // dims, see `dim_of_row`
-  static constexpr bool AVERAGES = true;  // over a CTA's keys are in packets, not sums
   // A warpgroup each for scores, values (two) and the gather, and a second for scores where registers allow it.
   static constexpr int THREADS = HEADS == 64 ? 512 : 640;
   static constexpr int QUERY_THREADS = THREADS - 128;  // all but those that gather

@@ -16,7 +16,7 @@ DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
 // Whether the CTAs of a cluster, two, keep a half of their accumulators each (`exchange_halves`).
 template <class L>
 DEVICE bool by_halves(const Params& p, const Row& row) {
-  return L::HEADS < 64 && L::AVERAGES && row.splits == 2 && p.parts == 1;
+  return L::HEADS < 64 && L::Packet::PACKED && row.splits == 2 && p.parts == 1;
 }
 
 // How many packets a CTA adds up.
@@ -131,7 +131,7 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread)
     const float factor = state.x == 0.f ? 0.f : exp2_approx(state.y - reference), weight = state.x * factor;
     total += fabsf(weight);
     signs |= __float_as_uint(state.x);
-    store_shared_float(factors + part * (L::HEADS * 4), L::AVERAGES ? weight : copysignf(factor, state.x));
+    store_shared_float(factors + part * (L::HEADS * 4), L::Packet::PACKED ? weight : factor);
   }
 #pragma unroll
   for (int step = LANES / 2; step; step >>= 1) {
@@ -323,7 +323,7 @@ template <class L, int N>
 DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int warp, int lane, const float (&o)[4][N],
                             const float (&inverse)[N / 2], bool bfloat16) {
   using E = typename L::End;
-  static_assert(L::PERMUTED && L::AVERAGES, "accumulators stand otherwise");
+  static_assert(L::PERMUTED && L::Packet::PACKED, "accumulators stand otherwise");
   constexpr int HEADS = N / 2, UNITS = N / 4;  // of a lane; of 16 bytes of half of its accumulators
   const int t = lane & 3, g = lane >> 2;
   const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * (UNITS * 512) + lane * 16,

@@ -18,7 +18,7 @@ template <int DIM>
 struct PairLayout {
   static constexpr int HEADS = 64, CHUNKS = DIM / 64;
   static constexpr float FACTOR = 1.f;
-  static constexpr bool PERMUTED = false, AVERAGES = false;
+  static constexpr bool PERMUTED = false;
   static constexpr int THREADS = 384;
   // The last chunk of queries lives in registers: it saves room, and shared memory is as busy as the tensor cores are.
   static constexpr int QUERY_CHUNKS = CHUNKS - 1;

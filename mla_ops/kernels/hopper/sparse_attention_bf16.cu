@@ -13,7 +13,7 @@ template <int HEADS_, int DIM, int CTAS>
 struct PlainLayout {
   static constexpr int HEADS = HEADS_, CHUNKS = DIM / 64;
   static constexpr float FACTOR = 1.f;
-  static constexpr bool PERMUTED = false, AVERAGES = false;
+  static constexpr bool PERMUTED = false;
   static constexpr int THREADS = 512;
   static constexpr int STAGES = CTAS == 2 ? 1 : HEADS == 16 && DIM == 512 ? 3 : 2;
   static constexpr int SCORE_REGISTERS = CTAS == 2 ? 72 : 152, VALUE_REGISTERS = CTAS == 2 ? 72 : 160;
