@@ -15,7 +15,7 @@ from . import nvrtc
 PARAMS = "@5i" + 3 * "Ii" + "4x2Q2Q2q2iQ" + 2 * "2Q2q4iIi" + "2Q2qif3Q4q"  # struct Params
 KEYS = 64  # of a turn
 MAX_GRID_ROWS = 32768
-SPLITS = (1, 2, 3, 4, 6, 8, 16)
+SPLITS = (*range(1, 15), 16)  # as in layout.cuh: packets of 15 CTAs have no room
 DETERMINISTIC_TURNS = 8  # of a CTA at most, as far as SPLITS go
 TILES = (16, 32, 64)
 
@@ -28,8 +28,8 @@ class Kernel(NamedTuple):
         name: expression of the template.
         threads: of a CTA.
         shared_bytes: dynamic shared memory of a CTA, `BYTES` of its layout.
-        rows_in_line: the grid has one dimension, tiles of heads fastest.
-        resident: a CTA takes one row after the other, so the grid need not be larger than what runs at one time.
+        walks: a CTA takes one row after the other. The grid has one dimension then, tiles of heads fastest, and need
+            not be larger than what runs at one time.
         ctas: of an SM.
     """
 
@@ -37,8 +37,7 @@ class Kernel(NamedTuple):
     name: str
     threads: int
     shared_bytes: int
-    rows_in_line: bool = False
-    resident: bool = False
+    walks: bool = False
     ctas: int = 1
 
 
@@ -73,20 +72,21 @@ class Keys:
     def kernel(self, tile: int, splits: int, crowded: bool = False) -> Kernel:
         """The kernel for a tile of heads and CTAs of a cluster; `crowded`: there are more CTAs than SMs."""
         queries_and_weights = (self.chunks + 1) * tile * 128
+        walks = splits == 1
+        kind = "rows" if walks else "clusters"
         if self.quantized:
-            walks = splits == 1
             halves, slots, parts = {16: (3, 18 - self.chunks, 2), 32: (3, 8, 1), 64: (2, 8, 0)}[tile]
             columns = queries_and_weights + halves * KEYS * 512 + slots * 16 * self.row_bytes
             barriers = -(-(columns + tile * 12 + slots * (4 + 16 * self.scale_bytes) + 4) // 8) * 8
             size = barriers + slots * 16 + halves * 16 + 56
             if tile < 64:
                 size = -(-(size + parts * 16) // 16) * 16 + parts * tile * 256
-            name = f"sparse_attention_{'rows' if walks else 'clusters'}<{tile}, {self.name}>"
-            return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, size, walks, walks)
+            name = f"sparse_attention_{kind}<{tile}, {self.name}>"
+            return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, size, walks)
         if tile == 64:
             size = queries_and_weights + 2 * KEYS * self.row_bytes + tile * 20 + 232
-            name = f"sparse_attention_bf16_64<{self.chunks * 64}>"
-            return Kernel("sparse_attention_bf16_64.cu", name, 384, size, True, splits == 1)
+            name = f"sparse_attention_bf16_64_{kind}<{self.chunks * 64}>"
+            return Kernel("sparse_attention_bf16_64.cu", name, 384, size, walks)
         ctas = 2 if tile == 16 and crowded else 1
         stages = 1 if ctas == 2 else 3 if tile == 16 and self.chunks == 8 else 2
         turn = queries_and_weights + stages * KEYS * self.row_bytes + tile * 12 + stages * 16
@@ -300,8 +300,8 @@ def launch(
     at_once = clusters_at_once(keys, tile, device_index)[SPLITS.index(splits)]
     clusters = head_tiles * num_tokens * parts
     kernel = keys.kernel(tile, splits, clusters > at_once)
-    if kernel.rows_in_line:
-        grid = ((min(clusters, at_once) if kernel.resident else clusters) * splits, 1, 1)
+    if kernel.walks:
+        grid = (min(clusters, at_once), 1, 1)
     else:
         rows = min(num_tokens, MAX_GRID_ROWS)
         grid = (head_tiles * parts * splits, rows, -(-num_tokens // rows))

@@ -181,7 +181,9 @@ DEVICE Row clusters_row(const Params& p, int token, int item) {
 
 DEVICE int cluster_index(const Params& p) { return divide(blockIdx.x, p.of_splits); }
 
-DEVICE Row this_row(const Params& p) { return clusters_row(p, blockIdx.z * p.rows + blockIdx.y, cluster_index(p)); }
+DEVICE int token_of(const Params& p) { return blockIdx.z * p.rows + blockIdx.y; }
+
+DEVICE Row this_row(const Params& p) { return clusters_row(p, token_of(p), cluster_index(p)); }
 
 // Where CTAs take one row after the other: row `item` of all tokens and tiles.
 DEVICE Row row_at(const Params& p, int item) {

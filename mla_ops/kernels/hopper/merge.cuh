@@ -250,29 +250,26 @@ struct Piece {
   }
 };
 
-// Adds up the parts of a packet, BATCH at a time, always in the same order. BFLOAT16: parts with factors below 0 are.
-template <class L, int BATCH, bool BFLOAT16>
-DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], u32 from, u32 factors, int parts) {
+// Adds COUNT parts of a packet, always in the same order. BFLOAT16: those with factors below 0 are.
+template <class L, int COUNT, bool BFLOAT16>
+DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], u32 from, u32 factors) {
   using P = typename L::Packet;
-#pragma unroll 1
-  for (; parts > 0; parts -= BATCH, from += BATCH * P::BYTES, factors += BATCH * L::HEADS * 4) {
-    Piece<P> piece[BATCH];
-    float2 factor[BATCH];  // of two heads
+  Piece<P> piece[COUNT];
+  float2 factor[COUNT];  // of two heads
 #pragma unroll
-    for (int k = 0; k < BATCH; ++k) {
-      factor[k] = load_shared_float2(factors + k * (L::HEADS * 4));
-      piece[k].load(from + k * P::BYTES);
-    }
+  for (int k = 0; k < COUNT; ++k) {
+    factor[k] = load_shared_float2(factors + k * (L::HEADS * 4));
+    piece[k].load(from + k * P::BYTES);
+  }
 #pragma unroll
-    for (int k = 0; k < BATCH; ++k) {
-      const bool bfloat16 = BFLOAT16 && ((__float_as_uint(factor[k].x) | __float_as_uint(factor[k].y)) >> 31);
-      if (BFLOAT16) factor[k] = make_float2(fabsf(factor[k].x), fabsf(factor[k].y));
+  for (int k = 0; k < COUNT; ++k) {
+    const bool bfloat16 = BFLOAT16 && ((__float_as_uint(factor[k].x) | __float_as_uint(factor[k].y)) >> 31);
+    if (BFLOAT16) factor[k] = make_float2(fabsf(factor[k].x), fabsf(factor[k].y));
 #pragma unroll
-      for (int i = 0; i < P::QUADS * 2; ++i) {
-        const float2 v = piece[k].pair(i, bfloat16);
-        sums[2 * i] = fmaf(v.x, is_second<L>(2 * i) ? factor[k].y : factor[k].x, sums[2 * i]);
-        sums[2 * i + 1] = fmaf(v.y, is_second<L>(2 * i + 1) ? factor[k].y : factor[k].x, sums[2 * i + 1]);
-      }
+    for (int i = 0; i < P::QUADS * 2; ++i) {
+      const float2 v = piece[k].pair(i, bfloat16);
+      sums[2 * i] = fmaf(v.x, is_second<L>(2 * i) ? factor[k].y : factor[k].x, sums[2 * i]);
+      sums[2 * i + 1] = fmaf(v.y, is_second<L>(2 * i + 1) ? factor[k].y : factor[k].x, sums[2 * i + 1]);
     }
   }
 }
@@ -288,28 +285,34 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
   if (by_halves<L>(p, row)) return;
   Target to = target_of<L>(p, row);
   int packets = packets_of<L>(p, row.rank), splits = row.splits;
-  int batch = splits % 4 == 0 ? 4 : splits % 3 == 0 ? 3 : splits % 2 == 0 ? 2 : 1;
-  hold(to.rows), hold(to.heads), hold(packets), hold(splits), hold(batch);  // while there is time
+  int most = 4;  // parts that are added up at a time
+  hold(to.rows), hold(to.heads), hold(packets), hold(splits);  // while there is time
   mbarrier_wait(shared + L::OWN_FULL, 0);
   if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
-  if (P::PACKED && load_shared_4(shared + L::End::SOME_BFLOAT16) != 0) batch = 1;
+  if (P::PACKED && load_shared_4(shared + L::End::SOME_BFLOAT16) != 0) most = 1;
 #pragma unroll 1
   for (int index = warp; index < packets; index += WARPS) {
     const u32 packet = index * splits + row.rank, quad = packet / 8 * P::QUADS;
     const int column = column_of_quad<L>(quad, packet & 7, lane);
-    const u32 from = shared + L::PACKETS + index * splits * P::BYTES + lane * (P::UNIT * 4),
-              factors = shared + L::End::FACTORS + column * 4;
+    u32 from = shared + L::PACKETS + index * splits * P::BYTES + lane * (P::UNIT * 4),
+        factors = shared + L::End::FACTORS + column * 4;
     float sums[P::QUADS * 4];
 #pragma unroll
     for (int e = 0; e < P::QUADS * 4; ++e) sums[e] = 0.f;
-    if (batch == 4)
-      add_parts<L, 4, false>(sums, from, factors, splits);
-    else if (batch == 3)
-      add_parts<L, 3, false>(sums, from, factors, splits);
-    else if (batch == 2)
-      add_parts<L, 2, false>(sums, from, factors, splits);
-    else
-      add_parts<L, 1, true>(sums, from, factors, splits);
+    int left = splits, count;
+#pragma unroll 1
+    do {
+      count = min(left, most);
+      if (count == 4)
+        add_parts<L, 4, false>(sums, from, factors);
+      else if (count == 3)
+        add_parts<L, 3, false>(sums, from, factors);
+      else if (count == 2)
+        add_parts<L, 2, false>(sums, from, factors);
+      else
+        add_parts<L, 1, true>(sums, from, factors);
+      from += count * P::BYTES, factors += count * (L::HEADS * 4), left -= count;
+    } while (left > 0);
     const float2 weight = load_shared_float2(shared + L::End::WEIGHTS + column * 4);
 #pragma unroll
     for (int e = 0; e < P::QUADS * 4; ++e) sums[e] *= is_second<L>(e) ? weight.y : weight.x;

@@ -56,13 +56,9 @@ DEVICE u32 free_barrier(u32 shared, int tile, Group group, int part) {
   return shared + L::FREE + ((tile * GROUPS + group) * PARTS + part) * 8;
 }
 
-// The n-th row of the launch: parts, then tiles of heads, of one token are neighbours.
-DEVICE Row nth_row(const Params& p, int n) {
-  const int token = divide(divide(n, p.of_parts), p.of_head_tiles);
-  return clusters_row(p, token, n - token * p.head_tiles * p.parts);
-}
-
-DEVICE int rows_at_once(const Params& p) { return divide(gridDim.x, p.of_splits); }
+// In a cluster of two each CTA keeps the results of half of a warpgroup's dims, and keys and queries are laid so that
+// these are its first: chunk c of the values' dims stands at c ^ this.
+DEVICE int turned_chunks(const Row& row) { return row.splits == 2 ? row.rank * 2 : 0; }
 
 // Of a head of the row's tile; heads past the last repeat it.
 template <class L>
@@ -73,10 +69,10 @@ DEVICE const u16* query_of(const Params& p, const Row& row, int head) {
 // ---- the gather -----------------------------------------------------------------------------------------------------
 
 template <class L, int CHUNK_ = 0>
-DEVICE void copy_query(u32 to, const u16* from) {
+DEVICE void copy_query(u32 to, const u16* from, int turned) {
   if constexpr (CHUNK_ < L::QUERY_CHUNKS) {
-    copy_16<CHUNK_ * CHUNK, CHUNK_ * 128>(to, from);
-    copy_query<L, CHUNK_ + 1>(to, from);
+    copy_16<CHUNK_ * CHUNK, CHUNK_ * 128>(to, from + (CHUNK_ & 2 ? -turned : turned) * 64);
+    copy_query<L, CHUNK_ + 1>(to, from, turned);
   }
 }
 
@@ -86,7 +82,8 @@ DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread
   const int unit = thread % 8, first = thread / 8;
   const u32 to = shared + L::QUERY + first * 128 + ((unit ^ first) & 7) * 16;
 #pragma unroll 1
-  for (int i = 0; i < L::HEADS / 16; ++i) copy_query<L>(to + i * 2048, query_of<L>(p, row, first + i * 16) + unit * 8);
+  for (int i = 0; i < L::HEADS / 16; ++i)
+    copy_query<L>(to + i * 2048, query_of<L>(p, row, first + i * 16) + unit * 8, turned_chunks(row));
 }
 
 // The next row's queries come from memory while this row is at work.
@@ -143,27 +140,74 @@ struct Start {
   int request, indices[2];  // of the first two turns
 };
 
-DEVICE Start start_of(const Params& p, int thread) {
-  Start start;
-  start.row = nth_row(p, cluster_index(p));
-  start.request = request_of(p, start.row);
+DEVICE Start start_of(const Params& p, const Row& row, int thread) {
+  Start start{row, request_of(p, row)};
 #pragma unroll
-  for (int i = 0; i < 2; ++i) start.indices[i] = index_at(p, start.row, start.row.first + i, thread >> 5, thread & 31);
+  for (int i = 0; i < 2; ++i) start.indices[i] = index_at(p, row, row.first + i, thread >> 5, thread & 31);
   return start;
+}
+
+// Half of the values' dims of a turn's keys.
+template <class L>
+DEVICE void copy_half(OwnRows own, u32 tile, int half, int turned) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) own.from[i] += half * 512;
+  tile += half * 4 * CHUNK;
+  copy_chunks<0, 2>(own, tile + turned * CHUNK), copy_chunks<2, 4>(own, tile - turned * CHUNK);
+}
+
+// The one row of a CTA in a cluster. Its first instructions come from memory, 100 cycles for eight of them: so there
+// are few in front of the first copies, and one tile's are the other's.
+template <class L>
+DEVICE void gather_row(const Params& p, const Start& start, u32 shared, int thread) {
+  using R = PlainRows<L::CHUNKS * 128>;
+  const Row& row = start.row;
+  const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, turned = turned_chunks(row);
+  const u32 part = warp * PARTS / 4 * 8;
+  Key key = key_at<R>(p, row, row.first, start.request, start.indices[0]);
+  u32 place = own_place(shared + L::TILES, warp, lane);
+  int index = start.indices[1], tile = 0, parity = 1;
+#pragma unroll 1
+  for (int turn = row.first; turn < row.last; ++turn) {
+    const OwnRows own = own_rows(key.row, lane);
+    const u32 alive = __ballot_sync(~0u, key.live);
+    const u32 full = full_barrier<L>(shared, tile, NEAR) - NEAR * 8, free = free_barrier<L>(shared, tile, NEAR, 0),
+              to = place + tile * L::TILE;
+    if (L::FIRST == ROPE) {
+      mbarrier_wait(free_barrier<L>(shared, tile, ROPE, 0), parity);
+      copy_chunks<8, L::CHUNKS>(own, to);
+      arrive_when_copied(full + ROPE * 8);
+    }
+    mbarrier_wait(free + part, parity);
+    if (lane == 0) {
+      store_shared_4(shared + L::LIVE + tile * 16 + warp * 4, alive);
+      mbarrier_arrive(full + NEAR * 8);
+    }
+    copy_half<L>(own, to, tile, turned);
+    arrive_when_copied(full + NEAR * 8);
+    const Cache& cache = p.caches[turn + 1 >= row.main_turns];
+    const Place later = place_at(cache, start.request, index);
+    index = index_at(p, row, turn + 2, warp, lane);
+    mbarrier_wait(free + PARTS * 8 + part, parity);
+    copy_half<L>(own, to, tile ^ 1, turned);
+    arrive_when_copied(full + FAR * 8);
+    key = key_of<R>(p, cache, later);
+    tile ^= 1, parity ^= tile ^ 1;
+  }
 }
 
 // An index is read two turns ahead and the block table one ahead, in the next row as well, so that this waits for
 // nothing but room. The first row's queries are brought by those who need them.
 template <class L>
-DEVICE void gather_rows(const Params& p, Start start, u32 shared, int thread) {
+DEVICE void gather_rows(const Params& p, const Start& start, u32 shared, int thread) {
   using R = PlainRows<L::CHUNKS * 128>;
   hold(thread);  // in a register, as the addresses
-  const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, step = rows_at_once(p);
+  const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31;
   hold(shared);
   u32 place = own_place(shared + L::TILES, warp, lane);
   hold(place);
   Row row = start.row;
-  int n = cluster_index(p), request = start.request, index = start.indices[1];  // of the turn after the key's
+  int n = blockIdx.x, request = start.request, index = start.indices[1];  // of the turn after the key's
   Key key = key_at<R>(p, row, row.first, request, start.indices[0]);
   bool ahead = true, first = true;
   u32 parity[2] = {1, 1}, query_parity = 0;
@@ -175,7 +219,7 @@ DEVICE void gather_rows(const Params& p, Start start, u32 shared, int thread) {
       if (turns) bring_queries<L>(p, row, shared, query_parity, thread);
       key = key_at<R>(p, row, row.first, request, index);
     }
-    const Row next = nth_row(p, n += step);
+    const Row next = row_at(p, n += gridDim.x);
     const int next_request = request_of(p, next);
     // of this row's turn and of those of the next row behind it
     auto index_of = [&](int turn) {

@@ -6,7 +6,8 @@
 // warpgroup gathers keys into two tiles, one a warpgroup, in groups of dims that come and go by themselves. The
 // softmax's references pass from turn to turn with the weights, so there is nothing to agree upon.
 //
-// A CTA that is no part of a cluster takes one row after the other, and the gather runs ahead into the next row.
+// A CTA that is no part of a cluster takes one row after the other, and the gather runs ahead into the next row. In a
+// cluster each CTA has a share of one row's keys.
 
 #include "pair_gather.cuh"
 #include "wgmma.cuh"
@@ -23,10 +24,11 @@ struct State {
 // This thread's share of the last 64 dims, as wgmma's first operand.
 template <class L>
 DEVICE void load_query_fragments(const Params& p, const Row& row, State& state, int head, int t) {
+  const int chunk = L::QUERY_CHUNKS < 8 ? L::QUERY_CHUNKS ^ turned_chunks(row) : L::QUERY_CHUNKS;
   const u32* from[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i)
-    from[i] = reinterpret_cast<const u32*>(query_of<L>(p, row, head + 8 * i) + L::QUERY_CHUNKS * 64) + t;
+    from[i] = reinterpret_cast<const u32*>(query_of<L>(p, row, head + 8 * i) + chunk * 64) + t;
 #pragma unroll
   for (int e = 0; e < 16; ++e) state.query[e] = __ldg(from[e & 1] + e / 4 * 8 + (e & 2) * 2);
 }
@@ -182,91 +184,85 @@ DEVICE void add_own(State& state, u32 (&weights)[16], u32 shared, int lane) {
   hold(state.o);
 }
 
-// Four lanes with neighbouring dims have four words each: lane t gets the t-th of all of them.
-DEVICE uint4 transpose_words(u32 (&words)[4], int lane) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = lane & step;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (!(i & step)) {
-        const u32 away = __shfl_xor_sync(~0u, upper ? words[i] : words[i + step], step);
-        words[i] = upper ? away : words[i], words[i + step] = upper ? words[i + step] : away;
-      }
-  }
-  return make_uint4(words[0], words[1], words[2], words[3]);
+// 16 heads by 64 dims of a warp's results, in a swizzled tile of 128-byte rows, whose row lane % 16 is at `to`: two
+// blocks of 8 dims, a lane's two values for each of its two heads.
+DEVICE void store_results(u32 to, int k, int lane, const float (&v)[8]) {
+  store_matrices(to + (((k * 2 + lane / 16) ^ lane) & 7) * 16, pack_bfloat16(v[0], v[1]), pack_bfloat16(v[2], v[3]),
+                 pack_bfloat16(v[4], v[5]), pack_bfloat16(v[6], v[7]));
 }
 
-// A cluster of two: each CTA keeps the accumulators of half of a warp's dims, and adds what the other sends of these.
+// A copy: else accumulators would have to lie as packets want them, and products wait for one another.
+DEVICE u32 word_of(float accumulator) {
+  hold(accumulator);
+  return __float_as_uint(accumulator);
+}
+
+// A cluster of two: each CTA keeps the first half of its accumulators, and adds what the other sends of the same dims.
 template <class L>
 DEVICE void exchange_halves(const Params& p, const Row& row, const State& state, u32 shared, int warp, int lane) {
   using E = typename L::End;
   constexpr int QUADS = 16, BYTES = QUADS * 512;  // of half of a warp's
-  const int g = lane >> 2, t = lane & 3;
   const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * BYTES + lane * 16, to = peer_address(place, peer),
             barrier = peer_address(shared + L::PACKETS_FULL, peer);
 #pragma unroll
   for (int quad = 0; quad < QUADS; ++quad) {
     u32 words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      words[i] = __float_as_uint(select(row.rank, state.o[quad * 4 + i], state.o[64 + quad * 4 + i]));
+    for (int i = 0; i < 4; ++i) words[i] = word_of(state.o[64 + quad * 4 + i]);
     send_16(to + quad * 512, barrier, words);
   }
   warp_arrive(shared + L::OWN_FULL, lane);
-  const int head = (warp & 3) * 16 + g, dim = (warp & 4) * 64 + row.rank * 128;
   const Target target = target_of<L>(p, row);
-  char* rows[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    rows[i] = target.rows + ((head + 8 * i) * target.head_stride + dim) * (target.whole ? 2 : 4) +
-              t * (target.whole ? 16 : 8);
-  hold(rows[0]), hold(rows[1]);
+  const int head = (warp & 3) * 16, dim = (warp & 4) * 64 + row.rank * 128;
+  const u32 column = column_of_quad<L>(0, warp, lane) * 4, factors = shared + E::FACTORS + column,
+            results = shared + L::PACKETS + 8 * BYTES + warp * 4096;  // [2, 16 heads, 64 dims]
   mbarrier_wait(shared + L::OWN_FULL, 0);
-  const u32 column = column_of_quad<L>(0, warp, lane) * 4, factors = shared + E::FACTORS + column;
   const float2 weight = load_shared_float2(shared + E::WEIGHTS + column),
                mine = load_shared_float2(factors + row.rank * (L::HEADS * 4)),
                theirs = load_shared_float2(factors + peer * (L::HEADS * 4));
   const float own[2] = {mine.x * weight.x, mine.y * weight.y}, others[2] = {theirs.x * weight.x, theirs.y * weight.y};
-  mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
-  float sums[QUADS * 4];
-#pragma unroll
-  for (int quad = 0; quad < QUADS; ++quad) {
+  auto sums_of = [&](int quad, float* sums) {
     const uint4 v = load_shared_16(place + quad * 512);
     const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int e = quad * 4 + i;
-      sums[e] = select(row.rank, state.o[64 + e], state.o[e]) * own[i / 2];
-      sums[e] = fmaf(__uint_as_float(words[i]), others[i / 2], sums[e]);
+    for (int i = 0; i < 4; ++i)
+      sums[i] = fmaf(__uint_as_float(words[i]), others[i / 2], state.o[quad * 4 + i] * own[i / 2]);
+  };
+  mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
+  if (!target.whole) {
+    const int g = head + (lane >> 2);
+    float* rows = reinterpret_cast<float*>(target.rows) + g * target.head_stride + dim + (lane & 3) * 2;
+    const bool there[2] = {g < target.heads, g + 8 < target.heads};
+#pragma unroll
+    for (int quad = 0; quad < QUADS; ++quad) {
+      float sums[4];
+      sums_of(quad, sums);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        store_8_if(there[i], rows + 8 * i * target.head_stride + quad * 8, __float_as_uint(sums[2 * i]),
+                   __float_as_uint(sums[2 * i + 1]));
     }
+    return;
   }
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool there = head + 8 * i < target.heads;
-    if (target.whole) {
+  for (int quad = 0; quad < QUADS; quad += 2) {
+    float sums[8];
+    sums_of(quad, sums), sums_of(quad + 1, sums + 4);
+    store_results(results + quad / 8 * 2048 + lane % 16 * 128, quad / 2 % 4, lane, sums);
+  }
+  __syncwarp();
+  const int unit = lane % 16, first = lane / 16;
+  char* rows = target.rows + 2 * ((head + first) * target.head_stride + dim + unit * 8);
 #pragma unroll
-      for (int quad = 0; quad < QUADS; quad += 4) {
-        u32 words[4];
-#pragma unroll
-        for (int q = 0; q < 4; ++q)
-          words[q] = pack_bfloat16(sums[(quad + q) * 4 + 2 * i], sums[(quad + q) * 4 + 2 * i + 1]);
-        const uint4 v = transpose_words(words, lane);
-        store_16_if(there, rows[i] + quad * 16, v.x, v.y, v.z, v.w);
-      }
-    } else {
-#pragma unroll
-      for (int quad = 0; quad < QUADS; ++quad)
-        store_8_if(there, rows[i] + quad * 32, __float_as_uint(sums[quad * 4 + 2 * i]),
-                   __float_as_uint(sums[quad * 4 + 2 * i + 1]));
-    }
+  for (int r = 0; r < 16; r += 2) {
+    const uint4 v = load_shared_16(results + unit / 8 * 2048 + (r + first) * 128 + ((unit ^ (r + first)) & 7) * 16);
+    store_16_if(head + first + r < target.heads, rows + 2 * r * target.head_stride, v.x, v.y, v.z, v.w);
   }
 }
 
-// The end of a row: results of a CTA by itself, or partial ones of a cluster. Both warpgroups come here.
+// A head's sum over both warpgroups. Nobody needs this row's tiles and weights any more then.
 template <class L>
-DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
-                       int warp, int lane, int thread) {
+DEVICE void add_sums(State& state, u32 shared, u32 row_parity, int half, int head, int lane) {
   const u32 sums = shared + L::SUMS + (row_parity * 2 * L::HEADS + head) * 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -274,29 +270,36 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
     state.sum[i] += __shfl_xor_sync(~0u, state.sum[i], 2);
     if (lane % 4 == 0) store_shared_float(sums + (half * L::HEADS + i * 8) * 4, state.sum[i]);
   }
-  named_barrier<PAIR_BARRIER, 256>();  // nobody needs this row's tiles and weights any more
+  named_barrier<PAIR_BARRIER, 256>();
 #pragma unroll
   for (int i = 0; i < 2; ++i) state.sum[i] += load_shared_float(sums + ((half ^ 1) * L::HEADS + i * 8) * 4);
-  if (row.splits > 1) {
-    open_to_peers(row);
-    await_peers(row);
-    for (int part = half * 4 + lane % 4; part < row.splits; part += 8)
+}
+
+// The end of a row in a cluster.
+template <class L>
+DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 shared, int half, int head, int warp,
+                           int lane) {
+  add_sums<L>(state, shared, 0, half, head, lane);
+  open_to_peers(row);
+  await_peers(row);
+  for (int part = half * 4 + lane % 4; part < row.splits; part += 8)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        send_state<L>(row, shared, part, head + i * 8, state.sum[i],
-                      state.sum[i] == 0.f ? NO_SCORE_YET : state.reference[i]);
-    if (row.splits == 2) {
-      exchange_halves<L>(p, row, state, shared, half * 4 + warp, lane);
-      return;
-    }
-    send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int e) {
-      float word = state.o[e];
-      hold(word);  // else accumulators would have to lie as packets want them, and products wait for one another
-      return __float_as_uint(word);
-    });
-    finish<L, 8>(p, row, shared, half * 4 + warp, lane);
+    for (int i = 0; i < 2; ++i)
+      send_state<L>(row, shared, part, head + i * 8, state.sum[i],
+                    state.sum[i] == 0.f ? NO_SCORE_YET : state.reference[i]);
+  if (row.splits == 2) {
+    exchange_halves<L>(p, row, state, shared, half * 4 + warp, lane);
     return;
   }
+  send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int e) { return word_of(state.o[e]); });
+  finish<L, 8>(p, row, shared, half * 4 + warp, lane);
+}
+
+// The end of a row that another may follow. Both warpgroups come here.
+template <class L>
+DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
+                       int warp, int lane) {
+  add_sums<L>(state, shared, row_parity, half, head, lane);
   float factor[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -316,11 +319,10 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
   for (int chunk = 0; chunk < 4; ++chunk) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float* o = state.o + chunk * 32 + k * 8;
-      store_matrices(to + (((k * 2 + lane / 16) ^ lane) & 7) * 16, pack_bfloat16(o[0] * factor[0], o[1] * factor[0]),
-                     pack_bfloat16(o[2] * factor[1], o[3] * factor[1]),
-                     pack_bfloat16(o[4] * factor[0], o[5] * factor[0]),
-                     pack_bfloat16(o[6] * factor[1], o[7] * factor[1]));
+      float v[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) v[e] = state.o[chunk * 32 + k * 8 + e] * factor[e / 2 & 1];
+      store_results(to, k, lane, v);
     }
     __syncwarp();
 #pragma unroll
@@ -333,7 +335,7 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
 }
 
 // The turns of a row that warpgroup W owns, and its half of the other's.
-template <class L, int W>
+template <class L, int W, bool WALK>
 DEVICE void attend_row(const Params& p, State& state, u32 shared, int turns, u32& own_parity, u32& other_parity,
                        int head, int warp, int lane) {
   constexpr Group FIRST = L::FIRST;
@@ -359,7 +361,7 @@ DEVICE void attend_row(const Params& p, State& state, u32 shared, int turns, u32
     hold(s);
     hold(state.query);
     if (FIRST == ROPE) warp_arrive(free_barrier<L>(shared, W, ROPE, 0), lane);
-    if (turn + 2 >= turns) warp_arrive(shared + L::QUERY_FREE, lane);
+    if (WALK && turn + 2 >= turns) warp_arrive(shared + L::QUERY_FREE, lane);
     soften<L, W>(p, state, s, weights, shared, W == 0 && turn == 0, head, warp, lane, [&] {
       if (W == 0) return;
       release_values<L, 0, FAR, 0>(shared, lane);
@@ -376,30 +378,54 @@ DEVICE void attend_row(const Params& p, State& state, u32 shared, int turns, u32
   }
 }
 
+DEVICE void begin_row(State& state) {
+#pragma unroll
+  for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
+  state.sum[0] = state.sum[1] = 0.f, state.reference[0] = state.reference[1] = NO_SCORE_YET;
+}
+
+// The first row's queries are brought by the warpgroup that scores second.
 template <class L>
-DEVICE void attend(const Params& p, u32 shared) {
+DEVICE void bring_first_queries(const Params& p, const Row& row, State& state, u32 shared) {
+  const int thread = threadIdx.x & 127;
+  if (threadIdx.x >= 128) {
+    copy_queries<L>(p, row, shared, thread);
+    arrive_when_copied(shared + L::QUERY_FULL);
+  }
+  load_query_fragments<L>(p, row, state, thread / 32 * 16 + thread % 32 / 4, thread % 4);
+}
+
+template <class L>
+DEVICE void attend_cluster(const Params& p, u32 shared) {
+  const Row row = this_row(p);
+  State state;
+  bring_first_queries<L>(p, row, state, shared);
+  begin_row(state);
+  const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31,
+            half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4, turns = turns_of(row);
+  u32 own_parity = 0, other_parity = 0;
+  mbarrier_wait(shared + L::QUERY_FULL, 0);
+  if (half == 0)
+    attend_row<L, 0, false>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
+  else
+    attend_row<L, 1, false>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
+  finish_cluster<L>(p, row, state, shared, half, head, warp, lane);
+}
+
+template <class L>
+DEVICE void attend_rows(const Params& p, u32 shared) {
   u32 own_parity = 0, other_parity = 0, query_parity = 0, row_parity = 0;
   State state;
-  int n = cluster_index(p);
-  {
-    const int thread = threadIdx.x & 127;
-    const Row row = nth_row(p, n);
-    if (threadIdx.x >= 128) {
-      copy_queries<L>(p, row, shared, thread);
-      arrive_when_copied(shared + L::QUERY_FULL);
-    }
-    load_query_fragments<L>(p, row, state, thread / 32 * 16 + thread % 32 / 4, thread % 4);
-  }
+  int n = blockIdx.x;
+  bring_first_queries<L>(p, row_at(p, n), state, shared);
   for (bool first = true;; first = false) {
     int turns;
     {
-      const Row row = nth_row(p, n);
+      const Row row = row_at(p, n);
       if (row.token >= p.num_tokens) break;
       turns = turns_of(row);
     }
-#pragma unroll
-    for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
-    state.sum[0] = state.sum[1] = 0.f, state.reference[0] = state.reference[1] = NO_SCORE_YET;
+    begin_row(state);
     // Code that runs once a row is the same for both warpgroups: instruction caches do not hold a kernel this long.
     {
       const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31,
@@ -409,37 +435,30 @@ DEVICE void attend(const Params& p, u32 shared) {
       query_parity ^= queries;
       if (queries && turns <= half) warp_arrive(shared + L::QUERY_FREE, lane);
       if (half == 0)
-        attend_row<L, 0>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
+        attend_row<L, 0, true>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
       else
-        attend_row<L, 1>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
+        attend_row<L, 1, true>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
     }
     hold(n);
     {
       const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31,
                 half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
-      const Row row = nth_row(p, n);
-      n += rows_at_once(p);
-      const Row next = nth_row(p, n);
+      const Row row = row_at(p, n);
+      n += gridDim.x;
+      const Row next = row_at(p, n);
       if (next.token < p.num_tokens) load_query_fragments<L>(p, next, state, head, lane % 4);
-      finish_row<L>(p, row, state, shared, row_parity, half, head, warp, lane, thread);
+      finish_row<L>(p, row, state, shared, row_parity, half, head, warp, lane);
     }
     row_parity ^= 1;
   }
 }
 
-// ---- the kernel -----------------------------------------------------------------------------------------------------
+// ---- the kernels ----------------------------------------------------------------------------------------------------
 
-template <int DIM>
-__global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_constant__ Params p) {
-  using L = PairLayout<DIM>;
-  CHECK_SHARED_BYTES(L);
-  extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const u32 shared = shared_address(shared_memory);
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  Start start;
-  if (warpgroup == 2) start = start_of(p, thread);
-  // A warp each: one thread takes long for all of them.
-  if (thread % 32 == 0)
+// A warp each: one thread takes long for all of them.
+template <class L>
+DEVICE void init_barriers(u32 shared) {
+  if (threadIdx.x % 32 == 0)
 #pragma unroll 1
     for (int barrier = L::FULL + threadIdx.x / 32 * 8; barrier <= L::OWN_FULL; barrier += 12 * 8) {
       int arrivals = 128;  // of the gather's threads
@@ -453,19 +472,49 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64(const __grid_
       fence_barrier_init();
     }
   __syncthreads();
+}
+
+template <int DIM>
+__global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __grid_constant__ Params p) {
+  using L = PairLayout<DIM>;
+  CHECK_SHARED_BYTES(L);
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = shared_address(shared_memory);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  Start start;
+  if (warpgroup == 2) start = start_of(p, row_at(p, blockIdx.x), thread);
+  init_barriers<L>(shared);
   if (warpgroup == 2) {
     fewer_registers<40>();
-    launch_dependents();
     gather_rows<L>(p, start, shared, thread);
-    if (p.splits > 1) {
-      const Row row = nth_row(p, cluster_index(p));
-      stand_by<L>(p, row, shared, true, thread);
-      weigh_parts<L>(p, row, shared, thread);
-      __syncwarp();
-      warp_arrive(shared + L::OWN_FULL, thread % 32);
-    }
   } else {
     more_registers<232>();
-    attend<L>(p, shared);
+    attend_rows<L>(p, shared);
+  }
+}
+
+template <int DIM>
+__global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
+    sparse_attention_bf16_64_clusters(const __grid_constant__ Params p) {
+  using L = PairLayout<DIM>;
+  CHECK_SHARED_BYTES(L);
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = shared_address(shared_memory);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (token_of(p) >= p.num_tokens) return;
+  Start start;
+  if (warpgroup == 2) start = start_of(p, this_row(p), thread);
+  init_barriers<L>(shared);
+  if (warpgroup == 2) {
+    fewer_registers<40>();
+    gather_row<L>(p, start, shared, thread);
+    launch_dependents();
+    stand_by<L>(p, start.row, shared, true, thread);
+    weigh_parts<L>(p, start.row, shared, thread);
+    __syncwarp();
+    warp_arrive(shared + L::OWN_FULL, thread % 32);
+  } else {
+    more_registers<232>();
+    attend_cluster<L>(p, shared);
   }
 }
