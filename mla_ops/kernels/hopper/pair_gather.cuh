@@ -20,8 +20,9 @@ struct PairLayout {
   static constexpr float FACTOR = 1.f;
   static constexpr bool PERMUTED = false;
   static constexpr int THREADS = 384;
-  // The last chunk of queries lives in registers: it saves room, and shared memory is as busy as the tensor cores are.
-  static constexpr int QUERY_CHUNKS = CHUNKS - 1;
+  // One more chunk of queries lives in registers, for shared memory is as busy as the tensor cores are: RoPE, for which
+  // there would be no room, or the last of those that a warpgroup multiplies.
+  static constexpr int QUERY_CHUNKS = 8;
   static constexpr Group FIRST = CHUNKS > 8 ? ROPE : NEAR;
   static constexpr int QUERY = 0;
   static constexpr int WEIGHTS = QUERY + QUERY_CHUNKS * CHUNK;  // of a warpgroup's turn; at the end its results
@@ -135,15 +136,14 @@ DEVICE void copy_turn(const Params& p, const Row& row, const OwnRows& own, u32 a
 
 // What the gather asks for before anything else: the way from an index to a key in shared memory is the longest of the
 // start.
-struct Start {
-  Row row;
+struct GatherStart {
   int request, indices[2];  // of the first two turns
 };
 
-DEVICE Start start_of(const Params& p, const Row& row, int thread) {
-  Start start{row, request_of(p, row)};
+DEVICE GatherStart gather_start(const Params& p, const Row& row, int warp, int lane) {
+  GatherStart start{request_of(p, row)};
 #pragma unroll
-  for (int i = 0; i < 2; ++i) start.indices[i] = index_at(p, row, row.first + i, thread >> 5, thread & 31);
+  for (int i = 0; i < 2; ++i) start.indices[i] = index_at(p, row, row.first + i, warp, lane);
   return start;
 }
 
@@ -159,9 +159,8 @@ DEVICE void copy_half(OwnRows own, u32 tile, int half, int turned) {
 // The one row of a CTA in a cluster. Its first instructions come from memory, 100 cycles for eight of them: so there
 // are few in front of the first copies, and one tile's are the other's.
 template <class L>
-DEVICE void gather_row(const Params& p, const Start& start, u32 shared, int thread) {
+DEVICE void gather_row(const Params& p, const Row& row, const GatherStart& start, u32 shared, int thread) {
   using R = PlainRows<L::CHUNKS * 128>;
-  const Row& row = start.row;
   const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, turned = turned_chunks(row);
   const u32 part = warp * PARTS / 4 * 8;
   Key key = key_at<R>(p, row, row.first, start.request, start.indices[0]);
@@ -199,14 +198,13 @@ DEVICE void gather_row(const Params& p, const Start& start, u32 shared, int thre
 // An index is read two turns ahead and the block table one ahead, in the next row as well, so that this waits for
 // nothing but room. The first row's queries are brought by those who need them.
 template <class L>
-DEVICE void gather_rows(const Params& p, const Start& start, u32 shared, int thread) {
+DEVICE void gather_rows(const Params& p, Row row, const GatherStart& start, u32 shared, int thread) {
   using R = PlainRows<L::CHUNKS * 128>;
   hold(thread);  // in a register, as the addresses
   const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31;
   hold(shared);
   u32 place = own_place(shared + L::TILES, warp, lane);
   hold(place);
-  Row row = start.row;
   int n = blockIdx.x, request = start.request, index = start.indices[1];  // of the turn after the key's
   Key key = key_at<R>(p, row, row.first, request, start.indices[0]);
   bool ahead = true, first = true;

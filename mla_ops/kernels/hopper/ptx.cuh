@@ -224,6 +224,16 @@ DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrie
       : "memory");
 }
 
+// The other way, up to what `await_bulk_stores` waits for: that shared memory has been read.
+DEVICE void bulk_store(void* destination, u32 source, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
+               : "memory");
+}
+
+DEVICE void await_bulk_stores() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // What the driver encodes for `copy_box`.
 struct alignas(64) TensorMap {
   u64 words[16];

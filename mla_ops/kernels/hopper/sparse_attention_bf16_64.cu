@@ -21,10 +21,10 @@ struct State {
   u32 query[16];  // the last chunk
 };
 
-// This thread's share of the last 64 dims, as wgmma's first operand.
+// This thread's share of 64 dims, as wgmma's first operand.
 template <class L>
-DEVICE void load_query_fragments(const Params& p, const Row& row, State& state, int head, int t) {
-  const int chunk = L::QUERY_CHUNKS < 8 ? L::QUERY_CHUNKS ^ turned_chunks(row) : L::QUERY_CHUNKS;
+DEVICE void load_query_fragments(const Params& p, const Row& row, State& state, int half, int head, int t) {
+  const int chunk = L::FIRST == ROPE ? 8 : (half ? 3 : 7) ^ turned_chunks(row);
   const u32* from[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i)
@@ -33,24 +33,26 @@ DEVICE void load_query_fragments(const Params& p, const Row& row, State& state, 
   for (int e = 0; e < 16; ++e) state.query[e] = __ldg(from[e & 1] + e / 4 * 8 + (e & 2) * 2);
 }
 
-// Products of the queries with one group of a tile's dims.
-template <class L, int TILE, Group GROUP>
-DEVICE void multiply_queries(float (&s)[32], const State& state, u32 shared, u32 parity) {
-  constexpr int FIRST = GROUP == ROPE ? 8 : (TILE ^ (GROUP == FAR)) * 4, COUNT = GROUP == ROPE ? 1 : 4;
-  mbarrier_wait(full_barrier<L>(shared, TILE, GROUP), parity);
+// Products of the queries with one group of the dims of warpgroup w's tile.
+template <class L, Group GROUP>
+DEVICE void multiply_queries(float (&s)[32], const State& state, u32 shared, int w, u32 parity) {
+  mbarrier_wait(full_barrier<L>(shared, w, GROUP), parity);
   fence_async_shared();
-  const u64 query = tile_descriptor(shared + L::QUERY, 1024, 16),
-            keys = tile_descriptor(shared + L::TILES + TILE * L::TILE, 1024, 16);
+  const int first = GROUP == ROPE ? 8 : (GROUP == FAR ? w ^ 1 : w) * 4;
+  const u64 query = tile_descriptor(shared + L::QUERY + first * CHUNK, 1024, 16),
+            keys = tile_descriptor(shared + L::TILES + w * L::TILE + first * CHUNK, 1024, 16);
+  constexpr Group IN_REGISTERS = L::FIRST == ROPE ? ROPE : FAR;
+  constexpr int COUNT = GROUP == ROPE ? 1 : 4;
   wgmma_fence();
 #pragma unroll
-  for (int chunk = FIRST; chunk < FIRST + COUNT; ++chunk)
+  for (int chunk = 0; chunk < COUNT; ++chunk)
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const int add = GROUP != L::FIRST || chunk > FIRST || k > 0;
-      if (chunk < L::QUERY_CHUNKS)
-        wgmma_heads_by_keys(s, query + (chunk * CHUNK + k * 32) / 16, keys + (chunk * CHUNK + k * 32) / 16, add);
+      const int add = GROUP != L::FIRST || chunk > 0 || k > 0, step = (chunk * CHUNK + k * 32) / 16;
+      if (GROUP == IN_REGISTERS && chunk + 1 == COUNT)
+        wgmma_bfloat16(s, state.query + k * 4, keys + step, add);
       else
-        wgmma_bfloat16(s, state.query + k * 4, keys + (chunk * CHUNK + k * 32) / 16, add);
+        wgmma_heads_by_keys(s, query + step, keys + step, add);
     }
   wgmma_commit();
 }
@@ -75,20 +77,20 @@ DEVICE void multiply_values(State& state, A weights, u64 values, int step) {
 }
 
 // Waits for those products, behind which LATER groups of others were begun.
-template <class L, int TILE, Group GROUP, int LATER, int PART = 0>
-DEVICE void release_values(u32 shared, int lane) {
+template <class L, Group GROUP, int LATER, int PART = 0>
+DEVICE void release_values(u32 shared, int tile, int lane) {
   if constexpr (PART < PARTS) {
     wgmma_wait<LATER + PARTS - 1 - PART>();
-    warp_arrive(free_barrier<L>(shared, TILE, GROUP, PART), lane);
-    release_values<L, TILE, GROUP, LATER, PART + 1>(shared, lane);
+    warp_arrive(free_barrier<L>(shared, tile, GROUP, PART), lane);
+    release_values<L, GROUP, LATER, PART + 1>(shared, tile, lane);
   }
 }
 
-// This warpgroup's half of the values of the other's turn, begun.
-template <class L, int W>
-DEVICE void add_other(State& state, u32 shared, int head, u32 parity) {
-  mbarrier_wait(shared + L::WEIGHTS_FULL + (W ^ 1) * 8, parity);
-  mbarrier_wait(full_barrier<L>(shared, W ^ 1, FAR), parity);  // long since full: now to this warpgroup's knowledge
+// Warpgroup w's half of the values of the other's turn, begun.
+template <class L>
+DEVICE void add_other(State& state, u32 shared, int w, int head, u32 parity) {
+  mbarrier_wait(shared + L::WEIGHTS_FULL + (w ^ 1) * 8, parity);
+  mbarrier_wait(full_barrier<L>(shared, w ^ 1, FAR), parity);  // long since full: now to this warpgroup's knowledge
   fence_async_shared();
   const float first = load_shared_float(shared + L::REFERENCES + head * 4),
               second = load_shared_float(shared + L::REFERENCES + head * 4 + 32);
@@ -97,8 +99,8 @@ DEVICE void add_other(State& state, u32 shared, int head, u32 parity) {
     hold(state.o);
     change_references(state, first, second);
   }
-  const u64 weights = tile_descriptor(shared + L::WEIGHTS + (W ^ 1) * CHUNK, 1024, 16),
-            values = tile_descriptor(shared + L::TILES + (W ^ 1) * L::TILE + W * 4 * CHUNK, 1024, CHUNK);
+  const u64 weights = tile_descriptor(shared + L::WEIGHTS + (w ^ 1) * CHUNK, 1024, 16),
+            values = tile_descriptor(shared + L::TILES + (w ^ 1) * L::TILE + w * 4 * CHUNK, 1024, CHUNK);
   hold(state.o);
   multiply_values(state, weights, values, 2);
 }
@@ -120,29 +122,28 @@ DEVICE bool weigh(const float (&s)[32], float scale, const State& state, u32 (&w
 }
 
 // Weights, and the references that they are relative to if those are new, for the other warpgroup.
-template <class L, int W>
-DEVICE void hand_over(const State& state, const u32 (&weights)[16], u32 shared, bool moved, int head, int warp,
+template <class L>
+DEVICE void hand_over(const State& state, const u32 (&weights)[16], u32 shared, int w, bool moved, int head, int warp,
                       int lane) {
   if (moved && lane % 4 == 0) {
     store_shared_float(shared + L::REFERENCES + head * 4, state.reference[0]);
     store_shared_float(shared + L::REFERENCES + head * 4 + 32, state.reference[1]);
   }
-  const u32 to = shared + L::WEIGHTS + W * CHUNK + (warp * 16 + lane % 16) * 128;
+  const u32 to = shared + L::WEIGHTS + w * CHUNK + (warp * 16 + lane % 16) * 128;
 #pragma unroll
   for (int k = 0; k < 4; ++k)
     store_matrices(to + (((k * 2 + lane / 16) ^ lane) & 7) * 16, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2],
                    weights[4 * k + 3]);
   fence_async_shared();
   __syncwarp();
-  warp_arrive(shared + L::WEIGHTS_FULL + W * 8, lane);
+  warp_arrive(shared + L::WEIGHTS_FULL + w * 8, lane);
 }
 
-// Scores of this warpgroup's turn into weights, in registers and in shared memory. `settle` waits for `o`, which wgmma
-// may have in hands: a usual turn does not need it.
-template <class L, int W, class Settle>
-DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)[16], u32 shared, bool first, int head,
-                   int warp, int lane, Settle settle) {
-  const uint4 alive = load_shared_16(shared + L::LIVE + W * 16);
+// Scores of warpgroup w's turn into weights, in registers and in shared memory.
+template <class L>
+DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)[16], u32 shared, int w, bool first,
+                   int head, int warp, int lane) {
+  const uint4 alive = load_shared_16(shared + L::LIVE + w * 16);
   float scale = p.scale_log2;
   if ((alive.x & alive.y & alive.z & alive.w) != 0xffff) {
     const u32 words[4] = {alive.x, alive.y, alive.z, alive.w};
@@ -155,8 +156,6 @@ DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)
   }
   float sum[2];
   const bool moves = first || __any_sync(~0u, weigh(s, scale, state, weights, sum));  // the first turn sets them
-  if (!moves) hand_over<L, W>(state, weights, shared, false, head, warp, lane);
-  settle();
   if (moves) {
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -168,27 +167,27 @@ DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)
     }
     change_references(state, top[0], top[1]);
     weigh(s, scale, state, weights, sum);
-    hand_over<L, W>(state, weights, shared, true, head, warp, lane);
   }
+  hand_over<L>(state, weights, shared, w, moves, head, warp, lane);
   state.sum[0] += sum[0], state.sum[1] += sum[1];
 }
 
-// This warpgroup's half of the values of its own turn, to the end.
-template <class L, int W>
-DEVICE void add_own(State& state, u32 (&weights)[16], u32 shared, int lane) {
-  const u64 values = tile_descriptor(shared + L::TILES + W * L::TILE + W * 4 * CHUNK, 1024, CHUNK);
+// Warpgroup w's half of the values of its own turn, to the end.
+template <class L>
+DEVICE void add_own(State& state, u32 (&weights)[16], u32 shared, int w, int lane) {
+  const u64 values = tile_descriptor(shared + L::TILES + w * (L::TILE + 4 * CHUNK), 1024, CHUNK);
   hold(state.o);
   hold(weights);
   multiply_values<const u32*>(state, weights, values, 4);
-  release_values<L, W, NEAR, 0>(shared, lane);
+  release_values<L, NEAR, 0>(shared, w, lane);
   hold(state.o);
 }
 
-// 16 heads by 64 dims of a warp's results, in a swizzled tile of 128-byte rows, whose row lane % 16 is at `to`: two
-// blocks of 8 dims, a lane's two values for each of its two heads.
-DEVICE void store_results(u32 to, int k, int lane, const float (&v)[8]) {
-  store_matrices(to + (((k * 2 + lane / 16) ^ lane) & 7) * 16, pack_bfloat16(v[0], v[1]), pack_bfloat16(v[2], v[3]),
-                 pack_bfloat16(v[4], v[5]), pack_bfloat16(v[6], v[7]));
+// 16 heads by 16 dims of a warp's results, two blocks of eight dims, a lane's two values for each of its two heads:
+// to row lane % 16 at `to`, the second block of dims by the upper lanes.
+DEVICE void store_results(u32 to, const float (&v)[8]) {
+  store_matrices(to, pack_bfloat16(v[0], v[1]), pack_bfloat16(v[2], v[3]), pack_bfloat16(v[4], v[5]),
+                 pack_bfloat16(v[6], v[7]));
 }
 
 // A copy: else accumulators would have to lie as packets want them, and products wait for one another.
@@ -202,6 +201,7 @@ template <class L>
 DEVICE void exchange_halves(const Params& p, const Row& row, const State& state, u32 shared, int warp, int lane) {
   using E = typename L::End;
   constexpr int QUADS = 16, BYTES = QUADS * 512;  // of half of a warp's
+  static_assert(8 * (BYTES + 16 * 544) <= L::REFERENCES - L::PACKETS, "no room for results");
   const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * BYTES + lane * 16, to = peer_address(place, peer),
             barrier = peer_address(shared + L::PACKETS_FULL, peer);
 #pragma unroll
@@ -213,15 +213,17 @@ DEVICE void exchange_halves(const Params& p, const Row& row, const State& state,
   }
   warp_arrive(shared + L::OWN_FULL, lane);
   const Target target = target_of<L>(p, row);
-  const int head = (warp & 3) * 16, dim = (warp & 4) * 64 + row.rank * 128;
+  const int size = target.whole ? 2 : 4, pitch = 128 * size + size * 8,  // which meets all banks
+      head = (warp & 3) * 16 + lane, dim = (warp & 4) * 64 + row.rank * 128;
   const u32 column = column_of_quad<L>(0, warp, lane) * 4, factors = shared + E::FACTORS + column,
-            results = shared + L::PACKETS + 8 * BYTES + warp * 4096;  // [2, 16 heads, 64 dims]
+            results = shared + L::PACKETS + 8 * BYTES + warp * 16 * (128 * 4 + 32);  // [16 heads, 128 dims]
+  char* const to_memory = target.rows + (head * target.head_stride + dim) * size;
   mbarrier_wait(shared + L::OWN_FULL, 0);
   const float2 weight = load_shared_float2(shared + E::WEIGHTS + column),
                mine = load_shared_float2(factors + row.rank * (L::HEADS * 4)),
                theirs = load_shared_float2(factors + peer * (L::HEADS * 4));
   const float own[2] = {mine.x * weight.x, mine.y * weight.y}, others[2] = {theirs.x * weight.x, theirs.y * weight.y};
-  auto sums_of = [&](int quad, float* sums) {
+  auto add_quad = [&](int quad, float* sums) {
     const uint4 v = load_shared_16(place + quad * 512);
     const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -229,35 +231,26 @@ DEVICE void exchange_halves(const Params& p, const Row& row, const State& state,
       sums[i] = fmaf(__uint_as_float(words[i]), others[i / 2], state.o[quad * 4 + i] * own[i / 2]);
   };
   mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
-  if (!target.whole) {
-    const int g = head + (lane >> 2);
-    float* rows = reinterpret_cast<float*>(target.rows) + g * target.head_stride + dim + (lane & 3) * 2;
-    const bool there[2] = {g < target.heads, g + 8 < target.heads};
+  if (target.whole) {
+#pragma unroll
+    for (int quad = 0; quad < QUADS; quad += 2) {
+      float sums[8];
+      add_quad(quad, sums), add_quad(quad + 1, sums + 4);
+      store_results(results + lane % 16 * pitch + lane / 16 * 16 + quad * 16, sums);
+    }
+  } else {
 #pragma unroll
     for (int quad = 0; quad < QUADS; ++quad) {
       float sums[4];
-      sums_of(quad, sums);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        store_8_if(there[i], rows + 8 * i * target.head_stride + quad * 8, __float_as_uint(sums[2 * i]),
-                   __float_as_uint(sums[2 * i + 1]));
+      add_quad(quad, sums);
+      const u32 to_row = results + lane / 4 * pitch + lane % 4 * 8 + quad * 32;
+      store_shared_float2(to_row, sums[0], sums[1]), store_shared_float2(to_row + 8 * pitch, sums[2], sums[3]);
     }
-    return;
   }
-#pragma unroll
-  for (int quad = 0; quad < QUADS; quad += 2) {
-    float sums[8];
-    sums_of(quad, sums), sums_of(quad + 1, sums + 4);
-    store_results(results + quad / 8 * 2048 + lane % 16 * 128, quad / 2 % 4, lane, sums);
-  }
+  fence_async_shared();
   __syncwarp();
-  const int unit = lane % 16, first = lane / 16;
-  char* rows = target.rows + 2 * ((head + first) * target.head_stride + dim + unit * 8);
-#pragma unroll
-  for (int r = 0; r < 16; r += 2) {
-    const uint4 v = load_shared_16(results + unit / 8 * 2048 + (r + first) * 128 + ((unit ^ (r + first)) & 7) * 16);
-    store_16_if(head + first + r < target.heads, rows + 2 * r * target.head_stride, v.x, v.y, v.z, v.w);
-  }
+  if (lane < 16 && head < target.heads) bulk_store(to_memory, results + lane * pitch, 128 * size);
+  await_bulk_stores();
 }
 
 // A head's sum over both warpgroups. Nobody needs this row's tiles and weights any more then.
@@ -322,7 +315,7 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
       float v[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) v[e] = state.o[chunk * 32 + k * 8 + e] * factor[e / 2 & 1];
-      store_results(to, k, lane, v);
+      store_results(to + (((k * 2 + lane / 16) ^ lane) & 7) * 16, v);
     }
     __syncwarp();
 #pragma unroll
@@ -334,46 +327,36 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
   }
 }
 
-// The turns of a row that warpgroup W owns, and its half of the other's.
-template <class L, int W, bool WALK>
-DEVICE void attend_row(const Params& p, State& state, u32 shared, int turns, u32& own_parity, u32& other_parity,
+// The turns of a row that warpgroup w owns, and its half of the other's. The same code for both warpgroups: instructions
+// come from memory at first. The other's turn stands in front of the last scores, whose keys come last.
+template <class L, bool WALK>
+DEVICE void attend_row(const Params& p, State& state, u32 shared, int w, int turns, u32& own_parity, u32& other_parity,
                        int head, int warp, int lane) {
-  constexpr Group FIRST = L::FIRST;
-  for (int turn = W; turn < turns; turn += 2) {
+  for (int turn = w; turn < turns; turn += 2) {
     float s[32];
     u32 weights[16];
-    if (W == 0 && turn) {
-      add_other<L, W>(state, shared, head, other_parity);
+    multiply_queries<L, L::FIRST>(s, state, shared, w, own_parity);
+    if (L::FIRST == ROPE) multiply_queries<L, NEAR>(s, state, shared, w, own_parity);
+    if (turn) {
+      add_other<L>(state, shared, w, head, other_parity);
       other_parity ^= 1;
     }
-    multiply_queries<L, W, FIRST>(s, state, shared, own_parity);
-    if (W == 0 && turn) release_values<L, 1, FAR, 1>(shared, lane);
-    if (FIRST == ROPE) multiply_queries<L, W, NEAR>(s, state, shared, own_parity);
-    multiply_queries<L, W, FAR>(s, state, shared, own_parity);
-    if (W == 1) {
-      add_other<L, W>(state, shared, head, other_parity);
-      other_parity ^= 1;
-      wgmma_wait<PARTS>();
-    } else {
-      wgmma_wait<0>();
-      hold(state.o);
-    }
+    multiply_queries<L, FAR>(s, state, shared, w, own_parity);
+    if (turn) release_values<L, FAR, 1>(shared, w ^ 1, lane);
+    wgmma_wait<0>();
+    hold(state.o);
     hold(s);
     hold(state.query);
-    if (FIRST == ROPE) warp_arrive(free_barrier<L>(shared, W, ROPE, 0), lane);
+    if (L::FIRST == ROPE) warp_arrive(free_barrier<L>(shared, w, ROPE, 0), lane);
     if (WALK && turn + 2 >= turns) warp_arrive(shared + L::QUERY_FREE, lane);
-    soften<L, W>(p, state, s, weights, shared, W == 0 && turn == 0, head, warp, lane, [&] {
-      if (W == 0) return;
-      release_values<L, 0, FAR, 0>(shared, lane);
-      hold(state.o);
-    });
-    add_own<L, W>(state, weights, shared, lane);
+    soften<L>(p, state, s, weights, shared, w, turn == 0, head, warp, lane);
+    add_own<L>(state, weights, shared, w, lane);
     own_parity ^= 1;
   }
-  if (turns && (turns & 1) == W) {  // the last turn was the other's
-    add_other<L, W>(state, shared, head, other_parity);
+  if (turns && (turns & 1) == w) {  // the last turn was the other's
+    add_other<L>(state, shared, w, head, other_parity);
     other_parity ^= 1;
-    release_values<L, W ^ 1, FAR, 0>(shared, lane);
+    release_values<L, FAR, 0>(shared, w ^ 1, lane);
     hold(state.o);
   }
 }
@@ -392,7 +375,7 @@ DEVICE void bring_first_queries(const Params& p, const Row& row, State& state, u
     copy_queries<L>(p, row, shared, thread);
     arrive_when_copied(shared + L::QUERY_FULL);
   }
-  load_query_fragments<L>(p, row, state, thread / 32 * 16 + thread % 32 / 4, thread % 4);
+  load_query_fragments<L>(p, row, state, threadIdx.x >> 7, thread / 32 * 16 + thread % 32 / 4, thread % 4);
 }
 
 template <class L>
@@ -405,10 +388,7 @@ DEVICE void attend_cluster(const Params& p, u32 shared) {
             half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4, turns = turns_of(row);
   u32 own_parity = 0, other_parity = 0;
   mbarrier_wait(shared + L::QUERY_FULL, 0);
-  if (half == 0)
-    attend_row<L, 0, false>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
-  else
-    attend_row<L, 1, false>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
+  attend_row<L, false>(p, state, shared, half, turns, own_parity, other_parity, head, warp, lane);
   finish_cluster<L>(p, row, state, shared, half, head, warp, lane);
 }
 
@@ -434,10 +414,7 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
       if (queries) mbarrier_wait(shared + L::QUERY_FULL, query_parity);
       query_parity ^= queries;
       if (queries && turns <= half) warp_arrive(shared + L::QUERY_FREE, lane);
-      if (half == 0)
-        attend_row<L, 0, true>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
-      else
-        attend_row<L, 1, true>(p, state, shared, turns, own_parity, other_parity, head, warp, lane);
+      attend_row<L, true>(p, state, shared, half, turns, own_parity, other_parity, head, warp, lane);
     }
     hold(n);
     {
@@ -446,7 +423,7 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
       const Row row = row_at(p, n);
       n += gridDim.x;
       const Row next = row_at(p, n);
-      if (next.token < p.num_tokens) load_query_fragments<L>(p, next, state, head, lane % 4);
+      if (next.token < p.num_tokens) load_query_fragments<L>(p, next, state, half, head, lane % 4);
       finish_row<L>(p, row, state, shared, row_parity, half, head, warp, lane);
     }
     row_parity ^= 1;
@@ -481,12 +458,13 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  Start start;
-  if (warpgroup == 2) start = start_of(p, row_at(p, blockIdx.x), thread);
+  Row row;
+  GatherStart start;
+  if (warpgroup == 2) start = gather_start(p, row = row_at(p, blockIdx.x), thread >> 5, thread & 31);
   init_barriers<L>(shared);
   if (warpgroup == 2) {
     fewer_registers<40>();
-    gather_rows<L>(p, start, shared, thread);
+    gather_rows<L>(p, row, start, shared, thread);
   } else {
     more_registers<232>();
     attend_rows<L>(p, shared);
@@ -502,15 +480,16 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (token_of(p) >= p.num_tokens) return;
-  Start start;
-  if (warpgroup == 2) start = start_of(p, this_row(p), thread);
+  Row row;
+  GatherStart start;
+  if (warpgroup == 2) start = gather_start(p, row = this_row(p), thread >> 5, thread & 31);
   init_barriers<L>(shared);
   if (warpgroup == 2) {
     fewer_registers<40>();
-    gather_row<L>(p, start, shared, thread);
+    gather_row<L>(p, row, start, shared, thread);
     launch_dependents();
-    stand_by<L>(p, start.row, shared, true, thread);
-    weigh_parts<L>(p, start.row, shared, thread);
+    stand_by<L>(p, row, shared, true, thread);
+    weigh_parts<L>(p, row, shared, thread);
     __syncwarp();
     warp_arrive(shared + L::OWN_FULL, thread % 32);
   } else {
