@@ -67,6 +67,7 @@ template <int HEADS, bool PACKED_>
 struct Packets {
   static constexpr bool PACKED = PACKED_;
   static constexpr int QUADS = HEADS < 64 ? 1 : PACKED ? 4 : 2;
+  static constexpr bool ONE_HEAD = HEADS == 64 && PACKED;  // a lane's: 16 neighbouring dims; else two heads'
   static constexpr int WORDS = PACKED ? QUADS * 2 : QUADS * 4;  // of a lane
   static constexpr int UNIT = WORDS < 4 ? WORDS : 4;            // of them that lie together
   static constexpr int BYTES = WORDS * 128;

@@ -95,16 +95,22 @@ DEVICE int column_of(int head) {
   return L::HEADS == 64 ? (head & 48) + (head & 7) * 2 + (head >> 3 & 1) : head;
 }
 
-// That of the first of the two heads that a lane's accumulators `quad` are of.
+// That of the first of the one or two heads that a lane's words of a packet, the number-th of a warp's, are of.
 template <class L>
-DEVICE int column_of_quad(int quad, int warp, int lane) {
-  return L::HEADS == 64 ? (warp & 3) * 16 + (lane >> 2) * 2 : quad % (L::HEADS / 8) * 8 + (lane & 3) * 2;
+DEVICE int column_of_packet(int number, int warp, int lane) {
+  if (L::HEADS < 64) return number % (L::HEADS / 8) * 8 + (lane & 3) * 2;
+  return (warp & 3) * 16 + (lane >> 2) * 2 + (L::Packet::ONE_HEAD ? number & 1 : 0);
 }
 
-// Which of the two an accumulator is of.
+// Which of two an accumulator is of.
 template <class L>
 DEVICE constexpr bool is_second(int e) {
-  return L::HEADS == 64 ? e & 2 : e & 1;
+  return L::Packet::ONE_HEAD ? false : L::HEADS == 64 ? e & 2 : e & 1;
+}
+
+template <class L>
+DEVICE float2 load_factors(u32 from) {
+  return L::Packet::ONE_HEAD ? make_float2(load_shared_float(from), 0.f) : load_shared_float2(from);
 }
 
 // What each part counts in the result, and the lse: by 128 threads, several neighbours a head, who share its parts.
@@ -176,48 +182,62 @@ DEVICE Target target_of(const Params& p, const Row& row) {
           p.num_heads - row.tile * L::HEADS, whole};
 }
 
-// N neighbouring dims of a head. Without a branch: a warp's lanes stay together.
-template <int N>
-DEVICE void write_dims(const Target& to, int head, int dim, const float (&v)[N]) {
-  const i64 place = head * to.head_stride + dim;
-  const bool there = head < to.heads;
-  u32 pairs[N / 2];
-#pragma unroll
-  for (int i = 0; i < N; i += 2) pairs[i / 2] = pack_bfloat16(v[i], v[i + 1]);
-  if constexpr (N == 8)
-    store_16_if(there && to.whole, to.rows + 2 * place, pairs[0], pairs[1], pairs[2], pairs[3]);
-  else
-    store_8_if(there && to.whole, to.rows + 2 * place, pairs[0], pairs[1]);
-#pragma unroll
-  for (int i = 0; i < N; i += 4)
-    store_16_if(there && !to.whole, to.rows + 4 * (place + i), __float_as_uint(v[i]), __float_as_uint(v[i + 1]),
-                __float_as_uint(v[i + 2]), __float_as_uint(v[i + 3]));
+DEVICE void write_floats(const Target& to, bool there, i64 place, const float* v) {
+  store_16_if(there, to.rows + 4 * place, __float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+              __float_as_uint(v[3]));
 }
 
-// A lane's accumulators of a packet, the first four of which are number `quad` of a warp's.
+// Four neighbouring dims of a head. Without a branch: a warp's lanes stay together.
+DEVICE void write_4_dims(const Target& to, int head, int dim, const float (&v)[4]) {
+  const i64 place = head * to.head_stride + dim;
+  const bool there = head < to.heads;
+  store_8_if(there && to.whole, to.rows + 2 * place, pack_bfloat16(v[0], v[1]), pack_bfloat16(v[2], v[3]));
+  write_floats(to, there && !to.whole, place, v);
+}
+
+// Sixteen, of which neighbouring lanes have neighbouring ones: two lanes write 32 bytes together, as memory takes them.
+DEVICE void write_16_dims(const Target& to, int head, int dim, const float (&v)[16], int lane) {
+  const i64 place = head * to.head_stride + dim;
+  const bool there = head < to.heads, odd = lane & 1;
+  if (!to.whole) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) write_floats(to, there, place + i, v + i);
+    return;
+  }
+  u32 first[4], second[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 low = pack_bfloat16(v[2 * i], v[2 * i + 1]), high = pack_bfloat16(v[8 + 2 * i], v[9 + 2 * i]),
+              away = __shfl_xor_sync(~0u, odd ? low : high, 1);
+    first[i] = odd ? away : low, second[i] = odd ? high : away;
+  }
+  char* const even_lanes = to.rows + 2 * place + (odd ? -16 : 0);
+  store_16_if(there, even_lanes, first[0], first[1], first[2], first[3]);
+  store_16_if(there, even_lanes + 32, second[0], second[1], second[2], second[3]);
+}
+
+// A lane's accumulators of a packet, the number-th of a warp's.
 template <class L>
-DEVICE void write_packet(const Target& to, const float (&v)[L::Packet::QUADS * 4], u32 quad, int warp, int lane) {
+DEVICE void write_packet(const Target& to, const float (&v)[L::Packet::QUADS * 4], u32 number, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   int head = (warp & 3) * 16 + g, dim = (warp & 4) * 64;
-  if constexpr (L::HEADS == 64 && L::PERMUTED) {
-    dim += quad / 8 * 64 + 16 * t + quad % 8 * 2;
-    write_dims<8>(to, head, dim, {v[0], v[1], v[4], v[5], v[8], v[9], v[12], v[13]});
-    write_dims<8>(to, head + 8, dim, {v[2], v[3], v[6], v[7], v[10], v[11], v[14], v[15]});
+  if constexpr (L::Packet::ONE_HEAD) {
+    write_16_dims(to, head + number % 2 * 8, dim + number / 2 * 64 + 16 * t, v, lane);
   } else if constexpr (L::HEADS == 64) {
-    head += (t & 1) * 8, dim += quad * 8 + (t & 2) * 2;
+    head += (t & 1) * 8, dim += number * L::Packet::QUADS * 8 + (t & 2) * 2;
 #pragma unroll
     for (int q = 0; q < L::Packet::QUADS; ++q) {
       const float2 a = trade<1>(v[4 * q], v[4 * q + 2], lane), b = trade<1>(v[4 * q + 1], v[4 * q + 3], lane);
-      write_dims<4>(to, head, dim + q * 8, {a.x, b.x, a.y, b.y});
+      write_4_dims(to, head, dim + q * 8, {a.x, b.x, a.y, b.y});
     }
   } else {
     const float2 a = trade<4>(v[0], v[1], lane), b = trade<4>(v[2], v[3], lane);
-    head = quad % (L::HEADS / 8) * 8 + 2 * t + (g & 1), dim += quad / (L::HEADS / 8) * 64;
+    head = number % (L::HEADS / 8) * 8 + 2 * t + (g & 1), dim += number / (L::HEADS / 8) * 64;
     if constexpr (L::PERMUTED) {
-      write_dims<4>(to, head, dim + dim_of_row(warp & 3, g & 6), {a.x, a.y, b.x, b.y});
+      write_4_dims(to, head, dim + dim_of_row(warp & 3, g & 6), {a.x, a.y, b.x, b.y});
     } else {
       const float2 c = trade<8>(a.x, b.x, lane), d = trade<8>(a.y, b.y, lane);
-      write_dims<4>(to, head, dim + (warp & 3) * 16 + (g & 4) + (g & 2) * 4, {c.x, d.x, c.y, d.y});
+      write_4_dims(to, head, dim + (warp & 3) * 16 + (g & 4) + (g & 2) * 4, {c.x, d.x, c.y, d.y});
     }
   }
 }
@@ -258,7 +278,7 @@ DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], u32 from, u32 factors
   float2 factor[COUNT];  // of two heads
 #pragma unroll
   for (int k = 0; k < COUNT; ++k) {
-    factor[k] = load_shared_float2(factors + k * (L::HEADS * 4));
+    factor[k] = load_factors<L>(factors + k * (L::HEADS * 4));
     piece[k].load(from + k * P::BYTES);
   }
 #pragma unroll
@@ -292,8 +312,8 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
   if (P::PACKED && load_shared_4(shared + L::End::SOME_BFLOAT16) != 0) most = 1;
 #pragma unroll 1
   for (int index = warp; index < packets; index += WARPS) {
-    const u32 packet = index * splits + row.rank, quad = packet / 8 * P::QUADS;
-    const int column = column_of_quad<L>(quad, packet & 7, lane);
+    const u32 packet = index * splits + row.rank, number = packet / 8;
+    const int column = column_of_packet<L>(number, packet & 7, lane);
     u32 from = shared + L::PACKETS + index * splits * P::BYTES + lane * (P::UNIT * 4),
         factors = shared + L::End::FACTORS + column * 4;
     float sums[P::QUADS * 4];
@@ -313,10 +333,10 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
         add_parts<L, 1, true>(sums, from, factors);
       from += count * P::BYTES, factors += count * (L::HEADS * 4), left -= count;
     } while (left > 0);
-    const float2 weight = load_shared_float2(shared + L::End::WEIGHTS + column * 4);
+    const float2 weight = load_factors<L>(shared + L::End::WEIGHTS + column * 4);
 #pragma unroll
     for (int e = 0; e < P::QUADS * 4; ++e) sums[e] *= is_second<L>(e) ? weight.y : weight.x;
-    write_packet<L>(to, sums, quad, packet & 7, lane);
+    write_packet<L>(to, sums, number, packet & 7, lane);
   }
 }
 

@@ -215,7 +215,7 @@ DEVICE void exchange_halves(const Params& p, const Row& row, const State& state,
   const Target target = target_of<L>(p, row);
   const int size = target.whole ? 2 : 4, pitch = 128 * size + size * 8,  // which meets all banks
       head = (warp & 3) * 16 + lane, dim = (warp & 4) * 64 + row.rank * 128;
-  const u32 column = column_of_quad<L>(0, warp, lane) * 4, factors = shared + E::FACTORS + column,
+  const u32 column = column_of_packet<L>(0, warp, lane) * 4, factors = shared + E::FACTORS + column,
             results = shared + L::PACKETS + 8 * BYTES + warp * 16 * (128 * 4 + 32);  // [16 heads, 128 dims]
   char* const to_memory = target.rows + (head * target.head_stride + dim) * size;
   mbarrier_wait(shared + L::OWN_FULL, 0);

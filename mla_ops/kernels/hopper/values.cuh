@@ -305,7 +305,9 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     }
     auto inverse_of = [&](int e) { return inverse[HEADS_BY_DIMS ? e >> 1 & 1 : e / 4 * 2 + (e & 1)]; };
     send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int n) {
-      const int piece = n * 2 / N, e = n * 2 % N;
+      // with 64 heads a packet is a chunk of 64 dims of one of the two heads
+      const int place = L::Packet::ONE_HEAD ? (n / 16 * 8 + n % 8) * 4 + n / 8 % 2 * 2 : n * 2, piece = place / N,
+                e = place % N;
       const float a = o[piece][e] * inverse_of(e), b = o[piece][e + 1] * inverse_of(e + 1);
       return was_wide ? pack_bfloat16(a, b) : pack_float16(a, b);
     });
