@@ -21,12 +21,13 @@ from mla_ops.kernels.hopper.launch import (
     choose,
     choose_deterministic,
     predicted_us,
+    splits_for,
     tiles_for,
 )
 
 FP8 = KERNELS["fp8_ds_mla", 576]
 # of an H200, by the sizes in SPLITS
-AT_ONCE = (132, 66, 39, 30, 17, 15, 7)
+AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ AT_ONCE = (132, 66, 39, 30, 17, 15, 7)
         (1, 16, Shape(16, 16)),
         (8, 16, Shape(16, 8)),
         (8, 128, Shape(64, 6)),
+        (10, 128, Shape(64, 5)),
         (16, 128, Shape(64, 3)),
         (32, 16, Shape(16, 3)),
         (32, 128, Shape(64, 2)),
@@ -57,11 +59,19 @@ def test_no_cluster_has_more_ctas_than_there_are_turns(num_heads: int, topk: int
         assert shape.splits <= max(1, -(-topk // 64))
 
 
-def test_packets_of_every_cluster_have_room() -> None:
-    """Shared memory has room for those of 16 CTAs, among which they divide, and of MAX_UNEVEN_SPLITS (layout.cuh)."""
+def test_sizes_of_clusters_are_those_of_the_kernels() -> None:
+    """Shared memory has room for the packets of each size that layout.cuh names."""
     text = (nvrtc.FOLDER / "layout.cuh").read_text()
-    uneven = int(re.findall(r"MAX_UNEVEN_SPLITS = (\d+);", text)[0])
-    assert all(splits <= uneven or splits == 16 for splits in SPLITS)
+    (sizes,) = re.findall(r"int SPLITS\[\] = \{([0-9, ]+)\};", text)
+    assert tuple(int(size) for size in sizes.split(",")) == SPLITS
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [(1, [1]), (2, [1, 2]), (10, [1, 2, 3, 4, 5, 10]), (32, [1, 2, 3, 4, 5, 6, 7, 8, 11, 16])],
+)
+def test_no_cta_is_added_that_shortens_no_share(turns: int, expected: list[int]) -> None:
+    assert splits_for(turns) == expected
 
 
 def test_a_deterministic_launch_depends_on_one_row_alone() -> None:

@@ -176,7 +176,9 @@ def test_clusters_of_every_size_on_hopper(cache_format: str, tile: int) -> None:
     lengths = torch.tensor([1100, 1100, 1090, 1024, 0, 1, 300, 700, 1000], dtype=torch.int32, device=device)
     options = {"topk_length": lengths, "attn_sink": torch.randn(num_heads, device=device)}
     rounded = operand("hopper", cache_format, q.dtype)
-    expected = attention_oracle.attention(q, cache, indices, SCALE, operand=rounded, cache_format=cache_format, **options)
+    expected = attention_oracle.attention(
+        q, cache, indices, SCALE, operand=rounded, cache_format=cache_format, **options
+    )
     keys = launch.KERNELS[cache_format, q.shape[2]]
     at_once = launch.clusters_at_once(keys, tile, 0)
     for splits in (splits for splits, count in zip(launch.SPLITS, at_once, strict=True) if count):

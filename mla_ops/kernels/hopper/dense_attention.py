@@ -19,7 +19,6 @@ from .launch import (
     KERNELS,
     KEYS,
     NO_CACHE,
-    SPLITS,
     Keys,
     Shape,
     cache_params,
@@ -27,6 +26,7 @@ from .launch import (
     compile_reason,
     launch,
     predicted_us,
+    splits_for,
     tiles_for,
 )
 from .prefill_attention import prefill_attention, prefill_reason
@@ -71,8 +71,8 @@ def choose(
         Shape(tile, splits, parts)
         for tile in tiles_for(num_heads)
         for parts in PARTS
-        for splits in SPLITS
-        if parts <= most_parts and splits * parts <= turns and (parts == 1 or splits > 1)
+        for splits in splits_for(-(-turns // parts))
+        if parts <= min(most_parts, turns) and (parts == 1 or splits > 1)
     )
     return min(shapes, key=time)
 

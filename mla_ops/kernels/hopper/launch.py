@@ -146,7 +146,12 @@ def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tupl
     def time(shape: Shape) -> float:
         return predicted_us(keys, shape, num_tokens, num_heads, turns, at_once)
 
-    return min((Shape(tile, n) for tile in tiles_for(num_heads) for n in SPLITS if n <= turns), key=time)
+    return min((Shape(tile, n) for tile in tiles_for(num_heads) for n in splits_for(turns)), key=time)
+
+
+def splits_for(turns: int) -> list[int]:
+    """Sizes of clusters in which the longest share of `turns` is shorter than with a CTA less."""
+    return [n for n in SPLITS if n == 1 or -(-turns // n) < -(-turns // (n - 1))]
 
 
 def predicted_us(

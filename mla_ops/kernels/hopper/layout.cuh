@@ -57,7 +57,17 @@ constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, VALUES_B
 
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
 
-constexpr int MAX_UNEVEN_SPLITS = 8;  // larger clusters have 16 CTAs, among which packets divide
+constexpr int SPLITS[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16};  // CTAs of a cluster
+
+// The most packets that a CTA gets, of `count` that each CTA of its cluster has.
+constexpr int packets_room(int count) {
+  int most = 0;
+  for (int splits : SPLITS) {
+    const int packets = (count + splits - 1) / splits * splits;
+    if (packets > most) most = packets;
+  }
+  return most;
+}
 
 // At the end of a row each CTA of a cluster adds up its share of all packets. A packet is QUADS times four accumulators
 // of each lane of one of the eight warps that accumulate; packet 8 u + w is the u-th of warp w, and goes to the CTA
@@ -67,13 +77,13 @@ template <int HEADS, bool PACKED_>
 struct Packets {
   static constexpr bool PACKED = PACKED_;
   static constexpr int QUADS = HEADS < 64 ? 1 : PACKED ? 4 : 2;
-  static constexpr bool ONE_HEAD = HEADS == 64 && PACKED;  // a lane's: 16 neighbouring dims; else two heads'
+  static constexpr bool ONE_HEAD = HEADS == 64 && PACKED;       // a lane's: 16 neighbouring dims; else two heads'
   static constexpr int WORDS = PACKED ? QUADS * 2 : QUADS * 4;  // of a lane
   static constexpr int UNIT = WORDS < 4 ? WORDS : 4;            // of them that lie together
   static constexpr int BYTES = WORDS * 128;
   static constexpr int OF_A_WARP = HEADS / 2 / QUADS;
   static constexpr int COUNT = 8 * OF_A_WARP;
-  static constexpr int ROOM = (COUNT + MAX_UNEVEN_SPLITS - 1) * BYTES;  // for a share, from every CTA
+  static constexpr int ROOM = packets_room(COUNT) * BYTES;
 };
 
 // Where the queries were, after the last turn.

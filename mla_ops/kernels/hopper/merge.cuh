@@ -305,7 +305,7 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
   if (by_halves<L>(p, row)) return;
   Target to = target_of<L>(p, row);
   int packets = packets_of<L>(p, row.rank), splits = row.splits;
-  int most = 4;  // parts that are added up at a time
+  int most = 4;                                                // parts that are added up at a time
   hold(to.rows), hold(to.heads), hold(packets), hold(splits);  // while there is time
   mbarrier_wait(shared + L::OWN_FULL, 0);
   if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);

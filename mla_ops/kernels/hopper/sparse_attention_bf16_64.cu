@@ -327,8 +327,8 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
   }
 }
 
-// The turns of a row that warpgroup w owns, and its half of the other's. The same code for both warpgroups: instructions
-// come from memory at first. The other's turn stands in front of the last scores, whose keys come last.
+// The turns of a row that warpgroup w owns, and its half of the other's. The same code for both warpgroups:
+// instructions come from memory at first. The other's turn stands in front of the last scores, whose keys come last.
 template <class L, bool WALK>
 DEVICE void attend_row(const Params& p, State& state, u32 shared, int w, int turns, u32& own_parity, u32& other_parity,
                        int head, int warp, int lane) {

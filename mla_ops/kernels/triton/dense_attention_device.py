@@ -7,6 +7,9 @@ from .bfloat16 import widen
 from .common import sized_jit
 from .sparse_attention_device import attend_keys, dot, load_query, new_state, round_to, store_result
 
+# Of float32. What the largest score begins with: finite, so that nothing has to be told from a row without keys.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
 
 @triton.jit
 def _find_request(cu_seqlens, tile, num_requests, search_steps, num_tokens, BLOCK_M: tl.constexpr):
@@ -89,21 +92,19 @@ def _walk(
                 scores = dot(queries, tl.trans(keys), scores, UPCAST)
         else:
             scores = tl.zeros((live.shape[0], BLOCK_N), tl.float32)
-            keys = _load_part(k_row, within, 0, FIRST, DIM, MASKED)
-            scores = dot(q_first, tl.trans(keys), scores, UPCAST)
-            if SECOND > 0:
+            if SECOND > 0:  # the smaller dot in front: the other waits for all of it
                 keys = _load_part(k_row, within, FIRST, SECOND, DIM, MASKED)
                 scores = dot(q_second, tl.trans(keys), scores, UPCAST)
+            keys = _load_part(k_row, within, 0, FIRST, DIM, MASKED)
+            scores = dot(q_first, tl.trans(keys), scores, UPCAST)
         if MASKED:
-            visible = within[None, :]
-            if CAUSAL:
-                visible = visible & (key[None, :] <= last_key[:, None])
+            # a query sees no key past the last one; what queries behind the request see does not matter
+            visible = key[None, :] <= last_key[:, None] if CAUSAL else within[None, :]
             scores = tl.where(visible, scores, float("-inf"))
         # the scale is positive, so the largest score stays the largest, and the rest is one multiply-add a score
         new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        fade = tl.exp2(top - pivot)
-        weights = tl.exp2(scores * scale_log2 - pivot[:, None])
+        fade = tl.exp2(top - new_top)
+        weights = tl.exp2(scores * scale_log2 - new_top[:, None])
         total = total * fade + tl.sum(weights, 1)
         top = new_top
         acc *= fade[:, None]
@@ -206,7 +207,7 @@ def _prefill_kernel(
         unmasked = unmasked // BLOCK_N * BLOCK_N
         state = (
             tl.zeros((BLOCK_M, BLOCK_V), tl.float32),
-            tl.full((BLOCK_M,), float("-inf"), tl.float32),
+            tl.full((BLOCK_M,), LOWEST, tl.float32),
             tl.zeros((BLOCK_M,), tl.float32),
         )
         step_k, step_v = stride_k_token * K_UNIT, stride_v_token * V_UNIT
