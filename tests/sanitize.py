@@ -61,6 +61,7 @@ CASES = {
     str(case): case
     for case in (
         *itertools.starmap(Case, itertools.product(SPARSE, (16, 32, 64), (1, 2))),
+        *itertools.starmap(Case, itertools.product(SPARSE[::2], (64,), (3,))),
         *itertools.starmap(Case, itertools.product(SPARSE[:2], (16, 32, 64), (1, 2), (True,))),
         Case("prefill"),
         Case("parts"),

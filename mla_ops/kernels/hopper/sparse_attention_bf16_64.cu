@@ -18,7 +18,7 @@
 struct State {
   float o[128];  // heads by 256 dims
   float reference[2], sum[2];
-  u32 query[16];  // the last chunk
+  u32 query[16];  // a chunk of the queries
 };
 
 // This thread's share of 64 dims, as wgmma's first operand.
