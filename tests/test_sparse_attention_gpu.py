@@ -161,25 +161,27 @@ def test_few_rows_with_scales_that_float16_does_not_hold(
 
 
 @pytest.mark.parametrize("tile", launch.TILES)
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
-def test_clusters_of_every_size_on_hopper(cache_format: str, tile: int) -> None:
+@pytest.mark.parametrize(
+    ("cache_format", "width"), [("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576), ("bf16", 512)]
+)
+def test_clusters_of_every_size_on_hopper(cache_format: str, width: int, tile: int) -> None:
     """Whole tiles and a part of one; empty rows, parts without keys, parts whose keys float16 does not hold."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs SM90")
     device, num_tokens, num_heads = torch.device("cuda"), 9, 2 * tile - 3
     if cache_format == "bf16":
-        cache = filled_cache(cache_format, 64, 64, device)
+        cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
         indices = some_indices(num_tokens, 1100, 64 * 64, device)
     else:
         cache, indices = rows_with_wide_scales(cache_format, -20, num_tokens, 1100, device)
-    q = queries(num_tokens, num_heads, torch.bfloat16, device, key_width(cache_format))
+    q = queries(num_tokens, num_heads, torch.bfloat16, device, width)
     lengths = torch.tensor([1100, 1100, 1090, 1024, 0, 1, 300, 700, 1000], dtype=torch.int32, device=device)
     options = {"topk_length": lengths, "attn_sink": torch.randn(num_heads, device=device)}
     rounded = operand("hopper", cache_format, q.dtype)
     expected = attention_oracle.attention(
         q, cache, indices, SCALE, operand=rounded, cache_format=cache_format, **options
     )
-    keys = launch.KERNELS[cache_format, q.shape[2]]
+    keys = launch.KERNELS[cache_format, width]
     at_once = launch.clusters_at_once(keys, tile, 0)
     for splits in (splits for splits, count in zip(launch.SPLITS, at_once, strict=True) if count):
         out = torch.full((num_tokens, num_heads, 512), math.nan, dtype=torch.bfloat16, device=device)

@@ -72,7 +72,7 @@ def choose(
         for tile in tiles_for(num_heads)
         for parts in PARTS
         for splits in splits_for(-(-turns // parts))
-        if parts <= min(most_parts, turns) and (parts == 1 or splits > 1)
+        if parts <= most_parts and splits * parts <= turns and (parts == 1 or splits > 1)
     )
     return min(shapes, key=time)
 
