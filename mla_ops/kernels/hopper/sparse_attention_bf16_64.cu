@@ -200,8 +200,9 @@ DEVICE u32 word_of(float accumulator) {
 template <class L>
 DEVICE void exchange_halves(const Params& p, const Row& row, const State& state, u32 shared, int warp, int lane) {
   using E = typename L::End;
-  constexpr int QUADS = 16, BYTES = QUADS * 512;  // of half of a warp's
-  static_assert(8 * (BYTES + 16 * 544) <= L::REFERENCES - L::PACKETS, "no room for results");
+  constexpr int QUADS = 16, BYTES = QUADS * 512;     // of half of a warp's
+  constexpr int RESULT_BYTES = 16 * (128 * 4 + 32);  // of a warp's 16 heads by 128 dims, in rows that meet all banks
+  static_assert(8 * (BYTES + RESULT_BYTES) <= L::REFERENCES - L::PACKETS, "no room for results");
   const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * BYTES + lane * 16, to = peer_address(place, peer),
             barrier = peer_address(shared + L::PACKETS_FULL, peer);
 #pragma unroll
@@ -213,10 +214,10 @@ DEVICE void exchange_halves(const Params& p, const Row& row, const State& state,
   }
   warp_arrive(shared + L::OWN_FULL, lane);
   const Target target = target_of<L>(p, row);
-  const int size = target.whole ? 2 : 4, pitch = 128 * size + size * 8,  // which meets all banks
-      head = (warp & 3) * 16 + lane, dim = (warp & 4) * 64 + row.rank * 128;
+  const int size = target.whole ? 2 : 4, pitch = 128 * size + 8 * size;
+  const int head = (warp & 3) * 16 + lane, dim = (warp & 4) * 64 + row.rank * 128;
   const u32 column = column_of_packet<L>(0, warp, lane) * 4, factors = shared + E::FACTORS + column,
-            results = shared + L::PACKETS + 8 * BYTES + warp * 16 * (128 * 4 + 32);  // [16 heads, 128 dims]
+            results = shared + L::PACKETS + 8 * BYTES + warp * RESULT_BYTES;
   char* const to_memory = target.rows + (head * target.head_stride + dim) * size;
   mbarrier_wait(shared + L::OWN_FULL, 0);
   const float2 weight = load_shared_float2(shared + E::WEIGHTS + column),
