@@ -84,7 +84,8 @@ class Keys:
             name = f"sparse_attention_{kind}<{tile}, {self.name}>"
             return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, size, walks)
         if tile == 64:
-            size = 10 * tile * 128 + 2 * KEYS * self.row_bytes + tile * 20 + 232
+            # eight chunks of queries, weights of two turns
+            size = (8 + 2) * tile * 128 + 2 * KEYS * self.row_bytes + tile * 20 + 232
             name = f"sparse_attention_bf16_64_{kind}<{self.chunks * 64}>"
             return Kernel("sparse_attention_bf16_64.cu", name, 384, size, walks)
         ctas = 2 if tile == 16 and crowded else 1
