@@ -1,4 +1,7 @@
-"""Benchmarks of what a step computes once for all layers: python -m mla_ops bench plan."""
+"""Benchmarks of what a step computes once for all layers: python -m mla_ops bench plan.
+
+`--peers` adds to each schedule the least that one could take, a kernel that reads one length and writes one number.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +175,20 @@ def build_schedule(num_tokens: int, num_heads: int, extra_topk: int, arguments: 
     bytes_moved = sum(tensor.nbytes for tensor in (slots, *sets[0]))
     shape: dict[str, int | str] = {"T": num_tokens, "H": num_heads, "topk": topk, "extra": extra_topk}
     call = describe_plan_sparse_attention(sets[0][0])
-    return common.Case(call, shape, runs, lambda: slots.fill_(-7), check, bytes_moved)
+    peers = {"one length alone": one_length([inputs[0] for inputs in sets])} if arguments.peers else {}
+    return common.Case(call, shape, runs, lambda: slots.fill_(-7), check, bytes_moved, peers=peers)
+
+
+def one_length(lengths: list[torch.Tensor]) -> common.Peer:
+    """The least that a schedule could take: a kernel that reads one length and writes one number."""
+    results = [torch.empty(1, dtype=length.dtype, device=length.device) for length in lengths]
+    runs = [partial(torch.neg, length[:1], out=out) for length, out in zip(lengths, results, strict=True)]
+    return common.Peer(
+        runs,
+        lambda: [common.exact("negative", results[0], -lengths[0][:1])],
+        bytes_moved=2 * results[0].nbytes,
+        poison=lambda: results[0].fill_(7),
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -182,6 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--query-lens", type=common.integers, default=[1, 4])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--tokens", type=common.integers, default=None)
+    parser.add_argument("--peers", action="store_true", help="time a kernel that reads one length beside each schedule")
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     requests = arguments.requests or ([1, 32, 256] if on_gpu else [1, 16])

@@ -91,7 +91,7 @@ class Keys:
         ctas = 2 if tile == 16 and crowded else 1
         stages = 1 if ctas == 2 else 3 if tile == 16 and self.chunks == 8 else 2
         turn = queries_and_weights + stages * KEYS * self.row_bytes + tile * 12 + stages * 16
-        size = -(-(turn + 4) // 8) * 8 + stages * 16 + 40
+        size = -(-(turn + 4) // 8) * 8 + stages * 32 + 40
         name = f"sparse_attention_bf16<{tile}, {self.chunks * 64}, {ctas}>"
         return Kernel("sparse_attention_bf16.cu", name, 512, size, ctas=ctas)
 

@@ -26,9 +26,9 @@ struct PlainLayout {
   static constexpr int ALPHA = COLUMNS + HEADS * 8;      // float a head
   static constexpr int LIVE = ALPHA + HEADS * 4;         // u32 a stage and warp: which of its 16 keys count
   static constexpr int TURN = LIVE + STAGES * 16;
-  static constexpr int FULL = (TURN + 4 + 7) / 8 * 8;
-  static constexpr int FREE = FULL + STAGES * 8;
-  static constexpr int WEIGHTS_FULL = FREE + STAGES * 8;
+  static constexpr int FULL = (TURN + 4 + 7) / 8 * 8;  // two a stage, of parts by dims: the second has dims 256 to 512
+  static constexpr int FREE = FULL + STAGES * 16;      // two a stage, of halves of the keys
+  static constexpr int WEIGHTS_FULL = FREE + STAGES * 16;
   static constexpr int WEIGHTS_FREE = WEIGHTS_FULL + 8;
   static constexpr int STATES_FULL = WEIGHTS_FREE + 8;  // in a cluster
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
@@ -69,17 +69,20 @@ DEVICE void copy_keys(const Params& p, const Row& row, u32 shared, int index, in
   u32 stage = 0, parity = 1;
   for (int turn = row.first; turn < row.last; ++turn) {
     const OwnRows own = own_rows(key.row, lane);
-    const u32 alive = __ballot_sync(~0u, key.live), barrier = shared + L::FULL + stage * 8;
+    const u32 alive = __ballot_sync(~0u, key.live), barrier = shared + L::FULL + stage * 16;
     const Cache& cache = p.caches[turn + 1 >= row.main_turns];
     const Place later = place_at(cache, request, index);
     index = index_at(p, row, turn + 2, warp, lane);
-    mbarrier_wait(barrier + L::FREE - L::FULL, parity);
+    mbarrier_wait(barrier + L::FREE - L::FULL + warp / 2 * 8, parity);
     if (lane == 0) {
       store_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4, alive);
       mbarrier_arrive(barrier);
     }
-    copy_chunks<0, L::CHUNKS>(own, place + stage * L::TILE);
+    const u32 to = place + stage * L::TILE;
+    copy_chunks<8, L::CHUNKS>(own, to), copy_chunks<0, 4>(own, to);
     arrive_when_copied(barrier);
+    copy_chunks<4, 8>(own, to);
+    arrive_when_copied(barrier + 8);
     key = key_of<R>(p, cache, later);
     if (++stage == L::STAGES) stage = 0, parity ^= 1;
   }
@@ -100,17 +103,27 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
   bool seen = false;  // whether a key counted, and with it the references
   const int turns = turns_of(row);
   for (int i = 0, stage = 0, parity = 0; i < turns; ++i) {
-    mbarrier_wait(shared + L::FULL + stage * 8, parity);
-    fence_async_shared();
+    const u32 full = shared + L::FULL + stage * 16;
     const u64 keys = tile_descriptor(shared + L::TILES + stage * L::TILE, 1024, 16);
     float s[TILES * 4];
-    wgmma_fence();
-#pragma unroll
-    for (int chunk = 0; chunk < L::CHUNKS; ++chunk)
+    auto multiply = [&](int chunk, bool add) {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         wgmma_keys_by_heads(s, keys + (chunk * KEYS * 128 + j * 32) / 16,
-                            query + (chunk * L::QUERY_CHUNK + j * 32) / 16, chunk > 0 || j > 0);
+                            query + (chunk * L::QUERY_CHUNK + j * 32) / 16, add || j > 0);
+    };
+    mbarrier_wait(full, parity);
+    fence_async_shared();
+    wgmma_fence();
+    if (L::CHUNKS > 8) multiply(8, false);
+#pragma unroll
+    for (int chunk = 0; chunk < 4; ++chunk) multiply(chunk, L::CHUNKS > 8 || chunk > 0);
+    wgmma_commit();
+    mbarrier_wait(full + 8, parity);
+    fence_async_shared();
+    wgmma_fence();
+#pragma unroll
+    for (int chunk = 4; chunk < 8; ++chunk) multiply(chunk, true);
     wgmma_commit();
     const u32 alive = load_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4);
     float2 reference[TILES];
@@ -195,19 +208,23 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
     }
     const u64 values = tile_descriptor(shared + L::TILES + stage * L::TILE + half * 4 * (KEYS * 128), 1024, KEYS * 128);
+    const u32 freed = shared + L::FREE + stage * 16;
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
     wgmma_fence();
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece)
+    for (int k = 0; k < 4; ++k) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
+      for (int piece = 0; piece < PIECES; ++piece)
         wgmma_dims_by_heads_bfloat16(o[piece], values + (piece * KEYS * 128 + k * 2048) / 16, weights + k * 2);
-    wgmma_commit();
+      if (k & 1) wgmma_commit();
+    }
+    wgmma_wait<1>();
+    warp_arrive(freed, lane);
     wgmma_wait<0>();
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
-    warp_arrive(shared + L::WEIGHTS_FREE, lane), warp_arrive(shared + L::FREE + stage * 8, lane);
+    warp_arrive(freed + 8, lane), warp_arrive(shared + L::WEIGHTS_FREE, lane);
     if (++stage == L::STAGES) stage = 0;
   }
   if (row.splits == 1) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of tiles
@@ -233,8 +250,10 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
   if (warpgroup == 3) index = index_at(p, row, row.first, thread >> 5, thread & 31);
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::STAGES; ++i) {
-      mbarrier_init(shared + L::FULL + i * 8, 132);  // of the gather's threads, and of those that tell which keys count
-      mbarrier_init(shared + L::FREE + i * 8, 8 * ARRIVALS_OF_A_WARP);
+      mbarrier_init(shared + L::FULL + i * 16, 132);  // of the gather's threads, and of those that tell which keys count
+      mbarrier_init(shared + L::FULL + i * 16 + 8, 128);
+      mbarrier_init(shared + L::FREE + i * 16, 8 * ARRIVALS_OF_A_WARP);
+      mbarrier_init(shared + L::FREE + i * 16 + 8, 8 * ARRIVALS_OF_A_WARP);
     }
     mbarrier_init(shared + L::WEIGHTS_FULL, 4 * ARRIVALS_OF_A_WARP);
     mbarrier_init(shared + L::WEIGHTS_FREE, 8 * ARRIVALS_OF_A_WARP);

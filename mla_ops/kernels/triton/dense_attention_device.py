@@ -10,6 +10,10 @@ from .sparse_attention_device import attend_keys, dot, load_query, new_state, ro
 # Of float32. What the largest score begins with: finite, so that nothing has to be told from a row without keys.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
+# Sums of weights that a query has until its end, one for each column of a matrix instruction's 8: a lane adds up what
+# it holds, and no sum passes between lanes in the loop.
+SUMS = tl.constexpr(8)
+
 
 @triton.jit
 def _find_request(cu_seqlens, tile, num_requests, search_steps, num_tokens, BLOCK_M: tl.constexpr):
@@ -77,7 +81,7 @@ def _walk(
 
     `last_key` is the last key that each query may see. Returns the state after it.
     """
-    acc, top, total = state
+    acc, top, sums = state
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         within = key < end
@@ -105,13 +109,13 @@ def _walk(
         new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
         fade = tl.exp2(top - new_top)
         weights = tl.exp2(scores * scale_log2 - new_top[:, None])
-        total = total * fade + tl.sum(weights, 1)
+        sums = sums * fade[:, None] + tl.sum(tl.reshape(weights, (live.shape[0], BLOCK_N // SUMS, SUMS)), 1)
         top = new_top
         acc *= fade[:, None]
         v_row = v_start + start * stride_v + (tl.arange(0, BLOCK_N) * stride_v.to(tl.int32))
         values = _load_part(v_row, within, 0, BLOCK_V, DIM_V, MASKED)
         acc = dot(round_to(weights, values.dtype, UPCAST), values, acc, UPCAST)
-    return acc, top, total
+    return acc, top, sums
 
 
 @sized_jit(any_alignment=("cu_seqlens_q", "cu_seqlens_k", "lse"))
@@ -208,7 +212,7 @@ def _prefill_kernel(
         state = (
             tl.zeros((BLOCK_M, BLOCK_V), tl.float32),
             tl.full((BLOCK_M,), LOWEST, tl.float32),
-            tl.zeros((BLOCK_M,), tl.float32),
+            tl.zeros((BLOCK_M, SUMS), tl.float32),
         )
         step_k, step_v = stride_k_token * K_UNIT, stride_v_token * V_UNIT
         # fmt: off
@@ -216,12 +220,13 @@ def _prefill_kernel(
             q_row, q_first, q_second, live, last_key, state, k_start, v_start, step_k, step_v, 0, unmasked, scale_log2,
             False, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, UPCAST,
         )
-        acc, top, total = _walk(
+        acc, top, sums = _walk(
             q_row, q_first, q_second, live, last_key, state, k_start, v_start, step_k, step_v, unmasked, end,
             scale_log2, True, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, UPCAST,
         )
         # fmt: on
 
+        total = tl.sum(sums, 1)
         # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
         safe = tl.where(total == 0, 1.0, total)
         log2_sum = tl.where(top == float("inf"), float("inf"), top + tl.log2(safe))
