@@ -243,6 +243,7 @@ def dense_attention_variants(capability: int) -> Iterator[Variant]:
         constants = {"CAUSAL": causal, "EXACT": exact, "DIM": dim, "FIRST": first, "SECOND": second, "DIM_V": dim_v}
         constants |= dict.fromkeys(("Q_UNIT", "K_UNIT", "V_UNIT", "OUT_UNIT"), 4 if exact else 8) | {"UPCAST": False}
         constants |= {"BLOCK_V": dense_attention.value_block(dim_v), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        constants["SUMS"] = dense_attention.weight_sums((capability // 10, capability % 10))
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         name = f"prefill[{element}, {dim}/{dim_v}, {'causal' if causal else 'full'}]"
         yield Variant(name, dense_attention_device._prefill_kernel, types, constants, options)

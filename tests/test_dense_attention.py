@@ -166,6 +166,18 @@ def test_a_lowering_takes_any_upper_bound_of_the_lengths(lowering: str, device: 
     assert torch.equal(exact[1], loose[1])
 
 
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("sums", [1, 8])
+def test_sums_of_weights_together_and_apart(
+    triton_lowering: None, device: torch.device, monkeypatch: pytest.MonkeyPatch, sums: int, causal: bool
+) -> None:
+    """Devices differ in how many sums a query has until its end; requests with and without keys, more than a tile."""
+    from mla_ops.kernels.triton import dense_attention
+
+    monkeypatch.setattr(dense_attention, "weight_sums", lambda capability: sums)
+    check("triton", inputs([70, 3, 9], [70, 150, 0], (2, 2), (192, 128), torch.bfloat16, device, padding=3), causal)
+
+
 def test_tile_table() -> None:
     """Every device and head dim gets a tile whose Q, K and V fit its shared memory."""
     from mla_ops.kernels.triton.dense_attention import prefill_tile, split_dim, value_block

@@ -58,6 +58,16 @@ def prefill_tile(device_capability: tuple[int, int], head_dim: int, head_dim_v: 
     return Tile(128, 32, 8, 3) if wide else Tile(128, 64, 8, 3)
 
 
+def weight_sums(device_capability: tuple[int, int]) -> int:
+    """Sums of weights that a query has until the end of its keys, a power of two.
+
+    Eight are as many as the columns of a matrix instruction: a lane then adds up what it holds, and no sum passes
+    between lanes in the loop, which saves 2 % of the time on SM90. Tiles of 64 queries, each of whose rows two warps
+    share, would pass all eight between these.
+    """
+    return 8 if device_capability[0] == 9 else 1
+
+
 def split_dim(head_dim: int) -> tuple[int, int]:
     """A head dim as two dots: the largest power of two in it, and the rest rounded up to one; each at least 16."""
     first = max(16, 1 << (head_dim.bit_length() - 1))
@@ -151,6 +161,7 @@ def prefill_attention(
         OUT_UNIT=out_unit,
         BLOCK_M=chosen.block_m,
         BLOCK_N=chosen.block_n,
+        SUMS=weight_sums(capability(q.device)),
         UPCAST=INTERPRETED,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,

@@ -10,10 +10,6 @@ from .sparse_attention_device import attend_keys, dot, load_query, new_state, ro
 # Of float32. What the largest score begins with: finite, so that nothing has to be told from a row without keys.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
-# Sums of weights that a query has until its end, one for each column of a matrix instruction's 8: a lane adds up what
-# it holds, and no sum passes between lanes in the loop.
-SUMS = tl.constexpr(8)
-
 
 @triton.jit
 def _find_request(cu_seqlens, tile, num_requests, search_steps, num_tokens, BLOCK_M: tl.constexpr):
@@ -75,11 +71,13 @@ def _walk(
     DIM_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SUMS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Online softmax over the keys `begin` to `end`, in tiles of BLOCK_N; MASKED where not every query sees every key.
 
-    `last_key` is the last key that each query may see. Returns the state after it.
+    `last_key` is the last key that each query may see. Returns the state after it: accumulators, references, and SUMS
+    sums of weights a query, of every SUMS-th key each.
     """
     acc, top, sums = state
     for start in tl.range(begin, end, BLOCK_N):
@@ -157,6 +155,7 @@ def _prefill_kernel(
     OUT_UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SUMS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """BLOCK_M queries of one request, one head: softmax over the request's keys, unmasked tiles first.
@@ -218,11 +217,11 @@ def _prefill_kernel(
         # fmt: off
         state = _walk(
             q_row, q_first, q_second, live, last_key, state, k_start, v_start, step_k, step_v, 0, unmasked, scale_log2,
-            False, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, UPCAST,
+            False, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, SUMS, UPCAST,
         )
         acc, top, sums = _walk(
             q_row, q_first, q_second, live, last_key, state, k_start, v_start, step_k, step_v, unmasked, end,
-            scale_log2, True, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, UPCAST,
+            scale_log2, True, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, SUMS, UPCAST,
         )
         # fmt: on
 
