@@ -85,7 +85,7 @@ TABLES = {
     ),
     "dense bf16": Table(
         "paged_attention",
-        {"format": "bf16"},
+        {"format": "bf16", "context": 8192},
         "T, H",
         {(1, 16): None, (128, 16): 1.0, (4, 128): 0.60, (32, 128): None, (128, 128): 1.0},
         ("T", "H"),

@@ -68,6 +68,15 @@ def test_a_lowering_that_writes_nothing_fails(family: str, monkeypatch: pytest.M
     assert module.main(["--quick", "--device", "cpu"]) == 1
 
 
+def test_a_schedule_stands_beside_one_length(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["--quick", "--device", "cpu", "--requests", "1", "--tokens", "1,3", "--peers", "--json", str(path)]
+    assert importlib.import_module("benchmarks.plan").main(arguments) == 0
+    rows = json.loads(path.read_text())["plan"]["rows"]
+    found = [(row["op"], row["shape"]["T"]) for row in rows if row["lowering"] == "one length alone" and row["checks"]]
+    assert found == [("plan_sparse_attention", num_tokens) for num_tokens in (1, 1, 3, 3)]
+
+
 def test_peers_are_checked_and_compared_with() -> None:
     """A peer's own bytes count for its row, the case's for all others; a wrong peer is a wrong row."""
     made = common.Case(
@@ -239,8 +248,12 @@ def test_figures_stand_between_their_marks_with_ratio_target_and_error(tmp_path:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- figures: dense bf16 -->\nold\n<!-- end -->\nafter\n")
     every = figures.TABLES["dense bf16"].targets
-    shapes = [{"T": tokens, "H": heads, "format": "bf16"} for tokens, heads in every]
-    rows = [{**row(name, 10.0, 16), "shape": shape} for shape in shapes for name in ("hopper", "FlashMLA")]
+    rows = [
+        {**row(name, median, 16), "shape": {"T": tokens, "H": heads, "format": "bf16", "context": context}}
+        for context, median in ((8192, 10.0), (131072, 99.0))  # the table has the first alone
+        for tokens, heads in every
+        for name in ("hopper", "FlashMLA")
+    ]
     source = tmp_path / "rows.json"
     source.write_text(json.dumps({"dense_attention": {"rows": rows}}))
     assert figures.main([str(source), str(page)]) == 0
