@@ -109,14 +109,16 @@ def test_two_caches_at_real_sizes(
 
 
 @pytest.mark.parametrize("num_heads", [16, 32, 64])
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
-def test_more_rows_than_the_device_takes_at_once(cache_format: str, num_heads: int, lowering: str) -> None:
+@pytest.mark.parametrize(
+    ("cache_format", "width"), [("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576), ("bf16", 512)]
+)
+def test_more_rows_than_the_device_takes_at_once(cache_format: str, width: int, num_heads: int, lowering: str) -> None:
     """Empty, short and long rows follow one another, among them keys whose scales float16 does not hold."""
     device, num_tokens, topk = torch.device("cuda"), 700, 320
-    cache = filled_cache(cache_format, 64, 64, device)
+    cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
     if cache_format == "fp8_ds_mla_v4":
         planar_views(cache, cache_format)[1][::7, ::9, :7] -= 24
-    else:
+    elif cache_format == "fp8_ds_mla":
         scales = cache[::7, ::9, 512:528].contiguous().view(torch.float32)
         cache[::7, ::9, 512:528] = (scales * 2**-20).view(torch.uint8)
     lengths = torch.randint(0, topk + 1, (num_tokens,), dtype=torch.int32, device=device)
@@ -124,7 +126,7 @@ def test_more_rows_than_the_device_takes_at_once(cache_format: str, num_heads: i
     indices = some_indices(num_tokens, topk, 64 * 64, device)
     indices[::3] = indices[::3] // 64 // 2 * 128 + 64 + indices[::3] % 64  # a row that meets no such key
     options = {"topk_length": lengths, "attn_sink": torch.randn(num_heads, device=device)}
-    q = queries(num_tokens, num_heads, torch.bfloat16, device, key_width(cache_format))
+    q = queries(num_tokens, num_heads, torch.bfloat16, device, width)
     tokens = [*range(130, 134), *range(262, 270), *range(394, 402), *range(526, 540), *range(690, 700)]
     check(lowering, q, cache, indices, cache_format, tokens, **options)
 

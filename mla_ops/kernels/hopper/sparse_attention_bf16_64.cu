@@ -16,7 +16,7 @@
 
 // What a warpgroup keeps of a row. A thread has heads `head` and `head` + 8.
 struct State {
-  float o[128];  // heads by 256 dims
+  float o[128];  // heads by 256 dims; anything before the first values
   float reference[2], sum[2];
   u32 query[16];  // a chunk of the queries
 };
@@ -57,21 +57,25 @@ DEVICE void multiply_queries(float (&s)[32], const State& state, u32 shared, int
   wgmma_commit();
 }
 
-DEVICE void change_references(State& state, float first, float second) {
-  const float alpha[2] = {exp2_approx(state.reference[0] - first), exp2_approx(state.reference[1] - second)};
+// References, and what was added up relative to those before, unless there is nothing yet.
+DEVICE void change_references(State& state, float first, float second, bool empty) {
+  if (!empty) {
+    const float alpha[2] = {exp2_approx(state.reference[0] - first), exp2_approx(state.reference[1] - second)};
 #pragma unroll
-  for (int e = 0; e < 128; ++e) state.o[e] *= alpha[e >> 1 & 1];
-  state.sum[0] *= alpha[0], state.sum[1] *= alpha[1];
+    for (int e = 0; e < 128; ++e) state.o[e] *= alpha[e >> 1 & 1];
+    state.sum[0] *= alpha[0], state.sum[1] *= alpha[1];
+  }
   state.reference[0] = first, state.reference[1] = second;
 }
 
-// Products of weights, in registers or in shared memory, with the values at a descriptor.
+// Products of weights, in registers or in shared memory, with the values at a descriptor. EMPTY accumulators become
+// these, others are added to.
 template <class A>
-DEVICE void multiply_values(State& state, A weights, u64 values, int step) {
+DEVICE void multiply_values(State& state, A weights, u64 values, int step, bool empty) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    wgmma_heads_by_dims_bfloat16(state.o, weights + k * step, values + k * 128);
+    wgmma_heads_by_dims_bfloat16(state.o, weights + k * step, values + k * 128, k > 0 || !empty);
     if ((k + 1) * PARTS % 4 == 0) wgmma_commit();
   }
 }
@@ -88,7 +92,7 @@ DEVICE void release_values(u32 shared, int tile, int lane) {
 
 // Warpgroup w's half of the values of the other's turn, begun.
 template <class L>
-DEVICE void add_other(State& state, u32 shared, int w, int head, u32 parity) {
+DEVICE void add_other(State& state, u32 shared, int w, int head, u32 parity, bool empty) {
   mbarrier_wait(shared + L::WEIGHTS_FULL + (w ^ 1) * 8, parity);
   mbarrier_wait(full_barrier<L>(shared, w ^ 1, FAR), parity);  // long since full: now to this warpgroup's knowledge
   fence_async_shared();
@@ -97,12 +101,12 @@ DEVICE void add_other(State& state, u32 shared, int w, int head, u32 parity) {
   if (__any_sync(~0u, first != state.reference[0] || second != state.reference[1])) {
     wgmma_wait<0>();
     hold(state.o);
-    change_references(state, first, second);
+    change_references(state, first, second, empty);
   }
   const u64 weights = tile_descriptor(shared + L::WEIGHTS + (w ^ 1) * CHUNK, 1024, 16),
             values = tile_descriptor(shared + L::TILES + (w ^ 1) * L::TILE + w * 4 * CHUNK, 1024, CHUNK);
   hold(state.o);
-  multiply_values(state, weights, values, 2);
+  multiply_values(state, weights, values, 2, empty);
 }
 
 // Scores into weights relative to the references, whether or not those do: true if a weight is far too large.
@@ -165,7 +169,7 @@ DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)
       top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
       top[i] = fmaxf(fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2)), state.reference[i]);
     }
-    change_references(state, top[0], top[1]);
+    change_references(state, top[0], top[1], first);
     weigh(s, scale, state, weights, sum);
   }
   hand_over<L>(state, weights, shared, w, moves, head, warp, lane);
@@ -174,11 +178,11 @@ DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)
 
 // Warpgroup w's half of the values of its own turn, to the end.
 template <class L>
-DEVICE void add_own(State& state, u32 (&weights)[16], u32 shared, int w, int lane) {
+DEVICE void add_own(State& state, u32 (&weights)[16], u32 shared, int w, int lane, bool empty) {
   const u64 values = tile_descriptor(shared + L::TILES + w * (L::TILE + 4 * CHUNK), 1024, CHUNK);
   hold(state.o);
   hold(weights);
-  multiply_values<const u32*>(state, weights, values, 4);
+  multiply_values<const u32*>(state, weights, values, 4, empty);
   release_values<L, NEAR, 0>(shared, w, lane);
   hold(state.o);
 }
@@ -289,6 +293,17 @@ DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 sh
   finish<L, 8>(p, row, shared, half * 4 + warp, lane);
 }
 
+// The results of a row without keys, by both warpgroups.
+template <class L>
+DEVICE void clear_row(const Params& p, const Row& row) {
+  const int thread = threadIdx.x, first_head = row.tile * L::HEADS, heads = min(p.num_heads - first_head, L::HEADS);
+  u16* const out = out_row(p, row, first_head) + thread % 64 * 8;
+#pragma unroll 1
+  for (int head = thread / 64; head < heads; head += 4)
+    store_streaming_16(out + head * p.out_head_stride, make_uint4(0, 0, 0, 0));
+  if (thread < heads) p.lse[row.token * p.lse_token_stride + (first_head + thread) * p.lse_head_stride] = -INFINITY;
+}
+
 // The end of a row that another may follow. Both warpgroups come here.
 template <class L>
 DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
@@ -339,7 +354,7 @@ DEVICE void attend_row(const Params& p, State& state, u32 shared, int w, int tur
     multiply_queries<L, L::FIRST>(s, state, shared, w, own_parity);
     if (L::FIRST == ROPE) multiply_queries<L, NEAR>(s, state, shared, w, own_parity);
     if (turn) {
-      add_other<L>(state, shared, w, head, other_parity);
+      add_other<L>(state, shared, w, head, other_parity, turn == 1);
       other_parity ^= 1;
     }
     multiply_queries<L, FAR>(s, state, shared, w, own_parity);
@@ -351,11 +366,11 @@ DEVICE void attend_row(const Params& p, State& state, u32 shared, int w, int tur
     if (L::FIRST == ROPE) warp_arrive(free_barrier<L>(shared, w, ROPE, 0), lane);
     if (WALK && turn + 2 >= turns) warp_arrive(shared + L::QUERY_FREE, lane);
     soften<L>(p, state, s, weights, shared, w, turn == 0, head, warp, lane);
-    add_own<L>(state, weights, shared, w, lane);
+    add_own<L>(state, weights, shared, w, lane, turn == 0);
     own_parity ^= 1;
   }
   if (turns && (turns & 1) == w) {  // the last turn was the other's
-    add_other<L>(state, shared, w, head, other_parity);
+    add_other<L>(state, shared, w, head, other_parity, turns == 1);
     other_parity ^= 1;
     release_values<L, FAR, 0>(shared, w ^ 1, lane);
     hold(state.o);
@@ -363,8 +378,6 @@ DEVICE void attend_row(const Params& p, State& state, u32 shared, int w, int tur
 }
 
 DEVICE void begin_row(State& state) {
-#pragma unroll
-  for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
   state.sum[0] = state.sum[1] = 0.f, state.reference[0] = state.reference[1] = NO_SCORE_YET;
 }
 
@@ -390,6 +403,9 @@ DEVICE void attend_cluster(const Params& p, u32 shared) {
   u32 own_parity = 0, other_parity = 0;
   mbarrier_wait(shared + L::QUERY_FULL, 0);
   attend_row<L, false>(p, state, shared, half, turns, own_parity, other_parity, head, warp, lane);
+  if (turns == 0)
+#pragma unroll
+    for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
   finish_cluster<L>(p, row, state, shared, half, head, warp, lane);
 }
 
@@ -425,9 +441,12 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
       n += gridDim.x;
       const Row next = row_at(p, n);
       if (next.token < p.num_tokens) load_query_fragments<L>(p, next, state, half, head, lane % 4);
-      finish_row<L>(p, row, state, shared, row_parity, half, head, warp, lane);
+      if (turns)
+        finish_row<L>(p, row, state, shared, row_parity, half, head, warp, lane);
+      else
+        clear_row<L>(p, row);
     }
-    row_parity ^= 1;
+    row_parity ^= turns != 0;
   }
 }
 

@@ -79,15 +79,20 @@ DEVICE void wgmma_bfloat16(float (&d)[8], const u32* a, u64 b, int add) {
 DEVICE void wgmma_heads_by_dims(float (&d)[64], u64 a, u64 b) {
   WGMMA_SS(128, "f16", REG64, ACC64(d, 0), "%64", "%65", "0", "1");
 }
-// The same, 256 dims in bfloat16, with weights in shared memory or in registers.
-DEVICE void wgmma_heads_by_dims_bfloat16(float (&d)[128], u64 a, u64 b) {
-  WGMMA_SS(256, "bf16", REG128, ACC128(d, 0), "%128", "%129", "0", "1");
+// The same, 256 dims in bfloat16, with weights in shared memory or in registers; `add` false begins a sum.
+DEVICE void wgmma_heads_by_dims_bfloat16(float (&d)[128], u64 a, u64 b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REG128
+      "}, %128, %129, p, 1, 1, 0, 1;\n}"
+      : ACC128(d, 0)
+      : "l"(a), "l"(b), "r"(add));
 }
-DEVICE void wgmma_heads_by_dims_bfloat16(float (&d)[128], const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REG128
-               "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
-               : ACC128(d, 0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+DEVICE void wgmma_heads_by_dims_bfloat16(float (&d)[128], const u32* a, u64 b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REG128
+      "}, {%128, %129, %130, %131}, %132, p, 1, 1, 1;\n}"
+      : ACC128(d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 // Values, transposed, [64 dims x keys] times weights [keys x heads].
 DEVICE void wgmma_dims_by_heads(float (&d)[16], u64 a, u64 b) {
