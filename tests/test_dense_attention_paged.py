@@ -329,13 +329,17 @@ def test_a_replay_follows_the_lengths_of_the_step(room: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize(
     "shape", [(16, 1, 1), (16, 2, 8), (16, 16, 3), (32, 3, 4), (64, 1, 1), (64, 2, 8), (64, 16, 2)], ids=str
 )
 def test_parts_of_the_hopper_kernels(
-    shape: tuple[int, int, int], cache_format: str, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], first: int, cache_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts without keys, holes in the table, blocks that end within 16 keys; heads that leave a tile part-filled."""
+    """Parts without keys, holes in the table, blocks that end within 16 keys; heads that leave a tile part-filled.
+
+    `first` tokens are a wave before, whose parts may be others.
+    """
     from mla_ops.kernels.hopper import dense_attention, launch
 
     device = torch.device("cuda")
@@ -347,6 +351,8 @@ def test_parts_of_the_hopper_kernels(
     reason = dispatch.unsupported_reason("hopper", mla_ops.meta.dense_attention.describe_paged(*arguments))
     if reason is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(dense_attention, "_shape", lambda *_: launch.Shape(*shape))
-    with dispatch.override(paged_attention="hopper"):
-        check("hopper", q, cache, table, requests, lens, cache_format)
+    for before in ((64, 1, 1), (16, 2, 3)) if first else ((64, 1, 1),):
+        waves = (launch.Wave(first, launch.Shape(*before)), launch.Wave(7 - first, launch.Shape(*shape)))
+        monkeypatch.setattr(dense_attention, "_waves", lambda *_, waves=waves: waves if first else waves[1:])
+        with dispatch.override(paged_attention="hopper"):
+            check("hopper", q, cache, table, requests, lens, cache_format)

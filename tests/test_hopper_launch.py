@@ -13,10 +13,12 @@ from mla_ops.kernels.hopper import dense_attention, nvrtc, plan, prefill_attenti
 from mla_ops.kernels.hopper.launch import (
     KERNELS,
     SPLITS,
+    WAVE_US,
     Kernel,
     Keys,
     Rows,
     Shape,
+    Wave,
     cache_params,
     choose,
     choose_deterministic,
@@ -46,17 +48,64 @@ AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7)
     ],
 )
 def test_the_measured_best(num_tokens: int, num_heads: int, expected: Shape) -> None:
-    assert choose(FP8, num_tokens, num_heads, 2048, AT_ONCE) == expected
+    assert choose(FP8, num_tokens, num_heads, 2048, AT_ONCE) == (Wave(num_tokens, expected),)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "whole", "rest"),
+    [
+        (40, 128, Wave(33, Shape(64, 2)), Wave(7, Shape(64, 8))),
+        (72, 128, Wave(66, Shape(64, 1)), Wave(6, Shape(64, 8))),
+        (140, 64, Wave(132, Shape(64, 1)), Wave(8, Shape(64, 8))),
+        (144, 16, Wave(132, Shape(16, 1)), Wave(12, Shape(16, 8))),
+        (4096, 64, Wave(4092, Shape(64, 1)), Wave(4, Shape(64, 16))),
+    ],
+)
+def test_few_tokens_more_than_fill_the_device_are_a_wave_of_their_own(
+    num_tokens: int, num_heads: int, whole: Wave, rest: Wave
+) -> None:
+    """As measured: 61 us for 74, 96 for 122, 98 for 124, 76 for 92."""
+    assert choose(FP8, num_tokens, num_heads, 2048, AT_ONCE) == (whole, rest)
+
+
+@pytest.mark.parametrize("keys", KERNELS.values(), ids=lambda keys: keys.name)
+@pytest.mark.parametrize("num_heads", [1, 17, 64, 128, 130])
+@pytest.mark.parametrize("topk", [0, 640, 2048])
+def test_waves_have_each_token_once_and_save_time(keys: Keys, num_heads: int, topk: int) -> None:
+    turns = max(1, -(-topk // 64))
+    for num_tokens in (1, 31, 67, 133, 140, 265, 1000, 4096):
+        waves = choose(keys, num_tokens, num_heads, topk, AT_ONCE)
+        assert sum(wave.num_tokens for wave in waves) == num_tokens
+        assert all(wave.num_tokens > 0 for wave in waves)
+        times = [predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, AT_ONCE) for wave in waves]
+        for wave in waves:
+            whole = predicted_us(keys, wave.shape, num_tokens, num_heads, turns, AT_ONCE)
+            assert len(waves) == 1 or sum(times) < whole
+
+
+def test_sizes_of_which_a_device_runs_none_are_not_chosen() -> None:
+    at_once = tuple(count if size <= 8 else 0 for size, count in zip(SPLITS, AT_ONCE, strict=True))
+    ((_, shape),) = choose(FP8, 1, 16, 2048, at_once)
+    assert shape == Shape(16, 8)
+    assert all(wave.shape.splits <= 8 for wave in dense_attention.choose(FP8, 1, 16, 2**17, at_once))
+
+
+def test_a_wave_begins_behind_the_tokens_of_another() -> None:
+    lengths, indices = torch.zeros(9, dtype=torch.int32), torch.zeros(9, 128, dtype=torch.int32)[:, :100]
+    cache = Rows(torch.zeros(2, 64, 656), 2, 64, 64 * 656)
+    found = cache_params(cache, indices, lengths, None).behind(5)
+    assert found == (lengths[5:].data_ptr(), indices[5:].data_ptr(), 128, 100)
+    assert cache_params(cache, None, None, torch.zeros(1, 4, dtype=torch.int32), 256).behind(5) == (0, 0, 0, 256)
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 17, 32, 33, 64, 128])
 @pytest.mark.parametrize("topk", [0, 1, 64, 65, 640, 2048, 2176])
 def test_no_cluster_has_more_ctas_than_there_are_turns(num_heads: int, topk: int) -> None:
     for num_tokens in (1, 7, 64, 4096):
-        shape = choose(FP8, num_tokens, num_heads, topk, AT_ONCE)
-        assert shape.tile in tiles_for(num_heads)
-        assert shape.splits in SPLITS
-        assert shape.splits <= max(1, -(-topk // 64))
+        for _, shape in choose(FP8, num_tokens, num_heads, topk, AT_ONCE):
+            assert shape.tile in tiles_for(num_heads)
+            assert shape.splits in SPLITS
+            assert shape.splits <= max(1, -(-topk // 64))
 
 
 def test_sizes_of_clusters_are_those_of_the_kernels() -> None:
@@ -89,13 +138,17 @@ def test_parts_of_dense_attention_fill_the_device(keys: Keys, capacity: int) -> 
     turns = max(1, -(-capacity // 64))
     for num_tokens in (1, 4, 16, 128):
         for num_heads in (1, 16, 32, 128):
-            shape = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE)
+            waves = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE)
             whole = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE, most_parts=1)
-            assert whole.parts == 1
-            assert shape.splits * shape.parts <= turns
-            assert shape.parts == 1 or (shape.splits > 1 and turns * shape.splits * shape.parts < 2**31)
-            arguments = (num_tokens, num_heads, turns, AT_ONCE)
-            assert predicted_us(keys, shape, *arguments) <= predicted_us(keys, whole, *arguments)
+            assert all(wave.shape.parts == 1 for wave in whole)
+            for _, shape in waves:
+                assert shape.splits * shape.parts <= turns
+                assert shape.parts == 1 or (shape.splits > 1 and turns * shape.splits * shape.parts < 2**31)
+            in_parts, in_one = (
+                sum(predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, AT_ONCE) for wave in chosen)
+                for chosen in (waves, whole)
+            )
+            assert in_parts <= in_one + WAVE_US
 
 
 @pytest.mark.parametrize(
@@ -111,13 +164,13 @@ def test_parts_of_dense_attention_fill_the_device(keys: Keys, capacity: int) -> 
 )
 def test_parts_of_dense_attention(num_tokens: int, num_heads: int, context: int, expected: Shape) -> None:
     """The least predicted; docs/kernels.md has what some of them took."""
-    found = dense_attention.choose(FP8, num_tokens, num_heads, context, AT_ONCE)
-    assert found == expected
+    assert dense_attention.choose(FP8, num_tokens, num_heads, context, AT_ONCE) == (Wave(num_tokens, expected),)
 
 
 def test_as_many_parts_as_are_allowed() -> None:
-    assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE).parts > 1
-    assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE, most_parts=1) == Shape(16, 16)
+    ((_, shape),) = dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE)
+    assert shape.parts > 1
+    assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE, most_parts=1) == (Wave(1, Shape(16, 16)),)
 
 
 def test_a_table_without_requests_has_no_keys() -> None:

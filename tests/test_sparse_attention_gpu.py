@@ -194,6 +194,59 @@ def test_clusters_of_every_size_on_hopper(cache_format: str, width: int, tile: i
         attention_oracle.assert_close(out, lse, expected)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(140, 16), (140, 64), (72, 128), (40, 128)])
+@pytest.mark.parametrize(
+    ("cache_format", "width"), [("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576), ("bf16", 512)]
+)
+def test_two_waves_on_hopper(cache_format: str, width: int, num_tokens: int, num_heads: int) -> None:
+    """Strided arguments; replays whose next kernel reads the results, of the second wave and of the first."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs SM90")
+    device, topk = torch.device("cuda"), 2048
+    keys = launch.KERNELS[cache_format, width]
+    first = launch._waves(keys, num_tokens, num_heads, topk, False, 0)[0].num_tokens
+    if num_heads > 16 or cache_format != "bf16":
+        assert first < num_tokens
+    cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
+    indices = some_indices(num_tokens, topk + 8, 16 * 64, device)[:, :topk]
+    q = queries(num_tokens, num_heads + 2, torch.bfloat16, device, width)[:, 1:-1]
+    options = {
+        "block_table": torch.randint(0, 64, (9, 16), dtype=torch.int32, device=device),
+        "req_id_per_token": torch.randint(0, 9, (num_tokens,), dtype=torch.int32, device=device),
+        "topk_length": torch.randint(0, topk + 1, (num_tokens,), dtype=torch.int32, device=device),
+        "attn_sink": torch.randn(num_heads, device=device),
+    }
+    out = torch.empty(num_tokens, num_heads + 2, 520, dtype=torch.bfloat16, device=device)[:, 1:-1, :512]
+    lse = torch.empty(num_heads, num_tokens + 1, device=device)[:, 1:].T
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+        hopper.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options, out=out, lse=lse)
+        return out.clone(), lse.clone()
+
+    eager = step()
+    tokens = [0, first - 1, min(first, num_tokens - 1), num_tokens - 1]
+    chosen = {name: value if name in ("block_table", "attn_sink") else value[tokens] for name, value in options.items()}
+    expected = attention_oracle.attention(
+        q[tokens],
+        cache,
+        indices[tokens],
+        SCALE,
+        operand=operand("hopper", cache_format, q.dtype),
+        cache_format=cache_format,
+        **chosen,
+    )
+    attention_oracle.assert_close(eager[0][tokens], eager[1][tokens], expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(50):
+        graph.replay()
+        for found, wanted in zip(captured, eager, strict=True):
+            assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
 @pytest.mark.parametrize("num_tokens", [9, 45])
 @pytest.mark.parametrize("num_heads", [16, 32])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])

@@ -21,9 +21,11 @@ from .launch import (
     NO_CACHE,
     Keys,
     Shape,
+    Wave,
     cache_params,
     clusters_at_once,
     compile_reason,
+    fastest_waves,
     launch,
     predicted_us,
     splits_for,
@@ -47,7 +49,7 @@ def paged_reason(call: Call) -> str | None:
 
 def choose(
     keys: Keys, num_tokens: int, num_heads: int, capacity: int, at_once: tuple[int, ...], most_parts: int = PARTS[-1]
-) -> Shape:
+) -> tuple[Wave, ...]:
     """The least predicted time, from shapes alone.
 
     Args:
@@ -62,23 +64,23 @@ def choose(
     if turns > MAX_TURNS_IN_PARTS:
         most_parts = 1
 
-    def time(shape: Shape) -> float:
-        part_bytes = 4 * LATENT_DIM * shape.parts * num_tokens * num_heads
-        merge = MERGE_US + part_bytes / MERGE_BYTES_PER_US if shape.parts > 1 else 0.0
-        return predicted_us(keys, shape, num_tokens, num_heads, turns, at_once) + merge
+    def time(wave: Wave) -> float:
+        part_bytes = 4 * LATENT_DIM * wave.shape.parts * wave.num_tokens * num_heads
+        merge = MERGE_US + part_bytes / MERGE_BYTES_PER_US if wave.shape.parts > 1 else 0.0
+        return predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once) + merge
 
-    shapes = (
+    shapes = [
         Shape(tile, splits, parts)
         for tile in tiles_for(num_heads)
         for parts in PARTS
         for splits in splits_for(-(-turns // parts))
         if parts <= most_parts and splits * parts <= turns and (parts == 1 or splits > 1)
-    )
-    return min(shapes, key=time)
+    ]
+    return fastest_waves(shapes, num_tokens, num_heads, at_once, time)
 
 
 @functools.lru_cache(maxsize=4096)
-def _shape(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> Shape:
+def _waves(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> tuple[Wave, ...]:
     at_once = clusters_at_once(keys, tiles_for(num_heads)[0], device_index)
     return choose(keys, num_tokens, num_heads, capacity, at_once)
 
@@ -102,27 +104,32 @@ def paged_attention(
     rows, head_dim = sparse_attention.paged_rows(kv_cache, cache_format, "kv_cache", "paged_attention")
     keys = KERNELS[cache_format, head_dim]
     capacity = min(block_table.shape[1] * rows.block_size, MAX_KEYS)
-    shape = shape or _shape(keys, num_tokens, num_heads, capacity, q.device.index)
-    part_out, part_lse = out.unsqueeze(0), lse.unsqueeze(0)
-    if shape.parts > 1:
-        part_out = torch.empty(shape.parts, *out.shape, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(shape.parts, *lse.shape, dtype=torch.float32, device=q.device)
-    launch(
-        keys,
-        q,
-        cache_params(rows, None, key_lens, block_table, capacity),
-        NO_CACHE,
-        capacity,
-        softmax_scale,
-        attn_sink=None,
-        req_id_per_token=req_id_per_token,
-        deterministic=False,
-        out=part_out[0],
-        lse=part_lse[0],
-        shape=shape,
-    )
-    if shape.parts > 1:
-        merge_parts.merge_parts(part_out, part_lse, out=out, lse=lse)
+    waves = (Wave(num_tokens, shape),) if shape else _waves(keys, num_tokens, num_heads, capacity, q.device.index)
+    first = 0
+    for wave in waves:
+        own = slice(first, first + wave.num_tokens)
+        part_out, part_lse = out[own].unsqueeze(0), lse[own].unsqueeze(0)
+        if wave.shape.parts > 1:
+            part_out = torch.empty(wave.shape.parts, *part_out.shape[1:], dtype=torch.float32, device=q.device)
+            part_lse = torch.empty(wave.shape.parts, *part_lse.shape[1:], dtype=torch.float32, device=q.device)
+        launch(
+            keys,
+            q[own],
+            cache_params(rows, None, key_lens[own], block_table, capacity),
+            NO_CACHE,
+            capacity,
+            softmax_scale,
+            attn_sink=None,
+            req_id_per_token=req_id_per_token[own],
+            deterministic=False,
+            out=part_out[0],
+            lse=part_lse[0],
+            shape=wave.shape,
+            programmatic=first > 0,
+        )
+        if wave.shape.parts > 1:
+            merge_parts.merge_parts(part_out, part_lse, out=out[own], lse=lse[own])
+        first += wave.num_tokens
 
 
 LOWERINGS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,6 +106,10 @@ FP8_TIMES = ({16: 1.6, 32: 1.65, 64: 2.08}, {16: 9.0, 32: 9.6, 64: 11.0}, {16: 0
 V4_TIMES = ({16: 1.45, 32: 1.7, 64: 2.0}, {16: 8.9, 32: 10.5, 64: 14.5}, {16: 0.5, 32: 0.0, 64: 0.0})
 BF16_TIMES = ({16: 1.45, 32: 1.9, 64: 1.65}, {16: 10.5, 32: 12.0, 64: 12.0}, {16: 1.0, 32: 2.0, 64: 10.0})
 
+LAUNCH_US = 4.5  # of what a row costs besides its turns: not of one whose CTAs take the places of others
+NEXT_ROW_US = 1.0  # that a CTA takes from a row to the next besides their turns
+WAVE_US = 1.0  # of another launch
+
 # By cache format and width of a key.
 KERNELS = {
     ("fp8_ds_mla", 576): Keys("FP8_DS_MLA", 656, 9, True, 0, *FP8_TIMES),
@@ -125,6 +130,13 @@ class Shape(NamedTuple):
     parts: int = 1
 
 
+class Wave(NamedTuple):
+    """A launch: tokens, behind those of the wave before, and what works on them."""
+
+    num_tokens: int
+    shape: Shape
+
+
 def tiles_for(num_heads: int) -> tuple[int, ...]:
     """Tiles worth a thought, the one that fits best first."""
     if num_heads <= 16:
@@ -132,7 +144,7 @@ def tiles_for(num_heads: int) -> tuple[int, ...]:
     return (32, 64, 16) if num_heads <= 32 else (64, 32, 16)
 
 
-def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...]) -> Shape:
+def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...]) -> tuple[Wave, ...]:
     """The least predicted time, from shapes alone.
 
     Args:
@@ -143,11 +155,47 @@ def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tupl
         at_once: clusters that the device runs at one time, for each size in `SPLITS`.
     """
     turns = max(1, -(-topk // KEYS))
+    shapes = [Shape(tile, n) for tile in tiles_for(num_heads) for n in splits_for(turns)]
 
-    def time(shape: Shape) -> float:
-        return predicted_us(keys, shape, num_tokens, num_heads, turns, at_once)
+    def time(wave: Wave) -> float:
+        return predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once)
 
-    return min((Shape(tile, n) for tile in tiles_for(num_heads) for n in splits_for(turns)), key=time)
+    return fastest_waves(shapes, num_tokens, num_heads, at_once, time)
+
+
+def fastest_waves(
+    shapes: Sequence[Shape],
+    num_tokens: int,
+    num_heads: int,
+    at_once: tuple[int, ...],
+    time: Callable[[Wave], float],
+) -> tuple[Wave, ...]:
+    """One wave, or one that fills the device some whole times and one of the tokens that are left.
+
+    Args:
+        shapes: to choose from; those of which the device runs none are left out.
+        num_tokens: query tokens.
+        num_heads: heads.
+        at_once: clusters that the device runs at one time, for each size in `SPLITS`.
+        time: predicted microseconds of a wave.
+    """
+    fills = {shape: at_once[SPLITS.index(shape.splits)] for shape in shapes}
+    fills = {shape: fill for shape, fill in fills.items() if fill}
+
+    def fastest(num_tokens: int) -> tuple[float, Wave]:
+        waves = (Wave(num_tokens, shape) for shape in fills)
+        return min(((time(wave), wave) for wave in waves), key=lambda timed: timed[0])
+
+    least, wave = fastest(num_tokens)
+    waves: tuple[Wave, ...] = (wave,)
+    for shape, fill in fills.items():
+        of_a_token = -(-num_heads // shape.tile) * shape.parts
+        whole = Wave(num_tokens * of_a_token // fill * fill // of_a_token, shape)
+        if 0 < whole.num_tokens < num_tokens and (before := time(whole) + WAVE_US) < least:
+            rest, wave = fastest(num_tokens - whole.num_tokens)
+            if before + rest < least:
+                least, waves = before + rest, (whole, wave)
+    return waves
 
 
 def splits_for(turns: int) -> list[int]:
@@ -159,11 +207,13 @@ def predicted_us(
     keys: Keys, shape: Shape, num_tokens: int, num_heads: int, turns: int, at_once: tuple[int, ...]
 ) -> float:
     """Microseconds of a launch whose rows have `turns` of keys, without a merge of parts."""
-    rows = num_tokens * -(-num_heads // shape.tile) * shape.parts
-    rounds = -(-rows // at_once[SPLITS.index(shape.splits)])
-    merge = keys.merge_us[shape.tile] / shape.splits if shape.splits > 1 else 0.0
-    own_turns = -(-turns // (shape.splits * shape.parts))
-    return rounds * (own_turns * keys.turn_us[shape.tile] + keys.row_us[shape.tile] + merge)
+    tile, splits, parts = shape
+    rows = num_tokens * -(-num_heads // tile) * parts
+    rounds = -(-rows // at_once[SPLITS.index(splits)])
+    keys_us = -(-turns // (splits * parts)) * keys.turn_us[tile]
+    first_us = keys.row_us[tile] + (keys.merge_us[tile] / splits if splits > 1 else 0.0)
+    later_us = NEXT_ROW_US if keys.kernel(tile, splits).walks else first_us - LAUNCH_US
+    return rounds * keys_us + first_us + (rounds - 1) * later_us
 
 
 def choose_deterministic(num_heads: int, topk: int) -> Shape:
@@ -183,9 +233,11 @@ def clusters_at_once(keys: Keys, tile: int, device_index: int) -> tuple[int, ...
 
 
 @functools.lru_cache(maxsize=4096)
-def _shape(keys: Keys, num_tokens: int, num_heads: int, topk: int, deterministic: bool, device_index: int) -> Shape:
+def _waves(
+    keys: Keys, num_tokens: int, num_heads: int, topk: int, deterministic: bool, device_index: int
+) -> tuple[Wave, ...]:
     if deterministic:
-        return choose_deterministic(num_heads, topk)
+        return (Wave(num_tokens, choose_deterministic(num_heads, topk)),)
     return choose(keys, num_tokens, num_heads, topk, clusters_at_once(keys, tiles_for(num_heads)[0], device_index))
 
 
@@ -247,6 +299,11 @@ class CacheParams(NamedTuple):
     columns: int
     cache: tuple[int, ...]
 
+    def behind(self, tokens: int) -> tuple[int, int, int, int]:
+        """All but the cache, of the tokens behind the first ones."""
+        lengths, indices = self.lengths and self.lengths + 4 * tokens, self.indices
+        return lengths, indices and indices + 4 * tokens * self.indices_stride, self.indices_stride, self.columns
+
 
 def cache_params(
     rows: Rows,
@@ -293,15 +350,58 @@ def launch(
     out: torch.Tensor,
     lse: torch.Tensor,
     shape: Shape | None = None,
+    programmatic: bool = False,
 ) -> None:
-    """One kernel; `topk` counts the turns of both caches, `shape` overrides the choice for measurements."""
+    """A kernel, or two with some of the tokens each.
+
+    `topk` counts the turns of both caches, `shape` overrides the choice, `programmatic` lets it begin beside the end of
+    the launch in front, of which it may then read nothing.
+    """
     num_tokens, num_heads, _ = q.shape
-    device_index = q.device.index
     if not _loads_16_bytes(q):
         q = q.contiguous()
     target = out if _loads_16_bytes(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    shape = shape or _shape(keys, num_tokens, num_heads, topk, deterministic, device_index)
-    tile, splits, parts = shape
+    if shape is not None:
+        waves: tuple[Wave, ...] = (Wave(num_tokens, shape),)
+    else:
+        waves = _waves(keys, num_tokens, num_heads, topk, deterministic, q.device.index)
+    first = 0
+    for wave in waves:  # each begins beside the end of the one before
+        _launch_wave(
+            keys,
+            wave,
+            first,
+            q,
+            (cache, extra_cache),
+            softmax_scale,
+            attn_sink=attn_sink,
+            req_id_per_token=req_id_per_token,
+            out=target,
+            lse=lse,
+            programmatic=programmatic or first > 0,
+        )
+        first += wave.num_tokens
+    if target is not out:
+        out.copy_(target)
+
+
+def _launch_wave(
+    keys: Keys,
+    wave: Wave,
+    first: int,
+    q: torch.Tensor,
+    caches: tuple[CacheParams, CacheParams],
+    softmax_scale: float,
+    *,
+    attn_sink: torch.Tensor | None,
+    req_id_per_token: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    programmatic: bool,
+) -> None:
+    """The kernel of a wave whose tokens begin at `first`."""
+    num_tokens, (tile, splits, parts) = wave
+    num_heads, device_index = q.shape[1], q.device.index
     head_tiles = -(-num_heads // tile)
     at_once = clusters_at_once(keys, tile, device_index)[SPLITS.index(splits)]
     clusters = head_tiles * num_tokens * parts
@@ -319,29 +419,26 @@ def launch(
         splits,
         grid[1],
         *(value for divisor in (splits, parts, head_tiles) for value in reciprocal(divisor)),
-        *(value for pair in zip(cache[:4], extra_cache[:4], strict=True) for value in pair),
-        _pointer(req_id_per_token),
-        *cache.cache,
-        *extra_cache.cache,
+        *(value for pair in zip(*(cache.behind(first) for cache in caches), strict=True) for value in pair),
+        0 if req_id_per_token is None else req_id_per_token.data_ptr() + 4 * first,
+        *(value for cache in caches for value in cache.cache),
         _zero_row(q.device, keys).data_ptr(),
-        q.data_ptr(),
+        q.data_ptr() + 2 * first * q.stride(0),
         q.stride(0),
         q.stride(1),
         num_heads,
         softmax_scale * math.log2(math.e),
         _pointer(attn_sink),
-        lse.data_ptr(),
-        target.data_ptr(),
+        lse.data_ptr() + 4 * first * lse.stride(0),
+        out.data_ptr() + out.element_size() * first * out.stride(0),
         lse.stride(0),
         lse.stride(1),
-        target.stride(0),
-        target.stride(1),
+        out.stride(0),
+        out.stride(1),
     )
     nvrtc.load(kernel.source, kernel.name, device_index).launch(
-        grid, (kernel.threads, 1, 1), kernel.shared_bytes, (splits, 1, 1), params
+        grid, (kernel.threads, 1, 1), kernel.shared_bytes, (splits, 1, 1), params, programmatic=programmatic
     )
-    if target is not out:
-        out.copy_(target)
 
 
 @functools.cache

@@ -47,7 +47,7 @@ DEVICE void attend(const Params& p) {
 
   if (warpgroup == PRODUCER) {
     fewer_registers<HEADS == 64 ? 24 : 32>();
-    if (!WALK) launch_dependents();
+    launch_dependents();
     const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = kept(thread & 31);
     int slot = warp, parity = 1;
     u32 row_parity = 0;
@@ -55,7 +55,7 @@ DEVICE void attend(const Params& p) {
       produce<HEADS, FORMAT>(p, row, shared, index, warp, lane, slot, parity, WALK && HEADS == 64 && first);
       if (!WALK) break;
       row = next_row(p, row);
-      if (row.token >= p.num_tokens) return;
+      if (row.token >= p.num_tokens) break;
       index = index_at(p, row, row.first, warp, lane);
       if constexpr (HEADS == 64) {
         prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
@@ -65,7 +65,8 @@ DEVICE void attend(const Params& p) {
         row_parity ^= 1;
       }
     }
-    stand_by<L>(p, row, shared, true, thread);
+    if (!WALK) stand_by<L>(p, row, shared, true, thread);
+    wait_for_prerequisites();
     return;
   }
   load_queries<HEADS, FORMAT, L::QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);

@@ -267,6 +267,7 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
     launch_dependents();
     copy_keys<L>(p, row, shared, index, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
     stand_by<L>(p, row, shared, true, thread);
+    wait_for_prerequisites();
     return;
   }
   copy_queries<L>(p, row, shared, threadIdx.x);

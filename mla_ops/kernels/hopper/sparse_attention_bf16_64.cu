@@ -484,7 +484,9 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __
   init_barriers<L>(shared);
   if (warpgroup == 2) {
     fewer_registers<40>();
+    launch_dependents();
     gather_rows<L>(p, row, start, shared, thread);
+    wait_for_prerequisites();
   } else {
     more_registers<232>();
     attend_rows<L>(p, shared);
@@ -512,6 +514,7 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
     weigh_parts<L>(p, row, shared, thread);
     __syncwarp();
     warp_arrive(shared + L::OWN_FULL, thread % 32);
+    wait_for_prerequisites();
   } else {
     more_registers<232>();
     attend_cluster<L>(p, shared);
