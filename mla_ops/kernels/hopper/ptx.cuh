@@ -142,8 +142,8 @@ DEVICE void fewer_registers() {
 // the next wave of tokens, which reads nothing that this one writes.
 DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// Until the kernel in front is over, and what it wrote can be read. The last thing that a wave does: what follows it waits
-// for no other.
+// Until the kernel in front is over, and what it wrote can be read. The last thing that a wave does: what follows it
+// waits for no other.
 DEVICE void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- clusters -------------------------------------------------------------------------------------------------------
@@ -410,6 +410,13 @@ DEVICE void hold(T*& value) {
 }
 
 // The same value, of which the compiler knows nothing.
+// Read where this stands, and not kept from before.
+DEVICE int lane_here() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 DEVICE int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;

@@ -21,6 +21,19 @@ struct State {
   u32 query[16];  // a chunk of the queries
 };
 
+// Where this thread's heads' references and its row of weights lie. Kept in registers: what they come from would be
+// read out of a special register in each turn, 100 cycles.
+struct Places {
+  u32 references, weights;
+};
+
+template <class L>
+DEVICE Places places_of(u32 shared, int w, int warp, int lane) {
+  const u32 references = shared + L::REFERENCES + (warp * 16 + lane / 4) * 4,
+            row = shared + L::WEIGHTS + w * CHUNK + (warp * 16 + lane % 16) * 128;
+  return {static_cast<u32>(opaque(references)), static_cast<u32>(opaque(row + ((lane / 16 ^ lane) & 7) * 16))};
+}
+
 // This thread's share of 64 dims, as wgmma's first operand.
 template <class L>
 DEVICE void load_query_fragments(const Params& p, const Row& row, State& state, int half, int head, int t) {
@@ -92,12 +105,11 @@ DEVICE void release_values(u32 shared, int tile, int lane) {
 
 // Warpgroup w's half of the values of the other's turn, begun.
 template <class L>
-DEVICE void add_other(State& state, u32 shared, int w, int head, u32 parity, bool empty) {
-  mbarrier_wait(shared + L::WEIGHTS_FULL + (w ^ 1) * 8, parity);
+DEVICE void add_other(State& state, const Places& at, u32 shared, int w, u32 parity, bool empty) {
   mbarrier_wait(full_barrier<L>(shared, w ^ 1, FAR), parity);  // long since full: now to this warpgroup's knowledge
   fence_async_shared();
-  const float first = load_shared_float(shared + L::REFERENCES + head * 4),
-              second = load_shared_float(shared + L::REFERENCES + head * 4 + 32);
+  mbarrier_wait(shared + L::WEIGHTS_FULL + (w ^ 1) * 8, parity);
+  const float first = load_shared_float(at.references), second = load_shared_float(at.references + 32);
   if (__any_sync(~0u, first != state.reference[0] || second != state.reference[1])) {
     wgmma_wait<0>();
     hold(state.o);
@@ -109,58 +121,55 @@ DEVICE void add_other(State& state, u32 shared, int w, int head, u32 parity, boo
   multiply_values(state, weights, values, 2, empty);
 }
 
-// Scores into weights relative to the references, whether or not those do: true if a weight is far too large.
-DEVICE bool weigh(const float (&s)[32], float scale, const State& state, u32 (&weights)[16], float (&sum)[2]) {
-  sum[0] = sum[1] = 0.f;
-  u32 largest = 0;
+// Scores into weights relative to the references, whether or not those do: true if a weight is far too large. That is
+// known before the weights are.
+DEVICE bool weigh(const float (&s)[32], float scale, const State& state, float (&weights)[32]) {
+  float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const float reference = state.reference[i & 1], a = exp2_approx(fmaf(s[2 * i], scale, -reference)),
-                b = exp2_approx(fmaf(s[2 * i + 1], scale, -reference));
-    sum[i & 1] += a + b;
-    weights[i] = pack_bfloat16(a, b);
-    largest = larger_bfloat16(largest, weights[i]);
+  for (int e = 0; e < 32; ++e) {
+    const float exponent = fmaf(s[e], scale, -state.reference[e >> 1 & 1]);
+    largest[e & 3] = fmaxf(largest[e & 3], exponent);
+    weights[e] = exp2_approx(exponent);
   }
-  constexpr float LIMIT = 1 << static_cast<int>(REFERENCE_SLACK);
-  return fmaxf(low_bfloat16(largest), high_bfloat16(largest)) > LIMIT;
+  return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3])) > REFERENCE_SLACK;
 }
 
-// Weights, and the references that they are relative to if those are new, for the other warpgroup.
+// Weights for the other warpgroup.
 template <class L>
-DEVICE void hand_over(const State& state, const u32 (&weights)[16], u32 shared, int w, bool moved, int head, int warp,
-                      int lane) {
-  if (moved && lane % 4 == 0) {
-    store_shared_float(shared + L::REFERENCES + head * 4, state.reference[0]);
-    store_shared_float(shared + L::REFERENCES + head * 4 + 32, state.reference[1]);
-  }
-  const u32 to = shared + L::WEIGHTS + w * CHUNK + (warp * 16 + lane % 16) * 128;
+DEVICE void hand_over(const u32 (&weights)[16], const Places& at, u32 shared, int w, int lane) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)
-    store_matrices(to + (((k * 2 + lane / 16) ^ lane) & 7) * 16, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2],
-                   weights[4 * k + 3]);
+    store_matrices(at.weights ^ k * 32, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3]);
   fence_async_shared();
   __syncwarp();
   warp_arrive(shared + L::WEIGHTS_FULL + w * 8, lane);
 }
 
+// Whether all keys of warpgroup w's turn count.
+template <class L>
+DEVICE bool all_live(u32 shared, int w) {
+  const uint4 live = load_shared_16(shared + L::LIVE + w * 16);
+  return (live.x & live.y & live.z & live.w) == 0xffff;
+}
+
 // Scores of warpgroup w's turn into weights, in registers and in shared memory.
 template <class L>
-DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)[16], u32 shared, int w, bool first,
-                   int head, int warp, int lane) {
-  const uint4 alive = load_shared_16(shared + L::LIVE + w * 16);
+DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)[16], const Places& at, u32 shared,
+                   int w, bool all, bool first, int lane) {
   float scale = p.scale_log2;
-  if ((alive.x & alive.y & alive.z & alive.w) != 0xffff) {
-    const u32 words[4] = {alive.x, alive.y, alive.z, alive.w};
+  if (!all) {
+    const uint4 live = load_shared_16(shared + L::LIVE + w * 16);
+    const u32 words[4] = {live.x, live.y, live.z, live.w};
+    const int column = lane_here() % 4 * 2;
 #pragma unroll
     for (int e = 0; e < 32; ++e) {
       const int key = e / 4 * 8 + (e & 1);
-      s[e] = words[key / 16] >> (key % 16 + lane % 4 * 2) & 1 ? s[e] * scale : -INFINITY;
+      s[e] = words[key / 16] >> (key % 16 + column) & 1 ? s[e] * scale : -INFINITY;
     }
     scale = 1.f;
   }
-  float sum[2];
-  const bool moves = first || __any_sync(~0u, weigh(s, scale, state, weights, sum));  // the first turn sets them
-  if (moves) {
+  float weight[32];
+  if (first || __any_sync(~0u, weigh(s, scale, state, weight))) {  // the first turn sets the references
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int e = 0; e < 32; ++e) top[e >> 1 & 1] = fmaxf(top[e >> 1 & 1], s[e] * scale);
@@ -170,10 +179,20 @@ DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)
       top[i] = fmaxf(fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2)), state.reference[i]);
     }
     change_references(state, top[0], top[1], first);
-    weigh(s, scale, state, weights, sum);
+    weigh(s, scale, state, weight);
+    if (lane_here() % 4 == 0) {
+      store_shared_float(at.references, state.reference[0]);
+      store_shared_float(at.references + 32, state.reference[1]);
+    }
   }
-  hand_over<L>(state, weights, shared, w, moves, head, warp, lane);
-  state.sum[0] += sum[0], state.sum[1] += sum[1];
+  // In a block of their own: among the exponentials each would wait for one of them.
+#pragma unroll
+  for (int i = 0; i < 16; ++i) weights[i] = pack_bfloat16(weight[2 * i], weight[2 * i + 1]);
+  hand_over<L>(weights, at, shared, w, lane);
+  float sum[4] = {};
+#pragma unroll
+  for (int e = 0; e < 32; ++e) sum[e & 3] += weight[e];
+  state.sum[0] += sum[0] + sum[1], state.sum[1] += sum[2] + sum[3];
 }
 
 // Warpgroup w's half of the values of its own turn, to the end.
@@ -346,31 +365,32 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
 // The turns of a row that warpgroup w owns, and its half of the other's. The same code for both warpgroups:
 // instructions come from memory at first. The other's turn stands in front of the last scores, whose keys come last.
 template <class L, bool WALK>
-DEVICE void attend_row(const Params& p, State& state, u32 shared, int w, int turns, u32& own_parity, u32& other_parity,
-                       int head, int warp, int lane) {
+DEVICE void attend_row(const Params& p, State& state, const Places& at, u32 shared, int w, int turns, u32& own_parity,
+                       u32& other_parity, int lane) {
   for (int turn = w; turn < turns; turn += 2) {
     float s[32];
     u32 weights[16];
     multiply_queries<L, L::FIRST>(s, state, shared, w, own_parity);
     if (L::FIRST == ROPE) multiply_queries<L, NEAR>(s, state, shared, w, own_parity);
     if (turn) {
-      add_other<L>(state, shared, w, head, other_parity, turn == 1);
+      add_other<L>(state, at, shared, w, other_parity, turn == 1);
       other_parity ^= 1;
     }
     multiply_queries<L, FAR>(s, state, shared, w, own_parity);
     if (turn) release_values<L, FAR, 1>(shared, w ^ 1, lane);
+    const bool all = all_live<L>(shared, w);
     wgmma_wait<0>();
     hold(state.o);
     hold(s);
     hold(state.query);
     if (L::FIRST == ROPE) warp_arrive(free_barrier<L>(shared, w, ROPE, 0), lane);
     if (WALK && turn + 2 >= turns) warp_arrive(shared + L::QUERY_FREE, lane);
-    soften<L>(p, state, s, weights, shared, w, turn == 0, head, warp, lane);
+    soften<L>(p, state, s, weights, at, shared, w, all, turn == 0, lane);
     add_own<L>(state, weights, shared, w, lane, turn == 0);
     own_parity ^= 1;
   }
   if (turns && (turns & 1) == w) {  // the last turn was the other's
-    add_other<L>(state, shared, w, head, other_parity, turns == 1);
+    add_other<L>(state, at, shared, w, other_parity, turns == 1);
     other_parity ^= 1;
     release_values<L, FAR, 0>(shared, w ^ 1, lane);
     hold(state.o);
@@ -402,7 +422,8 @@ DEVICE void attend_cluster(const Params& p, u32 shared) {
             half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4, turns = turns_of(row);
   u32 own_parity = 0, other_parity = 0;
   mbarrier_wait(shared + L::QUERY_FULL, 0);
-  attend_row<L, false>(p, state, shared, half, turns, own_parity, other_parity, head, warp, lane);
+  const Places at = places_of<L>(shared, half, warp, lane);
+  attend_row<L, false>(p, state, at, shared, half, turns, own_parity, other_parity, lane);
   if (turns == 0)
 #pragma unroll
     for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
@@ -425,17 +446,18 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
     begin_row(state);
     // Code that runs once a row is the same for both warpgroups: instruction caches do not hold a kernel this long.
     {
-      const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31,
-                half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
+      const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = lane_here(),
+                half = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+      const Places at = places_of<L>(shared, half, warp, lane);
       const bool queries = first || turns;  // brought; whoever has no turn gives them back
       if (queries) mbarrier_wait(shared + L::QUERY_FULL, query_parity);
       query_parity ^= queries;
       if (queries && turns <= half) warp_arrive(shared + L::QUERY_FREE, lane);
-      attend_row<L, true>(p, state, shared, half, turns, own_parity, other_parity, head, warp, lane);
+      attend_row<L, true>(p, state, at, shared, half, turns, own_parity, other_parity, lane);
     }
     hold(n);
     {
-      const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31,
+      const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = lane_here(),
                 half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
       const Row row = row_at(p, n);
       n += gridDim.x;
