@@ -107,8 +107,8 @@ DEVICE void release_values(u32 shared, int tile, int lane) {
 template <class L>
 DEVICE void add_other(State& state, const Places& at, u32 shared, int w, u32 parity, bool empty) {
   mbarrier_wait(full_barrier<L>(shared, w ^ 1, FAR), parity);  // long since full: now to this warpgroup's knowledge
-  fence_async_shared();
   mbarrier_wait(shared + L::WEIGHTS_FULL + (w ^ 1) * 8, parity);
+  fence_async_shared();  // here, where there is time, and not by who wrote them
   const float first = load_shared_float(at.references), second = load_shared_float(at.references + 32);
   if (__any_sync(~0u, first != state.reference[0] || second != state.reference[1])) {
     wgmma_wait<0>();
@@ -140,7 +140,6 @@ DEVICE void hand_over(const u32 (&weights)[16], const Places& at, u32 shared, in
 #pragma unroll
   for (int k = 0; k < 4; ++k)
     store_matrices(at.weights ^ k * 32, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3]);
-  fence_async_shared();
   __syncwarp();
   warp_arrive(shared + L::WEIGHTS_FULL + w * 8, lane);
 }
