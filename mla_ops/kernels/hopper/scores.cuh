@@ -241,7 +241,6 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     u32 fragments[2][16];
     multiply<HEADS, FORMAT, FIRST, R::CHUNKS - FIRST>(s, fragments, start, places, raw_0,
                                                       {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
-    fence_async_shared();
     __syncwarp();
     warp_arrive(barrier + L::RAW_FREE - L::RAW_FULL, lane);
     mbarrier_wait(shared + L::SCORES_FREE + i % L::PARTS * 8, (i / L::PARTS & 1) ^ 1);
@@ -407,7 +406,6 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
                                   pack_float16(s[4 * j + 6], s[4 * j + 7]));
     }
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8);
-    fence_async_shared();
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, lane);
     // A wide turn's bytes are released by the warpgroups that accumulate.
@@ -430,7 +428,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   if (WALK)
     named_barrier<SCORE_BARRIER, 128>();
   else
-    cluster_arrive();                 // behind the fence of the last weights
+    fence_async_shared(), cluster_arrive();
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);

@@ -163,7 +163,6 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
                                 pack_bfloat16(s[4 * j + 2], s[4 * j + 3]), pack_bfloat16(s[4 * j + 4], s[4 * j + 5]),
                                 pack_bfloat16(s[4 * j + 6], s[4 * j + 7]));
     if (thread == 0) store_shared_4(shared + L::TURN, moves ? MOVED : USUAL);
-    fence_async_shared();
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, lane);
     if (++stage == L::STAGES) stage = 0, parity ^= 1;

@@ -194,6 +194,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     u64 turn_weights = weights, turn_values = values + slot * (HALF_BYTES / 16);
     hold(freed), hold(turn_weights), hold(turn_values);
     mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
+    fence_async_shared();  // of values and weights: those that make them have no time for it
     const u32 turn = load_shared_4(shared + L::TURN);
     if ((turn & 0xff) != USUAL) {
 #pragma unroll
