@@ -46,6 +46,17 @@ DECODE: dict[tuple[Any, ...], float | None] = {
 }
 TABLES = {
     "fp8_ds_mla": Table("paged_sparse_attention", {"format": "fp8_ds_mla"}, "T, H", DECODE, ("T", "H")),
+    "between rounds": Table(
+        "paged_sparse_attention",
+        {},
+        "T, H, format",
+        {
+            (num_tokens, num_heads, cache_format): None
+            for cache_format in ("fp8_ds_mla", "bf16")
+            for num_tokens, num_heads in [(140, 16), (140, 64), (192, 64), (40, 128), (72, 128), (140, 128)]
+        },
+        ("T", "H", "format"),
+    ),
     "fp8_ds_mla_v4": Table(
         "paged_sparse_attention.extra",
         {"format": "fp8_ds_mla_v4"},

@@ -505,14 +505,7 @@ DEVICE u32 pack_bfloat16(float low, float high) {
   return v;
 }
 
-// The larger of two pairs, each half by itself; NaN only of two NaN.
-DEVICE u32 larger_bfloat16(u32 a, u32 b) {
-  u32 v;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-  return v;
-}
-
-// The same of magnitudes; signs of the result mean nothing.
+// Of two pairs of bfloat16 the larger magnitudes, each half by itself, NaN only of two NaN; signs mean nothing.
 DEVICE u32 larger_magnitudes(u32 a, u32 b) {
   u32 v;
   asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
