@@ -340,7 +340,9 @@ def test_parts_of_the_hopper_kernels(
 
     `first` tokens are a wave before, whose parts may be others.
     """
-    from mla_ops.kernels.hopper import dense_attention, launch
+    from mla_ops.kernels.hopper import dense_attention
+    from mla_ops.kernels.hopper.launch import Shape
+    from mla_ops.kernels.hopper.waves import Wave
 
     device = torch.device("cuda")
     cache, q = filled_cache(cache_format, 40, 24, device), queries(7, 70, torch.bfloat16, device)
@@ -352,7 +354,7 @@ def test_parts_of_the_hopper_kernels(
     if reason is not None:
         pytest.skip(reason)
     for before in ((64, 1, 1), (16, 2, 3)) if first else ((64, 1, 1),):
-        waves = (launch.Wave(first, launch.Shape(*before)), launch.Wave(7 - first, launch.Shape(*shape)))
+        waves = Wave(first, Shape(*before)), Wave(7 - first, Shape(*shape))
         monkeypatch.setattr(dense_attention, "_waves", lambda *_, waves=waves: waves if first else waves[1:])
         with dispatch.override(paged_attention="hopper"):
             check("hopper", q, cache, table, requests, lens, cache_format)

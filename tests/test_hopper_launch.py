@@ -9,23 +9,22 @@ import pytest
 import torch
 
 from mla_ops.dispatch import Call
-from mla_ops.kernels.hopper import dense_attention, nvrtc, plan, prefill_attention
+from mla_ops.kernels.hopper import dense_attention, merge_parts, nvrtc, plan, prefill_attention, sparse_attention
 from mla_ops.kernels.hopper.launch import (
     KERNELS,
+    NO_CACHE,
     SPLITS,
-    WAVE_US,
     Kernel,
     Keys,
     Rows,
     Shape,
-    Wave,
     cache_params,
-    choose,
-    choose_deterministic,
     predicted_us,
     splits_for,
     tiles_for,
 )
+from mla_ops.kernels.hopper.sparse_attention import choose, choose_deterministic
+from mla_ops.kernels.hopper.waves import WAVE_US, Wave, launch_waves
 
 FP8 = KERNELS["fp8_ds_mla", 576]
 # of an H200, by the sizes in SPLITS
@@ -93,9 +92,61 @@ def test_sizes_of_which_a_device_runs_none_are_not_chosen() -> None:
 def test_a_wave_begins_behind_the_tokens_of_another() -> None:
     lengths, indices = torch.zeros(9, dtype=torch.int32), torch.zeros(9, 128, dtype=torch.int32)[:, :100]
     cache = Rows(torch.zeros(2, 64, 656), 2, 64, 64 * 656)
-    found = cache_params(cache, indices, lengths, None).behind(5)
-    assert found == (lengths[5:].data_ptr(), indices[5:].data_ptr(), 128, 100)
-    assert cache_params(cache, None, None, torch.zeros(1, 4, dtype=torch.int32), 256).behind(5) == (0, 0, 0, 256)
+    every = cache_params(cache, indices, lengths, None)
+    assert every.behind(5) == cache_params(cache, indices[5:], lengths[5:], None)
+    positions = cache_params(cache, None, None, torch.zeros(1, 4, dtype=torch.int32), 256)
+    assert positions.behind(5) == positions
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_waves_of_a_call_share_its_copies(
+    parts: tuple[int, int], padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wave that begins beside the end of another reads nothing made in between: copies are before both and behind."""
+    seen: list[Any] = []
+
+    def one(keys: Keys, shape: Shape, num_tokens: int, q: torch.Tensor, *_: Any, **own: Any) -> None:
+        seen.append((shape.parts, num_tokens, q, own["req_id_per_token"].tolist(), own["programmatic"]))
+        assert own["zeros"] is zeros
+        own["out"][:num_tokens], own["lse"][:num_tokens] = q[:num_tokens, :, :512], q[:num_tokens, :, 0]
+
+    def merge(part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Tensor, lse: torch.Tensor) -> None:
+        seen.append((part_out.shape, part_lse.shape))
+        out.copy_(part_out[0])
+        lse.copy_(part_lse[0])
+
+    monkeypatch.setattr("mla_ops.kernels.hopper.waves.launch", one)
+    zeros = torch.zeros(4)
+    made: list[int] = []
+    monkeypatch.setattr("mla_ops.kernels.hopper.waves.zero_row", lambda *_: made.append(1) or zeros)
+    monkeypatch.setattr(merge_parts, "merge_parts", merge)
+    q = torch.arange(5 * 3 * 576).view(5, 3, 576).bfloat16()
+    padded = torch.zeros(5, 3, 576 + padding, dtype=torch.bfloat16)[..., :576].copy_(q)
+    out, lse = torch.zeros(5, 3, 512 + padding, dtype=torch.bfloat16)[..., :512], torch.zeros(5, 3)
+    waves = [Wave(tokens, Shape(16, 2, number)) for tokens, number in zip((3, 2), parts, strict=True)]
+    requests = torch.arange(5, dtype=torch.int32)
+    arguments = {"attn_sink": None, "req_id_per_token": requests, "out": out, "lse": lse}
+    launch_waves(FP8, waves, padded, (NO_CACHE, NO_CACHE), 1.0, **arguments)
+    assert torch.equal(out, q[..., :512])
+    assert torch.equal(lse, q[..., 0].float())
+    launches, merges = [call for call in seen if len(call) == 5], [call for call in seen if len(call) == 2]
+    assert [(*call[:2], *call[3:]) for call in launches] == [
+        (parts[0], 3, [0, 1, 2, 3, 4], False),
+        (parts[1], 2, [3, 4], True),
+    ]
+    storages = {call[2].untyped_storage().data_ptr() for call in launches}
+    assert len(storages) == len(made) == 1
+    assert (storages == {padded.untyped_storage().data_ptr()}) == (not padding)
+    assert merges == [((n, t, 3, 512), (n, t, 3)) for n, t in zip(parts, (3, 2), strict=True) if n > 1]
+
+
+def test_a_deterministic_call_is_one_wave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_attention, "clusters_at_once", lambda *_: AT_ONCE)
+    assert len(sparse_attention._waves.__wrapped__(FP8, 140, 64, 2048, False, 0)) == 2
+    for num_tokens in (1, 140, 4096):
+        waves = sparse_attention._waves.__wrapped__(FP8, num_tokens, 64, 2048, True, 0)
+        assert waves == (Wave(num_tokens, choose_deterministic(64, 2048)),)
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 17, 32, 33, 64, 128])

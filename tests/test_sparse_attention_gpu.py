@@ -204,7 +204,7 @@ def test_two_waves_on_hopper(cache_format: str, width: int, num_tokens: int, num
         pytest.skip("needs SM90")
     device, topk = torch.device("cuda"), 2048
     keys = launch.KERNELS[cache_format, width]
-    first = launch._waves(keys, num_tokens, num_heads, topk, False, 0)[0].num_tokens
+    first = hopper._waves(keys, num_tokens, num_heads, topk, False, 0)[0].num_tokens
     if num_heads > 16 or cache_format != "bf16":
         assert first < num_tokens
     cache = filled_cache(cache_format, 64, 64, device, head_dim=width)

@@ -21,17 +21,15 @@ from .launch import (
     NO_CACHE,
     Keys,
     Shape,
-    Wave,
     cache_params,
     clusters_at_once,
     compile_reason,
-    fastest_waves,
-    launch,
     predicted_us,
     splits_for,
     tiles_for,
 )
 from .prefill_attention import prefill_attention, prefill_reason
+from .waves import Wave, fastest_waves, launch_waves
 
 SPARSE = "paged_sparse_attention"
 MAX_KEYS = 2**31 - KEYS  # of a row: positions are 32 bits
@@ -105,31 +103,17 @@ def paged_attention(
     keys = KERNELS[cache_format, head_dim]
     capacity = min(block_table.shape[1] * rows.block_size, MAX_KEYS)
     waves = (Wave(num_tokens, shape),) if shape else _waves(keys, num_tokens, num_heads, capacity, q.device.index)
-    first = 0
-    for wave in waves:
-        own = slice(first, first + wave.num_tokens)
-        part_out, part_lse = out[own].unsqueeze(0), lse[own].unsqueeze(0)
-        if wave.shape.parts > 1:
-            part_out = torch.empty(wave.shape.parts, *part_out.shape[1:], dtype=torch.float32, device=q.device)
-            part_lse = torch.empty(wave.shape.parts, *part_lse.shape[1:], dtype=torch.float32, device=q.device)
-        launch(
-            keys,
-            q[own],
-            cache_params(rows, None, key_lens[own], block_table, capacity),
-            NO_CACHE,
-            capacity,
-            softmax_scale,
-            attn_sink=None,
-            req_id_per_token=req_id_per_token[own],
-            deterministic=False,
-            out=part_out[0],
-            lse=part_lse[0],
-            shape=wave.shape,
-            programmatic=first > 0,
-        )
-        if wave.shape.parts > 1:
-            merge_parts.merge_parts(part_out, part_lse, out=out[own], lse=lse[own])
-        first += wave.num_tokens
+    launch_waves(
+        keys,
+        waves,
+        q,
+        (cache_params(rows, None, key_lens, block_table, capacity), NO_CACHE),
+        softmax_scale,
+        attn_sink=None,
+        req_id_per_token=req_id_per_token,
+        out=out,
+        lse=lse,
+    )
 
 
 LOWERINGS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ PARAMS = "@5i" + 3 * "Ii" + "4x2Q2Q2q2iQ" + 2 * "2Q2q4iIi" + "2Q2qif3Q4q"  # str
 KEYS = 64  # of a turn
 MAX_GRID_ROWS = 32768
 SPLITS = (*range(1, 15), 16)  # as in layout.cuh: packets of 15 CTAs have no room
-DETERMINISTIC_TURNS = 8  # of a CTA at most, as far as SPLITS go
 TILES = (16, 32, 64)
 
 
@@ -108,7 +106,6 @@ BF16_TIMES = ({16: 1.45, 32: 1.9, 64: 1.65}, {16: 10.5, 32: 12.0, 64: 12.0}, {16
 
 LAUNCH_US = 4.5  # of what a row costs besides its turns: not of one whose CTAs take the places of others
 NEXT_ROW_US = 1.0  # that a CTA takes from a row to the next besides their turns
-WAVE_US = 1.0  # of another launch
 
 # By cache format and width of a key.
 KERNELS = {
@@ -130,72 +127,11 @@ class Shape(NamedTuple):
     parts: int = 1
 
 
-class Wave(NamedTuple):
-    """A launch: tokens, behind those of the wave before, and what works on them."""
-
-    num_tokens: int
-    shape: Shape
-
-
 def tiles_for(num_heads: int) -> tuple[int, ...]:
     """Tiles worth a thought, the one that fits best first."""
     if num_heads <= 16:
         return (16,)
     return (32, 64, 16) if num_heads <= 32 else (64, 32, 16)
-
-
-def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...]) -> tuple[Wave, ...]:
-    """The least predicted time, from shapes alone.
-
-    Args:
-        keys: the kernels' format.
-        num_tokens: query tokens.
-        num_heads: heads.
-        topk: columns of the indices.
-        at_once: clusters that the device runs at one time, for each size in `SPLITS`.
-    """
-    turns = max(1, -(-topk // KEYS))
-    shapes = [Shape(tile, n) for tile in tiles_for(num_heads) for n in splits_for(turns)]
-
-    def time(wave: Wave) -> float:
-        return predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once)
-
-    return fastest_waves(shapes, num_tokens, num_heads, at_once, time)
-
-
-def fastest_waves(
-    shapes: Sequence[Shape],
-    num_tokens: int,
-    num_heads: int,
-    at_once: tuple[int, ...],
-    time: Callable[[Wave], float],
-) -> tuple[Wave, ...]:
-    """One wave, or one that fills the device some whole times and one of the tokens that are left.
-
-    Args:
-        shapes: to choose from; those of which the device runs none are left out.
-        num_tokens: query tokens.
-        num_heads: heads.
-        at_once: clusters that the device runs at one time, for each size in `SPLITS`.
-        time: predicted microseconds of a wave.
-    """
-    fills = {shape: at_once[SPLITS.index(shape.splits)] for shape in shapes}
-    fills = {shape: fill for shape, fill in fills.items() if fill}
-
-    def fastest(num_tokens: int) -> tuple[float, Wave]:
-        waves = (Wave(num_tokens, shape) for shape in fills)
-        return min(((time(wave), wave) for wave in waves), key=lambda timed: timed[0])
-
-    least, wave = fastest(num_tokens)
-    waves: tuple[Wave, ...] = (wave,)
-    for shape, fill in fills.items():
-        of_a_token = -(-num_heads // shape.tile) * shape.parts
-        whole = Wave(num_tokens * of_a_token // fill * fill // of_a_token, shape)
-        if 0 < whole.num_tokens < num_tokens and (before := time(whole) + WAVE_US) < least:
-            rest, wave = fastest(num_tokens - whole.num_tokens)
-            if before + rest < least:
-                least, waves = before + rest, (whole, wave)
-    return waves
 
 
 def splits_for(turns: int) -> list[int]:
@@ -216,13 +152,6 @@ def predicted_us(
     return rounds * keys_us + first_us + (rounds - 1) * later_us
 
 
-def choose_deterministic(num_heads: int, topk: int) -> Shape:
-    """What depends on nothing but a row's own capacity, so that its bits do not depend on the batch."""
-    turns = max(1, -(-topk // KEYS))
-    enough = (splits for splits in SPLITS if splits * DETERMINISTIC_TURNS >= turns)
-    return Shape(tiles_for(num_heads)[0], next(enough, SPLITS[-1]))
-
-
 @functools.cache
 def clusters_at_once(keys: Keys, tile: int, device_index: int) -> tuple[int, ...]:
     """Clusters of each size in `SPLITS` that the device runs at one time, from the driver."""
@@ -232,19 +161,10 @@ def clusters_at_once(keys: Keys, tile: int, device_index: int) -> tuple[int, ...
     return tuple(loaded.occupancy_clusters(block, kernel.shared_bytes, (splits, 1, 1)) for splits in SPLITS)
 
 
-@functools.lru_cache(maxsize=4096)
-def _waves(
-    keys: Keys, num_tokens: int, num_heads: int, topk: int, deterministic: bool, device_index: int
-) -> tuple[Wave, ...]:
-    if deterministic:
-        return (Wave(num_tokens, choose_deterministic(num_heads, topk)),)
-    return choose(keys, num_tokens, num_heads, topk, clusters_at_once(keys, tiles_for(num_heads)[0], device_index))
-
-
 _zero_rows: dict[tuple[torch.device, Keys], torch.Tensor] = {}
 
 
-def _zero_row(device: torch.device, keys: Keys) -> torch.Tensor:
+def zero_row(device: torch.device, keys: Keys) -> torch.Tensor:
     """A row of zeros, scales in it 1, that stands for every key which is not attended."""
     row = _zero_rows.get((device, keys))
     if row is None:
@@ -260,11 +180,6 @@ def _zero_row(device: torch.device, keys: Keys) -> torch.Tensor:
 
 def _pointer(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _loads_16_bytes(tensor: torch.Tensor) -> bool:
-    unit = 16 // tensor.element_size()
-    return tensor.stride(0) % unit == 0 and tensor.stride(1) % unit == 0 and tensor.data_ptr() % 16 == 0
 
 
 @functools.cache
@@ -299,10 +214,12 @@ class CacheParams(NamedTuple):
     columns: int
     cache: tuple[int, ...]
 
-    def behind(self, tokens: int) -> tuple[int, int, int, int]:
-        """All but the cache, of the tokens behind the first ones."""
-        lengths, indices = self.lengths and self.lengths + 4 * tokens, self.indices
-        return lengths, indices and indices + 4 * tokens * self.indices_stride, self.indices_stride, self.columns
+    def behind(self, tokens: int) -> CacheParams:
+        """Those of the tokens behind the first ones."""
+        return self._replace(
+            lengths=self.lengths and self.lengths + 4 * tokens,
+            indices=self.indices and self.indices + 4 * tokens * self.indices_stride,
+        )
 
 
 def cache_params(
@@ -338,57 +255,8 @@ NO_CACHE = CacheParams(0, 0, 0, 0, (0, 0, 0, 0, 0, 1, 0, 0, *reciprocal(1)))
 
 def launch(
     keys: Keys,
-    q: torch.Tensor,
-    cache: CacheParams,
-    extra_cache: CacheParams,
-    topk: int,
-    softmax_scale: float,
-    *,
-    attn_sink: torch.Tensor | None,
-    req_id_per_token: torch.Tensor | None,
-    deterministic: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    shape: Shape | None = None,
-    programmatic: bool = False,
-) -> None:
-    """A kernel, or two with some of the tokens each.
-
-    `topk` counts the turns of both caches, `shape` overrides the choice, `programmatic` lets it begin beside the end of
-    the launch in front, of which it may then read nothing.
-    """
-    num_tokens, num_heads, _ = q.shape
-    if not _loads_16_bytes(q):
-        q = q.contiguous()
-    target = out if _loads_16_bytes(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    if shape is not None:
-        waves: tuple[Wave, ...] = (Wave(num_tokens, shape),)
-    else:
-        waves = _waves(keys, num_tokens, num_heads, topk, deterministic, q.device.index)
-    first = 0
-    for wave in waves:  # each begins beside the end of the one before
-        _launch_wave(
-            keys,
-            wave,
-            first,
-            q,
-            (cache, extra_cache),
-            softmax_scale,
-            attn_sink=attn_sink,
-            req_id_per_token=req_id_per_token,
-            out=target,
-            lse=lse,
-            programmatic=programmatic or first > 0,
-        )
-        first += wave.num_tokens
-    if target is not out:
-        out.copy_(target)
-
-
-def _launch_wave(
-    keys: Keys,
-    wave: Wave,
-    first: int,
+    shape: Shape,
+    num_tokens: int,
     q: torch.Tensor,
     caches: tuple[CacheParams, CacheParams],
     softmax_scale: float,
@@ -397,10 +265,14 @@ def _launch_wave(
     req_id_per_token: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    zeros: torch.Tensor,
     programmatic: bool,
 ) -> None:
-    """The kernel of a wave whose tokens begin at `first`."""
-    num_tokens, (tile, splits, parts) = wave
+    """One kernel, for the first `num_tokens` of what the tensors have; `zeros` is from `zero_row`.
+
+    `programmatic` lets it begin beside the end of the launch in front, of which it may then read nothing.
+    """
+    tile, splits, parts = shape
     num_heads, device_index = q.shape[1], q.device.index
     head_tiles = -(-num_heads // tile)
     at_once = clusters_at_once(keys, tile, device_index)[SPLITS.index(splits)]
@@ -419,18 +291,18 @@ def _launch_wave(
         splits,
         grid[1],
         *(value for divisor in (splits, parts, head_tiles) for value in reciprocal(divisor)),
-        *(value for pair in zip(*(cache.behind(first) for cache in caches), strict=True) for value in pair),
-        0 if req_id_per_token is None else req_id_per_token.data_ptr() + 4 * first,
+        *(value for pair in zip(*(cache[:4] for cache in caches), strict=True) for value in pair),
+        _pointer(req_id_per_token),
         *(value for cache in caches for value in cache.cache),
-        _zero_row(q.device, keys).data_ptr(),
-        q.data_ptr() + 2 * first * q.stride(0),
+        zeros.data_ptr(),
+        q.data_ptr(),
         q.stride(0),
         q.stride(1),
         num_heads,
         softmax_scale * math.log2(math.e),
         _pointer(attn_sink),
-        lse.data_ptr() + 4 * first * lse.stride(0),
-        out.data_ptr() + out.element_size() * first * out.stride(0),
+        lse.data_ptr(),
+        out.data_ptr(),
         lse.stride(0),
         lse.stride(1),
         out.stride(0),

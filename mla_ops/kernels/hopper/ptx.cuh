@@ -409,14 +409,14 @@ DEVICE void hold(T*& value) {
   asm volatile("" : "+l"(value));
 }
 
-// The same value, of which the compiler knows nothing.
-// Read where this stands, and not kept from before.
+// This lane, read where this stands and not kept from before.
 DEVICE int lane_here() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
 
+// The same value, of which the compiler knows nothing.
 DEVICE int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;

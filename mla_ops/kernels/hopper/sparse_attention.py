@@ -22,11 +22,99 @@ as they are; weights are bfloat16.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ...dispatch import Call, Lowering
 from ...formats import geometry
-from .launch import KERNELS, KEYS, NO_CACHE, Rows, Shape, cache_params, compile_reason, launch
+from .launch import (
+    KERNELS,
+    KEYS,
+    NO_CACHE,
+    SPLITS,
+    CacheParams,
+    Keys,
+    Rows,
+    Shape,
+    cache_params,
+    clusters_at_once,
+    compile_reason,
+    predicted_us,
+    splits_for,
+    tiles_for,
+)
+from .waves import Wave, fastest_waves, launch_waves
+
+DETERMINISTIC_TURNS = 8  # of a CTA at most, as far as SPLITS go
+
+
+def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...]) -> tuple[Wave, ...]:
+    """The least predicted time, from shapes alone.
+
+    Args:
+        keys: the kernels' format.
+        num_tokens: query tokens.
+        num_heads: heads.
+        topk: columns of the indices.
+        at_once: clusters that the device runs at one time, for each size in `SPLITS`.
+    """
+    turns = max(1, -(-topk // KEYS))
+    shapes = [Shape(tile, n) for tile in tiles_for(num_heads) for n in splits_for(turns)]
+
+    def time(wave: Wave) -> float:
+        return predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once)
+
+    return fastest_waves(shapes, num_tokens, num_heads, at_once, time)
+
+
+def choose_deterministic(num_heads: int, topk: int) -> Shape:
+    """What depends on nothing but a row's own capacity, so that its bits do not depend on the batch."""
+    turns = max(1, -(-topk // KEYS))
+    enough = (splits for splits in SPLITS if splits * DETERMINISTIC_TURNS >= turns)
+    return Shape(tiles_for(num_heads)[0], next(enough, SPLITS[-1]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _waves(
+    keys: Keys, num_tokens: int, num_heads: int, topk: int, deterministic: bool, device_index: int
+) -> tuple[Wave, ...]:
+    if deterministic:
+        return (Wave(num_tokens, choose_deterministic(num_heads, topk)),)
+    return choose(keys, num_tokens, num_heads, topk, clusters_at_once(keys, tiles_for(num_heads)[0], device_index))
+
+
+def _attend(
+    keys: Keys,
+    q: torch.Tensor,
+    caches: tuple[CacheParams, CacheParams],
+    topk: int,
+    softmax_scale: float,
+    *,
+    attn_sink: torch.Tensor | None,
+    req_id_per_token: torch.Tensor | None,
+    deterministic: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    shape: Shape | None,
+) -> None:
+    """`topk` counts the turns of both caches, `shape` overrides the choice for measurements."""
+    num_tokens, num_heads, _ = q.shape
+    if shape is not None:
+        waves: tuple[Wave, ...] = (Wave(num_tokens, shape),)
+    else:
+        waves = _waves(keys, num_tokens, num_heads, topk, deterministic, q.device.index)
+    launch_waves(
+        keys,
+        waves,
+        q,
+        caches,
+        softmax_scale,
+        attn_sink=attn_sink,
+        req_id_per_token=req_id_per_token,
+        out=out,
+        lse=lse,
+    )
 
 
 def paged_rows(
@@ -59,11 +147,10 @@ def paged_sparse_attention(
     if q.shape[0] == 0 or q.shape[1] == 0:
         return
     rows, head_dim = paged_rows(kv_cache, cache_format, "kv_cache")
-    launch(
+    _attend(
         KERNELS[cache_format, head_dim],
         q,
-        cache_params(rows, indices, topk_length, block_table),
-        NO_CACHE,
+        (cache_params(rows, indices, topk_length, block_table), NO_CACHE),
         indices.shape[1],
         softmax_scale,
         attn_sink=attn_sink,
@@ -102,11 +189,13 @@ def paged_sparse_attention_extra(
         return
     rows, head_dim = paged_rows(kv_cache, cache_format, "kv_cache")
     extra_rows, _ = paged_rows(extra_kv_cache, extra_cache_format, "extra_kv_cache")
-    launch(
+    _attend(
         KERNELS[cache_format, head_dim],
         q,
-        cache_params(rows, indices, topk_length, block_table),
-        cache_params(extra_rows, extra_indices, extra_topk_length, extra_block_table),
+        (
+            cache_params(rows, indices, topk_length, block_table),
+            cache_params(extra_rows, extra_indices, extra_topk_length, extra_block_table),
+        ),
         -(-indices.shape[1] // KEYS) * KEYS + extra_indices.shape[1],
         softmax_scale,
         attn_sink=attn_sink,
@@ -136,11 +225,10 @@ def sparse_attention(
         return
     if kv.stride(0) % 8 or kv.data_ptr() % 16:
         kv = kv.contiguous()  # keys are copied 16 bytes at a time
-    launch(
+    _attend(
         KERNELS["bf16", kv.shape[1]],
         q,
-        cache_params(Rows(kv, kv.shape[0], 1, kv.stride(0) * 2), indices, topk_length, None),
-        NO_CACHE,
+        (cache_params(Rows(kv, kv.shape[0], 1, kv.stride(0) * 2), indices, topk_length, None), NO_CACHE),
         indices.shape[1],
         softmax_scale,
         attn_sink=attn_sink,

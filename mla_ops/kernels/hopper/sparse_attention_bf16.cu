@@ -249,8 +249,8 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
   if (warpgroup == 3) index = index_at(p, row, row.first, thread >> 5, thread & 31);
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::STAGES; ++i) {
-      mbarrier_init(shared + L::FULL + i * 16,
-                    132);  // of the gather's threads, and of those that tell which keys count
+      // of the gather's threads, and of those that tell which keys count
+      mbarrier_init(shared + L::FULL + i * 16, 132);
       mbarrier_init(shared + L::FULL + i * 16 + 8, 128);
       mbarrier_init(shared + L::FREE + i * 16, 8 * ARRIVALS_OF_A_WARP);
       mbarrier_init(shared + L::FREE + i * 16 + 8, 8 * ARRIVALS_OF_A_WARP);

@@ -1,0 +1,118 @@
+"""Calls of the sparse attention kernels in waves: as many tokens as fill the device some whole times, and the rest.
+
+A row takes as long whether one CTA of the device works or all do. So tokens that are left over are a launch of their
+own, by the shape that suits so few. It begins beside the end of the first one, whose inputs are its inputs too; nothing
+that a launch of the same call makes may be among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...formats import LATENT_DIM
+from . import merge_parts
+from .launch import SPLITS, CacheParams, Keys, Shape, launch, zero_row
+
+WAVE_US = 1.0  # of another launch
+
+
+class Wave(NamedTuple):
+    """A launch: tokens, behind those of the wave before, and what works on them."""
+
+    num_tokens: int
+    shape: Shape
+
+
+def fastest_waves(
+    shapes: Sequence[Shape],
+    num_tokens: int,
+    num_heads: int,
+    at_once: tuple[int, ...],
+    time: Callable[[Wave], float],
+) -> tuple[Wave, ...]:
+    """One wave, or one that fills the device some whole times and one of the tokens that are left.
+
+    Args:
+        shapes: to choose from; those of which the device runs none are left out.
+        num_tokens: query tokens.
+        num_heads: heads.
+        at_once: clusters that the device runs at one time, for each size in `SPLITS`.
+        time: predicted microseconds of a wave.
+    """
+    fills = {shape: at_once[SPLITS.index(shape.splits)] for shape in shapes}
+    fills = {shape: fill for shape, fill in fills.items() if fill}
+
+    def fastest(num_tokens: int) -> tuple[float, Wave]:
+        waves = (Wave(num_tokens, shape) for shape in fills)
+        return min(((time(wave), wave) for wave in waves), key=lambda timed: timed[0])
+
+    least, wave = fastest(num_tokens)
+    waves: tuple[Wave, ...] = (wave,)
+    for shape, fill in fills.items():
+        of_a_token = -(-num_heads // shape.tile) * shape.parts
+        whole = Wave(num_tokens * of_a_token // fill * fill // of_a_token, shape)
+        if 0 < whole.num_tokens < num_tokens and (before := time(whole) + WAVE_US) < least:
+            rest, wave = fastest(num_tokens - whole.num_tokens)
+            if before + rest < least:
+                least, waves = before + rest, (whole, wave)
+    return waves
+
+
+def _loads_16_bytes(tensor: torch.Tensor) -> bool:
+    unit = 16 // tensor.element_size()
+    return tensor.stride(0) % unit == 0 and tensor.stride(1) % unit == 0 and tensor.data_ptr() % 16 == 0
+
+
+def launch_waves(
+    keys: Keys,
+    waves: Sequence[Wave],
+    q: torch.Tensor,
+    caches: tuple[CacheParams, CacheParams],
+    softmax_scale: float,
+    *,
+    attn_sink: torch.Tensor | None,
+    req_id_per_token: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """All waves of a call, and the merge of those in parts. Copies stand in front of the first and behind the last."""
+    if not _loads_16_bytes(q):
+        q = q.contiguous()
+    target = out if _loads_16_bytes(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    zeros = zero_row(q.device, keys)
+    rest_out, rest_lse = target, lse
+    buffers = []  # of all waves to the end: none is another's while that one runs
+    before = 0
+    for num_tokens, shape in waves:
+        if before:
+            q, rest_out, rest_lse = q[before:], rest_out[before:], rest_lse[before:]
+            req_id_per_token = None if req_id_per_token is None else req_id_per_token[before:]
+            caches = caches[0].behind(before), caches[1].behind(before)
+        own = rest_out, rest_lse
+        if shape.parts > 1:
+            size = shape.parts, num_tokens, out.shape[1]
+            parts = [torch.empty(dims, dtype=torch.float32, device=q.device) for dims in ((*size, LATENT_DIM), size)]
+            buffers.append(parts)
+            own = parts[0][0], parts[1][0]
+        launch(
+            keys,
+            shape,
+            num_tokens,
+            q,
+            caches,
+            softmax_scale,
+            attn_sink=attn_sink,
+            req_id_per_token=req_id_per_token,
+            out=own[0],
+            lse=own[1],
+            zeros=zeros,
+            programmatic=before > 0,
+        )
+        if shape.parts > 1:
+            merge_parts.merge_parts(*parts, out=rest_out[:num_tokens], lse=rest_lse[:num_tokens])
+        before = num_tokens
+    if target is not out:
+        out.copy_(target)
