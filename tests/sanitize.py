@@ -63,6 +63,7 @@ CASES = {
         *itertools.starmap(Case, itertools.product(SPARSE, (16, 32, 64), (1, 2))),
         *itertools.starmap(Case, itertools.product(SPARSE[::2], (64,), (3,))),
         *itertools.starmap(Case, itertools.product(SPARSE[:2], (16, 32, 64), (1, 2), (True,))),
+        *itertools.starmap(Case, itertools.product(SPARSE[:2], (24,), (1, 2, 3), (False, True))),
         Case("prefill"),
         Case("parts"),
         Case("schedule"),

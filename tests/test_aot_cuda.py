@@ -48,9 +48,9 @@ class Variant:
         return " ".join((self.kernel, *self.defines))
 
 
-# Bytes of a thread's stack: what is kept from the start of a row for its end, and an address that a turn reads once. No
-# others have any.
-STACK = {"sparse_attention_rows<32, FP8_DS_MLA_V4>": 24}
+# Bytes of a thread's stack: what is kept from the start of a row for its end, an address that a turn reads once, and two
+# registers of who gathers through a block table. No others have any.
+STACK = {"sparse_attention_rows<24, FP8_DS_MLA_V4>": 8, "sparse_attention_rows<32, FP8_DS_MLA_V4>": 24}
 
 KERNELS = [
     Variant(kernel.source, kernel.name, kernel.threads, kernel.shared_bytes, launch.PARAMS, blocks=kernel.ctas)

@@ -35,6 +35,8 @@ AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7)
     ("num_tokens", "num_heads", "expected"),
     [
         (1, 16, Shape(16, 16)),
+        (1, 128, Shape(24, 16)),
+        (2, 128, Shape(24, 8)),
         (8, 16, Shape(16, 8)),
         (8, 128, Shape(64, 6)),
         (10, 128, Shape(64, 5)),
@@ -57,7 +59,7 @@ def test_the_measured_best(num_tokens: int, num_heads: int, expected: Shape) -> 
         (72, 128, Wave(66, Shape(64, 1)), Wave(6, Shape(64, 8))),
         (140, 64, Wave(132, Shape(64, 1)), Wave(8, Shape(64, 8))),
         (144, 16, Wave(132, Shape(16, 1)), Wave(12, Shape(16, 8))),
-        (4096, 64, Wave(4092, Shape(64, 1)), Wave(4, Shape(64, 16))),
+        (4096, 64, Wave(4092, Shape(64, 1)), Wave(4, Shape(24, 8))),
     ],
 )
 def test_few_tokens_more_than_fill_the_device_are_a_wave_of_their_own(
@@ -146,7 +148,7 @@ def test_a_deterministic_call_is_one_wave(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(sparse_attention._waves.__wrapped__(FP8, 140, 64, 2048, False, 0)) == 2
     for num_tokens in (1, 140, 4096):
         waves = sparse_attention._waves.__wrapped__(FP8, num_tokens, 64, 2048, True, 0)
-        assert waves == (Wave(num_tokens, choose_deterministic(64, 2048)),)
+        assert waves == (Wave(num_tokens, choose_deterministic(FP8, 64, 2048)),)
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 17, 32, 33, 64, 128])
@@ -154,7 +156,7 @@ def test_a_deterministic_call_is_one_wave(monkeypatch: pytest.MonkeyPatch) -> No
 def test_no_cluster_has_more_ctas_than_there_are_turns(num_heads: int, topk: int) -> None:
     for num_tokens in (1, 7, 64, 4096):
         for _, shape in choose(FP8, num_tokens, num_heads, topk, AT_ONCE):
-            assert shape.tile in tiles_for(num_heads)
+            assert shape.tile in tiles_for(FP8, num_heads)
             assert shape.splits in SPLITS
             assert shape.splits <= max(1, -(-topk // 64))
 
@@ -175,11 +177,11 @@ def test_no_cta_is_added_that_shortens_no_share(turns: int, expected: list[int])
 
 
 def test_a_deterministic_launch_depends_on_one_row_alone() -> None:
-    assert choose_deterministic(16, 2048) == Shape(16, 4)
-    assert choose_deterministic(128, 2048) == Shape(64, 4)
-    assert choose_deterministic(64, 640) == Shape(64, 2)
-    assert choose_deterministic(64, 0) == Shape(64, 1)
-    assert choose_deterministic(64, 2**20).splits == max(SPLITS)
+    assert choose_deterministic(FP8, 16, 2048) == Shape(16, 4)
+    assert choose_deterministic(FP8, 128, 2048) == Shape(64, 4)
+    assert choose_deterministic(FP8, 64, 640) == Shape(64, 2)
+    assert choose_deterministic(FP8, 64, 0) == Shape(64, 1)
+    assert choose_deterministic(FP8, 64, 2**20).splits == max(SPLITS)
 
 
 @pytest.mark.parametrize("keys", [FP8, KERNELS["bf16", 576]], ids=["fp8_ds_mla", "bf16"])

@@ -108,7 +108,7 @@ def test_two_caches_at_real_sizes(
     assert not lse.isnan().any()
 
 
-@pytest.mark.parametrize("num_heads", [16, 32, 64])
+@pytest.mark.parametrize("num_heads", [16, 24, 32, 64])
 @pytest.mark.parametrize(
     ("cache_format", "width"), [("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576), ("bf16", 512)]
 )
@@ -149,7 +149,7 @@ def rows_with_wide_scales(
 
 
 @pytest.mark.parametrize("power", [-20, 14])
-@pytest.mark.parametrize("num_heads", [16, 32, 64, 128])
+@pytest.mark.parametrize("num_heads", [16, 24, 32, 64, 128])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
 def test_few_rows_with_scales_that_float16_does_not_hold(
     cache_format: str, num_heads: int, power: int, lowering: str
@@ -162,9 +162,8 @@ def test_few_rows_with_scales_that_float16_does_not_hold(
     assert lse.isfinite().all()
 
 
-@pytest.mark.parametrize("tile", launch.TILES)
 @pytest.mark.parametrize(
-    ("cache_format", "width"), [("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576), ("bf16", 512)]
+    ("cache_format", "width", "tile"), [(*key, tile) for key, keys in launch.KERNELS.items() for tile in keys.turn_us]
 )
 def test_clusters_of_every_size_on_hopper(cache_format: str, width: int, tile: int) -> None:
     """Whole tiles and a part of one; empty rows, parts without keys, parts whose keys float16 does not hold."""

@@ -69,7 +69,7 @@ def choose(
 
     shapes = [
         Shape(tile, splits, parts)
-        for tile in tiles_for(num_heads)
+        for tile in tiles_for(keys, num_heads)
         for parts in PARTS
         for splits in splits_for(-(-turns // parts))
         if parts <= most_parts and splits * parts <= turns and (parts == 1 or splits > 1)
@@ -79,7 +79,7 @@ def choose(
 
 @functools.lru_cache(maxsize=4096)
 def _waves(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> tuple[Wave, ...]:
-    at_once = clusters_at_once(keys, tiles_for(num_heads)[0], device_index)
+    at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
     return choose(keys, num_tokens, num_heads, capacity, at_once)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import struct
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ PARAMS = "@5i" + 3 * "Ii" + "4x2Q2Q2q2iQ" + 2 * "2Q2q4iIi" + "2Q2qif3Q4q"  # str
 KEYS = 64  # of a turn
 MAX_GRID_ROWS = 32768
 SPLITS = (*range(1, 15), 16)  # as in layout.cuh: packets of 15 CTAs have no room
-TILES = (16, 32, 64)
 
 
 class Kernel(NamedTuple):
@@ -74,7 +74,7 @@ class Keys:
         walks = splits == 1
         kind = "rows" if walks else "clusters"
         if self.quantized:
-            halves, slots, parts = {16: (3, 18 - self.chunks, 2), 32: (3, 8, 1), 64: (2, 8, 0)}[tile]
+            halves, slots, parts = {16: (3, 18 - self.chunks, 2), 24: (3, 8, 2), 32: (3, 8, 1), 64: (2, 8, 0)}[tile]
             columns = queries_and_weights + halves * KEYS * 512 + slots * 16 * self.row_bytes
             barriers = -(-(columns + tile * 12 + slots * (4 + 16 * self.scale_bytes) + 4) // 8) * 8
             size = barriers + slots * 16 + halves * 16 + 56
@@ -96,12 +96,20 @@ class Keys:
 
     def kernels(self) -> list[Kernel]:
         """All there are, each once."""
-        every = (self.kernel(tile, splits, crowded) for tile in TILES for splits in (1, 2) for crowded in (False, True))
+        every = itertools.starmap(self.kernel, itertools.product(self.turn_us, (1, 2), (False, True)))
         return list({kernel.name: kernel for kernel in every}.values())
 
 
-FP8_TIMES = ({16: 1.6, 32: 1.65, 64: 2.08}, {16: 9.0, 32: 9.6, 64: 11.0}, {16: 0.5, 32: 0.0, 64: 0.0})
-V4_TIMES = ({16: 1.45, 32: 1.7, 64: 2.0}, {16: 8.9, 32: 10.5, 64: 14.5}, {16: 0.5, 32: 0.0, 64: 0.0})
+FP8_TIMES = (
+    {16: 1.6, 24: 1.6, 32: 1.7, 64: 2.05},
+    {16: 8.7, 24: 9.1, 32: 9.9, 64: 11.7},
+    {16: 0.5, 24: 0.2, 32: 0.0, 64: 0.0},
+)
+V4_TIMES = (
+    {16: 1.45, 24: 1.6, 32: 1.7, 64: 2.0},
+    {16: 8.9, 24: 9.9, 32: 10.5, 64: 14.5},
+    {16: 0.5, 24: 0.2, 32: 0.0, 64: 0.0},
+)
 BF16_TIMES = ({16: 1.45, 32: 1.9, 64: 1.65}, {16: 10.5, 32: 12.0, 64: 12.0}, {16: 1.0, 32: 2.0, 64: 10.0})
 
 LAUNCH_US = 4.5  # of what a row costs besides its turns: not of one whose CTAs take the places of others
@@ -127,11 +135,11 @@ class Shape(NamedTuple):
     parts: int = 1
 
 
-def tiles_for(num_heads: int) -> tuple[int, ...]:
+def tiles_for(keys: Keys, num_heads: int) -> tuple[int, ...]:
     """Tiles worth a thought, the one that fits best first."""
     if num_heads <= 16:
         return (16,)
-    return (32, 64, 16) if num_heads <= 32 else (64, 32, 16)
+    return tuple(tile for tile in ((32, 64, 24, 16) if num_heads <= 32 else (64, 32, 24, 16)) if tile in keys.turn_us)
 
 
 def splits_for(turns: int) -> list[int]:

@@ -117,9 +117,10 @@ DEVICE float2 load_factors(u32 from) {
 template <class L>
 DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread) {
   using E = typename L::End;
-  constexpr int LANES = 128 / L::HEADS;
+  constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;
   if (row.splits == 1) named_barrier<SCORE_BARRIER, 128>();
   const int head = thread / LANES, own = thread % LANES, global_head = row.tile * L::HEADS + head;
+  if (LANES * L::HEADS < 128 && head >= L::HEADS) return;  // of 24 heads a warp has none
   const bool there = global_head < p.num_heads;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
   const u32 states = shared + E::STATES + head * 8, factors = shared + E::FACTORS + column_of<L>(head) * 4;
@@ -357,7 +358,7 @@ DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int war
     u32 words[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      const int piece = unit * 8 / N, e = (unit * 8 + 2 * w) % N;
+      const int piece = (unit * 8 + 2 * w) / N, e = (unit * 8 + 2 * w) % N;
       const float a = select(row.rank, o[piece][e], o[piece + 2][e]) * inverse[head_of(e)],
                   b = select(row.rank, o[piece][e + 1], o[piece + 2][e + 1]) * inverse[head_of(e + 1)];
       words[w] = bfloat16 ? pack_bfloat16(a, b) : pack_float16(a, b);
@@ -394,7 +395,7 @@ DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int war
     const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const int piece = unit * 8 / N, first = (unit * 8 + q * 4) % N;
+      const int piece = (unit * 8 + q * 4) / N, first = (unit * 8 + q * 4) % N;
       float sums[4];
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {

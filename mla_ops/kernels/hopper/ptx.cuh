@@ -465,6 +465,12 @@ DEVICE void store_matrices_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
                : "memory");
 }
 
+// Two of them; lanes of the upper half name none.
+DEVICE void store_matrices_transposed(u32 address, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
+               : "memory");
+}
+
 // ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 DEVICE float exp2_approx(float x) {

@@ -400,10 +400,13 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       for (int e = 0; e < TILES * 4; ++e) table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] = s[e];
     } else {
 #pragma unroll
-      for (int j = 0; j < TILES; j += 2)
+      for (int j = 0; j + 1 < TILES; j += 2)
         store_matrices_transposed(weights_row + j * 1024, pack_float16(s[4 * j], s[4 * j + 1]),
                                   pack_float16(s[4 * j + 2], s[4 * j + 3]), pack_float16(s[4 * j + 4], s[4 * j + 5]),
                                   pack_float16(s[4 * j + 6], s[4 * j + 7]));
+      if constexpr (TILES % 2)
+        store_matrices_transposed(weights_row + (TILES - 1) * 1024, pack_float16(s[4 * TILES - 4], s[4 * TILES - 3]),
+                                  pack_float16(s[4 * TILES - 2], s[4 * TILES - 1]));
     }
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8);
     __syncwarp();
@@ -452,9 +455,11 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     if (worker < HEADS)
       store_shared_float(shared + L::End::INVERSES + head * 4, total == 0.f ? 0.f : reciprocal_approx(total));
     await_peers(row);
+    constexpr int AT_ONCE = 128 / HEADS;
 #pragma unroll 1
-    for (int part = worker / HEADS; part < row.splits; part += 128 / HEADS)
-      send_state<L>(row, shared, part, head, seen == 2 ? -total : total, reference);
+    for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)
+      if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS)
+        send_state<L>(row, shared, part, head, seen == 2 ? -total : total, reference);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, worker & 31);
     weigh_parts<L>(p, row, shared, worker);

@@ -19,8 +19,17 @@ DEVICE void fold(float (&values)[M], int lane, Combine combine) {
 template <int HEADS, class Combine>
 DEVICE void store_folded(float (&values)[HEADS / 4], u32 place, int lane, Combine combine) {
   const int t = lane & 3, b = lane >> 2 & 1;
-  fold<16, HEADS / 4>(values, lane, combine), fold<8, HEADS / 8>(values, lane, combine);
-  if constexpr (HEADS == 16) {
+  fold<16, HEADS / 4>(values, lane, combine);
+  if constexpr (HEADS != 24) fold<8, HEADS / 8>(values, lane, combine);
+  if constexpr (HEADS == 24) {
+#pragma unroll
+    for (int c = 0; c < 3; ++c) {
+      values[c] = combine(values[c], __shfl_xor_sync(~0u, values[c], 8));
+      values[c] = combine(values[c], __shfl_xor_sync(~0u, values[c], 4));
+      const int n = (lane >> 4) * 3 + c;
+      if ((lane & 12) == 0) store_shared_float(place + ((n >> 1) * 8 + 2 * t + (n & 1)) * 4, values[c]);
+    }
+  } else if constexpr (HEADS == 16) {
     values[0] = combine(values[0], __shfl_xor_sync(~0u, values[0], 4));
     if (b == 0) store_shared_float(place + ((lane >> 4) * 8 + 2 * t + (lane >> 3 & 1)) * 4, values[0]);
   } else if constexpr (HEADS == 32) {

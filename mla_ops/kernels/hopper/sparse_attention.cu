@@ -98,7 +98,7 @@ DEVICE void attend(const Params& p) {
       freed = score<HEADS, FORMAT, WALK>(p, row, shared_memory, shared, thread, at);
     } while (WALK && next_queries());
   } else if (warpgroup < 3) {
-    if constexpr (HEADS > 16) more_registers<L::VALUE_REGISTERS>();
+    if constexpr (HEADS > 24) more_registers<L::VALUE_REGISTERS>();
     do {
       accumulate<HEADS, FORMAT, WALK>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity);
       if (WALK) row = next_row(p, row), row_parity ^= 1;

@@ -60,7 +60,7 @@ def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tupl
         at_once: clusters that the device runs at one time, for each size in `SPLITS`.
     """
     turns = max(1, -(-topk // KEYS))
-    shapes = [Shape(tile, n) for tile in tiles_for(num_heads) for n in splits_for(turns)]
+    shapes = [Shape(tile, n) for tile in tiles_for(keys, num_heads) for n in splits_for(turns)]
 
     def time(wave: Wave) -> float:
         return predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once)
@@ -68,11 +68,11 @@ def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tupl
     return fastest_waves(shapes, num_tokens, num_heads, at_once, time)
 
 
-def choose_deterministic(num_heads: int, topk: int) -> Shape:
+def choose_deterministic(keys: Keys, num_heads: int, topk: int) -> Shape:
     """What depends on nothing but a row's own capacity, so that its bits do not depend on the batch."""
     turns = max(1, -(-topk // KEYS))
     enough = (splits for splits in SPLITS if splits * DETERMINISTIC_TURNS >= turns)
-    return Shape(tiles_for(num_heads)[0], next(enough, SPLITS[-1]))
+    return Shape(tiles_for(keys, num_heads)[0], next(enough, SPLITS[-1]))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,8 +80,9 @@ def _waves(
     keys: Keys, num_tokens: int, num_heads: int, topk: int, deterministic: bool, device_index: int
 ) -> tuple[Wave, ...]:
     if deterministic:
-        return (Wave(num_tokens, choose_deterministic(num_heads, topk)),)
-    return choose(keys, num_tokens, num_heads, topk, clusters_at_once(keys, tiles_for(num_heads)[0], device_index))
+        return (Wave(num_tokens, choose_deterministic(keys, num_heads, topk)),)
+    at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
+    return choose(keys, num_tokens, num_heads, topk, at_once)
 
 
 def _attend(

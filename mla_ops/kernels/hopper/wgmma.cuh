@@ -20,6 +20,7 @@ DEVICE u64 tile_descriptor(u32 address, u32 group_bytes, u32 span_bytes) {
 
 #define ACC4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define ACC8(d, i) ACC4(d, i), ACC4(d, i + 4)
+#define ACC12(d, i) ACC8(d, i), ACC4(d, i + 8)
 #define ACC16(d, i) ACC8(d, i), ACC8(d, i + 8)
 #define ACC32(d, i) ACC16(d, i), ACC16(d, i + 16)
 #define ACC64(d, i) ACC32(d, i), ACC32(d, i + 32)
@@ -27,7 +28,8 @@ DEVICE u64 tile_descriptor(u32 address, u32 group_bytes, u32 span_bytes) {
 #define ACC128(d, i) ACC64(d, i), ACC64(d, i + 64)
 
 #define REG8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define REG16 REG8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REG12 REG8 ", %8, %9, %10, %11"
+#define REG16 REG12 ", %12, %13, %14, %15"
 #define REG32 REG16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define REG64                                                                                                        \
   REG32                                                                                                              \
@@ -60,6 +62,12 @@ DEVICE void wgmma_float16(float (&d)[16], const u32* a, u64 b, int add) {
 }
 DEVICE void wgmma_bfloat16(float (&d)[16], const u32* a, u64 b, int add) {
   WGMMA_RS(32, "bf16", REG16, ACC16(d, 0), "%16", "%17", "%18", "%19", "%20", "%21");
+}
+DEVICE void wgmma_float16(float (&d)[12], const u32* a, u64 b, int add) {
+  WGMMA_RS(24, "f16", REG12, ACC12(d, 0), "%12", "%13", "%14", "%15", "%16", "%17");
+}
+DEVICE void wgmma_bfloat16(float (&d)[12], const u32* a, u64 b, int add) {
+  WGMMA_RS(24, "bf16", REG12, ACC12(d, 0), "%12", "%13", "%14", "%15", "%16", "%17");
 }
 DEVICE void wgmma_float16(float (&d)[8], const u32* a, u64 b, int add) {
   WGMMA_RS(16, "f16", REG8, ACC8(d, 0), "%8", "%9", "%10", "%11", "%12", "%13");
@@ -97,6 +105,9 @@ DEVICE void wgmma_heads_by_dims_bfloat16(float (&d)[128], const u32* a, u64 b, i
 // Values, transposed, [64 dims x keys] times weights [keys x heads].
 DEVICE void wgmma_dims_by_heads(float (&d)[16], u64 a, u64 b) {
   WGMMA_SS(32, "f16", REG16, ACC16(d, 0), "%16", "%17", "1", "0");
+}
+DEVICE void wgmma_dims_by_heads(float (&d)[12], u64 a, u64 b) {
+  WGMMA_SS(24, "f16", REG12, ACC12(d, 0), "%12", "%13", "1", "0");
 }
 DEVICE void wgmma_dims_by_heads(float (&d)[8], u64 a, u64 b) {
   WGMMA_SS(16, "f16", REG8, ACC8(d, 0), "%8", "%9", "1", "0");
