@@ -48,7 +48,7 @@ class Variant:
         return " ".join((self.kernel, *self.defines))
 
 
-# Bytes of a thread's stack: what is kept from the start of a row for its end, an address that a turn reads once, and two
+# Bytes of a thread's stack: what is kept from the start of a row for its end, an address that a turn reads once, two
 # registers of who gathers through a block table. No others have any.
 STACK = {"sparse_attention_rows<24, FP8_DS_MLA_V4>": 8, "sparse_attention_rows<32, FP8_DS_MLA_V4>": 24}
 
