@@ -454,14 +454,19 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   } else if constexpr (!WALK) {
     if (worker < HEADS)
       store_shared_float(shared + L::End::INVERSES + head * 4, total == 0.f ? 0.f : reciprocal_approx(total));
+    // States before packets, which would hold them up. Of 64 heads those of the first half of the values are made by now.
+    auto tell_factors = [&]() {
+      __syncwarp();
+      warp_arrive(shared + L::FACTORS_FULL, worker & 31);
+    };
+    if (HEADS == 64) tell_factors();
     await_peers(row);
     constexpr int AT_ONCE = 128 / HEADS;
 #pragma unroll 1
     for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)
       if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS)
         send_state<L>(row, shared, part, head, seen == 2 ? -total : total, reference);
-    __syncwarp();
-    warp_arrive(shared + L::FACTORS_FULL, worker & 31);
+    if (HEADS < 64) tell_factors();
     weigh_parts<L>(p, row, shared, worker);
   }
   return 0;

@@ -52,7 +52,7 @@ DEVICE void attend(const Params& p) {
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      produce<HEADS, FORMAT>(p, row, shared, index, warp, lane, slot, parity, WALK && HEADS == 64 && first);
+      produce<HEADS, FORMAT>(p, row, shared, index, warp, lane, slot, parity, HEADS == 64 && first);
       if (!WALK) break;
       row = next_row(p, row);
       if (row.token >= p.num_tokens) break;
