@@ -454,7 +454,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   } else if constexpr (!WALK) {
     if (worker < HEADS)
       store_shared_float(shared + L::End::INVERSES + head * 4, total == 0.f ? 0.f : reciprocal_approx(total));
-    // States before packets, which would hold them up. Of 64 heads those of the first half of the values are made by now.
+    // States before packets, which would hold them up; with 64 heads the first half of the values waits already.
     auto tell_factors = [&]() {
       __syncwarp();
       warp_arrive(shared + L::FACTORS_FULL, worker & 31);
