@@ -1,11 +1,13 @@
 # Every target sets up what it needs from a bare Python: an environment in .venv, the install, the run.
-#   make demo | test | lint | docs | bench | hooks | clean
+#   make demo | test | test-triton | lint | docs | bench | hooks | clean
 #   PYTHON=python3.12 make test       another interpreter; a torch that it already has is used
 #   make test PYTEST_ARGS="-k cache"  a part of the tests
+#   make test-triton TRITON=3.9.0     compiles every Triton kernel with another Triton, for every architecture
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2
+TRITON ?= 3.9.0
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -14,10 +16,10 @@ SETUP_INPUTS := pyproject.toml constraints.txt scripts/setup_env.py
 # Two workers on two cores: more threads than cores in each only slow the other down.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo test lint format docs bench hooks clean
+.PHONY: help demo test test-triton lint format docs bench hooks clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
 
 # One stamp for each set of extras, in one environment. Recipes of different sets must not run at the same time.
 .NOTPARALLEL:
@@ -31,6 +33,10 @@ demo: $(VENV)/.installed-models
 
 test: $(VENV)/.installed-dev
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-triton: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install -q --upgrade --no-deps --target $(VENV)/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=$(abspath $(VENV))/triton-$(TRITON) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/test_aot_compile.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
