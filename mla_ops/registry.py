@@ -146,14 +146,11 @@ def _check_output(
         raise NotImplementedError(
             f"{op}: {name} requires grad, but {op} has no backward: call it under torch.no_grad(), or detach {name}"
         )
-    if tensor.dim() != len(shape):
-        raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
-    for dim, size in enumerate(shape):
-        require(
-            tensor.shape[dim] == size,
-            lambda: f"{op}: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}",
-        )
-    require(
-        tensor.stride(-1) == 1,
-        lambda: f"{op}: {name} must be contiguous in its last dimension, got strides {tensor.stride()}",
-    )
+    actual = tensor.shape
+    if len(actual) != len(shape):
+        raise ValueError(f"{op}: {name} must have shape {tuple(shape)}, got {tuple(actual)}")
+    for size, expected in zip(actual, shape, strict=True):
+        if (same := size == expected) is not True:
+            require(same, lambda: f"{op}: {name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    if (dense := tensor.stride()[-1] == 1) is not True:
+        require(dense, lambda: f"{op}: {name} must be contiguous in its last dimension, got strides {tensor.stride()}")

@@ -37,21 +37,20 @@ def check_tensor(
         raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype}")
     if tensor.device != device:
         raise ValueError(f"{op}: {name} must be on {device} like the first argument, got {tensor.device}")
+    shape = tensor.shape
+    if len(shape) != len(dims):
+        raise ValueError(_wrong_shape(op, name, tensor, dims))
+    for actual, (_, size) in zip(shape, dims, strict=True):
+        # While sizes are integers and right not even a closure is made: this runs in every eager call.
+        if size is not None and (same := actual == size) is not True:
+            require(same, functools.partial(_wrong_shape, op, name, tensor, dims))
+    if dims and (dense := tensor.stride()[-1] == 1) is not True:
+        require(dense, lambda: f"{op}: {name} must be contiguous in its last dimension, got strides {tensor.stride()}")
 
-    def message() -> str:
-        expected = ", ".join(label if size is None else f"{label}={size}" for label, size in dims)
-        return f"{op}: {name} must have shape [{expected}], got {list(tensor.shape)}"
 
-    if tensor.dim() != len(dims):
-        raise ValueError(message())
-    for actual, (_, size) in zip(tensor.shape, dims, strict=True):
-        if size is not None:
-            require(actual == size, message)
-    if dims:
-        require(
-            tensor.stride(-1) == 1,
-            lambda: f"{op}: {name} must be contiguous in its last dimension, got strides {tensor.stride()}",
-        )
+def _wrong_shape(op: str, name: str, tensor: torch.Tensor, dims: Sequence[tuple[str, object]]) -> str:
+    expected = ", ".join(label if size is None else f"{label}={size}" for label, size in dims)
+    return f"{op}: {name} must have shape [{expected}], got {list(tensor.shape)}"
 
 
 def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str, name: str = "kv_cache") -> CacheFormat:
@@ -60,57 +59,50 @@ def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str, name: str = 
     if kv_cache.dtype != entry.dtype:
         raise TypeError(f"{op}: {name} of cache_format '{cache_format}' must be {entry.dtype}, got {kv_cache.dtype}")
     itemsize = entry.dtype.itemsize
-    if entry.planar and kv_cache.dim() == 2:
-        require(
-            kv_cache.stride(1) == 1,
-            lambda: f"{op}: {name} must have contiguous blocks, got strides {kv_cache.stride()}",
-        )
-        block_bytes = kv_cache.shape[1]
+    shape, strides, offset = kv_cache.shape, kv_cache.stride(), kv_cache.storage_offset()
+    if entry.planar and len(shape) == 2:
+        needed = block_bytes = shape[1]
+        require(strides[1] == 1, lambda: f"{op}: {name} must have contiguous blocks, got strides {strides}")
         require(
             block_bytes > 0 and entry.block_bytes(entry.block_size(block_bytes)) == block_bytes,
             lambda: (
                 f"{op}: {name} of cache_format '{cache_format}' must have blocks of "
                 f"ceil({entry.row_widths[0]} * block_size / {entry.data_bytes}) * {entry.data_bytes} bytes, "
-                f"got shape {list(kv_cache.shape)}"
+                f"got shape {list(shape)}"
             ),
         )
     else:
-        if kv_cache.dim() != 3 or kv_cache.shape[2] not in entry.row_widths:
+        if len(shape) != 3 or shape[2] not in entry.row_widths:
             widths = " or ".join(str(width) for width in entry.row_widths)
             flat = "[num_blocks, block_bytes] or " if entry.planar else ""
             raise ValueError(
                 f"{op}: {name} of cache_format '{cache_format}' must have shape {flat}[num_blocks, block_size, "
-                f"{widths}], got {list(kv_cache.shape)}"
+                f"{widths}], got {list(shape)}"
             )
+        needed = shape[1] * shape[2]
+        require(shape[1] >= 1, lambda: f"{op}: {name} must have a block_size of at least 1, got {shape[1]}")
+        require(strides[2] == 1, lambda: f"{op}: rows of {name} must be contiguous, got strides {strides}")
         require(
-            kv_cache.shape[1] >= 1,
-            lambda: f"{op}: {name} must have a block_size of at least 1, got {kv_cache.shape[1]}",
-        )
-        require(
-            kv_cache.stride(2) == 1, lambda: f"{op}: rows of {name} must be contiguous, got strides {kv_cache.stride()}"
-        )
-        require(
-            kv_cache.stride(1) == kv_cache.shape[2],
-            lambda: f"{op}: {name}.stride(1) must be {kv_cache.shape[2]}, one row, got {kv_cache.stride(1)}",
+            strides[1] == shape[2],
+            lambda: f"{op}: {name}.stride(1) must be {shape[2]}, one row, got {strides[1]}",
         )
     if entry.planar:
-        needed = kv_cache.shape[1] * (1 if kv_cache.dim() == 2 else kv_cache.shape[2])
         require(
-            kv_cache.stride(0) >= needed,
-            lambda: f"{op}: blocks of {name} take {needed} bytes, got {name}.stride(0) of {kv_cache.stride(0)}",
+            strides[0] >= needed,
+            lambda: f"{op}: blocks of {name} take {needed} bytes, got {name}.stride(0) of {strides[0]}",
         )
     require(
-        kv_cache.stride(0) * itemsize % CACHE_ALIGNMENT == 0,
+        strides[0] * itemsize % CACHE_ALIGNMENT == 0,
         lambda: (
             f"{op}: blocks of {name} must start on {CACHE_ALIGNMENT} bytes, got {name}.stride(0) of "
-            f"{kv_cache.stride(0)} elements of {itemsize} bytes"
+            f"{strides[0]} elements of {itemsize} bytes"
         ),
     )
     require(
-        kv_cache.storage_offset() * itemsize % CACHE_ALIGNMENT == 0,
+        offset * itemsize % CACHE_ALIGNMENT == 0,
         lambda: (
             f"{op}: {name} must start on {CACHE_ALIGNMENT} bytes of its storage, got a storage offset of "
-            f"{kv_cache.storage_offset()} elements of {itemsize} bytes"
+            f"{offset} elements of {itemsize} bytes"
         ),
     )
     return entry

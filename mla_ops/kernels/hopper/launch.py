@@ -281,6 +281,7 @@ def launch(
     `programmatic` lets it begin beside the end of the launch in front, of which it may then read nothing.
     """
     tile, splits, parts = shape
+    main, extra = caches
     num_heads, device_index = q.shape[1], q.device.index
     head_tiles = -(-num_heads // tile)
     at_once = clusters_at_once(keys, tile, device_index)[SPLITS.index(splits)]
@@ -298,10 +299,20 @@ def launch(
         parts,
         splits,
         grid[1],
-        *(value for divisor in (splits, parts, head_tiles) for value in reciprocal(divisor)),
-        *(value for pair in zip(*(cache[:4] for cache in caches), strict=True) for value in pair),
+        *reciprocal(splits),
+        *reciprocal(parts),
+        *reciprocal(head_tiles),
+        main.lengths,
+        extra.lengths,
+        main.indices,
+        extra.indices,
+        main.indices_stride,
+        extra.indices_stride,
+        main.columns,
+        extra.columns,
         _pointer(req_id_per_token),
-        *(value for cache in caches for value in cache.cache),
+        *main.cache,
+        *extra.cache,
         zeros.data_ptr(),
         q.data_ptr(),
         q.stride(0),
