@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -10,7 +11,9 @@ from typing import Protocol
 import torch
 
 from benchmarks import common
-from mla_ops import SparseSchedule, formats
+from mla_ops import SparseSchedule, dispatch, formats
+from mla_ops.kernels.hopper.launch import Shape
+from mla_ops.kernels.hopper.waves import Wave, override
 
 BLOCK_SIZE = 64
 CHECKED_TOKENS = 8  # rows that are compared with the reference, spread over the batch
@@ -133,20 +136,38 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         help=f"of {','.join(VARIANTS)}: ours also with its schedule planned inside the call, without one, and "
         "deterministic. Its other rows have a schedule that was planned before",
     )
+    parser.add_argument(
+        "--waves",
+        type=lambda value: [text for text in value.split(";") if text],
+        default=[],
+        help="ours for Hopper also in other launches than it chooses: '64,8;7x64,8+24,16' is all tokens by clusters of "
+        "8 CTAs with 64 heads each, and 7 of them so, the others by 16 with 24 heads (a third number: parts of a row)",
+    )
+
+
+def waves_of(text: str, num_tokens: int) -> tuple[Wave, ...]:
+    """Launches as `--waves` names them, of a call with so many tokens; the last has those that no other has."""
+    parts = [part.rpartition("x") for part in text.split("+")]
+    counts = [int(count) for count, _, _ in parts if count]
+    if len(counts) < len(parts):
+        counts.append(num_tokens - sum(counts))
+    return tuple(
+        Wave(count, Shape(*common.integers(shape))) for count, (_, _, shape) in zip(counts, parts, strict=True)
+    )
 
 
 def variants(
-    chosen: Sequence[str],
+    arguments: argparse.Namespace,
     attend: Attend,
     schedule: Callable[[bool], SparseSchedule],
     lens: tuple[torch.Tensor, ...],
     queries: Sequence[torch.Tensor],
     compare: Callable[[torch.Tensor, torch.Tensor], list[common.Check]],
 ) -> dict[str, common.Peer]:
-    """Other ways to call ours, under the lowering that dispatch chooses.
+    """Other ways to call ours, under the lowering that dispatch chooses, or in launches that `--waves` names.
 
     Args:
-        chosen: names in `VARIANTS`.
+        arguments: parsed options, with those of `add_schedule_options`.
         attend: the call.
         schedule: allocates a schedule, deterministic or not.
         lens: what a schedule is built from.
@@ -154,7 +175,7 @@ def variants(
         compare: checks the outputs of the first.
     """
 
-    def variant(name: str) -> common.Peer | None:
+    def variant(label: str, name: str, waves: tuple[Wave, ...]) -> common.Peer | None:
         deterministic = name == "deterministic"
         planned = schedule(deterministic)
         planned.build(*lens)
@@ -163,13 +184,17 @@ def variants(
         def run(number: int) -> None:
             if name == "plan":
                 planned.build(*lens)
-            metadata = None if name == "shapes" else planned.tile_scheduler_metadata
-            attend(number, *outputs[number], tile_scheduler_metadata=metadata, deterministic=deterministic)
+            metadata = None if name in ("shapes", "waves") else planned.tile_scheduler_metadata
+            with contextlib.ExitStack() as stack:
+                if name == "waves":
+                    stack.enter_context(dispatch.override("hopper"))
+                    stack.enter_context(override(*waves))
+                attend(number, *outputs[number], tile_scheduler_metadata=metadata, deterministic=deterministic)
 
         try:
             run(0)
         except NotImplementedError as error:
-            print(f"{labels[name]}: not measured: {error}")
+            print(f"{label}: not measured: {error}")
             return None
         return common.Peer(
             [partial(run, number) for number in range(len(outputs))],
@@ -178,11 +203,14 @@ def variants(
             ours=True,
         )
 
-    unknown = set(chosen) - set(VARIANTS)
+    unknown = set(arguments.variants) - set(VARIANTS)
     if unknown:
         raise ValueError(f"there is no variant {', '.join(sorted(unknown))}, only {', '.join(VARIANTS)}")
     labels = {"plan": "ours, with plan", "shapes": "ours, no schedule", "deterministic": "ours, deterministic"}
-    made = {labels[name]: variant(name) for name in chosen}
+    made = {labels[name]: variant(labels[name], name, ()) for name in arguments.variants}
+    for text in arguments.waves:
+        label = f"ours, {text}"
+        made[label] = variant(label, "waves", waves_of(text, len(queries[0])))
     return {label: peer for label, peer in made.items() if peer is not None}
 
 

@@ -142,7 +142,7 @@ def build_paged(
         attention_flops(num_tokens, num_heads, topk, head_dim),
         {
             **(peers() if arguments.peers else {}),
-            **variants(arguments.variants, attend, schedule, (lens,), [q for q, _, _ in sets], compare),
+            **variants(arguments, attend, schedule, (lens,), [q for q, _, _ in sets], compare),
         },
     )
 

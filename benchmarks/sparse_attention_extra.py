@@ -154,7 +154,7 @@ def build_case(
         attention_flops(num_tokens, num_heads, num_keys, HEAD_DIM),
         {
             **(peers() if arguments.peers and cache_format == "fp8_ds_mla_v4" else {}),
-            **variants(arguments.variants, attend, schedule, all_lens, [q for q, _, _ in sets], compare),
+            **variants(arguments, attend, schedule, all_lens, [q for q, _, _ in sets], compare),
         },
     )
 

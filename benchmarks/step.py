@@ -191,7 +191,7 @@ def build_layer(num_tokens: int, num_heads: int, topk: int, context: int, argume
 
 def build_v4_layer(kind: str, num_tokens: int, num_heads: int, topk: int, arguments: argparse.Namespace) -> common.Case:
     """A C4A or C128A layer of the cases of its ops."""
-    own = argparse.Namespace(**{**vars(arguments), "peers": False, "variants": []})
+    own = argparse.Namespace(**{**vars(arguments), "peers": False, "variants": [], "waves": []})
     compressors = [("C4A", V4_FORMAT), ("indexer", "bf16")] if kind == "C4A" else [("C128A", V4_FORMAT)]
     parts = [
         cache.build_concat(num_tokens, V4_FORMAT, own),

@@ -81,7 +81,7 @@ def attend(case: Case, tool: str) -> None:
     from attention_oracle import assert_close, attention
 
     from mla_ops.formats import planar_views
-    from mla_ops.kernels.hopper import launch, sparse_attention
+    from mla_ops.kernels.hopper import launch, sparse_attention, waves
 
     cpu = torch.device("cpu")
     cache_format, width = case.keys.split()[0], int(case.keys.split()[1])
@@ -108,17 +108,17 @@ def attend(case: Case, tool: str) -> None:
             launch.clusters_at_once = lambda *_, at_once=at_once: (at_once,) * len(launch.SPLITS)
             out = torch.empty(3, case.tile, 512, dtype=torch.bfloat16, device="cuda")
             lse = torch.empty(3, case.tile, device="cuda")
-            sparse_attention.paged_sparse_attention(
-                q.cuda(),
-                cache.cuda(),
-                indices.cuda(),
-                SCALE,
-                cache_format,
-                topk_length=lengths.cuda(),
-                out=out,
-                lse=lse,
-                shape=launch.Shape(case.tile, case.splits),
-            )
+            with waves.override(waves.Wave(len(q), launch.Shape(case.tile, case.splits))):
+                sparse_attention.paged_sparse_attention(
+                    q.cuda(),
+                    cache.cuda(),
+                    indices.cuda(),
+                    SCALE,
+                    cache_format,
+                    topk_length=lengths.cuda(),
+                    out=out,
+                    lse=lse,
+                )
             assert_close(out.cpu(), lse.cpu(), expected)
 
 
@@ -152,7 +152,7 @@ def parts(tool: str) -> None:
     from attention_inputs import SCALE, filled_cache, queries
     from attention_oracle import assert_close, attention
 
-    from mla_ops.kernels.hopper import dense_attention, launch
+    from mla_ops.kernels.hopper import dense_attention, launch, waves
 
     launch.clusters_at_once = lambda *_: (1000,) * len(launch.SPLITS)
     cpu = torch.device("cpu")
@@ -175,14 +175,10 @@ def parts(tool: str) -> None:
     for number in (2, 6) if tool == "memcheck" else (2,):
         out = torch.empty(3, 16, 512, dtype=torch.bfloat16, device="cuda")
         lse = torch.empty(3, 16, device="cuda")
-        dense_attention.paged_attention(
-            *(tensor.cuda() for tensor in (q, cache, table, requests, lens)),
-            SCALE,
-            "bf16",
-            out=out,
-            lse=lse,
-            shape=launch.Shape(16, 2, number),
-        )
+        with waves.override(waves.Wave(3, launch.Shape(16, 2, number))):
+            dense_attention.paged_attention(
+                *(tensor.cuda() for tensor in (q, cache, table, requests, lens)), SCALE, "bf16", out=out, lse=lse
+            )
         assert_close(out.cpu(), lse.cpu(), expected)
 
 

@@ -15,9 +15,11 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import common, figures, gather_floor, plot
+from benchmarks import attention, common, figures, gather_floor, plot
 from benchmarks.cache import fill_cache, read_keys
 from mla_ops import dispatch, formats
+from mla_ops.kernels.hopper.launch import Shape
+from mla_ops.kernels.hopper.waves import Wave
 from mla_ops.kernels.reference.cache import read_slots
 
 FAMILIES = (
@@ -106,18 +108,27 @@ def test_peers_are_checked_and_compared_with() -> None:
 
 
 @pytest.mark.parametrize("family", ["sparse_attention", "sparse_attention_extra"])
-def test_other_ways_to_call_attention_are_checked_and_are_no_peers(family: str, tmp_path: Path) -> None:
+def test_other_ways_to_call_attention_are_checked_and_are_no_peers(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "rows.json"
     arguments = ["--quick", "--device", "cpu", "--variants", "plan,shapes,deterministic", "--json", str(path)]
-    arguments += ["--cache-formats", "bf16", "--tokens", "2", "--heads", "16"]
+    arguments += ["--cache-formats", "bf16", "--tokens", "2", "--heads", "16", "--waves", "16,2"]
     module = importlib.import_module(f"benchmarks.{family}")
     assert module.main(arguments) == 0
     rows = [row for row in json.loads(path.read_text())[family]["rows"] if row["op"].startswith("paged")]
     names = ["reference", "ours, with plan", "ours, no schedule", "ours, deterministic"]
     assert [row["lowering"] for row in rows] == names
     assert all(row["passed"] and row["ratio_to_peer"] is None for row in rows)
+    assert "ours, 16,2: not measured" in capsys.readouterr().out
     with pytest.raises(ValueError, match="there is no variant fast, only plan"):
         module.main([*arguments[:4], "fast", *arguments[5:]])
+
+
+def test_waves_are_named_by_tokens_heads_and_ctas() -> None:
+    assert attention.waves_of("64,8", 9) == (Wave(9, Shape(64, 8)),)
+    assert attention.waves_of("7x64,8+24,16", 9) == (Wave(7, Shape(64, 8)), Wave(2, Shape(24, 16)))
+    assert attention.waves_of("7x64,8+2x64,2,4", 9) == (Wave(7, Shape(64, 8)), Wave(2, Shape(64, 2, 4)))
 
 
 def test_host_time_has_neither_floor_nor_rate() -> None:

@@ -333,16 +333,13 @@ def test_a_replay_follows_the_lengths_of_the_step(room: str) -> None:
 @pytest.mark.parametrize(
     "shape", [(16, 1, 1), (16, 2, 8), (16, 16, 3), (32, 3, 4), (64, 1, 1), (64, 2, 8), (64, 16, 2)], ids=str
 )
-def test_parts_of_the_hopper_kernels(
-    shape: tuple[int, int, int], first: int, cache_format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_the_hopper_kernels(shape: tuple[int, int, int], first: int, cache_format: str) -> None:
     """Parts without keys, holes in the table, blocks that end within 16 keys; heads that leave a tile part-filled.
 
     `first` tokens are a wave before, whose parts may be others.
     """
-    from mla_ops.kernels.hopper import dense_attention
     from mla_ops.kernels.hopper.launch import Shape
-    from mla_ops.kernels.hopper.waves import Wave
+    from mla_ops.kernels.hopper.waves import Wave, override
 
     device = torch.device("cuda")
     cache, q = filled_cache(cache_format, 40, 24, device), queries(7, 70, torch.bfloat16, device)
@@ -355,6 +352,5 @@ def test_parts_of_the_hopper_kernels(
         pytest.skip(reason)
     for before in ((64, 1, 1), (16, 2, 3)) if first else ((64, 1, 1),):
         waves = Wave(first, Shape(*before)), Wave(7 - first, Shape(*shape))
-        monkeypatch.setattr(dense_attention, "_waves", lambda *_, waves=waves: waves if first else waves[1:])
-        with dispatch.override(paged_attention="hopper"):
+        with dispatch.override(paged_attention="hopper"), override(*waves if first else waves[1:]):
             check("hopper", q, cache, table, requests, lens, cache_format)

@@ -24,7 +24,7 @@ from mla_ops.kernels.hopper.launch import (
     tiles_for,
 )
 from mla_ops.kernels.hopper.sparse_attention import choose, choose_deterministic
-from mla_ops.kernels.hopper.waves import WAVE_US, Wave, launch_waves
+from mla_ops.kernels.hopper.waves import WAVE_US, Wave, launch_waves, override
 
 FP8 = KERNELS["fp8_ds_mla", 576]
 # of an H200, by the sizes in SPLITS
@@ -141,6 +141,25 @@ def test_waves_of_a_call_share_its_copies(
     assert len(storages) == len(made) == 1
     assert (storages == {padded.untyped_storage().data_ptr()}) == (not padding)
     assert merges == [((n, t, 3, 512), (n, t, 3)) for n, t in zip(parts, (3, 2), strict=True) if n > 1]
+
+
+def test_waves_that_are_forced_have_every_token_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "mla_ops.kernels.hopper.waves.launch", lambda _, shape, tokens, *__, **___: seen.append((tokens, shape))
+    )
+    monkeypatch.setattr("mla_ops.kernels.hopper.waves.zero_row", lambda *_: None)
+    out = torch.zeros(5, 16, 512, dtype=torch.bfloat16)
+    outputs = {"attn_sink": None, "req_id_per_token": None, "out": out, "lse": torch.zeros(5, 16)}
+    call = (FP8, [Wave(5, Shape(16, 8))], torch.zeros(5, 16, 576, dtype=torch.bfloat16), (NO_CACHE, NO_CACHE), 1.0)
+    launch_waves(*call, **outputs)
+    with override(Wave(4, Shape(64, 6)), Wave(1, Shape(32, 2))):
+        launch_waves(*call, **outputs)
+    launch_waves(*call, **outputs)
+    assert seen == [(5, Shape(16, 8)), (4, Shape(64, 6)), (1, Shape(32, 2)), (5, Shape(16, 8))]
+    with override(Wave(4, Shape(64, 6))), pytest.raises(ValueError, match="must have 5 tokens, got 4"):
+        launch_waves(*call, **outputs)
+    assert len(seen) == 4
 
 
 def test_a_deterministic_call_is_one_wave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from attention_inputs import (
 
 from mla_ops import dispatch
 from mla_ops.formats import allocate_cache, planar_views
-from mla_ops.kernels.hopper import launch
+from mla_ops.kernels.hopper import launch, waves
 from mla_ops.kernels.hopper import sparse_attention as hopper
 
 pytestmark = pytest.mark.gpu
@@ -187,9 +187,8 @@ def test_clusters_of_every_size_on_hopper(cache_format: str, width: int, tile: i
     for splits in (splits for splits, count in zip(launch.SPLITS, at_once, strict=True) if count):
         out = torch.full((num_tokens, num_heads, 512), math.nan, dtype=torch.bfloat16, device=device)
         lse = torch.full((num_tokens, num_heads), math.nan, device=device)
-        hopper.paged_sparse_attention(
-            q, cache, indices, SCALE, cache_format, **options, out=out, lse=lse, shape=launch.Shape(tile, splits)
-        )
+        with waves.override(waves.Wave(num_tokens, launch.Shape(tile, splits))):
+            hopper.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options, out=out, lse=lse)
         attention_oracle.assert_close(out, lse, expected)
 
 

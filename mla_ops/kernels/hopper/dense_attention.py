@@ -94,7 +94,6 @@ def paged_attention(
     *,
     out: torch.Tensor,
     lse: torch.Tensor,
-    shape: Shape | None = None,
 ) -> None:
     num_tokens, num_heads, _ = q.shape
     if num_tokens == 0:
@@ -102,10 +101,9 @@ def paged_attention(
     rows, head_dim = sparse_attention.paged_rows(kv_cache, cache_format, "kv_cache", "paged_attention")
     keys = KERNELS[cache_format, head_dim]
     capacity = min(block_table.shape[1] * rows.block_size, MAX_KEYS)
-    waves = (Wave(num_tokens, shape),) if shape else _waves(keys, num_tokens, num_heads, capacity, q.device.index)
     launch_waves(
         keys,
-        waves,
+        _waves(keys, num_tokens, num_heads, capacity, q.device.index),
         q,
         (cache_params(rows, None, key_lens, block_table, capacity), NO_CACHE),
         softmax_scale,

@@ -97,17 +97,12 @@ def _attend(
     deterministic: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
-    shape: Shape | None,
 ) -> None:
-    """`topk` counts the turns of both caches, `shape` overrides the choice for measurements."""
+    """`topk` counts the turns of both caches."""
     num_tokens, num_heads, _ = q.shape
-    if shape is not None:
-        waves: tuple[Wave, ...] = (Wave(num_tokens, shape),)
-    else:
-        waves = _waves(keys, num_tokens, num_heads, topk, deterministic, q.device.index)
     launch_waves(
         keys,
-        waves,
+        _waves(keys, num_tokens, num_heads, topk, deterministic, q.device.index),
         q,
         caches,
         softmax_scale,
@@ -143,7 +138,6 @@ def paged_sparse_attention(
     deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
-    shape: Shape | None = None,
 ) -> None:
     if q.shape[0] == 0 or q.shape[1] == 0:
         return
@@ -159,7 +153,6 @@ def paged_sparse_attention(
         deterministic=deterministic,
         out=out,
         lse=lse,
-        shape=shape,
     )
 
 
@@ -183,7 +176,6 @@ def paged_sparse_attention_extra(
     deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
-    shape: Shape | None = None,
 ) -> None:
     """A turn has keys of one cache only, so each has its own last, partial turn."""
     if q.shape[0] == 0 or q.shape[1] == 0:
@@ -204,7 +196,6 @@ def paged_sparse_attention_extra(
         deterministic=deterministic,
         out=out,
         lse=lse,
-        shape=shape,
     )
 
 
@@ -219,7 +210,6 @@ def sparse_attention(
     deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
-    shape: Shape | None = None,
 ) -> None:
     """Flat keys are a cache with blocks of one token."""
     if q.shape[0] == 0 or q.shape[1] == 0:
@@ -237,7 +227,6 @@ def sparse_attention(
         deterministic=deterministic,
         out=out,
         lse=lse,
-        shape=shape,
     )
 
 

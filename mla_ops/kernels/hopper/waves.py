@@ -7,7 +7,8 @@ that a launch of the same call makes may be among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,23 @@ class Wave(NamedTuple):
 
     num_tokens: int
     shape: Shape
+
+
+_forced: Sequence[Wave] = ()
+
+
+@contextlib.contextmanager
+def override(*waves: Wave) -> Iterator[None]:
+    """Calls inside the block are these launches, whatever `choose` would take: for measurements and tests.
+
+    A call of another number of tokens raises ValueError.
+    """
+    global _forced
+    before, _forced = _forced, waves
+    try:
+        yield
+    finally:
+        _forced = before
 
 
 def fastest_waves(
@@ -79,6 +97,10 @@ def launch_waves(
     lse: torch.Tensor,
 ) -> None:
     """All waves of a call, and the merge of those in parts. Copies stand in front of the first and behind the last."""
+    if _forced:
+        waves = _forced
+        if (tokens := sum(wave.num_tokens for wave in waves)) != q.shape[0]:
+            raise ValueError(f"waves.override: the waves of this call must have {q.shape[0]} tokens, got {tokens}")
     if not _loads_16_bytes(q):
         q = q.contiguous()
     target = out if _loads_16_bytes(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
