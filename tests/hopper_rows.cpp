@@ -1,26 +1,17 @@
-// Which keys each CTA of a launch of the Hopper kernels gathers, by their own arithmetic, compiled for a CPU: device
-// code that is neither PTX nor of several threads. `test_hopper_rows.py` builds it.
-
-#define __device__
-#define __forceinline__ inline
-#define __global__
-#define __grid_constant__
-#define __launch_bounds__(...)
-#define __shfl_sync(mask, value, lane) (value)
-#define __ballot_sync(mask, value) (value)
-#define __all_sync(mask, value) (value)
-#define __cvta_generic_to_shared(pointer) reinterpret_cast<unsigned long long>(pointer)
+// Which keys each CTA of a launch of the Hopper kernels gathers, and what it leaves in shared memory, by their own
+// code, compiled for a CPU. `test_hopper_rows.py` builds it, without what is written in PTX: the few instructions that
+// a gather consists of are modelled below. A warp's lanes are coroutines that meet where they exchange something.
 
 #include <algorithm>
 #include <cstring>
+#include <map>
+#include <ucontext.h>
+#include <vector>
 
 using std::max, std::min;
 
-struct Dim {
-  int x, y, z;
-};
-static Dim blockIdx, gridDim, threadIdx;
-static int rank_of_cta;
+#define __device__
+#define __forceinline__ inline
 
 struct uint2 {
   unsigned x, y;
@@ -34,40 +25,197 @@ struct float2 {
 struct float4 {
   float x, y, z, w;
 };
+struct Dim {
+  int x, y, z;
+};
+static Dim blockIdx, gridDim, threadIdx;
+static int rank_of_cta;
+
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+template <class To, class From>
+To bits_of(From value) {
+  To bits;
+  static_assert(sizeof(To) == sizeof(From), "");
+  std::memcpy(&bits, &value, sizeof(To));
+  return bits;
+}
+static float __int_as_float(int bits) { return bits_of<float>(bits); }
+static float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
+unsigned __byte_perm(unsigned, unsigned, unsigned);  // of conversions, which nobody calls here
+static unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
 
 template <class T>
 T __ldg(const T* pointer) {
   return *pointer;
 }
 
-static float __int_as_float(int bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
+// ---- the warps that gather -----------------------------------------------------------------------------------------
+
+constexpr int WARPS = 4, LANES = 32, THREADS = WARPS * LANES;
+static ucontext_t scheduler, threads[THREADS];
+static char stacks[THREADS][1 << 16];
+static unsigned long long exchanged[2][THREADS];
+static int current, rounds[THREADS];
+static bool done[THREADS], stuck;
+static void (*body)(int warp, int lane);
+
+// Lets others go on until something is true; gives up when nobody can.
+template <class Condition>
+void wait_until(Condition condition) {
+  for (int turns = 0; !condition(); ++turns) {
+    if (turns > 4 * THREADS) stuck = true;
+    if (stuck) return;
+    swapcontext(&threads[current], &scheduler);
+  }
 }
-static float __uint_as_float(unsigned bits) { return __int_as_float(static_cast<int>(bits)); }
-static unsigned __float_as_uint(float value) {
-  unsigned bits;
-  std::memcpy(&bits, &value, 4);
+
+// The values of a warp's lanes, once all have come.
+static const unsigned long long* exchange(unsigned long long value) {
+  const int round = ++rounds[current], first = current / LANES * LANES;
+  exchanged[round & 1][current] = value;
+  wait_until([&] { return *std::min_element(rounds + first, rounds + first + LANES) >= round; });
+  return exchanged[round & 1] + first;
+}
+
+static void begin() {
+  const int thread = current;
+  body(thread / LANES, thread % LANES);
+  done[thread] = true, rounds[thread] = 1 << 30;
+}
+
+// Whether all threads come to their end.
+static bool run(void (*threads_body)(int warp, int lane)) {
+  body = threads_body, stuck = false;
+  for (int thread = 0; thread < THREADS; ++thread) {
+    getcontext(&threads[thread]);
+    threads[thread].uc_stack.ss_sp = stacks[thread], threads[thread].uc_stack.ss_size = sizeof(stacks[thread]);
+    threads[thread].uc_link = &scheduler;
+    makecontext(&threads[thread], begin, 0);
+    rounds[thread] = 0, done[thread] = false;
+  }
+  while (!std::all_of(done, done + THREADS, [](bool over) { return over; }))
+    for (current = 0; current < THREADS; ++current)
+      if (!done[current]) swapcontext(&scheduler, &threads[current]);
+  return !stuck;
+}
+
+static void __syncwarp() { exchange(0); }
+static unsigned __ballot_sync(unsigned, bool value) {
+  const unsigned long long* values = exchange(value);
+  unsigned bits = 0;
+  for (int lane = 0; lane < LANES; ++lane) bits |= static_cast<unsigned>(values[lane]) << lane;
   return bits;
 }
-unsigned __byte_perm(unsigned, unsigned, unsigned);  // neither is called here
-void __syncwarp();
+static bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == ~0u; }
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return static_cast<T>(exchange(static_cast<unsigned long long>(value))[lane]);
+}
+
+// ---- instructions ---------------------------------------------------------------------------------------------------
+
+#define cluster_rank ptx_cluster_rank
+#define elect_one ptx_elect_one
+#define mbarrier_wait ptx_mbarrier_wait
+#define mbarrier_arrive ptx_mbarrier_arrive
+#define mbarrier_expect ptx_mbarrier_expect
+#define mbarrier_arrive_expect ptx_mbarrier_arrive_expect
+#define warp_arrive ptx_warp_arrive
+#define bulk_copy ptx_bulk_copy
+#define store_shared_4 ptx_store_shared_4
+#define store_shared_8 ptx_store_shared_8
+#define store_shared_16 ptx_store_shared_16
+#define shuffle_pointer ptx_shuffle_pointer
+#include "ptx.cuh"
+#undef cluster_rank
+#undef elect_one
+#undef mbarrier_wait
+#undef mbarrier_arrive
+#undef mbarrier_expect
+#undef mbarrier_arrive_expect
+#undef warp_arrive
+#undef bulk_copy
+#undef store_shared_4
+#undef store_shared_8
+#undef store_shared_16
+#undef shuffle_pointer
+
+struct Barrier {
+  int arrivals, bytes, completed;  // since the last completion
+};
+
+static unsigned char shared_memory[232448];
+static std::map<u32, Barrier> barriers;  // one arrival completes a phase
+static bool failed;                      // an access past the end or at no multiple of its size
+static void (*on_completion)(u32 barrier);
+
+static void check(u32 barrier) {
+  Barrier& b = barriers[barrier];
+  if (b.arrivals != 1 || b.bytes != 0) return;
+  b.arrivals = 0, ++b.completed;
+  on_completion(barrier);
+}
+
+static u32 cluster_rank() { return rank_of_cta; }
+static bool elect_one() { return current % LANES == 0; }
+static void mbarrier_wait(u32 barrier, u32 parity) {
+  wait_until([&] { return (barriers[barrier].completed + 1 & 1) == static_cast<int>(parity); });
+}
+static void mbarrier_expect(u32 barrier, u32 bytes) { barriers[barrier].bytes += bytes; }
+static void mbarrier_arrive(u32 barrier) { ++barriers[barrier].arrivals, check(barrier); }
+static void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
+  mbarrier_expect(barrier, bytes), mbarrier_arrive(barrier);
+}
+static void warp_arrive(u32 barrier, int lane) {
+  if (lane == 0) mbarrier_arrive(barrier);
+}
+static void write_shared(u32 address, const void* source, u32 bytes) {
+  if (address % min(bytes & -bytes, 16u) || address + bytes > sizeof(shared_memory))
+    failed = true;
+  else
+    std::memcpy(shared_memory + address, source, bytes);
+}
+static void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
+  if (destination % 16 || reinterpret_cast<u64>(source) % 16 || bytes % 16) failed = true;
+  write_shared(destination, source, bytes);
+  barriers[barrier].bytes -= bytes;
+  check(barrier);
+}
+static void store_shared_4(u32 address, u32 a) { write_shared(address, &a, 4); }
+static void store_shared_8(u32 address, u32 a, u32 b) {
+  const u32 words[] = {a, b};
+  write_shared(address, words, 8);
+}
+static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  const u32 words[] = {a, b, c, d};
+  write_shared(address, words, 16);
+}
+static const unsigned char* shuffle_pointer(const unsigned char* pointer, int lane) {
+  return reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, reinterpret_cast<u64>(pointer), lane));
+}
 
 #include "gather.cuh"
+
+// ---- which keys -----------------------------------------------------------------------------------------------------
 
 struct Found {
   int token, tile, part, turn, live;
   const unsigned char* row;
 };
 
+static const Params* params;
+static bool walks;
+
+static Row first_row() { return walks ? row_at(*params, blockIdx.x) : this_row(*params); }
+
 template <class R>
-int find(const Params& p, bool walks, Found* found) {
+int find(Found* found) {
+  const Params& p = *params;
   int count = 0;
-  for (Row row = walks ? row_at(p, blockIdx.x) : this_row(p); row.token < p.num_tokens; row = next_row(p, row)) {
+  for (Row row = first_row(); row.token < p.num_tokens; row = next_row(p, row)) {
     const int request = request_of(p, row);
     for (int turn = row.first; turn < row.last; ++turn)
       for (int warp = 0; warp < 4; ++warp)
@@ -80,20 +228,89 @@ int find(const Params& p, bool walks, Found* found) {
   return count;
 }
 
-// Of the CTA `block` of `grid`, the rank-th of its cluster: how many keys it gathers, dead ones included.
-extern "C" int keys_of(const Params* p, const int* block, const int* grid, int rank, int walks, int row_bytes,
-                       Found* found) {
-  blockIdx = {block[0], block[1], block[2]}, gridDim = {grid[0], grid[1], grid[2]}, rank_of_cta = rank;
-  switch (row_bytes) {
-    case Rows<FP8_DS_MLA>::BYTES:
-      return find<Rows<FP8_DS_MLA>>(*p, walks, found);
-    case Rows<FP8_DS_MLA_V4>::BYTES:
-      return find<Rows<FP8_DS_MLA_V4>>(*p, walks, found);
-    case 1024:
-      return find<PlainRows<1024>>(*p, walks, found);
-    default:
-      return find<PlainRows<1152>>(*p, walks, found);
+// ---- what is in shared memory ---------------------------------------------------------------------------------------
+
+// 16 rows of a turn, when their barrier completes.
+struct Slot {
+  int token, tile;
+  u32 alive;
+  unsigned char rows[16 * 656], scales[16 * 8];
+};
+
+static std::vector<Slot> slots;
+static Row row_of_warp[WARPS];
+
+// The consumers of a slot take what it has at once, and give it back.
+template <int HEADS, Format FORMAT>
+void take(u32 barrier) {
+  using L = Layout<HEADS, FORMAT>;
+  const u32 slot = (barrier - L::RAW_FULL) / 8;
+  const Row& row = row_of_warp[current / LANES];
+  slots.push_back({row.token, row.tile});
+  Slot& taken = slots.back();
+  std::memcpy(&taken.alive, shared_memory + L::LIVE + slot * 4, 4);
+  std::memcpy(taken.rows, shared_memory + L::RAW + slot * L::RAW_SLOT, L::RAW_SLOT);
+  if (L::R::SCALES_APART) std::memcpy(taken.scales, shared_memory + L::SCALES + slot * L::SCALES_SLOT, L::SCALES_SLOT);
+  std::memset(shared_memory + L::RAW + slot * L::RAW_SLOT, 0x7f, L::RAW_SLOT);
+  ++barriers[barrier + L::RAW_FREE - L::RAW_FULL].completed;
+}
+
+template <int HEADS, Format FORMAT>
+void gather_keys(int warp, int lane) {
+  const Params& p = *params;
+  int slot = warp, parity = 1;
+  bool first = true;
+  for (Row row = first_row(); row.token < p.num_tokens; row = next_row(p, row), first = false) {
+    const int index = index_at(p, row, row.first, warp, lane);
+    __syncwarp();
+    row_of_warp[warp] = row;
+    produce<HEADS, FORMAT>(p, row, 0, index, warp, lane, slot, parity, HEADS == 64 && first);
+    if (!walks) break;
   }
 }
 
+template <int HEADS, Format FORMAT>
+int gather() {
+  std::memset(shared_memory, 0x7f, sizeof(shared_memory));  // e4m3's NaN
+  barriers.clear(), slots.clear(), failed = false;
+  on_completion = take<HEADS, FORMAT>;
+  failed |= !run(gather_keys<HEADS, FORMAT>);
+  for (const auto& barrier : barriers) failed |= barrier.second.bytes != 0 || barrier.second.arrivals != 0;
+  return failed ? -1 : static_cast<int>(slots.size());
+}
+
+// ---- calls ----------------------------------------------------------------------------------------------------------
+
 extern "C" int bytes_of_params() { return sizeof(Params); }
+
+// The CTA `block` of `grid`, the rank-th of its cluster.
+extern "C" void choose_cta(const Params* p, const int* block, const int* grid, int rank, int walks_) {
+  params = p, walks = walks_, rank_of_cta = rank;
+  blockIdx = {block[0], block[1], block[2]}, gridDim = {grid[0], grid[1], grid[2]};
+}
+
+// How many keys it gathers, dead ones included.
+extern "C" int keys_of_cta(int row_bytes, Found* found) {
+  switch (row_bytes) {
+    case Rows<FP8_DS_MLA>::BYTES:
+      return find<Rows<FP8_DS_MLA>>(found);
+    case Rows<FP8_DS_MLA_V4>::BYTES:
+      return find<Rows<FP8_DS_MLA_V4>>(found);
+    case 1024:
+      return find<PlainRows<1024>>(found);
+    default:
+      return find<PlainRows<1152>>(found);
+  }
+}
+
+template <Format FORMAT>
+int gather_of(int heads) {
+  return heads == 16 ? gather<16, FORMAT>() : heads == 24 ? gather<24, FORMAT>() : gather<64, FORMAT>();
+}
+
+// How many slots of quantised keys it fills, -1 where it would wait for ever or leave a barrier unfinished.
+extern "C" int slots_of_cta(int row_bytes, int heads) {
+  return row_bytes == Rows<FP8_DS_MLA>::BYTES ? gather_of<FP8_DS_MLA>(heads) : gather_of<FP8_DS_MLA_V4>(heads);
+}
+
+extern "C" const Slot* slots_filled() { return slots.data(); }

@@ -1,6 +1,6 @@
 """Which keys the CTAs of a Hopper launch gather: each of a row's once, from where it lies, and nothing out of range.
 
-The host's grid and parameters and the kernels' own arithmetic (`hopper_rows.cpp`), compiled for this CPU.
+The host's grid and parameters and the kernels' own code (`hopper_rows.cpp`), compiled for this CPU.
 """
 
 from __future__ import annotations
@@ -12,28 +12,102 @@ import shutil
 import struct
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from mla_ops import formats
 from mla_ops.kernels.hopper import launch, nvrtc
-from mla_ops.kernels.hopper.launch import KERNELS, KEYS, NO_CACHE, CacheParams, Rows, Shape, cache_params
+from mla_ops.kernels.hopper.launch import KERNELS, KEYS, NO_CACHE, Keys, Rows, Shape, cache_params
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 
 INLINE_PTX = re.compile(r'\basm(?: volatile)?\((?:[^;"]|"(?:[^"\\]|\\.)*")*\);')
-CLUSTER_RANK = re.compile(r"(DEVICE u32 cluster_rank\(\) )\{.*?\n\}", re.DOTALL)
 AT_ONCE = 5  # clusters of the device: CTAs that take one row after the other take several
+LENGTHS = [700, 0, -3, 1, 63, 64, 65, 300, 2**31 - 1]
+REQUESTS = [0, 1, 2, 0, -1, 2, 1, 7, 0]
+KINDS = ("slots", "tables", "two caches")
+DEAD_SCALES = b"\x77" * 8  # of fp8_ds_mla_v4, in formats.cuh
 
 
 class Found(ctypes.Structure):
-    """One key of a CTA."""
+    """A key of a CTA."""
 
     _fields_ = (*((name, ctypes.c_int) for name in ("token", "tile", "part", "turn", "live")), ("row", ctypes.c_void_p))
+
+
+class Slot(ctypes.Structure):
+    """What a gathering warp has brought for a turn: 16 rows, and scales that lie apart."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("token", "tile")),
+        ("alive", ctypes.c_uint),
+        ("rows", ctypes.c_ubyte * (16 * 656)),
+        ("scales", ctypes.c_ubyte * (16 * 8)),
+    )
+
+
+class Selection(NamedTuple):
+    """Keys that each token attends to in one cache."""
+
+    rows: Rows
+    indices: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor | None
+
+
+class Launched(NamedTuple):
+    """What a launch was given, and how many keys a token has at most, in whole turns."""
+
+    keys: Keys
+    shape: Shape
+    selections: list[Selection]
+    zeros: torch.Tensor
+    grid: tuple[int, int, int]
+    params: bytes
+
+    def turns(self) -> int:
+        return sum(-(-selection.indices.shape[1] // KEYS) for selection in self.selections)
+
+    def walks(self) -> bool:
+        return self.keys.kernel(self.shape.tile, self.shape.splits).walks
+
+    def choose_ctas(self, library: ctypes.CDLL) -> Iterator[None]:
+        """Each CTA in turn is the one that the library's functions tell of."""
+        for z, y, x in itertools.product(*map(range, reversed(self.grid))):
+            dims = (ctypes.c_int * 3)(x, y, z), (ctypes.c_int * 3)(*self.grid)
+            library.choose_cta(self.params, *dims, x % self.shape.splits, int(self.walks()))
+            yield
+
+    def expected(self, token: int) -> Counter[int]:
+        """Addresses of the keys that a token attends to, of which invalid indices are none."""
+        addresses: Counter[int] = Counter()
+        for rows, indices, lengths, table in self.selections:
+            for index in indices[token, : max(int(lengths[token]), 0)].tolist():
+                block, offset = divmod(index, rows.block_size)
+                if index < 0:
+                    continue
+                if table is not None:
+                    if not (0 <= REQUESTS[token] < table.shape[0] and block < table.shape[1]):
+                        continue
+                    block = int(table[REQUESTS[token], block])
+                if 0 <= block < rows.num_blocks:
+                    start = rows.tensor.data_ptr() + block * rows.block_stride
+                    addresses[start + offset * self.keys.row_bytes] += 1
+        return addresses
+
+    def scales_of(self, address: int) -> bytes:
+        """Of a row, where they lie apart."""
+        for rows, *_ in self.selections:
+            block, inside = divmod(address - rows.tensor.data_ptr(), rows.block_stride)
+            if 0 <= block < rows.num_blocks:
+                start = rows.tensor.data_ptr() + block * rows.block_stride + rows.block_size * self.keys.row_bytes
+                return ctypes.string_at(start + inside // self.keys.row_bytes * self.keys.scale_bytes, 8)
+        raise AssertionError(f"{address} is in no cache")
 
 
 @pytest.fixture(scope="module")
@@ -42,65 +116,83 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for path in (*nvrtc.FOLDER.glob("*.cuh"), Path(__file__).with_name("hopper_rows.cpp")):
         shutil.copy(path, folder)
     ptx = folder / "ptx.cuh"
-    text, ranks = CLUSTER_RANK.subn(r"\1{ return rank_of_cta; }", INLINE_PTX.sub(";", ptx.read_text()))
-    assert ranks == 1
-    ptx.write_text(text)
+    ptx.write_text(INLINE_PTX.sub(";", ptx.read_text()))
     made = folder / "hopper_rows.so"
-    command = [COMPILER, "-std=c++17", "-w", "-shared", "-fPIC", str(folder / "hopper_rows.cpp"), "-o", str(made)]
+    command = [
+        COMPILER,
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        str(folder / "hopper_rows.cpp"),
+        "-o",
+        str(made),
+    ]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
-    return ctypes.CDLL(str(made))
+    loaded = ctypes.CDLL(str(made))
+    loaded.slots_filled.restype = ctypes.POINTER(Slot)
+    return loaded
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    seen: list[Any] = []
+def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Rows of every length, invalid indices and holes in the tables among them; tiles that heads do not fill."""
 
-    class Recorded:
-        def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
-            seen.append((grid, cluster, params))
+    def make(cache_format: str, width: int, kind: str, shape: Shape, max_grid_rows: int) -> Launched:
+        seen: list[Any] = []
 
-    monkeypatch.setattr(nvrtc, "load", lambda *_: Recorded())
-    monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (AT_ONCE,) * len(launch.SPLITS))
-    return seen
+        class Recorded:
+            def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
+                seen.append((grid, params))
 
+        monkeypatch.setattr(nvrtc, "load", lambda *_: Recorded())
+        monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (AT_ONCE,) * len(launch.SPLITS))
+        monkeypatch.setattr(launch, "MAX_GRID_ROWS", max_grid_rows)
+        keys, generator = KERNELS[cache_format, width], torch.Generator().manual_seed(1)
+        lengths, requests = torch.tensor(LENGTHS, dtype=torch.int32), torch.tensor(REQUESTS, dtype=torch.int32)
+        num_tokens, num_heads = len(LENGTHS), shape.tile + 3
+        selections = []
+        for block_size, columns in ((7, 700), (64, 130))[: 2 if kind == "two caches" else 1]:
+            tensor = formats.allocate_cache(cache_format, 30, block_size, head_dim=width)
+            if keys.quantized:
+                tensor.random_(generator=generator)
+            rows = Rows(tensor, *formats.geometry(tensor, cache_format)[:3])
+            size = num_tokens, columns + 5
+            indices = torch.randint(-9, 36 * block_size, size, dtype=torch.int32, generator=generator)[:, :columns]
+            table = torch.randint(-2, 33, (3, 34), dtype=torch.int32, generator=generator) if kind != "slots" else None
+            selections.append(Selection(rows, indices, lengths.roll(len(selections)), table))
+        caches = [cache_params(*selection) for selection in selections]
+        zeros = torch.zeros(keys.row_bytes // 4)
+        if keys.quantized and not keys.scale_bytes:
+            zeros[128:132] = 1.0
+        launch.launch(
+            keys,
+            shape,
+            num_tokens,
+            torch.zeros(num_tokens, num_heads, width, dtype=torch.bfloat16),
+            (caches[0], caches[1] if len(caches) > 1 else NO_CACHE),
+            1.0,
+            attn_sink=None,
+            req_id_per_token=requests if kind != "slots" else None,
+            out=torch.zeros(num_tokens, num_heads, formats.LATENT_DIM),
+            lse=torch.zeros(num_tokens, num_heads),
+            zeros=zeros,
+            programmatic=False,
+        )
+        made.append(requests)  # addresses of tensors are all that the parameters have
+        return Launched(keys, shape, selections, zeros, *seen[0])
 
-def keys_of_launch(library: ctypes.CDLL, launched: Any, walks: bool, row_bytes: int, room: int) -> list[list[Found]]:
-    """What each CTA gathers."""
-    grid, (splits, _, _), params = launched
-    found = (Found * room)()
-    every = []
-    for z, y, x in itertools.product(*map(range, reversed(grid))):
-        dims = (ctypes.c_int * 3)(x, y, z), (ctypes.c_int * 3)(*grid)
-        count = library.keys_of(params, *dims, x % splits, int(walks), row_bytes, found)
-        assert count <= room
-        every.append([Found.from_buffer_copy(found[i]) for i in range(count)])
-    return every
-
-
-def reachable(
-    cache: Rows, row_bytes: int, indices: torch.Tensor, length: int, table: torch.Tensor | None, request: int
-) -> Counter[int]:
-    """Addresses of the keys that a row attends to, of which invalid indices are none."""
-    addresses: Counter[int] = Counter()
-    for index in indices[: max(length, 0)].tolist():
-        block, offset = divmod(index, cache.block_size)
-        if index < 0:
-            continue
-        if table is not None:
-            if not (0 <= request < table.shape[0] and block < table.shape[1]):
-                continue
-            block = int(table[request, block])
-        if 0 <= block < cache.num_blocks:
-            addresses[cache.tensor.data_ptr() + block * cache.block_stride + offset * row_bytes] += 1
-    return addresses
+    made: list[torch.Tensor] = []
+    return make
 
 
 @pytest.mark.parametrize("max_grid_rows", [2, launch.MAX_GRID_ROWS])
 @pytest.mark.parametrize(
     "shape", [*(Shape(16, n) for n in launch.SPLITS), Shape(64, 1), Shape(64, 6), Shape(16, 3, 4), Shape(16, 16, 3)]
 )
-@pytest.mark.parametrize("kind", ["slots", "tables", "two caches"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("cache_format", "width"), KERNELS)
 def test_each_key_is_gathered_once(
     cache_format: str,
@@ -109,56 +201,57 @@ def test_each_key_is_gathered_once(
     shape: Shape,
     max_grid_rows: int,
     library: ctypes.CDLL,
-    launches: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
+    launched: Any,
 ) -> None:
-    """Rows of every length, invalid indices and holes in the tables among them; tiles that heads do not fill."""
-    monkeypatch.setattr(launch, "MAX_GRID_ROWS", max_grid_rows)
-    keys, generator = KERNELS[cache_format, width], torch.Generator().manual_seed(1)
-    lengths = torch.tensor([700, 0, -3, 1, 63, 64, 65, 300, 2**31 - 1], dtype=torch.int32)
-    num_tokens, num_heads = len(lengths), shape.tile + 3
-    requests = torch.tensor([0, 1, 2, 0, -1, 2, 1, 7, 0], dtype=torch.int32)
-    caches: list[tuple[Rows, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
-    for block_size, columns in ((7, 700), (64, 130))[: 2 if kind == "two caches" else 1]:
-        tensor = formats.allocate_cache(cache_format, 30, block_size, head_dim=width)
-        rows = Rows(tensor, *formats.geometry(tensor, cache_format)[:3])
-        indices = torch.randint(-9, 36 * block_size, (num_tokens, columns + 5), dtype=torch.int32, generator=generator)
-        table = torch.randint(-2, 33, (3, 34), dtype=torch.int32, generator=generator) if kind != "slots" else None
-        caches.append((rows, indices[:, :columns], lengths.roll(len(caches)), table))
-    params: list[CacheParams] = [cache_params(*arguments) for arguments in caches]
-    zeros = torch.zeros(keys.row_bytes // 4)
-    launch.launch(
-        keys,
-        shape,
-        num_tokens,
-        torch.zeros(num_tokens, num_heads, width, dtype=torch.bfloat16),
-        (params[0], params[1] if len(params) > 1 else NO_CACHE),
-        1.0,
-        attn_sink=None,
-        req_id_per_token=requests if kind != "slots" else None,
-        out=torch.zeros(num_tokens, num_heads, formats.LATENT_DIM),
-        lse=torch.zeros(num_tokens, num_heads),
-        zeros=zeros,
-        programmatic=False,
-    )
+    call = launched(cache_format, width, kind, shape, max_grid_rows)
     assert library.bytes_of_params() == struct.calcsize(launch.PARAMS)
-    walks = keys.kernel(shape.tile, shape.splits).walks
-    ctas = keys_of_launch(library, launches[0], walks, keys.row_bytes, room=num_tokens * 2 * 1024)
-
     gathered: dict[tuple[int, int], Counter[int]] = {}
-    for cta in ctas:
-        for key in cta:
+    room, longest = (Found * (2 * len(LENGTHS) * 1024))(), 0
+    for _ in call.choose_ctas(library):
+        count = library.keys_of_cta(call.keys.row_bytes, room)
+        longest = max(longest, count)
+        for key in room[:count]:
             found = gathered.setdefault((key.token, key.tile), Counter())
             if key.live:
                 found[key.row] += 1
             else:
-                assert key.row == zeros.data_ptr()
-    for token, tile in itertools.product(range(num_tokens), range(2)):
-        expected: Counter[int] = Counter()
-        for rows, indices, lens, table in caches:
-            expected += reachable(rows, keys.row_bytes, indices[token], int(lens[token]), table, int(requests[token]))
-        assert gathered.get((token, tile), Counter()) == expected
+                assert key.row == call.zeros.data_ptr()
+    for token, tile in itertools.product(range(len(LENGTHS)), range(2)):
+        assert gathered.get((token, tile), Counter()) == call.expected(token)
+    if not call.walks():
+        assert longest == -(-call.turns() // (shape.splits * shape.parts)) * KEYS
 
-    most = sum(-(-indices.shape[1] // KEYS) for _, indices, _, _ in caches)
-    if not walks:
-        assert max(len(cta) for cta in ctas) == -(-most // (shape.splits * shape.parts)) * KEYS
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 6, 16])
+@pytest.mark.parametrize("tile", [16, 24, 64])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
+def test_slots_of_shared_memory_have_whole_rows(
+    cache_format: str, kind: str, tile: int, splits: int, library: ctypes.CDLL, launched: Any
+) -> None:
+    """What the scores find where the barrier of a slot completes: live keys as they are, zeros for all others."""
+    width = 512 if cache_format == "fp8_ds_mla_v4" else 576
+    call = launched(cache_format, width, kind, Shape(tile, splits), launch.MAX_GRID_ROWS)
+    row_bytes, zeros = call.keys.row_bytes, call.zeros.numpy().tobytes()
+    filled: dict[tuple[int, int], Counter[bytes]] = {}
+    for _ in call.choose_ctas(library):
+        count = library.slots_of_cta(row_bytes, tile)
+        assert count >= 0
+        for slot in library.slots_filled()[:count]:
+            rows, scales = bytes(slot.rows), bytes(slot.scales)
+            found = filled.setdefault((slot.token, slot.tile), Counter())
+            assert slot.alive < 2**16
+            for i in range(16):
+                row = rows[i * row_bytes : (i + 1) * row_bytes]
+                scale = scales[i * 8 : i * 8 + 8] if call.keys.scale_bytes else b""
+                if slot.alive >> i & 1:
+                    found[row + scale] += 1
+                else:
+                    assert row == zeros
+                    assert scale in (b"", DEAD_SCALES)
+    for token, tile_number in itertools.product(range(len(LENGTHS)), range(2)):
+        expected: Counter[bytes] = Counter()
+        for address, count in call.expected(token).items():
+            scale = call.scales_of(address) if call.keys.scale_bytes else b""
+            expected[ctypes.string_at(address, row_bytes) + scale] += count
+        assert filled.get((token, tile_number), Counter()) == expected
