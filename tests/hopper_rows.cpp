@@ -144,7 +144,8 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef shuffle_pointer
 
 struct Barrier {
-  int arrivals, bytes, completed;  // since the last completion
+  int arrivals, bytes;  // that came, and that are missing, in this phase
+  int completed;        // phases
 };
 
 static unsigned char shared_memory[232448];

@@ -30,7 +30,7 @@ INLINE_PTX = re.compile(r'\basm(?: volatile)?\((?:[^;"]|"(?:[^"\\]|\\.)*")*\);')
 AT_ONCE = 5  # clusters of the device: CTAs that take one row after the other take several
 LENGTHS = [700, 0, -3, 1, 63, 64, 65, 300, 2**31 - 1]
 REQUESTS = [0, 1, 2, 0, -1, 2, 1, 7, 0]
-KINDS = ("slots", "tables", "two caches")
+KINDS = ("slots", "tables", "two caches", "every position")
 DEAD_SCALES = b"\x77" * 8  # of fp8_ds_mla_v4, in formats.cuh
 
 
@@ -154,16 +154,22 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
         lengths, requests = torch.tensor(LENGTHS, dtype=torch.int32), torch.tensor(REQUESTS, dtype=torch.int32)
         num_tokens, num_heads = len(LENGTHS), shape.tile + 3
         selections = []
-        for block_size, columns in ((7, 700), (64, 130))[: 2 if kind == "two caches" else 1]:
+        every = kind == "every position"  # of dense attention: 16 keys of a block are neighbours
+        for block_size, columns in ((24 if every else 7, 700), (64, 130))[: 2 if kind == "two caches" else 1]:
             tensor = formats.allocate_cache(cache_format, 30, block_size, head_dim=width)
             if keys.quantized:
                 tensor.random_(generator=generator)
             rows = Rows(tensor, *formats.geometry(tensor, cache_format)[:3])
             size = num_tokens, columns + 5
             indices = torch.randint(-9, 36 * block_size, size, dtype=torch.int32, generator=generator)[:, :columns]
+            if every:
+                indices = torch.arange(columns, dtype=torch.int32).expand(num_tokens, -1)
             table = torch.randint(-2, 33, (3, 34), dtype=torch.int32, generator=generator) if kind != "slots" else None
             selections.append(Selection(rows, indices, lengths.roll(len(selections)), table))
-        caches = [cache_params(*selection) for selection in selections]
+        caches = [
+            cache_params(rows, None if every else indices, lengths, table, indices.shape[1])
+            for rows, indices, lengths, table in selections
+        ]
         zeros = torch.zeros(keys.row_bytes // 4)
         if keys.quantized and not keys.scale_bytes:
             zeros[128:132] = 1.0
