@@ -143,23 +143,30 @@ def test_waves_of_a_call_share_its_copies(
     assert merges == [((n, t, 3, 512), (n, t, 3)) for n, t in zip(parts, (3, 2), strict=True) if n > 1]
 
 
-def test_waves_that_are_forced_have_every_token_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_waves_replace_the_chosen_and_have_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(
-        "mla_ops.kernels.hopper.waves.launch", lambda _, shape, tokens, *__, **___: seen.append((tokens, shape))
-    )
-    monkeypatch.setattr("mla_ops.kernels.hopper.waves.zero_row", lambda *_: None)
-    out = torch.zeros(5, 16, 512, dtype=torch.bfloat16)
-    outputs = {"attn_sink": None, "req_id_per_token": None, "out": out, "lse": torch.zeros(5, 16)}
-    call = (FP8, [Wave(5, Shape(16, 8))], torch.zeros(5, 16, 576, dtype=torch.bfloat16), (NO_CACHE, NO_CACHE), 1.0)
-    launch_waves(*call, **outputs)
-    with override(Wave(4, Shape(64, 6)), Wave(1, Shape(32, 2))):
-        launch_waves(*call, **outputs)
-    launch_waves(*call, **outputs)
-    assert seen == [(5, Shape(16, 8)), (4, Shape(64, 6)), (1, Shape(32, 2)), (5, Shape(16, 8))]
+    monkeypatch.setattr(sparse_attention, "launch_waves", lambda _, waves, *__, **___: seen.append(waves))
+    monkeypatch.setattr(dense_attention, "launch_waves", lambda _, waves, *__, **___: seen.append(waves))
+    chosen = (Wave(5, Shape(16, 8)),)
+    for module in (sparse_attention, dense_attention):
+        monkeypatch.setattr(module, "_waves", lambda *_: chosen)
+    q, cache = torch.zeros(5, 16, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 656, dtype=torch.uint8)
+    numbers, out, lse = torch.zeros(5, 128, dtype=torch.int32), torch.zeros(5, 16, 512), torch.zeros(5, 16)
+
+    def call() -> None:
+        sparse_attention.paged_sparse_attention(q, cache, numbers, 1.0, "fp8_ds_mla", out=out, lse=lse)
+        dense_attention.paged_attention(
+            q, cache, numbers, numbers[:, 0], numbers[:, 0], 1.0, "fp8_ds_mla", out=out, lse=lse
+        )
+
+    waves = Wave(4, Shape(64, 6)), Wave(1, Shape(32, 2))
+    call()
+    with override(*waves):
+        call()
+    call()
+    assert seen == [chosen, chosen, waves, waves, chosen, chosen]
     with override(Wave(4, Shape(64, 6))), pytest.raises(ValueError, match="must have 5 tokens, got 4"):
-        launch_waves(*call, **outputs)
-    assert len(seen) == 4
+        call()
 
 
 def test_a_deterministic_call_is_one_wave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from .launch import (
     tiles_for,
 )
 from .prefill_attention import prefill_attention, prefill_reason
-from .waves import Wave, fastest_waves, launch_waves
+from .waves import Wave, fastest_waves, forced, launch_waves
 
 SPARSE = "paged_sparse_attention"
 MAX_KEYS = 2**31 - KEYS  # of a row: positions are 32 bits
@@ -103,7 +103,7 @@ def paged_attention(
     capacity = min(block_table.shape[1] * rows.block_size, MAX_KEYS)
     launch_waves(
         keys,
-        _waves(keys, num_tokens, num_heads, capacity, q.device.index),
+        forced(num_tokens) or _waves(keys, num_tokens, num_heads, capacity, q.device.index),
         q,
         (cache_params(rows, None, key_lens, block_table, capacity), NO_CACHE),
         softmax_scale,

@@ -44,7 +44,7 @@ from .launch import (
     splits_for,
     tiles_for,
 )
-from .waves import Wave, fastest_waves, launch_waves
+from .waves import Wave, fastest_waves, forced, launch_waves
 
 DETERMINISTIC_TURNS = 8  # of a CTA at most, as far as SPLITS go
 
@@ -102,7 +102,7 @@ def _attend(
     num_tokens, num_heads, _ = q.shape
     launch_waves(
         keys,
-        _waves(keys, num_tokens, num_heads, topk, deterministic, q.device.index),
+        forced(num_tokens) or _waves(keys, num_tokens, num_heads, topk, deterministic, q.device.index),
         q,
         caches,
         softmax_scale,

@@ -44,6 +44,13 @@ def override(*waves: Wave) -> Iterator[None]:
         _forced = before
 
 
+def forced(num_tokens: int) -> Sequence[Wave]:
+    """The waves of a call inside `override`; none outside of it."""
+    if _forced and (tokens := sum(wave.num_tokens for wave in _forced)) != num_tokens:
+        raise ValueError(f"waves.override: the waves of this call must have {num_tokens} tokens, got {tokens}")
+    return _forced
+
+
 def fastest_waves(
     shapes: Sequence[Shape],
     num_tokens: int,
@@ -97,10 +104,6 @@ def launch_waves(
     lse: torch.Tensor,
 ) -> None:
     """All waves of a call, and the merge of those in parts. Copies stand in front of the first and behind the last."""
-    if _forced:
-        waves = _forced
-        if (tokens := sum(wave.num_tokens for wave in waves)) != q.shape[0]:
-            raise ValueError(f"waves.override: the waves of this call must have {q.shape[0]} tokens, got {tokens}")
     if not _loads_16_bytes(q):
         q = q.contiguous()
     target = out if _loads_16_bytes(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
