@@ -184,11 +184,8 @@ def variants(
         def run(number: int) -> None:
             if name == "plan":
                 planned.build(*lens)
-            metadata = None if name in ("shapes", "waves") else planned.tile_scheduler_metadata
-            with contextlib.ExitStack() as stack:
-                if name == "waves":
-                    stack.enter_context(dispatch.override("hopper"))
-                    stack.enter_context(override(*waves))
+            metadata = None if name == "shapes" else planned.tile_scheduler_metadata
+            with dispatch.override("hopper") if waves else contextlib.nullcontext(), override(*waves):
                 attend(number, *outputs[number], tile_scheduler_metadata=metadata, deterministic=deterministic)
 
         try:
@@ -210,7 +207,7 @@ def variants(
     made = {labels[name]: variant(labels[name], name, ()) for name in arguments.variants}
     for text in arguments.waves:
         label = f"ours, {text}"
-        made[label] = variant(label, "waves", waves_of(text, len(queries[0])))
+        made[label] = variant(label, "shapes", waves_of(text, len(queries[0])))
     return {label: peer for label, peer in made.items() if peer is not None}
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,7 @@ def compiled() -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_every_kernel_compiles_within_its_limits(compiled: list[dict[str, Any]]) -> None:
     assert {result["capability"] for result in compiled} == set(SHARED_LIMITS)
-    tiles_are_for_this_triton = triton.__version__.startswith(TILES_CHOSEN_WITH)
-    problems = []
+    problems, spills = [], []
     for result in compiled:
         name = f"{result['name']} for sm_{result['capability']}"
         if "error" in result:
@@ -61,9 +61,17 @@ def test_every_kernel_compiles_within_its_limits(compiled: list[dict[str, Any]])
             problems.append(
                 f"{name}: {result['tensor_memory']} columns of tensor memory, {result['registers']} registers"
             )
-        if tiles_are_for_this_triton and result["stack"] > MAX_STACK:
-            problems.append(f"{name}: {result['stack']} bytes of stack")
+        if result["stack"] > MAX_STACK:
+            spills.append(f"{name}: {result['stack']} bytes of stack")
     assert not problems, "\n".join(problems)
+    if triton.__version__.startswith(TILES_CHOSEN_WITH):
+        assert not spills, "\n".join(spills)
+    elif spills:
+        warnings.warn(
+            f"tiles were chosen with Triton {TILES_CHOSEN_WITH}x, with {triton.__version__} some spill:\n"
+            + "\n".join(spills),
+            stacklevel=1,
+        )
 
 
 @pytest.mark.slow
