@@ -141,7 +141,8 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         type=lambda value: [text for text in value.split(";") if text],
         default=[],
         help="ours for Hopper also in other launches than it chooses: '64,8;7x64,8+24,16' is all tokens by clusters of "
-        "8 CTAs with 64 heads each, and 7 of them so, the others by 16 with 24 heads (a third number: parts of a row)",
+        "8 CTAs with 64 heads each, and 7 of them so, the others by 16 with 24 heads (a third number: parts of a row; "
+        "'64,1,8' is a group of 8)",
     )
 
 

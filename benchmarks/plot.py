@@ -1,6 +1,6 @@
 """Time over the floor, by shape, from the rows that the attention benchmarks wrote with `--json`.
 
-python -m benchmarks.plot docs/results/sparse_attention-*h200.json docs/results/sparse_attention-h200.svg
+python -m benchmarks.plot docs/results/sparse_attention-{decode,prefill,bf16}-h200.json sparse_attention.svg
 
 The last path is the picture, those before it are files of rows. One line of panels for each op and cache format, one
 panel for each head count. The line across a panel is the floor; a dot is the gather of the selected rows alone. Only
@@ -71,7 +71,7 @@ def draw_panel(panel: Any, rows: list[Row], names: list[str]) -> None:
     panel.set_yscale("log")
     panel.margins(y=0.15)
     panel.axhline(1, color="black", linewidth=0.8)
-    ticks = [f"{tokens}\n{text}" if varied else str(tokens) for tokens, text in places]
+    ticks = [f"{tokens}\n{text}".replace(", ", "\n") if varied else str(tokens) for tokens, text in places]
     panel.set_xticks(range(len(places)), ticks, fontsize=7)
     panel.spines[["top", "right"]].set_visible(False)
 
@@ -99,11 +99,12 @@ def draw(contents: list[dict[str, Any]], target: Path) -> None:
         for panel in line[len(heads) :]:
             panel.set_visible(False)
         line[0].set_ylabel("time over floor (labels: µs)", fontsize=8)
-        line[len(heads) - 1].legend(frameon=False, fontsize=6)
     machine = tables[0]["machine"]
     figure.suptitle(f"Sparse attention, {machine['device'].split(',')[0]}, torch {machine['torch']}", fontsize=11)
     figure.tight_layout()
-    figure.savefig(target)
+    for line, (_, _, heads, _) in zip(panels, by_line, strict=True):
+        line[len(heads) - 1].legend(frameon=False, fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(target, bbox_inches="tight")
 
 
 def _has(rows: list[Row], name: str) -> bool:

@@ -2,55 +2,13 @@
 // code, compiled for a CPU. `test_hopper_rows.py` builds it, without what is written in PTX: the few instructions that
 // a gather consists of are modelled below. A warp's lanes are coroutines that meet where they exchange something.
 
-#include <algorithm>
-#include <cstring>
 #include <map>
 #include <ucontext.h>
 #include <vector>
 
-using std::max, std::min;
+#include "hopper_on_cpu.h"
 
-#define __device__
-#define __forceinline__ inline
-
-struct uint2 {
-  unsigned x, y;
-};
-struct uint4 {
-  unsigned x, y, z, w;
-};
-struct float2 {
-  float x, y;
-};
-struct float4 {
-  float x, y, z, w;
-};
-struct Dim {
-  int x, y, z;
-};
-static Dim blockIdx, gridDim, threadIdx;
 static int rank_of_cta;
-
-static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-static float2 make_float2(float x, float y) { return {x, y}; }
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-
-template <class To, class From>
-To bits_of(From value) {
-  To bits;
-  static_assert(sizeof(To) == sizeof(From), "");
-  std::memcpy(&bits, &value, sizeof(To));
-  return bits;
-}
-static float __int_as_float(int bits) { return bits_of<float>(bits); }
-static float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
-unsigned __byte_perm(unsigned, unsigned, unsigned);  // of conversions, which nobody calls here
-static unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
-
-template <class T>
-T __ldg(const T* pointer) {
-  return *pointer;
-}
 
 // ---- the warps that gather -----------------------------------------------------------------------------------------
 
@@ -208,9 +166,12 @@ struct Found {
 };
 
 static const Params* params;
-static bool walks;
+static Launch launch;
 
-static Row first_row() { return walks ? row_at(*params, blockIdx.x) : this_row(*params); }
+static Row first_row() {
+  if (launch == Launch::ROWS) return row_at(*params, blockIdx.x);
+  return launch == Launch::GROUPS ? this_row<Launch::GROUPS>(*params) : this_row<Launch::CLUSTERS>(*params);
+}
 
 template <class R>
 int find(Found* found) {
@@ -224,7 +185,7 @@ int find(Found* found) {
           const Key key = key_at<R>(p, row, turn, request, index_at(p, row, turn, warp, lane));
           found[count++] = {row.token, row.tile, row.part, turn, key.live, key.row};
         }
-    if (!walks) break;
+    if (launch != Launch::ROWS) break;
   }
   return count;
 }
@@ -266,7 +227,7 @@ void gather_keys(int warp, int lane) {
     __syncwarp();
     row_of_warp[warp] = row;
     produce<HEADS, FORMAT>(p, row, 0, index, warp, lane, slot, parity, HEADS == 64 && first);
-    if (!walks) break;
+    if (launch != Launch::ROWS) break;
   }
 }
 
@@ -285,8 +246,8 @@ int gather() {
 extern "C" int bytes_of_params() { return sizeof(Params); }
 
 // The CTA `block` of `grid`, the rank-th of its cluster.
-extern "C" void choose_cta(const Params* p, const int* block, const int* grid, int rank, int walks_) {
-  params = p, walks = walks_, rank_of_cta = rank;
+extern "C" void choose_cta(const Params* p, const int* block, const int* grid, int rank, int launch_) {
+  params = p, launch = static_cast<Launch>(launch_), rank_of_cta = rank;
   blockIdx = {block[0], block[1], block[2]}, gridDim = {grid[0], grid[1], grid[2]};
 }
 

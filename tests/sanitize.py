@@ -42,17 +42,22 @@ class Case(NamedTuple):
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scale float16 does not hold.
+        members: CTAs of a group; one looks for the others as often as `patience` says, then gives up.
     """
 
     keys: str
     tile: int = 0
     splits: int = 0
     wide: bool = False
+    members: int = 1
+    patience: int = 64
 
     def __str__(self) -> str:
         if not self.tile:
             return self.keys
         ctas = "1 CTA" if self.splits == 1 else f"{self.splits} CTAs"
+        if self.members > 1:
+            ctas = f"a group of {self.members}{', hasty' * (self.patience == 0)}"
         return f"{self.keys}, {self.tile} heads, {ctas}{', wide' * self.wide}"
 
 
@@ -64,6 +69,8 @@ CASES = {
         *itertools.starmap(Case, itertools.product(SPARSE[::2], (64,), (3,))),
         *itertools.starmap(Case, itertools.product(SPARSE[:2], (16, 32, 64), (1, 2), (True,))),
         *itertools.starmap(Case, itertools.product(SPARSE[:2], (24,), (1, 2, 3), (False, True))),
+        *(Case(keys, 64, 1, members=2) for keys in SPARSE[:2]),
+        *(Case(keys, 64, 1, members=3, patience=0) for keys in SPARSE[:2]),
         Case("prefill"),
         Case("parts"),
         Case("schedule"),
@@ -101,14 +108,15 @@ def attend(case: Case, tool: str) -> None:
         )
         names = set()
         for at_once in (1, 1000):  # CTAs or clusters of the device: which kernel it is, and how many rows one takes
-            kernel = launch.KERNELS[cache_format, width].kernel(case.tile, case.splits, at_once < len(q))
+            shape = launch.Shape(case.tile, case.splits, case.members)
+            kernel = launch.KERNELS[cache_format, width].kernel(*shape[:2], at_once < len(q), shape.grouped)
             if tool == "racecheck" and kernel.name in names:
                 continue
             names.add(kernel.name)
             launch.clusters_at_once = lambda *_, at_once=at_once: (at_once,) * len(launch.SPLITS)
             out = torch.empty(3, case.tile, 512, dtype=torch.bfloat16, device="cuda")
             lse = torch.empty(3, case.tile, device="cuda")
-            with waves.override(waves.Wave(len(q), launch.Shape(case.tile, case.splits))):
+            with waves.override(waves.Wave(len(q), shape)):
                 sparse_attention.paged_sparse_attention(
                     q.cuda(),
                     cache.cuda(),
@@ -213,6 +221,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
     torch.manual_seed(0)
     if tool == "racecheck" and not shipped:
         nvrtc.OPTIONS += (DEFINE,)
+    nvrtc.OPTIONS += (f"-DPATIENCE={case.patience}",)
     others = {"prefill": prefill, "parts": parts, "schedule": schedule}
     others[case.keys](tool) if case.keys in others else attend(case, tool)
 

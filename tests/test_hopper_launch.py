@@ -38,9 +38,14 @@ AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7)
         (1, 128, Shape(24, 16)),
         (2, 128, Shape(24, 8)),
         (8, 16, Shape(16, 8)),
-        (8, 128, Shape(64, 6)),
-        (10, 128, Shape(64, 5)),
-        (16, 128, Shape(64, 3)),
+        (6, 128, Shape(64, 8)),
+        (8, 128, Shape(64, 1, 8)),
+        (10, 128, Shape(64, 1, 6)),
+        (12, 128, Shape(64, 4)),
+        (16, 128, Shape(64, 1, 4)),
+        (17, 128, Shape(64, 3)),
+        (22, 128, Shape(64, 1, 3)),
+        (44, 64, Shape(64, 1, 3)),
         (32, 16, Shape(16, 3)),
         (32, 128, Shape(64, 2)),
         (128, 16, Shape(16, 1)),
@@ -56,6 +61,7 @@ def test_the_measured_best(num_tokens: int, num_heads: int, expected: Shape) -> 
     ("num_tokens", "num_heads", "whole", "rest"),
     [
         (40, 128, Wave(33, Shape(64, 2)), Wave(7, Shape(64, 8))),
+        (41, 128, Wave(33, Shape(64, 2)), Wave(8, Shape(64, 1, 8))),
         (72, 128, Wave(66, Shape(64, 1)), Wave(6, Shape(64, 8))),
         (140, 64, Wave(132, Shape(64, 1)), Wave(8, Shape(64, 8))),
         (144, 16, Wave(132, Shape(16, 1)), Wave(12, Shape(16, 8))),
@@ -184,7 +190,7 @@ def test_no_cluster_has_more_ctas_than_there_are_turns(num_heads: int, topk: int
         for _, shape in choose(FP8, num_tokens, num_heads, topk, AT_ONCE):
             assert shape.tile in tiles_for(FP8, num_heads)
             assert shape.splits in SPLITS
-            assert shape.splits <= max(1, -(-topk // 64))
+            assert shape.splits * shape.parts <= max(1, -(-topk // 64))
 
 
 def test_sizes_of_clusters_are_those_of_the_kernels() -> None:

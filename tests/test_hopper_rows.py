@@ -7,31 +7,29 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import re
-import shutil
 import struct
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops import formats
-from mla_ops.kernels.hopper import launch, nvrtc
+from mla_ops.kernels.hopper import groups, launch, nvrtc
 from mla_ops.kernels.hopper.launch import KERNELS, KEYS, NO_CACHE, Keys, Rows, Shape, cache_params
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 
-INLINE_PTX = re.compile(r'\basm(?: volatile)?\((?:[^;"]|"(?:[^"\\]|\\.)*")*\);')
 AT_ONCE = 5  # clusters of the device: CTAs that take one row after the other take several
 LENGTHS = [700, 0, -3, 1, 63, 64, 65, 300, 2**31 - 1]
 REQUESTS = [0, 1, 2, 0, -1, 2, 1, 7, 0]
 KINDS = ("slots", "tables", "two caches", "every position")
+SHAPES = *(Shape(16, n) for n in launch.SPLITS), Shape(64, 1), Shape(64, 6), Shape(16, 3, 4), Shape(16, 16, 3)
+GROUPS_OF_64 = tuple(Shape(64, 1, members) for members in groups.MEMBERS)
 DEAD_SCALES = b"\x77" * 8  # of fp8_ds_mla_v4, in formats.cuh
+ROWS, CLUSTERS, GROUPS = range(3)  # enum Launch
 
 
 class Found(ctypes.Structure):
@@ -74,13 +72,14 @@ class Launched(NamedTuple):
         return sum(-(-selection.indices.shape[1] // KEYS) for selection in self.selections)
 
     def walks(self) -> bool:
-        return self.keys.kernel(self.shape.tile, self.shape.splits).walks
+        return self.keys.kernel(self.shape.tile, self.shape.splits, grouped=self.shape.grouped).walks
 
     def choose_ctas(self, library: ctypes.CDLL) -> Iterator[None]:
         """Each CTA in turn is the one that the library's functions tell of."""
         for z, y, x in itertools.product(*map(range, reversed(self.grid))):
             dims = (ctypes.c_int * 3)(x, y, z), (ctypes.c_int * 3)(*self.grid)
-            library.choose_cta(self.params, *dims, x % self.shape.splits, int(self.walks()))
+            kind = ROWS if self.walks() else GROUPS if self.shape.grouped else CLUSTERS
+            library.choose_cta(self.params, *dims, x % self.shape.splits, kind)
             yield
 
     def expected(self, token: int) -> Counter[int]:
@@ -112,26 +111,7 @@ class Launched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("hopper_rows")
-    for path in (*nvrtc.FOLDER.glob("*.cuh"), Path(__file__).with_name("hopper_rows.cpp")):
-        shutil.copy(path, folder)
-    ptx = folder / "ptx.cuh"
-    ptx.write_text(INLINE_PTX.sub(";", ptx.read_text()))
-    made = folder / "hopper_rows.so"
-    command = [
-        COMPILER,
-        "-std=c++17",
-        "-O1",
-        "-w",
-        "-shared",
-        "-fPIC",
-        str(folder / "hopper_rows.cpp"),
-        "-o",
-        str(made),
-    ]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    loaded = ctypes.CDLL(str(made))
+    loaded = build("hopper_rows.cpp", tmp_path_factory.mktemp("hopper_rows"))
     loaded.slots_filled.restype = ctypes.POINTER(Slot)
     return loaded
 
@@ -150,6 +130,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(nvrtc, "load", lambda *_: Recorded())
         monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (AT_ONCE,) * len(launch.SPLITS))
         monkeypatch.setattr(launch, "MAX_GRID_ROWS", max_grid_rows)
+        monkeypatch.setattr(groups, "counters", lambda *_: 0)
         keys, generator = KERNELS[cache_format, width], torch.Generator().manual_seed(1)
         lengths, requests = torch.tensor(LENGTHS, dtype=torch.int32), torch.tensor(REQUESTS, dtype=torch.int32)
         num_tokens, num_heads = len(LENGTHS), shape.tile + 3
@@ -195,11 +176,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("max_grid_rows", [2, launch.MAX_GRID_ROWS])
-@pytest.mark.parametrize(
-    "shape", [*(Shape(16, n) for n in launch.SPLITS), Shape(64, 1), Shape(64, 6), Shape(16, 3, 4), Shape(16, 16, 3)]
-)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("cache_format", "width"), KERNELS)
+@pytest.mark.parametrize(
+    ("cache_format", "width", "shape"),
+    [(*name, shape) for name, keys in KERNELS.items() for shape in (*SHAPES, *GROUPS_OF_64 * keys.quantized)],
+)
 def test_each_key_is_gathered_once(
     cache_format: str,
     width: int,
@@ -228,20 +209,25 @@ def test_each_key_is_gathered_once(
         assert longest == -(-call.turns() // (shape.splits * shape.parts)) * KEYS
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 6, 16])
-@pytest.mark.parametrize("tile", [16, 24, 64])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *itertools.starmap(Shape, itertools.product((16, 24, 64), (1, 2, 3, 6, 16))),
+        *(Shape(64, 1, members) for members in (2, 7, 16)),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
 def test_slots_of_shared_memory_have_whole_rows(
-    cache_format: str, kind: str, tile: int, splits: int, library: ctypes.CDLL, launched: Any
+    cache_format: str, kind: str, shape: Shape, library: ctypes.CDLL, launched: Any
 ) -> None:
     """What the scores find where the barrier of a slot completes: live keys as they are, zeros for all others."""
     width = 512 if cache_format == "fp8_ds_mla_v4" else 576
-    call = launched(cache_format, width, kind, Shape(tile, splits), launch.MAX_GRID_ROWS)
+    call = launched(cache_format, width, kind, shape, launch.MAX_GRID_ROWS)
     row_bytes, zeros = call.keys.row_bytes, call.zeros.numpy().tobytes()
     filled: dict[tuple[int, int], Counter[bytes]] = {}
     for _ in call.choose_ctas(library):
-        count = library.slots_of_cta(row_bytes, tile)
+        count = library.slots_of_cta(row_bytes, shape.tile)
         assert count >= 0
         for slot in library.slots_filled()[:count]:
             rows, scales = bytes(slot.rows), bytes(slot.scales)

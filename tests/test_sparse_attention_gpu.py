@@ -24,7 +24,7 @@ from attention_inputs import (
 
 from mla_ops import dispatch
 from mla_ops.formats import allocate_cache, planar_views
-from mla_ops.kernels.hopper import launch, waves
+from mla_ops.kernels.hopper import groups, launch, nvrtc, waves
 from mla_ops.kernels.hopper import sparse_attention as hopper
 
 pytestmark = pytest.mark.gpu
@@ -190,6 +190,91 @@ def test_clusters_of_every_size_on_hopper(cache_format: str, width: int, tile: i
         with waves.override(waves.Wave(num_tokens, launch.Shape(tile, splits))):
             hopper.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options, out=out, lse=lse)
         attention_oracle.assert_close(out, lse, expected)
+
+
+class GroupedCall:
+    """Whole tiles and a part of one; empty rows, parts without keys, parts whose keys float16 does not hold."""
+
+    def __init__(self, cache_format: str, num_tokens: int, num_heads: int) -> None:
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs SM90")
+        device = torch.device("cuda")
+        self.cache_format = cache_format
+        self.cache, self.indices = rows_with_wide_scales(cache_format, -20, num_tokens, 1100, device)
+        self.q = queries(num_tokens, num_heads, torch.bfloat16, device, key_width(cache_format))
+        lengths = torch.tensor([1100, 1100, 1090, 1024, 0, 1, 300, 700, 1000], dtype=torch.int32, device=device)
+        lengths = lengths.repeat(-(-num_tokens // len(lengths)))[:num_tokens]
+        self.options = {"topk_length": lengths, "attn_sink": torch.randn(num_heads, device=device)}
+        self.out = torch.empty(num_tokens, num_heads, 512, dtype=torch.bfloat16, device=device)
+        self.lse = torch.empty(num_tokens, num_heads, device=device)
+
+    def attend(self, members: int) -> None:
+        self.out.fill_(math.nan)
+        self.lse.fill_(math.nan)
+        with waves.override(waves.Wave(len(self.q), launch.Shape(groups.TILE, 1, members))):
+            hopper.paged_sparse_attention(
+                self.q, self.cache, self.indices, SCALE, self.cache_format, **self.options, out=self.out, lse=self.lse
+            )
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.out.clone(), self.lse.clone()
+
+    def expected(self) -> attention_oracle.Expected:
+        rounded = operand("hopper", self.cache_format, self.q.dtype)
+        return attention_oracle.attention(
+            self.q, self.cache, self.indices, SCALE, operand=rounded, cache_format=self.cache_format, **self.options
+        )
+
+
+@pytest.mark.parametrize("num_tokens", [9, 50])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
+def test_groups_of_every_size_on_hopper(cache_format: str, num_tokens: int) -> None:
+    """With 50 tokens more CTAs than the device runs at one time."""
+    call = GroupedCall(cache_format, num_tokens, 125)
+    expected = call.expected()
+    for members in groups.MEMBERS:
+        call.attend(members)
+        attention_oracle.assert_close(*call.results(), expected)
+
+
+@pytest.mark.parametrize("patience", [0, 1, 3])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
+def test_groups_whose_ctas_give_up_on_hopper(cache_format: str, patience: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last CTA of a row adds up what others did not wait for: the same bits."""
+    call = GroupedCall(cache_format, 16, 125)
+    load, wanted = nvrtc.load, {}
+    for members in (2, 4, 7, 16):
+        call.attend(members)
+        wanted[members] = call.results()
+    monkeypatch.setattr(nvrtc, "load", lambda *arguments: load(*arguments, (f"PATIENCE={patience}",)))
+    for members in (2, 4, 7, 16) * 5:
+        call.attend(members)
+        assert all(map(torch.equal, call.results(), wanted[members]))
+
+
+def test_groups_of_captures_and_streams_on_hopper() -> None:
+    """A capture's first call is a stream's first one; replays of two graphs and eager calls beside one another."""
+    calls = [GroupedCall("fp8_ds_mla", num_tokens, 128) for num_tokens in (8, 4, 6)]
+    wanted = []
+    for call in calls:
+        call.attend(8)
+        wanted.append(call.results())
+    streams, graphs = [torch.cuda.Stream() for _ in calls], []
+    for call, stream in zip(calls[:2], streams, strict=False):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            for _ in range(4):
+                call.attend(8)
+    assert len({groups.counters(0, 16) for stream in streams if not torch.cuda.set_stream(stream)}) == len(streams)
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, run in zip(streams, (graphs[0].replay, graphs[1].replay, lambda: calls[2].attend(8)), strict=True):
+            with torch.cuda.stream(stream):
+                run()
+        torch.cuda.synchronize()
+        for call, results in zip(calls, wanted, strict=True):
+            assert all(map(torch.equal, call.results(), results))
 
 
 @pytest.mark.parametrize(("num_tokens", "num_heads"), [(140, 16), (140, 64), (72, 128), (40, 128)])

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from . import nvrtc
+from . import groups, nvrtc
 
-PARAMS = "@5i" + 3 * "Ii" + "4x2Q2Q2q2iQ" + 2 * "2Q2q4iIi" + "2Q2qif3Q4q"  # struct Params
+PARAMS = "@5i" + 3 * "Ii" + "4x2Q2Q2q2iQ" + 2 * "2Q2q4iIi" + "2Q2qif3Q4q2Q"  # struct Params
 KEYS = 64  # of a turn
 MAX_GRID_ROWS = 32768
 SPLITS = (*range(1, 15), 16)  # as in layout.cuh: packets of 15 CTAs have no room
@@ -68,11 +68,19 @@ class Keys:
         return hash(self.name)
 
     @functools.cache  # noqa: B019 - there are as many as formats
-    def kernel(self, tile: int, splits: int, crowded: bool = False) -> Kernel:
-        """The kernel for a tile of heads and CTAs of a cluster; `crowded`: there are more CTAs than SMs."""
+    def kernel(self, tile: int, splits: int, crowded: bool = False, grouped: bool = False) -> Kernel:
+        """The kernel for a tile of heads and CTAs of a cluster.
+
+        `crowded`: there are more CTAs than SMs; `grouped`: several CTAs of no cluster have a row.
+
+        Raises:
+            ValueError: there are no such groups.
+        """
+        if grouped and not (self.quantized and tile == groups.TILE and splits == 1):
+            raise ValueError(f"groups are of quantised keys and {groups.TILE} heads, got {self.name}, {tile} heads")
         queries_and_weights = (self.chunks + 1) * tile * 128
-        walks = splits == 1
-        kind = "rows" if walks else "clusters"
+        walks = splits == 1 and not grouped
+        kind = "groups" if grouped else "rows" if walks else "clusters"
         if self.quantized:
             halves, slots, parts = {16: (3, 18 - self.chunks, 2), 24: (3, 8, 2), 32: (3, 8, 1), 64: (2, 8, 0)}[tile]
             columns = queries_and_weights + halves * KEYS * 512 + slots * 16 * self.row_bytes
@@ -96,7 +104,9 @@ class Keys:
 
     def kernels(self) -> list[Kernel]:
         """All there are, each once."""
-        every = itertools.starmap(self.kernel, itertools.product(self.turn_us, (1, 2), (False, True)))
+        every = [*itertools.starmap(self.kernel, itertools.product(self.turn_us, (1, 2), (False, True)))]
+        if self.quantized:
+            every.append(self.kernel(groups.TILE, 1, grouped=True))
         return list({kernel.name: kernel for kernel in every}.values())
 
 
@@ -112,6 +122,8 @@ V4_TIMES = (
 )
 BF16_TIMES = ({16: 1.45, 32: 1.9, 64: 1.65}, {16: 10.5, 32: 12.0, 64: 12.0}, {16: 1.0, 32: 2.0, 64: 10.0})
 
+# Of a row's end in a group, of each of its CTAs, and where all of these have as many turns and meet at once.
+GROUP_US, MEMBER_US, EVEN_US = 1.3, 0.12, 1.0
 LAUNCH_US = 4.5  # of what a row costs besides its turns: not of one whose CTAs take the places of others
 NEXT_ROW_US = 1.0  # that a CTA takes from a row to the next besides their turns
 
@@ -127,12 +139,21 @@ KERNELS = {
 class Shape(NamedTuple):
     """What a launch is made of: heads of a tile, CTAs of a cluster, clusters that share a row's keys.
 
-    With several parts, each a cluster of several CTAs, `out` is float32 `[parts, num_tokens, num_heads, 512]`.
+    Several of one CTA each are a group, which merges its parts itself. Of several of more CTAs `out` has the parts,
+    float32 `[parts, num_tokens, num_heads, 512]`.
     """
 
     tile: int
     splits: int
     parts: int = 1
+
+    @property
+    def grouped(self) -> bool:
+        return self.splits == 1 and self.parts > 1
+
+    @property
+    def leaves_parts(self) -> bool:
+        return self.splits > 1 and self.parts > 1
 
 
 def tiles_for(keys: Keys, num_heads: int) -> tuple[int, ...]:
@@ -140,6 +161,13 @@ def tiles_for(keys: Keys, num_heads: int) -> tuple[int, ...]:
     if num_heads <= 16:
         return (16,)
     return tuple(tile for tile in ((32, 64, 24, 16) if num_heads <= 32 else (64, 32, 24, 16)) if tile in keys.turn_us)
+
+
+def groups_for(keys: Keys, num_heads: int, turns: int) -> list[Shape]:
+    """Groups worth a thought: of 5 a row takes longer than in a cluster of 4 (docs/kernels.md)."""
+    if not keys.quantized or tiles_for(keys, num_heads)[0] != groups.TILE:
+        return []
+    return [Shape(groups.TILE, 1, members) for members in splits_for(turns) if members not in (1, 5)]
 
 
 def splits_for(turns: int) -> list[int]:
@@ -153,6 +181,11 @@ def predicted_us(
     """Microseconds of a launch whose rows have `turns` of keys, without a merge of parts."""
     tile, splits, parts = shape
     rows = num_tokens * -(-num_heads // tile) * parts
+    if shape.grouped:
+        if rows > at_once[0]:
+            return math.inf
+        end_us = GROUP_US + MEMBER_US * parts + (EVEN_US if turns % parts == 0 else 0.0)
+        return -(-turns // parts) * keys.turn_us[tile] + keys.row_us[tile] + end_us
     rounds = -(-rows // at_once[SPLITS.index(splits)])
     keys_us = -(-turns // (splits * parts)) * keys.turn_us[tile]
     first_us = keys.row_us[tile] + (keys.merge_us[tile] / splits if splits > 1 else 0.0)
@@ -286,7 +319,13 @@ def launch(
     head_tiles = -(-num_heads // tile)
     at_once = clusters_at_once(keys, tile, device_index)[SPLITS.index(splits)]
     clusters = head_tiles * num_tokens * parts
-    kernel = keys.kernel(tile, splits, clusters > at_once)
+    kernel = keys.kernel(tile, splits, clusters > at_once, shape.grouped)
+    cluster = splits, 1, 1
+    exchange, counters = None, 0
+    if shape.grouped:
+        splits, parts = parts, 1
+        exchange = groups.exchange(head_tiles * num_tokens, splits, q.device)
+        counters = groups.counters(device_index, head_tiles * num_tokens)
     if kernel.walks:
         grid = (min(clusters, at_once), 1, 1)
     else:
@@ -326,9 +365,11 @@ def launch(
         lse.stride(1),
         out.stride(0),
         out.stride(1),
+        _pointer(exchange),
+        counters,
     )
     nvrtc.load(kernel.source, kernel.name, device_index).launch(
-        grid, (kernel.threads, 1, 1), kernel.shared_bytes, (splits, 1, 1), params, programmatic=programmatic
+        grid, (kernel.threads, 1, 1), kernel.shared_bytes, cluster, params, programmatic=programmatic
     )
 
 

@@ -46,14 +46,23 @@ struct Params {
   float* lse;
   u16* out;
   i64 lse_token_stride, lse_head_stride, out_token_stride, out_head_stride;
+  // Of groups: room for what a row's CTAs leave for one another, and COUNTERS for each row, all 0 before and after.
+  unsigned char* exchange;
+  u32* counters;
 };
+
+constexpr int COUNTERS = 8;
+
+// Who works on a row: a CTA that takes one row after the other; a cluster; or a group, CTAs of no cluster that meet in
+// L2.
+enum class Launch { ROWS, CLUSTERS, GROUPS };
 
 constexpr int KEYS = 64;                    // of a turn
 constexpr int HALF_BYTES = KEYS * 256 * 2;  // of a turn's values
 constexpr float REFERENCE_SLACK = 8.f;      // weights may reach 2^8 before the softmax's reference moves
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 
-constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, VALUES_BARRIER = 5;
+constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;
 
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
 
@@ -95,6 +104,8 @@ struct Ends {
   static constexpr int INVERSES = SUMS + HEADS * 16;         // float32 [HEADS]: of what these add up to
   static constexpr int WEIGHTS = INVERSES + HEADS * 4;       // float32 [HEADS]: of the result
   static constexpr int SOME_BFLOAT16 = WEIGHTS + HEADS * 4;  // whether a CTA's packets are
+  // Of a group's CTA: whether it has all states, a bit for each share of the result that it adds up.
+  static constexpr int COMPLETE = SOME_BFLOAT16 + 4, SHARES = COMPLETE + 4;
 };
 
 template <int HEADS_, Format FORMAT>
@@ -142,6 +153,8 @@ struct Layout {
   static constexpr int OWN_FULL = PACKETS_FULL + 8;
   // Where rows of 64 heads follow one another, and so are in no cluster: the next row's queries.
   static constexpr int QUERIES_FREE = STATES_FULL, QUERIES_FULL = PACKETS_FULL;
+  // In a group: all warps have left what the others need; it is known which shares this CTA adds up.
+  static constexpr int ALL_LEFT = PACKETS_FULL, SHARES_KNOWN = STATES_FULL;
   static constexpr int SCORES_FULL = OWN_FULL + 8;
   static constexpr int SCORES_FREE = SCORES_FULL + PARTS * 8;
   static constexpr int NUM_BARRIERS = ((HEADS == 64 ? SCORES_FULL : SCORES_FREE + PARTS * 8) - BARRIERS) / 8;
@@ -185,16 +198,20 @@ DEVICE Row row_of(const Params& p, int token, int tile, int part, int splits, in
 }
 
 // Row `item` of a token's tiles and parts is this cluster's.
-DEVICE Row clusters_row(const Params& p, int token, int item) {
+DEVICE Row clusters_row(const Params& p, int token, int item, int rank) {
   const int tile = divide(item, p.of_parts);
-  return row_of(p, token, tile, item - tile * p.parts, p.splits, cluster_rank());
+  return row_of(p, token, tile, item - tile * p.parts, p.splits, rank);
 }
 
 DEVICE int cluster_index(const Params& p) { return divide(blockIdx.x, p.of_splits); }
 
 DEVICE int token_of(const Params& p) { return blockIdx.z * p.rows + blockIdx.y; }
 
-DEVICE Row this_row(const Params& p) { return clusters_row(p, token_of(p), cluster_index(p)); }
+template <Launch LAUNCH = Launch::CLUSTERS>
+DEVICE Row this_row(const Params& p) {
+  const int item = cluster_index(p);
+  return clusters_row(p, token_of(p), item, LAUNCH == Launch::GROUPS ? blockIdx.x - item * p.splits : cluster_rank());
+}
 
 // Where CTAs take one row after the other: row `item` of all tokens and tiles.
 DEVICE Row row_at(const Params& p, int item) {

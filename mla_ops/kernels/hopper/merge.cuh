@@ -14,9 +14,9 @@ DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
 }
 
 // Whether the CTAs of a cluster, two, keep a half of their accumulators each (`exchange_halves`).
-template <class L>
+template <class L, Launch LAUNCH = Launch::CLUSTERS>
 DEVICE bool by_halves(const Params& p, const Row& row) {
-  return L::HEADS < 64 && L::Packet::PACKED && row.splits == 2 && p.parts == 1;
+  return LAUNCH == Launch::CLUSTERS && L::HEADS < 64 && L::Packet::PACKED && row.splits == 2 && p.parts == 1;
 }
 
 // How many packets a CTA adds up.
@@ -113,9 +113,10 @@ DEVICE float2 load_factors(u32 from) {
   return L::Packet::ONE_HEAD ? make_float2(load_shared_float(from), 0.f) : load_shared_float2(from);
 }
 
-// What each part counts in the result, and the lse: by 128 threads, several neighbours a head, who share its parts.
-template <class L>
-DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread) {
+// What each part counts in the result, and the lse, which this CTA writes if it `tells`: by 128 threads, several
+// neighbours a head, who share its parts. `await_states` returns whether all states are there.
+template <class L, class Await>
+DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread, bool tells, Await await_states) {
   using E = typename L::End;
   constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;
   if (row.splits == 1) named_barrier<SCORE_BARRIER, 128>();
@@ -124,7 +125,7 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread)
   const bool there = global_head < p.num_heads;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
   const u32 states = shared + E::STATES + head * 8, factors = shared + E::FACTORS + column_of<L>(head) * 4;
-  if (row.splits > 1) mbarrier_wait_cluster(shared + L::STATES_FULL, 0);
+  if (!await_states()) return;
   float reference = NO_SCORE_YET, total = 0.f;
   u32 signs = 0;
 #pragma unroll 2
@@ -145,13 +146,24 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread)
     total += __shfl_xor_sync(~0u, total, step);
     if (L::Packet::PACKED) signs |= __shfl_xor_sync(~0u, signs, step);
   }
-  if (own) return;
-  const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
-  float weight = __fdividef(1.f / L::FACTOR, total);
-  if (sink != -INFINITY) weight = __fdividef(weight, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
-  store_shared_float(shared + E::WEIGHTS + column_of<L>(head) * 4, total == 0.f ? 0.f : weight);
-  if (L::Packet::PACKED && head == 0) store_shared_4(shared + E::SOME_BFLOAT16, signs >> 31);
-  if (there && row.rank == 0) p.lse[result_row(p, row) * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+  if (own == 0) {
+    const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
+    float weight = __fdividef(1.f / L::FACTOR, total);
+    if (sink != -INFINITY) weight = __fdividef(weight, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
+    store_shared_float(shared + E::WEIGHTS + column_of<L>(head) * 4, total == 0.f ? 0.f : weight);
+    if (L::Packet::PACKED && head == 0) store_shared_4(shared + E::SOME_BFLOAT16, signs >> 31);
+    if (there && tells) p.lse[result_row(p, row) * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+  }
+  converge();
+}
+
+// The same for the CTAs of a cluster, which send their states.
+template <class L>
+DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread) {
+  weigh_parts<L>(p, row, shared, thread, row.rank == 0, [&]() {
+    if (row.splits > 1) mbarrier_wait_cluster(shared + L::STATES_FULL, 0);
+    return true;
+  });
 }
 
 // Dims stand permuted in the values' chunks of 64 (`QueryPlaces`): a lane's accumulators of a chunk are 16
@@ -252,6 +264,14 @@ template <class P>
 struct Piece {
   u32 words[P::WORDS];
 
+  DEVICE void load(const unsigned char* from) {  // which other SMs wrote
+#pragma unroll
+    for (int w = 0; w < P::WORDS; w += 4) {
+      const uint4 v = load_l2_16(from + w * 128);
+      words[w] = v.x, words[w + 1] = v.y, words[w + 2] = v.z, words[w + 3] = v.w;
+    }
+  }
+
   DEVICE void load(u32 from) {
     if constexpr (P::WORDS == 2) {
       const uint2 v = load_shared_8(from);
@@ -272,8 +292,8 @@ struct Piece {
 };
 
 // Adds COUNT parts of a packet, always in the same order. BFLOAT16: those with factors below 0 are.
-template <class L, int COUNT, bool BFLOAT16>
-DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], u32 from, u32 factors) {
+template <class L, int COUNT, bool BFLOAT16, class From>
+DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], From from, u32 factors) {
   using P = typename L::Packet;
   Piece<P> piece[COUNT];
   float2 factor[COUNT];  // of two heads
@@ -295,28 +315,20 @@ DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], u32 from, u32 factors
   }
 }
 
-// This CTA's share of the result, if it is in packets.
-template <class L, int WARPS = 12>
-DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int lane) {
+// Adds up the packets that are CTA `rank`'s, `splits` parts each: the first one's are at `first`, each next one's
+// `pitch` bytes behind.
+template <class L, int WARPS, class From>
+DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int pitch, int packets, int splits,
+                        int warp, int lane) {
   using P = typename L::Packet;
-  // This CTA's factors, and those packets that did not have to go far. Callers do not arrive for themselves: ptxas let
-  // lane 0 come behind the others then, who had changed the warp's uniform registers.
-  __syncwarp();
-  warp_arrive(shared + L::OWN_FULL, lane);
-  if (by_halves<L>(p, row)) return;
-  Target to = target_of<L>(p, row);
-  int packets = packets_of<L>(p, row.rank), splits = row.splits;
-  int most = 4;                                                // parts that are added up at a time
-  hold(to.rows), hold(to.heads), hold(packets), hold(splits);  // while there is time
-  mbarrier_wait(shared + L::OWN_FULL, 0);
-  if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
+  int most = 4;  // parts at a time
   if (P::PACKED && load_shared_4(shared + L::End::SOME_BFLOAT16) != 0) most = 1;
 #pragma unroll 1
   for (int index = warp; index < packets; index += WARPS) {
-    const u32 packet = index * splits + row.rank, number = packet / 8;
+    const u32 packet = index * splits + rank, number = packet / 8;
     const int column = column_of_packet<L>(number, packet & 7, lane);
-    u32 from = shared + L::PACKETS + index * splits * P::BYTES + lane * (P::UNIT * 4),
-        factors = shared + L::End::FACTORS + column * 4;
+    From from = first + index * pitch + lane * (P::UNIT * 4);
+    u32 factors = shared + L::End::FACTORS + column * 4;
     float sums[P::QUADS * 4];
 #pragma unroll
     for (int e = 0; e < P::QUADS * 4; ++e) sums[e] = 0.f;
@@ -339,6 +351,23 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
     for (int e = 0; e < P::QUADS * 4; ++e) sums[e] *= is_second<L>(e) ? weight.y : weight.x;
     write_packet<L>(to, sums, number, packet & 7, lane);
   }
+}
+
+// This CTA's share of the result, if it is in packets.
+template <class L, int WARPS = 12>
+DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int lane) {
+  using P = typename L::Packet;
+  // This CTA's factors, and those packets that did not have to go far. Callers do not arrive for themselves: ptxas let
+  // lane 0 come behind the others then, who had changed the warp's uniform registers.
+  __syncwarp();
+  warp_arrive(shared + L::OWN_FULL, lane);
+  if (by_halves<L>(p, row)) return;
+  Target to = target_of<L>(p, row);
+  int packets = packets_of<L>(p, row.rank), splits = row.splits;
+  hold(to.rows), hold(to.heads), hold(packets), hold(splits);  // while there is time
+  mbarrier_wait(shared + L::OWN_FULL, 0);
+  if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
+  add_packets<L, WARPS>(to, row.rank, shared, shared + L::PACKETS, splits * P::BYTES, packets, splits, warp, lane);
 }
 
 // In a cluster of two each CTA keeps one half of its accumulators where they are, and adds to them what the other sends

@@ -412,6 +412,34 @@ def _launch_config(
     return config
 
 
+def capture_id(stream: int) -> int:
+    """That of the capture which the stream is part of; 0 for none."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    from cuda.bindings import driver
+
+    return int(_check(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)), 2))
+
+
+def lasting_zeros(device_index: int, size: int) -> int:
+    """The address of memory that nobody frees, zeros when this returns, also during a capture."""
+    from cuda.bindings import driver
+
+    _check(driver.cuInit(0))
+    context = _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(device_index))))
+    _check(driver.cuCtxPushCurrent(context))
+    try:
+        with _relaxed_capture():
+            address = int(_check(driver.cuMemAlloc(size)))
+            stream = _check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            _check(driver.cuMemsetD8Async(address, 0, size, stream))
+            _check(driver.cuStreamSynchronize(stream))
+            _check(driver.cuStreamDestroy(stream))
+    finally:
+        _check(driver.cuCtxPopCurrent())
+    return address
+
+
 @contextlib.contextmanager
 def _relaxed_capture() -> Iterator[None]:
     """Loading code allocates, which a stream capture in another or in this thread would forbid."""

@@ -211,6 +211,36 @@ DEVICE void send_16_unless(bool here, u32 address, u32 barrier, u32 a, u32 b, u3
       : "memory");
 }
 
+// All lanes of a warp, together. ptxas takes a `__syncwarp` of all lanes for granted where it has just let a branch
+// keep them apart, and what the first ones then do to the warp's uniform registers the others find.
+DEVICE void converge() {
+  u32 all = ~0u;
+  asm volatile("" : "+r"(all));
+  asm volatile("bar.warp.sync %0;" ::"r"(all) : "memory");
+}
+
+// ---- counters in global memory
+// ---------------------------------------------------------------------------------------
+
+DEVICE u32 load_acquire(const u32* counter) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+// These return what was there, and publish what this thread, and all that it has met, stored before.
+DEVICE u32 fetch_add(u32* counter, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
+}
+
+DEVICE u32 fetch_or(u32* counter, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
+}
+
 // ---- copies ---------------------------------------------------------------------------------------------------------
 
 DEVICE bool elect_one() {
@@ -298,6 +328,16 @@ DEVICE void store_16_if(bool condition, void* target, u32 a, u32 b, u32 c, u32 d
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(target),
                "r"(a), "r"(b), "r"(c), "r"(d), "r"(static_cast<u32>(condition))
                : "memory");
+}
+
+// What other SMs wrote: past L1.
+DEVICE uint4 load_l2_16(const void* source) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source)
+               : "memory");
+  return v;
 }
 
 DEVICE float load_float(const float* source) {

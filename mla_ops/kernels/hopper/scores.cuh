@@ -1,7 +1,7 @@
 // Scores and weights, and the values for the warpgroups that accumulate.
 #pragma once
 
-#include "merge.cuh"
+#include "group.cuh"
 #include "wgmma.cuh"
 
 // The score of one key and head from the cache's bytes and the query as it came, in float32: any scale, any query.
@@ -258,10 +258,11 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
 }
 
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
-template <int HEADS, Format FORMAT, bool WALK>
+template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
+  constexpr bool WALK = LAUNCH == Launch::ROWS;
   constexpr int TILES = HEADS / 8;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -428,10 +429,10 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   }
 
   // The sum of each head, where the queries were.
-  if (WALK)
-    named_barrier<SCORE_BARRIER, 128>();
-  else
+  if (LAUNCH == Launch::CLUSTERS)
     fence_async_shared(), cluster_arrive();
+  else
+    named_barrier<SCORE_BARRIER, 128>();
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
@@ -459,15 +460,21 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       __syncwarp();
       warp_arrive(shared + L::FACTORS_FULL, worker & 31);
     };
-    if (HEADS == 64) tell_factors();
-    await_peers(row);
-    constexpr int AT_ONCE = 128 / HEADS;
+    const float sum = seen == 2 ? -total : total;
+    if constexpr (LAUNCH == Launch::GROUPS) {
+      tell_factors();
+      leave_states<L>(p, row, shared, worker, sum, reference);
+      weigh_parts<L>(p, row, shared, worker, true, [&]() { return fetch_states<L>(p, row, shared, worker); });
+    } else {
+      if (HEADS == 64) tell_factors();
+      await_peers(row);
+      constexpr int AT_ONCE = 128 / HEADS;
 #pragma unroll 1
-    for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)
-      if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS)
-        send_state<L>(row, shared, part, head, seen == 2 ? -total : total, reference);
-    if (HEADS < 64) tell_factors();
-    weigh_parts<L>(p, row, shared, worker);
+      for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)
+        if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(row, shared, part, head, sum, reference);
+      if (HEADS < 64) tell_factors();
+      weigh_parts<L>(p, row, shared, worker);
+    }
   }
   return 0;
 }

@@ -11,15 +11,16 @@
 #include "scores.cuh"
 #include "values.cuh"
 
-// WALK: rows one after the other, the next one's keys on their way while this one ends; else one share of one row.
-template <int HEADS, Format FORMAT, bool WALK>
+// ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row.
+template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend(const Params& p) {
+  constexpr bool WALK = LAUNCH == Launch::ROWS;
   using L = Layout<HEADS, FORMAT>;
   CHECK_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  Row row = WALK ? row_at(p, blockIdx.x) : this_row(p);
+  Row row = WALK ? row_at(p, blockIdx.x) : this_row<LAUNCH>(p);
   if (row.token >= p.num_tokens) return;
   constexpr int PRODUCER = L::THREADS / 128 - 1;
   constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT, WALK> < Rows<FORMAT>::CHUNKS ? 2 : 1;
@@ -37,7 +38,9 @@ DEVICE void attend(const Params& p) {
       if (barrier >= L::RAW_FREE && barrier < L::WEIGHTS_FULL) arrivals = SCORERS * ARRIVALS_OF_A_WARP;
       if (barrier == L::WEIGHTS_FREE || barrier == L::FACTORS_FREE) arrivals = 8 * ARRIVALS_OF_A_WARP;
       if (barrier == L::STATES_FULL || barrier == L::PACKETS_FULL) arrivals = 1;
-      if (barrier == L::OWN_FULL) arrivals = 12 * ARRIVALS_OF_A_WARP;
+      if (barrier == L::OWN_FULL) arrivals = (LAUNCH == Launch::GROUPS ? 13 : 12) * ARRIVALS_OF_A_WARP;
+      if (LAUNCH == Launch::GROUPS && barrier == L::ALL_LEFT) arrivals = 12 * ARRIVALS_OF_A_WARP;
+      if (LAUNCH == Launch::GROUPS && barrier == L::SHARES_KNOWN) arrivals = ARRIVALS_OF_A_WARP;
       if (WALK && HEADS == 64 && barrier == L::QUERIES_FREE) arrivals = 4 * ARRIVALS_OF_A_WARP;
       if (WALK && HEADS == 64 && barrier == L::QUERIES_FULL) arrivals = 128;
       mbarrier_init(shared + barrier, arrivals);
@@ -65,7 +68,11 @@ DEVICE void attend(const Params& p) {
         row_parity ^= 1;
       }
     }
-    if (!WALK) stand_by<L>(p, row, shared, true, thread);
+    if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, true, thread);
+    if constexpr (LAUNCH == Launch::GROUPS) {
+      if (warp == 0) carry_packets<L>(p, row, shared, lane);
+      if (warp == 1) carry_states<L>(p, row, shared, lane);
+    }
     wait_for_prerequisites();
     return;
   }
@@ -95,35 +102,42 @@ DEVICE void attend(const Params& p) {
   if (warpgroup == 0) {
     more_registers<L::SCORE_REGISTERS>();
     do {
-      freed = score<HEADS, FORMAT, WALK>(p, row, shared_memory, shared, thread, at);
+      freed = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at);
     } while (WALK && next_queries());
   } else if (warpgroup < 3) {
     if constexpr (HEADS > 24) more_registers<L::VALUE_REGISTERS>();
     do {
-      accumulate<HEADS, FORMAT, WALK>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity);
+      accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity);
       if (WALK) row = next_row(p, row), row_parity ^= 1;
     } while (WALK && row.token < p.num_tokens);
-    if (!WALK && by_halves<L>(p, row)) return;
+    if (by_halves<L, LAUNCH>(p, row)) return;
   } else if constexpr (HEADS < 64) {
     more_registers<L::REST_REGISTERS>();
     do {
       score_rest<HEADS, FORMAT, WALK>(row, shared, thread, at);
     } while (WALK && next_queries());
-    if (!WALK) stand_by<L>(p, row, shared, false, thread);
+    if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
     return;
   }
-  if (!WALK) finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+  if (LAUNCH == Launch::CLUSTERS) finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+  if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
 }
 
 template <int HEADS, Format FORMAT>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_rows(const __grid_constant__ Params p) {
-  attend<HEADS, FORMAT, true>(p);
+  attend<HEADS, FORMAT, Launch::ROWS>(p);
 }
 
 // That it is launched in clusters only saves each of their barriers a look whether it was.
 template <int HEADS, Format FORMAT>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_clusters(const __grid_constant__ Params p) {
-  attend<HEADS, FORMAT, false>(p);
+  attend<HEADS, FORMAT, Launch::CLUSTERS>(p);
+}
+
+template <int HEADS, Format FORMAT>
+__global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+    sparse_attention_groups(const __grid_constant__ Params p) {
+  attend<HEADS, FORMAT, Launch::GROUPS>(p);
 }

@@ -40,6 +40,7 @@ from .launch import (
     cache_params,
     clusters_at_once,
     compile_reason,
+    groups_for,
     predicted_us,
     splits_for,
     tiles_for,
@@ -61,6 +62,7 @@ def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tupl
     """
     turns = max(1, -(-topk // KEYS))
     shapes = [Shape(tile, n) for tile in tiles_for(keys, num_heads) for n in splits_for(turns)]
+    shapes += groups_for(keys, num_heads, turns)
 
     def time(wave: Wave) -> float:
         return predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once)

@@ -1,7 +1,7 @@
 // Weights times values.
 #pragma once
 
-#include "merge.cuh"
+#include "group.cuh"
 #include "wgmma.cuh"
 
 DEVICE float e4m3_to_float(u32 byte) {
@@ -162,11 +162,11 @@ DEVICE void store_result(const Params& p, const Row& row, u32 shared, u32 stage,
   named_barrier<VALUES_BARRIER, 256>();
 }
 
-template <int HEADS, Format FORMAT, bool WALK>
+template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity) {
   using L = Layout<HEADS, FORMAT>;
-  constexpr bool HEADS_BY_DIMS = HEADS == 64;
+  constexpr bool WALK = LAUNCH == Launch::ROWS, HEADS_BY_DIMS = HEADS == 64;
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -225,7 +225,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     }
     // The first half of 64 heads arrives behind its products, which the next turn's values would wait for; the other
     // one is about to wait anyway.
-    if (!WALK && left == 1 && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
+    if (LAUNCH == Launch::CLUSTERS && left == 1 && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
     // One after the other: the scores of the next turn then wait for fewer products of the tensor cores. In a wide turn
     // the first waits for the second.
     if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
@@ -243,7 +243,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       }
       if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
     }
-    if (!WALK && left == 1 && !open) cluster_arrive(), open = true;
+    if (LAUNCH == Launch::CLUSTERS && left == 1 && !open) cluster_arrive(), open = true;
     wgmma_wait<1>();
     if (!last) warp_arrive(freed, lane);
     wgmma_wait<0>();
@@ -283,8 +283,10 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
         *reinterpret_cast<uint4*>(out_row(p, row, global_head) + unit % 64 * 8) = make_uint4(0, 0, 0, 0);
     }
   } else {
-    if (!open) open_to_peers(row);
-    await_peers(row);
+    if (LAUNCH == Launch::CLUSTERS) {
+      if (!open) open_to_peers(row);
+      await_peers(row);
+    }
     mbarrier_wait(shared + L::FACTORS_FULL, 0);  // states first: they would wait behind all packets
     float inverse[HEADS_BY_DIMS ? 2 : N / 2];
     const u32 inverses = shared + L::End::INVERSES;
@@ -299,18 +301,22 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       }
     }
     if constexpr (!HEADS_BY_DIMS) {
-      if (by_halves<L>(p, row)) {
+      if (by_halves<L, LAUNCH>(p, row)) {
         exchange_halves<L>(p, row, shared, half * 4 + warp, lane, o, inverse, was_wide);
         return;
       }
     }
     auto inverse_of = [&](int e) { return inverse[HEADS_BY_DIMS ? e >> 1 & 1 : e / 4 * 2 + (e & 1)]; };
-    send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int n) {
+    auto word_of = [&](int n) {
       // with 64 heads a packet is a chunk of 64 dims of one of the two heads
       const int place = L::Packet::ONE_HEAD ? (n / 16 * 8 + n % 8) * 4 + n / 8 % 2 * 2 : n * 2, piece = place / N,
                 e = place % N;
       const float a = o[piece][e] * inverse_of(e), b = o[piece][e + 1] * inverse_of(e + 1);
       return was_wide ? pack_bfloat16(a, b) : pack_float16(a, b);
-    });
+    };
+    if constexpr (LAUNCH == Launch::GROUPS)
+      leave_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);
+    else
+      send_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);
   }
 }

@@ -58,7 +58,7 @@ def fastest_waves(
     at_once: tuple[int, ...],
     time: Callable[[Wave], float],
 ) -> tuple[Wave, ...]:
-    """One wave, or one that fills the device some whole times and one of the tokens that are left.
+    """One wave, or one that fills the device some whole times, not of groups, and one of the tokens that are left.
 
     Args:
         shapes: to choose from; those of which the device runs none are left out.
@@ -77,6 +77,8 @@ def fastest_waves(
     least, wave = fastest(num_tokens)
     waves: tuple[Wave, ...] = (wave,)
     for shape, fill in fills.items():
+        if shape.grouped:
+            continue
         of_a_token = -(-num_heads // shape.tile) * shape.parts
         whole = Wave(num_tokens * of_a_token // fill * fill // of_a_token, shape)
         if 0 < whole.num_tokens < num_tokens and (before := time(whole) + WAVE_US) < least:
@@ -117,7 +119,7 @@ def launch_waves(
             req_id_per_token = None if req_id_per_token is None else req_id_per_token[before:]
             caches = caches[0].behind(before), caches[1].behind(before)
         own = rest_out, rest_lse
-        if shape.parts > 1:
+        if shape.leaves_parts:
             size = shape.parts, num_tokens, out.shape[1]
             parts = [torch.empty(dims, dtype=torch.float32, device=q.device) for dims in ((*size, LATENT_DIM), size)]
             buffers.append(parts)
@@ -136,7 +138,7 @@ def launch_waves(
             zeros=zeros,
             programmatic=before > 0,
         )
-        if shape.parts > 1:
+        if shape.leaves_parts:
             merge_parts.merge_parts(*parts, out=rest_out[:num_tokens], lse=rest_lse[:num_tokens])
         before = num_tokens
     if target is not out:

@@ -1,0 +1,57 @@
+"""Where the CTAs of a group meet: counters that are 0 between launches, and room for what they exchange.
+
+A launch leaves its counters as it found them, so launches that follow one another share theirs, and nothing has to be
+cleared. Launches that may run at the same time must not: each stream has counters of its own, and within a capture each
+of its streams, in the order of which the graph is replayed. They are never given back, 4 KB for a stream or a capture.
+What CUDA does not do either is not provided for: one graph beside itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from ...formats import LATENT_DIM
+from . import nvrtc
+
+TILE = 64  # heads
+MEMBERS = range(2, 17)  # CTAs of a group
+MAX_ROWS = 128
+ROW_BYTES = 32
+SLOT_BYTES = MAX_ROWS * ROW_BYTES
+PAGE_BYTES = 256 * SLOT_BYTES
+
+_slots: dict[tuple[int, int, int], int] = {}
+_lock = threading.Lock()
+
+
+@functools.cache
+def _unused(device_index: int) -> Iterator[int]:
+    def addresses() -> Iterator[int]:
+        while True:
+            page = nvrtc.lasting_zeros(device_index, PAGE_BYTES)
+            yield from range(page, page + PAGE_BYTES, SLOT_BYTES)
+
+    return addresses()
+
+
+def counters(device_index: int, rows: int) -> int:
+    """The address of those for a launch of so many rows into the current stream of a device."""
+    if rows > MAX_ROWS:
+        raise ValueError(f"groups have counters for {MAX_ROWS} rows, got {rows}")
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    key = device_index, stream, nvrtc.capture_id(stream)
+    address = _slots.get(key)
+    if address is None:
+        with _lock:
+            address = _slots.setdefault(key, next(_unused(device_index)))
+    return address
+
+
+def exchange(rows: int, members: int, device: torch.device) -> torch.Tensor:
+    """Room for the float16 accumulators, the sums and the references of each of a row's CTAs."""
+    of_a_head = 2 * LATENT_DIM + 8
+    return torch.empty(rows * members * TILE * of_a_head, dtype=torch.uint8, device=device)

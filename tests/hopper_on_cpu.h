@@ -1,0 +1,48 @@
+// What of CUDA C++ a CPU's compiler does not have, but for what the kernels' own PTX does.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+using std::max, std::min;
+
+#define __device__
+#define __forceinline__ inline
+
+struct uint2 {
+  unsigned x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+struct Dim {
+  int x, y, z;
+};
+static Dim blockIdx, gridDim, threadIdx;
+
+static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+template <class To, class From>
+To bits_of(From value) {
+  To bits;
+  static_assert(sizeof(To) == sizeof(From), "");
+  std::memcpy(&bits, &value, sizeof(To));
+  return bits;
+}
+static float __int_as_float(int bits) { return bits_of<float>(bits); }
+static float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
+unsigned __byte_perm(unsigned, unsigned, unsigned);  // of conversions, which nobody calls here
+static unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
+
+template <class T>
+T __ldg(const T* pointer) {
+  return *pointer;
+}

@@ -1,0 +1,29 @@
+"""The Hopper kernels' own code, compiled for this CPU without what is written in PTX."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from mla_ops.kernels.hopper import nvrtc
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+NO_COMPILER = COMPILER is None
+INLINE_PTX = re.compile(r'\basm(?: volatile)?\((?:[^;"]|"(?:[^"\\]|\\.)*")*\);')
+
+
+def build(source: str, folder: Path, *options: str) -> ctypes.CDLL:
+    """A library of `source`, a file beside this one that models the instructions it needs."""
+    for path in (*nvrtc.FOLDER.glob("*.cuh"), HERE / source, HERE / "hopper_on_cpu.h"):
+        shutil.copy(path, folder)
+    ptx = folder / "ptx.cuh"
+    ptx.write_text(INLINE_PTX.sub(";", ptx.read_text()))
+    made = folder / f"{Path(source).stem}.so"
+    command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", *options, str(folder / source)]
+    finished = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return ctypes.CDLL(str(made))

@@ -1,0 +1,76 @@
+"""Groups of CTAs on Hopper: how they meet, and the counters and the room that the host gives them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hopper_on_cpu import NO_COMPILER, build
+
+from mla_ops.kernels.hopper import groups, nvrtc
+from mla_ops.kernels.hopper.launch import KERNELS, Shape, groups_for, predicted_us
+
+FP8 = KERNELS["fp8_ds_mla", 576]
+AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7)
+
+
+@pytest.fixture(scope="module", params=[0, 1, 16])
+def hasty(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """CTAs that look so often for the others before they give up."""
+    return build("hopper_groups.cpp", tmp_path_factory.mktemp("groups"), f"-DPATIENCE={request.param}")
+
+
+@pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
+@pytest.mark.parametrize("members", [2, 3, 8, 16])
+def test_each_share_is_added_up_once_when_all_parts_are_there(members: int, hasty: ctypes.CDLL) -> None:
+    """Whoever gives up; the counters are left as they were found. Without patience nearly all of them do."""
+    assert hasty.meet(members, 200, members) >= 0
+
+
+@pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
+def test_a_group_without_patience_gives_up(tmp_path: Path) -> None:
+    assert build("hopper_groups.cpp", tmp_path, "-DPATIENCE=0").meet(8, 50, 1) == 50 * 7
+
+
+@pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
+def test_the_host_gives_a_group_as_much_room_as_it_takes(tmp_path: Path) -> None:
+    library = build("hopper_groups.cpp", tmp_path)
+    assert library.bytes_of_counters() == groups.ROW_BYTES
+    assert groups.exchange(3, 5, torch.device("cpu")).numel() == 3 * 5 * library.bytes_of_member()
+
+
+def test_launches_that_may_run_beside_one_another_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: list[int] = []
+    state = {"stream": 1, "capture": 0}
+    monkeypatch.setattr(groups, "_slots", {})
+    groups._unused.cache_clear()
+    monkeypatch.setattr(nvrtc, "lasting_zeros", lambda device, size: pages.append(device) or size * len(pages))
+    monkeypatch.setattr(nvrtc, "capture_id", lambda stream: state["capture"])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: state["stream"], raising=False)
+    seen = {}
+    for device in (0, 1):
+        for state["stream"] in (1, 2):
+            for state["capture"] in range(200):
+                seen[device, state["stream"], state["capture"]] = groups.counters(device, 66)
+    for device in (0, 1):
+        addresses = sorted(address for (index, _, _), address in seen.items() if index == device)
+        assert all(later - before >= groups.SLOT_BYTES for before, later in itertools.pairwise(addresses))
+    state["stream"], state["capture"] = 2, 7
+    assert groups.counters(1, 1) == seen[1, 2, 7]
+    assert sorted(pages) == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="counters for 128 rows, got 129"):
+        groups.counters(0, 129)
+    groups._unused.cache_clear()
+
+
+def test_a_group_has_a_turn_for_each_of_its_ctas_and_sms_for_all() -> None:
+    assert [shape.parts for shape in groups_for(FP8, 128, 32)] == [2, 3, 4, 6, 7, 8, 11, 16]
+    assert [shape.parts for shape in groups_for(FP8, 64, 2)] == [2]
+    assert groups_for(FP8, 32, 32) == groups_for(KERNELS["bf16", 576], 128, 32) == []
+    with pytest.raises(ValueError, match="groups are of quantised keys and 64 heads, got BF16_576, 64 heads"):
+        KERNELS["bf16", 576].kernel(64, 1, grouped=True)
+    assert predicted_us(FP8, Shape(64, 1, 8), 8, 128, 32, AT_ONCE) < 24
+    assert predicted_us(FP8, Shape(64, 1, 8), 9, 128, 32, AT_ONCE) == float("inf")
