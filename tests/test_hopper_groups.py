@@ -48,7 +48,7 @@ def test_launches_that_may_run_beside_one_another_have_counters_of_their_own(mon
     monkeypatch.setattr(groups, "_slots", {})
     groups._unused.cache_clear()
     monkeypatch.setattr(nvrtc, "lasting_zeros", lambda device, size: pages.append(device) or size * len(pages))
-    monkeypatch.setattr(nvrtc, "capture_id", lambda stream: state["capture"])
+    monkeypatch.setattr(nvrtc, "capture_id", lambda *_: state["capture"])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: state["stream"], raising=False)
     seen = {}
     for device in (0, 1):

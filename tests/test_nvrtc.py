@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 import subprocess
@@ -356,3 +357,33 @@ def test_launches_that_cannot_work_say_why(source: Path, x: torch.Tensor) -> Non
         kernel.launch((16, 1, 1), (128, 1, 1), 1024, (2, 1, 1), b"\0" * 8)
     with pytest.raises(RuntimeError, match=r"shift<2>: CUDA_ERROR.*block \(129, 1, 1\)"):
         kernel.launch((16, 1, 1), (129, 1, 1), 1024, (2, 1, 1), arguments(x))
+
+
+@pytest.mark.gpu
+def test_zeros_made_during_a_capture_and_its_id(source: Path) -> None:
+    """Each capture has an id of its own, on its streams and in any thread; what is asked for in it is zeros at once."""
+    stream, ids = torch.cuda.Stream(), []
+    torch.ones(1, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            address = nvrtc.lasting_zeros(0, 128 * 16 * 4)
+            ids.append(nvrtc.capture_id(0, stream.cuda_stream))
+            thread = threading.Thread(target=lambda: ids.append(nvrtc.capture_id(0, stream.cuda_stream)))
+            thread.start()
+            thread.join()
+            params = struct.pack(PARAMS, address, 16 * 128, 2.0)
+            nvrtc.load(source, "shift<4>", 0).launch((16, 1, 1), (128, 1, 1), 1024, (4, 1, 1), params)
+        for _ in range(3):
+            graph.replay()
+    torch.cuda.synchronize()
+    assert len(ids) == 4
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+    assert all(ids)
+    assert nvrtc.capture_id(0, stream.cuda_stream) == nvrtc.capture_id(0, 0) == 0
+    values = (ctypes.c_float * (16 * 128))()
+    from cuda.bindings import driver
+
+    assert driver.cuMemcpyDtoH(values, address, ctypes.sizeof(values))[0] == 0
+    assert not any(values)

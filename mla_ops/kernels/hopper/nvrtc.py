@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from cuda.bindings.driver import CUlaunchConfig, CUresult
+    from cuda.bindings.driver import CUcontext, CUlaunchConfig, CUresult
 
 FOLDER = Path(__file__).parent
 CACHE_VARIABLE = "MLA_OPS_CACHE_DIR"
@@ -298,11 +298,8 @@ class Kernel:
 
         self.compiled = compiled
         self.device_index = device_index
-        _check(driver.cuInit(0))
-        device = _check(driver.cuDeviceGet(device_index))
-        self._context = _check(driver.cuDevicePrimaryCtxRetain(device))
         attribute = driver.CUfunction_attribute
-        with self._current_context(), _relaxed_capture():
+        with _current(device_index), _relaxed_capture():
             self._module = _check(driver.cuModuleLoadData(compiled.cubin))
             self._function = _check(driver.cuModuleGetFunction(self._module, compiled.symbol.encode()))
             static = _check(driver.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self._function))
@@ -314,16 +311,6 @@ class Kernel:
                 _check(driver.cuFuncSetAttribute(self._function, name, value))
             self._params_bytes = _check(driver.cuFuncGetParamInfo(self._function, 0), 2)
         self._launch = driver.cuLaunchKernelEx
-
-    @contextlib.contextmanager
-    def _current_context(self) -> Iterator[None]:
-        from cuda.bindings import driver
-
-        _check(driver.cuCtxPushCurrent(self._context))
-        try:
-            yield
-        finally:
-            _check(driver.cuCtxPopCurrent())
 
     def launch(
         self,
@@ -357,7 +344,7 @@ class Kernel:
         (status,) = self._launch(config, self._function, ctypes.addressof(arguments), 0)
         if status:
             # A thread that has not used CUDA yet, or uses another device, has another context or none.
-            with self._current_context():
+            with _current(self.device_index):
                 (status,) = self._launch(config, self._function, ctypes.addressof(arguments), 0)
             if status:
                 raise RuntimeError(
@@ -370,7 +357,7 @@ class Kernel:
         from cuda.bindings import driver
 
         config = _launch_config(cluster, block, shared_bytes, cluster, 0, False)
-        with self._current_context():
+        with _current(self.device_index):
             return _check(driver.cuOccupancyMaxActiveClusters(self._function, config))
 
 
@@ -412,32 +399,49 @@ def _launch_config(
     return config
 
 
-def capture_id(stream: int) -> int:
-    """That of the capture which the stream is part of; 0 for none."""
-    if not torch.cuda.is_current_stream_capturing():
+def capture_id(device_index: int, stream: int) -> int:
+    """That of the capture which a stream of the device is part of; 0 for none, which is all that the legacy one is."""
+    if stream == 0:
         return 0
     from cuda.bindings import driver
 
-    return int(_check(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)), 2))
+    with _current(device_index):
+        found = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
+        status = _check(found)
+    return int(found[2]) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else 0
 
 
 def lasting_zeros(device_index: int, size: int) -> int:
     """The address of memory that nobody frees, zeros when this returns, also during a capture."""
     from cuda.bindings import driver
 
+    with _current(device_index), _relaxed_capture():
+        address = int(_check(driver.cuMemAlloc(size)))
+        stream = _check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        _check(driver.cuMemsetD8Async(address, 0, size, stream))
+        _check(driver.cuStreamSynchronize(stream))
+        _check(driver.cuStreamDestroy(stream))
+    return address
+
+
+@functools.cache
+def _primary_context(device_index: int) -> CUcontext:
+    from cuda.bindings import driver
+
     _check(driver.cuInit(0))
-    context = _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(device_index))))
-    _check(driver.cuCtxPushCurrent(context))
+    return _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(device_index))))
+
+
+@contextlib.contextmanager
+def _current(device_index: int) -> Iterator[None]:
+    """Calls are to the device, whatever this thread used before."""
+    from cuda.bindings import driver
+
+    _check(driver.cuCtxPushCurrent(_primary_context(device_index)))
     try:
-        with _relaxed_capture():
-            address = int(_check(driver.cuMemAlloc(size)))
-            stream = _check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-            _check(driver.cuMemsetD8Async(address, 0, size, stream))
-            _check(driver.cuStreamSynchronize(stream))
-            _check(driver.cuStreamDestroy(stream))
+        yield
     finally:
         _check(driver.cuCtxPopCurrent())
-    return address
 
 
 @contextlib.contextmanager
