@@ -43,7 +43,7 @@ def counters(device_index: int, rows: int) -> int:
     if rows > MAX_ROWS:
         raise ValueError(f"groups have counters for {MAX_ROWS} rows, got {rows}")
     stream = torch._C._cuda_getCurrentRawStream(device_index)
-    key = device_index, stream, nvrtc.capture_id(device_index, stream)
+    key = device_index, stream, nvrtc.capture_id(device_index)
     address = _slots.get(key)
     if address is None:
         with _lock:

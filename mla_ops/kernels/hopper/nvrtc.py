@@ -399,16 +399,15 @@ def _launch_config(
     return config
 
 
-def capture_id(device_index: int, stream: int) -> int:
-    """That of the capture which a stream of the device is part of; 0 for none, which is all that the legacy one is."""
-    if stream == 0:
-        return 0
-    from cuda.bindings import driver
+def capture_id(device_index: int) -> int:
+    """That of the capture which the current stream of the device is part of; 0 for none."""
+    with torch.cuda.device(device_index):
+        if not torch.cuda.is_current_stream_capturing():
+            return 0
+        from cuda.bindings import driver
 
-    with _current(device_index):
-        found = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
-        status = _check(found)
-    return int(found[2]) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else 0
+        stream = torch._C._cuda_getCurrentRawStream(device_index)
+        return int(_check(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)), 2))
 
 
 def lasting_zeros(device_index: int, size: int) -> int:
