@@ -1,9 +1,9 @@
 """Token-level sparse MLA on SM90: paged `fp8_ds_mla`, `fp8_ds_mla_v4` and `bf16` caches, and flat bfloat16 keys.
 
-A cluster of CTAs takes a query token and a tile of its heads, each CTA a share of the keys; what they found is merged
-in their shared memory. So there is no merge behind it, no workspace and no need of a schedule: a row's cluster finds
-its share from the lengths themselves. Tokens that do not fill the device as often as the others are a launch of their
-own. Results are the same in every run.
+A cluster or a group of CTAs takes a query token and a tile of its heads, each CTA a share of the keys; what they found
+is merged in the cluster's shared memory, or through L2 (`group.cuh`). So there is no merge behind it and no need of a
+schedule: each CTA finds its share from the lengths themselves. Tokens that do not fill the device as often as the
+others are a launch of their own. Results are the same in every run.
 
 Precision of the quantised formats (`sparse_attention.cu`). Keys, values and weights are float16, RoPE parts bfloat16,
 sums float32. A query is float16 times a power of two of its head, exact down to 2^-39 of the head's largest magnitude.
