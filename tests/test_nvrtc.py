@@ -10,8 +10,11 @@ import sys
 import threading
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -283,6 +286,76 @@ def test_the_wheel_has_every_source_and_header(tmp_path: Path) -> None:
         for path in (ROOT / "mla_ops").rglob(pattern)
     }
     assert expected <= packed
+
+
+class Status(int):
+    name = "CUDA_ERROR"
+
+
+class Driver(ModuleType):
+    """Stands in for the CUDA driver: notes what is called, in which context, and fails where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__("driver")
+        self.contexts = ["another"]
+        self.calls: list[tuple[str, str]] = []
+        self.fails: dict[str, list[int]] = {}
+        self.results: dict[str, tuple[object, ...]] = {"cuDevicePrimaryCtxRetain": ("primary",), "cuLaunchKernelEx": ()}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock() if name.startswith("CU") else partial(self.call, name)
+
+    def call(self, name: str, *arguments: object) -> tuple[object, ...]:
+        self.calls.append((name, self.contexts[-1]))
+        statuses = self.fails.get(name, [])
+        status = statuses.pop(0) if statuses else 0
+        if name == "cuCtxPushCurrent":
+            self.contexts.append(str(arguments[0]))
+        if name == "cuCtxPopCurrent":
+            self.contexts.pop()
+        return (Status(status), *self.results.get(name, (7, 8, 16)))
+
+    def context_of(self, name: str) -> list[str]:
+        return [context for called, context in self.calls if called == name]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    stand_in, bindings = Driver(), ModuleType("cuda.bindings")
+    bindings.driver = stand_in
+    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings)):
+        monkeypatch.setitem(sys.modules, name, module)
+    for cached in (nvrtc._primary_context, nvrtc._launch_config):
+        cached.cache_clear()
+    yield stand_in
+    for cached in (nvrtc._primary_context, nvrtc._launch_config):
+        cached.cache_clear()
+
+
+def test_what_lasts_is_made_in_the_devices_own_context(driver: Driver) -> None:
+    assert nvrtc.lasting_zeros(1, 64) == 7
+    for name in ("cuMemAlloc", "cuMemsetD8Async", "cuStreamSynchronize"):
+        assert driver.context_of(name) == ["primary"]
+    driver.fails["cuMemAlloc"] = [2]
+    driver.results["cuGetErrorString"] = (b"out of memory",)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        nvrtc.lasting_zeros(1, 64)
+    assert driver.contexts == ["another"]
+    assert len(driver.context_of("cuThreadExchangeStreamCaptureMode")) == 4
+
+
+def test_a_launch_that_another_context_refuses_is_made_in_the_devices_own(driver: Driver) -> None:
+    kernel = nvrtc.Kernel(SimpleNamespace(cubin=b"", symbol="s", kernel="shift<1>"), 1)
+    assert driver.context_of("cuModuleLoadData") == ["primary"]
+    kernel._params_bytes = 16
+    driver.fails["cuLaunchKernelEx"] = [201]
+    kernel.launch((1, 1, 1), (32, 1, 1), 0, (1, 1, 1), b"\0" * 16, stream=0)
+    assert driver.context_of("cuLaunchKernelEx") == ["another", "primary"]
+    kernel.launch((1, 1, 1), (32, 1, 1), 0, (1, 1, 1), b"\0" * 16, stream=0)
+    assert driver.context_of("cuLaunchKernelEx")[2:] == ["another"]
+    assert driver.contexts == ["another"]
 
 
 @pytest.fixture
