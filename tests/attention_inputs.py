@@ -145,3 +145,20 @@ def check_two_caches(
     )
     attention_oracle.assert_close(out, lse, expected)
     return out, lse
+
+
+def rows_with_wide_scales(
+    cache_format: str, power: int, num_tokens: int, topk: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache and indices. Some keys have scales that float16 does not hold: a whole row, one end, one key, none."""
+    cache = filled_cache(cache_format, 64, 64, device)
+    if cache_format == "fp8_ds_mla_v4":
+        planar_views(cache, cache_format)[1][32:, :, :7] += power if power > 0 else power - 4
+    else:
+        scales = cache[32:, :, 512:528].contiguous().view(torch.float32)
+        cache[32:, :, 512:528] = (scales * 2.0**power).view(torch.uint8)
+    indices = some_indices(num_tokens, topk, 32 * 64, device)
+    indices[indices >= 32 * 64] = INT_MAX
+    wide = torch.zeros(num_tokens, topk, dtype=torch.bool, device=device)
+    wide[0], wide[1, :200], wide[2, -200:], wide[3, 500] = True, True, True, True
+    return cache, torch.where(wide & (indices >= 0) & (indices < INT_MAX), indices + 32 * 64, indices)

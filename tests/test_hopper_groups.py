@@ -11,10 +11,6 @@ import torch
 from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops.kernels.hopper import groups, nvrtc
-from mla_ops.kernels.hopper.launch import KERNELS, Shape, groups_for, predicted_us
-
-FP8 = KERNELS["fp8_ds_mla", 576]
-AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7)
 
 
 @pytest.fixture(scope="module", params=[0, 1, 16])
@@ -64,13 +60,3 @@ def test_launches_that_may_run_beside_one_another_have_counters_of_their_own(mon
     with pytest.raises(ValueError, match="counters for 128 rows, got 129"):
         groups.counters(0, 129)
     groups._unused.cache_clear()
-
-
-def test_a_group_has_a_turn_for_each_of_its_ctas_and_sms_for_all() -> None:
-    assert [shape.parts for shape in groups_for(FP8, 128, 32)] == [2, 3, 4, 6, 7, 8, 11, 16]
-    assert [shape.parts for shape in groups_for(FP8, 64, 2)] == [2]
-    assert groups_for(FP8, 32, 32) == groups_for(KERNELS["bf16", 576], 128, 32) == []
-    with pytest.raises(ValueError, match="groups are of quantised keys and 64 heads, got BF16_576, 64 heads"):
-        KERNELS["bf16", 576].kernel(64, 1, grouped=True)
-    assert predicted_us(FP8, Shape(64, 1, 8), 8, 128, 32, AT_ONCE) < 24
-    assert predicted_us(FP8, Shape(64, 1, 8), 9, 128, 32, AT_ONCE) == float("inf")

@@ -19,6 +19,7 @@ from mla_ops.kernels.hopper.launch import (
     Rows,
     Shape,
     cache_params,
+    groups_for,
     predicted_us,
     splits_for,
     tiles_for,
@@ -206,6 +207,16 @@ def test_sizes_of_clusters_are_those_of_the_kernels() -> None:
 )
 def test_no_cta_is_added_that_shortens_no_share(turns: int, expected: list[int]) -> None:
     assert splits_for(turns) == expected
+
+
+def test_a_group_has_a_turn_for_each_of_its_ctas_and_sms_for_all() -> None:
+    assert [shape.parts for shape in groups_for(FP8, 128, 32)] == [2, 3, 4, 6, 7, 8, 11, 16]
+    assert [shape.parts for shape in groups_for(FP8, 64, 2)] == [2]
+    assert groups_for(FP8, 32, 32) == groups_for(KERNELS["bf16", 576], 128, 32) == []
+    with pytest.raises(ValueError, match="groups are of quantised keys and 64 heads, got BF16_576, 64 heads"):
+        KERNELS["bf16", 576].kernel(64, 1, grouped=True)
+    assert predicted_us(FP8, Shape(64, 1, 8), 8, 128, 32, AT_ONCE) < 24
+    assert predicted_us(FP8, Shape(64, 1, 8), 9, 128, 32, AT_ONCE) == float("inf")
 
 
 def test_a_deterministic_launch_depends_on_one_row_alone() -> None:

@@ -19,13 +19,12 @@ from attention_inputs import (
     key_width,
     operand,
     queries,
+    rows_with_wide_scales,
     some_indices,
 )
 
 from mla_ops import dispatch
 from mla_ops.formats import allocate_cache, planar_views
-from mla_ops.kernels.hopper import groups, launch, nvrtc, waves
-from mla_ops.kernels.hopper import sparse_attention as hopper
 
 pytestmark = pytest.mark.gpu
 
@@ -131,23 +130,6 @@ def test_more_rows_than_the_device_takes_at_once(cache_format: str, width: int, 
     check(lowering, q, cache, indices, cache_format, tokens, **options)
 
 
-def rows_with_wide_scales(
-    cache_format: str, power: int, num_tokens: int, topk: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache and indices. Some keys have scales that float16 does not hold: a whole row, one end, one key, none."""
-    cache = filled_cache(cache_format, 64, 64, device)
-    if cache_format == "fp8_ds_mla_v4":
-        planar_views(cache, cache_format)[1][32:, :, :7] += power if power > 0 else power - 4
-    else:
-        scales = cache[32:, :, 512:528].contiguous().view(torch.float32)
-        cache[32:, :, 512:528] = (scales * 2.0**power).view(torch.uint8)
-    indices = some_indices(num_tokens, topk, 32 * 64, device)
-    indices[indices >= 32 * 64] = INT_MAX
-    wide = torch.zeros(num_tokens, topk, dtype=torch.bool, device=device)
-    wide[0], wide[1, :200], wide[2, -200:], wide[3, 500] = True, True, True, True
-    return cache, torch.where(wide & (indices >= 0) & (indices < INT_MAX), indices + 32 * 64, indices)
-
-
 @pytest.mark.parametrize("power", [-20, 14])
 @pytest.mark.parametrize("num_heads", [16, 24, 32, 64, 128])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
@@ -160,174 +142,6 @@ def test_few_rows_with_scales_that_float16_does_not_hold(
     out, lse = check(lowering, q, cache, indices, cache_format)
     assert out.isfinite().all()
     assert lse.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("cache_format", "width", "tile"), [(*key, tile) for key, keys in launch.KERNELS.items() for tile in keys.turn_us]
-)
-def test_clusters_of_every_size_on_hopper(cache_format: str, width: int, tile: int) -> None:
-    """Whole tiles and a part of one; empty rows, parts without keys, parts whose keys float16 does not hold."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs SM90")
-    device, num_tokens, num_heads = torch.device("cuda"), 9, 2 * tile - 3
-    if cache_format == "bf16":
-        cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
-        indices = some_indices(num_tokens, 1100, 64 * 64, device)
-    else:
-        cache, indices = rows_with_wide_scales(cache_format, -20, num_tokens, 1100, device)
-    q = queries(num_tokens, num_heads, torch.bfloat16, device, width)
-    lengths = torch.tensor([1100, 1100, 1090, 1024, 0, 1, 300, 700, 1000], dtype=torch.int32, device=device)
-    options = {"topk_length": lengths, "attn_sink": torch.randn(num_heads, device=device)}
-    rounded = operand("hopper", cache_format, q.dtype)
-    expected = attention_oracle.attention(
-        q, cache, indices, SCALE, operand=rounded, cache_format=cache_format, **options
-    )
-    keys = launch.KERNELS[cache_format, width]
-    at_once = launch.clusters_at_once(keys, tile, 0)
-    for splits in (splits for splits, count in zip(launch.SPLITS, at_once, strict=True) if count):
-        out = torch.full((num_tokens, num_heads, 512), math.nan, dtype=torch.bfloat16, device=device)
-        lse = torch.full((num_tokens, num_heads), math.nan, device=device)
-        with waves.override(waves.Wave(num_tokens, launch.Shape(tile, splits))):
-            hopper.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options, out=out, lse=lse)
-        attention_oracle.assert_close(out, lse, expected)
-
-
-class GroupedCall:
-    """Whole tiles and a part of one; empty rows, parts without keys, parts whose keys float16 does not hold."""
-
-    def __init__(self, cache_format: str, num_tokens: int, num_heads: int) -> None:
-        if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("needs SM90")
-        device = torch.device("cuda")
-        self.cache_format = cache_format
-        self.cache, self.indices = rows_with_wide_scales(cache_format, -20, num_tokens, 1100, device)
-        self.q = queries(num_tokens, num_heads, torch.bfloat16, device, key_width(cache_format))
-        lengths = torch.tensor([1100, 1100, 1090, 1024, 0, 1, 300, 700, 1000], dtype=torch.int32, device=device)
-        lengths = lengths.repeat(-(-num_tokens // len(lengths)))[:num_tokens]
-        self.options = {"topk_length": lengths, "attn_sink": torch.randn(num_heads, device=device)}
-        self.out = torch.empty(num_tokens, num_heads, 512, dtype=torch.bfloat16, device=device)
-        self.lse = torch.empty(num_tokens, num_heads, device=device)
-
-    def attend(self, members: int) -> None:
-        self.out.fill_(math.nan)
-        self.lse.fill_(math.nan)
-        with waves.override(waves.Wave(len(self.q), launch.Shape(groups.TILE, 1, members))):
-            hopper.paged_sparse_attention(
-                self.q, self.cache, self.indices, SCALE, self.cache_format, **self.options, out=self.out, lse=self.lse
-            )
-
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.out.clone(), self.lse.clone()
-
-    def expected(self) -> attention_oracle.Expected:
-        rounded = operand("hopper", self.cache_format, self.q.dtype)
-        return attention_oracle.attention(
-            self.q, self.cache, self.indices, SCALE, operand=rounded, cache_format=self.cache_format, **self.options
-        )
-
-
-@pytest.mark.parametrize("num_tokens", [9, 50])
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
-def test_groups_of_every_size_on_hopper(cache_format: str, num_tokens: int) -> None:
-    """With 50 tokens more CTAs than the device runs at one time."""
-    call = GroupedCall(cache_format, num_tokens, 125)
-    expected = call.expected()
-    for members in groups.MEMBERS:
-        call.attend(members)
-        attention_oracle.assert_close(*call.results(), expected)
-
-
-@pytest.mark.parametrize("patience", [0, 1, 3])
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
-def test_groups_whose_ctas_give_up_on_hopper(cache_format: str, patience: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last CTA of a row adds up what others did not wait for: the same bits."""
-    call = GroupedCall(cache_format, 16, 125)
-    load, wanted = nvrtc.load, {}
-    for members in (2, 4, 7, 16):
-        call.attend(members)
-        wanted[members] = call.results()
-    monkeypatch.setattr(nvrtc, "load", lambda *arguments: load(*arguments, (f"PATIENCE={patience}",)))
-    for members in (2, 4, 7, 16) * 5:
-        call.attend(members)
-        assert all(map(torch.equal, call.results(), wanted[members]))
-
-
-def test_groups_of_captures_and_streams_on_hopper() -> None:
-    """A capture's first call is a stream's first one; replays of two graphs and eager calls beside one another."""
-    calls = [GroupedCall("fp8_ds_mla", num_tokens, 128) for num_tokens in (8, 4, 6)]
-    wanted = []
-    for call in calls:
-        call.attend(8)
-        wanted.append(call.results())
-    streams, graphs = [torch.cuda.Stream() for _ in calls], []
-    for call, stream in zip(calls[:2], streams, strict=False):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], stream=stream):
-            for _ in range(4):
-                call.attend(8)
-    assert len({groups.counters(0, 16) for stream in streams if not torch.cuda.set_stream(stream)}) == len(streams)
-    torch.cuda.set_stream(torch.cuda.default_stream())
-    torch.cuda.synchronize()
-    for _ in range(50):
-        for stream, run in zip(streams, (graphs[0].replay, graphs[1].replay, lambda: calls[2].attend(8)), strict=True):
-            with torch.cuda.stream(stream):
-                run()
-        torch.cuda.synchronize()
-        for call, results in zip(calls, wanted, strict=True):
-            assert all(map(torch.equal, call.results(), results))
-
-
-@pytest.mark.parametrize(("num_tokens", "num_heads"), [(140, 16), (140, 64), (72, 128), (40, 128)])
-@pytest.mark.parametrize(
-    ("cache_format", "width"), [("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576), ("bf16", 512)]
-)
-def test_two_waves_on_hopper(cache_format: str, width: int, num_tokens: int, num_heads: int) -> None:
-    """Strided arguments; replays whose next kernel reads the results, of the second wave and of the first."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs SM90")
-    device, topk = torch.device("cuda"), 2048
-    keys = launch.KERNELS[cache_format, width]
-    first = hopper._waves(keys, num_tokens, num_heads, topk, False, 0)[0].num_tokens
-    if num_heads > 16 or cache_format != "bf16":
-        assert first < num_tokens
-    cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
-    indices = some_indices(num_tokens, topk + 8, 16 * 64, device)[:, :topk]
-    q = queries(num_tokens, num_heads + 2, torch.bfloat16, device, width)[:, 1:-1]
-    options = {
-        "block_table": torch.randint(0, 64, (9, 16), dtype=torch.int32, device=device),
-        "req_id_per_token": torch.randint(0, 9, (num_tokens,), dtype=torch.int32, device=device),
-        "topk_length": torch.randint(0, topk + 1, (num_tokens,), dtype=torch.int32, device=device),
-        "attn_sink": torch.randn(num_heads, device=device),
-    }
-    out = torch.empty(num_tokens, num_heads + 2, 520, dtype=torch.bfloat16, device=device)[:, 1:-1, :512]
-    lse = torch.empty(num_heads, num_tokens + 1, device=device)[:, 1:].T
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        out.fill_(math.nan)
-        lse.fill_(math.nan)
-        hopper.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options, out=out, lse=lse)
-        return out.clone(), lse.clone()
-
-    eager = step()
-    tokens = [0, first - 1, min(first, num_tokens - 1), num_tokens - 1]
-    chosen = {name: value if name in ("block_table", "attn_sink") else value[tokens] for name, value in options.items()}
-    expected = attention_oracle.attention(
-        q[tokens],
-        cache,
-        indices[tokens],
-        SCALE,
-        operand=operand("hopper", cache_format, q.dtype),
-        cache_format=cache_format,
-        **chosen,
-    )
-    attention_oracle.assert_close(eager[0][tokens], eager[1][tokens], expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    for _ in range(50):
-        graph.replay()
-        for found, wanted in zip(captured, eager, strict=True):
-            assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("num_tokens", [9, 45])

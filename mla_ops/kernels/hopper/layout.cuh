@@ -28,7 +28,7 @@ struct Cache {
 struct Params {
   int num_tokens, head_tiles;
   int parts;  // of a row's keys, a cluster of several CTAs each; where more than one, `out` is float32 [parts, ...]
-  int splits, rows;  // CTAs of a cluster, the grid's rows
+  int splits, rows;  // CTAs of a cluster or group, the grid's rows
   Divisor of_splits, of_parts, of_head_tiles;
   // What a token attends to in each cache; the second's topk is 0 if there is none.
   const int* topk_length[2];  // null: topk

@@ -1,0 +1,179 @@
+"""Every way to launch the sparse attention kernels for Hopper: clusters and groups of every size, two waves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import attention_oracle
+import pytest
+import torch
+from attention_inputs import SCALE, filled_cache, operand, queries, rows_with_wide_scales, some_indices
+
+from mla_ops.kernels.hopper import groups, launch, nvrtc, sparse_attention, waves
+from mla_ops.kernels.hopper.launch import KERNELS, Shape
+
+pytestmark = pytest.mark.gpu
+
+QUANTIZED = [key for key, keys in KERNELS.items() if keys.quantized]
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs SM90")
+
+
+class Call:
+    """Whole tiles and a part of one; empty rows, parts without keys, parts whose keys float16 does not hold."""
+
+    def __init__(self, cache_format: str, width: int, num_tokens: int, num_heads: int) -> None:
+        device, self.cache_format = torch.device("cuda"), cache_format
+        if cache_format == "bf16":
+            self.cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
+            self.indices = some_indices(num_tokens, 1100, 64 * 64, device)
+        else:
+            self.cache, self.indices = rows_with_wide_scales(cache_format, -20, num_tokens, 1100, device)
+        self.q = queries(num_tokens, num_heads, torch.bfloat16, device, width)
+        lengths = torch.tensor([1100, 1100, 1090, 1024, 0, 1, 300, 700, 1000], dtype=torch.int32, device=device)
+        lengths = lengths.repeat(-(-num_tokens // len(lengths)))[:num_tokens]
+        self.options = {"topk_length": lengths, "attn_sink": torch.randn(num_heads, device=device)}
+        self.out = torch.empty(num_tokens, num_heads, 512, dtype=torch.bfloat16, device=device)
+        self.lse = torch.empty(num_tokens, num_heads, device=device)
+
+    def attend(self, shape: Shape) -> None:
+        self.out.fill_(math.nan)
+        self.lse.fill_(math.nan)
+        with waves.override(waves.Wave(len(self.q), shape)):
+            sparse_attention.paged_sparse_attention(
+                self.q, self.cache, self.indices, SCALE, self.cache_format, **self.options, out=self.out, lse=self.lse
+            )
+
+    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.out.clone(), self.lse.clone()
+
+    def check(self, shapes: Iterator[Shape]) -> None:
+        expected = attention_oracle.attention(
+            self.q,
+            self.cache,
+            self.indices,
+            SCALE,
+            operand=operand("hopper", self.cache_format, self.q.dtype),
+            cache_format=self.cache_format,
+            **self.options,
+        )
+        for shape in shapes:
+            self.attend(shape)
+            attention_oracle.assert_close(self.out, self.lse, expected)
+
+
+def group(members: int) -> Shape:
+    return Shape(groups.TILE, 1, members)
+
+
+@pytest.mark.parametrize(
+    ("cache_format", "width", "tile"), [(*key, tile) for key, keys in KERNELS.items() for tile in keys.turn_us]
+)
+def test_clusters_of_every_size(cache_format: str, width: int, tile: int) -> None:
+    at_once = launch.clusters_at_once(KERNELS[cache_format, width], tile, 0)
+    sizes = (splits for splits, count in zip(launch.SPLITS, at_once, strict=True) if count)
+    Call(cache_format, width, 9, 2 * tile - 3).check(Shape(tile, splits) for splits in sizes)
+
+
+@pytest.mark.parametrize("num_tokens", [9, 50])
+@pytest.mark.parametrize(("cache_format", "width"), QUANTIZED)
+def test_groups_of_every_size(cache_format: str, width: int, num_tokens: int) -> None:
+    """With 50 tokens more CTAs than the device runs at one time."""
+    Call(cache_format, width, num_tokens, 125).check(map(group, groups.MEMBERS))
+
+
+@pytest.mark.parametrize("patience", [0, 1, 3])
+@pytest.mark.parametrize(("cache_format", "width"), QUANTIZED)
+def test_groups_whose_ctas_give_up(
+    cache_format: str, width: int, patience: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last CTA of a row adds up what others did not wait for: the same bits."""
+    call, load, wanted = Call(cache_format, width, 16, 125), nvrtc.load, {}
+    for members in (2, 4, 7, 16):
+        call.attend(group(members))
+        wanted[members] = call.results()
+    monkeypatch.setattr(nvrtc, "load", lambda *arguments: load(*arguments, (f"PATIENCE={patience}",)))
+    for members in (2, 4, 7, 16) * 5:
+        call.attend(group(members))
+        assert all(map(torch.equal, call.results(), wanted[members]))
+
+
+def test_groups_of_captures_and_streams() -> None:
+    """A capture's first call is a stream's first one; replays of two graphs and eager calls beside one another."""
+    calls = [Call("fp8_ds_mla", 576, num_tokens, 128) for num_tokens in (8, 4, 6)]
+    wanted = []
+    for call in calls:
+        call.attend(group(8))
+        wanted.append(call.results())
+    streams, graphs = [torch.cuda.Stream() for _ in calls], [torch.cuda.CUDAGraph() for _ in calls[:2]]
+    for call, stream, graph in zip(calls, streams, graphs, strict=False):
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(4):
+                call.attend(group(8))
+    runs = (graphs[0].replay, graphs[1].replay, lambda: calls[2].attend(group(8)))
+    for _ in range(50):
+        for stream, run in zip(streams, runs, strict=True):
+            with torch.cuda.stream(stream):
+                run()
+        torch.cuda.synchronize()
+        for call, results in zip(calls, wanted, strict=True):
+            assert all(map(torch.equal, call.results(), results))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(140, 16), (140, 64), (72, 128), (41, 128)])
+@pytest.mark.parametrize(
+    ("cache_format", "width"), [("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576), ("bf16", 512)]
+)
+def test_two_waves(cache_format: str, width: int, num_tokens: int, num_heads: int) -> None:
+    """Strided arguments; replays whose next kernel reads the results, of the second wave and of the first.
+
+    The second wave of 41 tokens over quantised keys is a group's.
+    """
+    device, topk = torch.device("cuda"), 2048
+    keys = launch.KERNELS[cache_format, width]
+    first = sparse_attention._waves(keys, num_tokens, num_heads, topk, False, 0)[0].num_tokens
+    if num_heads > 16 or cache_format != "bf16":
+        assert first < num_tokens
+    cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
+    indices = some_indices(num_tokens, topk + 8, 16 * 64, device)[:, :topk]
+    q = queries(num_tokens, num_heads + 2, torch.bfloat16, device, width)[:, 1:-1]
+    options = {
+        "block_table": torch.randint(0, 64, (9, 16), dtype=torch.int32, device=device),
+        "req_id_per_token": torch.randint(0, 9, (num_tokens,), dtype=torch.int32, device=device),
+        "topk_length": torch.randint(0, topk + 1, (num_tokens,), dtype=torch.int32, device=device),
+        "attn_sink": torch.randn(num_heads, device=device),
+    }
+    out = torch.empty(num_tokens, num_heads + 2, 520, dtype=torch.bfloat16, device=device)[:, 1:-1, :512]
+    lse = torch.empty(num_heads, num_tokens + 1, device=device)[:, 1:].T
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        out.fill_(math.nan)
+        lse.fill_(math.nan)
+        sparse_attention.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options, out=out, lse=lse)
+        return out.clone(), lse.clone()
+
+    eager = step()
+    tokens = [0, first - 1, min(first, num_tokens - 1), num_tokens - 1]
+    chosen = {name: value if name in ("block_table", "attn_sink") else value[tokens] for name, value in options.items()}
+    expected = attention_oracle.attention(
+        q[tokens],
+        cache,
+        indices[tokens],
+        SCALE,
+        operand=operand("hopper", cache_format, q.dtype),
+        cache_format=cache_format,
+        **chosen,
+    )
+    attention_oracle.assert_close(eager[0][tokens], eager[1][tokens], expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(50):
+        graph.replay()
+        for found, wanted in zip(captured, eager, strict=True):
+            assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
