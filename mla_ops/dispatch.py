@@ -3,7 +3,10 @@
 A *lowering* is one implementation of one op. It lives in a *room*, `mla_ops/kernels/<room>/<family>.py`, which has a
 `LOWERINGS` dict from op name to `Lowering`; an overload with arguments of its own is an op of its own, `op.overload`,
 which `override` takes by the name of its op. For a call, dispatch walks the rooms of `order_for` and takes the first
-that has no reason against it. Nothing is imported before it is asked for.
+that has no reason against it. Nothing is imported before it is asked for, and nothing is compiled to choose.
+
+A lowering that cannot be loaded raises `LoweringUnavailable`, and the next one takes the call. Where a GPU call runs a
+slower lowering than its GPU could have, the logger `mla_ops` says so once, with the reason and the cure.
 
     with mla_ops.dispatch.override(paged_sparse_attention="triton"):
         ...
@@ -16,14 +19,35 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import logging
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 ENVIRONMENT_VARIABLE = "MLA_OPS_LOWERING"
+
+logger = logging.getLogger("mla_ops")
+
+
+class Missing(str):
+    """A reason against a lowering that a user can change: a package, a library, a setting. It says how."""
+
+    __slots__ = ()
+
+
+class LoweringUnavailable(RuntimeError):  # noqa: N818 (a state of the machine)
+    """A lowering that dispatch chose cannot be had on this machine: its code does not compile, load or import.
+
+    `Lowering.run` and `Lowering.compute` raise it before they write anything, with a message that says what failed and
+    what a user can do. The lowering of this op is then struck off for the rest of the process, and the next one takes
+    the call.
+    """
 
 
 class Call(NamedTuple):
@@ -49,19 +73,22 @@ class Lowering:
     """One implementation of one op.
 
     Attributes:
-        run: takes the op's arguments, outputs by name; writes and returns nothing.
+        run: takes the op's arguments, outputs by name; writes and returns nothing. The device of the tensors is the
+            current one. May raise `LoweringUnavailable`.
         unsupported_reason: why this implementation cannot hold the contract for a call, in words a user can act on;
-            None if it can.
+            None if it can. A cheap test, which compiles no kernel. A `Missing` if the user can change it.
         compute: takes the op's arguments without outputs and returns those fresh, contiguous; for a library that cannot
             write into a caller's buffers, where `run` copies. None: what is returned is allocated, and `run` fills it.
         deterministic: whether the bits of a row's results can be had independent of the other rows. `run` is then told
             when they are asked for.
+        room: where it was found; dispatch fills it in.
     """
 
     run: Callable[..., None]
     unsupported_reason: Callable[[Call], str | None] = lambda call: None
     compute: Callable[..., tuple[torch.Tensor, ...]] | None = None
     deterministic: bool = False
+    room: str = ""
 
 
 def into_buffers(compute: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., None]:
@@ -139,8 +166,13 @@ def order_for(op: str, device: torch.device) -> tuple[str, ...]:
 
 @functools.cache
 def device_capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device, (0, 0) for any other."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    """Compute capability of an NVIDIA GPU, (0, 0) for any other device.
+
+    torch calls AMD's GPUs "cuda" as well, and gives gfx90a the capability of Hopper.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache
@@ -152,12 +184,29 @@ def is_installed(module: str) -> bool:
 def _room_reason(room: str, call: Call) -> str | None:
     """What speaks against a whole room, before anything of it is imported."""
     if room == "triton" and not is_installed("triton"):
-        return "Triton is not installed: pip install triton"
+        return Missing("Triton is not installed: pip install triton")
     if room == "triton" and call.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "Triton runs on CPU tensors only in its interpreter: set TRITON_INTERPRET=1 before the first call"
+        return Missing(
+            "Triton runs on CPU tensors only in its interpreter: set TRITON_INTERPRET=1 before the first call"
+        )
     if room in ("hopper", "flash_mla") and device_capability(call.device) != (9, 0):
         return f"it needs a Hopper GPU (compute capability 9.0), these tensors are on {call.device}"
     return None
+
+
+# What raised `LoweringUnavailable`: (room, op) to its message.
+_struck_off: dict[tuple[str, str], Missing] = {}
+_lock = threading.Lock()
+
+
+def strike_off(call: Call, lowering: Lowering, error: LoweringUnavailable) -> None:
+    """No call of this op runs `lowering` from now on, in any thread of this process."""
+    if not lowering.room:
+        raise error  # dispatch would choose it again
+    with _lock:
+        _struck_off.setdefault((lowering.room, call.op), Missing(error))
+    # Also where it was struck off before: another thread may since have remembered a choice that it began earlier.
+    _choose.cache_clear()
 
 
 @functools.cache
@@ -171,7 +220,8 @@ def _lowering(room: str, op: str) -> Lowering | None:
         if error.name is not None and error.name.startswith("mla_ops"):
             return None
         raise
-    return lowerings.get(op)
+    found = lowerings.get(op)
+    return None if found is None else replace(found, room=room)
 
 
 def unsupported_reason(room: str, call: Call) -> str | None:
@@ -184,7 +234,7 @@ def unsupported_reason(room: str, call: Call) -> str | None:
         return f"there is no {room} lowering of {call.op}"
     if call.deterministic and not lowering.deterministic:
         return "it is not deterministic: the bits of a row's results may depend on the other rows"
-    return lowering.unsupported_reason(call)
+    return lowering.unsupported_reason(call) or _struck_off.get((room, call.op))
 
 
 def slower_reason(room: str, call: Call) -> str | None:
@@ -211,12 +261,16 @@ def _check_override(chosen: dict[str, str], where: str) -> None:
             raise ValueError(f"{where}: unknown lowering '{room}', expected one of {ROOMS}")
 
 
-_overrides: dict[str, str] = _parse_environment(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+_overrides: ContextVar[Mapping[str, str]] = ContextVar(
+    "mla_ops overrides", default=MappingProxyType(_parse_environment(os.environ.get(ENVIRONMENT_VARIABLE, "")))
+)
 
 
 @contextlib.contextmanager
 def override(lowering: str | None = None, /, **by_op: str) -> Iterator[None]:
     """Forces a lowering for the calls made inside the block (also those of compiled code that runs inside it).
+
+    The block is this thread's, or this asyncio task's: calls of other threads choose as before.
 
     Args:
         lowering: for every op, e.g. `"triton"`.
@@ -225,19 +279,20 @@ def override(lowering: str | None = None, /, **by_op: str) -> Iterator[None]:
     Raises:
         ValueError: unknown op or lowering. A call that the forced lowering cannot run raises NotImplementedError.
     """
-    global _overrides
     chosen = dict(by_op) if lowering is None else {"*": lowering, **by_op}
     _check_override(chosen, "dispatch.override")
-    before = _overrides
-    _overrides = {**({} if lowering is not None else before), **chosen}
+    token = _overrides.set({**({} if lowering is not None else _overrides.get()), **chosen})
     try:
         yield
     finally:
-        _overrides = before
+        _overrides.reset(token)
 
 
 def _forced(op: str) -> str | None:
-    return _overrides.get(op) or _overrides.get(op.partition(".")[0]) or _overrides.get("*")
+    overrides = _overrides.get()
+    if not overrides:
+        return None
+    return overrides.get(op) or overrides.get(op.partition(".")[0]) or overrides.get("*")
 
 
 @functools.lru_cache(maxsize=16384)
@@ -247,18 +302,42 @@ def _choose(call: Call, forced: str | None) -> str:
         if reason is not None:
             raise NotImplementedError(f"{call.op}: the lowering '{forced}' was asked for, but {reason}")
         return forced
-    refused = []
+    refused: dict[str, str] = {}
     for room in order_for(call.op, call.device):
         reason = unsupported_reason(room, call) or slower_reason(room, call)
         if reason is None:
+            _tell_what_is_missing(call, room, refused)
             return room
-        refused.append(f"{room}: {reason}")
-    raise NotImplementedError(f"{call.op}: no lowering can run this call on {call.device}. " + "; ".join(refused))
+        refused[room] = reason
+    reasons = "; ".join(f"{room}: {reason}" for room, reason in refused.items())
+    raise NotImplementedError(f"{call.op}: no lowering can run this call on {call.device}. {reasons}")
+
+
+_told: set[tuple[str, str]] = set()
+
+
+def _tell_what_is_missing(call: Call, chosen: str, refused: dict[str, str]) -> None:
+    """Logs, once for an op, the fastest lowering that the user could have had instead of `chosen`."""
+    for room, reason in refused.items():
+        if isinstance(reason, Missing) and slower_reason(room, call) is None:
+            with _lock:
+                first = (room, call.op) not in _told
+                _told.add((room, call.op))
+            if first:
+                logger.warning(
+                    "%s runs the lowering '%s' on %s. '%s' is faster, but %s",
+                    call.op,
+                    chosen,
+                    call.device,
+                    room,
+                    reason,
+                )
+            return
 
 
 def select_name(call: Call) -> str:
     """Name of the lowering that runs `call`. Raises NotImplementedError, with every reason, if there is none."""
-    return _choose(call, _forced(call.op) if _overrides else None)
+    return _choose(call, _forced(call.op))
 
 
 def select(call: Call) -> Lowering:

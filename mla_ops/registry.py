@@ -58,7 +58,13 @@ def define_mutating(
 
     def real(*args: Any, **kwargs: Any) -> None:
         check(*args, **kwargs)
-        dispatch.select(describe(*args, **kwargs)).run(*args, **kwargs)
+        call = describe(*args, **kwargs)
+        while True:
+            lowering = dispatch.select(call)
+            try:
+                return lowering.run(*args, **kwargs)
+            except dispatch.LoweringUnavailable as error:
+                dispatch.strike_off(call, lowering, error)
 
     return _register(schema, fake, real)
 
@@ -103,12 +109,17 @@ def define_computing(
 
     def real(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
-        lowering = dispatch.select(describe(*args, **kwargs))
-        if lowering.compute is not None:
-            return lowering.compute(*args, **kwargs)
-        tensors = allocate(*args, **kwargs)
-        lowering.run(*args, **kwargs, **tensors)
-        return pack(tensors)
+        call = describe(*args, **kwargs)
+        while True:
+            lowering = dispatch.select(call)
+            try:
+                if lowering.compute is not None:
+                    return lowering.compute(*args, **kwargs)
+                tensors = allocate(*args, **kwargs)
+                lowering.run(*args, **kwargs, **tensors)
+                return pack(tensors)
+            except dispatch.LoweringUnavailable as error:
+                dispatch.strike_off(call, lowering, error)
 
     names = tuple(_output_names(out_schema))
 
@@ -124,7 +135,13 @@ def define_computing(
 
     def real_out(*args: Any, **kwargs: Any) -> None:
         kwargs, tensors = check_out(*args, **kwargs)
-        dispatch.select(describe(*args, **kwargs)).run(*args, **kwargs, **tensors)
+        call = describe(*args, **kwargs)
+        while True:
+            lowering = dispatch.select(call)
+            try:
+                return lowering.run(*args, **kwargs, **tensors)
+            except dispatch.LoweringUnavailable as error:
+                dispatch.strike_off(call, lowering, error)
 
     return _register(schema, fake, real), _register(out_schema, fake_out, real_out)
 

@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ def clear_caches() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_remembered_choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dispatch, "_overrides", {})
+    monkeypatch.setattr(dispatch, "_overrides", ContextVar("no overrides", default=MappingProxyType({})))
     clear_caches()
     yield
     monkeypatch.undo()
@@ -186,6 +189,66 @@ def test_override_is_undone_after_an_error(world: World) -> None:
     with pytest.raises(RuntimeError, match="from the block"), dispatch.override("triton"):
         raise RuntimeError("from the block")
     assert dispatch.select_name(on(CUDA)) == "hopper"
+
+
+class Thread:
+    """A thread that makes steps when it is told to, each before `step` returns."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], object]] = []
+        self.results: list[object] = []
+        self.told, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def work(self) -> None:
+        while self.told.acquire():
+            try:
+                self.results.append(self.steps[-1]())
+            except Exception as error:  # noqa: BLE001 (given to the test)
+                self.results.append(error)
+            self.done.release()
+
+    def step(self, step: Callable[[], object]) -> object:
+        self.steps.append(step)
+        self.told.release()
+        assert self.done.acquire(timeout=60)
+        return self.results[-1]
+
+
+@pytest.mark.parametrize("order", ["A leaves first", "B leaves first"])
+def test_an_override_is_of_its_own_thread(world: World, order: str) -> None:
+    world.has((9, 0), installed=("triton",), **EVERYTHING)
+    a, b, outside = Thread(), Thread(), Thread()
+    in_a, in_b = dispatch.override("triton"), dispatch.override("reference")
+
+    def names() -> tuple[object, ...]:
+        return tuple(thread.step(lambda: dispatch.select_name(on(CUDA))) for thread in (a, b, outside))
+
+    a.step(in_a.__enter__)
+    assert names() == ("triton", "hopper", "hopper")
+    b.step(in_b.__enter__)
+    assert names() == ("triton", "reference", "hopper")
+    if order == "A leaves first":
+        a.step(lambda: in_a.__exit__(None, None, None))
+        assert names() == ("hopper", "reference", "hopper")
+        b.step(lambda: in_b.__exit__(None, None, None))
+    else:
+        b.step(lambda: in_b.__exit__(None, None, None))
+        assert names() == ("triton", "hopper", "hopper")
+        a.step(lambda: in_a.__exit__(None, None, None))
+    assert names() == ("hopper", "hopper", "hopper")
+    assert dispatch.select_name(on(CUDA)) == "hopper"
+
+
+def test_an_amd_gpu_is_no_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gfx90a is a "cuda" device of capability 9.0 to torch."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert dispatch.device_capability(CUDA) == (9, 0)
+    dispatch.device_capability.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert dispatch.device_capability(CUDA) == (0, 0)
+    for room in ("hopper", "flash_mla"):
+        assert "needs a Hopper GPU" in dispatch.explain(on(CUDA)).refused[room]
 
 
 def test_override_of_an_unknown_lowering_or_op_is_refused() -> None:

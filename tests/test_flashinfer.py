@@ -287,7 +287,11 @@ def test_one_causal_request_with_itself_needs_no_plan(
     library: ModuleType, triton_lowering: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So it may be captured; what lies behind the request is cleared."""
-    monkeypatch.setattr(flashinfer, "capture_reason", lambda device: "it is being captured")
+
+    def refuse(op: str, device: torch.device) -> None:
+        raise NotImplementedError(f"{op}: it is being captured")
+
+    monkeypatch.setattr(flashinfer, "_refuse_capture", refuse)
     q, k, v = (torch.randn(9, 4, width).bfloat16() for width in (192, 192, 128))
     starts = torch.tensor([0, 6], dtype=torch.int32)
     out, lse = flashinfer.compute_prefill(q, k, v, starts, starts, 6, 6, 0.1)
@@ -408,10 +412,14 @@ def test_a_compiler_is_found_where_flashinfer_looks(
     assert flashinfer.prefill_reason(PREFILL) is None
 
 
-def test_a_capture_is_refused(machine: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_is_refused_by_the_call_and_not_by_the_choice_that_dispatch_remembers(
+    machine: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert "CUDA graph that is being captured" in str(flashinfer.paged_reason(PAGED))
+    assert flashinfer.paged_reason(PAGED) is None
     assert flashinfer.prefill_reason(PREFILL) is None
+    with pytest.raises(NotImplementedError, match=r"paged_attention: .*CUDA graph that is being captured"):
+        flashinfer._refuse_capture("paged_attention", torch.device("cuda", 0))
 
 
 def test_nobody_gets_it_unasked() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dispatch import Call, Lowering, device_capability, into_buffers, is_installed
+from ..dispatch import Call, Lowering, Missing, device_capability, into_buffers, is_installed
 from .torch_sdpa import aligned, empty_result, finish, pad_heads, prefill_reason
 
 
@@ -52,7 +52,7 @@ def _function(module: str) -> Callable[..., Any]:
 def flash_reason(call: Call) -> str | None:
     reason = prefill_reason(call)
     if reason is None and find_provider(call.device) is None:
-        return (
+        return Missing(
             "no FlashAttention for this GPU is installed: pip install flash-attn, or FlashAttention-3 from its source"
         )
     return reason

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from ..dispatch import Call, Lowering, is_installed
+from ..dispatch import Call, Lowering, Missing, is_installed
 from ..formats import LATENT_DIM, geometry
 from .reference.index import translate
 
@@ -87,7 +87,7 @@ def _provider_reason(call: Call) -> str | None:
     if call.dtype != torch.bfloat16:
         return f"FlashMLA takes bfloat16 queries, these are {call.dtype}"
     provider, reason = find_provider()
-    return None if provider is not None else f"no FlashMLA build for Hopper was found: {reason}"
+    return None if provider is not None else Missing(f"no FlashMLA build for Hopper was found: {reason}")
 
 
 def paged_reason(call: Call) -> str | None:
@@ -103,11 +103,13 @@ def dense_reason(call: Call) -> str | None:
             f"{call.cache_format} with rows of {call.head_dim} in blocks of {call.block_size}"
         )
     if not is_installed("triton"):
-        return "its tables of blocks are made by a Triton kernel, and Triton is not installed: pip install triton"
+        return Missing(
+            "its tables of blocks are made by a Triton kernel, and Triton is not installed: pip install triton"
+        )
     reason = _provider_reason(call)
     provider, _ = find_provider()
     if provider is not None and not hasattr(getattr(torch.ops, provider.namespace), "dense_decode_fwd"):
-        return f"the FlashMLA of {provider.package} has no dense_decode_fwd"
+        return Missing(f"the FlashMLA of {provider.package} has no dense_decode_fwd: install a newer one")
     return reason
 
 

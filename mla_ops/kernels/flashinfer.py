@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch import Call, Lowering, device_capability, into_buffers, is_installed
+from ..dispatch import Call, Lowering, Missing, device_capability, into_buffers, is_installed
 from ..formats import LATENT_DIM, geometry
 from .torch_sdpa import aligned, empty_result, is_one_request_with_itself
 
@@ -50,11 +50,16 @@ def _installation_reason(call: Call) -> str | None:
     if call.device.type != "cuda" or device_capability(call.device) < (8, 0):
         return f"it needs a GPU of compute capability 8.0 or later, these tensors are on {call.device}"
     if not is_installed("flashinfer"):
-        return "FlashInfer is not installed: pip install flashinfer-python"
+        return Missing("FlashInfer is not installed: pip install flashinfer-python")
     if not (is_installed("flashinfer_jit_cache") or _has_nvcc()):
-        return "FlashInfer compiles its kernels with nvcc, which was not found; nor was flashinfer-jit-cache"
+        return Missing(
+            "FlashInfer compiles its kernels with nvcc, which was not found; nor was flashinfer-jit-cache: "
+            "install one of them"
+        )
     if not is_installed("triton"):
-        return "what its kernels leave out is made by Triton kernels, and Triton is not installed: pip install triton"
+        return Missing(
+            "what its kernels leave out is made by Triton kernels, and Triton is not installed: pip install triton"
+        )
     return None
 
 
@@ -75,23 +80,16 @@ def paged_reason(call: Call) -> str | None:
         )
     if call.dtype != torch.bfloat16:
         return f"FlashInfer's MLA decode takes queries of the cache's dtype, bfloat16, these are {call.dtype}"
-    return _installation_reason(call) or capture_reason(call.device)
-
-
-def capture_reason(device: torch.device) -> str | None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return (
-            "FlashInfer plans on the host, by lengths that are on the device: a CUDA graph that is being captured "
-            "cannot wait for them, and would replay the plan of these"
-        )
-    return None
+    return _installation_reason(call)
 
 
 def _refuse_capture(op: str, device: torch.device) -> None:
-    """Dispatch remembers its choice, so a capture that comes later is refused here."""
-    reason = capture_reason(device)
-    if reason is not None:
-        raise NotImplementedError(f"{op}: {reason}")
+    """Not a reason for dispatch, which remembers its choice for calls outside of a capture."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f"{op}: FlashInfer plans on the host, by lengths that are on the device: a CUDA graph that is being "
+            "captured cannot wait for them, and would replay the plan of these"
+        )
 
 
 @functools.cache

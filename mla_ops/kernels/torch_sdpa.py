@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..dispatch import Call, Lowering, device_capability, into_buffers, is_installed
+from ..dispatch import Call, Lowering, Missing, device_capability, into_buffers, is_installed
 
 HEAD_DIM_MULTIPLE = 8
 
@@ -27,7 +27,10 @@ def prefill_reason(call: Call) -> str | None:
             f"{call.head_dim} and {call.head_dim_v}"
         )
     if not is_installed("triton"):
-        return "what lies behind the last request is cleared by a Triton kernel, and Triton is not installed"
+        return Missing(
+            "what lies behind the last request is cleared by a Triton kernel, and Triton is not installed: "
+            "pip install triton"
+        )
     return None
 
 

@@ -167,7 +167,7 @@ def record_calls() -> Iterator[list[tuple[str, dict[str, Any]]]]:
             calls.append((call.op, {**dict(zip(names, args, strict=False)), **kwargs}))
             lowering.run(*args, **kwargs)
 
-        return dispatch.Lowering(run, lowering.unsupported_reason)
+        return replace(lowering, run=run, compute=None)
 
     dispatch.select = recording
     try:

@@ -14,7 +14,7 @@ import torch
 
 from ...dispatch import Call, Lowering
 from ...formats import LATENT_DIM
-from . import merge_parts, sparse_attention
+from . import sparse_attention
 from .launch import (
     KERNELS,
     KEYS,
@@ -23,7 +23,6 @@ from .launch import (
     Shape,
     cache_params,
     clusters_at_once,
-    compile_reason,
     predicted_us,
     splits_for,
     tiles_for,
@@ -41,8 +40,7 @@ MERGE_BYTES_PER_US = 7e6
 
 
 def paged_reason(call: Call) -> str | None:
-    reason = sparse_attention.LOWERINGS[SPARSE].unsupported_reason(call._replace(op=SPARSE))
-    return reason or compile_reason(*merge_parts.kernels())
+    return sparse_attention.LOWERINGS[SPARSE].unsupported_reason(call._replace(op=SPARSE))
 
 
 def choose(

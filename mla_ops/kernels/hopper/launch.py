@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...dispatch import Missing
 from . import groups, nvrtc
 
 PARAMS = "@5i" + 3 * "Ii" + "4x2Q2Q2q2iQ" + 2 * "2Q2q4iIi" + "2Q2qif3Q4q2Q"  # struct Params
@@ -373,15 +374,7 @@ def launch(
     )
 
 
-@functools.cache
-def compile_reason(*kernels: Kernel) -> str | None:
-    """Why these cannot be compiled here, or None."""
+def compile_reason() -> Missing | None:
+    """Why no kernel can be compiled here, without compiling one; None if they can."""
     reason = nvrtc.reason()
-    if reason is not None:
-        return reason
-    try:
-        for kernel in kernels:
-            nvrtc.compile(kernel.source, kernel.name)
-    except nvrtc.CompileError as error:
-        return f"the installed NVRTC does not compile the Hopper kernels: {error}"
-    return None
+    return None if reason is None else Missing(reason)

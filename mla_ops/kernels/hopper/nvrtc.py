@@ -38,6 +38,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...dispatch import LoweringUnavailable
+
 if TYPE_CHECKING:
     from cuda.bindings.driver import CUcontext, CUlaunchConfig, CUresult
 
@@ -59,8 +61,12 @@ Dim = tuple[int, int, int]
 NO_CLUSTER: Dim = (1, 1, 1)
 
 
-class CompileError(RuntimeError):
+class CompileError(LoweringUnavailable):
     """CUDA C++ that does not compile; the message is the compiler's."""
+
+
+class DriverError(RuntimeError):
+    """A call that the CUDA driver refused."""
 
 
 @dataclass(frozen=True)
@@ -363,8 +369,19 @@ class Kernel:
 
 @functools.cache
 def load(source: str | Path, kernel: str, device_index: int, defines: tuple[str, ...] = ()) -> Kernel:
-    """The kernel on a device, compiled and loaded by the first call; arguments and errors as in `compile`."""
-    return Kernel(compile(source, kernel, defines), device_index)
+    """The kernel on a device, compiled and loaded by the first call; arguments and errors as in `compile`.
+
+    Raises:
+        LoweringUnavailable: the driver does not take the code.
+    """
+    compiled = compile(source, kernel, defines)
+    try:
+        return Kernel(compiled, device_index)
+    except DriverError as error:
+        raise LoweringUnavailable(
+            f"{kernel}: {error}. A driver as new as NVRTC takes the code: update the driver, or install the NVRTC of "
+            "its CUDA version"
+        ) from error
 
 
 _PointerToBytes = ctypes.c_char_p * 1
@@ -457,7 +474,7 @@ def _relaxed_capture() -> Iterator[None]:
 
 def _check(result: tuple[Any, ...], position: int = 1) -> Any:
     if result[0] != 0:
-        raise RuntimeError(f"the CUDA driver refused a kernel of mla_ops: {_describe(result[0])}")
+        raise DriverError(f"the CUDA driver refused a kernel of mla_ops: {_describe(result[0])}")
     return result[position] if len(result) > position else None
 
 

@@ -98,7 +98,7 @@ def plan_sparse_attention(
 def plan_reason(call: Call) -> str | None:
     if call.num_tokens > MAX_TOKENS:
         return f"it takes up to {MAX_TOKENS} tokens, these are {call.num_tokens}"
-    return compile_reason(*KERNELS)
+    return compile_reason()
 
 
 LOWERINGS = {"plan_sparse_attention": Lowering(plan_sparse_attention, plan_reason)}

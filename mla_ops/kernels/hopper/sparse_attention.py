@@ -244,7 +244,7 @@ def paged_reason(call: Call) -> str | None:
         )
     if call.dtype != torch.bfloat16:
         return f"the Hopper kernels take bfloat16 queries, these are {call.dtype}"
-    return compile_reason(*keys.kernels())
+    return compile_reason()
 
 
 def flat_reason(call: Call) -> str | None:
