@@ -310,6 +310,16 @@ def test_a_geometry_without_a_format_is_refused():
         DeepseekV32Decoder(model, 64)
 
 
+def test_a_model_of_another_kind_is_refused(model):
+    """GLM-5's weights would fit, but its indexer pairs the RoPE dims as neighbours."""
+    config = transformers.GlmMoeDsaConfig(num_hidden_layers=1, mlp_layer_types=["dense"], vocab_size=8, hidden_size=8)
+    with torch.device("meta"):
+        glm = transformers.GlmMoeDsaForCausalLM(config)
+    for other, what in ((glm, "model_type 'glm_moe_dsa'"), (model.model, "DeepseekV32Model"), ("a/path", "got str")):
+        with pytest.raises(TypeError, match=rf"DeepseekV32Decoder: model must be .* 'deepseek_v32', .*{what}"):
+            DeepseekV32Decoder(other, 64)
+
+
 @pytest.mark.parametrize(
     ("prompts", "limit", "message"),
     [

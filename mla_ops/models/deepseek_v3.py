@@ -52,8 +52,11 @@ class DeepseekV3Decoder(DeepseekV32Decoder):
         max_model_len: the longest request, prompt and continuation together. The RoPE table has so many rows.
 
     Raises:
+        TypeError: a model of another `config.model_type`.
         ValueError: a geometry that the ops have no format for, or a RoPE type that depends on the sequence length.
     """
+
+    model_type = "deepseek_v3"
 
     @staticmethod
     def check_config(config: Any, max_model_len: int) -> None:

@@ -26,7 +26,7 @@ from ..formats import LATENT_DIM, ROPE_DIM, allocate_cache, get_format
 from ..metadata import StepMetadata
 from ..ops import choose_prefill, concat_and_cache, paged_sparse_attention
 from .dense_prefill import DensePrefill, attend_expanded
-from .parts import INDEX_DIM, PLAIN_FORMATS, choose_keys, mix_experts
+from .parts import INDEX_DIM, PLAIN_FORMATS, check_model_type, choose_keys, mix_experts
 
 
 class LayerCache(NamedTuple):
@@ -144,6 +144,7 @@ class DeepseekV32Decoder(nn.Module):
         max_model_len: the longest request, prompt and continuation together. The RoPE table has so many rows.
 
     Raises:
+        TypeError: a model of another `config.model_type`.
         ValueError: a geometry that the ops have no format for, or a RoPE type that depends on the sequence length.
     """
 
@@ -151,9 +152,11 @@ class DeepseekV32Decoder(nn.Module):
     sin: torch.Tensor
     head_dim = LATENT_DIM + ROPE_DIM
     with_sink = False
+    model_type = "deepseek_v32"
 
     def __init__(self, model: Any, max_model_len: int) -> None:
         super().__init__()
+        check_model_type(model, self.model_type, type(self).__name__)
         config = model.config
         self.check_config(config, max_model_len)
         self.config = config

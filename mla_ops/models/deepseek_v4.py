@@ -25,7 +25,7 @@ from torch import nn
 from ..formats import ROPE_DIM, allocate_cache
 from ..metadata import V4StepMetadata
 from ..ops import compress_and_cache, concat_and_cache, paged_sparse_attention
-from .parts import INDEX_DIM, PLAIN_FORMATS, choose_keys, mix_experts
+from .parts import INDEX_DIM, PLAIN_FORMATS, check_model_type, choose_keys, mix_experts
 
 HEAD_DIM = 512
 NOPE_DIM = HEAD_DIM - ROPE_DIM
@@ -152,6 +152,7 @@ class DeepseekV4Decoder(nn.Module):
         max_model_len: the longest request, prompt and continuation together. The RoPE tables have so many rows.
 
     Raises:
+        TypeError: a model of another `config.model_type`.
         ValueError: a geometry that the ops have no format for, or a RoPE type that depends on the sequence length.
     """
 
@@ -162,6 +163,7 @@ class DeepseekV4Decoder(nn.Module):
 
     def __init__(self, model: Any, max_model_len: int) -> None:
         super().__init__()
+        check_model_type(model, "deepseek_v4", type(self).__name__)
         config = model.config
         _check_config(config, max_model_len)
         self.config = config

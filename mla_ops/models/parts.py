@@ -11,6 +11,16 @@ INDEX_DIM = 128
 PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
+def check_model_type(model: Any, expected: str, decoder: str) -> None:
+    """Raises TypeError for a model of another architecture: its weights may fit, and give wrong tokens."""
+    found = getattr(getattr(model, "config", None), "model_type", None)
+    if found != expected or not hasattr(model, "lm_head"):
+        what = type(model).__name__ if found is None else f"{type(model).__name__} of model_type '{found}'"
+        raise TypeError(
+            f"{decoder}: model must be a transformers causal language model of model_type '{expected}', got {what}"
+        )
+
+
 def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, scale: float) -> torch.Tensor:
     """`sum_h weights_h * relu(scale * q_h . k)` in float32.
 
