@@ -8,10 +8,11 @@ buffer is a graph input, which is what a captured loop passes; `-> ()` is writte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from . import dispatch
 
@@ -36,10 +37,46 @@ def _register(schema: str, fake: Callable[..., Any], real: Callable[..., Any]) -
     qualified = schema.split("(", 1)[0]
     name, _, overload = qualified.partition(".")
     _LIBRARY.define(schema, tags=_TAGS)
-    _LIBRARY.impl(qualified, real, "CPU")
-    _LIBRARY.impl(qualified, real, "CUDA")
+    _LIBRARY.impl(qualified, _without_autograd(real), "CPU")
+    _LIBRARY.impl(qualified, _on_its_device(real), "CUDA")
     torch.library.register_fake(f"mla::{qualified}", fake, lib=_LIBRARY)
     return getattr(getattr(torch.ops.mla, name), overload or "default")
+
+
+def _on_its_device(real: Callable[..., Any]) -> Callable[..., Any]:
+    """`real` with the device of its first argument as the current one: libraries launch and capture there."""
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        index = args[0].get_device()
+        if index == torch._C._cuda_getDevice():
+            return real(*args, **kwargs)
+        with torch.cuda.device(index):
+            return real(*args, **kwargs)
+
+    return guarded
+
+
+def _without_autograd(real: Callable[..., Any]) -> Callable[..., Any]:
+    """`real` with plain tensor operations in it: no tangents, and no version counted twice.
+
+    The lowering of CPU tensors is written in torch's own operations. Each of them would count versions, and refuse
+    inference tensors, where a CUDA kernel does neither.
+    """
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return real(*args, **kwargs)
+
+    return guarded
+
+
+def _run(call: dispatch.Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    while True:
+        lowering = dispatch.select(call)
+        try:
+            return lowering.run(*args, **kwargs)
+        except dispatch.LoweringUnavailable as error:
+            dispatch.strike_off(call, lowering, error)
 
 
 def define_mutating(
@@ -48,23 +85,19 @@ def define_mutating(
     """An op that writes into its arguments and returns nothing.
 
     Args:
-        schema: by hand; it is the contract.
+        schema: by hand; it is the contract. What it writes is positional, and all that it declares written.
         check: raises on what the contract does not allow; runs for fake and real tensors.
         describe: the facts that dispatch chooses a lowering by.
     """
+    written = [position for position, argument in enumerate(_arguments(schema)) if _is_written(argument)]
 
     def fake(*args: Any, **kwargs: Any) -> None:
         check(*args, **kwargs)
 
     def real(*args: Any, **kwargs: Any) -> None:
         check(*args, **kwargs)
-        call = describe(*args, **kwargs)
-        while True:
-            lowering = dispatch.select(call)
-            try:
-                return lowering.run(*args, **kwargs)
-            except dispatch.LoweringUnavailable as error:
-                dispatch.strike_off(call, lowering, error)
+        _run(describe(*args, **kwargs), args, kwargs)
+        increment_version([args[position] for position in written])
 
     return _register(schema, fake, real)
 
@@ -121,7 +154,7 @@ def define_computing(
             except dispatch.LoweringUnavailable as error:
                 dispatch.strike_off(call, lowering, error)
 
-    names = tuple(_output_names(out_schema))
+    names = tuple(a.name for a in _arguments(out_schema) if a.kwarg_only and _is_written(a))
 
     def check_out(*args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         tensors = {name: kwargs.pop(name) for name in names}
@@ -135,21 +168,18 @@ def define_computing(
 
     def real_out(*args: Any, **kwargs: Any) -> None:
         kwargs, tensors = check_out(*args, **kwargs)
-        call = describe(*args, **kwargs)
-        while True:
-            lowering = dispatch.select(call)
-            try:
-                return lowering.run(*args, **kwargs, **tensors)
-            except dispatch.LoweringUnavailable as error:
-                dispatch.strike_off(call, lowering, error)
+        _run(describe(*args, **kwargs), args, {**kwargs, **tensors})
+        increment_version(tensors.values())
 
     return _register(schema, fake, real), _register(out_schema, fake_out, real_out)
 
 
-def _output_names(out_schema: str) -> list[str]:
-    """Names of the written arguments that follow the last `*`: the outputs of an `.out` overload."""
-    arguments = torch._C.parse_schema(out_schema.replace(out_schema.split("(", 1)[0], "mla::x", 1)).arguments
-    return [a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write]
+def _arguments(schema: str) -> Sequence[torch.Argument]:
+    return torch._C.parse_schema(schema.replace(schema.split("(", 1)[0], "mla::x", 1)).arguments
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _check_output(

@@ -1,0 +1,141 @@
+"""What the registry does around every lowering: the current device, and version counters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mla_ops import dispatch, registry
+from mla_ops.testing import Sample, functional, op_names, output_names, sample_inputs
+from mla_ops.testing.checks import named_arguments
+
+OUT_OPS = [name for name in op_names() if name != functional(name)]
+
+
+class Device:
+    """A machine with two GPUs, which remembers the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.entered = 0, 0
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.current, raising=False)
+        monkeypatch.setattr(torch.cuda, "device", self.enter)
+
+    @contextlib.contextmanager
+    def enter(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        self.entered += 1
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+class OnDevice:
+    """A tensor, as far as the guard looks at one."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def get_device(self) -> int:
+        return self.index
+
+
+def test_a_lowering_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    guarded = registry._on_its_device(lambda tensor, extra, *, named: (device.current, extra, named))
+    assert guarded(OnDevice(0), "extra", named=1) == (0, "extra", 1)
+    assert device.entered == 0, "the current device is not entered again"
+    assert guarded(OnDevice(1), "extra", named=1) == (1, "extra", 1)
+    assert device.current == 0
+    device.current = 1
+    assert guarded(OnDevice(0), "extra", named=1) == (0, "extra", 1)
+    assert (device.current, device.entered) == (1, 2)
+
+
+def test_the_current_device_is_as_before_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+
+    def fail(tensor: object) -> None:
+        raise ValueError(f"on {device.current}")
+
+    with pytest.raises(ValueError, match="on 1"):
+        registry._on_its_device(fail)(OnDevice(1))
+    assert device.current == 0
+
+
+@pytest.mark.parametrize("op_name", op_names())
+def test_every_op_enters_the_device_of_its_tensors_on_cuda(op_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that CUDA tensors reach, given tensors of the CPU, whose index is -1."""
+    device = Device(monkeypatch)
+    sample = sample_inputs(op_name, "cpu")[0]
+    sample.op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *sample.args, **sample.kwargs)
+    assert device.entered == 1
+    device.current = -1
+    sample.op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *sample.args, **sample.kwargs)
+    assert device.entered == 1
+
+
+def written(sample: Sample) -> set[str]:
+    """Outputs of an `.out` overload, else all that the schema declares written."""
+    if sample.op._schema.name.endswith("_out") or sample.op._overloadname not in ("default", "extra", "stacked"):
+        return set(output_names(sample.op))
+    if sample.op._schema.returns:
+        return set()  # a cache is declared written so that no compiler copies it
+    return {a.name for a in sample.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+
+
+def versions(sample: Sample) -> dict[str, int]:
+    return {n: v._version for n, v in named_arguments(sample).items() if isinstance(v, torch.Tensor)}
+
+
+@pytest.mark.parametrize("op_name", op_names())
+def test_versions_count_the_writes_of_an_op_and_no_reads(op_name: str, device: torch.device) -> None:
+    sample = sample_inputs(op_name, device)[0]
+    before = versions(sample)
+    with torch.no_grad():
+        sample.op(*sample.args, **sample.kwargs)
+    expected = {name: version + (name in written(sample)) for name, version in before.items()}
+    assert versions(sample) == expected
+    with torch.inference_mode():
+        sample.op(*sample.args, **sample.kwargs)
+    assert versions(sample) == {name: 2 * expected[name] - version for name, version in before.items()}
+
+
+@pytest.mark.parametrize("op_name", ["concat_and_cache", "merge_attention_states.out"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autograd_sees_that_a_saved_tensor_was_written(op_name: str, compiled: bool, device: torch.device) -> None:
+    sample = next(s for s in sample_inputs(op_name, device) if named_arguments(s).get("cache_format", "bf16") == "bf16")
+    for name in written(sample):
+        saved = named_arguments(sample)[name]
+        weight = torch.ones_like(saved, requires_grad=True)
+        product = (weight * saved).sum()
+
+        def write() -> None:
+            sample.op(*sample.args, **sample.kwargs)
+
+        with torch.no_grad():
+            (torch.compile(write, backend="aot_eager", fullgraph=True) if compiled else write)()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+
+
+@pytest.mark.parametrize("op_name", op_names())
+def test_inference_tensors_are_written_outside_of_inference_mode(op_name: str, device: torch.device) -> None:
+    """On every device: a cache that a server allocates in inference mode is used by a step under no_grad."""
+    with torch.inference_mode():
+        sample = sample_inputs(op_name, device)[0]
+    with torch.no_grad():
+        sample.op(*sample.args, **sample.kwargs)
+
+
+def test_versions_are_counted_for_any_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that writes behind torch's back changes no counter itself."""
+    monkeypatch.setattr(dispatch, "select", lambda call: dispatch.Lowering(lambda *_, **__: None))
+    for op_name in (*OUT_OPS, "concat_and_cache", "build_step_metadata"):
+        sample = sample_inputs(op_name, "cpu")[0]
+        before = versions(sample)
+        sample.op(*sample.args, **sample.kwargs)
+        assert {name for name, version in versions(sample).items() if version > before[name]} == written(sample)
