@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from . import dispatch
+from . import dispatch, transforms
 
 _LIBRARY = torch.library.Library("mla", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -37,10 +38,12 @@ def _register(schema: str, fake: Callable[..., Any], real: Callable[..., Any]) -
     qualified = schema.split("(", 1)[0]
     name, _, overload = qualified.partition(".")
     _LIBRARY.define(schema, tags=_TAGS)
-    _LIBRARY.impl(qualified, _without_autograd(real), "CPU")
+    _LIBRARY.impl(qualified, real, "CPU")
     _LIBRARY.impl(qualified, _on_its_device(real), "CUDA")
     torch.library.register_fake(f"mla::{qualified}", fake, lib=_LIBRARY)
-    return getattr(getattr(torch.ops.mla, name), overload or "default")
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops.mla, name), overload or "default")
+    _LIBRARY.impl(qualified, transforms.kernel(op), transforms.DISPATCH_KEY)
+    return op
 
 
 def _on_its_device(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,27 +59,29 @@ def _on_its_device(real: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def _without_autograd(real: Callable[..., Any]) -> Callable[..., Any]:
-    """`real` with plain tensor operations in it: no tangents, and no version counted twice.
+def _run(call: dispatch.Call, use: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `use(lowering, args, kwargs)` returns, for the lowering of the call or, if need be, one behind it.
 
-    The lowering of CPU tensors is written in torch's own operations. Each of them would count versions, and refuse
-    inference tensors, where a CUDA kernel does neither.
+    The lowering of CPU tensors is written in torch's own operations. Each of them would count a version, and refuse
+    inference tensors, where a CUDA kernel does neither: so they run below autograd.
     """
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            return real(*args, **kwargs)
-
-    return guarded
+    if call.device.type != "cpu":
+        return _use_available(call, use, args, kwargs)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return _use_available(call, use, args, kwargs)
 
 
-def _run(call: dispatch.Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _use_available(call: dispatch.Call, use: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     while True:
         lowering = dispatch.select(call)
         try:
-            return lowering.run(*args, **kwargs)
+            return use(lowering, args, kwargs)
         except dispatch.LoweringUnavailable as error:
             dispatch.strike_off(call, lowering, error)
+
+
+def _write(lowering: dispatch.Lowering, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    lowering.run(*args, **kwargs)
 
 
 def define_mutating(
@@ -96,7 +101,7 @@ def define_mutating(
 
     def real(*args: Any, **kwargs: Any) -> None:
         check(*args, **kwargs)
-        _run(describe(*args, **kwargs), args, kwargs)
+        _run(describe(*args, **kwargs), _write, args, kwargs)
         increment_version([args[position] for position in written])
 
     return _register(schema, fake, real)
@@ -140,19 +145,16 @@ def define_computing(
         check(*args, **kwargs)
         return pack(allocate(*args, **kwargs))
 
+    def compute(lowering: dispatch.Lowering, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if lowering.compute is not None:
+            return lowering.compute(*args, **kwargs)
+        tensors = allocate(*args, **kwargs)
+        lowering.run(*args, **kwargs, **tensors)
+        return pack(tensors)
+
     def real(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
-        call = describe(*args, **kwargs)
-        while True:
-            lowering = dispatch.select(call)
-            try:
-                if lowering.compute is not None:
-                    return lowering.compute(*args, **kwargs)
-                tensors = allocate(*args, **kwargs)
-                lowering.run(*args, **kwargs, **tensors)
-                return pack(tensors)
-            except dispatch.LoweringUnavailable as error:
-                dispatch.strike_off(call, lowering, error)
+        return _run(describe(*args, **kwargs), compute, args, kwargs)
 
     names = tuple(a.name for a in _arguments(out_schema) if a.kwarg_only and _is_written(a))
 
@@ -168,7 +170,7 @@ def define_computing(
 
     def real_out(*args: Any, **kwargs: Any) -> None:
         kwargs, tensors = check_out(*args, **kwargs)
-        _run(describe(*args, **kwargs), args, {**kwargs, **tensors})
+        _run(describe(*args, **kwargs), _write, args, {**kwargs, **tensors})
         increment_version(tensors.values())
 
     return _register(schema, fake, real), _register(out_schema, fake_out, real_out)
@@ -189,6 +191,8 @@ def _check_output(
         raise TypeError(f"{op}: {name} must be {dtype}, got {tensor.dtype}")
     if tensor.device != device:
         raise ValueError(f"{op}: {name} must be on {device}, got {tensor.device}")
+    if forward_ad._current_level >= 0 and transforms.has_tangent(tensor):
+        raise NotImplementedError(transforms.tangent_message(op, name))
     if tensor.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             f"{op}: {name} requires grad, but {op} has no backward: call it under torch.no_grad(), or detach {name}"

@@ -12,9 +12,11 @@ import operator
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import forward_ad
 
 from ..formats import CACHE_ALIGNMENT, CacheFormat, get_format
 from ..registry import require
+from ..transforms import has_tangent, tangent_message
 
 CLUSTER_SIZES = (1, 2, 4, 8, 16)  # of thread blocks that reach one another's shared memory
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -117,7 +119,11 @@ def check_not_negative(op: str, name: str, value: int | torch.SymInt) -> None:
 
 
 def check_no_grad(op: str, **tensors: torch.Tensor | None) -> None:
-    """These ops have no backward: a gradient would be lost without a word."""
+    """These ops have no derivatives: a gradient or a tangent would be lost without a word."""
+    if forward_ad._current_level >= 0:
+        for name, tensor in tensors.items():
+            if tensor is not None and has_tangent(tensor):
+                raise NotImplementedError(tangent_message(op, name))
     if torch.is_grad_enabled():
         for name, tensor in tensors.items():
             if tensor is not None and tensor.requires_grad:
