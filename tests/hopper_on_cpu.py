@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from mla_ops.kernels.hopper import nvrtc
+from mla_ops.kernels.hopper.sources import SOURCES
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -18,7 +18,7 @@ INLINE_PTX = re.compile(r'\basm(?: volatile)?\((?:[^;"]|"(?:[^"\\]|\\.)*")*\);')
 
 def build(source: str, folder: Path, *options: str) -> ctypes.CDLL:
     """A library of `source`, a file beside this one that models the instructions it needs."""
-    for path in (*nvrtc.FOLDER.glob("*.cuh"), HERE / source, HERE / "hopper_on_cpu.h"):
+    for path in (*SOURCES.folder.glob("*.cuh"), HERE / source, HERE / "hopper_on_cpu.h"):
         shutil.copy(path, folder)
     ptx = folder / "ptx.cuh"
     ptx.write_text(INLINE_PTX.sub(";", ptx.read_text()))

@@ -217,13 +217,13 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
     sys.path.insert(0, str(HERE.parents[1]))
     import torch
 
-    from mla_ops.kernels.hopper import nvrtc
+    from mla_ops.kernels.cuda import compiler
 
     torch.manual_seed(0)
     if tool == "racecheck" and not shipped:
-        nvrtc.OPTIONS += (DEFINE,)
+        compiler.OPTIONS += (DEFINE,)
     if case.hasty:
-        nvrtc.OPTIONS += ("-DPATIENCE=0",)
+        compiler.OPTIONS += ("-DPATIENCE=0",)
     others = {"prefill": prefill, "parts": parts, "schedule": schedule}
     others[case.keys](tool) if case.keys in others else attend(case, tool)
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from mla_ops.kernels.hopper import launch, merge_parts, nvrtc, plan, prefill_attention
+from mla_ops.kernels.cuda.compiler import PARAMS_OFFSET, RESERVED_SHARED_BYTES
+from mla_ops.kernels.hopper import launch, merge_parts, plan, prefill_attention, sources
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(nvrtc.reason() is not None, reason=str(nvrtc.reason())),
+    pytest.mark.skipif(sources.reason() is not None, reason=str(sources.reason())),
 ]
 pytest.importorskip("triton", reason="it brings cuobjdump")
 
@@ -63,7 +64,7 @@ KERNELS = [
         kernel.threads,
         kernel.shared_bytes,
         prefill_attention.PARAMS,
-        padding=-nvrtc.PARAMS_OFFSET % 64,
+        padding=-PARAMS_OFFSET % 64,
     )
     for kernel in prefill_attention.kernels()
 ]
@@ -79,19 +80,17 @@ KERNELS += [replace(kernel, defines=("EVERY_LANE_ARRIVES",)) for kernel in {k.so
 @pytest.mark.parametrize("variant", KERNELS, ids=str)
 def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
     defines = (*variant.defines, f"SHARED_BYTES={variant.shared_bytes}")  # which the kernel holds against its layout
-    compiled = nvrtc.compile(variant.source, variant.kernel, defines)
+    compiled = sources.compile(variant.source, variant.kernel, defines)
     used = compiled.resources
     assert compiled.log == ""
     assert used.stack == STACK.get(variant.kernel, 0)
     assert used.params == variant.padding + struct.calcsize(variant.params)
     assert used.registers * variant.threads * variant.blocks <= REGISTERS_OF_AN_SM
     block = used.shared + variant.shared_bytes
-    assert block <= nvrtc.MAX_SHARED_BYTES
-    assert (
-        block + nvrtc.RESERVED_SHARED_BYTES
-    ) * variant.blocks <= nvrtc.MAX_SHARED_BYTES + nvrtc.RESERVED_SHARED_BYTES
+    assert block <= sources.MAX_SHARED_BYTES
+    assert (block + RESERVED_SHARED_BYTES) * variant.blocks <= sources.MAX_SHARED_BYTES + RESERVED_SHARED_BYTES
 
 
 def test_the_table_has_every_source() -> None:
     """A kernel that no variant compiles would be shipped unseen."""
-    assert {variant.source for variant in KERNELS} == {path.name for path in nvrtc.FOLDER.glob("*.cu")}
+    assert {variant.source for variant in KERNELS} == {path.name for path in sources.SOURCES.folder.glob("*.cu")}

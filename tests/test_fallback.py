@@ -12,7 +12,8 @@ import torch
 
 from mla_ops import dispatch
 from mla_ops.dispatch import Call, Lowering, LoweringUnavailable, Missing
-from mla_ops.kernels.hopper import launch, nvrtc
+from mla_ops.kernels.cuda import driver
+from mla_ops.kernels.hopper import launch, sources
 from mla_ops.testing import functional, op_names, out_overload, sample_inputs
 from mla_ops.testing.checks import assert_same_memory, clone_sample
 
@@ -155,7 +156,7 @@ def hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_that_misses_a_package_is_told_once_what_and_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nvrtc, "reason", lambda: "NVRTC is missing: pip install nvidia-cuda-nvrtc")
+    monkeypatch.setattr(sources, "reason", lambda: Missing("NVRTC is missing: pip install nvidia-cuda-nvrtc"))
     lowerings = {"hopper": Lowering(print, lambda call: launch.compile_reason()), "triton": Lowering(print)}
     monkeypatch.setattr(dispatch, "_lowering", lambda room, op: lowerings.get(room))
     for num_tokens in (1, 2, 3):
@@ -184,9 +185,9 @@ def test_choosing_compiles_and_loads_no_kernel(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a choice of a lowering compiles a kernel")
 
-    monkeypatch.setattr(nvrtc, "reason", lambda: None)
-    monkeypatch.setattr(nvrtc, "compile", refuse)
-    monkeypatch.setattr(nvrtc, "load", refuse)
+    monkeypatch.setattr(sources, "reason", lambda: None)
+    monkeypatch.setattr(sources, "compile", refuse)
+    monkeypatch.setattr(sources, "load", refuse)
     prefill = Call("prefill_attention", CUDA, torch.bfloat16, head_dim=192, num_heads=128, head_dim_v=128)
     for call in (ATTENTION, ATTENTION._replace(op="paged_attention"), prefill):
         assert dispatch.select_name(call) == "hopper"
@@ -194,9 +195,9 @@ def test_choosing_compiles_and_loads_no_kernel(monkeypatch: pytest.MonkeyPatch) 
 
 def test_code_that_the_driver_refuses_makes_the_lowering_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise nvrtc.DriverError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+        raise driver.DriverError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
 
-    monkeypatch.setattr(nvrtc, "compile", lambda *_: None)
-    monkeypatch.setattr(nvrtc, "Kernel", refuse)
+    monkeypatch.setattr(sources.SOURCES, "compile", lambda *_: None)
+    monkeypatch.setattr(driver, "Function", refuse)
     with pytest.raises(LoweringUnavailable, match=r"scale<2>.*UNSUPPORTED_PTX_VERSION.*update the driver"):
-        nvrtc.load("scale.cu", "scale<2>", 7)
+        sources.load("scale.cu", "scale<2>", 7)

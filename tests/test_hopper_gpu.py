@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_inputs import SCALE, filled_cache, operand, queries, rows_with_wide_scales, some_indices
 
-from mla_ops.kernels.hopper import groups, launch, nvrtc, sparse_attention, waves
+from mla_ops.kernels.hopper import groups, launch, sources, sparse_attention, waves
 from mla_ops.kernels.hopper.launch import KERNELS, Shape
 
 pytestmark = pytest.mark.gpu
@@ -93,11 +93,11 @@ def test_groups_whose_ctas_give_up(
     cache_format: str, width: int, patience: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last CTA of a row adds up what others did not wait for: the same bits."""
-    call, load, wanted = Call(cache_format, width, 16, 125), nvrtc.load, {}
+    call, load, wanted = Call(cache_format, width, 16, 125), sources.load, {}
     for members in (2, 4, 7, 16):
         call.attend(group(members))
         wanted[members] = call.results()
-    monkeypatch.setattr(nvrtc, "load", lambda *arguments: load(*arguments, (f"PATIENCE={patience}",)))
+    monkeypatch.setattr(sources, "load", lambda *arguments: load(*arguments, (f"PATIENCE={patience}",)))
     for members in (2, 4, 7, 16) * 5:
         call.attend(group(members))
         assert all(map(torch.equal, call.results(), wanted[members]))

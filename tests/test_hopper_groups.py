@@ -10,7 +10,8 @@ import pytest
 import torch
 from hopper_on_cpu import NO_COMPILER, build
 
-from mla_ops.kernels.hopper import groups, nvrtc
+from mla_ops.kernels.cuda import driver
+from mla_ops.kernels.hopper import groups
 
 
 @pytest.fixture(scope="module", params=[0, 1, 16])
@@ -43,8 +44,8 @@ def test_launches_that_may_run_beside_one_another_have_counters_of_their_own(mon
     state = {"stream": 1, "capture": 0}
     monkeypatch.setattr(groups, "_slots", {})
     groups._unused.cache_clear()
-    monkeypatch.setattr(nvrtc, "lasting_zeros", lambda device, size: pages.append(device) or size * len(pages))
-    monkeypatch.setattr(nvrtc, "capture_id", lambda *_: state["capture"])
+    monkeypatch.setattr(driver, "lasting_zeros", lambda device, size: pages.append(device) or size * len(pages))
+    monkeypatch.setattr(driver, "capture_id", lambda *_: state["capture"])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: state["stream"], raising=False)
     seen = {}
     for device in (0, 1):

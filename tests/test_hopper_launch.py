@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_ops.dispatch import Call
-from mla_ops.kernels.hopper import dense_attention, merge_parts, nvrtc, plan, prefill_attention, sparse_attention
+from mla_ops.kernels.hopper import dense_attention, merge_parts, plan, prefill_attention, sources, sparse_attention
 from mla_ops.kernels.hopper.launch import (
     KERNELS,
     NO_CACHE,
@@ -196,7 +196,7 @@ def test_no_cluster_has_more_ctas_than_there_are_turns(num_heads: int, topk: int
 
 def test_sizes_of_clusters_are_those_of_the_kernels() -> None:
     """Shared memory has room for the packets of each size that layout.cuh names."""
-    text = (nvrtc.FOLDER / "layout.cuh").read_text()
+    text = (sources.SOURCES.folder / "layout.cuh").read_text()
     (sizes,) = re.findall(r"int SPLITS\[\] = \{([0-9, ]+)\};", text)
     assert tuple(int(size) for size in sizes.split(",")) == SPLITS
 
@@ -321,7 +321,7 @@ def test_a_schedule_has_a_warp_for_each_row(
 
 
 def test_lengths_of_a_schedule_fit_shared_memory() -> None:
-    assert plan.launch_for(plan.MAX_TOKENS, 2, 132, True).shared_bytes <= nvrtc.MAX_SHARED_BYTES
+    assert plan.launch_for(plan.MAX_TOKENS, 2, 132, True).shared_bytes <= sources.MAX_SHARED_BYTES
     call = Call("plan_sparse_attention", torch.device("cuda", 0), torch.int32, num_tokens=plan.MAX_TOKENS + 1)
     assert str(plan.plan_reason(call)) == "it takes up to 16384 tokens, these are 16385"
 

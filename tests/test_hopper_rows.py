@@ -17,7 +17,7 @@ import torch
 from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops import formats
-from mla_ops.kernels.hopper import groups, launch, nvrtc
+from mla_ops.kernels.hopper import groups, launch, sources
 from mla_ops.kernels.hopper.launch import KERNELS, KEYS, NO_CACHE, Keys, Rows, Shape, cache_params
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
@@ -127,7 +127,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
             def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
                 seen.append((grid, params))
 
-        monkeypatch.setattr(nvrtc, "load", lambda *_: Recorded())
+        monkeypatch.setattr(sources, "load", lambda *_: Recorded())
         monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (AT_ONCE,) * len(launch.SPLITS))
         monkeypatch.setattr(launch, "MAX_GRID_ROWS", max_grid_rows)
         monkeypatch.setattr(groups, "counters", lambda *_: 0)

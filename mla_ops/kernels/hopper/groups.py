@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from ...formats import LATENT_DIM
-from . import nvrtc
+from ..cuda import driver
 
 TILE = 64  # heads
 MEMBERS = range(2, 17)  # CTAs of a group
@@ -32,7 +32,7 @@ _lock = threading.Lock()
 def _unused(device_index: int) -> Iterator[int]:
     def addresses() -> Iterator[int]:
         while True:
-            page = nvrtc.lasting_zeros(device_index, PAGE_BYTES)
+            page = driver.lasting_zeros(device_index, PAGE_BYTES)
             yield from range(page, page + PAGE_BYTES, SLOT_BYTES)
 
     return addresses()
@@ -43,7 +43,7 @@ def counters(device_index: int, rows: int) -> int:
     if rows > MAX_ROWS:
         raise ValueError(f"groups have counters for {MAX_ROWS} rows, got {rows}")
     stream = torch._C._cuda_getCurrentRawStream(device_index)
-    key = device_index, stream, nvrtc.capture_id(device_index)
+    key = device_index, stream, driver.capture_id(device_index)
     address = _slots.get(key)
     if address is None:
         with _lock:

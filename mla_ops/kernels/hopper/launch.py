@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...dispatch import Missing
-from . import groups, nvrtc
+from . import groups, sources
 
 PARAMS = "@5i" + 3 * "Ii" + "4x2Q2Q2q2iQ" + 2 * "2Q2q4iIi" + "2Q2qif3Q4q2Q"  # struct Params
 KEYS = 64  # of a turn
@@ -198,7 +198,7 @@ def predicted_us(
 def clusters_at_once(keys: Keys, tile: int, device_index: int) -> tuple[int, ...]:
     """Clusters of each size in `SPLITS` that the device runs at one time, from the driver."""
     kernel = keys.kernel(tile, 2)
-    loaded = nvrtc.load(kernel.source, kernel.name, device_index)
+    loaded = sources.load(kernel.source, kernel.name, device_index)
     block = (kernel.threads, 1, 1)
     return tuple(loaded.occupancy_clusters(block, kernel.shared_bytes, (splits, 1, 1)) for splits in SPLITS)
 
@@ -369,12 +369,11 @@ def launch(
         _pointer(exchange),
         counters,
     )
-    nvrtc.load(kernel.source, kernel.name, device_index).launch(
+    sources.load(kernel.source, kernel.name, device_index).launch(
         grid, (kernel.threads, 1, 1), kernel.shared_bytes, cluster, params, programmatic=programmatic
     )
 
 
 def compile_reason() -> Missing | None:
     """Why no kernel can be compiled here, without compiling one; None if they can."""
-    reason = nvrtc.reason()
-    return None if reason is None else Missing(reason)
+    return sources.reason()

@@ -8,7 +8,8 @@ import struct
 
 import torch
 
-from . import nvrtc
+from ..cuda.driver import NO_CLUSTER, Function
+from . import sources
 from .launch import Kernel
 
 PARAMS = "@4Q4q2i"  # struct Params
@@ -22,9 +23,9 @@ def kernels() -> list[Kernel]:
 
 
 @functools.cache
-def _loaded(device_index: int) -> list[nvrtc.Kernel]:
+def _loaded(device_index: int) -> list[Function]:
     """All of them, so that whichever was run before a capture, none is compiled during it."""
-    return [nvrtc.load(kernel.source, kernel.name, device_index) for kernel in kernels()]
+    return [sources.load(kernel.source, kernel.name, device_index) for kernel in kernels()]
 
 
 def merge_parts(part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -51,4 +52,4 @@ def merge_parts(part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Te
         num_tokens * num_heads,
         parts,
     )
-    kernel.launch((num_tokens, num_heads, 1), (THREADS, 1, 1), 0, nvrtc.NO_CLUSTER, params, programmatic=True)
+    kernel.launch((num_tokens, num_heads, 1), (THREADS, 1, 1), 0, NO_CLUSTER, params, programmatic=True)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ...dispatch import Call, Lowering
+from ..cuda.driver import NO_CLUSTER, Function
 from ..reference.index import INT32_MAX
-from . import nvrtc
+from . import sources
 from .launch import Kernel, compile_reason, reciprocal
 
 PARAMS = "@3Q2I3i4Ii"  # struct Params
@@ -50,9 +51,9 @@ def launch_for(num_tokens: int, cluster_size: int, num_workers: int, has_extra_l
 
 
 @functools.cache
-def _load(device_index: int) -> dict[Kernel, nvrtc.Kernel]:
+def _load(device_index: int) -> dict[Kernel, Function]:
     """All at once, so that a capture of other sizes than those seen before loads nothing."""
-    return {kernel: nvrtc.load(kernel.source, kernel.name, device_index) for kernel in KERNELS}
+    return {kernel: sources.load(kernel.source, kernel.name, device_index) for kernel in KERNELS}
 
 
 def plan_sparse_attention(
@@ -90,9 +91,7 @@ def plan_sparse_attention(
     kernel, ctas, threads, shared_bytes = launch_for(
         num_tokens, cluster_size, num_workers, extra_topk_length is not None
     )
-    _load(topk_length.device.index)[kernel].launch(
-        (ctas, 1, 1), (threads, 1, 1), shared_bytes, nvrtc.NO_CLUSTER, params
-    )
+    _load(topk_length.device.index)[kernel].launch((ctas, 1, 1), (threads, 1, 1), shared_bytes, NO_CLUSTER, params)
 
 
 def plan_reason(call: Call) -> str | None:

@@ -14,7 +14,8 @@ import struct
 import torch
 
 from ...dispatch import Call
-from . import nvrtc
+from ..cuda.driver import NO_CLUSTER
+from . import sources
 from .launch import Kernel, compile_reason
 
 PARAMS = "@128s128s128s5Q4q8if20x"  # struct Params
@@ -146,8 +147,8 @@ def prefill_attention(
         causal,
         softmax_scale * math.log2(math.e),
     )
-    nvrtc.load(kernel.source, kernel.name, device_index).launch(
-        (min(num_items, num_sms), 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, nvrtc.NO_CLUSTER, params
+    sources.load(kernel.source, kernel.name, device_index).launch(
+        (min(num_items, num_sms), 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, NO_CLUSTER, params
     )
     if target is not out:
         out.copy_(target)

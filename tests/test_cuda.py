@@ -19,11 +19,14 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from mla_ops.kernels.hopper import nvrtc
+from mla_ops.kernels.cuda import compiler, driver, store
+from mla_ops.kernels.cuda.compiler import Compiled, CompileError, Target, Unit
+from mla_ops.kernels.cuda.sources import Sources
 
 ROOT = Path(__file__).resolve().parent.parent
 
-needs_nvrtc = pytest.mark.skipif(nvrtc.reason() is not None, reason=str(nvrtc.reason()))
+SM90A = Target("sm_90a", (12, 0))
+needs_nvrtc = pytest.mark.skipif(compiler.reason(SM90A) is not None, reason=str(compiler.reason(SM90A)))
 
 HEADER = """
 #pragma once
@@ -56,38 +59,45 @@ PARAMS = "@Pif"
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The kernel above, with a cache of its own."""
-    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path / "cache"))
     (tmp_path / "shift.cuh").write_text(HEADER)
     path = tmp_path / "shift.cu"
     path.write_text(SOURCE)
-    forget()
-    yield path
-    forget()
+    store._cannot_keep.cache_clear()
+    return path
 
 
-def forget() -> None:
-    """As a new process would start."""
-    nvrtc.compile.cache_clear()
-    nvrtc.load.cache_clear()
+def sources(path: Path) -> Sources:
+    """As a new process would have them."""
+    return Sources(path.parent, SM90A)
+
+
+def compile_again(path: Path, kernel: str = "shift<2>", defines: tuple[str, ...] = ()) -> Compiled:
+    return sources(path).compile(path.name, kernel, defines)
+
+
+def cached_code() -> Path:
+    (file,) = store.cache_directory().glob("*.cubin")
+    return file
 
 
 def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
-    compile_now = nvrtc._compile
+    compile_now = compiler.compile
 
-    def counting(name: str, *arguments: object) -> nvrtc.Compiled:
-        done.append(name)
-        return compile_now(name, *arguments)
+    def counting(unit: Unit) -> Compiled:
+        done.append(unit.name)
+        return compile_now(unit)
 
-    monkeypatch.setattr(nvrtc, "_compile", counting)
+    monkeypatch.setattr(compiler, "compile", counting)
     return done
 
 
 @needs_nvrtc
 def test_a_kernel_compiles_to_code_with_its_symbol_and_resources(source: Path) -> None:
-    compiled = nvrtc.compile(source, "shift<2>")
+    compiled = compile_again(source, "shift<2>")
     assert compiled.symbol.encode() in compiled.cubin
     assert compiled.log == ""
     pytest.importorskip("triton", reason="it brings cuobjdump and nvdisasm")
@@ -113,7 +123,7 @@ def test_static_shared_memory_and_spills_are_reported(source: Path) -> None:
             params.x[threadIdx.x] = shared[params.x[threadIdx.x]];
         }"""
     )
-    resources = nvrtc.compile(source, "spill").resources
+    resources = compile_again(source, "spill").resources
     assert resources.shared == 1200
     assert resources.stack == 256
     assert resources.params == 8
@@ -124,80 +134,117 @@ def test_what_a_kernel_comes_from_decides_whether_it_is_compiled_again(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = count_compilations(monkeypatch)
-    first = nvrtc.compile(source, "shift<2>")
-    forget()
-    assert nvrtc.compile(source, "shift<2>") == first
+    first = compile_again(source, "shift<2>")
+    assert compile_again(source, "shift<2>") == first
     assert len(done) == 1
 
-    assert nvrtc.compile(source, "shift<2>", ("TERM=1",)).cubin != first.cubin
-    assert nvrtc.compile(source, "shift<4>").symbol != first.symbol
-    forget()
+    assert compile_again(source, "shift<2>", ("TERM=1",)).cubin != first.cubin
+    assert compile_again(source, "shift<4>").symbol != first.symbol
     (source.parent / "shift.cuh").write_text(HEADER.replace("float factor", "float factor, term"))
-    assert nvrtc.compile(source, "shift<2>").cubin != first.cubin
+    assert compile_again(source, "shift<2>").cubin != first.cubin
     assert len(done) == 4
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("damage", [lambda code: code[:-1], lambda code: b"", lambda code: b"\0" * len(code)])
 def test_a_damaged_file_in_the_cache_is_compiled_again(source: Path, damage, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = nvrtc.compile(source, "shift<2>")
-    (file,) = nvrtc.cache_directory().iterdir()
+    first = compile_again(source, "shift<2>")
+    file = cached_code()
     written = file.read_bytes()
     file.write_bytes(damage(written))
-    forget()
     done = count_compilations(monkeypatch)
-    assert nvrtc.compile(source, "shift<2>") == first
+    assert compile_again(source, "shift<2>") == first
     assert len(done) == 1
     assert file.read_bytes() == written
 
 
 @needs_nvrtc
-def test_processes_that_compile_at_the_same_time_leave_one_whole_file(source: Path) -> None:
-    code = f"from mla_ops.kernels.hopper import nvrtc\nprint(len(nvrtc.compile({str(source)!r}, 'shift<2>').cubin))"
+def test_processes_that_need_a_kernel_at_the_same_time_compile_it_once(source: Path) -> None:
+    code = (
+        "from pathlib import Path\nfrom mla_ops.kernels.cuda import compiler\n"
+        "from mla_ops.kernels.cuda.sources import Sources\n"
+        "compile_now = compiler.compile\ncompiler.compile = lambda unit: print('compiled') or compile_now(unit)\n"
+        f"sources = Sources(Path({str(source.parent)!r}), compiler.Target('sm_90a', (12, 0)))\n"
+        "print(len(sources.compile('shift.cu', 'shift<2>').cubin))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    sizes = {process.communicate(timeout=120)[0].strip() for process in processes}
-    assert sizes == {str(len(nvrtc.compile(source, "shift<2>").cubin))}
-    (file,) = nvrtc.cache_directory().iterdir()
-    assert nvrtc._read_cached(file, "shift<2>") == nvrtc.compile(source, "shift<2>")
+    lines = [process.communicate(timeout=120)[0].split() for process in processes]
+    assert {line[-1] for line in lines} == {str(len(compile_again(source, "shift<2>").cubin))}
+    assert sum("compiled" in line for line in lines) == 1
+    file = cached_code()
+    assert store.read(file, "shift<2>") == compile_again(source, "shift<2>")
 
 
 @needs_nvrtc
-def test_a_cache_that_cannot_be_written_is_said_and_does_no_harm(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(source))
-    with pytest.warns(UserWarning, match=f"(?s)cannot be kept.*{nvrtc.CACHE_VARIABLE}"):
-        assert nvrtc.compile(source, "shift<2>").cubin
+def test_threads_that_need_a_kernel_at_the_same_time_compile_it_once(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(store.CACHE_VARIABLE)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    done, found, shared = count_compilations(monkeypatch), [], sources(source)
+    threads = [threading.Thread(target=lambda: found.append(shared.compile("shift.cu", "shift<2>"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(done) == 1
+    assert all(one is found[0] for one in found)
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("trouble", ["a file instead of a folder", "no home directory", "a home that does not exist"])
+def test_a_cache_that_cannot_be_had_is_said_once_and_does_no_harm(
+    source: Path, trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if trouble == "a file instead of a folder":
+        monkeypatch.setenv(store.CACHE_VARIABLE, str(source))
+    else:
+        monkeypatch.delenv(store.CACHE_VARIABLE)
+        home = no_home if trouble == "no home directory" else lambda: Path("/proc/nobody")
+        monkeypatch.setattr(Path, "home", home)
+    for kernel in ("shift<2>", "shift<4>"):
+        assert compile_again(source, kernel).cubin
+    (record,) = caplog.records
+    assert record.name == "mla_ops"
+    for words in ("cannot be kept", "each kernel", store.CACHE_VARIABLE):
+        assert words in record.getMessage()
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, "/somewhere/else")
+    monkeypatch.setenv(store.CACHE_VARIABLE, "/somewhere/else")
     monkeypatch.setenv("XDG_CACHE_HOME", "/home/of/caches")
-    assert nvrtc.cache_directory() == Path("/somewhere/else")
-    monkeypatch.delenv(nvrtc.CACHE_VARIABLE)
-    assert nvrtc.cache_directory() == Path("/home/of/caches/mla_ops")
+    assert store.cache_directory() == Path("/somewhere/else")
+    monkeypatch.delenv(store.CACHE_VARIABLE)
+    assert store.cache_directory() == Path("/home/of/caches/mla_ops")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert nvrtc.cache_directory() == Path.home() / ".cache/mla_ops"
+    assert store.cache_directory() == Path.home() / ".cache/mla_ops"
 
 
 @needs_nvrtc
 def test_errors_are_the_compilers(source: Path) -> None:
     source.write_text(SOURCE.replace("params.factor", "params.faktor"))
-    with pytest.raises(nvrtc.CompileError, match=r"(?s)shift\.cu\(\d+\): error: .*faktor"):
-        nvrtc.compile(source, "shift<2>")
-    with pytest.raises(nvrtc.CompileError, match="shfit"):
-        nvrtc.compile(source, "shfit<2>")
-    assert not nvrtc.cache_directory().exists()
+    with pytest.raises(CompileError, match=r"(?s)shift\.cu\(\d+\): error: .*faktor"):
+        compile_again(source, "shift<2>")
+    with pytest.raises(CompileError, match="shfit"):
+        compile_again(source, "shfit<2>")
+    assert not list(store.cache_directory().glob("*.cubin"))
 
 
 @needs_nvrtc
 def test_warnings_are_kept_with_the_code(source: Path) -> None:
     source.write_text(SOURCE.replace("float other;", "float other; int unused;"))
-    assert "unused" in nvrtc.compile(source, "shift<2>").log
-    forget()
-    assert "unused" in nvrtc.compile(source, "shift<2>").log
+    assert "unused" in compile_again(source, "shift<2>").log
+    assert "unused" in compile_again(source, "shift<2>").log
 
 
 @needs_nvrtc
@@ -206,12 +253,11 @@ def test_headers_come_from_the_sources_folder_only(source: Path, monkeypatch: py
     elsewhere.mkdir()
     (elsewhere / "shift.cuh").write_text("#error not this one")
     monkeypatch.chdir(elsewhere)
-    assert nvrtc.compile(source, "shift<2>").cubin
+    assert compile_again(source, "shift<2>").cubin
     (elsewhere / "other.cuh").write_text("")
     (source.parent / "shift.cuh").write_text('#include "other.cuh"\n')
-    forget()
     with pytest.raises(FileNotFoundError, match=r'shift\.cuh includes "other\.cuh", which is not in '):
-        nvrtc.compile(source, "shift<2>")
+        compile_again(source, "shift<2>")
 
 
 @pytest.mark.parametrize(
@@ -230,9 +276,10 @@ def test_a_missing_compiler_is_named_and_compiles_nothing(tmp_path: Path, stand_
     if stand_in:
         (tmp_path / "cuda" / "bindings" / "nvrtc.py").write_text(stand_in)
     code = (
-        "from mla_ops.kernels.hopper import nvrtc\n"
-        "print(nvrtc.reason())\n"
-        "try:\n    nvrtc.compile('any.cu', 'any')\nexcept NotImplementedError as error:\n    print(error)"
+        "from mla_ops.dispatch import LoweringUnavailable, Missing\n"
+        "from mla_ops.kernels.hopper import sources\n"
+        "assert isinstance(sources.reason(), Missing)\nprint(sources.reason())\n"
+        "try:\n    sources.compile('plan.cu', 'any')\nexcept LoweringUnavailable as error:\n    print(error)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     finished = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -249,20 +296,20 @@ def test_a_library_that_an_outer_environment_has_is_loaded_first(
     library.touch()
     monkeypatch.syspath_prepend(tmp_path)
     loaded: list[str] = []
-    monkeypatch.setattr(nvrtc.ctypes, "CDLL", loaded.append)
+    monkeypatch.setattr(compiler.ctypes, "CDLL", loaded.append)
 
     def version() -> tuple[int, int, int]:
         if str(library) not in loaded:
             raise RuntimeError("not in the folders of this interpreter")
         return 0, 13, 0
 
-    assert nvrtc._version(SimpleNamespace(nvrtcVersion=version)) == (0, 13, 0)
+    assert compiler._version(SimpleNamespace(nvrtcVersion=version)) == (0, 13, 0)
 
 
 @needs_nvrtc
 def test_the_command_prints_resources_and_machine_code(source: Path) -> None:
     pytest.importorskip("triton", reason="it brings cuobjdump and nvdisasm")
-    command = [sys.executable, "-m", "mla_ops.kernels.hopper.nvrtc", str(source), "shift<2>", "-DTERM=3"]
+    command = [sys.executable, "-m", "mla_ops.kernels.cuda.compiler", "sm_90a", str(source), "shift<2>", "-DTERM=3"]
     plain = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert "0 bytes of stack" in plain
     assert "EXIT" not in plain
@@ -322,40 +369,62 @@ class Driver(ModuleType):
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     stand_in, bindings = Driver(), ModuleType("cuda.bindings")
     bindings.driver = stand_in
     for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings)):
         monkeypatch.setitem(sys.modules, name, module)
-    for cached in (nvrtc._primary_context, nvrtc._launch_config):
+    for cached in (driver._primary_context, driver._launch_config):
         cached.cache_clear()
     yield stand_in
-    for cached in (nvrtc._primary_context, nvrtc._launch_config):
+    for cached in (driver._primary_context, driver._launch_config):
         cached.cache_clear()
 
 
-def test_what_lasts_is_made_in_the_devices_own_context(driver: Driver) -> None:
-    assert nvrtc.lasting_zeros(1, 64) == 7
+def test_what_lasts_is_made_in_the_devices_own_context(cuda: Driver) -> None:
+    assert driver.lasting_zeros(1, 64) == 7
     for name in ("cuMemAlloc", "cuMemsetD8Async", "cuStreamSynchronize"):
-        assert driver.context_of(name) == ["primary"]
-    driver.fails["cuMemAlloc"] = [2]
-    driver.results["cuGetErrorString"] = (b"out of memory",)
+        assert cuda.context_of(name) == ["primary"]
+    cuda.fails["cuMemAlloc"] = [2]
+    cuda.results["cuGetErrorString"] = (b"out of memory",)
     with pytest.raises(RuntimeError, match="out of memory"):
-        nvrtc.lasting_zeros(1, 64)
-    assert driver.contexts == ["another"]
-    assert len(driver.context_of("cuThreadExchangeStreamCaptureMode")) == 4
+        driver.lasting_zeros(1, 64)
+    assert cuda.contexts == ["another"]
+    assert len(cuda.context_of("cuThreadExchangeStreamCaptureMode")) == 4
 
 
-def test_a_launch_that_another_context_refuses_is_made_in_the_devices_own(driver: Driver) -> None:
-    kernel = nvrtc.Kernel(SimpleNamespace(cubin=b"", symbol="s", kernel="shift<1>"), 1)
-    assert driver.context_of("cuModuleLoadData") == ["primary"]
-    kernel._params_bytes = 16
-    driver.fails["cuLaunchKernelEx"] = [201]
-    kernel.launch((1, 1, 1), (32, 1, 1), 0, (1, 1, 1), b"\0" * 16, stream=0)
-    assert driver.context_of("cuLaunchKernelEx") == ["another", "primary"]
-    kernel.launch((1, 1, 1), (32, 1, 1), 0, (1, 1, 1), b"\0" * 16, stream=0)
-    assert driver.context_of("cuLaunchKernelEx")[2:] == ["another"]
-    assert driver.contexts == ["another"]
+def test_a_thread_without_a_context_gets_the_devices_before_its_first_launch(cuda: Driver) -> None:
+    """A refused launch is an error at once: the device of the tensors is the current one."""
+    function = driver.Function(SimpleNamespace(cubin=b"", symbol="s", kernel="shift<1>"), 1)
+    assert cuda.context_of("cuModuleLoadData") == ["primary"]
+    function._params_bytes = 16
+    failures: list[Exception] = []
+
+    def launch() -> None:
+        try:
+            for _ in range(2):
+                function.launch((1, 1, 1), (32, 1, 1), 0, (1, 1, 1), b"\0" * 16, stream=0)
+        except RuntimeError as error:
+            failures.append(error)
+
+    def launch_in_a_thread(context: int) -> None:
+        cuda.calls.clear()
+        cuda.results["cuCtxGetCurrent"] = (context,)
+        thread = threading.Thread(target=launch)
+        thread.start()
+        thread.join()
+
+    for context, bound in ((0, 1), (7, 0)):
+        launch_in_a_thread(context)
+        assert len(cuda.context_of("cuCtxSetCurrent")) == bound
+        assert len(cuda.context_of("cuCtxGetCurrent")) == 1
+        assert len(cuda.context_of("cuLaunchKernelEx")) == 2
+    assert not failures
+    cuda.fails["cuLaunchKernelEx"] = [1]
+    cuda.results["cuGetErrorString"] = (b"invalid argument",)
+    launch_in_a_thread(7)
+    assert len(cuda.context_of("cuLaunchKernelEx")) == 1
+    assert "shift<1>: CUDA_ERROR: invalid argument" in str(failures[0])
 
 
 @pytest.fixture
@@ -374,13 +443,14 @@ def shifted(x: torch.Tensor, cluster: int, factor: float = 2.0) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cluster", [1, 2, 8, 16])
 def test_clusters_reach_one_anothers_shared_memory(source: Path, x: torch.Tensor, cluster: int) -> None:
-    kernel = nvrtc.load(source, f"shift<{cluster}>", 0)
+    folder = sources(source)
+    kernel = folder.load("shift.cu", f"shift<{cluster}>", 0)
     expected = shifted(x, cluster)
     dims = (cluster, 1, 1)
     kernel.launch((16, 1, 1), (128, 1, 1), 200 * 1024, dims, arguments(x), programmatic=cluster == 8)
     torch.testing.assert_close(x, expected, rtol=0, atol=0)
     assert 1 <= kernel.occupancy_clusters((128, 1, 1), 200 * 1024, dims) * cluster <= 132
-    assert nvrtc.load(source, f"shift<{cluster}>", 0) is kernel
+    assert folder.load("shift.cu", f"shift<{cluster}>", 0) is kernel
 
 
 @pytest.mark.gpu
@@ -389,7 +459,7 @@ def test_a_captured_launch_replays_with_what_its_tensors_hold_then(source: Path,
     torch.ones(1, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):  # loads the module inside the capture, too
-        nvrtc.load(source, "shift<4>", 0).launch((16, 1, 1), (128, 1, 1), 1024, (4, 1, 1), arguments(x))
+        sources(source).load("shift.cu", "shift<4>", 0).launch((16, 1, 1), (128, 1, 1), 1024, (4, 1, 1), arguments(x))
     for _ in range(3):
         x.normal_()
         expected = shifted(x, 4)
@@ -399,7 +469,7 @@ def test_a_captured_launch_replays_with_what_its_tensors_hold_then(source: Path,
 
 @pytest.mark.gpu
 def test_launches_follow_the_current_stream_and_any_thread(source: Path, x: torch.Tensor) -> None:
-    kernel = nvrtc.load(source, "shift<2>", 0)
+    kernel = sources(source).load("shift.cu", "shift<2>", 0)
     expected = shifted(shifted(x, 2), 2)
     stream = torch.cuda.Stream()
     failures: list[Exception] = []
@@ -425,7 +495,7 @@ def test_launches_follow_the_current_stream_and_any_thread(source: Path, x: torc
 
 @pytest.mark.gpu
 def test_launches_that_cannot_work_say_why(source: Path, x: torch.Tensor) -> None:
-    kernel = nvrtc.load(source, "shift<2>", 0)
+    kernel = sources(source).load("shift.cu", "shift<2>", 0)
     with pytest.raises(ValueError, match=r"shift<2> takes 16 bytes of params, got 8"):
         kernel.launch((16, 1, 1), (128, 1, 1), 1024, (2, 1, 1), b"\0" * 8)
     with pytest.raises(RuntimeError, match=r"shift<2>: CUDA_ERROR.*block \(129, 1, 1\)"):
@@ -441,19 +511,19 @@ def test_zeros_made_during_a_capture_and_its_id(source: Path) -> None:
     for _ in range(2):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            address = nvrtc.lasting_zeros(0, 128 * 16 * 4)
-            ids += [nvrtc.capture_id(0), nvrtc.capture_id(0)]
+            address = driver.lasting_zeros(0, 128 * 16 * 4)
+            ids += [driver.capture_id(0), driver.capture_id(0)]
             params = struct.pack(PARAMS, address, 16 * 128, 2.0)
-            nvrtc.load(source, "shift<4>", 0).launch((16, 1, 1), (128, 1, 1), 1024, (4, 1, 1), params)
+            sources(source).load("shift.cu", "shift<4>", 0).launch((16, 1, 1), (128, 1, 1), 1024, (4, 1, 1), params)
         for _ in range(3):
             graph.replay()
     torch.cuda.synchronize()
     assert len(ids) == 4
     assert ids[0] == ids[1] != ids[2] == ids[3]
     assert all(ids)
-    assert nvrtc.capture_id(0) == 0
+    assert driver.capture_id(0) == 0
     values = (ctypes.c_float * (16 * 128))()
-    from cuda.bindings import driver
+    from cuda.bindings.driver import cuMemcpyDtoH
 
-    assert driver.cuMemcpyDtoH(values, address, ctypes.sizeof(values))[0] == 0
+    assert cuMemcpyDtoH(values, address, ctypes.sizeof(values))[0] == 0
     assert not any(values)
