@@ -42,8 +42,8 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser(
         "demo",
-        help="a DeepSeek-V3.2 or V4 model reads a text and continues it through torch.ops.mla.*",
-        description="Runs transformers' DeepSeek-V3.2 or V4 twice over the same prompts: as it comes, and through "
+        help="a DeepSeek or GLM model reads a text and continues it through torch.ops.mla.*",
+        description="Runs a transformers model twice over the same prompts: as it comes, and through "
         "torch.ops.mla.* from a paged cache. Without options: a small model with fixed random weights over the bytes "
         "of 'Alice's Adventures in Wonderland'.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -51,10 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--arch",
         default="v3.2",
-        choices=("v3.2", "v4"),
+        choices=("v3", "v3.2", "glm5", "v4"),
         help="of the small model; a checkpoint names its own",
     )
-    demo.add_argument("--model", metavar="PATH", help="folder of a DeepSeek-V3.2 or V4 checkpoint with its tokenizer")
+    demo.add_argument("--model", metavar="PATH", help="folder of a checkpoint with its tokenizer")
     demo.add_argument("--prompt", metavar="TEXT", help="text to continue, in every request")
     demo.add_argument("--prompt-file", metavar="PATH", help="file with the text to continue")
     demo.add_argument("--batch", type=int, default=4, metavar="N", help="requests that run together")

@@ -18,7 +18,9 @@ from mla_ops.demo.model import ARCHITECTURES, build_small_model, build_small_v4_
 from mla_ops.demo.run import DemoOptions, make_prompts
 
 SMALL = {
+    "v3": functools.partial(build_small_model, "DeepseekV3", num_layers=2, hidden_size=128, num_heads=2),
     "v3.2": functools.partial(build_small_model, num_layers=2, hidden_size=128, num_heads=2),
+    "glm5": functools.partial(build_small_model, "GlmMoeDsa", num_layers=2, hidden_size=128, num_heads=2),
     "v4": functools.partial(build_small_v4_model, hidden_size=128, num_heads=2, index_topk=16),
 }
 
@@ -58,6 +60,7 @@ def test_demo_ends_with_a_report(capsys, cache):
     assert main([*command, "--prompt", "Down, down, down."]) == 0
     output = capsys.readouterr().out
     assert "requests: 2, of 17, 17 tokens, 3 new tokens each" in output
+    assert "1: Down, down, down. >>> " in output
     for heading in ("Text", "Agreement", "Lowerings", "Compilation"):
         assert f"\n{heading}\n" in output
     assert re.search(r"^decode, tokens a second +[\d,.]+ +[\d,.]+ +[\d.]+x$", output, re.MULTILINE)
@@ -94,6 +97,7 @@ def test_demo_of_v4_ends_with_a_report(capsys, monkeypatch, smaller_models, cach
     output = capsys.readouterr().out
     assert "small DeepSeek-V4, fixed random weights" in output
     assert "requests: 2, of 270, 270 tokens, 3 new tokens each" in output
+    assert "1: ..., down, down. Down, down, down. " in output
     keys, index_keys = V4_KEYS[cache]
     assert re.search(rf"ours: {keys} \+ \d+ {cache} compressed entries \+ {index_keys}", output)
     assert asked
@@ -104,11 +108,29 @@ def test_demo_of_v4_ends_with_a_report(capsys, monkeypatch, smaller_models, cach
         assert "top-1 100.0%" in output
 
 
+@pytest.mark.parametrize("arch", ["v3", "glm5"])
+def test_demo_names_the_lowering_of_every_op_that_ran(capsys, monkeypatch, smaller_models, arch):
+    asked = set()
+    select = dispatch.select
+
+    def record(call):
+        asked.add(call.op)
+        return select(call)
+
+    monkeypatch.setattr(dispatch, "select", record)
+    command = ["demo", "--arch", arch, "--device", "cpu", "--no-compile", "--batch", "2", "--max-new-tokens", "3"]
+    assert main([*command, "--cache", "fp32"]) == 0
+    output = capsys.readouterr().out
+    for op in asked:
+        assert re.search(rf"^  {re.escape(op)} +reference$", output, re.MULTILINE), op
+    assert "before the first difference: 6 of 6" in output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_demo_compiles_a_graph_for_each_kind_of_step_and_nothing_after_warm_up(capsys, smaller_models, arch):
-    """Prefill and decode; a short prefill of V3.2 runs dense, which is a third."""
-    graphs = 3 if arch == "v3.2" else 2
+    """Prefill and decode; a short prefill of V3.2 and GLM-5 runs dense, which is a third."""
+    graphs = 3 if arch in ("v3.2", "glm5") else 2
     torch._dynamo.reset()
     assert main(["demo", "--arch", arch, "--device", "cpu", "--batch", "2", "--max-new-tokens", "3"]) == 0
     assert f"graphs compiled {graphs}, graph breaks 0, recompiles after warm-up 0" in capsys.readouterr().out
@@ -129,7 +151,7 @@ def test_demo_loads_a_local_checkpoint_with_its_tokenizer(tmp_path, capsys, arch
     assert main([*command, "--device", "cpu", "--no-compile", "--cache", "fp32"]) == 0
     output = capsys.readouterr().out
     assert str(tmp_path) in output
-    assert ARCHITECTURES[arch].selects + " a token" in output
+    assert (ARCHITECTURES[arch].selects or "all keys") + " a token" in output
     assert "requests: 1, of 4 tokens" in output
     assert "before the first difference: 2 of 2" in output
 
@@ -163,10 +185,25 @@ def test_demo_names_the_architectures_that_a_checkpoint_may_have(tmp_path, capsy
         (["demo", "--device", "cpu", "--prompt", ""], "demo: the prompt is empty"),
         (["demo", "--device", "cpu", "--prompt", "a", "--prompt-file", "b"], "exclude each other"),
         (["demo", "--arch", "v4", "--cache", "fp8_ds_mla"], "'fp32'] for DeepSeek-V4, got 'fp8_ds_mla'"),
+        (["demo", "--device", "cpu", "--prompt-file", "/nowhere"], "--prompt-file must be a text file, there is none"),
+        (["demo", "--device", "cuda:99"], "--device cuda:99: torch"),
+        (["demo", "--device", "gpu"], "--device must be cpu, cuda or cuda:N, got 'gpu'"),
+        (["demo", "--device", "cpu", "--prompt", "a" * 16380], "make 16444 tokens, the model takes 16384"),
     ],
-    ids=["batch 0", "no such checkpoint", "empty prompt", "two prompts", "a format of the other architecture"],
+    ids=[
+        "batch 0",
+        "no such checkpoint",
+        "empty prompt",
+        "two prompts",
+        "a format of the other architecture",
+        "no such file",
+        "a device that is not here",
+        "no device",
+        "a prompt past the model's length",
+    ],
 )
-def test_demo_says_what_is_wrong(capsys, command, message):
+def test_demo_says_what_is_wrong_before_it_loads_anything(capsys, monkeypatch, command, message):
+    monkeypatch.setattr("mla_ops.demo.run.load_model", None)
     assert main(command) == 2
     assert message in capsys.readouterr().err
 
@@ -183,6 +220,6 @@ def test_bench_lists_what_it_can_run(capsys):
 def test_demo_replays_a_cuda_graph_on_gpu(capsys, arch):
     assert main(["demo", "--arch", arch, "--batch", "2", "--max-new-tokens", "8"]) == 0
     output = capsys.readouterr().out
-    graphs = {"v3.2": 3, "v4": 2}[arch]  # decode and prefill, of which V3.2 has a dense one for prompts below top-k
+    graphs = 3 if arch in ("v3.2", "glm5") else 2  # decode and prefill, which has two kinds beside an indexer
     assert f"graphs compiled {graphs}, graph breaks 0, recompiles after warm-up 0" in output
     assert re.search(r"decode replayed from one CUDA graph, \d+ replays", output)

@@ -18,9 +18,9 @@ import torch._dynamo.testing
 
 from mla_ops.demo.model import TEXT
 from mla_ops.models import (
-    DeepseekV3Decoder,
     GenerationSession,
     compare_logits,
+    decoder_for,
     dense_prefill,
     stock_generate,
     teacher_forced_logits,
@@ -113,7 +113,7 @@ def assert_float32_equal(actual, expected):
 )
 def test_float32_logits_equal_transformers(model, step_sizes):
     text = BOOK[:150]
-    logits = teacher_forced_logits(DeepseekV3Decoder(model, 150), text, "fp32", step_sizes=step_sizes, block_size=16)
+    logits = teacher_forced_logits(decoder_for(model, 150), text, "fp32", step_sizes=step_sizes, block_size=16)
     assert_float32_equal(logits, stock_logits(model, text))
 
 
@@ -141,13 +141,13 @@ def test_float32_logits_equal_transformers(model, step_sizes):
 def test_float32_logits_equal_transformers_for_other_configs(changes):
     model = build_model(**changes)
     text = BOOK[:90]
-    logits = teacher_forced_logits(DeepseekV3Decoder(model, 90), text, "fp32", step_sizes=(50, 30, 1), block_size=16)
+    logits = teacher_forced_logits(decoder_for(model, 90), text, "fp32", step_sizes=(50, 30, 1), block_size=16)
     assert_float32_equal(logits, stock_logits(model, text))
 
 
 def test_prefill_runs_over_expanded_keys_and_decode_over_latents(model):
     with record_calls() as calls:
-        decoder = DeepseekV3Decoder(model, 60)
+        decoder = decoder_for(model, 60)
         teacher_forced_logits(decoder, BOOK[:51], "fp32", step_sizes=(30, 20, 1), block_size=16)
     names = [op for op, _ in calls if op != "build_step_metadata"]
     first, second = (
@@ -163,7 +163,7 @@ def test_prefill_runs_over_expanded_keys_and_decode_over_latents(model):
 
 def test_greedy_tokens_of_an_unequal_batch_equal_transformers(model, continuations):
     """Four requests on three rows of 16-token blocks: they end at different steps, and one waits for a row."""
-    decoder = DeepseekV3Decoder(model, 120)
+    decoder = decoder_for(model, 120)
     session = GenerationSession(decoder, max_num_requests=3, cache_format="fp32", block_size=16, prefill_tokens=24)
     assert session.generate(PROMPTS, LIMITS).tokens == continuations
 
@@ -173,7 +173,7 @@ def test_compiled_is_two_graphs_without_breaks_for_every_length(model, continuat
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     session = GenerationSession(
-        DeepseekV3Decoder(model, 120),
+        decoder_for(model, 120),
         max_num_requests=3,
         cache_format="fp32",
         block_size=16,
@@ -199,9 +199,7 @@ def test_bfloat16_error_is_what_bfloat16_explains(smooth_model):
     text = BOOK[:200]
     exact = stock_logits(cast_parameters(half, torch.float32), text)
     stock = compare_logits(exact, stock_logits(half, text))
-    ours = compare_logits(
-        exact, teacher_forced_logits(DeepseekV3Decoder(half, 200), text, "bf16", step_sizes=(100, 60))
-    )
+    ours = compare_logits(exact, teacher_forced_logits(decoder_for(half, 200), text, "bf16", step_sizes=(100, 60)))
     chunks = 2 * math.ceil(160 / 20)
     bound = 2**-9 / math.sqrt(3) * math.sqrt((16 + chunks) * NUM_LAYERS)
     assert stock.relative_error < bound
@@ -213,7 +211,7 @@ def test_fp8_cache_error_is_what_e4m3_explains(smooth_model):
     """Float32 but for the cache; the bound is that of `test_models.py`. A prefill reads only what came before it."""
     text = BOOK[:200]
     exact = stock_logits(smooth_model, text)
-    decoder = DeepseekV3Decoder(smooth_model, 200)
+    decoder = decoder_for(smooth_model, 200)
     ours = compare_logits(exact, teacher_forced_logits(decoder, text, "fp8_ds_mla", step_sizes=(50, 49, 1)))
     bound = 2**-4 / math.sqrt(3) * 0.72 * math.sqrt(NUM_LAYERS)
     assert 0 < ours.relative_error < bound
@@ -221,24 +219,24 @@ def test_fp8_cache_error_is_what_e4m3_explains(smooth_model):
 
 
 def test_a_step_of_padding_changes_no_cache(model):
-    session = GenerationSession(DeepseekV3Decoder(model, 64), max_num_requests=2, cache_format="fp32", block_size=16)
+    session = GenerationSession(decoder_for(model, 64), max_num_requests=2, cache_format="fp32", block_size=16)
     session.start_request(0, BOOK[:20], 1)  # done at once: no row is active
-    before = [tensor.clone() for layer in session.cache.layers for tensor in layer]
+    before = [tensor.clone() for layer in session.cache.layers for tensor in layer if tensor is not None]
     session.step()
-    after = [tensor for layer in session.cache.layers for tensor in layer]
+    after = [tensor for layer in session.cache.layers for tensor in layer if tensor is not None]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_what_the_decoder_refuses(model):
     with pytest.raises(ValueError, match="reads cache_format 'fp32' or 'fp8_ds_mla', got 'bf16'"):
-        DeepseekV3Decoder(model, 64).allocate_cache("bf16", 4, 16)
+        decoder_for(model, 64).allocate_cache("bf16", 4, 16)
     narrow = build_model(kv_lora_rank=256, num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"config.kv_lora_rank must be 512, .* got 256"):
-        DeepseekV3Decoder(narrow, 64)
+        decoder_for(narrow, 64)
 
 
 def test_there_are_no_index_keys(model):
-    cache = DeepseekV3Decoder(model, 64).allocate_cache("fp8_ds_mla", 2, 16)
+    cache = decoder_for(model, 64).allocate_cache("fp8_ds_mla", 2, 16)
     assert cache.index_bytes_per_token == 0
     assert cache.latent_bytes_per_token == 656 * NUM_LAYERS
 
@@ -252,7 +250,7 @@ GPU_CASES = [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.bfloat16,
 def test_replayed_tokens_equal_unreplayed_tokens_on_gpu(model, dtype, cache_format, compiled):
     """The captured step sees other lengths, other blocks and fewer live rows at every replay."""
     torch._dynamo.reset()
-    decoder = DeepseekV3Decoder(cast_parameters(model, dtype).to("cuda"), 120)
+    decoder = decoder_for(cast_parameters(model, dtype).to("cuda"), 120)
     options = {"max_num_requests": 3, "cache_format": cache_format, "block_size": 16, "prefill_tokens": 24}
     plain = GenerationSession(decoder, **options, compiled=compiled, cuda_graph=False)
     expected = plain.generate(PROMPTS, LIMITS).tokens

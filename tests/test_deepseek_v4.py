@@ -16,9 +16,9 @@ if not hasattr(transformers, "DeepseekV4ForCausalLM"):
 
 import torch._dynamo.testing
 
-from mla_ops.models import DeepseekV4Decoder, GenerationSession, V4StepInputs, compare_logits, teacher_forced_logits
-from mla_ops.models.deepseek_v4 import C4A, C128A, SLIDING
+from mla_ops.models import GenerationSession, WindowedInputs, compare_logits, decoder_for, teacher_forced_logits
 from mla_ops.models.evaluate import cast_parameters
+from mla_ops.models.windowed import C4A, C128A, SLIDING
 
 NUM_LAYERS = 4
 MAX_LEN = 320
@@ -95,7 +95,7 @@ class Runner:
     """Requests with shuffled blocks, stepped with any number of tokens each."""
 
     def __init__(self, model, num_requests, max_num_tokens, cache_format="fp32", compiled=None):
-        self.decoder = DeepseekV4Decoder(model, MAX_LEN)
+        self.decoder = decoder_for(model, MAX_LEN)
         self.run = compiled(self.decoder) if compiled else self.decoder
         self.metadata = self.decoder.allocate_metadata(
             max_num_tokens=max_num_tokens, max_num_requests=num_requests, block_size=128
@@ -119,7 +119,7 @@ class Runner:
         starts = torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)
         self.metadata.build(starts, torch.tensor(lens, dtype=torch.int32, device=device), *self.tables)
         padded = flat + [0] * ((pad_to or len(flat)) - len(flat))
-        inputs = V4StepInputs.from_metadata(torch.tensor(padded, device=device), self.metadata, self.rings)
+        inputs = WindowedInputs.from_metadata(torch.tensor(padded, device=device), self.metadata, self.rings)
         cache = self.cache
         one = all(count <= 1 for count in counts)
         logits = self.run(inputs, cache.layers, cache.cache_format, cache.index_format, one)
@@ -235,24 +235,33 @@ def continuations(model):
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"compiled": True, "backend": "aot_eager"}], ids=["eager", "compiled"])
-def test_generation_equals_transformers_token_for_token(model, continuations, options):
-    """More prompts than rows: a row's blocks and rings pass on to the next request."""
-    decoder = DeepseekV4Decoder(model, MAX_LEN)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_generation_equals_transformers_token_for_token(model, continuations, compiled):
+    """More prompts than rows: a row's blocks and rings pass on to the next request. Two graphs serve every step."""
+    decoder = decoder_for(model, MAX_LEN)
     torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     session = GenerationSession(
-        decoder, max_num_requests=2, cache_format="fp32", block_size=128, prefill_tokens=60, cuda_graph=False, **options
+        decoder,
+        max_num_requests=2,
+        cache_format="fp32",
+        block_size=128,
+        prefill_tokens=60,
+        cuda_graph=False,
+        compiled=compiled,
+        backend=counter,
     )
-    if options:
+    if compiled:
         session.warm_up()
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert session.generate(PROMPTS, LIMITS).tokens == continuations
+    assert counter.frame_count == (2 if compiled else 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_captured_decode_equals_transformers_token_for_token(model, continuations, compiled):
-    decoder = DeepseekV4Decoder(copy.deepcopy(model).cuda(), MAX_LEN)
+    decoder = decoder_for(copy.deepcopy(model).cuda(), MAX_LEN)
     torch._dynamo.reset()
     session = GenerationSession(
         decoder, max_num_requests=2, cache_format="fp32", block_size=128, prefill_tokens=60, compiled=compiled
@@ -270,7 +279,7 @@ def test_rounded_caches_predict_what_float32_predicts(cache_format):
     reference = stock_logits(model, tokens)
     if cache_format == "bf16":
         model = cast_parameters(model, torch.bfloat16)
-    decoder = DeepseekV4Decoder(model, MAX_LEN)
+    decoder = decoder_for(model, MAX_LEN)
     logits = teacher_forced_logits(decoder, tokens, cache_format, step_sizes=(140, 1), block_size=128)
     agreement = compare_logits(reference, logits)
     # bfloat16 keeps 8 bits and e4m3 4, over a handful of layers
@@ -280,28 +289,9 @@ def test_rounded_caches_predict_what_float32_predicts(cache_format):
 
 @pytest.mark.parametrize("block_size", [0, 64, 130])
 def test_blocks_that_cut_a_group_are_refused(model, block_size):
-    decoder = DeepseekV4Decoder(model, MAX_LEN)
+    decoder = decoder_for(model, MAX_LEN)
     with pytest.raises(ValueError, match=f"multiple of 128.*got {block_size}"):
         decoder.allocate_metadata(max_num_tokens=1, max_num_requests=1, block_size=block_size)
-
-
-def test_one_graph_serves_every_step(model):
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    eager = Runner(model, 1, 64)
-    runner = Runner(model, 1, 64)
-    compiled = torch.compile(runner.decoder, backend=counter, fullgraph=True)
-
-    def run(inputs, *rest):
-        return compiled(inputs.mark_num_tokens_dynamic(), *rest[:-1], False)
-
-    runner.run = run
-    tokens, start = text(100), 0
-    for size in (40, 7, 2, 33, 18):
-        part = tokens[start : start + size]
-        start += size
-        torch.testing.assert_close(runner.step([part], [start])[0], eager.step([part], [start])[0])
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(
@@ -310,7 +300,7 @@ def test_one_graph_serves_every_step(model):
 )
 def test_a_geometry_without_a_format_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        DeepseekV4Decoder(build_model(**changes), MAX_LEN)
+        decoder_for(build_model(**changes), MAX_LEN)
 
 
 def test_a_cache_of_another_dtype_is_refused(model):

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..dispatch import Call
-from ..models import DeepseekV4Decoder, DeepseekV32Decoder, GenerationSession
-from ..models.deepseek_v4 import C4A, C128A, SLIDING
+from ..models import GenerationSession
 from ..models.evaluate import cast_parameters
+from ..models.generate import end_tokens
+from ..models.windowed import C4A, C128A, SLIDING
 
 TEXT = Path(__file__).with_name("alice.txt")
 
 
+# what the config of each class has beside the common part of `build_small_model`
+EXTRA_CONFIG: dict[str, dict[str, Any]] = {
+    "DeepseekV3": {},
+    "DeepseekV32": {"index_head_dim": 128},
+    "GlmMoeDsa": {"index_head_dim": 128, "qk_nope_head_dim": 192, "v_head_dim": 256},
+}
+
+
 def build_small_model(
+    kind: str = "DeepseekV32",
     *,
     num_layers: int = 3,
     hidden_size: int = 512,
@@ -27,47 +38,55 @@ def build_small_model(
     index_topk: int = 256,
     vocab_size: int = 256,
     initializer_range: float = 0.04,
-    rope_parameters: dict[str, Any] | None = None,
     seed: int = 0,
+    **changes: Any,
 ) -> Any:
-    """A float32 transformers `DeepseekV32ForCausalLM` with the real attention geometry and fixed random weights.
+    """A float32 transformers model with the real attention geometry and fixed random weights.
 
-    Latent 512, RoPE 64, head dims 128 and 128, the lightning indexer with 128-wide keys; the first layer is dense, the
-    others mix 8 experts. Hidden size, depth and vocabulary are small.
+    Latent 512, RoPE 64, the head dims of the model, the lightning indexer with 128-wide keys where it has one; the
+    first layer is dense, the others mix 8 experts. Hidden size, depth and vocabulary are small.
+
+    Args:
+        kind: the classes' common name, such as `GlmMoeDsa`.
+        num_layers, hidden_size, num_heads, index_heads, index_topk, vocab_size, initializer_range: sizes.
+        seed: of the weights.
+        changes: any other entry of the config.
     """
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+    import transformers
 
-    config = DeepseekV32Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        moe_intermediate_size=hidden_size // 4,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        mlp_layer_types=["dense"] + ["sparse"] * (num_layers - 1),
-        q_lora_rank=hidden_size // 2,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        index_n_heads=index_heads,
-        index_head_dim=128,
-        index_topk=index_topk,
-        max_position_embeddings=16384,
-        initializer_range=initializer_range,
-        rope_parameters=rope_parameters,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "moe_intermediate_size": hidden_size // 4,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": hidden_size // 2,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "max_position_embeddings": SMALL_MODEL_LENGTH,
+        "initializer_range": initializer_range,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if kind != "DeepseekV3":
+        common |= {
+            "mlp_layer_types": ["dense"] + ["sparse"] * (num_layers - 1),
+            "index_n_heads": index_heads,
+            "index_topk": index_topk,
+        }
+    config = getattr(transformers, f"{kind}Config")(**{**common, **EXTRA_CONFIG[kind], **changes})
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = DeepseekV32ForCausalLM(config).eval()
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     torch.random.set_rng_state(state)
     return model
 
@@ -109,7 +128,7 @@ def build_small_v4_model(
         index_n_heads=24,
         index_head_dim=128,
         index_topk=index_topk,
-        max_position_embeddings=16384,
+        max_position_embeddings=SMALL_MODEL_LENGTH,
         initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=None,
@@ -131,29 +150,30 @@ def build_small_v4_model(
     return model
 
 
-def _calls_v32(session: GenerationSession, num_tokens: int) -> list[Call]:
+def _calls_latent(session: GenerationSession, num_tokens: int) -> list[Call]:
     decoder, cache = session.decoder, session.cache
     device, dtype = decoder.device, decoder.dtype
-    topk = min(decoder.index_topk, session.max_blocks_per_request * cache.block_size)
-    return [
+    capacity = session.max_blocks_per_request * cache.block_size
+    heads, indexed = decoder.num_heads, decoder.attention.has_indexer
+    # a prefill runs over expanded keys; with an indexer, one of no more tokens than it chooses
+    context = min(decoder.index_topk, capacity) if indexed else capacity
+    widths = decoder.config.qk_nope_head_dim + decoder.config.qk_rope_head_dim, decoder.config.v_head_dim
+    call = Call("", device, dtype, cache.cache_format, num_heads=heads, num_tokens=num_tokens)
+    prefill = call._replace(cache_format="", head_dim=widths[0], head_dim_v=widths[1])
+    calls = [
         Call("build_step_metadata", device, torch.int32, num_tokens=num_tokens),
         Call("concat_and_cache", device, dtype, cache.cache_format, num_tokens=num_tokens),
+        Call("gather_cache", device, dtype, cache.cache_format, num_tokens=context),
+        prefill._replace(op="prefill_attention"),
+        Call("merge_attention_states", device, dtype, head_dim=widths[1], num_heads=heads, num_tokens=num_tokens),
+    ]
+    latent = call._replace(head_dim=decoder.head_dim)
+    if not indexed:
+        return [*calls, latent._replace(op="paged_attention", topk=capacity, block_size=cache.block_size)]
+    return [
+        *calls,
         Call("concat_and_cache", device, dtype, cache.index_format, num_tokens=num_tokens),
-        Call(
-            "paged_sparse_attention", device, dtype, cache.cache_format, 576, decoder.num_heads, num_tokens, topk=topk
-        ),
-        # a prefill of no more tokens than the indexer chooses
-        Call("gather_cache", device, dtype, cache.cache_format, num_tokens=topk),
-        Call(
-            "prefill_attention",
-            device,
-            dtype,
-            head_dim=192,
-            num_heads=decoder.num_heads,
-            num_tokens=num_tokens,
-            head_dim_v=128,
-        ),
-        Call("merge_attention_states", device, dtype, head_dim=128, num_heads=decoder.num_heads, num_tokens=num_tokens),
+        latent._replace(op="paged_sparse_attention", topk=context),
     ]
 
 
@@ -195,9 +215,8 @@ class Architecture:
         title: its name, for people.
         model_type: its name in a checkpoint's `config.json`.
         model_class: its name in transformers.
-        build: the small model.
-        decoder: the class in `mla_ops.models` that runs it.
-        selects: what the indexer chooses for a token.
+        build: the small model; None for one that runs from a checkpoint alone.
+        selects: what the indexer chooses for a token; None where every token reads all keys.
         cache_formats: quantized and plain ones; the first is the default.
         block_size: tokens a cache block.
         prompt_lengths: bytes of the default prompts, in turn. Unequal on purpose where transformers can pad them.
@@ -211,9 +230,8 @@ class Architecture:
     title: str
     model_type: str
     model_class: str
-    build: Callable[[], Any]
-    decoder: type[DeepseekV32Decoder] | type[DeepseekV4Decoder]
-    selects: str
+    build: Callable[[], Any] | None
+    selects: str | None
     cache_formats: tuple[str, ...]
     block_size: int
     prompt_lengths: tuple[int, ...]
@@ -224,12 +242,25 @@ class Architecture:
 
 
 ARCHITECTURES = {
+    "v3": Architecture(
+        title="DeepSeek-V3",
+        model_type="deepseek_v3",
+        model_class="DeepseekV3ForCausalLM",
+        build=partial(build_small_model, "DeepseekV3"),
+        selects=None,
+        cache_formats=("fp8_ds_mla", "bf16", "fp32"),
+        block_size=64,
+        prompt_lengths=(600, 217, 433, 133),
+        pads=True,
+        cache_parts={"latent": "{cache} latent"},
+        request_parts={},
+        calls=_calls_latent,
+    ),
     "v3.2": Architecture(
         title="DeepSeek-V3.2",
         model_type="deepseek_v32",
         model_class="DeepseekV32ForCausalLM",
         build=build_small_model,
-        decoder=DeepseekV32Decoder,
         selects="keys",
         cache_formats=("fp8_ds_mla", "bf16", "fp32"),
         block_size=64,
@@ -237,14 +268,27 @@ ARCHITECTURES = {
         pads=True,
         cache_parts={"latent": "{cache} latent", "index_keys": "{index} index keys"},
         request_parts={},
-        calls=_calls_v32,
+        calls=_calls_latent,
+    ),
+    "glm5": Architecture(
+        title="GLM-5",
+        model_type="glm_moe_dsa",
+        model_class="GlmMoeDsaForCausalLM",
+        build=partial(build_small_model, "GlmMoeDsa", indexer_types=["full", "full", "shared"]),
+        selects="keys",
+        cache_formats=("fp8_ds_mla", "bf16", "fp32"),
+        block_size=64,
+        prompt_lengths=(600, 217, 433, 133),
+        pads=True,
+        cache_parts={"latent": "{cache} latent", "index_keys": "{index} index keys"},
+        request_parts={},
+        calls=_calls_latent,
     ),
     "v4": Architecture(
         title="DeepSeek-V4",
         model_type="deepseek_v4",
         model_class="DeepseekV4ForCausalLM",
         build=build_small_v4_model,
-        decoder=DeepseekV4Decoder,
         selects="entries",
         cache_formats=("fp8_ds_mla_v4", "bf16", "fp32"),
         block_size=256,
@@ -257,6 +301,28 @@ ARCHITECTURES = {
         },
         request_parts={"states": "compressor states", "index_states": "compressor states"},
         calls=_calls_v4,
+    ),
+}
+
+
+# those that have no small model here, by their model_type
+CHECKPOINTS = {
+    "kimi_k25": replace(
+        ARCHITECTURES["v3"],
+        title="Kimi K2.5",
+        model_type="kimi_k25",
+        model_class="Kimi_K25ForConditionalGeneration",
+        build=None,
+    ),
+    "hy_v4": replace(
+        ARCHITECTURES["glm5"], title="HY-V4", model_type="hy_v4", model_class="HYV4ForCausalLM", build=None
+    ),
+    "mistral_large4": replace(
+        ARCHITECTURES["glm5"],
+        title="Mistral Large 4",
+        model_type="mistral_large4",
+        model_class="MistralLarge4ForConditionalGeneration",
+        build=None,
     ),
 }
 
@@ -274,12 +340,13 @@ def find_architecture(name: str, path: str | None) -> Architecture:
         return ARCHITECTURES[name]
     if not Path(path).is_dir():
         raise FileNotFoundError(f"--model must be a local checkpoint folder, there is none at '{path}'")
+    if not (Path(path) / "config.json").is_file():
+        raise FileNotFoundError(f"--model must be a checkpoint folder, that at '{path}' has no config.json")
     found = json.loads((Path(path) / "config.json").read_text()).get("model_type")
-    for architecture in ARCHITECTURES.values():
-        if architecture.model_type == found:
-            return architecture
-    expected = [architecture.model_type for architecture in ARCHITECTURES.values()]
-    raise ValueError(f"--model must be a checkpoint of one of {expected}, that at '{path}' is of '{found}'")
+    known = {one.model_type: one for one in (*ARCHITECTURES.values(), *CHECKPOINTS.values())}
+    if found not in known:
+        raise ValueError(f"--model must be a checkpoint of one of {sorted(known)}, that at '{path}' is of '{found}'")
+    return known[found]
 
 
 class ByteTokenizer:
@@ -294,28 +361,38 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer, in the dtype that the cache asks for, and a float32 twin where that is affordable."""
+    """A model in the dtype that the cache asks for, and a float32 twin where that is affordable."""
 
     model: Any
     reference: Any | None
-    tokenizer: Any
     eos_token_ids: tuple[int, ...]
     description: str
 
 
 # a float32 copy beside the model is made up to here
 MAX_REFERENCE_PARAMETERS = 2_000_000_000
+SMALL_MODEL_LENGTH = 16384
+
+
+def load_tokenizer(path: str | None) -> tuple[Any, int]:
+    """The tokenizer of the checkpoint at `path`, or bytes, and the longest request of the model; no weights."""
+    if path is None:
+        return ByteTokenizer(), SMALL_MODEL_LENGTH
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True), config.max_position_embeddings
 
 
 def load_model(architecture: Architecture, path: str | None, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """The checkpoint at `path`, or the architecture's small model if that is None."""
     if path is None:
-        model, tokenizer = cast_parameters(architecture.build(), dtype), ByteTokenizer()
+        assert architecture.build is not None
+        model = cast_parameters(architecture.build(), dtype)
         name = f"small {architecture.title}, fixed random weights"
     else:
         import transformers
 
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         model_class = getattr(transformers, architecture.model_class)
         model = model_class.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
         name = path
@@ -323,11 +400,10 @@ def load_model(architecture: Architecture, path: str | None, dtype: torch.dtype,
     parameters = sum(parameter.numel() for parameter in model.parameters())
     affordable = dtype != torch.float32 and parameters <= MAX_REFERENCE_PARAMETERS
     reference = cast_parameters(model, torch.float32) if affordable else None
-    end = model.config.eos_token_id
-    ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
-    config = model.config
+    config = model.config.get_text_config()
+    selects = "all keys" if architecture.selects is None else f"top-{config.index_topk} {architecture.selects}"
     description = (
         f"{name}: {parameters / 1e6:.0f} M parameters, {config.num_hidden_layers} layers, "
-        f"{config.num_attention_heads} heads, top-{config.index_topk} {architecture.selects} a token"
+        f"{config.num_attention_heads} heads, {selects} a token"
     )
-    return LoadedModel(model, reference, tokenizer, ends, description)
+    return LoadedModel(model, reference, end_tokens(model), description)

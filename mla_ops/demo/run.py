@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from .. import dispatch
-from ..models import GenerationResult, GenerationSession
+from ..models import GenerationResult, GenerationSession, decoder_for
 from ..models.evaluate import (
     Agreement,
     StockResult,
@@ -23,7 +23,7 @@ from ..models.evaluate import (
     stock_logits,
     teacher_forced_logits,
 )
-from .model import ARCHITECTURES, TEXT, Architecture, LoadedModel, find_architecture, load_model
+from .model import ARCHITECTURES, TEXT, Architecture, LoadedModel, find_architecture, load_model, load_tokenizer
 
 # torch suggests TF32 for float32 products; agreement to float32 rounding is what the demo is about
 warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
@@ -34,6 +34,10 @@ CACHE_DTYPES = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
 }
+
+
+# of a prompt, at its end, that the report shows
+ECHO_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ def make_prompts(
         raise ValueError("--prompt and --prompt-file exclude each other")
     text = options.prompt
     if options.prompt_file is not None:
+        if not Path(options.prompt_file).is_file():
+            raise FileNotFoundError(f"--prompt-file must be a text file, there is none at '{options.prompt_file}'")
         text = Path(options.prompt_file).read_text()
     if text is not None:
         tokens = list(tokenizer.encode(text))
@@ -143,12 +149,18 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
     cache_format = options.cache or architecture.cache_formats[0]
     _check_options(options, architecture, cache_format)
     console = Console(stream)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _choose_device(options.device)
+    tokenizer, max_length = load_tokenizer(options.model)
+    prompts = make_prompts(options, tokenizer, architecture)
+    longest = max(len(prompt) for prompt in prompts) + options.max_new_tokens
+    if longest > max_length:
+        raise ValueError(
+            f"prompt and --max-new-tokens make {longest} tokens, the model takes {max_length}: shorten one of them"
+        )
     dtype = CACHE_DTYPES[cache_format]
     console.progress(f"torch {torch.__version__}, transformers {_version('transformers')}, {_device_name(device)}")
     loaded = load_model(architecture, options.model, dtype, device)
     console.progress(f"{loaded.description}, {str(dtype).removeprefix('torch.')}")
-    prompts = make_prompts(options, loaded.tokenizer, architecture)
     lengths = ", ".join(str(len(prompt)) for prompt in prompts)
     console.progress(f"requests: {len(prompts)}, of {lengths} tokens, {options.max_new_tokens} new tokens each")
 
@@ -165,9 +177,8 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
     held = max(len(prompt) for prompt in prompts) + max(len(tokens) for tokens in stock.tokens) - 1
 
     block_size = architecture.block_size
-    longest = max(len(prompt) for prompt in prompts) + options.max_new_tokens
-    max_model_len = min(-(-longest // block_size) * block_size, loaded.model.config.max_position_embeddings)
-    decoder = architecture.decoder(loaded.model, max_model_len)
+    max_model_len = min(-(-longest // block_size) * block_size, max_length)
+    decoder = decoder_for(loaded.model, max_model_len)
     session = GenerationSession(
         decoder,
         max_num_requests=len(prompts),
@@ -181,7 +192,7 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
     doing = [text for text, on in (("compiling prefill and decode", options.compile),) if on]
     doing += ["capturing the decode step"] * session.cuda_graph
     console.progress("mla_ops: " + (" and ".join(doing) or "first step") + " (once)")
-    session.warm_up()
+    session.warm_up(progress=lambda what: console.progress(f"mla_ops:   {what}"))
     warm = CompileCounts.now()
     console.progress("mla_ops: reading and continuing")
     session.generate(prompts[:1], min(2, options.max_new_tokens))
@@ -200,6 +211,7 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
         options,
         architecture,
         loaded,
+        tokenizer,
         session,
         prompts,
         ours,
@@ -221,6 +233,7 @@ def _report(
     options: DemoOptions,
     architecture: Architecture,
     loaded: LoadedModel,
+    tokenizer: Any,
     session: GenerationSession,
     prompts: list[list[int]],
     ours: GenerationResult,
@@ -235,9 +248,11 @@ def _report(
 ) -> list[str]:
     graphs, breaks, recompiles = counts
     lines = ["Text"]
-    decode = loaded.tokenizer.decode
+    decode = tokenizer.decode
     for number, (prompt, tokens) in enumerate(zip(prompts[:4], ours.tokens[:4], strict=True), 1):
-        lines.append(f"  {number}: {_printable(decode(prompt[-32:]))} >>> {_printable(decode(tokens))}")
+        cut = "..." if len(prompt) > ECHO_TOKENS else ""
+        echo = _printable(decode(prompt[-ECHO_TOKENS:]))
+        lines.append(f"  {number}: {cut}{echo} >>> {_printable(decode(tokens))}")
     if options.model is None:
         lines.append("  (The weights are random, so this is noise; what counts is that it is transformers' noise.)")
 
@@ -318,6 +333,23 @@ def _check_options(options: DemoOptions, architecture: Architecture, cache_forma
     for name in ("batch", "max_new_tokens"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+
+
+def _choose_device(name: str | None) -> torch.device:
+    """Raises ValueError for a device that is not here."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got '{name}'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, got '{name}'")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if not torch.cuda.is_available() or (device.index or 0) >= count:
+            raise ValueError(f"--device {name}: torch {torch.__version__} sees {count} CUDA devices here")
+    return device
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -1,27 +1,27 @@
-"""The ops in real models: Hugging Face transformers' DeepSeek-V3, V3.2 and V4, which only the demo imports."""
+"""The ops in real models of Hugging Face transformers, which only the demo imports."""
 
-from .deepseek_v3 import DeepseekV3Decoder, V3DecoderCache, V3LayerCache
-from .deepseek_v4 import DeepseekV4Decoder, V4DecoderCache, V4LayerCache, V4StepInputs
-from .deepseek_v32 import DecoderCache, DeepseekV32Decoder, LayerCache, StepInputs
+from .decoder import Decoder, decoder_for
 from .evaluate import Agreement, compare_logits, stock_generate, teacher_forced_logits
-from .generate import GenerationResult, GenerationSession
+from .generate import GenerationResult, GenerationSession, TokenEvent
+from .latent import DecoderCache, LayerCache, StepInputs
+from .supported import SUPPORTED
+from .windowed import WindowedCache, WindowedInputs, WindowedLayerCache
 
 __all__ = [
+    "SUPPORTED",
     "Agreement",
+    "Decoder",
     "DecoderCache",
-    "DeepseekV3Decoder",
-    "DeepseekV4Decoder",
-    "DeepseekV32Decoder",
     "GenerationResult",
     "GenerationSession",
     "LayerCache",
     "StepInputs",
-    "V3DecoderCache",
-    "V3LayerCache",
-    "V4DecoderCache",
-    "V4LayerCache",
-    "V4StepInputs",
+    "TokenEvent",
+    "WindowedCache",
+    "WindowedInputs",
+    "WindowedLayerCache",
     "compare_logits",
+    "decoder_for",
     "stock_generate",
     "teacher_forced_logits",
 ]

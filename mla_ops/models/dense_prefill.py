@@ -49,7 +49,7 @@ def attend_expanded(
     block_table: torch.Tensor,
     dense: DensePrefill,
     workspace: torch.Tensor,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a step's tokens to themselves, causal, and to their requests' cached context.
 
     Args:
@@ -60,7 +60,7 @@ def attend_expanded(
         dense, workspace: the step's plan, and room for a chunk.
 
     Returns:
-        `[num_tokens, num_heads, v_head_dim]`.
+        `[num_tokens, num_heads, v_head_dim]`, and the lse `[num_tokens, num_heads]` float32.
     """
     num_heads, nope_dim = q.shape[1], attention.qk_nope_head_dim
 
@@ -69,7 +69,7 @@ def attend_expanded(
         k_nope, v = both.split((nope_dim, attention.v_head_dim), dim=-1)
         return torch.cat((k_nope, rope.to(q.dtype).unsqueeze(1).expand(-1, num_heads, -1)), dim=-1), v
 
-    out, _ = chunked_prefill_attention(
+    return chunked_prefill_attention(
         q,
         *expand(kv_c, k_pe),
         dense.query_start_loc,
@@ -82,4 +82,3 @@ def attend_expanded(
         workspace=workspace,
         up_project=expand,
     )
-    return out

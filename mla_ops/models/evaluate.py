@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .deepseek_v4 import DeepseekV4Decoder
-from .deepseek_v32 import DeepseekV32Decoder
+from .decoder import Decoder
 from .generate import GenerationResult
 
 
@@ -52,7 +51,7 @@ def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> Agreement:
 
 @torch.no_grad()
 def teacher_forced_logits(
-    decoder: DeepseekV32Decoder | DeepseekV4Decoder,
+    decoder: Decoder,
     token_ids: Sequence[int],
     cache_format: str,
     *,
@@ -75,10 +74,9 @@ def teacher_forced_logits(
         `[num_tokens, vocab_size]` in the model's dtype.
     """
     sizes = list(step_sizes) or [256]
-    either: Any = decoder
-    metadata = either.allocate_metadata(max_num_tokens=max(sizes), max_num_requests=1, block_size=block_size)
+    metadata = decoder.allocate_metadata(max_num_tokens=max(sizes), max_num_requests=1, block_size=block_size)
     num_blocks = -(-decoder.max_model_len // block_size)
-    cache = either.allocate_cache(cache_format, num_blocks, block_size)
+    cache = decoder.allocate_cache(cache_format, num_blocks, block_size)
     device = decoder.device
 
     def int32(*values: int) -> torch.Tensor:
@@ -92,11 +90,10 @@ def teacher_forced_logits(
     while start < len(token_ids):
         part = tokens[start : start + (sizes.pop(0) if len(sizes) > 1 else sizes[0])]
         end = start + part.shape[0]
-        either.build_step(metadata, int32(0, part.shape[0]), int32(end), int32(*blocks).unsqueeze(0))
+        decoder.build_step(metadata, int32(0, part.shape[0]), int32(end), int32(*blocks).unsqueeze(0))
         one = part.shape[0] == 1
-        bound = None if one else either.dense_context(start, part.shape[0])
-        dense = {} if bound is None else {"max_context_tokens": bound}
-        inputs = either.step_inputs(part, metadata, int32(0).unsqueeze(0), **dense)
+        bound = None if one else decoder.dense_context(start, part.shape[0])
+        inputs = decoder.step_inputs(part, metadata, int32(0).unsqueeze(0), bound)
         logits.append(decoder(inputs, cache.layers, cache_format, cache.index_format, one))
         start = end
     return torch.cat(logits)

@@ -1,12 +1,19 @@
-"""Greedy generation over paged caches: chunked prefill, then decode steps that never look at the host.
+"""Generation over paged caches: chunked prefill, then decode steps that never look at the host.
 
     session = GenerationSession(decoder, max_num_requests=4, cache_format="fp8_ds_mla")
     result = session.generate(prompts, max_new_tokens=64)
+
+    session.submit(prompt, 64)           # more may be submitted while others run
+    for event in session.stream():       # tokens as they come
+        print(event.request, event.tokens, event.done)
 
 A decode step is a function of device buffers alone: it builds the step's metadata, runs the model, chooses the next
 tokens, appends them, and retires the requests that are done. So the same code runs eagerly, compiled, and captured in a
 CUDA graph, where a step is one replay. A request that is done has no query tokens in later steps: it becomes padding,
 and the tokens of the others move up.
+
+This is no serving engine: no priorities, no preemption, no sharing of prefixes, a prefill runs alone. It is the place
+to copy from.
 """
 
 from __future__ import annotations
@@ -14,16 +21,16 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..warm_up import warmup
-from .deepseek_v3 import DeepseekV3Decoder
-from .deepseek_v4 import DeepseekV4Decoder, V4StepInputs
-from .deepseek_v32 import DeepseekV32Decoder, StepInputs
+from .decoder import Decoder
+from .sampling import choose_tokens
 
 # float32 index scores that one prefill step may hold: num_tokens * index heads * capacity
 MAX_SCORE_BYTES = 2**30
@@ -54,16 +61,40 @@ class GenerationResult:
         return self.decode_tokens / max(self.decode_seconds, 1e-9)
 
 
+class TokenEvent(NamedTuple):
+    """What a request has got since the last look.
+
+    Attributes:
+        request: what `GenerationSession.submit` returned.
+        tokens: its new tokens; the end token too.
+        done: there will be no more.
+    """
+
+    request: int
+    tokens: list[int]
+    done: bool
+
+
+class _Request(NamedTuple):
+    number: int
+    prompt: list[int]
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+
 @dataclass
 class _Slot:
     """One row of the decode batch, on the host."""
 
-    prompt: int = -1
+    request: int = -1
+    sent: int = 0
     blocks: list[int] = field(default_factory=list)
 
     @property
     def free(self) -> bool:
-        return self.prompt < 0
+        return self.request < 0
 
 
 class GenerationSession:
@@ -76,7 +107,9 @@ class GenerationSession:
         block_size: tokens a cache block; a multiple of 128 for V4.
         num_blocks: blocks of the cache; by default enough for every row at `decoder.max_model_len`.
         prefill_tokens: tokens of a prefill step; longer prompts take several. Lowered where index scores ask for it.
-        eos_token_ids: a request is done when it produces one of these.
+        eos_token_ids: a request is done when it produces one of these; one, several, or none by `()`. By default
+            those of the model's generation config.
+        sampling: requests may ask for a temperature; a step then sorts its logits.
         compiled: compile the model with `fullgraph=True`.
         backend: what `torch.compile` compiles with.
         cuda_graph: capture the decode step in a CUDA graph; None captures on CUDA devices.
@@ -85,22 +118,22 @@ class GenerationSession:
 
     def __init__(
         self,
-        decoder: DeepseekV3Decoder | DeepseekV32Decoder | DeepseekV4Decoder,
+        decoder: Decoder,
         *,
         max_num_requests: int,
         cache_format: str,
         block_size: int = 64,
         num_blocks: int | None = None,
         prefill_tokens: int = 512,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: int | Sequence[int] | None = None,
+        sampling: bool = False,
         compiled: bool = False,
         backend: str | Callable[..., Any] = "inductor",
         cuda_graph: bool | None = None,
         seed: int = 0,
     ) -> None:
         device = decoder.device
-        # the decoders have the same methods, over metadata and inputs of their own
-        self.decoder: Any = decoder
+        self.decoder = decoder
         if cuda_graph and device.type != "cuda":
             raise ValueError(f"cuda_graph=True needs a model on a CUDA device, this one is on {device}")
         self.cuda_graph = device.type == "cuda" if cuda_graph is None else cuda_graph
@@ -139,14 +172,22 @@ class GenerationSession:
         self.rows = torch.arange(max_num_requests, dtype=torch.int32, device=device).unsqueeze(1)
         self.query_start_loc = zeros(max_num_requests + 1, dtype=torch.int32)
         self.input_ids = zeros(max_num_requests)
-        self.eos_token_ids = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
+        if eos_token_ids is None:
+            eos_token_ids = end_tokens(decoder.model)
+        ends = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
+        self.eos_token_ids = torch.tensor(ends, dtype=torch.int64, device=device)
+        self.sampling = sampling
+        self.temperature = zeros(max_num_requests, dtype=torch.float32)
+        self.top_p = zeros(max_num_requests, dtype=torch.float32)
+        self.seeds = zeros(max_num_requests)
+        self.waiting: deque[_Request] = deque()
+        self.totals = GenerationResult([])
+        self._submitted = 0
         self.logits: torch.Tensor | None = None
         self.num_steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def _run_model(
-        self, inputs: StepInputs | V4StepInputs, one_token_per_request: bool, logit_rows: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _run_model(self, inputs: Any, one_token_per_request: bool, logit_rows: torch.Tensor | None) -> torch.Tensor:
         cache = self.cache
         return self.model(
             inputs, cache.layers, cache.cache_format, cache.index_format, one_token_per_request, logit_rows
@@ -169,8 +210,8 @@ class GenerationSession:
         self.decoder.build_step(self.prefill_metadata, loc, seq_len, self.block_table[row : row + 1])
         input_ids = torch.tensor(padded, device=device)
         bound = self.decoder.dense_context(start, count, any_length=self.compiled)
-        dense = {} if bound is None else {"max_context_tokens": bound}
-        inputs = self.decoder.step_inputs(input_ids, self.prefill_metadata, self.rows[row : row + 1].clone(), **dense)
+        rows = self.rows[row : row + 1].clone()
+        inputs = self.decoder.step_inputs(input_ids, self.prefill_metadata, rows, bound)
         if self.compiled:
             inputs.mark_num_tokens_dynamic()
         return self._run_model(inputs, False, torch.tensor([count - 1], device=device))
@@ -190,18 +231,36 @@ class GenerationSession:
         self.slots[row] = _Slot()
 
     @torch.no_grad()
-    def start_request(self, row: int, prompt: Sequence[int], max_new_tokens: int) -> None:
+    def start_request(
+        self,
+        row: int,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> None:
         """Prefills a prompt into a free row, chooses its first new token and makes the row active."""
         self.reserve(row, len(prompt) + max_new_tokens)
+        self.temperature[row], self.top_p[row], self.seeds[row] = temperature, top_p, seed
         for start in range(0, len(prompt), self.prefill_tokens):
             logits = self.prefill_chunk(row, prompt[start : start + self.prefill_tokens], start)
-        token = logits.argmax(-1)
+        self.num_generated[row] = 0
+        token = self._choose(logits, slice(row, row + 1))
         self.last_token[row : row + 1] = token
         self.output[row, :1] = token
         self.seq_lens[row] = len(prompt)
         self.num_generated[row] = 1
         self.max_new_tokens[row] = max_new_tokens
         self.active[row : row + 1] = (token.unsqueeze(1) != self.eos_token_ids).all(1) & (max_new_tokens > 1)
+
+    def _choose(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
+        """The next token of each request, `[num_rows]`, of `[num_rows, vocab_size]` logits."""
+        if not self.sampling:
+            return logits.argmax(-1)
+        state = (tensor[rows] for tensor in (self.temperature, self.top_p, self.seeds, self.num_generated))
+        return choose_tokens(logits, *state)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -215,7 +274,8 @@ class GenerationSession:
         self.logits = self._run_model(inputs, True, None)
 
         # token rows to request rows; a row that is not active reads some other row and keeps what it had
-        token = self.logits.argmax(-1)[self.query_start_loc[:-1].long().clamp(max=num_rows - 1)]
+        rows = self.query_start_loc[:-1].long().clamp(max=num_rows - 1)
+        token = self._choose(self.logits[rows], slice(None)) if self.sampling else self.logits.argmax(-1)[rows]
         self.last_token.copy_(torch.where(self.active, token, self.last_token))
         column = self.num_generated.clamp(max=self.output.shape[1] - 1).unsqueeze(1)
         kept = self.output.gather(1, column).squeeze(1)
@@ -251,12 +311,16 @@ class GenerationSession:
         else:
             self.advance()
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compiles prefill and decode and captures the decode graph, while no row is in use.
 
         Afterwards no prompt, length or number of active requests compiles anything.
+
+        Args:
+            progress: called with what comes next, in words.
         """
         decoder = self.decoder
+        tell = progress or (lambda what: None)
         if decoder.device.type == "cuda":
             counts = [2**power for power in range(self.prefill_tokens.bit_length())]
             warmup(
@@ -271,91 +335,207 @@ class GenerationSession:
                 device=decoder.device,
             )
         tokens = [0] * min(self.prefill_tokens, 7, decoder.max_model_len - 1)
+        late = decoder.max_model_len - len(tokens)
+        bounds = [decoder.dense_context(start, len(tokens), any_length=True) for start in (0, late)]
+        tell("prefill" if bounds[0] == bounds[1] else "prefill of short sequences")
         self.start_request(0, tokens, 1)
         # a first chunk may run dense and a late one sparse; of this one nothing is cached, for it has no blocks
-        self.prefill_chunk(0, tokens, decoder.max_model_len - len(tokens))
+        if bounds[0] != bounds[1]:
+            tell("prefill of long sequences")
+        self.prefill_chunk(0, tokens, late)
         self.release(0)
+        tell("decode")
         self.advance()
         if self.cuda_graph:
+            tell("capture of the decode step")
             self.capture()
         self._synchronize()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> int:
+        """Queues a request; `stream` runs it.
+
+        Args:
+            prompt: token ids, at least one.
+            max_new_tokens: at least 1.
+            temperature: of sampling; 0 takes the most likely token.
+            top_p: samples among the most likely tokens that have this probability together, above 0 and up to 1.
+            seed: the tokens are a function of this, the logits and their number in the request, whatever runs beside.
+
+        Returns:
+            The request's number, which its events bear.
+
+        Raises:
+            TypeError: `prompt` is no sequence of ints.
+            ValueError: it is empty, an id is out of the vocabulary, with its new tokens it is longer than
+                `decoder.max_model_len` or the cache, or the sampling cannot be.
+        """
+        request = self._check_request("prompt", prompt, max_new_tokens, temperature, top_p, seed)
+        return self._enqueue(request)
+
+    def stream(self, *, steps_per_check: int = 1) -> Iterator[TokenEvent]:
+        """Runs what was submitted until nothing is left, and yields tokens as they come.
+
+        Whoever iterates may submit more in between: they start as soon as a row and blocks are free, in the order of
+        submission.
+
+        Args:
+            steps_per_check: decode steps between two looks at which tokens there are. More keep a GPU busier, may add
+                idle steps at the end of a request, and give tokens in larger parts.
+        """
+        if steps_per_check < 1:
+            raise ValueError(f"steps_per_check must be at least 1, got {steps_per_check}")
+        if self.cuda_graph:
+            self.capture()
+        while self.waiting or any(not slot.free for slot in self.slots):
+            yield from self._round(steps_per_check)
+
+    def _round(self, steps: int) -> list[TokenEvent]:
+        """Starts the requests that there is room for, decodes some steps, and reads what came."""
+        self._synchronize()
+        began = time.perf_counter()
+        for row, slot in enumerate(self.slots):
+            if not self.waiting or not slot.free:
+                continue
+            number, prompt, limit, temperature, top_p, seed = self.waiting[0]
+            if math.ceil((len(prompt) + limit) / self.cache.block_size) > len(self.free_blocks):
+                break
+            self.waiting.popleft()
+            slot.request, slot.sent = number, 0
+            self.start_request(row, prompt, limit, temperature=temperature, top_p=top_p, seed=seed)
+            self.totals.prefill_tokens += len(prompt)
+        self._synchronize()
+        middle = time.perf_counter()
+        self.totals.prefill_seconds += middle - began
+
+        for _ in range(steps):
+            self.step()
+        active, counts = self.active.tolist(), self.num_generated.tolist()
+        self.totals.decode_seconds += time.perf_counter() - middle
+        events = []
+        for row, slot in enumerate(self.slots):
+            if slot.free:
+                continue
+            tokens = self.output[row, slot.sent : counts[row]].tolist()
+            # the first token of a request comes from its prefill
+            self.totals.decode_tokens += len(tokens) - (slot.sent == 0)
+            slot.sent = counts[row]
+            events.append(TokenEvent(slot.request, tokens, not active[row]))
+            if not active[row]:
+                self.release(row)
+        return events
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int | Sequence[int],
         *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
         steps_per_check: int = 1,
         progress: Callable[[int, int], None] | None = None,
     ) -> GenerationResult:
-        """Continues every prompt greedily.
+        """Continues every prompt.
 
         Args:
             prompts: token ids, at least one each.
             max_new_tokens: of each prompt, or of all.
-            steps_per_check: decode steps between two looks at which requests are done. More keep a GPU busier and may
-                add idle steps at the end of a request.
+            temperature, top_p: as `submit` takes them, of all prompts.
+            seed: prompt i is sampled with `seed + i`.
+            steps_per_check: as `stream` takes it.
             progress: called with (new tokens so far, new tokens at most) after each check.
 
         Raises:
-            ValueError: a prompt is empty or, with its new tokens, longer than `decoder.max_model_len` or the cache.
+            TypeError: `prompts` is no sequence of sequences of ints.
+            ValueError: as `submit` raises it; or other requests are running.
         """
+        if self.waiting or any(not slot.free for slot in self.slots):
+            raise ValueError("generate() needs an idle session: submit() adds to the requests that run")
+        _check_sequence("prompts", prompts, "token-id lists")
+        if len(prompts) and isinstance(prompts[0], int):
+            raise TypeError(
+                "prompts must be a list of token-id lists, got a list of ints: write [prompt] for one prompt"
+            )
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        self._check_requests(prompts, limits)
-        if self.cuda_graph:
-            self.capture()
-        result = GenerationResult([[] for _ in prompts])
-        waiting = list(range(len(prompts)))
-        finished = 0
-        while waiting or any(not slot.free for slot in self.slots):
-            self._synchronize()
-            began = time.perf_counter()
-            for row, slot in enumerate(self.slots):
-                if not waiting or not slot.free:
-                    continue
-                request = waiting[0]
-                needed = math.ceil((len(prompts[request]) + limits[request]) / self.cache.block_size)
-                if needed > len(self.free_blocks):
-                    break
-                waiting.pop(0)
-                slot.prompt = request
-                self.start_request(row, prompts[request], limits[request])
-                result.prefill_tokens += len(prompts[request])
-            self._synchronize()
-            middle = time.perf_counter()
-            result.prefill_seconds += middle - began
-
-            for _ in range(steps_per_check):
-                self.step()
-            active, counts = self.active.tolist(), self.num_generated.tolist()
-            result.decode_seconds += time.perf_counter() - middle
-            for row, slot in enumerate(self.slots):
-                if not slot.free and not active[row]:
-                    result.tokens[slot.prompt] = self.output[row, : counts[row]].tolist()
-                    result.decode_tokens += counts[row] - 1
-                    finished += counts[row]
-                    self.release(row)
-            if progress is not None:
-                running = sum(counts[row] for row, slot in enumerate(self.slots) if not slot.free)
-                progress(finished + running, sum(limits))
-        return result
-
-    def _check_requests(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
         if len(limits) != len(prompts):
             raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(prompts)} prompts")
-        blocks = self.cache.num_blocks
-        for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            total = len(prompt) + limit
-            if not prompt or limit < 1:
-                raise ValueError(
-                    f"prompt {number} has {len(prompt)} tokens and {limit} new ones, both must be at least 1"
-                )
-            if total > min(self.decoder.max_model_len, blocks * self.cache.block_size):
-                raise ValueError(
-                    f"prompt {number} needs {total} tokens of cache, there is room for "
-                    f"min(max_model_len {self.decoder.max_model_len}, cache {blocks * self.cache.block_size})"
-                )
+        requests = [
+            self._check_request(f"prompt {i}", prompt, limit, temperature, top_p, seed + i)
+            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        ]
+        self.totals = result = GenerationResult([[] for _ in prompts])
+        place = {self._enqueue(request): i for i, request in enumerate(requests)}
+        for event in self.stream(steps_per_check=steps_per_check):
+            result.tokens[place[event.request]] += event.tokens
+            if progress is not None:
+                progress(sum(map(len, result.tokens)), sum(limits))
+        return result
+
+    def _enqueue(self, request: _Request) -> int:
+        number = self._submitted
+        self._submitted += 1
+        self.waiting.append(request._replace(number=number))
+        return number
+
+    def _check_request(
+        self, name: str, prompt: Any, limit: int, temperature: float, top_p: float, seed: int
+    ) -> _Request:
+        _check_sequence(name, prompt, "token ids")
+        vocabulary = self.decoder.backbone.embed_tokens.num_embeddings
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise TypeError(f"{name} must be a list of token ids, ints, got {type(token).__name__} in it")
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"{name} has token id {token}, the vocabulary has {vocabulary}")
+        if not len(prompt) or limit < 1:
+            raise ValueError(f"{name} has {len(prompt)} tokens and {limit} new ones, both must be at least 1")
+        room = min(self.decoder.max_model_len, self.cache.num_blocks * self.cache.block_size)
+        if len(prompt) + limit > room:
+            raise ValueError(
+                f"{name} needs {len(prompt) + limit} tokens of cache, there is room for min(max_model_len "
+                f"{self.decoder.max_model_len}, cache {self.cache.num_blocks * self.cache.block_size})"
+            )
+        if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+            raise ValueError(
+                f"temperature must be at least 0 and top_p above 0 and at most 1, got {temperature} and {top_p}"
+            )
+        if temperature > 0 and not self.sampling:
+            raise ValueError(f"temperature {temperature} needs GenerationSession(..., sampling=True)")
+        return _Request(-1, list(prompt), limit, temperature, top_p, seed)
 
     def _synchronize(self) -> None:
         if self.decoder.device.type == "cuda":
             torch.cuda.synchronize(self.decoder.device)
+
+
+def end_tokens(model: Any) -> tuple[int, ...]:
+    """The ids that end a text: of a transformers model's generation config, or of its config."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if ends is None:
+        ends = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ends is None:
+        return ()
+    return (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def _check_sequence(name: str, value: Any, of: str) -> None:
+    """Raises TypeError for what is often passed instead of a list."""
+    hint = {
+        str: "encode it first, tokenizer.encode(text)",
+        Mapping: "pass its input_ids, as lists without padding",
+        torch.Tensor: "pass lists, tensor.tolist(), without padding",
+    }
+    for kind, what in hint.items():
+        if isinstance(value, kind):
+            raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__}: {what}")
+    # a BatchEncoding is a UserDict
+    if not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__}")

@@ -1,15 +1,14 @@
-"""DeepSeek-V4 over `torch.ops.mla.*`: the weights of a Hugging Face model, our attention, compressor and caches.
+"""DeepSeek-V4's attention over `torch.ops.mla.*`: windows, compressors and their caches.
 
-The model's own modules (projections, norms, routers, shared experts, hyper-connections) are called as they are. A key
-is its own value: 448 dims and 64 rotated ones, shared by all heads; what the rotation does to a value is undone behind
-the attention, at the query's position. Each layer attends to a sliding window, and by its type to
+The model's own projections and norms are called as they are. A key is its own value: 448 dims and 64 rotated ones,
+shared by all heads; what the rotation does to a value is undone behind the attention, at the query's position. Each
+layer attends to a sliding window, and by its type to
 
 - `sliding_attention`: nothing else;
 - `compressed_sparse_attention` (C4A): the compressed entries, one for 4 tokens, that an indexer chooses;
 - `heavily_compressed_attention` (C128A): every compressed entry, one for 128 tokens.
 
-Both sets of keys share one softmax, with a sink for each head. One function serves prefill, decode and mixed batches:
-tokens are flat, what differs is in the metadata buffers, and nothing depends on a value on the host.
+Both sets of keys share one softmax, with a sink for each head.
 
 The first kind of layer turns by the `main` angles, the others by the `compress` ones, in both caches and the indexer.
 """
@@ -25,14 +24,14 @@ from torch import nn
 from ..formats import ROPE_DIM, allocate_cache
 from ..metadata import V4StepMetadata
 from ..ops import compress_and_cache, concat_and_cache, paged_sparse_attention
-from .parts import INDEX_DIM, PLAIN_FORMATS, check_model_type, choose_keys, mix_experts
+from .parts import INDEX_DIM, PLAIN_FORMATS, choose_keys
 
 HEAD_DIM = 512
 NOPE_DIM = HEAD_DIM - ROPE_DIM
 SLIDING, C4A, C128A = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
 
-class V4LayerCache(NamedTuple):
+class WindowedLayerCache(NamedTuple):
     """The state of one layer, whole tensors; what its type does not have is None.
 
     Attributes:
@@ -53,13 +52,13 @@ class V4LayerCache(NamedTuple):
 
 
 @dataclass(frozen=True)
-class V4DecoderCache:
+class WindowedCache:
     """The caches of all layers. Block b of a request is block b in every tensor, and holds the same tokens in each.
 
     Blocks of 256 tokens are so 64 entries of C4A and 2 of C128A.
     """
 
-    layers: list[V4LayerCache]
+    layers: list[WindowedLayerCache]
     cache_format: str
     index_format: str
     block_size: int
@@ -69,7 +68,7 @@ class V4DecoderCache:
         return self.layers[0].window.shape[0]
 
 
-class V4StepInputs(NamedTuple):
+class WindowedInputs(NamedTuple):
     """What one step reads besides weights and caches.
 
     Attributes:
@@ -99,7 +98,7 @@ class V4StepInputs(NamedTuple):
     @classmethod
     def from_metadata(
         cls, input_ids: torch.Tensor, metadata: V4StepMetadata, state_block_table: torch.Tensor
-    ) -> V4StepInputs:
+    ) -> WindowedInputs:
         """The metadata's buffers, cut to the tokens of `input_ids` where those are fewer than the capacity."""
         num_tokens, step = input_ids.shape[0], metadata.step
         if num_tokens > step.max_num_tokens:
@@ -119,9 +118,14 @@ class V4StepInputs(NamedTuple):
         cut = (buffer if num_tokens == buffer.shape[0] else buffer[:num_tokens] for buffer in rows)
         return cls._make((input_ids, *cut, metadata.c4a.block_table, state_block_table))
 
-    def mark_num_tokens_dynamic(self) -> V4StepInputs:
+    @property
+    def per_token(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that have a row for each token."""
+        return self[:11]
+
+    def mark_num_tokens_dynamic(self) -> WindowedInputs:
         """Tells `torch.compile` that the number of tokens varies, from 2 up: one graph for every length."""
-        for tensor in self[:11]:
+        for tensor in self.per_token:
             torch._dynamo.mark_dynamic(tensor, 0)
         return self
 
@@ -143,36 +147,43 @@ class Angles(NamedTuple):
         return torch.cat((rest, turned.flatten(-2).to(x.dtype)), dim=-1)
 
 
-class DeepseekV4Decoder(nn.Module):
-    """Runs the weights of a transformers `DeepseekV4ForCausalLM` through `torch.ops.mla.*`.
+@dataclass(frozen=True)
+class WindowedStep:
+    """What the layers of one step have in common: what `Decoder.forward` was given, and the two kinds of angles."""
+
+    inputs: WindowedInputs
+    layers: list[WindowedLayerCache]
+    cache_format: str
+    index_format: str
+    one_token_per_request: bool
+    main: Angles
+    compress: Angles
+
+
+class WindowedAttention(nn.Module):
+    """The attention of every layer of a model, its caches and its metadata.
 
     Args:
-        model: the transformers model, on its device, in its dtype. Its modules and parameters are used, not copied;
-            they are only read, without gradients.
-        max_model_len: the longest request, prompt and continuation together. The RoPE tables have so many rows.
-
-    Raises:
-        TypeError: a model of another `config.model_type`.
-        ValueError: a geometry that the ops have no format for, or a RoPE type that depends on the sequence length.
+        backbone: the transformers model between embedding and head.
+        config: its config.
+        max_model_len: the longest request. The RoPE tables have so many rows.
     """
 
     main_angles: torch.Tensor
     compress_angles: torch.Tensor
     head_dim = HEAD_DIM
     with_sink = True
+    quantized_format = "fp8_ds_mla_v4"
 
-    def __init__(self, model: Any, max_model_len: int) -> None:
+    def __init__(self, backbone: Any, config: Any, max_model_len: int) -> None:
         super().__init__()
-        check_model_type(model, "deepseek_v4", type(self).__name__)
-        config = model.config
-        _check_config(config, max_model_len)
         self.config = config
-        self.model: Any = model
+        self.kinds: list[str] = [layer.self_attn.layer_type for layer in backbone.layers]
         self.max_model_len = max_model_len
         self.num_heads = int(config.num_attention_heads)
         self.index_topk = int(config.index_topk)
         self.ratios: dict[str, int] = {name: int(config.compress_rates[name]) for name in (C4A, C128A)}
-        weight = model.model.embed_tokens.weight
+        weight = backbone.embed_tokens.weight
         self.dtype: torch.dtype = weight.dtype
         self.device: torch.device = weight.device
 
@@ -180,36 +191,25 @@ class DeepseekV4Decoder(nn.Module):
         positions = torch.arange(max_model_len, device=self.device).unsqueeze(0)
         for name in ("main", "compress"):
             with torch.no_grad():
-                angles = model.model.rotary_emb(weight[:1].float(), position_ids=positions, layer_type=name)
+                angles = backbone.rotary_emb(weight[:1].float(), position_ids=positions, layer_type=name)
             self.register_buffer(f"{name}_angles", torch.cat(angles, dim=-1)[0].contiguous(), persistent=False)
 
     def allocate_cache(
         self, cache_format: str, num_blocks: int, block_size: int, max_num_requests: int = 1
-    ) -> V4DecoderCache:
-        """Zeroed caches for every layer.
-
-        Args:
-            cache_format: `fp8_ds_mla_v4`, or the plain format of the model's dtype.
-            num_blocks: blocks that all requests share.
-            block_size: tokens a block, a multiple of 128.
-            max_num_requests: rows of the batch; each has a ring of compressor states in every layer.
-        """
+    ) -> WindowedCache:
+        """Zeroed caches for every layer; each row of the batch has a ring of compressor states in every layer."""
         self._check_block_size(block_size)
         plain = PLAIN_FORMATS[self.dtype]
-        if cache_format not in (plain, "fp8_ds_mla_v4"):
-            raise ValueError(
-                f"a model in {self.dtype} reads cache_format '{plain}' or 'fp8_ds_mla_v4', got '{cache_format}': "
-                "load the model in the cache's dtype, or choose one of these"
-            )
         device = self.device
 
         def states(ratio: int, series: int, head_dim: int) -> torch.Tensor:
             return torch.zeros(max_num_requests, ratio * series, 2 * series * head_dim, device=device)
 
         layers = []
-        for layer in self.model.model.layers:
-            kind = layer.self_attn.layer_type
-            cache = V4LayerCache(allocate_cache(cache_format, num_blocks, block_size, head_dim=HEAD_DIM, device=device))
+        for kind in self.kinds:
+            cache = WindowedLayerCache(
+                allocate_cache(cache_format, num_blocks, block_size, head_dim=HEAD_DIM, device=device)
+            )
             if kind in self.ratios:
                 ratio = self.ratios[kind]
                 sizes, series = (num_blocks, block_size // ratio), 2 if kind == C4A else 1
@@ -223,7 +223,7 @@ class DeepseekV4Decoder(nn.Module):
                         index_states=states(ratio, series, INDEX_DIM),
                     )
             layers.append(cache)
-        return V4DecoderCache(layers, cache_format, plain, block_size)
+        return WindowedCache(layers, cache_format, plain, block_size)
 
     def _check_block_size(self, block_size: int) -> None:
         largest = max(self.ratios.values())
@@ -255,75 +255,39 @@ class DeepseekV4Decoder(nn.Module):
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
     ) -> None:
-        """Refreshes the metadata for a step over caches that share one block table."""
+        # the caches share one block table
         metadata.build(query_start_loc, seq_lens, block_table, block_table, block_table)
 
     def dense_context(self, start: int, num_tokens: int, *, any_length: bool = False) -> None:
         """None: no prefill runs dense, since window and compressed tokens are what the model was trained with."""
 
     def step_inputs(
-        self, input_ids: torch.Tensor, metadata: V4StepMetadata, request_rows: torch.Tensor
-    ) -> V4StepInputs:
-        """What `forward` takes. `request_rows` is `[max_num_requests, 1]` int32, the batch row of each request."""
-        return V4StepInputs.from_metadata(input_ids, metadata, request_rows)
-
-    def forward(
         self,
-        inputs: V4StepInputs,
-        layers: list[V4LayerCache],
-        cache_format: str,
-        index_format: str,
-        one_token_per_request: bool = False,
-        logit_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """One step over flat tokens: writes their keys, states and entries, and attends to all that came before.
+        input_ids: torch.Tensor,
+        metadata: V4StepMetadata,
+        request_rows: torch.Tensor,
+        max_context_tokens: int | None = None,
+    ) -> WindowedInputs:
+        return WindowedInputs.from_metadata(input_ids, metadata, request_rows)
 
-        Args:
-            inputs: tokens and metadata.
-            layers: the caches, written in place.
-            cache_format, index_format: formats of the attention caches and of the index keys.
-            one_token_per_request: a hint for the indexer's scoring, which is exact either way. True reads the index
-                keys of each token's request: for decode. False scores all tokens against each request: for prefill.
-            logit_rows: `[n]` int64, tokens whose logits are wanted; None for all.
-
-        Returns:
-            logits `[num_tokens or n, vocab_size]` in the model's dtype. Rows of padding mean nothing.
-        """
-        for tensor in inputs[1:11]:
-            torch._check(tensor.shape[0] == inputs.input_ids.shape[0])
-        model = self.model.model
-        positions = inputs.positions.long()
-        main = Angles(*self.main_angles[positions].chunk(2, dim=-1))
-        compress = Angles(*self.compress_angles[positions].chunk(2, dim=-1))
-        # [1, num_tokens, streams, hidden_size]: the hyper-connections' own layout
-        hidden = model.embed_tokens(inputs.input_ids).unsqueeze(1)
-        hidden = hidden.expand(-1, self.config.hc_mult, -1).unsqueeze(0).contiguous()
-        for layer, cache in zip(model.layers, layers, strict=True):
-            angles = main if layer.self_attn.layer_type == SLIDING else compress
-            post, comb, collapsed = layer.attn_hc(hidden)
-            normed = layer.input_layernorm(collapsed)[0]
-            out = self._attention(
-                layer.self_attn, normed, angles, inputs, cache, cache_format, index_format, one_token_per_request
-            )
-            hidden = _mix_streams(post, comb, out, hidden)
-            post, comb, collapsed = layer.ffn_hc(hidden)
-            out = _feed_forward(layer.mlp, layer.post_attention_layernorm(collapsed)[0], inputs.input_ids)
-            hidden = _mix_streams(post, comb, out, hidden)
-        if logit_rows is not None:
-            hidden = hidden[:, logit_rows]
-        return self.model.lm_head(model.norm(model.hc_head(hidden))[0])
-
-    def _attention(
+    def begin(
         self,
-        attention: Any,
-        hidden: torch.Tensor,
-        angles: Angles,
-        inputs: V4StepInputs,
-        cache: V4LayerCache,
+        inputs: WindowedInputs,
+        layers: list[WindowedLayerCache],
         cache_format: str,
         index_format: str,
         one_token_per_request: bool,
-    ) -> torch.Tensor:
+    ) -> WindowedStep:
+        """What every layer of a step reads."""
+        positions = inputs.positions.long()
+        main = Angles(*self.main_angles[positions].chunk(2, dim=-1))
+        compress = Angles(*self.compress_angles[positions].chunk(2, dim=-1))
+        return WindowedStep(inputs, layers, cache_format, index_format, one_token_per_request, main, compress)
+
+    def attend(self, number: int, attention: Any, hidden: torch.Tensor, step: WindowedStep) -> torch.Tensor:
+        """One layer: `[num_tokens, hidden_size]` normed in, the same out of the output projections."""
+        inputs, cache, cache_format = step.inputs, step.layers[number], step.cache_format
+        angles = step.main if self.kinds[number] == SLIDING else step.compress
         num_tokens = hidden.shape[0]
         q_residual = attention.q_a_norm(attention.q_a_proj(hidden))
         q = attention.q_b_proj(q_residual).view(num_tokens, self.num_heads, HEAD_DIM)
@@ -332,7 +296,7 @@ class DeepseekV4Decoder(nn.Module):
         latent, rope = key.split((NOPE_DIM, ROPE_DIM), dim=-1)
         concat_and_cache(latent, rope, cache.window, inputs.slot_mapping, cache_format)
 
-        kind = attention.layer_type
+        kind = self.kinds[number]
         extra: dict[str, Any] = {}
         if kind == C4A:
             assert cache.compressed is not None
@@ -340,7 +304,14 @@ class DeepseekV4Decoder(nn.Module):
             compressor = attention.compressor
             self._compress(compressor, hidden, cache.states, cache.compressed, inputs, inputs.c4a_slots, cache_format)
             chosen = self._select_entries(
-                compressor.indexer, hidden, q_residual, angles, inputs, cache, index_format, one_token_per_request
+                compressor.indexer,
+                hidden,
+                q_residual,
+                angles,
+                inputs,
+                cache,
+                step.index_format,
+                step.one_token_per_request,
             )
             extra = {
                 "extra_kv_cache": cache.compressed,
@@ -378,7 +349,7 @@ class DeepseekV4Decoder(nn.Module):
         hidden: torch.Tensor,
         states: torch.Tensor,
         entries: torch.Tensor,
-        inputs: V4StepInputs,
+        inputs: WindowedInputs,
         slots: torch.Tensor,
         cache_format: str,
     ) -> None:
@@ -406,8 +377,8 @@ class DeepseekV4Decoder(nn.Module):
         hidden: torch.Tensor,
         q_residual: torch.Tensor,
         angles: Angles,
-        inputs: V4StepInputs,
-        cache: V4LayerCache,
+        inputs: WindowedInputs,
+        cache: WindowedLayerCache,
         index_format: str,
         one_token_per_request: bool,
     ) -> torch.Tensor:
@@ -438,46 +409,3 @@ class DeepseekV4Decoder(nn.Module):
             self.index_topk,
             one_token_per_request,
         )
-
-
-def _mix_streams(post: torch.Tensor, comb: torch.Tensor, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """A hyper-connection's way out: the block's output spread over the streams, plus the streams mixed.
-
-    Args:
-        post: `[1, num_tokens, streams]` float32.
-        comb: `[1, num_tokens, streams in, streams out]` float32: taken transposed.
-        out: `[num_tokens, hidden_size]`.
-        hidden: `[1, num_tokens, streams, hidden_size]`.
-    """
-    spread = post.to(hidden.dtype).unsqueeze(-1) * out.unsqueeze(-2)
-    return spread + torch.matmul(comb.to(hidden.dtype).transpose(-1, -2), hidden)
-
-
-def _feed_forward(mlp: Any, hidden: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """A mixture of experts, routed by score or by a table of token ids; `[num_tokens, hidden_size]` both ways."""
-    _, weights, routing = mlp.gate(hidden, input_ids) if mlp.is_hash else mlp.gate(hidden)
-    experts = mlp.experts
-
-    def activate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return experts.act_fn(gate.clamp(max=experts.limit)) * up.clamp(min=-experts.limit, max=experts.limit)
-
-    return mix_experts(experts, hidden, routing, weights, activate) + mlp.shared_experts(hidden)
-
-
-def _check_config(config: Any, max_model_len: int) -> None:
-    expected = {"head_dim": HEAD_DIM, "qk_rope_head_dim": ROPE_DIM, "index_head_dim": INDEX_DIM}
-    for name, value in expected.items():
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"config.{name} must be {value}, the width that the cache formats have, got {getattr(config, name)}"
-            )
-    if not 1 <= config.num_attention_heads <= 128:
-        raise ValueError(f"config.num_attention_heads must be 1 to 128, got {config.num_attention_heads}")
-    for name in ("main", "compress"):
-        rope_type = config.rope_parameters[name].get("rope_type", "default")
-        if rope_type in ("dynamic", "longrope"):
-            raise ValueError(
-                f"RoPE type '{rope_type}' changes with the sequence length, which a table of angles cannot hold"
-            )
-    if not 1 <= max_model_len <= config.max_position_embeddings:
-        raise ValueError(f"max_model_len must be 1 to {config.max_position_embeddings}, got {max_model_len}")

@@ -1,0 +1,171 @@
+"""One decoder for every supported model, assembled from parts: attention by its caches, residual, experts, head.
+
+One function serves prefill, decode and mixed batches: tokens are flat, what differs is in the metadata buffers. Nothing
+in it depends on a value on the host, so it traces with `fullgraph=True` and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .latent import LatentAttention
+from .parts import PLAIN_FORMATS, feed_forward
+from .streams import HyperStreams, Residual
+from .supported import dtype_and_device, read_model
+from .windowed import WindowedAttention
+
+
+def decoder_for(model: Any, max_model_len: int) -> Decoder:
+    """The decoder that runs a transformers model's weights through `torch.ops.mla.*`.
+
+    Args:
+        model: a loaded transformers model with its head, on one device, in one of float32, bfloat16 and float16. Its
+            `config.model_type` is one of `mla_ops.models.SUPPORTED`.
+        max_model_len: the longest request, prompt and continuation together. The RoPE table has so many rows.
+
+    Raises:
+        TypeError: not a transformers model, one of a model type that is not supported, or one without a head.
+        ValueError: a geometry without a cache format, a RoPE type that depends on the sequence length, weights that are
+            quantized, or spread over devices, or not loaded.
+    """
+    return Decoder(model, max_model_len)
+
+
+class Decoder(nn.Module):
+    """Runs the weights of a transformers model through `torch.ops.mla.*`; `decoder_for` makes one.
+
+    The model's modules and parameters are used, not copied; they are only read, without gradients.
+
+    Attributes:
+        model: the transformers model.
+        config: of its text model.
+        max_model_len: the longest request.
+        num_heads, head_dim, with_sink: of its attention.
+        index_topk: keys that its indexer chooses; `max_model_len` without one.
+        dtype, device: of its embedding.
+    """
+
+    def __init__(self, model: Any, max_model_len: int) -> None:
+        super().__init__()
+        text = read_model(model, max_model_len)
+        self.model: Any = model
+        self.config = text.config
+        self.max_model_len = max_model_len
+        self.backbone: Any = text.backbone
+        self.lm_head: Any = text.lm_head
+        self.softcap = text.softcap
+        self.dtype, self.device = dtype_and_device(text.backbone)
+        self.attention: Any
+        if text.architecture.layers is None:
+            self.attention = WindowedAttention(text.backbone, text.config, max_model_len)
+        else:
+            parts = text.architecture.layers(text.config)
+            self.attention = LatentAttention(text.backbone, text.config, parts, max_model_len)
+        streams = getattr(text.config, "hc_mult", None)
+        self.residual = Residual() if streams is None else HyperStreams(int(streams))
+        self.num_heads: int = self.attention.num_heads
+        self.index_topk: int = self.attention.index_topk
+        self.head_dim: int = self.attention.head_dim
+        self.with_sink: bool = self.attention.with_sink
+
+    def allocate_cache(self, cache_format: str, num_blocks: int, block_size: int, max_num_requests: int = 1) -> Any:
+        """Zeroed caches for every layer.
+
+        Args:
+            cache_format: the plain format of the model's dtype, or `fp8_ds_mla` (DeepSeek-V4: `fp8_ds_mla_v4`).
+            num_blocks: blocks that all requests share.
+            block_size: tokens a block; a multiple of 128 for DeepSeek-V4.
+            max_num_requests: rows of the batch, for the state that DeepSeek-V4's compressors keep a row.
+
+        Returns:
+            `DecoderCache`, or `WindowedCache` for DeepSeek-V4.
+        """
+        plain, quantized = PLAIN_FORMATS[self.dtype], self.attention.quantized_format
+        if cache_format not in (plain, quantized):
+            raise ValueError(
+                f"a model in {self.dtype} reads cache_format '{plain}' or '{quantized}', got '{cache_format}': "
+                "load the model in the cache's dtype, or choose one of these"
+            )
+        return self.attention.allocate_cache(cache_format, num_blocks, block_size, max_num_requests)
+
+    def allocate_metadata(self, *, max_num_tokens: int, max_num_requests: int, block_size: int) -> Any:
+        """Step metadata with room for requests of `max_model_len` tokens: `StepMetadata`, or `V4StepMetadata`."""
+        return self.attention.allocate_metadata(
+            max_num_tokens=max_num_tokens, max_num_requests=max_num_requests, block_size=block_size
+        )
+
+    def build_step(
+        self, metadata: Any, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
+    ) -> None:
+        """Refreshes the metadata for a step; arguments as `StepMetadata.build` takes them."""
+        self.attention.build_step(metadata, query_start_loc, seq_lens, block_table)
+
+    def step_inputs(
+        self,
+        input_ids: torch.Tensor,
+        metadata: Any,
+        request_rows: torch.Tensor,
+        max_context_tokens: int | None = None,
+    ) -> Any:
+        """What `forward` takes: `StepInputs`, or `WindowedInputs` for DeepSeek-V4.
+
+        Args:
+            input_ids: `[num_tokens]`.
+            metadata: built for the step.
+            request_rows: `[max_num_requests, 1]` int32, the batch row of each request, for models with state a row.
+            max_context_tokens: what `dense_context` gave for the step: not None runs it dense.
+        """
+        return self.attention.step_inputs(input_ids, metadata, request_rows, max_context_tokens)
+
+    def dense_context(self, start: int, num_tokens: int, *, any_length: bool = False) -> int | None:
+        """An upper bound of the cached tokens of a prefill that runs dense; None if it has to run sparse.
+
+        Args:
+            start: tokens of the request that are in the cache.
+            num_tokens: new tokens.
+            any_length: the bound of every such prefill, so that one compiled step serves them all, at the price of
+                chunks that are empty.
+        """
+        return self.attention.dense_context(start, num_tokens, any_length=any_length)
+
+    def forward(
+        self,
+        inputs: Any,
+        layers: list[Any],
+        cache_format: str,
+        index_format: str,
+        one_token_per_request: bool = False,
+        logit_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One step over flat tokens: writes their keys into the caches and attends to all that came before.
+
+        Args:
+            inputs: tokens and metadata, of `step_inputs`.
+            layers: the caches, written in place.
+            cache_format, index_format: formats of the attention caches and of the index keys.
+            one_token_per_request: a hint for the indexer's scoring, which is exact either way. True reads the keys of
+                each token's request (memory `num_tokens * max_model_len * 128`): for decode. False scores all tokens
+                against each request of the block table (work times the number of requests): for prefill.
+            logit_rows: `[n]` int64, tokens whose logits are wanted; None for all.
+
+        Returns:
+            logits `[num_tokens or n, vocab_size]` in the head's dtype. Rows of padding are finite and mean nothing.
+        """
+        for tensor in inputs.per_token[1:]:
+            torch._check(tensor.shape[0] == inputs.input_ids.shape[0])
+        residual = self.residual
+        step = self.attention.begin(inputs, layers, cache_format, index_format, one_token_per_request)
+        hidden = residual.enter(self.backbone.embed_tokens(inputs.input_ids))
+        for number, layer in enumerate(self.backbone.layers):
+            mixing, block_input = residual.read(layer, "attn", hidden)
+            out = self.attention.attend(number, layer.self_attn, layer.input_layernorm(block_input), step)
+            hidden = residual.write(mixing, out, hidden)
+            mixing, block_input = residual.read(layer, "ffn", hidden)
+            out = feed_forward(layer.mlp, layer.post_attention_layernorm(block_input), inputs.input_ids)
+            hidden = residual.write(mixing, out, hidden)
+        hidden = residual.leave(self.backbone, hidden, logit_rows)
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

@@ -1,0 +1,201 @@
+"""Which transformers models the decoder runs, what their layers are made of, and why a model is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+
+from ..formats import LATENT_DIM, ROPE_DIM
+from .latent import OWN, SHARED, LatentLayer
+from .parts import INDEX_DIM, PLAIN_FORMATS, Rope
+
+NEIGHBOURS, HALVES = Rope("neighbours"), Rope("halves")
+MAX_NUM_HEADS = 128
+
+
+def _dense_layers(config: Any) -> list[LatentLayer]:
+    rope = NEIGHBOURS if config.rope_interleave else HALVES
+    return [LatentLayer(rope, None, None, number) for number in range(config.num_hidden_layers)]
+
+
+def _indexed_layers(rope: Rope, index_rope: Rope) -> Callable[[Any], list[LatentLayer]]:
+    """The layers of a model whose indexers all turn alike; `config.indexer_types` says which ones share."""
+
+    def layers(config: Any) -> list[LatentLayer]:
+        types = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+        return [
+            LatentLayer(rope, SHARED if kind == "shared" else OWN, index_rope, number)
+            for number, kind in enumerate(types)
+        ]
+
+    return layers
+
+
+def _mistral_layers(config: Any) -> list[LatentLayer]:
+    layers, stored = [], {}
+    for number, (kind, rope, source) in enumerate(
+        zip(config.indexer_types, config.no_rope_layers, config.kv_source_layers, strict=False)
+    ):
+        if source == number:
+            if number in config.kv_source_layers[number + 1 :]:
+                stored[bool(rope)] = number
+        elif stored.get(bool(rope)) != source:
+            raise ValueError(
+                f"config.kv_source_layers[{number}] is {source}, but transformers reads the latents of layer "
+                f"{stored.get(bool(rope))} there, the last one stored {'with' if rope else 'without'} RoPE"
+            )
+        turn = NEIGHBOURS if rope else None
+        layers.append(LatentLayer(turn, SHARED if kind == "shared" else OWN, turn, source))
+    return layers
+
+
+LATENT_SIZES = {"kv_lora_rank": LATENT_DIM, "qk_rope_head_dim": ROPE_DIM}
+INDEXED_SIZES = {**LATENT_SIZES, "index_head_dim": INDEX_DIM}
+WINDOWED_SIZES = {"head_dim": 512, "qk_rope_head_dim": ROPE_DIM, "index_head_dim": INDEX_DIM}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the decoder has to know about a model type.
+
+    Attributes:
+        model_class: the class in transformers that has the language model's head.
+        sizes: what `config` must have, the widths of the cache formats.
+        layers: the parts of each layer; None for the windows and compressed caches of DeepSeek-V4.
+    """
+
+    model_class: str
+    sizes: dict[str, int]
+    layers: Callable[[Any], list[LatentLayer]] | None
+
+
+# by the model_type of the text model's config
+ARCHITECTURES = {
+    "deepseek_v3": Architecture("DeepseekV3ForCausalLM", LATENT_SIZES, _dense_layers),
+    "deepseek_v32": Architecture("DeepseekV32ForCausalLM", INDEXED_SIZES, _indexed_layers(NEIGHBOURS, HALVES)),
+    "deepseek_v4": Architecture("DeepseekV4ForCausalLM", WINDOWED_SIZES, None),
+    "glm_moe_dsa": Architecture("GlmMoeDsaForCausalLM", INDEXED_SIZES, _indexed_layers(NEIGHBOURS, NEIGHBOURS)),
+    "hy_v4": Architecture("HYV4ForCausalLM", INDEXED_SIZES, _indexed_layers(HALVES, Rope("halves", "last"))),
+    "mistral_large4_text": Architecture("MistralLarge4ForConditionalGeneration", INDEXED_SIZES, _mistral_layers),
+}
+# models with more than text, by the model_type of their text model; images are not read
+WRAPPERS = {"kimi_k25": "deepseek_v3", "mistral_large4": "mistral_large4_text"}
+SUPPORTED = sorted([*(name for name in ARCHITECTURES if name not in WRAPPERS.values()), "deepseek_v3", *WRAPPERS])
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """The parts of a transformers model that the decoder calls.
+
+    Attributes:
+        architecture: its entry in `ARCHITECTURES`.
+        config: of the text model.
+        backbone: embedding, layers, norm and rotary embedding.
+        lm_head: the head.
+        softcap: the logits' bound where a model has one.
+    """
+
+    architecture: Architecture
+    config: Any
+    backbone: Any
+    lm_head: Any
+    softcap: float | None
+
+
+def read_model(model: Any, max_model_len: int) -> TextModel:
+    """Finds the text model's parts.
+
+    Raises:
+        TypeError: not a transformers model, one of a model type that is not supported, or one without a head.
+        ValueError: a geometry without a cache format, a RoPE type that depends on the sequence length, weights that are
+            quantized, or spread over devices, or not loaded.
+    """
+    if isinstance(model, (str, PathLike)):
+        raise TypeError(
+            f"decoder_for: model must be a loaded transformers model, got the path '{model}': load it first, "
+            "transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)"
+        )
+    config: Any = getattr(model, "config", None)
+    found = getattr(config, "model_type", None)
+    if found is None:
+        raise TypeError(f"decoder_for: model must be a loaded transformers model, got {type(model).__name__}")
+    inner = WRAPPERS.get(found, found)
+    if inner in WRAPPERS.values() and found in WRAPPERS:
+        config = config.text_config
+        if config.model_type != inner:
+            raise TypeError(
+                f"decoder_for: the text model of a '{found}' must be of model_type '{inner}', got '{config.model_type}'"
+            )
+    architecture = ARCHITECTURES.get(inner)
+    if architecture is None:
+        raise TypeError(
+            f"decoder_for: model must be of a model_type in {SUPPORTED}, got {type(model).__name__} of model_type "
+            f"'{found}'; another type's weights may fit and still give wrong tokens"
+        )
+    if not hasattr(model, "lm_head"):
+        raise TypeError(
+            f"decoder_for: model must have a language model's head, {type(model).__name__} has none: load the "
+            f"checkpoint as transformers.{architecture.model_class}"
+        )
+    backbone = model.model.language_model if found in WRAPPERS else model.model
+    _check_config(config, architecture, max_model_len)
+    _check_weights(backbone)
+    softcap = getattr(config, "final_logit_softcapping", None) if inner == "mistral_large4_text" else None
+    return TextModel(architecture, config, backbone, model.lm_head, softcap)
+
+
+def _check_config(config: Any, architecture: Architecture, max_model_len: int) -> None:
+    for name, value in architecture.sizes.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"decoder_for: config.{name} must be {value}, the width that the cache formats have, "
+                f"got {getattr(config, name)}"
+            )
+    if not 1 <= config.num_attention_heads <= MAX_NUM_HEADS:
+        raise ValueError(
+            f"decoder_for: config.num_attention_heads must be 1 to {MAX_NUM_HEADS}, got {config.num_attention_heads}"
+        )
+    rope = config.rope_parameters or {}
+    for parameters in rope.values() if architecture.layers is None else (rope,):
+        rope_type = parameters.get("rope_type", "default") if isinstance(parameters, dict) else "default"
+        if rope_type in ("dynamic", "longrope"):
+            raise ValueError(
+                f"decoder_for: RoPE type '{rope_type}' changes with the sequence length, which a table of angles "
+                "cannot hold: 'default', 'linear', 'yarn' and 'llama3' do not"
+            )
+    if not 1 <= max_model_len <= config.max_position_embeddings:
+        raise ValueError(
+            f"decoder_for: max_model_len must be 1 to config.max_position_embeddings, "
+            f"{config.max_position_embeddings}, got {max_model_len}"
+        )
+
+
+def _check_weights(backbone: Any) -> None:
+    """Raises ValueError for weights that cannot be multiplied as they are, where they are."""
+    devices: dict[str, str] = {}
+    for name, parameter in backbone.named_parameters():
+        if parameter.dtype not in PLAIN_FORMATS:
+            raise ValueError(
+                f"decoder_for: the weights must be float32, bfloat16 or float16, {name} is "
+                f"{str(parameter.dtype).removeprefix('torch.')}: load an fp8 checkpoint with from_pretrained(..., "
+                "quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16)"
+            )
+        devices.setdefault(str(parameter.device), name)
+    if "meta" in devices:
+        raise ValueError(f"decoder_for: the weights must be loaded, {devices['meta']} is on the meta device")
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"decoder_for: all weights must be on one device, got {places}: load without device_map='auto', "
+            "which spreads or offloads them"
+        )
+
+
+def dtype_and_device(backbone: Any) -> tuple[torch.dtype, torch.device]:
+    """Those of the embedding, which the caches follow."""
+    weight = backbone.embed_tokens.weight
+    return weight.dtype, weight.device

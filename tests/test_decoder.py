@@ -1,0 +1,251 @@
+"""One decoder, every supported model: float32 against transformers itself, fp8 caches, and what is refused.
+
+The models are small, the attention's geometry is the real one. Texts are longer than `index_topk`, so that an indexer
+that differs from transformers' shows.
+"""
+
+import math
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+if not hasattr(transformers, "MistralLarge4ForConditionalGeneration"):
+    pytest.skip("this transformers has not every supported model: needs 5.23", allow_module_level=True)
+
+import torch._dynamo.testing
+from small_models import SIZES, SMALL_MODELS
+
+from mla_ops.demo.model import TEXT, build_small_model
+from mla_ops.models import GenerationSession, compare_logits, decoder_for, stock_generate, teacher_forced_logits
+from mla_ops.models.evaluate import cast_parameters, stock_logits
+from mla_ops.models.parts import can_group, choose_keys, index_scores, mix_every, mix_grouped
+
+BOOK = list(TEXT.read_bytes())
+PROMPTS = [BOOK[:5], BOOK[40:101], BOOK[300:301]]
+LIMITS = [40, 12, 44]
+# test_deepseek_v3.py, test_models.py and test_deepseek_v4.py go deeper into these
+ELSEWHERE = ("DeepSeek-V3", "DeepSeek-V3.2", "DeepSeek-V4")
+NAMES = [name for name in SMALL_MODELS if name not in ELSEWHERE]
+INDEXED = [name for name in NAMES if name != "Kimi K2.5"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request):
+    return SMALL_MODELS[request.param]()
+
+
+def assert_float32_equal(actual, expected, num_layers):
+    """Equal to float32 rounding: the roundings of sums of up to 512 terms, over all matmuls of the depth, as a walk."""
+    longest_sum, matmuls = 512, 14 * num_layers
+    unit = torch.finfo(torch.float32).eps * math.sqrt(longest_sum * matmuls)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=unit * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("step_sizes", [(20, 60, 50), (90, 1)], ids=["prefill in chunks", "prefill then decode"])
+def test_float32_logits_equal_transformers(model, step_sizes):
+    """Past `index_topk` of 32: dense prefill first, then chunks and steps of chosen keys."""
+    text = BOOK[:130]
+    decoder = decoder_for(model, 130)
+    logits = teacher_forced_logits(decoder, text, "fp32", step_sizes=step_sizes, block_size=16)
+    assert_float32_equal(logits, stock_logits(model, text), decoder.config.num_hidden_layers)
+
+
+def test_greedy_tokens_of_an_unequal_batch_equal_transformers(model):
+    """Three requests on two rows: they end at different steps, and one waits for a row."""
+    session = GenerationSession(
+        decoder_for(model, 96), max_num_requests=2, cache_format="fp32", block_size=16, prefill_tokens=24
+    )
+    expected = [stock_generate(model, [prompt], limit).tokens[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
+    assert session.generate(PROMPTS, LIMITS).tokens == expected
+
+
+def test_fp8_cache_error_is_what_e4m3_explains(model):
+    """Float32 but for the latents; every key is attended to, so that rounding flips no selection.
+
+    e4m3 rounds by 2**-4 / sqrt(3) rms of a value between two powers of two, 0.72 of that over their range. It enters
+    the residual stream once a layer, through the attention's output, and the layers' errors add up as a walk.
+    """
+    text = BOOK[:80]
+    decoder = decoder_for(model, 80)
+    if decoder.attention.has_indexer:
+        decoder.attention.index_topk = decoder.index_topk = 80
+    exact = teacher_forced_logits(decoder, text, "fp32", step_sizes=(30, 1))
+    ours = compare_logits(exact, teacher_forced_logits(decoder, text, "fp8_ds_mla", step_sizes=(30, 1)))
+    assert 0 < ours.relative_error < 2**-4 / math.sqrt(3) * 0.72 * math.sqrt(len(decoder.attention.parts))
+
+
+@pytest.mark.parametrize("name", ["GLM-5 with shared indexers", "HY-V4", "Mistral Large 4"])
+def test_layers_have_only_the_caches_that_they_fill(name):
+    decoder = decoder_for(SMALL_MODELS[name](), 64)
+    layers = decoder.allocate_cache("fp32", 2, 16).layers
+    parts = decoder.attention.parts
+    assert [layer.index_keys is not None for layer in layers] == [part.indexer == "own" for part in parts]
+    assert [layer.latent is not None for layer in layers] == [part.kv_source == i for i, part in enumerate(parts)]
+
+
+def test_compiled_shared_indexers_equal_transformers():
+    """Three graphs, a dense and a sparse prefill and decode, that carry a choice from layer to layer."""
+    model = SMALL_MODELS["GLM-5 with shared indexers"](num_layers=2, indexer_types=["full", "shared"])
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    session = GenerationSession(
+        decoder_for(model, 96),
+        max_num_requests=2,
+        cache_format="fp32",
+        block_size=16,
+        prefill_tokens=24,
+        compiled=True,
+        backend=counter,
+    )
+    session.warm_up()
+    assert counter.frame_count == 3
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = session.generate(PROMPTS[:2], LIMITS[:2]).tokens
+    assert found == [stock_generate(model, [p], n).tokens[0] for p, n in zip(PROMPTS[:2], LIMITS[:2], strict=True)]
+
+
+@pytest.mark.parametrize("one_token_per_request", [False, True])
+def test_of_equal_scores_any_may_be_chosen(one_token_per_request):
+    """With one index head relu makes half of all scores 0: those chosen are as good as those that transformers chose.
+
+    The rule: the sorted scores of what is chosen are the k largest, whichever of the equal ones they belong to.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, keys = torch.randn(3, 1, 128, generator=generator), torch.randn(4, 16, 128, generator=generator)
+    weights = torch.rand(3, 1, generator=generator)
+    scores = index_scores(q, keys.view(64, 128), weights, 0.1)
+    assert (scores == 0).sum(1).min() > 20
+    table, request = torch.arange(4, dtype=torch.int32).unsqueeze(0), torch.zeros(3, dtype=torch.int32)
+    visible = torch.tensor([64, 50, 60], dtype=torch.int32)
+    chosen = choose_keys(q, weights, 0.1, keys, table, request, visible, 45, one_token_per_request)
+    assert all(len(set(row.tolist())) == 45 for row in chosen)
+    visible_scores = scores.masked_fill(torch.arange(64) >= visible.unsqueeze(1), -torch.inf)
+    found = scores.gather(1, chosen.long()).sort(dim=1, descending=True).values
+    # the two ways of scoring sum 128 terms in different orders
+    torch.testing.assert_close(found, visible_scores.topk(45).values, rtol=0, atol=1e-5)
+
+
+def test_with_one_index_head_the_choice_differs_from_transformers_by_ties_alone():
+    """The same rule against transformers' own indexer: token by token, both choices have the same scores."""
+    model = SMALL_MODELS["GLM-5"](index_heads=1, num_layers=1, mlp_layer_types=["dense"])
+    text, taken, seen = BOOK[:80], [], []
+    indexer = model.model.layers[0].self_attn.indexer
+    handle = indexer.register_forward_hook(lambda module, arguments, chosen: taken.append(chosen[0].long()))
+    stock_logits(model, text)
+    handle.remove()
+    decoder = decoder_for(model, 80)
+    select = decoder.attention._select_keys
+
+    def record(*arguments):
+        seen.append((select(*arguments), arguments))
+        return seen[-1][0]
+
+    decoder.attention._select_keys = record
+    teacher_forced_logits(decoder, text, "fp32", block_size=80)
+    ours, (_, hidden, q_residual, part, step, index_cache) = seen[0]
+    q = part.index_rope.rotate(indexer.wq_b(q_residual).view(80, 1, 128), step.cos, step.sin)
+    scores = index_scores(q, index_cache[0], indexer.weights_proj(hidden).float(), indexer.softmax_scale)
+    tied = (scores[32:] == 0).sum().item()
+    assert tied > 48
+    both = [scores[32:].gather(1, chosen[32:].long()).sort(1).values for chosen in (ours, taken[0])]
+    torch.testing.assert_close(*both, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 64])
+def test_grouped_experts_equal_every_expert_on_every_token(num_tokens):
+    """The products are the same; a token's sum is rounded once, and its terms once each, to bfloat16."""
+    model = cast_parameters(build_small_model("DeepseekV3", **SIZES), torch.bfloat16)
+    mlp = model.model.layers[1].mlp
+    hidden = torch.randn(num_tokens, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        _, weights, routing = mlp.gate(hidden)
+        assert can_group(mlp.experts)
+        grouped, every = (mix(mlp.experts, hidden, routing, weights) for mix in (mix_grouped, mix_every))
+        stock = mlp.experts(hidden, routing, weights)
+    for other in (every, stock):
+        # 2 experts, each rounded behind two products, an activation and a factor, and the sum
+        assert (grouped - other).float().norm() < 2**-8 * math.sqrt(2 * 5) * other.float().norm()
+
+
+def test_grouped_experts_trace_without_a_break():
+    model = cast_parameters(build_small_model("DeepseekV3", **SIZES), torch.bfloat16)
+    mlp = model.model.layers[1].mlp
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+    def mix(hidden):
+        _, weights, routing = mlp.gate(hidden)
+        return mix_grouped(mlp.experts, hidden, routing, weights)
+
+    compiled = torch.compile(mix, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for count in (8, 2, 33):
+            hidden = torch.randn(count, 128).bfloat16()
+            torch._dynamo.mark_dynamic(hidden, 0)
+            torch.testing.assert_close(compiled(hidden), mix(hidden))
+    assert counter.frame_count == 1
+
+
+def _glm(**changes):
+    return build_small_model("GlmMoeDsa", **{**SIZES, "num_layers": 1, **changes})
+
+
+def _with_fp8_weight():
+    model = _glm()
+    projection = model.model.layers[0].self_attn.kv_b_proj
+    projection.weight = torch.nn.Parameter(projection.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    return model
+
+
+def _partly_on_meta():
+    model = _glm()
+    model.model.layers[0].mlp.to("meta")
+    return model
+
+
+def _of_another_type():
+    config = transformers.DeepseekV2Config(num_hidden_layers=1, vocab_size=8, hidden_size=32)
+    with torch.device("meta"):
+        return transformers.DeepseekV2ForCausalLM(config)
+
+
+def _with_longrope():
+    model = _glm()
+    model.config.rope_parameters = {"rope_type": "longrope", "rope_theta": 10000.0}
+    return model
+
+
+REFUSED = {
+    "a path": (lambda: "zai-org/GLM-5", TypeError, "got the path 'zai-org/GLM-5': load it first, .*from_pretrained"),
+    "a module": (lambda: torch.nn.Linear(1, 1), TypeError, "must be a loaded transformers model, got Linear"),
+    "another type": (_of_another_type, TypeError, r"model_type in \[.*'glm_moe_dsa'.*\], got .* 'deepseek_v2'"),
+    "a base model": (
+        lambda: _glm().model,
+        TypeError,
+        "GlmMoeDsaModel has none: load .* transformers.GlmMoeDsaForCausalLM",
+    ),
+    "fp8 weights": (_with_fp8_weight, ValueError, r"kv_b_proj.weight is float8_e4m3fn: .*dequantize=True"),
+    "two devices": (_partly_on_meta, ValueError, r"must be loaded, .*mlp.* is on the meta device"),
+    "longrope": (_with_longrope, ValueError, "RoPE type 'longrope' changes with the sequence length"),
+    "narrow latents": (lambda: _glm(kv_lora_rank=256), ValueError, r"config.kv_lora_rank must be 512, .* got 256"),
+}
+
+
+@pytest.mark.parametrize(("build", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_model_that_cannot_run_is_refused_in_a_sentence(build, error, message):
+    with pytest.raises(error, match=f"^decoder_for: .*{message}"):
+        decoder_for(build(), 64)
+
+
+def test_a_request_longer_than_the_model_is_refused():
+    with pytest.raises(ValueError, match=r"max_model_len must be 1 to config.max.*, 16384, got 99999"):
+        decoder_for(_glm(), 99999)

@@ -1,0 +1,156 @@
+"""Requests, sampling and streaming of `GenerationSession`, over one small model."""
+
+import math
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+if not hasattr(transformers, "DeepseekV3ForCausalLM"):
+    pytest.skip("this transformers has no DeepSeek-V3", allow_module_level=True)
+
+from mla_ops.demo.model import TEXT, build_small_model
+from mla_ops.models import GenerationSession, decoder_for
+from mla_ops.models.sampling import choose_tokens, gumbel_noise
+
+BOOK = list(TEXT.read_bytes())
+PROMPTS = [BOOK[:5], BOOK[40:61], BOOK[300:301]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    model = build_small_model("DeepseekV3", num_layers=1, hidden_size=64, num_heads=2, initializer_range=0.1)
+    return decoder_for(model, 64)
+
+
+def make_session(decoder, **options):
+    return GenerationSession(decoder, **{"max_num_requests": 2, "cache_format": "fp32", "block_size": 16, **options})
+
+
+def test_streamed_tokens_are_the_generated_ones_and_come_one_by_one(decoder):
+    expected = make_session(decoder).generate(PROMPTS, 9).tokens
+    session = make_session(decoder)
+    numbers = [session.submit(prompt, 9) for prompt in PROMPTS]
+    found = {number: [] for number in numbers}
+    for event in session.stream():
+        assert 1 <= len(event.tokens) <= 2  # with the prefill's token, the first decode step's
+        found[event.request] += event.tokens
+        assert event.done == (len(found[event.request]) == 9)
+    assert [found[number] for number in numbers] == expected
+
+
+def test_requests_may_arrive_while_others_run(decoder):
+    """They change nothing for those that run, and get what they get alone."""
+    expected = make_session(decoder).generate(PROMPTS, 12).tokens
+    session = make_session(decoder)
+    found: dict[int, list[int]] = {}
+    late = iter(PROMPTS[1:])
+    numbers = [session.submit(PROMPTS[0], 12)]
+    for event in session.stream():
+        found.setdefault(event.request, []).extend(event.tokens)
+        prompt = next(late, None) if len(found[numbers[0]]) >= 4 else None
+        if prompt is not None:
+            numbers.append(session.submit(prompt, 12))
+    assert [found[number] for number in numbers] == expected
+
+
+def test_samples_are_a_function_of_the_seed_whatever_runs_beside(decoder):
+    options = {"temperature": 1.0, "top_p": 0.95}
+    together = make_session(decoder, sampling=True).generate(PROMPTS, 12, seed=7, **options).tokens
+    session = make_session(decoder, sampling=True, max_num_requests=1)
+    alone = [session.generate([prompt], 12, seed=7 + i, **options).tokens[0] for i, prompt in enumerate(PROMPTS)]
+    assert together == alone
+    assert session.generate(PROMPTS[:1], 12, seed=8, **options).tokens[0] != together[0]
+    greedy = make_session(decoder).generate(PROMPTS, 12).tokens
+    assert greedy == make_session(decoder, sampling=True).generate(PROMPTS, 12).tokens
+    assert greedy != together
+
+
+def test_samples_have_the_softmax_probabilities_within_top_p():
+    """20,000 seeds over 6 tokens: each share is within 5 standard deviations, and none is behind top_p."""
+    count = 20_000
+    logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0, -2.0]]).expand(count, -1)
+    seeds, zeros = torch.arange(count), torch.zeros(count, dtype=torch.int64)
+    full = torch.full((count,), 1.0)
+    for top_p, kept in ((1.0, 6), (0.7, 2), (1e-9, 1)):
+        tokens = choose_tokens(logits, 0.8 * full, top_p * full, seeds, zeros)
+        shares = tokens.bincount(minlength=6) / count
+        expected = (logits[0] / 0.8).softmax(0)
+        assert (expected.cumsum(0) - expected < top_p).sum() == kept
+        expected = torch.where(torch.arange(6) < kept, expected, 0)
+        expected /= expected.sum()
+        deviation = (expected * (1 - expected) / count).sqrt()
+        assert ((shares - expected).abs() <= 5 * deviation).all()
+
+
+def test_noise_is_standard_gumbel_and_uncorrelated_between_steps():
+    """Mean and variance within 5 deviations of 100,000 values; so the correlation of two steps."""
+    tokens = torch.arange(100_000).unsqueeze(0).expand(2, -1)
+    noise = gumbel_noise(tokens, torch.tensor([3, 3]), torch.tensor([0, 1])).double()
+    euler, variance = 0.5772156649, math.pi**2 / 6
+    assert ((noise.mean(1) - euler).abs() < 5 * math.sqrt(variance / 100_000)).all()
+    # the fourth central moment of Gumbel is 5.4 times the squared variance
+    assert ((noise.var(1) - variance).abs() < 5 * variance * math.sqrt(4.4 / 100_000)).all()
+    assert abs(torch.corrcoef(noise)[0, 1]) < 5 / math.sqrt(100_000)
+
+
+def test_end_tokens_come_from_the_model_unless_given(decoder):
+    free = make_session(decoder).generate(PROMPTS[:1], 10).tokens[0]
+    end = free[4]
+    cut = free[: free.index(end) + 1]
+    decoder.model.generation_config.eos_token_id = [end, 255]
+    try:
+        assert make_session(decoder).generate(PROMPTS[:1], 10).tokens[0] == cut
+        assert make_session(decoder, eos_token_ids=()).generate(PROMPTS[:1], 10).tokens[0] == free
+    finally:
+        decoder.model.generation_config.eos_token_id = None
+    assert make_session(decoder, eos_token_ids=end).generate(PROMPTS[:1], 10).tokens[0] == cut
+
+
+ENCODING = transformers.BatchEncoding({"input_ids": [[1, 2]]})
+BAD = {
+    "a text": ("Hello", {}, TypeError, "prompts must be a list of token-id lists, got str: encode it first"),
+    "texts": (["Hello"], {}, TypeError, "prompt 0 must be a list of token ids, got str: encode it first"),
+    "a tensor": (torch.ones(1, 2), {}, TypeError, "got Tensor: pass lists, tensor.tolist"),
+    "a batch encoding": (ENCODING, {}, TypeError, "got BatchEncoding: pass its input_ids"),
+    "one prompt": ([1, 2], {}, TypeError, r"got a list of ints: write \[prompt\]"),
+    "floats": ([[1.0]], {}, TypeError, "prompt 0 must be a list of token ids, ints, got float in it"),
+    "an id out of the vocabulary": ([[1], [256]], {}, ValueError, "prompt 1 has token id 256, the vocabulary has 256"),
+    "a negative id": ([[-1]], {}, ValueError, "prompt 0 has token id -1"),
+    "a temperature": ([[1]], {"temperature": 0.5}, ValueError, "temperature 0.5 needs .*sampling=True"),
+    "a negative temperature": ([[1]], {"temperature": -1.0}, ValueError, "temperature must be at least 0"),
+    "top_p of 0": ([[1]], {"top_p": 0.0}, ValueError, "top_p above 0 and at most 1, got 0.0 and 0.0"),
+}
+
+
+@pytest.mark.parametrize(("prompts", "options", "error", "message"), BAD.values(), ids=BAD)
+def test_inputs_that_cannot_run_get_an_error_that_says_what_is_wanted(decoder, prompts, options, error, message):
+    session = make_session(decoder)
+    with pytest.raises(error, match=message):
+        session.generate(prompts, 3, **options)
+    assert not session.waiting
+
+
+def test_generate_refuses_to_mix_with_submitted_requests(decoder):
+    session = make_session(decoder)
+    session.submit([1], 3)
+    with pytest.raises(ValueError, match="needs an idle session"):
+        session.generate([[1]], 3)
+
+
+@pytest.mark.gpu
+def test_captured_samples_equal_eager_samples_on_gpu():
+    model = build_small_model("DeepseekV3", num_layers=1, hidden_size=64, num_heads=2, initializer_range=0.1).cuda()
+    found = []
+    for cuda_graph in (False, True):
+        session = make_session(decoder_for(model, 64), sampling=True, cuda_graph=cuda_graph)
+        found.append(session.generate(PROMPTS, 12, temperature=1.0, top_p=0.9, seed=3).tokens)
+    assert found[0] == found[1]
