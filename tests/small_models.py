@@ -85,7 +85,7 @@ def _fill(model: Any, names: tuple[str, ...], std: float = 0.5) -> None:
             parameter.add_(std * torch.randn(parameter.shape, generator=generator))
 
 
-SMALL_MODELS = {
+_ALL = {
     "DeepSeek-V3": lambda **changes: build_small_model("DeepseekV3", **{**SIZES, **changes}),
     "Kimi K2.5": build_kimi_k25,
     "DeepSeek-V3.2": lambda **changes: build_small_model(**{**SIZES, **changes}),
@@ -97,3 +97,11 @@ SMALL_MODELS = {
     "Mistral Large 4": build_mistral_large4,
     "DeepSeek-V4": build_small_v4_model,
 }
+
+# each needs its class in transformers
+NEEDS = {
+    "Kimi K2.5": "Kimi_K25ForConditionalGeneration",
+    "HY-V4": "HYV4ForCausalLM",
+    "Mistral Large 4": "MistralLarge4ForConditionalGeneration",
+}
+SMALL_MODELS = {name: build for name, build in _ALL.items() if name not in NEEDS or hasattr(transformers, NEEDS[name])}
