@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..ops import plan_sparse_attention
+from .buffers import Buffers, register
 
 KEY_BLOCK = 64
 HEADS_OF_A_TILE = 64
@@ -58,8 +59,9 @@ def schedule_size(
     return ScheduleSize(-(-slots // cluster_size), cluster_size, workers[cluster_size])
 
 
-@dataclass(frozen=True)
-class SparseSchedule:
+@register
+@dataclass(frozen=True, eq=False)
+class SparseSchedule(Buffers):
     """Which thread blocks share the keys of which token. Allocate once, `build()` once a step, for all layers alike.
 
     Attributes:

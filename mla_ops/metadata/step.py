@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 
 from ..ops import build_step_metadata
+from .buffers import Buffers, register
 from .schedule import SparseSchedule
 
 
-@dataclass(frozen=True)
-class StepMetadata:
+@register
+@dataclass(frozen=True, eq=False)
+class StepMetadata(Buffers):
     """What every layer of a step reads. Allocate once, `build()` before each step, pass whole buffers to the ops.
 
     A captured graph freezes the addresses, the capacity and so the padded number of tokens; everything else may change
@@ -131,3 +134,38 @@ class StepMetadata:
         )
         if self.schedule is not None:
             self.schedule.build(self.topk_length)
+
+    def check(self, num_blocks: int | None = None) -> None:
+        """Says what is wrong with the step that was built last. For debugging: it reads the device and synchronises.
+
+        `build` cannot: it runs on the device alone. It cuts off what does not fit, and drops what has no block.
+
+        Args:
+            num_blocks: blocks of the cache, to find block numbers past its end.
+
+        Raises:
+            ValueError: the step has more tokens than `max_num_tokens`, or a request has more query tokens than its
+                length, or is longer than the blocks in its row of `block_table`; with the number of each such request.
+        """
+        starts, lengths = self.query_start_loc.tolist(), self.seq_lens.tolist()
+        wrong = []
+        if starts[0] != 0 or any(a > b for a, b in itertools.pairwise(starts)):
+            wrong.append(f"query_start_loc must ascend from 0, got {starts}")
+        if starts[-1] > self.max_num_tokens:
+            wrong.append(
+                f"the step has {starts[-1]} tokens, max_num_tokens is {self.max_num_tokens}: the rest is cut off"
+            )
+        limit = torch.iinfo(torch.int32).max if num_blocks is None else num_blocks
+        for request, (length, row) in enumerate(zip(lengths, self.block_table.tolist(), strict=True)):
+            queries = starts[request + 1] - starts[request]
+            if queries > length:
+                wrong.append(f"request {request} has {queries} query tokens, but seq_lens has {length} with them")
+            held = next((i for i, block in enumerate(row) if not 0 <= block < limit), len(row))
+            if length > held * self.block_size:
+                end = f"entry {held} is {row[held]}" if held < len(row) else f"the table is {len(row)} wide"
+                wrong.append(
+                    f"request {request} has {length} tokens, its row of block_table has {held} blocks of "
+                    f"{self.block_size}: {end}"
+                )
+        if wrong:
+            raise ValueError("StepMetadata.check: " + "; ".join(wrong))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import build_compressed_metadata
+from .buffers import Buffers, register
 from .schedule import SparseSchedule
 from .step import StepMetadata
 
@@ -17,8 +18,9 @@ def _check_num_blocks(where: str, **sizes: int | None) -> None:
             raise ValueError(f"{where}: {name} must not be negative, got {size}")
 
 
-@dataclass(frozen=True)
-class CompressedMetadata:
+@register
+@dataclass(frozen=True, eq=False)
+class CompressedMetadata(Buffers):
     """What a step's layers need to know of one compressed cache; all layers of a type share it.
 
     Attributes:
@@ -94,8 +96,9 @@ class CompressedMetadata:
         )
 
 
-@dataclass(frozen=True)
-class V4StepMetadata:
+@register
+@dataclass(frozen=True, eq=False)
+class V4StepMetadata(Buffers):
     """What every layer of a DeepSeek V4 step reads. Allocate once, `build()` before each step.
 
     As with `StepMetadata`, a captured graph freezes the addresses and capacities; everything else may change between
