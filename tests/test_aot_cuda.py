@@ -5,12 +5,16 @@ No GPU is needed. To add a kernel: its variants in `KERNELS`.
 
 from __future__ import annotations
 
-import struct
+import ctypes
+import shutil
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
-from mla_ops.kernels.cuda.compiler import PARAMS_OFFSET, RESERVED_SHARED_BYTES
+from mla_ops.kernels.cuda.compiler import PARAMS_OFFSET, RESERVED_SHARED_BYTES, CompileError
+from mla_ops.kernels.cuda.params import fields_of
+from mla_ops.kernels.cuda.sources import Sources
 from mla_ops.kernels.hopper import launch, merge_parts, plan, prefill_attention, sources
 
 pytestmark = [
@@ -31,7 +35,7 @@ class Variant:
         kernel: name expression.
         threads: of a block.
         shared_bytes: dynamic shared memory of a block, by the function that the launch takes it from.
-        params: `struct` format that the launch packs.
+        params: what the launch packs, `struct Params` of the source.
         padding: bytes in front of the params, where those lie at a multiple of 64.
         blocks: of an SM, at least.
     """
@@ -40,7 +44,7 @@ class Variant:
     kernel: str
     threads: int
     shared_bytes: int
-    params: str
+    params: type[ctypes.Structure]
     defines: tuple[str, ...] = ()
     blocks: int = 1
     padding: int = 0
@@ -54,7 +58,7 @@ class Variant:
 STACK = {"sparse_attention_rows<24, FP8_DS_MLA_V4>": 8, "sparse_attention_rows<32, FP8_DS_MLA_V4>": 24}
 
 KERNELS = [
-    Variant(kernel.source, kernel.name, kernel.threads, kernel.shared_bytes, launch.PARAMS, blocks=kernel.ctas)
+    Variant(kernel.source, kernel.name, kernel.threads, kernel.shared_bytes, launch.Params, blocks=kernel.ctas)
     for keys in launch.KERNELS.values()
     for kernel in keys.kernels()
 ] + [
@@ -63,14 +67,14 @@ KERNELS = [
         kernel.name,
         kernel.threads,
         kernel.shared_bytes,
-        prefill_attention.PARAMS,
+        prefill_attention.Params,
         padding=-PARAMS_OFFSET % 64,
     )
     for kernel in prefill_attention.kernels()
 ]
-KERNELS += [Variant(k.source, k.name, k.threads, k.shared_bytes, plan.PARAMS) for k in plan.KERNELS]
+KERNELS += [Variant(k.source, k.name, k.threads, k.shared_bytes, plan.Params) for k in plan.KERNELS]
 KERNELS += [
-    Variant(kernel.source, kernel.name, kernel.threads, kernel.shared_bytes, merge_parts.PARAMS, blocks=4)
+    Variant(kernel.source, kernel.name, kernel.threads, kernel.shared_bytes, merge_parts.Params, blocks=4)
     for kernel in merge_parts.kernels()
 ]
 # What tests/sanitize.py gives to racecheck: one kernel of each source, within the same limits.
@@ -84,7 +88,7 @@ def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
     used = compiled.resources
     assert compiled.log == ""
     assert used.stack == STACK.get(variant.kernel, 0)
-    assert used.params == variant.padding + struct.calcsize(variant.params)
+    assert used.params == variant.padding + ctypes.sizeof(variant.params)
     assert used.registers * variant.threads * variant.blocks <= REGISTERS_OF_AN_SM
     block = used.shared + variant.shared_bytes
     assert block <= sources.MAX_SHARED_BYTES
@@ -94,3 +98,32 @@ def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
 def test_the_table_has_every_source() -> None:
     """A kernel that no variant compiles would be shipped unseen."""
     assert {variant.source for variant in KERNELS} == {path.name for path in sources.SOURCES.folder.glob("*.cu")}
+
+
+def compile_offsets(source: str, params: type[ctypes.Structure], folder: Path) -> None:
+    """Compiles that each field of a source's `struct Params` is where the host puts it."""
+    for file in sources.SOURCES.folder.glob("*.cu*"):
+        shutil.copy(file, folder)
+    lines = [f'static_assert(sizeof(Params) == {ctypes.sizeof(params)}, "size");']
+    for name, offset, size, _ in fields_of(params):
+        lines.append(f'static_assert(__INTADDR__(&((Params*)0)->{name}) == {offset}, "{name}");')
+        lines.append(f'static_assert(sizeof(((Params*)0)->{name}) == {size}, "{name}");')
+    unit = f'#include "{source}"\n{chr(10).join(lines)}\ntemplate <int N> __global__ void nothing() {{}}\n'
+    (folder / "offsets.cu").write_text(unit)
+    Sources(folder, sources.SM90A).compile("offsets.cu", "nothing<0>")
+
+
+PARAMS = {variant.source: variant.params for variant in KERNELS}
+
+
+@pytest.mark.parametrize("source", PARAMS)
+def test_the_host_packs_each_field_where_the_kernel_reads_it(source: str, tmp_path: Path) -> None:
+    compile_offsets(source, PARAMS[source], tmp_path)
+
+
+def test_two_fields_of_one_width_that_are_swapped_are_noticed(tmp_path: Path) -> None:
+    class Swapped(ctypes.Structure):
+        _fields_ = [*merge_parts.Params._fields_[:-2], *reversed(merge_parts.Params._fields_[-2:])]
+
+    with pytest.raises(CompileError, match=r"static assertion failed.*num_rows"):
+        compile_offsets("merge_parts.cu", Swapped, tmp_path)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -191,7 +190,7 @@ def test_each_key_is_gathered_once(
     launched: Any,
 ) -> None:
     call = launched(cache_format, width, kind, shape, max_grid_rows)
-    assert library.bytes_of_params() == struct.calcsize(launch.PARAMS)
+    assert library.bytes_of_params() == ctypes.sizeof(launch.Params)
     gathered: dict[tuple[int, int], Counter[int]] = {}
     room, longest = (Found * (2 * len(LENGTHS) * 1024))(), 0
     for _ in call.choose_ctas(library):

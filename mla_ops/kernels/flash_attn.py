@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dispatch import Call, Lowering, Missing, device_capability, into_buffers, is_installed
-from .torch_sdpa import aligned, empty_result, finish, pad_heads, prefill_reason
+from .alignment import aligned
+from .torch_sdpa import empty_result, finish, pad_heads, prefill_reason
 
 
 class Provider(NamedTuple):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from ..dispatch import Call, Lowering, Missing, is_installed
 from ..formats import LATENT_DIM, geometry
+from .alignment import aligned
 from .reference.index import translate
 
 # its planning kernel keeps 20 bytes a row in shared memory and exits the process when they do not fit; below this
@@ -119,19 +120,19 @@ def padded_heads(num_heads: int) -> int:
 
 def pad_query(q: torch.Tensor) -> torch.Tensor:
     missing = padded_heads(q.shape[1]) - q.shape[1]
-    return F.pad(q, (0, 0, 0, missing)) if missing else q
+    return F.pad(q, (0, 0, 0, missing)) if missing else aligned(q)
 
 
 def pad_sink(attn_sink: torch.Tensor | None) -> torch.Tensor | None:
     if attn_sink is None:
         return None
     missing = padded_heads(attn_sink.shape[0]) - attn_sink.shape[0]
-    return F.pad(attn_sink, (0, missing)) if missing else attn_sink.contiguous()
+    return F.pad(attn_sink, (0, missing)) if missing else aligned(attn_sink.contiguous())
 
 
 def _pad_indices(indices: torch.Tensor, multiple: int) -> torch.Tensor:
     missing = -indices.shape[1] % multiple
-    return F.pad(indices, (0, missing), value=-1) if missing else indices
+    return F.pad(indices, (0, missing), value=-1) if missing else aligned(indices)
 
 
 def slots_or_minus_one(
@@ -240,7 +241,7 @@ def sparse_attention(
     indices = _pad_indices(indices, PREFILL_TOPK_MULTIPLE)
     arguments = (
         pad_query(q),
-        kv.unsqueeze(1),
+        aligned(kv).unsqueeze(1),
         indices.unsqueeze(1),
         softmax_scale,
         LATENT_DIM,
@@ -277,7 +278,7 @@ def paged_attention(
     provider, _ = find_provider()
     assert provider is not None
     op = getattr(torch.ops, provider.namespace).dense_decode_fwd.default
-    kv = kv_cache.unsqueeze(2)
+    q, kv = aligned(q), kv_cache.unsqueeze(2)
     for start in range(0, num_tokens, MAX_ROWS_PER_CALL):
         rows = slice(start, start + MAX_ROWS_PER_CALL)
         # not causal: every token is a request of one query; its schedule is planned inside the call, on the device

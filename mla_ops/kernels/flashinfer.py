@@ -21,7 +21,8 @@ import torch
 
 from ..dispatch import Call, Lowering, Missing, device_capability, into_buffers, is_installed
 from ..formats import LATENT_DIM, geometry
-from .torch_sdpa import aligned, empty_result, is_one_request_with_itself
+from .alignment import aligned
+from .torch_sdpa import empty_result, is_one_request_with_itself
 
 PREFILL_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 ROPE_DIM = 64

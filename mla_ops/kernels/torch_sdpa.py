@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ..dispatch import Call, Lowering, Missing, device_capability, into_buffers, is_installed
+from .alignment import aligned
 
 HEAD_DIM_MULTIPLE = 8
 
@@ -42,12 +43,6 @@ def is_one_request_with_itself(q: torch.Tensor, k: torch.Tensor, lens_q: torch.T
         and q.shape[0] == k.shape[0]
         and q.shape[1] == k.shape[1]
     )
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where a row does not start on 16 bytes."""
-    starts = (tensor.data_ptr() // tensor.element_size(), tensor.stride(0), tensor.stride(1))
-    return tensor if all(start % HEAD_DIM_MULTIPLE == 0 for start in starts) else tensor.contiguous()
 
 
 def _cudnn(

@@ -2,22 +2,83 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import math
-import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from ...dispatch import Missing
+from ..cuda.params import POINTER, packer
 from . import groups, sources
 
-PARAMS = "@5i" + 3 * "Ii" + "4x2Q2Q2q2iQ" + 2 * "2Q2q4iIi" + "2Q2qif3Q4q2Q"  # struct Params
 KEYS = 64  # of a turn
 MAX_GRID_ROWS = 32768
 SPLITS = (*range(1, 15), 16)  # as in layout.cuh: packets of 15 CTAs have no room
+
+
+class Divisor(ctypes.Structure):
+    """As in layout.cuh; `reciprocal` has the values."""
+
+    _fields_ = [("multiplier", ctypes.c_uint), ("shift", ctypes.c_int)]
+
+
+class Cache(ctypes.Structure):
+    """As in layout.cuh."""
+
+    _fields_ = [
+        ("rows", POINTER),
+        ("block_table", POINTER),
+        ("block_bytes", ctypes.c_int64),
+        ("table_stride", ctypes.c_int64),
+        ("num_blocks", ctypes.c_int),
+        ("block_size", ctypes.c_int),
+        ("table_width", ctypes.c_int),
+        ("num_requests", ctypes.c_int),
+        ("of_block_size", Divisor),
+    ]
+
+
+class Params(ctypes.Structure):
+    """As in layout.cuh."""
+
+    _fields_ = [
+        ("num_tokens", ctypes.c_int),
+        ("head_tiles", ctypes.c_int),
+        ("parts", ctypes.c_int),
+        ("splits", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("of_splits", Divisor),
+        ("of_parts", Divisor),
+        ("of_head_tiles", Divisor),
+        ("topk_length", POINTER * 2),
+        ("indices", POINTER * 2),
+        ("indices_stride", ctypes.c_int64 * 2),
+        ("topk", ctypes.c_int * 2),
+        ("req_id_per_token", POINTER),
+        ("caches", Cache * 2),
+        ("zero_row", POINTER),
+        ("q", POINTER),
+        ("q_token_stride", ctypes.c_int64),
+        ("q_head_stride", ctypes.c_int64),
+        ("num_heads", ctypes.c_int),
+        ("scale_log2", ctypes.c_float),
+        ("attn_sink", POINTER),
+        ("lse", POINTER),
+        ("out", POINTER),
+        ("lse_token_stride", ctypes.c_int64),
+        ("lse_head_stride", ctypes.c_int64),
+        ("out_token_stride", ctypes.c_int64),
+        ("out_head_stride", ctypes.c_int64),
+        ("exchange", POINTER),
+        ("counters", POINTER),
+    ]
+
+
+pack = packer(Params)
 
 
 class Kernel(NamedTuple):
@@ -332,8 +393,7 @@ def launch(
     else:
         rows = min(num_tokens, MAX_GRID_ROWS)
         grid = (head_tiles * parts * splits, rows, -(-num_tokens // rows))
-    params = struct.pack(
-        PARAMS,
+    params = pack(
         num_tokens,
         head_tiles,
         parts,

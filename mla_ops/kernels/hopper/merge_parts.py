@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
 import functools
-import struct
 
 import torch
 
 from ..cuda.driver import NO_CLUSTER, Function
+from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Kernel
 
-PARAMS = "@4Q4q2i"  # struct Params
 THREADS = 128
 MAX_PARTS = (4, 8, 16)  # what a thread has registers for, by kernel
+
+
+class Params(ctypes.Structure):
+    """As in merge_parts.cu."""
+
+    _fields_ = [
+        ("outs", POINTER),
+        ("lses", POINTER),
+        ("out", POINTER),
+        ("lse", POINTER),
+        ("out_token_stride", ctypes.c_int64),
+        ("out_head_stride", ctypes.c_int64),
+        ("lse_token_stride", ctypes.c_int64),
+        ("lse_head_stride", ctypes.c_int64),
+        ("num_rows", ctypes.c_int),
+        ("parts", ctypes.c_int),
+    ]
+
+
+pack = packer(Params)
 
 
 def kernels() -> list[Kernel]:
@@ -39,8 +59,7 @@ def merge_parts(part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Te
     """
     parts, num_tokens, num_heads, _ = part_out.shape
     kernel = _loaded(out.device.index)[bisect.bisect_left(MAX_PARTS, parts)]
-    params = struct.pack(
-        PARAMS,
+    params = pack(
         part_out.data_ptr(),
         part_lse.data_ptr(),
         out.data_ptr(),

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import struct
 from typing import NamedTuple
 
 import torch
 
 from ...dispatch import Call, Lowering
 from ..cuda.driver import NO_CLUSTER, Function
+from ..cuda.params import POINTER, packer
 from ..reference.index import INT32_MAX
 from . import sources
 from .launch import Kernel, compile_reason, reciprocal
 
-PARAMS = "@3Q2I3i4Ii"  # struct Params
 KEY_BLOCK = 64  # keys that a schedule counts as one
 WARPS = 16  # of a CTA that places many rows
 FEW_ROWS = 8  # of a CTA that places few
@@ -28,6 +28,29 @@ ONE = Kernel("plan.cu", "schedule_one", 32, 0)
 FEW = Kernel("plan.cu", "schedule_few", FEW_ROWS * 32, 0)
 MANY = Kernel("plan.cu", f"schedule_many<{WARPS}>", WARPS * 32, FIXED_BYTES)
 KERNELS = (ONE, FEW, MANY)
+
+
+class Params(ctypes.Structure):
+    """As in plan.cu."""
+
+    _fields_ = [
+        ("topk_length", POINTER),
+        ("extra_topk_length", POINTER),
+        ("slots", POINTER),
+        ("num_tokens", ctypes.c_uint),
+        ("num_slots", ctypes.c_uint),
+        ("cluster_log2", ctypes.c_int),
+        ("topk", ctypes.c_int),
+        ("extra_topk", ctypes.c_int),
+        ("capacity", ctypes.c_uint),
+        ("num_workers", ctypes.c_uint),
+        ("overhead", ctypes.c_uint),
+        ("multiplier", ctypes.c_uint),
+        ("shift", ctypes.c_int),
+    ]
+
+
+pack = packer(Params)
 
 
 class Launch(NamedTuple):
@@ -73,8 +96,7 @@ def plan_sparse_attention(
     num_tokens = topk_length.shape[0]
     topk, extra_topk = min(topk, INT32_MAX), min(extra_topk, INT32_MAX)
     num_workers = min(num_workers, MAX_WORKERS)
-    params = struct.pack(
-        PARAMS,
+    params = pack(
         topk_length.data_ptr(),
         0 if extra_topk_length is None else extra_topk_length.data_ptr(),
         tile_scheduler_metadata.data_ptr(),

@@ -9,16 +9,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import struct
 
 import torch
 
 from ...dispatch import Call
+from ..alignment import is_aligned
 from ..cuda.driver import NO_CLUSTER
+from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Kernel, compile_reason
 
-PARAMS = "@128s128s128s5Q4q8if20x"  # struct Params
 QUERIES = 128  # of a tile
 STAGES = 2
 TYPES = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
@@ -26,6 +26,38 @@ L2_BYTES = 32 * 2**20  # of keys and values that are used together; an H200 has 
 
 # Keys of a tile, by the widths of queries and values.
 KEYS = {(192, 128): 128, (128, 128): 128, (64, 64): 128, (256, 256): 80}
+
+
+class Params(ctypes.Structure):
+    """As in prefill_attention.cu, whose tensor maps are aligned to 64 bytes, and so the struct."""
+
+    _fields_ = [
+        ("q", ctypes.c_char * 128),
+        ("k", ctypes.c_char * 128),
+        ("v", ctypes.c_char * 128),
+        ("cu_seqlens_q", POINTER),
+        ("cu_seqlens_k", POINTER),
+        ("out", POINTER),
+        ("lse", POINTER),
+        ("taken", POINTER),
+        ("out_token_stride", ctypes.c_int64),
+        ("out_head_stride", ctypes.c_int64),
+        ("lse_token_stride", ctypes.c_int64),
+        ("lse_head_stride", ctypes.c_int64),
+        ("num_tokens", ctypes.c_int),
+        ("num_kv", ctypes.c_int),
+        ("num_requests", ctypes.c_int),
+        ("num_heads", ctypes.c_int),
+        ("heads_per_kv_head", ctypes.c_int),
+        ("heads_together", ctypes.c_int),
+        ("num_tiles", ctypes.c_int),
+        ("causal", ctypes.c_int),
+        ("scale_log2", ctypes.c_float),
+        ("_", ctypes.c_char * 20),
+    ]
+
+
+pack = packer(Params)
 
 
 @functools.cache
@@ -116,15 +148,13 @@ def prefill_attention(
     device_index = q.device.index
     kernel, keys = kernel_for(head_dim, head_dim_v, q.dtype), KEYS[head_dim, head_dim_v]
     (q, q_map), (k, k_map), (v, v_map) = _in_boxes(q, QUERIES), _in_boxes(k, keys), _in_boxes(v, keys)
-    storable = out.stride(0) % 8 == 0 and out.stride(1) % 8 == 0 and out.data_ptr() % 16 == 0
-    target = out if storable else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     num_requests = cu_seqlens_q.shape[0] - 1
     # a tile of each request may be part-filled, and so may that of the tokens behind them
     num_tiles = num_tokens // QUERIES + num_requests + 1
     num_items, num_sms = num_tiles * num_heads, _num_sms(device_index)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device) if num_items > num_sms else None
-    params = struct.pack(
-        PARAMS,
+    params = pack(
         q_map,
         k_map,
         v_map,

@@ -28,6 +28,7 @@ import torch
 
 from ...dispatch import Call, Lowering
 from ...formats import geometry
+from ..alignment import aligned
 from .launch import (
     KERNELS,
     KEYS,
@@ -216,8 +217,7 @@ def sparse_attention(
     """Flat keys are a cache with blocks of one token."""
     if q.shape[0] == 0 or q.shape[1] == 0:
         return
-    if kv.stride(0) % 8 or kv.data_ptr() % 16:
-        kv = kv.contiguous()  # keys are copied 16 bytes at a time
+    kv = aligned(kv)
     _attend(
         KERNELS["bf16", kv.shape[1]],
         q,

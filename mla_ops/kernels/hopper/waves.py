@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats import LATENT_DIM
+from ..alignment import aligned, is_aligned
 from . import merge_parts
 from .launch import SPLITS, CacheParams, Keys, Shape, launch, zero_row
 
@@ -88,11 +89,6 @@ def fastest_waves(
     return waves
 
 
-def _loads_16_bytes(tensor: torch.Tensor) -> bool:
-    unit = 16 // tensor.element_size()
-    return tensor.stride(0) % unit == 0 and tensor.stride(1) % unit == 0 and tensor.data_ptr() % 16 == 0
-
-
 def launch_waves(
     keys: Keys,
     waves: Sequence[Wave],
@@ -106,9 +102,8 @@ def launch_waves(
     lse: torch.Tensor,
 ) -> None:
     """All waves of a call, and the merge of those in parts. Copies stand in front of the first and behind the last."""
-    if not _loads_16_bytes(q):
-        q = q.contiguous()
-    target = out if _loads_16_bytes(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    q = aligned(q)
+    target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     zeros = zero_row(q.device, keys)
     rest_out, rest_lse = target, lse
     buffers = []  # of all waves to the end: none is another's while that one runs
