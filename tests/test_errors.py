@@ -172,6 +172,60 @@ def test_a_buffer_of_another_dtype_is_refused(op_name: str) -> None:
         assert_refused(sample, TypeError, op_name, name, str(buffer.dtype), "torch.float64")
 
 
+def required_tensors(op_name: str) -> list[str]:
+    schema = complete_sample(op_name).op._schema
+    return [argument.name for argument in schema.arguments if str(argument.type) == "Tensor"]
+
+
+@pytest.mark.parametrize(
+    ("op_name", "name"), [(op_name, name) for op_name in op_names() for name in required_tensors(op_name)]
+)
+def test_none_for_a_tensor_is_refused(op_name: str, name: str) -> None:
+    """torch's parser lets it through."""
+    sample = with_changes(op_name, **{name: None})
+    assert_refused(sample, TypeError, f"{op_name}: {name} must be a tensor, got None", compiled=False)
+
+
+def is_integer(argument: torch.Argument) -> bool:
+    return str(argument.real_type) in ("SymInt", "int", "Optional[SymInt]", "Optional[int]")
+
+
+EVERY_INTEGER = [
+    (op_name, argument.name)
+    for op_name in op_names()
+    for argument in complete_sample(op_name).op._schema.arguments
+    if is_integer(argument)
+]
+EVERY_NUMBER = [
+    (op_name, argument.name)
+    for op_name in op_names()
+    for argument in complete_sample(op_name).op._schema.arguments
+    if str(argument.type) == "float"
+]
+
+
+def test_the_lists_of_numbers_are_not_empty() -> None:
+    assert ("build_step_metadata", "index_topk") in EVERY_INTEGER
+    assert ("convert_req_index_to_global_index", "num_blocks") in EVERY_INTEGER
+    assert ("paged_attention", "softmax_scale") in EVERY_NUMBER
+
+
+@pytest.mark.parametrize(("op_name", "name"), EVERY_INTEGER)
+def test_a_size_of_more_than_32_bits_is_refused(op_name: str, name: str) -> None:
+    """Before anything is written, on every device: a kernel's argument has 32 bits."""
+    for value in (2**31, 2**40):
+        sample = with_changes(op_name, **{name: value})
+        assert_refused(sample, ValueError, f"{functional(op_name)}: {name} ", str(value), compiled=value == 2**31)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39], ids=str)
+@pytest.mark.parametrize(("op_name", "name"), EVERY_NUMBER)
+def test_a_scale_that_is_not_finite_is_refused(op_name: str, name: str, value: float) -> None:
+    """In float32, which kernels compute in."""
+    sample = with_changes(op_name, **{name: value})
+    assert_refused(sample, ValueError, f"{functional(op_name)}: {name} must be ", str(value), compiled=False)
+
+
 def float_arguments(op_name: str) -> list[str]:
     sample = complete_sample(op_name)
     return [n for n in tensor_arguments(op_name) if sample.kwargs[n].is_floating_point()]

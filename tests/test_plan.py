@@ -110,6 +110,16 @@ def oracle(step: Step) -> dict[str, list]:
     return expected
 
 
+def test_lengths_of_any_sign_and_size_do_not_wrap(lowering: str, device: torch.device) -> None:
+    """INT_MIN less a token is no position near INT_MAX: its tokens are padding."""
+    extremes = [INT_MIN, INT_MIN + 1, -1, INT_MAX, INT_MIN + 3]
+    step = Step([2, 3, 1, 2, 3], extremes, [[4, 0, 9]] * 5, 3, 6, 13, 3, 4, 2048)
+    found = run(step, device)
+    assert found == oracle(step)
+    assert found["req_id_per_token"] == [-1] * 6 + [3, 3] + [-1] * 5
+    assert found["key_lens"][6:8] == [INT_MAX - 1, INT_MAX]
+
+
 CASES = {
     "decode": Step([1] * 5, [9, 70, 1, 64, 65], [[3, 4], [5, 6], [7, 8], [9, 1], [0, 2]], 2, 8, 8, 3, 64, 32),
     "mixed prefill and decode": Step([1, 30, 0, 4], [17, 30, 5, 40], [[1, 2, 3]] * 4, 3, 4, 40, 3, 16, 2048),

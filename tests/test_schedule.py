@@ -143,7 +143,7 @@ CASES = {
     "one row more than a warp's": Plan([(37 * i) % 2100 for i in range(33)], 40, 4),
     "one token, fewer workers than parts": Plan([2048], 1, 16, num_workers=3),
     "as many workers as there are integers": Plan([2048, 700, 1, 64], 4, 16, num_workers=INT_MAX),
-    "a slot costs more than there are integers": Plan([2048, 700, 1, 64], 4, 16, overhead=2**33),
+    "a slot costs as much as there are integers": Plan([2048, 700, 1, 64], 4, 16, overhead=INT_MAX),
 }
 
 

@@ -15,11 +15,13 @@ import torch
 from torch.autograd import forward_ad
 
 from ..formats import CACHE_ALIGNMENT, CacheFormat, get_format
-from ..registry import require
+from ..registry import is_single, require, require_one_of
 from ..transforms import has_tangent, tangent_message
 
 CLUSTER_SIZES = (1, 2, 4, 8, 16)  # of thread blocks that reach one another's shared memory
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+SCALE_LIMIT = 2.0**127
 
 
 def check_tensor(
@@ -47,7 +49,10 @@ def check_tensor(
         if size is not None and (same := actual == size) is not True:
             require(same, functools.partial(_wrong_shape, op, name, tensor, dims))
     if dims and (dense := tensor.stride()[-1] == 1) is not True:
-        require(dense, lambda: f"{op}: {name} must be contiguous in its last dimension, got strides {tensor.stride()}")
+        require_one_of(
+            (dense, *is_single(shape)),
+            lambda: f"{op}: {name} must be contiguous in its last dimension, got strides {tensor.stride()}",
+        )
 
 
 def _wrong_shape(op: str, name: str, tensor: torch.Tensor, dims: Sequence[tuple[str, object]]) -> str:
@@ -64,7 +69,11 @@ def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str, name: str = 
     shape, strides, offset = kv_cache.shape, kv_cache.stride(), kv_cache.storage_offset()
     if entry.planar and len(shape) == 2:
         needed = block_bytes = shape[1]
-        require(strides[1] == 1, lambda: f"{op}: {name} must have contiguous blocks, got strides {strides}")
+        if (dense := strides[1] == 1) is not True:
+            require_one_of(
+                (dense, *is_single(shape)),
+                lambda: f"{op}: {name} must have contiguous blocks, got strides {strides}",
+            )
         require(
             block_bytes > 0 and entry.block_bytes(entry.block_size(block_bytes)) == block_bytes,
             lambda: (
@@ -83,23 +92,28 @@ def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str, name: str = 
             )
         needed = shape[1] * shape[2]
         require(shape[1] >= 1, lambda: f"{op}: {name} must have a block_size of at least 1, got {shape[1]}")
-        require(strides[2] == 1, lambda: f"{op}: rows of {name} must be contiguous, got strides {strides}")
-        require(
-            strides[1] == shape[2],
-            lambda: f"{op}: {name}.stride(1) must be {shape[2]}, one row, got {strides[1]}",
-        )
-    if entry.planar:
-        require(
-            strides[0] >= needed,
+        if (dense := strides[2] == 1) is not True:
+            require_one_of(
+                (dense, *is_single(shape)), lambda: f"{op}: rows of {name} must be contiguous, got strides {strides}"
+            )
+        if (one_row := strides[1] == shape[2]) is not True:
+            require_one_of(
+                (one_row, *is_single(shape[:2])),
+                lambda: f"{op}: {name}.stride(1) must be {shape[2]}, one row, got {strides[1]}",
+            )
+    if entry.planar and (apart := strides[0] >= needed) is not True:
+        require_one_of(
+            (apart, *is_single(shape[:1])),
             lambda: f"{op}: blocks of {name} take {needed} bytes, got {name}.stride(0) of {strides[0]}",
         )
-    require(
-        strides[0] * itemsize % CACHE_ALIGNMENT == 0,
-        lambda: (
-            f"{op}: blocks of {name} must start on {CACHE_ALIGNMENT} bytes, got {name}.stride(0) of "
-            f"{strides[0]} elements of {itemsize} bytes"
-        ),
-    )
+    if (aligned := strides[0] * itemsize % CACHE_ALIGNMENT == 0) is not True:
+        require_one_of(
+            (aligned, *is_single(shape[:1])),
+            lambda: (
+                f"{op}: blocks of {name} must start on {CACHE_ALIGNMENT} bytes, got {name}.stride(0) of "
+                f"{strides[0]} elements of {itemsize} bytes"
+            ),
+        )
     require(
         offset * itemsize % CACHE_ALIGNMENT == 0,
         lambda: (
@@ -112,10 +126,24 @@ def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str, name: str = 
 
 def check_positive(op: str, name: str, value: int | torch.SymInt) -> None:
     require(value >= 1, lambda: f"{op}: {name} must be at least 1, got {value}")
+    check_int32(op, name, value)
 
 
 def check_not_negative(op: str, name: str, value: int | torch.SymInt) -> None:
     require(value >= 0, lambda: f"{op}: {name} must not be negative, got {value}")
+    check_int32(op, name, value)
+
+
+def check_int32(op: str, name: str, value: int | torch.SymInt) -> None:
+    """Kernels take sizes as 32 bits. A symbolic one is checked when the op runs, so that no graph has this bound."""
+    if type(value) is int and not INT32_MIN <= value <= INT32_MAX:
+        raise ValueError(f"{op}: {name} must be an integer of 32 bits, at most {INT32_MAX}, got {value}")
+
+
+def check_scale(op: str, name: str, value: float | torch.SymFloat) -> None:
+    """Kernels take it as float32, and multiply it by log2(e). A symbolic one is checked when the op runs."""
+    if type(value) is float and not abs(value) < SCALE_LIMIT:
+        raise ValueError(f"{op}: {name} must be a finite number below 2**127, got {value}")
 
 
 def check_no_grad(op: str, **tensors: torch.Tensor | None) -> None:

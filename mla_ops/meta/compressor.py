@@ -6,8 +6,8 @@ import torch
 
 from ..dispatch import Call
 from ..formats import CACHE_ALIGNMENT, ROPE_DIM, geometry
-from ..registry import define_mutating, require
-from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_tensor
+from ..registry import define_mutating, is_single, require, require_one_of
+from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_scale, check_tensor
 
 INT32 = (torch.int32,)
 FLOAT32 = (torch.float32,)
@@ -34,10 +34,11 @@ def _check_state_cache(op: str, state_cache: torch.Tensor, width: int, device: t
         state_cache.shape[1] >= 1,
         lambda: f"{op}: state_cache must have a block_size of at least 1, got {state_cache.shape[1]}",
     )
-    require(
-        state_cache.stride(1) == state_cache.shape[2],
-        lambda: f"{op}: state_cache.stride(1) must be {state_cache.shape[2]}, one row, got {state_cache.stride(1)}",
-    )
+    if (one_row := state_cache.stride(1) == state_cache.shape[2]) is not True:
+        require_one_of(
+            (one_row, *is_single(state_cache.shape[:2])),
+            lambda: f"{op}: state_cache.stride(1) must be {state_cache.shape[2]}, one row, got {state_cache.stride(1)}",
+        )
 
     def off_alignment(what: str, elements: int | torch.SymInt) -> str:
         return (
@@ -46,8 +47,9 @@ def _check_state_cache(op: str, state_cache: torch.Tensor, width: int, device: t
         )
 
     stride, offset = state_cache.stride(0), state_cache.storage_offset()
-    torch._check_value(stride * 4 % CACHE_ALIGNMENT == 0, lambda: off_alignment("stride(0)", stride))
-    torch._check_value(offset * 4 % CACHE_ALIGNMENT == 0, lambda: off_alignment("storage offset", offset))
+    if (aligned := stride * 4 % CACHE_ALIGNMENT == 0) is not True:
+        require_one_of((aligned, *is_single(state_cache.shape[:1])), lambda: off_alignment("stride(0)", stride))
+    require(offset * 4 % CACHE_ALIGNMENT == 0, lambda: off_alignment("storage offset", offset))
 
 
 def check_compress_and_cache(
@@ -88,6 +90,7 @@ def check_compress_and_cache(
     check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
     check_tensor(op, "positions", positions, INT32, tokens, device)
     check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), tokens, device)
+    check_scale(op, "eps", eps)
     window = position_bias.shape[0] * (width // head_dim)
     capacity = state_block_table.shape[1] * state_cache.shape[1]
     require(
@@ -128,4 +131,5 @@ compress_and_cache = define_mutating(
     "Tensor positions, Tensor slot_mapping, float eps, str cache_format) -> ()",
     check=check_compress_and_cache,
     describe=describe_compress_and_cache,
+    disjoint=False,
 )

@@ -7,7 +7,7 @@ import torch
 from ..dispatch import Call
 from ..formats import LATENT_DIM, geometry
 from ..registry import OutputSpec, define_computing, require
-from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_tensor
+from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_scale, check_tensor
 
 INT32 = (torch.int32,)
 MAX_NUM_HEADS = 128
@@ -58,6 +58,7 @@ def check_prefill(
     check_not_negative(op, "max_seqlen_q", max_seqlen_q)
     check_not_negative(op, "max_seqlen_k", max_seqlen_k)
     require(softmax_scale > 0, lambda: f"{op}: softmax_scale must be positive, got {softmax_scale}")
+    check_scale(op, "softmax_scale", softmax_scale)
     check_no_grad(op, q=q, k=k, v=v)
 
 
@@ -122,6 +123,7 @@ def check_paged(
     tokens = (("num_tokens", q.shape[0]),)
     check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
     check_tensor(op, "key_lens", key_lens, INT32, tokens, device)
+    check_scale(op, "softmax_scale", softmax_scale)
     check_no_grad(op, q=q, kv_cache=kv_cache)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from ..dispatch import Call
 from ..registry import OutputSpec, define_computing, require
-from ._checks import check_not_negative, check_positive, check_tensor
+from ._checks import check_int32, check_not_negative, check_positive, check_tensor
 
 INT32 = (torch.int32,)
 
@@ -285,6 +285,7 @@ def check_combine(
     check_not_negative(op, "window", window)
     check_positive(op, "compress_ratio", compress_ratio)
     check_not_negative(op, "window_offset", window_offset)
+    check_int32(op, "request_stride", request_stride)
     require(
         window_offset <= request_stride,
         lambda: f"{op}: window_offset must not be larger than request_stride, {request_stride}, got {window_offset}",

@@ -7,7 +7,7 @@ import torch
 from ..dispatch import Call
 from ..formats import LATENT_DIM, ROPE_DIM, geometry
 from ..registry import OutputSpec, define_computing
-from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_schedule, check_tensor
+from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_scale, check_schedule, check_tensor
 
 INT32 = (torch.int32,)
 HEAD_DIMS = (LATENT_DIM + ROPE_DIM, LATENT_DIM)
@@ -78,6 +78,7 @@ def check_paged(
     _check_keys(op, q, kv_cache, cache_format)
     _check_selection(op, q, indices, topk_length)
     _check_sink(op, q, attn_sink)
+    check_scale(op, "softmax_scale", softmax_scale)
     if (block_table is None) != (req_id_per_token is None):
         given, missing = ("block_table", "req_id_per_token")
         if block_table is None:
@@ -148,6 +149,7 @@ def check_extra(
     _check_selection(op, q, indices, topk_length)
     _check_selection(op, q, extra_indices, extra_topk_length, "extra_")
     _check_sink(op, q, attn_sink)
+    check_scale(op, "softmax_scale", softmax_scale)
     if (block_table is None and extra_block_table is None) != (req_id_per_token is None):
         tables = "block_table" if block_table is not None else "extra_block_table"
         got = "req_id_per_token without either" if req_id_per_token is not None else f"{tables} without it"
@@ -212,6 +214,7 @@ def check_flat(
     check_tensor(op, "kv", kv, (q.dtype,), (("num_kv", None), ("head_dim", q.shape[2])), q.device)
     _check_selection(op, q, indices, topk_length)
     _check_sink(op, q, attn_sink)
+    check_scale(op, "softmax_scale", softmax_scale)
     check_no_grad(op, q=q, kv=kv, attn_sink=attn_sink)
 
 

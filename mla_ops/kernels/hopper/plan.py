@@ -11,7 +11,6 @@ import torch
 from ...dispatch import Call, Lowering
 from ..cuda.driver import NO_CLUSTER, Function
 from ..cuda.params import POINTER, packer
-from ..reference.index import INT32_MAX
 from . import sources
 from .launch import Kernel, compile_reason, reciprocal
 
@@ -94,7 +93,6 @@ def plan_sparse_attention(
     if num_clusters == 0:
         return
     num_tokens = topk_length.shape[0]
-    topk, extra_topk = min(topk, INT32_MAX), min(extra_topk, INT32_MAX)
     num_workers = min(num_workers, MAX_WORKERS)
     params = pack(
         topk_length.data_ptr(),
@@ -107,7 +105,7 @@ def plan_sparse_attention(
         extra_topk,
         0 if deterministic else -(-topk // KEY_BLOCK) - (-extra_topk // KEY_BLOCK),
         num_workers,
-        min(overhead, INT32_MAX),
+        overhead,
         *reciprocal(num_workers),
     )
     kernel, ctas, threads, shared_bytes = launch_for(

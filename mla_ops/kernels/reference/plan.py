@@ -41,8 +41,9 @@ def build_step_metadata(
         live = torch.zeros_like(live)
         position = torch.zeros_like(token)
     else:
-        position = token - query_start_loc[safe + 1] + seq_lens[safe]
-        live &= position >= 0
+        # 64 bits: seq_lens may hold anything
+        position = token.long() - query_start_loc[safe + 1] + seq_lens[safe]
+        live &= (position >= 0) & (position < INT32_MAX)
     req_id_per_token.copy_(torch.where(live, request, -1))
     positions.copy_(torch.where(live, position, 0))
     key_lens.copy_(torch.where(live, position + 1, 0))
@@ -126,7 +127,6 @@ def plan_sparse_attention(
         return (length.long().clamp(0, columns) + KEY_BLOCK - 1) // KEY_BLOCK
 
     extra_length = extra_topk_length if extra_topk_length is not None else torch.full_like(topk_length, INT32_MAX)
-    topk, extra_topk = min(topk, INT32_MAX), min(extra_topk, INT32_MAX)
     blocks = count_blocks(topk_length, topk) + count_blocks(extra_length, extra_topk)
     live = blocks > 0
     if deterministic:

@@ -6,7 +6,6 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from .common import cdiv, sized_jit
-from .index import INT32_MAX
 
 TOKEN_BLOCK = 128
 COPY_BLOCK = 1024
@@ -105,8 +104,10 @@ def _step_kernel(
         live = within & (token >= first) & (token < end) & (num_requests > 0)
         request = tl.minimum(low, num_requests - 1)
         stop = tl.load(query_start_loc + request + 1, mask=live, other=0)
-        position = token - stop + tl.load(seq_lens + request, mask=live, other=0)
-        live &= position >= 0
+        # 64 bits: seq_lens may hold anything
+        wide = token.to(tl.int64) - stop + tl.load(seq_lens + request, mask=live, other=0)
+        live &= (wide >= 0) & (wide < 2147483647)
+        position = wide.to(tl.int32)
         column = position // block_size
         writable = live & (column < max_blocks)
         block = tl.load(block_table + request.to(tl.int64) * stride_table + column, mask=writable, other=-1).to(
@@ -420,7 +421,6 @@ def plan_sparse_attention(
     num_tokens = topk_length.shape[0]
     if num_clusters == 0:
         return
-    topk, extra_topk = min(topk, INT32_MAX), min(extra_topk, INT32_MAX)
     _schedule_kernel[(max(cdiv(num_tokens, SCHEDULE_ROWS), 1),)](
         topk_length,
         extra_topk_length,
@@ -432,7 +432,7 @@ def plan_sparse_attention(
         extra_topk,
         cdiv(topk, KEY_BLOCK) + cdiv(extra_topk, KEY_BLOCK),
         min(num_workers, MAX_WORKERS),
-        min(overhead, INT32_MAX),
+        overhead,
         HAS_EXTRA=extra_topk_length is not None,
         DETERMINISTIC=deterministic,
         KEYS=KEY_BLOCK,
