@@ -5,6 +5,8 @@ Such a tensor is contiguous to torch, whatever these strides are, and `.contiguo
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +16,15 @@ from mla_ops import dispatch
 from mla_ops.formats import FORMATS, allocate_cache
 from mla_ops.testing import op_names, sample_inputs
 from mla_ops.testing.checks import clone_sample, named_arguments
+
+
+@pytest.fixture(params=["reference", "triton", pytest.param("chosen", marks=pytest.mark.gpu)])
+def lowering(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As the fixture of all tests, and what dispatch chooses on a GPU."""
+    if request.param == "triton" and not dispatch.is_installed("triton"):
+        pytest.skip("Triton is not installed")
+    with contextlib.nullcontext() if request.param == "chosen" else dispatch.override(request.param):
+        yield request.param
 
 
 def odd_strides(value: Any) -> Any:
