@@ -1,5 +1,5 @@
 # Every target sets up what it needs from a bare Python: an environment in .venv, the install, the run.
-#   make demo | test | test-triton | lint | docs | bench | hooks | clean
+#   make demo | test | test-triton | lint | docs | bench | wheel | hooks | clean
 #   PYTHON=python3.12 make test       another interpreter; a torch that it already has is used
 #   make test PYTEST_ARGS="-k cache"  a part of the tests
 #   make test-triton TRITON=3.9.0     compiles every Triton kernel with another Triton, for every architecture
@@ -16,7 +16,7 @@ SETUP_INPUTS := pyproject.toml constraints.txt scripts/setup_env.py
 # Two workers on two cores: more threads than cores in each only slow the other down.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo test test-triton lint format docs bench hooks clean
+.PHONY: help demo test test-triton lint format docs bench wheel hooks clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
@@ -53,8 +53,11 @@ docs: $(VENV)/.installed-docs
 bench: $(VENV)/.installed-models
 	$(BIN)/python -m mla_ops bench $(BENCH_ARGS)
 
+wheel: $(VENV)/.installed-dev
+	$(BIN)/python scripts/build_wheel.py
+
 hooks: $(VENV)/.installed-dev
 	$(BIN)/pre-commit install
 
 clean:
-	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist mla_ops/kernels/*/sm_*.zip .mypy_cache .pytest_cache .ruff_cache .hypothesis

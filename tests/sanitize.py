@@ -220,6 +220,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
     from mla_ops.kernels.cuda import compiler
 
     torch.manual_seed(0)
+    compiler.OPTIONS += ("-lineinfo",)
     if tool == "racecheck" and not shipped:
         compiler.OPTIONS += (DEFINE,)
     if case.hasty:

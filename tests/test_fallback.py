@@ -199,5 +199,5 @@ def test_code_that_the_driver_refuses_makes_the_lowering_unavailable(monkeypatch
 
     monkeypatch.setattr(sources.SOURCES, "compile", lambda *_: None)
     monkeypatch.setattr(driver, "Function", refuse)
-    with pytest.raises(LoweringUnavailable, match=r"scale<2>.*UNSUPPORTED_PTX_VERSION.*update the driver"):
-        sources.load("scale.cu", "scale<2>", 7)
+    with pytest.raises(LoweringUnavailable, match=r"merge_parts<4>.*UNSUPPORTED_PTX_VERSION.*update the driver"):
+        sources.load("merge_parts.cu", "merge_parts<4>", 7)

@@ -24,14 +24,13 @@ from typing import Any, NamedTuple
 
 from ...dispatch import LoweringUnavailable, Missing
 
-OPTIONS = (  # of every kernel, beside its target; tests/sanitize.py adds a macro
-    "-std=c++17",
-    "--extra-device-vectorization",
-    "--device-as-default-execution-space",
-    "-lineinfo",
-)
+# Of every kernel, beside its target. With -lineinfo, which tests/sanitize.py adds, code is four times as large.
+OPTIONS = ("-std=c++17", "--extra-device-vectorization", "--device-as-default-execution-space")
 RESERVED_SHARED_BYTES = 1024  # the system's share of each block, which resource reports count as static
 PARAMS_OFFSET = 528  # of a kernel's parameters in constant bank 0
+
+
+INSTALL_BINDINGS = "pip install cuda-bindings"
 
 
 class Target(NamedTuple):
@@ -144,7 +143,7 @@ def reason(target: Target) -> Missing | None:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
-        return Missing(f"the package cuda.bindings cannot be imported ({error}): pip install cuda-bindings")
+        return Missing(f"the package cuda.bindings cannot be imported ({error}): {INSTALL_BINDINGS}")
     try:
         status, major, minor = _version(nvrtc)
     except Exception as error:  # noqa: BLE001 (each release of cuda.bindings raises another class for a missing library)

@@ -11,13 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .compiler import Compiled
+from ...dispatch import Missing
+from .compiler import INSTALL_BINDINGS, Compiled
 
 if TYPE_CHECKING:
     from cuda.bindings.driver import CUcontext, CUlaunchConfig, CUresult
 
 Dim = tuple[int, int, int]
 NO_CLUSTER: Dim = (1, 1, 1)
+
+
+@functools.cache
+def reason() -> Missing | None:
+    """Why kernels cannot be launched here, in words a user can act on; None if they can. Never raises."""
+    try:
+        import cuda.bindings.driver  # noqa: F401
+    except ImportError as error:
+        return Missing(f"the package cuda.bindings cannot be imported ({error}): {INSTALL_BINDINGS}")
+    return None
 
 
 class DriverError(RuntimeError):

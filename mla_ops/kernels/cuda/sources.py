@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 from ...dispatch import LoweringUnavailable
 from . import compiler, driver, store
-from .compiler import Compiled, Target
+from .compiler import Compiled, Target, Unit
+from .prebuilt import Archive, archive_of
 
 Result = TypeVar("Result")
 
@@ -52,15 +53,20 @@ class Sources:
     def __init__(self, folder: Path, target: Target) -> None:
         self.folder = folder
         self.target = target
+        self.prebuilt = Archive(archive_of(folder, target))
         self.compile = _once(self._compile)
         self.load = _once(self._load)
 
     def reason(self) -> str | None:
         """Why no kernel of this folder can run here, in words a user can act on; None if one can. Compiles nothing."""
-        return compiler.reason(self.target)
+        return driver.reason() or (None if self.prebuilt.manifest else compiler.reason(self.target))
+
+    def read(self, source: str | Path, kernel: str, defines: tuple[str, ...] = ()) -> Unit:
+        """What the code of a kernel comes from; arguments and errors as in `compile`."""
+        return compiler.read_unit(self.folder / source, kernel, self.target, defines)
 
     def _compile(self, source: str | Path, kernel: str, defines: tuple[str, ...] = ()) -> Compiled:
-        """Machine code of one kernel, from the user's cache if it is there.
+        """Machine code of one kernel: what the wheel brought, else from the user's cache, else compiled.
 
         Args:
             source (str | Path): a file; a relative path starts at the folder.
@@ -72,10 +78,13 @@ class Sources:
             CompileError: the source does not compile; the compiler's log.
             FileNotFoundError: no such source, or a header that it includes is not beside it.
         """
-        unit = compiler.read_unit(self.folder / source, kernel, self.target, defines)
+        unit = self.read(source, kernel, defines)
+        return self.prebuilt.find(unit) or self._compile_here(unit)
+
+    def _compile_here(self, unit: Unit) -> Compiled:
         missing = compiler.reason(self.target)
         if missing is not None:
-            raise LoweringUnavailable(f"{kernel}: {missing}")
+            raise LoweringUnavailable(f"{unit.kernel}: {missing}")
         return store.compile_once(unit)
 
     def _load(
@@ -90,7 +99,14 @@ class Sources:
         try:
             return driver.Function(compiled, device_index)
         except driver.DriverError as error:
-            raise LoweringUnavailable(
-                f"{kernel}: {error}. A driver as new as NVRTC takes the code: update the driver, or install the NVRTC "
-                "of its CUDA version"
-            ) from error
+            refused = error
+        unit = self.read(source, kernel, defines)
+        if self.prebuilt.find(unit) is not None and compiler.reason(self.target) is None:
+            try:  # An older compiler may be here than that of the wheel's code.
+                return driver.Function(self._compile_here(unit), device_index)
+            except driver.DriverError as error:
+                refused = error
+        raise LoweringUnavailable(
+            f"{kernel}: {refused}. A driver as new as NVRTC takes the code: update the driver, or install the NVRTC of "
+            "its CUDA version"
+        ) from refused
