@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+import mla_ops
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -69,7 +72,27 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
 
 
-def test_captured_decode_loop_is_shown_whole() -> None:
-    """A formatter that takes the include for Python breaks it, and mkdocs then shows the broken line."""
-    included = re.findall(r'^--8<-- "(.*)"$', (ROOT / "docs" / "compile.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert included == ["examples/captured_decode_loop.py"]
+def test_pages_show_the_docstrings_and_examples_of_today() -> None:
+    """`python scripts/op_reference.py` writes them; a page can be read without a site."""
+    script = ROOT / "scripts" / "op_reference.py"
+    command = [sys.executable, str(script), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, f"run python scripts/op_reference.py: {done.stdout}{done.stderr}"
+
+
+def test_the_reference_has_every_public_op_with_its_signature() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    ops = {name for name in vars(mla_ops.ops) if callable(getattr(mla_ops.ops, name)) and not name.startswith("_")}
+    missing = [name for name in sorted(ops) if f"\n## `{name}`\n" not in text]
+    assert not missing
+    assert "gather_cache(\n    kv_cache: Tensor,\n" in text
+    assert re.search(r"\*\*Raises\*\*\n\n- `TypeError`, `ValueError`: a dtype", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_no_page_needs_a_site_to_say_something(page: Path) -> None:
+    """An include of measured results is a block in a page that has words of its own."""
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"^:::", text, re.MULTILINE)
+    assert not re.search(r'^--8(?!<-- "docs/results/)', text, re.MULTILINE)
+    assert re.search(r"^[A-Z|`-].{40}", text, re.MULTILINE)

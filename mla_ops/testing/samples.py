@@ -536,9 +536,12 @@ def sample_inputs(op_name: str, device: torch.device | str = "cpu") -> list[Samp
         Samples, whose `name` says what is special. No two share memory that is written: a sample may be run as it is.
 
     Raises:
-        KeyError: there are no samples of that op.
+        ValueError: there is no such op, or it has no samples; with the names of those that have.
     """
     name = functional(op_name)
+    if op_name not in op_names() or name not in _SAMPLES:
+        known = ", ".join(known for known in op_names() if functional(known) in _SAMPLES)
+        raise ValueError(f"sample_inputs: op_name must be one of {known}; got '{op_name}'")
     samples = [Sample(*case, overload(name)) for case in _SAMPLES[name](Maker(device))]
     if name == op_name:
         return samples
