@@ -8,6 +8,11 @@ from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, planar_views
 
 E4M3_NAN = 0x7F
+NAN_BITS = {
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float16: (torch.int16, 0x7E00),
+    torch.float32: (torch.int32, 0x7FC00000),
+}
 V4_LATENT_DIM = 448
 
 
@@ -37,8 +42,17 @@ def quantize_groups(latent: torch.Tensor, group_size: int, lowest: int) -> tuple
     return torch.where(finite, e4m3, E4M3_NAN).view(num_rows, width), exponent
 
 
+def convert(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To another float type, a NaN to that of `NAN_BITS`; torch's own conversions leave its bits to the machine."""
+    if values.dtype == dtype:
+        return values
+    converted = values.to(dtype)
+    integer, bits = NAN_BITS[dtype]
+    return converted.view(integer).masked_fill(converted.isnan(), bits).view(dtype)
+
+
 def rope_bytes(rope: torch.Tensor) -> torch.Tensor:
-    return rope.to(torch.bfloat16).contiguous().view(torch.uint8)
+    return convert(rope, torch.bfloat16).contiguous().view(torch.uint8)
 
 
 def quantize_fp8_ds_mla(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
@@ -54,36 +68,42 @@ def quantize_fp8_ds_mla_v4(latent: torch.Tensor, rope: torch.Tensor) -> tuple[to
     return torch.cat((e4m3, rope_bytes(rope)), dim=1), scales
 
 
-def dequantize_fp8_ds_mla(rows: torch.Tensor) -> torch.Tensor:
-    """`[n, 656]` bytes to `[n, 576]` float32."""
+def dequantize_fp8_ds_mla(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[n, 656]` bytes to the latent, `[n, 512]` float32, and the RoPE part, `[n, 64]` bfloat16."""
     rows = rows.contiguous()
     e4m3 = rows[:, :LATENT_DIM].contiguous().view(torch.float8_e4m3fn).float()
     scale = rows[:, LATENT_DIM : LATENT_DIM + 16].contiguous().view(torch.float32)
-    rope = rows[:, LATENT_DIM + 16 :].contiguous().view(torch.bfloat16).float()
-    return torch.cat(((e4m3.view(-1, 4, 128) * scale.unsqueeze(-1)).view(-1, LATENT_DIM), rope), dim=1)
+    rope = rows[:, LATENT_DIM + 16 :].contiguous().view(torch.bfloat16)
+    return (e4m3.view(-1, 4, 128) * scale.unsqueeze(-1)).view(-1, LATENT_DIM), rope
 
 
-def dequantize_fp8_ds_mla_v4(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """`[n, 576]` and `[n, 8]` bytes to `[n, 512]` float32. A scale's byte is its exponent + 127; 255 is NaN."""
+def dequantize_fp8_ds_mla_v4(data: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[n, 576]` and `[n, 8]` bytes to the latent, `[n, 448]` float32, and the RoPE part, `[n, 64]` bfloat16.
+
+    A scale's byte is its exponent + 127; 255 is NaN.
+    """
     e4m3 = data[:, :V4_LATENT_DIM].contiguous().view(torch.float8_e4m3fn).float()
     byte = scales[:, :7].to(torch.int32)
     bits = torch.where(byte == 0, 0x400000, torch.where(byte == 255, 0x7FC00000, byte << 23))
     latent = e4m3.view(-1, 7, 64) * bits.view(torch.float32).unsqueeze(-1)
-    rope = data[:, V4_LATENT_DIM:].contiguous().view(torch.bfloat16).float()
-    return torch.cat((latent.view(-1, V4_LATENT_DIM), rope), dim=1)
+    rope = data[:, V4_LATENT_DIM:].contiguous().view(torch.bfloat16)
+    return latent.view(-1, V4_LATENT_DIM), rope
 
 
-def read_slots(kv_cache: torch.Tensor, slots: torch.Tensor, cache_format: str) -> torch.Tensor:
-    """Keys at `slots` (int64, any shape, all valid) as float32, `slots.shape + (head_dim,)`."""
+def read_slots(
+    kv_cache: torch.Tensor, slots: torch.Tensor, cache_format: str, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Keys at `slots` (int64, any shape, all valid), `slots.shape + (head_dim,)`; what has `dtype` keeps its bits."""
     _, block_size, _, head_dim = geometry(kv_cache, cache_format)
     place = slots // block_size, slots % block_size
     if cache_format == "fp8_ds_mla_v4":
         data, scales = (view[place] for view in planar_views(kv_cache, cache_format))
-        return dequantize_fp8_ds_mla_v4(data.view(-1, 576), scales.view(-1, 8)).view(*slots.shape, head_dim)
-    rows = kv_cache[place]
-    if cache_format == "fp8_ds_mla":
-        return dequantize_fp8_ds_mla(rows.view(-1, 656)).view(*slots.shape, head_dim)
-    return rows.float()
+        parts = dequantize_fp8_ds_mla_v4(data.view(-1, 576), scales.view(-1, 8))
+    elif cache_format == "fp8_ds_mla":
+        parts = dequantize_fp8_ds_mla(kv_cache[place].view(-1, 656))
+    else:
+        return convert(kv_cache[place], dtype)
+    return torch.cat([convert(part, dtype) for part in parts], dim=1).view(*slots.shape, head_dim)
 
 
 def concat_and_cache(
@@ -101,7 +121,7 @@ def concat_and_cache(
     elif cache_format == "fp8_ds_mla":
         kv_cache[place] = quantize_fp8_ds_mla(latent, rope)
     else:
-        kv_cache[place] = torch.cat((latent, rope), dim=1).to(kv_cache.dtype)
+        kv_cache[place] = convert(torch.cat((latent, rope), dim=1), kv_cache.dtype)
 
 
 def gather_cache(
@@ -135,7 +155,7 @@ def gather_cache(
     out[covered & ~readable] = 0
     chosen = readable.nonzero().squeeze(1)
     for part in chosen.split(65536):
-        out[part] = read_slots(kv_cache, slots[part], cache_format).to(out.dtype)
+        out[part] = read_slots(kv_cache, slots[part], cache_format, out.dtype)
 
 
 LOWERINGS = {"concat_and_cache": Lowering(concat_and_cache), "gather_cache": Lowering(gather_cache)}

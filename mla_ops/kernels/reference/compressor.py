@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ...dispatch import Lowering
@@ -84,6 +86,7 @@ def compress_and_cache(
         pooled = (keys * scores.softmax(dim=1)).sum(dim=1)
         normed = pooled * torch.rsqrt(pooled.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
         entry = _rotate_tail(normed, cos_sin[position[rows] - (ratio - 1)])
+        entry = entry.masked_fill(entry.isnan(), math.nan)  # with the same bits everywhere
         latent, rope = entry.split((head_dim - ROPE_DIM, ROPE_DIM), dim=1)
         concat_and_cache(latent, rope, kv_cache, slot_mapping[rows], cache_format)
 

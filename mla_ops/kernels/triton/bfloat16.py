@@ -25,3 +25,17 @@ def narrow(x, dtype: tl.constexpr):
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
         return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
+
+
+@triton.jit
+def convert(x, dtype: tl.constexpr):
+    """Any float type to any, rounded to nearest even; NaN becomes the quiet NaN 0x7FC0, 0x7E00 or 0x7FC00000."""
+    wide = widen(x)
+    if dtype == tl.bfloat16:
+        return narrow(wide, dtype)
+    bits = wide.to(tl.int32, bitcast=True)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    if dtype == tl.float16:
+        half = wide.to(tl.float16).to(tl.int16, bitcast=True)
+        return tl.where(is_nan, 0x7E00, half).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.where(is_nan, 0x7FC00000, bits).to(tl.float32, bitcast=True)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM, ROPE_DIM, geometry, get_format
-from .bfloat16 import narrow, widen
+from .bfloat16 import convert, narrow, widen
 from .common import cdiv, sized_jit
 from .e4m3 import decode, decode_scale, encode, power_of_two_exponent
 
@@ -125,7 +125,7 @@ def _store_plain_kernel(
         )
         value = tl.where(from_latent, latent, rope)
         if value.dtype != kv_cache.dtype.element_ty:
-            value = narrow(widen(value), kv_cache.dtype.element_ty)
+            value = convert(value, kv_cache.dtype.element_ty)
         start = kv_cache + slot // block_size * stride_block + slot % block_size * ROW_WIDTH
         tl.store(start + column, value, mask=within)
 

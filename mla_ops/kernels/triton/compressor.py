@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import geometry, get_format
-from .bfloat16 import narrow, widen
+from .bfloat16 import convert, narrow, widen
 from .common import sized_jit
 from .e4m3 import encode, power_of_two_exponent
 
@@ -275,7 +275,7 @@ def _compress_kernel(
             if PLANAR:
                 _store_planar(entry, target, slot % block_size, block_size, HEAD_DIM)
             else:
-                tl.store(target + slot % block_size * HEAD_DIM + dim, narrow(entry, kv_cache.dtype.element_ty))
+                tl.store(target + slot % block_size * HEAD_DIM + dim, convert(entry, kv_cache.dtype.element_ty))
 
 
 @sized_jit(any_alignment=("req_id_per_token", "positions", "state_block_table"))
