@@ -163,7 +163,7 @@ def build_paged(
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
     entry = formats.FORMATS[cache_format]
-    head_dim, softmax_scale = 576, 576**-0.5
+    head_dim, softmax_scale = 576, common.SOFTMAX_SCALES[576]
     per_request = -(-context // attention.BLOCK_SIZE)
     block_bytes = attention.BLOCK_SIZE * entry.bytes_per_token()
     num_blocks = attention.cache_blocks(num_tokens * per_request, block_bytes, device.type == "cuda")

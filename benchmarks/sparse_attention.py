@@ -73,7 +73,7 @@ def build_paged(
     block_table = random_block_table(num_tokens, blocks_per_request, num_blocks, generator)
     request = torch.arange(num_tokens, dtype=torch.int32, device=device)
     lens = torch.full((num_tokens,), topk, dtype=torch.int32, device=device)
-    softmax_scale = head_dim**-0.5
+    softmax_scale = common.SOFTMAX_SCALES[head_dim]
 
     def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q = torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(torch.bfloat16)
@@ -152,7 +152,7 @@ def build_flat(prefill: Prefill, num_kv: int, arguments: argparse.Namespace) -> 
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
     kv = torch.randn(num_kv, head_dim, device=device, generator=generator).to(torch.bfloat16)
-    softmax_scale = head_dim**-0.5
+    softmax_scale = common.SOFTMAX_SCALES[head_dim]
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         q = torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(torch.bfloat16)

@@ -47,7 +47,7 @@ def build_case(
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda" and not arguments.quick
     row_bytes = formats.FORMATS[cache_format].bytes_per_token(HEAD_DIM)
-    softmax_scale = HEAD_DIM**-0.5
+    softmax_scale = common.SOFTMAX_SCALES[HEAD_DIM]
     attn_sink = torch.randn(num_heads, device=device, generator=generator)
 
     def make_cache(tokens_of_each: int) -> tuple[torch.Tensor, torch.Tensor]:

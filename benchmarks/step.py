@@ -43,7 +43,7 @@ from mla_ops.meta.sparse_attention import describe_paged
 HEAD_DIM = formats.LATENT_DIM + formats.ROPE_DIM
 FORMAT = "fp8_ds_mla"
 V4_FORMAT = "fp8_ds_mla_v4"
-SCALE = HEAD_DIM**-0.5
+SCALE = common.SOFTMAX_SCALES[HEAD_DIM]
 SCHEDULE_HEADS = 128
 
 # DeepSeek-V4

@@ -21,6 +21,7 @@ import mla_ops
 CACHE_FORMAT = "fp8_ds_mla"
 LATENT_DIM, ROPE_DIM = 512, 64
 HEAD_DIM = LATENT_DIM + ROPE_DIM
+SOFTMAX_SCALE = 192**-0.5  # of the heads before absorption, 128 + ROPE_DIM wide
 HIDDEN, NUM_HEADS, NUM_LAYERS = 256, 16, 2
 BLOCK_SIZE, NUM_BLOCKS, BLOCKS_PER_REQUEST = 64, 64, 8
 MAX_REQUESTS, TOPK = 4, 128
@@ -56,7 +57,7 @@ class Model(torch.nn.Module):
                 (normed @ w_q).view(-1, NUM_HEADS, HEAD_DIM),
                 kv_cache,
                 indices,
-                HEAD_DIM**-0.5,
+                SOFTMAX_SCALE,
                 CACHE_FORMAT,
                 topk_length=metadata.topk_length,
                 block_table=metadata.block_table,

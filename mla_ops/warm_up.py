@@ -114,7 +114,7 @@ def warmup(
                     q,
                     kv_cache,
                     indices,
-                    576**-0.5,
+                    192**-0.5,
                     cache_format,
                     topk_length=topk_length,
                     attn_sink=attn_sink,
@@ -128,7 +128,7 @@ def warmup(
         for table in (block_table, block_table[:, :1].repeat(1, SPLIT_KEYS // block_size + 1)):
             for num_requests in {max(1, count // together) for together in (1, 2, 4, 8)}:
                 requests = table.repeat(num_requests, 1)
-                paged_attention(q, kv_cache, requests, lengths, lengths, 576**-0.5, cache_format)
+                paged_attention(q, kv_cache, requests, lengths, lengths, 192**-0.5, cache_format)
         if head_dim == LATENT_DIM:
             # DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries
             chosen: dict[str, Any] = {"extra_block_table": block_table, "req_id_per_token": lengths}

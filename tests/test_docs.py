@@ -37,7 +37,7 @@ def test_readme_usage_attends_over_what_it_wrote() -> None:
     exec(code_of(ROOT / "README.md"), scope)
     q, latent, rope, indices, out = (scope[name] for name in ("q", "latent", "rope", "indices", "out"))
     keys = torch.cat((latent, rope), dim=1)[indices.long()].double()
-    weights = torch.softmax(torch.einsum("thd,tkd->thk", q.double(), keys) * 576**-0.5, dim=-1)
+    weights = torch.softmax(torch.einsum("thd,tkd->thk", q.double(), keys) * 192**-0.5, dim=-1)
     expected = torch.einsum("thk,tkd->thd", weights, keys[..., :512])
     # e4m3 has 4 significant bits, so a key is off by at most 1/16; the roundings of 32 keys partly cancel
     assert (out.double() - expected).abs().max() < expected.abs().max() / 16
@@ -64,6 +64,16 @@ def test_captured_decode_loop_equals_plain_steps(
     spec.loader.exec_module(module)
     assert module.main(arguments) == 0
     assert "largest difference" in capsys.readouterr().out
+
+
+COPIED = [*PAGES, *(path for folder in ("examples", "benchmarks", "mla_ops") for path in (ROOT / folder).rglob("*.py"))]
+
+
+def test_nothing_that_users_copy_scales_by_the_width_after_absorption() -> None:
+    """No model does. A line that warns of it says 'Not'."""
+    wrong = re.compile(r"(?<!Not `)(?<!\d)(576|HEAD_DIM) ?\*\* ?-0?\.5")
+    found = [path.name for path in COPIED if wrong.search(path.read_text(encoding="utf-8"))]
+    assert not found
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

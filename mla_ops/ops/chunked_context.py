@@ -96,7 +96,7 @@ def chunked_prefill_attention(
         q, k, v: of the new tokens, as `prefill_attention` takes them; `[num_tokens, heads, width]`.
         cu_seqlens_q: `[num_requests + 1]` int32, the new tokens of each request.
         max_seqlen_q: an upper bound of their number.
-        softmax_scale: multiplies `q @ k`; positive.
+        softmax_scale: as in `prefill_attention`.
         kv_cache: the paged latent cache, of any format.
         cache_format: format of `kv_cache`.
         block_table: `[num_requests, max_blocks]` int32. A block of the context that is not in the cache reads as zeros.

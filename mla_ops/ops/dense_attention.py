@@ -35,7 +35,7 @@ def prefill_attention(
         cu_seqlens_k: the same of `k` and `v`. Where each request has as many queries as keys, pass the same tensor
             twice: a lowering can then know it.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Any do; nothing is recompiled for another.
-        softmax_scale: multiplies `q @ k`; positive.
+        softmax_scale: multiplies `q @ k`; positive. `head_dim**-0.5`, times `mscale**2` where the model has one.
         causal: a query sees the keys up to its own, the last query of a request standing beside its last key (bottom
             right). False: it sees all keys of its request.
 
@@ -81,7 +81,8 @@ def paged_attention(
         req_id_per_token: `[num_tokens]` int32, the row of `block_table` for each token; outside it, the token is
             padding and attends to nothing.
         key_lens: `[num_tokens]` int32: the token sees the keys at positions below this, up to the table's width.
-        softmax_scale: multiplies `q @ k`.
+        softmax_scale: multiplies `q @ k`. The width of heads before absorption sets it: `192**-0.5` for DeepSeek-V3 and
+            V3.2 (128 + 64), times `mscale**2` where the model has one, and `512**-0.5` for V4, which absorbs nothing.
         cache_format: format of `kv_cache`.
 
     Returns:

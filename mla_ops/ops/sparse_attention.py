@@ -49,7 +49,8 @@ def paged_sparse_attention(
         indices: `[num_tokens, topk]` int32, any topk. Slots of the cache, or positions in the token's request if
             `block_table` is given. An entry outside the cache (negative, or past its end) is not attended and not
             read; duplicates count as often as they stand.
-        softmax_scale: multiplies `q @ k`.
+        softmax_scale: multiplies `q @ k`. The width of heads before absorption sets it: `192**-0.5` for DeepSeek-V3 and
+            V3.2 (128 + 64), times `mscale**2` where the model has one, and `512**-0.5` for V4, which absorbs nothing.
         cache_format: format of `kv_cache`.
         topk_length: `[num_tokens]` int32; only the first so many indices of a row count. None: all.
         attn_sink: `[num_heads]` float32, a logit that takes part in the softmax and carries no value: the output is
@@ -141,7 +142,7 @@ def sparse_attention(
         q: `[num_tokens, num_heads, head_dim]` bfloat16, float16 or float32, 1 to 128 heads, 576 or 512 wide.
         kv: `[num_kv, head_dim]` of q's dtype; the first 512 of each row are also the value.
         indices: `[num_tokens, topk]` int32 rows of `kv`; outside `[0, num_kv)` is not attended and not read.
-        softmax_scale: multiplies `q @ k`.
+        softmax_scale: multiplies `q @ k`, as in `paged_sparse_attention`.
         topk_length: `[num_tokens]` int32; only the first so many indices of a row count. None: all.
         attn_sink: `[num_heads]` float32, as in `paged_sparse_attention`.
         deterministic: as in `paged_sparse_attention`.
