@@ -44,6 +44,7 @@ SOURCE = """
 template <int CLUSTER>
 __global__ void __launch_bounds__(128) shift(const __grid_constant__ Params params) {
     extern __shared__ float values[];
+    static __constant__ __attribute__((used)) int shared_bytes = CLUSTER * 256;
     int rank = blockIdx.x % CLUSTER;
     int i = blockIdx.x * 128 + threadIdx.x;
     values[threadIdx.x] = i < params.n ? params.x[i] : 0.f;
@@ -101,6 +102,7 @@ def test_a_kernel_compiles_to_code_with_its_symbol_and_resources(source: Path) -
     compiled = compile_again(source, "shift<2>")
     assert compiled.symbol.encode() in compiled.cubin
     assert compiled.log == ""
+    assert compiled.shared_bytes == 512
     pytest.importorskip("triton", reason="it brings cuobjdump and nvdisasm")
     assert compiled.resources.registers > 4
     assert compiled.resources.stack == 0
@@ -124,7 +126,9 @@ def test_static_shared_memory_and_spills_are_reported(source: Path) -> None:
             params.x[threadIdx.x] = shared[params.x[threadIdx.x]];
         }"""
     )
-    resources = compile_again(source, "spill").resources
+    compiled = compile_again(source, "spill")
+    assert compiled.shared_bytes == 0, "it says nothing"
+    resources = compiled.resources
     assert resources.shared == 1200
     assert resources.stack == 256
     assert resources.params == 8

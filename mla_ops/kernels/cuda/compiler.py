@@ -15,9 +15,11 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +104,11 @@ class Compiled:
     cubin: bytes
 
     @functools.cached_property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block, where the kernel has `static __constant__ int shared_bytes`; else 0."""
+        return next((value for name, value in _constants(self.cubin) if name.endswith("12shared_bytes")), 0)
+
+    @functools.cached_property
     def resources(self) -> Resources:
         """Read by `cuobjdump`. Raises FileNotFoundError where neither Triton nor a CUDA toolkit brings it."""
         report = _run_tool("cuobjdump", ["-res-usage"], self.cubin)
@@ -118,6 +125,25 @@ class Compiled:
     def sass(self) -> str:
         """Disassembled by `nvdisasm`; raises as `resources` does."""
         return _run_tool("nvdisasm", ["-c"], self.cubin)
+
+
+def _constants(cubin: bytes) -> Iterator[tuple[str, int]]:
+    """Mangled name and value of each int that is initialised in an ELF file."""
+    (first,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count = struct.unpack_from("<HH", cubin, 0x3A)
+    # of each section: name, type, flags, address, offset, bytes, index of its strings
+    sections = [struct.unpack_from("<IIQQQQI", cubin, first + i * size) for i in range(count)]
+    for _, kind, _, _, offset, length, link in sections:
+        if kind != 2:  # a table of symbols
+            continue
+        names = sections[link][4]
+        for name, info, _, section, value, symbol_bytes in struct.iter_unpack(
+            "<IBBHQQ", cubin[offset : offset + length]
+        ):
+            if info & 15 == 1 and symbol_bytes == 4 and 0 < section < count:  # an object
+                end = cubin.index(b"\0", names + name)
+                (number,) = struct.unpack_from("<i", cubin, sections[section][4] + value)
+                yield cubin[names + name : end].decode(), number
 
 
 def _run_tool(tool: str, options: list[str], cubin: bytes) -> str:

@@ -67,7 +67,7 @@ class Function:
         self,
         grid: Dim,
         block: Dim,
-        shared_bytes: int,
+        shared_bytes: int | None,
         cluster: Dim,
         params: bytes,
         stream: int | None = None,
@@ -78,7 +78,7 @@ class Function:
         Args:
             grid (Dim): blocks, multiples of `cluster`, none 0.
             block (Dim): threads.
-            shared_bytes (int): dynamic shared memory of a block.
+            shared_bytes (int | None): dynamic shared memory of a block; None for what the code says.
             cluster (Dim): blocks that run together and reach one another's shared memory; (1, 1, 1) for none.
             params (bytes): the kernel's struct, laid out as C++ does (`struct.pack` in native alignment).
             stream (int | None): handle; None for torch's current stream on the kernel's device.
@@ -87,6 +87,8 @@ class Function:
         """
         if len(params) != self._params_bytes:
             raise ValueError(f"{self.compiled.kernel} takes {self._params_bytes} bytes of params, got {len(params)}")
+        if shared_bytes is None:
+            shared_bytes = self.compiled.shared_bytes
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         clustered = cluster if cluster != NO_CLUSTER else None
@@ -101,10 +103,12 @@ class Function:
                 f"dynamic shared memory, cluster {cluster}"
             )
 
-    def occupancy_clusters(self, block: Dim, shared_bytes: int, cluster: Dim) -> int:
+    def occupancy_clusters(self, block: Dim, shared_bytes: int | None, cluster: Dim) -> int:
         """Number of clusters that can run at one time on the device."""
         from cuda.bindings import driver
 
+        if shared_bytes is None:
+            shared_bytes = self.compiled.shared_bytes
         config = _launch_config(cluster, block, shared_bytes, cluster, 0, False)
         with _current(self.device_index):
             return _check(driver.cuOccupancyMaxActiveClusters(self._function, config))

@@ -88,7 +88,6 @@ class Kernel(NamedTuple):
         source: file.
         name: expression of the template.
         threads: of a CTA.
-        shared_bytes: dynamic shared memory of a CTA, `BYTES` of its layout.
         walks: a CTA takes one row after the other. The grid has one dimension then, tiles of heads fastest, and need
             not be larger than what runs at one time.
         ctas: of an SM.
@@ -97,7 +96,6 @@ class Kernel(NamedTuple):
     source: str
     name: str
     threads: int
-    shared_bytes: int
     walks: bool = False
     ctas: int = 1
 
@@ -140,29 +138,16 @@ class Keys:
         """
         if grouped and not (self.quantized and tile == groups.TILE and splits == 1):
             raise ValueError(f"groups are of quantised keys and {groups.TILE} heads, got {self.name}, {tile} heads")
-        queries_and_weights = (self.chunks + 1) * tile * 128
         walks = splits == 1 and not grouped
         kind = "groups" if grouped else "rows" if walks else "clusters"
         if self.quantized:
-            halves, slots, parts = {16: (3, 18 - self.chunks, 2), 24: (3, 8, 2), 32: (3, 8, 1), 64: (2, 8, 0)}[tile]
-            columns = queries_and_weights + halves * KEYS * 512 + slots * 16 * self.row_bytes
-            barriers = -(-(columns + tile * 12 + slots * (4 + 16 * self.scale_bytes) + 4) // 8) * 8
-            size = barriers + slots * 16 + halves * 16 + 56
-            if tile < 64:
-                size = -(-(size + parts * 16) // 16) * 16 + parts * tile * 256
             name = f"sparse_attention_{kind}<{tile}, {self.name}>"
-            return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, size, walks)
+            return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, walks)
+        width = self.chunks * 64
         if tile == 64:
-            # eight chunks of queries, weights of two turns
-            size = (8 + 2) * tile * 128 + 2 * KEYS * self.row_bytes + tile * 20 + 232
-            name = f"sparse_attention_bf16_64_{kind}<{self.chunks * 64}>"
-            return Kernel("sparse_attention_bf16_64.cu", name, 384, size, walks)
+            return Kernel("sparse_attention_bf16_64.cu", f"sparse_attention_bf16_64_{kind}<{width}>", 384, walks)
         ctas = 2 if tile == 16 and crowded else 1
-        stages = 1 if ctas == 2 else 3 if tile == 16 and self.chunks == 8 else 2
-        turn = queries_and_weights + stages * KEYS * self.row_bytes + tile * 12 + stages * 16
-        size = -(-(turn + 4) // 8) * 8 + stages * 32 + 40
-        name = f"sparse_attention_bf16<{tile}, {self.chunks * 64}, {ctas}>"
-        return Kernel("sparse_attention_bf16.cu", name, 512, size, ctas=ctas)
+        return Kernel("sparse_attention_bf16.cu", f"sparse_attention_bf16<{tile}, {width}, {ctas}>", 512, ctas=ctas)
 
     def kernels(self) -> list[Kernel]:
         """All there are, each once."""
@@ -261,7 +246,7 @@ def clusters_at_once(keys: Keys, tile: int, device_index: int) -> tuple[int, ...
     kernel = keys.kernel(tile, 2)
     loaded = sources.load(kernel.source, kernel.name, device_index)
     block = (kernel.threads, 1, 1)
-    return tuple(loaded.occupancy_clusters(block, kernel.shared_bytes, (splits, 1, 1)) for splits in SPLITS)
+    return tuple(loaded.occupancy_clusters(block, None, (splits, 1, 1)) for splits in SPLITS)
 
 
 _zero_rows: dict[tuple[torch.device, Keys], torch.Tensor] = {}
@@ -430,7 +415,7 @@ def launch(
         counters,
     )
     sources.load(kernel.source, kernel.name, device_index).launch(
-        grid, (kernel.threads, 1, 1), kernel.shared_bytes, cluster, params, programmatic=programmatic
+        grid, (kernel.threads, 1, 1), None, cluster, params, programmatic=programmatic
     )
 
 

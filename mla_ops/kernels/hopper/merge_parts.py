@@ -39,7 +39,7 @@ pack = packer(Params)
 
 def kernels() -> list[Kernel]:
     """All there are."""
-    return [Kernel("merge_parts.cu", f"merge_parts<{most}>", THREADS, 0) for most in MAX_PARTS]
+    return [Kernel("merge_parts.cu", f"merge_parts<{most}>", THREADS) for most in MAX_PARTS]
 
 
 @functools.cache

@@ -158,7 +158,7 @@ DEVICE void max_shared(u32 address, u32 value) {
 template <int WARPS>
 __global__ void __launch_bounds__(WARPS * 32) schedule_many(const __grid_constant__ Params p) {
   using L = Layout;
-  CHECK_SHARED_BYTES(L);
+  EXPORT_SHARED_BYTES(L);
   constexpr u32 THREADS = WARPS * 32, GROUPS = THREADS / SHARES;
   static_assert(THREADS >= L::ROWS / 4);
   extern __shared__ __align__(16) unsigned char shared_memory[];

@@ -23,9 +23,9 @@ FIXED_BYTES = 272  # in front of them
 # More than slots can be, so that more of them change nothing, and few enough for sums of 32 bits.
 MAX_WORKERS = 2**20
 
-ONE = Kernel("plan.cu", "schedule_one", 32, 0)
-FEW = Kernel("plan.cu", "schedule_few", FEW_ROWS * 32, 0)
-MANY = Kernel("plan.cu", f"schedule_many<{WARPS}>", WARPS * 32, FIXED_BYTES)
+ONE = Kernel("plan.cu", "schedule_one", 32)
+FEW = Kernel("plan.cu", "schedule_few", FEW_ROWS * 32)
+MANY = Kernel("plan.cu", f"schedule_many<{WARPS}>", WARPS * 32)
 KERNELS = (ONE, FEW, MANY)
 
 

@@ -414,7 +414,7 @@ DEVICE void consume(const Params& p, u32 shared) {
 template <int DIM, int DIM_V, class T = Bfloat16>
 __global__ void __launch_bounds__(384, 1) prefill_attention(const __grid_constant__ Params p) {
   using L = PrefillLayout<DIM, DIM_V>;
-  CHECK_SHARED_BYTES(L);
+  EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   if (threadIdx.x == 0) {

@@ -20,7 +20,6 @@ from . import sources
 from .launch import Kernel, compile_reason
 
 QUERIES = 128  # of a tile
-STAGES = 2
 TYPES = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
 L2_BYTES = 32 * 2**20  # of keys and values that are used together; an H200 has 50 MB
 
@@ -62,9 +61,8 @@ pack = packer(Params)
 
 @functools.cache
 def kernel_for(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> Kernel:
-    widths = QUERIES * head_dim + STAGES * KEYS[head_dim, head_dim_v] * (head_dim + head_dim_v)
     name = f"prefill_attention<{head_dim}, {head_dim_v}, {TYPES[dtype]}>"
-    return Kernel("prefill_attention.cu", name, 384, 2 * widths + 48 + STAGES * 32)
+    return Kernel("prefill_attention.cu", name, 384)
 
 
 def kernels() -> list[Kernel]:
@@ -178,7 +176,7 @@ def prefill_attention(
         softmax_scale * math.log2(math.e),
     )
     sources.load(kernel.source, kernel.name, device_index).launch(
-        (min(num_items, num_sms), 1, 1), (kernel.threads, 1, 1), kernel.shared_bytes, NO_CLUSTER, params
+        (min(num_items, num_sms), 1, 1), (kernel.threads, 1, 1), None, NO_CLUSTER, params
     )
     if target is not out:
         out.copy_(target)

@@ -12,11 +12,9 @@ using i64 = long long;
 DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 // What launches give a kernel is what its layout takes: tests/test_aot_cuda.py compiles with their number.
-#ifdef SHARED_BYTES
-#define CHECK_SHARED_BYTES(LAYOUT) static_assert(LAYOUT::BYTES == SHARED_BYTES, "launches give another size")
-#else
-#define CHECK_SHARED_BYTES(LAYOUT)
-#endif
+// Leaves in a kernel's machine code how much dynamic shared memory it takes. The host reads it there; it costs no
+// instruction.
+#define EXPORT_SHARED_BYTES(LAYOUT) static __constant__ __attribute__((used)) int shared_bytes = LAYOUT::BYTES
 
 // ---- mbarriers ------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend(const Params& p) {
   constexpr bool WALK = LAUNCH == Launch::ROWS;
   using L = Layout<HEADS, FORMAT>;
-  CHECK_SHARED_BYTES(L);
+  EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;

@@ -239,7 +239,7 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
 template <int HEADS, int DIM, int CTAS>
 __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_constant__ Params p) {
   using L = PlainLayout<HEADS, DIM, CTAS>;
-  CHECK_SHARED_BYTES(L);
+  EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;

@@ -495,7 +495,7 @@ DEVICE void init_barriers(u32 shared) {
 template <int DIM>
 __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __grid_constant__ Params p) {
   using L = PairLayout<DIM>;
-  CHECK_SHARED_BYTES(L);
+  EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
@@ -518,7 +518,7 @@ template <int DIM>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
     sparse_attention_bf16_64_clusters(const __grid_constant__ Params p) {
   using L = PairLayout<DIM>;
-  CHECK_SHARED_BYTES(L);
+  EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
