@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -24,9 +26,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command line without the program's name; `sys.argv` by default.
 
     Returns:
-        Exit status: 0, or 2 for a request that cannot be met, after a message that says why.
+        Exit status: 0, or 2 for a request that cannot be met, after a message that says why; 141, without a word, if
+        nobody reads the output to its end (`| head`).
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Python flushes once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["bench"]:  # its options belong to the benchmark
         return _bench(arguments[1:])
     parser = _parser()
@@ -116,7 +129,8 @@ def _doctor() -> int:
     cuda = torch.version.cuda or torch.version.hip
     print(f"  torch         {torch.__version__}" + (f" (built for {cuda})" if cuda else " (built for CPU only)"))
     for package, purpose in (
-        ("triton", "the Triton and Hopper lowerings"),
+        ("triton", "the Triton lowerings"),
+        ("cuda-bindings", "the Hopper lowerings"),
         ("transformers", "the demo and mla_ops.models"),
     ):
         print(f"  {package:13} {_version(package):12} {purpose}")
@@ -126,42 +140,44 @@ def _doctor() -> int:
     devices = [torch.device("cpu")]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        print(
-            f"  cuda:{index}        {properties.name}, compute capability {properties.major}.{properties.minor}, "
-            f"{properties.total_memory / 2**30:.0f} GiB"
-        )
+        kind = "" if torch.version.hip else f", compute capability {properties.major}.{properties.minor}"
+        print(f"  cuda:{index}        {properties.name}{kind}, {properties.total_memory / 2**30:.0f} GiB")
         devices.append(torch.device("cuda", index))
     if len(devices) == 1:
         print("  cuda          none: " + _why_no_cuda())
 
+    tables: dict[tuple[str, ...], list[str]] = {}
     for device in devices:
-        _print_lowerings(device)
-    print(f"\nA lowering can be forced with mla_ops.dispatch.override(...) or {dispatch.ENVIRONMENT_VARIABLE}=NAME.")
+        tables.setdefault(tuple(_lowerings(device)), []).append(str(device))
+    for table, names in tables.items():
+        print(f"\nLowerings on {', '.join(names)}, by a typical call of each op")
+        print("\n".join(table))
+    print(
+        "\nruns: chosen. available: on request, or after the one that runs. no: not on this device. -: there is none."
+    )
+    print(f"A lowering can be forced with mla_ops.dispatch.override(...) or {dispatch.ENVIRONMENT_VARIABLE}=NAME.")
     return 0
 
 
-def _print_lowerings(device: torch.device) -> None:
-    """Every op and lowering: runs, available, or why not. Reasons that repeat are given once, numbered."""
-    rows: dict[str, dict[str, str | None]] = {}
-    for op, room, reason in dispatch.report(device):
-        rows.setdefault(op, {})[room] = reason
-    reasons: list[str] = []
-    print(f"\nLowerings on {device} (bfloat16 queries, fp8_ds_mla cache, 128 heads, top-2048)")
-    print(f"  {'op':36}" + "".join(f"{room:>14}" for room in dispatch.ROOMS))
-    for op, by_room in rows.items():
-        chosen = next((room for room in dispatch.order_for(op, device) if by_room[room] is None), None)
-        cells = []
-        for room in dispatch.ROOMS:
-            reason = by_room[room]
-            if reason is not None:
-                if reason not in reasons:
-                    reasons.append(reason)
-                cells.append(f"no ({reasons.index(reason) + 1})")
-            else:
-                cells.append("runs" if room == chosen else "available")
-        print(f"  {op:36}" + "".join(f"{cell:>14}" for cell in cells))
-    for number, reason in enumerate(reasons, 1):
-        print(f"  ({number}) {reason}")
+def _lowerings(device: torch.device) -> list[str]:
+    """Lines of a table: what each lowering does for each op. Notes are what a user can change."""
+    notes: list[str] = []
+    cells: dict[str, list[str]] = {}
+    for entry in dispatch.report(device):
+        if not entry.exists:
+            cell = "-"
+        elif entry.reason is None:
+            cell = "runs" if entry.runs else "available"
+        elif isinstance(entry.reason, dispatch.Missing):
+            if entry.reason not in notes:
+                notes.append(entry.reason)
+            cell = f"no ({notes.index(entry.reason) + 1})"
+        else:
+            cell = "no"
+        cells.setdefault(entry.op, []).append(cell)
+    lines = [f"  {'op':36}" + "".join(f"{room:>12}" for room in dispatch.ROOMS)]
+    lines += [f"  {op:36}" + "".join(f"{cell:>12}" for cell in row) for op, row in cells.items()]
+    return lines + [f"  ({number}) {note}" for number, note in enumerate(notes, 1)]
 
 
 def _why_no_cuda() -> str:

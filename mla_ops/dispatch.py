@@ -393,11 +393,58 @@ def explain(call: Call) -> Explanation:
     return Explanation(call, chosen, forced is not None, refused)
 
 
-def report(device: torch.device | str) -> list[tuple[str, str, str | None]]:
-    """(op, lowering, reason against it or None) for every op and lowering, for a typical call on `device`."""
+# A call of each op that the lowering depends on: decode and prefill of DeepSeek-V3.2, of V4 for what is V4's.
+TYPICAL: dict[str, dict[str, Any]] = {
+    "concat_and_cache": {"cache_format": "fp8_ds_mla"},
+    "gather_cache": {"cache_format": "fp8_ds_mla"},
+    "paged_sparse_attention": {"cache_format": "fp8_ds_mla", "head_dim": 576, "topk": 2048},
+    "paged_sparse_attention.extra": {
+        "cache_format": "fp8_ds_mla_v4",
+        "head_dim": 512,
+        "topk": 128,
+        "extra_cache_format": "fp8_ds_mla_v4",
+        "extra_topk": 512,
+    },
+    "sparse_attention": {"head_dim": 576, "topk": 2048},
+    "paged_attention": {"cache_format": "bf16", "head_dim": 576, "topk": 8192, "block_size": 64},
+    "prefill_attention": {"head_dim": 192, "head_dim_v": 128},
+    "merge_attention_states": {"head_dim": 512},
+    "merge_attention_states.stacked": {"head_dim": 512},
+    "compress_and_cache": {"cache_format": "fp8_ds_mla_v4", "head_dim": 512},
+}
+
+
+def typical_call(op: str, device: torch.device) -> Call:
+    """One that users make, for what is said of an op in general: bfloat16, 128 heads, 1 token."""
+    return Call(op, device, torch.bfloat16, num_heads=128, num_tokens=1)._replace(**TYPICAL.get(op, {}))
+
+
+def has_lowering(room: str, op: str) -> bool:
+    """Whether `room` has a lowering of `op`; True where its library would have to be there to know."""
+    try:
+        return _lowering(room, op) is not None
+    except ImportError:
+        return True
+
+
+class Availability(NamedTuple):
+    """What `room` can do for a typical call of `op`: nothing where it has no lowering; why not; whether it runs."""
+
+    op: str
+    room: str
+    exists: bool
+    reason: str | None
+    runs: bool
+
+
+def report(device: torch.device | str) -> list[Availability]:
+    """Every op and room, for a typical call of the op on `device`."""
     device = torch.device(device)
-    rows: list[tuple[str, str, str | None]] = []
+    rows: list[Availability] = []
     for op in FAMILIES:
-        call = Call(op, device, torch.bfloat16, "fp8_ds_mla", 576, 128, 1, 2048)
-        rows += [(op, room, unsupported_reason(room, call)) for room in ROOMS]
+        call = typical_call(op, device)
+        explanation = explain(call)
+        for room in ROOMS:
+            exists, runs = has_lowering(room, op), room == explanation.chosen
+            rows.append(Availability(op, room, exists, unsupported_reason(room, call), runs))
     return rows

@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import re
+import subprocess
+import sys
+import types
 
 import pytest
 import torch
@@ -40,18 +43,48 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def test_doctor_names_every_op_and_gives_every_reason(capsys):
+def test_doctor_has_a_cell_for_every_op_and_notes_for_what_a_user_can_change(capsys):
     assert main(["doctor"]) == 0
     output = capsys.readouterr().out
     assert f"torch         {torch.__version__}" in output
     assert "triton" in output
     assert "transformers" in output
-    for op, _, reason in dispatch.report("cpu"):
-        assert op in output
-        assert reason is None or reason in output
-    # every reason that a cell points to is spelled out
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines() if line.startswith("  ")}
+    for entry in dispatch.report("cpu"):
+        cells = dict(zip(dispatch.ROOMS, re.findall(r"-|no \(\d+\)|no|runs|available", rows[entry.op]), strict=True))
+        if not entry.exists:
+            assert cells[entry.room] == "-"
+        elif entry.reason is not None:
+            assert cells[entry.room].startswith("no")
+            assert ("(" in cells[entry.room]) == isinstance(entry.reason, dispatch.Missing)
+            assert (entry.reason in output) == isinstance(entry.reason, dispatch.Missing)
+        else:
+            assert cells[entry.room] == ("runs" if entry.runs else "available")
+    assert "there is no flash_attn" not in output
+    assert rows["concat_and_cache"].split()[0] == "-"
+    # every note is pointed to
     cells = {int(number) for number in re.findall(r"no \((\d+)\)", output)}
     assert cells == {int(number) for number in re.findall(r"^  \((\d+)\) \S", output, re.MULTILINE)}
+
+
+def test_doctor_says_once_what_is_so_of_several_gpus(capsys, monkeypatch):
+    lines = {"cpu": ["  reference"], "cuda:0": ["  hopper"], "cuda:1": ["  hopper"], "cuda:2": ["  triton"]}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    properties = types.SimpleNamespace(name="a GPU", major=9, minor=0, total_memory=2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr("mla_ops.cli._lowerings", lambda device: lines[str(device)])
+    assert main(["doctor"]) == 0
+    headings = re.findall(r"Lowerings on (.*), by", capsys.readouterr().out)
+    assert headings == ["cpu", "cuda:0, cuda:1", "cuda:2"]
+
+
+def test_doctor_ends_without_a_word_when_nobody_reads_on():
+    """As `doctor | head -1`."""
+    command = [sys.executable, "-m", "mla_ops", "doctor"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=120) == 141
 
 
 @pytest.mark.parametrize("cache", ["fp8_ds_mla", "fp32"])

@@ -18,6 +18,8 @@ import torch
 import mla_ops
 from mla_ops import dispatch
 from mla_ops.dispatch import Call, Lowering
+from mla_ops.kernels import flash_mla
+from mla_ops.kernels.hopper.launch import sources as hopper_sources
 from mla_ops.testing import functional, op_names, sample_inputs
 
 REPOSITORY = str(Path(mla_ops.__file__).parents[1])
@@ -323,11 +325,29 @@ def test_explain_of_a_forced_lowering_says_so_and_why_it_cannot_run(world: World
 
 def test_report_covers_every_op_and_room(world: World) -> None:
     world.has((0, 0), **EVERYTHING)
-    rows = dispatch.report("cpu")
-    assert {(op, room) for op, room, _ in rows} == {(op, room) for op in dispatch.FAMILIES for room in dispatch.ROOMS}
-    reasons = {room: reason for op, room, reason in rows if op == "paged_sparse_attention"}
-    assert reasons["reference"] is None
-    assert "Hopper" in reasons["flash_mla"]
+    rows = {(row.op, row.room): row for row in dispatch.report("cpu")}
+    assert set(rows) == {(op, room) for op in dispatch.FAMILIES for room in dispatch.ROOMS}
+    assert rows["paged_sparse_attention", "reference"][2:] == (True, None, True)
+    refused = rows["paged_sparse_attention", "flash_mla"]
+    assert (refused.exists, refused.runs) == (True, False)
+    assert "Hopper" in str(refused.reason)
+    assert not rows["paged_sparse_attention", "flashinfer"].exists
+
+
+def test_a_typical_call_of_each_op_is_one_that_hopper_runs_where_it_has_a_lowering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One call for all ops, 576 wide, had prefill as unsupported."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper_sources, "reason", lambda: None)
+    monkeypatch.setattr(flash_mla, "find_provider", lambda: (None, "not here"))
+    rows = dispatch.report(CUDA)
+    there = {row.op for row in rows if row.room == "hopper" and row.exists}
+    assert {"paged_sparse_attention.extra", "paged_attention", "prefill_attention"} <= there
+    assert {row.op for row in rows if row.room == "hopper" and row.runs} == there
+    for row in rows:
+        if row.room in ("flash_mla", "flashinfer", "flash_attn") and row.exists:
+            assert isinstance(row.reason, dispatch.Missing), row
 
 
 def test_every_room_of_the_order_exists() -> None:
