@@ -66,6 +66,7 @@ class Call(NamedTuple):
     head_dim_v: int = 0
     block_size: int = 0
     deterministic: bool = False
+    num_keys: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,15 @@ FAMILIES: dict[str, str] = {
     "plan_sparse_attention": "plan",
     "compress_and_cache": "compressor",
     "build_compressed_metadata": "plan",
+    "write_index_cache": "indexer",
+    "gather_index_cache": "indexer",
+    "quantize_index_query": "indexer",
+    "indexer_logits": "indexer",
+    "paged_indexer_logits": "indexer",
+    "topk_indices": "indexer",
+    "select_keys": "indexer",
+    "select_keys.flat": "indexer",
+    "merge_topk": "indexer",
 }
 
 ROOMS = ("hopper", "flash_mla", "flash_attn", "torch_sdpa", "flashinfer", "triton", "reference")

@@ -17,6 +17,7 @@ import torch
 
 LATENT_DIM = 512
 ROPE_DIM = 64
+INDEX_DIM = 128
 CACHE_ALIGNMENT = 16  # bytes; blocks and rows start on it, so kernels may load 16 bytes at once
 
 
@@ -34,9 +35,10 @@ class CacheFormat:
         group_size: latent dims that share a scale; 0 where nothing is quantised.
         latent_dim: how many dims are quantised, from the first; the 64 RoPE dims follow. Plain formats do not care.
         data_bytes: 0 where a row lies in one piece. Else the format is planar: the rows' data of a block come first,
-            `data_bytes` each, then the rest of every row, and blocks are padded to a multiple of `data_bytes`. Such a
-            cache is `[num_blocks, block_bytes]`; the view `[num_blocks, block_size, row_width]` is taken as well, but
-            its `[b, t]` is not one token.
+            `data_bytes` each, then the rest of every row, and blocks are padded to a multiple of `block_multiple`
+            bytes. Such a cache is `[num_blocks, block_bytes]`, or the view `[num_blocks, block_size, row_width]`, whose
+            `[b, t]` is not one token.
+        block_multiple: see `data_bytes`; less than a row.
     """
 
     name: str
@@ -47,6 +49,7 @@ class CacheFormat:
     group_size: int = 0
     latent_dim: int = LATENT_DIM
     data_bytes: int = 0
+    block_multiple: int = 0
 
     @property
     def quantized(self) -> bool:
@@ -55,6 +58,11 @@ class CacheFormat:
     @property
     def planar(self) -> bool:
         return self.data_bytes > 0
+
+    @property
+    def index_only(self) -> bool:
+        """Whether rows are index keys and nothing else, which attention cannot read."""
+        return self.head_dims == (INDEX_DIM,)
 
     def row_width(self, head_dim: int) -> int:
         """Elements of the cache tensor that one token takes."""
@@ -74,15 +82,12 @@ class CacheFormat:
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of a padded block of a planar format."""
-        rows = -(-block_size * self.row_widths[0] // self.data_bytes)
-        return rows * self.data_bytes
+        multiple = self.block_multiple
+        return -(-block_size * self.row_widths[0] // multiple) * multiple
 
     def block_size(self, block_bytes: int) -> int:
         """Tokens of a planar block that is padded to `block_bytes`: the inverse of `block_bytes`."""
-        # r rows of data hold t tokens and ceil(t / n) rows for the rest of n tokens each: t = r - ceil(r / (n + 1))
-        per_row = self.data_bytes // (self.row_widths[0] - self.data_bytes)
-        rows = block_bytes // self.data_bytes
-        return rows - (rows + per_row) // (per_row + 1)
+        return block_bytes // self.row_widths[0]  # what pads a block is less than a row
 
 
 class Geometry(NamedTuple):
@@ -100,7 +105,7 @@ class Geometry(NamedTuple):
     head_dim: int
 
 
-_PLAIN_WIDTHS = (LATENT_DIM + ROPE_DIM, LATENT_DIM, 128)
+_PLAIN_WIDTHS = (LATENT_DIM + ROPE_DIM, LATENT_DIM, INDEX_DIM)
 
 FORMATS: dict[str, CacheFormat] = {
     entry.name: entry
@@ -111,9 +116,16 @@ FORMATS: dict[str, CacheFormat] = {
         # 512 e4m3, then 4 float32 scales, then 64 bfloat16
         CacheFormat("fp8_ds_mla", torch.uint8, torch.bfloat16, (LATENT_DIM + ROPE_DIM,), (656,), group_size=128),
         # 448 e4m3 and 64 bfloat16 a token; then, for the block, 7 exponents and a zero a token
-        CacheFormat("fp8_ds_mla_v4", torch.uint8, torch.bfloat16, (512,), (584,), 64, latent_dim=448, data_bytes=576),
+        CacheFormat("fp8_ds_mla_v4", torch.uint8, torch.bfloat16, (512,), (584,), 64, 448, 576, block_multiple=576),
+        # 128 e4m3 a token; then, for the block, a float32 scale a token
+        CacheFormat(
+            "fp8_index", torch.uint8, torch.float8_e4m3fn, (INDEX_DIM,), (132,), 128, INDEX_DIM, 128, CACHE_ALIGNMENT
+        ),
     )
 }
+
+# those that hold the latents of attention
+LATENT_FORMATS = tuple(name for name, entry in FORMATS.items() if not entry.index_only)
 
 
 def get_format(cache_format: str, op: str = "mla_ops") -> CacheFormat:
@@ -171,7 +183,7 @@ def allocate_cache(
 
     Returns:
         `[num_blocks, block_size, row_width]` of the format's dtype, contiguous; `[num_blocks, block_bytes]` for
-        `fp8_ds_mla_v4`.
+        `fp8_ds_mla_v4` and `fp8_index`.
 
     Raises:
         ValueError: unknown format, width or a negative size.

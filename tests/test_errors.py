@@ -33,6 +33,8 @@ def complete_sample(op_name: str) -> Sample:
         "extra_topk_length": torch.ones(5, dtype=INT32),
         "gather_lens": torch.ones(2, dtype=INT32),
         "req_id_per_token": torch.zeros(5, dtype=INT32),
+        "row_ends": torch.ones(5, dtype=INT32),
+        "row_starts": torch.zeros(5, dtype=INT32),
         "topk_length": torch.ones(5, dtype=INT32),
     }
     arguments = named_arguments(sample)

@@ -69,6 +69,14 @@ mla::gather_cache(Tensor(a!) kv_cache, Tensor block_table, Tensor seq_lens, Tens
 mla::gather_cache.out(Tensor(a!) kv_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seq_lens,
     SymInt num_rows, str cache_format, *, Tensor? gather_lens=None, SymInt offset=0, Tensor(b!) out)
     -> ()
+mla::gather_index_cache(Tensor(a!) index_cache, Tensor block_table, Tensor seq_lens, Tensor
+    cu_seq_lens, str cache_format, SymInt num_tokens) -> (Tensor, Tensor)
+mla::gather_index_cache.out(Tensor(a!) index_cache, Tensor block_table, Tensor seq_lens, Tensor
+    cu_seq_lens, str cache_format, SymInt num_tokens, *, Tensor(b!) k, Tensor(c!) k_scale) -> ()
+mla::indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, *,
+    Tensor? k_scale=None, bool clean=False) -> Tensor
+mla::indexer_logits.out(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, *,
+    Tensor? k_scale=None, bool clean=False, Tensor(a!) out) -> ()
 mla::merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor,
     Tensor)
 mla::merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *,
@@ -76,10 +84,19 @@ mla::merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor
 mla::merge_attention_states.stacked(Tensor outs, Tensor lses) -> (Tensor, Tensor)
 mla::merge_attention_states.stacked_out(Tensor outs, Tensor lses, *, Tensor(a!) out, Tensor(b!) lse)
     -> ()
+mla::merge_topk(Tensor scores, Tensor indices, SymInt topk) -> (Tensor, Tensor)
+mla::merge_topk.out(Tensor scores, Tensor indices, SymInt topk, *, Tensor(a!) best_scores,
+    Tensor(b!) best_indices) -> ()
 mla::paged_attention(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token,
     Tensor key_lens, float softmax_scale, str cache_format) -> (Tensor, Tensor)
 mla::paged_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token,
     Tensor key_lens, float softmax_scale, str cache_format, *, Tensor(b!) out, Tensor(c!) lse) -> ()
+mla::paged_indexer_logits(Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor
+    block_table, Tensor req_id_per_token, SymInt max_length, str cache_format, *, bool clean=False)
+    -> Tensor
+mla::paged_indexer_logits.out(Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths,
+    Tensor block_table, Tensor req_id_per_token, SymInt max_length, str cache_format, *, bool
+    clean=False, Tensor(b!) out) -> ()
 mla::paged_sparse_attention(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, str
     cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None,
     Tensor? req_id_per_token=None, Tensor? tile_scheduler_metadata=None, bool deterministic=False)
@@ -109,6 +126,19 @@ mla::prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor
 mla::prefill_attention.out(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
     SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, *, bool causal=True, Tensor(a!)
     out, Tensor(b!) lse) -> ()
+mla::quantize_index_query(Tensor q, Tensor weights, float scale) -> (Tensor, Tensor)
+mla::quantize_index_query.out(Tensor q, Tensor weights, float scale, *, Tensor(a!) q_fp8, Tensor(b!)
+    q_weights) -> ()
+mla::select_keys(Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor
+    block_table, Tensor req_id_per_token, SymInt topk, str cache_format, *, bool translate=False) ->
+    (Tensor, Tensor)
+mla::select_keys.flat(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, SymInt
+    topk, *, Tensor? k_scale=None) -> (Tensor, Tensor)
+mla::select_keys.flat_out(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends,
+    SymInt topk, *, Tensor? k_scale=None, Tensor(a!) indices, Tensor(b!) valid_counts) -> ()
+mla::select_keys.out(Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor
+    block_table, Tensor req_id_per_token, SymInt topk, str cache_format, *, bool translate=False,
+    Tensor(b!) indices, Tensor(c!) valid_counts) -> ()
 mla::sliding_window_indices(Tensor positions, Tensor req_id_per_token, Tensor block_table, SymInt
     window, SymInt block_size, *, SymInt? num_blocks=None) -> (Tensor, Tensor)
 mla::sliding_window_indices.out(Tensor positions, Tensor req_id_per_token, Tensor block_table,
@@ -118,7 +148,15 @@ mla::sparse_attention(Tensor q, Tensor kv, Tensor indices, float softmax_scale, 
     topk_length=None, Tensor? attn_sink=None, bool deterministic=False) -> (Tensor, Tensor)
 mla::sparse_attention.out(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor?
     topk_length=None, Tensor? attn_sink=None, bool deterministic=False, Tensor(a!) out, Tensor(b!)
-    lse) -> ()""",
+    lse) -> ()
+mla::topk_indices(Tensor scores, SymInt topk, *, Tensor? row_starts=None, Tensor? row_ends=None,
+    Tensor? block_table=None, Tensor? req_id_per_token=None, SymInt block_size=0, bool sorted=False)
+    -> (Tensor, Tensor)
+mla::topk_indices.out(Tensor scores, SymInt topk, *, Tensor? row_starts=None, Tensor? row_ends=None,
+    Tensor? block_table=None, Tensor? req_id_per_token=None, SymInt block_size=0, bool sorted=False,
+    Tensor(a!) indices, Tensor(b!) valid_counts) -> ()
+mla::write_index_cache(Tensor k, Tensor(a!) index_cache, Tensor slot_mapping, str cache_format) ->
+    ()""",
         )
 
 
@@ -157,7 +195,7 @@ def test_an_op_that_writes_into_buffers_returns_nothing(name: str) -> None:
 def test_a_cache_is_declared_written_by_readers_too(name: str) -> None:
     # declared read-only, an independent read before a write makes Inductor clone the whole cache
     for argument in overload(name)._schema.arguments:
-        if argument.name.endswith("kv_cache"):
+        if argument.name.endswith("_cache"):
             assert argument.alias_info is not None
             assert argument.alias_info.is_write
 

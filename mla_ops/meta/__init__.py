@@ -1,5 +1,5 @@
 """What each op is without running it: schema, preconditions, fake kernel. Importing a family registers its ops."""
 
-from . import cache, compressor, dense_attention, index, merge, plan, sparse_attention
+from . import cache, compressor, dense_attention, index, indexer, merge, plan, sparse_attention
 
-__all__ = ["cache", "compressor", "dense_attention", "index", "merge", "plan", "sparse_attention"]
+__all__ = ["cache", "compressor", "dense_attention", "index", "indexer", "merge", "plan", "sparse_attention"]

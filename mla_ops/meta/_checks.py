@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import forward_ad
 
-from ..formats import CACHE_ALIGNMENT, CacheFormat, get_format
+from ..formats import CACHE_ALIGNMENT, LATENT_FORMATS, CacheFormat, get_format
 from ..registry import is_single, require, require_one_of
 from ..transforms import has_tangent, tangent_message
 
@@ -60,9 +60,19 @@ def _wrong_shape(op: str, name: str, tensor: torch.Tensor, dims: Sequence[tuple[
     return f"{op}: {name} must have shape [{expected}], got {list(tensor.shape)}"
 
 
-def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str, name: str = "kv_cache") -> CacheFormat:
-    """Raises unless `kv_cache`, which the caller calls `name`, can hold `cache_format`. Returns the format."""
+def check_cache(
+    op: str, kv_cache: torch.Tensor, cache_format: str, name: str = "kv_cache", *, index_keys: bool = False
+) -> CacheFormat:
+    """Raises unless `kv_cache`, which the caller calls `name`, can hold `cache_format`. Returns the format.
+
+    `index_keys` tells the ops of the indexer, which alone take formats of index keys.
+    """
     entry = get_format(cache_format, op)
+    if entry.index_only and not index_keys:
+        raise ValueError(
+            f"{op}: cache_format '{cache_format}' holds index keys, which only the ops of the indexer take; "
+            f"expected one of {sorted(LATENT_FORMATS)}"
+        )
     if kv_cache.dtype != entry.dtype:
         raise TypeError(f"{op}: {name} of cache_format '{cache_format}' must be {entry.dtype}, got {kv_cache.dtype}")
     itemsize = entry.dtype.itemsize
@@ -78,7 +88,7 @@ def check_cache(op: str, kv_cache: torch.Tensor, cache_format: str, name: str = 
             block_bytes > 0 and entry.block_bytes(entry.block_size(block_bytes)) == block_bytes,
             lambda: (
                 f"{op}: {name} of cache_format '{cache_format}' must have blocks of "
-                f"ceil({entry.row_widths[0]} * block_size / {entry.data_bytes}) * {entry.data_bytes} bytes, "
+                f"ceil({entry.row_widths[0]} * block_size / {entry.block_multiple}) * {entry.block_multiple} bytes, "
                 f"got shape {list(shape)}"
             ),
         )

@@ -12,6 +12,17 @@ from .index import (
     filter_prefill_indices,
     sliding_window_indices,
 )
+from .indexer import (
+    gather_index_cache,
+    indexer_logits,
+    merge_topk,
+    paged_indexer_logits,
+    quantize_index_query,
+    select_flat_keys,
+    select_keys,
+    topk_indices,
+    write_index_cache,
+)
 from .merge import merge_attention_states, merge_stacked_attention_states
 from .plan import build_compressed_metadata, build_step_metadata, plan_sparse_attention
 from .sparse_attention import paged_sparse_attention, sparse_attention
@@ -30,13 +41,22 @@ __all__ = [
     "convert_req_index_to_global_index",
     "filter_prefill_indices",
     "gather_cache",
+    "gather_index_cache",
+    "indexer_logits",
     "merge_attention_states",
     "merge_stacked_attention_states",
+    "merge_topk",
     "paged_attention",
+    "paged_indexer_logits",
     "paged_sparse_attention",
     "plan_context_chunks",
     "plan_sparse_attention",
     "prefill_attention",
+    "quantize_index_query",
+    "select_flat_keys",
+    "select_keys",
     "sliding_window_indices",
     "sparse_attention",
+    "topk_indices",
+    "write_index_cache",
 ]

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from ..formats import FORMATS, LATENT_DIM, ROPE_DIM, allocate_cache
+from ..formats import FORMATS, LATENT_DIM, LATENT_FORMATS, ROPE_DIM, allocate_cache
 from ..kernels.reference.plan import plan_sparse_attention as plan_reference
+from . import samples_indexer as indexer
 from .maker import (
     BLOCK_SIZE,
     FILL,
@@ -65,7 +66,7 @@ def _concat_and_cache(make: Maker) -> Iterator[Case]:
         latent_dim = FORMATS[cache_format].latent_dim if cache_format else LATENT_DIM
         return make.normal(num_tokens, latent_dim, dtype=dtype), make.normal(num_tokens, ROPE_DIM, dtype=dtype)
 
-    for cache_format in FORMATS:
+    for cache_format in LATENT_FORMATS:
         dtype = PLAIN.get(cache_format, torch.bfloat16)
         slots, five = make.int64([3, 19, 0, 8, 7]), keys(5, dtype, cache_format)
         yield f"{cache_format} five tokens", (*five, make.cache(cache_format), slots, cache_format), {}
@@ -134,7 +135,7 @@ def _compress_and_cache(make: Maker) -> Iterator[Case]:
 
 def _gather_cache(make: Maker) -> Iterator[Case]:
     table, lens, starts = make.block_table(), make.int32([6, 9]), make.int32([0, 6, 15])
-    for cache_format in FORMATS:
+    for cache_format in LATENT_FORMATS:
         yield f"{cache_format} whole requests", (make.cache(cache_format), table, lens, starts, 15, cache_format), {}
     for cache_format in ("bf16", "fp8_ds_mla", "fp8_ds_mla_v4"):
         cache = make.cache(cache_format)
@@ -251,7 +252,7 @@ def _scheduled(make: Maker) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _paged_sparse_attention(make: Maker) -> Iterator[Case]:
-    for cache_format in FORMATS:
+    for cache_format in LATENT_FORMATS:
         dtype, head_dim = PLAIN.get(cache_format, torch.bfloat16), FORMATS[cache_format].head_dims[0]
         cache, q = make.cache(cache_format), make.normal(5, NUM_HEADS, head_dim, dtype=dtype)
         yield f"{cache_format} five tokens", (q, cache, _selection(make, 5), SCALE, cache_format), {}
@@ -475,6 +476,15 @@ _SAMPLES: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "prefill_attention": prefill_attention,
     "sliding_window_indices": _sliding_window,
     "sparse_attention": _sparse_attention,
+    "write_index_cache": indexer.write_index_cache,
+    "gather_index_cache": indexer.gather_index_cache,
+    "quantize_index_query": indexer.quantize_index_query,
+    "indexer_logits": indexer.indexer_logits,
+    "paged_indexer_logits": indexer.paged_indexer_logits,
+    "topk_indices": indexer.topk_indices,
+    "select_keys": indexer.select_keys,
+    "select_keys.flat": indexer.select_keys_flat,
+    "merge_topk": indexer.merge_topk,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..formats import FORMATS, LATENT_DIM
+from ..formats import FORMATS, LATENT_DIM, LATENT_FORMATS
 from .maker import NUM_HEADS, PLAIN, SCALE, Case, Maker, padded_blocks, wide_rows
 
 
@@ -62,7 +62,7 @@ def paged_attention(make: Maker) -> Iterator[Case]:
         cache = make.cache(cache_format) if cache is None else cache
         return q, cache, table, requests[:num_tokens], lens[:num_tokens], SCALE, cache_format
 
-    for cache_format in FORMATS:
+    for cache_format in LATENT_FORMATS:
         yield f"{cache_format} five tokens", case(cache_format, 5), {}
     for cache_format in ("bf16", "fp8_ds_mla"):
         yield f"{cache_format} no tokens", case(cache_format, 0), {}

@@ -5,7 +5,7 @@ To add one: change the arguments of `test_errors.complete_sample`, which are a l
 
 from __future__ import annotations
 
-from . import cache, compressor, dense_attention, index, merge, plan, sparse_attention
+from . import cache, compressor, dense_attention, index, indexer, merge, plan, sparse_attention
 from .common import Refusal
 
 REFUSALS: list[Refusal] = [
@@ -13,6 +13,7 @@ REFUSALS: list[Refusal] = [
     *compressor.REFUSALS,
     *dense_attention.REFUSALS,
     *index.REFUSALS,
+    *indexer.REFUSALS,
     *merge.REFUSALS,
     *plan.REFUSALS,
     *sparse_attention.REFUSALS,

@@ -1,0 +1,518 @@
+"""Ops of the lightning indexer: schemas, preconditions, fakes."""
+
+from __future__ import annotations
+
+import torch
+
+from ..dispatch import Call
+from ..formats import INDEX_DIM, CacheFormat, geometry
+from ..registry import OutputSpec, define_computing, define_mutating, require
+from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_positive, check_tensor
+
+INT32 = (torch.int32,)
+FLOAT32 = (torch.float32,)
+SCORED_DTYPES = (torch.float8_e4m3fn, *FLOAT_DTYPES)
+MAX_TOPK = 4096
+QUERY_DIMS = (("num_tokens", None), ("num_heads", None), ("head_dim", INDEX_DIM))
+
+
+def _check_index_cache(
+    op: str, index_cache: torch.Tensor, cache_format: str, device: torch.device | None = None
+) -> CacheFormat:
+    entry = check_cache(op, index_cache, cache_format, "index_cache", index_keys=True)
+    head_dim = geometry(index_cache, cache_format).head_dim
+    if head_dim != INDEX_DIM:
+        raise ValueError(f"{op}: index_cache must hold keys of width {INDEX_DIM}, got {head_dim}")
+    if device is not None and index_cache.device != device:
+        raise ValueError(f"{op}: index_cache must be on {device} like the first argument, got {index_cache.device}")
+    return entry
+
+
+def _check_queries(op: str, q: torch.Tensor, weights: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    check_tensor(op, "q", q, dtypes, QUERY_DIMS, q.device)
+    dims = (("num_tokens", q.shape[0]), ("num_heads", q.shape[1]))
+    check_tensor(op, "weights", weights, FLOAT32, dims, q.device)
+
+
+def _check_topk(op: str, topk: int) -> None:
+    check_positive(op, "topk", topk)
+    require(topk <= MAX_TOPK, lambda: f"{op}: topk must be at most {MAX_TOPK}, got {topk}")
+
+
+def _selected(num_tokens: int, topk: int) -> dict[str, OutputSpec]:
+    return {"indices": ((num_tokens, topk), torch.int32), "valid_counts": ((num_tokens,), torch.int32)}
+
+
+def check_write(k: torch.Tensor, index_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str) -> None:
+    op = "write_index_cache"
+    entry = _check_index_cache(op, index_cache, cache_format, k.device)
+    dtypes = FLOAT_DTYPES if entry.quantized or entry.dtype == torch.float32 else (entry.dtype, torch.float32)
+    check_tensor(op, "k", k, dtypes, (("num_tokens", None), ("head_dim", INDEX_DIM)), k.device)
+    check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), (("num_slots", None),), k.device)
+    check_no_grad(op, k=k, index_cache=index_cache)
+
+
+def describe_write(k: torch.Tensor, index_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str) -> Call:
+    return Call("write_index_cache", k.device, k.dtype, cache_format, num_tokens=slot_mapping.shape[0])
+
+
+write_index_cache = define_mutating(
+    "write_index_cache(Tensor k, Tensor(a!) index_cache, Tensor slot_mapping, str cache_format) -> ()",
+    check=check_write,
+    describe=describe_write,
+)
+
+
+def check_gather(
+    index_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    cache_format: str,
+    num_tokens: int,
+) -> None:
+    op = "gather_index_cache"
+    _check_index_cache(op, index_cache, cache_format)
+    device = index_cache.device
+    check_tensor(op, "seq_lens", seq_lens, INT32, (("num_requests", None),), device)
+    num_requests = seq_lens.shape[0]
+    dims = (("num_requests", num_requests), ("max_blocks", None))
+    check_tensor(op, "block_table", block_table, INT32, dims, device)
+    check_tensor(op, "cu_seq_lens", cu_seq_lens, INT32, (("num_requests+1", num_requests + 1),), device)
+    check_not_negative(op, "num_tokens", num_tokens)
+    check_no_grad(op, index_cache=index_cache)
+
+
+def outputs_gather(
+    index_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    cache_format: str,
+    num_tokens: int,
+) -> dict[str, OutputSpec]:
+    entry = check_cache("gather_index_cache", index_cache, cache_format, "index_cache", index_keys=True)
+    return {"k": ((num_tokens, INDEX_DIM), entry.value_dtype), "k_scale": ((num_tokens,), torch.float32)}
+
+
+def describe_gather(
+    index_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    cache_format: str,
+    num_tokens: int,
+) -> Call:
+    return Call("gather_index_cache", index_cache.device, index_cache.dtype, cache_format, num_tokens=num_tokens)
+
+
+gather_index_cache, gather_index_cache_out = define_computing(
+    "gather_index_cache(Tensor(a!) index_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seq_lens, "
+    "str cache_format, SymInt num_tokens) -> (Tensor, Tensor)",
+    "gather_index_cache.out(Tensor(a!) index_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seq_lens, "
+    "str cache_format, SymInt num_tokens, *, Tensor(b!) k, Tensor(c!) k_scale) -> ()",
+    check=check_gather,
+    outputs=outputs_gather,
+    describe=describe_gather,
+)
+
+
+def check_quantize(q: torch.Tensor, weights: torch.Tensor, scale: float) -> None:
+    op = "quantize_index_query"
+    check_tensor(op, "q", q, FLOAT_DTYPES, QUERY_DIMS, q.device)
+    dims = (("num_tokens", q.shape[0]), ("num_heads", q.shape[1]))
+    check_tensor(op, "weights", weights, FLOAT_DTYPES, dims, q.device)
+    check_no_grad(op, q=q, weights=weights)
+
+
+def outputs_quantize(q: torch.Tensor, weights: torch.Tensor, scale: float) -> dict[str, OutputSpec]:
+    num_tokens, num_heads, head_dim = q.shape
+    return {
+        "q_fp8": ((num_tokens, num_heads, head_dim), torch.float8_e4m3fn),
+        "q_weights": ((num_tokens, num_heads), torch.float32),
+    }
+
+
+def describe_quantize(q: torch.Tensor, weights: torch.Tensor, scale: float) -> Call:
+    return Call("quantize_index_query", q.device, q.dtype, num_heads=q.shape[1], num_tokens=q.shape[0])
+
+
+quantize_index_query, quantize_index_query_out = define_computing(
+    "quantize_index_query(Tensor q, Tensor weights, float scale) -> (Tensor, Tensor)",
+    "quantize_index_query.out(Tensor q, Tensor weights, float scale, *, Tensor(a!) q_fp8, Tensor(b!) q_weights) -> ()",
+    check=check_quantize,
+    outputs=outputs_quantize,
+    describe=describe_quantize,
+)
+
+
+def _check_flat(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    k_scale: torch.Tensor | None,
+) -> None:
+    _check_queries(op, q, weights, SCORED_DTYPES)
+    check_tensor(op, "k", k, (q.dtype,), (("num_kv", None), ("head_dim", INDEX_DIM)), q.device)
+    for name, rows in (("row_starts", row_starts), ("row_ends", row_ends)):
+        check_tensor(op, name, rows, INT32, (("num_tokens", q.shape[0]),), q.device)
+    if k_scale is not None:
+        check_tensor(op, "k_scale", k_scale, FLOAT32, (("num_kv", k.shape[0]),), q.device)
+    check_no_grad(op, q=q, k=k, weights=weights, k_scale=k_scale)
+
+
+def check_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    clean: bool = False,
+) -> None:
+    _check_flat("indexer_logits", q, k, weights, row_starts, row_ends, k_scale)
+
+
+def outputs_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    clean: bool = False,
+) -> dict[str, OutputSpec]:
+    return {"out": ((q.shape[0], k.shape[0]), torch.float32)}
+
+
+def describe_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    clean: bool = False,
+) -> Call:
+    num_tokens, num_heads, _ = q.shape
+    op = "indexer_logits"
+    return Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens, num_keys=k.shape[0])
+
+
+indexer_logits, indexer_logits_out = define_computing(
+    "indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, *, Tensor? k_scale=None, "
+    "bool clean=False) -> Tensor",
+    "indexer_logits.out(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, *, "
+    "Tensor? k_scale=None, bool clean=False, Tensor(a!) out) -> ()",
+    check=check_logits,
+    outputs=outputs_logits,
+    describe=describe_logits,
+)
+
+
+def _check_paged(
+    op: str,
+    q: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    cache_format: str,
+) -> None:
+    entry = _check_index_cache(op, index_cache, cache_format, q.device)
+    _check_queries(op, q, weights, (entry.value_dtype,))
+    tokens = (("num_tokens", q.shape[0]),)
+    check_tensor(op, "lengths", lengths, INT32, tokens, q.device)
+    check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, q.device)
+    check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), q.device)
+    check_no_grad(op, q=q, index_cache=index_cache, weights=weights)
+
+
+def check_paged_logits(
+    q: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    max_length: int,
+    cache_format: str,
+    clean: bool = False,
+) -> None:
+    op = "paged_indexer_logits"
+    _check_paged(op, q, index_cache, weights, lengths, block_table, req_id_per_token, cache_format)
+    check_not_negative(op, "max_length", max_length)
+
+
+def outputs_paged_logits(
+    q: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    max_length: int,
+    cache_format: str,
+    clean: bool = False,
+) -> dict[str, OutputSpec]:
+    return {"out": ((q.shape[0], max_length), torch.float32)}
+
+
+def describe_paged_logits(
+    q: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    max_length: int,
+    cache_format: str,
+    clean: bool = False,
+) -> Call:
+    num_tokens, num_heads, _ = q.shape
+    return Call(
+        "paged_indexer_logits",
+        q.device,
+        q.dtype,
+        cache_format,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        block_size=geometry(index_cache, cache_format).block_size,
+        num_keys=max_length,
+    )
+
+
+paged_indexer_logits, paged_indexer_logits_out = define_computing(
+    "paged_indexer_logits(Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor block_table, "
+    "Tensor req_id_per_token, SymInt max_length, str cache_format, *, bool clean=False) -> Tensor",
+    "paged_indexer_logits.out(Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor block_table, "
+    "Tensor req_id_per_token, SymInt max_length, str cache_format, *, bool clean=False, Tensor(b!) out) -> ()",
+    check=check_paged_logits,
+    outputs=outputs_paged_logits,
+    describe=describe_paged_logits,
+)
+
+
+def check_topk(
+    scores: torch.Tensor,
+    topk: int,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+    block_size: int = 0,
+    sorted: bool = False,
+) -> None:
+    op = "topk_indices"
+    device = scores.device
+    check_tensor(op, "scores", scores, FLOAT32, (("num_tokens", None), ("num_columns", None)), device)
+    _check_topk(op, topk)
+    tokens = (("num_tokens", scores.shape[0]),)
+    for name, rows in (("row_starts", row_starts), ("row_ends", row_ends)):
+        if rows is not None:
+            check_tensor(op, name, rows, INT32, tokens, device)
+    if (block_table is None) != (req_id_per_token is None):
+        given, missing = ("block_table", "req_id_per_token")[:: -1 if block_table is None else 1]
+        raise ValueError(f"{op}: {given} needs {missing} beside it, got None")
+    if block_table is not None and req_id_per_token is not None:
+        check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
+        check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
+        check_positive(op, "block_size", block_size)
+    check_no_grad(op, scores=scores)
+
+
+def outputs_topk(
+    scores: torch.Tensor,
+    topk: int,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+    block_size: int = 0,
+    sorted: bool = False,
+) -> dict[str, OutputSpec]:
+    return _selected(scores.shape[0], topk)
+
+
+def describe_topk(
+    scores: torch.Tensor,
+    topk: int,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+    block_size: int = 0,
+    sorted: bool = False,
+) -> Call:
+    num_tokens, num_columns = scores.shape
+    return Call("topk_indices", scores.device, scores.dtype, num_tokens=num_tokens, topk=topk, num_keys=num_columns)
+
+
+_TOPK_ARGUMENTS = (
+    "Tensor scores, SymInt topk, *, Tensor? row_starts=None, Tensor? row_ends=None, Tensor? block_table=None, "
+    "Tensor? req_id_per_token=None, SymInt block_size=0, bool sorted=False"
+)
+
+topk_indices, topk_indices_out = define_computing(
+    f"topk_indices({_TOPK_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"topk_indices.out({_TOPK_ARGUMENTS}, Tensor(a!) indices, Tensor(b!) valid_counts) -> ()",
+    check=check_topk,
+    outputs=outputs_topk,
+    describe=describe_topk,
+)
+
+
+def check_select(
+    q: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    topk: int,
+    cache_format: str,
+    translate: bool = False,
+) -> None:
+    op = "select_keys"
+    _check_paged(op, q, index_cache, weights, lengths, block_table, req_id_per_token, cache_format)
+    _check_topk(op, topk)
+
+
+def outputs_select(
+    q: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    topk: int,
+    cache_format: str,
+    translate: bool = False,
+) -> dict[str, OutputSpec]:
+    return _selected(q.shape[0], topk)
+
+
+def describe_select(
+    q: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    topk: int,
+    cache_format: str,
+    translate: bool = False,
+) -> Call:
+    num_tokens, num_heads, _ = q.shape
+    block_size = geometry(index_cache, cache_format).block_size
+    return Call(
+        "select_keys",
+        q.device,
+        q.dtype,
+        cache_format,
+        num_heads=num_heads,
+        num_tokens=num_tokens,
+        topk=topk,
+        block_size=block_size,
+        num_keys=block_table.shape[1] * block_size,
+    )
+
+
+_SELECT_ARGUMENTS = (
+    "Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor block_table, Tensor req_id_per_token, "
+    "SymInt topk, str cache_format, *, bool translate=False"
+)
+
+select_keys, select_keys_out = define_computing(
+    f"select_keys({_SELECT_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"select_keys.out({_SELECT_ARGUMENTS}, Tensor(b!) indices, Tensor(c!) valid_counts) -> ()",
+    check=check_select,
+    outputs=outputs_select,
+    describe=describe_select,
+)
+
+
+def check_select_flat(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    topk: int,
+    k_scale: torch.Tensor | None = None,
+) -> None:
+    op = "select_keys.flat"
+    _check_flat(op, q, k, weights, row_starts, row_ends, k_scale)
+    _check_topk(op, topk)
+
+
+def outputs_select_flat(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    topk: int,
+    k_scale: torch.Tensor | None = None,
+) -> dict[str, OutputSpec]:
+    return _selected(q.shape[0], topk)
+
+
+def describe_select_flat(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    topk: int,
+    k_scale: torch.Tensor | None = None,
+) -> Call:
+    num_tokens, num_heads, _ = q.shape
+    op = "select_keys.flat"
+    return Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens, topk=topk, num_keys=k.shape[0])
+
+
+_SELECT_FLAT_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, SymInt topk, *, Tensor? k_scale=None"
+)
+
+select_keys_flat, select_keys_flat_out = define_computing(
+    f"select_keys.flat({_SELECT_FLAT_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"select_keys.flat_out({_SELECT_FLAT_ARGUMENTS}, Tensor(a!) indices, Tensor(b!) valid_counts) -> ()",
+    check=check_select_flat,
+    outputs=outputs_select_flat,
+    describe=describe_select_flat,
+)
+
+
+def check_merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> None:
+    op = "merge_topk"
+    check_tensor(op, "scores", scores, FLOAT32, (("num_tokens", None), ("num_candidates", None)), scores.device)
+    dims = (("num_tokens", scores.shape[0]), ("num_candidates", scores.shape[1]))
+    check_tensor(op, "indices", indices, INT32, dims, scores.device)
+    _check_topk(op, topk)
+    check_no_grad(op, scores=scores)
+
+
+def outputs_merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> dict[str, OutputSpec]:
+    shape = (scores.shape[0], topk)
+    return {"best_scores": (shape, torch.float32), "best_indices": (shape, torch.int32)}
+
+
+def describe_merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> Call:
+    num_tokens, num_candidates = scores.shape
+    return Call("merge_topk", scores.device, scores.dtype, num_tokens=num_tokens, topk=topk, num_keys=num_candidates)
+
+
+merge_topk, merge_topk_out = define_computing(
+    "merge_topk(Tensor scores, Tensor indices, SymInt topk) -> (Tensor, Tensor)",
+    "merge_topk.out(Tensor scores, Tensor indices, SymInt topk, *, Tensor(a!) best_scores, Tensor(b!) best_indices) "
+    "-> ()",
+    check=check_merge_topk,
+    outputs=outputs_merge_topk,
+    describe=describe_merge_topk,
+)
