@@ -7,7 +7,15 @@ import torch
 from ..dispatch import Call
 from ..formats import INDEX_DIM, CacheFormat, geometry
 from ..registry import OutputSpec, define_computing, define_mutating, require
-from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_positive, check_tensor
+from ._checks import (
+    FLOAT_DTYPES,
+    check_cache,
+    check_no_grad,
+    check_not_negative,
+    check_positive,
+    check_scale,
+    check_tensor,
+)
 
 INT32 = (torch.int32,)
 FLOAT32 = (torch.float32,)
@@ -122,6 +130,7 @@ def check_quantize(q: torch.Tensor, weights: torch.Tensor, scale: float) -> None
     check_tensor(op, "q", q, FLOAT_DTYPES, QUERY_DIMS, q.device)
     dims = (("num_tokens", q.shape[0]), ("num_heads", q.shape[1]))
     check_tensor(op, "weights", weights, FLOAT_DTYPES, dims, q.device)
+    check_scale(op, "scale", scale)
     check_no_grad(op, q=q, weights=weights)
 
 
