@@ -465,6 +465,19 @@ def test_what_lasts_is_made_in_the_devices_own_context(cuda: Driver) -> None:
     assert len(cuda.context_of("cuThreadExchangeStreamCaptureMode")) == 4
 
 
+def test_a_stream_that_has_the_handle_of_another_has_an_id_of_its_own(
+    cuda: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = {0: 0, 1: 4096}
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handles.get, raising=False)
+    cuda.results["cuStreamGetId"] = (17,)
+    assert driver.stream_id(1) == 17
+    cuda.results["cuStreamGetId"] = (18,)
+    assert driver.stream_id(1) == 18
+    assert driver.stream_id(0) == 0
+    assert len(cuda.context_of("cuStreamGetId")) == 2
+
+
 def test_a_thread_without_a_context_gets_the_devices_before_its_first_launch(cuda: Driver) -> None:
     """A refused launch is an error at once: the device of the tensors is the current one."""
     function = driver.Function(SimpleNamespace(cubin=b"", symbol="s", kernel="shift<1>"), 1)

@@ -41,12 +41,13 @@ def test_the_host_gives_a_group_as_much_room_as_it_takes(tmp_path: Path) -> None
 
 def test_launches_that_may_run_beside_one_another_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pages: list[int] = []
-    state = {"stream": 1, "capture": 0}
+    state = {"stream": 1, "capture": 0, "reused": 0}
     monkeypatch.setattr(groups, "_slots", {})
     groups._unused.cache_clear()
     monkeypatch.setattr(driver, "lasting_zeros", lambda device, size: pages.append(device) or size * len(pages))
     monkeypatch.setattr(driver, "capture_id", lambda *_: state["capture"])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: state["stream"], raising=False)
+    monkeypatch.setattr(driver, "stream_id", lambda *_: state["stream"] + state["reused"])
     seen = {}
     for device in (0, 1):
         for state["stream"] in (1, 2):
@@ -58,6 +59,8 @@ def test_launches_that_may_run_beside_one_another_have_counters_of_their_own(mon
     state["stream"], state["capture"] = 2, 7
     assert groups.counters(1, 1) == seen[1, 2, 7]
     assert sorted(pages) == [0, 0, 1, 1]
+    state["capture"], state["reused"] = 0, 100
+    assert groups.counters(1, 1) not in seen.values(), "of a stream that was destroyed"
     with pytest.raises(ValueError, match="counters for 128 rows, got 129"):
         groups.counters(0, 129)
     groups._unused.cache_clear()

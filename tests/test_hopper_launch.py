@@ -326,6 +326,16 @@ def test_lengths_of_a_schedule_fit_shared_memory() -> None:
     assert str(plan.plan_reason(call)) == "it takes up to 16384 tokens, these are 16385"
 
 
+def test_a_wave_of_groups_is_the_last_one() -> None:
+    """The next would share its counters, and take memory that it gave back and still uses."""
+    group, cluster = Wave(8, Shape(64, 1, 8)), Wave(8, Shape(64, 8))
+    for waves in ((group, group), (group, cluster), (cluster, group, cluster)):
+        with pytest.raises(ValueError, match=r"only the last wave may be of groups"), override(*waves):
+            pass
+    with override(cluster, group):
+        pass
+
+
 def test_strides_that_bulk_copies_do_not_take_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Odd strides, rows that are all the same, bases beside 16 bytes; not a stride that no element is reached by."""
     seen: list[Any] = []

@@ -146,6 +146,14 @@ def _launch_config(
     return config
 
 
+def stream_id(device_index: int) -> int:
+    """That of the current stream of the device, which no other stream of the process gets; 0 for the default stream."""
+    from cuda.bindings import driver
+
+    stream = torch._C._cuda_getCurrentRawStream(device_index)
+    return int(_check(driver.cuStreamGetId(driver.CUstream(stream)))) if stream else 0
+
+
 def capture_id(device_index: int) -> int:
     """That of the capture which the current stream of the device is part of; 0 for none."""
     with torch.cuda.device(device_index):

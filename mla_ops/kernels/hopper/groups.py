@@ -1,9 +1,13 @@
 """Where the CTAs of a group meet: counters that are 0 between launches, and room for what they exchange.
 
 A launch leaves its counters as it found them, so launches that follow one another share theirs, and nothing has to be
-cleared. Launches that may run at the same time must not: each stream has counters of its own, and within a capture each
-of its streams, in the order of which the graph is replayed. They are never given back, 4 KB for a stream or a capture.
-What CUDA does not do either is not provided for: one graph beside itself.
+cleared. Launches that may run at the same time must not: each stream has counters of its own, and so has each stream of
+a capture, in whose order the graph is replayed. They are never given back, 4 KB for a stream or a capture. A stream is
+known by its id, which CUDA never gives again, where a handle may be that of a stream that was destroyed.
+
+CUDA runs the launches of one graph one after the other. A captured graph that is two child nodes of another graph may
+run beside itself: its counters, as all memory of the capture, are then written by both, and results are wrong. Capture
+the calls twice instead.
 """
 
 from __future__ import annotations
@@ -42,8 +46,10 @@ def counters(device_index: int, rows: int) -> int:
     """The address of those for a launch of so many rows into the current stream of a device."""
     if rows > MAX_ROWS:
         raise ValueError(f"groups have counters for {MAX_ROWS} rows, got {rows}")
-    stream = torch._C._cuda_getCurrentRawStream(device_index)
-    key = device_index, stream, driver.capture_id(device_index)
+    capture = driver.capture_id(device_index)
+    # A stream that is captured lives as long as its capture.
+    stream = torch._C._cuda_getCurrentRawStream(device_index) if capture else driver.stream_id(device_index)
+    key = device_index, stream, capture
     address = _slots.get(key)
     if address is None:
         with _lock:

@@ -35,9 +35,14 @@ _forced: Sequence[Wave] = ()
 def override(*waves: Wave) -> Iterator[None]:
     """Calls inside the block are these launches, whatever `choose` would take: for measurements and tests.
 
-    A call of another number of tokens raises ValueError.
+    Raises:
+        ValueError: a group's wave is not the last one: the next would begin while the group still uses its counters and
+            its memory. A call of another number of tokens raises ValueError, too.
     """
     global _forced
+    for wave in waves[:-1]:
+        if wave.shape.grouped:
+            raise ValueError(f"waves.override: only the last wave may be of groups, got {wave} before {waves[-1]}")
     before, _forced = _forced, waves
     try:
         yield
