@@ -292,14 +292,14 @@ class GenerationSession:
         if bool(self.active.any()):
             raise RuntimeError("capture() runs decode steps to warm up: call it while no request is active")
         stream = torch.cuda.Stream(self.decoder.device)
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             for _ in range(3):
                 self.advance()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
         torch.cuda.synchronize(self.decoder.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):  # of the model's device, which need not be the current one
             self.advance()
         self._graph = graph
 
