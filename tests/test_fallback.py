@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import mla_ops.kernels.triton
 from mla_ops import dispatch
 from mla_ops.dispatch import Call, Lowering, LoweringUnavailable, Missing
 from mla_ops.kernels.cuda import driver
@@ -201,3 +205,38 @@ def test_code_that_the_driver_refuses_makes_the_lowering_unavailable(monkeypatch
     monkeypatch.setattr(driver, "Function", refuse)
     with pytest.raises(LoweringUnavailable, match=r"merge_parts<4>.*UNSUPPORTED_PTX_VERSION.*update the driver"):
         sources.load("merge_parts.cu", "merge_parts<4>", 7)
+
+
+@pytest.mark.parametrize("home", ["/proc/nobody", None], ids=["not there", "none"])
+def test_triton_compiles_where_there_is_no_home(
+    home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if home is None:
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    else:
+        monkeypatch.setenv("HOME", home)
+    mla_ops.kernels.triton.give_triton_a_cache()
+    folder = Path(os.environ["TRITON_CACHE_DIR"])
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (record,) = caplog.records
+    for words in ("cannot be kept", str(folder), "Set TRITON_CACHE_DIR"):
+        assert words in record.getMessage()
+    mla_ops.kernels.triton.give_triton_a_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == str(folder)
+    assert len(caplog.records) == 1
+
+
+def test_triton_keeps_a_home_that_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    mla_ops.kernels.triton.give_triton_a_cache()
+    assert not os.environ["TRITON_CACHE_DIR"]
+    assert list((tmp_path / ".triton/cache").iterdir()) == []
+    assert not caplog.records
