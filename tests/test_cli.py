@@ -98,7 +98,7 @@ def test_demo_ends_with_a_report(capsys, cache):
         assert f"\n{heading}\n" in output
     assert re.search(r"^decode, tokens a second +[\d,.]+ +[\d,.]+ +[\d.]+x$", output, re.MULTILINE)
     assert re.search(r"^  paged_sparse_attention +reference$", output, re.MULTILINE)
-    latent = {"fp8_ds_mla": 3 * 656, "fp32": 3 * 576 * 4}[cache]
+    latent = {"fp8_ds_mla": 2 * 656, "fp32": 2 * 576 * 4}[cache]
     assert f"ours: {latent:,} {cache} latent" in output
     if cache == "fp32":
         assert "before the first difference: 6 of 6" in output

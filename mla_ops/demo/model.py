@@ -31,7 +31,7 @@ EXTRA_CONFIG: dict[str, dict[str, Any]] = {
 def build_small_model(
     kind: str = "DeepseekV32",
     *,
-    num_layers: int = 3,
+    num_layers: int = 2,
     hidden_size: int = 512,
     num_heads: int = 16,
     index_heads: int = 16,
@@ -274,7 +274,7 @@ ARCHITECTURES = {
         title="GLM-5",
         model_type="glm_moe_dsa",
         model_class="GlmMoeDsaForCausalLM",
-        build=partial(build_small_model, "GlmMoeDsa", indexer_types=["full", "full", "shared"]),
+        build=partial(build_small_model, "GlmMoeDsa", indexer_types=["full", "shared"]),
         selects="keys",
         cache_formats=("fp8_ds_mla", "bf16", "fp32"),
         block_size=64,
