@@ -333,6 +333,7 @@ class GenerationSession:
                 block_size=self.cache.block_size,
                 dtype=decoder.dtype,
                 device=decoder.device,
+                prefill_head_dims=_prefill_head_dims(decoder.config),
             )
         tokens = [0] * min(self.prefill_tokens, 7, decoder.max_model_len - 1)
         late = decoder.max_model_len - len(tokens)
@@ -524,6 +525,13 @@ def end_tokens(model: Any) -> tuple[int, ...]:
     if ends is None:
         return ()
     return (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def _prefill_head_dims(config: Any) -> tuple[int, int]:
+    """Widths of a head's keys and values before absorption; those of DeepSeek-V3 for DeepSeek-V4, which has none."""
+    if not hasattr(config, "qk_nope_head_dim"):
+        return 192, 128
+    return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
 
 
 def _check_sequence(name: str, value: Any, of: str) -> None:
