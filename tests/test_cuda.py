@@ -301,8 +301,9 @@ def test_prebuilt_code_needs_bindings_of_the_driver_and_no_compiler(
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("error", [driver.DriverError, RuntimeError])
 def test_prebuilt_code_that_the_driver_refuses_is_compiled_here(
-    prebuilt: Path, monkeypatch: pytest.MonkeyPatch
+    prebuilt: Path, error: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An archive may be of a newer CUDA than the NVRTC beside torch, which is of the driver's."""
     done, offered = count_compilations(monkeypatch), []
@@ -310,7 +311,7 @@ def test_prebuilt_code_that_the_driver_refuses_is_compiled_here(
     def refuse(compiled: Compiled, device_index: int) -> Compiled:
         offered.append(compiled)
         if len(offered) < takes:
-            raise driver.DriverError("CUDA_ERROR_INVALID_IMAGE")
+            raise error("CUDA_ERROR_INVALID_IMAGE")
         return compiled
 
     monkeypatch.setattr(driver, "Function", refuse)

@@ -98,13 +98,13 @@ class Sources:
         compiled = self.compile(source, kernel, defines)
         try:
             return driver.Function(compiled, device_index)
-        except driver.DriverError as error:
+        except RuntimeError as error:  # also of bindings that look for a function which the driver has not got
             refused = error
         unit = self.read(source, kernel, defines)
         if self.prebuilt.find(unit) is not None and compiler.reason(self.target) is None:
             try:  # An older compiler may be here than that of the wheel's code.
                 return driver.Function(self._compile_here(unit), device_index)
-            except driver.DriverError as error:
+            except RuntimeError as error:
                 refused = error
         raise LoweringUnavailable(
             f"{kernel}: {refused}. A driver as new as NVRTC takes the code: update the driver, or install the NVRTC of "
