@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -182,6 +183,20 @@ def test_processes_that_need_a_kernel_at_the_same_time_compile_it_once(source: P
     assert sum("compiled" in line for line in lines) == 1
     file = cached_code()
     assert store.read(file, "shift<2>") == compile_again(source, "shift<2>")
+
+
+@needs_nvrtc
+def test_a_process_that_holds_a_lock_and_is_stopped_does_not_stop_others(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "PATIENCE_SECONDS", 0.3)
+    waited: list[float] = []
+    monkeypatch.setattr(store.time, "sleep", lambda seconds, sleep=time.sleep: waited.append(seconds) or sleep(seconds))
+    unit = sources(source).read("shift.cu", "shift<2>")
+    with store._locked(store.cache_directory() / f"{unit.digest(compiler.version())}.cubin"):
+        assert compile_again(source).cubin
+    assert len(waited) > 2
+    assert cached_code().is_file()
 
 
 @needs_nvrtc

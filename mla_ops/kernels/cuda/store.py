@@ -13,14 +13,19 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from ...dispatch import logger
 from . import compiler
 from .compiler import Compiled, Unit
 
 CACHE_VARIABLE = "MLA_OPS_CACHE_DIR"
+PATIENCE_SECONDS = (
+    60.0  # for a process that compiles the same kernel, which takes it a second or two; it may be stopped
+)
 
 
 def cache_directory() -> Path | None:
@@ -68,15 +73,26 @@ def _cannot_keep(why: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time is inside, as far as the file system knows locks. They end with their process."""
+    """One process at a time is inside, as far as the file system knows locks. They end with their process.
+
+    Files are replaced whole, so work that is done without a lock is done twice, and nothing is damaged.
+    """
     with contextlib.ExitStack() as stack:
-        try:
+        with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(path.with_suffix(".lock").open("wb"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass  # files are replaced whole, so without locks work is done twice and nothing is damaged
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not _takes_lock(file) and time.monotonic() < deadline:
+                time.sleep(0.02)
         yield
+
+
+def _takes_lock(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read(path: Path, kernel: str) -> Compiled | None:
