@@ -15,6 +15,7 @@ if not hasattr(transformers, "DeepseekV32ForCausalLM"):
 
 import torch._dynamo.testing
 from small_models import SIZES, SMALL_MODELS
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_ops.demo.model import TEXT, build_small_model
 from mla_ops.models import GenerationSession, compare_logits, decoder_for, stock_generate, teacher_forced_logits
@@ -205,6 +206,22 @@ def _with_fp8_weight():
     return model
 
 
+def _on_two_devices():
+    """The second is a GPU that need not be there: a fake tensor."""
+    model = _glm()
+    mlp = model.model.layers[0].mlp.gate_proj
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        mlp.weight = torch.nn.Parameter(torch.empty(mlp.weight.shape, device="cuda"))
+    return model
+
+
+def _of_another_class():
+    """As `DeepseekV32ForCausalLM.from_pretrained` loads a checkpoint of GLM-5: with a warning."""
+    model = build_small_model(**{**SIZES, "num_layers": 1})
+    model.config.model_type = "glm_moe_dsa"
+    return model
+
+
 def _partly_on_meta():
     model = _glm()
     model.model.layers[0].mlp.to("meta")
@@ -233,7 +250,13 @@ REFUSED = {
         "GlmMoeDsaModel has none: load .* transformers.GlmMoeDsaForCausalLM",
     ),
     "fp8 weights": (_with_fp8_weight, ValueError, r"kv_b_proj.weight is float8_e4m3fn: .*dequantize=True"),
-    "two devices": (_partly_on_meta, ValueError, r"must be loaded, .*mlp.* is on the meta device"),
+    "another class": (
+        _of_another_class,
+        TypeError,
+        r"of model_type 'glm_moe_dsa' must be a transformers.GlmMoeDsaForCausalLM, got .*DeepseekV32ForCausalLM",
+    ),
+    "two devices": (_on_two_devices, ValueError, r"one device, got embed_tokens.* on cpu, .*gate_proj.* on cuda:0"),
+    "weights that are not loaded": (_partly_on_meta, ValueError, r"must be loaded, .*mlp.* is on the meta device"),
     "longrope": (_with_longrope, ValueError, "RoPE type 'longrope' changes with the sequence length"),
     "narrow latents": (lambda: _glm(kv_lora_rank=256), ValueError, r"config.kv_lora_rank must be 512, .* got 256"),
 }
@@ -243,6 +266,17 @@ REFUSED = {
 def test_a_model_that_cannot_run_is_refused_in_a_sentence(build, error, message):
     with pytest.raises(error, match=f"^decoder_for: .*{message}"):
         decoder_for(build(), 64)
+
+
+def test_a_kimi_k2_checkpoint_runs_as_the_deepseek_v3_that_loads_it(tmp_path):
+    """transformers keeps the checkpoint's model_type in the config."""
+    build_small_model("DeepseekV3", **{**SIZES, "num_layers": 1}).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"deepseek_v3"', '"kimi_k2"'))
+    model = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == "kimi_k2"
+    text = BOOK[:40]
+    assert_float32_equal(teacher_forced_logits(decoder_for(model, 40), text, "fp32"), stock_logits(model, text), 1)
 
 
 def test_a_request_longer_than_the_model_is_refused():

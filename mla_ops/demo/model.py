@@ -307,6 +307,7 @@ ARCHITECTURES = {
 
 # those that have no small model here, by their model_type
 CHECKPOINTS = {
+    "kimi_k2": replace(ARCHITECTURES["v3"], title="Kimi K2", model_type="kimi_k2", build=None),
     "kimi_k25": replace(
         ARCHITECTURES["v3"],
         title="Kimi K2.5",
@@ -380,8 +381,11 @@ def load_tokenizer(path: str | None) -> tuple[Any, int]:
         return ByteTokenizer(), SMALL_MODEL_LENGTH
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
-    return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True), config.max_position_embeddings
+    config = json.loads((Path(path) / "config.json").read_text())
+    longest = config.get("text_config", config).get("max_position_embeddings")
+    if longest is None:  # what the class has by default
+        longest = transformers.AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
+    return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True), longest
 
 
 def load_model(architecture: Architecture, path: str | None, dtype: torch.dtype, device: torch.device) -> LoadedModel:

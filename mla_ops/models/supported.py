@@ -84,7 +84,10 @@ ARCHITECTURES = {
 }
 # models with more than text, by the model_type of their text model; images are not read
 WRAPPERS = {"kimi_k25": "deepseek_v3", "mistral_large4": "mistral_large4_text"}
-SUPPORTED = sorted([*(name for name in ARCHITECTURES if name not in WRAPPERS.values()), "deepseek_v3", *WRAPPERS])
+WRAPPER_CLASSES = {"kimi_k25": "Kimi_K25ForConditionalGeneration"}
+# checkpoints of another name that a class of transformers loads as it is
+ALIASES = {"kimi_k2": "deepseek_v3"}
+SUPPORTED = sorted({*ARCHITECTURES, *WRAPPERS, *ALIASES} - {"mistral_large4_text"})
 
 
 @dataclass(frozen=True)
@@ -123,23 +126,30 @@ def read_model(model: Any, max_model_len: int) -> TextModel:
     found = getattr(config, "model_type", None)
     if found is None:
         raise TypeError(f"decoder_for: model must be a loaded transformers model, got {type(model).__name__}")
-    inner = WRAPPERS.get(found, found)
-    if inner in WRAPPERS.values() and found in WRAPPERS:
-        config = config.text_config
-        if config.model_type != inner:
+    inner = ALIASES.get(found, found)
+    if found in WRAPPERS:
+        config, inner = config.text_config, WRAPPERS[found]
+        if ALIASES.get(config.model_type, config.model_type) != inner:
             raise TypeError(
                 f"decoder_for: the text model of a '{found}' must be of model_type '{inner}', got '{config.model_type}'"
             )
-    architecture = ARCHITECTURES.get(inner)
+    architecture = ARCHITECTURES.get(inner) if found in SUPPORTED else None
     if architecture is None:
         raise TypeError(
             f"decoder_for: model must be of a model_type in {SUPPORTED}, got {type(model).__name__} of model_type "
             f"'{found}'; another type's weights may fit and still give wrong tokens"
         )
+    model_class = WRAPPER_CLASSES.get(found, architecture.model_class)
     if not hasattr(model, "lm_head"):
         raise TypeError(
             f"decoder_for: model must have a language model's head, {type(model).__name__} has none: load the "
-            f"checkpoint as transformers.{architecture.model_class}"
+            f"checkpoint as transformers.{model_class}"
+        )
+    if not any(c.__name__ == model_class and c.__module__.startswith("transformers.") for c in type(model).__mro__):
+        raise TypeError(
+            f"decoder_for: a model of model_type '{found}' must be a transformers.{model_class}, got "
+            f"{type(model).__module__}.{type(model).__name__}: load the checkpoint by that class, without "
+            "trust_remote_code"
         )
     backbone = model.model.language_model if found in WRAPPERS else model.model
     _check_config(config, architecture, max_model_len)
