@@ -403,6 +403,8 @@ def explain(call: Call) -> Explanation:
     return Explanation(call, chosen, forced is not None, refused)
 
 
+_PAGED_INDEX = {"dtype": torch.float8_e4m3fn, "cache_format": "fp8_index", "num_heads": 64, "block_size": 64}
+
 # A call of each op that the lowering depends on: decode and prefill of DeepSeek-V3.2, of V4 for what is V4's.
 TYPICAL: dict[str, dict[str, Any]] = {
     "concat_and_cache": {"cache_format": "fp8_ds_mla"},
@@ -421,6 +423,15 @@ TYPICAL: dict[str, dict[str, Any]] = {
     "merge_attention_states": {"head_dim": 512},
     "merge_attention_states.stacked": {"head_dim": 512},
     "compress_and_cache": {"cache_format": "fp8_ds_mla_v4", "head_dim": 512},
+    "write_index_cache": {"cache_format": "fp8_index"},
+    "gather_index_cache": {"cache_format": "fp8_index", "dtype": torch.uint8},
+    "quantize_index_query": {"num_heads": 64},
+    "indexer_logits": {"dtype": torch.float8_e4m3fn, "num_heads": 64, "num_keys": 8192},
+    "paged_indexer_logits": {**_PAGED_INDEX, "num_keys": 65536},
+    "topk_indices": {"dtype": torch.float32, "topk": 2048, "num_keys": 65536},
+    "select_keys": {**_PAGED_INDEX, "topk": 2048, "num_keys": 65536},
+    "select_keys.flat": {"dtype": torch.float8_e4m3fn, "num_heads": 64, "topk": 2048, "num_keys": 8192},
+    "merge_topk": {"dtype": torch.float32, "topk": 2048, "num_keys": 4096},
 }
 
 

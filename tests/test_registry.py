@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from mla_ops import dispatch, registry
 from mla_ops.testing import Sample, functional, op_names, output_names, sample_inputs
@@ -76,6 +78,30 @@ def test_every_op_enters_the_device_of_its_tensors_on_cuda(op_name: str, monkeyp
     device.current = -1
     sample.op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *sample.args, **sample.kwargs)
     assert device.entered == 1
+
+
+@pytest.mark.parametrize("op_name", op_names())
+def test_tensors_on_two_gpus_are_refused(op_name: str) -> None:
+    """By fake tensors, which need no GPU: the check is the same for real ones."""
+    sample = sample_inputs(op_name, "cpu")[0]
+    with FakeTensorMode():
+        arguments = {
+            name: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda:1")
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in named_arguments(sample).items()
+        }
+        returned = sample.op(**arguments)
+        assert all(tensor.device == torch.device("cuda", 1) for tensor in tree_leaves(returned) if tensor is not None)
+        first, *others = (name for name, value in arguments.items() if isinstance(value, torch.Tensor))
+        for name in others:
+            there = {**arguments, name: arguments[name].to("cuda:0")}
+            with pytest.raises(ValueError, match=rf": {name} must be on cuda:1.*, got cuda:0"):
+                sample.op(**there)
+        if not others:
+            return
+        with pytest.raises(ValueError, match=r"must be on cuda:0.*, got cuda:1"):
+            sample.op(**{**arguments, first: arguments[first].to("cuda:0")})
 
 
 def written(sample: Sample) -> set[str]:
