@@ -18,7 +18,10 @@ from mla_ops.kernels.hopper.catalog import every_kernel
 ROOT = Path(__file__).resolve().parent.parent
 
 pytest.importorskip("hatchling", reason="make test installs it")
-pytestmark = pytest.mark.skipif(compiler.reason(sources.SM90A) is not None, reason=str(compiler.reason(sources.SM90A)))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(compiler.reason(sources.SM90A) is not None, reason=str(compiler.reason(sources.SM90A))),
+]
 
 # The smallest of each source: `make wheel` compiles and checks all, which takes a minute.
 FEW = list({kernel.source: kernel.name for kernel in every_kernel()}.values())
