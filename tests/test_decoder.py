@@ -15,6 +15,7 @@ if not hasattr(transformers, "DeepseekV32ForCausalLM"):
 
 import torch._dynamo.testing
 from small_models import SIZES, SMALL_MODELS
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_ops.demo.model import TEXT, build_small_model
@@ -93,9 +94,10 @@ def test_layers_have_only_the_caches_that_they_fill(name):
 
 
 def test_compiled_shared_indexers_equal_transformers():
-    """Three graphs, a dense and a sparse prefill and decode, that carry a choice from layer to layer."""
+    """A dense and a sparse prefill and decode, a graph each for any length, that carry a choice between layers."""
     model = SMALL_MODELS["GLM-5 with shared indexers"](num_layers=2, indexer_types=["full", "shared"])
     torch._dynamo.reset()
+    counters.clear()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     session = GenerationSession(
         decoder_for(model, 96),
@@ -110,6 +112,9 @@ def test_compiled_shared_indexers_equal_transformers():
     assert counter.frame_count == 3
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = session.generate(PROMPTS[:2], LIMITS[:2]).tokens
+        session.generate([BOOK[:length] for length in (1, 2, 23, 24, 25, 32, 33, 49, 90)], 3)
+    assert counter.frame_count == 3
+    assert sum(counters["graph_break"].values()) == 0
     assert found == [stock_generate(model, [p], n).tokens[0] for p, n in zip(PROMPTS[:2], LIMITS[:2], strict=True)]
 
 

@@ -15,7 +15,6 @@ transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "DeepseekV32ForCausalLM"):
     pytest.skip("this transformers has no DeepSeek-V3.2: needs 5.17 or later", allow_module_level=True)
 
-import torch._dynamo.testing
 import torch._inductor.config
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -247,35 +246,6 @@ def test_agreement_with_the_float32_run_when_keys_are_selected(model, cache_form
     else:
         assert ours.mean_kl < 0.03
         assert ours.top1 > 0.7
-
-
-def _compiled_session(model, backend, **options):
-    torch._dynamo.reset()
-    counters.clear()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    session = GenerationSession(
-        decoder_for(model, 160),
-        max_num_requests=3,
-        cache_format="fp32",
-        block_size=16,
-        prefill_tokens=24,
-        compiled=True,
-        backend=counter,
-        **options,
-    )
-    session.warm_up()
-    return session, counter
-
-
-def test_compiled_is_three_graphs_without_breaks_for_every_length(model, continuations):
-    """One graph for a dense prefill, one for a sparse one and one for decode, whatever the prompts' lengths."""
-    session, counter = _compiled_session(model, "aot_eager")
-    assert counter.frame_count == 3
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        assert session.generate(PROMPTS, LIMITS).tokens == continuations
-        session.generate([BOOK[:length] for length in (1, 2, 23, 24, 25, 32, 33, 49, 100)], 3)
-    assert counter.frame_count == 3
-    assert sum(counters["graph_break"].values()) == 0
 
 
 @pytest.mark.slow
