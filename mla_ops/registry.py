@@ -54,42 +54,60 @@ def _register(schema: str, fake: Callable[..., Any], real: Callable[..., Any]) -
     name, _, overload = qualified.partition(".")
     _LIBRARY.define(schema, tags=_TAGS)
     _LIBRARY.impl(qualified, _refusing_none(schema, real), "CPU")
-    _LIBRARY.impl(qualified, _refusing_none(schema, _on_its_device(real)), "CUDA")
+    _LIBRARY.impl(qualified, _on_its_device(schema, real), "CUDA")
     torch.library.register_fake(f"mla::{qualified}", _refusing_none(schema, fake), lib=_LIBRARY)
     op: torch._ops.OpOverload = getattr(getattr(torch.ops.mla, name), overload or "default")
     _LIBRARY.impl(qualified, transforms.kernel(op), transforms.DISPATCH_KEY)
     return op
 
 
-def _refusing_none(schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with a TypeError for None where the schema has a tensor, which torch lets through to kernels.
+def _none_refusal(schema: str) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
+    """What raises a TypeError where None stands for a tensor of the schema, which torch lets through to kernels.
 
-    They stumble over it before they write anything. To look for it in every call would cost 0.3 microseconds.
+    They stumble over it, by an AttributeError, before they write anything. To look for it in every call would cost
+    0.3 microseconds.
     """
     required = [(place, a) for place, a in enumerate(_arguments(schema)) if str(a.type) == "Tensor"]
+
+    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for place, argument in required:
+            if (kwargs.get(argument.name) if argument.kwarg_only else args[place]) is None:
+                name = schema.split("(", 1)[0]
+                raise TypeError(f"{name}: {argument.name} must be a tensor, got None") from None
+
+    return refuse
+
+
+def _refusing_none(schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    refuse_none = _none_refusal(schema)
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except AttributeError:
-            for place, argument in required:
-                if (kwargs.get(argument.name) if argument.kwarg_only else args[place]) is None:
-                    name = schema.split("(", 1)[0]
-                    raise TypeError(f"{name}: {argument.name} must be a tensor, got None") from None
+            refuse_none(args, kwargs)
             raise
 
     return refusing
 
 
-def _on_its_device(real: Callable[..., Any]) -> Callable[..., Any]:
-    """`real` with the device of its first argument as the current one: libraries launch and capture there."""
+def _on_its_device(schema: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """As `_refusing_none`, with the device of the first argument as the current one.
+
+    Libraries launch and capture on the current device, and a user's tensors may be on another.
+    """
+    refuse_none = _none_refusal(schema)
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        index = args[0].get_device()
-        if index == torch._C._cuda_getDevice():
-            return real(*args, **kwargs)
-        with torch.cuda.device(index):
-            return real(*args, **kwargs)
+        try:
+            index = args[0].get_device()
+            if index == torch._C._cuda_getDevice():
+                return real(*args, **kwargs)
+            with torch.cuda.device(index):
+                return real(*args, **kwargs)
+        except AttributeError:
+            refuse_none(args, kwargs)
+            raise
 
     return guarded
 

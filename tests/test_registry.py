@@ -17,6 +17,9 @@ from mla_ops.testing.checks import named_arguments
 OUT_OPS = [name for name in op_names() if name != functional(name)]
 
 
+SCHEMA = "op(Tensor tensor, Tensor extra, *, Tensor named) -> ()"
+
+
 class Device:
     """A machine with two GPUs, which remembers the current one."""
 
@@ -47,7 +50,7 @@ class OnDevice:
 
 def test_a_lowering_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    guarded = registry._on_its_device(lambda tensor, extra, *, named: (device.current, extra, named))
+    guarded = registry._on_its_device(SCHEMA, lambda tensor, extra, *, named: (device.current, extra, named))
     assert guarded(OnDevice(0), "extra", named=1) == (0, "extra", 1)
     assert device.entered == 0, "the current device is not entered again"
     assert guarded(OnDevice(1), "extra", named=1) == (1, "extra", 1)
@@ -64,8 +67,28 @@ def test_the_current_device_is_as_before_after_an_error(monkeypatch: pytest.Monk
         raise ValueError(f"on {device.current}")
 
     with pytest.raises(ValueError, match="on 1"):
-        registry._on_its_device(fail)(OnDevice(1))
+        registry._on_its_device(SCHEMA, fail)(OnDevice(1))
     assert device.current == 0
+
+
+def test_none_for_a_tensor_is_a_type_error_on_cuda_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+
+    def real(tensor: object, extra: torch.Tensor, *, named: torch.Tensor) -> None:
+        extra.shape, named.shape  # noqa: B018 (None has none)
+        raise AttributeError("of its own")
+
+    guarded = registry._on_its_device(SCHEMA, real)
+    there = torch.zeros(1)
+    for args, named, missing in (
+        ((None, there), there, "tensor"),
+        ((OnDevice(0), None), there, "extra"),
+        ((OnDevice(1), there), None, "named"),
+    ):
+        with pytest.raises(TypeError, match=f"op: {missing} must be a tensor, got None"):
+            guarded(*args, named=named)
+    with pytest.raises(AttributeError, match="of its own"):
+        guarded(OnDevice(0), there, named=there)
 
 
 @pytest.mark.parametrize("op_name", op_names())
