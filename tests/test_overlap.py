@@ -47,7 +47,8 @@ def test_a_written_tensor_that_overlaps_itself_is_refused(op_name: str, name: st
     if how != "expanded" and value.dim() == 1:
         pytest.skip("one dimension overlaps only if it is expanded")
     bad = overlapping(value, how)
-    words = (functional(op_name), name, str(bad.stride()))
+    # planar caches are refused for blocks that are not apart, which names one stride
+    words = (functional(op_name), name, f"{bad.stride(0)}")
     assert_refused(with_changes(op_name, **{name: bad}), ValueError, *words, compiled=how == "expanded")
 
 

@@ -147,7 +147,8 @@ def test_functionalize_replaces_nothing_in_an_op_that_writes_nothing(op_name: st
     def function(*args: Any) -> Any:
         returned = sample.op(*args, **sample.kwargs)
         results = returned if isinstance(returned, tuple) else (returned,)
-        return tuple(result.add_(1) for result in results)
+        # float8 has no sums
+        return tuple(result if result.element_size() == 1 else result.add_(1) for result in results)
 
     torch.testing.assert_close(
         torch.func.functionalize(function)(*sample.args), function(*sample.args), rtol=0, atol=0, equal_nan=True
