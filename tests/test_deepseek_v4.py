@@ -235,27 +235,27 @@ def continuations(model):
     ]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_generation_equals_transformers_token_for_token(model, continuations, compiled):
-    """More prompts than rows: a row's blocks and rings pass on to the next request. Two graphs serve every step."""
-    decoder = decoder_for(model, MAX_LEN)
+SESSION = {"max_num_requests": 2, "cache_format": "fp32", "block_size": 128, "prefill_tokens": 60, "cuda_graph": False}
+
+
+def test_generation_equals_transformers_token_for_token(model, continuations):
+    """More prompts than rows: a row's blocks and rings pass on to the next request."""
+    session = GenerationSession(decoder_for(model, MAX_LEN), **SESSION)
+    assert session.generate(PROMPTS, LIMITS).tokens == continuations
+
+
+def test_two_graphs_serve_every_step_and_give_the_eager_tokens():
+    """A prefill of any length, and decode; one layer of each compressed kind."""
+    layers = {"num_hidden_layers": 2, "layer_types": [C4A, C128A], "mlp_layer_types": ["hash_moe", "moe"]}
+    decoder = decoder_for(build_model(**layers), MAX_LEN)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    session = GenerationSession(
-        decoder,
-        max_num_requests=2,
-        cache_format="fp32",
-        block_size=128,
-        prefill_tokens=60,
-        cuda_graph=False,
-        compiled=compiled,
-        backend=counter,
-    )
-    if compiled:
-        session.warm_up()
+    session = GenerationSession(decoder, **SESSION, compiled=True, backend=counter)
+    session.warm_up()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert session.generate(PROMPTS, LIMITS).tokens == continuations
-    assert counter.frame_count == (2 if compiled else 0)
+        tokens = session.generate(PROMPTS, LIMITS).tokens
+    assert tokens == GenerationSession(decoder, **SESSION).generate(PROMPTS, LIMITS).tokens
+    assert counter.frame_count == 2
 
 
 @pytest.mark.gpu
