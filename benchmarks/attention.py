@@ -39,6 +39,52 @@ def random_block_table(
     return blocks[: num_requests * blocks_per_request].to(torch.int32).view(num_requests, blocks_per_request)
 
 
+def dead_unless(alive: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    return torch.where(alive, slots, -1)
+
+
+def _random_share(share: float) -> Callable[[torch.Tensor, torch.Generator], torch.Tensor]:
+    def keep(slots: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return dead_unless(torch.rand(slots.shape, device=slots.device, generator=generator) < share, slots)
+
+    return keep
+
+
+def _first_repeated(count: int | None) -> Callable[[torch.Tensor, torch.Generator], torch.Tensor]:
+    def repeat(slots: torch.Tensor, _: torch.Generator) -> torch.Tensor:
+        num_tokens, topk = slots.shape
+        first = slots[:1, :count]
+        return first.repeat(num_tokens, -(-topk // first.shape[1]))[:, :topk].contiguous()
+
+    return repeat
+
+
+# What the slots that each token selects look like, `[num_tokens, topk]`, made of different live ones.
+PATTERNS: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
+    "live": lambda slots, _: slots,
+    "7/8": _random_share(7 / 8),
+    "1/2": _random_share(1 / 2),
+    "1/8": _random_share(1 / 8),
+    "tail": lambda slots, _: dead_unless(
+        torch.arange(slots.shape[1], device=slots.device) < slots.shape[1] // 2, slots
+    ),
+    "none": lambda slots, _: torch.full_like(slots, -1),
+    "same": _first_repeated(None),
+    "same 100": _first_repeated(100),
+    "same 1": _first_repeated(1),
+}
+FEW_KEYS = 64  # of the short rows of a mixture
+
+
+def mixed_lengths(mixture: str, num_tokens: int, topk: int, device: torch.device) -> torch.Tensor:
+    """`[num_tokens]` keys of each token: "full", every "fourth" row full and the others short, or only "one" full."""
+    lens = torch.full((num_tokens,), topk, dtype=torch.int32, device=device)
+    if mixture != "full":
+        step = {"fourth": 4, "one": num_tokens}[mixture]
+        lens[torch.arange(num_tokens, device=device) % step != 0] = min(FEW_KEYS, topk)
+    return lens
+
+
 def to_slots(local: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
     """Slots of indices into each token's own request; token i is request i."""
     blocks = block_table.gather(1, (local // BLOCK_SIZE).long())
@@ -72,6 +118,11 @@ def check_attention(
     worst: dict[str, common.Check] = {}
     for token in chosen:
         keys = keys_of(token)
+        if not len(keys):
+            for name, found, wanted in (("out", out[token], 0.0), ("lse", lse[token], -torch.inf)):
+                empty = common.exact(name, found, torch.full_like(found, wanted))
+                worst[name] = max(worst.get(name, empty), empty, key=lambda check: check.severity)
+            continue
         scores = q[token].double() @ keys.T * softmax_scale
         expected_lse = torch.logsumexp(scores, dim=-1)
         weights = (scores - expected_lse.unsqueeze(-1)).exp()

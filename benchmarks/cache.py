@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -68,6 +69,17 @@ def fill_cache(kv_cache: torch.Tensor, cache_format: str, generator: torch.Gener
     for start in range(count, num_blocks, count):
         part = kv_cache[start : start + count]
         part.copy_(kv_cache[: part.shape[0]])
+
+
+def scale_keys(kv_cache: torch.Tensor, cache_format: str, magnitude: float) -> None:
+    """Multiplies latents by a power of two through their scales, as writers without a least scale store small ones."""
+    if cache_format == "fp8_ds_mla":
+        kv_cache[..., 512:528].view(torch.float32).mul_(magnitude)
+    elif cache_format == "fp8_ds_mla_v4":
+        scales = formats.planar_views(kv_cache, cache_format)[1][..., :7]
+        scales.copy_((scales.int() + math.frexp(magnitude)[1] - 1).clamp(0, 254))
+    else:
+        kv_cache.mul_(magnitude)
 
 
 def build_concat(num_tokens: int, cache_format: str, arguments: argparse.Namespace) -> common.Case:

@@ -10,6 +10,9 @@ counted for each: where the L2 cache serves them (prefill), a figure may fall be
 `--peers` adds FlashMLA, called as its users call it (flash_mla_peer.py), and the gather of the selected rows alone, the
 floor where memory bounds (gather_floor.py). Decode rows are split by a schedule that was planned before, as FlashMLA's
 are; `--variants plan,shapes,deterministic` adds the other ways to call them.
+
+Rows of different live keys are what kernels like best. `--patterns live,1/2,none,same` (attention.PATTERNS),
+`--mixtures full,fourth,one` (lengths) and `--magnitudes 1,0.01` (standard deviation of keys) measure the others.
 """
 
 from __future__ import annotations
@@ -26,21 +29,36 @@ import torch
 from benchmarks import common, flash_mla_peer, gather_floor
 from benchmarks.attention import (
     BLOCK_SIZE,
+    PATTERNS,
     add_schedule_options,
     attention_bytes,
     attention_flops,
     cache_blocks,
     check_attention,
     make_outputs,
+    mixed_lengths,
     poison,
     random_block_table,
     random_selection,
     to_slots,
     variants,
 )
-from benchmarks.cache import fill_cache, read_keys
+from benchmarks.cache import fill_cache, read_keys, scale_keys
 from mla_ops import SparseSchedule, formats
 from mla_ops.meta.sparse_attention import describe_flat, describe_paged
+
+
+class Kind(NamedTuple):
+    """What a batch's keys are like: of `PATTERNS`, of `mixed_lengths`, the standard deviation of latents."""
+
+    pattern: str = "live"
+    mixture: str = "full"
+    magnitude: float = 1.0
+
+    def label(self) -> dict[str, int | str]:
+        """What a row is labelled with besides its shape: what is not usual."""
+        usual = Kind()
+        return {name: str(value) for name, value in self._asdict().items() if value != getattr(usual, name)}
 
 
 class Prefill(NamedTuple):
@@ -59,7 +77,13 @@ PREFILLS += [Prefill(4096, 64, 512, 512), Prefill(4096, 128, 1024, 512)]
 
 
 def build_paged(
-    num_tokens: int, num_heads: int, topk: int, cache_format: str, context: int, arguments: argparse.Namespace
+    num_tokens: int,
+    num_heads: int,
+    topk: int,
+    cache_format: str,
+    context: int,
+    kind: Kind,
+    arguments: argparse.Namespace,
 ) -> common.Case:
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
@@ -70,18 +94,21 @@ def build_paged(
     num_blocks = cache_blocks(num_tokens * blocks_per_request, BLOCK_SIZE * row_bytes, on_gpu)
     kv_cache = formats.allocate_cache(cache_format, num_blocks, BLOCK_SIZE, device=device)
     fill_cache(kv_cache, cache_format, generator)
+    if kind.magnitude != 1.0:
+        scale_keys(kv_cache, cache_format, kind.magnitude)
     block_table = random_block_table(num_tokens, blocks_per_request, num_blocks, generator)
     request = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    lens = torch.full((num_tokens,), topk, dtype=torch.int32, device=device)
+    lens = mixed_lengths(kind.mixture, num_tokens, topk, device)
     softmax_scale = common.SOFTMAX_SCALES[head_dim]
 
-    def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
         q = torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(torch.bfloat16)
         local = random_selection(num_tokens, topk, blocks_per_request * BLOCK_SIZE, generator)
-        return q, local, to_slots(local, block_table)
+        chosen = local if arguments.request_local else to_slots(local, block_table)
+        return q, PATTERNS[kind.pattern](chosen, generator)
 
     sets = [step() for _ in range(common.number_of_sets(arguments))]
-    outputs = [make_outputs(q) for q, _, _ in sets]
+    outputs = [make_outputs(q) for q, _ in sets]
     translated = {"block_table": block_table, "req_id_per_token": request} if arguments.request_local else {}
 
     def schedule(deterministic: bool) -> SparseSchedule:
@@ -100,14 +127,14 @@ def build_paged(
         tile_scheduler_metadata: torch.Tensor | None = planned.tile_scheduler_metadata,
         deterministic: bool = False,
     ) -> None:
-        q, local, slots = sets[number]
+        q, indices = sets[number]
         torch.ops.mla.paged_sparse_attention.out(
             q,
             kv_cache,
-            local if arguments.request_local else slots,
+            indices,
             softmax_scale,
             cache_format,
-            topk_length=lens if arguments.topk_length else None,
+            topk_length=lens if arguments.topk_length or kind.mixture != "full" else None,
             **translated,
             tile_scheduler_metadata=tile_scheduler_metadata,
             deterministic=deterministic,
@@ -116,33 +143,49 @@ def build_paged(
         )
 
     runs = [partial(attend, number, *own) for number, own in enumerate(outputs)]
-    q, _, slots = sets[0]
+    q, indices = sets[0]
+    columns = torch.arange(topk, device=device)
+
+    def live_slots(chosen: torch.Tensor) -> torch.Tensor:
+        """Slots, -1 for what is dead or past a length."""
+        slots = to_slots(chosen.clamp(min=0), block_table) if arguments.request_local else chosen
+        return torch.where((columns < lens[:, None]) & (chosen >= 0), slots, -1)
+
+    slots = live_slots(indices)
 
     def compare(out: torch.Tensor, lse: torch.Tensor) -> list[common.Check]:
         return check_attention(
-            q, lambda token: read_keys(kv_cache, slots[token], cache_format), softmax_scale, out, lse
+            q,
+            lambda token: read_keys(kv_cache, slots[token][slots[token] >= 0], cache_format),
+            softmax_scale,
+            out,
+            lse,
         )
 
     def peers() -> dict[str, common.Peer]:
-        chosen = [(q, slots) for q, _, slots in sets]
+        chosen = [(q, live_slots(indices)) for q, indices in sets]
         if cache_format == "fp8_ds_mla":
             theirs = flash_mla_peer.decode_peers(chosen, kv_cache, softmax_scale, compare)
         else:
             theirs = flash_mla_peer.prefill_peers(chosen, kv_cache.view(-1, head_dim), softmax_scale, compare)
+        if kind.label():  # the gather alone knows no dead index
+            return theirs
         return {**theirs, **gather_floor.gather_peer(kv_cache.view(-1, kv_cache.shape[2]), [s for _, s in chosen])}
 
     shape: dict[str, int | str] = {"T": num_tokens, "H": num_heads, "topk": topk, "format": cache_format}
+    shape |= kind.label()
+    keys_a_row = int((slots >= 0).sum()) // max(1, num_tokens)
     return common.Case(
-        describe_paged(q, kv_cache, slots, softmax_scale, cache_format),
+        describe_paged(q, kv_cache, indices, softmax_scale, cache_format),
         shape,
         runs,
         partial(poison, outputs[0]),
         lambda: compare(*outputs[0]),
-        attention_bytes(num_tokens, num_heads, topk, head_dim, row_bytes),
-        attention_flops(num_tokens, num_heads, topk, head_dim),
+        attention_bytes(num_tokens, num_heads, keys_a_row, head_dim, row_bytes),
+        attention_flops(num_tokens, num_heads, keys_a_row, head_dim),
         {
             **(peers() if arguments.peers else {}),
-            **variants(arguments, attend, schedule, (lens,), [q for q, _, _ in sets], compare),
+            **variants(arguments, attend, schedule, (lens,), [q for q, _ in sets], compare),
         },
     )
 
@@ -187,6 +230,11 @@ def build_flat(prefill: Prefill, num_kv: int, arguments: argparse.Namespace) -> 
     )
 
 
+def magnitudes(value: str) -> list[float]:
+    """Type of an option like `1,0.01`."""
+    return [float(part) for part in value.split(",") if part]
+
+
 def prefills(arguments: argparse.Namespace) -> list[Prefill]:
     """The shapes that the options name, or the list above."""
     options = (arguments.prefill_tokens, arguments.prefill_heads, arguments.topk, arguments.prefill_head_dims)
@@ -206,6 +254,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=None, help="decode rows: cached tokens of each request")
     parser.add_argument("--cache-formats", type=common.names, default=None)
     parser.add_argument("--request-local", action="store_true", help="translate indices inside the op")
+    parser.add_argument(
+        "--patterns", type=common.names, default=["live"], help=f"decode rows: of {', '.join(PATTERNS)}"
+    )
+    parser.add_argument("--mixtures", type=common.names, default=["full"], help="decode rows: of full, fourth, one")
+    parser.add_argument("--magnitudes", type=magnitudes, default=[1.0], help="decode rows: of latents, e.g. 1,0.01")
     parser.add_argument("--topk-length", action="store_true", help="pass topk_length, all rows full")
     parser.add_argument("--prefill-tokens", type=common.integers, default=None, help="prefill rows: query tokens")
     parser.add_argument("--prefill-heads", type=common.integers, default=None)
@@ -227,8 +280,13 @@ def main(argv: list[str] | None = None) -> int:
 
     def cases() -> Iterator[partial[common.Case]]:
         if arguments.skip != "decode":
-            for cache_format, topk, num_heads, num_tokens in itertools.product(cache_formats, topks, heads, tokens):
-                yield partial(build_paged, num_tokens, num_heads, topk, cache_format, context, arguments)
+            kinds = itertools.starmap(
+                Kind, itertools.product(arguments.patterns, arguments.mixtures, arguments.magnitudes)
+            )
+            for cache_format, topk, num_heads, num_tokens, kind in itertools.product(
+                cache_formats, topks, heads, tokens, kinds
+            ):
+                yield partial(build_paged, num_tokens, num_heads, topk, cache_format, context, kind, arguments)
         if arguments.skip != "prefill":
             for prefill in prefills(arguments):
                 yield partial(build_flat, prefill, num_kv, arguments)

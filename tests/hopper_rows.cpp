@@ -68,6 +68,15 @@ static unsigned __ballot_sync(unsigned, bool value) {
   return bits;
 }
 static bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == ~0u; }
+static bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
+static unsigned __reduce_or_sync(unsigned, unsigned value) {
+  const unsigned long long* values = exchange(value);
+  unsigned bits = 0;
+  for (int lane = 0; lane < LANES; ++lane) bits |= static_cast<unsigned>(values[lane]);
+  return bits;
+}
+static int __popc(unsigned bits) { return __builtin_popcount(bits); }
+static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
   return static_cast<T>(exchange(static_cast<unsigned long long>(value))[lane]);
@@ -86,6 +95,10 @@ T __shfl_sync(unsigned, T value, int lane) {
 #define store_shared_4 ptx_store_shared_4
 #define store_shared_8 ptx_store_shared_8
 #define store_shared_16 ptx_store_shared_16
+#define load_shared_4 ptx_load_shared_4
+#define prefetch_to_l2 ptx_prefetch_to_l2
+#define arrive_when_copied ptx_arrive_when_copied
+#define copy_8 ptx_copy_8
 #define shuffle_pointer ptx_shuffle_pointer
 #include "ptx.cuh"
 #undef cluster_rank
@@ -99,6 +112,10 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef store_shared_4
 #undef store_shared_8
 #undef store_shared_16
+#undef load_shared_4
+#undef prefetch_to_l2
+#undef arrive_when_copied
+#undef copy_8
 #undef shuffle_pointer
 
 struct Barrier {
@@ -108,6 +125,7 @@ struct Barrier {
 
 static unsigned char shared_memory[232448];
 static std::map<u32, Barrier> barriers;  // one arrival completes a phase
+static void (*on_copy)(const unsigned char* source, u32 bytes);
 static bool failed;                      // an access past the end or at no multiple of its size
 static void (*on_completion)(u32 barrier);
 
@@ -140,6 +158,7 @@ static void write_shared(u32 address, const void* source, u32 bytes) {
 static void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
   if (destination % 16 || reinterpret_cast<u64>(source) % 16 || bytes % 16) failed = true;
   write_shared(destination, source, bytes);
+  on_copy(static_cast<const unsigned char*>(source), bytes);
   barriers[barrier].bytes -= bytes;
   check(barrier);
 }
@@ -152,6 +171,19 @@ static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
   const u32 words[] = {a, b, c, d};
   write_shared(address, words, 16);
 }
+static void prefetch_to_l2(const void* source) {
+  volatile unsigned char there = *static_cast<const unsigned char*>(source);  // in a tensor
+}
+static void copy_8(u32 destination, const void* source) {
+  if (destination % 8 || reinterpret_cast<u64>(source) % 8) failed = true;
+  write_shared(destination, source, 8);
+}
+static void arrive_when_copied(u32) {}  // of copies that are done at once
+static u32 load_shared_4(u32 address) {
+  u32 value;
+  std::memcpy(&value, shared_memory + address, 4);
+  return value;
+}
 static const unsigned char* shuffle_pointer(const unsigned char* pointer, int lane) {
   return reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, reinterpret_cast<u64>(pointer), lane));
 }
@@ -161,33 +193,52 @@ static const unsigned char* shuffle_pointer(const unsigned char* pointer, int la
 // ---- which keys -----------------------------------------------------------------------------------------------------
 
 struct Found {
-  int token, tile, part, turn, live;
+  int token, tile, part, turn;
   const unsigned char* row;
 };
 
 static const Params* params;
 static Launch launch;
+static std::vector<Found> found;
+static Row row_of_warp[WARPS];
+static int turn_of_warp[WARPS];
+static std::map<int, int> turns_of_row;  // by number of the row, counted by its first warp
 
 static Row first_row() {
   if (launch == Launch::ROWS) return row_at(*params, blockIdx.x);
   return launch == Launch::GROUPS ? this_row<Launch::GROUPS>(*params) : this_row<Launch::CLUSTERS>(*params);
 }
 
+static int number_of(const Row& row) { return row.token * params->head_tiles + row.tile; }
+
+static void finds(const unsigned char* row) {
+  const int warp = current / LANES;
+  const Row& of = row_of_warp[warp];
+  found.push_back({of.token, of.tile, of.part, turn_of_warp[warp], row});
+}
+
+// Rows of bfloat16: each lane's keys, turn by turn.
 template <class R>
-int find(Found* found) {
+void choose_all(int warp, int lane) {
   const Params& p = *params;
-  int count = 0;
   for (Row row = first_row(); row.token < p.num_tokens; row = next_row(p, row)) {
+    Stream stream = begin_stream(p, row, warp, lane);
+    row_of_warp[warp] = row;
     const int request = request_of(p, row);
-    for (int turn = row.first; turn < row.last; ++turn)
-      for (int warp = 0; warp < 4; ++warp)
-        for (int lane = 0; lane < 16; ++lane) {
-          const Key key = key_at<R>(p, row, turn, request, index_at(p, row, turn, warp, lane));
-          found[count++] = {row.token, row.tile, row.part, turn, key.live, key.row};
-        }
+    bool last = false;
+    for (int turn = 0; !last; ++turn) {
+      const Chosen chosen = choose_keys(p, row, stream, warp * LIST_WORDS * 4, turn & 1, warp, lane);
+      const Place place = place_of(p, request, chosen);
+      turn_of_warp[warp] = turn, last = chosen.last;
+      if (is_live(p.caches[chosen.extra()], place)) {
+        failed |= lane >= 16;
+        finds(row_of_key<R>(p.caches[chosen.extra()], place));
+      }
+      if (lane == 0 && warp == 0) ++turns_of_row[number_of(row)];
+      __syncwarp();
+    }
     if (launch != Launch::ROWS) break;
   }
-  return count;
 }
 
 // ---- what is in shared memory ---------------------------------------------------------------------------------------
@@ -200,7 +251,6 @@ struct Slot {
 };
 
 static std::vector<Slot> slots;
-static Row row_of_warp[WARPS];
 
 // The consumers of a slot take what it has at once, and give it back.
 template <int HEADS, Format FORMAT>
@@ -215,6 +265,7 @@ void take(u32 barrier) {
   if (L::R::SCALES_APART) std::memcpy(taken.scales, shared_memory + L::SCALES + slot * L::SCALES_SLOT, L::SCALES_SLOT);
   std::memset(shared_memory + L::RAW + slot * L::RAW_SLOT, 0x7f, L::RAW_SLOT);
   ++barriers[barrier + L::RAW_FREE - L::RAW_FULL].completed;
+  turns_of_row[number_of(row)] += current / LANES == 0;
 }
 
 template <int HEADS, Format FORMAT>
@@ -223,10 +274,10 @@ void gather_keys(int warp, int lane) {
   int slot = warp, parity = 1;
   bool first = true;
   for (Row row = first_row(); row.token < p.num_tokens; row = next_row(p, row), first = false) {
-    const int index = index_at(p, row, row.first, warp, lane);
+    const Indices ahead = begin_share(p, row, lane).now;
     __syncwarp();
     row_of_warp[warp] = row;
-    produce<HEADS, FORMAT>(p, row, 0, index, warp, lane, slot, parity, HEADS == 64 && first);
+    produce<HEADS, FORMAT>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
     if (launch != Launch::ROWS) break;
   }
 }
@@ -234,8 +285,11 @@ void gather_keys(int warp, int lane) {
 template <int HEADS, Format FORMAT>
 int gather() {
   std::memset(shared_memory, 0x7f, sizeof(shared_memory));  // e4m3's NaN
-  barriers.clear(), slots.clear(), failed = false;
+  barriers.clear(), slots.clear(), found.clear(), turns_of_row.clear(), failed = false;
   on_completion = take<HEADS, FORMAT>;
+  on_copy = [](const unsigned char* source, u32 bytes) {
+    for (u32 at = 0; at < bytes; at += Rows<FORMAT>::BYTES) finds(source + at);
+  };
   failed |= !run(gather_keys<HEADS, FORMAT>);
   for (const auto& barrier : barriers) failed |= barrier.second.bytes != 0 || barrier.second.arrivals != 0;
   return failed ? -1 : static_cast<int>(slots.size());
@@ -251,20 +305,6 @@ extern "C" void choose_cta(const Params* p, const int* block, const int* grid, i
   blockIdx = {block[0], block[1], block[2]}, gridDim = {grid[0], grid[1], grid[2]};
 }
 
-// How many keys it gathers, dead ones included.
-extern "C" int keys_of_cta(int row_bytes, Found* found) {
-  switch (row_bytes) {
-    case Rows<FP8_DS_MLA>::BYTES:
-      return find<Rows<FP8_DS_MLA>>(found);
-    case Rows<FP8_DS_MLA_V4>::BYTES:
-      return find<Rows<FP8_DS_MLA_V4>>(found);
-    case 1024:
-      return find<PlainRows<1024>>(found);
-    default:
-      return find<PlainRows<1152>>(found);
-  }
-}
-
 template <Format FORMAT>
 int gather_of(int heads) {
   return heads == 16 ? gather<16, FORMAT>() : heads == 24 ? gather<24, FORMAT>() : gather<64, FORMAT>();
@@ -276,3 +316,23 @@ extern "C" int slots_of_cta(int row_bytes, int heads) {
 }
 
 extern "C" const Slot* slots_filled() { return slots.data(); }
+
+template <class R>
+int choose() {
+  found.clear(), turns_of_row.clear(), failed = false;
+  failed |= !run(choose_all<R>);
+  return failed ? -1 : static_cast<int>(found.size());
+}
+
+// How many keys it gathers.
+extern "C" int keys_of_cta(int row_bytes, int heads) {
+  if (row_bytes == 1024) return choose<PlainRows<1024>>();
+  if (row_bytes == 1152) return choose<PlainRows<1152>>();
+  const int slots_ = slots_of_cta(row_bytes, heads);
+  return slots_ < 0 ? slots_ : static_cast<int>(found.size());
+}
+
+extern "C" const Found* keys_found() { return found.data(); }
+
+// How many turns it takes for a token and a tile; 0 of one that is not its own.
+extern "C" int turns_of(int token, int tile) { return turns_of_row[token * params->head_tiles + tile]; }

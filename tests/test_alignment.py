@@ -93,7 +93,7 @@ class Launches:
         if isinstance(params, merge_parts.Params):
             addresses += [params.outs, params.lses]
         if isinstance(params, launch.Params):
-            addresses += [params.q, params.zero_row, *(cache.rows for cache in params.caches)]
+            addresses += [params.q, *(cache.rows for cache in params.caches)]
             strides += [2 * params.q_token_stride, 2 * params.q_head_stride]
             strides += [cache.block_bytes for cache in params.caches]
             size = params.num_tokens * params.q_token_stride
@@ -110,7 +110,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(sparse_attention, "clusters_at_once", lambda *_: (132,) * len(launch.SPLITS))
     monkeypatch.setattr(dense_attention, "clusters_at_once", sparse_attention.clusters_at_once)
     monkeypatch.setattr(launch, "clusters_at_once", sparse_attention.clusters_at_once)
-    monkeypatch.setattr(waves, "zero_row", lambda device, keys: torch.zeros(keys.row_bytes // 4))
     monkeypatch.setattr(groups, "counters", lambda *_: 0)
     monkeypatch.setattr(prefill_attention, "_num_sms", lambda *_: 132)
     monkeypatch.setattr(prefill_attention, "_tensor_map", lambda address, *_: address.to_bytes(128, "little"))
@@ -197,7 +196,8 @@ def test_paged_sparse_attention(launches: Launches, cache_format: str, width: in
         assert (found.rows, found.block_bytes) == (tensor.data_ptr(), geometry.block_stride)
         assert (found.num_blocks, found.block_size) == (len(tensor), BLOCK_SIZE)
         assert found.block_table == (0 if own_table is None else own_table.data_ptr())
-        assert (found.table_width, found.num_requests) == ((0, 0) if own_table is None else (4, 2))
+        blocks, requests_of_table = (len(tensor), 0) if own_table is None else (4, 2)
+        assert (found.num_indices, found.num_requests) == (blocks * BLOCK_SIZE, requests_of_table)
         assert 1000 * found.of_block_size.multiplier >> found.of_block_size.shift == 1000 // BLOCK_SIZE
 
 

@@ -1,4 +1,4 @@
-"""Every CUDA C++ kernel compiles for sm_90a without warnings, within its registers and memory, hardly using a stack.
+"""Every CUDA C++ kernel compiles for sm_90a without warnings, within its registers and memory, without a stack.
 
 No GPU is needed. To add a kernel: its variants in `KERNELS`.
 """
@@ -52,10 +52,6 @@ class Variant:
         return " ".join((self.kernel, *self.defines))
 
 
-# Bytes of a thread's stack: what is kept from the start of a row for its end, an address that a turn reads once, two
-# registers of who gathers through a block table. No others have any.
-STACK = {"sparse_attention_rows<24, FP8_DS_MLA_V4>": 8, "sparse_attention_rows<32, FP8_DS_MLA_V4>": 24}
-
 KERNELS = [
     Variant(kernel.source, kernel.name, kernel.threads, launch.Params, blocks=kernel.ctas)
     for keys in launch.KERNELS.values()
@@ -84,7 +80,7 @@ def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
     compiled = sources.compile(variant.source, variant.kernel, variant.defines)
     used = compiled.resources
     assert compiled.log == ""
-    assert used.stack == STACK.get(variant.kernel, 0)
+    assert used.stack == 0
     assert used.params == variant.padding + ctypes.sizeof(variant.params)
     assert used.registers * variant.threads * variant.blocks <= REGISTERS_OF_AN_SM
     assert compiled.shared_bytes > 0 or variant.source in ("merge_parts.cu", "plan.cu")

@@ -125,6 +125,35 @@ def test_other_ways_to_call_attention_are_checked_and_are_no_peers(
         module.main([*arguments[:4], "fast", *arguments[5:]])
 
 
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_what_users_data_varies_is_an_axis(cache_format: str, tmp_path: Path) -> None:
+    """Dead and popular keys, mixed lengths, small latents: each row with its check, labelled with what is not usual."""
+    path = tmp_path / "rows.json"
+    arguments = [
+        "--quick",
+        "--device",
+        "cpu",
+        "--skip",
+        "prefill",
+        "--tokens",
+        "5",
+        "--heads",
+        "8",
+        "--json",
+        str(path),
+    ]
+    arguments += ["--cache-formats", cache_format, "--iterations", "1", "--patterns", ",".join(attention.PATTERNS)]
+    arguments += ["--mixtures", "full,fourth,one", "--magnitudes", "1,0.0009765625"]
+    module = importlib.import_module("benchmarks.sparse_attention")
+    assert module.main(arguments) == 0
+    rows = json.loads(path.read_text())["sparse_attention"]["rows"]
+    assert all(row["passed"] for row in rows)
+    found = {(r["shape"].get("pattern"), r["shape"].get("mixture"), r["shape"].get("magnitude")) for r in rows}
+    assert len(found) == len(rows) == len(attention.PATTERNS) * 6
+    assert (None, None, None) in found
+    assert ("none", "one", "0.0009765625") in found
+
+
 def test_waves_are_named_by_tokens_heads_and_ctas() -> None:
     assert attention.waves_of("64,8", 9) == (Wave(9, Shape(64, 8)),)
     assert attention.waves_of("7x64,8+24,16", 9) == (Wave(7, Shape(64, 8)), Wave(2, Shape(24, 16)))

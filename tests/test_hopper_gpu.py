@@ -125,20 +125,19 @@ def test_groups_of_captures_and_streams() -> None:
             assert all(map(torch.equal, call.results(), results))
 
 
-@pytest.mark.parametrize(("num_tokens", "num_heads"), [(140, 16), (140, 64), (72, 128), (41, 128)])
+@pytest.mark.parametrize(("first", "rest", "num_heads"), [(132, 8, 16), (132, 8, 64), (66, 6, 128), (33, 8, 128)])
 @pytest.mark.parametrize(
     ("cache_format", "width"), [("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576), ("bf16", 512)]
 )
-def test_two_waves(cache_format: str, width: int, num_tokens: int, num_heads: int) -> None:
+def test_two_waves(cache_format: str, width: int, first: int, rest: int, num_heads: int) -> None:
     """Strided arguments; replays whose next kernel reads the results, of the second wave and of the first.
 
-    The second wave of 41 tokens over quantised keys is a group's.
+    The second wave of quantised keys and 128 heads is a group's.
     """
-    device, topk = torch.device("cuda"), 2048
-    keys = launch.KERNELS[cache_format, width]
-    first = sparse_attention._waves(keys, num_tokens, num_heads, topk, False, 0)[0].num_tokens
-    if num_heads > 16 or cache_format != "bf16":
-        assert first < num_tokens
+    device, topk, num_tokens = torch.device("cuda"), 2048, first + rest
+    tile = 16 if num_heads == 16 else 64
+    grouped = num_heads == 128 and cache_format != "bf16"
+    forced = waves.Wave(first, Shape(tile, 1)), waves.Wave(rest, Shape(tile, 1, 4) if grouped else Shape(tile, 4))
     cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
     indices = some_indices(num_tokens, topk + 8, 16 * 64, device)[:, :topk]
     q = queries(num_tokens, num_heads + 2, torch.bfloat16, device, width)[:, 1:-1]
@@ -154,11 +153,12 @@ def test_two_waves(cache_format: str, width: int, num_tokens: int, num_heads: in
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         out.fill_(math.nan)
         lse.fill_(math.nan)
-        sparse_attention.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options, out=out, lse=lse)
+        with waves.override(*forced):
+            sparse_attention.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options, out=out, lse=lse)
         return out.clone(), lse.clone()
 
     eager = step()
-    tokens = [0, first - 1, min(first, num_tokens - 1), num_tokens - 1]
+    tokens = [0, first - 1, first, num_tokens - 1]
     chosen = {name: value if name in ("block_table", "attn_sink") else value[tokens] for name, value in options.items()}
     expected = attention_oracle.attention(
         q[tokens],

@@ -74,6 +74,38 @@ def test_every_format_and_tile_on_the_gpu(cache_format: str, dtype: torch.dtype,
     check(lowering, queries(5, num_heads, dtype, device, key_width(cache_format)), cache, indices, cache_format)
 
 
+DEAD = ("scattered", "runs", "tail", "every other", "all but the last", "all", "one slot")
+
+
+@pytest.mark.parametrize("kind", DEAD)
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(1, 128), (8, 16), (9, 128), (40, 32), (150, 64)])
+def test_dead_indices_in_every_pattern(
+    cache_format: str, num_tokens: int, num_heads: int, kind: str, lowering: str
+) -> None:
+    """Also what no launch of rows of live keys reaches: turns that several steps of the gather fill."""
+    device, topk = torch.device("cuda"), 1100
+    cache = filled_cache(cache_format, 64, 64, device)
+    indices = torch.randint(0, 4096, (num_tokens, topk), dtype=torch.int32, device=device)
+    positions = torch.arange(topk, device=device).expand(num_tokens, -1)
+    dead = {
+        "scattered": torch.rand(num_tokens, topk, device=device) < 0.9,
+        "runs": positions // 37 % 3 > 0,
+        "tail": positions >= torch.randint(0, topk, (num_tokens, 1), device=device),
+        "every other": positions % 2 == 1,
+        "all but the last": positions < topk - 1,
+        "all": positions >= 0,
+        "one slot": positions < 0,
+    }[kind]
+    indices[dead] = torch.tensor([-1, INT_MIN, 4096, INT_MAX], dtype=torch.int32, device=device)[
+        torch.randint(0, 4, (int(dead.sum()),), device=device)
+    ]
+    if kind == "one slot":
+        indices.fill_(1234)
+    q = queries(num_tokens, num_heads, torch.bfloat16, device, key_width(cache_format))
+    check(lowering, q, cache, indices, cache_format, sorted({0, num_tokens // 2, num_tokens - 1}))
+
+
 V4_REAL = [(0, 64, 128, 512), (1, 64, 128, 512), (2, 128, 128, 1024), (7, 17, 128, 640), (16, 8, 128, 0)]
 V4_REAL += [(64, 64, 128, 512), (256, 128, 128, 1024), (4096, 64, 128, 512)]
 

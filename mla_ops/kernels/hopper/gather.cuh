@@ -3,14 +3,6 @@
 
 #include "layout.cuh"
 
-// A key of a producing lane: its row, or one of zeros that stands for a key which is not attended, and its scales if
-// they lie apart.
-struct Key {
-  const unsigned char* row;
-  uint2 scales;
-  bool live;
-};
-
 // Rows of bfloat16.
 template <int BYTES_>
 struct PlainRows {
@@ -18,111 +10,297 @@ struct PlainRows {
   static constexpr bool SCALES_APART = false;
 };
 
+// Whether an index may be a key's: by itself, as far as nothing has to be read for it.
+DEVICE bool in_range(const Cache& cache, int index) {
+  return static_cast<u32>(index) < static_cast<u32>(cache.num_indices);
+}
+
 // A key's place in a cache before anything has been read at it; block < 0: not attended.
 struct Place {
   int block, offset;
 };
 
-// Reads the block table: `rows_at` waits for it.
+// The place of an index in range, or of a negative one. Reads the block table: `key_of` waits for it.
 DEVICE Place place_at(const Cache& cache, int request, int index) {
   Place place;
   place.block = divide(index, cache.of_block_size);
   place.offset = index - place.block * cache.block_size;
   if (index < 0) place.block = -1;
   if (cache.block_table) {
-    if (static_cast<u32>(request) >= static_cast<u32>(cache.num_requests) || place.block >= cache.table_width)
-      place.block = -1;
-    if (place.block >= 0) place.block = __ldg(cache.block_table + request * cache.table_stride + place.block);
+    if (static_cast<u32>(request) >= static_cast<u32>(cache.num_requests)) place.block = -1;
+    if (place.block >= 0) place.block = __ldg(cache.block_table + opaque(request) * cache.table_stride + place.block);
   }
   return place;
 }
 
-template <class R>
-DEVICE Key key_of(const Params& p, const Cache& cache, Place place) {
-  Key key;
-  key.live = static_cast<u32>(place.block) < static_cast<u32>(cache.num_blocks);
-  const unsigned char* rows = cache.rows + place.block * cache.block_bytes;
-  key.row = key.live ? rows + place.offset * R::BYTES : p.zero_row;
-  if constexpr (R::SCALES_APART) {
-    key.scales = make_uint2(R::DEAD_SCALES, R::DEAD_SCALES);
-    if (key.live)
-      key.scales =
-          __ldg(reinterpret_cast<const uint2*>(rows + cache.block_size * R::BYTES + place.offset * R::SCALES_PITCH));
-  }
-  return key;
+DEVICE bool is_live(const Cache& cache, Place place) {
+  return static_cast<u32>(place.block) < static_cast<u32>(cache.num_blocks);
 }
 
 template <class R>
-DEVICE Key key_at(const Params& p, const Row& row, int turn, int request, int index) {
-  const Cache& cache = p.caches[turn >= row.main_turns];
-  return key_of<R>(p, cache, place_at(cache, request, index));
+DEVICE const unsigned char* row_of_key(const Cache& cache, Place place) {
+  return cache.rows + place.block * cache.block_bytes + static_cast<i64>(place.offset) * R::BYTES;
 }
 
-// The index of a producing lane's key in a turn, -1 past the end. Half of the lanes have one.
-DEVICE int index_at(const Params& p, const Row& row, int turn, int warp, int lane) {
+// Where scales lie apart.
+template <class R>
+DEVICE const unsigned char* scales_of_key(const Cache& cache, Place place) {
+  return cache.rows + place.block * cache.block_bytes + static_cast<i64>(opaque(cache.block_size)) * R::BYTES +
+         static_cast<i64>(place.offset) * R::SCALES_PITCH;
+}
+
+// Where a turn's indices are; null: every position is a key.
+DEVICE const int* indices_of(const Params& p, const Row& row, int turn) {
   const bool extra = turn >= row.main_turns;
-  const int position = (extra ? turn - row.main_turns : turn) * KEYS + warp * 16 + lane;
-  if (lane >= 16 || turn >= row.last || position >= (extra ? row.extra_length : row.length)) return -1;
+  const int* indices = extra ? p.indices[1] : p.indices[0];
+  if (!indices) return nullptr;
+  const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
+  return indices + opaque(row.token) * stride + (extra ? turn - row.main_turns : turn) * KEYS;
+}
+
+// A lane's two indices of a turn, of positions `lane` and `lane` + 32; negative: dead, or past the end.
+struct Indices {
+  int of[2];
+};
+
+DEVICE int index_at(const Params& p, const Row& row, int turn, int half, int lane) {
+  const bool extra = turn >= row.main_turns;
+  const int position = (extra ? turn - row.main_turns : turn) * KEYS + half * 32 + lane;
+  if (turn >= row.last || position >= (extra ? row.extra_length : row.length)) return -1;
   const int* indices = extra ? p.indices[1] : p.indices[0];
   const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
   return indices ? __ldg(indices + row.token * stride + position) : position;
+}
+
+DEVICE Indices indices_at(const Params& p, const Row& row, int turn, int lane) {
+  return {{index_at(p, row, turn, 0, lane), index_at(p, row, turn, 1, lane)}};
 }
 
 DEVICE int request_of(const Params& p, const Row& row) {
   return p.req_id_per_token && row.token < p.num_tokens ? __ldg(p.req_id_per_token + row.token) : -1;
 }
 
+// On their way while what comes before them is copied.
+struct Ahead {
+  Indices now, next;  // of the turn that comes and of the one after
+};
+
+// A share's first indices. Those of its first 32 turns come to L2: where most are dead, they are what is waited for.
+DEVICE Ahead begin_share(const Params& p, const Row& row, int lane) {
+  const int turn = row.first + lane * row.stride;
+  if (turn < row.last && row.last - row.first > row.stride) {
+    const int* from = indices_of(p, row, turn);
+    if (from) prefetch_to_l2(from), prefetch_to_l2(from + 32);
+  }
+  return {indices_at(p, row, row.first, lane), indices_at(p, row, row.first + row.stride, lane)};
+}
+
+// To `turn`, whose indices are those that came next.
+DEVICE void advance(const Params& p, const Row& row, Ahead& ahead, int turn, int lane) {
+  ahead.now = ahead.next, ahead.next = indices_at(p, row, turn + row.stride, lane);
+}
+
+// Rows of a slot that hold no key: zeros, their scales 1 (V4: 2^-8), so that no weight of 0 meets a NaN.
+template <class R>
+DEVICE void clear_rows(u32 rows, u32 scales, u32 live, int lane) {
+  for (u32 dead = ~live & 0xffff; dead; dead &= dead - 1) {
+    const int row = __ffs(dead) - 1;
+#pragma unroll 1
+    for (int at = lane * 16; at < R::BYTES; at += 512) {
+      const u32 word = !R::SCALES_APART && at == R::SCALES_AT ? 0x3f800000u : 0u;
+      store_shared_16(rows + row * R::BYTES + at, word, word, word, word);
+    }
+    if constexpr (R::SCALES_APART)
+      if (lane == 0) store_shared_8(scales + row * R::SCALES_PITCH, R::DEAD_SCALES, R::DEAD_SCALES);
+  }
+  fence_async_shared();  // copies come here later
+}
+
+// One row to all 16 of a slot, through L1: where all CTAs ask for one slot of the cache, bulk copies would queue at its
+// few lines of L2.
+template <class R>
+DEVICE void copy_to_all(u32 rows, const unsigned char* row, int lane) {
+#pragma unroll 1
+  for (int at = lane * 16; at < R::BYTES; at += 512) {
+    const uint4 v = __ldg(reinterpret_cast<const uint4*>(row + at));
+#pragma unroll
+    for (int i = 0; i < 16; ++i) store_shared_16(rows + i * R::BYTES + at, v.x, v.y, v.z, v.w);
+  }
+  fence_async_shared();  // copies come here later
+}
+
+// Brings a share's live keys into slots, 64 a turn, 16 of them a warp's. Each warp looks at all positions, so that all
+// four agree on the place of each live key without a word, and copies those whose place is in its slot. A turn is
+// handed over once it is known whether a key follows: the row's last one is marked. A share without keys is one turn.
 template <int HEADS, Format FORMAT>
-DEVICE void produce(const Params& p, const Row& row, u32 shared, int index, int warp, int lane, int& slot, int& parity,
-                    bool paced) {
+DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
+                    int& parity, bool paced) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
-  const int request = request_of(p, row);
-  Key key = key_at<R>(p, row, row.first, request, index);
-  for (int turn = row.first; turn < row.last; ++turn) {
-    index = index_at(p, row, turn + 1, warp, lane);
-    const u32 barrier = shared + L::RAW_FULL + slot * 8;
-    mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
-    const u32 alive = __ballot_sync(~0u, key.live);
-    if (lane == 0) store_shared_4(shared + L::LIVE + slot * 4, alive);
-    if (lane == 0) {
-      if constexpr (R::SCALES_APART)
-        mbarrier_expect(barrier, 16 * R::BYTES);
-      else
-        mbarrier_arrive_expect(barrier, 16 * R::BYTES);
-    }
-    __syncwarp();
-    const u32 destination = shared + L::RAW + slot * L::RAW_SLOT;
-    const unsigned char* first = shuffle_pointer(key.row, 0);
-    if (__all_sync(~0u, lane >= 16 || key.row == first + lane * R::BYTES)) {  // neighbours, as in dense attention
-      if (elect_one()) bulk_copy(destination, first, 16 * R::BYTES, barrier);
-    } else if (lane < 16) {
-      bulk_copy(destination + lane * R::BYTES, key.row, R::BYTES, barrier);
-    }
-    if constexpr (R::SCALES_APART) {
-      if (lane < 16)
-        store_shared_8(shared + L::SCALES + slot * L::SCALES_SLOT + lane * R::SCALES_PITCH, key.scales.x, key.scales.y);
+  const int request = uniform(request_of(p, row)), last = uniform(row.last), main_turns = uniform(row.main_turns);
+  int filled = -16 * warp;  // live keys of this turn so far, from this warp's first on
+  u32 live = 0, bulk = 0;   // rows of this warp's slot that have a key, and those that a bulk copy brings
+  auto take = [&](int index, bool extra, bool over) {
+    const bool alive = in_range(p.caches[extra], index);
+    const u32 found = __ballot_sync(~0u, alive);
+    int place = filled + __popc(found & ((1u << lane) - 1));
+    filled += __popc(found);
+    for (;;) {
+      const u32 barrier = shared + L::RAW_FULL + slot * 8, rows = shared + L::RAW + slot * L::RAW_SLOT,
+                scales = shared + L::SCALES + slot * L::SCALES_SLOT;
+      const bool mine = alive && static_cast<u32>(place) < 16;
+      const u32 window = __ballot_sync(~0u, mine);
+      if (window) {
+        const Cache& cache = p.caches[extra];
+        const int leader = __shfl_sync(~0u, index, __ffs(window) - 1);
+        const bool all_one = __popc(window) == 16 && __all_sync(~0u, !mine || index == leader);
+        const Place from = place_at(cache, request, mine ? index : -1);
+        mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
+        const bool copies = is_live(cache, from);
+        if constexpr (R::SCALES_APART)  // in front: copies of rows are issued one by one
+          if (copies) copy_8(scales + place * R::SCALES_PITCH, scales_of_key<R>(cache, from));
+        const unsigned char* row = row_of_key<R>(cache, from);
+        const u32 copied = __reduce_or_sync(~0u, copies ? 1u << place : 0u);
+        live |= copied;
+        if (all_one && copied) {
+          copy_to_all<R>(rows, shuffle_pointer(row, __ffs(window) - 1), lane);
+        } else {
+          bool neighbours = !p.indices[extra] && copied == 0xffff;  // maybe, in dense attention
+          if (neighbours) {
+            const unsigned char* first = row - place * R::BYTES;
+            const bool same = first == shuffle_pointer(first, lane & 16);
+            neighbours = __all_sync(~0u, !mine || same);
+          }
+          if (neighbours && mine && place == 0) bulk_copy(rows, row, 16 * R::BYTES, barrier);
+          if (!neighbours && copies) bulk_copy(rows + place * R::BYTES, row, R::BYTES, barrier);
+          bulk |= copied;
+        }
+      }
+      const bool more = filled > KEYS - 16 * warp;
+      if (!more && !over) break;
+      if (live != 0xffff) {
+        mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
+        clear_rows<R>(rows, scales, live, lane);
+      }
+      if (lane == 0) {
+        store_shared_4(shared + L::LIVE + slot * 4, live | (more ? 0 : LAST_TURN));
+        if constexpr (R::SCALES_APART) mbarrier_expect(barrier, __popc(bulk) * R::BYTES);
+      }
       __syncwarp();
-      warp_arrive(barrier, lane);
+      if constexpr (R::SCALES_APART)
+        arrive_when_copied(barrier), warp_arrive(barrier, lane);
+      else if (lane == 0)
+        mbarrier_arrive_expect(barrier, __popc(bulk) * R::BYTES);
+      if (paced) mbarrier_wait(barrier, 0), paced = false;
+      next_slot<L::SLOTS>(slot, parity);
+      live = bulk = 0;
+      if (!more) break;
+      filled -= KEYS, place -= KEYS;
     }
-    key = key_at<R>(p, row, turn + 1, request, index);
-    if (paced && turn == row.first) mbarrier_wait(barrier, 0);
-    next_slot<L::SLOTS>(slot, parity);
+  };
+#pragma unroll 1
+  for (int turn = uniform(row.first);; turn += row.stride) {
+    const Indices indices = ahead;
+    const bool extra = turn >= main_turns, over = turn >= last;
+    ahead = indices_at(p, row, turn + row.stride, lane);
+    take(indices.of[0], extra, over);
+    if (over) break;
+    take(indices.of[1], extra, false);
   }
 }
 
 // ---- keys of bfloat16, straight into the tiles that wgmma reads -----------------------------------------------------
 
-// A warp copies 16 keys, eight lanes 128 bytes of one: a lane has four keys, every fourth, from lane / 8 on.
-struct OwnRows {
-  const unsigned char* from[4];  // this lane's 16 bytes of each key's first 128
+// A share's live keys, which warps take 16 at a time, lane i the i-th of a turn's part that is its warp's. As in
+// `produce`, each warp looks at all positions.
+struct Stream {
+  int turn, half;       // of the positions that come next
+  int filled;           // live keys of the next turn so far, from this warp's first on
+  Ahead ahead;
 };
 
-DEVICE OwnRows own_rows(const unsigned char* row, int lane) {
-  OwnRows own;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) own.from[i] = shuffle_pointer(row, i * 4 + lane / 8) + lane % 8 * 16;
-  return own;
+// Whether a turn's positions are keys as they come, and it is not the last: most rows have no dead index.
+DEVICE bool is_whole(const Params& p, const Ahead& ahead, bool extra, bool next_extra) {
+  const Cache &cache = p.caches[extra], &next = p.caches[next_extra];
+  return __all_sync(~0u, in_range(cache, ahead.now.of[0]) && in_range(cache, ahead.now.of[1])) &&
+         __any_sync(~0u, in_range(next, ahead.next.of[0]) || in_range(next, ahead.next.of[1]));
+}
+
+// Of a whole turn, the index of lane i of the gather's warp's 16, also for lane i + 16.
+DEVICE int index_of_whole(const Indices& indices, int warp, int lane) {
+  return __shfl_sync(~0u, warp < 2 ? indices.of[0] : indices.of[1], (warp & 1) * 16 + (lane & 15));
+}
+
+constexpr u32 NO_KEY = ~0u;
+
+// What a lane below 16 is to bring of a turn.
+struct Chosen {
+  u32 word;   // an index, above it which cache
+  bool last;  // whether this turn is the share's last
+
+  DEVICE int extra() const { return word >> 31; }
+};
+
+constexpr int LIST_WORDS = 32;  // of a warp: what it brings of two turns
+
+DEVICE Stream begin_stream(const Params& p, const Row& row, int warp, int lane) {
+  return {row.first, 0, -16 * warp, begin_share(p, row, lane)};
+}
+
+// The next turn's, an even or odd one of its row. `list`: this warp's words, indices with their cache above them. What
+// a warp's lanes agree on is told to the compiler, which else keeps them apart.
+DEVICE Chosen choose_keys(const Params& p, const Row& row, Stream& s, u32 list, bool odd, int warp, int lane) {
+  const u32 here = list + (odd ? 64 : 0), later = list + (odd ? 0 : 64);
+  const int last = uniform(row.last), main_turns = uniform(row.main_turns), enough = KEYS - 16 * warp;
+  int turn = uniform(s.turn), half = uniform(s.half), filled = uniform(s.filled);
+  if (half == 0 && filled == -16 * warp &&
+      is_whole(p, s.ahead, turn >= main_turns, turn + row.stride >= main_turns)) {
+    const int index = index_of_whole(s.ahead.now, warp, lane);
+    Chosen chosen{NO_KEY, false};
+    if (lane < 16) chosen.word = index | (turn >= main_turns ? 0x80000000u : 0u);
+    s.turn = turn + row.stride, advance(p, row, s.ahead, s.turn, lane);
+    return chosen;
+  }
+  __syncwarp();
+#pragma unroll 1
+  while (filled <= enough && turn < last) {
+    const bool extra = turn >= main_turns;
+    const int index = half ? s.ahead.now.of[1] : s.ahead.now.of[0];
+    const bool alive = in_range(p.caches[extra], index);
+    const u32 found = __ballot_sync(~0u, alive), word = index | (extra ? 0x80000000u : 0u);
+    const int place = filled + __popc(found & ((1u << lane) - 1));
+    if (alive && static_cast<u32>(place) < 16) store_shared_4(here + place * 4, word);
+    if (alive && static_cast<u32>(place - KEYS) < 16) store_shared_4(later + (place - KEYS) * 4, word);
+    filled += __popc(found);
+    if (half) {
+      turn += row.stride;
+      advance(p, row, s.ahead, turn, lane);
+    }
+    half ^= 1;
+  }
+  __syncwarp();
+  Chosen chosen{NO_KEY, filled <= enough};
+  if (lane < min(filled, 16)) chosen.word = load_shared_4(here + lane * 4);
+  s.turn = turn, s.half = half, s.filled = filled - KEYS;
+  return chosen;
+}
+
+DEVICE Place place_of(const Params& p, int request, const Chosen& chosen) {
+  return place_at(p.caches[chosen.extra()], request, chosen.word == NO_KEY ? -1 : static_cast<int>(chosen.word & 0x7fffffff));
+}
+
+// A warp copies 16 keys, eight lanes 128 bytes of one: a lane has four keys, every fourth, from lane / 8 on. Lane i
+// knows the row of key i; a dead key's place becomes zeros.
+struct OwnRows {
+  const unsigned char* row;
+  u32 alive;
+};
+
+template <class R>
+DEVICE OwnRows own_rows(const Params& p, const Chosen& chosen, Place place) {
+  const Cache& cache = p.caches[chosen.extra()];
+  const bool live = is_live(cache, place);
+  return {live ? row_of_key<R>(cache, place) : reinterpret_cast<const unsigned char*>(p.q), __ballot_sync(~0u, live)};
 }
 
 // Where a lane's first 16 bytes go, in a tile of [64, 64] a chunk of 64 dims, 128-byte rows, swizzled.
@@ -130,17 +308,22 @@ DEVICE u32 own_place(u32 tile, int warp, int lane) {
   return tile + (warp * 16 + lane / 8) * 128 + ((lane ^ lane / 8) & 7) * 16;
 }
 
-template <int I, int CHUNK, int LAST>
-DEVICE void copy_chunks_of(const OwnRows& own, u32 to) {
+template <int CHUNK, int LAST, int TO>
+DEVICE void copy_chunks_of(u32 to, const unsigned char* from, u32 bytes) {
   if constexpr (CHUNK < LAST) {
-    copy_16<I * 512 + CHUNK * KEYS * 128, CHUNK * 128>(to, own.from[I]);
-    copy_chunks_of<I, CHUNK + 1, LAST>(own, to);
+    copy_16_or_zeros<TO + CHUNK * KEYS * 128, CHUNK * 128>(to, from, bytes);
+    copy_chunks_of<CHUNK + 1, LAST, TO>(to, from, bytes);
   }
 }
 
-// Chunks [FIRST, LAST) of 64 dims. One instruction a copy: offsets are constants.
-template <int FIRST, int LAST>
-DEVICE void copy_chunks(const OwnRows& own, u32 to) {
-  copy_chunks_of<0, FIRST, LAST>(own, to), copy_chunks_of<1, FIRST, LAST>(own, to ^ 64);
-  copy_chunks_of<2, FIRST, LAST>(own, to), copy_chunks_of<3, FIRST, LAST>(own, to ^ 64);
+// Chunks [FIRST, LAST) of 64 dims of a lane's I-th key and those behind it. One instruction a copy: offsets are
+// constants.
+template <int FIRST, int LAST, int I = 0>
+DEVICE void copy_chunks(const OwnRows& own, u32 to, int lane) {
+  if constexpr (I < 4 && FIRST < LAST) {
+    const int key = I * 4 + lane / 8;
+    const unsigned char* from = shuffle_pointer(own.row, key) + lane % 8 * 16;
+    copy_chunks_of<FIRST, LAST, I * 512>(to ^ (I & 1) * 64, from, own.alive >> key & 1 ? 16 : 0);
+    copy_chunks<FIRST, LAST, I + 1>(own, to, lane);
+  }
 }

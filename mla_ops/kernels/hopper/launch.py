@@ -36,7 +36,7 @@ class Cache(ctypes.Structure):
         ("table_stride", ctypes.c_int64),
         ("num_blocks", ctypes.c_int),
         ("block_size", ctypes.c_int),
-        ("table_width", ctypes.c_int),
+        ("num_indices", ctypes.c_int),
         ("num_requests", ctypes.c_int),
         ("of_block_size", Divisor),
     ]
@@ -60,7 +60,6 @@ class Params(ctypes.Structure):
         ("topk", ctypes.c_int * 2),
         ("req_id_per_token", POINTER),
         ("caches", Cache * 2),
-        ("zero_row", POINTER),
         ("q", POINTER),
         ("q_token_stride", ctypes.c_int64),
         ("q_head_stride", ctypes.c_int64),
@@ -249,23 +248,6 @@ def clusters_at_once(keys: Keys, tile: int, device_index: int) -> tuple[int, ...
     return tuple(loaded.occupancy_clusters(block, None, (splits, 1, 1)) for splits in SPLITS)
 
 
-_zero_rows: dict[tuple[torch.device, Keys], torch.Tensor] = {}
-
-
-def zero_row(device: torch.device, keys: Keys) -> torch.Tensor:
-    """A row of zeros, scales in it 1, that stands for every key which is not attended."""
-    row = _zero_rows.get((device, keys))
-    if row is None:
-        row = torch.zeros(keys.row_bytes // 4, dtype=torch.float32, device=device)
-        if keys.quantized and not keys.scale_bytes:
-            row[128:132] = 1.0
-        if not torch.cuda.is_current_stream_capturing():
-            # Other streams may use it from now on. One made during a capture belongs to that graph alone.
-            torch.cuda.current_stream(device).synchronize()
-            _zero_rows[device, keys] = row
-    return row
-
-
 def _pointer(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -322,6 +304,7 @@ def cache_params(
     columns = num_keys if indices is None else indices.shape[1]
     if block_table is not None and block_table.numel() == 0:
         columns = 0  # its address is null, which would make slots of the indices
+    num_slots = (rows.num_blocks if block_table is None else table_width) * rows.block_size
     cache = (
         rows.tensor.data_ptr(),
         _pointer(block_table),
@@ -329,7 +312,7 @@ def cache_params(
         0 if block_table is None else block_table.stride(0),
         rows.num_blocks,
         rows.block_size,
-        table_width,
+        min(num_slots, 2**31 - 1),
         num_requests,
         *reciprocal(rows.block_size),
     )
@@ -353,10 +336,9 @@ def launch(
     req_id_per_token: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    zeros: torch.Tensor,
     programmatic: bool,
 ) -> None:
-    """One kernel, for the first `num_tokens` of what the tensors have; `zeros` is from `zero_row`.
+    """One kernel, for the first `num_tokens` of what the tensors have.
 
     `programmatic` lets it begin beside the end of the launch in front, of which it may then read nothing.
     """
@@ -398,7 +380,6 @@ def launch(
         _pointer(req_id_per_token),
         *main.cache,
         *extra.cache,
-        zeros.data_ptr(),
         q.data_ptr(),
         q.stride(0),
         q.stride(1),

@@ -19,7 +19,7 @@ struct Cache {
   const unsigned char* rows;
   const int* block_table;  // null: indices are slots
   i64 block_bytes, table_stride;
-  int num_blocks, block_size, table_width, num_requests;
+  int num_blocks, block_size, num_indices, num_requests;  // indices below num_indices name a block
   Divisor of_block_size;
 };
 
@@ -37,7 +37,6 @@ struct Params {
   int topk[2];
   const int* req_id_per_token;  // with a block table
   Cache caches[2];
-  const unsigned char* zero_row;
   const u16* q;
   i64 q_token_stride, q_head_stride;
   int num_heads;
@@ -65,6 +64,8 @@ constexpr float NO_SCORE_YET = -1.2676506e30f;
 constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;
 
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
+
+constexpr u32 LAST_TURN = 1 << 16;  // of a row, beside the bits that say which keys count, or beside a `Turn`
 
 constexpr int SPLITS[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16};  // CTAs of a cluster
 
@@ -117,8 +118,9 @@ struct Layout {
   // A warpgroup each for scores, values (two) and the gather, and a second for scores where registers allow it.
   static constexpr int THREADS = HEADS == 64 ? 512 : 640;
   static constexpr int QUERY_THREADS = THREADS - 128;  // all but those that gather
-  // Of a thread, by role; they add up to what the launch gives. Those that gather have 24 (64 heads) or 32.
-  static constexpr int SCORE_REGISTERS = HEADS == 64 ? 168 : HEADS == 32 ? 112 : 144;
+  // Of a thread, by role; they add up to what the launch gives.
+  static constexpr int GATHER_REGISTERS = HEADS == 64 && FORMAT == FP8_DS_MLA ? 24 : 32;
+  static constexpr int SCORE_REGISTERS = HEADS == 64 ? 192 - GATHER_REGISTERS : HEADS == 32 ? 112 : 144;
   static constexpr int REST_REGISTERS = 112;
   static constexpr int VALUE_REGISTERS = HEADS == 64 ? 160 : HEADS == 32 ? 112 : 96;
   // Rings, of as many as fit: halves of a turn's values, 256 dims each; raw rows, 16 of a warp in a slot, four slots a
@@ -171,13 +173,13 @@ struct Layout {
 struct Row {
   int token, tile, rank, splits, part;
   int length, extra_length, main_turns;  // keys in each cache; turns of the first, which the second's follow
-  int first, last;                       // turns [first, last) are this CTA's
+  int first, stride, last;               // this CTA's turns: every `stride`-th one from the first on
 };
 
 DEVICE int length_in(const Params& p, int which, int token) {
   if (token >= p.num_tokens) return 0;
   if (!p.topk_length[which]) return p.topk[which];
-  return max(0, min(p.topk[which], __ldg(p.topk_length[which] + token)));
+  return uniform(max(0, min(p.topk[which], __ldg(p.topk_length[which] + token))));
 }
 
 // A CTA's part of a token and a tile of its heads; no turns past the last token.
@@ -187,13 +189,8 @@ DEVICE Row row_of(const Params& p, int token, int tile, int part, int splits, in
   row.token = token, row.tile = tile, row.part = part;
   row.length = length_in(p, 0, row.token), row.extra_length = length_in(p, 1, row.token);
   row.main_turns = (row.length + KEYS - 1) / KEYS;
-  const int turns = row.main_turns + (row.extra_length + KEYS - 1) / KEYS;
-  row.first = 0, row.last = turns;
-  if (splits > 1) {
-    const int share = part * splits + rank;
-    row.first = divide(divide(turns * share, p.of_splits), p.of_parts);
-    row.last = divide(divide(turns * (share + 1), p.of_splits), p.of_parts);
-  }
+  row.last = row.main_turns + (row.extra_length + KEYS - 1) / KEYS;
+  row.first = part * splits + rank, row.stride = splits > 1 ? splits * p.parts : 1;
   return row;
 }
 
@@ -272,5 +269,3 @@ template <class L>
 DEVICE u32 place_of_sums(u32 shared, bool in_raw, int slot) {
   return shared + (in_raw ? L::RAW + slot * L::RAW_SLOT : L::WEIGHTS);
 }
-
-DEVICE int turns_of(const Row& row) { return row.last - row.first; }

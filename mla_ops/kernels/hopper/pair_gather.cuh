@@ -31,7 +31,9 @@ struct PairLayout {
   static constexpr int REFERENCES = TILES + 2 * TILE;  // float a head, of the latest turn
   static constexpr int SUMS = REFERENCES + HEADS * 4;  // float a head, of each warpgroup, of even and odd rows
   static constexpr int LIVE = SUMS + 4 * HEADS * 4;    // u32 a tile and warp: which of its 16 keys count
-  static constexpr int FULL = LIVE + 2 * 16;           // by tile and group, FREE by part of the keys as well
+  static constexpr int ENDS = LIVE + 2 * 16;           // u32 a tile: which turn is the row's last
+  static constexpr int LIST = ENDS + 2 * 4;            // what each warp of the gather brings next
+  static constexpr int FULL = LIST + 4 * LIST_WORDS * 4;              // by tile and group, FREE by part of the keys as well
   static constexpr int FREE = FULL + 2 * GROUPS * 8;
   static constexpr int WEIGHTS_FULL = FREE + 2 * GROUPS * PARTS * 8;
   static constexpr int QUERY_FULL = WEIGHTS_FULL + 2 * 8;
@@ -96,13 +98,6 @@ DEVICE void prefetch_queries(const Params& p, const Row& row, int thread) {
   for (int chunk = thread % 2; chunk < L::CHUNKS; chunk += 2) prefetch_to_l2(from + chunk * 64);
 }
 
-// `a` if `first`, else `b`.
-DEVICE Row either(bool first, const Row& a, const Row& b) {
-  Row row = b;
-  if (first) row = a;
-  return row;
-}
-
 template <class L>
 DEVICE void bring_queries(const Params& p, const Row& row, u32 shared, u32& parity, int thread) {
   mbarrier_wait(shared + L::QUERY_FREE, parity);
@@ -111,137 +106,114 @@ DEVICE void bring_queries(const Params& p, const Row& row, u32 shared, u32& pari
   arrive_when_copied(shared + L::QUERY_FULL);
 }
 
-// The keys of a turn into tile T, and the row's queries where they are free later than half of the tile.
-template <class L, int T>
-DEVICE void copy_turn(const Params& p, const Row& row, const OwnRows& own, u32 alive, u32 shared, u32 place, u32 parity,
-                      bool queries, u32& query_parity, int warp, int thread) {
-  const u32 tile = place + T * L::TILE;
-  if (L::FIRST == ROPE) {
-    mbarrier_wait(free_barrier<L>(shared, T, ROPE, 0), parity);
-    copy_chunks<8, L::CHUNKS>(own, tile);
-    arrive_when_copied(full_barrier<L>(shared, T, ROPE));
-  }
-  mbarrier_wait(free_barrier<L>(shared, T, NEAR, 0) + warp * PARTS / 4 * 8, parity);
-  if (thread % 32 == 0) {
-    store_shared_4(shared + L::LIVE + T * 16 + warp * 4, alive);
-    mbarrier_arrive(full_barrier<L>(shared, T, NEAR));
-  }
-  copy_chunks<T * 4, T * 4 + 4>(own, tile);
-  arrive_when_copied(full_barrier<L>(shared, T, NEAR));
-  if (T == 0 && queries) bring_queries<L>(p, row, shared, query_parity, thread);
-  mbarrier_wait(free_barrier<L>(shared, T, FAR, 0) + warp * PARTS / 4 * 8, parity);
-  copy_chunks<4 - T * 4, 8 - T * 4>(own, tile);
-  arrive_when_copied(full_barrier<L>(shared, T, FAR));
+// Which turn is the row's last, beside the FAR group of a tile's keys: 1 for the tile's own, 2 for the one behind it.
+template <class L>
+DEVICE void tell_end(u32 shared, int tile, bool last, bool next_last) {
+  store_shared_4(shared + L::ENDS + tile * 4, last ? 1 : next_last ? 2 : 0);
+  mbarrier_arrive(full_barrier<L>(shared, tile, FAR));
 }
 
-// What the gather asks for before anything else: the way from an index to a key in shared memory is the longest of the
-// start.
-struct GatherStart {
-  int request, indices[2];  // of the first two turns
-};
-
-DEVICE GatherStart gather_start(const Params& p, const Row& row, int warp, int lane) {
-  GatherStart start{request_of(p, row)};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) start.indices[i] = index_at(p, row, row.first + i, warp, lane);
-  return start;
+template <class L>
+DEVICE int end_of_row(u32 shared, int tile) {
+  return uniform(load_shared_4(shared + L::ENDS + tile * 4));
 }
 
 // Half of the values' dims of a turn's keys.
 template <class L>
-DEVICE void copy_half(OwnRows own, u32 tile, int half, int turned) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) own.from[i] += half * 512;
+DEVICE void copy_half(OwnRows own, u32 tile, int half, int turned, int lane) {
+  own.row += half * 512;
   tile += half * 4 * CHUNK;
-  copy_chunks<0, 2>(own, tile + turned * CHUNK), copy_chunks<2, 4>(own, tile - turned * CHUNK);
+  copy_chunks<0, 2>(own, tile + turned * CHUNK, lane), copy_chunks<2, 4>(own, tile - turned * CHUNK, lane);
 }
 
-// The one row of a CTA in a cluster. Its first instructions come from memory, 100 cycles for eight of them: so there
-// are few in front of the first copies, and one tile's are the other's.
+// The keys of a turn into a tile; `meanwhile` is done before the wait for its last part, which is the longest, and
+// returns whether the next turn is the row's last. One tile's code is the other's: instructions come from memory first.
+template <class L, class Meanwhile>
+DEVICE void copy_turn(const OwnRows& own, bool last, u32 shared, u32 place, int tile, u32 parity, int turned, int warp,
+                      int lane, Meanwhile meanwhile) {
+  const u32 full = full_barrier<L>(shared, tile, NEAR) - NEAR * 8, free = free_barrier<L>(shared, tile, NEAR, 0),
+            to = place + tile * L::TILE, part = warp * PARTS / 4 * 8;
+  if (L::FIRST == ROPE) {
+    mbarrier_wait(free_barrier<L>(shared, tile, ROPE, 0), parity);
+    copy_chunks<8, L::CHUNKS>(own, to, lane);
+    arrive_when_copied(full + ROPE * 8);
+  }
+  mbarrier_wait(free + part, parity);
+  if (lane == 0) {
+    store_shared_4(shared + L::LIVE + tile * 16 + warp * 4, own.alive);
+    mbarrier_arrive(full + NEAR * 8);
+  }
+  copy_half<L>(own, to, tile, turned, lane);
+  arrive_when_copied(full + NEAR * 8);
+  const bool next_last = meanwhile();
+  mbarrier_wait(free + PARTS * 8 + part, parity);
+  if (warp == 0 && lane == 0) tell_end<L>(shared, tile, last, next_last);
+  copy_half<L>(own, to, tile ^ 1, turned, lane);
+  arrive_when_copied(full + FAR * 8);
+}
+
+// The one row of a CTA in a cluster.
 template <class L>
-DEVICE void gather_row(const Params& p, const Row& row, const GatherStart& start, u32 shared, int thread) {
+DEVICE void gather_row(const Params& p, const Row& row, Stream stream, u32 shared, int thread) {
   using R = PlainRows<L::CHUNKS * 128>;
-  const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, turned = turned_chunks(row);
-  const u32 part = warp * PARTS / 4 * 8;
-  Key key = key_at<R>(p, row, row.first, start.request, start.indices[0]);
-  u32 place = own_place(shared + L::TILES, warp, lane);
-  int index = start.indices[1], tile = 0, parity = 1;
+  const int warp = uniform(thread >> 5), lane = thread & 31, turned = turned_chunks(row);
+  const int request = uniform(request_of(p, row));
+  const u32 list = shared + L::LIST + warp * LIST_WORDS * 4, place = own_place(shared + L::TILES, warp, lane);
+  Chosen chosen = choose_keys(p, row, stream, list, false, warp, lane);
+  Place next = place_of(p, request, chosen);
+  int tile = 0, parity = 1;
 #pragma unroll 1
-  for (int turn = row.first; turn < row.last; ++turn) {
-    const OwnRows own = own_rows(key.row, lane);
-    const u32 alive = __ballot_sync(~0u, key.live);
-    const u32 full = full_barrier<L>(shared, tile, NEAR) - NEAR * 8, free = free_barrier<L>(shared, tile, NEAR, 0),
-              to = place + tile * L::TILE;
-    if (L::FIRST == ROPE) {
-      mbarrier_wait(free_barrier<L>(shared, tile, ROPE, 0), parity);
-      copy_chunks<8, L::CHUNKS>(own, to);
-      arrive_when_copied(full + ROPE * 8);
-    }
-    mbarrier_wait(free + part, parity);
-    if (lane == 0) {
-      store_shared_4(shared + L::LIVE + tile * 16 + warp * 4, alive);
-      mbarrier_arrive(full + NEAR * 8);
-    }
-    copy_half<L>(own, to, tile, turned);
-    arrive_when_copied(full + NEAR * 8);
-    const Cache& cache = p.caches[turn + 1 >= row.main_turns];
-    const Place later = place_at(cache, start.request, index);
-    index = index_at(p, row, turn + 2, warp, lane);
-    mbarrier_wait(free + PARTS * 8 + part, parity);
-    copy_half<L>(own, to, tile ^ 1, turned);
-    arrive_when_copied(full + FAR * 8);
-    key = key_of<R>(p, cache, later);
+  for (bool last = false; !last;) {
+    last = chosen.last;
+    const OwnRows own = own_rows<R>(p, chosen, next);
+    copy_turn<L>(own, last, shared, place, tile, parity, turned, warp, lane, [&]() {
+      if (!last) {
+        chosen = choose_keys(p, row, stream, list, tile == 0, warp, lane);
+        next = place_of(p, request, chosen);
+      }
+      return chosen.last;
+    });
     tile ^= 1, parity ^= tile ^ 1;
   }
 }
 
-// An index is read two turns ahead and the block table one ahead, in the next row as well, so that this waits for
-// nothing but room. The first row's queries are brought by those who need them.
+// Rows one after the other: what the next turn needs is chosen, and the block table asked, while this one waits for
+// room, in the next row as well. The first row's queries are brought by those who need them.
 template <class L>
-DEVICE void gather_rows(const Params& p, Row row, const GatherStart& start, u32 shared, int thread) {
+DEVICE void gather_rows(const Params& p, Row row, Stream stream, u32 shared, int thread) {
   using R = PlainRows<L::CHUNKS * 128>;
   hold(thread);  // in a register, as the addresses
-  const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31;
+  const int warp = uniform(thread >> 5), lane = thread & 31;
   hold(shared);
   u32 place = own_place(shared + L::TILES, warp, lane);
   hold(place);
-  int n = blockIdx.x, request = start.request, index = start.indices[1];  // of the turn after the key's
-  Key key = key_at<R>(p, row, row.first, request, start.indices[0]);
-  bool ahead = true, first = true;
-  u32 parity[2] = {1, 1}, query_parity = 0;
+  int n = blockIdx.x, request = uniform(request_of(p, row));
+  const u32 list = shared + L::LIST + warp * LIST_WORDS * 4;
+  Chosen chosen = choose_keys(p, row, stream, list, false, warp, lane);
+  Place next = place_of(p, request, chosen);
+  bool first = true;
+  u32 parities = 3, query_parity = 0;  // a bit a tile
   while (row.token < p.num_tokens) {
-    const int turns = turns_of(row);
-    if (!ahead) {
-      request = request_of(p, row);
-      index = index_at(p, row, row.first, warp, lane);
-      if (turns) bring_queries<L>(p, row, shared, query_parity, thread);
-      key = key_at<R>(p, row, row.first, request, index);
+    bool last = false;
+#pragma unroll 1
+    for (int turn = 0; !last; ++turn) {
+      const int item = n, tile = turn & 1;
+      last = chosen.last;
+      const OwnRows own = own_rows<R>(p, chosen, next);
+      copy_turn<L>(own, last, shared, place, tile, parities >> tile & 1, 0, warp, lane, [&]() {
+        if (turn == 0 && !first) bring_queries<L>(p, row_at(p, item), shared, query_parity, thread);
+        if (last) {
+          row = row_at(p, n += gridDim.x);
+          request = uniform(request_of(p, row));
+          stream = begin_stream(p, row, warp, lane);
+        }
+        chosen = choose_keys(p, row, stream, list, !last && tile == 0, warp, lane);
+        next = place_of(p, request, chosen);
+        return chosen.last;
+      });
+      if (turn == 0) prefetch_queries<L>(p, row_at(p, item + gridDim.x), thread);
+      parities ^= 1 << tile;
     }
-    const Row next = row_at(p, n += gridDim.x);
-    const int next_request = request_of(p, next);
-    // of this row's turn and of those of the next row behind it
-    auto index_of = [&](int turn) {
-      const bool over = turn >= turns;
-      return index_at(p, either(over, next, row), turn + (over ? next.first - turns : row.first), warp, lane);
-    };
-    if (!ahead || turns == 1) index = index_of(1);
-    for (int turn = 0; turn < turns; ++turn) {
-      const OwnRows own = own_rows(key.row, lane);
-      const u32 alive = __ballot_sync(~0u, key.live);
-      const bool ends = turn + 1 == turns;
-      const Cache& cache =
-          p.caches[ends ? next.first >= next.main_turns : row.first + turn + 1 >= row.main_turns];  // of the next turn
-      const Place later = place_at(cache, ends ? next_request : request, index);
-      index = index_of(turn + 2);
-      if (turn & 1)
-        copy_turn<L, 1>(p, row, own, alive, shared, place, parity[1], false, query_parity, warp, thread);
-      else
-        copy_turn<L, 0>(p, row, own, alive, shared, place, parity[0], ahead && !first && turn == 0, query_parity, warp,
-                        thread);
-      if (turn == 0) prefetch_queries<L>(p, next, thread);
-      parity[0] ^= ~turn & 1, parity[1] ^= turn & 1;
-      key = key_of<R>(p, cache, later);
-    }
-    row = next, request = next_request, ahead = turns > 0, first = false;
+    first = false;
   }
 }

@@ -290,6 +290,18 @@ DEVICE void copy_16(u32 destination, const void* source) {
                : "memory");
 }
 
+// The same of `bytes` of them, zeros behind.
+template <int TO, int FROM>
+DEVICE void copy_16_or_zeros(u32 destination, const void* source, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16, %4;" ::"r"(destination), "l"(source), "n"(TO),
+               "n"(FROM), "r"(bytes)
+               : "memory");
+}
+
+DEVICE void copy_8(u32 destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(destination), "l"(source) : "memory");
+}
+
 // An arrival at a barrier for this thread once all its copies so far are there.
 DEVICE void arrive_when_copied(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -414,6 +426,9 @@ DEVICE void store_shared_8(u32 address, u32 a, u32 b) {
 // The same value, which the compiler then keeps instead of reading a special register (30 cycles) wherever it is
 // needed.
 DEVICE int kept(int value) { return __shfl_sync(~0u, value, threadIdx.x & 31); }
+
+// What all lanes of a warp have, for the compiler to know: in a uniform register, branches on it in common.
+DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 // `a` if the condition holds, else `b`, without a branch.
 DEVICE float select(bool condition, float a, float b) {

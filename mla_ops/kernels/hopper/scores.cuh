@@ -229,14 +229,15 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, WALK>;
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
-  const int turns = turns_of(row);
   int &i = at.turn, &slot = at.slot, &parity = at.parity;
-  for (int left = turns; left > 0; --left, next_turn<L::HALVES>(at)) {
+  for (bool last = false; !last; next_turn<L::HALVES>(at)) {
     const u32 barrier = shared + L::RAW_FULL + slot * 8, raw_0 = places.raw + slot * L::RAW_SLOT;
     Start<FORMAT> start;
     mbarrier_wait(barrier, parity);
-    load_start<HEADS, FORMAT, FIRST>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT, shared + L::LIVE, t);
+    load_start<HEADS, FORMAT, FIRST>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
+                                     shared + L::LIVE + slot * 4, t);
     load_start_rest<HEADS, FORMAT, FIRST>(start, raw_0 + places.rope);
+    last = uniform(start.alive) >= LAST_TURN;
     float s[HEADS / 2];
     u32 fragments[2][16];
     multiply<HEADS, FORMAT, FIRST, R::CHUNKS - FIRST>(s, fragments, start, places, raw_0,
@@ -275,13 +276,11 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
   int seen = 0;  // whether a key counted, and with it the references; 2: in a wide turn
 
-  const int turns = turns_of(row);
   Start<FORMAT> start;
   bool started = false;
   int turn = USUAL;
   int& i = at.turn;
-  if (WALK && HEADS == 64 && !turns) warp_arrive(shared + L::QUERIES_FREE, lane);
-  for (int left = turns; left > 0; --left, next_turn<L::HALVES>(at)) {
+  for (bool last = false; !last; next_turn<L::HALVES>(at)) {
     const int slot = L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot, parity = L::SLOTS == 8 ? i >> 1 & 1 : at.parity;
     if (!started) {
       const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
@@ -292,7 +291,8 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     }
     float s[TILES * 4];
     u32 fragments[2][16];
-    const u32 alive = start.alive;
+    const u32 alive = start.alive & 0xffff;
+    last = uniform(start.alive) >= LAST_TURN;
     bool wide = R::wide(start.scales);
     wide |= multiply<HEADS, FORMAT, 0, FIRST_STEPS<HEADS, FORMAT, WALK>>(
         s, fragments, start, places, places.raw + slot * L::RAW_SLOT,
@@ -310,7 +310,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     uint4 columns[TILES];  // factor and reference of two heads each
 #pragma unroll
     for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-    started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && left > 1;
+    started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
     // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
     // not there yet.
     const int ahead = started ? later_slot : slot;
@@ -320,7 +320,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     wgmma_wait<0>();
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
-    if (WALK && HEADS == 64 && left == 1) warp_arrive(shared + L::QUERIES_FREE, lane);
+    if (WALK && HEADS == 64 && last) warp_arrive(shared + L::QUERIES_FREE, lane);
     if constexpr (FIRST_STEPS<HEADS, FORMAT, WALK> < R::CHUNKS) {
       mbarrier_wait(shared + L::SCORES_FULL + i % L::PARTS * 8, i / L::PARTS & 1);
 #pragma unroll
@@ -388,7 +388,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     }
 
     // The sums of a row that another follows go where the first warp's last keys were.
-    if (HEADS == 64 && turn != WIDE && !(WALK && left == 1 && warp == 0))
+    if (HEADS == 64 && turn != WIDE && !(WALK && last && warp == 0))
       warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
 
 #pragma unroll
@@ -409,7 +409,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
         store_matrices_transposed(weights_row + (TILES - 1) * 1024, pack_float16(s[4 * TILES - 4], s[4 * TILES - 3]),
                                   pack_float16(s[4 * TILES - 2], s[4 * TILES - 1]));
     }
-    if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8);
+    if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, lane);
     // A wide turn's bytes are released by the warpgroups that accumulate.
@@ -419,7 +419,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   if constexpr (WALK && HEADS == 64) {
     // The warps that accumulate make factors of the sums.
     const int last_slot = (i - 1 & 1) * 4;
-    const bool in_raw = turns && turn != WIDE;
+    const bool in_raw = turn != WIDE;
     const u32 place = place_of_sums<L>(shared, in_raw, last_slot) + warp * (HEADS * 4);
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();

@@ -26,15 +26,15 @@ DEVICE void attend(const Params& p) {
   constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT, WALK> < Rows<FORMAT>::CHUNKS ? 2 : 1;
 
   // The way from an index to a key in shared memory is the longest of the start.
-  int index = -1;
-  if (warpgroup == PRODUCER) index = index_at(p, row, row.first, thread >> 5, thread & 31);
+  Indices ahead;
+  if (warpgroup == PRODUCER) ahead = begin_share(p, row, thread & 31).now;
   // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
   if (thread % 32 == 0)
 #pragma unroll 1
     for (int i = threadIdx.x / 32; i < L::NUM_BARRIERS; i += L::THREADS / 32) {
       const u32 barrier = L::BARRIERS + i * 8;
       int arrivals = 4 * ARRIVALS_OF_A_WARP;
-      if (barrier < L::RAW_FREE) arrivals = Rows<FORMAT>::SCALES_APART ? ARRIVALS_OF_A_WARP : 1;
+      if (barrier < L::RAW_FREE) arrivals = Rows<FORMAT>::SCALES_APART ? 32 + ARRIVALS_OF_A_WARP : 1;
       if (barrier >= L::RAW_FREE && barrier < L::WEIGHTS_FULL) arrivals = SCORERS * ARRIVALS_OF_A_WARP;
       if (barrier == L::WEIGHTS_FREE || barrier == L::FACTORS_FREE) arrivals = 8 * ARRIVALS_OF_A_WARP;
       if (barrier == L::STATES_FULL || barrier == L::PACKETS_FULL) arrivals = 1;
@@ -49,17 +49,17 @@ DEVICE void attend(const Params& p) {
   __syncthreads();
 
   if (warpgroup == PRODUCER) {
-    fewer_registers<HEADS == 64 ? 24 : 32>();
+    fewer_registers<L::GATHER_REGISTERS>();
     launch_dependents();
     const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = kept(thread & 31);
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      produce<HEADS, FORMAT>(p, row, shared, index, warp, lane, slot, parity, HEADS == 64 && first);
+      produce<HEADS, FORMAT>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if (!WALK) break;
       row = next_row(p, row);
       if (row.token >= p.num_tokens) break;
-      index = index_at(p, row, row.first, warp, lane);
+      ahead = begin_share(p, row, lane).now;
       if constexpr (HEADS == 64) {
         prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
         mbarrier_wait(shared + L::QUERIES_FREE, row_parity);

@@ -25,7 +25,8 @@ struct PlainLayout {
   static constexpr int COLUMNS = TILES + STAGES * TILE;  // float2 a head, the second its reference
   static constexpr int ALPHA = COLUMNS + HEADS * 8;      // float a head
   static constexpr int LIVE = ALPHA + HEADS * 4;         // u32 a stage and warp: which of its 16 keys count
-  static constexpr int TURN = LIVE + STAGES * 16;
+  static constexpr int LIST = LIVE + STAGES * 16;        // what each warp of the gather brings next
+  static constexpr int TURN = LIST + 4 * LIST_WORDS * 4;
   static constexpr int FULL = (TURN + 4 + 7) / 8 * 8;  // two a stage, of parts by dims: the second has dims 256 to 512
   static constexpr int FREE = FULL + STAGES * 16;      // two a stage, of halves of the keys
   static constexpr int WEIGHTS_FULL = FREE + STAGES * 16;
@@ -58,32 +59,35 @@ DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread
 // ---- the gather -----------------------------------------------------------------------------------------------------
 
 template <class L>
-DEVICE void copy_keys(const Params& p, const Row& row, u32 shared, int index, int warp, int lane) {
+DEVICE void copy_keys(const Params& p, const Row& row, u32 shared, Stream stream, int warp, int lane) {
   using R = PlainRows<L::CHUNKS * 128>;
-  const int request = request_of(p, row);
+  const int request = uniform(request_of(p, row));
   hold(shared);
+  const u32 list = shared + L::LIST + warp * LIST_WORDS * 4;
   u32 place = own_place(shared + L::TILES, warp, lane);
   hold(place);
-  Key key = key_at<R>(p, row, row.first, request, index);
-  index = index_at(p, row, row.first + 1, warp, lane);
+  Chosen chosen = choose_keys(p, row, stream, list, false, warp, lane);
+  Place next = place_of(p, request, chosen);
   u32 stage = 0, parity = 1;
-  for (int turn = row.first; turn < row.last; ++turn) {
-    const OwnRows own = own_rows(key.row, lane);
-    const u32 alive = __ballot_sync(~0u, key.live), barrier = shared + L::FULL + stage * 16;
-    const Cache& cache = p.caches[turn + 1 >= row.main_turns];
-    const Place later = place_at(cache, request, index);
-    index = index_at(p, row, turn + 2, warp, lane);
+  bool odd = false;
+  for (bool last = false; !last;) {
+    last = chosen.last;
+    const u32 barrier = shared + L::FULL + stage * 16;
+    const OwnRows own = own_rows<R>(p, chosen, next);
+    if (!last) {
+      chosen = choose_keys(p, row, stream, list, odd ^= true, warp, lane);
+      next = place_of(p, request, chosen);
+    }
     mbarrier_wait(barrier + L::FREE - L::FULL + warp / 2 * 8, parity);
     if (lane == 0) {
-      store_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4, alive);
+      store_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4, own.alive | (last ? LAST_TURN : 0));
       mbarrier_arrive(barrier);
     }
     const u32 to = place + stage * L::TILE;
-    copy_chunks<8, L::CHUNKS>(own, to), copy_chunks<0, 4>(own, to);
+    copy_chunks<8, L::CHUNKS>(own, to, lane), copy_chunks<0, 4>(own, to, lane);
     arrive_when_copied(barrier);
-    copy_chunks<4, 8>(own, to);
+    copy_chunks<4, 8>(own, to, lane);
     arrive_when_copied(barrier + 8);
-    key = key_of<R>(p, cache, later);
     if (++stage == L::STAGES) stage = 0, parity ^= 1;
   }
 }
@@ -101,8 +105,8 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
   bool seen = false;  // whether a key counted, and with it the references
-  const int turns = turns_of(row);
-  for (int i = 0, stage = 0, parity = 0; i < turns; ++i) {
+  bool last = false;
+  for (int i = 0, stage = 0, parity = 0; !last; ++i) {
     const u32 full = shared + L::FULL + stage * 16;
     const u64 keys = tile_descriptor(shared + L::TILES + stage * L::TILE, 1024, 16);
     float s[TILES * 4];
@@ -125,7 +129,8 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
 #pragma unroll
     for (int chunk = 4; chunk < 8; ++chunk) multiply(chunk, true);
     wgmma_commit();
-    const u32 alive = load_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4);
+    const u32 live = load_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4), alive = live & 0xffff;
+    last = uniform(live) >= LAST_TURN;
     float2 reference[TILES];
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
@@ -162,7 +167,7 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
       store_matrices_transposed(weights_row + j * 1024, pack_bfloat16(s[4 * j], s[4 * j + 1]),
                                 pack_bfloat16(s[4 * j + 2], s[4 * j + 3]), pack_bfloat16(s[4 * j + 4], s[4 * j + 5]),
                                 pack_bfloat16(s[4 * j + 6], s[4 * j + 7]));
-    if (thread == 0) store_shared_4(shared + L::TURN, moves ? MOVED : USUAL);
+    if (thread == 0) store_shared_4(shared + L::TURN, (moves ? MOVED : USUAL) | (live & LAST_TURN));
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, lane);
     if (++stage == L::STAGES) stage = 0, parity ^= 1;
@@ -196,11 +201,13 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
 #pragma unroll
     for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
-  const int turns = turns_of(row);
-  for (int i = 0, stage = 0; i < turns; ++i) {
+  bool last = false;
+  for (int i = 0, stage = 0; !last; ++i) {
     mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
     fence_async_shared();
-    if (load_shared_4(shared + L::TURN) != USUAL) {
+    const u32 turn = load_shared_4(shared + L::TURN);
+    last = uniform(turn) >= LAST_TURN;
+    if ((turn & 0xff) != USUAL) {
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
@@ -245,8 +252,8 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   const Row row = this_row(p);
   if (row.token >= p.num_tokens) return;
-  int index = -1;
-  if (warpgroup == 3) index = index_at(p, row, row.first, thread >> 5, thread & 31);
+  Stream stream;
+  if (warpgroup == 3) stream = begin_stream(p, row, thread >> 5, thread & 31);
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::STAGES; ++i) {
       // of the gather's threads, and of those that tell which keys count
@@ -265,7 +272,7 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
   if (warpgroup == 3) {
     fewer_registers<40>();
     launch_dependents();
-    copy_keys<L>(p, row, shared, index, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
+    copy_keys<L>(p, row, shared, stream, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
     stand_by<L>(p, row, shared, true, thread);
     wait_for_prerequisites();
     return;

@@ -311,17 +311,6 @@ DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 sh
   finish<L, 8>(p, row, shared, half * 4 + warp, lane);
 }
 
-// The results of a row without keys, by both warpgroups.
-template <class L>
-DEVICE void clear_row(const Params& p, const Row& row) {
-  const int thread = threadIdx.x, first_head = row.tile * L::HEADS, heads = min(p.num_heads - first_head, L::HEADS);
-  u16* const out = out_row(p, row, first_head) + thread % 64 * 8;
-#pragma unroll 1
-  for (int head = thread / 64; head < heads; head += 4)
-    store_streaming_16(out + head * p.out_head_stride, make_uint4(0, 0, 0, 0));
-  if (thread < heads) p.lse[row.token * p.lse_token_stride + (first_head + thread) * p.lse_head_stride] = -INFINITY;
-}
-
 // The end of a row that another may follow. Both warpgroups come here.
 template <class L>
 DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
@@ -364,9 +353,14 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
 // The turns of a row that warpgroup w owns, and its half of the other's. The same code for both warpgroups:
 // instructions come from memory at first. The other's turn stands in front of the last scores, whose keys come last.
 template <class L, bool WALK>
-DEVICE void attend_row(const Params& p, State& state, const Places& at, u32 shared, int w, int turns, u32& own_parity,
+DEVICE void attend_row(const Params& p, State& state, const Places& at, u32 shared, int w, u32& own_parity,
                        u32& other_parity, int lane) {
-  for (int turn = w; turn < turns; turn += 2) {
+  int end = 0, turn = w;  // 1: this warpgroup has had the last turn, 2: the other one has it
+  if (w) {
+    mbarrier_wait(full_barrier<L>(shared, 0, FAR), other_parity);
+    end = end_of_row<L>(shared, 0) & 1 ? 2 : 0;
+  }
+  for (; !end; turn += 2) {
     float s[32];
     u32 weights[16];
     multiply_queries<L, L::FIRST>(s, state, shared, w, own_parity);
@@ -376,6 +370,7 @@ DEVICE void attend_row(const Params& p, State& state, const Places& at, u32 shar
       other_parity ^= 1;
     }
     multiply_queries<L, FAR>(s, state, shared, w, own_parity);
+    end = end_of_row<L>(shared, w);
     if (turn) release_values<L, FAR, 1>(shared, w ^ 1, lane);
     const bool all = all_live<L>(shared, w);
     wgmma_wait<0>();
@@ -383,17 +378,17 @@ DEVICE void attend_row(const Params& p, State& state, const Places& at, u32 shar
     hold(s);
     hold(state.query);
     if (L::FIRST == ROPE) warp_arrive(free_barrier<L>(shared, w, ROPE, 0), lane);
-    if (WALK && turn + 2 >= turns) warp_arrive(shared + L::QUERY_FREE, lane);
+    if (WALK && end == 1) warp_arrive(shared + L::QUERY_FREE, lane);
     soften<L>(p, state, s, weights, at, shared, w, all, turn == 0, lane);
     add_own<L>(state, weights, shared, w, lane, turn == 0);
     own_parity ^= 1;
   }
-  if (turns && (turns & 1) == w) {  // the last turn was the other's
-    add_other<L>(state, at, shared, w, other_parity, turns == 1);
-    other_parity ^= 1;
-    release_values<L, FAR, 0>(shared, w ^ 1, lane);
-    hold(state.o);
-  }
+  if (end == 1) return;
+  if (WALK) warp_arrive(shared + L::QUERY_FREE, lane);
+  add_other<L>(state, at, shared, w, other_parity, turn == 1);
+  other_parity ^= 1;
+  release_values<L, FAR, 0>(shared, w ^ 1, lane);
+  hold(state.o);
 }
 
 DEVICE void begin_row(State& state) {
@@ -418,41 +413,29 @@ DEVICE void attend_cluster(const Params& p, u32 shared) {
   bring_first_queries<L>(p, row, state, shared);
   begin_row(state);
   const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31,
-            half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4, turns = turns_of(row);
+            half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
   u32 own_parity = 0, other_parity = 0;
   mbarrier_wait(shared + L::QUERY_FULL, 0);
   const Places at = places_of<L>(shared, half, warp, lane);
-  attend_row<L, false>(p, state, at, shared, half, turns, own_parity, other_parity, lane);
-  if (turns == 0)
-#pragma unroll
-    for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
+  attend_row<L, false>(p, state, at, shared, half, own_parity, other_parity, lane);
   finish_cluster<L>(p, row, state, shared, half, head, warp, lane);
 }
 
 template <class L>
 DEVICE void attend_rows(const Params& p, u32 shared) {
-  u32 own_parity = 0, other_parity = 0, query_parity = 0, row_parity = 0;
+  u32 own_parity = 0, other_parity = 0, row_parity = 0;
   State state;
   int n = blockIdx.x;
   bring_first_queries<L>(p, row_at(p, n), state, shared);
-  for (bool first = true;; first = false) {
-    int turns;
-    {
-      const Row row = row_at(p, n);
-      if (row.token >= p.num_tokens) break;
-      turns = turns_of(row);
-    }
+  while (row_at(p, n).token < p.num_tokens) {
     begin_row(state);
     // Code that runs once a row is the same for both warpgroups: instruction caches do not hold a kernel this long.
     {
       const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = lane_here(),
                 half = __shfl_sync(~0u, threadIdx.x >> 7, 0);
       const Places at = places_of<L>(shared, half, warp, lane);
-      const bool queries = first || turns;  // brought; whoever has no turn gives them back
-      if (queries) mbarrier_wait(shared + L::QUERY_FULL, query_parity);
-      query_parity ^= queries;
-      if (queries && turns <= half) warp_arrive(shared + L::QUERY_FREE, lane);
-      attend_row<L, true>(p, state, at, shared, half, turns, own_parity, other_parity, lane);
+      mbarrier_wait(shared + L::QUERY_FULL, row_parity);
+      attend_row<L, true>(p, state, at, shared, half, own_parity, other_parity, lane);
     }
     hold(n);
     {
@@ -462,12 +445,9 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
       n += gridDim.x;
       const Row next = row_at(p, n);
       if (next.token < p.num_tokens) load_query_fragments<L>(p, next, state, half, head, lane % 4);
-      if (turns)
-        finish_row<L>(p, row, state, shared, row_parity, half, head, warp, lane);
-      else
-        clear_row<L>(p, row);
+      finish_row<L>(p, row, state, shared, row_parity, half, head, warp, lane);
     }
-    row_parity ^= turns != 0;
+    row_parity ^= 1;
   }
 }
 
@@ -482,6 +462,7 @@ DEVICE void init_barriers(u32 shared) {
       int arrivals = 128;  // of the gather's threads
       if (barrier < L::FREE && (barrier - L::FULL) / 8 % GROUPS == NEAR)
         arrivals = 132;  // and who tells which keys count
+      if (barrier < L::FREE && (barrier - L::FULL) / 8 % GROUPS == FAR) arrivals = 129;  // and which turn is the last
       if (barrier >= L::FREE && barrier < L::QUERY_FULL) arrivals = 4 * ARRIVALS_OF_A_WARP;
       if (barrier == L::QUERY_FREE) arrivals = 8 * ARRIVALS_OF_A_WARP;
       if (barrier == L::STATES_FULL || barrier == L::PACKETS_FULL) arrivals = 1;
@@ -500,16 +481,16 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   Row row;
-  GatherStart start;
-  if (warpgroup == 2) start = gather_start(p, row = row_at(p, blockIdx.x), thread >> 5, thread & 31);
+  Stream stream;
+  if (warpgroup == 2) stream = begin_stream(p, row = row_at(p, blockIdx.x), thread >> 5, thread & 31);
   init_barriers<L>(shared);
   if (warpgroup == 2) {
-    fewer_registers<40>();
+    fewer_registers<56>();
     launch_dependents();
-    gather_rows<L>(p, row, start, shared, thread);
+    gather_rows<L>(p, row, stream, shared, thread);
     wait_for_prerequisites();
   } else {
-    more_registers<232>();
+    more_registers<224>();
     attend_rows<L>(p, shared);
   }
 }
@@ -524,12 +505,12 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (token_of(p) >= p.num_tokens) return;
   Row row;
-  GatherStart start;
-  if (warpgroup == 2) start = gather_start(p, row = this_row(p), thread >> 5, thread & 31);
+  Stream stream;
+  if (warpgroup == 2) stream = begin_stream(p, row = this_row(p), thread >> 5, thread & 31);
   init_barriers<L>(shared);
   if (warpgroup == 2) {
-    fewer_registers<40>();
-    gather_row<L>(p, row, start, shared, thread);
+    fewer_registers<56>();
+    gather_row<L>(p, row, stream, shared, thread);
     launch_dependents();
     stand_by<L>(p, row, shared, true, thread);
     weigh_parts<L>(p, row, shared, thread);
@@ -537,7 +518,7 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
     warp_arrive(shared + L::OWN_FULL, thread % 32);
     wait_for_prerequisites();
   } else {
-    more_registers<232>();
+    more_registers<224>();
     attend_cluster<L>(p, shared);
   }
 }

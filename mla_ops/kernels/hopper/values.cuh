@@ -86,14 +86,13 @@ DEVICE u32 scaled_pair(float a, float b, float factor) {
 
 // The factor of each of a warp's 16 heads, in both halves of it, from the sums that `score` left, and their lse.
 template <class L>
-DEVICE float factors_of(const Params& p, const Row& row, u32 shared, int turns, u32 row_parity, bool reports, int warp,
-                        int lane) {
+DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_parity, bool reports, int warp, int lane) {
   const int head = warp * 16 + lane % 16, global_head = row.tile * L::HEADS + head;
   const bool there = global_head < p.num_heads;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
   mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
   const u32 turn = load_shared_4(shared + L::TURN),
-            sums = place_of_sums<L>(shared, turns && (turn & 0xff) != WIDE, turn >> 8);
+            sums = place_of_sums<L>(shared, (turn & 0xff) != WIDE, turn >> 8 & 0xff);
   const float total = sum_of<L::HEADS>(sums, head);
   const float reference = load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   __syncwarp();
@@ -180,13 +179,10 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   const u64 values = tile_descriptor(shared + L::VALUES, 1024, KEYS * 128);
-  const int turns = turns_of(row);
   bool open = false, was_wide = false;
   int& i = at.turn;
   int stage = 0;
-  for (int left = turns; left > 0; --left, next_turn<L::HALVES>(at)) {
-    // Its values' place is free when the result has left.
-    const bool last = WALK && (HEADS_BY_DIMS || half == 0) && left == 1;
+  for (bool ends = false; !ends; next_turn<L::HALVES>(at)) {
     const int slot = half_of<L::HALVES>(at, half).slot;
     stage = at.half;
     // Made before the weights are there: the scores of the next turn wait for what comes after.
@@ -196,6 +192,9 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
     fence_async_shared();  // of values and weights: those that make them have no time for it
     const u32 turn = load_shared_4(shared + L::TURN);
+    ends = uniform(turn) >= LAST_TURN;
+    // Its values' place is free when the result has left.
+    const bool last = WALK && (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
@@ -206,7 +205,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
         const float* table = wide_table<L>(shared_pointer, at);
 #pragma unroll 1
         for (int key = 0; key < KEYS; key += 16, table += 16 * HEADS) {
-          const int keys = slot_of<L::SLOTS>(turn >> 8, key);
+          const int keys = slot_of<L::SLOTS>(turn >> 8 & 0xff, key);
           const unsigned char *raw = shared_pointer + L::RAW + keys * L::RAW_SLOT,
                               *scales = shared_pointer + L::SCALES + keys * L::SCALES_SLOT;
           if constexpr (HEADS_BY_DIMS)
@@ -216,7 +215,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
         }
         named_barrier<VALUES_BARRIER, 256>();
         if (arrives(lane)) {
-          if (half == 0) mbarrier_arrive(shared + L::RAW_FREE + slot_of<L::SLOTS>(turn >> 8, warp * 16) * 8);
+          if (half == 0) mbarrier_arrive(shared + L::RAW_FREE + slot_of<L::SLOTS>(turn >> 8 & 0xff, warp * 16) * 8);
           if (!last) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
           if (HEADS < 64) mbarrier_arrive(shared + L::WEIGHTS_FREE);
         }
@@ -225,7 +224,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     }
     // The first half of 64 heads arrives behind its products, which the next turn's values would wait for; the other
     // one is about to wait anyway.
-    if (LAUNCH == Launch::CLUSTERS && left == 1 && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
+    if (LAUNCH == Launch::CLUSTERS && ends && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
     // One after the other: the scores of the next turn then wait for fewer products of the tensor cores. In a wide turn
     // the first waits for the second.
     if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
@@ -243,7 +242,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       }
       if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
     }
-    if (LAUNCH == Launch::CLUSTERS && left == 1 && !open) cluster_arrive(), open = true;
+    if (LAUNCH == Launch::CLUSTERS && ends && !open) cluster_arrive(), open = true;
     wgmma_wait<1>();
     if (!last) warp_arrive(freed, lane);
     wgmma_wait<0>();
@@ -257,30 +256,20 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     const int worker = opaque(thread);  // else addresses for the result stay in registers all the time
     float factor = 0.f;
     if constexpr (HEADS_BY_DIMS) {
-      factor = factors_of<L>(p, row, shared, turns, row_parity, half == 0, worker >> 5, worker & 31);
+      factor = factors_of<L>(p, row, shared, row_parity, half == 0, worker >> 5, worker & 31);
     } else {
       mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
     }
-    if (turns) {
-      if constexpr (HEADS_BY_DIMS) {
-        store_result<L>(p, row, shared, o, factor, half, worker);
-      } else {
-        named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
-        store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, o, half, worker);
-      }
-      if (HEADS_BY_DIMS || half == 0) {
-        __syncwarp();
-        const u32 freed = shared + L::VALUES_FREE + (HEADS_BY_DIMS ? half : stage) * 16;
-        warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
-      }
-      return;
+    if constexpr (HEADS_BY_DIMS) {
+      store_result<L>(p, row, shared, o, factor, half, worker);
+    } else {
+      named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
+      store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, o, half, worker);
     }
-    if (!HEADS_BY_DIMS) warp_arrive(shared + L::FACTORS_FREE, lane);
-    // The values' place is not this row's: zeros straight to memory.
-    for (int unit = half * 128 + worker; unit < HEADS * 64; unit += 256) {
-      const int global_head = row.tile * HEADS + unit / 64;
-      if (global_head < p.num_heads)
-        *reinterpret_cast<uint4*>(out_row(p, row, global_head) + unit % 64 * 8) = make_uint4(0, 0, 0, 0);
+    if (HEADS_BY_DIMS || half == 0) {
+      __syncwarp();
+      const u32 freed = shared + L::VALUES_FREE + (HEADS_BY_DIMS ? half : stage) * 16;
+      warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
     }
   } else {
     if (LAUNCH == Launch::CLUSTERS) {

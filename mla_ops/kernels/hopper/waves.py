@@ -16,7 +16,7 @@ import torch
 from ...formats import LATENT_DIM
 from ..alignment import aligned, is_aligned
 from . import merge_parts
-from .launch import SPLITS, CacheParams, Keys, Shape, launch, zero_row
+from .launch import SPLITS, CacheParams, Keys, Shape, launch
 
 WAVE_US = 1.0  # of another launch
 
@@ -109,7 +109,6 @@ def launch_waves(
     """All waves of a call, and the merge of those in parts. Copies stand in front of the first and behind the last."""
     q = aligned(q)
     target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    zeros = zero_row(q.device, keys)
     rest_out, rest_lse = target, lse
     buffers = []  # of all waves to the end: none is another's while that one runs
     before = 0
@@ -135,7 +134,6 @@ def launch_waves(
             req_id_per_token=req_id_per_token,
             out=own[0],
             lse=own[1],
-            zeros=zeros,
             programmatic=before > 0,
         )
         if shape.leaves_parts:
