@@ -32,6 +32,8 @@ from mla_ops.kernels.triton import (
     dense_attention,
     dense_attention_device,
     index,
+    indexer,
+    indexer_topk,
     merge,
     plan,
     sparse_attention,
@@ -100,6 +102,48 @@ def index_variants(capability: int) -> Iterator[Variant]:
     yield Variant("combine", index._combine_kernel, types, {"BLOCK": index.COMBINE_BLOCK})
     names = ("indices", "context_lens", "context_indices", "new_indices")
     yield Variant("filter", index._filter_kernel, dict.fromkeys(names, "*i32"), {"BLOCK": index.FILTER_BLOCK})
+
+
+def indexer_variants(capability: int) -> Iterator[Variant]:
+    ints = dict.fromkeys(
+        ("block_table", "seq_lens", "cu_seq_lens", "req_id_per_token", "lengths", "row_starts", "row_ends", "indices")
+        + ("valid_counts", "chosen", "places", "positions", "counts", "starts", "ends", "kept_indices", "best_indices"),
+        "*i32",
+    )
+    floats = dict.fromkeys(
+        ("weights", "q_weights", "k_scale", "out", "scores", "scratch", "kept_scores", "best_scores"), "*fp32"
+    )
+    types = {**ints, **floats, "slot_mapping": "*i64"}
+    for source, target in (("bf16", "u8"), ("fp32", "u8"), ("fp32", "bf16")):
+        given, constants = {**types, "k": f"*{source}", "index_cache": f"*{target}"}, {"FP8": target == "u8"}
+        name = f"write_index[{source} to {target}]"
+        yield Variant(name, indexer._write_kernel, given, constants, {"num_warps": 1})
+    for element in ("u8", "bf16"):
+        given = {**types, "k": f"*{element}", "index_cache": f"*{element}"}
+        constants = {"FP8": element == "u8", "ROWS": indexer.GATHER_ROWS}
+        yield Variant(f"gather_index[{element}]", indexer._gather_kernel, given, constants)
+    given = {**types, "q": "*bf16", "weights": "*bf16", "q_fp8": "*u8"}
+    yield Variant("quantize_index_query", indexer._quantize_kernel, given, {"HEADS": 16})
+    fp8_mode = "fp8" if capability >= 89 else "fp8 as fp16"
+    for (element, mode), heads in itertools.product((("u8", fp8_mode), ("bf16", "plain"), ("fp32", "fp32")), (32, 64)):
+        given = {**types, "q": f"*{element}", "k": f"*{element}", "index_cache": f"*{element}"}
+        constants = {"MODE": mode, "CLEAN": False, "HEADS": heads, "UNIT": 16}
+        constants["KEYS"] = indexer.SCORE_KEYS_FP32 if element == "fp32" else indexer.SCORE_KEYS
+        name = f"[{element}, {heads} heads]"
+        flat, warps = {**constants, "TOKENS": indexer.SCORE_TOKENS}, {"num_warps": indexer.score_warps(mode)}
+        yield Variant(f"indexer_flat{name}", indexer._flat_kernel, given, flat, warps)
+        paged = {**constants, "FP8": element == "u8"}
+        yield Variant(f"indexer_paged{name}", indexer._paged_kernel, given, paged, warps)
+    options = {"num_warps": indexer_topk.NUM_WARPS}
+    columns = {"COLUMNS": indexer_topk.COLUMNS}
+    yield Variant("topk[slots]", indexer_topk._topk_kernel, types, columns, options)
+    given = {**types, "block_table": "none"}
+    yield Variant("topk[columns]", indexer_topk._topk_kernel, given, columns, options)
+    yield Variant("topk_order", indexer_topk._order_kernel, types, {"RANKED": indexer_topk.RANKED})
+    yield Variant("topk_keep", indexer_topk._keep_kernel, types, {"BLOCK": 4096}, options)
+    yield Variant("topk_translate", indexer_topk._translate_kernel, types, {"BLOCK": 1024})
+    yield Variant("topk_merge", indexer_topk._merge_kernel, types, {"BLOCK": indexer_topk.COLUMNS}, options)
+    yield Variant("topk_ascend", indexer_topk._ascend_kernel, types, {"BLOCK": indexer_topk.RANKED})
 
 
 def compressor_variants(capability: int) -> Iterator[Variant]:
@@ -292,6 +336,7 @@ VARIANTS = (
     dense_attention_variants,
     dense_helper_variants,
     index_variants,
+    indexer_variants,
     merge_variants,
     paged_attention_variants,
     plan_variants,

@@ -1,0 +1,601 @@
+"""The lightning indexer in Triton: its cache, scores, choice. Cache bytes and choices are those of the reference."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...dispatch import Lowering
+from ...formats import geometry
+from .bfloat16 import narrow, widen
+from .common import INTERPRETED, capability, cdiv, sized_jit
+from .e4m3 import decode, encode, power_of_two_exponent
+from .indexer_topk import merge_topk, select_chunks, topk_indices
+
+GATHER_ROWS = 16
+# keys of a tile of scores, and query tokens that share a tile of flat keys
+SCORE_KEYS = 128
+SCORE_KEYS_FP32 = 32
+SCORE_TOKENS = 4
+
+
+@sized_jit(any_alignment=("slot_mapping",))
+def _write_kernel(
+    k,
+    index_cache,
+    slot_mapping,
+    num_slots: tl.int64,
+    block_size: tl.int32,
+    stride_k: tl.int64,
+    stride_block: tl.int64,
+    FP8: tl.constexpr,
+):
+    """Writes one index key. Grid: (rows,), one warp; the maximum is taken over bit patterns.
+
+    `stride_block` is in elements of the cache.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + row).to(tl.int64)
+    if (slot >= 0) & (slot < num_slots):
+        inner = tl.arange(0, 128)
+        value = tl.load(k + row * stride_k + inner)
+        block = index_cache + slot // block_size * stride_block
+        offset = slot % block_size
+        if FP8:
+            bits = widen(value).to(tl.int32, bitcast=True)
+            magnitude = bits & 0x7FFFFFFF
+            amax = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=0)
+            exponent = power_of_two_exponent(amax, -22)
+            tl.store(block + offset * 128 + inner, encode(bits, exponent).to(tl.uint8))
+            scale = (block + block_size.to(tl.int64) * 128 + offset * 4).to(tl.pointer_type(tl.int32))
+            tl.store(scale, (exponent + 127) << 23)
+        else:
+            if value.dtype != index_cache.dtype.element_ty:
+                value = narrow(widen(value), index_cache.dtype.element_ty)
+            tl.store(block + offset * 128 + inner, value)
+
+
+@sized_jit(any_alignment=("block_table", "seq_lens", "cu_seq_lens", "k_scale"))
+def _gather_kernel(
+    index_cache,
+    block_table,
+    seq_lens,
+    cu_seq_lens,
+    k,
+    k_scale,
+    num_rows: tl.int64,
+    num_requests: tl.int32,
+    search_steps: tl.int32,
+    max_blocks: tl.int32,
+    num_blocks: tl.int64,
+    block_size: tl.int32,
+    stride_block: tl.int64,
+    stride_table: tl.int64,
+    stride_k: tl.int64,
+    FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Copies ROWS keys of requests, each row's request found by bisection. Grid: (blocks of ROWS rows,)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    low = tl.zeros((ROWS,), tl.int32)
+    high = low + num_requests
+    for _ in range(search_steps):
+        middle = (low + high) >> 1
+        open_ = low < high
+        after = tl.load(cu_seq_lens + 1 + middle, mask=open_, other=0) <= row
+        low = tl.where(open_ & after, middle + 1, low)
+        high = tl.where(open_ & ~after, middle, high)
+    some = num_requests > 0
+    request = tl.maximum(tl.minimum(low, num_requests - 1), 0).to(tl.int64)
+    within = (row < num_rows) & some
+    position = row - tl.load(cu_seq_lens + request, mask=within, other=0)
+    readable = within & (position >= 0) & (position < tl.load(seq_lens + request, mask=within, other=0))
+    readable &= row < tl.load(cu_seq_lens + request + 1, mask=within, other=0)
+    column = position // block_size
+    readable &= column < max_blocks
+    block = tl.load(block_table + request * stride_table + column, mask=readable, other=-1).to(tl.int64)
+    readable &= (block >= 0) & (block < num_blocks)
+    inner = tl.arange(0, 128)
+    offset = position % block_size
+    start = index_cache + block * stride_block
+    value = tl.load((start + offset * 128)[:, None] + inner[None, :], mask=readable[:, None], other=0)
+    tl.store(k + (row * stride_k)[:, None] + inner[None, :], value, mask=(row < num_rows)[:, None])
+    scale = readable.to(tl.float32)
+    if FP8:
+        scales = (start + block_size.to(tl.int64) * 128 + offset * 4).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales, mask=readable, other=0.0)
+    tl.store(k_scale + row, scale, mask=row < num_rows)
+
+
+@sized_jit()
+def _quantize_kernel(
+    q,
+    weights,
+    q_fp8,
+    q_weights,
+    scale: tl.float32,
+    num_heads: tl.int32,
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_weights: tl.int64,
+    stride_fp8_token: tl.int64,
+    stride_fp8_head: tl.int64,
+    stride_q_weights: tl.int64,
+    HEADS: tl.constexpr,
+):
+    """Quantises HEADS query heads of one token. Grid: (tokens, blocks of heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    there = head < num_heads
+    inner = tl.arange(0, 128)
+    source = q + token * stride_q_token + (head * stride_q_head)[:, None] + inner[None, :]
+    bits = widen(tl.load(source, mask=there[:, None], other=0.0)).to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    exponent = power_of_two_exponent(tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1), -22)
+    target = q_fp8 + token * stride_fp8_token + (head * stride_fp8_head)[:, None] + inner[None, :]
+    tl.store(target, encode(bits, exponent[:, None]).to(tl.uint8), mask=there[:, None])
+    weight = widen(tl.load(weights + token * stride_weights + head, mask=there, other=0.0))
+    power = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    tl.store(q_weights + token * stride_q_weights + head, weight * scale * power, mask=there)
+
+
+@triton.jit
+def _operand(x, MODE: tl.constexpr):
+    """What goes into the dot: e4m3 as it is or as float16, exactly; in the interpreter float32."""
+    if MODE == "fp8":
+        value = x.to(tl.float8e4nv, bitcast=True)
+    elif MODE == "fp8 as fp16":
+        value = decode(x).to(tl.float16)
+    elif MODE == "fp8 as fp32":
+        value = decode(x)
+    elif MODE == "fp32":
+        value = widen(x)
+    else:
+        value = x
+    return value
+
+
+@triton.jit
+def _tile_scores(query, key, weight, MODE: tl.constexpr):
+    """`sum_h weight_h relu(query_h . key)` of `[HEADS, 128]` and `[KEYS, 128]` operands."""
+    product = tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=tl.float32)
+    return tl.sum(tl.where(product < 0, 0.0, product) * weight[:, None], 0)
+
+
+@sized_jit(any_alignment=("row_starts", "row_ends", "k_scale"))
+def _flat_kernel(
+    q,
+    k,
+    weights,
+    row_starts,
+    row_ends,
+    k_scale,
+    out,
+    num_tokens: tl.int32,
+    num_heads: tl.int32,
+    num_kv: tl.int32,
+    first_column: tl.int32,
+    num_columns: tl.int32,
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_k: tl.int64,
+    stride_weights: tl.int64,
+    stride_out: tl.int64,
+    MODE: tl.constexpr,
+    CLEAN: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Scores of KEYS flat keys for TOKENS query tokens, one token after the other over keys in registers.
+
+    Grid: (blocks of tokens, blocks of columns). Column j of `out` is key `first_column + j`. A token whose keys end
+    before the tile, or begin behind it, costs two loads. Strides of q and k are in UNITs.
+    """
+    column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+    key_row = first_column + column
+    there = (key_row < num_kv) & (column < num_columns)
+    inner = tl.arange(0, 128)
+    head = tl.arange(0, HEADS)
+    low = first_column + tl.program_id(1) * KEYS
+    first_token = tl.program_id(0) * TOKENS
+    last = 0
+    first = num_kv
+    for i in range(TOKENS):
+        token = tl.minimum(first_token + i, num_tokens - 1)
+        last = tl.maximum(last, tl.load(row_ends + token))
+        first = tl.minimum(first, tl.load(row_starts + token))
+    if CLEAN | ((last > low) & (first < low + KEYS)):
+        keys = k + (key_row.to(tl.int64) * (stride_k * UNIT))[:, None] + inner[None, :]
+        key = _operand(tl.load(keys, mask=there[:, None], other=0), MODE)
+        scale = tl.full((KEYS,), 1.0, tl.float32)
+        if k_scale is not None:
+            scale = tl.load(k_scale + key_row, mask=there, other=0.0)
+        for i in range(TOKENS):
+            token = (first_token + i).to(tl.int64)
+            if token < num_tokens:
+                start = tl.load(row_starts + token)
+                end = tl.load(row_ends + token)
+                target = out + token * stride_out + column
+                within = there & (key_row >= start) & (key_row < end)
+                if (end > low) & (start < low + KEYS):
+                    source = q + token * (stride_q_token * UNIT) + (head * (stride_q_head * UNIT))[:, None]
+                    source += inner[None, :]
+                    query = _operand(tl.load(source, mask=(head < num_heads)[:, None], other=0), MODE)
+                    weight = tl.load(weights + token * stride_weights + head, mask=head < num_heads, other=0.0)
+                    score = _tile_scores(query, key, weight, MODE) * scale
+                    tl.store(target, score, mask=within)
+                if CLEAN:
+                    tl.store(target, tl.full((KEYS,), float("-inf"), tl.float32), mask=(column < num_columns) & ~within)
+
+
+@sized_jit(any_alignment=("lengths", "block_table", "req_id_per_token"))
+def _paged_kernel(
+    q,
+    index_cache,
+    weights,
+    lengths,
+    block_table,
+    req_id_per_token,
+    out,
+    num_heads: tl.int32,
+    num_requests: tl.int32,
+    max_blocks: tl.int32,
+    num_blocks: tl.int64,
+    block_size: tl.int32,
+    first_column: tl.int32,
+    num_columns: tl.int32,
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_block: tl.int64,
+    stride_weights: tl.int64,
+    stride_table: tl.int64,
+    stride_out: tl.int64,
+    MODE: tl.constexpr,
+    FP8: tl.constexpr,
+    CLEAN: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Scores of KEYS positions of one token's request.
+
+    Grid: (tokens, blocks of columns). Column j of `out` is position `first_column + j`. Programs behind the token's
+    length leave at once.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+    position = first_column + column
+    request = tl.load(req_id_per_token + token)
+    known = (request >= 0) & (request < num_requests)
+    length = tl.where(known, tl.load(lengths + token), 0)
+    within = (position < length) & (position < max_blocks.to(tl.int64) * block_size) & (column < num_columns)
+    target = out + token * stride_out + column
+    if first_column + tl.program_id(1) * KEYS < length:
+        inner = tl.arange(0, 128)
+        head = tl.arange(0, HEADS)
+        table = block_table + request.to(tl.int64) * stride_table
+        block = tl.load(table + position // block_size, mask=within, other=-1).to(tl.int64)
+        readable = within & (block >= 0) & (block < num_blocks)
+        start = index_cache + block * (stride_block * UNIT)
+        offset = position % block_size
+        keys = (start + offset * 128)[:, None] + inner[None, :]
+        key = _operand(tl.load(keys, mask=readable[:, None], other=0), MODE)
+        source = q + token * (stride_q_token * UNIT) + (head * (stride_q_head * UNIT))[:, None] + inner[None, :]
+        query = _operand(tl.load(source, mask=(head < num_heads)[:, None], other=0), MODE)
+        weight = tl.load(weights + token * stride_weights + head, mask=head < num_heads, other=0.0)
+        score = _tile_scores(query, key, weight, MODE)
+        if FP8:
+            scales = (start + block_size.to(tl.int64) * 128 + offset * 4).to(tl.pointer_type(tl.float32))
+            score *= tl.load(scales, mask=readable, other=0.0)
+        tl.store(target, tl.where(readable, score, float("-inf")), mask=within)
+    if CLEAN:
+        tl.store(target, tl.full((KEYS,), float("-inf"), tl.float32), mask=(column < num_columns) & ~within)
+
+
+def write_index_cache(
+    k: torch.Tensor, index_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str
+) -> None:
+    num_blocks, block_size, _, _ = geometry(index_cache, cache_format)
+    num_rows = min(slot_mapping.shape[0], k.shape[0])
+    if num_rows == 0:
+        return
+    _write_kernel[(num_rows,)](
+        k,
+        index_cache,
+        slot_mapping,
+        num_blocks * block_size,
+        block_size,
+        k.stride(0),
+        index_cache.stride(0),
+        FP8=cache_format == "fp8_index",
+        num_warps=1,
+    )
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """e4m3 as uint8; other types as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def gather_index_cache(
+    index_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    cache_format: str,
+    num_tokens: int,
+    *,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+) -> None:
+    if num_tokens == 0:
+        return
+    num_blocks, block_size, _, _ = geometry(index_cache, cache_format)
+    num_requests, max_blocks = block_table.shape
+    _gather_kernel[(cdiv(num_tokens, GATHER_ROWS),)](
+        index_cache,
+        block_table,
+        seq_lens,
+        cu_seq_lens,
+        as_bytes(k),
+        k_scale,
+        num_tokens,
+        num_requests,
+        num_requests.bit_length(),
+        max_blocks,
+        num_blocks,
+        block_size,
+        index_cache.stride(0),
+        block_table.stride(0),
+        k.stride(0),
+        FP8=cache_format == "fp8_index",
+        ROWS=GATHER_ROWS,
+        num_warps=4,
+    )
+
+
+def quantize_index_query(
+    q: torch.Tensor, weights: torch.Tensor, scale: float, *, q_fp8: torch.Tensor, q_weights: torch.Tensor
+) -> None:
+    num_tokens, num_heads, _ = q.shape
+    if num_tokens * num_heads == 0:
+        return
+    _quantize_kernel[(num_tokens, cdiv(num_heads, 16))](
+        q,
+        weights,
+        as_bytes(q_fp8),
+        q_weights,
+        scale,
+        num_heads,
+        q.stride(0),
+        q.stride(1),
+        weights.stride(0),
+        q_fp8.stride(0),
+        q_fp8.stride(1),
+        q_weights.stride(0),
+        HEADS=16,
+        num_warps=4,
+    )
+
+
+def operand_mode(dtype: torch.dtype, device: torch.device) -> str:
+    """How operands come into the dot: see `_operand`."""
+    if dtype == torch.float8_e4m3fn:
+        if INTERPRETED:
+            return "fp8 as fp32"
+        return "fp8" if capability(device) >= (8, 9) else "fp8 as fp16"
+    return "fp32" if INTERPRETED or dtype == torch.float32 else "plain"
+
+
+def tile_keys(dtype: torch.dtype) -> int:
+    """Keys of a tile of scores: float32 operands, which no tensor core takes, would spill at more."""
+    return SCORE_KEYS_FP32 if dtype == torch.float32 else SCORE_KEYS
+
+
+def score_warps(mode: str) -> int:
+    """Warps of a tile of scores: e4m3 that becomes float16 in registers spills in four."""
+    return 8 if mode == "fp8 as fp16" else 4
+
+
+def in_units(*strides: int) -> tuple[int, list[int]]:
+    """Strides in units of 16 elements where they all are, so that rows are known to be aligned and load in vectors."""
+    unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+    return unit, [stride // unit for stride in strides]
+
+
+def padded_heads(num_heads: int) -> int:
+    return max(16, triton.next_power_of_2(num_heads))
+
+
+def score_flat(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    first_column: int = 0,
+    clean: bool = False,
+) -> None:
+    """Scores of keys `first_column` and on, as many as `out` has columns."""
+    num_tokens, num_heads, _ = q.shape
+    num_columns = out.shape[1]
+    if num_tokens * num_columns == 0:
+        return
+    keys, mode = tile_keys(q.dtype), operand_mode(q.dtype, q.device)
+    unit, strides = in_units(q.stride(0), q.stride(1), k.stride(0))
+    _flat_kernel[(cdiv(num_tokens, SCORE_TOKENS), cdiv(num_columns, keys))](
+        as_bytes(q),
+        as_bytes(k),
+        weights,
+        row_starts,
+        row_ends,
+        k_scale,
+        out,
+        num_tokens,
+        num_heads,
+        k.shape[0],
+        first_column,
+        num_columns,
+        *strides,
+        weights.stride(0),
+        out.stride(0),
+        MODE=mode,
+        CLEAN=clean,
+        HEADS=padded_heads(num_heads),
+        KEYS=keys,
+        UNIT=unit,
+        TOKENS=SCORE_TOKENS,
+        num_warps=score_warps(mode),
+    )
+
+
+def score_paged(
+    q: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    cache_format: str,
+    out: torch.Tensor,
+    *,
+    first_column: int = 0,
+    clean: bool = False,
+) -> None:
+    """Scores of positions `first_column` and on, as many as `out` has columns."""
+    num_tokens, num_heads, _ = q.shape
+    num_columns = out.shape[1]
+    if num_tokens * num_columns == 0:
+        return
+    num_blocks, block_size, _, _ = geometry(index_cache, cache_format)
+    num_requests, max_blocks = block_table.shape
+    keys, mode = tile_keys(q.dtype), operand_mode(q.dtype, q.device)
+    unit, strides = in_units(q.stride(0), q.stride(1), index_cache.stride(0))
+    _paged_kernel[(num_tokens, cdiv(num_columns, keys))](
+        as_bytes(q),
+        index_cache,
+        weights,
+        lengths,
+        block_table,
+        req_id_per_token,
+        out,
+        num_heads,
+        num_requests,
+        max_blocks,
+        num_blocks,
+        block_size,
+        first_column,
+        num_columns,
+        *strides,
+        weights.stride(0),
+        block_table.stride(0),
+        out.stride(0),
+        MODE=mode,
+        FP8=cache_format == "fp8_index",
+        CLEAN=clean,
+        HEADS=padded_heads(num_heads),
+        KEYS=keys,
+        UNIT=unit,
+        num_warps=score_warps(mode),
+    )
+
+
+def indexer_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    clean: bool = False,
+    out: torch.Tensor,
+) -> None:
+    score_flat(q, k, weights, row_starts, row_ends, k_scale, out, clean=clean)
+
+
+def paged_indexer_logits(
+    q: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    max_length: int,
+    cache_format: str,
+    *,
+    clean: bool = False,
+    out: torch.Tensor,
+) -> None:
+    score_paged(q, index_cache, weights, lengths, block_table, req_id_per_token, cache_format, out, clean=clean)
+
+
+def select_keys(
+    q: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    topk: int,
+    cache_format: str,
+    *,
+    translate: bool = False,
+    indices: torch.Tensor,
+    valid_counts: torch.Tensor,
+) -> None:
+    if q.shape[0] == 0:
+        return
+    _, block_size, _, _ = geometry(index_cache, cache_format)
+    num_requests, max_blocks = block_table.shape
+    capacity = max_blocks * block_size
+    known = (req_id_per_token >= 0) & (req_id_per_token < num_requests)
+    ends = torch.where(known, lengths, 0).clamp(min=0, max=capacity)
+
+    def score(out: torch.Tensor, first_column: int) -> None:
+        requests = block_table, req_id_per_token
+        score_paged(q, index_cache, weights, ends, *requests, cache_format, out, first_column=first_column)
+
+    slots = {"block_table": block_table, "req_id_per_token": req_id_per_token, "block_size": block_size}
+    select_chunks(
+        score, torch.zeros_like(ends), ends, capacity, topk, indices, valid_counts, slots if translate else {}
+    )
+
+
+def select_keys_flat(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    topk: int,
+    *,
+    k_scale: torch.Tensor | None = None,
+    indices: torch.Tensor,
+    valid_counts: torch.Tensor,
+) -> None:
+    if q.shape[0] == 0:
+        return
+    starts, ends = (rows.clamp(min=0, max=k.shape[0]) for rows in (row_starts, row_ends))
+
+    def score(out: torch.Tensor, first_column: int) -> None:
+        score_flat(q, k, weights, starts, ends, k_scale, out, first_column=first_column)
+
+    select_chunks(score, starts, ends, k.shape[0], topk, indices, valid_counts, {})
+
+
+LOWERINGS = {
+    "write_index_cache": Lowering(write_index_cache),
+    "gather_index_cache": Lowering(gather_index_cache),
+    "quantize_index_query": Lowering(quantize_index_query),
+    "indexer_logits": Lowering(indexer_logits),
+    "paged_indexer_logits": Lowering(paged_indexer_logits),
+    "topk_indices": Lowering(topk_indices),
+    "select_keys": Lowering(select_keys),
+    "select_keys.flat": Lowering(select_keys_flat),
+    "merge_topk": Lowering(merge_topk),
+}

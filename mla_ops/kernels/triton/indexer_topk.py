@@ -1,0 +1,523 @@
+"""Exact, deterministic top-k of rows of scores in Triton: a radix select by one program a row.
+
+A score becomes a 32-bit number of the same order. Four passes over the row fix the k-th largest number digit by digit:
+each counts, in 256 bins, the next 8 bits of the scores that agree with the digits so far. A last pass goes through the
+columns in order and keeps what is above that number, and as many of its equals as are still wanted, by running counts.
+Counts do not depend on the order of additions, so that neither does a result. Nothing overflows: bins are counters.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import cdiv, sized_jit
+
+# columns that a program looks at in one go; 8 a thread
+COLUMNS = 2048
+NUM_WARPS = 8
+# entries that a program of the ordering kernel ranks
+RANKED = 128
+# of scores, candidates and counters that a row of `select_keys` holds beside its result
+ROW_BYTES = 64 * 1024
+# as in a tile of scores
+CHUNK_UNIT = 128
+
+
+@triton.jit
+def _order(score):
+    """float32 to int32 of the same order; -0.0 is +0.0, NaN is below -inf."""
+    bits = score.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    bits = tl.where(magnitude == 0, 0, bits)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(magnitude > 0x7F800000, -0x80000000, order)
+
+
+@triton.jit
+def _ranked(score, position):
+    """Scores and positions to unsigned 64 bits of the same order: of equal scores, the lowest position is highest."""
+    high = (_order(score) ^ -0x80000000).to(tl.uint32, bitcast=True).to(tl.uint64)
+    return (high << 32) | (0x7FFFFFFF - position).to(tl.uint32, bitcast=True).to(tl.uint64)
+
+
+@triton.jit
+def _threshold(row, start, end, topk, COLUMNS: tl.constexpr):
+    """The `topk`-th largest number of the columns `[start, end)`, which are more, and how many equals to keep."""
+    bins = tl.arange(0, 512)
+    prefix = tl.full((), 0, tl.uint32)
+    wanted = topk
+    for digit in tl.static_range(4):
+        shift = 24 - 8 * digit
+        counts = tl.zeros((512,), tl.int32)
+        for first in range(start, end, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            valid = column < end
+            number = (_order(tl.load(row + column, mask=valid, other=0.0)) ^ -0x80000000).to(tl.uint32, bitcast=True)
+            if digit > 0:
+                valid &= (number >> (shift + 8)) == prefix
+            place = ((number >> shift) & 0xFF).to(tl.int32)
+            counts += tl.histogram(tl.where(valid, place, 256), 512)
+        counts = tl.where(bins < 256, counts, 0)
+        above = tl.cumsum(counts, 0, reverse=True)
+        chosen = tl.sum(((above >= wanted) & (bins < 256)).to(tl.int32), 0) - 1
+        wanted -= tl.sum(tl.where(bins > chosen, counts, 0), 0)
+        prefix = (prefix << 8) | chosen.to(tl.uint32)
+    return prefix.to(tl.int32, bitcast=True) ^ -0x80000000, wanted
+
+
+@triton.jit
+def _slot(position, wanted, table, known, max_blocks, block_size):
+    """Slots of positions by one request's block table, -1 where there is none."""
+    column = position // block_size
+    there = wanted & known & (position >= 0) & (column < max_blocks)
+    block = tl.load(table + column, mask=there, other=-1).to(tl.int64)
+    slot = block * block_size + position % block_size
+    return tl.where(there & (block >= 0) & (slot <= 0x7FFFFFFF), slot, -1).to(tl.int32)
+
+
+@sized_jit(any_alignment=("row_starts", "row_ends", "block_table", "req_id_per_token", "indices", "valid_counts"))
+def _topk_kernel(
+    scores,
+    row_starts,
+    row_ends,
+    block_table,
+    req_id_per_token,
+    indices,
+    valid_counts,
+    topk: tl.int32,
+    num_columns: tl.int32,
+    num_requests: tl.int32,
+    max_blocks: tl.int32,
+    block_size: tl.int32,
+    stride_scores: tl.int64,
+    stride_table: tl.int64,
+    stride_indices: tl.int64,
+    COLUMNS: tl.constexpr,
+):
+    """Writes the columns, or slots, of one row's largest scores in ascending order of columns.
+
+    Grid: (rows,). The row is read five times, from L2 after the first. Shared memory: 2 KB of bins.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    row = scores + token * stride_scores
+    target = indices + token * stride_indices
+    start = 0
+    end = num_columns
+    if row_starts is not None:
+        start = tl.minimum(tl.maximum(tl.load(row_starts + token), 0), num_columns)
+    if row_ends is not None:
+        end = tl.minimum(tl.maximum(tl.load(row_ends + token), 0), num_columns)
+    number = tl.maximum(end - start, 0)
+    known = True
+    table = block_table
+    if block_table is not None:
+        request = tl.load(req_id_per_token + token)
+        known = (request >= 0) & (request < num_requests)
+        table = block_table + tl.where(known, request, 0).to(tl.int64) * stride_table
+
+    least = -0x80000000
+    equals = topk
+    if number > topk:
+        least, equals = _threshold(row, start, end, topk, COLUMNS)
+    count = 0
+    same = 0
+    for first in range(start, end, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        valid = column < end
+        order = _order(tl.load(row + column, mask=valid, other=0.0))
+        equal = (valid & (order == least)).to(tl.int32)
+        rank_equal = same + tl.cumsum(equal, 0) - equal
+        kept = (valid & ((order > least) | ((equal > 0) & (rank_equal < equals)))).to(tl.int32)
+        place = count + tl.cumsum(kept, 0) - kept
+        value = column
+        if block_table is not None:
+            value = _slot(column, kept > 0, table, known, max_blocks, block_size)
+        tl.store(target + place, value, mask=kept > 0)
+        same += tl.sum(equal, 0)
+        count += tl.sum(kept, 0)
+    for first in range(count, topk, COLUMNS):
+        place = first + tl.arange(0, COLUMNS)
+        tl.store(target + place, tl.full((COLUMNS,), -1, tl.int32), mask=place < topk)
+    tl.store(valid_counts + token, count)
+
+
+@sized_jit(any_alignment=("chosen", "block_table", "req_id_per_token", "indices", "valid_counts"))
+def _order_kernel(
+    scores,
+    chosen,
+    block_table,
+    req_id_per_token,
+    indices,
+    valid_counts,
+    topk: tl.int32,
+    num_requests: tl.int32,
+    max_blocks: tl.int32,
+    block_size: tl.int32,
+    stride_scores: tl.int64,
+    stride_chosen: tl.int64,
+    stride_table: tl.int64,
+    stride_indices: tl.int64,
+    RANKED: tl.constexpr,
+):
+    """Puts chosen columns, which stand in ascending order, into the order of their scores; slots on request.
+
+    Grid: (rows, pieces of RANKED entries). An entry's place is the number of entries before it: those of a higher
+    score, and those of the same score on its left.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
+    count = tl.load(valid_counts + token)
+    row = scores + token * stride_scores
+    source = chosen + token * stride_chosen
+    there = entry < count
+    column = tl.load(source + entry, mask=there, other=0)
+    order = _order(tl.load(row + column, mask=there, other=0.0))
+    place = tl.zeros((RANKED,), tl.int32)
+    for first in range(0, count, RANKED):
+        other = first + tl.arange(0, RANKED)
+        left = tl.load(source + other, mask=other < count, other=0)
+        theirs = _order(tl.load(row + left, mask=other < count, other=0.0))[:, None]
+        before = (theirs > order[None, :]) | ((theirs == order[None, :]) & (other[:, None] < entry[None, :]))
+        place += tl.sum((before & (other < count)[:, None]).to(tl.int32), 0)
+    value = column
+    if block_table is not None:
+        request = tl.load(req_id_per_token + token)
+        known = (request >= 0) & (request < num_requests)
+        table = block_table + tl.where(known, request, 0).to(tl.int64) * stride_table
+        value = _slot(column, there, table, known, max_blocks, block_size)
+    target = indices + token * stride_indices
+    tl.store(target + place, value, mask=there)
+    tl.store(target + entry, tl.full((RANKED,), -1, tl.int32), mask=(entry >= count) & (entry < topk))
+
+
+@sized_jit(any_alignment=("indices", "kept_indices", "counts"))
+def _merge_kernel(
+    scores,
+    indices,
+    kept_scores,
+    kept_indices,
+    counts,
+    topk: tl.int32,
+    num_candidates: tl.int32,
+    stride_scores: tl.int64,
+    stride_indices: tl.int64,
+    stride_kept: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """Keeps the best candidates of one row, in the order in which they stand.
+
+    Grid: (rows,). As `_threshold`, on 64 bits: the score's number, then the complement of the position, so that no
+    two candidates are equal and eight digits fix the last one kept.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    bins = tl.arange(0, 512)
+    row = scores + token * stride_scores
+    source = indices + token * stride_indices
+    number_valid = 0
+    for first in range(0, num_candidates, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        index = tl.load(source + column, mask=column < num_candidates, other=-1)
+        number_valid += tl.sum((index >= 0).to(tl.int32), 0)
+    least = tl.full((), 0, tl.uint64)
+    if number_valid > topk:
+        wanted = topk
+        for digit in tl.static_range(8):
+            shift = 56 - 8 * digit
+            histogram = tl.zeros((512,), tl.int32)
+            for first in range(0, num_candidates, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                index = tl.load(source + column, mask=column < num_candidates, other=-1)
+                number = _ranked(tl.load(row + column, mask=column < num_candidates, other=0.0), index)
+                valid = index >= 0
+                if digit > 0:
+                    valid &= (number >> (shift + 8)) == least
+                place = ((number >> shift) & 0xFF).to(tl.int32)
+                histogram += tl.histogram(tl.where(valid, place, 256), 512)
+            histogram = tl.where(bins < 256, histogram, 0)
+            above = tl.cumsum(histogram, 0, reverse=True)
+            chosen = tl.sum(((above >= wanted) & (bins < 256)).to(tl.int32), 0) - 1
+            wanted -= tl.sum(tl.where(bins > chosen, histogram, 0), 0)
+            least = (least << 8) | chosen.to(tl.uint64)
+    count = 0
+    for first in range(0, num_candidates, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        index = tl.load(source + column, mask=column < num_candidates, other=-1)
+        score = tl.load(row + column, mask=column < num_candidates, other=0.0)
+        kept = ((index >= 0) & (_ranked(score, index) >= least)).to(tl.int32)
+        place = token * stride_kept + count + tl.cumsum(kept, 0) - kept
+        tl.store(kept_scores + place, score, mask=kept > 0)
+        tl.store(kept_indices + place, index, mask=kept > 0)
+        count += tl.sum(kept, 0)
+    tl.store(counts + token, count)
+
+
+@sized_jit(any_alignment=("kept_indices", "counts", "best_indices"))
+def _ascend_kernel(
+    kept_scores,
+    kept_indices,
+    counts,
+    best_scores,
+    best_indices,
+    topk: tl.int32,
+    stride_kept: tl.int64,
+    stride_scores: tl.int64,
+    stride_indices: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """Puts kept candidates into ascending order of position. Grid: (rows, pieces of BLOCK entries)."""
+    token = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(counts + token)
+    source = kept_indices + token * stride_kept
+    there = entry < count
+    index = tl.load(source + entry, mask=there, other=0)
+    score = tl.load(kept_scores + token * stride_kept + entry, mask=there, other=0.0)
+    place = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, count, BLOCK):
+        other = first + tl.arange(0, BLOCK)
+        theirs = tl.load(source + other, mask=other < count, other=0x7FFFFFFF)
+        before = (theirs[:, None] < index[None, :]) & (other < count)[:, None]
+        place += tl.sum(before.to(tl.int32), 0)
+    tl.store(best_scores + token * stride_scores + place, score, mask=there)
+    tl.store(best_indices + token * stride_indices + place, index, mask=there)
+    empty = (entry >= count) & (entry < topk)
+    tl.store(best_scores + token * stride_scores + entry, tl.full((BLOCK,), float("-inf"), tl.float32), mask=empty)
+    tl.store(best_indices + token * stride_indices + entry, tl.full((BLOCK,), -1, tl.int32), mask=empty)
+
+
+@sized_jit(any_alignment=("places", "positions", "counts", "starts", "ends", "row_starts", "row_ends"))
+def _keep_kernel(
+    scratch,
+    places,
+    positions,
+    counts,
+    starts,
+    ends,
+    row_starts,
+    row_ends,
+    topk: tl.int32,
+    first_column: tl.int32,
+    num_columns: tl.int32,
+    stride_scratch: tl.int64,
+    stride_places: tl.int64,
+    stride_positions: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """Makes the columns that `topk_indices` chose from a row of scratch the candidates of the next chunk.
+
+    Grid: (rows,). A row of scratch is `topk` columns, of which the last hold the candidates so far, ascending, and then
+    the chunk. All BLOCK entries are in registers before the first is written, so the row is rewritten in place.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, BLOCK)
+    count = tl.load(counts + token)
+    there = entry < count
+    begin = tl.load(row_starts + token)
+    row = scratch + token * stride_scratch
+    place = tl.load(places + token * stride_places + entry, mask=there, other=0)
+    score = tl.load(row + place, mask=there, other=0.0)
+    target = positions + token * stride_positions
+    held = tl.load(target + (place - begin), mask=there & (place < topk), other=-1)
+    position = tl.where(place < topk, held, first_column + place - topk)
+    start = tl.load(starts + token)
+    end = tl.load(ends + token)
+    tl.debug_barrier()
+    tl.store(row + (topk - count) + entry, score, mask=there)
+    tl.store(target + entry, tl.where(there, position, -1), mask=entry < topk)
+    # the next chunk
+    first = first_column + num_columns
+    fresh = tl.maximum(start - first, 0)
+    tl.store(row_starts + token, topk - count + tl.where(count > 0, 0, fresh))
+    tl.store(row_ends + token, topk + tl.maximum(tl.minimum(end - first, num_columns), 0))
+
+
+@sized_jit(any_alignment=("indices", "block_table", "req_id_per_token"))
+def _translate_kernel(
+    indices,
+    block_table,
+    req_id_per_token,
+    topk: tl.int32,
+    num_requests: tl.int32,
+    max_blocks: tl.int32,
+    block_size: tl.int32,
+    stride_indices: tl.int64,
+    stride_table: tl.int64,
+    BLOCK: tl.constexpr,
+):
+    """Positions to slots, in place. Grid: (rows, pieces of BLOCK entries)."""
+    token = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = entry < topk
+    position = tl.load(indices + token * stride_indices + entry, mask=there, other=-1)
+    request = tl.load(req_id_per_token + token)
+    known = (request >= 0) & (request < num_requests)
+    table = block_table + tl.where(known, request, 0).to(tl.int64) * stride_table
+    slot = _slot(position, there, table, known, max_blocks, block_size)
+    tl.store(indices + token * stride_indices + entry, slot, mask=there)
+
+
+def topk_indices(
+    scores: torch.Tensor,
+    topk: int,
+    *,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+    block_size: int = 0,
+    sorted: bool = False,
+    indices: torch.Tensor,
+    valid_counts: torch.Tensor,
+) -> None:
+    num_tokens, num_columns = scores.shape
+    if num_tokens == 0:
+        return
+    table = block_table
+    num_requests, max_blocks = (0, 0) if table is None else table.shape
+    table_stride = 0 if table is None else table.stride(0)
+    chosen = torch.empty_like(indices) if sorted else indices
+    _topk_kernel[(num_tokens,)](
+        scores,
+        row_starts,
+        row_ends,
+        None if sorted else table,
+        req_id_per_token,
+        chosen,
+        valid_counts,
+        topk,
+        num_columns,
+        num_requests,
+        max_blocks,
+        max(block_size, 1),
+        scores.stride(0),
+        table_stride,
+        chosen.stride(0),
+        COLUMNS=COLUMNS,
+        num_warps=NUM_WARPS,
+    )
+    if sorted:
+        _order_kernel[(num_tokens, cdiv(topk, RANKED))](
+            scores,
+            chosen,
+            table,
+            req_id_per_token,
+            indices,
+            valid_counts,
+            topk,
+            num_requests,
+            max_blocks,
+            max(block_size, 1),
+            scores.stride(0),
+            chosen.stride(0),
+            table_stride,
+            indices.stride(0),
+            RANKED=RANKED,
+            num_warps=4,
+        )
+
+
+def chunk_columns(topk: int) -> int:
+    """Columns of scores that a row may hold beside its candidates (a score and a place each) and four counters."""
+    return (ROW_BYTES - 8 * topk - 32) // (4 * CHUNK_UNIT) * CHUNK_UNIT
+
+
+def select_chunks(score, starts, ends, num_columns: int, topk: int, indices, valid_counts, slots) -> None:
+    """The best of `num_columns` columns, a chunk at a time.
+
+    `score(out, first_column)` fills a chunk. `slots` are the arguments of `topk_indices` that make columns slots.
+    """
+    num_tokens = indices.shape[0]
+    width = chunk_columns(topk)
+    if num_columns <= width:
+        scores = torch.empty(num_tokens, num_columns, device=indices.device)
+        score(scores, 0)
+        rows = {"row_starts": starts, "row_ends": ends}
+        topk_indices(scores, topk, **rows, **slots, indices=indices, valid_counts=valid_counts)
+        return
+    scratch = torch.empty(num_tokens, topk + width, device=indices.device)
+    places = torch.empty(num_tokens, topk, dtype=torch.int32, device=indices.device)
+    row_starts = starts.clamp(min=0, max=num_columns) + topk
+    row_ends = ends.clamp(min=0, max=width) + topk
+    for first in range(0, num_columns, width):
+        score(scratch[:, topk : topk + min(width, num_columns - first)], first)
+        rows = {"row_starts": row_starts, "row_ends": row_ends}
+        topk_indices(scratch, topk, **rows, indices=places, valid_counts=valid_counts)
+        _keep_kernel[(num_tokens,)](
+            scratch,
+            places,
+            indices,
+            valid_counts,
+            starts,
+            ends,
+            row_starts,
+            row_ends,
+            topk,
+            first,
+            width,
+            scratch.stride(0),
+            places.stride(0),
+            indices.stride(0),
+            BLOCK=triton.next_power_of_2(topk),
+            num_warps=8,
+        )
+    if slots:
+        _translate(indices, **slots)
+
+
+def _translate(
+    indices: torch.Tensor, block_table: torch.Tensor, req_id_per_token: torch.Tensor, block_size: int
+) -> None:
+    """Positions to slots, in place."""
+    num_tokens, topk = indices.shape
+    num_requests, max_blocks = block_table.shape
+    _translate_kernel[(num_tokens, cdiv(topk, 1024))](
+        indices,
+        block_table,
+        req_id_per_token,
+        topk,
+        num_requests,
+        max_blocks,
+        block_size,
+        indices.stride(0),
+        block_table.stride(0),
+        BLOCK=1024,
+        num_warps=4,
+    )
+
+
+def merge_topk(
+    scores: torch.Tensor, indices: torch.Tensor, topk: int, *, best_scores: torch.Tensor, best_indices: torch.Tensor
+) -> None:
+    num_tokens, num_candidates = scores.shape
+    if num_tokens == 0:
+        return
+    kept_scores = torch.empty(num_tokens, topk, device=scores.device)
+    kept_indices = torch.empty_like(kept_scores, dtype=torch.int32)
+    counts = torch.empty(num_tokens, dtype=torch.int32, device=scores.device)
+    _merge_kernel[(num_tokens,)](
+        scores,
+        indices,
+        kept_scores,
+        kept_indices,
+        counts,
+        topk,
+        num_candidates,
+        scores.stride(0),
+        indices.stride(0),
+        topk,
+        BLOCK=COLUMNS,
+        num_warps=NUM_WARPS,
+    )
+    _ascend_kernel[(num_tokens, cdiv(topk, RANKED))](
+        kept_scores,
+        kept_indices,
+        counts,
+        best_scores,
+        best_indices,
+        topk,
+        topk,
+        best_scores.stride(0),
+        best_indices.stride(0),
+        BLOCK=RANKED,
+        num_warps=4,
+    )
