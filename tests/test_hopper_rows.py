@@ -26,8 +26,8 @@ AT_ONCE = 5  # clusters of the device: CTAs that take one row after the other ta
 LENGTHS = [700, 0, -3, 1, 63, 64, 65, 300, 2**31 - 1]
 REQUESTS = [0, 1, 2, 0, -1, 2, 1, 7, 0]
 KINDS = ("slots", "tables", "two caches", "every position")
-SHAPES = *(Shape(16, n) for n in launch.SPLITS), Shape(64, 1), Shape(64, 6), Shape(16, 3, 4), Shape(16, 16, 3)
-GROUPS_OF_64 = tuple(Shape(64, 1, members) for members in groups.MEMBERS)
+SHAPES = *(Shape(16, n) for n in (1, 2, 3, 7, 16)), Shape(64, 1), Shape(64, 6), Shape(16, 3, 4), Shape(16, 16, 3)
+GROUPS_OF_64 = tuple(Shape(64, 1, members) for members in (2, 7, 16))
 DEAD_SCALES = b"\x77" * 8  # of fp8_ds_mla_v4, in formats.cuh
 ROWS, CLUSTERS, GROUPS = range(3)  # enum Launch
 
@@ -209,7 +209,7 @@ def test_each_key_is_gathered_once(
 @pytest.mark.parametrize(
     "shape",
     [
-        *itertools.starmap(Shape, itertools.product((16, 24, 64), (1, 2, 3, 6, 16))),
+        *itertools.starmap(Shape, itertools.product((16, 24, 64), (1, 3, 16))),
         *(Shape(64, 1, members) for members in (2, 7, 16)),
     ],
 )
