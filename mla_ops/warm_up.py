@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .formats import LATENT_DIM, ROPE_DIM, allocate_cache, get_format
+from .formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, get_format
 from .metadata import StepMetadata, V4StepMetadata
 from .ops import (
     combine_topk_swa_indices,
@@ -17,11 +17,20 @@ from .ops import (
     convert_req_index_to_global_index,
     filter_prefill_indices,
     gather_cache,
+    gather_index_cache,
+    indexer_logits,
     merge_attention_states,
     merge_stacked_attention_states,
+    merge_topk,
     paged_attention,
+    paged_indexer_logits,
     paged_sparse_attention,
     prefill_attention,
+    quantize_index_query,
+    select_flat_keys,
+    select_keys,
+    topk_indices,
+    write_index_cache,
 )
 
 # keys of a context that paged_attention splits, on any GPU
@@ -40,6 +49,7 @@ def warmup(
     with_sink: bool = False,
     prefill_head_dims: tuple[int, int] = (192, 128),
     deterministic: bool = False,
+    index_heads: int = 0,
     device: torch.device | str = "cuda",
 ) -> None:
     """Runs every op of a decode or prefill step once on small caches, so that nothing compiles during a capture.
@@ -60,6 +70,8 @@ def warmup(
         with_sink: whether attention gets `attn_sink`.
         prefill_head_dims: of keys and of values once they are expanded, for `prefill_attention`.
         deterministic: whether sparse attention is asked to be, and its schedules are.
+        index_heads: heads of the lightning indexer; 0 for a model without one. Its keys are `fp8_index` beside a
+            quantised `cache_format`, else plain.
         device: where to run.
     """
     device = torch.device(device)
@@ -146,6 +158,8 @@ def warmup(
                     deterministic=deterministic,
                     **extra,
                 )
+    if index_heads:
+        _warm_up_indexer(cache_format, index_heads, topk, sorted(set(num_tokens)), block_size, dtype, device)
     _warm_up_prefill(num_heads, prefill_head_dims, query_dtype, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -182,3 +196,38 @@ def _warm_up_compressor(cache_format: str, dtype: torch.dtype, device: torch.dev
             compress_and_cache(
                 token, token, *weights, angles, *caches, padding, padding, padding.long(), 1e-6, entry_format
             )
+
+
+def _warm_up_indexer(
+    cache_format: str,
+    num_heads: int,
+    topk: int,
+    num_tokens: Sequence[int],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """The indexer's cache, scores and choice: contexts that one chunk of scores holds, and longer ones."""
+    index_format = "fp8_index" if get_format(cache_format).quantized else cache_format
+    cache = allocate_cache(index_format, 2, block_size, head_dim=INDEX_DIM, device=device)
+    token = torch.zeros(1, INDEX_DIM, dtype=dtype, device=device)
+    write_index_cache(token, cache, torch.zeros(1, dtype=torch.int64, device=device), index_format)
+    short = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
+    long = short.repeat(1, 64 * 1024 // 4 // block_size + 1)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    k, k_scale = gather_index_cache(cache, short, one, short[0], index_format, 1)
+    for count in num_tokens:
+        q = torch.zeros(count, num_heads, INDEX_DIM, dtype=dtype, device=device)
+        weights = torch.zeros(count, num_heads, dtype=torch.float32, device=device)
+        if index_format == "fp8_index":
+            q, weights = quantize_index_query(q, weights, 1.0)
+        zeros = torch.zeros(count, dtype=torch.int32, device=device)
+        ones = torch.ones_like(zeros)
+        for table in (short, long):
+            for translate in (False, True):
+                select_keys(q, cache, weights, ones, table, zeros, topk, index_format, translate=translate)
+        scores = paged_indexer_logits(q, cache, weights, ones, short, zeros, 2 * block_size, index_format)
+        topk_indices(scores, topk, row_ends=ones)
+        merge_topk(scores, torch.full_like(scores, -1, dtype=torch.int32), topk)
+        indexer_logits(q, k, weights, zeros, ones, k_scale=k_scale)
+        select_flat_keys(q, k, weights, zeros, ones, topk, k_scale=k_scale)

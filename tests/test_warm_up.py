@@ -31,10 +31,12 @@ def test_warmup_runs_every_op(
 
     monkeypatch.setattr(mla_ops.dispatch, "select", record)
     options = {"cache_format": cache_format, "dtype": dtype, "head_dim": head_dim, "deterministic": head_dim == 512}
-    mla_ops.warmup(num_heads=3, topk=5, num_tokens=(0, 1, 4), device="cpu", with_sink=True, **options)
+    mla_ops.warmup(num_heads=3, topk=5, num_tokens=(0, 1, 4), device="cpu", with_sink=True, index_heads=2, **options)
     left_out = {"sparse_attention"}
     if head_dim != 512:
         left_out |= {"compress_and_cache", "paged_sparse_attention.extra"}  # DeepSeek-V4's, whose keys are 512 wide
+    if not mla_ops.formats.get_format(cache_format).quantized:
+        left_out |= {"quantize_index_query"}  # plain latents go with plain index keys
     assert called == set(mla_ops.dispatch.FAMILIES) - left_out
 
 
