@@ -135,6 +135,17 @@ def test_lengths_past_the_tensors_are_cut_off(lowering: str, device: torch.devic
     assert torch.equal(found[1], expected[1])
 
 
+def test_an_end_of_int_min_writes_nothing_past_the_tokens(lowering: str, device: torch.device) -> None:
+    q, k, v = (torch.ones(400, 2, width, device=device, dtype=torch.bfloat16)[:5] for width in (192, 192, 128))
+    ends = torch.tensor([0, 3, -(2**31)], dtype=torch.int32, device=device)
+    room = torch.full((400, 2, 128), 7.0, device=device, dtype=torch.bfloat16)
+    lse = torch.full((400, 2), 7.0, device=device)
+    with dispatch.override(prefill_attention=lowering):
+        torch.ops.mla.prefill_attention.out(q, k, v, ends, ends, 5, 5, 0.1, out=room[:5], lse=lse[:5])
+    assert bool((room[5:] == 7).all())
+    assert bool((lse[5:] == 7).all())
+
+
 def test_strided_tensors(lowering: str, device: torch.device) -> None:
     """Keys and values as halves of one projection, odd strides, outputs into slices, nothing beside them touched."""
     both = torch.randn(21, 2, 320, device=device).bfloat16()

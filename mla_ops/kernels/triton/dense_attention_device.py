@@ -180,7 +180,8 @@ def _prefill_kernel(
     real = request < num_requests
     end_q = tl.load(cu_seqlens_q + request + 1, mask=real, other=0).to(tl.int64)
     end_q = tl.where(real, tl.minimum(end_q, num_tokens), num_tokens)
-    len_q = (end_q - begin_q).to(tl.int32)
+    # clamped before it is narrowed: an end of INT_MIN would wrap into a length near INT_MAX
+    len_q = tl.maximum(end_q - begin_q, 0).to(tl.int32)
     if block * BLOCK_M < len_q:
         begin_k = tl.minimum(tl.maximum(tl.load(cu_seqlens_k + request), 0), num_kv)
         end_k = tl.load(cu_seqlens_k + request + 1, mask=real, other=0).to(tl.int64)
