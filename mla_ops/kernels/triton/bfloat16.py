@@ -31,11 +31,13 @@ def narrow(x, dtype: tl.constexpr):
 def convert(x, dtype: tl.constexpr):
     """Any float type to any, rounded to nearest even; NaN becomes the quiet NaN 0x7FC0, 0x7E00 or 0x7FC00000."""
     wide = widen(x)
-    if dtype == tl.bfloat16:
-        return narrow(wide, dtype)
     bits = wide.to(tl.int32, bitcast=True)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    if dtype == tl.float16:
+    if dtype == tl.bfloat16:
+        result = narrow(wide, dtype)
+    elif dtype == tl.float16:
         half = wide.to(tl.float16).to(tl.int16, bitcast=True)
-        return tl.where(is_nan, 0x7E00, half).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.where(is_nan, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+        result = tl.where(is_nan, 0x7E00, half).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        result = tl.where(is_nan, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    return result
