@@ -219,7 +219,7 @@ def test_decode_token_by_token_equals_one_prefill(lowering: str, geometry: Geome
 
 
 @pytest.mark.parametrize("room", ROOMS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_prefill_in_pieces_of_any_size_equals_one_prefill(room: str, data: st.DataObject) -> None:
     """Requests of any length, cut into steps that mix them in any order with padding, over rings of any size."""
