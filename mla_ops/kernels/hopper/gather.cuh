@@ -20,7 +20,7 @@ struct Place {
   int block, offset;
 };
 
-// The place of an index in range, or of a negative one. Reads the block table: `key_of` waits for it.
+// The place of an index in range, or of a negative one. Reads the block table, for which whoever uses the block waits.
 DEVICE Place place_at(const Cache& cache, int request, int index) {
   Place place;
   place.block = divide(index, cache.of_block_size);
