@@ -59,7 +59,7 @@ def _first_repeated(count: int | None) -> Callable[[torch.Tensor, torch.Generato
     return repeat
 
 
-# What the slots that each token selects look like, `[num_tokens, topk]`, made of different live ones.
+# Each makes a pattern of slots `[num_tokens, topk]` out of different live ones.
 PATTERNS: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "live": lambda slots, _: slots,
     "7/8": _random_share(7 / 8),
