@@ -116,7 +116,8 @@ def test_captured_steps_equal_eager_ones_on_gpu(example: ModuleType) -> None:
     layer = example.SparseMLA(32, 2, topk=8, max_len=64, index_heads=2).cuda().bfloat16().requires_grad_(False)
     metadata, hidden = make_metadata(2, capacity=2, device="cuda"), normal(2, 32).cuda()
     caches, plain = example.make_caches("cuda"), example.make_caches("cuda")
-    layer(hidden, *caches, metadata, 2)
+    for written in (caches, plain):
+        layer(hidden, *written, metadata, 2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = layer(hidden, *caches, metadata, 2)

@@ -103,6 +103,7 @@ def test_every_op_enters_the_device_of_its_tensors_on_cuda(op_name: str, monkeyp
     assert device.entered == 1
 
 
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="a fake tensor on cuda:1 needs that GPU, or none at all")
 @pytest.mark.parametrize("op_name", op_names())
 def test_tensors_on_two_gpus_are_refused(op_name: str) -> None:
     """By fake tensors, which need no GPU: the check is the same for real ones."""
