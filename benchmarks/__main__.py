@@ -10,6 +10,7 @@ FAMILIES = (
     "compressor",
     "dense_attention",
     "index",
+    "layer",
     "merge",
     "plan",
     "sparse_attention",

@@ -27,6 +27,7 @@ FAMILIES = (
     "compressor",
     "dense_attention",
     "index",
+    "layer",
     "merge",
     "plan",
     "sparse_attention",

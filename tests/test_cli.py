@@ -107,7 +107,7 @@ def test_demo_ends_with_a_report(capsys, cache):
 
 # bytes a token in the sliding windows and the compressed caches: 584 of 512 dims, in blocks padded to 576
 V4_KEYS = {
-    "fp8_ds_mla_v4": (r"1,75\d fp8_ds_mla_v4 keys", "64 bf16 index keys"),
+    "fp8_ds_mla_v4": (r"1,75\d fp8_ds_mla_v4 keys", "33 fp8_index index keys"),
     "bf16": (r"3,072 bf16 keys", "64 bf16 index keys"),
     "fp32": (r"6,144 fp32 keys", "128 fp32 index keys"),
 }

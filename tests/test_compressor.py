@@ -275,6 +275,21 @@ def test_formats_round_the_float32_entry_once(lowering: str, cache_format: str, 
     assert_same_bits(caches[1], expected, cache_format)
 
 
+def test_index_keys_are_quantised_from_the_float32_entry(lowering: str) -> None:
+    """The bytes are those that `write_index_cache` writes for the entry that a `fp32` cache gets."""
+    weights = Weights(INDEXER)
+    kv, score = history(INDEXER, 20, torch.bfloat16)
+    kv[7] = math.nan
+    caches = []
+    for name in ("fp32", "fp8_index"):
+        engine = Engine(weights, 1, 6, cache_format=name)
+        engine.step(kv, score, [0] * 20, list(range(20)))
+        caches.append(engine.cache)
+    expected = allocate_cache("fp8_index", 1, 6, device=DEVICE)
+    mla_ops.write_index_cache(caches[0][0, :5], expected, torch.arange(5, device=DEVICE), "fp8_index")
+    assert_same_bits(caches[1], expected, "fp8_index")
+
+
 @geometries
 def test_lowerings_write_the_same_states_and_close_entries(triton_lowering: None, geometry: Geometry) -> None:
     weights, length = Weights(geometry), 2 * geometry.ratio + 1

@@ -18,10 +18,11 @@ from small_models import SIZES, SMALL_MODELS
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_ops import allocate_cache, write_index_cache
 from mla_ops.demo.model import TEXT, build_small_model
 from mla_ops.models import GenerationSession, compare_logits, decoder_for, stock_generate, teacher_forced_logits
 from mla_ops.models.evaluate import cast_parameters, stock_logits
-from mla_ops.models.parts import can_group, choose_keys, index_scores, mix_every, mix_grouped
+from mla_ops.models.parts import can_group, choose_keys, mix_every, mix_grouped
 
 BOOK = list(TEXT.read_bytes())
 PROMPTS = [BOOK[:5], BOOK[40:101], BOOK[300:301]]
@@ -118,25 +119,31 @@ def test_compiled_shared_indexers_equal_transformers():
     assert found == [stock_generate(model, [p], n).tokens[0] for p, n in zip(PROMPTS[:2], LIMITS[:2], strict=True)]
 
 
-@pytest.mark.parametrize("one_token_per_request", [False, True])
-def test_of_equal_scores_any_may_be_chosen(one_token_per_request):
-    """With one index head relu makes half of all scores 0: those chosen are as good as those that transformers chose.
+def index_scores(q, keys, weights, scale):
+    """`sum_h weights_h * relu(scale * q_h . k)`, as transformers computes it: `[num_tokens, num_keys]`."""
+    scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale
+    return torch.matmul(weights.unsqueeze(1), scores.relu()).squeeze(1)
 
-    The rule: the sorted scores of what is chosen are the k largest, whichever of the equal ones they belong to.
-    """
+
+@pytest.mark.parametrize("index_format", ["fp32", "fp8_index"])
+def test_of_equal_scores_the_lowest_positions_are_chosen(index_format):
+    """With one index head relu makes half of all scores 0. Values of a few bits, so that fp8 holds them too."""
     generator = torch.Generator().manual_seed(0)
-    q, keys = torch.randn(3, 1, 128, generator=generator), torch.randn(4, 16, 128, generator=generator)
+    q, keys = (torch.randint(-4, 5, (*shape, 128), generator=generator).float() for shape in ((3, 1), (64,)))
     weights = torch.rand(3, 1, generator=generator)
-    scores = index_scores(q, keys.view(64, 128), weights, 0.1)
+    cache = allocate_cache(index_format, 4, 16, head_dim=128)
+    write_index_cache(keys, cache, torch.arange(64), index_format)
+    scores = index_scores(q, keys, weights, 0.1)
     assert (scores == 0).sum(1).min() > 20
     table, request = torch.arange(4, dtype=torch.int32).unsqueeze(0), torch.zeros(3, dtype=torch.int32)
-    visible = torch.tensor([64, 50, 60], dtype=torch.int32)
-    chosen = choose_keys(q, weights, 0.1, keys, table, request, visible, 45, one_token_per_request)
-    assert all(len(set(row.tolist())) == 45 for row in chosen)
-    visible_scores = scores.masked_fill(torch.arange(64) >= visible.unsqueeze(1), -torch.inf)
-    found = scores.gather(1, chosen.long()).sort(dim=1, descending=True).values
-    # the two ways of scoring sum 128 terms in different orders
-    torch.testing.assert_close(found, visible_scores.topk(45).values, rtol=0, atol=1e-5)
+    visible = torch.tensor([64, 50, 30], dtype=torch.int32)
+    chosen, counts = choose_keys(q, weights, 0.1, cache, table, request, visible, 45, index_format)
+    assert counts.tolist() == [45, 45, 30]
+    scores = scores.masked_fill(torch.arange(64) >= visible.unsqueeze(1), -torch.inf)
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    for row, count in enumerate(counts.tolist()):
+        assert chosen[row, :count].tolist() == order[row, :count].sort().values.tolist()
+        assert (chosen[row, count:] == -1).all()
 
 
 def test_with_one_index_head_the_choice_differs_from_transformers_by_ties_alone():
@@ -161,7 +168,7 @@ def test_with_one_index_head_the_choice_differs_from_transformers_by_ties_alone(
     scores = index_scores(q, index_cache[0], indexer.weights_proj(hidden).float(), indexer.softmax_scale)
     tied = (scores[32:] == 0).sum().item()
     assert tied > 48
-    both = [scores[32:].gather(1, chosen[32:].long()).sort(1).values for chosen in (ours, taken[0])]
+    both = [scores[32:].gather(1, chosen[32:].long()).sort(1).values for chosen in (ours[0], taken[0])]
     torch.testing.assert_close(*both, rtol=0, atol=1e-5)
 
 

@@ -121,8 +121,7 @@ class Runner:
         padded = flat + [0] * ((pad_to or len(flat)) - len(flat))
         inputs = WindowedInputs.from_metadata(torch.tensor(padded, device=device), self.metadata, self.rings)
         cache = self.cache
-        one = all(count <= 1 for count in counts)
-        logits = self.run(inputs, cache.layers, cache.cache_format, cache.index_format, one)
+        logits = self.run(inputs, cache.layers, cache.cache_format, cache.index_format)
         return logits[: len(flat)].split(counts)
 
 

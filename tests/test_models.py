@@ -120,8 +120,7 @@ def test_yarn_frequencies_and_softmax_scale_follow_the_model():
     assert_float32_equal(logits, stock_logits(model, text))
 
 
-@pytest.mark.parametrize("one_token_per_request", [False, True])
-def test_one_step_mixes_prefill_decode_and_padding(model, one_token_per_request):
+def test_one_step_mixes_prefill_decode_and_padding(model):
     """Three requests: a prefill of 40, a decode step after 50, two tokens after 20; and five rows of padding."""
     old, new = (0, 50, 20), (40, 1, 2)
     texts = [BOOK[start : start + 60] for start in (0, 500, 900)]
@@ -136,7 +135,7 @@ def test_one_step_mixes_prefill_decode_and_padding(model, one_token_per_request)
         metadata.build(starts, torch.tensor(seq_lens, dtype=torch.int32), tables[:3])
         inputs = StepInputs.from_metadata(torch.tensor(tokens), metadata)
         with torch.no_grad():
-            return decoder(inputs, cache.layers, *formats, one_token_per_request)
+            return decoder(inputs, cache.layers, *formats)
 
     run(old, old, [token for text, n in zip(texts, old, strict=True) for token in text[:n]])
     step = [token for text, a, b in zip(texts, old, new, strict=True) for token in text[a : a + b]]
@@ -358,12 +357,12 @@ def test_reduce_overhead_replays_the_decode_step_on_gpu(model):
     prefill = torch.compile(session.decoder, fullgraph=True, dynamic=False)
     decode = torch.compile(session.decoder, fullgraph=True, dynamic=False, mode="reduce-overhead")
 
-    def run(inputs, layers, cache_format, index_format, one_token_per_request, logit_rows):
-        if not one_token_per_request:
+    def run(inputs, layers, cache_format, index_format, logit_rows):
+        if logit_rows is not None:  # prefill
             inputs.mark_num_tokens_dynamic()
-            return prefill(inputs, layers, cache_format, index_format, False, logit_rows)
+            return prefill(inputs, layers, cache_format, index_format, logit_rows)
         torch.compiler.cudagraph_mark_step_begin()
-        return decode(inputs, layers, cache_format, index_format, True, logit_rows)
+        return decode(inputs, layers, cache_format, index_format, logit_rows)
 
     session.model = run
     with torch._inductor.config.patch({"triton.cudagraph_or_error": True}):

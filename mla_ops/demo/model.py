@@ -172,9 +172,22 @@ def _calls_latent(session: GenerationSession, num_tokens: int) -> list[Call]:
         return [*calls, latent._replace(op="paged_attention", topk=capacity, block_size=cache.block_size)]
     return [
         *calls,
-        Call("concat_and_cache", device, dtype, cache.index_format, num_tokens=num_tokens),
-        latent._replace(op="paged_sparse_attention", topk=context),
+        Call("write_index_cache", device, dtype, cache.index_format, num_tokens=num_tokens),
+        *_selection(session, num_tokens, capacity),
+        latent._replace(op="paged_sparse_attention", topk=decoder.index_topk),
     ]
+
+
+def _selection(session: GenerationSession, num_tokens: int, capacity: int) -> list[Call]:
+    """What the indexer asks: queries are quantised beside fp8 keys."""
+    decoder, index_format = session.decoder, session.cache.index_format
+    heads = int(decoder.config.index_n_heads)
+    choose = Call("select_keys", decoder.device, decoder.dtype, index_format, num_heads=heads, num_tokens=num_tokens)
+    choose = choose._replace(topk=decoder.index_topk, num_keys=capacity, block_size=session.cache.block_size)
+    if index_format != "fp8_index":
+        return [choose]
+    quantize = Call("quantize_index_query", decoder.device, decoder.dtype, num_heads=heads, num_tokens=num_tokens)
+    return [quantize, choose._replace(dtype=torch.float8_e4m3fn)]
 
 
 def _calls_v4(session: GenerationSession, num_tokens: int) -> list[Call]:
@@ -182,7 +195,7 @@ def _calls_v4(session: GenerationSession, num_tokens: int) -> list[Call]:
     metadata: Any = session.metadata
     device, dtype, cache_format = decoder.device, decoder.dtype, cache.cache_format
     window, entries = metadata.window_indices.shape[1], metadata.c128a_indices.shape[1]
-    chosen = min(decoder.index_topk, metadata.c4a.block_table.shape[1] * metadata.c4a.block_size)
+    capacity = metadata.c4a.block_table.shape[1] * metadata.c4a.block_size
 
     def build(op: str, width: int = 0) -> Call:
         return Call(op, device, torch.int32, num_tokens=num_tokens, topk=width)
@@ -202,8 +215,9 @@ def _calls_v4(session: GenerationSession, num_tokens: int) -> list[Call]:
         Call("concat_and_cache", device, dtype, cache_format, num_tokens=num_tokens),
         compress(cache_format, decoder.head_dim),
         compress(cache.index_format, int(decoder.config.index_head_dim)),
+        *_selection(session, num_tokens, capacity),
         attend,
-        *(with_entries._replace(extra_topk=width) for width in (chosen, entries)),
+        *(with_entries._replace(extra_topk=width) for width in (decoder.index_topk, entries)),
     ]
 
 

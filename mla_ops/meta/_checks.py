@@ -65,12 +65,12 @@ def check_cache(
 ) -> CacheFormat:
     """Raises unless `kv_cache`, which the caller calls `name`, can hold `cache_format`. Returns the format.
 
-    `index_keys` tells the ops of the indexer, which alone take formats of index keys.
+    `index_keys` tells the ops that take formats of index keys: those of the indexer, and the compressor.
     """
     entry = get_format(cache_format, op)
     if entry.index_only and not index_keys:
         raise ValueError(
-            f"{op}: cache_format '{cache_format}' holds index keys, which only the ops of the indexer take; "
+            f"{op}: cache_format '{cache_format}' holds index keys, which this op does not take; "
             f"expected one of {sorted(LATENT_FORMATS)}"
         )
     if kv_cache.dtype != entry.dtype:

@@ -76,7 +76,7 @@ def check_compress_and_cache(
     require(position_bias.shape[0] >= 1, lambda: f"{op}: position_bias must have a ratio of at least 1 row, got 0")
     check_tensor(op, "norm_weight", norm_weight, FLOAT_DTYPES, (("head_dim", None),), device)
     check_tensor(op, "cos_sin", cos_sin, FLOAT32, (("max_positions", None), ("rope_dim", ROPE_DIM)), device)
-    check_cache(op, kv_cache, cache_format)
+    check_cache(op, kv_cache, cache_format, index_keys=True)
     if kv_cache.device != device:
         raise ValueError(f"{op}: kv_cache must be on {device} like the first argument, got {kv_cache.device}")
     head_dim = norm_weight.shape[0]

@@ -137,7 +137,6 @@ class Decoder(nn.Module):
         layers: list[Any],
         cache_format: str,
         index_format: str,
-        one_token_per_request: bool = False,
         logit_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step over flat tokens: writes their keys into the caches and attends to all that came before.
@@ -146,9 +145,6 @@ class Decoder(nn.Module):
             inputs: tokens and metadata, of `step_inputs`.
             layers: the caches, written in place.
             cache_format, index_format: formats of the attention caches and of the index keys.
-            one_token_per_request: a hint for the indexer's scoring, which is exact either way. True reads the keys of
-                each token's request (memory `num_tokens * max_model_len * 128`): for decode. False scores all tokens
-                against each request of the block table (work times the number of requests): for prefill.
             logit_rows: `[n]` int64, tokens whose logits are wanted; None for all.
 
         Returns:
@@ -157,7 +153,7 @@ class Decoder(nn.Module):
         for tensor in inputs.per_token[1:]:
             torch._check(tensor.shape[0] == inputs.input_ids.shape[0])
         residual = self.residual
-        step = self.attention.begin(inputs, layers, cache_format, index_format, one_token_per_request)
+        step = self.attention.begin(inputs, layers, cache_format, index_format)
         hidden = residual.enter(self.backbone.embed_tokens(inputs.input_ids))
         for number, layer in enumerate(self.backbone.layers):
             mixing, block_input = residual.read(layer, "attn", hidden)

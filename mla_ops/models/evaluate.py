@@ -91,10 +91,9 @@ def teacher_forced_logits(
         part = tokens[start : start + (sizes.pop(0) if len(sizes) > 1 else sizes[0])]
         end = start + part.shape[0]
         decoder.build_step(metadata, int32(0, part.shape[0]), int32(end), int32(*blocks).unsqueeze(0))
-        one = part.shape[0] == 1
-        bound = None if one else decoder.dense_context(start, part.shape[0])
+        bound = None if part.shape[0] == 1 else decoder.dense_context(start, part.shape[0])
         inputs = decoder.step_inputs(part, metadata, int32(0).unsqueeze(0), bound)
-        logits.append(decoder(inputs, cache.layers, cache_format, cache.index_format, one))
+        logits.append(decoder(inputs, cache.layers, cache_format, cache.index_format))
         start = end
     return torch.cat(logits)
 

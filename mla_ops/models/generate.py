@@ -32,9 +32,6 @@ from ..warm_up import warmup
 from .decoder import Decoder
 from .sampling import choose_tokens
 
-# float32 index scores that one prefill step may hold: num_tokens * index heads * capacity
-MAX_SCORE_BYTES = 2**30
-
 
 @dataclass
 class GenerationResult:
@@ -106,7 +103,7 @@ class GenerationSession:
         cache_format: `fp8_ds_mla` (V4: `fp8_ds_mla_v4`), or the plain format of the model's dtype.
         block_size: tokens a cache block; a multiple of 128 for V4.
         num_blocks: blocks of the cache; by default enough for every row at `decoder.max_model_len`.
-        prefill_tokens: tokens of a prefill step; longer prompts take several. Lowered where index scores ask for it.
+        prefill_tokens: tokens of a prefill step; longer prompts take several.
         eos_token_ids: a request is done when it produces one of these; one, several, or none by `()`. By default
             those of the model's generation config.
         sampling: requests may ask for a temperature; a step then sorts its logits.
@@ -145,10 +142,7 @@ class GenerationSession:
         random.Random(seed).shuffle(self.free_blocks)
         self.slots = [_Slot() for _ in range(max_num_requests)]
 
-        capacity = self.max_blocks_per_request * block_size
-        index_heads = getattr(decoder.config, "index_n_heads", 0)
-        affordable = MAX_SCORE_BYTES // (4 * index_heads * capacity) if index_heads else prefill_tokens
-        self.prefill_tokens = max(2, min(prefill_tokens, affordable, decoder.max_model_len))
+        self.prefill_tokens = max(2, min(prefill_tokens, decoder.max_model_len))
         self.prefill_metadata = self.decoder.allocate_metadata(
             max_num_tokens=self.prefill_tokens, max_num_requests=1, block_size=block_size
         )
@@ -187,11 +181,9 @@ class GenerationSession:
         self.num_steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def _run_model(self, inputs: Any, one_token_per_request: bool, logit_rows: torch.Tensor | None) -> torch.Tensor:
+    def _run_model(self, inputs: Any, logit_rows: torch.Tensor | None) -> torch.Tensor:
         cache = self.cache
-        return self.model(
-            inputs, cache.layers, cache.cache_format, cache.index_format, one_token_per_request, logit_rows
-        )
+        return self.model(inputs, cache.layers, cache.cache_format, cache.index_format, logit_rows)
 
     @torch.no_grad()
     def prefill_chunk(self, row: int, token_ids: Sequence[int], start: int) -> torch.Tensor:
@@ -214,7 +206,7 @@ class GenerationSession:
         inputs = self.decoder.step_inputs(input_ids, self.prefill_metadata, rows, bound)
         if self.compiled:
             inputs.mark_num_tokens_dynamic()
-        return self._run_model(inputs, False, torch.tensor([count - 1], device=device))
+        return self._run_model(inputs, torch.tensor([count - 1], device=device))
 
     def reserve(self, row: int, num_tokens: int) -> None:
         """Gives a row the blocks for `num_tokens` tokens."""
@@ -271,7 +263,7 @@ class GenerationSession:
         self.decoder.build_step(self.metadata, self.query_start_loc, new_lens, self.block_table)
         inputs = self.decoder.step_inputs(self.input_ids, self.metadata, self.rows)
         self.input_ids.copy_(self.last_token[inputs.req_id_per_token.long().clamp(min=0)])
-        self.logits = self._run_model(inputs, True, None)
+        self.logits = self._run_model(inputs, None)
 
         # token rows to request rows; a row that is not active reads some other row and keeps what it had
         rows = self.query_start_loc[:-1].long().clamp(max=num_rows - 1)

@@ -5,7 +5,8 @@ by W_UK and meets the 512-wide latents in the cache, the result is multiplied by
 never exist. W_UK and W_UV are views of `kv_b_proj`; no weight is copied. A prefill runs over expanded keys where that
 is exact: without an indexer always, with one as long as it would choose every key.
 
-Index scores follow transformers: no Hadamard rotation (it cancels in the dot product) and no fp8 rounding.
+Index scores follow transformers: no Hadamard rotation, which cancels in the dot product. Beside an fp8 cache the index
+keys are fp8 as well, and so are the queries that meet them.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..formats import LATENT_DIM, ROPE_DIM, allocate_cache, get_format
+from ..formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, get_format
 from ..metadata import StepMetadata
-from ..ops import choose_prefill, concat_and_cache, paged_attention, paged_sparse_attention
+from ..ops import choose_prefill, concat_and_cache, paged_attention, paged_sparse_attention, write_index_cache
 from .dense_prefill import DensePrefill, attend_expanded
-from .parts import INDEX_DIM, PLAIN_FORMATS, Rope, choose_keys
+from .parts import Rope, choose_keys, index_format_of
 
 OWN, SHARED = "own", "shared"
 
@@ -48,8 +49,8 @@ class LayerCache(NamedTuple):
     Attributes:
         latent: `[num_blocks, block_size, row_width]` of the cache format, what attention reads; None for a layer that
             reads an earlier one's.
-        index_keys: `[num_blocks, block_size, 128]` of the model's dtype, what an indexer scores against; None for a
-            layer without an indexer of its own.
+        index_keys: of the index format, what an indexer scores against; None for a layer without an indexer of its
+            own.
     """
 
     latent: torch.Tensor | None
@@ -82,11 +83,11 @@ class DecoderCache:
 
 
 class StepInputs(NamedTuple):
-    """What one step reads besides weights and caches. The first six have a row for each token.
+    """What one step reads besides weights and caches. The first five have a row for each token.
 
     Attributes:
         input_ids: `[num_tokens]` int64; anything valid for padding.
-        positions, slot_mapping, req_id_per_token, key_lens, topk_length: as in `StepMetadata`, cut to `num_tokens`.
+        positions, slot_mapping, req_id_per_token, key_lens: as in `StepMetadata`, cut to `num_tokens`.
         block_table: `[max_num_requests, max_blocks_per_request]` int32.
         dense: what a step over expanded keys reads beside that; None for one in the absorbed form.
     """
@@ -96,7 +97,6 @@ class StepInputs(NamedTuple):
     slot_mapping: torch.Tensor
     req_id_per_token: torch.Tensor
     key_lens: torch.Tensor
-    topk_length: torch.Tensor
     block_table: torch.Tensor
     dense: DensePrefill | None = None
 
@@ -121,7 +121,6 @@ class StepInputs(NamedTuple):
             cut(metadata.slot_mapping),
             cut(metadata.req_id_per_token),
             cut(metadata.key_lens),
-            cut(metadata.topk_length),
             metadata.block_table,
             None if max_context_tokens is None else DensePrefill.plan(metadata, max_context_tokens),
         )
@@ -129,7 +128,7 @@ class StepInputs(NamedTuple):
     @property
     def per_token(self) -> tuple[torch.Tensor, ...]:
         """The tensors that have a row for each token."""
-        return self[:6]
+        return self[:5]
 
     def mark_num_tokens_dynamic(self) -> StepInputs:
         """Tells `torch.compile` that the number of tokens varies, from 2 up: one graph for every length.
@@ -146,23 +145,22 @@ class LatentStep:
     """What the layers of one step have in common, and what one leaves for the next.
 
     Attributes:
-        inputs, layers, cache_format, index_format, one_token_per_request: what `Decoder.forward` was given.
+        inputs, layers, cache_format, index_format: what `Decoder.forward` was given.
         cos, sin: `[num_tokens, 32]`.
         workspace: room for a chunk of expanded context; None for a step in the absorbed form.
         fresh: the latents and RoPE keys that this step wrote, by layer.
-        chosen: what the last indexer chose.
+        chosen: what the last indexer chose, and how many keys of each token.
     """
 
     inputs: StepInputs
     layers: list[LayerCache]
     cache_format: str
     index_format: str
-    one_token_per_request: bool
     cos: torch.Tensor
     sin: torch.Tensor
     workspace: torch.Tensor | None
     fresh: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    chosen: torch.Tensor | None = None
+    chosen: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class LatentAttention(nn.Module):
@@ -204,16 +202,18 @@ class LatentAttention(nn.Module):
         self, cache_format: str, num_blocks: int, block_size: int, max_num_requests: int = 1
     ) -> DecoderCache:
         """Zeroed caches for every layer; all state of a request is in its blocks."""
-        plain = PLAIN_FORMATS[self.dtype]
+        index_format = index_format_of(cache_format)
         layers = []
         for number, part in enumerate(self.parts):
             latent = index_keys = None
             if part.kv_source == number:
                 latent = allocate_cache(cache_format, num_blocks, block_size, device=self.device)
             if part.indexer == OWN:
-                index_keys = allocate_cache(plain, num_blocks, block_size, head_dim=INDEX_DIM, device=self.device)
+                index_keys = allocate_cache(
+                    index_format, num_blocks, block_size, head_dim=INDEX_DIM, device=self.device
+                )
             layers.append(LayerCache(latent, index_keys))
-        return DecoderCache(layers, cache_format, plain, block_size)
+        return DecoderCache(layers, cache_format, index_format, block_size)
 
     def allocate_metadata(self, *, max_num_tokens: int, max_num_requests: int, block_size: int) -> StepMetadata:
         """Step metadata with room for requests of `max_model_len` tokens."""
@@ -256,15 +256,12 @@ class LatentAttention(nn.Module):
         layers: list[LayerCache],
         cache_format: str,
         index_format: str,
-        one_token_per_request: bool,
     ) -> LatentStep:
         """What every layer of a step reads."""
         positions = inputs.positions.long()
         workspace = None if inputs.dense is None else inputs.dense.workspace(cache_format, self.device)
         rotation = self.cos[positions], self.sin[positions]
-        return LatentStep(
-            inputs, layers, cache_format, index_format, one_token_per_request, *rotation, workspace, fresh={}
-        )
+        return LatentStep(inputs, layers, cache_format, index_format, *rotation, workspace, fresh={})
 
     def attend(self, number: int, attention: Any, hidden: torch.Tensor, step: LatentStep) -> torch.Tensor:
         """One layer: `[num_tokens, hidden_size]` normed in, the same out of `o_proj`."""
@@ -316,13 +313,14 @@ class LatentAttention(nn.Module):
                 assert cache.index_keys is not None
                 step.chosen = self._select_keys(attention.indexer, hidden, q_residual, part, step, cache.index_keys)
             assert step.chosen is not None
+            indices, counts = step.chosen
             out, _ = paged_sparse_attention(
                 q,
                 latent,
-                step.chosen,
+                indices,
                 attention.scaling,
                 step.cache_format,
-                topk_length=inputs.topk_length,
+                topk_length=counts,
                 attn_sink=attention.sinks.float() if self.with_sink else None,
                 block_table=inputs.block_table,
                 req_id_per_token=inputs.req_id_per_token,
@@ -362,8 +360,7 @@ class LatentAttention(nn.Module):
         k = indexer.k_norm(indexer.wk(hidden).to(indexer.k_norm.weight.dtype)).to(hidden.dtype)
         if part.index_rope is not None:
             k = part.index_rope.rotate(k, step.cos, step.sin)
-        half = INDEX_DIM // 2
-        concat_and_cache(k[:, :half], k[:, half:], index_cache, step.inputs.slot_mapping, step.index_format)
+        write_index_cache(k, index_cache, step.inputs.slot_mapping, step.index_format)
 
     def _select_keys(
         self,
@@ -373,13 +370,8 @@ class LatentAttention(nn.Module):
         part: LatentLayer,
         step: LatentStep,
         index_cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """The lightning indexer: scores every key, this step's included, and keeps the best.
-
-        Returns:
-            `[num_tokens, min(index_topk, capacity)]` int32 positions in the token's request, -1 where a token sees
-            fewer keys.
-        """
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The lightning indexer: scores every key, this step's included, and keeps the best, as `choose_keys` says."""
         inputs = step.inputs
         q = indexer.wq_b(indexer.q_input_norm(hidden) if q_residual is None else q_residual)
         q = q.view(hidden.shape[0], indexer.n_heads, INDEX_DIM)
@@ -387,15 +379,15 @@ class LatentAttention(nn.Module):
             q = indexer.softmax_scaling(q.unsqueeze(0), inputs.positions.unsqueeze(0), head_dim_first=False)[0]
         if part.index_rope is not None:
             q = part.index_rope.rotate(q, step.cos, step.sin)
-        weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
+        weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
         return choose_keys(
             q,
             weights,
-            indexer.softmax_scale,
+            indexer.softmax_scale * indexer.n_heads**-0.5,
             index_cache,
             inputs.block_table,
             inputs.req_id_per_token,
             inputs.key_lens,
             self.index_topk,
-            step.one_token_per_request,
+            step.index_format,
         )

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..formats import ROPE_DIM
+from ..formats import ROPE_DIM, get_format
+from ..ops import quantize_index_query, select_keys
 
-INDEX_DIM = 128
 PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -44,20 +44,9 @@ class Rope(NamedTuple):
         return torch.cat((*both, still) if self.side == "first" else (still, *both), dim=-1)
 
 
-def index_scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, scale: float) -> torch.Tensor:
-    """`sum_h weights_h * relu(scale * q_h . k)` in float32.
-
-    Args:
-        q: `[num_tokens, num_index_heads, 128]`.
-        keys: `[num_keys, 128]` for all tokens, or `[num_tokens, num_keys, 128]`.
-        weights: `[num_tokens, num_index_heads]` float32.
-        scale: factor of the products.
-
-    Returns:
-        `[num_tokens, num_keys]`.
-    """
-    scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale
-    return torch.matmul(weights.unsqueeze(1), scores.relu()).squeeze(1)
+def index_format_of(cache_format: str) -> str:
+    """The format of the index keys beside an attention cache: fp8 beside a quantized one, else the same."""
+    return "fp8_index" if get_format(cache_format).quantized else cache_format
 
 
 def choose_keys(
@@ -69,43 +58,31 @@ def choose_keys(
     req_id_per_token: torch.Tensor,
     visible: torch.Tensor,
     topk: int,
-    one_token_per_request: bool,
-) -> torch.Tensor:
-    """Scores every cached index key of each token's request and keeps the best.
+    index_format: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores the cached index keys that each token sees, `sum_h weights_h * relu(scale * q_h . k)`, and keeps the best.
 
     Args:
-        q, weights, scale: as in `index_scores`.
-        index_cache: `[num_blocks, block_size, 128]`.
+        q: `[num_tokens, num_index_heads, 128]` of the model's dtype.
+        weights: `[num_tokens, num_index_heads]`.
+        scale: positive factor of the products; `relu` commutes with it, so that it is multiplied into the weights.
+        index_cache: of `index_format`.
         block_table: `[num_requests, max_blocks]` int32; entries past a request's end may hold anything.
         req_id_per_token: `[num_tokens]` int32, -1 for padding.
-        visible: `[num_tokens]` int32, keys that each token may see.
+        visible: `[num_tokens]` int32, keys that each token sees.
         topk: keys to keep.
-        one_token_per_request: read the keys of each token's request (memory `num_tokens * capacity * 128`: for decode),
-            or score all tokens against each request (work times the number of requests: for prefill). Exact both ways.
+        index_format: `fp8_index`, or a plain format.
 
     Returns:
-        `[num_tokens, min(topk, capacity)]` int32 positions in the token's request, best first, -1 where a token sees
-        fewer keys. Of equal scores, which relu makes of keys that every head cuts off, any may be chosen.
+        `[num_tokens, topk]` int32 positions in the token's request, ascending, -1 behind the last; and `[num_tokens]`
+        int32, how many there are. Of equal scores, which relu makes of keys that every head cuts off, those of the
+        lowest positions.
     """
-    num_tokens = q.shape[0]
-    num_blocks, block_size, _ = index_cache.shape
-    num_requests, max_blocks = block_table.shape
-    capacity = max_blocks * block_size
-    request = req_id_per_token.long().clamp(min=0)
-    # what is read through entries past a request's end is masked below
-    table = block_table.long().clamp(0, num_blocks - 1)
-    if one_token_per_request:
-        keys = index_cache[table[request]].view(num_tokens, capacity, INDEX_DIM)
-        scores = index_scores(q, keys, weights, scale)
+    if index_format == "fp8_index":
+        q, weights = quantize_index_query(q, weights, scale)
     else:
-        scores = q.new_zeros((num_tokens, capacity), dtype=torch.float32)
-        for row in range(num_requests):
-            row_scores = index_scores(q, index_cache[table[row]].view(capacity, INDEX_DIM), weights, scale)
-            scores = torch.where((request == row).unsqueeze(1), row_scores, scores)
-    position = torch.arange(capacity, device=q.device)
-    scores = scores.masked_fill(position >= visible.unsqueeze(1), -torch.inf)
-    chosen = scores.topk(min(topk, capacity), dim=-1).indices
-    return torch.where(chosen < visible.unsqueeze(1), chosen, -1).to(torch.int32)
+        weights = weights.float() * scale
+    return select_keys(q, index_cache, weights, visible, block_table, req_id_per_token, topk, index_format)
 
 
 def feed_forward(mlp: Any, hidden: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..formats import LATENT_DIM, ROPE_DIM
+from ..formats import INDEX_DIM, LATENT_DIM, ROPE_DIM
 from .latent import OWN, SHARED, LatentLayer
-from .parts import INDEX_DIM, PLAIN_FORMATS, Rope
+from .parts import PLAIN_FORMATS, Rope
 
 NEIGHBOURS, HALVES = Rope("neighbours"), Rope("halves")
 MAX_NUM_HEADS = 128

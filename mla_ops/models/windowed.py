@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..formats import ROPE_DIM, allocate_cache
+from ..formats import INDEX_DIM, ROPE_DIM, allocate_cache
 from ..metadata import V4StepMetadata
 from ..ops import compress_and_cache, concat_and_cache, paged_sparse_attention
-from .parts import INDEX_DIM, PLAIN_FORMATS, choose_keys
+from .parts import choose_keys, index_format_of
 
 HEAD_DIM = 512
 NOPE_DIM = HEAD_DIM - ROPE_DIM
@@ -39,8 +39,7 @@ class WindowedLayerCache(NamedTuple):
         compressed: the compressed entries, of the same format, in blocks of their own.
         states: `[max_num_requests, tokens of a group, ...]` float32, a ring for each request: what the compressor
             pools.
-        index_keys: `[num_blocks, block_size, 128]` of the model's dtype, the indexer's compressed keys, in the same
-            blocks as `compressed`.
+        index_keys: of the index format, the indexer's compressed keys, in the same blocks as `compressed`.
         index_states: as `states`, of the indexer's compressor.
     """
 
@@ -155,7 +154,6 @@ class WindowedStep:
     layers: list[WindowedLayerCache]
     cache_format: str
     index_format: str
-    one_token_per_request: bool
     main: Angles
     compress: Angles
 
@@ -199,7 +197,7 @@ class WindowedAttention(nn.Module):
     ) -> WindowedCache:
         """Zeroed caches for every layer; each row of the batch has a ring of compressor states in every layer."""
         self._check_block_size(block_size)
-        plain = PLAIN_FORMATS[self.dtype]
+        index_format = index_format_of(cache_format)
         device = self.device
 
         def states(ratio: int, series: int, head_dim: int) -> torch.Tensor:
@@ -219,11 +217,11 @@ class WindowedAttention(nn.Module):
                 )
                 if kind == C4A:
                     cache = cache._replace(
-                        index_keys=allocate_cache(plain, *sizes, head_dim=INDEX_DIM, device=device),
+                        index_keys=allocate_cache(index_format, *sizes, head_dim=INDEX_DIM, device=device),
                         index_states=states(ratio, series, INDEX_DIM),
                     )
             layers.append(cache)
-        return WindowedCache(layers, cache_format, plain, block_size)
+        return WindowedCache(layers, cache_format, index_format, block_size)
 
     def _check_block_size(self, block_size: int) -> None:
         largest = max(self.ratios.values())
@@ -276,13 +274,12 @@ class WindowedAttention(nn.Module):
         layers: list[WindowedLayerCache],
         cache_format: str,
         index_format: str,
-        one_token_per_request: bool,
     ) -> WindowedStep:
         """What every layer of a step reads."""
         positions = inputs.positions.long()
         main = Angles(*self.main_angles[positions].chunk(2, dim=-1))
         compress = Angles(*self.compress_angles[positions].chunk(2, dim=-1))
-        return WindowedStep(inputs, layers, cache_format, index_format, one_token_per_request, main, compress)
+        return WindowedStep(inputs, layers, cache_format, index_format, main, compress)
 
     def attend(self, number: int, attention: Any, hidden: torch.Tensor, step: WindowedStep) -> torch.Tensor:
         """One layer: `[num_tokens, hidden_size]` normed in, the same out of the output projections."""
@@ -303,19 +300,12 @@ class WindowedAttention(nn.Module):
             assert cache.states is not None
             compressor = attention.compressor
             self._compress(compressor, hidden, cache.states, cache.compressed, inputs, inputs.c4a_slots, cache_format)
-            chosen = self._select_entries(
-                compressor.indexer,
-                hidden,
-                q_residual,
-                angles,
-                inputs,
-                cache,
-                step.index_format,
-                step.one_token_per_request,
-            )
+            indexer = compressor.indexer
+            chosen, counts = self._select_entries(indexer, hidden, q_residual, angles, inputs, cache, step.index_format)
             extra = {
                 "extra_kv_cache": cache.compressed,
                 "extra_indices": chosen,
+                "extra_topk_length": counts,
                 "extra_block_table": inputs.c4a_block_table,
                 "req_id_per_token": inputs.req_id_per_token,
             }
@@ -380,14 +370,8 @@ class WindowedAttention(nn.Module):
         inputs: WindowedInputs,
         cache: WindowedLayerCache,
         index_format: str,
-        one_token_per_request: bool,
-    ) -> torch.Tensor:
-        """The lightning indexer over compressed keys.
-
-        Returns:
-            `[num_tokens, min(index_topk, capacity)]` int32 entries of the token's request, best first, -1 where a token
-            sees fewer.
-        """
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The lightning indexer over compressed keys: entries of each token's request, as `choose_keys` says."""
         index_keys, index_states = cache.index_keys, cache.index_states
         assert index_keys is not None
         assert index_states is not None
@@ -395,17 +379,15 @@ class WindowedAttention(nn.Module):
         self._compress(indexer, hidden, index_states, index_keys, inputs, inputs.c4a_slots, index_format)
         q = angles.rotate(indexer.q_b_proj(q_residual).view(num_tokens, indexer.num_heads, INDEX_DIM))
         scorer = indexer.scorer
-        projected = scorer.weights_proj(hidden.to(scorer.weights_proj.weight.dtype))
-        weights = projected.float() * scorer.weights_scaling
-
+        weights = scorer.weights_proj(hidden.to(scorer.weights_proj.weight.dtype))
         return choose_keys(
             q,
             weights,
-            scorer.softmax_scale,
+            scorer.softmax_scale * scorer.weights_scaling,
             index_keys,
             inputs.c4a_block_table,
             inputs.req_id_per_token,
             inputs.c4a_lens,
             self.index_topk,
-            one_token_per_request,
+            index_format,
         )

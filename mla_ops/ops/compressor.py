@@ -57,7 +57,8 @@ def compress_and_cache(
         slot_mapping: `[num_tokens]` int64, slot in `kv_cache` of the entry that a token completes. Read only for
             tokens that complete a group; negative or past the cache, the entry is not written.
         eps: added to the mean square.
-        cache_format: `fp8_ds_mla_v4`, quantised from the float32 entry, or `bf16`, `fp16`, `fp32` (docs/formats.md).
+        cache_format: `fp8_ds_mla_v4` and, for the indexer's keys, `fp8_index`, quantised from the float32 entry; or
+            `bf16`, `fp16`, `fp32` (docs/formats.md).
 
     A new request may take over blocks as they are: no position before its own first is read.
 

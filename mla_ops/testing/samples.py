@@ -118,6 +118,7 @@ def _compress_and_cache(make: Maker) -> Iterator[Case]:
         yield f"width {width} prefill and decode", tuple(prefill_and_decode), {}
     for fmt in ("fp16", "fp32", "fp8_ds_mla_v4"):
         yield f"{fmt} one token", tuple(step([5], [1], [19], 1024, fmt)), {}
+    yield "fp8_index keys", tuple(step([3, 4, 5], [1, 1, 1], [2, 6, 4], 256, "fp8_index")), {}
     yield "no tokens", tuple(step([], [], [])), {}
     yield "no requests", tuple(part[:0] if i == 7 else part for i, part in enumerate(step([2, 5], [0, -1], [1, 2]))), {}
     yield "index keys", tuple(step([3, 4, 5], [1, 1, 1], [2, 6, 4], 256)), {}

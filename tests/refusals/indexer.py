@@ -63,6 +63,6 @@ REFUSALS: list[Refusal] = [
         "a format of index keys",
         lambda g: {"cache_format": "fp8_index"},
         ValueError,
-        ("'fp8_index' holds index keys", "only the ops of the indexer"),
+        ("'fp8_index' holds index keys", "which this op does not take"),
     ),
 ]

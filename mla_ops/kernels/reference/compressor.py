@@ -7,8 +7,9 @@ import math
 import torch
 
 from ...dispatch import Lowering
-from ...formats import ROPE_DIM
+from ...formats import ROPE_DIM, get_format
 from .cache import concat_and_cache
+from .indexer import write_index_cache
 
 # states that are gathered at once; with 512 channels, 16 MB for each of keys and scores
 STATES_AT_ONCE = 8192
@@ -87,8 +88,11 @@ def compress_and_cache(
         normed = pooled * torch.rsqrt(pooled.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
         entry = _rotate_tail(normed, cos_sin[position[rows] - (ratio - 1)])
         entry = entry.masked_fill(entry.isnan(), math.nan)  # with the same bits everywhere
-        latent, rope = entry.split((head_dim - ROPE_DIM, ROPE_DIM), dim=1)
-        concat_and_cache(latent, rope, kv_cache, slot_mapping[rows], cache_format)
+        if get_format(cache_format).index_only:
+            write_index_cache(entry, kv_cache, slot_mapping[rows], cache_format)
+        else:
+            latent, rope = entry.split((head_dim - ROPE_DIM, ROPE_DIM), dim=1)
+            concat_and_cache(latent, rope, kv_cache, slot_mapping[rows], cache_format)
 
     # only now: a group may need what this step's tokens replace
     row = torch.arange(num_tokens, device=kv.device) + capacity

@@ -11,6 +11,7 @@ from ...formats import geometry, get_format
 from .bfloat16 import convert, narrow, widen
 from .common import sized_jit
 from .e4m3 import encode, power_of_two_exponent
+from .indexer import store_index_key
 
 
 class Tile(NamedTuple):
@@ -272,7 +273,9 @@ def _compress_kernel(
             entry = tl.reshape(rotated, (HEAD_DIM,))
             UNIT: tl.constexpr = 16 // (kv_cache.dtype.element_ty.primitive_bitwidth // 8)
             target = kv_cache + slot // block_size * (stride_block_16 * UNIT)
-            if PLANAR:
+            if PLANAR and HEAD_DIM == 128:
+                store_index_key(entry, target, slot % block_size, block_size)
+            elif PLANAR:
                 _store_planar(entry, target, slot % block_size, block_size, HEAD_DIM)
             else:
                 tl.store(target + slot % block_size * HEAD_DIM + dim, convert(entry, kv_cache.dtype.element_ty))

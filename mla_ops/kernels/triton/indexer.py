@@ -18,6 +18,19 @@ SCORE_KEYS_FP32 = 32
 SCORE_TOKENS = 4
 
 
+@triton.jit
+def store_index_key(value, block, offset, block_size):
+    """Quantises 128 values into their row of a block of `fp8_index`; the maximum is taken over bit patterns."""
+    inner = tl.arange(0, 128)
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    amax = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=0)
+    exponent = power_of_two_exponent(amax, -22)
+    tl.store(block + offset * 128 + inner, encode(bits, exponent).to(tl.uint8))
+    scale = (block + block_size.to(tl.int64) * 128 + offset * 4).to(tl.pointer_type(tl.int32))
+    tl.store(scale, (exponent + 127) << 23)
+
+
 @sized_jit(any_alignment=("slot_mapping",))
 def _write_kernel(
     k,
@@ -29,7 +42,7 @@ def _write_kernel(
     stride_block: tl.int64,
     FP8: tl.constexpr,
 ):
-    """Writes one index key. Grid: (rows,), one warp; the maximum is taken over bit patterns.
+    """Writes one index key. Grid: (rows,), one warp.
 
     `stride_block` is in elements of the cache.
     """
@@ -41,13 +54,7 @@ def _write_kernel(
         block = index_cache + slot // block_size * stride_block
         offset = slot % block_size
         if FP8:
-            bits = widen(value).to(tl.int32, bitcast=True)
-            magnitude = bits & 0x7FFFFFFF
-            amax = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=0)
-            exponent = power_of_two_exponent(amax, -22)
-            tl.store(block + offset * 128 + inner, encode(bits, exponent).to(tl.uint8))
-            scale = (block + block_size.to(tl.int64) * 128 + offset * 4).to(tl.pointer_type(tl.int32))
-            tl.store(scale, (exponent + 127) << 23)
+            store_index_key(widen(value), block, offset, block_size)
         else:
             if value.dtype != index_cache.dtype.element_ty:
                 value = narrow(widen(value), index_cache.dtype.element_ty)
