@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """A kernel at small shapes.
 
     Attributes:
-        keys: cache format and width of a key, or "prefill", "parts" or "schedule".
+        keys: cache format and width of a key, or "prefill", "parts", "schedule" or "index scores".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scale float16 does not hold.
@@ -75,6 +75,7 @@ CASES = {
         Case("prefill"),
         Case("parts"),
         Case("schedule"),
+        Case("index scores"),
     )
 }
 
@@ -212,6 +213,51 @@ def schedule(tool: str) -> None:
             assert torch.equal(found.cpu(), expected)
 
 
+def index_scores(tool: str) -> None:
+    """Flat and paged scores on three CTAs: rows of any bounds, blocks that are not there, tokens that share keys."""
+    import torch
+    from index_oracle import exact_scores
+
+    from mla_ops.formats import allocate_cache
+    from mla_ops.kernels.hopper import indexer_logits
+    from mla_ops.kernels.reference import indexer as reference
+
+    indexer_logits._num_sms = lambda _: 3
+    heads = (64,) if tool == "racecheck" else indexer_logits.HEADS
+
+    def int32(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    def compare(run: str, q: torch.Tensor, keys: torch.Tensor, columns: int, *rest: object, **options: object) -> None:
+        weights = torch.randn(q.shape[:2])
+        expected, found = torch.empty(len(q), columns), torch.empty(len(q), columns + 1, device="cuda")[:, 1:]
+        getattr(reference, run)(q, keys, weights, *rest, **options, clean=True, out=expected)
+        moved = [x.cuda() if isinstance(x, torch.Tensor) else x for x in (q, keys, weights, *rest)]
+        scales = {name: x.cuda() for name, x in options.items()}
+        getattr(indexer_logits, run)(*moved, **scales, clean=True, out=found)
+        _, bound = exact_scores(q, k, weights, k_scale, e4m3_cores=True)
+        difference = torch.where(expected == -torch.inf, 0.0, expected - found.cpu())
+        assert torch.equal(found.cpu() == -torch.inf, expected == -torch.inf)
+        assert difference.abs().max() <= bound.max()
+
+    for num_heads in heads:
+        q = torch.randn(5, num_heads, 128).to(torch.float8_e4m3fn)
+        k, k_scale = torch.randn(500, 128).to(torch.float8_e4m3fn), torch.rand(500) + 1
+        bounds = int32(0, 7, 131, 500, -9), int32(500, 7, 299, 999, 65)
+        compare("indexer_logits", q, k, 500, *bounds, k_scale=k_scale)
+        for block_size in (64, 16, 17) if tool == "memcheck" else (16, 17):
+            cache = allocate_cache("fp8_index", 40, block_size)
+            slots = torch.arange(40 * block_size)
+            reference.write_index_cache(torch.randn(len(slots), 128), cache, slots, "fp8_index")
+            k, k_scale = reference.read_index_keys(cache, slots, "fp8_index")
+            table = torch.randperm(39).view(3, 13)[:, : -(-200 // block_size)].to(torch.int32).contiguous()
+            table[1, :2] = int32(-1, 40)
+            lengths, requests = int32(200, 199, 65, 9999, 0), int32(0, 0, 1, 2, 2)
+            for tokens in (5, 3, 1) if tool == "memcheck" else (5,):
+                each = lengths[:tokens], table, requests[:tokens]
+                compare("paged_indexer_logits", q[:tokens], cache, 190, *each, 190, "fp8_index")
+
+
 def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
     signal.alarm(timeout)  # ends this process, and with it a kernel that waits for ever
     sys.path.insert(0, str(HERE.parents[1]))
@@ -225,7 +271,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
         compiler.OPTIONS += (DEFINE,)
     if case.hasty:
         compiler.OPTIONS += ("-DPATIENCE=0",)
-    others = {"prefill": prefill, "parts": parts, "schedule": schedule}
+    others = {"prefill": prefill, "parts": parts, "schedule": schedule, "index scores": index_scores}
     others[case.keys](tool) if case.keys in others else attend(case, tool)
 
 

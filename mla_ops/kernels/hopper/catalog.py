@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from . import launch, merge_parts, plan, prefill_attention
+from . import indexer_logits, launch, merge_parts, plan, prefill_attention
 from .launch import Kernel
 
 
 def every_kernel() -> list[Kernel]:
     """Each once."""
     attention = [kernel for keys in launch.KERNELS.values() for kernel in keys.kernels()]
-    return [*attention, *merge_parts.kernels(), *prefill_attention.kernels(), *plan.KERNELS]
+    others = merge_parts.kernels(), prefill_attention.kernels(), plan.KERNELS, indexer_logits.kernels()
+    return [*attention, *(kernel for each in others for kernel in each)]

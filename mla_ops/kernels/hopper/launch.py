@@ -21,7 +21,7 @@ SPLITS = (*range(1, 15), 16)  # as in layout.cuh: packets of 15 CTAs have no roo
 
 
 class Divisor(ctypes.Structure):
-    """As in layout.cuh; `reciprocal` has the values."""
+    """As in divide.cuh; `reciprocal` has the values."""
 
     _fields_ = [("multiplier", ctypes.c_uint), ("shift", ctypes.c_int)]
 

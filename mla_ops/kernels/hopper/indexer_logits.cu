@@ -1,0 +1,404 @@
+// Scores of the lightning indexer for SM90: the sum over heads of weight * relu(query . key), times the key's scale.
+//
+// A product of a warpgroup has 64 keys as rows and the heads of up to eight query tokens, 256 of them, as columns. So a
+// thread has two keys' products of a quarter of the heads; weights of these heads stay in its registers for as long as
+// the tokens stay the same. The sum over heads is made in the thread and its three neighbours. Two warpgroups take
+// turns: one has the tensor cores while the other adds up. One warp brings keys and queries by bulk copies.
+//
+// All tiles of keys of all groups of tokens, one after the other, are cut into as many equal parts as there are CTAs.
+// Lengths are read on the device, by every CTA, so that a graph follows them. A score does not depend on who makes it:
+// its sum has one order in every kernel.
+
+#include "indexer_rows.cuh"
+#include "wgmma.cuh"
+
+constexpr int CONSUMERS = 256, THREADS = 384, STAGES = 16, QUERY_STAGES = 2;
+constexpr int TILE_BYTES = TILE * 128, GATHERERS = 4, LAG = 6;
+constexpr int TURN_BARRIER = 1;  // and the next, one a warpgroup
+
+template <int HEADS_, int TOKENS_>
+struct IndexerLayout {
+  static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS;
+  static constexpr bool ORDERED = COLUMNS == 256;  // products of one warpgroup behind those of the other
+  static constexpr int QUERY_BYTES = COLUMNS * 128;
+  static constexpr int QUERY = 0, KEY = QUERY_STAGES * QUERY_BYTES, SCALE = KEY + STAGES * TILE_BYTES;
+  static constexpr int GROUP = SCALE + STAGES * TILE * 4;  // of a query stage: token, count, first tile, tiles
+  static constexpr int TOTALS = GROUP + QUERY_STAGES * 16, PART = TOTALS + THREADS / 32 * 4;
+  static constexpr int QUERY_FULL = PART + 16, QUERY_FREE = QUERY_FULL + QUERY_STAGES * 8;
+  static constexpr int KEY_FULL = QUERY_FREE + QUERY_STAGES * 8, KEY_FREE = KEY_FULL + STAGES * 8;
+  static constexpr int BYTES = KEY_FREE + STAGES * 8;
+  static_assert(QUERY_FULL % 8 == 0, "barriers lie at multiples of 8 bytes");
+  static_assert(BYTES <= 232448, "more shared memory than an SM has");
+};
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+#define WGMMA_E4M3(N, REGS, ACC, A, B, C)                                                                          \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                  \
+               "k32.f32.e4m3.e4m3 {" REGS "}, " A ", " B ", p, 1, 1;\n}"                                           \
+               : ACC                                                                                               \
+               : "l"(a), "l"(b), "r"(add))
+
+// Keys [64 x 32 dims] times queries [32 dims x columns]; `add` false begins a sum.
+DEVICE void wgmma_e4m3(float (&d)[128], u64 a, u64 b, int add) {
+  WGMMA_E4M3(256, REG128, ACC128(d, 0), "%128", "%129", "%130");
+}
+DEVICE void wgmma_e4m3(float (&d)[64], u64 a, u64 b, int add) {
+  WGMMA_E4M3(128, REG64, ACC64(d, 0), "%64", "%65", "%66");
+}
+DEVICE void wgmma_e4m3(float (&d)[32], u64 a, u64 b, int add) {
+  WGMMA_E4M3(64, REG32, ACC32(d, 0), "%32", "%33", "%34");
+}
+DEVICE void wgmma_e4m3(float (&d)[16], u64 a, u64 b, int add) {
+  WGMMA_E4M3(32, REG16, ACC16(d, 0), "%16", "%17", "%18");
+}
+
+// NaN stays.
+DEVICE float relu(float x) {
+  float y;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ---- each CTA's part ------------------------------------------------------------------------------------------------
+
+// All threads count the tiles of all groups.
+template <class L, Source SOURCE>
+DEVICE Part this_part(const Params& p, u32 shared) {
+  constexpr int step = STEP<L::TOKENS, SOURCE>;
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  const int units = (p.num_tokens + step - 1) / step, each = (units + THREADS - 1) / THREADS;
+  const int first = thread * each, last = min(first + each, units);
+  int own = 0;
+  for (int unit = first; unit < last; ++unit) own += group_at<L::TOKENS, SOURCE>(p, unit * step).tiles;
+  int before = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int lower = __shfl_up_sync(~0u, before, distance);
+    if (lane >= distance) before += lower;
+  }
+  if (lane == 31) store_shared_4(shared + L::TOTALS + warp * 4, before);
+  __syncthreads();
+  before -= own;
+  int total = 0;
+#pragma unroll
+  for (int w = 0; w < THREADS / 32; ++w) {
+    const int tiles = load_shared_4(shared + L::TOTALS + w * 4);
+    if (w < warp) before += tiles;
+    total += tiles;
+  }
+  const int begin = tiles_before(total, blockIdx.x, gridDim.x),
+            count = tiles_before(total, blockIdx.x + 1, gridDim.x) - begin;
+  if (count == 0) return {0, 0, 0};
+  if (before <= begin && begin < before + own) {
+    Part part = {first * step, begin - before, count};
+    find_begin<L::TOKENS, SOURCE>(p, part);
+    store_shared_8(shared + L::PART, part.token, part.skip);
+  }
+  __syncthreads();
+  const uint2 part = load_shared_8(shared + L::PART);
+  return {static_cast<int>(part.x), static_cast<int>(part.y), count};
+}
+
+// ---- the producer ---------------------------------------------------------------------------------------------------
+
+// Slots of the ring of keys, a tile each.
+struct Slot {
+  int index;
+  u32 parity;
+};
+
+DEVICE void next(Slot& slot) {
+  if (++slot.index == STAGES) slot.index = 0, slot.parity ^= 1;
+}
+
+DEVICE u32 of_slot(u32 barriers, const Slot& slot) { return barriers + slot.index * 8; }
+
+// The block of a group's key, -1 where there is none that can be read.
+DEVICE int block_at(const Params& p, const int* table, int position, int end) {
+  if (position >= end) return -1;
+  const int block = __ldg(table + divide(position, p.of_block_size));
+  return block < p.num_blocks ? max(block, -1) : -1;
+}
+
+DEVICE const int* table_of(const Params& p, int token) {
+  return p.block_table + __ldg(p.req_id_per_token + token) * p.table_stride;
+}
+
+template <class L>
+DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, int tiles, Slot& slot) {
+  for (int i = 0; i < tiles; ++i, next(slot)) {
+    mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
+    if (lane == 0) {
+      mbarrier_arrive_expect(of_slot(shared + L::KEY_FULL, slot), TILE_BYTES);
+      copy_box(shared + L::KEY + slot.index * TILE_BYTES, p.keys, 0, (first_tile + i) * TILE, 0,
+               of_slot(shared + L::KEY_FULL, slot));
+    }
+  }
+}
+
+// Lane n has the block of a tile's n-th box, or of one of the tiles behind it.
+template <class L>
+DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int end, int first_tile, int tiles,
+                        Slot& slot) {
+  const int* table = table_of(p, token);
+  const int keys = TILE >> p.boxes_log2, tiles_together = 32 >> p.boxes_log2;
+  const int box = lane & (1 << p.boxes_log2) - 1;
+  int position = first_tile * TILE + lane * keys;
+  int block, block_after = block_at(p, table, position, end);
+  for (int i = 0; i < tiles; ++i, next(slot)) {
+    const int turn = i % tiles_together;
+    if (turn == 0) {
+      if (i) position += 32 * keys;
+      block = block_after, block_after = block_at(p, table, position + 32 * keys, end);
+    }
+    const bool mine = lane >> p.boxes_log2 == turn;
+    const u32 full = of_slot(shared + L::KEY_FULL, slot);
+    const u32 scales = shared + L::SCALE + (slot.index * TILE + box * keys) * 4;
+    mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
+    const int there = __popc(__ballot_sync(~0u, mine && block >= 0));
+    if (mine && block < 0)
+      for (int key = 0; key < keys; ++key) store_shared_float(scales + key * 4, -INFINITY);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive_expect(full, there * keys * 132);
+    __syncwarp();
+    if (mine && block >= 0) {
+      const int offset = position - divide(position, p.of_block_size) * p.block_size;
+      copy_box(shared + L::KEY + slot.index * TILE_BYTES + box * keys * 128, p.keys, 0, offset, block, full);
+      bulk_copy(scales, p.cache + block * p.block_bytes + p.block_size * 128 + offset * 4, keys * 4, full);
+    }
+  }
+}
+
+// Four warps, a key of each sixteen for eight threads. Tiles that are on their way are those of the last LAG turns.
+template <class L>
+DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
+                           Slot& slot) {
+  const int* table = table_of(p, token);
+  const int chunk = thread % 8, lane = thread & 31;
+  Slot arriving = slot;
+  auto arrive = [&] {
+    fence_async_shared();
+    __syncwarp();
+    warp_arrive(of_slot(shared + L::KEY_FULL, arriving), lane);
+    next(arriving);
+  };
+  int blocks[4], position = first_tile * TILE + thread / 8;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) blocks[j] = block_at(p, table, position + j * 16, end);
+  for (int i = 0; i < tiles; ++i, next(slot)) {
+    int blocks_after[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) blocks_after[j] = block_at(p, table, position + TILE + j * 16, end);
+    mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int key = thread / 8 + j * 16, at = position + j * 16;
+      const u32 scale = shared + L::SCALE + (slot.index * TILE + key) * 4;
+      if (blocks[j] >= 0) {
+        const int offset = at - divide(at, p.of_block_size) * p.block_size;
+        const unsigned char* block = p.cache + blocks[j] * p.block_bytes;
+        copy_16(shared + L::KEY + slot.index * TILE_BYTES + key * 128 + ((chunk ^ key & 7) << 4),
+                block + offset * 128 + chunk * 16);
+        if (chunk == 0) copy_4(scale, block + p.block_size * 128 + offset * 4);
+      } else if (chunk == 0) {
+        store_shared_float(scale, -INFINITY);
+      }
+      blocks[j] = blocks_after[j];
+    }
+    commit_copies();
+    position += TILE;
+    if (i >= LAG) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(LAG) : "memory");
+      arrive();
+    }
+  }
+  wait_for_copies();
+  for (int i = max(tiles - LAG, 0); i < tiles; ++i) arrive();
+}
+
+template <class L, Source SOURCE>
+DEVICE void produce(const Params& p, u32 shared, Part part) {
+  constexpr int step = STEP<L::TOKENS, SOURCE>;
+  const int thread = threadIdx.x - CONSUMERS, lane = thread & 31;
+  const bool leads = thread < 32;
+  Slot slot = {0, 0};
+  int stage = 0;
+  u32 parity = 1;
+  auto announce = [&](int token, int count, int first_tile, int tiles) {
+    mbarrier_wait(shared + L::QUERY_FREE + stage * 8, parity);
+    if (leads && lane == 0) {
+      const u32 full = shared + L::QUERY_FULL + stage * 8;
+      store_shared_16(shared + L::GROUP + stage * 16, token, count, first_tile, tiles);
+      if (tiles) {
+        mbarrier_arrive_expect(full, L::QUERY_BYTES);
+        copy_box(shared + L::QUERY + stage * L::QUERY_BYTES, p.queries, 0, 0, token, full);
+      } else {
+        mbarrier_arrive(full);
+      }
+    }
+    __syncwarp();
+    if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
+  };
+  for (int first = part.token; part.count; first += 32 * step) {
+    const Group groups = group_at<L::TOKENS, SOURCE>(p, first + lane * step);
+    for (u32 live = __ballot_sync(~0u, groups.tiles > 0); live && part.count; live &= live - 1) {
+      const int from = __ffs(live) - 1, token = first + from * step;
+      const int count = __shfl_sync(~0u, groups.count, from), end = __shfl_sync(~0u, groups.end, from),
+                first_tile = __shfl_sync(~0u, groups.first_tile, from) + part.skip,
+                tiles = min(__shfl_sync(~0u, groups.tiles, from) - part.skip, part.count);
+      part.skip = 0, part.count -= tiles;
+      announce(token, count, first_tile, tiles);
+      if (SOURCE == FLAT)
+        bring_flat<L>(p, shared, lane, first_tile, tiles, slot);
+      else if (SOURCE == BOXES)
+        bring_boxes<L>(p, shared, lane, token, end, first_tile, tiles, slot);
+      else
+        bring_anywhere<L>(p, shared, thread, token, end, first_tile, tiles, slot);
+    }
+  }
+  announce(0, 0, 0, 0);
+}
+
+// ---- the consumers --------------------------------------------------------------------------------------------------
+
+// Sums of four neighbouring lanes, (0 + 1) + (2 + 3) of each value; a lane is left with the quarter of them that its
+// number names, low bit first, or with the only one.
+template <int COUNT, int BIT = 1>
+DEVICE void add_up(float* values, int lane) {
+  if constexpr (COUNT == 1) {
+    values[0] += __shfl_xor_sync(~0u, values[0], BIT);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) {
+      const bool upper = lane & BIT;
+      const float sent = upper ? values[i] : values[i + COUNT / 2];
+      values[i] = (upper ? values[i + COUNT / 2] : values[i]) + __shfl_xor_sync(~0u, sent, BIT);
+    }
+  }
+  if constexpr (BIT == 1) add_up<(COUNT > 1 ? COUNT / 2 : 1), 2>(values, lane);
+}
+
+// What a lane stores of a tile: scores of TOKENS tokens and of ROWS keys, eight apart.
+template <int TOKENS_>
+struct Share {
+  static constexpr int TOKENS = TOKENS_ / 4 > 1 ? TOKENS_ / 4 : 1, ROWS = TOKENS_ >= 4 ? 2 : 1;
+
+  static DEVICE int first_token(int lane) {
+    return TOKENS_ >= 4 ? (lane & 1) * (TOKENS_ / 2) + (lane >> 1 & 1) * (TOKENS_ / 4) : TOKENS_ == 2 ? lane & 1 : 0;
+  }
+  static DEVICE int first_row(int lane) {
+    return TOKENS_ >= 4 ? 0 : TOKENS_ == 2 ? lane >> 1 & 1 : lane & 1;
+  }
+  static DEVICE bool stores(int lane) { return TOKENS_ > 1 || (lane & 2) == 0; }
+};
+
+template <class L, Source SOURCE>
+DEVICE void consume(const Params& p, u32 shared, int count) {
+  using S = Share<L::TOKENS>;
+  const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7);
+  const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
+  const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
+  float products[L::COLUMNS / 2], weights[L::COLUMNS / 4];
+  int turn = 0;  // tiles so far, of both warpgroups
+  for (int stage = 0, parity = 0;;) {
+    mbarrier_wait(shared + L::QUERY_FULL + stage * 8, parity);
+    const uint4 group = load_shared_16(shared + L::GROUP + stage * 16);
+    const int token = group.x, first_tile = group.z, tiles = group.w;
+    if (tiles == 0) return;
+    float* rows[S::TOKENS];
+    Bounds bounds[S::TOKENS];
+#pragma unroll
+    for (int t = 0; t < S::TOKENS; ++t) {
+      const int of_group = S::first_token(lane) + t;
+      bounds[t] = {0, 0};
+      if (of_group < static_cast<int>(group.y) && S::stores(lane)) bounds[t] = bounds_of<SOURCE>(p, token + of_group);
+      rows[t] = p.out + (token + of_group) * p.out_stride;
+    }
+#pragma unroll
+    for (int t = 0; t < L::TOKENS; ++t) {
+      const float* own = p.weights + min(token + t, p.num_tokens - 1) * p.weights_stride + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < L::HEADS / 4; ++j) weights[t * (L::HEADS / 4) + j] = __ldg(own + j / 2 * 8 + j % 2);
+    }
+    for (int i = (warpgroup ^ turn) & 1; i < tiles; i += 2) {
+      const int slot = (turn + i) % STAGES, first = (first_tile + i) * TILE + key;
+      mbarrier_wait(shared + L::KEY_FULL + slot * 8, (turn + i) / STAGES & 1);
+      float scales[S::ROWS];
+#pragma unroll
+      for (int r = 0; r < S::ROWS; ++r) {
+        if (SOURCE != FLAT)
+          scales[r] = load_shared_float(shared + L::SCALE + (slot * TILE + key + r * 8) * 4);
+        else
+          scales[r] = p.k_scale && first + r * 8 < p.num_columns ? __ldg(p.k_scale + first + r * 8) : 1.f;
+      }
+      if (L::ORDERED && turn + i > 0) named_barrier(TURN_BARRIER + warpgroup, CONSUMERS);
+      hold(products);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        wgmma_e4m3(products, keys + (slot * TILE_BYTES + k * 32) / 16,
+                   queries + (stage * L::QUERY_BYTES + k * 32) / 16, k > 0);
+      wgmma_commit();
+      if (L::ORDERED && turn + i + 1 < count) named_barrier_arrive(TURN_BARRIER + (warpgroup ^ 1), CONSUMERS);
+      wgmma_wait<0>();
+      hold(products);
+      warp_arrive(shared + L::KEY_FREE + slot * 8, lane);
+      float sums[L::TOKENS * 2];  // of two keys each
+#pragma unroll
+      for (int j = 0; j < L::HEADS / 4; ++j)
+#pragma unroll
+        for (int t = 0; t < L::TOKENS; ++t)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int column = t * (L::HEADS / 4) + j;
+            const float positive = relu(products[column / 2 * 4 + r * 2 + column % 2]);
+            float& sum = sums[t * 2 + r];
+            sum = j ? __fmaf_rn(weights[column], positive, sum) : weights[column] * positive;
+          }
+      add_up<L::TOKENS * 2>(sums, lane);
+#pragma unroll
+      for (int t = 0; t < S::TOKENS; ++t)
+#pragma unroll
+        for (int r = 0; r < S::ROWS; ++r) {
+          const int column = first + r * 8;
+          float score = sums[t * S::ROWS + r] * scales[r];
+          if (SOURCE != FLAT && scales[r] == -INFINITY) score = -INFINITY;
+          if (column >= bounds[t].start && column < bounds[t].end) rows[t][column] = score;
+        }
+    }
+    turn += tiles;
+    __syncwarp();
+    warp_arrive(shared + L::QUERY_FREE + stage * 8, lane);
+    if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
+  }
+}
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
+
+template <int HEADS, int TOKENS, Source SOURCE>
+__global__ void __launch_bounds__(THREADS, 1) indexer_logits(const __grid_constant__ Params p) {
+  using L = IndexerLayout<HEADS, TOKENS>;
+  EXPORT_SHARED_BYTES(L);
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = shared_address(shared_memory);
+  if (threadIdx.x == 0) {
+    constexpr u32 WARPS = ARRIVALS_OF_A_WARP;
+    for (int stage = 0; stage < QUERY_STAGES; ++stage)
+      mbarrier_init(shared + L::QUERY_FULL + stage * 8, 1), mbarrier_init(shared + L::QUERY_FREE + stage * 8, 8 * WARPS);
+    for (int slot = 0; slot < STAGES; ++slot) {
+      mbarrier_init(shared + L::KEY_FULL + slot * 8, SOURCE == ANYWHERE ? GATHERERS * WARPS : 1);
+      mbarrier_init(shared + L::KEY_FREE + slot * 8, 4 * WARPS);
+    }
+    fence_barrier_init();
+  }
+  const Part part = this_part<L, SOURCE>(p, shared);
+  if (part.count == 0) return;
+  if (uniform(threadIdx.x >> 7) == 2) {
+    fewer_registers<SOURCE == ANYWHERE ? 72 : 40>();
+    if (SOURCE == ANYWHERE || threadIdx.x < CONSUMERS + 32) produce<L, SOURCE>(p, shared, part);
+  } else {
+    more_registers<SOURCE == ANYWHERE ? 216 : 232>();
+    consume<L, SOURCE>(p, shared, part.count);
+  }
+}

@@ -1,0 +1,104 @@
+// Query tokens of the lightning indexer in groups that share keys, and each CTA's part of all groups' tiles of keys.
+#pragma once
+
+#include "divide.cuh"
+
+struct Params {
+  TensorMap queries;  // dims, heads, tokens
+  TensorMap keys;     // dims, keys; of a cache: dims, keys of a block, blocks
+  const float* weights;
+  const float* k_scale;  // of flat keys; null: ones
+  const int* row_starts;
+  const int* row_ends;  // of a cache: lengths
+  const int* req_id_per_token;
+  const int* block_table;
+  const unsigned char* cache;
+  float* out;
+  i64 weights_stride, table_stride, block_bytes, out_stride;
+  int num_tokens, num_columns;  // no row ends behind num_columns
+  int width;                    // of `out`
+  int num_requests, num_blocks, block_size;
+  int boxes_log2;  // of a tile of keys: boxes that are in one block each
+  Divisor of_block_size;
+};
+
+constexpr int TILE = 64;  // keys
+
+// Where keys are: a tensor; blocks that hold whole boxes of a tile; blocks of any size.
+enum Source { FLAT, BOXES, ANYWHERE };
+
+struct Bounds {
+  int start, end;  // columns of a row; equal: none
+};
+
+template <Source SOURCE>
+DEVICE Bounds bounds_of(const Params& p, int token) {
+  Bounds row = {0, 0};
+  if (token >= p.num_tokens) return row;
+  row.end = min(max(__ldg(p.row_ends + token), 0), p.num_columns);
+  if (SOURCE == FLAT) {
+    row.start = min(max(__ldg(p.row_starts + token), 0), row.end);
+  } else {
+    const int request = __ldg(p.req_id_per_token + token);
+    if (request < 0 || request >= p.num_requests) row.end = 0;
+  }
+  return row;
+}
+
+// Up to TOKENS neighbours that read the same keys.
+struct Group {
+  int count;              // of tokens
+  int first_tile, tiles;  // of keys; none where no token has any
+  int end;                // of the keys
+};
+
+// The group that begins with `token`, if one does. Of a cache: tokens of one request, within TOKENS that begin at a
+// multiple of it.
+template <int TOKENS, Source SOURCE>
+DEVICE Group group_at(const Params& p, int token) {
+  Group group = {0, 0, 0, 0};
+  if (token >= p.num_tokens) return group;
+  const int room = min(TOKENS - token % TOKENS, p.num_tokens - token);
+  int start = p.num_columns, end = 0;
+  if (SOURCE == FLAT) {
+    group.count = room;
+  } else {
+    const int request = __ldg(p.req_id_per_token + token);
+    if (token % TOKENS && __ldg(p.req_id_per_token + token - 1) == request) return group;
+    group.count = 1;
+    for (int i = 1; i < TOKENS; ++i)
+      if (group.count == i && i < room && __ldg(p.req_id_per_token + token + i) == request) ++group.count;
+  }
+  for (int i = 0; i < TOKENS; ++i) {
+    if (i >= group.count) break;
+    const Bounds row = bounds_of<SOURCE>(p, token + i);
+    if (row.start == row.end) continue;
+    start = min(start, row.start), end = max(end, row.end);
+  }
+  if (start >= end) return group;
+  group.first_tile = start / TILE;
+  group.tiles = (end - 1) / TILE + 1 - group.first_tile;
+  group.end = end;
+  return group;
+}
+
+// Tokens between two that may begin a group.
+template <int TOKENS, Source SOURCE>
+constexpr int STEP = SOURCE == FLAT ? TOKENS : 1;
+
+// A CTA's tiles: `count` from tile `skip` on of the group of `token`, and of the groups behind it.
+struct Part {
+  int token, skip, count;
+};
+
+DEVICE int tiles_before(int total, int cta, int ctas) { return static_cast<i64>(total) * cta / ctas; }
+
+// Makes `part` begin with the tile that `part.skip` counts from the group of `part.token` on.
+template <int TOKENS, Source SOURCE>
+DEVICE void find_begin(const Params& p, Part& part) {
+  while (true) {
+    const int tiles = group_at<TOKENS, SOURCE>(p, part.token).tiles;
+    if (part.skip < tiles) return;
+    part.skip -= tiles, part.token += STEP<TOKENS, SOURCE>;
+  }
+}

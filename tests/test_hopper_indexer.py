@@ -1,0 +1,179 @@
+"""Scores of the indexer on Hopper, without a GPU: groups of tokens, CTAs' parts, which kernel a call gets."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hopper_on_cpu import NO_COMPILER, build
+
+from mla_ops.dispatch import Call
+from mla_ops.kernels.hopper import indexer_logits
+from mla_ops.kernels.hopper.indexer_logits import TILE, box_keys, group_size, group_sizes, in_boxes, logits_reason
+
+INT32_MAX = 2**31 - 1
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if NO_COMPILER:
+        pytest.skip("there is no C++ compiler")
+    return build("hopper_indexer.cpp", tmp_path_factory.mktemp("indexer"))
+
+
+Line = tuple[int, int, int, int, int, int]
+
+
+def parts(
+    library: ctypes.CDLL,
+    tokens: int,
+    columns: int,
+    starts: list[int] | None,
+    ends: list[int],
+    requests: list[int],
+    num_requests: int,
+    ctas: int,
+) -> list[Line]:
+    """Each CTA's work in order: (CTA, first token, tokens, first tile, tiles, end of the keys)."""
+    room, count = len(ends) * 4 + ctas, len(ends)
+    out = (ctypes.c_int * (6 * room))()
+    arrays = [(ctypes.c_int * count)(*values) for values in (starts or ends, ends, requests)]
+    lines = library.parts_of(starts is not None, tokens, count, columns, num_requests, *arrays, ctas, out, room)
+    assert lines >= 0
+    return [tuple(out[6 * i : 6 * i + 6]) for i in range(lines)]
+
+
+def clamped(value: int, most: int) -> int:
+    return min(max(value, 0), most)
+
+
+def check(lines: list[Line], tokens: int, wanted: dict[int, tuple[int, int]], ctas: int) -> None:
+    """Every row's tiles are done once, CTAs have equal parts, and no tile is done that no row of a group needs."""
+    done: Counter[tuple[int, int]] = Counter()
+    shares: Counter[int] = Counter()
+    for cta, first, count, first_tile, tiles, _ in lines:
+        assert 1 <= count <= tokens
+        assert first // tokens == (first + count - 1) // tokens
+        shares[cta] += tiles
+        for token, tile in itertools.product(range(first, first + count), range(first_tile, first_tile + tiles)):
+            done[token, tile] += 1
+    assert set(done.values()) <= {1}
+    for token, (start, end) in wanted.items():
+        for tile in range(start // TILE, -(-end // TILE)) if end > start else ():
+            assert done[token, tile] == 1
+    total = sum(shares.values())
+    assert all(share in (total // ctas, -(-total // ctas)) for share in shares.values())
+    groups = {(line[1], line[2]) for line in lines}
+    needed = 0
+    for first, count in groups:
+        rows = [wanted[token] for token in range(first, first + count) if wanted[token][1] > wanted[token][0]]
+        needed += -(-max(end for _, end in rows) // TILE) - min(start for start, _ in rows) // TILE
+    assert total == needed
+
+
+LENGTHS = (0, 0, 1, 63, 64, 65, 127, 640, 999, 5000, -1, INT32_MAX, -(2**31))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+@pytest.mark.parametrize("seed", range(12))
+def test_all_ctas_together_do_each_paged_row_once(library: ctypes.CDLL, tokens: int, seed: int) -> None:
+    draw = random.Random(seed)
+    num_requests, columns, ctas = draw.randint(1, 6), draw.choice((64, 100, 1000)), draw.choice((1, 3, 132))
+    requests: list[int] = []
+    while len(requests) < 25:  # next to one another, or not; some that there are not
+        requests += [draw.choice((-1, num_requests, *range(num_requests)))] * draw.randint(1, 9)
+    ends = [draw.choice(LENGTHS) for _ in requests]
+    wanted = {
+        token: (0, clamped(end, columns) if 0 <= request < num_requests else 0)
+        for token, (end, request) in enumerate(zip(ends, requests, strict=True))
+    }
+    lines = parts(library, tokens, columns, None, ends, requests, num_requests, ctas)
+    check(lines, tokens, wanted, ctas)
+    for _, first, count, *_, end in lines:
+        assert len(set(requests[first : first + count])) == 1, "tokens of one request share keys"
+        assert end == max(wanted[token][1] for token in range(first, first + count))
+
+
+@pytest.mark.parametrize("tokens", [4, 8])
+@pytest.mark.parametrize("seed", range(12))
+def test_all_ctas_together_do_each_flat_row_once(library: ctypes.CDLL, tokens: int, seed: int) -> None:
+    draw = random.Random(seed)
+    columns, ctas = draw.choice((1, 64, 1000)), draw.choice((1, 3, 132))
+    starts, ends = ([draw.choice((*LENGTHS, 300, 500)) for _ in range(30)] for _ in range(2))
+    wanted = {
+        token: (clamped(start, columns), clamped(end, columns))
+        for token, (start, end) in enumerate(zip(starts, ends, strict=True))
+    }
+    check(parts(library, tokens, columns, starts, ends, [0] * 30, 1, ctas), tokens, wanted, ctas)
+
+
+@pytest.mark.parametrize("length", [0, -1, -(2**31)])
+def test_rows_without_keys_give_no_cta_any_work(library: ctypes.CDLL, length: int) -> None:
+    """Neither a length of 0, nor one that is 0 less draft tokens: peers read these as unsigned, or index by them."""
+    for tokens in (1, 2, 4, 8):
+        assert parts(library, tokens, 1000, None, [length] * 9, list(range(9)), 9, 132) == []
+
+
+def test_parts_of_more_tiles_than_an_int_holds_times_ctas(library: ctypes.CDLL) -> None:
+    rows, columns = 40, INT32_MAX
+    lines = parts(library, 1, columns, None, [INT32_MAX] * rows, list(range(rows)), rows, 132)
+    tiles = -(-INT32_MAX // TILE)
+    assert sum(line[4] for line in lines) == rows * tiles
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_tokens", "num_requests", "expected"),
+    [
+        (64, 1, 1, 1),
+        (64, 128, 128, 1),
+        (64, 128, 64, 2),
+        (64, 96, 32, 4),
+        (64, 4096, 1, 4),
+        (32, 64, 16, 4),
+        (32, 65, 16, 8),
+        (32, 4096, 2, 8),
+        (64, 7, 1000, 1),
+        (64, 7, 0, 4),
+    ],
+)
+def test_groups_have_the_tokens_of_a_request(num_heads: int, num_tokens: int, num_requests: int, expected: int) -> None:
+    assert group_size(num_heads, num_tokens, num_requests) == expected
+
+
+def test_every_group_has_a_kernel_of_at_most_256_columns() -> None:
+    assert group_sizes(64) == (1, 2, 4)
+    assert group_sizes(32) == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "expected"), [(64, 64), (192, 64), (1, 0), (4, 0), (8, 8), (16, 16), (32, 32), (48, 0), (100, 0)]
+)
+def test_copies_of_boxes_are_of_blocks_that_fit_a_tile(block_size: int, expected: int) -> None:
+    """Scales of a box, 4 bytes a key, are copied in 16 bytes, and eight rows are what a swizzle repeats after."""
+    assert box_keys(block_size) == expected
+    assert expected == 0 or (block_size % expected == 0 and TILE % expected == 0 and expected * 4 % 16 == 0)
+
+
+def test_operands_that_do_not_lie_on_16_bytes_are_copied() -> None:
+    storage = torch.zeros(40 * 136 + 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    whole = storage[: 40 * 128].view(40, 128)
+    assert in_boxes(whole) is whole
+    for view in (
+        storage[1 : 1 + 40 * 128].view(40, 128),
+        storage[: 40 * 136].view(40, 136)[:, :128],
+        whole[:1].expand(40, 128),
+    ):
+        copied = in_boxes(view)
+        assert copied.data_ptr() % 16 == 0
+        assert copied.stride() == (128, 1)
+
+
+def test_a_call_that_is_left_to_triton_says_why() -> None:
+    call = Call("indexer_logits", torch.device("cuda"), torch.float8_e4m3fn, num_heads=64)
+    assert "bfloat16" in str(logits_reason(call._replace(dtype=torch.bfloat16)))
+    assert "32 or 64 heads" in str(logits_reason(call._replace(num_heads=16)))
+    assert indexer_logits.THREADS == 384
