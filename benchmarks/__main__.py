@@ -10,6 +10,7 @@ FAMILIES = (
     "compressor",
     "dense_attention",
     "index",
+    "indexer_scores",
     "layer",
     "merge",
     "plan",

@@ -216,11 +216,11 @@ def schedule(tool: str) -> None:
 def index_scores(tool: str) -> None:
     """Flat and paged scores on three CTAs: rows of any bounds, blocks that are not there, tokens that share keys."""
     import torch
-    from index_oracle import exact_scores
 
     from mla_ops.formats import allocate_cache
     from mla_ops.kernels.hopper import indexer_logits
     from mla_ops.kernels.reference import indexer as reference
+    from mla_ops.testing.index_scores import exact_scores
 
     indexer_logits._num_sms = lambda _: 3
     heads = (64,) if tool == "racecheck" else indexer_logits.HEADS

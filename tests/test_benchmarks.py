@@ -27,6 +27,7 @@ FAMILIES = (
     "compressor",
     "dense_attention",
     "index",
+    "indexer_scores",
     "layer",
     "merge",
     "plan",

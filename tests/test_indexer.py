@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from index_oracle import exact_scores
 from test_cache import python_groups
 
 from mla_ops import dispatch
 from mla_ops.formats import allocate_cache, geometry
+from mla_ops.testing.index_scores import exact_scores
 
 ROOMS = ("reference", "triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,8 @@ __global__ void __launch_bounds__(256) indexer_clean(const __grid_constant__ Par
   for (int token = blockIdx.y; token < p.num_tokens; token += gridDim.y) {
     const Bounds row = bounds_of<SOURCE>(p, token);
     float* out = p.out + token * p.out_stride;
-    for (int column = blockIdx.x * 256 + threadIdx.x; column < p.width; column += gridDim.x * 256)
-      if (column < row.start || column >= row.end) out[column] = -INFINITY;
+    const int first = blockIdx.x * 256 + threadIdx.x, step = gridDim.x * 256;
+    for (i64 column = first; column < row.start; column += step) out[column] = -INFINITY;
+    for (i64 column = static_cast<i64>(row.end) + first; column < p.width; column += step) out[column] = -INFINITY;
   }
 }

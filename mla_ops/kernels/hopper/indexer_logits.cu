@@ -1,9 +1,11 @@
 // Scores of the lightning indexer for SM90: the sum over heads of weight * relu(query . key), times the key's scale.
 //
-// A product of a warpgroup has 64 keys as rows and the heads of up to eight query tokens, 256 of them, as columns. So a
-// thread has two keys' products of a quarter of the heads; weights of these heads stay in its registers for as long as
-// the tokens stay the same. The sum over heads is made in the thread and its three neighbours. Two warpgroups take
-// turns: one has the tensor cores while the other adds up. One warp brings keys and queries by bulk copies.
+// A tile of 64 keys is the rows of a warpgroup's products; the heads of up to eight query tokens, 256 of them, are their
+// columns. So a thread has two keys' products of a quarter of the heads; weights of these heads stay in its registers for
+// as long as the tokens stay the same. The sum over heads is made in the thread and its three neighbours.
+//
+// Two warpgroups have every second tile each. Each has two sets of products: one is summed up while the tensor cores make
+// the other. One warp brings keys and queries by bulk copies, or four warps bring keys where blocks do not fit a tile.
 //
 // All tiles of keys of all groups of tokens, one after the other, are cut into as many equal parts as there are CTAs.
 // Lengths are read on the device, by every CTA, so that a graph follows them. A score does not depend on who makes it:
@@ -14,20 +16,20 @@
 
 constexpr int CONSUMERS = 256, THREADS = 384, STAGES = 16, QUERY_STAGES = 2;
 constexpr int TILE_BYTES = TILE * 128, GATHERERS = 4, LAG = 6;
-constexpr int TURN_BARRIER = 1;  // and the next, one a warpgroup
 
 template <int HEADS_, int TOKENS_>
 struct IndexerLayout {
   static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS;
-  static constexpr bool ORDERED = COLUMNS == 256;  // products of one warpgroup behind those of the other
+  static constexpr int PARTS = COLUMNS == 256 ? 2 : 1;  // of a tile's products
+  static constexpr int PART_TOKENS = TOKENS / PARTS, PART_COLUMNS = COLUMNS / PARTS, PART_BYTES = PART_COLUMNS * 128;
   static constexpr int QUERY_BYTES = COLUMNS * 128;
   static constexpr int QUERY = 0, KEY = QUERY_STAGES * QUERY_BYTES, SCALE = KEY + STAGES * TILE_BYTES;
   static constexpr int GROUP = SCALE + STAGES * TILE * 4;  // of a query stage: token, count, first tile, tiles
   static constexpr int TOTALS = GROUP + QUERY_STAGES * 16, PART = TOTALS + THREADS / 32 * 4;
-  static constexpr int QUERY_FULL = PART + 16, QUERY_FREE = QUERY_FULL + QUERY_STAGES * 8;
-  static constexpr int KEY_FULL = QUERY_FREE + QUERY_STAGES * 8, KEY_FREE = KEY_FULL + STAGES * 8;
-  static constexpr int BYTES = KEY_FREE + STAGES * 8;
-  static_assert(QUERY_FULL % 8 == 0, "barriers lie at multiples of 8 bytes");
+  static constexpr int GROUP_FULL = PART + 16, QUERY_FULL = GROUP_FULL + QUERY_STAGES * 8;
+  static constexpr int QUERY_FREE = QUERY_FULL + QUERY_STAGES * 8, KEY_FULL = QUERY_FREE + QUERY_STAGES * 8;
+  static constexpr int KEY_FREE = KEY_FULL + STAGES * 8, BYTES = KEY_FREE + STAGES * 8;
+  static_assert(GROUP_FULL % 8 == 0, "barriers lie at multiples of 8 bytes");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
 
@@ -40,9 +42,6 @@ struct IndexerLayout {
                : "l"(a), "l"(b), "r"(add))
 
 // Keys [64 x 32 dims] times queries [32 dims x columns]; `add` false begins a sum.
-DEVICE void wgmma_e4m3(float (&d)[128], u64 a, u64 b, int add) {
-  WGMMA_E4M3(256, REG128, ACC128(d, 0), "%128", "%129", "%130");
-}
 DEVICE void wgmma_e4m3(float (&d)[64], u64 a, u64 b, int add) {
   WGMMA_E4M3(128, REG64, ACC64(d, 0), "%64", "%65", "%66");
 }
@@ -61,6 +60,17 @@ DEVICE float relu(float x) {
 }
 
 // ---- each CTA's part ------------------------------------------------------------------------------------------------
+
+// Of few rows, whose latencies are what a launch takes: what is read once lengths are known, on its way to L2 meanwhile.
+template <class L, Source SOURCE>
+DEVICE void prefetch_rows(const Params& p) {
+  if (SOURCE == FLAT || p.num_tokens > 16) return;
+  const int line = threadIdx.x * 32;  // of 128 bytes
+  for (int request = blockIdx.x; request < p.num_requests; request += gridDim.x)
+    if (line < p.table_width) prefetch_to_l2(p.block_table + request * p.table_stride + line);
+  for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x)
+    if (line < L::HEADS) prefetch_to_l2(p.weights + token * p.weights_stride + line);
+}
 
 // All threads count the tiles of all groups.
 template <class L, Source SOURCE>
@@ -137,35 +147,34 @@ DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, in
   }
 }
 
-// Lane n has the block of a tile's n-th box, or of one of the tiles behind it.
+// Lane n has the n-th box of the tiles that it and the others bring together.
 template <class L>
 DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int end, int first_tile, int tiles,
                         Slot& slot) {
   const int* table = table_of(p, token);
-  const int keys = TILE >> p.boxes_log2, tiles_together = 32 >> p.boxes_log2;
-  const int box = lane & (1 << p.boxes_log2) - 1;
-  int position = first_tile * TILE + lane * keys;
-  int block, block_after = block_at(p, table, position, end);
-  for (int i = 0; i < tiles; ++i, next(slot)) {
-    const int turn = i % tiles_together;
-    if (turn == 0) {
-      if (i) position += 32 * keys;
-      block = block_after, block_after = block_at(p, table, position + 32 * keys, end);
-    }
-    const bool mine = lane >> p.boxes_log2 == turn;
-    const u32 full = of_slot(shared + L::KEY_FULL, slot);
-    const u32 scales = shared + L::SCALE + (slot.index * TILE + box * keys) * 4;
-    mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
-    const int there = __popc(__ballot_sync(~0u, mine && block >= 0));
-    if (mine && block < 0)
-      for (int key = 0; key < keys; ++key) store_shared_float(scales + key * 4, -INFINITY);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive_expect(full, there * keys * 132);
-    __syncwarp();
-    if (mine && block >= 0) {
-      const int offset = position - divide(position, p.of_block_size) * p.block_size;
-      copy_box(shared + L::KEY + slot.index * TILE_BYTES + box * keys * 128, p.keys, 0, offset, block, full);
-      bulk_copy(scales, p.cache + block * p.block_bytes + p.block_size * 128 + offset * 4, keys * 4, full);
+  const int boxes = 1 << p.boxes_log2, keys = TILE >> p.boxes_log2, together = 32 >> p.boxes_log2;
+  const int box = lane & boxes - 1, turn = lane >> p.boxes_log2;
+  int position = first_tile * TILE + lane * keys, block_after = block_at(p, table, position, end);
+  for (; tiles > 0; tiles -= together, position += 32 * keys) {
+    const int block = block_after, offset = position - divide(position, p.of_block_size) * p.block_size;
+    const unsigned char* scales = p.cache + block * p.block_bytes + p.block_size * 128 + offset * 4;
+    const u32 there = __ballot_sync(~0u, block >= 0);
+    if (tiles > together) block_after = block_at(p, table, position + 32 * keys, end);
+    for (int i = 0; i < min(tiles, together); ++i, next(slot)) {
+      const u32 full = of_slot(shared + L::KEY_FULL, slot), scales_to = shared + L::SCALE + slot.index * TILE * 4;
+      const int count = __popc(there >> (i << p.boxes_log2) & (1 << boxes) - 1);
+      mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
+      if (count < boxes) {
+        if (turn == i && block < 0)
+          for (int key = 0; key < keys; ++key) store_shared_float(scales_to + (box * keys + key) * 4, -INFINITY);
+        __syncwarp();
+      }
+      if (turn == i && box == 0) mbarrier_arrive_expect(full, count * keys * 132);
+      if (boxes > 1) __syncwarp();
+      if (turn == i && block >= 0) {
+        copy_box(shared + L::KEY + slot.index * TILE_BYTES + box * keys * 128, p.keys, 0, offset, block, full);
+        bulk_copy(scales_to + box * keys * 4, scales, keys * 4, full);
+      }
     }
   }
 }
@@ -228,13 +237,12 @@ DEVICE void produce(const Params& p, u32 shared, Part part) {
   auto announce = [&](int token, int count, int first_tile, int tiles) {
     mbarrier_wait(shared + L::QUERY_FREE + stage * 8, parity);
     if (leads && lane == 0) {
-      const u32 full = shared + L::QUERY_FULL + stage * 8;
       store_shared_16(shared + L::GROUP + stage * 16, token, count, first_tile, tiles);
+      mbarrier_arrive(shared + L::GROUP_FULL + stage * 8);
       if (tiles) {
+        const u32 full = shared + L::QUERY_FULL + stage * 8;
         mbarrier_arrive_expect(full, L::QUERY_BYTES);
         copy_box(shared + L::QUERY + stage * L::QUERY_BYTES, p.queries, 0, 0, token, full);
-      } else {
-        mbarrier_arrive(full);
       }
     }
     __syncwarp();
@@ -293,19 +301,54 @@ struct Share {
   static DEVICE bool stores(int lane) { return TOKENS_ > 1 || (lane & 2) == 0; }
 };
 
+// Begins the products of a tile and a part of the queries.
+template <int N>
+DEVICE void multiply(float (&products)[N], u64 keys, u64 queries) {
+  hold(products);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) wgmma_e4m3(products, keys + k * 2, queries + k * 2, k > 0);
+  wgmma_commit();
+}
+
+// Whether no products were begun behind some.
+struct Last {
+  DEVICE constexpr operator bool() const { return true; }
+};
+struct Not {
+  DEVICE constexpr operator bool() const { return false; }
+};
+
+// Sums of a part's tokens over this thread's heads, of two keys each.
+template <class L>
+DEVICE void weigh(const float (&products)[L::PART_COLUMNS / 2], const float* weights, float* sums) {
+#pragma unroll
+  for (int j = 0; j < L::HEADS / 4; ++j)
+#pragma unroll
+    for (int t = 0; t < L::PART_TOKENS; ++t)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int column = t * (L::HEADS / 4) + j;
+        const float positive = relu(products[column / 2 * 4 + r * 2 + column % 2]);
+        float& sum = sums[t * 2 + r];
+        sum = j ? __fmaf_rn(weights[column], positive, sum) : weights[column] * positive;
+      }
+}
+
 template <class L, Source SOURCE>
-DEVICE void consume(const Params& p, u32 shared, int count) {
+DEVICE void consume(const Params& p, u32 shared) {
   using S = Share<L::TOKENS>;
   const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7);
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
-  float products[L::COLUMNS / 2], weights[L::COLUMNS / 4];
-  int turn = 0;  // tiles so far, of both warpgroups
+  float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
+  Slot slot = {warpgroup, 0}, done = slot;  // whose products are begun next, and summed up next
+  int turn = 0;                             // tiles of the groups so far, of both warpgroups
   for (int stage = 0, parity = 0;;) {
-    mbarrier_wait(shared + L::QUERY_FULL + stage * 8, parity);
+    mbarrier_wait(shared + L::GROUP_FULL + stage * 8, parity);
     const uint4 group = load_shared_16(shared + L::GROUP + stage * 16);
-    const int token = group.x, first_tile = group.z, tiles = group.w;
-    if (tiles == 0) return;
+    const int token = group.x;
+    if (group.w == 0) return;
     float* rows[S::TOKENS];
     Bounds bounds[S::TOKENS];
 #pragma unroll
@@ -321,53 +364,67 @@ DEVICE void consume(const Params& p, u32 shared, int count) {
 #pragma unroll
       for (int j = 0; j < L::HEADS / 4; ++j) weights[t * (L::HEADS / 4) + j] = __ldg(own + j / 2 * 8 + j % 2);
     }
-    for (int i = (warpgroup ^ turn) & 1; i < tiles; i += 2) {
-      const int slot = (turn + i) % STAGES, first = (first_tile + i) * TILE + key;
-      mbarrier_wait(shared + L::KEY_FULL + slot * 8, (turn + i) / STAGES & 1);
-      float scales[S::ROWS];
+    const int skipped = (warpgroup ^ turn) & 1;  // the other warpgroup's
+    int column = (static_cast<int>(group.z) + skipped) * TILE + key;
+    int tiles = static_cast<int>(group.w) - skipped + 1 >> 1;
+    turn += group.w;
+    float sums[L::TOKENS * 2], scales[S::ROWS];
+    const u64 own_queries = queries + stage * (L::QUERY_BYTES / 16);
+
+    auto begin = [&](float(&products)[L::PART_COLUMNS / 2], int part) {
+      if (part == 0) mbarrier_wait(of_slot(shared + L::KEY_FULL, slot), slot.parity);
+      multiply(products, keys + slot.index * (TILE_BYTES / 16), own_queries + part * (L::PART_BYTES / 16));
+      if (part == L::PARTS - 1) next(slot), next(slot);
+    };
+    auto end = [&](float(&products)[L::PART_COLUMNS / 2], int part, auto last) {
+      if (part == 0) {
 #pragma unroll
-      for (int r = 0; r < S::ROWS; ++r) {
-        if (SOURCE != FLAT)
-          scales[r] = load_shared_float(shared + L::SCALE + (slot * TILE + key + r * 8) * 4);
-        else
-          scales[r] = p.k_scale && first + r * 8 < p.num_columns ? __ldg(p.k_scale + first + r * 8) : 1.f;
+        for (int r = 0; r < S::ROWS; ++r) {
+          if (SOURCE != FLAT)
+            scales[r] = load_shared_float(shared + L::SCALE + (done.index * TILE + key + r * 8) * 4);
+          else
+            scales[r] = p.k_scale && column + r * 8 < p.num_columns ? __ldg(p.k_scale + column + r * 8) : 1.f;
+        }
       }
-      if (L::ORDERED && turn + i > 0) named_barrier(TURN_BARRIER + warpgroup, CONSUMERS);
+      wgmma_wait<last ? 0 : 1>();
       hold(products);
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        wgmma_e4m3(products, keys + (slot * TILE_BYTES + k * 32) / 16,
-                   queries + (stage * L::QUERY_BYTES + k * 32) / 16, k > 0);
-      wgmma_commit();
-      if (L::ORDERED && turn + i + 1 < count) named_barrier_arrive(TURN_BARRIER + (warpgroup ^ 1), CONSUMERS);
-      wgmma_wait<0>();
-      hold(products);
-      warp_arrive(shared + L::KEY_FREE + slot * 8, lane);
-      float sums[L::TOKENS * 2];  // of two keys each
-#pragma unroll
-      for (int j = 0; j < L::HEADS / 4; ++j)
-#pragma unroll
-        for (int t = 0; t < L::TOKENS; ++t)
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int column = t * (L::HEADS / 4) + j;
-            const float positive = relu(products[column / 2 * 4 + r * 2 + column % 2]);
-            float& sum = sums[t * 2 + r];
-            sum = j ? __fmaf_rn(weights[column], positive, sum) : weights[column] * positive;
-          }
+      if (part == L::PARTS - 1) {
+        warp_arrive(of_slot(shared + L::KEY_FREE, done), lane);
+        next(done), next(done);
+      }
+      weigh<L>(products, weights + part * (L::PART_COLUMNS / 4), sums + part * L::PART_TOKENS * 2);
+      if (part < L::PARTS - 1) return;
       add_up<L::TOKENS * 2>(sums, lane);
 #pragma unroll
       for (int t = 0; t < S::TOKENS; ++t)
 #pragma unroll
         for (int r = 0; r < S::ROWS; ++r) {
-          const int column = first + r * 8;
           float score = sums[t * S::ROWS + r] * scales[r];
           if (SOURCE != FLAT && scales[r] == -INFINITY) score = -INFINITY;
-          if (column >= bounds[t].start && column < bounds[t].end) rows[t][column] = score;
+          if (column + r * 8 >= bounds[t].start && column + r * 8 < bounds[t].end) rows[t][column + r * 8] = score;
         }
+      column += 2 * TILE;
+    };
+
+    mbarrier_wait(shared + L::QUERY_FULL + stage * 8, parity);
+    // The compiler has to see at every point which products are on their way.
+    constexpr int PER_TURN = L::PARTS == 2 ? 1 : 2;  // tiles
+    if (tiles) {
+      begin(even, 0);
+      for (; tiles > PER_TURN; tiles -= PER_TURN) {
+        begin(odd, L::PARTS - 1);
+        end(even, 0, Not());
+        begin(even, 0);
+        end(odd, L::PARTS - 1, Not());
+      }
+      if (tiles == PER_TURN) {
+        begin(odd, L::PARTS - 1);
+        end(even, 0, Not());
+        end(odd, L::PARTS - 1, Last());
+      } else {
+        end(even, 0, Last());
+      }
     }
-    turn += tiles;
     __syncwarp();
     warp_arrive(shared + L::QUERY_FREE + stage * 8, lane);
     if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
@@ -384,21 +441,26 @@ __global__ void __launch_bounds__(THREADS, 1) indexer_logits(const __grid_consta
   const u32 shared = shared_address(shared_memory);
   if (threadIdx.x == 0) {
     constexpr u32 WARPS = ARRIVALS_OF_A_WARP;
-    for (int stage = 0; stage < QUERY_STAGES; ++stage)
-      mbarrier_init(shared + L::QUERY_FULL + stage * 8, 1), mbarrier_init(shared + L::QUERY_FREE + stage * 8, 8 * WARPS);
+    for (int stage = 0; stage < QUERY_STAGES; ++stage) {
+      mbarrier_init(shared + L::GROUP_FULL + stage * 8, 1), mbarrier_init(shared + L::QUERY_FULL + stage * 8, 1);
+      mbarrier_init(shared + L::QUERY_FREE + stage * 8, 8 * WARPS);
+    }
     for (int slot = 0; slot < STAGES; ++slot) {
       mbarrier_init(shared + L::KEY_FULL + slot * 8, SOURCE == ANYWHERE ? GATHERERS * WARPS : 1);
       mbarrier_init(shared + L::KEY_FREE + slot * 8, 4 * WARPS);
     }
     fence_barrier_init();
   }
+  if (threadIdx.x == 32) prefetch_map(p.queries);
+  if (threadIdx.x == 64 && SOURCE != ANYWHERE) prefetch_map(p.keys);
+  prefetch_rows<L, SOURCE>(p);
   const Part part = this_part<L, SOURCE>(p, shared);
   if (part.count == 0) return;
   if (uniform(threadIdx.x >> 7) == 2) {
-    fewer_registers<SOURCE == ANYWHERE ? 72 : 40>();
+    fewer_registers<SOURCE == FLAT ? 40 : 72>();
     if (SOURCE == ANYWHERE || threadIdx.x < CONSUMERS + 32) produce<L, SOURCE>(p, shared, part);
   } else {
-    more_registers<SOURCE == ANYWHERE ? 216 : 232>();
-    consume<L, SOURCE>(p, shared, part.count);
+    more_registers<SOURCE == FLAT ? 232 : 216>();
+    consume<L, SOURCE>(p, shared);
   }
 }

@@ -17,7 +17,7 @@ struct Params {
   i64 weights_stride, table_stride, block_bytes, out_stride;
   int num_tokens, num_columns;  // no row ends behind num_columns
   int width;                    // of `out`
-  int num_requests, num_blocks, block_size;
+  int num_requests, table_width, num_blocks, block_size;
   int boxes_log2;  // of a tile of keys: boxes that are in one block each
   Divisor of_block_size;
 };

@@ -269,6 +269,8 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 
+DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
 // A box of a tensor in three dims, the fastest first; zeros where it leaves the tensor.
 DEVICE void copy_box(u32 destination, const TensorMap& map, int x, int y, int z, u32 barrier) {
   asm volatile(
