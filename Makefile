@@ -1,5 +1,5 @@
 # Every target sets up what it needs from a bare Python: an environment in .venv, the install, the run.
-#   make demo | test | test-triton | lint | docs | bench | wheel | hooks | clean
+#   make demo | test | test-triton | fuzz | lint | docs | bench | wheel | hooks | clean
 #   PYTHON=python3.12 make test       another interpreter; a torch that it already has is used
 #   make test PYTEST_ARGS="-k cache"  a part of the tests
 #   make test-triton TRITON=3.9.0     compiles every Triton kernel with another Triton, for every architecture
@@ -9,6 +9,7 @@ VENV ?= .venv
 PYTEST_ARGS ?= -n 2
 TRITON ?= 3.9.0
 BENCH_ARGS ?=
+FUZZ_ARGS ?=
 
 BIN := $(VENV)/bin
 SETUP_INPUTS := pyproject.toml constraints.txt scripts/setup_env.py
@@ -16,7 +17,7 @@ SETUP_INPUTS := pyproject.toml constraints.txt scripts/setup_env.py
 # Two workers on two cores: more threads than cores in each only slow the other down.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo test test-triton lint format docs bench wheel hooks clean
+.PHONY: help demo test test-triton fuzz lint format docs bench wheel hooks clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
@@ -37,6 +38,9 @@ test: $(VENV)/.installed-dev
 test-triton: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install -q --upgrade --no-deps --target $(VENV)/triton-$(TRITON) triton==$(TRITON)
 	PYTHONPATH=$(abspath $(VENV))/triton-$(TRITON) $(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/test_aot_compile.py
+
+fuzz: $(VENV)/.installed-dev
+	cd tests && $(TEST_ENVIRONMENT) $(abspath $(BIN))/python -m fuzz $(FUZZ_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

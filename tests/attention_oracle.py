@@ -124,11 +124,11 @@ def attention(
 
     The bounds, with d the key width, n the number of keys, |.| elementwise:
     a score s = scale * sum q_i k_i is off by at most e_s = (d + 4) * ACCUMULATE * scale * sum |q_i k_i|, plus what the
-    change of base and exp2 add, FUNCTION * (|s| + 1). The same e_s, for all keys, bounds the error of lse, to which
-    the sum of n terms adds n * ACCUMULATE. A probability is then off by a factor of at most 1 + 2 e_s + n * ACCUMULATE,
-    plus the unit of the operand; summing p_k v_k adds n * ACCUMULATE once more, each relative to
-    A = sum p_k |v_k|. A finite sink is one more exponential, of an argument as large as it is. Last comes the
-    rounding of the output.
+    change of base and exp2 add, FUNCTION * (|s| + 1). The same e_s, for all keys, bounds the error of lse, to which the
+    sum of n terms adds n * ACCUMULATE, and two logarithms: of the parts of a row, and of their sum. A probability is
+    then off by a factor of at most 1 + 2 e_s + n * ACCUMULATE, plus the unit of the operand; summing p_k v_k adds n *
+    ACCUMULATE once more, each relative to A = sum p_k |v_k|. A finite sink is one more exponential, of an argument as
+    large as it is. Last comes the rounding of the output.
     """
     unit = UNIT[operand] if operand is not None else 0.0
     result = Expected(tokens if tokens is not None else list(range(q.shape[0])), *(torch.empty(0) for _ in range(4)))
@@ -168,7 +168,7 @@ def attention(
         # what underflows in float32 or in the output's type is lost
         floor = 2.0**-126 * keys.abs().amax() + (2.0**-25 if q.dtype == torch.float16 else 2.0**-134)
         out_tolerances.append(own + UNIT[q.dtype] * (out.abs() + own) + floor)
-        lse_tolerances.append(error + n + FUNCTION * lses[-1].abs())
+        lse_tolerances.append(error + n + 2 * FUNCTION * lses[-1].abs())
     if outs:
         result.out, result.lse = torch.stack(outs), torch.stack(lses)
         result.out_tolerance, result.lse_tolerance = torch.stack(out_tolerances), torch.stack(lse_tolerances)

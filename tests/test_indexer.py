@@ -140,6 +140,20 @@ def test_written_bytes_are_those_of_the_format(room: str, data: st.DataObject) -
     assert cache.cpu().numpy().tobytes() == expected
 
 
+@pytest.mark.parametrize(("cache_format", "bits"), [("bf16", 0x7FC0), ("fp16", 0x7E00), ("fp32", 0x7FC00000)])
+def test_a_converted_nan_has_one_bit_pattern(cache_format: str, bits: int, lowering: str) -> None:
+    dtype = torch.float16 if cache_format == "fp32" else torch.float32
+    integer = torch.int16 if cache_format == "fp32" else torch.int32
+    patterns = [0x7C01, -1, 0x7E55] if cache_format == "fp32" else [0x7F800001, -1, 0x7FC12345]
+    k = torch.zeros(3, 128, dtype=integer)
+    k[:, 5] = torch.tensor(patterns, dtype=torch.int64).to(integer)
+    cache = allocate_cache(cache_format, 1, 4, head_dim=128, device=DEVICE)
+    torch.ops.mla.write_index_cache(k.view(dtype).to(DEVICE), cache, torch.arange(3, device=DEVICE), cache_format)
+    written = cache[0, :3].view(torch.int32 if cache_format == "fp32" else torch.int16)
+    assert written[:, 5].tolist() == [bits] * 3
+    assert written.sum().item() == 3 * bits
+
+
 def test_gathered_keys_and_scales_are_the_written_ones(lowering: str) -> None:
     cache = allocate_cache("fp8_index", 4, 3, device=DEVICE)
     torch.ops.mla.write_index_cache(

@@ -8,7 +8,7 @@ import torch
 
 from ...dispatch import Lowering
 from ...formats import INDEX_DIM, geometry, planar_views
-from .cache import quantize_groups
+from .cache import convert, quantize_groups
 
 LOWEST_EXPONENT = -22  # the power of two above 1e-4 / 448
 TILE_KEYS = 1024
@@ -32,7 +32,7 @@ def write_index_cache(
         e4m3, exponent = quantize_groups(keys, INDEX_DIM, LOWEST_EXPONENT)
         data[place], scales[place] = e4m3, ((exponent + 127) << 23).view(torch.uint8)
     else:
-        index_cache[place] = keys.to(index_cache.dtype)
+        index_cache[place] = convert(keys, index_cache.dtype)
 
 
 def read_index_keys(

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import geometry
-from .bfloat16 import narrow, widen
+from .bfloat16 import convert, widen
 from .common import INTERPRETED, capability, cdiv, sized_jit
 from .e4m3 import decode, encode, power_of_two_exponent
 from .indexer_topk import merge_topk, select_chunks, topk_indices
@@ -57,7 +57,7 @@ def _write_kernel(
             store_index_key(widen(value), block, offset, block_size)
         else:
             if value.dtype != index_cache.dtype.element_ty:
-                value = narrow(widen(value), index_cache.dtype.element_ty)
+                value = convert(value, index_cache.dtype.element_ty)
             tl.store(block + offset * 128 + inner, value)
 
 

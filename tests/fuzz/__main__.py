@@ -1,0 +1,183 @@
+"""The differential fuzzer: every op on a GPU against the reference on the CPU, over random calls: `make fuzz`.
+
+    python -m fuzz --cases 100000 --report ../docs/results/fuzz-h200.txt  from tests/, on a GPU
+    python -m fuzz --seed 123                                             one case again, with its arguments
+
+A case is a function of its seed: op, shapes, strides, storage offsets, values, garbage among indices and block tables,
+one call in eight malformed. Cases run in child processes, each over seeds of its own; one that dies is begun again
+behind the case that killed it, which counts as a finding. Without a GPU, Triton's interpreter stands in for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+SECONDS_A_CASE = 120  # one that takes longer hangs
+
+
+def work(first: int, last: int, step: int, device: str) -> int:
+    """A child: runs its seeds, and writes a line before and after each."""
+    import torch
+
+    from .run import run_case
+
+    torch.set_num_threads(1)
+    for seed in range(first, last, step):
+        print(json.dumps({"begins": seed}), flush=True)
+        try:
+            op_name, lowering, outcome = run_case(seed, device)
+            line = {"seed": seed, "op": op_name, "lowering": lowering, "outcome": outcome}
+        except AssertionError as error:
+            line = {"seed": seed, "finding": str(error)[:600]}
+        except Exception as error:  # noqa: BLE001 (a finding as well, unless the device is lost)
+            line = {"seed": seed, "finding": f"{type(error).__name__}: {error}"[:600]}
+            if "CUDA error" in str(error):
+                print(json.dumps(line), flush=True)
+                os._exit(3)
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+def _watch(child: subprocess.Popen[str], lines: queue.Queue[dict[str, Any]]) -> None:
+    """Hands on what a child writes; kills it when a case takes too long."""
+    assert child.stdout is not None
+    timer = threading.Timer(2 * SECONDS_A_CASE, child.kill)
+    timer.start()
+    for text in child.stdout:
+        timer.cancel()
+        timer = threading.Timer(SECONDS_A_CASE, child.kill)
+        timer.start()
+        if text.startswith("{"):
+            lines.put(json.loads(text))
+    timer.cancel()
+
+
+CHILD = [sys.executable, "-m", "fuzz", "--child"]
+
+
+def drive(
+    first: int, cases: int, workers: int, device: str, seconds: float, command: list[str] = CHILD
+) -> tuple[Counter[tuple[str, ...]], list[str], int]:
+    """Runs seeds `first` to `first + cases`, as many as fit in the time, in children of `command`.
+
+    Returns:
+        counts by op, lowering and outcome; findings; cases that ran or were refused.
+    """
+    counts: Counter[tuple[str, ...]] = Counter()
+    findings: list[str] = []
+    lock, last, done = threading.Lock(), first + cases, [0]
+    deadline = time.monotonic() + seconds
+
+    def run_share(start: int) -> None:
+        while start < last and time.monotonic() < deadline:
+            seeds = [*command, f"{start},{last},{workers},{device}"]
+            folder = Path(__file__).resolve().parent.parent
+            child = subprocess.Popen(seeds, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            lines: queue.Queue[dict[str, Any]] = queue.Queue()
+            reader = threading.Thread(target=_watch, args=(child, lines))
+            reader.start()
+            begun, ended = start - workers, start - workers
+            while reader.is_alive() or not lines.empty():
+                if time.monotonic() > deadline:
+                    child.kill()
+                try:
+                    line = lines.get(timeout=0.5)
+                except queue.Empty:
+                    continue
+                if "begins" in line:
+                    begun = line["begins"]
+                    continue
+                ended = line["seed"]
+                with lock:
+                    done[0] += 1
+                    if "finding" in line:
+                        findings.append(f"seed {ended}: {line['finding']}")
+                    else:
+                        counts[line["op"], line["lowering"], line["outcome"]] += 1
+            child.wait()
+            if time.monotonic() > deadline or child.returncode == 0:
+                return
+            if begun != ended:
+                with lock:
+                    done[0] += 1
+                    findings.append(f"seed {begun}: its process died with status {child.returncode}")
+            start = max(begun, ended) + workers
+
+    threads = [threading.Thread(target=run_share, args=(first + number,)) for number in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return counts, sorted(findings), done[0]
+
+
+def report(counts: Counter[tuple[str, ...]], findings: list[str], machine: str, seeds: str, seconds: float) -> str:
+    """The table of a run."""
+    lowerings = sorted({lowering for _, lowering, _ in counts})
+    lines = [
+        f"Differential fuzzing against the reference: {machine}",
+        f"seeds {seeds}: {sum(counts.values()) + len(findings):,} cases in {seconds:.0f} s, {len(findings)} findings",
+        "cases that ran, by the lowering asked for (auto: what dispatch chooses); refused: malformed, by both alike",
+        "",
+        f"{'op':<46}" + "".join(f"{name:>10}" for name in lowerings) + f"{'refused':>10}{'absent':>10}",
+    ]
+    for op in sorted({op for op, _, _ in counts}):
+        ran = [counts[op, name, "ran"] for name in lowerings]
+        rest = [sum(counts[op, name, what] for name in lowerings) for what in ("refused", "no such lowering")]
+        lines.append(f"{op:<46}" + "".join(f"{count:>10,}" for count in (*ran, *rest)))
+    return "\n".join([*lines, "", *findings]) + "\n"
+
+
+def main() -> int:
+    """Runs the fuzzer; returns the exit status: 1 if it found something."""
+    parser = argparse.ArgumentParser(prog="fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cases", type=int, default=0, help="default 100,000 on a GPU, 200 without")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="this case alone")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop then")
+    parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 1, 1))
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ["TRITON_INTERPRET"] = "1"
+    if arguments.child:
+        first, last, step, device = arguments.child.split(",")
+        return work(int(first), int(last), int(step), device)
+    device = "cuda" if on_gpu else "cpu"
+    if arguments.seed is not None:
+        from .run import describe, run_case
+
+        print(describe(arguments.seed))
+        print(*run_case(arguments.seed, device))
+        return 0
+    cases = arguments.cases or (100_000 if on_gpu else 200)
+    start = time.monotonic()
+    counts, findings, done = drive(arguments.first, cases, arguments.workers, device, arguments.seconds)
+    machine = f"{torch.cuda.get_device_name() if on_gpu else 'the interpreter'}, torch {torch.__version__}"
+    text = report(
+        counts, findings, machine, f"{arguments.first} to {arguments.first + cases - 1}", time.monotonic() - start
+    )
+    print(text)
+    if arguments.report is not None:
+        arguments.report.write_text(text)
+    if not done:
+        print("no case was run", file=sys.stderr)
+    return 1 if findings or not done else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

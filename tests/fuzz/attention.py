@@ -1,0 +1,233 @@
+"""Random calls of attention and of the merge, held against float64."""
+
+from __future__ import annotations
+
+import math
+
+import attention_oracle
+import dense_oracle
+import torch
+from attention_inputs import filled_cache, operand
+
+from mla_ops.formats import FORMATS, LATENT_FORMATS, geometry
+
+from .case import BLOCK_SIZES, PLAIN, Arguments, Case, Judge
+from .draw import TOKENS, Draw
+
+WORK = 300_000  # tokens * heads * keys of an attention call
+TOKENS_CHECKED = 4
+HEADS = (1, 2, 7, 8, 16, 17, 32, 64, 65, 127, 128)
+
+
+def _some(draw: Draw, num_tokens: int) -> list[int]:
+    return sorted({draw.between(0, num_tokens - 1) for _ in range(TOKENS_CHECKED)}) if num_tokens else []
+
+
+def _heads_and_keys(draw: Draw, num_tokens: int, widest: int) -> tuple[int, int]:
+    heads = draw.pick(*HEADS)
+    room = max(WORK // (max(num_tokens, 1) * heads), 1)
+    return heads, min(draw.pick(0, 1, 5, 63, 64, 65, 128, 200, widest), room)
+
+
+def attention_cache(draw: Draw, cache_format: str, head_dim: int = 0) -> torch.Tensor:
+    blocks, block_size = draw.pick(1, 2, 7), draw.pick(*BLOCK_SIZES)
+    cache = filled_cache(cache_format, blocks, block_size, torch.device("cpu"), head_dim=head_dim or 576)
+    if cache_format == "fp8_ds_mla" and draw.chance(0.2):  # as writers without a least scale store small keys
+        scales = cache[..., 512:528].contiguous().view(torch.float32) * 2.0 ** draw.between(-20, 6)
+        cache[..., 512:528] = scales.view(torch.uint8)
+    return cache
+
+
+def _query(draw: Draw, cache_format: str, num_tokens: int, heads: int, width: int) -> torch.Tensor:
+    dtype = PLAIN.get(cache_format) or draw.pick(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
+    return draw.normal(num_tokens, heads, width, dtype=dtype, spread=2)
+
+
+def _sink(draw: Draw, heads: int) -> torch.Tensor | None:
+    sink = torch.randn(heads)
+    if draw.chance(0.3):
+        sink[torch.rand(heads) < 0.3] = draw.pick(math.inf, -math.inf, 50.0, -50.0)
+    return sink if draw.chance(0.4) else None
+
+
+def _judge_attention(tokens: list[int], *, formats: tuple[str, ...] = ("",)) -> Judge:
+    def judge(before: Arguments, after: Arguments, outputs: tuple[torch.Tensor, ...], lowering: str) -> None:
+        q = before["q"]
+        operands = [operand(lowering, name, q.dtype) for name in formats]
+        options = {name: before.get(name) for name in ("topk_length", "attn_sink", "block_table", "req_id_per_token")}
+        extra = None
+        if "extra_kv_cache" in before:
+            extra = attention_oracle.Source(
+                attention_oracle.decode_cache(before["extra_kv_cache"], before["extra_cache_format"]),
+                before["extra_indices"],
+                before.get("extra_topk_length"),
+                before.get("extra_block_table"),
+            )
+        if "key_lens" in before:
+            table, block_size = before["block_table"], geometry(before["kv_cache"], before["cache_format"]).block_size
+            options["topk_length"] = before["key_lens"]
+            indices = torch.arange(table.shape[1] * block_size, dtype=torch.int32).expand(q.shape[0], -1)
+        else:
+            indices = before["indices"]
+        cache = before["kv"].unsqueeze(1) if "kv" in before else before["kv_cache"]
+        expected = attention_oracle.attention(
+            q,
+            cache,
+            indices,
+            before["softmax_scale"],
+            operand=None if None in operands else operands[0],
+            tokens=tokens,
+            cache_format=before.get("cache_format", ""),
+            extra=extra,
+            **options,
+        )
+        attention_oracle.assert_close(*outputs, expected)
+        assert not outputs[1].isnan().any(), "lse has NaN"
+
+    return judge
+
+
+def paged_sparse_attention(draw: Draw) -> Case:
+    cache_format = draw.pick(*LATENT_FORMATS)
+    width = FORMATS[cache_format].head_dims[0]
+    cache = attention_cache(draw, cache_format)
+    blocks, block_size, _, _ = geometry(cache, cache_format)
+    num_tokens = draw.tokens()
+    heads, topk = _heads_and_keys(draw, num_tokens, 700)
+    local = draw.chance(0.4)
+    requests, columns = draw.pick(1, 3), draw.pick(1, 5)
+    slots = columns * block_size if local else blocks * block_size
+    arguments: Arguments = {
+        "q": _query(draw, cache_format, num_tokens, heads, width),
+        "kv_cache": cache,
+        "indices": draw.int32(0, slots, num_tokens, topk),
+        "softmax_scale": width**-0.5 * 2.0 ** draw.between(-2, 1),
+        "cache_format": cache_format,
+        "topk_length": draw.int32(0, topk + 2, num_tokens) if draw.chance(0.5) else None,
+        "attn_sink": _sink(draw, heads),
+        "block_table": draw.int32(0, blocks, requests, columns) if local else None,
+        "req_id_per_token": draw.int32(0, requests, num_tokens) if local else None,
+        "deterministic": draw.chance(0.2),
+    }
+    tokens = _some(draw, num_tokens)
+    judge = _judge_attention(tokens, formats=(cache_format,))
+    if draw.chance(0.75):
+        return Case("paged_sparse_attention", arguments, judge, {"kv_cache": cache_format})
+    same_width = [
+        name for name in LATENT_FORMATS if width in FORMATS[name].head_dims and name in (cache_format, *PLAIN)
+    ]
+    extra_format = draw.pick(
+        *(name for name in same_width if PLAIN.get(name, arguments["q"].dtype) == arguments["q"].dtype)
+    )
+    extra = attention_cache(draw, extra_format, width)
+    extra_blocks, extra_size, _, _ = geometry(extra, extra_format)
+    extra_topk = draw.pick(0, 1, 64, 130)
+    rows = columns * extra_size if local else extra_blocks * extra_size
+    arguments |= {
+        "extra_kv_cache": extra,
+        "extra_indices": draw.int32(0, rows, num_tokens, extra_topk),
+        "extra_cache_format": extra_format,
+        "extra_topk_length": draw.int32(0, extra_topk + 2, num_tokens) if draw.chance(0.5) else None,
+        "extra_block_table": draw.int32(0, extra_blocks, requests, columns) if local else None,
+    }
+    judge = _judge_attention(tokens, formats=(cache_format, extra_format))
+    caches = {"kv_cache": cache_format, "extra_kv_cache": extra_format}
+    return Case("paged_sparse_attention.extra", arguments, judge, caches)
+
+
+def sparse_attention(draw: Draw) -> Case:
+    dtype, width = draw.pick(*PLAIN.values()), draw.pick(576, 576, 512)
+    num_tokens, num_kv = draw.tokens(), draw.pick(0, 1, 63, 500)
+    heads, topk = _heads_and_keys(draw, num_tokens, 700)
+    arguments: Arguments = {
+        "q": draw.normal(num_tokens, heads, width, dtype=dtype, spread=2),
+        "kv": draw.normal(num_kv, width, dtype=dtype, spread=1),
+        "indices": draw.int32(0, num_kv, num_tokens, topk),
+        "softmax_scale": width**-0.5,
+        "topk_length": draw.int32(0, topk + 2, num_tokens) if draw.chance(0.5) else None,
+        "attn_sink": _sink(draw, heads),
+        "deterministic": draw.chance(0.2),
+    }
+    name = next(name for name, own in PLAIN.items() if own == dtype)
+    return Case("sparse_attention", arguments, _judge_attention(_some(draw, num_tokens), formats=(name,)))
+
+
+def paged_attention(draw: Draw) -> Case:
+    cache_format = draw.pick(*LATENT_FORMATS)
+    width = FORMATS[cache_format].head_dims[0]
+    cache = attention_cache(draw, cache_format)
+    blocks, block_size, _, _ = geometry(cache, cache_format)
+    num_tokens, requests = draw.tokens(), draw.pick(1, 3)
+    heads, keys = _heads_and_keys(draw, num_tokens, 400)
+    columns = max(-(-keys // block_size), 1) if block_size > 3 else draw.pick(1, 9)
+    arguments: Arguments = {
+        "q": _query(draw, cache_format, num_tokens, heads, width),
+        "kv_cache": cache,
+        "block_table": draw.int32(0, blocks, requests, columns),
+        "req_id_per_token": draw.int32(0, requests, num_tokens),
+        "key_lens": draw.int32(0, columns * block_size + 1, num_tokens),
+        "softmax_scale": width**-0.5,
+        "cache_format": cache_format,
+    }
+    judge = _judge_attention(_some(draw, num_tokens), formats=(cache_format,))
+    return Case("paged_attention", arguments, judge, {"kv_cache": cache_format})
+
+
+def prefill_attention(draw: Draw) -> Case:
+    dtype, requests = draw.pick(*PLAIN.values()), draw.pick(0, 1, 3)
+    num_tokens, num_kv = draw.pick(*TOKENS), draw.pick(0, 1, 40, 130)
+    kv_heads = draw.pick(1, 2, 4)
+    heads = kv_heads * draw.pick(1, 1, 4)
+    dims = draw.pick((192, 128), (192, 128), (128, 128), (256, 256), (24, 7), (64, 64))
+    causal = draw.chance(0.6)
+    arguments: Arguments = {
+        "q": draw.normal(num_tokens, heads, dims[0], dtype=dtype, spread=1),
+        "k": draw.normal(num_kv, kv_heads, dims[0], dtype=dtype, spread=1),
+        "v": draw.normal(num_kv, kv_heads, dims[1], dtype=dtype, spread=1),
+        "cu_seqlens_q": draw.starts(requests, num_tokens),
+        "cu_seqlens_k": draw.starts(requests, num_kv),
+        "max_seqlen_q": num_tokens,
+        "max_seqlen_k": num_kv,
+        "softmax_scale": dims[0] ** -0.5,
+        "causal": causal,
+    }
+    tokens = _some(draw, num_tokens)
+
+    def judge(before: Arguments, after: Arguments, outputs: tuple[torch.Tensor, ...], lowering: str) -> None:
+        rounded = None if lowering == "reference" or dtype == torch.float32 else dtype
+        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "softmax_scale")
+        expected = dense_oracle.prefill(*(before[n] for n in names), causal=causal, operand=rounded, tokens=tokens)
+        attention_oracle.assert_close(*outputs, expected)
+
+    return Case("prefill_attention", arguments, judge)
+
+
+def merge_attention_states(draw: Draw) -> Case:
+    dtype, parts = draw.pick(*PLAIN.values()), draw.pick(2, 2, 0, 1, 5)
+    num_tokens, heads, width = draw.tokens(), draw.pick(1, 3, 16, 128), draw.pick(1, 64, 128, 512)
+    outs = draw.normal(parts, num_tokens, heads, width, dtype=dtype)
+    lses = draw.normal(parts, num_tokens, heads, dtype=torch.float32)
+    lses[torch.rand(lses.shape) < 0.2] = draw.pick(-math.inf, math.inf)
+    pair = parts == 2 and draw.chance(0.7)
+    arguments = (
+        {"out_a": outs[0], "lse_a": lses[0], "out_b": outs[1], "lse_b": lses[1]}
+        if pair
+        else {"outs": outs, "lses": lses}
+    )
+
+    def judge(before: Arguments, after: Arguments, outputs: tuple[torch.Tensor, ...], lowering: str) -> None:
+        live = torch.where(lses == math.inf, -math.inf, lses).double()
+        total = torch.logsumexp(live, 0) if parts else live.new_full(lses.shape[1:], -math.inf)
+        shares = torch.where(total == -math.inf, 0.0, (live - total).exp())
+        held = torch.where((shares > 0).unsqueeze(-1), outs.double(), 0.0)
+        expected = (held * shares.unsqueeze(-1)).sum(0)
+        size = float(live[live.isfinite()].abs().max()) if live.isfinite().any() else 0.0
+        relative = (parts + 2) * 2.0**-21 * (1 + size)  # exps of rounded differences
+        bound = (held.abs() * shares.unsqueeze(-1)).sum(0) * relative
+        unit = attention_oracle.UNIT[dtype]
+        close = (outputs[0].double() - expected).abs() <= bound + unit * (expected.abs() + bound) + 2.0**-24
+        assert close.all(), f"out: {(~close).sum()} elements beyond their bound"
+        apart = (outputs[1].double() - total).abs()
+        assert ((outputs[1].double() == total) | (apart <= relative * (1 + total.abs()))).all(), "lse"
+
+    return Case("merge_attention_states" if pair else "merge_attention_states.stacked", arguments, judge)

@@ -1,0 +1,133 @@
+"""What a case is drawn from: sizes, values and memory layouts, all from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from attention_inputs import INT_MAX, INT_MIN
+
+from mla_ops.formats import CACHE_ALIGNMENT, FORMATS
+
+T = TypeVar("T")
+GARBAGE = (INT_MIN, INT_MIN + 1, -123456, -1, INT_MAX - 1, INT_MAX)
+TOKENS = (0, 1, 1, 2, 3, 5, 8, 17, 40)
+
+
+class Draw:
+    """Choices of one case. `torch.manual_seed` is set as well, for helpers that draw from torch's own generator."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        torch.manual_seed(seed)
+
+    def pick(self, *choices: T) -> T:
+        return self.rng.choice(choices)
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def between(self, low: int, high: int) -> int:
+        return self.rng.randint(low, high)
+
+    def tokens(self) -> int:
+        return self.pick(*TOKENS)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, spread: int = 3) -> torch.Tensor:
+        """Normal values times a power of two."""
+        return (torch.randn(shape) * 2.0 ** self.between(-spread, spread)).to(dtype)
+
+    def special(self, x: torch.Tensor) -> torch.Tensor:
+        """Sometimes NaN, infinities, zeros of both signs and denormals among the values."""
+        if self.chance(0.3) and x.numel():
+            values = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40, 3e38]).to(x.dtype)
+            where = torch.rand(x.shape) < self.pick(0.01, 0.3)
+            x = torch.where(where, values[torch.randint(0, len(values), x.shape)], x)
+        return x
+
+    def int32(self, low: int, high: int, *shape: int, garbage: float | None = None) -> torch.Tensor:
+        """Uniform in `[low, high)`, with a share of numbers that are nothing."""
+        values = torch.randint(low, max(high, low + 1), shape, dtype=torch.int32)
+        share = self.pick(0.0, 0.0, 0.05, 0.5) if garbage is None else garbage
+        wild = torch.tensor(GARBAGE, dtype=torch.int32)[torch.randint(0, len(GARBAGE), shape)]
+        return torch.where(torch.rand(shape) < share, wild, values)
+
+    def starts(self, count: int, total: int) -> torch.Tensor:
+        """`[count + 1]`, ascending from 0 to at most `total`."""
+        inner = sorted(self.between(0, total) for _ in range(count))
+        return torch.tensor([0, *inner], dtype=torch.int32)
+
+
+def relaid(draw: Draw, tensor: torch.Tensor, *, aligned: bool = False) -> torch.Tensor:
+    """The same values elsewhere: at a storage offset, in rows of another pitch, dims in another order in memory.
+
+    Args:
+        draw: chooses.
+        tensor: any; its last dim stays dense.
+        aligned: keeps offsets and pitches in multiples of 16 bytes, as caches need.
+    """
+    unit = max(CACHE_ALIGNMENT // tensor.element_size(), 1) if aligned else 1
+    offset = unit * draw.pick(0, 0, 1, 2, 3, 8)
+    strides, pitch = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(pitch)
+        pitch *= max(size, 1)
+        if draw.chance(0.4) and len(strides) < tensor.dim():
+            pitch = -(-pitch // unit) * unit + unit * draw.pick(0, 1, 3, 16)
+        if aligned:
+            pitch = -(-pitch // unit) * unit if len(strides) < tensor.dim() else pitch
+    strides.reverse()
+    if tensor.dim() == 3 and draw.chance(0.15) and not aligned:  # heads before tokens in memory
+        inner = strides[1]
+        strides[0], strides[1] = inner, inner * max(tensor.shape[0], 1)
+    needed = offset + 1 + sum(max(size - 1, 0) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    storage = torch.full((needed + draw.pick(0, 5),), 7 if tensor.dtype != torch.bool else 1).to(tensor.dtype)
+    view = storage.as_strided(tensor.shape, strides, offset)
+    view.copy_(tensor)
+    return view
+
+
+def relaid_cache(draw: Draw, cache: torch.Tensor, cache_format: str) -> torch.Tensor:
+    """A cache in blocks of another pitch; whole rows stay next to each other within a block."""
+    if draw.chance(0.5):
+        return cache
+    unit = CACHE_ALIGNMENT // cache.element_size()
+    flat = cache.flatten(1)
+    width = -(-flat.shape[1] // unit) * unit + unit * draw.pick(0, 1, 4)
+    offset = unit * draw.pick(0, 1, 5)
+    storage = torch.full((offset + width * max(cache.shape[0], 1),), 7).to(cache.dtype)
+    view = storage.as_strided(cache.shape, (width, *cache.stride()[1:]), offset)
+    view.copy_(cache)
+    entry = FORMATS[cache_format]
+    if entry.planar and cache.dim() == 2 and draw.chance(0.5):
+        size, row = entry.block_size(cache.shape[1]), entry.row_widths[0]
+        return view.as_strided((cache.shape[0], size, row), (width, row, 1), offset)
+    return view
+
+
+def spoiled(draw: Draw, arguments: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """The arguments with one thing wrong, and what it is."""
+    name = draw.pick(*names)
+    value = arguments[name]
+    if isinstance(value, torch.Tensor):
+        dim = draw.between(0, value.dim() - 1)
+        kinds = {
+            "another dtype": lambda: value.to(draw.pick(torch.int16, torch.float64, torch.bool)),
+            "one element less": lambda: value.narrow(dim, 0, max(value.shape[dim] - 1, 0)),
+            "one dim more": lambda: value.unsqueeze(0),
+            "None": lambda: None,
+            "last dim strided": lambda: torch.stack((value, value), dim=-1)[..., 0],
+            "a number": lambda: 3,
+        }
+    elif isinstance(value, bool):
+        kinds = {"a string": lambda: "yes"}
+    elif isinstance(value, str):
+        kinds = {"another format": lambda: draw.pick("fp8", "", "bf16", "fp8_index", "fp8_ds_mla_v4")}
+    else:
+        numbers = (-1, -(2**31), 2**31, 2**40, 2**62, float("nan"), float("inf"), "8", 0, None)
+        kinds = {"another number": lambda: draw.pick(*numbers)}
+    kind = draw.pick(*kinds)
+    return {**arguments, name: kinds[kind]()}, f"{name}: {kind}"

@@ -1,0 +1,101 @@
+"""The fuzzer finds what is wrong, and goes on: `make fuzz`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fuzz.__main__ import drive, report
+from fuzz.run import ABSENT, RAN, REFUSED, describe, draw_call, run_case
+
+from mla_ops import dispatch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def test_cases_of_every_kind_pass() -> None:
+    outcomes = [run_case(seed, DEVICE)[2] for seed in range(24)]
+    assert outcomes.count(RAN) > 14
+    assert REFUSED in outcomes
+    assert set(outcomes) <= {RAN, REFUSED, ABSENT}
+
+
+def test_a_seed_is_one_case() -> None:
+    assert describe(7) == describe(7)
+    first, second = draw_call(7).arguments, draw_call(7).arguments
+    assert all(torch.equal(a, b) for a, b in zip(first.values(), second.values(), strict=True) if torch.is_tensor(a))
+
+
+def first_seed_of(op: str, **wanted: Any) -> int:
+    for seed in range(3000):
+        call = draw_call(seed)
+        if call.op_name == op and not call.wrong and all(call.arguments[n] == v for n, v in wanted.items()):
+            tensors = [value for value in call.arguments.values() if isinstance(value, torch.Tensor)]
+            if all(tensor.numel() for tensor in tensors):
+                return seed
+    raise AssertionError(f"no case of {op}")
+
+
+def _wrong_value(arguments: dict[str, Any]) -> None:
+    arguments["lse"].add_(1e-3)
+
+
+def _stray_write(arguments: dict[str, Any]) -> None:
+    arguments["q"][0, 0, 0] += 1
+
+
+def _refusal(arguments: dict[str, Any]) -> None:
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [(_wrong_value, "lse: .* beyond their bound"), (_stray_write, ": q: .* bytes differ"), (_refusal, "CPU does not")],
+)
+def test_a_lowering_that_is_wrong_is_found(
+    spoil: Callable[[dict[str, Any]], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = first_seed_of("paged_attention", cache_format="fp32")
+    select = dispatch.select
+
+    def wrong(call: dispatch.Call) -> dispatch.Lowering:
+        lowering = select(call)
+        if dispatch.select_name(call) == "reference":
+            return lowering
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            lowering.run(*args, **kwargs)
+            spoil({"q": args[0], **kwargs})
+
+        return replace(lowering, run=run, compute=None)
+
+    run_case(seed, DEVICE)
+    monkeypatch.setattr(dispatch, "select", wrong)
+    with pytest.raises(AssertionError, match=message):
+        run_case(seed, DEVICE)
+
+
+# A child that dies in its third case.
+DIES = """
+import json, os, sys
+first, last, step, device = sys.argv[-1].split(",")
+for seed in range(int(first), int(last), int(step)):
+    print(json.dumps({"begins": seed}), flush=True)
+    if seed == 2:
+        os._exit(9)
+    print(json.dumps({"seed": seed, "op": "x", "lowering": "auto", "outcome": "ran"}), flush=True)
+"""
+
+
+def test_a_case_that_kills_its_process_is_a_finding_and_the_others_run() -> None:
+    counts, findings, done = drive(0, 6, 2, "cpu", 60.0, command=[sys.executable, "-c", DIES])
+    assert counts == {("x", "auto", "ran"): 5}
+    assert findings == ["seed 2: its process died with status 9"]
+    assert done == 6
+    text = report(counts, findings, "a machine", "0 to 5", 1.0)
+    assert "6 cases in 1 s, 1 findings" in text
+    assert text.rstrip().endswith("seed 2: its process died with status 9")
