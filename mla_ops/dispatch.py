@@ -221,13 +221,13 @@ def strike_off(call: Call, lowering: Lowering, error: LoweringUnavailable) -> No
 
 @functools.cache
 def _lowering(room: str, op: str) -> Lowering | None:
-    module = f"mla_ops.kernels.{room}.{FAMILIES[op]}"
+    module = f"{__package__}.kernels.{room}.{FAMILIES[op]}"
     if room in ADAPTERS:
-        module = f"mla_ops.kernels.{room}"
+        module = f"{__package__}.kernels.{room}"
     try:
         lowerings = importlib.import_module(module).LOWERINGS
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.startswith("mla_ops"):
+        if error.name is not None and error.name.startswith(f"{__package__}."):
             return None
         raise
     found = lowerings.get(op)

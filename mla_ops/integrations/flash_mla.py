@@ -1,0 +1,294 @@
+"""The interface of FlashMLA over `torch.ops.mla`, for programs that were written for `flash_mla`.
+
+    from mla_ops.integrations import flash_mla              # in the place of `import flash_mla`
+    mla_ops.integrations.flash_mla.install()                # or: `import flash_mla` resolves to this module
+    python -m mla_ops.integrations.flash_mla program.py     # or: the same for a program that is not edited
+
+Arguments, shapes and results are those of FlashMLA 1.0 and of the copies in vLLM 0.24 and 0.33 and in sgl-flash-mla
+1.0: an lse of `[b, h_q, s_q]`, natural logarithm, +inf where a query sees no key. More is allowed: 1 to 128 heads,
+any topk and page size, bfloat16 caches, `topk_length` with every format, indices out of range, and GPUs that FlashMLA
+has no kernels for. Nothing is planned: metadata is accepted and ignored, so a step may be captured at one set of
+lengths and replayed at others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .. import ops
+from ..formats import FORMATS, LATENT_DIM
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata", "install"]
+
+# lse of logits times this is their maximum times this, plus at most ln(topk): 16,384 equal keys leave 6e-7
+MAX_LOGITS_FACTOR = 2.0**24
+
+# whether `flash_mla_sparse_fwd` computes its second result; `install` sets it
+_with_max_logits = True
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """FlashMLA's plan of a call. Nothing here needs one; the fields are those that its users look at."""
+
+    have_initialized: bool = False
+    config: object | None = None
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
+
+
+def get_mla_metadata(*_: object, **__: object) -> tuple[FlashMLASchedMeta, None]:
+    """An empty plan, whatever the arguments: those of every release of FlashMLA are accepted."""
+    return FlashMLASchedMeta(), None
+
+
+def _rows(cache: torch.Tensor, name: str, op: str) -> tuple[torch.Tensor, str]:
+    """A cache as the ops take it, `[num_blocks, block_size, row_width]`, and its format."""
+    if cache.dim() != 4:
+        raise ValueError(f"{op}: {name} must have shape [num_blocks, page_size, 1, row], got {list(cache.shape)}")
+    if cache.shape[2] != 1:
+        raise NotImplementedError(
+            f"{op}: {name} has {cache.shape[2]} key heads; multi-head latent attention has one, and so have the kernels"
+        )
+    rows = cache.squeeze(2)
+    if cache.element_size() == 1:
+        for entry in FORMATS.values():
+            if entry.quantized and not entry.index_only and cache.shape[3] in entry.row_widths:
+                return (rows if rows.dtype == torch.uint8 else rows.view(torch.uint8)), entry.name
+        raise ValueError(
+            f"{op}: rows of {name} must be 656 bytes (fp8_ds_mla) or 584 (fp8_ds_mla_v4), got {cache.shape[3]}"
+        )
+    for entry in FORMATS.values():
+        if cache.dtype == entry.dtype and not entry.quantized:
+            return rows, entry.name
+    raise TypeError(f"{op}: {name} must be of 8-bit elements, bfloat16, float16 or float32, got {cache.dtype}")
+
+
+def _outward(lse: torch.Tensor) -> torch.Tensor:
+    return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def _per_token(length: torch.Tensor | None, s_q: int) -> torch.Tensor | None:
+    return None if length is None else length.unsqueeze(1).expand(-1, s_q).reshape(-1)
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor | None = None,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool | None = None,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool | None = None,
+    kv_format: str | None = None,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a decode step over a paged cache: to chosen keys if `indices` is given, to all keys otherwise.
+
+    Args:
+        q: `[b, s_q, h_q, head_dim]`, 576 or 512 wide, 1 to 128 heads.
+        k_cache: `[num_blocks, page_size, 1, row]`: rows of 656 or 584 bytes, of float8_e4m3fn, int8 or uint8, or keys
+            of q's dtype. In a compiled program pass uint8: torch 2.11 and 2.12 clone a cache that is seen as another
+            dtype.
+        block_table, cache_seqlens: `[b, max_blocks]` and `[b]` int32, of dense attention. Entries past a request's end
+            may hold anything.
+        head_dim_v: 512.
+        tile_scheduler_metadata, num_splits: ignored.
+        softmax_scale: None is `head_dim**-0.5`.
+        causal: of dense attention: the last query stands beside the last key.
+        is_fp8_kvcache: None follows from `k_cache`; anything else must agree with it.
+        indices: `[b, s_q, topk]` int32 slots. Out of the cache: not attended.
+        attn_sink: `[h_q]` float32, of sparse attention.
+        extra_k_cache, extra_indices_in_kvcache: a second cache and the slots in it.
+        topk_length, extra_topk_length: `[b]` int32, one value for the queries of a request.
+        out: `[b, s_q, h_q, 512]` contiguous; written and returned.
+        enable_batch_invariant: a row's bits do not depend on the others. Sparse attention only: dense has it not.
+        use_legacy: ignored.
+        kv_format: ignored, but for a format that is not known here.
+        descale_q, descale_k: refused: keys with one scale a tensor are not known here.
+
+    Returns:
+        out `[b, s_q, h_q, 512]` and lse `[b, h_q, s_q]` float32.
+    """
+    op = "flash_mla_with_kvcache"
+    if q.dim() != 4:
+        raise ValueError(f"{op}: q must have shape [b, s_q, h_q, head_dim], got {list(q.shape)}")
+    if head_dim_v != LATENT_DIM:
+        raise ValueError(f"{op}: head_dim_v must be {LATENT_DIM}, got {head_dim_v}")
+    if descale_q is not None or descale_k is not None:
+        raise NotImplementedError(f"{op}: descale_q and descale_k go with one scale a tensor, which no format here has")
+    cache, cache_format = _rows(k_cache, "k_cache", op)
+    if is_fp8_kvcache is not None and is_fp8_kvcache != FORMATS[cache_format].quantized:
+        raise ValueError(f"{op}: is_fp8_kvcache is {is_fp8_kvcache}, but k_cache is {cache_format}")
+    b, s_q, h_q, head_dim = q.shape
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    queries = q.reshape(b * s_q, h_q, head_dim)
+    flat_out = queries.new_empty(b * s_q, h_q, LATENT_DIM) if out is None else out.view(b * s_q, h_q, LATENT_DIM)
+    lse = torch.empty(b * s_q, h_q, dtype=torch.float32, device=q.device)
+    results = {"out": flat_out, "lse": lse}
+    if indices is None:
+        sparse_only = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
+        if any(argument is not None for argument in sparse_only):
+            raise ValueError(f"{op}: attn_sink, topk_length and the extra cache go with indices, which is None")
+        if block_table is None or cache_seqlens is None:
+            raise ValueError(f"{op}: without indices, block_table and cache_seqlens must be given")
+        if enable_batch_invariant:
+            raise NotImplementedError(f"{op}: enable_batch_invariant goes with indices; dense attention has it not")
+        steps = torch.arange(b * s_q, dtype=torch.int32, device=q.device)
+        requests = steps // s_q if s_q else steps
+        lengths = cache_seqlens.unsqueeze(1).expand(-1, s_q)
+        if causal:
+            lengths = lengths - torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=q.device)
+        torch.ops.mla.paged_attention.out(
+            queries, cache, block_table, requests, lengths.reshape(-1), scale, cache_format, **results
+        )
+    else:
+        if causal:
+            raise ValueError(f"{op}: causal goes with dense attention; indices say which keys a query sees")
+        selected = indices.reshape(b * s_q, indices.shape[-1])
+        options = {
+            "topk_length": _per_token(topk_length, s_q),
+            "attn_sink": attn_sink,
+            "deterministic": enable_batch_invariant,
+        }
+        if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+            extra, extra_format = _rows(extra_k_cache, "extra_k_cache", op)
+            torch.ops.mla.paged_sparse_attention.extra_out(
+                queries,
+                cache,
+                selected,
+                scale,
+                cache_format,
+                extra,
+                extra_indices_in_kvcache.reshape(b * s_q, extra_indices_in_kvcache.shape[-1]),
+                extra_format,
+                extra_topk_length=_per_token(extra_topk_length, s_q),
+                **options,
+                **results,
+            )
+        elif extra_k_cache is not None or extra_indices_in_kvcache is not None or extra_topk_length is not None:
+            raise ValueError(f"{op}: an extra cache takes extra_k_cache and extra_indices_in_kvcache")
+        else:
+            torch.ops.mla.paged_sparse_attention.out(
+                queries, cache, selected, scale, cache_format, **options, **results
+            )
+    answer = flat_out.view(b, s_q, h_q, LATENT_DIM) if out is None else out
+    return answer, _outward(lse).view(b, s_q, h_q).transpose(1, 2)
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    use_legacy: bool | None = None,
+    return_log2_lse: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Attention of each query to the keys chosen for it, from flat keys.
+
+    Args:
+        q: `[s_q, h_q, head_dim]`, 576 or 512 wide, 1 to 128 heads.
+        kv: `[s_kv, 1, head_dim]` of q's dtype.
+        indices: `[s_q, 1, topk]` int32 rows of `kv`; outside `[0, s_kv)`: not attended.
+        sm_scale: multiplies `q @ k`.
+        d_v: 512.
+        attn_sink: `[h_q]` float32.
+        topk_length: `[s_q]` int32.
+        out: `[s_q, h_q, 512]` contiguous; written and returned.
+        use_legacy: ignored.
+        return_log2_lse: refused if true: results are natural logarithms.
+
+    Returns:
+        out `[s_q, h_q, 512]`; max_logits `[s_q, h_q]` float32, the largest `sm_scale * q @ k` of a row, -inf for none,
+        at most `ln(topk) / 2**24` too large; lse `[s_q, h_q]` float32, +inf where a query sees no key. max_logits is a
+        second call of attention. A compiled graph that does not use it drops it; `install(max_logits=False)` returns
+        None in its place.
+    """
+    op = "flash_mla_sparse_fwd"
+    if kv.dim() != 3 or indices.dim() != 3:
+        raise ValueError(
+            f"{op}: kv and indices must have shapes [s_kv, 1, head_dim] and [s_q, 1, topk], got {list(kv.shape)} and "
+            f"{list(indices.shape)}"
+        )
+    if kv.shape[1] != 1 or indices.shape[1] != 1:
+        raise NotImplementedError(
+            f"{op}: kv has {kv.shape[1]} key heads and indices {indices.shape[1]}; the kernels have one"
+        )
+    if d_v != LATENT_DIM:
+        raise ValueError(f"{op}: d_v must be {LATENT_DIM}, got {d_v}")
+    if return_log2_lse:
+        raise NotImplementedError(f"{op}: return_log2_lse: results are natural logarithms")
+    keys, chosen = kv.squeeze(1), indices.squeeze(1)
+    if out is None:
+        answer, lse = ops.sparse_attention(q, keys, chosen, sm_scale, topk_length=topk_length, attn_sink=attn_sink)
+    else:
+        answer, lse = out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        torch.ops.mla.sparse_attention.out(
+            q, keys, chosen, sm_scale, topk_length=topk_length, attn_sink=attn_sink, out=out, lse=lse
+        )
+    max_logits = None
+    if _with_max_logits:
+        # a power of two rounds nothing; every weight but those of the largest logit vanishes
+        _, scaled = ops.sparse_attention(q, keys, chosen, sm_scale * MAX_LOGITS_FACTOR, topk_length=topk_length)
+        max_logits = scaled / MAX_LOGITS_FACTOR
+    return answer, max_logits, _outward(lse)
+
+
+def install(*, max_logits: bool = True) -> None:
+    """Makes `import flash_mla` resolve to this module, in this process.
+
+    Args:
+        max_logits: whether `flash_mla_sparse_fwd` computes its second result, which costs as much as the first.
+
+    Raises:
+        RuntimeError: another `flash_mla` has been imported; what it gave away cannot be taken back.
+    """
+    global _with_max_logits
+    module = sys.modules[__name__]
+    present = sys.modules.get("flash_mla")
+    if present is not None and present is not module:
+        raise RuntimeError(
+            f"mla_ops.integrations.flash_mla.install: flash_mla is imported already, as {present}; "
+            "call install() before the first `import flash_mla`"
+        )
+    _with_max_logits = max_logits
+    sys.modules["flash_mla"] = sys.modules["flash_mla.flash_mla_interface"] = module
+
+
+def main(arguments: list[str]) -> None:
+    """Runs a program as `python program.py ...` would, with this module in the place of `flash_mla`."""
+    if not arguments:
+        raise SystemExit("usage: python -m mla_ops.integrations.flash_mla program.py [argument ...]")
+    importlib.import_module(".flash_mla", __package__).install()  # not of `__main__`, which this file is now
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
