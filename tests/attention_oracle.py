@@ -126,9 +126,10 @@ def attention(
     a score s = scale * sum q_i k_i is off by at most e_s = (d + 4) * ACCUMULATE * scale * sum |q_i k_i|, plus what the
     change of base and exp2 add, FUNCTION * (|s| + 1). The same e_s, for all keys, bounds the error of lse, to which the
     sum of n terms adds n * ACCUMULATE, and two logarithms: of the parts of a row, and of their sum. A probability is
-    then off by a factor of at most 1 + 2 e_s + n * ACCUMULATE, plus the unit of the operand; summing p_k v_k adds n *
-    ACCUMULATE once more, each relative to A = sum p_k |v_k|. A finite sink is one more exponential, of an argument as
-    large as it is. Last comes the rounding of the output.
+    then off by a factor of at most exp(2 e_s), but by 1 at most: where scores are in the thousands, that is a choice
+    among neighbours. It is off by a factor of 1 + n * ACCUMULATE as well, plus the unit of the operand; summing p_k v_k
+    adds n * ACCUMULATE once more, each relative to A = sum p_k |v_k|. A finite sink is one more exponential, of an
+    argument as large as it is. Last comes the rounding of the output.
     """
     unit = UNIT[operand] if operand is not None else 0.0
     result = Expected(tokens if tokens is not None else list(range(q.shape[0])), *(torch.empty(0) for _ in range(4)))
@@ -159,12 +160,13 @@ def attention(
             weights = torch.where((attn_sink == math.inf)[:, None], 0.0, weights)[:, :-1]
         n = len(keys) * ACCUMULATE
         out = weights @ keys[:, :512]
-        relative = unit + 2 * error + 2 * n + 4 * FUNCTION
+        relative = torch.full_like(error, unit + 2 * n + 4 * FUNCTION)
+        off = (weights * (2 * error).clamp(max=700.0).expm1()[:, None]).clamp(max=1.0)
         if attn_sink is not None:
             relative = relative + FUNCTION * attn_sink.double().abs().nan_to_num(0.0, 0.0)
         outs.append(out)
         lses.append(torch.logsumexp(scores, 1))
-        own = weights @ keys[:, :512].abs() * relative[:, None]
+        own = weights @ keys[:, :512].abs() * relative[:, None] + off @ keys[:, :512].abs()
         # what underflows in float32 or in the output's type is lost
         floor = 2.0**-126 * keys.abs().amax() + (2.0**-25 if q.dtype == torch.float16 else 2.0**-134)
         out_tolerances.append(own + UNIT[q.dtype] * (out.abs() + own) + floor)

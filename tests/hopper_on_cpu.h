@@ -27,6 +27,7 @@ struct Dim {
 static Dim blockIdx, gridDim, threadIdx;
 
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -38,6 +39,7 @@ To bits_of(From value) {
   return bits;
 }
 static float __int_as_float(int bits) { return bits_of<float>(bits); }
+static unsigned __float_as_uint(float value) { return bits_of<unsigned>(value); }
 static float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
 unsigned __byte_perm(unsigned, unsigned, unsigned);  // of conversions, which nobody calls here
 static unsigned long long __cvta_generic_to_shared(const void*) { return 0; }

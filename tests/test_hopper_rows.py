@@ -222,7 +222,7 @@ def test_slots_of_shared_memory_have_whole_rows(
     width = 512 if cache_format == "fp8_ds_mla_v4" else 576
     call = launched(cache_format, width, kind, shape, launch.MAX_GRID_ROWS)
     row_bytes = call.keys.row_bytes
-    zeros = bytes(row_bytes) if call.keys.scale_bytes else bytes(512) + struct.pack("4f", 1, 1, 1, 1) + bytes(128)
+    zeros = bytes(row_bytes) if call.keys.scale_bytes else bytes(512) + struct.pack("4f", *[2**-7] * 4) + bytes(128)
     filled: dict[tuple[int, int], Counter[bytes]] = {}
     for _ in call.choose_ctas(library):
         count = library.slots_of_cta(row_bytes, shape.tile)

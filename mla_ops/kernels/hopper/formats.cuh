@@ -7,8 +7,18 @@ enum Format { FP8_DS_MLA, FP8_DS_MLA_V4 };
 
 DEVICE u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
+// As bfloat16.
+DEVICE u32 power_of_two(int exponent) { return static_cast<u32>(127 + exponent) << 7; }
+
+// A key's scales may be divided by a power of two of its own before float16 has to hold them: its scores are multiplied
+// by it again in float32, and its weights before they become float16. Exponents are held to where float32 holds a sum of
+// weights that are divided by such powers, in any mixture.
+constexpr int LEAST_TAKEN = -60, MOST_TAKEN = 40;
+
 // A row as the gather brings it: LATENT e4m3 with a scale for each GROUP of them, and 64 bfloat16, the RoPE part.
-// In chunks of 64 dims it is CHUNKS long, the last one being RoPE.
+// In chunks of 64 dims it is CHUNKS long, the last one being RoPE. Operands are FACTOR times as large as keys.
+// `outside(scales)` says of a lane's two keys whether one may have to have an exponent taken out, which `take_out` does:
+// it leaves 2^-exponent in `undo`, bfloat16, 1 for none, and returns whether float16 does not hold the scales of a key together.
 template <Format FORMAT>
 struct Rows;
 
@@ -17,7 +27,11 @@ template <>
 struct Rows<FP8_DS_MLA> {
   static constexpr int BYTES = 656, ROPE_AT = 528, LATENT = 512, GROUP = 128, CHUNKS = 9;
   static constexpr bool ROPE_IS_VALUE = false;
-  static constexpr float FACTOR = 1.f;  // keys as operands are this often as large
+  // Scales of [2^-13, 2^-1), where those of unit normals and the smallest of most writers are, become the upper part of
+  // what float16 holds, next to where others are taken to. So a key's weight counts as much as another's.
+  static constexpr float FACTOR = 256.f;
+  static constexpr u32 FACTOR_OF_ROPE = 8 << 7;  // in bfloat16's exponent, of queries: keys' RoPE stays as it is
+  static constexpr u32 DEAD_SCALE = 0x3c000000u;  // 2^-7
   static constexpr bool SCALES_APART = false;
   static constexpr int SCALES_AT = 512, SCALES_PITCH = BYTES;
 
@@ -26,22 +40,47 @@ struct Rows<FP8_DS_MLA> {
   static DEVICE Scales load_scales(u32 address) { return load_shared_16(address); }
 
   static DEVICE u32 pair(const Scales& scales, int chunk) {
-    const float scale = __uint_as_float(word(scales, chunk / 2));
+    const float scale = __uint_as_float(word(scales, chunk / 2) + (8 << 23));  // times FACTOR; 0 becomes 2^-119
     return pack_float16(scale, scale);
   }
 
-  static DEVICE u32 rope(u32 pair) { return pair; }
+  static DEVICE u32 rope(u32 pair, u32) { return pair; }
 
   static DEVICE float scale(const unsigned char* scales, int group) {
     return *reinterpret_cast<const float*>(scales + group * 4);
   }
 
-  // Whether float16 does not hold the products of a scale: it holds those of [2^-13, 2^7).
-  static DEVICE bool wide(const Scales (&scales)[2]) {
+  static constexpr u32 LEAST = 0x35000000u, LEAST_LARGEST = 0x39000000u, TOP = 0x3f000000u;  // 2^-21, 2^-13, 2^-1
+
+  static DEVICE bool outside(const Scales (&scales)[2]) {
     u32 farthest = 0;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) farthest = max(farthest, word(scales[e / 4], e % 4) - 0x39000000u);
-    return farthest >= 0x0a000000u;
+    for (int e = 0; e < 8; ++e) farthest = max(farthest, word(scales[e / 4], e % 4) - LEAST_LARGEST);
+    return farthest >= TOP - LEAST_LARGEST;
+  }
+
+  // Scales are held that are 0 or in [2^-21, 2^-1). Where they are not, or the largest is below 2^-13, it comes to
+  // [2^-2, 2^-1). No exponent is taken from scales that are denormal, infinite, NaN or negative.
+  static DEVICE bool take_out(Scales& scales, u32& undo) {
+    u32 of[4], largest = 0, least = ~0u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      of[i] = word(scales, i);
+      largest = max(largest, of[i] & 0x7fffffffu), least = min(least, of[i] - 1);  // 0 is not the least
+    }
+    int taken = min(max(static_cast<int>(largest >> 23) - 125, LEAST_TAKEN), MOST_TAKEN);
+    if (largest - LEAST_LARGEST < TOP - LEAST_LARGEST && least + 1 >= LEAST) taken = 0;
+    bool wide = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 scale = of[i];
+      of[i] -= static_cast<u32>(taken) << 23;
+      if (scale == 0) of[i] = 0;
+      wide |= scale != 0 && (of[i] - LEAST >= TOP - LEAST || scale - (1u << 23) >= 0x7f000000u);
+    }
+    scales = make_uint4(of[0], of[1], of[2], of[3]);
+    undo = power_of_two(-taken);
+    return wide;
   }
 
   // Keys of a warp stand in the order of its lanes' loads: neighbouring groups of four lanes then read other banks.
@@ -55,6 +94,7 @@ struct Rows<FP8_DS_MLA_V4> {
   static constexpr bool ROPE_IS_VALUE = true;
   // Then float16 holds exactly what the writer's smallest scale, 2^-22, gives, and RoPE down to 2^-25.
   static constexpr float FACTOR = 256.f;
+  static constexpr u32 FACTOR_OF_ROPE = 0;  // which is a value
   static constexpr bool SCALES_APART = true;
   static constexpr int SCALES_AT = 0, SCALES_PITCH = 8;
   static constexpr u32 DEAD_SCALES = 0x77777777u;  // 2^-8
@@ -69,8 +109,8 @@ struct Rows<FP8_DS_MLA_V4> {
     return (twice << 2) - 104 * 0x04000400u;
   }
 
-  static DEVICE u32 rope(u32 pair) {
-    const u32 larger = multiply_bfloat16(pair, 0x43804380u);
+  static DEVICE u32 rope(u32 pair, u32 undo) {
+    const u32 larger = multiply_bfloat16(pair, undo + (8 << 7) * 0x10001u);
     return pack_float16(low_bfloat16(larger), high_bfloat16(larger));
   }
 
@@ -79,17 +119,36 @@ struct Rows<FP8_DS_MLA_V4> {
     return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : byte << 23);
   }
 
-  // Whether float16 does not hold the products of a scale: it holds those of 2^-22 to 2^-1, bytes 105 to 126.
-  static DEVICE bool wide(const Scales (&scales)[2]) {
+  // Scales are held from 2^-22, byte 105, on. Where they are not, or the largest is not of bytes 110 to 122, it comes to
+  // byte 120: RoPE, a part of the same vector, then has room as in keys of unit normals.
+  static constexpr int LEAST = 105, LEAST_LARGEST = 110, MOST_LARGEST = 122, TAKEN_TO = 120;
+
+  static DEVICE bool outside(const Scales (&scales)[2]) {
     u32 outside = 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) outside |= outside_of(scales[r].x) | (outside_of(scales[r].y) & 0x00ffffffu);
     return (outside & 0x80808080u) != 0;
   }
 
-  // The highest bit of each byte: whether it is not in 105 to 126.
+  // The highest bit of each byte: whether it is not in LEAST_LARGEST to MOST_LARGEST.
   static DEVICE u32 outside_of(u32 bytes) {
-    return bytes | ~((bytes | 0x80808080u) - 0x69696969u) | ((bytes & 0x7f7f7f7fu) + 0x01010101u);
+    return bytes | ~((bytes | 0x80808080u) - LEAST_LARGEST * 0x01010101u) |
+           ((bytes & 0x7f7f7f7fu) + (127 - MOST_LARGEST) * 0x01010101u);
+  }
+
+  static DEVICE bool take_out(Scales& scales, u32& undo) {
+    int least = 255, largest = 0;
+#pragma unroll
+    for (int group = 0; group < 7; ++group) {
+      const int byte = (group < 4 ? scales.x : scales.y) >> group % 4 * 8 & 255;
+      least = min(least, byte), largest = max(largest, byte);
+    }
+    int taken = min(max(largest - TAKEN_TO, LEAST_TAKEN), MOST_TAKEN);
+    if (least >= LEAST && largest >= LEAST_LARGEST && largest <= MOST_LARGEST) taken = 0;
+    undo = power_of_two(-taken);
+    if (least == 0 || largest == 255 || least - taken < LEAST || largest - taken > MOST_LARGEST) return true;
+    scales.x -= static_cast<u32>(taken) * 0x01010101u, scales.y -= static_cast<u32>(taken) * 0x00010101u;
+    return false;
   }
 
   static DEVICE int raw_row(int g) { return g; }  // a row is an odd number of half turns around the banks

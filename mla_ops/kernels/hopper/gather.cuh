@@ -100,14 +100,16 @@ DEVICE void advance(const Params& p, const Row& row, Ahead& ahead, int turn, int
   ahead.now = ahead.next, ahead.next = indices_at(p, row, turn + row.stride, lane);
 }
 
-// Rows of a slot that hold no key: zeros, their scales 1 (V4: 2^-8), so that no weight of 0 meets a NaN.
+// Rows of a slot that hold no key: zeros, their scales 2^-7 (V4: 2^-8), so that no weight of 0 meets a NaN.
 template <class R>
 DEVICE void clear_rows(u32 rows, u32 scales, u32 live, int lane) {
   for (u32 dead = ~live & 0xffff; dead; dead &= dead - 1) {
     const int row = __ffs(dead) - 1;
 #pragma unroll 1
     for (int at = lane * 16; at < R::BYTES; at += 512) {
-      const u32 word = !R::SCALES_APART && at == R::SCALES_AT ? 0x3f800000u : 0u;
+      u32 word = 0;
+      if constexpr (!R::SCALES_APART)
+        if (at == R::SCALES_AT) word = R::DEAD_SCALE;
       store_shared_16(rows + row * R::BYTES + at, word, word, word, word);
     }
     if constexpr (R::SCALES_APART)

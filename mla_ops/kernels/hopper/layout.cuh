@@ -97,6 +97,7 @@ struct Ends {
   static constexpr int SOME_BFLOAT16 = WEIGHTS + HEADS * 4;  // whether a CTA's packets are
   // Of a group's CTA: whether it has all states, a bit for each share of the result that it adds up.
   static constexpr int COMPLETE = SOME_BFLOAT16 + 4, SHARES = COMPLETE + 4;
+  static constexpr int OWN_BFLOAT16 = SHARES + 4;  // whether this CTA's packets are bfloat16
 };
 
 template <int HEADS_, Format FORMAT>

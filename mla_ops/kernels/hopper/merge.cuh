@@ -321,8 +321,7 @@ template <class L, int WARPS, class From>
 DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int pitch, int packets, int splits,
                         int warp, int lane) {
   using P = typename L::Packet;
-  int most = 4;  // parts at a time
-  if (P::PACKED && load_shared_4(shared + L::End::SOME_BFLOAT16) != 0) most = 1;
+  const bool bfloat16 = P::PACKED && load_shared_4(shared + L::End::SOME_BFLOAT16) != 0;
 #pragma unroll 1
   for (int index = warp; index < packets; index += WARPS) {
     const u32 packet = index * splits + rank, number = packet / 8;
@@ -335,8 +334,12 @@ DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int 
     int left = splits, count;
 #pragma unroll 1
     do {
-      count = min(left, most);
-      if (count == 4)
+      count = min(left, 4);  // parts at a time
+      if (bfloat16 && count == 4)
+        add_parts<L, 4, true>(sums, from, factors);
+      else if (bfloat16)
+        count = 1, add_parts<L, 1, true>(sums, from, factors);
+      else if (count == 4)
         add_parts<L, 4, false>(sums, from, factors);
       else if (count == 3)
         add_parts<L, 3, false>(sums, from, factors);

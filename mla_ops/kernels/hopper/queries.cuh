@@ -115,7 +115,7 @@ DEVICE void prefetch_queries(const Params& p, const Row& row, int thread) {
 }
 
 // Heads `first` and every GROUPS-th after it, from registers to shared memory: each as float16 (its RoPE part as
-// bfloat16 if that is no value) times a power of two of its own that puts its largest finite magnitude below 2^16.
+// bfloat16 if that is no value, FACTOR times as large) times a power of two of its own that puts its largest finite magnitude below 2^16.
 template <int HEADS, Format FORMAT, int THREADS, int BATCH>
 DEVICE void convert_queries(const Params& p, u32 shared, int lane, int first,
                             const uint4 (&piece)[BATCH][Pieces<HEADS, FORMAT, THREADS>::OF_A_LANE]) {
@@ -141,7 +141,7 @@ DEVICE void convert_queries(const Params& p, u32 shared, int lane, int first,
       if (!P::has(lane, i)) continue;
       u32 v[4];
       const bool is_value = R::ROPE_IS_VALUE || i * 2 + lane / 8 < R::CHUNKS - 1;
-      scale_piece(v, piece[b][i], up | up << 16, is_value);
+      scale_piece(v, piece[b][i], (is_value ? up : up + R::FACTOR_OF_ROPE) * 0x10001u, is_value);
       if (!is_value) {
         store_shared_16(places.as_copied(head) + i * places.STEP, v[0], v[1], v[2], v[3]);
         continue;
@@ -222,7 +222,10 @@ DEVICE void convert_copied_queries(const Params& p, u32 shared, int thread, u32 
     if (chunk + 1 < R::CHUNKS) load_pieces(next, place + L::QUERY_CHUNK);
     u32 v[4][4];
 #pragma unroll
-    for (int t = 0; t < 4; ++t) scale_piece(v[t], piece[t], up | up << 16, R::ROPE_IS_VALUE || chunk < R::CHUNKS - 1);
+    for (int t = 0; t < 4; ++t) {
+      const bool is_value = R::ROPE_IS_VALUE || chunk < R::CHUNKS - 1;
+      scale_piece(v[t], piece[t], (is_value ? up : up + R::FACTOR_OF_ROPE) * 0x10001u, is_value);
+    }
     __syncwarp();  // what the other thread has read is written over
     if (!R::ROPE_IS_VALUE && chunk == R::CHUNKS - 1) {
 #pragma unroll

@@ -140,10 +140,19 @@ DEVICE void load_start_rest(Start<FORMAT>& start, u32 rope) {
   if (chunk_of<HEADS, FORMAT>(FIRST) == ROPE<FORMAT>) load_rope<FORMAT>(start.bytes[0], rope, 1);
 }
 
+constexpr u32 ONE_EACH = 0x3f803f80u;  // bfloat16
+
+// One of a pair of bfloat16 in both places.
+DEVICE u32 twice(u32 pair, int key) { return __byte_perm(pair, 0, key ? 0x3232 : 0x1010); }
+
+DEVICE float exponent_taken(u32 undo, int key) {
+  return static_cast<float>(127 - static_cast<int>((key ? undo >> 16 : undo & 0xffff) >> 7));
+}
+
 // A chunk of a lane's keys as the fragments of four steps of 16 dims. `too_large`: not 0 if float16 does not hold one.
 template <Format FORMAT>
 DEVICE void make_fragments(u32 (&f)[16], const Bytes& bytes, const typename Rows<FORMAT>::Scales (&scales)[2],
-                           int chunk, u32& too_large) {
+                           u32 undo, int chunk, u32& too_large) {
   using R = Rows<FORMAT>;
 #pragma unroll
   for (int j = 0; j < 4; ++j)
@@ -151,7 +160,9 @@ DEVICE void make_fragments(u32 (&f)[16], const Bytes& bytes, const typename Rows
     for (int r = 0; r < 2; ++r) {
       u32 &first = f[4 * j + r], &second = f[4 * j + 2 + r];
       if (chunk == ROPE<FORMAT> && R::ROPE_IS_VALUE) {
-        first = R::rope(word(bytes.of[r][j / 2], j % 2 * 2)), second = R::rope(word(bytes.of[r][j / 2], j % 2 * 2 + 1));
+        const u32 factor = twice(undo, r);
+        first = R::rope(word(bytes.of[r][j / 2], j % 2 * 2), factor);
+        second = R::rope(word(bytes.of[r][j / 2], j % 2 * 2 + 1), factor);
         too_large = nan_unless_finite(second, nan_unless_finite(first, too_large));
       } else if (chunk == ROPE<FORMAT>) {
         first = word(bytes.of[j / 2][j % 2], r), second = word(bytes.of[j / 2][j % 2], 2 + r);
@@ -161,13 +172,38 @@ DEVICE void make_fragments(u32 (&f)[16], const Bytes& bytes, const typename Rows
     }
 }
 
+// Divides a lane's keys by powers of two of their own where one of its warp needs that, which is returned: their
+// scales, and RoPE that is no value where it is among the start's bytes. `undo`: what they were multiplied by, a pair of
+// bfloat16. `wide`: whether this does not make float16 hold them.
+template <int HEADS, Format FORMAT, int FIRST>
+DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide) {
+  using R = Rows<FORMAT>;
+  undo = ONE_EACH, wide = false;
+  if (!__any_sync(~0u, R::outside(start.scales))) return false;
+  u32 second;
+  wide = R::take_out(start.scales[0], undo), wide |= R::take_out(start.scales[1], second);
+  undo |= second << 16;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    if (R::ROPE_IS_VALUE || chunk_of<HEADS, FORMAT>(FIRST + n) != ROPE<FORMAT>) continue;
+    const u32 factors[2] = {twice(undo, 0), twice(undo, 1)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint4& v = start.bytes[n].of[i / 2][i % 2];
+      v.x = multiply_bfloat16(v.x, factors[0]), v.y = multiply_bfloat16(v.y, factors[1]);
+      v.z = multiply_bfloat16(v.z, factors[0]), v.w = multiply_bfloat16(v.w, factors[1]);
+    }
+  }
+  return __any_sync(~0u, undo != ONE_EACH);
+}
+
 // COUNT steps of a turn: fragments of the keys, which are the values once those before them were used, and their
 // products with the queries, which are left running. Values are stored before products are issued: with an operand in
 // registers those hold up all that follows them. 32 heads, which have no register to spare, store them a step later.
 // Returns whether this thread met a value that float16 does not hold.
 template <int HEADS, Format FORMAT, int FIRST, int COUNT>
-DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start<FORMAT>& start, const Places& places,
-                     u32 raw_0, const Half (&halves)[2], int t) {
+DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start<FORMAT>& start,
+                     u32 undo, const Places& places, u32 raw_0, const Half (&halves)[2], int t) {
   using R = Rows<FORMAT>;
   constexpr int QUERY_CHUNK = Layout<HEADS, FORMAT>::QUERY_CHUNK;
   constexpr int LATER = HEADS == 32 ? 1 : 0;
@@ -196,7 +232,7 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
       wgmma_wait<1>();
       hold(f);
     }
-    make_fragments<FORMAT>(f, bytes[n % 3], start.scales, chunk, too_large);
+    make_fragments<FORMAT>(f, bytes[n % 3], start.scales, undo, chunk, too_large);
     hold(f);
     store(n - LATER);
     wgmma_fence();
@@ -239,8 +275,10 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     load_start_rest<HEADS, FORMAT, FIRST>(start, raw_0 + places.rope);
     last = uniform(start.alive) >= LAST_TURN;
     float s[HEADS / 2];
-    u32 fragments[2][16];
-    multiply<HEADS, FORMAT, FIRST, R::CHUNKS - FIRST>(s, fragments, start, places, raw_0,
+    u32 undo, fragments[2][16];
+    bool wide;
+    take_out<HEADS, FORMAT, FIRST>(start, undo, wide);
+    multiply<HEADS, FORMAT, FIRST, R::CHUNKS - FIRST>(s, fragments, start, undo, places, raw_0,
                                                       {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
     __syncwarp();
     warp_arrive(barrier + L::RAW_FREE - L::RAW_FULL, lane);
@@ -274,7 +312,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  int seen = 0;  // whether a key counted, and with it the references; 2: in a wide turn
+  int seen = 0;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
 
   Start<FORMAT> start;
   bool started = false;
@@ -290,12 +328,13 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       load_start_rest<HEADS, FORMAT, 0>(start, raw_0 + places.rope);
     }
     float s[TILES * 4];
-    u32 fragments[2][16];
+    u32 undo, fragments[2][16];
     const u32 alive = start.alive & 0xffff;
     last = uniform(start.alive) >= LAST_TURN;
-    bool wide = R::wide(start.scales);
+    bool wide;
+    const bool apart = take_out<HEADS, FORMAT, 0>(start, undo, wide);
     wide |= multiply<HEADS, FORMAT, 0, FIRST_STEPS<HEADS, FORMAT, WALK>>(
-        s, fragments, start, places, places.raw + slot * L::RAW_SLOT,
+        s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
         {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
     // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for a
     // vote of its own.
@@ -337,6 +376,13 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     for (int j = TILES / 2; j < TILES; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
     const u32 mine = alive >> R::raw_row(g);
     const bool live_0 = mine & 1, live_1 = mine & 0x100;
+    // From here on a key's score is log2 of what its weight counts beside the values as they are stored.
+    if (apart) {
+      const u32 inverse = 0x7f007f00u - undo;
+      const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)};
+#pragma unroll
+      for (int e = 0; e < TILES * 4; ++e) s[e] *= back[e >> 1 & 1];
+    }
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
       const uint4& two = columns[j];
@@ -344,6 +390,11 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
       s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
       s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
+    }
+    if (apart) {
+      const float taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
+#pragma unroll
+      for (int e = 0; e < TILES * 4; ++e) s[e] += taken[e >> 1 & 1];
     }
     if (HEADS == 64 || started)
       load_start_rest<HEADS, FORMAT, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
@@ -381,11 +432,15 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
         table += key_row_0 * HEADS + 2 * t;
 #pragma unroll
         for (int e = 0; e < TILES * 4; ++e)
-          s[e] = ((e & 2) ? live_1 : live_0) ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] : -INFINITY;
+          s[e] = ((e & 2) ? live_1 : live_0)
+                     ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] + exponent_taken(undo, e >> 1 & 1)
+                     : -INFINITY;
       }
       raise_references<L>(s, sums, seen != 0, shared, thread);
       seen = turn == WIDE ? 2 : max(seen, 1);
     }
+
+    if (apart) seen = 2;
 
     // The sums of a row that another follows go where the first warp's last keys were.
     if (HEADS == 64 && turn != WIDE && !(WALK && last && warp == 0))
@@ -393,12 +448,15 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
 
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
+    const float undone[2] = {low_bfloat16(undo), high_bfloat16(undo)};
 #pragma unroll
-    for (int c = 0; c < TILES * 2; ++c) sums[c] += s[c / 2 * 4 + (c & 1)] + s[c / 2 * 4 + (c & 1) + 2];
+    for (int c = 0; c < TILES * 2; ++c)
+      sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
     if (turn == WIDE) {
       float* table = wide_table<L>(shared_pointer, at) + key_row_0 * HEADS + 2 * t;
 #pragma unroll
-      for (int e = 0; e < TILES * 4; ++e) table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] = s[e];
+      for (int e = 0; e < TILES * 4; ++e)
+        table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] = s[e] * undone[e >> 1 & 1];
     } else {
 #pragma unroll
       for (int j = 0; j + 1 < TILES; j += 2)
@@ -436,7 +494,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
-  named_barrier<SCORE_BARRIER, 128>();
+  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!WALK && seen == 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
               reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
@@ -453,6 +511,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
   } else if constexpr (!WALK) {
+    if (worker == 0) store_shared_4(shared + L::End::OWN_BFLOAT16, bfloat16);
     if (worker < HEADS)
       store_shared_float(shared + L::End::INVERSES + head * 4, total == 0.f ? 0.f : reciprocal_approx(total));
     // States before packets, which would hold them up; with 64 heads the first half of the values waits already.
@@ -460,7 +519,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       __syncwarp();
       warp_arrive(shared + L::FACTORS_FULL, worker & 31);
     };
-    const float sum = seen == 2 ? -total : total;
+    const float sum = bfloat16 ? -total : total;
     if constexpr (LAUNCH == Launch::GROUPS) {
       tell_factors();
       leave_states<L>(p, row, shared, worker, sum, reference);

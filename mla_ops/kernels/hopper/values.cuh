@@ -179,7 +179,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   const u64 values = tile_descriptor(shared + L::VALUES, 1024, KEYS * 128);
-  bool open = false, was_wide = false;
+  bool open = false;
   int& i = at.turn;
   int stage = 0;
   for (bool ends = false; !ends; next_turn<L::HALVES>(at)) {
@@ -201,7 +201,6 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
       if ((turn & 0xff) == WIDE) {
-        was_wide = true;
         const float* table = wide_table<L>(shared_pointer, at);
 #pragma unroll 1
         for (int key = 0; key < KEYS; key += 16, table += 16 * HEADS) {
@@ -277,6 +276,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       await_peers(row);
     }
     mbarrier_wait(shared + L::FACTORS_FULL, 0);  // states first: they would wait behind all packets
+    const bool bfloat16 = load_shared_4(shared + L::End::OWN_BFLOAT16) != 0;
     float inverse[HEADS_BY_DIMS ? 2 : N / 2];
     const u32 inverses = shared + L::End::INVERSES;
     if constexpr (HEADS_BY_DIMS) {
@@ -291,7 +291,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     }
     if constexpr (!HEADS_BY_DIMS) {
       if (by_halves<L, LAUNCH>(p, row)) {
-        exchange_halves<L>(p, row, shared, half * 4 + warp, lane, o, inverse, was_wide);
+        exchange_halves<L>(p, row, shared, half * 4 + warp, lane, o, inverse, bfloat16);
         return;
       }
     }
@@ -301,7 +301,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       const int place = L::Packet::ONE_HEAD ? (n / 16 * 8 + n % 8) * 4 + n / 8 % 2 * 2 : n * 2, piece = place / N,
                 e = place % N;
       const float a = o[piece][e] * inverse_of(e), b = o[piece][e + 1] * inverse_of(e + 1);
-      return was_wide ? pack_bfloat16(a, b) : pack_float16(a, b);
+      return bfloat16 ? pack_bfloat16(a, b) : pack_float16(a, b);
     };
     if constexpr (LAUNCH == Launch::GROUPS)
       leave_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);

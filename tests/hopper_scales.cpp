@@ -1,0 +1,30 @@
+// What the scores do with a key's scales before float16 has to hold them.
+#include "hopper_on_cpu.h"
+
+// Of code that nobody calls here.
+template <class T>
+T __shfl_sync(unsigned, T, int);
+
+#include "formats.cuh"
+
+extern "C" {
+
+// Bits: outside, wide.
+int take_out_fp8(unsigned* scales, unsigned* undo) {
+  using R = Rows<FP8_DS_MLA>;
+  uint4 one = make_uint4(scales[0], scales[1], scales[2], scales[3]);
+  const uint4 both[2] = {one, make_uint4(0x3c000000u, 0x3c000000u, 0x3c000000u, 0x3c000000u)};
+  const bool outside = R::outside(both), wide = R::take_out(one, *undo);
+  for (int i = 0; i < 4; ++i) scales[i] = word(one, i);
+  return outside | wide << 1;
+}
+
+int take_out_v4(unsigned* scales, unsigned* undo) {
+  using R = Rows<FP8_DS_MLA_V4>;
+  uint2 one = make_uint2(scales[0], scales[1]);
+  const uint2 both[2] = {one, make_uint2(R::DEAD_SCALES, R::DEAD_SCALES)};
+  const bool outside = R::outside(both), wide = R::take_out(one, *undo);
+  scales[0] = one.x, scales[1] = one.y;
+  return outside | wide << 1;
+}
+}

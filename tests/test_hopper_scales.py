@@ -1,0 +1,102 @@
+"""A power of two taken out of a key's scales: which keys have one, and that float16 holds what is left of them.
+
+The kernels' own code (`formats.cuh`), compiled for this CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+import struct
+
+import pytest
+from hopper_on_cpu import NO_COMPILER, build
+
+pytestmark = pytest.mark.skipif(NO_COMPILER, reason="no C++ compiler")
+
+FACTOR = 2.0**8  # of operands
+LEAST, MOST = 2.0**-13, 2.0**7  # whose products with e4m3 float16 holds
+RANGE = (-60, 40)  # of exponents taken out
+DEAD_BYTE = 0x77
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build("hopper_scales.cpp", tmp_path_factory.mktemp("hopper_scales"))
+
+
+def power_of(undo: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", undo << 16))[0])
+
+
+def taken_of_fp8(library: ctypes.CDLL, scales: list[float]) -> tuple[bool, bool, float, list[float]]:
+    """Whether a turn has to look at the key, whether float16 does not hold it, 2^-taken, scales that are left."""
+    words = (ctypes.c_uint32 * 4)(*struct.unpack("<4I", struct.pack("<4f", *scales)))
+    undo = ctypes.c_uint32()
+    flags = library.take_out_fp8(words, ctypes.byref(undo))
+    return bool(flags & 1), bool(flags & 2), power_of(undo.value), list(struct.unpack("<4f", bytes(words)))
+
+
+def taken_of_v4(library: ctypes.CDLL, scales: list[int]) -> tuple[bool, bool, float, list[int]]:
+    words = (ctypes.c_uint32 * 2)(*struct.unpack("<2I", bytes([*scales, 0])))
+    undo = ctypes.c_uint32()
+    flags = library.take_out_v4(words, ctypes.byref(undo))
+    return bool(flags & 1), bool(flags & 2), power_of(undo.value), list(bytes(words))
+
+
+@pytest.mark.parametrize("power", range(RANGE[0] - 2, RANGE[1] - 1))
+def test_scales_of_any_size_that_are_near_one_another_are_held(library: ctypes.CDLL, power: int) -> None:
+    """Within 19 binades of the largest, or zero: divided by a power of two, exactly, and next to other keys' scales."""
+    random.seed(power)
+    for _ in range(50):
+        largest = random.uniform(1.0, 1.999) * 2.0**power
+        scales = [largest, *(largest * 2.0 ** random.uniform(-17.9, 0.0) for _ in range(2)), 0.0]
+        random.shuffle(scales)
+        scales = list(struct.unpack("<4f", struct.pack("<4f", *scales)))
+        outside, wide, undo, left = taken_of_fp8(library, scales)
+        assert (outside, wide) == (True, False)
+        assert math.frexp(undo)[0] == 0.5
+        assert left == [scale * undo for scale in scales]
+        operands = [scale * FACTOR for scale in left]
+        assert all(operand == 0 or LEAST <= operand < MOST for operand in operands)
+        # a key's weight and another's both become float16: their largest operands differ by less than 2^12
+        assert max(operands) >= MOST / 2**12
+        assert (undo == 1) == (-13 <= power < -1 and min(s for s in scales if s) >= 2.0**-21)
+
+
+@pytest.mark.parametrize("scale", [2.0**-13, 2.0**-7, 0.0101, 2.0**-1 - 2.0**-25])
+def test_scales_of_unit_normals_are_left_alone(library: ctypes.CDLL, scale: float) -> None:
+    outside, wide, undo, left = taken_of_fp8(library, [scale] * 4)
+    assert (outside, wide, undo) == (False, False, 1.0)
+    assert left == pytest.approx([scale] * 4, rel=2**-24)
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 1e-40, -1.0, 2.0**-62 * 0.999, 2.0**41])
+def test_what_has_no_such_exponent_is_told(library: ctypes.CDLL, scale: float) -> None:
+    for place in range(4):
+        scales = [0.01] * 4
+        scales[place] = scale
+        outside, wide, _, _ = taken_of_fp8(library, scales)
+        assert outside
+        assert wide
+
+
+def test_a_key_of_zeros_weighs_least_beside_others(library: ctypes.CDLL) -> None:
+    """Its score has to set no reference beside which small values' weights vanish from float16."""
+    assert taken_of_fp8(library, [0.0] * 4) == (True, False, 2.0 ** -RANGE[0], [0.0] * 4)
+
+
+def test_every_byte_of_v4(library: ctypes.CDLL) -> None:
+    for largest in range(256):
+        for least in range(max(0, largest - 20), largest + 1):
+            scales = [largest, *[least] * 5, (largest + least) // 2]
+            outside, wide, undo, left = taken_of_v4(library, scales)
+            usual = least >= 110 and largest <= 122
+            assert outside == (not usual)
+            taken = 0 if least >= 105 and 110 <= largest <= 122 else min(max(largest - 120, RANGE[0]), RANGE[1])
+            assert undo == 2.0**-taken
+            held = least > 0 and largest < 255 and least - taken >= 105 and largest - taken <= 122
+            assert wide == (not held)
+            if held:
+                assert left == [byte - taken for byte in scales] + [0]
