@@ -38,6 +38,7 @@ REAL = {
     "intermediate_size": 64,
     "vocab_size": 64,
     "initializer_range": 0.01,
+    "max_position_embeddings": 2**18,
 }
 SMALL = {"hidden_size": 128, "num_heads": 4, "index_heads": 4, "index_topk": 64, "vocab_size": 64}
 
@@ -122,6 +123,7 @@ class Layer:
         return self.attention.begin(self.inputs, self.cache.layers, FORMAT, INDEX_FORMAT)
 
     def run(self, choose: Callable[..., Any] = choose_keys) -> None:
+        """One step, eagerly."""
         with patch.object(latent, "choose_keys", choose):
             step = self.begin()
             self.out.copy_(self.attention.attend(0, self.module, self.hidden, step))
