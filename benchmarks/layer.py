@@ -1,9 +1,9 @@
 """Benchmark of a whole sparse layer of DeepSeek-V3.2 in a decode step: python -m mla_ops bench layer.
 
-One captured graph: the projections of transformers' own module, the writes of latents and index keys, the selection,
-attention, and the output projection, as `mla_ops.models` runs them. `selection` is the part between the index query and
-the chosen keys alone. `layer, gather and sort` is the layer with that part in plain PyTorch: it gathers the whole
-capacity of every request, multiplies in float32 and sorts.
+One graph, compiled and captured: the projections of transformers' own module, the writes of latents and index keys, the
+selection, attention, and the output projection, as `mla_ops.models` runs them. `selection` is the part between the
+index query and the chosen keys alone. `layer, gather and sort` is the layer with that part in plain PyTorch: it gathers
+the whole capacity of every request, multiplies in float32 and sorts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mla_ops import dispatch, formats
 from mla_ops.demo.model import build_small_model
 from mla_ops.meta.indexer import describe_select
 from mla_ops.models import decoder_for, latent
-from mla_ops.models.latent import LatentAttention, LatentStep
+from mla_ops.models.latent import LatentAttention
 from mla_ops.models.parts import choose_keys
 
 FORMAT = "fp8_ds_mla"
@@ -118,17 +118,19 @@ class Layer:
         self.out = torch.empty_like(self.hidden)
         self.chosen = torch.empty(num_requests, decoder.index_topk, dtype=torch.int32, device=device)
         self.query: tuple[Any, ...] = ()
+        torch._dynamo.reset()  # each layer is a graph of its own
+        self.compiled = torch.compile(self.step, fullgraph=True, dynamic=False) if real else self.step
 
-    def begin(self) -> LatentStep:
-        return self.attention.begin(self.inputs, self.cache.layers, FORMAT, INDEX_FORMAT)
+    def step(self) -> None:
+        step = self.attention.begin(self.inputs, self.cache.layers, FORMAT, INDEX_FORMAT)
+        self.out.copy_(self.attention.attend(0, self.module, self.hidden, step))
+        assert step.chosen is not None
+        self.chosen.copy_(step.chosen[0])
 
-    def run(self, choose: Callable[..., Any] = choose_keys) -> None:
-        """One step, eagerly."""
+    def run(self, choose: Callable[..., Any] = choose_keys, *, compiled: bool = False) -> None:
+        """One step; compiled, what lies between operators and matmuls is fused."""
         with patch.object(latent, "choose_keys", choose):
-            step = self.begin()
-            self.out.copy_(self.attention.attend(0, self.module, self.hidden, step))
-            assert step.chosen is not None
-            self.chosen.copy_(step.chosen[0])
+            (self.compiled if compiled else self.step)()
 
     def select(self) -> None:
         """The selection alone, from the query that the last `record` saw."""
@@ -170,7 +172,10 @@ class Layer:
         return [common.Check("chosen", worst, 2 * 194 * 2**-24 * largest)]
 
     def check(self) -> list[common.Check]:
-        """The layer's output against the reference's attention over the keys that were chosen."""
+        """The layer's output against the reference's attention over the keys that were chosen.
+
+        Which were is checked beside the selection: a compiled query has roundings of its own.
+        """
         chosen, out = self.chosen.clone(), self.out.float()
         counts = (chosen >= 0).sum(1, dtype=torch.int32)
         with dispatch.override(paged_sparse_attention="reference"):
@@ -178,7 +183,7 @@ class Layer:
         expected = self.out.float()
         error = float((out - expected).norm() / expected.norm())
         # attention's output, its two projections and the layer's output are rounded to bfloat16 on both sides
-        return [*self.check_selection(), common.Check("out, relative", error, 8 * 2**-9)]
+        return [common.Check("out, relative", error, 8 * 2**-9)]
 
     def bytes_read(self) -> int:
         """Weights, index keys and chosen latents."""
@@ -202,11 +207,19 @@ def build_case(num_requests: int, context: int, what: str, arguments: argparse.N
             call, shape, [layer.select], layer.poison, layer.check_selection, bytes_moved, flops, name="selection"
         )
     if what == "layer":
-        return common.Case(call, shape, [layer.run], layer.poison, layer.check, layer.bytes_read(), name="sparse layer")
+        return common.Case(
+            call,
+            shape,
+            [partial(layer.run, compiled=True)],
+            layer.poison,
+            layer.check,
+            layer.bytes_read(),
+            name="sparse layer",
+        )
     plain = torch.zeros(num_blocks(index_cache), BLOCK_SIZE, formats.INDEX_DIM, dtype=q.dtype, device=q.device)
     rows = index_values(index_cache, table).to(q.dtype).unflatten(1, (-1, BLOCK_SIZE)).flatten(0, 1)
     plain[table.flatten().long()] = rows
-    run = partial(layer.run, partial(gather_and_sort, plain))
+    run = partial(layer.run, partial(gather_and_sort, plain), compiled=True)
     return common.Case(
         call, shape, [run], layer.poison, layer.check_finite, layer.bytes_read(), name="layer, gather and sort"
     )
