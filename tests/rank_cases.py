@@ -1,0 +1,336 @@
+"""What every rank of `test_distributed.py` runs: the same inputs on all, each rank's part compared with the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mla_ops
+from mla_ops.distributed import ContextParallel
+from mla_ops.testing import tolerances
+
+BLOCK = 16
+LENGTHS = (1, 40, 0, 3, 33, 16)
+SCALE = 576**-0.5
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def context(interleave: int = 1) -> ContextParallel:
+    if not dist.is_initialized():
+        return ContextParallel(None, 0, 1, BLOCK, interleave)
+    return ContextParallel.of(dist.group.WORLD, BLOCK, interleave)
+
+
+def interleaves() -> tuple[int, ...]:
+    return 1, 2, BLOCK // world_size()
+
+
+class Whole:
+    """Requests of unequal lengths in a paged cache, one decode token each, and each rank's part of that cache."""
+
+    def __init__(self, cache_format: str, interleave: int, num_heads: int = 8) -> None:
+        self.ranks, self.cache_format = context(interleave), cache_format
+        self.dtype = {"fp32": torch.float32}.get(cache_format, torch.bfloat16)
+        num_requests, width = len(LENGTHS), 3
+        order = torch.randperm(num_requests * width, dtype=torch.int32)
+        self.block_table = order.view(num_requests, width).contiguous()
+        self.lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+        self.requests = torch.arange(num_requests, dtype=torch.int32)
+        self.q = torch.randn(num_requests, num_heads, 576).to(self.dtype)
+        self.sink = torch.randn(num_heads)
+        keys = [(r, p) for r, length in enumerate(LENGTHS) for p in range(length)]
+        slots = [int(self.block_table[r, p // BLOCK]) * BLOCK + p % BLOCK for r, p in keys]
+        self.slots = torch.tensor([*slots, -1], dtype=torch.int64)
+        latent = torch.randn(len(keys) + 1, 576).to(self.dtype)
+        self.largest = float(latent.abs().max())
+        # an upper bound of a scaled score, by Cauchy and Schwarz
+        self.score = float(SCALE * self.q.float().norm(dim=-1).max() * latent.float().norm(dim=-1).max())
+        self.cache = mla_ops.allocate_cache(cache_format, num_requests * width, BLOCK)
+        self.part = mla_ops.allocate_cache(cache_format, num_requests * width, self.ranks.local_block_size)
+        for cache, places in ((self.cache, self.slots), (self.part, self.ranks.slots(self.slots))):
+            mla_ops.concat_and_cache(latent[:, :512], latent[:, 512:], cache, places, cache_format)
+
+    def check(self, actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Both are within the bound of attention from the exact result; the parts' merge adds its own."""
+        out, lse = actual
+        out_whole, lse_whole = expected
+        # the parts are rounded to the dtype, and so is the merge; a sink is a rounding more
+        one = tolerances.attention_out(self.dtype, 576, max(LENGTHS), self.score, self.largest)
+        merge = tolerances.merge(self.dtype, self.score + 5, self.largest)
+        rounded = 2 * tolerances.unit_roundoff(self.dtype) * self.largest
+        atol = 2 * one.atol + merge.atol + rounded + (2 * one.rtol + merge.rtol) * self.largest
+        assert (out.float() - out_whole.float()).abs().max() <= atol
+        bound = tolerances.attention_lse(576, max(LENGTHS), self.score)
+        assert torch.equal(lse == -torch.inf, lse_whole == -torch.inf)
+        there = lse_whole != -torch.inf
+        u32 = tolerances.unit_roundoff(torch.float32)
+        assert ((lse - lse_whole)[there].abs() <= 2 * bound.atol + 12 * u32 * (self.score + 8)).all()
+
+
+def own_heads(x: torch.Tensor, ranks: ContextParallel, dim: int = 1) -> torch.Tensor:
+    return x.chunk(ranks.world_size, dim)[ranks.rank]
+
+
+def positions_of(lengths: torch.Tensor, topk: int) -> torch.Tensor:
+    """Some of each request's positions in any order, -1 where there are no more, with one past the end."""
+    rows = torch.full((len(lengths), topk), -1, dtype=torch.int32)
+    for row, length in enumerate(lengths.tolist()):
+        some = torch.randperm(length, dtype=torch.int32)[: topk - 2]
+        rows[row, : len(some)] = some
+    return rows
+
+
+def case_parts_are_those_of_the_definition() -> None:
+    for interleave in interleaves():
+        ranks = context(interleave)
+        positions = torch.arange(-1, 100, dtype=torch.int32)
+        mine = [p for p in range(100) if (p // interleave) % ranks.world_size == ranks.rank]
+        local = ranks.positions(positions)
+        assert local[0] == -1
+        expected = torch.full((100,), -1, dtype=torch.int32)
+        expected[mine] = torch.arange(len(mine), dtype=torch.int32)
+        assert torch.equal(local[1:], expected)
+        assert local.dtype == torch.int32
+        held = local[local >= 0]
+        assert torch.equal(ranks.global_positions(held), torch.tensor(mine, dtype=torch.int32))
+        counts = [sum((p // interleave) % ranks.world_size == ranks.rank for p in range(n)) for n in range(100)]
+        assert ranks.lengths(torch.arange(100, dtype=torch.int32)).tolist() == counts
+        # a slot keeps its block
+        slots = torch.arange(100)
+        kept = ranks.slots(slots) // ranks.local_block_size
+        assert torch.equal(kept[ranks.slots(slots) >= 0], (slots // BLOCK)[ranks.slots(slots) >= 0])
+
+
+def case_sparse_attention_over_ranks_equals_the_whole() -> None:
+    for cache_format in ("fp32", "bf16", "fp8_ds_mla"):
+        for interleave in interleaves():
+            whole = Whole(cache_format, interleave)
+            ranks = whole.ranks
+            indices = positions_of(whole.lengths, 24)
+            paged = {"block_table": whole.block_table, "req_id_per_token": whole.requests}
+            expected = mla_ops.paged_sparse_attention(
+                whole.q, whole.cache, indices, SCALE, cache_format, attn_sink=whole.sink, **paged
+            )
+            slots, counts = ranks.local_indices(indices, whole.block_table, whole.requests)
+            part = mla_ops.paged_sparse_attention(whole.q, whole.part, slots, SCALE, cache_format, topk_length=counts)
+            sink = own_heads(whole.sink, ranks, 0)
+            for merge in (ranks.merge_heads, ranks.merge_heads_by_sum):
+                whole.check(merge(*part, sink), tuple(own_heads(x, ranks) for x in expected))
+            whole.check(ranks.merge(*part, whole.sink), expected)
+
+
+def case_dense_attention_over_ranks_equals_the_whole() -> None:
+    for cache_format in ("fp32", "fp8_ds_mla"):
+        for interleave in interleaves():
+            whole = Whole(cache_format, interleave)
+            table = whole.block_table, whole.requests
+            expected = mla_ops.paged_attention(whole.q, whole.cache, *table, whole.lengths, SCALE, cache_format)
+            local = whole.ranks.lengths(whole.lengths)
+            part = mla_ops.paged_attention(whole.q, whole.part, *table, local, SCALE, cache_format)
+            whole.check(whole.ranks.merge_heads(*part), tuple(own_heads(x, whole.ranks) for x in expected))
+
+
+def case_two_caches_over_ranks_equal_the_whole() -> None:
+    first = Whole("fp32", 1)
+    second = Whole("fp32", 1)
+    ranks, indices = first.ranks, positions_of(first.lengths, 24)
+    translate = mla_ops.convert_req_index_to_global_index
+    window = translate(first.requests, first.block_table, indices, BLOCK)[0]
+    extra = translate(first.requests, second.block_table, indices.flip(1), BLOCK)[0]
+    expected = mla_ops.paged_sparse_attention(
+        first.q,
+        first.cache,
+        window,
+        SCALE,
+        "fp32",
+        extra_kv_cache=second.cache,
+        extra_indices=extra,
+        attn_sink=first.sink,
+    )
+    # slots of a window or of compressed tokens, as the index builders give them: those of other ranks are -1
+    part = mla_ops.paged_sparse_attention(
+        first.q,
+        first.part,
+        ranks.slots(window),
+        SCALE,
+        "fp32",
+        extra_kv_cache=second.part,
+        extra_indices=ranks.slots(extra),
+    )
+    first.score, first.largest = max(first.score, second.score), max(first.largest, second.largest)
+    merged = ranks.merge_heads(*part, own_heads(first.sink, ranks, 0))
+    first.check(merged, tuple(own_heads(x, ranks) for x in expected))
+
+
+def case_a_sink_of_every_kind_counts_once() -> None:
+    whole = Whole("fp32", 1)
+    ranks = whole.ranks
+    sink = torch.tensor([-torch.inf, torch.inf, 0.0, 5.0, -3.0, 1.0, 100.0, -100.0])
+    table = {"block_table": whole.block_table, "req_id_per_token": whole.requests}
+    indices = positions_of(whole.lengths, 8)
+    expected = mla_ops.paged_sparse_attention(whole.q, whole.cache, indices, SCALE, "fp32", attn_sink=sink, **table)
+    slots, counts = ranks.local_indices(indices, whole.block_table, whole.requests)
+    part = mla_ops.paged_sparse_attention(whole.q, whole.part, slots, SCALE, "fp32", topk_length=counts)
+    whole.check(ranks.merge(*part, sink), expected)
+    assert ranks.merge(*part, sink)[0].isfinite().all()
+
+
+def case_rows_without_keys_may_hold_anything() -> None:
+    ranks = context()
+    out, lse = torch.randn(3, 8, 512), torch.randn(3, 8)
+    if ranks.rank > 0:
+        out[1:], lse[1:] = torch.nan, -torch.inf
+    if ranks.rank == 0:
+        out[2], lse[2] = torch.nan, torch.inf  # as some kernels mark it
+    for merge in (ranks.merge, ranks.merge_heads, ranks.merge_heads_by_sum):
+        merged, total = merge(out, lse)
+        assert merged.isfinite().all()
+        assert (merged[2] == 0).all()
+        assert (total[2] == -torch.inf).all()
+
+
+def case_selection_over_ranks_equals_the_whole() -> None:
+    for interleave in interleaves():
+        whole = Whole("fp32", interleave)
+        ranks = whole.ranks
+        # small integers: scores are exact in any order, and many are equal
+        q = torch.randint(-1, 2, (len(LENGTHS), 4, 128)).float()
+        weights = torch.randint(0, 3, (len(LENGTHS), 4)).float()
+        keys = torch.randint(-1, 2, (len(whole.slots), 128)).float()
+        index_caches = []
+        for size, slots in ((BLOCK, whole.slots), (ranks.local_block_size, ranks.slots(whole.slots))):
+            index_caches.append(mla_ops.allocate_cache("fp32", whole.cache.shape[0], size, head_dim=128))
+            mla_ops.write_index_cache(keys, index_caches[-1], slots, "fp32")
+        rest = weights, whole.lengths, whole.block_table, whole.requests
+        for topk in (1, 7, 24, 64):
+            expected = mla_ops.select_keys(q, index_caches[0], *rest, topk, "fp32")
+            actual = ranks.select_keys(q, index_caches[1], *rest, topk, "fp32")
+            assert torch.equal(actual[0], expected[0])
+            assert torch.equal(actual[1], expected[1])
+
+
+def case_heads_are_gathered_in_order() -> None:
+    ranks = context()
+    q = torch.randn(3, 8, 5)
+    assert torch.equal(ranks.gather_heads(own_heads(q, ranks).contiguous()), q)
+
+
+def case_a_step_compiles_to_one_graph() -> None:
+    whole = Whole("fp32", 1)
+    ranks, indices = whole.ranks, positions_of(Whole("fp32", 1).lengths, 24)
+
+    def step(q: torch.Tensor, cache: torch.Tensor, indices: torch.Tensor, sink: torch.Tensor) -> Any:
+        q = ranks.gather_heads(q)
+        slots, counts = ranks.local_indices(indices, whole.block_table, whole.requests)
+        part = mla_ops.paged_sparse_attention(q, cache, slots, SCALE, "fp32", topk_length=counts)
+        return ranks.merge_heads(*part, sink)
+
+    args = own_heads(whole.q, ranks).contiguous(), whole.part, indices, own_heads(whole.sink, ranks, 0).contiguous()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(compiled(*args), step(*args), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def distributed(*tensors: Any) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size(),))
+    return [distribute_tensor(tensor, mesh, [placement]) for tensor, placement in tensors]
+
+
+def case_dtensors_of_heads_and_of_tokens_run() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    whole = Whole("fp32", 1)
+    indices = positions_of(whole.lengths, 24)
+    slots, counts = mla_ops.convert_req_index_to_global_index(
+        whole.requests, whole.block_table, indices, BLOCK, compact=True
+    )
+    expected = mla_ops.paged_sparse_attention(
+        whole.q, whole.cache, slots, SCALE, "fp32", topk_length=counts, attn_sink=whole.sink
+    )
+    rows = len(LENGTHS) // world_size() * world_size()
+    for dim, kinds in (
+        (1, (Shard(1), Replicate(), Replicate(), Shard(0))),
+        (0, (Shard(0), Shard(0), Shard(0), Replicate())),
+    ):
+        n = len(LENGTHS) if dim == 1 else rows
+        q, cache, dslots, dcounts, sink = distributed(
+            (whole.q[:n], kinds[0]),
+            (whole.cache, Replicate()),
+            (slots[:n], kinds[1]),
+            (counts[:n], kinds[2]),
+            (whole.sink, kinds[3]),
+        )
+        out, lse = mla_ops.paged_sparse_attention(q, cache, dslots, SCALE, "fp32", topk_length=dcounts, attn_sink=sink)
+        assert out.placements == lse.placements == (Shard(dim),)
+        whole.check((out.full_tensor(), lse.full_tensor()), tuple(x[:n] for x in expected))
+    # merges and dense attention
+    q, cache, table, requests, lens = distributed(
+        (whole.q, Shard(1)),
+        *((x, Replicate()) for x in (whole.cache, whole.block_table, whole.requests, whole.lengths)),
+    )
+    out, lse = mla_ops.paged_attention(q, cache, table, requests, lens, SCALE, "fp32")
+    merged, _ = mla_ops.merge_attention_states(out, lse, out, lse)
+    assert merged.placements == (Shard(1),)
+    expected = mla_ops.paged_attention(
+        whole.q, whole.cache, whole.block_table, whole.requests, whole.lengths, SCALE, "fp32"
+    )
+    whole.check((merged.full_tensor(), lse.full_tensor()), expected)
+
+
+def case_dtensors_write_whole_caches() -> None:
+    from torch.distributed.tensor import Replicate
+
+    kv, rope, slots = torch.randn(2, 512), torch.randn(2, 64), torch.tensor([3, 5])
+    plain = mla_ops.allocate_cache("fp8_ds_mla", 2, BLOCK)
+    cache, *args = distributed(*((x, Replicate()) for x in (plain.clone(), kv.bfloat16(), rope.bfloat16(), slots)))
+    mla_ops.concat_and_cache(args[0], args[1], cache, args[2], "fp8_ds_mla")
+    mla_ops.concat_and_cache(kv.bfloat16(), rope.bfloat16(), plain, slots, "fp8_ds_mla")
+    assert torch.equal(cache.to_local(), plain)
+
+
+def case_dtensors_that_cannot_be_split_are_refused() -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    whole = Whole("fp32", 1)
+    indices = torch.zeros(len(LENGTHS), 8, dtype=torch.int32)
+    cases = [
+        ((Shard(2), Replicate(), Replicate()), r"q must be Replicate\(\) or Shard\(0\) \(tokens\) or Shard\(1\)"),
+        ((Shard(1), Shard(0), Replicate()), r"kv_cache must be Replicate\(\) .*ContextParallel splits contexts"),
+        ((Replicate(), Replicate(), Shard(1)), r"indices must be Replicate\(\) or Shard\(0\) \(tokens\)"),
+    ]
+    for kinds, message in cases:
+        args = distributed(*zip((whole.q, whole.cache, indices), kinds, strict=True))
+        with pytest.raises(RuntimeError, match=f"paged_sparse_attention: {message}"):
+            mla_ops.paged_sparse_attention(*args, SCALE, "fp32")
+
+
+def case_every_op_has_a_rule() -> None:
+    from mla_ops.distributed.sharding import RULES
+
+    ops = {
+        schema.name.removeprefix("mla::") + (f".{schema.overload_name}" if schema.overload_name else "")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("mla::") and not schema.overload_name.endswith("out")
+    }
+    assert ops == set(RULES)
+    for name, rule in RULES.items():
+        base, _, overload = name.partition(".")
+        schema = getattr(getattr(torch.ops.mla, base), overload or "default")._schema
+        names = {a.name for a in schema.arguments}
+        # `_SELECTION` and its like are shared by ops that lack some of it
+        assert len(rule.outputs) == len(schema.returns)
+        assert names & set(rule.inputs) or not rule.inputs
+
+
+CASES = [case for name, case in sorted(globals().items()) if name.startswith("case_")]
+# a merge of one part returns it as it is
+ALONE = [case for case in CASES if "dtensors" not in case.__name__ and "anything" not in case.__name__]
