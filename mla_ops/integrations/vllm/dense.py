@@ -1,0 +1,142 @@
+"""Dense MLA decode: DeepSeek-V3, Kimi K2. Prefill is the layer's, by its MLA prefill backend.
+
+Decodes may have several tokens, and differ in how many: each token has its own number of keys, worked out once a step
+on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+
+from ... import ops
+from .shared import cache_format, request_of_token, whole_query, write_cache
+
+
+@dataclass
+class DenseDecodeMetadata(MLACommonDecodeMetadata):
+    """What the layers of a step read.
+
+    Attributes:
+        req_id_per_token: `[num_decode_tokens]` int32; of padding, past the last request.
+        key_lens: `[num_decode_tokens]` int32, keys that each token sees.
+    """
+
+    req_id_per_token: torch.Tensor
+    key_lens: torch.Tensor
+
+
+class DenseMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+    """The base's, and two rows a decode token."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.tokens = torch.arange(max_num_tokens, dtype=torch.int32, device=device)
+        self.req_id_per_token = torch.zeros_like(self.tokens)
+        self.key_lens = torch.zeros_like(self.tokens)
+
+    def _build_decode(
+        self,
+        *,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        dcp_tot_seq_lens_device: torch.Tensor | None,
+        **_: Any,
+    ) -> DenseDecodeMetadata:
+        tokens, requests = self.tokens[:num_decode_tokens], self.req_id_per_token[:num_decode_tokens]
+        request_of_token(query_start_loc_device, tokens, requests)
+        # the keys that come after the token's own are those of the tokens behind it
+        held = requests.clamp(max=seq_lens_device.shape[0] - 1)
+        behind = query_start_loc_device[1:][held] - 1 - tokens
+        torch.sub(seq_lens_device[held], behind, out=self.key_lens[:num_decode_tokens])
+        return DenseDecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            req_id_per_token=requests,
+            key_lens=self.key_lens[:num_decode_tokens],
+        )
+
+
+class DenseImpl(MLACommonImpl[MLACommonMetadata]):
+    """One layer."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        write_cache(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        decode = attn_metadata.decode
+        assert isinstance(decode, DenseDecodeMetadata)
+        queries = whole_query(q)
+        num_tokens = queries.shape[0]
+        return ops.paged_attention(
+            queries,
+            kv_c_and_k_pe_cache,
+            decode.block_table,
+            decode.req_id_per_token[:num_tokens],
+            decode.key_lens[:num_tokens],
+            self.scale,
+            cache_format(self.kv_cache_dtype, kv_c_and_k_pe_cache),
+        )
+
+
+class DenseBackend(MLACommonBackend):
+    """What vLLM asks of a backend before it makes one."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16"]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def get_builder_cls() -> type[DenseMetadataBuilder]:
+        return DenseMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[DenseImpl]:
+        return DenseImpl
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [576]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major >= 8)

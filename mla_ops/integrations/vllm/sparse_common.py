@@ -1,0 +1,155 @@
+"""Sparse MLA for the vLLM whose sparse backends share a base (0.33): DeepSeek-V3.2, GLM-5.
+
+The base builds the metadata, and sends short prefills to dense attention. Everything else is one launch over the
+indexer's choice, which the kernel translates. Where vLLM translates itself (decode context parallelism, offloaded
+caches) the kernel reads rows of a flat view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.model_executor.layers.attention.sparse_mla_attention import (
+    SparseMLACommonImpl,
+    SparseMLACommonMetadata,
+    SparseMLACommonMetadataBuilder,
+)
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backends.mla.index_group import HiSparseMLAIndexGroup
+from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
+
+from ... import ops
+from .shared import KV_CACHE_DTYPES, cache_format, whole_query, write_cache
+
+
+@dataclass(kw_only=True)
+class SparseMetadata(SparseMLACommonMetadata):
+    """The base's."""
+
+
+class SparseMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMetadata]):
+    """The base's, which works on the device; decodes may differ in length."""
+
+    metadata_cls = SparseMetadata
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=interleave == 1)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Any batch, where none of it goes to dense attention, which plans on the host."""
+        if vllm_config.attention_config.sparse_mla_force_mqa:
+            return AttentionCGSupport.ALWAYS
+        return AttentionCGSupport.UNIFORM_BATCH
+
+
+class SparseImpl(SparseMLACommonImpl[SparseMetadata]):
+    """One layer."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        write_cache(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: SparseMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.dcp_world_size > 1 or isinstance(self.index_group, HiSparseMLAIndexGroup):
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        queries = whole_query(q)
+        num_tokens = queries.shape[0]
+        return ops.paged_sparse_attention(
+            queries,
+            kv_c_and_k_pe_cache,
+            self.topk_indices_buffer[:num_tokens],
+            self.scale,
+            cache_format(self.kv_cache_dtype, kv_c_and_k_pe_cache),
+            block_table=attn_metadata.block_table,
+            req_id_per_token=attn_metadata.req_id_per_token[:num_tokens],
+            deterministic=bool(envs.VLLM_BATCH_INVARIANT),
+        )
+
+    def _forward_mqa_kernel(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        valid_counts: torch.Tensor,
+        *,
+        layer: Any,
+        block_size: int,
+        is_decode: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Over physical rows: other layers' pages may lie between those of this cache, and count."""
+        rows, _ = flat_kv_row_view(kv_cache, block_size)
+        return ops.paged_sparse_attention(
+            whole_query(q),
+            rows.unsqueeze(1),
+            topk_indices,
+            self.scale,
+            cache_format(self.kv_cache_dtype, kv_cache),
+            deterministic=bool(envs.VLLM_BATCH_INVARIANT),
+        )
+
+
+class SparseBackend(AttentionBackend):
+    """What vLLM asks of a backend before it makes one."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        return "MLA_OPS"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(64)]  # of the indexer, whose cache has the same blocks; the kernels take any
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseMetadataBuilder]:
+        return SparseMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseImpl]:
+        return SparseImpl
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [576]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major >= 8)

@@ -1,0 +1,243 @@
+"""The vLLM backends against vLLM's own registry, selector, configuration, metadata and attention layer, on a CPU.
+
+They need vLLM's Python side only: `python -m scripts.vllm_tests 0.24.0 FOLDER` fetches it and runs this file.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mla_ops.integrations import vllm as plugin
+
+HAS_VLLM = plugin.importable()
+needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: python -m scripts.vllm_tests fetches it")
+
+if HAS_VLLM:
+    import vllm
+    import vllm_layer as tiny
+    from vllm.config import AttentionConfig, set_current_vllm_config
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    HAS_COMMON = hasattr(AttentionBackendEnum, "register")
+    NAME = "MLA_OPS" if HAS_COMMON else "CUSTOM"
+
+
+@pytest.fixture
+def registered():
+    plugin.register()
+
+
+@pytest.fixture
+def config(tmp_path, registered):
+    def make(kv_cache_dtype="auto", sparse=True):
+        return tiny.vllm_config(tmp_path, kv_cache_dtype, sparse)
+
+    return make
+
+
+def selector(sparse=True, kv_cache_dtype="fp8_ds_mla", **options):
+    fields = {
+        "head_size": 576,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": kv_cache_dtype,
+        "block_size": 64,
+        "use_mla": True,
+        "use_sparse": sparse,
+        **options,
+    }
+    return AttentionSelectorConfig(**fields)
+
+
+def test_words_are_checked():
+    assert plugin.parse_words("") == frozenset()
+    assert plugin.parse_words("force, override") == {"force", "override"}
+    with pytest.raises(ValueError, match="MLA_OPS_VLLM must consist of off, force, override, got 'ovrride'"):
+        plugin.parse_words("ovrride")
+
+
+@pytest.mark.parametrize(("version", "tested"), [("0.24.0", True), ("0.33.1", True), ("0.25.0", False), ("0.2", False)])
+def test_versions(version, tested):
+    assert plugin.is_tested(version) is tested
+
+
+def test_registering_without_vllm_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    plugin.register()
+    assert "its vLLM backends are not registered" in caplog.text
+
+
+def test_nothing_of_vllm_is_imported():
+    code = "import sys, mla_ops, mla_ops.integrations.vllm; print('vllm' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "False"
+
+
+@needs_vllm
+class TestRegistry:
+    def test_registering_twice_is_once(self, registered):
+        plugin.register()
+        assert AttentionBackendEnum[NAME].get_path() == "mla_ops.integrations.vllm.backends.MLAOpsBackend"
+
+    def test_another_version_stays_off_unless_forced(self, monkeypatch, caplog):
+        monkeypatch.setattr(vllm, "__version__", "0.99.0")
+        calls = []
+        monkeypatch.setattr("vllm.v1.attention.backends.registry.register_backend", lambda *a: calls.append(a))
+        plugin.register()
+        assert "tested with vLLM 0.24 and 0.33, this is 0.99.0" in caplog.text
+        assert calls == []
+        monkeypatch.setenv("MLA_OPS_VLLM", "force,override")
+        plugin.register()
+        assert AttentionBackendEnum.FLASHMLA_SPARSE in [backend for backend, _ in calls]
+
+    def test_override_takes_the_place_of_vllms_own(self, monkeypatch):
+        monkeypatch.setenv("MLA_OPS_VLLM", "override")
+        plugin.register()
+        try:
+            for name in ("FLASHMLA_SPARSE", "FLASHMLA"):
+                backend = AttentionBackendEnum[name].get_class()
+                assert backend.__module__ == "mla_ops.integrations.vllm.backends"
+                assert backend.get_name() == name
+        finally:
+            AttentionBackendEnum.FLASHMLA_SPARSE.clear_override()
+            AttentionBackendEnum.FLASHMLA.clear_override()
+
+    @pytest.mark.parametrize("sparse", [True, False])
+    def test_the_selector_takes_the_class_of_the_model(self, config, sparse):
+        kv_cache_dtype = "fp8_ds_mla" if sparse else "auto"
+        with tiny.hopper() as platform, set_current_vllm_config(config(kv_cache_dtype, sparse)):
+            path = platform.get_attn_backend_cls(
+                AttentionBackendEnum[NAME], selector(sparse, kv_cache_dtype), num_heads=tiny.HEADS
+            )
+        assert path.rsplit(".", 1)[1] == ("MLAOpsSparseBackend" if sparse else "MLAOpsDenseBackend")
+
+    def test_batch_invariance_is_for_sparse_models(self, config):
+        for sparse, kv_cache_dtype in ((True, "fp8_ds_mla"), (False, "auto")):
+            with tiny.hopper() as platform, set_current_vllm_config(config(kv_cache_dtype, sparse)):
+                wanted = selector(sparse, kv_cache_dtype, use_batch_invariant=True)
+                if sparse:
+                    platform.get_attn_backend_cls(AttentionBackendEnum[NAME], wanted, num_heads=8)
+                    continue
+                with pytest.raises(ValueError, match="batch invariance not supported"):
+                    platform.get_attn_backend_cls(AttentionBackendEnum[NAME], wanted, num_heads=8)
+
+    def test_the_flag_is_known_to_the_configuration(self, registered):
+        assert AttentionConfig(backend=NAME).backend is AttentionBackendEnum[NAME]
+
+    def test_full_graphs(self, config):
+        from mla_ops.integrations.vllm import backends
+
+        built = config("fp8_ds_mla")
+        builder = backends.MLAOpsSparseBackend.get_builder_cls()
+        wanted = AttentionCGSupport.UNIFORM_BATCH if HAS_COMMON else AttentionCGSupport.ALWAYS
+        assert builder.get_cudagraph_support(built, None) is wanted
+        if HAS_COMMON:
+            built.attention_config.sparse_mla_force_mqa = True
+            assert builder.get_cudagraph_support(built, None) is AttentionCGSupport.ALWAYS
+
+
+def run_steps(layer, steps, sparse, read_back):
+    """Prefill, then mixed batches: the layer's output beside attention over what the cache holds."""
+    generator = torch.Generator().manual_seed(3)
+    lengths, tables = [0] * 3, torch.randperm(60, generator=generator)[:24].view(3, 8).to(torch.int32) + 1
+    for query_lens, padded in steps:
+        for request, new in enumerate(query_lens):
+            lengths[request] += new
+        total = sum(query_lens)
+        q = torch.randn(total + padded, tiny.HEADS, tiny.NOPE + tiny.ROPE, generator=generator, dtype=torch.bfloat16)
+        kv_c = torch.randn(total + padded, tiny.LATENT, generator=generator, dtype=torch.bfloat16)
+        k_pe = torch.randn(total + padded, 1, tiny.ROPE, generator=generator, dtype=torch.bfloat16)
+        live = len(query_lens)
+        common = tiny.common_metadata(query_lens, lengths[:live], tables[:live], padded)
+        keys, chosen, row = [], [], 0
+        layer.indexer.topk_indices_buffer.fill_(-1)
+        for request, new in enumerate(query_lens):
+            for position in range(lengths[request] - new, lengths[request]):
+                seen = torch.arange(position + 1)
+                if sparse and position >= tiny.TOPK:
+                    seen = torch.randperm(position + 1, generator=generator)[: tiny.TOPK]
+                if sparse:
+                    layer.indexer.topk_indices_buffer[row, : len(seen)] = seen
+                chosen.append(seen)
+                keys.append(request)
+                row += 1
+        layer.indexer.topk_indices_buffer[row : row + padded] = 7  # what an earlier step left there
+        out = layer.step(q, kv_c, k_pe, common)
+        cached = [read_back(layer.attention.kv_cache, tables[request]) for request in range(live)]
+        wanted = tiny.expected(layer, q[:total], [cached[request] for request in keys], chosen)
+        # bfloat16: the absorbed query, the result in the latent space, the output
+        torch.testing.assert_close(out[:total].float(), wanted, atol=0.03, rtol=0.03)
+        assert torch.isfinite(out).all()
+
+
+def read_back(cache_format):
+    import mla_ops
+
+    def read(cache, table):
+        length = torch.tensor([len(table) * tiny.BLOCK], dtype=torch.int32)
+        starts = torch.tensor([0, int(length)], dtype=torch.int32)
+        return mla_ops.gather_cache(cache, table.unsqueeze(0), length, starts, int(length), cache_format)
+
+    return read
+
+
+STEPS = [([70, 5, 1], 0), ([1, 1, 1], 3), ([3, 80, 2], 0), ([1, 1], 6)]
+
+
+@needs_vllm
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_ds_mla", "auto"])
+def test_a_sparse_layer_in_four_steps(config, tmp_path, kv_cache_dtype):
+    from mla_ops.integrations.vllm import backends
+
+    built = config(kv_cache_dtype)
+    with set_current_vllm_config(built), tiny.one_rank(tmp_path):
+        layer = tiny.Layer(
+            built, backends.MLAOpsSparseBackend, backends.MLAOpsPrefillBackend, kv_cache_dtype, sparse=True
+        )
+        run_steps(layer, STEPS, True, read_back("fp8_ds_mla" if kv_cache_dtype == "fp8_ds_mla" else "bf16"))
+
+
+@needs_vllm
+def test_a_dense_layer_prefills_and_decodes(config, tmp_path):
+    from mla_ops.integrations.vllm import backends
+
+    built = config("auto", sparse=False)
+    with set_current_vllm_config(built), tiny.one_rank(tmp_path):
+        layer = tiny.Layer(built, backends.MLAOpsDenseBackend, backends.MLAOpsPrefillBackend, "auto", sparse=False)
+        run_steps(layer, [([70, 5, 1], 0), ([1, 1, 1], 3), ([1, 1], 6)], False, read_back("bf16"))
+
+
+@needs_vllm
+def test_padding_belongs_to_no_request(config):
+    from mla_ops.integrations.vllm.shared import request_of_token
+
+    starts = torch.tensor([0, 2, 2, 5, 5], dtype=torch.int32)
+    out = torch.empty(8, dtype=torch.int32)
+    request_of_token(starts, torch.arange(8, dtype=torch.int32), out)
+    assert out.tolist() == [0, 0, 2, 2, 2, 4, 4, 4]
+
+
+@needs_vllm
+def test_batch_invariance_asks_for_deterministic_kernels(config, tmp_path, monkeypatch):
+    from mla_ops import ops
+    from mla_ops.integrations.vllm import backends
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    asked = []
+    real = ops.paged_sparse_attention
+
+    def record(*arguments, **options):
+        asked.append(options["deterministic"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(ops, "paged_sparse_attention", record)
+    built = config("fp8_ds_mla")
+    with set_current_vllm_config(built), tiny.one_rank(tmp_path):
+        layer = tiny.Layer(built, backends.MLAOpsSparseBackend, backends.MLAOpsPrefillBackend, "fp8_ds_mla", True)
+        run_steps(layer, [([70], 0)], True, read_back("fp8_ds_mla"))
+    assert asked == [True]
