@@ -11,6 +11,7 @@ FAMILIES = (
     "dense_attention",
     "index",
     "indexer_scores",
+    "indexer_topk",
     "layer",
     "merge",
     "plan",

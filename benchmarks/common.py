@@ -63,7 +63,8 @@ class Peer:
         runs, check: as in `Case`.
         bytes_moved: of one call, where it does other work than the case; None: as the case says, and as many FLOPs.
         poison: as in `Case`, where another project's op does not allocate what it writes.
-        ours: whether it is another way to call ours; ratios to a peer are to the first that is not.
+        ours: whether it is another way to call ours; ratios to a peer are to the first that is not,
+            or, if the case says so, to the fastest.
     """
 
     runs: Sequence[Callable[[], object]]
@@ -89,6 +90,7 @@ class Case:
         name: what the row is called where it is more than one op; `call` is then the op that lowerings differ in, and
             only that op is forced.
         host: measures the host time of eager calls.
+        against_fastest: ratios to a peer are to the fastest one, not to the first.
     """
 
     call: dispatch.Call
@@ -101,6 +103,7 @@ class Case:
     peers: dict[str, Peer] = field(default_factory=dict)
     name: str = ""
     host: bool = False
+    against_fastest: bool = False
 
 
 @dataclass
@@ -400,7 +403,10 @@ def measure(case: Case, lowerings: Sequence[str], iterations: int, floors: Floor
 def _fill(rows: list[Row], case: Case, timings: dict[str, list[float]], floors: Floors) -> None:
     """Writes what the timings say into the rows. Host time has no floor."""
     first = next((row.lowering for row in rows if row.reason is None), None)
-    peer = next((name for name, other in case.peers.items() if not other.ours), None)
+    peers = [name for name, other in case.peers.items() if not other.ours]
+    peer = next(iter(peers), None)
+    if case.against_fastest:
+        peer = min(peers, key=lambda name: statistics.median(timings[name]), default=None)
     for row in rows:
         if row.reason is not None:
             continue

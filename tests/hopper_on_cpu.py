@@ -18,7 +18,7 @@ INLINE_PTX = re.compile(r'\basm(?: volatile)?\((?:[^;"]|"(?:[^"\\]|\\.)*")*\);')
 
 def build(source: str, folder: Path, *options: str) -> ctypes.CDLL:
     """A library of `source`, a file beside this one that models the instructions it needs."""
-    for path in (*SOURCES.folder.glob("*.cuh"), HERE / source, HERE / "hopper_on_cpu.h"):
+    for path in (*SOURCES.folder.glob("*.cuh"), HERE / source, *HERE.glob("hopper_*.h")):
         shutil.copy(path, folder)
     ptx = folder / "ptx.cuh"
     ptx.write_text(INLINE_PTX.sub(";", ptx.read_text()))

@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """A kernel at small shapes.
 
     Attributes:
-        keys: cache format and width of a key, or "prefill", "parts", "schedule" or "index scores".
+        keys: cache format and width of a key, or "prefill", "parts", "schedule", "index scores" or "topk".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scale float16 does not hold.
@@ -76,6 +76,7 @@ CASES = {
         Case("parts"),
         Case("schedule"),
         Case("index scores"),
+        Case("topk"),
     )
 }
 
@@ -258,6 +259,45 @@ def index_scores(tool: str) -> None:
                 compare("paged_indexer_logits", q[:tokens], cache, 190, *each, 190, "fp8_index")
 
 
+def best(tool: str) -> None:
+    """Of rows in registers, in a CTA and in clusters, of which some have no sample or one that misleads."""
+    import torch
+    from topk_oracle import hard_rows, topk_oracle
+
+    from mla_ops.kernels.hopper import topk
+
+    plans = {
+        1000: topk.SHORT,
+        9000: topk.FEW._replace(gated=2048, sampled=1024),
+        9001: topk.MANY._replace(gated=1 << 30),
+        20000: topk.FEW._replace(cluster=3, gated=2048, least=1024),
+        20001: topk.FEW._replace(cluster=3, gated=1 << 30, least=1024),
+    }
+    for num_columns, plan in plans.items():
+        topk.plan_for = lambda *_, plan=plan: plan
+        for kind in ("special", "ascending", "unlike its sample") if tool == "memcheck" else ("special",):
+            scores = hard_rows(kind, 3, num_columns)
+            ends = torch.tensor([num_columns, num_columns - 3, 150], dtype=torch.int32)
+            table, requests = torch.arange(999, dtype=torch.int32)[None], torch.zeros(3, dtype=torch.int32)
+            for in_order in (False, True):
+                indices = torch.zeros(3, 200, dtype=torch.int32, device="cuda")
+                counts = torch.zeros(3, dtype=torch.int32, device="cuda")
+                topk.topk_indices(
+                    scores.cuda(),
+                    200,
+                    row_ends=ends.cuda(),
+                    block_table=table.cuda(),
+                    req_id_per_token=requests.cuda(),
+                    block_size=64,
+                    sorted=in_order,
+                    indices=indices,
+                    valid_counts=counts,
+                )
+                wanted, lengths = topk_oracle(scores, 200, row_ends=ends, sorted=in_order)
+                assert torch.equal(indices.cpu(), wanted)
+                assert torch.equal(counts.cpu(), lengths)
+
+
 def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
     signal.alarm(timeout)  # ends this process, and with it a kernel that waits for ever
     sys.path.insert(0, str(HERE.parents[1]))
@@ -271,7 +311,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
         compiler.OPTIONS += (DEFINE,)
     if case.hasty:
         compiler.OPTIONS += ("-DPATIENCE=0",)
-    others = {"prefill": prefill, "parts": parts, "schedule": schedule, "index scores": index_scores}
+    others = {"prefill": prefill, "parts": parts, "schedule": schedule, "index scores": index_scores, "topk": best}
     others[case.keys](tool) if case.keys in others else attend(case, tool)
 
 

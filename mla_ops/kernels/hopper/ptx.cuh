@@ -158,6 +158,19 @@ DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.alig
 
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
+// A barrier of all threads of a cluster, behind which each reads what the others wrote to shared memory.
+DEVICE void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The same place in a peer's shared memory.
+template <class T>
+DEVICE T* peer_pointer(T* here, u32 rank) {
+  T* peer;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(peer) : "l"(here), "r"(rank));
+  return peer;
+}
+
 DEVICE u32 peer_address(u32 address, u32 rank) {
   u32 peer;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
@@ -347,6 +360,21 @@ DEVICE uint4 load_l2_16(const void* source) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source)
+               : "memory");
+  return v;
+}
+
+template <int GROUPS>
+DEVICE void wait_for_copy_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
+// What is not read again soon.
+DEVICE float4 load_once_16(const float* source) {
+  float4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "l"(source)
                : "memory");
   return v;

@@ -1,0 +1,19 @@
+// The k best columns of each row of scores: exact, the same bits in every run.
+//
+// Grid: a CTA or a cluster for each row, the last row first, because rows of a causal prefill grow. Shared memory: what
+// `Selection` in topk_row.cuh lays out. topk_row.cuh and topk_short.cuh say how it works.
+#include "topk_short.cuh"
+
+template <int THREADS, int VECTORS, int STAGES, int CTAS>
+__global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  const u32 rank = blockIdx.x % p.cluster;
+  Selection<THREADS, VECTORS, STAGES>(p, shared_memory).run(p.num_rows - 1 - blockIdx.x / p.cluster, rank);
+}
+
+// Rows of up to 4 * THREADS * VECTORS - 3 columns.
+template <int THREADS, int VECTORS, int CTAS>
+__global__ void __launch_bounds__(THREADS, CTAS) topk_short_rows(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  select_short<THREADS, VECTORS>(p, shared_memory, p.num_rows - 1 - blockIdx.x);
+}

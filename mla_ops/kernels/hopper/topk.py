@@ -1,0 +1,203 @@
+"""The best k columns of rows of scores on SM90: exact, by a CTA or a cluster for each row."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from ...dispatch import Call
+from ..cuda.driver import Function
+from ..cuda.params import POINTER, packer
+from . import sources
+from .launch import Kernel, compile_reason
+
+MAX_COLUMNS = 2**21
+MAX_CLUSTER = 16
+LONG_ROW = 65536
+BINS = 2048
+CONTROL_BYTES = 928
+
+
+class Params(ctypes.Structure):
+    """As in topk_row.cuh."""
+
+    _fields_ = [
+        ("scores", POINTER),
+        ("starts", POINTER),
+        ("ends", POINTER),
+        ("indices", POINTER),
+        ("lengths", POINTER),
+        ("block_table", POINTER),
+        ("requests", POINTER),
+        ("pitch", ctypes.c_int64),
+        ("indices_pitch", ctypes.c_int64),
+        ("table_pitch", ctypes.c_int64),
+        ("num_rows", ctypes.c_uint),
+        ("num_columns", ctypes.c_int),
+        ("k", ctypes.c_int),
+        ("table_width", ctypes.c_int),
+        ("num_requests", ctypes.c_int),
+        ("block_size", ctypes.c_int),
+        ("cluster", ctypes.c_uint),
+        ("capacity", ctypes.c_uint),
+        ("least", ctypes.c_uint),
+        ("gated", ctypes.c_uint),
+        ("sampled", ctypes.c_uint),
+        ("sorted", ctypes.c_int),
+    ]
+
+
+pack_params = packer(Params)
+
+
+class Plan(NamedTuple):
+    """How rows are read.
+
+    Attributes:
+        threads: of a CTA.
+        vectors: of 4 columns that a thread takes at one time: a chunk.
+        stages: chunks under way.
+        ctas: of an SM, at least.
+        cluster: CTAs of a row.
+        least: columns that a CTA takes at least, so that short rows need fewer of them.
+        gated: columns of a row from which on a sample gives a gate.
+        sampled: columns of a sample.
+        slack: chunks for which there is room beside that for the best; less of it is more often cleared.
+        short: registers of a CTA hold a row; only `threads`, `vectors` and `ctas` mean something then.
+    """
+
+    threads: int
+    vectors: int
+    stages: int
+    ctas: int
+    cluster: int = 1
+    least: int = 2048
+    gated: int = 8192
+    sampled: int = 2048
+    slack: int = 1
+    short: bool = False
+
+    @property
+    def kernel(self) -> Kernel:
+        sizes = (self.threads, self.vectors, self.ctas)
+        if not self.short:
+            sizes = (self.threads, self.vectors, self.stages, self.ctas)
+        name = "topk_short_rows" if self.short else "topk_rows"
+        return Kernel("topk.cu", f"{name}<{', '.join(map(str, sizes))}>", self.threads, ctas=self.ctas)
+
+    @property
+    def chunk(self) -> int:
+        return 4 * self.threads * self.vectors
+
+    def capacity(self, topk: int) -> int:
+        """Entries that a CTA has room for, an even number, so that what lies behind begins at 16 bytes."""
+        return max(topk + self.chunk * self.slack + topk % 2, 1 << max(topk - 1, 1).bit_length(), self.sampled)
+
+    def shared_bytes(self, topk: int) -> int:
+        """Dynamic shared memory of a CTA, as `Selection` and `select_short` lay it out."""
+        if self.short:
+            return CONTROL_BYTES + 4 * BINS + (8 << max(topk - 1, 1).bit_length())
+        return CONTROL_BYTES + 4 * BINS + 8 * self.capacity(topk) + 4 * self.chunk * self.stages
+
+
+SHORT = Plan(1024, 1, 0, 1, short=True)
+FEW = Plan(1024, 2, 3, 1)
+MANY = Plan(512, 2, 3, 2)
+KERNELS = tuple(plan.kernel for plan in (SHORT, FEW, MANY))
+
+
+def plan_for(num_rows: int, num_columns: int, num_sms: int) -> Plan:
+    """By sizes that the host knows; lengths of rows are the device's. `num_columns` counts from 16 bytes on."""
+    if num_columns <= SHORT.chunk:
+        return SHORT
+    if num_rows >= 2 * num_sms and num_columns <= LONG_ROW:
+        return MANY
+    cluster = 1
+    while cluster < MAX_CLUSTER and 2 * cluster * num_rows <= num_sms and 4096 * cluster < num_columns:
+        cluster *= 2
+    return FEW._replace(cluster=cluster, sampled=4096 if num_columns > LONG_ROW else 2048)
+
+
+def aligned_columns(scores: torch.Tensor) -> int:
+    """Columns of a row counted from the multiple of 16 bytes in front of it, at most."""
+    whole = scores.data_ptr() % 16 == 0 and scores.stride(0) % 4 == 0
+    return scores.shape[1] + (0 if whole else 3)
+
+
+def pack(
+    plan: Plan,
+    scores: torch.Tensor,
+    topk: int,
+    *,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    req_id_per_token: torch.Tensor | None = None,
+    block_size: int = 0,
+    sorted: bool = False,
+    indices: torch.Tensor,
+    valid_counts: torch.Tensor,
+) -> bytes:
+    """`struct Params`."""
+    num_rows, num_columns = scores.shape
+    num_requests, table_width = (0, 0) if block_table is None else block_table.shape
+    return pack_params(
+        scores.data_ptr(),
+        0 if row_starts is None else row_starts.data_ptr(),
+        0 if row_ends is None else row_ends.data_ptr(),
+        indices.data_ptr(),
+        valid_counts.data_ptr(),
+        0 if block_table is None else block_table.data_ptr(),
+        0 if req_id_per_token is None else req_id_per_token.data_ptr(),
+        scores.stride(0),
+        indices.stride(0),
+        0 if block_table is None else block_table.stride(0),
+        num_rows,
+        num_columns,
+        topk,
+        table_width,
+        num_requests,
+        0 if block_table is None else block_size,
+        plan.cluster,
+        plan.capacity(topk),
+        -(-plan.least // 4),
+        max(plan.gated, plan.sampled + 8),
+        plan.sampled // 4,
+        int(sorted),
+    )
+
+
+@functools.cache
+def _num_sms(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+@functools.cache
+def _loaded(device_index: int) -> dict[Kernel, Function]:
+    """All of them, so that whichever was run before a capture, none is compiled during it."""
+    return {kernel: sources.load(kernel.source, kernel.name, device_index) for kernel in KERNELS}
+
+
+def topk_indices(scores: torch.Tensor, topk: int, **rest: Any) -> None:
+    """As the op's `.out`."""
+    num_rows = scores.shape[0]
+    if num_rows == 0:
+        return
+    device_index = scores.device.index
+    plan = plan_for(num_rows, aligned_columns(scores), _num_sms(device_index))
+    _loaded(device_index)[plan.kernel].launch(
+        (num_rows * plan.cluster, 1, 1),
+        (plan.threads, 1, 1),
+        plan.shared_bytes(topk),
+        (plan.cluster, 1, 1),
+        pack(plan, scores, topk, **rest),
+    )
+
+
+def topk_reason(call: Call) -> str | None:
+    if call.num_keys > MAX_COLUMNS:
+        return f"it takes rows of up to {MAX_COLUMNS} columns, these have {call.num_keys}"
+    return compile_reason()

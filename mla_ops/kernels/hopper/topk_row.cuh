@@ -1,0 +1,309 @@
+// The k best columns of a row of scores, by a CTA or by the CTAs of a cluster.
+//
+// 1. A sample of the row gives a score that a few more than k columns are likely to reach: the gate.
+// 2. Each CTA reads its part of the row once, chunks of it under way in shared memory, and appends what reaches the gate
+//    to its entries, in the order of columns. Where these might not hold the next chunk, all but its own k best go, and
+//    the gate rises above them.
+// 3. The CTAs of a cluster hand their entries to the first. Were there less than k in all, the row is read again without
+//    a gate.
+// 4. The first selects (topk_select.cuh), and writes what is chosen in order.
+//
+// So the result is exact whatever the sample was like, and no buffer can overflow: there is room for k entries and a
+// chunk.
+#pragma once
+#include "topk_select.cuh"
+
+struct Params {
+  const float* scores;
+  const int* starts;  // null: 0
+  const int* ends;    // null: all columns
+  int* indices;
+  int* lengths;
+  const int* block_table;
+  const int* requests;
+  i64 pitch;
+  i64 indices_pitch;
+  i64 table_pitch;
+  u32 num_rows;
+  int num_columns;
+  int k;
+  int table_width;
+  int num_requests;
+  int block_size;  // 0: columns as they are
+  u32 cluster;
+  u32 capacity;  // entries: at least k and a chunk, the power of two from k on, and a sample
+  u32 least;     // groups of 4 columns that a CTA takes at least, where there are several
+  u32 gated;     // columns of a row from which on there is a gate; at least those of a sample and 8
+  u32 sampled;   // groups of 4 columns
+  int sorted;
+
+  DEVICE int request_of(i64 row) const { return block_size == 0 ? 0 : requests[row]; }
+
+  // Where a column's key lies, -1 where the table does not say.
+  DEVICE int translated(int column, int request) const {
+    if (block_size == 0) return column;
+    const int block = column / block_size;
+    if (static_cast<u32>(request) >= static_cast<u32>(num_requests) || block >= table_width) return -1;
+    const int found = block_table[request * table_pitch + block];
+    const i64 slot = static_cast<i64>(found) * block_size + (column - block * block_size);
+    return found < 0 || slot > 0x7fffffff ? -1 : static_cast<int>(slot);
+  }
+};
+
+// A row, with columns counted from a multiple of 16 bytes.
+struct Row {
+  const float* scores;
+  int start, end;
+  int skew;  // that column 0 has
+
+  DEVICE bool has(int column) const { return static_cast<u32>(column - start) < static_cast<u32>(end - start); }
+};
+
+DEVICE float absent() { return __uint_as_float(0x7fffffff); }
+
+// What reaches it goes on. Without a score everything does, NaN too.
+struct Gate {
+  u32 key;
+  bool is_score;
+  float score;
+
+  DEVICE explicit Gate(u32 least) : key(least), is_score(least > LOWEST_KEY), score(score_of(least)) {}
+};
+
+template <int THREADS, int VECTORS, int STAGES>
+struct Selection {
+  static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
+  static constexpr u32 CHUNK = STEP * 4;
+  static_assert(VECTORS <= 4, "counts of the groups of a warp share a word");
+
+  const Params& p;
+  Control& control;
+  u32* const bins;
+  u64* const entries;
+  float4* const ring;
+  Row row;
+  u32 first, vectors;  // of this CTA's part: groups of 4 columns
+  int part_end;        // column behind it
+
+  DEVICE Selection(const Params& params, unsigned char* shared)
+      : p(params),
+        control(*reinterpret_cast<Control*>(shared)),
+        bins(reinterpret_cast<u32*>(shared + sizeof(Control))),
+        entries(reinterpret_cast<u64*>(bins + BINS)),
+        ring(reinterpret_cast<float4*>(entries + params.capacity)) {}
+
+  // The rank in a sample that is likely to be below the k-th best: its own and six standard deviations, since scores
+  // that stand next to one another are not independent.
+  DEVICE u32 sample_rank(int length) const {
+    const float mean = 4.f * p.sampled * p.k / length;
+    return static_cast<u32>(mean + 6.f * sqrtf(mean) + 4.f);
+  }
+
+  // Of the sample's entry of that rank, the key. All of the row's groups of four that are whole may be in the sample.
+  DEVICE u32 gate_of(u32 rank) {
+    const u32 whole = (row.start + 3) / 4, count = row.end / 4 - whole;
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < p.sampled; i += THREADS) {
+      const float4 x = load_once_16(row.scores + 4 * static_cast<i64>(whole + i * count / p.sampled));
+      entries[4 * i] = entry_of(key_of(x.x), 4 * i), entries[4 * i + 1] = entry_of(key_of(x.y), 4 * i + 1);
+      entries[4 * i + 2] = entry_of(key_of(x.z), 4 * i + 2), entries[4 * i + 3] = entry_of(key_of(x.w), 4 * i + 3);
+    }
+    __syncthreads();
+    return static_cast<u32>(select_listed<THREADS>(control, bins, entries, 4 * p.sampled, rank) >> 32);
+  }
+
+  // A warp's groups of a chunk stand next to one another.
+  DEVICE u32 group(u32 at, int vector) const {
+    return at + (threadIdx.x / 32 * VECTORS + vector) * 32 + threadIdx.x % 32;
+  }
+
+  // A thread's copies are for itself.
+  DEVICE void fetch(u32 at, u32 stage) const {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const u32 own = group(at, i), column = 4 * (first + own);
+      if (own < vectors)
+        copy_16_or_zeros<0, 0>(shared_address(ring + (stage * VECTORS + i) * THREADS + threadIdx.x),
+                               row.scores + column, min(16u, 4 * (static_cast<u32>(row.end) - column)));
+    }
+    commit_copies();
+  }
+
+  DEVICE void fetch_first() const {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) fetch(stage * STEP, stage);
+  }
+
+  // Whether this CTA's part has a column; none in front of it is asked for.
+  DEVICE bool has(int column) const {
+    return static_cast<u32>(column - row.start) < static_cast<u32>(part_end - row.start);
+  }
+
+  template <bool SCORES>
+  DEVICE bool passes(const Gate& gate, float x, int column) const {
+    if (SCORES) return x >= gate.score;
+    return has(column) && key_of(x) >= gate.key;
+  }
+
+  // All of this CTA's part, whose first chunks are on their way. Returns the number of entries.
+  template <bool SCORES>
+  DEVICE u32 read(Gate gate) {
+    u32 have = 0, stage = 0, parity = 0;
+#pragma unroll 1
+    for (u32 at = 0; at < vectors; at += STEP) {
+      wait_for_copy_groups<STAGES - 1>();
+      float x[VECTORS][4];
+      u32 counts = 0;  // a byte for each group
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        const float4 v = ring[(stage * VECTORS + i) * THREADS + threadIdx.x];
+        x[i][0] = v.x, x[i][1] = v.y, x[i][2] = v.z, x[i][3] = v.w;
+        const int column = 4 * (first + group(at, i));
+        if (SCORES && (column < row.start || column + 4 > part_end)) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            if (!has(column + j)) x[i][j] = absent();
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) counts += passes<SCORES>(gate, x[i][j], column + j) << 8 * i;
+      }
+      fetch(at + STAGES * STEP, stage);
+      const u32 inclusive = inclusive_scan(counts, threadIdx.x % 32);
+      const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
+      u32 sum = 0, total;
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) sum += of_warp >> 8 * i & 0xff;
+      u32 place = have + before_warp<THREADS>(control, sum, parity, total);
+      if (sum) {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+          u32 own = place + ((inclusive - counts) >> 8 * i & 0xff);
+          const int column = 4 * (first + group(at, i));
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            if (passes<SCORES>(gate, x[i][j], column + j)) entries[own++] = entry_of(key_of(x[i][j]), column + j);
+          place += of_warp >> 8 * i & 0xff;
+        }
+      }
+      have += total;
+      if (have + CHUNK > p.capacity && at + STEP < vectors) {
+        __syncthreads();
+        const u64 threshold = keep_best<THREADS>(control, bins, entries, have, p.k);
+        have = p.k;
+        gate = Gate(static_cast<u32>(threshold >> 32) + 1);  // columns to come lose against equal ones
+      }
+      stage = stage + 1 == STAGES ? 0 : stage + 1, parity ^= 1;
+    }
+    __syncthreads();
+    return have;
+  }
+
+  // All entries of a cluster into the first CTA's memory, in the order of CTAs. Returns how many it has then.
+  DEVICE u32 gather(u32 rank, const u32* counts, u32 total, u32 have) {
+    if (total <= p.capacity) {
+      if (rank > 0) {
+        u32 begin = 0;
+        for (u32 i = 0; i < rank; ++i) begin += counts[i];
+        u64* const target = peer_pointer(entries, 0) + begin;
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i < have; i += THREADS) target[i] = entries[i];
+      }
+      cluster_meet();
+      return total;
+    }
+    if (rank == 0) {
+#pragma unroll 1
+      for (u32 other = 1; other < p.cluster; ++other) {
+        const u64* const theirs = peer_pointer(entries, other);
+#pragma unroll 1
+        for (u32 at = 0; at < counts[other];) {
+          if (have == p.capacity) {
+            keep_best<THREADS>(control, bins, entries, have, p.k);
+            have = p.k;
+          }
+          const u32 taken = min(counts[other] - at, p.capacity - have);
+          for (u32 i = threadIdx.x; i < taken; i += THREADS) entries[have + i] = theirs[at + i];
+          have += taken, at += taken;
+          __syncthreads();
+        }
+      }
+    }
+    cluster_meet();  // the others' memory has been read
+    return have;
+  }
+
+  DEVICE void write(i64 number, u32 count, bool choose) {
+    int* const out = p.indices + number * p.indices_pitch;
+    const int request = p.request_of(number);
+    const u64 threshold = choose ? select_listed<THREADS>(control, bins, entries, count, p.k) : 1;
+    const u32 chosen = each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
+      if (p.sorted)
+        entries[place] = entry;
+      else
+        out[place] = p.translated(position_of(entry) - row.skew, request);
+    });
+    if (!p.sorted) return;
+    __syncthreads();
+    sort<THREADS>(entries, chosen);
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < p.k; i += THREADS)
+      out[i] = i < chosen ? p.translated(position_of(entries[i]) - row.skew, request) : -1;
+  }
+
+  // All columns, which are not more than k, in order.
+  DEVICE void write_all(i64 number, int start, int length, u32 rank) {
+    int* const out = p.indices + number * p.indices_pitch;
+    const int request = p.request_of(number);
+#pragma unroll 1
+    for (u32 i = rank * THREADS + threadIdx.x; i < p.k; i += p.cluster * THREADS)
+      out[i] = i < length ? p.translated(start + i, request) : -1;
+  }
+
+  DEVICE void run(i64 number, u32 rank) {
+    int start = 0, end = p.num_columns;
+    if (p.starts != nullptr) start = min(max(p.starts[number], 0), p.num_columns);
+    if (p.ends != nullptr) end = min(p.ends[number], p.num_columns);
+    const int length = max(end - start, 0);
+    if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
+    if (length <= p.k && !p.sorted) return write_all(number, start, length, rank);
+
+    const float* const scores = p.scores + number * p.pitch;
+    row.skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4);
+    row.scores = scores - row.skew, row.start = start + row.skew, row.end = start + length + row.skew;
+    const u32 row_first = row.start / 4, row_vectors = (row.end + 3) / 4 - row_first;
+    const u32 share = max((row_vectors + p.cluster - 1) / p.cluster, p.least), before = min(rank * share, row_vectors);
+    const bool alone = row_vectors <= share;
+    if (alone && rank > 0) return;
+    first = row_first + before, vectors = min(share, row_vectors - before);
+    part_end = min(row.end, static_cast<int>(4 * (first + vectors)));
+    if (!alone) cluster_arrive();
+
+    const u32 rank_in_sample = sample_rank(max(length, 1));
+    fetch_first();
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
+    Gate gate(0);
+    if (length >= p.gated && rank_in_sample <= 2 * p.sampled) gate = Gate(gate_of(rank_in_sample));
+    if (!alone) cluster_wait();  // all CTAs have begun
+
+    const u32 wanted = min(length, p.k);
+    u32 have, total;
+#pragma unroll 1
+    for (u32 round = 0;; ++round) {
+      have = gate.is_score ? read<true>(gate) : read<false>(gate);
+      total = have;
+      if (!alone) {
+        u32* const counts = control.counts[round];
+        if (threadIdx.x < p.cluster) peer_pointer(counts, threadIdx.x)[rank] = have;
+        cluster_meet();
+        total = 0;
+        for (u32 i = 0; i < p.cluster; ++i) total += counts[i];
+        if (total >= wanted) have = gather(rank, counts, total, have);
+      }
+      if (total >= wanted) break;
+      gate = Gate(0);
+      fetch_first();
+    }
+    if (rank == 0) write(number, have, have > p.k);
+  }
+};

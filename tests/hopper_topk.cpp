@@ -1,0 +1,72 @@
+// Top-k by the Hopper kernel's own code, compiled for a CPU: `test_hopper_topk.py` builds it.
+#include <cmath>
+
+#include "hopper_simt.h"
+
+#define cluster_arrive ptx_cluster_arrive
+#define cluster_wait ptx_cluster_wait
+#define copy_16_or_zeros ptx_copy_16_or_zeros
+#define shared_address ptx_shared_address
+#define cluster_meet ptx_cluster_meet
+#define peer_pointer ptx_peer_pointer
+#define load_once_16 ptx_load_once_16
+#include "ptx.cuh"
+#undef shared_address
+#undef copy_16_or_zeros
+#undef cluster_wait
+#undef cluster_arrive
+#undef cluster_meet
+#undef peer_pointer
+#undef load_once_16
+
+static void cluster_meet() { simt::meet_cluster(); }
+static void cluster_arrive() {}
+static void cluster_wait() { simt::meet_cluster(); }
+static uintptr_t shared_address(const void* here) { return reinterpret_cast<uintptr_t>(here); }
+template <int, int>
+void copy_16_or_zeros(uintptr_t target, const void* source, u32 bytes) {
+  if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes > 16) abort();
+  std::memset(reinterpret_cast<void*>(target), 0, 16);
+  std::memcpy(reinterpret_cast<void*>(target), source, bytes);
+}
+static float4 load_once_16(const float* source) {
+  if (reinterpret_cast<uintptr_t>(source) % 16) abort();
+  return {source[0], source[1], source[2], source[3]};
+}
+template <class T>
+T* peer_pointer(T* here, u32 rank) {
+  const uintptr_t offset = reinterpret_cast<uintptr_t>(here) - reinterpret_cast<uintptr_t>(simt::shared_memory());
+  if (rank >= simt::ctas.size() || offset >= simt::ctas[rank].shared.size() * 8) abort();
+  return reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(simt::ctas[rank].shared.data()) + offset);
+}
+
+#include "topk_short.cuh"
+
+extern "C" int bytes_of_params() { return sizeof(Params); }
+extern "C" int bytes_of_control() { return sizeof(Control); }
+
+template <int THREADS, int VECTORS, int STAGES>
+void launch(const Params& p, int shared_bytes, int seed) {
+  simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
+    const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
+    Selection<THREADS, VECTORS, STAGES>(p, simt::shared_memory()).run(row, blockIdx.x % p.cluster);
+  });
+}
+
+template <int THREADS, int VECTORS>
+void launch_short(const Params& p, int shared_bytes, int seed) {
+  simt::launch(p.num_rows, 1, THREADS, shared_bytes, seed, [&] {
+    select_short<THREADS, VECTORS>(p, simt::shared_memory(), p.num_rows - 1 - blockIdx.x);
+  });
+}
+
+// Returns 1 where there is no such kernel.
+extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes, int short_rows, int seed) {
+  if (short_rows && threads == 512 && vectors == 1) return launch_short<512, 1>(*p, shared_bytes, seed), 0;
+  if (short_rows && threads == 256 && vectors == 2) return launch_short<256, 2>(*p, shared_bytes, seed), 0;
+  if (short_rows) return 1;
+  if (threads == 64 && vectors == 1) return launch<64, 1, 2>(*p, shared_bytes, seed), 0;
+  if (threads == 64 && vectors == 2) return launch<64, 2, 3>(*p, shared_bytes, seed), 0;
+  if (threads == 128 && vectors == 4) return launch<128, 4, 2>(*p, shared_bytes, seed), 0;
+  return 1;
+}

@@ -1,0 +1,148 @@
+"""Top-k on Hopper: the kernel's own code on the CPU, a coroutine for each of its threads."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from hopper_on_cpu import NO_COMPILER, build
+from topk_oracle import KINDS, hard_rows, topk_oracle
+
+from mla_ops.kernels.cuda.compiler import RESERVED_SHARED_BYTES
+from mla_ops.kernels.hopper import sources, topk
+
+pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build("hopper_topk.cpp", tmp_path_factory.mktemp("topk"))
+
+
+def run(
+    library: ctypes.CDLL, plan: topk.Plan, scores: torch.Tensor, k: int, seed: int = 0, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    indices = torch.full((scores.shape[0], k), -7, dtype=torch.int32)
+    lengths = torch.full((scores.shape[0],), -7, dtype=torch.int32)
+    params = topk.pack(plan, scores, k, **options, indices=indices, valid_counts=lengths)
+    shared = plan.shared_bytes(k)
+    assert library.topk(params, plan.threads, plan.vectors, shared, plan.short, seed) == 0
+    return indices, lengths
+
+
+def test_the_host_lays_out_what_the_kernel_reads(library: ctypes.CDLL) -> None:
+    assert library.bytes_of_params() == ctypes.sizeof(topk.Params)
+    assert library.bytes_of_control() == topk.CONTROL_BYTES
+
+
+PLANS = {
+    "one CTA": topk.Plan(64, 2, 3, 1, 1, 64, 1024, 512),
+    "one CTA without gates": topk.Plan(64, 1, 2, 1, 1, 64, 1 << 30, 512),
+    "one CTA of a wide chunk": topk.Plan(128, 4, 2, 1, 1, 64, 1024, 512),
+    "clusters of 3": topk.Plan(64, 2, 3, 1, 3, 64, 1024, 512),
+    "clusters of 3 without gates": topk.Plan(64, 2, 3, 1, 3, 64, 1 << 30, 512, slack=3),
+}
+
+
+@pytest.mark.parametrize("sorted", [False, True], ids=["by position", "sorted"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_are_those_of_a_stable_sort(library: ctypes.CDLL, kind: str, plan: topk.Plan, sorted: bool) -> None:
+    scores = hard_rows(kind, 2, 5003)[:, 1:]
+    got = run(library, plan, scores, 200, sorted=sorted)
+    want = topk_oracle(scores, 200, sorted=sorted)
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(got[0], want[0])
+
+
+SHORT_PLANS = {
+    "a group a thread": topk.Plan(512, 1, 0, 1, short=True),
+    "two groups a thread": topk.Plan(256, 2, 0, 1, short=True),
+}
+
+
+@pytest.mark.parametrize("sorted", [False, True], ids=["by position", "sorted"])
+@pytest.mark.parametrize("k", [1, 100, 1500, 2044])
+@pytest.mark.parametrize("plan", SHORT_PLANS.values(), ids=SHORT_PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_of_short_rows_are_those_of_a_stable_sort(
+    library: ctypes.CDLL, kind: str, plan: topk.Plan, k: int, sorted: bool
+) -> None:
+    scores = hard_rows(kind, 2, 2048)[:, 3:]
+    got = run(library, plan, scores, k, sorted=sorted)
+    want = topk_oracle(scores, k, sorted=sorted)
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("sorted", [False, True], ids=["by position", "sorted"])
+@pytest.mark.parametrize("plan", [*PLANS.values(), *SHORT_PLANS.values()], ids=[*PLANS, *SHORT_PLANS])
+def test_rows_have_starts_ends_and_block_tables(library: ctypes.CDLL, plan: topk.Plan, sorted: bool) -> None:
+    spans = [
+        (0, 0),
+        (0, 1),
+        (5, 104),
+        (5, 105),
+        (5, 106),
+        (-3, 2000),
+        (1000, 5000),
+        (30, 20),
+        (7, 1207),
+        (2, 33),
+        (9, 9),
+    ]
+    spans += [(offset, offset + length) for offset in (1, 2, 3, 4) for length in (101, 700)]
+    starts, ends = torch.tensor(spans, dtype=torch.int32).T.contiguous()
+    wide = hard_rows("special", len(spans), 2000)
+    scores = wide[:, 3:1601]
+    requests = torch.arange(len(spans), dtype=torch.int32) % 5 - 1
+    table = torch.randperm(400, dtype=torch.int32).view(4, 100)[:, :50]
+    table[1, 3], table[2, 0] = -1, -5
+    want, lengths = topk_oracle(scores, 100, starts, ends, sorted=sorted)
+    got = run(library, plan, scores, 100, row_starts=starts, row_ends=ends, sorted=sorted)
+    assert torch.equal(got[1], lengths)
+    assert torch.equal(got[0], want)
+    blocks = want // 24
+    found = table[requests.clamp(min=0)[:, None], blocks.clamp(0, 49)]
+    dead = (want < 0) | (requests < 0)[:, None] | (blocks >= 50) | (found < 0)
+    slots = torch.where(dead, -1, found * 24 + want % 24)
+    got = run(
+        library,
+        plan,
+        scores,
+        100,
+        row_starts=starts,
+        row_ends=ends,
+        sorted=sorted,
+        block_table=table,
+        req_id_per_token=requests,
+        block_size=24,
+    )
+    assert torch.equal(got[1], lengths)
+    assert torch.equal(got[0], slots)
+
+
+def test_a_plan_fits_its_rows_and_an_sm() -> None:
+    """Every k, so many CTAs as the plan says at the usual one; clusters no larger than the rows and SMs allow."""
+    for num_rows in (1, 2, 8, 9, 64, 66, 67, 128, 263, 264, 100_000):
+        for num_columns in (1, 4096, 4097, 8192, 32768, 131072, topk.MAX_COLUMNS):
+            plan = topk.plan_for(num_rows, num_columns, 132)
+            assert plan.kernel in topk.KERNELS
+            assert plan.cluster <= topk.MAX_CLUSTER
+            assert plan.cluster == 1 or plan.cluster * num_rows <= 132
+            assert not plan.short or num_columns <= plan.chunk
+            for k in (1, 2, 3, 2047, 2048, 4095, 4096):
+                assert plan.shared_bytes(k) <= sources.MAX_SHARED_BYTES
+                assert plan.short or plan.capacity(k) >= k + plan.chunk
+                assert plan.capacity(k) % 2 == 0
+            assert (plan.shared_bytes(2048) + RESERVED_SHARED_BYTES) * plan.ctas <= 228 * 1024
+
+
+def test_rows_that_do_not_begin_at_16_bytes_count_from_there() -> None:
+    scores = torch.empty(4, 4096)
+    assert scores.data_ptr() % 16 == 0
+    assert topk.aligned_columns(scores) == 4096
+    assert topk.aligned_columns(scores[:, 1:]) == 4095 + 3
+    assert topk.aligned_columns(torch.empty(4, 4097)[:, :4096]) == 4096 + 3

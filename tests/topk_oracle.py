@@ -1,0 +1,84 @@
+"""Top-k by a stable sort of 64-bit integers, and rows of scores that are hard to select from."""
+
+from __future__ import annotations
+
+import torch
+
+
+def keys_of(scores: torch.Tensor) -> torch.Tensor:
+    """An int64 for each float32 that is larger where the score is: NaN the least, -0.0 as 0.0."""
+    bits = (scores.float() + 0.0).view(torch.int32).long()
+    keys = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    return torch.where(scores.isnan(), torch.full_like(keys, -(2**33)), keys)
+
+
+def topk_oracle(
+    scores: torch.Tensor,
+    k: int,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    sorted: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns of the k best, ties to the lowest column, and how many there are."""
+    num_rows, num_columns = scores.shape
+    starts = torch.zeros(num_rows, dtype=torch.long) if row_starts is None else row_starts.long().cpu()
+    ends = torch.full((num_rows,), num_columns) if row_ends is None else row_ends.long().cpu()
+    starts, ends = starts.clamp(0, num_columns), ends.clamp(0, num_columns)
+    indices = torch.full((num_rows, k), -1, dtype=torch.int32)
+    lengths = (ends - starts).clamp(0, k).int()
+    for row in range(num_rows):
+        start, count = int(starts[row]), int(lengths[row])
+        order = keys_of(scores[row, start : max(int(ends[row]), start)]).sort(descending=True, stable=True).indices
+        chosen = order[:count].cpu() + start
+        indices[row, :count] = (chosen if sorted else chosen.sort().values).int()
+    return indices, lengths
+
+
+def hard_rows(kind: str, num_rows: int, num_columns: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    """Scores of a kind in `KINDS`."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    normal = torch.randn(num_rows, num_columns, device=device, generator=generator)
+    if kind == "normal":
+        return normal
+    if kind == "ten low bits":
+        low = torch.randint(0, 1024, normal.shape, device=device, generator=generator, dtype=torch.int32)
+        return (low | 0x3F900000).view(torch.float32)
+    if kind == "equal":
+        return torch.full_like(normal, 0.5)
+    if kind == "mostly zeros":
+        return normal.sub_(2.2).relu_() * torch.where(normal.signbit(), -1.0, 1.0)
+    if kind == "ascending":
+        return torch.arange(num_columns, device=device).float().sub_(num_columns / 2).expand(num_rows, -1).contiguous()
+    if kind == "descending":
+        return hard_rows("ascending", num_rows, num_columns, device=device).neg_()
+    if kind == "special":
+        values = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-42, -1e-42, 3e38, -3e38, 1.0])
+        values = torch.cat([values, torch.tensor([-1, 0x7F800001], dtype=torch.int32).view(torch.float32)]).to(device)
+        picked = torch.randint(0, len(values), normal.shape, device=device, generator=generator)
+        return torch.where(normal > 0, values[picked], normal)
+    if kind == "nan":
+        return torch.where(normal > 1.5, normal, torch.nan)
+    if kind == "outlier":
+        normal[:, num_columns // 2] = 3e38
+        return normal.where(normal > 1e38, normal * 1e-30)
+    if kind == "best last":
+        normal[:, -num_columns // 8 :] += 20
+        return normal
+    if kind == "unlike its sample":  # a peak that no sample of every 8th group sees
+        return normal + 10 * (torch.arange(num_columns, device=device) // 4 % 37 == 5)
+    raise ValueError(kind)
+
+
+KINDS = (
+    "normal",
+    "ten low bits",
+    "equal",
+    "mostly zeros",
+    "ascending",
+    "descending",
+    "special",
+    "nan",
+    "outlier",
+    "best last",
+    "unlike its sample",
+)
