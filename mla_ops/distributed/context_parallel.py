@@ -115,7 +115,7 @@ class ContextParallel:
         )
 
     def gather_heads(self, q: torch.Tensor) -> torch.Tensor:
-        """All ranks' heads, `[num_tokens, num_heads, head_dim]`, from each one's `[num_tokens, its heads, head_dim]`."""
+        """All ranks' heads, `[num_tokens, num_heads, head_dim]`, from `[num_tokens, its heads, head_dim]` of each."""
         if self.world_size == 1:
             return q
         return self._gather(q).transpose(0, 1).flatten(1, 2)
