@@ -29,7 +29,7 @@ struct Meeting {
 
 struct Cta {
   std::vector<uint64_t> shared;
-  Meeting all;
+  Meeting all, named;
   std::vector<Meeting> warps;
 };
 

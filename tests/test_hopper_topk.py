@@ -124,20 +124,33 @@ def test_rows_have_starts_ends_and_block_tables(library: ctypes.CDLL, plan: topk
     assert torch.equal(got[0], slots)
 
 
+H200 = (132, (66, 28, 14, 7))  # SMs, and clusters of each size at one time: a GPC has 16 or 18 SMs
+
+
 def test_a_plan_fits_its_rows_and_an_sm() -> None:
-    """Every k, so many CTAs as the plan says at the usual one; clusters no larger than the rows and SMs allow."""
-    for num_rows in (1, 2, 8, 9, 64, 66, 67, 128, 263, 264, 100_000):
+    """Every k, so many CTAs as the plan says at the usual one; clusters that all run at one time."""
+    at_once = dict(zip(topk.CLUSTERS, H200[1], strict=True))
+    for num_rows in (1, 2, 7, 8, 14, 15, 16, 28, 29, 64, 66, 67, 128, 263, 264, 100_000):
         for num_columns in (1, 4096, 4097, 8192, 32768, 131072, topk.MAX_COLUMNS):
-            plan = topk.plan_for(num_rows, num_columns, 132)
+            plan = topk.plan_for(num_rows, num_columns, *H200)
             assert plan.kernel in topk.KERNELS
-            assert plan.cluster <= topk.MAX_CLUSTER
-            assert plan.cluster == 1 or plan.cluster * num_rows <= 132
+            assert plan.cluster == 1 or num_rows <= at_once[plan.cluster]
             assert not plan.short or num_columns <= plan.chunk
             for k in (1, 2, 3, 2047, 2048, 4095, 4096):
                 assert plan.shared_bytes(k) <= sources.MAX_SHARED_BYTES
                 assert plan.short or plan.capacity(k) >= k + plan.chunk
                 assert plan.capacity(k) % 2 == 0
             assert (plan.shared_bytes(2048) + RESERVED_SHARED_BYTES) * plan.ctas <= 228 * 1024
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "cluster"),
+    [(1, 32768, 8), (1, 131072, 16), (7, 131072, 16), (8, 131072, 8), (14, 131072, 8), (16, 32768, 4), (16, 131072, 4)]
+    + [(64, 131072, 2), (66, 8192, 2), (67, 131072, 1), (128, 131072, 1), (4096, 131072, 1)],
+)
+def test_clusters_do_not_wait_for_one_another(num_rows: int, num_columns: int, cluster: int) -> None:
+    """16 clusters of 8 are 128 CTAs, and yet an H200 runs only 14 of them at one time."""
+    assert topk.plan_for(num_rows, num_columns, *H200).cluster == cluster
 
 
 def test_rows_that_do_not_begin_at_16_bytes_count_from_there() -> None:

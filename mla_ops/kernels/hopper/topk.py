@@ -15,7 +15,8 @@ from . import sources
 from .launch import Kernel, compile_reason
 
 MAX_COLUMNS = 2**21
-MAX_CLUSTER = 16
+CLUSTERS = (2, 4, 8, 16)  # CTAs of a row that is shared
+LEAST_OF_A_CTA = 4096  # columns
 LONG_ROW = 65536
 BINS = 2048
 CONTROL_BYTES = 928
@@ -109,15 +110,24 @@ MANY = Plan(512, 2, 3, 2)
 KERNELS = tuple(plan.kernel for plan in (SHORT, FEW, MANY))
 
 
-def plan_for(num_rows: int, num_columns: int, num_sms: int) -> Plan:
-    """By sizes that the host knows; lengths of rows are the device's. `num_columns` counts from 16 bytes on."""
+def plan_for(num_rows: int, num_columns: int, num_sms: int, at_once: tuple[int, ...]) -> Plan:
+    """By sizes that the host knows; lengths of rows are the device's.
+
+    Args:
+        num_rows: of scores.
+        num_columns: counted from a multiple of 16 bytes.
+        num_sms: of the device.
+        at_once: clusters of each size in `CLUSTERS` that run at one time. A cluster lies in one group of SMs, so they
+            are fewer than SMs over CTAs, and a second wave takes twice the time.
+    """
     if num_columns <= SHORT.chunk:
         return SHORT
     if num_rows >= 2 * num_sms and num_columns <= LONG_ROW:
         return MANY
     cluster = 1
-    while cluster < MAX_CLUSTER and 2 * cluster * num_rows <= num_sms and 4096 * cluster < num_columns:
-        cluster *= 2
+    for size, clusters in zip(CLUSTERS, at_once, strict=True):
+        if num_rows <= clusters and LEAST_OF_A_CTA * size <= num_columns:
+            cluster = size
     return FEW._replace(cluster=cluster, sampled=4096 if num_columns > LONG_ROW else 2048)
 
 
@@ -176,6 +186,14 @@ def _num_sms(device_index: int) -> int:
 
 
 @functools.cache
+def _at_once(device_index: int, topk: int) -> tuple[int, ...]:
+    """Clusters of each size that the device runs at one time, from the driver."""
+    kernel = _loaded(device_index)[FEW.kernel]
+    shared_bytes = FEW._replace(sampled=4096).shared_bytes(topk)
+    return tuple(kernel.occupancy_clusters((FEW.threads, 1, 1), shared_bytes, (size, 1, 1)) for size in CLUSTERS)
+
+
+@functools.cache
 def _loaded(device_index: int) -> dict[Kernel, Function]:
     """All of them, so that whichever was run before a capture, none is compiled during it."""
     return {kernel: sources.load(kernel.source, kernel.name, device_index) for kernel in KERNELS}
@@ -187,7 +205,7 @@ def topk_indices(scores: torch.Tensor, topk: int, **rest: Any) -> None:
     if num_rows == 0:
         return
     device_index = scores.device.index
-    plan = plan_for(num_rows, aligned_columns(scores), _num_sms(device_index))
+    plan = plan_for(num_rows, aligned_columns(scores), _num_sms(device_index), _at_once(device_index, topk))
     _loaded(device_index)[plan.kernel].launch(
         (num_rows * plan.cluster, 1, 1),
         (plan.threads, 1, 1),
