@@ -177,3 +177,19 @@ def test_a_call_that_is_left_to_triton_says_why() -> None:
     assert "bfloat16" in str(logits_reason(call._replace(dtype=torch.bfloat16)))
     assert "32 or 64 heads" in str(logits_reason(call._replace(num_heads=16)))
     assert indexer_logits.THREADS == 384
+
+
+def test_warmup_runs_groups_of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is chosen by the tokens of a request, which a warm-up of one request would not tell apart."""
+    from mla_ops import warm_up
+
+    sizes: set[int] = set()
+    score = warm_up.paged_indexer_logits
+
+    def record(q: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+        sizes.add(group_size(64, q.shape[0], arguments[3].shape[0]))
+        return score(q, *arguments)
+
+    monkeypatch.setattr(warm_up, "paged_indexer_logits", record)
+    warm_up.warmup(cache_format="fp8_ds_mla", num_heads=2, topk=5, num_tokens=(4,), device="cpu", index_heads=2)
+    assert sizes == {1, 2, 4}
