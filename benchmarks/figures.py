@@ -1,6 +1,6 @@
 """Tables of measured times against FlashMLA, beside the targets, from the rows that benchmarks wrote with `--json`.
 
-python -m benchmarks.figures docs/results/*-h200.json docs/kernels.md
+python -m benchmarks.figures docs/results/*-h200.json docs/results/flash_mla-h200.md
 
 The last path is the page, those before it are files of rows. In the page, what stands between `<!-- figures: NAME -->`
 and `<!-- end -->` is replaced by that table. FlashMLA's are the times with its schedule planned before. Every number

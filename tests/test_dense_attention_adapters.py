@@ -255,7 +255,7 @@ def test_flash_mla_makes_way_up_to_sixteen_heads(monkeypatch: pytest.MonkeyPatch
 def test_paged_attention_on_hopper(
     runs: tuple[str, ...], num_heads: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of the times that docs/kernels.md has."""
+    """In the order of the times that docs/results/dense_attention-h200.txt has."""
     monkeypatch.setattr(dispatch, "unsupported_reason", lambda room, call: None if room in runs else "it does not run")
     dispatch._choose.cache_clear()
     call = PAGED._replace(num_heads=num_heads, cache_format="bf16")

@@ -106,3 +106,19 @@ def test_no_page_needs_a_site_to_say_something(page: Path) -> None:
     assert not re.search(r"^:::", text, re.MULTILINE)
     assert not re.search(r'^--8(?!<-- "docs/results/)', text, re.MULTILINE)
     assert re.search(r"^[A-Z|`-].{40}", text, re.MULTILINE)
+
+
+KERNEL_PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda path: path.stem)
+def test_a_kernel_page_is_short_and_says_what_to_run(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) <= 800
+    named = set(re.findall(r"(?:tests/)?(test_\w+\.py)", text))
+    assert named
+    missing = [name for name in sorted(named) if not (ROOT / "tests" / name).exists()]
+    assert not missing
+    if page.stem != "index":
+        for part in ("```\n", "## Invariants", "## What bounds it", "## If you change it"):
+            assert part in text, part

@@ -255,7 +255,7 @@ def test_parts_of_dense_attention_fill_the_device(keys: Keys, capacity: int) -> 
     ],
 )
 def test_parts_of_dense_attention(num_tokens: int, num_heads: int, context: int, expected: Shape) -> None:
-    """The least predicted; docs/kernels.md has what some of them took."""
+    """The least predicted; docs/results/sparse_attention-h200.txt has what some of them took."""
     assert dense_attention.choose(FP8, num_tokens, num_heads, context, AT_ONCE) == (Wave(num_tokens, expected),)
 
 

@@ -109,7 +109,7 @@ class Keys:
         chunks: of 64 dims, of a query.
         quantized: whether keys are converted on their way.
         scale_bytes: of a key's scales where they lie apart.
-        turn_us: microseconds of a turn of 64 keys on one H200 (docs/kernels.md), by tile.
+        turn_us: microseconds of a turn of 64 keys on one H200 (docs/kernels/launches.md), by tile.
         row_us: what a row costs besides, by tile.
         merge_us: what the merge of one part by one CTA costs, by tile; a cluster's CTAs share it.
     """
@@ -210,7 +210,7 @@ def tiles_for(keys: Keys, num_heads: int) -> tuple[int, ...]:
 
 
 def groups_for(keys: Keys, num_heads: int, turns: int) -> list[Shape]:
-    """Groups worth a thought: of 5 a row takes longer than in a cluster of 4 (docs/kernels.md)."""
+    """Groups worth a thought: of 5 a row takes longer than in a cluster of 4 (docs/notes.md)."""
     if not keys.quantized or tiles_for(keys, num_heads)[0] != groups.TILE:
         return []
     return [Shape(groups.TILE, 1, members) for members in splits_for(turns) if members not in (1, 5)]
