@@ -1,5 +1,5 @@
 # Every target sets up what it needs from a bare Python: an environment in .venv, the install, the run.
-#   make demo | test | test-triton | fuzz | lint | docs | bench | wheel | hooks | clean
+#   make demo | test | test-triton | fuzz | lint | docs | bench | wheel | kernels-hub | hooks | clean
 #   PYTHON=python3.12 make test       another interpreter; a torch that it already has is used
 #   make test PYTEST_ARGS="-k cache"  a part of the tests
 #   make test-triton TRITON=3.9.0     compiles every Triton kernel with another Triton, for every architecture
@@ -17,7 +17,7 @@ SETUP_INPUTS := pyproject.toml constraints.txt scripts/setup_env.py
 # Two workers on two cores: more threads than cores in each only slow the other down.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo test test-triton fuzz lint format docs bench wheel hooks clean
+.PHONY: help demo test test-triton fuzz lint format docs bench wheel kernels-hub hooks clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
@@ -59,6 +59,9 @@ bench: $(VENV)/.installed-models
 
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python scripts/build_wheel.py
+
+kernels-hub: $(VENV)/.installed-dev
+	$(BIN)/python -m scripts.kernels_hub
 
 hooks: $(VENV)/.installed-dev
 	$(BIN)/pre-commit install
