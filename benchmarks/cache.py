@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -71,15 +70,45 @@ def fill_cache(kv_cache: torch.Tensor, cache_format: str, generator: torch.Gener
         part.copy_(kv_cache[: part.shape[0]])
 
 
-def scale_keys(kv_cache: torch.Tensor, cache_format: str, magnitude: float) -> None:
-    """Multiplies latents by a power of two through their scales, as writers without a least scale store small ones."""
+def magnitude_factors(magnitude: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """What latents are multiplied by, for each key and group of `shape` [..., keys, groups].
+
+    "0.01" is one number for all. "spread12" is drawn over 2**-12 to 2**12 for each key and group. "wild30" is such a
+    spread over 2**-30 to 2**30, one key in 64 another 2**20 times as large, one group in four zero.
+    """
+    device = generator.device
+    kind = magnitude.rstrip("0123456789.")
+    if kind not in ("spread", "wild"):
+        return torch.full(shape, float(magnitude), device=device)
+    powers = torch.rand(shape, device=device, generator=generator) * 2 - 1
+    factors = torch.exp2(powers * float(magnitude[len(kind) :]))
+    if kind == "wild":
+        large = torch.rand((*shape[:-1], 1), device=device, generator=generator) < 1 / 64
+        factors = torch.where(large, factors * 2.0**20, factors)
+        factors *= torch.rand(shape, device=device, generator=generator) >= 1 / 4
+    return factors
+
+
+def scale_keys(kv_cache: torch.Tensor, cache_format: str, magnitude: str, generator: torch.Generator) -> None:
+    """Multiplies latents through their scales, as writers without a least scale store small ones.
+
+    V4's RoPE, a part of the same vector, goes with its key's largest group; its scales take whole powers of two, and
+    zeros are its bytes.
+    """
+    num_blocks, block_size, _, head_dim = formats.geometry(kv_cache, cache_format)
+    groups = {"fp8_ds_mla": 4, "fp8_ds_mla_v4": 7}.get(cache_format, 1)
+    factors = magnitude_factors(magnitude, (num_blocks, block_size, groups), generator)
     if cache_format == "fp8_ds_mla":
-        kv_cache[..., 512:528].view(torch.float32).mul_(magnitude)
+        kv_cache[..., 512:528].view(torch.float32).mul_(factors)
     elif cache_format == "fp8_ds_mla_v4":
-        scales = formats.planar_views(kv_cache, cache_format)[1][..., :7]
-        scales.copy_((scales.int() + math.frexp(magnitude)[1] - 1).clamp(0, 254))
+        data, scales = formats.planar_views(kv_cache, cache_format)
+        exponents = torch.where(factors > 0, torch.frexp(factors).exponent - 1, 0)
+        data[..., :448].unflatten(-1, (7, 64)).mul_(factors[..., None] > 0)
+        scales[..., :7].copy_((scales[..., :7].int() + exponents).clamp(0, 254))
+        data[..., 448:].view(torch.bfloat16).mul_(torch.exp2(exponents.amax(-1, keepdim=True).float()))
     else:
-        kv_cache.mul_(magnitude)
+        latent = kv_cache[..., : head_dim - formats.ROPE_DIM] if head_dim > formats.LATENT_DIM else kv_cache
+        latent.mul_(factors)
 
 
 def build_concat(num_tokens: int, cache_format: str, arguments: argparse.Namespace) -> common.Case:

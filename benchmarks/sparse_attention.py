@@ -12,7 +12,8 @@ floor where memory bounds (gather_floor.py). Decode rows are split by a schedule
 are; `--variants plan,shapes,deterministic` adds the other ways to call them.
 
 Rows of different live keys are what kernels like best. `--patterns live,1/2,none,same` (attention.PATTERNS),
-`--mixtures full,fourth,one` (lengths) and `--magnitudes 1,0.01` (standard deviation of keys) measure the others.
+`--mixtures full,fourth,one` (lengths) and `--magnitudes 1,0.01,spread12,wild30` (`cache.magnitude_factors`, of keys)
+measure the others.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from mla_ops.meta.sparse_attention import describe_flat, describe_paged
 
 
 class Kind(NamedTuple):
-    """What a batch's keys are like: of `PATTERNS`, of `mixed_lengths`, the standard deviation of latents."""
+    """What a batch's keys are like: of `PATTERNS`, of `mixed_lengths`, of `magnitude_factors`."""
 
     pattern: str = "live"
     mixture: str = "full"
-    magnitude: float = 1.0
+    magnitude: str = "1"
 
     def label(self) -> dict[str, int | str]:
         """What a row is labelled with besides its shape: what is not usual."""
@@ -94,8 +95,8 @@ def build_paged(
     num_blocks = cache_blocks(num_tokens * blocks_per_request, BLOCK_SIZE * row_bytes, on_gpu)
     kv_cache = formats.allocate_cache(cache_format, num_blocks, BLOCK_SIZE, device=device)
     fill_cache(kv_cache, cache_format, generator)
-    if kind.magnitude != 1.0:
-        scale_keys(kv_cache, cache_format, kind.magnitude)
+    if kind.magnitude != "1":
+        scale_keys(kv_cache, cache_format, kind.magnitude, generator)
     block_table = random_block_table(num_tokens, blocks_per_request, num_blocks, generator)
     request = torch.arange(num_tokens, dtype=torch.int32, device=device)
     lens = mixed_lengths(kind.mixture, num_tokens, topk, device)
@@ -230,11 +231,6 @@ def build_flat(prefill: Prefill, num_kv: int, arguments: argparse.Namespace) -> 
     )
 
 
-def magnitudes(value: str) -> list[float]:
-    """Type of an option like `1,0.01`."""
-    return [float(part) for part in value.split(",") if part]
-
-
 def prefills(arguments: argparse.Namespace) -> list[Prefill]:
     """The shapes that the options name, or the list above."""
     options = (arguments.prefill_tokens, arguments.prefill_heads, arguments.topk, arguments.prefill_head_dims)
@@ -258,7 +254,9 @@ def main(argv: list[str] | None = None) -> int:
         "--patterns", type=common.names, default=["live"], help=f"decode rows: of {', '.join(PATTERNS)}"
     )
     parser.add_argument("--mixtures", type=common.names, default=["full"], help="decode rows: of full, fourth, one")
-    parser.add_argument("--magnitudes", type=magnitudes, default=[1.0], help="decode rows: of latents, e.g. 1,0.01")
+    parser.add_argument(
+        "--magnitudes", type=common.names, default=["1"], help="decode rows: of latents, e.g. 1,0.01,spread12,wild30"
+    )
     parser.add_argument("--topk-length", action="store_true", help="pass topk_length, all rows full")
     parser.add_argument("--prefill-tokens", type=common.integers, default=None, help="prefill rows: query tokens")
     parser.add_argument("--prefill-heads", type=common.integers, default=None)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
 from benchmarks import attention, common, figures, gather_floor, plot
-from benchmarks.cache import fill_cache, read_keys
+from benchmarks.cache import fill_cache, read_keys, scale_keys
 from mla_ops import dispatch, formats
 from mla_ops.kernels.hopper.launch import Shape
 from mla_ops.kernels.hopper.waves import Wave
@@ -146,15 +146,38 @@ def test_what_users_data_varies_is_an_axis(cache_format: str, tmp_path: Path) ->
         str(path),
     ]
     arguments += ["--cache-formats", cache_format, "--iterations", "1", "--patterns", ",".join(attention.PATTERNS)]
-    arguments += ["--mixtures", "full,fourth,one", "--magnitudes", "1,0.0009765625"]
+    arguments += ["--mixtures", "full,fourth,one", "--magnitudes", "1,0.0009765625,spread12"]
     module = importlib.import_module("benchmarks.sparse_attention")
     assert module.main(arguments) == 0
     rows = json.loads(path.read_text())["sparse_attention"]["rows"]
     assert all(row["passed"] for row in rows)
     found = {(r["shape"].get("pattern"), r["shape"].get("mixture"), r["shape"].get("magnitude")) for r in rows}
-    assert len(found) == len(rows) == len(attention.PATTERNS) * 6
+    assert len(found) == len(rows) == len(attention.PATTERNS) * 9
     assert (None, None, None) in found
     assert ("none", "one", "0.0009765625") in found
+
+
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
+@pytest.mark.parametrize("magnitude", ["0.125", "spread12", "wild30"])
+def test_magnitudes_are_of_keys_and_groups(cache_format: str, magnitude: str) -> None:
+    """Decoded keys are the old ones times a factor, one for all or one a key and group."""
+    generator = torch.Generator().manual_seed(7)
+    kv_cache = formats.allocate_cache(cache_format, 8, 64, device=torch.device("cpu"))
+    fill_cache(kv_cache, cache_format, generator)
+    slots = torch.arange(8 * 64)
+    before = read_keys(kv_cache, slots, cache_format)
+    scale_keys(kv_cache, cache_format, magnitude, generator)
+    after = read_keys(kv_cache, slots, cache_format)
+    width = {"fp8_ds_mla": 128, "fp8_ds_mla_v4": 64, "bf16": 512}[cache_format]
+    latent = 448 if cache_format == "fp8_ds_mla_v4" else 512
+    ratios = (after / before)[:, :latent].unflatten(1, (-1, width)).nanmedian(-1).values
+    if magnitude == "0.125":
+        assert (ratios == 0.125).all()
+        return
+    assert (ratios == 0).double().mean() == pytest.approx(0.25 if magnitude == "wild30" else 0.0, abs=0.08)
+    powers = ratios[ratios > 0].log2()
+    assert powers.amax() >= {"spread12": 11, "wild30": 28}[magnitude]
+    assert powers.amin() <= {"spread12": -11, "wild30": -28}[magnitude]
 
 
 def test_waves_are_named_by_tokens_heads_and_ctas() -> None:

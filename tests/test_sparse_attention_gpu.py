@@ -176,6 +176,46 @@ def test_few_rows_with_scales_that_float16_does_not_hold(
     assert lse.isfinite().all()
 
 
+def with_scales_times(cache: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Of each key and group of `fp8_ds_mla`."""
+    scales = cache[..., 512:528].contiguous().view(torch.float32)
+    cache[..., 512:528] = (scales * factors).view(torch.uint8)
+    return cache
+
+
+@pytest.mark.parametrize(("num_tokens", "largest_score"), [(5, 1e4), (45, 1.0), (140, 1e4)])
+@pytest.mark.parametrize("num_heads", [16, 24, 32, 64])
+@pytest.mark.parametrize("kind", ["small", "large", "mixed", "zeros", "spread", "wild"])
+def test_keys_of_any_magnitude(kind: str, num_heads: int, num_tokens: int, largest_score: float, lowering: str) -> None:
+    """All keys alike, keys that differ, and groups of one key: over more than float16 holds in the last two kinds."""
+    device = torch.device("cuda")
+    shape = (64, 64, 1 if kind in ("small", "large", "mixed") else 4)
+    span = {"small": 0, "large": 0, "mixed": 20, "zeros": 6, "spread": 12, "wild": 30}[kind]
+    powers = (torch.rand(shape, device=device) * 2 - 1) * span + {"small": -40, "large": 20}.get(kind, 0)
+    factors = powers.exp2()
+    if kind in ("zeros", "wild"):
+        factors = factors * (torch.rand(64, 64, 1, device=device) < 1 / 64).float().mul(2.0**15).add(1.0)
+        factors = factors * (torch.rand(shape, device=device) >= 0.25)
+    cache = with_scales_times(filled_cache("fp8_ds_mla", 64, 64, device), factors)
+    q = queries(num_tokens, num_heads, torch.bfloat16, device) * (largest_score / factors.max().item() / 8)
+    q[..., 512:] = queries(num_tokens, num_heads, torch.bfloat16, device)[..., 512:]
+    indices = some_indices(num_tokens, 500, 64 * 64, device)
+    out, lse = check(lowering, q, cache, indices, "fp8_ds_mla", [0, num_tokens // 2, num_tokens - 1])
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_queries_that_make_up_for_small_scales(num_heads: int, lowering: str) -> None:
+    """Groups count as much in a score as others whose scales are 2^30 as large: no product of float16 knows."""
+    device, num_tokens = torch.device("cuda"), 9
+    powers = torch.tensor([0.0, -30.0, 10.0, -20.0], device=device)
+    cache = with_scales_times(filled_cache("fp8_ds_mla", 64, 64, device), powers.exp2())
+    q = queries(num_tokens, num_heads, torch.bfloat16, device)
+    q[..., :512] *= (-powers).exp2().repeat_interleave(128).bfloat16()
+    check(lowering, q, cache, some_indices(num_tokens, 500, 64 * 64, device), "fp8_ds_mla")
+
+
 @pytest.mark.parametrize("num_tokens", [9, 45])
 @pytest.mark.parametrize("num_heads", [16, 32])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
