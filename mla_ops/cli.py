@@ -79,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
         "fp32, else in bfloat16",
     )
     demo.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N; cuda where there is one")
+    demo.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="ranks that share heads and experts; start N with torchrun"
+    )
+    demo.add_argument(
+        "--dcp", type=int, default=1, metavar="N", help="ranks that share every context; start N with torchrun"
+    )
     demo.add_argument("--no-compile", action="store_true", help="run every op eagerly")
     demo.add_argument("--no-graph", action="store_true", help="do not capture the decode step in a CUDA graph")
 
@@ -116,6 +122,8 @@ def _demo(options: argparse.Namespace) -> int:
                 compile=not options.no_compile,
                 graph=not options.no_graph,
                 device=options.device,
+                tp=options.tp,
+                dcp=options.dcp,
             )
         )
     except (FileNotFoundError, ValueError) as error:

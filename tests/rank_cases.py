@@ -331,6 +331,105 @@ def case_every_op_has_a_rule() -> None:
         assert names & set(rule.inputs) or not rule.inputs
 
 
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (5, 70, 33)]
+
+
+def greedy(kind: str, cache_format: str = "fp32", options: dict[str, Any] | None = None, **meshes: Any) -> Any:
+    from mla_ops.demo.model import build_small_model
+    from mla_ops.models import GenerationSession, decoder_for
+
+    model = build_small_model(kind, num_layers=2, hidden_size=64, num_heads=4, index_topk=32, initializer_range=0.08)
+    session = GenerationSession(
+        decoder_for(model, 96, **meshes),
+        max_num_requests=2,
+        cache_format=cache_format,
+        block_size=BLOCK,
+        prefill_tokens=32,
+        eos_token_ids=(),
+        **(options or {}),
+    )
+    return session.generate(prompts(), 8).tokens, session
+
+
+def mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (world_size(),))
+
+
+def case_models_give_the_tokens_of_one_process() -> None:
+    both = {"tp_mesh": mesh(), "dcp_mesh": mesh()}
+    layouts = {"DeepseekV32": [{"tp_mesh": mesh()}, {"dcp_mesh": mesh()}, both]}
+    if world_size() == 2:
+        layouts |= {"DeepseekV3": [both], "GlmMoeDsa": [both]}
+    for kind, of_kind in layouts.items():
+        expected, whole = greedy(kind)
+        assert len({token for tokens in expected for token in tokens}) > 2
+        for meshes in of_kind:
+            tokens, session = greedy(kind, **meshes)
+            assert tokens == expected, (kind, list(meshes))
+            ranks = world_size()
+            held = session.cache.layers[0].latent.nbytes
+            assert held == whole.cache.layers[0].latent.nbytes // (ranks if "dcp_mesh" in meshes else 1)
+            o_proj, experts = (
+                session.decoder.backbone.layers[1].self_attn.o_proj,
+                session.decoder.backbone.layers[1].mlp,
+            )
+            share = ranks if "tp_mesh" in meshes else 1
+            assert o_proj.weight.shape[1] == o_proj.in_features // share
+            width = whole.decoder.backbone.layers[1].mlp.experts.gate_up_proj.shape[1]
+            assert experts.experts.gate_up_proj.shape[1] == width // share
+    tokens, _ = greedy("DeepseekV32", dcp_mesh=mesh(), interleave=BLOCK // world_size())
+    assert tokens == greedy("DeepseekV32")[0]
+
+
+def case_a_model_over_ranks_compiles_without_breaks() -> None:
+    options = {"compiled": True, "backend": "aot_eager"}
+    assert greedy("DeepseekV32", options=options, tp_mesh=mesh(), dcp_mesh=mesh())[0] == greedy("DeepseekV32")[0]
+
+
+def case_models_that_do_not_divide_are_refused() -> None:
+    from small_models import build_mistral_large4
+
+    from mla_ops.demo.model import build_small_model, build_small_v4_model
+    from mla_ops.models import decoder_for
+
+    small = {"num_layers": 2, "hidden_size": 64, "num_heads": 4}
+    with pytest.raises(ValueError, match="5 heads do not divide over"):
+        decoder_for(build_small_model(**{**small, "num_heads": 5}), 64, tp_mesh=mesh())
+    with pytest.raises(
+        ValueError, match=r"tp_mesh needs a text model of a model_type in .*, got 'mistral_large4_text'"
+    ):
+        decoder_for(build_mistral_large4(), 64, tp_mesh=mesh())
+    with pytest.raises(ValueError, match="dcp_mesh needs caches of latents"):
+        decoder_for(build_small_v4_model(), 64, dcp_mesh=mesh())
+    with pytest.raises(ValueError, match="block_size must be a multiple of world_size"):
+        decoder_for(build_small_model(**small), 64, dcp_mesh=mesh()).allocate_cache("fp32", 2, world_size() + 1)
+
+
+def case_the_demo_runs_over_ranks() -> None:
+    from io import StringIO
+
+    from mla_ops.demo import DemoOptions, run_demo
+
+    for layout in ({"tp": 2}, {"dcp": 2}):
+        said = StringIO()
+        options = DemoOptions(
+            prompt="Alice was beginning", cache="fp32", batch=2, max_new_tokens=6, compile=False, device="cpu", **layout
+        )
+        assert run_demo(options, said) == 0
+        if dist.get_rank() > 0:
+            assert said.getvalue() == ""
+            continue
+        assert "greedy tokens equal to stock before the first difference: 12 of 12" in said.getvalue()
+        assert "over ranks: heads and experts by" in said.getvalue()
+
+
 CASES = [case for name, case in sorted(globals().items()) if name.startswith("case_")]
 # a merge of one part returns it as it is
-ALONE = [case for case in CASES if "dtensors" not in case.__name__ and "anything" not in case.__name__]
+NEED_RANKS = ("dtensors", "anything", "model", "demo")
+# more ranks change nothing in these, which take the longest
+AT_TWO = ("compiles_without_breaks", "demo", "refused")
+ALONE = [case for case in CASES if not any(word in case.__name__ for word in NEED_RANKS)]

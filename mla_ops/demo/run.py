@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 import warnings
@@ -24,6 +25,7 @@ from ..models.evaluate import (
     teacher_forced_logits,
 )
 from .model import ARCHITECTURES, TEXT, Architecture, LoadedModel, find_architecture, load_model, load_tokenizer
+from .ranks import join_ranks
 
 # torch suggests TF32 for float32 products; agreement to float32 rounding is what the demo is about
 warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
@@ -54,6 +56,7 @@ class DemoOptions:
         cache: format of the latent cache, it decides the model's dtype; None for the architecture's own fp8 format.
         compile, graph: whether to compile, and to capture the decode step in a CUDA graph.
         device: where to run; None for CUDA where there is some.
+        tp, dcp: ranks that share heads and experts, and contexts; as many as run, or 1.
     """
 
     arch: str = "v3.2"
@@ -66,6 +69,8 @@ class DemoOptions:
     compile: bool = True
     graph: bool = True
     device: str | None = None
+    tp: int = 1
+    dcp: int = 1
 
 
 class Console:
@@ -148,8 +153,14 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
     architecture = find_architecture(options.arch, options.model)
     cache_format = options.cache or architecture.cache_formats[0]
     _check_options(options, architecture, cache_format)
+    meshes: dict[str, Any] = {}
+    if options.tp == options.dcp == 1:
+        device = _choose_device(options.device)
+    else:
+        device, meshes = join_ranks(options.tp, options.dcp, options.device)
+        if torch.distributed.get_rank() > 0:  # one rank tells; all have the same to tell
+            stream = io.StringIO()
     console = Console(stream)
-    device = _choose_device(options.device)
     tokenizer, max_length = load_tokenizer(options.model)
     prompts = make_prompts(options, tokenizer, architecture)
     longest = max(len(prompt) for prompt in prompts) + options.max_new_tokens
@@ -178,7 +189,12 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
 
     block_size = architecture.block_size
     max_model_len = min(-(-longest // block_size) * block_size, max_length)
-    decoder = decoder_for(loaded.model, max_model_len)
+    text = (prompts[0] + stock.tokens[0])[:max_model_len]
+    theirs = stock_logits(loaded.model, text)
+    reference = theirs if loaded.reference is None else stock_logits(loaded.reference, text)
+    decoder = decoder_for(loaded.model, max_model_len, **meshes)  # leaves a rank its share of the weights
+    if meshes:
+        console.progress(f"over ranks: heads and experts by {options.tp}, contexts by {options.dcp}")
     session = GenerationSession(
         decoder,
         max_num_requests=len(prompts),
@@ -202,10 +218,7 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
     after = CompileCounts.now()
 
     console.progress("comparing predictions over the first text, position by position")
-    text = (prompts[0] + stock.tokens[0])[: decoder.max_model_len]
     mine = teacher_forced_logits(decoder, text, cache_format, block_size=block_size)
-    theirs = stock_logits(loaded.model, text)
-    reference = theirs if loaded.reference is None else stock_logits(loaded.reference, text)
     console.progress("done")
     report = _report(
         options,

@@ -23,6 +23,10 @@ from ..ops import (
     topk_indices,
 )
 
+# torch 2.13 calls `_tensor` deprecated, earlier ones have nothing else
+_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+_reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class ContextParallel:
@@ -115,7 +119,7 @@ class ContextParallel:
         )
 
     def gather_heads(self, q: torch.Tensor) -> torch.Tensor:
-        """All ranks' heads, `[num_tokens, num_heads, head_dim]`, from `[num_tokens, its heads, head_dim]` of each."""
+        """All heads, `[num_tokens, num_heads, head_dim]`, from each rank's `[num_tokens, its heads, head_dim]`."""
         if self.world_size == 1:
             return q
         return self._gather(q).transpose(0, 1).flatten(1, 2)
@@ -165,7 +169,7 @@ class ContextParallel:
             scaled = torch.where(mine.unsqueeze(-1), 0.0, out.float() * weight.unsqueeze(-1))
             # heads first: a reduce-scatter cuts the first dim
             scaled = scaled.transpose(0, 1).contiguous()
-            summed = _done(collectives.reduce_scatter_tensor(scaled, "sum", 0, self.group))
+            summed = _done(_reduce_scatter(scaled, "sum", 0, self.group))
             out = summed.transpose(0, 1).to(out.dtype)
             lse = total.chunk(self.world_size, dim=1)[self.rank]
         return apply_sink(out, lse, attn_sink), lse
@@ -216,7 +220,7 @@ class ContextParallel:
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's `x`, `[world_size, *x.shape]`."""
-        return _done(collectives.all_gather_tensor(x.contiguous().unsqueeze(0), 0, self.group))
+        return _done(_all_gather(x.contiguous().unsqueeze(0), 0, self.group))
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
         """`[world_size, num_tokens, heads of this rank, ...]`: this rank's heads of every rank's `x`."""

@@ -12,26 +12,35 @@ import torch
 from torch import nn
 
 from .latent import LatentAttention
+from .parallel import Ranks, shard_weights
 from .parts import PLAIN_FORMATS, feed_forward
 from .streams import HyperStreams, Residual
 from .supported import dtype_and_device, read_model
 from .windowed import WindowedAttention
 
 
-def decoder_for(model: Any, max_model_len: int) -> Decoder:
+def decoder_for(
+    model: Any, max_model_len: int, *, tp_mesh: Any = None, dcp_mesh: Any = None, interleave: int = 1
+) -> Decoder:
     """The decoder that runs a transformers model's weights through `torch.ops.mla.*`.
 
     Args:
         model: a loaded transformers model with its head, on one device, in one of float32, bfloat16 and float16. Its
             `config.model_type` is one of `mla_ops.models.SUPPORTED`.
         max_model_len: the longest request, prompt and continuation together. The RoPE table has so many rows.
+        tp_mesh: one-dimensional DeviceMesh of the ranks that have a share of the heads and experts each. The model's
+            weights are split in place, unless `from_pretrained` did; its own `forward` cannot be used afterwards.
+        dcp_mesh: one-dimensional DeviceMesh of the ranks that have a part of every context each; with `tp_mesh`, the
+            same ranks. Prefill runs in the absorbed form.
+        interleave: neighbouring tokens of a context on one rank of `dcp_mesh`.
 
     Raises:
         TypeError: not a transformers model, one of a model type that is not supported, or one without a head.
         ValueError: a geometry without a cache format, a RoPE type that depends on the sequence length, weights that are
-            quantized, or spread over devices, or not loaded.
+            quantized, or spread over devices, or not loaded; heads or widths that do not divide over the ranks, or a
+            model type that does not run over ranks.
     """
-    return Decoder(model, max_model_len)
+    return Decoder(model, max_model_len, Ranks.of(tp_mesh, dcp_mesh, interleave))
 
 
 class Decoder(nn.Module):
@@ -43,14 +52,18 @@ class Decoder(nn.Module):
         model: the transformers model.
         config: of its text model.
         max_model_len: the longest request.
-        num_heads, head_dim, with_sink: of its attention.
+        num_heads, head_dim, with_sink: of its attention, as this rank runs it.
+        ranks: who shares its weights and caches.
         index_topk: keys that its indexer chooses; `max_model_len` without one.
         dtype, device: of its embedding.
     """
 
-    def __init__(self, model: Any, max_model_len: int) -> None:
+    def __init__(self, model: Any, max_model_len: int, ranks: Ranks | None = None) -> None:
         super().__init__()
         text = read_model(model, max_model_len)
+        self.ranks = ranks = Ranks() if ranks is None else ranks
+        if ranks.tp_mesh is not None:
+            shard_weights(text.backbone, text.config, ranks.tp_mesh)
         self.model: Any = model
         self.config = text.config
         self.max_model_len = max_model_len
@@ -60,13 +73,17 @@ class Decoder(nn.Module):
         self.dtype, self.device = dtype_and_device(text.backbone)
         self.attention: Any
         if text.architecture.layers is None:
+            if ranks.dcp_group is not None:
+                raise ValueError(
+                    "decoder_for: dcp_mesh needs caches of latents, DeepSeek-V4 has windows and compressed caches"
+                )
             self.attention = WindowedAttention(text.backbone, text.config, max_model_len)
         else:
             parts = text.architecture.layers(text.config)
-            self.attention = LatentAttention(text.backbone, text.config, parts, max_model_len)
+            self.attention = LatentAttention(text.backbone, text.config, parts, max_model_len, ranks)
         streams = getattr(text.config, "hc_mult", None)
         self.residual = Residual() if streams is None else HyperStreams(int(streams))
-        self.num_heads: int = self.attention.num_heads
+        self.num_heads: int = self.attention.query_heads
         self.index_topk: int = self.attention.index_topk
         self.head_dim: int = self.attention.head_dim
         self.with_sink: bool = self.attention.with_sink
@@ -158,10 +175,10 @@ class Decoder(nn.Module):
         for number, layer in enumerate(self.backbone.layers):
             mixing, block_input = residual.read(layer, "attn", hidden)
             out = self.attention.attend(number, layer.self_attn, layer.input_layernorm(block_input), step)
-            hidden = residual.write(mixing, out, hidden)
+            hidden = residual.write(mixing, self.ranks.sum(out), hidden)
             mixing, block_input = residual.read(layer, "ffn", hidden)
             out = feed_forward(layer.mlp, layer.post_attention_layernorm(block_input), inputs.input_ids)
-            hidden = residual.write(mixing, out, hidden)
+            hidden = residual.write(mixing, self.ranks.sum(out), hidden)
         hidden = residual.leave(self.backbone, hidden, logit_rows)
         logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

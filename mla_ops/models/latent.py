@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,11 @@ from ..formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, get_forma
 from ..metadata import StepMetadata
 from ..ops import choose_prefill, concat_and_cache, paged_attention, paged_sparse_attention, write_index_cache
 from .dense_prefill import DensePrefill, attend_expanded
-from .parts import Rope, choose_keys, index_format_of
+from .parallel import Ranks
+from .parts import Rope, choose_keys, index_format_of, prepare_index_query
+
+if TYPE_CHECKING:  # DTensor takes half a second to import, and some builds of torch have none
+    from ..distributed import ContextParallel
 
 OWN, SHARED = "own", "shared"
 
@@ -149,7 +153,10 @@ class LatentStep:
         cos, sin: `[num_tokens, 32]`.
         workspace: room for a chunk of expanded context; None for a step in the absorbed form.
         fresh: the latents and RoPE keys that this step wrote, by layer.
-        chosen: what the last indexer chose, and how many keys of each token.
+        key_lens: keys of each token in this rank's cache.
+        context: this rank's part of the contexts; None where caches are whole.
+        chosen: what the last indexer chose, and how many keys of each token: positions in the request, or slots of this
+            rank's cache under `context`.
     """
 
     inputs: StepInputs
@@ -160,6 +167,8 @@ class LatentStep:
     sin: torch.Tensor
     workspace: torch.Tensor | None
     fresh: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    key_lens: torch.Tensor
+    context: ContextParallel | None = None
     chosen: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -171,6 +180,7 @@ class LatentAttention(nn.Module):
         config: its config.
         parts: what each layer is made of.
         max_model_len: the longest request. The RoPE table has so many rows.
+        ranks: who shares weights and caches.
     """
 
     cos: torch.Tensor
@@ -178,11 +188,15 @@ class LatentAttention(nn.Module):
     head_dim = LATENT_DIM + ROPE_DIM
     quantized_format = "fp8_ds_mla"
 
-    def __init__(self, backbone: Any, config: Any, parts: list[LatentLayer], max_model_len: int) -> None:
+    def __init__(self, backbone: Any, config: Any, parts: list[LatentLayer], max_model_len: int, ranks: Ranks) -> None:
         super().__init__()
+        self.ranks = ranks
+        self.contexts: dict[int, ContextParallel] = {}
         self.parts = parts
         self.max_model_len = max_model_len
-        self.num_heads = int(config.num_attention_heads)
+        self.num_heads = int(config.num_attention_heads) // ranks.tp_size
+        # a rank with a part of the keys attends with every head
+        self.query_heads = self.num_heads * (1 if ranks.dcp_group is None else ranks.tp_size)
         self.has_indexer = any(part.indexer is not None for part in parts)
         self.index_topk = int(config.index_topk) if self.has_indexer else max_model_len
         self.with_sink = hasattr(backbone.layers[0].self_attn, "sinks")
@@ -201,19 +215,31 @@ class LatentAttention(nn.Module):
     def allocate_cache(
         self, cache_format: str, num_blocks: int, block_size: int, max_num_requests: int = 1
     ) -> DecoderCache:
-        """Zeroed caches for every layer; all state of a request is in its blocks."""
+        """Zeroed caches for every layer; all state of a request is in its blocks.
+
+        `block_size` counts tokens on all ranks together: with contexts over ranks, each has its part of every block.
+        """
+        rows = self._rows(block_size)
         index_format = index_format_of(cache_format)
         layers = []
         for number, part in enumerate(self.parts):
             latent = index_keys = None
             if part.kv_source == number:
-                latent = allocate_cache(cache_format, num_blocks, block_size, device=self.device)
+                latent = allocate_cache(cache_format, num_blocks, rows, device=self.device)
             if part.indexer == OWN:
-                index_keys = allocate_cache(
-                    index_format, num_blocks, block_size, head_dim=INDEX_DIM, device=self.device
-                )
+                index_keys = allocate_cache(index_format, num_blocks, rows, head_dim=INDEX_DIM, device=self.device)
             layers.append(LayerCache(latent, index_keys))
         return DecoderCache(layers, cache_format, index_format, block_size)
+
+    def _rows(self, block_size: int) -> int:
+        """Tokens of a block in this rank's cache."""
+        if self.ranks.dcp_group is None:
+            return block_size
+        from ..distributed import ContextParallel
+
+        context = ContextParallel.of(self.ranks.dcp_group, block_size, self.ranks.interleave)
+        self.contexts[context.local_block_size] = context
+        return context.local_block_size
 
     def allocate_metadata(self, *, max_num_tokens: int, max_num_requests: int, block_size: int) -> StepMetadata:
         """Step metadata with room for requests of `max_model_len` tokens."""
@@ -246,6 +272,8 @@ class LatentAttention(nn.Module):
 
     def dense_context(self, start: int, num_tokens: int, *, any_length: bool = False) -> int | None:
         """An upper bound of the cached tokens of a prefill that runs dense; None if it has to run sparse."""
+        if self.ranks.dcp_group is not None:  # the context's latents are on other ranks
+            return None
         if self.has_indexer and choose_prefill(start + num_tokens, self.index_topk) == "sparse":
             return None
         return min(self.index_topk, self.max_model_len) if any_length else start
@@ -261,7 +289,15 @@ class LatentAttention(nn.Module):
         positions = inputs.positions.long()
         workspace = None if inputs.dense is None else inputs.dense.workspace(cache_format, self.device)
         rotation = self.cos[positions], self.sin[positions]
-        return LatentStep(inputs, layers, cache_format, index_format, *rotation, workspace, fresh={})
+        context, key_lens = None, inputs.key_lens
+        if self.ranks.dcp_group is not None:
+            latent = layers[0].latent
+            assert latent is not None
+            context = self.contexts[latent.shape[1]]
+            key_lens = context.lengths(key_lens)
+            inputs = inputs._replace(slot_mapping=context.slots(inputs.slot_mapping))
+        shared = inputs, layers, cache_format, index_format
+        return LatentStep(*shared, *rotation, workspace, {}, key_lens, context)
 
     def attend(self, number: int, attention: Any, hidden: torch.Tensor, step: LatentStep) -> torch.Tensor:
         """One layer: `[num_tokens, hidden_size]` normed in, the same out of `o_proj`."""
@@ -298,13 +334,16 @@ class LatentAttention(nn.Module):
         w_uk, w_uv = attention.kv_b_proj.weight.view(self.num_heads, sum(dims), LATENT_DIM).split(dims, dim=1)
         q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
         q = torch.cat((q_latent, q_pe), dim=-1)
+        if step.context is not None and self.ranks.tp_mesh is not None:
+            q = step.context.gather_heads(q)
+        sink = attention.sinks.float() if self.with_sink else None
         if part.indexer is None:
-            out, _ = paged_attention(
+            out, lse = paged_attention(
                 q,
                 latent,
                 inputs.block_table,
                 inputs.req_id_per_token,
-                inputs.key_lens,
+                step.key_lens,
                 attention.scaling,
                 step.cache_format,
             )
@@ -314,17 +353,21 @@ class LatentAttention(nn.Module):
                 step.chosen = self._select_keys(attention.indexer, hidden, q_residual, part, step, cache.index_keys)
             assert step.chosen is not None
             indices, counts = step.chosen
-            out, _ = paged_sparse_attention(
+            whole = step.context is None
+            out, lse = paged_sparse_attention(
                 q,
                 latent,
                 indices,
                 attention.scaling,
                 step.cache_format,
                 topk_length=counts,
-                attn_sink=attention.sinks.float() if self.with_sink else None,
-                block_table=inputs.block_table,
-                req_id_per_token=inputs.req_id_per_token,
+                attn_sink=sink if whole else None,
+                block_table=inputs.block_table if whole else None,
+                req_id_per_token=inputs.req_id_per_token if whole else None,
             )
+        if step.context is not None:
+            merge = step.context.merge if self.ranks.tp_mesh is None else step.context.merge_heads
+            out, _ = merge(out, lse, sink)
         value = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
         return self._leave(attention, hidden, value)
 
@@ -380,6 +423,16 @@ class LatentAttention(nn.Module):
         if part.index_rope is not None:
             q = part.index_rope.rotate(q, step.cos, step.sin)
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
+        context = step.context
+        if context is not None:
+            q, weights = prepare_index_query(
+                q, weights, indexer.softmax_scale * indexer.n_heads**-0.5, step.index_format
+            )
+            requests = inputs.block_table, inputs.req_id_per_token
+            chosen, _ = context.select_keys(
+                q, index_cache, weights, inputs.key_lens, *requests, self.index_topk, step.index_format
+            )
+            return context.local_indices(chosen, *requests)
         return choose_keys(
             q,
             weights,

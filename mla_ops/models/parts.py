@@ -49,6 +49,15 @@ def index_format_of(cache_format: str) -> str:
     return "fp8_index" if get_format(cache_format).quantized else cache_format
 
 
+def prepare_index_query(
+    q: torch.Tensor, weights: torch.Tensor, scale: float, index_format: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index queries and weights as the scores of `index_format` take them; arguments as in `choose_keys`."""
+    if index_format == "fp8_index":
+        return quantize_index_query(q, weights, scale)
+    return q, weights.float() * scale
+
+
 def choose_keys(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -78,10 +87,7 @@ def choose_keys(
         int32, how many there are. Of equal scores, which relu makes of keys that every head cuts off, those of the
         lowest positions.
     """
-    if index_format == "fp8_index":
-        q, weights = quantize_index_query(q, weights, scale)
-    else:
-        weights = weights.float() * scale
+    q, weights = prepare_index_query(q, weights, scale, index_format)
     return select_keys(q, index_cache, weights, visible, block_table, req_id_per_token, topk, index_format)
 
 

@@ -178,7 +178,7 @@ class WindowedAttention(nn.Module):
         self.config = config
         self.kinds: list[str] = [layer.self_attn.layer_type for layer in backbone.layers]
         self.max_model_len = max_model_len
-        self.num_heads = int(config.num_attention_heads)
+        self.num_heads = self.query_heads = int(config.num_attention_heads)
         self.index_topk = int(config.index_topk)
         self.ratios: dict[str, int] = {name: int(config.compress_rates[name]) for name in (C4A, C128A)}
         weight = backbone.embed_tokens.weight
