@@ -3,8 +3,8 @@
     python tests/sanitize.py [memcheck racecheck] [--only "64 heads"] [--logs FOLDER]
 
 Needs a Hopper GPU and compute-sanitizer. Prints what was reported by kind, and a table last; exits with 1 if anything
-was. racecheck is slow, and has kernels of its own: `EVERY_LANE_ARRIVES` in ptx.cuh says why, docs/kernels/index.md what it
-found. A case is the only one of its process.
+was. racecheck is slow, and has kernels of its own: `EVERY_LANE_ARRIVES` in ptx.cuh says why, docs/kernels/index.md what
+it found. A case is the only one of its process.
 """
 
 from __future__ import annotations
