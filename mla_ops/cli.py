@@ -46,6 +46,11 @@ def _run(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.command == "demo":
         return _demo(options)
+    if options.matrix:
+        from .matrix import markdown
+
+        print(markdown(), end="")
+        return 0
     return _doctor()
 
 
@@ -88,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--no-compile", action="store_true", help="run every op eagerly")
     demo.add_argument("--no-graph", action="store_true", help="do not capture the decode step in a CUDA graph")
 
-    commands.add_parser("doctor", help="versions, devices, and which lowering of each op can run here")
+    doctor = commands.add_parser("doctor", help="versions, devices, and which lowering of each op can run here")
+    doctor.add_argument("--matrix", action="store_true", help="every op, format, architecture and lowering instead")
     commands.add_parser("bench", help="bench [FAMILY ...] [options]: run benchmarks of this checkout", add_help=False)
     return parser
 

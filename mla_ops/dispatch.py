@@ -174,12 +174,24 @@ def order_for(op: str, device: torch.device) -> tuple[str, ...]:
     return tuple(room for room in ORDER.get(device.type, ()) if (room, op) not in ON_REQUEST)
 
 
+_STAND_INS: dict[torch.device, tuple[int, int]] = {}
+
+
+def stand_in(capability: tuple[int, int]) -> torch.device:
+    """A device that stands for a GPU of this compute capability that is not here, in questions to dispatch."""
+    device = torch.device("cuda", 10 * capability[0] + capability[1])
+    _STAND_INS[device] = capability
+    return device
+
+
 @functools.cache
 def device_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of an NVIDIA GPU, (0, 0) for any other device.
 
     torch calls AMD's GPUs "cuda" as well, and gives gfx90a the capability of Hopper.
     """
+    if device in _STAND_INS:
+        return _STAND_INS[device]
     if device.type != "cuda" or torch.version.hip is not None:
         return (0, 0)
     return torch.cuda.get_device_capability(device)

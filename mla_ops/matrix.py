@@ -1,0 +1,182 @@
+"""What every lowering can do on every architecture, and what shows it: `python -m mla_ops doctor --matrix`.
+
+Architectures that are not here are stand-in devices with their compute capability. A lowering's own reasons say what it
+refuses; a reason of the kind `Missing` is one that an installation can change, so the lowering counts as there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from . import dispatch
+from .dispatch import ADAPTERS, FAMILIES, ROOMS, Call, Missing
+from .formats import FORMATS, LATENT_FORMATS
+
+ARCHITECTURES: dict[str, tuple[int, int]] = {
+    f"SM{major}{minor}": (major, minor)
+    for major, minor in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+}
+COLUMNS = ("CPU", *ARCHITECTURES)
+INDEX_FORMATS = ("fp8_index", "bf16", "fp16", "fp32")
+PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# Formats of the caches that an op reads or writes, where it takes any.
+CACHES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("concat_and_cache", "gather_cache", "paged_sparse_attention", "paged_attention"), LATENT_FORMATS),
+    "paged_sparse_attention.extra": ("fp8_ds_mla_v4", "fp8_ds_mla", "bf16"),
+    "compress_and_cache": ("fp8_ds_mla_v4", "fp8_index", "bf16", "fp16", "fp32"),
+    **dict.fromkeys(("write_index_cache", "gather_index_cache", "paged_indexer_logits", "select_keys"), INDEX_FORMATS),
+}
+
+FP8_AND_BF16 = ("bf16", "fp8_ds_mla", "fp8_ds_mla_v4")
+# What the benchmarks in docs/results/ have a checked time of on an H200: lowering, op, and formats of the cache.
+MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("hopper", "paged_attention"): ("bf16", "fp8_ds_mla"),
+    ("hopper", "paged_sparse_attention"): ("bf16", "fp8_ds_mla"),
+    ("hopper", "paged_sparse_attention.extra"): ("fp8_ds_mla_v4",),
+    ("hopper", "prefill_attention"): ("",),
+    ("hopper", "sparse_attention"): ("",),
+    ("hopper", "topk_indices"): ("",),
+    ("hopper", "plan_sparse_attention"): ("",),
+    ("flash_mla", "sparse_attention"): ("",),
+    ("torch_sdpa", "prefill_attention"): ("",),
+    ("triton", "build_compressed_metadata"): ("",),
+    ("triton", "build_step_metadata"): ("",),
+    ("triton", "combine_topk_swa_indices"): ("",),
+    ("triton", "compress_and_cache"): ("bf16", "fp8_ds_mla_v4"),
+    ("triton", "compressed_indices"): ("",),
+    ("triton", "concat_and_cache"): FP8_AND_BF16,
+    ("triton", "convert_req_index_to_global_index"): ("",),
+    ("triton", "filter_prefill_indices"): ("",),
+    ("triton", "gather_cache"): FP8_AND_BF16,
+    ("triton", "merge_attention_states"): ("",),
+    ("triton", "merge_attention_states.stacked"): ("",),
+    ("triton", "paged_attention"): ("bf16", "fp8_ds_mla"),
+    ("triton", "paged_sparse_attention"): ("bf16", "fp8_ds_mla"),
+    ("triton", "paged_sparse_attention.extra"): ("fp8_ds_mla_v4",),
+    ("triton", "prefill_attention"): ("",),
+    ("triton", "sliding_window_indices"): ("",),
+}
+
+# Architectures that tests/test_aot_compile.py compiles every Triton kernel for.
+COMPILED = ("SM80", "SM89", "SM90", "SM100", "SM120")
+
+MEASURED_ON, TESTED, INTERPRETED, COMPILES = "measured", "tested", "tested in the interpreter", "compiles"
+CONTRACT, UNTESTED, REFUSED, NONE = "adapter, contract-tested", "not tested", "refused", ""
+
+# What shows a state. `{family}` is the op's.
+EVIDENCE = {
+    MEASURED_ON: "a checked row in `docs/results/`",
+    TESTED: "`pytest -m gpu` on an H200; on the CPU `tests/`",
+    INTERPRETED: "the tests of the op's family in `tests/`, with Triton's interpreter",
+    COMPILES: "`tests/test_aot_compile.py`",
+    CONTRACT: "`tests/test_flashinfer.py`, `tests/test_dense_attention_adapters.py`",
+    UNTESTED: "nothing: its tiles are those of a neighbour that compiles",
+    REFUSED: "`tests/test_dispatch.py`; the reason is the lowering's own",
+}
+
+
+class Cell(NamedTuple):
+    """What one lowering can do with one op over one format on one architecture, and why not."""
+
+    state: str
+    reason: str = ""
+
+
+class Line(NamedTuple):
+    """A lowering of an op over formats that are alike; a cell for the CPU and each architecture."""
+
+    op: str
+    cache_formats: tuple[str, ...]
+    room: str
+    cells: dict[str, Cell]
+
+
+def device_of(architecture: str) -> torch.device:
+    """The CPU, or a stand-in."""
+    return torch.device("cpu") if architecture == "CPU" else dispatch.stand_in(ARCHITECTURES[architecture])
+
+
+def call_of(op: str, cache_format: str, device: torch.device) -> Call:
+    """A typical call of an op over a format."""
+    call = dispatch.typical_call(op, device)
+    if not cache_format:
+        return call
+    entry = FORMATS[cache_format]
+    head_dim = call.head_dim and entry.head_dims[0]
+    if op == "paged_sparse_attention.extra" and cache_format == "bf16":
+        head_dim = entry.head_dims[1]
+    dtype = PLAIN.get(cache_format, torch.bfloat16)
+    if op in ("paged_indexer_logits", "select_keys"):
+        dtype = PLAIN.get(cache_format, torch.float8_e4m3fn)
+    extra = cache_format if call.extra_cache_format else ""
+    return call._replace(cache_format=cache_format, head_dim=head_dim, dtype=dtype, extra_cache_format=extra)
+
+
+def cell(room: str, call: Call, architecture: str) -> Cell:
+    """The state of one lowering for one call."""
+    if room == "reference":
+        return Cell(TESTED) if architecture == "CPU" else Cell(NONE)
+    if room == "triton" and architecture == "CPU":
+        return Cell(INTERPRETED)
+    reason = dispatch.unsupported_reason(room, call)
+    if reason is not None and not isinstance(reason, Missing):
+        return Cell(REFUSED, reason.partition(", these tensors are on")[0])
+    if architecture == "SM90":
+        if call.cache_format in MEASURED.get((room, call.op), ()):
+            return Cell(MEASURED_ON)
+        return Cell(CONTRACT if room in ADAPTERS else TESTED)
+    if room in ADAPTERS:
+        return Cell(CONTRACT)
+    return Cell(COMPILES if architecture in COMPILED else UNTESTED)
+
+
+def lines() -> Iterator[Line]:
+    """Every lowering of every op, formats with the same cells together."""
+    for op, room in itertools.product(FAMILIES, ROOMS):
+        if not dispatch.has_lowering(room, op):
+            continue
+        alike: dict[tuple[Cell, ...], list[str]] = {}
+        for cache_format in CACHES.get(op, ("",)):
+            cells = tuple(
+                cell(room, call_of(op, cache_format, device_of(architecture)), architecture) for architecture in COLUMNS
+            )
+            alike.setdefault(cells, []).append(cache_format)
+        for cells, cache_formats in alike.items():
+            yield Line(op, tuple(cache_formats), room, dict(zip(COLUMNS, cells, strict=True)))
+
+
+def markdown() -> str:
+    """The matrix as a page."""
+    text = [
+        "# What runs where",
+        "",
+        "`python -m mla_ops doctor --matrix` prints this page; a test holds the two equal. Calls are typical ones:",
+        "decode and prefill of DeepSeek-V3.2 and V4, 128 heads, bfloat16 queries.",
+        "",
+        "| state | what shows it |",
+        "|---|---|",
+        *(f"| {state} | {evidence} |" for state, evidence in EVIDENCE.items()),
+        "",
+        "AMD's GPUs get none of these: `torch.version.hip` is no compute capability.",
+        "",
+        f"| op | cache formats | lowering | {' | '.join(COLUMNS)} |",
+        "|---" * (len(COLUMNS) + 3) + "|",
+    ]
+    notes: list[str] = []
+    for line in lines():
+        words = []
+        for found in line.cells.values():
+            if found.state == REFUSED:
+                if found.reason not in notes:
+                    notes.append(found.reason)
+                words.append(f"refused ({notes.index(found.reason) + 1})")
+            else:
+                words.append(found.state)
+        text.append(f"| {' | '.join((line.op, ', '.join(line.cache_formats), line.room, *words))} |")
+    text += ["", "Refused because:", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    return "\n".join(text) + "\n"

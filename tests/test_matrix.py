@@ -1,0 +1,100 @@
+"""The matrix of what runs where: its page, its evidence, and dispatch on architectures that are not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_ops import dispatch, matrix
+from mla_ops.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_page_is_what_doctor_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m mla_ops doctor --matrix > docs/matrix.md` writes it."""
+    assert main(["doctor", "--matrix"]) == 0
+    assert capsys.readouterr().out == (ROOT / "docs" / "matrix.md").read_text(encoding="utf-8")
+
+
+def test_what_counts_as_measured_has_a_checked_row_in_the_results() -> None:
+    found: dict[tuple[str, str], set[str]] = {}
+    for path in (ROOT / "docs" / "results").glob("*-h200.json"):
+        for family in json.loads(path.read_text(encoding="utf-8")).values():
+            for row in family["rows"]:
+                if row["op"] in dispatch.FAMILIES and row["lowering"] in dispatch.ROOMS and row["reason"] is None:
+                    assert row["passed"]
+                    key = row["lowering"], row["op"]
+                    found.setdefault(key, set()).add(row["shape"].get("format", ""))
+    assert {key: set(formats) for key, formats in matrix.MEASURED.items()} == found
+
+
+def test_every_file_that_is_named_as_evidence_is_there() -> None:
+    for evidence in matrix.EVIDENCE.values():
+        for name in evidence.split("`")[1::2]:
+            assert not name.startswith("tests/test_") or (ROOT / name).exists(), name
+
+
+def test_compiled_architectures_are_those_of_the_test() -> None:
+    text = (ROOT / "tests" / "aot_kernels.py").read_text(encoding="utf-8")
+    numbers = ", ".join(name.removeprefix("SM") for name in matrix.COMPILED)
+    assert f"CAPABILITIES = ({numbers})" in text
+
+
+def test_every_op_has_a_lowering_on_every_architecture() -> None:
+    runs = {(line.op, name) for line in matrix.lines() for name, cell in line.cells.items() if cell.state in RUNS}
+    assert runs == {(op, name) for op in dispatch.FAMILIES for name in matrix.COLUMNS}
+
+
+RUNS = {matrix.MEASURED_ON, matrix.TESTED, matrix.INTERPRETED, matrix.COMPILES, matrix.UNTESTED}
+
+# architecture, op, changes to a typical call, packages that are installed, the lowering
+CHOICES = [
+    ("SM90", "paged_sparse_attention", {}, {"nvrtc", "triton"}, "hopper"),
+    ("SM90", "paged_sparse_attention", {}, {"triton"}, "triton"),
+    ("SM90", "paged_sparse_attention", {"dtype": torch.float32, "cache_format": "fp32"}, {"nvrtc", "triton"}, "triton"),
+    ("SM90", "paged_attention", {}, {"nvrtc", "triton"}, "hopper"),
+    ("SM90", "prefill_attention", {}, {"nvrtc", "triton"}, "hopper"),
+    ("SM90", "prefill_attention", {"head_dim": 24, "head_dim_v": 7}, {"nvrtc", "triton"}, "triton"),
+    ("SM90", "topk_indices", {}, {"nvrtc", "triton"}, "hopper"),
+    ("SM90", "indexer_logits", {}, {"nvrtc", "triton"}, "hopper"),
+    ("SM90", "indexer_logits", {"num_heads": 16}, {"nvrtc", "triton"}, "triton"),
+    ("SM90", "concat_and_cache", {}, {"nvrtc", "triton"}, "triton"),
+    *(
+        (name, op, {}, {"nvrtc", "triton", "flashinfer"}, "triton")
+        for name in matrix.ARCHITECTURES
+        if name != "SM90"
+        for op in ("paged_sparse_attention", "paged_attention", "prefill_attention", "topk_indices", "concat_and_cache")
+    ),
+    ("SM80", "paged_sparse_attention", {}, set(), None),
+]
+
+
+@pytest.mark.parametrize(("architecture", "op", "changes", "installed", "expected"), CHOICES)
+def test_dispatch_on_every_architecture(
+    architecture: str,
+    op: str,
+    changes: dict[str, object],
+    installed: set[str],
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mla_ops.kernels.hopper import sources
+
+    missing = None if "nvrtc" in installed else dispatch.Missing("no NVRTC")
+    monkeypatch.setattr(sources, "reason", lambda: missing)
+    dispatch._choose.cache_clear()
+    real = dispatch.is_installed
+    monkeypatch.setattr(dispatch, "is_installed", lambda name: name in installed if name == "triton" else real(name))
+    call = dispatch.typical_call(op, matrix.device_of(architecture))._replace(**changes)
+    try:
+        if expected is None:
+            with pytest.raises(NotImplementedError, match="no lowering can run this call"):
+                dispatch.select_name(call)
+        else:
+            assert dispatch.select_name(call) == expected
+    finally:
+        dispatch._choose.cache_clear()
