@@ -425,6 +425,8 @@ def case_the_demo_runs_over_ranks() -> None:
             continue
         assert "greedy tokens equal to stock before the first difference: 12 of 12" in said.getvalue()
         assert "over ranks: heads and experts by" in said.getvalue()
+        assert ("merge_topk" in said.getvalue()) == ("dcp" in layout)
+        assert ("prefill_attention" in said.getvalue()) == ("tp" in layout)
 
 
 CASES = [case for name, case in sorted(globals().items()) if name.startswith("case_")]

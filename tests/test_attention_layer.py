@@ -190,7 +190,7 @@ def mesh() -> Iterator[Any]:
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
-def test_dtensor_needs_local_map(call: Any, mesh: Any) -> None:
+def test_dtensor_is_not_mixed_with_tensors_and_local_map_unwraps_it(call: Any, mesh: Any) -> None:
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     from torch.distributed.tensor.experimental import local_map
 

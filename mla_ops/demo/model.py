@@ -168,6 +168,8 @@ def _calls_latent(session: GenerationSession, num_tokens: int) -> list[Call]:
         Call("merge_attention_states", device, dtype, head_dim=widths[1], num_heads=heads, num_tokens=num_tokens),
     ]
     latent = call._replace(head_dim=decoder.head_dim)
+    if decoder.ranks.dcp_group is not None:
+        calls = [*calls[:2], latent._replace(op="merge_attention_states.stacked", head_dim=512)]
     if not indexed:
         return [*calls, latent._replace(op="paged_attention", topk=capacity, block_size=cache.block_size)]
     return [
@@ -184,10 +186,17 @@ def _selection(session: GenerationSession, num_tokens: int, capacity: int) -> li
     heads = int(decoder.config.index_n_heads)
     choose = Call("select_keys", decoder.device, decoder.dtype, index_format, num_heads=heads, num_tokens=num_tokens)
     choose = choose._replace(topk=decoder.index_topk, num_keys=capacity, block_size=session.cache.block_size)
-    if index_format != "fp8_index":
-        return [choose]
-    quantize = Call("quantize_index_query", decoder.device, decoder.dtype, num_heads=heads, num_tokens=num_tokens)
-    return [quantize, choose._replace(dtype=torch.float8_e4m3fn)]
+    calls = []
+    if index_format == "fp8_index":
+        quantize = Call("quantize_index_query", decoder.device, decoder.dtype, num_heads=heads, num_tokens=num_tokens)
+        calls, choose = [quantize], choose._replace(dtype=torch.float8_e4m3fn)
+    if decoder.ranks.dcp_group is None:
+        return [*calls, choose]
+    # each rank's candidates, and the merge of all
+    part = choose._replace(num_keys=capacity // decoder.ranks.dcp_size)
+    best = Call("topk_indices", decoder.device, torch.float32, num_tokens=num_tokens, topk=decoder.index_topk)
+    all_best = best._replace(op="merge_topk", num_keys=decoder.index_topk * decoder.ranks.dcp_size)
+    return [*calls, part._replace(op="paged_indexer_logits"), best._replace(num_keys=part.num_keys), all_best]
 
 
 def _calls_v4(session: GenerationSession, num_tokens: int) -> list[Call]:
