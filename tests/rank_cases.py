@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -383,6 +384,34 @@ def case_models_give_the_tokens_of_one_process() -> None:
             assert experts.experts.gate_up_proj.shape[1] == width // share
     tokens, _ = greedy("DeepseekV32", dcp_mesh=mesh(), interleave=BLOCK // world_size())
     assert tokens == greedy("DeepseekV32")[0]
+
+
+def case_a_model_that_transformers_split_gives_the_tokens_of_one_process() -> None:
+    """What `from_pretrained` with a `DistributedConfig` does to a model, which wants accelerate installed."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    from mla_ops.demo.model import build_small_model
+    from mla_ops.models import GenerationSession, decoder_for
+
+    model = build_small_model(num_layers=2, hidden_size=64, num_heads=4, index_topk=32, initializer_range=0.08)
+    names = [name for name, _ in (*model.model.named_modules(), *model.model.named_parameters())]
+    plan = {}
+    for pattern, style in model.config.base_model_tp_plan.items():
+        for name in names:
+            if re.fullmatch(pattern.replace(".", r"\.").replace("*", r"\d+") + r"(\.weight)?", name):
+                plan[name] = style
+    apply_tensor_parallelism(model.model, mesh(), plan)
+    assert type(model.model.layers[0].self_attn.q_b_proj.weight).__name__ == "DTensor"
+    assert "forward" in vars(model.model.layers[0].self_attn.o_proj)
+    session = GenerationSession(
+        decoder_for(model, 96, tp_mesh=mesh()),
+        max_num_requests=2,
+        cache_format="fp32",
+        block_size=BLOCK,
+        prefill_tokens=32,
+        eos_token_ids=(),
+    )
+    assert session.generate(prompts(), 8).tokens == greedy("DeepseekV32")[0]
 
 
 def case_a_model_over_ranks_compiles_without_breaks() -> None:
