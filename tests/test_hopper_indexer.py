@@ -1,21 +1,28 @@
-"""Scores of the indexer on Hopper, without a GPU: groups of tokens, CTAs' parts, which kernel a call gets."""
+"""Scores of the indexer on Hopper without a GPU: the kernel's own code, a coroutine a thread, and what chooses it."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import random
+import re
+import struct
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops.dispatch import Call
-from mla_ops.kernels.hopper import indexer_logits
+from mla_ops.formats import allocate_cache
+from mla_ops.kernels.hopper import indexer_logits, sources
 from mla_ops.kernels.hopper.indexer_logits import TILE, box_keys, group_size, group_sizes, in_boxes, logits_reason
+from mla_ops.kernels.reference import indexer as reference
+from mla_ops.testing.index_scores import exact_scores
 
-INT32_MAX = 2**31 - 1
+INF, INT32_MAX = math.inf, 2**31 - 1
 
 
 @pytest.fixture(scope="module")
@@ -193,3 +200,106 @@ def test_warmup_runs_groups_of_every_size(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(warm_up, "paged_indexer_logits", record)
     warm_up.warmup(cache_format="fp8_ds_mla", num_heads=2, topk=5, num_tokens=(4,), device="cpu", index_heads=2)
     assert sizes == {1, 2, 4}
+
+
+# ---- whole launches -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Launches go to the CPU, on as many CTAs as `sms` says; `kernels` are those that were launched."""
+    state: dict[str, Any] = {"sms": 3, "seed": 0, "kernels": []}
+
+    class Launched:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def launch(
+            self, grid: tuple[int, int, int], block: object, shared: object, cluster: object, params: bytes
+        ) -> None:
+            heads, tokens, source = re.findall(r"\w+", self.name)[1:]
+            assert len(params) == library.bytes_of_params()
+            state["kernels"].append(self.name)
+            kernel = int(heads), int(tokens), source.encode()
+            assert library.scores(params, *kernel, grid[0], state["seed"]) == 0, self.name
+
+    def tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, int], box: tuple[int, int]) -> bytes:
+        return struct.pack("7Q72x", address, *shape[:2], *strides, *box)
+
+    monkeypatch.setattr(indexer_logits, "tensor_map", tensor_map)
+    monkeypatch.setattr(indexer_logits, "_num_sms", lambda _: state["sms"])
+    monkeypatch.setattr(sources, "load", lambda source, name, device: Launched(name))
+    return state
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("num_heads", "num_tokens", "num_kv"), [(64, 6, 200), (32, 9, 130), (64, 1, 64)])
+def test_a_flat_launch(launches: dict[str, Any], num_heads: int, num_tokens: int, num_kv: int) -> None:
+    q = torch.randn(num_tokens, num_heads, 128).to(torch.float8_e4m3fn)
+    k, k_scale = torch.randn(num_kv, 128).to(torch.float8_e4m3fn), torch.rand(num_kv) + 0.01
+    weights = torch.randn(num_tokens, num_heads)
+    starts = int32(*(0, 7, 131, 200, -9, 0, 60, 0, 129)[:num_tokens])
+    ends = int32(*(num_kv, 7, 199, INT32_MAX, 1, 90, 190, 0, 130)[:num_tokens])
+    column = torch.arange(num_kv)
+    within = (column >= starts[:, None]) & (column < ends[:, None])
+    expected, bound = exact_scores(q, k, weights, k_scale)
+    for sms in (1, 3):
+        launches["sms"], launches["seed"] = sms, sms
+        out = torch.full((num_tokens, num_kv + 5), 7.0)
+        indexer_logits.indexer_logits(q, k, weights, starts, ends, k_scale=k_scale, out=out[:, :num_kv])
+        assert ((out[:, :num_kv].double() - expected).abs() <= bound)[within].all()
+        assert (out[:, :num_kv][~within] == 7).all()
+        assert (out[:, num_kv:] == 7).all()
+    assert {name.split(", ")[-1] for name in launches["kernels"]} == {"FLAT>"}
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "tokens_each", "block_size", "max_length"),
+    [(64, 1, 64, 1300), (32, 1, 17, 1300), (64, 2, 16, 300), (32, 4, 128, 300), (32, 7, 8, 300), (64, 3, 100, 300)],
+)
+def test_a_paged_launch(
+    launches: dict[str, Any], num_heads: int, tokens_each: int, block_size: int, max_length: int
+) -> None:
+    """Rows of length 0 and past the table, blocks that there are not, tokens of no request, more tiles than there is
+    room for: bits of the token alone."""
+    num_requests = 3
+    blocks_each, num_tokens = -(-(max_length + 20) // block_size), num_requests * tokens_each
+    num_blocks = num_requests * blocks_each + 1
+    cache = allocate_cache("fp8_index", num_blocks, block_size)
+    slots = torch.arange(num_blocks * block_size)
+    reference.write_index_cache(torch.randn(len(slots), 128), cache, slots, "fp8_index")
+    k, k_scale = reference.read_index_keys(cache, slots, "fp8_index")
+    table = torch.randperm(num_blocks)[: num_requests * blocks_each].view(num_requests, -1).to(torch.int32)
+    table[0, 0], table[1, -1], table[2, 1] = -1, num_blocks, INT32_MAX
+    q = torch.randn(num_tokens, num_heads, 128).to(torch.float8_e4m3fn)
+    weights = torch.randn(num_tokens, num_heads)
+    lengths = int32(*(max_length - 10 - 37 * i % 290 for i in range(num_tokens)))
+    lengths[-1], lengths[1] = INT32_MAX, 0
+    requests = torch.arange(num_requests).repeat_interleave(tokens_each).to(torch.int32)
+    if tokens_each > 2:
+        requests[2], requests[4] = -1, num_requests
+    position = torch.arange(max_length)
+    block = table.long()[requests.long().clamp(0, num_requests - 1)][:, position // block_size]
+    there = (block >= 0) & (block < num_blocks)
+    known = (requests >= 0) & (requests < num_requests)
+    within = position < torch.where(known, lengths, 0)[:, None]
+    exact = exact_scores(q, k, weights, k_scale)
+    expected, bound = (x.gather(1, torch.where(there, block * block_size + position % block_size, 0)) for x in exact)
+
+    def scores(order: torch.Tensor) -> torch.Tensor:
+        out = torch.full((num_tokens, max_length), 7.0)
+        rest = lengths[order], table, requests[order], max_length, "fp8_index"
+        indexer_logits.paged_indexer_logits(q[order], cache, weights[order], *rest, out=out)
+        return out
+
+    found = scores(torch.arange(num_tokens))
+    assert ((found.double() - expected).abs() <= bound)[within & there].all()
+    assert (found[within & ~there] == -INF).all()
+    assert (found[~within] == 7).all()
+    launches["sms"], launches["seed"] = 1, 1
+    order = torch.randperm(num_tokens)
+    assert torch.equal(scores(order), found[order])
+    assert (box_keys(block_size) > 0) == all("BOXES" in name for name in launches["kernels"])

@@ -341,6 +341,11 @@ DEVICE void wait_for_copies_but(int groups) {
     wait_for_copies();
 }
 
+template <int GROUPS>
+DEVICE void wait_for_copies_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
 DEVICE void prefetch_to_l2(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
 
 DEVICE void store_8_if(bool condition, void* target, u32 a, u32 b) {
@@ -565,6 +570,13 @@ DEVICE float exp2_approx(float x) {
 DEVICE float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The larger of a number and 0; NaN stays.
+DEVICE float positive_or_nan(float x) {
+  float y;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
   return y;
 }
 

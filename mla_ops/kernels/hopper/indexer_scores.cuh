@@ -1,0 +1,425 @@
+// A CTA of `indexer_logits.cu`, which has the products and says how it works.
+#pragma once
+
+#include "indexer_rows.cuh"
+
+constexpr int CONSUMERS = 256, THREADS = 384, STAGES = 16, QUERY_STAGES = 2;
+constexpr int TILE_BYTES = TILE * 128, GATHERERS = 4, LAG = 6;
+
+template <int HEADS_, int TOKENS_>
+struct IndexerLayout {
+  static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS;
+  static constexpr int PARTS = COLUMNS == 256 ? 2 : 1;  // of a tile's products
+  static constexpr int PART_TOKENS = TOKENS / PARTS, PART_COLUMNS = COLUMNS / PARTS, PART_BYTES = PART_COLUMNS * 128;
+  static constexpr int QUERY_BYTES = COLUMNS * 128;
+  static constexpr int QUERY = 0, KEY = QUERY_STAGES * QUERY_BYTES, SCALE = KEY + STAGES * TILE_BYTES;
+  static constexpr int GROUP = SCALE + STAGES * TILE * 4;  // of a query stage: token, count, first tile, tiles
+  static constexpr int TOTALS = GROUP + QUERY_STAGES * 16, PART = TOTALS + THREADS / 32 * 4;
+  static constexpr int GROUP_FULL = PART + 16, QUERY_FULL = GROUP_FULL + QUERY_STAGES * 8;
+  static constexpr int QUERY_FREE = QUERY_FULL + QUERY_STAGES * 8, KEY_FULL = QUERY_FREE + QUERY_STAGES * 8;
+  static constexpr int KEY_FREE = KEY_FULL + STAGES * 8, BYTES = KEY_FREE + STAGES * 8;
+  static_assert(GROUP_FULL % 8 == 0, "barriers lie at multiples of 8 bytes");
+  static_assert(BYTES <= 232448, "more shared memory than an SM has");
+};
+
+// ---- each CTA's part ------------------------------------------------------------------------------------------------
+
+// Of few rows, whose latencies are what a launch takes: what is read once lengths are known, on its way to L2 meanwhile.
+template <class L, Source SOURCE>
+DEVICE void prefetch_rows(const Params& p) {
+  if (SOURCE == FLAT || p.num_tokens > 16) return;
+  const int line = threadIdx.x * 32;  // of 128 bytes
+  for (int request = blockIdx.x; request < p.num_requests; request += gridDim.x)
+    if (line < p.table_width) prefetch_to_l2(p.block_table + request * p.table_stride + line);
+  for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x)
+    if (line < L::HEADS) prefetch_to_l2(p.weights + token * p.weights_stride + line);
+}
+
+// All threads count the tiles of all groups.
+template <class L, Source SOURCE>
+DEVICE Part this_part(const Params& p, u32 shared) {
+  constexpr int step = STEP<L::TOKENS, SOURCE>;
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  const int units = (p.num_tokens + step - 1) / step, each = (units + THREADS - 1) / THREADS;
+  const int first = thread * each, last = min(first + each, units);
+  int own = 0;
+  for (int unit = first; unit < last; ++unit) own += group_at<L::TOKENS, SOURCE>(p, unit * step).tiles;
+  int before = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int lower = __shfl_up_sync(~0u, before, distance);
+    if (lane >= distance) before += lower;
+  }
+  if (lane == 31) store_shared_4(shared + L::TOTALS + warp * 4, before);
+  __syncthreads();
+  before -= own;
+  int total = 0;
+#pragma unroll
+  for (int w = 0; w < THREADS / 32; ++w) {
+    const int tiles = load_shared_4(shared + L::TOTALS + w * 4);
+    if (w < warp) before += tiles;
+    total += tiles;
+  }
+  const int begin = tiles_before(total, blockIdx.x, gridDim.x),
+            count = tiles_before(total, blockIdx.x + 1, gridDim.x) - begin;
+  if (count == 0) return {0, 0, 0};
+  if (before <= begin && begin < before + own) {
+    Part part = {first * step, begin - before, count};
+    find_begin<L::TOKENS, SOURCE>(p, part);
+    store_shared_8(shared + L::PART, part.token, part.skip);
+  }
+  __syncthreads();
+  const uint2 part = load_shared_8(shared + L::PART);
+  return {static_cast<int>(part.x), static_cast<int>(part.y), count};
+}
+
+// ---- the producer ---------------------------------------------------------------------------------------------------
+
+// Slots of the ring of keys, a tile each.
+struct Slot {
+  int index;
+  u32 parity;
+};
+
+DEVICE void next(Slot& slot) {
+  if (++slot.index == STAGES) slot.index = 0, slot.parity ^= 1;
+}
+
+DEVICE u32 of_slot(u32 barriers, const Slot& slot) { return barriers + slot.index * 8; }
+
+// The block of a group's key, -1 where there is none that can be read.
+DEVICE int block_at(const Params& p, const int* table, int position, int end) {
+  if (position >= end) return -1;
+  const int block = __ldg(table + divide(position, p.of_block_size));
+  return block < p.num_blocks ? max(block, -1) : -1;
+}
+
+DEVICE const int* table_of(const Params& p, int token) {
+  return p.block_table + __ldg(p.req_id_per_token + token) * p.table_stride;
+}
+
+template <class L>
+DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, int tiles, Slot& slot) {
+  for (int i = 0; i < tiles; ++i, next(slot)) {
+    mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
+    if (lane == 0) {
+      mbarrier_arrive_expect(of_slot(shared + L::KEY_FULL, slot), TILE_BYTES);
+      copy_box(shared + L::KEY + slot.index * TILE_BYTES, p.keys, 0, (first_tile + i) * TILE, 0,
+               of_slot(shared + L::KEY_FULL, slot));
+    }
+  }
+}
+
+// Lane n has the n-th box of the tiles that it and the others bring together.
+template <class L>
+DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int end, int first_tile, int tiles,
+                        Slot& slot) {
+  const int* table = table_of(p, token);
+  const int boxes = 1 << p.boxes_log2, keys = TILE >> p.boxes_log2, together = 32 >> p.boxes_log2;
+  const int box = lane & boxes - 1, turn = lane >> p.boxes_log2;
+  int position = first_tile * TILE + lane * keys, block_after = block_at(p, table, position, end);
+  for (; tiles > 0; tiles -= together, position += 32 * keys) {
+    const int block = block_after, offset = position - divide(position, p.of_block_size) * p.block_size;
+    const unsigned char* scales = p.cache + block * p.block_bytes + p.block_size * 128 + offset * 4;
+    const u32 there = __ballot_sync(~0u, block >= 0);
+    if (tiles > together) block_after = block_at(p, table, position + 32 * keys, end);
+    for (int i = 0; i < min(tiles, together); ++i, next(slot)) {
+      const u32 full = of_slot(shared + L::KEY_FULL, slot), scales_to = shared + L::SCALE + slot.index * TILE * 4;
+      const int count = __popc(there >> (i << p.boxes_log2) & (1 << boxes) - 1);
+      mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
+      if (count < boxes) {
+        if (turn == i && block < 0)
+          for (int key = 0; key < keys; ++key) store_shared_float(scales_to + (box * keys + key) * 4, -INFINITY);
+        __syncwarp();
+      }
+      if (turn == i && box == 0) mbarrier_arrive_expect(full, count * keys * 132);
+      if (boxes > 1) __syncwarp();
+      if (turn == i && block >= 0) {
+        copy_box(shared + L::KEY + slot.index * TILE_BYTES + box * keys * 128, p.keys, 0, offset, block, full);
+        bulk_copy(scales_to + box * keys * 4, scales, keys * 4, full);
+      }
+    }
+  }
+}
+
+// Four warps, a key of each sixteen for eight threads. Tiles that are on their way are those of the last LAG turns.
+template <class L>
+DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
+                           Slot& slot) {
+  const int* table = table_of(p, token);
+  const int chunk = thread % 8, lane = thread & 31;
+  Slot arriving = slot;
+  auto arrive = [&] {
+    fence_async_shared();
+    __syncwarp();
+    warp_arrive(of_slot(shared + L::KEY_FULL, arriving), lane);
+    next(arriving);
+  };
+  int blocks[4], position = first_tile * TILE + thread / 8;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) blocks[j] = block_at(p, table, position + j * 16, end);
+  for (int i = 0; i < tiles; ++i, next(slot)) {
+    int blocks_after[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) blocks_after[j] = block_at(p, table, position + TILE + j * 16, end);
+    mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int key = thread / 8 + j * 16, at = position + j * 16;
+      const u32 scale = shared + L::SCALE + (slot.index * TILE + key) * 4;
+      if (blocks[j] >= 0) {
+        const int offset = at - divide(at, p.of_block_size) * p.block_size;
+        const unsigned char* block = p.cache + blocks[j] * p.block_bytes;
+        copy_16(shared + L::KEY + slot.index * TILE_BYTES + key * 128 + ((chunk ^ key & 7) << 4),
+                block + offset * 128 + chunk * 16);
+        if (chunk == 0) copy_4(scale, block + p.block_size * 128 + offset * 4);
+      } else if (chunk == 0) {
+        store_shared_float(scale, -INFINITY);
+      }
+      blocks[j] = blocks_after[j];
+    }
+    commit_copies();
+    position += TILE;
+    if (i >= LAG) {
+      wait_for_copies_but<LAG>();
+      arrive();
+    }
+  }
+  wait_for_copies();
+  for (int i = max(tiles - LAG, 0); i < tiles; ++i) arrive();
+}
+
+template <class L, Source SOURCE>
+DEVICE void produce(const Params& p, u32 shared, Part part) {
+  constexpr int step = STEP<L::TOKENS, SOURCE>;
+  const int thread = threadIdx.x - CONSUMERS, lane = thread & 31;
+  const bool leads = thread < 32;
+  Slot slot = {0, 0};
+  int stage = 0;
+  u32 parity = 1;
+  auto announce = [&](int token, int count, int first_tile, int tiles) {
+    mbarrier_wait(shared + L::QUERY_FREE + stage * 8, parity);
+    if (leads && lane == 0) {
+      store_shared_16(shared + L::GROUP + stage * 16, token, count, first_tile, tiles);
+      mbarrier_arrive(shared + L::GROUP_FULL + stage * 8);
+      if (tiles) {
+        const u32 full = shared + L::QUERY_FULL + stage * 8;
+        mbarrier_arrive_expect(full, L::QUERY_BYTES);
+        copy_box(shared + L::QUERY + stage * L::QUERY_BYTES, p.queries, 0, 0, token, full);
+      }
+    }
+    __syncwarp();
+    if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
+  };
+  for (int first = part.token; part.count; first += 32 * step) {
+    const Group groups = group_at<L::TOKENS, SOURCE>(p, first + lane * step);
+    for (u32 live = __ballot_sync(~0u, groups.tiles > 0); live && part.count; live &= live - 1) {
+      const int from = __ffs(live) - 1, token = first + from * step;
+      const int count = __shfl_sync(~0u, groups.count, from), end = __shfl_sync(~0u, groups.end, from),
+                first_tile = __shfl_sync(~0u, groups.first_tile, from) + part.skip,
+                tiles = min(__shfl_sync(~0u, groups.tiles, from) - part.skip, part.count);
+      part.skip = 0, part.count -= tiles;
+      announce(token, count, first_tile, tiles);
+      if (SOURCE == FLAT)
+        bring_flat<L>(p, shared, lane, first_tile, tiles, slot);
+      else if (SOURCE == BOXES)
+        bring_boxes<L>(p, shared, lane, token, end, first_tile, tiles, slot);
+      else
+        bring_anywhere<L>(p, shared, thread, token, end, first_tile, tiles, slot);
+    }
+  }
+  announce(0, 0, 0, 0);
+}
+
+// ---- the consumers --------------------------------------------------------------------------------------------------
+
+// Sums of four neighbouring lanes, (0 + 1) + (2 + 3) of each value; a lane is left with the quarter of them that its
+// number names, low bit first, or with the only one.
+template <int COUNT, int BIT = 1>
+DEVICE void add_up(float* values, int lane) {
+  if constexpr (COUNT == 1) {
+    values[0] += __shfl_xor_sync(~0u, values[0], BIT);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) {
+      const bool upper = lane & BIT;
+      const float sent = upper ? values[i] : values[i + COUNT / 2];
+      values[i] = (upper ? values[i + COUNT / 2] : values[i]) + __shfl_xor_sync(~0u, sent, BIT);
+    }
+  }
+  if constexpr (BIT == 1) add_up<(COUNT > 1 ? COUNT / 2 : 1), 2>(values, lane);
+}
+
+// What a lane stores of a tile: scores of TOKENS tokens and of ROWS keys, eight apart.
+template <int TOKENS_>
+struct Share {
+  static constexpr int TOKENS = TOKENS_ / 4 > 1 ? TOKENS_ / 4 : 1, ROWS = TOKENS_ >= 4 ? 2 : 1;
+
+  static DEVICE int first_token(int lane) {
+    return TOKENS_ >= 4 ? (lane & 1) * (TOKENS_ / 2) + (lane >> 1 & 1) * (TOKENS_ / 4) : TOKENS_ == 2 ? lane & 1 : 0;
+  }
+  static DEVICE int first_row(int lane) {
+    return TOKENS_ >= 4 ? 0 : TOKENS_ == 2 ? lane >> 1 & 1 : lane & 1;
+  }
+  static DEVICE bool stores(int lane) { return TOKENS_ > 1 || (lane & 2) == 0; }
+};
+
+// Begins the products of a tile and a part of the queries.
+template <int N>
+DEVICE void multiply(float (&products)[N], u64 keys, u64 queries) {
+  hold(products);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) wgmma_e4m3(products, keys + k * 2, queries + k * 2, k > 0);
+  wgmma_commit();
+}
+
+// Whether no products were begun behind some.
+struct Last {
+  DEVICE constexpr operator bool() const { return true; }
+};
+struct Not {
+  DEVICE constexpr operator bool() const { return false; }
+};
+
+// Sums of a part's tokens over this thread's heads, of two keys each.
+template <class L>
+DEVICE void weigh(const float (&products)[L::PART_COLUMNS / 2], const float* weights, float* sums) {
+#pragma unroll
+  for (int j = 0; j < L::HEADS / 4; ++j)
+#pragma unroll
+    for (int t = 0; t < L::PART_TOKENS; ++t)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int column = t * (L::HEADS / 4) + j;
+        const float positive = positive_or_nan(products[column / 2 * 4 + r * 2 + column % 2]);
+        float& sum = sums[t * 2 + r];
+        sum = j ? __fmaf_rn(weights[column], positive, sum) : weights[column] * positive;
+      }
+}
+
+template <class L, Source SOURCE>
+DEVICE void consume(const Params& p, u32 shared) {
+  using S = Share<L::TOKENS>;
+  const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7);
+  const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
+  const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
+  float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
+  Slot slot = {warpgroup, 0}, done = slot;  // whose products are begun next, and summed up next
+  int turn = 0;                             // tiles of the groups so far, of both warpgroups
+  for (int stage = 0, parity = 0;;) {
+    mbarrier_wait(shared + L::GROUP_FULL + stage * 8, parity);
+    const uint4 group = load_shared_16(shared + L::GROUP + stage * 16);
+    const int token = group.x;
+    if (group.w == 0) return;
+    float* rows[S::TOKENS];
+    Bounds bounds[S::TOKENS];
+#pragma unroll
+    for (int t = 0; t < S::TOKENS; ++t) {
+      const int of_group = S::first_token(lane) + t;
+      bounds[t] = {0, 0};
+      if (of_group < static_cast<int>(group.y) && S::stores(lane)) bounds[t] = bounds_of<SOURCE>(p, token + of_group);
+      rows[t] = p.out + (token + of_group) * p.out_stride;
+    }
+#pragma unroll
+    for (int t = 0; t < L::TOKENS; ++t) {
+      const float* own = p.weights + min(token + t, p.num_tokens - 1) * p.weights_stride + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < L::HEADS / 4; ++j) weights[t * (L::HEADS / 4) + j] = __ldg(own + j / 2 * 8 + j % 2);
+    }
+    const int skipped = (warpgroup ^ turn) & 1;  // the other warpgroup's
+    int column = (static_cast<int>(group.z) + skipped) * TILE + key;
+    int tiles = static_cast<int>(group.w) - skipped + 1 >> 1;
+    turn += group.w;
+    float sums[L::TOKENS * 2], scales[S::ROWS];
+    const u64 own_queries = queries + stage * (L::QUERY_BYTES / 16);
+
+    auto begin = [&](float(&products)[L::PART_COLUMNS / 2], int part) {
+      if (part == 0) mbarrier_wait(of_slot(shared + L::KEY_FULL, slot), slot.parity);
+      multiply(products, keys + slot.index * (TILE_BYTES / 16), own_queries + part * (L::PART_BYTES / 16));
+      if (part == L::PARTS - 1) next(slot), next(slot);
+    };
+    auto end = [&](float(&products)[L::PART_COLUMNS / 2], int part, auto last) {
+      if (part == 0) {
+#pragma unroll
+        for (int r = 0; r < S::ROWS; ++r) {
+          if (SOURCE != FLAT)
+            scales[r] = load_shared_float(shared + L::SCALE + (done.index * TILE + key + r * 8) * 4);
+          else
+            scales[r] = p.k_scale && column + r * 8 < p.num_columns ? __ldg(p.k_scale + column + r * 8) : 1.f;
+        }
+      }
+      wgmma_wait<last ? 0 : 1>();
+      hold(products);
+      if (part == L::PARTS - 1) {
+        warp_arrive(of_slot(shared + L::KEY_FREE, done), lane);
+        next(done), next(done);
+      }
+      weigh<L>(products, weights + part * (L::PART_COLUMNS / 4), sums + part * L::PART_TOKENS * 2);
+      if (part < L::PARTS - 1) return;
+      add_up<L::TOKENS * 2>(sums, lane);
+#pragma unroll
+      for (int t = 0; t < S::TOKENS; ++t)
+#pragma unroll
+        for (int r = 0; r < S::ROWS; ++r) {
+          float score = sums[t * S::ROWS + r] * scales[r];
+          if (SOURCE != FLAT && scales[r] == -INFINITY) score = -INFINITY;
+          if (column + r * 8 >= bounds[t].start && column + r * 8 < bounds[t].end) rows[t][column + r * 8] = score;
+        }
+      column += 2 * TILE;
+    };
+
+    mbarrier_wait(shared + L::QUERY_FULL + stage * 8, parity);
+    // The compiler has to see at every point which products are on their way.
+    constexpr int PER_TURN = L::PARTS == 2 ? 1 : 2;  // tiles
+    if (tiles) {
+      begin(even, 0);
+      for (; tiles > PER_TURN; tiles -= PER_TURN) {
+        begin(odd, L::PARTS - 1);
+        end(even, 0, Not());
+        begin(even, 0);
+        end(odd, L::PARTS - 1, Not());
+      }
+      if (tiles == PER_TURN) {
+        begin(odd, L::PARTS - 1);
+        end(even, 0, Not());
+        end(odd, L::PARTS - 1, Last());
+      } else {
+        end(even, 0, Last());
+      }
+    }
+    __syncwarp();
+    warp_arrive(shared + L::QUERY_FREE + stage * 8, lane);
+    if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
+  }
+}
+
+// ---- a CTA ----------------------------------------------------------------------------------------------------------
+
+template <class L, Source SOURCE>
+DEVICE void make_scores(const Params& p, u32 shared) {
+  if (threadIdx.x == 0) {
+    constexpr u32 WARPS = ARRIVALS_OF_A_WARP;
+    for (int stage = 0; stage < QUERY_STAGES; ++stage) {
+      mbarrier_init(shared + L::GROUP_FULL + stage * 8, 1), mbarrier_init(shared + L::QUERY_FULL + stage * 8, 1);
+      mbarrier_init(shared + L::QUERY_FREE + stage * 8, 8 * WARPS);
+    }
+    for (int slot = 0; slot < STAGES; ++slot) {
+      mbarrier_init(shared + L::KEY_FULL + slot * 8, SOURCE == ANYWHERE ? GATHERERS * WARPS : 1);
+      mbarrier_init(shared + L::KEY_FREE + slot * 8, 4 * WARPS);
+    }
+    fence_barrier_init();
+  }
+  if (threadIdx.x == 32) prefetch_map(p.queries);
+  if (threadIdx.x == 64 && SOURCE != ANYWHERE) prefetch_map(p.keys);
+  prefetch_rows<L, SOURCE>(p);
+  const Part part = this_part<L, SOURCE>(p, shared);
+  if (part.count == 0) return;
+  if (uniform(threadIdx.x >> 7) == 2) {
+    fewer_registers<SOURCE == FLAT ? 40 : 72>();
+    if (SOURCE == ANYWHERE || threadIdx.x < CONSUMERS + 32) produce<L, SOURCE>(p, shared, part);
+  } else {
+    more_registers<SOURCE == FLAT ? 232 : 216>();
+    consume<L, SOURCE>(p, shared);
+  }
+}
