@@ -438,6 +438,14 @@ def case_models_that_do_not_divide_are_refused() -> None:
         decoder_for(build_small_model(**small), 64, dcp_mesh=mesh()).allocate_cache("fp32", 2, world_size() + 1)
 
 
+def case_the_benchmark_runs_over_ranks() -> None:
+    from benchmarks import distributed as benchmark
+
+    arguments = ["tokens", "merge", "steps", "--quick", "--layers", "2", "--batch", "2", "--context", "256"]
+    assert benchmark.main([*arguments, "--seconds", "0"]) == 0  # begins nothing
+    assert benchmark.main([*arguments[1:]]) == 0
+
+
 def case_the_demo_runs_over_ranks() -> None:
     from io import StringIO
 
@@ -460,7 +468,7 @@ def case_the_demo_runs_over_ranks() -> None:
 
 CASES = [case for name, case in sorted(globals().items()) if name.startswith("case_")]
 # a merge of one part returns it as it is
-NEED_RANKS = ("dtensors", "anything", "model", "demo")
+NEED_RANKS = ("dtensors", "anything", "benchmark", "model", "demo")
 # more ranks change nothing in these, which take the longest
-AT_TWO = ("compiles_without_breaks", "demo", "refused")
+AT_TWO = ("compiles_without_breaks", "benchmark", "demo", "refused")
 ALONE = [case for case in CASES if not any(word in case.__name__ for word in NEED_RANKS)]
