@@ -12,6 +12,7 @@ import torch
 
 import mla_ops
 
+# [start:hooks]
 BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
 
 
@@ -64,3 +65,6 @@ def register() -> None:
 
     for target, hook in HOOKS.items():
         HookRegistry.register(target, hook, HookType.REPLACE)
+
+
+# [end:hooks]

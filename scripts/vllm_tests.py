@@ -2,6 +2,9 @@
 
     python -m scripts.vllm_tests 0.24.0 FOLDER [pytest argument ...]
 
+With `--own SOURCES`, an unpacked source distribution of that version, it runs vLLM's own test of sparse decode, with
+our class in the place of FlashMLA's.
+
 FOLDER gets the Python side of that version's wheel and an environment with what it imports, over the packages of the
 interpreter that runs this. Both are kept, and found again by the next run.
 """
@@ -20,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "scripts" / "vllm_requirements.txt"
+OWN_TEST = "tests/v1/attention/test_sparse_mla_backends.py"
 WHEEL = ("--python-version", "3.12", "--implementation", "cp", "--abi", "abi3", "--platform", "manylinux_2_28_x86_64")
 
 
@@ -53,15 +57,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--own", type=Path)
     arguments, rest = parser.parse_known_args()
     source = arguments.folder.resolve() / f"vllm-{arguments.version}"
     if not (source / "vllm" / "_C_stable_libtorch.py").exists():
         unpack(arguments.version, source)
     python = environment(arguments.folder.resolve() / "venv")
-    paths = os.pathsep.join((str(source), str(ROOT)))
-    command = [str(python), "-m", "pytest", str(ROOT / "tests" / "test_vllm.py"), *rest]
-    variables = {**os.environ, "PYTHONPATH": paths, "VLLM_LOGGING_LEVEL": "ERROR"}
-    sys.exit(subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode)
+    paths, command = [source, ROOT], [str(python), "-m", "pytest"]
+    if arguments.own is None:
+        command += [str(ROOT / "tests" / "test_vllm.py"), *rest]
+    else:
+        own = arguments.own.resolve()
+        paths.insert(1, own)  # its package `tests`, before ours
+        if (own / "vllm").exists():
+            sys.exit(f"{own / 'vllm'} would be imported as vLLM: unpack `tests` alone")
+        command += ["--noconftest", "-p", "scripts.vllm_own_test", "-c", os.devnull, "--rootdir", str(own)]
+        command += [str(own / OWN_TEST), "-k", "decode_correctness and FlashMLA", *rest]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "VLLM_LOGGING_LEVEL": "ERROR"}
+    folder = ROOT if arguments.own is None else arguments.own
+    sys.exit(subprocess.run(command, env=variables, cwd=folder, check=False).returncode)
 
 
 if __name__ == "__main__":
