@@ -241,3 +241,70 @@ def test_batch_invariance_asks_for_deterministic_kernels(config, tmp_path, monke
         layer = tiny.Layer(built, backends.MLAOpsSparseBackend, backends.MLAOpsPrefillBackend, "fp8_ds_mla", True)
         run_steps(layer, [([70], 0)], True, read_back("fp8_ds_mla"))
     assert asked == [True]
+
+
+@needs_vllm
+def test_rows_of_a_cache_with_other_layers_pages_between(config, tmp_path):
+    """What 0.33 calls under decode context parallelism: physical rows, of a block stride that is not the block size."""
+    if not HAS_COMMON:
+        pytest.skip("this vLLM translates no rows")
+    import mla_ops
+    from mla_ops.integrations.vllm import backends
+
+    built = config("fp8_ds_mla")
+    with set_current_vllm_config(built), tiny.one_rank(tmp_path):
+        layer = tiny.Layer(built, backends.MLAOpsSparseBackend, backends.MLAOpsPrefillBackend, "fp8_ds_mla", True)
+    assert layer.attention.impl.can_return_lse_for_decode
+    both = torch.zeros(4, 2 * tiny.BLOCK, 656, dtype=torch.uint8)
+    cache = both[:, : tiny.BLOCK]
+    latent, rope = torch.randn(256, 512).bfloat16(), torch.randn(256, 64).bfloat16()
+    mla_ops.concat_and_cache(latent, rope, cache, torch.arange(256), "fp8_ds_mla")
+    q = torch.randn(5, tiny.HEADS, 576).bfloat16()
+    slots = torch.randint(0, 256, (5, tiny.TOPK), dtype=torch.int32)
+    slots[3] = -1  # a rank that owns none of a token's keys
+    rows = torch.where(slots < 0, -1, slots // tiny.BLOCK * 2 * tiny.BLOCK + slots % tiny.BLOCK)
+    out, lse = layer.attention.impl._forward_mqa_kernel(
+        (q[..., :512], q[..., 512:]), cache, rows, None, layer=None, block_size=tiny.BLOCK, is_decode=True
+    )
+    expected, expected_lse = mla_ops.paged_sparse_attention(q, cache, slots, tiny.SCALE, "fp8_ds_mla")
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    assert torch.all(lse[3] == -torch.inf)
+
+
+@needs_vllm
+def test_the_prefill_backend_is_found_by_its_name(config):
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+
+    from mla_ops.integrations.vllm import backends
+
+    assert AttentionConfig(mla_prefill_backend=NAME).mla_prefill_backend is MLAPrefillBackendEnum[NAME]
+    assert MLAPrefillBackendEnum[NAME].get_class() is backends.MLAOpsPrefillBackend
+
+
+@needs_vllm
+def test_context_of_a_prefill_is_attended_without_a_mask():
+    """Chunks of context, as each version describes them, beside attention in float64."""
+    from types import SimpleNamespace
+
+    from mla_ops.integrations.vllm.backends import MLAOpsPrefillBackend
+
+    backend = MLAOpsPrefillBackend(2, 0.1, 512, 128, 64, 128, None)
+    starts_q = torch.tensor([0, 3, 5], dtype=torch.int32)
+    starts_k = torch.tensor([0, 7, 7], dtype=torch.int32)  # the second request has no context
+    if HAS_COMMON:
+        chunk = SimpleNamespace(query_start_loc=starts_q, max_query_len=3, cu_seq_lens=starts_k, max_seq_len=7)
+    else:
+        chunk = 0
+        context = SimpleNamespace(cu_seq_lens=starts_k.unsqueeze(0), max_seq_lens=[7])
+        backend.prepare_metadata(SimpleNamespace(query_start_loc=starts_q, max_query_len=3, chunked_context=context))
+    q, k = torch.randn(5, 2, 192).bfloat16(), torch.randn(7, 2, 192).bfloat16()
+    v = torch.randn(7, 2, 128).bfloat16()
+    out, lse = backend.run_prefill_context_chunk(chunk, q=q, k=k, v=v)
+    scores = torch.einsum("thd,khd->htk", q[:3].double(), k.double()) * 0.1
+    expected = torch.einsum("htk,khd->thd", scores.softmax(-1), v.double())
+    assert lse.shape == (2, 5)
+    torch.testing.assert_close(lse[:, :3].double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(out[:3].double(), expected, atol=2**-7, rtol=2**-7)  # bfloat16
+    assert torch.all(lse[:, 3:] == -torch.inf)
+    assert torch.all(out[3:] == 0)
