@@ -5,8 +5,10 @@ They need vLLM's Python side only: `python -m scripts.vllm_tests 0.24.0 FOLDER` 
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +72,13 @@ def test_registering_without_vllm_is_a_warning(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", None)
     plugin.register()
     assert "its vLLM backends are not registered" in caplog.text
+
+
+def test_the_entry_point_is_what_vllm_loads():
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    group = text.split('[project.entry-points."vllm.general_plugins"]\n')[1].split("\n\n")[0]
+    (entry,) = [importlib.metadata.EntryPoint(*line.split(" = "), "group") for line in group.splitlines()]
+    assert importlib.metadata.EntryPoint(entry.name, entry.value.strip('"'), "group").load() is plugin.register
 
 
 def test_nothing_of_vllm_is_imported():
