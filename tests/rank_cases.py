@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
@@ -394,13 +395,17 @@ def case_a_model_that_transformers_split_gives_the_tokens_of_one_process() -> No
     from mla_ops.models import GenerationSession, decoder_for
 
     model = build_small_model(num_layers=2, hidden_size=64, num_heads=4, index_topk=32, initializer_range=0.08)
-    names = [name for name, _ in (*model.model.named_modules(), *model.model.named_parameters())]
-    plan = {}
-    for pattern, style in model.config.base_model_tp_plan.items():
-        for name in names:
-            if re.fullmatch(pattern.replace(".", r"\.").replace("*", r"\d+") + r"(\.weight)?", name):
-                plan[name] = style
-    apply_tensor_parallelism(model.model, mesh(), plan)
+    arguments = [model, mesh()]
+    if "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters:  # transformers 5.23; 5.17 asks the model
+        names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+        patterns = {f"model.{key}": style for key, style in model.config.base_model_tp_plan.items()}
+        patterns["lm_head"] = "colwise_gather_output"
+        arguments.append({})
+        for pattern, style in patterns.items():
+            for name in names:
+                if re.fullmatch(pattern.replace(".", r"\.").replace("*", r"\d+") + r"(\.weight)?", name):
+                    arguments[-1][name] = style
+    apply_tensor_parallelism(*arguments)
     assert type(model.model.layers[0].self_attn.q_b_proj.weight).__name__ == "DTensor"
     assert "forward" in vars(model.model.layers[0].self_attn.o_proj)
     session = GenerationSession(
@@ -420,6 +425,7 @@ def case_a_model_over_ranks_compiles_without_breaks() -> None:
 
 
 def case_models_that_do_not_divide_are_refused() -> None:
+    import transformers
     from small_models import build_mistral_large4
 
     from mla_ops.demo.model import build_small_model, build_small_v4_model

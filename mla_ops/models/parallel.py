@@ -88,8 +88,7 @@ def shard_weights(backbone: Any, config: Any, mesh: Any) -> None:
             attention has weights of each head that no plan splits.
     """
     from torch.distributed.tensor import DTensor
-    from transformers.distributed import tensor_parallel  # noqa: F401  (registers the styles)
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     if config.model_type not in SHARDED_TYPES and config.model_type != "kimi_k2":
         raise ValueError(
