@@ -434,10 +434,11 @@ def case_models_that_do_not_divide_are_refused() -> None:
     small = {"num_layers": 2, "hidden_size": 64, "num_heads": 4}
     with pytest.raises(ValueError, match="5 heads do not divide over"):
         decoder_for(build_small_model(**{**small, "num_heads": 5}), 64, tp_mesh=mesh())
-    with pytest.raises(
-        ValueError, match=r"tp_mesh needs a text model of a model_type in .*, got 'mistral_large4_text'"
-    ):
-        decoder_for(build_mistral_large4(), 64, tp_mesh=mesh())
+    if hasattr(transformers, "MistralLarge4Config"):  # newer than 5.17
+        with pytest.raises(
+            ValueError, match=r"tp_mesh needs a text model of a model_type in .*, got 'mistral_large4_text'"
+        ):
+            decoder_for(build_mistral_large4(), 64, tp_mesh=mesh())
     with pytest.raises(ValueError, match="dcp_mesh needs caches of latents"):
         decoder_for(build_small_v4_model(), 64, dcp_mesh=mesh())
     with pytest.raises(ValueError, match="block_size must be a multiple of world_size"):
