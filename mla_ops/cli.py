@@ -139,15 +139,17 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _doctor() -> int:
     print(f"mla_ops {__version__}")
-    print(f"  python        {platform.python_version()} on {platform.system()} {platform.machine()}")
+    print(f"  python            {platform.python_version()} on {platform.system()} {platform.machine()}")
     cuda = torch.version.cuda or torch.version.hip
-    print(f"  torch         {torch.__version__}" + (f" (built for {cuda})" if cuda else " (built for CPU only)"))
+    print(f"  torch             {torch.__version__}" + (f" (built for {cuda})" if cuda else " (built for CPU only)"))
     for package, purpose in (
         ("triton", "the Triton lowerings"),
         ("cuda-bindings", "the Hopper lowerings"),
         ("transformers", "the demo and mla_ops.models"),
+        ("sgl-flash-mla", "the flash_mla lowerings on Hopper: pip install 'mla-ops[flash-mla]'"),
+        ("flashinfer-python", "the flashinfer lowerings from SM80 on: pip install 'mla-ops[flashinfer]'"),
     ):
-        print(f"  {package:13} {_version(package):12} {purpose}")
+        print(f"  {package:17} {_version(package):12} {purpose}")
 
     print("\nDevices")
     print(f"  cpu           {torch.get_num_threads()} threads")

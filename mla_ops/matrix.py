@@ -62,11 +62,8 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("triton", "sliding_window_indices"): ("",),
 }
 
-# Architectures that tests/test_aot_compile.py compiles every Triton kernel for.
-COMPILED = ("SM80", "SM89", "SM90", "SM100", "SM120")
-
 MEASURED_ON, TESTED, INTERPRETED, COMPILES = "measured", "tested", "tested in the interpreter", "compiles"
-CONTRACT, UNTESTED, REFUSED, NONE = "adapter, contract-tested", "not tested", "refused", ""
+CONTRACT, REFUSED, NONE = "adapter, contract-tested", "refused", ""
 
 # What shows a state. `{family}` is the op's.
 EVIDENCE = {
@@ -75,7 +72,6 @@ EVIDENCE = {
     INTERPRETED: "the tests of the op's family in `tests/`, with Triton's interpreter",
     COMPILES: "`tests/test_aot_compile.py`",
     CONTRACT: "`tests/test_flashinfer.py`, `tests/test_dense_attention_adapters.py`",
-    UNTESTED: "nothing: its tiles are those of a neighbour that compiles",
     REFUSED: "`tests/test_dispatch.py`; the reason is the lowering's own",
 }
 
@@ -132,7 +128,7 @@ def cell(room: str, call: Call, architecture: str) -> Cell:
         return Cell(CONTRACT if room in ADAPTERS else TESTED)
     if room in ADAPTERS:
         return Cell(CONTRACT)
-    return Cell(COMPILES if architecture in COMPILED else UNTESTED)
+    return Cell(COMPILES)
 
 
 def lines() -> Iterator[Line]:

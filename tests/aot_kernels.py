@@ -40,7 +40,7 @@ from mla_ops.kernels.triton import (
     sparse_attention_extra,
 )
 
-CAPABILITIES = (80, 89, 90, 100, 120)
+CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ def _one_thread():
 def test_doctor_has_a_cell_for_every_op_and_notes_for_what_a_user_can_change(capsys):
     assert main(["doctor"]) == 0
     output = capsys.readouterr().out
-    assert f"torch         {torch.__version__}" in output
+    assert f"torch             {torch.__version__}" in output
+    assert "pip install 'mla-ops[flash-mla]'" in output
+    assert "pip install 'mla-ops[flashinfer]'" in output
     assert "triton" in output
     assert "transformers" in output
     rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines() if line.startswith("  ")}
