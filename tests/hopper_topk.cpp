@@ -3,7 +3,6 @@
 
 #include "hopper_simt.h"
 
-#define named_barrier ptx_named_barrier
 #define cluster_arrive ptx_cluster_arrive
 #define cluster_wait ptx_cluster_wait
 #define copy_16_or_zeros ptx_copy_16_or_zeros
@@ -16,16 +15,11 @@
 #undef copy_16_or_zeros
 #undef cluster_wait
 #undef cluster_arrive
-#undef named_barrier
 #undef cluster_meet
 #undef peer_pointer
 #undef load_once_16
 
 static void cluster_meet() { simt::meet_cluster(); }
-template <int, int THREADS>
-void named_barrier() {
-  simt::meet(simt::cta().named, simt::current->index, THREADS, 0);
-}
 static void cluster_arrive() {}
 static void cluster_wait() { simt::meet_cluster(); }
 static uintptr_t shared_address(const void* here) { return reinterpret_cast<uintptr_t>(here); }

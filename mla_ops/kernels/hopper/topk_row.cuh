@@ -117,28 +117,14 @@ struct Selection {
     return at + (threadIdx.x / 32 * VECTORS + vector) * 32 + threadIdx.x % 32;
   }
 
-  // Whether the part has all columns of a chunk.
-  DEVICE bool is_whole(u32 at) const {
-    const int column = 4 * (first + at);
-    return column >= row.start && column + static_cast<int>(CHUNK) <= part_end;
-  }
-
   // A thread's copies are for itself.
   DEVICE void fetch(u32 at, u32 stage) const {
-    float4* const target = ring + stage * STEP + threadIdx.x;
-    const float* const source = row.scores + 4 * (first + group(at, 0));
-    if (is_whole(at)) {
 #pragma unroll
-      for (int i = 0; i < VECTORS; ++i)
-        copy_16_or_zeros<0, 0>(shared_address(target + i * THREADS), source + i * 128, 16);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < VECTORS; ++i) {
-        const u32 own = group(at, i), column = 4 * (first + own);
-        if (own < vectors)
-          copy_16_or_zeros<0, 0>(shared_address(target + i * THREADS), source + i * 128,
-                                 min(16u, 4 * (static_cast<u32>(row.end) - column)));
-      }
+    for (int i = 0; i < VECTORS; ++i) {
+      const u32 own = group(at, i), column = 4 * (first + own);
+      if (own < vectors)
+        copy_16_or_zeros<0, 0>(shared_address(ring + (stage * VECTORS + i) * THREADS + threadIdx.x),
+                               row.scores + column, min(16u, 4 * (static_cast<u32>(row.end) - column)));
     }
     commit_copies();
   }
@@ -168,13 +154,12 @@ struct Selection {
       wait_for_copy_groups<STAGES - 1>();
       float x[VECTORS][4];
       u32 counts = 0;  // a byte for each group
-      const bool whole = is_whole(at);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        const float4 v = ring[stage * STEP + i * THREADS + threadIdx.x];
+        const float4 v = ring[(stage * VECTORS + i) * THREADS + threadIdx.x];
         x[i][0] = v.x, x[i][1] = v.y, x[i][2] = v.z, x[i][3] = v.w;
         const int column = 4 * (first + group(at, i));
-        if (SCORES && !whole) {
+        if (SCORES && (column < row.start || column + 4 > part_end)) {
 #pragma unroll
           for (int j = 0; j < 4; ++j)
             if (!has(column + j)) x[i][j] = absent();

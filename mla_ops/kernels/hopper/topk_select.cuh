@@ -14,7 +14,6 @@ constexpr u32 SHORT_LIST = 64;          // entries that are compared with one an
 constexpr u32 LOWEST_KEY = 0x007fffff;  // of -inf
 constexpr u32 NAN_KEY = 1;
 constexpr int MAX_CLUSTER = 16;
-constexpr int FIND_BARRIER = 1;
 
 // What a CTA's threads tell one another.
 struct alignas(16) Control {
@@ -74,33 +73,22 @@ DEVICE u32 exclusive_scan(Control& control, u32 value, u32& total) {
 }
 
 // The bin in which the entry of a rank, counted from 1 at the top, lies; leaves all bins at 0. The counts must be
-// complete, the result is there after the barrier at its end. A few warps do it: more of them take longer.
+// complete, the result is there after the barrier at its end.
 template <int THREADS>
 DEVICE void find_bin(Control& control, u32* bins, u32 rank) {
-  constexpr int WORKERS = THREADS < 256 ? THREADS : 256, OWN = BINS / WORKERS;
-  static_assert(OWN % 4 == 0, "a thread has groups of four bins");
-  if (threadIdx.x < WORKERS) {
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint4* const own = reinterpret_cast<uint4*>(bins + BINS - (threadIdx.x + 1) * OWN);
-    u32 counts[OWN], sum = 0;
+  constexpr int OWN = BINS / THREADS;
+  static_assert(OWN > 0 && BINS % THREADS == 0, "each thread has bins of its own");
+  u32 counts[OWN], sum = 0, total;
+  u32* const own = bins + BINS - (threadIdx.x + 1) * OWN;
 #pragma unroll
-    for (int i = 0; i < OWN / 4; ++i) {
-      const uint4 four = own[i];
-      own[i] = make_uint4(0, 0, 0, 0);
-      counts[4 * i] = four.x, counts[4 * i + 1] = four.y, counts[4 * i + 2] = four.z, counts[4 * i + 3] = four.w;
-      sum += four.x + four.y + four.z + four.w;
-    }
-    const u32 inclusive = inclusive_scan(sum, lane);
-    if (lane == 31) control.sums[0][warp] = inclusive;
-    named_barrier<FIND_BARRIER, WORKERS>();
-    u32 above = __reduce_add_sync(~0u, lane < warp ? control.sums[0][lane] : 0) + inclusive - sum;
-    if (above < rank && rank <= above + sum) {
+  for (int i = 0; i < OWN; ++i) counts[i] = own[i], sum += counts[i], own[i] = 0;
+  u32 above = exclusive_scan<THREADS>(control, sum, total);
+  if (above < rank && rank <= above + sum) {
 #pragma unroll
-      for (int i = OWN - 1; i >= 0; --i) {
-        if (above < rank && rank <= above + counts[i])
-          control.bin = BINS - (threadIdx.x + 1) * OWN + i, control.above = above, control.inside = counts[i];
-        above += counts[i];
-      }
+    for (int i = OWN - 1; i >= 0; --i) {
+      if (above < rank && rank <= above + counts[i])
+        control.bin = BINS - (threadIdx.x + 1) * OWN + i, control.above = above, control.inside = counts[i];
+      above += counts[i];
     }
   }
   __syncthreads();
@@ -117,79 +105,59 @@ struct Listed {
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < count; i += THREADS) use(entries[i]);
   }
-  template <class F>
-  DEVICE void each_key(F use) const {
-    const u32* const keys = reinterpret_cast<const u32*>(entries) + 1;
-#pragma unroll 4
-    for (u32 i = threadIdx.x; i < count; i += THREADS) use(keys[2 * i]);
-  }
 };
-
-// What is left of a selection: the entry of `rank` among the `inside` entries from `low` to `top`.
-struct Left {
-  u64 low, top;
-  u32 rank, inside;
-};
-
-// Counts the words of what is left in bins, and leaves the entries of one. `each` calls its argument with a word of each
-// entry.
-template <int THREADS, class Each>
-DEVICE void narrow(Control& control, u32* bins, Left& left, bool by_score, Each each) {
-  u32 least = ~0u, most = 0;
-  each([&](u32 word) { least = min(least, word), most = max(most, word); });
-  least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
-  __syncthreads();  // what was said before has been read
-  if (threadIdx.x == 0) control.low = ~0u, control.high = 0, control.listed = 0;
-  __syncthreads();
-  if (threadIdx.x % 32 == 0 && least <= most) atomicMin(&control.low, least), atomicMax(&control.high, most);
-  __syncthreads();
-  least = control.low, most = control.high;
-  const u32 range = most - least;
-  const int shift = range >> BIN_BITS ? 32 - BIN_BITS - __clz(range) : 0;
-  each([&](u32 word) { atomicAdd(&bins[(word - least) >> shift], 1u); });
-  __syncthreads();
-  find_bin<THREADS>(control, bins, left.rank);
-  left.rank -= control.above, left.inside = control.inside;
-  least += control.bin << shift;
-  if (most - least >= 1u << shift) most = least + (1u << shift) - 1;
-  if (by_score) {
-    left.low = static_cast<u64>(least) << 32, left.top = static_cast<u64>(most) << 32 | 0xffffffffu;
-  } else {
-    const u64 score = left.low >> 32 << 32;
-    left.low = score | least, left.top = score | most;
-  }
-}
 
 // A number that as many entries reach as a rank says, counted from 1 at the top; there are as many at least. Entries,
 // and bins of 0, are there before a barrier that precedes this. First by scores; where one score is left, by positions.
 template <int THREADS, class Entries>
 DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank) {
   const u32 thread = threadIdx.x;
-  Left left = {0, 0, rank, 0};
-  narrow<THREADS>(control, bins, left, true, [&](auto use) { entries.each_key(use); });
+  u64 low = 1, top = ~0ull;
+  u32 inside;
+  bool by_score = true;
 #pragma unroll 1
-  while (left.inside > SHORT_LIST && left.rank < left.inside) {
-    const bool by_score = left.low >> 32 != left.top >> 32;
-    const u64 low = left.low, top = left.top;
-    narrow<THREADS>(control, bins, left, by_score, [&](auto use) {
-      entries.each([&](u64 entry) {
-        if (entry >= low && entry <= top) use(static_cast<u32>(by_score ? entry >> 32 : entry));
-      });
+  for (;;) {
+    if (thread == 0) control.low = ~0u, control.high = 0, control.listed = 0;
+    u32 least = ~0u, most = 0;
+    entries.each([&](u64 entry) {
+      if (entry < low || entry > top) return;
+      const u32 word = static_cast<u32>(by_score ? entry >> 32 : entry);
+      least = min(least, word), most = max(most, word);
     });
+    least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
+    __syncthreads();
+    if (thread % 32 == 0 && least <= most) atomicMin(&control.low, least), atomicMax(&control.high, most);
+    __syncthreads();
+    least = control.low, most = control.high;
+    const u32 range = most - least;
+    const int shift = range >> BIN_BITS ? 32 - BIN_BITS - __clz(range) : 0;
+    entries.each([&](u64 entry) {
+      if (entry < low || entry > top) return;
+      atomicAdd(&bins[(static_cast<u32>(by_score ? entry >> 32 : entry) - least) >> shift], 1u);
+    });
+    __syncthreads();
+    find_bin<THREADS>(control, bins, rank);
+    rank -= control.above, inside = control.inside;
+    least += control.bin << shift;
+    if (most - least >= 1u << shift) most = least + (1u << shift) - 1;
+    if (by_score)
+      low = static_cast<u64>(least) << 32, top = static_cast<u64>(most) << 32 | 0xffffffffu;
+    else
+      top = low >> 32 << 32 | most, low = low >> 32 << 32 | least;
+    if (rank == inside) return low;  // all that are left
+    if (inside <= SHORT_LIST) break;
+    by_score = by_score && least != most;
   }
-  if (left.rank == left.inside) return left.low;  // all that are left
-  const u32 first_key = left.low >> 32, keys = static_cast<u32>(left.top >> 32) - first_key;
   entries.each([&](u64 entry) {
-    if (static_cast<u32>(entry >> 32) - first_key > keys) return;
-    if (entry >= left.low && entry <= left.top) control.list[atomicAdd(&control.listed, 1u)] = entry;
+    if (entry >= low && entry <= top) control.list[atomicAdd(&control.listed, 1u)] = entry;
   });
   __syncthreads();
-  if (thread < left.inside) {
+  if (thread < inside) {
     const u64 own = control.list[thread];
     u32 larger = 0;
 #pragma unroll 1
-    for (u32 i = 0; i < left.inside; ++i) larger += control.list[i] > own;
-    if (larger == left.rank - 1) control.threshold = own;
+    for (u32 i = 0; i < inside; ++i) larger += control.list[i] > own;
+    if (larger == rank - 1) control.threshold = own;
   }
   __syncthreads();
   return control.threshold;

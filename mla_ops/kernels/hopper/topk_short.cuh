@@ -20,12 +20,6 @@ struct Held {
 #pragma unroll
     for (int i = 0; i < VECTORS * 4; ++i) use(entry(i / 4, i % 4));
   }
-  template <class F>
-  DEVICE void each_key(F use) const {
-#pragma unroll
-    for (int i = 0; i < VECTORS * 4; ++i)
-      if (keys[i / 4][i % 4]) use(keys[i / 4][i % 4]);
-  }
 };
 
 template <int THREADS, int VECTORS>
