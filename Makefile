@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadgroup
 TRITON ?= 3.9.0
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
