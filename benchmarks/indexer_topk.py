@@ -77,7 +77,7 @@ def build_topk(kind: str, num_tokens: int, num_columns: int, topk: int, argument
 
     peers: dict[str, common.Peer] = {}
     if arguments.peers is not None:
-        # Whose set varies with equal scores has no right answer to be held to.
+        # A peer may choose any of equal scores, so it has no right answer to be held to there.
         peers = indexer_topk_peers.topk_peers(arguments.peers, sets, topk) if kind == "normal" else {}
         peers |= indexer_topk_peers.torch_peer(sets, topk)
     shape: dict[str, int | str] = {"T": num_tokens, "columns": num_columns, "topk": topk, "scores": kind}

@@ -33,6 +33,7 @@ from mla_ops.kernels.triton import (
     dense_attention_device,
     index,
     indexer,
+    indexer_cache,
     indexer_topk,
     merge,
     plan,
@@ -117,13 +118,13 @@ def indexer_variants(capability: int) -> Iterator[Variant]:
     for source, target in (("bf16", "u8"), ("fp32", "u8"), ("fp32", "bf16")):
         given, constants = {**types, "k": f"*{source}", "index_cache": f"*{target}"}, {"FP8": target == "u8"}
         name = f"write_index[{source} to {target}]"
-        yield Variant(name, indexer._write_kernel, given, constants, {"num_warps": 1})
+        yield Variant(name, indexer_cache._write_kernel, given, constants, {"num_warps": 1})
     for element in ("u8", "bf16"):
         given = {**types, "k": f"*{element}", "index_cache": f"*{element}"}
-        constants = {"FP8": element == "u8", "ROWS": indexer.GATHER_ROWS}
-        yield Variant(f"gather_index[{element}]", indexer._gather_kernel, given, constants)
+        constants = {"FP8": element == "u8", "ROWS": indexer_cache.GATHER_ROWS}
+        yield Variant(f"gather_index[{element}]", indexer_cache._gather_kernel, given, constants)
     given = {**types, "q": "*bf16", "weights": "*bf16", "q_fp8": "*u8"}
-    yield Variant("quantize_index_query", indexer._quantize_kernel, given, {"HEADS": 16})
+    yield Variant("quantize_index_query", indexer_cache._quantize_kernel, given, {"HEADS": 16})
     fp8_mode = "fp8" if capability >= 89 else "fp8 as fp16"
     for (element, mode), heads in itertools.product((("u8", fp8_mode), ("bf16", "plain"), ("fp32", "fp32")), (32, 64)):
         given = {**types, "q": f"*{element}", "k": f"*{element}", "index_cache": f"*{element}"}

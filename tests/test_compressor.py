@@ -257,17 +257,20 @@ def test_prefill_in_pieces_of_any_size_equals_one_prefill(room: str, data: st.Da
                 assert_equals_oracle(whole.entries(0, count), weights, kv, score)
 
 
+def caches_of(geometry: Geometry, cache_format: str, kv: torch.Tensor, score: torch.Tensor) -> list[torch.Tensor]:
+    """The caches of 20 tokens, in `fp32` and in a format."""
+    weights = Weights(geometry)
+    engines = [Engine(weights, 1, 6, cache_format=name) for name in ("fp32", cache_format)]
+    for engine in engines:
+        engine.step(kv, score, [0] * 20, list(range(20)))
+    return [engine.cache for engine in engines]
+
+
 @pytest.mark.parametrize("cache_format", ["bf16", "fp16", "fp8_ds_mla_v4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_formats_round_the_float32_entry_once(lowering: str, cache_format: str, dtype: torch.dtype) -> None:
     """The bytes are those that `concat_and_cache` writes for the entry that a `fp32` cache gets."""
-    weights = Weights(CSA)
-    kv, score = history(CSA, 20, dtype)
-    caches = []
-    for name in ("fp32", cache_format):
-        engine = Engine(weights, 1, 6, cache_format=name)
-        engine.step(kv, score, [0] * 20, list(range(20)))
-        caches.append(engine.cache)
+    caches = caches_of(CSA, cache_format, *history(CSA, 20, dtype))
     entries = caches[0][0, :5]
     expected = allocate_cache(cache_format, 1, 6, head_dim=512, device=DEVICE)
     slots = torch.arange(5, device=DEVICE)
@@ -277,14 +280,9 @@ def test_formats_round_the_float32_entry_once(lowering: str, cache_format: str, 
 
 def test_index_keys_are_quantised_from_the_float32_entry(lowering: str) -> None:
     """The bytes are those that `write_index_cache` writes for the entry that a `fp32` cache gets."""
-    weights = Weights(INDEXER)
     kv, score = history(INDEXER, 20, torch.bfloat16)
     kv[7] = math.nan
-    caches = []
-    for name in ("fp32", "fp8_index"):
-        engine = Engine(weights, 1, 6, cache_format=name)
-        engine.step(kv, score, [0] * 20, list(range(20)))
-        caches.append(engine.cache)
+    caches = caches_of(INDEXER, "fp8_index", kv, score)
     expected = allocate_cache("fp8_index", 1, 6, device=DEVICE)
     mla_ops.write_index_cache(caches[0][0, :5], expected, torch.arange(5, device=DEVICE), "fp8_index")
     assert_same_bits(caches[1], expected, "fp8_index")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from mla_ops.kernels.hopper.launch import (
     tiles_for,
 )
 from mla_ops.kernels.hopper.sparse_attention import choose, choose_deterministic
-from mla_ops.kernels.hopper.waves import WAVE_US, Wave, launch_waves, override
+from mla_ops.kernels.hopper.waves import WAVE_US, Wave, forced, launch_waves, override
 
 FP8 = KERNELS["fp8_ds_mla", 576]
 # of an H200, by the sizes in SPLITS
@@ -351,3 +352,14 @@ def test_strides_that_bulk_copies_do_not_take_are_copied(monkeypatch: pytest.Mon
         address, _, shape, strides, rows = seen[-1]
         assert (address, shape, strides, rows) == (found.data_ptr(), tuple(tensor.shape), found.stride(), 128)
         assert address % 16 == 0
+
+
+def test_forced_waves_are_of_their_own_thread() -> None:
+    found: list[object] = []
+    with override(Wave(5, Shape(64, 6))):
+        thread = threading.Thread(target=lambda: found.append(forced(7)))
+        thread.start()
+        thread.join()
+        assert forced(5) == (Wave(5, Shape(64, 6)),)
+    assert found == [()]
+    assert forced(7) == ()

@@ -145,8 +145,9 @@ def run_case(seed: int, device: str) -> tuple[str, str, str]:
             assert_same_bits(ours, theirs, f"{where}: output {index}")
     for name in call.outputs:
         _assert_surroundings(where, name, after[name], before[name])
-    # no bound holds for scores that a wrong scale makes as large as it likes
-    if call.case.judge is not None and not call.wrong.startswith("softmax_scale"):
+    # Found and open: where a scale makes scores of 2^40 and more, the Hopper kernels round past what exp2 takes (NaN).
+    scale = call.arguments.get("softmax_scale", 0.0)
+    if call.case.judge is not None and not (isinstance(scale, (int, float)) and abs(scale) >= 2**31):
         try:
             call.case.judge(before, after, results, lowering)
         except AssertionError as failure:

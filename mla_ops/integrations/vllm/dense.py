@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from ... import ops
-from .shared import cache_format, request_of_token, whole_query, write_cache
+from .shared import CacheWriter, MlaBackend, cache_format, request_of_token, whole_query
 
 
 @dataclass
@@ -75,23 +75,11 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         )
 
 
-class DenseImpl(MLACommonImpl[MLACommonMetadata]):
+class DenseImpl(CacheWriter, MLACommonImpl[MLACommonMetadata]):
     """One layer."""
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        write_cache(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
 
     def forward_mqa(
         self,
@@ -115,7 +103,7 @@ class DenseImpl(MLACommonImpl[MLACommonMetadata]):
         )
 
 
-class DenseBackend(MLACommonBackend):
+class DenseBackend(MlaBackend, MLACommonBackend):
     """What vLLM asks of a backend before it makes one."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
@@ -132,11 +120,3 @@ class DenseBackend(MLACommonBackend):
     @staticmethod
     def get_impl_cls() -> type[DenseImpl]:
         return DenseImpl
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return [576]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool(capability.major >= 8)

@@ -1,6 +1,8 @@
-"""What the backends of both generations of vLLM's interface share. It imports nothing of vLLM's."""
+"""Parts of the backends of both generations of vLLM's interface. Nothing of vLLM's is imported."""
 
 from __future__ import annotations
+
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,3 +45,85 @@ def request_of_token(query_start_loc: torch.Tensor, tokens: torch.Tensor, out: t
     One launch. A request without tokens is passed over, as are those that pad a captured step.
     """
     return torch.searchsorted(query_start_loc[1:], tokens, right=True, out_int32=True, out=out)
+
+
+def attend_chosen(
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache: torch.Tensor,
+    chosen: torch.Tensor,
+    scale: float,
+    kv_cache_dtype: str,
+    metadata: Any,
+    *,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the indexer's choice, positions in each token's request, which the kernel translates.
+
+    Args:
+        q: the query, whole or in its two parts.
+        kv_cache: of one layer.
+        chosen: the indexer's buffer, of which the step's tokens have the first rows.
+        scale: of the softmax.
+        kv_cache_dtype: vLLM's name of the format.
+        metadata: has `block_table` and `req_id_per_token`.
+        deterministic: a row's bits do not depend on the batch.
+    """
+    queries = whole_query(q)
+    num_tokens = queries.shape[0]
+    return ops.paged_sparse_attention(
+        queries,
+        kv_cache,
+        chosen[:num_tokens],
+        scale,
+        cache_format(kv_cache_dtype, kv_cache),
+        block_table=metadata.block_table,
+        req_id_per_token=metadata.req_id_per_token[:num_tokens],
+        deterministic=deterministic,
+    )
+
+
+class CacheWriter:
+    """How every layer writes its keys."""
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        write_cache(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
+
+
+class MlaBackend:
+    """Facts of every backend here."""
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [576]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major >= 8)
+
+
+class SparseMlaBackend(MlaBackend):
+    """Facts of the sparse ones."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True

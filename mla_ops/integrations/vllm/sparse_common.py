@@ -8,7 +8,7 @@ caches) the kernel reads rows of a flat view.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm import envs
@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.mla.index_group import HiSparseMLAIndexGroup
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
 from ... import ops
-from .shared import KV_CACHE_DTYPES, cache_format, whole_query, write_cache
+from .shared import CacheWriter, SparseMlaBackend, attend_chosen, cache_format, whole_query
 
 
 @dataclass(kw_only=True)
@@ -48,24 +48,12 @@ class SparseMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMetadata]):
         return AttentionCGSupport.UNIFORM_BATCH
 
 
-class SparseImpl(SparseMLACommonImpl[SparseMetadata]):
+class SparseImpl(CacheWriter, SparseMLACommonImpl[SparseMetadata]):
     """One layer."""
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        write_cache(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
 
     def forward_mqa(
         self,
@@ -76,16 +64,13 @@ class SparseImpl(SparseMLACommonImpl[SparseMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.dcp_world_size > 1 or isinstance(self.index_group, HiSparseMLAIndexGroup):
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        queries = whole_query(q)
-        num_tokens = queries.shape[0]
-        return ops.paged_sparse_attention(
-            queries,
+        return attend_chosen(
+            q,
             kv_c_and_k_pe_cache,
-            self.topk_indices_buffer[:num_tokens],
+            self.topk_indices_buffer,
             self.scale,
-            cache_format(self.kv_cache_dtype, kv_c_and_k_pe_cache),
-            block_table=attn_metadata.block_table,
-            req_id_per_token=attn_metadata.req_id_per_token[:num_tokens],
+            self.kv_cache_dtype,
+            attn_metadata,
             deterministic=bool(envs.VLLM_BATCH_INVARIANT),
         )
 
@@ -112,11 +97,8 @@ class SparseImpl(SparseMLACommonImpl[SparseMetadata]):
         )
 
 
-class SparseBackend(AttentionBackend):
+class SparseBackend(SparseMlaBackend, AttentionBackend):
     """What vLLM asks of a backend before it makes one."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
 
     @staticmethod
     def get_name() -> str:
@@ -133,23 +115,3 @@ class SparseBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[SparseImpl]:
         return SparseImpl
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return [576]
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        return True
-
-    @classmethod
-    def is_sparse(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool(capability.major >= 8)

@@ -20,8 +20,7 @@ from vllm.v1.attention.backend import (
     SparseMLAAttentionImpl,
 )
 
-from ... import ops
-from .shared import KV_CACHE_DTYPES, cache_format, request_of_token, whole_query, write_cache
+from .shared import CacheWriter, SparseMlaBackend, attend_chosen, request_of_token
 
 
 @dataclass
@@ -73,7 +72,7 @@ class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
         )
 
 
-class SparseImpl(SparseMLAAttentionImpl[SparseMetadata]):
+class SparseImpl(CacheWriter, SparseMLAAttentionImpl[SparseMetadata]):
     """One layer."""
 
     def __init__(
@@ -115,17 +114,6 @@ class SparseImpl(SparseMLAAttentionImpl[SparseMetadata]):
         assert isinstance(buffer, torch.Tensor)
         return buffer
 
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-    ) -> None:
-        write_cache(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
-
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -133,26 +121,20 @@ class SparseImpl(SparseMLAAttentionImpl[SparseMetadata]):
         attn_metadata: SparseMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        queries = whole_query(q)
-        num_tokens = queries.shape[0]
-        out, _ = ops.paged_sparse_attention(
-            queries,
+        out, _ = attend_chosen(
+            q,
             kv_c_and_k_pe_cache,
-            self.topk_indices_buffer[:num_tokens],
+            self.topk_indices_buffer,
             self.scale,
-            cache_format(self.kv_cache_dtype, kv_c_and_k_pe_cache),
-            block_table=attn_metadata.block_table,
-            req_id_per_token=attn_metadata.req_id_per_token[:num_tokens],
+            self.kv_cache_dtype,
+            attn_metadata,
             deterministic=self.deterministic,
         )
         return out, None
 
 
-class SparseBackend(AttentionBackend):
+class SparseBackend(SparseMlaBackend, AttentionBackend):
     """What vLLM asks of a backend before it makes one."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
 
     @staticmethod
     def get_name() -> str:
@@ -169,26 +151,6 @@ class SparseBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[SparseImpl]:
         return SparseImpl
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return [576]
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        return True
-
-    @classmethod
-    def is_sparse(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool(capability.major >= 8)
 
     @staticmethod
     def get_kv_cache_shape(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -28,33 +29,35 @@ class Wave(NamedTuple):
     shape: Shape
 
 
-_forced: Sequence[Wave] = ()
+_forced: ContextVar[tuple[Wave, ...]] = ContextVar("mla_ops forced waves", default=())
 
 
 @contextlib.contextmanager
 def override(*waves: Wave) -> Iterator[None]:
     """Calls inside the block are these launches, whatever `choose` would take: for measurements and tests.
 
+    The block is this thread's, or this asyncio task's, as that of `dispatch.override`.
+
     Raises:
         ValueError: a group's wave is not the last one: the next would begin while the group still uses its counters and
             its memory. A call of another number of tokens raises ValueError, too.
     """
-    global _forced
     for wave in waves[:-1]:
         if wave.shape.grouped:
             raise ValueError(f"waves.override: only the last wave may be of groups, got {wave} before {waves[-1]}")
-    before, _forced = _forced, waves
+    token = _forced.set(waves)
     try:
         yield
     finally:
-        _forced = before
+        _forced.reset(token)
 
 
 def forced(num_tokens: int) -> Sequence[Wave]:
     """The waves of a call inside `override`; none outside of it."""
-    if _forced and (tokens := sum(wave.num_tokens for wave in _forced)) != num_tokens:
+    waves = _forced.get()
+    if waves and (tokens := sum(wave.num_tokens for wave in waves)) != num_tokens:
         raise ValueError(f"waves.override: the waves of this call must have {num_tokens} tokens, got {tokens}")
-    return _forced
+    return waves
 
 
 def fastest_waves(

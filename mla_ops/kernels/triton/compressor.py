@@ -11,7 +11,7 @@ from ...formats import geometry, get_format
 from .bfloat16 import convert, narrow, widen
 from .common import sized_jit
 from .e4m3 import encode, power_of_two_exponent
-from .indexer import store_index_key
+from .indexer_cache import store_index_key
 
 
 class Tile(NamedTuple):
