@@ -209,7 +209,11 @@ def case_selection_over_ranks_equals_the_whole() -> None:
         for size, slots in ((BLOCK, whole.slots), (ranks.local_block_size, ranks.slots(whole.slots))):
             index_caches.append(mla_ops.allocate_cache("fp32", whole.cache.shape[0], size, head_dim=128))
             mla_ops.write_index_cache(keys, index_caches[-1], slots, "fp32")
-        rest = weights, whole.lengths, whole.block_table, whole.requests
+        # padding: a token of no request, and one of a request that there is not
+        requests = whole.requests.clone()
+        requests[0], requests[1] = -1, whole.block_table.shape[0]
+        lengths = torch.cat((whole.lengths[:2].clamp(min=5), whole.lengths[2:]))
+        rest = weights, lengths, whole.block_table, requests
         for topk in (1, 7, 24, 64):
             expected = mla_ops.select_keys(q, index_caches[0], *rest, topk, "fp32")
             actual = ranks.select_keys(q, index_caches[1], *rest, topk, "fp32")

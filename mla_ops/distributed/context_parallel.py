@@ -208,7 +208,8 @@ class ContextParallel:
             q, index_cache, weights, local_lengths, block_table, req_id_per_token, most, cache_format
         )
         # a padding token belongs to no request, and its scores are not written
-        ends = torch.where(req_id_per_token >= 0, local_lengths, 0)
+        known = (req_id_per_token >= 0) & (req_id_per_token < block_table.shape[0])
+        ends = torch.where(known, local_lengths, 0)
         best, _ = topk_indices(scores, topk, row_ends=ends)
         score = scores.gather(1, best.clamp(min=0).long())
         score = torch.where(best >= 0, score, -torch.inf)
