@@ -218,6 +218,12 @@ def _with_fp8_weight():
     return model
 
 
+def _with_a_head_in(dtype=None, device=None):
+    model = _glm()
+    model.lm_head.to(dtype=dtype, device=device)
+    return model
+
+
 def _on_two_devices():
     """The second is a GPU that need not be there: a fake tensor."""
     model = _glm()
@@ -262,6 +268,14 @@ REFUSED = {
         "GlmMoeDsaModel has none: load .* transformers.GlmMoeDsaForCausalLM",
     ),
     "fp8 weights": (_with_fp8_weight, ValueError, r"kv_b_proj.weight is float8_e4m3fn: .*dequantize=True"),
+    "double precision": (lambda: _glm().double(), ValueError, r"weight is float64: .*dtype=torch.bfloat16"),
+    "an fp8 head": (lambda: _with_a_head_in(torch.float8_e4m3fn), ValueError, r"lm_head.weight is float8_e4m3fn"),
+    "a head elsewhere": (
+        lambda: _with_a_head_in(device="meta"),
+        ValueError,
+        r"must be loaded, lm_head.weight is on the meta",
+    ),
+    "a compiled model": (lambda: torch.compile(_glm()), TypeError, "got torch._dynamo.*OptimizedModule"),
     "another class": (
         _of_another_class,
         TypeError,
@@ -294,6 +308,12 @@ def test_a_kimi_k2_checkpoint_runs_as_the_deepseek_v3_that_loads_it(tmp_path):
 def test_a_request_longer_than_the_model_is_refused():
     with pytest.raises(ValueError, match=r"max_model_len must be 1 to config.max.*, 16384, got 99999"):
         decoder_for(_glm(), 99999)
+
+
+@pytest.mark.parametrize("length", ["64", 64.0, None])
+def test_a_length_that_is_no_int_is_refused(length):
+    with pytest.raises(TypeError, match="decoder_for: max_model_len must be an int, got"):
+        decoder_for(_glm(), length)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,6 +129,19 @@ BAD = {
     "a temperature": ([[1]], {"temperature": 0.5}, ValueError, "temperature 0.5 needs .*sampling=True"),
     "a negative temperature": ([[1]], {"temperature": -1.0}, ValueError, "temperature must be at least 0"),
     "top_p of 0": ([[1]], {"top_p": 0.0}, ValueError, "top_p above 0 and at most 1, got 0.0 and 0.0"),
+    "an array": ([np.array([1])], {}, TypeError, "prompt 0 must be a list of token ids, got ndarray"),
+    "bytes": ([b"a"], {}, TypeError, r"prompt 0 must be .* got bytes: write list\(...\)"),
+    "a list of lists": ([[[1]]], {}, TypeError, "ints, got list in it"),
+    "nothing": (None, {}, TypeError, "prompts must be a list of token-id lists, got NoneType"),
+    "a temperature in words": ([[1]], {"temperature": "hot"}, TypeError, "temperature must be a number, got str"),
+    "no top_p": ([[1]], {"top_p": None}, TypeError, "top_p must be a number, got NoneType"),
+    "an infinite temperature": ([[1]], {"temperature": math.inf}, ValueError, "at least 0 and finite"),
+    "a seed of 65 bits": ([[1]], {"seed": 2**64}, ValueError, "seed must fit in 64 bits, got 18446744073709551616"),
+    "a broken seed": ([[1]], {"seed": 0.5}, TypeError, "seed must be an int, got float"),
+    "no new tokens": ([[1]], {"max_new_tokens": 0}, ValueError, "1 tokens and 0 new ones, both must be at least 1"),
+    "limits in words": ([[1]], {"max_new_tokens": "3"}, TypeError, "max_new_tokens must be an int, or a list .* str"),
+    "a broken limit": ([[1]], {"max_new_tokens": [1.5]}, TypeError, "max_new_tokens of prompt 0 .* got float"),
+    "no steps": ([[1]], {"steps_per_check": 0}, ValueError, "steps_per_check must be at least 1, got 0"),
 }
 
 
@@ -135,8 +149,54 @@ BAD = {
 def test_inputs_that_cannot_run_get_an_error_that_says_what_is_wanted(decoder, prompts, options, error, message):
     session = make_session(decoder)
     with pytest.raises(error, match=message):
-        session.generate(prompts, 3, **options)
+        session.generate(prompts, **{"max_new_tokens": 3, **options})
     assert not session.waiting
+    assert len(session.generate([[1]], 3).tokens[0]) == 3
+
+
+BAD_SESSIONS = {
+    "no requests": ({"max_num_requests": 0}, ValueError, "max_num_requests must be at least 1, got 0"),
+    "empty blocks": ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+    "no blocks": ({"num_blocks": 0}, ValueError, "num_blocks must be at least 1, got 0"),
+    "empty prefills": ({"prefill_tokens": 0}, ValueError, "prefill_tokens must be at least 1, got 0"),
+    "half a request": ({"max_num_requests": 1.5}, TypeError, "max_num_requests must be an int, got float"),
+    "an end in words": ({"eos_token_ids": "</s>"}, TypeError, "eos_token_ids must be an int or a list .* got '</s>'"),
+    "ends in words": ({"eos_token_ids": ["</s>"]}, TypeError, "eos_token_ids must be an int or a list of ints"),
+    "a tensor of ends": ({"eos_token_ids": torch.ones(1)}, TypeError, "eos_token_ids must be an int or a list of ints"),
+    "an end out of the vocabulary": ({"eos_token_ids": [1, 256]}, ValueError, "has 256, the vocabulary has 256"),
+    "another cache": ({"cache_format": "fp8"}, ValueError, "reads cache_format 'fp32' or 'fp8_ds_mla', got 'fp8'"),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD_SESSIONS.values(), ids=BAD_SESSIONS)
+def test_a_session_that_cannot_run_is_refused_when_it_is_made(decoder, options, error, message):
+    with pytest.raises(error, match=message):
+        make_session(decoder, **options)
+
+
+def test_a_session_wants_a_decoder_not_a_model(decoder):
+    with pytest.raises(TypeError, match=r"what decoder_for\(.*\) gives, got DeepseekV3ForCausalLM"):
+        make_session(decoder.model)
+
+
+def test_a_request_that_fails_leaves_its_row_and_its_blocks(decoder, monkeypatch):
+    """As when memory runs out in a prefill; the others go on."""
+    expected = make_session(decoder).generate(PROMPTS[1:], 9).tokens
+    session = make_session(decoder)
+    numbers = [session.submit(prompt, 9) for prompt in PROMPTS]
+
+    def fail(*arguments):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "prefill_chunk", fail)
+        with pytest.raises(MemoryError):
+            next(session.stream())
+    found = {number: [] for number in numbers}
+    for event in session.stream():
+        found[event.request] += event.tokens
+    assert list(found.values()) == [[], *expected]
+    assert sorted(session.free_blocks) == list(range(session.cache.num_blocks))
 
 
 def test_generate_refuses_to_mix_with_submitted_requests(decoder):

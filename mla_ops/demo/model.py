@@ -14,7 +14,7 @@ import torch
 from ..dispatch import Call
 from ..models import GenerationSession
 from ..models.evaluate import cast_parameters
-from ..models.generate import end_tokens
+from ..models.requests import end_tokens
 from ..models.windowed import C4A, C128A, SLIDING
 
 TEXT = Path(__file__).with_name("alice.txt")

@@ -22,7 +22,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ import torch
 
 from ..warm_up import warmup
 from .decoder import Decoder
+from .requests import Limits, Request, check_end_tokens, check_int, check_prompts, check_request, end_tokens
 from .sampling import choose_tokens
 
 
@@ -70,15 +71,6 @@ class TokenEvent(NamedTuple):
     request: int
     tokens: list[int]
     done: bool
-
-
-class _Request(NamedTuple):
-    number: int
-    prompt: list[int]
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
 
 
 @dataclass
@@ -129,6 +121,14 @@ class GenerationSession:
         cuda_graph: bool | None = None,
         seed: int = 0,
     ) -> None:
+        if not isinstance(decoder, Decoder):
+            raise TypeError(
+                f"GenerationSession: decoder must be what decoder_for(model, max_model_len) gives, got "
+                f"{type(decoder).__name__}"
+            )
+        check_int("max_num_requests", max_num_requests, 1)
+        check_int("block_size", block_size, 1)
+        check_int("prefill_tokens", prefill_tokens, 1)
         device = decoder.device
         self.decoder = decoder
         if cuda_graph and device.type != "cuda":
@@ -137,6 +137,7 @@ class GenerationSession:
         self.max_blocks_per_request = math.ceil(decoder.max_model_len / block_size)
         if num_blocks is None:
             num_blocks = max_num_requests * self.max_blocks_per_request
+        check_int("num_blocks", num_blocks, 1)
         self.cache: Any = self.decoder.allocate_cache(cache_format, num_blocks, block_size, max_num_requests)
         self.free_blocks = list(range(num_blocks))
         random.Random(seed).shuffle(self.free_blocks)
@@ -166,15 +167,21 @@ class GenerationSession:
         self.rows = torch.arange(max_num_requests, dtype=torch.int32, device=device).unsqueeze(1)
         self.query_start_loc = zeros(max_num_requests + 1, dtype=torch.int32)
         self.input_ids = zeros(max_num_requests)
-        if eos_token_ids is None:
-            eos_token_ids = end_tokens(decoder.model)
-        ends = [eos_token_ids] if isinstance(eos_token_ids, int) else list(eos_token_ids)
+        self.limits = Limits(
+            decoder.backbone.embed_tokens.num_embeddings,
+            decoder.max_model_len,
+            self.cache.num_blocks * block_size,
+            sampling,
+        )
+        ends: Sequence[int] = end_tokens(decoder.model)
+        if eos_token_ids is not None:
+            ends = check_end_tokens(eos_token_ids, self.limits.vocabulary)
         self.eos_token_ids = torch.tensor(ends, dtype=torch.int64, device=device)
         self.sampling = sampling
         self.temperature = zeros(max_num_requests, dtype=torch.float32)
         self.top_p = zeros(max_num_requests, dtype=torch.float32)
         self.seeds = zeros(max_num_requests)
-        self.waiting: deque[_Request] = deque()
+        self.waiting: deque[Request] = deque()
         self.totals = GenerationResult([])
         self._submitted = 0
         self.logits: torch.Tensor | None = None
@@ -366,12 +373,11 @@ class GenerationSession:
             The request's number, which its events bear.
 
         Raises:
-            TypeError: `prompt` is no sequence of ints.
+            TypeError: `prompt` is no sequence of ints, or another argument is of another type.
             ValueError: it is empty, an id is out of the vocabulary, with its new tokens it is longer than
                 `decoder.max_model_len` or the cache, or the sampling cannot be.
         """
-        request = self._check_request("prompt", prompt, max_new_tokens, temperature, top_p, seed)
-        return self._enqueue(request)
+        return self._enqueue(check_request("prompt", prompt, max_new_tokens, temperature, top_p, seed, self.limits))
 
     def stream(self, *, steps_per_check: int = 1) -> Iterator[TokenEvent]:
         """Runs what was submitted until nothing is left, and yields tokens as they come.
@@ -383,8 +389,7 @@ class GenerationSession:
             steps_per_check: decode steps between two looks at which tokens there are. More keep a GPU busier, may add
                 idle steps at the end of a request, and give tokens in larger parts.
         """
-        if steps_per_check < 1:
-            raise ValueError(f"steps_per_check must be at least 1, got {steps_per_check}")
+        check_int("steps_per_check", steps_per_check, 1)
         if self.cuda_graph:
             self.capture()
         while self.waiting or any(not slot.free for slot in self.slots):
@@ -402,7 +407,11 @@ class GenerationSession:
                 break
             self.waiting.popleft()
             slot.request, slot.sent = number, 0
-            self.start_request(row, prompt, limit, temperature=temperature, top_p=top_p, seed=seed)
+            try:
+                self.start_request(row, prompt, limit, temperature=temperature, top_p=top_p, seed=seed)
+            except BaseException:  # the session stays as it was without this request
+                self.release(row)
+                raise
             self.totals.prefill_tokens += len(prompt)
         self._synchronize()
         middle = time.perf_counter()
@@ -452,71 +461,30 @@ class GenerationSession:
         """
         if self.waiting or any(not slot.free for slot in self.slots):
             raise ValueError("generate() needs an idle session: submit() adds to the requests that run")
-        _check_sequence("prompts", prompts, "token-id lists")
-        if len(prompts) and isinstance(prompts[0], int):
-            raise TypeError(
-                "prompts must be a list of token-id lists, got a list of ints: write [prompt] for one prompt"
-            )
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        if len(limits) != len(prompts):
-            raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(prompts)} prompts")
+        check_int("steps_per_check", steps_per_check, 1)
+        check_int("seed", seed, -(2**63))
+        pairs = check_prompts(prompts, max_new_tokens)
         requests = [
-            self._check_request(f"prompt {i}", prompt, limit, temperature, top_p, seed + i)
-            for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+            check_request(f"prompt {i}", prompt, limit, temperature, top_p, seed + i, self.limits)
+            for i, (prompt, limit) in enumerate(pairs)
         ]
         self.totals = result = GenerationResult([[] for _ in prompts])
         place = {self._enqueue(request): i for i, request in enumerate(requests)}
         for event in self.stream(steps_per_check=steps_per_check):
             result.tokens[place[event.request]] += event.tokens
             if progress is not None:
-                progress(sum(map(len, result.tokens)), sum(limits))
+                progress(sum(map(len, result.tokens)), sum(request.max_new_tokens for request in requests))
         return result
 
-    def _enqueue(self, request: _Request) -> int:
+    def _enqueue(self, request: Request) -> int:
         number = self._submitted
         self._submitted += 1
         self.waiting.append(request._replace(number=number))
         return number
 
-    def _check_request(
-        self, name: str, prompt: Any, limit: int, temperature: float, top_p: float, seed: int
-    ) -> _Request:
-        _check_sequence(name, prompt, "token ids")
-        vocabulary = self.decoder.backbone.embed_tokens.num_embeddings
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise TypeError(f"{name} must be a list of token ids, ints, got {type(token).__name__} in it")
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"{name} has token id {token}, the vocabulary has {vocabulary}")
-        if not len(prompt) or limit < 1:
-            raise ValueError(f"{name} has {len(prompt)} tokens and {limit} new ones, both must be at least 1")
-        room = min(self.decoder.max_model_len, self.cache.num_blocks * self.cache.block_size)
-        if len(prompt) + limit > room:
-            raise ValueError(
-                f"{name} needs {len(prompt) + limit} tokens of cache, there is room for min(max_model_len "
-                f"{self.decoder.max_model_len}, cache {self.cache.num_blocks * self.cache.block_size})"
-            )
-        if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
-            raise ValueError(
-                f"temperature must be at least 0 and top_p above 0 and at most 1, got {temperature} and {top_p}"
-            )
-        if temperature > 0 and not self.sampling:
-            raise ValueError(f"temperature {temperature} needs GenerationSession(..., sampling=True)")
-        return _Request(-1, list(prompt), limit, temperature, top_p, seed)
-
     def _synchronize(self) -> None:
         if self.decoder.device.type == "cuda":
             torch.cuda.synchronize(self.decoder.device)
-
-
-def end_tokens(model: Any) -> tuple[int, ...]:
-    """The ids that end a text: of a transformers model's generation config, or of its config."""
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if ends is None:
-        ends = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if ends is None:
-        return ()
-    return (ends,) if isinstance(ends, int) else tuple(ends)
 
 
 def _prefill_head_dims(config: Any) -> tuple[int, int]:
@@ -524,18 +492,3 @@ def _prefill_head_dims(config: Any) -> tuple[int, int]:
     if not hasattr(config, "qk_nope_head_dim"):
         return 192, 128
     return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-
-
-def _check_sequence(name: str, value: Any, of: str) -> None:
-    """Raises TypeError for what is often passed instead of a list."""
-    hint = {
-        str: "encode it first, tokenizer.encode(text)",
-        Mapping: "pass its input_ids, as lists without padding",
-        torch.Tensor: "pass lists, tensor.tolist(), without padding",
-    }
-    for kind, what in hint.items():
-        if isinstance(value, kind):
-            raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__}: {what}")
-    # a BatchEncoding is a UserDict
-    if not isinstance(value, Sequence):
-        raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__}")

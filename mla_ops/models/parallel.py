@@ -45,9 +45,12 @@ class Ranks:
         """Of one-dimensional meshes.
 
         Raises:
+            TypeError: one is no DeviceMesh.
             ValueError: they have more dims, or are not of the same ranks.
         """
         for name, mesh in (("tp_mesh", tp_mesh), ("dcp_mesh", dcp_mesh)):
+            if mesh is not None and not hasattr(mesh, "get_group"):
+                raise TypeError(f"decoder_for: {name} must be a DeviceMesh, got {type(mesh).__name__}")
             if mesh is not None and mesh.ndim != 1:
                 raise ValueError(f"decoder_for: {name} must have one dim, got {mesh.ndim}: pass mesh['its name']")
         if tp_mesh is not None and dcp_mesh is not None and not torch.equal(tp_mesh.mesh, dcp_mesh.mesh):

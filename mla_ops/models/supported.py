@@ -153,7 +153,7 @@ def read_model(model: Any, max_model_len: int) -> TextModel:
         )
     backbone = model.model.language_model if found in WRAPPERS else model.model
     _check_config(config, architecture, max_model_len)
-    _check_weights(backbone)
+    _check_weights({"": backbone, "lm_head.": model.lm_head})
     softcap = getattr(config, "final_logit_softcapping", None) if inner == "mistral_large4_text" else None
     return TextModel(architecture, config, backbone, model.lm_head, softcap)
 
@@ -177,6 +177,8 @@ def _check_config(config: Any, architecture: Architecture, max_model_len: int) -
                 f"decoder_for: RoPE type '{rope_type}' changes with the sequence length, which a table of angles "
                 "cannot hold: 'default', 'linear', 'yarn' and 'llama3' do not"
             )
+    if isinstance(max_model_len, bool) or not isinstance(max_model_len, int):
+        raise TypeError(f"decoder_for: max_model_len must be an int, got {type(max_model_len).__name__}")
     if not 1 <= max_model_len <= config.max_position_embeddings:
         raise ValueError(
             f"decoder_for: max_model_len must be 1 to config.max_position_embeddings, "
@@ -184,15 +186,22 @@ def _check_config(config: Any, architecture: Architecture, max_model_len: int) -
         )
 
 
-def _check_weights(backbone: Any) -> None:
-    """Raises ValueError for weights that cannot be multiplied as they are, where they are."""
+def _check_weights(modules: dict[str, Any]) -> None:
+    """Raises ValueError for weights that cannot be multiplied as they are, where they are; modules by their prefix."""
     devices: dict[str, str] = {}
-    for name, parameter in backbone.named_parameters():
+    named = ((prefix + name, weight) for prefix, part in modules.items() for name, weight in part.named_parameters())
+    for name, parameter in named:
         if parameter.dtype not in PLAIN_FORMATS:
+            how = "load the checkpoint with dtype=torch.bfloat16"
+            if parameter.element_size() == 1:
+                how = (
+                    "load an fp8 checkpoint with from_pretrained(..., quantization_config="
+                    "transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16), another quantized "
+                    "one without its quantization"
+                )
             raise ValueError(
                 f"decoder_for: the weights must be float32, bfloat16 or float16, {name} is "
-                f"{str(parameter.dtype).removeprefix('torch.')}: load an fp8 checkpoint with from_pretrained(..., "
-                "quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16)"
+                f"{str(parameter.dtype).removeprefix('torch.')}: {how}"
             )
         devices.setdefault(str(parameter.device), name)
     if "meta" in devices:

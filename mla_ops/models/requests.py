@@ -1,0 +1,157 @@
+"""What a generation session is asked for: prompts, limits, sampling and end tokens, checked before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Request(NamedTuple):
+    """A prompt that waits for a row; arguments as `GenerationSession.submit` takes them."""
+
+    number: int
+    prompt: list[int]
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+
+class Limits(NamedTuple):
+    """What a session can run.
+
+    Attributes:
+        vocabulary: token ids of the model.
+        max_model_len: the longest request.
+        capacity: tokens that the cache holds.
+        sampling: whether a request may have a temperature.
+    """
+
+    vocabulary: int
+    max_model_len: int
+    capacity: int
+    sampling: bool
+
+
+def check_int(name: str, value: Any, least: int) -> int:
+    """The value, an int of at least `least`; TypeError or ValueError for any other."""
+    if not _is_int(value):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return int(value)
+
+
+def check_prompts(prompts: Any, max_new_tokens: Any) -> list[tuple[Any, Any]]:
+    """Each prompt with its limit; neither is looked into.
+
+    Raises:
+        TypeError: `prompts` is no sequence of sequences, or `max_new_tokens` no int and no sequence.
+        ValueError: there are not as many limits as prompts.
+    """
+    _check_sequence("prompts", prompts, "token-id lists")
+    if len(prompts) and _is_int(prompts[0]):
+        raise TypeError("prompts must be a list of token-id lists, got a list of ints: write [prompt] for one prompt")
+    if _is_int(max_new_tokens):
+        return [(prompt, max_new_tokens) for prompt in prompts]
+    if isinstance(max_new_tokens, str) or not isinstance(max_new_tokens, Sequence):
+        raise TypeError(
+            f"max_new_tokens must be an int, or a list with one for each prompt, got {type(max_new_tokens).__name__}"
+        )
+    if len(max_new_tokens) != len(prompts):
+        raise ValueError(f"max_new_tokens has {len(max_new_tokens)} entries for {len(prompts)} prompts")
+    return list(zip(prompts, max_new_tokens, strict=True))
+
+
+def check_request(
+    name: str, prompt: Any, max_new_tokens: Any, temperature: Any, top_p: Any, seed: Any, limits: Limits
+) -> Request:
+    """The request, without a number.
+
+    Args:
+        name: of the prompt, in messages.
+        prompt, max_new_tokens, temperature, top_p, seed: as `GenerationSession.submit` takes them.
+        limits: of the session.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: the session cannot run it.
+    """
+    _check_sequence(name, prompt, "token ids")
+    for token in prompt:
+        if not _is_int(token):
+            raise TypeError(f"{name} must be a list of token ids, ints, got {type(token).__name__} in it")
+        if not 0 <= token < limits.vocabulary:
+            raise ValueError(f"{name} has token id {token}, the vocabulary has {limits.vocabulary}")
+    if not _is_int(max_new_tokens):
+        raise TypeError(f"max_new_tokens of {name} must be an int, got {type(max_new_tokens).__name__}")
+    if not len(prompt) or max_new_tokens < 1:
+        raise ValueError(f"{name} has {len(prompt)} tokens and {max_new_tokens} new ones, both must be at least 1")
+    if len(prompt) + max_new_tokens > min(limits.max_model_len, limits.capacity):
+        raise ValueError(
+            f"{name} needs {len(prompt) + max_new_tokens} tokens of cache, there is room for min(max_model_len "
+            f"{limits.max_model_len}, cache {limits.capacity})"
+        )
+    for argument, value in (("temperature", temperature), ("top_p", top_p)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
+    if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
+        raise ValueError(
+            f"temperature must be at least 0 and finite and top_p above 0 and at most 1, got {temperature} and {top_p}"
+        )
+    if temperature > 0 and not limits.sampling:
+        raise ValueError(f"temperature {temperature} needs GenerationSession(..., sampling=True)")
+    if not _is_int(seed):
+        raise TypeError(f"seed must be an int, got {type(seed).__name__}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit in 64 bits, got {seed}")
+    return Request(-1, list(prompt), max_new_tokens, float(temperature), float(top_p), seed)
+
+
+def check_end_tokens(ends: Any, vocabulary: int) -> list[int]:
+    """One end token, several, or none by `()`, as a list.
+
+    Raises:
+        TypeError: not an int and no ints.
+        ValueError: one that the model cannot produce.
+    """
+    found = [ends] if _is_int(ends) else list(ends) if isinstance(ends, Iterable) else None
+    if found is None or isinstance(ends, (str, torch.Tensor)) or not all(map(_is_int, found)):
+        raise TypeError(f"eos_token_ids must be an int or a list of ints, got {ends!r}")
+    for end in found:
+        if not 0 <= end < vocabulary:
+            raise ValueError(f"eos_token_ids has {end}, the vocabulary has {vocabulary}")
+    return found
+
+
+def end_tokens(model: Any) -> tuple[int, ...]:
+    """The ids that end a text: of a transformers model's generation config, or of its config."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if ends is None:
+        ends = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ends is None:
+        return ()
+    return (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_sequence(name: str, value: Any, of: str) -> None:
+    """Raises TypeError for what is often passed instead of a list."""
+    hint = {
+        str: "encode it first, tokenizer.encode(text)",
+        bytes: "write list(...) if its bytes are token ids",
+        Mapping: "pass its input_ids, as lists without padding",
+        torch.Tensor: "pass lists, tensor.tolist(), without padding",
+    }
+    for kind, what in hint.items():
+        if isinstance(value, kind):
+            raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__}: {what}")
+    # a BatchEncoding is a UserDict
+    if not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__}")
