@@ -9,6 +9,7 @@ FAMILIES = (
     "cache",
     "compressor",
     "dense_attention",
+    "experts",
     "index",
     "indexer_scores",
     "indexer_topk",

@@ -110,6 +110,31 @@ def test_peers_are_checked_and_compared_with() -> None:
     assert (ours.floor_us, other.floor_us) == (10**4, 1)
 
 
+def test_experts_stand_beside_each_way_of_transformers(tmp_path: Path) -> None:
+    """Each is checked against float64; one that loses a factor is wrong."""
+    pytest.importorskip("transformers")
+    module = importlib.import_module("benchmarks.experts")
+    path = tmp_path / "rows.json"
+    arguments = ["--quick", "--device", "cpu", "--tokens", "1,7", "--json", str(path)]
+    assert module.main(arguments) == 0
+    rows = json.loads(path.read_text())["experts"]["rows"]
+    names = ["mix_grouped", "grouped_mm", "batched_mm"]
+    assert [(row["shape"]["T"], row["lowering"]) for row in rows] == [(t, name) for t in (1, 7) for name in names]
+    for first in (0, 3):
+        ours, *theirs = rows[first : first + 3]
+        fastest = min(row["median_us"] for row in theirs)
+        assert ours["ratio_to_peer"] == pytest.approx(ours["median_us"] / fastest)
+        assert ours["floor_us"] > 0
+
+
+def test_experts_without_their_weights_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    module = importlib.import_module("benchmarks.experts")
+    real = module.mix_grouped
+    monkeypatch.setattr(module, "mix_grouped", lambda experts, x, routing, w: real(experts, x, routing, w * 1.05))
+    assert module.main(["--quick", "--device", "cpu", "--tokens", "7"]) == 1
+
+
 @pytest.mark.parametrize("family", ["sparse_attention", "sparse_attention_extra"])
 def test_other_ways_to_call_attention_are_checked_and_are_no_peers(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
