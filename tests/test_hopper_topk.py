@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_inputs import INT_MAX, INT_MIN
 from hopper_on_cpu import NO_COMPILER, build
 from topk_oracle import KINDS, hard_rows, topk_oracle
 
@@ -92,6 +93,10 @@ def test_rows_have_starts_ends_and_block_tables(library: ctypes.CDLL, plan: topk
         (7, 1207),
         (2, 33),
         (9, 9),
+        (5, INT_MIN),
+        (INT_MAX, 3),
+        (INT_MAX, INT_MIN),
+        (INT_MIN, INT_MAX),
     ]
     spans += [(offset, offset + length) for offset in (1, 2, 3, 4) for length in (101, 700)]
     starts, ends = torch.tensor(spans, dtype=torch.int32).T.contiguous()

@@ -37,6 +37,12 @@ struct Params {
   u32 sampled;   // groups of 4 columns
   int sorted;
 
+  // A row's columns. Bounds may hold any number.
+  DEVICE void columns_of(i64 row, int& start, int& end) const {
+    start = starts == nullptr ? 0 : min(max(starts[row], 0), num_columns);
+    end = ends == nullptr ? num_columns : min(max(ends[row], start), num_columns);
+  }
+
   DEVICE int request_of(i64 row) const { return block_size == 0 ? 0 : requests[row]; }
 
   // Where a column's key lies, -1 where the table does not say.
@@ -260,10 +266,9 @@ struct Selection {
   }
 
   DEVICE void run(i64 number, u32 rank) {
-    int start = 0, end = p.num_columns;
-    if (p.starts != nullptr) start = min(max(p.starts[number], 0), p.num_columns);
-    if (p.ends != nullptr) end = min(p.ends[number], p.num_columns);
-    const int length = max(end - start, 0);
+    int start, end;
+    p.columns_of(number, start, end);
+    const int length = end - start;
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
     if (length <= p.k && !p.sorted) return write_all(number, start, length, rank);
 

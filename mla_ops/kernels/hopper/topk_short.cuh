@@ -42,10 +42,9 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
     else
       x[i] = {absent(), absent(), absent(), absent()};
   }
-  int start = 0, end = p.num_columns;
-  if (p.starts != nullptr) start = min(max(p.starts[number], 0), p.num_columns);
-  if (p.ends != nullptr) end = min(p.ends[number], p.num_columns);
-  const int length = max(end - start, 0);
+  int start, end;
+  p.columns_of(number, start, end);
+  const int length = end - start;
   const int request = p.request_of(number);
   int* const out = p.indices + number * p.indices_pitch;
   for (u32 i = thread; i < BINS; i += THREADS) bins[i] = 0;
