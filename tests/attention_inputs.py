@@ -129,9 +129,7 @@ def check_two_caches(
         **options,
     )
     operands = [operand(lowering, name, q.dtype) for name in (cache_format, extra_format)]
-    extra = attention_oracle.Source(
-        attention_oracle.decode_cache(extra_cache, extra_format), extra_indices, extra_topk_length, extra_block_table
-    )
+    extra = attention_oracle.Source(extra_cache, extra_format, extra_indices, extra_topk_length, extra_block_table)
     expected = attention_oracle.attention(
         q,
         cache,

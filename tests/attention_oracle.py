@@ -16,6 +16,8 @@ UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-2
 ACCUMULATE = 2.0**-23
 # exp2 and log2 of a GPU are good to about 2 ulp, the scaling before them to 1.
 FUNCTION = 2.0**-21
+# float16 loses half of its smallest step of a weight; a row's largest weight is 2^7 or more there.
+FLOAT16_WEIGHT = 2.0 ** (-25 - 7)
 
 
 def e4m3_table() -> torch.Tensor:
@@ -35,6 +37,30 @@ def decode(rows: torch.Tensor) -> torch.Tensor:
     scales = rows[:, 512:528].contiguous().view(torch.float32).double().repeat_interleave(128, dim=1)
     rope = rows[:, 528:].contiguous().view(torch.bfloat16).double()
     return torch.cat((e4m3_table().to(rows.device)[rows[:, :512].long()] * scales, rope), dim=1)
+
+
+def float16_operands(rows: torch.Tensor) -> torch.Tensor:
+    """Keys of fp8_ds_mla as operands of tensor cores: e4m3 times float16 of the scale, rounded to float16.
+
+    Exponents are float64's, since kernels keep a power of two apart where float16's do not reach.
+    """
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        mantissa, exponent = torch.frexp(x)
+        return torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
+
+    scales = rows[:, 512:528].contiguous().view(torch.float32).double()
+    latent = rounded(e4m3_table().to(rows.device)[rows[:, :512].long()] * rounded(scales).repeat_interleave(128, dim=1))
+    return torch.cat((latent, rows[:, 528:].contiguous().view(torch.bfloat16).double()), dim=1)
+
+
+def powers_apart(rows: torch.Tensor) -> torch.Tensor:
+    """The power of two by which a key of fp8_ds_mla is divided before float16 holds it: 1 where it does so anyway."""
+    scales = rows[:, 512:528].contiguous().view(torch.float32).double()
+    largest = scales.amax(1)
+    fits = (largest >= 2.0**-13) & (largest < 0.5) & ((scales == 0) | (scales >= 2.0**-21)).all(1)
+    exponent = torch.where(fits, 0, (torch.frexp(largest).exponent + 1).clamp(-60, 40))
+    return torch.ldexp(torch.ones_like(largest), exponent)
 
 
 def decode_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
@@ -73,15 +99,26 @@ def valid_slots(
 
 @dataclass
 class Source:
-    """Keys `[blocks, block_size, head_dim]` in float64, and what chooses among them."""
+    """A cache `[blocks, block_size, ...]`, its format ('' for plain rows), and what chooses among its keys."""
 
-    keys: torch.Tensor
+    cache: torch.Tensor
+    cache_format: str
     indices: torch.Tensor
     topk_length: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
 
-    def chosen(self, token: int, request: int | None) -> torch.Tensor:
-        """The keys that a token attends to, in order."""
+    def __post_init__(self) -> None:
+        self.keys = decode_cache(self.cache, self.cache_format)
+        self.operands = self.keys
+        self.powers = torch.ones(self.keys.shape[:2], dtype=torch.float64, device=self.keys.device)
+        self.quantized = self.cache.dtype == torch.uint8
+        if self.quantized and self.cache_format != "fp8_ds_mla_v4":
+            rows = self.cache.reshape(-1, self.cache.shape[2]).contiguous()
+            self.operands = float16_operands(rows).unflatten(0, self.cache.shape[:2])
+            self.powers = powers_apart(rows).unflatten(0, self.cache.shape[:2])
+
+    def chosen(self, token: int, request: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The keys that a token attends to, in order, what tensor cores get of them, and their powers."""
         num_blocks, block_size, _ = self.keys.shape
         row = None
         if self.block_table is not None and request is not None:
@@ -89,7 +126,8 @@ class Source:
         length = None if self.topk_length is None else int(self.topk_length[token])
         slots = valid_slots(self.indices[token].tolist(), num_blocks, block_size, length, row)
         place = torch.tensor(slots, dtype=torch.int64, device=self.keys.device).view(-1, 2)
-        return self.keys[place[:, 0], place[:, 1]]
+        block, offset = place.unbind(1)
+        return self.keys[block, offset], self.operands[block, offset], self.powers[block, offset]
 
 
 @dataclass
@@ -118,27 +156,33 @@ def attention(
     cache_format: str = "",
     extra: Source | None = None,
 ) -> Expected:
-    """`cache` is `[blocks, block_size, width]`; `operand` is what probabilities are rounded to, None if to nothing.
+    """Attention and its bounds.
 
-    `cache_format` matters where the cache does not lie row by row; `extra` is a second cache in the same softmax.
+    `cache` is `[blocks, block_size, width]`; `cache_format` matters where it does not lie row by row; `extra` is a
+    second cache in the same softmax. `operand` is what probabilities are rounded to, None if to nothing. Where it is
+    not None, tensor cores multiply: they have keys of fp8_ds_mla as `float16_operands` rounds them, and weights of
+    quantised keys as float16, times `powers_apart`.
 
     The bounds, with d the key width, n the number of keys, |.| elementwise:
     a score s = scale * sum q_i k_i is off by at most e_s = (d + 4) * ACCUMULATE * scale * sum |q_i k_i|, plus what the
-    change of base and exp2 add, FUNCTION * (|s| + 1). The same e_s, for all keys, bounds the error of lse, to which the
-    sum of n terms adds n * ACCUMULATE, and two logarithms: of the parts of a row, and of their sum. A probability is
-    then off by a factor of at most exp(2 e_s), but by 1 at most: where scores are in the thousands, that is a choice
-    among neighbours. It is off by a factor of 1 + n * ACCUMULATE as well, plus the unit of the operand; summing p_k v_k
-    adds n * ACCUMULATE once more, each relative to A = sum p_k |v_k|. A finite sink is one more exponential, of an
-    argument as large as it is. Last comes the rounding of the output.
+    change of base and exp2 add, FUNCTION * (|s| + 1), plus what the rounding of a key makes of it. The same e_s, for
+    all keys, bounds the error of lse, to which the sum of n terms adds n * ACCUMULATE, and two logarithms: of the parts
+    of a row, and of their sum. A probability is then off by a factor of at most exp(2 e_s), but by 1 at most: where
+    scores are in the thousands, that is a choice among neighbours. It is off by a factor of 1 + n * ACCUMULATE as well,
+    plus the unit of the operand, and a weight in float16 by FLOAT16_WEIGHT of the row's largest; summing p_k v_k adds
+    n * ACCUMULATE once more, each relative to A = sum p_k |v_k|. A finite sink is one more exponential, of an argument
+    as large as it is. Last comes the rounding of the output.
     """
     unit = UNIT[operand] if operand is not None else 0.0
     result = Expected(tokens if tokens is not None else list(range(q.shape[0])), *(torch.empty(0) for _ in range(4)))
     outs, lses, out_tolerances, lse_tolerances = [], [], [], []
-    sources = [Source(decode_cache(cache, cache_format), indices, topk_length, block_table)]
+    sources = [Source(cache, cache_format, indices, topk_length, block_table)]
     sources += [extra] if extra is not None else []
     for token in result.tokens:
         request = None if req_id_per_token is None else int(req_id_per_token[token])
-        keys = torch.cat([source.chosen(token, request) for source in sources])
+        chosen = [source.chosen(token, request) for source in sources]
+        keys, operands, powers = (torch.cat(parts) for parts in zip(*chosen, strict=True))
+        rounding = operands - keys if operand is not None else torch.zeros_like(keys)
         num_heads = q.shape[1]
         if not len(keys):
             outs.append(q.new_zeros(num_heads, 512, dtype=torch.float64))
@@ -149,7 +193,7 @@ def attention(
         queries = q[token].double()
         scores = queries @ keys.T * scale
         error = (keys.shape[1] + 4) * ACCUMULATE * abs(scale) * (queries.abs() @ keys.abs().T)
-        error = (error + FUNCTION * (scores.abs() + 1)).amax(1)
+        error = (error + FUNCTION * (scores.abs() + 1) + (queries @ rounding.T * scale).abs()).amax(1)
         logits = scores
         if attn_sink is not None:
             logits = torch.cat((scores, attn_sink.double()[:, None]), dim=1)
@@ -167,6 +211,9 @@ def attention(
         outs.append(out)
         lses.append(torch.logsumexp(scores, 1))
         own = weights @ keys[:, :512].abs() * relative[:, None] + off @ keys[:, :512].abs()
+        own = own + weights @ rounding[:, :512].abs()
+        if operand is not None and any(source.quantized for source in sources):
+            own = own + FLOAT16_WEIGHT * ((weights * powers).amax(1, keepdim=True) / powers) @ keys[:, :512].abs()
         # what underflows in float32 or in the output's type is lost
         floor = 2.0**-126 * keys.abs().amax() + (2.0**-25 if q.dtype == torch.float16 else 2.0**-134)
         out_tolerances.append(own + UNIT[q.dtype] * (out.abs() + own) + floor)

@@ -58,7 +58,8 @@ def _judge_attention(tokens: list[int], *, formats: tuple[str, ...] = ("",)) -> 
         extra = None
         if "extra_kv_cache" in before:
             extra = attention_oracle.Source(
-                attention_oracle.decode_cache(before["extra_kv_cache"], before["extra_cache_format"]),
+                before["extra_kv_cache"],
+                before["extra_cache_format"],
                 before["extra_indices"],
                 before.get("extra_topk_length"),
                 before.get("extra_block_table"),

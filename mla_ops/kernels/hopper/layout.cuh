@@ -48,7 +48,9 @@ enum class Launch { ROWS, CLUSTERS, GROUPS };
 
 constexpr int KEYS = 64;                    // of a turn
 constexpr int HALF_BYTES = KEYS * 256 * 2;  // of a turn's values
-constexpr float REFERENCE_SLACK = 8.f;      // weights may reach 2^8 before the softmax's reference moves
+// Weights may reach 2^15 before the softmax's reference moves; the largest is 2^7 then. float16 holds whole numbers of
+// 11 bits down to 2^-14, so a key may count 2^-21 of what another does and lose nothing.
+constexpr float REFERENCE_SLACK = 15.f, RAISED_TO = 7.f;
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 
 constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;

@@ -71,9 +71,10 @@ DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 
   store_folded<HEADS>(top, tops + thread / 32 * (HEADS * 4), lane, [](float a, float b) { return fmaxf(a, b); });
   named_barrier<SCORE_BARRIER, 128>();
   if (thread < HEADS) {
-    float rise = seen ? 0.f : -INFINITY;
+    float top = -INFINITY;
 #pragma unroll
-    for (int warp = 0; warp < 4; ++warp) rise = fmaxf(rise, load_shared_float(tops + (warp * HEADS + thread) * 4));
+    for (int warp = 0; warp < 4; ++warp) top = fmaxf(top, load_shared_float(tops + (warp * HEADS + thread) * 4));
+    const float rise = seen ? fmaxf(top - RAISED_TO, 0.f) : top - RAISED_TO;
     const u32 reference = shared + L::COLUMNS + thread * 8 + 4;
     store_shared_float(reference, load_shared_float(reference) + rise);
     store_shared_float(rises + thread * 4, rise);
