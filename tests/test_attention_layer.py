@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 from collections.abc import Iterator
@@ -108,6 +109,21 @@ def test_export_and_reload(step: Any) -> None:
     stream.seek(0)
     loaded = torch.export.load(stream).module()
     assert torch.equal(loaded(hidden, *caches, metadata, 2), layer(hidden, *caches, metadata, 2))
+
+
+def test_an_exported_layer_takes_any_number_of_tokens(example: ModuleType, step: Any) -> None:
+    """The metadata's dynamic shapes are a list, an entry for each buffer and size in the order of its fields."""
+    layer, caches, metadata = step
+    tokens = {0: torch.export.Dim("num_tokens", min=2, max=64)}
+    names = [field.name for field in dataclasses.fields(metadata) if getattr(metadata, field.name) is not None]
+    of_metadata = [tokens if name in PER_TOKEN else None for name in names]
+    shapes = {"hidden": tokens, "kv_cache": None, "index_cache": None, "metadata": of_metadata, "num_requests": None}
+    program = torch.export.export(layer, (normal(5, 32), *caches, metadata, 2), dynamic_shapes=shapes).module()
+    for num_tokens in (5, 2, 33):
+        hidden, metadata = normal(num_tokens, 32), make_metadata(num_tokens)
+        exported, eager = example.make_caches("cpu"), example.make_caches("cpu")
+        assert torch.equal(program(hidden, *exported, metadata, 2), layer(hidden, *eager, metadata, 2))
+        assert all(torch.equal(a, b) for a, b in zip(exported, eager, strict=True))
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_ops import allocate_cache, write_index_cache
 from mla_ops.demo.model import TEXT, build_small_model
-from mla_ops.models import GenerationSession, compare_logits, decoder_for, stock_generate, teacher_forced_logits
+from mla_ops.models import GenerationSession, compare_logits, decoder_for, parts, stock_generate, teacher_forced_logits
 from mla_ops.models.evaluate import cast_parameters, stock_logits
 from mla_ops.models.parts import can_group, choose_keys, mix_every, mix_grouped
 
@@ -186,6 +186,19 @@ def test_grouped_experts_equal_every_expert_on_every_token(num_tokens):
     for other in (every, stock):
         # 2 experts, each rounded behind two products, an activation and a factor, and the sum
         assert (grouped - other).float().norm() < 2**-8 * math.sqrt(2 * 5) * other.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_on_a_cpu_each_expert_sees_the_tokens_that_chose_it(dtype, monkeypatch):
+    """In every dtype, by torch's grouped matmul or transformers' own."""
+    monkeypatch.setattr(parts, "mix_every", None)
+    mlp = cast_parameters(build_small_model("DeepseekV3", **SIZES), dtype).model.layers[1].mlp
+    hidden = torch.randn(33, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.no_grad():
+        actual, expected = parts.feed_forward(mlp, hidden, hidden), mlp(hidden)
+    # 2 experts, each rounded behind two products, an activation and a factor; their sum; and the shared ones
+    error = (actual - expected).float().norm() / expected.float().norm()
+    assert error < torch.finfo(dtype).eps / 2 * math.sqrt(3 * 5)
 
 
 def test_grouped_experts_trace_without_a_break():

@@ -101,10 +101,12 @@ def test_the_reference_has_every_public_op_with_its_signature() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_no_page_needs_a_site_to_say_something(page: Path) -> None:
-    """An include of measured results is a block in a page that has words of its own."""
+    """An include of measured results is a block in a page that has words of its own and a link to the file."""
     text = page.read_text(encoding="utf-8")
     assert not re.search(r"^:::", text, re.MULTILINE)
     assert not re.search(r'^--8(?!<-- "docs/results/)', text, re.MULTILINE)
+    for included in re.findall(r'^--8<-- "docs/(.*)"$', text, re.MULTILINE):
+        assert f"]({included})" in text, f"{page.name} shows {included} on a site only: link to it as well"
     assert re.search(r"^[A-Z|`-].{40}", text, re.MULTILINE)
 
 

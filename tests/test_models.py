@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "DeepseekV32ForCausalLM"):
     pytest.skip("this transformers has no DeepSeek-V3.2: needs 5.17 or later", allow_module_level=True)
 
+import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
@@ -256,7 +257,7 @@ def test_inductor_gives_the_eager_tokens_and_clones_no_cache():
     torch._dynamo.reset()
     session = GenerationSession(decoder, **options, compiled=True)
     # a cached graph would come without its code
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         _, codes = run_and_get_code(session.warm_up)
     assert len(codes) == 3
     assert sum("mla.prefill_attention" in code for code in codes) == 1

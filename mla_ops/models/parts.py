@@ -97,8 +97,19 @@ def feed_forward(mlp: Any, hidden: torch.Tensor, input_ids: torch.Tensor) -> tor
         return mlp(hidden)
     routed = mlp.gate(hidden, input_ids) if getattr(mlp, "is_hash", False) else mlp.gate(hidden)
     _, weights, routing = routed
-    mix = mix_grouped if can_group(mlp.experts) else mix_every
     return mix(mlp.experts, hidden, routing, weights) + mlp.shared_experts(hidden)
+
+
+def mix(experts: Any, hidden: torch.Tensor, routing: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum of each token's experts, `[num_tokens, hidden_size]`; arguments as `mix_grouped` takes them."""
+    if can_group(experts):
+        return mix_grouped(experts, hidden, routing, weights)
+    if hidden.device.type == "cpu":  # reads the groups' sizes, which no captured step may
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        mixed: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, routing, weights)
+        return mixed
+    return mix_every(experts, hidden, routing, weights)
 
 
 def can_group(experts: Any) -> bool:
