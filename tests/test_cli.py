@@ -243,8 +243,44 @@ def test_default_prompts_are_passages_of_unequal_length():
     assert len({bytes(prompt) for prompt in unpadded}) == 4
 
 
+def make_checkpoint(folder, config, *files):
+    """What the demo looks at before it loads anything; `files` beside the config, or all it needs."""
+    for name in files or ("model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
+    (folder / "config.json").write_text(config)
+
+
+V3 = '{"model_type": "deepseek_v3"}'
+BAD_CHECKPOINTS = {
+    "no weights": ((V3, "tokenizer.json"), "has no weights: no *.safetensors or *.bin"),
+    "no tokenizer": ((V3, "model.safetensors"), "has no tokenizer: no tokenizer*"),
+    "a broken config": (("{",), "config.json at"),
+    "quantized": (('{"model_type": "deepseek_v3", "quantization_config": {}}',), "is quantized: load it with"),
+    "quantized text": (
+        ('{"model_type": "kimi_k25", "text_config": {"quantization_config": {}}}',),
+        "is quantized: load it with",
+    ),
+}
+
+
+@pytest.mark.parametrize(("checkpoint", "message"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
+def test_demo_says_what_a_checkpoint_lacks_before_it_loads_anything(tmp_path, capsys, monkeypatch, checkpoint, message):
+    monkeypatch.setattr("mla_ops.demo.run.load_tokenizer", None)
+    make_checkpoint(tmp_path, *checkpoint)
+    assert main(["demo", "--model", str(tmp_path), "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_demo_says_when_transformers_is_too_old_for_a_checkpoint(tmp_path, capsys, monkeypatch):
+    older = dataclasses.replace(CHECKPOINTS["hy_v4"], model_class="HYV9ForCausalLM")
+    monkeypatch.setitem(CHECKPOINTS, "hy_v4", older)
+    make_checkpoint(tmp_path, '{"model_type": "hy_v4"}')
+    assert main(["demo", "--model", str(tmp_path), "--device", "cpu"]) == 2
+    assert "needs HYV9ForCausalLM, which transformers" in capsys.readouterr().err
+
+
 def test_demo_names_the_architectures_that_a_checkpoint_may_have(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    make_checkpoint(tmp_path, '{"model_type": "llama"}')
     assert main(["demo", "--model", str(tmp_path)]) == 2
     message = capsys.readouterr().err
     assert "'deepseek_v32', 'deepseek_v4'" in message
@@ -260,6 +296,7 @@ def test_demo_names_the_architectures_that_a_checkpoint_may_have(tmp_path, capsy
         (["demo", "--device", "cpu", "--prompt", "a", "--prompt-file", "b"], "exclude each other"),
         (["demo", "--arch", "v4", "--cache", "fp8_ds_mla"], "'fp32'] for DeepSeek-V4, got 'fp8_ds_mla'"),
         (["demo", "--device", "cpu", "--prompt-file", "/nowhere"], "--prompt-file must be a text file, there is none"),
+        (["demo", "--device", "cpu", "--prompt-file", sys.executable], "must be a text file in UTF-8"),
         (["demo", "--device", "cuda:99"], "--device cuda:99: torch"),
         (["demo", "--device", "gpu"], "--device must be cpu, cuda or cuda:N, got 'gpu'"),
         (["demo", "--device", "cpu", "--prompt", "a" * 16380], "make 16444 tokens, the model takes 16384"),
@@ -271,6 +308,7 @@ def test_demo_names_the_architectures_that_a_checkpoint_may_have(tmp_path, capsy
         "two prompts",
         "a format of the other architecture",
         "no such file",
+        "a file that is no text",
         "a device that is not here",
         "no device",
         "a prompt past the model's length",

@@ -271,6 +271,18 @@ def _with_longrope():
     return model
 
 
+def _v4_with_dynamic_rope():
+    model = SMALL_MODELS["DeepSeek-V4"](hidden_size=64, num_heads=2, layer_types=("sliding_attention",))
+    model.config.rope_parameters["compress"]["rope_type"] = "dynamic"
+    return model
+
+
+def _kimi_of_another_text_model():
+    model = SMALL_MODELS["Kimi K2.5"](num_layers=1)
+    model.config.text_config.model_type = "llama"
+    return model
+
+
 REFUSED = {
     "a path": (lambda: "zai-org/GLM-5", TypeError, "got the path 'zai-org/GLM-5': load it first, .*from_pretrained"),
     "a module": (lambda: torch.nn.Linear(1, 1), TypeError, "must be a loaded transformers model, got Linear"),
@@ -297,6 +309,8 @@ REFUSED = {
     "two devices": (_on_two_devices, ValueError, r"one device, got embed_tokens.* on cpu, .*gate_proj.* on cuda:0"),
     "weights that are not loaded": (_partly_on_meta, ValueError, r"must be loaded, .*mlp.* is on the meta device"),
     "longrope": (_with_longrope, ValueError, "RoPE type 'longrope' changes with the sequence length"),
+    "a RoPE that changes in one kind of layer": (_v4_with_dynamic_rope, ValueError, "RoPE type 'dynamic' changes with"),
+    "many heads": (lambda: _glm(num_heads=129), ValueError, "num_attention_heads must be 1 to 128, got 129"),
     "narrow latents": (lambda: _glm(kv_lora_rank=256), ValueError, r"config.kv_lora_rank must be 512, .* got 256"),
 }
 
@@ -305,6 +319,22 @@ REFUSED = {
 def test_a_model_that_cannot_run_is_refused_in_a_sentence(build, error, message):
     with pytest.raises(error, match=f"^decoder_for: .*{message}"):
         decoder_for(build(), 64)
+
+
+@pytest.mark.skipif("Kimi K2.5" not in SMALL_MODELS, reason="this transformers has no Kimi K2.5")
+def test_a_kimi_with_another_text_model_is_refused():
+    with pytest.raises(
+        TypeError, match="the text model of a 'kimi_k25' must be of model_type 'deepseek_v3', got 'llama'"
+    ):
+        decoder_for(_kimi_of_another_text_model(), 64)
+
+
+@pytest.mark.skipif("Mistral Large 4" not in SMALL_MODELS, reason="this transformers has no Mistral Large 4")
+def test_latents_of_a_layer_that_transformers_does_not_read_are_refused():
+    """It reads those that were stored last, whatever number the config names."""
+    model = SMALL_MODELS["Mistral Large 4"](kv_source_layers=[0, 1, 2, 1, 0, 2], no_rope_layers=[1, 0, 1, 0, 1, 1])
+    with pytest.raises(ValueError, match=r"config.kv_source_layers\[4\] is 0, but transformers reads .* layer 2 there"):
+        decoder_for(model, 64)
 
 
 def test_a_kimi_k2_checkpoint_runs_as_the_deepseek_v3_that_loads_it(tmp_path):

@@ -351,12 +351,19 @@ CHECKPOINTS = {
 }
 
 
+CHECKPOINT_FILES = {
+    "config": ("config.json",),
+    "weights": ("*.safetensors", "*.bin"),
+    "tokenizer": ("tokenizer*", "tekken.json"),
+}
+
+
 def find_architecture(name: str, path: str | None) -> Architecture:
     """That of the checkpoint at `path`, or the one called `name` if that is None.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: it is of another architecture, or there is none of that name.
+        FileNotFoundError: there is no checkpoint, or a part of one.
+        ValueError: it is of another architecture, or quantized; or there is none of that name.
     """
     if path is None:
         if name not in ARCHITECTURES:
@@ -364,12 +371,32 @@ def find_architecture(name: str, path: str | None) -> Architecture:
         return ARCHITECTURES[name]
     if not Path(path).is_dir():
         raise FileNotFoundError(f"--model must be a local checkpoint folder, there is none at '{path}'")
-    if not (Path(path) / "config.json").is_file():
-        raise FileNotFoundError(f"--model must be a checkpoint folder, that at '{path}' has no config.json")
-    found = json.loads((Path(path) / "config.json").read_text()).get("model_type")
+    for what, patterns in CHECKPOINT_FILES.items():
+        if not any(any(Path(path).glob(pattern)) for pattern in patterns):
+            raise FileNotFoundError(
+                f"--model must be a checkpoint folder, that at '{path}' has no {what}: no {' or '.join(patterns)}"
+            )
+    try:
+        config = json.loads((Path(path) / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"--model must be a checkpoint folder, config.json at '{path}' is no JSON: {error}") from error
+    found = config.get("model_type")
     known = {one.model_type: one for one in (*ARCHITECTURES.values(), *CHECKPOINTS.values())}
     if found not in known:
         raise ValueError(f"--model must be a checkpoint of one of {sorted(known)}, that at '{path}' is of '{found}'")
+    if "quantization_config" in {**config, **config.get("text_config", {})}:
+        raise ValueError(
+            f"--model must be a checkpoint in float32, bfloat16 or float16, that at '{path}' is quantized: load it "
+            "with from_pretrained(..., quantization_config=transformers.FineGrainedFP8Config(dequantize=True), "
+            "dtype=torch.bfloat16), and save that with save_pretrained"
+        )
+    import transformers
+
+    if not hasattr(transformers, known[found].model_class):
+        raise ValueError(
+            f"--model at '{path}' needs {known[found].model_class}, which transformers {transformers.__version__} does "
+            "not have: pip install --upgrade transformers"
+        )
     return known[found]
 
 

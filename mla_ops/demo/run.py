@@ -130,7 +130,10 @@ def make_prompts(
     if options.prompt_file is not None:
         if not Path(options.prompt_file).is_file():
             raise FileNotFoundError(f"--prompt-file must be a text file, there is none at '{options.prompt_file}'")
-        text = Path(options.prompt_file).read_text()
+        try:
+            text = Path(options.prompt_file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompt-file must be a text file in UTF-8, '{options.prompt_file}': {error}") from error
     if text is not None:
         tokens = list(tokenizer.encode(text))
         if not tokens:
