@@ -116,7 +116,7 @@ def test_chunks_of_any_size_equal_attention_at_once(
     lowering: str, device: torch.device, cache_format: str, num_rows: int
 ) -> None:
     if lowering == "triton" and device.type == "cpu" and num_rows < 7:
-        num_rows += 6  # many chunks take long to interpret
+        pytest.skip("many chunks take long to interpret; on a GPU they run")
     batch = Batch(cache_format, device, CONTEXT, NEW)
     batch.check(lowering, -(-sum(CONTEXT) // num_rows), *batch.run(num_rows))
 
