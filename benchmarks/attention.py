@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import common
 from mla_ops import SparseSchedule, dispatch, formats
-from mla_ops.kernels.hopper.launch import Shape
+from mla_ops.kernels.hopper.launch import Clusters, Group
 from mla_ops.kernels.hopper.waves import Wave, override
 
 BLOCK_SIZE = 64
@@ -193,8 +193,15 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="ours for Hopper also in other launches than it chooses: '64,8;7x64,8+24,16' is all tokens by clusters of "
         "8 CTAs with 64 heads each, and 7 of them so, the others by 16 with 24 heads (a third number: parts of a row; "
-        "'64,1,8' is a group of 8)",
+        "'group8' is a group of 8 CTAs)",
     )
+
+
+def shape_of(text: str) -> Clusters | Group:
+    """A launch as `--waves` names it: tile, splits and parts of clusters, or `group` and its members."""
+    if text.startswith("group"):
+        return Group(int(text.removeprefix("group")))
+    return Clusters(*common.integers(text))
 
 
 def waves_of(text: str, num_tokens: int) -> tuple[Wave, ...]:
@@ -203,9 +210,7 @@ def waves_of(text: str, num_tokens: int) -> tuple[Wave, ...]:
     counts = [int(count) for count, _, _ in parts if count]
     if len(counts) < len(parts):
         counts.append(num_tokens - sum(counts))
-    return tuple(
-        Wave(count, Shape(*common.integers(shape))) for count, (_, _, shape) in zip(counts, parts, strict=True)
-    )
+    return tuple(Wave(count, shape_of(shape)) for count, (_, _, shape) in zip(counts, parts, strict=True))
 
 
 def variants(

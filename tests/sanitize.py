@@ -111,8 +111,8 @@ def attend(case: Case, tool: str) -> None:
         )
         names = set()
         for at_once in (1, 1000):  # CTAs or clusters of the device: which kernel it is, and how many rows one takes
-            shape = launch.Shape(case.tile, case.splits, case.members)
-            kernel = launch.KERNELS[cache_format, width].kernel(*shape[:2], at_once < len(q), shape.grouped)
+            shape = launch.Group(case.members) if case.members > 1 else launch.Clusters(case.tile, case.splits)
+            kernel = launch.KERNELS[cache_format, width].kernel(shape, at_once < len(q))
             if tool == "racecheck" and kernel.name in names:
                 continue
             names.add(kernel.name)
@@ -186,7 +186,7 @@ def parts(tool: str) -> None:
     for number in (2, 6) if tool == "memcheck" else (2,):
         out = torch.empty(3, 16, 512, dtype=torch.bfloat16, device="cuda")
         lse = torch.empty(3, 16, device="cuda")
-        with waves.override(waves.Wave(3, launch.Shape(16, 2, number))):
+        with waves.override(waves.Wave(3, launch.Clusters(16, 2, number))):
             dense_attention.paged_attention(
                 *(tensor.cuda() for tensor in (q, cache, table, requests, lens)), SCALE, "bf16", out=out, lse=lse
             )

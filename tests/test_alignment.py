@@ -23,7 +23,7 @@ from mla_ops.kernels.hopper import (
     sparse_attention,
     waves,
 )
-from mla_ops.kernels.hopper.launch import KERNELS, Shape
+from mla_ops.kernels.hopper.launch import KERNELS, Clusters
 from mla_ops.ops import paged_attention as paged_attention_op
 from mla_ops.ops import paged_sparse_attention as paged_sparse_attention_op
 from mla_ops.ops import prefill_attention as prefill_attention_op
@@ -223,7 +223,7 @@ def test_paged_attention_in_parts(launches: Launches, cache_format: str, width: 
     q, results = place(random(NUM_TOKENS, NUM_HEADS, width), offset), outputs(place, offset)
     lens, requests = (at_offset(torch.zeros(NUM_TOKENS, dtype=torch.int32), offset) for _ in range(2))
     table = place(torch.zeros(2, 900, dtype=torch.int32), offset)
-    with waves.override(waves.Wave(NUM_TOKENS, Shape(16, 2, 3))):
+    with waves.override(waves.Wave(NUM_TOKENS, Clusters(16, 2, 3))):
         dense_attention.paged_attention(q, cache, table, requests, lens, 0.125, cache_format, **results)
     attention, merge = launches.seen
     assert (merge.outs, merge.lses, merge.parts) == (attention.out, attention.lse, 3)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 from benchmarks import attention, common, figures, gather_floor, plot
 from benchmarks.cache import fill_cache, read_keys, scale_keys
 from mla_ops import dispatch, formats
-from mla_ops.kernels.hopper.launch import Shape
+from mla_ops.kernels.hopper.launch import Clusters, Group
 from mla_ops.kernels.hopper.waves import Wave
 from mla_ops.kernels.reference.cache import read_slots
 
@@ -206,9 +206,10 @@ def test_magnitudes_are_of_keys_and_groups(cache_format: str, magnitude: str) ->
 
 
 def test_waves_are_named_by_tokens_heads_and_ctas() -> None:
-    assert attention.waves_of("64,8", 9) == (Wave(9, Shape(64, 8)),)
-    assert attention.waves_of("7x64,8+24,16", 9) == (Wave(7, Shape(64, 8)), Wave(2, Shape(24, 16)))
-    assert attention.waves_of("7x64,8+2x64,2,4", 9) == (Wave(7, Shape(64, 8)), Wave(2, Shape(64, 2, 4)))
+    assert attention.waves_of("64,8", 9) == (Wave(9, Clusters(64, 8)),)
+    assert attention.waves_of("7x64,8+24,16", 9) == (Wave(7, Clusters(64, 8)), Wave(2, Clusters(24, 16)))
+    assert attention.waves_of("7x64,8+2x64,2,4", 9) == (Wave(7, Clusters(64, 8)), Wave(2, Clusters(64, 2, 4)))
+    assert attention.waves_of("7x64,8+group3", 9) == (Wave(7, Clusters(64, 8)), Wave(2, Group(3)))
 
 
 def test_host_time_has_neither_floor_nor_rate() -> None:

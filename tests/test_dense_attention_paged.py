@@ -338,7 +338,7 @@ def test_parts_of_the_hopper_kernels(shape: tuple[int, int, int], first: int, ca
 
     `first` tokens are a wave before, whose parts may be others.
     """
-    from mla_ops.kernels.hopper.launch import Shape
+    from mla_ops.kernels.hopper.launch import Clusters
     from mla_ops.kernels.hopper.waves import Wave, override
 
     device = torch.device("cuda")
@@ -351,6 +351,6 @@ def test_parts_of_the_hopper_kernels(shape: tuple[int, int, int], first: int, ca
     if reason is not None:
         pytest.skip(reason)
     for before in ((64, 1, 1), (16, 2, 3)) if first else ((64, 1, 1),):
-        waves = Wave(first, Shape(*before)), Wave(7 - first, Shape(*shape))
+        waves = Wave(first, Clusters(*before)), Wave(7 - first, Clusters(*shape))
         with dispatch.override(paged_attention="hopper"), override(*waves if first else waves[1:]):
             check("hopper", q, cache, table, requests, lens, cache_format)

@@ -11,7 +11,7 @@ import torch
 from attention_inputs import SCALE, filled_cache, operand, queries, rows_with_wide_scales, some_indices
 
 from mla_ops.kernels.hopper import groups, launch, sources, sparse_attention, waves
-from mla_ops.kernels.hopper.launch import KERNELS, Shape
+from mla_ops.kernels.hopper.launch import KERNELS, Clusters, Group, Shape
 
 pytestmark = pytest.mark.gpu
 
@@ -67,24 +67,20 @@ class Call:
             attention_oracle.assert_close(self.out, self.lse, expected)
 
 
-def group(members: int) -> Shape:
-    return Shape(groups.TILE, 1, members)
-
-
 @pytest.mark.parametrize(
     ("cache_format", "width", "tile"), [(*key, tile) for key, keys in KERNELS.items() for tile in keys.turn_us]
 )
 def test_clusters_of_every_size(cache_format: str, width: int, tile: int) -> None:
     at_once = launch.clusters_at_once(KERNELS[cache_format, width], tile, 0)
     sizes = (splits for splits, count in zip(launch.SPLITS, at_once, strict=True) if count)
-    Call(cache_format, width, 9, 2 * tile - 3).check(Shape(tile, splits) for splits in sizes)
+    Call(cache_format, width, 9, 2 * tile - 3).check(Clusters(tile, splits) for splits in sizes)
 
 
 @pytest.mark.parametrize("num_tokens", [9, 50])
 @pytest.mark.parametrize(("cache_format", "width"), QUANTIZED)
 def test_groups_of_every_size(cache_format: str, width: int, num_tokens: int) -> None:
     """With 50 tokens more CTAs than the device runs at one time."""
-    Call(cache_format, width, num_tokens, 125).check(map(group, groups.MEMBERS))
+    Call(cache_format, width, num_tokens, 125).check(map(Group, groups.MEMBERS))
 
 
 @pytest.mark.parametrize("patience", [0, 1, 3])
@@ -95,11 +91,11 @@ def test_groups_whose_ctas_give_up(
     """The last CTA of a row adds up what others did not wait for: the same bits."""
     call, load, wanted = Call(cache_format, width, 16, 125), sources.load, {}
     for members in (2, 4, 7, 16):
-        call.attend(group(members))
+        call.attend(Group(members))
         wanted[members] = call.results()
     monkeypatch.setattr(sources, "load", lambda *arguments: load(*arguments, (f"PATIENCE={patience}",)))
     for members in (2, 4, 7, 16) * 5:
-        call.attend(group(members))
+        call.attend(Group(members))
         assert all(map(torch.equal, call.results(), wanted[members]))
 
 
@@ -108,14 +104,14 @@ def test_groups_of_captures_and_streams() -> None:
     calls = [Call("fp8_ds_mla", 576, num_tokens, 128) for num_tokens in (8, 4, 6)]
     wanted = []
     for call in calls:
-        call.attend(group(8))
+        call.attend(Group(8))
         wanted.append(call.results())
     streams, graphs = [torch.cuda.Stream() for _ in calls], [torch.cuda.CUDAGraph() for _ in calls[:2]]
     for call, stream, graph in zip(calls, streams, graphs, strict=False):
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(4):
-                call.attend(group(8))
-    runs = (graphs[0].replay, graphs[1].replay, lambda: calls[2].attend(group(8)))
+                call.attend(Group(8))
+    runs = (graphs[0].replay, graphs[1].replay, lambda: calls[2].attend(Group(8)))
     for _ in range(50):
         for stream, run in zip(streams, runs, strict=True):
             with torch.cuda.stream(stream):
@@ -137,7 +133,7 @@ def test_two_waves(cache_format: str, width: int, first: int, rest: int, num_hea
     device, topk, num_tokens = torch.device("cuda"), 2048, first + rest
     tile = 16 if num_heads == 16 else 64
     grouped = num_heads == 128 and cache_format != "bf16"
-    forced = waves.Wave(first, Shape(tile, 1)), waves.Wave(rest, Shape(tile, 1, 4) if grouped else Shape(tile, 4))
+    forced = waves.Wave(first, Clusters(tile, 1)), waves.Wave(rest, Group(4) if grouped else Clusters(tile, 4))
     cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
     indices = some_indices(num_tokens, topk + 8, 16 * 64, device)[:, :topk]
     q = queries(num_tokens, num_heads + 2, torch.bfloat16, device, width)[:, 1:-1]

@@ -15,6 +15,8 @@ from mla_ops.kernels.hopper.launch import (
     KERNELS,
     NO_CACHE,
     SPLITS,
+    Clusters,
+    Group,
     Kernel,
     Keys,
     Rows,
@@ -36,23 +38,23 @@ AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7)
 @pytest.mark.parametrize(
     ("num_tokens", "num_heads", "expected"),
     [
-        (1, 16, Shape(16, 16)),
-        (1, 128, Shape(24, 16)),
-        (2, 128, Shape(24, 8)),
-        (8, 16, Shape(16, 8)),
-        (6, 128, Shape(64, 8)),
-        (8, 128, Shape(64, 1, 8)),
-        (10, 128, Shape(64, 1, 6)),
-        (12, 128, Shape(64, 4)),
-        (16, 128, Shape(64, 1, 4)),
-        (17, 128, Shape(64, 3)),
-        (22, 128, Shape(64, 1, 3)),
-        (44, 64, Shape(64, 1, 3)),
-        (32, 16, Shape(16, 3)),
-        (32, 128, Shape(64, 2)),
-        (128, 16, Shape(16, 1)),
-        (128, 32, Shape(32, 1)),
-        (256, 128, Shape(64, 1)),
+        (1, 16, Clusters(16, 16)),
+        (1, 128, Clusters(24, 16)),
+        (2, 128, Clusters(24, 8)),
+        (8, 16, Clusters(16, 8)),
+        (6, 128, Clusters(64, 8)),
+        (8, 128, Group(8)),
+        (10, 128, Group(6)),
+        (12, 128, Clusters(64, 4)),
+        (16, 128, Group(4)),
+        (17, 128, Clusters(64, 3)),
+        (22, 128, Group(3)),
+        (44, 64, Group(3)),
+        (32, 16, Clusters(16, 3)),
+        (32, 128, Clusters(64, 2)),
+        (128, 16, Clusters(16, 1)),
+        (128, 32, Clusters(32, 1)),
+        (256, 128, Clusters(64, 1)),
     ],
 )
 def test_the_measured_best(num_tokens: int, num_heads: int, expected: Shape) -> None:
@@ -62,12 +64,12 @@ def test_the_measured_best(num_tokens: int, num_heads: int, expected: Shape) -> 
 @pytest.mark.parametrize(
     ("num_tokens", "num_heads", "whole", "rest"),
     [
-        (40, 128, Wave(33, Shape(64, 2)), Wave(7, Shape(64, 8))),
-        (41, 128, Wave(33, Shape(64, 2)), Wave(8, Shape(64, 1, 8))),
-        (72, 128, Wave(66, Shape(64, 1)), Wave(6, Shape(64, 8))),
-        (140, 64, Wave(132, Shape(64, 1)), Wave(8, Shape(64, 8))),
-        (144, 16, Wave(132, Shape(16, 1)), Wave(12, Shape(16, 8))),
-        (4096, 64, Wave(4092, Shape(64, 1)), Wave(4, Shape(24, 8))),
+        (40, 128, Wave(33, Clusters(64, 2)), Wave(7, Clusters(64, 8))),
+        (41, 128, Wave(33, Clusters(64, 2)), Wave(8, Group(8))),
+        (72, 128, Wave(66, Clusters(64, 1)), Wave(6, Clusters(64, 8))),
+        (140, 64, Wave(132, Clusters(64, 1)), Wave(8, Clusters(64, 8))),
+        (144, 16, Wave(132, Clusters(16, 1)), Wave(12, Clusters(16, 8))),
+        (4096, 64, Wave(4092, Clusters(64, 1)), Wave(4, Clusters(24, 8))),
     ],
 )
 def test_few_tokens_more_than_fill_the_device_are_a_wave_of_their_own(
@@ -95,8 +97,9 @@ def test_waves_have_each_token_once_and_save_time(keys: Keys, num_heads: int, to
 def test_sizes_of_which_a_device_runs_none_are_not_chosen() -> None:
     at_once = tuple(count if size <= 8 else 0 for size, count in zip(SPLITS, AT_ONCE, strict=True))
     ((_, shape),) = choose(FP8, 1, 16, 2048, at_once)
-    assert shape == Shape(16, 8)
-    assert all(wave.shape.splits <= 8 for wave in dense_attention.choose(FP8, 1, 16, 2**17, at_once))
+    assert shape == Clusters(16, 8)
+    waves = dense_attention.choose(FP8, 1, 16, 2**17, at_once)
+    assert all(isinstance(wave.shape, Clusters) and wave.shape.splits <= 8 for wave in waves)
 
 
 def test_a_wave_begins_behind_the_tokens_of_another() -> None:
@@ -116,7 +119,7 @@ def test_waves_of_a_call_share_its_copies(
     """A wave that begins beside the end of another reads nothing made in between: copies are before both and behind."""
     seen: list[Any] = []
 
-    def one(keys: Keys, shape: Shape, num_tokens: int, q: torch.Tensor, *_: Any, **own: Any) -> None:
+    def one(keys: Keys, shape: Clusters, num_tokens: int, q: torch.Tensor, *_: Any, **own: Any) -> None:
         seen.append((shape.parts, num_tokens, q, own["req_id_per_token"].tolist(), own["programmatic"]))
         own["out"][:num_tokens], own["lse"][:num_tokens] = q[:num_tokens, :, :512], q[:num_tokens, :, 0]
 
@@ -130,7 +133,7 @@ def test_waves_of_a_call_share_its_copies(
     q = torch.arange(5 * 3 * 576).view(5, 3, 576).bfloat16()
     padded = torch.zeros(5, 3, 576 + padding, dtype=torch.bfloat16)[..., :576].copy_(q)
     out, lse = torch.zeros(5, 3, 512 + padding, dtype=torch.bfloat16)[..., :512], torch.zeros(5, 3)
-    waves = [Wave(tokens, Shape(16, 2, number)) for tokens, number in zip((3, 2), parts, strict=True)]
+    waves = [Wave(tokens, Clusters(16, 2, number)) for tokens, number in zip((3, 2), parts, strict=True)]
     requests = torch.arange(5, dtype=torch.int32)
     arguments = {"attn_sink": None, "req_id_per_token": requests, "out": out, "lse": lse}
     launch_waves(FP8, waves, padded, (NO_CACHE, NO_CACHE), 1.0, **arguments)
@@ -151,7 +154,7 @@ def test_forced_waves_replace_the_chosen_and_have_every_token(monkeypatch: pytes
     seen: list[Any] = []
     monkeypatch.setattr(sparse_attention, "launch_waves", lambda _, waves, *__, **___: seen.append(waves))
     monkeypatch.setattr(dense_attention, "launch_waves", lambda _, waves, *__, **___: seen.append(waves))
-    chosen = (Wave(5, Shape(16, 8)),)
+    chosen = (Wave(5, Clusters(16, 8)),)
     for module in (sparse_attention, dense_attention):
         monkeypatch.setattr(module, "_waves", lambda *_: chosen)
     q, cache = torch.zeros(5, 16, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 656, dtype=torch.uint8)
@@ -163,13 +166,13 @@ def test_forced_waves_replace_the_chosen_and_have_every_token(monkeypatch: pytes
             q, cache, numbers, numbers[:, 0], numbers[:, 0], 1.0, "fp8_ds_mla", out=out, lse=lse
         )
 
-    waves = Wave(4, Shape(64, 6)), Wave(1, Shape(32, 2))
+    waves = Wave(4, Clusters(64, 6)), Wave(1, Clusters(32, 2))
     call()
     with override(*waves):
         call()
     call()
     assert seen == [chosen, chosen, waves, waves, chosen, chosen]
-    with override(Wave(4, Shape(64, 6))), pytest.raises(ValueError, match="must have 5 tokens, got 4"):
+    with override(Wave(4, Clusters(64, 6))), pytest.raises(ValueError, match="must have 5 tokens, got 4"):
         call()
 
 
@@ -187,8 +190,9 @@ def test_no_cluster_has_more_ctas_than_there_are_turns(num_heads: int, topk: int
     for num_tokens in (1, 7, 64, 4096):
         for _, shape in choose(FP8, num_tokens, num_heads, topk, AT_ONCE):
             assert shape.tile in tiles_for(FP8, num_heads)
-            assert shape.splits in SPLITS
-            assert shape.splits * shape.parts <= max(1, -(-topk // 64))
+            ctas = shape.members if isinstance(shape, Group) else shape.splits
+            assert ctas in SPLITS
+            assert ctas <= max(1, -(-topk // 64))
 
 
 def test_sizes_of_clusters_are_those_of_the_kernels() -> None:
@@ -207,20 +211,20 @@ def test_no_cta_is_added_that_shortens_no_share(turns: int, expected: list[int])
 
 
 def test_a_group_has_a_turn_for_each_of_its_ctas_and_sms_for_all() -> None:
-    assert [shape.parts for shape in groups_for(FP8, 128, 32)] == [2, 3, 4, 6, 7, 8, 11, 16]
-    assert [shape.parts for shape in groups_for(FP8, 64, 2)] == [2]
+    assert [group.members for group in groups_for(FP8, 128, 32)] == [2, 3, 4, 6, 7, 8, 11, 16]
+    assert [group.members for group in groups_for(FP8, 64, 2)] == [2]
     assert groups_for(FP8, 32, 32) == groups_for(KERNELS["bf16", 576], 128, 32) == []
-    with pytest.raises(ValueError, match="groups are of quantised keys and 64 heads, got BF16_576, 64 heads"):
-        KERNELS["bf16", 576].kernel(64, 1, grouped=True)
-    assert predicted_us(FP8, Shape(64, 1, 8), 8, 128, 32, AT_ONCE) < 24
-    assert predicted_us(FP8, Shape(64, 1, 8), 9, 128, 32, AT_ONCE) == float("inf")
+    with pytest.raises(ValueError, match="only quantised keys have a kernel for groups, got BF16_576"):
+        KERNELS["bf16", 576].kernel(Group(8))
+    assert predicted_us(FP8, Group(8), 8, 128, 32, AT_ONCE) < 24
+    assert predicted_us(FP8, Group(8), 9, 128, 32, AT_ONCE) == float("inf")
 
 
 def test_a_deterministic_launch_depends_on_one_row_alone() -> None:
-    assert choose_deterministic(FP8, 16, 2048) == Shape(16, 4)
-    assert choose_deterministic(FP8, 128, 2048) == Shape(64, 4)
-    assert choose_deterministic(FP8, 64, 640) == Shape(64, 2)
-    assert choose_deterministic(FP8, 64, 0) == Shape(64, 1)
+    assert choose_deterministic(FP8, 16, 2048) == Clusters(16, 4)
+    assert choose_deterministic(FP8, 128, 2048) == Clusters(64, 4)
+    assert choose_deterministic(FP8, 64, 640) == Clusters(64, 2)
+    assert choose_deterministic(FP8, 64, 0) == Clusters(64, 1)
     assert choose_deterministic(FP8, 64, 2**20).splits == max(SPLITS)
 
 
@@ -233,8 +237,9 @@ def test_parts_of_dense_attention_fill_the_device(keys: Keys, capacity: int) -> 
         for num_heads in (1, 16, 32, 128):
             waves = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE)
             whole = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE, most_parts=1)
-            assert all(wave.shape.parts == 1 for wave in whole)
+            assert all(isinstance(wave.shape, Clusters) and wave.shape.parts == 1 for wave in whole)
             for _, shape in waves:
+                assert isinstance(shape, Clusters)
                 assert shape.splits * shape.parts <= turns
                 assert shape.parts == 1 or (shape.splits > 1 and turns * shape.splits * shape.parts < 2**31)
             in_parts, in_one = (
@@ -247,12 +252,12 @@ def test_parts_of_dense_attention_fill_the_device(keys: Keys, capacity: int) -> 
 @pytest.mark.parametrize(
     ("num_tokens", "num_heads", "context", "expected"),
     [
-        (1, 16, 2048, Shape(16, 16)),
-        (1, 16, 2**17, Shape(16, 16, 6)),
-        (4, 128, 8192, Shape(64, 2, 8)),
-        (16, 128, 8192, Shape(64, 2, 2)),
-        (128, 16, 8192, Shape(16, 1)),
-        (128, 128, 8192, Shape(64, 1)),
+        (1, 16, 2048, Clusters(16, 16)),
+        (1, 16, 2**17, Clusters(16, 16, 6)),
+        (4, 128, 8192, Clusters(64, 2, 8)),
+        (16, 128, 8192, Clusters(64, 2, 2)),
+        (128, 16, 8192, Clusters(16, 1)),
+        (128, 128, 8192, Clusters(64, 1)),
     ],
 )
 def test_parts_of_dense_attention(num_tokens: int, num_heads: int, context: int, expected: Shape) -> None:
@@ -262,8 +267,9 @@ def test_parts_of_dense_attention(num_tokens: int, num_heads: int, context: int,
 
 def test_as_many_parts_as_are_allowed() -> None:
     ((_, shape),) = dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE)
+    assert isinstance(shape, Clusters)
     assert shape.parts > 1
-    assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE, most_parts=1) == (Wave(1, Shape(16, 16)),)
+    assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE, most_parts=1) == (Wave(1, Clusters(16, 16)),)
 
 
 def test_a_table_without_requests_has_no_keys() -> None:
@@ -325,7 +331,7 @@ def test_lengths_of_a_schedule_fit_shared_memory() -> None:
 
 def test_a_wave_of_groups_is_the_last_one() -> None:
     """The next would share its counters, and take memory that it gave back and still uses."""
-    group, cluster = Wave(8, Shape(64, 1, 8)), Wave(8, Shape(64, 8))
+    group, cluster = Wave(8, Group(8)), Wave(8, Clusters(64, 8))
     for waves in ((group, group), (group, cluster), (cluster, group, cluster)):
         with pytest.raises(ValueError, match=r"only the last wave may be of groups"), override(*waves):
             pass
@@ -356,10 +362,10 @@ def test_strides_that_bulk_copies_do_not_take_are_copied(monkeypatch: pytest.Mon
 
 def test_forced_waves_are_of_their_own_thread() -> None:
     found: list[object] = []
-    with override(Wave(5, Shape(64, 6))):
+    with override(Wave(5, Clusters(64, 6))):
         thread = threading.Thread(target=lambda: found.append(forced(7)))
         thread.start()
         thread.join()
-        assert forced(5) == (Wave(5, Shape(64, 6)),)
+        assert forced(5) == (Wave(5, Clusters(64, 6)),)
     assert found == [()]
     assert forced(7) == ()

@@ -18,7 +18,7 @@ from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops import formats
 from mla_ops.kernels.hopper import groups, launch, sources
-from mla_ops.kernels.hopper.launch import KERNELS, KEYS, NO_CACHE, Keys, Rows, Shape, cache_params
+from mla_ops.kernels.hopper.launch import KERNELS, KEYS, NO_CACHE, Clusters, Group, Keys, Rows, Shape, cache_params
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 
@@ -26,8 +26,14 @@ AT_ONCE = 5  # clusters of the device: CTAs that take one row after the other ta
 LENGTHS = [700, 0, -3, 1, 63, 64, 65, 300, 2**31 - 1]
 REQUESTS = [0, 1, 2, 0, -1, 2, 1, 7, 0]
 KINDS = ("slots", "tables", "two caches", "every position")
-SHAPES = *(Shape(16, n) for n in (1, 2, 3, 7, 16)), Shape(64, 1), Shape(64, 6), Shape(16, 3, 4), Shape(16, 16, 3)
-GROUPS_OF_64 = tuple(Shape(64, 1, members) for members in (2, 7, 16))
+SHAPES = (
+    *(Clusters(16, n) for n in (1, 2, 3, 7, 16)),
+    Clusters(64, 1),
+    Clusters(64, 6),
+    Clusters(16, 3, 4),
+    Clusters(16, 16, 3),
+)
+GROUPS_OF_64 = tuple(Group(members) for members in (2, 7, 16))
 DEAD_SCALES = b"\x77" * 8  # of fp8_ds_mla_v4, in formats.cuh
 ROWS, CLUSTERS, GROUPS = range(3)  # enum Launch
 
@@ -71,14 +77,16 @@ class Launched(NamedTuple):
         return sum(-(-selection.indices.shape[1] // KEYS) for selection in self.selections)
 
     def walks(self) -> bool:
-        return self.keys.kernel(self.shape.tile, self.shape.splits, grouped=self.shape.grouped).walks
+        return self.keys.kernel(self.shape).walks
 
     def choose_ctas(self, library: ctypes.CDLL) -> Iterator[None]:
         """Each CTA in turn is the one that the library's functions tell of."""
         for z, y, x in itertools.product(*map(range, reversed(self.grid))):
             dims = (ctypes.c_int * 3)(x, y, z), (ctypes.c_int * 3)(*self.grid)
-            kind = ROWS if self.walks() else GROUPS if self.shape.grouped else CLUSTERS
-            library.choose_cta(self.params, *dims, x % self.shape.splits, kind)
+            if isinstance(self.shape, Group):
+                library.choose_cta(self.params, *dims, 0, GROUPS)
+            else:
+                library.choose_cta(self.params, *dims, x % self.shape.splits, ROWS if self.walks() else CLUSTERS)
             yield
 
     def expected(self, token: int) -> Counter[int]:
@@ -209,8 +217,8 @@ def test_each_key_is_gathered_once(
 @pytest.mark.parametrize(
     "shape",
     [
-        *itertools.starmap(Shape, itertools.product((16, 24, 64), (1, 3, 16))),
-        *(Shape(64, 1, members) for members in (2, 7, 16)),
+        *itertools.starmap(Clusters, itertools.product((16, 24, 64), (1, 3, 16))),
+        *(Group(members) for members in (2, 7, 16)),
     ],
 )
 @pytest.mark.parametrize("kind", [*KINDS, "one slot"])

@@ -19,8 +19,8 @@ from .launch import (
     KERNELS,
     KEYS,
     NO_CACHE,
+    Clusters,
     Keys,
-    Shape,
     cache_params,
     clusters_at_once,
     predicted_us,
@@ -61,12 +61,13 @@ def choose(
         most_parts = 1
 
     def time(wave: Wave) -> float:
-        part_bytes = 4 * LATENT_DIM * wave.shape.parts * wave.num_tokens * num_heads
-        merge = MERGE_US + part_bytes / MERGE_BYTES_PER_US if wave.shape.parts > 1 else 0.0
+        parts = wave.shape.parts if isinstance(wave.shape, Clusters) else 1
+        part_bytes = 4 * LATENT_DIM * parts * wave.num_tokens * num_heads
+        merge = MERGE_US + part_bytes / MERGE_BYTES_PER_US if parts > 1 else 0.0
         return predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once) + merge
 
     shapes = [
-        Shape(tile, splits, parts)
+        Clusters(tile, splits, parts)
         for tile in tiles_for(keys, num_heads)
         for parts in PARTS
         for splits in splits_for(-(-turns // parts))

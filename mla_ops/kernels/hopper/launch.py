@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,6 +79,39 @@ class Params(ctypes.Structure):
 pack = packer(Params)
 
 
+class Clusters(NamedTuple):
+    """A launch by clusters: they merge the splits of a row in distributed shared memory.
+
+    Attributes:
+        tile: heads of a CTA.
+        splits: CTAs of a cluster, each with a share of the keys.
+        parts: clusters that share a row. With several, `out` gets float32 `[parts, num_tokens, num_heads, 512]`, which
+            `merge_parts` merges.
+    """
+
+    tile: int
+    splits: int
+    parts: int = 1
+
+
+class Group(NamedTuple):
+    """A launch by groups: CTAs of no cluster share a row and merge it through L2 (`group.cuh`).
+
+    Attributes:
+        members: CTAs of a group.
+    """
+
+    members: int
+
+    @property
+    def tile(self) -> int:
+        """Heads of a CTA, the same for every group."""
+        return groups.TILE
+
+
+Shape = Clusters | Group
+
+
 class Kernel(NamedTuple):
     """A compiled function: where it is, what a CTA takes.
 
@@ -127,17 +159,16 @@ class Keys:
         return hash(self.name)
 
     @functools.cache  # noqa: B019 - there are as many as formats
-    def kernel(self, tile: int, splits: int, crowded: bool = False, grouped: bool = False) -> Kernel:
-        """The kernel for a tile of heads and CTAs of a cluster.
-
-        `crowded`: there are more CTAs than SMs; `grouped`: several CTAs of no cluster have a row.
+    def kernel(self, shape: Shape, oversubscribed: bool = False) -> Kernel:
+        """The kernel of a launch; `oversubscribed`: there are more CTAs than SMs.
 
         Raises:
-            ValueError: there are no such groups.
+            ValueError: these keys have no kernel for groups.
         """
-        if grouped and not (self.quantized and tile == groups.TILE and splits == 1):
-            raise ValueError(f"groups are of quantised keys and {groups.TILE} heads, got {self.name}, {tile} heads")
-        walks = splits == 1 and not grouped
+        tile, grouped = shape.tile, isinstance(shape, Group)
+        if grouped and not self.quantized:
+            raise ValueError(f"only quantised keys have a kernel for groups, got {self.name}")
+        walks = isinstance(shape, Clusters) and shape.splits == 1
         kind = "groups" if grouped else "rows" if walks else "clusters"
         if self.quantized:
             name = f"sparse_attention_{kind}<{tile}, {self.name}>"
@@ -145,14 +176,15 @@ class Keys:
         width = self.chunks * 64
         if tile == 64:
             return Kernel("sparse_attention_bf16_64.cu", f"sparse_attention_bf16_64_{kind}<{width}>", 384, walks)
-        ctas = 2 if tile == 16 and crowded else 1
+        ctas = 2 if tile == 16 and oversubscribed else 1
         return Kernel("sparse_attention_bf16.cu", f"sparse_attention_bf16<{tile}, {width}, {ctas}>", 512, ctas=ctas)
 
     def kernels(self) -> list[Kernel]:
         """All there are, each once."""
-        every = [*itertools.starmap(self.kernel, itertools.product(self.turn_us, (1, 2), (False, True)))]
+        shapes: list[Shape] = [Clusters(tile, splits) for tile in self.turn_us for splits in (1, 2)]
         if self.quantized:
-            every.append(self.kernel(groups.TILE, 1, grouped=True))
+            shapes.append(Group(2))
+        every = (self.kernel(shape, oversubscribed) for shape in shapes for oversubscribed in (False, True))
         return list({kernel.name: kernel for kernel in every}.values())
 
 
@@ -182,26 +214,6 @@ KERNELS = {
 }
 
 
-class Shape(NamedTuple):
-    """What a launch is made of: heads of a tile, CTAs of a cluster, clusters that share a row's keys.
-
-    Several of one CTA each are a group, which merges its parts itself. Of several of more CTAs `out` has the parts,
-    float32 `[parts, num_tokens, num_heads, 512]`.
-    """
-
-    tile: int
-    splits: int
-    parts: int = 1
-
-    @property
-    def grouped(self) -> bool:
-        return self.splits == 1 and self.parts > 1
-
-    @property
-    def leaves_parts(self) -> bool:
-        return self.splits > 1 and self.parts > 1
-
-
 def tiles_for(keys: Keys, num_heads: int) -> tuple[int, ...]:
     """Tiles worth a thought, the one that fits best first."""
     if num_heads <= 16:
@@ -209,11 +221,11 @@ def tiles_for(keys: Keys, num_heads: int) -> tuple[int, ...]:
     return tuple(tile for tile in ((32, 64, 24, 16) if num_heads <= 32 else (64, 32, 24, 16)) if tile in keys.turn_us)
 
 
-def groups_for(keys: Keys, num_heads: int, turns: int) -> list[Shape]:
+def groups_for(keys: Keys, num_heads: int, turns: int) -> list[Group]:
     """Groups worth a thought: of 5 a row takes longer than in a cluster of 4 (docs/notes.md)."""
     if not keys.quantized or tiles_for(keys, num_heads)[0] != groups.TILE:
         return []
-    return [Shape(groups.TILE, 1, members) for members in splits_for(turns) if members not in (1, 5)]
+    return [Group(members) for members in splits_for(turns) if members not in (1, 5)]
 
 
 def splits_for(turns: int) -> list[int]:
@@ -225,24 +237,26 @@ def predicted_us(
     keys: Keys, shape: Shape, num_tokens: int, num_heads: int, turns: int, at_once: tuple[int, ...]
 ) -> float:
     """Microseconds of a launch whose rows have `turns` of keys, without a merge of parts."""
-    tile, splits, parts = shape
-    rows = num_tokens * -(-num_heads // tile) * parts
-    if shape.grouped:
-        if rows > at_once[0]:
+    tile = shape.tile
+    rows = num_tokens * -(-num_heads // tile)
+    if isinstance(shape, Group):
+        members = shape.members
+        if rows * members > at_once[0]:
             return math.inf
-        end_us = GROUP_US + MEMBER_US * parts + (EVEN_US if turns % parts == 0 else 0.0)
-        return -(-turns // parts) * keys.turn_us[tile] + keys.row_us[tile] + end_us
-    rounds = -(-rows // at_once[SPLITS.index(splits)])
+        end_us = GROUP_US + MEMBER_US * members + (EVEN_US if turns % members == 0 else 0.0)
+        return -(-turns // members) * keys.turn_us[tile] + keys.row_us[tile] + end_us
+    _, splits, parts = shape
+    rounds = -(-rows * parts // at_once[SPLITS.index(splits)])
     keys_us = -(-turns // (splits * parts)) * keys.turn_us[tile]
     first_us = keys.row_us[tile] + (keys.merge_us[tile] / splits if splits > 1 else 0.0)
-    later_us = NEXT_ROW_US if keys.kernel(tile, splits).walks else first_us - LAUNCH_US
+    later_us = NEXT_ROW_US if keys.kernel(shape).walks else first_us - LAUNCH_US
     return rounds * keys_us + first_us + (rounds - 1) * later_us
 
 
 @functools.cache
 def clusters_at_once(keys: Keys, tile: int, device_index: int) -> tuple[int, ...]:
     """Clusters of each size in `SPLITS` that the device runs at one time, from the driver."""
-    kernel = keys.kernel(tile, 2)
+    kernel = keys.kernel(Clusters(tile, 2))
     loaded = sources.load(kernel.source, kernel.name, device_index)
     block = (kernel.threads, 1, 1)
     return tuple(loaded.occupancy_clusters(block, None, (splits, 1, 1)) for splits in SPLITS)
@@ -342,24 +356,26 @@ def launch(
 
     `programmatic` lets it begin beside the end of the launch in front, of which it may then read nothing.
     """
-    tile, splits, parts = shape
     main, extra = caches
     num_heads, device_index = q.shape[1], q.device.index
-    head_tiles = -(-num_heads // tile)
-    at_once = clusters_at_once(keys, tile, device_index)[SPLITS.index(splits)]
-    clusters = head_tiles * num_tokens * parts
-    kernel = keys.kernel(tile, splits, clusters > at_once, shape.grouped)
-    cluster = splits, 1, 1
+    head_tiles = -(-num_heads // shape.tile)
+    rows = head_tiles * num_tokens
     exchange, counters = None, 0
-    if shape.grouped:
-        splits, parts = parts, 1
-        exchange = groups.exchange(head_tiles * num_tokens, splits, q.device)
-        counters = groups.counters(device_index, head_tiles * num_tokens)
+    if isinstance(shape, Group):
+        splits, parts, cluster_size = shape.members, 1, 1
+        exchange = groups.exchange(rows, splits, q.device)
+        counters = groups.counters(device_index, rows)
+    else:
+        _, splits, parts = shape
+        cluster_size = splits
+    clusters = rows * parts
+    at_once = clusters_at_once(keys, shape.tile, device_index)[SPLITS.index(cluster_size)]
+    kernel = keys.kernel(shape, clusters > at_once)
     if kernel.walks:
         grid = (min(clusters, at_once), 1, 1)
     else:
-        rows = min(num_tokens, MAX_GRID_ROWS)
-        grid = (head_tiles * parts * splits, rows, -(-num_tokens // rows))
+        grid_rows = min(num_tokens, MAX_GRID_ROWS)
+        grid = (head_tiles * parts * splits, grid_rows, -(-num_tokens // grid_rows))
     params = pack(
         num_tokens,
         head_tiles,
@@ -396,7 +412,7 @@ def launch(
         counters,
     )
     sources.load(kernel.source, kernel.name, device_index).launch(
-        grid, (kernel.threads, 1, 1), None, cluster, params, programmatic=programmatic
+        grid, (kernel.threads, 1, 1), None, (cluster_size, 1, 1), params, programmatic=programmatic
     )
 
 

@@ -38,6 +38,7 @@ from .launch import (
     NO_CACHE,
     SPLITS,
     CacheParams,
+    Clusters,
     Keys,
     Rows,
     Shape,
@@ -65,7 +66,7 @@ def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tupl
         at_once: clusters that the device runs at one time, for each size in `SPLITS`.
     """
     turns = max(1, -(-topk // KEYS))
-    shapes = [Shape(tile, n) for tile in tiles_for(keys, num_heads) for n in splits_for(turns)]
+    shapes: list[Shape] = [Clusters(tile, n) for tile in tiles_for(keys, num_heads) for n in splits_for(turns)]
     shapes += groups_for(keys, num_heads, turns)
 
     def time(wave: Wave) -> float:
@@ -74,11 +75,11 @@ def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tupl
     return fastest_waves(shapes, num_tokens, num_heads, at_once, time)
 
 
-def choose_deterministic(keys: Keys, num_heads: int, topk: int) -> Shape:
+def choose_deterministic(keys: Keys, num_heads: int, topk: int) -> Clusters:
     """What depends on nothing but a row's own capacity, so that its bits do not depend on the batch."""
     turns = max(1, -(-topk // KEYS))
     enough = (splits for splits in SPLITS if splits * DETERMINISTIC_TURNS >= turns)
-    return Shape(tiles_for(keys, num_heads)[0], next(enough, SPLITS[-1]))
+    return Clusters(tiles_for(keys, num_heads)[0], next(enough, SPLITS[-1]))
 
 
 @functools.lru_cache(maxsize=4096)

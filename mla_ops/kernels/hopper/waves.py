@@ -17,7 +17,7 @@ import torch
 from ...formats import LATENT_DIM
 from ..alignment import aligned, is_aligned
 from . import merge_parts
-from .launch import SPLITS, CacheParams, Keys, Shape, launch
+from .launch import SPLITS, CacheParams, Clusters, Group, Keys, Shape, launch
 
 WAVE_US = 1.0  # of another launch
 
@@ -43,7 +43,7 @@ def override(*waves: Wave) -> Iterator[None]:
             its memory. A call of another number of tokens raises ValueError, too.
     """
     for wave in waves[:-1]:
-        if wave.shape.grouped:
+        if isinstance(wave.shape, Group):
             raise ValueError(f"waves.override: only the last wave may be of groups, got {wave} before {waves[-1]}")
     token = _forced.set(waves)
     try:
@@ -76,17 +76,17 @@ def fastest_waves(
         at_once: clusters that the device runs at one time, for each size in `SPLITS`.
         time: predicted microseconds of a wave.
     """
-    fills = {shape: at_once[SPLITS.index(shape.splits)] for shape in shapes}
-    fills = {shape: fill for shape, fill in fills.items() if fill}
+    fills = {shape: at_once[SPLITS.index(shape.splits)] for shape in shapes if isinstance(shape, Clusters)}
+    runnable = [shape for shape in shapes if fills.get(shape, 1)]
 
     def fastest(num_tokens: int) -> tuple[float, Wave]:
-        waves = (Wave(num_tokens, shape) for shape in fills)
+        waves = (Wave(num_tokens, shape) for shape in runnable)
         return min(((time(wave), wave) for wave in waves), key=lambda timed: timed[0])
 
     least, wave = fastest(num_tokens)
     waves: tuple[Wave, ...] = (wave,)
     for shape, fill in fills.items():
-        if shape.grouped:
+        if not fill:
             continue
         of_a_token = -(-num_heads // shape.tile) * shape.parts
         whole = Wave(num_tokens * of_a_token // fill * fill // of_a_token, shape)
@@ -121,8 +121,9 @@ def launch_waves(
             req_id_per_token = None if req_id_per_token is None else req_id_per_token[before:]
             caches = caches[0].behind(before), caches[1].behind(before)
         own = rest_out, rest_lse
-        if shape.leaves_parts:
-            size = shape.parts, num_tokens, out.shape[1]
+        number = shape.parts if isinstance(shape, Clusters) else 1
+        if number > 1:
+            size = number, num_tokens, out.shape[1]
             parts = [torch.empty(dims, dtype=torch.float32, device=q.device) for dims in ((*size, LATENT_DIM), size)]
             buffers.append(parts)
             own = parts[0][0], parts[1][0]
@@ -139,7 +140,7 @@ def launch_waves(
             lse=own[1],
             programmatic=before > 0,
         )
-        if shape.leaves_parts:
+        if number > 1:
             merge_parts.merge_parts(*parts, out=rest_out[:num_tokens], lse=rest_lse[:num_tokens])
         before = num_tokens
     if target is not out:
