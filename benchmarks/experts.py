@@ -20,7 +20,7 @@ import torch
 from benchmarks import common
 from mla_ops.demo.model import build_small_model
 from mla_ops.dispatch import Call
-from mla_ops.models.parts import mix_grouped
+from mla_ops.models.experts import mix_grouped
 
 Mix = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -20,9 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_ops import allocate_cache, write_index_cache
 from mla_ops.demo.model import TEXT, build_small_model
-from mla_ops.models import GenerationSession, compare_logits, decoder_for, parts, stock_generate, teacher_forced_logits
+from mla_ops.models import (
+    GenerationSession,
+    compare_logits,
+    decoder_for,
+    experts,
+    stock_generate,
+    teacher_forced_logits,
+)
 from mla_ops.models.evaluate import cast_parameters, stock_logits
-from mla_ops.models.parts import can_group, choose_keys, mix_every, mix_grouped
+from mla_ops.models.experts import can_group, choose_implementation, feed_forward, mix_every, mix_grouped
+from mla_ops.models.parts import choose_keys
 
 BOOK = list(TEXT.read_bytes())
 PROMPTS = [BOOK[:5], BOOK[40:101], BOOK[300:301]]
@@ -188,17 +196,64 @@ def test_grouped_experts_equal_every_expert_on_every_token(num_tokens):
         assert (grouped - other).float().norm() < 2**-8 * math.sqrt(2 * 5) * other.float().norm()
 
 
+def assert_experts_equal(actual, expected):
+    """Two experts and the shared one, each rounded behind two products, an activation, a factor and a sum.
+
+    Sums of up to 128 terms are in float32, so that their roundings count in float32 alone: those of four products.
+    """
+    roundings = 3 * 5 + (4 * 128 if actual.dtype == torch.float32 else 0)
+    error = (actual - expected).float().norm() / expected.float().norm()
+    assert error < torch.finfo(actual.dtype).eps / 2 * math.sqrt(roundings)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_on_a_cpu_each_expert_sees_the_tokens_that_chose_it(dtype, monkeypatch):
     """In every dtype, by torch's grouped matmul or transformers' own."""
-    monkeypatch.setattr(parts, "mix_every", None)
+    monkeypatch.setattr(experts, "mix_every", None)
     mlp = cast_parameters(build_small_model("DeepseekV3", **SIZES), dtype).model.layers[1].mlp
     hidden = torch.randn(33, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad():
-        actual, expected = parts.feed_forward(mlp, hidden, hidden), mlp(hidden)
-    # 2 experts, each rounded behind two products, an activation and a factor; their sum; and the shared ones
-    error = (actual - expected).float().norm() / expected.float().norm()
-    assert error < torch.finfo(dtype).eps / 2 * math.sqrt(3 * 5)
+        actual, expected = feed_forward(mlp, hidden, hidden, False), mlp(hidden)
+    assert_experts_equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_way_to_run_experts_gives_what_transformers_gives(dtype, name, monkeypatch):
+    monkeypatch.setattr(experts, "choose_implementation", lambda *given: name)
+    mlp = cast_parameters(build_small_model("DeepseekV3", **SIZES), dtype).model.layers[1].mlp
+    hidden = torch.randn(7, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.no_grad():
+        actual, expected = feed_forward(mlp, hidden, hidden, False), mlp(hidden)
+    assert_experts_equal(actual, expected)
+
+
+def test_a_step_that_may_be_captured_reads_no_sizes_and_copies_few_weights():
+    assert choose_implementation("cuda", True, 512 * 8, 256) == "grouped_mm"
+    assert choose_implementation("cpu", False, 1, 256) == "grouped_mm"
+    assert choose_implementation("cuda", False, 10 * 8, 256) == "batched_mm"
+    assert choose_implementation("cuda", False, 11 * 8, 256) is None
+
+
+@pytest.mark.parametrize(("dynamic", "expected"), [(False, [16.0]), (True, [10.0, 15.0])])
+def test_the_choice_of_a_captured_step_traces_and_guards_nothing(dynamic, expected):
+    """A number of tokens that varies stays so: there is no guard on a third of the experts."""
+
+    def weigh(x):
+        name = choose_implementation("cuda", False, x.shape[0] * 2, 12)
+        return x.sum() * (8 if name == "batched_mm" else 5)
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(weigh, backend=counter, fullgraph=True)
+    found = []
+    for count in (2, 3) if dynamic else (2,):
+        x = torch.ones(count)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        found.append(compiled(x).item())
+    assert found == expected
+    assert counter.frame_count == 1
 
 
 def test_grouped_experts_trace_without_a_break():

@@ -358,12 +358,12 @@ def test_reduce_overhead_replays_the_decode_step_on_gpu(model):
     prefill = torch.compile(session.decoder, fullgraph=True, dynamic=False)
     decode = torch.compile(session.decoder, fullgraph=True, dynamic=False, mode="reduce-overhead")
 
-    def run(inputs, layers, cache_format, index_format, logit_rows):
+    def run(inputs, layers, cache_format, index_format, logit_rows, host_reads):
         if logit_rows is not None:  # prefill
             inputs.mark_num_tokens_dynamic()
-            return prefill(inputs, layers, cache_format, index_format, logit_rows)
+            return prefill(inputs, layers, cache_format, index_format, logit_rows, host_reads)
         torch.compiler.cudagraph_mark_step_begin()
-        return decode(inputs, layers, cache_format, index_format, logit_rows)
+        return decode(inputs, layers, cache_format, index_format, logit_rows, host_reads)
 
     session.model = run
     with torch._inductor.config.patch({"triton.cudagraph_or_error": True}):

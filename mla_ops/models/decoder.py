@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .experts import feed_forward
 from .latent import LatentAttention
 from .parallel import Ranks, shard_weights
-from .parts import PLAIN_FORMATS, feed_forward
+from .parts import PLAIN_FORMATS
 from .streams import HyperStreams, Residual
 from .supported import dtype_and_device, read_model
 from .windowed import WindowedAttention
@@ -155,6 +156,7 @@ class Decoder(nn.Module):
         cache_format: str,
         index_format: str,
         logit_rows: torch.Tensor | None = None,
+        host_reads: bool = False,
     ) -> torch.Tensor:
         """One step over flat tokens: writes their keys into the caches and attends to all that came before.
 
@@ -163,6 +165,8 @@ class Decoder(nn.Module):
             layers: the caches, written in place.
             cache_format, index_format: formats of the attention caches and of the index keys.
             logit_rows: `[n]` int64, tokens whose logits are wanted; None for all.
+            host_reads: the step will not be captured, and may read values on the host: on a GPU, experts in float32 and
+                float16 then multiply only the tokens that chose them.
 
         Returns:
             logits `[num_tokens or n, vocab_size]` in the head's dtype. Rows of padding are finite and mean nothing.
@@ -177,7 +181,8 @@ class Decoder(nn.Module):
             out = self.attention.attend(number, layer.self_attn, layer.input_layernorm(block_input), step)
             hidden = residual.write(mixing, self.ranks.sum(out), hidden)
             mixing, block_input = residual.read(layer, "ffn", hidden)
-            out = feed_forward(layer.mlp, layer.post_attention_layernorm(block_input), inputs.input_ids)
+            block_input = layer.post_attention_layernorm(block_input)
+            out = feed_forward(layer.mlp, block_input, inputs.input_ids, host_reads)
             hidden = residual.write(mixing, self.ranks.sum(out), hidden)
         hidden = residual.leave(self.backbone, hidden, logit_rows)
         logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))

@@ -188,9 +188,9 @@ class GenerationSession:
         self.num_steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def _run_model(self, inputs: Any, logit_rows: torch.Tensor | None) -> torch.Tensor:
+    def _run_model(self, inputs: Any, logit_rows: torch.Tensor | None, host_reads: bool) -> torch.Tensor:
         cache = self.cache
-        return self.model(inputs, cache.layers, cache.cache_format, cache.index_format, logit_rows)
+        return self.model(inputs, cache.layers, cache.cache_format, cache.index_format, logit_rows, host_reads)
 
     @torch.no_grad()
     def prefill_chunk(self, row: int, token_ids: Sequence[int], start: int) -> torch.Tensor:
@@ -213,7 +213,7 @@ class GenerationSession:
         inputs = self.decoder.step_inputs(input_ids, self.prefill_metadata, rows, bound)
         if self.compiled:
             inputs.mark_num_tokens_dynamic()
-        return self._run_model(inputs, torch.tensor([count - 1], device=device))
+        return self._run_model(inputs, torch.tensor([count - 1], device=device), True)
 
     def reserve(self, row: int, num_tokens: int) -> None:
         """Gives a row the blocks for `num_tokens` tokens."""
@@ -270,7 +270,7 @@ class GenerationSession:
         self.decoder.build_step(self.metadata, self.query_start_loc, new_lens, self.block_table)
         inputs = self.decoder.step_inputs(self.input_ids, self.metadata, self.rows)
         self.input_ids.copy_(self.last_token[inputs.req_id_per_token.long().clamp(min=0)])
-        self.logits = self._run_model(inputs, None)
+        self.logits = self._run_model(inputs, None, False)
 
         # token rows to request rows; a row that is not active reads some other row and keeps what it had
         rows = self.query_start_loc[:-1].long().clamp(max=num_rows - 1)

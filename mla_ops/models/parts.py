@@ -1,8 +1,8 @@
-"""What the parts of a decoder share: rotation, the lightning indexer's choice, and experts."""
+"""What the parts of a decoder share: rotation, and the lightning indexer's choice."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -89,75 +89,3 @@ def choose_keys(
     """
     q, weights = prepare_index_query(q, weights, scale, index_format)
     return select_keys(q, index_cache, weights, visible, block_table, req_id_per_token, topk, index_format)
-
-
-def feed_forward(mlp: Any, hidden: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """A dense MLP or a mixture of experts, routed by score or by a table of token ids: `[num_tokens, hidden_size]`."""
-    if not hasattr(mlp, "experts"):
-        return mlp(hidden)
-    routed = mlp.gate(hidden, input_ids) if getattr(mlp, "is_hash", False) else mlp.gate(hidden)
-    _, weights, routing = routed
-    return mix(mlp.experts, hidden, routing, weights) + mlp.shared_experts(hidden)
-
-
-def mix(experts: Any, hidden: torch.Tensor, routing: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum of each token's experts, `[num_tokens, hidden_size]`; arguments as `mix_grouped` takes them."""
-    if can_group(experts):
-        return mix_grouped(experts, hidden, routing, weights)
-    if hidden.device.type == "cpu":  # reads the groups' sizes, which no captured step may
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-        mixed: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, routing, weights)
-        return mixed
-    return mix_every(experts, hidden, routing, weights)
-
-
-def can_group(experts: Any) -> bool:
-    """Whether torch's grouped matmul runs these experts: bfloat16, rows of 16-byte multiples, a CPU or SM80 and up.
-
-    Inductor takes it in bfloat16 only, and in other dtypes it reads the groups' sizes on the host.
-    """
-    weight = experts.gate_up_proj
-    if weight.dtype != torch.bfloat16 or not hasattr(torch.nn.functional, "grouped_mm"):
-        return False
-    if weight.shape[2] % 8 or experts.down_proj.shape[2] % 8:
-        return False
-    if weight.device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(weight.device) >= (8, 0)
-    return weight.device.type == "cpu"
-
-
-def mix_grouped(experts: Any, hidden: torch.Tensor, routing: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Each expert multiplies the tokens that were routed to it, by torch's grouped matmul; summed in float32.
-
-    Args:
-        experts: holds `gate_up_proj` `[E, 2 * I, hidden_size]` and `down_proj` `[E, hidden_size, I]`, and joins the
-            gate and up projections by `_apply_gate`.
-        hidden: `[num_tokens, hidden_size]`.
-        routing: `[num_tokens, top_k]` int64, experts of each token; one that stands twice counts twice.
-        weights: `[num_tokens, top_k]`.
-    """
-    grouped_mm = torch.nn.functional.grouped_mm
-    num_experts, top_k = experts.gate_up_proj.shape[0], routing.shape[1]
-    expert, order = routing.flatten().sort()
-    last = torch.searchsorted(expert, torch.arange(num_experts, device=hidden.device), right=True, out_int32=True)
-    rows = hidden[order // top_k]
-    rows = experts._apply_gate(grouped_mm(rows, experts.gate_up_proj.transpose(1, 2), offs=last))
-    rows = grouped_mm(rows, experts.down_proj.transpose(1, 2), offs=last)
-    # each row back to its token and place, so that the sum has one order
-    each = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, (-1, top_k))
-    return (each * weights.unsqueeze(-1)).sum(1, dtype=torch.float32).to(hidden.dtype)
-
-
-def mix_every(experts: Any, hidden: torch.Tensor, routing: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """As `mix_grouped`, with every expert on every token: shapes that do not depend on data, in any dtype.
-
-    It multiplies the MLP's work by num_experts / top_k, so it suits small models and comparisons in float32.
-    """
-    num_experts = experts.gate_up_proj.shape[0]
-    dense = (routing.unsqueeze(-1) == torch.arange(num_experts, device=hidden.device)) * weights.unsqueeze(-1)
-    dense = dense.sum(1)  # [num_tokens, E]
-    tokens = hidden.unsqueeze(0).expand(num_experts, -1, -1)
-    rows = experts._apply_gate(torch.bmm(tokens, experts.gate_up_proj.transpose(1, 2)))
-    each = torch.bmm(rows, experts.down_proj.transpose(1, 2))
-    return (each * dense.t().unsqueeze(-1)).sum(0).to(hidden.dtype)
