@@ -13,6 +13,7 @@ FAMILIES = (
     "index",
     "indexer_scores",
     "indexer_topk",
+    "launches",
     "layer",
     "merge",
     "plan",

@@ -14,6 +14,7 @@ from mla_ops import dispatch, formats
 from mla_ops.kernels import flash_mla
 from mla_ops.kernels.alignment import aligned, is_aligned
 from mla_ops.kernels.hopper import (
+    costs,
     dense_attention,
     groups,
     launch,
@@ -110,6 +111,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(sparse_attention, "clusters_at_once", lambda *_: (132,) * len(launch.SPLITS))
     monkeypatch.setattr(dense_attention, "clusters_at_once", sparse_attention.clusters_at_once)
     monkeypatch.setattr(launch, "clusters_at_once", sparse_attention.clusters_at_once)
+    for module in (sparse_attention, dense_attention):
+        monkeypatch.setattr(module, "costs_of", lambda _: costs.read_costs(costs.TABLE.read_text(), "H200"))
     monkeypatch.setattr(groups, "counters", lambda *_: 0)
     monkeypatch.setattr(prefill_attention, "_num_sms", lambda *_: 132)
     monkeypatch.setattr(prefill_attention, "_tensor_map", lambda address, *_: address.to_bytes(128, "little"))

@@ -68,7 +68,7 @@ class Call:
 
 
 @pytest.mark.parametrize(
-    ("cache_format", "width", "tile"), [(*key, tile) for key, keys in KERNELS.items() for tile in keys.turn_us]
+    ("cache_format", "width", "tile"), [(*key, tile) for key, keys in KERNELS.items() for tile in keys.tiles]
 )
 def test_clusters_of_every_size(cache_format: str, width: int, tile: int) -> None:
     at_once = launch.clusters_at_once(KERNELS[cache_format, width], tile, 0)

@@ -11,6 +11,7 @@ import torch
 
 from mla_ops.dispatch import Call
 from mla_ops.kernels.hopper import dense_attention, merge_parts, plan, prefill_attention, sources, sparse_attention
+from mla_ops.kernels.hopper.costs import TABLE, predicted_us, read_costs
 from mla_ops.kernels.hopper.launch import (
     KERNELS,
     NO_CACHE,
@@ -23,16 +24,17 @@ from mla_ops.kernels.hopper.launch import (
     Shape,
     cache_params,
     groups_for,
-    predicted_us,
     splits_for,
     tiles_for,
 )
 from mla_ops.kernels.hopper.sparse_attention import choose, choose_deterministic
-from mla_ops.kernels.hopper.waves import WAVE_US, Wave, forced, launch_waves, override
+from mla_ops.kernels.hopper.waves import Wave, forced, launch_waves, override
 
 FP8 = KERNELS["fp8_ds_mla", 576]
 # of an H200, by the sizes in SPLITS
 AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7)
+
+H200 = read_costs(TABLE.read_text(), "NVIDIA H200")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7)
     ],
 )
 def test_the_measured_best(num_tokens: int, num_heads: int, expected: Shape) -> None:
-    assert choose(FP8, num_tokens, num_heads, 2048, AT_ONCE) == (Wave(num_tokens, expected),)
+    assert choose(FP8, num_tokens, num_heads, 2048, AT_ONCE, H200) == (Wave(num_tokens, expected),)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_few_tokens_more_than_fill_the_device_are_a_wave_of_their_own(
     num_tokens: int, num_heads: int, whole: Wave, rest: Wave
 ) -> None:
     """As measured: 61 us for 74, 96 for 122, 98 for 124, 76 for 92."""
-    assert choose(FP8, num_tokens, num_heads, 2048, AT_ONCE) == (whole, rest)
+    assert choose(FP8, num_tokens, num_heads, 2048, AT_ONCE, H200) == (whole, rest)
 
 
 @pytest.mark.parametrize("keys", KERNELS.values(), ids=lambda keys: keys.name)
@@ -85,20 +87,20 @@ def test_few_tokens_more_than_fill_the_device_are_a_wave_of_their_own(
 def test_waves_have_each_token_once_and_save_time(keys: Keys, num_heads: int, topk: int) -> None:
     turns = max(1, -(-topk // 64))
     for num_tokens in (1, 31, 67, 133, 140, 265, 1000, 4096):
-        waves = choose(keys, num_tokens, num_heads, topk, AT_ONCE)
+        waves = choose(keys, num_tokens, num_heads, topk, AT_ONCE, H200)
         assert sum(wave.num_tokens for wave in waves) == num_tokens
         assert all(wave.num_tokens > 0 for wave in waves)
-        times = [predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, AT_ONCE) for wave in waves]
+        times = [predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, AT_ONCE, H200) for wave in waves]
         for wave in waves:
-            whole = predicted_us(keys, wave.shape, num_tokens, num_heads, turns, AT_ONCE)
+            whole = predicted_us(keys, wave.shape, num_tokens, num_heads, turns, AT_ONCE, H200)
             assert len(waves) == 1 or sum(times) < whole
 
 
 def test_sizes_of_which_a_device_runs_none_are_not_chosen() -> None:
     at_once = tuple(count if size <= 8 else 0 for size, count in zip(SPLITS, AT_ONCE, strict=True))
-    ((_, shape),) = choose(FP8, 1, 16, 2048, at_once)
+    ((_, shape),) = choose(FP8, 1, 16, 2048, at_once, H200)
     assert shape == Clusters(16, 8)
-    waves = dense_attention.choose(FP8, 1, 16, 2**17, at_once)
+    waves = dense_attention.choose(FP8, 1, 16, 2**17, at_once, H200)
     assert all(isinstance(wave.shape, Clusters) and wave.shape.splits <= 8 for wave in waves)
 
 
@@ -178,6 +180,7 @@ def test_forced_waves_replace_the_chosen_and_have_every_token(monkeypatch: pytes
 
 def test_a_deterministic_call_is_one_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_attention, "clusters_at_once", lambda *_: AT_ONCE)
+    monkeypatch.setattr(sparse_attention, "costs_of", lambda _: H200)
     assert len(sparse_attention._waves.__wrapped__(FP8, 140, 64, 2048, False, 0)) == 2
     for num_tokens in (1, 140, 4096):
         waves = sparse_attention._waves.__wrapped__(FP8, num_tokens, 64, 2048, True, 0)
@@ -188,7 +191,7 @@ def test_a_deterministic_call_is_one_wave(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("topk", [0, 1, 64, 65, 640, 2048, 2176])
 def test_no_cluster_has_more_ctas_than_there_are_turns(num_heads: int, topk: int) -> None:
     for num_tokens in (1, 7, 64, 4096):
-        for _, shape in choose(FP8, num_tokens, num_heads, topk, AT_ONCE):
+        for _, shape in choose(FP8, num_tokens, num_heads, topk, AT_ONCE, H200):
             assert shape.tile in tiles_for(FP8, num_heads)
             ctas = shape.members if isinstance(shape, Group) else shape.splits
             assert ctas in SPLITS
@@ -216,8 +219,8 @@ def test_a_group_has_a_turn_for_each_of_its_ctas_and_sms_for_all() -> None:
     assert groups_for(FP8, 32, 32) == groups_for(KERNELS["bf16", 576], 128, 32) == []
     with pytest.raises(ValueError, match="only quantised keys have a kernel for groups, got BF16_576"):
         KERNELS["bf16", 576].kernel(Group(8))
-    assert predicted_us(FP8, Group(8), 8, 128, 32, AT_ONCE) < 24
-    assert predicted_us(FP8, Group(8), 9, 128, 32, AT_ONCE) == float("inf")
+    assert predicted_us(FP8, Group(8), 8, 128, 32, AT_ONCE, H200) < 24
+    assert predicted_us(FP8, Group(8), 9, 128, 32, AT_ONCE, H200) == float("inf")
 
 
 def test_a_deterministic_launch_depends_on_one_row_alone() -> None:
@@ -235,18 +238,18 @@ def test_parts_of_dense_attention_fill_the_device(keys: Keys, capacity: int) -> 
     turns = max(1, -(-capacity // 64))
     for num_tokens in (1, 4, 16, 128):
         for num_heads in (1, 16, 32, 128):
-            waves = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE)
-            whole = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE, most_parts=1)
+            waves = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE, H200)
+            whole = dense_attention.choose(keys, num_tokens, num_heads, capacity, AT_ONCE, H200, most_parts=1)
             assert all(isinstance(wave.shape, Clusters) and wave.shape.parts == 1 for wave in whole)
             for _, shape in waves:
                 assert isinstance(shape, Clusters)
                 assert shape.splits * shape.parts <= turns
                 assert shape.parts == 1 or (shape.splits > 1 and turns * shape.splits * shape.parts < 2**31)
             in_parts, in_one = (
-                sum(predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, AT_ONCE) for wave in chosen)
+                sum(predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, AT_ONCE, H200) for wave in chosen)
                 for chosen in (waves, whole)
             )
-            assert in_parts <= in_one + WAVE_US
+            assert in_parts <= in_one + H200.wave_us
 
 
 @pytest.mark.parametrize(
@@ -262,14 +265,14 @@ def test_parts_of_dense_attention_fill_the_device(keys: Keys, capacity: int) -> 
 )
 def test_parts_of_dense_attention(num_tokens: int, num_heads: int, context: int, expected: Shape) -> None:
     """The least predicted; docs/results/sparse_attention-h200.txt has what some of them took."""
-    assert dense_attention.choose(FP8, num_tokens, num_heads, context, AT_ONCE) == (Wave(num_tokens, expected),)
+    assert dense_attention.choose(FP8, num_tokens, num_heads, context, AT_ONCE, H200) == (Wave(num_tokens, expected),)
 
 
 def test_as_many_parts_as_are_allowed() -> None:
-    ((_, shape),) = dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE)
+    ((_, shape),) = dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE, H200)
     assert isinstance(shape, Clusters)
     assert shape.parts > 1
-    assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE, most_parts=1) == (Wave(1, Clusters(16, 16)),)
+    assert dense_attention.choose(FP8, 1, 16, 2**17, AT_ONCE, H200, most_parts=1) == (Wave(1, Clusters(16, 16)),)
 
 
 def test_a_table_without_requests_has_no_keys() -> None:

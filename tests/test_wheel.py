@@ -55,7 +55,7 @@ def test_the_wheel_has_every_source_and_header(wheel: Path) -> None:
         packed = set(archive.namelist())
     expected = {
         str(path.relative_to(ROOT))
-        for pattern in ("*.py", "*.cu", "*.cuh")
+        for pattern in ("*.py", "*.cu", "*.cuh", "*.json")
         for path in (ROOT / "mla_ops").rglob(pattern)
     }
     assert expected <= packed

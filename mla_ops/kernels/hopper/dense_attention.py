@@ -13,8 +13,8 @@ import functools
 import torch
 
 from ...dispatch import Call, Lowering
-from ...formats import LATENT_DIM
 from . import sparse_attention
+from .costs import Costs, costs_of
 from .launch import (
     KERNELS,
     KEYS,
@@ -23,7 +23,6 @@ from .launch import (
     Keys,
     cache_params,
     clusters_at_once,
-    predicted_us,
     splits_for,
     tiles_for,
 )
@@ -34,9 +33,6 @@ SPARSE = "paged_sparse_attention"
 MAX_KEYS = 2**31 - KEYS  # of a row: positions are 32 bits
 PARTS = (1, 2, 3, 4, 6, 8)
 MAX_TURNS_IN_PARTS = 2**23  # turns times shares are 32 bits
-# of the merge beside the kernel in front of it, as measured for 3 to 16 parts
-MERGE_US = 3.0
-MERGE_BYTES_PER_US = 7e6
 
 
 def paged_reason(call: Call) -> str | None:
@@ -44,7 +40,13 @@ def paged_reason(call: Call) -> str | None:
 
 
 def choose(
-    keys: Keys, num_tokens: int, num_heads: int, capacity: int, at_once: tuple[int, ...], most_parts: int = PARTS[-1]
+    keys: Keys,
+    num_tokens: int,
+    num_heads: int,
+    capacity: int,
+    at_once: tuple[int, ...],
+    costs: Costs,
+    most_parts: int = PARTS[-1],
 ) -> tuple[Wave, ...]:
     """The least predicted time, from shapes alone.
 
@@ -54,18 +56,12 @@ def choose(
         num_heads: heads.
         capacity: keys that a request's blocks can hold.
         at_once: clusters that the device runs at one time, for each size in `SPLITS`.
+        costs: times of the device.
         most_parts: of a row.
     """
     turns = max(1, -(-capacity // KEYS))
     if turns > MAX_TURNS_IN_PARTS:
         most_parts = 1
-
-    def time(wave: Wave) -> float:
-        parts = wave.shape.parts if isinstance(wave.shape, Clusters) else 1
-        part_bytes = 4 * LATENT_DIM * parts * wave.num_tokens * num_heads
-        merge = MERGE_US + part_bytes / MERGE_BYTES_PER_US if parts > 1 else 0.0
-        return predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once) + merge
-
     shapes = [
         Clusters(tile, splits, parts)
         for tile in tiles_for(keys, num_heads)
@@ -73,13 +69,13 @@ def choose(
         for splits in splits_for(-(-turns // parts))
         if parts <= most_parts and splits * parts <= turns and (parts == 1 or splits > 1)
     ]
-    return fastest_waves(shapes, num_tokens, num_heads, at_once, time)
+    return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 
 @functools.lru_cache(maxsize=4096)
 def _waves(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> tuple[Wave, ...]:
     at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
-    return choose(keys, num_tokens, num_heads, capacity, at_once)
+    return choose(keys, num_tokens, num_heads, capacity, at_once, costs_of(device_index))
 
 
 def paged_attention(

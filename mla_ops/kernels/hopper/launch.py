@@ -141,9 +141,7 @@ class Keys:
         chunks: of 64 dims, of a query.
         quantized: whether keys are converted on their way.
         scale_bytes: of a key's scales where they lie apart.
-        turn_us: microseconds of a turn of 64 keys on one H200 (docs/kernels/launches.md), by tile.
-        row_us: what a row costs besides, by tile.
-        merge_us: what the merge of one part by one CTA costs, by tile; a cluster's CTAs share it.
+        tiles: heads of a CTA that there are kernels for.
     """
 
     name: str
@@ -151,12 +149,7 @@ class Keys:
     chunks: int
     quantized: bool
     scale_bytes: int
-    turn_us: dict[int, float]
-    row_us: dict[int, float]
-    merge_us: dict[int, float]
-
-    def __hash__(self) -> int:
-        return hash(self.name)
+    tiles: tuple[int, ...]
 
     @functools.cache  # noqa: B019 - there are as many as formats
     def kernel(self, shape: Shape, oversubscribed: bool = False) -> Kernel:
@@ -181,36 +174,19 @@ class Keys:
 
     def kernels(self) -> list[Kernel]:
         """All there are, each once."""
-        shapes: list[Shape] = [Clusters(tile, splits) for tile in self.turn_us for splits in (1, 2)]
+        shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
         if self.quantized:
             shapes.append(Group(2))
         every = (self.kernel(shape, oversubscribed) for shape in shapes for oversubscribed in (False, True))
         return list({kernel.name: kernel for kernel in every}.values())
 
 
-FP8_TIMES = (
-    {16: 1.6, 24: 1.6, 32: 1.7, 64: 2.05},
-    {16: 8.7, 24: 9.1, 32: 9.9, 64: 11.7},
-    {16: 0.5, 24: 0.2, 32: 0.0, 64: 0.0},
-)
-V4_TIMES = (
-    {16: 1.45, 24: 1.6, 32: 1.7, 64: 2.0},
-    {16: 8.9, 24: 9.9, 32: 10.5, 64: 14.5},
-    {16: 0.5, 24: 0.2, 32: 0.0, 64: 0.0},
-)
-BF16_TIMES = ({16: 1.45, 32: 1.9, 64: 1.65}, {16: 10.5, 32: 12.0, 64: 12.0}, {16: 1.0, 32: 2.0, 64: 10.0})
-
-# Of a row's end in a group, of each of its CTAs, and where all of these have as many turns and meet at once.
-GROUP_US, MEMBER_US, EVEN_US = 1.3, 0.12, 1.0
-LAUNCH_US = 4.5  # of what a row costs besides its turns: not of one whose CTAs take the places of others
-NEXT_ROW_US = 1.0  # that a CTA takes from a row to the next besides their turns
-
 # By cache format and width of a key.
 KERNELS = {
-    ("fp8_ds_mla", 576): Keys("FP8_DS_MLA", 656, 9, True, 0, *FP8_TIMES),
-    ("fp8_ds_mla_v4", 512): Keys("FP8_DS_MLA_V4", 576, 8, True, 8, *V4_TIMES),
-    ("bf16", 576): Keys("BF16_576", 1152, 9, False, 0, *BF16_TIMES),
-    ("bf16", 512): Keys("BF16_512", 1024, 8, False, 0, *BF16_TIMES),
+    ("fp8_ds_mla", 576): Keys("FP8_DS_MLA", 656, 9, True, 0, (16, 24, 32, 64)),
+    ("fp8_ds_mla_v4", 512): Keys("FP8_DS_MLA_V4", 576, 8, True, 8, (16, 24, 32, 64)),
+    ("bf16", 576): Keys("BF16_576", 1152, 9, False, 0, (16, 32, 64)),
+    ("bf16", 512): Keys("BF16_512", 1024, 8, False, 0, (16, 32, 64)),
 }
 
 
@@ -218,7 +194,7 @@ def tiles_for(keys: Keys, num_heads: int) -> tuple[int, ...]:
     """Tiles worth a thought, the one that fits best first."""
     if num_heads <= 16:
         return (16,)
-    return tuple(tile for tile in ((32, 64, 24, 16) if num_heads <= 32 else (64, 32, 24, 16)) if tile in keys.turn_us)
+    return tuple(tile for tile in ((32, 64, 24, 16) if num_heads <= 32 else (64, 32, 24, 16)) if tile in keys.tiles)
 
 
 def groups_for(keys: Keys, num_heads: int, turns: int) -> list[Group]:
@@ -231,26 +207,6 @@ def groups_for(keys: Keys, num_heads: int, turns: int) -> list[Group]:
 def splits_for(turns: int) -> list[int]:
     """Sizes of clusters in which the longest share of `turns` is shorter than with a CTA less."""
     return [n for n in SPLITS if n == 1 or -(-turns // n) < -(-turns // (n - 1))]
-
-
-def predicted_us(
-    keys: Keys, shape: Shape, num_tokens: int, num_heads: int, turns: int, at_once: tuple[int, ...]
-) -> float:
-    """Microseconds of a launch whose rows have `turns` of keys, without a merge of parts."""
-    tile = shape.tile
-    rows = num_tokens * -(-num_heads // tile)
-    if isinstance(shape, Group):
-        members = shape.members
-        if rows * members > at_once[0]:
-            return math.inf
-        end_us = GROUP_US + MEMBER_US * members + (EVEN_US if turns % members == 0 else 0.0)
-        return -(-turns // members) * keys.turn_us[tile] + keys.row_us[tile] + end_us
-    _, splits, parts = shape
-    rounds = -(-rows * parts // at_once[SPLITS.index(splits)])
-    keys_us = -(-turns // (splits * parts)) * keys.turn_us[tile]
-    first_us = keys.row_us[tile] + (keys.merge_us[tile] / splits if splits > 1 else 0.0)
-    later_us = NEXT_ROW_US if keys.kernel(shape).walks else first_us - LAUNCH_US
-    return rounds * keys_us + first_us + (rounds - 1) * later_us
 
 
 @functools.cache

@@ -32,6 +32,7 @@ import torch
 from ...dispatch import Call, Lowering
 from ...formats import geometry
 from ..alignment import aligned
+from .costs import Costs, costs_of
 from .launch import (
     KERNELS,
     KEYS,
@@ -46,7 +47,6 @@ from .launch import (
     clusters_at_once,
     compile_reason,
     groups_for,
-    predicted_us,
     splits_for,
     tiles_for,
 )
@@ -55,7 +55,15 @@ from .waves import Wave, fastest_waves, forced, launch_waves
 DETERMINISTIC_TURNS = 8  # of a CTA at most, as far as SPLITS go
 
 
-def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...]) -> tuple[Wave, ...]:
+def shapes_for(keys: Keys, num_heads: int, turns: int) -> list[Shape]:
+    """Launches to choose from, for rows with so many turns of keys."""
+    clusters = [Clusters(tile, n) for tile in tiles_for(keys, num_heads) for n in splits_for(turns)]
+    return [*clusters, *groups_for(keys, num_heads, turns)]
+
+
+def choose(
+    keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...], costs: Costs
+) -> tuple[Wave, ...]:
     """The least predicted time, from shapes alone.
 
     Args:
@@ -64,15 +72,11 @@ def choose(keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tupl
         num_heads: heads.
         topk: columns of the indices.
         at_once: clusters that the device runs at one time, for each size in `SPLITS`.
+        costs: times of the device.
     """
     turns = max(1, -(-topk // KEYS))
-    shapes: list[Shape] = [Clusters(tile, n) for tile in tiles_for(keys, num_heads) for n in splits_for(turns)]
-    shapes += groups_for(keys, num_heads, turns)
-
-    def time(wave: Wave) -> float:
-        return predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once)
-
-    return fastest_waves(shapes, num_tokens, num_heads, at_once, time)
+    shapes = shapes_for(keys, num_heads, turns)
+    return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 
 def choose_deterministic(keys: Keys, num_heads: int, topk: int) -> Clusters:
@@ -89,7 +93,7 @@ def _waves(
     if deterministic:
         return (Wave(num_tokens, choose_deterministic(keys, num_heads, topk)),)
     at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
-    return choose(keys, num_tokens, num_heads, topk, at_once)
+    return choose(keys, num_tokens, num_heads, topk, at_once, costs_of(device_index))
 
 
 def _attend(

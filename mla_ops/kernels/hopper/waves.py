@@ -8,7 +8,7 @@ that a launch of the same call makes may be among them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -17,9 +17,8 @@ import torch
 from ...formats import LATENT_DIM
 from ..alignment import aligned, is_aligned
 from . import merge_parts
+from .costs import Costs, predicted_us
 from .launch import SPLITS, CacheParams, Clusters, Group, Keys, Shape, launch
-
-WAVE_US = 1.0  # of another launch
 
 
 class Wave(NamedTuple):
@@ -61,21 +60,29 @@ def forced(num_tokens: int) -> Sequence[Wave]:
 
 
 def fastest_waves(
+    keys: Keys,
     shapes: Sequence[Shape],
     num_tokens: int,
     num_heads: int,
+    turns: int,
     at_once: tuple[int, ...],
-    time: Callable[[Wave], float],
+    costs: Costs,
 ) -> tuple[Wave, ...]:
     """One wave, or one that fills the device some whole times, not of groups, and one of the tokens that are left.
 
     Args:
+        keys: the kernels' format.
         shapes: to choose from; those of which the device runs none are left out.
         num_tokens: query tokens.
         num_heads: heads.
+        turns: turns of keys of a row.
         at_once: clusters that the device runs at one time, for each size in `SPLITS`.
-        time: predicted microseconds of a wave.
+        costs: times of the device.
     """
+
+    def time(wave: Wave) -> float:
+        return predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once, costs)
+
     fills = {shape: at_once[SPLITS.index(shape.splits)] for shape in shapes if isinstance(shape, Clusters)}
     runnable = [shape for shape in shapes if fills.get(shape, 1)]
 
@@ -90,7 +97,7 @@ def fastest_waves(
             continue
         of_a_token = -(-num_heads // shape.tile) * shape.parts
         whole = Wave(num_tokens * of_a_token // fill * fill // of_a_token, shape)
-        if 0 < whole.num_tokens < num_tokens and (before := time(whole) + WAVE_US) < least:
+        if 0 < whole.num_tokens < num_tokens and (before := time(whole) + costs.wave_us) < least:
             rest, wave = fastest(num_tokens - whole.num_tokens)
             if before + rest < least:
                 least, waves = before + rest, (whole, wave)

@@ -1,0 +1,107 @@
+"""What launches of the sparse attention kernels take: a model that is linear in the times of `costs.json`.
+
+The file has the times of each GPU that they were fitted on. `python -m mla_ops bench launches --write FILE` measures
+forced launches and fits the times of this GPU again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ...formats import LATENT_DIM
+from .launch import SPLITS, Group, Keys, Shape
+
+TABLE = Path(__file__).with_name("costs.json")
+DEFAULT = "H200"  # for a GPU without times of its own
+
+
+class TileCosts(NamedTuple):
+    """Times of a kernel, in microseconds.
+
+    Attributes:
+        turn_us: one turn of 64 keys.
+        row_us: a row besides its turns.
+        merge_us: the merge of a row's splits by one CTA; the CTAs of a cluster divide it among themselves.
+    """
+
+    turn_us: float
+    row_us: float
+    merge_us: float
+
+
+class Costs(NamedTuple):
+    """Times of one GPU, in microseconds.
+
+    Attributes:
+        group_us: the end of a row that a group shares.
+        member_us: each CTA of the group.
+        even_us: a group whose CTAs have equally many turns, so that all meet at one time.
+        launch_us: the part of `row_us` that the rows of a later round do not take, where no CTA takes several rows.
+        next_row_us: from one row of a CTA to its next.
+        wave_us: another wave.
+        parts_us: the kernel that merges parts.
+        parts_us_per_mb: what that takes for 10^6 bytes of parts.
+        tiles: times of the kernels, by the name of the format and the heads of a tile.
+    """
+
+    group_us: float
+    member_us: float
+    even_us: float
+    launch_us: float
+    next_row_us: float
+    wave_us: float
+    parts_us: float
+    parts_us_per_mb: float
+    tiles: dict[str, dict[int, TileCosts]]
+
+
+def read_costs(text: str, gpu: str) -> Costs:
+    """The times of a GPU, by its name; those of `DEFAULT` where the table has none.
+
+    Args:
+        text: contents of `costs.json`.
+        gpu: its name as the driver has it, for instance `NVIDIA H100 80GB HBM3`.
+    """
+    table = json.loads(text)
+    found = table[next((name for name in gpu.split() if name in table), DEFAULT)]
+    tiles = {
+        keys: {int(tile): TileCosts(*times) for tile, times in tiles.items()} for keys, tiles in found["tiles"].items()
+    }
+    return Costs(**{**found, "tiles": tiles})
+
+
+@functools.cache
+def costs_of(device_index: int) -> Costs:
+    """The times of a device."""
+    return read_costs(TABLE.read_text(), torch.cuda.get_device_name(device_index))
+
+
+def predicted_us(
+    keys: Keys, shape: Shape, num_tokens: int, num_heads: int, turns: int, at_once: tuple[int, ...], costs: Costs
+) -> float:
+    """Microseconds of a launch whose rows have `turns` of keys, and of the merge of its parts; linear in `costs`.
+
+    Infinite for groups that are more than the device runs at one time.
+    """
+    rows = num_tokens * -(-num_heads // shape.tile)
+    turn_us, row_us, merge_us = costs.tiles[keys.name][shape.tile]
+    if isinstance(shape, Group):
+        members = shape.members
+        if rows * members > at_once[0]:
+            return math.inf
+        end_us = costs.group_us + costs.member_us * members + (costs.even_us if turns % members == 0 else 0.0)
+        return -(-turns // members) * turn_us + row_us + end_us
+    _, splits, parts = shape
+    rounds = -(-rows * parts // at_once[SPLITS.index(splits)])
+    keys_us = -(-turns // (splits * parts)) * turn_us
+    first_us = row_us + (merge_us / splits if splits > 1 else 0.0)
+    later_us = costs.next_row_us if keys.kernel(shape).walks else first_us - costs.launch_us
+    parts_mb = 4e-6 * LATENT_DIM * parts * num_tokens * num_heads
+    parts_us = costs.parts_us + parts_mb * costs.parts_us_per_mb if parts > 1 else 0.0
+    return rounds * keys_us + first_us + (rounds - 1) * later_us + parts_us
