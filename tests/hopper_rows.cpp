@@ -3,9 +3,9 @@
 // a gather consists of are modelled below. A warp's lanes are coroutines that meet where they exchange something.
 
 #include <map>
-#include <ucontext.h>
 #include <vector>
 
+#include "hopper_coroutines.h"
 #include "hopper_on_cpu.h"
 
 static int rank_of_cta;
@@ -13,7 +13,7 @@ static int rank_of_cta;
 // ---- the warps that gather -----------------------------------------------------------------------------------------
 
 constexpr int WARPS = 4, LANES = 32, THREADS = WARPS * LANES;
-static ucontext_t scheduler, threads[THREADS];
+static Coroutine threads[THREADS];
 static char stacks[THREADS][1 << 16];
 static unsigned long long exchanged[2][THREADS];
 static int current, rounds[THREADS];
@@ -26,7 +26,7 @@ void wait_until(Condition condition) {
   for (int turns = 0; !condition(); ++turns) {
     if (turns > 4 * THREADS) stuck = true;
     if (stuck) return;
-    swapcontext(&threads[current], &scheduler);
+    leave(threads[current]);
   }
 }
 
@@ -40,23 +40,23 @@ static const unsigned long long* exchange(unsigned long long value) {
 
 static void begin() {
   const int thread = current;
-  body(thread / LANES, thread % LANES);
-  done[thread] = true, rounds[thread] = 1 << 30;
+  for (;;) {  // a run begins where the last one ended
+    body(thread / LANES, thread % LANES);
+    done[thread] = true, rounds[thread] = 1 << 30;
+    leave(threads[thread]);
+  }
 }
 
 // Whether all threads come to their end.
 static bool run(void (*threads_body)(int warp, int lane)) {
   body = threads_body, stuck = false;
   for (int thread = 0; thread < THREADS; ++thread) {
-    getcontext(&threads[thread]);
-    threads[thread].uc_stack.ss_sp = stacks[thread], threads[thread].uc_stack.ss_size = sizeof(stacks[thread]);
-    threads[thread].uc_link = &scheduler;
-    makecontext(&threads[thread], begin, 0);
+    if (!threads[thread].begun) threads[thread].set_up(begin, stacks[thread], sizeof(stacks[thread]));
     rounds[thread] = 0, done[thread] = false;
   }
   while (!std::all_of(done, done + THREADS, [](bool over) { return over; }))
     for (current = 0; current < THREADS; ++current)
-      if (!done[current]) swapcontext(&scheduler, &threads[current]);
+      if (!done[current]) resume(threads[current]);
   return !stuck;
 }
 

@@ -1,8 +1,6 @@
 // Clusters of CTAs on one CPU thread: each CUDA thread is a coroutine, which goes on until it has to wait for others.
 #pragma once
 
-#include <ucontext.h>
-
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
@@ -16,6 +14,7 @@
 #define __grid_constant__
 #define __noinline__ __attribute__((noinline))
 
+#include "hopper_coroutines.h"
 #include "hopper_on_cpu.h"
 
 namespace simt {
@@ -34,13 +33,12 @@ struct Cta {
 };
 
 struct Thread {
-  ucontext_t context;
+  Coroutine coroutine;
   std::unique_ptr<char[]> stack;
   int cta, index;
   bool done = false;
 };
 
-inline ucontext_t scheduler;
 inline std::vector<Thread> threads;
 inline std::vector<Cta> ctas;
 inline Meeting cluster;
@@ -49,7 +47,7 @@ inline std::function<void()> body;
 inline int num_threads, num_ctas;
 constexpr int STACK = 64 * 1024;
 
-inline void leave() { swapcontext(&current->context, &scheduler); }
+inline void leave() { ::leave(current->coroutine); }
 
 inline const std::vector<uint64_t>& meet(Meeting& meeting, int index, int size, uint64_t value) {
   meeting.brought.resize(size);
@@ -75,7 +73,7 @@ inline void meet_cluster() { meet(cluster, current->cta * num_threads + current-
 inline void enter() {
   body();
   current->done = true;
-  swapcontext(&current->context, &scheduler);
+  leave();
 }
 
 // A grid, one cluster after the other, whose threads go on in the order of a random seed.
@@ -92,9 +90,7 @@ inline void launch(int clusters, int cluster_size, int block, size_t shared_byte
     for (size_t i = 0; i < threads.size(); ++i) {
       Thread& thread = threads[i];
       thread.cta = i / block, thread.index = i % block, thread.stack.reset(new char[STACK]);
-      getcontext(&thread.context);
-      thread.context.uc_stack.ss_sp = thread.stack.get(), thread.context.uc_stack.ss_size = STACK;
-      makecontext(&thread.context, enter, 0);
+      thread.coroutine.set_up(enter, thread.stack.get(), STACK);
     }
     unsigned random = seed * 2654435761u + 1;
     for (size_t left = threads.size(); left;) {
@@ -105,7 +101,7 @@ inline void launch(int clusters, int cluster_size, int block, size_t shared_byte
         if (thread.done) continue;
         current = &thread;
         threadIdx = {thread.index, 0, 0}, blockIdx = {number * cluster_size + thread.cta, 0, 0};
-        swapcontext(&scheduler, &thread.context);
+        resume(thread.coroutine);
         left -= thread.done;
       }
     }
