@@ -60,6 +60,23 @@ class CacheFormat:
         return self.data_bytes > 0
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes from one token's data to the next one's, for keys of the first width."""
+        return self.data_bytes or self.bytes_per_token()
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a token's scales, with what pads them; 0 where nothing is quantised."""
+        if self.planar:
+            return self.row_widths[0] - self.data_bytes
+        return self.latent_dim // self.group_size * 4 if self.quantized else 0
+
+    @property
+    def rope_at(self) -> int:
+        """Where the RoPE part of a quantised row begins, in bytes: behind the latent, and scales in the row."""
+        return self.latent_dim + (0 if self.planar else self.scale_bytes)
+
+    @property
     def index_only(self) -> bool:
         """Whether rows are index keys and nothing else, which attention cannot read."""
         return self.head_dims == (INDEX_DIM,)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "rows.cuh"
 
 enum Format { FP8_DS_MLA, FP8_DS_MLA_V4 };
 
@@ -24,16 +25,15 @@ struct Rows;
 
 // 512 e4m3, 4 float32 scales, 64 bfloat16.
 template <>
-struct Rows<FP8_DS_MLA> {
-  static constexpr int BYTES = 656, ROPE_AT = 528, LATENT = 512, GROUP = 128, CHUNKS = 9;
+struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
+  static constexpr int CHUNKS = 9;
   static constexpr bool ROPE_IS_VALUE = false;
   // Scales of [2^-13, 2^-1), where those of unit normals and the smallest of most writers are, become the upper part of
   // what float16 holds, next to where others are taken to. So a key's weight counts as much as another's.
   static constexpr float FACTOR = 256.f;
   static constexpr u32 FACTOR_OF_ROPE = 8 << 7;  // in bfloat16's exponent, of queries: keys' RoPE stays as it is
   static constexpr u32 DEAD_SCALE = 0x3c000000u;  // 2^-7
-  static constexpr bool SCALES_APART = false;
-  static constexpr int SCALES_AT = 512, SCALES_PITCH = BYTES;
+  static constexpr int SCALES_AT = LATENT, SCALES_PITCH = BYTES;
 
   using Scales = uint4;
 
@@ -89,14 +89,13 @@ struct Rows<FP8_DS_MLA> {
 
 // 448 e4m3 and 64 bfloat16, all of them values too; in a plane of their own, 7 exponents and a byte that pads.
 template <>
-struct Rows<FP8_DS_MLA_V4> {
-  static constexpr int BYTES = 576, ROPE_AT = 448, LATENT = 448, GROUP = 64, CHUNKS = 8;
+struct Rows<FP8_DS_MLA_V4> : RowOfFp8DsMlaV4 {
+  static constexpr int CHUNKS = 8;
   static constexpr bool ROPE_IS_VALUE = true;
   // Then float16 holds exactly what the writer's smallest scale, 2^-22, gives, and RoPE down to 2^-25.
   static constexpr float FACTOR = 256.f;
   static constexpr u32 FACTOR_OF_ROPE = 0;  // which is a value
-  static constexpr bool SCALES_APART = true;
-  static constexpr int SCALES_AT = 0, SCALES_PITCH = 8;
+  static constexpr int SCALES_AT = 0, SCALES_PITCH = SCALE_BYTES;
   static constexpr u32 DEAD_SCALES = 0x77777777u;  // 2^-8
 
   using Scales = uint2;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "indexer_rows.cuh"
+#include "rows.cuh"
 
 constexpr int CONSUMERS = 256, THREADS = 384, STAGES = 16, QUERY_STAGES = 2;
 constexpr int TILE_BYTES = TILE * 128, GATHERERS = 4, LAG = 6;
@@ -132,7 +133,7 @@ DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int en
           for (int key = 0; key < keys; ++key) store_shared_float(scales_to + (box * keys + key) * 4, -INFINITY);
         __syncwarp();
       }
-      if (turn == i && box == 0) mbarrier_arrive_expect(full, count * keys * 132);
+      if (turn == i && box == 0) mbarrier_arrive_expect(full, count * keys * (RowOfFp8Index::BYTES + RowOfFp8Index::SCALE_BYTES));
       if (boxes > 1) __syncwarp();
       if (turn == i && block >= 0) {
         copy_box(shared + L::KEY + slot.index * TILE_BYTES + box * keys * 128, p.keys, 0, offset, block, full);

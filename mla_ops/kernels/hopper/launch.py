@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ...dispatch import Missing
+from ...formats import FORMATS
 from ..cuda.params import POINTER, packer
 from . import groups, sources
 
@@ -181,10 +182,16 @@ class Keys:
         return list({kernel.name: kernel for kernel in every}.values())
 
 
+def _quantized(cache_format: str, chunks: int, tiles: tuple[int, ...]) -> Keys:
+    entry = FORMATS[cache_format]
+    scale_bytes = entry.scale_bytes if entry.planar else 0
+    return Keys(cache_format.upper(), entry.row_bytes, chunks, True, scale_bytes, tiles)
+
+
 # By cache format and width of a key.
 KERNELS = {
-    ("fp8_ds_mla", 576): Keys("FP8_DS_MLA", 656, 9, True, 0, (16, 24, 32, 64)),
-    ("fp8_ds_mla_v4", 512): Keys("FP8_DS_MLA_V4", 576, 8, True, 8, (16, 24, 32, 64)),
+    ("fp8_ds_mla", 576): _quantized("fp8_ds_mla", 9, (16, 24, 32, 64)),
+    ("fp8_ds_mla_v4", 512): _quantized("fp8_ds_mla_v4", 8, (16, 24, 32, 64)),
     ("bf16", 576): Keys("BF16_576", 1152, 9, False, 0, (16, 32, 64)),
     ("bf16", 512): Keys("BF16_512", 1024, 8, False, 0, (16, 32, 64)),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...dispatch import Lowering
-from ...formats import LATENT_DIM, geometry, planar_views
+from ...formats import FORMATS, LATENT_DIM, geometry, planar_views
 
 E4M3_NAN = 0x7F
 NAN_BITS = {
@@ -13,7 +13,7 @@ NAN_BITS = {
     torch.float16: (torch.int16, 0x7E00),
     torch.float32: (torch.int32, 0x7FC00000),
 }
-V4_LATENT_DIM = 448
+FP8, V4 = FORMATS["fp8_ds_mla"], FORMATS["fp8_ds_mla_v4"]
 
 
 def power_of_two_exponent(amax: torch.Tensor, lowest: int) -> torch.Tensor:
@@ -56,38 +56,38 @@ def rope_bytes(rope: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_fp8_ds_mla(latent: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """`[n, 512]` and `[n, 64]` of any float dtype to `[n, 656]` bytes."""
+    """`[n, 512]` and `[n, 64]` of any float dtype to bytes, `[n, FP8.row_bytes]`."""
     e4m3, exponent = quantize_groups(latent, 128, -13)
     return torch.cat((e4m3, ((exponent + 127) << 23).view(torch.uint8), rope_bytes(rope)), dim=1)
 
 
 def quantize_fp8_ds_mla_v4(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[n, 448]` and `[n, 64]` of any float dtype to `[n, 576]` bytes of data and `[n, 8]` of scales, the last 0."""
+    """`[n, 448]` and `[n, 64]` of any float dtype to bytes of data and, `[n, 8]`, of scales, the last 0."""
     e4m3, exponent = quantize_groups(latent, 64, -22)
     scales = torch.nn.functional.pad((exponent + 127).to(torch.uint8), (0, 1))
     return torch.cat((e4m3, rope_bytes(rope)), dim=1), scales
 
 
 def dequantize_fp8_ds_mla(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[n, 656]` bytes to the latent, `[n, 512]` float32, and the RoPE part, `[n, 64]` bfloat16."""
+    """Bytes, `[n, FP8.row_bytes]`, to the latent, `[n, 512]` float32, and the RoPE part, `[n, 64]` bfloat16."""
     rows = rows.contiguous()
     e4m3 = rows[:, :LATENT_DIM].contiguous().view(torch.float8_e4m3fn).float()
-    scale = rows[:, LATENT_DIM : LATENT_DIM + 16].contiguous().view(torch.float32)
-    rope = rows[:, LATENT_DIM + 16 :].contiguous().view(torch.bfloat16)
+    scale = rows[:, LATENT_DIM : FP8.rope_at].contiguous().view(torch.float32)
+    rope = rows[:, FP8.rope_at :].contiguous().view(torch.bfloat16)
     return (e4m3.view(-1, 4, 128) * scale.unsqueeze(-1)).view(-1, LATENT_DIM), rope
 
 
 def dequantize_fp8_ds_mla_v4(data: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[n, 576]` and `[n, 8]` bytes to the latent, `[n, 448]` float32, and the RoPE part, `[n, 64]` bfloat16.
+    """Bytes of data and, `[n, 8]`, of scales to the latent, `[n, 448]` float32, and the RoPE part, `[n, 64]` bfloat16.
 
     A scale's byte is its exponent + 127; 255 is NaN.
     """
-    e4m3 = data[:, :V4_LATENT_DIM].contiguous().view(torch.float8_e4m3fn).float()
+    e4m3 = data[:, : V4.latent_dim].contiguous().view(torch.float8_e4m3fn).float()
     byte = scales[:, :7].to(torch.int32)
     bits = torch.where(byte == 0, 0x400000, torch.where(byte == 255, 0x7FC00000, byte << 23))
     latent = e4m3.view(-1, 7, 64) * bits.view(torch.float32).unsqueeze(-1)
-    rope = data[:, V4_LATENT_DIM:].contiguous().view(torch.bfloat16)
-    return latent.view(-1, V4_LATENT_DIM), rope
+    rope = data[:, V4.latent_dim :].contiguous().view(torch.bfloat16)
+    return latent.view(-1, V4.latent_dim), rope
 
 
 def read_slots(
@@ -98,9 +98,9 @@ def read_slots(
     place = slots // block_size, slots % block_size
     if cache_format == "fp8_ds_mla_v4":
         data, scales = (view[place] for view in planar_views(kv_cache, cache_format))
-        parts = dequantize_fp8_ds_mla_v4(data.view(-1, 576), scales.view(-1, 8))
+        parts = dequantize_fp8_ds_mla_v4(data.view(-1, V4.row_bytes), scales.view(-1, V4.scale_bytes))
     elif cache_format == "fp8_ds_mla":
-        parts = dequantize_fp8_ds_mla(kv_cache[place].view(-1, 656))
+        parts = dequantize_fp8_ds_mla(kv_cache[place].view(-1, FP8.row_bytes))
     else:
         return convert(kv_cache[place], dtype)
     return torch.cat([convert(part, dtype) for part in parts], dim=1).view(*slots.shape, head_dim)

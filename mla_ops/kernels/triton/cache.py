@@ -8,6 +8,7 @@ from ...formats import LATENT_DIM, ROPE_DIM, geometry, get_format
 from .bfloat16 import convert, narrow, widen
 from .common import cdiv, sized_jit
 from .e4m3 import decode, decode_scale, encode, power_of_two_exponent
+from .rows import FP8_ROPE_AT, FP8_ROW_BYTES, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
 
 # rows a program gathers: 8 rows of 576 in bfloat16 are 36 values a thread, and one 16-byte load each in flight
 GATHER_ROWS = 8
@@ -25,7 +26,7 @@ def _store_fp8_kernel(
     stride_k_pe: tl.int64,
     stride_block_16: tl.int64,
 ):
-    """Quantises one token into its 656-byte row.
+    """Quantises one token into its row.
 
     Grid: (rows,). A program holds 4 groups of 128 latent values and 64 RoPE values; the maximum of a group is taken
     over bit patterns, whose order is that of the magnitudes. No shared memory beyond that reduction.
@@ -41,15 +42,15 @@ def _store_fp8_kernel(
         amax = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1)
         exponent = power_of_two_exponent(amax, -13)
 
-        start = kv_cache + slot // block_size * (stride_block_16 * 16) + slot % block_size * 656
+        start = kv_cache + slot // block_size * (stride_block_16 * 16) + slot % block_size * FP8_ROW_BYTES
         tl.store(start + offsets, encode(bits, exponent[:, None]).to(tl.uint8))
-        scales = (start + 512).to(tl.pointer_type(tl.int32))
+        scales = (start + FP8_SCALES_AT).to(tl.pointer_type(tl.int32))
         tl.store(scales + group, (exponent + 127) << 23)
         rope = tl.arange(0, 64)
         values = tl.load(k_pe + row * stride_k_pe + rope)
         if values.dtype != tl.bfloat16:
             values = narrow(widen(values), tl.bfloat16)
-        tl.store((start + 528).to(tl.pointer_type(tl.bfloat16)) + rope, values)
+        tl.store((start + FP8_ROPE_AT).to(tl.pointer_type(tl.bfloat16)) + rope, values)
 
 
 @sized_jit(any_alignment=("slot_mapping",))
@@ -64,7 +65,7 @@ def _store_fp8_v4_kernel(
     stride_k_pe: tl.int64,
     stride_block_16: tl.int64,
 ):
-    """Quantises one token into its 576 bytes of data and its 8 bytes of scales, in the two planes of its block.
+    """Quantises one token into its data and its scales, in the two planes of its block.
 
     Grid: (rows,). A program holds 8 groups of 64 latent values, of which the last is not there: its place among the
     scales is the byte of padding. The rest is as in `_store_fp8_kernel`.
@@ -83,15 +84,15 @@ def _store_fp8_v4_kernel(
 
         block = kv_cache + slot // block_size * (stride_block_16 * 16)
         offset = slot % block_size
-        start = block + offset * 576
+        start = block + offset * V4_ROW_BYTES
         tl.store(start + offsets, encode(bits, exponent[:, None]).to(tl.uint8), mask=there)
-        scales = block + block_size.to(tl.int64) * 576 + offset * 8
+        scales = block + block_size.to(tl.int64) * V4_ROW_BYTES + offset * V4_SCALE_BYTES
         tl.store(scales + group, tl.where(group < 7, exponent + 127, 0).to(tl.uint8))
         rope = tl.arange(0, 64)
         values = tl.load(k_pe + row * stride_k_pe + rope)
         if values.dtype != tl.bfloat16:
             values = narrow(widen(values), tl.bfloat16)
-        tl.store((start + 448).to(tl.pointer_type(tl.bfloat16)) + rope, values)
+        tl.store((start + V4_LATENT).to(tl.pointer_type(tl.bfloat16)) + rope, values)
 
 
 @sized_jit(any_alignment=("slot_mapping",))
@@ -159,9 +160,8 @@ def _gather_kernel(
 
     Grid: (blocks of ROWS rows). A row finds its request by bisection of cu_seq_lens, as torch.searchsorted does, then
     its position, block and slot; only then is a key read. Rows that no request covers are not stored, covered rows
-    without a readable block are stored as zeros. Tile [ROWS, LATENT] plus [ROWS, ROPE], in registers. A PLANAR row is
-    576 bytes, of which the 448 latent values take the first part of the LATENT columns, and its scales are behind all
-    rows of its block.
+    without a readable block are stored as zeros. Tile [ROWS, LATENT] plus [ROWS, ROPE], in registers. The latent values
+    of a PLANAR row take the first part of the LATENT columns; its scales are behind all rows of its block.
     """
     out_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = out_row - offset
@@ -192,16 +192,17 @@ def _gather_kernel(
     target = out + (out_row * stride_out)[:, None]
     latent = tl.arange(0, LATENT)[None, :]
     if PLANAR:
-        wanted = latent < 448
-        behind_rows = block_size.to(tl.int64) * 576
-        scales = kv_cache + (block * (stride_block_16 * UNIT) + behind_rows + position % block_size * 8)[:, None]
+        wanted = latent < V4_LATENT
+        behind_rows = block_size.to(tl.int64) * V4_ROW_BYTES
+        token = behind_rows + position % block_size * V4_SCALE_BYTES
+        scales = kv_cache + (block * (stride_block_16 * UNIT) + token)[:, None]
         value = decode(tl.load(start + latent, mask=readable[:, None] & wanted, other=0))
         value *= decode_scale(tl.load(scales + latent // 64, mask=readable[:, None] & wanted, other=127))
         tl.store(target + latent, narrow(value, tl.bfloat16), mask=covered[:, None] & wanted)
         rope = tl.arange(0, 64)[None, :]
-        tail = (start + 448).to(tl.pointer_type(tl.bfloat16))
+        tail = (start + V4_LATENT).to(tl.pointer_type(tl.bfloat16))
         value = tl.load(tail + rope, mask=readable[:, None], other=0.0)
-        tl.store(target + 448 + rope, value, mask=covered[:, None])
+        tl.store(target + V4_LATENT + rope, value, mask=covered[:, None])
     else:
         if FP8:
             value = decode(tl.load(start + latent, mask=readable[:, None], other=0))

@@ -12,6 +12,7 @@ from .bfloat16 import convert, narrow, widen
 from .common import sized_jit
 from .e4m3 import encode, power_of_two_exponent
 from .indexer_cache import store_index_key
+from .rows import V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
 
 
 class Tile(NamedTuple):
@@ -75,11 +76,11 @@ def _store_planar(entry, start, offset, block_size, HEAD_DIM: tl.constexpr):
     magnitude = bits & 0x7FFFFFFF
     exponent = power_of_two_exponent(tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1), -22)
     latent = (group < 7)[:, None]
-    row = start + offset * 576
+    row = start + offset * V4_ROW_BYTES
     tl.store(row + column, encode(bits, exponent[:, None]).to(tl.uint8), mask=latent)
-    rope = (row + 448).to(tl.pointer_type(tl.bfloat16)) + (column - 448)
+    rope = (row + V4_LATENT).to(tl.pointer_type(tl.bfloat16)) + (column - V4_LATENT)
     tl.store(rope, narrow(value, tl.bfloat16), mask=(group == 7)[:, None])
-    scales = start + (block_size * 576).to(tl.int64) + offset * 8
+    scales = start + (block_size * V4_ROW_BYTES).to(tl.int64) + offset * V4_SCALE_BYTES
     tl.store(scales + group, tl.where(group < 7, exponent + 127, 0).to(tl.uint8))
 
 

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .bfloat16 import narrow, widen
 from .e4m3 import decode, decode_bf16, decode_scale, decode_scale_bf16
+from .rows import FP8_ROPE_AT, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
 
 
 @triton.jit
@@ -64,24 +65,24 @@ def _load_keys_v4(
     DECODE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Dims FIRST .. FIRST + WIDTH of keys of fp8_ds_mla_v4, scaled: 448 e4m3, then 64 bfloat16.
+    """Dims FIRST .. FIRST + WIDTH of keys of fp8_ds_mla_v4, scaled: the e4m3 latent, then 64 bfloat16.
 
     A value times a power of two is exact in bfloat16, so the scale goes into the operand here. A tile of 128 has two
     scales, or one and the RoPE dims.
     """
     column = FIRST + tl.arange(0, WIDTH)[None, :]
-    rope = (start + 448).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - 448)
-    if FIRST >= 448:
+    rope = (start + V4_LATENT).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - V4_LATENT)
+    if FIRST >= V4_LATENT:
         keys = tl.load(rope, mask=valid[:, None], other=0.0)
         if EXACT:
             keys = widen(keys)
     else:
         latent = valid[:, None]
-        if FIRST + WIDTH > 448:
-            latent = latent & (column < 448)
+        if FIRST + WIDTH > V4_LATENT:
+            latent = latent & (column < V4_LATENT)
         byte = tl.load(start[:, None] + column, mask=latent, other=0)
         exponent = ((scales >> (FIRST // 64 * 8)) & 0xFF).to(tl.int32)[:, None]
-        if FIRST // 64 != (FIRST + WIDTH - 1) // 64 and FIRST + 64 < 448:
+        if FIRST // 64 != (FIRST + WIDTH - 1) // 64 and FIRST + 64 < V4_LATENT:
             second = ((scales >> (FIRST // 64 * 8 + 8)) & 0xFF).to(tl.int32)[:, None]
             exponent = tl.where(column < FIRST + 64, exponent, second)
         if EXACT:
@@ -90,11 +91,11 @@ def _load_keys_v4(
             keys = narrow(decode(byte) * decode_scale(exponent), tl.bfloat16)
         else:
             keys = decode_bf16(byte, DECODE) * decode_scale_bf16(exponent)
-        if FIRST + WIDTH > 448:
-            tail = tl.load(rope, mask=valid[:, None] & (column >= 448), other=0.0)
+        if FIRST + WIDTH > V4_LATENT:
+            tail = tl.load(rope, mask=valid[:, None] & (column >= V4_LATENT), other=0.0)
             if EXACT:
                 tail = widen(tail)
-            keys = tl.where(column < 448, keys, tail)
+            keys = tl.where(column < V4_LATENT, keys, tail)
     return keys
 
 
@@ -103,22 +104,22 @@ def _load_packed_scales(kv, start, block, index, block_size, valid, stride_block
     """The 8 bytes of scales of each key of fp8_ds_mla_v4 in one int64; nothing in other modes."""
     scales = start
     if MODE == "fp8_v4" or MODE == "fp8_v4_exact":
-        place = kv + block.to(tl.int64) * stride_block + block_size.to(tl.int64) * 576
-        place += (index % block_size).to(tl.int64) * 8
+        place = kv + block.to(tl.int64) * stride_block + block_size.to(tl.int64) * V4_ROW_BYTES
+        place += (index % block_size).to(tl.int64) * V4_SCALE_BYTES
         scales = tl.load(place.to(tl.pointer_type(tl.int64)), mask=valid, other=0)
     return scales
 
 
 @triton.jit
 def _load_scale(start, valid, GROUP: tl.constexpr):
-    return tl.load((start + 512).to(tl.pointer_type(tl.float32)) + GROUP, mask=valid, other=0.0)
+    return tl.load((start + FP8_SCALES_AT).to(tl.pointer_type(tl.float32)) + GROUP, mask=valid, other=0.0)
 
 
 @triton.jit
 def _load_rope(start, valid, MODE: tl.constexpr):
     """The 64 RoPE dims of the keys at `start`, [keys, 64], zero where not valid."""
     if MODE == "fp8" or MODE == "fp8_exact":
-        place = (start + 528).to(tl.pointer_type(tl.bfloat16))[:, None] + tl.arange(0, 64)[None, :]
+        place = (start + FP8_ROPE_AT).to(tl.pointer_type(tl.bfloat16))[:, None] + tl.arange(0, 64)[None, :]
     else:
         place = start[:, None] + (512 + tl.arange(0, 64))[None, :]
     value = tl.load(place, mask=valid[:, None], other=0.0)
