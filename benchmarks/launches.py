@@ -5,13 +5,14 @@ python -m mla_ops bench launches --write mla_ops/kernels/hopper/costs.json
 At each shape every launch that `choose` could take is timed, alone and as the first of two waves. The table that is
 printed compares the chosen launch with the fastest one, by the constants that this GPU has now and by the fitted ones.
 The fit minimises the sum of squares of relative errors, over launches within twice the fastest of their shape. No
-constant becomes negative.
+constant becomes negative. The fit does not see the shapes of `HELD_OUT`, which show how it does elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ from mla_ops.kernels.hopper.waves import Wave, override
 
 TOPK = 2048
 SIZES = (1, 16), (2, 128), (8, 16), (8, 128), (16, 128), (40, 128), (64, 64), (140, 64)  # tokens and heads
+HELD_OUT = (4, 64), (24, 128), (48, 16), (100, 128)
 PARTS = (1, 16, 8192), (4, 128, 8192)  # tokens, heads and keys of the launches in parts, for the fit alone
 WORTH = 2.0  # a launch that takes more than this many times the fastest one is not fitted
 SECOND_WAVES = 3  # how many launches of the tokens that are left are measured, the least predicted ones
@@ -174,7 +176,7 @@ def measure(iterations: int, seed: int, quick: bool) -> Iterator[tuple[Keys, int
         generator = torch.Generator(device="cuda").manual_seed(seed)
         inputs = Inputs(cache_format, head_dim, 1024 if quick else 16384, generator)
         in_parts = PARTS if cache_format == "fp8_ds_mla" else ()
-        for num_tokens, num_heads, topk in [*((*size, TOPK) for size in SIZES), *in_parts]:
+        for num_tokens, num_heads, topk in [*((*size, TOPK) for size in SIZES + HELD_OUT), *in_parts]:
             turns = -(-topk // launch.KEYS)
             at_once = launch.clusters_at_once(keys, launch.tiles_for(keys, num_heads)[0], 0)
             if topk == TOPK:
@@ -202,7 +204,10 @@ def chosen(samples: Sequence[Sample], costs: Costs) -> Sample:
 def label(waves: Sequence[Wave]) -> str:
     """Launches as `--waves` of the attention benchmarks takes them."""
     shapes = (
-        f"{shape.tile},{shape.splits}" if isinstance(shape, Clusters) else f"group{shape.members}" for _, shape in waves
+        f"{shape.tile},{shape.splits}" + (f",{shape.parts}" if shape.parts > 1 else "")
+        if isinstance(shape, Clusters)
+        else f"group{shape.members}"
+        for _, shape in waves
     )
     return "+".join(f"{wave.num_tokens}x{shape}" for wave, shape in zip(waves, shapes, strict=True))
 
@@ -211,7 +216,8 @@ def write(path: Path, gpu: str, costs: Costs) -> None:
     """Puts a GPU's constants into a table, beside those of others."""
     table = json.loads((path if path.exists() else TABLE).read_text())
     table[gpu] = costs._asdict()
-    path.write_text(json.dumps(table, indent=2) + "\n")
+    lines = json.dumps(table, indent=2)
+    path.write_text(re.sub(r"\[[^\]]*\]", lambda times: json.dumps(json.loads(times[0])), lines) + "\n")
 
 
 def _gpu() -> str:
@@ -224,6 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a small cache, whose rows the caches of the GPU may hold")
     parser.add_argument("--write", type=Path, help="write the fitted constants of this GPU into this file")
+    parser.add_argument("--samples", type=Path, help="write every measured launch into this file, as JSON")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("bench launches needs a GPU of compute capability 9.0", file=sys.stderr)
@@ -233,7 +240,8 @@ def main(argv: list[str] | None = None) -> int:
     shapes = list(measure(arguments.iterations, arguments.seed, arguments.quick))
     worth = [
         sample
-        for _, _, _, samples in shapes
+        for _, num_tokens, num_heads, samples in shapes
+        if (num_tokens, num_heads) not in HELD_OUT
         for sample in samples
         if sample.us <= WORTH * min(each.us for each in samples)
     ]
@@ -241,22 +249,30 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{_gpu()}, top-k {TOPK}, us; {len(worth)} launches fitted; clusters at one time: {worth[0].at_once}")
     words = "keys", "T", "H", "fastest", "us", "chosen", "ratio", "by the fit", "ratio"
     print("{:14}{:>4}{:>5}  {:22}{:>7}  {:22}{:>6}  {:22}{:>6}".format(*words))
-    ratios: tuple[list[float], list[float]] = [], []
+    ratios: dict[str, list[float]] = {}
     for keys, num_tokens, num_heads, samples in shapes:
         if samples[0].turns * launch.KEYS != TOPK:
             continue
         best, first, refit = min(samples, key=lambda sample: sample.us), chosen(samples, now), chosen(samples, fitted)
-        for ratio, each in zip(ratios, (first, refit), strict=True):
-            ratio.append(each.us / best.us)
+        seen = "held out" if (num_tokens, num_heads) in HELD_OUT else "fitted"
+        ratios.setdefault(f"chosen now, {seen}", []).append(first.us / best.us)
+        ratios.setdefault(f"chosen by the fit, {seen}", []).append(refit.us / best.us)
         print(
             f"{keys.name:14}{num_tokens:4}{num_heads:5}  {label(best.waves):22}{best.us:7.1f}  "
-            f"{label(first.waves):22}{ratios[0][-1]:6.3f}  {label(refit.waves):22}{ratios[1][-1]:6.3f}"
+            f"{label(first.waves):22}{first.us / best.us:6.3f}  {label(refit.waves):22}{refit.us / best.us:6.3f}"
         )
-    for title, ratio in zip(("chosen now", "chosen by the fit"), ratios, strict=True):
+    for title, ratio in sorted(ratios.items()):
         within = sum(each <= 1.05 for each in ratio)
         print(f"{title}: worst {max(ratio):.3f}, median {statistics.median(ratio):.3f}, {within}/{len(ratio)} in 5 %")
     errors = [abs(sample.predicted_us(fitted) / sample.us - 1) for sample in worth]
     print(f"error of the fit: median {statistics.median(errors):.3f}, largest {max(errors):.3f}")
+    if arguments.samples:
+        rows = [
+            [sample.keys.name, tokens, sample.num_heads, sample.turns, label(sample.waves), round(sample.us, 2)]
+            for _, tokens, _, samples in shapes
+            for sample in samples
+        ]
+        arguments.samples.write_text(json.dumps(rows))
     if arguments.write:
         write(arguments.write, name, fitted)
     return 0
