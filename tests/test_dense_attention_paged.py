@@ -66,8 +66,9 @@ def test_attention_equals_float64(
     lowering: str, device: torch.device, cache_format: str, dtype: torch.dtype, num_heads: int
 ) -> None:
     """A decode of each of two requests, and three tokens of a speculative decode of a third."""
-    if operand("triton", cache_format, dtype) is None and lowering == "triton" and device.type == "cpu":
-        num_heads = min(num_heads, 17)  # exact tiles have 16 heads and 16 keys, and many of them take long to interpret
+    exact = operand("triton", cache_format, dtype) is None
+    if exact and lowering == "triton" and device.type == "cpu" and num_heads > 17:
+        pytest.skip("exact tiles have 16 heads and 16 keys, and many of them take long to interpret; on a GPU they run")
     cache = filled_cache(cache_format, 9, BLOCK_SIZE, device)
     table = torch.randperm(9, device=device).to(torch.int32).view(3, 3)
     requests, lens = int32([0, 1, 2, 2, 2], device), int32([33, 1, 40, 41, 42], device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -250,6 +252,29 @@ def test_garbage_in_a_table_scores_minus_infinity(lowering: str) -> None:
     assert (scores[4:] == -INF).all(), "tokens of requests that there are not"
 
 
+class Scored(NamedTuple):
+    """Arguments of the paged ops and of the flat one, and the scores of both."""
+
+    arguments: tuple[torch.Tensor, ...]
+    scores: torch.Tensor
+    flat: tuple[torch.Tensor, ...]
+    k_scale: torch.Tensor
+    flat_scores: torch.Tensor
+
+
+@cache
+def scored(lowering: str) -> Scored:
+    """What the tests of a selection compare with; called where that lowering is forced."""
+    torch.manual_seed(0)
+    arguments, k, k_scale = paged("fp8_index", 4)
+    q, _, weights, _, table, _ = arguments
+    # queries of few values, so that many scores are equal
+    q[3:] = (q[3:].float() * 0).to(q.dtype)
+    scores = torch.ops.mla.paged_indexer_logits(*arguments, table.shape[1] * 16, "fp8_index")
+    flat = q, k, weights, int32([0, 5, 300, 250, 130, 544]), int32([544, 4, 520, 251, 400, 999])
+    return Scored(arguments, scores, flat, k_scale, torch.ops.mla.indexer_logits(*flat, k_scale=k_scale))
+
+
 @pytest.mark.parametrize("topk", [1, 7, 200, 271, 400])
 @pytest.mark.parametrize("chunk", [128, None], ids=["many chunks", "one chunk"])
 def test_selection_is_scores_then_topk_to_the_bit(
@@ -259,22 +284,16 @@ def test_selection_is_scores_then_topk_to_the_bit(
         from mla_ops.kernels.triton import indexer_topk
 
         monkeypatch.setattr(indexer_topk, "chunk_columns", lambda topk: chunk)
-    arguments, k, k_scale = paged("fp8_index", 4)
-    q, _, weights, lengths, table, requests = arguments
-    # queries of few values, so that many scores are equal
-    q[3:] = (q[3:].float() * 0).to(q.dtype)
-    capacity = table.shape[1] * 16
-    scores = torch.ops.mla.paged_indexer_logits(*arguments, capacity, "fp8_index")
+    arguments, scores, flat, k_scale, flat_scores = scored(lowering)
+    *_, lengths, table, requests = arguments
     given = {"block_table": table, "req_id_per_token": requests, "block_size": 16}
     for translate in (False, True):
         expected = torch.ops.mla.topk_indices(scores, topk, row_ends=lengths, **(given if translate else {}))
         actual = torch.ops.mla.select_keys(*arguments, topk, "fp8_index", translate=translate)
         assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
 
-    rows = int32([0, 5, 300, 250, 130, 544]), int32([544, 4, 520, 251, 400, 999])
-    scores = torch.ops.mla.indexer_logits(q, k, weights, *rows, k_scale=k_scale)
-    expected = torch.ops.mla.topk_indices(scores, topk, row_starts=rows[0], row_ends=rows[1])
-    actual = torch.ops.mla.select_keys.flat(q, k, weights, *rows, topk, k_scale=k_scale)
+    expected = torch.ops.mla.topk_indices(flat_scores, topk, row_starts=flat[3], row_ends=flat[4])
+    actual = torch.ops.mla.select_keys.flat(*flat, topk, k_scale=k_scale)
     assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
 
 

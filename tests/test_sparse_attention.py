@@ -41,8 +41,8 @@ def test_attention_equals_float64(
 ) -> None:
     cache = filled_cache(cache_format, 6, 16, device)
     exact = operand("triton", cache_format, dtype) is None
-    if exact and lowering == "triton" and device.type == "cpu":
-        num_heads = min(num_heads, 17)  # exact tiles have 16 heads and 16 keys, and many of them take long to interpret
+    if exact and lowering == "triton" and device.type == "cpu" and num_heads > 17:
+        pytest.skip("exact tiles have 16 heads and 16 keys, and many of them take long to interpret; on a GPU they run")
     topk = 20 if exact else 70
     q = queries(2, num_heads, dtype, device, key_width(cache_format))
     check(lowering, q, cache, some_indices(2, topk, 96, device), cache_format)

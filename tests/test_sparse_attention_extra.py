@@ -55,8 +55,8 @@ def test_two_caches_equal_float64(
 ) -> None:
     """Pages of 8 and of 3, formats that differ."""
     exact = dtype != BF16 or "fp32" in (cache_format, extra_format)
-    if exact and lowering == "triton" and device.type == "cpu":
-        num_heads = min(num_heads, 17)  # exact tiles are small, and many of them take long to interpret
+    if exact and lowering == "triton" and device.type == "cpu" and num_heads > 17:
+        pytest.skip("exact tiles are small, and many of them take long to interpret; on a GPU they run")
     cache = filled_cache(cache_format, 4, 8, device, head_dim=head_dim)
     extra = filled_cache(extra_format, 7, 3, device, head_dim=head_dim)
     indices, extra_indices = some_indices(2, 12 if exact else 40, 32, device), some_indices(2, 20, 21, device)
