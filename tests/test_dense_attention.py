@@ -135,15 +135,35 @@ def test_lengths_past_the_tensors_are_cut_off(lowering: str, device: torch.devic
     assert torch.equal(found[1], expected[1])
 
 
-def test_an_end_of_int_min_writes_nothing_past_the_tokens(lowering: str, device: torch.device) -> None:
-    q, k, v = (torch.ones(400, 2, width, device=device, dtype=torch.bfloat16)[:5] for width in (192, 192, 128))
-    ends = torch.tensor([0, 3, -(2**31)], dtype=torch.int32, device=device)
+DESCENDING = ([0, 3, -(2**31)], [0, 5, 2, 4], [3, 5, 5], [-4, 2, 5], [0, 2**31 - 1, -1, 5], [5, 4, 3, 2, 1, 0])
+
+
+@pytest.mark.parametrize("ends", DESCENDING, ids=str)
+@pytest.mark.parametrize("which", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_starts_that_do_not_ascend_from_0(lowering: str, device: torch.device, which: str, ends: list[int]) -> None:
+    """The reference refuses them before it writes; kernels of a GPU read and write nothing outside of the tensors."""
+    q, k, v = (torch.full((400, 2, width), math.nan, device=device, dtype=torch.bfloat16) for width in (192, 192, 128))
+    for tensor in (q, k, v):
+        tensor[200:205] = 1
+    wild = torch.tensor(ends, dtype=torch.int32, device=device)
+    even = torch.linspace(0, 5, len(ends), device=device).int()
     room = torch.full((400, 2, 128), 7.0, device=device, dtype=torch.bfloat16)
     lse = torch.full((400, 2), 7.0, device=device)
+    starts = (wild, even) if which == "cu_seqlens_q" else (even, wild)
+    arguments = (q[200:205], k[200:205], v[200:205], *starts, 5, 5, 0.1)
+    written = {"out": room[200:205], "lse": lse[200:205]}
     with dispatch.override(prefill_attention=lowering):
-        torch.ops.mla.prefill_attention.out(q, k, v, ends, ends, 5, 5, 0.1, out=room[:5], lse=lse[:5])
-    assert bool((room[5:] == 7).all())
-    assert bool((lse[5:] == 7).all())
+        if lowering == "reference":
+            with pytest.raises(ValueError, match=rf"prefill_attention: {which} must (ascend|begin with 0), got -?\d+"):
+                torch.ops.mla.prefill_attention.out(*arguments, **written)
+            assert bool((room == 7).all())
+        else:
+            torch.ops.mla.prefill_attention.out(*arguments, **written)
+    for tensor in (room, lse):
+        assert bool((tensor[:200] == 7).all())
+        assert bool((tensor[205:] == 7).all())
+    assert not room.isnan().any()  # of values, 1 or not written
+    assert not lse.isnan().any()
 
 
 def test_strided_tensors(lowering: str, device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from ...dispatch import Lowering
@@ -41,6 +43,21 @@ def _attend_request(
         lse[rows] = row_lse
 
 
+def _starts(name: str, cu_seqlens: torch.Tensor, end: int) -> list[int]:
+    """Where each request begins and the last one ends, cut off at `end`.
+
+    Raises:
+        ValueError: they do not ascend from 0. Kernels on a GPU cannot say so.
+    """
+    starts: list[int] = cu_seqlens.tolist()
+    if starts[0] != 0:
+        raise ValueError(f"prefill_attention: {name} must begin with 0, got {starts[0]}")
+    for place, (start, following) in enumerate(itertools.pairwise(starts), 1):
+        if following < start:
+            raise ValueError(f"prefill_attention: {name} must ascend, got {following} after {start} at element {place}")
+    return [min(start, end) for start in starts]
+
+
 def prefill_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -55,13 +72,12 @@ def prefill_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
+    starts_q = _starts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    starts_k = _starts("cu_seqlens_k", cu_seqlens_k, k.shape[0])
     out.zero_()
     lse.fill_(-torch.inf)
-    starts_q = cu_seqlens_q.clamp(0, q.shape[0]).tolist()
-    starts_k = cu_seqlens_k.clamp(0, k.shape[0]).tolist()
     for request in range(len(starts_q) - 1):
-        rows = slice(starts_q[request], max(starts_q[request : request + 2]))
-        keys = slice(starts_k[request], max(starts_k[request : request + 2]))
+        rows, keys = slice(*starts_q[request : request + 2]), slice(*starts_k[request : request + 2])
         if keys.start < keys.stop:
             _attend_request(q[rows], k[keys], v[keys], softmax_scale, causal, out[rows], lse[rows])
 
