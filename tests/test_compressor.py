@@ -356,6 +356,23 @@ def test_nothing_is_written_beside_entries_and_states(lowering: str, device: tor
     torch.testing.assert_close(cache_pool[2, 2].double().cpu(), expected[0], rtol=1e-4, atol=1e-4)
 
 
+def test_shared_blocks_and_positions_in_no_order_write_nothing_else(lowering: str, device: torch.device) -> None:
+    """Which states such requests read is unspecified; where they write is not."""
+    weights = Weights(ODD)
+    pool = torch.full((6, 5, 256), 7.0, device=device)
+    cache_pool = torch.full((5, 4, 128), 7.0, device=device)
+    states, cache = pool[1:5, 1:4], cache_pool[1:4, :3]
+    table = torch.tensor([[2], [2], [0]], dtype=torch.int32, device=device)
+    requests = torch.tensor([0, 1, 0, 1, 2, 2, 2, 2], dtype=torch.int32, device=device)
+    positions = torch.tensor([2, 2, 2, 5, 1, 1, 0, 2], dtype=torch.int32, device=device)
+    slots = torch.tensor([4, 5, 4, 5, 9, -1, 99, 6], device=device)
+    kv, score = history(ODD, 8)
+    arguments = (weights.bias, weights.norm, weights.cos_sin, states, cache, table, requests, positions, slots)
+    mla_ops.compress_and_cache(kv, score, *arguments, EPS, "fp32")
+    assert (pool != 7).any(-1).nonzero().tolist() == [[1, 1], [1, 2], [1, 3], [3, 3]]
+    assert (cache_pool != 7).any(-1).nonzero().tolist() == [[2, 1], [2, 2], [3, 0]]
+
+
 def test_a_position_without_angles_writes_no_entry(lowering: str) -> None:
     weights = Weights(ODD, max_positions=4)
     engine = Engine(weights, 1, 3)

@@ -50,10 +50,13 @@ def compress_and_cache(
             `state_block_table[request, p // block_size % max_blocks]`: a table as wide as the longest request is a
             paged cache, a narrower one (down to one block) is a ring. It has room for at least
             `ratio * width / head_dim` tokens; a request that may go back n tokens (rejected drafts) needs n more. A
-            block that there is not is neither read nor written: its tokens get no weight.
+            block that there is not is neither read nor written: its tokens get no weight. No two requests of a step
+            share a block: whether one reads what the other writes in this step is unspecified.
         req_id_per_token: `[num_tokens]` int32. A token whose id is outside `[0, num_requests)` is padding: nothing is
             written for it.
-        positions: `[num_tokens]` int32, position of each token in its request; negative is padding.
+        positions: `[num_tokens]` int32, position of each token in its request, one more from row to row; negative is
+            padding. Of a request whose positions do not ascend so, entries and states are unspecified, and nothing else
+            is written.
         slot_mapping: `[num_tokens]` int64, slot in `kv_cache` of the entry that a token completes. Read only for
             tokens that complete a group; negative or past the cache, the entry is not written.
         eps: added to the mean square.

@@ -76,15 +76,16 @@ def compress_and_cache(draw: Draw) -> Case:
         "cos_sin": draw.normal(80, 64, dtype=torch.float32, spread=0),
         "state_cache": states,
         "kv_cache": cache,
-        "state_block_table": torch.randperm(columns * requests).to(torch.int32).view(requests, columns),
-        "req_id_per_token": owners.to(torch.int32),
+        "state_block_table": draw.garbage(torch.randperm(columns * requests).to(torch.int32).view(requests, columns)),
+        "req_id_per_token": draw.garbage(owners.to(torch.int32)),
         "positions": positions,
         "slot_mapping": torch.randperm(4 * cache.shape[1] if cache.dim() == 3 else 4)[:num_tokens].long(),
         "eps": 1e-6,
         "cache_format": cache_format,
     }
     missing = num_tokens - len(arguments["slot_mapping"])
-    arguments["slot_mapping"] = torch.cat((arguments["slot_mapping"], torch.full((max(missing, 0),), -1)))
+    slots = torch.cat((arguments["slot_mapping"], torch.full((max(missing, 0),), -1)))
+    arguments["slot_mapping"] = draw.garbage(slots)
     return Case("compress_and_cache", arguments, _judge_entries, {"kv_cache": cache_format}, exact=("state_cache",))
 
 
