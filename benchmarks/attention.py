@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from benchmarks import common
-from mla_ops import SparseSchedule, dispatch, formats
+from mla_ops import dispatch, formats
 from mla_ops.kernels.hopper.launch import Clusters, Group
 from mla_ops.kernels.hopper.waves import Wave, override
 
@@ -163,7 +163,7 @@ def make_outputs(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Attend(Protocol):
-    """One call of ours for an input set, into these outputs, split by this schedule if there is one."""
+    """One call of ours for an input set, into these outputs, deterministic or not."""
 
     def __call__(
         self,
@@ -171,22 +171,12 @@ class Attend(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor,
         *,
-        tile_scheduler_metadata: torch.Tensor | None = None,
         deterministic: bool = False,
     ) -> None: ...
 
 
-VARIANTS = ("plan", "shapes", "deterministic")
-
-
-def add_schedule_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--variants",
-        type=common.names,
-        default=[],
-        help=f"of {','.join(VARIANTS)}: ours also with its schedule planned inside the call, without one, and "
-        "deterministic. Its other rows have a schedule that was planned before",
-    )
+def add_variant_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--deterministic", action="store_true", help="time decode with `deterministic=True` as well")
     parser.add_argument(
         "--waves",
         type=lambda value: [text for text in value.split(";") if text],
@@ -216,34 +206,24 @@ def waves_of(text: str, num_tokens: int) -> tuple[Wave, ...]:
 def variants(
     arguments: argparse.Namespace,
     attend: Attend,
-    schedule: Callable[[bool], SparseSchedule],
-    lens: tuple[torch.Tensor, ...],
     queries: Sequence[torch.Tensor],
     compare: Callable[[torch.Tensor, torch.Tensor], list[common.Check]],
 ) -> dict[str, common.Peer]:
     """Other ways to call ours, under the lowering that dispatch chooses, or in launches that `--waves` names.
 
     Args:
-        arguments: parsed options, with those of `add_schedule_options`.
+        arguments: parsed options, with those of `add_variant_options`.
         attend: the call.
-        schedule: allocates a schedule, deterministic or not.
-        lens: what a schedule is built from.
         queries: of each input set.
         compare: checks the outputs of the first.
     """
 
-    def variant(label: str, name: str, waves: tuple[Wave, ...]) -> common.Peer | None:
-        deterministic = name == "deterministic"
-        planned = schedule(deterministic)
-        planned.build(*lens)
+    def variant(label: str, waves: tuple[Wave, ...], deterministic: bool = False) -> common.Peer | None:
         outputs = [make_outputs(q) for q in queries]
 
         def run(number: int) -> None:
-            if name == "plan":
-                planned.build(*lens)
-            metadata = None if name == "shapes" else planned.tile_scheduler_metadata
             with dispatch.override("hopper") if waves else contextlib.nullcontext(), override(*waves):
-                attend(number, *outputs[number], tile_scheduler_metadata=metadata, deterministic=deterministic)
+                attend(number, *outputs[number], deterministic=deterministic)
 
         try:
             run(0)
@@ -257,14 +237,12 @@ def variants(
             ours=True,
         )
 
-    unknown = set(arguments.variants) - set(VARIANTS)
-    if unknown:
-        raise ValueError(f"there is no variant {', '.join(sorted(unknown))}, only {', '.join(VARIANTS)}")
-    labels = {"plan": "ours, with plan", "shapes": "ours, no schedule", "deterministic": "ours, deterministic"}
-    made = {labels[name]: variant(labels[name], name, ()) for name in arguments.variants}
+    made = {}
+    if arguments.deterministic:
+        made["ours, deterministic"] = variant("ours, deterministic", (), deterministic=True)
     for text in arguments.waves:
         label = f"ours, {text}"
-        made[label] = variant(label, "shapes", waves_of(text, len(queries[0])))
+        made[label] = variant(label, waves_of(text, len(queries[0])))
     return {label: peer for label, peer in made.items() if peer is not None}
 
 

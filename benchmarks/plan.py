@@ -1,7 +1,4 @@
-"""Benchmarks of what a step computes once for all layers: python -m mla_ops bench plan.
-
-`--peers` adds to each schedule the least that one could take, a kernel that reads one length and writes one number.
-"""
+"""Benchmarks of what a step computes once for all layers: python -m mla_ops bench plan."""
 
 from __future__ import annotations
 
@@ -13,11 +10,9 @@ from functools import partial
 import torch
 
 from benchmarks import common
-from mla_ops import SparseSchedule
 from mla_ops.meta.plan import (
     describe_build_compressed_metadata,
     describe_build_step_metadata,
-    describe_plan_sparse_attention,
 )
 
 BLOCK_SIZE = 64
@@ -140,65 +135,12 @@ def build_compressed(
     return common.Case(call, shape, runs, poison, check, bytes_moved)
 
 
-def build_schedule(num_tokens: int, num_heads: int, extra_topk: int, arguments: argparse.Namespace) -> common.Case:
-    """Half of a captured batch is live, of any length."""
-    generator = common.generator(arguments)
-    device = torch.device(arguments.device)
-    topk = 128 if extra_topk else INDEX_TOPK
-
-    def lengths(columns: int) -> torch.Tensor:
-        drawn = torch.randint(1, columns + 1, (num_tokens,), device=device, generator=generator)
-        return torch.where(torch.arange(num_tokens, device=device) <= num_tokens // 2, drawn, 0).to(torch.int32)
-
-    sets = [
-        [lengths(columns) for columns in (topk, extra_topk) if columns] for _ in range(common.number_of_sets(arguments))
-    ]
-    schedules = [
-        SparseSchedule.allocate(
-            max_num_tokens=num_tokens, num_heads=num_heads, topk=topk, extra_topk=extra_topk, device=device
-        )
-        for _ in sets
-    ]
-    runs = [partial(schedule.build, *inputs) for schedule, inputs in zip(schedules, sets, strict=True)]
-    slots = schedules[0].tile_scheduler_metadata.view(-1, 2)
-
-    def check() -> list[common.Check]:
-        """The split is the op's own choice; that every row has its parts, longest first, is not."""
-        found = slots.tolist()
-        parts = dict(found)
-        blocks = [sum(-(-length // 64) for length in row) for row in zip(*(t.tolist() for t in sets[0]), strict=True)]
-        order = sorted(range(num_tokens), key=lambda row: (-blocks[row], row))
-        expected = [[row, parts.get(row, 1)] for row in order for _ in range(parts.get(row, 1))]
-        expected += [[-1, 1]] * (len(found) - len(expected))
-        return [common.exact("slots", slots, torch.tensor(expected, dtype=torch.int32, device=device))]
-
-    bytes_moved = sum(tensor.nbytes for tensor in (slots, *sets[0]))
-    shape: dict[str, int | str] = {"T": num_tokens, "H": num_heads, "topk": topk, "extra": extra_topk}
-    call = describe_plan_sparse_attention(sets[0][0])
-    peers = {"one length alone": one_length([inputs[0] for inputs in sets])} if arguments.peers else {}
-    return common.Case(call, shape, runs, lambda: slots.fill_(-7), check, bytes_moved, peers=peers)
-
-
-def one_length(lengths: list[torch.Tensor]) -> common.Peer:
-    """The least that a schedule could take: a kernel that reads one length and writes one number."""
-    results = [torch.empty(1, dtype=length.dtype, device=length.device) for length in lengths]
-    runs = [partial(torch.neg, length[:1], out=out) for length, out in zip(lengths, results, strict=True)]
-    return common.Peer(
-        runs,
-        lambda: [common.exact("negative", results[0], -lengths[0][:1])],
-        bytes_moved=2 * results[0].nbytes,
-        poison=lambda: results[0].fill_(7),
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     parser = common.argument_parser("plan")
     parser.add_argument("--requests", type=common.integers, default=None)
     parser.add_argument("--query-lens", type=common.integers, default=[1, 4])
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--tokens", type=common.integers, default=None)
-    parser.add_argument("--peers", action="store_true", help="time a kernel that reads one length beside each schedule")
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     requests = arguments.requests or ([1, 32, 256] if on_gpu else [1, 16])
@@ -209,9 +151,6 @@ def main(argv: list[str] | None = None) -> int:
                 yield partial(build_case, num_requests, query_len, arguments.context, arguments)
             for ratio, block_size in COMPRESSED:
                 yield partial(build_compressed, num_requests, ratio, block_size, arguments.context, arguments)
-        for num_tokens in arguments.tokens or ([1, 32, 128, 512, 4096] if on_gpu else [1, 16]):
-            for num_heads, extra_topk in ((16, 0), (64, 512)):
-                yield partial(build_schedule, num_tokens, num_heads, extra_topk, arguments)
 
     return common.run_benchmark("plan", cases(), arguments)
 

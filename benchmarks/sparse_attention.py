@@ -8,8 +8,8 @@ requests reads, at random blocks of a cache of 1 GiB or more. FLOPs count the tw
 keys; bytes count each selected row once, the query, the indices and the outputs. Rows that several tokens select are
 counted for each: where the L2 cache serves them (prefill), a figure may fall below the memory part of the floor.
 `--peers` adds FlashMLA, called as its users call it (flash_mla_peer.py), and the gather of the selected rows alone, the
-floor where memory bounds (gather_floor.py). Decode rows are split by a schedule that was planned before, as FlashMLA's
-are; `--variants plan,shapes,deterministic` adds the other ways to call them.
+floor where memory bounds (gather_floor.py). FlashMLA's schedule is planned before.
+`--deterministic` adds decode that is asked to be.
 
 Rows of different live keys are what kernels like best. `--patterns live,1/2,none,same` (attention.PATTERNS),
 `--mixtures full,fourth,one` (lengths) and `--magnitudes 1,0.01,spread12,wild30` (`cache.magnitude_factors`, of keys)
@@ -31,7 +31,7 @@ from benchmarks import common, flash_mla_peer, gather_floor
 from benchmarks.attention import (
     BLOCK_SIZE,
     PATTERNS,
-    add_schedule_options,
+    add_variant_options,
     attention_bytes,
     attention_flops,
     cache_blocks,
@@ -45,7 +45,7 @@ from benchmarks.attention import (
     variants,
 )
 from benchmarks.cache import fill_cache, read_keys, scale_keys
-from mla_ops import SparseSchedule, formats
+from mla_ops import formats
 from mla_ops.meta.sparse_attention import describe_flat, describe_paged
 
 
@@ -112,20 +112,11 @@ def build_paged(
     outputs = [make_outputs(q) for q, _ in sets]
     translated = {"block_table": block_table, "req_id_per_token": request} if arguments.request_local else {}
 
-    def schedule(deterministic: bool) -> SparseSchedule:
-        return SparseSchedule.allocate(
-            max_num_tokens=num_tokens, num_heads=num_heads, topk=topk, deterministic=deterministic, device=device
-        )
-
-    planned = schedule(False)
-    planned.build(lens)
-
     def attend(
         number: int,
         out: torch.Tensor,
         lse: torch.Tensor,
         *,
-        tile_scheduler_metadata: torch.Tensor | None = planned.tile_scheduler_metadata,
         deterministic: bool = False,
     ) -> None:
         q, indices = sets[number]
@@ -137,7 +128,6 @@ def build_paged(
             cache_format,
             topk_length=lens if arguments.topk_length or kind.mixture != "full" else None,
             **translated,
-            tile_scheduler_metadata=tile_scheduler_metadata,
             deterministic=deterministic,
             out=out,
             lse=lse,
@@ -186,7 +176,7 @@ def build_paged(
         attention_flops(num_tokens, num_heads, keys_a_row, head_dim),
         {
             **(peers() if arguments.peers else {}),
-            **variants(arguments, attend, schedule, (lens,), [q for q, _ in sets], compare),
+            **variants(arguments, attend, [q for q, _ in sets], compare),
         },
     )
 
@@ -265,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--peers", action="store_true", help="time FlashMLA's own ops beside ours, where it is installed"
     )
-    add_schedule_options(parser)
+    add_variant_options(parser)
     parser.add_argument("--skip", choices=("decode", "prefill"), default=None)
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick

@@ -17,7 +17,7 @@ import torch
 from benchmarks import common, flash_mla_peer, gather_floor
 from benchmarks.attention import (
     BLOCK_SIZE,
-    add_schedule_options,
+    add_variant_options,
     attention_bytes,
     attention_flops,
     cache_blocks,
@@ -31,7 +31,7 @@ from benchmarks.attention import (
 )
 from benchmarks.cache import fill_cache, read_keys
 from benchmarks.flash_mla_peer import Selection
-from mla_ops import SparseSchedule, formats
+from mla_ops import formats
 from mla_ops.meta.sparse_attention import describe_extra
 
 WINDOW = 128
@@ -78,27 +78,11 @@ def build_case(
     sets = [step() for _ in range(common.number_of_sets(arguments))]
     outputs = [make_outputs(q) for q, _, _ in sets]
 
-    all_lens = lens(WINDOW), lens(extra_topk)
-
-    def schedule(deterministic: bool) -> SparseSchedule:
-        return SparseSchedule.allocate(
-            max_num_tokens=num_tokens,
-            num_heads=num_heads,
-            topk=WINDOW,
-            extra_topk=extra_topk,
-            deterministic=deterministic,
-            device=device,
-        )
-
-    planned = schedule(False)
-    planned.build(*all_lens)
-
     def attend(
         number: int,
         out: torch.Tensor,
         lse: torch.Tensor,
         *,
-        tile_scheduler_metadata: torch.Tensor | None = planned.tile_scheduler_metadata,
         deterministic: bool = False,
     ) -> None:
         q, window, extra = sets[number]
@@ -114,7 +98,6 @@ def build_case(
             topk_length=window.lens,
             extra_topk_length=extra.lens,
             attn_sink=attn_sink,
-            tile_scheduler_metadata=tile_scheduler_metadata,
             deterministic=deterministic,
             out=out,
             lse=lse,
@@ -154,7 +137,7 @@ def build_case(
         attention_flops(num_tokens, num_heads, num_keys, HEAD_DIM),
         {
             **(peers() if arguments.peers and cache_format == "fp8_ds_mla_v4" else {}),
-            **variants(arguments, attend, schedule, all_lens, [q for q, _, _ in sets], compare),
+            **variants(arguments, attend, [q for q, _, _ in sets], compare),
         },
     )
 
@@ -169,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--peers", action="store_true", help="time FlashMLA's own ops beside ours, where it is installed"
     )
-    add_schedule_options(parser)
+    add_variant_options(parser)
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     tokens = arguments.tokens or ([2, 16, 64, 256] if on_gpu else [1, 3])

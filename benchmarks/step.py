@@ -1,12 +1,11 @@
 """What a decode step costs beside its attention kernel: python -m mla_ops bench step.
 
 - `decode_layer`: all of one layer's own ops as one graph replay: the write of the step's keys, and attention, which
-  translates the indexer's indices and merges its splits itself, under a schedule planned before. The peer does the same
+  translates the indexer's indices and merges its splits itself. The peer does the same
   around FlashMLA: the same write, `convert_req_index_to_global_index`, its kernels, planned before as well. Layers of
   DeepSeek-V4 are their ops one after another, each over buffers of its own: the write of the window's keys, the
   compressors, of which every token completes a group (one in 4, or in 128, does so in a model), and attention.
-- `StepMetadata.build`, `V4StepMetadata.build`: once a step, as a graph replay, without and with schedules of sparse
-  attention.
+- `StepMetadata.build`, `V4StepMetadata.build`: once a step, as a graph replay.
 - `eager ...`: what one eager call costs the thread that makes it, nothing waited for. On a CPU, the whole call.
 """
 
@@ -44,7 +43,6 @@ HEAD_DIM = formats.LATENT_DIM + formats.ROPE_DIM
 FORMAT = "fp8_ds_mla"
 V4_FORMAT = "fp8_ds_mla_v4"
 SCALE = common.SOFTMAX_SCALES[HEAD_DIM]
-SCHEDULE_HEADS = 128
 
 # DeepSeek-V4
 WINDOW = 128
@@ -74,10 +72,6 @@ class Layer:
         self.block_table = random_block_table(num_tokens, blocks, num_blocks, generator)
         self.request = torch.arange(num_tokens, dtype=torch.int32, device=device)
         self.topk_length = torch.full((num_tokens,), topk, dtype=torch.int32, device=device)
-        self.schedule = mla_ops.SparseSchedule.allocate(
-            max_num_tokens=num_tokens, num_heads=num_heads, topk=topk, device=device
-        )
-        self.schedule.build(self.topk_length)
 
         def randn(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device=device, generator=generator).to(torch.bfloat16)
@@ -108,7 +102,6 @@ class Layer:
             topk_length=self.topk_length,
             block_table=self.block_table,
             req_id_per_token=self.request,
-            tile_scheduler_metadata=self.schedule.tile_scheduler_metadata,
             out=out,
             lse=lse,
         )
@@ -191,7 +184,7 @@ def build_layer(num_tokens: int, num_heads: int, topk: int, context: int, argume
 
 def build_v4_layer(kind: str, num_tokens: int, num_heads: int, topk: int, arguments: argparse.Namespace) -> common.Case:
     """A C4A or C128A layer of the cases of its ops."""
-    own = argparse.Namespace(**{**vars(arguments), "peers": False, "variants": [], "waves": []})
+    own = argparse.Namespace(**{**vars(arguments), "peers": False, "deterministic": False, "waves": []})
     compressors = [("C4A", V4_FORMAT), ("indexer", "bf16")] if kind == "C4A" else [("C128A", V4_FORMAT)]
     parts = [
         cache.build_concat(num_tokens, V4_FORMAT, own),
@@ -234,7 +227,6 @@ def build_eager(what: str, num_heads: int, topk: int, context: int, arguments: a
             topk_length=layer.topk_length,
             block_table=layer.block_table,
             req_id_per_token=layer.request,
-            tile_scheduler_metadata=layer.schedule.tile_scheduler_metadata,
         )
 
     call: Callable[[int], None] = {"attention": functional, "attention.out": layer.attend, "layer": layer.run}[what]
@@ -291,10 +283,9 @@ def expected_compressed(seq_lens: list[int], table: list[list[int]], width: int)
 
 
 def build_metadata(
-    arch: str, num_requests: int, context: int, schedule: bool, arguments: argparse.Namespace, host: bool = False
+    arch: str, num_requests: int, context: int, arguments: argparse.Namespace, host: bool = False
 ) -> common.Case:
     """A decode step of `num_requests` requests whose lengths are random up to `context`."""
-    schedule_num_heads = SCHEDULE_HEADS if schedule else None
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
     columns = -(-context // BLOCK_SIZE)
@@ -310,7 +301,6 @@ def build_metadata(
             max_num_tokens=num_requests,
             max_num_requests=num_requests,
             max_seq_len=context,
-            schedule_num_heads=schedule_num_heads,
             device=device,
         )
     else:
@@ -320,7 +310,6 @@ def build_metadata(
             max_blocks_per_request=columns,
             block_size=BLOCK_SIZE,
             index_topk=2048,
-            schedule_num_heads=schedule_num_heads,
             device=device,
         )
     runs = [
@@ -364,7 +353,7 @@ def build_metadata(
         step.req_id_per_token,
     )
     name = f"{'V4' if v4 else ''}StepMetadata.build"
-    shape: dict[str, int | str] = {"requests": num_requests, "context": context, "schedule": str(schedule)}
+    shape: dict[str, int | str] = {"requests": num_requests, "context": context}
     return common.Case(
         call,
         shape,
@@ -399,12 +388,12 @@ def main(argv: list[str] | None = None) -> int:
                 yield partial(build_layer, num_tokens, num_heads, topk, context, arguments)
         for kind, num_tokens in itertools.product(("C4A", "C128A"), tokens):
             yield partial(build_v4_layer, kind, num_tokens, heads[-1], topk // 4, arguments)
-        for arch, schedule, num_requests in itertools.product(("V3.2", "V4"), (False, True), requests):
-            yield partial(build_metadata, arch, num_requests, context, schedule, arguments)
+        for arch, num_requests in itertools.product(("V3.2", "V4"), requests):
+            yield partial(build_metadata, arch, num_requests, context, arguments)
         for what in ("attention", "attention.out", "layer"):
             yield partial(build_eager, what, heads[-1], topk, context, arguments)
         for arch in ("V3.2", "V4"):
-            yield partial(build_metadata, arch, 1, context, True, arguments, host=True)
+            yield partial(build_metadata, arch, 1, context, arguments, host=True)
 
     return common.run_benchmark("step", cases(), arguments)
 

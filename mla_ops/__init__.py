@@ -6,7 +6,7 @@ needs them.
 
 from . import dispatch, formats
 from .formats import allocate_cache
-from .metadata import CompressedMetadata, SparseSchedule, StepMetadata, V4StepMetadata
+from .metadata import CompressedMetadata, StepMetadata, V4StepMetadata
 from .ops import (
     ContextChunks,
     build_compressed_metadata,
@@ -30,7 +30,6 @@ from .ops import (
     paged_indexer_logits,
     paged_sparse_attention,
     plan_context_chunks,
-    plan_sparse_attention,
     prefill_attention,
     quantize_index_query,
     select_flat_keys,
@@ -47,7 +46,6 @@ __version__ = "0.1.0"
 __all__ = [
     "CompressedMetadata",
     "ContextChunks",
-    "SparseSchedule",
     "StepMetadata",
     "V4StepMetadata",
     "allocate_cache",
@@ -74,7 +72,6 @@ __all__ = [
     "paged_indexer_logits",
     "paged_sparse_attention",
     "plan_context_chunks",
-    "plan_sparse_attention",
     "prefill_attention",
     "quantize_index_query",
     "select_flat_keys",

@@ -120,7 +120,6 @@ FAMILIES: dict[str, str] = {
     "merge_attention_states": "merge",
     "merge_attention_states.stacked": "merge",
     "build_step_metadata": "plan",
-    "plan_sparse_attention": "plan",
     "compress_and_cache": "compressor",
     "build_compressed_metadata": "plan",
     "write_index_cache": "indexer",

@@ -41,7 +41,6 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("hopper", "prefill_attention"): ("",),
     ("hopper", "sparse_attention"): ("",),
     ("hopper", "topk_indices"): ("",),
-    ("hopper", "plan_sparse_attention"): ("",),
     ("flash_mla", "sparse_attention"): ("",),
     ("torch_sdpa", "prefill_attention"): ("",),
     ("triton", "build_compressed_metadata"): ("",),

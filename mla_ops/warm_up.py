@@ -69,7 +69,7 @@ def warmup(
         dtype: dtype of q and of the tokens written.
         with_sink: whether attention gets `attn_sink`.
         prefill_head_dims: of keys and of values once they are expanded, for `prefill_attention`.
-        deterministic: whether sparse attention is asked to be, and its schedules are.
+        deterministic: whether sparse attention is asked to be.
         index_heads: heads of the lightning indexer; 0 for a model without one. Its keys are `fp8_index` beside a
             quantised `cache_format`, else plain.
         device: where to run.
@@ -84,8 +84,6 @@ def warmup(
         max_blocks_per_request=2,
         block_size=block_size,
         index_topk=topk,
-        schedule_num_heads=num_heads,
-        deterministic=deterministic,
         device=device,
     )
 
@@ -98,8 +96,6 @@ def warmup(
         max_num_tokens=1,
         max_num_requests=1,
         max_seq_len=512,
-        schedule_num_heads=num_heads,
-        deterministic=deterministic,
         device=device,
     )
     v4_metadata.build(query_start_loc, seq_lens, block_table, block_table, block_table)

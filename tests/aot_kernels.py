@@ -192,12 +192,6 @@ def plan_variants(capability: int) -> Iterator[Variant]:
     types = dict.fromkeys(plan._compressed_kernel.arg_names[:6], "*i32") | {"slot_mapping": "*i64"}
     constants = {"TOKENS": plan.TOKEN_BLOCK, "COPY": plan.COPY_BLOCK}
     yield Variant("compressed", plan._compressed_kernel, types, constants)
-    constants = {"KEYS": plan.KEY_BLOCK, "SHARES": plan.NUM_SHARES, "ROWS": plan.SCHEDULE_ROWS}
-    constants["OTHERS"] = plan.SCHEDULE_OTHERS
-    for extra, deterministic in itertools.product((False, True), (False, True)):
-        types = {"topk_length": "*i32", "extra_topk_length": "*i32" if extra else "none", "slots": "*i32"}
-        chosen = {"HAS_EXTRA": extra, "DETERMINISTIC": deterministic, **constants}
-        yield Variant(f"schedule{' extra' * extra}{' fixed' * deterministic}", plan._schedule_kernel, types, chosen)
 
 
 def sparse_attention_variants(capability: int) -> Iterator[Variant]:

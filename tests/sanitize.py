@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """A kernel at small shapes.
 
     Attributes:
-        keys: cache format and width of a key, or "prefill", "parts", "schedule", "index scores" or "topk".
+        keys: cache format and width of a key, or "prefill", "parts", "index scores" or "topk".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scale float16 does not hold.
@@ -74,7 +74,6 @@ CASES = {
         *(Case(keys, 64, 1, members=3, hasty=True) for keys in SPARSE[:2]),
         Case("prefill"),
         Case("parts"),
-        Case("schedule"),
         Case("index scores"),
         Case("topk"),
     )
@@ -193,27 +192,6 @@ def parts(tool: str) -> None:
         assert_close(out.cpu(), lse.cpu(), expected)
 
 
-def schedule(tool: str) -> None:
-    """Of one row, of few and of many, which begin at any element, against the reference on the CPU."""
-    import torch
-
-    from mla_ops.kernels.hopper import plan
-    from mla_ops.kernels.reference.plan import plan_sparse_attention
-
-    for num_tokens in (0, 1, 9, 37, 600) if tool == "memcheck" else (1, 9, 37):
-        for extra_topk in (0, 512):
-            lengths = torch.randint(0, 2049, (num_tokens,), dtype=torch.int32)
-            extra = torch.randint(0, 513, (num_tokens,), dtype=torch.int32) if extra_topk else None
-            expected = torch.zeros(num_tokens + 3, 4, 2, dtype=torch.int32)
-            plan_sparse_attention(lengths, expected, 2048, 60, extra_topk_length=extra, extra_topk=extra_topk)
-            found = torch.zeros(expected.numel() + 1, dtype=torch.int32, device="cuda")[1:].view(expected.shape)
-            tokens = [
-                None if t is None else torch.cat([t[:1], t]).cuda()[min(num_tokens, 1) :] for t in (lengths, extra)
-            ]
-            plan.plan_sparse_attention(tokens[0], found, 2048, 60, extra_topk_length=tokens[1], extra_topk=extra_topk)
-            assert torch.equal(found.cpu(), expected)
-
-
 def index_scores(tool: str) -> None:
     """Flat and paged scores on three CTAs: rows of any bounds, blocks that are not there, tokens that share keys."""
     import torch
@@ -311,7 +289,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
         compiler.OPTIONS += (DEFINE,)
     if case.hasty:
         compiler.OPTIONS += ("-DPATIENCE=0",)
-    others = {"prefill": prefill, "parts": parts, "schedule": schedule, "index scores": index_scores, "topk": best}
+    others = {"prefill": prefill, "parts": parts, "index scores": index_scores, "topk": best}
     others[case.keys](tool) if case.keys in others else attend(case, tool)
 
 

@@ -15,7 +15,7 @@ import pytest
 from mla_ops.kernels.cuda.compiler import PARAMS_OFFSET, RESERVED_SHARED_BYTES, CompileError
 from mla_ops.kernels.cuda.params import fields_of
 from mla_ops.kernels.cuda.sources import Sources
-from mla_ops.kernels.hopper import indexer_logits, launch, merge_parts, plan, prefill_attention, sources, topk
+from mla_ops.kernels.hopper import indexer_logits, launch, merge_parts, prefill_attention, sources, topk
 from mla_ops.kernels.hopper.catalog import every_kernel
 
 pytestmark = [
@@ -61,7 +61,6 @@ KERNELS = [
     for module in (prefill_attention, indexer_logits)
     for kernel in module.kernels()
 ]
-KERNELS += [Variant(k.source, k.name, k.threads, plan.Params) for k in plan.KERNELS]
 KERNELS += [Variant(k.source, k.name, k.threads, topk.Params, blocks=k.ctas) for k in topk.KERNELS]
 KERNELS += [
     Variant(kernel.source, kernel.name, kernel.threads, merge_parts.Params, blocks=4)
@@ -79,16 +78,11 @@ def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
     assert used.stack == 0
     assert used.params == variant.padding + ctypes.sizeof(variant.params)
     assert used.registers * variant.threads * variant.blocks <= REGISTERS_OF_AN_SM
-    unshared = ("merge_parts.cu", "plan.cu", "indexer_clean.cu", "topk.cu")
+    unshared = ("merge_parts.cu", "indexer_clean.cu", "topk.cu")
     assert compiled.shared_bytes > 0 or variant.source in unshared
     block = used.shared + compiled.shared_bytes
     assert block <= sources.MAX_SHARED_BYTES
     assert (block + RESERVED_SHARED_BYTES) * variant.blocks <= sources.MAX_SHARED_BYTES + RESERVED_SHARED_BYTES
-
-
-def test_the_fixed_part_of_a_schedules_memory() -> None:
-    kernel = plan.MANY
-    assert sources.compile(kernel.source, kernel.name).shared_bytes == plan.FIXED_BYTES
 
 
 def test_the_table_has_every_source() -> None:

@@ -73,15 +73,6 @@ def test_a_lowering_that_writes_nothing_fails(family: str, monkeypatch: pytest.M
     assert module.main(["--quick", "--device", "cpu"]) == 1
 
 
-def test_a_schedule_stands_beside_one_length(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    arguments = ["--quick", "--device", "cpu", "--requests", "1", "--tokens", "1,3", "--peers", "--json", str(path)]
-    assert importlib.import_module("benchmarks.plan").main(arguments) == 0
-    rows = json.loads(path.read_text())["plan"]["rows"]
-    found = [(row["op"], row["shape"]["T"]) for row in rows if row["lowering"] == "one length alone" and row["checks"]]
-    assert found == [("plan_sparse_attention", num_tokens) for num_tokens in (1, 1, 3, 3)]
-
-
 def test_peers_are_checked_and_compared_with() -> None:
     """A peer's own bytes count for its row, the case's for all others; a wrong peer is a wrong row."""
     made = common.Case(
@@ -140,17 +131,14 @@ def test_other_ways_to_call_attention_are_checked_and_are_no_peers(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rows.json"
-    arguments = ["--quick", "--device", "cpu", "--variants", "plan,shapes,deterministic", "--json", str(path)]
+    arguments = ["--quick", "--device", "cpu", "--deterministic", "--json", str(path)]
     arguments += ["--cache-formats", "bf16", "--tokens", "2", "--heads", "16", "--waves", "16,2"]
     module = importlib.import_module(f"benchmarks.{family}")
     assert module.main(arguments) == 0
     rows = [row for row in json.loads(path.read_text())[family]["rows"] if row["op"].startswith("paged")]
-    names = ["reference", "ours, with plan", "ours, no schedule", "ours, deterministic"]
-    assert [row["lowering"] for row in rows] == names
+    assert [row["lowering"] for row in rows] == ["reference", "ours, deterministic"]
     assert all(row["passed"] and row["ratio_to_peer"] is None for row in rows)
     assert "ours, 16,2: not measured" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="there is no variant fast, only plan"):
-        module.main([*arguments[:4], "fast", *arguments[5:]])
 
 
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])

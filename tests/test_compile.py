@@ -534,23 +534,6 @@ def test_one_graph_for_every_batch_that_fits_the_step_buffers() -> None:
         assert_same(buffers, expected, f"{len(lens)} requests, compiled against eager, buffer")
 
 
-def test_one_graph_for_every_number_of_tokens_that_a_schedule_has_room_for() -> None:
-    def plan(topk_length: Any, extra_topk_length: Any, schedule: Any) -> None:
-        extra = {"extra_topk_length": extra_topk_length, "extra_topk": 512}
-        mla.plan_sparse_attention(topk_length, schedule, 2048, 132, **extra)
-
-    generator = torch.Generator().manual_seed(0)
-    calls = []
-    for num_tokens in SIZES:
-        lengths = [torch.randint(0, 2049, (num_tokens,), dtype=torch.int32, generator=generator) for _ in range(2)]
-        calls.append((*lengths, torch.zeros(16, 4, 2, dtype=torch.int32)))
-    run_without_recompiling(plan, calls, unbacked=lambda length, extra, schedule: [(length, 0), (extra, 0)])
-    for length, extra, schedule in calls:
-        expected = torch.zeros_like(schedule)
-        plan(length, extra, expected)
-        assert_same([schedule], [expected], f"{len(length)} tokens, compiled against eager, schedule")
-
-
 def test_default_compile_settles_after_a_few_sizes() -> None:
     # without marks, Dynamo makes a size dynamic when it changes and keeps 0 and 1 apart: never one graph a size
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mla_ops.dispatch import Call
-from mla_ops.kernels.hopper import dense_attention, merge_parts, plan, prefill_attention, sources, sparse_attention
+from mla_ops.kernels.hopper import dense_attention, merge_parts, prefill_attention, sources, sparse_attention
 from mla_ops.kernels.hopper.costs import TABLE, predicted_us, read_costs
 from mla_ops.kernels.hopper.launch import (
     KERNELS,
@@ -18,7 +18,6 @@ from mla_ops.kernels.hopper.launch import (
     SPLITS,
     Clusters,
     Group,
-    Kernel,
     Keys,
     Rows,
     Shape,
@@ -305,31 +304,6 @@ def test_heads_of_a_prefill_that_share_l2(num_kv: int, num_heads: int, num_kv_he
 def test_what_prefill_refuses(change: dict[str, Any], words: str) -> None:
     call = Call("prefill_attention", torch.device("cuda", 0), torch.bfloat16, head_dim=192, head_dim_v=128)
     assert words in str(prefill_attention.prefill_reason(call._replace(**change)))
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_workers", "kernel", "ctas", "threads"),
-    [
-        (0, 132, plan.FEW, 1, 32),
-        (1, 16, plan.ONE, 1, 32),
-        (1, 15, plan.FEW, 1, 32),
-        (5, 132, plan.FEW, 1, 160),
-        (9, 132, plan.FEW, 2, 256),
-        (32, 132, plan.FEW, 4, 256),
-        (33, 132, plan.MANY, 3, 512),
-        (512, 132, plan.MANY, 32, 512),
-    ],
-)
-def test_a_schedule_has_a_warp_for_each_row(
-    num_tokens: int, num_workers: int, kernel: Kernel, ctas: int, threads: int
-) -> None:
-    assert plan.launch_for(num_tokens, 16, num_workers, False)[:3] == (kernel, ctas, threads)
-
-
-def test_lengths_of_a_schedule_fit_shared_memory() -> None:
-    assert plan.launch_for(plan.MAX_TOKENS, 2, 132, True).shared_bytes <= sources.MAX_SHARED_BYTES
-    call = Call("plan_sparse_attention", torch.device("cuda", 0), torch.int32, num_tokens=plan.MAX_TOKENS + 1)
-    assert str(plan.plan_reason(call)) == "it takes up to 16384 tokens, these are 16385"
 
 
 def test_a_wave_of_groups_is_the_last_one() -> None:

@@ -99,27 +99,20 @@ mla::paged_indexer_logits.out(Tensor q, Tensor(a!) index_cache, Tensor weights, 
     clean=False, Tensor(b!) out) -> ()
 mla::paged_sparse_attention(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, str
     cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None,
-    Tensor? req_id_per_token=None, Tensor? tile_scheduler_metadata=None, bool deterministic=False)
-    -> (Tensor, Tensor)
+    Tensor? req_id_per_token=None, bool deterministic=False) -> (Tensor, Tensor)
 mla::paged_sparse_attention.extra(Tensor q, Tensor(a!) kv_cache, Tensor indices, float
     softmax_scale, str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str
     extra_cache_format, *, Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor?
     attn_sink=None, Tensor? block_table=None, Tensor? extra_block_table=None, Tensor?
-    req_id_per_token=None, Tensor? tile_scheduler_metadata=None, bool deterministic=False) ->
-    (Tensor, Tensor)
+    req_id_per_token=None, bool deterministic=False) -> (Tensor, Tensor)
 mla::paged_sparse_attention.extra_out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float
     softmax_scale, str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str
     extra_cache_format, *, Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor?
     attn_sink=None, Tensor? block_table=None, Tensor? extra_block_table=None, Tensor?
-    req_id_per_token=None, Tensor? tile_scheduler_metadata=None, bool deterministic=False,
-    Tensor(c!) out, Tensor(d!) lse) -> ()
+    req_id_per_token=None, bool deterministic=False, Tensor(c!) out, Tensor(d!) lse) -> ()
 mla::paged_sparse_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale,
     str cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None,
-    Tensor? req_id_per_token=None, Tensor? tile_scheduler_metadata=None, bool deterministic=False,
-    Tensor(b!) out, Tensor(c!) lse) -> ()
-mla::plan_sparse_attention(Tensor topk_length, Tensor(a!) tile_scheduler_metadata, SymInt topk,
-    SymInt num_workers, *, SymInt overhead=4, Tensor? extra_topk_length=None, SymInt extra_topk=0,
-    bool deterministic=False) -> ()
+    Tensor? req_id_per_token=None, bool deterministic=False, Tensor(b!) out, Tensor(c!) lse) -> ()
 mla::prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
     SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, *, bool causal=True) -> (Tensor,
     Tensor)

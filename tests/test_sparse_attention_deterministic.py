@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import attention_oracle
 import pytest
 import torch
-from attention_inputs import SCALE, filled_cache, key_width, operand, queries, some_indices
+from attention_inputs import SCALE, filled_cache, key_width, queries, some_indices
 
 import mla_ops
 from mla_ops import dispatch
@@ -18,8 +17,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 NUM_TOKENS = 150 if ON_GPU else 3
 OPS = ("paged_sparse_attention", "sparse_attention")
 
-# a call on some rows of a batch, with or without a schedule of those rows
-Attention = Callable[[torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
+# a call on some rows of a batch
+Attention = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture(params=["triton", "hopper"] if ON_GPU else ["reference", "triton"])
@@ -30,19 +29,6 @@ def lowering(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def schedule_of(lengths: torch.Tensor, num_heads: int, topk: int, extra: torch.Tensor | None, extra_topk: int) -> Any:
-    schedule = mla_ops.SparseSchedule.allocate(
-        max_num_tokens=len(lengths),
-        num_heads=num_heads,
-        topk=topk,
-        extra_topk=extra_topk,
-        deterministic=True,
-        device=lengths.device,
-    )
-    schedule.build(lengths, extra)
-    return schedule.tile_scheduler_metadata
-
-
 def paged(cache_format: str, num_heads: int, topk: int) -> Attention:
     cache = filled_cache(cache_format, 40, 64, DEVICE)
     q = queries(NUM_TOKENS, num_heads, torch.bfloat16, DEVICE, key_width(cache_format))
@@ -50,10 +36,8 @@ def paged(cache_format: str, num_heads: int, topk: int) -> Attention:
     lengths = torch.randint(0, topk + 1, (NUM_TOKENS,), dtype=torch.int32, device=DEVICE)
     sink = torch.randn(num_heads, device=DEVICE)
 
-    def attend(rows: torch.Tensor, scheduled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         given: dict[str, Any] = {"topk_length": lengths[rows], "attn_sink": sink, "deterministic": True}
-        if scheduled:
-            given["tile_scheduler_metadata"] = schedule_of(lengths[rows], num_heads, topk, None, 0)
         return mla_ops.paged_sparse_attention(q[rows], cache, indices[rows], SCALE, cache_format, **given)
 
     return attend
@@ -68,12 +52,9 @@ def two_caches(num_heads: int, topk: int, extra_topk: int) -> Attention:
         torch.randint(0, k + 1, (NUM_TOKENS,), dtype=torch.int32, device=DEVICE) for k in (topk, extra_topk)
     )
 
-    def attend(rows: torch.Tensor, scheduled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         given: dict[str, Any] = {"topk_length": lengths[rows], "extra_topk_length": extra_lengths[rows]}
         given |= {"extra_kv_cache": extra_cache, "extra_indices": extra[rows], "deterministic": True}
-        if scheduled:
-            table = schedule_of(lengths[rows], num_heads, topk, extra_lengths[rows], extra_topk)
-            given["tile_scheduler_metadata"] = table
         return mla_ops.paged_sparse_attention(q[rows], cache, indices[rows], SCALE, fmt, **given)
 
     return attend
@@ -84,24 +65,23 @@ def flat(num_heads: int, topk: int) -> Attention:
     q = queries(NUM_TOKENS, num_heads, torch.bfloat16, DEVICE)
     indices = some_indices(NUM_TOKENS, topk, 900, DEVICE)
 
-    def attend(rows: torch.Tensor, scheduled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return mla_ops.sparse_attention(q[rows], kv, indices[rows], SCALE, deterministic=True)
 
     return attend
 
 
-def assert_blind_to_the_batch(attend: Attention, *, scheduled: bool) -> None:
+def assert_blind_to_the_batch(attend: Attention) -> None:
     everything = torch.arange(NUM_TOKENS, device=DEVICE)
-    out, lse = attend(everything, False)
+    out, lse = attend(everything)
     batches = [everything[i : i + 1] for i in range(1, NUM_TOKENS, 1 + NUM_TOKENS // 8)]
     batches += [everything.flip(0), torch.randint(0, NUM_TOKENS, (2,), device=DEVICE)]
     if ON_GPU:  # the interpreter takes a second a row
         batches += [everything[1:], everything[: NUM_TOKENS // 2], everything.repeat(2)]
     for rows in batches:
-        for with_schedule in {False, scheduled} if len(rows) > 1 else {scheduled}:
-            some_out, some_lse = attend(rows, with_schedule)
-            assert torch.equal(some_out, out[rows]), f"{len(rows)} rows, schedule: {with_schedule}"
-            assert torch.equal(some_lse, lse[rows]), f"{len(rows)} rows, schedule: {with_schedule}"
+        some_out, some_lse = attend(rows)
+        assert torch.equal(some_out, out[rows]), f"{len(rows)} rows"
+        assert torch.equal(some_lse, lse[rows]), f"{len(rows)} rows"
 
 
 HEADS = (1, 16, 17, 64, 128) if ON_GPU else (3,)
@@ -111,39 +91,14 @@ TOPK = 2048 if ON_GPU else 520  # two splits in Triton
 @pytest.mark.parametrize("num_heads", HEADS)
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
 def test_rows_are_blind_to_their_batch(cache_format: str, num_heads: int, lowering: str) -> None:
-    assert_blind_to_the_batch(paged(cache_format, num_heads, TOPK), scheduled=True)
+    assert_blind_to_the_batch(paged(cache_format, num_heads, TOPK))
 
 
 @pytest.mark.parametrize("num_heads", HEADS)
 def test_rows_over_two_caches_are_blind_to_their_batch(num_heads: int, lowering: str) -> None:
-    assert_blind_to_the_batch(two_caches(num_heads, 128, TOPK // 2 + 100), scheduled=True)
+    assert_blind_to_the_batch(two_caches(num_heads, 128, TOPK // 2 + 100))
 
 
 @pytest.mark.parametrize("num_heads", HEADS)
 def test_rows_over_flat_keys_are_blind_to_their_batch(num_heads: int, lowering: str) -> None:
-    assert_blind_to_the_batch(flat(num_heads, TOPK), scheduled=False)
-
-
-@pytest.mark.parametrize("deterministic", [False, True] if ON_GPU else [True])
-@pytest.mark.parametrize("num_heads", HEADS)
-def test_a_schedule_changes_no_result_by_more_than_rounding(num_heads: int, deterministic: bool, lowering: str) -> None:
-    """Lengths of all kinds, among them those of padding; also a schedule of longer rows than attention is given."""
-    cache = filled_cache("fp8_ds_mla", 40, 64, DEVICE)
-    q = queries(NUM_TOKENS, num_heads, torch.bfloat16, DEVICE)
-    indices = some_indices(NUM_TOKENS, TOPK, 40 * 64, DEVICE)
-    lengths = torch.randint(0, TOPK + 1, (NUM_TOKENS,), dtype=torch.int32, device=DEVICE)
-    lengths[NUM_TOKENS - NUM_TOKENS // 3 :] = 0
-    schedule = mla_ops.SparseSchedule.allocate(
-        max_num_tokens=NUM_TOKENS, num_heads=num_heads, topk=TOPK, deterministic=deterministic, device=DEVICE
-    )
-    tokens = sorted({0, NUM_TOKENS - 1, *torch.randint(0, NUM_TOKENS, (20,)).tolist()})
-    rounded = operand(lowering, "fp8_ds_mla", q.dtype)
-    expected = attention_oracle.attention(
-        q, cache, indices, SCALE, operand=rounded, tokens=tokens, cache_format="fp8_ds_mla", topk_length=lengths
-    )
-    for planned in (lengths, torch.full_like(lengths, TOPK), torch.zeros_like(lengths)):
-        schedule.build(planned)
-        given = {"tile_scheduler_metadata": schedule.tile_scheduler_metadata, "deterministic": deterministic}
-        out, lse = mla_ops.paged_sparse_attention(q, cache, indices, SCALE, "fp8_ds_mla", topk_length=lengths, **given)
-        attention_oracle.assert_close(out, lse, expected)
-        assert out.isfinite().all()
+    assert_blind_to_the_batch(flat(num_heads, TOPK))

@@ -71,11 +71,8 @@ def test_a_capture_after_warmup_compiles_nothing(
             max_blocks_per_request=13,
             block_size=block_size,
             index_topk=topk,
-            schedule_num_heads=num_heads,
-            deterministic=deterministic,
             device=device,
         )
-        assert metadata.schedule is not None
         starts = torch.arange(count + 1, dtype=torch.int32, device=device)
         seq_lens = torch.randint(1, 13 * block_size, (count,), dtype=torch.int32, device=device)
         table = torch.randint(0, 70, (count, 13), dtype=torch.int32, device=device)
@@ -97,7 +94,6 @@ def test_a_capture_after_warmup_compiles_nothing(
                 topk_length=metadata.topk_length,
                 block_table=metadata.block_table,
                 req_id_per_token=metadata.req_id_per_token,
-                tile_scheduler_metadata=metadata.schedule.tile_scheduler_metadata,
                 deterministic=deterministic,
                 out=out,
                 lse=lse,

@@ -69,7 +69,6 @@ RULES = {
     "compress_and_cache": Rule({}, (), ""),
     "build_step_metadata": Rule({}, (), ""),
     "build_compressed_metadata": Rule({}, (), ""),
-    "plan_sparse_attention": Rule({}, (), ""),
 }
 WORDS = {"t": "tokens", "h": "heads"}
 

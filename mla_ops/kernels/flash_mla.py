@@ -179,7 +179,6 @@ def paged_sparse_attention(
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
-    tile_scheduler_metadata: torch.Tensor | None = None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:

@@ -8,7 +8,6 @@ expected and what came.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,6 @@ from ..formats import CACHE_ALIGNMENT, LATENT_FORMATS, CacheFormat, get_format
 from ..registry import is_single, require, require_one_of
 from ..transforms import has_tangent, tangent_message
 
-CLUSTER_SIZES = (1, 2, 4, 8, 16)  # of thread blocks that reach one another's shared memory
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 SCALE_LIMIT = 2.0**127
@@ -169,25 +167,3 @@ def check_no_grad(op: str, **tensors: torch.Tensor | None) -> None:
                     f"{op}: {name} requires grad, but {op} has no backward: "
                     f"call it under torch.no_grad(), or detach {name}"
                 )
-
-
-def check_schedule(
-    op: str, schedule: torch.Tensor, num_tokens: int | torch.SymInt, device: torch.device, *, deterministic: bool
-) -> None:
-    """Raises unless `schedule` is a `tile_scheduler_metadata` with room for so many tokens."""
-    dims = (("num_clusters", None), ("cluster_size", None), ("row and parts", 2))
-    check_tensor(op, "tile_scheduler_metadata", schedule, (torch.int32,), dims, device)
-    num_clusters, cluster_size, _ = schedule.shape
-    require(
-        schedule.is_contiguous(),
-        lambda: (
-            f"{op}: tile_scheduler_metadata must be contiguous, got shape {list(schedule.shape)} and strides "
-            f"{schedule.stride()}"
-        ),
-    )
-    require(
-        functools.reduce(operator.or_, [cluster_size == size for size in CLUSTER_SIZES]),
-        lambda: f"{op}: cluster_size of tile_scheduler_metadata must be one of {CLUSTER_SIZES}, got {cluster_size}",
-    )
-    room, unit = (num_clusters, "clusters") if deterministic else (num_clusters * cluster_size, "slots")
-    require(room >= num_tokens, lambda: f"{op}: tile_scheduler_metadata has {room} {unit} for {num_tokens} tokens")

@@ -6,7 +6,7 @@ import torch
 
 from ..dispatch import Call
 from ..registry import define_mutating, require
-from ._checks import check_not_negative, check_positive, check_schedule, check_tensor
+from ._checks import check_not_negative, check_positive, check_tensor
 
 INT32 = (torch.int32,)
 
@@ -133,39 +133,4 @@ build_compressed_metadata = define_mutating(
     "SymInt block_size) -> ()",
     check=check_build_compressed_metadata,
     describe=describe_build_compressed_metadata,
-)
-
-
-def check_plan_sparse_attention(
-    topk_length: torch.Tensor,
-    tile_scheduler_metadata: torch.Tensor,
-    topk: int,
-    num_workers: int,
-    overhead: int = 4,
-    extra_topk_length: torch.Tensor | None = None,
-    extra_topk: int = 0,
-    deterministic: bool = False,
-) -> None:
-    op = "plan_sparse_attention"
-    device = topk_length.device
-    check_tensor(op, "topk_length", topk_length, INT32, (("num_tokens", None),), device)
-    num_tokens = topk_length.shape[0]
-    check_schedule(op, tile_scheduler_metadata, num_tokens, device, deterministic=deterministic)
-    if extra_topk_length is not None:
-        check_tensor(op, "extra_topk_length", extra_topk_length, INT32, (("num_tokens", num_tokens),), device)
-    check_not_negative(op, "topk", topk)
-    check_not_negative(op, "extra_topk", extra_topk)
-    check_not_negative(op, "overhead", overhead)
-    check_positive(op, "num_workers", num_workers)
-
-
-def describe_plan_sparse_attention(topk_length: torch.Tensor, *_: object, **__: object) -> Call:
-    return Call("plan_sparse_attention", topk_length.device, torch.int32, num_tokens=topk_length.shape[0])
-
-
-plan_sparse_attention = define_mutating(
-    "plan_sparse_attention(Tensor topk_length, Tensor(a!) tile_scheduler_metadata, SymInt topk, SymInt num_workers, "
-    "*, SymInt overhead=4, Tensor? extra_topk_length=None, SymInt extra_topk=0, bool deterministic=False) -> ()",
-    check=check_plan_sparse_attention,
-    describe=describe_plan_sparse_attention,
 )

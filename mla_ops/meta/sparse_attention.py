@@ -7,7 +7,7 @@ import torch
 from ..dispatch import Call
 from ..formats import LATENT_DIM, ROPE_DIM, geometry
 from ..registry import OutputSpec, define_computing
-from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_scale, check_schedule, check_tensor
+from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_scale, check_tensor
 
 INT32 = (torch.int32,)
 HEAD_DIMS = (LATENT_DIM + ROPE_DIM, LATENT_DIM)
@@ -71,7 +71,6 @@ def check_paged(
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
-    tile_scheduler_metadata: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> None:
     op = "paged_sparse_attention"
@@ -87,8 +86,6 @@ def check_paged(
     _check_table(op, q, block_table)
     if req_id_per_token is not None:
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
-    if tile_scheduler_metadata is not None:
-        check_schedule(op, tile_scheduler_metadata, q.shape[0], q.device, deterministic=deterministic)
     check_no_grad(op, q=q, kv_cache=kv_cache, attn_sink=attn_sink)
 
 
@@ -114,10 +111,10 @@ def describe_paged(
 paged_sparse_attention, paged_sparse_attention_out = define_computing(
     "paged_sparse_attention(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, str cache_format, *, "
     "Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, Tensor? req_id_per_token=None, "
-    "Tensor? tile_scheduler_metadata=None, bool deterministic=False) -> (Tensor, Tensor)",
+    "bool deterministic=False) -> (Tensor, Tensor)",
     "paged_sparse_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
     "str cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
-    "Tensor? req_id_per_token=None, Tensor? tile_scheduler_metadata=None, bool deterministic=False, Tensor(b!) out, "
+    "Tensor? req_id_per_token=None, bool deterministic=False, Tensor(b!) out, "
     "Tensor(c!) lse) -> ()",
     check=check_paged,
     outputs=outputs_paged,
@@ -140,7 +137,6 @@ def check_extra(
     block_table: torch.Tensor | None = None,
     extra_block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
-    tile_scheduler_metadata: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> None:
     op = "paged_sparse_attention.extra"
@@ -158,8 +154,6 @@ def check_extra(
     _check_table(op, q, extra_block_table, "extra_block_table")
     if req_id_per_token is not None:
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
-    if tile_scheduler_metadata is not None:
-        check_schedule(op, tile_scheduler_metadata, q.shape[0], q.device, deterministic=deterministic)
     check_no_grad(op, q=q, kv_cache=kv_cache, extra_kv_cache=extra_kv_cache, attn_sink=attn_sink)
 
 
@@ -187,12 +181,12 @@ paged_sparse_attention_extra, paged_sparse_attention_extra_out = define_computin
     "paged_sparse_attention.extra(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
     "str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str extra_cache_format, *, "
     "Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
-    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, Tensor? tile_scheduler_metadata=None, "
+    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, "
     "bool deterministic=False) -> (Tensor, Tensor)",
     "paged_sparse_attention.extra_out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
     "str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str extra_cache_format, *, "
     "Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
-    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, Tensor? tile_scheduler_metadata=None, "
+    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, "
     "bool deterministic=False, Tensor(c!) out, Tensor(d!) lse) -> ()",
     check=check_extra,
     outputs=outputs_paged,

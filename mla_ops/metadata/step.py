@@ -9,7 +9,6 @@ import torch
 
 from ..ops import build_step_metadata
 from .buffers import Buffers, register
-from .schedule import SparseSchedule
 
 
 @register
@@ -31,7 +30,6 @@ class StepMetadata(Buffers):
         topk_length: `[max_num_tokens]` int32, `min(key_lens, index_topk)`.
         block_size: tokens a cache block.
         index_topk: keys that the indexer chooses for a token.
-        schedule: of sparse attention to the chosen keys, None if none was asked for.
     """
 
     query_start_loc: torch.Tensor
@@ -44,7 +42,6 @@ class StepMetadata(Buffers):
     topk_length: torch.Tensor
     block_size: int
     index_topk: int
-    schedule: SparseSchedule | None = None
 
     @classmethod
     def allocate(
@@ -55,15 +52,9 @@ class StepMetadata(Buffers):
         max_blocks_per_request: int,
         block_size: int,
         index_topk: int,
-        schedule_num_heads: int | None = None,
-        deterministic: bool = False,
         device: torch.device | str | None = None,
     ) -> StepMetadata:
-        """Buffers for up to `max_num_tokens` tokens of `max_num_requests` requests, as padding throughout.
-
-        With `schedule_num_heads`, the query heads on this device, also a schedule of sparse attention, `deterministic`
-        or not.
-        """
+        """Buffers for up to `max_num_tokens` tokens of `max_num_requests` requests, as padding throughout."""
         sizes = {
             "max_num_tokens": max_num_tokens,
             "max_num_requests": max_num_requests,
@@ -90,15 +81,6 @@ class StepMetadata(Buffers):
             topk_length=filled(0, max_num_tokens),
             block_size=block_size,
             index_topk=index_topk,
-            schedule=None
-            if schedule_num_heads is None
-            else SparseSchedule.allocate(
-                max_num_tokens=max_num_tokens,
-                num_heads=schedule_num_heads,
-                topk=index_topk,
-                deterministic=deterministic,
-                device=device,
-            ),
         )
 
     @property
@@ -132,8 +114,6 @@ class StepMetadata(Buffers):
             self.block_size,
             self.index_topk,
         )
-        if self.schedule is not None:
-            self.schedule.build(self.topk_length)
 
     def check(self, num_blocks: int | None = None) -> None:
         """Says what is wrong with the step that was built last. For debugging: it reads the device and synchronises.

@@ -8,7 +8,6 @@ import torch
 
 from ..ops import build_compressed_metadata
 from .buffers import Buffers, register
-from .schedule import SparseSchedule
 from .step import StepMetadata
 
 
@@ -119,8 +118,6 @@ class V4StepMetadata(Buffers):
             see, -1 behind and for padding. The row stride is the capacity, whatever the step.
         c128a_lens: `[max_num_tokens]` int32, valid ones of each row, 0 for padding.
         num_blocks: blocks of the sliding-window cache; None where nobody said.
-        c4a_schedule, c128a_schedule: of each type's attention to the window and its compressed cache, None if none was
-            asked for; `step.schedule` is that of the layers with a window only.
     """
 
     step: StepMetadata
@@ -131,8 +128,6 @@ class V4StepMetadata(Buffers):
     c128a_indices: torch.Tensor
     c128a_lens: torch.Tensor
     num_blocks: int | None = None
-    c4a_schedule: SparseSchedule | None = None
-    c128a_schedule: SparseSchedule | None = None
 
     @classmethod
     def allocate(
@@ -150,9 +145,6 @@ class V4StepMetadata(Buffers):
         num_blocks: int | None = None,
         c4a_num_blocks: int | None = None,
         c128a_num_blocks: int | None = None,
-        c4a_topk: int = 512,
-        schedule_num_heads: int | None = None,
-        deterministic: bool = False,
         device: torch.device | str | None = None,
     ) -> V4StepMetadata:
         """Buffers at capacity, as padding throughout.
@@ -166,9 +158,6 @@ class V4StepMetadata(Buffers):
             window: tokens of the sliding window.
             c4a_ratio, c128a_ratio: tokens that a compressed token of each cache stands for.
             num_blocks, c4a_num_blocks, c128a_num_blocks: blocks of each cache.
-            c4a_topk: compressed tokens that the indexer chooses for a token.
-            schedule_num_heads: query heads on this device; given, each layer type has a schedule of sparse attention.
-            deterministic: whether those schedules are.
             device: where the buffers lie.
         """
         for name, size in {"max_seq_len": max_seq_len, "window": window}.items():
@@ -199,8 +188,6 @@ class V4StepMetadata(Buffers):
             max_blocks_per_request=-(-max_seq_len // max(block_size, 1)),
             block_size=block_size,
             index_topk=window,
-            schedule_num_heads=schedule_num_heads,
-            deterministic=deterministic,
             device=device,
         )
         c4a = compressed(c4a_ratio, c4a_block_size, c4a_num_blocks)
@@ -212,18 +199,6 @@ class V4StepMetadata(Buffers):
         def lens() -> torch.Tensor:
             return torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
 
-        def schedule(extra_topk: int) -> SparseSchedule | None:
-            if schedule_num_heads is None:
-                return None
-            return SparseSchedule.allocate(
-                max_num_tokens=max_num_tokens,
-                num_heads=schedule_num_heads,
-                topk=window,
-                extra_topk=extra_topk,
-                deterministic=deterministic,
-                device=device,
-            )
-
         return cls(
             step=step,
             window_indices=indices(window),
@@ -233,8 +208,6 @@ class V4StepMetadata(Buffers):
             c128a_indices=indices(max_seq_len // c128a_ratio),
             c128a_lens=lens(),
             num_blocks=num_blocks,
-            c4a_schedule=schedule(c4a_topk),
-            c128a_schedule=schedule(max_seq_len // c128a_ratio),
         )
 
     def build(
@@ -247,7 +220,7 @@ class V4StepMetadata(Buffers):
     ) -> None:
         """Refreshes every buffer in place: no allocation, no synchronisation; may be captured.
 
-        Five launches, and one for each schedule.
+        Five launches.
 
         Args:
             query_start_loc: `[num_requests + 1]` int32, ascending. More tokens than the capacity are cut off there.
@@ -280,7 +253,3 @@ class V4StepMetadata(Buffers):
             indices=self.c128a_indices,
             lens=self.c128a_lens,
         )
-        if self.c4a_schedule is not None:
-            self.c4a_schedule.build(self.window_lens, self.c4a.compressed_lens)
-        if self.c128a_schedule is not None:
-            self.c128a_schedule.build(self.window_lens, self.c128a_lens)

@@ -24,7 +24,7 @@ from .indexer import (
     write_index_cache,
 )
 from .merge import merge_attention_states, merge_stacked_attention_states
-from .plan import build_compressed_metadata, build_step_metadata, plan_sparse_attention
+from .plan import build_compressed_metadata, build_step_metadata
 from .sparse_attention import paged_sparse_attention, sparse_attention
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "paged_indexer_logits",
     "paged_sparse_attention",
     "plan_context_chunks",
-    "plan_sparse_attention",
     "prefill_attention",
     "quantize_index_query",
     "select_flat_keys",

@@ -32,7 +32,6 @@ def paged_sparse_attention(
     extra_cache_format: str | None = None,
     extra_topk_length: torch.Tensor | None = None,
     extra_block_table: torch.Tensor | None = None,
-    tile_scheduler_metadata: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query token over the keys chosen for it in a paged cache, in the absorbed (multi-query) form.
@@ -65,9 +64,6 @@ def paged_sparse_attention(
         extra_topk_length: `[num_tokens]` int32, as `topk_length`, of `extra_indices`.
         extra_block_table: `[num_requests, extra_max_blocks]` int32: translate `extra_indices` by it. Either table may
             be given without the other: the indices of the other cache are slots then.
-        tile_scheduler_metadata: `[num_clusters, cluster_size, 2]` int32, which thread blocks share the keys of which
-            token, as `plan_sparse_attention` wrote it for as many tokens; with `deterministic`, by a deterministic
-            call. Without it, or under a lowering that has no use for it, the split follows from shapes.
         deterministic: the bits of a token's results depend on its own arguments and on the shapes of one row (heads,
             topk, extra_topk), not on other tokens, their number or its place among them. With few tokens that takes
             more time.
@@ -101,7 +97,6 @@ def paged_sparse_attention(
             block_table=block_table,
             extra_block_table=extra_block_table,
             req_id_per_token=req_id_per_token,
-            tile_scheduler_metadata=tile_scheduler_metadata,
             deterministic=deterministic,
         )
     _refuse_incomplete_extra(
@@ -121,7 +116,6 @@ def paged_sparse_attention(
         attn_sink=attn_sink,
         block_table=block_table,
         req_id_per_token=req_id_per_token,
-        tile_scheduler_metadata=tile_scheduler_metadata,
         deterministic=deterministic,
     )
 

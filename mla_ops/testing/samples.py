@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from ..formats import FORMATS, LATENT_DIM, LATENT_FORMATS, ROPE_DIM, allocate_cache
-from ..kernels.reference.plan import plan_sparse_attention as plan_reference
 from . import samples_indexer as indexer
 from .maker import (
     BLOCK_SIZE,
@@ -242,16 +241,6 @@ def _selection(make: Maker, num_tokens: int) -> torch.Tensor:
     return make.indices(-1, NUM_BLOCKS * BLOCK_SIZE, num_tokens, TOPK)
 
 
-def _scheduled(make: Maker) -> Iterator[tuple[str, dict[str, Any]]]:
-    """How five tokens may be split."""
-    for name, cluster_size, deterministic in (("a schedule", 4, False), ("a deterministic schedule", 2, True)):
-        schedule = torch.zeros(5, cluster_size, 2, dtype=torch.int32)
-        plan_reference(torch.tensor([6, 0, 3, 2, 6], dtype=torch.int32), schedule, TOPK, 4, deterministic=deterministic)
-        options = {"deterministic": True} if deterministic else {}
-        yield name, {"tile_scheduler_metadata": schedule.to(make.device), **options}
-    yield "deterministic", {"deterministic": True}
-
-
 def _paged_sparse_attention(make: Maker) -> Iterator[Case]:
     for cache_format in LATENT_FORMATS:
         dtype, head_dim = PLAIN.get(cache_format, torch.bfloat16), FORMATS[cache_format].head_dims[0]
@@ -291,8 +280,7 @@ def _paged_sparse_attention(make: Maker) -> Iterator[Case]:
             },
         )
     fp8, q, indices = make.cache("fp8_ds_mla"), make.normal(5, NUM_HEADS, LATENT_DIM + ROPE_DIM), _selection(make, 5)
-    for name, options in _scheduled(make):
-        yield f"fp8_ds_mla {name}", (q, fp8, indices, SCALE, "fp8_ds_mla"), options
+    yield "fp8_ds_mla deterministic", (q, fp8, indices, SCALE, "fp8_ds_mla"), {"deterministic": True}
     v4, q = by_token(make.cache("fp8_ds_mla_v4"), "fp8_ds_mla_v4"), make.normal(2, NUM_HEADS, LATENT_DIM)
     yield "fp8_ds_mla_v4 seen token by token", (q, v4, _selection(make, 2), SCALE, "fp8_ds_mla_v4"), {}
     head_dim = LATENT_DIM + ROPE_DIM
@@ -345,8 +333,7 @@ def _two_caches(make: Maker) -> Iterator[Case]:
     yield "request-local indices of both", case(5, v4, v4), {**tables, "req_id_per_token": requests}
     one_table = {"extra_block_table": extra_table, "req_id_per_token": requests}
     yield "request-local indices of the extra cache", case(5, v4, "bf16"), one_table
-    for name, scheduled in _scheduled(make):
-        yield name, case(5, v4, v4), scheduled
+    yield "deterministic", case(5, v4, v4), {"deterministic": True}
     q, cache, indices, scale, fmt, extra, extra_indices, extra_fmt = case(3, v4, v4)
     yield (
         "an empty selection of each",
@@ -440,23 +427,6 @@ def _build_compressed_metadata(make: Maker) -> Iterator[Case]:
     yield "wide rows", step(positions, requests, wide_rows(table)), {}
 
 
-def _plan_sparse_attention(make: Maker) -> Iterator[Case]:
-    def schedule(num_clusters: int, cluster_size: int) -> torch.Tensor:
-        return torch.full((num_clusters, cluster_size, 2), FILL, dtype=torch.int32, device=make.device)
-
-    mixed = make.int32([2048, 0, 70, 2048, 300])
-    yield "lengths of all kinds", (mixed, schedule(4, 8), 2048, 12), {}
-    yield "deterministic", (mixed, schedule(5, 4), 2048, 12), {"deterministic": True}
-    extra = {"extra_topk_length": make.int32([900, 0, 64, 1, 2000]), "extra_topk": 1024}
-    yield "two caches", (mixed.clamp(max=128), schedule(3, 16), 128, 12), {"overhead": 2, **extra}
-    yield "an extra cache read whole", (mixed, schedule(3, 16), 2048, 12), {"extra_topk": 640}
-    yield "room for one slot each", (mixed, schedule(5, 1), 2048, 12), {}
-    yield "one token", (mixed[:1], schedule(2, 16), 2048, 132), {}
-    yield "no tokens", (mixed[:0], schedule(2, 2), 2048, 12), {}
-    yield "anything out of range", (make.int32([-(2**31), 2**31 - 1, -1]), schedule(2, 4), 2048, 12), {}
-    yield "padding only", (make.int32([0, 0, 0]), schedule(2, 4), 2048, 12), {}
-
-
 _SAMPLES: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "build_compressed_metadata": _build_compressed_metadata,
     "build_step_metadata": _build_step_metadata,
@@ -473,7 +443,6 @@ _SAMPLES: dict[str, Callable[[Maker], Iterator[Case]]] = {
     "paged_attention": paged_attention,
     "paged_sparse_attention": _paged_sparse_attention,
     "paged_sparse_attention.extra": _two_caches,
-    "plan_sparse_attention": _plan_sparse_attention,
     "prefill_attention": prefill_attention,
     "sliding_window_indices": _sliding_window,
     "sparse_attention": _sparse_attention,

@@ -41,58 +41,6 @@ REFUSALS: list[Refusal] = [
         ValueError,
         ("block_table is 9 blocks wide", "4"),
     ),
-    *(
-        (
-            "plan_sparse_attention",
-            f"{size} too small",
-            lambda g, s=size, v=value: {s: v},
-            ValueError,
-            (size, f"{value}"),
-        )
-        for size, value in {"topk": -1, "extra_topk": -2, "overhead": -1, "num_workers": 0}.items()
-    ),
-    (
-        "plan_sparse_attention",
-        "a cluster of another size",
-        lambda g: {"tile_scheduler_metadata": torch.zeros(5, 3, 2, dtype=INT32)},
-        ValueError,
-        ("cluster_size of tile_scheduler_metadata", "(1, 2, 4, 8, 16)", "got 3"),
-    ),
-    (
-        "plan_sparse_attention",
-        "slots of another width",
-        lambda g: {"tile_scheduler_metadata": torch.zeros(5, 4, 3, dtype=INT32)},
-        ValueError,
-        ("tile_scheduler_metadata", "got [5, 4, 3]"),
-    ),
-    (
-        "plan_sparse_attention",
-        "slots that are apart",
-        lambda g: {"tile_scheduler_metadata": torch.zeros(5, 4, 4, dtype=INT32)[:, :, :2]},
-        ValueError,
-        ("tile_scheduler_metadata must be contiguous", "strides (16, 4, 1)"),
-    ),
-    (
-        "plan_sparse_attention",
-        "fewer slots than tokens",
-        lambda g: {"tile_scheduler_metadata": torch.zeros(2, 2, 2, dtype=INT32)},
-        ValueError,
-        ("4 slots for 5 tokens",),
-    ),
-    (
-        "plan_sparse_attention",
-        "fewer clusters than tokens",
-        lambda g: {"tile_scheduler_metadata": torch.zeros(4, 8, 2, dtype=INT32), "deterministic": True},
-        ValueError,
-        ("4 clusters for 5 tokens",),
-    ),
-    (
-        "plan_sparse_attention",
-        "other tokens in the extra cache",
-        lambda g: {"extra_topk_length": g["topk_length"][1:]},
-        ValueError,
-        ("extra_topk_length", "=5", "got [4]"),
-    ),
     ("build_step_metadata", "zero block size", lambda g: {"block_size": 0}, ValueError, ("block_size", "got 0")),
     ("build_step_metadata", "negative top k", lambda g: {"index_topk": -1}, ValueError, ("index_topk", "got -1")),
     (

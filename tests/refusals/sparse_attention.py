@@ -6,7 +6,7 @@ import torch
 
 from mla_ops.formats import allocate_cache
 
-from .common import INT32, Refusal, narrower
+from .common import Refusal, narrower
 
 REFUSALS: list[Refusal] = [
     ("paged_sparse_attention", "unknown format", lambda g: {"cache_format": "bf17"}, ValueError, ("got 'bf17'",)),
@@ -131,27 +131,6 @@ REFUSALS: list[Refusal] = [
         lambda g: {"extra_block_table": None, "block_table": None},
         ValueError,
         ("go together with req_id_per_token", "got req_id_per_token without either"),
-    ),
-    *(
-        (op, what, lambda g, given=given: given, ValueError, words)
-        for op in ("paged_sparse_attention", "paged_sparse_attention.extra")
-        for what, given, words in (
-            (
-                "a schedule of fewer tokens",
-                {"tile_scheduler_metadata": torch.zeros(2, 2, 2, dtype=INT32)},
-                ("tile_scheduler_metadata has 4 slots for 5 tokens",),
-            ),
-            (
-                "a deterministic schedule of fewer tokens",
-                {"tile_scheduler_metadata": torch.zeros(4, 4, 2, dtype=INT32), "deterministic": True},
-                ("tile_scheduler_metadata has 4 clusters for 5 tokens",),
-            ),
-            (
-                "a schedule of another width",
-                {"tile_scheduler_metadata": torch.zeros(5, 4, 1, dtype=INT32)},
-                ("tile_scheduler_metadata", "got [5, 4, 1]"),
-            ),
-        )
     ),
     (
         "sparse_attention",

@@ -1,4 +1,4 @@
-"""Step metadata and schedules, one Triton launch each."""
+"""Step metadata, one Triton launch each."""
 
 import torch
 import triton
@@ -9,12 +9,6 @@ from .common import cdiv, sized_jit
 
 TOKEN_BLOCK = 128
 COPY_BLOCK = 1024
-KEY_BLOCK = 64  # keys that a schedule counts as one
-NUM_SHARES = 16  # sizes of a part that a schedule chooses from
-SCHEDULE_ROWS = 32
-SCHEDULE_OTHERS = 128
-SCHEDULE_WARPS = 8
-MAX_WORKERS = 2**30  # more than slots can be, so that more of them change nothing, and sums of both are 32 bits
 
 
 @triton.jit
@@ -208,114 +202,6 @@ def _compressed_kernel(
         )
 
 
-@triton.jit
-def _blocks_of(
-    topk_length, extra_topk_length, row, num_tokens, topk, extra_topk, HAS_EXTRA: tl.constexpr, KEYS: tl.constexpr
-):
-    """Blocks of KEYS keys of some rows, in both caches; -1 past the last row."""
-    within = row < num_tokens
-    length = tl.minimum(tl.maximum(tl.load(topk_length + row, mask=within, other=0), 0), topk)
-    extra = extra_topk
-    if HAS_EXTRA:
-        extra = tl.minimum(tl.maximum(tl.load(extra_topk_length + row, mask=within, other=0), 0), extra)
-    # rounded up without passing 2^31
-    blocks = (length + KEYS - 1).to(tl.uint32) // KEYS + (extra + KEYS - 1).to(tl.uint32) // KEYS
-    return tl.where(within, blocks.to(tl.int32), -1)
-
-
-@triton.jit
-def _parts_for(blocks, share, cluster_size, DETERMINISTIC: tl.constexpr):
-    """Slots of some rows: one for a row without keys, none past the last row."""
-    if DETERMINISTIC:
-        parts = tl.where(blocks > 0, cluster_size, 1)
-    else:
-        parts = 1 + (blocks > share).to(tl.int32) + 2 * (blocks > 2 * share).to(tl.int32)
-        parts += 4 * (blocks > 4 * share).to(tl.int32) + 8 * (blocks > 8 * share).to(tl.int32)
-        parts = tl.minimum(parts, cluster_size)
-    return tl.where(blocks >= 0, parts, 0)
-
-
-@sized_jit(any_alignment=("topk_length", "extra_topk_length", "slots"))
-def _schedule_kernel(
-    topk_length,
-    extra_topk_length,
-    slots,
-    num_tokens: tl.int32,
-    num_slots: tl.int32,
-    cluster_size: tl.int32,
-    topk: tl.int32,
-    extra_topk: tl.int32,
-    capacity: tl.int32,
-    num_workers: tl.int32,
-    overhead: tl.int32,
-    HAS_EXTRA: tl.constexpr,
-    DETERMINISTIC: tl.constexpr,
-    KEYS: tl.constexpr,
-    SHARES: tl.constexpr,
-    ROWS: tl.constexpr,
-    OTHERS: tl.constexpr,
-):
-    """Each program decides on the share anew, places ROWS rows, and fills its part of the slots without work.
-
-    Grid: (programs of ROWS rows, at least one). A row stands behind the slots of all that are longer, or as long with
-    a smaller number: OTHERS rows are compared with ROWS at a time, so that nothing is sorted and no program waits for
-    another. That is one launch, quadratic in tokens. Tiles are small because the code is: a step runs it once, from
-    cold instruction caches.
-    """
-    program = tl.program_id(0)
-    other = tl.arange(0, OTHERS)
-    candidate = tl.arange(0, SHARES)
-    shares = ((capacity * (4 - candidate % 2)).to(tl.uint32) + (4 << (candidate // 2)) - 1) >> (2 + candidate // 2)
-    shares = shares.to(tl.int32)
-    needed = tl.zeros((OTHERS, SHARES), tl.int32)
-    longest = tl.zeros((OTHERS,), tl.int32)
-    total = tl.zeros((OTHERS,), tl.int64)
-    empty = tl.zeros((OTHERS,), tl.int32)
-    for start in range(0, num_tokens, OTHERS):
-        blocks = _blocks_of(
-            topk_length, extra_topk_length, start + other, num_tokens, topk, extra_topk, HAS_EXTRA=HAS_EXTRA, KEYS=KEYS
-        )
-        longest = tl.maximum(longest, blocks)
-        total += tl.maximum(blocks, 0)
-        empty += (blocks == 0).to(tl.int32)
-        parts = _parts_for(blocks[:, None], shares[None, :], cluster_size, DETERMINISTIC)
-        needed += tl.where(blocks[:, None] > 0, parts, 0)
-    longest = tl.max(longest, 0)
-    empty = tl.sum(empty, 0)
-    needed = tl.sum(needed, 0)
-    slot = tl.maximum(tl.minimum(shares, longest), tl.cdiv(longest, cluster_size)).to(tl.int64) + overhead
-    time = tl.minimum(
-        tl.cdiv(needed, num_workers).to(tl.int64) * num_workers * slot,
-        needed.to(tl.int64) * overhead + tl.sum(total, 0) + num_workers * slot,
-    )
-    time = tl.where(needed + empty <= num_slots, time, 0x7FFFFFFFFFFFFFFF)
-    chosen = candidate == tl.min(tl.where(time == tl.min(time, 0), candidate, SHARES), 0)
-    share = tl.sum(tl.where(chosen, shares, 0), 0)
-    used = tl.sum(tl.where(chosen, needed, 0), 0) + empty
-
-    row = program * ROWS + tl.arange(0, ROWS)
-    own = _blocks_of(topk_length, extra_topk_length, row, num_tokens, topk, extra_topk, HAS_EXTRA=HAS_EXTRA, KEYS=KEYS)
-    before = tl.zeros((ROWS, OTHERS), tl.int32)
-    for start in range(0, num_tokens, OTHERS):
-        blocks = _blocks_of(
-            topk_length, extra_topk_length, start + other, num_tokens, topk, extra_topk, HAS_EXTRA=HAS_EXTRA, KEYS=KEYS
-        )
-        parts = _parts_for(blocks, share, cluster_size, DETERMINISTIC)[None, :]
-        # of rows as long, those with a smaller number: longer by one in this comparison
-        longer = blocks[None, :] + (start + other[None, :] < row[:, None]).to(tl.int32) > own[:, None]
-        before += tl.where(longer, parts, 0)
-    parts = _parts_for(own, share, cluster_size, DETERMINISTIC)
-    part = tl.arange(0, 16)[None, :]
-    entry = slots + 2 * (tl.sum(before, 1)[:, None] + part)
-    mine = part < parts[:, None]
-    tl.store(entry, row[:, None] + 0 * part, mask=mine)
-    tl.store(entry + 1, parts[:, None] + 0 * part, mask=mine)
-    for start in range(used + program * OTHERS, num_slots, tl.num_programs(0) * OTHERS):
-        unused = start + other
-        tl.store(slots + 2 * unused, tl.full((OTHERS,), -1, tl.int32), mask=unused < num_slots)
-        tl.store(slots + 2 * unused + 1, tl.full((OTHERS,), 1, tl.int32), mask=unused < num_slots)
-
-
 def build_step_metadata(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -406,45 +292,7 @@ def build_compressed_metadata(
     )
 
 
-def plan_sparse_attention(
-    topk_length: torch.Tensor,
-    tile_scheduler_metadata: torch.Tensor,
-    topk: int,
-    num_workers: int,
-    *,
-    overhead: int = 4,
-    extra_topk_length: torch.Tensor | None = None,
-    extra_topk: int = 0,
-    deterministic: bool = False,
-) -> None:
-    num_clusters, cluster_size, _ = tile_scheduler_metadata.shape
-    num_tokens = topk_length.shape[0]
-    if num_clusters == 0:
-        return
-    _schedule_kernel[(max(cdiv(num_tokens, SCHEDULE_ROWS), 1),)](
-        topk_length,
-        extra_topk_length,
-        tile_scheduler_metadata,
-        num_tokens,
-        num_clusters * cluster_size,
-        cluster_size,
-        topk,
-        extra_topk,
-        cdiv(topk, KEY_BLOCK) + cdiv(extra_topk, KEY_BLOCK),
-        min(num_workers, MAX_WORKERS),
-        overhead,
-        HAS_EXTRA=extra_topk_length is not None,
-        DETERMINISTIC=deterministic,
-        KEYS=KEY_BLOCK,
-        SHARES=NUM_SHARES,
-        ROWS=SCHEDULE_ROWS,
-        OTHERS=SCHEDULE_OTHERS,
-        num_warps=SCHEDULE_WARPS,
-    )
-
-
 LOWERINGS = {
     "build_compressed_metadata": Lowering(build_compressed_metadata),
     "build_step_metadata": Lowering(build_step_metadata),
-    "plan_sparse_attention": Lowering(plan_sparse_attention),
 }
