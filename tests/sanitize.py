@@ -298,7 +298,8 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
 
 def place_of(frames: list[str]) -> str:
     """Function and line: the innermost of an access's frames outside of headers whose functions are instructions."""
-    frame = next((frame for frame in frames if "ptx.cuh" not in frame and "wgmma.cuh" not in frame), frames[0])
+    instructions = "ptx.cuh", "arithmetic.cuh", "wgmma.cuh"
+    frame = next((frame for frame in frames if not any(name in frame for name in instructions)), frames[0])
     line = re.search(r"[\w.]+\.cuh?:\d+", frame)
     function = re.search(r"([\w:~]+)(?:[<(+]| in |$)", frame)
     return " at ".join(found for found in (function and function[1], line and line[0]) if found) or frame
