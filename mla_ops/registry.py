@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -167,8 +169,7 @@ def define_mutating(
 
 
 def define_computing(
-    schema: str,
-    out_schema: str,
+    named_schema: str,
     *,
     check: Callable[..., None],
     outputs: Callable[..., dict[str, OutputSpec]],
@@ -178,15 +179,17 @@ def define_computing(
     """An op that returns fresh tensors, and its `.out` overload.
 
     Args:
-        schema, out_schema: by hand. `out_schema` appends the outputs of `outputs`, by name, and returns `()`. An
-            overload `op.form` has `op.form_out`.
+        named_schema: by hand, with a name for each tensor that it returns: `op(Tensor q) -> (Tensor out, Tensor lse)`.
+            `op.out` takes these as arguments to write; an overload `op.form` has `op.form_out`.
         check: as in `define_mutating`; sees neither outputs nor their names.
-        outputs: name to (shape, dtype) of each output, in order.
+        outputs: name to (shape, dtype) of each output, in order. It and `describe` get every argument of the op, and
+            name those that they read.
         describe: as in `define_mutating`.
         zeroed: fresh outputs start as zeros, for ops that need not write every row.
 
     Lowerings implement the `.out` form; one may have a `compute` beside it.
     """
+    schema, out_schema, names = split_schema(named_schema)
     out_op = out_schema.split("(", 1)[0]
 
     def allocate(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -215,7 +218,6 @@ def define_computing(
         check(*args, **kwargs)
         return _run(describe(*args, **kwargs), compute, args, kwargs)
 
-    names = tuple(a.name for a in _arguments(out_schema) if a.kwarg_only and _is_written(a))
     writes = Writes(out_op, _arguments(out_schema), names, disjoint=True)
 
     def check_out(*args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -236,6 +238,19 @@ def define_computing(
         increment_version(tensors.values())
 
     return _register(schema, fake, real), _register(out_schema, fake_out, real_out)
+
+
+def split_schema(named_schema: str) -> tuple[str, str, tuple[str, ...]]:
+    """The schema of an op, that of its `.out` overload, and the names of its outputs."""
+    head, _, returns = named_schema.rpartition(" -> ")
+    names = tuple(re.findall(r"Tensor (\w+)", returns))
+    unnamed = "Tensor" if len(names) == 1 else f"({', '.join(['Tensor'] * len(names))})"
+    op, _, arguments = head.removesuffix(")").partition("(")
+    name, _, overload = op.partition(".")
+    aliases = string.ascii_lowercase[len(set(re.findall(r"\((\w)!\)", arguments))) :]
+    written = ", ".join(f"Tensor({alias}!) {each}" for alias, each in zip(aliases, names, strict=False))
+    start = arguments if "*, " in arguments else f"{arguments}, *"
+    return f"{head} -> {unnamed}", f"{name}.{overload + '_' if overload else ''}out({start}, {written}) -> ()", names
 
 
 def _arguments(schema: str) -> Sequence[torch.Argument]:

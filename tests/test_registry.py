@@ -189,3 +189,19 @@ def test_versions_are_counted_for_any_lowering(monkeypatch: pytest.MonkeyPatch) 
         before = versions(sample)
         sample.op(*sample.args, **sample.kwargs)
         assert {name for name, version in versions(sample).items() if version > before[name]} == written(sample)
+
+
+@pytest.mark.parametrize(
+    ("named", "plain", "out"),
+    [
+        ("op(Tensor x) -> Tensor y", "op(Tensor x) -> Tensor", "op.out(Tensor x, *, Tensor(a!) y) -> ()"),
+        (
+            "op.form(Tensor(a!) cache, *, int n=1) -> (Tensor y, Tensor lse)",
+            "op.form(Tensor(a!) cache, *, int n=1) -> (Tensor, Tensor)",
+            "op.form_out(Tensor(a!) cache, *, int n=1, Tensor(b!) y, Tensor(c!) lse) -> ()",
+        ),
+    ],
+)
+def test_the_out_overload_follows_from_the_names_of_what_is_returned(named: str, plain: str, out: str) -> None:
+    names = ("y",) if "form" not in named else ("y", "lse")
+    assert registry.split_schema(named) == (plain, out, names)

@@ -86,8 +86,8 @@ def outputs_gather_cache(
     cu_seq_lens: torch.Tensor,
     num_rows: int,
     cache_format: str,
-    gather_lens: torch.Tensor | None = None,
-    offset: int = 0,
+    *_: object,
+    **__: object,
 ) -> dict[str, OutputSpec]:
     entry = check_cache("gather_cache", kv_cache, cache_format)
     return {"out": ((num_rows, geometry(kv_cache, cache_format).head_dim), entry.value_dtype)}
@@ -100,17 +100,15 @@ def describe_gather_cache(
     cu_seq_lens: torch.Tensor,
     num_rows: int,
     cache_format: str,
-    gather_lens: torch.Tensor | None = None,
-    offset: int = 0,
+    *_: object,
+    **__: object,
 ) -> Call:
     return Call("gather_cache", kv_cache.device, kv_cache.dtype, cache_format, num_tokens=num_rows)
 
 
 gather_cache, gather_cache_out = define_computing(
     "gather_cache(Tensor(a!) kv_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seq_lens, SymInt num_rows, "
-    "str cache_format, *, Tensor? gather_lens=None, SymInt offset=0) -> Tensor",
-    "gather_cache.out(Tensor(a!) kv_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seq_lens, SymInt num_rows, "
-    "str cache_format, *, Tensor? gather_lens=None, SymInt offset=0, Tensor(b!) out) -> ()",
+    "str cache_format, *, Tensor? gather_lens=None, SymInt offset=0) -> Tensor out",
     check=check_gather_cache,
     outputs=outputs_gather_cache,
     describe=describe_gather_cache,

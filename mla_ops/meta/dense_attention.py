@@ -86,11 +86,9 @@ def describe_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: obje
 
 
 prefill_attention, prefill_attention_out = define_computing(
-    "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, float softmax_scale, *, bool causal=True) -> (Tensor, Tensor)",
-    "prefill_attention.out(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, *, bool causal=True, Tensor(a!) out, "
-    "Tensor(b!) lse) -> ()",
+    "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, *, bool causal=True) -> (Tensor out, "
+    "Tensor lse)",
     check=check_prefill,
     outputs=outputs_prefill,
     describe=describe_prefill,
@@ -153,9 +151,7 @@ def describe_paged(
 
 paged_attention, paged_attention_out = define_computing(
     "paged_attention(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token, Tensor key_lens, "
-    "float softmax_scale, str cache_format) -> (Tensor, Tensor)",
-    "paged_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token, "
-    "Tensor key_lens, float softmax_scale, str cache_format, *, Tensor(b!) out, Tensor(c!) lse) -> ()",
+    "float softmax_scale, str cache_format) -> (Tensor out, Tensor lse)",
     check=check_paged,
     outputs=outputs_paged,
     describe=describe_paged,

@@ -31,24 +31,14 @@ def check_convert(
 
 
 def outputs_convert(
-    req_id_per_token: torch.Tensor,
-    block_table: torch.Tensor,
-    token_indices: torch.Tensor,
-    block_size: int,
-    compact: bool = False,
-    num_blocks: int | None = None,
+    req_id_per_token: torch.Tensor, block_table: torch.Tensor, token_indices: torch.Tensor, *_: object, **__: object
 ) -> dict[str, OutputSpec]:
     num_tokens, topk = token_indices.shape
     return {"out": ((num_tokens, topk), torch.int32), "valid_counts": ((num_tokens,), torch.int32)}
 
 
 def describe_convert(
-    req_id_per_token: torch.Tensor,
-    block_table: torch.Tensor,
-    token_indices: torch.Tensor,
-    block_size: int,
-    compact: bool = False,
-    num_blocks: int | None = None,
+    req_id_per_token: torch.Tensor, block_table: torch.Tensor, token_indices: torch.Tensor, *_: object, **__: object
 ) -> Call:
     num_tokens, topk = token_indices.shape
     op = "convert_req_index_to_global_index"
@@ -57,9 +47,7 @@ def describe_convert(
 
 convert_req_index_to_global_index, convert_req_index_to_global_index_out = define_computing(
     "convert_req_index_to_global_index(Tensor req_id_per_token, Tensor block_table, Tensor token_indices, "
-    "SymInt block_size, *, bool compact=False, SymInt? num_blocks=None) -> (Tensor, Tensor)",
-    "convert_req_index_to_global_index.out(Tensor req_id_per_token, Tensor block_table, Tensor token_indices, "
-    "SymInt block_size, *, bool compact=False, SymInt? num_blocks=None, Tensor(a!) out, Tensor(b!) valid_counts) -> ()",
+    "SymInt block_size, *, bool compact=False, SymInt? num_blocks=None) -> (Tensor out, Tensor valid_counts)",
     check=check_convert,
     outputs=outputs_convert,
     describe=describe_convert,
@@ -84,9 +72,7 @@ def describe_filter(indices: torch.Tensor, context_lens: torch.Tensor) -> Call:
 
 
 filter_prefill_indices, filter_prefill_indices_out = define_computing(
-    "filter_prefill_indices(Tensor indices, Tensor context_lens) -> (Tensor, Tensor)",
-    "filter_prefill_indices.out(Tensor indices, Tensor context_lens, *, Tensor(a!) context_indices, "
-    "Tensor(b!) new_indices) -> ()",
+    "filter_prefill_indices(Tensor indices, Tensor context_lens) -> (Tensor context_indices, Tensor new_indices)",
     check=check_filter,
     outputs=outputs_filter,
     describe=describe_filter,
@@ -132,8 +118,8 @@ def outputs_sliding_window(
     req_id_per_token: torch.Tensor,
     block_table: torch.Tensor,
     window: int,
-    block_size: int,
-    num_blocks: int | None = None,
+    *_: object,
+    **__: object,
 ) -> dict[str, OutputSpec]:
     return _rows(positions.shape[0], window)
 
@@ -143,8 +129,8 @@ def describe_sliding_window(
     req_id_per_token: torch.Tensor,
     block_table: torch.Tensor,
     window: int,
-    block_size: int,
-    num_blocks: int | None = None,
+    *_: object,
+    **__: object,
 ) -> Call:
     op = "sliding_window_indices"
     return Call(op, positions.device, torch.int32, num_tokens=positions.shape[0], topk=window)
@@ -152,9 +138,7 @@ def describe_sliding_window(
 
 sliding_window_indices, sliding_window_indices_out = define_computing(
     "sliding_window_indices(Tensor positions, Tensor req_id_per_token, Tensor block_table, SymInt window, "
-    "SymInt block_size, *, SymInt? num_blocks=None) -> (Tensor, Tensor)",
-    "sliding_window_indices.out(Tensor positions, Tensor req_id_per_token, Tensor block_table, SymInt window, "
-    "SymInt block_size, *, SymInt? num_blocks=None, Tensor(a!) indices, Tensor(b!) lens) -> ()",
+    "SymInt block_size, *, SymInt? num_blocks=None) -> (Tensor indices, Tensor lens)",
     check=check_sliding_window,
     outputs=outputs_sliding_window,
     describe=describe_sliding_window,
@@ -203,9 +187,7 @@ def describe_compressed(
 
 compressed_indices, compressed_indices_out = define_computing(
     "compressed_indices(Tensor positions, Tensor req_id_per_token, Tensor block_table, SymInt compress_ratio, "
-    "SymInt block_size, SymInt width, *, SymInt? num_blocks=None) -> (Tensor, Tensor)",
-    "compressed_indices.out(Tensor positions, Tensor req_id_per_token, Tensor block_table, SymInt compress_ratio, "
-    "SymInt block_size, SymInt width, *, SymInt? num_blocks=None, Tensor(a!) indices, Tensor(b!) lens) -> ()",
+    "SymInt block_size, SymInt width, *, SymInt? num_blocks=None) -> (Tensor indices, Tensor lens)",
     check=check_compressed,
     outputs=outputs_compressed,
     describe=describe_compressed,
@@ -229,24 +211,12 @@ def check_global_topk(
         check_not_negative(op, "num_blocks", num_blocks)
 
 
-def outputs_global_topk(
-    topk_indices: torch.Tensor,
-    req_id_per_token: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    num_blocks: int | None = None,
-) -> dict[str, OutputSpec]:
+def outputs_global_topk(topk_indices: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
     num_tokens, topk = topk_indices.shape
     return _rows(num_tokens, topk)
 
 
-def describe_global_topk(
-    topk_indices: torch.Tensor,
-    req_id_per_token: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    num_blocks: int | None = None,
-) -> Call:
+def describe_global_topk(topk_indices: torch.Tensor, *_: object, **__: object) -> Call:
     num_tokens, topk = topk_indices.shape
     op = "compute_global_topk_indices_and_lens"
     return Call(op, topk_indices.device, torch.int32, num_tokens=num_tokens, topk=topk)
@@ -254,9 +224,7 @@ def describe_global_topk(
 
 compute_global_topk_indices_and_lens, compute_global_topk_indices_and_lens_out = define_computing(
     "compute_global_topk_indices_and_lens(Tensor topk_indices, Tensor req_id_per_token, Tensor block_table, "
-    "SymInt block_size, *, SymInt? num_blocks=None) -> (Tensor, Tensor)",
-    "compute_global_topk_indices_and_lens.out(Tensor topk_indices, Tensor req_id_per_token, Tensor block_table, "
-    "SymInt block_size, *, SymInt? num_blocks=None, Tensor(a!) indices, Tensor(b!) lens) -> ()",
+    "SymInt block_size, *, SymInt? num_blocks=None) -> (Tensor indices, Tensor lens)",
     check=check_global_topk,
     outputs=outputs_global_topk,
     describe=describe_global_topk,
@@ -299,9 +267,8 @@ def outputs_combine(
     seq_lens: torch.Tensor,
     gather_lens: torch.Tensor,
     window: int,
-    compress_ratio: int,
-    request_stride: int,
-    window_offset: int,
+    *_: object,
+    **__: object,
 ) -> dict[str, OutputSpec]:
     num_tokens, topk = topk_indices.shape
     return _rows(num_tokens, topk + window)
@@ -314,9 +281,8 @@ def describe_combine(
     seq_lens: torch.Tensor,
     gather_lens: torch.Tensor,
     window: int,
-    compress_ratio: int,
-    request_stride: int,
-    window_offset: int,
+    *_: object,
+    **__: object,
 ) -> Call:
     num_tokens, topk = topk_indices.shape
     op = "combine_topk_swa_indices"
@@ -326,10 +292,7 @@ def describe_combine(
 combine_topk_swa_indices, combine_topk_swa_indices_out = define_computing(
     "combine_topk_swa_indices(Tensor topk_indices, Tensor positions, Tensor req_id_per_token, Tensor seq_lens, "
     "Tensor gather_lens, SymInt window, SymInt compress_ratio, SymInt request_stride, SymInt window_offset) "
-    "-> (Tensor, Tensor)",
-    "combine_topk_swa_indices.out(Tensor topk_indices, Tensor positions, Tensor req_id_per_token, Tensor seq_lens, "
-    "Tensor gather_lens, SymInt window, SymInt compress_ratio, SymInt request_stride, SymInt window_offset, *, "
-    "Tensor(a!) indices, Tensor(b!) lens) -> ()",
+    "-> (Tensor indices, Tensor lens)",
     check=check_combine,
     outputs=outputs_combine,
     describe=describe_combine,

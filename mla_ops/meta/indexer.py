@@ -116,9 +116,7 @@ def describe_gather(
 
 gather_index_cache, gather_index_cache_out = define_computing(
     "gather_index_cache(Tensor(a!) index_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seq_lens, "
-    "str cache_format, SymInt num_tokens) -> (Tensor, Tensor)",
-    "gather_index_cache.out(Tensor(a!) index_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seq_lens, "
-    "str cache_format, SymInt num_tokens, *, Tensor(b!) k, Tensor(c!) k_scale) -> ()",
+    "str cache_format, SymInt num_tokens) -> (Tensor k, Tensor k_scale)",
     check=check_gather,
     outputs=outputs_gather,
     describe=describe_gather,
@@ -134,7 +132,7 @@ def check_quantize(q: torch.Tensor, weights: torch.Tensor, scale: float) -> None
     check_no_grad(op, q=q, weights=weights)
 
 
-def outputs_quantize(q: torch.Tensor, weights: torch.Tensor, scale: float) -> dict[str, OutputSpec]:
+def outputs_quantize(q: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
     num_tokens, num_heads, head_dim = q.shape
     return {
         "q_fp8": ((num_tokens, num_heads, head_dim), torch.float8_e4m3fn),
@@ -142,13 +140,12 @@ def outputs_quantize(q: torch.Tensor, weights: torch.Tensor, scale: float) -> di
     }
 
 
-def describe_quantize(q: torch.Tensor, weights: torch.Tensor, scale: float) -> Call:
+def describe_quantize(q: torch.Tensor, *_: object, **__: object) -> Call:
     return Call("quantize_index_query", q.device, q.dtype, num_heads=q.shape[1], num_tokens=q.shape[0])
 
 
 quantize_index_query, quantize_index_query_out = define_computing(
-    "quantize_index_query(Tensor q, Tensor weights, float scale) -> (Tensor, Tensor)",
-    "quantize_index_query.out(Tensor q, Tensor weights, float scale, *, Tensor(a!) q_fp8, Tensor(b!) q_weights) -> ()",
+    "quantize_index_query(Tensor q, Tensor weights, float scale) -> (Tensor q_fp8, Tensor q_weights)",
     check=check_quantize,
     outputs=outputs_quantize,
     describe=describe_quantize,
@@ -185,37 +182,19 @@ def check_logits(
     _check_flat("indexer_logits", q, k, weights, row_starts, row_ends, k_scale)
 
 
-def outputs_logits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    row_starts: torch.Tensor,
-    row_ends: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    clean: bool = False,
-) -> dict[str, OutputSpec]:
+def outputs_logits(q: torch.Tensor, k: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
     return {"out": ((q.shape[0], k.shape[0]), torch.float32)}
 
 
-def describe_logits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    row_starts: torch.Tensor,
-    row_ends: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    clean: bool = False,
-) -> Call:
-    num_tokens, num_heads, _ = q.shape
+def describe_logits(q: torch.Tensor, k: torch.Tensor, *_: object, **__: object) -> Call:
+    num_tokens, num_heads = q.shape[:2]
     op = "indexer_logits"
     return Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens, num_keys=k.shape[0])
 
 
 indexer_logits, indexer_logits_out = define_computing(
-    "indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, *, Tensor? k_scale=None, "
-    "bool clean=False) -> Tensor",
-    "indexer_logits.out(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, *, "
-    "Tensor? k_scale=None, bool clean=False, Tensor(a!) out) -> ()",
+    "indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, *, "
+    "Tensor? k_scale=None, bool clean=False) -> Tensor out",
     check=check_logits,
     outputs=outputs_logits,
     describe=describe_logits,
@@ -265,8 +244,8 @@ def outputs_paged_logits(
     block_table: torch.Tensor,
     req_id_per_token: torch.Tensor,
     max_length: int,
-    cache_format: str,
-    clean: bool = False,
+    *_: object,
+    **__: object,
 ) -> dict[str, OutputSpec]:
     return {"out": ((q.shape[0], max_length), torch.float32)}
 
@@ -297,9 +276,7 @@ def describe_paged_logits(
 
 paged_indexer_logits, paged_indexer_logits_out = define_computing(
     "paged_indexer_logits(Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor block_table, "
-    "Tensor req_id_per_token, SymInt max_length, str cache_format, *, bool clean=False) -> Tensor",
-    "paged_indexer_logits.out(Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor block_table, "
-    "Tensor req_id_per_token, SymInt max_length, str cache_format, *, bool clean=False, Tensor(b!) out) -> ()",
+    "Tensor req_id_per_token, SymInt max_length, str cache_format, *, bool clean=False) -> Tensor out",
     check=check_paged_logits,
     outputs=outputs_paged_logits,
     describe=describe_paged_logits,
@@ -334,41 +311,20 @@ def check_topk(
     check_no_grad(op, scores=scores)
 
 
-def outputs_topk(
-    scores: torch.Tensor,
-    topk: int,
-    row_starts: torch.Tensor | None = None,
-    row_ends: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    req_id_per_token: torch.Tensor | None = None,
-    block_size: int = 0,
-    sorted: bool = False,
-) -> dict[str, OutputSpec]:
+def outputs_topk(scores: torch.Tensor, topk: int, *_: object, **__: object) -> dict[str, OutputSpec]:
     return _selected(scores.shape[0], topk)
 
 
-def describe_topk(
-    scores: torch.Tensor,
-    topk: int,
-    row_starts: torch.Tensor | None = None,
-    row_ends: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    req_id_per_token: torch.Tensor | None = None,
-    block_size: int = 0,
-    sorted: bool = False,
-) -> Call:
+def describe_topk(scores: torch.Tensor, topk: int, *_: object, **__: object) -> Call:
     num_tokens, num_columns = scores.shape
     return Call("topk_indices", scores.device, scores.dtype, num_tokens=num_tokens, topk=topk, num_keys=num_columns)
 
 
-_TOPK_ARGUMENTS = (
-    "Tensor scores, SymInt topk, *, Tensor? row_starts=None, Tensor? row_ends=None, Tensor? block_table=None, "
-    "Tensor? req_id_per_token=None, SymInt block_size=0, bool sorted=False"
-)
-
 topk_indices, topk_indices_out = define_computing(
-    f"topk_indices({_TOPK_ARGUMENTS}) -> (Tensor, Tensor)",
-    f"topk_indices.out({_TOPK_ARGUMENTS}, Tensor(a!) indices, Tensor(b!) valid_counts) -> ()",
+    "topk_indices("
+    "Tensor scores, SymInt topk, *, Tensor? row_starts=None, Tensor? row_ends=None, Tensor? block_table=None, "
+    "Tensor? req_id_per_token=None, SymInt block_size=0, bool sorted=False) -> "
+    "(Tensor indices, Tensor valid_counts)",
     check=check_topk,
     outputs=outputs_topk,
     describe=describe_topk,
@@ -399,8 +355,8 @@ def outputs_select(
     block_table: torch.Tensor,
     req_id_per_token: torch.Tensor,
     topk: int,
-    cache_format: str,
-    translate: bool = False,
+    *_: object,
+    **__: object,
 ) -> dict[str, OutputSpec]:
     return _selected(q.shape[0], topk)
 
@@ -431,14 +387,11 @@ def describe_select(
     )
 
 
-_SELECT_ARGUMENTS = (
-    "Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor block_table, Tensor req_id_per_token, "
-    "SymInt topk, str cache_format, *, bool translate=False"
-)
-
 select_keys, select_keys_out = define_computing(
-    f"select_keys({_SELECT_ARGUMENTS}) -> (Tensor, Tensor)",
-    f"select_keys.out({_SELECT_ARGUMENTS}, Tensor(b!) indices, Tensor(c!) valid_counts) -> ()",
+    "select_keys("
+    "Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor block_table, Tensor req_id_per_token, "
+    "SymInt topk, str cache_format, *, bool translate=False) -> "
+    "(Tensor indices, Tensor valid_counts)",
     check=check_select,
     outputs=outputs_select,
     describe=describe_select,
@@ -485,13 +438,10 @@ def describe_select_flat(
     return Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens, topk=topk, num_keys=k.shape[0])
 
 
-_SELECT_FLAT_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, SymInt topk, *, Tensor? k_scale=None"
-)
-
 select_keys_flat, select_keys_flat_out = define_computing(
-    f"select_keys.flat({_SELECT_FLAT_ARGUMENTS}) -> (Tensor, Tensor)",
-    f"select_keys.flat_out({_SELECT_FLAT_ARGUMENTS}, Tensor(a!) indices, Tensor(b!) valid_counts) -> ()",
+    "select_keys.flat("
+    "Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, SymInt topk, *, Tensor? k_scale=None) -> "
+    "(Tensor indices, Tensor valid_counts)",
     check=check_select_flat,
     outputs=outputs_select_flat,
     describe=describe_select_flat,
@@ -518,9 +468,7 @@ def describe_merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) 
 
 
 merge_topk, merge_topk_out = define_computing(
-    "merge_topk(Tensor scores, Tensor indices, SymInt topk) -> (Tensor, Tensor)",
-    "merge_topk.out(Tensor scores, Tensor indices, SymInt topk, *, Tensor(a!) best_scores, Tensor(b!) best_indices) "
-    "-> ()",
+    "merge_topk(Tensor scores, Tensor indices, SymInt topk) -> (Tensor best_scores, Tensor best_indices)",
     check=check_merge_topk,
     outputs=outputs_merge_topk,
     describe=describe_merge_topk,

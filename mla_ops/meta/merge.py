@@ -52,9 +52,7 @@ def _check_lse(
         require(actual == size, message)
 
 
-def outputs_merge(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> dict[str, OutputSpec]:
+def outputs_merge(out_a: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
     num_tokens, num_heads, head_dim_v = out_a.shape
     return {
         "out": ((num_tokens, num_heads, head_dim_v), out_a.dtype),
@@ -62,16 +60,14 @@ def outputs_merge(
     }
 
 
-def describe_merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Call:
+def describe_merge(out_a: torch.Tensor, *_: object, **__: object) -> Call:
     num_tokens, num_heads, head_dim_v = out_a.shape
     op = "merge_attention_states"
     return Call(op, out_a.device, out_a.dtype, head_dim=head_dim_v, num_heads=num_heads, num_tokens=num_tokens)
 
 
 merge_attention_states, merge_attention_states_out = define_computing(
-    "merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
-    "merge_attention_states.out(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, *, Tensor(a!) out, "
-    "Tensor(b!) lse) -> ()",
+    "merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
     check=check_merge,
     outputs=outputs_merge,
     describe=describe_merge,
@@ -102,8 +98,7 @@ def describe_stacked(outs: torch.Tensor, lses: torch.Tensor) -> Call:
 
 
 merge_attention_states_stacked, merge_attention_states_stacked_out = define_computing(
-    "merge_attention_states.stacked(Tensor outs, Tensor lses) -> (Tensor, Tensor)",
-    "merge_attention_states.stacked_out(Tensor outs, Tensor lses, *, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "merge_attention_states.stacked(Tensor outs, Tensor lses) -> (Tensor out, Tensor lse)",
     check=check_stacked,
     outputs=outputs_stacked,
     describe=describe_stacked,

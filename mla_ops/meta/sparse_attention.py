@@ -109,13 +109,9 @@ def describe_paged(
 
 
 paged_sparse_attention, paged_sparse_attention_out = define_computing(
-    "paged_sparse_attention(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, str cache_format, *, "
-    "Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, Tensor? req_id_per_token=None, "
-    "bool deterministic=False) -> (Tensor, Tensor)",
-    "paged_sparse_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
-    "str cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
-    "Tensor? req_id_per_token=None, bool deterministic=False, Tensor(b!) out, "
-    "Tensor(c!) lse) -> ()",
+    "paged_sparse_attention(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, str cache_format, "
+    "*, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
+    "Tensor? req_id_per_token=None, bool deterministic=False) -> (Tensor out, Tensor lse)",
     check=check_paged,
     outputs=outputs_paged,
     describe=describe_paged,
@@ -181,13 +177,8 @@ paged_sparse_attention_extra, paged_sparse_attention_extra_out = define_computin
     "paged_sparse_attention.extra(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
     "str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str extra_cache_format, *, "
     "Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
-    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, "
-    "bool deterministic=False) -> (Tensor, Tensor)",
-    "paged_sparse_attention.extra_out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
-    "str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str extra_cache_format, *, "
-    "Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
-    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, "
-    "bool deterministic=False, Tensor(c!) out, Tensor(d!) lse) -> ()",
+    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, bool deterministic=False) -> (Tensor out, "
+    "Tensor lse)",
     check=check_extra,
     outputs=outputs_paged,
     describe=describe_extra,
@@ -232,9 +223,7 @@ def describe_flat(
 
 sparse_attention, sparse_attention_out = define_computing(
     "sparse_attention(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor? topk_length=None, "
-    "Tensor? attn_sink=None, bool deterministic=False) -> (Tensor, Tensor)",
-    "sparse_attention.out(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor? topk_length=None, "
-    "Tensor? attn_sink=None, bool deterministic=False, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "Tensor? attn_sink=None, bool deterministic=False) -> (Tensor out, Tensor lse)",
     check=check_flat,
     outputs=outputs_flat,
     describe=describe_flat,
