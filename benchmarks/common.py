@@ -333,7 +333,7 @@ def _timings_host(runs: Replays, iterations: int, device: torch.device) -> dict[
 
 def _under(name: str, call: dispatch.Call, run: Callable[[], object]) -> Callable[[], object]:
     """`run` with that lowering forced for the op of `call`; as it is for a peer, or where dispatch chooses it."""
-    if name not in dispatch.ROOMS or name == _resolve("auto", call)[0]:
+    if name not in dispatch.BACKENDS or name == _resolve("auto", call)[0]:
         return run
 
     def forced() -> None:

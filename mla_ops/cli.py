@@ -191,7 +191,7 @@ def _lowerings(device: torch.device) -> list[str]:
         else:
             cell = "no"
         cells.setdefault(entry.op, []).append(cell)
-    lines = [f"  {'op':36}" + "".join(f"{room:>12}" for room in dispatch.ROOMS)]
+    lines = [f"  {'op':36}" + "".join(f"{backend:>12}" for backend in dispatch.BACKENDS)]
     lines += [f"  {op:36}" + "".join(f"{cell:>12}" for cell in row) for op, row in cells.items()]
     return lines + [f"  ({number}) {note}" for number, note in enumerate(notes, 1)]
 

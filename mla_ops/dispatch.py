@@ -1,9 +1,10 @@
 """Which lowering runs: a pure function of device, dtypes, shapes and what is installed. Explainable, overridable.
 
-A *lowering* is one implementation of one op. It lives in a *room*, `mla_ops/kernels/<room>/<family>.py`, which has a
-`LOWERINGS` dict from op name to `Lowering`; an overload with arguments of its own is an op of its own, `op.overload`,
-which `override` takes by the name of its op. For a call, dispatch walks the rooms of `order_for` and takes the first
-that has no reason against it. Nothing is imported before it is asked for, and nothing is compiled to choose.
+A *lowering* is one implementation of one op. A *backend* is a folder of them, `mla_ops/kernels/<backend>/<family>.py`,
+or a file, which adapts a library. Each module has a `LOWERINGS` dict from op name to `Lowering`; an overload with
+arguments of its own is an op of its own, `op.overload`, which `override` takes by the name of its op. For a call,
+dispatch tries the backends of `order_for` and takes the first that has no reason against it. Nothing is imported before
+it is asked for, and nothing is compiled to choose.
 
 A lowering that cannot be loaded raises `LoweringUnavailable`, and the next one takes the call. Where a GPU call runs a
 slower lowering than its GPU could have, the logger `mla_ops` says so once, with the reason and the cure.
@@ -82,14 +83,14 @@ class Lowering:
             write into a caller's buffers, where `run` copies. None: what is returned is allocated, and `run` fills it.
         deterministic: whether the bits of a row's results can be had independent of the other rows. `run` is then told
             when they are asked for.
-        room: where it was found; dispatch fills it in.
+        backend: where it was found; dispatch fills it in.
     """
 
     run: Callable[..., None]
     unsupported_reason: Callable[[Call], str | None] = lambda call: None
     compute: Callable[..., tuple[torch.Tensor, ...]] | None = None
     deterministic: bool = False
-    room: str = ""
+    backend: str = ""
 
 
 def into_buffers(compute: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., None]:
@@ -133,9 +134,9 @@ FAMILIES: dict[str, str] = {
     "merge_topk": "indexer",
 }
 
-ROOMS = ("hopper", "flash_mla", "flash_attn", "torch_sdpa", "flashinfer", "triton", "reference")
+BACKENDS = ("hopper", "flash_mla", "flash_attn", "torch_sdpa", "flashinfer", "triton", "reference")
 
-# rooms of one file, which adapts a library that is installed
+# backends of one file, which adapts a library that is installed
 ADAPTERS = ("flash_mla", "flash_attn", "torch_sdpa", "flashinfer")
 
 ORDER: dict[str, tuple[str, ...]] = {
@@ -165,12 +166,12 @@ SLOWER: dict[tuple[str, str], Callable[[Call], str | None]] = {
 
 
 def order_for(op: str, device: torch.device) -> tuple[str, ...]:
-    """Rooms that dispatch tries for an op, in order.
+    """Backends that dispatch tries for an op, in order.
 
     CPU tensors go to the reference, which is the specification. On CUDA it runs only when it is asked for: it is orders
     of magnitude slower.
     """
-    return tuple(room for room in ORDER.get(device.type, ()) if (room, op) not in ON_REQUEST)
+    return tuple(backend for backend in ORDER.get(device.type, ()) if (backend, op) not in ON_REQUEST)
 
 
 _STAND_INS: dict[torch.device, tuple[int, int]] = {}
@@ -202,39 +203,39 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _room_reason(room: str, call: Call) -> str | None:
-    """What speaks against a whole room, before anything of it is imported."""
-    if room == "triton" and not is_installed("triton"):
+def _backend_reason(backend: str, call: Call) -> str | None:
+    """What speaks against a whole backend, before anything of it is imported."""
+    if backend == "triton" and not is_installed("triton"):
         return Missing("Triton is not installed: pip install triton")
-    if room == "triton" and call.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if backend == "triton" and call.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return Missing(
             "Triton runs on CPU tensors only in its interpreter: set TRITON_INTERPRET=1 before the first call"
         )
-    if room in ("hopper", "flash_mla") and device_capability(call.device) != (9, 0):
+    if backend in ("hopper", "flash_mla") and device_capability(call.device) != (9, 0):
         return f"it needs a Hopper GPU (compute capability 9.0), these tensors are on {call.device}"
     return None
 
 
-# What raised `LoweringUnavailable`: (room, op) to its message.
+# What raised `LoweringUnavailable`: (backend, op) to its message.
 _struck_off: dict[tuple[str, str], Missing] = {}
 _lock = threading.Lock()
 
 
 def strike_off(call: Call, lowering: Lowering, error: LoweringUnavailable) -> None:
     """No call of this op runs `lowering` from now on, in any thread of this process."""
-    if not lowering.room:
+    if not lowering.backend:
         raise error  # dispatch would choose it again
     with _lock:
-        _struck_off.setdefault((lowering.room, call.op), Missing(error))
+        _struck_off.setdefault((lowering.backend, call.op), Missing(error))
     # Also where it was struck off before: another thread may since have remembered a choice that it began earlier.
     _choose.cache_clear()
 
 
 @functools.cache
-def _lowering(room: str, op: str) -> Lowering | None:
-    module = f"{__package__}.kernels.{room}.{FAMILIES[op]}"
-    if room in ADAPTERS:
-        module = f"{__package__}.kernels.{room}"
+def _lowering(backend: str, op: str) -> Lowering | None:
+    module = f"{__package__}.kernels.{backend}.{FAMILIES[op]}"
+    if backend in ADAPTERS:
+        module = f"{__package__}.kernels.{backend}"
     try:
         lowerings = importlib.import_module(module).LOWERINGS
     except ModuleNotFoundError as error:
@@ -242,44 +243,44 @@ def _lowering(room: str, op: str) -> Lowering | None:
             return None
         raise
     found = lowerings.get(op)
-    return None if found is None else replace(found, room=room)
+    return None if found is None else replace(found, backend=backend)
 
 
-def unsupported_reason(room: str, call: Call) -> str | None:
-    """Why `room` cannot run `call`, or None if it can."""
-    reason = _room_reason(room, call)
+def unsupported_reason(backend: str, call: Call) -> str | None:
+    """Why `backend` cannot run `call`, or None if it can."""
+    reason = _backend_reason(backend, call)
     if reason is not None:
         return reason
-    lowering = _lowering(room, call.op)
+    lowering = _lowering(backend, call.op)
     if lowering is None:
-        return f"there is no {room} lowering of {call.op}"
+        return f"there is no {backend} lowering of {call.op}"
     if call.deterministic and not lowering.deterministic:
         return "it is not deterministic: the bits of a row's results may depend on the other rows"
-    return lowering.unsupported_reason(call) or _struck_off.get((room, call.op))
+    return lowering.unsupported_reason(call) or _struck_off.get((backend, call.op))
 
 
-def slower_reason(room: str, call: Call) -> str | None:
-    """Why `room` makes way for a faster one, though it can run `call`; None if it does not."""
-    known = SLOWER.get((room, call.op))
+def slower_reason(backend: str, call: Call) -> str | None:
+    """Why `backend` makes way for a faster one, though it can run `call`; None if it does not."""
+    known = SLOWER.get((backend, call.op))
     return known(call) if known is not None else None
 
 
 def _parse_environment(value: str) -> dict[str, str]:
-    """`"triton"` for every op, or `"op=room,op=room"`."""
+    """`"triton"` for every op, or `"op=backend,op=backend"`."""
     chosen: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in value.split(","))):
-        op, _, room = part.rpartition("=")
-        chosen[op or "*"] = room
+        op, _, backend = part.rpartition("=")
+        chosen[op or "*"] = backend
     _check_override(chosen, f"environment variable {ENVIRONMENT_VARIABLE}")
     return chosen
 
 
 def _check_override(chosen: dict[str, str], where: str) -> None:
-    for op, room in chosen.items():
+    for op, backend in chosen.items():
         if op != "*" and op not in FAMILIES:
             raise ValueError(f"{where}: unknown op '{op}', expected one of {sorted(FAMILIES)}")
-        if room not in ROOMS:
-            raise ValueError(f"{where}: unknown lowering '{room}', expected one of {ROOMS}")
+        if backend not in BACKENDS:
+            raise ValueError(f"{where}: unknown lowering '{backend}', expected one of {BACKENDS}")
 
 
 _overrides: ContextVar[Mapping[str, str]] = ContextVar(
@@ -324,13 +325,13 @@ def _choose(call: Call, forced: str | None) -> str:
             raise NotImplementedError(f"{call.op}: the lowering '{forced}' was asked for, but {reason}")
         return forced
     refused: dict[str, str] = {}
-    for room in order_for(call.op, call.device):
-        reason = unsupported_reason(room, call) or slower_reason(room, call)
+    for backend in order_for(call.op, call.device):
+        reason = unsupported_reason(backend, call) or slower_reason(backend, call)
         if reason is None:
-            _tell_what_is_missing(call, room, refused)
-            return room
-        refused[room] = reason
-    reasons = "; ".join(f"{room}: {reason}" for room, reason in refused.items())
+            _tell_what_is_missing(call, backend, refused)
+            return backend
+        refused[backend] = reason
+    reasons = "; ".join(f"{backend}: {reason}" for backend, reason in refused.items())
     raise NotImplementedError(f"{call.op}: no lowering can run this call on {call.device}. {reasons}")
 
 
@@ -339,18 +340,18 @@ _told: set[tuple[str, str]] = set()
 
 def _tell_what_is_missing(call: Call, chosen: str, refused: dict[str, str]) -> None:
     """Logs, once for an op, the fastest lowering that the user could have had instead of `chosen`."""
-    for room, reason in refused.items():
-        if isinstance(reason, Missing) and slower_reason(room, call) is None:
+    for backend, reason in refused.items():
+        if isinstance(reason, Missing) and slower_reason(backend, call) is None:
             with _lock:
-                first = (room, call.op) not in _told
-                _told.add((room, call.op))
+                first = (backend, call.op) not in _told
+                _told.add((backend, call.op))
             if first:
                 logger.warning(
                     "%s runs the lowering '%s' on %s. '%s' is faster, but %s",
                     call.op,
                     chosen,
                     call.device,
-                    room,
+                    backend,
                     reason,
                 )
             return
@@ -380,7 +381,7 @@ class Explanation:
     def __str__(self) -> str:
         how = "forced" if self.forced else "first without a reason against it"
         lines = [f"{self.call.op}: {self.chosen or 'no lowering'}" + (f" ({how})" if self.chosen else "")]
-        lines += [f"  not {room}: {reason}" for room, reason in self.refused.items()]
+        lines += [f"  not {backend}: {reason}" for backend, reason in self.refused.items()]
         return "\n".join(lines)
 
 
@@ -392,25 +393,25 @@ def explain(call: Call) -> Explanation:
     out by hand for a question about another machine's shapes.
     """
     forced = _forced(call.op)
-    rooms = (forced,) if forced else order_for(call.op, call.device)
+    backends = (forced,) if forced else order_for(call.op, call.device)
     chosen: str | None = None
     refused: dict[str, str] = {}
-    for room in ROOMS:
-        reason = unsupported_reason(room, call) or (None if forced else slower_reason(room, call))
+    for backend in BACKENDS:
+        reason = unsupported_reason(backend, call) or (None if forced else slower_reason(backend, call))
         if reason is not None:
-            refused[room] = reason
-        elif room not in rooms:
-            why = ON_REQUEST.get((room, call.op))
-            refused[room] = f"runs on {call.device.type} only when asked for with dispatch.override" + (
+            refused[backend] = reason
+        elif backend not in backends:
+            why = ON_REQUEST.get((backend, call.op))
+            refused[backend] = f"runs on {call.device.type} only when asked for with dispatch.override" + (
                 f": {why}" if why else ""
             )
-    for room in rooms:
-        if room not in refused:
-            chosen = room
+    for backend in backends:
+        if backend not in refused:
+            chosen = backend
             break
-    for room in rooms:
-        if chosen is not None and room != chosen and room not in refused:
-            refused[room] = f"comes after {chosen}"
+    for backend in backends:
+        if chosen is not None and backend != chosen and backend not in refused:
+            refused[backend] = f"comes after {chosen}"
     return Explanation(call, chosen, forced is not None, refused)
 
 
@@ -451,32 +452,32 @@ def typical_call(op: str, device: torch.device) -> Call:
     return Call(op, device, torch.bfloat16, num_heads=128, num_tokens=1)._replace(**TYPICAL.get(op, {}))
 
 
-def has_lowering(room: str, op: str) -> bool:
-    """Whether `room` has a lowering of `op`; True where its library would have to be there to know."""
+def has_lowering(backend: str, op: str) -> bool:
+    """Whether `backend` has a lowering of `op`; True where its library would have to be there to know."""
     try:
-        return _lowering(room, op) is not None
+        return _lowering(backend, op) is not None
     except ImportError:
         return True
 
 
 class Availability(NamedTuple):
-    """What `room` can do for a typical call of `op`: nothing where it has no lowering; why not; whether it runs."""
+    """What `backend` can do for a typical call of `op`: nothing where it has no lowering; why not; whether it runs."""
 
     op: str
-    room: str
+    backend: str
     exists: bool
     reason: str | None
     runs: bool
 
 
 def report(device: torch.device | str) -> list[Availability]:
-    """Every op and room, for a typical call of the op on `device`."""
+    """Every op and backend, for a typical call of the op on `device`."""
     device = torch.device(device)
     rows: list[Availability] = []
     for op in FAMILIES:
         call = typical_call(op, device)
         explanation = explain(call)
-        for room in ROOMS:
-            exists, runs = has_lowering(room, op), room == explanation.chosen
-            rows.append(Availability(op, room, exists, unsupported_reason(room, call), runs))
+        for backend in BACKENDS:
+            exists, runs = has_lowering(backend, op), backend == explanation.chosen
+            rows.append(Availability(op, backend, exists, unsupported_reason(backend, call), runs))
     return rows

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from . import dispatch
-from .dispatch import ADAPTERS, FAMILIES, ROOMS, Call, Missing
+from .dispatch import ADAPTERS, BACKENDS, FAMILIES, Call, Missing
 from .formats import FORMATS, LATENT_FORMATS
 
 ARCHITECTURES: dict[str, tuple[int, int]] = {
@@ -87,7 +87,7 @@ class Line(NamedTuple):
 
     op: str
     cache_formats: tuple[str, ...]
-    room: str
+    backend: str
     cells: dict[str, Cell]
 
 
@@ -112,35 +112,36 @@ def call_of(op: str, cache_format: str, device: torch.device) -> Call:
     return call._replace(cache_format=cache_format, head_dim=head_dim, dtype=dtype, extra_cache_format=extra)
 
 
-def cell(room: str, call: Call, architecture: str) -> Cell:
+def cell(backend: str, call: Call, architecture: str) -> Cell:
     """The state of one lowering for one call."""
-    if room == "triton" and architecture == "CPU":
+    if backend == "triton" and architecture == "CPU":
         return Cell(INTERPRETED)
-    reason = dispatch.unsupported_reason(room, call)
+    reason = dispatch.unsupported_reason(backend, call)
     if reason is not None and not isinstance(reason, Missing):
         return Cell(REFUSED, reason.partition(", these tensors are on")[0])
     if architecture == "SM90":
-        if call.cache_format in MEASURED.get((room, call.op), ()):
+        if call.cache_format in MEASURED.get((backend, call.op), ()):
             return Cell(MEASURED_ON)
-        return Cell(CONTRACT if room in ADAPTERS else TESTED)
-    if room in ADAPTERS:
+        return Cell(CONTRACT if backend in ADAPTERS else TESTED)
+    if backend in ADAPTERS:
         return Cell(CONTRACT)
     return Cell(COMPILES)
 
 
 def lines() -> Iterator[Line]:
     """Every lowering of every op but the reference, formats with the same cells together."""
-    for op, room in itertools.product(FAMILIES, ROOMS):
-        if room == "reference" or not dispatch.has_lowering(room, op):
+    for op, backend in itertools.product(FAMILIES, BACKENDS):
+        if backend == "reference" or not dispatch.has_lowering(backend, op):
             continue
         alike: dict[tuple[Cell, ...], list[str]] = {}
         for cache_format in CACHES.get(op, ("",)):
             cells = tuple(
-                cell(room, call_of(op, cache_format, device_of(architecture)), architecture) for architecture in COLUMNS
+                cell(backend, call_of(op, cache_format, device_of(architecture)), architecture)
+                for architecture in COLUMNS
             )
             alike.setdefault(cells, []).append(cache_format)
         for cells, cache_formats in alike.items():
-            yield Line(op, tuple(cache_formats), room, dict(zip(COLUMNS, cells, strict=True)))
+            yield Line(op, tuple(cache_formats), backend, dict(zip(COLUMNS, cells, strict=True)))
 
 
 def markdown() -> str:
@@ -178,6 +179,6 @@ def markdown() -> str:
                 words.append(f"refused ({notes.index(found.reason) + 1})")
             else:
                 words.append(found.state)
-        text.append(f"| {' | '.join((line.op, ', '.join(line.cache_formats), line.room, *words))} |")
+        text.append(f"| {' | '.join((line.op, ', '.join(line.cache_formats), line.backend, *words))} |")
     text += ["", "Refused because:", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     return "\n".join(text) + "\n"

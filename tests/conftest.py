@@ -27,7 +27,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         # Hypothesis takes no fixture of a function, so its tests name the lowering in a parameter.
         parameters = getattr(item, "callspec", None)
-        if parameters is not None and parameters.params.get("room") == "triton" and not dispatch.is_installed("triton"):
+        if (
+            parameters is not None
+            and parameters.params.get("backend") == "triton"
+            and not dispatch.is_installed("triton")
+        ):
             item.add_marker(no_triton)
 
 

@@ -218,7 +218,7 @@ def test_host_time_has_neither_floor_nor_rate() -> None:
 
 
 def test_only_the_cases_op_is_forced() -> None:
-    """The other ops of a step go where dispatch sends them: no room has all."""
+    """The other ops of a step go where dispatch sends them: no backend has all."""
     call = dispatch.Call("paged_sparse_attention.extra", torch.device("cpu"), torch.float32)
     asked = []
 

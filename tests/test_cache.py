@@ -17,7 +17,7 @@ from mla_ops.formats import FORMATS as ENTRIES
 from mla_ops.formats import allocate_cache, geometry
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-ROOMS = ("reference", "triton")
+BACKENDS = ("reference", "triton")
 FORMATS = ("fp8_ds_mla", "fp8_ds_mla_v4", "bf16", "fp16", "fp32")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -119,15 +119,15 @@ special = st.sampled_from(
 numbers = st.one_of(special, st.floats(width=32), st.floats(-4, 4, width=32))
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=40, deadline=None)
 @given(st.lists(numbers, min_size=1, max_size=40), st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=8))
-def test_row_bytes_equal_python(room: str, few: list[float], rope: list[int]) -> None:
+def test_row_bytes_equal_python(backend: str, few: list[float], rope: list[int]) -> None:
     latent = (few * 512)[:512]
     rope = (rope * 64)[:64]
     bits = torch.tensor([rope], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     cache = allocate_cache("fp8_ds_mla", 2, 3, device=DEVICE)
-    with dispatch.override(room):
+    with dispatch.override(backend):
         store(torch.tensor([latent], device=DEVICE), bits.float().to(DEVICE), cache, [4], "fp8_ds_mla")
     found = cache.cpu().reshape(6, 656)
     expected = torch.frombuffer(bytearray(python_row(latent, converted(rope))), dtype=torch.uint8)
@@ -135,10 +135,10 @@ def test_row_bytes_equal_python(room: str, few: list[float], rope: list[int]) ->
     assert not found[[0, 1, 2, 3, 5]].any()
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_block_bytes_of_v4_equal_python(room: str, data: st.DataObject) -> None:
+def test_block_bytes_of_v4_equal_python(backend: str, data: st.DataObject) -> None:
     """Two rows of one block, any page size, every byte of the cache: the pads and the other rows stay 0."""
     block_size = data.draw(st.sampled_from((1, 2, 3, 64, 73, 256)))
     edges = st.sampled_from(
@@ -150,7 +150,7 @@ def test_block_bytes_of_v4_equal_python(room: str, data: st.DataObject) -> None:
     bits = torch.tensor([rope, rope], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     cache = allocate_cache("fp8_ds_mla_v4", 2, block_size, device=DEVICE)
     slots = [2 * block_size - 1, block_size]
-    with dispatch.override(room):
+    with dispatch.override(backend):
         store(latent[:1], bits[:1].float().to(DEVICE), cache, slots[:1], "fp8_ds_mla_v4")
         store(latent[1:], bits[1:].float().to(DEVICE), cache, slots[1:], "fp8_ds_mla_v4")
     rows = {}
@@ -293,9 +293,9 @@ def test_store_from_slices_to_slices(
     latent, rope = fused[:, 2 : 2 + latent_dim], fused[:, 3 + latent_dim : 3 + latent_dim + rope_dim]
     slots = [5, -1, 0, 27, 28, INT_MIN, 2**40, 11, 6]
     pools = []
-    for room in ROOMS:
+    for backend in BACKENDS:
         pool = allocate_cache(cache_format, 7, 3 * block_size, head_dim=576 if width == 656 else width, device=device)
-        with dispatch.override(room):
+        with dispatch.override(backend):
             store(latent, rope, pool[:, block_size : 2 * block_size], slots, cache_format)
         pools.append(pool)
     assert same(*pools)
@@ -479,10 +479,10 @@ def test_gather_reads_arbitrary_scales_exactly(lowering: str, device: torch.devi
     check_gather(cache.to(device), "fp8_ds_mla", [[2, 0], [1, 3]], [16, 13], [0, 16, 29], 29, None, 0)
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_gather_equals_python_on_anything(room: str, data: st.DataObject) -> None:
+def test_gather_equals_python_on_anything(backend: str, data: st.DataObject) -> None:
     num_requests = data.draw(st.integers(0, 3))
     blocks = st.one_of(st.integers(-1, 5), st.sampled_from((INT_MIN, INT_MAX)))
     table = [data.draw(st.lists(blocks, min_size=3, max_size=3)) for _ in range(num_requests)]
@@ -493,7 +493,7 @@ def test_gather_equals_python_on_anything(room: str, data: st.DataObject) -> Non
         starts.append(starts[-1] + size)
     gather_lens = data.draw(st.one_of(st.none(), lens))
     cache = torch.arange(5 * 2 * 128, device=DEVICE).view(5, 2, 128).half()
-    with dispatch.override(room):
+    with dispatch.override(backend):
         check_gather(
             cache,
             "fp16",
@@ -514,13 +514,13 @@ def test_store_and_gather_at_real_sizes(cache_format: str, num_tokens: int) -> N
     rope = torch.randn(num_tokens, 64, device="cuda").bfloat16()
     slots = torch.randperm(256 * 64, device="cuda")[:num_tokens]
     slots[::5] = -1
-    caches = [allocate_cache(cache_format, 256, 64, device="cuda") for _ in ROOMS]
+    caches = [allocate_cache(cache_format, 256, 64, device="cuda") for _ in BACKENDS]
     table = torch.randint(-1, 257, (8, 32), dtype=torch.int32, device="cuda")
     lens = torch.randint(0, 2048, (8,), dtype=torch.int32, device="cuda")
     starts = torch.cat((torch.zeros(1, device="cuda"), lens.cumsum(0))).int()
     gathered = []
-    for room, cache in zip(ROOMS, caches, strict=True):
-        with dispatch.override(room):
+    for backend, cache in zip(BACKENDS, caches, strict=True):
+        with dispatch.override(backend):
             torch.ops.mla.concat_and_cache(latent, rope, cache, slots, cache_format)
             gathered.append(torch.ops.mla.gather_cache(cache, table, lens, starts, 17_000, cache_format, offset=33))
     assert same(*caches)

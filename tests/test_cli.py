@@ -57,15 +57,15 @@ def test_doctor_has_a_cell_for_every_op_and_notes_for_what_a_user_can_change(cap
     assert "transformers" in output
     rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines() if line.startswith("  ")}
     for entry in dispatch.report("cpu"):
-        cells = dict(zip(dispatch.ROOMS, re.findall(r"-|no \(\d+\)|no|runs|available", rows[entry.op]), strict=True))
+        cells = dict(zip(dispatch.BACKENDS, re.findall(r"-|no \(\d+\)|no|runs|available", rows[entry.op]), strict=True))
         if not entry.exists:
-            assert cells[entry.room] == "-"
+            assert cells[entry.backend] == "-"
         elif entry.reason is not None:
-            assert cells[entry.room].startswith("no")
-            assert ("(" in cells[entry.room]) == isinstance(entry.reason, dispatch.Missing)
+            assert cells[entry.backend].startswith("no")
+            assert ("(" in cells[entry.backend]) == isinstance(entry.reason, dispatch.Missing)
             assert (entry.reason in output) == isinstance(entry.reason, dispatch.Missing)
         else:
-            assert cells[entry.room] == ("runs" if entry.runs else "available")
+            assert cells[entry.backend] == ("runs" if entry.runs else "available")
     assert "there is no flash_attn" not in output
     assert rows["concat_and_cache"].split()[0] == "-"
     # every note is pointed to

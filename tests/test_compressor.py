@@ -21,7 +21,7 @@ from mla_ops.testing import tolerances
 from mla_ops.testing.checks import assert_same_bits, large_allocations, run_without_recompiling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROOMS = ("reference", "triton")
+BACKENDS = ("reference", "triton")
 EPS = 1e-6
 PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -218,10 +218,10 @@ def test_decode_token_by_token_equals_one_prefill(lowering: str, geometry: Geome
     assert decoded.states[decoded.table[1].long()].isnan().all(), "the idle request's states"
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_prefill_in_pieces_of_any_size_equals_one_prefill(room: str, data: st.DataObject) -> None:
+def test_prefill_in_pieces_of_any_size_equals_one_prefill(backend: str, data: st.DataObject) -> None:
     """Requests of any length, cut into steps that mix them in any order with padding, over rings of any size."""
     geometry = data.draw(st.sampled_from((ODD, INDEXER)))
     weights = Weights(geometry)
@@ -233,7 +233,7 @@ def test_prefill_in_pieces_of_any_size_equals_one_prefill(room: str, data: st.Da
     options = {"state_blocks": state_blocks, "state_block_size": block_size}
     engine = Engine(weights, len(lengths), 8, **options)
     done = [0] * len(lengths)
-    with dispatch.override(room):
+    with dispatch.override(backend):
         while done != lengths:
             requests, positions, rows = [], [], []
             for request in data.draw(st.permutations(range(len(lengths)))):
@@ -293,10 +293,10 @@ def test_lowerings_write_the_same_states_and_close_entries(triton_lowering: None
     weights, length = Weights(geometry), 2 * geometry.ratio + 1
     kv, score = history(geometry, length)
     engines = []
-    for room in ROOMS:
+    for backend in BACKENDS:
         torch.manual_seed(0)  # the same blocks
         engine = Engine(weights, 1, 2)
-        with dispatch.override(room):
+        with dispatch.override(backend):
             engine.step(kv[:-5], score[:-5], [0] * (length - 5), list(range(length - 5)))
             engine.step(kv[-5:], score[-5:], [0] * 5, list(range(length - 5, length)))
         engines.append(engine)
@@ -585,10 +585,10 @@ def test_prefill_at_real_sizes_equals_the_reference(geometry: Geometry, dtype: t
     weights = Weights(geometry, "cuda", max_positions=4096)
     kv, score = history(geometry, 4099, dtype)
     engines = []
-    for room in ROOMS:
+    for backend in BACKENDS:
         torch.manual_seed(1)
         engine = Engine(weights, 1, 1100)
-        with dispatch.override(room):
+        with dispatch.override(backend):
             engine.step(kv[:1000], score[:1000], [0] * 1000, list(range(1000)))
             engine.step(kv[1000:], score[1000:], [0] * 3099, list(range(1000, 4099)))
         engines.append(engine)

@@ -236,12 +236,14 @@ def test_heads_that_run_together_fit_the_cache(num_heads: int, num_kv: int, expe
     assert heads_together(num_heads, num_kv * (192 + 128) * 2) == expected
 
 
-ROOMS = ["", "triton", "hopper", "torch_sdpa"]
+BACKENDS = ["", "triton", "hopper", "torch_sdpa"]
 
 
-def skip_unless_it_runs(room: str, arguments: tuple[Any, ...]) -> None:
+def skip_unless_it_runs(backend: str, arguments: tuple[Any, ...]) -> None:
     reason = (
-        dispatch.unsupported_reason(room, mla_ops.meta.dense_attention.describe_prefill(*arguments)) if room else None
+        dispatch.unsupported_reason(backend, mla_ops.meta.dense_attention.describe_prefill(*arguments))
+        if backend
+        else None
     )
     if reason is not None:
         pytest.skip(reason)
@@ -250,13 +252,13 @@ def skip_unless_it_runs(room: str, arguments: tuple[Any, ...]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 128), (64, 64)], ids=str)
-@pytest.mark.parametrize("room", ROOMS, ids=["as dispatched", *ROOMS[1:]])
-def test_attention_at_real_sizes(room: str, dims: tuple[int, int], causal: bool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS, ids=["as dispatched", *BACKENDS[1:]])
+def test_attention_at_real_sizes(backend: str, dims: tuple[int, int], causal: bool) -> None:
     device = torch.device("cuda")
     lens_q, lens_k = [1000, 1, 0, 2049, 130], [1000, 3000, 7, 2049, 4000]
     arguments = inputs(lens_q, lens_k, (16, 16), dims, torch.bfloat16, device, padding=5)
-    skip_unless_it_runs(room, arguments)
-    chosen = {"prefill_attention": room} if room else {}
+    skip_unless_it_runs(backend, arguments)
+    chosen = {"prefill_attention": backend} if backend else {}
     with dispatch.override(**chosen):
         out, lse = torch.ops.mla.prefill_attention(*arguments, causal=causal)
     q, k, v, starts_q, starts_k, _, _, scale = arguments
@@ -271,17 +273,17 @@ def test_attention_at_real_sizes(room: str, dims: tuple[int, int], causal: bool)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dims", [(192, 128), (256, 256), (128, 128), (64, 64)], ids=str)
-@pytest.mark.parametrize("room", ROOMS[1:3])
-def test_lengths_beside_a_tile(room: str, dims: tuple[int, int], dtype: torch.dtype, causal: bool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS[1:3])
+def test_lengths_beside_a_tile(backend: str, dims: tuple[int, int], dtype: torch.dtype, causal: bool) -> None:
     """Requests that end before, at and behind the end of a tile of 64, 80 or 128, and NaN behind the last of them."""
     lens_q = [1, 0, 63, 64, 65, 127, 128, 129, 300, 2]
     lens_k = [1, 9, 79, 64, 81, 127, 160, 129, 5, 513]
     arguments = inputs(lens_q, lens_k, (6, 2), dims, dtype, torch.device("cuda"), padding=140)
-    skip_unless_it_runs(room, arguments)
+    skip_unless_it_runs(backend, arguments)
     for tensor, lens in zip(arguments, (lens_q, lens_k, lens_k), strict=False):
         tensor[sum(lens) :] = math.nan
-    with dispatch.override(prefill_attention=room):
-        check(room, arguments, causal)
+    with dispatch.override(prefill_attention=backend):
+        check(backend, arguments, causal)
 
 
 @pytest.mark.gpu
@@ -321,8 +323,8 @@ def test_torch_kernels_hold_the_contract(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [8, 32], ids=["fewer tiles than SMs", "more"])
-@pytest.mark.parametrize("room", ROOMS[1:3])
-def test_a_replay_follows_the_lengths_of_the_step(room: str, num_heads: int) -> None:
+@pytest.mark.parametrize("backend", BACKENDS[1:3])
+def test_a_replay_follows_the_lengths_of_the_step(backend: str, num_heads: int) -> None:
     """Captured with one batch, replayed with other lengths, fewer live tokens and an empty request."""
     device = torch.device("cuda")
     q, k, v, *_, scale = inputs([512], [1024], (num_heads, num_heads), (192, 128), torch.bfloat16, device)
@@ -332,8 +334,8 @@ def test_a_replay_follows_the_lengths_of_the_step(room: str, num_heads: int) -> 
         torch.empty(512, num_heads, device=device),
     )
     arguments = (q, k, v, starts_q, starts_k, 512, 1024, scale)
-    skip_unless_it_runs(room, arguments)
-    with dispatch.override(prefill_attention=room):
+    skip_unless_it_runs(backend, arguments)
+    with dispatch.override(prefill_attention=backend):
         torch.ops.mla.prefill_attention.out(*arguments, out=out, lse=lse)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -231,7 +231,7 @@ def test_what_flash_mla_refuses(
 
 def test_flash_mla_makes_way_up_to_sixteen_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = {"hopper": "it reads fp8_ds_mla", "flash_attn": "there is none", "torch_sdpa": "there is none"}
-    monkeypatch.setattr(dispatch, "unsupported_reason", lambda room, call: refused.get(room))
+    monkeypatch.setattr(dispatch, "unsupported_reason", lambda backend, call: refused.get(backend))
     for num_heads, expected in ((1, "triton"), (16, "triton"), (17, "flash_mla"), (128, "flash_mla")):
         dispatch._choose.cache_clear()
         call = PAGED._replace(num_heads=num_heads)
@@ -256,7 +256,9 @@ def test_paged_attention_on_hopper(
     runs: tuple[str, ...], num_heads: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order of the times that docs/results/dense_attention-h200.txt has."""
-    monkeypatch.setattr(dispatch, "unsupported_reason", lambda room, call: None if room in runs else "it does not run")
+    monkeypatch.setattr(
+        dispatch, "unsupported_reason", lambda backend, call: None if backend in runs else "it does not run"
+    )
     dispatch._choose.cache_clear()
     call = PAGED._replace(num_heads=num_heads, cache_format="bf16")
     assert dispatch.select_name(call) == expected

@@ -284,24 +284,24 @@ def test_how_many_tokens_share_a_walk() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [1, 16, 64, 128])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
-@pytest.mark.parametrize("room", ["triton", "flash_mla", "hopper"])
-def test_attention_at_real_sizes(room: str, cache_format: str, num_heads: int) -> None:
+@pytest.mark.parametrize("backend", ["triton", "flash_mla", "hopper"])
+def test_attention_at_real_sizes(backend: str, cache_format: str, num_heads: int) -> None:
     device = torch.device("cuda")
     cache = filled_cache(cache_format, 300, 64, device)
     table = torch.randperm(300, device=device).int()[:256].view(4, 64)
     requests, lens = int32([0, 1, 1, 2, 3, -1], device), int32([4096, 999, 1000, 0, 1, 7], device)
     q = queries(6, num_heads, torch.bfloat16, device)
     call = mla_ops.meta.dense_attention.describe_paged(q, cache, table, requests, lens, SCALE, cache_format)
-    reason = dispatch.unsupported_reason(room, call)
+    reason = dispatch.unsupported_reason(backend, call)
     if reason is not None:
         pytest.skip(reason)
-    with dispatch.override(paged_attention=room):
-        check(room, q, cache, table, requests, lens, cache_format)
+    with dispatch.override(paged_attention=backend):
+        check(backend, q, cache, table, requests, lens, cache_format)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("room", ["triton", "flash_mla", "hopper"])
-def test_a_replay_follows_the_lengths_of_the_step(room: str) -> None:
+@pytest.mark.parametrize("backend", ["triton", "flash_mla", "hopper"])
+def test_a_replay_follows_the_lengths_of_the_step(backend: str) -> None:
     device = torch.device("cuda")
     cache = filled_cache("bf16", 64, 64, device)
     q, table = queries(4, 16, torch.bfloat16, device), torch.randperm(64, device=device).int().view(4, 16)
@@ -309,10 +309,10 @@ def test_a_replay_follows_the_lengths_of_the_step(room: str) -> None:
     out, lse = torch.empty(4, 16, 512, dtype=q.dtype, device=device), torch.empty(4, 16, device=device)
     arguments = (q, cache, table, requests, lens, SCALE, "bf16")
     call = mla_ops.meta.dense_attention.describe_paged(*arguments)
-    reason = dispatch.unsupported_reason(room, call)
+    reason = dispatch.unsupported_reason(backend, call)
     if reason is not None:
         pytest.skip(reason)
-    with dispatch.override(paged_attention=room):
+    with dispatch.override(paged_attention=backend):
         torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -43,20 +43,22 @@ def _no_remembered_choices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class World:
-    """A machine that is not this one: its GPU, its packages, and what each room can run."""
+    """A machine that is not this one: its GPU, its packages, and what each backend can run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
 
-    def has(self, capability: tuple[int, int] = (0, 0), installed: tuple[str, ...] = (), **rooms: str | None) -> None:
-        """`rooms`: why each room refuses every call, None if it takes it; a room that is not named has no lowering."""
+    def has(
+        self, capability: tuple[int, int] = (0, 0), installed: tuple[str, ...] = (), **backends: str | None
+    ) -> None:
+        """`backends`: why each refuses every call, None if it takes it; one that is not named has no lowering."""
         self.monkeypatch.setattr(dispatch, "device_capability", lambda device: capability)
         self.monkeypatch.setattr(dispatch, "is_installed", lambda module: module in installed)
 
-        def lowering(room: str, op: str) -> Lowering | None:
-            if room not in rooms:
+        def lowering(backend: str, op: str) -> Lowering | None:
+            if backend not in backends:
                 return None
-            return Lowering(run=lambda *_, **__: None, unsupported_reason=lambda call: rooms[room])
+            return Lowering(run=lambda *_, **__: None, unsupported_reason=lambda call: backends[backend])
 
         self.monkeypatch.setattr(dispatch, "_lowering", lowering)
         clear_caches()
@@ -79,12 +81,12 @@ EVERYTHING = {"hopper": None, "flash_mla": None, "triton": None, "reference": No
     [((8, 0), "triton"), ((9, 0), "hopper"), ((10, 0), "triton"), ((12, 0), "triton")],
     ids=["sm_80", "sm_90", "sm_100", "sm_120"],
 )
-def test_architecture_chooses_the_room(world: World, capability: tuple[int, int], expected: str) -> None:
+def test_architecture_chooses_the_backend(world: World, capability: tuple[int, int], expected: str) -> None:
     world.has(capability, installed=("triton",), **EVERYTHING)
     assert dispatch.select_name(on(CUDA)) == expected
 
 
-def test_a_room_that_refuses_a_call_makes_way_for_the_next(world: World) -> None:
+def test_a_backend_that_refuses_a_call_makes_way_for_the_next(world: World) -> None:
     world.has((9, 0), installed=("triton",), **{**EVERYTHING, "hopper": "heads", "flash_mla": "topk"})
     assert dispatch.select_name(on(CUDA)) == "triton"
     world.has((9, 0), installed=("triton",), **{**EVERYTHING, "hopper": "heads"})
@@ -120,7 +122,7 @@ def test_flat_keys_go_to_flash_mla_above_sixteen_heads_where_hopper_does_not_run
         assert dispatch.select_name(call._replace(num_heads=16)) == "flash_mla"
 
 
-def test_a_room_without_the_op_makes_way_for_the_next(world: World) -> None:
+def test_a_backend_without_the_op_makes_way_for_the_next(world: World) -> None:
     world.has((9, 0), installed=("triton",), triton=None)
     assert dispatch.select_name(on(CUDA)) == "triton"
 
@@ -143,7 +145,7 @@ def test_cuda_tensors_never_reach_the_reference_unasked(world: World) -> None:
         assert dispatch.select_name(on(CUDA)) == "reference"
 
 
-def test_a_device_of_no_room_is_an_error_that_names_it(world: World) -> None:
+def test_a_device_of_no_backend_is_an_error_that_names_it(world: World) -> None:
     world.has(**EVERYTHING)
     with pytest.raises(NotImplementedError, match="mps"):
         dispatch.select_name(on(torch.device("mps")))
@@ -153,7 +155,7 @@ def test_selection_depends_on_the_call_alone(world: World) -> None:
     world.has((9, 0), installed=("triton",), **EVERYTHING)
     names = [dispatch.select_name(on(CUDA)) for _ in range(3)]
     assert len(set(names)) == 1
-    assert dispatch.select_name(on(CUDA)._replace(num_tokens=4096)) in dispatch.ROOMS
+    assert dispatch.select_name(on(CUDA)._replace(num_tokens=4096)) in dispatch.BACKENDS
 
 
 def test_override_takes_effect_in_its_block_only(world: World) -> None:
@@ -249,8 +251,8 @@ def test_an_amd_gpu_is_no_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.device_capability.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert dispatch.device_capability(CUDA) == (0, 0)
-    for room in ("hopper", "flash_mla"):
-        assert "needs a Hopper GPU" in dispatch.explain(on(CUDA)).refused[room]
+    for backend in ("hopper", "flash_mla"):
+        assert "needs a Hopper GPU" in dispatch.explain(on(CUDA)).refused[backend]
 
 
 def test_override_of_an_unknown_lowering_or_op_is_refused() -> None:
@@ -323,10 +325,10 @@ def test_explain_of_a_forced_lowering_says_so_and_why_it_cannot_run(world: World
     assert str(explanation).startswith("paged_sparse_attention: no lowering\n")
 
 
-def test_report_covers_every_op_and_room(world: World) -> None:
+def test_report_covers_every_op_and_backend(world: World) -> None:
     world.has((0, 0), **EVERYTHING)
-    rows = {(row.op, row.room): row for row in dispatch.report("cpu")}
-    assert set(rows) == {(op, room) for op in dispatch.FAMILIES for room in dispatch.ROOMS}
+    rows = {(row.op, row.backend): row for row in dispatch.report("cpu")}
+    assert set(rows) == {(op, backend) for op in dispatch.FAMILIES for backend in dispatch.BACKENDS}
     assert rows["paged_sparse_attention", "reference"][2:] == (True, None, True)
     refused = rows["paged_sparse_attention", "flash_mla"]
     assert (refused.exists, refused.runs) == (True, False)
@@ -342,17 +344,17 @@ def test_a_typical_call_of_each_op_is_one_that_hopper_runs_where_it_has_a_loweri
     monkeypatch.setattr(hopper_sources, "reason", lambda: None)
     monkeypatch.setattr(flash_mla, "find_provider", lambda: (None, "not here"))
     rows = dispatch.report(CUDA)
-    there = {row.op for row in rows if row.room == "hopper" and row.exists}
+    there = {row.op for row in rows if row.backend == "hopper" and row.exists}
     assert {"paged_sparse_attention.extra", "paged_attention", "prefill_attention"} <= there
-    assert {row.op for row in rows if row.room == "hopper" and row.runs} == there
+    assert {row.op for row in rows if row.backend == "hopper" and row.runs} == there
     for row in rows:
-        if row.room in ("flash_mla", "flashinfer", "flash_attn") and row.exists:
+        if row.backend in ("flash_mla", "flashinfer", "flash_attn") and row.exists:
             assert isinstance(row.reason, dispatch.Missing), row
 
 
-def test_every_room_of_the_order_exists() -> None:
-    for rooms in dispatch.ORDER.values():
-        assert set(rooms) <= set(dispatch.ROOMS)
+def test_every_backend_of_the_order_exists() -> None:
+    for backends in dispatch.ORDER.values():
+        assert set(backends) <= set(dispatch.BACKENDS)
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -411,18 +413,18 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
         import sys, torch, mla_ops
         from mla_ops.dispatch import Call, explain, select_name
 
-        def rooms():
+        def backends():
             return sorted({name.split(".")[2] for name in sys.modules if name.startswith("mla_ops.kernels.")})
 
-        assert rooms() == [], rooms()
+        assert backends() == [], backends()
         call = Call("filter_prefill_indices", torch.device("cpu"), torch.int32, num_tokens=2, topk=3)
         assert select_name(call) == "reference"
-        assert rooms() == ["reference"], rooms()
+        assert backends() == ["reference"], backends()
         assert not {"triton", "flash_mla", "flashinfer", "transformers"} & set(sys.modules)
         torch.ops.mla.filter_prefill_indices(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
-        assert rooms() == ["reference"], rooms()
+        assert backends() == ["reference"], backends()
 
-        # a refusal of a whole room needs nothing of it either
+        # a refusal of a whole backend needs nothing of it either
         explain(call)
         assert "mla_ops.kernels.hopper" not in sys.modules
         """

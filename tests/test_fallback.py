@@ -36,14 +36,18 @@ def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Broken:
-    """A room in front of the reference, whose lowerings take every call and cannot be loaded."""
+    """A backend in front of the reference, whose lowerings take every call and cannot be loaded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
         found = dispatch._lowering
 
-        def lowering(room: str, op: str) -> Lowering | None:
-            return found(room, op) if room == "reference" else Lowering(self.fail, deterministic=True, room=room)
+        def lowering(backend: str, op: str) -> Lowering | None:
+            return (
+                found(backend, op)
+                if backend == "reference"
+                else Lowering(self.fail, deterministic=True, backend=backend)
+            )
 
         monkeypatch.setattr(dispatch, "_lowering", lowering)
         monkeypatch.setitem(dispatch.ORDER, "cpu", ("flash_attn", "reference"))
@@ -162,7 +166,7 @@ def test_a_gpu_that_misses_a_package_is_told_once_what_and_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(sources, "reason", lambda: Missing("NVRTC is missing: pip install nvidia-cuda-nvrtc"))
     lowerings = {"hopper": Lowering(print, lambda call: launch.compile_reason()), "triton": Lowering(print)}
-    monkeypatch.setattr(dispatch, "_lowering", lambda room, op: lowerings.get(room))
+    monkeypatch.setattr(dispatch, "_lowering", lambda backend, op: lowerings.get(backend))
     for num_tokens in (1, 2, 3):
         assert dispatch.select_name(ATTENTION._replace(num_tokens=num_tokens)) == "triton"
     (record,) = caplog.records
@@ -179,7 +183,7 @@ def test_a_reason_that_no_user_can_change_is_not_logged(
     reason: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lowerings = {"hopper": Lowering(print, lambda call: reason), "triton": Lowering(print)}
-    monkeypatch.setattr(dispatch, "_lowering", lambda room, op: lowerings.get(room))
+    monkeypatch.setattr(dispatch, "_lowering", lambda backend, op: lowerings.get(backend))
     dispatch.select_name(ATTENTION)
     assert not caplog.records
 

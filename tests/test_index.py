@@ -12,7 +12,7 @@ from mla_ops import dispatch
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 GARBAGE = (INT_MIN, -123456, -1, INT_MAX)
-ROOMS = ("reference", "triton")
+BACKENDS = ("reference", "triton")
 
 
 def convert_oracle(
@@ -136,17 +136,17 @@ def test_convert_strided(lowering: str, device: torch.device) -> None:
 entries = st.one_of(st.integers(-2, 40), st.sampled_from(GARBAGE))
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_convert_equals_python_on_anything(room: str, data: st.DataObject) -> None:
+def test_convert_equals_python_on_anything(backend: str, data: st.DataObject) -> None:
     num_tokens, topk = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 6))
     num_requests, max_blocks = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 4))
     req_ids = data.draw(st.lists(entries, min_size=num_tokens, max_size=num_tokens))
     table = data.draw(st.lists(entries, min_size=num_requests * max_blocks, max_size=num_requests * max_blocks))
     indices = data.draw(st.lists(entries, min_size=num_tokens * topk, max_size=num_tokens * topk))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with dispatch.override(room):
+    with dispatch.override(backend):
         check_convert(
             tensor(req_ids, (num_tokens,), device),
             tensor(table, (num_requests, max_blocks), device),
@@ -172,14 +172,14 @@ def test_filter_equals_python(lowering: str, device: torch.device, num_tokens: i
     assert (cached.cpu().tolist(), new.cpu().tolist()) == expected
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.lists(entries, min_size=5, max_size=5)), max_size=4))
-def test_filter_equals_python_on_anything(room: str, rows: list[tuple[int, list[int]]]) -> None:
+def test_filter_equals_python_on_anything(backend: str, rows: list[tuple[int, list[int]]]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     indices = tensor([row for _, row in rows], (len(rows), 5), device)
     context_lens = tensor([n for n, _ in rows], (len(rows),), device)
-    with dispatch.override(room):
+    with dispatch.override(backend):
         cached, new = torch.ops.mla.filter_prefill_indices(indices, context_lens)
     assert (cached.cpu().tolist(), new.cpu().tolist()) == filter_oracle(indices.tolist(), context_lens.tolist())
 
@@ -191,8 +191,8 @@ def test_convert_at_real_sizes(num_tokens: int, topk: int, compact: bool) -> Non
     device = torch.device("cuda")
     req_ids, table, indices = random_convert(num_tokens, topk, 64, 2048, 64, device)
     results = []
-    for room in ROOMS:
-        with dispatch.override(room):
+    for backend in BACKENDS:
+        with dispatch.override(backend):
             results.append(
                 torch.ops.mla.convert_req_index_to_global_index(
                     req_ids, table, indices, 64, compact=compact, num_blocks=4096

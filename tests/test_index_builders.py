@@ -15,7 +15,7 @@ from mla_ops import dispatch
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 GARBAGE = (INT_MIN, -123456, -1, INT_MAX)
-ROOMS = ("reference", "triton")
+BACKENDS = ("reference", "triton")
 
 Rows = tuple[list[list[int]], list[int]]
 
@@ -376,33 +376,33 @@ class Draw:
 
 
 anything = settings(max_examples=25, deadline=None)
-rooms = pytest.mark.parametrize("room", ROOMS)
+backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
-@rooms
+@backends
 @anything
 @given(data=st.data())
-def test_ranges_equal_python_on_anything(room: str, data: st.DataObject) -> None:
+def test_ranges_equal_python_on_anything(backend: str, data: st.DataObject) -> None:
     draw = Draw(data)
     num_tokens, num_requests, max_blocks = draw.size(0, 3), draw.size(0, 3), draw.size(0, 4)
     tokens = draw.tensor(places, num_tokens), draw.tensor(entries, num_tokens)
     table = draw.tensor(entries, num_requests, max_blocks)
     block_size, width = draw.size(1, 9), draw.size(0, 9)
-    with dispatch.override(room):
+    with dispatch.override(backend):
         check("sliding_window_indices", *tokens, table, width, block_size, num_blocks=draw.bound())
         check("compressed_indices", *tokens, table, draw.size(1, 5), block_size, width, num_blocks=draw.bound())
 
 
-@rooms
+@backends
 @anything
 @given(data=st.data())
-def test_global_topk_equals_python_on_anything(room: str, data: st.DataObject) -> None:
+def test_global_topk_equals_python_on_anything(backend: str, data: st.DataObject) -> None:
     draw = Draw(data)
     # a row of no tokens has no width in Python
     num_tokens, topk = draw.size(1, 3), draw.size(0, 6)
     chosen, requests = draw.tensor(entries, num_tokens, topk), draw.tensor(entries, num_tokens)
     table = draw.tensor(entries, draw.size(0, 3), draw.size(0, 4))
-    with dispatch.override(room):
+    with dispatch.override(backend):
         check(
             "compute_global_topk_indices_and_lens",
             chosen,
@@ -413,10 +413,10 @@ def test_global_topk_equals_python_on_anything(room: str, data: st.DataObject) -
         )
 
 
-@rooms
+@backends
 @anything
 @given(data=st.data())
-def test_combine_equals_python_on_anything(room: str, data: st.DataObject) -> None:
+def test_combine_equals_python_on_anything(backend: str, data: st.DataObject) -> None:
     draw = Draw(data)
     num_tokens, num_requests, topk = draw.size(1, 3), draw.size(0, 3), draw.size(0, 6)
     chosen, requests = draw.tensor(entries, num_tokens, topk), draw.tensor(entries, num_tokens)
@@ -425,7 +425,7 @@ def test_combine_equals_python_on_anything(room: str, data: st.DataObject) -> No
     request_stride = data.draw(st.one_of(st.integers(window_offset, 30), st.just(2**30)))
     positions = draw.tensor(places, num_tokens)
     sizes = draw.size(0, 9), draw.size(1, 5), request_stride, window_offset
-    with dispatch.override(room):
+    with dispatch.override(backend):
         check("combine_topk_swa_indices", chosen, positions, requests, *lens, *sizes)
 
 
@@ -438,9 +438,9 @@ def test_builders_at_real_sizes(num_tokens: int) -> None:
     lens = torch.randint(0, 1_000_000, (64,), dtype=torch.int32, device=device)
     gathered = torch.randint(0, 4224, (64,), dtype=torch.int32, device=device)
     results: dict[str, list[torch.Tensor]] = {}
-    for room in ROOMS:
-        with dispatch.override(room):
-            results[room] = [
+    for backend in BACKENDS:
+        with dispatch.override(backend):
+            results[backend] = [
                 *mla_ops.sliding_window_indices(batch.positions, batch.requests, batch.table, 128, 256),
                 *mla_ops.compressed_indices(batch.positions, batch.requests, batch.table, 128, 2, 8192),
                 *mla_ops.compute_global_topk_indices_and_lens(chosen, batch.requests, batch.table, 64, num_blocks=9000),

@@ -16,7 +16,7 @@ from mla_ops import dispatch
 from mla_ops.formats import allocate_cache, geometry
 from mla_ops.testing.index_scores import exact_scores
 
-ROOMS = ("reference", "triton")
+BACKENDS = ("reference", "triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = math.inf, math.nan
 
@@ -46,16 +46,16 @@ def assert_topk(scores: torch.Tensor, topk: int, starts: list[int], ends: list[i
 SPECIAL = (0.0, -0.0, 1.0, -1.0, INF, -INF, NAN, 1e-45, -1e-45, 1.0000001, 3e38)
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_topk_is_that_of_a_stable_sort(room: str, data: st.DataObject) -> None:
+def test_topk_is_that_of_a_stable_sort(backend: str, data: st.DataObject) -> None:
     width = data.draw(st.integers(1, 40))
     value = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32))
     rows = data.draw(st.lists(st.lists(value, min_size=width, max_size=width), min_size=1, max_size=3))
     bounds = st.lists(st.integers(-5, width + 5), min_size=len(rows), max_size=len(rows))
     starts, ends, topk = data.draw(bounds), data.draw(bounds), data.draw(st.integers(1, 48))
-    with dispatch.override(room):
+    with dispatch.override(backend):
         assert_topk(torch.tensor(rows, dtype=torch.float32), topk, starts, ends)
 
 
@@ -114,10 +114,10 @@ def test_columns_become_slots_in_place(lowering: str) -> None:
     assert indices.tolist()[:2] == [[9, 10, 11, -1, -1], [21, 22, 23, 3, 4]]
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_written_bytes_are_those_of_the_format(room: str, data: st.DataObject) -> None:
+def test_written_bytes_are_those_of_the_format(backend: str, data: st.DataObject) -> None:
     block_size = data.draw(st.integers(1, 5))
     numbers = st.floats(width=32, min_value=-(2.0**66), max_value=2.0**66)
     few = data.draw(st.lists(st.one_of(numbers, st.sampled_from((NAN, INF, -INF, 448.0, 0.0))), min_size=1, max_size=9))
@@ -136,7 +136,7 @@ def test_written_bytes_are_those_of_the_format(room: str, data: st.DataObject) -
         scale = torch.tensor([2.0**exponent], dtype=torch.float32)
         content[start : start + 4] = scale.view(torch.uint8).numpy().tobytes()
         expected = bytes(content)
-    with dispatch.override(room):
+    with dispatch.override(backend):
         slots = torch.tensor([slot], device=DEVICE)
         torch.ops.mla.write_index_cache(torch.tensor([row], device=DEVICE), cache, slots, "fp8_index")
     assert cache.cpu().numpy().tobytes() == expected

@@ -13,7 +13,7 @@ import mla_ops  # noqa: F401  (registers the ops)
 from mla_ops import dispatch
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-ROOMS = ("reference", "triton")
+BACKENDS = ("reference", "triton")
 BUFFERS = (
     "query_start_loc_buffer",
     "seq_lens_buffer",
@@ -143,10 +143,10 @@ def test_step_equals_python(lowering: str, device: torch.device, name: str) -> N
     assert run(CASES[name], device) == oracle(CASES[name])
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_step_equals_python_on_anything(room: str, data: st.DataObject) -> None:
+def test_step_equals_python_on_anything(backend: str, data: st.DataObject) -> None:
     num_requests, max_blocks = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 3))
     blocks = st.one_of(st.integers(-1, 50), st.sampled_from((INT_MIN, INT_MAX)))
     step = Step(
@@ -160,7 +160,7 @@ def test_step_equals_python_on_anything(room: str, data: st.DataObject) -> None:
         data.draw(st.sampled_from((1, 4, 64))),
         data.draw(st.integers(0, 20)),
     )
-    with dispatch.override(room):
+    with dispatch.override(backend):
         found = run(step, "cuda" if torch.cuda.is_available() else "cpu")
     assert found == oracle(step)
 
@@ -188,7 +188,7 @@ def test_step_at_real_sizes() -> None:
     table = torch.randint(-1, 50_000, (1000, 1600)).tolist()
     step = Step(query_lens, seq_lens, table, 1600, 1024, 8192, 2048, 64, 2048)
     found = {}
-    for room in ROOMS:
-        with dispatch.override(room):
-            found[room] = run(step, "cuda")
+    for backend in BACKENDS:
+        with dispatch.override(backend):
+            found[backend] = run(step, "cuda")
     assert found["triton"] == found["reference"]

@@ -95,9 +95,9 @@ def test_a_cache_of_one_block_or_of_blocks_of_one_token(cache_format: str, devic
     int32 = {"dtype": torch.int32, "device": device}
     for num_blocks, block_size, slots, table in ((1, 3, [0, 1, 2], [[0]]), (3, 1, [2, 0, 1], [[2, 0, 1]])):
         gathered = []
-        for room in ("reference", "triton") if dispatch.is_installed("triton") else ("reference",):
+        for backend in ("reference", "triton") if dispatch.is_installed("triton") else ("reference",):
             cache = odd_strides(allocate_cache(cache_format, num_blocks, block_size, device=device))
-            with dispatch.override(room):
+            with dispatch.override(backend):
                 torch.ops.mla.concat_and_cache(*rows, cache, torch.tensor(slots, device=device), cache_format)
                 lens, starts = torch.tensor([3], **int32), torch.tensor([0, 3], **int32)
                 table_ = torch.tensor(table, **int32)

@@ -208,13 +208,13 @@ def test_tensors_on_two_devices_are_refused(op_name: str) -> None:
         op(**{**arguments, tensors[0]: arguments[tensors[0]].to(FIRST)})
 
 
-@pytest.mark.parametrize("room", ["triton", "hopper"])
-def test_each_lowering_takes_the_second_device(room: str) -> None:
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_each_lowering_takes_the_second_device(backend: str) -> None:
     layer = Layer(SECOND, "fp8_ds_mla")
     try:
-        with dispatch.override(paged_sparse_attention=room, paged_attention=room):
+        with dispatch.override(paged_sparse_attention=backend, paged_attention=backend):
             got = on_host(layer()[:4])
     except NotImplementedError as error:
         pytest.skip(str(error))
-    with dispatch.override(paged_sparse_attention=room, paged_attention=room):
+    with dispatch.override(paged_sparse_attention=backend, paged_attention=backend):
         same(got, on_host(Layer(FIRST, "fp8_ds_mla")()[:4]))

@@ -15,7 +15,7 @@ from mla_ops import CompressedMetadata, StepMetadata, V4StepMetadata, dispatch
 from mla_ops.testing.checks import record_calls
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-ROOMS = ("reference", "triton")
+BACKENDS = ("reference", "triton")
 FILL = 77
 
 
@@ -120,10 +120,10 @@ def test_compressed_metadata_of_slices(lowering: str, device: torch.device) -> N
     assert (wide[:, 12:] == FILL).all()
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_compressed_metadata_equals_python_on_anything(room: str, data: st.DataObject) -> None:
+def test_compressed_metadata_equals_python_on_anything(backend: str, data: st.DataObject) -> None:
     entries = st.one_of(st.integers(-2, 40), st.sampled_from((INT_MIN, INT_MAX)))
 
     def draw(*shape: int) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_compressed_metadata_equals_python_on_anything(room: str, data: st.DataO
 
     num_tokens, num_requests, max_blocks = size(0, 5), size(0, 3), size(0, 4)
     capacity = num_requests + size(0, 2), max_blocks + size(0, 2)
-    with dispatch.override(room):
+    with dispatch.override(backend):
         check_compressed(
             draw(num_tokens), draw(num_tokens), draw(num_requests, max_blocks), capacity, size(1, 6), size(1, 5)
         )

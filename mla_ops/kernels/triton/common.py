@@ -1,4 +1,4 @@
-"""What the Triton rooms share: the jit decorator, and facts about the device."""
+"""What the Triton backends share: the jit decorator, and facts about the device."""
 
 import functools
 import inspect
