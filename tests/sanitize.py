@@ -142,7 +142,7 @@ def prefill(tool: str) -> None:
 
     prefill_attention._num_sms = lambda _: 2
     starts = torch.tensor([0, 40, 190], dtype=torch.int32), torch.tensor([0, 40, 340], dtype=torch.int32)
-    for head_dim, head_dim_v in [(192, 128)] if tool == "racecheck" else prefill_attention.KEYS:
+    for head_dim, head_dim_v in [(192, 128)] if tool == "racecheck" else prefill_attention.TILE_KEYS:
         q, k, v = (
             torch.randn(tokens, heads, dims).bfloat16()
             for tokens, heads, dims in ((190, 2, head_dim), (340, 1, head_dim), (340, 1, head_dim_v))

@@ -1,4 +1,4 @@
-"""What each op is without running it: schema, preconditions, fake kernel. Importing a family registers its ops."""
+"""Ops without their kernels: schema, preconditions, fake kernel. Importing a family registers its ops."""
 
 from . import cache, compressor, dense_attention, index, indexer, merge, plan, sparse_attention
 

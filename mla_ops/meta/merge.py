@@ -32,7 +32,7 @@ def _check_lse(
     device: torch.device,
     num_parts: int | None = None,
 ) -> None:
-    """As `check_tensor`, but with any strides: some kernels return `[num_heads, num_tokens]` transposed."""
+    """Like `check_tensor`, for any strides: some kernels return `[num_heads, num_tokens]` transposed."""
     if lse.dtype != torch.float32:
         raise TypeError(f"{op}: {name} must be torch.float32, got {lse.dtype}")
     if lse.device != device:

@@ -1,4 +1,4 @@
-"""What a step's layers share, computed once: schema, preconditions, fake."""
+"""Buffers that a step's layers share, computed once: schema, preconditions, fake."""
 
 from __future__ import annotations
 

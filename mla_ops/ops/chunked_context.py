@@ -13,7 +13,7 @@ from .merge import merge_attention_states
 
 
 class ContextChunks(NamedTuple):
-    """What each chunk of a batch's cached context holds, on the device: one plan a step, for all its layers.
+    """The contents of each chunk of a batch's cached context, on the device: one plan a step, for all its layers.
 
     Attributes:
         ends: `[num_chunks, num_requests]` int32, tokens of each request's context up to the end of the chunk.

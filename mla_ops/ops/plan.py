@@ -1,4 +1,4 @@
-"""What the layers of a step share, computed once."""
+"""Buffers that the layers of a step share, computed once."""
 
 from __future__ import annotations
 

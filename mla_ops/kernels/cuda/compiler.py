@@ -26,21 +26,21 @@ from typing import Any, NamedTuple
 
 from ...dispatch import LoweringUnavailable, Missing
 
-# Of every kernel, beside its target. With -lineinfo, which tests/sanitize.py adds, code is four times as large.
+# NVRTC's options for every kernel, beside its target. tests/sanitize.py adds -lineinfo: code four times as large.
 OPTIONS = ("-std=c++17", "--extra-device-vectorization", "--device-as-default-execution-space")
 RESERVED_SHARED_BYTES = 1024  # the system's share of each block, which resource reports count as static
-PARAMS_OFFSET = 528  # of a kernel's parameters in constant bank 0
+PARAMS_OFFSET = 528  # bytes before a kernel's parameters in constant bank 0
 
 
 INSTALL_BINDINGS = "pip install cuda-bindings"
 
 
 class Target(NamedTuple):
-    """What code is compiled for.
+    """The architecture that code is compiled for.
 
     Attributes:
         architecture: NVRTC's name, e.g. "sm_90a".
-        first_version: of NVRTC that knows it.
+        first_version: the first version of NVRTC that knows it.
     """
 
     architecture: str
@@ -73,7 +73,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes, by the compiled code.
+    """Resources that the compiled code of one kernel takes.
 
     Attributes:
         registers: of a thread, at launch.
@@ -131,7 +131,7 @@ def _constants(cubin: bytes) -> Iterator[tuple[str, int]]:
     """Mangled name and value of each int that is initialised in an ELF file."""
     (first,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count = struct.unpack_from("<HH", cubin, 0x3A)
-    # of each section: name, type, flags, address, offset, bytes, index of its strings
+    # a section's fields: name, type, flags, address, offset, bytes, index of its strings
     sections = [struct.unpack_from("<IIQQQQI", cubin, first + i * size) for i in range(count)]
     for _, kind, _, _, offset, length, link in sections:
         if kind != 2:  # a table of symbols
@@ -185,7 +185,7 @@ def reason(target: Target) -> Missing | None:
 
 
 def version() -> tuple[int, int]:
-    """That of NVRTC, where `reason` has nothing against it."""
+    """The version of NVRTC; `reason` must have nothing against it."""
     from cuda.bindings import nvrtc
 
     return nvrtc.nvrtcVersion()[1:]

@@ -147,7 +147,7 @@ def _launch_config(
 
 
 def stream_id(device_index: int) -> int:
-    """That of the current stream of the device, which no other stream of the process gets; 0 for the default stream."""
+    """The id of the device's current stream; no other stream of the process gets it. 0 is the default stream."""
     from cuda.bindings import driver
 
     stream = torch._C._cuda_getCurrentRawStream(device_index)
@@ -155,7 +155,7 @@ def stream_id(device_index: int) -> int:
 
 
 def capture_id(device_index: int) -> int:
-    """That of the capture which the current stream of the device is part of; 0 for none."""
+    """The id of the capture that the device's current stream is part of; 0 for none."""
     with torch.cuda.device(device_index):
         if not torch.cuda.is_current_stream_capturing():
             return 0

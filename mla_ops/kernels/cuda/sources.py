@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 def _once(function: Callable[..., Result]) -> Any:
-    """As `functools.cache`, but threads that need one result at the same time compute it once."""
+    """Works as `functools.cache`, and threads that need one result at the same time compute it once."""
     locks: dict[tuple[Any, ...], threading.Lock] = {}
     results: dict[tuple[Any, ...], Result] = {}
 
@@ -62,7 +62,7 @@ class Sources:
         return driver.reason() or (None if self.prebuilt.manifest else compiler.reason(self.target))
 
     def read(self, source: str | Path, kernel: str, defines: tuple[str, ...] = ()) -> Unit:
-        """What the code of a kernel comes from; arguments and errors as in `compile`."""
+        """Reads all that the code of a kernel comes from; arguments and errors as in `compile`."""
         return compiler.read_unit(self.folder / source, kernel, self.target, defines)
 
     def _compile(self, source: str | Path, kernel: str, defines: tuple[str, ...] = ()) -> Compiled:

@@ -1,4 +1,4 @@
-"""Where compiled code is kept: `$MLA_OPS_CACHE_DIR`, else `mla_ops` in the user's cache folder.
+"""The folder of compiled code: `$MLA_OPS_CACHE_DIR`, else `mla_ops` in the user's cache folder.
 
 A file's name is a hash of all that its code comes from. Processes that need the same kernel compile it once: each takes
 the lock of its file first.
@@ -29,7 +29,7 @@ PATIENCE_SECONDS = (
 
 
 def cache_directory() -> Path | None:
-    """Where compiled code is kept; None where no variable names a folder and the user has no home directory."""
+    """The folder of compiled code; None if no variable names one and the user has no home directory."""
     if os.environ.get(CACHE_VARIABLE):
         return Path(os.environ[CACHE_VARIABLE])
     if os.environ.get("XDG_CACHE_HOME"):
@@ -96,7 +96,7 @@ def _takes_lock(file: BinaryIO) -> bool:
 
 
 def read(path: Path, kernel: str) -> Compiled | None:
-    """What `_write` wrote, None if there is nothing or not all of it."""
+    """Reads what `_write` wrote; None if the file is not there or not complete."""
     try:
         digest, _, content = path.read_bytes().partition(b"\n")
     except OSError:

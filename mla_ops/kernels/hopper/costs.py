@@ -1,4 +1,4 @@
-"""What launches of the sparse attention kernels take: a model that is linear in the times of `costs.json`.
+"""Predicts the times of sparse attention launches, by a model that is linear in the times of `costs.json`.
 
 The file has the times of each GPU that they were fitted on. `python -m mla_ops bench launches --write FILE` measures
 forced launches and fits the times of this GPU again.

@@ -8,7 +8,7 @@ enum Format { FP8_DS_MLA, FP8_DS_MLA_V4 };
 
 DEVICE u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// As bfloat16.
+// 2^exponent as bfloat16.
 DEVICE u32 power_of_two(int exponent) { return static_cast<u32>(127 + exponent) << 7; }
 
 // A key's scales may be divided by a power of two of its own before float16 has to hold them: its scores are multiplied
@@ -31,7 +31,7 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
   // Scales of [2^-13, 2^-1), where those of unit normals and the smallest of most writers are, become the upper part of
   // what float16 holds, next to where others are taken to. So a key's weight counts as much as another's.
   static constexpr float FACTOR = 256.f;
-  static constexpr u32 FACTOR_OF_ROPE = 8 << 7;  // in bfloat16's exponent, of queries: keys' RoPE stays as it is
+  static constexpr u32 FACTOR_OF_ROPE = 8 << 7;  // for the exponents of queries; keys' RoPE stays as it is
   static constexpr u32 DEAD_SCALE = 0x3c000000u;  // 2^-7
   static constexpr int SCALES_AT = LATENT, SCALES_PITCH = BYTES;
 

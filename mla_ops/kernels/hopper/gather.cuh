@@ -42,14 +42,14 @@ DEVICE const unsigned char* row_of_key(const Cache& cache, Place place) {
   return cache.rows + place.block * cache.block_bytes + static_cast<i64>(place.offset) * R::BYTES;
 }
 
-// Where scales lie apart.
+// The scales of a key, in formats that keep them behind all rows of a block.
 template <class R>
 DEVICE const unsigned char* scales_of_key(const Cache& cache, Place place) {
   return cache.rows + place.block * cache.block_bytes + static_cast<i64>(opaque(cache.block_size)) * R::BYTES +
          static_cast<i64>(place.offset) * R::SCALES_PITCH;
 }
 
-// Where a turn's indices are; null: every position is a key.
+// The indices of a turn; null: every position is a key.
 DEVICE const int* indices_of(const Params& p, const Row& row, int turn) {
   const bool extra = turn >= row.main_turns;
   const int* indices = extra ? p.indices[1] : p.indices[0];
@@ -80,9 +80,9 @@ DEVICE int request_of(const Params& p, const Row& row) {
   return p.req_id_per_token && row.token < p.num_tokens ? __ldg(p.req_id_per_token + row.token) : -1;
 }
 
-// On their way while what comes before them is copied.
+// Indices that are loaded while rows of earlier turns are copied.
 struct Ahead {
-  Indices now, next;  // of the turn that comes and of the one after
+  Indices now, next;  // indices of the next turn and of the one after it
 };
 
 // A share's first indices. Those of its first 32 turns come to L2: where most are dead, they are what is waited for.
@@ -159,7 +159,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
         const Place from = place_at(cache, request, mine ? index : -1);
         mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
         const bool copies = is_live(cache, from);
-        if constexpr (R::SCALES_APART)  // in front: copies of rows are issued one by one
+        if constexpr (R::SCALES_APART)  // scales first: copies of rows are issued one by one
           if (copies) copy_8(scales + place * R::SCALES_PITCH, scales_of_key<R>(cache, from));
         const unsigned char* row = row_of_key<R>(cache, from);
         const u32 copied = __reduce_or_sync(~0u, copies ? 1u << place : 0u);
@@ -216,7 +216,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
 // A share's live keys, which warps take 16 at a time, lane i the i-th of a turn's part that is its warp's. As in
 // `produce`, each warp looks at all positions.
 struct Stream {
-  int turn, half;       // of the positions that come next
+  int turn, half;       // the positions that come next
   int filled;           // live keys of the next turn so far, from this warp's first on
   Ahead ahead;
 };
@@ -228,14 +228,14 @@ DEVICE bool is_whole(const Params& p, const Ahead& ahead, bool extra, bool next_
          __any_sync(~0u, in_range(next, ahead.next.of[0]) || in_range(next, ahead.next.of[1]));
 }
 
-// Of a whole turn, the index of lane i of the gather's warp's 16, also for lane i + 16.
+// The index that lane i takes of a whole turn: one of its warp's 16. Lane i + 16 gets the same one.
 DEVICE int index_of_whole(const Indices& indices, int warp, int lane) {
   return __shfl_sync(~0u, warp < 2 ? indices.of[0] : indices.of[1], (warp & 1) * 16 + (lane & 15));
 }
 
 constexpr u32 NO_KEY = ~0u;
 
-// What a lane below 16 is to bring of a turn.
+// The key that a lane below 16 brings for a turn.
 struct Chosen {
   u32 word;   // an index, above it which cache
   bool last;  // whether this turn is the share's last
@@ -243,7 +243,7 @@ struct Chosen {
   DEVICE int extra() const { return word >> 31; }
 };
 
-constexpr int LIST_WORDS = 32;  // of a warp: what it brings of two turns
+constexpr int LIST_WORDS = 32;  // a warp's keys of two turns
 
 DEVICE Stream begin_stream(const Params& p, const Row& row, int warp, int lane) {
   return {row.first, 0, -16 * warp, begin_share(p, row, lane)};
@@ -305,7 +305,7 @@ DEVICE OwnRows own_rows(const Params& p, const Chosen& chosen, Place place) {
   return {live ? row_of_key<R>(cache, place) : reinterpret_cast<const unsigned char*>(p.q), __ballot_sync(~0u, live)};
 }
 
-// Where a lane's first 16 bytes go, in a tile of [64, 64] a chunk of 64 dims, 128-byte rows, swizzled.
+// Address of a lane's first 16 bytes in a tile of [64, 64] a chunk of 64 dims, 128-byte rows, swizzled.
 DEVICE u32 own_place(u32 tile, int warp, int lane) {
   return tile + (warp * 16 + lane / 8) * 128 + ((lane ^ lane / 8) & 7) * 16;
 }

@@ -81,7 +81,7 @@ DEVICE void carry_states(const Params& p, const Row& row, u32 shared, int lane) 
   if (lane == 0) leave_meeting(meeting, row);
 }
 
-// What this CTA adds up of the result, by twelve warps.
+// Twelve warps add up this CTA's shares of the result.
 template <class L>
 DEVICE void finish_group(const Params& p, const Row& row, u32 shared, int warp, int lane) {
   using P = typename L::Packet;

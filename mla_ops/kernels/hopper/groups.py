@@ -1,4 +1,4 @@
-"""Where the CTAs of a group meet: counters that are 0 between launches, and room for what they exchange.
+"""Memory by which the CTAs of a group meet: counters that are 0 between launches, and space for their partial results.
 
 A launch leaves its counters as it found them, so launches that follow one another share theirs, and nothing has to be
 cleared. Launches that may run at the same time must not: each stream has counters of its own, and so has each stream of
@@ -58,6 +58,6 @@ def counters(device_index: int, rows: int) -> int:
 
 
 def exchange(rows: int, members: int, device: torch.device) -> torch.Tensor:
-    """Room for the float16 accumulators, the sums and the references of each of a row's CTAs."""
+    """Memory for the float16 accumulators, the sums and the references of each of a row's CTAs."""
     of_a_head = 2 * LATENT_DIM + 8
     return torch.empty(rows * members * TILE * of_a_head, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-// What `clean` asks of scores: -inf in the columns that a row has not.
+// `clean`: writes -inf into the columns of scores that a row does not have.
 
 #include "indexer_rows.cuh"
 

@@ -4,27 +4,27 @@
 #include "divide.cuh"
 
 struct Params {
-  TensorMap queries;  // dims, heads, tokens
-  TensorMap keys;     // dims, keys; of a cache: dims, keys of a block, blocks
-  const float* weights;
-  const float* k_scale;  // of flat keys; null: ones
-  const int* row_starts;
-  const int* row_ends;  // of a cache: lengths
-  const int* req_id_per_token;
-  const int* block_table;
-  const unsigned char* cache;
-  float* out;
+  TensorMap queries;            // [num_tokens, num_heads, 128]
+  TensorMap keys;               // [num_keys, 128], or [num_blocks, block_size, 128] of a cache
+  const float* weights;         // [num_tokens, num_heads]
+  const float* k_scale;         // [num_keys], for flat keys; null: ones
+  const int* row_starts;        // [num_tokens], for flat keys
+  const int* row_ends;          // [num_tokens]; for a cache: lengths
+  const int* req_id_per_token;  // [num_tokens]
+  const int* block_table;       // [num_requests, table_width]
+  const unsigned char* cache;   // [num_blocks, block_bytes]
+  float* out;                   // [num_tokens, width]
   i64 weights_stride, table_stride, block_bytes, out_stride;
   int num_tokens, num_columns;  // no row ends behind num_columns
-  int width;                    // of `out`
+  int width;
   int num_requests, table_width, num_blocks, block_size;
-  int boxes_log2;  // of a tile of keys: boxes that are in one block each
+  int boxes_log2;  // a tile of keys is 2^boxes_log2 boxes, each in one block
   Divisor of_block_size;
 };
 
 constexpr int TILE = 64;  // keys
 
-// Where keys are: a tensor; blocks that hold whole boxes of a tile; blocks of any size.
+// Keys lie in one tensor, in blocks that hold whole boxes of a tile, or in blocks of any size.
 enum Source { FLAT, BOXES, ANYWHERE };
 
 struct Bounds {
@@ -47,9 +47,9 @@ DEVICE Bounds bounds_of(const Params& p, int token) {
 
 // Up to TOKENS neighbours that read the same keys.
 struct Group {
-  int count;              // of tokens
-  int first_tile, tiles;  // of keys; none where no token has any
-  int end;                // of the keys
+  int count;              // tokens
+  int first_tile, tiles;  // tiles of keys; none if no token has keys
+  int end;                // column behind the last key
 };
 
 // The group that begins with `token`, if one does. Of a cache: tokens of one request, within TOKENS that begin at a

@@ -11,7 +11,7 @@
 #define PATIENCE 64
 #endif
 
-// Of a row: what its CTAs leave for one another, and COUNTERS numbers.
+// The partial results that a row's CTAs leave for one another, and COUNTERS numbers.
 struct Meeting {
   unsigned char* packets;  // [COUNT][splits], of Packet::BYTES
   float2* states;          // [splits][HEADS]: sum and reference

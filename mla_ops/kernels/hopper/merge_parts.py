@@ -14,11 +14,11 @@ from . import sources
 from .launch import Kernel
 
 THREADS = 128
-MAX_PARTS = (4, 8, 16)  # what a thread has registers for, by kernel
+MAX_PARTS = (4, 8, 16)  # parts that a thread has registers for, by kernel
 
 
 class Params(ctypes.Structure):
-    """As in merge_parts.cu."""
+    """The struct of merge_parts.cu."""
 
     _fields_ = [
         ("outs", POINTER),

@@ -12,16 +12,16 @@
 #include "wgmma.cuh"
 
 struct Params {
-  TensorMap q, k, v;  // dims, heads, tokens; boxes of 64 dims of one head of a tile's tokens
-  const int *cu_seqlens_q, *cu_seqlens_k;
-  u16* out;
-  float* lse;
+  TensorMap q, k, v;  // [tokens, heads, dims]; boxes of 64 dims of one head of a tile's tokens
+  const int *cu_seqlens_q, *cu_seqlens_k;  // [num_requests + 1]
+  u16* out;    // [num_tokens, num_heads, DIM_V]
+  float* lse;  // [num_tokens, num_heads]
   int* taken;  // items beyond one a CTA; null where there are none
   i64 out_token_stride, out_head_stride, lse_token_stride, lse_head_stride;
   int num_tokens, num_kv, num_requests, num_heads;
   int heads_per_kv_head;
-  int heads_together;  // whose keys and values L2 holds
-  int num_tiles;       // of queries, as far as the host knows
+  int heads_together;  // heads whose keys and values fit L2
+  int num_tiles;       // tiles of queries, an upper bound that the host knows
   int causal;
   float scale_log2;
 };
@@ -85,7 +85,7 @@ OPERAND(Float16, "f16", pack_float16);
 struct Item {
   int head;         // -1: there are no more
   int token, rows;  // the first query, and queries
-  int tiles, seen;  // of keys, and those of them that every query sees all of
+  int tiles, seen;  // tiles of keys, and those that every query sees all of
   int last;         // key that the first query sees last, were there as many
   int len_k;
   int begin_k;  // known to the producer alone
@@ -152,7 +152,7 @@ DEVICE Item take_item(const Params& p, int& n) {
 template <class L>
 DEVICE void produce(const Params& p, u32 shared) {
   int n = blockIdx.x;
-  u32 turn = 0, parity = 1;  // of keys' tiles, and of items
+  u32 turn = 0, parity = 1;  // tiles of keys so far; parity of the item's barriers
   Item item = take_item<L::KEYS>(p, n);
   while (true) {
     mbarrier_wait(shared + L::QUERY_FREE, parity);
@@ -221,7 +221,7 @@ DEVICE void mask(float (&s)[N], int last, int len_k, int row, int first_key, boo
     if (e / 4 * 8 + (e & 1) > limit[e >> 1 & 1]) s[e] = -INFINITY;
 }
 
-// What a thread keeps of its two rows.
+// A thread's part of the softmax of its two rows.
 struct Rows {
   float reference[2], sum[2], fade[2];
 };

@@ -19,16 +19,16 @@ from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Kernel, compile_reason
 
-QUERIES = 128  # of a tile
+QUERIES = 128  # a tile's
 TYPES = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
-L2_BYTES = 32 * 2**20  # of keys and values that are used together; an H200 has 50 MB
+L2_BYTES = 32 * 2**20  # keys and values that are used together; the L2 of an H200 has 50 MB
 
 # Keys of a tile, by the widths of queries and values.
-KEYS = {(192, 128): 128, (128, 128): 128, (64, 64): 128, (256, 256): 80}
+TILE_KEYS = {(192, 128): 128, (128, 128): 128, (64, 64): 128, (256, 256): 80}
 
 
 class Params(ctypes.Structure):
-    """As in prefill_attention.cu, whose tensor maps are aligned to 64 bytes, and so the struct."""
+    """The struct of prefill_attention.cu. Its tensor maps are aligned to 64 bytes, and so its size is."""
 
     _fields_ = [
         ("q", ctypes.c_char * 128),
@@ -67,7 +67,7 @@ def kernel_for(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> Kernel:
 
 def kernels() -> list[Kernel]:
     """All there are."""
-    return [kernel_for(*dims, dtype) for dims in KEYS for dtype in TYPES]
+    return [kernel_for(*dims, dtype) for dims in TILE_KEYS for dtype in TYPES]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,7 +144,7 @@ def prefill_attention(
         lse.fill_(-math.inf)
         return
     device_index = q.device.index
-    kernel, keys = kernel_for(head_dim, head_dim_v, q.dtype), KEYS[head_dim, head_dim_v]
+    kernel, keys = kernel_for(head_dim, head_dim_v, q.dtype), TILE_KEYS[head_dim, head_dim_v]
     (q, q_map), (k, k_map), (v, v_map) = _in_boxes(q, QUERIES), _in_boxes(k, keys), _in_boxes(v, keys)
     target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     num_requests = cu_seqlens_q.shape[0] - 1
@@ -186,6 +186,6 @@ def prefill_reason(call: Call) -> str | None:
     if call.dtype not in TYPES:
         return f"it takes bfloat16 or float16, these are {call.dtype}"
     dims = call.head_dim, call.head_dim_v
-    if dims not in KEYS:
-        return f"it takes head dims {', '.join(f'{q}/{v}' for q, v in KEYS)}, these are {dims[0]}/{dims[1]}"
+    if dims not in TILE_KEYS:
+        return f"it takes head dims {', '.join(f'{q}/{v}' for q, v in TILE_KEYS)}, these are {dims[0]}/{dims[1]}"
     return compile_reason()

@@ -1,5 +1,5 @@
-// Hopper's instructions as functions, one line of PTX each: barriers, copies, clusters. Conversions and arithmetic are in
-// arithmetic.cuh.
+// Hopper's instructions as functions, one line of PTX each: barriers, copies, clusters. arithmetic.cuh has conversions
+// and arithmetic.
 #pragma once
 
 #include "arithmetic.cuh"
@@ -270,7 +270,7 @@ DEVICE void await_bulk_stores() {
   asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// What the driver encodes for `copy_box`.
+// A tensor map as the driver encodes it, for `copy_box`.
 struct alignas(64) TensorMap {
   u64 words[16];
 };
@@ -353,7 +353,7 @@ DEVICE void store_16_if(bool condition, void* target, u32 a, u32 b, u32 c, u32 d
                : "memory");
 }
 
-// What other SMs wrote: past L1.
+// Loads past L1 what other SMs wrote.
 DEVICE uint4 load_l2_16(const void* source) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -368,7 +368,7 @@ DEVICE void wait_for_copy_groups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
-// What is not read again soon.
+// Loads what is not read again soon, without a place in L1.
 DEVICE float4 load_once_16(const float* source) {
   float4 v;
   asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -455,7 +455,8 @@ DEVICE void store_shared_8(u32 address, u32 a, u32 b) {
 // needed.
 DEVICE int kept(int value) { return __shfl_sync(~0u, value, threadIdx.x & 31); }
 
-// What all lanes of a warp have, for the compiler to know: in a uniform register, branches on it in common.
+// Tells the compiler that a warp's lanes have the same value: it takes a uniform register, and the warp branches
+// as one.
 DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 // `a` if the condition holds, else `b`, without a branch.

@@ -56,9 +56,9 @@ DEVICE void scale_piece(u32 (&scaled)[4], const uint4& piece, u32 factor, bool t
   }
 }
 
-// Where sixteen threads find and leave a head's pieces: pairs of a chunk's 64 dims stand where the fragments that
-// `score` makes of a key's bytes meet them: lane t of four holds dims 16 t to 16 t + 15, and its words 2 j, 2 j + 1 are
-// the operand of step j. RoPE that is no value stands as it is.
+// Addresses at which sixteen threads read and write a head's pieces. Pairs of a chunk's 64 dims stand where the
+// fragments that `score` makes of a key's bytes meet them: lane t of four holds dims 16 t to 16 t + 15, and its words 2
+// j, 2 j + 1 are the operand of step j. RoPE that is no value stands as it is.
 template <class L>
 struct QueryPlaces {
   static constexpr int STEP = 2 * L::QUERY_CHUNK;  // from a lane's piece to its next
@@ -127,13 +127,13 @@ DEVICE void convert_queries(const Params& p, u32 shared, int lane, int first,
   u32 largest[BATCH];
 #pragma unroll
   for (int b = 0; b < BATCH; ++b) largest[b] = largest_magnitude(piece[b]);
-  __syncwarp();  // what other lanes have read is written over
+  __syncwarp();  // other lanes have read what is written over
 #pragma unroll
   for (int b = 0; b < BATCH; ++b) {
     const int head = first + b * P::GROUPS;
     if (head >= HEADS) continue;
     const int shift = shift_of(largest[b]);
-    const u32 up = (127 + shift) << 7;  // as bfloat16
+    const u32 up = (127 + shift) << 7;  // 2^shift as bfloat16
     if (lane == 0) store_column<L>(p, shared, head, shift);
     const u32 to = places.converted(head);
 #pragma unroll
@@ -152,7 +152,7 @@ DEVICE void convert_queries(const Params& p, u32 shared, int lane, int first,
   }
 }
 
-// Of heads `first` and every GROUPS-th after it, what was copied.
+// Loads the copied pieces of head `first` and of every GROUPS-th head after it.
 template <int HEADS, Format FORMAT, int THREADS, int BATCH>
 DEVICE void load_copied(uint4 (&piece)[BATCH][Pieces<HEADS, FORMAT, THREADS>::OF_A_LANE], u32 shared, int lane,
                         int first) {
@@ -226,7 +226,7 @@ DEVICE void convert_copied_queries(const Params& p, u32 shared, int thread, u32 
       const bool is_value = R::ROPE_IS_VALUE || chunk < R::CHUNKS - 1;
       scale_piece(v[t], piece[t], (is_value ? up : up + R::FACTOR_OF_ROPE) * 0x10001u, is_value);
     }
-    __syncwarp();  // what the other thread has read is written over
+    __syncwarp();  // the other thread has read what is written over
     if (!R::ROPE_IS_VALUE && chunk == R::CHUNKS - 1) {
 #pragma unroll
       for (int t = 0; t < 4; ++t) store_shared_16(place ^ t << 5, v[t][0], v[t][1], v[t][2], v[t][3]);

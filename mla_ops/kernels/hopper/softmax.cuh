@@ -1,4 +1,4 @@
-// What the softmax over a row's keys needs from all of a warpgroup's threads, each of which has two keys of a turn.
+// Reductions of the softmax over a row's keys among the threads of a warpgroup. Each thread has two keys of a turn.
 #pragma once
 
 #include "layout.cuh"
@@ -15,7 +15,7 @@ DEVICE void fold(float (&values)[M], int lane, Combine combine) {
   }
 }
 
-// Of each head one value for a warp's keys, to shared memory. A lane has those of heads 8 j + 2 t and 8 j + 2 t + 1.
+// Writes one value for each head to shared memory, of all keys of a warp. A lane has heads 8 j + 2 t and 8 j + 2 t + 1.
 template <int HEADS, class Combine>
 DEVICE void store_folded(float (&values)[HEADS / 4], u32 place, int lane, Combine combine) {
   const int t = lane & 3, b = lane >> 2 & 1;

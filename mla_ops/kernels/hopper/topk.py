@@ -23,7 +23,7 @@ CONTROL_BYTES = 928
 
 
 class Params(ctypes.Structure):
-    """As in topk_row.cuh."""
+    """The struct of topk_row.cuh."""
 
     _fields_ = [
         ("scores", POINTER),
@@ -200,7 +200,7 @@ def _loaded(device_index: int) -> dict[Kernel, Function]:
 
 
 def topk_indices(scores: torch.Tensor, topk: int, **rest: Any) -> None:
-    """As the op's `.out`."""
+    """Runs the op's `.out`."""
     num_rows = scores.shape[0]
     if num_rows == 0:
         return

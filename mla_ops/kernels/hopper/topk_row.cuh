@@ -14,13 +14,13 @@
 #include "topk_select.cuh"
 
 struct Params {
-  const float* scores;
-  const int* starts;  // null: 0
-  const int* ends;    // null: all columns
-  int* indices;
-  int* lengths;
-  const int* block_table;
-  const int* requests;
+  const float* scores;     // [num_rows, num_columns]
+  const int* starts;       // [num_rows]; null: 0
+  const int* ends;         // [num_rows]; null: all columns
+  int* indices;            // [num_rows, k]
+  int* lengths;            // [num_rows]
+  const int* block_table;  // [num_requests, table_width]
+  const int* requests;     // [num_rows]
   i64 pitch;
   i64 indices_pitch;
   i64 table_pitch;
@@ -45,7 +45,7 @@ struct Params {
 
   DEVICE int request_of(i64 row) const { return block_size == 0 ? 0 : requests[row]; }
 
-  // Where a column's key lies, -1 where the table does not say.
+  // The slot of a column's key, -1 if the table has none.
   DEVICE int translated(int column, int request) const {
     if (block_size == 0) return column;
     const int block = column / block_size;
@@ -67,7 +67,7 @@ struct Row {
 
 DEVICE float absent() { return __uint_as_float(0x7fffffff); }
 
-// What reaches it goes on. Without a score everything does, NaN too.
+// Scores that reach the gate go on. A gate without a score lets everything pass, NaN too.
 struct Gate {
   u32 key;
   bool is_score;
@@ -88,7 +88,7 @@ struct Selection {
   u64* const entries;
   float4* const ring;
   Row row;
-  u32 first, vectors;  // of this CTA's part: groups of 4 columns
+  u32 first, vectors;  // this CTA's part, in groups of 4 columns
   int part_end;        // column behind it
 
   DEVICE Selection(const Params& params, unsigned char* shared)
@@ -105,7 +105,7 @@ struct Selection {
     return static_cast<u32>(mean + 6.f * sqrtf(mean) + 4.f);
   }
 
-  // Of the sample's entry of that rank, the key. All of the row's groups of four that are whole may be in the sample.
+  // The key of the sample's entry of that rank. All of the row's groups of four that are whole may be in the sample.
   DEVICE u32 gate_of(u32 rank) {
     const u32 whole = (row.start + 3) / 4, count = row.end / 4 - whole;
 #pragma unroll 1
