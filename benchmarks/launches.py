@@ -31,10 +31,14 @@ from mla_ops.kernels.hopper.launch import KERNELS, SPLITS, Clusters, Keys
 from mla_ops.kernels.hopper.sparse_attention import shapes_for
 from mla_ops.kernels.hopper.waves import Wave, override
 
-TOPK = 2048
-SIZES = (1, 16), (2, 128), (8, 16), (8, 128), (16, 128), (40, 128), (64, 64), (140, 64)  # tokens and heads
-HELD_OUT = (4, 64), (24, 128), (48, 16), (100, 128)
-PARTS = (1, 16, 8192), (4, 128, 8192)  # tokens, heads and keys of the launches in parts, for the fit alone
+# Tokens, heads and keys of a row: few and many tokens, part-filled tiles, several rounds, short and long rows.
+SIZES = (
+    *((1, 16, 2048), (2, 128, 2048), (8, 16, 2048), (8, 128, 2048), (16, 128, 2048), (40, 128, 2048), (64, 64, 2048)),
+    *((140, 64, 2048), (32, 32, 2048), (4, 128, 512), (512, 32, 512), (200, 128, 512)),
+)
+HELD_OUT = (4, 64, 2048), (24, 128, 2048), (48, 16, 2048), (100, 128, 2048), (16, 64, 512), (256, 32, 512)
+PART_SIZES = (1, 16, 8192), (4, 128, 8192)  # of the launches in parts, for the fit alone
+LIKELY = 2.5  # a launch is not timed if it is predicted to take more than this many times the least
 WORTH = 2.0  # a launch that takes more than this many times the fastest one is not fitted
 SECOND_WAVES = 3  # how many launches of the tokens that are left are measured, the least predicted ones
 
@@ -108,7 +112,10 @@ def fit(samples: Sequence[Sample], like: Costs) -> Costs:
 def candidates(
     keys: Keys, num_tokens: int, num_heads: int, turns: int, at_once: tuple[int, ...], costs: Costs
 ) -> list[tuple[Wave, ...]]:
-    """Every launch that may be chosen: each shape alone, and each that fills the device first, with what is left."""
+    """Launches that may be chosen: each shape alone, and each that fills the device first, with what is left.
+
+    Without those that are predicted to take more than `LIKELY` times the least.
+    """
 
     def us(wave: Wave) -> float:
         return predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once, costs)
@@ -129,7 +136,8 @@ def candidates(
         if 0 < whole < num_tokens:
             rest = sorted((Wave(num_tokens - whole, other) for other in runnable), key=us)[:SECOND_WAVES]
             found += [(Wave(whole, shape), wave) for wave in rest]
-    return found
+    limit = LIKELY * min(sum(us(wave) for wave in waves) for waves in found)
+    return [waves for waves in found if sum(us(wave) for wave in waves) <= limit]
 
 
 class Inputs:
@@ -170,16 +178,16 @@ class Inputs:
         return [statistics.median(timings[str(number)]) for number in range(len(calls))]
 
 
-def measure(iterations: int, seed: int, quick: bool) -> Iterator[tuple[Keys, int, int, list[Sample]]]:
-    """Keys, tokens, heads and samples, shape by shape."""
+def measure(iterations: int, seed: int, quick: bool) -> Iterator[tuple[Keys, tuple[int, int, int], list[Sample]]]:
+    """Keys, size and samples, shape by shape."""
     for (cache_format, head_dim), keys in KERNELS.items():
         generator = torch.Generator(device="cuda").manual_seed(seed)
         inputs = Inputs(cache_format, head_dim, 1024 if quick else 16384, generator)
-        in_parts = PARTS if cache_format == "fp8_ds_mla" else ()
-        for num_tokens, num_heads, topk in [*((*size, TOPK) for size in SIZES + HELD_OUT), *in_parts]:
+        in_parts = PART_SIZES if cache_format == "fp8_ds_mla" else ()
+        for num_tokens, num_heads, topk in SIZES + HELD_OUT + in_parts:
             turns = -(-topk // launch.KEYS)
             at_once = launch.clusters_at_once(keys, launch.tiles_for(keys, num_heads)[0], 0)
-            if topk == TOPK:
+            if (num_tokens, num_heads, topk) not in PART_SIZES:
                 calls = candidates(keys, num_tokens, num_heads, turns, at_once, read_costs(TABLE.read_text(), _gpu()))
             else:
                 tile = launch.tiles_for(keys, num_heads)[0]
@@ -193,7 +201,7 @@ def measure(iterations: int, seed: int, quick: bool) -> Iterator[tuple[Keys, int
             samples = [
                 Sample(keys, num_heads, turns, waves, at_once, us) for waves, us in zip(calls, times, strict=True)
             ]
-            yield keys, num_tokens, num_heads, samples
+            yield keys, (num_tokens, num_heads, topk), samples
 
 
 def chosen(samples: Sequence[Sample], costs: Costs) -> Sample:
@@ -240,25 +248,25 @@ def main(argv: list[str] | None = None) -> int:
     shapes = list(measure(arguments.iterations, arguments.seed, arguments.quick))
     worth = [
         sample
-        for _, num_tokens, num_heads, samples in shapes
-        if (num_tokens, num_heads) not in HELD_OUT
+        for _, size, samples in shapes
+        if size not in HELD_OUT
         for sample in samples
         if sample.us <= WORTH * min(each.us for each in samples)
     ]
     fitted = fit(worth, now)
-    print(f"{_gpu()}, top-k {TOPK}, us; {len(worth)} launches fitted; clusters at one time: {worth[0].at_once}")
-    words = "keys", "T", "H", "fastest", "us", "chosen", "ratio", "by the fit", "ratio"
-    print("{:14}{:>4}{:>5}  {:22}{:>7}  {:22}{:>6}  {:22}{:>6}".format(*words))
+    print(f"{_gpu()}, us; {len(worth)} launches fitted; clusters at one time: {worth[0].at_once}")
+    words = "keys", "T", "H", "top-k", "fastest", "us", "chosen", "ratio", "by the fit", "ratio"
+    print("{:14}{:>4}{:>5}{:>6}  {:22}{:>7}  {:22}{:>6}  {:22}{:>6}".format(*words))
     ratios: dict[str, list[float]] = {}
-    for keys, num_tokens, num_heads, samples in shapes:
-        if samples[0].turns * launch.KEYS != TOPK:
+    for keys, size, samples in shapes:
+        if size in PART_SIZES:
             continue
         best, first, refit = min(samples, key=lambda sample: sample.us), chosen(samples, now), chosen(samples, fitted)
-        seen = "held out" if (num_tokens, num_heads) in HELD_OUT else "fitted"
+        seen = "held out" if size in HELD_OUT else "fitted"
         ratios.setdefault(f"chosen now, {seen}", []).append(first.us / best.us)
         ratios.setdefault(f"chosen by the fit, {seen}", []).append(refit.us / best.us)
         print(
-            f"{keys.name:14}{num_tokens:4}{num_heads:5}  {label(best.waves):22}{best.us:7.1f}  "
+            f"{keys.name:14}{size[0]:4}{size[1]:5}{size[2]:6}  {label(best.waves):22}{best.us:7.1f}  "
             f"{label(first.waves):22}{first.us / best.us:6.3f}  {label(refit.waves):22}{refit.us / best.us:6.3f}"
         )
     for title, ratio in sorted(ratios.items()):
@@ -268,8 +276,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"error of the fit: median {statistics.median(errors):.3f}, largest {max(errors):.3f}")
     if arguments.samples:
         rows = [
-            [sample.keys.name, tokens, sample.num_heads, sample.turns, label(sample.waves), round(sample.us, 2)]
-            for _, tokens, _, samples in shapes
+            [keys.name, *size, label(sample.waves), round(sample.us, 2)]
+            for keys, size, samples in shapes
             for sample in samples
         ]
         arguments.samples.write_text(json.dumps(rows))

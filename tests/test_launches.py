@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.launches import PARTS, SIZES, Sample, candidates, fit, from_vector, label, to_vector, write
+from benchmarks.launches import PART_SIZES, SIZES, Sample, candidates, fit, from_vector, label, to_vector, write
 from mla_ops.kernels.hopper.costs import TABLE, Costs, read_costs
 from mla_ops.kernels.hopper.launch import KERNELS, Clusters, Group
 from mla_ops.kernels.hopper.waves import Wave
@@ -21,12 +21,12 @@ def timed(costs: Costs, noise: float) -> list[Sample]:
     """Launches that the benchmark measures, with the times that `costs` predict, times 1 to 1 + noise."""
     generator = torch.Generator().manual_seed(3)
     calls = [
-        (keys, num_heads, 32, waves)
+        (keys, num_heads, topk // 64, waves)
         for keys in KERNELS.values()
-        for num_tokens, num_heads in SIZES
-        for waves in candidates(keys, num_tokens, num_heads, 32, AT_ONCE, H200)
+        for num_tokens, num_heads, topk in SIZES
+        for waves in candidates(keys, num_tokens, num_heads, topk // 64, AT_ONCE, H200)
     ]
-    for num_tokens, num_heads, topk in PARTS:
+    for num_tokens, num_heads, topk in PART_SIZES:
         shapes = [Clusters(64 if num_heads > 16 else 16, splits, parts) for splits in (2, 8) for parts in (1, 2, 6)]
         calls += [(KERNELS["fp8_ds_mla", 576], num_heads, topk // 64, (Wave(num_tokens, shape),)) for shape in shapes]
     factors = (1 + noise * torch.rand(len(calls), generator=generator)).tolist()
