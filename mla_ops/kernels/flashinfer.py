@@ -26,7 +26,7 @@ from .torch_sdpa import empty_result, is_one_request_with_itself
 
 PREFILL_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 ROPE_DIM = 64
-PARTS = (slice(0, LATENT_DIM), slice(LATENT_DIM, None))
+LATENT_AND_ROPE = (slice(0, LATENT_DIM), slice(LATENT_DIM, None))
 WORKSPACE_BYTES = 256 * 2**20
 # A prefill on Hopper plans 7 integers for each of up to 4096 tiles of each head, and has room for half of it by itself.
 INT_WORKSPACE_BYTES = 16 * 2**20
@@ -290,7 +290,7 @@ def compute_paged(
         _plan_rows(wrapper, blocks[rows], lens[rows], num_heads, block_size, softmax_scale)
         results = {"out": out[rows], "lse": lse[rows], "return_lse": True}
         if _plan_metadata() is None:
-            parts = (tensor[..., columns] for tensor in (q[rows], kv_cache) for columns in PARTS)
+            parts = (tensor[..., columns] for tensor in (q[rows], kv_cache) for columns in LATENT_AND_ROPE)
             wrapper.run(*parts, **results)
         else:
             wrapper.run(query=q[rows], kv_cache=kv_cache, **results)

@@ -305,7 +305,7 @@ def paged_attention(
 def _packed_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    keys: sparse_attention.Keys,
+    keys: sparse_attention.CacheSizes,
     block_table: torch.Tensor,
     req_id_per_token: torch.Tensor,
     key_lens: torch.Tensor,

@@ -261,7 +261,7 @@ def two_cache_tile(device_capability: tuple[int, int], num_heads: int, modes: tu
     return tile(device_capability, 16, mode)
 
 
-class Keys(NamedTuple):
+class CacheSizes(NamedTuple):
     """A cache as the kernels take it: sizes, and the row and block stride in elements, the latter over `unit`."""
 
     num_blocks: int
@@ -271,11 +271,11 @@ class Keys(NamedTuple):
     stride_block: int
 
 
-def cache_keys(kv_cache: torch.Tensor, cache_format: str) -> Keys:
+def cache_keys(kv_cache: torch.Tensor, cache_format: str) -> CacheSizes:
     num_blocks, block_size, block_stride, head_dim = geometry(kv_cache, cache_format)
     entry = get_format(cache_format)
     row_width = entry.data_bytes or entry.row_width(head_dim)
-    return Keys(num_blocks, block_size, row_width, 16 // entry.dtype.itemsize, block_stride // 16)
+    return CacheSizes(num_blocks, block_size, row_width, 16 // entry.dtype.itemsize, block_stride // 16)
 
 
 def query_unit(q: torch.Tensor) -> int:
@@ -323,7 +323,7 @@ def _attend(
     indices: torch.Tensor,
     softmax_scale: float,
     mode: str,
-    keys: Keys,
+    keys: CacheSizes,
     topk_length: torch.Tensor | None,
     attn_sink: torch.Tensor | None,
     block_table: torch.Tensor | None,
@@ -529,7 +529,7 @@ def sparse_attention(
     if kv.stride(0) % unit:
         unit = 1
     # each row is a block of its own
-    keys = Keys(num_kv, 1, head_dim, unit, kv.stride(0) // unit)
+    keys = CacheSizes(num_kv, 1, head_dim, unit, kv.stride(0) // unit)
     mode = operand_mode(q.dtype, "")
     _attend(q, kv, indices, softmax_scale, mode, keys, topk_length, attn_sink, None, None, deterministic, out, lse)
 
