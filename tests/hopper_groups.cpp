@@ -58,7 +58,7 @@ extern "C" int meet(int splits, int rows, int seed) {
             for (int part = 0; part < splits; ++part)
               if (parts[part] != 1 + part) whole = false;
           }
-        leave_meeting(meeting, row), leave_meeting(meeting, row);  // two messengers
+        leave_meeting(meeting, row), leave_meeting(meeting, row);  // two polling warps
       });
     for (std::thread& cta : ctas) cta.join();
     for (const std::atomic<int>& times : added)
