@@ -226,6 +226,7 @@ def _warm_up_indexer(
         for num_requests in {1, *(max(count // each, 1) for each in (1, 2, 4))}:
             requests = short.repeat(num_requests, 1)
             scores = paged_indexer_logits(q, cache, weights, ones, requests, zeros, 2 * block_size, index_format)
+            select_keys(q, cache, weights, ones, requests, zeros, topk, index_format)
         topk_indices(scores, topk, row_ends=ones)
         merge_topk(scores, torch.full_like(scores, -1, dtype=torch.int32), topk)
         indexer_logits(q, k, weights, zeros, ones, k_scale=k_scale)

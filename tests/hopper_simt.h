@@ -70,6 +70,20 @@ inline const std::vector<uint64_t>& meet_cta(uint64_t value = 0) {
 }
 inline void meet_cluster() { meet(cluster, current->cta * num_threads + current->index, num_ctas * num_threads, 0); }
 
+// Threads that have left are not waited for.
+inline void meet_cluster_but_those_that_left() {
+  const unsigned generation = cluster.generation;
+  ++cluster.arrived;
+  while (cluster.generation == generation) {
+    int there = 0;
+    for (const Thread& thread : threads) there += !thread.done;
+    if (cluster.arrived == there)
+      cluster.arrived = 0, ++cluster.generation;
+    else
+      leave();
+  }
+}
+
 inline void enter() {
   body();
   current->done = true;

@@ -10,6 +10,7 @@
 #define cluster_meet ptx_cluster_meet
 #define peer_pointer ptx_peer_pointer
 #define load_once_16 ptx_load_once_16
+#define named_barrier ptx_named_barrier
 #include "ptx.cuh"
 #undef shared_address
 #undef copy_16_or_zeros
@@ -18,8 +19,13 @@
 #undef cluster_meet
 #undef peer_pointer
 #undef load_once_16
+#undef named_barrier
 
 static void cluster_meet() { simt::meet_cluster(); }
+template <int, int COUNT>
+void named_barrier() {
+  simt::meet(simt::cta().named, simt::current->index, COUNT, 0);
+}
 static void cluster_arrive() {}
 static void cluster_wait() { simt::meet_cluster(); }
 static uintptr_t shared_address(const void* here) { return reinterpret_cast<uintptr_t>(here); }

@@ -6,6 +6,7 @@ No GPU is needed. To add a kernel: its variants in `KERNELS`.
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,17 @@ import pytest
 from mla_ops.kernels.cuda.compiler import PARAMS_OFFSET, RESERVED_SHARED_BYTES, CompileError
 from mla_ops.kernels.cuda.params import fields_of
 from mla_ops.kernels.cuda.sources import Sources
-from mla_ops.kernels.hopper import indexer_logits, launch, merge_parts, prefill_attention, sources, topk
+from mla_ops.kernels.hopper import (
+    indexer_logits,
+    launch,
+    merge_parts,
+    prefill_attention,
+    select_keys,
+    sources,
+    topk,
+)
 from mla_ops.kernels.hopper.catalog import every_kernel
+from mla_ops.kernels.hopper.launch import Kernel
 
 pytestmark = [
     pytest.mark.slow,
@@ -61,6 +71,10 @@ KERNELS = [
     for module in (prefill_attention, indexer_logits)
     for kernel in module.kernels()
 ]
+KERNELS += [
+    Variant(k.source, k.name, k.threads, select_keys.SelectParams, padding=-PARAMS_OFFSET % 64)
+    for k in select_keys.kernels()
+]
 KERNELS += [Variant(k.source, k.name, k.threads, topk.Params, blocks=k.ctas) for k in topk.KERNELS]
 KERNELS += [
     Variant(kernel.source, kernel.name, kernel.threads, merge_parts.Params, blocks=4)
@@ -85,6 +99,12 @@ def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
     assert (block + RESERVED_SHARED_BYTES) * variant.blocks <= sources.MAX_SHARED_BYTES + RESERVED_SHARED_BYTES
 
 
+@pytest.mark.parametrize("kernel", select_keys.kernels(), ids=lambda kernel: kernel.name)
+def test_what_a_selection_takes_besides_its_entries(kernel: Kernel) -> None:
+    heads, tokens = map(int, re.findall(r"\d+", kernel.name))
+    assert sources.compile(kernel.source, kernel.name).shared_bytes == select_keys.fixed_bytes(heads, tokens)
+
+
 def test_the_table_has_every_source() -> None:
     """A kernel that no variant compiles would be shipped unseen; one that is not in the catalog, without its code."""
     assert {variant.source for variant in KERNELS} == {path.name for path in sources.SOURCES.folder.glob("*.cu")}
@@ -95,10 +115,11 @@ def compile_offsets(source: str, params: type[ctypes.Structure], folder: Path) -
     """Compiles that each field of a source's `struct Params` is where the host puts it."""
     for file in sources.SOURCES.folder.glob("*.cu*"):
         shutil.copy(file, folder)
-    lines = [f'static_assert(sizeof(Params) == {ctypes.sizeof(params)}, "size");']
+    struct = params.__name__ if params is select_keys.SelectParams else "Params"
+    lines = [f'static_assert(sizeof({struct}) == {ctypes.sizeof(params)}, "size");']
     for name, offset, size, _ in fields_of(params):
-        lines.append(f'static_assert(__INTADDR__(&((Params*)0)->{name}) == {offset}, "{name}");')
-        lines.append(f'static_assert(sizeof(((Params*)0)->{name}) == {size}, "{name}");')
+        lines.append(f'static_assert(__INTADDR__(&(({struct}*)0)->{name}) == {offset}, "{name}");')
+        lines.append(f'static_assert(sizeof((({struct}*)0)->{name}) == {size}, "{name}");')
     unit = f'#include "{source}"\n{chr(10).join(lines)}\ntemplate <int N> __global__ void nothing() {{}}\n'
     (folder / "offsets.cu").write_text(unit)
     Sources(folder, sources.SM90A).compile("offsets.cu", "nothing<0>")

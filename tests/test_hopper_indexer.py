@@ -227,7 +227,7 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> dict[str,
         return struct.pack("7Q72x", address, *shape[:2], *strides, *box)
 
     monkeypatch.setattr(indexer_logits, "tensor_map", tensor_map)
-    monkeypatch.setattr(indexer_logits, "_num_sms", lambda _: state["sms"])
+    monkeypatch.setattr(indexer_logits, "num_sms", lambda _: state["sms"])
     monkeypatch.setattr(sources, "load", lambda source, name, device: Launched(name))
     return state
 

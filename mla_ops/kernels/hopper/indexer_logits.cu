@@ -11,27 +11,7 @@
 // Lengths are read on the device, by every CTA, so that a graph follows them. A score does not depend on who makes it:
 // its sum has one order in every kernel.
 
-#include "wgmma.cuh"
-
-// ---- products -------------------------------------------------------------------------------------------------------
-
-#define WGMMA_E4M3(N, REGS, ACC, A, B, C)                                                                          \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                  \
-               "k32.f32.e4m3.e4m3 {" REGS "}, " A ", " B ", p, 1, 1;\n}"                                           \
-               : ACC                                                                                               \
-               : "l"(a), "l"(b), "r"(add))
-
-// Keys [64 x 32 dims] times queries [32 dims x columns]; `add` false begins a sum.
-DEVICE void wgmma_e4m3(float (&d)[64], u64 a, u64 b, int add) {
-  WGMMA_E4M3(128, REG64, ACC64(d, 0), "%64", "%65", "%66");
-}
-DEVICE void wgmma_e4m3(float (&d)[32], u64 a, u64 b, int add) {
-  WGMMA_E4M3(64, REG32, ACC32(d, 0), "%32", "%33", "%34");
-}
-DEVICE void wgmma_e4m3(float (&d)[16], u64 a, u64 b, int add) {
-  WGMMA_E4M3(32, REG16, ACC16(d, 0), "%16", "%17", "%18");
-}
-
+#include "indexer_products.cuh"
 #include "indexer_scores.cuh"
 
 template <int HEADS, int TOKENS, Source SOURCE>

@@ -135,7 +135,7 @@ def in_boxes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _num_sms(device_index: int) -> int:
+def num_sms(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
@@ -150,17 +150,54 @@ def _launch(
     packed = pack(tensor_map(q.data_ptr(), shape, strides, (tokens, num_heads)), *params)  # type: ignore[arg-type]
     if num_columns:
         kernel = kernel_for(num_heads, tokens, source)
-        ctas = min(_num_sms(device_index), num_tokens * -(-num_columns // TILE))
+        ctas = min(num_sms(device_index), num_tokens * -(-num_columns // TILE))
         sources.load(kernel.source, kernel.name, device_index).launch(
             (ctas, 1, 1), (kernel.threads, 1, 1), None, NO_CLUSTER, packed
         )
     if clean:
         kernel = clean_kernel("FLAT" if source == "FLAT" else "BOXES")
         rows = min(num_tokens, MAX_GRID_ROWS)
-        columns = min(-(-out.shape[1] // CLEAN_THREADS), max(1, 16 * _num_sms(device_index) // rows))
+        columns = min(-(-out.shape[1] // CLEAN_THREADS), max(1, 16 * num_sms(device_index) // rows))
         sources.load(kernel.source, kernel.name, device_index).launch(
             (columns, rows, 1), (kernel.threads, 1, 1), 0, NO_CLUSTER, packed
         )
+
+
+def flat_params(
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    num_tokens: int,
+    out: torch.Tensor | None,
+) -> tuple[int, ...]:
+    """Fields of `Params` behind the queries. `k` lies in boxes and has a row."""
+    num_kv = k.shape[0]
+    return (
+        tensor_map(k.data_ptr(), (1, num_kv, INDEX_DIM), (0, k.stride(0)), (1, TILE)),  # type: ignore[return-value]
+        weights.data_ptr(),
+        0 if k_scale is None else k_scale.data_ptr(),
+        row_starts.data_ptr(),
+        row_ends.data_ptr(),
+        0,
+        0,
+        0,
+        0 if out is None else out.data_ptr(),
+        weights.stride(0),
+        0,
+        0,
+        0 if out is None else out.stride(0),
+        num_tokens,
+        num_kv,
+        num_kv,
+        0,
+        0,
+        0,
+        1,
+        0,
+        *reciprocal(1),
+    )
 
 
 def indexer_logits(
@@ -186,34 +223,57 @@ def indexer_logits(
         num_kv,
         clean,
         out,
-        (
-            tensor_map(k.data_ptr(), (1, num_kv, INDEX_DIM), (0, k.stride(0)), (1, TILE)),  # type: ignore[arg-type]
-            weights.data_ptr(),
-            0 if k_scale is None else k_scale.data_ptr(),
-            row_starts.data_ptr(),
-            row_ends.data_ptr(),
-            0,
-            0,
-            0,
-            out.data_ptr(),
-            weights.stride(0),
-            0,
-            0,
-            out.stride(0),
-            num_tokens,
-            num_kv,
-            num_kv,
-            0,
-            0,
-            0,
-            1,
-            0,
-            *reciprocal(1),
-        ),
+        flat_params(k, weights, row_starts, row_ends, k_scale, num_tokens, out),
     )
 
 
 NO_MAP = bytes(128)
+
+
+def paged_params(
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    max_length: int,
+    cache_format: str,
+    num_tokens: int,
+    out: torch.Tensor | None,
+) -> tuple[str, tuple[int, ...]]:
+    """The source of keys, and fields of `Params` behind the queries."""
+    num_blocks, block_size, block_stride, _ = geometry(index_cache, cache_format)
+    num_requests, max_blocks = block_table.shape
+    keys, keys_map = box_keys(block_size), NO_MAP
+    if num_blocks == 0:
+        keys = 0  # nothing to describe, and no block that could be read
+    if keys:
+        shape, strides = (num_blocks, block_size, INDEX_DIM), (block_stride, INDEX_DIM)
+        keys_map = tensor_map(index_cache.data_ptr(), shape, strides, (1, keys))
+    return "BOXES" if keys else "ANYWHERE", (
+        keys_map,  # type: ignore[return-value]
+        weights.data_ptr(),
+        0,
+        0,
+        lengths.data_ptr(),
+        req_id_per_token.data_ptr(),
+        block_table.data_ptr(),
+        index_cache.data_ptr(),
+        0 if out is None else out.data_ptr(),
+        weights.stride(0),
+        block_table.stride(0),
+        block_stride,
+        0 if out is None else out.stride(0),
+        num_tokens,
+        min(max_length, max_blocks * block_size),
+        max_length,
+        num_requests,
+        max_blocks,
+        num_blocks,
+        block_size,
+        (TILE // keys).bit_length() - 1 if keys else 0,
+        *reciprocal(block_size),
+    )
 
 
 def paged_indexer_logits(
@@ -232,45 +292,18 @@ def paged_indexer_logits(
     num_tokens, num_heads, _ = q.shape
     if num_tokens * max_length == 0:
         return
-    num_blocks, block_size, block_stride, _ = geometry(index_cache, cache_format)
-    num_requests, max_blocks = block_table.shape
-    keys, keys_map = box_keys(block_size), NO_MAP
-    if num_blocks == 0:
-        keys = 0  # nothing to describe, and no block that could be read
-    if keys:
-        shape, strides = (num_blocks, block_size, INDEX_DIM), (block_stride, INDEX_DIM)
-        keys_map = tensor_map(index_cache.data_ptr(), shape, strides, (1, keys))
+    source, params = paged_params(
+        index_cache, weights, lengths, block_table, req_id_per_token, max_length, cache_format, num_tokens, out
+    )
+    num_columns = min(max_length, block_table.shape[1] * geometry(index_cache, cache_format).block_size)
     _launch(
-        "BOXES" if keys else "ANYWHERE",
-        group_size(num_heads, num_tokens, num_requests),
+        source,
+        group_size(num_heads, num_tokens, block_table.shape[0]),
         q,
-        min(max_length, max_blocks * block_size) if num_requests else 0,
+        num_columns if block_table.shape[0] else 0,
         clean,
         out,
-        (
-            keys_map,  # type: ignore[arg-type]
-            weights.data_ptr(),
-            0,
-            0,
-            lengths.data_ptr(),
-            req_id_per_token.data_ptr(),
-            block_table.data_ptr(),
-            index_cache.data_ptr(),
-            out.data_ptr(),
-            weights.stride(0),
-            block_table.stride(0),
-            block_stride,
-            out.stride(0),
-            num_tokens,
-            min(max_length, max_blocks * block_size),
-            max_length,
-            num_requests,
-            max_blocks,
-            num_blocks,
-            block_size,
-            (TILE // keys).bit_length() - 1 if keys else 0,
-            *reciprocal(block_size),
-        ),
+        params,
     )
 
 

@@ -4,12 +4,12 @@
 #include "indexer_rows.cuh"
 #include "rows.cuh"
 
-constexpr int CONSUMERS = 256, THREADS = 384, STAGES = 16, QUERY_STAGES = 2;
+constexpr int CONSUMERS = 256, THREADS = 384, QUERY_STAGES = 2;
 constexpr int TILE_BYTES = TILE * 128, GATHERERS = 4, LAG = 6;
 
-template <int HEADS_, int TOKENS_>
+template <int HEADS_, int TOKENS_, int STAGES_ = 16>
 struct IndexerLayout {
-  static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS;
+  static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS, STAGES = STAGES_;
   static constexpr int PARTS = COLUMNS == 256 ? 2 : 1;  // of a tile's products
   static constexpr int PART_TOKENS = TOKENS / PARTS, PART_COLUMNS = COLUMNS / PARTS, PART_BYTES = PART_COLUMNS * 128;
   static constexpr int QUERY_BYTES = COLUMNS * 128;
@@ -76,14 +76,20 @@ DEVICE Part this_part(const Params& p, u32 shared) {
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
 
+// Tiles from one to the next of those that a CTA has: neighbours.
+struct Neighbours {
+  DEVICE constexpr operator int() const { return 1; }
+};
+
 // Slots of the ring of keys, a tile each.
 struct Slot {
   int index;
   u32 parity;
 };
 
+template <class L>
 DEVICE void next(Slot& slot) {
-  if (++slot.index == STAGES) slot.index = 0, slot.parity ^= 1;
+  if (++slot.index == L::STAGES) slot.index = 0, slot.parity ^= 1;
 }
 
 DEVICE u32 of_slot(u32 barriers, const Slot& slot) { return barriers + slot.index * 8; }
@@ -99,32 +105,33 @@ DEVICE const int* table_of(const Params& p, int token) {
   return p.block_table + __ldg(p.req_id_per_token + token) * p.table_stride;
 }
 
-template <class L>
-DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, int tiles, Slot& slot) {
-  for (int i = 0; i < tiles; ++i, next(slot)) {
+template <class L, class Apart = Neighbours>
+DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, int tiles, Slot& slot,
+                       Apart apart = Apart()) {
+  for (int i = 0; i < tiles; ++i, next<L>(slot)) {
     mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
     if (lane == 0) {
       mbarrier_arrive_expect(of_slot(shared + L::KEY_FULL, slot), TILE_BYTES);
-      copy_box(shared + L::KEY + slot.index * TILE_BYTES, p.keys, 0, (first_tile + i) * TILE, 0,
+      copy_box(shared + L::KEY + slot.index * TILE_BYTES, p.keys, 0, (first_tile + i * apart) * TILE, 0,
                of_slot(shared + L::KEY_FULL, slot));
     }
   }
 }
 
 // Lane n has the n-th box of the tiles that it and the others bring together.
-template <class L>
+template <class L, class Apart = Neighbours>
 DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int end, int first_tile, int tiles,
-                        Slot& slot) {
+                        Slot& slot, Apart apart = Apart()) {
   const int* table = table_of(p, token);
   const int boxes = 1 << p.boxes_log2, keys = TILE >> p.boxes_log2, together = 32 >> p.boxes_log2;
   const int box = lane & boxes - 1, turn = lane >> p.boxes_log2;
-  int position = first_tile * TILE + lane * keys, block_after = block_at(p, table, position, end);
-  for (; tiles > 0; tiles -= together, position += 32 * keys) {
+  int position = (first_tile + turn * apart) * TILE + box * keys, block_after = block_at(p, table, position, end);
+  for (; tiles > 0; tiles -= together, position += 32 * keys * apart) {
     const int block = block_after, offset = position - divide(position, p.of_block_size) * p.block_size;
     const unsigned char* scales = p.cache + block * p.block_bytes + p.block_size * 128 + offset * 4;
     const u32 there = __ballot_sync(~0u, block >= 0);
-    if (tiles > together) block_after = block_at(p, table, position + 32 * keys, end);
-    for (int i = 0; i < min(tiles, together); ++i, next(slot)) {
+    if (tiles > together) block_after = block_at(p, table, position + 32 * keys * apart, end);
+    for (int i = 0; i < min(tiles, together); ++i, next<L>(slot)) {
       const u32 full = of_slot(shared + L::KEY_FULL, slot), scales_to = shared + L::SCALE + slot.index * TILE * 4;
       const int count = __popc(there >> (i << p.boxes_log2) & (1 << boxes) - 1);
       mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
@@ -144,9 +151,9 @@ DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int en
 }
 
 // Four warps, a key of each sixteen for eight threads. Tiles that are on their way are those of the last LAG turns.
-template <class L>
+template <class L, class Apart = Neighbours>
 DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
-                           Slot& slot) {
+                           Slot& slot, Apart apart = Apart()) {
   const int* table = table_of(p, token);
   const int chunk = thread % 8, lane = thread & 31;
   Slot arriving = slot;
@@ -154,15 +161,15 @@ DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, i
     fence_async_shared();
     __syncwarp();
     warp_arrive(of_slot(shared + L::KEY_FULL, arriving), lane);
-    next(arriving);
+    next<L>(arriving);
   };
   int blocks[4], position = first_tile * TILE + thread / 8;
 #pragma unroll
   for (int j = 0; j < 4; ++j) blocks[j] = block_at(p, table, position + j * 16, end);
-  for (int i = 0; i < tiles; ++i, next(slot)) {
+  for (int i = 0; i < tiles; ++i, next<L>(slot)) {
     int blocks_after[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) blocks_after[j] = block_at(p, table, position + TILE + j * 16, end);
+    for (int j = 0; j < 4; ++j) blocks_after[j] = block_at(p, table, position + TILE * apart + j * 16, end);
     mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -180,7 +187,7 @@ DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, i
       blocks[j] = blocks_after[j];
     }
     commit_copies();
-    position += TILE;
+    position += TILE * apart;
     if (i >= LAG) {
       wait_for_copies_but<LAG>();
       arrive();
@@ -299,8 +306,37 @@ DEVICE void weigh(const float (&products)[L::PART_COLUMNS / 2], const float* wei
       }
 }
 
+// What a thread does with scores: stores them.
 template <class L, Source SOURCE>
-DEVICE void consume(const Params& p, u32 shared) {
+struct Stored {
+  using S = Share<L::TOKENS>;
+  static constexpr bool IN_PARTS = false;  // whether several announcements have the same tokens
+  static constexpr Neighbours apart = {};
+  const Params& p;
+  float* rows[S::TOKENS];
+  Bounds bounds[S::TOKENS];
+
+  DEVICE explicit Stored(const Params& params) : p(params) {}
+
+  DEVICE void begin(const uint4& group, int lane) {
+#pragma unroll
+    for (int t = 0; t < S::TOKENS; ++t) {
+      const int token = group.x, of_group = S::first_token(lane) + t;
+      bounds[t] = {0, 0};
+      if (of_group < static_cast<int>(group.y) && S::stores(lane)) bounds[t] = bounds_of<SOURCE>(p, token + of_group);
+      rows[t] = p.out + (token + of_group) * p.out_stride;
+    }
+  }
+
+  DEVICE void put(int t, int column, float score, int) const {
+    if (column >= bounds[t].start && column < bounds[t].end) rows[t][column] = score;
+  }
+
+  DEVICE void end(const uint4&) const {}
+};
+
+template <class L, Source SOURCE, class Use>
+DEVICE void consume(const Params& p, u32 shared, Use use) {
   using S = Share<L::TOKENS>;
   const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7);
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
@@ -308,28 +344,24 @@ DEVICE void consume(const Params& p, u32 shared) {
   float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
   Slot slot = {warpgroup, 0}, done = slot;  // whose products are begun next, and summed up next
   int turn = 0;                             // tiles of the groups so far, of both warpgroups
+  int held = -1;                            // token whose weights are in registers
   for (int stage = 0, parity = 0;;) {
     mbarrier_wait(shared + L::GROUP_FULL + stage * 8, parity);
     const uint4 group = load_shared_16(shared + L::GROUP + stage * 16);
     const int token = group.x;
-    if (group.w == 0) return;
-    float* rows[S::TOKENS];
-    Bounds bounds[S::TOKENS];
+    if (group.y == 0) return;
+    use.begin(group, lane);
+    if (!Use::IN_PARTS || token != held) {
+      held = token;
 #pragma unroll
-    for (int t = 0; t < S::TOKENS; ++t) {
-      const int of_group = S::first_token(lane) + t;
-      bounds[t] = {0, 0};
-      if (of_group < static_cast<int>(group.y) && S::stores(lane)) bounds[t] = bounds_of<SOURCE>(p, token + of_group);
-      rows[t] = p.out + (token + of_group) * p.out_stride;
-    }
+      for (int t = 0; t < L::TOKENS; ++t) {
+        const float* own = p.weights + min(token + t, p.num_tokens - 1) * p.weights_stride + lane % 4 * 2;
 #pragma unroll
-    for (int t = 0; t < L::TOKENS; ++t) {
-      const float* own = p.weights + min(token + t, p.num_tokens - 1) * p.weights_stride + lane % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < L::HEADS / 4; ++j) weights[t * (L::HEADS / 4) + j] = __ldg(own + j / 2 * 8 + j % 2);
+        for (int j = 0; j < L::HEADS / 4; ++j) weights[t * (L::HEADS / 4) + j] = __ldg(own + j / 2 * 8 + j % 2);
+      }
     }
     const int skipped = (warpgroup ^ turn) & 1;  // the other warpgroup's
-    int column = (static_cast<int>(group.z) + skipped) * TILE + key;
+    int column = (static_cast<int>(group.z) + skipped * use.apart) * TILE + key;
     int tiles = static_cast<int>(group.w) - skipped + 1 >> 1;
     turn += group.w;
     float sums[L::TOKENS * 2], scales[S::ROWS];
@@ -338,7 +370,7 @@ DEVICE void consume(const Params& p, u32 shared) {
     auto begin = [&](float(&products)[L::PART_COLUMNS / 2], int part) {
       if (part == 0) mbarrier_wait(of_slot(shared + L::KEY_FULL, slot), slot.parity);
       multiply(products, keys + slot.index * (TILE_BYTES / 16), own_queries + part * (L::PART_BYTES / 16));
-      if (part == L::PARTS - 1) next(slot), next(slot);
+      if (part == L::PARTS - 1) next<L>(slot), next<L>(slot);
     };
     auto end = [&](float(&products)[L::PART_COLUMNS / 2], int part, auto last) {
       if (part == 0) {
@@ -354,7 +386,7 @@ DEVICE void consume(const Params& p, u32 shared) {
       hold(products);
       if (part == L::PARTS - 1) {
         warp_arrive(of_slot(shared + L::KEY_FREE, done), lane);
-        next(done), next(done);
+        next<L>(done), next<L>(done);
       }
       weigh<L>(products, weights + part * (L::PART_COLUMNS / 4), sums + part * L::PART_TOKENS * 2);
       if (part < L::PARTS - 1) return;
@@ -365,9 +397,9 @@ DEVICE void consume(const Params& p, u32 shared) {
         for (int r = 0; r < S::ROWS; ++r) {
           float score = sums[t * S::ROWS + r] * scales[r];
           if (SOURCE != FLAT && scales[r] == -INFINITY) score = -INFINITY;
-          if (column + r * 8 >= bounds[t].start && column + r * 8 < bounds[t].end) rows[t][column + r * 8] = score;
+          use.put(t, column + r * 8, score, lane);
         }
-      column += 2 * TILE;
+      column += 2 * TILE * use.apart;
     };
 
     mbarrier_wait(shared + L::QUERY_FULL + stage * 8, parity);
@@ -392,20 +424,21 @@ DEVICE void consume(const Params& p, u32 shared) {
     __syncwarp();
     warp_arrive(shared + L::QUERY_FREE + stage * 8, lane);
     if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
+    use.end(group);
   }
 }
 
 // ---- a CTA ----------------------------------------------------------------------------------------------------------
 
 template <class L, Source SOURCE>
-DEVICE void make_scores(const Params& p, u32 shared) {
+DEVICE void begin_barriers(const Params& p, u32 shared) {
   if (threadIdx.x == 0) {
     constexpr u32 WARPS = ARRIVALS_OF_A_WARP;
     for (int stage = 0; stage < QUERY_STAGES; ++stage) {
       mbarrier_init(shared + L::GROUP_FULL + stage * 8, 1), mbarrier_init(shared + L::QUERY_FULL + stage * 8, 1);
       mbarrier_init(shared + L::QUERY_FREE + stage * 8, 8 * WARPS);
     }
-    for (int slot = 0; slot < STAGES; ++slot) {
+    for (int slot = 0; slot < L::STAGES; ++slot) {
       mbarrier_init(shared + L::KEY_FULL + slot * 8, SOURCE == ANYWHERE ? GATHERERS * WARPS : 1);
       mbarrier_init(shared + L::KEY_FREE + slot * 8, 4 * WARPS);
     }
@@ -413,6 +446,11 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   }
   if (threadIdx.x == 32) prefetch_map(p.queries);
   if (threadIdx.x == 64 && SOURCE != ANYWHERE) prefetch_map(p.keys);
+}
+
+template <class L, Source SOURCE>
+DEVICE void make_scores(const Params& p, u32 shared) {
+  begin_barriers<L, SOURCE>(p, shared);
   prefetch_rows<L, SOURCE>(p);
   const Part part = this_part<L, SOURCE>(p, shared);
   if (part.count == 0) return;
@@ -421,6 +459,6 @@ DEVICE void make_scores(const Params& p, u32 shared) {
     if (SOURCE == ANYWHERE || threadIdx.x < CONSUMERS + 32) produce<L, SOURCE>(p, shared, part);
   } else {
     more_registers<SOURCE == FLAT ? 232 : 216>();
-    consume<L, SOURCE>(p, shared);
+    consume<L, SOURCE>(p, shared, Stored<L, SOURCE>(p));
   }
 }

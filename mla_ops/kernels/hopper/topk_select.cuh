@@ -26,6 +26,12 @@ struct alignas(16) Control {
   u32 counts[2][MAX_CLUSTER];  // entries of the cluster's CTAs, without and with another reading
 };
 
+// A barrier of the threads that select, which may be a part of a CTA's.
+template <int THREADS>
+DEVICE void meet() {
+  named_barrier<1, THREADS>();
+}
+
 // A number that is larger where the score is; -0 and 0 have the same, NaN the least.
 DEVICE u32 key_of(float score) {
   const u32 bits = __float_as_uint(score + 0.f);
@@ -58,7 +64,7 @@ template <int THREADS>
 DEVICE u32 before_warp(Control& control, u32 count, u32 parity, u32& total) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (lane == 0) control.sums[parity][warp] = count;
-  __syncthreads();
+  meet<THREADS>();
   const u32 other = lane < THREADS / 32 ? control.sums[parity][lane] : 0;
   total = __reduce_add_sync(~0u, other);
   return __reduce_add_sync(~0u, lane < warp ? other : 0);
@@ -91,7 +97,7 @@ DEVICE void find_bin(Control& control, u32* bins, u32 rank) {
       above += counts[i];
     }
   }
-  __syncthreads();
+  meet<THREADS>();
 }
 
 // Entries in shared memory.
@@ -125,9 +131,9 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank)
       least = min(least, word), most = max(most, word);
     });
     least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
-    __syncthreads();
+    meet<THREADS>();
     if (thread % 32 == 0 && least <= most) atomicMin(&control.low, least), atomicMax(&control.high, most);
-    __syncthreads();
+    meet<THREADS>();
     least = control.low, most = control.high;
     const u32 range = most - least;
     const int shift = range >> BIN_BITS ? 32 - BIN_BITS - __clz(range) : 0;
@@ -135,7 +141,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank)
       if (entry < low || entry > top) return;
       atomicAdd(&bins[(static_cast<u32>(by_score ? entry >> 32 : entry) - least) >> shift], 1u);
     });
-    __syncthreads();
+    meet<THREADS>();
     find_bin<THREADS>(control, bins, rank);
     rank -= control.above, inside = control.inside;
     least += control.bin << shift;
@@ -151,7 +157,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank)
   entries.each([&](u64 entry) {
     if (entry >= low && entry <= top) control.list[atomicAdd(&control.listed, 1u)] = entry;
   });
-  __syncthreads();
+  meet<THREADS>();
   if (thread < inside) {
     const u64 own = control.list[thread];
     u32 larger = 0;
@@ -159,7 +165,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank)
     for (u32 i = 0; i < inside; ++i) larger += control.list[i] > own;
     if (larger == rank - 1) control.threshold = own;
   }
-  __syncthreads();
+  meet<THREADS>();
   return control.threshold;
 }
 
@@ -191,7 +197,7 @@ template <int THREADS>
 __device__ __noinline__ u64 keep_best(Control& control, u32* bins, u64* entries, u32 count, u32 k) {
   const u64 threshold = select_listed<THREADS>(control, bins, entries, count, k);
   each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) { entries[place] = entry; });
-  __syncthreads();
+  meet<THREADS>();
   return threshold;
 }
 
@@ -201,7 +207,7 @@ __device__ __noinline__ void sort(u64* entries, u32 count) {
   u32 padded = 2;
   while (padded < count) padded *= 2;
   for (u32 i = count + threadIdx.x; i < padded; i += THREADS) entries[i] = 0;
-  __syncthreads();
+  meet<THREADS>();
 #pragma unroll 1
   for (u32 size = 2; size <= padded; size *= 2) {
 #pragma unroll 1
@@ -212,7 +218,7 @@ __device__ __noinline__ void sort(u64* entries, u32 count) {
         const u64 first = entries[a], second = entries[b];
         if ((first < second) == ((a & size) == 0)) entries[a] = second, entries[b] = first;
       }
-      __syncthreads();
+      meet<THREADS>();
     }
   }
 }

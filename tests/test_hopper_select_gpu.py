@@ -1,0 +1,164 @@
+"""Selection of keys on Hopper, at real sizes: equal to the two steps, in hard orders and in replays; its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from topk_oracle import KINDS, hard_rows, topk_oracle
+
+from mla_ops import dispatch
+from mla_ops.formats import allocate_cache, geometry
+
+pytestmark = pytest.mark.gpu
+
+E4M3, FORMAT = torch.float8_e4m3fn, "fp8_index"
+INT32 = {"dtype": torch.int32, "device": "cuda"}
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> Iterator[None]:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs SM90")
+    with dispatch.override("hopper"):
+        yield
+
+
+class Paged(NamedTuple):
+    q: torch.Tensor
+    cache: torch.Tensor
+    weights: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    requests: torch.Tensor
+
+    def select(self, k: int, translate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ops.mla.select_keys(*self, k, FORMAT, translate=translate)
+
+    def two_steps(self, k: int, translate: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        block_size = geometry(self.cache, FORMAT).block_size
+        width = self.table.shape[1] * block_size
+        scores = torch.ops.mla.paged_indexer_logits(*self, width, FORMAT)
+        known = (self.requests >= 0) & (self.requests < self.table.shape[0])
+        slots = {"block_table": self.table, "req_id_per_token": self.requests, "block_size": block_size}
+        ends = torch.where(known, self.lengths, 0)
+        return torch.ops.mla.topk_indices(scores, k, row_ends=ends, **(slots if translate else {}))
+
+    def tokens(self, chosen: slice) -> Paged:
+        tokens = {name: getattr(self, name)[chosen] for name in ("q", "weights", "lengths", "requests")}
+        return self._replace(**tokens)
+
+
+def paged(num_requests: int, each: int, num_heads: int, block_size: int, length: int) -> Paged:
+    blocks = -(-length // block_size)
+    cache = allocate_cache(FORMAT, num_requests * blocks + 1, block_size, device="cuda")
+    count = cache.shape[0]
+    rows = cache.view(count, -1)
+    for block in torch.arange(count, device="cuda").split(4096):
+        keys = torch.randn(len(block), 128 * block_size, device="cuda").to(E4M3)
+        rows[block, : 128 * block_size] = keys.view(torch.uint8)
+        scales = torch.rand(len(block), block_size, device="cuda") + 0.1
+        rows[block, 128 * block_size : 132 * block_size] = scales.view(torch.uint8)
+    table = torch.randperm(count, device="cuda")[: num_requests * blocks].view(num_requests, -1).to(torch.int32)
+    num_tokens = num_requests * each
+    q = torch.randn(num_tokens, num_heads, 128, device="cuda").to(E4M3)
+    requests = torch.arange(num_requests, **INT32).repeat_interleave(each)
+    return Paged(
+        q,
+        cache,
+        torch.randn(num_tokens, num_heads, device="cuda"),
+        torch.full((num_tokens,), length, **INT32),
+        table,
+        requests,
+    )
+
+
+def assert_equal(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(got[1], want[1])
+    assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("k", [1, 512, 2048, 4096])
+@pytest.mark.parametrize(
+    ("num_requests", "each", "num_heads", "block_size", "length"),
+    [
+        (1, 1, 64, 64, 131072),
+        (4, 1, 64, 64, 32768),
+        (16, 1, 32, 64, 32768),
+        (64, 1, 64, 16, 9000),
+        (140, 1, 64, 128, 5000),
+        (20, 2, 64, 64, 20000),
+        (40, 4, 32, 32, 9000),
+        (7, 3, 64, 17, 15000),
+        (80, 2, 64, 48, 6000),
+    ],
+)
+def test_paged_selection_is_scores_then_topk(
+    num_requests: int, each: int, num_heads: int, block_size: int, length: int, k: int
+) -> None:
+    case = paged(num_requests, each, num_heads, block_size, length)
+    assert_equal(case.select(k), case.two_steps(k))
+    case.lengths.random_(-3, length + 300)
+    case.lengths[0] = k
+    case.table[0, 1], case.table[-1, 0], case.requests[-1] = -1, 10**9, -1
+    for translate in (False, True):
+        assert_equal(case.select(k, translate), case.two_steps(k, translate))
+    alone = case.tokens(slice(2, 3))
+    assert_equal(alone.select(k), tuple(x[2:3] for x in case.select(k)))
+
+
+@pytest.mark.parametrize("num_requests", [1, 16, 60, 150])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hard_orders(kind: str, num_requests: int) -> None:
+    """A key of ones has its scale for a score: ascending, equal, of ten low bits, NaN."""
+    block_size, blocks, k = 64, 500, 2048
+    case = paged(num_requests, 1, 64, block_size, block_size * blocks)
+    scores = hard_rows(kind, 1, block_size * blocks, device="cuda")
+    rows = case.cache.view(case.cache.shape[0], -1)
+    rows[:, : 128 * block_size] = torch.ones(1, device="cuda").to(E4M3).view(torch.uint8)
+    for table in case.table.long():
+        rows[table, 128 * block_size : 132 * block_size] = scores.view(blocks, block_size).view(torch.uint8)
+    case.q.view(torch.uint8).zero_()
+    case.q[:, 5, 77] = torch.ones(1, device="cuda").to(E4M3)
+    case.weights.zero_()
+    case.weights[:, 5] = 1
+    want = topk_oracle(scores.cpu(), k)
+    indices, counts = (x.cpu() for x in case.select(k))
+    assert torch.equal(counts, want[1].expand_as(counts))
+    assert torch.equal(indices, want[0].expand_as(indices))
+
+
+@pytest.mark.parametrize("num_heads", [32, 64])
+@pytest.mark.parametrize(("num_tokens", "num_kv", "k"), [(1, 5000, 2048), (100, 9000, 100), (600, 9000, 2048)])
+def test_flat_selection_is_scores_then_topk(num_heads: int, num_tokens: int, num_kv: int, k: int) -> None:
+    q = torch.randn(num_tokens, num_heads, 128, device="cuda").to(E4M3)
+    weights = torch.randn(num_tokens, num_heads, device="cuda")
+    keys, scale = torch.randn(num_kv, 128, device="cuda").to(E4M3), torch.rand(num_kv, device="cuda") + 0.01
+    starts, ends = (
+        torch.randint(-5, num_kv // 2, (num_tokens,), **INT32),
+        torch.randint(0, num_kv + 9, (num_tokens,), **INT32),
+    )
+    scores = torch.ops.mla.indexer_logits(q, keys, weights, starts, ends, k_scale=scale)
+    want = torch.ops.mla.topk_indices(scores, k, row_starts=starts, row_ends=ends)
+    assert_equal(torch.ops.mla.select_keys.flat(q, keys, weights, starts, ends, k, k_scale=scale), want)
+
+
+@pytest.mark.parametrize(("num_requests", "each"), [(3, 1), (20, 2), (150, 1)])
+def test_replays_follow_lengths_and_hold_no_scores(num_requests: int, each: int) -> None:
+    case, k = paged(num_requests, each, 64, 64, 16384), 2048
+    case.select(k)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = case.select(k)
+    extra = torch.cuda.max_memory_allocated() - before - sum(x.numel() * 4 for x in results)
+    assert extra < 4096, "the candidates of a row are in shared memory"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = case.select(k)
+    for _ in range(300):
+        case.lengths.random_(0, 16385)
+        graph.replay()
+        assert_equal(captured, case.select(k))
