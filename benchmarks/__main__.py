@@ -12,6 +12,7 @@ FAMILIES = (
     "experts",
     "index",
     "indexer_scores",
+    "indexer_select",
     "indexer_topk",
     "launches",
     "layer",

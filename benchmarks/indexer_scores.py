@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,7 +50,7 @@ def _error(found: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> 
     return float(((found.double() - expected).abs() / bound).max())
 
 
-def _load_deep_gemm(folder: Path | None) -> Any:
+def load_deep_gemm(folder: Path | None) -> Any:
     if folder is None:
         return None
     sys.path.insert(0, str(folder / "dg"))
@@ -88,17 +88,28 @@ def _peers(
     return peers
 
 
-def build_flat(num_tokens: int, num_keys: int, num_heads: int, arguments: argparse.Namespace) -> common.Case:
-    """The last `num_tokens` of a sequence of `num_keys`, causal."""
+Flat = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def flat_inputs(
+    num_tokens: int, num_keys: int, num_heads: int, arguments: argparse.Namespace
+) -> tuple[torch.Tensor, torch.Tensor, list[Flat]]:
+    """Starts and ends of the last `num_tokens` of a sequence, and sets of queries, keys, weights and scales."""
     generator, device = common.generator(arguments), torch.device(arguments.device)
     ends = torch.arange(num_keys - num_tokens + 1, num_keys + 1, dtype=torch.int32, device=device)
-    starts = torch.zeros_like(ends)
-    out = torch.empty(num_tokens, num_keys, device=device)
-    sets = []
+    sets: list[Flat] = []
     for _ in range(common.number_of_sets(arguments)):
         k, k_scale = _quantized(torch.randn(num_keys, DIM, device=device, generator=generator))
         q, weights = _queries(num_tokens, num_heads, device, generator)
         sets.append((q, k, weights, k_scale))
+    return torch.zeros_like(ends), ends, sets
+
+
+def build_flat(num_tokens: int, num_keys: int, num_heads: int, arguments: argparse.Namespace) -> common.Case:
+    """The last `num_tokens` of a sequence of `num_keys`, causal."""
+    device = torch.device(arguments.device)
+    starts, ends, sets = flat_inputs(num_tokens, num_keys, num_heads, arguments)
+    out = torch.empty(num_tokens, num_keys, device=device)
     op = torch.ops.mla.indexer_logits.out
     runs = [partial(op, *given[:3], starts, ends, k_scale=given[3], out=out) for given in sets]
 
@@ -114,7 +125,7 @@ def build_flat(num_tokens: int, num_keys: int, num_heads: int, arguments: argpar
         return [common.Check("error / bound", float(torch.tensor(errors).max()), 1.0)]
 
     calls: dict[str, list[Scores]] = {}
-    if (deep_gemm := _load_deep_gemm(arguments.peers)) is not None:
+    if (deep_gemm := load_deep_gemm(arguments.peers)) is not None:
         peer = deep_gemm.fp8_mqa_logits
         calls["DeepGEMM"] = [partial(peer, q, (k, s), w, starts, ends, False) for q, k, w, s in sets]
     scores = int(ends.long().sum())
@@ -131,10 +142,19 @@ def build_flat(num_tokens: int, num_keys: int, num_heads: int, arguments: argpar
     )
 
 
-def build_paged(
+class Paged(NamedTuple):
+    """Requests of one length: what scores are made of, and sets of queries and weights."""
+
+    cache: torch.Tensor
+    table: torch.Tensor
+    requests: torch.Tensor
+    lengths: torch.Tensor
+    sets: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def paged_inputs(
     num_requests: int, tokens_each: int, num_keys: int, num_heads: int, arguments: argparse.Namespace
-) -> common.Case:
-    """Requests of `num_keys`, of whose last `tokens_each` the scores are."""
+) -> Paged:
     generator, device = common.generator(arguments), torch.device(arguments.device)
     blocks_each, num_tokens = -(-num_keys // BLOCK_SIZE), num_requests * tokens_each
     num_blocks = min(num_requests * blocks_each, MAX_SLOTS // BLOCK_SIZE)
@@ -149,8 +169,18 @@ def build_paged(
     requests = torch.arange(num_requests, device=device).repeat_interleave(tokens_each).to(torch.int32)
     last = torch.arange(num_keys - tokens_each + 1, num_keys + 1, dtype=torch.int32, device=device)
     lengths = last.repeat(num_requests)
-    out = torch.empty(num_tokens, num_keys, device=device)
     sets = [_queries(num_tokens, num_heads, device, generator) for _ in range(common.number_of_sets(arguments))]
+    return Paged(cache, table, requests, lengths, sets)
+
+
+def build_paged(
+    num_requests: int, tokens_each: int, num_keys: int, num_heads: int, arguments: argparse.Namespace
+) -> common.Case:
+    """Requests of `num_keys`, of whose last `tokens_each` the scores are."""
+    device, num_tokens = torch.device(arguments.device), num_requests * tokens_each
+    cache, table, requests, lengths, sets = paged_inputs(num_requests, tokens_each, num_keys, num_heads, arguments)
+    num_blocks = cache.shape[0]
+    out = torch.empty(num_tokens, num_keys, device=device)
     op = torch.ops.mla.paged_indexer_logits.out
     rest = lengths, table, requests
     runs = [partial(op, q, cache, weights, *rest, num_keys, "fp8_index", out=out) for q, weights in sets]
@@ -169,7 +199,7 @@ def build_paged(
         return [common.Check("error / bound", float(torch.tensor(errors).max()), 1.0)]
 
     calls: dict[str, list[Scores]] = {}
-    if (deep_gemm := _load_deep_gemm(arguments.peers)) is not None:
+    if (deep_gemm := load_deep_gemm(arguments.peers)) is not None:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         each, pages = lengths.view(num_requests, tokens_each), cache.view(num_blocks, BLOCK_SIZE, 1, 132)
         plan = partial(deep_gemm.get_paged_mqa_logits_metadata, each, BLOCK_SIZE, num_sms)

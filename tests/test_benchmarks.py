@@ -28,6 +28,7 @@ FAMILIES = (
     "dense_attention",
     "index",
     "indexer_scores",
+    "indexer_select",
     "indexer_topk",
     "layer",
     "merge",

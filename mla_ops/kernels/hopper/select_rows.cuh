@@ -83,6 +83,7 @@ DEVICE void attend(const SelectParams& s, const Choice<L::TOKENS>& choice, int t
   for (int t = 0; t < count; ++t) {
     const Bounds row = bounds_of<SOURCE>(s.scores, token + t);
     if (row.end - row.start <= s.k) continue;
+    __syncwarp();
     cluster_meet(), cluster_meet(), cluster_meet();
     if (*const_cast<const volatile u32*>(&choice.again)) cluster_meet();
   }
