@@ -59,9 +59,11 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 static u32 shared_address(const void*) { return 0; }
 
-template <int, int COUNT>
+// A CTA's named barriers, by CTA and number.
+static std::map<std::pair<int, int>, simt::Meeting> named_barriers;
+template <int ID, int COUNT>
 void named_barrier() {
-  simt::meet(simt::cta().named, simt::current->index, COUNT, 0);
+  simt::meet(named_barriers[{simt::current->cta, ID}], simt::current->index, COUNT, 0);
 }
 static void cluster_meet() { simt::meet_cluster_but_those_that_left(); }
 template <class T>

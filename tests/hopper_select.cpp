@@ -25,6 +25,7 @@ extern "C" int select_keys(const void* params, int heads, int tokens, const char
   const int kernel = heads * 100 + tokens * 10 + (source[0] == 'F' ? 0 : source[0] == 'B' ? 1 : 2);
   if (kernel == 6410) return choose<64, 1, FLAT>(s, ctas, bytes, seed);
   if (kernel == 6420) return choose<64, 2, FLAT>(s, ctas, bytes, seed);
+  if (kernel == 6440) return choose<64, 4, FLAT>(s, ctas, bytes, seed);
   if (kernel == 3240) return choose<32, 4, FLAT>(s, ctas, bytes, seed);
   if (kernel == 3211) return choose<32, 1, BOXES>(s, ctas, bytes, seed);
   if (kernel == 3221) return choose<32, 2, BOXES>(s, ctas, bytes, seed);

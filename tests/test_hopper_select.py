@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import struct
 from typing import Any
@@ -60,6 +61,7 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     monkeypatch.setattr(indexer_logits, "tensor_map", tensor_map)
     monkeypatch.setattr(indexer_logits, "num_sms", lambda _: 3)
     monkeypatch.setattr(select_keys, "_at_once", lambda _: ())
+    monkeypatch.setattr(select_keys, "scores_have_room", lambda _: False)
     monkeypatch.setattr(select_keys, "plan_for", lambda *_: state["plan"])
     monkeypatch.setattr(sources, "load", lambda source, name, device: Launched(name))
     return state
@@ -87,6 +89,7 @@ def queries(num_tokens: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor
 PLANS = {
     "all scores have room": Plan(1, 1, 1600, 4, 50),
     "fewer entries again and again": Plan(1, 1, 320, 2, 50),
+    "one reading of a part, and a guess": Plan(1, 1, 900, 4, 50),
     "a cluster": Plan(1, 3, 400, 2, 50),
     "a cluster whose CTAs all hand on everything": Plan(1, 3, 320, 2, 17),
 }
@@ -110,8 +113,30 @@ def test_the_best_are_those_of_a_stable_sort(launches: dict[str, Any], kind: str
         assert torch.equal(indices, want)
 
 
+def test_a_row_whose_guess_was_wrong_is_read_again(launches: dict[str, Any]) -> None:
+    """The best are all in what is seen first: tiles of the first segment, every sixth."""
+    k, columns = 60, 64 * 24
+    tile = torch.arange(columns) // 64
+    scale = torch.rand(columns) + torch.where(tile % 6 == 0, 10.0, 1.0)
+    q, weights = queries(1, 64)
+    keys = torch.ones(columns, 128).to(torch.float8_e4m3fn)
+    want, counts = topk_oracle(scale[None], k)
+    indices, valid = torch.full((1, k), -7, dtype=torch.int32), int32(-7)
+    launches["plan"] = Plan(1, 1, 320, 4, k)
+    rest = int32(0), int32(columns), k
+    select_keys.select_keys_flat(q, keys, weights, *rest, k_scale=scale, indices=indices, valid_counts=valid)
+    assert torch.equal(valid, counts)
+    assert torch.equal(indices, want)
+
+
 @pytest.mark.parametrize(
-    ("num_heads", "plan"), [(64, Plan(2, 1, 400, 2, 9)), (32, Plan(4, 1, 300, 1, 9)), (64, Plan(2, 2, 400, 1, 40))]
+    ("num_heads", "plan"),
+    [
+        (64, Plan(2, 1, 400, 2, 9)),
+        (32, Plan(4, 1, 300, 1, 9)),
+        (64, Plan(4, 1, 300, 2, 9)),
+        (64, Plan(2, 2, 400, 1, 40)),
+    ],
 )
 def test_flat_rows_of_a_group_have_bounds_of_their_own(launches: dict[str, Any], num_heads: int, plan: Plan) -> None:
     starts = int32(0, 3, 100, 64, -5, 900, 0, 5, 0)
@@ -187,13 +212,13 @@ H200 = (66, 28, 14, 7)  # clusters of each size in `CLUSTERS` at one time
 def test_a_plan_fits_its_rows_and_an_sm() -> None:
     """Every k: the best and a segment, in a cluster the best and what is handed on; all clusters at one time."""
     at_once = dict(zip(CLUSTERS, H200, strict=True))
-    for heads in (32, 64):
+    for heads, source in itertools.product((32, 64), select_keys.SOURCES):
         for num_tokens in (1, 4, 7, 8, 14, 16, 28, 64, 66, 67, 1000):
             for together in (1, 2, 4, 8):
                 for columns in (64, 4096, 32768, 131072):
                     for best in (1, 2, 512, 2047, 2048, 4096):
-                        plan = plan_for(heads, num_tokens, together, columns, best, H200)
-                        assert plan.tokens in group_sizes(heads)
+                        plan = plan_for(source, heads, num_tokens, together, columns, best, H200)
+                        assert plan.tokens in group_sizes(heads, source)
                         assert plan.capacity >= best + plan.segment * 64
                         assert plan.segment > 0
                         used = fixed_bytes(heads, plan.tokens) + 8 * plan.tokens * plan.capacity
@@ -213,14 +238,19 @@ def test_a_plan_fits_its_rows_and_an_sm() -> None:
         (64, 1, 32768, (1, 2)),
         (128, 1, 32768, (1, 1)),
         (128, 2, 32768, (2, 2)),
-        (1024, 8, 32768, (2, 1)),
+        (1024, 8, 32768, (4, 1)),
     ],
 )
 def test_few_rows_are_shared_by_ctas(
     num_tokens: int, together: int, num_columns: int, expected: tuple[int, int]
 ) -> None:
-    plan = plan_for(64, num_tokens, together, num_columns, 2048, H200)
+    plan = plan_for("BOXES", 64, num_tokens, together, num_columns, 2048, H200)
     assert (plan.tokens, plan.cluster) == expected
+
+
+def test_rows_whose_scores_fit_the_promise_take_two_launches() -> None:
+    assert select_keys.scores_have_room(16384)
+    assert not select_keys.scores_have_room(16385)
 
 
 def test_a_cluster_hands_on_more_than_its_share() -> None:

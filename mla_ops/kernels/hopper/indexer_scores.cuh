@@ -154,6 +154,7 @@ DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int en
 template <class L, class Apart = Neighbours>
 DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
                            Slot& slot, Apart apart = Apart()) {
+  static_assert(LAG < L::STAGES, "a tile that is on its way keeps its slot");
   const int* table = table_of(p, token);
   const int chunk = thread % 8, lane = thread & 31;
   Slot arriving = slot;

@@ -12,14 +12,16 @@ import torch
 from ...dispatch import Call
 from ...formats import geometry
 from ..cuda.params import POINTER, packer
-from . import indexer_logits, sources, topk
+from . import indexer_logits, sources
+from . import topk as best
 from .indexer_logits import HEADS, THREADS, TILE, group_size, in_boxes, logits_reason
 from .launch import Kernel
 
-CLUSTERS = topk.CLUSTERS
+CLUSTERS = best.CLUSTERS
 LEAST_OF_A_CTA = 1024  # columns
-COLUMNS = 128  # heads of all tokens of a group, at most: their entries need the room
-STAGES = {1: 12, 2: 8, 4: 8}  # of the ring of keys, by tokens of a group
+SCORES_BYTES = 64 * 1024  # of a row, at most: what scores of 16,384 keys take
+SOURCES = ("FLAT", "BOXES", "ANYWHERE")
+TOKENS = (1, 2, 4)  # of a group
 SEGMENTS = (64, 32, 16)  # tiles from one count of entries to the next
 CHOICE_BYTES = {1: 1216, 2: 1216, 4: 1248}  # by tokens of a group, as sizeof(Choice)
 DEVIATIONS = 6  # of a CTA's share of the best keys, that it hands on besides
@@ -69,27 +71,33 @@ def kernel_for(num_heads: int, tokens: int, source: str) -> Kernel:
     return Kernel("select_keys.cu", f"select_keys<{num_heads}, {tokens}, {source}>", THREADS)
 
 
-def group_sizes(num_heads: int) -> tuple[int, ...]:
-    """Tokens of a group that there are kernels for."""
-    return tuple(tokens for tokens in STAGES if tokens * num_heads <= COLUMNS)
+def group_sizes(num_heads: int, source: str) -> tuple[int, ...]:
+    """Tokens of a group that there are kernels for. Blocks of any size need more stages than 256 columns leave."""
+    columns = 128 if source == "ANYWHERE" else 256
+    return tuple(tokens for tokens in TOKENS if tokens * num_heads <= columns)
+
+
+def stages(num_heads: int, tokens: int) -> int:
+    """Tiles of the ring of keys, as SelectLayout."""
+    return 12 if tokens == 1 else 4 if num_heads * tokens == 256 else 8
 
 
 def kernels() -> list[Kernel]:
     """All there are."""
     return [
         kernel_for(heads, tokens, source)
-        for source in ("FLAT", "BOXES", "ANYWHERE")
+        for source in SOURCES
         for heads in HEADS
-        for tokens in group_sizes(heads)
+        for tokens in group_sizes(heads, source)
     ]
 
 
 def fixed_bytes(num_heads: int, tokens: int) -> int:
     """Shared memory besides entries: `Fixed` in select_rows.cuh."""
-    stages, warps = STAGES[tokens], THREADS // 32
-    queries, keys = 2 * tokens * num_heads * 128, stages * TILE * (128 + 4)
-    words = 2 * 16 + 4 * warps + 16 + 8 * (3 * 2 + 2 * stages)
-    return -(-(queries + keys + words) // 16) * 16 + CHOICE_BYTES[tokens] + 4 * topk.BINS
+    ring, warps = stages(num_heads, tokens), THREADS // 32
+    queries, keys = 2 * tokens * num_heads * 128, ring * TILE * (128 + 4)
+    words = 2 * 16 + 4 * warps + 16 + 8 * (3 * 2 + 2 * ring)
+    return -(-(queries + keys + words) // 16) * 16 + CHOICE_BYTES[tokens] + 4 * best.BINS
 
 
 def capacity_for(num_heads: int, tokens: int) -> int:
@@ -97,45 +105,52 @@ def capacity_for(num_heads: int, tokens: int) -> int:
     return (sources.MAX_SHARED_BYTES - fixed_bytes(num_heads, tokens)) // (8 * tokens)
 
 
-def segment_for(best: int, capacity: int) -> int:
+def segment_for(topk: int, capacity: int) -> int:
     """Tiles between counts of entries: long segments cost less, short ones leave room for more. 0: none fits.
 
     Where two segments fit behind the best, the first that is full is not yet the last.
     """
     for tiles in SEGMENTS[:-1]:
-        if best + 2 * tiles * TILE <= capacity:
+        if topk + 2 * tiles * TILE <= capacity:
             return tiles
-    return SEGMENTS[-1] if best + SEGMENTS[-1] * TILE <= capacity else 0
+    return SEGMENTS[-1] if topk + SEGMENTS[-1] * TILE <= capacity else 0
 
 
-def share_for(best: int, cluster: int) -> int:
+def share_for(topk: int, cluster: int) -> int:
     """A CTA's part of the best keys, and some deviations of a number that is drawn."""
-    mean = best / cluster
-    return min(best, math.ceil(mean + DEVIATIONS * math.sqrt(mean) + 4))
+    mean = topk / cluster
+    return min(topk, math.ceil(mean + DEVIATIONS * math.sqrt(mean) + 4))
 
 
 def plan_for(
-    num_heads: int, num_tokens: int, together: int, num_columns: int, best: int, at_once: tuple[int, ...]
+    source: str,
+    num_heads: int,
+    num_tokens: int,
+    together: int,
+    num_columns: int,
+    topk: int,
+    at_once: tuple[int, ...],
 ) -> Plan:
     """By sizes that the host knows; lengths of rows are the device's.
 
     Args:
+        source: of keys, one of `SOURCES`.
         num_heads: of a query.
         num_tokens: of all queries.
         together: tokens that share keys.
         num_columns: keys of a row at most.
-        best: keys to choose.
+        topk: keys to choose.
         at_once: clusters of each size in `CLUSTERS` that run at one time.
     """
-    fitting = [size for size in group_sizes(num_heads) if segment_for(best, capacity_for(num_heads, size))]
+    fitting = [size for size in group_sizes(num_heads, source) if segment_for(topk, capacity_for(num_heads, size))]
     tokens = next((size for size in fitting if size >= together), fitting[-1])
     capacity = capacity_for(num_heads, tokens)
     units, cluster = -(-num_tokens // tokens), 1
     for size, clusters in zip(CLUSTERS, at_once, strict=True):
-        room = best + size * share_for(best, size)
+        room = topk + size * share_for(topk, size)
         if units <= clusters and LEAST_OF_A_CTA * size <= num_columns and room <= capacity:
             cluster = size
-    return Plan(tokens, cluster, capacity, segment_for(best, capacity), share_for(best, cluster))
+    return Plan(tokens, cluster, capacity, segment_for(topk, capacity), share_for(topk, cluster))
 
 
 @functools.cache
@@ -159,7 +174,7 @@ def _launch(
 ) -> None:
     num_tokens, num_heads, _ = q.shape
     device_index = q.device.index
-    plan = plan_for(num_heads, num_tokens, together, num_columns, topk, _at_once(device_index))
+    plan = plan_for(source, num_heads, num_tokens, together, num_columns, topk, _at_once(device_index))
     q = in_boxes(q)
     strides, box = (q.stride(0), q.stride(1)), (plan.tokens, num_heads)
     packed = pack(
@@ -185,6 +200,11 @@ def _launch(
     )
 
 
+def scores_have_room(num_columns: int) -> bool:
+    """Whether rows of scores stay within the promise of memory: then two launches take less time than one."""
+    return 4 * num_columns <= SCORES_BYTES
+
+
 def _choose_none(indices: torch.Tensor, valid_counts: torch.Tensor) -> None:
     indices.fill_(-1)
     valid_counts.fill_(0)
@@ -206,13 +226,24 @@ def select_keys(
 ) -> None:
     num_tokens, num_heads, _ = q.shape
     num_requests, max_blocks = block_table.shape
-    num_columns = max_blocks * geometry(index_cache, cache_format).block_size
+    block_size = geometry(index_cache, cache_format).block_size
+    num_columns = max_blocks * block_size
     if num_tokens == 0:
         return
     if num_requests * num_columns == 0:
         _choose_none(indices, valid_counts)
         return
     requests = block_table, req_id_per_token
+    if scores_have_room(num_columns):
+        scores = torch.empty(num_tokens, num_columns, device=q.device)
+        given = q, index_cache, weights, lengths, *requests, num_columns, cache_format
+        indexer_logits.paged_indexer_logits(*given, out=scores)
+        known = (req_id_per_token >= 0) & (req_id_per_token < num_requests)
+        slots = {"block_table": block_table, "req_id_per_token": req_id_per_token, "block_size": block_size}
+        chosen = {"indices": indices, "valid_counts": valid_counts}
+        ends = torch.where(known, lengths, 0)
+        best.topk_indices(scores, topk, row_ends=ends, **(slots if translate else {}), **chosen)
+        return
     source, params = indexer_logits.paged_params(
         index_cache, weights, lengths, *requests, num_columns, cache_format, num_tokens, None
     )
@@ -238,6 +269,12 @@ def select_keys_flat(
     if k.shape[0] == 0:
         _choose_none(indices, valid_counts)
         return
+    if scores_have_room(k.shape[0]):
+        scores = torch.empty(num_tokens, k.shape[0], device=q.device)
+        rows = {"row_starts": row_starts, "row_ends": row_ends}
+        indexer_logits.indexer_logits(q, k, weights, **rows, k_scale=k_scale, out=scores)
+        best.topk_indices(scores, topk, **rows, indices=indices, valid_counts=valid_counts)
+        return
     k = in_boxes(k)
     params = indexer_logits.flat_params(k, weights, row_starts, row_ends, k_scale, num_tokens, None)
     together = -(-num_tokens // indexer_logits.num_sms(q.device.index))  # no SM waits for others' groups
@@ -245,6 +282,6 @@ def select_keys_flat(
 
 
 def select_reason(call: Call) -> str | None:
-    if call.num_keys > topk.MAX_COLUMNS:
-        return f"it takes rows of up to {topk.MAX_COLUMNS} keys, these have {call.num_keys}"
+    if call.num_keys > best.MAX_COLUMNS:
+        return f"it takes rows of up to {best.MAX_COLUMNS} keys, these have {call.num_keys}"
     return logits_reason(call)

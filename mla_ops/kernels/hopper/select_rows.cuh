@@ -1,9 +1,13 @@
 // The k best keys of query tokens, chosen while their scores are made: none is written.
 //
-// A CTA or a cluster has up to TOKENS neighbouring query tokens. Tiles of keys go to its CTAs in turn, so that each has a
-// fair sample of a row. A consumer appends what might still be among the k best to the CTA's entries of the row, in shared
-// memory. Every `segment` tiles the entries are counted: where the next segment might not find room, all but the k best
-// go, and only what is above the least of these is appended from then on.
+// A CTA or a cluster has up to TOKENS neighbouring query tokens. Tiles of keys go to its CTAs in turn, and the tiles of a
+// segment are spread over the whole row, so that each CTA and each segment has a fair sample. A consumer appends what
+// might still be among the k best to the CTA's entries of the row, in shared memory. After each segment the entries are
+// counted. Where the next one might not find room, all but the k best go, and only what is above the least of these is
+// appended from then on.
+//
+// A CTA that has a row alone keeps less than k when that happens first: what is likely to be among the k best of the row,
+// by the part of it that was seen. Where it ends with less than k, the row is read again without a guess.
 //
 // At the end of a row each CTA of a cluster hands its best to one of them, a few more than its share of k. That one
 // selects. Where a CTA held back an entry that could be better than the last one chosen, all hand on everything.
@@ -47,14 +51,16 @@ struct alignas(16) Choice {
   u64 cuts[MAX_CLUSTER];    // of each CTA: entries below it were held back; 0: none were
   u32 sent[MAX_CLUSTER], all[MAX_CLUSTER];  // entries that each CTA hands on, and that it has
   u32 base;                 // of what is handed on, behind the choosing CTA's own entries
-  u32 again;                // whether everything is asked for
+  u32 again;                // whether all CTAs hand on everything; of one CTA: whether it reads the row again
 };
 
-constexpr u32 LAST = 1 << 8;  // beside the count of an announcement's tokens
+// Beside the count of an announcement's tokens: the last segment; no guess may be made; tiles from one to the next.
+constexpr u32 LAST = 1 << 4, SURE = 1 << 5, APART_SHIFT = 6;
 constexpr u32 WINDOW = BINS * 32;  // columns that the bins hold a bit of each
 
+// Fewer tiles on their way leave room for entries: what tiles of more columns take longer to use.
 template <int HEADS, int TOKENS>
-using SelectLayout = IndexerLayout<HEADS, TOKENS, TOKENS == 1 ? 12 : 8>;
+using SelectLayout = IndexerLayout<HEADS, TOKENS, TOKENS == 1 ? 12 : HEADS * TOKENS == 256 ? 4 : 8>;
 
 template <class L>
 constexpr u32 CHOICE = (L::BYTES + 15) / 16 * 16;
@@ -64,6 +70,10 @@ template <class L>
 struct Fixed {
   static constexpr u32 BYTES = CHOICE<L> + sizeof(Choice<L::TOKENS>) + BINS * 4;
 };
+
+// Threads that bring keys.
+template <Source SOURCE>
+constexpr int BRINGERS = SOURCE == ANYWHERE ? GATHERERS * 32 : 32;
 
 // Whether a group has a row of more than k keys. All keys of the others are chosen.
 template <class L, Source SOURCE>
@@ -77,6 +87,11 @@ DEVICE bool is_scored(const SelectParams& s, int token, int count) {
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
 
+template <int TOKENS>
+DEVICE u32 load_again(const Choice<TOKENS>& choice) {
+  return *const_cast<const volatile u32*>(&choice.again);
+}
+
 // The barriers of `meet_peers`, which are of all a cluster's threads that have not left.
 template <class L, Source SOURCE>
 DEVICE void attend(const SelectParams& s, const Choice<L::TOKENS>& choice, int token, int count) {
@@ -85,7 +100,7 @@ DEVICE void attend(const SelectParams& s, const Choice<L::TOKENS>& choice, int t
     if (row.end - row.start <= s.k) continue;
     __syncwarp();
     cluster_meet(), cluster_meet(), cluster_meet();
-    if (*const_cast<const volatile u32*>(&choice.again)) cluster_meet();
+    if (load_again(choice)) cluster_meet();
   }
 }
 
@@ -118,18 +133,25 @@ DEVICE void produce_units(const SelectParams& s, u32 shared, const Choice<L::TOK
     if (group.count == 0) continue;
     int tiles = 0;
     if (is_scored<L, SOURCE>(s, token, group.count)) tiles = max((group.tiles - rank + s.cluster - 1) / s.cluster, 0);
-    int done = 0;
+    // segment i has tiles i, i + segments, ... of this CTA's
+    const int segments = max((tiles + s.segment - 1) / s.segment, 1), apart = segments * s.cluster;
+    u32 sure = 0;
     do {
-      const int now = min(tiles - done, s.segment), first_tile = group.first_tile + rank + done * s.cluster;
-      announce(token, group.count | (done + now == tiles ? LAST : 0), first_tile, now);
-      if (SOURCE == FLAT)
-        bring_flat<L>(p, shared, lane, first_tile, now, slot, s.cluster);
-      else if (SOURCE == BOXES)
-        bring_boxes<L>(p, shared, lane, token, group.end, first_tile, now, slot, s.cluster);
-      else
-        bring_anywhere<L>(p, shared, thread, token, group.end, first_tile, now, slot, s.cluster);
-      done += now;
-    } while (done < tiles);
+      for (int i = 0; i < segments; ++i) {
+        const int now = (tiles - i + segments - 1) / segments, first_tile = group.first_tile + rank + i * s.cluster;
+        announce(token, group.count | (i + 1 == segments ? LAST : 0) | sure | apart << APART_SHIFT, first_tile, now);
+        if constexpr (SOURCE == FLAT)
+          bring_flat<L>(p, shared, lane, first_tile, now, slot, apart);
+        else if constexpr (SOURCE == BOXES)
+          bring_boxes<L>(p, shared, lane, token, group.end, first_tile, now, slot, apart);
+        else
+          bring_anywhere<L>(p, shared, thread, token, group.end, first_tile, now, slot, apart);
+      }
+      if (s.cluster > 1) break;
+      __syncwarp();
+      named_barrier<2, CONSUMERS + BRINGERS<SOURCE>>();
+      sure = SURE;
+    } while (load_again(choice));
     if (s.cluster > 1) attend<L, SOURCE>(s, choice, token, group.count);
     token += group.count - 1;
   }
@@ -146,7 +168,8 @@ struct Chosen {
   static constexpr int OWN = BINS / CONSUMERS;  // words of the bitmap that a thread has
 
   const SelectParams& s;
-  const int apart, rank;
+  const int rank;
+  int apart;
   Choice<L::TOKENS>& choice;
   u32* const bins;
   u64* const entries;
@@ -158,8 +181,8 @@ struct Chosen {
 
   DEVICE Chosen(const SelectParams& params, unsigned char* shared, int rank_)
       : s(params),
-        apart(params.cluster),
         rank(rank_),
+        apart(0),
         choice(*reinterpret_cast<Choice<L::TOKENS>*>(shared + CHOICE<L>)),
         bins(reinterpret_cast<u32*>(shared + CHOICE<L> + sizeof(choice))),
         entries(reinterpret_cast<u64*>(bins + BINS)) {}
@@ -173,7 +196,8 @@ struct Chosen {
   DEVICE u64* entries_of(int t) const { return entries + t * s.capacity; }
 
   DEVICE void begin(const uint4& group, int lane) {
-    const int t = S::first_token(lane), count = group.y & 0xff;
+    const int t = S::first_token(lane), count = group.y % LAST;
+    apart = group.y >> APART_SHIFT;
     row = {0, 0};
     if (t < count && S::stores(lane)) row = bounds_of<SOURCE>(s.scores, group.x + t);
     gate = choice.gates[t];
@@ -197,9 +221,15 @@ struct Chosen {
   }
 
   DEVICE void end(const uint4& group) const {
-    const int count = group.y & 0xff;
+    const int count = group.y % LAST;
     meet<CONSUMERS>();
-    if (group.y & LAST) return finish(group.x, count);
+    if (group.y & LAST) {
+      if (s.cluster > 1 || is_complete(group.x, count)) finish(group.x, count);
+      meet<CONSUMERS>();
+      if (threadIdx.x < L::TOKENS) choice.gates[threadIdx.x] = 0, choice.counts[threadIdx.x] = 0;
+      meet<CONSUMERS>();
+      return;
+    }
     u32 have[L::TOKENS];
 #pragma unroll
     for (int t = 0; t < L::TOKENS; ++t) have[t] = choice.counts[t];
@@ -208,11 +238,33 @@ struct Chosen {
 #pragma unroll
     for (int t = 0; t < L::TOKENS; ++t)
       if (have[t] + s.segment * TILE > s.capacity) {
-        const u64 least = keep_best<CONSUMERS>(choice.control, bins, entries_of(t), have[t], s.k);
-        if (threadIdx.x == 0) choice.counts[t] = s.k, choice.gates[t] = least;
+        const bool guesses = s.cluster == 1 && !(group.y & SURE) && choice.gates[t] == 0;
+        const u32 kept = guesses ? likely(group.x + t, have[t]) : s.k;
+        const u64 least = keep_best<CONSUMERS>(choice.control, bins, entries_of(t), have[t], kept);
+        if (threadIdx.x == 0) choice.counts[t] = kept, choice.gates[t] = least;
         fewer = true;
       }
     if (fewer) meet<CONSUMERS>();
+  }
+
+  // Entries among those of a fair sample of a row of `seen` columns that may be of its k best: six deviations more than
+  // there are on average.
+  DEVICE u32 likely(int token, u32 seen) const {
+    const Bounds bounds = bounds_of<SOURCE>(s.scores, token);
+    const float mean = static_cast<float>(seen) * s.k / (bounds.end - bounds.start);
+    return min(static_cast<u32>(s.k), static_cast<u32>(mean + 6.f * sqrtf(mean) + 4.f));
+  }
+
+  // Whether there are k entries of each row that has as many keys. Tells the producer.
+  DEVICE bool is_complete(int token, int count) const {
+    bool complete = true;
+    for (int t = 0; t < count; ++t) {
+      const Bounds bounds = bounds_of<SOURCE>(s.scores, token + t);
+      complete = complete && (bounds.end - bounds.start <= s.k || choice.counts[t] >= s.k);
+    }
+    if (threadIdx.x == 0) choice.again = !complete;
+    named_barrier<2, CONSUMERS + BRINGERS<SOURCE>>();
+    return complete;
   }
 
   DEVICE void finish(int token, int count) const {
@@ -228,13 +280,13 @@ struct Chosen {
         meet_peers(token + t, t, bounds);
       }
     }
-    meet<CONSUMERS>();
-    if (threadIdx.x < L::TOKENS) choice.gates[threadIdx.x] = 0, choice.counts[threadIdx.x] = 0;
-    meet<CONSUMERS>();
   }
 
   DEVICE void meet_peers(int token, int t, const Bounds& bounds) const {
-    const u32 thread = threadIdx.x, leader = t % s.cluster, room = s.cluster * s.share;
+    const u32 thread = threadIdx.x, leader = t % s.cluster, length = bounds.end - bounds.start;
+    const u32 most = ((length + 2 * TILE) / TILE / s.cluster + 1) * TILE;  // keys of a CTA
+    const u32 share = most + length <= s.capacity ? most : s.share;        // where there is room, all
+    const u32 room = min(s.cluster * share, length);
     Control& control = choice.control;
     u64* const mine = entries_of(t);
     u32 have = choice.counts[t];
@@ -244,7 +296,7 @@ struct Chosen {
     }
     u64 cut = 1;
     u32 sent = have;
-    if (have > s.share) cut = select_listed<CONSUMERS>(control, bins, mine, have, s.share), sent = s.share;
+    if (have > share) cut = select_listed<CONSUMERS>(control, bins, mine, have, share), sent = share;
     if (thread < s.cluster) {
       peer_pointer(choice.sent, thread)[rank] = sent, peer_pointer(choice.all, thread)[rank] = have;
       peer_pointer(choice.cuts, thread)[rank] = sent < have ? cut : 0;
@@ -325,18 +377,18 @@ struct Chosen {
         if (entry >= threshold && place < WINDOW) atomicOr(&bins[place / 32], 1u << place % 32);
       }
       meet<CONSUMERS>();
-      u32 words[OWN], sum = 0, total;
+      u32* const words = bins + threadIdx.x * OWN;
+      u32 sum = 0, total;
 #pragma unroll
-      for (int i = 0; i < OWN; ++i) {
-        words[i] = bins[threadIdx.x * OWN + i], bins[threadIdx.x * OWN + i] = 0;
-        sum += __popc(words[i]);
-      }
+      for (int i = 0; i < OWN; ++i) sum += __popc(words[i]);
       u32 place = done + exclusive_scan<CONSUMERS>(choice.control, sum, total);
-#pragma unroll
-      for (int i = 0; i < OWN; ++i)
+#pragma unroll 1
+      for (int i = 0; i < OWN; ++i) {
 #pragma unroll 1
         for (u32 left = words[i]; left; left &= left - 1)
           out[place++] = s.translated(first + (threadIdx.x * OWN + i) * 32 + __ffs(left) - 1, request);
+        words[i] = 0;
+      }
       done += total;
       meet<CONSUMERS>();
     }
