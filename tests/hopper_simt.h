@@ -166,6 +166,7 @@ static unsigned __ballot_sync(unsigned, bool value) {
   for (int lane = 0; lane < 32; ++lane) mask |= static_cast<unsigned>(all[lane]) << lane;
   return mask;
 }
+static bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 static bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == ~0u; }
 static unsigned __reduce_add_sync(unsigned, unsigned value) {
   unsigned sum = 0;

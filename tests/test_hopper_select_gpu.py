@@ -11,6 +11,7 @@ from topk_oracle import KINDS, hard_rows, topk_oracle
 
 from mla_ops import dispatch
 from mla_ops.formats import allocate_cache, geometry
+from mla_ops.kernels.hopper import select_keys
 
 pytestmark = pytest.mark.gpu
 
@@ -19,9 +20,11 @@ INT32 = {"dtype": torch.int32, "device": "cuda"}
 
 
 @pytest.fixture(autouse=True)
-def hopper() -> Iterator[None]:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One launch for rows of any width."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs SM90")
+    monkeypatch.setattr(select_keys, "scores_have_room", lambda _: False)
     with dispatch.override("hopper"):
         yield
 
@@ -107,6 +110,15 @@ def test_paged_selection_is_scores_then_topk(
         assert_equal(case.select(k, translate), case.two_steps(k, translate))
     alone = case.tokens(slice(2, 3))
     assert_equal(alone.select(k), tuple(x[2:3] for x in case.select(k)))
+
+
+def test_rows_whose_scores_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select_keys, "scores_have_room", lambda _: True)
+    case = paged(5, 2, 64, 64, 9000)
+    case.lengths.random_(-3, 9300)
+    case.requests[-1] = -1
+    for translate in (False, True):
+        assert_equal(case.select(2048, translate), case.two_steps(2048, translate))
 
 
 @pytest.mark.parametrize("num_requests", [1, 16, 60, 150])

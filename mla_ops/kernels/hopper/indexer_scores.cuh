@@ -422,10 +422,11 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
         end(even, 0, Last());
       }
     }
+    const uint4 ended = load_shared_16(shared + L::GROUP + stage * 16);  // not in registers meanwhile
     __syncwarp();
     warp_arrive(shared + L::QUERY_FREE + stage * 8, lane);
     if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
-    use.end(group);
+    use.end(ended);
   }
 }
 

@@ -23,7 +23,7 @@ SCORES_BYTES = 64 * 1024  # of a row, at most: what scores of 16,384 keys take
 SOURCES = ("FLAT", "BOXES", "ANYWHERE")
 TOKENS = (1, 2, 4)  # of a group
 SEGMENTS = (64, 32, 16)  # tiles from one count of entries to the next
-CHOICE_BYTES = {1: 1216, 2: 1216, 4: 1248}  # by tokens of a group, as sizeof(Choice)
+CHOICE_BYTES = {1: 1216, 2: 1232, 4: 1264}  # by tokens of a group, as sizeof(Choice)
 DEVIATIONS = 6  # of a CTA's share of the best keys, that it hands on besides
 
 

@@ -47,6 +47,7 @@ template <int TOKENS>
 struct alignas(16) Choice {
   Control control;
   u64 gates[TOKENS];        // the least entry that counts
+  float floors[TOKENS];     // a smaller score is below the gate
   u32 counts[TOKENS];       // entries
   u64 cuts[MAX_CLUSTER];    // of each CTA: entries below it were held back; 0: none were
   u32 sent[MAX_CLUSTER], all[MAX_CLUSTER];  // entries that each CTA hands on, and that it has
@@ -168,56 +169,52 @@ struct Chosen {
   static constexpr int OWN = BINS / CONSUMERS;  // words of the bitmap that a thread has
 
   const SelectParams& s;
-  const int rank;
   int apart;
-  Choice<L::TOKENS>& choice;
-  u32* const bins;
-  u64* const entries;
+  unsigned char* const shared;
   // of this lane's token
   Bounds row;
-  u64 gate;
-  float floor;  // a smaller score is below the gate
-  u64* own;
 
-  DEVICE Chosen(const SelectParams& params, unsigned char* shared, int rank_)
-      : s(params),
-        rank(rank_),
-        apart(0),
-        choice(*reinterpret_cast<Choice<L::TOKENS>*>(shared + CHOICE<L>)),
-        bins(reinterpret_cast<u32*>(shared + CHOICE<L> + sizeof(choice))),
-        entries(reinterpret_cast<u64*>(bins + BINS)) {}
+  DEVICE Chosen(const SelectParams& params, unsigned char* shared_memory)
+      : s(params), apart(0), shared(shared_memory) {}
+
+  // Functions of one address, so that the loop over tiles has registers for products.
+  DEVICE Choice<L::TOKENS>& choice() const { return *reinterpret_cast<Choice<L::TOKENS>*>(shared + CHOICE<L>); }
+  DEVICE u32* bins() const { return reinterpret_cast<u32*>(shared + CHOICE<L> + sizeof(Choice<L::TOKENS>)); }
+  DEVICE u64* entries_of(int t) const { return reinterpret_cast<u64*>(bins() + BINS) + t * s.capacity; }
 
   // By all consumers, before a barrier.
   DEVICE void clear() const {
-    for (u32 i = threadIdx.x; i < BINS; i += CONSUMERS) bins[i] = 0;
-    if (threadIdx.x < L::TOKENS) choice.gates[threadIdx.x] = 0, choice.counts[threadIdx.x] = 0;
+    for (u32 i = threadIdx.x; i < BINS; i += CONSUMERS) bins()[i] = 0;
+    if (threadIdx.x < L::TOKENS) set(threadIdx.x, 0, 0);
   }
 
-  DEVICE u64* entries_of(int t) const { return entries + t * s.capacity; }
+  // Entries of a row so far, and the least that counts from now on. By one thread.
+  DEVICE void set(int t, u32 count, u64 gate) const {
+    const u32 key = static_cast<u32>(gate >> 32);
+    choice().counts[t] = count, choice().gates[t] = gate;
+    choice().floors[t] = key < LOWEST_KEY ? -INFINITY : score_of(key);
+  }
 
   DEVICE void begin(const uint4& group, int lane) {
     const int t = S::first_token(lane), count = group.y % LAST;
     apart = group.y >> APART_SHIFT;
     row = {0, 0};
     if (t < count && S::stores(lane)) row = bounds_of<SOURCE>(s.scores, group.x + t);
-    gate = choice.gates[t];
-    const u32 key = static_cast<u32>(gate >> 32);
-    floor = key < LOWEST_KEY ? -INFINITY : score_of(key);
-    own = entries_of(t);
   }
 
   DEVICE void put(int, int column, float score, int lane) const {
-    bool passes = column >= row.start && column < row.end && !(score < floor);
+    const int t = S::first_token(lane);
+    bool passes = column >= row.start && column < row.end && !(score < choice().floors[t]);
+    if (!__any_sync(~0u, passes)) return;
     const u64 entry = entry_of(key_of(score), column);
-    passes = passes && entry >= gate;
+    passes = passes && entry >= choice().gates[t];
     const u32 mask = __ballot_sync(~0u, passes);
-    if (mask == 0) return;
     constexpr u32 LANES = L::TOKENS == 1 ? ~0u : L::TOKENS == 2 ? 0x55555555u : 0x11111111u;  // of a token
     const u32 same = mask & LANES << lane % L::TOKENS;
     u32 place = 0;
-    if (lane < L::TOKENS && same) place = atomicAdd(&choice.counts[S::first_token(lane)], static_cast<u32>(__popc(same)));
+    if (lane < L::TOKENS && same) place = atomicAdd(&choice().counts[t], static_cast<u32>(__popc(same)));
     place = __shfl_sync(~0u, place, lane % L::TOKENS) + __popc(same & (1u << lane) - 1);
-    if (passes) own[place] = entry;
+    if (passes) entries_of(t)[place] = entry;
   }
 
   DEVICE void end(const uint4& group) const {
@@ -226,25 +223,25 @@ struct Chosen {
     if (group.y & LAST) {
       if (s.cluster > 1 || is_complete(group.x, count)) finish(group.x, count);
       meet<CONSUMERS>();
-      if (threadIdx.x < L::TOKENS) choice.gates[threadIdx.x] = 0, choice.counts[threadIdx.x] = 0;
+      if (threadIdx.x < L::TOKENS) set(threadIdx.x, 0, 0);
       meet<CONSUMERS>();
       return;
     }
-    u32 have[L::TOKENS];
+    u32 full = 0;  // a bit for each token
 #pragma unroll
-    for (int t = 0; t < L::TOKENS; ++t) have[t] = choice.counts[t];
+    for (int t = 0; t < L::TOKENS; ++t) full |= (choice().counts[t] + s.segment * TILE > s.capacity) << t;
     meet<CONSUMERS>();  // before anybody appends
-    bool fewer = false;
-#pragma unroll
-    for (int t = 0; t < L::TOKENS; ++t)
-      if (have[t] + s.segment * TILE > s.capacity) {
-        const bool guesses = s.cluster == 1 && !(group.y & SURE) && choice.gates[t] == 0;
-        const u32 kept = guesses ? likely(group.x + t, have[t]) : s.k;
-        const u64 least = keep_best<CONSUMERS>(choice.control, bins, entries_of(t), have[t], kept);
-        if (threadIdx.x == 0) choice.counts[t] = kept, choice.gates[t] = least;
-        fewer = true;
-      }
-    if (fewer) meet<CONSUMERS>();
+    if (full == 0) return;
+#pragma unroll 1
+    for (int t = 0; t < count; ++t) {
+      if ((full >> t & 1) == 0) continue;
+      const u32 have = choice().counts[t];
+      const bool guesses = s.cluster == 1 && !(group.y & SURE) && choice().gates[t] == 0;
+      const u32 kept = guesses ? likely(group.x + t, have) : s.k;
+      const u64 least = keep_best<CONSUMERS>(choice().control, bins(), entries_of(t), have, kept);
+      if (threadIdx.x == 0) set(t, kept, least);
+    }
+    meet<CONSUMERS>();
   }
 
   // Entries among those of a fair sample of a row of `seen` columns that may be of its k best: six deviations more than
@@ -260,14 +257,15 @@ struct Chosen {
     bool complete = true;
     for (int t = 0; t < count; ++t) {
       const Bounds bounds = bounds_of<SOURCE>(s.scores, token + t);
-      complete = complete && (bounds.end - bounds.start <= s.k || choice.counts[t] >= s.k);
+      complete = complete && (bounds.end - bounds.start <= s.k || choice().counts[t] >= s.k);
     }
-    if (threadIdx.x == 0) choice.again = !complete;
+    if (threadIdx.x == 0) choice().again = !complete;
     named_barrier<2, CONSUMERS + BRINGERS<SOURCE>>();
     return complete;
   }
 
   DEVICE void finish(int token, int count) const {
+    const int rank = blockIdx.x % s.cluster;
 #pragma unroll 1
     for (int t = 0; t < count; ++t) {
       const Bounds bounds = bounds_of<SOURCE>(s.scores, token + t);
@@ -275,41 +273,41 @@ struct Chosen {
       if (length <= s.k) {
         if (rank == t % s.cluster) write_all(token + t, bounds.start, length);
       } else if (s.cluster == 1) {
-        write(token + t, bounds, entries_of(t), choice.counts[t]);
+        write(token + t, bounds, entries_of(t), choice().counts[t]);
       } else {
-        meet_peers(token + t, t, bounds);
+        meet_peers(token + t, t, rank, bounds);
       }
     }
   }
 
-  DEVICE void meet_peers(int token, int t, const Bounds& bounds) const {
+  DEVICE void meet_peers(int token, int t, int rank, const Bounds& bounds) const {
     const u32 thread = threadIdx.x, leader = t % s.cluster, length = bounds.end - bounds.start;
     const u32 most = ((length + 2 * TILE) / TILE / s.cluster + 1) * TILE;  // keys of a CTA
     const u32 share = most + length <= s.capacity ? most : s.share;        // where there is room, all
     const u32 room = min(s.cluster * share, length);
-    Control& control = choice.control;
+    Control& control = choice().control;
     u64* const mine = entries_of(t);
-    u32 have = choice.counts[t];
+    u32 have = choice().counts[t];
     if (have + room > s.capacity) {
-      keep_best<CONSUMERS>(control, bins, mine, have, s.k);
+      keep_best<CONSUMERS>(control, bins(), mine, have, s.k);
       have = s.k;
     }
     u64 cut = 1;
     u32 sent = have;
-    if (have > share) cut = select_listed<CONSUMERS>(control, bins, mine, have, share), sent = share;
+    if (have > share) cut = select_listed<CONSUMERS>(control, bins(), mine, have, share), sent = share;
     if (thread < s.cluster) {
-      peer_pointer(choice.sent, thread)[rank] = sent, peer_pointer(choice.all, thread)[rank] = have;
-      peer_pointer(choice.cuts, thread)[rank] = sent < have ? cut : 0;
-      if (rank == leader) *peer_pointer(&choice.base, thread) = have;
+      peer_pointer(choice().sent, thread)[rank] = sent, peer_pointer(choice().all, thread)[rank] = have;
+      peer_pointer(choice().cuts, thread)[rank] = sent < have ? cut : 0;
+      if (rank == leader) *peer_pointer(&choice().base, thread) = have;
     }
     if (thread == 0) control.listed = 0;
     cluster_meet();
     u32 before = 0, total = 0;
     for (u32 i = 0; i < s.cluster; ++i) {
       if (i == rank) before = total;
-      total += choice.sent[i];
+      total += choice().sent[i];
     }
-    u64* const target = peer_pointer(mine, leader) + choice.base + before;
+    u64* const target = peer_pointer(mine, leader) + choice().base + before;
 #pragma unroll 1
     for (u32 i = thread; i < have; i += CONSUMERS) {
       const u64 entry = mine[i];
@@ -319,19 +317,19 @@ struct Chosen {
     const u64* list = mine + have;
     u64 threshold = 0;
     if (rank == leader) {
-      if (total > s.k) threshold = select_listed<CONSUMERS>(control, bins, list, total, s.k);
+      if (total > s.k) threshold = select_listed<CONSUMERS>(control, bins(), list, total, s.k);
       u32 again = 0;
-      for (u32 i = 0; i < s.cluster; ++i) again |= choice.cuts[i] > threshold;
-      if (thread < s.cluster) *peer_pointer(&choice.again, thread) = again;
+      for (u32 i = 0; i < s.cluster; ++i) again |= choice().cuts[i] > threshold;
+      if (thread < s.cluster) *peer_pointer(&choice().again, thread) = again;
     }
     cluster_meet();
-    if (choice.again) {
+    if (choice().again) {
       if (rank == leader) {
         list = mine, total = have;
 #pragma unroll 1
         for (u32 other = 0; other < s.cluster; ++other)
           if (other != rank) take_all(t, other, total);
-        threshold = total > s.k ? select_listed<CONSUMERS>(control, bins, list, total, s.k) : 0;
+        threshold = total > s.k ? select_listed<CONSUMERS>(control, bins(), list, total, s.k) : 0;
       }
       cluster_meet();  // the others' entries have been read
     }
@@ -343,12 +341,12 @@ struct Chosen {
     u64* const mine = entries_of(t);
     const u64* const theirs = peer_pointer(mine, other);
 #pragma unroll 1
-    for (u32 at = 0; at < choice.all[other];) {
+    for (u32 at = 0; at < choice().all[other];) {
       if (total == s.capacity) {
-        keep_best<CONSUMERS>(choice.control, bins, mine, total, s.k);
+        keep_best<CONSUMERS>(choice().control, bins(), mine, total, s.k);
         total = s.k;
       }
-      const u32 taken = min(choice.all[other] - at, s.capacity - total);
+      const u32 taken = min(choice().all[other] - at, s.capacity - total);
       for (u32 i = threadIdx.x; i < taken; i += CONSUMERS) mine[total + i] = theirs[at + i];
       total += taken, at += taken;
       meet<CONSUMERS>();
@@ -356,7 +354,7 @@ struct Chosen {
   }
 
   DEVICE void write(int token, const Bounds& bounds, const u64* list, u32 count) const {
-    const u64 threshold = count > s.k ? select_listed<CONSUMERS>(choice.control, bins, list, count, s.k) : 0;
+    const u64 threshold = count > s.k ? select_listed<CONSUMERS>(choice().control, bins(), list, count, s.k) : 0;
     write_chosen(token, bounds, list, count, threshold);
   }
 
@@ -374,14 +372,14 @@ struct Chosen {
       for (u32 i = threadIdx.x; i < count; i += CONSUMERS) {
         const u64 entry = list[i];
         const u32 place = position_of(entry) - first;
-        if (entry >= threshold && place < WINDOW) atomicOr(&bins[place / 32], 1u << place % 32);
+        if (entry >= threshold && place < WINDOW) atomicOr(&bins()[place / 32], 1u << place % 32);
       }
       meet<CONSUMERS>();
-      u32* const words = bins + threadIdx.x * OWN;
+      u32* const words = bins() + threadIdx.x * OWN;
       u32 sum = 0, total;
 #pragma unroll
       for (int i = 0; i < OWN; ++i) sum += __popc(words[i]);
-      u32 place = done + exclusive_scan<CONSUMERS>(choice.control, sum, total);
+      u32 place = done + exclusive_scan<CONSUMERS>(choice().control, sum, total);
 #pragma unroll 1
       for (int i = 0; i < OWN; ++i) {
 #pragma unroll 1
@@ -412,16 +410,16 @@ DEVICE void select_rows(const SelectParams& s, unsigned char* shared_memory, int
   const int first = unit * L::TOKENS;
   begin_barriers<L, SOURCE>(s.scores, shared);
   prefetch_rows<L, SOURCE>(s.scores);
-  Chosen<L, SOURCE> chosen(s, shared_memory, rank);
+  Chosen<L, SOURCE> chosen(s, shared_memory);
   if (threadIdx.x < CONSUMERS) chosen.clear();
   __syncthreads();
   if (s.cluster > 1) cluster_meet();  // all CTAs have begun
   if (uniform(threadIdx.x >> 7) == 2) {
-    fewer_registers<SOURCE == FLAT ? 40 : 72>();
+    fewer_registers<L::PARTS == 2 ? 32 : SOURCE == FLAT ? 40 : 72>();
     if (SOURCE == ANYWHERE || threadIdx.x < CONSUMERS + 32)
-      produce_units<L, SOURCE>(s, shared, chosen.choice, first, rank);
+      produce_units<L, SOURCE>(s, shared, chosen.choice(), first, rank);
   } else {
-    more_registers<SOURCE == FLAT ? 232 : 216>();
+    more_registers<L::PARTS == 2 ? 240 : SOURCE == FLAT ? 232 : 216>();
     consume<L, SOURCE>(s.scores, shared, chosen);
   }
 }
