@@ -156,12 +156,20 @@ ON_REQUEST: dict[tuple[str, str], str] = {
     ("flashinfer", "paged_attention"): "every call waits for its lengths and plans on the host, more than 1 ms",
 }
 
-# Where a lowering could run a call that one after it runs in less time, and why that is known. Not for `override`.
-SLOWER: dict[tuple[str, str], Callable[[Call], str | None]] = {
+# Where a lowering could run a call and makes way: one after it takes less time, or its tests have not run on a GPU.
+# Not for `override`.
+PASSED_OVER: dict[tuple[str, str], Callable[[Call], str | None]] = {
     ("flash_mla", op): lambda call: (
         "up to 16 heads leave most of its 64-head tile empty" if call.num_heads <= 16 else None
     )
     for op in ("paged_attention", "sparse_attention")
+} | {
+    ("hopper", op): lambda call: (
+        "its one launch for rows of more than 16,384 keys has not passed its tests on a GPU"
+        if call.num_keys > 16384
+        else None
+    )
+    for op in ("select_keys", "select_keys.flat")
 }
 
 
@@ -259,9 +267,9 @@ def unsupported_reason(backend: str, call: Call) -> str | None:
     return lowering.unsupported_reason(call) or _struck_off.get((backend, call.op))
 
 
-def slower_reason(backend: str, call: Call) -> str | None:
-    """Why `backend` makes way for a faster one, though it can run `call`; None if it does not."""
-    known = SLOWER.get((backend, call.op))
+def passed_over_reason(backend: str, call: Call) -> str | None:
+    """Why `backend` makes way for another, though it can run `call`; None if it does not."""
+    known = PASSED_OVER.get((backend, call.op))
     return known(call) if known is not None else None
 
 
@@ -326,7 +334,7 @@ def _choose(call: Call, forced: str | None) -> str:
         return forced
     refused: dict[str, str] = {}
     for backend in order_for(call.op, call.device):
-        reason = unsupported_reason(backend, call) or slower_reason(backend, call)
+        reason = unsupported_reason(backend, call) or passed_over_reason(backend, call)
         if reason is None:
             _tell_what_is_missing(call, backend, refused)
             return backend
@@ -341,7 +349,7 @@ _told: set[tuple[str, str]] = set()
 def _tell_what_is_missing(call: Call, chosen: str, refused: dict[str, str]) -> None:
     """Logs, once for an op, the fastest lowering that the user could have had instead of `chosen`."""
     for backend, reason in refused.items():
-        if isinstance(reason, Missing) and slower_reason(backend, call) is None:
+        if isinstance(reason, Missing) and passed_over_reason(backend, call) is None:
             with _lock:
                 first = (backend, call.op) not in _told
                 _told.add((backend, call.op))
@@ -397,7 +405,7 @@ def explain(call: Call) -> Explanation:
     chosen: str | None = None
     refused: dict[str, str] = {}
     for backend in BACKENDS:
-        reason = unsupported_reason(backend, call) or (None if forced else slower_reason(backend, call))
+        reason = unsupported_reason(backend, call) or (None if forced else passed_over_reason(backend, call))
         if reason is not None:
             refused[backend] = reason
         elif backend not in backends:
@@ -441,7 +449,7 @@ TYPICAL: dict[str, dict[str, Any]] = {
     "indexer_logits": {"dtype": torch.float8_e4m3fn, "num_heads": 64, "num_keys": 8192},
     "paged_indexer_logits": {**_PAGED_INDEX, "num_keys": 65536},
     "topk_indices": {"dtype": torch.float32, "topk": 2048, "num_keys": 65536},
-    "select_keys": {**_PAGED_INDEX, "topk": 2048, "num_keys": 65536},
+    "select_keys": {**_PAGED_INDEX, "topk": 2048, "num_keys": 16384},
     "select_keys.flat": {"dtype": torch.float8_e4m3fn, "num_heads": 64, "topk": 2048, "num_keys": 8192},
     "merge_topk": {"dtype": torch.float32, "topk": 2048, "num_keys": 4096},
 }
