@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """A kernel at small shapes.
 
     Attributes:
-        keys: cache format and width of a key, or "prefill", "parts", "index scores", "topk" or "select".
+        keys: cache format and width of a key, or "prefill", "parts", "index scores", "topk", "select" or "writes".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scale float16 does not hold.
@@ -77,6 +77,7 @@ CASES = {
         Case("index scores"),
         Case("topk"),
         Case("select"),
+        Case("writes"),
     )
 }
 
@@ -306,6 +307,23 @@ def chosen(tool: str) -> None:
             assert torch.equal(counts.cpu(), lengths)
 
 
+def writes(tool: str) -> None:
+    """Every kernel of the caches' writes, sources at any element, blocks in a larger memory, wild slots."""
+    import torch
+    from test_hopper_cache import CASES, case, write
+
+    from mla_ops import dispatch
+
+    for parameters in CASES if tool == "memcheck" else CASES[::7]:
+        cache_format = parameters.values[0]
+        found = case(*parameters.values, 45, "cuda")
+        expected = case(*parameters.values, 45)
+        write(expected, cache_format)
+        with dispatch.override("hopper"):
+            write(found, cache_format)
+        assert torch.equal(found.memory.cpu(), expected.memory)
+
+
 def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
     signal.alarm(timeout)  # ends this process, and with it a kernel that waits for ever
     sys.path.insert(0, str(HERE.parents[1]))
@@ -325,6 +343,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
         "index scores": index_scores,
         "topk": best,
         "select": chosen,
+        "writes": writes,
     }
     others[case.keys](tool) if case.keys in others else attend(case, tool)
 

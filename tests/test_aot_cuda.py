@@ -17,6 +17,7 @@ from mla_ops.kernels.cuda.compiler import PARAMS_OFFSET, RESERVED_SHARED_BYTES, 
 from mla_ops.kernels.cuda.params import fields_of
 from mla_ops.kernels.cuda.sources import Sources
 from mla_ops.kernels.hopper import (
+    cache,
     indexer_logits,
     launch,
     merge_parts,
@@ -75,6 +76,7 @@ KERNELS += [
     Variant(k.source, k.name, k.threads, select_keys.SelectParams, padding=-PARAMS_OFFSET % 64)
     for k in select_keys.kernels()
 ]
+KERNELS += [Variant(k.source, k.name, k.threads, cache.Params, blocks=8) for k in cache.KERNELS.values()]
 KERNELS += [Variant(k.source, k.name, k.threads, topk.Params, blocks=k.ctas) for k in topk.KERNELS]
 KERNELS += [
     Variant(kernel.source, kernel.name, kernel.threads, merge_parts.Params, blocks=4)
@@ -92,7 +94,7 @@ def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
     assert used.stack == 0
     assert used.params == variant.padding + ctypes.sizeof(variant.params)
     assert used.registers * variant.threads * variant.blocks <= REGISTERS_OF_AN_SM
-    unshared = ("merge_parts.cu", "indexer_clean.cu", "topk.cu")
+    unshared = ("cache.cu", "merge_parts.cu", "indexer_clean.cu", "topk.cu")
     assert compiled.shared_bytes > 0 or variant.source in unshared
     block = used.shared + compiled.shared_bytes
     assert block <= sources.MAX_SHARED_BYTES

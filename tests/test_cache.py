@@ -20,6 +20,8 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 BACKENDS = ("reference", "triton")
 FORMATS = ("fp8_ds_mla", "fp8_ds_mla_v4", "bf16", "fp16", "fp32")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+WRITERS = (*BACKENDS, "hopper") if ON_HOPPER else BACKENDS  # what writes; tests/test_hopper_cache.py is for the CPU
 
 
 def e4m3_value(byte: int) -> float:
@@ -119,7 +121,7 @@ special = st.sampled_from(
 numbers = st.one_of(special, st.floats(width=32), st.floats(-4, 4, width=32))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WRITERS)
 @settings(max_examples=40, deadline=None)
 @given(st.lists(numbers, min_size=1, max_size=40), st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=8))
 def test_row_bytes_equal_python(backend: str, few: list[float], rope: list[int]) -> None:
@@ -135,7 +137,7 @@ def test_row_bytes_equal_python(backend: str, few: list[float], rope: list[int])
     assert not found[[0, 1, 2, 3, 5]].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WRITERS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_block_bytes_of_v4_equal_python(backend: str, data: st.DataObject) -> None:
@@ -293,12 +295,12 @@ def test_store_from_slices_to_slices(
     latent, rope = fused[:, 2 : 2 + latent_dim], fused[:, 3 + latent_dim : 3 + latent_dim + rope_dim]
     slots = [5, -1, 0, 27, 28, INT_MIN, 2**40, 11, 6]
     pools = []
-    for backend in BACKENDS:
+    for backend in WRITERS:
         pool = allocate_cache(cache_format, 7, 3 * block_size, head_dim=576 if width == 656 else width, device=device)
         with dispatch.override(backend):
             store(latent, rope, pool[:, block_size : 2 * block_size], slots, cache_format)
         pools.append(pool)
-    assert same(*pools)
+    assert all(same(pools[0], pool) for pool in pools[1:])
     touched = pools[1].view(7, 3, block_size, width).to(torch.float32).ne(0).any(-1)
     assert not touched[:, [0, 2]].any()
     assert touched[:, 1].flatten().nonzero().flatten().tolist() == [0, 5, 6, 11, 27]
@@ -528,8 +530,9 @@ def test_store_and_gather_at_real_sizes(cache_format: str, num_tokens: int) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", WRITERS[1:])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
-def test_slots_beyond_four_gib(cache_format: str) -> None:
+def test_slots_beyond_four_gib(cache_format: str, backend: str) -> None:
     row_bytes = 656 if cache_format == "fp8_ds_mla" else 1152
     num_blocks = 2**32 // (64 * row_bytes) + 2000
     cache = allocate_cache(cache_format, num_blocks, 64, device="cuda")
@@ -537,7 +540,7 @@ def test_slots_beyond_four_gib(cache_format: str) -> None:
     slots = torch.cat((far, torch.tensor([0, num_blocks * 64 - 1, num_blocks * 64], device="cuda")))
     latent, rope = torch.randn(8, 512, device="cuda").bfloat16(), torch.randn(8, 64, device="cuda").bfloat16()
     small = allocate_cache(cache_format, 1, 8, device="cuda")
-    with dispatch.override("triton"):
+    with dispatch.override(concat_and_cache=backend, gather_cache="triton"):
         torch.ops.mla.concat_and_cache(latent, rope, cache, slots, cache_format)
         torch.ops.mla.concat_and_cache(latent, rope, small, torch.arange(8, device="cuda"), cache_format)
         assert same(cache.view(-1, cache.shape[-1])[slots[:7]], small[0, :7])
@@ -551,14 +554,15 @@ def test_slots_beyond_four_gib(cache_format: str) -> None:
 
 
 @pytest.mark.gpu
-def test_slots_of_v4_beyond_four_gib() -> None:
+@pytest.mark.parametrize("backend", WRITERS[1:])
+def test_slots_of_v4_beyond_four_gib(backend: str) -> None:
     num_blocks = 2**32 // 37440 + 2000
     cache = allocate_cache("fp8_ds_mla_v4", num_blocks, 64, device="cuda")
     far = torch.arange(2**32 // 37440 * 64 - 2, 2**32 // 37440 * 64 + 3, device="cuda")
     slots = torch.cat((far, torch.tensor([0, num_blocks * 64 - 1, num_blocks * 64], device="cuda")))
     latent, rope = torch.randn(8, 448, device="cuda").bfloat16(), torch.randn(8, 64, device="cuda").bfloat16()
     small = allocate_cache("fp8_ds_mla_v4", 1, 8, device="cuda")
-    with dispatch.override("triton"):
+    with dispatch.override(concat_and_cache=backend, gather_cache="triton"):
         torch.ops.mla.concat_and_cache(latent, rope, cache, slots, "fp8_ds_mla_v4")
         torch.ops.mla.concat_and_cache(latent, rope, small, torch.arange(8, device="cuda"), "fp8_ds_mla_v4")
         named = (slots[:7] // 64).unique()

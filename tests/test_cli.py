@@ -67,7 +67,7 @@ def test_doctor_has_a_cell_for_every_op_and_notes_for_what_a_user_can_change(cap
         else:
             assert cells[entry.backend] == ("runs" if entry.runs else "available")
     assert "there is no flash_attn" not in output
-    assert rows["concat_and_cache"].split()[0] == "-"
+    assert rows["gather_cache"].split()[0] == "-"
     # every note is pointed to
     cells = {int(number) for number in re.findall(r"no \((\d+)\)", output)}
     assert cells == {int(number) for number in re.findall(r"^  \((\d+)\) \S", output, re.MULTILINE)}

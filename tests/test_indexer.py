@@ -17,6 +17,8 @@ from mla_ops.formats import allocate_cache, geometry
 from mla_ops.testing.index_scores import exact_scores
 
 BACKENDS = ("reference", "triton")
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+WRITERS = (*BACKENDS, "hopper") if ON_HOPPER else BACKENDS  # tests/test_hopper_cache.py is for the CPU
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = math.inf, math.nan
 
@@ -114,7 +116,7 @@ def test_columns_become_slots_in_place(lowering: str) -> None:
     assert indices.tolist()[:2] == [[9, 10, 11, -1, -1], [21, 22, 23, 3, 4]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WRITERS)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_written_bytes_are_those_of_the_format(backend: str, data: st.DataObject) -> None:

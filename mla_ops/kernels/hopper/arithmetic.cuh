@@ -98,3 +98,22 @@ DEVICE u32 nan_unless_finite(u32 pair, u32 nothing) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(pair), "r"(0u), "r"(nothing));
   return v;
 }
+
+// Two e4m3, `low` in the lower byte. What is beyond 448 becomes 448, NaN 0x7f.
+DEVICE u16 pack_e4m3(float low, float high) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+DEVICE float float16_to_float(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+DEVICE u16 float_to_float16(float value) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
