@@ -2,8 +2,8 @@
 // through L2. A cluster is a part of one GPC, and of most sizes leaves a tenth of the SMs or more without work; a group
 // takes any SMs.
 //
-// Two of the producer's warps publish this CTA's results and poll the row's counters in L2, one for states, the other for
-// packets. So one warp of a CTA polls a counter, and a fence that waits for the CTA's stores delays no other warp.
+// Two of the producer's warps publish this CTA's results and poll the row's counters in L2, one for states, the other
+// for packets. So one warp of a CTA polls a counter, and a fence that waits for the CTA's stores delays no other warp.
 #pragma once
 
 #include "meeting.cuh"
@@ -62,8 +62,8 @@ DEVICE void carry_packets(const Params& p, const Row& row, u32 shared, int lane)
   if (lane == 0) leave_meeting(meeting, row);
 }
 
-// The warp for states: polls until every CTA of the row has left its states, or the warp for packets is back: it has all
-// shares or has given up.
+// The warp for states: polls until every CTA of the row has left its states or the warp for packets is back: it has
+// all shares or has given up.
 template <class L>
 DEVICE void carry_states(const Params& p, const Row& row, u32 shared, int lane) {
   named_barrier(STATES_BARRIER, 160);
