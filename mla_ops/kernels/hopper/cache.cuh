@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conversions.cuh"
+#include "rows.cuh"
 
 struct Params {
   const void* latent;       // [num_rows, latent_dim]
@@ -81,6 +82,7 @@ struct Token {
 
   // 512 e4m3, 4 float32 scales, 64 bfloat16. A lane has 16 numbers, eight lanes a group.
   DEVICE void store_fp8_ds_mla() const {
+    using R = RowOfFp8DsMla;
     const i64 slot = p.slot_mapping[row];
     u32 bits[16], words[4];
     load_numbers<INPUT, 16>(latent() + lane * 16, bits);
@@ -88,15 +90,16 @@ struct Token {
     if (!is_there(slot)) return;
     const int exponent = quantize<INPUT, 16, 8, -13>(bits, words);
     const Slot at = slot_of(slot, p.block_size);
-    unsigned char* target = p.cache + at.block * p.block_stride + static_cast<i64>(at.offset) * 656;
+    unsigned char* target = p.cache + at.block * p.block_stride + static_cast<i64>(at.offset) * R::BYTES;
     *reinterpret_cast<uint4*>(target + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
-    if (lane % 8 == 0) reinterpret_cast<u32*>(target + 512)[lane / 8] = static_cast<u32>(exponent + 127) << 23;
-    reinterpret_cast<u32*>(target + 528)[lane] = pair;
+    if (lane % 8 == 0) reinterpret_cast<u32*>(target + R::LATENT)[lane / 8] = static_cast<u32>(exponent + 127) << 23;
+    reinterpret_cast<u32*>(target + R::ROPE_AT)[lane] = pair;
   }
 
   // 448 e4m3 and 64 bfloat16; behind all rows of the block, 7 exponents and a zero. A lane has 16 numbers, four lanes a
   // group; the last four lanes have none, and the zero.
   DEVICE void store_fp8_ds_mla_v4() const {
+    using R = RowOfFp8DsMlaV4;
     const i64 slot = p.slot_mapping[row];
     u32 bits[16] = {}, words[4];
     if (lane < 28) load_numbers<INPUT, 16>(latent() + lane * 16, bits);
@@ -105,11 +108,12 @@ struct Token {
     const int exponent = quantize<INPUT, 16, 4, -22>(bits, words);
     const Slot at = slot_of(slot, p.block_size);
     unsigned char* block = p.cache + at.block * p.block_stride;
-    unsigned char* target = block + static_cast<i64>(at.offset) * 576;
+    unsigned char* target = block + static_cast<i64>(at.offset) * R::BYTES;
     if (lane < 28) *reinterpret_cast<uint4*>(target + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
-    reinterpret_cast<u32*>(target + 448)[lane] = pair;
+    reinterpret_cast<u32*>(target + R::ROPE_AT)[lane] = pair;
     const u32 byte = lane < 28 ? exponent + 127 : 0;
-    if (lane % 4 == 0) block[p.block_size * 576 + static_cast<i64>(at.offset) * 8 + lane / 4] = byte;
+    if (lane % 4 == 0)
+      block[p.block_size * R::BYTES + static_cast<i64>(at.offset) * R::SCALE_BYTES + lane / 4] = byte;
   }
 
   // 128 e4m3; behind all rows of the block, a float32 scale. A lane has 4 numbers.
