@@ -3,14 +3,17 @@
 python -m mla_ops bench dense_attention --lowerings triton,torch_sdpa --peers
 
 Prefill rows are one causal request, head dims as DeepSeek-V3 expands them; FLOPs count the keys that each query sees.
-Decode rows have a request for each token, whose blocks lie anywhere in the cache; bytes count each key once. `--peers`
-adds torch's cuDNN attention, its plan built before, and its FlashAttention-2 with the values padded to the keys' width;
-and FlashMLA's dense decode, planned before the timing (as an engine plans once for all layers) and inside.
+Decode rows have a request for each token, whose blocks lie anywhere in the cache; bytes count each key once. Requests
+are of one length, or as `--mixtures` says: `1x131072+31x512` is one of 131,072 tokens beside 31 of 512, `random7` a
+batch of up to 256 requests whose lengths are lognormal, drawn with seed 7. `--peers` adds torch's cuDNN attention, its
+plan built before, and its FlashAttention-2 with the values padded to the keys' width; and FlashMLA's dense decode,
+planned before the timing (as an engine plans once for all layers) and inside.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -157,23 +160,49 @@ def dense_peers(
     return {"FlashMLA": peer((metadata, num_splits)), "FlashMLA, with plan": peer((None, None))}
 
 
+def lengths_of(mixture: str) -> list[int]:
+    """Tokens of each request, as `--mixtures` names them.
+
+    Raises:
+        ValueError: it is neither counts and lengths nor `random` and a seed.
+    """
+    if mixture.startswith("random"):
+        drawn = random.Random(int(mixture.removeprefix("random")))
+        count, middle = round(2 ** drawn.uniform(0, 8)), drawn.uniform(5, 10)
+        return [min(131072, max(16, int(drawn.lognormvariate(middle, 1.5)))) for _ in range(count)]
+    parts = [part.split("x") for part in mixture.split("+")]
+    return [int(length) for count, length in parts for _ in range(int(count))]
+
+
+def block_table(lengths: list[int], num_blocks: int, generator: torch.Generator) -> torch.Tensor:
+    """Different blocks for what each request has, anywhere in a cache of `num_blocks`; 0 behind."""
+    counts = [-(-length // attention.BLOCK_SIZE) for length in lengths]
+    blocks = torch.randperm(num_blocks, device=generator.device, generator=generator).to(torch.int32)
+    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=generator.device)
+    for row, own in zip(table, blocks[: sum(counts)].split(counts), strict=True):
+        row[: len(own)] = own
+    return table
+
+
 def build_paged(
-    num_tokens: int, num_heads: int, context: int, cache_format: str, arguments: argparse.Namespace
+    lengths: list[int], label: dict[str, int | str], num_heads: int, cache_format: str, arguments: argparse.Namespace
 ) -> common.Case:
+    """`label`: what a row's shape says of the lengths."""
+    num_tokens, num_keys = len(lengths), sum(lengths)
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
     entry = formats.FORMATS[cache_format]
     head_dim, softmax_scale = 576, common.SOFTMAX_SCALES[576]
-    per_request = -(-context // attention.BLOCK_SIZE)
+    needed = sum(-(-length // attention.BLOCK_SIZE) for length in lengths)
     block_bytes = attention.BLOCK_SIZE * entry.bytes_per_token()
-    num_blocks = attention.cache_blocks(num_tokens * per_request, block_bytes, device.type == "cuda")
+    num_blocks = attention.cache_blocks(needed, block_bytes, device.type == "cuda")
     kv_cache = formats.allocate_cache(cache_format, num_blocks, attention.BLOCK_SIZE, device=device)
     fill_cache(kv_cache, cache_format, generator)
     # a small batch would find its context in the L2 cache again: each set reads another part of the cache
     count = common.number_of_sets(arguments)
-    tables = [attention.random_block_table(num_tokens, per_request, num_blocks, generator) for _ in range(count)]
+    tables = [block_table(lengths, num_blocks, generator) for _ in range(count)]
     requests = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    lens = torch.full((num_tokens,), context, dtype=torch.int32, device=device)
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     queries = [
         torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(torch.bfloat16)
         for _ in range(count)
@@ -196,7 +225,7 @@ def build_paged(
     ]
 
     def keys_of(token: int) -> torch.Tensor:
-        position = torch.arange(context, device=device)
+        position = torch.arange(lengths[token], device=device)
         slots = tables[0][token, position // attention.BLOCK_SIZE].long() * attention.BLOCK_SIZE
         return read_keys(kv_cache, slots + position % attention.BLOCK_SIZE, cache_format)
 
@@ -209,12 +238,12 @@ def build_paged(
     rows = num_tokens * num_heads
     return common.Case(
         describe_paged(queries[0], kv_cache, tables[0], requests, lens, softmax_scale, cache_format),
-        {"T": num_tokens, "H": num_heads, "context": context, "format": cache_format},
+        {**label, "H": num_heads, "format": cache_format},
         runs,
         partial(attention.poison, outputs[0]),
         lambda: compare(*outputs[0]),
-        bytes_moved=num_tokens * context * entry.bytes_per_token() + rows * (2 * head_dim + 2 * formats.LATENT_DIM + 4),
-        flops=attention.attention_flops(num_tokens, num_heads, context, head_dim),
+        bytes_moved=num_keys * entry.bytes_per_token() + rows * (2 * head_dim + 2 * formats.LATENT_DIM + 4),
+        flops=attention.attention_flops(1, num_heads, num_keys, head_dim),
         peers=peers,
     )
 
@@ -233,6 +262,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=common.integers, default=None, help="decode rows: query tokens")
     parser.add_argument("--heads", type=common.integers, default=None, help="decode rows: query heads")
     parser.add_argument("--context", type=int, default=None, help="decode rows: cached tokens of each request")
+    parser.add_argument(
+        "--mixtures",
+        type=common.names,
+        default=None,
+        help="decode rows with requests of several lengths, e.g. 1x131072+31x512,random7",
+    )
     parser.add_argument("--cache-formats", type=common.names, default=["bf16", "fp8_ds_mla"])
     parser.add_argument("--peers", action="store_true", help="time torch's and FlashMLA's own kernels as well")
     parser.add_argument("--skip", choices=("prefill", "decode"), default=None)
@@ -242,6 +277,11 @@ def main(argv: list[str] | None = None) -> int:
     tokens = arguments.tokens or ([1, 4, 32, 128] if on_gpu else [1, 3])
     heads = arguments.heads or ([16, 128] if on_gpu else [4])
     context = arguments.context or (8192 if on_gpu else 100)
+    mixtures = arguments.mixtures or (["1x131072+31x512", "2x65536+126x128"] if on_gpu else ["1x100+2x7"])
+    batches: list[tuple[list[int], dict[str, int | str]]] = [
+        ([context] * num_tokens, {"T": num_tokens, "context": context}) for num_tokens in tokens
+    ]
+    batches += [(lengths_of(mixture), {"lengths": mixture}) for mixture in mixtures]
 
     def cases() -> Iterator[partial[common.Case]]:
         for dims in arguments.head_dims if arguments.skip != "prefill" else ():
@@ -250,8 +290,8 @@ def main(argv: list[str] | None = None) -> int:
                 yield partial(build_prefill, num_tokens, num_heads, dims, arguments)
         for cache_format in arguments.cache_formats if arguments.skip != "decode" else ():
             for num_heads in heads:
-                for num_tokens in tokens:
-                    yield partial(build_paged, num_tokens, num_heads, context, cache_format, arguments)
+                for lengths, label in batches:
+                    yield partial(build_paged, lengths, label, num_heads, cache_format, arguments)
 
     return common.run_benchmark("dense_attention", cases(), arguments)
 

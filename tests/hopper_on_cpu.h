@@ -9,6 +9,9 @@ using std::max, std::min;
 #define __device__
 #define __forceinline__ inline
 
+struct int2 {
+  int x, y;
+};
 struct uint2 {
   unsigned x, y;
 };
@@ -26,6 +29,7 @@ struct Dim {
 };
 static Dim blockIdx, gridDim, threadIdx;
 
+static int2 make_int2(int x, int y) { return {x, y}; }
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }

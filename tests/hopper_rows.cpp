@@ -16,7 +16,7 @@ constexpr int WARPS = 4, LANES = 32, THREADS = WARPS * LANES;
 static Coroutine threads[THREADS];
 static char stacks[THREADS][1 << 16];
 static unsigned long long exchanged[2][THREADS];
-static int current, rounds[THREADS];
+static int current, rounds[THREADS], meetings[THREADS];
 static bool done[THREADS], stuck;
 static void (*body)(int warp, int lane);
 
@@ -52,15 +52,36 @@ static bool run(void (*threads_body)(int warp, int lane)) {
   body = threads_body, stuck = false;
   for (int thread = 0; thread < THREADS; ++thread) {
     if (!threads[thread].begun) threads[thread].set_up(begin, stacks[thread], sizeof(stacks[thread]));
-    rounds[thread] = 0, done[thread] = false;
+    rounds[thread] = meetings[thread] = 0, done[thread] = false;
   }
   while (!std::all_of(done, done + THREADS, [](bool over) { return over; }))
     for (current = 0; current < THREADS; ++current)
-      if (!done[current]) resume(threads[current]);
+      if (!done[current]) threadIdx.x = current, resume(threads[current]);
   return !stuck;
 }
 
 static void __syncwarp() { exchange(0); }
+static void __syncthreads() {
+  const int meeting = ++meetings[current];
+  wait_until([&] { return *std::min_element(meetings, meetings + THREADS) >= meeting; });
+}
+static int __shfl_up_sync(unsigned, int value, int step) {
+  const int lane = current % LANES;
+  const unsigned long long* values = exchange(static_cast<unsigned>(value));
+  return static_cast<int>(values[lane >= step ? lane - step : lane]);
+}
+static int __reduce_add_sync(unsigned, int value) {
+  const unsigned long long* values = exchange(static_cast<unsigned>(value));
+  int sum = 0;
+  for (int lane = 0; lane < LANES; ++lane) sum += static_cast<int>(values[lane]);
+  return sum;
+}
+static int __reduce_max_sync(unsigned, int value) {
+  const unsigned long long* values = exchange(static_cast<unsigned>(value));
+  int most = value;
+  for (int lane = 0; lane < LANES; ++lane) most = max(most, static_cast<int>(values[lane]));
+  return most;
+}
 static unsigned __ballot_sync(unsigned, bool value) {
   const unsigned long long* values = exchange(value);
   unsigned bits = 0;
@@ -96,6 +117,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #define store_shared_8 ptx_store_shared_8
 #define store_shared_16 ptx_store_shared_16
 #define load_shared_4 ptx_load_shared_4
+#define load_shared_8 ptx_load_shared_8
 #define prefetch_to_l2 ptx_prefetch_to_l2
 #define arrive_when_copied ptx_arrive_when_copied
 #define copy_8 ptx_copy_8
@@ -113,6 +135,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef store_shared_8
 #undef store_shared_16
 #undef load_shared_4
+#undef load_shared_8
 #undef prefetch_to_l2
 #undef arrive_when_copied
 #undef copy_8
@@ -184,10 +207,16 @@ static u32 load_shared_4(u32 address) {
   std::memcpy(&value, shared_memory + address, 4);
   return value;
 }
+static uint2 load_shared_8(u32 address) {
+  uint2 value;
+  std::memcpy(&value, shared_memory + address, 8);
+  return value;
+}
 static const unsigned char* shuffle_pointer(const unsigned char* pointer, int lane) {
   return reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, reinterpret_cast<u64>(pointer), lane));
 }
 
+#include "balance.cuh"
 #include "gather.cuh"
 
 // ---- which keys -----------------------------------------------------------------------------------------------------
@@ -204,9 +233,23 @@ static Row row_of_warp[WARPS];
 static int turn_of_warp[WARPS];
 static std::map<int, int> turns_of_row;  // by number of the row, counted by its first warp
 
+// Where no slot and no list is.
+constexpr u32 INTERVAL = sizeof(shared_memory) - 512, SCRATCH = INTERVAL + 64;
+
 static Row first_row() {
   if (launch == Launch::ROWS) return row_at(*params, blockIdx.x);
+  if (launch == Launch::BALANCED) {
+    find_interval<THREADS>(*params, INTERVAL, SCRATCH);
+    return first_row<Launch::BALANCED>(*params, INTERVAL);
+  }
   return launch == Launch::GROUPS ? this_row<Launch::GROUPS>(*params) : this_row<Launch::CLUSTERS>(*params);
+}
+
+// Whether another follows.
+static bool goes_on(Row& row) {
+  if (!walks(launch)) return false;
+  row = launch == Launch::ROWS ? next_row(*params, row) : next_row<Launch::BALANCED, true>(*params, INTERVAL, row);
+  return row.token < params->num_tokens;
 }
 
 static int number_of(const Row& row) { return row.token * params->head_tiles + row.tile; }
@@ -221,7 +264,8 @@ static void finds(const unsigned char* row) {
 template <class R>
 void choose_all(int warp, int lane) {
   const Params& p = *params;
-  for (Row row = first_row(); row.token < p.num_tokens; row = next_row(p, row)) {
+  Row row = first_row();
+  for (bool more = row.token < p.num_tokens; more; more = goes_on(row)) {
     Stream stream = begin_stream(p, row, warp, lane);
     row_of_warp[warp] = row;
     const int request = request_of(p, row);
@@ -237,7 +281,6 @@ void choose_all(int warp, int lane) {
       if (lane == 0 && warp == 0) ++turns_of_row[number_of(row)];
       __syncwarp();
     }
-    if (launch != Launch::ROWS) break;
   }
 }
 
@@ -273,12 +316,12 @@ void gather_keys(int warp, int lane) {
   const Params& p = *params;
   int slot = warp, parity = 1;
   bool first = true;
-  for (Row row = first_row(); row.token < p.num_tokens; row = next_row(p, row), first = false) {
+  Row row = first_row();
+  for (bool more = row.token < p.num_tokens; more; more = goes_on(row), first = false) {
     const Indices ahead = begin_share(p, row, lane).now;
     __syncwarp();
     row_of_warp[warp] = row;
     produce<HEADS, FORMAT>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
-    if (launch != Launch::ROWS) break;
   }
 }
 
@@ -333,6 +376,30 @@ extern "C" int keys_of_cta(int row_bytes, int heads) {
 }
 
 extern "C" const Found* keys_found() { return found.data(); }
+
+// What a worker's CTA takes of a token: `part` is where it leaves that, -1 for a whole token.
+struct Taken {
+  int token, tile, part, first, last;
+};
+
+static std::vector<Taken> taken;
+
+static void take_pieces(int warp, int lane) {
+  Row row = first_row();
+  for (bool more = row.token < params->num_tokens; more; more = goes_on(row)) {
+    const int part = part_of(*params, INTERVAL, row.token);
+    if (warp == 0 && lane == 0) taken.push_back({row.token, row.tile, part, row.first, row.last});
+  }
+}
+
+// How many pieces it takes, -1 where it would wait for ever.
+extern "C" int pieces_of_cta() {
+  taken.clear(), failed = false;
+  failed |= !run(take_pieces);
+  return failed ? -1 : static_cast<int>(taken.size());
+}
+
+extern "C" const Taken* pieces_taken() { return taken.data(); }
 
 // How many turns it takes for a token and a tile; 0 of one that is not its own.
 extern "C" int turns_of(int token, int tile) { return turns_of_row[token * params->head_tiles + tile]; }

@@ -38,7 +38,8 @@ class Case(NamedTuple):
     """A kernel at small shapes.
 
     Attributes:
-        keys: cache format and width of a key, or "prefill", "parts", "index scores", "topk", "select" or "writes".
+        keys: cache format and width of a key, or "prefill", "parts", "shares", "index scores", "topk", "select" or
+            "writes".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scale float16 does not hold.
@@ -74,6 +75,7 @@ CASES = {
         *(Case(keys, 64, 1, members=3, hasty=True) for keys in SPARSE[:2]),
         Case("prefill"),
         Case("parts"),
+        Case("shares"),
         Case("index scores"),
         Case("topk"),
         Case("select"),
@@ -192,6 +194,47 @@ def parts(tool: str) -> None:
                 *(tensor.cuda() for tensor in (q, cache, table, requests, lens)), SCALE, "bf16", out=out, lse=lse
             )
         assert_close(out.cpu(), lse.cpu(), expected)
+
+
+def shares(tool: str) -> None:
+    """A row that three workers share, one of none and one of a single worker, and the merge beside their kernel."""
+    import torch
+    from attention_inputs import SCALE, filled_cache, queries
+    from attention_oracle import assert_close, attention
+
+    from mla_ops.kernels.hopper import balance, dense_attention, launch, waves
+
+    balance.clusters_at_once = lambda *_: (3,) * len(launch.SPLITS)
+    cpu = torch.device("cpu")
+    table = torch.stack([torch.randperm(16), torch.randperm(16), torch.randperm(16)]).to(torch.int32)
+    requests, lens = torch.arange(3, dtype=torch.int32), torch.tensor([1000, 0, 70], dtype=torch.int32)
+    everything = torch.arange(1024, dtype=torch.int32).expand(3, -1)
+    q = queries(3, 16, torch.bfloat16, cpu)
+    for cache_format in ("bf16", "fp8_ds_mla"):
+        cache = filled_cache(cache_format, 16, 64, cpu)
+        expected = attention(
+            q,
+            cache,
+            everything,
+            SCALE,
+            topk_length=lens,
+            block_table=table,
+            req_id_per_token=requests,
+            operand=torch.bfloat16,
+            cache_format=cache_format,
+        )
+        for tile in (16, 32, 64) if tool == "memcheck" else (16, 64):
+            out = torch.empty(3, 16, 512, dtype=torch.bfloat16, device="cuda")
+            lse = torch.empty(3, 16, device="cuda")
+            with waves.override(waves.Wave(3, launch.Balanced(tile))):
+                dense_attention.paged_attention(
+                    *(tensor.cuda() for tensor in (q, cache, table, requests, lens)),
+                    SCALE,
+                    cache_format,
+                    out=out,
+                    lse=lse,
+                )
+            assert_close(out.cpu(), lse.cpu(), expected)
 
 
 def index_scores(tool: str) -> None:
@@ -340,6 +383,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
     others = {
         "prefill": prefill,
         "parts": parts,
+        "shares": shares,
         "index scores": index_scores,
         "topk": best,
         "select": chosen,

@@ -343,3 +343,15 @@ def test_figures_stand_between_their_marks_with_ratio_target_and_error(tmp_path:
     assert text.endswith("<!-- end -->\nafter\n")
     assert "old" not in text
     assert "| 4, 128 | 10 | 10 | 1.000 | 0.60 |" in text
+
+
+def test_mixtures_name_lengths() -> None:
+    module = importlib.import_module("benchmarks.dense_attention")
+    assert module.lengths_of("1x100+3x7") == [100, 7, 7, 7]
+    drawn = module.lengths_of("random3")
+    assert drawn == module.lengths_of("random3") != module.lengths_of("random4")
+    assert 1 <= len(drawn) <= 256
+    assert min(drawn) >= 16
+    table = module.block_table([130, 1, 64], 9, torch.Generator().manual_seed(0))
+    assert table.shape == (3, 3)
+    assert len({*table[0].tolist(), table[1, 0].item(), table[2, 0].item()}) == 5

@@ -355,3 +355,64 @@ def test_parts_of_the_hopper_kernels(shape: tuple[int, int, int], first: int, ca
         waves = Wave(first, Clusters(*before)), Wave(7 - first, Clusters(*shape))
         with dispatch.override(paged_attention="hopper"), override(*waves if first else waves[1:]):
             check("hopper", q, cache, table, requests, lens, cache_format)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [16, 24, 128])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_a_replay_shares_rows_of_any_lengths(cache_format: str, num_heads: int) -> None:
+    """One capture at a capacity of 32,768 keys: rows of one length are launched by shapes, others shared evenly."""
+    from mla_ops.kernels.hopper import dense_attention, launch
+
+    device, num_tokens = torch.device("cuda"), 24
+    cache, q = filled_cache(cache_format, 1600, 64, device), queries(num_tokens, num_heads, torch.bfloat16, device)
+    table = torch.randint(0, 1600, (num_tokens, 512), dtype=torch.int32, device=device)
+    requests, lens = int32(range(num_tokens), device), int32([4096] * num_tokens, device)
+    arguments = (q, cache, table, requests, lens, SCALE, cache_format)
+    reason = dispatch.unsupported_reason("hopper", mla_ops.meta.dense_attention.describe_paged(*arguments))
+    if reason is not None:
+        pytest.skip(reason)
+    keys = launch.KERNELS[cache_format, 576]
+    assert dense_attention._balance(keys, num_tokens, num_heads, 512 * 64, torch.cuda.current_device()) is not None
+    out = torch.empty(num_tokens, num_heads, 512, dtype=q.dtype, device=device)
+    lse = torch.empty(num_tokens, num_heads, device=device)
+    with dispatch.override(paged_attention="hopper"):
+        torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
+        for new_lens in (
+            [4096] * num_tokens,
+            [20000] + [100] * (num_tokens - 1),
+            [0] * (num_tokens - 1) + [32768],
+            [65 * i for i in range(num_tokens)],
+            [30000, 1, 0, 29000] * (num_tokens // 4),
+            [0] * num_tokens,
+        ):
+            lens.copy_(int32(new_lens, device))
+            out.fill_(math.nan), lse.fill_(math.nan)
+            graph.replay()
+            eager = check("hopper", q, cache, table, requests, lens, cache_format, tokens=[0, 2, 3, num_tokens - 1])
+            assert torch.equal(out, eager[0])
+            assert torch.equal(lse, eager[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_a_balanced_launch_of_the_hopper_kernels(cache_format: str, tile: int) -> None:
+    """Holes in the table, requests that there are not, rows that several workers share; part-filled tiles."""
+    from mla_ops.kernels.hopper.launch import Balanced
+    from mla_ops.kernels.hopper.waves import Wave, override
+
+    device = torch.device("cuda")
+    cache, q = filled_cache(cache_format, 400, 24, device), queries(7, 70, torch.bfloat16, device)
+    table = torch.randint(0, 400, (2, 300), dtype=torch.int32, device=device)
+    table[0, 3], table[1, 0] = -1, 999
+    requests, lens = int32([0, 0, 1, 1, 0, -1, 1], device), int32([7200, 431, 7201, 17, 1, 9, 0], device)
+    arguments = (q, cache, table, requests, lens, SCALE, cache_format)
+    reason = dispatch.unsupported_reason("hopper", mla_ops.meta.dense_attention.describe_paged(*arguments))
+    if reason is not None:
+        pytest.skip(reason)
+    with dispatch.override(paged_attention="hopper"), override(Wave(7, Balanced(tile))):
+        check("hopper", q, cache, table, requests, lens, cache_format)

@@ -124,7 +124,9 @@ def test_waves_of_a_call_share_its_copies(
         seen.append((shape.parts, num_tokens, q, own["req_id_per_token"].tolist(), own["programmatic"]))
         own["out"][:num_tokens], own["lse"][:num_tokens] = q[:num_tokens, :, :512], q[:num_tokens, :, 0]
 
-    def merge(part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def merge(
+        part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Tensor, lse: torch.Tensor, balanced: None
+    ) -> None:
         seen.append((part_out.shape, part_lse.shape))
         out.copy_(part_out[0])
         lse.copy_(part_lse[0])
@@ -158,6 +160,7 @@ def test_forced_waves_replace_the_chosen_and_have_every_token(monkeypatch: pytes
     chosen = (Wave(5, Clusters(16, 8)),)
     for module in (sparse_attention, dense_attention):
         monkeypatch.setattr(module, "_waves", lambda *_: chosen)
+    monkeypatch.setattr(dense_attention, "_balance", lambda *_: None)
     q, cache = torch.zeros(5, 16, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 656, dtype=torch.uint8)
     numbers, out, lse = torch.zeros(5, 128, dtype=torch.int32), torch.zeros(5, 16, 512), torch.zeros(5, 16)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -17,8 +18,21 @@ import torch
 from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops import formats
-from mla_ops.kernels.hopper import groups, launch, sources
-from mla_ops.kernels.hopper.launch import KERNELS, KEYS, NO_CACHE, Clusters, Group, Keys, Rows, Shape, cache_params
+from mla_ops.kernels.hopper import groups, launch, merge_cuts, sources
+from mla_ops.kernels.hopper.balance import workers_of
+from mla_ops.kernels.hopper.launch import (
+    KERNELS,
+    KEYS,
+    NO_CACHE,
+    Balance,
+    Balanced,
+    Clusters,
+    Group,
+    Keys,
+    Rows,
+    Shape,
+    cache_params,
+)
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 
@@ -33,9 +47,10 @@ SHAPES = (
     Clusters(16, 3, 4),
     Clusters(16, 16, 3),
 )
+BALANCED_SHAPES = Balanced(16), Balanced(64)
 GROUPS_OF_64 = tuple(Group(members) for members in (2, 7, 16))
 DEAD_SCALES = b"\x77" * 8  # of fp8_ds_mla_v4, in formats.cuh
-ROWS, CLUSTERS, GROUPS = range(3)  # enum Launch
+ROWS, CLUSTERS, GROUPS, BALANCED = range(4)  # enum Launch
 
 
 class Found(ctypes.Structure):
@@ -85,6 +100,8 @@ class Launched(NamedTuple):
             dims = (ctypes.c_int * 3)(x, y, z), (ctypes.c_int * 3)(*self.grid)
             if isinstance(self.shape, Group):
                 library.choose_cta(self.params, *dims, 0, GROUPS)
+            elif isinstance(self.shape, Balanced):
+                library.choose_cta(self.params, *dims, 0, BALANCED)
             else:
                 library.choose_cta(self.params, *dims, x % self.shape.splits, ROWS if self.walks() else CLUSTERS)
             yield
@@ -161,6 +178,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
             cache_params(rows, None if every else indices, lengths, table, indices.shape[1])
             for rows, indices, lengths, table in selections
         ]
+        balance = exchange = None
+        if isinstance(shape, Balanced):
+            balance = Balance(shape.tile, workers_of(num_heads, shape.tile, AT_ONCE), math.inf, 0.0)
+            exchange = merge_cuts.exchange(balance.workers, num_heads, torch.device("cpu"))
         launch.launch(
             keys,
             shape,
@@ -173,11 +194,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
             out=torch.zeros(num_tokens, num_heads, formats.LATENT_DIM),
             lse=torch.zeros(num_tokens, num_heads),
             programmatic=False,
+            balance=balance,
+            exchange=exchange,
+            all_tokens=num_tokens,
         )
-        made.append(requests)  # addresses of tensors are all that the parameters have
+        made.extend((requests, exchange))  # addresses of tensors are all that the parameters have
         return Launched(keys, shape, selections, *seen[0])
 
-    made: list[torch.Tensor] = []
+    made: list[torch.Tensor | None] = []
     return make
 
 
@@ -185,7 +209,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("cache_format", "width", "shape"),
-    [(*name, shape) for name, keys in KERNELS.items() for shape in (*SHAPES, *GROUPS_OF_64 * keys.quantized)],
+    [
+        (*name, shape)
+        for name, keys in KERNELS.items()
+        for shape in (*SHAPES, *BALANCED_SHAPES * keys.has_balanced, *GROUPS_OF_64 * keys.quantized)
+    ],
 )
 def test_each_key_is_gathered_once(
     cache_format: str,
@@ -208,7 +236,7 @@ def test_each_key_is_gathered_once(
             live[key.token, key.tile] += 1
         for (token, tile), keys in live.items():
             assert library.turns_of(token, tile) >= -(-keys // KEYS)
-            if kind == "slots":  # else a hole of a table is found out later
+            if kind == "slots" and not isinstance(shape, Balanced):  # else a hole of a table is found out later
                 assert library.turns_of(token, tile) == -(-keys // KEYS)
     for token, tile in itertools.product(range(len(LENGTHS)), range(2)):
         assert gathered.get((token, tile), Counter()) == call.expected(token)

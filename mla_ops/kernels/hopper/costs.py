@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats import LATENT_DIM
-from .launch import SPLITS, Group, Keys, Shape
+from .launch import SPLITS, Clusters, Group, Keys
 
 TABLE = Path(__file__).with_name("costs.json")
 DEFAULT = "H200"  # for a GPU without times of its own
@@ -83,7 +83,13 @@ def costs_of(device_index: int) -> Costs:
 
 
 def predicted_us(
-    keys: Keys, shape: Shape, num_tokens: int, num_heads: int, turns: int, at_once: tuple[int, ...], costs: Costs
+    keys: Keys,
+    shape: Clusters | Group,
+    num_tokens: int,
+    num_heads: int,
+    turns: int,
+    at_once: tuple[int, ...],
+    costs: Costs,
 ) -> float:
     """Microseconds of a launch whose rows have `turns` of keys, and of the merge of its parts; linear in `costs`.
 

@@ -14,11 +14,13 @@ import torch
 
 from ...dispatch import Call, Lowering
 from . import sparse_attention
+from .balance import balance_for
 from .costs import Costs, costs_of
 from .launch import (
     KERNELS,
     KEYS,
     NO_CACHE,
+    Balance,
     Clusters,
     Keys,
     cache_params,
@@ -78,6 +80,13 @@ def _waves(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_in
     return choose(keys, num_tokens, num_heads, capacity, at_once, costs_of(device_index))
 
 
+@functools.lru_cache(maxsize=4096)
+def _balance(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> Balance | None:
+    waves = _waves(keys, num_tokens, num_heads, capacity, device_index)
+    at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
+    return balance_for(keys, waves, num_tokens, num_heads, -(-capacity // KEYS), at_once, costs_of(device_index))
+
+
 def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -96,9 +105,13 @@ def paged_attention(
     rows, head_dim = sparse_attention.paged_rows(kv_cache, cache_format, "kv_cache", "paged_attention")
     keys = KERNELS[cache_format, head_dim]
     capacity = min(block_table.shape[1] * rows.block_size, MAX_KEYS)
+    waves, balance = forced(num_tokens), None
+    if not waves:
+        call = keys, num_tokens, num_heads, capacity, q.device.index
+        waves, balance = _waves(*call), _balance(*call)
     launch_waves(
         keys,
-        forced(num_tokens) or _waves(keys, num_tokens, num_heads, capacity, q.device.index),
+        waves,
         q,
         (cache_params(rows, None, key_lens, block_table, capacity), NO_CACHE),
         softmax_scale,
@@ -106,6 +119,7 @@ def paged_attention(
         req_id_per_token=req_id_per_token,
         out=out,
         lse=lse,
+        balance=balance,
     )
 
 

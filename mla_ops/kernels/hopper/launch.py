@@ -51,6 +51,7 @@ class Params(ctypes.Structure):
         ("parts", ctypes.c_int),
         ("splits", ctypes.c_int),
         ("rows", ctypes.c_int),
+        ("workers", ctypes.c_int),
         ("of_splits", Divisor),
         ("of_parts", Divisor),
         ("of_head_tiles", Divisor),
@@ -74,6 +75,10 @@ class Params(ctypes.Structure):
         ("out_head_stride", ctypes.c_int64),
         ("exchange", POINTER),
         ("counters", POINTER),
+        ("all_tokens", ctypes.c_int),
+        ("tokens_before", ctypes.c_int),
+        ("longest", ctypes.c_float),
+        ("margin", ctypes.c_float),
     ]
 
 
@@ -110,7 +115,33 @@ class Group(NamedTuple):
         return groups.TILE
 
 
-Shape = Clusters | Group
+class Balanced(NamedTuple):
+    """A launch of as many CTAs as run at one time, each with an even share of all rows' keys (`balance.cuh`).
+
+    Attributes:
+        tile: heads of a CTA.
+    """
+
+    tile: int
+
+
+Shape = Clusters | Group | Balanced
+
+
+class Balance(NamedTuple):
+    """When a call's balanced launch has its tokens, which only the device knows, and how many share them.
+
+    It has them where `longest` times the longest row is more than a worker's share and `margin`, in turns.
+
+    Attributes:
+        tile: heads of a CTA.
+        workers: shares; each is of a CTA for every tile of heads.
+    """
+
+    tile: int
+    workers: int
+    longest: float
+    margin: float
 
 
 class Kernel(NamedTuple):
@@ -152,24 +183,35 @@ class Keys:
     scale_bytes: int
     tiles: tuple[int, ...]
 
+    @property
+    def has_balanced(self) -> bool:
+        """Whether there are balanced kernels: not for scales that lie apart, whose models have no dense attention."""
+        return not self.scale_bytes
+
     @functools.cache  # noqa: B019 - there are as many as formats
     def kernel(self, shape: Shape, oversubscribed: bool = False) -> Kernel:
         """The kernel of a launch; `oversubscribed`: there are more CTAs than SMs.
 
         Raises:
-            ValueError: these keys have no kernel for groups.
+            ValueError: these keys have no kernel for groups, or no balanced one.
         """
         tile, grouped = shape.tile, isinstance(shape, Group)
         if grouped and not self.quantized:
             raise ValueError(f"only quantised keys have a kernel for groups, got {self.name}")
         walks = isinstance(shape, Clusters) and shape.splits == 1
         kind = "groups" if grouped else "rows" if walks else "clusters"
+        if isinstance(shape, Balanced):
+            if not self.has_balanced:
+                raise ValueError(f"there is no balanced kernel for {self.name}")
+            kind = "balanced"
         if self.quantized:
             name = f"sparse_attention_{kind}<{tile}, {self.name}>"
             return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, walks)
         width = self.chunks * 64
         if tile == 64:
             return Kernel("sparse_attention_bf16_64.cu", f"sparse_attention_bf16_64_{kind}<{width}>", 384, walks)
+        if isinstance(shape, Balanced):
+            return Kernel("sparse_attention_bf16.cu", f"sparse_attention_bf16_balanced<{tile}, {width}>", 512)
         ctas = 2 if tile == 16 and oversubscribed else 1
         return Kernel("sparse_attention_bf16.cu", f"sparse_attention_bf16<{tile}, {width}, {ctas}>", 512, ctas=ctas)
 
@@ -178,6 +220,8 @@ class Keys:
         shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
         if self.quantized:
             shapes.append(Group(2))
+        if self.has_balanced:
+            shapes += [Balanced(tile) for tile in self.tiles]
         every = (self.kernel(shape, oversubscribed) for shape in shapes for oversubscribed in (False, True))
         return list({kernel.name: kernel for kernel in every}.values())
 
@@ -314,27 +358,40 @@ def launch(
     out: torch.Tensor,
     lse: torch.Tensor,
     programmatic: bool,
+    balance: Balance | None = None,
+    exchange: torch.Tensor | None = None,
+    tokens_before: int = 0,
+    all_tokens: int = 0,
 ) -> None:
     """One kernel, for the first `num_tokens` of what the tensors have.
 
-    `programmatic` lets it begin beside the end of the launch in front, of which it may then read nothing.
+    Args:
+        programmatic: lets it begin beside the end of the launch in front, of which it may then read nothing.
+        balance: of a call with a balanced launch: of it, and of the launches that do its tokens if that one does not.
+        exchange: of a balanced launch, room for its parts.
+        tokens_before, all_tokens: with `balance`, tokens of the call in front of this launch's, and all.
     """
     main, extra = caches
     num_heads, device_index = q.shape[1], q.device.index
     head_tiles = -(-num_heads // shape.tile)
     rows = head_tiles * num_tokens
-    exchange, counters = None, 0
+    counters = 0
     if isinstance(shape, Group):
         splits, parts, cluster_size = shape.members, 1, 1
         exchange = groups.exchange(rows, splits, q.device)
         counters = groups.counters(device_index, rows)
+    elif isinstance(shape, Balanced):
+        splits = parts = cluster_size = 1
     else:
         _, splits, parts = shape
         cluster_size = splits
     clusters = rows * parts
     at_once = clusters_at_once(keys, shape.tile, device_index)[SPLITS.index(cluster_size)]
     kernel = keys.kernel(shape, clusters > at_once)
-    if kernel.walks:
+    if isinstance(shape, Balanced):
+        assert balance is not None
+        grid = (balance.workers * head_tiles, 1, 1)
+    elif kernel.walks:
         grid = (min(clusters, at_once), 1, 1)
     else:
         grid_rows = min(num_tokens, MAX_GRID_ROWS)
@@ -345,6 +402,7 @@ def launch(
         parts,
         splits,
         grid[1],
+        0 if balance is None else balance.workers,
         *reciprocal(splits),
         *reciprocal(parts),
         *reciprocal(head_tiles),
@@ -373,6 +431,9 @@ def launch(
         out.stride(1),
         _pointer(exchange),
         counters,
+        all_tokens,
+        tokens_before,
+        *((0.0, 0.0) if balance is None else balance[2:]),
     )
     sources.load(kernel.source, kernel.name, device_index).launch(
         grid, (kernel.threads, 1, 1), None, (cluster_size, 1, 1), params, programmatic=programmatic

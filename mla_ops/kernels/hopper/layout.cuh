@@ -19,6 +19,7 @@ struct Params {
   int num_tokens, head_tiles;
   int parts;  // of a row's keys, a cluster of several CTAs each; where more than one, `out` is float32 [parts, ...]
   int splits, rows;  // CTAs of a cluster or group, the grid's rows
+  int workers;       // of the call's balanced launch (`balance.cuh`); 0: it has none
   Divisor of_splits, of_parts, of_head_tiles;
   // What a token attends to in each cache; the second's topk is 0 if there is none.
   const int* topk_length[2];  // null: topk
@@ -35,16 +36,22 @@ struct Params {
   float* lse;
   u16* out;
   i64 lse_token_stride, lse_head_stride, out_token_stride, out_head_stride;
-  // Of groups: room for what a row's CTAs leave for one another, and COUNTERS for each row, all 0 before and after.
+  // Room for what CTAs of groups and workers leave; of groups, COUNTERS for each row, all 0 before and after.
   unsigned char* exchange;
   u32* counters;
+  // Of the call, whatever tokens this launch has: by which of its launches these are done, see `is_balanced`.
+  int all_tokens, tokens_before;
+  float longest, margin;
 };
 
 constexpr int COUNTERS = 8;
 
-// Who works on a row: a CTA that takes one row after the other; a cluster; or a group, CTAs of no cluster that meet in
-// L2.
-enum class Launch { ROWS, CLUSTERS, GROUPS };
+// Who works on a row: a CTA that takes one row after the other; a cluster; a group, CTAs of no cluster that meet in L2;
+// or CTAs that stay, as many as its share of all keys is worth (`balance.cuh`).
+enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED };
+
+// Whether a CTA takes one row, or piece of one, after the other.
+DEVICE constexpr bool walks(Launch launch) { return launch == Launch::ROWS || launch == Launch::BALANCED; }
 
 constexpr int KEYS = 64;                    // of a turn
 constexpr int HALF_BYTES = KEYS * 256 * 2;  // of a turn's values
@@ -139,13 +146,13 @@ struct Layout {
   static constexpr int RAW_FULL = BARRIERS;
   static constexpr int RAW_FREE = RAW_FULL + SLOTS * 8;
   static constexpr int WEIGHTS_FULL = RAW_FREE + SLOTS * 8;
-  static constexpr int WEIGHTS_FREE = WEIGHTS_FULL + 8;              // up to 32 heads; of 64 as VALUES_FREE says
-  static constexpr int VALUES_FREE = WEIGHTS_FREE + 8;               // of 128 dims each
+  static constexpr int VALUES_FREE = WEIGHTS_FULL + 8;               // of 128 dims each
   static constexpr int FACTORS_FULL = VALUES_FREE + 2 * HALVES * 8;  // of a row; of a cluster's, the inverses
   static constexpr int FACTORS_FREE = FACTORS_FULL + 8;
   static constexpr int STATES_FULL = FACTORS_FREE + 8;  // in a cluster
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
-  static constexpr int OWN_FULL = PACKETS_FULL + 8;
+  static constexpr int WEIGHTS_FREE = PACKETS_FULL + 8;  // up to 32 heads; of 64 as VALUES_FREE says
+  static constexpr int OWN_FULL = WEIGHTS_FREE + 8;
   // Where rows of 64 heads follow one another, and so are in no cluster: the next row's queries.
   static constexpr int QUERIES_FREE = STATES_FULL, QUERIES_FULL = PACKETS_FULL;
   // In a group: all warps have left what the others need; it is known which shares this CTA adds up.
@@ -154,7 +161,9 @@ struct Layout {
   static constexpr int SCORES_FREE = SCORES_FULL + PARTS * 8;
   static constexpr int NUM_BARRIERS = ((HEADS == 64 ? SCORES_FULL : SCORES_FREE + PARTS * 8) - BARRIERS) / 8;
   static constexpr int SCORES = (SCORES_FREE + PARTS * 8 + 15) / 16 * 16;  // float32 [PARTS, 64, HEADS]
-  static constexpr int BYTES = HEADS == 64 ? SCORES_FULL : SCORES + PARTS * HEADS * 256;
+  // Where work is balanced: with 64 heads, of which all memory is taken, in the place of two barriers that it spares.
+  static constexpr int INTERVAL = HEADS == 64 ? WEIGHTS_FREE : SCORES + PARTS * HEADS * 256;
+  static constexpr int BYTES = HEADS == 64 ? SCORES_FULL : INTERVAL + 16;
   using End = Ends<HEADS, QUERY>;
   // Where nothing is needed once the last weights are there.
   static constexpr int PACKETS = RAW;

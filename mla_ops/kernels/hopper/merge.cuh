@@ -4,6 +4,7 @@
 // references to all. A CTA's barriers count what it gets, so that it leaves when nothing more is on its way to it.
 #pragma once
 
+#include "balance.cuh"
 #include "softmax.cuh"
 
 // The parts of all tokens one after the other.
@@ -11,6 +12,12 @@ DEVICE i64 result_row(const Params& p, const Row& row) { return row.part * p.num
 
 DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
   return p.out + row.token * p.out_token_stride + global_head * p.out_head_stride;
+}
+
+// Where a head's lse goes, of a row or of a part of one.
+DEVICE float* lse_of(const Params& p, const Row& row, int global_head, int part) {
+  if (part >= 0) return parts_of(p, num_workers(p)).lse + part * p.num_heads + global_head;
+  return p.lse + row.token * p.lse_token_stride + global_head * p.lse_head_stride;
 }
 
 // Whether the CTAs of a cluster, two, keep a half of their accumulators each (`exchange_halves`).
@@ -252,6 +259,27 @@ DEVICE void write_packet(const Target& to, const float (&v)[L::Packet::QUADS * 4
       const float2 c = trade<8>(a.x, b.x, lane), d = trade<8>(a.y, b.y, lane);
       write_4_dims(to, head, dim + (warp & 3) * 16 + (g & 4) + (g & 2) * 4, {c.x, d.x, c.y, d.y});
     }
+  }
+}
+
+// Where a part of a token that intervals cut goes.
+template <class L>
+DEVICE Target target_of_part(const Params& p, const Row& row, int part) {
+  float* const first = parts_of(p, num_workers(p)).out +
+                       (static_cast<i64>(part) * p.num_heads + row.tile * L::HEADS) * 512;
+  return {reinterpret_cast<char*>(first), 512, p.num_heads - row.tile * L::HEADS, false};
+}
+
+// A warp's accumulators: `value_of(n)` is the n-th in the order of packets.
+template <class L, class Value>
+DEVICE void write_packets(const Target& to, int warp, int lane, Value value_of) {
+  using P = typename L::Packet;
+#pragma unroll
+  for (int number = 0; number < P::OF_A_WARP; ++number) {
+    float v[P::QUADS * 4];
+#pragma unroll
+    for (int e = 0; e < P::QUADS * 4; ++e) v[e] = value_of(number * P::QUADS * 4 + e);
+    write_packet<L>(to, v, number, warp, lane);
   }
 }
 

@@ -13,6 +13,7 @@ struct Params {
   float* lse;
   i64 out_token_stride, out_head_stride, lse_token_stride, lse_head_stride;
   int num_rows, parts;
+  const int* balanced;  // whether another launch has these rows; null: none has
 };
 
 constexpr int THREADS = 128;
@@ -26,6 +27,7 @@ __global__ void __launch_bounds__(THREADS) merge_parts(const __grid_constant__ P
   const float* own = p.lses + static_cast<i64>(thread) * p.num_rows + row;
   hold(from), hold(own);
   wait_for_prerequisites();
+  if (p.balanced && *p.balanced) return;
   float4 v[MAX_PARTS];
   if (thread < MAX_PARTS) {
     const float lse = thread < p.parts ? load_float(own) : -INFINITY;

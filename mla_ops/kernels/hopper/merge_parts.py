@@ -31,6 +31,7 @@ class Params(ctypes.Structure):
         ("lse_head_stride", ctypes.c_int64),
         ("num_rows", ctypes.c_int),
         ("parts", ctypes.c_int),
+        ("balanced", POINTER),
     ]
 
 
@@ -48,7 +49,14 @@ def _loaded(device_index: int) -> list[Function]:
     return [sources.load(kernel.source, kernel.name, device_index) for kernel in kernels()]
 
 
-def merge_parts(part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Tensor, lse: torch.Tensor) -> None:
+def merge_parts(
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    balanced: torch.Tensor | None = None,
+) -> None:
     """Merges parts that the launch just before wrote.
 
     Args:
@@ -56,6 +64,7 @@ def merge_parts(part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Te
         part_lse: float32 `[parts, num_tokens, num_heads]`, contiguous; -inf where a part has no keys.
         out: bfloat16 `[num_tokens, num_heads, 512]`, dims contiguous, rows at multiples of 8 bytes.
         lse: float32 `[num_tokens, num_heads]`.
+        balanced: int32 `[1]`; not 0: there are no parts, and nothing is written.
     """
     parts, num_tokens, num_heads, _ = part_out.shape
     kernel = _loaded(out.device.index)[bisect.bisect_left(MAX_PARTS, parts)]
@@ -70,5 +79,6 @@ def merge_parts(part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Te
         lse.stride(1),
         num_tokens * num_heads,
         parts,
+        0 if balanced is None else balanced.data_ptr(),
     )
     kernel.launch((num_tokens, num_heads, 1), (THREADS, 1, 1), 0, NO_CLUSTER, params, programmatic=True)

@@ -33,7 +33,8 @@ struct PairLayout {
   static constexpr int LIVE = SUMS + 4 * HEADS * 4;    // u32 a tile and warp: which of its 16 keys count
   static constexpr int ENDS = LIVE + 2 * 16;           // u32 a tile: which turn is the row's last
   static constexpr int LIST = ENDS + 2 * 4;            // what each warp of the gather brings next
-  static constexpr int FULL = LIST + 4 * LIST_WORDS * 4;              // by tile and group, FREE by part of the keys as well
+  static constexpr int INTERVAL = LIST + 4 * LIST_WORDS * 4;
+  static constexpr int FULL = (INTERVAL + 16 + 7) / 8 * 8;  // by tile and group, FREE by part of the keys as well
   static constexpr int FREE = FULL + 2 * GROUPS * 8;
   static constexpr int WEIGHTS_FULL = FREE + 2 * GROUPS * PARTS * 8;
   static constexpr int QUERY_FULL = WEIGHTS_FULL + 2 * 8;
@@ -179,7 +180,7 @@ DEVICE void gather_row(const Params& p, const Row& row, Stream stream, u32 share
 
 // Rows one after the other: what the next turn needs is chosen, and the block table asked, while this one waits for
 // room, in the next row as well. The first row's queries are brought by those who need them.
-template <class L>
+template <class L, Launch LAUNCH>
 DEVICE void gather_rows(const Params& p, Row row, Stream stream, u32 shared, int thread) {
   using R = PlainRows<L::CHUNKS * 128>;
   hold(thread);  // in a register, as the addresses
@@ -187,7 +188,7 @@ DEVICE void gather_rows(const Params& p, Row row, Stream stream, u32 shared, int
   hold(shared);
   u32 place = own_place(shared + L::TILES, warp, lane);
   hold(place);
-  int n = blockIdx.x, request = uniform(request_of(p, row));
+  int n = first_number<LAUNCH>(shared + L::INTERVAL), request = uniform(request_of(p, row));
   const u32 list = shared + L::LIST + warp * LIST_WORDS * 4;
   Chosen chosen = choose_keys(p, row, stream, list, false, warp, lane);
   Place next = place_of(p, request, chosen);
@@ -201,9 +202,10 @@ DEVICE void gather_rows(const Params& p, Row row, Stream stream, u32 shared, int
       last = chosen.last;
       const OwnRows own = own_rows<R>(p, chosen, next);
       copy_turn<L>(own, last, shared, place, tile, parities >> tile & 1, 0, warp, lane, [&]() {
-        if (turn == 0 && !first) bring_queries<L>(p, row_at(p, item), shared, query_parity, thread);
+        if (turn == 0 && !first) bring_queries<L>(p, row_number<LAUNCH>(p, shared + L::INTERVAL, item), shared, query_parity, thread);
         if (last) {
-          row = row_at(p, n += gridDim.x);
+          n += numbers_ahead<LAUNCH>(p, shared + L::INTERVAL);
+          row = row_number<LAUNCH>(p, shared + L::INTERVAL, n);
           request = uniform(request_of(p, row));
           stream = begin_stream(p, row, warp, lane);
         }
@@ -211,7 +213,10 @@ DEVICE void gather_rows(const Params& p, Row row, Stream stream, u32 shared, int
         next = place_of(p, request, chosen);
         return chosen.last;
       });
-      if (turn == 0) prefetch_queries<L>(p, row_at(p, item + gridDim.x), thread);
+      if (turn == 0) {
+        const int next = item + numbers_ahead<LAUNCH>(p, shared + L::INTERVAL);
+        prefetch_queries<L>(p, row_number<LAUNCH>(p, shared + L::INTERVAL, next), thread);
+      }
       parities ^= 1 << tile;
     }
     first = false;

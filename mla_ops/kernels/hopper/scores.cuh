@@ -301,7 +301,7 @@ template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
-  constexpr bool WALK = LAUNCH == Launch::ROWS;
+  constexpr bool WALK = walks(LAUNCH);
   constexpr int TILES = HEADS / 8;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -499,12 +499,13 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   const float total = sum_of<HEADS>(place, head),
               reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   if (WALK) {
+    const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
     if (worker < HEADS) {
       const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
       float factor = total == 0.f ? 0.f : 1.f / R::FACTOR / total;
       if (global_head < p.num_heads) {
-        if (p.attn_sink) factor /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
-        p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+        if (p.attn_sink && part < 0) factor /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
+        *lse_of(p, row, global_head, part) = lse;
       }
       store_shared_float(shared + L::COLUMNS + head * 8, total == 0.f ? 0.f : factor);
     }

@@ -14,15 +14,21 @@
 // ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend(const Params& p) {
-  constexpr bool WALK = LAUNCH == Launch::ROWS;
+  constexpr bool WALK = walks(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED;
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  Row row = WALK ? row_at(p, blockIdx.x) : this_row<LAUNCH>(p);
+  if constexpr (BALANCED)
+    find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::RAW);
+  else if (is_done<L::THREADS>(p, shared + L::RAW))
+    return;
+  Row row = WALK ? first_row<LAUNCH>(p, shared + L::INTERVAL) : this_row<LAUNCH>(p);
   if (row.token >= p.num_tokens) return;
   constexpr int PRODUCER = L::THREADS / 128 - 1;
+  // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row.
+  constexpr int MOVED = !BALANCED ? 0 : HEADS < 64 ? 8 : L::GATHER_REGISTERS < 32 ? 4 : 0;
   constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT, WALK> < Rows<FORMAT>::CHUNKS ? 2 : 1;
 
   // The way from an index to a key in shared memory is the longest of the start.
@@ -33,6 +39,7 @@ DEVICE void attend(const Params& p) {
 #pragma unroll 1
     for (int i = threadIdx.x / 32; i < L::NUM_BARRIERS; i += L::THREADS / 32) {
       const u32 barrier = L::BARRIERS + i * 8;
+      if (BALANCED && HEADS == 64 && (barrier == L::INTERVAL || barrier == L::INTERVAL + 8)) continue;
       int arrivals = 4 * ARRIVALS_OF_A_WARP;
       if (barrier < L::RAW_FREE) arrivals = Rows<FORMAT>::SCALES_APART ? 32 + ARRIVALS_OF_A_WARP : 1;
       if (barrier >= L::RAW_FREE && barrier < L::WEIGHTS_FULL) arrivals = SCORERS * ARRIVALS_OF_A_WARP;
@@ -49,7 +56,7 @@ DEVICE void attend(const Params& p) {
   __syncthreads();
 
   if (warpgroup == PRODUCER) {
-    fewer_registers<L::GATHER_REGISTERS>();
+    fewer_registers<L::GATHER_REGISTERS + 2 * MOVED>();
     launch_dependents();
     const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = kept(thread & 31);
     int slot = warp, parity = 1;
@@ -57,7 +64,7 @@ DEVICE void attend(const Params& p) {
     for (bool first = true;; first = false) {
       produce<HEADS, FORMAT>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if (!WALK) break;
-      row = next_row(p, row);
+      row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= p.num_tokens) break;
       ahead = begin_share(p, row, lane).now;
       if constexpr (HEADS == 64) {
@@ -79,11 +86,12 @@ DEVICE void attend(const Params& p) {
   load_queries<HEADS, FORMAT, L::QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
   fence_async_shared();
   named_barrier<QUERY_BARRIER, L::QUERY_THREADS>();
+  if (BALANCED) row = token_at(p, shared + L::INTERVAL, row.token);  // else what it comes from stays in registers
   Ring at{0, thread / 32, 0, 0, 0};
   u32 row_parity = 0, freed = 0;
   // Later rows' queries are loaded by the warpgroups of scores; of 64 heads the one that gathers has copied them.
   auto next_queries = [&]() {
-    row = next_row(p, row);
+    row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row);
     if (row.token >= p.num_tokens) return false;
     const int worker = opaque(warpgroup == 0 ? thread : 128 + thread);
     if constexpr (HEADS == 64) {
@@ -100,19 +108,19 @@ DEVICE void attend(const Params& p) {
     return true;
   };
   if (warpgroup == 0) {
-    more_registers<L::SCORE_REGISTERS>();
+    more_registers<L::SCORE_REGISTERS - (HEADS < 32 ? MOVED : HEADS == 64 ? 2 * MOVED : 0)>();
     do {
       freed = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at);
     } while (WALK && next_queries());
   } else if (warpgroup < 3) {
-    if constexpr (HEADS > 24) more_registers<L::VALUE_REGISTERS>();
+    if constexpr (HEADS > 24) more_registers<L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0)>();
     do {
       accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity);
-      if (WALK) row = next_row(p, row), row_parity ^= 1;
+      if (WALK) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
     } while (WALK && row.token < p.num_tokens);
     if (by_halves<L, LAUNCH>(p, row)) return;
   } else if constexpr (HEADS < 64) {
-    more_registers<L::REST_REGISTERS>();
+    more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0)>();
     do {
       score_rest<HEADS, FORMAT, WALK>(row, shared, thread, at);
     } while (WALK && next_queries());
@@ -127,6 +135,12 @@ template <int HEADS, Format FORMAT>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_rows(const __grid_constant__ Params p) {
   attend<HEADS, FORMAT, Launch::ROWS>(p);
+}
+
+template <int HEADS, Format FORMAT>
+__global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+    sparse_attention_balanced(const __grid_constant__ Params p) {
+  attend<HEADS, FORMAT, Launch::BALANCED>(p);
 }
 
 // That it is launched in clusters only saves each of their barriers a look whether it was.

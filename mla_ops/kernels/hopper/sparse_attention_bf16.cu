@@ -9,17 +9,21 @@
 #include "wgmma.cuh"
 
 // CTAS of an SM at least: with two, the one gathers while the other computes, and at the ends of the other's row.
-template <int HEADS_, int DIM, int CTAS>
+// BALANCED: a CTA takes piece after piece (`balance.cuh`), whose queries come to two buffers in turn.
+template <int HEADS_, int DIM, int CTAS, bool BALANCED_ = false>
 struct PlainLayout {
+  static constexpr bool BALANCED = BALANCED_;
   static constexpr int HEADS = HEADS_, CHUNKS = DIM / 64;
   static constexpr float FACTOR = 1.f;
   static constexpr bool PERMUTED = false;
   static constexpr int THREADS = 512;
-  static constexpr int STAGES = CTAS == 2 ? 1 : HEADS == 16 && DIM == 512 ? 3 : 2;
-  static constexpr int SCORE_REGISTERS = CTAS == 2 ? 72 : 152, VALUE_REGISTERS = CTAS == 2 ? 72 : 160;
+  static constexpr int STAGES = CTAS == 2 ? 1 : HEADS == 16 && DIM == 512 && !BALANCED ? 3 : 2;
+  static constexpr int GATHER_REGISTERS = BALANCED ? 56 : 40;
+  static constexpr int SCORE_REGISTERS = CTAS == 2 ? 72 : BALANCED ? 136 : 152, VALUE_REGISTERS = CTAS == 2 ? 72 : 160;
   static constexpr int QUERY = 0;
   static constexpr int QUERY_CHUNK = HEADS * 128;
-  static constexpr int WEIGHTS = QUERY + CHUNKS * QUERY_CHUNK;
+  static constexpr int QUERY_BYTES = CHUNKS * QUERY_CHUNK;
+  static constexpr int WEIGHTS = QUERY + (BALANCED ? 2 : 1) * QUERY_BYTES;
   static constexpr int TILES = WEIGHTS + HEADS * 128;  // of keys: [64, 64] a chunk, 128-byte rows, swizzled
   static constexpr int TILE = CHUNKS * KEYS * 128;
   static constexpr int COLUMNS = TILES + STAGES * TILE;  // float2 a head, the second its reference
@@ -27,14 +31,20 @@ struct PlainLayout {
   static constexpr int LIVE = ALPHA + HEADS * 4;         // u32 a stage and warp: which of its 16 keys count
   static constexpr int LIST = LIVE + STAGES * 16;        // what each warp of the gather brings next
   static constexpr int TURN = LIST + 4 * LIST_WORDS * 4;
-  static constexpr int FULL = (TURN + 4 + 7) / 8 * 8;  // two a stage, of parts by dims: the second has dims 256 to 512
+  static constexpr int INTERVAL = TURN + 4;
+  static constexpr int SUMS = (INTERVAL + 16 + 15) / 16 * 16;  // float [4, HEADS]: of each warp of scores
+  static constexpr int FULL = SUMS + (BALANCED ? HEADS * 16 : 0);  // two a stage, of parts by dims: the second has dims 256 to 512
   static constexpr int FREE = FULL + STAGES * 16;      // two a stage, of halves of the keys
   static constexpr int WEIGHTS_FULL = FREE + STAGES * 16;
   static constexpr int WEIGHTS_FREE = WEIGHTS_FULL + 8;
   static constexpr int STATES_FULL = WEIGHTS_FREE + 8;  // in a cluster
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
   static constexpr int OWN_FULL = PACKETS_FULL + 8;
-  static constexpr int BYTES = OWN_FULL + 8;
+  static constexpr int QUERY_FULL = OWN_FULL + 8;  // of each buffer, where pieces follow one another
+  static constexpr int QUERY_FREE = QUERY_FULL + 16;
+  static constexpr int FACTORS_FULL = QUERY_FREE + 16;
+  static constexpr int FACTORS_FREE = FACTORS_FULL + 8;
+  static constexpr int BYTES = BALANCED ? FACTORS_FREE + 8 : QUERY_FULL;
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = TILES;
   using Packet = Packets<HEADS, false>;
@@ -43,70 +53,101 @@ struct PlainLayout {
 };
 
 // Queries as they came, in tiles of 64 dims; heads past the last repeat it.
-template <class L>
-DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread) {
+template <class L, int THREADS>
+DEVICE void copy_queries(const Params& p, const Row& row, u32 to, int thread) {
   constexpr int UNITS = L::CHUNKS * 8;
-  for (int piece = thread; piece < L::HEADS * UNITS; piece += 384) {
+  for (int piece = thread; piece < L::HEADS * UNITS; piece += THREADS) {
     const int head = piece / UNITS, unit = piece % UNITS,
               global_head = min(row.tile * L::HEADS + head, p.num_heads - 1);
-    copy_16(shared + L::QUERY + unit / 8 * L::QUERY_CHUNK + head * 128 + ((unit ^ head) & 7) * 16,
+    copy_16(to + unit / 8 * L::QUERY_CHUNK + head * 128 + ((unit ^ head) & 7) * 16,
             p.q + row.token * p.q_token_stride + global_head * p.q_head_stride + unit * 8);
   }
-  wait_for_copies();
+}
+
+// For warp 0: references before any key.
+template <class L>
+DEVICE void clear_columns(u32 shared, int thread) {
   if (thread < L::HEADS) store_shared_float2(shared + L::COLUMNS + thread * 8, 0.f, 0.f);
+}
+
+// The piece behind this one, if a CTA takes several; whether there is one. KEYS_TOO: with which keys it has.
+template <class L, bool KEYS_TOO>
+DEVICE bool goes_on(const Params& p, Row& row, u32 shared) {
+  if constexpr (L::BALANCED) {
+    row = next_row<Launch::BALANCED, KEYS_TOO>(p, shared + L::INTERVAL, row);
+    return row.token < p.num_tokens;
+  }
+  return false;
 }
 
 // ---- the gather -----------------------------------------------------------------------------------------------------
 
 template <class L>
-DEVICE void copy_keys(const Params& p, const Row& row, u32 shared, Stream stream, int warp, int lane) {
+DEVICE void copy_keys(const Params& p, Row row, u32 shared, Stream stream, int warp, int lane) {
   using R = PlainRows<L::CHUNKS * 128>;
-  const int request = uniform(request_of(p, row));
   hold(shared);
   const u32 list = shared + L::LIST + warp * LIST_WORDS * 4;
   u32 place = own_place(shared + L::TILES, warp, lane);
   hold(place);
-  Chosen chosen = choose_keys(p, row, stream, list, false, warp, lane);
-  Place next = place_of(p, request, chosen);
   u32 stage = 0, parity = 1;
-  bool odd = false;
-  for (bool last = false; !last;) {
-    last = chosen.last;
-    const u32 barrier = shared + L::FULL + stage * 16;
-    const OwnRows own = own_rows<R>(p, chosen, next);
-    if (!last) {
-      chosen = choose_keys(p, row, stream, list, odd ^= true, warp, lane);
-      next = place_of(p, request, chosen);
+  for (int piece = 0;; ++piece) {
+    const int request = uniform(request_of(p, row));
+    if constexpr (L::BALANCED) {
+      const int buffer = piece & 1;
+      mbarrier_wait(shared + L::QUERY_FREE + buffer * 8, (piece >> 1 & 1) ^ 1);
+      copy_queries<L, 128>(p, row, shared + L::QUERY + buffer * L::QUERY_BYTES, opaque(warp * 32 + lane));
+      arrive_when_copied(shared + L::QUERY_FULL + buffer * 8);
     }
-    mbarrier_wait(barrier + L::FREE - L::FULL + warp / 2 * 8, parity);
-    if (lane == 0) {
-      store_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4, own.alive | (last ? LAST_TURN : 0));
-      mbarrier_arrive(barrier);
+    Chosen chosen = choose_keys(p, row, stream, list, false, warp, lane);
+    Place next = place_of(p, request, chosen);
+    bool odd = false;
+#pragma unroll 1
+    for (bool last = false; !last;) {
+      last = chosen.last;
+      const u32 barrier = shared + L::FULL + stage * 16;
+      const OwnRows own = own_rows<R>(p, chosen, next);
+      if (!last) {
+        chosen = choose_keys(p, row, stream, list, odd ^= true, warp, lane);
+        next = place_of(p, request, chosen);
+      }
+      mbarrier_wait(barrier + L::FREE - L::FULL + warp / 2 * 8, parity);
+      if (lane == 0) {
+        store_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4, own.alive | (last ? LAST_TURN : 0));
+        mbarrier_arrive(barrier);
+      }
+      const u32 to = place + stage * L::TILE;
+      copy_chunks<8, L::CHUNKS>(own, to, lane), copy_chunks<0, 4>(own, to, lane);
+      arrive_when_copied(barrier);
+      copy_chunks<4, 8>(own, to, lane);
+      arrive_when_copied(barrier + 8);
+      if (++stage == L::STAGES) stage = 0, parity ^= 1;
     }
-    const u32 to = place + stage * L::TILE;
-    copy_chunks<8, L::CHUNKS>(own, to, lane), copy_chunks<0, 4>(own, to, lane);
-    arrive_when_copied(barrier);
-    copy_chunks<4, 8>(own, to, lane);
-    arrive_when_copied(barrier + 8);
-    if (++stage == L::STAGES) stage = 0, parity ^= 1;
+    if (!goes_on<L, true>(p, row, shared)) return;
+    stream = begin_stream(p, row, warp, lane);
   }
 }
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
+// Where a warp is in the ring of tiles, which goes on from piece to piece.
+struct Stage {
+  int turn, stage, parity;
+};
+
+// A row's or a piece's weights; the sums of a thread's own.
 template <class L>
-DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) {
+DEVICE void score_turns(const Params& p, u32 shared, u32 queries, float (&sums)[L::HEADS / 4], Stage& at, int thread) {
   constexpr int HEADS = L::HEADS, TILES = HEADS / 8;
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const u32 weights_row = shared + L::WEIGHTS + (lane & 7) * 128 +
                           ((((warp * 2) | ((lane >> 3) & 1)) ^ (lane & 7)) << 4) + (lane >> 4) * 1024;
-  const u64 query = tile_descriptor(shared + L::QUERY, 1024, 16);
-  float sums[TILES * 2];
+  const u64 query = tile_descriptor(queries, 1024, 16);
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
   bool seen = false;  // whether a key counted, and with it the references
   bool last = false;
-  for (int i = 0, stage = 0, parity = 0; !last; ++i) {
+  int &i = at.turn, &stage = at.stage, &parity = at.parity;
+  for (; !last; ++i) {
     const u32 full = shared + L::FULL + stage * 16;
     const u64 keys = tile_descriptor(shared + L::TILES + stage * L::TILE, 1024, 16);
     float s[TILES * 4];
@@ -172,6 +213,15 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
     warp_arrive(shared + L::WEIGHTS_FULL, lane);
     if (++stage == L::STAGES) stage = 0, parity ^= 1;
   }
+}
+
+template <class L>
+DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) {
+  constexpr int HEADS = L::HEADS;
+  const int warp = thread >> 5, lane = thread & 31;
+  float sums[HEADS / 4];
+  Stage at{0, 0, 0};
+  score_turns<L>(p, shared, shared + L::QUERY, sums, at, thread);
   open_to_peers(row);
   const u32 place = shared + L::End::SUMS;  // queries have had their last product
   store_sums<HEADS>(sums, place + warp * (HEADS * 4), lane);
@@ -188,21 +238,61 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
   finish<L>(p, row, shared, warp, lane);
 }
 
+// Piece after piece. The warps that add values apply the factors.
+template <class L>
+DEVICE void score_pieces(const Params& p, Row row, u32 shared, int thread) {
+  constexpr int HEADS = L::HEADS;
+  const int warp = thread >> 5, lane = thread & 31;
+  Stage at{0, 0, 0};
+  for (int piece = 0;; ++piece) {
+    const int buffer = piece & 1;
+    float sums[HEADS / 4];
+    mbarrier_wait(shared + L::QUERY_FULL + buffer * 8, piece >> 1 & 1);
+    score_turns<L>(p, shared, shared + L::QUERY + buffer * L::QUERY_BYTES, sums, at, thread);
+    warp_arrive(shared + L::QUERY_FREE + buffer * 8, lane);
+    const u32 place = shared + L::SUMS;
+    store_sums<HEADS>(sums, place + warp * (HEADS * 4), lane);
+    named_barrier<SCORE_BARRIER, 128>();
+    mbarrier_wait(shared + L::FACTORS_FREE, (piece & 1) ^ 1);
+    const int part = part_of(p, shared + L::INTERVAL, row.token);
+    if (thread < HEADS) {
+      const u32 column = shared + L::COLUMNS + thread * 8;
+      const int head = row.tile * HEADS + thread;
+      const float total = sum_of<HEADS>(place, thread);
+      const float lse =
+          total == 0.f ? -INFINITY : (load_shared_float(column + 4) + log2_approx(total)) * 0.6931471805599453f;
+      float factor = total == 0.f ? 0.f : 1.f / total;
+      if (head < p.num_heads) {
+        if (p.attn_sink && part < 0) factor /= 1.f + expf(__ldg(p.attn_sink + head) - lse);
+        *lse_of(p, row, head, part) = lse;
+      }
+      store_shared_float2(column, total == 0.f ? 0.f : factor, 0.f);
+    }
+    __syncwarp();
+    warp_arrive(shared + L::FACTORS_FULL, lane);
+    if (!goes_on<L, false>(p, row, shared)) return;
+    named_barrier<SCORE_BARRIER, 128>();  // references are those before any key
+  }
+}
+
 // ---- values ---------------------------------------------------------------------------------------------------------
 
+constexpr int PIECES = 4;  // of 64 dims, that a warpgroup adds up
+
+// A row's or a piece's sums of values.
 template <class L>
-DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, int thread) {
-  constexpr int PIECES = 4, N = L::HEADS / 2;
-  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
+DEVICE void add_turns(float (&o)[PIECES][L::HEADS / 2], u32 shared, Stage& at, int half, int thread) {
+  constexpr int N = L::HEADS / 2;
+  const int lane = thread & 31, t = lane & 3;
   auto head_of = [&](int e) { return e / 4 * 8 + 2 * t + (e & 1); };
-  float o[PIECES][N];
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
     for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   bool last = false;
-  for (int i = 0, stage = 0; !last; ++i) {
+  int &i = at.turn, &stage = at.stage;
+  for (; !last; ++i) {
     mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
     fence_async_shared();
     const u32 turn = load_shared_4(shared + L::TURN);
@@ -233,6 +323,15 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
     warp_arrive(freed + 8, lane), warp_arrive(shared + L::WEIGHTS_FREE, lane);
     if (++stage == L::STAGES) stage = 0;
   }
+}
+
+template <class L>
+DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, int thread) {
+  constexpr int N = L::HEADS / 2;
+  const int warp = thread >> 5, lane = thread & 31;
+  float o[PIECES][N];
+  Stage at{0, 0, 0};
+  add_turns<L>(o, shared, at, half, thread);
   if (row.splits == 1) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of tiles
   open_to_peers(row);
   await_peers(row);
@@ -241,16 +340,44 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
   finish<L>(p, row, shared, 4 + half * 4 + warp, lane);
 }
 
+// Piece after piece, each written out of registers.
+template <class L>
+DEVICE void add_pieces(const Params& p, Row row, u32 shared, int half, int thread) {
+  constexpr int N = L::HEADS / 2;
+  const int warp = half * 4 + (thread >> 5), lane = thread & 31;
+  Stage at{0, 0, 0};
+  for (int piece = 0;; ++piece) {
+    float o[PIECES][N], factors[N / 2];
+    add_turns<L>(o, shared, at, half, thread);
+    mbarrier_wait(shared + L::FACTORS_FULL, piece & 1);
+#pragma unroll
+    for (int c = 0; c < N / 2; ++c)
+      factors[c] = load_shared_float(shared + L::COLUMNS + (c / 2 * 8 + 2 * (lane & 3) + (c & 1)) * 8);
+    __syncwarp();
+    warp_arrive(shared + L::FACTORS_FREE, lane);
+    const int part = part_of(p, shared + L::INTERVAL, row.token);
+    const Target to = part < 0 ? target_of<L>(p, row) : target_of_part<L>(p, row, part);
+    write_packets<L>(to, warp, lane, [&](int n) {
+      const int e = n % N;
+      const float factor = factors[e / 4 * 2 + (e & 1)];
+      return factor == 0.f ? 0.f : o[n / N][e] * factor;
+    });
+    if (!goes_on<L, false>(p, row, shared)) return;
+  }
+}
+
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
-template <int HEADS, int DIM, int CTAS>
-__global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_constant__ Params p) {
-  using L = PlainLayout<HEADS, DIM, CTAS>;
-  EXPORT_SHARED_BYTES(L);
+template <class L>
+DEVICE void attend(const Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  const Row row = this_row(p);
+  if constexpr (L::BALANCED)
+    find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::TILES);
+  else if (is_done<L::THREADS>(p, shared + L::TILES))
+    return;
+  const Row row = L::BALANCED ? first_row<Launch::BALANCED>(p, shared + L::INTERVAL) : this_row(p);
   if (row.token >= p.num_tokens) return;
   Stream stream;
   if (warpgroup == 3) stream = begin_stream(p, row, thread >> 5, thread & 31);
@@ -266,25 +393,57 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
     mbarrier_init(shared + L::WEIGHTS_FREE, 8 * ARRIVALS_OF_A_WARP);
     mbarrier_init(shared + L::STATES_FULL, 1), mbarrier_init(shared + L::PACKETS_FULL, 1);
     mbarrier_init(shared + L::OWN_FULL, 12 * ARRIVALS_OF_A_WARP);
+    if (L::BALANCED) {
+      for (int buffer = 0; buffer < 2; ++buffer) {
+        mbarrier_init(shared + L::QUERY_FULL + buffer * 8, 128);
+        mbarrier_init(shared + L::QUERY_FREE + buffer * 8, 4 * ARRIVALS_OF_A_WARP);
+      }
+      mbarrier_init(shared + L::FACTORS_FULL, 4 * ARRIVALS_OF_A_WARP);
+      mbarrier_init(shared + L::FACTORS_FREE, 8 * ARRIVALS_OF_A_WARP);
+    }
     fence_barrier_init();
   }
   __syncthreads();
   if (warpgroup == 3) {
-    fewer_registers<40>();
+    fewer_registers<L::GATHER_REGISTERS>();
     launch_dependents();
     copy_keys<L>(p, row, shared, stream, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
-    stand_by<L>(p, row, shared, true, thread);
+    if (!L::BALANCED) stand_by<L>(p, row, shared, true, thread);
     wait_for_prerequisites();
     return;
   }
-  copy_queries<L>(p, row, shared, threadIdx.x);
+  if (!L::BALANCED) {
+    copy_queries<L, 384>(p, row, shared + L::QUERY, threadIdx.x);
+    wait_for_copies();
+  }
+  clear_columns<L>(shared, threadIdx.x);
   fence_async_shared();
   named_barrier<QUERY_BARRIER, 384>();
   if (warpgroup == 0) {
     more_registers<L::SCORE_REGISTERS>();
-    score_tile<L>(p, row, shared, thread);
+    if constexpr (L::BALANCED)
+      score_pieces<L>(p, row, shared, thread);
+    else
+      score_tile<L>(p, row, shared, thread);
   } else {
     more_registers<L::VALUE_REGISTERS>();
-    add_values<L>(p, row, shared, warpgroup - 1, thread);
+    if constexpr (L::BALANCED)
+      add_pieces<L>(p, row, shared, warpgroup - 1, thread);
+    else
+      add_values<L>(p, row, shared, warpgroup - 1, thread);
   }
+}
+
+template <int HEADS, int DIM, int CTAS>
+__global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_constant__ Params p) {
+  using L = PlainLayout<HEADS, DIM, CTAS>;
+  EXPORT_SHARED_BYTES(L);
+  attend<L>(p);
+}
+
+template <int HEADS, int DIM>
+__global__ void __launch_bounds__(512, 1) sparse_attention_bf16_balanced(const __grid_constant__ Params p) {
+  using L = PlainLayout<HEADS, DIM, 1, true>;
+  EXPORT_SHARED_BYTES(L);
+  attend<L>(p);
 }

@@ -312,10 +312,11 @@ DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 sh
 }
 
 // The end of a row that another may follow. Both warpgroups come here.
-template <class L>
+template <class L, Launch LAUNCH>
 DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
                        int warp, int lane) {
   add_sums<L>(state, shared, row_parity, half, head, lane);
+  const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
   float factor[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -323,9 +324,15 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
     const bool there = global_head < p.num_heads, none = state.sum[i] == 0.f;
     const float lse = none ? -INFINITY : (state.reference[i] + log2_approx(state.sum[i])) * 0.6931471805599453f;
     factor[i] = none ? 0.f : 1.f / state.sum[i];
-    if (p.attn_sink && there && !none) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
-    if (half == 0 && there && lane % 4 == 0)
-      p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+    if (p.attn_sink && there && !none && part < 0) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
+    if (half == 0 && there && lane % 4 == 0) *lse_of(p, row, global_head, part) = lse;
+  }
+  if (part >= 0) {
+    write_packets<L>(target_of_part<L>(p, row, part), half * 4 + warp, lane, [&](int n) {
+      const float weight = factor[n >> 1 & 1];
+      return weight == 0.f ? 0.f : state.o[n] * weight;
+    });
+    return;
   }
   // 64 dims at a time through the warp's own part of its weights
   const u32 own = shared + L::WEIGHTS + half * CHUNK + warp * 2048, to = own + lane % 16 * 128;
@@ -421,13 +428,13 @@ DEVICE void attend_cluster(const Params& p, u32 shared) {
   finish_cluster<L>(p, row, state, shared, half, head, warp, lane);
 }
 
-template <class L>
+template <class L, Launch LAUNCH>
 DEVICE void attend_rows(const Params& p, u32 shared) {
   u32 own_parity = 0, other_parity = 0, row_parity = 0;
   State state;
-  int n = blockIdx.x;
-  bring_first_queries<L>(p, row_at(p, n), state, shared);
-  while (row_at(p, n).token < p.num_tokens) {
+  int n = first_number<LAUNCH>(shared + L::INTERVAL);
+  bring_first_queries<L>(p, row_number<LAUNCH>(p, shared + L::INTERVAL, n), state, shared);
+  while (row_number<LAUNCH>(p, shared + L::INTERVAL, n).token < p.num_tokens) {
     begin_row(state);
     // Code that runs once a row is the same for both warpgroups: instruction caches do not hold a kernel this long.
     {
@@ -441,11 +448,11 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
     {
       const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = lane_here(),
                 half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
-      const Row row = row_at(p, n);
-      n += gridDim.x;
-      const Row next = row_at(p, n);
+      const Row row = row_number<LAUNCH>(p, shared + L::INTERVAL, n);
+      n += numbers_ahead<LAUNCH>(p, shared + L::INTERVAL);
+      const Row next = row_number<LAUNCH>(p, shared + L::INTERVAL, n);
       if (next.token < p.num_tokens) load_query_fragments<L>(p, next, state, half, head, lane % 4);
-      finish_row<L>(p, row, state, shared, row_parity, half, head, warp, lane);
+      finish_row<L, LAUNCH>(p, row, state, shared, row_parity, half, head, warp, lane);
     }
     row_parity ^= 1;
   }
@@ -473,26 +480,46 @@ DEVICE void init_barriers(u32 shared) {
   __syncthreads();
 }
 
-template <int DIM>
-__global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __grid_constant__ Params p) {
+template <int DIM, Launch LAUNCH>
+DEVICE void attend_all(const Params& p) {
   using L = PairLayout<DIM>;
-  EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   Row row;
   Stream stream;
-  if (warpgroup == 2) stream = begin_stream(p, row = row_at(p, blockIdx.x), thread >> 5, thread & 31);
+  if constexpr (LAUNCH == Launch::BALANCED) {
+    find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::TILES);
+    if (first_token(p, shared + L::INTERVAL) >= p.num_tokens) return;
+  } else if (is_done<L::THREADS>(p, shared + L::TILES)) {
+    return;
+  }
+  if (warpgroup == 2) {
+    row = row_number<LAUNCH>(p, shared + L::INTERVAL, first_number<LAUNCH>(shared + L::INTERVAL));
+    stream = begin_stream(p, row, thread >> 5, thread & 31);
+  }
   init_barriers<L>(shared);
   if (warpgroup == 2) {
     fewer_registers<56>();
     launch_dependents();
-    gather_rows<L>(p, row, stream, shared, thread);
+    gather_rows<L, LAUNCH>(p, row, stream, shared, thread);
     wait_for_prerequisites();
   } else {
     more_registers<224>();
-    attend_rows<L>(p, shared);
+    attend_rows<L, LAUNCH>(p, shared);
   }
+}
+
+template <int DIM>
+__global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __grid_constant__ Params p) {
+  EXPORT_SHARED_BYTES(PairLayout<DIM>);
+  attend_all<DIM, Launch::ROWS>(p);
+}
+
+template <int DIM>
+__global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_balanced(const __grid_constant__ Params p) {
+  EXPORT_SHARED_BYTES(PairLayout<DIM>);
+  attend_all<DIM, Launch::BALANCED>(p);
 }
 
 template <int DIM>
@@ -503,6 +530,7 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  if (is_done<L::THREADS>(p, shared + L::TILES)) return;
   if (token_of(p) >= p.num_tokens) return;
   Row row;
   Stream stream;

@@ -86,10 +86,11 @@ DEVICE u32 scaled_pair(float a, float b, float factor) {
 
 // The factor of each of a warp's 16 heads, in both halves of it, from the sums that `score` left, and their lse.
 template <class L>
-DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_parity, bool reports, int warp, int lane) {
+DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_parity, bool reports, int part, int warp,
+                        int lane) {
   const int head = warp * 16 + lane % 16, global_head = row.tile * L::HEADS + head;
   const bool there = global_head < p.num_heads;
-  const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
+  const float sink = p.attn_sink && there && part < 0 ? __ldg(p.attn_sink + global_head) : -INFINITY;
   mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
   const u32 turn = load_shared_4(shared + L::TURN),
             sums = place_of_sums<L>(shared, (turn & 0xff) != WIDE, turn >> 8 & 0xff);
@@ -98,7 +99,7 @@ DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_par
   __syncwarp();
   warp_arrive(shared + L::FACTORS_FREE, lane);
   const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
-  if (reports && there && lane < 16) p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+  if (reports && there && lane < 16) *lse_of(p, row, global_head, part) = lse;
   float factor = __fdividef(1.f / L::FACTOR, total);
   if (sink != -INFINITY) factor = __fdividef(factor, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
   return total == 0.f ? 0.f : factor;
@@ -161,11 +162,40 @@ DEVICE void store_result(const Params& p, const Row& row, u32 shared, u32 stage,
   named_barrier<VALUES_BARRIER, 256>();
 }
 
+// Where the n-th pair of a warp's packets is among its accumulators: with 64 heads a packet is a chunk of 64 dims of one
+// of two heads.
+template <class L>
+DEVICE constexpr int place_of_pair(int n) {
+  return L::Packet::ONE_HEAD ? (n / 16 * 8 + n % 8) * 4 + n / 8 % 2 * 2 : n * 2;
+}
+
+// What a row's part has, instead of a result.
+template <class L, int PIECES, int N>
+DEVICE void leave_part(const Params& p, const Row& row, int part, u32 shared, const float (&o)[PIECES][N], float factor,
+                       int warp, int lane) {
+  constexpr bool HEADS_BY_DIMS = L::HEADS == 64;
+  float factors[HEADS_BY_DIMS ? 2 : N / 2];
+  if constexpr (HEADS_BY_DIMS) {
+    factors[0] = __shfl_sync(~0u, factor, lane >> 2), factors[1] = __shfl_sync(~0u, factor, (lane >> 2) + 8);
+  } else {
+#pragma unroll
+    for (int c = 0; c < N / 2; ++c)
+      factors[c] = load_shared_float(shared + L::COLUMNS + (c / 2 * 8 + 2 * (lane & 3) + (c & 1)) * 8);
+    __syncwarp();
+    warp_arrive(shared + L::FACTORS_FREE, lane);
+  }
+  write_packets<L>(target_of_part<L>(p, row, part), warp, lane, [&](int n) {
+    const int place = place_of_pair<L>(n / 2) + n % 2, piece = place / N, e = place % N;
+    const float weight = factors[HEADS_BY_DIMS ? e >> 1 & 1 : e / 4 * 2 + (e & 1)];
+    return weight == 0.f ? 0.f : o[piece][e] * weight;
+  });
+}
+
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity) {
   using L = Layout<HEADS, FORMAT>;
-  constexpr bool WALK = LAUNCH == Launch::ROWS, HEADS_BY_DIMS = HEADS == 64;
+  constexpr bool WALK = walks(LAUNCH), HEADS_BY_DIMS = HEADS == 64;
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -253,13 +283,16 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 
   if constexpr (WALK) {
     const int worker = opaque(thread);  // else addresses for the result stay in registers all the time
+    const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
     float factor = 0.f;
     if constexpr (HEADS_BY_DIMS) {
-      factor = factors_of<L>(p, row, shared, row_parity, half == 0, worker >> 5, worker & 31);
+      factor = factors_of<L>(p, row, shared, row_parity, half == 0, part, worker >> 5, worker & 31);
     } else {
       mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
     }
-    if constexpr (HEADS_BY_DIMS) {
+    if (part >= 0) {
+      leave_part<L>(p, row, part, shared, o, factor, half * 4 + (worker >> 5), worker & 31);
+    } else if constexpr (HEADS_BY_DIMS) {
       store_result<L>(p, row, shared, o, factor, half, worker);
     } else {
       named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
@@ -297,9 +330,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     }
     auto inverse_of = [&](int e) { return inverse[HEADS_BY_DIMS ? e >> 1 & 1 : e / 4 * 2 + (e & 1)]; };
     auto word_of = [&](int n) {
-      // with 64 heads a packet is a chunk of 64 dims of one of the two heads
-      const int place = L::Packet::ONE_HEAD ? (n / 16 * 8 + n % 8) * 4 + n / 8 % 2 * 2 : n * 2, piece = place / N,
-                e = place % N;
+      const int place = place_of_pair<L>(n), piece = place / N, e = place % N;
       const float a = o[piece][e] * inverse_of(e), b = o[piece][e + 1] * inverse_of(e + 1);
       return bfloat16 ? pack_bfloat16(a, b) : pack_float16(a, b);
     };

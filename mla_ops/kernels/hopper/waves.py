@@ -16,9 +16,10 @@ import torch
 
 from ...formats import LATENT_DIM
 from ..alignment import aligned, is_aligned
-from . import merge_parts
+from . import merge_cuts, merge_parts
+from .balance import always
 from .costs import Costs, predicted_us
-from .launch import SPLITS, CacheParams, Clusters, Group, Keys, Shape, launch
+from .launch import SPLITS, Balance, Balanced, CacheParams, Clusters, Group, Keys, Shape, launch
 
 
 class Wave(NamedTuple):
@@ -41,6 +42,8 @@ def override(*waves: Wave) -> Iterator[None]:
         ValueError: a group's wave is not the last one: the next would begin while the group still uses its counters and
             its memory. A call of another number of tokens raises ValueError, too.
     """
+    if len(waves) > 1 and any(isinstance(wave.shape, Balanced) for wave in waves):
+        raise ValueError(f"waves.override: a balanced launch has all tokens of a call, got {waves}")
     for wave in waves[:-1]:
         if isinstance(wave.shape, Group):
             raise ValueError(f"waves.override: only the last wave may be of groups, got {wave} before {waves[-1]}")
@@ -61,7 +64,7 @@ def forced(num_tokens: int) -> Sequence[Wave]:
 
 def fastest_waves(
     keys: Keys,
-    shapes: Sequence[Shape],
+    shapes: Sequence[Clusters | Group],
     num_tokens: int,
     num_heads: int,
     turns: int,
@@ -115,13 +118,43 @@ def launch_waves(
     req_id_per_token: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    balance: Balance | None = None,
 ) -> None:
-    """All waves of a call, and the merge of those in parts. Copies stand in front of the first and behind the last."""
+    """All waves of a call, and the merge of those in parts. Copies stand in front of the first and behind the last.
+
+    With `balance` a balanced launch comes first. Where lengths on the device say so it has all tokens, and the waves
+    return at once; else it does.
+    """
     q = aligned(q)
     target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     rest_out, rest_lse = target, lse
     buffers = []  # of all waves to the end: none is another's while that one runs
-    before = 0
+    all_tokens, num_heads = out.shape[:2]
+    if waves and isinstance(waves[0].shape, Balanced):
+        balance = always(keys, waves[0].shape.tile, num_heads, q.device.index)
+        waves = ()
+    balanced = None
+    if balance is not None:
+        exchange = merge_cuts.exchange(balance.workers, num_heads, q.device)
+        balanced = merge_cuts.is_balanced(exchange, balance.workers, num_heads)
+        launch(
+            keys,
+            Balanced(balance.tile),
+            all_tokens,
+            q,
+            caches,
+            softmax_scale,
+            attn_sink=attn_sink,
+            req_id_per_token=req_id_per_token,
+            out=target,
+            lse=lse,
+            programmatic=False,
+            balance=balance,
+            exchange=exchange,
+            all_tokens=all_tokens,
+        )
+        merge_cuts.merge_cuts(exchange, balance.workers, num_heads, attn_sink, out=target, lse=lse)
+    before = tokens_before = 0
     for num_tokens, shape in waves:
         if before:
             q, rest_out, rest_lse = q[before:], rest_out[before:], rest_lse[before:]
@@ -145,10 +178,14 @@ def launch_waves(
             req_id_per_token=req_id_per_token,
             out=own[0],
             lse=own[1],
-            programmatic=before > 0,
+            programmatic=before > 0 or balance is not None,
+            balance=balance,
+            tokens_before=tokens_before,
+            all_tokens=all_tokens,
         )
         if number > 1:
-            merge_parts.merge_parts(*parts, out=rest_out[:num_tokens], lse=rest_lse[:num_tokens])
+            merge_parts.merge_parts(*parts, out=rest_out[:num_tokens], lse=rest_lse[:num_tokens], balanced=balanced)
         before = num_tokens
+        tokens_before += num_tokens
     if target is not out:
         out.copy_(target)
