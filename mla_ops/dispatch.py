@@ -153,14 +153,6 @@ ON_REQUEST: dict[tuple[str, str], str] = {
     "FlashAttention-2 takes longer than the portable kernel",
     ("flashinfer", "prefill_attention"): "a call waits for its lengths and plans on the host, more than 1 ms, "
     "unless it is one causal request with itself",
-    (
-        "hopper",
-        "concat_and_cache",
-    ): "no GPU has run it yet: its bytes are compared with the reference's on the CPU alone",
-    (
-        "hopper",
-        "write_index_cache",
-    ): "no GPU has run it yet: its bytes are compared with the reference's on the CPU alone",
     ("flashinfer", "paged_attention"): "every call waits for its lengths and plans on the host, more than 1 ms",
 }
 

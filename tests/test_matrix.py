@@ -62,8 +62,9 @@ CHOICES = [
     ("SM90", "topk_indices", {}, {"nvrtc", "triton"}, "hopper"),
     ("SM90", "indexer_logits", {}, {"nvrtc", "triton"}, "hopper"),
     ("SM90", "indexer_logits", {"num_heads": 16}, {"nvrtc", "triton"}, "triton"),
-    ("SM90", "concat_and_cache", {}, {"nvrtc", "triton"}, "triton"),
-    ("SM90", "write_index_cache", {}, {"nvrtc", "triton"}, "triton"),
+    ("SM90", "concat_and_cache", {}, {"nvrtc", "triton"}, "hopper"),
+    ("SM90", "concat_and_cache", {}, {"triton"}, "triton"),
+    ("SM90", "write_index_cache", {}, {"nvrtc", "triton"}, "hopper"),
     ("SM90", "gather_cache", {}, {"nvrtc", "triton"}, "triton"),
     *(
         (name, op, {}, {"nvrtc", "triton", "flashinfer"}, "triton")
