@@ -119,7 +119,7 @@ def test_paged_scores_are_those_of_float64(num_heads: int, block_size: int, toke
     assert torch.equal(call.tokens(order).scores(max_length, clean=True), scores[order])
     with pytest.MonkeyPatch.context() as patch:
         for ctas in (1, 3):
-            patch.setattr(hopper, "_num_sms", lambda _, ctas=ctas: ctas)
+            patch.setattr(hopper, "num_sms", lambda _, ctas=ctas: ctas)
             assert torch.equal(call.scores(max_length, clean=True), scores)
 
 
