@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from .costs import Costs, predicted_us
 from .launch import Balance, Clusters, Group, Keys, Shape, clusters_at_once, tiles_for
 
-LEAST_US = 30.0  # of full rows: with less there is nothing to gain
+LEAST_US = 150.0  # of full rows: the launch that returns costs 7 us of them, and with less there is little to gain
 SLOWER = 1.15  # a balanced launch's turns, relative to those of launches by shapes
 MARGIN_US = 12.0  # what its parts, their merge and the search for shares take at most, with a reserve
 ROW_TURNS = 2  # as in balance.cuh
