@@ -83,6 +83,7 @@ def test_a_lowering_that_is_wrong_is_found(
 DIES = """
 import json, os, sys
 first, last, step, device = sys.argv[-1].split(",")
+assert os.environ["TAKEN"] == str(int(first) % 2)
 for seed in range(int(first), int(last), int(step)):
     print(json.dumps({"begins": seed}), flush=True)
     if seed == 2:
@@ -92,7 +93,8 @@ for seed in range(int(first), int(last), int(step)):
 
 
 def test_a_case_that_kills_its_process_is_a_finding_and_the_others_run() -> None:
-    counts, findings, done = drive(0, 6, 2, "cpu", 60.0, command=[sys.executable, "-c", DIES])
+    environments = [{"TAKEN": "0"}, {"TAKEN": "1"}]
+    counts, findings, done = drive(0, 6, 2, "cpu", 60.0, environments, [sys.executable, "-c", DIES])
     assert counts == {("x", "auto", "ran"): 5}
     assert findings == ["seed 2: its process died with status 9"]
     assert done == 6

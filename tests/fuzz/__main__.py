@@ -5,7 +5,8 @@
 
 A case is a function of its seed: op, shapes, strides, storage offsets, values, garbage among indices and block tables,
 one call in eight malformed. Cases run in child processes, each over seeds of its own; one that dies is begun again
-behind the case that killed it, which counts as a finding. Without a GPU, Triton's interpreter stands in for one.
+behind the case that killed it, which counts as a finding. Children are dealt to all GPUs and share each through CUDA's
+Multi-Process Service, without which a GPU runs one of them at a time. Without a GPU, Triton's interpreter stands in.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import argparse
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +67,41 @@ def _watch(child: subprocess.Popen[str], lines: queue.Queue[dict[str, Any]]) -> 
     timer.cancel()
 
 
+@contextmanager
+def shared_gpus(count: int) -> Iterator[list[dict[str, str]]]:
+    """The environments of children: one a GPU, in which processes share it if CUDA's service for that is installed."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    environments = [{"CUDA_VISIBLE_DEVICES": device} for device in devices]
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or count == 0:
+        yield environments
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        service = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        surroundings = {**os.environ, **service}
+        subprocess.run([control, "-d"], env=surroundings, check=True)
+        try:
+            yield [{**environment, **service} for environment in environments]
+        finally:
+            subprocess.run([control], env=surroundings, input="quit -t 5\n", text=True, check=False)
+
+
 CHILD = [sys.executable, "-m", "fuzz", "--child"]
 
 
 def drive(
-    first: int, cases: int, workers: int, device: str, seconds: float, command: list[str] = CHILD
+    first: int,
+    cases: int,
+    workers: int,
+    device: str,
+    seconds: float,
+    environments: list[dict[str, str]],
+    command: list[str] = CHILD,
 ) -> tuple[Counter[tuple[str, ...]], list[str], int]:
     """Runs seeds `first` to `first + cases`, as many as fit in the time, in children of `command`.
+
+    Args:
+        environments: variables of the children, which take them in turn.
 
     Returns:
         counts by op, lowering and outcome; findings; cases that ran or were refused.
@@ -82,7 +115,14 @@ def drive(
         while start < last and time.monotonic() < deadline:
             seeds = [*command, f"{start},{last},{workers},{device}"]
             folder = Path(__file__).resolve().parent.parent
-            child = subprocess.Popen(seeds, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            child = subprocess.Popen(
+                seeds,
+                cwd=folder,
+                env={**os.environ, **environments[(start - first) % workers % len(environments)]},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
             lines: queue.Queue[dict[str, Any]] = queue.Queue()
             reader = threading.Thread(target=_watch, args=(child, lines))
             reader.start()
@@ -166,8 +206,13 @@ def main() -> int:
         return 0
     cases = arguments.cases or (100_000 if on_gpu else 200)
     start = time.monotonic()
-    counts, findings, done = drive(arguments.first, cases, arguments.workers, device, arguments.seconds)
-    machine = f"{torch.cuda.get_device_name() if on_gpu else 'the interpreter'}, torch {torch.__version__}"
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    with shared_gpus(gpus) as environments:
+        counts, findings, done = drive(
+            arguments.first, cases, arguments.workers, device, arguments.seconds, environments
+        )
+    names = f"{gpus} x {torch.cuda.get_device_name()}" if on_gpu else "the interpreter"
+    machine = f"{names}, torch {torch.__version__}"
     text = report(
         counts, findings, machine, f"{arguments.first} to {arguments.first + cases - 1}", time.monotonic() - start
     )
