@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS_A_CASE = 120  # one that takes longer hangs
+SECONDS_A_REPORT = 20
 
 
 def work(first: int, last: int, step: int, device: str) -> int:
@@ -156,8 +157,12 @@ def drive(
     threads = [threading.Thread(target=run_share, args=(first + number,)) for number in range(workers)]
     for thread in threads:
         thread.start()
+    begun_at = time.monotonic()
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            thread.join(SECONDS_A_REPORT)
+            if thread.is_alive():
+                print(f"{time.monotonic() - begun_at:.0f} s: {done[0]:,} cases, {len(findings)} findings", flush=True)
     return counts, sorted(findings), done[0]
 
 
