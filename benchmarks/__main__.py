@@ -11,6 +11,7 @@ FAMILIES = (
     "dense_attention",
     "experts",
     "index",
+    "indexer_quality",
     "indexer_scores",
     "indexer_select",
     "indexer_topk",

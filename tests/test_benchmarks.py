@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import attention, common, figures, gather_floor, plot
+from benchmarks import attention, common, figures, gather_floor, indexer_quality, plot
 from benchmarks.cache import fill_cache, read_keys, scale_keys
 from mla_ops import dispatch, formats
 from mla_ops.kernels.hopper.launch import Clusters, Group
@@ -355,3 +355,44 @@ def test_mixtures_name_lengths() -> None:
     table = module.block_table([130, 1, 64], 9, torch.Generator().manual_seed(0))
     assert table.shape == (3, 3)
     assert len({*table[0].tolist(), table[1, 0].item(), table[2, 0].item()}) == 5
+
+
+def test_indexer_quality_measures_what_a_choice_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_tokens, num_keys, topk = 6, 96, 16
+    query = indexer_quality.Query(
+        torch.randn(num_tokens, 4, 128),
+        torch.randn(num_tokens, 4),
+        128**-0.5,
+        torch.randn(3, 32, 128),
+        torch.tensor([[2, 0, 1]], dtype=torch.int32),
+        torch.zeros(num_tokens, dtype=torch.int32),
+        torch.tensor([16, 17, 40, 95, 96, 5], dtype=torch.int32),
+        topk,
+    )
+    for name in ("fp32", *indexer_quality.FORMATS):
+        scores, error = query.scores(name)
+        assert scores.shape == (num_tokens, num_keys)
+        assert 0 < error <= 1
+    counts, overlap, gap = indexer_quality.compare_choices(query, "fp32")
+    assert counts.tolist() == [17, 40, 95, 96]
+    assert (overlap == 1).all()
+    assert (gap == 0).all()
+    _, overlap, gap = indexer_quality.compare_choices(query, "fp8_index")
+    assert (overlap > 0.7).all()
+    assert (gap >= 0).all()
+
+    choose = indexer_quality.Query.choose
+
+    def without_the_best(self: indexer_quality.Query, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, count = choose(self, name)
+        if name == "fp32":
+            return chosen, count
+        seen = torch.arange(num_keys).expand(num_tokens, -1) < self.visible.unsqueeze(1)
+        left = self.scores("fp32")[0].scatter(1, chosen.clamp(min=0).long(), torch.inf).masked_fill(~seen, torch.inf)
+        chosen[:, 0] = left.argmin(1)
+        return chosen, count
+
+    monkeypatch.setattr(indexer_quality.Query, "choose", without_the_best)
+    _, overlap, gap = indexer_quality.compare_choices(query, "bf16")
+    assert (overlap < 1).all()
+    assert (gap > 0).all()
