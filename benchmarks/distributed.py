@@ -95,7 +95,8 @@ class Bench:
     def decoder(self, layout: str, dtype: torch.dtype, length: int) -> Any:
         sizes: dict[str, Any] = {"num_heads": 16, "hidden_size": 128} if self.arguments.quick else {"num_heads": 128}
         sizes |= {} if self.arguments.quick else {"hidden_size": 2048, "index_heads": 64, "index_topk": 2048}
-        model = build_small_model(num_layers=self.arguments.layers, max_position_embeddings=length, **sizes)
+        with self.device:
+            model = build_small_model(num_layers=self.arguments.layers, max_position_embeddings=length, **sizes)
         meshes: dict[str, Any] = {}
         if "tp" in layout:
             meshes["tp_mesh"] = self.mesh
@@ -170,12 +171,11 @@ def steps(bench: Bench) -> None:
     bench.say(f"steps, {bench.arguments.layers} layers, bfloat16, fp8 caches, microseconds a captured step")
     for context in bench.arguments.context:
         for batch in bench.arguments.batch:
-            found = {}
             for layout in LAYOUTS:
                 if bench.late():
                     return
-                found[layout] = step_time(bench, layout, batch, context)
-            bench.say(f"  {context:7} tokens, B = {batch:3}: " + ", ".join(f"{k} {us:.0f}" for k, us in found.items()))
+                taken = step_time(bench, layout, batch, context)
+                bench.say(f"  {context:7} tokens, B = {batch:3}, {layout:9} {taken:7.0f}")
 
 
 @torch.no_grad()

@@ -157,13 +157,24 @@ def compressor_variants(capability: int) -> Iterator[Variant]:
         yield Variant(f"store_state[{layer}, {source}]", compressor._store_state_kernel, types, group)
         for target in ("fp8_ds_mla_v4", source) if head_dim == 512 else (source,):
             planar = target == "fp8_ds_mla_v4"
-            states, num_warps = compressor.tile(ratio * (width // head_dim))
-            constants = {**group, "HEAD_DIM": head_dim, "ROPE": 64, "PLANAR": planar, "STATES": states}
-            constants["STORE"] = source == "bf16"
-            options = {"num_warps": num_warps}
-            types |= {"kv_cache": "*u8" if planar else f"*{target}"}
-            name = f"compress[{layer}, {source} to {target}]"
-            yield Variant(name, compressor._compress_kernel, types, constants, options)
+            channels, states, num_warps = compressor.tile(ratio * (width // head_dim), head_dim)
+            entry = {"HEAD_DIM": head_dim, "ROPE": 64, "PLANAR": planar}
+            types |= {"kv_cache": "*u8" if planar else f"*{target}", "pooled_groups": "*fp32"}
+            name = f"[{layer}, {source} to {target}]"
+            for tokens in (1, compressor.MANY_TOKENS):
+                rows = compressor.rows_of_a_program(tokens, channels, head_dim)
+                tile = {"CHANNELS": channels, "STATES": states, "ROWS": rows, "STORE": source == "bf16"}
+                options = {"num_warps": num_warps}
+                if tokens == 1 or rows > 1:
+                    yield Variant(
+                        f"compress{name}, {rows} rows",
+                        compressor._compress_kernel,
+                        types,
+                        group | entry | tile,
+                        options,
+                    )
+            if channels < head_dim:
+                yield Variant(f"finish{name}", compressor._finish_kernel, types, {"RATIO": ratio, **entry})
 
 
 def merge_variants(capability: int) -> Iterator[Variant]:

@@ -71,18 +71,17 @@ def _watch(child: subprocess.Popen[str], lines: queue.Queue[dict[str, Any]]) -> 
 @contextmanager
 def shared_gpus(count: int) -> Iterator[list[dict[str, str]]]:
     """The environments of children: one a GPU, in which processes share it if CUDA's service for that is installed."""
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    environments = [{"CUDA_VISIBLE_DEVICES": device} for device in devices]
     control = shutil.which("nvidia-cuda-mps-control")
-    if control is None or count == 0:
-        yield environments
-        return
     with tempfile.TemporaryDirectory() as folder:
         service = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         surroundings = {**os.environ, **service}
-        subprocess.run([control, "-d"], env=surroundings, check=True)
+        if control is None or count == 0 or subprocess.run([control, "-d"], env=surroundings, check=False).returncode:
+            devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+            yield [{"CUDA_VISIBLE_DEVICES": device} for device in devices]
+            return
         try:
-            yield [{**environment, **service} for environment in environments]
+            # the service sees this process's GPUs, and its clients count among those
+            yield [{"CUDA_VISIBLE_DEVICES": str(number), **service} for number in range(count)]
         finally:
             subprocess.run([control], env=surroundings, input="quit -t 5\n", text=True, check=False)
 

@@ -9,54 +9,54 @@ import triton.language as tl
 from ...dispatch import Lowering
 from ...formats import geometry, get_format
 from .bfloat16 import convert, narrow, widen
-from .common import sized_jit
+from .common import cdiv, sized_jit
 from .e4m3 import encode, power_of_two_exponent
 from .indexer_cache import store_index_key
 from .rows import V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
 
+MANY_TOKENS = 512  # of a prefill: from here on a program looks through several for those that complete a group
+
 
 class Tile(NamedTuple):
-    """States that a program holds at once, and its warps."""
+    """Channels and states that a program pools at once, and its warps."""
 
+    channels: int
     states: int
     num_warps: int
 
 
-def tile(window: int) -> Tile:
-    """8 states are all that a group of ratio 4 pools, in one round of loads.
+def tile(window: int, head_dim: int) -> Tile:
+    """A program pools every channel of a short window, and writes the entry: 8 states are all of a group of ratio 4.
 
-    128 states are 260 KB of keys and as many of scores for one program: they take the loads of many warps, and few
-    rounds, since a round cannot start before the one before it has arrived.
+    The 128 states of a longer one are 512 KB. Programs of 32 channels, 128 bytes of a state, load them at once on as
+    many SMs; the norm needs all channels, so that a second kernel writes the entry.
     """
-    return Tile(8, 4) if window <= 8 else Tile(16, 16)
+    if window <= 8:
+        return Tile(head_dim, 8, 4)
+    return Tile(32, min(triton.next_power_of_2(window), 128), 4)
+
+
+def rows_of_a_program(num_tokens: int, channels: int, head_dim: int) -> int:
+    """Tokens that a program of the pooling kernel looks through: most of a prefill's complete no group of 128."""
+    return 1 if channels == head_dim or num_tokens < MANY_TOKENS else 16
 
 
 @triton.jit
-def _store_state(
-    kv,
-    score,
-    position_bias,
-    state_cache,
-    state_block_table,
-    row,
-    request,
-    position,
-    max_blocks,
-    num_state_blocks,
-    state_block_size,
-    stride_kv,
-    stride_score,
-    stride_bias,
-    stride_state_4,
-    stride_table,
-    RATIO: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Writes one token's key and biased score to its place in the state cache."""
+def _store_state(token, ring, inputs, first, RATIO: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+    """Writes CHANNELS channels from `first` on of one token's key and biased score to its place in the state cache.
+
+    Args:
+        token: row of `inputs`, request, position.
+        ring: state cache, block table, its columns, blocks and tokens of a block, strides of a block (over 4) and row.
+        inputs: keys, scores and bias of the group's positions, with their strides.
+    """
+    row, request, position = token
+    state_cache, state_block_table, max_blocks, num_state_blocks, state_block_size, stride_state_4, stride_table = ring
+    kv, score, position_bias, stride_kv, stride_score, stride_bias = inputs
     column = position // state_block_size % max_blocks
     block = tl.load(state_block_table + request * stride_table + column).to(tl.int64)
     if (block >= 0) & (block < num_state_blocks):
-        channel = tl.arange(0, WIDTH)
+        channel = first + tl.arange(0, CHANNELS)
         target = state_cache + block * (stride_state_4 * 4) + position % state_block_size * (2 * WIDTH)
         tl.store(target + channel, widen(tl.load(kv + row * stride_kv + channel)))
         bias = tl.load(position_bias + position % RATIO * stride_bias + channel)
@@ -85,39 +85,122 @@ def _store_planar(entry, start, offset, block_size, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _find_states(
-    start,
-    row,
-    request,
-    newest,
-    state_block_table,
+def _pool(
+    token,
+    ring,
+    inputs,
     req_id_per_token,
     positions,
-    max_blocks,
-    num_state_blocks,
-    state_block_size,
-    stride_state_4,
-    stride_table,
-    WINDOW: tl.constexpr,
+    first,
+    RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
     STATES: tl.constexpr,
 ):
-    """Where STATES states of a window are: rows of this step, and if they are; cache offsets, and if they are."""
-    back = WINDOW - 1 - start - tl.arange(0, STATES)
-    source = newest - back
-    near = row - back
-    wanted = (back >= 0) & (source >= 0)
-    here = wanted & (near >= 0)
-    here &= tl.load(req_id_per_token + near, mask=here, other=-1) == request
-    here &= tl.load(positions + near, mask=here, other=-1) == source
-    stored = wanted & (here == 0)
-    # in 32 bits: a division in 64 for each state would take longer than its loads
-    page = source // state_block_size
-    entry = state_block_table + request * stride_table + page % max_blocks
-    block = tl.load(entry, mask=stored, other=-1).to(tl.int64)
-    stored &= (block >= 0) & (block < num_state_blocks)
-    offset = (source - page * state_block_size).to(tl.int64)
-    return near, here, block * (stride_state_4 * 4) + offset * (2 * WIDTH), stored
+    """CHANNELS channels from `first` on of the group that a token completes, under a softmax for each channel.
+
+    A state is read from this step's rows where the token that many rows up is the one wanted, else from the state
+    cache; before the request's beginning, and where there is no block, it has no weight. Arguments as `_store_state`'s.
+    """
+    row, request, position = token
+    state_cache, state_block_table, max_blocks, num_state_blocks, state_block_size, stride_state_4, stride_table = ring
+    kv, score, position_bias, stride_kv, stride_score, stride_bias = inputs
+    WINDOW: tl.constexpr = RATIO * (WIDTH // HEAD_DIM)
+    newest = position.to(tl.int32)
+    dim = first + tl.arange(0, CHANNELS)
+    largest = tl.full((CHANNELS,), float("-inf"), tl.float32)
+    total = tl.zeros((CHANNELS,), tl.float32)
+    pooled = tl.zeros((CHANNELS,), tl.float32)
+    for start in range(0, WINDOW, STATES):
+        state = start + tl.arange(0, STATES)
+        back = WINDOW - 1 - state
+        source = newest - back
+        near = row - back
+        wanted = (back >= 0) & (source >= 0)
+        here = wanted & (near >= 0)
+        here &= tl.load(req_id_per_token + near, mask=here, other=-1) == request
+        here &= tl.load(positions + near, mask=here, other=-1) == source
+        # in 32 bits: a division in 64 for each state would take longer than its loads
+        page = source // state_block_size
+        # asked for whether the state is stored or not: one wait less
+        entry = state_block_table + request * stride_table + page % max_blocks
+        block = tl.load(entry, mask=wanted, other=-1).to(tl.int64)
+        stored = wanted & (here == 0) & (block >= 0) & (block < num_state_blocks)
+        offset = (source - page * state_block_size).to(tl.int64)
+
+        # the older half of a group with overlap takes the first series of its tokens, the newer the second
+        channel = (state // RATIO * HEAD_DIM)[:, None] + dim[None, :]
+        new = here[:, None]
+        old = stored[:, None]
+        new_key = widen(tl.load(kv + (near * stride_kv)[:, None] + channel, mask=new, other=0.0))
+        new_score = widen(tl.load(score + (near * stride_score)[:, None] + channel, mask=new, other=0.0))
+        new_score += tl.load(position_bias + (state % RATIO * stride_bias)[:, None] + channel, mask=new, other=0.0)
+        place = block * (stride_state_4 * 4) + offset * (2 * WIDTH)
+        old_state = state_cache + place[:, None] + channel
+        key = tl.where(new, new_key, tl.load(old_state, mask=old, other=0.0))
+        weight = tl.where(new, new_score, tl.load(old_state + WIDTH, mask=old, other=float("-inf")))
+
+        higher = tl.maximum(largest, tl.max(weight, axis=0))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp(weight - shift[None, :])
+        rescale = tl.exp(largest - shift)
+        total = total * rescale + tl.sum(weight, axis=0)
+        pooled = pooled * rescale + tl.sum(weight * key, axis=0)
+        largest = higher
+    return pooled / total
+
+
+@triton.jit
+def _store_entry(
+    pooled,
+    position,
+    slot,
+    norm_weight,
+    cos_sin,
+    stride_cos_sin,
+    cache,
+    eps,
+    RATIO: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    PLANAR: tl.constexpr,
+):
+    """Normalises, rotates and writes one pooled group. `cache`: tensor, tokens of a block, block stride over 16."""
+    kv_cache, block_size, stride_block_16 = cache
+    dim = tl.arange(0, HEAD_DIM)
+    angle = position - (RATIO - 1)
+    inverse = tl.rsqrt(tl.sum(pooled * pooled, axis=0) / HEAD_DIM + eps)
+    normed = pooled * inverse * widen(tl.load(norm_weight + dim))
+    first, second = tl.split(tl.reshape(normed, (HEAD_DIM // 2, 2)))
+    pair = tl.arange(0, HEAD_DIM // 2) - (HEAD_DIM - ROPE) // 2
+    turned = pair >= 0
+    cos = tl.load(cos_sin + angle * stride_cos_sin + pair, mask=turned, other=1.0)
+    sin = tl.load(cos_sin + angle * stride_cos_sin + ROPE // 2 + pair, mask=turned, other=0.0)
+    rotated = tl.join(
+        tl.where(turned, first * cos - second * sin, first),
+        tl.where(turned, second * cos + first * sin, second),
+    )
+    entry = tl.reshape(rotated, (HEAD_DIM,))
+    UNIT: tl.constexpr = 16 // (kv_cache.dtype.element_ty.primitive_bitwidth // 8)
+    target = kv_cache + slot // block_size * (stride_block_16 * UNIT)
+    if PLANAR and HEAD_DIM == 128:
+        store_index_key(entry, target, slot % block_size, block_size)
+    elif PLANAR:
+        _store_planar(entry, target, slot % block_size, block_size, HEAD_DIM)
+    else:
+        tl.store(target + slot % block_size * HEAD_DIM + dim, convert(entry, kv_cache.dtype.element_ty))
+
+
+@triton.jit
+def _completes(row, req_id_per_token, positions, slot_mapping, num_requests, num_slots, max_positions, RATIO, there):
+    """Request, position and slot of tokens, whether they are no padding, and whether each writes a group's entry."""
+    request = tl.load(req_id_per_token + row, mask=there, other=-1).to(tl.int64)
+    position = tl.load(positions + row, mask=there, other=-1).to(tl.int64)
+    slot = tl.load(slot_mapping + row, mask=there, other=-1).to(tl.int64)
+    live = (request >= 0) & (request < num_requests) & (position >= 0)
+    written = (slot >= 0) & (slot < num_slots) & (position - (RATIO - 1) < max_positions)
+    return request, position, slot, live, live & ((position + 1) % RATIO == 0) & written
 
 
 @sized_jit(any_alignment=("req_id_per_token", "positions", "slot_mapping", "state_block_table"))
@@ -129,11 +212,13 @@ def _compress_kernel(
     cos_sin,
     state_cache,
     kv_cache,
+    pooled_groups,
     state_block_table,
     req_id_per_token,
     positions,
     slot_mapping,
     eps: tl.float32,
+    num_tokens: tl.int32,
     num_requests: tl.int32,
     max_blocks: tl.int32,
     num_state_blocks: tl.int64,
@@ -153,133 +238,114 @@ def _compress_kernel(
     HEAD_DIM: tl.constexpr,
     ROPE: tl.constexpr,
     PLANAR: tl.constexpr,
+    CHANNELS: tl.constexpr,
     STATES: tl.constexpr,
+    ROWS: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """Pools, normalises, rotates and writes the entry of the group that a token completes, if it completes one.
+    """Pools the groups that tokens complete; with every channel, normalises, rotates and writes their entries too.
 
-    Grid: (tokens,). The group goes by in tiles of STATES states, all channels in registers, under a running maximum
-    for each channel. A state is read from this step's rows where the token that many rows up is the one wanted, else
-    from the state cache; before the request's beginning, and where there is no block, it has no weight. With STORE the
-    token's own state is written too: the launcher asks for it when no slot written in this step can be one that is
-    read. Shared memory holds a reduction across warps.
+    Grid: (tokens / ROWS, HEAD_DIM / CHANNELS). With fewer channels the pooled group goes to `pooled_groups`, a row of
+    HEAD_DIM float32 for each token, for `_finish_kernel`. With STORE the tokens' own states are written too: the
+    launcher asks for it when no slot written in this step can be one that is read. Shared memory holds reductions
+    across warps.
     """
-    row = tl.program_id(0).to(tl.int64)
-    request = tl.load(req_id_per_token + row).to(tl.int64)
-    position = tl.load(positions + row).to(tl.int64)
-    live = (request >= 0) & (request < num_requests) & (position >= 0)
-    if live:
+    first = tl.program_id(1) * CHANNELS
+    ring = state_cache, state_block_table, max_blocks, num_state_blocks, state_block_size, stride_state_4, stride_table
+    inputs = kv, score, position_bias, stride_kv, stride_score, stride_bias
+    begin = tl.program_id(0).to(tl.int64) * ROWS
+    lane = tl.arange(0, ROWS)
+    _, _, _, live, completes = _completes(
+        begin + lane,
+        req_id_per_token,
+        positions,
+        slot_mapping,
+        num_requests,
+        num_slots,
+        max_positions,
+        RATIO,
+        begin + lane < num_tokens,
+    )
+    # tokens that have something to do, one after the other
+    pending = (live if STORE else completes).to(tl.int32)
+    for _ in range(tl.sum(pending)):
+        offset = tl.min(tl.where(pending != 0, lane, ROWS))
+        pending = tl.where(lane == offset, 0, pending)
+        row = begin + offset
+        request, position, slot, _, writes = _completes(
+            row, req_id_per_token, positions, slot_mapping, num_requests, num_slots, max_positions, RATIO, True
+        )
+        token = row, request, position
         if STORE:
-            _store_state(
-                kv,
-                score,
-                position_bias,
-                state_cache,
-                state_block_table,
-                row,
-                request,
-                position,
-                max_blocks,
-                num_state_blocks,
-                state_block_size,
-                stride_kv,
-                stride_score,
-                stride_bias,
-                stride_state_4,
-                stride_table,
-                RATIO,
-                WIDTH,
+            for series in tl.static_range(WIDTH // HEAD_DIM):
+                _store_state(token, ring, inputs, series * HEAD_DIM + first, RATIO, WIDTH, CHANNELS)
+        if writes:
+            pooled = _pool(
+                token, ring, inputs, req_id_per_token, positions, first, RATIO, WIDTH, HEAD_DIM, CHANNELS, STATES
             )
-        slot = tl.load(slot_mapping + row).to(tl.int64)
-        angle = position - (RATIO - 1)
-        completes = ((position + 1) % RATIO == 0) & (slot >= 0) & (slot < num_slots) & (angle < max_positions)
-        if completes:
-            WINDOW: tl.constexpr = RATIO * (WIDTH // HEAD_DIM)
-            newest = position.to(tl.int32)
-            dim = tl.arange(0, HEAD_DIM)
-            largest = tl.full((HEAD_DIM,), float("-inf"), tl.float32)
-            total = tl.zeros((HEAD_DIM,), tl.float32)
-            pooled = tl.zeros((HEAD_DIM,), tl.float32)
-            near, here, place, stored = _find_states(
-                0,
-                row,
-                request,
-                newest,
-                state_block_table,
-                req_id_per_token,
-                positions,
-                max_blocks,
-                num_state_blocks,
-                state_block_size,
-                stride_state_4,
-                stride_table,
-                WINDOW,
-                WIDTH,
-                STATES,
-            )
-            for start in range(0, WINDOW, STATES):
-                # the older half of a group with overlap takes the first series of its tokens, the newer the second
-                state = start + tl.arange(0, STATES)
-                channel = (state // RATIO * HEAD_DIM)[:, None] + dim[None, :]
-                new = here[:, None]
-                old = stored[:, None]
-                new_key = widen(tl.load(kv + (near * stride_kv)[:, None] + channel, mask=new, other=0.0))
-                new_score = widen(tl.load(score + (near * stride_score)[:, None] + channel, mask=new, other=0.0))
-                new_score += tl.load(
-                    position_bias + (state % RATIO * stride_bias)[:, None] + channel, mask=new, other=0.0
+            if CHANNELS == HEAD_DIM:
+                cache = kv_cache, block_size, stride_block_16
+                _store_entry(
+                    pooled,
+                    position,
+                    slot,
+                    norm_weight,
+                    cos_sin,
+                    stride_cos_sin,
+                    cache,
+                    eps,
+                    RATIO,
+                    HEAD_DIM,
+                    ROPE,
+                    PLANAR,
                 )
-                old_state = state_cache + place[:, None] + channel
-                key = tl.where(new, new_key, tl.load(old_state, mask=old, other=0.0))
-                weight = tl.where(new, new_score, tl.load(old_state + WIDTH, mask=old, other=float("-inf")))
-                if WINDOW > STATES:
-                    # the next round's loads of addresses, while this round's states are on their way
-                    near, here, place, stored = _find_states(
-                        start + STATES,
-                        row,
-                        request,
-                        newest,
-                        state_block_table,
-                        req_id_per_token,
-                        positions,
-                        max_blocks,
-                        num_state_blocks,
-                        state_block_size,
-                        stride_state_4,
-                        stride_table,
-                        WINDOW,
-                        WIDTH,
-                        STATES,
-                    )
-
-                higher = tl.maximum(largest, tl.max(weight, axis=0))
-                shift = tl.where(higher == float("-inf"), 0.0, higher)
-                weight = tl.exp(weight - shift[None, :])
-                rescale = tl.exp(largest - shift)
-                total = total * rescale + tl.sum(weight, axis=0)
-                pooled = pooled * rescale + tl.sum(weight * key, axis=0)
-                largest = higher
-
-            pooled /= total
-            inverse = tl.rsqrt(tl.sum(pooled * pooled, axis=0) / HEAD_DIM + eps)
-            normed = pooled * inverse * widen(tl.load(norm_weight + dim))
-            first, second = tl.split(tl.reshape(normed, (HEAD_DIM // 2, 2)))
-            pair = tl.arange(0, HEAD_DIM // 2) - (HEAD_DIM - ROPE) // 2
-            turned = pair >= 0
-            cos = tl.load(cos_sin + angle * stride_cos_sin + pair, mask=turned, other=1.0)
-            sin = tl.load(cos_sin + angle * stride_cos_sin + ROPE // 2 + pair, mask=turned, other=0.0)
-            rotated = tl.join(
-                tl.where(turned, first * cos - second * sin, first),
-                tl.where(turned, second * cos + first * sin, second),
-            )
-            entry = tl.reshape(rotated, (HEAD_DIM,))
-            UNIT: tl.constexpr = 16 // (kv_cache.dtype.element_ty.primitive_bitwidth // 8)
-            target = kv_cache + slot // block_size * (stride_block_16 * UNIT)
-            if PLANAR and HEAD_DIM == 128:
-                store_index_key(entry, target, slot % block_size, block_size)
-            elif PLANAR:
-                _store_planar(entry, target, slot % block_size, block_size, HEAD_DIM)
             else:
-                tl.store(target + slot % block_size * HEAD_DIM + dim, convert(entry, kv_cache.dtype.element_ty))
+                tl.store(pooled_groups + row * HEAD_DIM + first + tl.arange(0, CHANNELS), pooled)
+
+
+@sized_jit(any_alignment=("req_id_per_token", "positions", "slot_mapping"))
+def _finish_kernel(
+    pooled_groups,
+    norm_weight,
+    cos_sin,
+    kv_cache,
+    req_id_per_token,
+    positions,
+    slot_mapping,
+    eps: tl.float32,
+    num_requests: tl.int32,
+    num_slots: tl.int64,
+    block_size: tl.int32,
+    max_positions: tl.int64,
+    stride_cos_sin: tl.int64,
+    stride_block_16: tl.int64,
+    RATIO: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    PLANAR: tl.constexpr,
+):
+    """Writes the entry of the group that a token completes, from its pooled channels. Grid: (tokens,)."""
+    row = tl.program_id(0).to(tl.int64)
+    _, position, slot, _, writes = _completes(
+        row, req_id_per_token, positions, slot_mapping, num_requests, num_slots, max_positions, RATIO, True
+    )
+    if writes:
+        pooled = tl.load(pooled_groups + row * HEAD_DIM + tl.arange(0, HEAD_DIM))
+        cache = kv_cache, block_size, stride_block_16
+        _store_entry(
+            pooled,
+            position,
+            slot,
+            norm_weight,
+            cos_sin,
+            stride_cos_sin,
+            cache,
+            eps,
+            RATIO,
+            HEAD_DIM,
+            ROPE,
+            PLANAR,
+        )
 
 
 @sized_jit(any_alignment=("req_id_per_token", "positions", "state_block_table"))
@@ -314,26 +380,18 @@ def _store_state_kernel(
     replaced = there & (tl.load(req_id_per_token + later, mask=there, other=-1) == request)
     replaced &= tl.load(positions + later, mask=there, other=-1) == position + capacity
     if (request >= 0) & (request < num_requests) & (position >= 0) & (replaced == 0):
-        _store_state(
-            kv,
-            score,
-            position_bias,
+        token = row, request, position
+        ring = (
             state_cache,
             state_block_table,
-            row,
-            request,
-            position,
             max_blocks,
             num_state_blocks,
             state_block_size,
-            stride_kv,
-            stride_score,
-            stride_bias,
             stride_state_4,
             stride_table,
-            RATIO,
-            WIDTH,
         )
+        inputs = kv, score, position_bias, stride_kv, stride_score, stride_bias
+        _store_state(token, ring, inputs, 0, RATIO, WIDTH, WIDTH)
 
 
 def fits_in_one_launch(num_tokens: int, window: int, capacity: int) -> bool:
@@ -369,8 +427,12 @@ def compress_and_cache(
     num_blocks, block_size, block_stride, _ = geometry(kv_cache, cache_format)
     window = ratio * (width // head_dim)
     together = fits_in_one_launch(num_tokens, window, max_blocks * state_block_size)
-    states, num_warps = tile(window)
-    _compress_kernel[(num_tokens,)](
+    channels, states, num_warps = tile(window, head_dim)
+    rows = rows_of_a_program(num_tokens, channels, head_dim)
+    whole = channels == head_dim
+    pooled = norm_weight if whole else torch.empty(num_tokens, head_dim, dtype=torch.float32, device=kv.device)
+    entry = {"HEAD_DIM": head_dim, "ROPE": cos_sin.shape[1], "PLANAR": get_format(cache_format).planar}
+    _compress_kernel[(cdiv(num_tokens, rows), head_dim // channels)](
         kv,
         score,
         position_bias,
@@ -378,11 +440,13 @@ def compress_and_cache(
         cos_sin,
         state_cache,
         kv_cache,
+        pooled,
         state_block_table,
         req_id_per_token,
         positions,
         slot_mapping,
         eps,
+        num_tokens,
         num_requests,
         max_blocks,
         num_state_blocks,
@@ -399,13 +463,33 @@ def compress_and_cache(
         block_stride // 16,
         RATIO=ratio,
         WIDTH=width,
-        HEAD_DIM=head_dim,
-        ROPE=cos_sin.shape[1],
-        PLANAR=get_format(cache_format).planar,
+        **entry,
+        CHANNELS=channels,
         STATES=states,
+        ROWS=rows,
         STORE=together,
         num_warps=num_warps,
     )
+    if not whole:
+        _finish_kernel[(num_tokens,)](
+            pooled,
+            norm_weight,
+            cos_sin,
+            kv_cache,
+            req_id_per_token,
+            positions,
+            slot_mapping,
+            eps,
+            num_requests,
+            num_blocks * block_size,
+            block_size,
+            cos_sin.shape[0],
+            cos_sin.stride(0),
+            block_stride // 16,
+            RATIO=ratio,
+            **entry,
+            num_warps=4,
+        )
     if not together:
         _store_state_kernel[(num_tokens,)](
             kv,
