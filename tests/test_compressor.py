@@ -406,6 +406,31 @@ def test_one_launch_only_where_no_write_meets_a_read() -> None:
                 assert fits_in_one_launch(num_tokens, window, capacity) == (not clash)
 
 
+@pytest.mark.parametrize("geometry", [HCA, LONG_OVERLAP], ids=NAMES.get)
+def test_programs_of_many_tokens_write_the_bits_of_programs_of_one(
+    triton_lowering: None, geometry: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests side by side, padding, a group that a token completes in every place of a program, and states that
+    are stored in the same launch."""
+    from mla_ops.kernels.triton import compressor
+
+    weights, length = Weights(geometry), 2 * geometry.ratio + 5
+    kv, score = history(geometry, 2 * length + 3)
+    requests = [0] * length + [-1] * 3 + [1] * length
+    positions = [*range(length), 0, 1, 2, *range(length)]
+    engines = []
+    for many_tokens in (1, 10**6):
+        monkeypatch.setattr(compressor, "MANY_TOKENS", many_tokens)
+        torch.manual_seed(0)
+        engine = Engine(weights, 2, 2, state_blocks=4, state_block_size=geometry.window + length)
+        assert compressor.fits_in_one_launch(len(requests), geometry.window, 4 * (geometry.window + length))
+        engine.step(kv, score, requests, positions)
+        engines.append(engine)
+    assert_same_bits(engines[0].states, engines[1].states, "states")
+    assert_same_bits(engines[0].cache, engines[1].cache, "cache")
+    assert engines[0].entries(1, 2).abs().sum() > 0
+
+
 def test_one_graph_serves_every_number_of_tokens() -> None:
     weights = Weights(INDEXER, "cpu")
 

@@ -255,7 +255,7 @@ def _compress_kernel(
     inputs = kv, score, position_bias, stride_kv, stride_score, stride_bias
     begin = tl.program_id(0).to(tl.int64) * ROWS
     lane = tl.arange(0, ROWS)
-    _, _, _, live, completes = _completes(
+    requests, tokens, slots, live, completes = _completes(
         begin + lane,
         req_id_per_token,
         positions,
@@ -266,16 +266,17 @@ def _compress_kernel(
         RATIO,
         begin + lane < num_tokens,
     )
-    # tokens that have something to do, one after the other
+    # the tokens that have something to do, one after the other
     pending = (live if STORE else completes).to(tl.int32)
     for _ in range(tl.sum(pending)):
         offset = tl.min(tl.where(pending != 0, lane, ROWS))
-        pending = tl.where(lane == offset, 0, pending)
+        chosen = lane == offset
+        pending = tl.where(chosen, 0, pending)
+        position = tl.sum(tl.where(chosen, tokens, 0))
+        slot = tl.sum(tl.where(chosen, slots, 0))
+        writes = tl.max(tl.where(chosen, completes.to(tl.int32), 0)) != 0
         row = begin + offset
-        request, position, slot, _, writes = _completes(
-            row, req_id_per_token, positions, slot_mapping, num_requests, num_slots, max_positions, RATIO, True
-        )
-        token = row, request, position
+        token = row, tl.sum(tl.where(chosen, requests, 0)), position
         if STORE:
             for series in tl.static_range(WIDTH // HEAD_DIM):
                 _store_state(token, ring, inputs, series * HEAD_DIM + first, RATIO, WIDTH, CHANNELS)
