@@ -406,7 +406,7 @@ def test_one_launch_only_where_no_write_meets_a_read() -> None:
                 assert fits_in_one_launch(num_tokens, window, capacity) == (not clash)
 
 
-@pytest.mark.parametrize("geometry", [HCA, LONG_OVERLAP], ids=NAMES.get)
+@pytest.mark.parametrize("geometry", [Geometry(16, 1, 128), LONG_OVERLAP], ids=["ratio 16", "ratio 6 with overlap"])
 def test_programs_of_many_tokens_write_the_bits_of_programs_of_one(
     triton_lowering: None, geometry: Geometry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
