@@ -5,7 +5,8 @@
 - `merge`: what joining the ranks' attention costs, as graph replays: one exchange and one launch (`merge_heads`), an
   all-gather of lse and a reduce-scatter of float32 (`merge_heads_by_sum`), every head everywhere (`merge`), beside an
   all-reduce of float32 outputs, and of what a layer sums up under tensor parallelism.
-- `steps`: a captured decode step of that model at a context, on one rank and under every layout.
+- `steps`: a captured decode step of that model at a context, on one rank and under every layout, and the sums of its
+  kernels' times on the first rank, by kind. A collective's kernel waits for the other rank.
 
 Without a GPU it runs on gloo, and nothing is captured.
 """
@@ -32,6 +33,14 @@ from mla_ops.models import GenerationSession, decoder_for
 
 BLOCK_SIZE = 128
 LAYOUTS = ("one rank", "tp", "dcp", "tp + dcp")
+# what a kernel's name has in it, the first that fits
+KINDS = {
+    "collectives": ("nccl",),
+    "selection": ("indexer", "index_query", "topk", "select_keys"),
+    "attention": ("attention", "attend", "merge_", "heads_kernel"),
+    "products": ("gemm", "gemv", "nvjet", "cutlass", "splitk"),
+    "other": ("",),
+}
 
 
 class Bench:
@@ -174,12 +183,28 @@ def steps(bench: Bench) -> None:
             for layout in LAYOUTS:
                 if bench.late():
                     return
-                taken = step_time(bench, layout, batch, context)
-                bench.say(f"  {context:7} tokens, B = {batch:3}, {layout:9} {taken:7.0f}")
+                taken, parts = step_time(bench, layout, batch, context)
+                sums = ", ".join(f"{kind} {us:.0f}" for kind, us in parts.items())
+                bench.say(f"  {context:7} tokens, B = {batch:3}, {layout:9} {taken:7.0f}  ({sums})")
+
+
+def sums_of_kernels(step: Callable[[], Any], repeats: int = 4) -> dict[str, float]:
+    """Microseconds that the kernels of a step take, by kind; one that runs beside another counts as well."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            step()
+        torch.cuda.synchronize()
+    sums = dict.fromkeys((*KINDS, "all"), 0.0)
+    for event in profile.key_averages():
+        kind = next(kind for kind, names in KINDS.items() if any(name in event.key.lower() for name in names))
+        for name in (kind, "all"):
+            sums[name] += event.self_device_time_total / repeats
+    return sums
 
 
 @torch.no_grad()
-def step_time(bench: Bench, layout: str, batch: int, context: int) -> float:
+def step_time(bench: Bench, layout: str, batch: int, context: int) -> tuple[float, dict[str, float]]:
+    """Microseconds of a step, and of its kernels by kind; without a GPU of the step alone."""
     length = context + BLOCK_SIZE
     decoder = bench.decoder(layout, torch.bfloat16, length)
     session = GenerationSession(
@@ -195,8 +220,10 @@ def step_time(bench: Bench, layout: str, batch: int, context: int) -> float:
     session.max_new_tokens.fill_(BLOCK_SIZE)
     session.num_generated.fill_(1)
     session.active.fill_(True)
+    parts = {}
     if bench.gpu:
         taken = bench.replays(session.step, 20)
+        parts = sums_of_kernels(session.step)
     else:
         began = time.perf_counter()
         session.step()
@@ -206,7 +233,7 @@ def step_time(bench: Bench, layout: str, batch: int, context: int) -> float:
     gc.collect()
     if bench.gpu:
         torch.cuda.empty_cache()
-    return taken
+    return taken, parts
 
 
 def fill(latent: torch.Tensor, index_keys: torch.Tensor, device: torch.device) -> None:
