@@ -271,8 +271,10 @@ def computing(
             increment_version(tensors.values())
 
         _CONTRACTS[name] = contract
+        # first, since a call that names no overload tries them in this order
+        default = _register(schema, fake, real)
         _register(out_schema, fake_out, real_out)
-        return _register(schema, fake, real)
+        return default
 
     return define
 
