@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import common
 from mla_ops import formats
-from mla_ops.meta.cache import describe_concat_and_cache, describe_gather_cache
+from mla_ops.registry import describe
 
 BLOCK_SIZE = 64
 
@@ -137,7 +137,7 @@ def build_concat(num_tokens: int, cache_format: str, arguments: argparse.Namespa
 
     shape: dict[str, int | str] = {"T": num_tokens, "format": cache_format}
     bytes_moved = num_tokens * (2 * head_dim + 8 + formats.FORMATS[cache_format].bytes_per_token())
-    call = describe_concat_and_cache(sets[0][0], sets[0][1], kv_cache, sets[0][2], cache_format)
+    call = describe("concat_and_cache", sets[0][0], sets[0][1], kv_cache, sets[0][2], cache_format)
     return common.Case(call, shape, runs, kv_cache.zero_, check, bytes_moved)
 
 
@@ -178,7 +178,7 @@ def build_gather(num_requests: int, context: int, cache_format: str, arguments: 
 
     shape: dict[str, int | str] = {"requests": num_requests, "context": context, "format": cache_format}
     bytes_moved = num_rows * (formats.FORMATS[cache_format].bytes_per_token() + head_dim * outputs[0].element_size())
-    call = describe_gather_cache(kv_cache, tables[0], seq_lens, cu_seq_lens, num_rows, cache_format)
+    call = describe("gather_cache", kv_cache, tables[0], seq_lens, cu_seq_lens, num_rows, cache_format)
     return common.Case(call, shape, runs, partial(outputs[0].fill_, torch.nan), check, bytes_moved)
 
 

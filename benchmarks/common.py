@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -466,6 +467,16 @@ def describe_machine(device: torch.device) -> dict[str, str]:
     }
 
 
+def json_text(content: dict[str, Any]) -> str:
+    """Families of rows as JSON, a line for each row: so a run can be compared with an earlier one."""
+    families = []
+    for family, table in content.items():
+        head = json.dumps({name: value for name, value in table.items() if name != "rows"})[:-1]
+        rows = ",\n".join(json.dumps(row) for row in table["rows"])
+        families.append(f'"{family}": {head}, "rows": [\n{rows}\n]}}')
+    return "{\n" + ",\n".join(families) + "\n}\n"
+
+
 def run_benchmark(family: str, cases: Iterable[Callable[[], Case]], arguments: argparse.Namespace) -> int:
     """Measures and prints every case. Returns the exit status: 0, or 1 if a row failed its check.
 
@@ -502,7 +513,7 @@ def run_benchmark(family: str, cases: Iterable[Callable[[], Case]], arguments: a
             "floors": asdict(floors),
             "rows": [{**asdict(row), "passed": row.passed} for row in rows],
         }
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+        arguments.json.write_text(json_text(content))
     failed = [row for row in rows if not row.passed]
     for row in failed:
         print(f"WRONG: {format_row(row)}", file=sys.stderr)

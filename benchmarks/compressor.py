@@ -14,7 +14,7 @@ import torch
 from benchmarks import common
 from mla_ops import formats
 from mla_ops.kernels.reference.cache import read_slots
-from mla_ops.meta.compressor import describe_compress_and_cache
+from mla_ops.registry import describe
 from mla_ops.testing import tolerances
 
 BLOCK_SIZE = 64
@@ -120,7 +120,7 @@ def build_case(
     bytes_moved = num_requests * (query_len * 4 * width + read + kept * 8 * width + groups * entry_bytes)
     labels: dict[str, int | str] = {"layer": name, "requests": num_requests, "query_len": query_len}
     labels["format"] = cache_format
-    call = describe_compress_and_cache(*sets[0], *weights, *caches, *tokens, EPS, cache_format)
+    call = describe("compress_and_cache", *sets[0], *weights, *caches, *tokens, EPS, cache_format)
     return common.Case(call, labels, runs, kv_cache.zero_, check, bytes_moved)
 
 

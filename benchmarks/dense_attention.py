@@ -25,7 +25,7 @@ from benchmarks import attention, common
 from benchmarks.cache import fill_cache, read_keys
 from mla_ops import formats
 from mla_ops.kernels import flash_mla
-from mla_ops.meta.dense_attention import describe_paged, describe_prefill
+from mla_ops.registry import describe
 
 Set = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -112,7 +112,7 @@ def build_prefill(
     ]
     rows = num_tokens * num_heads
     return common.Case(
-        describe_prefill(*sets[0]),
+        describe("prefill_attention", *sets[0], *bounds),
         {"T": num_tokens, "H": num_heads, "dims": f"{head_dim}/{head_dim_v}"},
         runs,
         partial(attention.poison, outputs[0]),
@@ -237,7 +237,7 @@ def build_paged(
         peers = dense_peers(queries, kv_cache, tables[0], lens, softmax_scale, compare)
     rows = num_tokens * num_heads
     return common.Case(
-        describe_paged(queries[0], kv_cache, tables[0], requests, lens, softmax_scale, cache_format),
+        describe("paged_attention", queries[0], kv_cache, tables[0], requests, lens, softmax_scale, cache_format),
         {**label, "H": num_heads, "format": cache_format},
         runs,
         partial(attention.poison, outputs[0]),

@@ -11,13 +11,7 @@ import torch
 
 from benchmarks import common
 from mla_ops.dispatch import Call
-from mla_ops.meta.index import (
-    describe_combine,
-    describe_compressed,
-    describe_convert,
-    describe_filter,
-    describe_sliding_window,
-)
+from mla_ops.registry import describe
 
 BLOCK_SIZE = 64
 
@@ -72,7 +66,12 @@ def build_convert(num_tokens: int, topk: int, compact: bool, arguments: argparse
     shape: dict[str, int | str] = {"T": num_tokens, "topk": topk, "compact": str(compact)}
     bytes_moved = 4 * (2 * num_tokens * topk + block_table.numel() + 2 * num_tokens)
     return common.Case(
-        describe_convert(request, block_table, sets[0], BLOCK_SIZE), shape, runs, poison, check, bytes_moved
+        describe("convert_req_index_to_global_index", request, block_table, sets[0], BLOCK_SIZE),
+        shape,
+        runs,
+        poison,
+        check,
+        bytes_moved,
     )
 
 
@@ -104,7 +103,9 @@ def build_filter(num_tokens: int, topk: int, arguments: argparse.Namespace) -> c
 
     shape: dict[str, int | str] = {"T": num_tokens, "topk": topk}
     bytes_moved = 4 * (3 * num_tokens * topk + num_tokens)
-    return common.Case(describe_filter(sets[0], context_lens), shape, runs, poison, check, bytes_moved)
+    return common.Case(
+        describe("filter_prefill_indices", sets[0], context_lens), shape, runs, poison, check, bytes_moved
+    )
 
 
 def builder_case(
@@ -184,7 +185,7 @@ def build_window(num_tokens: int, context: int, arguments: argparse.Namespace) -
         return [table[request[token]][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in window]
 
     sizes = (WINDOW, BLOCK_SIZE)
-    op, call = torch.ops.mla.sliding_window_indices.out, describe_sliding_window(*sets[0], *sizes)
+    op, call = torch.ops.mla.sliding_window_indices.out, describe("sliding_window_indices", *sets[0], *sizes)
     shape: dict[str, int | str] = {"window": WINDOW, "context": context}
     entries = WINDOW // BLOCK_SIZE + 1
     return builder_case(op, call, list(sets), sizes, WINDOW, row, shape, sets[0][2], entries)
@@ -200,7 +201,7 @@ def build_compressed(num_tokens: int, context: int, arguments: argparse.Namespac
         return [table[request[token]][i // C128A_BLOCK_SIZE] * C128A_BLOCK_SIZE + i % C128A_BLOCK_SIZE for i in there]
 
     sizes = (C128A_RATIO, C128A_BLOCK_SIZE, width)
-    op, call = torch.ops.mla.compressed_indices.out, describe_compressed(*sets[0], *sizes)
+    op, call = torch.ops.mla.compressed_indices.out, describe("compressed_indices", *sets[0], *sizes)
     shape: dict[str, int | str] = {"width": width, "context": context}
     return builder_case(op, call, list(sets), sizes, width, row, shape, sets[0][2], width // C128A_BLOCK_SIZE)
 
@@ -228,7 +229,7 @@ def build_combine(num_tokens: int, topk: int, arguments: argparse.Namespace) -> 
         valid = [i for i in chosen[token] if 0 <= i < (position + 1) // C4A_RATIO]
         return valid + [window_offset + p - start for p in window]
 
-    op, call = torch.ops.mla.combine_topk_swa_indices.out, describe_combine(*sets[0], *sizes)
+    op, call = torch.ops.mla.combine_topk_swa_indices.out, describe("combine_topk_swa_indices", *sets[0], *sizes)
     return builder_case(op, call, list(sets), sizes, topk + WINDOW, row, {"topk": topk, "window": WINDOW})
 
 

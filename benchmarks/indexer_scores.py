@@ -18,7 +18,7 @@ import torch
 from benchmarks import common
 from mla_ops import formats
 from mla_ops.kernels.reference.indexer import read_index_keys
-from mla_ops.meta.indexer import describe_logits, describe_paged_logits
+from mla_ops.registry import describe
 from mla_ops.testing.index_scores import exact_scores
 
 BLOCK_SIZE, DIM, MAX_SLOTS = 64, 128, 2**23
@@ -129,7 +129,7 @@ def build_flat(num_tokens: int, num_keys: int, num_heads: int, arguments: argpar
         peer = deep_gemm.fp8_mqa_logits
         calls["DeepGEMM"] = [partial(peer, q, (k, s), w, starts, ends, False) for q, k, w, s in sets]
     scores = int(ends.long().sum())
-    call = describe_logits(*sets[0][:3], starts, ends)
+    call = describe("indexer_logits", *sets[0][:3], starts, ends)
     return common.Case(
         call,
         {"keys": num_keys, "T": num_tokens, "H": num_heads},
@@ -211,7 +211,7 @@ def build_paged(
 
         calls["DeepGEMM"] = [partial(score, *given, plan()) for given in sets]
         calls["DeepGEMM and its schedule"] = [partial(score, *given, None) for given in sets]
-    call = describe_paged_logits(*sets[0][:1], cache, sets[0][1], *rest, num_keys, "fp8_index")
+    call = describe("paged_indexer_logits", *sets[0][:1], cache, sets[0][1], *rest, num_keys, "fp8_index")
     return common.Case(
         call,
         {"keys": num_keys, "B": num_requests, "next_n": tokens_each, "H": num_heads},

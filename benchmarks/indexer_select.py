@@ -18,7 +18,7 @@ import torch
 from benchmarks import common
 from benchmarks.indexer_scores import BLOCK_SIZE, DIM, flat_inputs, load_deep_gemm, paged_inputs
 from benchmarks.indexer_topk_peers import PEERS, same_values
-from mla_ops.meta.indexer import describe_select, describe_select_flat
+from mla_ops.registry import describe
 
 TOPK = 2048
 FORMAT = "fp8_index"
@@ -128,7 +128,7 @@ def build_paged(
 
         scores_of["DeepGEMM"] = peer
     return common.Case(
-        describe_select(sets[0][0], cache, sets[0][1], *rest, topk, FORMAT),
+        describe("select_keys", sets[0][0], cache, sets[0][1], *rest, topk, FORMAT),
         {"keys": num_keys, "B": num_requests, "next_n": tokens_each, "H": num_heads},
         runs,
         partial(indices.fill_, -7),
@@ -161,7 +161,7 @@ def build_flat(num_tokens: int, num_keys: int, num_heads: int, arguments: argpar
 
         scores_of["DeepGEMM"] = peer
     return common.Case(
-        describe_select_flat(*sets[0][:3], starts, ends, topk, k_scale=sets[0][3]),
+        describe("select_keys.flat", *sets[0][:3], starts, ends, topk, k_scale=sets[0][3]),
         {"keys": num_keys, "T": num_tokens, "H": num_heads},
         runs,
         partial(indices.fill_, -7),

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import common, indexer_topk_peers
-from mla_ops.meta.indexer import describe_topk
+from mla_ops.registry import describe
 
 TOPK = 2048
 ROWS_CHECKED_AT_ONCE = 2**24  # scores
@@ -81,7 +81,7 @@ def build_topk(kind: str, num_tokens: int, num_columns: int, topk: int, argument
         peers = indexer_topk_peers.topk_peers(arguments.peers, sets, topk) if kind == "normal" else {}
         peers |= indexer_topk_peers.torch_peer(sets, topk)
     shape: dict[str, int | str] = {"T": num_tokens, "columns": num_columns, "topk": topk, "scores": kind}
-    call = describe_topk(sets[0][0], topk, row_ends=lengths)
+    call = describe("topk_indices", sets[0][0], topk, row_ends=lengths)
     bytes_moved = 4 * num_tokens * (num_columns + topk + 2)
     return common.Case(call, shape, runs, poison, check, bytes_moved, peers=peers, against_fastest=True)
 

@@ -22,10 +22,10 @@ from benchmarks.attention import BLOCK_SIZE, random_block_table
 from benchmarks.cache import fill_cache
 from mla_ops import dispatch, formats
 from mla_ops.demo.model import build_small_model
-from mla_ops.meta.indexer import describe_select
 from mla_ops.models import decoder_for, latent
 from mla_ops.models.latent import LatentAttention
 from mla_ops.models.parts import choose_keys
+from mla_ops.registry import describe
 
 FORMAT = "fp8_ds_mla"
 INDEX_FORMAT = "fp8_index"
@@ -197,8 +197,9 @@ class Layer:
 def build_case(num_requests: int, context: int, what: str, arguments: argparse.Namespace) -> common.Case:
     layer = Layer(num_requests, context, arguments)
     layer.record()
-    q, weights, _, index_cache, table, request, visible, topk, index_format = layer.query
-    call = describe_select(q, index_cache, weights, visible, table, request, topk, index_format)
+    q, weights, scale, index_cache, table, request, visible, topk, index_format = layer.query
+    queries, query_weights = torch.ops.mla.quantize_index_query(q, weights, scale)
+    call = describe("select_keys", queries, index_cache, query_weights, visible, table, request, topk, index_format)
     shape: dict[str, int | str] = {"B": num_requests, "context": context, "H": q.shape[1], "topk": topk}
     if what == "selection":
         bytes_moved = num_requests * context * formats.FORMATS[INDEX_FORMAT].bytes_per_token()

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from benchmarks import common
-from mla_ops.meta.merge import describe_merge, describe_stacked
+from mla_ops.registry import describe
 
 
 def build_case(
@@ -54,7 +54,11 @@ def build_case(
 
     rows = num_tokens * num_heads
     shape: dict[str, int | str] = {"parts": num_parts, "T": num_tokens, "H": num_heads, "d": head_dim_v}
-    call = describe_merge(*pairs(*sets[0])) if num_parts == 2 else describe_stacked(*sets[0])
+    call = (
+        describe("merge_attention_states", *pairs(*sets[0]))
+        if num_parts == 2
+        else describe("merge_attention_states.stacked", *sets[0])
+    )
     bytes_moved = (num_parts + 1) * rows * (2 * head_dim_v + 4)
     return common.Case(call, shape, runs, poison, check, bytes_moved=bytes_moved)
 

@@ -10,10 +10,7 @@ from functools import partial
 import torch
 
 from benchmarks import common
-from mla_ops.meta.plan import (
-    describe_build_compressed_metadata,
-    describe_build_step_metadata,
-)
+from mla_ops.registry import describe
 
 BLOCK_SIZE = 64
 COMPRESSED = ((4, 64), (128, 2))  # DeepSeek-V4's caches: tokens an entry stands for, entries a block
@@ -77,7 +74,7 @@ def build_case(num_requests: int, query_len: int, context: int, arguments: argpa
 
     bytes_moved = sum(tensor.nbytes for tensor in (*sets[0], *written[0]))
     shape: dict[str, int | str] = {"requests": num_requests, "query_len": query_len, "context": context}
-    call = describe_build_step_metadata(*sets[0], *written[0][:4])
+    call = describe("build_step_metadata", *sets[0], *written[0], BLOCK_SIZE, INDEX_TOPK)
     return common.Case(call, shape, runs, poison, check, bytes_moved)
 
 
@@ -131,7 +128,7 @@ def build_compressed(
     positions, table = sets[0]
     bytes_moved = sum(tensor.nbytes for tensor in (positions, request, table, *written[0]))
     shape: dict[str, int | str] = {"requests": num_requests, "ratio": ratio, "context": context}
-    call = describe_build_compressed_metadata(positions)
+    call = describe("build_compressed_metadata", positions, request, table, *written[0], ratio, block_size)
     return common.Case(call, shape, runs, poison, check, bytes_moved)
 
 

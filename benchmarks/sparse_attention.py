@@ -46,7 +46,7 @@ from benchmarks.attention import (
 )
 from benchmarks.cache import fill_cache, read_keys, scale_keys
 from mla_ops import formats
-from mla_ops.meta.sparse_attention import describe_flat, describe_paged
+from mla_ops.registry import describe
 
 
 class Kind(NamedTuple):
@@ -167,7 +167,7 @@ def build_paged(
     shape |= kind.label()
     keys_a_row = int((slots >= 0).sum()) // max(1, num_tokens)
     return common.Case(
-        describe_paged(q, kv_cache, indices, softmax_scale, cache_format),
+        describe("paged_sparse_attention", q, kv_cache, indices, softmax_scale, cache_format),
         shape,
         runs,
         partial(poison, outputs[0]),
@@ -210,7 +210,7 @@ def build_flat(prefill: Prefill, num_kv: int, arguments: argparse.Namespace) -> 
 
     shape: dict[str, int | str] = {"T": num_tokens, "H": num_heads, "topk": topk, "d": head_dim, "num_kv": num_kv}
     return common.Case(
-        describe_flat(q, kv, indices, softmax_scale),
+        describe("sparse_attention", q, kv, indices, softmax_scale),
         shape,
         runs,
         partial(poison, outputs[0]),

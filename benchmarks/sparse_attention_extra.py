@@ -32,7 +32,7 @@ from benchmarks.attention import (
 from benchmarks.cache import fill_cache, read_keys
 from benchmarks.flash_mla_peer import Selection
 from mla_ops import formats
-from mla_ops.meta.sparse_attention import describe_extra
+from mla_ops.registry import describe
 
 WINDOW = 128
 HEAD_DIM = 512
@@ -126,8 +126,16 @@ def build_case(
         }
 
     return common.Case(
-        describe_extra(
-            q, window_cache, window.slots, softmax_scale, cache_format, extra_cache, extra.slots, cache_format
+        describe(
+            "paged_sparse_attention.extra",
+            q,
+            window_cache,
+            window.slots,
+            softmax_scale,
+            cache_format,
+            extra_cache,
+            extra.slots,
+            cache_format,
         ),
         shape,
         runs,

@@ -34,10 +34,9 @@ from benchmarks.attention import (
     to_slots,
 )
 from benchmarks.cache import fill_cache, quantized_values, read_keys
-from mla_ops import formats
+from mla_ops import dispatch, formats
 from mla_ops.kernels import flash_mla
-from mla_ops.meta.plan import describe_build_step_metadata
-from mla_ops.meta.sparse_attention import describe_paged
+from mla_ops.registry import describe
 
 HEAD_DIM = formats.LATENT_DIM + formats.ROPE_DIM
 FORMAT = "fp8_ds_mla"
@@ -170,7 +169,7 @@ def build_layer(num_tokens: int, num_heads: int, topk: int, context: int, argume
     row_bytes = formats.FORMATS[FORMAT].bytes_per_token()
     written = num_tokens * (2 * HEAD_DIM + 8 + row_bytes)
     return common.Case(
-        describe_paged(layer.q[0], layer.kv_cache, layer.indices[0], SCALE, FORMAT),
+        describe("paged_sparse_attention", layer.q[0], layer.kv_cache, layer.indices[0], SCALE, FORMAT),
         {"layer": "V3.2", "T": num_tokens, "H": num_heads, "topk": topk},
         [partial(layer.run, number) for number in range(len(layer.q))],
         layer.poison,
@@ -238,7 +237,7 @@ def build_eager(what: str, num_heads: int, topk: int, context: int, arguments: a
             layer.write(0)
 
     return common.Case(
-        describe_paged(layer.q[0], layer.kv_cache, layer.indices[0], SCALE, FORMAT),
+        describe("paged_sparse_attention", layer.q[0], layer.kv_cache, layer.indices[0], SCALE, FORMAT),
         {"T": 1, "H": num_heads, "topk": topk},
         [partial(call, number) for number in range(len(layer.q))],
         poison_all,
@@ -343,15 +342,7 @@ def build_metadata(
         ]
 
     bytes_moved = 2 * sum(table.nbytes for table in tables[0]) + sum(tensor.nbytes for tensor in written.values())
-    call = describe_build_step_metadata(
-        step.query_start_loc,
-        step.seq_lens,
-        tables[0][0],
-        step.query_start_loc,
-        step.seq_lens,
-        step.block_table,
-        step.req_id_per_token,
-    )
+    call = dispatch.Call("build_step_metadata", device, torch.int32, num_tokens=num_requests)
     name = f"{'V4' if v4 else ''}StepMetadata.build"
     shape: dict[str, int | str] = {"requests": num_requests, "context": context}
     return common.Case(

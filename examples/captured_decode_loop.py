@@ -83,6 +83,7 @@ def allocate_metadata(max_num_tokens: int, max_num_requests: int, device: torch.
     )
 
 
+# [start:step]
 class DecodeStep:
     """One decode step at full capacity over persistent buffers, captured once if there is a GPU."""
 
@@ -122,6 +123,9 @@ class DecodeStep:
         self.hidden[:num_tokens].copy_(hidden)
         self.run()
         return self.out[:num_tokens]
+
+
+# [end:step]
 
 
 @dataclass

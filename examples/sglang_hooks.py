@@ -12,7 +12,6 @@ import torch
 
 import mla_ops
 
-# [start:hooks]
 BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
 
 
@@ -65,6 +64,3 @@ def register() -> None:
 
     for target, hook in HOOKS.items():
         HookRegistry.register(target, hook, HookType.REPLACE)
-
-
-# [end:hooks]

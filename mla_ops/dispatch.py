@@ -396,9 +396,8 @@ class Explanation:
 def explain(call: Call) -> Explanation:
     """Which lowering runs `call`, and why not each of the others.
 
-    `call` comes from an op's `describe`, e.g.
-    `mla_ops.meta.sparse_attention.describe_paged(q, kv_cache, indices, softmax_scale, cache_format)`, or is written
-    out by hand for a question about another machine's shapes.
+    `call` comes from `mla_ops.registry.describe("paged_sparse_attention", q, kv_cache, indices, softmax_scale,
+    cache_format)`, or is written out by hand for a question about another machine's shapes.
     """
     forced = _forced(call.op)
     backends = (forced,) if forced else order_for(call.op, call.device)

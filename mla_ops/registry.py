@@ -9,8 +9,8 @@ buffer is a graph input, which is what a captured loop passes; `-> ()` is writte
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
-import re
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,8 +25,10 @@ from .overlap import Writes
 _LIBRARY = torch.library.Library("mla", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
-# shape and dtype of each output; the fake and the real kernel allocate from the same description
-OutputSpec = tuple[tuple[int, ...], torch.dtype]
+# name of each result, its shape and its dtype; the fake and the real kernel allocate from the same description
+Outputs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Contract = tuple[dispatch.Call, Outputs]
+_CONTRACTS: dict[str, Callable[..., Contract]] = {}
 
 
 def require(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
@@ -139,118 +141,152 @@ def _write(lowering: dispatch.Lowering, args: tuple[Any, ...], kwargs: dict[str,
     lowering.run(*args, **kwargs)
 
 
-def define_mutating(
-    schema: str, *, check: Callable[..., None], describe: Callable[..., dispatch.Call], disjoint: bool = True
-) -> torch._ops.OpOverload:
-    """An op that writes into its arguments and returns nothing.
+def _types_of(annotation: str) -> str:
+    """The schema's type for an annotation of a contract."""
+    kind, _, optional = annotation.partition(" | ")
+    return {"torch.Tensor": "Tensor", "int": "SymInt"}.get(kind, kind) + ("?" if optional else "")
+
+
+def schemas_of(
+    op: str, contract: Callable[..., Any], writes: Sequence[str], returns: Sequence[str]
+) -> tuple[str, str | None]:
+    """The schema of an op and, if it returns tensors, that of its `.out` overload."""
+    aliases = iter(string.ascii_lowercase)
+    arguments = []
+    for name, parameter in inspect.signature(contract).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in arguments:
+            arguments.append("*")
+        kind = _types_of(parameter.annotation) + (f"({next(aliases)}!)" if name in writes else "")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        arguments.append(f"{kind} {name}{default}")
+    schema = f"{op}({', '.join(arguments)}) -> "
+    if not returns:
+        return f"{schema}()", None
+    base, _, overload = op.partition(".")
+    given = [*arguments, *([] if "*" in arguments else ["*"])]
+    written = [f"Tensor({next(aliases)}!) {name}" for name in returns]
+    out_schema = f"{base}.{overload + '_' if overload else ''}out({', '.join((*given, *written))}) -> ()"
+    return schema + ("Tensor" if len(returns) == 1 else f"({', '.join(['Tensor'] * len(returns))})"), out_schema
+
+
+def mutating(*writes: str, disjoint: bool = True) -> Callable[[Callable[..., dispatch.Call]], torch._ops.OpOverload]:
+    """Makes a contract an op of its name, which writes into its arguments and returns nothing.
+
+    A contract is the one declaration of an op. Its signature is the schema. Its body raises on what the op does not
+    allow, for fake and real tensors, and returns the facts that dispatch chooses a lowering by.
 
     Args:
-        schema: by hand; it is the contract. What it writes is positional, and all that it declares written.
-        check: raises on what the contract does not allow; runs for fake and real tensors.
-        describe: the facts that dispatch chooses a lowering by.
+        writes: names of the arguments that it writes; positional ones.
         disjoint: whether what is written must lie apart. Caches need not: engines give them blocks of one memory.
     """
-    arguments = _arguments(schema)
-    written = [position for position, argument in enumerate(arguments) if _is_written(argument)]
-    writes = Writes(schema.split("(", 1)[0], arguments, [arguments[p].name for p in written], disjoint=disjoint)
 
-    def fake(*args: Any, **kwargs: Any) -> None:
-        check(*args, **kwargs)
-        writes.check_each([args[position] for position in written])
+    def define(contract: Callable[..., dispatch.Call]) -> torch._ops.OpOverload:
+        op = contract.__name__
+        schema, _ = schemas_of(op, contract, writes, ())
+        arguments = _arguments(schema)
+        written = [position for position, argument in enumerate(arguments) if _is_written(argument)]
+        overlap = Writes(op, arguments, writes, disjoint=disjoint)
 
-    def real(*args: Any, **kwargs: Any) -> None:
-        check(*args, **kwargs)
-        tensors = [args[position] for position in written]
-        writes.check(tensors, args, kwargs)
-        _run(describe(*args, **kwargs), _write, args, kwargs)
-        increment_version(tensors)
+        def fake(*args: Any, **kwargs: Any) -> None:
+            contract(*args, **kwargs)
+            overlap.check_each([args[position] for position in written])
 
-    return _register(schema, fake, real)
+        def real(*args: Any, **kwargs: Any) -> None:
+            call = contract(*args, **kwargs)
+            tensors = [args[position] for position in written]
+            overlap.check(tensors, args, kwargs)
+            _run(call, _write, args, kwargs)
+            increment_version(tensors)
+
+        _CONTRACTS[op] = lambda *args, **kwargs: (contract(*args, **kwargs), {})
+        return _register(schema, fake, real)
+
+    return define
 
 
-def define_computing(
-    named_schema: str,
-    *,
-    check: Callable[..., None],
-    outputs: Callable[..., dict[str, OutputSpec]],
-    describe: Callable[..., dispatch.Call],
-    zeroed: bool = False,
-) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
-    """An op that returns fresh tensors, and its `.out` overload.
+def computing(
+    *returns: str, op: str = "", writes: Sequence[str] = (), zeroed: bool = False
+) -> Callable[[Callable[..., Contract]], torch._ops.OpOverload]:
+    """Makes a contract, as in `mutating`, an op that returns fresh tensors, and its `.out` overload.
+
+    The contract returns the shape and dtype of each result as well, in order.
 
     Args:
-        named_schema: by hand, with a name for each tensor that it returns: `op(Tensor q) -> (Tensor out, Tensor lse)`.
-            `op.out` takes these as arguments to write; an overload `op.form` has `op.form_out`.
-        check: as in `define_mutating`; sees neither outputs nor their names.
-        outputs: name to (shape, dtype) of each output, in order. It and `describe` get every argument of the op, and
-            name those that they read.
-        describe: as in `define_mutating`.
-        zeroed: fresh outputs start as zeros, for ops that need not write every row.
+        returns: names of the results. `op.out` takes these as arguments to write; an overload `op.form` has
+            `op.form_out`.
+        op: its name, if it is not that of the contract.
+        writes: names of arguments that it declares written.
+        zeroed: fresh results start as zeros, for ops that need not write every row.
 
     Lowerings implement the `.out` form; one may have a `compute` beside it.
     """
-    schema, out_schema, names = split_schema(named_schema)
-    out_op = out_schema.split("(", 1)[0]
 
-    def allocate(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    def define(contract: Callable[..., Contract]) -> torch._ops.OpOverload:
+        name = op or contract.__name__
+        schema, out_schema = schemas_of(name, contract, writes, returns)
+        assert out_schema is not None
+        out_op = out_schema.split("(", 1)[0]
         new = torch.zeros if zeroed else torch.empty
-        return {
-            name: new(shape, dtype=dtype, device=args[0].device)
-            for name, (shape, dtype) in outputs(*args, **kwargs).items()
-        }
 
-    def pack(tensors: dict[str, torch.Tensor]) -> Any:
-        values = tuple(tensors.values())
-        return values if len(values) > 1 else values[0]
+        def allocate(device: torch.device, outputs: Outputs) -> dict[str, torch.Tensor]:
+            return {name: new(shape, dtype=dtype, device=device) for name, (shape, dtype) in outputs.items()}
 
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
-        return pack(allocate(*args, **kwargs))
+        def pack(tensors: dict[str, torch.Tensor]) -> Any:
+            values = tuple(tensors.values())
+            return values if len(values) > 1 else values[0]
 
-    def compute(lowering: dispatch.Lowering, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if lowering.compute is not None:
-            return lowering.compute(*args, **kwargs)
-        tensors = allocate(*args, **kwargs)
-        lowering.run(*args, **kwargs, **tensors)
-        return pack(tensors)
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            _, outputs = contract(*args, **kwargs)
+            return pack(allocate(args[0].device, outputs))
 
-    def real(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
-        return _run(describe(*args, **kwargs), compute, args, kwargs)
+        def real(*args: Any, **kwargs: Any) -> Any:
+            call, outputs = contract(*args, **kwargs)
 
-    writes = Writes(out_op, _arguments(out_schema), names, disjoint=True)
+            def compute(lowering: dispatch.Lowering, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                if lowering.compute is not None:
+                    return lowering.compute(*args, **kwargs)
+                tensors = allocate(args[0].device, outputs)
+                lowering.run(*args, **kwargs, **tensors)
+                return pack(tensors)
 
-    def check_out(*args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        tensors = {name: kwargs.pop(name) for name in names}
-        check(*args, **kwargs)
-        for name, (shape, dtype) in outputs(*args, **kwargs).items():
-            _check_output(out_op, name, tensors[name], shape, dtype, args[0].device)
-        return kwargs, tensors
+            return _run(call, compute, args, kwargs)
 
-    def fake_out(*args: Any, **kwargs: Any) -> None:
-        _, tensors = check_out(*args, **kwargs)
-        writes.check_each(list(tensors.values()))
+        overlap = Writes(out_op, _arguments(out_schema), returns, disjoint=True)
 
-    def real_out(*args: Any, **kwargs: Any) -> None:
-        kwargs, tensors = check_out(*args, **kwargs)
-        writes.check(list(tensors.values()), args, kwargs)
-        _run(describe(*args, **kwargs), _write, args, {**kwargs, **tensors})
-        increment_version(tensors.values())
+        def check_out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dispatch.Call, dict[str, torch.Tensor]]:
+            tensors = {name: kwargs.pop(name) for name in returns}
+            call, outputs = contract(*args, **kwargs)
+            for name, (shape, dtype) in outputs.items():
+                _check_output(out_op, name, tensors[name], shape, dtype, args[0].device)
+            return call, tensors
 
-    return _register(schema, fake, real), _register(out_schema, fake_out, real_out)
+        def fake_out(*args: Any, **kwargs: Any) -> None:
+            _, tensors = check_out(args, kwargs)
+            overlap.check_each(list(tensors.values()))
+
+        def real_out(*args: Any, **kwargs: Any) -> None:
+            call, tensors = check_out(args, kwargs)
+            overlap.check(list(tensors.values()), args, kwargs)
+            _run(call, _write, args, {**kwargs, **tensors})
+            increment_version(tensors.values())
+
+        _CONTRACTS[name] = contract
+        # first, since a call that names no overload tries them in this order
+        default = _register(schema, fake, real)
+        _register(out_schema, fake_out, real_out)
+        return default
+
+    return define
 
 
-def split_schema(named_schema: str) -> tuple[str, str, tuple[str, ...]]:
-    """The schema of an op, that of its `.out` overload, and the names of its outputs."""
-    head, _, returns = named_schema.rpartition(" -> ")
-    names = tuple(re.findall(r"Tensor (\w+)", returns))
-    unnamed = "Tensor" if len(names) == 1 else f"({', '.join(['Tensor'] * len(names))})"
-    op, _, arguments = head.removesuffix(")").partition("(")
-    name, _, overload = op.partition(".")
-    aliases = string.ascii_lowercase[len(set(re.findall(r"\((\w)!\)", arguments))) :]
-    written = ", ".join(f"Tensor({alias}!) {each}" for alias, each in zip(aliases, names, strict=False))
-    start = arguments if "*, " in arguments else f"{arguments}, *"
-    return f"{head} -> {unnamed}", f"{name}.{overload + '_' if overload else ''}out({start}, {written}) -> ()", names
+def describe(op: str, *args: Any, **kwargs: Any) -> dispatch.Call:
+    """The facts that dispatch chooses a lowering of `op` by for these arguments: what `dispatch.explain` takes.
+
+    Raises:
+        KeyError: no such op; an overload is `op.form`.
+        TypeError, ValueError: arguments that the op does not allow.
+    """
+    return _CONTRACTS[op](*args, **kwargs)[0]
 
 
 def _arguments(schema: str) -> Sequence[torch.Argument]:

@@ -133,19 +133,21 @@ def code(text: str) -> list[str]:
 
 
 def docstring(target: Any) -> list[str]:
-    """A Google docstring as Markdown: its sections are lists."""
+    """A Google docstring as Markdown: its sections are lists, but for what is returned."""
     lines: list[str] = []
-    section = False
+    section = listed = False
     for line in inspect.cleandoc(target.__doc__ or "").splitlines():
         heading = SECTION.match(line)
         if heading:
-            section = True
+            section, listed = True, heading[1] not in ("Returns", "Yields")
             lines += [f"**{TITLES.get(heading[1], heading[1])}**", ""]
         elif not section or not line.startswith("    "):
             section = section and not line
             lines.append(line)
         else:
-            lines.append(entry(line[4:]) if heading_of_entry(line[4:]) else f"  {line.strip()}" if line.strip() else "")
+            text = line.strip()
+            opens = listed and heading_of_entry(line[4:])
+            lines.append(entry(line[4:]) if opens else f"  {text}" if text and listed else text)
     return [*lines, ""]
 
 

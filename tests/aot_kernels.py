@@ -125,13 +125,14 @@ def indexer_variants(capability: int) -> Iterator[Variant]:
         yield Variant(f"gather_index[{element}]", indexer_cache._gather_kernel, given, constants)
     given = {**types, "q": "*bf16", "weights": "*bf16", "q_fp8": "*u8"}
     yield Variant("quantize_index_query", indexer_cache._quantize_kernel, given, {"HEADS": 16})
-    fp8_mode = "fp8" if capability >= 89 else "fp8 as fp16"
-    for (element, mode), heads in itertools.product((("u8", fp8_mode), ("bf16", "plain"), ("fp32", "fp32")), (32, 64)):
+    native = indexer.takes_fp8((capability // 10, capability % 10))
+    for element, heads in itertools.product(("u8", "bf16", "fp32"), (32, 64)):
         given = {**types, "q": f"*{element}", "k": f"*{element}", "index_cache": f"*{element}"}
-        constants = {"MODE": mode, "CLEAN": False, "HEADS": heads, "UNIT": 16}
+        constants = {"NATIVE_FP8": native, "UPCAST": False, "CLEAN": False, "HEADS": heads, "UNIT": 16}
         constants["KEYS"] = indexer.SCORE_KEYS_FP32 if element == "fp32" else indexer.SCORE_KEYS
         name = f"[{element}, {heads} heads]"
-        flat, warps = {**constants, "TOKENS": indexer.SCORE_TOKENS}, {"num_warps": indexer.score_warps(mode)}
+        dtype = torch.float8_e4m3fn if element == "u8" else torch.bfloat16
+        flat, warps = {**constants, "TOKENS": indexer.SCORE_TOKENS}, {"num_warps": indexer.score_warps(dtype, native)}
         yield Variant(f"indexer_flat{name}", indexer._flat_kernel, given, flat, warps)
         paged = {**constants, "FP8": element == "u8"}
         yield Variant(f"indexer_paged{name}", indexer._paged_kernel, given, paged, warps)

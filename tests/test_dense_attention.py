@@ -241,7 +241,7 @@ BACKENDS = ["", "triton", "hopper", "torch_sdpa"]
 
 def skip_unless_it_runs(backend: str, arguments: tuple[Any, ...]) -> None:
     reason = (
-        dispatch.unsupported_reason(backend, mla_ops.meta.dense_attention.describe_prefill(*arguments))
+        dispatch.unsupported_reason(backend, mla_ops.registry.describe("prefill_attention", *arguments))
         if backend
         else None
     )

@@ -291,7 +291,7 @@ def test_attention_at_real_sizes(backend: str, cache_format: str, num_heads: int
     table = torch.randperm(300, device=device).int()[:256].view(4, 64)
     requests, lens = int32([0, 1, 1, 2, 3, -1], device), int32([4096, 999, 1000, 0, 1, 7], device)
     q = queries(6, num_heads, torch.bfloat16, device)
-    call = mla_ops.meta.dense_attention.describe_paged(q, cache, table, requests, lens, SCALE, cache_format)
+    call = mla_ops.registry.describe("paged_attention", q, cache, table, requests, lens, SCALE, cache_format)
     reason = dispatch.unsupported_reason(backend, call)
     if reason is not None:
         pytest.skip(reason)
@@ -308,7 +308,7 @@ def test_a_replay_follows_the_lengths_of_the_step(backend: str) -> None:
     requests, lens = int32([0, 1, 2, 3], device), int32([1000, 3, 64, 65], device)
     out, lse = torch.empty(4, 16, 512, dtype=q.dtype, device=device), torch.empty(4, 16, device=device)
     arguments = (q, cache, table, requests, lens, SCALE, "bf16")
-    call = mla_ops.meta.dense_attention.describe_paged(*arguments)
+    call = mla_ops.registry.describe("paged_attention", *arguments)
     reason = dispatch.unsupported_reason(backend, call)
     if reason is not None:
         pytest.skip(reason)
@@ -348,7 +348,7 @@ def test_parts_of_the_hopper_kernels(shape: tuple[int, int, int], first: int, ca
     table[0, 3], table[1, 0] = -1, 99
     requests, lens = int32([0, 0, 1, 1, 0, -1, 1], device), int32([432, 431, 433, 17, 1, 9, 0], device)
     arguments = (q, cache, table, requests, lens, SCALE, cache_format)
-    reason = dispatch.unsupported_reason("hopper", mla_ops.meta.dense_attention.describe_paged(*arguments))
+    reason = dispatch.unsupported_reason("hopper", mla_ops.registry.describe("paged_attention", *arguments))
     if reason is not None:
         pytest.skip(reason)
     for before in ((64, 1, 1), (16, 2, 3)) if first else ((64, 1, 1),):
@@ -369,7 +369,7 @@ def test_a_replay_shares_rows_of_any_lengths(cache_format: str, num_heads: int) 
     table = torch.randint(0, 1600, (num_tokens, 512), dtype=torch.int32, device=device)
     requests, lens = int32(range(num_tokens), device), int32([4096] * num_tokens, device)
     arguments = (q, cache, table, requests, lens, SCALE, cache_format)
-    reason = dispatch.unsupported_reason("hopper", mla_ops.meta.dense_attention.describe_paged(*arguments))
+    reason = dispatch.unsupported_reason("hopper", mla_ops.registry.describe("paged_attention", *arguments))
     if reason is not None:
         pytest.skip(reason)
     keys = launch.KERNELS[cache_format, 576]
@@ -411,7 +411,7 @@ def test_a_balanced_launch_of_the_hopper_kernels(cache_format: str, tile: int) -
     table[0, 3], table[1, 0] = -1, 999
     requests, lens = int32([0, 0, 1, 1, 0, -1, 1], device), int32([7200, 431, 7201, 17, 1, 9, 0], device)
     arguments = (q, cache, table, requests, lens, SCALE, cache_format)
-    reason = dispatch.unsupported_reason("hopper", mla_ops.meta.dense_attention.describe_paged(*arguments))
+    reason = dispatch.unsupported_reason("hopper", mla_ops.registry.describe("paged_attention", *arguments))
     if reason is not None:
         pytest.skip(reason)
     with dispatch.override(paged_attention="hopper"), override(Wave(7, Balanced(tile))):

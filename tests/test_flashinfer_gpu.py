@@ -20,8 +20,7 @@ pytestmark = pytest.mark.gpu
 
 def run_on_gpu(op: str, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """An op by FlashInfer, or a skip with what speaks against it."""
-    describe = getattr(mla_ops.meta.dense_attention, "describe_" + op.removesuffix("_attention"))
-    reason = dispatch.unsupported_reason("flashinfer", describe(*arguments))
+    reason = dispatch.unsupported_reason("flashinfer", mla_ops.registry.describe(op, *arguments))
     if reason is not None:
         pytest.skip(reason)
     with dispatch.override("flashinfer"):

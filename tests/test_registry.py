@@ -191,17 +191,24 @@ def test_versions_are_counted_for_any_lowering(monkeypatch: pytest.MonkeyPatch) 
         assert {name for name, version in versions(sample).items() if version > before[name]} == written(sample)
 
 
-@pytest.mark.parametrize(
-    ("named", "plain", "out"),
-    [
-        ("op(Tensor x) -> Tensor y", "op(Tensor x) -> Tensor", "op.out(Tensor x, *, Tensor(a!) y) -> ()"),
-        (
-            "op.form(Tensor(a!) cache, *, int n=1) -> (Tensor y, Tensor lse)",
-            "op.form(Tensor(a!) cache, *, int n=1) -> (Tensor, Tensor)",
-            "op.form_out(Tensor(a!) cache, *, int n=1, Tensor(b!) y, Tensor(c!) lse) -> ()",
-        ),
-    ],
-)
-def test_the_out_overload_follows_from_the_names_of_what_is_returned(named: str, plain: str, out: str) -> None:
-    names = ("y",) if "form" not in named else ("y", "lse")
-    assert registry.split_schema(named) == (plain, out, names)
+def test_the_schemas_follow_from_the_signature_of_the_contract() -> None:
+    def op(cache: torch.Tensor, x: torch.Tensor | None, n: int, *, m: int | None = None, f: float = 1.5) -> None: ...
+
+    arguments = "Tensor(a!) cache, Tensor? x, SymInt n, *, SymInt? m=None, float f=1.5"
+    assert registry.schemas_of("op", op, ("cache",), ()) == (f"op({arguments}) -> ()", None)
+    assert registry.schemas_of("op", op, ("cache",), ("y",)) == (
+        f"op({arguments}) -> Tensor",
+        f"op.out({arguments}, Tensor(b!) y) -> ()",
+    )
+    assert registry.schemas_of("op.form", op, ("cache",), ("y", "lse")) == (
+        f"op.form({arguments}) -> (Tensor, Tensor)",
+        f"op.form_out({arguments}, Tensor(b!) y, Tensor(c!) lse) -> ()",
+    )
+
+
+def test_results_are_named_behind_positional_arguments() -> None:
+    def op(x: torch.Tensor, name: str, flag: bool) -> None: ...
+
+    assert (
+        registry.schemas_of("op", op, (), ("y",))[1] == "op.out(Tensor x, str name, bool flag, *, Tensor(a!) y) -> ()"
+    )

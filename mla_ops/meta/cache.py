@@ -6,13 +6,14 @@ import torch
 
 from ..dispatch import Call
 from ..formats import geometry
-from ..registry import OutputSpec, define_computing, define_mutating, require
+from ..registry import Contract, computing, mutating, require
 from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_tensor
 
 
-def check_concat_and_cache(
+@mutating("kv_cache")
+def concat_and_cache(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str
-) -> None:
+) -> Call:
     op = "concat_and_cache"
     entry = check_cache(op, kv_cache, cache_format)
     head_dim = geometry(kv_cache, cache_format).head_dim
@@ -38,33 +39,23 @@ def check_concat_and_cache(
         raise ValueError(f"{op}: kv_cache must be on {device} like the first argument, got {kv_cache.device}")
     check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), (("num_slots", None),), device)
     check_no_grad(op, kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
+    return Call(op, device, kv_c.dtype, cache_format, num_tokens=slot_mapping.shape[0])
 
 
-def describe_concat_and_cache(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str
-) -> Call:
-    return Call("concat_and_cache", kv_c.device, kv_c.dtype, cache_format, num_tokens=slot_mapping.shape[0])
-
-
-concat_and_cache = define_mutating(
-    "concat_and_cache(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str cache_format) -> ()",
-    check=check_concat_and_cache,
-    describe=describe_concat_and_cache,
-)
-
-
-def check_gather_cache(
+@computing("out", writes=("kv_cache",), zeroed=True)
+def gather_cache(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seq_lens: torch.Tensor,
     num_rows: int,
     cache_format: str,
+    *,
     gather_lens: torch.Tensor | None = None,
     offset: int = 0,
-) -> None:
+) -> Contract:
     op = "gather_cache"
-    check_cache(op, kv_cache, cache_format)
+    entry = check_cache(op, kv_cache, cache_format)
     device = kv_cache.device
     num_requests = seq_lens.shape[0] if seq_lens.dim() else None
     check_tensor(op, "seq_lens", seq_lens, (torch.int32,), (("num_requests", None),), device)
@@ -77,40 +68,5 @@ def check_gather_cache(
     check_not_negative(op, "num_rows", num_rows)
     check_not_negative(op, "offset", offset)
     check_no_grad(op, kv_cache=kv_cache)
-
-
-def outputs_gather_cache(
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    num_rows: int,
-    cache_format: str,
-    *_: object,
-    **__: object,
-) -> dict[str, OutputSpec]:
-    entry = check_cache("gather_cache", kv_cache, cache_format)
-    return {"out": ((num_rows, geometry(kv_cache, cache_format).head_dim), entry.value_dtype)}
-
-
-def describe_gather_cache(
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    num_rows: int,
-    cache_format: str,
-    *_: object,
-    **__: object,
-) -> Call:
-    return Call("gather_cache", kv_cache.device, kv_cache.dtype, cache_format, num_tokens=num_rows)
-
-
-gather_cache, gather_cache_out = define_computing(
-    "gather_cache(Tensor(a!) kv_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seq_lens, SymInt num_rows, "
-    "str cache_format, *, Tensor? gather_lens=None, SymInt offset=0) -> Tensor out",
-    check=check_gather_cache,
-    outputs=outputs_gather_cache,
-    describe=describe_gather_cache,
-    zeroed=True,
-)
+    call = Call(op, device, kv_cache.dtype, cache_format, num_tokens=num_rows)
+    return call, {"out": ((num_rows, geometry(kv_cache, cache_format).head_dim), entry.value_dtype)}

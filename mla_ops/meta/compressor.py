@@ -6,7 +6,7 @@ import torch
 
 from ..dispatch import Call
 from ..formats import CACHE_ALIGNMENT, ROPE_DIM, geometry
-from ..registry import define_mutating, is_single, require, require_one_of
+from ..registry import is_single, mutating, require, require_one_of
 from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_scale, check_tensor
 
 INT32 = (torch.int32,)
@@ -52,7 +52,8 @@ def _check_state_cache(op: str, state_cache: torch.Tensor, width: int, device: t
     require(offset * 4 % CACHE_ALIGNMENT == 0, lambda: off_alignment("storage offset", offset))
 
 
-def check_compress_and_cache(
+@mutating("state_cache", "kv_cache", disjoint=False)
+def compress_and_cache(
     kv: torch.Tensor,
     score: torch.Tensor,
     position_bias: torch.Tensor,
@@ -66,7 +67,7 @@ def check_compress_and_cache(
     slot_mapping: torch.Tensor,
     eps: float,
     cache_format: str,
-) -> None:
+) -> Call:
     op = "compress_and_cache"
     device = kv.device
     check_tensor(op, "kv", kv, FLOAT_DTYPES, (("num_tokens", None), ("width", None)), device)
@@ -110,26 +111,4 @@ def check_compress_and_cache(
         state_cache=state_cache,
         kv_cache=kv_cache,
     )
-
-
-def describe_compress_and_cache(
-    kv: torch.Tensor,
-    score: torch.Tensor,
-    position_bias: torch.Tensor,
-    norm_weight: torch.Tensor,
-    *rest: object,
-    **named: object,
-) -> Call:
-    cache_format = str(named.get("cache_format", rest[-1] if rest else ""))
-    op = "compress_and_cache"
-    return Call(op, kv.device, kv.dtype, cache_format, head_dim=norm_weight.shape[0], num_tokens=kv.shape[0])
-
-
-compress_and_cache = define_mutating(
-    "compress_and_cache(Tensor kv, Tensor score, Tensor position_bias, Tensor norm_weight, Tensor cos_sin, "
-    "Tensor(a!) state_cache, Tensor(b!) kv_cache, Tensor state_block_table, Tensor req_id_per_token, "
-    "Tensor positions, Tensor slot_mapping, float eps, str cache_format) -> ()",
-    check=check_compress_and_cache,
-    describe=describe_compress_and_cache,
-    disjoint=False,
-)
+    return Call(op, device, kv.dtype, cache_format, head_dim=head_dim, num_tokens=num_tokens)

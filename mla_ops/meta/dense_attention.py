@@ -6,7 +6,7 @@ import torch
 
 from ..dispatch import Call
 from ..formats import LATENT_DIM, geometry
-from ..registry import OutputSpec, define_computing, require
+from ..registry import Contract, Outputs, computing, require
 from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_scale, check_tensor
 
 INT32 = (torch.int32,)
@@ -25,7 +25,13 @@ def _check_head_dim(op: str, name: str, head_dim: int) -> None:
         raise ValueError(f"{op}: heads of {name} must be 1 to {MAX_HEAD_DIM} wide, got {head_dim}")
 
 
-def check_prefill(
+def _outputs(q: torch.Tensor, head_dim_v: int) -> Outputs:
+    num_tokens, num_heads, _ = q.shape
+    return {"out": ((num_tokens, num_heads, head_dim_v), q.dtype), "lse": ((num_tokens, num_heads), torch.float32)}
+
+
+@computing("out", "lse")
+def prefill_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -34,8 +40,9 @@ def check_prefill(
     max_seqlen_q: int,
     max_seqlen_k: int,
     softmax_scale: float,
+    *,
     causal: bool = True,
-) -> None:
+) -> Contract:
     op = "prefill_attention"
     device = q.device
     check_tensor(op, "q", q, FLOAT_DTYPES, (("num_tokens", None), ("num_heads", None), ("head_dim", None)), device)
@@ -60,42 +67,13 @@ def check_prefill(
     require(softmax_scale > 0, lambda: f"{op}: softmax_scale must be positive, got {softmax_scale}")
     check_scale(op, "softmax_scale", softmax_scale)
     check_no_grad(op, q=q, k=k, v=v)
-
-
-def outputs_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
-) -> dict[str, OutputSpec]:
-    num_tokens, num_heads = q.shape[:2]
-    return {
-        "out": ((num_tokens, num_heads, v.shape[2]), q.dtype),
-        "lse": ((num_tokens, num_heads), torch.float32),
-    }
-
-
-def describe_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object) -> Call:
     num_tokens, num_heads, head_dim = q.shape
-    return Call(
-        "prefill_attention",
-        q.device,
-        q.dtype,
-        head_dim=head_dim,
-        num_heads=num_heads,
-        num_tokens=num_tokens,
-        head_dim_v=v.shape[2],
-    )
+    call = Call(op, device, q.dtype, "", head_dim, num_heads, num_tokens, head_dim_v=v.shape[2])
+    return call, _outputs(q, v.shape[2])
 
 
-prefill_attention, prefill_attention_out = define_computing(
-    "prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, *, bool causal=True) -> (Tensor out, "
-    "Tensor lse)",
-    check=check_prefill,
-    outputs=outputs_prefill,
-    describe=describe_prefill,
-)
-
-
-def check_paged(
+@computing("out", "lse", writes=("kv_cache",))
+def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -103,7 +81,7 @@ def check_paged(
     key_lens: torch.Tensor,
     softmax_scale: float,
     cache_format: str,
-) -> None:
+) -> Contract:
     op = "paged_attention"
     device = q.device
     entry = check_cache(op, kv_cache, cache_format)
@@ -123,36 +101,8 @@ def check_paged(
     check_tensor(op, "key_lens", key_lens, INT32, tokens, device)
     check_scale(op, "softmax_scale", softmax_scale)
     check_no_grad(op, q=q, kv_cache=kv_cache)
-
-
-def outputs_paged(q: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
-    num_tokens, num_heads = q.shape[:2]
-    return {
-        "out": ((num_tokens, num_heads, LATENT_DIM), q.dtype),
-        "lse": ((num_tokens, num_heads), torch.float32),
-    }
-
-
-def describe_paged(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    req_id_per_token: torch.Tensor,
-    key_lens: torch.Tensor,
-    softmax_scale: float,
-    cache_format: str,
-) -> Call:
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens, num_heads, _ = q.shape
     block_size = geometry(kv_cache, cache_format).block_size
     capacity = block_table.shape[1] * block_size
-    names = "paged_attention", q.device, q.dtype, cache_format
-    return Call(*names, head_dim, num_heads, num_tokens, capacity, block_size=block_size)
-
-
-paged_attention, paged_attention_out = define_computing(
-    "paged_attention(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token, Tensor key_lens, "
-    "float softmax_scale, str cache_format) -> (Tensor out, Tensor lse)",
-    check=check_paged,
-    outputs=outputs_paged,
-    describe=describe_paged,
-)
+    call = Call(op, device, q.dtype, cache_format, head_dim, num_heads, num_tokens, capacity, block_size=block_size)
+    return call, _outputs(q, LATENT_DIM)

@@ -6,7 +6,7 @@ import torch
 
 from ..dispatch import Call
 from ..formats import INDEX_DIM, CacheFormat, geometry
-from ..registry import OutputSpec, define_computing, define_mutating, require
+from ..registry import Contract, Outputs, computing, mutating, require
 from ._checks import (
     FLOAT_DTYPES,
     check_cache,
@@ -47,40 +47,34 @@ def _check_topk(op: str, topk: int) -> None:
     require(topk <= MAX_TOPK, lambda: f"{op}: topk must be at most {MAX_TOPK}, got {topk}")
 
 
-def _selected(num_tokens: int, topk: int) -> dict[str, OutputSpec]:
+def _selected(num_tokens: int, topk: int) -> Outputs:
     return {"indices": ((num_tokens, topk), torch.int32), "valid_counts": ((num_tokens,), torch.int32)}
 
 
-def check_write(k: torch.Tensor, index_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str) -> None:
+@mutating("index_cache")
+def write_index_cache(
+    k: torch.Tensor, index_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str
+) -> Call:
     op = "write_index_cache"
     entry = _check_index_cache(op, index_cache, cache_format, k.device)
     dtypes = FLOAT_DTYPES if entry.quantized or entry.dtype == torch.float32 else (entry.dtype, torch.float32)
     check_tensor(op, "k", k, dtypes, (("num_tokens", None), ("head_dim", INDEX_DIM)), k.device)
     check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), (("num_slots", None),), k.device)
     check_no_grad(op, k=k, index_cache=index_cache)
+    return Call(op, k.device, k.dtype, cache_format, num_tokens=slot_mapping.shape[0])
 
 
-def describe_write(k: torch.Tensor, index_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str) -> Call:
-    return Call("write_index_cache", k.device, k.dtype, cache_format, num_tokens=slot_mapping.shape[0])
-
-
-write_index_cache = define_mutating(
-    "write_index_cache(Tensor k, Tensor(a!) index_cache, Tensor slot_mapping, str cache_format) -> ()",
-    check=check_write,
-    describe=describe_write,
-)
-
-
-def check_gather(
+@computing("k", "k_scale", writes=("index_cache",))
+def gather_index_cache(
     index_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seq_lens: torch.Tensor,
     cache_format: str,
     num_tokens: int,
-) -> None:
+) -> Contract:
     op = "gather_index_cache"
-    _check_index_cache(op, index_cache, cache_format)
+    entry = _check_index_cache(op, index_cache, cache_format)
     device = index_cache.device
     check_tensor(op, "seq_lens", seq_lens, INT32, (("num_requests", None),), device)
     num_requests = seq_lens.shape[0]
@@ -89,67 +83,23 @@ def check_gather(
     check_tensor(op, "cu_seq_lens", cu_seq_lens, INT32, (("num_requests+1", num_requests + 1),), device)
     check_not_negative(op, "num_tokens", num_tokens)
     check_no_grad(op, index_cache=index_cache)
+    call = Call(op, device, index_cache.dtype, cache_format, num_tokens=num_tokens)
+    return call, {"k": ((num_tokens, INDEX_DIM), entry.value_dtype), "k_scale": ((num_tokens,), torch.float32)}
 
 
-def outputs_gather(
-    index_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    cache_format: str,
-    num_tokens: int,
-) -> dict[str, OutputSpec]:
-    entry = check_cache("gather_index_cache", index_cache, cache_format, "index_cache", index_keys=True)
-    return {"k": ((num_tokens, INDEX_DIM), entry.value_dtype), "k_scale": ((num_tokens,), torch.float32)}
-
-
-def describe_gather(
-    index_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    cache_format: str,
-    num_tokens: int,
-) -> Call:
-    return Call("gather_index_cache", index_cache.device, index_cache.dtype, cache_format, num_tokens=num_tokens)
-
-
-gather_index_cache, gather_index_cache_out = define_computing(
-    "gather_index_cache(Tensor(a!) index_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seq_lens, "
-    "str cache_format, SymInt num_tokens) -> (Tensor k, Tensor k_scale)",
-    check=check_gather,
-    outputs=outputs_gather,
-    describe=describe_gather,
-)
-
-
-def check_quantize(q: torch.Tensor, weights: torch.Tensor, scale: float) -> None:
+@computing("q_fp8", "q_weights")
+def quantize_index_query(q: torch.Tensor, weights: torch.Tensor, scale: float) -> Contract:
     op = "quantize_index_query"
     check_tensor(op, "q", q, FLOAT_DTYPES, QUERY_DIMS, q.device)
     dims = (("num_tokens", q.shape[0]), ("num_heads", q.shape[1]))
     check_tensor(op, "weights", weights, FLOAT_DTYPES, dims, q.device)
     check_scale(op, "scale", scale)
     check_no_grad(op, q=q, weights=weights)
-
-
-def outputs_quantize(q: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
     num_tokens, num_heads, head_dim = q.shape
-    return {
+    return Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens), {
         "q_fp8": ((num_tokens, num_heads, head_dim), torch.float8_e4m3fn),
         "q_weights": ((num_tokens, num_heads), torch.float32),
     }
-
-
-def describe_quantize(q: torch.Tensor, *_: object, **__: object) -> Call:
-    return Call("quantize_index_query", q.device, q.dtype, num_heads=q.shape[1], num_tokens=q.shape[0])
-
-
-quantize_index_query, quantize_index_query_out = define_computing(
-    "quantize_index_query(Tensor q, Tensor weights, float scale) -> (Tensor q_fp8, Tensor q_weights)",
-    check=check_quantize,
-    outputs=outputs_quantize,
-    describe=describe_quantize,
-)
 
 
 def _check_flat(
@@ -170,35 +120,22 @@ def _check_flat(
     check_no_grad(op, q=q, k=k, weights=weights, k_scale=k_scale)
 
 
-def check_logits(
+@computing("out")
+def indexer_logits(
     q: torch.Tensor,
     k: torch.Tensor,
     weights: torch.Tensor,
     row_starts: torch.Tensor,
     row_ends: torch.Tensor,
+    *,
     k_scale: torch.Tensor | None = None,
     clean: bool = False,
-) -> None:
-    _check_flat("indexer_logits", q, k, weights, row_starts, row_ends, k_scale)
-
-
-def outputs_logits(q: torch.Tensor, k: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
-    return {"out": ((q.shape[0], k.shape[0]), torch.float32)}
-
-
-def describe_logits(q: torch.Tensor, k: torch.Tensor, *_: object, **__: object) -> Call:
-    num_tokens, num_heads = q.shape[:2]
+) -> Contract:
     op = "indexer_logits"
-    return Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens, num_keys=k.shape[0])
-
-
-indexer_logits, indexer_logits_out = define_computing(
-    "indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, *, "
-    "Tensor? k_scale=None, bool clean=False) -> Tensor out",
-    check=check_logits,
-    outputs=outputs_logits,
-    describe=describe_logits,
-)
+    _check_flat(op, q, k, weights, row_starts, row_ends, k_scale)
+    num_tokens, num_heads, _ = q.shape
+    call = Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens, num_keys=k.shape[0])
+    return call, {"out": ((num_tokens, k.shape[0]), torch.float32)}
 
 
 def _check_paged(
@@ -220,7 +157,15 @@ def _check_paged(
     check_no_grad(op, q=q, index_cache=index_cache, weights=weights)
 
 
-def check_paged_logits(
+def _paged_call(op: str, q: torch.Tensor, index_cache: torch.Tensor, cache_format: str) -> Call:
+    num_tokens, num_heads, _ = q.shape
+    block_size = geometry(index_cache, cache_format).block_size
+    names = op, q.device, q.dtype, cache_format
+    return Call(*names, num_heads=num_heads, num_tokens=num_tokens, block_size=block_size)
+
+
+@computing("out", writes=("index_cache",))
+def paged_indexer_logits(
     q: torch.Tensor,
     index_cache: torch.Tensor,
     weights: torch.Tensor,
@@ -229,70 +174,28 @@ def check_paged_logits(
     req_id_per_token: torch.Tensor,
     max_length: int,
     cache_format: str,
+    *,
     clean: bool = False,
-) -> None:
+) -> Contract:
     op = "paged_indexer_logits"
     _check_paged(op, q, index_cache, weights, lengths, block_table, req_id_per_token, cache_format)
     check_not_negative(op, "max_length", max_length)
+    call = _paged_call(op, q, index_cache, cache_format)._replace(num_keys=max_length)
+    return call, {"out": ((q.shape[0], max_length), torch.float32)}
 
 
-def outputs_paged_logits(
-    q: torch.Tensor,
-    index_cache: torch.Tensor,
-    weights: torch.Tensor,
-    lengths: torch.Tensor,
-    block_table: torch.Tensor,
-    req_id_per_token: torch.Tensor,
-    max_length: int,
-    *_: object,
-    **__: object,
-) -> dict[str, OutputSpec]:
-    return {"out": ((q.shape[0], max_length), torch.float32)}
-
-
-def describe_paged_logits(
-    q: torch.Tensor,
-    index_cache: torch.Tensor,
-    weights: torch.Tensor,
-    lengths: torch.Tensor,
-    block_table: torch.Tensor,
-    req_id_per_token: torch.Tensor,
-    max_length: int,
-    cache_format: str,
-    clean: bool = False,
-) -> Call:
-    num_tokens, num_heads, _ = q.shape
-    return Call(
-        "paged_indexer_logits",
-        q.device,
-        q.dtype,
-        cache_format,
-        num_heads=num_heads,
-        num_tokens=num_tokens,
-        block_size=geometry(index_cache, cache_format).block_size,
-        num_keys=max_length,
-    )
-
-
-paged_indexer_logits, paged_indexer_logits_out = define_computing(
-    "paged_indexer_logits(Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor block_table, "
-    "Tensor req_id_per_token, SymInt max_length, str cache_format, *, bool clean=False) -> Tensor out",
-    check=check_paged_logits,
-    outputs=outputs_paged_logits,
-    describe=describe_paged_logits,
-)
-
-
-def check_topk(
+@computing("indices", "valid_counts")
+def topk_indices(
     scores: torch.Tensor,
     topk: int,
+    *,
     row_starts: torch.Tensor | None = None,
     row_ends: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
     block_size: int = 0,
     sorted: bool = False,
-) -> None:
+) -> Contract:
     op = "topk_indices"
     device = scores.device
     check_tensor(op, "scores", scores, FLOAT32, (("num_tokens", None), ("num_columns", None)), device)
@@ -309,29 +212,13 @@ def check_topk(
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
         check_positive(op, "block_size", block_size)
     check_no_grad(op, scores=scores)
-
-
-def outputs_topk(scores: torch.Tensor, topk: int, *_: object, **__: object) -> dict[str, OutputSpec]:
-    return _selected(scores.shape[0], topk)
-
-
-def describe_topk(scores: torch.Tensor, topk: int, *_: object, **__: object) -> Call:
     num_tokens, num_columns = scores.shape
-    return Call("topk_indices", scores.device, scores.dtype, num_tokens=num_tokens, topk=topk, num_keys=num_columns)
+    call = Call(op, device, scores.dtype, num_tokens=num_tokens, topk=topk, num_keys=num_columns)
+    return call, _selected(num_tokens, topk)
 
 
-topk_indices, topk_indices_out = define_computing(
-    "topk_indices("
-    "Tensor scores, SymInt topk, *, Tensor? row_starts=None, Tensor? row_ends=None, Tensor? block_table=None, "
-    "Tensor? req_id_per_token=None, SymInt block_size=0, bool sorted=False) -> "
-    "(Tensor indices, Tensor valid_counts)",
-    check=check_topk,
-    outputs=outputs_topk,
-    describe=describe_topk,
-)
-
-
-def check_select(
+@computing("indices", "valid_counts", writes=("index_cache",))
+def select_keys(
     q: torch.Tensor,
     index_cache: torch.Tensor,
     weights: torch.Tensor,
@@ -340,136 +227,45 @@ def check_select(
     req_id_per_token: torch.Tensor,
     topk: int,
     cache_format: str,
+    *,
     translate: bool = False,
-) -> None:
+) -> Contract:
     op = "select_keys"
     _check_paged(op, q, index_cache, weights, lengths, block_table, req_id_per_token, cache_format)
     _check_topk(op, topk)
+    call = _paged_call(op, q, index_cache, cache_format)
+    call = call._replace(topk=topk, num_keys=block_table.shape[1] * call.block_size)
+    return call, _selected(q.shape[0], topk)
 
 
-def outputs_select(
-    q: torch.Tensor,
-    index_cache: torch.Tensor,
-    weights: torch.Tensor,
-    lengths: torch.Tensor,
-    block_table: torch.Tensor,
-    req_id_per_token: torch.Tensor,
-    topk: int,
-    *_: object,
-    **__: object,
-) -> dict[str, OutputSpec]:
-    return _selected(q.shape[0], topk)
-
-
-def describe_select(
-    q: torch.Tensor,
-    index_cache: torch.Tensor,
-    weights: torch.Tensor,
-    lengths: torch.Tensor,
-    block_table: torch.Tensor,
-    req_id_per_token: torch.Tensor,
-    topk: int,
-    cache_format: str,
-    translate: bool = False,
-) -> Call:
-    num_tokens, num_heads, _ = q.shape
-    block_size = geometry(index_cache, cache_format).block_size
-    return Call(
-        "select_keys",
-        q.device,
-        q.dtype,
-        cache_format,
-        num_heads=num_heads,
-        num_tokens=num_tokens,
-        topk=topk,
-        block_size=block_size,
-        num_keys=block_table.shape[1] * block_size,
-    )
-
-
-select_keys, select_keys_out = define_computing(
-    "select_keys("
-    "Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor block_table, Tensor req_id_per_token, "
-    "SymInt topk, str cache_format, *, bool translate=False) -> "
-    "(Tensor indices, Tensor valid_counts)",
-    check=check_select,
-    outputs=outputs_select,
-    describe=describe_select,
-)
-
-
-def check_select_flat(
+@computing("indices", "valid_counts", op="select_keys.flat")
+def select_keys_flat(
     q: torch.Tensor,
     k: torch.Tensor,
     weights: torch.Tensor,
     row_starts: torch.Tensor,
     row_ends: torch.Tensor,
     topk: int,
+    *,
     k_scale: torch.Tensor | None = None,
-) -> None:
+) -> Contract:
     op = "select_keys.flat"
     _check_flat(op, q, k, weights, row_starts, row_ends, k_scale)
     _check_topk(op, topk)
-
-
-def outputs_select_flat(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    row_starts: torch.Tensor,
-    row_ends: torch.Tensor,
-    topk: int,
-    k_scale: torch.Tensor | None = None,
-) -> dict[str, OutputSpec]:
-    return _selected(q.shape[0], topk)
-
-
-def describe_select_flat(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    row_starts: torch.Tensor,
-    row_ends: torch.Tensor,
-    topk: int,
-    k_scale: torch.Tensor | None = None,
-) -> Call:
     num_tokens, num_heads, _ = q.shape
-    op = "select_keys.flat"
-    return Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens, topk=topk, num_keys=k.shape[0])
+    call = Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens, topk=topk, num_keys=k.shape[0])
+    return call, _selected(num_tokens, topk)
 
 
-select_keys_flat, select_keys_flat_out = define_computing(
-    "select_keys.flat("
-    "Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, SymInt topk, *, Tensor? k_scale=None) -> "
-    "(Tensor indices, Tensor valid_counts)",
-    check=check_select_flat,
-    outputs=outputs_select_flat,
-    describe=describe_select_flat,
-)
-
-
-def check_merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> None:
+@computing("best_scores", "best_indices")
+def merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> Contract:
     op = "merge_topk"
     check_tensor(op, "scores", scores, FLOAT32, (("num_tokens", None), ("num_candidates", None)), scores.device)
     dims = (("num_tokens", scores.shape[0]), ("num_candidates", scores.shape[1]))
     check_tensor(op, "indices", indices, INT32, dims, scores.device)
     _check_topk(op, topk)
     check_no_grad(op, scores=scores)
-
-
-def outputs_merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> dict[str, OutputSpec]:
-    shape = (scores.shape[0], topk)
-    return {"best_scores": (shape, torch.float32), "best_indices": (shape, torch.int32)}
-
-
-def describe_merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> Call:
     num_tokens, num_candidates = scores.shape
-    return Call("merge_topk", scores.device, scores.dtype, num_tokens=num_tokens, topk=topk, num_keys=num_candidates)
-
-
-merge_topk, merge_topk_out = define_computing(
-    "merge_topk(Tensor scores, Tensor indices, SymInt topk) -> (Tensor best_scores, Tensor best_indices)",
-    check=check_merge_topk,
-    outputs=outputs_merge_topk,
-    describe=describe_merge_topk,
-)
+    call = Call(op, scores.device, scores.dtype, num_tokens=num_tokens, topk=topk, num_keys=num_candidates)
+    shape = (num_tokens, topk)
+    return call, {"best_scores": (shape, torch.float32), "best_indices": (shape, torch.int32)}

@@ -5,13 +5,23 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import Call
-from ..registry import define_mutating, require
+from ..registry import mutating, require
 from ._checks import check_not_negative, check_positive, check_tensor
 
 INT32 = (torch.int32,)
 
 
-def check_build_step_metadata(
+@mutating(
+    "query_start_loc_buffer",
+    "seq_lens_buffer",
+    "block_table_buffer",
+    "req_id_per_token",
+    "positions",
+    "slot_mapping",
+    "key_lens",
+    "topk_length",
+)
+def build_step_metadata(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
@@ -25,7 +35,7 @@ def check_build_step_metadata(
     topk_length: torch.Tensor,
     block_size: int,
     index_topk: int,
-) -> None:
+) -> Call:
     op = "build_step_metadata"
     device = query_start_loc.device
     check_tensor(op, "seq_lens", seq_lens, INT32, (("num_requests", None),), device)
@@ -61,34 +71,11 @@ def check_build_step_metadata(
     check_tensor(op, "topk_length", topk_length, INT32, tokens, device)
     check_positive(op, "block_size", block_size)
     check_not_negative(op, "index_topk", index_topk)
+    return Call(op, device, torch.int32, num_tokens=req_id_per_token.shape[0])
 
 
-def describe_build_step_metadata(
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    query_start_loc_buffer: torch.Tensor,
-    seq_lens_buffer: torch.Tensor,
-    block_table_buffer: torch.Tensor,
-    req_id_per_token: torch.Tensor,
-    *_: object,
-    **__: object,
-) -> Call:
-    op = "build_step_metadata"
-    return Call(op, seq_lens.device, torch.int32, num_tokens=req_id_per_token.shape[0])
-
-
-build_step_metadata = define_mutating(
-    "build_step_metadata(Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
-    "Tensor(a!) query_start_loc_buffer, Tensor(b!) seq_lens_buffer, Tensor(c!) block_table_buffer, "
-    "Tensor(d!) req_id_per_token, Tensor(e!) positions, Tensor(f!) slot_mapping, Tensor(g!) key_lens, "
-    "Tensor(h!) topk_length, SymInt block_size, SymInt index_topk) -> ()",
-    check=check_build_step_metadata,
-    describe=describe_build_step_metadata,
-)
-
-
-def check_build_compressed_metadata(
+@mutating("block_table_buffer", "slot_mapping", "compressed_lens")
+def build_compressed_metadata(
     positions: torch.Tensor,
     req_id_per_token: torch.Tensor,
     block_table: torch.Tensor,
@@ -97,7 +84,7 @@ def check_build_compressed_metadata(
     compressed_lens: torch.Tensor,
     compress_ratio: int,
     block_size: int,
-) -> None:
+) -> Call:
     op = "build_compressed_metadata"
     device = positions.device
     check_tensor(op, "positions", positions, INT32, (("max_num_tokens", None),), device)
@@ -121,16 +108,4 @@ def check_build_compressed_metadata(
     check_tensor(op, "compressed_lens", compressed_lens, INT32, tokens, device)
     check_positive(op, "compress_ratio", compress_ratio)
     check_positive(op, "block_size", block_size)
-
-
-def describe_build_compressed_metadata(positions: torch.Tensor, *_: object, **__: object) -> Call:
-    return Call("build_compressed_metadata", positions.device, torch.int32, num_tokens=positions.shape[0])
-
-
-build_compressed_metadata = define_mutating(
-    "build_compressed_metadata(Tensor positions, Tensor req_id_per_token, Tensor block_table, "
-    "Tensor(a!) block_table_buffer, Tensor(b!) slot_mapping, Tensor(c!) compressed_lens, SymInt compress_ratio, "
-    "SymInt block_size) -> ()",
-    check=check_build_compressed_metadata,
-    describe=describe_build_compressed_metadata,
-)
+    return Call(op, device, torch.int32, num_tokens=positions.shape[0])

@@ -6,7 +6,7 @@ import torch
 
 from ..dispatch import Call
 from ..formats import LATENT_DIM, ROPE_DIM, geometry
-from ..registry import OutputSpec, define_computing
+from ..registry import Contract, computing
 from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_scale, check_tensor
 
 INT32 = (torch.int32,)
@@ -53,26 +53,30 @@ def _check_table(op: str, q: torch.Tensor, block_table: torch.Tensor | None, nam
         check_tensor(op, name, block_table, INT32, (("num_requests", None), ("max_blocks", None)), q.device)
 
 
-def _outputs(q: torch.Tensor) -> dict[str, OutputSpec]:
-    num_tokens, num_heads, _ = q.shape
-    return {
+def _contract(op: str, q: torch.Tensor, indices: torch.Tensor, cache_format: str, deterministic: bool) -> Contract:
+    num_tokens, num_heads, head_dim = q.shape
+    names, sizes = (op, q.device, q.dtype, cache_format), (head_dim, num_heads, num_tokens, indices.shape[1])
+    outputs = {
         "out": ((num_tokens, num_heads, LATENT_DIM), q.dtype),
         "lse": ((num_tokens, num_heads), torch.float32),
     }
+    return Call(*names, *sizes, deterministic=deterministic), outputs
 
 
-def check_paged(
+@computing("out", "lse", writes=("kv_cache",))
+def paged_sparse_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     indices: torch.Tensor,
     softmax_scale: float,
     cache_format: str,
+    *,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
     deterministic: bool = False,
-) -> None:
+) -> Contract:
     op = "paged_sparse_attention"
     _check_keys(op, q, kv_cache, cache_format)
     _check_selection(op, q, indices, topk_length)
@@ -87,38 +91,12 @@ def check_paged(
     if req_id_per_token is not None:
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
     check_no_grad(op, q=q, kv_cache=kv_cache, attn_sink=attn_sink)
+    return _contract(op, q, indices, cache_format, deterministic)
 
 
-def outputs_paged(q: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
-    return _outputs(q)
-
-
-def describe_paged(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor,
-    softmax_scale: float,
-    cache_format: str,
-    *_: object,
-    deterministic: bool = False,
-    **__: object,
-) -> Call:
-    num_tokens, num_heads, head_dim = q.shape
-    op, topk = "paged_sparse_attention", indices.shape[1]
-    return Call(op, q.device, q.dtype, cache_format, head_dim, num_heads, num_tokens, topk, deterministic=deterministic)
-
-
-paged_sparse_attention, paged_sparse_attention_out = define_computing(
-    "paged_sparse_attention(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, str cache_format, "
-    "*, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
-    "Tensor? req_id_per_token=None, bool deterministic=False) -> (Tensor out, Tensor lse)",
-    check=check_paged,
-    outputs=outputs_paged,
-    describe=describe_paged,
-)
-
-
-def check_extra(
+# the extra cache is an overload, since an optional argument that is written (`Tensor(a!)?`) crashes Inductor
+@computing("out", "lse", op="paged_sparse_attention.extra", writes=("kv_cache", "extra_kv_cache"))
+def paged_sparse_attention_extra(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     indices: torch.Tensor,
@@ -127,6 +105,7 @@ def check_extra(
     extra_kv_cache: torch.Tensor,
     extra_indices: torch.Tensor,
     extra_cache_format: str,
+    *,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
@@ -134,7 +113,7 @@ def check_extra(
     extra_block_table: torch.Tensor | None = None,
     req_id_per_token: torch.Tensor | None = None,
     deterministic: bool = False,
-) -> None:
+) -> Contract:
     op = "paged_sparse_attention.extra"
     _check_keys(op, q, kv_cache, cache_format)
     _check_keys(op, q, extra_kv_cache, extra_cache_format, "extra_kv_cache")
@@ -151,49 +130,21 @@ def check_extra(
     if req_id_per_token is not None:
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
     check_no_grad(op, q=q, kv_cache=kv_cache, extra_kv_cache=extra_kv_cache, attn_sink=attn_sink)
+    call, outputs = _contract(op, q, indices, cache_format, deterministic)
+    return call._replace(extra_cache_format=extra_cache_format, extra_topk=extra_indices.shape[1]), outputs
 
 
-def describe_extra(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    indices: torch.Tensor,
-    softmax_scale: float,
-    cache_format: str,
-    extra_kv_cache: torch.Tensor,
-    extra_indices: torch.Tensor,
-    extra_cache_format: str,
-    *_: object,
-    deterministic: bool = False,
-    **__: object,
-) -> Call:
-    call = describe_paged(q, kv_cache, indices, softmax_scale, cache_format, deterministic=deterministic)
-    return call._replace(
-        op="paged_sparse_attention.extra", extra_cache_format=extra_cache_format, extra_topk=extra_indices.shape[1]
-    )
-
-
-# the extra cache is an overload, since an optional argument that is written (`Tensor(a!)?`) crashes Inductor
-paged_sparse_attention_extra, paged_sparse_attention_extra_out = define_computing(
-    "paged_sparse_attention.extra(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, "
-    "str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str extra_cache_format, *, "
-    "Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None, "
-    "Tensor? extra_block_table=None, Tensor? req_id_per_token=None, bool deterministic=False) -> (Tensor out, "
-    "Tensor lse)",
-    check=check_extra,
-    outputs=outputs_paged,
-    describe=describe_extra,
-)
-
-
-def check_flat(
+@computing("out", "lse")
+def sparse_attention(
     q: torch.Tensor,
     kv: torch.Tensor,
     indices: torch.Tensor,
     softmax_scale: float,
+    *,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     deterministic: bool = False,
-) -> None:
+) -> Contract:
     op = "sparse_attention"
     _check_query(op, q, FLOAT_DTYPES)
     check_tensor(op, "kv", kv, (q.dtype,), (("num_kv", None), ("head_dim", q.shape[2])), q.device)
@@ -201,30 +152,4 @@ def check_flat(
     _check_sink(op, q, attn_sink)
     check_scale(op, "softmax_scale", softmax_scale)
     check_no_grad(op, q=q, kv=kv, attn_sink=attn_sink)
-
-
-def outputs_flat(q: torch.Tensor, *_: object, **__: object) -> dict[str, OutputSpec]:
-    return _outputs(q)
-
-
-def describe_flat(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    softmax_scale: float,
-    *_: object,
-    deterministic: bool = False,
-    **__: object,
-) -> Call:
-    num_tokens, num_heads, head_dim = q.shape
-    op, topk = "sparse_attention", indices.shape[1]
-    return Call(op, q.device, q.dtype, "", head_dim, num_heads, num_tokens, topk, deterministic=deterministic)
-
-
-sparse_attention, sparse_attention_out = define_computing(
-    "sparse_attention(Tensor q, Tensor kv, Tensor indices, float softmax_scale, *, Tensor? topk_length=None, "
-    "Tensor? attn_sink=None, bool deterministic=False) -> (Tensor out, Tensor lse)",
-    check=check_flat,
-    outputs=outputs_flat,
-    describe=describe_flat,
-)
+    return _contract(op, q, indices, "", deterministic)

@@ -8,6 +8,7 @@ from ...formats import LATENT_DIM, ROPE_DIM, geometry, get_format
 from .bfloat16 import convert, narrow, widen
 from .common import cdiv, sized_jit
 from .e4m3 import decode, decode_scale, encode, power_of_two_exponent
+from .requests import Blocks, find_block, find_request
 from .rows import FP8_ROPE_AT, FP8_ROW_BYTES, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
 
 # rows a program gathers: 8 rows of 576 in bfloat16 are 36 values a thread, and one 16-byte load each in flight
@@ -165,15 +166,8 @@ def _gather_kernel(
     """
     out_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = out_row - offset
-    low = tl.zeros((ROWS,), tl.int32)
-    high = low + num_requests
-    for _ in range(search_steps):
-        middle = (low + high) >> 1
-        open_ = low < high
-        after = tl.load(cu_seq_lens + 1 + middle, mask=open_, other=0) <= row
-        low = tl.where(open_ & after, middle + 1, low)
-        high = tl.where(open_ & ~after, middle, high)
-    request = tl.minimum(low, num_requests - 1).to(tl.int64)
+    request = find_request(cu_seq_lens, row, num_requests, search_steps)
+    request = tl.minimum(request, num_requests - 1).to(tl.int64)
 
     seq_len = tl.load(seq_lens + request).to(tl.int64)
     length = tl.maximum(seq_len, 0)
@@ -182,20 +176,17 @@ def _gather_kernel(
     index = row - tl.load(cu_seq_lens + request)
     covered = (index >= 0) & (index < length) & (row < tl.load(cu_seq_lens + request + 1)) & (out_row < num_rows)
     position = index + seq_len - length
-    column = position // block_size
-    readable = covered & (column < max_blocks)
-    block = tl.load(block_table + request * stride_table + column, mask=readable, other=-1).to(tl.int64)
-    readable &= (block >= 0) & (block < num_blocks)
+    blocks = Blocks(block_table + request * stride_table, covered, max_blocks, block_size, num_blocks)
+    block, place, readable = find_block(blocks, position, covered)
 
     UNIT: tl.constexpr = 16 // (kv_cache.dtype.element_ty.primitive_bitwidth // 8)
-    start = kv_cache + (block * (stride_block_16 * UNIT) + position % block_size * ROW_WIDTH)[:, None]
+    start = kv_cache + (block * (stride_block_16 * UNIT) + place * ROW_WIDTH)[:, None]
     target = out + (out_row * stride_out)[:, None]
     latent = tl.arange(0, LATENT)[None, :]
     if PLANAR:
         wanted = latent < V4_LATENT
-        behind_rows = block_size.to(tl.int64) * V4_ROW_BYTES
-        token = behind_rows + position % block_size * V4_SCALE_BYTES
-        scales = kv_cache + (block * (stride_block_16 * UNIT) + token)[:, None]
+        scale_at = block_size.to(tl.int64) * V4_ROW_BYTES + place * V4_SCALE_BYTES
+        scales = kv_cache + (block * (stride_block_16 * UNIT) + scale_at)[:, None]
         value = decode(tl.load(start + latent, mask=readable[:, None] & wanted, other=0))
         value *= decode_scale(tl.load(scales + latent // 64, mask=readable[:, None] & wanted, other=127))
         tl.store(target + latent, narrow(value, tl.bfloat16), mask=covered[:, None] & wanted)

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from .common import cdiv, sized_jit
+from .requests import Blocks, find_slot, request_of
 
 INT32_MAX = 2**31 - 1
 # indices a program looks at in one go: 8 a thread, and topk 2048 is two rounds
@@ -15,16 +16,6 @@ FILTER_BLOCK = 1024
 WINDOW_BLOCK = 128
 COMPRESSED_BLOCK = 1024
 COMBINE_BLOCK = 512
-
-
-@triton.jit
-def _slots(table, index, wanted, max_blocks, block_size, num_blocks):
-    """Request-local indices to int64 slots by one request's block table, and which of them there are."""
-    column = index // block_size
-    valid = wanted & (column < max_blocks)
-    block = tl.load(table + column, mask=valid, other=-1).to(tl.int64)
-    slot = block * block_size + index % block_size
-    return slot, valid & (block >= 0) & (block < num_blocks) & (slot <= 0x7FFFFFFF)
 
 
 @triton.jit
@@ -68,16 +59,15 @@ def _convert_kernel(
     piece and an exclusive scan ranks those within one, so the order is kept and nothing depends on timing.
     """
     token = tl.program_id(0).to(tl.int64)
-    request = tl.load(req_id_per_token + token)
-    known = (request >= 0) & (request < num_requests)
-    table = block_table + request.to(tl.int64) * stride_table
+    request, known = request_of(req_id_per_token, token, num_requests)
+    blocks = Blocks(block_table + request * stride_table, known, max_blocks, block_size, num_blocks)
     source = token_indices + token * stride_indices
     target = out + token * stride_out
     count = 0
     for start in range(0, topk, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         index = tl.load(source + entry, mask=entry < topk, other=-1)
-        slot, valid = _slots(table, index, known & (index >= 0), max_blocks, block_size, num_blocks)
+        slot, valid = find_slot(blocks, index, index >= 0)
         if COMPACT:
             count = _append(target, count, slot, valid)
         else:
@@ -112,20 +102,19 @@ def _range_kernel(
     first. Only the entries that there are get translated; the rest of the row is filled.
     """
     token = tl.program_id(0).to(tl.int64)
-    request = tl.load(req_id_per_token + token)
+    request, known = request_of(req_id_per_token, token, num_requests)
     position = tl.load(positions + token).to(tl.int64)
-    live = (request >= 0) & (request < num_requests) & (position >= 0)
-    there = tl.where(live, (position + 1) // compress_ratio, 0)
+    there = tl.where(known & (position >= 0), (position + 1) // compress_ratio, 0)
     number = tl.minimum(there, width).to(tl.int32)
     first = 0
     if NEWEST:
         first = (there - number).to(tl.int32)
-    table = block_table + request.to(tl.int64) * stride_table
+    blocks = Blocks(block_table + request * stride_table, known, max_blocks, block_size, num_blocks)
     target = indices + token * stride_indices
     count = 0
     for start in range(0, number, BLOCK):
         entry = start + tl.arange(0, BLOCK)
-        slot, valid = _slots(table, first + entry, entry < number, max_blocks, block_size, num_blocks)
+        slot, valid = find_slot(blocks, first + entry, entry < number)
         count = _append(target, count, slot, valid)
     _fill(target, count, width, BLOCK)
     tl.store(lens + token, count)
@@ -157,13 +146,13 @@ def _combine_kernel(
     Grid: (tokens,). The window's rows follow each other without holes, so they need no scan.
     """
     token = tl.program_id(0).to(tl.int64)
-    request = tl.load(req_id_per_token + token)
+    request, known = request_of(req_id_per_token, token, num_requests)
     position = tl.load(positions + token).to(tl.int64)
-    live = (request >= 0) & (request < num_requests) & (position >= 0)
+    live = known & (position >= 0)
     seq_len = tl.load(seq_lens + request, mask=live, other=0).to(tl.int64)
     gather_len = tl.load(gather_lens + request, mask=live, other=0).to(tl.int64)
     gather_start = seq_len - tl.maximum(tl.minimum(gather_len, seq_len), 0)
-    base = tl.where(live, request.to(tl.int64) * request_stride, 0)
+    base = tl.where(live, request * request_stride, 0)
     source = topk_indices + token * stride_topk
     target = indices + token * stride_indices
 
@@ -271,6 +260,39 @@ def compute_global_topk_indices_and_lens(
     )
 
 
+def _range_indices(
+    positions: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    block_table: torch.Tensor,
+    compress_ratio: int,
+    block_size: int,
+    num_blocks: int | None,
+    indices: torch.Tensor,
+    lens: torch.Tensor,
+    *,
+    newest: bool,
+) -> None:
+    if positions.shape[0] == 0:
+        return
+    _range_kernel[(positions.shape[0],)](
+        positions,
+        req_id_per_token,
+        block_table,
+        indices,
+        lens,
+        indices.shape[1],
+        *block_table.shape,
+        compress_ratio,
+        block_size,
+        INT32_MAX + 1 if num_blocks is None else num_blocks,
+        block_table.stride(0),
+        indices.stride(0),
+        NEWEST=newest,
+        BLOCK=WINDOW_BLOCK if newest else COMPRESSED_BLOCK,
+        num_warps=1 if newest else 4,
+    )
+
+
 def sliding_window_indices(
     positions: torch.Tensor,
     req_id_per_token: torch.Tensor,
@@ -282,28 +304,8 @@ def sliding_window_indices(
     indices: torch.Tensor,
     lens: torch.Tensor,
 ) -> None:
-    num_tokens = positions.shape[0]
-    if num_tokens == 0:
-        return
-    num_requests, max_blocks = block_table.shape
-    _range_kernel[(num_tokens,)](
-        positions,
-        req_id_per_token,
-        block_table,
-        indices,
-        lens,
-        window,
-        num_requests,
-        max_blocks,
-        1,
-        block_size,
-        INT32_MAX + 1 if num_blocks is None else num_blocks,
-        block_table.stride(0),
-        indices.stride(0),
-        NEWEST=True,
-        BLOCK=WINDOW_BLOCK,
-        num_warps=1,
-    )
+    requests = positions, req_id_per_token, block_table
+    _range_indices(*requests, 1, block_size, num_blocks, indices, lens, newest=True)
 
 
 def compressed_indices(
@@ -318,28 +320,8 @@ def compressed_indices(
     indices: torch.Tensor,
     lens: torch.Tensor,
 ) -> None:
-    num_tokens = positions.shape[0]
-    if num_tokens == 0:
-        return
-    num_requests, max_blocks = block_table.shape
-    _range_kernel[(num_tokens,)](
-        positions,
-        req_id_per_token,
-        block_table,
-        indices,
-        lens,
-        width,
-        num_requests,
-        max_blocks,
-        compress_ratio,
-        block_size,
-        INT32_MAX + 1 if num_blocks is None else num_blocks,
-        block_table.stride(0),
-        indices.stride(0),
-        NEWEST=False,
-        BLOCK=COMPRESSED_BLOCK,
-        num_warps=4,
-    )
+    requests = positions, req_id_per_token, block_table
+    _range_indices(*requests, compress_ratio, block_size, num_blocks, indices, lens, newest=False)
 
 
 def combine_topk_swa_indices(

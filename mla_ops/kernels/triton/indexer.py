@@ -11,6 +11,7 @@ from .common import INTERPRETED, capability, cdiv, sized_jit
 from .e4m3 import decode
 from .indexer_cache import as_bytes, gather_index_cache, quantize_index_query, write_index_cache
 from .indexer_topk import merge_topk, select_chunks, topk_indices
+from .requests import request_of
 
 # keys of a tile of scores, and query tokens that share a tile of flat keys
 SCORE_KEYS = 128
@@ -19,15 +20,19 @@ SCORE_TOKENS = 4
 
 
 @triton.jit
-def _operand(x, MODE: tl.constexpr):
-    """What goes into the dot: e4m3 as it is or as float16, exactly; in the interpreter float32."""
-    if MODE == "fp8":
-        value = x.to(tl.float8e4nv, bitcast=True)
-    elif MODE == "fp8 as fp16":
-        value = decode(x).to(tl.float16)
-    elif MODE == "fp8 as fp32":
-        value = decode(x)
-    elif MODE == "fp32":
+def _operand(x, NATIVE_FP8: tl.constexpr, UPCAST: tl.constexpr):
+    """What goes into the dot: bytes of e4m3 as they are where tensor cores take them, else as float16, exactly.
+
+    UPCAST makes float32 of all types, for the interpreter.
+    """
+    if x.dtype == tl.uint8:
+        if UPCAST:
+            value = decode(x)
+        elif NATIVE_FP8:
+            value = x.to(tl.float8e4nv, bitcast=True)
+        else:
+            value = decode(x).to(tl.float16)
+    elif UPCAST:
         value = widen(x)
     else:
         value = x
@@ -35,7 +40,7 @@ def _operand(x, MODE: tl.constexpr):
 
 
 @triton.jit
-def _tile_scores(query, key, weight, MODE: tl.constexpr):
+def _tile_scores(query, key, weight):
     """`sum_h weight_h relu(query_h . key)` of `[HEADS, 128]` and `[KEYS, 128]` operands."""
     product = tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=tl.float32)
     return tl.sum(tl.where(product < 0, 0.0, product) * weight[:, None], 0)
@@ -60,7 +65,8 @@ def _flat_kernel(
     stride_k: tl.int64,
     stride_weights: tl.int64,
     stride_out: tl.int64,
-    MODE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    UPCAST: tl.constexpr,
     CLEAN: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -87,7 +93,7 @@ def _flat_kernel(
         first = tl.minimum(first, tl.load(row_starts + token))
     if CLEAN | ((last > low) & (first < low + KEYS)):
         keys = k + (key_row.to(tl.int64) * (stride_k * UNIT))[:, None] + inner[None, :]
-        key = _operand(tl.load(keys, mask=there[:, None], other=0), MODE)
+        key = _operand(tl.load(keys, mask=there[:, None], other=0), NATIVE_FP8, UPCAST)
         scale = tl.full((KEYS,), 1.0, tl.float32)
         if k_scale is not None:
             scale = tl.load(k_scale + key_row, mask=there, other=0.0)
@@ -101,9 +107,9 @@ def _flat_kernel(
                 if (end > low) & (start < low + KEYS):
                     source = q + token * (stride_q_token * UNIT) + (head * (stride_q_head * UNIT))[:, None]
                     source += inner[None, :]
-                    query = _operand(tl.load(source, mask=(head < num_heads)[:, None], other=0), MODE)
+                    query = _operand(tl.load(source, mask=(head < num_heads)[:, None], other=0), NATIVE_FP8, UPCAST)
                     weight = tl.load(weights + token * stride_weights + head, mask=head < num_heads, other=0.0)
-                    score = _tile_scores(query, key, weight, MODE) * scale
+                    score = _tile_scores(query, key, weight) * scale
                     tl.store(target, score, mask=within)
                 if CLEAN:
                     tl.store(target, tl.full((KEYS,), float("-inf"), tl.float32), mask=(column < num_columns) & ~within)
@@ -131,7 +137,8 @@ def _paged_kernel(
     stride_weights: tl.int64,
     stride_table: tl.int64,
     stride_out: tl.int64,
-    MODE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    UPCAST: tl.constexpr,
     FP8: tl.constexpr,
     CLEAN: tl.constexpr,
     HEADS: tl.constexpr,
@@ -146,25 +153,24 @@ def _paged_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     position = first_column + column
-    request = tl.load(req_id_per_token + token)
-    known = (request >= 0) & (request < num_requests)
+    request, known = request_of(req_id_per_token, token, num_requests)
     length = tl.where(known, tl.load(lengths + token), 0)
     within = (position < length) & (position < max_blocks.to(tl.int64) * block_size) & (column < num_columns)
     target = out + token * stride_out + column
     if first_column + tl.program_id(1) * KEYS < length:
         inner = tl.arange(0, 128)
         head = tl.arange(0, HEADS)
-        table = block_table + request.to(tl.int64) * stride_table
-        block = tl.load(table + position // block_size, mask=within, other=-1).to(tl.int64)
+        # no `find_block`: what is `within` is within the table, and one compare a key more can be seen
+        block = tl.load(block_table + request * stride_table + position // block_size, mask=within, other=-1)
         readable = within & (block >= 0) & (block < num_blocks)
+        block, offset = block.to(tl.int64), position % block_size
         start = index_cache + block * (stride_block * UNIT)
-        offset = position % block_size
         keys = (start + offset * 128)[:, None] + inner[None, :]
-        key = _operand(tl.load(keys, mask=readable[:, None], other=0), MODE)
+        key = _operand(tl.load(keys, mask=readable[:, None], other=0), NATIVE_FP8, UPCAST)
         source = q + token * (stride_q_token * UNIT) + (head * (stride_q_head * UNIT))[:, None] + inner[None, :]
-        query = _operand(tl.load(source, mask=(head < num_heads)[:, None], other=0), MODE)
+        query = _operand(tl.load(source, mask=(head < num_heads)[:, None], other=0), NATIVE_FP8, UPCAST)
         weight = tl.load(weights + token * stride_weights + head, mask=head < num_heads, other=0.0)
-        score = _tile_scores(query, key, weight, MODE)
+        score = _tile_scores(query, key, weight)
         if FP8:
             scales = (start + block_size.to(tl.int64) * 128 + offset * 4).to(tl.pointer_type(tl.float32))
             score *= tl.load(scales, mask=readable, other=0.0)
@@ -173,23 +179,19 @@ def _paged_kernel(
         tl.store(target, tl.full((KEYS,), float("-inf"), tl.float32), mask=(column < num_columns) & ~within)
 
 
-def operand_mode(dtype: torch.dtype, device: torch.device) -> str:
-    """How operands come into the dot: see `_operand`."""
-    if dtype == torch.float8_e4m3fn:
-        if INTERPRETED:
-            return "fp8 as fp32"
-        return "fp8" if capability(device) >= (8, 9) else "fp8 as fp16"
-    return "fp32" if INTERPRETED or dtype == torch.float32 else "plain"
-
-
 def tile_keys(dtype: torch.dtype) -> int:
     """Keys of a tile of scores: float32 operands, which no tensor core takes, would spill at more."""
     return SCORE_KEYS_FP32 if dtype == torch.float32 else SCORE_KEYS
 
 
-def score_warps(mode: str) -> int:
+def takes_fp8(capability: tuple[int, int]) -> bool:
+    """Whether tensor cores of this compute capability multiply e4m3."""
+    return capability >= (8, 9)
+
+
+def score_warps(dtype: torch.dtype, native_fp8: bool) -> int:
     """Warps of a tile of scores: e4m3 that becomes float16 in registers spills in four."""
-    return 8 if mode == "fp8 as fp16" else 4
+    return 8 if dtype == torch.float8_e4m3fn and not native_fp8 else 4
 
 
 def in_units(*strides: int) -> tuple[int, list[int]]:
@@ -219,7 +221,7 @@ def score_flat(
     num_columns = out.shape[1]
     if num_tokens * num_columns == 0:
         return
-    keys, mode = tile_keys(q.dtype), operand_mode(q.dtype, q.device)
+    keys, native = tile_keys(q.dtype), takes_fp8(capability(q.device))
     unit, strides = in_units(q.stride(0), q.stride(1), k.stride(0))
     _flat_kernel[(cdiv(num_tokens, SCORE_TOKENS), cdiv(num_columns, keys))](
         as_bytes(q),
@@ -237,13 +239,14 @@ def score_flat(
         *strides,
         weights.stride(0),
         out.stride(0),
-        MODE=mode,
+        NATIVE_FP8=native,
+        UPCAST=INTERPRETED,
         CLEAN=clean,
         HEADS=padded_heads(num_heads),
         KEYS=keys,
         UNIT=unit,
         TOKENS=SCORE_TOKENS,
-        num_warps=score_warps(mode),
+        num_warps=score_warps(q.dtype, native),
     )
 
 
@@ -267,7 +270,7 @@ def score_paged(
         return
     num_blocks, block_size, _, _ = geometry(index_cache, cache_format)
     num_requests, max_blocks = block_table.shape
-    keys, mode = tile_keys(q.dtype), operand_mode(q.dtype, q.device)
+    keys, native = tile_keys(q.dtype), takes_fp8(capability(q.device))
     unit, strides = in_units(q.stride(0), q.stride(1), index_cache.stride(0))
     _paged_kernel[(num_tokens, cdiv(num_columns, keys))](
         as_bytes(q),
@@ -288,13 +291,14 @@ def score_paged(
         weights.stride(0),
         block_table.stride(0),
         out.stride(0),
-        MODE=mode,
+        NATIVE_FP8=native,
+        UPCAST=INTERPRETED,
         FP8=cache_format == "fp8_index",
         CLEAN=clean,
         HEADS=padded_heads(num_heads),
         KEYS=keys,
         UNIT=unit,
-        num_warps=score_warps(mode),
+        num_warps=score_warps(q.dtype, native),
     )
 
 

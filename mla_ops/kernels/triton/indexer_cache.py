@@ -8,6 +8,7 @@ from ...formats import geometry
 from .bfloat16 import convert, widen
 from .common import cdiv, sized_jit
 from .e4m3 import encode, power_of_two_exponent
+from .requests import Blocks, find_block, find_request
 
 GATHER_ROWS = 16
 
@@ -77,26 +78,15 @@ def _gather_kernel(
 ):
     """Copies ROWS keys of requests, each row's request found by bisection. Grid: (blocks of ROWS rows,)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    low = tl.zeros((ROWS,), tl.int32)
-    high = low + num_requests
-    for _ in range(search_steps):
-        middle = (low + high) >> 1
-        open_ = low < high
-        after = tl.load(cu_seq_lens + 1 + middle, mask=open_, other=0) <= row
-        low = tl.where(open_ & after, middle + 1, low)
-        high = tl.where(open_ & ~after, middle, high)
-    some = num_requests > 0
-    request = tl.maximum(tl.minimum(low, num_requests - 1), 0).to(tl.int64)
-    within = (row < num_rows) & some
+    request = find_request(cu_seq_lens, row, num_requests, search_steps)
+    request = tl.maximum(tl.minimum(request, num_requests - 1), 0).to(tl.int64)
+    within = (row < num_rows) & (num_requests > 0)
     position = row - tl.load(cu_seq_lens + request, mask=within, other=0)
     readable = within & (position >= 0) & (position < tl.load(seq_lens + request, mask=within, other=0))
     readable &= row < tl.load(cu_seq_lens + request + 1, mask=within, other=0)
-    column = position // block_size
-    readable &= column < max_blocks
-    block = tl.load(block_table + request * stride_table + column, mask=readable, other=-1).to(tl.int64)
-    readable &= (block >= 0) & (block < num_blocks)
+    blocks = Blocks(block_table + request * stride_table, readable, max_blocks, block_size, num_blocks)
+    block, offset, readable = find_block(blocks, position, readable)
     inner = tl.arange(0, 128)
-    offset = position % block_size
     start = index_cache + block * stride_block
     value = tl.load((start + offset * 128)[:, None] + inner[None, :], mask=readable[:, None], other=0)
     tl.store(k + (row * stride_k)[:, None] + inner[None, :], value, mask=(row < num_rows)[:, None])

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .common import cdiv, sized_jit
+from .requests import ANY_BLOCK, Blocks, find_slot, request_of
 
 # columns that a program looks at in one go; 8 a thread
 COLUMNS = 2048
@@ -65,16 +66,6 @@ def _threshold(row, start, end, topk, COLUMNS: tl.constexpr):
     return prefix.to(tl.int32, bitcast=True) ^ -0x80000000, wanted
 
 
-@triton.jit
-def _slot(position, wanted, table, known, max_blocks, block_size):
-    """Slots of positions by one request's block table, -1 where there is none."""
-    column = position // block_size
-    there = wanted & known & (position >= 0) & (column < max_blocks)
-    block = tl.load(table + column, mask=there, other=-1).to(tl.int64)
-    slot = block * block_size + position % block_size
-    return tl.where(there & (block >= 0) & (slot <= 0x7FFFFFFF), slot, -1).to(tl.int32)
-
-
 @sized_jit(any_alignment=("row_starts", "row_ends", "block_table", "req_id_per_token", "indices", "valid_counts"))
 def _topk_kernel(
     scores,
@@ -108,13 +99,9 @@ def _topk_kernel(
     if row_ends is not None:
         end = tl.minimum(tl.maximum(tl.load(row_ends + token), 0), num_columns)
     number = tl.maximum(end - start, 0)
-    known = True
-    table = block_table
     if block_table is not None:
-        request = tl.load(req_id_per_token + token)
-        known = (request >= 0) & (request < num_requests)
-        table = block_table + tl.where(known, request, 0).to(tl.int64) * stride_table
-
+        request, known = request_of(req_id_per_token, token, num_requests)
+        blocks = Blocks(block_table + request * stride_table, known, max_blocks, block_size, ANY_BLOCK)
     least = -0x80000000
     equals = topk
     if number > topk:
@@ -131,7 +118,8 @@ def _topk_kernel(
         place = count + tl.cumsum(kept, 0) - kept
         value = column
         if block_table is not None:
-            value = _slot(column, kept > 0, table, known, max_blocks, block_size)
+            slot, found = find_slot(blocks, column, kept > 0)
+            value = tl.where(found, slot, -1).to(tl.int32)
         tl.store(target + place, value, mask=kept > 0)
         same += tl.sum(equal, 0)
         count += tl.sum(kept, 0)
@@ -181,10 +169,10 @@ def _order_kernel(
         place += tl.sum((before & (other < count)[:, None]).to(tl.int32), 0)
     value = column
     if block_table is not None:
-        request = tl.load(req_id_per_token + token)
-        known = (request >= 0) & (request < num_requests)
-        table = block_table + tl.where(known, request, 0).to(tl.int64) * stride_table
-        value = _slot(column, there, table, known, max_blocks, block_size)
+        request, known = request_of(req_id_per_token, token, num_requests)
+        blocks = Blocks(block_table + request * stride_table, known, max_blocks, block_size, ANY_BLOCK)
+        slot, found = find_slot(blocks, column, there)
+        value = tl.where(found, slot, -1).to(tl.int32)
     target = indices + token * stride_indices
     tl.store(target + place, value, mask=there)
     tl.store(target + entry, tl.full((RANKED,), -1, tl.int32), mask=(entry >= count) & (entry < topk))
@@ -349,11 +337,10 @@ def _translate_kernel(
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = entry < topk
     position = tl.load(indices + token * stride_indices + entry, mask=there, other=-1)
-    request = tl.load(req_id_per_token + token)
-    known = (request >= 0) & (request < num_requests)
-    table = block_table + tl.where(known, request, 0).to(tl.int64) * stride_table
-    slot = _slot(position, there, table, known, max_blocks, block_size)
-    tl.store(indices + token * stride_indices + entry, slot, mask=there)
+    request, known = request_of(req_id_per_token, token, num_requests)
+    blocks = Blocks(block_table + request * stride_table, known, max_blocks, block_size, ANY_BLOCK)
+    slot, found = find_slot(blocks, position, there & (position >= 0))
+    tl.store(indices + token * stride_indices + entry, tl.where(found, slot, -1).to(tl.int32), mask=there)
 
 
 def topk_indices(

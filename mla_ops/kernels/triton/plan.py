@@ -1,35 +1,36 @@
 """Step metadata, one Triton launch each."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from ...dispatch import Lowering
 from .common import cdiv, sized_jit
+from .requests import ANY_BLOCK, Blocks, find_block, find_request
 
 TOKEN_BLOCK = 128
 COPY_BLOCK = 1024
 
 
+class Table(NamedTuple):
+    """A block table in device code: pointer, elements between its rows, entries of a row."""
+
+    pointer: Any
+    stride: Any
+    max_blocks: Any
+
+
 @triton.jit
-def _copy_table_piece(
-    block_table,
-    block_table_buffer,
-    piece,
-    num_requests,
-    max_blocks,
-    max_blocks_buffer,
-    stride_table,
-    stride_table_buffer,
-    COPY: tl.constexpr,
-):
+def _copy_table_piece(table, buffer, num_requests, piece, COPY: tl.constexpr):
     """Copies one piece of one row of a block table into its buffer, -1 where nothing was given."""
-    pieces = tl.cdiv(max_blocks_buffer, COPY)
+    pieces = tl.cdiv(buffer.max_blocks, COPY)
     row = (piece // pieces).to(tl.int64)
     column = piece % pieces * COPY + tl.arange(0, COPY)
-    given = (row < num_requests) & (column < max_blocks)
-    block = tl.load(block_table + row * stride_table + column, mask=given, other=-1)
-    tl.store(block_table_buffer + row * stride_table_buffer + column, block, mask=column < max_blocks_buffer)
+    given = (row < num_requests) & (column < table.max_blocks)
+    block = tl.load(table.pointer + row * table.stride + column, mask=given, other=-1)
+    tl.store(buffer.pointer + row * buffer.stride + column, block, mask=column < buffer.max_blocks)
 
 
 @sized_jit(
@@ -87,14 +88,7 @@ def _step_kernel(
         within = token < max_num_tokens
         first = tl.load(query_start_loc)
         end = tl.load(query_start_loc + num_requests)
-        low = tl.zeros((TOKENS,), tl.int32)
-        high = low + num_requests
-        for _ in range(search_steps):
-            middle = (low + high) >> 1
-            open_ = low < high
-            after = tl.load(query_start_loc + 1 + middle, mask=open_, other=0) <= token
-            low = tl.where(open_ & after, middle + 1, low)
-            high = tl.where(open_ & ~after, middle, high)
+        low = find_request(query_start_loc, token, num_requests, search_steps)
         live = within & (token >= first) & (token < end) & (num_requests > 0)
         request = tl.minimum(low, num_requests - 1)
         stop = tl.load(query_start_loc + request + 1, mask=live, other=0)
@@ -102,12 +96,9 @@ def _step_kernel(
         wide = token.to(tl.int64) - stop + tl.load(seq_lens + request, mask=live, other=0)
         live &= (wide >= 0) & (wide < 2147483647)
         position = wide.to(tl.int32)
-        column = position // block_size
-        writable = live & (column < max_blocks)
-        block = tl.load(block_table + request.to(tl.int64) * stride_table + column, mask=writable, other=-1).to(
-            tl.int64
-        )
-        slot = tl.where(block >= 0, block * block_size + position % block_size, -1)
+        blocks = Blocks(block_table + request.to(tl.int64) * stride_table, live, max_blocks, block_size, ANY_BLOCK)
+        block, place, found = find_block(blocks, position, live)
+        slot = tl.where(found, block * block_size + place, -1)
         length = position + 1
         tl.store(req_id_per_token + token, tl.where(live, low, -1), mask=within)
         tl.store(positions + token, tl.where(live, position, 0), mask=within)
@@ -123,17 +114,9 @@ def _step_kernel(
         length = tl.load(seq_lens + entry, mask=entry < num_requests, other=0)
         tl.store(seq_lens_buffer + entry, length, mask=entry < max_num_requests)
     else:
-        _copy_table_piece(
-            block_table,
-            block_table_buffer,
-            program - token_programs - request_programs,
-            num_requests,
-            max_blocks,
-            max_blocks_buffer,
-            stride_table,
-            stride_table_buffer,
-            COPY,
-        )
+        table = Table(block_table, stride_table, max_blocks)
+        buffer = Table(block_table_buffer, stride_table_buffer, max_blocks_buffer)
+        _copy_table_piece(table, buffer, num_requests, program - token_programs - request_programs, COPY)
 
 
 @sized_jit(
@@ -179,27 +162,16 @@ def _compressed_kernel(
         # position + 1 may be past int32: the quotient and the remainder are those of position, one step on
         done = position // compress_ratio
         completes = position % compress_ratio == compress_ratio - 1
-        column = done // block_size
-        writable = live & completes & (column < max_blocks)
-        block = tl.load(block_table + request.to(tl.int64) * stride_table + column, mask=writable, other=-1).to(
-            tl.int64
-        )
-        slot = tl.where(block >= 0, block * block_size + done % block_size, -1)
+        blocks = Blocks(block_table + request.to(tl.int64) * stride_table, live, max_blocks, block_size, ANY_BLOCK)
+        block, place, found = find_block(blocks, done, live & completes)
+        slot = tl.where(found, block * block_size + place, -1)
         tl.store(slot_mapping + token, slot, mask=within)
         length = tl.minimum(done.to(tl.int64) + completes, 0x7FFFFFFF).to(tl.int32)
         tl.store(compressed_lens + token, tl.where(live, length, 0), mask=within)
     else:
-        _copy_table_piece(
-            block_table,
-            block_table_buffer,
-            program - token_programs,
-            num_requests,
-            max_blocks,
-            max_blocks_buffer,
-            stride_table,
-            stride_table_buffer,
-            COPY,
-        )
+        table = Table(block_table, stride_table, max_blocks)
+        buffer = Table(block_table_buffer, stride_table_buffer, max_blocks_buffer)
+        _copy_table_piece(table, buffer, num_requests, program - token_programs, COPY)
 
 
 def build_step_metadata(
