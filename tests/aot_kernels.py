@@ -144,7 +144,7 @@ def indexer_variants(capability: int) -> Iterator[Variant]:
     yield Variant("topk_order", indexer_topk._order_kernel, types, {"RANKED": indexer_topk.RANKED})
     yield Variant("topk_keep", indexer_topk._keep_kernel, types, {"BLOCK": 4096}, options)
     yield Variant("topk_translate", indexer_topk._translate_kernel, types, {"BLOCK": 1024})
-    yield Variant("topk_merge", indexer_topk._merge_kernel, types, {"BLOCK": indexer_topk.COLUMNS}, options)
+    yield Variant("topk_merge", indexer_topk._merge_kernel, types, {"BLOCK": indexer_topk.CANDIDATES}, options)
     yield Variant("topk_ascend", indexer_topk._ascend_kernel, types, {"BLOCK": indexer_topk.RANKED})
 
 

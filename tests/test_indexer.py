@@ -340,3 +340,10 @@ def test_merged_shards_are_the_selection_over_the_whole(num_shards: int, lowerin
         chosen = scores[token, expected[token, :count].long()]
         assert torch.equal(best_scores[token, :count].nan_to_num(99), chosen.nan_to_num(99))
         assert (best_scores[token, count:] == -INF).all()
+
+
+def test_a_position_that_stands_twice_is_two_candidates(lowering: str) -> None:
+    scores = torch.tensor([[2.0, 1.0, 1.0, 1.0, 3.0, 1.0]], device=DEVICE)
+    best_scores, best = torch.ops.mla.merge_topk(scores, int32([[7, 4, 4, 4, 9, 8]]), 4)
+    assert best.tolist() == [[4, 4, 7, 9]]
+    assert best_scores.tolist() == [[1.0, 1.0, 2.0, 3.0]]

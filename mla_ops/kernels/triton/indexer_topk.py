@@ -16,6 +16,8 @@ from .requests import ANY_BLOCK, Blocks, find_slot, request_of
 # columns that a program looks at in one go; 8 a thread
 COLUMNS = 2048
 NUM_WARPS = 8
+# candidates that a program of the merging kernel looks at in one go: two shards' of 2,048
+CANDIDATES = 4096
 # entries that a program of the ordering kernel ranks
 RANKED = 128
 # of scores, candidates and counters that a row of `select_keys` holds beside its result
@@ -32,13 +34,6 @@ def _order(score):
     bits = tl.where(magnitude == 0, 0, bits)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(magnitude > 0x7F800000, -0x80000000, order)
-
-
-@triton.jit
-def _ranked(score, position):
-    """Scores and positions to unsigned 64 bits of the same order: of equal scores, the lowest position is highest."""
-    high = (_order(score) ^ -0x80000000).to(tl.uint32, bitcast=True).to(tl.uint64)
-    return (high << 32) | (0x7FFFFFFF - position).to(tl.uint32, bitcast=True).to(tl.uint64)
 
 
 @triton.jit
@@ -178,6 +173,46 @@ def _order_kernel(
     tl.store(target + entry, tl.full((RANKED,), -1, tl.int32), mask=(entry >= count) & (entry < topk))
 
 
+@triton.jit
+def _candidates(row, source, first, num_candidates, BLOCK: tl.constexpr):
+    """Scores' numbers and the complements of positions, 32 bits whose larger one comes first, and which are any."""
+    column = first + tl.arange(0, BLOCK)
+    index = tl.load(source + column, mask=column < num_candidates, other=-1)
+    order = _order(tl.load(row + column, mask=column < num_candidates, other=0.0))
+    number = (order ^ -0x80000000).to(tl.uint32, bitcast=True)
+    return number, (0x7FFFFFFF - index).to(tl.uint32, bitcast=True), index >= 0
+
+
+@triton.jit
+def _last_kept(row, source, num_candidates, wanted, tied, TIES: tl.constexpr, BLOCK: tl.constexpr):
+    """The `wanted`-th largest number of a row's candidates, how many of its equals to keep, and how many there are.
+
+    As `_threshold`. With TIES of the positions' complements, among the candidates whose score has the number `tied`.
+    """
+    bins = tl.arange(0, 512)
+    prefix = tl.full((), 0, tl.uint32)
+    equals = num_candidates
+    for digit in tl.static_range(4):
+        shift = 24 - 8 * digit
+        counts = tl.zeros((512,), tl.int32)
+        for first in range(0, num_candidates, BLOCK):
+            number, complement, valid = _candidates(row, source, first, num_candidates, BLOCK)
+            if TIES:
+                valid &= number == tied
+                number = complement
+            if digit > 0:
+                valid &= (number >> (shift + 8)) == prefix
+            place = ((number >> shift) & 0xFF).to(tl.int32)
+            counts += tl.histogram(tl.where(valid, place, 256), 512)
+        counts = tl.where(bins < 256, counts, 0)
+        above = tl.cumsum(counts, 0, reverse=True)
+        chosen = tl.sum(((above >= wanted) & (bins < 256)).to(tl.int32), 0) - 1
+        wanted -= tl.sum(tl.where(bins > chosen, counts, 0), 0)
+        equals = tl.sum(tl.where(bins == chosen, counts, 0), 0)
+        prefix = (prefix << 8) | chosen.to(tl.uint32)
+    return prefix, wanted, equals
+
+
 @sized_jit(any_alignment=("indices", "kept_indices", "counts"))
 def _merge_kernel(
     scores,
@@ -194,47 +229,36 @@ def _merge_kernel(
 ):
     """Keeps the best candidates of one row, in the order in which they stand.
 
-    Grid: (rows,). As `_threshold`, on 64 bits: the score's number, then the complement of the position, so that no
-    two candidates are equal and eight digits fix the last one kept.
+    Grid: (rows,). Four digits fix the score of the last one kept; where not all of its equals are kept, four more fix
+    the position of the last. Of candidates that have both, as many as are wanted stay.
     """
     token = tl.program_id(0).to(tl.int64)
-    bins = tl.arange(0, 512)
     row = scores + token * stride_scores
     source = indices + token * stride_indices
     number_valid = 0
     for first in range(0, num_candidates, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        index = tl.load(source + column, mask=column < num_candidates, other=-1)
-        number_valid += tl.sum((index >= 0).to(tl.int32), 0)
-    least = tl.full((), 0, tl.uint64)
+        _, _, valid = _candidates(row, source, first, num_candidates, BLOCK)
+        number_valid += tl.sum(valid.to(tl.int32), 0)
+    least = tl.full((), 0, tl.uint32)
+    last = tl.full((), 0, tl.uint32)
+    wanted = num_candidates
     if number_valid > topk:
-        wanted = topk
-        for digit in tl.static_range(8):
-            shift = 56 - 8 * digit
-            histogram = tl.zeros((512,), tl.int32)
-            for first in range(0, num_candidates, BLOCK):
-                column = first + tl.arange(0, BLOCK)
-                index = tl.load(source + column, mask=column < num_candidates, other=-1)
-                number = _ranked(tl.load(row + column, mask=column < num_candidates, other=0.0), index)
-                valid = index >= 0
-                if digit > 0:
-                    valid &= (number >> (shift + 8)) == least
-                place = ((number >> shift) & 0xFF).to(tl.int32)
-                histogram += tl.histogram(tl.where(valid, place, 256), 512)
-            histogram = tl.where(bins < 256, histogram, 0)
-            above = tl.cumsum(histogram, 0, reverse=True)
-            chosen = tl.sum(((above >= wanted) & (bins < 256)).to(tl.int32), 0) - 1
-            wanted -= tl.sum(tl.where(bins > chosen, histogram, 0), 0)
-            least = (least << 8) | chosen.to(tl.uint64)
+        least, above, equals = _last_kept(row, source, num_candidates, topk, 0, False, BLOCK)
+        if equals > above:
+            last, wanted, _ = _last_kept(row, source, num_candidates, above, least, True, BLOCK)
     count = 0
+    same = 0
     for first in range(0, num_candidates, BLOCK):
+        number, complement, valid = _candidates(row, source, first, num_candidates, BLOCK)
+        equal = (valid & (number == least) & (complement == last)).to(tl.int32)
+        chosen = (equal > 0) & (same + tl.cumsum(equal, 0) - equal < wanted)
+        better = valid & ((number > least) | ((number == least) & (complement > last)))
+        kept = (better | chosen).to(tl.int32)
         column = first + tl.arange(0, BLOCK)
-        index = tl.load(source + column, mask=column < num_candidates, other=-1)
-        score = tl.load(row + column, mask=column < num_candidates, other=0.0)
-        kept = ((index >= 0) & (_ranked(score, index) >= least)).to(tl.int32)
         place = token * stride_kept + count + tl.cumsum(kept, 0) - kept
-        tl.store(kept_scores + place, score, mask=kept > 0)
-        tl.store(kept_indices + place, index, mask=kept > 0)
+        tl.store(kept_scores + place, tl.load(row + column, mask=kept > 0), mask=kept > 0)
+        tl.store(kept_indices + place, tl.load(source + column, mask=kept > 0), mask=kept > 0)
+        same += tl.sum(equal, 0)
         count += tl.sum(kept, 0)
     tl.store(counts + token, count)
 
@@ -264,7 +288,9 @@ def _ascend_kernel(
     for first in range(0, count, BLOCK):
         other = first + tl.arange(0, BLOCK)
         theirs = tl.load(source + other, mask=other < count, other=0x7FFFFFFF)
-        before = (theirs[:, None] < index[None, :]) & (other < count)[:, None]
+        before = theirs[:, None] < index[None, :]
+        before |= (theirs[:, None] == index[None, :]) & (other[:, None] < entry[None, :])
+        before &= (other < count)[:, None]
         place += tl.sum(before.to(tl.int32), 0)
     tl.store(best_scores + token * stride_scores + place, score, mask=there)
     tl.store(best_indices + token * stride_indices + place, index, mask=there)
@@ -492,8 +518,8 @@ def merge_topk(
         scores.stride(0),
         indices.stride(0),
         topk,
-        BLOCK=COLUMNS,
-        num_warps=NUM_WARPS,
+        BLOCK=CANDIDATES,
+        num_warps=2 * NUM_WARPS,
     )
     _ascend_kernel[(num_tokens, cdiv(topk, RANKED))](
         kept_scores,
