@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +103,17 @@ def test_a_case_that_kills_its_process_is_a_finding_and_the_others_run() -> None
     text = report(counts, findings, "a machine", "0 to 5", 1.0)
     assert "6 cases in 1 s, 1 findings" in text
     assert text.rstrip().endswith("seed 2: its process died with status 9")
+
+
+def test_children_that_cannot_begin_are_a_finding() -> None:
+    command = [sys.executable, "-c", "raise ImportError"]
+    counts, findings, done = drive(0, 6, 2, "cpu", 60.0, [{}], command)
+    assert not counts
+    assert not done
+    assert findings == ["a child ended with status 1 before its first case"] * 2
+
+
+def test_children_find_the_package_of_this_checkout() -> None:
+    root = str(Path(__file__).resolve().parents[1])
+    command = [sys.executable, "-c", f"import sys; sys.exit(0 if {root!r} in sys.path else 7)"]
+    assert drive(0, 1, 1, "cpu", 60.0, [{}], command) == (Counter(), [], 0)

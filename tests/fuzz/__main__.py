@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+TESTS = Path(__file__).resolve().parent.parent
 SECONDS_A_CASE = 120  # one that takes longer hangs
 SECONDS_A_REPORT = 20
 
@@ -110,15 +111,15 @@ def drive(
     findings: list[str] = []
     lock, last, done = threading.Lock(), first + cases, [0]
     deadline = time.monotonic() + seconds
+    path = os.pathsep.join(filter(None, (str(TESTS.parent), os.environ.get("PYTHONPATH"))))
 
     def run_share(start: int) -> None:
         while start < last and time.monotonic() < deadline:
             seeds = [*command, f"{start},{last},{workers},{device}"]
-            folder = Path(__file__).resolve().parent.parent
             child = subprocess.Popen(
                 seeds,
-                cwd=folder,
-                env={**os.environ, **environments[(start - first) % workers % len(environments)]},
+                cwd=TESTS,
+                env={**os.environ, "PYTHONPATH": path, **environments[(start - first) % workers % len(environments)]},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
@@ -146,6 +147,10 @@ def drive(
                         counts[line["op"], line["lowering"], line["outcome"]] += 1
             child.wait()
             if time.monotonic() > deadline or child.returncode == 0:
+                return
+            if begun < start:
+                with lock:
+                    findings.append(f"a child ended with status {child.returncode} before its first case")
                 return
             if begun != ended:
                 with lock:
