@@ -76,7 +76,9 @@ def relaid(draw: Draw, tensor: torch.Tensor, *, aligned: bool = False) -> torch.
         tensor: any; its last dim stays dense.
         aligned: keeps offsets and pitches in multiples of 16 bytes, as caches need.
     """
-    unit = max(CACHE_ALIGNMENT // tensor.element_size(), 1) if aligned else 1
+    # Each alignment of each pointer is a Triton kernel of its own to compile: one tensor in five has another.
+    dense = aligned or draw.chance(0.8)
+    unit = max(CACHE_ALIGNMENT // tensor.element_size(), 1) if dense else 1
     offset = unit * draw.pick(0, 0, 1, 2, 3, 8)
     strides, pitch = [], 1
     for size in reversed(tensor.shape):
@@ -84,7 +86,7 @@ def relaid(draw: Draw, tensor: torch.Tensor, *, aligned: bool = False) -> torch.
         pitch *= max(size, 1)
         if draw.chance(0.4) and len(strides) < tensor.dim():
             pitch = -(-pitch // unit) * unit + unit * draw.pick(0, 1, 3, 16)
-        if aligned:
+        if dense:
             pitch = -(-pitch // unit) * unit if len(strides) < tensor.dim() else pitch
     strides.reverse()
     if tensor.dim() == 3 and draw.chance(0.15) and not aligned:  # heads before tokens in memory
