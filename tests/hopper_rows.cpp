@@ -403,3 +403,22 @@ extern "C" const Taken* pieces_taken() { return taken.data(); }
 
 // How many turns it takes for a token and a tile; 0 of one that is not its own.
 extern "C" int turns_of(int token, int tile) { return turns_of_row[token * params->head_tiles + tile]; }
+
+template <class R>
+long long bytes_to_key(const Cache& cache, int offset, bool scales) {
+  const Place place{1, offset};
+  if constexpr (R::SCALES_APART) {
+    if (scales) return scales_of_key<R>(cache, place) - cache.rows;
+  }
+  return row_of_key<R>(cache, place) - cache.rows;
+}
+
+// How far the row, or the scales, of a key at `offset` of the second block are from the first byte of the cache.
+extern "C" long long bytes_to(int row_bytes, long long block_bytes, int block_size, int offset, bool scales) {
+  Cache cache{};
+  cache.block_bytes = block_bytes, cache.block_size = block_size;
+  if (row_bytes == 1152) return bytes_to_key<PlainRows<1152>>(cache, offset, scales);
+  if (row_bytes == 1024) return bytes_to_key<PlainRows<1024>>(cache, offset, scales);
+  if (row_bytes == Rows<FP8_DS_MLA>::BYTES) return bytes_to_key<Rows<FP8_DS_MLA>>(cache, offset, scales);
+  return bytes_to_key<Rows<FP8_DS_MLA_V4>>(cache, offset, scales);
+}

@@ -242,6 +242,25 @@ def test_each_key_is_gathered_once(
         assert gathered.get((token, tile), Counter()) == call.expected(token)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 1_900_000, 4_000_000])
+@pytest.mark.parametrize(("cache_format", "width"), list(KERNELS))
+def test_rows_of_large_blocks_are_found_by_64_bits(
+    cache_format: str, width: int, offset: int, library: ctypes.CDLL
+) -> None:
+    """Rows of one block may be more than 2 GiB apart."""
+    keys, block_size = KERNELS[cache_format, width], 4_000_001
+    block_bytes = 600 * 2**24
+    library.bytes_to.restype = ctypes.c_longlong
+
+    def bytes_to(scales: bool) -> int:
+        block = ctypes.c_longlong(block_bytes)
+        return int(library.bytes_to(keys.row_bytes, block, block_size, offset, scales))
+
+    assert bytes_to(scales=False) == block_bytes + offset * keys.row_bytes
+    if keys.scale_bytes:
+        assert bytes_to(scales=True) == block_bytes + block_size * keys.row_bytes + offset * keys.scale_bytes
+
+
 @pytest.mark.parametrize(
     "shape",
     [
