@@ -30,7 +30,7 @@ def decode_scale(byte):
 
 @triton.jit
 def decode_scale_bf16(byte):
-    """As `decode_scale`, to bfloat16, where every power of two fits as well."""
+    """Decodes a scale to bfloat16, which holds every power of two as well."""
     wide = byte.to(tl.int32)
     bits = tl.where(wide == 0, 0x40, tl.where(wide == 255, 0x7FC0, wide << 7))
     return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
