@@ -366,7 +366,7 @@ def source(variant: Variant) -> ASTSource:
             constants[name] = None
         elif name in variant.types:
             signature[name] = variant.types[name]
-            # of the integers that are specialised, strides of queries and outputs are multiples of 16
+            # among specialised integers, strides of queries and outputs are multiples of 16
             aligned = not parameter.do_not_specialize_on_alignment if "*" in signature[name] else "lse" not in name
             if aligned and signature[name] != "fp32":
                 attributes[(parameter.num,)] = [["tt.divisibility", 16]]

@@ -142,7 +142,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef shuffle_pointer
 
 struct Barrier {
-  int arrivals, bytes;  // that came, and that are missing, in this phase
+  int arrivals, bytes;  // arrivals so far, bytes still missing in this phase
   int completed;        // phases
 };
 
@@ -195,13 +195,13 @@ static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
   write_shared(address, words, 16);
 }
 static void prefetch_to_l2(const void* source) {
-  volatile unsigned char there = *static_cast<const unsigned char*>(source);  // in a tensor
+  volatile unsigned char there = *static_cast<const unsigned char*>(source);  // faults outside of a tensor
 }
 static void copy_8(u32 destination, const void* source) {
   if (destination % 8 || reinterpret_cast<u64>(source) % 8) failed = true;
   write_shared(destination, source, 8);
 }
-static void arrive_when_copied(u32) {}  // of copies that are done at once
+static void arrive_when_copied(u32) {}  // copies are done at once
 static u32 load_shared_4(u32 address) {
   u32 value;
   std::memcpy(&value, shared_memory + address, 4);
@@ -233,7 +233,7 @@ static Row row_of_warp[WARPS];
 static int turn_of_warp[WARPS];
 static std::map<int, int> turns_of_row;  // by number of the row, counted by its first warp
 
-// Where no slot and no list is.
+// Shared memory without a slot or a list.
 constexpr u32 INTERVAL = sizeof(shared_memory) - 512, SCRATCH = INTERVAL + 64;
 
 static Row first_row() {

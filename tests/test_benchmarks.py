@@ -229,7 +229,7 @@ def test_only_the_cases_op_is_forced() -> None:
     ops = ("paged_sparse_attention", "paged_sparse_attention.extra", "concat_and_cache")
     common._under("triton", call, run)()
     assert asked == [True, True, False]
-    assert common._under("reference", call, run) is run  # what dispatch chooses anyway, at no cost
+    assert common._under("reference", call, run) is run  # dispatch chooses it anyway, at no cost
     assert common._under("FlashMLA", call, run) is run
 
 

@@ -49,7 +49,7 @@ SHAPES = (
 )
 BALANCED_SHAPES = Balanced(16), Balanced(64)
 GROUPS_OF_64 = tuple(Group(members) for members in (2, 7, 16))
-DEAD_SCALES = b"\x77" * 8  # of fp8_ds_mla_v4, in formats.cuh
+DEAD_SCALES = b"\x77" * 8  # scales of a dead key of fp8_ds_mla_v4, in formats.cuh
 ROWS, CLUSTERS, GROUPS, BALANCED = range(4)  # enum Launch
 
 
@@ -124,7 +124,7 @@ class Launched(NamedTuple):
         return addresses
 
     def scales_of(self, address: int) -> bytes:
-        """Of a row, where they lie apart."""
+        """Scales of a row, in formats that keep them apart."""
         for rows, *_ in self.selections:
             block, inside = divmod(address - rows.tensor.data_ptr(), rows.block_stride)
             if 0 <= block < rows.num_blocks:
@@ -160,7 +160,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
         lengths, requests = torch.tensor(LENGTHS, dtype=torch.int32), torch.tensor(REQUESTS, dtype=torch.int32)
         num_tokens, num_heads = len(LENGTHS), shape.tile + 3
         selections = []
-        every = kind == "every position"  # of dense attention: 16 keys of a block are neighbours
+        every = kind == "every position"  # dense attention: 16 keys of a block are neighbours
         for block_size, columns in ((24 if every else 7, 700), (64, 130))[: 2 if kind == "two caches" else 1]:
             tensor = formats.allocate_cache(cache_format, 30, block_size, head_dim=width)
             if keys.quantized:

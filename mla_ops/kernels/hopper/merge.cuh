@@ -401,7 +401,7 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
   add_packets<L, WARPS>(to, row.rank, shared, shared + L::PACKETS, splits * P::BYTES, packets, splits, warp, lane);
 }
 
-// Each CTA of a cluster of two keeps one half of its accumulators in registers and adds to it the other CTA's same half,
+// Each CTA of a cluster of two keeps one half of its accumulators in registers and adds the other CTA's same half,
 // which that CTA sends. A lane has the same accumulators in both.
 template <class L, int N>
 DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int warp, int lane, const float (&o)[4][N],
