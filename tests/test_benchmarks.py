@@ -32,10 +32,10 @@ FAMILIES = (
     "indexer_topk",
     "layer",
     "merge",
-    "plan",
     "sparse_attention",
     "sparse_attention_extra",
     "step",
+    "step_metadata",
 )
 
 
@@ -281,8 +281,8 @@ def test_what_can_be_drawn(tmp_path: Path) -> None:
 def test_several_families_run_under_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     command = importlib.import_module("benchmarks.__main__").main
-    assert command(["merge", "plan", "--quick", "--device", "cpu", "--json", str(path)]) == 0
-    assert set(json.loads(path.read_text())) == {"merge", "plan"}
+    assert command(["merge", "step_metadata", "--quick", "--device", "cpu", "--json", str(path)]) == 0
+    assert set(json.loads(path.read_text())) == {"merge", "step_metadata"}
     assert command(["attention", "--quick"]) == 2
     assert "there is no family attention" in capsys.readouterr().err
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..meta import index as meta
+from ..contracts import index as contracts
 
 
 def convert_req_index_to_global_index(
@@ -39,7 +39,7 @@ def convert_req_index_to_global_index(
     Raises:
         TypeError, ValueError: a dtype, device, shape or non-positive `block_size` that the contract does not allow.
     """
-    return meta.convert_req_index_to_global_index(
+    return contracts.convert_req_index_to_global_index(
         req_id_per_token, block_table, token_indices, block_size, compact=compact, num_blocks=num_blocks
     )
 
@@ -58,7 +58,7 @@ def filter_prefill_indices(indices: torch.Tensor, context_lens: torch.Tensor) ->
     Raises:
         TypeError, ValueError: a dtype, device or shape that the contract does not allow.
     """
-    return meta.filter_prefill_indices(indices, context_lens)
+    return contracts.filter_prefill_indices(indices, context_lens)
 
 
 def sliding_window_indices(
@@ -91,7 +91,7 @@ def sliding_window_indices(
     Raises:
         TypeError, ValueError: a dtype, device, shape or size that the contract does not allow.
     """
-    return meta.sliding_window_indices(
+    return contracts.sliding_window_indices(
         positions, req_id_per_token, block_table, window, block_size, num_blocks=num_blocks
     )
 
@@ -129,7 +129,7 @@ def compressed_indices(
     Raises:
         TypeError, ValueError: a dtype, device, shape or size that the contract does not allow.
     """
-    return meta.compressed_indices(
+    return contracts.compressed_indices(
         positions, req_id_per_token, block_table, compress_ratio, block_size, width, num_blocks=num_blocks
     )
 
@@ -164,7 +164,7 @@ def compute_global_topk_indices_and_lens(
     Raises:
         TypeError, ValueError: a dtype, device, shape or non-positive `block_size` that the contract does not allow.
     """
-    return meta.compute_global_topk_indices_and_lens(
+    return contracts.compute_global_topk_indices_and_lens(
         topk_indices, req_id_per_token, block_table, block_size, num_blocks=num_blocks
     )
 
@@ -208,7 +208,7 @@ def combine_topk_swa_indices(
     Raises:
         TypeError, ValueError: a dtype, device, shape or size that the contract does not allow.
     """
-    return meta.combine_topk_swa_indices(
+    return contracts.combine_topk_swa_indices(
         topk_indices,
         positions,
         req_id_per_token,
