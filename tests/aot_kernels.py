@@ -200,14 +200,9 @@ def merge_variants(capability: int) -> Iterator[Variant]:
 def step_metadata_variants(capability: int) -> Iterator[Variant]:
     names = step_metadata._step_kernel.arg_names[:11]
     types = dict.fromkeys(names, "*i32") | {"slot_mapping": "*i64"}
-    yield Variant(
-        "step",
-        step_metadata._step_kernel,
-        types,
-        {"TOKENS": step_metadata.TOKEN_BLOCK, "COPY": step_metadata.COPY_BLOCK},
-    )
-    types = dict.fromkeys(step_metadata._compressed_kernel.arg_names[:6], "*i32") | {"slot_mapping": "*i64"}
     constants = {"TOKENS": step_metadata.TOKEN_BLOCK, "COPY": step_metadata.COPY_BLOCK}
+    yield Variant("step", step_metadata._step_kernel, types, constants)
+    types = dict.fromkeys(step_metadata._compressed_kernel.arg_names[:6], "*i32") | {"slot_mapping": "*i64"}
     yield Variant("compressed", step_metadata._compressed_kernel, types, constants)
 
 
