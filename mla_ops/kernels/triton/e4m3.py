@@ -21,6 +21,13 @@ def power_of_two_exponent(amax_bits, LOWEST: tl.constexpr):
 
 
 @triton.jit
+def exponent_of(bits, LOWEST: tl.constexpr, axis: tl.constexpr):
+    """`power_of_two_exponent` of values along `axis`, float32 as bits: NaN and infinities do not count."""
+    magnitude = bits & 0x7FFFFFFF
+    return power_of_two_exponent(tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis), LOWEST)
+
+
+@triton.jit
 def decode_scale(byte):
     """ue8m0 bytes (any integer type) to float32: 2**(byte - 127), NaN for 255."""
     wide = byte.to(tl.int32)
