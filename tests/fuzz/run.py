@@ -151,7 +151,7 @@ def run_case(seed: int, device: str) -> tuple[str, str, str]:
     scale = call.arguments.get("softmax_scale", 0.0)
     legal = (
         call.case.judge is not None and not call.wrong
-    )  # a wrong result may be legal; a judge knows only its own case
+    )  # what is wrong may be legal; a judge knows only its own case
     if legal and not (isinstance(scale, (int, float)) and abs(scale) >= 2**31):
         try:
             call.case.judge(before, after, results, lowering)

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(THREADS) merge_cuts(const __grid_constant__ Pa
       for (int i = 0; i < AT_ONCE; ++i) {
         const float weight = __shfl_sync(~0u, weight_here, i);
         total += weight;
-        const bool counts = weight != 0.f;  // a part without weight may hold anything
+        const bool counts = weight != 0.f;  // what has no weight may be anything
         sum.x += counts ? v[i].x * weight : 0.f, sum.y += counts ? v[i].y * weight : 0.f;
         sum.z += counts ? v[i].z * weight : 0.f, sum.w += counts ? v[i].w * weight : 0.f;
       }

@@ -14,11 +14,11 @@ from . import sources
 from .launch import Kernel
 
 THREADS = 256
-HEADS = 4  # least number of heads of a worker's CTA
+HEADS = 4  # that a worker's CTA has at least
 
 
 class Params(ctypes.Structure):
-    """`Params` of merge_cuts.cu."""
+    """As in merge_cuts.cu."""
 
     _fields_ = [
         ("exchange", POINTER),
@@ -50,7 +50,7 @@ def exchange(workers: int, num_heads: int, device: torch.device) -> torch.Tensor
 
 
 def is_balanced(parts: torch.Tensor, workers: int, num_heads: int) -> torch.Tensor:
-    """The int32 in `exchange`'s memory by which the launch tells whether it has the call's tokens."""
+    """Of `exchange`'s memory, the int32 by which the launch tells whether it has the call's tokens."""
     return parts[2 * workers * num_heads :].view(torch.int32)[:1]
 
 

@@ -1,4 +1,4 @@
-// Memory in which CTAs that share work evenly leave parts for the merge (`balance.cuh`, `merge_cuts.cu`).
+// What CTAs that share work evenly leave for the merge (`balance.cuh`, `merge_cuts.cu`).
 #pragma once
 
 #include "ptx.cuh"
