@@ -18,10 +18,10 @@ FAMILIES = (
     "launches",
     "layer",
     "merge",
-    "plan",
     "sparse_attention",
     "sparse_attention_extra",
     "step",
+    "step_metadata",
 )
 
 

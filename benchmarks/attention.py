@@ -17,7 +17,7 @@ from mla_ops.kernels.hopper.waves import Wave, override
 
 BLOCK_SIZE = 64
 CHECKED_TOKENS = 8  # rows that are compared with the reference, spread over the batch
-CACHE_BYTES = 2**30  # of a decode's cache on a GPU, at least: many times what any cache or TLB holds
+CACHE_BYTES = 2**30  # least size of a decode's cache on a GPU: many times what any cache or TLB holds
 
 
 def random_selection(num_tokens: int, topk: int, context: int, generator: torch.Generator) -> torch.Tensor:
@@ -73,7 +73,7 @@ PATTERNS: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "same 100": _first_repeated(100),
     "same 1": _first_repeated(1),
 }
-FEW_KEYS = 64  # of the short rows of a mixture
+FEW_KEYS = 64  # keys of a mixture's short rows
 
 
 def mixed_lengths(mixture: str, num_tokens: int, topk: int, device: torch.device) -> torch.Tensor:

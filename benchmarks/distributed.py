@@ -71,7 +71,7 @@ class Bench:
         return bool(spent.item())
 
     def microseconds(self, run: Callable[[], Any], repeats: int = 20) -> float:
-        """Of a call: as a graph replay on a GPU."""
+        """Time of a call: as a graph replay on a GPU."""
         for _ in range(3):
             run()
         if not self.gpu:

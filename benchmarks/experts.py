@@ -26,7 +26,7 @@ Mix = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Size(NamedTuple):
-    """Of one layer's experts."""
+    """Sizes of one layer's experts."""
 
     num_experts: int
     top_k: int
@@ -45,7 +45,7 @@ UNIT = 2.0**-8  # the largest relative error of a rounding to bfloat16
 
 
 class Inputs(NamedTuple):
-    """Of one call: `[num_tokens, hidden_size]`, and experts and weights `[num_tokens, top_k]`."""
+    """Inputs of one call: `[num_tokens, hidden_size]`, and experts and weights `[num_tokens, top_k]`."""
 
     hidden: torch.Tensor
     routing: torch.Tensor

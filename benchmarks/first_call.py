@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 OPS = ("attention", "write")
-NO_HOME = "/proc/no-home"  # where nobody can write
+NO_HOME = "/proc/no-home"  # a folder that nobody can write to
 
 
 class Way(NamedTuple):
-    """Where a process has its code from."""
+    """The place that a process has its code from."""
 
     name: str
     lowering: str
@@ -57,7 +57,7 @@ class Times(NamedTuple):
 
 
 def measure(op: str, cache_format: str, lowering: str, archive: bool) -> Times:
-    """In this process, which has imported nothing yet."""
+    """Measures in this process, which has imported nothing yet."""
     start = time.perf_counter()
     import torch
 

@@ -18,7 +18,7 @@ from mla_ops.formats import LATENT_DIM
 from mla_ops.kernels import flash_mla
 
 Compare = Callable[[torch.Tensor, torch.Tensor], list[Check]]
-MAX_FLAT_ELEMENTS = 2**31  # of flat keys: what 32-bit offsets reach
+MAX_FLAT_ELEMENTS = 2**31  # flat keys that 32-bit offsets reach
 
 
 class Selection(NamedTuple):

@@ -29,7 +29,7 @@ PAGED += ((64, 2, 32768), (128, 1, 32768))
 FLAT = ((1024, 32768), (4096, 32768))
 HEADS = (64, 32)
 
-Scores = Callable[[int], torch.Tensor]  # of an input set
+Scores = Callable[[int], torch.Tensor]  # takes the number of an input set
 
 
 def _rows(scores: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

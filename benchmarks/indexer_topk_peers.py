@@ -21,7 +21,7 @@ import torch
 from benchmarks.common import Check, Peer
 
 WORKSPACE_BYTES = 2**20
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # of scores, lengths and indices
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # takes scores, lengths and indices
 
 
 @functools.cache
@@ -72,7 +72,7 @@ PEERS = {"vLLM cooperative": _cooperative, "vLLM persistent": _persistent, "SGLa
 
 
 def same_values(scores: torch.Tensor, indices: torch.Tensor) -> list[Check]:
-    """That the values of whole rows are those of an exact selection: which of equal ones, a peer need not promise."""
+    """Checks values of whole rows against an exact selection: which of equal ones it takes, a peer need not promise."""
     wanted = scores.topk(indices.shape[1], dim=1).values
     valid = (indices >= 0) & (indices < scores.shape[1])
     found = scores.gather(1, indices.clamp(0, scores.shape[1] - 1).long()).sort(1, descending=True).values

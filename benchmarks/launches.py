@@ -37,7 +37,7 @@ SIZES = (
     *((140, 64, 2048), (32, 32, 2048), (4, 128, 512), (512, 32, 512), (200, 128, 512)),
 )
 HELD_OUT = (4, 64, 2048), (24, 128, 2048), (48, 16, 2048), (100, 128, 2048), (16, 64, 512), (256, 32, 512)
-PART_SIZES = (1, 16, 8192), (4, 128, 8192)  # of the launches in parts, for the fit alone
+PART_SIZES = (1, 16, 8192), (4, 128, 8192)  # shapes of launches in parts, for the fit alone
 LIKELY = 2.5  # a launch is not timed if it is predicted to take more than this many times the least
 WORTH = 2.0  # a launch that takes more than this many times the fastest one is not fitted
 SECOND_WAVES = 3  # how many launches of the tokens that are left are measured, the least predicted ones
@@ -63,7 +63,7 @@ class Sample(NamedTuple):
     us: float
 
     def predicted_us(self, costs: Costs) -> float:
-        """Of the call; linear in `costs`."""
+        """Predicted time of the call; linear in `costs`."""
         keys, num_heads, turns, waves, at_once, _ = self
         each = (predicted_us(keys, wave.shape, wave.num_tokens, num_heads, turns, at_once, costs) for wave in waves)
         return sum(each) + (len(waves) - 1) * costs.wave_us

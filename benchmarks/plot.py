@@ -47,7 +47,7 @@ def panel_lines(tables: list[dict[str, Any]]) -> dict[str, list[Row]]:
 
 
 def place(row: Row) -> tuple[int, str]:
-    """Where a row stands in its panel: its tokens, and what else tells it from its neighbours."""
+    """A row's place in its panel: its tokens, and what else tells it from its neighbours."""
     shape = row["shape"]
     return shape["T"], f"{shape['topk']} keys" + (f", d {shape['d']}" if "d" in shape else "")
 

@@ -50,7 +50,7 @@ from mla_ops.registry import describe
 
 
 class Kind(NamedTuple):
-    """What a batch's keys are like: of `PATTERNS`, of `mixed_lengths`, of `magnitude_factors`."""
+    """The kind of a batch's keys: names of `PATTERNS`, `mixed_lengths` and `magnitude_factors`."""
 
     pattern: str = "live"
     mixture: str = "full"

@@ -13,7 +13,7 @@ from torch import nn
 import mla_ops
 from mla_ops.formats import allocate_cache
 
-LATENT_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128  # what the cache formats hold
+LATENT_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128  # widths that the cache formats hold
 CACHE_FORMAT = INDEX_FORMAT = "bf16"
 BLOCK_SIZE, NUM_BLOCKS = 16, 12
 

@@ -21,7 +21,7 @@ import mla_ops
 CACHE_FORMAT = "fp8_ds_mla"
 LATENT_DIM, ROPE_DIM = 512, 64
 HEAD_DIM = LATENT_DIM + ROPE_DIM
-SOFTMAX_SCALE = 192**-0.5  # of the heads before absorption, 128 + ROPE_DIM wide
+SOFTMAX_SCALE = 192**-0.5  # heads before absorption are 128 + ROPE_DIM wide
 HIDDEN, NUM_HEADS, NUM_LAYERS = 256, 16, 2
 BLOCK_SIZE, NUM_BLOCKS, BLOCKS_PER_REQUEST = 64, 64, 8
 MAX_REQUESTS, TOPK = 4, 128

@@ -52,7 +52,7 @@ class LoweringUnavailable(RuntimeError):  # noqa: N818 (a state of the machine)
 
 
 class Call(NamedTuple):
-    """What a lowering is chosen by. Fields that mean nothing for an op keep their default."""
+    """The facts that a lowering is chosen by. Fields that mean nothing for an op keep their default."""
 
     op: str
     device: torch.device
@@ -120,9 +120,9 @@ FAMILIES: dict[str, str] = {
     "prefill_attention": "dense_attention",
     "merge_attention_states": "merge",
     "merge_attention_states.stacked": "merge",
-    "build_step_metadata": "plan",
+    "build_step_metadata": "step_metadata",
     "compress_and_cache": "compressor",
-    "build_compressed_metadata": "plan",
+    "build_compressed_metadata": "step_metadata",
     "write_index_cache": "indexer",
     "gather_index_cache": "indexer",
     "quantize_index_query": "indexer",
@@ -144,7 +144,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "cuda": ("hopper", "flash_mla", "flash_attn", "torch_sdpa", "flashinfer", "triton"),
 }
 
-# What `dispatch.override` may ask for, and nobody gets unasked.
+# Lowerings that run only where `dispatch.override` asks for them, and why.
 ON_REQUEST: dict[tuple[str, str], str] = {
     ("flash_mla", "paged_sparse_attention"): "FlashMLA rounds the float32 scales of fp8_ds_mla to bfloat16, which is "
     "exact only for powers of two",
@@ -156,7 +156,7 @@ ON_REQUEST: dict[tuple[str, str], str] = {
     ("flashinfer", "paged_attention"): "every call waits for its lengths and plans on the host, more than 1 ms",
 }
 
-# Where a lowering could run a call and makes way: one after it takes less time, or its tests have not run on a GPU.
+# Lowerings that could run a call and make way: one after them takes less time, or no GPU has run their tests.
 # Not for `override`.
 PASSED_OVER: dict[tuple[str, str], Callable[[Call], str | None]] = {
     ("flash_mla", op): lambda call: (
@@ -212,7 +212,7 @@ def is_installed(module: str) -> bool:
 
 
 def _backend_reason(backend: str, call: Call) -> str | None:
-    """What speaks against a whole backend, before anything of it is imported."""
+    """A reason against a whole backend, found before anything of it is imported."""
     if backend == "triton" and not is_installed("triton"):
         return Missing("Triton is not installed: pip install triton")
     if backend == "triton" and call.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -224,7 +224,7 @@ def _backend_reason(backend: str, call: Call) -> str | None:
     return None
 
 
-# What raised `LoweringUnavailable`: (backend, op) to its message.
+# Lowerings that raised `LoweringUnavailable`: (backend, op) to its message.
 _struck_off: dict[tuple[str, str], Missing] = {}
 _lock = threading.Lock()
 
@@ -468,7 +468,7 @@ def has_lowering(backend: str, op: str) -> bool:
 
 
 class Availability(NamedTuple):
-    """What `backend` can do for a typical call of `op`: nothing where it has no lowering; why not; whether it runs."""
+    """Says what `backend` does for a typical call of `op`: it has no lowering, it refuses and why, or it runs."""
 
     op: str
     backend: str

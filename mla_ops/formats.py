@@ -73,7 +73,7 @@ class CacheFormat:
 
     @property
     def rope_at(self) -> int:
-        """Where the RoPE part of a quantised row begins, in bytes: behind the latent, and scales in the row."""
+        """First byte of the RoPE part of a quantised row: behind the latent, and scales in the row."""
         return self.latent_dim + (0 if self.planar else self.scale_bytes)
 
     @property
@@ -108,7 +108,7 @@ class CacheFormat:
 
 
 class Geometry(NamedTuple):
-    """Where the tokens of a cache tensor lie.
+    """Places of the tokens in a cache tensor.
 
     Attributes:
         num_blocks, block_size: `slot = block * block_size + offset`.

@@ -1,4 +1,4 @@
-"""What every lowering can do on every architecture, and what shows it: `python -m mla_ops doctor --matrix`.
+"""A table of every lowering on every architecture, its state, and what shows it: `python -m mla_ops doctor --matrix`.
 
 Architectures that are not here are stand-in devices with their compute capability. A lowering's own reasons say what it
 refuses; a reason of the kind `Missing` is one that an installation can change, so the lowering counts as there.
@@ -33,7 +33,7 @@ CACHES: dict[str, tuple[str, ...]] = {
 }
 
 FP8_AND_BF16 = ("bf16", "fp8_ds_mla", "fp8_ds_mla_v4")
-# What the benchmarks in docs/results/ have a checked time of on an H200: lowering, op, and formats of the cache.
+# Lowering, op and formats of the cache of which docs/results/ has a checked time on an H200.
 MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("hopper", "paged_attention"): ("bf16", "fp8_ds_mla"),
     ("hopper", "paged_sparse_attention"): ("bf16", "fp8_ds_mla"),
@@ -61,13 +61,13 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("triton", "sliding_window_indices"): ("",),
 }
 
-# What has tests for a GPU that no GPU has run.
+# Lowerings whose tests for a GPU no GPU has run.
 NOT_RUN = {("hopper", "select_keys"), ("hopper", "select_keys.flat")}
 
 MEASURED_ON, TESTED, INTERPRETED, COMPILES = "measured", "tested", "tested in the interpreter", "compiles"
 CONTRACT, REFUSED = "adapter, contract-tested", "refused"
 
-# What shows a state. `{family}` is the op's.
+# The proof of each state. `{family}` is the op's.
 EVIDENCE = {
     MEASURED_ON: "a checked row in `docs/results/`",
     TESTED: "`pytest -m gpu` on an H200; on the CPU `tests/`",
@@ -79,7 +79,7 @@ EVIDENCE = {
 
 
 class Cell(NamedTuple):
-    """What one lowering can do with one op over one format on one architecture, and why not."""
+    """The state of one lowering for one op over one format on one architecture, and why not."""
 
     state: str
     reason: str = ""

@@ -62,7 +62,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, list[int], int]:
 
 
 class Writes:
-    """What an op writes, and what it reads beside that.
+    """The tensors that an op writes, and those that it reads beside them.
 
     Args:
         op: its name, for messages.

@@ -66,7 +66,7 @@ def _register(schema: str, fake: Callable[..., Any], real: Callable[..., Any]) -
 
 
 def _none_refusal(schema: str) -> Callable[[tuple[Any, ...], dict[str, Any]], None]:
-    """What raises a TypeError where None stands for a tensor of the schema, which torch lets through to kernels.
+    """A function that raises a TypeError where None stands for a tensor of the schema, which torch lets through.
 
     They stumble over it, by an AttributeError, before they write anything. To look for it in every call would cost
     0.3 microseconds.
@@ -96,7 +96,7 @@ def _refusing_none(schema: str, function: Callable[..., Any]) -> Callable[..., A
 
 
 def _on_its_device(schema: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """As `_refusing_none`, with the device of the first argument as the current one.
+    """Does what `_refusing_none` does, with the device of the first argument as the current one.
 
     Libraries launch and capture on the current device, and a user's tensors may be on another.
     """
@@ -117,7 +117,7 @@ def _on_its_device(schema: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(call: dispatch.Call, use: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `use(lowering, args, kwargs)` returns, for the lowering of the call or, if need be, one behind it.
+    """Returns `use(lowering, args, kwargs)` for the lowering of the call or, if need be, one behind it.
 
     The lowering of CPU tensors is written in torch's own operations. Each of them would count a version, and refuse
     inference tensors, where a CUDA kernel does neither: so they run below autograd.

@@ -33,7 +33,7 @@ def tangent_message(op: str, name: str) -> str:
 
 
 def kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What `op` does for `DISPATCH_KEY`."""
+    """The kernel of `op` for `DISPATCH_KEY`."""
     schema = op._schema
     name = schema.name.removeprefix("mla::") + (f".{schema.overload_name}" if schema.overload_name else "")
 

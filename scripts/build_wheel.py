@@ -62,7 +62,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def check_wheel(wheel: Path, names: list[str]) -> str:
-    """What a fresh process without NVRTC says of the wheel, unpacked in a folder of its own."""
+    """The report of a fresh process without NVRTC on the wheel, unpacked in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)

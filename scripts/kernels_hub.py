@@ -24,7 +24,7 @@ CODE = "sm_*.zip"
 
 
 def digest(package: Path, patterns: tuple[str, ...]) -> str:
-    """Of every file's path and bytes, so that two builds of one tree have one name."""
+    """A hash of every file's path and bytes, so that two builds of one tree have one name."""
     total = hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.is_file()):
         if "__pycache__" not in path.parts and not any(path.match(pattern) for pattern in patterns):
@@ -33,7 +33,7 @@ def digest(package: Path, patterns: tuple[str, ...]) -> str:
 
 
 def metadata(backend: str, identity: str) -> dict[str, object]:
-    """What `kernels` reads before it imports anything. `id` is the module's name: one process may load two versions."""
+    """The file that `kernels` reads first. `id` is the module's name: one process may load two versions."""
     return {
         "id": f"mla_ops_{backend}_{identity}",
         "name": NAME,

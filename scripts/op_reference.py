@@ -106,7 +106,7 @@ def is_record(target: type) -> bool:
 
 
 def signature(name: str, function: Any, *, skip: int = 0, returns: bool = True) -> str:
-    """As it would be written, on one line where it fits."""
+    """A signature as it would be written, on one line where it fits."""
     described = inspect.signature(function)
     parts, star = [], False
     for parameter in list(described.parameters.values())[skip:]:

@@ -22,7 +22,7 @@ MINIMUM_TORCH = (2, 11)
 MINIMUM_PYTHON = (3, 10)
 ROOT = Path(__file__).resolve().parent.parent
 
-# What each build of torch requires in versions of its own.
+# Packages that each build of torch requires in versions of its own.
 OF_TORCH = ("triton", "setuptools", "cuda-bindings", "cuda-pathfinder", "nvidia-cuda-nvrtc")
 
 # Prints the versions, as pip knows them, of torch and of the packages named in its arguments, "-" where there is none.

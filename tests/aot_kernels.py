@@ -36,9 +36,9 @@ from mla_ops.kernels.triton import (
     indexer_cache,
     indexer_topk,
     merge,
-    plan,
     sparse_attention,
     sparse_attention_extra,
+    step_metadata,
 )
 
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
@@ -197,13 +197,13 @@ def merge_variants(capability: int) -> Iterator[Variant]:
     yield Variant(name, merge._merge_stacked_kernel, types | {"outs": "*fp32"}, constants)
 
 
-def plan_variants(capability: int) -> Iterator[Variant]:
-    names = plan._step_kernel.arg_names[:11]
+def step_metadata_variants(capability: int) -> Iterator[Variant]:
+    names = step_metadata._step_kernel.arg_names[:11]
     types = dict.fromkeys(names, "*i32") | {"slot_mapping": "*i64"}
-    yield Variant("step", plan._step_kernel, types, {"TOKENS": plan.TOKEN_BLOCK, "COPY": plan.COPY_BLOCK})
-    types = dict.fromkeys(plan._compressed_kernel.arg_names[:6], "*i32") | {"slot_mapping": "*i64"}
-    constants = {"TOKENS": plan.TOKEN_BLOCK, "COPY": plan.COPY_BLOCK}
-    yield Variant("compressed", plan._compressed_kernel, types, constants)
+    constants = {"TOKENS": step_metadata.TOKEN_BLOCK, "COPY": step_metadata.COPY_BLOCK}
+    yield Variant("step", step_metadata._step_kernel, types, constants)
+    types = dict.fromkeys(step_metadata._compressed_kernel.arg_names[:6], "*i32") | {"slot_mapping": "*i64"}
+    yield Variant("compressed", step_metadata._compressed_kernel, types, constants)
 
 
 def sparse_attention_variants(capability: int) -> Iterator[Variant]:
@@ -346,7 +346,7 @@ VARIANTS = (
     indexer_variants,
     merge_variants,
     paged_attention_variants,
-    plan_variants,
+    step_metadata_variants,
     sparse_attention_variants,
     two_cache_variants,
 )
@@ -366,7 +366,7 @@ def source(variant: Variant) -> ASTSource:
             constants[name] = None
         elif name in variant.types:
             signature[name] = variant.types[name]
-            # of the integers that are specialised, strides of queries and outputs are multiples of 16
+            # among specialised integers, strides of queries and outputs are multiples of 16
             aligned = not parameter.do_not_specialize_on_alignment if "*" in signature[name] else "lse" not in name
             if aligned and signature[name] != "fp32":
                 attributes[(parameter.num,)] = [["tt.divisibility", 16]]

@@ -21,7 +21,7 @@ CAPABILITIES = (80, 120)
 REGISTERS_PER_SM = 64 * 1024
 REGISTER_UNIT = 256  # registers are given to a warp in this many
 SHARED_PER_SM = {80: 164 * 1024, 89: 100 * 1024, 90: 228 * 1024, 120: 100 * 1024}
-SHARED_PER_PROGRAM = 1024  # what the system takes of each block's shared memory
+SHARED_PER_PROGRAM = 1024  # bytes of each block's shared memory that the system takes
 THREADS_PER_SM = {80: 2048, 89: 1536, 90: 2048, 120: 1536}
 # what is compiled, and the name of its variant in `aot_kernels.py`
 SPARSE = {

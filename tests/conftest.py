@@ -1,4 +1,4 @@
-"""What every test shares: where it runs, which lowering it asks, and its seed.
+"""Shared by all tests: where a test runs, which lowering it asks, and its seed.
 
 Without a GPU, Triton kernels run in Triton's interpreter. It is chosen by an environment variable that Triton reads
 when it is imported, so it is set here, before any kernel is.

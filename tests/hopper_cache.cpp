@@ -18,7 +18,7 @@ static unsigned e4m3(float value) {
   if (magnitude >= 464.f) return sign | 0x7e;
   if (magnitude < 0x1p-6f) return sign | static_cast<unsigned>(std::nearbyint(magnitude * 512.f));
   int exponent;
-  const float fraction = std::frexp(magnitude, &exponent);  // in [1/2, 1)
+  const float fraction = std::frexp(magnitude, &exponent);  // [1/2, 1)
   const unsigned eighths = static_cast<unsigned>(std::nearbyint(fraction * 16.f)) - 8;
   return sign | ((exponent + 6) * 8 + eighths);  // a carry goes to the exponent
 }

@@ -8,7 +8,7 @@
 
 struct Coroutine {
   ucontext_t start;
-  void* place[5];  // where it goes on, as __builtin_setjmp has it
+  void* place[5];  // the place to go on at, for __builtin_longjmp
   bool begun = false;
 
   void set_up(void (*function)(), char* stack, size_t size) {

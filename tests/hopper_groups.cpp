@@ -8,7 +8,7 @@
 
 #include "hopper_on_cpu.h"
 
-// Of code that nobody calls here.
+// Declared for code that nobody calls here.
 void __syncwarp();
 bool __all_sync(unsigned, bool);
 template <class T>

@@ -127,7 +127,7 @@ static void mbarrier_wait(u32 address, u32 parity) {
 
 // ---- copies ---------------------------------------------------------------------------------------------------------
 
-// Where the 128-byte swizzle puts a byte.
+// The place to which the 128-byte swizzle moves a byte.
 static u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 static void copy_4(u32 to, const void* from) { std::memcpy(&at<u32>(to), from, 4); }

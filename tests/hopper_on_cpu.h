@@ -45,7 +45,7 @@ To bits_of(From value) {
 static float __int_as_float(int bits) { return bits_of<float>(bits); }
 static unsigned __float_as_uint(float value) { return bits_of<unsigned>(value); }
 static float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
-unsigned __byte_perm(unsigned, unsigned, unsigned);  // of conversions, which nobody calls here
+unsigned __byte_perm(unsigned, unsigned, unsigned);  // for conversions, which nobody calls here
 static unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
 
 template <class T>

@@ -142,7 +142,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef shuffle_pointer
 
 struct Barrier {
-  int arrivals, bytes;  // that came, and that are missing, in this phase
+  int arrivals, bytes;  // arrivals so far, bytes still missing in this phase
   int completed;        // phases
 };
 
@@ -195,13 +195,13 @@ static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
   write_shared(address, words, 16);
 }
 static void prefetch_to_l2(const void* source) {
-  volatile unsigned char there = *static_cast<const unsigned char*>(source);  // in a tensor
+  volatile unsigned char there = *static_cast<const unsigned char*>(source);  // faults outside of a tensor
 }
 static void copy_8(u32 destination, const void* source) {
   if (destination % 8 || reinterpret_cast<u64>(source) % 8) failed = true;
   write_shared(destination, source, 8);
 }
-static void arrive_when_copied(u32) {}  // of copies that are done at once
+static void arrive_when_copied(u32) {}  // copies are done at once
 static u32 load_shared_4(u32 address) {
   u32 value;
   std::memcpy(&value, shared_memory + address, 4);
@@ -233,7 +233,7 @@ static Row row_of_warp[WARPS];
 static int turn_of_warp[WARPS];
 static std::map<int, int> turns_of_row;  // by number of the row, counted by its first warp
 
-// Where no slot and no list is.
+// Shared memory without a slot or a list.
 constexpr u32 INTERVAL = sizeof(shared_memory) - 512, SCRATCH = INTERVAL + 64;
 
 static Row first_row() {
@@ -403,3 +403,22 @@ extern "C" const Taken* pieces_taken() { return taken.data(); }
 
 // How many turns it takes for a token and a tile; 0 of one that is not its own.
 extern "C" int turns_of(int token, int tile) { return turns_of_row[token * params->head_tiles + tile]; }
+
+template <class R>
+long long bytes_to_key(const Cache& cache, int offset, bool scales) {
+  const Place place{1, offset};
+  if constexpr (R::SCALES_APART) {
+    if (scales) return scales_of_key<R>(cache, place) - cache.rows;
+  }
+  return row_of_key<R>(cache, place) - cache.rows;
+}
+
+// How far the row, or the scales, of a key at `offset` of the second block are from the first byte of the cache.
+extern "C" long long bytes_to(int row_bytes, long long block_bytes, int block_size, int offset, bool scales) {
+  Cache cache{};
+  cache.block_bytes = block_bytes, cache.block_size = block_size;
+  if (row_bytes == 1152) return bytes_to_key<PlainRows<1152>>(cache, offset, scales);
+  if (row_bytes == 1024) return bytes_to_key<PlainRows<1024>>(cache, offset, scales);
+  if (row_bytes == Rows<FP8_DS_MLA>::BYTES) return bytes_to_key<Rows<FP8_DS_MLA>>(cache, offset, scales);
+  return bytes_to_key<Rows<FP8_DS_MLA_V4>>(cache, offset, scales);
+}

@@ -1,7 +1,7 @@
 // What the scores do with a key's scales before float16 has to hold them.
 #include "hopper_on_cpu.h"
 
-// Of code that nobody calls here.
+// Declared for code that nobody calls here.
 template <class T>
 T __shfl_sync(unsigned, T, int);
 

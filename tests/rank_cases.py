@@ -189,7 +189,7 @@ def case_rows_without_keys_may_hold_anything() -> None:
     if ranks.rank > 0:
         out[1:], lse[1:] = torch.nan, -torch.inf
     if ranks.rank == 0:
-        out[2], lse[2] = torch.nan, torch.inf  # as some kernels mark it
+        out[2], lse[2] = torch.nan, torch.inf  # some kernels mark an empty row so
     for merge in (ranks.merge, ranks.merge_heads, ranks.merge_heads_by_sum):
         merged, total = merge(out, lse)
         assert merged.isfinite().all()

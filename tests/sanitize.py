@@ -283,7 +283,7 @@ def index_scores(tool: str) -> None:
 
 
 def best(tool: str) -> None:
-    """Of rows in registers, in a CTA and in clusters, of which some have no sample or one that misleads."""
+    """Top-k of rows in registers, in a CTA and in clusters: some have no sample, or one that misleads."""
     import torch
     from topk_oracle import hard_rows, topk_oracle
 
@@ -482,7 +482,7 @@ def sanitize(sanitizer: str, tool: str, name: str, arguments: argparse.Namespace
 
 
 def results_of(sanitizer: str, arguments: argparse.Namespace, names: list[str]) -> Iterator[tuple[str, str, Result]]:
-    """As they come in."""
+    """Yields reports as they come in."""
     pairs = [(tool, name) for tool in arguments.tools for name in names]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         running = [(*pair, pool.submit(sanitize, sanitizer, *pair, arguments)) for pair in pairs]

@@ -32,10 +32,10 @@ FAMILIES = (
     "indexer_topk",
     "layer",
     "merge",
-    "plan",
     "sparse_attention",
     "sparse_attention_extra",
     "step",
+    "step_metadata",
 )
 
 
@@ -229,7 +229,7 @@ def test_only_the_cases_op_is_forced() -> None:
     ops = ("paged_sparse_attention", "paged_sparse_attention.extra", "concat_and_cache")
     common._under("triton", call, run)()
     assert asked == [True, True, False]
-    assert common._under("reference", call, run) is run  # what dispatch chooses anyway, at no cost
+    assert common._under("reference", call, run) is run  # dispatch chooses it anyway, at no cost
     assert common._under("FlashMLA", call, run) is run
 
 
@@ -281,8 +281,8 @@ def test_what_can_be_drawn(tmp_path: Path) -> None:
 def test_several_families_run_under_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     command = importlib.import_module("benchmarks.__main__").main
-    assert command(["merge", "plan", "--quick", "--device", "cpu", "--json", str(path)]) == 0
-    assert set(json.loads(path.read_text())) == {"merge", "plan"}
+    assert command(["merge", "step_metadata", "--quick", "--device", "cpu", "--json", str(path)]) == 0
+    assert set(json.loads(path.read_text())) == {"merge", "step_metadata"}
     assert command(["attention", "--quick"]) == 2
     assert "there is no family attention" in capsys.readouterr().err
 

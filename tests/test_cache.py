@@ -21,7 +21,7 @@ BACKENDS = ("reference", "triton")
 FORMATS = ("fp8_ds_mla", "fp8_ds_mla_v4", "bf16", "fp16", "fp32")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-WRITERS = (*BACKENDS, "hopper") if ON_HOPPER else BACKENDS  # what writes; tests/test_hopper_cache.py is for the CPU
+WRITERS = (*BACKENDS, "hopper") if ON_HOPPER else BACKENDS  # tests/test_hopper_cache.py is for the CPU
 
 
 def e4m3_value(byte: int) -> float:

@@ -49,7 +49,7 @@ class Batch:
         self.context_lens = torch.tensor(context, dtype=torch.int32, device=device)
 
     def up_project(self, latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """In float64 and rounded once, so that a row is the same whatever chunk it is in."""
+        """Computes in float64 and rounds once, so that a row is the same whatever chunk it is in."""
         both = torch.einsum("td,hwd->thw", latent.double(), self.weight)
         keys = torch.cat((both[..., :NOPE], rope.double().unsqueeze(1).expand(-1, NUM_HEADS, -1)), dim=-1)
         return keys.to(self.dtype), both[..., NOPE:].to(self.dtype)

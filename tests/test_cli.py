@@ -85,7 +85,7 @@ def test_doctor_says_once_what_is_so_of_several_gpus(capsys, monkeypatch):
 
 
 def test_doctor_ends_without_a_word_when_nobody_reads_on():
-    """As `doctor | head -1`."""
+    """A reader that leaves, as in `doctor | head -1`."""
     command = [sys.executable, "-m", "mla_ops", "doctor"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()

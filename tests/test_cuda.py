@@ -69,7 +69,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sources(path: Path) -> Sources:
-    """As a new process would have them."""
+    """Sources as a new process would have them."""
     return Sources(path.parent, SM90A)
 
 

@@ -208,7 +208,7 @@ def assert_experts_equal(actual, expected):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_on_a_cpu_each_expert_sees_the_tokens_that_chose_it(dtype, monkeypatch):
-    """In every dtype, by torch's grouped matmul or transformers' own."""
+    """Every dtype runs, by torch's grouped matmul or transformers' own."""
     monkeypatch.setattr(experts, "mix_every", None)
     mlp = cast_parameters(build_small_model("DeepseekV3", **SIZES), dtype).model.layers[1].mlp
     hidden = torch.randn(33, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -302,7 +302,7 @@ def _on_two_devices():
 
 
 def _of_another_class():
-    """As `DeepseekV32ForCausalLM.from_pretrained` loads a checkpoint of GLM-5: with a warning."""
+    """`DeepseekV32ForCausalLM.from_pretrained` loads a checkpoint of GLM-5, with a warning."""
     model = build_small_model(**{**SIZES, "num_layers": 1})
     model.config.model_type = "glm_moe_dsa"
     return model

@@ -162,7 +162,7 @@ def test_starts_that_do_not_ascend_from_0(lowering: str, device: torch.device, w
     for tensor in (room, lse):
         assert bool((tensor[:200] == 7).all())
         assert bool((tensor[205:] == 7).all())
-    assert not room.isnan().any()  # of values, 1 or not written
+    assert not room.isnan().any()  # values are 1 or not written
     assert not lse.isnan().any()
 
 

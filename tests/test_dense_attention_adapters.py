@@ -91,7 +91,7 @@ def test_flash_mla_is_not_called_for_nothing(num_tokens: int, num_blocks: int, m
 def flash_attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal, return_attn_probs
 ):
-    """As FlashAttention: causal from the bottom right, +inf for an empty row, nothing behind the last request."""
+    """FlashAttention: causal from the bottom right, +inf for an empty row, nothing behind the last request."""
     assert return_attn_probs
     assert q.shape[2] == k.shape[2]
     assert all(part.data_ptr() % 16 == 0 and part.stride(0) % 8 == part.stride(1) % 8 == 0 for part in (q, k, v))
@@ -255,7 +255,7 @@ def test_flash_mla_makes_way_up_to_sixteen_heads(monkeypatch: pytest.MonkeyPatch
 def test_paged_attention_on_hopper(
     runs: tuple[str, ...], num_heads: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of the times that docs/results/dense_attention-h200.txt has."""
+    """The order is that of the times in docs/results/dense_attention-h200.txt."""
     monkeypatch.setattr(
         dispatch, "unsupported_reason", lambda backend, call: None if backend in runs else "it does not run"
     )

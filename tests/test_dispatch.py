@@ -358,7 +358,7 @@ def test_every_backend_of_the_order_exists() -> None:
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a fresh process, where what was imported and the environment are what a user has."""
+    """Runs code in a fresh process, with the imports and the environment that a user has."""
     inherited = {name: value for name, value in os.environ.items() if name != dispatch.ENVIRONMENT_VARIABLE}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],

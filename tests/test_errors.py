@@ -103,7 +103,7 @@ def test_the_call_that_the_other_tests_break_is_legal(op_name: str) -> None:
 
 
 def assert_tensor_refused(op_name: str, name: str, value: torch.Tensor, kind: type[Exception], *words: str) -> None:
-    """As `assert_refused`, compiled for one argument of each op: the checks are the same for all of them."""
+    """Does as `assert_refused`, compiled for one argument of each op: the checks are the same for all of them."""
     compiled = name == tensor_arguments(op_name)[-1]
     sample = with_changes(op_name, **{name: value})
     assert_refused(sample, kind, functional(op_name), *words, compiled=compiled)
@@ -223,7 +223,7 @@ def test_a_size_of_more_than_32_bits_is_refused(op_name: str, name: str) -> None
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39], ids=str)
 @pytest.mark.parametrize(("op_name", "name"), EVERY_NUMBER)
 def test_a_scale_that_is_not_finite_is_refused(op_name: str, name: str, value: float) -> None:
-    """In float32, which kernels compute in."""
+    """Kernels compute in float32, which must hold the scale."""
     sample = with_changes(op_name, **{name: value})
     assert_refused(sample, ValueError, f"{functional(op_name)}: {name} must be ", str(value), compiled=False)
 

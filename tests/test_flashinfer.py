@@ -142,7 +142,7 @@ class Planned:
 
 
 class Flat(Planned):
-    """As of 0.2: lengths one by one, tensors in two parts."""
+    """The interface of 0.2: lengths one by one, tensors in two parts."""
 
     def plan(
         self,
@@ -178,7 +178,7 @@ class Metadata:
 
 
 class Structured(Planned):
-    """As of 0.7: what `run` is given has to be what was planned."""
+    """The interface of 0.7: what `run` is given has to be what was planned."""
 
     def plan(
         self,

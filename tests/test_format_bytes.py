@@ -20,7 +20,7 @@ COUNTS = {"448", "528", "584", "656"}
 INDEX_COUNTS = {"132"}  # also operands and threads in kernels that read no index keys
 ALLOWED = {
     "triton/e4m3.py": {"448"},  # the largest e4m3 number
-    "cuda/compiler.py": {"528"},  # where a kernel's parameters begin
+    "cuda/compiler.py": {"528"},  # a kernel's parameters begin there
     "hopper/rows.cuh": COUNTS,  # written from formats.py
 }
 
@@ -53,7 +53,7 @@ def test_the_header_is_of_the_table() -> None:
     [("fp8_ds_mla", 656, 16, 528), ("fp8_ds_mla_v4", 576, 8, 448), ("fp8_index", 128, 4, 128)],
 )
 def test_bytes_of_a_row(cache_format: str, row_bytes: int, scale_bytes: int, rope_at: int) -> None:
-    """As docs/formats.md and the formats' authors have them."""
+    """The bytes are those of docs/formats.md and of the formats' authors."""
     entry = FORMATS[cache_format]
     assert (entry.row_bytes, entry.scale_bytes, entry.rope_at) == (row_bytes, scale_bytes, rope_at)
     assert FORMATS["bf16"].row_bytes == 1152

@@ -180,7 +180,7 @@ def test_a_session_wants_a_decoder_not_a_model(decoder):
 
 
 def test_a_request_that_fails_leaves_its_row_and_its_blocks(decoder, monkeypatch):
-    """As when memory runs out in a prefill; the others go on."""
+    """A prefill fails, as when memory runs out; the others go on."""
     expected = make_session(decoder).generate(PROMPTS[1:], 9).tokens
     session = make_session(decoder)
     numbers = [session.submit(prompt, 9) for prompt in PROMPTS]

@@ -25,7 +25,7 @@ from mla_ops.kernels.hopper.waves import Wave
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 
-BALANCED = 3  # of enum Launch
+BALANCED = 3  # value in enum Launch
 CAPACITY = 4000  # keys of a row
 
 

@@ -105,7 +105,7 @@ def write(case: Written, cache_format: str) -> None:
 
 
 def widths_of(cache_format: str) -> list[tuple[int, int]]:
-    """Of latent and RoPE: those of models, index keys, and where a kernel's vectors meet both."""
+    """Widths of latent and RoPE: those of models, index keys, and where a kernel's vectors meet both."""
     quantized = {"fp8_ds_mla": [(512, 64)], "fp8_ds_mla_v4": [(448, 64)], "fp8_index": [(128, 0)]}
     return quantized.get(cache_format, [(512, 64), (512, 0), (448, 64), (99, 477), (128, 0)])
 

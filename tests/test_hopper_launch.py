@@ -30,7 +30,7 @@ from mla_ops.kernels.hopper.sparse_attention import choose, choose_deterministic
 from mla_ops.kernels.hopper.waves import Wave, forced, launch_waves, override
 
 FP8 = KERNELS["fp8_ds_mla", 576]
-# of an H200, by the sizes in SPLITS
+# clusters that an H200 runs at one time, by the sizes in SPLITS
 AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7)
 
 H200 = read_costs(TABLE.read_text(), "NVIDIA H200")
@@ -76,7 +76,7 @@ def test_the_measured_best(num_tokens: int, num_heads: int, expected: Shape) -> 
 def test_few_tokens_more_than_fill_the_device_are_a_wave_of_their_own(
     num_tokens: int, num_heads: int, whole: Wave, rest: Wave
 ) -> None:
-    """As measured: 61 us for 74, 96 for 122, 98 for 124, 76 for 92."""
+    """Measured times: 61 us for 74, 96 for 122, 98 for 124, 76 for 92."""
     assert choose(FP8, num_tokens, num_heads, 2048, AT_ONCE, H200) == (whole, rest)
 
 

@@ -49,7 +49,7 @@ SHAPES = (
 )
 BALANCED_SHAPES = Balanced(16), Balanced(64)
 GROUPS_OF_64 = tuple(Group(members) for members in (2, 7, 16))
-DEAD_SCALES = b"\x77" * 8  # of fp8_ds_mla_v4, in formats.cuh
+DEAD_SCALES = b"\x77" * 8  # scales of a dead key of fp8_ds_mla_v4, in formats.cuh
 ROWS, CLUSTERS, GROUPS, BALANCED = range(4)  # enum Launch
 
 
@@ -124,7 +124,7 @@ class Launched(NamedTuple):
         return addresses
 
     def scales_of(self, address: int) -> bytes:
-        """Of a row, where they lie apart."""
+        """Scales of a row, in formats that keep them apart."""
         for rows, *_ in self.selections:
             block, inside = divmod(address - rows.tensor.data_ptr(), rows.block_stride)
             if 0 <= block < rows.num_blocks:
@@ -160,7 +160,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
         lengths, requests = torch.tensor(LENGTHS, dtype=torch.int32), torch.tensor(REQUESTS, dtype=torch.int32)
         num_tokens, num_heads = len(LENGTHS), shape.tile + 3
         selections = []
-        every = kind == "every position"  # of dense attention: 16 keys of a block are neighbours
+        every = kind == "every position"  # dense attention: 16 keys of a block are neighbours
         for block_size, columns in ((24 if every else 7, 700), (64, 130))[: 2 if kind == "two caches" else 1]:
             tensor = formats.allocate_cache(cache_format, 30, block_size, head_dim=width)
             if keys.quantized:
@@ -240,6 +240,25 @@ def test_each_key_is_gathered_once(
                 assert library.turns_of(token, tile) == -(-keys // KEYS)
     for token, tile in itertools.product(range(len(LENGTHS)), range(2)):
         assert gathered.get((token, tile), Counter()) == call.expected(token)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 1_900_000, 4_000_000])
+@pytest.mark.parametrize(("cache_format", "width"), list(KERNELS))
+def test_rows_of_large_blocks_are_found_by_64_bits(
+    cache_format: str, width: int, offset: int, library: ctypes.CDLL
+) -> None:
+    """Rows of one block may be more than 2 GiB apart."""
+    keys, block_size = KERNELS[cache_format, width], 4_000_001
+    block_bytes = 600 * 2**24
+    library.bytes_to.restype = ctypes.c_longlong
+
+    def bytes_to(scales: bool) -> int:
+        block = ctypes.c_longlong(block_bytes)
+        return int(library.bytes_to(keys.row_bytes, block, block_size, offset, scales))
+
+    assert bytes_to(scales=False) == block_bytes + offset * keys.row_bytes
+    if keys.scale_bytes:
+        assert bytes_to(scales=True) == block_bytes + block_size * keys.row_bytes + offset * keys.scale_bytes
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,5 @@ def test_convert_at_real_sizes(num_tokens: int, topk: int, compact: bool) -> Non
 
 
 def test_ops_are_registered() -> None:
-    assert (
-        mla_ops.meta.index.convert_req_index_to_global_index is torch.ops.mla.convert_req_index_to_global_index.default
-    )
+    op = torch.ops.mla.convert_req_index_to_global_index.default
+    assert mla_ops.contracts.index.convert_req_index_to_global_index is op

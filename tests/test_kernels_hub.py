@@ -28,7 +28,7 @@ if TRITON:
 import sys
 print(module.__name__, "mla_ops" in sys.modules)
 """
-# as `kernels` imports a package
+# `kernels` imports a package so
 BY_PATH = """
 import importlib.util, sys
 

@@ -66,7 +66,7 @@ def test_no_constant_is_negative() -> None:
     samples = [Sample(keys, 128, 33, (Wave(4, Group(members)),), AT_ONCE, 40 - members) for members in (2, 3, 4, 6, 8)]
     fitted = fit(samples, H200)
     assert min(to_vector(fitted)) == 0.0
-    assert fitted.tiles["BF16_576"] == H200.tiles["BF16_576"]  # of which no sample says anything
+    assert fitted.tiles["BF16_576"] == H200.tiles["BF16_576"]  # no sample says anything of it
 
 
 def test_the_table_is_read_by_the_name_of_the_gpu(tmp_path: Path) -> None:

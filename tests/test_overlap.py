@@ -91,7 +91,7 @@ def test_outputs_side_by_side_in_one_buffer_are_taken() -> None:
 
 
 def test_caches_in_blocks_of_one_memory_are_taken() -> None:
-    """As engines allocate them: each tensor spans all of it, and tables say whose blocks are whose."""
+    """Engines allocate them so: each tensor spans all of it, and tables say whose blocks are whose."""
     sample = complete_sample("compress_and_cache")
     state, cache = sample.kwargs["state_cache"], sample.kwargs["kv_cache"]
     memory = torch.zeros(max(state.nbytes, cache.nbytes), dtype=torch.uint8)

@@ -177,7 +177,7 @@ def test_few_rows_with_scales_that_float16_does_not_hold(
 
 
 def with_scales_times(cache: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Of each key and group of `fp8_ds_mla`."""
+    """Factors of each key and group of `fp8_ds_mla`."""
     scales = cache[..., 512:528].contiguous().view(torch.float32)
     cache[..., 512:528] = (scales * factors).view(torch.uint8)
     return cache

@@ -20,7 +20,7 @@ from mla_ops.testing.checks import clone_sample, named_arguments
 
 @pytest.fixture(params=["reference", "triton", pytest.param("chosen", marks=pytest.mark.gpu)])
 def lowering(request: pytest.FixtureRequest) -> Iterator[str]:
-    """As the fixture of all tests, and what dispatch chooses on a GPU."""
+    """The lowerings of all tests, and the one that dispatch chooses on a GPU."""
     if request.param == "triton" and not dispatch.is_installed("triton"):
         pytest.skip("Triton is not installed")
     with contextlib.nullcontext() if request.param == "chosen" else dispatch.override(request.param):

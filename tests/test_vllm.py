@@ -175,7 +175,7 @@ def run_steps(layer, steps, sparse, read_back):
                 chosen.append(seen)
                 keys.append(request)
                 row += 1
-        layer.indexer.topk_indices_buffer[row : row + padded] = 7  # what an earlier step left there
+        layer.indexer.topk_indices_buffer[row : row + padded] = 7  # left there by an earlier step
         out = layer.step(q, kv_c, k_pe, common)
         cached = [read_back(layer.attention.kv_cache, tables[request]) for request in range(live)]
         wanted = tiny.expected(layer, q[:total], [cached[request] for request in keys], chosen)

@@ -1,4 +1,4 @@
-"""What the demo runs: a small model with fixed random weights over bytes, or a local checkpoint, by architecture."""
+"""The demo's models by architecture: a small one with fixed random weights over bytes, or a local checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..models.windowed import C4A, C128A, SLIDING
 TEXT = Path(__file__).with_name("alice.txt")
 
 
-# what the config of each class has beside the common part of `build_small_model`
+# fields of each class's config beside the common part of `build_small_model`
 EXTRA_CONFIG: dict[str, dict[str, Any]] = {
     "DeepseekV3": {},
     "DeepseekV32": {"index_head_dim": 128},
@@ -181,7 +181,7 @@ def _calls_latent(session: GenerationSession, num_tokens: int) -> list[Call]:
 
 
 def _selection(session: GenerationSession, num_tokens: int, capacity: int) -> list[Call]:
-    """What the indexer asks: queries are quantised beside fp8 keys."""
+    """Inputs of the indexer's ops: queries are quantised beside fp8 keys."""
     decoder, index_format = session.decoder, session.cache.index_format
     heads = int(decoder.config.index_n_heads)
     choose = Call("select_keys", decoder.device, decoder.dtype, index_format, num_heads=heads, num_tokens=num_tokens)
@@ -232,7 +232,7 @@ def _calls_v4(session: GenerationSession, num_tokens: int) -> list[Call]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the demo has to know about a kind of model.
+    """Facts of a kind of model that the demo needs.
 
     Attributes:
         title: its name, for people.
@@ -359,7 +359,7 @@ CHECKPOINT_FILES = {
 
 
 def find_architecture(name: str, path: str | None) -> Architecture:
-    """That of the checkpoint at `path`, or the one called `name` if that is None.
+    """The architecture of the checkpoint at `path`, or the one called `name` if that is None.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or a part of one.
@@ -433,7 +433,7 @@ def load_tokenizer(path: str | None) -> tuple[Any, int]:
 
     config = json.loads((Path(path) / "config.json").read_text())
     longest = config.get("text_config", config).get("max_position_embeddings")
-    if longest is None:  # what the class has by default
+    if longest is None:  # the class's default
         longest = transformers.AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
     return transformers.AutoTokenizer.from_pretrained(path, local_files_only=True), longest
 

@@ -38,13 +38,13 @@ CACHE_DTYPES = {
 }
 
 
-# of a prompt, at its end, that the report shows
+# tokens at the end of a prompt that the report shows
 ECHO_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the command line says.
+    """Options of the command line.
 
     Attributes:
         arch: architecture of the small model, one of `ARCHITECTURES`; a checkpoint names its own.
@@ -105,7 +105,7 @@ class Console:
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """What `torch.compile` has done in this process so far."""
+    """Counts of what `torch.compile` has done in this process so far."""
 
     graphs: int
     breaks: int

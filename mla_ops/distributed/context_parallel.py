@@ -103,7 +103,7 @@ class ContextParallel:
     def local_indices(
         self, positions: torch.Tensor, block_table: torch.Tensor, req_id_per_token: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `paged_sparse_attention` takes as `indices` and `topk_length` on this rank.
+        """Returns what `paged_sparse_attention` takes as `indices` and `topk_length` on this rank.
 
         Args:
             positions: `[num_tokens, topk]` int32 positions in each token's request, the same on every rank; -1 is none.
@@ -153,7 +153,7 @@ class ContextParallel:
     def merge_heads_by_sum(
         self, out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `merge_heads`, by an all-gather of lse and a reduce-scatter of rescaled outputs in float32.
+        """Does what `merge_heads` does, by an all-gather of lse and a reduce-scatter of rescaled outputs in float32.
 
         It is vLLM's way: the ranks' order of the sum is the collective's, and float32 takes twice the bytes.
         """
@@ -177,7 +177,7 @@ class ContextParallel:
     def merge(
         self, out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `merge_heads`, with every head on every rank, where weights are whole: an all-gather, then one launch."""
+        """Merges as `merge_heads` does, with every head on every rank, for weights that are whole."""
         if self.world_size > 1:
             out, lse = merge_stacked_attention_states(self._gather(out), self._gather(lse))
         return apply_sink(out, lse, attn_sink), lse

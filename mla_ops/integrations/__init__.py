@@ -1,1 +1,1 @@
-"""Where models are served: an interface shaped like FlashMLA's, and vLLM backends. Nothing here is imported unasked."""
+"""For serving engines: an interface shaped like FlashMLA's, and vLLM backends. Nothing here is imported unasked."""

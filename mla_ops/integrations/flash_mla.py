@@ -1,6 +1,6 @@
 """The interface of FlashMLA over `torch.ops.mla`, for programs that were written for `flash_mla`.
 
-    from mla_ops.integrations import flash_mla              # in the place of `import flash_mla`
+    from mla_ops.integrations import flash_mla              # replaces `import flash_mla`
     mla_ops.integrations.flash_mla.install()                # or: `import flash_mla` resolves to this module
     python -m mla_ops.integrations.flash_mla program.py     # or: the same for a program that is not edited
 

@@ -33,7 +33,7 @@ INT_WORKSPACE_BYTES = 16 * 2**20
 # its plan holds 16384 pieces of work, and older versions write past them; a row of 128 heads is up to two, and a split
 # one more
 MAX_ROWS_PER_CALL = 4096
-# where it looks for nvcc besides the environment and the path
+# FlashInfer looks for nvcc here besides the environment and the path
 DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
 WANTED: dict[str, tuple[str, ...]] = {
     "BatchPrefillWithRaggedKVCacheWrapper": ("head_dim_vo", "sm_scale", "kv_data_type"),
@@ -158,7 +158,7 @@ def rows_per_call(max_keys: int) -> int:
 
 
 def _on_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """In one copy."""
+    """Copies a tensor to the host in one copy."""
     return list(torch.cat(tensors).cpu().split([len(tensor) for tensor in tensors]))
 
 

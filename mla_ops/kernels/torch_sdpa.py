@@ -17,7 +17,7 @@ HEAD_DIM_MULTIPLE = 8
 
 
 def prefill_reason(call: Call) -> str | None:
-    """What speaks against torch's kernels, and against FlashAttention wherever it comes from."""
+    """A reason against torch's kernels, and against FlashAttention wherever it comes from."""
     if call.device.type != "cuda" or device_capability(call.device) < (8, 0):
         return f"it needs a GPU of compute capability 8.0 or later, these tensors are on {call.device}"
     if call.dtype not in (torch.bfloat16, torch.float16):

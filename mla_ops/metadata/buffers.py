@@ -1,4 +1,4 @@
-"""What the metadata classes have in common: moving, comparing, and being a pytree that `torch.export` takes."""
+"""The base of the metadata classes: moving, comparing, and being a pytree that `torch.export` takes."""
 
 from __future__ import annotations
 

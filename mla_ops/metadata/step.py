@@ -14,7 +14,7 @@ from .buffers import Buffers, register
 @register
 @dataclass(frozen=True, eq=False)
 class StepMetadata(Buffers):
-    """What every layer of a step reads. Allocate once, `build()` before each step, pass whole buffers to the ops.
+    """Buffers that every layer of a step reads. Allocate once, `build()` before each step, pass them whole to the ops.
 
     A captured graph freezes the addresses, the capacity and so the padded number of tokens; everything else may change
     between replays. Rows past the step's tokens, and requests past its requests, are no-ops for every op.

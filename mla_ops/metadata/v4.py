@@ -20,7 +20,7 @@ def _check_num_blocks(where: str, **sizes: int | None) -> None:
 @register
 @dataclass(frozen=True, eq=False)
 class CompressedMetadata(Buffers):
-    """What a step's layers need to know of one compressed cache; all layers of a type share it.
+    """Buffers of one compressed cache for a step, which all layers of a type share.
 
     Attributes:
         block_table: `[max_num_requests, max_blocks_per_request]` int32, padded with -1.
@@ -98,7 +98,7 @@ class CompressedMetadata(Buffers):
 @register
 @dataclass(frozen=True, eq=False)
 class V4StepMetadata(Buffers):
-    """What every layer of a DeepSeek V4 step reads. Allocate once, `build()` before each step.
+    """Buffers that every layer of a DeepSeek V4 step reads. Allocate once, `build()` before each step.
 
     As with `StepMetadata`, a captured graph freezes the addresses and capacities; everything else may change between
     replays, and rows of padding are no-ops for every op. Each index buffer depends on the step only, so it is written

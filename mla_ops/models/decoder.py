@@ -128,7 +128,7 @@ class Decoder(nn.Module):
         request_rows: torch.Tensor,
         max_context_tokens: int | None = None,
     ) -> Any:
-        """What `forward` takes: `StepInputs`, or `WindowedInputs` for DeepSeek-V4.
+        """The inputs of `forward`: `StepInputs`, or `WindowedInputs` for DeepSeek-V4.
 
         Args:
             input_ids: `[num_tokens]`.

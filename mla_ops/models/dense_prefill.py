@@ -15,7 +15,7 @@ CONTEXT_ROWS = 4096
 
 
 class DensePrefill(NamedTuple):
-    """What a step reads that attends to expanded keys.
+    """Inputs of a step that attends to expanded keys.
 
     Attributes:
         query_start_loc: `[num_requests + 1]` int32, first token of each request.

@@ -107,7 +107,7 @@ def stock_logits(model: nn.Module, token_ids: Sequence[int]) -> torch.Tensor:
 
 @dataclass
 class StockResult(GenerationResult):
-    """As `GenerationResult`, with what the transformers cache took.
+    """A `GenerationResult` with the bytes that the transformers cache took.
 
     Attributes:
         cache_bytes_per_token: bytes of every tensor in the cache over the (padded) tokens it holds.

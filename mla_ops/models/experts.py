@@ -90,7 +90,7 @@ def mix_grouped(experts: Any, hidden: torch.Tensor, routing: torch.Tensor, weigh
 
 
 def mix_every(experts: Any, hidden: torch.Tensor, routing: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """As `mix_grouped`, with every expert on every token: shapes that do not depend on data, in any dtype.
+    """Does what `mix_grouped` does, with every expert on every token: shapes that do not depend on data, in any dtype.
 
     It multiplies the products by num_experts / top_k, and reads the weights once: what a step of few tokens waits for.
     """

@@ -36,7 +36,7 @@ from .sampling import choose_tokens
 
 @dataclass
 class GenerationResult:
-    """What `GenerationSession.generate` gives back.
+    """The result of `GenerationSession.generate`.
 
     Attributes:
         tokens: the continuation of each prompt, in the order of the prompts, the end token included.
@@ -60,7 +60,7 @@ class GenerationResult:
 
 
 class TokenEvent(NamedTuple):
-    """What a request has got since the last look.
+    """Tokens that a request got since the last look.
 
     Attributes:
         request: what `GenerationSession.submit` returned.
@@ -298,7 +298,7 @@ class GenerationSession:
         torch.cuda.current_stream(stream.device).wait_stream(stream)
         torch.cuda.synchronize(self.decoder.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):  # of the model's device, which need not be the current one
+        with torch.cuda.graph(graph, stream=stream):  # the model's device need not be the current one
             self.advance()
         self._graph = graph
 

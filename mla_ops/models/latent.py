@@ -32,7 +32,7 @@ OWN, SHARED = "own", "shared"
 
 
 class LatentLayer(NamedTuple):
-    """What one layer's attention is made of.
+    """The parts of one layer's attention.
 
     Attributes:
         rope: how queries and keys turn; None for a layer without RoPE, whose RoPE dims are zeros here.
@@ -87,7 +87,7 @@ class DecoderCache:
 
 
 class StepInputs(NamedTuple):
-    """What one step reads besides weights and caches. The first five have a row for each token.
+    """Inputs of one step besides weights and caches. The first five have a row for each token.
 
     Attributes:
         input_ids: `[num_tokens]` int64; anything valid for padding.
@@ -146,7 +146,7 @@ class StepInputs(NamedTuple):
 
 @dataclass
 class LatentStep:
-    """What the layers of one step have in common, and what one leaves for the next.
+    """Values that the layers of one step share, and that one leaves for the next.
 
     Attributes:
         inputs, layers, cache_format, index_format: what `Decoder.forward` was given.
@@ -285,7 +285,7 @@ class LatentAttention(nn.Module):
         cache_format: str,
         index_format: str,
     ) -> LatentStep:
-        """What every layer of a step reads."""
+        """The values that every layer of a step reads."""
         positions = inputs.positions.long()
         workspace = None if inputs.dense is None else inputs.dense.workspace(cache_format, self.device)
         rotation = self.cos[positions], self.sin[positions]

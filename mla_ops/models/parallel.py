@@ -17,7 +17,7 @@ from torch import nn
 if dist.is_available():
     from torch.distributed import _functional_collectives as collectives
 
-# what a plan may leave out, by the last part of the name: the decoder runs a share of the heads
+# modules that a plan may leave out, by the last part of the name: the decoder runs a share of the heads
 HEAD_PLAN = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 # whose attention has nothing else of each head
 SHARDED_TYPES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
@@ -42,7 +42,7 @@ class Ranks:
 
     @classmethod
     def of(cls, tp_mesh: Any, dcp_mesh: Any, interleave: int) -> Ranks:
-        """Of one-dimensional meshes.
+        """This rank's place in one-dimensional meshes.
 
         Raises:
             TypeError: one is no DeviceMesh.

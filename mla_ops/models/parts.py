@@ -1,4 +1,4 @@
-"""What the parts of a decoder share: rotation, and the lightning indexer's choice."""
+"""Parts that all decoders have: rotation, and the lightning indexer's choice."""
 
 from __future__ import annotations
 

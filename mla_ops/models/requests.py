@@ -1,4 +1,4 @@
-"""What a generation session is asked for: prompts, limits, sampling and end tokens, checked before anything runs."""
+"""Requests to a generation session: prompts, limits, sampling and end tokens, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Request(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a session can run.
+    """Limits of what a session can run.
 
     Attributes:
         vocabulary: token ids of the model.

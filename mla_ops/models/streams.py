@@ -14,7 +14,7 @@ class Residual:
         return embedded
 
     def read(self, layer: Any, block: str, hidden: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """What `write` needs, and the block's input before its norm. `block` is `attn` or `ffn`."""
+        """Returns what `write` needs, and the block's input before its norm. `block` is `attn` or `ffn`."""
         return None, hidden
 
     def write(self, mixing: Any, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

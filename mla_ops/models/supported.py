@@ -60,7 +60,7 @@ WINDOWED_SIZES = {"head_dim": 512, "qk_rope_head_dim": ROPE_DIM, "index_head_dim
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the decoder has to know about a model type.
+    """Facts of a model type that the decoder needs.
 
     Attributes:
         model_class: the class in transformers that has the language model's head.

@@ -68,7 +68,7 @@ class WindowedCache:
 
 
 class WindowedInputs(NamedTuple):
-    """What one step reads besides weights and caches.
+    """Inputs of one step besides weights and caches.
 
     Attributes:
         input_ids: `[num_tokens]` int64; anything valid for padding.
@@ -148,7 +148,7 @@ class Angles(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowedStep:
-    """What the layers of one step have in common: what `Decoder.forward` was given, and the two kinds of angles."""
+    """Values that the layers of one step share: arguments of `Decoder.forward`, and the two kinds of angles."""
 
     inputs: WindowedInputs
     layers: list[WindowedLayerCache]
@@ -275,7 +275,7 @@ class WindowedAttention(nn.Module):
         cache_format: str,
         index_format: str,
     ) -> WindowedStep:
-        """What every layer of a step reads."""
+        """The values that every layer of a step reads."""
         positions = inputs.positions.long()
         main = Angles(*self.main_angles[positions].chunk(2, dim=-1))
         compress = Angles(*self.compress_angles[positions].chunk(2, dim=-1))

@@ -24,8 +24,8 @@ from .indexer import (
     write_index_cache,
 )
 from .merge import merge_attention_states, merge_stacked_attention_states
-from .plan import build_compressed_metadata, build_step_metadata
 from .sparse_attention import paged_sparse_attention, sparse_attention
+from .step_metadata import build_compressed_metadata, build_step_metadata
 
 __all__ = [
     "ContextChunks",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..meta import cache as meta
+from ..contracts import cache as contracts
 
 
 def concat_and_cache(
@@ -33,7 +33,7 @@ def concat_and_cache(
 
     Source: DeepSeek-V3.2 and DeepSeek-V4 (FlashMLA's cache layouts).
     """
-    meta.concat_and_cache(kv_c, k_pe, kv_cache, slot_mapping, cache_format)
+    contracts.concat_and_cache(kv_c, k_pe, kv_cache, slot_mapping, cache_format)
 
 
 def gather_cache(
@@ -68,6 +68,6 @@ def gather_cache(
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or negative size that the contract does not allow.
     """
-    return meta.gather_cache(
+    return contracts.gather_cache(
         kv_cache, block_table, seq_lens, cu_seq_lens, num_rows, cache_format, gather_lens=gather_lens, offset=offset
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..meta import compressor as meta
+from ..contracts import compressor as contracts
 
 
 def compress_and_cache(
@@ -70,7 +70,7 @@ def compress_and_cache(
 
     Source: DeepSeek-V4 (compressed sparse and heavily compressed attention).
     """
-    meta.compress_and_cache(
+    contracts.compress_and_cache(
         kv,
         score,
         position_bias,

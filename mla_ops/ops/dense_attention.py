@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ..meta import dense_attention as meta
+from ..contracts import dense_attention as contracts
 
 
 def prefill_attention(
@@ -54,7 +54,7 @@ def prefill_attention(
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; FlashAttention-2 (arXiv:2307.08691).
     """
-    return meta.prefill_attention(
+    return contracts.prefill_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal=causal
     )
 
@@ -99,7 +99,7 @@ def paged_attention(
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2 and appendix C.
     """
-    return meta.paged_attention(q, kv_cache, block_table, req_id_per_token, key_lens, softmax_scale, cache_format)
+    return contracts.paged_attention(q, kv_cache, block_table, req_id_per_token, key_lens, softmax_scale, cache_format)
 
 
 def choose_prefill(max_seq_len: int, index_topk: int) -> Literal["dense", "sparse"]:

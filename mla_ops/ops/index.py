@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..meta import index as meta
+from ..contracts import index as contracts
 
 
 def convert_req_index_to_global_index(
@@ -39,7 +39,7 @@ def convert_req_index_to_global_index(
     Raises:
         TypeError, ValueError: a dtype, device, shape or non-positive `block_size` that the contract does not allow.
     """
-    return meta.convert_req_index_to_global_index(
+    return contracts.convert_req_index_to_global_index(
         req_id_per_token, block_table, token_indices, block_size, compact=compact, num_blocks=num_blocks
     )
 
@@ -58,7 +58,7 @@ def filter_prefill_indices(indices: torch.Tensor, context_lens: torch.Tensor) ->
     Raises:
         TypeError, ValueError: a dtype, device or shape that the contract does not allow.
     """
-    return meta.filter_prefill_indices(indices, context_lens)
+    return contracts.filter_prefill_indices(indices, context_lens)
 
 
 def sliding_window_indices(
@@ -91,7 +91,7 @@ def sliding_window_indices(
     Raises:
         TypeError, ValueError: a dtype, device, shape or size that the contract does not allow.
     """
-    return meta.sliding_window_indices(
+    return contracts.sliding_window_indices(
         positions, req_id_per_token, block_table, window, block_size, num_blocks=num_blocks
     )
 
@@ -112,15 +112,10 @@ def compressed_indices(
     of a step: `mla_ops.V4StepMetadata` computes it once.
 
     Args:
-        positions: `[num_tokens]` int32, position of each token in its request, in tokens. Negative is padding.
-        req_id_per_token: `[num_tokens]` int32. An id outside `[0, num_requests)` is padding: row -1, length 0.
-        block_table: `[num_requests, max_blocks]` int32, of the compressed cache. A compressed token in a block past the
-            table, or whose entry is not a block, is left out.
+        positions, req_id_per_token: as `sliding_window_indices` takes them.
+        block_table, block_size, num_blocks: the same, of the compressed cache; `block_size` counts compressed tokens.
         compress_ratio: tokens a compressed token stands for.
-        block_size: compressed tokens a block.
         width: width of a row, any number; compressed tokens from the `width`-th on are left out.
-        num_blocks: blocks of the cache; a block table entry that is not below it is no block. None checks no upper
-            bound.
 
     Returns:
         slots `[num_tokens, width]` int32 of compressed tokens 0 to `min((position + 1) // compress_ratio, width) - 1`,
@@ -129,7 +124,7 @@ def compressed_indices(
     Raises:
         TypeError, ValueError: a dtype, device, shape or size that the contract does not allow.
     """
-    return meta.compressed_indices(
+    return contracts.compressed_indices(
         positions, req_id_per_token, block_table, compress_ratio, block_size, width, num_blocks=num_blocks
     )
 
@@ -150,12 +145,8 @@ def compute_global_topk_indices_and_lens(
     Args:
         topk_indices: `[num_tokens, topk]` int32, compressed tokens of the token's request, in any order. Negative, or
             past the block table, is invalid, wherever it stands.
-        req_id_per_token: `[num_tokens]` int32. An id outside `[0, num_requests)` is padding: row -1, length 0.
-        block_table: `[num_requests, max_blocks]` int32, of the compressed cache. Bounded by its shape; a negative entry
-            makes an index invalid.
-        block_size: compressed tokens a block.
-        num_blocks: blocks of the cache; a block table entry that is not below it makes an index invalid. None checks
-            no upper bound.
+        req_id_per_token, block_table, block_size, num_blocks: as `convert_req_index_to_global_index` takes them, of the
+            compressed cache; `block_size` counts compressed tokens.
 
     Returns:
         slots `[num_tokens, topk]` int32, valid ones to the front in order and -1 behind, and the number of valid ones
@@ -164,7 +155,7 @@ def compute_global_topk_indices_and_lens(
     Raises:
         TypeError, ValueError: a dtype, device, shape or non-positive `block_size` that the contract does not allow.
     """
-    return meta.compute_global_topk_indices_and_lens(
+    return contracts.compute_global_topk_indices_and_lens(
         topk_indices, req_id_per_token, block_table, block_size, num_blocks=num_blocks
     )
 
@@ -208,7 +199,7 @@ def combine_topk_swa_indices(
     Raises:
         TypeError, ValueError: a dtype, device, shape or size that the contract does not allow.
     """
-    return meta.combine_topk_swa_indices(
+    return contracts.combine_topk_swa_indices(
         topk_indices,
         positions,
         req_id_per_token,

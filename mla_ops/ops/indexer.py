@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..meta import indexer as meta
+from ..contracts import indexer as contracts
 
 
 def write_index_cache(
@@ -30,7 +30,7 @@ def write_index_cache(
 
     Source: DeepSeek-V3.2 (DeepGEMM's and vLLM's layout of index keys).
     """
-    meta.write_index_cache(k, index_cache, slot_mapping, cache_format)
+    contracts.write_index_cache(k, index_cache, slot_mapping, cache_format)
 
 
 def gather_index_cache(
@@ -59,7 +59,7 @@ def gather_index_cache(
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or negative size that the contract does not allow.
     """
-    return meta.gather_index_cache(index_cache, block_table, seq_lens, cu_seq_lens, cache_format, num_tokens)
+    return contracts.gather_index_cache(index_cache, block_table, seq_lens, cu_seq_lens, cache_format, num_tokens)
 
 
 def quantize_index_query(q: torch.Tensor, weights: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +81,7 @@ def quantize_index_query(q: torch.Tensor, weights: torch.Tensor, scale: float) -
 
     Source: DeepSeek-V3.2.
     """
-    return meta.quantize_index_query(q, weights, scale)
+    return contracts.quantize_index_query(q, weights, scale)
 
 
 def indexer_logits(
@@ -112,7 +112,7 @@ def indexer_logits(
 
     Source: DeepSeek-V3.2; DeepGEMM's `fp8_mqa_logits`.
     """
-    return meta.indexer_logits(q, k, weights, row_starts, row_ends, k_scale=k_scale, clean=clean)
+    return contracts.indexer_logits(q, k, weights, row_starts, row_ends, k_scale=k_scale, clean=clean)
 
 
 def paged_indexer_logits(
@@ -149,7 +149,7 @@ def paged_indexer_logits(
 
     Source: DeepSeek-V3.2; DeepGEMM's `fp8_paged_mqa_logits`.
     """
-    return meta.paged_indexer_logits(
+    return contracts.paged_indexer_logits(
         q, index_cache, weights, lengths, block_table, req_id_per_token, max_length, cache_format, clean=clean
     )
 
@@ -188,7 +188,7 @@ def topk_indices(
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or size that the contract does not allow.
     """
-    return meta.topk_indices(
+    return contracts.topk_indices(
         scores,
         topk,
         row_starts=row_starts,
@@ -231,7 +231,7 @@ def select_keys(
 
     Source: DeepSeek-V3.2 (lightning indexer).
     """
-    return meta.select_keys(
+    return contracts.select_keys(
         q, index_cache, weights, lengths, block_table, req_id_per_token, topk, cache_format, translate=translate
     )
 
@@ -259,7 +259,7 @@ def select_flat_keys(
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or size that the contract does not allow.
     """
-    return meta.select_keys_flat(q, k, weights, row_starts, row_ends, topk, k_scale=k_scale)
+    return contracts.select_keys_flat(q, k, weights, row_starts, row_ends, topk, k_scale=k_scale)
 
 
 def merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,4 +278,4 @@ def merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> tuple[
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or size that the contract does not allow.
     """
-    return meta.merge_topk(scores, indices, topk)
+    return contracts.merge_topk(scores, indices, topk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..meta import merge as meta
+from ..contracts import merge as contracts
 
 
 def merge_attention_states(
@@ -27,7 +27,7 @@ def merge_attention_states(
 
     Source: FlashAttention's online softmax (arXiv:2205.14135), section 3.1.
     """
-    return meta.merge_attention_states(out_a, lse_a, out_b, lse_b)
+    return contracts.merge_attention_states(out_a, lse_a, out_b, lse_b)
 
 
 def merge_stacked_attention_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,4 +49,4 @@ def merge_stacked_attention_states(outs: torch.Tensor, lses: torch.Tensor) -> tu
 
     Source: FlashAttention's online softmax (arXiv:2205.14135), section 3.1.
     """
-    return meta.merge_attention_states_stacked(outs, lses)
+    return contracts.merge_attention_states_stacked(outs, lses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..meta import sparse_attention as meta
+from ..contracts import sparse_attention as contracts
 
 
 def _refuse_incomplete_extra(**arguments: torch.Tensor | str | None) -> None:
@@ -82,7 +82,7 @@ def paged_sparse_attention(
     Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention); DeepSeek-V4 (two caches).
     """
     if extra_kv_cache is not None and extra_indices is not None:
-        return meta.paged_sparse_attention_extra(
+        return contracts.paged_sparse_attention_extra(
             q,
             kv_cache,
             indices,
@@ -106,7 +106,7 @@ def paged_sparse_attention(
         extra_topk_length=extra_topk_length,
         extra_block_table=extra_block_table,
     )
-    return meta.paged_sparse_attention(
+    return contracts.paged_sparse_attention(
         q,
         kv_cache,
         indices,
@@ -151,6 +151,6 @@ def sparse_attention(
 
     Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention).
     """
-    return meta.sparse_attention(
+    return contracts.sparse_attention(
         q, kv, indices, softmax_scale, topk_length=topk_length, attn_sink=attn_sink, deterministic=deterministic
     )

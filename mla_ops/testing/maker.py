@@ -1,4 +1,4 @@
-"""What sample inputs are made of: tensors from one seed, and views that are laid out as engines lay them out."""
+"""Parts of sample inputs: tensors from one seed, and views that are laid out as engines lay them out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_HEADS = 3
 TOPK = 6
 SCALE = 0.0625
 
-# what an `.out` buffer holds before the call, so that a row that must be left alone can be told from a written one
+# an `.out` buffer holds this before the call, so that a row that must be left alone can be told from a written one
 FILL = 7
 
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -32,7 +32,7 @@ def _heads_and_keys(draw: Draw, num_tokens: int, widest: int) -> tuple[int, int]
 def attention_cache(draw: Draw, cache_format: str, head_dim: int = 0) -> torch.Tensor:
     blocks, block_size = draw.pick(1, 2, 7), draw.pick(*BLOCK_SIZES)
     cache = filled_cache(cache_format, blocks, block_size, torch.device("cpu"), head_dim=head_dim or 576)
-    if cache_format == "fp8_ds_mla" and draw.chance(0.2):  # as writers without a least scale store small keys
+    if cache_format == "fp8_ds_mla" and draw.chance(0.2):  # writers without a least scale store small keys so
         scales = cache[..., 512:528].contiguous().view(torch.float32) * 2.0 ** draw.between(-20, 6)
         cache[..., 512:528] = scales.view(torch.uint8)
     return cache

@@ -5,7 +5,7 @@ To add one: change the arguments of `test_errors.complete_sample`, which are a l
 
 from __future__ import annotations
 
-from . import cache, compressor, dense_attention, index, indexer, merge, plan, sparse_attention
+from . import cache, compressor, dense_attention, index, indexer, merge, sparse_attention, step_metadata
 from .common import Refusal
 
 REFUSALS: list[Refusal] = [
@@ -15,6 +15,6 @@ REFUSALS: list[Refusal] = [
     *index.REFUSALS,
     *indexer.REFUSALS,
     *merge.REFUSALS,
-    *plan.REFUSALS,
+    *step_metadata.REFUSALS,
     *sparse_attention.REFUSALS,
 ]

@@ -54,7 +54,7 @@ DEVICE u32 pack_bfloat16(float low, float high) {
   return v;
 }
 
-// Of two pairs of bfloat16 the larger magnitudes, each half by itself, NaN only of two NaN; signs mean nothing.
+// The larger magnitude of each half of two pairs of bfloat16; NaN only where both are NaN. Signs mean nothing.
 DEVICE u32 larger_magnitudes(u32 a, u32 b) {
   u32 v;
   asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));

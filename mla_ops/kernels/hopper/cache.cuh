@@ -16,7 +16,7 @@ struct Params {
   int latent_dim, row_dim;
 };
 
-constexpr int WARPS = 4;  // of a CTA
+constexpr int WARPS = 4;  // warps of a CTA
 
 struct Slot {
   i64 block;

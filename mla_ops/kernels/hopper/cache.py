@@ -13,12 +13,12 @@ from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Kernel, compile_reason
 
-WARPS = 4  # of a CTA, as in cache.cuh
+WARPS = 4  # warps of a CTA, as in cache.cuh
 TYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 
 
 class Params(ctypes.Structure):
-    """As in cache.cuh."""
+    """`Params` of cache.cuh."""
 
     _fields_ = [
         ("latent", POINTER),
@@ -49,7 +49,7 @@ def _kernel(cache_format: str, dtype: torch.dtype) -> Kernel:
 
 
 def _accepts(cache_format: str, dtype: torch.dtype) -> bool:
-    """As the ops' checks have it."""
+    """Whether the ops' checks let values of this type into the format."""
     entry = FORMATS[cache_format]
     return entry.quantized or entry.dtype == torch.float32 or dtype in (entry.dtype, torch.float32)
 

@@ -17,7 +17,7 @@ DEVICE u32 power_of_two(int exponent) { return static_cast<u32>(127 + exponent) 
 constexpr int LEAST_TAKEN = -60, MOST_TAKEN = 40;
 
 // A row as the gather brings it: LATENT e4m3 with a scale for each GROUP of them, and 64 bfloat16, the RoPE part.
-// In chunks of 64 dims it is CHUNKS long, the last one being RoPE. Operands are FACTOR times as large as keys.
+// It has CHUNKS chunks of 64 dims, the last one being RoPE. Operands are FACTOR times as large as keys.
 // `outside(scales)` says of a lane's two keys whether one may have to have an exponent taken out, which `take_out` does:
 // it leaves 2^-exponent in `undo`, bfloat16, 1 for none, and returns whether float16 does not hold the scales of a key together.
 template <Format FORMAT>

@@ -14,7 +14,7 @@ DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
   return p.out + row.token * p.out_token_stride + global_head * p.out_head_stride;
 }
 
-// Where a head's lse goes, of a row or of a part of one.
+// Address of a head's lse, in the result or, with `part` >= 0, in a part of a row.
 DEVICE float* lse_of(const Params& p, const Row& row, int global_head, int part) {
   if (part >= 0) return parts_of(p, num_workers(p)).lse + part * p.num_heads + global_head;
   return p.lse + row.token * p.lse_token_stride + global_head * p.lse_head_stride;
@@ -96,13 +96,13 @@ DEVICE void send_packets(const Params& p, const Row& row, u32 shared, int warp, 
   }
 }
 
-// Of a head, in what a CTA knows of all parts: those of a lane's accumulators are neighbours.
+// Column of a head in a CTA's table of all parts; the heads of a lane's accumulators are neighbours there.
 template <class L>
 DEVICE int column_of(int head) {
   return L::HEADS == 64 ? (head & 48) + (head & 7) * 2 + (head >> 3 & 1) : head;
 }
 
-// That of the first of the one or two heads that a lane's words of a packet, the number-th of a warp's, are of.
+// Column of the first head in a lane's words of a packet, the number-th of its warp. The words are of one head or two.
 template <class L>
 DEVICE int column_of_packet(int number, int warp, int lane) {
   if (L::HEADS < 64) return number % (L::HEADS / 8) * 8 + (lane & 3) * 2;
@@ -120,15 +120,15 @@ DEVICE float2 load_factors(u32 from) {
   return L::Packet::ONE_HEAD ? make_float2(load_shared_float(from), 0.f) : load_shared_float2(from);
 }
 
-// What each part counts in the result, and the lse, which this CTA writes if it `tells`: by 128 threads, several
-// neighbours a head, who share its parts. `await_states` returns whether all states are there.
+// Computes each part's factor in the result, and the lse, which this CTA writes if it `tells`. 128 threads do it;
+// neighbours share the parts of a head. `await_states` returns whether all states are there.
 template <class L, class Await>
 DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread, bool tells, Await await_states) {
   using E = typename L::End;
   constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;
   if (row.splits == 1) named_barrier<SCORE_BARRIER, 128>();
   const int head = thread / LANES, own = thread % LANES, global_head = row.tile * L::HEADS + head;
-  if (LANES * L::HEADS < 128 && head >= L::HEADS) return;  // of 24 heads a warp has none
+  if (LANES * L::HEADS < 128 && head >= L::HEADS) return;  // a tile of 24 heads leaves one warp without work
   const bool there = global_head < p.num_heads;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
   const u32 states = shared + E::STATES + head * 8, factors = shared + E::FACTORS + column_of<L>(head) * 4;
@@ -177,8 +177,8 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread)
 // neighbours where dims are columns; where they are rows, row g of a warp is this dim, and row g + 8 the second next.
 DEVICE int dim_of_row(int warp, int g) { return 16 * (g >> 1) + 4 * warp + (g & 1); }
 
-// Of two values in this lane and in the one that differs in the bit MASK: the first ones if that bit is 0 here, else
-// the second ones, in the order of lanes.
+// Swaps values with the lane whose number differs in the bit MASK. Returns both lanes' first values where that bit is 0
+// here, else both second ones, in the order of lanes.
 template <int MASK>
 DEVICE float2 trade(float first, float second, int lane) {
   const bool upper = lane & MASK;
@@ -189,8 +189,8 @@ DEVICE float2 trade(float first, float second, int lane) {
 // A tile's rows in the result.
 struct Target {
   char* rows;
-  i64 head_stride;  // of elements
-  int heads;        // that there are
+  i64 head_stride;  // elements
+  int heads;        // heads that exist, of the tile's
   bool whole;       // bfloat16 [...]; else a part, float32
 };
 
@@ -262,7 +262,7 @@ DEVICE void write_packet(const Target& to, const float (&v)[L::Packet::QUADS * 4
   }
 }
 
-// Where a part of a token that intervals cut goes.
+// Target of one part of a token that intervals cut.
 template <class L>
 DEVICE Target target_of_part(const Params& p, const Row& row, int part) {
   float* const first = parts_of(p, num_workers(p)).out +
@@ -324,7 +324,7 @@ template <class L, int COUNT, bool BFLOAT16, class From>
 DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], From from, u32 factors) {
   using P = typename L::Packet;
   Piece<P> piece[COUNT];
-  float2 factor[COUNT];  // of two heads
+  float2 factor[COUNT];  // two heads each
 #pragma unroll
   for (int k = 0; k < COUNT; ++k) {
     factor[k] = load_factors<L>(factors + k * (L::HEADS * 4));
@@ -401,14 +401,14 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
   add_packets<L, WARPS>(to, row.rank, shared, shared + L::PACKETS, splits * P::BYTES, packets, splits, warp, lane);
 }
 
-// In a cluster of two each CTA keeps one half of its accumulators where they are, and adds to them what the other sends
-// of its own: a lane's are the same in both.
+// Each CTA of a cluster of two keeps one half of its accumulators in registers and adds the other CTA's same half,
+// which that CTA sends. A lane has the same accumulators in both.
 template <class L, int N>
 DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int warp, int lane, const float (&o)[4][N],
                             const float (&inverse)[N / 2], bool bfloat16) {
   using E = typename L::End;
   static_assert(L::PERMUTED && L::Packet::PACKED, "accumulators stand otherwise");
-  constexpr int HEADS = N / 2, UNITS = N / 4;  // of a lane; of 16 bytes of half of its accumulators
+  constexpr int HEADS = N / 2, UNITS = N / 4;  // a lane's heads; 16-byte units in half of its accumulators
   const int t = lane & 3, g = lane >> 2;
   const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * (UNITS * 512) + lane * 16,
             to = peer_address(place, peer), barrier = peer_address(shared + L::PACKETS_FULL, peer);
@@ -436,7 +436,7 @@ DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int war
   for (int j = 0; j < N / 4; ++j) hold(rows[j]);
   mbarrier_wait(shared + L::OWN_FULL, 0);
   float own[HEADS], others[HEADS];
-  u32 signs = 0;  // of any head that is not NaN: they say whether the other CTA's are bfloat16
+  u32 signs = 0;  // signs of factors that are not NaN say whether the other CTA sends bfloat16
 #pragma unroll
   for (int i = 0; i < HEADS; i += 2) {
     const u32 column = (i * 4 + 2 * t) * 4, factors = shared + E::FACTORS + column;

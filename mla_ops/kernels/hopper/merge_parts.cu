@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(THREADS) merge_parts(const __grid_constant__ P
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (int i = 0; i < MAX_PARTS; ++i) {
-    const bool counts = weight[i] != 0.f;  // what has no weight may be anything
+    const bool counts = weight[i] != 0.f;  // a part without weight may hold anything
     sum.x += counts ? v[i].x * weight[i] : 0.f, sum.y += counts ? v[i].y * weight[i] : 0.f;
     sum.z += counts ? v[i].z * weight[i] : 0.f, sum.w += counts ? v[i].w * weight[i] : 0.f;
   }

@@ -128,7 +128,7 @@ def launch_waves(
     q = aligned(q)
     target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     rest_out, rest_lse = target, lse
-    buffers = []  # of all waves to the end: none is another's while that one runs
+    buffers = []  # every wave's buffers live until the last wave ran, so that no wave gets another's
     all_tokens, num_heads = out.shape[:2]
     if waves and isinstance(waves[0].shape, Balanced):
         balance = always(keys, waves[0].shape.tile, num_heads, q.device.index)

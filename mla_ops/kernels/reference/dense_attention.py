@@ -44,7 +44,7 @@ def _attend_request(
 
 
 def _starts(name: str, cu_seqlens: torch.Tensor, end: int) -> list[int]:
-    """Where each request begins and the last one ends, cut off at `end`.
+    """First row of each request, and the end of the last one, cut off at `end`.
 
     Raises:
         ValueError: they do not ascend from 0. Kernels on a GPU cannot say so.

@@ -158,7 +158,7 @@ def paged_tiles(
     max_length: int,
     cache_format: str,
 ) -> Tiles:
-    """As `flat_tiles`, over the positions of each token's request."""
+    """Yields tiles as `flat_tiles` does, over the positions of each token's request."""
     num_blocks, block_size, _, _ = geometry(index_cache, cache_format)
     num_requests, max_blocks = block_table.shape
     known = (req_id_per_token >= 0) & (req_id_per_token < num_requests)

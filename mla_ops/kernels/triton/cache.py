@@ -1,18 +1,29 @@
 """Cache ops in Triton. Bit for bit what the reference writes: all rounding is integer arithmetic or IEEE."""
 
 import torch
+import triton
 import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM, ROPE_DIM, geometry, get_format
 from .bfloat16 import convert, narrow, widen
 from .common import cdiv, sized_jit
-from .e4m3 import decode, decode_scale, encode, power_of_two_exponent
+from .e4m3 import decode, decode_scale, encode, exponent_of
 from .requests import Blocks, find_block, find_request
 from .rows import FP8_ROPE_AT, FP8_ROW_BYTES, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
 
 # rows a program gathers: 8 rows of 576 in bfloat16 are 36 values a thread, and one 16-byte load each in flight
 GATHER_ROWS = 8
+
+
+@triton.jit
+def _store_rope(source, target):
+    """64 values to bfloat16 at a byte's address; values that are bfloat16 keep their bits."""
+    rope = tl.arange(0, 64)
+    values = tl.load(source + rope)
+    if values.dtype != tl.bfloat16:
+        values = narrow(widen(values), tl.bfloat16)
+    tl.store(target.to(tl.pointer_type(tl.bfloat16)) + rope, values)
 
 
 @sized_jit(any_alignment=("slot_mapping",))
@@ -39,19 +50,13 @@ def _store_fp8_kernel(
         inner = tl.arange(0, 128)
         offsets = group[:, None] * 128 + inner[None, :]
         bits = widen(tl.load(kv_c + row * stride_kv_c + offsets)).to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        amax = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1)
-        exponent = power_of_two_exponent(amax, -13)
+        exponent = exponent_of(bits, -13, axis=1)
 
         start = kv_cache + slot // block_size * (stride_block_16 * 16) + slot % block_size * FP8_ROW_BYTES
         tl.store(start + offsets, encode(bits, exponent[:, None]).to(tl.uint8))
         scales = (start + FP8_SCALES_AT).to(tl.pointer_type(tl.int32))
         tl.store(scales + group, (exponent + 127) << 23)
-        rope = tl.arange(0, 64)
-        values = tl.load(k_pe + row * stride_k_pe + rope)
-        if values.dtype != tl.bfloat16:
-            values = narrow(widen(values), tl.bfloat16)
-        tl.store((start + FP8_ROPE_AT).to(tl.pointer_type(tl.bfloat16)) + rope, values)
+        _store_rope(k_pe + row * stride_k_pe, start + FP8_ROPE_AT)
 
 
 @sized_jit(any_alignment=("slot_mapping",))
@@ -79,9 +84,7 @@ def _store_fp8_v4_kernel(
         there = (group < 7)[:, None]
         offsets = group[:, None] * 64 + inner[None, :]
         bits = widen(tl.load(kv_c + row * stride_kv_c + offsets, mask=there, other=0.0)).to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        amax = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1)
-        exponent = power_of_two_exponent(amax, -22)
+        exponent = exponent_of(bits, -22, axis=1)
 
         block = kv_cache + slot // block_size * (stride_block_16 * 16)
         offset = slot % block_size
@@ -89,11 +92,7 @@ def _store_fp8_v4_kernel(
         tl.store(start + offsets, encode(bits, exponent[:, None]).to(tl.uint8), mask=there)
         scales = block + block_size.to(tl.int64) * V4_ROW_BYTES + offset * V4_SCALE_BYTES
         tl.store(scales + group, tl.where(group < 7, exponent + 127, 0).to(tl.uint8))
-        rope = tl.arange(0, 64)
-        values = tl.load(k_pe + row * stride_k_pe + rope)
-        if values.dtype != tl.bfloat16:
-            values = narrow(widen(values), tl.bfloat16)
-        tl.store((start + V4_LATENT).to(tl.pointer_type(tl.bfloat16)) + rope, values)
+        _store_rope(k_pe + row * stride_k_pe, start + V4_LATENT)
 
 
 @sized_jit(any_alignment=("slot_mapping",))

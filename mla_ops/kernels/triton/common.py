@@ -1,4 +1,4 @@
-"""What the Triton backends share: the jit decorator, and facts about the device."""
+"""Shared by all Triton kernels: the jit decorator, and facts about the device."""
 
 import functools
 import inspect

@@ -21,6 +21,13 @@ def power_of_two_exponent(amax_bits, LOWEST: tl.constexpr):
 
 
 @triton.jit
+def exponent_of(bits, LOWEST: tl.constexpr, axis: tl.constexpr):
+    """`power_of_two_exponent` of values along `axis`, float32 as bits: NaN and infinities do not count."""
+    magnitude = bits & 0x7FFFFFFF
+    return power_of_two_exponent(tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis), LOWEST)
+
+
+@triton.jit
 def decode_scale(byte):
     """ue8m0 bytes (any integer type) to float32: 2**(byte - 127), NaN for 255."""
     wide = byte.to(tl.int32)
@@ -30,7 +37,7 @@ def decode_scale(byte):
 
 @triton.jit
 def decode_scale_bf16(byte):
-    """As `decode_scale`, to bfloat16, where every power of two fits as well."""
+    """Decodes a scale to bfloat16, which holds every power of two as well."""
     wide = byte.to(tl.int32)
     bits = tl.where(wide == 0, 0x40, tl.where(wide == 255, 0x7FC0, wide << 7))
     return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -165,7 +165,7 @@ def _combine_kernel(
         count = _append(target, count, row, (index >= 0) & (index < complete) & (row <= 0x7FFFFFFF))
 
     first = tl.maximum(tl.maximum(position - window + 1, gather_start), 0)
-    # where the first window row of the request would be, were its first gathered token its token 0
+    # row of the request's token 0, had it been gathered
     origin = window_offset - gather_start
     room = tl.minimum(request_stride, 0x7FFFFFFF - base + 1) - origin
     end = tl.minimum(tl.minimum(position + 1, seq_len), room)

@@ -21,7 +21,7 @@ SCORE_TOKENS = 4
 
 @triton.jit
 def _operand(x, NATIVE_FP8: tl.constexpr, UPCAST: tl.constexpr):
-    """What goes into the dot: bytes of e4m3 as they are where tensor cores take them, else as float16, exactly.
+    """The operand of the dot: bytes of e4m3 as they are where tensor cores take them, else as float16, exactly.
 
     UPCAST makes float32 of all types, for the interpreter.
     """

@@ -7,7 +7,7 @@ import triton.language as tl
 from ...formats import geometry
 from .bfloat16 import convert, widen
 from .common import cdiv, sized_jit
-from .e4m3 import encode, power_of_two_exponent
+from .e4m3 import encode, exponent_of
 from .requests import Blocks, find_block, find_request
 
 GATHER_ROWS = 16
@@ -15,12 +15,10 @@ GATHER_ROWS = 16
 
 @triton.jit
 def store_index_key(value, block, offset, block_size):
-    """Quantises 128 values into their row of a block of `fp8_index`; the maximum is taken over bit patterns."""
+    """Quantises 128 values into their row of a block of `fp8_index`."""
     inner = tl.arange(0, 128)
     bits = value.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    amax = tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=0)
-    exponent = power_of_two_exponent(amax, -22)
+    exponent = exponent_of(bits, -22, axis=0)
     tl.store(block + offset * 128 + inner, encode(bits, exponent).to(tl.uint8))
     scale = (block + block_size.to(tl.int64) * 128 + offset * 4).to(tl.pointer_type(tl.int32))
     tl.store(scale, (exponent + 127) << 23)
@@ -120,8 +118,7 @@ def _quantize_kernel(
     inner = tl.arange(0, 128)
     source = q + token * stride_q_token + (head * stride_q_head)[:, None] + inner[None, :]
     bits = widen(tl.load(source, mask=there[:, None], other=0.0)).to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    exponent = power_of_two_exponent(tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1), -22)
+    exponent = exponent_of(bits, -22, axis=1)
     target = q_fp8 + token * stride_fp8_token + (head * stride_fp8_head)[:, None] + inner[None, :]
     tl.store(target, encode(bits, exponent[:, None]).to(tl.uint8), mask=there[:, None])
     weight = widen(tl.load(weights + token * stride_weights + head, mask=there, other=0.0))

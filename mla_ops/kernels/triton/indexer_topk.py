@@ -20,9 +20,9 @@ NUM_WARPS = 8
 CANDIDATES = 4096
 # entries that a program of the ordering kernel ranks
 RANKED = 128
-# of scores, candidates and counters that a row of `select_keys` holds beside its result
+# bytes of scores, candidates and counters that a row of `select_keys` holds beside its result
 ROW_BYTES = 64 * 1024
-# as in a tile of scores
+# columns of a chunk are a multiple of this: a tile of scores
 CHUNK_UNIT = 128
 
 

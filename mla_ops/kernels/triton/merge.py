@@ -43,7 +43,7 @@ def pair_tile(num_heads: int, head_dim_v: int) -> PairTile:
 
 
 def stride_unit(*tensors: torch.Tensor) -> int:
-    """What strides and the width are counted in: 16 bytes where those of all tensors allow it, for wide loads."""
+    """The unit of strides and the width, in elements: 16 bytes where those of all tensors allow it, for wide loads."""
     unit = 16 // tensors[0].element_size()
     sizes = [size for tensor in tensors for size in (*tensor.stride()[:-1], tensor.shape[-1])]
     return unit if all(size % unit == 0 for size in sizes) else 1

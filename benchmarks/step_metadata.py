@@ -1,4 +1,4 @@
-"""Benchmarks of what a step computes once for all layers: python -m mla_ops bench plan."""
+"""Benchmarks of what a step computes once for all layers: python -m mla_ops bench step_metadata."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def build_compressed(
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
-    parser = common.argument_parser("plan")
+    parser = common.argument_parser("step_metadata")
     parser.add_argument("--requests", type=common.integers, default=None)
     parser.add_argument("--query-lens", type=common.integers, default=[1, 4])
     parser.add_argument("--context", type=int, default=8192)
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
             for ratio, block_size in COMPRESSED:
                 yield partial(build_compressed, num_requests, ratio, block_size, arguments.context, arguments)
 
-    return common.run_benchmark("plan", cases(), arguments)
+    return common.run_benchmark("step_metadata", cases(), arguments)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def _check_paged(
 
 
 def _rows(op: str, tokens: torch.Tensor, width: int) -> Contract:
-    """What an op returns that fills a row of `width` for each of `tokens`."""
+    """The results of an op that fills a row of `width` for each of `tokens`."""
     num_tokens = tokens.shape[0]
     call = Call(op, tokens.device, torch.int32, num_tokens=num_tokens, topk=width)
     return call, {"indices": ((num_tokens, width), torch.int32), "lens": ((num_tokens,), torch.int32)}

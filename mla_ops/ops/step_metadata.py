@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..meta import plan as meta
+from ..contracts import step_metadata as contracts
 
 
 def build_step_metadata(
@@ -48,7 +48,7 @@ def build_step_metadata(
         TypeError, ValueError: a dtype, device or shape that the contract does not allow, or more requests or blocks
             than the buffers have room for; nothing is written.
     """
-    meta.build_step_metadata(
+    contracts.build_step_metadata(
         query_start_loc,
         seq_lens,
         block_table,
@@ -96,7 +96,7 @@ def build_compressed_metadata(
         TypeError, ValueError: a dtype, device or shape that the contract does not allow, or more requests or blocks
             than the buffer has room for; nothing is written.
     """
-    meta.build_compressed_metadata(
+    contracts.build_compressed_metadata(
         positions,
         req_id_per_token,
         block_table,

@@ -1,4 +1,4 @@
-"""Refusals of the ops of `mla_ops/ops/plan.py`."""
+"""Refusals of the ops of `mla_ops/ops/step_metadata.py`."""
 
 from __future__ import annotations
 
