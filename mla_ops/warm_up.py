@@ -7,31 +7,9 @@ from typing import Any
 
 import torch
 
+from . import ops
 from .formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, get_format
 from .metadata import StepMetadata, V4StepMetadata
-from .ops import (
-    combine_topk_swa_indices,
-    compress_and_cache,
-    compute_global_topk_indices_and_lens,
-    concat_and_cache,
-    convert_req_index_to_global_index,
-    filter_prefill_indices,
-    gather_cache,
-    gather_index_cache,
-    indexer_logits,
-    merge_attention_states,
-    merge_stacked_attention_states,
-    merge_topk,
-    paged_attention,
-    paged_indexer_logits,
-    paged_sparse_attention,
-    prefill_attention,
-    quantize_index_query,
-    select_flat_keys,
-    select_keys,
-    topk_indices,
-    write_index_cache,
-)
 
 # keys of a context that paged_attention splits, on any GPU
 SPLIT_KEYS = 4096
@@ -100,8 +78,8 @@ def warmup(
     )
     v4_metadata.build(query_start_loc, seq_lens, block_table, block_table, block_table)
     token = torch.zeros(1, head_dim, dtype=dtype, device=device)
-    concat_and_cache(token[:, :latent_dim], token[:, latent_dim:], kv_cache, metadata.slot_mapping, cache_format)
-    gather_cache(kv_cache, block_table, seq_lens, query_start_loc, 1, cache_format)
+    ops.concat_and_cache(token[:, :latent_dim], token[:, latent_dim:], kv_cache, metadata.slot_mapping, cache_format)
+    ops.gather_cache(kv_cache, block_table, seq_lens, query_start_loc, 1, cache_format)
 
     if head_dim == LATENT_DIM:
         _warm_up_compressor(cache_format, dtype, device)
@@ -111,14 +89,14 @@ def warmup(
         q = torch.zeros(count, num_heads, head_dim, dtype=query_dtype, device=device)
         indices = torch.full((count, topk), -1, dtype=torch.int32, device=device)
         lengths = torch.zeros(count, dtype=torch.int32, device=device)
-        convert_req_index_to_global_index(lengths, block_table, indices, block_size)
-        convert_req_index_to_global_index(lengths, block_table, indices, block_size, compact=True)
-        filter_prefill_indices(indices, lengths)
-        compute_global_topk_indices_and_lens(indices, lengths, block_table, block_size)
-        combine_topk_swa_indices(indices, lengths, lengths, seq_lens, seq_lens, 1, 4, 2, 1)
+        ops.convert_req_index_to_global_index(lengths, block_table, indices, block_size)
+        ops.convert_req_index_to_global_index(lengths, block_table, indices, block_size, compact=True)
+        ops.filter_prefill_indices(indices, lengths)
+        ops.compute_global_topk_indices_and_lens(indices, lengths, block_table, block_size)
+        ops.combine_topk_swa_indices(indices, lengths, lengths, seq_lens, seq_lens, 1, 4, 2, 1)
         for table, requests in ((None, None), (block_table, lengths)):
             for topk_length in (None, lengths):
-                out, lse = paged_sparse_attention(
+                out, lse = ops.paged_sparse_attention(
                     q,
                     kv_cache,
                     indices,
@@ -130,18 +108,18 @@ def warmup(
                     req_id_per_token=requests,
                     deterministic=deterministic,
                 )
-        merge_attention_states(out, lse, out, lse)
-        merge_stacked_attention_states(out.unsqueeze(0), lse.unsqueeze(0))
+        ops.merge_attention_states(out, lse, out, lse)
+        ops.merge_stacked_attention_states(out.unsqueeze(0), lse.unsqueeze(0))
         # a context that one program reads, and one that is split; one token a request, and more, which share programs
         for table in (block_table, block_table[:, :1].repeat(1, SPLIT_KEYS // block_size + 1)):
             for num_requests in {max(1, count // together) for together in (1, 2, 4, 8)}:
                 requests = table.repeat(num_requests, 1)
-                paged_attention(q, kv_cache, requests, lengths, lengths, 192**-0.5, cache_format)
+                ops.paged_attention(q, kv_cache, requests, lengths, lengths, 192**-0.5, cache_format)
         if head_dim == LATENT_DIM:
             # DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries
             chosen: dict[str, Any] = {"extra_block_table": block_table, "req_id_per_token": lengths}
             for extra in (chosen, {"extra_topk_length": lengths}):
-                paged_sparse_attention(
+                ops.paged_sparse_attention(
                     q,
                     kv_cache,
                     indices,
@@ -168,9 +146,9 @@ def _warm_up_prefill(num_heads: int, head_dims: tuple[int, int], dtype: torch.dt
     k = torch.zeros_like(q)
     v = torch.zeros(1, num_heads, head_dim + head_dim_v, dtype=dtype, device=device)[..., head_dim:]
     starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    new = prefill_attention(q, k, v, starts, starts, 1, 1, head_dim**-0.5)
-    old = prefill_attention(q, k, v, starts, starts, 1, 1, head_dim**-0.5, causal=False)
-    merge_attention_states(*new, *old)
+    new = ops.prefill_attention(q, k, v, starts, starts, 1, 1, head_dim**-0.5)
+    old = ops.prefill_attention(q, k, v, starts, starts, 1, 1, head_dim**-0.5, causal=False)
+    ops.merge_attention_states(*new, *old)
 
 
 def _warm_up_compressor(cache_format: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -189,7 +167,7 @@ def _warm_up_compressor(cache_format: str, dtype: torch.dtype, device: torch.dev
             padding = torch.full((count,), -1, dtype=torch.int32, device=device)
             table = torch.zeros(1, 1, dtype=torch.int32, device=device)
             caches = states, entries, table
-            compress_and_cache(
+            ops.compress_and_cache(
                 token, token, *weights, angles, *caches, padding, padding, padding.long(), 1e-6, entry_format
             )
 
@@ -207,27 +185,27 @@ def _warm_up_indexer(
     index_format = "fp8_index" if get_format(cache_format).quantized else cache_format
     cache = allocate_cache(index_format, 2, block_size, head_dim=INDEX_DIM, device=device)
     token = torch.zeros(1, INDEX_DIM, dtype=dtype, device=device)
-    write_index_cache(token, cache, torch.zeros(1, dtype=torch.int64, device=device), index_format)
+    ops.write_index_cache(token, cache, torch.zeros(1, dtype=torch.int64, device=device), index_format)
     short = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
     long = short.repeat(1, 64 * 1024 // 4 // block_size + 1)
     one = torch.ones(1, dtype=torch.int32, device=device)
-    k, k_scale = gather_index_cache(cache, short, one, short[0], index_format, 1)
+    k, k_scale = ops.gather_index_cache(cache, short, one, short[0], index_format, 1)
     for count in num_tokens:
         q = torch.zeros(count, num_heads, INDEX_DIM, dtype=dtype, device=device)
         weights = torch.zeros(count, num_heads, dtype=torch.float32, device=device)
         if index_format == "fp8_index":
-            q, weights = quantize_index_query(q, weights, 1.0)
+            q, weights = ops.quantize_index_query(q, weights, 1.0)
         zeros = torch.zeros(count, dtype=torch.int32, device=device)
         ones = torch.ones_like(zeros)
         for table in (short, long):
             for translate in (False, True):
-                select_keys(q, cache, weights, ones, table, zeros, topk, index_format, translate=translate)
+                ops.select_keys(q, cache, weights, ones, table, zeros, topk, index_format, translate=translate)
         # kernels are chosen by the tokens of a request
         for num_requests in {1, *(max(count // each, 1) for each in (1, 2, 4))}:
             requests = short.repeat(num_requests, 1)
-            scores = paged_indexer_logits(q, cache, weights, ones, requests, zeros, 2 * block_size, index_format)
-            select_keys(q, cache, weights, ones, requests, zeros, topk, index_format)
-        topk_indices(scores, topk, row_ends=ones)
-        merge_topk(scores, torch.full_like(scores, -1, dtype=torch.int32), topk)
-        indexer_logits(q, k, weights, zeros, ones, k_scale=k_scale)
-        select_flat_keys(q, k, weights, zeros, ones, topk, k_scale=k_scale)
+            scores = ops.paged_indexer_logits(q, cache, weights, ones, requests, zeros, 2 * block_size, index_format)
+            ops.select_keys(q, cache, weights, ones, requests, zeros, topk, index_format)
+        ops.topk_indices(scores, topk, row_ends=ones)
+        ops.merge_topk(scores, torch.full_like(scores, -1, dtype=torch.int32), topk)
+        ops.indexer_logits(q, k, weights, zeros, ones, k_scale=k_scale)
+        ops.select_flat_keys(q, k, weights, zeros, ones, topk, k_scale=k_scale)

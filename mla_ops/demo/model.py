@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -232,7 +232,7 @@ def _calls_v4(session: GenerationSession, num_tokens: int) -> list[Call]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Facts of a kind of model that the demo needs.
+    """Facts of a kind of model that the demo needs. Defaults are those of models of latents with an indexer.
 
     Attributes:
         title: its name, for people.
@@ -254,14 +254,16 @@ class Architecture:
     model_type: str
     model_class: str
     build: Callable[[], Any] | None
-    selects: str | None
-    cache_formats: tuple[str, ...]
-    block_size: int
-    prompt_lengths: tuple[int, ...]
-    pads: bool
-    cache_parts: dict[str, str]
-    request_parts: dict[str, str]
-    calls: Callable[[GenerationSession, int], list[Call]]
+    selects: str | None = "keys"
+    cache_formats: tuple[str, ...] = ("fp8_ds_mla", "bf16", "fp32")
+    block_size: int = 64
+    prompt_lengths: tuple[int, ...] = (600, 217, 433, 133)
+    pads: bool = True
+    cache_parts: dict[str, str] = field(
+        default_factory=lambda: {"latent": "{cache} latent", "index_keys": "{index} index keys"}
+    )
+    request_parts: dict[str, str] = field(default_factory=dict)
+    calls: Callable[[GenerationSession, int], list[Call]] = _calls_latent
 
 
 ARCHITECTURES = {
@@ -271,41 +273,14 @@ ARCHITECTURES = {
         model_class="DeepseekV3ForCausalLM",
         build=partial(build_small_model, "DeepseekV3"),
         selects=None,
-        cache_formats=("fp8_ds_mla", "bf16", "fp32"),
-        block_size=64,
-        prompt_lengths=(600, 217, 433, 133),
-        pads=True,
         cache_parts={"latent": "{cache} latent"},
-        request_parts={},
-        calls=_calls_latent,
     ),
-    "v3.2": Architecture(
-        title="DeepSeek-V3.2",
-        model_type="deepseek_v32",
-        model_class="DeepseekV32ForCausalLM",
-        build=build_small_model,
-        selects="keys",
-        cache_formats=("fp8_ds_mla", "bf16", "fp32"),
-        block_size=64,
-        prompt_lengths=(600, 217, 433, 133),
-        pads=True,
-        cache_parts={"latent": "{cache} latent", "index_keys": "{index} index keys"},
-        request_parts={},
-        calls=_calls_latent,
-    ),
+    "v3.2": Architecture("DeepSeek-V3.2", "deepseek_v32", "DeepseekV32ForCausalLM", build_small_model),
     "glm5": Architecture(
         title="GLM-5",
         model_type="glm_moe_dsa",
         model_class="GlmMoeDsaForCausalLM",
         build=partial(build_small_model, "GlmMoeDsa", indexer_types=["full", "shared"]),
-        selects="keys",
-        cache_formats=("fp8_ds_mla", "bf16", "fp32"),
-        block_size=64,
-        prompt_lengths=(600, 217, 433, 133),
-        pads=True,
-        cache_parts={"latent": "{cache} latent", "index_keys": "{index} index keys"},
-        request_parts={},
-        calls=_calls_latent,
     ),
     "v4": Architecture(
         title="DeepSeek-V4",
