@@ -1,4 +1,4 @@
-"""What the benchmarks of attention share: random choices of keys, the float64 check, what a call has to move."""
+"""Shared by the benchmarks of attention: random choices of keys, the float64 check, what a call has to move."""
 
 from __future__ import annotations
 

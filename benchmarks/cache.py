@@ -32,7 +32,7 @@ def dequantize(rows: torch.Tensor, cache_format: str) -> torch.Tensor:
 
 
 def quantized_values(latent: torch.Tensor, rope: torch.Tensor, cache_format: str) -> torch.Tensor:
-    """What the cache must hold after a write, as float64, with the scale computed by a float64 logarithm."""
+    """The values that the cache must hold after a write, as float64, with the scale computed by a float64 logarithm."""
     keys = torch.cat((latent, rope), dim=1)
     if cache_format not in ("fp8_ds_mla", "fp8_ds_mla_v4"):
         return keys.to(formats.FORMATS[cache_format].dtype).double()
@@ -71,7 +71,7 @@ def fill_cache(kv_cache: torch.Tensor, cache_format: str, generator: torch.Gener
 
 
 def magnitude_factors(magnitude: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """What latents are multiplied by, for each key and group of `shape` [..., keys, groups].
+    """Factors of the latents, for each key and group of `shape` [..., keys, groups].
 
     "0.01" is one number for all. "spread12" is drawn over 2**-12 to 2**12 for each key and group. "wild30" is such a
     spread over 2**-30 to 2**30, one key in 64 another 2**20 times as large, one group in four zero.

@@ -1,4 +1,4 @@
-"""What every benchmark shares: inputs, timing, floors, checks, tables.
+"""Shared by all benchmarks: inputs, timing, floors, checks, tables.
 
 A figure is the median time of one call. On a GPU it is a CUDA-graph replay between two events, after the L2 cache was
 overwritten, so it holds no host time; lowerings alternate call by call over the same input sets. On a CPU it is
@@ -134,7 +134,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Floors:
-    """What this machine reaches, measured in this run. `launch_us` is a replay that does next to nothing."""
+    """Rates that this machine reaches, measured in this run. `launch_us` is a replay that does next to nothing."""
 
     copy_bytes_per_second: float
     matmul_flops_per_second: float
@@ -453,7 +453,7 @@ def format_row(row: Row) -> str:
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """What a reader has to know to judge the figures."""
+    """Facts of the machine that a reader needs to judge the figures."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name = f"{properties.name}, SM{properties.major}{properties.minor}, {properties.multi_processor_count} SMs"

@@ -1,4 +1,4 @@
-"""What the first call of a process takes: python -m benchmarks.first_call.
+"""Times of the first call of a process: python -m benchmarks.first_call.
 
 Each row is a process of its own on the GPU, with empty caches and no home that can be written to. It imports torch and
 makes the CUDA context, which every program does, then imports mla_ops, makes the tensors, and times the first call up

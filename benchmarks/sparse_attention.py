@@ -57,7 +57,7 @@ class Kind(NamedTuple):
     magnitude: str = "1"
 
     def label(self) -> dict[str, int | str]:
-        """What a row is labelled with besides its shape: what is not usual."""
+        """The label of a row besides its shape: whatever is not usual."""
         usual = Kind()
         return {name: str(value) for name, value in self._asdict().items() if value != getattr(usual, name)}
 

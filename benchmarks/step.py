@@ -1,4 +1,4 @@
-"""What a decode step costs beside its attention kernel: python -m mla_ops bench step.
+"""Times of a decode step beside its attention kernel: python -m mla_ops bench step.
 
 - `decode_layer`: all of one layer's own ops as one graph replay: the write of the step's keys, and attention, which
   translates the indexer's indices and merges its splits itself. The peer does the same

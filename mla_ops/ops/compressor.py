@@ -55,7 +55,7 @@ def compress_and_cache(
         req_id_per_token: `[num_tokens]` int32. A token whose id is outside `[0, num_requests)` is padding: nothing is
             written for it.
         positions: `[num_tokens]` int32, position of each token in its request, one more from row to row; negative is
-            padding. Of a request whose positions do not ascend so, entries and states are unspecified, and nothing else
+            padding. Entries and states of a request whose positions do not ascend so are unspecified, and nothing else
             is written.
         slot_mapping: `[num_tokens]` int64, slot in `kv_cache` of the entry that a token completes. Read only for
             tokens that complete a group; negative or past the cache, the entry is not written.

@@ -41,7 +41,7 @@ def merge_stacked_attention_states(outs: torch.Tensor, lses: torch.Tensor) -> tu
             of a row, as in `merge_attention_states`.
 
     Returns:
-        As `merge_attention_states`; no parts at all are like empty ones. The op is
+        out and lse as `merge_attention_states` returns them; no parts at all are like empty ones. The op is
         `torch.ops.mla.merge_attention_states.stacked`, its buffers' form `.stacked_out`.
 
     Raises:
