@@ -17,6 +17,7 @@ from mla_ops.kernels.cuda.compiler import PARAMS_OFFSET, RESERVED_SHARED_BYTES, 
 from mla_ops.kernels.cuda.params import fields_of
 from mla_ops.kernels.cuda.sources import Sources
 from mla_ops.kernels.hopper import (
+    balance,
     cache,
     indexer_logits,
     launch,
@@ -115,18 +116,45 @@ def test_the_table_has_every_source() -> None:
     assert {(variant.source, variant.kernel) for variant in KERNELS} == {(k.source, k.name) for k in every_kernel()}
 
 
-def compile_offsets(source: str, params: type[ctypes.Structure], folder: Path) -> None:
-    """Compiles that each field of a source's `struct Params` is where the host puts it."""
+def compile_lines(source: str, lines: list[str], folder: Path) -> None:
+    """Compiles lines behind a source."""
     for file in sources.SOURCES.folder.glob("*.cu*"):
         shutil.copy(file, folder)
+    unit = f'#include "{source}"\n{chr(10).join(lines)}\ntemplate <int N> __global__ void nothing() {{}}\n'
+    (folder / "lines.cu").write_text(unit)
+    Sources(folder, sources.SM90A).compile("lines.cu", "nothing<0>")
+
+
+def compile_offsets(source: str, params: type[ctypes.Structure], folder: Path) -> None:
+    """Compiles that each field of a source's `struct Params` is where the host puts it."""
     struct = params.__name__ if params is select_keys.SelectParams else "Params"
     lines = [f'static_assert(sizeof({struct}) == {ctypes.sizeof(params)}, "size");']
     for name, offset, size, _ in fields_of(params):
         lines.append(f'static_assert(__INTADDR__(&(({struct}*)0)->{name}) == {offset}, "{name}");')
         lines.append(f'static_assert(sizeof((({struct}*)0)->{name}) == {size}, "{name}");')
-    unit = f'#include "{source}"\n{chr(10).join(lines)}\ntemplate <int N> __global__ void nothing() {{}}\n'
-    (folder / "offsets.cu").write_text(unit)
-    Sources(folder, sources.SM90A).compile("offsets.cu", "nothing<0>")
+    compile_lines(source, lines, folder)
+
+
+# numbers that host and kernels both have: source, its expression, the host's number
+SHARED_NUMBERS = [
+    ("cache.cu", "WARPS", cache.WARPS),
+    ("indexer_logits.cu", "TILE", indexer_logits.TILE),
+    ("merge_parts.cu", "THREADS", merge_parts.THREADS),
+    ("sparse_attention.cu", "KEYS", launch.KEYS),
+    ("sparse_attention.cu", "ROW_TURNS", balance.ROW_TURNS),
+    ("topk.cu", "BINS", topk.BINS),
+    ("topk.cu", "sizeof(Control)", topk.CONTROL_BYTES),
+]
+
+
+@pytest.mark.parametrize(("source", "expression", "number"), SHARED_NUMBERS)
+def test_host_and_kernel_have_the_same_number(source: str, expression: str, number: int, tmp_path: Path) -> None:
+    compile_lines(source, [f'static_assert({expression} == {number}, "");'], tmp_path)
+
+
+def test_a_number_that_differs_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="static assertion failed"):
+        compile_lines("cache.cu", [f'static_assert(WARPS == {cache.WARPS + 1}, "");'], tmp_path)
 
 
 PARAMS = {variant.source: variant.params for variant in KERNELS}
