@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from ... import ops
+from . import words_asked
 
 PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla")
@@ -20,6 +21,14 @@ def cache_format(kv_cache_dtype: str, kv_cache: torch.Tensor) -> str:
 def whole_query(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The query `[num_tokens, num_heads, 576]`, whose latent and RoPE parts vLLM passes apart."""
     return torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+
+
+def serve_indexer(indexer: Any) -> None:
+    """Takes over the indexer of a sparse layer, where it has one and `MLA_OPS_VLLM` asks for it."""
+    if indexer is not None and "indexer" in words_asked():
+        from .indexer import serve
+
+        serve(indexer)
 
 
 def write_cache(
