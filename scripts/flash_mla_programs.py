@@ -4,8 +4,8 @@
 
 FOLDER is `tests/` of a checkout of deepseek-ai/FlashMLA at its last commit with Hopper kernels (9241ae3). The programs
 are not changed: their cases, inputs, references and tolerances are theirs. A case counts as refused where it has
-several key heads. Cases run in a shuffled order until they or the seconds are spent; one for which the GPU has no room is
-tried again at the end.
+several key heads. Cases run in a shuffled order until they or the seconds are spent; one that finds no room on the GPU
+is tried again at the end.
 """
 
 from __future__ import annotations
