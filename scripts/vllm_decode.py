@@ -6,7 +6,7 @@
 MLA_OPS stands for the name under which this version of vLLM knows our backend. `--indexer` serves the indexer by our
 operators, too. Prints where tokens differ from those of the other run, and for each batch and context the time of a
 replayed step on the device and the kernels of it. `--lock FILE` lets several runs start at one time and measure in
-turn.
+turn. `table flash.json ours.json` prints the page of `docs/results`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -65,6 +66,7 @@ CONFIG = {
     "eos_token_id": 1,
 }
 COMPARED = {"batch": 8, "context": 3000, "tokens": 48}
+PARTS = ("attention", "query halves", "index translation", "scores", "top-k", "keys")
 KINDS = {  # by a part of the kernel's name, the first that fits
     "query halves": ("ConcatMLAQ",),
     "attention": ("sparse_attention", "flash_fwd_splitkv_mla", "splitkv_mla", "combine", "sparse_fwd", "merge"),
@@ -266,6 +268,50 @@ def alone(lock: Path | None) -> Iterator[None]:
         yield
 
 
+def part(step: dict[str, Any], name: str) -> float:
+    return float(step["kinds"].get(name, (0.0, 0))[0])
+
+
+def rows(runs: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"| batch x context | backend | a replayed step | ratio | kernels | {' | '.join(PARTS)} |",
+        "|" + "---|" * (5 + len(PARTS)),
+    ]
+    for place, base in enumerate(runs[0]["steps"]):
+        for run in runs:
+            if place >= len(run["steps"]):
+                continue
+            step = run["steps"][place]
+            parts = " | ".join(f"{part(step, name):.0f}" if part(step, name) else "" for name in PARTS)
+            ratio = "" if run is runs[0] else f"{step['replay_us'] / base['replay_us']:.2f}"
+            lines.append(
+                f"| {step['batch']} x {step['context']} | {run['label']} | {step['replay_us']:.0f} | {ratio} | "
+                f"{step['kernels']:.0f} | {parts} |"
+            )
+    return lines
+
+
+def page(runs: list[dict[str, Any]]) -> str:
+    lines = [
+        f"# A decode step of vLLM 0.24 on an {runs[0]['device']}",
+        "",
+        "`python -m scripts.vllm_decode` ran `LLM()` over a DeepSeek-V3.2 of small width and random weights, with",
+        f"full CUDA graphs of decode steps, {runs[0]['layers']} layers, and wrote this page (`table FILE ...`). Times",
+        "are us of the device: of a replayed step, the median; of its parts, sums over kernels of a profile. `ratio`",
+        "is to the first backend. `kernels` counts those of a whole step: metadata and sampling, too.",
+    ]
+    for heads in dict.fromkeys(run["heads"] for run in runs):
+        group = [run for run in runs if run["heads"] == heads]
+        asked = f"{COMPARED['batch']} requests of {COMPARED['context']} tokens"
+        lines += ["", f"## {heads} heads a rank", "", *rows(group), "", f"Tokens of {asked}:", ""]
+        for run in group:
+            alone = "the same bits" if run["alone"] else "other bits"
+            lines.append(f"- {run['label']}: a request has {alone} alone and in a batch.")
+            if run is not group[0]:
+                lines.append(f"  Against {group[0]['label']}: {differences(run['tokens'], group[0]['tokens'])}.")
+    return "\n".join(lines)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend")
@@ -287,6 +333,9 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["table"]:
+        print(page([json.loads(Path(name).read_text()) for name in sys.argv[2:]]))
+        return
     arguments = parse()
     start = time.perf_counter()
     llm = engine(arguments)
