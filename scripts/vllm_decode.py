@@ -73,7 +73,7 @@ KINDS = {  # by a part of the kernel's name, the first that fits
     "index translation": ("convert_req_index",),
     "scores": ("mqa_logits", "indexer_logits"),
     "top-k": ("topk", "top_k"),
-    "keys": ("concat_and_cache", "quant_and_cache", "index_cache", "write_cache"),
+    "keys": ("concat_and_cache", "quant_and_cache", "store_fp8"),
     "fill, copy": ("Fill", "fill", "Cat", "copy", "elementwise"),
     "matrix products": ("gemm", "nvjet", "cutlass", "splitK"),
 }
@@ -274,8 +274,8 @@ def part(step: dict[str, Any], name: str) -> float:
 
 def rows(runs: list[dict[str, Any]]) -> list[str]:
     lines = [
-        f"| batch x context | backend | a replayed step | ratio | kernels | {' | '.join(PARTS)} |",
-        "|" + "---|" * (5 + len(PARTS)),
+        f"| batch x context | backend | kernels' time | ratio | kernels | replay | {' | '.join(PARTS)} |",
+        "|" + "---|" * (6 + len(PARTS)),
     ]
     for place, base in enumerate(runs[0]["steps"]):
         for run in runs:
@@ -283,32 +283,32 @@ def rows(runs: list[dict[str, Any]]) -> list[str]:
                 continue
             step = run["steps"][place]
             parts = " | ".join(f"{part(step, name):.0f}" if part(step, name) else "" for name in PARTS)
-            ratio = "" if run is runs[0] else f"{step['replay_us'] / base['replay_us']:.2f}"
+            ratio = "" if run is runs[0] else f"{step['kernels_us'] / base['kernels_us']:.2f}"
             lines.append(
-                f"| {step['batch']} x {step['context']} | {run['label']} | {step['replay_us']:.0f} | {ratio} | "
-                f"{step['kernels']:.0f} | {parts} |"
+                f"| {step['batch']} x {step['context']} | {run['label']} | {step['kernels_us']:.0f} | {ratio} | "
+                f"{step['kernels']:.0f} | {step['replay_us']:.0f} | {parts} |"
             )
     return lines
 
 
 def page(runs: list[dict[str, Any]]) -> str:
+    """Markdown: a table for each number of heads, whose first run is what the others are compared with."""
     lines = [
         f"# A decode step of vLLM 0.24 on an {runs[0]['device']}",
         "",
         "`python -m scripts.vllm_decode` ran `LLM()` over a DeepSeek-V3.2 of small width and random weights, with",
         f"full CUDA graphs of decode steps, {runs[0]['layers']} layers, and wrote this page (`table FILE ...`). Times",
-        "are us of the device: of a replayed step, the median; of its parts, sums over kernels of a profile. `ratio`",
-        "is to the first backend. `kernels` counts those of a whole step: metadata and sampling, too.",
+        "are us of the device. `kernels' time` is the sum over a whole step, metadata and sampling included; so are",
+        "`kernels`. `replay` is the median between events around the graph's replay, in which the host's launch shows.",
     ]
     for heads in dict.fromkeys(run["heads"] for run in runs):
         group = [run for run in runs if run["heads"] == heads]
         asked = f"{COMPARED['batch']} requests of {COMPARED['context']} tokens"
         lines += ["", f"## {heads} heads a rank", "", *rows(group), "", f"Tokens of {asked}:", ""]
-        for run in group:
-            alone = "the same bits" if run["alone"] else "other bits"
-            lines.append(f"- {run['label']}: a request has {alone} alone and in a batch.")
-            if run is not group[0]:
-                lines.append(f"  Against {group[0]['label']}: {differences(run['tokens'], group[0]['tokens'])}.")
+        lines += [
+            f"- {run['label']} against {group[0]['label']}: {differences(run['tokens'], group[0]['tokens'])}."
+            for run in group[1:]
+        ]
     return "\n".join(lines)
 
 
