@@ -1,20 +1,27 @@
 """A captured decode step of vLLM over a small DeepSeek-V3.2 with random weights, by one attention backend.
 
     python -m scripts.vllm_decode FLASHMLA_SPARSE --out flash.json
-    python -m scripts.vllm_decode MLA_OPS --out ours.json --against flash.json
+    python -m scripts.vllm_decode MLA_OPS --indexer --out ours.json --against flash.json
 
-MLA_OPS stands for the name under which this version of vLLM knows our backend. Prints tokens that differ from those of
-the other run, the time of a step, and the kernels that it launches.
+MLA_OPS stands for the name under which this version of vLLM knows our backend. `--indexer` serves the indexer by our
+operators, too. Prints where tokens differ from those of the other run, and for each batch and context the time of a
+replayed step on the device and the kernels of it. `--lock FILE` lets several runs start at one time and measure in
+turn. `table flash.json ours.json` prints the page of `docs/results`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
+import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +31,7 @@ import torch
 
 from mla_ops.integrations import vllm as plugin
 
+VOCABULARY = 4096
 CONFIG = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
@@ -39,8 +47,8 @@ CONFIG = {
     "index_n_heads": 64,
     "index_head_dim": 128,
     "index_topk": 2048,
-    "vocab_size": 4096,
-    "max_position_embeddings": 8192,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 65536,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "n_group": 1,
@@ -57,10 +65,24 @@ CONFIG = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+COMPARED = {"batch": 8, "context": 3000, "tokens": 48}
+PARTS = ("attention", "query halves", "index translation", "scores", "top-k", "keys")
+KINDS = {  # by a part of the kernel's name, the first that fits
+    "query halves": ("ConcatMLAQ",),
+    "attention": ("sparse_attention", "flash_fwd_splitkv_mla", "splitkv_mla", "combine", "sparse_fwd", "merge"),
+    "index translation": ("convert_req_index",),
+    "scores": ("mqa_logits", "indexer_logits"),
+    "top-k": ("topk", "top_k"),
+    "keys": ("concat_and_cache", "quant_and_cache", "store_fp8"),
+    "fill, copy": ("Fill", "fill", "Cat", "copy", "elementwise"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "splitK"),
+}
 
 
-def engine(backend: str, arguments: argparse.Namespace) -> Any:
+def engine(arguments: argparse.Namespace) -> Any:
     """The engine in this process, with weights large enough that logits differ."""
+    if arguments.indexer:
+        os.environ[plugin.ENVIRONMENT_VARIABLE] = "indexer"
     plugin.register()
     from vllm import LLM
     from vllm.model_executor.model_loader import dummy_loader
@@ -75,8 +97,10 @@ def engine(backend: str, arguments: argparse.Namespace) -> Any:
         "num_hidden_layers": arguments.layers,
         "first_k_dense_replace": arguments.layers,  # no experts: their kernels are not the subject
         "num_attention_heads": arguments.heads,
+        "num_key_value_heads": arguments.heads,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    batches = [batch for batch, _ in arguments.steps]
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -84,81 +108,249 @@ def engine(backend: str, arguments: argparse.Namespace) -> Any:
         dtype="bfloat16",
         kv_cache_dtype="fp8_ds_mla",
         block_size=64,
-        max_model_len=8192,
-        max_num_seqs=arguments.batch,
+        max_model_len=max(context for _, context in arguments.steps) + 4096,
+        max_num_seqs=max(batches),
         max_num_batched_tokens=8192,
-        gpu_memory_utilization=0.4,
+        kv_cache_memory_bytes=arguments.cache_gib * 2**30,
         enable_prefix_caching=False,
-        attention_config={"backend": ours if backend == "MLA_OPS" else backend, "mla_prefill_backend": ours},
+        attention_config={"backend": ours if arguments.backend == "MLA_OPS" else arguments.backend}
+        | {"mla_prefill_backend": ours},
         compilation_config={
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [arguments.batch],
+            "cudagraph_capture_sizes": sorted({*batches, COMPARED["batch"]}),
         },
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("backend")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--against", type=Path)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--context", type=int, default=3000)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=40)
-    arguments = parser.parse_args()
-    llm = engine(arguments.backend, arguments)
-    from vllm import SamplingParams
+class Requests:
+    """A batch of requests with random prompts, under way."""
 
-    generator = torch.Generator().manual_seed(5)
-    sampling = SamplingParams(temperature=0.0, max_tokens=arguments.steps + 24, ignore_eos=True, detokenize=False)
-    for request in range(arguments.batch):
-        tokens = torch.randint(2, 4096, (arguments.context + request,), generator=generator).tolist()
-        llm.llm_engine.add_request(str(request), {"prompt_token_ids": tokens}, sampling)
-    answers: dict[str, list[int]] = {}
+    def __init__(self, llm: Any, batch: int, context: int, max_tokens: int, logprobs: int | None = None) -> None:
+        from vllm import SamplingParams
 
-    def step() -> None:
-        for output in llm.llm_engine.step():
-            answers[output.request_id] = list(output.outputs[0].token_ids)
+        self.engine, self.outputs = llm.llm_engine, dict[str, Any]()
+        self.names = [f"{batch}-{context}-{max_tokens}-{request}" for request in range(batch)]
+        generator = torch.Generator().manual_seed(5)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
+        for request, name in enumerate(self.names):
+            tokens = torch.randint(2, VOCABULARY, (context - request,), generator=generator).tolist()
+            self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
 
-    while len(answers) < arguments.batch:  # prefills
-        step()
-    for _ in range(6):
-        step()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(arguments.steps):
-        step()
-    torch.cuda.synchronize()
-    wall = (time.perf_counter() - start) / arguments.steps
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.outputs[output.request_id] = output.outputs[0]
+
+    def prefill(self) -> None:
+        while len(self.outputs) < len(self.names):
+            self.step()
+        for _ in range(4):
+            self.step()
+
+    def finish(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.step()
+
+    def abort(self) -> None:
+        self.engine.abort_request(self.names, internal=False)
+        self.finish()
+
+
+@contextlib.contextmanager
+def replays() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
+    """Events around each replay of a graph."""
+    real, pairs = torch.cuda.CUDAGraph.replay, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+
+    def timed(graph: torch.cuda.CUDAGraph) -> None:
+        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        pair[0].record()
+        real(graph)
+        pair[1].record()
+        pairs.append(pair)
+
+    torch.cuda.CUDAGraph.replay = timed  # type: ignore[method-assign, assignment]
+    try:
+        yield pairs
+    finally:
+        torch.cuda.CUDAGraph.replay = real  # type: ignore[method-assign]
+
+
+def compared(llm: Any, batch: int) -> list[list[tuple[int, dict[int, float]]]]:
+    """Tokens of each request with the logprobs of the best at each place."""
+    requests = Requests(llm, batch, COMPARED["context"], COMPARED["tokens"], logprobs=4)
+    requests.finish()
+    return [
+        [
+            (token, {other: entry.logprob for other, entry in best.items()})
+            for token, best in zip(requests.outputs[name].token_ids, requests.outputs[name].logprobs, strict=True)
+        ]
+        for name in requests.names
+    ]
+
+
+def differences(ours: list[Any], theirs: list[Any]) -> str:
+    """Where tokens differ first, and by how much in logprobs: what was a tie, and the noise of the runs."""
+    noise, gaps = 0.0, []
+    for mine, other in zip(ours, theirs, strict=True):
+        for place, (one, two) in enumerate(zip(mine, other, strict=True)):
+            best, other_best = ({int(token): value for token, value in run[1].items()} for run in (one, two))
+            noise = max([noise, *(abs(best[token] - other_best[token]) for token in set(best) & set(other_best))])
+            if one[0] != two[0]:
+                pair = ((best, one[0], two[0]), (other_best, two[0], one[0]))
+                gap = max(run[a] - run.get(b, -9e9) for run, a, b in pair)
+                gaps.append((place, round(gap, 4)))
+                break
+    ties = sum(gap <= 2 * noise for _, gap in gaps)
+    return (
+        f"{len(ours) - len(gaps)} of {len(ours)} requests with the same {COMPARED['tokens']} tokens; largest "
+        f"difference of a logprob until then {noise:.4f}; (place, gap in logprobs) of first others {gaps}, of which "
+        f"{ties} are ties"
+    )
+
+
+def kind(name: str) -> str:
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+
+
+def measure(llm: Any, arguments: argparse.Namespace, batch: int, context: int) -> dict[str, Any]:
+    requests = Requests(llm, batch, context, 4000)
+    requests.prefill()
+    with replays() as pairs:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(arguments.repeats):
+            requests.step()
+        torch.cuda.synchronize()
+        wall = (time.perf_counter() - start) / arguments.repeats
+    replayed = [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(4):
-            step()
+            requests.step()
         torch.cuda.synchronize()
+    requests.abort()
     events = [event for event in profiler.events() if "Mem" not in event.name]
-    names = Counter(event.name[:70] for event in events)
-    device = sum(event.device_time for event in events) / 4
-    while llm.llm_engine.has_unfinished_requests():
-        step()
-    print(
-        f"{arguments.backend}: {1e6 * wall:.0f} us a step by the wall, {device:.0f} us in {len(events) / 4:.0f} kernels"
-    )
-    spent: Counter[str] = Counter()
+    spent, names = Counter[str](), Counter[str]()
+    kinds, launched = Counter[str](), Counter[str]()
     for event in events:
-        spent[event.name[:70]] += event.device_time / 4
-    for name, microseconds in spent.most_common(12):
-        print(f"    {microseconds:8.1f} us in {names[name] / 4:5.1f}  {name}")
-    arguments.out.write_text(json.dumps(answers))
+        for times, counts, label in ((spent, names, event.name[:90]), (kinds, launched, kind(event.name))):
+            times[label] += event.device_time / 4
+            counts[label] += 1
+    result = {
+        "batch": batch,
+        "context": context,
+        "graphs": len(replayed) / arguments.repeats,
+        "replay_us": statistics.median(replayed) if replayed else None,
+        "wall_us": 1e6 * wall,
+        "kernels": len(events) / 4,
+        "kernels_us": sum(spent.values()),
+        "kinds": {label: (round(us, 1), launched[label] / 4) for label, us in kinds.most_common()},
+        "names": {label: (round(us, 1), names[label] / 4) for label, us in spent.most_common(arguments.names)},
+    }
+    print(
+        f"{arguments.label}: {batch} x {context}: {result['replay_us'] or 0:.0f} us a replayed step, "
+        f"{result['kernels_us']:.0f} us in {result['kernels']:.0f} kernels, {1e6 * wall:.0f} us by the wall"
+    )
+    print(
+        "    " + "; ".join(f"{label} {us} us in {count}" for label, (us, count) in result["kinds"].items()), flush=True
+    )
+    return result
+
+
+@contextlib.contextmanager
+def alone(lock: Path | None) -> Iterator[None]:
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def part(step: dict[str, Any], name: str) -> float:
+    return float(step["kinds"].get(name, (0.0, 0))[0])
+
+
+def rows(runs: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"| batch x context | backend | kernels' time | ratio | kernels | replay | {' | '.join(PARTS)} |",
+        "|" + "---|" * (6 + len(PARTS)),
+    ]
+    for place, base in enumerate(runs[0]["steps"]):
+        for run in runs:
+            if place >= len(run["steps"]):
+                continue
+            step = run["steps"][place]
+            parts = " | ".join(f"{part(step, name):.0f}" if part(step, name) else "" for name in PARTS)
+            ratio = "" if run is runs[0] else f"{step['kernels_us'] / base['kernels_us']:.2f}"
+            lines.append(
+                f"| {step['batch']} x {step['context']} | {run['label']} | {step['kernels_us']:.0f} | {ratio} | "
+                f"{step['kernels']:.0f} | {step['replay_us']:.0f} | {parts} |"
+            )
+    return lines
+
+
+def page(runs: list[dict[str, Any]]) -> str:
+    """Markdown: a table for each number of heads, whose first run is what the others are compared with."""
+    lines = [
+        f"# A decode step of vLLM 0.24 on an {runs[0]['device']}",
+        "",
+        "`python -m scripts.vllm_decode` ran `LLM()` over a DeepSeek-V3.2 of small width and random weights, with",
+        f"full CUDA graphs of decode steps, {runs[0]['layers']} layers, and wrote this page (`table FILE ...`). Times",
+        "are us of the device. `kernels' time` is the sum over a whole step, metadata and sampling included; so are",
+        "`kernels`. `replay` is the median between events around the graph's replay, in which the host's launch shows.",
+    ]
+    for heads in dict.fromkeys(run["heads"] for run in runs):
+        group = [run for run in runs if run["heads"] == heads]
+        asked = f"{COMPARED['batch']} requests of {COMPARED['context']} tokens"
+        lines += ["", f"## {heads} heads a rank", "", *rows(group), "", f"Tokens of {asked}:", ""]
+        lines += [
+            f"- {run['label']} against {group[0]['label']}: {differences(run['tokens'], group[0]['tokens'])}."
+            for run in group[1:]
+        ]
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("backend")
+    parser.add_argument("--indexer", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--steps", nargs="+", default=["16x3000"], help="batch x context, each measured")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--names", type=int, default=30, help="kernels that the file lists")
+    parser.add_argument("--cache-gib", type=int, default=16)
+    parser.add_argument("--lock", type=Path)
+    arguments = parser.parse_args()
+    arguments.steps = [tuple(map(int, step.split("x"))) for step in arguments.steps]
+    invariant = " batch-invariant" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else ""
+    arguments.label = arguments.backend + (" and indexer" if arguments.indexer else "") + invariant
+    return arguments
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["table"]:
+        print(page([json.loads(Path(name).read_text()) for name in sys.argv[2:]]))
+        return
+    arguments = parse()
+    start = time.perf_counter()
+    llm = engine(arguments)
+    print(f"{arguments.label}: engine after {time.perf_counter() - start:.0f} s", flush=True)
+    with alone(arguments.lock):
+        result = {"label": arguments.label, "device": torch.cuda.get_device_name(), "heads": arguments.heads}
+        result |= {"layers": arguments.layers, "tokens": compared(llm, COMPARED["batch"])}
+        result["alone"] = compared(llm, 1) == result["tokens"][:1]
+        print(f"{arguments.label}: a request has the same bits alone and in a batch: {result['alone']}", flush=True)
+        arguments.out.write_text(json.dumps(result))
+        result["steps"] = [measure(llm, arguments, *step) for step in arguments.steps]
+    arguments.out.write_text(json.dumps(result))
     if arguments.against is not None:
         other = json.loads(arguments.against.read_text())
-        same = sum(answers[request] == other[request] for request in answers)
-        ends = [
-            next((i for i, pair in enumerate(zip(answers[r], other[r], strict=True)) if pair[0] != pair[1]), None)
-            for r in answers
-        ]
-        print(f"requests with the same {arguments.steps + 24} tokens: {same} of {len(answers)}; first others at {ends}")
+        print(f"{arguments.label} against {other['label']}: {differences(result['tokens'], other['tokens'])}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "scripts" / "vllm_requirements.txt"
+TESTS = ("test_vllm.py", "test_vllm_indexer.py", "test_vllm_v4.py")
 OWN_TEST = "tests/v1/attention/test_sparse_mla_backends.py"
 WHEEL = ("--python-version", "3.12", "--implementation", "cp", "--abi", "abi3", "--platform", "manylinux_2_28_x86_64")
 
@@ -65,7 +66,7 @@ def main() -> None:
     python = environment(arguments.folder.resolve() / "venv")
     paths, command = [source, ROOT], [str(python), "-m", "pytest"]
     if arguments.own is None:
-        command += [str(ROOT / "tests" / "test_vllm.py"), *rest]
+        command += [*(str(ROOT / "tests" / name) for name in TESTS), *rest]
     else:
         own = arguments.own.resolve()
         paths.insert(1, own)  # its package `tests`, before ours

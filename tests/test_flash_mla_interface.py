@@ -172,6 +172,26 @@ def test_dense_decode_ignores_what_a_table_holds_past_the_end(causal, cache_form
         close_lse(lse[request].T, expected_lse)
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+def test_queries_of_one_request_have_the_length_of_it(sparse, device):
+    """The first of two requests alone, whose lengths would otherwise be a view of one number."""
+    cache, _ = make_cache("fp8_ds_mla", 4, 64, device)
+    q = torch.randn(2, 3, 16, 576, device=device, dtype=torch.bfloat16)
+    lengths = torch.tensor([70, 5], device=device, dtype=torch.int32)
+    table = torch.tensor([[2, 0], [1, 3]], device=device, dtype=torch.int32)
+    indices = torch.randint(0, 256, (2, 3, 128), device=device, dtype=torch.int32)
+
+    def run(n):
+        if sparse:
+            options = {"indices": indices[:n], "topk_length": lengths[:n], "is_fp8_kvcache": True}
+            return flash_mla.flash_mla_with_kvcache(q[:n], cache, None, None, 512, None, **options)
+        return flash_mla.flash_mla_with_kvcache(q[:n], cache, table[:n], lengths[:n], 512, None, causal=False)
+
+    (out, lse), (both, both_lse) = run(1), run(2)
+    torch.testing.assert_close(out, both[:1])
+    torch.testing.assert_close(lse, both_lse[:1])
+
+
 def test_flat_keys_with_the_largest_logit(device):
     q = torch.randn(6, 32, 576, device=device, dtype=torch.bfloat16)
     kv = torch.randn(50, 1, 576, device=device, dtype=torch.bfloat16)

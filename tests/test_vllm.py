@@ -59,7 +59,7 @@ def selector(sparse=True, kv_cache_dtype="fp8_ds_mla", **options):
 def test_words_are_checked():
     assert plugin.parse_words("") == frozenset()
     assert plugin.parse_words("force, override") == {"force", "override"}
-    with pytest.raises(ValueError, match="MLA_OPS_VLLM must consist of off, force, override, got 'ovrride'"):
+    with pytest.raises(ValueError, match="must consist of off, force, override, indexer, v4, got 'ovrride'"):
         plugin.parse_words("ovrride")
 
 

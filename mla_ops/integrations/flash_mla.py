@@ -75,7 +75,8 @@ def _outward(lse: torch.Tensor) -> torch.Tensor:
 
 
 def _per_token(length: torch.Tensor | None, s_q: int) -> torch.Tensor | None:
-    return None if length is None else length.unsqueeze(1).expand(-1, s_q).reshape(-1)
+    # one request's would be a view of stride 0
+    return None if length is None else length.unsqueeze(1).expand(-1, s_q).reshape(-1).contiguous()
 
 
 def flash_mla_with_kvcache(
@@ -160,7 +161,7 @@ def flash_mla_with_kvcache(
         if causal:
             lengths = lengths - torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=q.device)
         torch.ops.mla.paged_attention.out(
-            queries, cache, block_table, requests, lengths.reshape(-1), scale, cache_format, **results
+            queries, cache, block_table, requests, lengths.reshape(-1).contiguous(), scale, cache_format, **results
         )
     else:
         if causal:

@@ -6,6 +6,8 @@ them pays for a few dictionary entries. Switches are words in `MLA_OPS_VLLM`, se
     off         register nothing
     force       also with a version of vLLM that was not tested
     override    take the place of FLASHMLA_SPARSE and FLASHMLA, so that no flag is needed
+    indexer     serve the indexers of our sparse layers, too
+    v4          take the place of the attention of DeepSeek-V4's layer for Hopper
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 ENVIRONMENT_VARIABLE = "MLA_OPS_VLLM"
-WORDS = ("off", "force", "override")
+WORDS = ("off", "force", "override", "indexer", "v4")
 TESTED = ("0.24", "0.33")  # major and minor
 NAME = "MLA_OPS"
 
@@ -44,10 +46,14 @@ def parse_words(value: str) -> frozenset[str]:
     return words
 
 
+def words_asked() -> frozenset[str]:
+    return parse_words(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+
+
 def register() -> None:
     """Makes the backends known to vLLM. It never raises: what goes wrong is a warning, and vLLM's own are used."""
     try:
-        words = parse_words(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+        words = words_asked()
         if "off" not in words:
             _register(words)
     except Exception:
@@ -84,3 +90,7 @@ def _register(words: Collection[str]) -> None:
     if "override" in words:
         register_backend(AttentionBackendEnum.FLASHMLA_SPARSE, f"{package}.FlashMLASparseBackend")
         register_backend(AttentionBackendEnum.FLASHMLA, f"{package}.FlashMLABackend")
+    if "v4" in words:
+        from .v4 import install
+
+        install()

@@ -1,4 +1,4 @@
-"""Parts of the backends of both generations of vLLM's interface. Nothing of vLLM's is imported."""
+"""Parts of the backends of both generations of vLLM's interface. Nothing of vLLM's is imported; one op may be used."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 import torch
 
 from ... import ops
+from . import words_asked
 
 PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+vllm_ops = torch.ops._C_cache_ops
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla")
 
 
@@ -19,7 +21,23 @@ def cache_format(kv_cache_dtype: str, kv_cache: torch.Tensor) -> str:
 
 def whole_query(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The query `[num_tokens, num_heads, 576]`, whose latent and RoPE parts vLLM passes apart."""
-    return torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+    if not isinstance(q, tuple):
+        return q
+    latent, rope = q
+    # vLLM's op takes a third of the time of `torch.cat` with many tokens, which has no fast way for a transposed part
+    if latent.is_cuda and latent.shape[-1] == 512 and rope.shape[-1] == 64 and hasattr(vllm_ops, "concat_mla_q"):
+        whole = latent.new_empty(*latent.shape[:-1], 576)
+        vllm_ops.concat_mla_q(latent, rope, whole)
+        return whole
+    return torch.cat(q, dim=-1)
+
+
+def serve_indexer(indexer: Any) -> None:
+    """Takes over the indexer of a sparse layer, where it has one and `MLA_OPS_VLLM` asks for it."""
+    if indexer is not None and "indexer" in words_asked():
+        from .indexer import serve
+
+        serve(indexer)
 
 
 def write_cache(

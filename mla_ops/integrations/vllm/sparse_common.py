@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.mla.index_group import HiSparseMLAIndexGroup
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
 from ... import ops
-from .shared import CacheWriter, SparseMlaBackend, attend_chosen, cache_format, whole_query
+from .shared import CacheWriter, SparseMlaBackend, attend_chosen, cache_format, serve_indexer, whole_query
 
 
 @dataclass(kw_only=True)
@@ -54,6 +54,10 @@ class SparseImpl(CacheWriter, SparseMLACommonImpl[SparseMetadata]):
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+
+    def __init__(self, *arguments: Any, indexer: Any = None, **options: Any) -> None:
+        super().__init__(*arguments, indexer=indexer, **options)
+        serve_indexer(indexer)
 
     def forward_mqa(
         self,

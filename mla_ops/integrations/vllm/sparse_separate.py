@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
     SparseMLAAttentionImpl,
 )
 
-from .shared import CacheWriter, SparseMlaBackend, attend_chosen, request_of_token
+from .shared import CacheWriter, SparseMlaBackend, attend_chosen, request_of_token, serve_indexer
 
 
 @dataclass
@@ -106,6 +106,7 @@ class SparseImpl(CacheWriter, SparseMLAAttentionImpl[SparseMetadata]):
         self.deterministic = bool(envs.VLLM_BATCH_INVARIANT)
         self._indexer = indexer
         self._topk_indices_buffer = topk_indices_buffer
+        serve_indexer(indexer)
 
     @property
     def topk_indices_buffer(self) -> torch.Tensor:
