@@ -163,13 +163,6 @@ PASSED_OVER: dict[tuple[str, str], Callable[[Call], str | None]] = {
         "up to 16 heads leave most of its 64-head tile empty" if call.num_heads <= 16 else None
     )
     for op in ("paged_attention", "sparse_attention")
-} | {
-    ("hopper", op): lambda call: (
-        "its one launch for more than 16,384 keys takes longer than its two, and over blocks of 17 keys did not end"
-        if call.num_keys > 16384
-        else None
-    )
-    for op in ("select_keys", "select_keys.flat")
 }
 
 

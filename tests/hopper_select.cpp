@@ -28,9 +28,8 @@ extern "C" int select_keys(const void* params, int heads, int tokens, const char
   if (kernel == 6440) return choose<64, 4, FLAT>(s, ctas, bytes, seed);
   if (kernel == 3240) return choose<32, 4, FLAT>(s, ctas, bytes, seed);
   if (kernel == 3211) return choose<32, 1, BOXES>(s, ctas, bytes, seed);
+  if (kernel == 3241) return choose<32, 4, BOXES>(s, ctas, bytes, seed);
   if (kernel == 3221) return choose<32, 2, BOXES>(s, ctas, bytes, seed);
-  if (kernel == 3212) return choose<32, 1, ANYWHERE>(s, ctas, bytes, seed);
-  if (kernel == 3242) return choose<32, 4, ANYWHERE>(s, ctas, bytes, seed);
   return 1;
 }
 

@@ -5,21 +5,19 @@
 
 #define cluster_arrive ptx_cluster_arrive
 #define cluster_wait ptx_cluster_wait
-#define copy_16_or_zeros ptx_copy_16_or_zeros
-#define shared_address ptx_shared_address
 #define cluster_meet ptx_cluster_meet
 #define peer_pointer ptx_peer_pointer
 #define load_once_16 ptx_load_once_16
 #define named_barrier ptx_named_barrier
+#define store_entry_if ptx_store_entry_if
 #include "ptx.cuh"
-#undef shared_address
-#undef copy_16_or_zeros
 #undef cluster_wait
 #undef cluster_arrive
 #undef cluster_meet
 #undef peer_pointer
 #undef load_once_16
 #undef named_barrier
+#undef store_entry_if
 
 static void cluster_meet() { simt::meet_cluster(); }
 template <int, int COUNT>
@@ -28,12 +26,8 @@ void named_barrier() {
 }
 static void cluster_arrive() {}
 static void cluster_wait() { simt::meet_cluster(); }
-static uintptr_t shared_address(const void* here) { return reinterpret_cast<uintptr_t>(here); }
-template <int, int>
-void copy_16_or_zeros(uintptr_t target, const void* source, u32 bytes) {
-  if (target % 16 || reinterpret_cast<uintptr_t>(source) % 16 || bytes > 16) abort();
-  std::memset(reinterpret_cast<void*>(target), 0, 16);
-  std::memcpy(reinterpret_cast<void*>(target), source, bytes);
+static void store_entry_if(bool condition, u64* target, u64 entry) {
+  if (condition) *target = entry;
 }
 static float4 load_once_16(const float* source) {
   if (reinterpret_cast<uintptr_t>(source) % 16) abort();
@@ -51,11 +45,11 @@ T* peer_pointer(T* here, u32 rank) {
 extern "C" int bytes_of_params() { return sizeof(Params); }
 extern "C" int bytes_of_control() { return sizeof(Control); }
 
-template <int THREADS, int VECTORS, int STAGES>
+template <int THREADS, int VECTORS, int SAMPLED>
 void launch(const Params& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
     const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
-    Selection<THREADS, VECTORS, STAGES>(p, simt::shared_memory()).run(row, blockIdx.x % p.cluster);
+    Selection<THREADS, VECTORS, SAMPLED>(p, simt::shared_memory()).run(row, blockIdx.x % p.cluster);
   });
 }
 
@@ -72,7 +66,7 @@ extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes,
   if (short_rows && threads == 256 && vectors == 2) return launch_short<256, 2>(*p, shared_bytes, seed), 0;
   if (short_rows) return 1;
   if (threads == 64 && vectors == 1) return launch<64, 1, 2>(*p, shared_bytes, seed), 0;
-  if (threads == 64 && vectors == 2) return launch<64, 2, 3>(*p, shared_bytes, seed), 0;
-  if (threads == 128 && vectors == 4) return launch<128, 4, 2>(*p, shared_bytes, seed), 0;
+  if (threads == 64 && vectors == 2) return launch<64, 2, 2>(*p, shared_bytes, seed), 0;
+  if (threads == 128 && vectors == 4) return launch<128, 4, 1>(*p, shared_bytes, seed), 0;
   return 1;
 }

@@ -38,8 +38,8 @@ class Case(NamedTuple):
     """A kernel at small shapes.
 
     Attributes:
-        keys: cache format and width of a key, or "prefill", "parts", "shares", "index scores", "topk", "select" or
-            "writes".
+        keys: cache format and width of a key, or "prefill", "parts", "shares", "index scores", "topk", "select",
+            "select chunks" or             "writes".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scale float16 does not hold.
@@ -79,6 +79,7 @@ CASES = {
         Case("index scores"),
         Case("topk"),
         Case("select"),
+        Case("select chunks"),
         Case("writes"),
     )
 }
@@ -331,7 +332,7 @@ def chosen(tool: str) -> None:
     plans = [(64, select_keys.Plan(1, 1, 400, 2, 50)), (64, select_keys.Plan(1, 2, 400, 2, 40))]
     if tool == "memcheck":
         plans += [(64, select_keys.Plan(2, 2, 400, 2, 30)), (32, select_keys.Plan(4, 1, 400, 2, 50))]
-    select_keys.scores_have_room = lambda _: False
+    select_keys.WHOLE_COLUMNS = 0
     for num_heads, plan in plans:
         select_keys.plan_for = lambda *_, plan=plan: plan
         for kind in ("special", "ascending", "equal") if tool == "memcheck" else ("ascending",):
@@ -348,6 +349,38 @@ def chosen(tool: str) -> None:
             wanted, lengths = topk_oracle(scale.expand(5, -1), 50, starts, ends)
             assert torch.equal(indices.cpu(), wanted)
             assert torch.equal(counts.cpu(), lengths)
+
+
+def chosen_by_chunks(tool: str) -> None:
+    """Keys of rows in blocks that fit no tile: top-k of chunks, by a CTA and by a cluster."""
+    import torch
+    from topk_oracle import hard_rows, topk_oracle
+
+    from mla_ops.kernels.hopper import select_chunks, topk
+
+    select_chunks.chunks_for = lambda columns, *_: select_chunks.Chunks(-(-columns // 480), 480)
+    e4m3, num_blocks, block_size = torch.float8_e4m3fn, 32, 48
+    lengths = torch.tensor([1500, 1207, 90, 40, 9999], dtype=torch.int32)
+    requests = torch.tensor([0, 0, -1, 0, 0], dtype=torch.int32)
+    table = torch.arange(num_blocks, dtype=torch.int32)[None]
+    q, weights = torch.zeros(5, 64, 128), torch.zeros(5, 64)
+    q[:, 5, 77], weights[:, 5] = 1, 1
+    given = [x.cuda() for x in (weights, lengths, table, requests)]
+    for plan in (topk.FEW._replace(gated=400, sampled=256), topk.FEW._replace(cluster=2, least=256, gated=1 << 30)):
+        topk.plan_for = lambda *_, plan=plan: plan
+        for kind in ("special", "ascending", "equal") if tool == "memcheck" else ("ascending",):
+            scale = hard_rows(kind, 1, num_blocks * block_size)[0]
+            cache = torch.empty(num_blocks, block_size * 132, dtype=torch.uint8)
+            cache[:, : block_size * 128] = torch.ones(1).to(e4m3).view(torch.uint8)
+            cache[:, block_size * 128 :] = scale.view(num_blocks, block_size).view(torch.uint8)
+            indices = torch.zeros(5, 50, dtype=torch.int32, device="cuda")
+            counts = torch.zeros(5, dtype=torch.int32, device="cuda")
+            rest = cache.view(num_blocks, block_size, 132).cuda(), *given, 50, "fp8_index"
+            chosen = {"indices": indices, "valid_counts": counts}
+            select_chunks.select_by_chunks(q.to(e4m3).cuda(), *rest, translate=True, **chosen)
+            wanted, valid = topk_oracle(scale.expand(5, -1), 50, None, lengths.where(requests == 0, 0))
+            assert torch.equal(indices.cpu(), wanted)
+            assert torch.equal(counts.cpu(), valid)
 
 
 def writes(tool: str) -> None:
@@ -387,6 +420,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
         "index scores": index_scores,
         "topk": best,
         "select": chosen,
+        "select chunks": chosen_by_chunks,
         "writes": writes,
     }
     others[case.keys](tool) if case.keys in others else attend(case, tool)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import re
 import struct
 from typing import Any
@@ -61,7 +60,7 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     monkeypatch.setattr(indexer_logits, "tensor_map", tensor_map)
     monkeypatch.setattr(indexer_logits, "num_sms", lambda _: 3)
     monkeypatch.setattr(select_keys, "_at_once", lambda _: ())
-    monkeypatch.setattr(select_keys, "scores_have_room", lambda _: False)
+    monkeypatch.setattr(select_keys, "WHOLE_COLUMNS", 0)
     monkeypatch.setattr(select_keys, "plan_for", lambda *_: state["plan"])
     monkeypatch.setattr(sources, "load", lambda source, name, device: Launched(name))
     return state
@@ -161,8 +160,7 @@ def test_flat_rows_of_a_group_have_bounds_of_their_own(launches: dict[str, Any],
         (16, 1, Plan(1, 4, 300, 2, 15)),
         (128, 2, Plan(2, 1, 300, 2, 30)),
         (8, 3, Plan(2, 2, 300, 2, 25)),
-        (17, 1, Plan(1, 2, 300, 2, 25)),
-        (100, 5, Plan(4, 1, 300, 2, 30)),
+        (64, 5, Plan(4, 1, 300, 2, 30)),
     ],
 )
 def test_paged_rows(launches: dict[str, Any], block_size: int, tokens_each: int, plan: Plan, translate: bool) -> None:
@@ -203,7 +201,6 @@ def test_paged_rows(launches: dict[str, Any], block_size: int, tokens_each: int,
     select_keys.select_keys(q, cache, weights, *rest, translate=translate, indices=indices, valid_counts=valid)
     assert torch.equal(valid, counts)
     assert torch.equal(indices, want)
-    assert all(("ANYWHERE" in name) == (block_size in (17, 100)) for name in launches["kernels"])
 
 
 H200 = (66, 28, 14, 7)  # clusters of each size in `CLUSTERS` at one time
@@ -212,13 +209,13 @@ H200 = (66, 28, 14, 7)  # clusters of each size in `CLUSTERS` at one time
 def test_a_plan_fits_its_rows_and_an_sm() -> None:
     """Every k: the best and a segment, in a cluster the best and what is handed on; all clusters at one time."""
     at_once = dict(zip(CLUSTERS, H200, strict=True))
-    for heads, source in itertools.product((32, 64), select_keys.SOURCES):
+    for heads in (32, 64):
         for num_tokens in (1, 4, 7, 8, 14, 16, 28, 64, 66, 67, 1000):
             for together in (1, 2, 4, 8):
                 for columns in (64, 4096, 32768, 131072):
                     for best in (1, 2, 512, 2047, 2048, 4096):
-                        plan = plan_for(source, heads, num_tokens, together, columns, best, H200)
-                        assert plan.tokens in group_sizes(heads, source)
+                        plan = plan_for(heads, num_tokens, together, columns, best, H200)
+                        assert plan.tokens in group_sizes(heads)
                         assert plan.capacity >= best + plan.segment * 64
                         assert plan.segment > 0
                         used = fixed_bytes(heads, plan.tokens) + 8 * plan.tokens * plan.capacity
@@ -244,13 +241,8 @@ def test_a_plan_fits_its_rows_and_an_sm() -> None:
 def test_few_rows_are_shared_by_ctas(
     num_tokens: int, together: int, num_columns: int, expected: tuple[int, int]
 ) -> None:
-    plan = plan_for("BOXES", 64, num_tokens, together, num_columns, 2048, H200)
+    plan = plan_for(64, num_tokens, together, num_columns, 2048, H200)
     assert (plan.tokens, plan.cluster) == expected
-
-
-def test_rows_whose_scores_fit_the_promise_take_two_launches() -> None:
-    assert select_keys.scores_have_room(16384)
-    assert not select_keys.scores_have_room(16385)
 
 
 def test_a_cluster_hands_on_more_than_its_share() -> None:

@@ -39,11 +39,11 @@ def test_the_host_lays_out_what_the_kernel_reads(library: ctypes.CDLL) -> None:
 
 
 PLANS = {
-    "one CTA": topk.Plan(64, 2, 3, 1, 1, 64, 1024, 512),
+    "one CTA": topk.Plan(64, 2, 2, 1, 1, 64, 1024, 512),
     "one CTA without gates": topk.Plan(64, 1, 2, 1, 1, 64, 1 << 30, 512),
-    "one CTA of a wide chunk": topk.Plan(128, 4, 2, 1, 1, 64, 1024, 512),
-    "clusters of 3": topk.Plan(64, 2, 3, 1, 3, 64, 1024, 512),
-    "clusters of 3 without gates": topk.Plan(64, 2, 3, 1, 3, 64, 1 << 30, 512, slack=3),
+    "one CTA of a wide chunk": topk.Plan(128, 4, 1, 1, 1, 64, 1024, 512),
+    "clusters of 3": topk.Plan(64, 2, 2, 1, 3, 64, 1024, 512),
+    "clusters of 3 without gates": topk.Plan(64, 2, 2, 1, 3, 64, 1 << 30, 512),
 }
 
 

@@ -341,6 +341,11 @@ DEVICE void wait_for_copies_but() {
 
 DEVICE void prefetch_to_l2(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
 
+// Bytes from a multiple of 16 on, 16 or a multiple of it.
+DEVICE void prefetch_bulk_to_l2(const void* source, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 DEVICE void store_8_if(bool condition, void* target, u32 a, u32 b) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p st.global.v2.b32 [%0], {%1, %2};\n}" ::"l"(target), "r"(a),
                "r"(b), "r"(static_cast<u32>(condition))
@@ -350,6 +355,13 @@ DEVICE void store_8_if(bool condition, void* target, u32 a, u32 b) {
 DEVICE void store_16_if(bool condition, void* target, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(target),
                "r"(a), "r"(b), "r"(c), "r"(d), "r"(static_cast<u32>(condition))
+               : "memory");
+}
+
+// To this CTA's shared memory, without a branch.
+DEVICE void store_entry_if(bool condition, u64* target, u64 entry) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.shared.u64 [%0], %1;\n}" ::"r"(shared_address(target)),
+               "l"(entry), "r"(static_cast<u32>(condition))
                : "memory");
 }
 

@@ -1,4 +1,4 @@
-"""The best keys of query tokens of the indexer on SM90, chosen while their scores are made."""
+"""The best keys of query tokens of the indexer on SM90, of wide rows chosen while their scores are made."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ...formats import geometry
 from ..cuda.params import POINTER, packer
 from . import indexer_logits, sources
 from . import topk as best
-from .indexer_logits import HEADS, THREADS, TILE, group_size, in_boxes, logits_reason
+from .indexer_logits import HEADS, THREADS, TILE, box_keys, group_size, in_boxes, logits_reason
 from .launch import Kernel
+from .select_chunks import WHOLE_COLUMNS, chunks_for, select_by_chunks
 
 CLUSTERS = best.CLUSTERS
 LEAST_OF_A_CTA = 1024  # columns
-SCORES_BYTES = 64 * 1024  # of a row, at most: what scores of 16,384 keys take
-SOURCES = ("FLAT", "BOXES", "ANYWHERE")
+SOURCES = ("FLAT", "BOXES")
 TOKENS = (1, 2, 4)  # of a group
 SEGMENTS = (64, 32, 16)  # tiles from one count of entries to the next
 CHOICE_BYTES = {1: 1216, 2: 1232, 4: 1264}  # by tokens of a group, as sizeof(Choice)
@@ -71,10 +71,9 @@ def kernel_for(num_heads: int, tokens: int, source: str) -> Kernel:
     return Kernel("select_keys.cu", f"select_keys<{num_heads}, {tokens}, {source}>", THREADS)
 
 
-def group_sizes(num_heads: int, source: str) -> tuple[int, ...]:
-    """Tokens of a group that there are kernels for. Blocks of any size need more stages than 256 columns leave."""
-    columns = 128 if source == "ANYWHERE" else 256
-    return tuple(tokens for tokens in TOKENS if tokens * num_heads <= columns)
+def group_sizes(num_heads: int) -> tuple[int, ...]:
+    """Tokens of a group that there are kernels for."""
+    return tuple(tokens for tokens in TOKENS if tokens * num_heads <= 256)
 
 
 def stages(num_heads: int, tokens: int) -> int:
@@ -83,12 +82,12 @@ def stages(num_heads: int, tokens: int) -> int:
 
 
 def kernels() -> list[Kernel]:
-    """All there are."""
+    """All there are. The last is one that tests/sanitize.py builds with more arrivals: 256 columns would spill then."""
     return [
         kernel_for(heads, tokens, source)
         for source in SOURCES
-        for heads in HEADS
-        for tokens in group_sizes(heads, source)
+        for heads in reversed(HEADS)
+        for tokens in group_sizes(heads)
     ]
 
 
@@ -123,7 +122,6 @@ def share_for(topk: int, cluster: int) -> int:
 
 
 def plan_for(
-    source: str,
     num_heads: int,
     num_tokens: int,
     together: int,
@@ -134,7 +132,6 @@ def plan_for(
     """By sizes that the host knows; lengths of rows are the device's.
 
     Args:
-        source: of keys, one of `SOURCES`.
         num_heads: of a query.
         num_tokens: of all queries.
         together: tokens that share keys.
@@ -142,7 +139,7 @@ def plan_for(
         topk: keys to choose.
         at_once: clusters of each size in `CLUSTERS` that run at one time.
     """
-    fitting = [size for size in group_sizes(num_heads, source) if segment_for(topk, capacity_for(num_heads, size))]
+    fitting = [size for size in group_sizes(num_heads) if segment_for(topk, capacity_for(num_heads, size))]
     tokens = next((size for size in fitting if size >= together), fitting[-1])
     capacity = capacity_for(num_heads, tokens)
     units, cluster = -(-num_tokens // tokens), 1
@@ -174,7 +171,7 @@ def _launch(
 ) -> None:
     num_tokens, num_heads, _ = q.shape
     device_index = q.device.index
-    plan = plan_for(source, num_heads, num_tokens, together, num_columns, topk, _at_once(device_index))
+    plan = plan_for(num_heads, num_tokens, together, num_columns, topk, _at_once(device_index))
     q = in_boxes(q)
     strides, box = (q.stride(0), q.stride(1)), (plan.tokens, num_heads)
     packed = pack(
@@ -198,11 +195,6 @@ def _launch(
         (plan.cluster, 1, 1),
         packed,
     )
-
-
-def scores_have_room(num_columns: int) -> bool:
-    """Whether rows of scores stay within the promise of memory: then two launches take less time than one."""
-    return 4 * num_columns <= SCORES_BYTES
 
 
 def _choose_none(indices: torch.Tensor, valid_counts: torch.Tensor) -> None:
@@ -234,19 +226,22 @@ def select_keys(
         _choose_none(indices, valid_counts)
         return
     requests = block_table, req_id_per_token
-    if scores_have_room(num_columns):
+    chosen = {"indices": indices, "valid_counts": valid_counts}
+    if num_columns <= WHOLE_COLUMNS:
         scores = torch.empty(num_tokens, num_columns, device=q.device)
         given = q, index_cache, weights, lengths, *requests, num_columns, cache_format
         indexer_logits.paged_indexer_logits(*given, out=scores)
-        known = (req_id_per_token >= 0) & (req_id_per_token < num_requests)
-        slots = {"block_table": block_table, "req_id_per_token": req_id_per_token, "block_size": block_size}
-        chosen = {"indices": indices, "valid_counts": valid_counts}
-        ends = torch.where(known, lengths, 0)
-        best.topk_indices(scores, topk, row_ends=ends, **(slots if translate else {}), **chosen)
+        slots = {"block_table": block_table, "block_size": block_size} if translate else {}
+        rows = {"row_ends": lengths, "req_id_per_token": req_id_per_token, "num_requests": num_requests}
+        best.topk_indices(scores, topk, **rows, **slots, **chosen)
         return
     source, params = indexer_logits.paged_params(
         index_cache, weights, lengths, *requests, num_columns, cache_format, num_tokens, None
     )
+    if source == "ANYWHERE":
+        given_too = q, index_cache, weights, lengths, *requests, topk, cache_format
+        select_by_chunks(*given_too, translate=translate, **chosen)
+        return
     together = group_size(num_heads, num_tokens, num_requests)
     _launch(source, together, q, num_columns, topk, params, translate, indices, valid_counts)
 
@@ -269,7 +264,7 @@ def select_keys_flat(
     if k.shape[0] == 0:
         _choose_none(indices, valid_counts)
         return
-    if scores_have_room(k.shape[0]):
+    if k.shape[0] <= WHOLE_COLUMNS:
         scores = torch.empty(num_tokens, k.shape[0], device=q.device)
         rows = {"row_starts": row_starts, "row_ends": row_ends}
         indexer_logits.indexer_logits(q, k, weights, **rows, k_scale=k_scale, out=scores)
@@ -284,4 +279,9 @@ def select_keys_flat(
 def select_reason(call: Call) -> str | None:
     if call.num_keys > best.MAX_COLUMNS:
         return f"it takes rows of up to {best.MAX_COLUMNS} keys, these have {call.num_keys}"
+    in_chunks = call.num_keys > WHOLE_COLUMNS and call.block_size and not box_keys(call.block_size)
+    if in_chunks and chunks_for(call.num_keys, call.topk, call.block_size) is None:
+        return (
+            f"it takes chunks of whole blocks of rows this wide, and a block of {call.block_size} is too large for one"
+        )
     return logits_reason(call)

@@ -72,9 +72,8 @@ struct Fixed {
   static constexpr u32 BYTES = CHOICE<L> + sizeof(Choice<L::TOKENS>) + BINS * 4;
 };
 
-// Threads that bring keys.
-template <Source SOURCE>
-constexpr int BRINGERS = SOURCE == ANYWHERE ? GATHERERS * 32 : 32;
+// Threads that bring keys. Blocks that do not fit a tile, which four warps would bring, are for other launches.
+constexpr int BRINGERS = 32;
 
 // Whether a group has a row of more than k keys. All keys of the others are chosen.
 template <class L, Source SOURCE>
@@ -143,14 +142,12 @@ DEVICE void produce_units(const SelectParams& s, u32 shared, const Choice<L::TOK
         announce(token, group.count | (i + 1 == segments ? LAST : 0) | sure | apart << APART_SHIFT, first_tile, now);
         if constexpr (SOURCE == FLAT)
           bring_flat<L>(p, shared, lane, first_tile, now, slot, apart);
-        else if constexpr (SOURCE == BOXES)
-          bring_boxes<L>(p, shared, lane, token, group.end, first_tile, now, slot, apart);
         else
-          bring_anywhere<L>(p, shared, thread, token, group.end, first_tile, now, slot, apart);
+          bring_boxes<L>(p, shared, lane, token, group.end, first_tile, now, slot, apart);
       }
       if (s.cluster > 1) break;
       __syncwarp();
-      named_barrier<2, CONSUMERS + BRINGERS<SOURCE>>();
+      named_barrier<2, CONSUMERS + BRINGERS>();
       sure = SURE;
     } while (load_again(choice));
     if (s.cluster > 1) attend<L, SOURCE>(s, choice, token, group.count);
@@ -181,6 +178,9 @@ struct Chosen {
   DEVICE Choice<L::TOKENS>& choice() const { return *reinterpret_cast<Choice<L::TOKENS>*>(shared + CHOICE<L>); }
   DEVICE u32* bins() const { return reinterpret_cast<u32*>(shared + CHOICE<L> + sizeof(Choice<L::TOKENS>)); }
   DEVICE u64* entries_of(int t) const { return reinterpret_cast<u64*>(bins() + BINS) + t * s.capacity; }
+
+  // A key that all entries of a row in this CTA reach.
+  DEVICE u32 least_key(int t) const { return static_cast<u32>(choice().gates[t] >> 32); }
 
   // By all consumers, before a barrier.
   DEVICE void clear() const {
@@ -238,7 +238,7 @@ struct Chosen {
       const u32 have = choice().counts[t];
       const bool guesses = s.cluster == 1 && !(group.y & SURE) && choice().gates[t] == 0;
       const u32 kept = guesses ? likely(group.x + t, have) : s.k;
-      const u64 least = keep_best<CONSUMERS>(choice().control, bins(), entries_of(t), have, kept);
+      const u64 least = keep_best<CONSUMERS>(choice().control, bins(), entries_of(t), have, kept, least_key(t));
       if (threadIdx.x == 0) set(t, kept, least);
     }
     meet<CONSUMERS>();
@@ -260,7 +260,7 @@ struct Chosen {
       complete = complete && (bounds.end - bounds.start <= s.k || choice().counts[t] >= s.k);
     }
     if (threadIdx.x == 0) choice().again = !complete;
-    named_barrier<2, CONSUMERS + BRINGERS<SOURCE>>();
+    named_barrier<2, CONSUMERS + BRINGERS>();
     return complete;
   }
 
@@ -289,12 +289,12 @@ struct Chosen {
     u64* const mine = entries_of(t);
     u32 have = choice().counts[t];
     if (have + room > s.capacity) {
-      keep_best<CONSUMERS>(control, bins(), mine, have, s.k);
+      keep_best<CONSUMERS>(control, bins(), mine, have, s.k, least_key(t));
       have = s.k;
     }
     u64 cut = 1;
     u32 sent = have;
-    if (have > share) cut = select_listed<CONSUMERS>(control, bins(), mine, have, share), sent = share;
+    if (have > share) cut = select_listed<CONSUMERS>(control, bins(), mine, have, share, least_key(t)), sent = share;
     if (thread < s.cluster) {
       peer_pointer(choice().sent, thread)[rank] = sent, peer_pointer(choice().all, thread)[rank] = have;
       peer_pointer(choice().cuts, thread)[rank] = sent < have ? cut : 0;
@@ -317,7 +317,7 @@ struct Chosen {
     const u64* list = mine + have;
     u64 threshold = 0;
     if (rank == leader) {
-      if (total > s.k) threshold = select_listed<CONSUMERS>(control, bins(), list, total, s.k);
+      if (total > s.k) threshold = select_listed<CONSUMERS>(control, bins(), list, total, s.k, 0);
       u32 again = 0;
       for (u32 i = 0; i < s.cluster; ++i) again |= choice().cuts[i] > threshold;
       if (thread < s.cluster) *peer_pointer(&choice().again, thread) = again;
@@ -329,7 +329,7 @@ struct Chosen {
 #pragma unroll 1
         for (u32 other = 0; other < s.cluster; ++other)
           if (other != rank) take_all(t, other, total);
-        threshold = total > s.k ? select_listed<CONSUMERS>(control, bins(), list, total, s.k) : 0;
+        threshold = total > s.k ? select_listed<CONSUMERS>(control, bins(), list, total, s.k, 0) : 0;
       }
       cluster_meet();  // the others' entries have been read
     }
@@ -343,7 +343,7 @@ struct Chosen {
 #pragma unroll 1
     for (u32 at = 0; at < choice().all[other];) {
       if (total == s.capacity) {
-        keep_best<CONSUMERS>(choice().control, bins(), mine, total, s.k);
+        keep_best<CONSUMERS>(choice().control, bins(), mine, total, s.k, 0);
         total = s.k;
       }
       const u32 taken = min(choice().all[other] - at, s.capacity - total);
@@ -354,7 +354,7 @@ struct Chosen {
   }
 
   DEVICE void write(int token, const Bounds& bounds, const u64* list, u32 count) const {
-    const u64 threshold = count > s.k ? select_listed<CONSUMERS>(choice().control, bins(), list, count, s.k) : 0;
+    const u64 threshold = count > s.k ? select_listed<CONSUMERS>(choice().control, bins(), list, count, s.k, 0) : 0;
     write_chosen(token, bounds, list, count, threshold);
   }
 
@@ -416,7 +416,7 @@ DEVICE void select_rows(const SelectParams& s, unsigned char* shared_memory, int
   if (s.cluster > 1) cluster_meet();  // all CTAs have begun
   if (uniform(threadIdx.x >> 7) == 2) {
     fewer_registers<L::PARTS == 2 ? 32 : SOURCE == FLAT ? 40 : 72>();
-    if (SOURCE == ANYWHERE || threadIdx.x < CONSUMERS + 32)
+    if (threadIdx.x < CONSUMERS + BRINGERS)
       produce_units<L, SOURCE>(s, shared, chosen.choice(), first, rank);
   } else {
     more_registers<L::PARTS == 2 ? 240 : SOURCE == FLAT ? 232 : 216>();

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...dispatch import Call
+from ..cuda.compiler import RESERVED_SHARED_BYTES
 from ..cuda.driver import Function
 from ..cuda.params import POINTER, packer
 from . import sources
@@ -20,6 +21,7 @@ LEAST_OF_A_CTA = 4096  # columns
 LONG_ROW = 65536
 BINS = 2048
 CONTROL_BYTES = 928
+SM_SHARED_BYTES = 228 * 1024
 
 
 class Params(ctypes.Structure):
@@ -33,15 +35,21 @@ class Params(ctypes.Structure):
         ("lengths", POINTER),
         ("block_table", POINTER),
         ("requests", POINTER),
+        ("kept", POINTER),
         ("pitch", ctypes.c_int64),
         ("indices_pitch", ctypes.c_int64),
         ("table_pitch", ctypes.c_int64),
+        ("kept_pitch", ctypes.c_int64),
         ("num_rows", ctypes.c_uint),
         ("num_columns", ctypes.c_int),
         ("k", ctypes.c_int),
         ("table_width", ctypes.c_int),
         ("num_requests", ctypes.c_int),
         ("block_size", ctypes.c_int),
+        ("known_only", ctypes.c_int),
+        ("chunk", ctypes.c_int),
+        ("row_columns", ctypes.c_int),
+        ("keeps", ctypes.c_int),
         ("cluster", ctypes.c_uint),
         ("capacity", ctypes.c_uint),
         ("least", ctypes.c_uint),
@@ -60,32 +68,30 @@ class Plan(NamedTuple):
     Attributes:
         threads: of a CTA.
         vectors: of 4 columns that a thread takes at one time: a chunk.
-        stages: chunks under way.
+        sample_vectors: of 4 columns of the sample, for which a thread has room.
         ctas: of an SM, at least.
         cluster: CTAs of a row.
         least: columns that a CTA takes at least, so that short rows need fewer of them.
         gated: columns of a row from which on a sample gives a gate.
-        sampled: columns of a sample.
-        slack: chunks for which there is room beside that for the best; less of it is more often cleared.
+        sampled: columns of a sample, a multiple of 8.
         short: registers of a CTA hold a row; only `threads`, `vectors` and `ctas` mean something then.
     """
 
     threads: int
     vectors: int
-    stages: int
+    sample_vectors: int
     ctas: int
     cluster: int = 1
     least: int = 2048
     gated: int = 8192
     sampled: int = 2048
-    slack: int = 1
     short: bool = False
 
     @property
     def kernel(self) -> Kernel:
         sizes = (self.threads, self.vectors, self.ctas)
         if not self.short:
-            sizes = (self.threads, self.vectors, self.stages, self.ctas)
+            sizes = (self.threads, self.vectors, self.sample_vectors, self.ctas)
         name = "topk_short_rows" if self.short else "topk_rows"
         return Kernel("topk.cu", f"{name}<{', '.join(map(str, sizes))}>", self.threads, ctas=self.ctas)
 
@@ -94,19 +100,21 @@ class Plan(NamedTuple):
         return 4 * self.threads * self.vectors
 
     def capacity(self, topk: int) -> int:
-        """Entries that a CTA has room for, an even number, so that what lies behind begins at 16 bytes."""
-        return max(topk + self.chunk * self.slack + topk % 2, 1 << max(topk - 1, 1).bit_length(), self.sampled)
+        """Entries that a CTA has room for: the best, a chunk, another one if an SM has room; a power of two to sort."""
+        room = (SM_SHARED_BYTES // self.ctas - RESERVED_SHARED_BYTES - CONTROL_BYTES - 4 * BINS) // 8
+        entries = max(topk + self.chunk, min(topk + 2 * self.chunk, room))
+        return max(entries + entries % 2, 1 << max(topk - 1, 1).bit_length())
 
     def shared_bytes(self, topk: int) -> int:
         """Dynamic shared memory of a CTA, as `Selection` and `select_short` lay it out."""
         if self.short:
             return CONTROL_BYTES + 4 * BINS + (8 << max(topk - 1, 1).bit_length())
-        return CONTROL_BYTES + 4 * BINS + 8 * self.capacity(topk) + 4 * self.chunk * self.stages
+        return CONTROL_BYTES + 4 * BINS + 8 * self.capacity(topk)
 
 
 SHORT = Plan(1024, 1, 0, 1, short=True)
-FEW = Plan(1024, 2, 3, 1)
-MANY = Plan(512, 2, 3, 2)
+FEW = Plan(1024, 2, 1, 1)
+MANY = Plan(256, 2, 2, 4)
 KERNELS = tuple(plan.kernel for plan in (SHORT, FEW, MANY))
 
 
@@ -122,7 +130,7 @@ def plan_for(num_rows: int, num_columns: int, num_sms: int, at_once: tuple[int, 
     """
     if num_columns <= SHORT.chunk:
         return SHORT
-    if num_rows >= 2 * num_sms and num_columns <= LONG_ROW:
+    if num_rows > num_sms:
         return MANY
     cluster = 1
     for size, clusters in zip(CLUSTERS, at_once, strict=True):
@@ -137,6 +145,22 @@ def aligned_columns(scores: torch.Tensor) -> int:
     return scores.shape[1] + (0 if whole else 3)
 
 
+class Chunk(NamedTuple):
+    """Which columns of whole rows their scores are. They lie behind `topk` columns, whose last ones are kept scores.
+
+    Attributes:
+        first: column of a row.
+        row_columns: of a whole row.
+        kept: columns that kept scores have in the whole row, `[num_rows, topk]`; of the first chunk anything.
+        last: whether no chunk follows, for which scores would be kept.
+    """
+
+    first: int
+    row_columns: int
+    kept: torch.Tensor
+    last: bool
+
+
 def pack(
     plan: Plan,
     scores: torch.Tensor,
@@ -148,12 +172,15 @@ def pack(
     req_id_per_token: torch.Tensor | None = None,
     block_size: int = 0,
     sorted: bool = False,
+    num_requests: int | None = None,
+    chunk: Chunk | None = None,
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> bytes:
-    """`struct Params`."""
+    """`struct Params`. With `num_requests`, rows of a request that there is not have no columns."""
     num_rows, num_columns = scores.shape
-    num_requests, table_width = (0, 0) if block_table is None else block_table.shape
+    known_only = num_requests is not None
+    of_table, table_width = (0, 0) if block_table is None else block_table.shape
     return pack_params(
         scores.data_ptr(),
         0 if row_starts is None else row_starts.data_ptr(),
@@ -162,15 +189,21 @@ def pack(
         valid_counts.data_ptr(),
         0 if block_table is None else block_table.data_ptr(),
         0 if req_id_per_token is None else req_id_per_token.data_ptr(),
+        0 if chunk is None else chunk.kept.data_ptr(),
         scores.stride(0),
         indices.stride(0),
         0 if block_table is None else block_table.stride(0),
+        0 if chunk is None else chunk.kept.stride(0),
         num_rows,
         num_columns,
         topk,
         table_width,
-        num_requests,
+        of_table if num_requests is None else num_requests,
         0 if block_table is None else block_size,
+        int(known_only),
+        0 if chunk is None else chunk.first,
+        0 if chunk is None else chunk.row_columns,
+        int(chunk is not None and not chunk.last),
         plan.cluster,
         plan.capacity(topk),
         -(-plan.least // 4),
@@ -189,7 +222,7 @@ def _num_sms(device_index: int) -> int:
 def _at_once(device_index: int, topk: int) -> tuple[int, ...]:
     """Clusters of each size that the device runs at one time, from the driver."""
     kernel = _loaded(device_index)[FEW.kernel]
-    shared_bytes = FEW._replace(sampled=4096).shared_bytes(topk)
+    shared_bytes = FEW.shared_bytes(topk)
     return tuple(kernel.occupancy_clusters((FEW.threads, 1, 1), shared_bytes, (size, 1, 1)) for size in CLUSTERS)
 
 
@@ -205,7 +238,8 @@ def topk_indices(scores: torch.Tensor, topk: int, **rest: Any) -> None:
     if num_rows == 0:
         return
     device_index = scores.device.index
-    plan = plan_for(num_rows, aligned_columns(scores), _num_sms(device_index), _at_once(device_index, topk))
+    num_columns = max(aligned_columns(scores), 0 if rest.get("chunk") is None else SHORT.chunk + 1)
+    plan = plan_for(num_rows, num_columns, _num_sms(device_index), _at_once(device_index, topk))
     _loaded(device_index)[plan.kernel].launch(
         (num_rows * plan.cluster, 1, 1),
         (plan.threads, 1, 1),

@@ -1,9 +1,9 @@
 // The k best columns of a row of scores, by a CTA or by the CTAs of a cluster.
 //
-// 1. A sample of the row gives a score that a few more than k columns are likely to reach: the gate.
-// 2. Each CTA reads its part of the row once, chunks of it under way in shared memory, and appends what reaches the gate
-//    to its entries, in the order of columns. Where these might not hold the next chunk, all but its own k best go, and
-//    the gate rises above them.
+// 1. A sample of the row, in registers, gives a score that a few more than k columns are likely to reach: the gate.
+// 2. Each CTA reads its part of the row once, chunks of it under way to L2 and one to registers, and appends what reaches
+//    the gate to its entries, in the order of columns. Where these might not hold the next chunk, all but its own k best
+//    go, and the gate rises above them.
 // 3. The CTAs of a cluster hand their entries to the first. Were there less than k in all, the row is read again without
 //    a gate.
 // 4. The first selects (topk_select.cuh), and writes what is chosen in order.
@@ -14,24 +14,30 @@
 #include "topk_select.cuh"
 
 struct Params {
-  const float* scores;     // [num_rows, num_columns]
+  float* scores;           // [num_rows, num_columns]
   const int* starts;       // [num_rows]; null: 0
   const int* ends;         // [num_rows]; null: all columns
   int* indices;            // [num_rows, k]
   int* lengths;            // [num_rows]
   const int* block_table;  // [num_requests, table_width]
-  const int* requests;     // [num_rows]
+  const int* requests;     // [num_rows]; null: not asked for
+  const int* kept;         // [num_rows, k]; null: rows are whole
   i64 pitch;
   i64 indices_pitch;
   i64 table_pitch;
+  i64 kept_pitch;
   u32 num_rows;
   int num_columns;
   int k;
   int table_width;
   int num_requests;
-  int block_size;  // 0: columns as they are
+  int block_size;    // 0: columns as they are
+  int known_only;    // a row of a request that there is not has no columns
+  int chunk;         // column of a row at which this chunk begins
+  int row_columns;   // of a whole row
+  int keeps;         // whether another chunk follows
   u32 cluster;
-  u32 capacity;  // entries: at least k and a chunk, the power of two from k on, and a sample
+  u32 capacity;  // entries: at least k and a chunk, the power of two from k on
   u32 least;     // groups of 4 columns that a CTA takes at least, where there are several
   u32 gated;     // columns of a row from which on there is a gate; at least those of a sample and 8
   u32 sampled;   // groups of 4 columns
@@ -39,11 +45,24 @@ struct Params {
 
   // A row's columns. Bounds may hold any number.
   DEVICE void columns_of(i64 row, int& start, int& end) const {
-    start = starts == nullptr ? 0 : min(max(starts[row], 0), num_columns);
-    end = ends == nullptr ? num_columns : min(max(ends[row], start), num_columns);
+    const int width = kept == nullptr ? num_columns : row_columns;
+    start = starts == nullptr ? 0 : min(max(starts[row], 0), width);
+    end = ends == nullptr ? width : min(max(ends[row], start), width);
+    if (known_only && static_cast<u32>(requests[row]) >= static_cast<u32>(num_requests)) end = start;
+    if (kept == nullptr) return;
+    // Of a chunk: scores of it begin at column k, and in front of them are those that were kept of the chunks before.
+    const int before = min(k, max(min(end, chunk) - start, 0)), room = num_columns - k;
+    const int from = min(max(start - chunk, 0), room), to = min(max(end - chunk, from), room);
+    start = before ? k - before : k + from, end = k + to;
   }
 
   DEVICE int request_of(i64 row) const { return block_size == 0 ? 0 : requests[row]; }
+
+  // Of a chunk that begins a row's columns at `start`: a column of the whole row.
+  DEVICE int whole_column(i64 row, int start, int column) const {
+    if (kept == nullptr) return column;
+    return column < k ? kept[row * kept_pitch + column - start] : chunk + column - k;
+  }
 
   // The slot of a column's key, -1 if the table has none.
   DEVICE int translated(int column, int request) const {
@@ -76,46 +95,65 @@ struct Gate {
   DEVICE explicit Gate(u32 least) : key(least), is_score(least > LOWEST_KEY), score(score_of(least)) {}
 };
 
-template <int THREADS, int VECTORS, int STAGES>
+// Keys of a thread's scores of the sample; 0 is none.
+template <int VECTORS>
+struct Sampled {
+  u32 keys[VECTORS][4];
+
+  template <class F>
+  DEVICE void each(F use) const {
+#pragma unroll
+    for (int i = 0; i < VECTORS * 4; ++i) use(keys[i / 4][i % 4], 0u);
+  }
+};
+
+// SAMPLED groups of four of a sample for each thread.
+template <int THREADS, int VECTORS, int SAMPLED>
 struct Selection {
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
   static constexpr u32 CHUNK = STEP * 4;
+  static constexpr u32 AHEAD = 4 * STEP;  // of the groups that are read, those on their way to L2
   static_assert(VECTORS <= 4, "counts of the groups of a warp share a word");
 
   const Params& p;
   Control& control;
   u32* const bins;
   u64* const entries;
-  float4* const ring;
   Row row;
   u32 first, vectors;  // this CTA's part, in groups of 4 columns
   int part_end;        // column behind it
+  u32 whole, whole_end;  // groups of the part that the row has all columns of
+  u32 least;             // key that all entries reach
 
   DEVICE Selection(const Params& params, unsigned char* shared)
       : p(params),
         control(*reinterpret_cast<Control*>(shared)),
         bins(reinterpret_cast<u32*>(shared + sizeof(Control))),
-        entries(reinterpret_cast<u64*>(bins + BINS)),
-        ring(reinterpret_cast<float4*>(entries + params.capacity)) {}
+        entries(reinterpret_cast<u64*>(bins + BINS)) {}
 
-  // The rank in a sample that is likely to be below the k-th best: its own and six standard deviations, since scores
+  // The rank in a sample that is likely to be below the k-th best: its own and some standard deviations, since scores
   // that stand next to one another are not independent.
   DEVICE u32 sample_rank(int length) const {
     const float mean = 4.f * p.sampled * p.k / length;
-    return static_cast<u32>(mean + 6.f * sqrtf(mean) + 4.f);
+    return static_cast<u32>(mean + 5.f * sqrtf(mean) + 4.f);
   }
 
-  // The key of the sample's entry of that rank. All of the row's groups of four that are whole may be in the sample.
+  // A key that this rank of the sample reaches, or one a little below. All of the row's groups of four that are whole may
+  // be in the sample, in pairs: memory is read by 32 bytes.
   DEVICE u32 gate_of(u32 rank) {
-    const u32 whole = (row.start + 3) / 4, count = row.end / 4 - whole;
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < p.sampled; i += THREADS) {
-      const float4 x = load_once_16(row.scores + 4 * static_cast<i64>(whole + i * count / p.sampled));
-      entries[4 * i] = entry_of(key_of(x.x), 4 * i), entries[4 * i + 1] = entry_of(key_of(x.y), 4 * i + 1);
-      entries[4 * i + 2] = entry_of(key_of(x.z), 4 * i + 2), entries[4 * i + 3] = entry_of(key_of(x.w), 4 * i + 3);
+    const u32 first_whole = (row.start + 3) / 4, pairs = (row.end / 4 - first_whole) / 2;
+    Sampled<SAMPLED> own;
+#pragma unroll
+    for (int i = 0; i < SAMPLED; ++i) {
+      const u32 number = i * THREADS + threadIdx.x, group = number / 2 * pairs / (p.sampled / 2) * 2 + number % 2;
+      float4 x = {absent(), absent(), absent(), absent()};
+      if (number < p.sampled) x = load_once_16(row.scores + 4 * static_cast<i64>(first_whole + group));
+      const u32 there = number < p.sampled ? ~0u : 0;
+      own.keys[i][0] = key_of(x.x) & there, own.keys[i][1] = key_of(x.y) & there;
+      own.keys[i][2] = key_of(x.z) & there, own.keys[i][3] = key_of(x.w) & there;
     }
-    __syncthreads();
-    return static_cast<u32>(select_listed<THREADS>(control, bins, entries, 4 * p.sampled, rank) >> 32);
+    __syncthreads();  // bins are at 0
+    return static_cast<u32>(select<THREADS, false>(control, bins, own, rank, 0, SHIFT_OF_ALL, rank / 8 + 2) >> 32);
   }
 
   // A warp's groups of a chunk stand next to one another.
@@ -123,21 +161,35 @@ struct Selection {
     return at + (threadIdx.x / 32 * VECTORS + vector) * 32 + threadIdx.x % 32;
   }
 
-  // A thread's copies are for itself.
-  DEVICE void fetch(u32 at, u32 stage) const {
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      const u32 own = group(at, i), column = 4 * (first + own);
-      if (own < vectors)
-        copy_16_or_zeros<0, 0>(shared_address(ring + (stage * VECTORS + i) * THREADS + threadIdx.x),
-                               row.scores + column, min(16u, 4 * (static_cast<u32>(row.end) - column)));
+  DEVICE void prefetch(u32 at, u32 count) const {
+    if (threadIdx.x == 0 && at < vectors) {
+      const u32 whole = min(count, vectors - at);
+      prefetch_bulk_to_l2(row.scores + 4 * static_cast<i64>(first + at), whole * 16);
     }
-    commit_copies();
   }
 
-  DEVICE void fetch_first() const {
+  // Scores of a chunk. What the row does not have is absent, and not read.
+  DEVICE void load(u32 at, float4 (&x)[VECTORS]) const {
+    const float* const from = row.scores + 4 * static_cast<i64>(first + group(at, 0));
+    if (at >= whole && at + STEP <= whole_end) {
 #pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) fetch(stage * STEP, stage);
+      for (int i = 0; i < VECTORS; ++i) x[i] = load_once_16(from + i * 128);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const u32 own = group(at, i);
+      x[i] = {absent(), absent(), absent(), absent()};
+      if (own >= whole && own < whole_end) {
+        x[i] = load_once_16(from + i * 128);
+      } else if (own < vectors) {
+        const int column = 4 * (first + own);
+        if (row.has(column)) x[i].x = from[i * 128];
+        if (row.has(column + 1)) x[i].y = from[i * 128 + 1];
+        if (row.has(column + 2)) x[i].z = from[i * 128 + 2];
+        if (row.has(column + 3)) x[i].w = from[i * 128 + 3];
+      }
+    }
   }
 
   // Whether this CTA's part has a column; none in front of it is asked for.
@@ -151,29 +203,25 @@ struct Selection {
     return has(column) && key_of(x) >= gate.key;
   }
 
-  // All of this CTA's part, whose first chunks are on their way. Returns the number of entries.
+  // All of this CTA's part. Returns the number of entries.
   template <bool SCORES>
   DEVICE u32 read(Gate gate) {
-    u32 have = 0, stage = 0, parity = 0;
+    u32 have = 0, parity = 0;
+    float4 next[VECTORS];
+    load(0, next);
 #pragma unroll 1
     for (u32 at = 0; at < vectors; at += STEP) {
-      wait_for_copy_groups<STAGES - 1>();
       float x[VECTORS][4];
       u32 counts = 0;  // a byte for each group
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        const float4 v = ring[(stage * VECTORS + i) * THREADS + threadIdx.x];
-        x[i][0] = v.x, x[i][1] = v.y, x[i][2] = v.z, x[i][3] = v.w;
+        x[i][0] = next[i].x, x[i][1] = next[i].y, x[i][2] = next[i].z, x[i][3] = next[i].w;
         const int column = 4 * (first + group(at, i));
-        if (SCORES && (column < row.start || column + 4 > part_end)) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            if (!has(column + j)) x[i][j] = absent();
-        }
 #pragma unroll
         for (int j = 0; j < 4; ++j) counts += passes<SCORES>(gate, x[i][j], column + j) << 8 * i;
       }
-      fetch(at + STAGES * STEP, stage);
+      load(at + STEP, next);
+      prefetch(at + AHEAD, STEP);
       const u32 inclusive = inclusive_scan(counts, threadIdx.x % 32);
       const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
       u32 sum = 0, total;
@@ -186,19 +234,23 @@ struct Selection {
           u32 own = place + ((inclusive - counts) >> 8 * i & 0xff);
           const int column = 4 * (first + group(at, i));
 #pragma unroll
-          for (int j = 0; j < 4; ++j)
-            if (passes<SCORES>(gate, x[i][j], column + j)) entries[own++] = entry_of(key_of(x[i][j]), column + j);
+          for (int j = 0; j < 4; ++j) {
+            const bool kept = passes<SCORES>(gate, x[i][j], column + j);
+            const u32 key = SCORES ? key_of_number(x[i][j]) : key_of(x[i][j]);
+            store_entry_if(kept, entries + own, entry_of(key, column + j));
+            own += kept;
+          }
           place += of_warp >> 8 * i & 0xff;
         }
       }
       have += total;
       if (have + CHUNK > p.capacity && at + STEP < vectors) {
         __syncthreads();
-        const u64 threshold = keep_best<THREADS>(control, bins, entries, have, p.k);
+        const u64 threshold = keep_best<THREADS>(control, bins, entries, have, p.k, least);
         have = p.k;
         gate = Gate(static_cast<u32>(threshold >> 32) + 1);  // columns to come lose against equal ones
       }
-      stage = stage + 1 == STAGES ? 0 : stage + 1, parity ^= 1;
+      parity ^= 1;
     }
     __syncthreads();
     return have;
@@ -224,7 +276,7 @@ struct Selection {
 #pragma unroll 1
         for (u32 at = 0; at < counts[other];) {
           if (have == p.capacity) {
-            keep_best<THREADS>(control, bins, entries, have, p.k);
+            keep_best<THREADS>(control, bins, entries, have, p.k, least);
             have = p.k;
           }
           const u32 taken = min(counts[other] - at, p.capacity - have);
@@ -238,22 +290,28 @@ struct Selection {
     return have;
   }
 
-  DEVICE void write(i64 number, u32 count, bool choose) {
+  DEVICE void write(i64 number, u32 count, u32 wanted) {
     int* const out = p.indices + number * p.indices_pitch;
-    const int request = p.request_of(number);
-    const u64 threshold = choose ? select_listed<THREADS>(control, bins, entries, count, p.k) : 1;
-    const u32 chosen = each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
-      if (p.sorted)
+    const int request = p.request_of(number), start = row.start - row.skew;
+    float* const keep = p.scores + number * p.pitch + p.k - wanted;
+    const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least) : 1;
+    each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
+      if (p.sorted) {
         entries[place] = entry;
-      else
-        out[place] = p.translated(position_of(entry) - row.skew, request);
+        return;
+      }
+      out[place] = p.translated(p.whole_column(number, start, position_of(entry) - row.skew), request);
+      if (p.keeps) keep[place] = score_of_entry(entry);
     });
-    if (!p.sorted) return;
+    if (!p.sorted) {
+      for (u32 i = wanted + threadIdx.x; i < p.k; i += THREADS) out[i] = -1;
+      return;
+    }
     __syncthreads();
-    sort<THREADS>(entries, chosen);
+    sort<THREADS>(entries, wanted);
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < p.k; i += THREADS)
-      out[i] = i < chosen ? p.translated(position_of(entries[i]) - row.skew, request) : -1;
+      out[i] = i < wanted ? p.translated(position_of(entries[i]) - row.skew, request) : -1;
   }
 
   // All columns, which are not more than k, in order.
@@ -262,7 +320,7 @@ struct Selection {
     const int request = p.request_of(number);
 #pragma unroll 1
     for (u32 i = rank * THREADS + threadIdx.x; i < p.k; i += p.cluster * THREADS)
-      out[i] = i < length ? p.translated(start + i, request) : -1;
+      out[i] = i < length ? p.translated(p.whole_column(number, start, start + i), request) : -1;
   }
 
   DEVICE void run(i64 number, u32 rank) {
@@ -270,7 +328,8 @@ struct Selection {
     p.columns_of(number, start, end);
     const int length = end - start;
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
-    if (length <= p.k && !p.sorted) return write_all(number, start, length, rank);
+    const bool keeps = p.keeps && length > 0 && end > p.k;  // else scores that were kept stay where they are
+    if (length <= p.k && !p.sorted && !keeps) return write_all(number, start, length, rank);
 
     const float* const scores = p.scores + number * p.pitch;
     row.skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4);
@@ -281,23 +340,29 @@ struct Selection {
     if (alone && rank > 0) return;
     first = row_first + before, vectors = min(share, row_vectors - before);
     part_end = min(row.end, static_cast<int>(4 * (first + vectors)));
+    whole = (row.start + 3) / 4 > first, whole_end = min(vectors, row.end / 4 - first);
     if (!alone) cluster_arrive();
 
     const u32 rank_in_sample = sample_rank(max(length, 1));
-    fetch_first();
+    prefetch(0, AHEAD);
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
-    Gate gate(0);
-    if (length >= p.gated && rank_in_sample <= 2 * p.sampled) gate = Gate(gate_of(rank_in_sample));
+    least = 0;
+    if (length >= p.gated && rank_in_sample <= 2 * p.sampled) least = gate_of(rank_in_sample);
     if (!alone) cluster_wait();  // all CTAs have begun
 
     const u32 wanted = min(length, p.k);
     u32 have, total;
 #pragma unroll 1
     for (u32 round = 0;; ++round) {
+      const Gate gate(least);
       have = gate.is_score ? read<true>(gate) : read<false>(gate);
       total = have;
       if (!alone) {
+        if (have > max(p.capacity / p.cluster, static_cast<u32>(p.k))) {  // else the first CTA might have to drop all these
+          keep_best<THREADS>(control, bins, entries, have, p.k, least);
+          have = p.k;
+        }
         u32* const counts = control.counts[round];
         if (threadIdx.x < p.cluster) peer_pointer(counts, threadIdx.x)[rank] = have;
         cluster_meet();
@@ -306,9 +371,8 @@ struct Selection {
         if (total >= wanted) have = gather(rank, counts, total, have);
       }
       if (total >= wanted) break;
-      gate = Gate(0);
-      fetch_first();
+      least = 0;
     }
-    if (rank == 0) write(number, have, have > p.k);
+    if (rank == 0) write(number, have, wanted);
   }
 };

@@ -11,6 +11,7 @@
 constexpr int BIN_BITS = 11;
 constexpr u32 BINS = 1 << BIN_BITS;
 constexpr u32 SHORT_LIST = 64;          // entries that are compared with one another
+constexpr int POSITION_BITS = 22;       // of 2^21 columns and those in front of the first
 constexpr u32 LOWEST_KEY = 0x007fffff;  // of -inf
 constexpr u32 NAN_KEY = 1;
 constexpr int MAX_CLUSTER = 16;
@@ -19,7 +20,6 @@ constexpr int MAX_CLUSTER = 16;
 struct alignas(16) Control {
   u64 list[SHORT_LIST];
   u64 threshold;
-  u32 low, high;           // of what is left
   u32 bin, above, inside;  // where a rank lies
   u32 listed;
   u32 sums[2][32];              // of warps
@@ -32,12 +32,14 @@ DEVICE void meet() {
   named_barrier<1, THREADS>();
 }
 
-// A number that is larger where the score is; -0 and 0 have the same, NaN the least.
-DEVICE u32 key_of(float score) {
+// A number that is larger where the score is; -0 and 0 have the same.
+DEVICE u32 key_of_number(float score) {
   const u32 bits = __float_as_uint(score + 0.f);
-  const u32 key = bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
-  return score == score ? key : NAN_KEY;
+  return bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
 }
+
+// NaN has the least.
+DEVICE u32 key_of(float score) { return score == score ? key_of_number(score) : NAN_KEY; }
 
 // The score of a key that is at least LOWEST_KEY.
 DEVICE float score_of(u32 key) {
@@ -45,6 +47,12 @@ DEVICE float score_of(u32 key) {
 }
 
 DEVICE u64 entry_of(u32 key, u32 position) { return static_cast<u64>(key) << 32 | (~position & 0xffffffffu); }
+
+// A score of this entry's order.
+DEVICE float score_of_entry(u64 entry) {
+  const u32 key = static_cast<u32>(entry >> 32);
+  return key < LOWEST_KEY ? __uint_as_float(0x7fffffff) : score_of(key);
+}
 
 DEVICE u32 position_of(u64 entry) { return ~static_cast<u32>(entry); }
 
@@ -100,7 +108,7 @@ DEVICE void find_bin(Control& control, u32* bins, u32 rank) {
   meet<THREADS>();
 }
 
-// Entries in shared memory.
+// Entries in shared memory, as words: of scores and of positions.
 template <int THREADS>
 struct Listed {
   const u64* entries;
@@ -109,59 +117,50 @@ struct Listed {
   template <class F>
   DEVICE void each(F use) const {
 #pragma unroll 1
-    for (u32 i = threadIdx.x; i < count; i += THREADS) use(entries[i]);
+    for (u32 i = threadIdx.x; i < count; i += THREADS)
+      use(static_cast<u32>(entries[i] >> 32), static_cast<u32>(entries[i]));
   }
 };
 
-// A number that as many entries reach as a rank says, counted from 1 at the top; there are as many at least. Entries,
-// and bins of 0, are there before a barrier that precedes this. First by scores; where one score is left, by positions.
-template <int THREADS, class Entries>
-DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank) {
+// A number that as many entries reach as a rank says, counted from 1 at the top; there are as many at least, and none has
+// a key below `least`. Bins are of 2^shift keys first, the last one of all above; then each round divides the bin of the
+// rank. Where one score is left, positions follow. Entries, and bins of 0, are there before a barrier that precedes this.
+// Where it need not be EXACT, `spare` entries more may reach it, and all those of one score.
+template <int THREADS, bool EXACT = true, class Entries>
+DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank, u32 least, int shift, u32 spare = 0) {
   const u32 thread = threadIdx.x;
-  u64 low = 1, top = ~0ull;
-  u32 inside;
+  least = max(least, 1u);
+  u32 most = ~0u, inside, score = 0;
   bool by_score = true;
+  if (thread == 0) control.listed = 0;
+  const auto each_left = [&](auto use) {
+    entries.each([&](u32 key, u32 place) {
+      const u32 word = by_score ? key : place;
+      if ((by_score || key == score) && word - least <= most - least) use(key, place, word - least);
+    });
+  };
 #pragma unroll 1
   for (;;) {
-    if (thread == 0) control.low = ~0u, control.high = 0, control.listed = 0;
-    u32 least = ~0u, most = 0;
-    entries.each([&](u64 entry) {
-      if (entry < low || entry > top) return;
-      const u32 word = static_cast<u32>(by_score ? entry >> 32 : entry);
-      least = min(least, word), most = max(most, word);
-    });
-    least = __reduce_min_sync(~0u, least), most = __reduce_max_sync(~0u, most);
-    meet<THREADS>();
-    if (thread % 32 == 0 && least <= most) atomicMin(&control.low, least), atomicMax(&control.high, most);
-    meet<THREADS>();
-    least = control.low, most = control.high;
-    const u32 range = most - least;
-    const int shift = range >> BIN_BITS ? 32 - BIN_BITS - __clz(range) : 0;
-    entries.each([&](u64 entry) {
-      if (entry < low || entry > top) return;
-      atomicAdd(&bins[(static_cast<u32>(by_score ? entry >> 32 : entry) - least) >> shift], 1u);
-    });
+    each_left([&](u32, u32, u32 above) { atomicAdd(&bins[min(above >> shift, BINS - 1)], 1u); });
     meet<THREADS>();
     find_bin<THREADS>(control, bins, rank);
     rank -= control.above, inside = control.inside;
     least += control.bin << shift;
-    if (most - least >= 1u << shift) most = least + (1u << shift) - 1;
-    if (by_score)
-      low = static_cast<u64>(least) << 32, top = static_cast<u64>(most) << 32 | 0xffffffffu;
-    else
-      top = low >> 32 << 32 | most, low = low >> 32 << 32 | least;
-    if (rank == inside) return low;  // all that are left
-    if (inside <= SHORT_LIST) break;
-    by_score = by_score && least != most;
+    if (control.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
+    if (inside - rank <= spare || (!EXACT && least == most))
+      return by_score ? static_cast<u64>(least) << 32 : static_cast<u64>(score) << 32 | least;
+    if (EXACT && inside <= SHORT_LIST) break;
+    if (by_score && least == most) by_score = false, score = least, least = ~0u << POSITION_BITS, most = ~0u;
+    shift = max(32 - BIN_BITS - __clz(most - least), 0);
   }
-  entries.each([&](u64 entry) {
-    if (entry >= low && entry <= top) control.list[atomicAdd(&control.listed, 1u)] = entry;
+  each_left([&](u32 key, u32 place, u32) {
+    control.list[atomicAdd(&control.listed, 1u)] = static_cast<u64>(key) << 32 | place;
   });
   meet<THREADS>();
   if (thread < inside) {
     const u64 own = control.list[thread];
     u32 larger = 0;
-#pragma unroll 1
+#pragma unroll 4
     for (u32 i = 0; i < inside; ++i) larger += control.list[i] > own;
     if (larger == rank - 1) control.threshold = own;
   }
@@ -169,24 +168,41 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank)
   return control.threshold;
 }
 
+// Bins of all keys, and of those from a gate on: scores above it differ little from it, and bins of 2^14 keys are up to
+// 0.2 percent of it wide, and reach to sixteen times it.
+constexpr int SHIFT_OF_ALL = 32 - BIN_BITS, SHIFT_OF_GATED = 14;
+
 template <int THREADS>
-__device__ __noinline__ u64 select_listed(Control& control, u32* bins, const u64* entries, u32 count, u32 rank) {
-  return select<THREADS>(control, bins, Listed<THREADS>{entries, count}, rank);
+__device__ __noinline__ u64 select_listed(Control& control, u32* bins, const u64* entries, u32 count, u32 rank,
+                                          u32 least) {
+  return select<THREADS>(control, bins, Listed<THREADS>{entries, count}, rank, least,
+                         least > LOWEST_KEY ? SHIFT_OF_GATED : SHIFT_OF_ALL);
 }
 
 // Calls `use(place, entry)` for the entries from `threshold` on, in their order. Returns how many those are. Where an
-// entry stands may be written once it has been given.
+// entry stands may be written once it has been given. A warp takes GROUPS times 32 neighbours at one time.
 template <int THREADS, class F>
 DEVICE u32 each_chosen(Control& control, const u64* entries, u32 count, u64 threshold, F use) {
+  constexpr int GROUPS = 4;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u32 done = 0, parity = 0;
 #pragma unroll 1
-  for (u32 first = 0; first < count; first += THREADS, parity ^= 1) {
-    const u32 i = first + threadIdx.x;
-    const u64 entry = i < count ? entries[i] : 0;
-    const u32 mask = __ballot_sync(~0u, entry >= threshold);
-    u32 total;
-    const u32 before = before_warp<THREADS>(control, __popc(mask), parity, total);
-    if (entry >= threshold) use(done + before + __popc(mask & ((1u << threadIdx.x % 32) - 1)), entry);
+  for (u32 first = warp * 32 * GROUPS + lane; first - lane - warp * 32 * GROUPS < count;
+       first += THREADS * GROUPS, parity ^= 1) {
+    u64 own[GROUPS];
+    u32 masks[GROUPS], sum = 0, total;
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+      own[i] = first + i * 32 < count ? entries[first + i * 32] : 0;
+      masks[i] = __ballot_sync(~0u, own[i] >= threshold);
+      sum += __popc(masks[i]);
+    }
+    u32 place = done + before_warp<THREADS>(control, sum, parity, total);
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+      if (own[i] >= threshold) use(place + __popc(masks[i] & ((1u << lane) - 1)), own[i]);
+      place += __popc(masks[i]);
+    }
     done += total;
   }
   return done;
@@ -194,8 +210,8 @@ DEVICE u32 each_chosen(Control& control, const u64* entries, u32 count, u64 thre
 
 // All but the `k` best of more entries go, the order of the others stays. Returns the least of these.
 template <int THREADS>
-__device__ __noinline__ u64 keep_best(Control& control, u32* bins, u64* entries, u32 count, u32 k) {
-  const u64 threshold = select_listed<THREADS>(control, bins, entries, count, k);
+__device__ __noinline__ u64 keep_best(Control& control, u32* bins, u64* entries, u32 count, u32 k, u32 least) {
+  const u64 threshold = select_listed<THREADS>(control, bins, entries, count, k, least);
   each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) { entries[place] = entry; });
   meet<THREADS>();
   return threshold;

@@ -18,7 +18,7 @@ struct Held {
   template <class F>
   DEVICE void each(F use) const {
 #pragma unroll
-    for (int i = 0; i < VECTORS * 4; ++i) use(entry(i / 4, i % 4));
+    for (int i = 0; i < VECTORS * 4; ++i) use(keys[i / 4][i % 4], ~(column(i / 4) + i % 4));
   }
 };
 
@@ -69,7 +69,7 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
     }
   }
   __syncthreads();  // the bins are at 0
-  const u64 threshold = length > p.k ? select<THREADS>(control, bins, held, p.k) : 1;
+  const u64 threshold = length > p.k ? select<THREADS>(control, bins, held, p.k, 0, SHIFT_OF_ALL) : 1;
   u32 counts = 0;
 #pragma unroll
   for (int i = 0; i < VECTORS * 4; ++i) counts += (held.entry(i / 4, i % 4) >= threshold) << i / 4 * 16;
