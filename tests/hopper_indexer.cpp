@@ -4,10 +4,11 @@
 
 template <int HEADS, int TOKENS, Source SOURCE>
 int score(const Params& p, int ctas, int seed) {
-  using L = IndexerLayout<HEADS, TOKENS>;
+  using L = ScoresLayout<HEADS, TOKENS, SOURCE>;
+  if (ctas % L::CLUSTER) return 2;
   shared_size = L::BYTES;
-  begun.clear();
-  simt::launch(ctas, 1, THREADS, L::BYTES, seed, [&] { make_scores<L, SOURCE>(p, 0); });
+  begun.clear(), barriers.clear();
+  simt::launch(ctas / L::CLUSTER, L::CLUSTER, L::THREADS, L::BYTES, seed, [&] { make_scores<L, SOURCE>(p, 0); });
   return 0;
 }
 

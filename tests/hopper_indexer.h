@@ -19,6 +19,12 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #define warp_arrive ptx_warp_arrive
 #define bulk_copy ptx_bulk_copy
 #define copy_box ptx_copy_box
+#define copy_box_to ptx_copy_box_to
+#define mbarrier_arrive_peer ptx_mbarrier_arrive_peer
+#define peer_address ptx_peer_address
+#define store_float_if ptx_store_float_if
+#define evict_first ptx_evict_first
+#define evict_normal ptx_evict_normal
 #define copy_16 ptx_copy_16
 #define copy_4 ptx_copy_4
 #define load_shared_16 ptx_load_shared_16
@@ -45,6 +51,12 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #undef warp_arrive
 #undef bulk_copy
 #undef copy_box
+#undef copy_box_to
+#undef mbarrier_arrive_peer
+#undef peer_address
+#undef store_float_if
+#undef evict_first
+#undef evict_normal
 #undef copy_16
 #undef copy_4
 #undef load_shared_16
@@ -75,9 +87,9 @@ T* peer_pointer(T* here, u32 rank) {
 
 static size_t shared_size;
 template <class T>
-T& at(u32 address) {
+T& at(u32 address, int cta = simt::current->cta) {
   if (address % sizeof(T) || address + sizeof(T) > shared_size) abort();
-  return *reinterpret_cast<T*>(simt::shared_memory() + address);
+  return *reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(simt::ctas[cta].shared.data()) + address);
 }
 static u32 load_shared_4(u32 address) { return at<u32>(address); }
 static float load_shared_float(u32 address) { return at<float>(address); }
@@ -87,6 +99,9 @@ static void store_shared_4(u32 address, u32 value) { at<u32>(address) = value; }
 static void store_shared_float(u32 address, float value) { at<float>(address) = value; }
 static void store_shared_8(u32 address, u32 a, u32 b) { at<uint2>(address) = {a, b}; }
 static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { at<uint4>(address) = {a, b, c, d}; }
+static void store_float_if(bool condition, float* target, float value) {
+  if (condition) *target = value;
+}
 static float positive_or_nan(float x) { return x > 0 || x != x ? x : 0.f; }
 
 // ---- barriers -------------------------------------------------------------------------------------------------------
@@ -99,7 +114,13 @@ static std::map<std::pair<int, u32>, Barrier> barriers;  // by CTA and address
 
 static long patience;
 
-static Barrier& barrier_at(u32 address) { return barriers.at({simt::current->cta, address}); }
+// An address of a peer has its rank, and one, above the bits of shared memory.
+constexpr u32 PEER = 1 << 24;
+static u32 peer_address(u32 address, u32 rank) { return (rank + 1) * PEER + address; }
+
+static Barrier& barrier_at(u32 address) {
+  return barriers.at({address < PEER ? simt::current->cta : static_cast<int>(address / PEER) - 1, address % PEER});
+}
 
 static void settle(Barrier& one) {
   if (one.pending == 0 && one.bytes == 0) one.pending = one.count, ++one.completed;
@@ -111,6 +132,10 @@ static void arrive(u32 address, u32 bytes) {
   one.bytes += bytes, settle(one);
 }
 static void mbarrier_arrive(u32 address) { arrive(address, 0); }
+static void mbarrier_arrive_peer(u32 address) {
+  if (address < PEER) abort();
+  arrive(address, 0);
+}
 static void mbarrier_arrive_expect(u32 address, u32 bytes) { arrive(address, bytes); }
 static void warp_arrive(u32 address, int lane) {
   if (lane == 0) arrive(address, 0);
@@ -140,8 +165,14 @@ static void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   for (u32 i = 0; i < bytes; i += 16) copy_16(to + i, static_cast<const char*>(from) + i);
   land(barrier, bytes);
 }
+static u64 evict_first() { return 1; }
+static u64 evict_normal() { return 2; }
+static void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+  if (policy != 1 && policy != 2) abort();
+  bulk_copy(to, from, bytes, barrier);
+}
 // A map is its address, two sizes, two strides and the box, the slowest dim first; rows have 128 bytes.
-static void copy_box(u32 to, const TensorMap& map, int x, int y, int z, u32 barrier) {
+static void copy_box_to(u32 ctas, u32 to, const TensorMap& map, int x, int y, int z, u32 barrier) {
   const auto& [base, slabs, rows, slab_stride, row_stride, box_slabs, box_rows] = reinterpret_cast<const u64(&)[7]>(map);
   if (x != 0 || to % 1024 % (box_rows * 128) || base % 16) abort();
   for (u64 slab = 0; slab < box_slabs; ++slab)
@@ -149,10 +180,17 @@ static void copy_box(u32 to, const TensorMap& map, int x, int y, int z, u32 barr
       for (int i = 0; i < 128; ++i) {
         const i64 at_slab = z + static_cast<i64>(slab), at_row = y + static_cast<i64>(row);
         const bool there = at_slab >= 0 && at_row >= 0 && at_slab < (i64)slabs && at_row < (i64)rows;
-        at<unsigned char>(swizzled(to + (slab * box_rows + row) * 128 + i)) =
-            there ? reinterpret_cast<unsigned char*>(base)[at_slab * slab_stride + at_row * row_stride + i] : 0;
+        for (u32 cta = 0; cta < simt::ctas.size(); ++cta)
+          if (ctas >> cta & 1)
+            at<unsigned char>(swizzled(to + (slab * box_rows + row) * 128 + i), cta) =
+                there ? reinterpret_cast<unsigned char*>(base)[at_slab * slab_stride + at_row * row_stride + i] : 0;
       }
-  land(barrier, box_slabs * box_rows * 128);
+  for (u32 cta = 0; cta < simt::ctas.size(); ++cta)
+    if (ctas >> cta & 1) land(peer_address(barrier, cta), box_slabs * box_rows * 128);
+}
+static void copy_box(u32 to, const TensorMap& map, int x, int y, int z, u32 barrier, u64 policy = 2) {
+  if (policy != 1 && policy != 2) abort();
+  copy_box_to(1 << simt::current->cta, to, map, x, y, z, barrier);
 }
 
 // ---- products -------------------------------------------------------------------------------------------------------

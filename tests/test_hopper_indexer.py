@@ -246,7 +246,7 @@ def test_a_flat_launch(launches: dict[str, Any], num_heads: int, num_tokens: int
     column = torch.arange(num_kv)
     within = (column >= starts[:, None]) & (column < ends[:, None])
     expected, bound = exact_scores(q, k, weights, k_scale)
-    for sms in (1, 3):
+    for sms in (1, 5):
         launches["sms"], launches["seed"] = sms, sms
         out = torch.full((num_tokens, num_kv + 5), 7.0)
         indexer_logits.indexer_logits(q, k, weights, starts, ends, k_scale=k_scale, out=out[:, :num_kv])
@@ -257,15 +257,22 @@ def test_a_flat_launch(launches: dict[str, Any], num_heads: int, num_tokens: int
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "tokens_each", "block_size", "max_length"),
-    [(64, 1, 64, 1300), (32, 1, 17, 1300), (64, 2, 16, 300), (32, 4, 128, 300), (32, 7, 8, 300), (64, 3, 100, 300)],
+    ("num_heads", "tokens_each", "block_size", "max_length", "num_requests"),
+    [
+        (64, 1, 64, 1300, 3),
+        (32, 1, 17, 1300, 3),
+        (64, 2, 16, 300, 3),
+        (32, 4, 128, 300, 3),
+        (32, 7, 8, 300, 3),
+        (64, 3, 100, 300, 3),
+        (64, 2, 64, 130, 20),  # more groups than one warp counts
+    ],
 )
 def test_a_paged_launch(
-    launches: dict[str, Any], num_heads: int, tokens_each: int, block_size: int, max_length: int
+    launches: dict[str, Any], num_heads: int, tokens_each: int, block_size: int, max_length: int, num_requests: int
 ) -> None:
     """Rows of length 0 and past the table, blocks that there are not, tokens of no request, more tiles than there is
     room for: bits of the token alone."""
-    num_requests = 3
     blocks_each, num_tokens = -(-(max_length + 20) // block_size), num_requests * tokens_each
     num_blocks = num_requests * blocks_each + 1
     cache = allocate_cache("fp8_index", num_blocks, block_size)
@@ -276,7 +283,7 @@ def test_a_paged_launch(
     table[0, 0], table[1, -1], table[2, 1] = -1, num_blocks, INT32_MAX
     q = torch.randn(num_tokens, num_heads, 128).to(torch.float8_e4m3fn)
     weights = torch.randn(num_tokens, num_heads)
-    lengths = int32(*(max_length - 10 - 37 * i % 290 for i in range(num_tokens)))
+    lengths = int32(*(max_length - 10 - 37 * i % (max_length - 10) for i in range(num_tokens)))
     lengths[-1], lengths[1] = INT32_MAX, 0
     requests = torch.arange(num_requests).repeat_interleave(tokens_each).to(torch.int32)
     if tokens_each > 2:

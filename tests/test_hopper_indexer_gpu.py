@@ -37,12 +37,12 @@ def queries(num_tokens: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("num_heads", hopper.HEADS)
-@pytest.mark.parametrize(("num_tokens", "num_kv"), [(1, 1), (5, 300), (9, 64), (130, 777)])
+@pytest.mark.parametrize(("num_tokens", "num_kv"), [(1, 1), (5, 300), (9, 64), (600, 777)])
 def test_flat_scores_are_those_of_float64(num_heads: int, num_tokens: int, num_kv: int) -> None:
     q, weights = queries(num_tokens, num_heads)
     k, k_scale = torch.randn(num_kv, 128, device="cuda").to(E4M3), torch.rand(num_kv, device="cuda") + 0.01
-    starts = int32(*([0, 7, 131, 300, -9, 0, 5] * 20)[:num_tokens])
-    ends = int32(*([num_kv, 7, 299, INT32_MAX, 1, num_kv // 2, num_kv - 1] * 20)[:num_tokens])
+    starts = int32(*([0, 7, 131, 300, -9, 0, 5] * 100)[:num_tokens])
+    ends = int32(*([num_kv, 7, 299, INT32_MAX, 1, num_kv // 2, num_kv - 1] * 100)[:num_tokens])
     column = torch.arange(num_kv, device="cuda")
     within = (column >= starts[:, None]) & (column < ends[:, None])
     scores = torch.ops.mla.indexer_logits(q, k, weights, starts, ends, k_scale=k_scale, clean=True)
@@ -121,6 +121,16 @@ def test_paged_scores_are_those_of_float64(num_heads: int, block_size: int, toke
         for ctas in (1, 3):
             patch.setattr(hopper, "num_sms", lambda _, ctas=ctas: ctas)
             assert torch.equal(call.scores(max_length, clean=True), scores)
+
+
+@pytest.mark.parametrize("num_heads", hopper.HEADS)
+@pytest.mark.parametrize("tokens_each", [1, 2])
+def test_more_requests_than_one_warp_counts(num_heads: int, tokens_each: int) -> None:
+    call = paged(num_heads, 64, tokens_each, num_requests=70)
+    scores = call.scores(380, clean=True)
+    for first in range(0, 70, 10):
+        tokens = torch.arange(first * tokens_each, (first + 10) * tokens_each, device="cuda")
+        assert torch.equal(call.tokens(tokens).scores(380, clean=True), scores[tokens])
 
 
 def test_bits_of_flat_and_paged_scores_are_the_same() -> None:

@@ -1,22 +1,26 @@
 // Scores of the lightning indexer for SM90: the sum over heads of weight * relu(query . key), times the key's scale.
 //
-// A tile of 64 keys is the rows of a warpgroup's products; the heads of up to eight query tokens, 256 of them, are their
-// columns. So a thread has two keys' products of a quarter of the heads; weights of these heads stay in its registers for
-// as long as the tokens stay the same. The sum over heads is made in the thread and its three neighbours.
+// A tile of 64 keys is the rows of a warpgroup's products; the heads of up to eight query tokens, 256 of them, are
+// their columns. So a thread has two keys' products of a quarter of the heads; weights of these heads stay in its
+// registers for as long as the tokens stay the same. The thread and its three neighbours add up over heads.
 //
-// Two warpgroups have every second tile each. Each has two sets of products: one is summed up while the tensor cores make
-// the other. One warp brings keys and queries by bulk copies, or four warps bring keys where blocks do not fit a tile.
+// A warpgroup has every second or fourth tile. Where products are the bound, two warpgroups have two sets of products
+// each: one is summed up while the tensor cores make the other. Where memory is the bound (few columns), four have one.
+// One warp brings keys and queries by bulk copies, or four warps bring keys where blocks do not fit a tile.
 //
 // All tiles of keys of all groups of tokens, one after the other, are cut into as many equal parts as there are CTAs.
-// Lengths are read on the device, by every CTA, so that a graph follows them. A score does not depend on who makes it:
-// its sum has one order in every kernel.
+// Lengths are read on the device, by every CTA, so that a graph follows them. Flat keys are read by clusters of two CTAs,
+// which have a part together and neighbouring groups of tokens: each brings half of a tile for both.
+//
+// A score does not depend on who makes it: its sum has one order in every kernel.
 
 #include "indexer_products.cuh"
 #include "indexer_scores.cuh"
 
 template <int HEADS, int TOKENS, Source SOURCE>
-__global__ void __launch_bounds__(THREADS, 1) indexer_logits(const __grid_constant__ Params p) {
-  using L = IndexerLayout<HEADS, TOKENS>;
+__global__ void __launch_bounds__(ScoresLayout<HEADS, TOKENS, SOURCE>::THREADS, 1)
+    indexer_logits(const __grid_constant__ Params p) {
+  using L = ScoresLayout<HEADS, TOKENS, SOURCE>;
   EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   make_scores<L, SOURCE>(p, shared_address(shared_memory));

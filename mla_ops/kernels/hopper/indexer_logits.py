@@ -15,8 +15,9 @@ from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Divisor, Kernel, compile_reason, reciprocal
 
-THREADS = 384
+THREADS = 384  # of a CTA with two warpgroups for products
 TILE = 64  # keys
+CLUSTER = 2  # CTAs that share the copies of flat keys, for neighbouring groups of tokens
 HEADS = (32, 64)
 COLUMNS = 256  # heads of all tokens of a group, at most
 CLEAN_THREADS = 256
@@ -60,7 +61,8 @@ pack = packer(Params)
 
 @functools.cache
 def kernel_for(num_heads: int, tokens: int, source: str) -> Kernel:
-    return Kernel("indexer_logits.cu", f"indexer_logits<{num_heads}, {tokens}, {source}>", THREADS)
+    threads = 544 if source == "BOXES" and num_heads * tokens < COLUMNS else THREADS
+    return Kernel("indexer_logits.cu", f"indexer_logits<{num_heads}, {tokens}, {source}>", threads)
 
 
 @functools.cache
@@ -150,9 +152,10 @@ def _launch(
     packed = pack(tensor_map(q.data_ptr(), shape, strides, (tokens, num_heads)), *params)  # type: ignore[arg-type]
     if num_columns:
         kernel = kernel_for(num_heads, tokens, source)
-        ctas = min(num_sms(device_index), num_tokens * -(-num_columns // TILE))
+        cluster = CLUSTER if source == "FLAT" else 1
+        clusters = max(min(num_sms(device_index) // cluster, num_tokens * -(-num_columns // TILE)), 1)
         sources.load(kernel.source, kernel.name, device_index).launch(
-            (ctas, 1, 1), (kernel.threads, 1, 1), None, NO_CLUSTER, packed
+            (clusters * cluster, 1, 1), (kernel.threads, 1, 1), None, (cluster, 1, 1), packed
         )
     if clean:
         kernel = clean_kernel("FLAT" if source == "FLAT" else "BOXES")
@@ -171,11 +174,12 @@ def flat_params(
     k_scale: torch.Tensor | None,
     num_tokens: int,
     out: torch.Tensor | None,
+    box: int = TILE,
 ) -> tuple[int, ...]:
-    """Fields of `Params` behind the queries. `k` lies in boxes and has a row."""
+    """Fields of `Params` behind the queries. `k` lies in boxes and has a row; a copy brings `box` keys."""
     num_kv = k.shape[0]
     return (
-        tensor_map(k.data_ptr(), (1, num_kv, INDEX_DIM), (0, k.stride(0)), (1, TILE)),  # type: ignore[return-value]
+        tensor_map(k.data_ptr(), (1, num_kv, INDEX_DIM), (0, k.stride(0)), (1, box)),  # type: ignore[return-value]
         weights.data_ptr(),
         0 if k_scale is None else k_scale.data_ptr(),
         row_starts.data_ptr(),
@@ -223,7 +227,7 @@ def indexer_logits(
         num_kv,
         clean,
         out,
-        flat_params(k, weights, row_starts, row_ends, k_scale, num_tokens, out),
+        flat_params(k, weights, row_starts, row_ends, k_scale, num_tokens, out, TILE // CLUSTER),
     )
 
 

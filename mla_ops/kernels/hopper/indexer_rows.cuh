@@ -91,7 +91,11 @@ struct Part {
   int token, skip, count;
 };
 
-DEVICE int tiles_before(int total, int cta, int ctas) { return static_cast<i64>(total) * cta / ctas; }
+// total * cta / ctas, where the product might not fit.
+DEVICE int tiles_before(int total, int cta, int ctas) {
+  const u32 each = static_cast<u32>(total) / ctas, rest = total - each * ctas;
+  return each * cta + rest * cta / ctas;
+}
 
 // Makes `part` begin with the tile that `part.skip` counts from the group of `part.token` on.
 template <int TOKENS, Source SOURCE>

@@ -7,31 +7,48 @@
 constexpr int CONSUMERS = 256, THREADS = 384, QUERY_STAGES = 2;
 constexpr int TILE_BYTES = TILE * 128, GATHERERS = 4, LAG = 6;
 
-template <int HEADS_, int TOKENS_, int STAGES_ = 16>
+template <int HEADS_, int TOKENS_, int STAGES_ = 16, int WARPGROUPS_ = 2, int CLUSTER_ = 1>
 struct IndexerLayout {
+  static constexpr int CLUSTER = CLUSTER_;  // CTAs that have the same keys and neighbouring tokens
+  // Two warpgroups have two sets of products each, or four have one: then a single warp brings keys, and all threads
+  // have the same number of registers.
+  static constexpr int WARPGROUPS = WARPGROUPS_, SETS = WARPGROUPS == 2 ? 2 : 1;
+  static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + (SETS == 2 ? 128 : 32);
   static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS, STAGES = STAGES_;
-  static constexpr int PARTS = COLUMNS == 256 ? 2 : 1;  // of a tile's products
+  static constexpr int PARTS = COLUMNS * WARPGROUPS >= 512 ? 2 : 1;  // of a tile's products: as registers allow
   static constexpr int PART_TOKENS = TOKENS / PARTS, PART_COLUMNS = COLUMNS / PARTS, PART_BYTES = PART_COLUMNS * 128;
   static constexpr int QUERY_BYTES = COLUMNS * 128;
   static constexpr int QUERY = 0, KEY = QUERY_STAGES * QUERY_BYTES, SCALE = KEY + STAGES * TILE_BYTES;
   static constexpr int GROUP = SCALE + STAGES * TILE * 4;  // of a query stage: token, count, first tile, tiles
-  static constexpr int TOTALS = GROUP + QUERY_STAGES * 16, PART = TOTALS + THREADS / 32 * 4;
+  static constexpr int TOTALS = GROUP + QUERY_STAGES * 16, PART = TOTALS + (THREADS + 127) / 128 * 16;
   static constexpr int GROUP_FULL = PART + 16, QUERY_FULL = GROUP_FULL + QUERY_STAGES * 8;
   static constexpr int QUERY_FREE = QUERY_FULL + QUERY_STAGES * 8, KEY_FULL = QUERY_FREE + QUERY_STAGES * 8;
   static constexpr int KEY_FREE = KEY_FULL + STAGES * 8, BYTES = KEY_FREE + STAGES * 8;
+  // A warpgroup that had not waited for a slot's last tile would take the one before it for the next one.
+  static_assert(STAGES % WARPGROUPS == 0, "a slot's tiles are all of one warpgroup");
   static_assert(GROUP_FULL % 8 == 0, "barriers lie at multiples of 8 bytes");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
 
+// A launch of scores. Where memory is the bound, more warps wait for keys, and more keys are on their way.
+template <int COLUMNS, Source SOURCE>
+constexpr bool OF_MEMORY = SOURCE == BOXES && COLUMNS < 256;
+template <int HEADS, int TOKENS, Source SOURCE>
+using ScoresLayout = IndexerLayout<HEADS, TOKENS, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 20 : 16,
+                                   OF_MEMORY<HEADS * TOKENS, SOURCE> ? 4 : 2, SOURCE == FLAT ? 2 : 1>;
+
+// Groups whose part one warp finds; tokens, and entries of all their requests' tables, that are prefetched.
+constexpr int FEW = 32, PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024;
+
 // ---- each CTA's part ------------------------------------------------------------------------------------------------
 
-// Of few rows, whose latencies are what a launch takes: what is read once lengths are known, on its way to L2 meanwhile.
+// Latencies are what a launch of few keys takes: what is read once lengths are known, on its way to L2 meanwhile.
 template <class L, Source SOURCE>
 DEVICE void prefetch_rows(const Params& p) {
-  if (SOURCE == FLAT || p.num_tokens > 16) return;
+  if (SOURCE == FLAT || p.num_tokens > PREFETCHED_TOKENS) return;
   const int line = threadIdx.x * 32;  // of 128 bytes
   for (int request = blockIdx.x; request < p.num_requests; request += gridDim.x)
-    if (line < p.table_width) prefetch_to_l2(p.block_table + request * p.table_stride + line);
+    if (line < min(p.table_width, PREFETCHED_BLOCKS / p.num_requests)) prefetch_to_l2(p.block_table + request * p.table_stride + line);
   for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x)
     if (line < L::HEADS) prefetch_to_l2(p.weights + token * p.weights_stride + line);
 }
@@ -39,12 +56,12 @@ DEVICE void prefetch_rows(const Params& p) {
 // All threads count the tiles of all groups.
 template <class L, Source SOURCE>
 DEVICE Part this_part(const Params& p, u32 shared) {
-  constexpr int step = STEP<L::TOKENS, SOURCE>;
+  constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  const int units = (p.num_tokens + step - 1) / step, each = (units + THREADS - 1) / THREADS;
+  const int units = (p.num_tokens + step - 1) / step, each = (units + L::THREADS - 1) / L::THREADS;
   const int first = thread * each, last = min(first + each, units);
   int own = 0;
-  for (int unit = first; unit < last; ++unit) own += group_at<L::TOKENS, SOURCE>(p, unit * step).tiles;
+  for (int unit = first; unit < last; ++unit) own += group_at<tokens, SOURCE>(p, unit * step).tiles;
   int before = own;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -56,22 +73,38 @@ DEVICE Part this_part(const Params& p, u32 shared) {
   before -= own;
   int total = 0;
 #pragma unroll
-  for (int w = 0; w < THREADS / 32; ++w) {
+  for (int w = 0; w < L::THREADS / 32; ++w) {
     const int tiles = load_shared_4(shared + L::TOTALS + w * 4);
     if (w < warp) before += tiles;
     total += tiles;
   }
-  const int begin = tiles_before(total, blockIdx.x, gridDim.x),
-            count = tiles_before(total, blockIdx.x + 1, gridDim.x) - begin;
+  const int number = blockIdx.x / L::CLUSTER, parts = gridDim.x / L::CLUSTER;
+  const int begin = tiles_before(total, number, parts), count = tiles_before(total, number + 1, parts) - begin;
   if (count == 0) return {0, 0, 0};
   if (before <= begin && begin < before + own) {
     Part part = {first * step, begin - before, count};
-    find_begin<L::TOKENS, SOURCE>(p, part);
+    find_begin<tokens, SOURCE>(p, part);
     store_shared_8(shared + L::PART, part.token, part.skip);
   }
   __syncthreads();
   const uint2 part = load_shared_8(shared + L::PART);
   return {static_cast<int>(part.x), static_cast<int>(part.y), count};
+}
+
+// One warp does the same for up to FEW groups, of which each lane has one; `first` is its lane.
+template <int STEP>
+DEVICE Part part_of_few(const Group& groups, int lane, int number, int parts) {
+  int before = groups.tiles;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int lower = __shfl_up_sync(~0u, before, distance);
+    if (lane >= distance) before += lower;
+  }
+  const int total = __shfl_sync(~0u, before, 31), begin = tiles_before(total, number, parts);
+  before -= groups.tiles;
+  const u32 mine = __ballot_sync(~0u, before <= begin && begin < before + groups.tiles);
+  const int first = mine ? __ffs(mine) - 1 : 0;
+  return {first * STEP, begin - __shfl_sync(~0u, before, first), tiles_before(total, number + 1, parts) - begin};
 }
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
@@ -90,6 +123,13 @@ struct Slot {
 template <class L>
 DEVICE void next(Slot& slot) {
   if (++slot.index == L::STAGES) slot.index = 0, slot.parity ^= 1;
+}
+
+// The slot of the next tile that the same warpgroup has.
+template <class L>
+DEVICE void next_own(Slot& slot) {
+  slot.index += L::WARPGROUPS;
+  if (slot.index >= L::STAGES) slot.index -= L::STAGES, slot.parity ^= 1;
 }
 
 DEVICE u32 of_slot(u32 barriers, const Slot& slot) { return barriers + slot.index * 8; }
@@ -111,11 +151,24 @@ DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, in
   for (int i = 0; i < tiles; ++i, next<L>(slot)) {
     mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
     if (lane == 0) {
-      mbarrier_arrive_expect(of_slot(shared + L::KEY_FULL, slot), TILE_BYTES);
-      copy_box(shared + L::KEY + slot.index * TILE_BYTES, p.keys, 0, (first_tile + i * apart) * TILE, 0,
-               of_slot(shared + L::KEY_FULL, slot));
+      const u32 full = of_slot(shared + L::KEY_FULL, slot), keys = shared + L::KEY + slot.index * TILE_BYTES;
+      const int first = (first_tile + i * apart) * TILE;
+      mbarrier_arrive_expect(full, TILE_BYTES);
+      if constexpr (L::CLUSTER == 1) {
+        copy_box(keys, p.keys, 0, first, 0, full);
+      } else {  // each CTA brings its part of a tile for all
+        constexpr int OWN = TILE / L::CLUSTER;
+        const int rank = blockIdx.x % L::CLUSTER;
+        copy_box_to((1 << L::CLUSTER) - 1, keys + rank * OWN * 128, p.keys, 0, first + rank * OWN, 0, full);
+      }
     }
   }
+}
+
+// Keys that one group reads are not read again: what else is in L2 stays there. Several groups of a request share them.
+template <class L>
+DEVICE u64 policy_of_keys(const Params& p) {
+  return p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS ? evict_first() : evict_normal();
 }
 
 // Lane n has the n-th box of the tiles that it and the others bring together.
@@ -125,26 +178,32 @@ DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int en
   const int* table = table_of(p, token);
   const int boxes = 1 << p.boxes_log2, keys = TILE >> p.boxes_log2, together = 32 >> p.boxes_log2;
   const int box = lane & boxes - 1, turn = lane >> p.boxes_log2;
+  const u64 policy = policy_of_keys<L>(p);
   int position = (first_tile + turn * apart) * TILE + box * keys, block_after = block_at(p, table, position, end);
   for (; tiles > 0; tiles -= together, position += 32 * keys * apart) {
     const int block = block_after, offset = position - divide(position, p.of_block_size) * p.block_size;
-    const unsigned char* scales = p.cache + block * p.block_bytes + p.block_size * 128 + offset * 4;
     const u32 there = __ballot_sync(~0u, block >= 0);
     if (tiles > together) block_after = block_at(p, table, position + 32 * keys * apart, end);
     for (int i = 0; i < min(tiles, together); ++i, next<L>(slot)) {
-      const u32 full = of_slot(shared + L::KEY_FULL, slot), scales_to = shared + L::SCALE + slot.index * TILE * 4;
-      const int count = __popc(there >> (i << p.boxes_log2) & (1 << boxes) - 1);
+      const u32 full = of_slot(shared + L::KEY_FULL, slot), keys_to = shared + L::KEY + slot.index * TILE_BYTES,
+                scales_to = shared + L::SCALE + slot.index * TILE * 4;
+      const int first = i << p.boxes_log2, count = __popc(there >> first & (1 << boxes) - 1);
       mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
       if (count < boxes) {
         if (turn == i && block < 0)
           for (int key = 0; key < keys; ++key) store_shared_float(scales_to + (box * keys + key) * 4, -INFINITY);
         __syncwarp();
       }
-      if (turn == i && box == 0) mbarrier_arrive_expect(full, count * keys * (RowOfFp8Index::BYTES + RowOfFp8Index::SCALE_BYTES));
-      if (boxes > 1) __syncwarp();
-      if (turn == i && block >= 0) {
-        copy_box(shared + L::KEY + slot.index * TILE_BYTES + box * keys * 128, p.keys, 0, offset, block, full);
-        bulk_copy(scales_to + box * keys * 4, scales, keys * 4, full);
+      if (lane == 0)
+        mbarrier_arrive_expect(full, count * keys * (RowOfFp8Index::BYTES + RowOfFp8Index::SCALE_BYTES));
+#pragma unroll 1
+      for (int one = 0; one < boxes; ++one) {  // all by one lane: operands of copies are uniform registers
+        const int from = __shfl_sync(~0u, block, first + one), at = __shfl_sync(~0u, offset, first + one);
+        if (from >= 0 && lane == 0) {
+          copy_box(keys_to + one * keys * 128, p.keys, 0, at, from, full, policy);
+          bulk_copy(scales_to + one * keys * 4, p.cache + from * p.block_bytes + p.block_size * 128 + at * 4, keys * 4,
+                    full, policy);
+        }
       }
     }
   }
@@ -199,9 +258,10 @@ DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, i
 }
 
 template <class L, Source SOURCE>
-DEVICE void produce(const Params& p, u32 shared, Part part) {
-  constexpr int step = STEP<L::TOKENS, SOURCE>;
-  const int thread = threadIdx.x - CONSUMERS, lane = thread & 31;
+DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group groups) {
+  constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
+  const int before = blockIdx.x % L::CLUSTER * L::TOKENS;  // tokens of a group that other CTAs of the cluster have
+  const int thread = threadIdx.x - L::CONSUMERS, lane = thread & 31;
   const bool leads = thread < 32;
   Slot slot = {0, 0};
   int stage = 0;
@@ -220,15 +280,21 @@ DEVICE void produce(const Params& p, u32 shared, Part part) {
     __syncwarp();
     if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
   };
-  for (int first = part.token; part.count; first += 32 * step) {
-    const Group groups = group_at<L::TOKENS, SOURCE>(p, first + lane * step);
-    for (u32 live = __ballot_sync(~0u, groups.tiles > 0); live && part.count; live &= live - 1) {
+  int first = few ? 0 : part.token;
+  if (!few) groups = group_at<tokens, SOURCE>(p, first + lane * step);
+  u32 live = __ballot_sync(~0u, groups.tiles > 0);
+  if (few) {
+    part = part_of_few<step>(groups, lane, blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER);
+    live &= ~0u << part.token / step;
+  }
+  while (part.count) {
+    for (; live && part.count; live &= live - 1) {
       const int from = __ffs(live) - 1, token = first + from * step;
       const int count = __shfl_sync(~0u, groups.count, from), end = __shfl_sync(~0u, groups.end, from),
                 first_tile = __shfl_sync(~0u, groups.first_tile, from) + part.skip,
                 tiles = min(__shfl_sync(~0u, groups.tiles, from) - part.skip, part.count);
       part.skip = 0, part.count -= tiles;
-      announce(token, count, first_tile, tiles);
+      announce(token + before, max(count - before, 1), first_tile, tiles);
       if (SOURCE == FLAT)
         bring_flat<L>(p, shared, lane, first_tile, tiles, slot);
       else if (SOURCE == BOXES)
@@ -236,6 +302,10 @@ DEVICE void produce(const Params& p, u32 shared, Part part) {
       else
         bring_anywhere<L>(p, shared, thread, token, end, first_tile, tiles, slot);
     }
+    if (part.count == 0) break;
+    first += 32 * step;
+    groups = group_at<tokens, SOURCE>(p, first + lane * step);
+    live = __ballot_sync(~0u, groups.tiles > 0);
   }
   announce(0, 0, 0, 0);
 }
@@ -272,6 +342,18 @@ struct Share {
   }
   static DEVICE bool stores(int lane) { return TOKENS_ > 1 || (lane & 2) == 0; }
 };
+
+// Tells all that bring a slot's keys that this warp has read them.
+template <class L>
+DEVICE void release(u32 barrier, int lane) {
+  if constexpr (L::CLUSTER == 1) {
+    warp_arrive(barrier, lane);
+  } else {
+#pragma unroll
+    for (int rank = 0; rank < L::CLUSTER; ++rank)
+      if (arrives(lane)) mbarrier_arrive_peer(peer_address(barrier, rank));
+  }
+}
 
 // Begins the products of a tile and a part of the queries.
 template <int N>
@@ -326,11 +408,12 @@ struct Stored {
       bounds[t] = {0, 0};
       if (of_group < static_cast<int>(group.y) && S::stores(lane)) bounds[t] = bounds_of<SOURCE>(p, token + of_group);
       rows[t] = p.out + (token + of_group) * p.out_stride;
+      hold(rows[t]);  // else it is computed for every score
     }
   }
 
   DEVICE void put(int t, int column, float score, int) const {
-    if (column >= bounds[t].start && column < bounds[t].end) rows[t][column] = score;
+    store_float_if(column >= bounds[t].start && column < bounds[t].end, rows[t] + column, score);
   }
 
   DEVICE void end(const uint4&) const {}
@@ -343,9 +426,10 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
   float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
-  Slot slot = {warpgroup, 0}, done = slot;  // whose products are begun next, and summed up next
-  int turn = 0;                             // tiles of the groups so far, of both warpgroups
-  int held = -1;                            // token whose weights are in registers
+  Slot done = {warpgroup, 0}, ahead = done;  // whose products are summed up next, and begun next
+  Slot& slot = L::SETS == 1 ? done : ahead;
+  int turn = 0;   // tiles of the groups so far, modulo the warpgroups
+  int held = -1;  // token whose weights are in registers
   for (int stage = 0, parity = 0;;) {
     mbarrier_wait(shared + L::GROUP_FULL + stage * 8, parity);
     const uint4 group = load_shared_16(shared + L::GROUP + stage * 16);
@@ -361,17 +445,18 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
         for (int j = 0; j < L::HEADS / 4; ++j) weights[t * (L::HEADS / 4) + j] = __ldg(own + j / 2 * 8 + j % 2);
       }
     }
-    const int skipped = (warpgroup ^ turn) & 1;  // the other warpgroup's
+    constexpr int W = L::WARPGROUPS;
+    const int skipped = warpgroup - turn + (warpgroup < turn ? W : 0);  // the other warpgroups'
     int column = (static_cast<int>(group.z) + skipped * use.apart) * TILE + key;
-    int tiles = static_cast<int>(group.w) - skipped + 1 >> 1;
-    turn += group.w;
+    int tiles = (group.w + W - 1 - skipped) / W;
+    turn = (turn + group.w) % W;
     float sums[L::TOKENS * 2], scales[S::ROWS];
     const u64 own_queries = queries + stage * (L::QUERY_BYTES / 16);
 
     auto begin = [&](float(&products)[L::PART_COLUMNS / 2], int part) {
       if (part == 0) mbarrier_wait(of_slot(shared + L::KEY_FULL, slot), slot.parity);
       multiply(products, keys + slot.index * (TILE_BYTES / 16), own_queries + part * (L::PART_BYTES / 16));
-      if (part == L::PARTS - 1) next<L>(slot), next<L>(slot);
+      if (L::SETS == 2 && part == L::PARTS - 1) next_own<L>(ahead);
     };
     auto end = [&](float(&products)[L::PART_COLUMNS / 2], int part, auto last) {
       if (part == 0) {
@@ -386,8 +471,8 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
       wgmma_wait<last ? 0 : 1>();
       hold(products);
       if (part == L::PARTS - 1) {
-        warp_arrive(of_slot(shared + L::KEY_FREE, done), lane);
-        next<L>(done), next<L>(done);
+        release<L>(of_slot(shared + L::KEY_FREE, done), lane);
+        next_own<L>(done);
       }
       weigh<L>(products, weights + part * (L::PART_COLUMNS / 4), sums + part * L::PART_TOKENS * 2);
       if (part < L::PARTS - 1) return;
@@ -400,13 +485,20 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
           if (SOURCE != FLAT && scales[r] == -INFINITY) score = -INFINITY;
           use.put(t, column + r * 8, score, lane);
         }
-      column += 2 * TILE * use.apart;
+      column += W * TILE * use.apart;
     };
 
     mbarrier_wait(shared + L::QUERY_FULL + stage * 8, parity);
     // The compiler has to see at every point which products are on their way.
     constexpr int PER_TURN = L::PARTS == 2 ? 1 : 2;  // tiles
-    if (tiles) {
+    if constexpr (L::SETS == 1) {
+      for (; tiles > 0; --tiles)
+#pragma unroll
+        for (int part = 0; part < L::PARTS; ++part) {
+          begin(even, part);
+          end(even, part, Last());
+        }
+    } else if (tiles) {
       begin(even, 0);
       for (; tiles > PER_TURN; tiles -= PER_TURN) {
         begin(odd, L::PARTS - 1);
@@ -434,15 +526,15 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
 
 template <class L, Source SOURCE>
 DEVICE void begin_barriers(const Params& p, u32 shared) {
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0) {  // by one thread, since lanes with addresses of their own would take turns
     constexpr u32 WARPS = ARRIVALS_OF_A_WARP;
     for (int stage = 0; stage < QUERY_STAGES; ++stage) {
       mbarrier_init(shared + L::GROUP_FULL + stage * 8, 1), mbarrier_init(shared + L::QUERY_FULL + stage * 8, 1);
-      mbarrier_init(shared + L::QUERY_FREE + stage * 8, 8 * WARPS);
+      mbarrier_init(shared + L::QUERY_FREE + stage * 8, L::CONSUMERS / 32 * WARPS);
     }
     for (int slot = 0; slot < L::STAGES; ++slot) {
       mbarrier_init(shared + L::KEY_FULL + slot * 8, SOURCE == ANYWHERE ? GATHERERS * WARPS : 1);
-      mbarrier_init(shared + L::KEY_FREE + slot * 8, 4 * WARPS);
+      mbarrier_init(shared + L::KEY_FREE + slot * 8, 4 * L::CLUSTER * WARPS);
     }
     fence_barrier_init();
   }
@@ -454,13 +546,24 @@ template <class L, Source SOURCE>
 DEVICE void make_scores(const Params& p, u32 shared) {
   begin_barriers<L, SOURCE>(p, shared);
   prefetch_rows<L, SOURCE>(p);
-  const Part part = this_part<L, SOURCE>(p, shared);
-  if (part.count == 0) return;
-  if (uniform(threadIdx.x >> 7) == 2) {
-    fewer_registers<SOURCE == FLAT ? 40 : 72>();
-    if (SOURCE == ANYWHERE || threadIdx.x < CONSUMERS + 32) produce<L, SOURCE>(p, shared, part);
+  constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
+  const bool few = p.num_tokens <= FEW * step, brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
+  Part part = {0, 0, 0};
+  Group groups = {0, 0, 0, 0};
+  if (few) {
+    if (brings) groups = group_at<tokens, SOURCE>(p, (threadIdx.x & 31) * step);
+    __syncthreads();
   } else {
-    more_registers<SOURCE == FLAT ? 232 : 216>();
+    part = this_part<L, SOURCE>(p, shared);
+    if (part.count == 0) return;
+  }
+  if (L::CLUSTER > 1) cluster_meet();  // all have their barriers
+  if (brings) {
+    if (L::SETS == 2) fewer_registers<SOURCE == FLAT ? 40 : 72>();
+    if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32) produce<L, SOURCE>(p, shared, part, few, groups);
+  } else {
+    if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
     consume<L, SOURCE>(p, shared, Stored<L, SOURCE>(p));
   }
+  if (L::CLUSTER > 1) cluster_meet();  // no CTA leaves while another one copies to it or arrives at its barriers
 }

@@ -171,6 +171,11 @@ DEVICE u32 peer_address(u32 address, u32 rank) {
   return peer;
 }
 
+// An arrival at a barrier of any CTA of the cluster, by an address that `peer_address` gave.
+DEVICE void mbarrier_arrive_peer(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // To a peer's shared memory; the barrier, which lies there too, counts the bytes when they can be read.
 DEVICE void send_float2(u32 address, u32 barrier, float a, float b) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
@@ -260,6 +265,27 @@ DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrie
       : "memory");
 }
 
+// How long L2 keeps what a copy reads.
+DEVICE u64 evict_first() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+DEVICE u64 evict_normal() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // The other way, up to what `await_bulk_stores` waits for: that shared memory has been read.
 DEVICE void bulk_store(void* destination, u32 source, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
@@ -283,6 +309,24 @@ DEVICE void copy_box(u32 destination, const TensorMap& map, int x, int y, int z,
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
       "[%5];" ::"r"(destination),
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+DEVICE void copy_box(u32 destination, const TensorMap& map, int x, int y, int z, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(destination),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// The same to one place in the shared memory of each CTA of the cluster that `ctas` has a bit for. Each of them has a
+// barrier at one place, which counts the bytes.
+DEVICE void copy_box_to(u32 ctas, u32 destination, const TensorMap& map, int x, int y, int z, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(destination),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<unsigned short>(ctas))
       : "memory");
 }
 
@@ -344,6 +388,12 @@ DEVICE void prefetch_to_l2(const void* source) { asm volatile("prefetch.global.L
 // Bytes from a multiple of 16 on, 16 or a multiple of it.
 DEVICE void prefetch_bulk_to_l2(const void* source, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
+DEVICE void store_float_if(bool condition, float* target, float value) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.f32 [%0], %1;\n}" ::"l"(target), "f"(value),
+               "r"(static_cast<u32>(condition))
+               : "memory");
 }
 
 DEVICE void store_8_if(bool condition, void* target, u32 a, u32 b) {
