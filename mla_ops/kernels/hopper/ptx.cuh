@@ -498,6 +498,13 @@ DEVICE int lane_here() {
   return lane;
 }
 
+// This thread's number, read anew: else the compiler keeps what was read first until the last use of all.
+DEVICE int thread_here() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // The same value, of which the compiler knows nothing.
 DEVICE int opaque(int value) {
   asm volatile("" : "+r"(value));
