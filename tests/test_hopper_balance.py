@@ -223,6 +223,7 @@ def test_rows_are_shared_where_it_may_gain() -> None:
         (FP8, 20, 16, Clusters(16, 6), Workers(0, 120)),
         (FP8, 30, 16, Clusters(16, 6), Workers(0, 126)),  # of 30 clusters 21 run at one time
         (V4, 100, 32, Clusters(32, 1), Workers(64, 132)),
+        (FP8, 8, 128, Clusters(64, 2, 4), Workers(64, 66)),
         (BF16, 128, 128, Clusters(64, 1), Workers(0, 66)),
         (BF16, 32, 128, Clusters(64, 2), Workers(64, 66)),
         (BF16, 100, 16, Clusters(16, 1), Workers(0, 100)),

@@ -120,7 +120,7 @@ def test_two_caches_are_shared_as_one(cache_format: str, width: int, shape: Shap
 )
 @pytest.mark.parametrize(("cache_format", "width"), KERNELS)
 def test_a_replay_follows_the_lengths(cache_format: str, width: int, num_tokens: int, num_heads: int) -> None:
-    """One capture, as dispatched, has the bits of eager: rows of one length, one long among short ones, rows of none."""
+    """A capture, as dispatched, has the bits of eager: rows of one length, one long among short ones, rows of none."""
     device, topk = torch.device("cuda"), 2048
     cache = filled_cache(cache_format, 200, 64, device, head_dim=width)
     q = queries(num_tokens, num_heads, torch.bfloat16, device, width)

@@ -49,13 +49,15 @@ def workers_of(keys: Keys, launches: Launches, num_heads: int, at_once: tuple[in
     """
     num_tokens, shape = launches[0]
     rows = num_tokens * -(-num_heads // shape.tile)
+    parts = 1
     if isinstance(shape, Clusters):
-        clusters, size = rows * shape.parts, shape.splits
+        parts = shape.parts
+        clusters, size = rows * parts, shape.splits
     else:
         clusters, size = rows * shape.members, 1
     running = at_once[SPLITS.index(size)]
     tile, behind = shape.tile, 0
-    if keys.balanced_kernel(shape, clusters > running):
+    if parts == 1 and keys.balanced_kernel(shape, clusters > running):  # several parts go elsewhere than results
         ctas = min(clusters, running) * size
     else:
         tile = behind = next(t for t in tiles_for(keys, num_heads) if keys.balanced_kernel(Clusters(t, 1)))
