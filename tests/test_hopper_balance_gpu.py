@@ -45,6 +45,8 @@ def test_any_launch_shares_its_rows(cache_format: str, width: int, shape: Shape,
 
     Counters are 0 behind each call, or the next one's results would be wrong.
     """
+    if isinstance(shape, Group):
+        num_tokens = min(num_tokens, 60)  # there are counters for 128 rows of groups
     device, num_heads = torch.device("cuda"), shape.tile + 5
     cache = filled_cache(cache_format, 64, 64, device, head_dim=width)
     q = queries(num_tokens, num_heads + 2, torch.bfloat16, device, width)[:, 1:-1]

@@ -11,7 +11,7 @@
 #include "parts.cuh"
 
 constexpr int ROW_TURNS = 2;      // what a row costs besides its turns, in turns
-constexpr int FEWEST_TURNS = 4;   // of an interval: less is not worth its merge
+constexpr int FEWEST_TURNS = 6;   // of an interval: less is not worth its merge
 constexpr int NO_END = 0x7fffffff;
 constexpr int EVERY_WORKERS_TOKEN = -1;
 
@@ -71,11 +71,11 @@ DEVICE int num_workers(const Params& p) { return p.workers; }
 
 DEVICE Parts parts_of(const Params& p) { return parts_in(p.exchange, p.workers, p.head_tiles, p.num_heads); }
 
-// The same, for the merge of this launch's parts as well.
+// The same, which the call's first launch tells the merge of parts as well.
 template <int THREADS>
 DEVICE bool decide(const Params& p, u32 scratch) {
   const bool balanced = is_balanced<THREADS>(p, scratch);
-  if (thread_here() == 0 && cta_here() == 0) *parts_of(p).balanced = balanced;
+  if (!p.tokens_before && thread_here() == 0 && cta_here() == 0) *parts_of(p).balanced = balanced;
   return balanced;
 }
 
@@ -83,8 +83,7 @@ DEVICE bool decide(const Params& p, u32 scratch) {
 // when what stands in front of it does.
 template <int THREADS>
 DEVICE bool is_done(const Params& p, u32 scratch) {
-  if (!p.workers) return false;
-  if (!(p.tokens_before ? is_balanced<THREADS>(p, scratch) : decide<THREADS>(p, scratch))) return false;
+  if (!p.workers || !decide<THREADS>(p, scratch)) return false;
   wait_for_prerequisites();
   return true;
 }

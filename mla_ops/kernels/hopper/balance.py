@@ -21,11 +21,11 @@ from .launch import SPLITS, Balance, Clusters, Keys, Shape, tiles_for
 LEAST_US = 30.0  # of full rows: to add up lengths costs half a microsecond
 LEAST_US_OF_TWO = 75.0  # where the launch that returns adds one or two
 SLOWER = 1.15  # a balanced launch's turns, relative to those of launches by shapes
-MARGIN_US = 8.0  # what parts, their sum and the search for shares take at most, with a reserve
+MARGIN_US = 12.0  # what parts, their sum and the search for shares take at most, with a reserve
 ROW_TURNS = 2  # as in balance.cuh
 MAX_TURNS = 2**29  # sums of them are 32 bits
 MAX_TOKENS = 512  # every CTA reads all lengths, and a token's number has 15 bits
-MAX_CTAS = 256  # of workers: there are counters for so many
+MAX_CTAS = 160  # of workers: counters and registers are for so many
 LONG = 2**15  # turns of a row by which the slope of the predicted time is taken
 
 Launches = Sequence[tuple[int, Shape]]

@@ -182,9 +182,9 @@ class Keys:
         None where registers do not suffice for both ways, or half of an SM's shared memory.
         """
         kernel = self.kernel(shape, oversubscribed)
+        if shape.tile == 32:
+            return None
         if self.quantized:
-            if shape.tile == 32 and self.scale_bytes:
-                return None
             return kernel._replace(name=kernel.name.replace("attention_", "attention_balanced_"))
         if shape.tile == 64:
             return kernel._replace(name=kernel.name.replace("64_", "64_balanced_")) if kernel.walks else None

@@ -384,6 +384,21 @@ DEVICE float load_float(const float* source) {
   return v;
 }
 
+// -inf where there is nothing to load.
+DEVICE float load_float_if(bool there, const float* source) {
+  float v = -INFINITY;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p ld.global.f32 %0, [%1];\n"
+      "}"
+      : "+f"(v)
+      : "l"(source), "r"(static_cast<u32>(there))
+      : "memory");
+  return v;
+}
+
 // Zeros where there is nothing to load. Loads and shuffles stay in the order in which they are written.
 DEVICE float4 load_float4_if(bool there, const float* source) {
   float4 v = make_float4(0.f, 0.f, 0.f, 0.f);

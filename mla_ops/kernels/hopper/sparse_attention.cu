@@ -121,7 +121,7 @@ DEVICE void attend(const Params& p) {
       if (WALK) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
     } while (WALK && row.token < end_of_tokens<LAUNCH>(p));
     if constexpr (BALANCED)
-      add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 4 : 2>(p, shared, shared + L::TURN, shared + L::VALUES,
+      add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 4 : 2>(p, shared, shared + L::VALUES,
                                                           (warpgroup - 1) * 128 + thread);
     if (by_halves<L, LAUNCH>(p, row)) return;
   } else if constexpr (HEADS < 64) {
@@ -141,7 +141,8 @@ template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend_by_shape(const Params& p) {
   using L = Layout<HEADS, FORMAT>;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  if (!is_done<L::THREADS>(p, shared_address(shared_memory) + L::RAW)) attend<HEADS, FORMAT, LAUNCH>(p);
+  if (is_done<L::THREADS>(p, shared_address(shared_memory) + L::RAW)) return;
+  attend<HEADS, FORMAT, LAUNCH>(p);
 }
 
 template <int HEADS, Format FORMAT, Launch LAUNCH>

@@ -365,7 +365,7 @@ DEVICE void add_pieces(const Params& p, Row row, u32 shared, int half, int threa
     if (part >= 0) tell_sharers<L, VALUES_BARRIER>(p, shared, part, half * 128 + thread);
     if (!goes_on<L, false>(p, row, shared)) break;
   }
-  add_up_cuts<L, VALUES_BARRIER, 4>(p, shared, shared + L::TURN, shared + L::TILES, half * 128 + thread);
+  add_up_cuts<L, VALUES_BARRIER, 4>(p, shared, shared + L::TILES, thread_here() - 128);
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -442,7 +442,8 @@ __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_
   using L = PlainLayout<HEADS, DIM, CTAS>;
   EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  if (!is_done<L::THREADS>(p, shared_address(shared_memory) + L::TILES)) attend<L>(p);
+  if (is_done<L::THREADS>(p, shared_address(shared_memory) + L::TILES)) return;
+  attend<L>(p);
 }
 
 template <bool FIRST, class A, class B>

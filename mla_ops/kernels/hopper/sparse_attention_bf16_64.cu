@@ -461,7 +461,7 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
     row_parity ^= 1;
   }
   if constexpr (LAUNCH == Launch::BALANCED)
-    add_up_cuts<L, PAIR_BARRIER, 4>(p, shared, shared + L::ENDS, shared + L::TILES, thread_here());
+    add_up_cuts<L, PAIR_BARRIER, 4>(p, shared, shared + L::TILES, thread_here());
 }
 
 // ---- the kernels ----------------------------------------------------------------------------------------------------
@@ -523,7 +523,8 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __
   using L = PairLayout<DIM>;
   EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  if (!is_done<L::THREADS>(p, shared_address(shared_memory) + L::TILES)) attend_all<DIM, Launch::ROWS>(p);
+  if (is_done<L::THREADS>(p, shared_address(shared_memory) + L::TILES)) return;
+  attend_all<DIM, Launch::ROWS>(p);
 }
 
 // Both ways by the same code: of two copies ptxas keeps too much in registers.
