@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -77,7 +78,21 @@ FEW_KEYS = 64  # keys of a mixture's short rows
 
 
 def mixed_lengths(mixture: str, num_tokens: int, topk: int, device: torch.device) -> torch.Tensor:
-    """`[num_tokens]` keys of each token: "full", every "fourth" row full and the others short, or only "one" full."""
+    """`[num_tokens]` keys of each token.
+
+    Args:
+        mixture: "full"; every "fourth" row full and the others short, or only "one" full; "lognormal"; or a number of
+            keys that all have.
+        num_tokens: rows.
+        topk: keys of a full row.
+        device: of the result.
+    """
+    if mixture.isdigit():
+        return torch.full((num_tokens,), min(int(mixture), topk), dtype=torch.int32, device=device)
+    if mixture == "lognormal":
+        drawn = random.Random(num_tokens)
+        keys = [min(topk, max(1, int(drawn.lognormvariate(5.5, 1.5)))) for _ in range(num_tokens)]
+        return torch.tensor(keys, dtype=torch.int32, device=device)
     lens = torch.full((num_tokens,), topk, dtype=torch.int32, device=device)
     if mixture != "full":
         step = {"fourth": 4, "one": num_tokens}[mixture]

@@ -198,14 +198,15 @@ def attention(
         if attn_sink is not None:
             logits = torch.cat((scores, attn_sink.double()[:, None]), dim=1)
         top = logits.amax(1, keepdim=True).clamp(max=1e300)
-        weights = (logits - top).exp()
-        weights = weights / weights.sum(1, keepdim=True)
+        logarithms = logits - top - torch.logsumexp(logits - top, 1, keepdim=True)  # of weights that underflow as well
         if attn_sink is not None:
-            weights = torch.where((attn_sink == math.inf)[:, None], 0.0, weights)[:, :-1]
+            logarithms = torch.where((attn_sink == math.inf)[:, None], -math.inf, logarithms)[:, :-1]
+        weights = logarithms.exp()
         n = len(keys) * ACCUMULATE
         out = weights @ keys[:, :512]
         relative = torch.full_like(error, unit + 2 * n + 4 * FUNCTION)
-        off = (weights * (2 * error).clamp(max=700.0).expm1()[:, None]).clamp(max=1.0)
+        e = (2 * error).clamp(max=1e300)
+        off = (logarithms + (e + (-torch.expm1(-e)).log())[:, None]).clamp(max=0.0).exp()
         if attn_sink is not None:
             relative = relative + FUNCTION * attn_sink.double().abs().nan_to_num(0.0, 0.0)
         outs.append(out)

@@ -12,6 +12,9 @@ using std::max, std::min;
 struct int2 {
   int x, y;
 };
+struct int4 {
+  int x, y, z, w;
+};
 struct uint2 {
   unsigned x, y;
 };

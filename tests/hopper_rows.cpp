@@ -122,6 +122,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #define arrive_when_copied ptx_arrive_when_copied
 #define copy_8 ptx_copy_8
 #define shuffle_pointer ptx_shuffle_pointer
+#define thread_here ptx_thread_here
 #include "ptx.cuh"
 #undef cluster_rank
 #undef elect_one
@@ -140,6 +141,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef arrive_when_copied
 #undef copy_8
 #undef shuffle_pointer
+#undef thread_here
 
 struct Barrier {
   int arrivals, bytes;  // arrivals so far, bytes still missing in this phase
@@ -160,6 +162,7 @@ static void check(u32 barrier) {
 }
 
 static u32 cluster_rank() { return rank_of_cta; }
+static int thread_here() { return current; }
 static bool elect_one() { return current % LANES == 0; }
 static void mbarrier_wait(u32 barrier, u32 parity) {
   wait_until([&] { return (barriers[barrier].completed + 1 & 1) == static_cast<int>(parity); });
@@ -249,7 +252,7 @@ static Row first_row() {
 static bool goes_on(Row& row) {
   if (!walks(launch)) return false;
   row = launch == Launch::ROWS ? next_row(*params, row) : next_row<Launch::BALANCED, true>(*params, INTERVAL, row);
-  return row.token < params->num_tokens;
+  return row.token < (launch == Launch::BALANCED ? params->all_tokens : params->num_tokens);
 }
 
 static int number_of(const Row& row) { return row.token * params->head_tiles + row.tile; }
@@ -265,7 +268,7 @@ template <class R>
 void choose_all(int warp, int lane) {
   const Params& p = *params;
   Row row = first_row();
-  for (bool more = row.token < p.num_tokens; more; more = goes_on(row)) {
+  for (bool more = row.token < p.all_tokens; more; more = goes_on(row)) {
     Stream stream = begin_stream(p, row, warp, lane);
     row_of_warp[warp] = row;
     const int request = request_of(p, row);
@@ -317,7 +320,7 @@ void gather_keys(int warp, int lane) {
   int slot = warp, parity = 1;
   bool first = true;
   Row row = first_row();
-  for (bool more = row.token < p.num_tokens; more; more = goes_on(row), first = false) {
+  for (bool more = row.token < p.all_tokens; more; more = goes_on(row), first = false) {
     const Indices ahead = begin_share(p, row, lane).now;
     __syncwarp();
     row_of_warp[warp] = row;
@@ -386,10 +389,25 @@ static std::vector<Taken> taken;
 
 static void take_pieces(int warp, int lane) {
   Row row = first_row();
-  for (bool more = row.token < params->num_tokens; more; more = goes_on(row)) {
+  for (bool more = row.token < params->all_tokens; more; more = goes_on(row)) {
     const int part = part_of(*params, INTERVAL, row.token);
     if (warp == 0 && lane == 0) taken.push_back({row.token, row.tile, part, row.first, row.last});
   }
+}
+
+static bool decision;
+
+static void decide_all(int warp, int lane) {
+  if (warp == 0 && lane == 0) decision = false;
+  const bool balanced = shares_evenly<THREADS, Launch::ROWS>(*params, SCRATCH);
+  if (warp == 3 && lane == 31) decision = balanced;
+}
+
+// Whether it shares rows evenly, -1 where it would wait for ever. The first one tells the others' merge.
+extern "C" int decision_of_cta() {
+  failed = false;
+  failed |= !run(decide_all);
+  return failed ? -1 : decision;
 }
 
 // How many pieces it takes, -1 where it would wait for ever.

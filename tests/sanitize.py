@@ -198,14 +198,14 @@ def parts(tool: str) -> None:
 
 
 def shares(tool: str) -> None:
-    """A row that three workers share, one of none and one of a single worker, and the merge beside their kernel."""
+    """A row that three workers share, one of none and one of a single worker: by the first launch and by one behind."""
     import torch
     from attention_inputs import SCALE, filled_cache, queries
     from attention_oracle import assert_close, attention
 
-    from mla_ops.kernels.hopper import balance, dense_attention, launch, waves
+    from mla_ops.kernels.hopper import dense_attention, launch, waves
 
-    balance.clusters_at_once = lambda *_: (3,) * len(launch.SPLITS)
+    launch.clusters_at_once = waves.clusters_at_once = lambda *_: (3,) * len(launch.SPLITS)
     cpu = torch.device("cpu")
     table = torch.stack([torch.randperm(16), torch.randperm(16), torch.randperm(16)]).to(torch.int32)
     requests, lens = torch.arange(3, dtype=torch.int32), torch.tensor([1000, 0, 70], dtype=torch.int32)
@@ -224,10 +224,10 @@ def shares(tool: str) -> None:
             operand=torch.bfloat16,
             cache_format=cache_format,
         )
-        for tile in (16, 32, 64) if tool == "memcheck" else (16, 64):
+        for tile, splits in ((16, 1), (32, 1), (64, 1), (64, 2)) if tool == "memcheck" else ((16, 1), (64, 1), (64, 2)):
             out = torch.empty(3, 16, 512, dtype=torch.bfloat16, device="cuda")
             lse = torch.empty(3, 16, device="cuda")
-            with waves.override(waves.Wave(3, launch.Balanced(tile))):
+            with waves.override(waves.Wave(3, launch.Clusters(tile, splits)), evenly=True):
                 dense_attention.paged_attention(
                     *(tensor.cuda() for tensor in (q, cache, table, requests, lens)),
                     SCALE,

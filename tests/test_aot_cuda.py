@@ -21,7 +21,6 @@ from mla_ops.kernels.hopper import (
     cache,
     indexer_logits,
     launch,
-    merge_cuts,
     merge_parts,
     prefill_attention,
     select_keys,
@@ -84,7 +83,6 @@ KERNELS += [
     Variant(kernel.source, kernel.name, kernel.threads, merge_parts.Params, blocks=4)
     for kernel in merge_parts.kernels()
 ]
-KERNELS += [Variant(merge_cuts.KERNEL.source, merge_cuts.KERNEL.name, merge_cuts.THREADS, merge_cuts.Params, blocks=4)]
 # What tests/sanitize.py gives to racecheck: one kernel of each source, within the same limits.
 KERNELS += [replace(kernel, defines=("EVERY_LANE_ARRIVES",)) for kernel in {k.source: k for k in KERNELS}.values()]
 
@@ -97,7 +95,7 @@ def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
     assert used.stack == 0
     assert used.params == variant.padding + ctypes.sizeof(variant.params)
     assert used.registers * variant.threads * variant.blocks <= REGISTERS_OF_AN_SM
-    unshared = ("cache.cu", "merge_cuts.cu", "merge_parts.cu", "indexer_clean.cu", "topk.cu")
+    unshared = ("cache.cu", "merge_parts.cu", "indexer_clean.cu", "topk.cu")
     assert compiled.shared_bytes > 0 or variant.source in unshared
     block = used.shared + compiled.shared_bytes
     assert block <= sources.MAX_SHARED_BYTES

@@ -398,11 +398,11 @@ def test_a_replay_shares_rows_of_any_lengths(cache_format: str, num_heads: int) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [16, 32, 64])
+@pytest.mark.parametrize("shape", [(16, 1), (32, 1), (64, 1), (16, 3), (64, 2), (32, 2, 3), (64, 2, 3)])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
-def test_a_balanced_launch_of_the_hopper_kernels(cache_format: str, tile: int) -> None:
+def test_hopper_launches_that_share_rows_evenly(cache_format: str, shape: tuple[int, ...]) -> None:
     """Holes in the table, requests that there are not, rows that several workers share; part-filled tiles."""
-    from mla_ops.kernels.hopper.launch import Balanced
+    from mla_ops.kernels.hopper.launch import Clusters
     from mla_ops.kernels.hopper.waves import Wave, override
 
     device = torch.device("cuda")
@@ -414,5 +414,5 @@ def test_a_balanced_launch_of_the_hopper_kernels(cache_format: str, tile: int) -
     reason = dispatch.unsupported_reason("hopper", mla_ops.registry.describe("paged_attention", *arguments))
     if reason is not None:
         pytest.skip(reason)
-    with dispatch.override(paged_attention="hopper"), override(Wave(7, Balanced(tile))):
+    with dispatch.override(paged_attention="hopper"), override(Wave(7, Clusters(*shape)), evenly=True):
         check("hopper", q, cache, table, requests, lens, cache_format)

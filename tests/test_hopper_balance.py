@@ -17,10 +17,10 @@ import torch
 from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops import formats
-from mla_ops.kernels.hopper import launch, merge_cuts, sources
-from mla_ops.kernels.hopper.balance import ROW_TURNS, balance_for, workers_of
+from mla_ops.kernels.hopper import groups, launch, parts, sources
+from mla_ops.kernels.hopper.balance import ROW_TURNS, Workers, balance_for, workers_of
 from mla_ops.kernels.hopper.costs import TABLE, read_costs
-from mla_ops.kernels.hopper.launch import KERNELS, KEYS, NO_CACHE, Balance, Balanced, Rows, cache_params
+from mla_ops.kernels.hopper.launch import KERNELS, KEYS, NO_CACHE, Balance, Clusters, Group, Rows, cache_params
 from mla_ops.kernels.hopper.waves import Wave
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
@@ -33,6 +33,10 @@ class Taken(ctypes.Structure):
     """What a worker's CTA takes of a token, in turns; where it leaves a part, -1 for a whole token."""
 
     _fields_ = tuple((name, ctypes.c_int) for name in ("token", "tile", "part", "first", "last"))
+
+
+def workers_of_64(ctas: int, num_heads: int) -> int:
+    return max(1, ctas // -(-num_heads // 64))
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +54,9 @@ def share(
     num_heads: int,
     longest: float = math.inf,
     margin: float = 0.0,
-) -> tuple[list[list[Taken]], list[tuple[int, int]]]:
-    """The pieces of each CTA, and the records of the workers."""
+) -> tuple[list[list[Taken]], list[list[int]], bool]:
+    """The pieces of each CTA; first worker and number of those with whom it shares the rows at its two ends; whether
+    rows are shared at all."""
     seen: list[Any] = []
 
     class Recorded:
@@ -64,12 +69,13 @@ def share(
     rows = Rows(cache, *formats.geometry(cache, "bf16")[:3])
     table = torch.zeros(1, CAPACITY // 64 + 1, dtype=torch.int32)
     key_lens, num_tokens = torch.tensor(lengths, dtype=torch.int32), len(lengths)
-    workers = workers_of(num_heads, 64, ctas)
-    exchange = merge_cuts.exchange(workers, num_heads, torch.device("cpu"))
+    monkeypatch.setattr(groups, "counters", lambda *_: 0)
+    workers, head_tiles = workers_of_64(ctas, num_heads), -(-num_heads // 64)
+    exchange = parts.exchange(workers, head_tiles, num_heads, torch.device("cpu"))
     launch.launch(
         KERNELS["bf16", 576],
-        Balanced(64),
-        num_tokens,
+        Clusters(64, 1),
+        0,
         torch.zeros(num_tokens, num_heads, 576, dtype=torch.bfloat16),
         (cache_params(rows, None, key_lens, table, CAPACITY), NO_CACHE),
         1.0,
@@ -81,16 +87,20 @@ def share(
         balance=Balance(64, workers, longest, margin),
         exchange=exchange,
         all_tokens=num_tokens,
+        takes_either_way=True,
     )
     ((grid, params),) = seen
-    pieces = []
+    pieces, decisions = [], set()
     for x in range(grid[0]):
         library.choose_cta(params, (ctypes.c_int * 3)(x, 0, 0), (ctypes.c_int * 3)(*grid), 0, BALANCED)
+        decisions.add(library.decision_of_cta())
         count = library.pieces_of_cta()
         assert count >= 0
         pieces.append([Taken(*(getattr(p, n) for n, _ in Taken._fields_)) for p in library.pieces_taken()[:count]])
-    records = exchange.view(torch.int32)[2 * workers * num_heads :][: 2 * workers].view(workers, 2).tolist()
-    return pieces, [(token, cut) for token, cut in records]
+    told = exchange.view(torch.int32)
+    (decision,) = decisions
+    assert told[0] == decision >= 0
+    return pieces, told[4 : 4 + 4 * len(pieces)].view(-1, 4).tolist(), decision == 1
 
 
 def lognormal(generator: random.Random, count: int) -> list[int]:
@@ -116,16 +126,12 @@ def test_all_turns_are_taken_once_and_evenly(
     batch: str, ctas: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths, num_heads = BATCHES[batch](random.Random(3)), 100
-    pieces, records = share(library, monkeypatch, lengths, ctas, num_heads)
+    pieces, sharers, decision = share(library, monkeypatch, lengths, ctas, num_heads)
+    assert decision
     turns = [-(-min(max(length, 0), CAPACITY) // KEYS) for length in lengths]
-    workers = workers_of(num_heads, 64, ctas)
+    workers = workers_of_64(ctas, num_heads)
     assert len(pieces) == 2 * workers
-    assert len(records) == workers
-    cuts: dict[int, list[int]] = {}  # workers that begin inside of a token
-    assert records[0] == (1, 0)  # this launch has the tokens
-    for worker, (token, cut) in enumerate(records):
-        if cut:
-            cuts.setdefault(token, []).append(worker)
+    cuts = 0
     for tile in range(2):
         by_token: dict[int, list[tuple[int, Taken]]] = {token: [] for token in range(len(lengths))}
         for cta, own in enumerate(pieces):
@@ -138,7 +144,15 @@ def test_all_turns_are_taken_once_and_evenly(
             assert [piece.first for _, piece in found] == [0, *(piece.last for _, piece in found[:-1])]
             assert found[-1][1].last == turns[token]
             begun = [worker for worker, _ in found[1:]]
-            assert cuts.get(token, []) == begun
+            cuts += len(begun)
+            for worker, piece in found:
+                # who begins inside of a token has its sharers in front, who only ends there behind
+                ends = sharers[2 * worker + tile]
+                told = ends[:2] if piece.part == worker else ends[2:] if piece.part >= 0 else [None, 1]
+                assert told[1] == len(found)
+                assert told[0] == (found[0][0] if begun else None)
+                if piece.part == worker and piece.token == pieces[2 * worker + tile][-1].token:
+                    assert ends[3] == 0, "one part, however long the token goes on"
             if begun:
                 assert begun == list(range(begun[0], begun[0] + len(begun)))
                 assert found[0][0] == begun[0] - 1
@@ -170,29 +184,55 @@ def test_launches_by_shapes_have_rows_of_about_one_length(
     lengths: list[int], balanced: bool, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clusters of two on 60 CTAs, each once, and a margin of 7 turns."""
-    pieces, records = share(library, monkeypatch, lengths, 60, 100, 0.5 / 1.15, 7.0)
-    assert records[0] == (int(balanced), 0)
-    assert any(pieces) == balanced
-    if not balanced:
-        assert not any(cut for _, cut in records)
+    *_, decision = share(library, monkeypatch, lengths, 60, 100, 0.5 / 1.15, 7.0)
+    assert decision == balanced
 
 
-def test_a_balanced_launch_is_made_where_it_may_gain() -> None:
+AT_ONCE = (132, 66, 43, 32, 26, 21, 18, 15, 14, 13, 11, 10, 9, 8, 7)
+FP8, V4, BF16 = KERNELS["fp8_ds_mla", 576], KERNELS["fp8_ds_mla_v4", 512], KERNELS["bf16", 576]
+
+
+def test_rows_are_shared_where_it_may_gain() -> None:
     """Few short rows take the time of a launch; a row alone is shared by all CTAs anyway."""
-    keys, costs = KERNELS["bf16", 576], read_costs(TABLE.read_text(), "NVIDIA H200")
-    at_once = (132, 66, 43, 32, 26, 21, 18, 15, 14, 13, 11, 10, 9, 8, 7)
+    costs = read_costs(TABLE.read_text(), "NVIDIA H200")
 
-    def made(num_tokens: int, turns: int, splits: int) -> Balance | None:
-        waves = [Wave(num_tokens, launch.Clusters(64, splits))]
-        return balance_for(keys, waves, num_tokens, 128, turns, at_once, costs)
+    def made(keys: launch.Keys, num_tokens: int, turns: int, splits: int) -> Balance | None:
+        waves = [Wave(num_tokens, Clusters(64, splits))]
+        return balance_for(keys, waves, num_tokens, 128, turns, AT_ONCE, costs)
 
-    assert made(1, 2048, 16) is None
-    assert made(4, 16, 16) is None
-    assert made(5000, 64, 1) is None
-    found = made(32, 2048, 2)
-    assert found is not None
-    assert (found.tile, found.workers) == (64, 66)
-    # a row's 2048 turns are one CTA's 1024; a share of 36 and the margin are less, and of 1000 more
-    assert 0.4 < found.longest < 0.5
-    assert 2048 * found.longest > 36 + found.margin
-    assert 72 * found.longest < 36 + found.margin
+    assert made(FP8, 1, 2048, 16) is None
+    assert made(FP8, 4, 16, 16) is None
+    assert made(FP8, 5000, 64, 1) is None
+    assert made(BF16, 32, 32, 2) is None  # two launches for 40 us
+    for keys, tile in ((FP8, 0), (BF16, 64)):
+        found = made(keys, 32, 2048, 2)
+        assert found is not None
+        assert (found.tile, found.workers) == (tile, 66 if tile else 64)
+        # a row's 2048 turns are one CTA's 1024; a share of 36 and the margin are less, and of 1000 more
+        assert 0.4 < found.longest < 0.5
+        assert 2048 * found.longest > 36 + found.margin
+        assert 72 * found.longest < 36 + found.margin
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_tokens", "num_heads", "shape", "expected"),
+    [
+        (FP8, 8, 128, Group(8), Workers(0, 64)),
+        (FP8, 32, 128, Clusters(64, 2), Workers(0, 64)),
+        (FP8, 128, 128, Clusters(64, 1), Workers(0, 66)),
+        (FP8, 20, 16, Clusters(16, 6), Workers(0, 120)),
+        (FP8, 30, 16, Clusters(16, 6), Workers(0, 126)),  # of 30 clusters 21 run at one time
+        (V4, 100, 32, Clusters(32, 1), Workers(64, 132)),
+        (FP8, 100, 32, Clusters(32, 1), Workers(64, 132)),
+        (FP8, 8, 128, Clusters(64, 2, 4), Workers(64, 66)),
+        (BF16, 128, 128, Clusters(64, 1), Workers(0, 66)),
+        (BF16, 32, 128, Clusters(64, 2), Workers(64, 66)),
+        (BF16, 100, 16, Clusters(16, 1), Workers(0, 100)),
+        (BF16, 300, 16, Clusters(16, 1), Workers(16, 132)),
+    ],
+)
+def test_who_shares_rows(
+    keys: launch.Keys, num_tokens: int, num_heads: int, shape: launch.Shape, expected: Workers
+) -> None:
+    """The CTAs of the first launch, or of one behind where no kernel takes both ways."""
+    assert workers_of(keys, [(num_tokens, shape)], num_heads, AT_ONCE) == expected

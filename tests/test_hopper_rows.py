@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -18,14 +17,12 @@ import torch
 from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops import formats
-from mla_ops.kernels.hopper import groups, launch, merge_cuts, sources
-from mla_ops.kernels.hopper.balance import workers_of
+from mla_ops.kernels.hopper import groups, launch, parts, sources
+from mla_ops.kernels.hopper.balance import always
 from mla_ops.kernels.hopper.launch import (
     KERNELS,
     KEYS,
     NO_CACHE,
-    Balance,
-    Balanced,
     Clusters,
     Group,
     Keys,
@@ -47,7 +44,7 @@ SHAPES = (
     Clusters(16, 3, 4),
     Clusters(16, 16, 3),
 )
-BALANCED_SHAPES = Balanced(16), Balanced(64)
+BALANCED_SHAPES = Clusters(16, 1), Clusters(64, 1), Clusters(16, 3), Clusters(64, 2), Group(2)
 GROUPS_OF_64 = tuple(Group(members) for members in (2, 7, 16))
 DEAD_SCALES = b"\x77" * 8  # scales of a dead key of fp8_ds_mla_v4, in formats.cuh
 ROWS, CLUSTERS, GROUPS, BALANCED = range(4)  # enum Launch
@@ -84,6 +81,8 @@ class Launched(NamedTuple):
 
     keys: Keys
     shape: Shape
+    evenly: bool
+    tiles: int
     selections: list[Selection]
     grid: tuple[int, int, int]
     params: bytes
@@ -98,10 +97,10 @@ class Launched(NamedTuple):
         """Each CTA in turn is the one that the library's functions tell of."""
         for z, y, x in itertools.product(*map(range, reversed(self.grid))):
             dims = (ctypes.c_int * 3)(x, y, z), (ctypes.c_int * 3)(*self.grid)
-            if isinstance(self.shape, Group):
-                library.choose_cta(self.params, *dims, 0, GROUPS)
-            elif isinstance(self.shape, Balanced):
+            if self.evenly:
                 library.choose_cta(self.params, *dims, 0, BALANCED)
+            elif isinstance(self.shape, Group):
+                library.choose_cta(self.params, *dims, 0, GROUPS)
             else:
                 library.choose_cta(self.params, *dims, x % self.shape.splits, ROWS if self.walks() else CLUSTERS)
             yield
@@ -145,7 +144,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rows of every length, invalid indices and holes in the tables among them; tiles that heads do not fill."""
 
-    def make(cache_format: str, width: int, kind: str, shape: Shape, max_grid_rows: int) -> Launched:
+    def make(
+        cache_format: str, width: int, kind: str, shape: Shape, max_grid_rows: int, evenly: bool = False
+    ) -> Launched:
         seen: list[Any] = []
 
         class Recorded:
@@ -179,13 +180,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
             for rows, indices, lengths, table in selections
         ]
         balance = exchange = None
-        if isinstance(shape, Balanced):
-            balance = Balance(shape.tile, workers_of(num_heads, shape.tile, AT_ONCE), math.inf, 0.0)
-            exchange = merge_cuts.exchange(balance.workers, num_heads, torch.device("cpu"))
+        own_tokens = num_tokens
+        if evenly:
+            balance = always(keys, [(num_tokens, shape)], num_heads, (AT_ONCE,) * len(launch.SPLITS))
+            if balance.tile:
+                shape, own_tokens = Clusters(balance.tile, 1), 0
+            exchange = parts.exchange(balance.workers, -(-num_heads // shape.tile), num_heads, torch.device("cpu"))
         launch.launch(
             keys,
             shape,
-            num_tokens,
+            own_tokens,
             torch.zeros(num_tokens, num_heads, width, dtype=torch.bfloat16),
             (caches[0], caches[1] if len(caches) > 1 else NO_CACHE),
             1.0,
@@ -197,9 +201,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
             balance=balance,
             exchange=exchange,
             all_tokens=num_tokens,
+            takes_either_way=evenly,
         )
         made.extend((requests, exchange))  # addresses of tensors are all that the parameters have
-        return Launched(keys, shape, selections, *seen[0])
+        return Launched(keys, shape, evenly, -(-num_heads // shape.tile), selections, *seen[0])
 
     made: list[torch.Tensor | None] = []
     return make
@@ -208,11 +213,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("max_grid_rows", [2, launch.MAX_GRID_ROWS])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("cache_format", "width", "shape"),
+    ("cache_format", "width", "shape", "evenly"),
     [
-        (*name, shape)
+        (*name, shape, evenly)
         for name, keys in KERNELS.items()
-        for shape in (*SHAPES, *BALANCED_SHAPES * keys.has_balanced, *GROUPS_OF_64 * keys.quantized)
+        for evenly, shapes in ((False, (*SHAPES, *GROUPS_OF_64)), (True, BALANCED_SHAPES))
+        for shape in shapes
+        if keys.quantized or not isinstance(shape, Group)
     ],
 )
 def test_each_key_is_gathered_once(
@@ -220,11 +227,12 @@ def test_each_key_is_gathered_once(
     width: int,
     kind: str,
     shape: Shape,
+    evenly: bool,
     max_grid_rows: int,
     library: ctypes.CDLL,
     launched: Any,
 ) -> None:
-    call = launched(cache_format, width, kind, shape, max_grid_rows)
+    call = launched(cache_format, width, kind, shape, max_grid_rows, evenly)
     assert library.bytes_of_params() == ctypes.sizeof(launch.Params)
     gathered: dict[tuple[int, int], Counter[int]] = {}
     for _ in call.choose_ctas(library):
@@ -236,9 +244,9 @@ def test_each_key_is_gathered_once(
             live[key.token, key.tile] += 1
         for (token, tile), keys in live.items():
             assert library.turns_of(token, tile) >= -(-keys // KEYS)
-            if kind == "slots" and not isinstance(shape, Balanced):  # else a hole of a table is found out later
+            if kind == "slots" and not evenly:  # else a hole of a table is found out later
                 assert library.turns_of(token, tile) == -(-keys // KEYS)
-    for token, tile in itertools.product(range(len(LENGTHS)), range(2)):
+    for token, tile in itertools.product(range(len(LENGTHS)), range(call.tiles)):
         assert gathered.get((token, tile), Counter()) == call.expected(token)
 
 

@@ -1,9 +1,10 @@
-// Rows of unequal lengths, evenly among CTAs that stay: each has an interval of the turns of all tokens' keys, one
+// Rows of unequal lengths, evenly among the CTAs of a launch: each has an interval of the turns of all tokens' keys, one
 // token's behind the other's, and finds it in the lengths on the device. A launch thus fits every batch.
 //
-// A *worker* is one CTA for each tile of heads; these have the same interval, so that they read the same keys at the
-// same time. A token that lies in one interval is written as it is. One that is cut leaves *parts*, at most two a
-// worker, which `merge_cuts.cu` adds up. Where whole tokens are about as even, none is cut.
+// A launch that is given lengths adds them up first. Where rows are of about one length, it goes on as its shape says.
+// Else its CTAs become workers. A *worker* is one CTA for each tile of heads; these have the same interval, so that they
+// read the same keys at the same time. A token that lies in one interval is written as it is. One that is cut leaves
+// *parts*, at most two a worker, which `cuts.cuh` adds up. Where whole tokens are about as even, none is cut.
 #pragma once
 
 #include "layout.cuh"
@@ -19,9 +20,9 @@ struct Cut {
   int token, turn;
 };
 
-// What a worker takes, 16 bytes: from a turn of a token to `end` of another's turns.
+// What a worker takes: from a turn of a token to `end` of another's turns. 16 bytes of shared memory.
 struct Interval {
-  int token, turn, last_token, end;
+  int token, turn, last_token, end, worker, tile;
 
   DEVICE int step(int workers) const { return turn == EVERY_WORKERS_TOKEN ? workers : 1; }  // from token to token
 };
@@ -41,11 +42,10 @@ DEVICE bool is_balanced(const Params& p, int total, int most) {
   return static_cast<float>(most) * p.longest > static_cast<float>(quota) + p.margin;
 }
 
-// Asked by a launch whose tokens the balanced launch in front of it may have, by all of its THREADS, before barriers are
-// made. `scratch` has eight bytes for each of their warps.
+// Asked by all of a CTA's THREADS, before barriers are made. `scratch` has eight bytes for each of their warps.
 template <int THREADS>
 DEVICE bool is_balanced(const Params& p, u32 scratch) {
-  const int thread = threadIdx.x, end = p.all_tokens - p.tokens_before;
+  const int thread = thread_here(), end = p.all_tokens - p.tokens_before;
   int total = 0, most = 0;
   for (int token = thread - p.tokens_before; token < end; token += THREADS) {
     const int own = turns_of(p, token) + ROW_TURNS;
@@ -64,20 +64,36 @@ DEVICE bool is_balanced(const Params& p, u32 scratch) {
   return is_balanced(p, total, most);
 }
 
-// The start of a launch by shapes: whether its tokens are done by a balanced one. Ends when that one does.
+// Of CTAs in the order of the grid.
+DEVICE int cta_here() { return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }
+
+DEVICE int num_workers(const Params& p) { return p.workers; }
+
+DEVICE Parts parts_of(const Params& p) { return parts_in(p.exchange, p.workers, p.head_tiles, p.num_heads); }
+
+// The same, which the call's first launch tells the merge of parts as well.
+template <int THREADS>
+DEVICE bool decide(const Params& p, u32 scratch) {
+  const bool balanced = is_balanced<THREADS>(p, scratch);
+  if (!p.tokens_before && thread_here() == 0 && cta_here() == 0) *parts_of(p).balanced = balanced;
+  return balanced;
+}
+
+// The start of a launch that only goes by its shape: whether another launch of the call shares its tokens evenly. Ends
+// when what stands in front of it does.
 template <int THREADS>
 DEVICE bool is_done(const Params& p, u32 scratch) {
-  if (!p.workers || !is_balanced<THREADS>(p, scratch)) return false;
+  if (!p.workers || !decide<THREADS>(p, scratch)) return false;
   wait_for_prerequisites();
   return true;
 }
 
 // How the tokens are shared among workers; `total` and `most`: what all and the longest cost, in turns.
 struct Sharing {
-  int workers, quota, snap;
+  int quota, snap;
   bool whole;  // tokens
 
-  DEVICE Sharing(int num_tokens, int workers, int total, int most) : workers(workers) {
+  DEVICE Sharing(int num_tokens, int workers, int total, int most) {
     quota = max(FEWEST_TURNS, (total + workers - 1) / workers);
     snap = max(1, quota / 32);
     const i64 rounds = (num_tokens + workers - 1) / workers;
@@ -94,31 +110,30 @@ struct Sharing {
     if (turns - turn < snap) return {token + 1, 0};
     return {token, turn};
   }
+
+  // The first worker of a token that is cut, and how many there are: one more than cuts.
+  DEVICE int2 sharers(int token_begin, int turns) const {
+    const int first = (token_begin + ROW_TURNS + snap + quota - 1) / quota - 1,
+              last = (token_begin + ROW_TURNS + turns - snap) / quota;
+    return make_int2(first, last - first + 1);
+  }
 };
 
-DEVICE void store_begin(u32 place, Cut cut) {
-  store_shared_4(place, cut.token), store_shared_4(place + 4, cut.turn);
+// A cut, and who shares the token that it is in, four words.
+DEVICE void store_cut(u32 place, Cut cut, int2 sharers) {
+  store_shared_8(place, cut.token, cut.turn);
+  store_shared_8(place + 8, sharers.x, cut.turn > 0 ? sharers.y : 0);
 }
 
-DEVICE void store_end(u32 place, Cut cut) {
-  store_shared_4(place + 8, cut.turn ? cut.token : cut.token - 1);
-  store_shared_4(place + 12, cut.turn ? cut.turn : NO_END);
-}
-
-DEVICE int worker_here(const Params& p) { return divide(blockIdx.x, p.of_head_tiles); }
-
-DEVICE int num_workers(const Params& p) { return p.workers; }
-
-DEVICE Parts parts_of(const Params& p, int workers) { return parts_in(p.exchange, workers, p.num_heads); }
-
-// This CTA's interval to `place`, by all of its THREADS; `scratch` has eight bytes for each of their warps. Ends with a
-// barrier.
+// This CTA's interval to `place`, by all of its THREADS; none where it is no worker's. `scratch` has eight bytes for each
+// of their warps, and 32. Not BALANCED: whole tokens of this launch. Ends with a barrier.
 template <int THREADS>
-DEVICE void find_interval(const Params& p, u32 place, u32 scratch) {
-  const int worker = worker_here(p), workers = num_workers(p);
-  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  const int each = (p.num_tokens + THREADS - 1) / THREADS, first = min(thread * each, p.num_tokens),
-            last = min(first + each, p.num_tokens);
+DEVICE void find_interval(const Params& p, u32 place, u32 scratch, bool balanced = true) {
+  const int cta = cta_here(), worker = divide(cta, p.of_head_tiles), workers = num_workers(p);
+  const int thread = thread_here(), warp = thread >> 5, lane = thread & 31, num_tokens = p.all_tokens;
+  const int each = (num_tokens + THREADS - 1) / THREADS, first = min(thread * each, num_tokens),
+            last = min(first + each, num_tokens);
+  const u32 begins = scratch + THREADS / 32 * 8, ends = begins + 16;
   int cost = 0, most = 0;
 #pragma unroll 4
   for (int token = first; token < last; ++token) {
@@ -141,41 +156,54 @@ DEVICE void find_interval(const Params& p, u32 place, u32 scratch) {
     if (i < warp) begin += of_warp.x;
     total += of_warp.x, most = max(most, static_cast<int>(of_warp.y));
   }
-  const Sharing sharing(p.num_tokens, workers, total, most);
-  const bool balanced = is_balanced(p, total, most);
-  if (!balanced) {
-    if (thread == 0) store_begin(place, {p.num_tokens, 0}), store_end(place, {p.num_tokens, 0});
-  } else if (sharing.whole) {
+  const Sharing sharing(num_tokens, workers, total, most);
+  const int2 nobody = make_int2(0, 0);
+  const Cut past{balanced ? num_tokens : p.num_tokens, 0};
+  const int from = sharing.begin(worker), to = sharing.begin(worker + 1);
+  if (worker >= workers || sharing.whole || !balanced) {
     if (thread == 0) {
-      store_begin(place, {worker, EVERY_WORKERS_TOKEN}), store_end(place, {p.num_tokens, 0});
+      store_cut(begins, worker >= workers ? Cut{num_tokens, 0} : Cut{worker, EVERY_WORKERS_TOKEN}, nobody);
+      store_cut(ends, past, nobody);
     }
   } else {
-    const int from = sharing.begin(worker), to = sharing.begin(worker + 1);
     if (thread == 0) {
-      if (from >= total) store_begin(place, {p.num_tokens, 0});
-      if (to >= total) store_end(place, {p.num_tokens, 0});
+      if (from >= total) store_cut(begins, past, nobody);
+      if (to >= total) store_cut(ends, past, nobody);
     }
     if (from < begin + cost && to >= begin) {
 #pragma unroll 1
       for (int token = first; token < last; ++token) {
         const int turns = turns_of(p, token), after = begin + turns + ROW_TURNS;
-        if (begin <= from && from < after) store_begin(place, sharing.cut(from, token, begin, turns));
-        if (begin <= to && to < after) store_end(place, sharing.cut(to, token, begin, turns));
+        const int2 sharers = sharing.sharers(begin, turns);
+        if (begin <= from && from < after) store_cut(begins, sharing.cut(from, token, begin, turns), sharers);
+        if (begin <= to && to < after) store_cut(ends, sharing.cut(to, token, begin, turns), sharers);
         begin = after;
       }
     }
   }
   __syncthreads();
-  if (thread == 0 && blockIdx.x == worker * p.head_tiles) {
-    const bool cut = static_cast<int>(load_shared_4(place + 4)) > 0;
-    parts_of(p, workers).records[worker] = make_int2(worker ? load_shared_4(place) : balanced, cut);
+  if (thread == 0) {
+    const uint2 from = load_shared_8(begins), to = load_shared_8(ends), before = load_shared_8(begins + 8),
+                behind = load_shared_8(ends + 8);
+    // A token that goes on beyond both ends is one part.
+    const bool goes_through = before.y && behind.y && from.x == to.x;
+    const u32 last_token = (to.y ? to.x : to.x - 1) & 0xffff;
+    store_shared_8(place, from.x | last_token << 16, from.y);
+    store_shared_8(place + 8, to.y ? to.y : NO_END, worker | (cta - worker * p.head_tiles) << 16);
+    if (worker < workers)
+      parts_of(p).sharers[cta] = {static_cast<int>(before.x), static_cast<int>(before.y), static_cast<int>(behind.x),
+                                  goes_through ? 0 : static_cast<int>(behind.y)};
   }
+  __syncthreads();
 }
 
 DEVICE Interval load_interval(u32 place) {
+  const uint2 a = load_shared_8(place), b = load_shared_8(place + 8);
+  const int tokens = uniform(a.x), here = uniform(b.y);
   Interval interval;
-  interval.token = uniform(load_shared_4(place)), interval.turn = uniform(load_shared_4(place + 4));
-  interval.last_token = uniform(load_shared_4(place + 8)), interval.end = uniform(load_shared_4(place + 12));
+  interval.token = tokens & 0xffff, interval.last_token = static_cast<short>(tokens >> 16);
+  interval.turn = uniform(a.y), interval.end = uniform(b.x);
+  interval.worker = here & 0xffff, interval.tile = here >> 16;
   return interval;
 }
 
@@ -186,13 +214,13 @@ DEVICE Row token_at(const Params& p, u32 place, int token) {
                     token == interval.token && token == interval.last_token && interval.turn >= interval.end;
   Row row;
   row.part = 0;
-  row.token = past ? p.num_tokens : token, row.tile = opaque(blockIdx.x) - opaque(worker_here(p)) * p.head_tiles;
+  row.token = past ? p.all_tokens : token, row.tile = interval.tile;
   return row;
 }
 
 // The first one: a worker may have none.
 DEVICE int first_token(const Params& p, u32 place) {
-  return token_at(p, place, uniform(load_shared_4(place))).token;
+  return token_at(p, place, load_interval(place).token).token;
 }
 
 // With what the interval has of its keys.
@@ -208,9 +236,14 @@ DEVICE Row piece_at(const Params& p, u32 place, int token) {
 // Which part of a token that is cut this worker has; -1 of a whole one. All lanes of a warp ask together.
 DEVICE int part_of(const Params& p, u32 place, int token) {
   const Interval interval = load_interval(place);
-  const int worker = worker_here(p);
-  if (token == interval.token && interval.turn > 0) return worker;
-  return token == interval.last_token && interval.end != NO_END ? num_workers(p) + worker : -1;
+  if (token == interval.token && interval.turn > 0) return interval.worker;
+  return token == interval.last_token && interval.end != NO_END ? num_workers(p) + interval.worker : -1;
+}
+
+// Tokens of the call, or of this launch.
+template <Launch LAUNCH>
+DEVICE int end_of_tokens(const Params& p) {
+  return LAUNCH == Launch::BALANCED ? p.all_tokens : p.num_tokens;
 }
 
 // Rows by number, as a CTA takes them one after the other: of all tokens and tiles, or tokens in its interval.
@@ -221,7 +254,7 @@ DEVICE Row row_number(const Params& p, u32 place, int number) {
 
 template <Launch LAUNCH>
 DEVICE int first_number(u32 place) {
-  return LAUNCH == Launch::BALANCED ? uniform(load_shared_4(place)) : blockIdx.x;
+  return LAUNCH == Launch::BALANCED ? load_interval(place).token : blockIdx.x;
 }
 
 template <Launch LAUNCH>
@@ -243,4 +276,10 @@ DEVICE Row next_row(const Params& p, u32 place, const Row& row) {
   } else {
     return next_row(p, row);
   }
+}
+
+// Which of its two ways a launch takes that is given lengths, found by all of its THREADS. Memory of groups is packets'.
+template <int THREADS, Launch LAUNCH>
+DEVICE bool shares_evenly(const Params& p, u32 scratch) {
+  return LAUNCH == Launch::GROUPS ? is_balanced<THREADS>(p, scratch) : decide<THREADS>(p, scratch);
 }

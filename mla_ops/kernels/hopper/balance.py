@@ -1,72 +1,103 @@
-"""When a call of the sparse attention kernels gets a balanced launch (`balance.cuh`) in front of those by shapes.
+"""When the rows of a sparse attention call may be shared evenly among CTAs (`balance.cuh`), and among how many.
 
 Shapes do not tell how long rows are. Where one is long and the others are short, launches by shapes wait for that one,
-and a balanced launch takes a tenth of their time; where all are about as long, it takes up to 1.3 times theirs, for it
-writes parts of rows to memory. So both are launched. The CTAs of both add up the lengths on the device and take the
-same decision, and those of one return at once.
+and an even share of all keys takes a tenth of their time; where all are about as long, it takes up to 1.3 times theirs,
+for it writes parts of rows to memory. So kernels have both ways. All CTAs of a call add up the lengths on the device
+and take the same decision, for which this module gives them the numbers.
+
+Both ways are in the call's first launch where there is such a kernel. Else a launch that only shares evenly comes
+behind the others, and returns where those have the rows, or the others do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from .costs import Costs, predicted_us
-from .launch import Balance, Clusters, Group, Keys, Shape, clusters_at_once, tiles_for
+from .launch import SPLITS, Balance, Clusters, Keys, Shape, tiles_for
 
-LEAST_US = 150.0  # of full rows: the launch that returns costs 7 us of them, and with less there is little to gain
+LEAST_US = 30.0  # of full rows: to add up lengths costs half a microsecond
+LEAST_US_OF_TWO = 75.0  # where the launch that returns adds one or two
 SLOWER = 1.15  # a balanced launch's turns, relative to those of launches by shapes
-MARGIN_US = 12.0  # what its parts, their merge and the search for shares take at most, with a reserve
+MARGIN_US = 12.0  # what parts, their sum and the search for shares take at most, with a reserve
 ROW_TURNS = 2  # as in balance.cuh
 MAX_TURNS = 2**29  # sums of them are 32 bits
-MAX_TOKENS = 512  # every CTA reads all lengths
+MAX_TOKENS = 512  # every CTA reads all lengths, and a token's number has 15 bits
+MAX_CTAS = 160  # of workers: counters and registers are for so many
 LONG = 2**15  # turns of a row by which the slope of the predicted time is taken
 
-
-def workers_of(num_heads: int, tile: int, at_once: int) -> int:
-    """Shares of a balanced launch, each of a CTA for every tile of heads, of CTAs that the device runs at one time."""
-    return max(1, at_once // -(-num_heads // tile))
+Launches = Sequence[tuple[int, Shape]]
 
 
-def always(keys: Keys, tile: int, num_heads: int, device_index: int) -> Balance:
-    """A balanced launch that has the tokens whatever their lengths are, as `waves.override` asks for it."""
-    at_once = clusters_at_once(keys, tile, device_index)[0]
-    return Balance(tile, workers_of(num_heads, tile, at_once), math.inf, 0.0)
+class Workers(NamedTuple):
+    """As in `Balance`."""
+
+    tile: int
+    workers: int
+
+
+def workers_of(keys: Keys, launches: Launches, num_heads: int, at_once: tuple[int, ...]) -> Workers:
+    """Who may share the rows of a call: the CTAs of its first launch that run at one time, or those of one behind.
+
+    Args:
+        keys: the kernels' format.
+        launches: tokens of each launch by shape, and its shape.
+        num_heads: heads.
+        at_once: clusters that the device runs at one time, for each size in `SPLITS`.
+    """
+    num_tokens, shape = launches[0]
+    rows = num_tokens * -(-num_heads // shape.tile)
+    parts = 1
+    if isinstance(shape, Clusters):
+        parts = shape.parts
+        clusters, size = rows * parts, shape.splits
+    else:
+        clusters, size = rows * shape.members, 1
+    running = at_once[SPLITS.index(size)]
+    tile, behind = shape.tile, 0
+    if parts == 1 and keys.balanced_kernel(shape, clusters > running):  # several parts go elsewhere than results
+        ctas = min(clusters, running) * size
+    else:
+        tile = behind = next(t for t in tiles_for(keys, num_heads) if keys.balanced_kernel(Clusters(t, 1)))
+        ctas = at_once[0]
+    return Workers(behind, max(1, min(ctas, MAX_CTAS) // -(-num_heads // tile)))
+
+
+def always(keys: Keys, launches: Launches, num_heads: int, at_once: tuple[int, ...]) -> Balance:
+    """Rows are shared whatever their lengths are, as `waves.override` may ask for it."""
+    return Balance(*workers_of(keys, launches, num_heads, at_once), math.inf, 0.0)
 
 
 def balance_for(
     keys: Keys,
-    shapes: Sequence[tuple[int, Shape]],
+    launches: Launches,
     num_tokens: int,
     num_heads: int,
     turns: int,
     at_once: tuple[int, ...],
     costs: Costs,
 ) -> Balance | None:
-    """The balanced launch of a call whose launches by shapes are `shapes`; None where it cannot gain.
+    """When a call's rows are shared evenly; None where it cannot gain.
 
     Args:
         keys: the kernels' format.
-        shapes: tokens of each launch, and its shape.
+        launches: tokens of each launch by shape, and its shape.
         num_tokens: query tokens.
         num_heads: heads.
         turns: turns of keys of a row at most.
         at_once: clusters that the device runs at one time, for each size in `SPLITS`.
         costs: times of the device.
     """
-    if not keys.has_balanced or not 1 < num_tokens <= MAX_TOKENS or num_tokens * (turns + ROW_TURNS) > MAX_TURNS:
+    if not 1 < num_tokens <= MAX_TOKENS or num_tokens * (turns + ROW_TURNS) > MAX_TURNS:
         return None
 
     def time(turns: int) -> float:
-        return sum(
-            predicted_us(keys, shape, count, num_heads, turns, at_once, costs)
-            for count, shape in shapes
-            if isinstance(shape, Clusters | Group)
-        )
+        return sum(predicted_us(keys, shape, count, num_heads, turns, at_once, costs) for count, shape in launches)
 
-    if time(turns) < LEAST_US:
+    behind, workers = workers_of(keys, launches, num_heads, at_once)
+    if time(turns) < (LEAST_US_OF_TWO if behind else LEAST_US):
         return None
-    tile = tiles_for(keys, num_heads)[0]
-    workers = workers_of(num_heads, tile, at_once[0])
-    turn_us = SLOWER * costs.tiles[keys.name][tile].turn_us
-    return Balance(tile, workers, (time(2 * LONG) - time(LONG)) / LONG / turn_us, MARGIN_US / turn_us)
+    turn_us = SLOWER * costs.tiles[keys.name][behind or launches[0][1].tile].turn_us
+    return Balance(behind, workers, (time(2 * LONG) - time(LONG)) / LONG / turn_us, MARGIN_US / turn_us)

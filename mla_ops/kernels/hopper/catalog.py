@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import cache, indexer_logits, launch, merge_cuts, merge_parts, prefill_attention, select_keys, topk
+from . import cache, indexer_logits, launch, merge_parts, prefill_attention, select_keys, topk
 from .launch import Kernel
 
 
@@ -11,4 +11,4 @@ def every_kernel() -> list[Kernel]:
     attention = [kernel for keys in launch.KERNELS.values() for kernel in keys.kernels()]
     indexer = indexer_logits.kernels(), select_keys.kernels(), topk.KERNELS
     others = merge_parts.kernels(), prefill_attention.kernels(), *indexer
-    return [*attention, merge_cuts.KERNEL, *(kernel for each in others for kernel in each), *cache.KERNELS.values()]
+    return [*attention, *(kernel for each in others for kernel in each), *cache.KERNELS.values()]

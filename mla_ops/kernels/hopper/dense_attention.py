@@ -3,7 +3,8 @@ was chosen.
 
 Without indices a turn's keys are neighbours within a block, and the gather takes 16 of them in one copy. A row's keys
 are shared among up to 16 CTAs of a cluster; where that leaves SMs idle, several clusters take a part of them each, and
-their float32 results are merged by a second kernel (`merge_parts`), which is launched before the first one ends.
+their float32 results are merged by a second kernel (`merge_parts`), which is launched before the first one ends. Rows
+of unequal lengths are shared evenly among all CTAs (`balance.py`).
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ DEVICE Indices indices_at(const Params& p, const Row& row, int turn, int lane) {
 }
 
 DEVICE int request_of(const Params& p, const Row& row) {
-  return p.req_id_per_token && row.token < p.num_tokens ? __ldg(p.req_id_per_token + row.token) : -1;
+  return p.req_id_per_token && row.token < p.all_tokens - p.tokens_before ? __ldg(p.req_id_per_token + row.token) : -1;
 }
 
 // Indices that are loaded while rows of earlier turns are copied.

@@ -57,7 +57,12 @@ def counters(device_index: int, rows: int) -> int:
     return address
 
 
-def exchange(rows: int, members: int, device: torch.device) -> torch.Tensor:
-    """Memory for the float16 accumulators, the sums and the references of each of a row's CTAs."""
+def exchange_bytes(rows: int, members: int) -> int:
+    """Of the float16 accumulators, the sums and the references of each of a row's CTAs."""
     of_a_head = 2 * LATENT_DIM + 8
-    return torch.empty(rows * members * TILE * of_a_head, dtype=torch.uint8, device=device)
+    return rows * members * TILE * of_a_head
+
+
+def exchange(rows: int, members: int, device: torch.device) -> torch.Tensor:
+    """Memory for what the CTAs of all rows exchange."""
+    return torch.empty(exchange_bytes(rows, members), dtype=torch.uint8, device=device)

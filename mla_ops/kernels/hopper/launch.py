@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,6 +53,10 @@ class Params(ctypes.Structure):
         ("splits", ctypes.c_int),
         ("rows", ctypes.c_int),
         ("workers", ctypes.c_int),
+        ("all_tokens", ctypes.c_int),
+        ("tokens_before", ctypes.c_int),
+        ("longest", ctypes.c_float),
+        ("margin", ctypes.c_float),
         ("of_splits", Divisor),
         ("of_parts", Divisor),
         ("of_head_tiles", Divisor),
@@ -75,10 +80,6 @@ class Params(ctypes.Structure):
         ("out_head_stride", ctypes.c_int64),
         ("exchange", POINTER),
         ("counters", POINTER),
-        ("all_tokens", ctypes.c_int),
-        ("tokens_before", ctypes.c_int),
-        ("longest", ctypes.c_float),
-        ("margin", ctypes.c_float),
     ]
 
 
@@ -115,26 +116,17 @@ class Group(NamedTuple):
         return groups.TILE
 
 
-class Balanced(NamedTuple):
-    """A launch of as many CTAs as run at one time, each with an even share of all rows' keys (`balance.cuh`).
-
-    Attributes:
-        tile: heads of a CTA.
-    """
-
-    tile: int
-
-
-Shape = Clusters | Group | Balanced
+Shape = Clusters | Group
 
 
 class Balance(NamedTuple):
-    """When a call's balanced launch has its tokens, which only the device knows, and how many share them.
+    """When a call's rows are shared evenly (`balance.cuh`), which only the device knows, and among how many workers.
 
-    It has them where `longest` times the longest row is more than a worker's share and `margin`, in turns.
+    They are where `longest` times the longest row is more than a worker's share and `margin`, in turns.
 
     Attributes:
-        tile: heads of a CTA.
+        tile: heads of a CTA of a launch that has this for its only work, behind the others; 0: the first launch of the
+            call has a kernel that takes either way.
         workers: shares; each is of a CTA for every tile of heads.
     """
 
@@ -183,35 +175,40 @@ class Keys:
     scale_bytes: int
     tiles: tuple[int, ...]
 
-    @property
-    def has_balanced(self) -> bool:
-        """Whether there are balanced kernels: not for scales that lie apart, whose models have no dense attention."""
-        return not self.scale_bytes
+    @functools.cache  # noqa: B019 - there are as many as formats
+    def balanced_kernel(self, shape: Shape, oversubscribed: bool = False) -> Kernel | None:
+        """The kernel of a launch that shares rows evenly if their lengths on the device say so.
+
+        None where registers do not suffice for both ways, or half of an SM's shared memory.
+        """
+        kernel = self.kernel(shape, oversubscribed)
+        if shape.tile == 32:
+            return None
+        if self.quantized:
+            return kernel._replace(name=kernel.name.replace("attention_", "attention_balanced_"))
+        if shape.tile == 64:
+            return kernel._replace(name=kernel.name.replace("64_", "64_balanced_")) if kernel.walks else None
+        name = f"sparse_attention_bf16_balanced<{shape.tile}, {self.chunks * 64}>"
+        return kernel._replace(name=name) if kernel.ctas == 1 else None
 
     @functools.cache  # noqa: B019 - there are as many as formats
     def kernel(self, shape: Shape, oversubscribed: bool = False) -> Kernel:
         """The kernel of a launch; `oversubscribed`: there are more CTAs than SMs.
 
         Raises:
-            ValueError: these keys have no kernel for groups, or no balanced one.
+            ValueError: these keys have no kernel for groups.
         """
         tile, grouped = shape.tile, isinstance(shape, Group)
         if grouped and not self.quantized:
             raise ValueError(f"only quantised keys have a kernel for groups, got {self.name}")
         walks = isinstance(shape, Clusters) and shape.splits == 1
         kind = "groups" if grouped else "rows" if walks else "clusters"
-        if isinstance(shape, Balanced):
-            if not self.has_balanced:
-                raise ValueError(f"there is no balanced kernel for {self.name}")
-            kind = "balanced"
         if self.quantized:
             name = f"sparse_attention_{kind}<{tile}, {self.name}>"
             return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, walks)
         width = self.chunks * 64
         if tile == 64:
             return Kernel("sparse_attention_bf16_64.cu", f"sparse_attention_bf16_64_{kind}<{width}>", 384, walks)
-        if isinstance(shape, Balanced):
-            return Kernel("sparse_attention_bf16.cu", f"sparse_attention_bf16_balanced<{tile}, {width}>", 512)
         ctas = 2 if tile == 16 and oversubscribed else 1
         return Kernel("sparse_attention_bf16.cu", f"sparse_attention_bf16<{tile}, {width}, {ctas}>", 512, ctas=ctas)
 
@@ -220,10 +217,9 @@ class Keys:
         shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
         if self.quantized:
             shapes.append(Group(2))
-        if self.has_balanced:
-            shapes += [Balanced(tile) for tile in self.tiles]
-        every = (self.kernel(shape, oversubscribed) for shape in shapes for oversubscribed in (False, True))
-        return list({kernel.name: kernel for kernel in every}.values())
+        of = itertools.product((self.kernel, self.balanced_kernel), shapes, (False, True))
+        every = (find(shape, oversubscribed) for find, shape, oversubscribed in of)
+        return list({kernel.name: kernel for kernel in every if kernel}.values())
 
 
 def _quantized(cache_format: str, chunks: int, tiles: tuple[int, ...]) -> Keys:
@@ -358,37 +354,44 @@ def launch(
     out: torch.Tensor,
     lse: torch.Tensor,
     programmatic: bool,
+    all_tokens: int,
+    tokens_before: int = 0,
     balance: Balance | None = None,
     exchange: torch.Tensor | None = None,
-    tokens_before: int = 0,
-    all_tokens: int = 0,
+    takes_either_way: bool = False,
 ) -> None:
     """One kernel, for the first `num_tokens` of what the tensors have.
 
     Args:
         programmatic: lets it begin beside the end of the launch in front, of which it may then read nothing.
-        balance: of a call with a balanced launch: of it, and of the launches that do its tokens if that one does not.
-        exchange: of a balanced launch, room for its parts.
-        tokens_before, all_tokens: with `balance`, tokens of the call in front of this launch's, and all.
+        all_tokens, tokens_before: of the call, and of them those in front of this launch's.
+        balance: where the call's rows may be shared evenly.
+        exchange: with `balance`, room for parts, and of a group for what it exchanges.
+        takes_either_way: whether it is this launch that shares them, with all tokens of the call then.
     """
     main, extra = caches
     num_heads, device_index = q.shape[1], q.device.index
     head_tiles = -(-num_heads // shape.tile)
     rows = head_tiles * num_tokens
-    counters = 0
+    counters = groups.counters(device_index, 1) if takes_either_way else 0
     if isinstance(shape, Group):
         splits, parts, cluster_size = shape.members, 1, 1
-        exchange = groups.exchange(rows, splits, q.device)
+        if not takes_either_way:
+            exchange = groups.exchange(rows, splits, q.device)
         counters = groups.counters(device_index, rows)
-    elif isinstance(shape, Balanced):
-        splits = parts = cluster_size = 1
     else:
         _, splits, parts = shape
         cluster_size = splits
     clusters = rows * parts
     at_once = clusters_at_once(keys, shape.tile, device_index)[SPLITS.index(cluster_size)]
-    kernel = keys.kernel(shape, clusters > at_once)
-    if isinstance(shape, Balanced):
+    oversubscribed = clusters > at_once
+    kernel = keys.kernel(shape, oversubscribed)
+    if takes_either_way:
+        found = keys.balanced_kernel(shape, oversubscribed)
+        assert balance is not None
+        assert found is not None
+        kernel = found
+    if num_tokens == 0:
         assert balance is not None
         grid = (balance.workers * head_tiles, 1, 1)
     elif kernel.walks:
@@ -403,6 +406,9 @@ def launch(
         splits,
         grid[1],
         0 if balance is None else balance.workers,
+        all_tokens,
+        tokens_before,
+        *((0.0, 0.0) if balance is None else (balance.longest, balance.margin)),
         *reciprocal(splits),
         *reciprocal(parts),
         *reciprocal(head_tiles),
@@ -431,9 +437,6 @@ def launch(
         out.stride(1),
         _pointer(exchange),
         counters,
-        all_tokens,
-        tokens_before,
-        *((0.0, 0.0) if balance is None else balance[2:]),
     )
     sources.load(kernel.source, kernel.name, device_index).launch(
         grid, (kernel.threads, 1, 1), None, (cluster_size, 1, 1), params, programmatic=programmatic

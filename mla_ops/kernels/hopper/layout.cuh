@@ -19,7 +19,10 @@ struct Params {
   int num_tokens, head_tiles;
   int parts;  // of a row's keys, a cluster of several CTAs each; where more than one, `out` is float32 [parts, ...]
   int splits, rows;  // CTAs of a cluster or group, the grid's rows
-  int workers;       // of the call's balanced launch (`balance.cuh`); 0: it has none
+  int workers;       // that may share all rows evenly instead (`balance.cuh`); 0: rows are as the shape says
+  // Of the call, whatever tokens this launch has: by which of the two ways they are done, see `is_balanced`.
+  int all_tokens, tokens_before;
+  float longest, margin;
   Divisor of_splits, of_parts, of_head_tiles;
   // What a token attends to in each cache; the second's topk is 0 if there is none.
   const int* topk_length[2];  // null: topk
@@ -36,18 +39,16 @@ struct Params {
   float* lse;
   u16* out;
   i64 lse_token_stride, lse_head_stride, out_token_stride, out_head_stride;
-  // Room for what CTAs of groups and workers leave; of groups, COUNTERS for each row, all 0 before and after.
+  // Room for what CTAs of groups and workers leave. COUNTERS for each row of a group, SHARERS_COUNTERS for each CTA of a
+  // worker, all 0 before and after.
   unsigned char* exchange;
   u32* counters;
-  // Of the call, whatever tokens this launch has: by which of its launches these are done, see `is_balanced`.
-  int all_tokens, tokens_before;
-  float longest, margin;
 };
 
-constexpr int COUNTERS = 8;
+constexpr int COUNTERS = 8, SHARERS_COUNTERS = 4;
 
 // Who works on a row: a CTA that takes one row after the other; a cluster; a group, CTAs of no cluster that meet in L2;
-// or CTAs that stay, as many as its share of all keys is worth (`balance.cuh`).
+// or workers, of which each has an even share of all keys (`balance.cuh`).
 enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED };
 
 // Whether a CTA takes one row, or piece of one, after the other.
@@ -179,12 +180,12 @@ struct Row {
 };
 
 DEVICE int length_in(const Params& p, int which, int token) {
-  if (token >= p.num_tokens) return 0;
+  if (token >= p.all_tokens - p.tokens_before) return 0;
   if (!p.topk_length[which]) return p.topk[which];
   return uniform(max(0, min(p.topk[which], __ldg(p.topk_length[which] + token))));
 }
 
-// A CTA's part of a token and a tile of its heads; no turns past the last token.
+// A CTA's part of a token and a tile of its heads; no turns past the call's last token.
 DEVICE Row row_of(const Params& p, int token, int tile, int part, int splits, int rank) {
   Row row;
   row.splits = splits, row.rank = rank;

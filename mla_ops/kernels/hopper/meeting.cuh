@@ -45,3 +45,25 @@ DEVICE void leave_meeting(const Meeting& meeting, const Row& row) {
   if (fetch_add(meeting.done, 1) != 2 * row.splits - 1) return;
   *meeting.have_states = 0, *meeting.have_packets = 0, *meeting.done = 0;
 }
+
+// ---- CTAs that share a row, each with work of other rows besides (`cuts.cuh`) ---------------------------------------
+
+// Three counters: how many of `count` CTAs have left their part, shares of the result that are taken, who will not look
+// at these again. A CTA leaves its part by adding one to the first, and looks once it has nothing else to do.
+
+// Whether all are there. If not, this CTA has lost its patience.
+DEVICE bool await_sharers(const u32* counters, int count) {
+#pragma unroll 1
+  for (int looks = PATIENCE; looks >= 0; --looks)
+    if (load_acquire(counters) == static_cast<u32>(count)) return true;
+  return false;
+}
+
+// One of `count` shares that nobody has taken; `count` and more where there is none.
+DEVICE int take_share(u32* counters) { return fetch_add(counters + 1, 1); }
+
+// The last one makes the counters ready for another launch.
+DEVICE void leave_sharers(u32* counters, int count) {
+  if (fetch_add(counters + 2, 1) != static_cast<u32>(count) - 1) return;
+  counters[0] = counters[1] = counters[2] = 0;
+}

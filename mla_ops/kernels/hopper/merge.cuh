@@ -16,7 +16,7 @@ DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
 
 // Address of a head's lse, in the result or, with `part` >= 0, in a part of a row.
 DEVICE float* lse_of(const Params& p, const Row& row, int global_head, int part) {
-  if (part >= 0) return parts_of(p, num_workers(p)).lse + part * p.num_heads + global_head;
+  if (part >= 0) return parts_of(p).lse + part * p.num_heads + global_head;
   return p.lse + row.token * p.lse_token_stride + global_head * p.lse_head_stride;
 }
 
@@ -265,7 +265,7 @@ DEVICE void write_packet(const Target& to, const float (&v)[L::Packet::QUADS * 4
 // Target of one part of a token that intervals cut.
 template <class L>
 DEVICE Target target_of_part(const Params& p, const Row& row, int part) {
-  float* const first = parts_of(p, num_workers(p)).out +
+  float* const first = parts_of(p).out +
                        (static_cast<i64>(part) * p.num_heads + row.tile * L::HEADS) * 512;
   return {reinterpret_cast<char*>(first), 512, p.num_heads - row.tile * L::HEADS, false};
 }

@@ -33,8 +33,8 @@ struct PairLayout {
   static constexpr int LIVE = SUMS + 4 * HEADS * 4;    // u32 a tile and warp: which of its 16 keys count
   static constexpr int ENDS = LIVE + 2 * 16;           // u32 a tile: which turn is the row's last
   static constexpr int LIST = ENDS + 2 * 4;            // what each warp of the gather brings next
-  static constexpr int INTERVAL = LIST + 4 * LIST_WORDS * 4;
-  static constexpr int FULL = (INTERVAL + 16 + 7) / 8 * 8;  // by tile and group, FREE by part of the keys as well
+  static constexpr int INTERVAL = (LIST + 4 * LIST_WORDS * 4 + 7) / 8 * 8;
+  static constexpr int FULL = INTERVAL + 16;  // by tile and group, FREE by part of the keys as well
   static constexpr int FREE = FULL + 2 * GROUPS * 8;
   static constexpr int WEIGHTS_FULL = FREE + 2 * GROUPS * PARTS * 8;
   static constexpr int QUERY_FULL = WEIGHTS_FULL + 2 * 8;
@@ -93,7 +93,6 @@ DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread
 // The next row's queries come from memory while this row is at work.
 template <class L>
 DEVICE void prefetch_queries(const Params& p, const Row& row, int thread) {
-  if (row.token >= p.num_tokens) return;
   hold(thread);
   const u16* from = query_of<L>(p, row, thread / 2);
   for (int chunk = thread % 2; chunk < L::CHUNKS; chunk += 2) prefetch_to_l2(from + chunk * 64);
@@ -194,7 +193,7 @@ DEVICE void gather_rows(const Params& p, Row row, Stream stream, u32 shared, int
   Place next = place_of(p, request, chosen);
   bool first = true;
   u32 parities = 3, query_parity = 0;  // a bit a tile
-  while (row.token < p.num_tokens) {
+  while (row.token < end_of_tokens<LAUNCH>(p)) {
     bool last = false;
 #pragma unroll 1
     for (int turn = 0; !last; ++turn) {
@@ -215,7 +214,8 @@ DEVICE void gather_rows(const Params& p, Row row, Stream stream, u32 shared, int
       });
       if (turn == 0) {
         const int next = item + numbers_ahead<LAUNCH>(p, shared + L::INTERVAL);
-        prefetch_queries<L>(p, row_number<LAUNCH>(p, shared + L::INTERVAL, next), thread);
+        const Row later = row_number<LAUNCH>(p, shared + L::INTERVAL, next);
+        if (later.token < end_of_tokens<LAUNCH>(p)) prefetch_queries<L>(p, later, thread);
       }
       parities ^= 1 << tile;
     }

@@ -1,18 +1,17 @@
-// What CTAs that share work evenly leave for the merge (`balance.cuh`, `merge_cuts.cu`).
+// What CTAs that share all rows evenly leave in memory for one another (`balance.cuh`, `cuts.cuh`).
 #pragma once
 
 #include "ptx.cuh"
 
 struct Parts {
+  int* balanced;  // whether these CTAs have the call's tokens, for the merge of another launch's parts
+  int4* sharers;  // [workers * head_tiles]: of the cut token that an interval begins in, and of that in which it ends
   float* lse;     // [2 workers, num_heads]: of tokens that a worker before has begun, then of those that go on
-  // [workers]: the token that an interval begins in, and whether it is cut there; the first has whether this launch is
-  // the one that has the call's tokens.
-  int2* records;
   float* out;     // [2 workers, num_heads, 512]
 };
 
-DEVICE Parts parts_in(void* exchange, int workers, int num_heads) {
-  float* const lse = static_cast<float*>(exchange);
-  const int before_records = 2 * workers * num_heads, before_out = (before_records + 2 * workers + 3) / 4 * 4;
-  return {lse, reinterpret_cast<int2*>(lse + before_records), lse + before_out};
+DEVICE Parts parts_in(void* exchange, int workers, int head_tiles, int num_heads) {
+  float* const first = static_cast<float*>(exchange);
+  const int before_lse = 4 + 4 * workers * head_tiles, before_out = (before_lse + 2 * workers * num_heads + 3) / 4 * 4;
+  return {static_cast<int*>(exchange), reinterpret_cast<int4*>(first + 4), first + before_lse, first + before_out};
 }

@@ -446,6 +446,21 @@ DEVICE float load_float(const float* source) {
   return v;
 }
 
+// -inf where there is nothing to load.
+DEVICE float load_float_if(bool there, const float* source) {
+  float v = -INFINITY;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "@p ld.global.f32 %0, [%1];\n"
+      "}"
+      : "+f"(v)
+      : "l"(source), "r"(static_cast<u32>(there))
+      : "memory");
+  return v;
+}
+
 // Zeros where there is nothing to load. Loads and shuffles stay in the order in which they are written.
 DEVICE float4 load_float4_if(bool there, const float* source) {
   float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -558,6 +573,13 @@ DEVICE int lane_here() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
+}
+
+// This thread's number, read anew: else the compiler keeps what was read first until the last use of all.
+DEVICE int thread_here() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
 }
 
 // The same value, of which the compiler knows nothing.

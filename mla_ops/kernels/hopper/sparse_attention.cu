@@ -5,6 +5,8 @@
 // float16 (or bfloat16) fragments of them, which are the register operand of S^T = K Q^T and, stored once, the values;
 // two warpgroups `accumulate` 256 dims of the values each. A cluster's partial results are merged through distributed
 // shared memory.
+//
+// Kernels called balanced are given lengths, and share rows evenly among all CTAs instead where these are unequal.
 
 #include "gather.cuh"
 #include "queries.cuh"
@@ -16,16 +18,15 @@ template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend(const Params& p) {
   constexpr bool WALK = walks(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED;
   using L = Layout<HEADS, FORMAT>;
-  EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if constexpr (BALANCED)
-    find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::RAW);
-  else if (is_done<L::THREADS>(p, shared + L::RAW))
-    return;
+  if constexpr (BALANCED) find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::RAW);
   Row row = WALK ? first_row<LAUNCH>(p, shared + L::INTERVAL) : this_row<LAUNCH>(p);
-  if (row.token >= p.num_tokens) return;
+  if (row.token >= end_of_tokens<LAUNCH>(p)) {
+    wait_for_prerequisites();
+    return;
+  }
   constexpr int PRODUCER = L::THREADS / 128 - 1;
   // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row.
   constexpr int MOVED = !BALANCED ? 0 : HEADS < 64 ? 8 : L::GATHER_REGISTERS < 32 ? 4 : 0;
@@ -65,7 +66,7 @@ DEVICE void attend(const Params& p) {
       produce<HEADS, FORMAT>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if (!WALK) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
-      if (row.token >= p.num_tokens) break;
+      if (row.token >= end_of_tokens<LAUNCH>(p)) break;
       ahead = begin_share(p, row, lane).now;
       if constexpr (HEADS == 64) {
         prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
@@ -92,7 +93,7 @@ DEVICE void attend(const Params& p) {
   // Later rows' queries are loaded by the warpgroups of scores; of 64 heads the one that gathers has copied them.
   auto next_queries = [&]() {
     row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row);
-    if (row.token >= p.num_tokens) return false;
+    if (row.token >= end_of_tokens<LAUNCH>(p)) return false;
     const int worker = opaque(warpgroup == 0 ? thread : 128 + thread);
     if constexpr (HEADS == 64) {
       mbarrier_wait(shared + L::QUERIES_FULL, row_parity);
@@ -110,14 +111,18 @@ DEVICE void attend(const Params& p) {
   if (warpgroup == 0) {
     more_registers<L::SCORE_REGISTERS - (HEADS < 32 ? MOVED : HEADS == 64 ? 2 * MOVED : 0)>();
     do {
-      freed = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at);
+      const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at);
+      if (HEADS == 64) freed = later;
     } while (WALK && next_queries());
   } else if (warpgroup < 3) {
     if constexpr (HEADS > 24) more_registers<L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0)>();
     do {
       accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity);
       if (WALK) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
-    } while (WALK && row.token < p.num_tokens);
+    } while (WALK && row.token < end_of_tokens<LAUNCH>(p));
+    if constexpr (BALANCED)
+      add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 4 : 2>(p, shared, shared + L::VALUES,
+                                                          (warpgroup - 1) * 128 + thread);
     if (by_halves<L, LAUNCH>(p, row)) return;
   } else if constexpr (HEADS < 64) {
     more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0)>();
@@ -131,27 +136,70 @@ DEVICE void attend(const Params& p) {
   if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
 }
 
+// As the shape says, unless another launch has shared the tokens evenly.
+template <int HEADS, Format FORMAT, Launch LAUNCH>
+DEVICE void attend_by_shape(const Params& p) {
+  using L = Layout<HEADS, FORMAT>;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  if (is_done<L::THREADS>(p, shared_address(shared_memory) + L::RAW)) return;
+  attend<HEADS, FORMAT, LAUNCH>(p);
+}
+
+template <int HEADS, Format FORMAT, Launch LAUNCH>
+DEVICE void attend_by_lengths(const Params& p) {
+  using L = Layout<HEADS, FORMAT>;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  if (shares_evenly<L::THREADS, LAUNCH>(p, shared_address(shared_memory) + L::RAW))
+    attend<HEADS, FORMAT, Launch::BALANCED>(p);
+  else
+    attend<HEADS, FORMAT, LAUNCH>(p);
+}
+
 template <int HEADS, Format FORMAT>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_rows(const __grid_constant__ Params p) {
-  attend<HEADS, FORMAT, Launch::ROWS>(p);
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend_by_shape<HEADS, FORMAT, Launch::ROWS>(p);
 }
 
 template <int HEADS, Format FORMAT>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
-    sparse_attention_balanced(const __grid_constant__ Params p) {
-  attend<HEADS, FORMAT, Launch::BALANCED>(p);
+    sparse_attention_balanced_rows(const __grid_constant__ Params p) {
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend_by_lengths<HEADS, FORMAT, Launch::ROWS>(p);
 }
 
-// That it is launched in clusters only saves each of their barriers a look whether it was.
+// That they are launched in clusters only saves each of their barriers a look whether they were.
 template <int HEADS, Format FORMAT>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_clusters(const __grid_constant__ Params p) {
-  attend<HEADS, FORMAT, Launch::CLUSTERS>(p);
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS>(p);
+}
+
+template <int HEADS, Format FORMAT>
+__global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+    sparse_attention_balanced_clusters(const __grid_constant__ Params p) {
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend_by_lengths<HEADS, FORMAT, Launch::CLUSTERS>(p);
 }
 
 template <int HEADS, Format FORMAT>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_groups(const __grid_constant__ Params p) {
-  attend<HEADS, FORMAT, Launch::GROUPS>(p);
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend_by_shape<HEADS, FORMAT, Launch::GROUPS>(p);
+}
+
+template <int HEADS, Format FORMAT>
+__global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+    sparse_attention_balanced_groups(const __grid_constant__ Params p) {
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend_by_lengths<HEADS, FORMAT, Launch::GROUPS>(p);
 }

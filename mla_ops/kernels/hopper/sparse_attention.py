@@ -3,7 +3,8 @@
 A cluster or a group of CTAs takes a query token and a tile of its heads, each CTA a share of the keys; what they found
 is merged in the cluster's shared memory, or through L2 (`group.cuh`). So there is no merge behind it and no need of a
 schedule: each CTA finds its share from the lengths themselves. Tokens that do not fill the device as often as the
-others are a launch of their own. Results are the same in every run.
+others are a launch of their own. Rows of unequal `topk_length` are shared evenly among all CTAs (`balance.py`). Results
+are the same in every run.
 
 Precision of the quantised formats (`sparse_attention.cu`). Keys, values and weights are float16, RoPE parts bfloat16,
 sums float32. A query is float16 times a power of two of its head, exact down to 2^-39 of the head's largest magnitude.
@@ -32,12 +33,14 @@ import torch
 from ...dispatch import Call, Lowering
 from ...formats import geometry
 from ..alignment import aligned
+from .balance import balance_for
 from .costs import Costs, costs_of
 from .launch import (
     KERNELS,
     KEYS,
     NO_CACHE,
     SPLITS,
+    Balance,
     CacheParams,
     Clusters,
     Keys,
@@ -96,6 +99,13 @@ def _waves(
     return choose(keys, num_tokens, num_heads, topk, at_once, costs_of(device_index))
 
 
+@functools.lru_cache(maxsize=4096)
+def _balance(keys: Keys, num_tokens: int, num_heads: int, topk: int, device_index: int) -> Balance | None:
+    waves = _waves(keys, num_tokens, num_heads, topk, False, device_index)
+    at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
+    return balance_for(keys, waves, num_tokens, num_heads, -(-topk // KEYS), at_once, costs_of(device_index))
+
+
 def _attend(
     keys: Keys,
     q: torch.Tensor,
@@ -111,9 +121,14 @@ def _attend(
 ) -> None:
     """`topk` counts the turns of both caches."""
     num_tokens, num_heads, _ = q.shape
+    waves, balance = forced(num_tokens), None
+    if not waves:
+        waves = _waves(keys, num_tokens, num_heads, topk, deterministic, q.device.index)
+        if not deterministic and any(cache.lengths for cache in caches):
+            balance = _balance(keys, num_tokens, num_heads, topk, q.device.index)
     launch_waves(
         keys,
-        forced(num_tokens) or _waves(keys, num_tokens, num_heads, topk, deterministic, q.device.index),
+        waves,
         q,
         caches,
         softmax_scale,
@@ -121,6 +136,7 @@ def _attend(
         req_id_per_token=req_id_per_token,
         out=out,
         lse=lse,
+        balance=balance,
     )
 
 

@@ -4,8 +4,8 @@
 // weights of them, two that `add_values` multiply the weights with 256 dims of the same tile each. Rows end as in
 // `sparse_attention.cu`.
 
+#include "cuts.cuh"
 #include "gather.cuh"
-#include "merge.cuh"
 #include "wgmma.cuh"
 
 // CTAS of an SM at least: with two, the one gathers while the other computes, and at the ends of the other's row.
@@ -31,7 +31,7 @@ struct PlainLayout {
   static constexpr int LIVE = ALPHA + HEADS * 4;         // u32 a stage and warp: which of its 16 keys count
   static constexpr int LIST = LIVE + STAGES * 16;        // what each warp of the gather brings next
   static constexpr int TURN = LIST + 4 * LIST_WORDS * 4;
-  static constexpr int INTERVAL = TURN + 4;
+  static constexpr int INTERVAL = (TURN + 4 + 7) / 8 * 8;
   static constexpr int SUMS = (INTERVAL + 16 + 15) / 16 * 16;  // float [4, HEADS]: of each warp of scores
   static constexpr int FULL = SUMS + (BALANCED ? HEADS * 16 : 0);  // two a stage, of parts by dims: the second has dims 256 to 512
   static constexpr int FREE = FULL + STAGES * 16;      // two a stage, of halves of the keys
@@ -75,7 +75,7 @@ template <class L, bool KEYS_TOO>
 DEVICE bool goes_on(const Params& p, Row& row, u32 shared) {
   if constexpr (L::BALANCED) {
     row = next_row<Launch::BALANCED, KEYS_TOO>(p, shared + L::INTERVAL, row);
-    return row.token < p.num_tokens;
+    return row.token < p.all_tokens;
   }
   return false;
 }
@@ -362,8 +362,10 @@ DEVICE void add_pieces(const Params& p, Row row, u32 shared, int half, int threa
       const float factor = factors[e / 4 * 2 + (e & 1)];
       return factor == 0.f ? 0.f : o[n / N][e] * factor;
     });
-    if (!goes_on<L, false>(p, row, shared)) return;
+    if (part >= 0) tell_sharers<L, VALUES_BARRIER>(p, shared, part, half * 128 + thread);
+    if (!goes_on<L, false>(p, row, shared)) break;
   }
+  add_up_cuts<L, VALUES_BARRIER, 4>(p, shared, shared + L::TILES, thread_here() - 128);
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -373,12 +375,12 @@ DEVICE void attend(const Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if constexpr (L::BALANCED)
-    find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::TILES);
-  else if (is_done<L::THREADS>(p, shared + L::TILES))
-    return;
+  if constexpr (L::BALANCED) find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::TILES);
   const Row row = L::BALANCED ? first_row<Launch::BALANCED>(p, shared + L::INTERVAL) : this_row(p);
-  if (row.token >= p.num_tokens) return;
+  if (row.token >= (L::BALANCED ? p.all_tokens : p.num_tokens)) {
+    wait_for_prerequisites();
+    return;
+  }
   Stream stream;
   if (warpgroup == 3) stream = begin_stream(p, row, thread >> 5, thread & 31);
   if (threadIdx.x == 0) {
@@ -434,16 +436,36 @@ DEVICE void attend(const Params& p) {
   }
 }
 
+// As the shape says, unless another launch has shared the tokens evenly.
 template <int HEADS, int DIM, int CTAS>
 __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_constant__ Params p) {
   using L = PlainLayout<HEADS, DIM, CTAS>;
   EXPORT_SHARED_BYTES(L);
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  if (is_done<L::THREADS>(p, shared_address(shared_memory) + L::TILES)) return;
   attend<L>(p);
 }
 
+template <bool FIRST, class A, class B>
+struct Selected {
+  using Type = A;
+};
+
+template <class A, class B>
+struct Selected<false, A, B> {
+  using Type = B;
+};
+
+// By their lengths, evenly among all CTAs where these are unequal.
 template <int HEADS, int DIM>
 __global__ void __launch_bounds__(512, 1) sparse_attention_bf16_balanced(const __grid_constant__ Params p) {
-  using L = PlainLayout<HEADS, DIM, 1, true>;
-  EXPORT_SHARED_BYTES(L);
-  attend<L>(p);
+  using L = PlainLayout<HEADS, DIM, 1>;
+  using Balanced = PlainLayout<HEADS, DIM, 1, true>;
+  using Larger = typename Selected<(L::BYTES > Balanced::BYTES), L, Balanced>::Type;
+  EXPORT_SHARED_BYTES(Larger);
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  if (shares_evenly<L::THREADS, Launch::CLUSTERS>(p, shared_address(shared_memory) + L::TILES))
+    attend<Balanced>(p);
+  else
+    attend<L>(p);
 }

@@ -7,8 +7,10 @@
 // softmax's references pass from turn to turn with the weights, so there is nothing to agree upon.
 //
 // A CTA that is no part of a cluster takes one row after the other, and the gather runs ahead into the next row. In a
-// cluster each CTA has a share of one row's keys.
+// cluster each CTA has a share of one row's keys. Kernels called balanced are given lengths, and share rows evenly among
+// all CTAs instead where these are unequal.
 
+#include "cuts.cuh"
 #include "pair_gather.cuh"
 #include "wgmma.cuh"
 
@@ -169,16 +171,17 @@ DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)
   }
   float weight[32];
   if (first || __any_sync(~0u, weigh(s, scale, state, weight))) {  // the first turn sets the references
+    // References are rounded products. Of one that is not, a score of 2^40 would be left that exp2 does not take.
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int e = 0; e < 32; ++e) top[e >> 1 & 1] = fmaxf(top[e >> 1 & 1], s[e] * scale);
+    for (int e = 0; e < 32; ++e) s[e] *= scale, top[e >> 1 & 1] = fmaxf(top[e >> 1 & 1], s[e]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
       top[i] = fmaxf(fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2)), state.reference[i]);
     }
     change_references(state, top[0], top[1], first);
-    weigh(s, scale, state, weight);
+    weigh(s, 1.f, state, weight);
     if (lane_here() % 4 == 0) {
       store_shared_float(at.references, state.reference[0]);
       store_shared_float(at.references + 32, state.reference[1]);
@@ -332,6 +335,7 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
       const float weight = factor[n >> 1 & 1];
       return weight == 0.f ? 0.f : state.o[n] * weight;
     });
+    tell_sharers<L, PAIR_BARRIER>(p, shared, part, half * 128 + warp * 32 + lane);
     return;
   }
   // 64 dims at a time through the warp's own part of its weights
@@ -434,7 +438,7 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
   State state;
   int n = first_number<LAUNCH>(shared + L::INTERVAL);
   bring_first_queries<L>(p, row_number<LAUNCH>(p, shared + L::INTERVAL, n), state, shared);
-  while (row_number<LAUNCH>(p, shared + L::INTERVAL, n).token < p.num_tokens) {
+  while (row_number<LAUNCH>(p, shared + L::INTERVAL, n).token < end_of_tokens<LAUNCH>(p)) {
     begin_row(state);
     // Code that runs once a row is the same for both warpgroups: instruction caches do not hold a kernel this long.
     {
@@ -451,11 +455,13 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
       const Row row = row_number<LAUNCH>(p, shared + L::INTERVAL, n);
       n += numbers_ahead<LAUNCH>(p, shared + L::INTERVAL);
       const Row next = row_number<LAUNCH>(p, shared + L::INTERVAL, n);
-      if (next.token < p.num_tokens) load_query_fragments<L>(p, next, state, half, head, lane % 4);
+      if (next.token < end_of_tokens<LAUNCH>(p)) load_query_fragments<L>(p, next, state, half, head, lane % 4);
       finish_row<L, LAUNCH>(p, row, state, shared, row_parity, half, head, warp, lane);
     }
     row_parity ^= 1;
   }
+  if constexpr (LAUNCH == Launch::BALANCED)
+    add_up_cuts<L, PAIR_BARRIER, 4>(p, shared, shared + L::TILES, thread_here());
 }
 
 // ---- the kernels ----------------------------------------------------------------------------------------------------
@@ -489,10 +495,12 @@ DEVICE void attend_all(const Params& p) {
   Row row;
   Stream stream;
   if constexpr (LAUNCH == Launch::BALANCED) {
-    find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::TILES);
-    if (first_token(p, shared + L::INTERVAL) >= p.num_tokens) return;
-  } else if (is_done<L::THREADS>(p, shared + L::TILES)) {
-    return;
+    const bool balanced = shares_evenly<L::THREADS, Launch::ROWS>(p, shared + L::TILES);
+    find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::TILES, balanced);
+    if (first_token(p, shared + L::INTERVAL) >= p.all_tokens) {
+      wait_for_prerequisites();
+      return;
+    }
   }
   if (warpgroup == 2) {
     row = row_number<LAUNCH>(p, shared + L::INTERVAL, first_number<LAUNCH>(shared + L::INTERVAL));
@@ -512,12 +520,16 @@ DEVICE void attend_all(const Params& p) {
 
 template <int DIM>
 __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __grid_constant__ Params p) {
-  EXPORT_SHARED_BYTES(PairLayout<DIM>);
+  using L = PairLayout<DIM>;
+  EXPORT_SHARED_BYTES(L);
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  if (is_done<L::THREADS>(p, shared_address(shared_memory) + L::TILES)) return;
   attend_all<DIM, Launch::ROWS>(p);
 }
 
+// Both ways by the same code: of two copies ptxas keeps too much in registers.
 template <int DIM>
-__global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_balanced(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_balanced_rows(const __grid_constant__ Params p) {
   EXPORT_SHARED_BYTES(PairLayout<DIM>);
   attend_all<DIM, Launch::BALANCED>(p);
 }

@@ -1,6 +1,7 @@
 // Weights times values.
 #pragma once
 
+#include "cuts.cuh"
 #include "group.cuh"
 #include "wgmma.cuh"
 
@@ -174,21 +175,17 @@ template <class L, int PIECES, int N>
 DEVICE void leave_part(const Params& p, const Row& row, int part, u32 shared, const float (&o)[PIECES][N], float factor,
                        int warp, int lane) {
   constexpr bool HEADS_BY_DIMS = L::HEADS == 64;
-  float factors[HEADS_BY_DIMS ? 2 : N / 2];
-  if constexpr (HEADS_BY_DIMS) {
-    factors[0] = __shfl_sync(~0u, factor, lane >> 2), factors[1] = __shfl_sync(~0u, factor, (lane >> 2) + 8);
-  } else {
-#pragma unroll
-    for (int c = 0; c < N / 2; ++c)
-      factors[c] = load_shared_float(shared + L::COLUMNS + (c / 2 * 8 + 2 * (lane & 3) + (c & 1)) * 8);
-    __syncwarp();
-    warp_arrive(shared + L::FACTORS_FREE, lane);
-  }
+  const float factors[2] = {__shfl_sync(~0u, factor, lane >> 2), __shfl_sync(~0u, factor, (lane >> 2) + 8)};
+  const u32 columns = shared + L::COLUMNS + (lane & 3) * 16;
   write_packets<L>(target_of_part<L>(p, row, part), warp, lane, [&](int n) {
     const int place = place_of_pair<L>(n / 2) + n % 2, piece = place / N, e = place % N;
-    const float weight = factors[HEADS_BY_DIMS ? e >> 1 & 1 : e / 4 * 2 + (e & 1)];
+    float weight = factors[e >> 1 & 1];
+    if (!HEADS_BY_DIMS) weight = load_shared_float(columns + (e / 4 * 8 + (e & 1)) * 8);  // registers are few
     return weight == 0.f ? 0.f : o[piece][e] * weight;
   });
+  if (HEADS_BY_DIMS) return;
+  __syncwarp();
+  warp_arrive(shared + L::FACTORS_FREE, lane);
 }
 
 template <int HEADS, Format FORMAT, Launch LAUNCH>
@@ -292,6 +289,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     }
     if (part >= 0) {
       leave_part<L>(p, row, part, shared, o, factor, half * 4 + (worker >> 5), worker & 31);
+      tell_sharers<L, VALUES_BARRIER>(p, shared, part, half * 128 + worker);
     } else if constexpr (HEADS_BY_DIMS) {
       store_result<L>(p, row, shared, o, factor, half, worker);
     } else {

@@ -16,10 +16,10 @@ import torch
 
 from ...formats import LATENT_DIM
 from ..alignment import aligned, is_aligned
-from . import merge_cuts, merge_parts
+from . import groups, merge_parts, parts
 from .balance import always
 from .costs import Costs, predicted_us
-from .launch import SPLITS, Balance, Balanced, CacheParams, Clusters, Group, Keys, Shape, launch
+from .launch import SPLITS, Balance, CacheParams, Clusters, Group, Keys, Shape, clusters_at_once, launch, tiles_for
 
 
 class Wave(NamedTuple):
@@ -29,12 +29,23 @@ class Wave(NamedTuple):
     shape: Shape
 
 
-_forced: ContextVar[tuple[Wave, ...]] = ContextVar("mla_ops forced waves", default=())
+class Forced(NamedTuple):
+    """What `override` asks for."""
+
+    waves: tuple[Wave, ...] = ()
+    evenly: bool = False
+
+
+_forced: ContextVar[Forced] = ContextVar("mla_ops forced waves", default=Forced())  # noqa: B039 - it is a tuple
 
 
 @contextlib.contextmanager
-def override(*waves: Wave) -> Iterator[None]:
+def override(*waves: Wave, evenly: bool = False) -> Iterator[None]:
     """Calls inside the block are these launches, whatever `choose` would take: for measurements and tests.
+
+    Args:
+        waves: the launches; none for those that `choose` takes.
+        evenly: their rows are shared evenly, whatever their lengths are; else they never are.
 
     The block is this thread's, or this asyncio task's, as that of `dispatch.override`.
 
@@ -42,12 +53,10 @@ def override(*waves: Wave) -> Iterator[None]:
         ValueError: a group's wave is not the last one: the next would begin while the group still uses its counters and
             its memory. A call of another number of tokens raises ValueError, too.
     """
-    if len(waves) > 1 and any(isinstance(wave.shape, Balanced) for wave in waves):
-        raise ValueError(f"waves.override: a balanced launch has all tokens of a call, got {waves}")
     for wave in waves[:-1]:
         if isinstance(wave.shape, Group):
             raise ValueError(f"waves.override: only the last wave may be of groups, got {wave} before {waves[-1]}")
-    token = _forced.set(waves)
+    token = _forced.set(Forced(waves, evenly))
     try:
         yield
     finally:
@@ -56,7 +65,7 @@ def override(*waves: Wave) -> Iterator[None]:
 
 def forced(num_tokens: int) -> Sequence[Wave]:
     """The waves of a call inside `override`; none outside of it."""
-    waves = _forced.get()
+    waves = _forced.get().waves
     if waves and (tokens := sum(wave.num_tokens for wave in waves)) != num_tokens:
         raise ValueError(f"waves.override: the waves of this call must have {num_tokens} tokens, got {tokens}")
     return waves
@@ -122,38 +131,28 @@ def launch_waves(
 ) -> None:
     """All waves of a call, and the merge of those in parts. Copies stand in front of the first and behind the last.
 
-    With `balance` a balanced launch comes first. Where lengths on the device say so it has all tokens, and the waves
-    return at once; else it does.
+    With `balance`, and where lengths on the device say so, the first launch shares all tokens evenly, or one behind the
+    waves does, and the others return at once.
     """
     q = aligned(q)
     target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     rest_out, rest_lse = target, lse
     buffers = []  # every wave's buffers live until the last wave ran, so that no wave gets another's
     all_tokens, num_heads = out.shape[:2]
-    if waves and isinstance(waves[0].shape, Balanced):
-        balance = always(keys, waves[0].shape.tile, num_heads, q.device.index)
-        waves = ()
-    balanced = None
+    if _forced.get().evenly:
+        at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], q.device.index)
+        balance = always(keys, waves, num_heads, at_once)
+    exchange = balanced = None
     if balance is not None:
-        exchange = merge_cuts.exchange(balance.workers, num_heads, q.device)
-        balanced = merge_cuts.is_balanced(exchange, balance.workers, num_heads)
-        launch(
-            keys,
-            Balanced(balance.tile),
-            all_tokens,
-            q,
-            caches,
-            softmax_scale,
-            attn_sink=attn_sink,
-            req_id_per_token=req_id_per_token,
-            out=target,
-            lse=lse,
-            programmatic=False,
-            balance=balance,
-            exchange=exchange,
-            all_tokens=all_tokens,
-        )
-        merge_cuts.merge_cuts(exchange, balance.workers, num_heads, attn_sink, out=target, lse=lse)
+        tile, shape = balance.tile or waves[0].shape.tile, waves[0].shape
+        head_tiles = -(-num_heads // tile)
+        exchange = parts.exchange(balance.workers, head_tiles, num_heads, q.device)
+        balanced = parts.is_balanced(exchange)
+        if isinstance(shape, Group):
+            of_group = groups.exchange_bytes(waves[0].num_tokens * head_tiles, shape.members) // exchange.element_size()
+            if of_group > exchange.numel():
+                exchange = exchange.new_empty(of_group)
+    everything = q, caches, req_id_per_token
     before = tokens_before = 0
     for num_tokens, shape in waves:
         if before:
@@ -164,9 +163,10 @@ def launch_waves(
         number = shape.parts if isinstance(shape, Clusters) else 1
         if number > 1:
             size = number, num_tokens, out.shape[1]
-            parts = [torch.empty(dims, dtype=torch.float32, device=q.device) for dims in ((*size, LATENT_DIM), size)]
-            buffers.append(parts)
-            own = parts[0][0], parts[1][0]
+            sizes = (*size, LATENT_DIM), size
+            own_parts = [torch.empty(dims, dtype=torch.float32, device=q.device) for dims in sizes]
+            buffers.append(own_parts)
+            own = own_parts[0][0], own_parts[1][0]
         launch(
             keys,
             shape,
@@ -178,14 +178,35 @@ def launch_waves(
             req_id_per_token=req_id_per_token,
             out=own[0],
             lse=own[1],
-            programmatic=before > 0 or balance is not None,
-            balance=balance,
-            tokens_before=tokens_before,
+            programmatic=before > 0,
             all_tokens=all_tokens,
+            tokens_before=tokens_before,
+            balance=balance,
+            exchange=exchange,
+            takes_either_way=balance is not None and before == 0 and not balance.tile,
         )
         if number > 1:
-            merge_parts.merge_parts(*parts, out=rest_out[:num_tokens], lse=rest_lse[:num_tokens], balanced=balanced)
+            merge_parts.merge_parts(*own_parts, out=rest_out[:num_tokens], lse=rest_lse[:num_tokens], balanced=balanced)
         before = num_tokens
         tokens_before += num_tokens
+    if balance is not None and balance.tile:
+        q, caches, req_id_per_token = everything
+        launch(
+            keys,
+            Clusters(balance.tile, 1),
+            0,
+            q,
+            caches,
+            softmax_scale,
+            attn_sink=attn_sink,
+            req_id_per_token=req_id_per_token,
+            out=target,
+            lse=lse,
+            programmatic=True,
+            all_tokens=all_tokens,
+            balance=balance,
+            exchange=exchange,
+            takes_either_way=True,
+        )
     if target is not out:
         out.copy_(target)

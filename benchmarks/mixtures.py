@@ -1,0 +1,139 @@
+"""Sparse and dense decode over rows of unequal lengths, beside as many keys in rows of one length.
+
+python -m benchmarks.mixtures --peers
+
+A mixture should take little more than its keys do in full rows: sparse decode at most 1.15 of that and 10 us, dense
+decode 1.15. `none` is a sparse call without lengths, `full` with lengths that are all the same: their ratio is what it
+costs to follow lengths. Every line is held against float64 in the same run. Captured graphs are replayed; the L2 cache
+is flushed in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks import common, dense_attention, sparse_attention
+from benchmarks.attention import mixed_lengths
+
+SPARSE_SHAPES = ((32, 128), (64, 128), (128, 128), (128, 16), (512, 16))
+SPARSE_MIXTURES = ("none", "full", "fourth", "one", "lognormal", "256")
+DENSE_MIXTURES = ("1x131072+31x512", "2x65536+126x128", "random0", "random1", "random2")
+SPARSE_BAR, SPARSE_BAR_US, DENSE_BAR = 1.15, 10.0, 1.15
+SPARSE_HEADER = (
+    f"{'format':<14} {'T':>4} {'H':>4} {'lengths':<10} {'us':>8} {'rows':>5} {'full':>8} {'bar':>8} {'ratio':>6} "
+    f"{'error':>6}"
+)
+DENSE_HEADER = (
+    f"{'format':<12} {'H':>4} {'lengths':<18} {'us':>8} {'alike':>11} {'us':>8} {'ratio':>6} {'FlashMLA':>8} "
+    f"{'ratio':>6} {'error':>6}"
+)
+
+
+def time_of(case: common.Case, iterations: int) -> tuple[dict[str, float], float]:
+    """Microseconds by lowering or peer, and the largest error over its bound."""
+    rows = common.measure(case, ["auto"], iterations, common.Floors(1e12, 1e15, "bfloat16"))
+    times = {("ours" if index == 0 else row.lowering): row.median_us for index, row in enumerate(rows)}
+    return times, max(check.severity for row in rows[:1] for check in row.checks)
+
+
+def sparse_lines(arguments: argparse.Namespace) -> Iterator[str]:
+    full_rows: dict[tuple[str, int, int], float] = {}
+    plain = {"request_local": False, "peers": False, "deterministic": False, "waves": ()}
+
+    def case(cache_format: str, num_tokens: int, num_heads: int, mixture: str) -> common.Case:
+        kind = sparse_attention.Kind(mixture="full" if mixture == "none" else mixture)
+        options = argparse.Namespace(**{**vars(arguments), **plain, "topk_length": mixture != "none"})
+        return sparse_attention.build_paged(
+            num_tokens, num_heads, arguments.topk, cache_format, 4 * arguments.topk, kind, options
+        )
+
+    for cache_format in arguments.cache_formats:
+        for num_tokens, num_heads in arguments.shapes:
+            for mixture in arguments.sparse:
+                named = "full" if mixture == "none" else mixture
+                lens = mixed_lengths(named, num_tokens, arguments.topk, torch.device("cpu"))
+                rows = max(1, -(-int(lens.sum()) // arguments.topk))
+                times, error = time_of(case(cache_format, num_tokens, num_heads, mixture), arguments.iterations)
+                key = cache_format, num_heads, rows
+                if mixture == "none":
+                    full_rows[key] = times["ours"]
+                elif key not in full_rows:
+                    alike, _ = time_of(case(cache_format, rows, num_heads, "none"), arguments.iterations)
+                    full_rows[key] = alike["ours"]
+                bar = SPARSE_BAR * full_rows[key] + SPARSE_BAR_US
+                if mixture in ("none", "full"):
+                    bar = 1.02 * full_rows[key]
+                ours, alike_us = times["ours"], full_rows[key]
+                yield (
+                    f"{cache_format:<14} {num_tokens:>4} {num_heads:>4} {mixture:<10} {ours:>8.1f} {rows:>5} "
+                    f"{alike_us:>8.1f} {bar:>8.1f} {ours / alike_us:>6.2f} {error:>6.2f}{verdict(ours <= bar, error)}"
+                )
+
+
+def verdict(within_bar: bool, error: float) -> str:
+    return "  WRONG" if error > 1 else "" if within_bar else "  over"
+
+
+def equal_lengths(lengths: list[int]) -> list[int]:
+    """As many keys in rows of one length: about as many rows, but at most 128 and at least 16."""
+    rows = min(128, max(16, len(lengths)))
+    return [max(1, -(-sum(lengths) // rows))] * rows
+
+
+def dense_lines(arguments: argparse.Namespace) -> Iterator[str]:
+    for cache_format in arguments.dense_formats:
+        for num_heads in (128, 16):
+            for mixture in arguments.dense:
+                lengths = dense_attention.lengths_of(mixture)
+                alike = equal_lengths(lengths)
+                label: dict[str, int | str] = {"lengths": mixture}
+                case = dense_attention.build_paged(lengths, label, num_heads, cache_format, arguments)
+                times, error = time_of(case, arguments.iterations)
+                own = argparse.Namespace(**{**vars(arguments), "peers": False})
+                case = dense_attention.build_paged(alike, label, num_heads, cache_format, own)
+                even, _ = time_of(case, arguments.iterations)
+                ratio, peer, to_peer = times["ours"] / even["ours"], "-", "-"
+                if "FlashMLA" in times:
+                    peer, to_peer = f"{times['FlashMLA']:.1f}", f"{times['ours'] / times['FlashMLA']:.2f}"
+                yield (
+                    f"{cache_format:<12} {num_heads:>4} {mixture:<18} {times['ours']:>8.1f} "
+                    f"{f'{len(alike)}x{alike[0]}':>11} {even['ours']:>8.1f} {ratio:>6.2f} {peer:>8} {to_peer:>6} "
+                    f"{error:>6.2f}{verdict(ratio <= DENSE_BAR, error)}"
+                )
+
+
+def shape(value: str) -> list[tuple[int, int]]:
+    """Type of an option like `128x16,32x128`: tokens and heads."""
+    pairs = [part.split("x") for part in value.split(",") if part]
+    return [(int(tokens), int(heads)) for tokens, heads in pairs]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit status, 1 if a result was wrong."""
+    parser = common.argument_parser("mixtures")
+    parser.add_argument("--cache-formats", type=common.names, default=["fp8_ds_mla", "bf16"])
+    parser.add_argument("--dense-formats", type=common.names, default=["bf16", "fp8_ds_mla"])
+    parser.add_argument("--shapes", type=shape, default=SPARSE_SHAPES, help="tokens x heads, e.g. 128x16,32x128")
+    parser.add_argument("--topk", type=int, default=2048)
+    parser.add_argument("--sparse", type=common.names, default=SPARSE_MIXTURES)
+    parser.add_argument("--dense", type=common.names, default=DENSE_MIXTURES)
+    parser.add_argument("--peers", action="store_true", help="time FlashMLA's dense decode as well")
+    arguments = parser.parse_args(argv)
+    torch.manual_seed(arguments.seed)
+    machine = common.describe_machine(torch.device(arguments.device))
+    print(f"{machine['device']}, torch {machine['torch']}; us; error: the largest over its bound")
+    wrong = False
+    for header, lines in ((SPARSE_HEADER, sparse_lines), (DENSE_HEADER, dense_lines)):
+        print(header)
+        for line in lines(arguments):
+            print(line, flush=True)
+            wrong |= line.endswith("WRONG")
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
