@@ -2,17 +2,20 @@
 
 python -m mla_ops bench dense_attention --lowerings triton,torch_sdpa --peers
 
-Prefill rows are one causal request, head dims as DeepSeek-V3 expands them; FLOPs count the keys that each query sees.
-Decode rows have a request for each token, whose blocks lie anywhere in the cache; bytes count each key once. Requests
-are of one length, or as `--mixtures` says: `1x131072+31x512` is one of 131,072 tokens beside 31 of 512, `random7` a
-batch of up to 256 requests whose lengths are lognormal, drawn with seed 7. `--peers` adds torch's cuDNN attention, its
-plan built before, and its FlashAttention-2 with the values padded to the keys' width; and FlashMLA's dense decode,
-planned before the timing (as an engine plans once for all layers) and inside.
+Prefill rows are causal, of one request or as `--prefill-mixtures` says, head dims as DeepSeek-V3 expands them; FLOPs
+count the keys that each query sees. Decode rows have a request for each token, whose blocks lie anywhere in the cache;
+bytes count each key once. Requests are of one length, or as `--mixtures` says: `1x131072+31x512` is one of 131,072
+tokens beside 31 of 512, `random7` a batch of up to 256 requests whose lengths are lognormal, drawn with seed 7, and
+`lognormal7`, for prefill, 64 requests around 128 tokens. `--peers` adds torch's cuDNN attention where requests are of
+one length, its plan built before, and its FlashAttention-2 with the values padded to the keys' width; and FlashMLA's
+dense decode, planned before the timing (as an engine plans once for all layers) and inside.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -28,16 +31,24 @@ from mla_ops.kernels import flash_mla
 from mla_ops.registry import describe
 
 Set = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Results = tuple[torch.Tensor, torch.Tensor]  # `[num_tokens, num_heads, *]`
 
 
 def check_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, out: torch.Tensor, lse: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    softmax_scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
 ) -> list[common.Check]:
-    """Compares some rows of one causal request with attention in float64; the bound is `check_attention`'s."""
-    num_tokens, unit = q.shape[0], 2.0**-8
+    """Compares some rows of causal requests with attention in float64; the bound is `check_attention`'s."""
+    unit, ends = 2.0**-8, list(itertools.accumulate(lengths))
     worst: dict[str, common.Check] = {}
-    for token in sorted({i * (num_tokens - 1) // 7 for i in range(8)}):
-        query, keys, values = q[token].double(), k[: token + 1].double(), v[: token + 1].double()
+    for token in sorted({i * (len(q) - 1) // 7 for i in range(8)}):
+        first = max([0, *(end for end in ends if end <= token)])
+        query, keys, values = q[token].double(), k[first : token + 1].double(), v[first : token + 1].double()
         scores = torch.einsum("hd,khd->hk", query, keys) * softmax_scale
         expected_lse = torch.logsumexp(scores, dim=-1)
         weights = (scores - expected_lse.unsqueeze(-1)).exp()
@@ -55,42 +66,66 @@ def check_prefill(
     return list(worst.values())
 
 
-def torch_peers(sets: list[Set], lens: torch.Tensor, softmax_scale: float) -> dict[str, common.Peer]:
-    """The kernels in torch; results `[num_tokens, num_heads, *]`, as views of what they return."""
-    num_tokens = sets[0][0].shape[0]
+def torch_peers(
+    sets: list[Set], lengths: list[int], starts: torch.Tensor, softmax_scale: float
+) -> dict[str, common.Peer]:
+    """The kernels in torch, where they take the shape."""
+    requests, longest, num_heads = len(lengths), max(lengths), sets[0][0].shape[1]
 
-    def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        batched = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batched = (tensor.unflatten(0, (requests, longest)).transpose(1, 2) for tensor in (q, k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *batched, None, True, 0.0, True, False, scale=softmax_scale
         )
-        return out[0].transpose(0, 1), lse.view(q.shape[1], num_tokens).t()
+        return out, lse
 
-    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cudnn_rows(out: torch.Tensor, lse: torch.Tensor) -> Results:
+        rows = lse.view(requests, num_heads, longest)
+        return out.transpose(1, 2).flatten(0, 1), rows.transpose(1, 2).flatten(0, 1)
+
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, lens, lens, num_tokens, num_tokens, 0.0, True, False, scale=softmax_scale
+            q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=softmax_scale
         )
+        return out, lse
+
+    def flash_rows(out: torch.Tensor, lse: torch.Tensor) -> Results:
         return out[..., : sets[0][2].shape[2]], lse.t()
 
-    def peer(call: Callable[..., tuple[torch.Tensor, torch.Tensor]], tensors: list[Set]) -> common.Peer:
+    def peer(
+        call: Callable[..., tuple[torch.Tensor, ...]], rows: Callable[..., Results], tensors: list[Set]
+    ) -> common.Peer:
         results: list[tuple[torch.Tensor, ...]] = [()] * len(tensors)
 
         def run(number: int) -> None:
             results[number] = call(*tensors[number])
 
         def check() -> list[common.Check]:
-            out, lse = results[0]
-            return check_prefill(*sets[0], softmax_scale, out, lse)
+            return check_prefill(*sets[0], lengths, softmax_scale, *rows(*results[0]))
 
         return common.Peer([partial(run, number) for number in range(len(tensors))], check)
 
     padded = [(q, k, F.pad(v, (0, k.shape[2] - v.shape[2]))) for q, k, v in sets]
-    return {"cuDNN": peer(cudnn, sets), "torch FlashAttention-2": peer(flash, padded)}
+    peers = {"torch FlashAttention-2": peer(flash, flash_rows, padded)}
+    if len(set(lengths)) > 1:
+        return peers
+    try:
+        cudnn(*sets[0])
+    except RuntimeError as error:
+        print(f"cuDNN is not measured: {str(error).splitlines()[0]}")
+        return peers
+    return {"cuDNN": peer(cudnn, cudnn_rows, sets), **peers}
 
 
 def build_prefill(
-    num_tokens: int, num_heads: int, head_dims: tuple[int, int], arguments: argparse.Namespace
+    lengths: list[int],
+    label: dict[str, int | str],
+    num_heads: int,
+    head_dims: tuple[int, int],
+    arguments: argparse.Namespace,
 ) -> common.Case:
+    """`label`: what a row's shape says of the lengths."""
+    num_tokens, longest = sum(lengths), max(lengths)
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
     head_dim, head_dim_v = head_dims
@@ -99,10 +134,10 @@ def build_prefill(
     def normal(width: int) -> torch.Tensor:
         return torch.randn(num_tokens, num_heads, width, device=device, generator=generator).to(torch.bfloat16)
 
-    # hundreds of megabytes each, many times the L2 cache: two sets do
+    # the L2 cache is overwritten before each timing: two sets do
     sets = [(normal(head_dim), normal(head_dim), normal(head_dim_v)) for _ in range(2)]
-    lens = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
-    bounds = lens, lens, num_tokens, num_tokens, softmax_scale
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    bounds = starts, starts, longest, longest, softmax_scale
     outputs = [
         (torch.empty_like(v), torch.empty(num_tokens, num_heads, dtype=torch.float32, device=device)) for *_, v in sets
     ]
@@ -113,13 +148,13 @@ def build_prefill(
     rows = num_tokens * num_heads
     return common.Case(
         describe("prefill_attention", *sets[0], *bounds),
-        {"T": num_tokens, "H": num_heads, "dims": f"{head_dim}/{head_dim_v}"},
+        {**label, "H": num_heads, "dims": f"{head_dim}/{head_dim_v}"},
         runs,
         partial(attention.poison, outputs[0]),
-        lambda: check_prefill(*sets[0], softmax_scale, *outputs[0]),
+        lambda: check_prefill(*sets[0], lengths, softmax_scale, *outputs[0]),
         bytes_moved=rows * (2 * 2 * head_dim + 2 * 2 * head_dim_v + 4),
-        flops=num_heads * num_tokens * (num_tokens + 1) * (head_dim + head_dim_v),
-        peers=torch_peers(sets, lens, softmax_scale) if arguments.peers else {},
+        flops=num_heads * sum(length * (length + 1) for length in lengths) * (head_dim + head_dim_v),
+        peers=torch_peers(sets, lengths, starts, softmax_scale) if arguments.peers else {},
     )
 
 
@@ -164,8 +199,11 @@ def lengths_of(mixture: str) -> list[int]:
     """Tokens of each request, as `--mixtures` names them.
 
     Raises:
-        ValueError: it is neither counts and lengths nor `random` and a seed.
+        ValueError: it is neither counts and lengths nor `random` or `lognormal` and a seed.
     """
+    if mixture.startswith("lognormal"):
+        drawn = random.Random(int(mixture.removeprefix("lognormal")))
+        return [min(8192, max(1, int(drawn.lognormvariate(math.log(128), 1.5)))) for _ in range(64)]
     if mixture.startswith("random"):
         drawn = random.Random(int(mixture.removeprefix("random")))
         count, middle = round(2 ** drawn.uniform(0, 8)), drawn.uniform(5, 10)
@@ -258,9 +296,17 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the benchmarks; returns the exit status."""
     parser = common.argument_parser("dense_attention")
     parser.add_argument("--prefill", type=common.names, default=None, help="heads x tokens, e.g. 16x8192,128x4096")
+    parser.add_argument(
+        "--prefill-mixtures",
+        type=common.names,
+        default=None,
+        help="prefill rows of several requests, for each of --heads, e.g. 2048x1,1x8192+63x128,lognormal7",
+    )
     parser.add_argument("--head-dims", type=head_dims, default=[(192, 128)])
     parser.add_argument("--tokens", type=common.integers, default=None, help="decode rows: query tokens")
-    parser.add_argument("--heads", type=common.integers, default=None, help="decode rows: query heads")
+    parser.add_argument(
+        "--heads", type=common.integers, default=None, help="query heads of decode and of prefill of several requests"
+    )
     parser.add_argument("--context", type=int, default=None, help="decode rows: cached tokens of each request")
     parser.add_argument(
         "--mixtures",
@@ -278,6 +324,9 @@ def main(argv: list[str] | None = None) -> int:
     heads = arguments.heads or ([16, 128] if on_gpu else [4])
     context = arguments.context or (8192 if on_gpu else 100)
     mixtures = arguments.mixtures or (["1x131072+31x512", "2x65536+126x128"] if on_gpu else ["1x100+2x7"])
+    short = arguments.prefill_mixtures
+    if short is None:
+        short = ["64x128", "512x16", "2048x1", "1x8192+63x128", "lognormal1"] if on_gpu else ["3x4+1x20"]
     batches: list[tuple[list[int], dict[str, int | str]]] = [
         ([context] * num_tokens, {"T": num_tokens, "context": context}) for num_tokens in tokens
     ]
@@ -287,7 +336,10 @@ def main(argv: list[str] | None = None) -> int:
         for dims in arguments.head_dims if arguments.skip != "prefill" else ():
             for shape in prefill:
                 num_heads, num_tokens = (int(size) for size in shape.split("x"))
-                yield partial(build_prefill, num_tokens, num_heads, dims, arguments)
+                yield partial(build_prefill, [num_tokens], {"T": num_tokens}, num_heads, dims, arguments)
+            for num_heads in heads:
+                for mixture in short:
+                    yield partial(build_prefill, lengths_of(mixture), {"lengths": mixture}, num_heads, dims, arguments)
         for cache_format in arguments.cache_formats if arguments.skip != "decode" else ():
             for num_heads in heads:
                 for lengths, label in batches:

@@ -138,7 +138,7 @@ def attend(case: Case, tool: str) -> None:
 
 
 def prefill(tool: str) -> None:
-    """Two causal requests on two CTAs, which take more tiles of queries from the counter."""
+    """Causal requests with long tiles, on two CTAs that take more from the counter, and with short ones."""
     import torch
     from attention_oracle import assert_close
     from dense_oracle import prefill
@@ -146,14 +146,16 @@ def prefill(tool: str) -> None:
     from mla_ops.kernels.hopper import prefill_attention
 
     prefill_attention._num_sms = lambda _: 2
-    starts = torch.tensor([0, 40, 190], dtype=torch.int32), torch.tensor([0, 40, 340], dtype=torch.int32)
+    lens_q, lens_k = [40, 150, 1, 3, 0, 12], [40, 300, 1, 3, 2, 12]
+    starts = (torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_k))
+    starts, num_tokens, num_kv = tuple(starts), sum(lens_q), sum(lens_k)
     for head_dim, head_dim_v in [(192, 128)] if tool == "racecheck" else prefill_attention.TILE_KEYS:
         q, k, v = (
             torch.randn(tokens, heads, dims).bfloat16()
-            for tokens, heads, dims in ((190, 2, head_dim), (340, 1, head_dim), (340, 1, head_dim_v))
+            for tokens, heads, dims in ((num_tokens, 2, head_dim), (num_kv, 1, head_dim), (num_kv, 1, head_dim_v))
         )
-        out = torch.empty(190, 2, head_dim_v, dtype=torch.bfloat16, device="cuda")
-        lse = torch.empty(190, 2, device="cuda")
+        out = torch.empty(num_tokens, 2, head_dim_v, dtype=torch.bfloat16, device="cuda")
+        lse = torch.empty(num_tokens, 2, device="cuda")
         scale = head_dim**-0.5
         prefill_attention.prefill_attention(
             *(tensor.cuda() for tensor in (q, k, v, *starts)), 150, 300, scale, out=out, lse=lse

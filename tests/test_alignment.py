@@ -79,12 +79,17 @@ class Launches:
 
     def load(self, source: str, kernel: str, device_index: int) -> Any:
         kind = {"merge_parts.cu": merge_parts.Params, "prefill_attention.cu": prefill_attention.Params}
+        kind["prefill_short.cu"] = prefill_attention.Params
         params_kind = kind.get(source, launch.Params)
 
         class Function:
             @staticmethod
             def launch(grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
                 self.note(params_kind.from_buffer_copy(params))
+
+            @staticmethod
+            def leave_l1(blocks: int) -> None:
+                pass
 
         return Function
 
@@ -116,7 +121,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(groups, "counters", lambda *_: 0)
     monkeypatch.setattr(prefill_attention, "_num_sms", lambda *_: 132)
     monkeypatch.setattr(prefill_attention, "_tensor_map", lambda address, *_: address.to_bytes(128, "little"))
-    caches = (sparse_attention._waves, dense_attention._waves, merge_parts._loaded)
+    caches = (sparse_attention._waves, dense_attention._waves, merge_parts._loaded, prefill_attention._load_short)
     for cached in caches:
         cached.cache_clear()
     yield stand_in
@@ -244,16 +249,19 @@ def test_prefill_attention(launches: Launches, place: Any, offset: int) -> None:
     v, results = place(random(NUM_TOKENS, NUM_HEADS, 128), offset), outputs(place, offset, width=128)
     starts = [at_offset(torch.tensor([0, NUM_TOKENS], dtype=torch.int32), offset) for _ in range(2)]
     prefill_attention.prefill_attention(q, k, v, *starts, 5, 5, 0.125, **results)
-    (params,) = launches.seen
+    (params,) = launches.seen  # so few tokens make no long tile
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         start = getattr(prefill_attention.Params, name).offset
         address = int.from_bytes(bytes(params)[start : start + 16], "little")
+        assert address == getattr(params, f"{name}_rows")
         assert address % 16 == 0
+        assert getattr(params, f"{name}_token_stride") % 8 == 0
+        assert getattr(params, f"{name}_head_stride") % 8 == 0
         assert (address == tensor.data_ptr()) == is_aligned(tensor)
     assert [params.cu_seqlens_q, params.cu_seqlens_k] == [start.data_ptr() for start in starts]
-    assert (params.lse, params.taken, params.causal) == (results["lse"].data_ptr(), 0, 1)
+    assert (params.lse, params.plan, params.causal) == (results["lse"].data_ptr(), 0, 1)
     assert (params.num_tokens, params.num_kv, params.num_requests, params.num_heads) == (5, 5, 1, NUM_HEADS)
-    assert (params.heads_per_kv_head, params.heads_together, params.num_tiles) == (1, NUM_HEADS, 2)
+    assert (params.heads_per_kv_head, params.heads_together, params.most_tiles) == (1, NUM_HEADS, 1)
 
 
 def test_a_cache_beside_16_bytes_is_an_error_of_the_call(launches: Launches) -> None:

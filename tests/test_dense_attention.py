@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -345,6 +347,101 @@ def test_a_replay_follows_the_lengths_of_the_step(backend: str, num_heads: int) 
             starts_k.copy_(starts(lens_k, device))
             out.fill_(math.nan)
             graph.replay()
+            eager = torch.ops.mla.prefill_attention(*arguments)
+            assert torch.equal(out, eager[0])
+            assert torch.equal(lse, eager[1])
+
+
+def mixture(seed: int) -> tuple[list[int], list[int]]:
+    """Queries and keys of requests: most are short, some empty, some have more keys than queries, or fewer."""
+    drawn = random.Random(seed)
+    lens_q = [min(1500, int(drawn.lognormvariate(3, 1.6))) for _ in range(drawn.randrange(30, 120))]
+    lens_k = [min(4000, int(drawn.lognormvariate(4, 2))) if drawn.random() < 0.3 else length for length in lens_q]
+    return lens_q, lens_k
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    ("backend", "cells"),
+    [("triton", None), ("hopper", None), ("hopper", 0), ("hopper", 2**20)],
+    ids=["triton", "hopper", "hopper, all tiles long", "hopper, all tiles short"],
+)
+@pytest.mark.parametrize("dims", [(192, 128), (64, 64), (256, 256)], ids=str)
+def test_mixtures_of_lengths(
+    backend: str, cells: int | None, dims: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN behind the last request, rows of every request held against float64."""
+    from mla_ops.kernels.hopper import prefill_attention
+
+    if cells is not None:
+        monkeypatch.setattr(prefill_attention, "SHORT_CELLS", cells)
+    lens_q, lens_k = mixture(len(str(dims)) + causal)
+    arguments = inputs(lens_q, lens_k, (8, 4), dims, torch.bfloat16, torch.device("cuda"), padding=140)
+    skip_unless_it_runs(backend, arguments)
+    for tensor, lens in zip(arguments, (lens_q, lens_k, lens_k), strict=False):
+        tensor[sum(lens) :] = math.nan
+    with dispatch.override(prefill_attention=backend):
+        out, lse = torch.ops.mla.prefill_attention(*arguments, causal=causal)
+    q, k, v, starts_q, starts_k, _, _, scale = arguments
+    ends = starts_q.tolist()
+    edges = {token for begin, end in itertools.pairwise(ends) for token in (begin, end - 1, begin + (end - begin) // 2)}
+    tokens = sorted({*(token for token in edges if token >= 0), ends[-1], ends[-1] + 139})
+    expected = dense_oracle.prefill(
+        q, k, v, starts_q, starts_k, scale, causal=causal, operand=torch.bfloat16, tokens=tokens
+    )
+    attention_oracle.assert_close(out, lse, expected)
+
+
+@pytest.mark.gpu
+def test_the_bits_of_a_request_do_not_depend_on_the_batch() -> None:
+    """Hopper: a request by itself, and anywhere among others that hold NaN, with other bounds of the lengths."""
+    device, heads = torch.device("cuda"), (16, 16)
+    for length, keys in ((1, 1), (2, 2), (7, 7), (16, 16), (50, 50), (128, 128), (129, 129), (400, 400), (3, 700)):
+        arguments = inputs([length], [keys], heads, (192, 128), torch.bfloat16, device)
+        skip_unless_it_runs("hopper", arguments)
+        q, k, v, *_, scale = arguments
+        with dispatch.override(prefill_attention="hopper"):
+            alone = torch.ops.mla.prefill_attention(*arguments)
+            for before, behind in (([], [1]), ([1] * 63, [500]), ([127], []), ([300, 0, 5], [1] * 511)):
+                lens_q, lens_k = [*before, length, *behind], [*before, keys, *behind]
+                first = sum(before)
+                around = []
+                for tensor, own, lens in ((q, length, lens_q), (k, keys, lens_k), (v, keys, lens_k)):
+                    around.append(torch.full((sum(lens), *tensor.shape[1:]), math.nan, device=device).bfloat16())
+                    around[-1][first : first + own] = tensor
+                bounds = starts(lens_q, device), starts(lens_k, device), max(lens_q), max(lens_k)
+                found = torch.ops.mla.prefill_attention(*around, *bounds, scale)
+                for one, other in zip(alone, found, strict=True):
+                    assert torch.equal(one, other[first : first + length])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS[1:3])
+def test_a_replay_follows_lengths_from_one_token_to_all(backend: str) -> None:
+    """A graph of 64 requests and 600 tokens, captured with long ones."""
+    device, count, num_tokens = torch.device("cuda"), 64, 600
+    q, k, v, *_, scale = inputs([num_tokens], [num_tokens], (16, 16), (192, 128), torch.bfloat16, device)
+    cu_seqlens = starts([num_tokens // 2] * 2 + [0] * (count - 2), device)
+    out = torch.empty(num_tokens, 16, 128, dtype=q.dtype, device=device)
+    lse = torch.empty(num_tokens, 16, device=device)
+    arguments = (q, k, v, cu_seqlens, cu_seqlens, num_tokens, num_tokens, scale)
+    skip_unless_it_runs(backend, arguments)
+    with dispatch.override(prefill_attention=backend):
+        torch.ops.mla.prefill_attention.out(*arguments, out=out, lse=lse)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.ops.mla.prefill_attention.out(*arguments, out=out, lse=lse)
+        for lens in ([1] * count, [num_tokens], [9] * 60, [400, 1, 0, 130, 2], [0], [3] * 20 + [200]):
+            cu_seqlens.copy_(starts(lens + [0] * (count - len(lens)), device))
+            out.fill_(math.nan)
+            lse.fill_(math.nan)
+            graph.replay()
+            tokens = sorted({0, 1, 8, sum(lens) // 2, max(sum(lens) - 1, 0), num_tokens - 1})
+            expected = dense_oracle.prefill(
+                q, k, v, cu_seqlens, cu_seqlens, scale, causal=True, operand=torch.bfloat16, tokens=tokens
+            )
+            attention_oracle.assert_close(out, lse, expected)
             eager = torch.ops.mla.prefill_attention(*arguments)
             assert torch.equal(out, eager[0])
             assert torch.equal(lse, eager[1])

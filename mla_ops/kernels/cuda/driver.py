@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...dispatch import Missing
-from .compiler import INSTALL_BINDINGS, Compiled
+from .compiler import INSTALL_BINDINGS, RESERVED_SHARED_BYTES, Compiled
 
 if TYPE_CHECKING:
     from cuda.bindings.driver import CUcontext, CUlaunchConfig, CUresult
@@ -61,7 +61,23 @@ class Function:
             ):
                 _check(driver.cuFuncSetAttribute(self._function, name, value))
             self._params_bytes = _check(driver.cuFuncGetParamInfo(self._function, 0), 2)
+        self._static_shared_bytes = static
         self._launch = driver.cuLaunchKernelEx
+
+    def leave_l1(self, blocks: int) -> None:
+        """Has L1 get what `blocks` blocks of an SM do not take of its shared memory: code is loaded for all of it."""
+        from cuda.bindings import driver
+
+        block = self._static_shared_bytes + self.compiled.shared_bytes + RESERVED_SHARED_BYTES
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        with _current(self.device_index), _relaxed_capture():
+            device = _check(driver.cuDeviceGet(self.device_index))
+            most = _check(
+                driver.cuDeviceGetAttribute(
+                    driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, device
+                )
+            )
+            _check(driver.cuFuncSetAttribute(self._function, attribute, min(-(-100 * block * blocks // most), 100)))
 
     def launch(
         self,

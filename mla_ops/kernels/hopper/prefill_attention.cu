@@ -7,26 +7,13 @@
 // Tiles of keys go from the last, where masks are, to the first.
 //
 // A CTA takes one item (tile of queries, head) after the other from a counter, the longest first. What comes next is
-// brought while this one ends. An item's results do not depend on who takes it.
+// brought while this one ends. An item's results do not depend on who takes it. Tiles with few keys are not here:
+// `prefill_short`, which runs in front, does those and makes the table of the others.
 
+#include "prefill.cuh"
 #include "wgmma.cuh"
 
-struct Params {
-  TensorMap q, k, v;  // [tokens, heads, dims]; boxes of 64 dims of one head of a tile's tokens
-  const int *cu_seqlens_q, *cu_seqlens_k;  // [num_requests + 1]
-  u16* out;    // [num_tokens, num_heads, DIM_V]
-  float* lse;  // [num_tokens, num_heads]
-  int* taken;  // items beyond one a CTA; null where there are none
-  i64 out_token_stride, out_head_stride, lse_token_stride, lse_head_stride;
-  int num_tokens, num_kv, num_requests, num_heads;
-  int heads_per_kv_head;
-  int heads_together;  // heads whose keys and values fit L2
-  int num_tiles;       // tiles of queries, an upper bound that the host knows
-  int causal;
-  float scale_log2;
-};
-
-constexpr int QUERIES = 128, STAGES = 2, CONSUMERS = 256;
+constexpr int STAGES = 2, CONSUMERS = 256;
 constexpr float SLACK = 8.f;  // weights may reach 2^8 before the softmax's reference moves
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 constexpr int TURN_BARRIER = 1, GROUP_BARRIER = 3;  // and the next, one a warpgroup
@@ -91,38 +78,21 @@ struct Item {
   int begin_k;  // known to the producer alone
 };
 
-// Element n of cu_seqlens, within the tensor.
-DEVICE int start_of(const int* cu_seqlens, int n, int end) { return min(max(__ldg(cu_seqlens + n), 0), end); }
-
-// Request r's tiles start at `cu_seqlens_q[r] / QUERIES + r`, which needs no table and leaves room for a part-filled
-// tile of each. Tokens behind the last request count as one more, without keys.
+// The n-th of `num_tiles * num_heads` items: heads together, by tile, by head.
 template <int KEYS>
-DEVICE Item nth_item(const Params& p, int n) {
-  // heads together, by tile from the last, by head
-  const int section = n / (p.num_tiles * p.heads_together), first_head = section * p.heads_together,
-            heads = min(p.heads_together, p.num_heads - first_head), within = n - p.num_tiles * first_head;
-  const int tile = p.num_tiles - 1 - within / heads;
-  int low = 0, high = p.num_requests;
-  while (low < high) {
-    const int middle = (low + high + 1) >> 1;
-    if (start_of(p.cu_seqlens_q, middle, p.num_tokens) / QUERIES + middle <= tile)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  const bool real = low < p.num_requests;
-  const int begin_q = start_of(p.cu_seqlens_q, low, p.num_tokens),
-            len_q = (real ? start_of(p.cu_seqlens_q, low + 1, p.num_tokens) : p.num_tokens) - begin_q,
-            query = (tile - (begin_q / QUERIES + low)) * QUERIES;
+DEVICE Item nth_item(const Params& p, int num_tiles, int n) {
+  const int section = n / (num_tiles * p.heads_together), first_head = section * p.heads_together,
+            heads = min(p.heads_together, p.num_heads - first_head), within = n - num_tiles * first_head;
+  const uint4* tile = reinterpret_cast<const uint4*>(p.plan->tiles + within / heads);
+  const uint4 a = tile[0], b = tile[1];
   Item item;
   item.head = first_head + within % heads;
-  item.token = begin_q + query;
-  item.rows = query < 0 ? 0 : min(len_q - query, QUERIES);
-  item.begin_k = start_of(p.cu_seqlens_k, low, p.num_kv);
-  item.len_k = real ? max(start_of(p.cu_seqlens_k, low + 1, p.num_kv) - item.begin_k, 0) : 0;
-  item.last = p.causal ? query + item.len_k - len_q : item.len_k - 1;
-  const int end = p.causal ? min(max(item.last + item.rows, 0), item.len_k) : item.len_k;
-  item.tiles = (end + KEYS - 1) / KEYS;
+  item.token = a.x;
+  item.rows = a.y;
+  item.last = a.z;
+  item.tiles = (a.w + KEYS - 1) / KEYS;
+  item.begin_k = b.x;
+  item.len_k = b.y;
   item.seen = min(max(item.last + 1, 0), item.len_k) / KEYS;
   return item;
 }
@@ -136,34 +106,31 @@ DEVICE void copy_rows(const TensorMap& map, u32 to, int head, int token, u32 bar
   for (int chunk = 0; chunk < CHUNKS; ++chunk) copy_box(to + chunk * ROWS * 128, map, chunk * 64, head, token, barrier);
 }
 
-// The next item with queries in it, of those from the n-th on that nobody else takes.
-template <int KEYS>
-DEVICE Item take_item(const Params& p, int& n) {
-  Item item;
-  while (n < p.num_tiles * p.num_heads) {
-    item = nth_item<KEYS>(p, n);
-    n = p.taken ? gridDim.x + atomicAdd(p.taken, 1) : p.num_tiles * p.num_heads;
-    if (item.rows > 0) return item;
-  }
-  item.head = -1;
-  return item;
-}
-
 template <class L>
 DEVICE void produce(const Params& p, u32 shared) {
+  wait_for_prerequisites();
+  const int num_tiles = load_l2_16(p.plan).y;
   int n = blockIdx.x;
   u32 turn = 0, parity = 1;  // tiles of keys so far; parity of the item's barriers
-  Item item = take_item<L::KEYS>(p, n);
+  auto take_item = [&] {
+    Item item;
+    if (n >= num_tiles * p.num_heads) {
+      item.head = -1;
+    } else {
+      item = nth_item<L::KEYS>(p, num_tiles, n);
+      n = gridDim.x + atomicAdd(&p.plan->taken, 1);
+    }
+    return item;
+  };
+  Item item = take_item();
   while (true) {
     mbarrier_wait(shared + L::QUERY_FREE, parity);
     parity ^= 1;
     store_shared_16(shared + L::ITEM, item.head, item.token, item.rows, item.tiles);
     store_shared_16(shared + L::ITEM + 16, item.seen, item.last, item.len_k, 0);
-    if (item.head < 0 || item.tiles == 0) mbarrier_arrive(shared + L::QUERY_FULL);
-    if (item.head < 0) return;
-    if (item.tiles == 0) {
-      item = take_item<L::KEYS>(p, n);
-      continue;
+    if (item.head < 0) {
+      mbarrier_arrive(shared + L::QUERY_FULL);
+      return;
     }
     copy_rows<L::CHUNKS, QUERIES>(p.q, shared + L::QUERY, item.head, item.token, shared + L::QUERY_FULL);
     const int kv_head = item.head / p.heads_per_kv_head, begin_k = item.begin_k, tiles = item.tiles;
@@ -183,7 +150,7 @@ DEVICE void produce(const Params& p, u32 shared) {
                                         begin_k + (tile + 1) * L::KEYS, shared + L::VALUE_FULL + stage * 8);
       }
       // late, for balance, yet while the consumers have work
-      if (tile == (tiles > 3 ? 2 : -1)) item = take_item<L::KEYS>(p, n);
+      if (tile == (tiles > 3 ? 2 : -1)) item = take_item();
     }
   }
 }
@@ -343,68 +310,63 @@ DEVICE void consume(const Params& p, u32 shared) {
     auto mask_tile = [&] {
       if (tile >= item.seen) mask(s, item.last, item.len_k, row, tile * L::KEYS + lane % 4 * 2, p.causal);
     };
-    if (tile < 0) {
-      __syncwarp();
-      release(shared + L::QUERY_FREE);
-    } else {
-      u32 stage = turn % STAGES;
+    u32 stage = turn % STAGES;
+    mbarrier_wait(shared + L::KEY_FULL + stage * 8, turn / STAGES & 1);
+    wgmma_fence();
+    multiply_keys<L, T>(s, queries, keys + stage * (L::KEY_TILE / 16));
+    wgmma_wait<0>();
+    hold(s);
+    release(shared + L::KEY_FREE + stage * 8);
+    if (tile == 0) release(shared + L::QUERY_FREE);
+    mask_tile();
+    weigh(s, p.scale_log2, rows);
+    to_weights();
+    if (item.len_k - tile * L::KEYS < L::KEYS) {
+      mbarrier_wait(shared + L::VALUE_FULL + stage * 8, turn / STAGES & 1);
+      clear_values<L>(shared + L::VALUE + stage * L::VALUE_TILE, item.len_k - tile * L::KEYS, thread, group);
+    }
+    while (--tile >= 0) {
+      const u32 before = stage, before_parity = turn / STAGES & 1;
+      stage = ++turn % STAGES;
+      named_barrier(TURN_BARRIER + group, CONSUMERS);
       mbarrier_wait(shared + L::KEY_FULL + stage * 8, turn / STAGES & 1);
+      hold(s);
+      hold(o);
+      hold(weights);
       wgmma_fence();
       multiply_keys<L, T>(s, queries, keys + stage * (L::KEY_TILE / 16));
-      wgmma_wait<0>();
+      mbarrier_wait(shared + L::VALUE_FULL + before * 8, before_parity);
+      wgmma_fence();
+      multiply_values<L, T>(o, weights, values + before * (L::VALUE_TILE / 16));
+      named_barrier_arrive(TURN_BARRIER + (group ^ 1), CONSUMERS);
+      wgmma_wait<1>();
       hold(s);
       release(shared + L::KEY_FREE + stage * 8);
       if (tile == 0) release(shared + L::QUERY_FREE);
       mask_tile();
-      weigh(s, p.scale_log2, rows);
-      to_weights();
-      if (item.len_k - tile * L::KEYS < L::KEYS) {
-        mbarrier_wait(shared + L::VALUE_FULL + stage * 8, turn / STAGES & 1);
-        clear_values<L>(shared + L::VALUE + stage * L::VALUE_TILE, item.len_k - tile * L::KEYS, thread, group);
-      }
-      while (--tile >= 0) {
-        const u32 before = stage, before_parity = turn / STAGES & 1;
-        stage = ++turn % STAGES;
-        named_barrier(TURN_BARRIER + group, CONSUMERS);
-        mbarrier_wait(shared + L::KEY_FULL + stage * 8, turn / STAGES & 1);
-        hold(s);
-        hold(o);
-        hold(weights);
-        wgmma_fence();
-        multiply_keys<L, T>(s, queries, keys + stage * (L::KEY_TILE / 16));
-        mbarrier_wait(shared + L::VALUE_FULL + before * 8, before_parity);
-        wgmma_fence();
-        multiply_values<L, T>(o, weights, values + before * (L::VALUE_TILE / 16));
-        named_barrier_arrive(TURN_BARRIER + (group ^ 1), CONSUMERS);
-        wgmma_wait<1>();
-        hold(s);
-        release(shared + L::KEY_FREE + stage * 8);
-        if (tile == 0) release(shared + L::QUERY_FREE);
-        mask_tile();
-        const bool moves = weigh(s, p.scale_log2, rows);
-        hold(s);
-        if (moves) {
-          wgmma_wait<0>();
-          hold(o);
-#pragma unroll
-          for (int e = 0; e < L::CHUNKS_V * 32; ++e) o[e] *= rows.fade[e >> 1 & 1];
-        }
+      const bool moves = weigh(s, p.scale_log2, rows);
+      hold(s);
+      if (moves) {
         wgmma_wait<0>();
         hold(o);
-        hold(weights);
-        release(shared + L::VALUE_FREE + before * 8);
-        to_weights();
+#pragma unroll
+        for (int e = 0; e < L::CHUNKS_V * 32; ++e) o[e] *= rows.fade[e >> 1 & 1];
       }
-      mbarrier_wait(shared + L::VALUE_FULL + stage * 8, turn / STAGES & 1);
-      hold(o);
-      hold(weights);
-      wgmma_fence();
-      multiply_values<L, T>(o, weights, values + stage * (L::VALUE_TILE / 16));
       wgmma_wait<0>();
       hold(o);
-      release(shared + L::VALUE_FREE + stage * 8);
-      ++turn;
+      hold(weights);
+      release(shared + L::VALUE_FREE + before * 8);
+      to_weights();
     }
+    mbarrier_wait(shared + L::VALUE_FULL + stage * 8, turn / STAGES & 1);
+    hold(o);
+    hold(weights);
+    wgmma_fence();
+    multiply_values<L, T>(o, weights, values + stage * (L::VALUE_TILE / 16));
+    wgmma_wait<0>();
+    hold(o);
+    release(shared + L::VALUE_FREE + stage * 8);
+    ++turn;
     store_result<T>(p, item, o, rows, row, lane);
   }
 }

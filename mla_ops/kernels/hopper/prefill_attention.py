@@ -1,7 +1,9 @@
-"""Varlen prefill on SM90: one kernel, whose CTAs take tiles of queries from a counter.
+"""Varlen prefill on SM90: a kernel for tiles of queries with few keys, and one for the others.
 
-Queries, keys and values reach shared memory as boxes of a tensor that the driver describes, so neither strides nor what
-lies past a tensor's end cost the kernel anything. Results are the same in every run.
+The second one's CTAs take tiles from a counter and a table that the first one writes. Queries, keys and values reach
+its shared memory as boxes of a tensor that the driver describes, so neither strides nor what lies past a tensor's end
+cost it anything. Which kernel a tile is for depends on its request's lengths alone, and results are the same in every
+batch.
 """
 
 from __future__ import annotations
@@ -14,12 +16,17 @@ import torch
 
 from ...dispatch import Call
 from ..alignment import is_aligned
-from ..cuda.driver import NO_CLUSTER
+from ..cuda.driver import NO_CLUSTER, Function
 from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Kernel, compile_reason
 
 QUERIES = 128  # a tile's
+REGION = 128  # tokens that CTAs of the kernel for short tiles share
+SHORT_THREADS = 128
+SHORT_CTAS = 2  # of an SM
+SHORT_CELLS = 12  # of 16 queries by 16 keys, of a short tile
+PLAN_ENTRY = 8  # ints of a tile in the table, and half as many in front of all
 TYPES = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
 L2_BYTES = 32 * 2**20  # keys and values that are used together; the L2 of an H200 has 50 MB
 
@@ -34,11 +41,20 @@ class Params(ctypes.Structure):
         ("q", ctypes.c_char * 128),
         ("k", ctypes.c_char * 128),
         ("v", ctypes.c_char * 128),
+        ("q_rows", POINTER),
+        ("k_rows", POINTER),
+        ("v_rows", POINTER),
         ("cu_seqlens_q", POINTER),
         ("cu_seqlens_k", POINTER),
         ("out", POINTER),
         ("lse", POINTER),
-        ("taken", POINTER),
+        ("plan", POINTER),
+        ("q_token_stride", ctypes.c_int64),
+        ("q_head_stride", ctypes.c_int64),
+        ("k_token_stride", ctypes.c_int64),
+        ("k_head_stride", ctypes.c_int64),
+        ("v_token_stride", ctypes.c_int64),
+        ("v_head_stride", ctypes.c_int64),
         ("out_token_stride", ctypes.c_int64),
         ("out_head_stride", ctypes.c_int64),
         ("lse_token_stride", ctypes.c_int64),
@@ -49,10 +65,12 @@ class Params(ctypes.Structure):
         ("num_heads", ctypes.c_int),
         ("heads_per_kv_head", ctypes.c_int),
         ("heads_together", ctypes.c_int),
-        ("num_tiles", ctypes.c_int),
+        ("shares", ctypes.c_int),
+        ("short_cells", ctypes.c_int),
+        ("most_tiles", ctypes.c_int),
         ("causal", ctypes.c_int),
         ("scale_log2", ctypes.c_float),
-        ("_", ctypes.c_char * 20),
+        ("_", ctypes.c_char * 4),
     ]
 
 
@@ -65,9 +83,24 @@ def kernel_for(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> Kernel:
     return Kernel("prefill_attention.cu", name, 384)
 
 
+@functools.cache
+def short_kernel_for(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> Kernel:
+    """The kernel for short tiles, and of the table of the others."""
+    name = f"prefill_short<{head_dim}, {head_dim_v}, {TYPES[dtype]}>"
+    return Kernel("prefill_short.cu", name, SHORT_THREADS, ctas=SHORT_CTAS)
+
+
 def kernels() -> list[Kernel]:
     """All there are."""
-    return [kernel_for(*dims, dtype) for dims in TILE_KEYS for dtype in TYPES]
+    return [find(*dims, dtype) for find in (kernel_for, short_kernel_for) for dims in TILE_KEYS for dtype in TYPES]
+
+
+@functools.cache
+def _load_short(kernel: Kernel, device_index: int) -> Function:
+    """Its loads go to registers, past shared memory: L1 is where warps share keys."""
+    function: Function = sources.load(kernel.source, kernel.name, device_index)
+    function.leave_l1(kernel.ctas)
+    return function
 
 
 @functools.lru_cache(maxsize=4096)
@@ -116,6 +149,19 @@ def heads_together(num_kv: int, num_heads: int, num_kv_heads: int, row_bytes: in
     return -(-num_kv_heads // sections) * (num_heads // num_kv_heads)
 
 
+def cells(num_queries: int, num_keys: int) -> int:
+    """Cells of a tile: 16 queries by 16 keys, or parts of them."""
+    return -(-num_queries // 16) * -(-num_keys // 16)
+
+
+def shares_of_a_region(num_regions: int, num_heads: int, num_sms: int) -> int:
+    """CTAs that share a region's tokens: few where there are many regions, and at least two for each SM where a warp
+    still has something to do. 128 tokens of one head are at least 8 pieces of work, and 4 warps a CTA."""
+    many = min(4096 // num_regions, num_heads // 2)
+    few = min(2 * num_sms // num_regions, 2 * num_heads)
+    return max(many, few, 1)
+
+
 @functools.cache
 def _num_sms(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
@@ -144,40 +190,59 @@ def prefill_attention(
         lse.fill_(-math.inf)
         return
     device_index = q.device.index
-    kernel, keys = kernel_for(head_dim, head_dim_v, q.dtype), TILE_KEYS[head_dim, head_dim_v]
+    num_sms, keys = _num_sms(device_index), TILE_KEYS[head_dim, head_dim_v]
     (q, q_map), (k, k_map), (v, v_map) = _in_boxes(q, QUERIES), _in_boxes(k, keys), _in_boxes(v, keys)
     target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     num_requests = cu_seqlens_q.shape[0] - 1
-    # a tile of each request may be part-filled, and so may that of the tokens behind them
-    num_tiles = num_tokens // QUERIES + num_requests + 1
-    num_items, num_sms = num_tiles * num_heads, _num_sms(device_index)
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device) if num_items > num_sms else None
+    most_tiles = num_tokens // QUERIES + num_requests  # one of each request may be part-filled
+    longest = min(num_tokens, max_seqlen_q)
+    plan = None
+    if num_requests and (longest > QUERIES or cells(longest, min(num_kv, max_seqlen_k)) > SHORT_CELLS):
+        plan = torch.empty(PLAN_ENTRY // 2 + PLAN_ENTRY * most_tiles, dtype=torch.int32, device=q.device)
+    num_regions = -(-num_tokens // REGION)
+    shares = shares_of_a_region(num_regions, num_heads, num_sms)
     params = pack(
         q_map,
         k_map,
         v_map,
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
         cu_seqlens_q.data_ptr(),
         cu_seqlens_k.data_ptr(),
         target.data_ptr(),
         lse.data_ptr(),
-        0 if taken is None else taken.data_ptr(),
-        target.stride(0),
-        target.stride(1),
-        lse.stride(0),
-        lse.stride(1),
+        0 if plan is None else plan.data_ptr(),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *target.stride()[:2],
+        *lse.stride(),
         num_tokens,
         num_kv,
         num_requests,
         num_heads,
         num_heads // num_kv_heads,
         heads_together(num_kv, num_heads, num_kv_heads, 2 * (head_dim + head_dim_v)),
-        num_tiles,
+        shares,
+        SHORT_CELLS,
+        most_tiles,
         causal,
         softmax_scale * math.log2(math.e),
     )
-    sources.load(kernel.source, kernel.name, device_index).launch(
-        (min(num_items, num_sms), 1, 1), (kernel.threads, 1, 1), None, NO_CLUSTER, params
-    )
+    short = short_kernel_for(head_dim, head_dim_v, q.dtype)
+    grid = (num_regions * shares + (plan is not None), 1, 1)
+    _load_short(short, device_index).launch(grid, (short.threads, 1, 1), None, NO_CLUSTER, params)
+    if plan is not None:
+        kernel = kernel_for(head_dim, head_dim_v, q.dtype)
+        sources.load(kernel.source, kernel.name, device_index).launch(
+            (min(most_tiles * num_heads, num_sms), 1, 1),
+            (kernel.threads, 1, 1),
+            None,
+            NO_CLUSTER,
+            params,
+            programmatic=True,
+        )
     if target is not out:
         out.copy_(target)
 
