@@ -431,6 +431,32 @@ def test_programs_of_many_tokens_write_the_bits_of_programs_of_one(
     assert engines[0].entries(1, 2).abs().sum() > 0
 
 
+def test_a_state_that_a_later_token_replaces_is_not_written(
+    triton_lowering: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs run in any order: those of replaced tokens must write nothing, whatever stands between the two."""
+    from mla_ops.kernels.triton import compressor
+
+    weights = Weights(Geometry(2, 1, 128), device)
+    kv, score = history(weights.geometry, 9)
+    engine = Engine(weights, 1, 5, state_blocks=2, state_block_size=1)  # a ring of two
+    launches = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *args, **kwargs: launches.append((args, kwargs))
+
+    kernel = compressor._store_state_kernel
+    monkeypatch.setattr(compressor, "_store_state_kernel", Recorder())
+    engine.step(kv, score, [0, 0, -1, -1, 0, 0, -1, 7, 0], [0, 1, 2, 3, 4, 5, 6, 7, 8])
+    (args, kwargs), states = launches[0], engine.states.clone()
+    kernel[(5,)](*args, **kwargs)  # tokens 0 to 4; 5 and 8 are the last of their places
+    assert_same_bits(engine.states, states, "states")
+    kernel[(9,)](*args, **kwargs)
+    written = engine.states[engine.table[0].long()].flatten(0, 1)
+    assert torch.equal(written[:, :128], kv[[8, 5]])
+
+
 def test_one_graph_serves_every_number_of_tokens() -> None:
     weights = Weights(INDEXER, "cpu")
 

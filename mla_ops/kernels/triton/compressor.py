@@ -371,16 +371,25 @@ def _store_state_kernel(
     RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes one token's state, unless a later token of this step has the same place. Grid: (tokens,)."""
+    """Writes one token's state, unless a later token of this step has the same place. Grid: (tokens,).
+
+    That token is a whole number of rings further on, behind padding perhaps.
+    """
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(req_id_per_token + row).to(tl.int64)
     position = tl.load(positions + row).to(tl.int64)
     capacity = max_blocks.to(tl.int64) * state_block_size
+    live = (request >= 0) & (request < num_requests) & (position >= 0) & (capacity > 0)
     later = row + capacity
-    there = later < num_tokens
-    replaced = there & (tl.load(req_id_per_token + later, mask=there, other=-1) == request)
-    replaced &= tl.load(positions + later, mask=there, other=-1) == position + capacity
-    if (request >= 0) & (request < num_requests) & (position >= 0) & (replaced == 0):
+    replaced = row < 0
+    searching = live & (later < num_tokens)
+    while searching:
+        owner = tl.load(req_id_per_token + later).to(tl.int64)
+        replaced = (owner == request) & (tl.load(positions + later) == position + (later - row))
+        padding = (owner < 0) | (owner >= num_requests)
+        later += capacity
+        searching = padding & (later < num_tokens)
+    if live & (replaced == 0):
         token = row, request, position
         ring = (
             state_cache,
