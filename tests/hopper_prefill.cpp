@@ -43,7 +43,6 @@ static u32 rounded(float x) {
 }
 
 #include "prefill_short.cuh"
-constexpr int KIND = 2;
 
 struct Bfloat16 {
   static u32 pack(float low, float high) { return rounded(low) | rounded(high) << 16; }
@@ -78,7 +77,7 @@ void launch(const Params& p, int ctas, int seed) {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(simt::shared_memory()) + 15 & ~uintptr_t{15};
     Shared& shared = *reinterpret_cast<Shared*>(begin);
     const int cta = gridDim.x - 1 - blockIdx.x;  // in any order
-    run<DIM, DIM_V, Bfloat16, KIND>(p, shared, reinterpret_cast<uint4*>(&shared + 1) + threadIdx.x, cta);
+    run<DIM, DIM_V, Bfloat16>(p, shared, reinterpret_cast<uint4*>(&shared + 1) + threadIdx.x, cta);
   });
 }
 

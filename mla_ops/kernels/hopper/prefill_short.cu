@@ -1,9 +1,10 @@
 // Dense attention of prefill for SM90, varlen: the tiles of queries that have few keys, each warp by itself.
 //
 // What such tiles cost is reading them once, so that many loads have to be on their way at one time, and none that
-// nobody needs. A warp takes 16 queries of one head, or those of several heads where there are fewer, straight from
-// memory to the registers of its matrix instructions, and 16 keys after the other. Nothing passes through shared
-// memory: a lane loads 16 bytes in a row, and which dims a fragment's places stand for follows from that.
+// nobody needs. A warp takes 16 queries of one head, or those of several heads where there are fewer, and 16 keys after
+// the other, straight from memory to the registers of its matrix instructions. No lane needs what another one loaded:
+// each loads 16 bytes in a row, and which dims a fragment's places stand for follows from that. Its queries wait in
+// shared memory, which only saves registers.
 //
 // A CTA belongs to 128 tokens, of any requests. With those that share them it deals out (queries, heads) evenly. One
 // more CTA writes the table of the tiles that have more keys, for `prefill_attention`.
@@ -31,10 +32,10 @@ struct Float16 {
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
-template <int DIM, int DIM_V, class T = Bfloat16, int CTAS = 2, int KIND = 0>
-__global__ void __launch_bounds__(THREADS, CTAS) prefill_short(const __grid_constant__ Params p) {
+template <int DIM, int DIM_V, class T = Bfloat16>
+__global__ void __launch_bounds__(THREADS, 2) prefill_short(const __grid_constant__ Params p) {
   __shared__ Shared shared;
   __shared__ uint4 queries[DIM / 16 * THREADS];
   launch_dependents();
-  run<DIM, DIM_V, T, KIND>(p, shared, queries + threadIdx.x, blockIdx.x);
+  run<DIM, DIM_V, T>(p, shared, queries + threadIdx.x, blockIdx.x);
 }

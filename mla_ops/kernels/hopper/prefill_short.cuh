@@ -19,18 +19,13 @@ struct alignas(16) Segment {
 
 DEVICE u32 word(const uint4& v, int n) { return n == 0 ? v.x : n == 1 ? v.y : n == 2 ? v.z : v.w; }
 
-DEVICE void swap_if(bool condition, u32& a, u32& b) {
-  const u32 x = condition ? b : a, y = condition ? a : b;
-  a = x, b = y;
-}
-
 DEVICE uint4 load_or_zeros(bool there, const u16* source) {
   return there ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
 }
 
 // ---- a warp's rows --------------------------------------------------------------------------------------------------
 
-template <int DIM, int DIM_V, class T, int KIND>
+template <int DIM, int DIM_V, class T>
 DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int number, int lane) {
   constexpr int BLOCKS = DIM / 32, BLOCKS_V = DIM_V / 64, CHAINS = DIM > 192 ? 1 : 2,
                 TOGETHER = BLOCKS_V < 2 ? BLOCKS_V : 2;  // blocks of values
@@ -40,7 +35,6 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
             first_head = pack << (4 - log_width);
   const int last_visible = segment.visible + first_row + rows - 1,
             end = p.causal ? min(max(last_visible, 0), segment.len_k) : segment.len_k;
-  const int odd = (g & 1) * 32;
   auto head_of = [&](int row) { return first_head + (row >> log_width); };
   auto kv_head_of = [&](int row) {
     const int head = head_of(row);
@@ -89,15 +83,13 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
       for (int e = 0; e < 4; ++e) o[block][n][e] = 0.f;
   float reference[2] = {NO_SCORE_YET, NO_SCORE_YET}, sum[2] = {0.f, 0.f};
 
-  constexpr bool KEEP = KIND >= 1 && DIM <= 192;
-  uint4 kept_q[2][KEEP ? BLOCKS : 1];
   for (int first_key = 0; first_key < end; first_key += 16) {
     uint4 k[2][BLOCKS], v[TOGETHER][4];
     float s[2][CHAINS][4];  // of each half of the keys
     auto load_keys = [&](int half) {
       const bool there = there_k[half] && first_key + ((g + half * 8) & (width - 1)) < end;
 #pragma unroll
-      for (int block = 0; block < BLOCKS; ++block) k[half][block] = load_or_zeros(there, k_row[half] + (KIND >= 2 && DIM <= 192 ? block * 32 + (block & 1 ? -odd : odd) : block * 32));
+      for (int block = 0; block < BLOCKS; ++block) k[half][block] = load_or_zeros(there, k_row[half] + block * 32);
       k_row[half] += 16 * p.k_token_stride;
     };
     auto load_values = [&](int from) {
@@ -119,9 +111,7 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
           for (int e = 0; e < 4; ++e) s[half][chain][e] = 0.f;
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block) {
-        uint4 a, b;
-        if (KEEP) a = kept_q[0][block], b = kept_q[1][block];
-        else a = queries[block * THREADS], b = queries[(BLOCKS + block) * THREADS];
+        const uint4 a = queries[block * THREADS], b = queries[(BLOCKS + block) * THREADS];
 #pragma unroll
         for (int half = from; half < to; ++half) {
           T::multiply(s[half][0], a.x, b.x, a.y, b.y, k[half][block].x, k[half][block].y);
@@ -141,22 +131,7 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
       load_keys(0);
       load_keys(1);
       load_values(0);
-      if (first_key == 0) {
-        wait_for_copies();
-        if (KEEP)
-#pragma unroll
-          for (int block = 0; block < BLOCKS; ++block) kept_q[0][block] = queries[block * THREADS], kept_q[1][block] = queries[(BLOCKS + block) * THREADS];
-      }
-      if (KIND >= 2)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-          for (int block = 0; block < BLOCKS; block += 2) {
-            swap_if(odd, k[half][block].x, k[half][block + 1].x);
-            swap_if(odd, k[half][block].y, k[half][block + 1].y);
-            swap_if(odd, k[half][block].z, k[half][block + 1].z);
-            swap_if(odd, k[half][block].w, k[half][block + 1].w);
-          }
+      if (first_key == 0) wait_for_copies();
       multiply_keys(0, 2);
     }
     float fade[2];
@@ -271,7 +246,7 @@ DEVICE int segment_of(const Params& p, int token, Segment& segment) {
   return (segment.log_width < 4 ? 1 : (segment.rows + 15) / 16) * ((p.num_heads + heads - 1) / heads);
 }
 
-template <int DIM, int DIM_V, class T, int KIND>
+template <int DIM, int DIM_V, class T>
 DEVICE void do_share(const Params& p, Shared& shared, uint4* queries, int region, int share) {
   const int thread = threadIdx.x, lane = thread & 31, warp = uniform(thread >> 5);
   Segment segment;
@@ -311,7 +286,7 @@ DEVICE void do_share(const Params& p, Shared& shared, uint4* queries, int region
     const u32 number = static_cast<u32>(piece);
     const int here = (first.x <= number) + (first.y <= number) + (first.z <= number) + (first.w <= number);
     const int n = __reduce_add_sync(~0u, here) - 1;
-    attend<DIM, DIM_V, T, KIND>(p, shared.segments[n], queries, piece - shared.first[n], lane);
+    attend<DIM, DIM_V, T>(p, shared.segments[n], queries, piece - shared.first[n], lane);
   }
 }
 
@@ -374,12 +349,12 @@ DEVICE void write_plan(const Params& p, Shared& shared) {
 }
 
 // A CTA. Where there is a table, the first writes it.
-template <int DIM, int DIM_V, class T, int KIND>
+template <int DIM, int DIM_V, class T>
 DEVICE void run(const Params& p, Shared& shared, uint4* queries, int cta) {
   if (p.plan && cta == 0) {
     write_plan(p, shared);
   } else {
     const int n = cta - (p.plan ? 1 : 0);
-    do_share<DIM, DIM_V, T, KIND>(p, shared, queries, n / p.shares, n % p.shares);
+    do_share<DIM, DIM_V, T>(p, shared, queries, n / p.shares, n % p.shares);
   }
 }
