@@ -3,7 +3,7 @@
     python -m scripts.vllm_tests 0.24.0 FOLDER [pytest argument ...]
 
 With `--own SOURCES`, an unpacked source distribution of that version, it runs vLLM's own test of sparse decode, with
-our class in the place of FlashMLA's.
+our class in the place of FlashMLA's. With `--engine` it runs `LLM()` over a small model beside transformers.
 
 FOLDER gets the Python side of that version's wheel and an environment with what it imports, over the packages of the
 interpreter that runs this. Both are kept, and found again by the next run.
@@ -59,13 +59,16 @@ def main() -> None:
     parser.add_argument("version")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--own", type=Path)
+    parser.add_argument("--engine", action="store_true")
     arguments, rest = parser.parse_known_args()
     source = arguments.folder.resolve() / f"vllm-{arguments.version}"
     if not (source / "vllm" / "_C_stable_libtorch.py").exists():
         unpack(arguments.version, source)
     python = environment(arguments.folder.resolve() / "venv")
     paths, command = [source, ROOT], [str(python), "-m", "pytest"]
-    if arguments.own is None:
+    if arguments.engine:
+        command = [str(python), "-m", "scripts.vllm_engine"]
+    elif arguments.own is None:
         command += [*(str(ROOT / "tests" / name) for name in TESTS), *rest]
     else:
         own = arguments.own.resolve()
