@@ -18,7 +18,7 @@ from typing import NamedTuple
 from .costs import Costs, predicted_us
 from .launch import SPLITS, Balance, Clusters, Keys, Shape, tiles_for
 
-LEAST_US = 30.0  # of full rows: to add up lengths costs half a microsecond
+LEAST_US = 50.0  # of full rows: with less, parts and their sum take what an even share saves
 LEAST_US_OF_TWO = 75.0  # where the launch that returns adds one or two
 SLOWER = 1.15  # a balanced launch's turns, relative to those of launches by shapes
 MARGIN_US = 12.0  # what parts, their sum and the search for shares take at most, with a reserve

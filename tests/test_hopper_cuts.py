@@ -1,0 +1,119 @@
+"""How CTAs that share rows evenly add up what they left of rows that are cut: each row's parts, whoever comes last.
+
+The kernels' own code (`balance.cuh`, `cuts.cuh`), compiled for this CPU, its threads in random order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import pytest
+import torch
+from hopper_on_cpu import NO_COMPILER, build
+
+from mla_ops import formats
+from mla_ops.kernels.hopper import groups, launch, parts, sources
+from mla_ops.kernels.hopper.launch import KERNELS, NO_CACHE, Balance, Clusters, Rows, cache_params
+
+pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
+
+CAPACITY = 4096
+TURN = 64
+
+
+@pytest.fixture(scope="module", params=[0, 1000])
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """CTAs that look so often for the others before they leave."""
+    return build("hopper_cuts.cpp", tmp_path_factory.mktemp("hopper_cuts"), f"-DPATIENCE={request.param}")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "workers", "num_heads", "at_once"),
+    [
+        ([4096, 64, 64], 5, 70, 4),  # a long row of five parts
+        ([640, 640, 640], 5, 70, 4),  # rows of two parts
+        ([640, 640, 640], 5, 70, 2),
+        ([1000, 0, 2000, 64], 4, 20, 2),
+        ([4096], 10, 70, 4),  # teams of warps
+        ([4096, 4096], 40, 3, 4),  # more parts than a warp has lanes; shares without heads
+    ],
+)
+def test_parts_are_added_up(
+    lengths: list[int],
+    workers: int,
+    num_heads: int,
+    at_once: int,
+    library: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    class Recorded:
+        def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
+            seen.append((grid, params))
+
+    counters = torch.zeros(groups.SLOT_BYTES, dtype=torch.uint8)
+    monkeypatch.setattr(sources, "load", lambda *_: Recorded())
+    monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (workers,) * len(launch.SPLITS))
+    monkeypatch.setattr(groups, "counters", lambda *_: counters.data_ptr())
+    num_tokens, tiles = len(lengths), -(-num_heads // 64)
+    cache = formats.allocate_cache("bf16", 1, 64)
+    rows = Rows(cache, *formats.geometry(cache, "bf16")[:3])
+    key_lens, table = torch.tensor(lengths, dtype=torch.int32), torch.zeros(1, CAPACITY // 64, dtype=torch.int32)
+    out = torch.full((num_tokens, num_heads, 512), math.nan, dtype=torch.bfloat16)
+    lse, sink = torch.full((num_tokens, num_heads), math.nan), torch.randn(num_heads)
+    exchange = parts.exchange(workers, tiles, num_heads, torch.device("cpu"))
+    launch.launch(
+        KERNELS["bf16", 576],
+        Clusters(64, 1),
+        0,
+        torch.zeros(num_tokens, num_heads, 576, dtype=torch.bfloat16),
+        (cache_params(rows, None, key_lens, table, CAPACITY), NO_CACHE),
+        1.0,
+        attn_sink=sink,
+        req_id_per_token=None,
+        out=out,
+        lse=lse,
+        programmatic=True,
+        all_tokens=num_tokens,
+        balance=Balance(64, workers, math.inf, 0.0),
+        exchange=exchange,
+        takes_either_way=True,
+    )
+    ((_, params),) = seen
+    for seed in range(2):
+        out.fill_(math.nan)
+        library.share_rows(params, workers * tiles, at_once, seed)
+        assert not counters.any()
+        cuts = 0
+        for token, firsts in enumerate(cut_tokens(lengths, workers)):
+            if len(firsts) < 2:
+                assert out[token].isnan().all(), "whole rows are written elsewhere"
+                continue
+            cuts += 1
+            head, dim = torch.arange(num_heads)[:, None], torch.arange(512)
+            of = [(head + first * 5) % 7 for first in firsts]
+            lses = torch.stack([torch.where(x == 0, -math.inf, x.double()) for x in of])
+            values = torch.stack([((head * 7 + dim * 3 + first * 11) % 32 - 16).double() for first in firsts])
+            total = torch.logsumexp(lses, 0)
+            weights = (lses - total.nan_to_num(neginf=0.0)).exp()
+            expected = (weights * values).sum(0) / (1 + (sink[:, None].double() - total).exp())
+            expected = torch.where(total == -math.inf, 0.0, expected)
+            torch.testing.assert_close(out[token].double(), expected, rtol=2**-8, atol=1e-5)
+            torch.testing.assert_close(lse[token].double(), total[:, 0], rtol=1e-6, atol=1e-6)
+        assert cuts
+
+
+def cut_tokens(lengths: list[int], workers: int) -> list[list[int]]:
+    """The first turn of each part of each token, as `balance.cuh` cuts them, written a second time."""
+    turns = [-(-length // TURN) for length in lengths]
+    total = sum(turns) + 2 * len(turns)
+    quota = max(6, -(-total // workers))
+    snap, begin, firsts = max(1, quota // 32), 0, []
+    for own in turns:
+        inside = (at - begin - 2 for at in range(quota, total, quota))
+        firsts.append([0, *(turn for turn in inside if snap <= turn <= own - snap)])
+        begin += own + 2
+    return firsts
