@@ -58,7 +58,7 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> dict[str,
         return struct.pack("7Q72x", address, *shape[:2], *strides, *box)
 
     monkeypatch.setattr(indexer_logits, "tensor_map", tensor_map)
-    monkeypatch.setattr(indexer_logits, "num_sms", lambda _: 3)
+    monkeypatch.setattr(indexer_logits, "num_sms", lambda _: 100)
     monkeypatch.setattr(select_keys, "_at_once", lambda _: ())
     monkeypatch.setattr(select_keys, "WHOLE_COLUMNS", 0)
     monkeypatch.setattr(select_keys, "plan_for", lambda *_: state["plan"])
@@ -235,7 +235,7 @@ def test_a_plan_fits_its_rows_and_an_sm() -> None:
         (64, 1, 32768, (1, 2)),
         (128, 1, 32768, (1, 1)),
         (128, 2, 32768, (2, 2)),
-        (1024, 8, 32768, (4, 1)),
+        (1024, 8, 32768, (2, 1)),
     ],
 )
 def test_few_rows_are_shared_by_ctas(

@@ -39,6 +39,20 @@ def on_cpu(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: py
         width = -(-500 // block_size) * block_size
         return Chunks(-(-num_columns // width), width)
 
+    def flat(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        weights: torch.Tensor,
+        row_starts: torch.Tensor,
+        row_ends: torch.Tensor,
+        *,
+        k_scale: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        columns = torch.arange(len(k))
+        inside = (columns >= row_starts[:, None]) & (columns < row_ends[:, None])
+        out.copy_(torch.where(inside, k_scale, torch.nan))
+
     def paged(
         q: torch.Tensor,
         index_cache: torch.Tensor,
@@ -60,6 +74,7 @@ def on_cpu(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: py
 
     monkeypatch.setattr(select_chunks, "topk_indices", best)
     monkeypatch.setattr(select_chunks, "chunks_for", cut)
+    monkeypatch.setattr(indexer_logits, "indexer_logits", flat)
     monkeypatch.setattr(indexer_logits, "paged_indexer_logits", paged)
     monkeypatch.setattr(select_chunks, "geometry", lambda cache, _: cache)
 
@@ -75,16 +90,9 @@ def test_the_best_of_chunks_are_those_of_whole_rows(on_cpu: None, kind: str, num
     bounds = [(0, num_columns), (700, 730), (10, 150), (400, 620), (3, 2000), (INT_MIN, INT_MAX), (9, INT_MIN)]
     bounds += [(2900, 3217)]
     starts, ends = torch.tensor(bounds, **INT32).T.contiguous()
-    chunks = select_chunks.chunks_for(num_columns, 130, 64)
-
-    def score(number: int, out: torch.Tensor) -> None:
-        first = number * chunks.width
-        columns = torch.arange(first, first + out.shape[1])
-        inside = (columns >= starts[:, None]) & (columns < ends[:, None])
-        out.copy_(torch.where(inside, scores[columns], torch.nan))
-
     got = empty_results(len(bounds), 130)
-    select_chunks.choose_of_chunks(chunks, score, num_columns, 130, {}, row_starts=starts, row_ends=ends, **got)
+    q, keys = torch.zeros(len(bounds), 64, 128), torch.zeros(num_columns, 128)
+    select_chunks.select_flat_by_chunks(q, keys, q[:, :, 0], starts, ends, 130, k_scale=scores, **got)
     indices, counts = topk_oracle(scores.expand(len(bounds), -1), 130, starts, ends)
     assert torch.equal(got["valid_counts"], counts)
     assert torch.equal(got["indices"], indices)

@@ -14,6 +14,7 @@ import torch
 
 from ...formats import geometry
 from . import indexer_logits
+from .indexer_logits import TILE
 from .topk import Chunk, topk_indices
 
 ROW_BYTES = 64 * 1024  # of memory that a row may take beside its result
@@ -131,3 +132,30 @@ def select_by_chunks(
         indices=indices,
         valid_counts=valid_counts,
     )
+
+
+def select_flat_by_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    topk: int,
+    *,
+    k_scale: torch.Tensor | None,
+    indices: torch.Tensor,
+    valid_counts: torch.Tensor,
+) -> None:
+    """`select_keys.flat` of more than `WHOLE_COLUMNS` keys."""
+    chunks = chunks_for(k.shape[0], topk, TILE)
+    assert chunks is not None, "tiles are small"
+    starts, ends = _bounds(row_starts.clamp(min=0), chunks), _bounds(row_ends, chunks)
+
+    def score(number: int, out: torch.Tensor) -> None:
+        columns = slice(number * chunks.width, number * chunks.width + out.shape[1])
+        scale = None if k_scale is None else k_scale[columns]
+        indexer_logits.indexer_logits(q, k[columns], weights, starts[number], ends[number], k_scale=scale, out=out)
+
+    rows = {"row_starts": row_starts, "row_ends": row_ends}
+    chosen = {"indices": indices, "valid_counts": valid_counts}
+    choose_of_chunks(chunks, score, k.shape[0], topk, {}, **rows, **chosen)

@@ -16,7 +16,7 @@ from . import indexer_logits, sources
 from . import topk as best
 from .indexer_logits import HEADS, THREADS, TILE, box_keys, group_size, in_boxes, logits_reason
 from .launch import Kernel
-from .select_chunks import WHOLE_COLUMNS, chunks_for, select_by_chunks
+from .select_chunks import WHOLE_COLUMNS, chunks_for, select_by_chunks, select_flat_by_chunks
 
 CLUSTERS = best.CLUSTERS
 LEAST_OF_A_CTA = 1024  # columns
@@ -71,9 +71,9 @@ def kernel_for(num_heads: int, tokens: int, source: str) -> Kernel:
     return Kernel("select_keys.cu", f"select_keys<{num_heads}, {tokens}, {source}>", THREADS)
 
 
-def group_sizes(num_heads: int) -> tuple[int, ...]:
-    """Tokens of a group that there are kernels for."""
-    return tuple(tokens for tokens in TOKENS if tokens * num_heads <= 256)
+def group_sizes(num_heads: int, source: str = "BOXES") -> tuple[int, ...]:
+    """Tokens of a group that there are kernels for: 128 columns, for a launch of 256 did not end on a GPU."""
+    return tuple(tokens for tokens in TOKENS if tokens * num_heads <= 128) if source == "BOXES" else (1,)
 
 
 def stages(num_heads: int, tokens: int) -> int:
@@ -82,12 +82,12 @@ def stages(num_heads: int, tokens: int) -> int:
 
 
 def kernels() -> list[Kernel]:
-    """All there are. The last is one that tests/sanitize.py builds with more arrivals: 256 columns would spill then."""
+    """All there are."""
     return [
         kernel_for(heads, tokens, source)
         for source in SOURCES
-        for heads in reversed(HEADS)
-        for tokens in group_sizes(heads)
+        for heads in HEADS
+        for tokens in group_sizes(heads, source)
     ]
 
 
@@ -264,16 +264,19 @@ def select_keys_flat(
     if k.shape[0] == 0:
         _choose_none(indices, valid_counts)
         return
+    chosen = {"indices": indices, "valid_counts": valid_counts}
     if k.shape[0] <= WHOLE_COLUMNS:
         scores = torch.empty(num_tokens, k.shape[0], device=q.device)
         rows = {"row_starts": row_starts, "row_ends": row_ends}
         indexer_logits.indexer_logits(q, k, weights, **rows, k_scale=k_scale, out=scores)
-        best.topk_indices(scores, topk, **rows, indices=indices, valid_counts=valid_counts)
+        best.topk_indices(scores, topk, **rows, **chosen)
+        return
+    if num_tokens > indexer_logits.num_sms(q.device.index):
+        select_flat_by_chunks(q, k, weights, row_starts, row_ends, topk, k_scale=k_scale, **chosen)
         return
     k = in_boxes(k)
     params = indexer_logits.flat_params(k, weights, row_starts, row_ends, k_scale, num_tokens, None)
-    together = -(-num_tokens // indexer_logits.num_sms(q.device.index))  # no SM waits for others' groups
-    _launch("FLAT", together, q, k.shape[0], topk, params, False, indices, valid_counts)
+    _launch("FLAT", 1, q, k.shape[0], topk, params, False, indices, valid_counts)
 
 
 def select_reason(call: Call) -> str | None:
