@@ -7,7 +7,7 @@ int score(const Params& p, int ctas, int seed) {
   using L = ScoresLayout<HEADS, TOKENS, SOURCE>;
   if (ctas % L::CLUSTER) return 2;
   shared_size = L::BYTES;
-  begun.clear(), barriers.clear();
+  begun.clear(), barriers.clear(), flights.clear();
   simt::launch(ctas / L::CLUSTER, L::CLUSTER, L::THREADS, L::BYTES, seed, [&] { make_scores<L, SOURCE>(p, 0); });
   return 0;
 }
