@@ -7,7 +7,7 @@ int score(const Params& p, int ctas, int seed) {
   using L = ScoresLayout<HEADS, TOKENS, SOURCE>;
   if (ctas % L::CLUSTER) return 2;
   shared_size = L::BYTES;
-  begun.clear(), barriers.clear();
+  begun.clear(), barriers.clear(), flights.clear();
   simt::launch(ctas / L::CLUSTER, L::CLUSTER, L::THREADS, L::BYTES, seed, [&] { make_scores<L, SOURCE>(p, 0); });
   return 0;
 }
@@ -37,7 +37,7 @@ int walk(const Params& p, int ctas, int* out, int room) {
   for (int token = 0; token < p.num_tokens; token += step) total += group_at<TOKENS, SOURCE>(p, token).tiles;
   for (int cta = 0; cta < ctas; ++cta) {
     const int begin = tiles_before(total, cta, ctas);
-    Part part = {0, begin, tiles_before(total, cta + 1, ctas) - begin};
+    Part part = {0, begin, tiles_before(total, cta + 1, ctas) - begin, total};
     if (part.count == 0) continue;
     find_begin<TOKENS, SOURCE>(p, part);
     for (int token = part.token; part.count; token += step) {

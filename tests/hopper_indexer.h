@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cmath>
+#include <functional>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "hopper_simt.h"
@@ -144,8 +146,35 @@ static void land(u32 address, u32 bytes) {
   Barrier& one = barrier_at(address);
   one.bytes -= bytes, settle(one);
 }
+
+// Bulk copies on their way. They land in any order, while somebody waits. Every fifth is late: slots behind its own are
+// used before.
+struct Flight {
+  std::function<void()> landing;
+  bool late;
+};
+static std::vector<Flight> flights;
+static unsigned random_flight = 1, departures = 0;
+
+static void fly(std::function<void()> landing) {
+  auto as_issued = [thread = simt::current, landing = std::move(landing)] {
+    simt::Thread* const waiting = std::exchange(simt::current, thread);
+    landing();
+    simt::current = waiting;
+  };
+  flights.push_back({as_issued, ++departures % 5 == 0});
+}
+static void land_one() {
+  random_flight = random_flight * 1664525u + 1013904223u;
+  if (flights.empty() || random_flight >> 28) return;
+  const auto chosen = flights.begin() + (random_flight >> 8) % flights.size();
+  if (chosen->late && (random_flight >> 16 & 255)) return;
+  const Flight flight = std::move(*chosen);
+  flights.erase(chosen);
+  flight.landing();
+}
 static void mbarrier_wait(u32 address, u32 parity) {
-  for (patience = 100000000; (barrier_at(address).completed & 1) == parity; simt::leave())
+  for (patience = 100000000; (barrier_at(address).completed & 1) == parity; simt::leave(), land_one())
     if (--patience == 0) abort();
   simt::meet_warp(0);
 }
@@ -162,8 +191,10 @@ static void copy_16(u32 to, const void* from) {
 }
 static void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (bytes % 16) abort();
-  for (u32 i = 0; i < bytes; i += 16) copy_16(to + i, static_cast<const char*>(from) + i);
-  land(barrier, bytes);
+  fly([=] {
+    for (u32 i = 0; i < bytes; i += 16) copy_16(to + i, static_cast<const char*>(from) + i);
+    land(barrier, bytes);
+  });
 }
 static u64 evict_first() { return 1; }
 static u64 evict_normal() { return 2; }
@@ -172,7 +203,7 @@ static void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 poli
   bulk_copy(to, from, bytes, barrier);
 }
 // A map is its address, two sizes, two strides and the box, the slowest dim first; rows have 128 bytes.
-static void copy_box_to(u32 ctas, u32 to, const TensorMap& map, int x, int y, int z, u32 barrier) {
+static void land_box(u32 ctas, u32 to, const TensorMap& map, int x, int y, int z, u32 barrier) {
   const auto& [base, slabs, rows, slab_stride, row_stride, box_slabs, box_rows] = reinterpret_cast<const u64(&)[7]>(map);
   if (x != 0 || to % 1024 % (box_rows * 128) || base % 16) abort();
   for (u64 slab = 0; slab < box_slabs; ++slab)
@@ -187,6 +218,9 @@ static void copy_box_to(u32 ctas, u32 to, const TensorMap& map, int x, int y, in
       }
   for (u32 cta = 0; cta < simt::ctas.size(); ++cta)
     if (ctas >> cta & 1) land(peer_address(barrier, cta), box_slabs * box_rows * 128);
+}
+static void copy_box_to(u32 ctas, u32 to, const TensorMap& map, int x, int y, int z, u32 barrier) {
+  fly([=, &map] { land_box(ctas, to, map, x, y, z, barrier); });
 }
 static void copy_box(u32 to, const TensorMap& map, int x, int y, int z, u32 barrier, u64 policy = 2) {
   if (policy != 1 && policy != 2) abort();

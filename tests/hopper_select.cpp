@@ -8,7 +8,7 @@ int choose(const SelectParams& s, int ctas, int bytes, int seed) {
   using L = SelectLayout<HEADS, TOKENS>;
   if (bytes != Fixed<L>::BYTES + 8 * TOKENS * s.capacity) return 2;
   shared_size = bytes;
-  begun.clear(), barriers.clear();
+  begun.clear(), barriers.clear(), flights.clear();
   simt::launch(ctas / s.cluster, s.cluster, THREADS, bytes, seed, [&] {
     const int units = gridDim.x / s.cluster, unit = units - 1 - blockIdx.x / s.cluster;
     select_rows<L, SOURCE>(s, simt::shared_memory(), unit, blockIdx.x % s.cluster);

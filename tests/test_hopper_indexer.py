@@ -191,13 +191,13 @@ def test_warmup_runs_groups_of_every_size(monkeypatch: pytest.MonkeyPatch) -> No
     from mla_ops import warm_up
 
     sizes: set[int] = set()
-    score = warm_up.paged_indexer_logits
+    score = warm_up.ops.paged_indexer_logits
 
     def record(q: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
         sizes.add(group_size(64, q.shape[0], arguments[3].shape[0]))
         return score(q, *arguments)
 
-    monkeypatch.setattr(warm_up, "paged_indexer_logits", record)
+    monkeypatch.setattr(warm_up.ops, "paged_indexer_logits", record)
     warm_up.warmup(cache_format="fp8_ds_mla", num_heads=2, topk=5, num_tokens=(4,), device="cpu", index_heads=2)
     assert sizes == {1, 2, 4}
 

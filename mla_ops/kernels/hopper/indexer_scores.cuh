@@ -30,15 +30,16 @@ struct IndexerLayout {
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
 
-// A launch of scores. Where memory is the bound, more warps wait for keys, and more keys are on their way.
+// A launch of scores. Where memory is the bound, more warps wait for keys.
 template <int COLUMNS, Source SOURCE>
 constexpr bool OF_MEMORY = SOURCE == BOXES && COLUMNS < 256;
 template <int HEADS, int TOKENS, Source SOURCE>
-using ScoresLayout = IndexerLayout<HEADS, TOKENS, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 20 : 16,
-                                   OF_MEMORY<HEADS * TOKENS, SOURCE> ? 4 : 2, SOURCE == FLAT ? 2 : 1>;
+using ScoresLayout = IndexerLayout<HEADS, TOKENS, 16, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 4 : 2,
+                                   SOURCE == FLAT ? 2 : 1>;
 
-// Groups whose part one warp finds; tokens, and entries of all their requests' tables, that are prefetched.
-constexpr int FEW = 32, PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024;
+// Groups whose part one warp finds; tokens, and entries of all their requests' tables, that are prefetched; tiles of a
+// launch that leave L2 first.
+constexpr int FEW = 32, PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024, ONCE = 16 * 1024;
 
 // ---- each CTA's part ------------------------------------------------------------------------------------------------
 
@@ -48,7 +49,8 @@ DEVICE void prefetch_rows(const Params& p) {
   if (SOURCE == FLAT || p.num_tokens > PREFETCHED_TOKENS) return;
   const int line = threadIdx.x * 32;  // of 128 bytes
   for (int request = blockIdx.x; request < p.num_requests; request += gridDim.x)
-    if (line < min(p.table_width, PREFETCHED_BLOCKS / p.num_requests)) prefetch_to_l2(p.block_table + request * p.table_stride + line);
+    if (line < min(p.table_width, PREFETCHED_BLOCKS / p.num_requests))
+      prefetch_to_l2(p.block_table + request * p.table_stride + line);
   for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x)
     if (line < L::HEADS) prefetch_to_l2(p.weights + token * p.weights_stride + line);
 }
@@ -80,15 +82,15 @@ DEVICE Part this_part(const Params& p, u32 shared) {
   }
   const int number = blockIdx.x / L::CLUSTER, parts = gridDim.x / L::CLUSTER;
   const int begin = tiles_before(total, number, parts), count = tiles_before(total, number + 1, parts) - begin;
-  if (count == 0) return {0, 0, 0};
+  if (count == 0) return {0, 0, 0, total};
   if (before <= begin && begin < before + own) {
-    Part part = {first * step, begin - before, count};
+    Part part = {first * step, begin - before, count, total};
     find_begin<tokens, SOURCE>(p, part);
     store_shared_8(shared + L::PART, part.token, part.skip);
   }
   __syncthreads();
   const uint2 part = load_shared_8(shared + L::PART);
-  return {static_cast<int>(part.x), static_cast<int>(part.y), count};
+  return {static_cast<int>(part.x), static_cast<int>(part.y), count, total};
 }
 
 // One warp does the same for up to FEW groups, of which each lane has one; `first` is its lane.
@@ -104,7 +106,8 @@ DEVICE Part part_of_few(const Group& groups, int lane, int number, int parts) {
   before -= groups.tiles;
   const u32 mine = __ballot_sync(~0u, before <= begin && begin < before + groups.tiles);
   const int first = mine ? __ffs(mine) - 1 : 0;
-  return {first * STEP, begin - __shfl_sync(~0u, before, first), tiles_before(total, number + 1, parts) - begin};
+  const int count = tiles_before(total, number + 1, parts) - begin;
+  return {first * STEP, begin - __shfl_sync(~0u, before, first), count, total};
 }
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
@@ -165,45 +168,34 @@ DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, in
   }
 }
 
-// Keys that one group reads are not read again: what else is in L2 stays there. Several groups of a request share them.
-template <class L>
-DEVICE u64 policy_of_keys(const Params& p) {
-  return p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS ? evict_first() : evict_normal();
-}
-
 // Lane n has the n-th box of the tiles that it and the others bring together.
 template <class L, class Apart = Neighbours>
 DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int end, int first_tile, int tiles,
-                        Slot& slot, Apart apart = Apart()) {
+                        Slot& slot, Apart apart = Apart(), u64 policy = evict_normal()) {
   const int* table = table_of(p, token);
   const int boxes = 1 << p.boxes_log2, keys = TILE >> p.boxes_log2, together = 32 >> p.boxes_log2;
   const int box = lane & boxes - 1, turn = lane >> p.boxes_log2;
-  const u64 policy = policy_of_keys<L>(p);
   int position = (first_tile + turn * apart) * TILE + box * keys, block_after = block_at(p, table, position, end);
   for (; tiles > 0; tiles -= together, position += 32 * keys * apart) {
     const int block = block_after, offset = position - divide(position, p.of_block_size) * p.block_size;
+    const unsigned char* scales = p.cache + block * p.block_bytes + p.block_size * 128 + offset * 4;
     const u32 there = __ballot_sync(~0u, block >= 0);
     if (tiles > together) block_after = block_at(p, table, position + 32 * keys * apart, end);
     for (int i = 0; i < min(tiles, together); ++i, next<L>(slot)) {
-      const u32 full = of_slot(shared + L::KEY_FULL, slot), keys_to = shared + L::KEY + slot.index * TILE_BYTES,
-                scales_to = shared + L::SCALE + slot.index * TILE * 4;
-      const int first = i << p.boxes_log2, count = __popc(there >> first & (1 << boxes) - 1);
+      const u32 full = of_slot(shared + L::KEY_FULL, slot), scales_to = shared + L::SCALE + slot.index * TILE * 4;
+      const int count = __popc(there >> (i << p.boxes_log2) & (1 << boxes) - 1);
       mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
       if (count < boxes) {
         if (turn == i && block < 0)
           for (int key = 0; key < keys; ++key) store_shared_float(scales_to + (box * keys + key) * 4, -INFINITY);
         __syncwarp();
       }
-      if (lane == 0)
+      if (turn == i && box == 0)
         mbarrier_arrive_expect(full, count * keys * (RowOfFp8Index::BYTES + RowOfFp8Index::SCALE_BYTES));
-#pragma unroll 1
-      for (int one = 0; one < boxes; ++one) {  // all by one lane: operands of copies are uniform registers
-        const int from = __shfl_sync(~0u, block, first + one), at = __shfl_sync(~0u, offset, first + one);
-        if (from >= 0 && lane == 0) {
-          copy_box(keys_to + one * keys * 128, p.keys, 0, at, from, full, policy);
-          bulk_copy(scales_to + one * keys * 4, p.cache + from * p.block_bytes + p.block_size * 128 + at * 4, keys * 4,
-                    full, policy);
-        }
+      if (boxes > 1) __syncwarp();
+      if (turn == i && block >= 0) {
+        copy_box(shared + L::KEY + slot.index * TILE_BYTES + box * keys * 128, p.keys, 0, offset, block, full, policy);
+        bulk_copy(scales_to + box * keys * 4, scales, keys * 4, full, policy);
       }
     }
   }
@@ -287,6 +279,10 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
     part = part_of_few<step>(groups, lane, blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER);
     live &= ~0u << part.token / step;
   }
+  // Keys that one group reads are not read again: what else is in L2 stays there. Of many more keys than L2 holds, this
+  // would only slow down the copies.
+  const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS && part.total <= ONCE;
+  const u64 policy = once ? evict_first() : evict_normal();
   while (part.count) {
     for (; live && part.count; live &= live - 1) {
       const int from = __ffs(live) - 1, token = first + from * step;
@@ -298,7 +294,7 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
       if (SOURCE == FLAT)
         bring_flat<L>(p, shared, lane, first_tile, tiles, slot);
       else if (SOURCE == BOXES)
-        bring_boxes<L>(p, shared, lane, token, end, first_tile, tiles, slot);
+        bring_boxes<L>(p, shared, lane, token, end, first_tile, tiles, slot, Neighbours(), policy);
       else
         bring_anywhere<L>(p, shared, thread, token, end, first_tile, tiles, slot);
     }
@@ -548,7 +544,7 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   prefetch_rows<L, SOURCE>(p);
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const bool few = p.num_tokens <= FEW * step, brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
-  Part part = {0, 0, 0};
+  Part part = {0, 0, 0, 0};
   Group groups = {0, 0, 0, 0};
   if (few) {
     if (brings) groups = group_at<tokens, SOURCE>(p, (threadIdx.x & 31) * step);
