@@ -20,7 +20,7 @@ from .sparse_attention_device import (
     sums_of_weights,
 )
 from .sparse_attention_extra import _attend_extra_kernel
-from .sparse_attention_keys import Keys, divider, is_exact, is_half
+from .sparse_attention_keys import Constant, Keys, divider, is_exact, is_half
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
@@ -30,7 +30,7 @@ DETERMINISTIC_SPLIT_KEYS = 512
 
 
 @dataclass(frozen=True)
-class Tile:
+class Tile(Constant):
     """Sizes of one program, heads x keys, its warps, and how many tiles of keys are on their way while one is used.
 
     `half`: whether keys of fp8_ds_mla are float16 operands with their scale ("fp8_half"), one cache at a time.

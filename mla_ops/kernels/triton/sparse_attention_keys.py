@@ -1,6 +1,7 @@
 """Where the keys of a cache lie, and how its rows become operands of tensor cores."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -18,9 +19,19 @@ HALF_EXPONENT = tl.constexpr(8.0)
 HALF_WEIGHT = tl.constexpr(2.0**8)
 
 
+class Constant(str):  # noqa: SLOT000 (a dataclass adds the fields)
+    """Fields that a kernel takes as one constant, and their text: hooks of Triton's cache write constants as JSON.
+
+    A named tuple would do, if Triton's interpreter did not make a plain one of it.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Constant":
+        return super().__new__(cls, ", ".join(str(value) for value in (*args, *kwargs.values())))
+
+
 @dataclass(frozen=True)
-class Keys:
-    """The rows of a cache, as one constant of a kernel. (Triton's interpreter would make a plain tuple of a named one.)
+class Keys(Constant):
+    """The rows of a cache, as one constant of a kernel.
 
     Attributes:
         operands: of tensor cores: "fp8" (fp8_ds_mla, bfloat16 without the scale), "fp8_half" (the same, float16 with
