@@ -197,6 +197,8 @@ def packed_tile(device_capability: tuple[int, int], rows: int, mode: str) -> spa
     """Rows x keys for tokens together, whose rows are all of one tile."""
     if rows <= 16:
         return paged_tile(device_capability, rows, mode)
+    if device_capability[0] < 8:
+        return sparse_attention.Tile(32, 16, 4, 0)
     roomy = mode == "plain" and device_capability[0] in (8, 9, 10) and device_capability not in ((8, 6), (8, 9))
     return sparse_attention.Tile(32, 32, 4, 2) if roomy else sparse_attention.Tile(32, 32, 8, 1)
 

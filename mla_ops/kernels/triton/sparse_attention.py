@@ -57,6 +57,8 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
     """
     if mode.endswith("exact"):
         return Tile(16, 16, 8 if mode == "fp8_v4_exact" else 4, 0)
+    if device_capability[0] < 8:  # AMD, and the interpreter: 64 KB
+        return Tile(16, 32, 4, 0)
     if num_heads <= 32 or device_capability[0] != 9 or mode == "fp8_v4":
         return Tile(16, 32, 4, 2)
     return Tile(64, 64, 8, 1) if mode == "plain" else Tile(64, 64, 8, 1, half=True)
