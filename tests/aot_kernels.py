@@ -206,17 +206,30 @@ def step_metadata_variants(capability: int) -> Iterator[Variant]:
     yield Variant("compressed", step_metadata._compressed_kernel, types, constants)
 
 
+def cache_keys(capability: int, cache_format: str, mode: str, dim: int, translated: bool) -> sparse_attention.Keys:
+    entry = FORMATS[cache_format]
+    decode = sparse_attention.decode_method((capability // 10, capability % 10))
+    row_width = entry.data_bytes or entry.row_width(dim)
+    in_line = not translated and not mode.startswith("fp8_v4")
+    return sparse_attention.Keys(mode, row_width, 16 // entry.dtype.itemsize, in_line, translated, decode)
+
+
 def sparse_attention_variants(capability: int) -> Iterator[Variant]:
-    paged = [("fp8_ds_mla", torch.bfloat16, 576, 656), ("bf16", torch.bfloat16, 576, 576)]
-    paged += [("fp8_ds_mla_v4", torch.bfloat16, 512, 576)]
-    cases = [(fmt, dtype, dim, width, heads) for fmt, dtype, dim, width in paged for heads in (16, 32, 128)]
-    cases += [("bf16", torch.bfloat16, 512, 512, 128), ("fp16", torch.float16, 576, 576, 128)]
-    cases += [("fp32", torch.float32, 576, 576, 128), ("fp8_ds_mla", torch.float16, 576, 656, 128)]
-    cases += [("fp8_ds_mla_v4", torch.float16, 512, 576, 128)]
+    paged = [("fp8_ds_mla", torch.bfloat16, 576), ("bf16", torch.bfloat16, 576), ("fp8_ds_mla_v4", torch.bfloat16, 512)]
+    cases = [(*each, heads) for each in paged for heads in (16, 32, 128)]
+    cases += [
+        ("fp8_ds_mla", torch.bfloat16, 576, 64),
+        ("bf16", torch.bfloat16, 512, 128),
+        ("fp16", torch.float16, 576, 128),
+    ]
+    cases += [("fp32", torch.float32, 576, 128), ("fp8_ds_mla", torch.float16, 576, 128)]
+    cases += [("fp8_ds_mla_v4", torch.float16, 512, 128)]
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    for fmt, dtype, dim, width, heads in cases:
+    for fmt, dtype, dim, heads in cases:
         mode = sparse_attention.operand_mode(dtype, fmt)
         tile = sparse_attention.tile((capability // 10, capability % 10), heads, mode)
+        if heads != 64:
+            tile = sparse_attention.without_halves(tile)
         partial = heads == 16 and not mode.endswith("exact")
         types = {
             "q": f"*{short[dtype]}",
@@ -226,21 +239,13 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             "attn_sink": "none" if partial else "*fp32",
         }
         types |= dict.fromkeys(("indices", "topk_length", "block_table", "req_id_per_token"), "*i32")
-        if fmt == "bf16" and heads == 128:
+        if (heads == 128 and fmt == "bf16") or heads == 64:
             types |= dict.fromkeys(("topk_length", "block_table", "req_id_per_token"), "none")
-        constants = {
-            "MODE": mode,
-            "ROPE": dim == 576,
-            "ROW_WIDTH": width,
-            "Q_UNIT": 8,
-            "KV_UNIT": 16 // FORMATS[fmt].dtype.itemsize,
-            "PARTIAL": partial,
-            "BLOCK_H": tile.block_h,
-            "BLOCK_N": tile.block_n,
-            "DECODE": tile.decode,
-            "UPCAST": False,
-        }
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        translated = types["block_table"] != "none"
+        operands = "fp8_half" if tile.half else mode
+        constants = {"KEYS": cache_keys(capability, fmt, operands, dim, translated), "TILE": tile, "PARTIAL": partial}
+        constants |= {"ROPE": dim == 576, "Q_UNIT": 8, "UPCAST": False}
+        options = {"num_warps": tile.num_warps}
         name = f"attend[{fmt}, q {short[dtype]}, {dim}, {heads} heads]"
         yield Variant(name, sparse_attention._attend_kernel, types, constants, options)
     for element in ("bf16", "fp32"):
@@ -251,7 +256,8 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             "out": f"*{element}",
             "lse": "*fp32",
         }
-        constants = {"BLOCK_S": sparse_attention.MAX_SPLITS}
+        most = sparse_attention.MAX_SPLITS
+        constants = {"MAX_SPLITS": most, "BLOCK_S": sparse_attention.merge_block(most)}
         yield Variant(f"merge_splits[{element}]", sparse_attention._merge_splits_kernel, types, constants)
 
 
@@ -271,14 +277,14 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
         if heads == 32:
             types |= dict.fromkeys(("topk_length", "extra_topk_length", "block_table"), "none")
         constants = {"ROPE": dim == 576, "Q_UNIT": 8, "PARTIAL": partial, "UPCAST": False}
-        constants |= {"BLOCK_H": tile.block_h, "BLOCK_N": tile.block_n, "DECODE": tile.decode}
+        constants["TILE"] = tile
         for prefix, name, mode in (("", fmt, modes[0]), ("extra_", extra, modes[1])):
             entry = FORMATS[name]
             types[f"{prefix}kv"] = "*u8" if entry.quantized else f"*{names[dtype]}"
-            constants[f"{prefix}mode".upper()] = mode
-            constants[f"{prefix}row_width".upper()] = entry.data_bytes or entry.row_width(dim)
-            constants[f"{prefix}kv_unit".upper()] = 16 // entry.dtype.itemsize
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            constants[f"{prefix}keys".upper()] = cache_keys(
+                capability, name, mode, dim, types[f"{prefix}block_table"] != "none"
+            )
+        options = {"num_warps": tile.num_warps}
         name = f"attend_extra[{fmt} and {extra}, q {names[dtype]}, {heads} heads]"
         yield Variant(name, sparse_attention_extra._attend_extra_kernel, types, constants, options)
 
@@ -314,7 +320,8 @@ def dense_helper_variants(capability: int) -> Iterator[Variant]:
 def paged_attention_variants(capability: int) -> Iterator[Variant]:
     cases = [("fp8_ds_mla", torch.bfloat16, 576, heads) for heads in (16, 32, 128)]
     cases += [("bf16", torch.bfloat16, 576, heads) for heads in (16, 32, 128)] + [("bf16", torch.bfloat16, 512, 128)]
-    cases += [("fp8_ds_mla_v4", torch.bfloat16, 512, 16), ("fp8_ds_mla", torch.float16, 576, 16)]
+    cases += [("fp8_ds_mla_v4", torch.bfloat16, 512, heads) for heads in (16, 32)]
+    cases += [("fp8_ds_mla", torch.float16, 576, 16)]
     cases += [("fp32", torch.float32, 576, 16), ("fp16", torch.float16, 576, 128)]
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     whole = [(*case, True) for case in cases]
@@ -325,15 +332,15 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
         types = {"q": f"*{short[dtype]}", "kv": "*u8" if entry.quantized else f"*{short[dtype]}", "lse": "*fp32"}
         types["out"] = "*fp32" if partial else f"*{short[dtype]}"
         types |= dict.fromkeys(("block_table", "req_id_per_token", "key_lens"), "*i32")
-        constants = {"MODE": mode, "ROPE": dim == 576, "ROW_WIDTH": entry.data_bytes or entry.row_width(dim)}
-        constants |= {"Q_UNIT": 16 // dtype.itemsize, "KV_UNIT": 16 // entry.dtype.itemsize, "PARTIAL": partial}
-        constants |= {"BLOCK_H": tile.block_h, "BLOCK_N": tile.block_n, "DECODE": tile.decode, "UPCAST": False}
-        constants["WHOLE"] = one_block
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        constants = {"KEYS": cache_keys(capability, fmt, mode, dim, translated=True), "TILE": tile, "PARTIAL": partial}
+        constants |= {"ROPE": dim == 576, "Q_UNIT": 16 // dtype.itemsize, "UPCAST": False, "WHOLE": one_block}
+        options = {"num_warps": tile.num_warps}
         name = f"paged[{fmt}, q {short[dtype]}, {dim}, {heads} heads{'' if one_block else ', small blocks'}]"
         yield Variant(name, dense_attention_device._paged_kernel, types, constants, options)
         if heads <= dense_attention.MAX_PACKED_ROWS and not mode.endswith("exact"):
-            name = name.replace("paged", "packed")
+            tile = dense_attention.packed_tile((capability // 10, capability % 10), heads, mode)
+            name, constants = name.replace("paged", "packed"), constants | {"TILE": tile}
+            options = {"num_warps": tile.num_warps}
             yield Variant(name, dense_attention_device._packed_kernel, types, constants, options)
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import triton
 from aot_kernels import Variant, compile_variant, dense_attention_variants, sparse_attention_variants
 
+from mla_ops.kernels.triton import sparse_attention
+
 CAPABILITIES = (80, 120)
 REGISTERS_PER_SM = 64 * 1024
 REGISTER_UNIT = 256  # registers are given to a warp in this many
@@ -25,14 +27,16 @@ SHARED_PER_PROGRAM = 1024  # bytes of each block's shared memory that the system
 THREADS_PER_SM = {80: 2048, 89: 1536, 90: 2048, 120: 1536}
 # what is compiled, and the name of its variant in `aot_kernels.py`
 SPARSE = {
-    "fp8_ds_mla": "attend[fp8_ds_mla, q bf16, 576, {} heads]",
-    "fp8_ds_mla_v4": "attend[fp8_ds_mla_v4, q bf16, 512, {} heads]",
-    "bf16": "attend[bf16, q bf16, 576, {} heads]",
+    "fp8_ds_mla": "attend[fp8_ds_mla, q bf16, 576, 16 heads]",
+    "fp8_ds_mla_v4": "attend[fp8_ds_mla_v4, q bf16, 512, 16 heads]",
+    "bf16": "attend[bf16, q bf16, 576, 16 heads]",
 }
+# heads, keys, warps
+SPARSE_TILES = ((16, 32, 4), (16, 32, 8), (16, 64, 4), (16, 64, 8), (32, 32, 4), (32, 64, 8), (64, 32, 8))
 PREFILL = ("prefill[bf16, 192/128, causal]", "prefill[bf16, 256/256, causal]")
 LEGEND = """Compiled, not measured. Rows are heads (the caches' formats) or queries (prefill, head dims of
-keys / values); the tile that the library chooses is in bold. Programs an SM: by shared memory, registers and threads,
-0 where it does not fit."""
+keys / values); the tile that the library chooses is in bold. Stages are tiles of keys that are on their way or in use.
+Programs an SM: by shared memory, registers and threads, 0 where it does not fit."""
 HEADER = "| kernel | tile | warps | stages | shared, bytes | registers | stack, bytes | programs an SM |"
 
 
@@ -49,15 +53,13 @@ class Candidate:
 
 def sparse_candidates(capability: int) -> Iterator[Candidate]:
     variants = {variant.name: variant for variant in sparse_attention_variants(capability)}
-    for (kernel, name), rows in itertools.product(SPARSE.items(), (16, 32, 64)):
-        own = variants[name.format({16: 16, 32: 32, 64: 128}[rows])]
-        present = (own.constants["BLOCK_H"], own.constants["BLOCK_N"], own.options["num_warps"])
-        for keys, warps in itertools.product((16, 32, 64), (4, 8)):
-            if rows == 64 and warps == 4:
-                continue  # 256 accumulators a thread
-            constants = {**own.constants, "BLOCK_H": rows, "BLOCK_N": keys}
-            variant = dataclasses.replace(own, constants=constants, options={"num_warps": warps, "num_stages": 1})
-            yield Candidate(kernel, rows, keys, (rows, keys, warps) == present, variant)
+    for (kernel, name), (rows, keys, warps), ahead in itertools.product(SPARSE.items(), SPARSE_TILES, (1, 2)):
+        own = variants[name]
+        tile = sparse_attention.Tile(rows, keys, warps, ahead)
+        variant = dataclasses.replace(
+            own, constants={**own.constants, "TILE": tile}, options={"num_warps": warps, "num_stages": ahead + 1}
+        )
+        yield Candidate(kernel, rows, keys, tile == own.constants["TILE"], variant)
 
 
 def prefill_candidates(capability: int) -> Iterator[Candidate]:

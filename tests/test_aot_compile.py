@@ -104,7 +104,7 @@ def test_the_published_tiles_are_the_chosen_ones() -> None:
         device = (number // 10, number % 10)
         for kernel, mode in (("fp8_ds_mla", "fp8"), ("fp8_ds_mla_v4", "fp8_v4"), ("bf16", "plain")):
             tiles = {sparse_attention.tile(device, heads, mode) for heads in (16, 32, 128)}
-            chosen |= {(number, kernel, *tile[:4]) for tile in tiles}
+            chosen |= {(number, kernel, tile.block_h, tile.block_n, tile.num_warps, tile.ahead + 1) for tile in tiles}
         for dim, dim_v in ((192, 128), (256, 256)):
             chosen.add((number, f"{dim}/{dim_v}", *dense_attention.prefill_tile(device, dim, dim_v, exact=False)))
     assert published == chosen

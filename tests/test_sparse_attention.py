@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 
@@ -292,3 +293,13 @@ def test_tile_table() -> None:
                 if not mode.endswith("exact"):
                     assert (chosen.block_h * 576 + chosen.block_n * width) * 2 <= limit * 1024
                 assert chosen.block_h * 512 * 4 <= 2**17
+
+
+def test_constants_of_kernels_are_json() -> None:
+    """Hooks of Triton's cache, which count and record what is compiled, write a kernel's constants with json."""
+    from mla_ops.kernels.triton.sparse_attention import Keys, tile
+
+    keys = Keys("fp8", 656, 16, True, False, "hardware")
+    assert json.loads(json.dumps([keys])) == ["fp8, 656, 16, True, False, hardware"]
+    assert tile((9, 0), 16, "fp8") == tile((9, 0), 16, "fp8") != tile((9, 0), 128, "fp8")
+    assert keys.with_operands("fp8_half") != keys

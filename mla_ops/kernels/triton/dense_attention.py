@@ -15,7 +15,7 @@ from .dense_attention_device import (
     _paged_kernel,
     _prefill_kernel,
 )
-from .sparse_attention import LOG2E, MAX_SPLITS, allocate_parts, cache_keys, merge_parts, operand_mode, query_unit
+from .sparse_attention import LOG2E, MAX_SPLITS, allocate_parts, cache_sizes, merge_parts, operand_mode, query_unit
 
 COMPACT_BLOCK = 1024
 MAX_TOKEN_STRIDE = 2**24
@@ -188,17 +188,19 @@ def clear_behind(cu_seqlens_q: torch.Tensor, out: torch.Tensor, lse: torch.Tenso
 
 
 def paged_tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> sparse_attention.Tile:
-    """Heads x keys: over plain keys what fits beside a second stage of them, else what the sparse kernels take."""
+    """Heads x keys: what the sparse kernels take over one cache after another."""
     chosen = sparse_attention.tile(device_capability, num_heads, mode)
-    major = device_capability[0]
-    if mode != "plain" or major < 8:
-        return chosen
-    small = major == 12 or device_capability in ((8, 6), (8, 9))
-    if num_heads <= 16:
-        return chosen._replace(block_n=64, num_stages=2)
-    if num_heads <= 32 or major in (10, 11) or small:
-        return chosen._replace(block_h=32, block_n=32 if small else 64, num_warps=4 if major == 9 else 8, num_stages=2)
-    return chosen._replace(block_n=64 if major == 9 else 32, num_stages=2)
+    return sparse_attention.Tile(64, 32, 8, 2) if chosen.half else chosen
+
+
+def packed_tile(device_capability: tuple[int, int], rows: int, mode: str) -> sparse_attention.Tile:
+    """Rows x keys for tokens together, whose rows are all of one tile."""
+    if rows <= 16:
+        return paged_tile(device_capability, rows, mode)
+    if device_capability[0] < 8:
+        return sparse_attention.Tile(32, 16, 4, 0)
+    roomy = mode == "plain" and device_capability[0] in (8, 9, 10) and device_capability not in ((8, 6), (8, 9))
+    return sparse_attention.Tile(32, 32, 4, 2) if roomy else sparse_attention.Tile(32, 32, 8, 1)
 
 
 def paged_splits(num_tokens: int, num_head_blocks: int, capacity: int, sms: int, block_h: int) -> int:
@@ -246,18 +248,18 @@ def paged_attention(
     if num_tokens == 0:
         return
     mode = operand_mode(q.dtype, cache_format)
-    keys = cache_keys(kv_cache, cache_format)
+    sizes = cache_sizes(kv_cache, cache_format, mode, translated=True)
     num_requests, max_blocks = block_table.shape
     together = tokens_together(num_tokens, num_requests, num_heads)
-    chosen = paged_tile(capability(q.device), together * num_heads, mode)
+    chosen = packed_tile(capability(q.device), together * num_heads, mode)
     if together > 1 and not mode.endswith("exact") and _rows_are_flat(q, out, lse) and out.stride(1) == LATENT_DIM:
         _packed_attention(
-            q, kv_cache, keys, block_table, req_id_per_token, key_lens, softmax_scale, mode, together, chosen, out, lse
+            q, kv_cache, sizes, block_table, req_id_per_token, key_lens, softmax_scale, together, chosen, out, lse
         )
         return
     chosen = paged_tile(capability(q.device), num_heads, mode)
     head_blocks = cdiv(num_heads, chosen.block_h)
-    splits = paged_splits(num_tokens, head_blocks, max_blocks * keys.block_size, num_sms(q.device), chosen.block_h)
+    splits = paged_splits(num_tokens, head_blocks, max_blocks * sizes.block_size, num_sms(q.device), chosen.block_h)
     q_unit = query_unit(q)
     part_out, part_lse = allocate_parts(out, lse, splits)
     _paged_kernel[(num_tokens * head_blocks, splits)](
@@ -270,33 +272,28 @@ def paged_attention(
         part_lse,
         float(softmax_scale) * LOG2E,
         num_heads,
-        keys.num_blocks,
-        keys.block_size,
+        sizes.num_blocks,
+        sizes.block_size,
         num_requests,
         max_blocks,
         splits,
         q.stride(0) // q_unit,
         q.stride(1) // q_unit,
-        keys.stride_block,
+        sizes.stride_block,
         block_table.stride(0),
         part_out.stride(0),
         part_out.stride(1),
         part_out.stride(2),
         part_lse.stride(0),
         part_lse.stride(1),
-        MODE=mode,
+        KEYS=sizes.keys,
+        TILE=chosen,
         ROPE=head_dim > LATENT_DIM,
-        ROW_WIDTH=keys.row_width,
         Q_UNIT=q_unit,
-        KV_UNIT=keys.unit,
         PARTIAL=splits > 1,
-        BLOCK_H=chosen.block_h,
-        BLOCK_N=chosen.block_n,
-        DECODE=chosen.decode,
+        WHOLE=sizes.block_size % chosen.block_n == 0,
         UPCAST=INTERPRETED,
-        WHOLE=keys.block_size % chosen.block_n == 0,
         num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
     )
     if splits > 1:
         merge_parts(part_out, part_lse, None, out, lse)
@@ -305,12 +302,11 @@ def paged_attention(
 def _packed_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
-    keys: sparse_attention.CacheSizes,
+    sizes: sparse_attention.CacheSizes,
     block_table: torch.Tensor,
     req_id_per_token: torch.Tensor,
     key_lens: torch.Tensor,
     softmax_scale: float,
-    mode: str,
     together: int,
     chosen: sparse_attention.Tile,
     out: torch.Tensor,
@@ -319,7 +315,7 @@ def _packed_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_requests, max_blocks = block_table.shape
     programs = cdiv(num_tokens, together)
-    splits = paged_splits(programs, 1, max_blocks * keys.block_size, num_sms(q.device), chosen.block_h)
+    splits = paged_splits(programs, 1, max_blocks * sizes.block_size, num_sms(q.device), chosen.block_h)
     q_unit = query_unit(q)
     part_out, part_lse = allocate_parts(out, lse, splits)
     _packed_kernel[(programs, splits)](
@@ -334,29 +330,24 @@ def _packed_attention(
         num_tokens,
         num_heads,
         together,
-        keys.num_blocks,
-        keys.block_size,
+        sizes.num_blocks,
+        sizes.block_size,
         num_requests,
         max_blocks,
         splits,
         q.stride(1) // q_unit,
-        keys.stride_block,
+        sizes.stride_block,
         block_table.stride(0),
         part_out.stride(0),
         part_lse.stride(0),
-        MODE=mode,
+        KEYS=sizes.keys,
+        TILE=chosen,
         ROPE=head_dim > LATENT_DIM,
-        ROW_WIDTH=keys.row_width,
         Q_UNIT=q_unit,
-        KV_UNIT=keys.unit,
         PARTIAL=splits > 1,
-        BLOCK_H=chosen.block_h,
-        BLOCK_N=chosen.block_n,
-        DECODE=chosen.decode,
+        WHOLE=sizes.block_size % chosen.block_n == 0,
         UPCAST=INTERPRETED,
-        WHOLE=keys.block_size % chosen.block_n == 0,
         num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
     )
     if splits > 1:
         merge_parts(part_out, part_lse, None, out, lse)

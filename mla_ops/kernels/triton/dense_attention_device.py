@@ -5,7 +5,16 @@ import triton.language as tl
 
 from .bfloat16 import widen
 from .common import sized_jit
-from .sparse_attention_device import attend_keys, dot, load_query, new_state, round_to, store_result
+from .sparse_attention_device import (
+    attend_keys,
+    dot,
+    load_query,
+    new_state,
+    round_to,
+    store_result,
+    sums_of_weights,
+)
+from .sparse_attention_keys import divider, is_exact
 
 # Of float32. What the largest score begins with: finite, so that nothing has to be told from a row without keys.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -264,19 +273,15 @@ def _paged_kernel(
     stride_out_head: tl.int64,
     stride_lse_split: tl.int64,
     stride_lse_token: tl.int64,
-    MODE: tl.constexpr,
+    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
     ROPE: tl.constexpr,
-    ROW_WIDTH: tl.constexpr,
     Q_UNIT: tl.constexpr,
-    KV_UNIT: tl.constexpr,
     PARTIAL: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DECODE: tl.constexpr,
-    UPCAST: tl.constexpr,
     WHOLE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """One token, BLOCK_H heads, one split of the token's keys: the walk of the sparse kernels over every key.
+    """One token, a tile of heads, one split of the token's keys: the walk of the sparse kernels over every key.
 
     Grid: (tokens * head blocks, splits). Head blocks of a token are neighbours, so that its keys come from L2 for all
     but the first. A token's keys are shared among its splits in whole tiles, each of which lies in one block where
@@ -284,6 +289,8 @@ def _paged_kernel(
 
     Registers and shared memory: as `_attend_kernel`.
     """
+    BLOCK_H: tl.constexpr = TILE.block_h
+    BLOCK_N: tl.constexpr = TILE.block_n
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -298,14 +305,14 @@ def _paged_kernel(
     begin = tl.minimum(split * share, length)
     end = tl.minimum(begin + share, length)
 
-    EXACT: tl.constexpr = MODE == "exact" or MODE == "fp8_exact" or MODE == "fp8_v4_exact"
     q_row = q + token * (stride_q_token * Q_UNIT) + (head.to(tl.int64) * (stride_q_head * Q_UNIT))[:, None]
+    query = (q_row, live_head, load_query(q_row, live_head, ROPE, is_exact(KEYS)))
+    state = new_state(BLOCK_H, sums_of_weights(TILE))
+    table = block_table + request.to(tl.int64) * stride_table
+    cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
+    span = (begin, end)
+    state = attend_keys(query, state, cache, None, span, scale_log2, None, TILE, KEYS, ROPE, WHOLE, UPCAST)
     # fmt: off
-    state = attend_keys(
-        q_row, load_query(q_row, live_head, ROPE, EXACT), live_head, new_state(BLOCK_H), kv, None, begin, end,
-        block_table + request.to(tl.int64) * stride_table, known, scale_log2, num_blocks, block_size, max_blocks,
-        stride_block, MODE, ROPE, ROW_WIDTH, KV_UNIT, BLOCK_H, BLOCK_N, DECODE, UPCAST, WHOLE,
-    )
     store_result(
         state, token, head, live_head, split, None, out, lse, stride_out_split, stride_out_token, stride_out_head,
         stride_lse_split, stride_lse_token, PARTIAL, UPCAST,
@@ -336,19 +343,15 @@ def _packed_kernel(
     stride_table: tl.int64,
     stride_out_split: tl.int64,
     stride_lse_split: tl.int64,
-    MODE: tl.constexpr,
+    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
     ROPE: tl.constexpr,
-    ROW_WIDTH: tl.constexpr,
     Q_UNIT: tl.constexpr,
-    KV_UNIT: tl.constexpr,
     PARTIAL: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DECODE: tl.constexpr,
-    UPCAST: tl.constexpr,
     WHOLE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """All heads of a few neighbouring tokens, at most BLOCK_H rows, one split of their keys.
+    """All heads of a few neighbouring tokens, at most a tile of rows, one split of their keys.
 
     Grid: (blocks of tokens, splits). For each request among the tokens one walk over its keys, in which its rows see
     those below their own lengths and other rows none: tokens of one request, as in speculative decode, read its keys
@@ -356,6 +359,8 @@ def _packed_kernel(
 
     Registers and shared memory: as `_paged_kernel` with as many heads.
     """
+    BLOCK_H: tl.constexpr = TILE.block_h
+    BLOCK_N: tl.constexpr = TILE.block_n
     first = tl.program_id(0).to(tl.int64) * tokens_together
     split = tl.program_id(1)
     row = tl.arange(0, BLOCK_H)
@@ -366,9 +371,8 @@ def _packed_kernel(
     length = tl.minimum(tl.maximum(tl.load(key_lens + token, mask=live, other=0), 0), capacity).to(tl.int32)
     flat = first * num_heads + row
 
-    EXACT: tl.constexpr = MODE == "exact" or MODE == "fp8_exact" or MODE == "fp8_v4_exact"
     q_row = q + (flat * (stride_q_row * Q_UNIT))[:, None]
-    state = new_state(BLOCK_H)
+    state = new_state(BLOCK_H, sums_of_weights(TILE))
     for i in range(tokens_together):
         mine = tl.load(req_id_per_token + first + i, mask=first + i < num_tokens, other=-1)
         before = tl.sum(((request == mine) & (row < i * num_heads)).to(tl.int32), 0)
@@ -379,14 +383,11 @@ def _packed_kernel(
         begin = tl.minimum(split * share, longest)
         end = tl.minimum(begin + share, longest)
         # anew for each walk: kept for all, it would wait in registers
-        query = load_query(q_row, live, ROPE, EXACT)
-        # fmt: off
-        state = attend_keys(
-            q_row, query, live, state, kv, None, begin, end, block_table + mine.to(tl.int64) * stride_table, known,
-            scale_log2, num_blocks, block_size, max_blocks, stride_block, MODE, ROPE, ROW_WIDTH, KV_UNIT, BLOCK_H,
-            BLOCK_N, DECODE, UPCAST, WHOLE, row_end,
-        )
-        # fmt: on
+        query = (q_row, live, load_query(q_row, live, ROPE, is_exact(KEYS)))
+        table = block_table + mine.to(tl.int64) * stride_table
+        cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
+        span = (begin, end)
+        state = attend_keys(query, state, cache, None, span, scale_log2, row_end, TILE, KEYS, ROPE, WHOLE, UPCAST)
     # fmt: off
     store_result(
         state, 0, flat, live, split, None, out, lse, stride_out_split, 0, 512, stride_lse_split, 0, PARTIAL, UPCAST,

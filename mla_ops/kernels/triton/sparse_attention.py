@@ -1,5 +1,6 @@
 """Token-level sparse MLA in portable Triton: SM80 and up, any number of heads, any cache format."""
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,17 @@ from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, get_format
 from .bfloat16 import narrow
 from .common import INTERPRETED, capability, cdiv, num_sms, sized_jit
-from .sparse_attention_device import attend_keys, load_query, named_end, new_state, store_result
+from .sparse_attention_device import (
+    attend_halves,
+    attend_keys,
+    load_query,
+    named_end,
+    new_state,
+    store_result,
+    sums_of_weights,
+)
 from .sparse_attention_extra import _attend_extra_kernel
+from .sparse_attention_keys import Constant, Keys, divider, is_exact, is_half
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
@@ -19,41 +29,50 @@ MIN_SPLIT_KEYS = 64
 DETERMINISTIC_SPLIT_KEYS = 512
 
 
-class Tile(NamedTuple):
-    """Sizes of one program, heads x keys, and how it is compiled."""
+@dataclass(frozen=True)
+class Tile(Constant):
+    """Sizes of one program, heads x keys, its warps, and how many tiles of keys are on their way while one is used.
+
+    `half`: whether keys of fp8_ds_mla are float16 operands with their scale ("fp8_half"), one cache at a time.
+    """
 
     block_h: int
     block_n: int
     num_warps: int
-    num_stages: int
-    decode: str
+    ahead: int
+    half: bool = False
+
+    def narrow(self) -> "Tile":
+        """For a second walk, which is rare: what fits beside the registers of the first."""
+        return replace(self, block_n=16, ahead=0)
 
 
 def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
     """The tile for a device, by its shared memory and registers; `tests/test_aot_compile.py` checks every entry.
 
-    Shared memory holds Q and one tile of keys in the operands' type: 163 KB on SM80, 227 on SM90 and SM100, 99 on
-    SM86, SM89 and SM120. The accumulators, 512 float32 a head, are in registers: 64 heads take half of them all.
+    Shared memory holds Q, one tile of keys as operands and, for quantised keys, `ahead` tiles of raw rows: 163
+    KB on SM80, 227 on SM90 and SM100, 99 on SM86, SM89 and SM120. The accumulators, 512 float32 a head, are in
+    registers. There are more keys than heads where `mma.sync` multiplies, else warps lie along the heads and those
+    without any compute what others do.
     """
-    major = device_capability[0]
-    decode_method = "portable" if major < 8 else "packed" if device_capability < (8, 9) else "hardware"
     if mode.endswith("exact"):
-        return Tile(16, 16, 8 if mode == "fp8_v4_exact" else 4, 1, decode_method)
-    if num_heads <= 16:
-        return Tile(16, 32, 4, 1, decode_method)
-    # Accumulators of 64 rows would go to SM100's tensor memory, where four of them and the scores do not fit: there,
-    # 32 heads and the same instructions as everywhere. So, too, for the keys of V4, whose scaling takes the registers
-    # that 64 rows leave.
-    if num_heads <= 32 or major in (10, 11) or mode == "fp8_v4":
-        return Tile(32, 32, 8, 1, decode_method)
-    if mode == "fp8":
-        return Tile(64, 32, 8, 1, decode_method)
-    small = major == 12 or device_capability in ((8, 6), (8, 9)) or major < 8
-    return Tile(64, 16 if small else 64, 8, 1, decode_method)
+        return Tile(16, 16, 8 if mode == "fp8_v4_exact" else 4, 0)
+    if device_capability[0] < 8:  # AMD, and the interpreter: 64 KB
+        return Tile(16, 32, 4, 0)
+    if num_heads <= 32 or device_capability[0] != 9 or mode == "fp8_v4":
+        return Tile(16, 32, 4, 2)
+    return Tile(64, 64, 8, 1) if mode == "plain" else Tile(64, 64, 8, 1, half=True)
 
 
-def num_splits(num_tokens: int, num_head_blocks: int, topk: int, sms: int, deterministic: bool = False) -> int:
-    """Programs that share one row's keys: as many as leave no SM idle, none with fewer than MIN_SPLIT_KEYS keys.
+def decode_method(device_capability: tuple[int, int]) -> str:
+    """How e4m3 is converted on a device, for `Keys.decode`."""
+    if device_capability[0] < 8:
+        return "portable"
+    return "packed" if device_capability < (8, 9) else "hardware"
+
+
+def num_splits(num_tokens: int, num_head_blocks: int, topk: int, wanted: int, deterministic: bool = False) -> int:
+    """Programs that share one row's keys: as many as are wanted in all, none with fewer than MIN_SPLIT_KEYS keys.
 
     From shapes alone, so that a captured launch fits every replay; from topk alone where a row must not notice its
     batch.
@@ -61,9 +80,14 @@ def num_splits(num_tokens: int, num_head_blocks: int, topk: int, sms: int, deter
     if deterministic:
         return max(1, min(cdiv(topk, DETERMINISTIC_SPLIT_KEYS), MAX_SPLITS))
     programs = num_tokens * num_head_blocks
-    if programs == 0 or programs >= sms:
+    if programs == 0 or programs >= wanted:
         return 1
-    return max(1, min(sms // programs, cdiv(topk, MIN_SPLIT_KEYS), MAX_SPLITS))
+    return max(1, min(wanted // programs, cdiv(topk, MIN_SPLIT_KEYS), MAX_SPLITS))
+
+
+def wanted_programs(device_capability: tuple[int, int], block_h: int, sms: int) -> int:
+    """Programs that run at the same time: two an SM of small tiles, where shared memory has room for both."""
+    return 2 * sms if block_h < 64 and device_capability[0] in (9, 10) else sms
 
 
 @sized_jit(any_alignment=("indices", "topk_length", "attn_sink", "block_table", "req_id_per_token", "lse"))
@@ -95,25 +119,23 @@ def _attend_kernel(
     stride_out_head: tl.int64,
     stride_lse_split: tl.int64,
     stride_lse_token: tl.int64,
-    MODE: tl.constexpr,
+    KEYS: tl.constexpr,
+    TILE: tl.constexpr,
     ROPE: tl.constexpr,
-    ROW_WIDTH: tl.constexpr,
     Q_UNIT: tl.constexpr,
-    KV_UNIT: tl.constexpr,
     PARTIAL: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DECODE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One token, BLOCK_H heads, one split of the token's keys: online softmax over tiles of BLOCK_N keys.
+    """One token, a tile of heads, one split of the token's keys: online softmax over tiles of keys.
 
     Grid: (tokens * head blocks, splits). Head blocks of a token are neighbours, so that its keys come from L2 for all
     but the first. The walk over the keys is `attend_keys`.
 
-    Registers: accumulators BLOCK_H * 512 float32, one tile of keys, and Q where the tensor cores want it there.
-    Shared memory: Q, the tile of keys, P.
+    Registers: accumulators, 512 float32 a head. Shared memory: Q, one tile of keys as operands, two or three of raw
+    rows, P.
     """
+    BLOCK_H: tl.constexpr = TILE.block_h
+    BLOCK_N: tl.constexpr = TILE.block_n
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -131,40 +153,22 @@ def _attend_kernel(
         # nobody said where the row ends: its tail of -1 is found by reading the indices once
         end = named_end(index_row, begin, end)
 
-    table = block_table
+    table = indices
     known = True
     if block_table is not None:
         request = tl.load(req_id_per_token + token)
         known = (request >= 0) & (request < num_requests)
         table = block_table + request.to(tl.int64) * stride_table
 
-    EXACT: tl.constexpr = MODE == "exact" or MODE == "fp8_exact" or MODE == "fp8_v4_exact"
     q_row = q + token * (stride_q_token * Q_UNIT) + (head.to(tl.int64) * (stride_q_head * Q_UNIT))[:, None]
-    state = attend_keys(
-        q_row,
-        load_query(q_row, live_head, ROPE, EXACT),
-        live_head,
-        new_state(BLOCK_H),
-        kv,
-        index_row,
-        begin,
-        end,
-        table,
-        known,
-        scale_log2,
-        num_blocks,
-        block_size,
-        max_blocks,
-        stride_block,
-        MODE,
-        ROPE,
-        ROW_WIDTH,
-        KV_UNIT,
-        BLOCK_H,
-        BLOCK_N,
-        DECODE,
-        UPCAST,
-    )
+    query = (q_row, live_head, load_query(q_row, live_head, ROPE, is_exact(KEYS)))
+    cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
+    span = (begin, end)
+    if is_half(KEYS):
+        state = attend_halves(query, cache, index_row, span, scale_log2, TILE, KEYS, ROPE, UPCAST)
+    else:
+        state = new_state(BLOCK_H, sums_of_weights(TILE))
+        state = attend_keys(query, state, cache, index_row, span, scale_log2, None, TILE, KEYS, ROPE, False, UPCAST)
     store_result(
         state,
         token,
@@ -197,28 +201,31 @@ def _merge_splits_kernel(
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
     stride_lse_token: tl.int64,
+    MAX_SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Merges the splits of one (token, head), exactly, and applies the sink.
+    """Merges 128 columns of the splits of one (token, head), exactly, and applies the sink.
 
-    Grid: (tokens * heads,). The base-2 lse of all splits, at most BLOCK_S, first; then one pass over the partial rows
-    of 512 float32, in the order of the splits. A split that had nothing to attend to is not read: nothing was written.
+    Grid: (tokens * heads, 4). The base-2 lse of all splits, at most MAX_SPLITS, then the partial rows of float32,
+    BLOCK_S at a time, in the order of the splits. A split that had nothing to attend to is not read: nothing was
+    written.
     """
     row = tl.program_id(0).to(tl.int64)
     token = row // num_heads
     head = row % num_heads
-    splits = tl.arange(0, BLOCK_S)
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    splits = tl.arange(0, MAX_SPLITS)
     parts = tl.load(partial_lse + splits * num_rows + row, mask=splits < num_splits, other=float("-inf"))
     top = tl.max(parts, 0)
     pivot = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(parts - pivot), 0)
-    column = tl.arange(0, 512)
-    acc = tl.zeros((512,), tl.float32)
-    for split in range(num_splits):
-        part = tl.load(partial_lse + split * num_rows + row)
-        place = partial_out + (split * num_rows + row) * 512 + column
-        written = tl.where(part == float("-inf"), 0, 512)
-        acc += tl.exp2(part - pivot) * tl.load(place, mask=column < written, other=0.0)
+    acc = tl.zeros((128,), tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        part = tl.load(partial_lse + split * num_rows + row, mask=split < num_splits, other=float("-inf"))
+        place = partial_out + (split * num_rows + row)[:, None] * 512 + column[None, :]
+        values = tl.load(place, mask=(part != float("-inf"))[:, None], other=0.0)
+        acc += tl.sum(tl.exp2(part - pivot)[:, None] * values, 0)
     safe = tl.where(total == 0, 1.0, total)
     log2_sum = tl.where(top == float("inf"), float("inf"), pivot + tl.log2(safe))
     log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
@@ -228,7 +235,8 @@ def _merge_splits_kernel(
         factor = tl.where(total == 0, 0.0, factor / (1.0 + tl.exp2(sink - log2_sum)))
     place = out + token * stride_out_token + head.to(tl.int64) * stride_out_head + column
     tl.store(place, narrow(acc * factor, out.dtype.element_ty))
-    tl.store(lse + token * stride_lse_token + head, log2_sum * 0.6931471805599453)
+    if tl.program_id(1) == 0:
+        tl.store(lse + token * stride_lse_token + head, log2_sum * 0.6931471805599453)
 
 
 def operand_mode(q_dtype: torch.dtype, cache_format: str) -> str:
@@ -253,29 +261,40 @@ def operand_modes(q_dtype: torch.dtype, cache_format: str, extra_cache_format: s
     return mode, extra_mode
 
 
+def without_halves(chosen: Tile) -> Tile:
+    """The tile for kernels that know no float16 operands, and for translated indices, beside which they spill."""
+    return Tile(64, 16, 8, 2) if chosen.half else chosen
+
+
 def two_cache_tile(device_capability: tuple[int, int], num_heads: int, modes: tuple[str, str]) -> Tile:
     """The tile for both caches. Two modes keep Q in shared memory twice, so that only the smallest tile fits."""
     mode, extra_mode = modes
     if mode == extra_mode:
-        return tile(device_capability, num_heads, mode)
+        return without_halves(tile(device_capability, num_heads, mode))
     return tile(device_capability, 16, mode)
 
 
 class CacheSizes(NamedTuple):
-    """A cache as the kernels take it: sizes, and the row and block stride in elements, the latter over `unit`."""
+    """A cache as the kernels take it: blocks, keys a block, the stride of a block in `keys.unit` elements, and rows."""
 
     num_blocks: int
     block_size: int
-    row_width: int
-    unit: int
     stride_block: int
+    keys: Keys
 
 
-def cache_keys(kv_cache: torch.Tensor, cache_format: str) -> CacheSizes:
+def cache_sizes(kv_cache: torch.Tensor, cache_format: str, mode: str, translated: bool) -> CacheSizes:
+    """`translated`: whether indices go through a block table. Where none do and blocks follow one another without a
+    gap, each row is a block of its own."""
     num_blocks, block_size, block_stride, head_dim = geometry(kv_cache, cache_format)
     entry = get_format(cache_format)
-    row_width = entry.data_bytes or entry.row_width(head_dim)
-    return CacheSizes(num_blocks, block_size, row_width, 16 // entry.dtype.itemsize, block_stride // 16)
+    row_width, unit = entry.data_bytes or entry.row_width(head_dim), 16 // entry.dtype.itemsize
+    stride_block = block_stride // 16
+    in_line = not translated and not mode.startswith("fp8_v4") and stride_block * unit == block_size * row_width
+    if in_line:
+        num_blocks, block_size, stride_block = num_blocks * block_size, 1, row_width // unit
+    keys = Keys(mode, row_width, unit, in_line, translated, decode_method(capability(kv_cache.device)))
+    return CacheSizes(num_blocks, block_size, stride_block, keys)
 
 
 def query_unit(q: torch.Tensor) -> int:
@@ -292,6 +311,11 @@ def allocate_parts(out: torch.Tensor, lse: torch.Tensor, splits: int) -> tuple[t
     )
 
 
+def merge_block(splits: int) -> int:
+    """Splits whose partial rows a merging program loads at once."""
+    return max(2, min(16, 1 << (splits - 1).bit_length()))
+
+
 def merge_parts(
     part_out: torch.Tensor,
     part_lse: torch.Tensor,
@@ -300,7 +324,7 @@ def merge_parts(
     lse: torch.Tensor,
 ) -> None:
     splits, num_tokens, num_heads = part_lse.shape
-    _merge_splits_kernel[(num_tokens * num_heads,)](
+    _merge_splits_kernel[(num_tokens * num_heads, 4)](
         part_out,
         part_lse,
         attn_sink,
@@ -312,7 +336,8 @@ def merge_parts(
         out.stride(0),
         out.stride(1),
         lse.stride(0),
-        BLOCK_S=MAX_SPLITS,
+        MAX_SPLITS=MAX_SPLITS,
+        BLOCK_S=merge_block(splits),
         num_warps=4,
     )
 
@@ -322,8 +347,7 @@ def _attend(
     kv: torch.Tensor,
     indices: torch.Tensor,
     softmax_scale: float,
-    mode: str,
-    keys: CacheSizes,
+    sizes: CacheSizes,
     topk_length: torch.Tensor | None,
     attn_sink: torch.Tensor | None,
     block_table: torch.Tensor | None,
@@ -336,9 +360,13 @@ def _attend(
     topk = indices.shape[1]
     if num_tokens == 0:
         return
-    chosen = tile(capability(q.device), num_heads, mode)
+    chosen = tile(capability(q.device), num_heads, sizes.keys.operands)
+    if block_table is not None:
+        chosen = without_halves(chosen)
+    keys = sizes.keys.with_operands("fp8_half") if chosen.half else sizes.keys
     head_blocks = cdiv(num_heads, chosen.block_h)
-    splits = num_splits(num_tokens, head_blocks, topk, num_sms(q.device), deterministic)
+    wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
+    splits = num_splits(num_tokens, head_blocks, topk, wanted, deterministic)
     num_requests, max_blocks = block_table.shape if block_table is not None else (0, 0)
     q_unit = query_unit(q)
     part_out, part_lse = allocate_parts(out, lse, splits)
@@ -355,14 +383,14 @@ def _attend(
         float(softmax_scale) * LOG2E,
         num_heads,
         topk,
-        keys.num_blocks,
-        keys.block_size,
+        sizes.num_blocks,
+        sizes.block_size,
         num_requests,
         max_blocks,
         splits,
         q.stride(0) // q_unit,
         q.stride(1) // q_unit,
-        keys.stride_block,
+        sizes.stride_block,
         indices.stride(0),
         block_table.stride(0) if block_table is not None else 0,
         part_out.stride(0),
@@ -370,18 +398,13 @@ def _attend(
         part_out.stride(2),
         part_lse.stride(0),
         part_lse.stride(1),
-        MODE=mode,
+        KEYS=keys,
+        TILE=chosen,
         ROPE=head_dim > LATENT_DIM,
-        ROW_WIDTH=keys.row_width,
         Q_UNIT=q_unit,
-        KV_UNIT=keys.unit,
         PARTIAL=splits > 1,
-        BLOCK_H=chosen.block_h,
-        BLOCK_N=chosen.block_n,
-        DECODE=chosen.decode,
         UPCAST=INTERPRETED,
         num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
     )
     if splits > 1:
         merge_parts(part_out, part_lse, attn_sink, out, lse)
@@ -407,8 +430,7 @@ def paged_sparse_attention(
         kv_cache,
         indices,
         softmax_scale,
-        operand_mode(q.dtype, cache_format),
-        cache_keys(kv_cache, cache_format),
+        cache_sizes(kv_cache, cache_format, operand_mode(q.dtype, cache_format), block_table is not None),
         topk_length,
         attn_sink,
         block_table,
@@ -444,10 +466,12 @@ def paged_sparse_attention_extra(
     if num_tokens == 0:
         return
     mode, extra_mode = operand_modes(q.dtype, cache_format, extra_cache_format)
-    keys, extra_keys = cache_keys(kv_cache, cache_format), cache_keys(extra_kv_cache, extra_cache_format)
+    sizes = cache_sizes(kv_cache, cache_format, mode, block_table is not None)
+    extra = cache_sizes(extra_kv_cache, extra_cache_format, extra_mode, extra_block_table is not None)
     chosen = two_cache_tile(capability(q.device), num_heads, (mode, extra_mode))
     head_blocks = cdiv(num_heads, chosen.block_h)
-    splits = num_splits(num_tokens, head_blocks, topk + extra_topk, num_sms(q.device), deterministic)
+    wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
+    splits = num_splits(num_tokens, head_blocks, topk + extra_topk, wanted, deterministic)
     num_requests, max_blocks = block_table.shape if block_table is not None else (0, 0)
     extra_num_requests, extra_max_blocks = extra_block_table.shape if extra_block_table is not None else (0, 0)
     q_unit = query_unit(q)
@@ -470,21 +494,21 @@ def paged_sparse_attention_extra(
         num_heads,
         splits,
         topk,
-        keys.num_blocks,
-        keys.block_size,
+        sizes.num_blocks,
+        sizes.block_size,
         num_requests,
         max_blocks,
         extra_topk,
-        extra_keys.num_blocks,
-        extra_keys.block_size,
+        extra.num_blocks,
+        extra.block_size,
         extra_num_requests,
         extra_max_blocks,
         q.stride(0) // q_unit,
         q.stride(1) // q_unit,
-        keys.stride_block,
+        sizes.stride_block,
         indices.stride(0),
         block_table.stride(0) if block_table is not None else 0,
-        extra_keys.stride_block,
+        extra.stride_block,
         extra_indices.stride(0),
         extra_block_table.stride(0) if extra_block_table is not None else 0,
         part_out.stride(0),
@@ -492,21 +516,14 @@ def paged_sparse_attention_extra(
         part_out.stride(2),
         part_lse.stride(0),
         part_lse.stride(1),
-        MODE=mode,
-        ROW_WIDTH=keys.row_width,
-        KV_UNIT=keys.unit,
-        EXTRA_MODE=extra_mode,
-        EXTRA_ROW_WIDTH=extra_keys.row_width,
-        EXTRA_KV_UNIT=extra_keys.unit,
+        KEYS=sizes.keys,
+        EXTRA_KEYS=extra.keys,
+        TILE=chosen,
         ROPE=head_dim > LATENT_DIM,
         Q_UNIT=q_unit,
         PARTIAL=splits > 1,
-        BLOCK_H=chosen.block_h,
-        BLOCK_N=chosen.block_n,
-        DECODE=chosen.decode,
         UPCAST=INTERPRETED,
         num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
     )
     if splits > 1:
         merge_parts(part_out, part_lse, attn_sink, out, lse)
@@ -528,10 +545,9 @@ def sparse_attention(
     unit = 16 // kv.element_size()
     if kv.stride(0) % unit:
         unit = 1
-    # each row is a block of its own
-    keys = CacheSizes(num_kv, 1, head_dim, unit, kv.stride(0) // unit)
-    mode = operand_mode(q.dtype, "")
-    _attend(q, kv, indices, softmax_scale, mode, keys, topk_length, attn_sink, None, None, deterministic, out, lse)
+    keys = Keys(operand_mode(q.dtype, ""), head_dim, unit, True, False, decode_method(capability(q.device)))
+    sizes = CacheSizes(num_kv, 1, kv.stride(0) // unit, keys)
+    _attend(q, kv, indices, softmax_scale, sizes, topk_length, attn_sink, None, None, deterministic, out, lse)
 
 
 LOWERINGS = {

@@ -1,11 +1,25 @@
-"""What the sparse attention kernels share on the device: reading keys of any format, the walk over them, the result."""
+"""What the sparse attention kernels share on the device: the walk over the keys, the result."""
 
 import triton
 import triton.language as tl
 
 from .bfloat16 import narrow, widen
-from .e4m3 import decode, decode_bf16, decode_scale, decode_scale_bf16
-from .rows import FP8_ROPE_AT, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
+from .sparse_attention_keys import (
+    HALF_EXPONENT,
+    HALF_SCALE,
+    HALF_WEIGHT,
+    fetch_indices,
+    is_exact,
+    is_half,
+    load_exactly,
+    load_rope_exactly,
+    load_rows,
+    locate,
+    locate_in_block,
+    look_up_block,
+    to_operands,
+    without_scales,
+)
 
 
 @triton.jit
@@ -22,110 +36,6 @@ def round_to(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
     if UPCAST:
         return narrow(x, dtype)
     return x.to(dtype)
-
-
-@triton.jit
-def _load_keys(
-    start,
-    scales,
-    valid,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MODE: tl.constexpr,
-    DECODE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Dims FIRST .. FIRST + WIDTH of the keys at `start`, [keys, WIDTH], zero where not valid.
-
-    MODE "fp8" gives bfloat16 without the scale, "fp8_v4" bfloat16 with it, "fp8_exact", "fp8_v4_exact" and "exact"
-    float32, "plain" what is there. `scales` is what `_load_packed_scales` gives, for the modes of V4.
-    """
-    place = start[:, None] + (FIRST + tl.arange(0, WIDTH))[None, :]
-    if MODE == "fp8_v4" or MODE == "fp8_v4_exact":
-        keys = _load_keys_v4(start, scales, valid, FIRST, WIDTH, MODE == "fp8_v4_exact", DECODE, UPCAST)
-    elif MODE == "fp8":
-        keys = decode_bf16(tl.load(place, mask=valid[:, None], other=0), DECODE)
-    elif MODE == "fp8_exact":
-        keys = decode(tl.load(place, mask=valid[:, None], other=0)) * _load_scale(start, valid, FIRST // 128)[:, None]
-    elif MODE == "exact":
-        keys = tl.load(place, mask=valid[:, None], other=0.0).to(tl.float32)
-    else:
-        keys = tl.load(place, mask=valid[:, None], other=0.0)
-    return keys
-
-
-@triton.jit
-def _load_keys_v4(
-    start,
-    scales,
-    valid,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    EXACT: tl.constexpr,
-    DECODE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Dims FIRST .. FIRST + WIDTH of keys of fp8_ds_mla_v4, scaled: the e4m3 latent, then 64 bfloat16.
-
-    A value times a power of two is exact in bfloat16, so the scale goes into the operand here. A tile of 128 has two
-    scales, or one and the RoPE dims.
-    """
-    column = FIRST + tl.arange(0, WIDTH)[None, :]
-    rope = (start + V4_LATENT).to(tl.pointer_type(tl.bfloat16))[:, None] + (column - V4_LATENT)
-    if FIRST >= V4_LATENT:
-        keys = tl.load(rope, mask=valid[:, None], other=0.0)
-        if EXACT:
-            keys = widen(keys)
-    else:
-        latent = valid[:, None]
-        if FIRST + WIDTH > V4_LATENT:
-            latent = latent & (column < V4_LATENT)
-        byte = tl.load(start[:, None] + column, mask=latent, other=0)
-        exponent = ((scales >> (FIRST // 64 * 8)) & 0xFF).to(tl.int32)[:, None]
-        if FIRST // 64 != (FIRST + WIDTH - 1) // 64 and FIRST + 64 < V4_LATENT:
-            second = ((scales >> (FIRST // 64 * 8 + 8)) & 0xFF).to(tl.int32)[:, None]
-            exponent = tl.where(column < FIRST + 64, exponent, second)
-        if EXACT:
-            keys = decode(byte) * decode_scale(exponent)
-        elif UPCAST:
-            keys = narrow(decode(byte) * decode_scale(exponent), tl.bfloat16)
-        else:
-            keys = decode_bf16(byte, DECODE) * decode_scale_bf16(exponent)
-        if FIRST + WIDTH > V4_LATENT:
-            tail = tl.load(rope, mask=valid[:, None] & (column >= V4_LATENT), other=0.0)
-            if EXACT:
-                tail = widen(tail)
-            keys = tl.where(column < V4_LATENT, keys, tail)
-    return keys
-
-
-@triton.jit
-def _load_packed_scales(kv, start, block, index, block_size, valid, stride_block, MODE: tl.constexpr):
-    """The 8 bytes of scales of each key of fp8_ds_mla_v4 in one int64; nothing in other modes."""
-    scales = start
-    if MODE == "fp8_v4" or MODE == "fp8_v4_exact":
-        place = kv + block.to(tl.int64) * stride_block + block_size.to(tl.int64) * V4_ROW_BYTES
-        place += (index % block_size).to(tl.int64) * V4_SCALE_BYTES
-        scales = tl.load(place.to(tl.pointer_type(tl.int64)), mask=valid, other=0)
-    return scales
-
-
-@triton.jit
-def _load_scale(start, valid, GROUP: tl.constexpr):
-    return tl.load((start + FP8_SCALES_AT).to(tl.pointer_type(tl.float32)) + GROUP, mask=valid, other=0.0)
-
-
-@triton.jit
-def _load_rope(start, valid, MODE: tl.constexpr):
-    """The 64 RoPE dims of the keys at `start`, [keys, 64], zero where not valid."""
-    if MODE == "fp8" or MODE == "fp8_exact":
-        place = (start + FP8_ROPE_AT).to(tl.pointer_type(tl.bfloat16))[:, None] + tl.arange(0, 64)[None, :]
-    else:
-        place = start[:, None] + (512 + tl.arange(0, 64))[None, :]
-    value = tl.load(place, mask=valid[:, None], other=0.0)
-    if MODE == "fp8_exact" or MODE == "exact":
-        value = widen(value)
-    return value
 
 
 @triton.jit
@@ -155,167 +65,258 @@ def load_query(q_row, live_head, ROPE: tl.constexpr, EXACT: tl.constexpr):
     return q0, q1, q2, q3, q4
 
 
+@triton.constexpr_function
+def sums_of_weights(tile):
+    """Sums of weights that a head has until the end of its keys, so that no sum passes between threads in the loop.
+
+    Warps of small tiles lie beside one another along the keys, where every column has a sum; those of 64 heads lie
+    along the heads, where a thread has all columns of a remainder by 8.
+    """
+    return tile.block_n if tile.block_h < 64 else 8
+
+
+@triton.constexpr_function
+def narrow_tile(tile):
+    """The tile of a second walk, which is rare: what fits beside the registers of the first."""
+    return tile.narrow()
+
+
 @triton.jit
-def new_state(BLOCK_H: tl.constexpr):
-    """Four accumulators of 128 dims, the largest score so far in base 2, and the sum of weights."""
-    acc0 = tl.zeros((BLOCK_H, 128), tl.float32)
-    acc1 = tl.zeros((BLOCK_H, 128), tl.float32)
-    acc2 = tl.zeros((BLOCK_H, 128), tl.float32)
-    acc3 = tl.zeros((BLOCK_H, 128), tl.float32)
+def halve_query(q, scale_log2):
+    """Q for float16 keys: float16 up to a power of two a head, of which scores are freed by their scale, `[heads, 1]`.
+
+    The largest value is at most 2**15, so that what float16 loses is 2**-40 of it. The dims behind 512 stay bfloat16,
+    for their keys are; a power of two changes nothing in them.
+    """
+    q0, q1, q2, q3, q4 = q
+    q0, q1, q2, q3 = widen(q0), widen(q1), widen(q2), widen(q3)
+    top = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
+    exponent = tl.maximum((tl.max(top, 1).to(tl.int32, bitcast=True) >> 23) - (127 + 14), -100)
+    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    q0, q1, q2, q3 = q0 * down, q1 * down, q2 * down, q3 * down
+    q4 = narrow(widen(q4) * (down * HALF_SCALE), tl.bfloat16)
+    halves = (q0.to(tl.float16), q1.to(tl.float16), q2.to(tl.float16), q3.to(tl.float16), q4)
+    return halves, up * (scale_log2 / HALF_SCALE)
+
+
+@triton.jit
+def attend_halves(
+    query, cache, index_row, span, scale_log2, TILE: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """`attend_keys` with float16 operands, which saves half of the conversion and all factors outside of products.
+
+    Scales that float16 does not hold make NaN of a row's sum of weights, as NaN in a key does and scores that
+    overflow; then the walk is made once more, without scales in the operands. Returns the state.
+    """
+    q_row, live_head, q = query
+    halves, scale = halve_query(q, scale_log2)
+    state = new_state(TILE.block_h, sums_of_weights(TILE))
+    half_query = (q_row, live_head, halves)
+    state = attend_keys(half_query, state, cache, index_row, span, scale, None, TILE, KEYS, ROPE, False, UPCAST)
+    acc0, acc1, acc2, acc3, top, sums = state
+    if tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) > 0:
+        AGAIN: tl.constexpr = without_scales(KEYS)
+        NARROW: tl.constexpr = narrow_tile(TILE)
+        query = (q_row, live_head, load_query(q_row, live_head, ROPE, False))
+        state = new_state(TILE.block_h, sums_of_weights(TILE))
+        state = attend_keys(query, state, cache, index_row, span, scale_log2, None, NARROW, AGAIN, ROPE, False, UPCAST)
+        acc0, acc1, acc2, acc3, top, sums = state
+    else:
+        FACTOR: tl.constexpr = 1.0 / (HALF_SCALE * HALF_WEIGHT)
+        acc0 *= FACTOR
+        acc1 *= FACTOR
+        acc2 *= FACTOR
+        acc3 *= FACTOR
+        sums *= 1.0 / HALF_WEIGHT
+    return acc0, acc1, acc2, acc3, top, sums
+
+
+@triton.jit
+def new_state(BLOCK_H: tl.constexpr, SUMS: tl.constexpr):
+    """Four accumulators of 128 dims, the largest score so far in base 2, and SUMS sums of weights."""
+    acc = tl.zeros((BLOCK_H, 128), tl.float32)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    return acc0, acc1, acc2, acc3, top, total
+    return acc, acc, acc, acc, top, tl.zeros((BLOCK_H, SUMS), tl.float32)
+
+
+@triton.jit
+def _scores(query, keys, rows, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr):
+    """[heads, keys] in float32. Groups of fp8_ds_mla have their scale outside of the operands."""
+    q0, q1, q2, q3, q4 = query
+    k0, k1, k2, k3 = keys
+    _, rope, scales = rows
+    s0, s1, s2, s3 = scales
+    zeros = tl.zeros((q0.shape[0], k0.shape[0]), tl.float32)
+    scores = zeros
+    if ROPE:
+        scores = dot(q4, tl.trans(rope), scores, UPCAST)
+    if KEYS.operands == "fp8":
+        scores += dot(q0, tl.trans(k0), zeros, UPCAST) * s0[None, :]
+        scores += dot(q1, tl.trans(k1), zeros, UPCAST) * s1[None, :]
+        scores += dot(q2, tl.trans(k2), zeros, UPCAST) * s2[None, :]
+        scores += dot(q3, tl.trans(k3), zeros, UPCAST) * s3[None, :]
+    else:
+        scores = dot(q0, tl.trans(k0), scores, UPCAST)
+        scores = dot(q1, tl.trans(k1), scores, UPCAST)
+        scores = dot(q2, tl.trans(k2), scores, UPCAST)
+        scores = dot(q3, tl.trans(k3), scores, UPCAST)
+    return scores
+
+
+@triton.jit
+def _rescale(state, scores, BIAS: tl.constexpr):
+    """One step of the online softmax: the state faded to the new largest score, and the weights of `scores`.
+
+    The largest weight is 2**BIAS: float16 holds more of the small ones where that is above 1.
+    """
+    acc0, acc1, acc2, acc3, top, sums = state
+    SUMS: tl.constexpr = sums.shape[1]
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+    fade = tl.exp2(top - pivot)[:, None]
+    weights = tl.exp2(scores - (pivot - BIAS)[:, None])
+    if scores.shape[1] == SUMS:
+        sums = sums * fade + weights
+    else:
+        sums = sums * fade + tl.sum(tl.reshape(weights, (scores.shape[0], scores.shape[1] // SUMS, SUMS)), 1)
+    return (acc0 * fade, acc1 * fade, acc2 * fade, acc3 * fade, new_top, sums), weights
+
+
+@triton.jit
+def _accumulate(state, weights, keys, rows, KEYS: tl.constexpr, UPCAST: tl.constexpr):
+    """Adds the values under `weights`. The scales of fp8_ds_mla go into the weights before these are rounded."""
+    acc0, acc1, acc2, acc3, top, sums = state
+    k0, k1, k2, k3 = keys
+    s0, s1, s2, s3 = rows[2]
+    if KEYS.operands == "fp8":
+        p0 = round_to(weights * s0[None, :], tl.bfloat16, UPCAST)
+        p1 = round_to(weights * s1[None, :], tl.bfloat16, UPCAST)
+        p2 = round_to(weights * s2[None, :], tl.bfloat16, UPCAST)
+        p3 = round_to(weights * s3[None, :], tl.bfloat16, UPCAST)
+    else:
+        p0 = round_to(weights, k0.dtype, UPCAST)
+        p1, p2, p3 = p0, p0, p0
+    acc0 = dot(p0, k0, acc0, UPCAST)
+    acc1 = dot(p1, k1, acc1, UPCAST)
+    acc2 = dot(p2, k2, acc2, UPCAST)
+    acc3 = dot(p3, k3, acc3, UPCAST)
+    return acc0, acc1, acc2, acc3, top, sums
+
+
+@triton.jit
+def _mask(scores, column, places, row_end, scale_log2):
+    """Scores in base 2, -inf where there is no key, or none that a row sees."""
+    seen = (places[0] >= 0)[None, :]
+    if row_end is not None:
+        seen = seen & (column[None, :] < row_end[:, None])
+    return tl.where(seen, scores * scale_log2, float("-inf"))
+
+
+@triton.jit
+def _turn(
+    q, state, rows, places, column, scale_log2, row_end, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr
+):
+    """The state after one tile of keys."""
+    keys = to_operands(rows, KEYS)
+    scores = _mask(_scores(q, keys, rows, KEYS, ROPE, UPCAST), column, places, row_end, scale_log2)
+    BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
+    state, weights = _rescale(state, scores, BIAS)
+    return _accumulate(state, weights, keys, rows, KEYS, UPCAST)
 
 
 @triton.jit
 def attend_keys(
-    q_row,
     query,
-    live_head,
     state,
-    kv,
+    cache,
     index_row,
-    begin,
-    end,
-    table,
-    known,
+    span,
     scale_log2,
-    num_blocks,
-    block_size,
-    max_blocks,
-    stride_block,
-    MODE: tl.constexpr,
+    row_end,
+    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
     ROPE: tl.constexpr,
-    ROW_WIDTH: tl.constexpr,
-    KV_UNIT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DECODE: tl.constexpr,
+    WHOLE: tl.constexpr,
     UPCAST: tl.constexpr,
-    WHOLE: tl.constexpr = False,
-    row_end=None,
 ):
-    """Online softmax over the keys that entries `begin` to `end` of `index_row` name, in tiles of BLOCK_N.
+    """Online softmax over the keys that columns `span` of `index_row` name, in tiles; returns the state after it.
 
-    No `index_row`: over the keys `begin` to `end` themselves, of which a tile lies in one block if they are WHOLE.
+    No `index_row`: over the keys in `span` themselves, of which a tile lies in one block if they are WHOLE. Rows of the
+    tile see all keys, or, where there is a `row_end`, those at positions below their own.
 
     A tile of keys is read once, in four groups of 128 dims and the RoPE dims behind 512, and each group serves both
-    QK and PV: four dots [BLOCK_H, 128] x [128, BLOCK_N] into the scores, four dots [BLOCK_H, BLOCK_N] x
-    [BLOCK_N, 128] into four float32 accumulators. Groups are also what shares a scale in fp8_ds_mla. The e4m3 values
-    are exact as bfloat16, so the scale stays outside of the operands: it multiplies the group's partial scores, and
-    goes into the float32 probabilities before they are rounded. Hence any positive float32 scale is right. In
-    fp8_ds_mla_v4 scales are powers of two, which change nothing about that exactness, and go into the operand.
+    QK and PV. Groups are also what shares a scale in fp8_ds_mla. The e4m3 values are exact as bfloat16, so the scale
+    stays outside of the operands: it multiplies the group's partial scores, and goes into the float32 weights before
+    they are rounded. Hence any positive float32 scale is right.
 
-    A key is looked at only if its index, its request, its block-table entry and its block are in range and it is
-    within the row's length: all else is masked at the load, so nothing in an unused slot is ever seen.
+    Rows are copied to shared memory `TILE.ahead` tiles ahead. Their indices are loaded a turn before the copies begin,
+    and table entries have stages of the compiler's pipeline of their own, so that no copy waits for its addresses.
 
-    Rows of the tile see all these keys, or, where there is a `row_end`, those at positions below their own.
-
-    `query` is what `load_query` gives, `state` what `new_state` or an earlier walk gave; returns the state after it.
+    `query` is `(q_row, live_head, load_query(...))`.
     """
-    q0, q1, q2, q3, q4 = query
-    acc0, acc1, acc2, acc3, top, total = state
-    EXACT: tl.constexpr = MODE == "exact" or MODE == "fp8_exact" or MODE == "fp8_v4_exact"
-    for start in range(begin, end, BLOCK_N):
-        column = start + tl.arange(0, BLOCK_N)
-        if WHOLE:
-            # one division and one entry of the table for all keys of a tile
-            index = column
-            number = start // block_size
-            block = tl.load(table + number, mask=known & (number < max_blocks), other=-1)
-            valid = (column < end) & (block >= 0) & (block < num_blocks)
-            offset = (start - number * block_size).to(tl.int64)
-            key = kv + block.to(tl.int64) * (stride_block * KV_UNIT) + offset * ROW_WIDTH
-            key += tl.arange(0, BLOCK_N) * ROW_WIDTH
-        else:
-            if index_row is not None:
-                index = tl.load(index_row + column, mask=column < end, other=-1)
-            else:
-                index = tl.where(column < end, column, -1)
-            valid = index >= 0
-            block = index // block_size
-            if table is not None:
-                valid &= known & (block < max_blocks)
-                block = tl.load(table + block, mask=valid, other=-1)
-                valid &= block >= 0
-            valid &= block < num_blocks
-            key = kv + block.to(tl.int64) * (stride_block * KV_UNIT) + (index % block_size).to(tl.int64) * ROW_WIDTH
-        scales = _load_packed_scales(kv, key, block, index, block_size, valid, stride_block * KV_UNIT, MODE)
-        zeros = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
-        if EXACT:
-            scores = zeros
-            # narrow pieces: without tensor cores a thread holds whole rows of both operands
-            for piece in tl.static_range(0, 512, 32):
-                keys = _load_keys(key, scales, valid, piece, 32, MODE, DECODE, UPCAST)
-                queries = tl.load(q_row + (piece + tl.arange(0, 32))[None, :], mask=live_head[:, None], other=0.0)
-                scores = dot(widen(queries), tl.trans(keys), scores, UPCAST)
-            if ROPE:
-                queries = tl.load(q_row + (512 + tl.arange(0, 64))[None, :], mask=live_head[:, None], other=0.0)
-                scores = dot(widen(queries), tl.trans(_load_rope(key, valid, MODE)), scores, UPCAST)
-        else:
-            # group by group, for a tile of bytes that waits in registers takes one register each
-            k0 = _load_keys(key, scales, valid, 0, 128, MODE, DECODE, UPCAST)
-            scores = dot(q0, tl.trans(k0), zeros, UPCAST)
-            if MODE == "fp8":
-                scale0 = _load_scale(key, valid, 0)[None, :]
-                scale1 = _load_scale(key, valid, 1)[None, :]
-                scale2 = _load_scale(key, valid, 2)[None, :]
-                scale3 = _load_scale(key, valid, 3)[None, :]
-                scores *= scale0
-                k1 = _load_keys(key, scales, valid, 128, 128, MODE, DECODE, UPCAST)
-                scores += dot(q1, tl.trans(k1), zeros, UPCAST) * scale1
-                k2 = _load_keys(key, scales, valid, 256, 128, MODE, DECODE, UPCAST)
-                scores += dot(q2, tl.trans(k2), zeros, UPCAST) * scale2
-                k3 = _load_keys(key, scales, valid, 384, 128, MODE, DECODE, UPCAST)
-                scores += dot(q3, tl.trans(k3), zeros, UPCAST) * scale3
-            elif MODE == "fp8_v4":
-                k1 = _load_keys(key, scales, valid, 128, 128, MODE, DECODE, UPCAST)
-                scores = dot(q1, tl.trans(k1), scores, UPCAST)
-                k2 = _load_keys(key, scales, valid, 256, 128, MODE, DECODE, UPCAST)
-                scores = dot(q2, tl.trans(k2), scores, UPCAST)
-                k3 = _load_keys(key, scales, valid, 384, 128, MODE, DECODE, UPCAST)
-                scores = dot(q3, tl.trans(k3), scores, UPCAST)
-            else:
-                k1 = _load_keys(key, scales, valid, 128, 128, MODE, DECODE, UPCAST)
-                k2 = _load_keys(key, scales, valid, 256, 128, MODE, DECODE, UPCAST)
-                k3 = _load_keys(key, scales, valid, 384, 128, MODE, DECODE, UPCAST)
-                scores = dot(q1, tl.trans(k1), scores, UPCAST)
-                scores = dot(q2, tl.trans(k2), scores, UPCAST)
-                scores = dot(q3, tl.trans(k3), scores, UPCAST)
-            if ROPE:
-                scores = dot(q4, tl.trans(_load_rope(key, valid, MODE)), scores, UPCAST)
+    begin, end = span
+    q_row, live_head, q = query
+    n = tl.arange(0, TILE.block_n)
+    if is_exact(KEYS):
+        state = _attend_exactly(
+            q_row, live_head, state, cache, index_row, span, scale_log2, row_end, TILE, KEYS, ROPE, UPCAST
+        )
+    elif WHOLE:
+        entry = look_up_block(cache, begin, end)
+        for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
+            places = locate_in_block(cache, entry, start, end, TILE, KEYS)
+            rows = load_rows(cache, places, KEYS, ROPE)
+            entry = look_up_block(cache, start + TILE.block_n, end)
+            state = _turn(q, state, rows, places, start + n, scale_log2, row_end, KEYS, ROPE, UPCAST)
+    else:
+        STAGES: tl.constexpr = TILE.ahead * (2 if KEYS.translated else 1) + 1
+        index = fetch_indices(index_row, begin + n, end)
+        for start in tl.range(begin, end, TILE.block_n, num_stages=STAGES):
+            places = locate(cache, index, KEYS)
+            rows = load_rows(cache, places, KEYS, ROPE)
+            index = fetch_indices(index_row, start + TILE.block_n + n, end)
+            state = _turn(q, state, rows, places, start + n, scale_log2, row_end, KEYS, ROPE, UPCAST)
+    return state
 
-        seen = valid[None, :]
-        if row_end is not None:
-            seen = seen & (column[None, :] < row_end[:, None])
-        scores = tl.where(seen, scores * scale_log2, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        fade = tl.exp2(top - pivot)
-        weights = tl.exp2(scores - pivot[:, None])
-        total = total * fade + tl.sum(weights, 1)
-        top = new_top
-        acc0 *= fade[:, None]
-        acc1 *= fade[:, None]
-        acc2 *= fade[:, None]
-        acc3 *= fade[:, None]
-        if EXACT:
-            acc0 = dot(weights, _load_keys(key, scales, valid, 0, 128, MODE, DECODE, UPCAST), acc0, UPCAST)
-            acc1 = dot(weights, _load_keys(key, scales, valid, 128, 128, MODE, DECODE, UPCAST), acc1, UPCAST)
-            acc2 = dot(weights, _load_keys(key, scales, valid, 256, 128, MODE, DECODE, UPCAST), acc2, UPCAST)
-            acc3 = dot(weights, _load_keys(key, scales, valid, 384, 128, MODE, DECODE, UPCAST), acc3, UPCAST)
-        elif MODE == "fp8":
-            acc0 = dot(round_to(weights * scale0, tl.bfloat16, UPCAST), k0, acc0, UPCAST)
-            acc1 = dot(round_to(weights * scale1, tl.bfloat16, UPCAST), k1, acc1, UPCAST)
-            acc2 = dot(round_to(weights * scale2, tl.bfloat16, UPCAST), k2, acc2, UPCAST)
-            acc3 = dot(round_to(weights * scale3, tl.bfloat16, UPCAST), k3, acc3, UPCAST)
-        else:
-            rounded = round_to(weights, k0.dtype, UPCAST)
-            acc0 = dot(rounded, k0, acc0, UPCAST)
-            acc1 = dot(rounded, k1, acc1, UPCAST)
-            acc2 = dot(rounded, k2, acc2, UPCAST)
-            acc3 = dot(rounded, k3, acc3, UPCAST)
-    return acc0, acc1, acc2, acc3, top, total
+
+@triton.jit
+def _attend_exactly(
+    q_row,
+    live_head,
+    state,
+    cache,
+    index_row,
+    span,
+    scale_log2,
+    row_end,
+    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """`attend_keys` in float32, without tensor cores, in narrow pieces: a thread holds whole rows of both operands."""
+    begin, end = span
+    BLOCK_N: tl.constexpr = TILE.block_n
+    for start in tl.range(begin, end, BLOCK_N, num_stages=1):
+        column = start + tl.arange(0, BLOCK_N)
+        places = locate(cache, fetch_indices(index_row, column, end), KEYS)
+        scores = tl.zeros((live_head.shape[0], BLOCK_N), tl.float32)
+        for piece in tl.static_range(0, 512, 32):
+            queries = tl.load(q_row + (piece + tl.arange(0, 32))[None, :], mask=live_head[:, None], other=0.0)
+            scores = dot(widen(queries), tl.trans(load_exactly(cache, places, piece, 32, KEYS)), scores, UPCAST)
+        if ROPE:
+            queries = tl.load(q_row + (512 + tl.arange(0, 64))[None, :], mask=live_head[:, None], other=0.0)
+            scores = dot(widen(queries), tl.trans(load_rope_exactly(cache, places, KEYS)), scores, UPCAST)
+        state, weights = _rescale(state, _mask(scores, column, places, row_end, scale_log2), 0.0)
+        acc0, acc1, acc2, acc3, top, sums = state
+        acc0 = dot(weights, load_exactly(cache, places, 0, 128, KEYS), acc0, UPCAST)
+        acc1 = dot(weights, load_exactly(cache, places, 128, 128, KEYS), acc1, UPCAST)
+        acc2 = dot(weights, load_exactly(cache, places, 256, 128, KEYS), acc2, UPCAST)
+        acc3 = dot(weights, load_exactly(cache, places, 384, 128, KEYS), acc3, UPCAST)
+        state = (acc0, acc1, acc2, acc3, top, sums)
+    return state
 
 
 @triton.jit
@@ -337,7 +338,8 @@ def store_result(
     UPCAST: tl.constexpr,
 ):
     """The output and lse of a token's heads: of all its keys with the sink, or PARTIAL, of one split's in base 2."""
-    acc0, acc1, acc2, acc3, top, total = state
+    acc0, acc1, acc2, acc3, top, sums = state
+    total = tl.sum(sums, 1)
     group = tl.arange(0, 128)[None, :]
     # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
     safe = tl.where(total == 0, 1.0, total)

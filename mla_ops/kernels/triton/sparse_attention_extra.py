@@ -3,7 +3,8 @@
 import triton.language as tl
 
 from .common import sized_jit
-from .sparse_attention_device import attend_keys, load_query, named_end, new_state, store_result
+from .sparse_attention_device import attend_keys, load_query, named_end, new_state, store_result, sums_of_weights
+from .sparse_attention_keys import divider, is_exact
 
 SMALL_INTEGERS = ("indices", "topk_length", "block_table", "req_id_per_token")
 SMALL_INTEGERS += ("extra_indices", "extra_topk_length", "extra_block_table")
@@ -50,26 +51,22 @@ def _attend_extra_kernel(
     stride_out_head: tl.int64,
     stride_lse_split: tl.int64,
     stride_lse_token: tl.int64,
-    MODE: tl.constexpr,
-    ROW_WIDTH: tl.constexpr,
-    KV_UNIT: tl.constexpr,
-    EXTRA_MODE: tl.constexpr,
-    EXTRA_ROW_WIDTH: tl.constexpr,
-    EXTRA_KV_UNIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    EXTRA_KEYS: tl.constexpr,
+    TILE: tl.constexpr,
     ROPE: tl.constexpr,
     Q_UNIT: tl.constexpr,
     PARTIAL: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DECODE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One token, BLOCK_H heads, one split of the token's keys: the main cache's, then the extra one's.
+    """One token, a tile of heads, one split of the token's keys: the main cache's, then the extra one's.
 
     Grid: (tokens * head blocks, splits), as in `_attend_kernel`, and the same state, registers and shared memory: two
     calls of `attend_keys`, whose formats and page sizes are their own. The splits share the tiles of both in a row, so
-    that most programs walk over one cache only. MODE and EXTRA_MODE are both exact or both not.
+    that most programs walk over one cache only. The operands of both are exact or those of neither.
     """
+    BLOCK_H: tl.constexpr = TILE.block_h
+    BLOCK_N: tl.constexpr = TILE.block_n
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -95,72 +92,32 @@ def _attend_extra_kernel(
     if extra_topk_length is None:
         extra_end = named_end(extra_index_row, extra_begin, extra_end)
 
-    table = block_table
+    table = indices
     known = True
     if block_table is not None:
         request = tl.load(req_id_per_token + token)
         known = (request >= 0) & (request < num_requests)
         table = block_table + request.to(tl.int64) * stride_table
-    extra_table = extra_block_table
+    extra_table = extra_indices
     extra_known = True
     if extra_block_table is not None:
         extra_request = tl.load(req_id_per_token + token)
         extra_known = (extra_request >= 0) & (extra_request < extra_num_requests)
         extra_table = extra_block_table + extra_request.to(tl.int64) * stride_extra_table
 
-    EXACT: tl.constexpr = MODE == "exact" or MODE == "fp8_exact" or MODE == "fp8_v4_exact"
     q_row = q + token * (stride_q_token * Q_UNIT) + (head.to(tl.int64) * (stride_q_head * Q_UNIT))[:, None]
-    query = load_query(q_row, live_head, ROPE, EXACT)
-    state = attend_keys(
-        q_row,
-        query,
-        live_head,
-        new_state(BLOCK_H),
-        kv,
-        index_row,
-        begin,
-        end,
-        table,
-        known,
-        scale_log2,
-        num_blocks,
-        block_size,
-        max_blocks,
-        stride_block,
-        MODE,
-        ROPE,
-        ROW_WIDTH,
-        KV_UNIT,
-        BLOCK_H,
-        BLOCK_N,
-        DECODE,
-        UPCAST,
-    )
-    state = attend_keys(
-        q_row,
-        query,
-        live_head,
-        state,
-        extra_kv,
-        extra_index_row,
-        extra_begin,
-        extra_end,
-        extra_table,
-        extra_known,
-        scale_log2,
-        extra_num_blocks,
-        extra_block_size,
-        extra_max_blocks,
-        stride_extra_block,
-        EXTRA_MODE,
-        ROPE,
-        EXTRA_ROW_WIDTH,
-        EXTRA_KV_UNIT,
-        BLOCK_H,
-        BLOCK_N,
-        DECODE,
-        UPCAST,
-    )
+    query = (q_row, live_head, load_query(q_row, live_head, ROPE, is_exact(KEYS)))
+    state = new_state(BLOCK_H, sums_of_weights(TILE))
+    cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
+    span = (begin, end)
+    state = attend_keys(query, state, cache, index_row, span, scale_log2, None, TILE, KEYS, ROPE, False, UPCAST)
+    cache = (
+        extra_kv, extra_table, extra_known, extra_num_blocks, extra_block_size, divider(extra_block_size),
+        extra_max_blocks, stride_extra_block,
+    )  # fmt: skip
+    span = (extra_begin, extra_end)
+    index_row = extra_index_row
+    state = attend_keys(query, state, cache, index_row, span, scale_log2, None, TILE, EXTRA_KEYS, ROPE, False, UPCAST)
     store_result(
         state,
         token,

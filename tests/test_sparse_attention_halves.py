@@ -1,0 +1,105 @@
+"""float16 operands of the portable kernel: keys with their scales, and the second walk where these do not fit.
+
+Dispatch takes them for more than 32 heads on SM90; the interpreter, whose tiles are others, is told to here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_inputs import check, filled_cache, queries, rows_with_wide_scales, some_indices
+
+from mla_ops import dispatch
+
+pytest.importorskip("triton")
+BF16 = torch.bfloat16
+NUM_HEADS = 40
+
+
+@pytest.fixture(autouse=True)
+def halves(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_ops.kernels.triton import sparse_attention
+
+    chosen = sparse_attention.Tile(64, 32, 8, 1, half=True)
+    if device.type == "cpu":
+        monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
+    elif not sparse_attention.tile(torch.cuda.get_device_capability(), NUM_HEADS, "fp8").half:
+        pytest.skip("this GPU's tiles have no float16 operands")
+
+
+@pytest.fixture(autouse=True)
+def triton_lowering() -> Iterator[None]:
+    with dispatch.override(paged_sparse_attention="triton"):
+        yield
+
+
+def scales_of(cache: torch.Tensor) -> torch.Tensor:
+    return cache[..., 512:528].view(torch.float32)
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 2.0**-30, 2.0**20])
+def test_queries_of_any_size(device: torch.device, magnitude: float) -> None:
+    """A power of two is taken out of each head's queries; one head is 2**20 times the next."""
+    cache = filled_cache("fp8_ds_mla", 4, 16, device)
+    q = queries(2, NUM_HEADS, BF16, device) * magnitude
+    q[:, 3] *= 2.0**-20
+    q[:, 5] = 0
+    check("triton", q, cache, some_indices(2, 70, 64, device), "fp8_ds_mla")
+
+
+@pytest.mark.parametrize("factor", [2.0**-60, 2.0**-16, 2.0**-9, 1.0, 2.0**7, 2.0**50])
+def test_scales_of_any_size(device: torch.device, factor: float) -> None:
+    """Far beyond float16 on either side: there the second walk gives the result."""
+    cache = filled_cache("fp8_ds_mla", 4, 16, device)
+    scales_of(cache).mul_(factor)
+    q = queries(2, NUM_HEADS, BF16, device) / max(1.0, factor)
+    check("triton", q, cache, some_indices(2, 70, 64, device), "fp8_ds_mla")
+
+
+@pytest.mark.parametrize("power", [-30, 30])
+def test_a_few_keys_whose_scales_do_not_fit(device: torch.device, power: int) -> None:
+    cache, indices = rows_with_wide_scales("fp8_ds_mla", power, 4, 520, device)
+    q = queries(4, NUM_HEADS, BF16, device) / max(1.0, 2.0**power)
+    check("triton", q, cache, indices, "fp8_ds_mla")
+
+
+def test_scales_that_differ_within_a_key(device: torch.device) -> None:
+    cache = filled_cache("fp8_ds_mla", 4, 16, device)
+    scales_of(cache)[:, 3::4, 2] *= 2.0**-25
+    check("triton", queries(3, NUM_HEADS, BF16, device), cache, some_indices(3, 70, 64, device), "fp8_ds_mla")
+
+
+def test_groups_of_zeros(device: torch.device) -> None:
+    """A scale of 0 fits: such keys need no second walk, whose weights would be rounded to bfloat16."""
+    cache = filled_cache("fp8_ds_mla", 4, 16, device)
+    scales_of(cache)[:, ::2, 1] = 0
+    check("triton", queries(2, NUM_HEADS, BF16, device), cache, some_indices(2, 70, 64, device), "fp8_ds_mla")
+
+
+def test_a_nan_and_an_overflow_stay_in_their_rows(device: torch.device) -> None:
+    cache = filled_cache("fp8_ds_mla", 2, 16, device)
+    cache[0, 1, 7] = 0x7F
+    q = queries(3, NUM_HEADS, BF16, device)
+    q[2] = 3e38
+    indices = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, -1]], dtype=torch.int32, device=device)
+    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, indices, 0.1, "fp8_ds_mla")
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert out[1].isfinite().all()
+    assert lse[1].isfinite().all()
+    with dispatch.override(paged_sparse_attention="reference"):
+        _, expected = torch.ops.mla.paged_sparse_attention(q, cache, indices, 0.1, "fp8_ds_mla")
+    assert torch.equal(lse[2].isinf(), expected[2].isinf())
+
+
+def test_an_empty_row(device: torch.device) -> None:
+    cache = filled_cache("fp8_ds_mla", 2, 16, device)
+    indices = torch.full((2, 5), -1, dtype=torch.int32, device=device)
+    out, lse = torch.ops.mla.paged_sparse_attention(
+        queries(2, NUM_HEADS, BF16, device), cache, indices, 0.1, "fp8_ds_mla"
+    )
+    assert not out.any()
+    assert (lse == -math.inf).all()
