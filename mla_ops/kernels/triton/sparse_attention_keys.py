@@ -85,8 +85,10 @@ def divider(divisor):
 
 @triton.jit
 def quotient(x, inverse):
-    """`x // divisor` of int32 that are not negative."""
-    return tl.umulhi((x.to(tl.int64) * 2).to(tl.uint64), inverse.to(tl.uint64, bitcast=True)).to(tl.int32)
+    """`x // divisor` of int32; of negative ones 0."""
+    return tl.umulhi((tl.maximum(x, 0).to(tl.int64) * 2).to(tl.uint64), inverse.to(tl.uint64, bitcast=True)).to(
+        tl.int32
+    )
 
 
 @triton.jit
@@ -113,7 +115,7 @@ def locate(cache, index, KEYS: tl.constexpr):
         place = tl.where(valid, index.to(tl.int64) * stride_block, -1)
         scale_place = place
     else:
-        block = quotient(tl.maximum(index, 0), inverse)
+        block = quotient(index, inverse)
         offset = (index - block * block_size).to(tl.int64)
         if KEYS.translated:
             valid &= known & (block < max_blocks)
