@@ -79,7 +79,6 @@ CASES = {
         Case("index scores"),
         Case("topk"),
         Case("select"),
-        Case("select chunks"),
         Case("writes"),
     )
 }
@@ -324,35 +323,6 @@ def best(tool: str) -> None:
                 assert torch.equal(counts.cpu(), lengths)
 
 
-def chosen(tool: str) -> None:
-    """Keys of rows that a CTA and a cluster choose, with room for few entries, and where CTAs hold back too many."""
-    import torch
-    from topk_oracle import hard_rows, topk_oracle
-
-    from mla_ops.kernels.hopper import select_keys
-
-    plans = [(64, select_keys.Plan(1, 1, 400, 2, 50)), (64, select_keys.Plan(1, 2, 400, 2, 40))]
-    if tool == "memcheck":
-        plans += [(64, select_keys.Plan(2, 2, 400, 2, 30)), (32, select_keys.Plan(4, 1, 400, 2, 50))]
-    select_keys.WHOLE_COLUMNS = 0
-    for num_heads, plan in plans:
-        select_keys.plan_for = lambda *_, plan=plan: plan
-        for kind in ("special", "ascending", "equal") if tool == "memcheck" else ("ascending",):
-            scale = hard_rows(kind, 1, 1500)[0]
-            q, weights = torch.zeros(5, num_heads, 128), torch.zeros(5, num_heads)
-            q[:, 5, 77], weights[:, 5] = 1, 1
-            starts = torch.tensor([0, 7, 3, 1400, 9], dtype=torch.int32)
-            ends = torch.tensor([1500, 1207, 3, 1440, 9999], dtype=torch.int32)
-            indices = torch.zeros(5, 50, dtype=torch.int32, device="cuda")
-            counts = torch.zeros(5, dtype=torch.int32, device="cuda")
-            e4m3, keys = torch.float8_e4m3fn, torch.ones(1500, 128)
-            moved = [x.cuda() for x in (q.to(e4m3), keys.to(e4m3), weights, starts, ends)]
-            select_keys.select_keys_flat(*moved, 50, k_scale=scale.cuda(), indices=indices, valid_counts=counts)
-            wanted, lengths = topk_oracle(scale.expand(5, -1), 50, starts, ends)
-            assert torch.equal(indices.cpu(), wanted)
-            assert torch.equal(counts.cpu(), lengths)
-
-
 def chosen_by_chunks(tool: str) -> None:
     """Keys of rows in blocks that fit no tile: top-k of chunks, by a CTA and by a cluster."""
     import torch
@@ -421,8 +391,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
         "shares": shares,
         "index scores": index_scores,
         "topk": best,
-        "select": chosen,
-        "select chunks": chosen_by_chunks,
+        "select": chosen_by_chunks,
         "writes": writes,
     }
     others[case.keys](tool) if case.keys in others else attend(case, tool)

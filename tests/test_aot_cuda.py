@@ -6,7 +6,6 @@ No GPU is needed. To add a kernel: its variants in `KERNELS`.
 from __future__ import annotations
 
 import ctypes
-import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,12 +22,10 @@ from mla_ops.kernels.hopper import (
     launch,
     merge_parts,
     prefill_attention,
-    select_keys,
     sources,
     topk,
 )
 from mla_ops.kernels.hopper.catalog import every_kernel
-from mla_ops.kernels.hopper.launch import Kernel
 
 pytestmark = [
     pytest.mark.slow,
@@ -73,10 +70,6 @@ KERNELS = [
     for module in (prefill_attention, indexer_logits)
     for kernel in module.kernels()
 ]
-KERNELS += [
-    Variant(k.source, k.name, k.threads, select_keys.SelectParams, padding=-PARAMS_OFFSET % 64)
-    for k in select_keys.kernels()
-]
 KERNELS += [Variant(k.source, k.name, k.threads, cache.Params, blocks=8) for k in cache.KERNELS.values()]
 KERNELS += [Variant(k.source, k.name, k.threads, topk.Params, blocks=k.ctas) for k in topk.KERNELS]
 KERNELS += [
@@ -102,12 +95,6 @@ def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
     assert (block + RESERVED_SHARED_BYTES) * variant.blocks <= sources.MAX_SHARED_BYTES + RESERVED_SHARED_BYTES
 
 
-@pytest.mark.parametrize("kernel", select_keys.kernels(), ids=lambda kernel: kernel.name)
-def test_what_a_selection_takes_besides_its_entries(kernel: Kernel) -> None:
-    heads, tokens = map(int, re.findall(r"\d+", kernel.name))
-    assert sources.compile(kernel.source, kernel.name).shared_bytes == select_keys.fixed_bytes(heads, tokens)
-
-
 def test_the_table_has_every_source() -> None:
     """A kernel that no variant compiles would be shipped unseen; one that is not in the catalog, without its code."""
     assert {variant.source for variant in KERNELS} == {path.name for path in sources.SOURCES.folder.glob("*.cu")}
@@ -125,11 +112,10 @@ def compile_lines(source: str, lines: list[str], folder: Path) -> None:
 
 def compile_offsets(source: str, params: type[ctypes.Structure], folder: Path) -> None:
     """Compiles that each field of a source's `struct Params` is where the host puts it."""
-    struct = params.__name__ if params is select_keys.SelectParams else "Params"
-    lines = [f'static_assert(sizeof({struct}) == {ctypes.sizeof(params)}, "size");']
+    lines = [f'static_assert(sizeof(Params) == {ctypes.sizeof(params)}, "size");']
     for name, offset, size, _ in fields_of(params):
-        lines.append(f'static_assert(__INTADDR__(&(({struct}*)0)->{name}) == {offset}, "{name}");')
-        lines.append(f'static_assert(sizeof((({struct}*)0)->{name}) == {size}, "{name}");')
+        lines.append(f'static_assert(__INTADDR__(&((Params*)0)->{name}) == {offset}, "{name}");')
+        lines.append(f'static_assert(sizeof(((Params*)0)->{name}) == {size}, "{name}");')
     compile_lines(source, lines, folder)
 
 

@@ -13,7 +13,7 @@ from topk_oracle import KINDS, hard_rows, topk_oracle
 
 from mla_ops.dispatch import Call
 from mla_ops.kernels.hopper import indexer_logits, select_chunks, select_keys, topk
-from mla_ops.kernels.hopper.select_chunks import ROW_BYTES, WHOLE_COLUMNS, Chunks, chunks_for
+from mla_ops.kernels.hopper.select_chunks import CALL_BYTES, ROW_BYTES, Chunks, chunks_for, row_bytes
 
 INT32 = {"dtype": torch.int32}
 PLANS = {"one CTA": topk.Plan(64, 2, 2, 1, 1, 64, 512, 256), "clusters of 3": topk.Plan(64, 1, 2, 1, 3, 64, 512, 256)}
@@ -35,7 +35,7 @@ def on_cpu(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: py
         params = topk.pack(plan, scores, k, **rest)
         assert library.topk(params, plan.threads, plan.vectors, plan.shared_bytes(k), plan.short, len(scores)) == 0
 
-    def cut(num_columns: int, k: int, block_size: int = 64) -> Chunks:
+    def cut(num_columns: int, k: int, block_size: int, room: int) -> Chunks:
         width = -(-500 // block_size) * block_size
         return Chunks(-(-num_columns // width), width)
 
@@ -128,21 +128,31 @@ def test_the_best_of_paged_chunks(on_cpu: None, block_size: int, blocks: int, tr
 
 
 def test_chunks_keep_within_the_memory_of_a_row() -> None:
-    for k in (1, 512, 2048, 4096):
-        for block_size in (1, 16, 17, 48, 64, 128, 1000, 4096):
-            for num_columns in (WHOLE_COLUMNS + block_size, 32768, 131072 // block_size * block_size, topk.MAX_COLUMNS):
-                chunks = chunks_for(num_columns, k, block_size)
-                assert chunks is not None
-                assert chunks.row_bytes(k) <= ROW_BYTES
-                assert chunks.width % block_size == 0
-                assert (chunks.count - 1) * chunks.width < num_columns <= chunks.count * chunks.width
-    assert chunks_for(131072, 2048, 64) == Chunks(11, 11968)
-    assert chunks_for(32768, 2048, 64) == Chunks(3, 10944)
+    for room in (ROW_BYTES, 3 * ROW_BYTES):
+        for k in (1, 512, 2048, 4096):
+            for block_size in (1, 16, 17, 48, 64, 128, 1000, 4096):
+                whole = room // 4
+                for num_columns in (whole + block_size, 131072 // block_size * block_size, topk.MAX_COLUMNS):
+                    chunks = chunks_for(num_columns, k, block_size, room)
+                    assert chunks is not None
+                    assert chunks.row_bytes(k) <= room
+                    assert chunks.width % block_size == 0
+                    assert (chunks.count - 1) * chunks.width < num_columns <= chunks.count * chunks.width
+    assert chunks_for(131072, 2048, 64, ROW_BYTES) == Chunks(11, 11968)
+    assert chunks_for(32768, 2048, 64, ROW_BYTES) == Chunks(3, 10944)
+
+
+def test_few_rows_share_the_memory_of_a_call() -> None:
+    for num_tokens in (0, 1, 3, 64, 511, 512, 513, 100_000):
+        assert num_tokens * row_bytes(num_tokens) <= max(CALL_BYTES, num_tokens * ROW_BYTES)
+    assert row_bytes(64) == 4 * 131072  # a decode step of 64 requests of 128k keys scores whole rows
+    assert row_bytes(512) == row_bytes(4096) == ROW_BYTES
 
 
 def test_blocks_that_are_no_part_of_a_chunk_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select_keys, "logits_reason", lambda _: None)
     call = Call("select_keys", torch.device("cuda"), torch.float8_e4m3fn, num_heads=64, topk=4096, num_keys=10**5)
+    call = call._replace(num_tokens=1000)
     for block_size in (17, 64, 100, 6400):
         assert select_keys.select_reason(call._replace(block_size=block_size)) is None
     assert "a block of 9001 is too large" in str(select_keys.select_reason(call._replace(block_size=9001)))

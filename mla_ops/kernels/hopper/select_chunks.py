@@ -1,4 +1,4 @@
-"""The best keys of wide rows of the indexer on SM90, by scores and top-k of chunks of columns: blocks of any size.
+"""The best keys of wide rows of the indexer on SM90, by scores and top-k of chunks of columns.
 
 Scores of a chunk lie behind the scores of the best columns so far, in the order of columns, and top-k chooses among
 both. So equal scores go to the lowest column, as over whole rows.
@@ -17,8 +17,13 @@ from . import indexer_logits
 from .indexer_logits import TILE
 from .topk import Chunk, topk_indices
 
-ROW_BYTES = 64 * 1024  # of memory that a row may take beside its result
-WHOLE_COLUMNS = ROW_BYTES // 4  # of a row whose scores fit in
+ROW_BYTES = 64 * 1024  # of memory that a row may take beside its result, whatever the number of rows
+CALL_BYTES = 32 * 1024 * 1024  # that all rows of a call may take, if that is more for each
+
+
+def row_bytes(num_tokens: int) -> int:
+    """Memory that a row of a call may take beside its result."""
+    return max(ROW_BYTES, CALL_BYTES // max(num_tokens, 1))
 
 
 class Chunks(NamedTuple):
@@ -43,13 +48,13 @@ class Chunks(NamedTuple):
 
 
 @functools.cache
-def chunks_for(num_columns: int, topk: int, block_size: int) -> Chunks | None:
-    """The fewest chunks of about one width that memory has room for; None if a block is too large."""
+def chunks_for(num_columns: int, topk: int, block_size: int, room: int) -> Chunks | None:
+    """The fewest chunks of about one width for which `room` bytes a row suffice; None if a block is too large."""
     blocks = -(-num_columns // block_size)
-    for together in range(min(blocks, WHOLE_COLUMNS // block_size), 0, -1):
+    for together in range(min(blocks, room // 4 // block_size), 0, -1):
         count = -(-blocks // together)
         chunks = Chunks(count, -(-blocks // count) * block_size)
-        if chunks.row_bytes(topk) <= ROW_BYTES:
+        if chunks.row_bytes(topk) <= room:
             return chunks._replace(count=-(-num_columns // chunks.width))
     return None
 
@@ -107,11 +112,11 @@ def select_by_chunks(
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> None:
-    """`select_keys` of rows of more than `WHOLE_COLUMNS` keys."""
+    """`select_keys` of rows whose scores take more than `row_bytes`."""
     num_requests, max_blocks = block_table.shape
     block_size = geometry(index_cache, cache_format).block_size
     num_columns = max_blocks * block_size
-    chunks = chunks_for(num_columns, topk, block_size)
+    chunks = chunks_for(num_columns, topk, block_size, row_bytes(len(q)))
     assert chunks is not None, "select_reason"
     ends, blocks = _bounds(lengths, chunks), chunks.width // block_size
 
@@ -146,8 +151,8 @@ def select_flat_by_chunks(
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> None:
-    """`select_keys.flat` of more than `WHOLE_COLUMNS` keys."""
-    chunks = chunks_for(k.shape[0], topk, TILE)
+    """`select_keys.flat` of as many keys."""
+    chunks = chunks_for(k.shape[0], topk, TILE, row_bytes(len(q)))
     assert chunks is not None, "tiles are small"
     starts, ends = _bounds(row_starts.clamp(min=0), chunks), _bounds(row_ends, chunks)
 
