@@ -38,8 +38,8 @@ class Case(NamedTuple):
     """A kernel at small shapes.
 
     Attributes:
-        keys: cache format and width of a key, or "prefill", "parts", "shares", "index scores", "topk", "select",
-            "select chunks" or             "writes".
+        keys: cache format and width of a key, or "prefill", "parts", "shares", "index scores", "topk", "select"
+            or "writes".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scale float16 does not hold.
