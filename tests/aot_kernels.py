@@ -228,8 +228,9 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
     for fmt, dtype, dim, heads in cases:
         mode = sparse_attention.operand_mode(dtype, fmt)
         tile = sparse_attention.tile((capability // 10, capability % 10), heads, mode)
-        if heads != 64:
-            tile = sparse_attention.without_halves(tile)
+        translated = heads != 64 and (fmt, heads) != ("bf16", 128)
+        if translated:
+            tile = sparse_attention.translated_tile(tile)
         partial = heads == 16 and not mode.endswith("exact")
         types = {
             "q": f"*{short[dtype]}",
@@ -239,9 +240,8 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             "attn_sink": "none" if partial else "*fp32",
         }
         types |= dict.fromkeys(("indices", "topk_length", "block_table", "req_id_per_token"), "*i32")
-        if (heads == 128 and fmt == "bf16") or heads == 64:
+        if not translated:
             types |= dict.fromkeys(("topk_length", "block_table", "req_id_per_token"), "none")
-        translated = types["block_table"] != "none"
         operands = "fp8_half" if tile.half else mode
         constants = {"KEYS": cache_keys(capability, fmt, operands, dim, translated), "TILE": tile, "PARTIAL": partial}
         constants |= {"ROPE": dim == 576, "Q_UNIT": 8, "UPCAST": False}

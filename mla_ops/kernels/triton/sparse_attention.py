@@ -262,8 +262,15 @@ def operand_modes(q_dtype: torch.dtype, cache_format: str, extra_cache_format: s
 
 
 def without_halves(chosen: Tile) -> Tile:
-    """The tile for kernels that know no float16 operands, and for translated indices, beside which they spill."""
+    """The tile for kernels that know no float16 operands."""
     return Tile(64, 16, 8, 2) if chosen.half else chosen
+
+
+def translated_tile(chosen: Tile) -> Tile:
+    """The tile for indices that the kernel translates, beside which 64 heads x 64 keys spill."""
+    if chosen.half:
+        return without_halves(chosen)
+    return Tile(64, 32, 8, 1) if (chosen.block_h, chosen.block_n) == (64, 64) else chosen
 
 
 def two_cache_tile(device_capability: tuple[int, int], num_heads: int, modes: tuple[str, str]) -> Tile:
@@ -362,7 +369,7 @@ def _attend(
         return
     chosen = tile(capability(q.device), num_heads, sizes.keys.operands)
     if block_table is not None:
-        chosen = without_halves(chosen)
+        chosen = translated_tile(chosen)
     keys = sizes.keys.with_operands("fp8_half") if chosen.half else sizes.keys
     head_blocks = cdiv(num_heads, chosen.block_h)
     wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
