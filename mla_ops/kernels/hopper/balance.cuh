@@ -20,7 +20,7 @@ struct Cut {
   int token, turn;
 };
 
-// What a worker takes: from a turn of a token to `end` of another's turns. 16 bytes of shared memory.
+// A worker's share: from a turn of a token to `end` of another's turns. It takes 16 bytes of shared memory.
 struct Interval {
   int token, turn, last_token, end, worker, tile;
 

@@ -50,7 +50,7 @@ DEVICE void load_row(float4 (&v)[4], bool there, const float* row) {
   for (int q = 0; q < 4; ++q) v[q] = load_float4_if(there, row + q * 128);
 }
 
-// What has no weight may be anything.
+// A row without weight is not added: its memory may hold anything.
 DEVICE void add_row(float4 (&sum)[4], const float4 (&v)[4], float weight) {
   const bool counts = weight != 0.f;
 #pragma unroll

@@ -20,7 +20,7 @@ struct Params {
   int parts;  // of a row's keys, a cluster of several CTAs each; where more than one, `out` is float32 [parts, ...]
   int splits, rows;  // CTAs of a cluster or group, the grid's rows
   int workers;       // that may share all rows evenly instead (`balance.cuh`); 0: rows are as the shape says
-  // Of the call, whatever tokens this launch has: by which of the two ways they are done, see `is_balanced`.
+  // The whole call's, not this launch's: `is_balanced` chooses one of the two ways by them.
   int all_tokens, tokens_before;
   float longest, margin;
   Divisor of_splits, of_parts, of_head_tiles;

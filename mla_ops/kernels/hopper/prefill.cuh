@@ -1,4 +1,4 @@
-// What the two kernels of prefill share: parameters, requests, and the table of the tiles that the second one does.
+// Both kernels of prefill share this: parameters, requests, and the table of the tiles that the second one does.
 #pragma once
 
 #include "ptx.cuh"

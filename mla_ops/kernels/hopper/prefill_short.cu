@@ -1,6 +1,6 @@
 // Dense attention of prefill for SM90, varlen: the tiles of queries that have few keys, each warp by itself.
 //
-// What such tiles cost is reading them once, so that many loads have to be on their way at one time, and none that
+// Such tiles cost one reading of their rows. So many loads have to be on their way at one time, and none that
 // nobody needs. A warp takes 16 queries of one head, or those of several heads where there are fewer, and 16 keys after
 // the other, straight from memory to the registers of its matrix instructions. No lane needs what another one loaded:
 // each loads 16 bytes in a row, and which dims a fragment's places stand for follows from that. Its queries wait in

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   attend_by_lengths<HEADS, FORMAT, Launch::ROWS>(p);
 }
 
-// That they are launched in clusters only saves each of their barriers a look whether they were.
+// The attribute says that it is launched in clusters only. Without it each cluster barrier asks whether it was.
 template <int HEADS, Format FORMAT>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_clusters(const __grid_constant__ Params p) {

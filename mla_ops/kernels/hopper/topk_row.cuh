@@ -50,7 +50,7 @@ struct Params {
     end = ends == nullptr ? width : min(max(ends[row], start), width);
     if (known_only && static_cast<u32>(requests[row]) >= static_cast<u32>(num_requests)) end = start;
     if (kept == nullptr) return;
-    // Of a chunk: scores of it begin at column k, and in front of them are those that were kept of the chunks before.
+    // A chunk's scores begin at column k. In front of them are the scores that were kept of the chunks before.
     const int before = min(k, max(min(end, chunk) - start, 0)), room = num_columns - k;
     const int from = min(max(start - chunk, 0), room), to = min(max(end - chunk, from), room);
     start = before ? k - before : k + from, end = k + to;
