@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import attention, common, figures, gather_floor, indexer_quality, plot
+from benchmarks import attention, common, figures, gather_floor, indexer_quality, plot, portable
 from benchmarks.cache import fill_cache, read_keys, scale_keys
 from mla_ops import dispatch, formats
 from mla_ops.kernels.hopper.launch import Clusters, Group
@@ -355,6 +356,23 @@ def test_mixtures_name_lengths() -> None:
     table = module.block_table([130, 1, 64], 9, torch.Generator().manual_seed(0))
     assert table.shape == (3, 3)
     assert len({*table[0].tolist(), table[1, 0].item(), table[2, 0].item()}) == 5
+
+
+def test_a_prediction_scales_with_multiprocessors_down_to_what_bytes_and_products_take() -> None:
+    gpu = portable.Gpu("of half the rate", 80, 66, portable.CLOCK_GHZ, 1000.0, 100.0)
+    assert portable.predicted_us(50.0, 132, gpu, 1000, 1000) == pytest.approx(100.0)
+    assert portable.predicted_us(50.0, 132, gpu, 200_000_000, 1000) == pytest.approx(200.0)
+    assert portable.predicted_us(50.0, 132, gpu, 1000, 30_000_000_000) == pytest.approx(300.0)
+
+
+def test_portable_kernels_are_compiled_for_the_capability_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [importlib.import_module(f"mla_ops.kernels.triton.{n}") for n in ("sparse_attention", "dense_attention")]
+    monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "")
+    for module in modules:
+        monkeypatch.setattr(module, "capability", module.capability)
+    portable.compile_for(86)
+    assert os.environ["TRITON_OVERRIDE_ARCH"] == "sm86"
+    assert [module.capability(torch.device("cpu")) for module in modules] == [(8, 6), (8, 6)]
 
 
 def test_indexer_quality_measures_what_a_choice_loses(monkeypatch: pytest.MonkeyPatch) -> None:
