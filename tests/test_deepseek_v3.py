@@ -237,8 +237,8 @@ def test_what_the_decoder_refuses(model):
 
 def test_there_are_no_index_keys(model):
     cache = decoder_for(model, 64).allocate_cache("fp8_ds_mla", 2, 16)
-    assert cache.index_bytes_per_token == 0
-    assert cache.latent_bytes_per_token == 656 * NUM_LAYERS
+    assert [layer.index_keys for layer in cache.layers] == [None] * NUM_LAYERS
+    assert [layer.latent.shape[-1] for layer in cache.layers] == [656] * NUM_LAYERS
 
 
 GPU_CASES = [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.bfloat16, "fp8_ds_mla")]

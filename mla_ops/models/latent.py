@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from ..formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, get_format
+from ..formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache
 from ..metadata import StepMetadata
 from ..ops import choose_prefill, concat_and_cache, paged_attention, paged_sparse_attention, write_index_cache
 from .dense_prefill import DensePrefill, attend_expanded
@@ -73,17 +73,6 @@ class DecoderCache:
     @property
     def num_blocks(self) -> int:
         return self.layers[0][0].shape[0]
-
-    @property
-    def latent_bytes_per_token(self) -> int:
-        """Bytes that a token takes in the latent caches of all layers together."""
-        return sum(layer.latent is not None for layer in self.layers) * get_format(self.cache_format).bytes_per_token()
-
-    @property
-    def index_bytes_per_token(self) -> int:
-        """Bytes that a token takes in the index-key caches of all layers together."""
-        count = sum(layer.index_keys is not None for layer in self.layers)
-        return count * get_format(self.index_format).bytes_per_token(INDEX_DIM)
 
 
 class StepInputs(NamedTuple):
