@@ -87,7 +87,7 @@ def row(job: tuple[int, int]) -> str:
     capability, number = job
     candidate = candidates(capability)[number]
     options = candidate.variant.options
-    found = compile_variant(candidate.variant, capability)
+    (found,) = compile_variant(candidate.variant, capability)
     tile = f"{candidate.rows} x {candidate.keys}"
     cells: list[Any] = [candidate.kernel, f"**{tile}**" if candidate.chosen else tile]
     cells += [options["num_warps"], options["num_stages"]]
