@@ -46,7 +46,7 @@ from mla_ops.kernels.triton import (
     step_metadata,
 )
 
-FAMILIES = ((80, 86), (89,), (90,), (100, 103), (120, 121))
+FAMILIES = ((80, 86, 89), (90,), (100, 103), (120, 121))
 CAPABILITIES = tuple(capability for family in FAMILIES for capability in family)
 TARGET = re.compile(r"^(\.target sm_)\d+", re.MULTILINE)
 
@@ -443,14 +443,15 @@ class Job(NamedTuple):
 def jobs_of(family: tuple[int, ...]) -> Iterator[Job]:
     for variants in VARIANTS:
         for number, alike in enumerate(zip(*(list(variants(capability)) for capability in family), strict=True)):
-            first, name = alike[0], alike[0].name
-            assert {variant.name for variant in alike} == {name}
-            same = [capability for capability, variant in zip(family, alike, strict=True) if variant == first]
-            together = same[:1] if number == 0 else same
-            yield Job(name, tuple(together))
-            for capability in family:
-                if capability not in together:
-                    yield Job(name, (capability,), family[0] if capability in same else None)
+            names = {variant.name for variant in alike}
+            assert len(names) == 1, f"architectures of a family have variants in the same order, got {names}"
+            for first in range(len(family)):
+                if alike[first] in alike[:first]:
+                    continue
+                same = tuple(c for c, variant in zip(family, alike, strict=True) if variant == alike[first])
+                yield Job(*names, same)
+                if number == 0:
+                    yield from (Job(*names, (capability,), same[0]) for capability in same[1:])
 
 
 def run(job: Job) -> list[dict[str, Any]]:
