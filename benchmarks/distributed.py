@@ -33,7 +33,7 @@ from mla_ops.models import GenerationSession, decoder_for
 
 BLOCK_SIZE = 128
 LAYOUTS = ("one rank", "tp", "dcp", "tp + dcp")
-# what a kernel's name has in it, the first that fits; Triton's merge of candidates bears the name of attention's
+# the first part that is in a kernel's name counts; Triton's merge of candidates bears the name of attention's
 KINDS = {
     "collectives": ("nccl",),
     "selection": ("indexer", "index_query", "topk", "select_keys"),

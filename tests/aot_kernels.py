@@ -4,10 +4,15 @@ Run as a program of its own (`test_aot_compile.py` does), because Triton decides
 add a kernel: one more generator of `Variant`s in `VARIANTS`.
 
     python tests/aot_kernels.py [substring of variant ids] [compute capabilities]
+
+Triton makes the same PTX for all architectures of a family where the constants are the same. So it makes it for the
+first of them, and ptxas compiles that for each. The first variant of each generator is compiled for every architecture
+from its source, to show that this is so.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -18,12 +23,12 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.backends.compiler import GPUTarget, Language
+from triton.compiler import ASTSource, make_backend
 
 from mla_ops.formats import FORMATS
 from mla_ops.kernels.triton import (
@@ -41,7 +46,9 @@ from mla_ops.kernels.triton import (
     step_metadata,
 )
 
-CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
+FAMILIES = ((80, 86, 89), (90,), (100, 103), (120, 121))
+CAPABILITIES = tuple(capability for family in FAMILIES for capability in family)
+TARGET = re.compile(r"^(\.target sm_)\d+", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,6 @@ class Variant:
             argument that is not given.
         constants: the constexprs.
         options: num_warps, num_stages.
-        unaligned: pointers that may point at any element.
     """
 
     name: str
@@ -63,7 +69,6 @@ class Variant:
     types: dict[str, str]
     constants: dict[str, Any]
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
-    capabilities: tuple[int, ...] = CAPABILITIES
 
 
 def cache_variants(capability: int) -> Iterator[Variant]:
@@ -395,39 +400,79 @@ def cubin_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(registers), "stack": int(stack)}
 
 
-def compile_variant(variant: Variant, capability: int) -> dict[str, Any]:
-    """What a variant takes on an architecture, or the error it raised."""
+def machine_code(ptx: str, capability: int, options: dict[str, int]) -> bytes:
+    """What ptxas makes for an architecture of PTX that was made for another one of its family."""
+    backend, stages = make_backend(GPUTarget("cuda", capability, 32)), {}
+    backend.add_stages(stages, backend.parse_options(dict(options)), Language.TRITON)
+    return stages["cubin"](TARGET.sub(rf"\g<1>{capability}", ptx), {})
+
+
+def compile_variant(variant: Variant, *capabilities: int) -> list[dict[str, Any]]:
+    """What a variant takes on architectures of one family, by the PTX of the first; or the error that it raised."""
     try:
-        compiled = triton.compile(source(variant), target=GPUTarget("cuda", capability, 32), options=variant.options)
-        return {
+        target = GPUTarget("cuda", capabilities[0], 32)
+        compiled = triton.compile(source(variant), target=target, options=variant.options)
+        ptx = compiled.asm["ptx"]
+        figures = {
             "kernel": compiled.metadata.name,
             "shared": compiled.metadata.shared,
             "tensor_memory": compiled.metadata.tmem_size,
-            **cubin_usage(compiled.asm["cubin"]),
+            "ptx": hashlib.sha256(TARGET.sub("", ptx).encode()).hexdigest(),
         }
+        cubins = [compiled.asm["cubin"]]
+        cubins += [machine_code(ptx, capability, variant.options) for capability in capabilities[1:]]
+        return [figures | cubin_usage(cubin) for cubin in cubins]
     except Exception as error:  # noqa: BLE001 the test reports it with the variant's name
-        return {"error": f"{type(error).__name__}: {error}"[-2000:]}
+        return [{"error": f"{type(error).__name__}: {error}"[-2000:]}] * len(capabilities)
 
 
-def compile_one(job: tuple[int, str]) -> dict[str, Any]:
-    capability, name = job
-    variant = next(v for variants in VARIANTS for v in variants(capability) if v.name == name)
-    return {"name": name, "capability": capability, **compile_variant(variant, capability)}
+class Job(NamedTuple):
+    """One variant for architectures of a family that share its PTX.
+
+    Attributes:
+        name: of the variant.
+        capabilities: those that get machine code of the first one's PTX.
+        compared_with: an architecture whose PTX is the same.
+    """
+
+    name: str
+    capabilities: tuple[int, ...]
+    compared_with: int | None = None
+
+
+def jobs_of(family: tuple[int, ...]) -> Iterator[Job]:
+    for variants in VARIANTS:
+        for number, alike in enumerate(zip(*(list(variants(capability)) for capability in family), strict=True)):
+            names = {variant.name for variant in alike}
+            assert len(names) == 1, f"architectures of a family have variants in the same order, got {names}"
+            for first in range(len(family)):
+                if alike[first] in alike[:first]:
+                    continue
+                same = tuple(c for c, variant in zip(family, alike, strict=True) if variant == alike[first])
+                yield Job(*names, same)
+                if number == 0:
+                    yield from (Job(*names, (capability,), same[0]) for capability in same[1:])
+
+
+def run(job: Job) -> list[dict[str, Any]]:
+    first = job.capabilities[0]
+    variant = next(v for variants in VARIANTS for v in variants(first) if v.name == job.name)
+    found = compile_variant(variant, *job.capabilities)
+    return [
+        {"name": job.name, "capability": capability, "compared_with": job.compared_with, **figures}
+        for capability, figures in zip(job.capabilities, found, strict=True)
+    ]
 
 
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     capabilities = [int(c) for c in sys.argv[2:]] or CAPABILITIES
-    jobs = [
-        (capability, variant.name)
-        for capability in capabilities
-        for variants in VARIANTS
-        for variant in variants(capability)
-        if capability in variant.capabilities and wanted in variant.name
-    ]
+    families = [tuple(c for c in family if c in capabilities) for family in FAMILIES]
+    jobs = [job for family in families if family for job in jobs_of(family) if wanted in job.name]
     with ProcessPoolExecutor(max_workers=2) as pool:
-        for result in pool.map(compile_one, jobs):
-            print(json.dumps(result), flush=True)
+        for results in pool.map(run, jobs):
+            for result in results:
+                print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

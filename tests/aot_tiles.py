@@ -25,7 +25,7 @@ REGISTER_UNIT = 256  # registers are given to a warp in this many
 SHARED_PER_SM = {80: 164 * 1024, 89: 100 * 1024, 90: 228 * 1024, 120: 100 * 1024}
 SHARED_PER_PROGRAM = 1024  # bytes of each block's shared memory that the system takes
 THREADS_PER_SM = {80: 2048, 89: 1536, 90: 2048, 120: 1536}
-# what is compiled, and the name of its variant in `aot_kernels.py`
+# each kernel, and the name of its variant in `aot_kernels.py`
 SPARSE = {
     "fp8_ds_mla": "attend[fp8_ds_mla, q bf16, 576, 16 heads]",
     "fp8_ds_mla_v4": "attend[fp8_ds_mla_v4, q bf16, 512, 16 heads]",
@@ -87,7 +87,7 @@ def row(job: tuple[int, int]) -> str:
     capability, number = job
     candidate = candidates(capability)[number]
     options = candidate.variant.options
-    found = compile_variant(candidate.variant, capability)
+    (found,) = compile_variant(candidate.variant, capability)
     tile = f"{candidate.rows} x {candidate.keys}"
     cells: list[Any] = [candidate.kernel, f"**{tile}**" if candidate.chosen else tile]
     cells += [options["num_warps"], options["num_stages"]]

@@ -215,7 +215,7 @@ def attention(
         own = own + weights @ rounding[:, :512].abs()
         if operand is not None and any(source.quantized for source in sources):
             own = own + FLOAT16_WEIGHT * ((weights * powers).amax(1, keepdim=True) / powers) @ keys[:, :512].abs()
-        # what underflows in float32 or in the output's type is lost
+        # numbers that underflow in float32 or in the output's type are lost
         floor = 2.0**-126 * keys.abs().amax() + (2.0**-25 if q.dtype == torch.float16 else 2.0**-134)
         out_tolerances.append(own + UNIT[q.dtype] * (out.abs() + own) + floor)
         lse_tolerances.append(error + n + 2 * FUNCTION * lses[-1].abs())

@@ -74,7 +74,7 @@ class Engine:
         block_size = state_block_size or -(-geometry.window // state_blocks)
         blocks = torch.randperm(num_requests * state_blocks)
         self.table = blocks.to(torch.int32).view(num_requests, state_blocks).to(device)
-        # what nobody wrote must never be read: it is NaN
+        # states that nobody wrote are NaN, since nobody may read them
         self.states = torch.full((len(blocks) + 1, block_size, 2 * geometry.width), math.nan, device=device)
         head_dim = geometry.head_dim
         self.cache = allocate_cache(cache_format, num_requests, max_entries, head_dim=head_dim, device=device)

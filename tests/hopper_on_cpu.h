@@ -1,4 +1,4 @@
-// What of CUDA C++ a CPU's compiler does not have, but for what the kernels' own PTX does.
+// CUDA C++ for a CPU's compiler, apart from the kernels' own PTX.
 #pragma once
 
 #include <algorithm>

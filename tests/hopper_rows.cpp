@@ -380,7 +380,7 @@ extern "C" int keys_of_cta(int row_bytes, int heads) {
 
 extern "C" const Found* keys_found() { return found.data(); }
 
-// What a worker's CTA takes of a token: `part` is where it leaves that, -1 for a whole token.
+// A worker's CTA takes this much of a token and leaves it at `part`, which is -1 for a whole token.
 struct Taken {
   int token, tile, part, first, last;
 };

@@ -1,4 +1,4 @@
-// What the scores do with a key's scales before float16 has to hold them.
+// Scales of a key as the scores change them before float16 has to hold them.
 #include "hopper_on_cpu.h"
 
 // Declared for code that nobody calls here.

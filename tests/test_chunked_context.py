@@ -115,8 +115,8 @@ class Batch:
 def test_chunks_of_any_size_equal_attention_at_once(
     lowering: str, device: torch.device, cache_format: str, num_rows: int
 ) -> None:
-    if lowering == "triton" and device.type == "cpu" and num_rows < 7:
-        pytest.skip("many chunks take long to interpret; on a GPU they run")
+    if lowering == "triton" and device.type == "cpu" and (num_rows < 7 or (cache_format != "fp32" and num_rows != 20)):
+        pytest.skip("many chunks, and the same cuts for each format, take long to interpret; on a GPU they run")
     batch = Batch(cache_format, device, CONTEXT, NEW)
     batch.check(lowering, -(-sum(CONTEXT) // num_rows), *batch.run(num_rows))
 

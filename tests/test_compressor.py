@@ -38,6 +38,11 @@ NAMES = {CSA: "C4A", HCA: "C128A", INDEXER: "C4A indexer", ODD: "ratio 3", LONG_
 geometries = pytest.mark.parametrize("geometry", NAMES, ids=NAMES.values())
 
 
+def skip_what_takes_minutes_to_interpret(lowering: str, geometry: Geometry) -> None:
+    if lowering == "triton" and DEVICE == "cpu" and geometry == HCA:
+        pytest.skip("takes minutes to interpret; other pieces and 'ratio 6 with overlap' run the same code")
+
+
 @geometries
 def test_one_prefill_equals_float64(lowering: str, geometry: Geometry) -> None:
     """Two requests in one call, one of which stops inside a group."""
@@ -55,6 +60,7 @@ def test_one_prefill_equals_float64(lowering: str, geometry: Geometry) -> None:
 @geometries
 @pytest.mark.parametrize("state_blocks", [1, 3], ids=["a ring of one block", "a ring of blocks"])
 def test_decode_token_by_token_equals_one_prefill(lowering: str, geometry: Geometry, state_blocks: int) -> None:
+    skip_what_takes_minutes_to_interpret(lowering, geometry)
     weights, length = Weights(geometry), 2 * geometry.ratio + 3
     kv, score = history(geometry, length, torch.bfloat16)
     whole = Engine(weights, 1, 3, cache_format="bf16")
@@ -180,6 +186,7 @@ def test_a_new_request_in_used_blocks_reads_nothing_of_the_old_one(lowering: str
 @geometries
 def test_rejected_drafts_are_replaced_where_the_ring_has_room_for_them(lowering: str, geometry: Geometry) -> None:
     """Three draft tokens a step, of which one is kept: what they overwrote is not needed again."""
+    skip_what_takes_minutes_to_interpret(lowering, geometry)
     weights, length, drafts = Weights(geometry), 2 * geometry.ratio + 2, 3
     kv, score = history(geometry, length)
     engine = Engine(weights, 1, 4, state_blocks=1, state_block_size=geometry.window + drafts)
@@ -276,6 +283,8 @@ CONFIG = {
 @pytest.mark.parametrize("name", ["C4A", "C128A", "C4A indexer"])
 def test_entries_equal_transformers(lowering: str, name: str, pieces: tuple[int, ...]) -> None:
     """transformers' compressor modules and caches, fed the same hidden states in the same pieces."""
+    if len(pieces) == 1 and name == "C128A":
+        skip_what_takes_minutes_to_interpret(lowering, HCA)
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, "DeepseekV4Config"):
         pytest.skip("this transformers has no DeepSeek-V4")

@@ -55,7 +55,7 @@ def build_model(**changes):
     model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**{**config, **changes})).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        # what a new model has as zeros or ones says nothing
+        # a new model's zeros and ones would prove nothing
         for name, parameter in model.named_parameters():
             if name.endswith(("sinks", "position_bias", "base", "hc_base")):
                 parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))

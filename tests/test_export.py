@@ -212,7 +212,7 @@ class StepMetadata(torch.nn.Module):
 
 MODULES = (LayerWithItsCache, LayerOfAnEngine, IndexBuilders, DenseLayer, StepMetadata)
 
-# what another process runs: no test code, no module definitions, only torch and the ops
+# another process runs this: no test code, no module definitions, only torch and the ops
 RUN_SAVED_PROGRAM = """
 import sys, torch, mla_ops
 for name in sys.argv[2:]:

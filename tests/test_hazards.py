@@ -86,7 +86,7 @@ def test_instead_one_whole_tensor_a_layer_is_right(dynamic: bool | None) -> None
 
 @pytest.mark.parametrize("dynamic", [None, True, False], ids=["default", "dynamic", "static"])
 def test_instead_layers_split_off_a_pool_outside_the_graph_are_right(dynamic: bool | None) -> None:
-    # what an engine with one allocation does: each layer is an input of its own, and offsets are not the graph's
+    # an engine with one allocation passes each layer as an input of its own, so offsets are not the graph's
     def write_layer_two(caches: list[torch.Tensor], kv_c: Any, k_pe: Any, slots: Any) -> None:
         mla.concat_and_cache(kv_c, k_pe, caches[2], slots, "fp8_ds_mla")
 

@@ -15,7 +15,7 @@ import mla_ops
 REPOSITORY = str(Path(mla_ops.__file__).parents[1])
 OPTIONAL = ("triton", "flashinfer", "flash_mla", "transformers", "vllm", "sglang", "numpy", "safetensors")
 
-# what `import torch` alone has loaded is torch's own: it may bring numpy, or triton in some builds
+# `import torch` alone may load numpy, and triton in some builds
 MEASURE = """
 import json, sys, time
 import torch

@@ -417,7 +417,7 @@ def test_a_captured_build_and_a_layer_replay_with_other_lengths() -> None:
     """Other lengths, other tables, fewer live tokens, fewer requests: a replay equals an eager step to the bit."""
     device = torch.device("cuda")
     metadata = allocate(device)
-    # what an engine keeps at fixed addresses: inputs at capacity, requests past the step's without tokens
+    # an engine keeps these at fixed addresses: inputs at capacity, requests past the step's without tokens
     starts = torch.zeros(MAX_NUM_REQUESTS + 1, dtype=torch.int32, device=device)
     lens = torch.zeros(MAX_NUM_REQUESTS, dtype=torch.int32, device=device)
     tables = [torch.full_like(table, -1) for path, table in buffers(metadata).items() if path.endswith("block_table")]

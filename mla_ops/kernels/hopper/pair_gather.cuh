@@ -7,11 +7,11 @@
 constexpr int CHUNK = KEYS * 128;  // bytes of 64 dims of 64 keys or heads
 constexpr int PAIR_BARRIER = 6;
 
-// Parts of a tile that come and go by themselves: dims past the values, and the halves of the values' dims: that of the
-// turn's owner, which is done with first, and the other's.
+// A tile's dims come and go in three groups: those past the values, the half of the values' dims that the turn's owner
+// adds, which is used up first, and the other half.
 enum Group { ROPE = 0, NEAR = 1, FAR = 2, GROUPS = 3 };
 
-// Values are done with, and their room is free for other keys, by halves of a turn's keys.
+// The room of a group's values becomes free in two parts, each for half of a turn's keys.
 constexpr int PARTS = 2;
 
 template <int DIM>
@@ -20,8 +20,8 @@ struct PairLayout {
   static constexpr float FACTOR = 1.f;
   static constexpr bool PERMUTED = false;
   static constexpr int THREADS = 384;
-  // One more chunk of queries lives in registers, for shared memory is as busy as the tensor cores are: RoPE, for which
-  // there would be no room, or the last of those that a warpgroup multiplies.
+  // Registers hold one more chunk of queries, since shared memory is as busy as the tensor cores are: RoPE, for which
+  // shared memory has no room, or the chunk that a warpgroup multiplies last.
   static constexpr int QUERY_CHUNKS = 8;
   static constexpr Group FIRST = CHUNKS > 8 ? ROPE : NEAR;
   static constexpr int QUERY = 0;
@@ -60,11 +60,11 @@ DEVICE u32 free_barrier(u32 shared, int tile, Group group, int part) {
   return shared + L::FREE + ((tile * GROUPS + group) * PARTS + part) * 8;
 }
 
-// In a cluster of two each CTA keeps the results of half of a warpgroup's dims, and keys and queries are laid so that
-// these are its first: chunk c of the values' dims stands at c ^ this.
+// Each CTA of a cluster of two keeps the results of half of a warpgroup's dims. Keys and queries lie so that these dims
+// are its first ones: chunk c of the values' dims stands at c ^ turned_chunks.
 DEVICE int turned_chunks(const Row& row) { return row.splits == 2 ? row.rank * 2 : 0; }
 
-// Of a head of the row's tile; heads past the last repeat it.
+// The query of a head of the row's tile; heads past the last repeat it.
 template <class L>
 DEVICE const u16* query_of(const Params& p, const Row& row, int head) {
   return p.q + row.token * p.q_token_stride + min(row.tile * L::HEADS + head, p.num_heads - 1) * p.q_head_stride;
@@ -106,7 +106,7 @@ DEVICE void bring_queries(const Params& p, const Row& row, u32 shared, u32& pari
   arrive_when_copied(shared + L::QUERY_FULL);
 }
 
-// Which turn is the row's last, beside the FAR group of a tile's keys: 1 for the tile's own, 2 for the one behind it.
+// Says beside the FAR group of a tile's keys which turn is the row's last: 1 for the tile's own, 2 for the next one.
 template <class L>
 DEVICE void tell_end(u32 shared, int tile, bool last, bool next_last) {
   store_shared_4(shared + L::ENDS + tile * 4, last ? 1 : next_last ? 2 : 0);
@@ -118,7 +118,7 @@ DEVICE int end_of_row(u32 shared, int tile) {
   return uniform(load_shared_4(shared + L::ENDS + tile * 4));
 }
 
-// Half of the values' dims of a turn's keys.
+// Copies half of the values' dims of a turn's keys.
 template <class L>
 DEVICE void copy_half(OwnRows own, u32 tile, int half, int turned, int lane) {
   own.row += half * 512;
@@ -126,8 +126,9 @@ DEVICE void copy_half(OwnRows own, u32 tile, int half, int turned, int lane) {
   copy_chunks<0, 2>(own, tile + turned * CHUNK, lane), copy_chunks<2, 4>(own, tile - turned * CHUNK, lane);
 }
 
-// The keys of a turn into a tile; `meanwhile` is done before the wait for its last part, which is the longest, and
-// returns whether the next turn is the row's last. One tile's code is the other's: instructions come from memory first.
+// Copies the keys of a turn into a tile. `meanwhile` runs before the wait for the last part, which is the longest wait,
+// and returns whether the next turn is the row's last. Both tiles use one copy of the code, since the first fetch of
+// instructions comes from memory.
 template <class L, class Meanwhile>
 DEVICE void copy_turn(const OwnRows& own, bool last, u32 shared, u32 place, int tile, u32 parity, int turned, int warp,
                       int lane, Meanwhile meanwhile) {
@@ -152,7 +153,7 @@ DEVICE void copy_turn(const OwnRows& own, bool last, u32 shared, u32 place, int 
   arrive_when_copied(full + FAR * 8);
 }
 
-// The one row of a CTA in a cluster.
+// Gathers the one row of a CTA in a cluster.
 template <class L>
 DEVICE void gather_row(const Params& p, const Row& row, Stream stream, u32 shared, int thread) {
   using R = PlainRows<L::CHUNKS * 128>;
@@ -177,8 +178,8 @@ DEVICE void gather_row(const Params& p, const Row& row, Stream stream, u32 share
   }
 }
 
-// Rows one after the other: what the next turn needs is chosen, and the block table asked, while this one waits for
-// room, in the next row as well. The first row's queries are brought by those who need them.
+// Gathers one row after the other. While a turn waits for room, the warp chooses the next turn's keys and reads the
+// block table, across rows as well. The warpgroups that need the first row's queries copy those.
 template <class L, Launch LAUNCH>
 DEVICE void gather_rows(const Params& p, Row row, Stream stream, u32 shared, int thread) {
   using R = PlainRows<L::CHUNKS * 128>;

@@ -193,8 +193,8 @@ struct Rows {
   float reference[2], sum[2], fade[2];
 };
 
-// Scores into weights relative to the references, which move where a score is far above. Whether one of the warp's did:
-// what was weighed before fades then.
+// Turns scores into weights relative to the references, which move where a score is far above them; true if one of the
+// warp's moved, so that what was added before must be rescaled.
 template <int N>
 DEVICE bool weigh(float (&s)[N], float scale, Rows& rows) {
   float top[4] = {s[0], s[1], s[2], s[3]}, sum[4] = {0.f, 0.f, 0.f, 0.f};

@@ -1,4 +1,4 @@
-// What `prefill_short` does: a warp's rows, the dealing out of a region's work, the table of the other tiles.
+// The parts of `prefill_short`: a warp's rows, how a region's work is dealt out, the table of the other tiles.
 #pragma once
 
 #include "prefill.cuh"

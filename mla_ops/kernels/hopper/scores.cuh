@@ -60,7 +60,7 @@ DEVICE constexpr int chunk_of(int step) {
   return step < 3 ? step : step == 3 ? ROPE<FORMAT> : step - 1;
 }
 
-// Where in shared memory a warpgroup of scores finds and leaves what belongs to a thread.
+// Addresses in shared memory at which a thread of a warpgroup of scores reads and writes.
 struct Places {
   u32 raw, rope, scales, values, values_free;  // `rope` from a key's row on
   u64 query;
@@ -113,8 +113,8 @@ DEVICE void load_bytes(Bytes& bytes, const Places& places, u32 raw_0, int chunk,
   for (int r = 0; r < 2; ++r) bytes.of[r][0] = load_shared_16(raw_0 + r * (8 * R::BYTES) + chunk * 64 + t * 16);
 }
 
-// What a turn starts with: scales and the bytes of two steps. Loads stay two steps ahead of the products, since they
-// queue behind those that the tensor cores have not taken yet.
+// A turn starts with scales and the bytes of two steps. Loads stay two steps ahead of the products, since they queue
+// behind those that the tensor cores have not taken yet.
 template <Format FORMAT>
 struct Start {
   typename Rows<FORMAT>::Scales scales[2];
@@ -134,7 +134,7 @@ DEVICE void load_start(Start<FORMAT>& start, const Places& places, u32 raw_0, u3
   start.alive = load_shared_4(live);
 }
 
-// What a start leaves for when registers are free again.
+// Loads the rest of a start, once registers are free again.
 template <int HEADS, Format FORMAT, int FIRST>
 DEVICE void load_start_rest(Start<FORMAT>& start, u32 rope) {
   if (chunk_of<HEADS, FORMAT>(FIRST) == ROPE<FORMAT>) load_rope<FORMAT>(start.bytes[0], rope, 1);

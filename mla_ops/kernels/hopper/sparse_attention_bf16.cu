@@ -1,14 +1,14 @@
 // Token-level sparse MLA over bfloat16 keys, paged or flat, for SM90: tiles of 16 and 32 heads.
 //
-// Roles, a warpgroup each: `copy_keys` brings the keys of a turn into the tiles that wgmma reads, `score_tile` makes
-// weights of them, two that `add_values` multiply the weights with 256 dims of the same tile each. Rows end as in
-// `sparse_attention.cu`.
+// Each warpgroup has a role: one brings the keys of a turn into the tiles that wgmma reads (`copy_keys`), one makes
+// weights of them (`score_tile`), and two multiply the weights with 256 dims each of the same tile (`add_values`). Rows
+// end as in `sparse_attention.cu`.
 
 #include "cuts.cuh"
 #include "gather.cuh"
 #include "wgmma.cuh"
 
-// CTAS of an SM at least: with two, the one gathers while the other computes, and at the ends of the other's row.
+// CTAS: how many run on an SM at least. With two, one gathers while the other computes or ends its row.
 // BALANCED: a CTA takes piece after piece (`balance.cuh`), whose queries come to two buffers in turn.
 template <int HEADS_, int DIM, int CTAS, bool BALANCED_ = false>
 struct PlainLayout {
@@ -52,7 +52,7 @@ struct PlainLayout {
   static_assert(CTAS * (BYTES + 1024) <= 233472, "more shared memory than an SM has");
 };
 
-// Queries as they came, in tiles of 64 dims; heads past the last repeat it.
+// Copies queries as they are into tiles of 64 dims; heads past the last repeat it.
 template <class L, int THREADS>
 DEVICE void copy_queries(const Params& p, const Row& row, u32 to, int thread) {
   constexpr int UNITS = L::CHUNKS * 8;
@@ -64,13 +64,13 @@ DEVICE void copy_queries(const Params& p, const Row& row, u32 to, int thread) {
   }
 }
 
-// For warp 0: references before any key.
+// Sets references to what holds before any key; warp 0 reads them.
 template <class L>
 DEVICE void clear_columns(u32 shared, int thread) {
   if (thread < L::HEADS) store_shared_float2(shared + L::COLUMNS + thread * 8, 0.f, 0.f);
 }
 
-// The piece behind this one, if a CTA takes several; whether there is one. KEYS_TOO: with which keys it has.
+// Moves on to the next piece; false if there is none. KEYS_TOO: finds which keys that piece has.
 template <class L, bool KEYS_TOO>
 DEVICE bool goes_on(const Params& p, Row& row, u32 shared) {
   if constexpr (L::BALANCED) {
@@ -129,12 +129,12 @@ DEVICE void copy_keys(const Params& p, Row row, u32 shared, Stream stream, int w
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
-// Where a warp is in the ring of tiles, which goes on from piece to piece.
+// A warp's position in the ring of tiles, which goes on from piece to piece.
 struct Stage {
   int turn, stage, parity;
 };
 
-// A row's or a piece's weights; the sums of a thread's own.
+// Makes the weights of a row or a piece, and sums up this thread's own.
 template <class L>
 DEVICE void score_turns(const Params& p, u32 shared, u32 queries, float (&sums)[L::HEADS / 4], Stage& at, int thread) {
   constexpr int HEADS = L::HEADS, TILES = HEADS / 8;
@@ -238,7 +238,7 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
   finish<L>(p, row, shared, warp, lane);
 }
 
-// Piece after piece. The warps that add values apply the factors.
+// Scores piece after piece. The warps that add values apply the factors.
 template <class L>
 DEVICE void score_pieces(const Params& p, Row row, u32 shared, int thread) {
   constexpr int HEADS = L::HEADS;
@@ -279,7 +279,7 @@ DEVICE void score_pieces(const Params& p, Row row, u32 shared, int thread) {
 
 constexpr int PIECES = 4;  // of 64 dims, that a warpgroup adds up
 
-// A row's or a piece's sums of values.
+// Adds up the weighted values of a row or a piece.
 template <class L>
 DEVICE void add_turns(float (&o)[PIECES][L::HEADS / 2], u32 shared, Stage& at, int half, int thread) {
   constexpr int N = L::HEADS / 2;
@@ -340,7 +340,7 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
   finish<L>(p, row, shared, 4 + half * 4 + warp, lane);
 }
 
-// Piece after piece, each written out of registers.
+// Adds up piece after piece and writes each out of registers.
 template <class L>
 DEVICE void add_pieces(const Params& p, Row row, u32 shared, int half, int thread) {
   constexpr int N = L::HEADS / 2;
@@ -385,7 +385,7 @@ DEVICE void attend(const Params& p) {
   if (warpgroup == 3) stream = begin_stream(p, row, thread >> 5, thread & 31);
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::STAGES; ++i) {
-      // of the gather's threads, and of those that tell which keys count
+      // the gather's 128 threads arrive, and on the first of the two the four that say which keys count
       mbarrier_init(shared + L::FULL + i * 16, 132);
       mbarrier_init(shared + L::FULL + i * 16 + 8, 128);
       mbarrier_init(shared + L::FREE + i * 16, 8 * ARRIVALS_OF_A_WARP);
@@ -436,7 +436,7 @@ DEVICE void attend(const Params& p) {
   }
 }
 
-// As the shape says, unless another launch has shared the tokens evenly.
+// Works as the shape says, unless another launch has shared the tokens evenly.
 template <int HEADS, int DIM, int CTAS>
 __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_constant__ Params p) {
   using L = PlainLayout<HEADS, DIM, CTAS>;
@@ -456,7 +456,7 @@ struct Selected<false, A, B> {
   using Type = B;
 };
 
-// By their lengths, evenly among all CTAs where these are unequal.
+// Shares tokens of unequal lengths evenly among all CTAs.
 template <int HEADS, int DIM>
 __global__ void __launch_bounds__(512, 1) sparse_attention_bf16_balanced(const __grid_constant__ Params p) {
   using L = PlainLayout<HEADS, DIM, 1>;

@@ -1,10 +1,10 @@
 // Token-level sparse MLA over bfloat16 keys, paged or flat, for SM90: tiles of 64 heads.
 //
-// Two warpgroups take turns of 64 keys in turn. The owner of a turn makes its weights (queries times keys, softmax in
-// registers) and adds its own half of the values' dims with them; through shared memory the other warpgroup gets them
-// for the other half. So while one has a softmax to do, the other's products keep the tensor cores busy. A third
-// warpgroup gathers keys into two tiles, one a warpgroup, in groups of dims that come and go by themselves. The
-// softmax's references pass from turn to turn with the weights, so there is nothing to agree upon.
+// Two warpgroups own every other turn of 64 keys. The owner of a turn makes its weights (queries times keys, softmax in
+// registers) and adds its own half of the values' dims with them; the other warpgroup reads the weights from shared
+// memory and adds the other half. So one's products keep the tensor cores busy while the other has a softmax to do. A
+// third warpgroup gathers keys into two tiles, one a warpgroup, in groups of dims. The softmax's references pass from
+// turn to turn with the weights, so the warpgroups need not agree on them.
 //
 // A CTA that is no part of a cluster takes one row after the other, and the gather runs ahead into the next row. In a
 // cluster each CTA has a share of one row's keys. Kernels called balanced are given lengths, and share rows evenly among
@@ -16,15 +16,15 @@
 
 // ---- scores, softmax and values -------------------------------------------------------------------------------------
 
-// What a warpgroup keeps of a row. A thread has heads `head` and `head` + 8.
+// A thread's state of a row; it has heads `head` and `head` + 8.
 struct State {
   float o[128];  // heads by 256 dims; anything before the first values
   float reference[2], sum[2];
   u32 query[16];  // a chunk of the queries
 };
 
-// Where this thread's heads' references and its row of weights lie. Kept in registers: what they come from would be
-// read out of a special register in each turn, 100 cycles.
+// Addresses of this thread's references and of its row of weights. Registers keep them: to compute them in each turn
+// would read a special register, which takes 100 cycles.
 struct Places {
   u32 references, weights;
 };
@@ -48,7 +48,7 @@ DEVICE void load_query_fragments(const Params& p, const Row& row, State& state, 
   for (int e = 0; e < 16; ++e) state.query[e] = __ldg(from[e & 1] + e / 4 * 8 + (e & 2) * 2);
 }
 
-// Products of the queries with one group of the dims of warpgroup w's tile.
+// Multiplies the queries with one group of the dims of warpgroup w's tile.
 template <class L, Group GROUP>
 DEVICE void multiply_queries(float (&s)[32], const State& state, u32 shared, int w, u32 parity) {
   mbarrier_wait(full_barrier<L>(shared, w, GROUP), parity);
@@ -72,7 +72,7 @@ DEVICE void multiply_queries(float (&s)[32], const State& state, u32 shared, int
   wgmma_commit();
 }
 
-// References, and what was added up relative to those before, unless there is nothing yet.
+// Moves references, and rescales what was added up relative to the old ones, unless there is nothing yet.
 DEVICE void change_references(State& state, float first, float second, bool empty) {
   if (!empty) {
     const float alpha[2] = {exp2_approx(state.reference[0] - first), exp2_approx(state.reference[1] - second)};
@@ -83,8 +83,8 @@ DEVICE void change_references(State& state, float first, float second, bool empt
   state.reference[0] = first, state.reference[1] = second;
 }
 
-// Products of weights, in registers or in shared memory, with the values at a descriptor. EMPTY accumulators become
-// these, others are added to.
+// Multiplies weights, in registers or in shared memory, with the values at a descriptor. EMPTY: the accumulators become
+// the products; else these are added.
 template <class A>
 DEVICE void multiply_values(State& state, A weights, u64 values, int step, bool empty) {
   wgmma_fence();
@@ -95,7 +95,7 @@ DEVICE void multiply_values(State& state, A weights, u64 values, int step, bool 
   }
 }
 
-// Waits for those products, behind which LATER groups of others were begun.
+// Waits for those products, after which LATER more groups were begun.
 template <class L, Group GROUP, int LATER, int PART = 0>
 DEVICE void release_values(u32 shared, int tile, int lane) {
   if constexpr (PART < PARTS) {
@@ -105,7 +105,7 @@ DEVICE void release_values(u32 shared, int tile, int lane) {
   }
 }
 
-// Warpgroup w's half of the values of the other's turn, begun.
+// Begins warpgroup w's half of the values of the other's turn.
 template <class L>
 DEVICE void add_other(State& state, const Places& at, u32 shared, int w, u32 parity, bool empty) {
   mbarrier_wait(full_barrier<L>(shared, w ^ 1, FAR), parity);  // long since full: now to this warpgroup's knowledge
@@ -123,8 +123,8 @@ DEVICE void add_other(State& state, const Places& at, u32 shared, int w, u32 par
   multiply_values(state, weights, values, 2, empty);
 }
 
-// Scores into weights relative to the references, whether or not those do: true if a weight is far too large. That is
-// known before the weights are.
+// Turns scores into weights relative to the references; true if a weight is far too large for them, which is known
+// before the weights are.
 DEVICE bool weigh(const float (&s)[32], float scale, const State& state, float (&weights)[32]) {
   float largest[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
@@ -136,7 +136,7 @@ DEVICE bool weigh(const float (&s)[32], float scale, const State& state, float (
   return fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3])) > REFERENCE_SLACK;
 }
 
-// Weights for the other warpgroup.
+// Stores weights for the other warpgroup.
 template <class L>
 DEVICE void hand_over(const u32 (&weights)[16], const Places& at, u32 shared, int w, int lane) {
 #pragma unroll
@@ -153,7 +153,7 @@ DEVICE bool all_live(u32 shared, int w) {
   return (live.x & live.y & live.z & live.w) == 0xffff;
 }
 
-// Scores of warpgroup w's turn into weights, in registers and in shared memory.
+// Turns the scores of warpgroup w's turn into weights, in registers and in shared memory.
 template <class L>
 DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)[16], const Places& at, u32 shared,
                    int w, bool all, bool first, int lane) {
@@ -187,7 +187,7 @@ DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)
       store_shared_float(at.references + 32, state.reference[1]);
     }
   }
-  // In a block of their own: among the exponentials each would wait for one of them.
+  // A loop of its own: among the exponentials each conversion would wait for one of them.
 #pragma unroll
   for (int i = 0; i < 16; ++i) weights[i] = pack_bfloat16(weight[2 * i], weight[2 * i + 1]);
   hand_over<L>(weights, at, shared, w, lane);
@@ -197,7 +197,7 @@ DEVICE void soften(const Params& p, State& state, float (&s)[32], u32 (&weights)
   state.sum[0] += sum[0] + sum[1], state.sum[1] += sum[2] + sum[3];
 }
 
-// Warpgroup w's half of the values of its own turn, to the end.
+// Adds warpgroup w's half of the values of its own turn.
 template <class L>
 DEVICE void add_own(State& state, u32 (&weights)[16], u32 shared, int w, int lane, bool empty) {
   const u64 values = tile_descriptor(shared + L::TILES + w * (L::TILE + 4 * CHUNK), 1024, CHUNK);
@@ -208,20 +208,20 @@ DEVICE void add_own(State& state, u32 (&weights)[16], u32 shared, int w, int lan
   hold(state.o);
 }
 
-// 16 heads by 16 dims of a warp's results, two blocks of eight dims, a lane's two values for each of its two heads:
-// to row lane % 16 at `to`, the second block of dims by the upper lanes.
+// Stores 16 heads by 16 dims of a warp's results, two blocks of eight dims, of which a lane has two values for each of
+// its two heads, to row lane % 16 at `to`; the upper lanes store the second block.
 DEVICE void store_results(u32 to, const float (&v)[8]) {
   store_matrices(to, pack_bfloat16(v[0], v[1]), pack_bfloat16(v[2], v[3]), pack_bfloat16(v[4], v[5]),
                  pack_bfloat16(v[6], v[7]));
 }
 
-// A copy: else accumulators would have to lie as packets want them, and products wait for one another.
+// A copy, since accumulators that lay as packets want them would make products wait for one another.
 DEVICE u32 word_of(float accumulator) {
   hold(accumulator);
   return __float_as_uint(accumulator);
 }
 
-// A cluster of two: each CTA keeps the first half of its accumulators, and adds what the other sends of the same dims.
+// Each CTA of a cluster of two keeps the first half of its accumulators, and adds what the other sends of the same dims.
 template <class L>
 DEVICE void exchange_halves(const Params& p, const Row& row, const State& state, u32 shared, int warp, int lane) {
   using E = typename L::End;
@@ -279,7 +279,7 @@ DEVICE void exchange_halves(const Params& p, const Row& row, const State& state,
   await_bulk_stores();
 }
 
-// A head's sum over both warpgroups. Nobody needs this row's tiles and weights any more then.
+// Adds up a head's sums over both warpgroups. Nobody needs this row's tiles and weights any more then.
 template <class L>
 DEVICE void add_sums(State& state, u32 shared, u32 row_parity, int half, int head, int lane) {
   const u32 sums = shared + L::SUMS + (row_parity * 2 * L::HEADS + head) * 4;
@@ -294,7 +294,7 @@ DEVICE void add_sums(State& state, u32 shared, u32 row_parity, int half, int hea
   for (int i = 0; i < 2; ++i) state.sum[i] += load_shared_float(sums + ((half ^ 1) * L::HEADS + i * 8) * 4);
 }
 
-// The end of a row in a cluster.
+// Ends a row in a cluster.
 template <class L>
 DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 shared, int half, int head, int warp,
                            int lane) {
@@ -314,7 +314,7 @@ DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 sh
   finish<L, 8>(p, row, shared, half * 4 + warp, lane);
 }
 
-// The end of a row that another may follow. Both warpgroups come here.
+// Ends a row that another may follow. Both warpgroups call it.
 template <class L, Launch LAUNCH>
 DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
                        int warp, int lane) {
@@ -361,8 +361,9 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
   }
 }
 
-// The turns of a row that warpgroup w owns, and its half of the other's. The same code for both warpgroups:
-// instructions come from memory at first. The other's turn stands in front of the last scores, whose keys come last.
+// Takes the turns of a row that warpgroup w owns, and its half of the other's. Both warpgroups run the same code, since
+// the first fetch of instructions comes from memory. The other's turn stands in front of the last scores, whose keys
+// come last.
 template <class L, bool WALK>
 DEVICE void attend_row(const Params& p, State& state, const Places& at, u32 shared, int w, u32& own_parity,
                        u32& other_parity, int lane) {
@@ -406,7 +407,7 @@ DEVICE void begin_row(State& state) {
   state.sum[0] = state.sum[1] = 0.f, state.reference[0] = state.reference[1] = NO_SCORE_YET;
 }
 
-// The first row's queries are brought by the warpgroup that scores second.
+// The warpgroup that scores second copies the first row's queries.
 template <class L>
 DEVICE void bring_first_queries(const Params& p, const Row& row, State& state, u32 shared) {
   const int thread = threadIdx.x & 127;
@@ -527,7 +528,7 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __
   attend_all<DIM, Launch::ROWS>(p);
 }
 
-// Both ways by the same code: of two copies ptxas keeps too much in registers.
+// One copy of the code serves both ways: with two copies ptxas keeps too much in registers.
 template <int DIM>
 __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_balanced_rows(const __grid_constant__ Params p) {
   EXPORT_SHARED_BYTES(PairLayout<DIM>);

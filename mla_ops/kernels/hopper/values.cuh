@@ -163,14 +163,14 @@ DEVICE void store_result(const Params& p, const Row& row, u32 shared, u32 stage,
   named_barrier<VALUES_BARRIER, 256>();
 }
 
-// Where the n-th pair of a warp's packets is among its accumulators: with 64 heads a packet is a chunk of 64 dims of one
-// of two heads.
+// The place of the n-th pair of a warp's packets among its accumulators: with 64 heads a packet is a chunk of 64 dims of
+// one of two heads.
 template <class L>
 DEVICE constexpr int place_of_pair(int n) {
   return L::Packet::ONE_HEAD ? (n / 16 * 8 + n % 8) * 4 + n / 8 % 2 * 2 : n * 2;
 }
 
-// What a row's part has, instead of a result.
+// Leaves a row's part in memory, instead of a result.
 template <class L, int PIECES, int N>
 DEVICE void leave_part(const Params& p, const Row& row, int part, u32 shared, const float (&o)[PIECES][N], float factor,
                        int warp, int lane) {

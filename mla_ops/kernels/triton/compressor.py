@@ -121,7 +121,7 @@ def _pool(
         here = wanted & (near >= 0)
         here &= tl.load(req_id_per_token + near, mask=here, other=-1) == request
         here &= tl.load(positions + near, mask=here, other=-1) == source
-        # in 32 bits: a division in 64 for each state would take longer than its loads
+        # 32 bits, since a division in 64 for each state would take longer than its loads
         page = source // state_block_size
         # asked for whether the state is stored or not: one wait less
         entry = state_block_table + request * stride_table + page % max_blocks
