@@ -88,26 +88,26 @@ DEVICE void copy_latent(u32 to, const u16* from) {
   }
 }
 
-// A row's queries to where they will be, as they are: a group of this thread's copies a round.
+// A row's queries to where they will be, as they are: a group of this thread's copies a round. Heads past the last repeat
+// another. Addresses go from round to round, for the warpgroup that gathers has 24 registers.
 template <int HEADS, Format FORMAT, int THREADS>
 DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread) {
   using P = Pieces<HEADS, FORMAT, THREADS>;
   using L = Layout<HEADS, FORMAT>;
+  static_assert(P::GROUPS % 8 == 0, "a thread's heads lie alike in their rows of banks");
   const QueryPlaces<L> places{shared, thread & 15};
   int head = thread / 16;
+  const int own = global_head<HEADS>(p, row, head), last = p.num_heads - 1 - row.tile * HEADS;
+  const u16 *latent = query_at(p, row.token, own) + places.lane * 8,
+            *rope = query_rope_at(p, row.token, own) + places.lane * 8;
+  u32 place = places.as_copied(head);
 #pragma unroll 1
-  for (int round = 0; round < P::ROUNDS; ++round, head += P::GROUPS) {
-    const int own = global_head<HEADS>(p, row, head);
-    const u32 place = places.as_copied(head);
-    if (head < HEADS) copy_latent<L>(place, query_at(p, row.token, own) + places.lane * 8);
-    if constexpr (P::OF_A_LANE > 4) {
-      int token = row.token, lane = thread;
-      hold(token), hold(lane);  // what comes of them would wait in registers, which the gather does not have
-      lane &= 15;
-      if (head < HEADS && P::has(lane, 4))
-        copy_16<4 * places.STEP, 0>(place, query_rope_at(p, token, own) + lane * 8);
-    }
+  for (int round = 0; round < P::ROUNDS; ++round, place += P::GROUPS * 128) {
+    if (head < HEADS) copy_latent<L>(place, latent);
+    if (P::OF_A_LANE > 4 && head < HEADS && P::has(places.lane, 4)) copy_16<4 * places.STEP, 0>(place, rope);
     commit_copies();
+    head += P::GROUPS;
+    if (head <= last) latent += P::GROUPS * p.q_head_stride, rope += P::GROUPS * p.q_rope_head_stride;
   }
 }
 
