@@ -190,6 +190,14 @@ class Attend(Protocol):
     ) -> None: ...
 
 
+def add_halves_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--q-halves",
+        action="store_true",
+        help="time decode over queries in two tensors as well (`q_rope`), and over these joined by `torch.cat` first",
+    )
+
+
 def add_variant_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="time decode with `deterministic=True` as well")
     parser.add_argument(
@@ -259,6 +267,45 @@ def variants(
         label = f"ours, {text}"
         made[label] = variant(label, waves_of(text, len(queries[0])))
     return {label: peer for label, peer in made.items() if peer is not None}
+
+
+def in_halves(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A query as a layer has it: the latent dims heads first, as a batched product leaves them; RoPE behind others."""
+    latent = q[..., : formats.LATENT_DIM].transpose(0, 1).contiguous().transpose(0, 1)
+    projected = q.new_zeros(*q.shape[:2], 192)
+    projected[..., -formats.ROPE_DIM :] = q[..., formats.LATENT_DIM :]
+    return latent, projected[..., -formats.ROPE_DIM :]
+
+
+def halves_peers(
+    queries: Sequence[torch.Tensor],
+    attend: Callable[[int, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor], None],
+    compare: Callable[[torch.Tensor, torch.Tensor], list[common.Check]],
+) -> dict[str, common.Peer]:
+    """Ours over queries in two halves, and over what `torch.cat` joins of them first.
+
+    Args:
+        queries: whole, of each input set.
+        attend: the call: number of the input set, `q`, `q_rope`, outputs.
+        compare: checks the outputs of the first.
+    """
+    halves = [in_halves(q) for q in queries]
+
+    def peer(join: bool) -> common.Peer:
+        outputs = [make_outputs(q) for q in queries]
+
+        def run(number: int) -> None:
+            q, q_rope = (torch.cat(halves[number], dim=-1), None) if join else halves[number]
+            attend(number, q, q_rope, *outputs[number])
+
+        return common.Peer(
+            [partial(run, number) for number in range(len(outputs))],
+            lambda: compare(*outputs[0]),
+            poison=lambda: poison(outputs[0]),
+            ours=True,
+        )
+
+    return {"ours, halves": peer(False), "ours, torch.cat of halves": peer(True)}
 
 
 def poison(outputs: Sequence[torch.Tensor]) -> None:

@@ -8,7 +8,8 @@ bytes count each key once. Requests are of one length, or as `--mixtures` says: 
 tokens beside 31 of 512, `random7` a batch of up to 256 requests whose lengths are lognormal, drawn with seed 7, and
 `lognormal7`, for prefill, 64 requests around 128 tokens. `--peers` adds torch's cuDNN attention where requests are of
 one length, its plan built before, and its FlashAttention-2 with the values padded to the keys' width; and FlashMLA's
-dense decode, planned before the timing (as an engine plans once for all layers) and inside.
+dense decode, planned before the timing (as an engine plans once for all layers) and inside. `--q-halves` adds decode of
+queries in two tensors (`q_rope`), and of these joined first.
 """
 
 from __future__ import annotations
@@ -246,21 +247,22 @@ def build_paged(
         for _ in range(count)
     ]
     outputs = [attention.make_outputs(q) for q in queries]
-    runs = [
-        partial(
-            torch.ops.mla.paged_attention.out,
+
+    def attend(number: int, q: torch.Tensor, q_rope: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> None:
+        torch.ops.mla.paged_attention.out(
             q,
             kv_cache,
-            table,
+            tables[number],
             requests,
             lens,
             softmax_scale,
             cache_format,
+            q_rope=q_rope,
             out=out,
             lse=lse,
         )
-        for q, table, (out, lse) in zip(queries, tables, outputs, strict=True)
-    ]
+
+    runs = [partial(attend, number, queries[number], None, *own) for number, own in enumerate(outputs)]
 
     def keys_of(token: int) -> torch.Tensor:
         position = torch.arange(lengths[token], device=device)
@@ -273,6 +275,8 @@ def build_paged(
     peers = {}
     if arguments.peers and cache_format == "bf16":
         peers = dense_peers(queries, kv_cache, tables[0], lens, softmax_scale, compare)
+    if arguments.q_halves:
+        peers |= attention.halves_peers(queries, attend, compare)
     rows = num_tokens * num_heads
     return common.Case(
         describe("paged_attention", queries[0], kv_cache, tables[0], requests, lens, softmax_scale, cache_format),
@@ -316,6 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--cache-formats", type=common.names, default=["bf16", "fp8_ds_mla"])
     parser.add_argument("--peers", action="store_true", help="time torch's and FlashMLA's own kernels as well")
+    attention.add_halves_option(parser)
     parser.add_argument("--skip", choices=("prefill", "decode"), default=None)
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick

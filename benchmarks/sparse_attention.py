@@ -9,7 +9,8 @@ keys; bytes count each selected row once, the query, the indices and the outputs
 counted for each: where the L2 cache serves them (prefill), a figure may fall below the memory part of the floor.
 `--peers` adds FlashMLA, called as its users call it (flash_mla_peer.py), and the gather of the selected rows alone, the
 floor where memory bounds (gather_floor.py). FlashMLA's schedule is planned before.
-`--deterministic` adds decode that is asked to be.
+`--deterministic` adds decode that is asked to be, `--q-halves` decode of queries in two tensors (`q_rope`) and of these
+joined first.
 
 Rows of different live keys are what kernels like best. `--patterns live,1/2,none,same` (attention.PATTERNS),
 `--mixtures full,fourth,one` (lengths) and `--magnitudes 1,0.01,spread12,wild30` (`cache.magnitude_factors`, of keys)
@@ -31,11 +32,13 @@ from benchmarks import common, flash_mla_peer, gather_floor
 from benchmarks.attention import (
     BLOCK_SIZE,
     PATTERNS,
+    add_halves_option,
     add_variant_options,
     attention_bytes,
     attention_flops,
     cache_blocks,
     check_attention,
+    halves_peers,
     make_outputs,
     mixed_lengths,
     poison,
@@ -118,14 +121,17 @@ def build_paged(
         lse: torch.Tensor,
         *,
         deterministic: bool = False,
+        query: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> None:
-        q, indices = sets[number]
+        whole, indices = sets[number]
+        q, q_rope = (whole, None) if query is None else query
         torch.ops.mla.paged_sparse_attention.out(
             q,
             kv_cache,
             indices,
             softmax_scale,
             cache_format,
+            q_rope=q_rope,
             topk_length=lens if arguments.topk_length or kind.mixture != "full" else None,
             **translated,
             deterministic=deterministic,
@@ -153,6 +159,9 @@ def build_paged(
             lse,
         )
 
+    def attend_halves(number: int, q: torch.Tensor, q_rope: torch.Tensor | None, *outputs: torch.Tensor) -> None:
+        attend(number, *outputs, query=(q, q_rope))
+
     def peers() -> dict[str, common.Peer]:
         chosen = [(q, live_slots(indices)) for q, indices in sets]
         if cache_format == "fp8_ds_mla":
@@ -177,6 +186,7 @@ def build_paged(
         {
             **(peers() if arguments.peers else {}),
             **variants(arguments, attend, [q for q, _ in sets], compare),
+            **(halves_peers([q for q, _ in sets], attend_halves, compare) if arguments.q_halves else {}),
         },
     )
 
@@ -256,6 +266,7 @@ def main(argv: list[str] | None = None) -> int:
         "--peers", action="store_true", help="time FlashMLA's own ops beside ours, where it is installed"
     )
     add_variant_options(parser)
+    add_halves_option(parser)
     parser.add_argument("--skip", choices=("decode", "prefill"), default=None)
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick

@@ -81,11 +81,12 @@ class SparseMLA(nn.Module):
         q_latent = torch.einsum("thn,hnl->thl", q_nope, w_uk)
         q_pe = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1))
         out, _ = mla_ops.paged_sparse_attention(
-            torch.cat((q_latent, q_pe), dim=-1),
+            q_latent,
             kv_cache,
             indices,
             self.softmax_scale,
             CACHE_FORMAT,
+            q_rope=q_pe,
             topk_length=metadata.topk_length,
             block_table=metadata.block_table,
             req_id_per_token=metadata.req_id_per_token,

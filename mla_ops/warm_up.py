@@ -28,6 +28,7 @@ def warmup(
     prefill_head_dims: tuple[int, int] = (192, 128),
     deterministic: bool = False,
     index_heads: int = 0,
+    q_halves: bool = False,
     device: torch.device | str = "cuda",
 ) -> None:
     """Runs every op of a decode or prefill step once on small caches, so that nothing compiles during a capture.
@@ -50,6 +51,7 @@ def warmup(
         deterministic: whether sparse attention is asked to be.
         index_heads: heads of the lightning indexer; 0 for a model without one. Its keys are `fp8_index` beside a
             quantised `cache_format`, else plain.
+        q_halves: whether attention gets queries in two tensors, `q` and `q_rope`.
         device: where to run.
     """
     device = torch.device(device)
@@ -87,6 +89,9 @@ def warmup(
     query_dtype = dtype if entry.quantized else kv_cache.dtype
     for count in sorted(set(num_tokens)):
         q = torch.zeros(count, num_heads, head_dim, dtype=query_dtype, device=device)
+        q_rope = None
+        if q_halves:
+            q, q_rope = q[..., :LATENT_DIM], q[..., LATENT_DIM:]
         indices = torch.full((count, topk), -1, dtype=torch.int32, device=device)
         lengths = torch.zeros(count, dtype=torch.int32, device=device)
         ops.convert_req_index_to_global_index(lengths, block_table, indices, block_size)
@@ -102,6 +107,7 @@ def warmup(
                     indices,
                     192**-0.5,
                     cache_format,
+                    q_rope=q_rope,
                     topk_length=topk_length,
                     attn_sink=attn_sink,
                     block_table=table,
@@ -114,7 +120,7 @@ def warmup(
         for table in (block_table, block_table[:, :1].repeat(1, SPLIT_KEYS // block_size + 1)):
             for num_requests in {max(1, count // together) for together in (1, 2, 4, 8)}:
                 requests = table.repeat(num_requests, 1)
-                ops.paged_attention(q, kv_cache, requests, lengths, lengths, 192**-0.5, cache_format)
+                ops.paged_attention(q, kv_cache, requests, lengths, lengths, 192**-0.5, cache_format, q_rope=q_rope)
         if head_dim == LATENT_DIM:
             # DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries
             chosen: dict[str, Any] = {"extra_block_table": block_table, "req_id_per_token": lengths}

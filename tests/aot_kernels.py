@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,6 +219,12 @@ def cache_keys(capability: int, cache_format: str, mode: str, dim: int, translat
     return sparse_attention.Keys(mode, row_width, 16 // entry.dtype.itemsize, in_line, translated, decode)
 
 
+def in_halves(variant: Variant) -> Variant:
+    """The same for queries in two tensors."""
+    types = {**variant.types, "q_rope": variant.types["q"]}
+    return replace(variant, name=variant.name.replace("]", ", halves]"), types=types)
+
+
 def sparse_attention_variants(capability: int) -> Iterator[Variant]:
     paged = [("fp8_ds_mla", torch.bfloat16, 576), ("bf16", torch.bfloat16, 576), ("fp8_ds_mla_v4", torch.bfloat16, 512)]
     cases = [(*each, heads) for each in paged for heads in (16, 32, 128)]
@@ -239,6 +245,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         partial = heads == 16 and not mode.endswith("exact")
         types = {
             "q": f"*{short[dtype]}",
+            "q_rope": "none",
             "kv": "*u8" if fmt.startswith("fp8") else f"*{short[dtype]}",
             "out": "*fp32" if partial else f"*{short[dtype]}",
             "lse": "*fp32",
@@ -252,7 +259,10 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         constants |= {"ROPE": dim == 576, "Q_UNIT": 8, "UPCAST": False}
         options = {"num_warps": tile.num_warps}
         name = f"attend[{fmt}, q {short[dtype]}, {dim}, {heads} heads]"
-        yield Variant(name, sparse_attention._attend_kernel, types, constants, options)
+        variant = Variant(name, sparse_attention._attend_kernel, types, constants, options)
+        yield variant
+        if dim == 576 and dtype == torch.bfloat16 and heads in (16, 128):
+            yield in_halves(variant)
     for element in ("bf16", "fp32"):
         types = {
             "partial_out": "*fp32",
@@ -335,18 +345,24 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
         tile = dense_attention.paged_tile((capability // 10, capability % 10), heads, mode)
         partial = heads == 16
         types = {"q": f"*{short[dtype]}", "kv": "*u8" if entry.quantized else f"*{short[dtype]}", "lse": "*fp32"}
-        types["out"] = "*fp32" if partial else f"*{short[dtype]}"
+        types |= {"out": "*fp32" if partial else f"*{short[dtype]}", "q_rope": "none"}
         types |= dict.fromkeys(("block_table", "req_id_per_token", "key_lens"), "*i32")
         constants = {"KEYS": cache_keys(capability, fmt, mode, dim, translated=True), "TILE": tile, "PARTIAL": partial}
         constants |= {"ROPE": dim == 576, "Q_UNIT": 16 // dtype.itemsize, "UPCAST": False, "WHOLE": one_block}
         options = {"num_warps": tile.num_warps}
         name = f"paged[{fmt}, q {short[dtype]}, {dim}, {heads} heads{'' if one_block else ', small blocks'}]"
-        yield Variant(name, dense_attention_device._paged_kernel, types, constants, options)
+        variant = Variant(name, dense_attention_device._paged_kernel, types, constants, options)
+        yield variant
+        if dim == 576 and dtype == torch.bfloat16 and heads == 128:
+            yield in_halves(variant)
         if heads <= dense_attention.MAX_PACKED_ROWS and not mode.endswith("exact"):
             tile = dense_attention.packed_tile((capability // 10, capability % 10), heads, mode)
             name, constants = name.replace("paged", "packed"), constants | {"TILE": tile}
             options = {"num_warps": tile.num_warps}
-            yield Variant(name, dense_attention_device._packed_kernel, types, constants, options)
+            variant = Variant(name, dense_attention_device._packed_kernel, types, constants, options)
+            yield variant
+            if dim == 576 and heads == 32:
+                yield in_halves(variant)
 
 
 VARIANTS = (

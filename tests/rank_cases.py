@@ -278,6 +278,12 @@ def case_dtensors_of_heads_and_of_tokens_run() -> None:
         out, lse = mla_ops.paged_sparse_attention(q, cache, dslots, SCALE, "fp32", topk_length=dcounts, attn_sink=sink)
         assert out.placements == lse.placements == (Shard(dim),)
         whole.check((out.full_tensor(), lse.full_tensor()), tuple(x[:n] for x in expected))
+        latent, rope = distributed((whole.q[:n, :, :512], kinds[0]), (whole.q[:n, :, 512:], kinds[0]))
+        out, lse = mla_ops.paged_sparse_attention(
+            latent, cache, dslots, SCALE, "fp32", q_rope=rope, topk_length=dcounts, attn_sink=sink
+        )
+        assert out.placements == lse.placements == (Shard(dim),)
+        whole.check((out.full_tensor(), lse.full_tensor()), tuple(x[:n] for x in expected))
     # merges and dense attention
     q, cache, table, requests, lens = distributed(
         (whole.q, Shard(1)),

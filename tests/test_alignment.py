@@ -99,11 +99,14 @@ class Launches:
         if isinstance(params, merge_parts.Params):
             addresses += [params.outs, params.lses]
         if isinstance(params, launch.Params):
-            addresses += [params.q, *(cache.rows for cache in params.caches)]
+            addresses += [params.q, params.q_rope, *(cache.rows for cache in params.caches)]
             strides += [2 * params.q_token_stride, 2 * params.q_head_stride]
+            strides += [2 * params.q_rope_token_stride, 2 * params.q_rope_head_stride]
             strides += [cache.block_bytes for cache in params.caches]
             size = params.num_tokens * params.q_token_stride
             params.queries = ctypes.string_at(params.q, 2 * size)  # a copy may be gone when the call is over
+            if params.q_rope != params.q + 1024:
+                params.rope = ctypes.string_at(params.q_rope, 2 * params.num_tokens * params.q_rope_token_stride)
         assert not [address for address in addresses if address % 16]
         assert not [stride for stride in strides if stride % 16]
         self.seen.append(params)
@@ -141,6 +144,10 @@ def check(launches: Launches, q: torch.Tensor, results: dict[str, torch.Tensor],
     copied = copied.as_strided(q.shape, (params.q_token_stride, params.q_head_stride, 1))
     assert torch.equal(copied, q)
     assert (params.q == q.data_ptr()) == is_aligned(q)
+    if q.shape[2] == 576:
+        assert params.q_rope == params.q + 2 * 512
+        strides = params.q_token_stride, params.q_head_stride
+        assert (params.q_rope_token_stride, params.q_rope_head_stride) == strides
     assert (params.out == results["out"].data_ptr()) == is_aligned(results["out"])
     lse = results["lse"]
     assert (params.lse, params.lse_token_stride, params.lse_head_stride) == (lse.data_ptr(), *lse.stride())
@@ -207,6 +214,28 @@ def test_paged_sparse_attention(launches: Launches, cache_format: str, width: in
         blocks, requests_of_table = (len(tensor), 0) if own_table is None else (4, 2)
         assert (found.num_indices, found.num_requests) == (blocks * BLOCK_SIZE, requests_of_table)
         assert 1000 * found.of_block_size.multiplier >> found.of_block_size.shift == 1000 // BLOCK_SIZE
+
+
+@PLACES
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("op", ["paged_sparse_attention", "paged_attention"])
+def test_halves_of_queries(launches: Launches, op: str, place: Any, offset: int) -> None:
+    """Each is passed as it lies, or copied, whatever the other is."""
+    cache = formats.allocate_cache("bf16", NUM_BLOCKS, BLOCK_SIZE)
+    q, rope = random(NUM_TOKENS, NUM_HEADS, 512), place(random(NUM_TOKENS, NUM_HEADS, 64), offset)
+    results, row = outputs(at_offset, 0), torch.zeros(NUM_TOKENS, dtype=torch.int32)
+    if op == "paged_attention":
+        table = torch.zeros(2, 1, dtype=torch.int32)
+        dense_attention.paged_attention(q, cache, table, row, row, 0.125, "bf16", q_rope=rope, **results)
+    else:
+        indices = torch.zeros(NUM_TOKENS, TOPK, dtype=torch.int32)
+        sparse_attention.paged_sparse_attention(q, cache, indices, 0.125, "bf16", q_rope=rope, **results)
+    check(launches, q, results)
+    (params,) = launches.seen
+    copied = torch.frombuffer(bytearray(params.rope), dtype=torch.bfloat16)
+    copied = copied.as_strided(rope.shape, (params.q_rope_token_stride, params.q_rope_head_stride, 1))
+    assert torch.equal(copied, rope)
+    assert (params.q_rope == rope.data_ptr()) == is_aligned(rope)
 
 
 @PLACES

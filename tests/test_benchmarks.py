@@ -143,6 +143,19 @@ def test_other_ways_to_call_attention_are_checked_and_are_no_peers(
     assert "ours, 16,2: not measured" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("family", ["sparse_attention", "dense_attention"])
+def test_halves_of_queries_are_checked_and_are_no_peers(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["--quick", "--device", "cpu", "--q-halves", "--skip", "prefill", "--json", str(path)]
+    arguments += ["--cache-formats", "bf16", "--tokens", "2", "--heads", "4"]
+    module = importlib.import_module(f"benchmarks.{family}")
+    assert module.main(arguments) == 0
+    rows = json.loads(path.read_text())[family]["rows"]
+    found = [row["lowering"] for row in rows if row["shape"].get("T") == 2]
+    assert found == ["reference", "ours, halves", "ours, torch.cat of halves"]
+    assert all(row["passed"] and row["ratio_to_peer"] is None for row in rows)
+
+
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
 def test_what_users_data_varies_is_an_axis(cache_format: str, tmp_path: Path) -> None:
     """Dead and popular keys, mixed lengths, small latents: each row with its check, labelled with what is not usual."""

@@ -75,6 +75,12 @@ def test_flash_mla_gets_blocks_that_exist_and_gives_the_contract(
     )
     attention_oracle.assert_close(out, lse, expected)
     assert (lse[3:] == -math.inf).all()
+    latent, rope = q.split((512, 64), dim=2)
+    halves = torch.empty_like(out), torch.empty_like(lse)
+    results = {"out": halves[0], "lse": halves[1]}
+    flash_mla.paged_attention(latent, cache, table, owners, lens, SCALE, "bf16", q_rope=rope, **results)
+    assert torch.equal(halves[0], out)
+    assert torch.equal(halves[1], lse)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks", "max_blocks"), [(0, 2, 2), (2, 0, 2), (2, 2, 0)])

@@ -41,6 +41,8 @@ def complete_sample(op_name: str) -> Sample:
     for argument in sample.op._schema.arguments:
         if argument.name in optional:
             arguments.setdefault(argument.name, optional[argument.name])
+        if argument.name == "q_rope":
+            arguments["q"], arguments["q_rope"] = (half.contiguous() for half in arguments["q"].split((512, 64), dim=2))
     return replace(sample, args=(), kwargs=arguments)
 
 

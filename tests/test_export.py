@@ -60,7 +60,8 @@ class LayerWithItsCache(torch.nn.Module):
 
     def forward(self, q: Any, kv_c: Any, k_pe: Any, slots: Any, indices: Any) -> Any:
         mla.concat_and_cache(kv_c, k_pe, self.kv_cache, slots, "fp8_ds_mla")
-        out, lse = mla.paged_sparse_attention(q, self.kv_cache, indices, SCALE, "fp8_ds_mla")
+        latent, rope = q.split((512, 64), dim=-1)
+        out, lse = mla.paged_sparse_attention(latent, self.kv_cache, indices, SCALE, "fp8_ds_mla", q_rope=rope)
         kv = torch.cat((kv_c, k_pe), 1)
         return mla.merge_attention_states(out, lse, *mla.sparse_attention(q, kv, indices, SCALE))
 

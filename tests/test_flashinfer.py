@@ -252,6 +252,10 @@ def test_paged_attention_holds_the_contract(
     run(q, cache, table, owners, lens, SCALE, "bf16", out=buffers[0], lse=buffers[1])
     assert torch.equal(buffers[0], out)
     assert torch.equal(buffers[1], lse)
+    latent, rope = q.split((512, 64), dim=2)
+    halves = flashinfer.compute_paged(latent, cache, table, owners, lens, SCALE, "bf16", q_rope=rope)
+    assert torch.equal(halves[0], out)
+    assert torch.equal(halves[1], lse)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks", "max_blocks"), [(0, 2, 2), (2, 0, 2), (2, 2, 0)])

@@ -88,9 +88,11 @@ mla::merge_topk(Tensor scores, Tensor indices, SymInt topk) -> (Tensor, Tensor)
 mla::merge_topk.out(Tensor scores, Tensor indices, SymInt topk, *, Tensor(a!) best_scores,
     Tensor(b!) best_indices) -> ()
 mla::paged_attention(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token,
-    Tensor key_lens, float softmax_scale, str cache_format) -> (Tensor, Tensor)
+    Tensor key_lens, float softmax_scale, str cache_format, *, Tensor? q_rope=None) -> (Tensor,
+    Tensor)
 mla::paged_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token,
-    Tensor key_lens, float softmax_scale, str cache_format, *, Tensor(b!) out, Tensor(c!) lse) -> ()
+    Tensor key_lens, float softmax_scale, str cache_format, *, Tensor? q_rope=None, Tensor(b!) out,
+    Tensor(c!) lse) -> ()
 mla::paged_indexer_logits(Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor
     block_table, Tensor req_id_per_token, SymInt max_length, str cache_format, *, bool clean=False)
     -> Tensor
@@ -98,8 +100,8 @@ mla::paged_indexer_logits.out(Tensor q, Tensor(a!) index_cache, Tensor weights, 
     Tensor block_table, Tensor req_id_per_token, SymInt max_length, str cache_format, *, bool
     clean=False, Tensor(b!) out) -> ()
 mla::paged_sparse_attention(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale, str
-    cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None,
-    Tensor? req_id_per_token=None, bool deterministic=False) -> (Tensor, Tensor)
+    cache_format, *, Tensor? q_rope=None, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor?
+    block_table=None, Tensor? req_id_per_token=None, bool deterministic=False) -> (Tensor, Tensor)
 mla::paged_sparse_attention.extra(Tensor q, Tensor(a!) kv_cache, Tensor indices, float
     softmax_scale, str cache_format, Tensor(b!) extra_kv_cache, Tensor extra_indices, str
     extra_cache_format, *, Tensor? topk_length=None, Tensor? extra_topk_length=None, Tensor?
@@ -111,8 +113,9 @@ mla::paged_sparse_attention.extra_out(Tensor q, Tensor(a!) kv_cache, Tensor indi
     attn_sink=None, Tensor? block_table=None, Tensor? extra_block_table=None, Tensor?
     req_id_per_token=None, bool deterministic=False, Tensor(c!) out, Tensor(d!) lse) -> ()
 mla::paged_sparse_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor indices, float softmax_scale,
-    str cache_format, *, Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? block_table=None,
-    Tensor? req_id_per_token=None, bool deterministic=False, Tensor(b!) out, Tensor(c!) lse) -> ()
+    str cache_format, *, Tensor? q_rope=None, Tensor? topk_length=None, Tensor? attn_sink=None,
+    Tensor? block_table=None, Tensor? req_id_per_token=None, bool deterministic=False, Tensor(b!)
+    out, Tensor(c!) lse) -> ()
 mla::prefill_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,
     SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, *, bool causal=True) -> (Tensor,
     Tensor)

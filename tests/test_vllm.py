@@ -253,6 +253,30 @@ def test_batch_invariance_asks_for_deterministic_kernels(config, tmp_path, monke
 
 
 @needs_vllm
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+def test_the_halves_of_a_query_are_not_joined(sparse, config, tmp_path, monkeypatch):
+    """The kernels read them where vLLM's layer left them: the product with W_UK, and RoPE apart."""
+    from mla_ops import ops
+    from mla_ops.integrations.vllm import backends
+
+    asked = []
+    name = "paged_sparse_attention" if sparse else "paged_attention"
+    real = getattr(ops, name)
+
+    def record(q, *arguments, **options):
+        asked.append((q.shape, options["q_rope"].shape))
+        return real(q, *arguments, **options)
+
+    monkeypatch.setattr(ops, name, record)
+    backend = backends.MLAOpsSparseBackend if sparse else backends.MLAOpsDenseBackend
+    built = config("auto", sparse=sparse)
+    with set_current_vllm_config(built), tiny.one_rank(tmp_path):
+        layer = tiny.Layer(built, backend, backends.MLAOpsPrefillBackend, "auto", sparse=sparse)
+        run_steps(layer, [([5], 0), ([1], 0)], sparse, read_back("bf16"))
+    assert asked[-1] == ((1, tiny.HEADS, 512), (1, tiny.HEADS, 64))
+
+
+@needs_vllm
 def test_rows_of_a_cache_with_other_layers_pages_between(config, tmp_path):
     """What 0.33 calls under decode context parallelism: physical rows, of a block stride that is not the block size."""
     if not HAS_COMMON:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mla_ops
+from mla_ops.testing.checks import record_calls
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,17 @@ def test_warmup_runs_every_op(
     assert called == set(mla_ops.dispatch.FAMILIES) - left_out
 
 
+@pytest.mark.parametrize("q_halves", [False, True])
+def test_attention_gets_queries_in_the_form_that_was_announced(q_halves: bool) -> None:
+    with record_calls() as calls:
+        mla_ops.warmup(
+            cache_format="fp8_ds_mla", num_heads=3, topk=5, num_tokens=(1, 4), q_halves=q_halves, device="cpu"
+        )
+    attention = [named for op, named in calls if op in ("paged_sparse_attention", "paged_attention")]
+    given = [(named.get("q_rope") is not None, named["q"].shape[2]) for named in attention]
+    assert set(given) == {(True, 512) if q_halves else (False, 576)}
+
+
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
     """Names of the kernels that Triton compiles while the test runs."""
@@ -51,17 +63,17 @@ def compilations() -> Iterator[list[str]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("deterministic", "q_halves"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("num_heads", [16, 128])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
 def test_a_capture_after_warmup_compiles_nothing(
-    cache_format: str, num_heads: int, deterministic: bool, compilations: list[str]
+    cache_format: str, num_heads: int, deterministic: bool, q_halves: bool, compilations: list[str]
 ) -> None:
     """Steps of the token counts that were announced, over another cache, another table and other lengths."""
     device, topk, block_size = torch.device("cuda"), 640, 64
     num_tokens = (1, 8, 40, 300)
     options = {"cache_format": cache_format, "num_heads": num_heads, "deterministic": deterministic}
-    mla_ops.warmup(topk=topk, num_tokens=num_tokens, **options)
+    mla_ops.warmup(topk=topk, num_tokens=num_tokens, q_halves=q_halves, **options)
     before = list(compilations)
     cache = mla_ops.allocate_cache(cache_format, 70, block_size, device=device)
     for count in num_tokens:
@@ -77,7 +89,9 @@ def test_a_capture_after_warmup_compiles_nothing(
         seq_lens = torch.randint(1, 13 * block_size, (count,), dtype=torch.int32, device=device)
         table = torch.randint(0, 70, (count, 13), dtype=torch.int32, device=device)
         token = torch.randn(count, 576, device=device).bfloat16()
-        q = torch.randn(count, num_heads, 576, device=device).bfloat16()
+        q, q_rope = torch.randn(count, num_heads, 576, device=device).bfloat16(), None
+        if q_halves:
+            q, q_rope = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1), q[..., 512:]
         indices = torch.randint(0, 13 * block_size, (count, topk), dtype=torch.int32, device=device)
         out = torch.empty(count, num_heads, 512, dtype=torch.bfloat16, device=device)
         lse = torch.empty(count, num_heads, device=device)
@@ -91,6 +105,7 @@ def test_a_capture_after_warmup_compiles_nothing(
                 indices,
                 576**-0.5,
                 cache_format,
+                q_rope=q_rope,
                 topk_length=metadata.topk_length,
                 block_table=metadata.block_table,
                 req_id_per_token=metadata.req_id_per_token,

@@ -13,13 +13,23 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import forward_ad
 
-from ..formats import CACHE_ALIGNMENT, LATENT_FORMATS, CacheFormat, get_format
+from ..formats import (
+    CACHE_ALIGNMENT,
+    LATENT_DIM,
+    LATENT_FORMATS,
+    ROPE_DIM,
+    CacheFormat,
+    geometry,
+    get_format,
+)
 from ..registry import is_single, require, require_one_of
 from ..transforms import has_tangent, tangent_message
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 SCALE_LIMIT = 2.0**127
+QUERY_DIMS = (LATENT_DIM + ROPE_DIM, LATENT_DIM)
+MAX_NUM_HEADS = 128
 
 
 def check_tensor(
@@ -130,6 +140,50 @@ def check_cache(
         ),
     )
     return entry
+
+
+def check_heads(op: str, num_heads: int) -> None:
+    if not 1 <= num_heads <= MAX_NUM_HEADS:
+        raise ValueError(f"{op}: q must have 1 to {MAX_NUM_HEADS} heads, got {num_heads}")
+
+
+def check_query(op: str, q: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Raises unless `q` can be absorbed queries, `[num_tokens, num_heads, 576 or 512]`."""
+    dims = (("num_tokens", None), ("num_heads", None), ("head_dim", None))
+    check_tensor(op, "q", q, dtypes, dims, q.device)
+    if q.shape[2] not in QUERY_DIMS:
+        raise ValueError(f"{op}: q must have shape [num_tokens, num_heads, 576 or 512], got {list(q.shape)}")
+    check_heads(op, q.shape[1])
+
+
+def check_query_and_cache(
+    op: str,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    cache_format: str,
+    name: str = "kv_cache",
+    q_rope: torch.Tensor | None = None,
+) -> int:
+    """Raises unless queries go with the keys of a paged cache: dtype, width and device. Returns the width.
+
+    With `q_rope`, `q` has the latent dims only.
+    """
+    entry = check_cache(op, kv_cache, cache_format, name)
+    check_query(op, q, FLOAT_DTYPES if entry.quantized else (entry.value_dtype,))
+    width = q.shape[2]
+    if q_rope is not None:
+        if width != LATENT_DIM:
+            raise ValueError(f"{op}: q must be {LATENT_DIM} wide beside q_rope, got shape {list(q.shape)}")
+        dims = (("num_tokens", q.shape[0]), ("num_heads", q.shape[1]), ("rope_dim", ROPE_DIM))
+        check_tensor(op, "q_rope", q_rope, (q.dtype,), dims, q.device)
+        width = LATENT_DIM + ROPE_DIM
+    head_dim = geometry(kv_cache, cache_format).head_dim
+    if head_dim not in QUERY_DIMS or width != head_dim:
+        query = "q is" if q_rope is None else "q and q_rope are"
+        raise ValueError(f"{op}: {query} {width} wide, but the keys in {name} are {head_dim} wide")
+    if kv_cache.device != q.device:
+        raise ValueError(f"{op}: {name} must be on {q.device} like the first argument, got {kv_cache.device}")
+    return head_dim
 
 
 def check_positive(op: str, name: str, value: int | torch.SymInt) -> None:

@@ -7,17 +7,18 @@ import torch
 from ..dispatch import Call
 from ..formats import LATENT_DIM, geometry
 from ..registry import Contract, Outputs, computing, require
-from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_scale, check_tensor
+from ._checks import (
+    FLOAT_DTYPES,
+    check_heads,
+    check_no_grad,
+    check_not_negative,
+    check_query_and_cache,
+    check_scale,
+    check_tensor,
+)
 
 INT32 = (torch.int32,)
-MAX_NUM_HEADS = 128
 MAX_HEAD_DIM = 256
-PAGED_HEAD_DIMS = (576, 512)
-
-
-def _check_heads(op: str, num_heads: int) -> None:
-    if not 1 <= num_heads <= MAX_NUM_HEADS:
-        raise ValueError(f"{op}: q must have 1 to {MAX_NUM_HEADS} heads, got {num_heads}")
 
 
 def _check_head_dim(op: str, name: str, head_dim: int) -> None:
@@ -46,7 +47,7 @@ def prefill_attention(
     op = "prefill_attention"
     device = q.device
     check_tensor(op, "q", q, FLOAT_DTYPES, (("num_tokens", None), ("num_heads", None), ("head_dim", None)), device)
-    _check_heads(op, q.shape[1])
+    check_heads(op, q.shape[1])
     _check_head_dim(op, "q", q.shape[2])
     key_dims = (("num_kv", None), ("num_kv_heads", None), ("head_dim", q.shape[2]))
     check_tensor(op, "k", k, (q.dtype,), key_dims, device)
@@ -81,26 +82,18 @@ def paged_attention(
     key_lens: torch.Tensor,
     softmax_scale: float,
     cache_format: str,
+    *,
+    q_rope: torch.Tensor | None = None,
 ) -> Contract:
     op = "paged_attention"
     device = q.device
-    entry = check_cache(op, kv_cache, cache_format)
-    dtypes = FLOAT_DTYPES if entry.quantized else (entry.value_dtype,)
-    check_tensor(op, "q", q, dtypes, (("num_tokens", None), ("num_heads", None), ("head_dim", None)), device)
-    if q.shape[2] not in PAGED_HEAD_DIMS:
-        raise ValueError(f"{op}: q must have shape [num_tokens, num_heads, 576 or 512], got {list(q.shape)}")
-    _check_heads(op, q.shape[1])
-    head_dim = geometry(kv_cache, cache_format).head_dim
-    if q.shape[2] != head_dim:
-        raise ValueError(f"{op}: q is {q.shape[2]} wide, but the keys in kv_cache are {head_dim} wide")
-    if kv_cache.device != device:
-        raise ValueError(f"{op}: kv_cache must be on {device} like the first argument, got {kv_cache.device}")
+    head_dim = check_query_and_cache(op, q, kv_cache, cache_format, q_rope=q_rope)
     check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
     tokens = (("num_tokens", q.shape[0]),)
     check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
     check_tensor(op, "key_lens", key_lens, INT32, tokens, device)
     check_scale(op, "softmax_scale", softmax_scale)
-    check_no_grad(op, q=q, kv_cache=kv_cache)
+    check_no_grad(op, q=q, q_rope=q_rope, kv_cache=kv_cache)
     num_tokens, num_heads, _ = q.shape
     block_size = geometry(kv_cache, cache_format).block_size
     capacity = block_table.shape[1] * block_size

@@ -5,22 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import Call
-from ..formats import LATENT_DIM, ROPE_DIM, geometry
+from ..formats import LATENT_DIM
 from ..registry import Contract, computing
-from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_scale, check_tensor
+from ._checks import FLOAT_DTYPES, check_no_grad, check_query, check_query_and_cache, check_scale, check_tensor
 
 INT32 = (torch.int32,)
-HEAD_DIMS = (LATENT_DIM + ROPE_DIM, LATENT_DIM)
-MAX_NUM_HEADS = 128
-
-
-def _check_query(op: str, q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    dims = (("num_tokens", None), ("num_heads", None), ("head_dim", None))
-    check_tensor(op, "q", q, dtypes, dims, q.device)
-    if q.shape[2] not in HEAD_DIMS:
-        raise ValueError(f"{op}: q must have shape [num_tokens, num_heads, 576 or 512], got {list(q.shape)}")
-    if not 1 <= q.shape[1] <= MAX_NUM_HEADS:
-        raise ValueError(f"{op}: q must have 1 to {MAX_NUM_HEADS} heads, got {q.shape[1]}")
 
 
 def _check_selection(
@@ -37,24 +26,15 @@ def _check_sink(op: str, q: torch.Tensor, attn_sink: torch.Tensor | None) -> Non
         check_tensor(op, "attn_sink", attn_sink, (torch.float32,), (("num_heads", q.shape[1]),), q.device)
 
 
-def _check_keys(op: str, q: torch.Tensor, kv_cache: torch.Tensor, cache_format: str, name: str = "kv_cache") -> None:
-    """Queries go with the keys of a paged cache: dtype, width and device."""
-    entry = check_cache(op, kv_cache, cache_format, name)
-    _check_query(op, q, FLOAT_DTYPES if entry.quantized else (entry.value_dtype,))
-    head_dim = geometry(kv_cache, cache_format).head_dim
-    if head_dim not in HEAD_DIMS or q.shape[2] != head_dim:
-        raise ValueError(f"{op}: q is {q.shape[2]} wide, but the keys in {name} are {head_dim} wide")
-    if kv_cache.device != q.device:
-        raise ValueError(f"{op}: {name} must be on {q.device} like the first argument, got {kv_cache.device}")
-
-
 def _check_table(op: str, q: torch.Tensor, block_table: torch.Tensor | None, name: str = "block_table") -> None:
     if block_table is not None:
         check_tensor(op, name, block_table, INT32, (("num_requests", None), ("max_blocks", None)), q.device)
 
 
-def _contract(op: str, q: torch.Tensor, indices: torch.Tensor, cache_format: str, deterministic: bool) -> Contract:
-    num_tokens, num_heads, head_dim = q.shape
+def _contract(
+    op: str, q: torch.Tensor, head_dim: int, indices: torch.Tensor, cache_format: str, deterministic: bool
+) -> Contract:
+    num_tokens, num_heads, _ = q.shape
     names, sizes = (op, q.device, q.dtype, cache_format), (head_dim, num_heads, num_tokens, indices.shape[1])
     outputs = {
         "out": ((num_tokens, num_heads, LATENT_DIM), q.dtype),
@@ -71,6 +51,7 @@ def paged_sparse_attention(
     softmax_scale: float,
     cache_format: str,
     *,
+    q_rope: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
@@ -78,7 +59,7 @@ def paged_sparse_attention(
     deterministic: bool = False,
 ) -> Contract:
     op = "paged_sparse_attention"
-    _check_keys(op, q, kv_cache, cache_format)
+    head_dim = check_query_and_cache(op, q, kv_cache, cache_format, q_rope=q_rope)
     _check_selection(op, q, indices, topk_length)
     _check_sink(op, q, attn_sink)
     check_scale(op, "softmax_scale", softmax_scale)
@@ -90,11 +71,12 @@ def paged_sparse_attention(
     _check_table(op, q, block_table)
     if req_id_per_token is not None:
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
-    check_no_grad(op, q=q, kv_cache=kv_cache, attn_sink=attn_sink)
-    return _contract(op, q, indices, cache_format, deterministic)
+    check_no_grad(op, q=q, q_rope=q_rope, kv_cache=kv_cache, attn_sink=attn_sink)
+    return _contract(op, q, head_dim, indices, cache_format, deterministic)
 
 
-# the extra cache is an overload, since an optional argument that is written (`Tensor(a!)?`) crashes Inductor
+# The extra cache is an overload, since an optional argument that is written (`Tensor(a!)?`) crashes Inductor. It has no
+# `q_rope`: DeepSeek-V4, whose layers have two caches, absorbs nothing, so that a query is 512 wide and in one piece.
 @computing("out", "lse", op="paged_sparse_attention.extra", writes=("kv_cache", "extra_kv_cache"))
 def paged_sparse_attention_extra(
     q: torch.Tensor,
@@ -115,8 +97,8 @@ def paged_sparse_attention_extra(
     deterministic: bool = False,
 ) -> Contract:
     op = "paged_sparse_attention.extra"
-    _check_keys(op, q, kv_cache, cache_format)
-    _check_keys(op, q, extra_kv_cache, extra_cache_format, "extra_kv_cache")
+    head_dim = check_query_and_cache(op, q, kv_cache, cache_format)
+    check_query_and_cache(op, q, extra_kv_cache, extra_cache_format, "extra_kv_cache")
     _check_selection(op, q, indices, topk_length)
     _check_selection(op, q, extra_indices, extra_topk_length, "extra_")
     _check_sink(op, q, attn_sink)
@@ -130,7 +112,7 @@ def paged_sparse_attention_extra(
     if req_id_per_token is not None:
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
     check_no_grad(op, q=q, kv_cache=kv_cache, extra_kv_cache=extra_kv_cache, attn_sink=attn_sink)
-    call, outputs = _contract(op, q, indices, cache_format, deterministic)
+    call, outputs = _contract(op, q, head_dim, indices, cache_format, deterministic)
     return call._replace(extra_cache_format=extra_cache_format, extra_topk=extra_indices.shape[1]), outputs
 
 
@@ -146,10 +128,10 @@ def sparse_attention(
     deterministic: bool = False,
 ) -> Contract:
     op = "sparse_attention"
-    _check_query(op, q, FLOAT_DTYPES)
+    check_query(op, q, FLOAT_DTYPES)
     check_tensor(op, "kv", kv, (q.dtype,), (("num_kv", None), ("head_dim", q.shape[2])), q.device)
     _check_selection(op, q, indices, topk_length)
     _check_sink(op, q, attn_sink)
     check_scale(op, "softmax_scale", softmax_scale)
     check_no_grad(op, q=q, kv=kv, attn_sink=attn_sink)
-    return _contract(op, q, indices, "", deterministic)
+    return _contract(op, q, q.shape[2], indices, "", deterministic)

@@ -36,12 +36,14 @@ _INDEX_QUERY = {"q": "t..", "weights": "t.", "lengths": "t", "req_id_per_token":
 _TOKEN_TABLE = {"topk_indices": "t.", "token_indices": "t.", "positions": "t", "req_id_per_token": "t"}
 
 RULES = {
-    "paged_sparse_attention": Rule({"q": "th.", **_SELECTION}, _ATTENTION_OUT, "th"),
+    "paged_sparse_attention": Rule({"q": "th.", "q_rope": "th.", **_SELECTION}, _ATTENTION_OUT, "th"),
     "paged_sparse_attention.extra": Rule(
         {"q": "th.", **_SELECTION, "extra_indices": "t.", "extra_topk_length": "t"}, _ATTENTION_OUT, "th"
     ),
     "sparse_attention": Rule({"q": "th.", **_SELECTION}, _ATTENTION_OUT, "th"),
-    "paged_attention": Rule({"q": "th.", "req_id_per_token": "t", "key_lens": "t"}, _ATTENTION_OUT, "th"),
+    "paged_attention": Rule(
+        {"q": "th.", "q_rope": "th.", "req_id_per_token": "t", "key_lens": "t"}, _ATTENTION_OUT, "th"
+    ),
     "prefill_attention": Rule({"q": ".h.", "k": ".h.", "v": ".h."}, (".h.", ".h"), "h"),
     "merge_attention_states": Rule(
         {"out_a": "th.", "lse_a": "th", "out_b": "th.", "lse_b": "th"}, _ATTENTION_OUT, "th"

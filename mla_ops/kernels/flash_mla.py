@@ -21,6 +21,7 @@ from ..dispatch import Call, Lowering, Missing, is_installed
 from ..formats import LATENT_DIM, geometry
 from .alignment import aligned
 from .reference.index import translate
+from .reference.sparse_attention import whole_query
 
 # its planning kernel keeps 20 bytes a row in shared memory and exits the process when they do not fit; below this
 # chunk no offset of 64 or 128 heads reaches 2**31 either
@@ -175,6 +176,7 @@ def paged_sparse_attention(
     softmax_scale: float,
     cache_format: str,
     *,
+    q_rope: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
@@ -191,7 +193,7 @@ def paged_sparse_attention(
         return
     slots = slots_or_minus_one(indices, num_blocks, block_size, topk_length, block_table, req_id_per_token)
     slots = _pad_indices(slots, DECODE_TOPK_MULTIPLE)
-    q, attn_sink = pad_query(q), pad_sink(attn_sink)
+    q, attn_sink = pad_query(whole_query(q, q_rope)), pad_sink(attn_sink)
     provider, _ = find_provider()
     assert provider is not None
     op = getattr(torch.ops, provider.namespace).sparse_decode_fwd.default
@@ -261,6 +263,7 @@ def paged_attention(
     softmax_scale: float,
     cache_format: str,
     *,
+    q_rope: torch.Tensor | None = None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -277,7 +280,7 @@ def paged_attention(
     provider, _ = find_provider()
     assert provider is not None
     op = getattr(torch.ops, provider.namespace).dense_decode_fwd.default
-    q, kv = aligned(q), kv_cache.unsqueeze(2)
+    q, kv = aligned(whole_query(q, q_rope)), kv_cache.unsqueeze(2)
     for start in range(0, num_tokens, MAX_ROWS_PER_CALL):
         rows = slice(start, start + MAX_ROWS_PER_CALL)
         # not causal: every token is a request of one query; its schedule is planned inside the call, on the device

@@ -22,6 +22,7 @@ import torch
 from ..dispatch import Call, Lowering, Missing, device_capability, into_buffers, is_installed
 from ..formats import LATENT_DIM, geometry
 from .alignment import aligned
+from .reference.sparse_attention import whole_query
 from .torch_sdpa import empty_result, is_one_request_with_itself
 
 PREFILL_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -271,6 +272,8 @@ def compute_paged(
     key_lens: torch.Tensor,
     softmax_scale: float,
     cache_format: str,
+    *,
+    q_rope: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from .triton.dense_attention import compact_blocks
 
@@ -281,7 +284,7 @@ def compute_paged(
     lse = torch.full((num_tokens, num_heads), -torch.inf, device=q.device)
     if num_tokens == 0 or num_blocks == 0 or block_table.numel() == 0:
         return out, lse
-    q = aligned(q)
+    q = aligned(whole_query(q, q_rope))
     blocks, lens = compact_blocks(block_table, req_id_per_token, key_lens, num_blocks, block_size)
     wrapper = _wrapper("BatchMLAPagedAttentionWrapper", _backend(q.device), q.device)
     step = rows_per_call(blocks.shape[1] * block_size)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..formats import LATENT_DIM
 from ..warm_up import warmup
 from .decoder import Decoder
 from .requests import Limits, Request, check_end_tokens, check_int, check_prompts, check_request, end_tokens
@@ -333,6 +334,7 @@ class GenerationSession:
                 dtype=decoder.dtype,
                 device=decoder.device,
                 prefill_head_dims=_prefill_head_dims(decoder.config),
+                q_halves=decoder.head_dim > LATENT_DIM,
             )
         tokens = [0] * min(self.prefill_tokens, 7, decoder.max_model_len - 1)
         late = decoder.max_model_len - len(tokens)

@@ -321,10 +321,10 @@ class LatentAttention(nn.Module):
 
         dims = nope_dim, attention.v_head_dim
         w_uk, w_uv = attention.kv_b_proj.weight.view(self.num_heads, sum(dims), LATENT_DIM).split(dims, dim=1)
-        q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
-        q = torch.cat((q_latent, q_pe), dim=-1)
+        q, q_rope = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1), q_pe
         if step.context is not None and self.ranks.tp_mesh is not None:
-            q = step.context.gather_heads(q)
+            both = step.context.gather_heads(torch.cat((q, q_rope), dim=-1))  # one collective for both
+            q, q_rope = both.split((LATENT_DIM, ROPE_DIM), dim=-1)
         sink = attention.sinks.float() if self.with_sink else None
         if part.indexer is None:
             out, lse = paged_attention(
@@ -335,6 +335,7 @@ class LatentAttention(nn.Module):
                 step.key_lens,
                 attention.scaling,
                 step.cache_format,
+                q_rope=q_rope,
             )
         else:
             if part.indexer == OWN:
@@ -349,6 +350,7 @@ class LatentAttention(nn.Module):
                 indices,
                 attention.scaling,
                 step.cache_format,
+                q_rope=q_rope,
                 topk_length=counts,
                 attn_sink=sink if whole else None,
                 block_table=inputs.block_table if whole else None,

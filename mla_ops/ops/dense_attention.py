@@ -67,6 +67,8 @@ def paged_attention(
     key_lens: torch.Tensor,
     softmax_scale: float,
     cache_format: str,
+    *,
+    q_rope: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query token to the first keys of its request in a paged cache, in the absorbed form.
 
@@ -86,6 +88,8 @@ def paged_attention(
         softmax_scale: multiplies `q @ k`. The width of heads before absorption sets it: `192**-0.5` for DeepSeek-V3 and
             V3.2 (128 + 64), times `mscale**2` where the model has one, and `512**-0.5` for V4, which absorbs nothing.
         cache_format: format of `kv_cache`.
+        q_rope: `[num_tokens, num_heads, 64]` of q's dtype, the RoPE dims of the queries, as in
+            `paged_sparse_attention`; `q` is 512 wide then.
 
     Returns:
         out `[num_tokens, num_heads, 512]` of q's dtype and lse `[num_tokens, num_heads]` float32, natural logarithm,
@@ -99,7 +103,9 @@ def paged_attention(
 
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2 and appendix C.
     """
-    return contracts.paged_attention(q, kv_cache, block_table, req_id_per_token, key_lens, softmax_scale, cache_format)
+    return contracts.paged_attention(
+        q, kv_cache, block_table, req_id_per_token, key_lens, softmax_scale, cache_format, q_rope=q_rope
+    )
 
 
 def choose_prefill(max_seq_len: int, index_topk: int) -> Literal["dense", "sparse"]:

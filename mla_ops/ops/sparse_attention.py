@@ -23,6 +23,7 @@ def paged_sparse_attention(
     softmax_scale: float,
     cache_format: str,
     *,
+    q_rope: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
@@ -51,6 +52,9 @@ def paged_sparse_attention(
         softmax_scale: multiplies `q @ k`. The width of heads before absorption sets it: `192**-0.5` for DeepSeek-V3 and
             V3.2 (128 + 64), times `mscale**2` where the model has one, and `512**-0.5` for V4, which absorbs nothing.
         cache_format: format of `kv_cache`.
+        q_rope: `[num_tokens, num_heads, 64]` of q's dtype, the RoPE dims of the queries; `q` is the absorbed part,
+            `[num_tokens, num_heads, 512]`, then. The two may be views of any other tensors, of any strides whose last
+            is 1: nothing has to be concatenated. Not with an extra cache.
         topk_length: `[num_tokens]` int32; only the first so many indices of a row count. None: all.
         attn_sink: `[num_heads]` float32, a logit that takes part in the softmax and carries no value: the output is
             scaled by `exp(lse) / (exp(lse) + exp(sink))`. -inf is no sink, +inf gives 0.
@@ -82,6 +86,11 @@ def paged_sparse_attention(
     Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention); DeepSeek-V4 (two caches).
     """
     if extra_kv_cache is not None and extra_indices is not None:
+        if q_rope is not None:
+            raise ValueError(
+                "paged_sparse_attention: q_rope does not go with an extra cache, whose queries are in one piece, 512 "
+                "wide: pass the whole query as q"
+            )
         return contracts.paged_sparse_attention_extra(
             q,
             kv_cache,
@@ -112,6 +121,7 @@ def paged_sparse_attention(
         indices,
         softmax_scale,
         cache_format,
+        q_rope=q_rope,
         topk_length=topk_length,
         attn_sink=attn_sink,
         block_table=block_table,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..formats import CACHE_ALIGNMENT, FORMATS, allocate_cache, geometry
+from ..formats import CACHE_ALIGNMENT, FORMATS, LATENT_DIM, allocate_cache, geometry
 from ..kernels.reference.cache import concat_and_cache as write_reference
 
 NUM_BLOCKS = 5
@@ -84,6 +84,12 @@ def wide_rows(tensor: torch.Tensor) -> torch.Tensor:
     view = wide[..., : tensor.shape[-1]]
     view.copy_(tensor)
     return view
+
+
+def halves(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent and the RoPE dims of queries as layers have them: of a product, heads first; of a wider projection."""
+    latent = q[..., :LATENT_DIM].transpose(0, 1).contiguous().transpose(0, 1)
+    return latent, wide_rows(q[..., LATENT_DIM:])
 
 
 Case = tuple[str, tuple[Any, ...], dict[str, Any]]

@@ -33,6 +33,7 @@ from .maker import (
     Case,
     Maker,
     by_token,
+    halves,
     padded_blocks,
     wide_rows,
 )
@@ -280,6 +281,11 @@ def _paged_sparse_attention(make: Maker) -> Iterator[Case]:
             },
         )
     fp8, q, indices = make.cache("fp8_ds_mla"), make.normal(5, NUM_HEADS, LATENT_DIM + ROPE_DIM), _selection(make, 5)
+    for cache_format, cache in (("fp8_ds_mla", fp8), ("bf16", make.cache("bf16"))):
+        latent, rope = halves(q)
+        yield f"{cache_format} halves", (latent, cache, indices, SCALE, cache_format), {"q_rope": rope}
+    latent, rope = halves(q[:1])
+    yield "fp8_ds_mla halves of one token", (latent, fp8, indices[:1], SCALE, "fp8_ds_mla"), {"q_rope": rope}
     yield "fp8_ds_mla deterministic", (q, fp8, indices, SCALE, "fp8_ds_mla"), {"deterministic": True}
     v4, q = by_token(make.cache("fp8_ds_mla_v4"), "fp8_ds_mla_v4"), make.normal(2, NUM_HEADS, LATENT_DIM)
     yield "fp8_ds_mla_v4 seen token by token", (q, v4, _selection(make, 2), SCALE, "fp8_ds_mla_v4"), {}

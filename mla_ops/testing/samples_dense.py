@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..formats import FORMATS, LATENT_DIM, LATENT_FORMATS
-from .maker import NUM_HEADS, PLAIN, SCALE, Case, Maker, padded_blocks, wide_rows
+from .maker import NUM_HEADS, PLAIN, SCALE, Case, Maker, halves, padded_blocks, wide_rows
 
 
 def merge_stacked(make: Maker) -> Iterator[Case]:
@@ -70,6 +70,9 @@ def paged_attention(make: Maker) -> Iterator[Case]:
         q, cache, *rest = case(cache_format, 5)
         wide = (wide_rows(q), padded_blocks(cache), wide_rows(table), *rest[1:])
         yield f"{cache_format} padded blocks and wide rows", wide, {}
+        q, *rest = case(cache_format, 5)
+        latent, rope = halves(q)
+        yield f"{cache_format} halves", (latent, *rest), {"q_rope": rope}
     q, cache, _, requests, _, *rest = case("bf16", 5)
     garbage = make.int32([[2, 99, -5], [-(2**31), 2**31 - 1, 0]])
     extremes = make.int32([12, 2**31 - 1, -(2**31), 0, 5])

@@ -43,6 +43,15 @@ def _query(draw: Draw, cache_format: str, num_tokens: int, heads: int, width: in
     return draw.normal(num_tokens, heads, width, dtype=dtype, spread=2)
 
 
+def _maybe_halved(draw: Draw, arguments: Arguments) -> Arguments:
+    """The query in two tensors, where keys have RoPE dims behind the 512th; else as it is."""
+    q = arguments["q"]
+    if q.shape[2] == 512 or not draw.chance(0.4):
+        return arguments
+    latent, rope = (half.contiguous() for half in q.split((512, 64), dim=2))
+    return {**arguments, "q": latent, "q_rope": rope}
+
+
 def _sink(draw: Draw, heads: int) -> torch.Tensor | None:
     sink = torch.randn(heads)
     if draw.chance(0.3):
@@ -52,7 +61,9 @@ def _sink(draw: Draw, heads: int) -> torch.Tensor | None:
 
 def _judge_attention(tokens: list[int], *, formats: tuple[str, ...] = ("",)) -> Judge:
     def judge(before: Arguments, after: Arguments, outputs: tuple[torch.Tensor, ...], lowering: str) -> None:
-        q = before["q"]
+        q, q_rope = before["q"], before.get("q_rope")
+        if q_rope is not None:
+            q = torch.cat((q, q_rope), dim=-1)
         operands = [operand(lowering, name, q.dtype) for name in formats]
         options = {name: before.get(name) for name in ("topk_length", "attn_sink", "block_table", "req_id_per_token")}
         extra = None
@@ -113,7 +124,7 @@ def paged_sparse_attention(draw: Draw) -> Case:
     tokens = _some(draw, num_tokens)
     judge = _judge_attention(tokens, formats=(cache_format,))
     if draw.chance(0.75):
-        return Case("paged_sparse_attention", arguments, judge, {"kv_cache": cache_format})
+        return Case("paged_sparse_attention", _maybe_halved(draw, arguments), judge, {"kv_cache": cache_format})
     same_width = [
         name for name in LATENT_FORMATS if width in FORMATS[name].head_dims and name in (cache_format, *PLAIN)
     ]
@@ -171,7 +182,7 @@ def paged_attention(draw: Draw) -> Case:
         "cache_format": cache_format,
     }
     judge = _judge_attention(_some(draw, num_tokens), formats=(cache_format,))
-    return Case("paged_attention", arguments, judge, {"kv_cache": cache_format})
+    return Case("paged_attention", _maybe_halved(draw, arguments), judge, {"kv_cache": cache_format})
 
 
 def prefill_attention(draw: Draw) -> Case:

@@ -6,7 +6,7 @@ import torch
 
 from mla_ops.formats import allocate_cache
 
-from .common import Refusal, narrower
+from .common import HALVES, Refusal, narrower
 
 REFUSALS: list[Refusal] = [
     ("paged_sparse_attention", "unknown format", lambda g: {"cache_format": "bf17"}, ValueError, ("got 'bf17'",)),
@@ -17,13 +17,7 @@ REFUSALS: list[Refusal] = [
         ValueError,
         ("q must", "576 or 512", "[5, 3, 128]"),
     ),
-    (
-        "paged_sparse_attention",
-        "queries narrower than keys",
-        lambda g: {"q": g["q"][:, :, :512].contiguous()},
-        ValueError,
-        ("q is 512 wide", "576"),
-    ),
+    *(("paged_sparse_attention", *refusal) for refusal in HALVES),
     (
         "paged_sparse_attention",
         "a cache of index keys",
@@ -75,13 +69,6 @@ REFUSALS: list[Refusal] = [
         lambda g: {"q": g["q"].half()},
         TypeError,
         ("q must be torch.bfloat16", "got torch.float16"),
-    ),
-    (
-        "paged_sparse_attention",
-        "queries of 576 over V4",
-        lambda g: {"kv_cache": allocate_cache("fp8_ds_mla_v4", 5, 4), "cache_format": "fp8_ds_mla_v4"},
-        ValueError,
-        ("q is 576 wide", "kv_cache are 512 wide"),
     ),
     (
         "paged_sparse_attention.extra",

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from ... import ops
-from .shared import CacheWriter, MlaBackend, cache_format, request_of_token, whole_query
+from .shared import CacheWriter, MlaBackend, cache_format, query_of, request_of_token
 
 
 @dataclass
@@ -90,7 +90,7 @@ class DenseImpl(CacheWriter, MLACommonImpl[MLACommonMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         decode = attn_metadata.decode
         assert isinstance(decode, DenseDecodeMetadata)
-        queries = whole_query(q)
+        queries, q_rope = query_of(q)
         num_tokens = queries.shape[0]
         return ops.paged_attention(
             queries,
@@ -100,6 +100,7 @@ class DenseImpl(CacheWriter, MLACommonImpl[MLACommonMetadata]):
             decode.key_lens[:num_tokens],
             self.scale,
             cache_format(self.kv_cache_dtype, kv_c_and_k_pe_cache),
+            q_rope=q_rope,
         )
 
 

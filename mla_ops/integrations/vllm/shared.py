@@ -1,4 +1,4 @@
-"""Parts of the backends of both generations of vLLM's interface. Nothing of vLLM's is imported; one op may be used."""
+"""Parts of the backends of both generations of vLLM's interface. Nothing of vLLM's is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ... import ops
 from . import words_asked
 
 PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-vllm_ops = torch.ops._C_cache_ops
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla")
 
 
@@ -19,17 +18,9 @@ def cache_format(kv_cache_dtype: str, kv_cache: torch.Tensor) -> str:
     return kv_cache_dtype if kv_cache_dtype == "fp8_ds_mla" else PLAIN[kv_cache.dtype]
 
 
-def whole_query(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The query `[num_tokens, num_heads, 576]`, whose latent and RoPE parts vLLM passes apart."""
-    if not isinstance(q, tuple):
-        return q
-    latent, rope = q
-    # vLLM's op takes a third of the time of `torch.cat` with many tokens, which has no fast way for a transposed part
-    if latent.is_cuda and latent.shape[-1] == 512 and rope.shape[-1] == 64 and hasattr(vllm_ops, "concat_mla_q"):
-        whole = latent.new_empty(*latent.shape[:-1], 576)
-        vllm_ops.concat_mla_q(latent, rope, whole)
-        return whole
-    return torch.cat(q, dim=-1)
+def query_of(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`q` and `q_rope` as our ops take them: vLLM passes a query whole, or its latent and its RoPE part apart."""
+    return q if isinstance(q, tuple) else (q, None)
 
 
 def serve_indexer(indexer: Any) -> None:
@@ -86,7 +77,7 @@ def attend_chosen(
         metadata: has `block_table` and `req_id_per_token`.
         deterministic: a row's bits do not depend on the batch.
     """
-    queries = whole_query(q)
+    queries, q_rope = query_of(q)
     num_tokens = queries.shape[0]
     return ops.paged_sparse_attention(
         queries,
@@ -94,6 +85,7 @@ def attend_chosen(
         chosen[:num_tokens],
         scale,
         cache_format(kv_cache_dtype, kv_cache),
+        q_rope=q_rope,
         block_table=metadata.block_table,
         req_id_per_token=metadata.req_id_per_token[:num_tokens],
         deterministic=deterministic,

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.mla.index_group import HiSparseMLAIndexGroup
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 
 from ... import ops
-from .shared import CacheWriter, SparseMlaBackend, attend_chosen, cache_format, serve_indexer, whole_query
+from .shared import CacheWriter, SparseMlaBackend, attend_chosen, cache_format, query_of, serve_indexer
 
 
 @dataclass(kw_only=True)
@@ -91,12 +91,14 @@ class SparseImpl(CacheWriter, SparseMLACommonImpl[SparseMetadata]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Over physical rows: other layers' pages may lie between those of this cache, and count."""
         rows, _ = flat_kv_row_view(kv_cache, block_size)
+        queries, q_rope = query_of(q)
         return ops.paged_sparse_attention(
-            whole_query(q),
+            queries,
             rows.unsqueeze(1),
             topk_indices,
             self.scale,
             cache_format(self.kv_cache_dtype, kv_cache),
+            q_rope=q_rope,
             deterministic=bool(envs.VLLM_BATCH_INVARIANT),
         )
 

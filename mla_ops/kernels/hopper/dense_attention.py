@@ -97,6 +97,7 @@ def paged_attention(
     softmax_scale: float,
     cache_format: str,
     *,
+    q_rope: torch.Tensor | None = None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -116,6 +117,7 @@ def paged_attention(
         q,
         (cache_params(rows, None, key_lens, block_table, capacity), NO_CACHE),
         softmax_scale,
+        q_rope=q_rope,
         attn_sink=None,
         req_id_per_token=req_id_per_token,
         out=out,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...dispatch import Missing
-from ...formats import FORMATS
+from ...formats import FORMATS, LATENT_DIM
 from ..cuda.params import POINTER, packer
 from . import groups, sources
 
@@ -67,8 +67,11 @@ class Params(ctypes.Structure):
         ("req_id_per_token", POINTER),
         ("caches", Cache * 2),
         ("q", POINTER),
+        ("q_rope", POINTER),
         ("q_token_stride", ctypes.c_int64),
         ("q_head_stride", ctypes.c_int64),
+        ("q_rope_token_stride", ctypes.c_int64),
+        ("q_rope_head_stride", ctypes.c_int64),
         ("num_heads", ctypes.c_int),
         ("scale_log2", ctypes.c_float),
         ("attn_sink", POINTER),
@@ -349,6 +352,7 @@ def launch(
     caches: tuple[CacheParams, CacheParams],
     softmax_scale: float,
     *,
+    q_rope: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None,
     req_id_per_token: torch.Tensor | None,
     out: torch.Tensor,
@@ -363,6 +367,7 @@ def launch(
     """One kernel, for the first `num_tokens` of what the tensors have.
 
     Args:
+        q_rope: the dims of a query behind the 512th, where `q` does not have them.
         programmatic: lets it begin beside the end of the launch in front, of which it may then read nothing.
         all_tokens, tokens_before: of the call, and of them those in front of this launch's.
         balance: where the call's rows may be shared evenly.
@@ -399,6 +404,10 @@ def launch(
     else:
         grid_rows = min(num_tokens, MAX_GRID_ROWS)
         grid = (head_tiles * parts * splits, grid_rows, -(-num_tokens // grid_rows))
+    latent = q.data_ptr()
+    rope, rope_strides = latent + LATENT_DIM * q.element_size(), q.stride()[:2]
+    if q_rope is not None:
+        rope, rope_strides = q_rope.data_ptr(), q_rope.stride()[:2]
     params = pack(
         num_tokens,
         head_tiles,
@@ -423,9 +432,10 @@ def launch(
         _pointer(req_id_per_token),
         *main.cache,
         *extra.cache,
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
+        latent,
+        rope,
+        *q.stride()[:2],
+        *rope_strides,
         num_heads,
         softmax_scale * math.log2(math.e),
         _pointer(attn_sink),

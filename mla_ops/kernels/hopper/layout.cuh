@@ -31,8 +31,8 @@ struct Params {
   int topk[2];
   const int* req_id_per_token;  // with a block table
   Cache caches[2];
-  const u16* q;
-  i64 q_token_stride, q_head_stride;
+  const u16 *q, *q_rope;  // dims below 512 of a query, and those behind if there are any
+  i64 q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride;
   int num_heads;
   float scale_log2;
   const float* attn_sink;  // null: none
@@ -221,6 +221,15 @@ DEVICE Row row_at(const Params& p, int item) {
 
 DEVICE Row next_row(const Params& p, const Row& row) {
   return row_at(p, row.token * p.head_tiles + row.tile + gridDim.x);
+}
+
+// Where a head's query begins, and its dims behind the 512th.
+DEVICE const u16* query_at(const Params& p, int token, int head) {
+  return p.q + token * p.q_token_stride + head * p.q_head_stride;
+}
+
+DEVICE const u16* query_rope_at(const Params& p, int token, int head) {
+  return p.q_rope + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
 }
 
 // Where a warp is in the rings and their barriers, which go on from row to row: turns so far, the slot of its raw rows

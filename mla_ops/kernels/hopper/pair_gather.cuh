@@ -64,10 +64,10 @@ DEVICE u32 free_barrier(u32 shared, int tile, Group group, int part) {
 // are its first ones: chunk c of the values' dims stands at c ^ turned_chunks.
 DEVICE int turned_chunks(const Row& row) { return row.splits == 2 ? row.rank * 2 : 0; }
 
-// The query of a head of the row's tile; heads past the last repeat it.
+// The number of a head of the row's tile; the last one's for heads past it.
 template <class L>
-DEVICE const u16* query_of(const Params& p, const Row& row, int head) {
-  return p.q + row.token * p.q_token_stride + min(row.tile * L::HEADS + head, p.num_heads - 1) * p.q_head_stride;
+DEVICE int global_head(const Params& p, const Row& row, int head) {
+  return min(row.tile * L::HEADS + head, p.num_heads - 1);
 }
 
 // ---- the gather -----------------------------------------------------------------------------------------------------
@@ -87,15 +87,17 @@ DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread
   const u32 to = shared + L::QUERY + first * 128 + ((unit ^ first) & 7) * 16;
 #pragma unroll 1
   for (int i = 0; i < L::HEADS / 16; ++i)
-    copy_query<L>(to + i * 2048, query_of<L>(p, row, first + i * 16) + unit * 8, turned_chunks(row));
+    copy_query<L>(to + i * 2048, query_at(p, row.token, global_head<L>(p, row, first + i * 16)) + unit * 8, turned_chunks(row));
 }
 
 // The next row's queries come from memory while this row is at work.
 template <class L>
 DEVICE void prefetch_queries(const Params& p, const Row& row, int thread) {
   hold(thread);
-  const u16* from = query_of<L>(p, row, thread / 2);
-  for (int chunk = thread % 2; chunk < L::CHUNKS; chunk += 2) prefetch_to_l2(from + chunk * 64);
+  const int head = global_head<L>(p, row, thread / 2);
+  const u16* from = query_at(p, row.token, head);
+  for (int chunk = thread % 2; chunk < 8; chunk += 2) prefetch_to_l2(from + chunk * 64);
+  if (L::CHUNKS > 8 && thread % 2 == 0) prefetch_to_l2(query_rope_at(p, row.token, head));
 }
 
 template <class L>

@@ -73,26 +73,41 @@ struct QueryPlaces {
   DEVICE u32 converted(int head) const { return at(head, lane % 2 * 64 + (lane & 8) * 4) + lane % 8 / 2 * 4; }
 };
 
+// The number of a head of the row's tile; the last one's for heads past it.
 template <int HEADS>
-DEVICE const u16* query_of(const Params& p, const Row& row, int head, int lane) {
-  const int global_head = min(row.tile * HEADS + head, p.num_heads - 1);
-  return p.q + row.token * p.q_token_stride + global_head * p.q_head_stride + lane * 8;
+DEVICE int global_head(const Params& p, const Row& row, int head) {
+  return min(row.tile * HEADS + head, p.num_heads - 1);
 }
 
-// A row's queries to where they will be, as they are: a group of this thread's copies a round.
+// A lane's pieces of the dims below 512.
+template <class L, int I = 0>
+DEVICE void copy_latent(u32 to, const u16* from) {
+  if constexpr (I < 4) {
+    copy_16<I * QueryPlaces<L>::STEP, I * 256>(to, from);
+    copy_latent<L, I + 1>(to, from);
+  }
+}
+
+// A row's queries to where they will be, as they are: a group of this thread's copies a round. Heads past the last repeat
+// another. Addresses go from round to round, for the warpgroup that gathers has 24 registers.
 template <int HEADS, Format FORMAT, int THREADS>
 DEVICE void copy_queries(const Params& p, const Row& row, u32 shared, int thread) {
   using P = Pieces<HEADS, FORMAT, THREADS>;
-  const QueryPlaces<Layout<HEADS, FORMAT>> places{shared, thread & 15};
+  using L = Layout<HEADS, FORMAT>;
+  static_assert(P::GROUPS % 8 == 0, "a thread's heads lie alike in their rows of banks");
+  const QueryPlaces<L> places{shared, thread & 15};
   int head = thread / 16;
+  const int own = global_head<HEADS>(p, row, head), last = p.num_heads - 1 - row.tile * HEADS;
+  const u16 *latent = query_at(p, row.token, own) + places.lane * 8,
+            *rope = query_rope_at(p, row.token, own) + places.lane * 8;
+  u32 place = places.as_copied(head);
 #pragma unroll 1
-  for (int round = 0; round < P::ROUNDS; ++round, head += P::GROUPS) {
-    const u16* source = query_of<HEADS>(p, row, head, places.lane);
-    const u32 place = places.as_copied(head);
-#pragma unroll
-    for (int i = 0; i < P::OF_A_LANE; ++i)
-      if (head < HEADS && P::has(places.lane, i)) copy_16(place + i * places.STEP, source + i * 128);
+  for (int round = 0; round < P::ROUNDS; ++round, place += P::GROUPS * 128) {
+    if (head < HEADS) copy_latent<L>(place, latent);
+    if (P::OF_A_LANE > 4 && head < HEADS && P::has(places.lane, 4)) copy_16<4 * places.STEP, 0>(place, rope);
     commit_copies();
+    head += P::GROUPS;
+    if (head <= last) latent += P::GROUPS * p.q_head_stride, rope += P::GROUPS * p.q_rope_head_stride;
   }
 }
 
@@ -109,9 +124,11 @@ DEVICE void store_column(const Params& p, u32 shared, int head, int shift) {
 // Asks a row's queries into L2.
 template <int HEADS, Format FORMAT>
 DEVICE void prefetch_queries(const Params& p, const Row& row, int thread) {
-  const u16* source = query_of<HEADS>(p, row, thread / 2, thread % 2 * 8);
+  const int head = global_head<HEADS>(p, row, thread / 2);
+  if (Rows<FORMAT>::CHUNKS > 8 && thread % 2) prefetch_to_l2(query_rope_at(p, row.token, head));
+  const u16* latent = query_at(p, row.token, head) + thread % 2 * 64;
 #pragma unroll 1
-  for (int line = thread % 2; line < Rows<FORMAT>::CHUNKS; line += 2, source += 128) prefetch_to_l2(source);
+  for (int line = thread % 2; line < 8; line += 2, latent += 128) prefetch_to_l2(latent);
 }
 
 // Heads `first` and every GROUPS-th after it, from registers to shared memory: each as float16 (its RoPE part as
@@ -261,11 +278,13 @@ DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread
     uint4 piece[P::ROUNDS][P::OF_A_LANE];
 #pragma unroll
     for (int b = 0; b < P::ROUNDS; ++b) {
-      const u16* source = query_of<HEADS>(p, row, first + b * P::GROUPS, lane);
+      const int head = global_head<HEADS>(p, row, first + b * P::GROUPS);
+      const u16 *latent = query_at(p, row.token, head) + lane * 8, *rope = query_rope_at(p, row.token, head) + lane * 8;
+      hold(latent);  // one address, of which instructions have the offsets
 #pragma unroll
       for (int i = 0; i < P::OF_A_LANE; ++i) {
         piece[b][i] = make_uint4(0, 0, 0, 0);
-        if (P::has(lane, i)) piece[b][i] = __ldg(reinterpret_cast<const uint4*>(source + i * 128));
+        if (P::has(lane, i)) piece[b][i] = __ldg(reinterpret_cast<const uint4*>(i < 4 ? latent + i * 128 : rope));
       }
     }
     if (wait) mbarrier_wait(shared + L::FACTORS_FREE, parity);  // the columns of the row before were read

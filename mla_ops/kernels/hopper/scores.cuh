@@ -13,7 +13,7 @@ DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* ra
   if (global_head >= p.num_heads) return 0.f;
   int token = row.token;
   hold(token);  // else its product would take registers of all turns
-  const u16* q = p.q + token * p.q_token_stride + global_head * p.q_head_stride;
+  const u16* q = query_at(p, token, global_head);
   float total = 0.f;
 #pragma unroll 1
   for (int group = 0; group < R::LATENT / R::GROUP; ++group) {
@@ -29,10 +29,11 @@ DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* ra
     }
     total += part * R::scale(scales, group);
   }
+  const u16* rope = R::CHUNKS > 8 ? query_rope_at(p, token, global_head) : q + R::LATENT;
 #pragma unroll 1
   for (int d = 0; d < 64; d += 2) {
     const u32 k = *reinterpret_cast<const u32*>(raw + R::ROPE_AT + d * 2),
-              pair = __ldg(reinterpret_cast<const u32*>(q + R::LATENT + d));
+              pair = __ldg(reinterpret_cast<const u32*>(rope + d));
     total += low_bfloat16(pair) * low_bfloat16(k) + high_bfloat16(pair) * high_bfloat16(k);
   }
   return total * p.scale_log2;

@@ -55,13 +55,18 @@ struct PlainLayout {
 // Copies queries as they are into tiles of 64 dims; heads past the last repeat it.
 template <class L, int THREADS>
 DEVICE void copy_queries(const Params& p, const Row& row, u32 to, int thread) {
-  constexpr int UNITS = L::CHUNKS * 8;
-  for (int piece = thread; piece < L::HEADS * UNITS; piece += THREADS) {
-    const int head = piece / UNITS, unit = piece % UNITS,
-              global_head = min(row.tile * L::HEADS + head, p.num_heads - 1);
+#pragma unroll 1
+  for (int piece = thread; piece < L::HEADS * 64; piece += THREADS) {
+    const int head = piece / 64, unit = piece % 64, own = min(row.tile * L::HEADS + head, p.num_heads - 1);
     copy_16(to + unit / 8 * L::QUERY_CHUNK + head * 128 + ((unit ^ head) & 7) * 16,
-            p.q + row.token * p.q_token_stride + global_head * p.q_head_stride + unit * 8);
+            query_at(p, row.token, own) + unit * 8);
   }
+  if constexpr (L::CHUNKS > 8)
+    for (int piece = thread; piece < L::HEADS * 8; piece += THREADS) {
+      const int head = piece / 8, unit = piece % 8, own = min(row.tile * L::HEADS + head, p.num_heads - 1);
+      copy_16(to + 8 * L::QUERY_CHUNK + head * 128 + ((unit ^ head) & 7) * 16,
+              query_rope_at(p, row.token, own) + unit * 8);
+    }
 }
 
 // Sets references to what holds before any key; warp 0 reads them.

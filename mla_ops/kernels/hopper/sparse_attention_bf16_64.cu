@@ -39,11 +39,15 @@ DEVICE Places places_of(u32 shared, int w, int warp, int lane) {
 // This thread's share of 64 dims, as wgmma's first operand.
 template <class L>
 DEVICE void load_query_fragments(const Params& p, const Row& row, State& state, int half, int head, int t) {
-  const int chunk = L::FIRST == ROPE ? 8 : (half ? 3 : 7) ^ turned_chunks(row);
+  const int chunk = (half ? 3 : 7) ^ turned_chunks(row);
   const u32* from[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
-    from[i] = reinterpret_cast<const u32*>(query_of<L>(p, row, head + 8 * i) + chunk * 64) + t;
+  for (int i = 0; i < 2; ++i) {
+    const int own = global_head<L>(p, row, head + 8 * i);
+    const u16* dims =
+        L::FIRST == ROPE ? query_rope_at(p, row.token, own) : query_at(p, row.token, own) + chunk * 64;
+    from[i] = reinterpret_cast<const u32*>(dims) + t;
+  }
 #pragma unroll
   for (int e = 0; e < 16; ++e) state.query[e] = __ldg(from[e & 1] + e / 4 * 8 + (e & 2) * 2);
 }

@@ -123,6 +123,7 @@ def launch_waves(
     caches: tuple[CacheParams, CacheParams],
     softmax_scale: float,
     *,
+    q_rope: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None,
     req_id_per_token: torch.Tensor | None,
     out: torch.Tensor,
@@ -134,7 +135,7 @@ def launch_waves(
     With `balance`, and where lengths on the device say so, the first launch shares all tokens evenly, or one behind the
     waves does, and the others return at once.
     """
-    q = aligned(q)
+    q, q_rope = aligned(q), None if q_rope is None else aligned(q_rope)
     target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     rest_out, rest_lse = target, lse
     buffers = []  # every wave's buffers live until the last wave ran, so that no wave gets another's
@@ -152,11 +153,12 @@ def launch_waves(
             of_group = groups.exchange_bytes(waves[0].num_tokens * head_tiles, shape.members) // exchange.element_size()
             if of_group > exchange.numel():
                 exchange = exchange.new_empty(of_group)
-    everything = q, caches, req_id_per_token
+    everything = q, q_rope, caches, req_id_per_token
     before = tokens_before = 0
     for num_tokens, shape in waves:
         if before:
             q, rest_out, rest_lse = q[before:], rest_out[before:], rest_lse[before:]
+            q_rope = None if q_rope is None else q_rope[before:]
             req_id_per_token = None if req_id_per_token is None else req_id_per_token[before:]
             caches = caches[0].behind(before), caches[1].behind(before)
         own = rest_out, rest_lse
@@ -174,6 +176,7 @@ def launch_waves(
             q,
             caches,
             softmax_scale,
+            q_rope=q_rope,
             attn_sink=attn_sink,
             req_id_per_token=req_id_per_token,
             out=own[0],
@@ -190,7 +193,7 @@ def launch_waves(
         before = num_tokens
         tokens_before += num_tokens
     if balance is not None and balance.tile:
-        q, caches, req_id_per_token = everything
+        q, q_rope, caches, req_id_per_token = everything
         launch(
             keys,
             Clusters(balance.tile, 1),
@@ -198,6 +201,7 @@ def launch_waves(
             q,
             caches,
             softmax_scale,
+            q_rope=q_rope,
             attn_sink=attn_sink,
             req_id_per_token=req_id_per_token,
             out=target,

@@ -10,7 +10,7 @@ from ...dispatch import Lowering
 from ...formats import geometry
 from .cache import read_slots
 from .index import translate
-from .sparse_attention import MAX_GATHERED_BYTES, attend
+from .sparse_attention import MAX_GATHERED_BYTES, attend, whole_query
 
 
 def _attend_request(
@@ -91,9 +91,11 @@ def paged_attention(
     softmax_scale: float,
     cache_format: str,
     *,
+    q_rope: torch.Tensor | None = None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
+    q = whole_query(q, q_rope)
     num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
     num_tokens, capacity = q.shape[0], block_table.shape[1] * block_size
     width = min(capacity, int(key_lens.max())) if num_tokens else 0

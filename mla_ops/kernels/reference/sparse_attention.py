@@ -15,6 +15,11 @@ from .index import translate
 MAX_GATHERED_BYTES = 64 * 2**20
 
 
+def whole_query(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
+    """`[num_tokens, num_heads, head_dim]` of queries whose dims behind the 512th may be a tensor of their own."""
+    return q if q_rope is None else torch.cat((q, q_rope), dim=-1)
+
+
 def attend(
     q: torch.Tensor,
     read: Callable[[torch.Tensor], torch.Tensor],
@@ -77,6 +82,7 @@ def paged_sparse_attention(
     softmax_scale: float,
     cache_format: str,
     *,
+    q_rope: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
@@ -90,6 +96,7 @@ def paged_sparse_attention(
     def read(chosen: torch.Tensor) -> torch.Tensor:
         return read_slots(kv_cache, chosen, cache_format)
 
+    q = whole_query(q, q_rope)
     attend(q, read, slots, valid, softmax_scale, attn_sink, out, lse, deterministic)
 
 

@@ -15,7 +15,16 @@ from .dense_attention_device import (
     _paged_kernel,
     _prefill_kernel,
 )
-from .sparse_attention import LOG2E, MAX_SPLITS, allocate_parts, cache_sizes, merge_parts, operand_mode, query_unit
+from .sparse_attention import (
+    LOG2E,
+    MAX_SPLITS,
+    allocate_parts,
+    cache_sizes,
+    merge_parts,
+    operand_mode,
+    query_unit,
+    rope_strides,
+)
 
 COMPACT_BLOCK = 1024
 MAX_TOKEN_STRIDE = 2**24
@@ -241,6 +250,7 @@ def paged_attention(
     softmax_scale: float,
     cache_format: str,
     *,
+    q_rope: torch.Tensor | None = None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -252,18 +262,30 @@ def paged_attention(
     num_requests, max_blocks = block_table.shape
     together = tokens_together(num_tokens, num_requests, num_heads)
     chosen = packed_tile(capability(q.device), together * num_heads, mode)
-    if together > 1 and not mode.endswith("exact") and _rows_are_flat(q, out, lse) and out.stride(1) == LATENT_DIM:
+    if together > 1 and not mode.endswith("exact") and _rows_are_flat(out, lse) and out.stride(1) == LATENT_DIM:
         _packed_attention(
-            q, kv_cache, sizes, block_table, req_id_per_token, key_lens, softmax_scale, together, chosen, out, lse
+            q,
+            q_rope,
+            kv_cache,
+            sizes,
+            block_table,
+            req_id_per_token,
+            key_lens,
+            softmax_scale,
+            together,
+            chosen,
+            out,
+            lse,
         )
         return
     chosen = paged_tile(capability(q.device), num_heads, mode)
     head_blocks = cdiv(num_heads, chosen.block_h)
     splits = paged_splits(num_tokens, head_blocks, max_blocks * sizes.block_size, num_sms(q.device), chosen.block_h)
-    q_unit = query_unit(q)
+    q_unit = query_unit(q, q_rope)
     part_out, part_lse = allocate_parts(out, lse, splits)
     _paged_kernel[(num_tokens * head_blocks, splits)](
         q,
+        q_rope,
         kv_cache,
         block_table,
         req_id_per_token,
@@ -279,6 +301,7 @@ def paged_attention(
         splits,
         q.stride(0) // q_unit,
         q.stride(1) // q_unit,
+        *(stride // q_unit for stride in rope_strides(q_rope)),
         sizes.stride_block,
         block_table.stride(0),
         part_out.stride(0),
@@ -288,7 +311,7 @@ def paged_attention(
         part_lse.stride(1),
         KEYS=sizes.keys,
         TILE=chosen,
-        ROPE=head_dim > LATENT_DIM,
+        ROPE=head_dim > LATENT_DIM or q_rope is not None,
         Q_UNIT=q_unit,
         PARTIAL=splits > 1,
         WHOLE=sizes.block_size % chosen.block_n == 0,
@@ -301,6 +324,7 @@ def paged_attention(
 
 def _packed_attention(
     q: torch.Tensor,
+    q_rope: torch.Tensor | None,
     kv_cache: torch.Tensor,
     sizes: sparse_attention.CacheSizes,
     block_table: torch.Tensor,
@@ -316,10 +340,11 @@ def _packed_attention(
     num_requests, max_blocks = block_table.shape
     programs = cdiv(num_tokens, together)
     splits = paged_splits(programs, 1, max_blocks * sizes.block_size, num_sms(q.device), chosen.block_h)
-    q_unit = query_unit(q)
+    q_unit = query_unit(q, q_rope)
     part_out, part_lse = allocate_parts(out, lse, splits)
     _packed_kernel[(programs, splits)](
         q,
+        q_rope,
         kv_cache,
         block_table,
         req_id_per_token,
@@ -335,14 +360,16 @@ def _packed_attention(
         num_requests,
         max_blocks,
         splits,
+        q.stride(0) // q_unit,
         q.stride(1) // q_unit,
+        *(stride // q_unit for stride in rope_strides(q_rope)),
         sizes.stride_block,
         block_table.stride(0),
         part_out.stride(0),
         part_lse.stride(0),
         KEYS=sizes.keys,
         TILE=chosen,
-        ROPE=head_dim > LATENT_DIM,
+        ROPE=head_dim > LATENT_DIM or q_rope is not None,
         Q_UNIT=q_unit,
         PARTIAL=splits > 1,
         WHOLE=sizes.block_size % chosen.block_n == 0,

@@ -10,6 +10,7 @@ from .sparse_attention_device import (
     dot,
     load_query,
     new_state,
+    query_rows,
     round_to,
     store_result,
     sums_of_weights,
@@ -251,6 +252,7 @@ def _prefill_kernel(
 @sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "lse"))
 def _paged_kernel(
     q,
+    q_rope,
     kv,
     block_table,
     req_id_per_token,
@@ -266,6 +268,8 @@ def _paged_kernel(
     num_splits: tl.int32,
     stride_q_token: tl.int64,
     stride_q_head: tl.int64,
+    stride_rope_token: tl.int64,
+    stride_rope_head: tl.int64,
     stride_block: tl.int64,
     stride_table: tl.int64,
     stride_out_split: tl.int64,
@@ -305,8 +309,9 @@ def _paged_kernel(
     begin = tl.minimum(split * share, length)
     end = tl.minimum(begin + share, length)
 
-    q_row = q + token * (stride_q_token * Q_UNIT) + (head.to(tl.int64) * (stride_q_head * Q_UNIT))[:, None]
-    query = (q_row, live_head, load_query(q_row, live_head, ROPE, is_exact(KEYS)))
+    strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
+    q_rows = query_rows(q, q_rope, token, head, strides, Q_UNIT)
+    query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, is_exact(KEYS)))
     state = new_state(BLOCK_H, sums_of_weights(TILE))
     table = block_table + request.to(tl.int64) * stride_table
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
@@ -323,6 +328,7 @@ def _paged_kernel(
 @sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "lse"))
 def _packed_kernel(
     q,
+    q_rope,
     kv,
     block_table,
     req_id_per_token,
@@ -338,7 +344,10 @@ def _packed_kernel(
     num_requests: tl.int32,
     max_blocks: tl.int32,
     num_splits: tl.int32,
-    stride_q_row: tl.int64,
+    stride_q_token: tl.int64,
+    stride_q_head: tl.int64,
+    stride_rope_token: tl.int64,
+    stride_rope_head: tl.int64,
     stride_block: tl.int64,
     stride_table: tl.int64,
     stride_out_split: tl.int64,
@@ -355,7 +364,7 @@ def _packed_kernel(
 
     Grid: (blocks of tokens, splits). For each request among the tokens one walk over its keys, in which its rows see
     those below their own lengths and other rows none: tokens of one request, as in speculative decode, read its keys
-    once. Rows are token by token in `q`, `out` and `lse`.
+    once. Rows are token by token in `out` and `lse`.
 
     Registers and shared memory: as `_paged_kernel` with as many heads.
     """
@@ -371,7 +380,8 @@ def _packed_kernel(
     length = tl.minimum(tl.maximum(tl.load(key_lens + token, mask=live, other=0), 0), capacity).to(tl.int32)
     flat = first * num_heads + row
 
-    q_row = q + (flat * (stride_q_row * Q_UNIT))[:, None]
+    strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
+    q_rows = query_rows(q, q_rope, token[:, None], row % num_heads, strides, Q_UNIT)
     state = new_state(BLOCK_H, sums_of_weights(TILE))
     for i in range(tokens_together):
         mine = tl.load(req_id_per_token + first + i, mask=first + i < num_tokens, other=-1)
@@ -383,7 +393,7 @@ def _packed_kernel(
         begin = tl.minimum(split * share, longest)
         end = tl.minimum(begin + share, longest)
         # anew for each walk: kept for all, it would wait in registers
-        query = (q_row, live, load_query(q_row, live, ROPE, is_exact(KEYS)))
+        query = (q_rows, live, load_query(q_rows, live, ROPE, is_exact(KEYS)))
         table = block_table + mine.to(tl.int64) * stride_table
         cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
         span = (begin, end)

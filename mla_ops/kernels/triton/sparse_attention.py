@@ -16,6 +16,7 @@ from .sparse_attention_device import (
     load_query,
     named_end,
     new_state,
+    query_rows,
     store_result,
     sums_of_weights,
 )
@@ -93,6 +94,7 @@ def wanted_programs(device_capability: tuple[int, int], block_h: int, sms: int) 
 @sized_jit(any_alignment=("indices", "topk_length", "attn_sink", "block_table", "req_id_per_token", "lse"))
 def _attend_kernel(
     q,
+    q_rope,
     kv,
     indices,
     topk_length,
@@ -111,6 +113,8 @@ def _attend_kernel(
     num_splits: tl.int32,
     stride_q_token: tl.int64,
     stride_q_head: tl.int64,
+    stride_rope_token: tl.int64,
+    stride_rope_head: tl.int64,
     stride_block: tl.int64,
     stride_indices: tl.int64,
     stride_table: tl.int64,
@@ -160,8 +164,9 @@ def _attend_kernel(
         known = (request >= 0) & (request < num_requests)
         table = block_table + request.to(tl.int64) * stride_table
 
-    q_row = q + token * (stride_q_token * Q_UNIT) + (head.to(tl.int64) * (stride_q_head * Q_UNIT))[:, None]
-    query = (q_row, live_head, load_query(q_row, live_head, ROPE, is_exact(KEYS)))
+    strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
+    q_rows = query_rows(q, q_rope, token, head, strides, Q_UNIT)
+    query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, is_exact(KEYS)))
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
     span = (begin, end)
     if is_half(KEYS):
@@ -304,8 +309,14 @@ def cache_sizes(kv_cache: torch.Tensor, cache_format: str, mode: str, translated
     return CacheSizes(num_blocks, block_size, stride_block, keys)
 
 
-def query_unit(q: torch.Tensor) -> int:
-    return 8 if q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 else 1
+def query_unit(q: torch.Tensor, q_rope: torch.Tensor | None = None) -> int:
+    """What the strides of queries are counted in: 8 elements where they allow it, so that loads are as wide."""
+    strides = (*q.stride()[:2], *rope_strides(q_rope))
+    return 8 if all(stride % 8 == 0 for stride in strides) else 1
+
+
+def rope_strides(q_rope: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if q_rope is None else (q_rope.stride(0), q_rope.stride(1))
 
 
 def allocate_parts(out: torch.Tensor, lse: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -362,6 +373,7 @@ def _attend(
     deterministic: bool,
     out: torch.Tensor,
     lse: torch.Tensor,
+    q_rope: torch.Tensor | None = None,
 ) -> None:
     num_tokens, num_heads, head_dim = q.shape
     topk = indices.shape[1]
@@ -375,10 +387,11 @@ def _attend(
     wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
     splits = num_splits(num_tokens, head_blocks, topk, wanted, deterministic)
     num_requests, max_blocks = block_table.shape if block_table is not None else (0, 0)
-    q_unit = query_unit(q)
+    q_unit = query_unit(q, q_rope)
     part_out, part_lse = allocate_parts(out, lse, splits)
     _attend_kernel[(num_tokens * head_blocks, splits)](
         q,
+        q_rope,
         kv,
         indices,
         topk_length,
@@ -397,6 +410,7 @@ def _attend(
         splits,
         q.stride(0) // q_unit,
         q.stride(1) // q_unit,
+        *(stride // q_unit for stride in rope_strides(q_rope)),
         sizes.stride_block,
         indices.stride(0),
         block_table.stride(0) if block_table is not None else 0,
@@ -407,7 +421,7 @@ def _attend(
         part_lse.stride(1),
         KEYS=keys,
         TILE=chosen,
-        ROPE=head_dim > LATENT_DIM,
+        ROPE=head_dim > LATENT_DIM or q_rope is not None,
         Q_UNIT=q_unit,
         PARTIAL=splits > 1,
         UPCAST=INTERPRETED,
@@ -424,6 +438,7 @@ def paged_sparse_attention(
     softmax_scale: float,
     cache_format: str,
     *,
+    q_rope: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
@@ -445,6 +460,7 @@ def paged_sparse_attention(
         deterministic,
         out,
         lse,
+        q_rope,
     )
 
 

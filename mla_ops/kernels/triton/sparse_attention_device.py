@@ -50,8 +50,28 @@ def named_end(index_row, begin, end):
 
 
 @triton.jit
-def load_query(q_row, live_head, ROPE: tl.constexpr, EXACT: tl.constexpr):
+def _query_row(q, token, head, stride_token, stride_head, Q_UNIT: tl.constexpr):
+    return q + token * (stride_token * Q_UNIT) + (head.to(tl.int64) * (stride_head * Q_UNIT))[:, None]
+
+
+@triton.jit
+def query_rows(q, q_rope, token, head, strides, Q_UNIT: tl.constexpr):
+    """Where each head's query begins, and where its dims behind the 512th do, which `q_rope` has if it is given.
+
+    `strides` are those of tokens and heads in `q`, then in `q_rope`, in units of Q_UNIT.
+    """
+    stride_token, stride_head, stride_rope_token, stride_rope_head = strides
+    latent = _query_row(q, token, head, stride_token, stride_head, Q_UNIT)
+    rope = latent + 512
+    if q_rope is not None:
+        rope = _query_row(q_rope, token, head, stride_rope_token, stride_rope_head, Q_UNIT)
+    return latent, rope
+
+
+@triton.jit
+def load_query(q_rows, live_head, ROPE: tl.constexpr, EXACT: tl.constexpr):
     """Q in four groups of 128 dims and the 64 behind them. EXACT walks read it anew for each tile: nothing for them."""
+    q_row, rope_row = q_rows
     group = tl.arange(0, 128)[None, :]
     unused = tl.zeros((1,), tl.float32)
     q0, q1, q2, q3, q4 = unused, unused, unused, unused, unused
@@ -61,7 +81,7 @@ def load_query(q_row, live_head, ROPE: tl.constexpr, EXACT: tl.constexpr):
         q2 = tl.load(q_row + (256 + group), mask=live_head[:, None], other=0.0)
         q3 = tl.load(q_row + (384 + group), mask=live_head[:, None], other=0.0)
         if ROPE:
-            q4 = tl.load(q_row + (512 + tl.arange(0, 64))[None, :], mask=live_head[:, None], other=0.0)
+            q4 = tl.load(rope_row + tl.arange(0, 64)[None, :], mask=live_head[:, None], other=0.0)
     return q0, q1, q2, q3, q4
 
 
@@ -110,16 +130,16 @@ def attend_halves(
     Scales that float16 does not hold make NaN of a row's sum of weights, as NaN in a key does and scores that
     overflow; then the walk is made once more, without scales in the operands. Returns the state.
     """
-    q_row, live_head, q = query
+    q_rows, live_head, q = query
     halves, scale = halve_query(q, scale_log2)
     state = new_state(TILE.block_h, sums_of_weights(TILE))
-    half_query = (q_row, live_head, halves)
+    half_query = (q_rows, live_head, halves)
     state = attend_keys(half_query, state, cache, index_row, span, scale, None, TILE, KEYS, ROPE, False, UPCAST)
     acc0, acc1, acc2, acc3, top, sums = state
     if tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) > 0:
         AGAIN: tl.constexpr = without_scales(KEYS)
         NARROW: tl.constexpr = narrow_tile(TILE)
-        query = (q_row, live_head, load_query(q_row, live_head, ROPE, False))
+        query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, False))
         state = new_state(TILE.block_h, sums_of_weights(TILE))
         state = attend_keys(query, state, cache, index_row, span, scale_log2, None, NARROW, AGAIN, ROPE, False, UPCAST)
         acc0, acc1, acc2, acc3, top, sums = state
@@ -254,14 +274,14 @@ def attend_keys(
     Rows are copied to shared memory `TILE.ahead` tiles ahead. Their indices are loaded a turn before the copies begin,
     and table entries have stages of the compiler's pipeline of their own, so that no copy waits for its addresses.
 
-    `query` is `(q_row, live_head, load_query(...))`.
+    `query` is `(query_rows(...), live_head, load_query(...))`.
     """
     begin, end = span
-    q_row, live_head, q = query
+    q_rows, live_head, q = query
     n = tl.arange(0, TILE.block_n)
     if is_exact(KEYS):
         state = _attend_exactly(
-            q_row, live_head, state, cache, index_row, span, scale_log2, row_end, TILE, KEYS, ROPE, UPCAST
+            q_rows, live_head, state, cache, index_row, span, scale_log2, row_end, TILE, KEYS, ROPE, UPCAST
         )
     elif WHOLE:
         entry = look_up_block(cache, begin, end)
@@ -283,7 +303,7 @@ def attend_keys(
 
 @triton.jit
 def _attend_exactly(
-    q_row,
+    q_rows,
     live_head,
     state,
     cache,
@@ -298,6 +318,7 @@ def _attend_exactly(
 ):
     """`attend_keys` in float32, without tensor cores, in narrow pieces: a thread holds whole rows of both operands."""
     begin, end = span
+    q_row, rope_row = q_rows
     BLOCK_N: tl.constexpr = TILE.block_n
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
         column = start + tl.arange(0, BLOCK_N)
@@ -307,7 +328,7 @@ def _attend_exactly(
             queries = tl.load(q_row + (piece + tl.arange(0, 32))[None, :], mask=live_head[:, None], other=0.0)
             scores = dot(widen(queries), tl.trans(load_exactly(cache, places, piece, 32, KEYS)), scores, UPCAST)
         if ROPE:
-            queries = tl.load(q_row + (512 + tl.arange(0, 64))[None, :], mask=live_head[:, None], other=0.0)
+            queries = tl.load(rope_row + tl.arange(0, 64)[None, :], mask=live_head[:, None], other=0.0)
             scores = dot(widen(queries), tl.trans(load_rope_exactly(cache, places, KEYS)), scores, UPCAST)
         state, weights = _rescale(state, _mask(scores, column, places, row_end, scale_log2), 0.0)
         acc0, acc1, acc2, acc3, top, sums = state

@@ -3,7 +3,15 @@
 import triton.language as tl
 
 from .common import sized_jit
-from .sparse_attention_device import attend_keys, load_query, named_end, new_state, store_result, sums_of_weights
+from .sparse_attention_device import (
+    attend_keys,
+    load_query,
+    named_end,
+    new_state,
+    query_rows,
+    store_result,
+    sums_of_weights,
+)
 from .sparse_attention_keys import divider, is_exact
 
 SMALL_INTEGERS = ("indices", "topk_length", "block_table", "req_id_per_token")
@@ -105,8 +113,8 @@ def _attend_extra_kernel(
         extra_known = (extra_request >= 0) & (extra_request < extra_num_requests)
         extra_table = extra_block_table + extra_request.to(tl.int64) * stride_extra_table
 
-    q_row = q + token * (stride_q_token * Q_UNIT) + (head.to(tl.int64) * (stride_q_head * Q_UNIT))[:, None]
-    query = (q_row, live_head, load_query(q_row, live_head, ROPE, is_exact(KEYS)))
+    q_rows = query_rows(q, None, token, head, (stride_q_token, stride_q_head, 0, 0), Q_UNIT)
+    query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, is_exact(KEYS)))
     state = new_state(BLOCK_H, sums_of_weights(TILE))
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
     span = (begin, end)
