@@ -10,7 +10,9 @@
 #define load_once_16 ptx_load_once_16
 #define named_barrier ptx_named_barrier
 #define store_entry_if ptx_store_entry_if
+#define wait_for_prerequisites ptx_wait_for_prerequisites
 #include "ptx.cuh"
+#undef wait_for_prerequisites
 #undef cluster_wait
 #undef cluster_arrive
 #undef cluster_meet
@@ -20,6 +22,7 @@
 #undef store_entry_if
 
 static void cluster_meet() { simt::meet_cluster(); }
+static void wait_for_prerequisites() {}
 template <int, int COUNT>
 void named_barrier() {
   simt::meet(simt::cta().named, simt::current->index, COUNT, 0);

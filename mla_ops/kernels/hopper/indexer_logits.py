@@ -291,8 +291,10 @@ def paged_indexer_logits(
     cache_format: str,
     *,
     clean: bool = False,
+    group: int | None = None,
     out: torch.Tensor,
 ) -> None:
+    """Runs the op's `.out`, by groups of up to `group` tokens that share keys."""
     num_tokens, num_heads, _ = q.shape
     if num_tokens * max_length == 0:
         return
@@ -302,7 +304,7 @@ def paged_indexer_logits(
     num_columns = min(max_length, block_table.shape[1] * geometry(index_cache, cache_format).block_size)
     _launch(
         source,
-        group_size(num_heads, num_tokens, block_table.shape[0]),
+        group or group_size(num_heads, num_tokens, block_table.shape[0]),
         q,
         num_columns if block_table.shape[0] else 0,
         clean,

@@ -540,6 +540,7 @@ DEVICE void begin_barriers(const Params& p, u32 shared) {
 
 template <class L, Source SOURCE>
 DEVICE void make_scores(const Params& p, u32 shared) {
+  launch_dependents();
   begin_barriers<L, SOURCE>(p, shared);
   prefetch_rows<L, SOURCE>(p);
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;

@@ -130,7 +130,7 @@ DEVICE void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Lets a kernel that was launched to overlap with this one take the places of CTAs that leave: the merge of parts, or
+// Lets a kernel that was launched to overlap with this one take the places of CTAs that leave: the merge of parts, top-k, or
 // the next wave of tokens, which reads nothing that this one writes.
 DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 

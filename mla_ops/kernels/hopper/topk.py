@@ -35,11 +35,9 @@ class Params(ctypes.Structure):
         ("lengths", POINTER),
         ("block_table", POINTER),
         ("requests", POINTER),
-        ("kept", POINTER),
         ("pitch", ctypes.c_int64),
         ("indices_pitch", ctypes.c_int64),
         ("table_pitch", ctypes.c_int64),
-        ("kept_pitch", ctypes.c_int64),
         ("num_rows", ctypes.c_uint),
         ("num_columns", ctypes.c_int),
         ("k", ctypes.c_int),
@@ -47,9 +45,6 @@ class Params(ctypes.Structure):
         ("num_requests", ctypes.c_int),
         ("block_size", ctypes.c_int),
         ("known_only", ctypes.c_int),
-        ("chunk", ctypes.c_int),
-        ("row_columns", ctypes.c_int),
-        ("keeps", ctypes.c_int),
         ("cluster", ctypes.c_uint),
         ("capacity", ctypes.c_uint),
         ("least", ctypes.c_uint),
@@ -145,22 +140,6 @@ def aligned_columns(scores: torch.Tensor) -> int:
     return scores.shape[1] + (0 if whole else 3)
 
 
-class Chunk(NamedTuple):
-    """Which columns of whole rows their scores are. They lie behind `topk` columns, whose last ones are kept scores.
-
-    Attributes:
-        first: column of a row.
-        row_columns: of a whole row.
-        kept: columns that kept scores have in the whole row, `[num_rows, topk]`; of the first chunk anything.
-        last: whether no chunk follows, for which scores would be kept.
-    """
-
-    first: int
-    row_columns: int
-    kept: torch.Tensor
-    last: bool
-
-
 def pack(
     plan: Plan,
     scores: torch.Tensor,
@@ -173,7 +152,6 @@ def pack(
     block_size: int = 0,
     sorted: bool = False,
     num_requests: int | None = None,
-    chunk: Chunk | None = None,
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> bytes:
@@ -189,11 +167,9 @@ def pack(
         valid_counts.data_ptr(),
         0 if block_table is None else block_table.data_ptr(),
         0 if req_id_per_token is None else req_id_per_token.data_ptr(),
-        0 if chunk is None else chunk.kept.data_ptr(),
         scores.stride(0),
         indices.stride(0),
         0 if block_table is None else block_table.stride(0),
-        0 if chunk is None else chunk.kept.stride(0),
         num_rows,
         num_columns,
         topk,
@@ -201,9 +177,6 @@ def pack(
         of_table if num_requests is None else num_requests,
         0 if block_table is None else block_size,
         int(known_only),
-        0 if chunk is None else chunk.first,
-        0 if chunk is None else chunk.row_columns,
-        int(chunk is not None and not chunk.last),
         plan.cluster,
         plan.capacity(topk),
         -(-plan.least // 4),
@@ -232,20 +205,24 @@ def _loaded(device_index: int) -> dict[Kernel, Function]:
     return {kernel: sources.load(kernel.source, kernel.name, device_index) for kernel in KERNELS}
 
 
-def topk_indices(scores: torch.Tensor, topk: int, **rest: Any) -> None:
-    """Runs the op's `.out`."""
+def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False, **rest: Any) -> None:
+    """Runs the op's `.out`.
+
+    With `programmatic` it begins beside the end of the launch in front, which makes the scores and nothing else that
+    is read here.
+    """
     num_rows = scores.shape[0]
     if num_rows == 0:
         return
     device_index = scores.device.index
-    num_columns = max(aligned_columns(scores), 0 if rest.get("chunk") is None else SHORT.chunk + 1)
-    plan = plan_for(num_rows, num_columns, _num_sms(device_index), _at_once(device_index, topk))
+    plan = plan_for(num_rows, aligned_columns(scores), _num_sms(device_index), _at_once(device_index, topk))
     _loaded(device_index)[plan.kernel].launch(
         (num_rows * plan.cluster, 1, 1),
         (plan.threads, 1, 1),
         plan.shared_bytes(topk),
         (plan.cluster, 1, 1),
         pack(plan, scores, topk, **rest),
+        programmatic=programmatic,
     )
 
 

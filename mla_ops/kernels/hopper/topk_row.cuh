@@ -14,18 +14,16 @@
 #include "topk_select.cuh"
 
 struct Params {
-  float* scores;           // [num_rows, num_columns]
+  const float* scores;     // [num_rows, num_columns]
   const int* starts;       // [num_rows]; null: 0
   const int* ends;         // [num_rows]; null: all columns
   int* indices;            // [num_rows, k]
   int* lengths;            // [num_rows]
   const int* block_table;  // [num_requests, table_width]
   const int* requests;     // [num_rows]; null: not asked for
-  const int* kept;         // [num_rows, k]; null: rows are whole
   i64 pitch;
   i64 indices_pitch;
   i64 table_pitch;
-  i64 kept_pitch;
   u32 num_rows;
   int num_columns;
   int k;
@@ -33,9 +31,6 @@ struct Params {
   int num_requests;
   int block_size;    // 0: columns as they are
   int known_only;    // a row of a request that there is not has no columns
-  int chunk;         // column of a row at which this chunk begins
-  int row_columns;   // of a whole row
-  int keeps;         // whether another chunk follows
   u32 cluster;
   u32 capacity;  // entries: at least k and a chunk, the power of two from k on
   u32 least;     // groups of 4 columns that a CTA takes at least, where there are several
@@ -45,24 +40,12 @@ struct Params {
 
   // A row's columns. Bounds may hold any number.
   DEVICE void columns_of(i64 row, int& start, int& end) const {
-    const int width = kept == nullptr ? num_columns : row_columns;
-    start = starts == nullptr ? 0 : min(max(starts[row], 0), width);
-    end = ends == nullptr ? width : min(max(ends[row], start), width);
+    start = starts == nullptr ? 0 : min(max(starts[row], 0), num_columns);
+    end = ends == nullptr ? num_columns : min(max(ends[row], start), num_columns);
     if (known_only && static_cast<u32>(requests[row]) >= static_cast<u32>(num_requests)) end = start;
-    if (kept == nullptr) return;
-    // A chunk's scores begin at column k. In front of them are the scores that were kept of the chunks before.
-    const int before = min(k, max(min(end, chunk) - start, 0)), room = num_columns - k;
-    const int from = min(max(start - chunk, 0), room), to = min(max(end - chunk, from), room);
-    start = before ? k - before : k + from, end = k + to;
   }
 
   DEVICE int request_of(i64 row) const { return block_size == 0 ? 0 : requests[row]; }
-
-  // Of a chunk that begins a row's columns at `start`: a column of the whole row.
-  DEVICE int whole_column(i64 row, int start, int column) const {
-    if (kept == nullptr) return column;
-    return column < k ? kept[row * kept_pitch + column - start] : chunk + column - k;
-  }
 
   // The slot of a column's key, -1 if the table has none.
   DEVICE int translated(int column, int request) const {
@@ -292,16 +275,13 @@ struct Selection {
 
   DEVICE void write(i64 number, u32 count, u32 wanted) {
     int* const out = p.indices + number * p.indices_pitch;
-    const int request = p.request_of(number), start = row.start - row.skew;
-    float* const keep = p.scores + number * p.pitch + p.k - wanted;
+    const int request = p.request_of(number);
     const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least) : 1;
     each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
-      if (p.sorted) {
+      if (p.sorted)
         entries[place] = entry;
-        return;
-      }
-      out[place] = p.translated(p.whole_column(number, start, position_of(entry) - row.skew), request);
-      if (p.keeps) keep[place] = score_of_entry(entry);
+      else
+        out[place] = p.translated(position_of(entry) - row.skew, request);
     });
     if (!p.sorted) {
       for (u32 i = wanted + threadIdx.x; i < p.k; i += THREADS) out[i] = -1;
@@ -320,16 +300,18 @@ struct Selection {
     const int request = p.request_of(number);
 #pragma unroll 1
     for (u32 i = rank * THREADS + threadIdx.x; i < p.k; i += p.cluster * THREADS)
-      out[i] = i < length ? p.translated(p.whole_column(number, start, start + i), request) : -1;
+      out[i] = i < length ? p.translated(start + i, request) : -1;
   }
 
   DEVICE void run(i64 number, u32 rank) {
     int start, end;
     p.columns_of(number, start, end);
     const int length = end - start;
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
+    wait_for_prerequisites();  // scores may come from the launch in front
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
-    const bool keeps = p.keeps && length > 0 && end > p.k;  // else scores that were kept stay where they are
-    if (length <= p.k && !p.sorted && !keeps) return write_all(number, start, length, rank);
+    if (length <= p.k && !p.sorted) return write_all(number, start, length, rank);
 
     const float* const scores = p.scores + number * p.pitch;
     row.skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4);
@@ -345,8 +327,6 @@ struct Selection {
 
     const u32 rank_in_sample = sample_rank(max(length, 1));
     prefetch(0, AHEAD);
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
     least = 0;
     if (length >= p.gated && rank_in_sample <= 2 * p.sampled) least = gate_of(rank_in_sample);
     if (!alone) cluster_wait();  // all CTAs have begun

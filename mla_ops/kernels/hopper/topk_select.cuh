@@ -48,12 +48,6 @@ DEVICE float score_of(u32 key) {
 
 DEVICE u64 entry_of(u32 key, u32 position) { return static_cast<u64>(key) << 32 | (~position & 0xffffffffu); }
 
-// A score of this entry's order.
-DEVICE float score_of_entry(u64 entry) {
-  const u32 key = static_cast<u32>(entry >> 32);
-  return key < LOWEST_KEY ? __uint_as_float(0x7fffffff) : score_of(key);
-}
-
 DEVICE u32 position_of(u64 entry) { return ~static_cast<u32>(entry); }
 
 // Sums of what the lanes up to this one have.

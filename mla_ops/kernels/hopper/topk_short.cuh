@@ -31,6 +31,12 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
   u32* const bins = reinterpret_cast<u32*>(shared + sizeof(Control));
   u64* const entries = reinterpret_cast<u64*>(bins + BINS);
 
+  int start, end;
+  p.columns_of(number, start, end);
+  const int request = p.request_of(number);
+  for (u32 i = thread; i < BINS; i += THREADS) bins[i] = 0;
+  wait_for_prerequisites();  // scores may come from the launch in front
+
   const float* const scores = p.scores + number * p.pitch;
   const int skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4), width = p.num_columns + skew;
   float4 x[VECTORS];
@@ -42,12 +48,8 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
     else
       x[i] = {absent(), absent(), absent(), absent()};
   }
-  int start, end;
-  p.columns_of(number, start, end);
   const int length = end - start;
-  const int request = p.request_of(number);
   int* const out = p.indices + number * p.indices_pitch;
-  for (u32 i = thread; i < BINS; i += THREADS) bins[i] = 0;
   if (thread == 0) p.lengths[number] = min(length, p.k);
   if (length <= p.k && !p.sorted) {
     for (u32 i = thread; i < p.k; i += THREADS) out[i] = i < length ? p.translated(start + i, request) : -1;
