@@ -46,8 +46,10 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         row_ends: torch.Tensor,
         *,
         k_scale: torch.Tensor,
+        programmatic: bool,
         out: torch.Tensor,
     ) -> None:
+        assert programmatic == bool(order)
         order.append("scores")
         columns = torch.arange(len(k))
         inside = (columns >= row_starts[:, None]) & (columns < row_ends[:, None])
@@ -64,9 +66,11 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         cache_format: str,
         *,
         group: int,
+        programmatic: bool,
         out: torch.Tensor,
     ) -> None:
         assert group == 4  # as of all tokens: 8 of 3 requests
+        assert programmatic == bool(order)
         order.append("scores")
         known = (req_id_per_token >= 0) & (req_id_per_token < len(block_table))
         blocks = block_table[req_id_per_token.where(known, 0)].long()

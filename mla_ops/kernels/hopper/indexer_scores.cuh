@@ -303,6 +303,7 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
     groups = group_at<tokens, SOURCE>(p, first + lane * step);
     live = __ballot_sync(~0u, groups.tiles > 0);
   }
+  launch_dependents();  // not before: what begins beside this launch would slow down its start
   announce(0, 0, 0, 0);
 }
 
@@ -540,7 +541,6 @@ DEVICE void begin_barriers(const Params& p, u32 shared) {
 
 template <class L, Source SOURCE>
 DEVICE void make_scores(const Params& p, u32 shared) {
-  launch_dependents();
   begin_barriers<L, SOURCE>(p, shared);
   prefetch_rows<L, SOURCE>(p);
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
@@ -552,7 +552,7 @@ DEVICE void make_scores(const Params& p, u32 shared) {
     __syncthreads();
   } else {
     part = this_part<L, SOURCE>(p, shared);
-    if (part.count == 0) return;
+    if (part.count == 0) return wait_for_prerequisites();
   }
   if (L::CLUSTER > 1) cluster_meet();  // all have their barriers
   if (brings) {
@@ -560,6 +560,7 @@ DEVICE void make_scores(const Params& p, u32 shared) {
     if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32) produce<L, SOURCE>(p, shared, part, few, groups);
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
+    wait_for_prerequisites();  // which may read what this launch writes over
     consume<L, SOURCE>(p, shared, Stored<L, SOURCE>(p));
   }
   if (L::CLUSTER > 1) cluster_meet();  // no CTA leaves while another one copies to it or arrives at its barriers

@@ -1,7 +1,7 @@
 """The best keys of query tokens of the indexer on SM90: scores, then top-k, in memory that has a bound.
 
-Scores of as many tokens as there is room for are made at one time, and chosen from by the next launch, which begins
-beside the end of theirs.
+Scores of as many tokens as there is room for are made at one time, and chosen from by the next launch. Each launch
+begins beside the end of the one in front, and waits for it before it touches the scores.
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ def select_keys(
     if num_requests * num_columns == 0:
         _choose_none(indices, valid_counts)
         return
+    q = indexer_logits.in_boxes(q)
     group = indexer_logits.group_size(q.shape[1], num_tokens, num_requests)
     slots = {"block_table": block_table, "block_size": block_size} if translate else {}
     for part, scores in _parts(num_tokens, num_columns, q.device):
         ends, requests = lengths[part], req_id_per_token[part]
         given = q[part], index_cache, weights[part], ends, block_table, requests, num_columns, cache_format
-        indexer_logits.paged_indexer_logits(*given, group=group, out=scores)
+        indexer_logits.paged_indexer_logits(*given, group=group, programmatic=part.start > 0, out=scores)
         best.topk_indices(
             scores,
             topk,
@@ -112,9 +113,11 @@ def select_keys_flat(
     if num_columns == 0:
         _choose_none(indices, valid_counts)
         return
+    q, k = indexer_logits.in_boxes(q), indexer_logits.in_boxes(k)
     for part, scores in _parts(num_tokens, num_columns, q.device):
         rows = {"row_starts": row_starts[part], "row_ends": row_ends[part]}
-        indexer_logits.indexer_logits(q[part], k, weights[part], **rows, k_scale=k_scale, out=scores)
+        given = q[part], k, weights[part]
+        indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, programmatic=part.start > 0, out=scores)
         chosen = {"indices": indices[part], "valid_counts": valid_counts[part]}
         best.topk_indices(scores, topk, programmatic=True, **rows, **chosen)
 

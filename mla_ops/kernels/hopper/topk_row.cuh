@@ -121,19 +121,26 @@ struct Selection {
     return static_cast<u32>(mean + 5.f * sqrtf(mean) + 4.f);
   }
 
-  // A key that this rank of the sample reaches, or one a little below. All of the row's groups of four that are whole may
-  // be in the sample, in pairs: memory is read by 32 bytes.
-  DEVICE u32 gate_of(u32 rank) {
+  // Scores of the sample. All of the row's groups of four that are whole may be in it, in pairs: memory is read by 32
+  // bytes.
+  DEVICE void load_sample(float4 (&x)[SAMPLED]) const {
     const u32 first_whole = (row.start + 3) / 4, pairs = (row.end / 4 - first_whole) / 2;
-    Sampled<SAMPLED> own;
 #pragma unroll
     for (int i = 0; i < SAMPLED; ++i) {
       const u32 number = i * THREADS + threadIdx.x, group = number / 2 * pairs / (p.sampled / 2) * 2 + number % 2;
-      float4 x = {absent(), absent(), absent(), absent()};
-      if (number < p.sampled) x = load_once_16(row.scores + 4 * static_cast<i64>(first_whole + group));
-      const u32 there = number < p.sampled ? ~0u : 0;
-      own.keys[i][0] = key_of(x.x) & there, own.keys[i][1] = key_of(x.y) & there;
-      own.keys[i][2] = key_of(x.z) & there, own.keys[i][3] = key_of(x.w) & there;
+      x[i] = {absent(), absent(), absent(), absent()};
+      if (number < p.sampled) x[i] = load_once_16(row.scores + 4 * static_cast<i64>(first_whole + group));
+    }
+  }
+
+  // A key that this rank of the sample reaches, or one a little below.
+  DEVICE u32 gate_of(const float4 (&x)[SAMPLED], u32 rank) {
+    Sampled<SAMPLED> own;
+#pragma unroll
+    for (int i = 0; i < SAMPLED; ++i) {
+      const u32 there = i * THREADS + threadIdx.x < p.sampled ? ~0u : 0;
+      own.keys[i][0] = key_of(x[i].x) & there, own.keys[i][1] = key_of(x[i].y) & there;
+      own.keys[i][2] = key_of(x[i].z) & there, own.keys[i][3] = key_of(x[i].w) & there;
     }
     __syncthreads();  // bins are at 0
     return static_cast<u32>(select<THREADS, false>(control, bins, own, rank, 0, SHIFT_OF_ALL, rank / 8 + 2) >> 32);
@@ -186,12 +193,10 @@ struct Selection {
     return has(column) && key_of(x) >= gate.key;
   }
 
-  // All of this CTA's part. Returns the number of entries.
+  // All of this CTA's part, whose first chunk is in `next`. Returns the number of entries.
   template <bool SCORES>
-  DEVICE u32 read(Gate gate) {
+  DEVICE u32 read(Gate gate, float4 (&next)[VECTORS]) {
     u32 have = 0, parity = 0;
-    float4 next[VECTORS];
-    load(0, next);
 #pragma unroll 1
     for (u32 at = 0; at < vectors; at += STEP) {
       float x[VECTORS][4];
@@ -310,6 +315,7 @@ struct Selection {
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
     wait_for_prerequisites();  // scores may come from the launch in front
+    launch_dependents();
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
     if (length <= p.k && !p.sorted) return write_all(number, start, length, rank);
 
@@ -325,10 +331,14 @@ struct Selection {
     whole = (row.start + 3) / 4 > first, whole_end = min(vectors, row.end / 4 - first);
     if (!alone) cluster_arrive();
 
+    // The sample comes first: what is prefetched would stand in its way.
     const u32 rank_in_sample = sample_rank(max(length, 1));
-    prefetch(0, AHEAD);
-    least = 0;
-    if (length >= p.gated && rank_in_sample <= 2 * p.sampled) least = gate_of(rank_in_sample);
+    const bool gated = length >= p.gated && rank_in_sample <= 2 * p.sampled;
+    float4 sample[SAMPLED], next[VECTORS];
+    if (gated) load_sample(sample);
+    load(0, next);
+    prefetch(STEP, AHEAD - STEP);
+    least = gated ? gate_of(sample, rank_in_sample) : 0;
     if (!alone) cluster_wait();  // all CTAs have begun
 
     const u32 wanted = min(length, p.k);
@@ -336,7 +346,7 @@ struct Selection {
 #pragma unroll 1
     for (u32 round = 0;; ++round) {
       const Gate gate(least);
-      have = gate.is_score ? read<true>(gate) : read<false>(gate);
+      have = gate.is_score ? read<true>(gate, next) : read<false>(gate, next);
       total = have;
       if (!alone) {
         if (have > max(p.capacity / p.cluster, static_cast<u32>(p.k))) {  // else the first CTA might have to drop all these
@@ -352,6 +362,7 @@ struct Selection {
       }
       if (total >= wanted) break;
       least = 0;
+      load(0, next);
     }
     if (rank == 0) write(number, have, wanted);
   }

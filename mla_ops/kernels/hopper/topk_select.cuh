@@ -151,12 +151,14 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
     control.list[atomicAdd(&control.listed, 1u)] = static_cast<u64>(key) << 32 | place;
   });
   meet<THREADS>();
-  if (thread < inside) {
-    const u64 own = control.list[thread];
-    u32 larger = 0;
-#pragma unroll 4
-    for (u32 i = 0; i < inside; ++i) larger += control.list[i] > own;
-    if (larger == rank - 1) control.threshold = own;
+  static_assert(SHORT_LIST == 64, "a lane has two of them");
+  const u32 lane = thread % 32;
+  const u64 first = lane < inside ? control.list[lane] : 0, second = lane + 32 < inside ? control.list[lane + 32] : 0;
+#pragma unroll 1
+  for (u32 i = thread / 32; i < inside; i += THREADS / 32) {
+    const u64 own = control.list[i];
+    const u32 larger = __popc(__ballot_sync(~0u, first > own)) + __popc(__ballot_sync(~0u, second > own));
+    if (larger == rank - 1 && lane == 0) control.threshold = own;
   }
   meet<THREADS>();
   return control.threshold;

@@ -36,6 +36,7 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
   const int request = p.request_of(number);
   for (u32 i = thread; i < BINS; i += THREADS) bins[i] = 0;
   wait_for_prerequisites();  // scores may come from the launch in front
+  launch_dependents();
 
   const float* const scores = p.scores + number * p.pitch;
   const int skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4), width = p.num_columns + skew;
