@@ -38,14 +38,28 @@ struct Params {
   u32 sampled;   // groups of 4 columns
   int sorted;
 
-  // A row's columns. Bounds may hold any number.
-  DEVICE void columns_of(i64 row, int& start, int& end) const {
-    start = starts == nullptr ? 0 : min(max(starts[row], 0), num_columns);
-    end = ends == nullptr ? num_columns : min(max(ends[row], start), num_columns);
-    if (known_only && static_cast<u32>(requests[row]) >= static_cast<u32>(num_requests)) end = start;
+  // What memory has of a row; bounds may hold any number.
+  struct Given {
+    int start, end, request;
+  };
+
+  DEVICE void prefetch_given(i64 row) const {
+    if (starts != nullptr) prefetch_to_l2(starts + row);
+    if (ends != nullptr) prefetch_to_l2(ends + row);
+    if (requests != nullptr) prefetch_to_l2(requests + row);
   }
 
-  DEVICE int request_of(i64 row) const { return block_size == 0 ? 0 : requests[row]; }
+  DEVICE Given given_of(i64 row) const {
+    return {starts == nullptr ? 0 : starts[row], ends == nullptr ? num_columns : ends[row],
+            requests == nullptr ? 0 : requests[row]};
+  }
+
+  // The row's columns.
+  DEVICE void columns_of(const Given& given, int& start, int& end) const {
+    start = min(max(given.start, 0), num_columns);
+    end = min(max(given.end, start), num_columns);
+    if (known_only && static_cast<u32>(given.request) >= static_cast<u32>(num_requests)) end = start;
+  }
 
   // The slot of a column's key, -1 if the table has none.
   DEVICE int translated(int column, int request) const {
@@ -278,20 +292,21 @@ struct Selection {
     return have;
   }
 
-  DEVICE void write(i64 number, u32 count, u32 wanted) {
+  DEVICE void write(i64 number, int request, u32 count, u32 wanted) {
     int* const out = p.indices + number * p.indices_pitch;
-    const int request = p.request_of(number);
     const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least) : 1;
-    each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
-      if (p.sorted)
-        entries[place] = entry;
-      else
-        out[place] = p.translated(position_of(entry) - row.skew, request);
-    });
     if (!p.sorted) {
+      if (p.block_size == 0)
+        each_chosen<THREADS>(control, entries, count, threshold,
+                             [&](u32 place, u64 entry) { out[place] = position_of(entry) - row.skew; });
+      else
+        each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
+          out[place] = p.translated(position_of(entry) - row.skew, request);
+        });
       for (u32 i = wanted + threadIdx.x; i < p.k; i += THREADS) out[i] = -1;
       return;
     }
+    each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) { entries[place] = entry; });
     __syncthreads();
     sort<THREADS>(entries, wanted);
 #pragma unroll 1
@@ -300,24 +315,23 @@ struct Selection {
   }
 
   // All columns, which are not more than k, in order.
-  DEVICE void write_all(i64 number, int start, int length, u32 rank) {
+  DEVICE void write_all(i64 number, int request, int start, int length, u32 rank) {
     int* const out = p.indices + number * p.indices_pitch;
-    const int request = p.request_of(number);
 #pragma unroll 1
     for (u32 i = rank * THREADS + threadIdx.x; i < p.k; i += p.cluster * THREADS)
       out[i] = i < length ? p.translated(start + i, request) : -1;
   }
 
   DEVICE void run(i64 number, u32 rank) {
+    const Params::Given given = p.given_of(number);
+    clear_bins<THREADS>(bins);
     int start, end;
-    p.columns_of(number, start, end);
+    p.columns_of(given, start, end);
     const int length = end - start;
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
     wait_for_prerequisites();  // scores may come from the launch in front
     launch_dependents();
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
-    if (length <= p.k && !p.sorted) return write_all(number, start, length, rank);
+    if (length <= p.k && !p.sorted) return write_all(number, given.request, start, length, rank);
 
     const float* const scores = p.scores + number * p.pitch;
     row.skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4);
@@ -364,6 +378,6 @@ struct Selection {
       least = 0;
       load(0, next);
     }
-    if (rank == 0) write(number, have, wanted);
+    if (rank == 0) write(number, given.request, have, wanted);
   }
 };

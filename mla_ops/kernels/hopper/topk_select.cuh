@@ -39,7 +39,10 @@ DEVICE u32 key_of_number(float score) {
 }
 
 // NaN has the least.
-DEVICE u32 key_of(float score) { return score == score ? key_of_number(score) : NAN_KEY; }
+DEVICE u32 key_of(float score) {
+  const u32 key = key_of_number(score);
+  return score == score ? key : NAN_KEY;
+}
 
 // The score of a key that is at least LOWEST_KEY.
 DEVICE float score_of(u32 key) {
@@ -78,6 +81,12 @@ DEVICE u32 exclusive_scan(Control& control, u32 value, u32& total) {
   const u32 inclusive = inclusive_scan(value, threadIdx.x % 32);
   const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
   return before_warp<THREADS>(control, of_warp, 0, total) + inclusive - value;
+}
+
+template <int THREADS>
+DEVICE void clear_bins(u32* bins) {
+#pragma unroll
+  for (u32 i = 0; i < BINS / THREADS; ++i) bins[i * THREADS + threadIdx.x] = 0;
 }
 
 // The bin in which the entry of a rank, counted from 1 at the top, lies; leaves all bins at 0. The counts must be
