@@ -122,6 +122,29 @@ def test_rows_that_memory_has_room_for(length: int) -> None:
         assert_equal(case.select(2048, translate), case.two_steps(2048, translate))
 
 
+@pytest.mark.parametrize("length", [4096, 20000, 40000])
+def test_lengths_about_k_none_and_past_the_table(length: int) -> None:
+    """A length that drafts made larger than the table, or one of 0 smaller by them; all 0; tables of nothing."""
+    k = 2048
+    lengths = [0, 1, k - 1, k, k + 1, length - 1, length, length + 3, 2**31 - 1, -1, -(2**31)]
+    case = paged(len(lengths), 1, 64, 64, length)
+    case.lengths.copy_(torch.tensor(lengths))
+    for translate in (False, True):
+        assert_equal(case.select(k, translate), case.two_steps(k, translate))
+    assert case.select(k)[1].tolist() == [min(max(n, 0), length, k) for n in lengths]
+    case.lengths.zero_()
+    indices, counts = case.select(k)
+    assert (indices == -1).all()
+    assert (counts == 0).all()
+    case.lengths.fill_(1)  # one more than 0, whose block is -1
+    case.table.fill_(-1)
+    for translate, first in ((False, 0), (True, -1)):
+        indices, counts = case.select(k, translate)
+        assert (indices[:, 0] == first).all()
+        assert (indices[:, 1:] == -1).all()
+        assert (counts == 1).all()
+
+
 @pytest.mark.parametrize("num_requests", [1, 16, 60, 150])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hard_orders(kind: str, num_requests: int) -> None:
