@@ -4,26 +4,25 @@
 #pragma once
 #include "topk_row.cuh"
 
-// A thread's scores: groups of four columns, THREADS groups apart. Key 0 is no score.
-template <int THREADS, int VECTORS>
+// A thread's scores, of neighbouring columns. Key 0 is no score.
+template <int VECTORS>
 struct Held {
-  u32 keys[VECTORS][4];
+  u32 keys[VECTORS * 4];
 
-  DEVICE static u32 column(int vector) { return 4 * (vector * THREADS + threadIdx.x); }
+  DEVICE static u32 column(int i) { return 4 * VECTORS * threadIdx.x + i; }
 
-  DEVICE u64 entry(int vector, int i) const { return entry_of(keys[vector][i], column(vector) + i); }
+  DEVICE u64 entry(int i) const { return entry_of(keys[i], column(i)); }
 
   template <class F>
   DEVICE void each(F use) const {
 #pragma unroll
-    for (int i = 0; i < VECTORS * 4; ++i) use(keys[i / 4][i % 4], ~(column(i / 4) + i % 4));
+    for (int i = 0; i < VECTORS * 4; ++i) use(keys[i], ~column(i));
   }
 };
 
 template <int THREADS, int VECTORS>
 DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
-  static_assert(VECTORS <= 2, "counts of two groups share a word");
-  using Scores = Held<THREADS, VECTORS>;
+  using Scores = Held<VECTORS>;
   Control& control = *reinterpret_cast<Control*>(shared);
   u32* const bins = reinterpret_cast<u32*>(shared + sizeof(Control));
   u64* const entries = reinterpret_cast<u64*>(bins + BINS);
@@ -37,7 +36,7 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
   float4 x[VECTORS];
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) {
-    const int column = Scores::column(i);
+    const int column = Scores::column(4 * i);
     x[i] = {absent(), absent(), absent(), absent()};
     if (column >= skew && column + 4 <= width) x[i] = load_once_16(scores - skew + column);
   }
@@ -56,46 +55,43 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
   Scores held;
 #pragma unroll
   for (int i = 0; i < VECTORS; ++i) {
-    const int column = Scores::column(i);
+    const int column = Scores::column(4 * i);
+    u32* const keys = held.keys + 4 * i;
     float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
     if (column >= row.start && column + 4 <= row.end) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) held.keys[i][j] = key_of(values[j]);
+      for (int j = 0; j < 4; ++j) keys[j] = key_of(values[j]);
     } else {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const bool there = row.has(column + j);
         if (there && (column < skew || column + 4 > width)) values[j] = row.scores[column + j];
-        held.keys[i][j] = there ? key_of(values[j]) : 0;
+        keys[j] = there ? key_of(values[j]) : 0;
       }
     }
   }
   __syncthreads();  // the bins are at 0
   const u64 any = entry_of(1, ~0u);  // all that are there
   const u64 threshold = length > p.k ? select<THREADS>(control, bins, held, p.k, 0, SHIFT_OF_ALL) : any;
-  u32 counts = 0;
+  u32 own = 0, count;
 #pragma unroll
-  for (int i = 0; i < VECTORS * 4; ++i) counts += (held.entry(i / 4, i % 4) >= threshold) << i / 4 * 16;
-  u32 total;
-  const u32 before = exclusive_scan<THREADS>(control, counts, total);
-  u32 at[2] = {before & 0xffff, (before >> 16) + (total & 0xffff)};
-  const u32 count = (total & 0xffff) + (total >> 16);
+  for (int i = 0; i < VECTORS * 4; ++i) own += held.entry(i) >= threshold;
+  u32 place = exclusive_scan<THREADS>(control, own, count);
   const auto each = [&](auto use) {
 #pragma unroll
     for (int i = 0; i < VECTORS * 4; ++i) {
-      const u64 entry = held.entry(i / 4, i % 4);
-      if (entry >= threshold) use(at[i / 4]++, entry);
+      if (held.entry(i) >= threshold) use(place++, held.entry(i));
     }
   };
   if (!p.sorted && p.block_size == 0) {
-    each([&](u32 place, u64 entry) { out[place] = position_of(entry) - skew; });
+    each([&](u32 at, u64 entry) { out[at] = position_of(entry) - skew; });
     return;
   }
   if (!p.sorted) {
-    each([&](u32 place, u64 entry) { out[place] = p.translated(position_of(entry) - skew, given.request); });
+    each([&](u32 at, u64 entry) { out[at] = p.translated(position_of(entry) - skew, given.request); });
     return;
   }
-  each([&](u32 place, u64 entry) { entries[place] = entry; });
+  each([&](u32 at, u64 entry) { entries[at] = entry; });
   __syncthreads();
   sort<THREADS>(entries, count);
   for (u32 i = threadIdx.x; i < p.k; i += THREADS)
