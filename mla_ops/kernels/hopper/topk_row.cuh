@@ -258,31 +258,6 @@ struct Selection {
     return have;
   }
 
-  // Where parts are of one chunk, the first CTA has room behind one, the same for each other CTA.
-  DEVICE u32 room() const { return (p.capacity - CHUNK) / (p.cluster - 1); }
-
-  // Entries to that room, if there are not too many.
-  DEVICE void send(u32 rank, u32 have) {
-    if (rank == 0 || have > room()) return;
-    u64* const target = peer_pointer(entries, 0) + CHUNK + (rank - 1) * room();
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < have; i += THREADS) target[i] = entries[i];
-  }
-
-  // What was sent, behind the first CTA's own entries, in the order of CTAs. Returns how many it has then.
-  DEVICE u32 take(u32 rank, const u32* counts, u32 total) {
-    if (rank > 0) return 0;
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, others = p.cluster - 1, other = 1 + warp % others;
-    const u32 before = inclusive_scan(lane < p.cluster ? counts[lane] : 0, lane);
-    const u64* const source = entries + CHUNK + (other - 1) * room();
-    u64* const target = entries + __shfl_sync(~0u, before, other - 1);
-    const u32 warps = (THREADS / 32 - other) / others + 1;  // that have this one's
-#pragma unroll 1
-    for (u32 i = warp / others * 32 + lane; i < counts[other]; i += warps * 32) target[i] = source[i];
-    __syncthreads();
-    return total;
-  }
-
   // All entries of a cluster into the first CTA's memory, in the order of CTAs. Returns how many it has then.
   DEVICE u32 gather(u32 rank, const u32* counts, u32 total, u32 have) {
     if (total <= p.capacity) {
@@ -394,12 +369,10 @@ struct Selection {
         }
         u32* const counts = control.counts[round];
         if (threadIdx.x < p.cluster) peer_pointer(counts, threadIdx.x)[rank] = have;
-        if (share <= STEP) send(rank, have);
         cluster_meet();
         total = 0;
-        bool sent = share <= STEP;
-        for (u32 i = 0; i < p.cluster; ++i) total += counts[i], sent &= i == 0 || counts[i] <= room();
-        if (total >= wanted) have = sent && total <= CHUNK ? take(rank, counts, total) : gather(rank, counts, total, have);
+        for (u32 i = 0; i < p.cluster; ++i) total += counts[i];
+        if (total >= wanted) have = gather(rank, counts, total, have);
       }
       if (total >= wanted) break;
       least = 0;
