@@ -50,6 +50,7 @@ class Params(ctypes.Structure):
         ("least", ctypes.c_uint),
         ("gated", ctypes.c_uint),
         ("sampled", ctypes.c_uint),
+        ("spare", ctypes.c_uint),
         ("sorted", ctypes.c_int),
     ]
 
@@ -69,6 +70,8 @@ class Plan(NamedTuple):
         least: columns that a CTA takes at least, so that short rows need fewer of them.
         gated: columns of a row from which on a sample gives a gate.
         sampled: columns of a sample, a multiple of 8.
+        spare: part of the gate's rank in a sample by which it may lie below it: a half makes a gate in less time, which
+            lets more pass.
         short: registers of a CTA hold a row; only `threads`, `vectors` and `ctas` mean something then.
     """
 
@@ -80,6 +83,7 @@ class Plan(NamedTuple):
     least: int = 2048
     gated: int = 8192
     sampled: int = 2048
+    spare: int = 8
     short: bool = False
 
     @property
@@ -131,7 +135,8 @@ def plan_for(num_rows: int, num_columns: int, num_sms: int, at_once: tuple[int, 
     for size, clusters in zip(CLUSTERS, at_once, strict=True):
         if num_rows <= clusters and LEAST_OF_A_CTA * size <= num_columns:
             cluster = size
-    return FEW._replace(cluster=cluster, sampled=4096 if num_columns > LONG_ROW else 2048)
+    sampled, spare = 4096 if num_columns > LONG_ROW else 2048, 2 if cluster <= CLUSTERS[1] else 8
+    return FEW._replace(cluster=cluster, sampled=sampled, spare=spare)
 
 
 def aligned_columns(scores: torch.Tensor) -> int:
@@ -182,6 +187,7 @@ def pack(
         -(-plan.least // 4),
         max(plan.gated, plan.sampled + 8),
         plan.sampled // 4,
+        plan.spare,
         int(sorted),
     )
 
