@@ -1,15 +1,18 @@
-"""Tables of measured times against FlashMLA, beside the targets, from the rows that benchmarks wrote with `--json`.
+"""Tables of measured times against peers, beside the targets, from the rows that benchmarks wrote with `--json`.
 
 python -m benchmarks.figures docs/results/*-h200.json docs/results/flash_mla-h200.md
+python -m benchmarks.figures docs/results/indexer_*-h200.json docs/results/indexer-h200.md
 
 The last path is the page, those before it are files of rows. In the page, what stands between `<!-- figures: NAME -->`
-and `<!-- end -->` is replaced by that table. FlashMLA's are the times with its schedule planned before. Every number
-stands beside the largest error of our result and the bound that rounding explains; a row whose check failed is refused.
+and `<!-- end -->` is replaced by that table. FlashMLA's are the times with its schedule planned before. A table of
+several peers has the fastest of each row. Every number stands beside the largest error of our result and the bound that
+rounding explains; a row whose check failed is refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import sys
@@ -21,13 +24,25 @@ PEER = "FlashMLA"
 
 
 class Table(NamedTuple):
-    """Rows of one op: what each shape has in common, and its own part with the ratio that was asked for."""
+    """Rows of one op: what each shape has in common, and its own part with the ratio that was asked for.
+
+    Attributes:
+        peers: lowerings, of which the fastest counts.
+        ours: lowering.
+    """
 
     op: str
     common: dict[str, Any]
     first_column: str
     targets: dict[tuple[Any, ...], float | None]
     varies: tuple[str, ...]
+    peers: tuple[str, ...] = (PEER,)
+    ours: str = "hopper"
+
+    @property
+    def title(self) -> str:
+        """Of the column of the peers' times."""
+        return self.peers[0] if len(self.peers) == 1 else "fastest peer"
 
 
 DECODE: dict[tuple[Any, ...], float | None] = {
@@ -44,7 +59,74 @@ DECODE: dict[tuple[Any, ...], float | None] = {
     (256, 128): 0.72,
     (512, 8): 0.52,
 }
+PAIRS = tuple(f"DeepGEMM, {name}" for name in ("vLLM cooperative", "vLLM persistent", "SGLang v2"))
+DECODE_CONTEXTS = (4096, 32768, 131072)
+TOPK_ROWS = [*itertools.product((1, 4, 16, 64, 128), DECODE_CONTEXTS), (1, 1048576), (4096, 32768), (4096, 131072)]
+SELECTION: dict[tuple[Any, ...], float | None] = {
+    **{(1, 1, context): 0.75 for context in DECODE_CONTEXTS},
+    **{(4, 1, context): 0.75 for context in DECODE_CONTEXTS},
+    **{(16, 1, context): None for context in DECODE_CONTEXTS},
+    (64, 1, 4096): None,
+    (64, 1, 32768): 0.9,
+    (64, 1, 131072): None,
+    (64, 2, 32768): None,
+    (128, 1, 32768): None,
+}
+PREFILL: dict[tuple[Any, ...], float | None] = {
+    (tokens, heads): {64: 0.9, 32: 0.8}[heads] for heads in (64, 32) for tokens in (1024, 4096)
+}
+
+
+def _paged(heads: int, requests: tuple[int, ...], target: float, peer: str) -> Table:
+    return Table(
+        "paged_indexer_logits",
+        {"H": heads},
+        "B, next_n, keys",
+        dict.fromkeys(itertools.product(requests, (1, 2), DECODE_CONTEXTS), target),
+        ("B", "next_n", "keys"),
+        (peer,),
+    )
+
+
+INDEXER_TABLES = {
+    "indexer prefill": Table(
+        "indexer_logits",
+        {},
+        "H, T, keys",
+        {
+            (heads, *shape): target
+            for heads, target in ((64, 0.95), (32, 0.85))
+            for shape in ((1024, 32768), (4096, 32768), (4096, 131072))
+        },
+        ("H", "T", "keys"),
+        ("DeepGEMM",),
+    ),
+    **{f"indexer decode {heads}": _paged(heads, (16, 64, 128), 1.0, "DeepGEMM") for heads in (64, 32)},
+    **{f"indexer latency {heads}": _paged(heads, (1, 4), 0.85, "DeepGEMM and its schedule") for heads in (64, 32)},
+    "topk": Table(
+        "topk_indices",
+        {},
+        "T, columns",
+        dict.fromkeys(TOPK_ROWS, 1.0),
+        ("T", "columns"),
+        ("vLLM cooperative", "vLLM persistent", "SGLang v2"),
+    ),
+    "topk torch": Table(
+        "topk_indices", {}, "T, columns", dict.fromkeys(TOPK_ROWS, 0.15), ("T", "columns"), ("torch.topk",)
+    ),
+    **{
+        f"selection {heads}": Table(
+            "select_keys", {"H": heads}, "B, next_n, keys", SELECTION, ("B", "next_n", "keys"), PAIRS
+        )
+        for heads in (64, 32)
+    },
+    "selection prefill": Table("select_keys.flat", {"keys": 32768}, "T, H", PREFILL, ("T", "H"), PAIRS),
+    "selection prefill, own steps": Table(
+        "select_keys.flat", {"keys": 32768}, "T, H", dict.fromkeys(PREFILL, 1.0), ("T", "H"), ("two steps",)
+    ),
+}
 TABLES = {
+    **INDEXER_TABLES,
     "fp8_ds_mla": Table("paged_sparse_attention", {"format": "fp8_ds_mla"}, "T, H", DECODE, ("T", "H")),
     "between rounds": Table(
         "paged_sparse_attention",
@@ -115,9 +197,15 @@ def table_lines(table: Table, rows: list[Row]) -> list[str]:
         shape = row["shape"]
         if row["op"] == table.op and all(shape.get(name) == value for name, value in table.common.items()):
             found[tuple(shape[name] for name in table.varies), row["lowering"]] = row
-    lines = [f"| {table.first_column} | FlashMLA µs | ours µs | ratio | target | error (bound) |", "|---" * 6 + "|"]
+    lines = [
+        f"| {table.first_column} | {table.title} µs | ours µs | ratio | target | error (bound) |",
+        "|---" * 6 + "|",
+    ]
     for key, target in table.targets.items():
-        ours, peer = found[key, "hopper"], found[key, PEER]
+        ours, peers = found[key, table.ours], [found[key, name] for name in table.peers if (key, name) in found]
+        if not peers:
+            raise KeyError(f"{table.op} {key} has no peer's time")
+        peer = min(peers, key=lambda row: row["median_us"])
         if not (ours["passed"] and peer["passed"]):
             raise KeyError(f"{table.op} {key} did not pass its check")
         ratio = ours["median_us"] / peer["median_us"]

@@ -187,7 +187,7 @@ def _warm_up_indexer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """The indexer's cache, scores and choice: contexts that one chunk of scores holds, and longer ones."""
+    """The indexer's cache, scores and choice: short contexts, and those that portable kernels cut into chunks."""
     index_format = "fp8_index" if get_format(cache_format).quantized else cache_format
     cache = allocate_cache(index_format, 2, block_size, head_dim=INDEX_DIM, device=device)
     token = torch.zeros(1, INDEX_DIM, dtype=dtype, device=device)

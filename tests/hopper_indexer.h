@@ -41,7 +41,11 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #define named_barrier ptx_named_barrier
 #define cluster_meet ptx_cluster_meet
 #define peer_pointer ptx_peer_pointer
+#define launch_dependents ptx_launch_dependents
+#define wait_for_prerequisites ptx_wait_for_prerequisites
 #include "ptx.cuh"
+#undef launch_dependents
+#undef wait_for_prerequisites
 #undef named_barrier
 #undef cluster_meet
 #undef peer_pointer
@@ -80,6 +84,8 @@ void named_barrier() {
   simt::meet(named_barriers[{simt::current->cta, ID}], simt::current->index, COUNT, 0);
 }
 static void cluster_meet() { simt::meet_cluster_but_those_that_left(); }
+static void launch_dependents() {}
+static void wait_for_prerequisites() {}
 template <class T>
 T* peer_pointer(T* here, u32 rank) {
   const uintptr_t offset = reinterpret_cast<uintptr_t>(here) - reinterpret_cast<uintptr_t>(simt::shared_memory());

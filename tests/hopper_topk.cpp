@@ -10,7 +10,11 @@
 #define load_once_16 ptx_load_once_16
 #define named_barrier ptx_named_barrier
 #define store_entry_if ptx_store_entry_if
+#define wait_for_prerequisites ptx_wait_for_prerequisites
+#define launch_dependents ptx_launch_dependents
 #include "ptx.cuh"
+#undef wait_for_prerequisites
+#undef launch_dependents
 #undef cluster_wait
 #undef cluster_arrive
 #undef cluster_meet
@@ -20,6 +24,8 @@
 #undef store_entry_if
 
 static void cluster_meet() { simt::meet_cluster(); }
+static void wait_for_prerequisites() {}
+static void launch_dependents() {}
 template <int, int COUNT>
 void named_barrier() {
   simt::meet(simt::cta().named, simt::current->index, COUNT, 0);

@@ -323,14 +323,14 @@ def best(tool: str) -> None:
                 assert torch.equal(counts.cpu(), lengths)
 
 
-def chosen_by_chunks(tool: str) -> None:
-    """Keys of rows in blocks that fit no tile: top-k of chunks, by a CTA and by a cluster."""
+def chosen_by_parts(tool: str) -> None:
+    """Keys of rows in blocks that fit no tile, two tokens at one time: top-k by a CTA and by a cluster."""
     import torch
     from topk_oracle import hard_rows, topk_oracle
 
-    from mla_ops.kernels.hopper import select_chunks, topk
+    from mla_ops.kernels.hopper import select_keys, topk
 
-    select_chunks.chunks_for = lambda columns, *_: select_chunks.Chunks(-(-columns // 480), 480)
+    select_keys.tokens_together = lambda *_: 2
     e4m3, num_blocks, block_size = torch.float8_e4m3fn, 32, 48
     lengths = torch.tensor([1500, 1207, 90, 40, 9999], dtype=torch.int32)
     requests = torch.tensor([0, 0, -1, 0, 0], dtype=torch.int32)
@@ -349,7 +349,7 @@ def chosen_by_chunks(tool: str) -> None:
             counts = torch.zeros(5, dtype=torch.int32, device="cuda")
             rest = cache.view(num_blocks, block_size, 132).cuda(), *given, 50, "fp8_index"
             chosen = {"indices": indices, "valid_counts": counts}
-            select_chunks.select_by_chunks(q.to(e4m3).cuda(), *rest, translate=True, **chosen)
+            select_keys.select_keys(q.to(e4m3).cuda(), *rest, translate=True, **chosen)
             wanted, valid = topk_oracle(scale.expand(5, -1), 50, None, lengths.where(requests == 0, 0))
             assert torch.equal(indices.cpu(), wanted)
             assert torch.equal(counts.cpu(), valid)
@@ -391,7 +391,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
         "shares": shares,
         "index scores": index_scores,
         "topk": best,
-        "select": chosen_by_chunks,
+        "select": chosen_by_parts,
         "writes": writes,
     }
     others[case.keys](tool) if case.keys in others else attend(case, tool)

@@ -340,6 +340,12 @@ def test_figures_stand_between_their_marks_with_ratio_target_and_error(tmp_path:
         figures.table_lines(table, rows[:3])
     with pytest.raises(KeyError, match="did not pass"):
         figures.table_lines(table, [*rows[:3], row("FlashMLA", 100.0, 32, passed=False)])
+    several = table._replace(targets={(1, 16): 0.6}, peers=("slow", "quick", "not measured"))
+    lines = figures.table_lines(several, [rows[0], row("slow", 200.0, 16), row("quick", 80.0, 16)])
+    assert lines[0].startswith("| T, H | fastest peer µs |")
+    assert lines[2].startswith("| 1, 16 | 80 | 50 | 0.625 |")
+    with pytest.raises(KeyError, match="no peer's time"):
+        figures.table_lines(several, rows)
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- figures: dense bf16 -->\nold\n<!-- end -->\nafter\n")
     every = figures.TABLES["dense bf16"].targets

@@ -215,8 +215,15 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> dict[str,
             self.name = name
 
         def launch(
-            self, grid: tuple[int, int, int], block: object, shared: object, cluster: object, params: bytes
+            self,
+            grid: tuple[int, int, int],
+            block: object,
+            shared: object,
+            cluster: object,
+            params: bytes,
+            programmatic: bool,
         ) -> None:
+            assert not programmatic
             heads, tokens, source = re.findall(r"\w+", self.name)[1:]
             assert len(params) == library.bytes_of_params()
             state["kernels"].append(self.name)

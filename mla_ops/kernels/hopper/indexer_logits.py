@@ -142,20 +142,34 @@ def num_sms(device_index: int) -> int:
 
 
 def _launch(
-    source: str, tokens: int, q: torch.Tensor, num_columns: int, clean: bool, out: torch.Tensor, params: tuple[int, ...]
+    source: str,
+    tokens: int,
+    q: torch.Tensor,
+    num_columns: int,
+    clean: bool,
+    programmatic: bool,
+    out: torch.Tensor,
+    params: tuple[int, ...],
 ) -> None:
     """The kernels with `params` behind the fields that every source fills in the same way."""
     num_tokens, num_heads, _ = q.shape
     device_index = q.device.index
-    q = in_boxes(q)
-    shape, strides = tuple(q.shape), (q.stride(0), q.stride(1))
-    packed = pack(tensor_map(q.data_ptr(), shape, strides, (tokens, num_heads)), *params)  # type: ignore[arg-type]
+    boxes = in_boxes(q)
+    assert boxes is q or not programmatic
+    shape, strides = tuple(boxes.shape), (boxes.stride(0), boxes.stride(1))
+    queries = tensor_map(boxes.data_ptr(), shape, strides, (tokens, num_heads))
+    packed = pack(queries, *params)  # type: ignore[arg-type]
     if num_columns:
         kernel = kernel_for(num_heads, tokens, source)
         cluster = CLUSTER if source == "FLAT" else 1
         clusters = max(min(num_sms(device_index) // cluster, num_tokens * -(-num_columns // TILE)), 1)
         sources.load(kernel.source, kernel.name, device_index).launch(
-            (clusters * cluster, 1, 1), (kernel.threads, 1, 1), None, (cluster, 1, 1), packed
+            (clusters * cluster, 1, 1),
+            (kernel.threads, 1, 1),
+            None,
+            (cluster, 1, 1),
+            packed,
+            programmatic=programmatic,
         )
     if clean:
         kernel = clean_kernel("FLAT" if source == "FLAT" else "BOXES")
@@ -213,8 +227,14 @@ def indexer_logits(
     *,
     k_scale: torch.Tensor | None = None,
     clean: bool = False,
+    programmatic: bool = False,
     out: torch.Tensor,
 ) -> None:
+    """Runs the op's `.out`.
+
+    With `programmatic` it begins beside the end of the launch in front, which makes nothing that is read here. Queries
+    and keys are as `in_boxes` returns them then.
+    """
     num_tokens, num_heads, _ = q.shape
     num_kv = k.shape[0]
     if num_tokens * num_kv == 0:
@@ -226,6 +246,7 @@ def indexer_logits(
         q,
         num_kv,
         clean,
+        programmatic,
         out,
         flat_params(k, weights, row_starts, row_ends, k_scale, num_tokens, out, TILE // CLUSTER),
     )
@@ -291,8 +312,11 @@ def paged_indexer_logits(
     cache_format: str,
     *,
     clean: bool = False,
+    group: int | None = None,
+    programmatic: bool = False,
     out: torch.Tensor,
 ) -> None:
+    """Runs the op's `.out`, by groups of up to `group` tokens that share keys; `programmatic` as of flat keys."""
     num_tokens, num_heads, _ = q.shape
     if num_tokens * max_length == 0:
         return
@@ -302,10 +326,11 @@ def paged_indexer_logits(
     num_columns = min(max_length, block_table.shape[1] * geometry(index_cache, cache_format).block_size)
     _launch(
         source,
-        group_size(num_heads, num_tokens, block_table.shape[0]),
+        group or group_size(num_heads, num_tokens, block_table.shape[0]),
         q,
         num_columns if block_table.shape[0] else 0,
         clean,
+        programmatic,
         out,
         params,
     )

@@ -86,9 +86,9 @@ DEVICE Group group_at(const Params& p, int token) {
 template <int TOKENS, Source SOURCE>
 constexpr int STEP = SOURCE == FLAT ? TOKENS : 1;
 
-// A CTA's tiles: `count` from tile `skip` on of the group of `token`, and of the groups behind it. All have `total`.
+// A CTA's tiles: `count` from tile `skip` on of the group of `token`, and of the groups behind it.
 struct Part {
-  int token, skip, count, total;
+  int token, skip, count;
 };
 
 // total * cta / ctas, where the product might not fit.

@@ -30,16 +30,16 @@ struct IndexerLayout {
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
 
-// A launch of scores. Where memory is the bound, more warps wait for keys.
+// A launch of scores. Where memory is the bound, more warps wait for keys, and fewer keys are on their way: more of them
+// would take L2 from one another, and leave some SMs behind.
 template <int COLUMNS, Source SOURCE>
 constexpr bool OF_MEMORY = SOURCE == BOXES && COLUMNS < 256;
 template <int HEADS, int TOKENS, Source SOURCE>
-using ScoresLayout = IndexerLayout<HEADS, TOKENS, 16, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 4 : 2,
-                                   SOURCE == FLAT ? 2 : 1>;
+using ScoresLayout = IndexerLayout<HEADS, TOKENS, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 8 : 16,
+                                   OF_MEMORY<HEADS * TOKENS, SOURCE> ? 4 : 2, SOURCE == FLAT ? 2 : 1>;
 
-// Groups whose part one warp finds; tokens, and entries of all their requests' tables, that are prefetched; tiles of a
-// launch that leave L2 first.
-constexpr int FEW = 32, PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024, ONCE = 16 * 1024;
+// Groups whose part one warp finds; tokens, and entries of all their requests' tables, that are prefetched.
+constexpr int FEW = 32, PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024;
 
 // ---- each CTA's part ------------------------------------------------------------------------------------------------
 
@@ -82,15 +82,15 @@ DEVICE Part this_part(const Params& p, u32 shared) {
   }
   const int number = blockIdx.x / L::CLUSTER, parts = gridDim.x / L::CLUSTER;
   const int begin = tiles_before(total, number, parts), count = tiles_before(total, number + 1, parts) - begin;
-  if (count == 0) return {0, 0, 0, total};
+  if (count == 0) return {0, 0, 0};
   if (before <= begin && begin < before + own) {
-    Part part = {first * step, begin - before, count, total};
+    Part part = {first * step, begin - before, count};
     find_begin<tokens, SOURCE>(p, part);
     store_shared_8(shared + L::PART, part.token, part.skip);
   }
   __syncthreads();
   const uint2 part = load_shared_8(shared + L::PART);
-  return {static_cast<int>(part.x), static_cast<int>(part.y), count, total};
+  return {static_cast<int>(part.x), static_cast<int>(part.y), count};
 }
 
 // One warp does the same for up to FEW groups, of which each lane has one; `first` is its lane.
@@ -107,7 +107,7 @@ DEVICE Part part_of_few(const Group& groups, int lane, int number, int parts) {
   const u32 mine = __ballot_sync(~0u, before <= begin && begin < before + groups.tiles);
   const int first = mine ? __ffs(mine) - 1 : 0;
   const int count = tiles_before(total, number + 1, parts) - begin;
-  return {first * STEP, begin - __shfl_sync(~0u, before, first), count, total};
+  return {first * STEP, begin - __shfl_sync(~0u, before, first), count};
 }
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
@@ -279,9 +279,8 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
     part = part_of_few<step>(groups, lane, blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER);
     live &= ~0u << part.token / step;
   }
-  // Keys that one group reads are not read again: what else is in L2 stays there. Of many more keys than L2 holds, this
-  // would only slow down the copies.
-  const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS && part.total <= ONCE;
+  // Keys that one group reads are not read again: what else is in L2 stays there.
+  const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS;
   const u64 policy = once ? evict_first() : evict_normal();
   while (part.count) {
     for (; live && part.count; live &= live - 1) {
@@ -303,6 +302,7 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
     groups = group_at<tokens, SOURCE>(p, first + lane * step);
     live = __ballot_sync(~0u, groups.tiles > 0);
   }
+  launch_dependents();  // not before: what begins beside this launch would slow down its start
   announce(0, 0, 0, 0);
 }
 
@@ -544,14 +544,14 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   prefetch_rows<L, SOURCE>(p);
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const bool few = p.num_tokens <= FEW * step, brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
-  Part part = {0, 0, 0, 0};
+  Part part = {0, 0, 0};
   Group groups = {0, 0, 0, 0};
   if (few) {
     if (brings) groups = group_at<tokens, SOURCE>(p, (threadIdx.x & 31) * step);
     __syncthreads();
   } else {
     part = this_part<L, SOURCE>(p, shared);
-    if (part.count == 0) return;
+    if (part.count == 0) return wait_for_prerequisites();
   }
   if (L::CLUSTER > 1) cluster_meet();  // all have their barriers
   if (brings) {
@@ -559,6 +559,7 @@ DEVICE void make_scores(const Params& p, u32 shared) {
     if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32) produce<L, SOURCE>(p, shared, part, few, groups);
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
+    wait_for_prerequisites();  // which may read what this launch writes over
     consume<L, SOURCE>(p, shared, Stored<L, SOURCE>(p));
   }
   if (L::CLUSTER > 1) cluster_meet();  // no CTA leaves while another one copies to it or arrives at its barriers

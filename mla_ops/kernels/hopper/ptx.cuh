@@ -130,12 +130,12 @@ DEVICE void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Lets a kernel that was launched to overlap with this one take the places of CTAs that leave: the merge of parts, or
-// the next wave of tokens, which reads nothing that this one writes.
+// Lets a kernel that was launched to overlap with this one take the places of CTAs that leave: the merge of parts, top-k
+// of scores, or the next wave of tokens, which reads nothing that this one writes.
 DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// Until the kernel in front is over, and what it wrote can be read. The last thing that a wave does: what follows it
-// waits for no other.
+// Until the kernel in front is over, and what it wrote can be read; nothing where this one was not launched to overlap.
+// The last thing that a wave does: what follows it waits for no other.
 DEVICE void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- clusters -------------------------------------------------------------------------------------------------------

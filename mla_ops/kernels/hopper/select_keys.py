@@ -1,6 +1,12 @@
-"""The best keys of query tokens of the indexer on SM90: scores, then top-k, in memory that has a bound."""
+"""The best keys of query tokens of the indexer on SM90: scores, then top-k, in memory that has a bound.
+
+Scores of as many tokens as there is room for are made at one time, and chosen from by the next launch. Each launch
+begins beside the end of the one in front, and waits for it before it touches the scores.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -9,7 +15,36 @@ from ...formats import geometry
 from . import indexer_logits
 from . import topk as best
 from .indexer_logits import logits_reason
-from .select_chunks import chunks_for, row_bytes, select_by_chunks, select_flat_by_chunks
+
+ROW_BYTES = 64 * 1024  # of memory that a token may take beside its result, on average over a call
+CALL_BYTES = 32 * 1024 * 1024  # that a call may take, if that is more; rows of 2**21 columns take a quarter
+MOST_BYTES = 256 * 1024 * 1024  # that a call takes
+UNIT = 16  # tokens: groups that share keys begin at multiples of it
+
+
+def call_bytes(num_tokens: int) -> int:
+    """Memory that a call may take beside its result."""
+    return min(max(ROW_BYTES * num_tokens, CALL_BYTES), MOST_BYTES)
+
+
+def tokens_together(num_tokens: int, num_columns: int) -> int:
+    """Tokens whose scores are in memory at one time; parts of about one size."""
+    most = call_bytes(num_tokens) // (4 * num_columns)
+    if most >= num_tokens:
+        return num_tokens
+    if most > UNIT:
+        most -= most % UNIT
+    each = -(-num_tokens // -(-num_tokens // most))
+    return min(-(-each // UNIT) * UNIT, most)
+
+
+def _parts(num_tokens: int, num_columns: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Tokens, and where their scores go."""
+    together = tokens_together(num_tokens, num_columns)
+    scores = torch.empty(together, num_columns, device=device)
+    for first in range(0, num_tokens, together):
+        tokens = slice(first, min(first + together, num_tokens))
+        yield tokens, scores[: tokens.stop - first]
 
 
 def _choose_none(indices: torch.Tensor, valid_counts: torch.Tensor) -> None:
@@ -40,19 +75,24 @@ def select_keys(
     if num_requests * num_columns == 0:
         _choose_none(indices, valid_counts)
         return
-    requests = block_table, req_id_per_token
-    chosen = {"indices": indices, "valid_counts": valid_counts}
-    if 4 * num_columns > row_bytes(num_tokens):
-        given = q, index_cache, weights, lengths, *requests, topk, cache_format
-        select_by_chunks(*given, translate=translate, **chosen)
-        return
-    scores = torch.empty(num_tokens, num_columns, device=q.device)
-    indexer_logits.paged_indexer_logits(
-        q, index_cache, weights, lengths, *requests, num_columns, cache_format, out=scores
-    )
+    q = indexer_logits.in_boxes(q)
+    group = indexer_logits.group_size(q.shape[1], num_tokens, num_requests)
     slots = {"block_table": block_table, "block_size": block_size} if translate else {}
-    rows = {"row_ends": lengths, "req_id_per_token": req_id_per_token, "num_requests": num_requests}
-    best.topk_indices(scores, topk, **rows, **slots, **chosen)
+    for part, scores in _parts(num_tokens, num_columns, q.device):
+        ends, requests = lengths[part], req_id_per_token[part]
+        given = q[part], index_cache, weights[part], ends, block_table, requests, num_columns, cache_format
+        indexer_logits.paged_indexer_logits(*given, group=group, programmatic=part.start > 0, out=scores)
+        best.topk_indices(
+            scores,
+            topk,
+            programmatic=True,
+            row_ends=ends,
+            req_id_per_token=requests,
+            num_requests=num_requests,
+            **slots,
+            indices=indices[part],
+            valid_counts=valid_counts[part],
+        )
 
 
 def select_keys_flat(
@@ -73,23 +113,16 @@ def select_keys_flat(
     if num_columns == 0:
         _choose_none(indices, valid_counts)
         return
-    chosen = {"indices": indices, "valid_counts": valid_counts}
-    if 4 * num_columns > row_bytes(num_tokens):
-        select_flat_by_chunks(q, k, weights, row_starts, row_ends, topk, k_scale=k_scale, **chosen)
-        return
-    scores = torch.empty(num_tokens, num_columns, device=q.device)
-    rows = {"row_starts": row_starts, "row_ends": row_ends}
-    indexer_logits.indexer_logits(q, k, weights, **rows, k_scale=k_scale, out=scores)
-    best.topk_indices(scores, topk, **rows, **chosen)
+    q, k = indexer_logits.in_boxes(q), indexer_logits.in_boxes(k)
+    for part, scores in _parts(num_tokens, num_columns, q.device):
+        rows = {"row_starts": row_starts[part], "row_ends": row_ends[part]}
+        given = q[part], k, weights[part]
+        indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, programmatic=part.start > 0, out=scores)
+        chosen = {"indices": indices[part], "valid_counts": valid_counts[part]}
+        best.topk_indices(scores, topk, programmatic=True, **rows, **chosen)
 
 
 def select_reason(call: Call) -> str | None:
     if call.num_keys > best.MAX_COLUMNS:
         return f"it takes rows of up to {best.MAX_COLUMNS} keys, these have {call.num_keys}"
-    room = row_bytes(call.num_tokens)
-    in_chunks = 4 * call.num_keys > room and call.block_size
-    if in_chunks and chunks_for(call.num_keys, call.topk, call.block_size, room) is None:
-        return (
-            f"it takes chunks of whole blocks of rows this wide, and a block of {call.block_size} is too large for one"
-        )
     return logits_reason(call)

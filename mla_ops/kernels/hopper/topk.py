@@ -35,11 +35,9 @@ class Params(ctypes.Structure):
         ("lengths", POINTER),
         ("block_table", POINTER),
         ("requests", POINTER),
-        ("kept", POINTER),
         ("pitch", ctypes.c_int64),
         ("indices_pitch", ctypes.c_int64),
         ("table_pitch", ctypes.c_int64),
-        ("kept_pitch", ctypes.c_int64),
         ("num_rows", ctypes.c_uint),
         ("num_columns", ctypes.c_int),
         ("k", ctypes.c_int),
@@ -47,14 +45,12 @@ class Params(ctypes.Structure):
         ("num_requests", ctypes.c_int),
         ("block_size", ctypes.c_int),
         ("known_only", ctypes.c_int),
-        ("chunk", ctypes.c_int),
-        ("row_columns", ctypes.c_int),
-        ("keeps", ctypes.c_int),
         ("cluster", ctypes.c_uint),
         ("capacity", ctypes.c_uint),
         ("least", ctypes.c_uint),
         ("gated", ctypes.c_uint),
         ("sampled", ctypes.c_uint),
+        ("spare", ctypes.c_uint),
         ("sorted", ctypes.c_int),
     ]
 
@@ -74,6 +70,8 @@ class Plan(NamedTuple):
         least: columns that a CTA takes at least, so that short rows need fewer of them.
         gated: columns of a row from which on a sample gives a gate.
         sampled: columns of a sample, a multiple of 8.
+        spare: part of the gate's rank in a sample by which it may lie below it: a half makes a gate in less time, which
+            lets more pass.
         short: registers of a CTA hold a row; only `threads`, `vectors` and `ctas` mean something then.
     """
 
@@ -85,6 +83,7 @@ class Plan(NamedTuple):
     least: int = 2048
     gated: int = 8192
     sampled: int = 2048
+    spare: int = 8
     short: bool = False
 
     @property
@@ -136,29 +135,14 @@ def plan_for(num_rows: int, num_columns: int, num_sms: int, at_once: tuple[int, 
     for size, clusters in zip(CLUSTERS, at_once, strict=True):
         if num_rows <= clusters and LEAST_OF_A_CTA * size <= num_columns:
             cluster = size
-    return FEW._replace(cluster=cluster, sampled=4096 if num_columns > LONG_ROW else 2048)
+    sampled, spare = 4096 if num_columns > LONG_ROW else 2048, 2 if cluster <= CLUSTERS[1] else 8
+    return FEW._replace(cluster=cluster, sampled=sampled, spare=spare)
 
 
 def aligned_columns(scores: torch.Tensor) -> int:
     """Columns of a row counted from the multiple of 16 bytes in front of it, at most."""
     whole = scores.data_ptr() % 16 == 0 and scores.stride(0) % 4 == 0
     return scores.shape[1] + (0 if whole else 3)
-
-
-class Chunk(NamedTuple):
-    """Which columns of whole rows their scores are. They lie behind `topk` columns, whose last ones are kept scores.
-
-    Attributes:
-        first: column of a row.
-        row_columns: of a whole row.
-        kept: columns that kept scores have in the whole row, `[num_rows, topk]`; of the first chunk anything.
-        last: whether no chunk follows, for which scores would be kept.
-    """
-
-    first: int
-    row_columns: int
-    kept: torch.Tensor
-    last: bool
 
 
 def pack(
@@ -173,7 +157,6 @@ def pack(
     block_size: int = 0,
     sorted: bool = False,
     num_requests: int | None = None,
-    chunk: Chunk | None = None,
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> bytes:
@@ -189,11 +172,9 @@ def pack(
         valid_counts.data_ptr(),
         0 if block_table is None else block_table.data_ptr(),
         0 if req_id_per_token is None else req_id_per_token.data_ptr(),
-        0 if chunk is None else chunk.kept.data_ptr(),
         scores.stride(0),
         indices.stride(0),
         0 if block_table is None else block_table.stride(0),
-        0 if chunk is None else chunk.kept.stride(0),
         num_rows,
         num_columns,
         topk,
@@ -201,14 +182,12 @@ def pack(
         of_table if num_requests is None else num_requests,
         0 if block_table is None else block_size,
         int(known_only),
-        0 if chunk is None else chunk.first,
-        0 if chunk is None else chunk.row_columns,
-        int(chunk is not None and not chunk.last),
         plan.cluster,
         plan.capacity(topk),
         -(-plan.least // 4),
         max(plan.gated, plan.sampled + 8),
         plan.sampled // 4,
+        plan.spare,
         int(sorted),
     )
 
@@ -232,20 +211,24 @@ def _loaded(device_index: int) -> dict[Kernel, Function]:
     return {kernel: sources.load(kernel.source, kernel.name, device_index) for kernel in KERNELS}
 
 
-def topk_indices(scores: torch.Tensor, topk: int, **rest: Any) -> None:
-    """Runs the op's `.out`."""
+def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False, **rest: Any) -> None:
+    """Runs the op's `.out`.
+
+    With `programmatic` it begins beside the end of the launch in front, which makes the scores and nothing else that
+    is read here.
+    """
     num_rows = scores.shape[0]
     if num_rows == 0:
         return
     device_index = scores.device.index
-    num_columns = max(aligned_columns(scores), 0 if rest.get("chunk") is None else SHORT.chunk + 1)
-    plan = plan_for(num_rows, num_columns, _num_sms(device_index), _at_once(device_index, topk))
+    plan = plan_for(num_rows, aligned_columns(scores), _num_sms(device_index), _at_once(device_index, topk))
     _loaded(device_index)[plan.kernel].launch(
         (num_rows * plan.cluster, 1, 1),
         (plan.threads, 1, 1),
         plan.shared_bytes(topk),
         (plan.cluster, 1, 1),
         pack(plan, scores, topk, **rest),
+        programmatic=programmatic,
     )
 
 

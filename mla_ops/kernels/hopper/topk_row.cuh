@@ -14,18 +14,16 @@
 #include "topk_select.cuh"
 
 struct Params {
-  float* scores;           // [num_rows, num_columns]
+  const float* scores;     // [num_rows, num_columns]
   const int* starts;       // [num_rows]; null: 0
   const int* ends;         // [num_rows]; null: all columns
   int* indices;            // [num_rows, k]
   int* lengths;            // [num_rows]
   const int* block_table;  // [num_requests, table_width]
   const int* requests;     // [num_rows]; null: not asked for
-  const int* kept;         // [num_rows, k]; null: rows are whole
   i64 pitch;
   i64 indices_pitch;
   i64 table_pitch;
-  i64 kept_pitch;
   u32 num_rows;
   int num_columns;
   int k;
@@ -33,35 +31,35 @@ struct Params {
   int num_requests;
   int block_size;    // 0: columns as they are
   int known_only;    // a row of a request that there is not has no columns
-  int chunk;         // column of a row at which this chunk begins
-  int row_columns;   // of a whole row
-  int keeps;         // whether another chunk follows
   u32 cluster;
   u32 capacity;  // entries: at least k and a chunk, the power of two from k on
   u32 least;     // groups of 4 columns that a CTA takes at least, where there are several
   u32 gated;     // columns of a row from which on there is a gate; at least those of a sample and 8
   u32 sampled;   // groups of 4 columns
+  u32 spare;     // part of the gate's rank in a sample by which it may lie below it
   int sorted;
 
-  // A row's columns. Bounds may hold any number.
-  DEVICE void columns_of(i64 row, int& start, int& end) const {
-    const int width = kept == nullptr ? num_columns : row_columns;
-    start = starts == nullptr ? 0 : min(max(starts[row], 0), width);
-    end = ends == nullptr ? width : min(max(ends[row], start), width);
-    if (known_only && static_cast<u32>(requests[row]) >= static_cast<u32>(num_requests)) end = start;
-    if (kept == nullptr) return;
-    // A chunk's scores begin at column k. In front of them are the scores that were kept of the chunks before.
-    const int before = min(k, max(min(end, chunk) - start, 0)), room = num_columns - k;
-    const int from = min(max(start - chunk, 0), room), to = min(max(end - chunk, from), room);
-    start = before ? k - before : k + from, end = k + to;
+  // What memory has of a row; bounds may hold any number.
+  struct Given {
+    int start, end, request;
+  };
+
+  DEVICE void prefetch_given(i64 row) const {
+    if (starts != nullptr) prefetch_to_l2(starts + row);
+    if (ends != nullptr) prefetch_to_l2(ends + row);
+    if (requests != nullptr) prefetch_to_l2(requests + row);
   }
 
-  DEVICE int request_of(i64 row) const { return block_size == 0 ? 0 : requests[row]; }
+  DEVICE Given given_of(i64 row) const {
+    return {starts == nullptr ? 0 : starts[row], ends == nullptr ? num_columns : ends[row],
+            requests == nullptr ? 0 : requests[row]};
+  }
 
-  // Of a chunk that begins a row's columns at `start`: a column of the whole row.
-  DEVICE int whole_column(i64 row, int start, int column) const {
-    if (kept == nullptr) return column;
-    return column < k ? kept[row * kept_pitch + column - start] : chunk + column - k;
+  // The row's columns.
+  DEVICE void columns_of(const Given& given, int& start, int& end) const {
+    start = min(max(given.start, 0), num_columns);
+    end = min(max(given.end, start), num_columns);
+    if (known_only && static_cast<u32>(given.request) >= static_cast<u32>(num_requests)) end = start;
   }
 
   // The slot of a column's key, -1 if the table has none.
@@ -138,22 +136,28 @@ struct Selection {
     return static_cast<u32>(mean + 5.f * sqrtf(mean) + 4.f);
   }
 
-  // A key that this rank of the sample reaches, or one a little below. All of the row's groups of four that are whole may
-  // be in the sample, in pairs: memory is read by 32 bytes.
-  DEVICE u32 gate_of(u32 rank) {
+  // Scores of the sample. All of the row's groups of four that are whole may be in it, in pairs: memory is read by 32
+  // bytes.
+  DEVICE void load_sample(float4 (&x)[SAMPLED]) const {
     const u32 first_whole = (row.start + 3) / 4, pairs = (row.end / 4 - first_whole) / 2;
-    Sampled<SAMPLED> own;
 #pragma unroll
     for (int i = 0; i < SAMPLED; ++i) {
       const u32 number = i * THREADS + threadIdx.x, group = number / 2 * pairs / (p.sampled / 2) * 2 + number % 2;
-      float4 x = {absent(), absent(), absent(), absent()};
-      if (number < p.sampled) x = load_once_16(row.scores + 4 * static_cast<i64>(first_whole + group));
-      const u32 there = number < p.sampled ? ~0u : 0;
-      own.keys[i][0] = key_of(x.x) & there, own.keys[i][1] = key_of(x.y) & there;
-      own.keys[i][2] = key_of(x.z) & there, own.keys[i][3] = key_of(x.w) & there;
+      x[i] = {absent(), absent(), absent(), absent()};
+      if (number < p.sampled) x[i] = load_once_16(row.scores + 4 * static_cast<i64>(first_whole + group));
     }
-    __syncthreads();  // bins are at 0
-    return static_cast<u32>(select<THREADS, false>(control, bins, own, rank, 0, SHIFT_OF_ALL, rank / 8 + 2) >> 32);
+  }
+
+  // A key that this rank of the sample reaches, or one a little below.
+  DEVICE u32 gate_of(const float4 (&x)[SAMPLED], u32 rank) {
+    Sampled<SAMPLED> own;
+#pragma unroll
+    for (int i = 0; i < SAMPLED; ++i) {
+      const u32 there = i * THREADS + threadIdx.x < p.sampled ? ~0u : 0;
+      own.keys[i][0] = key_of(x[i].x) & there, own.keys[i][1] = key_of(x[i].y) & there;
+      own.keys[i][2] = key_of(x[i].z) & there, own.keys[i][3] = key_of(x[i].w) & there;
+    }
+    return static_cast<u32>(select<THREADS, false>(control, bins, own, rank, 0, SHIFT_OF_ALL, rank / p.spare + 2) >> 32);
   }
 
   // A warp's groups of a chunk stand next to one another.
@@ -203,12 +207,10 @@ struct Selection {
     return has(column) && key_of(x) >= gate.key;
   }
 
-  // All of this CTA's part. Returns the number of entries.
+  // All of this CTA's part, whose first chunk is in `next`. Returns the number of entries.
   template <bool SCORES>
-  DEVICE u32 read(Gate gate) {
+  DEVICE u32 read(Gate gate, float4 (&next)[VECTORS]) {
     u32 have = 0, parity = 0;
-    float4 next[VECTORS];
-    load(0, next);
 #pragma unroll 1
     for (u32 at = 0; at < vectors; at += STEP) {
       float x[VECTORS][4];
@@ -290,23 +292,21 @@ struct Selection {
     return have;
   }
 
-  DEVICE void write(i64 number, u32 count, u32 wanted) {
+  DEVICE void write(i64 number, int request, u32 count, u32 wanted) {
     int* const out = p.indices + number * p.indices_pitch;
-    const int request = p.request_of(number), start = row.start - row.skew;
-    float* const keep = p.scores + number * p.pitch + p.k - wanted;
     const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least) : 1;
-    each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
-      if (p.sorted) {
-        entries[place] = entry;
-        return;
-      }
-      out[place] = p.translated(p.whole_column(number, start, position_of(entry) - row.skew), request);
-      if (p.keeps) keep[place] = score_of_entry(entry);
-    });
     if (!p.sorted) {
+      if (p.block_size == 0)
+        each_chosen<THREADS>(control, entries, count, threshold,
+                             [&](u32 place, u64 entry) { out[place] = position_of(entry) - row.skew; });
+      else
+        each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
+          out[place] = p.translated(position_of(entry) - row.skew, request);
+        });
       for (u32 i = wanted + threadIdx.x; i < p.k; i += THREADS) out[i] = -1;
       return;
     }
+    each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) { entries[place] = entry; });
     __syncthreads();
     sort<THREADS>(entries, wanted);
 #pragma unroll 1
@@ -315,21 +315,23 @@ struct Selection {
   }
 
   // All columns, which are not more than k, in order.
-  DEVICE void write_all(i64 number, int start, int length, u32 rank) {
+  DEVICE void write_all(i64 number, int request, int start, int length, u32 rank) {
     int* const out = p.indices + number * p.indices_pitch;
-    const int request = p.request_of(number);
 #pragma unroll 1
     for (u32 i = rank * THREADS + threadIdx.x; i < p.k; i += p.cluster * THREADS)
-      out[i] = i < length ? p.translated(p.whole_column(number, start, start + i), request) : -1;
+      out[i] = i < length ? p.translated(start + i, request) : -1;
   }
 
   DEVICE void run(i64 number, u32 rank) {
+    const Params::Given given = p.given_of(number);
+    clear_bins<THREADS>(bins);
     int start, end;
-    p.columns_of(number, start, end);
+    p.columns_of(given, start, end);
     const int length = end - start;
+    wait_for_prerequisites();  // scores may come from the launch in front
+    launch_dependents();
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
-    const bool keeps = p.keeps && length > 0 && end > p.k;  // else scores that were kept stay where they are
-    if (length <= p.k && !p.sorted && !keeps) return write_all(number, start, length, rank);
+    if (length <= p.k && !p.sorted) return write_all(number, given.request, start, length, rank);
 
     const float* const scores = p.scores + number * p.pitch;
     row.skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4);
@@ -343,12 +345,15 @@ struct Selection {
     whole = (row.start + 3) / 4 > first, whole_end = min(vectors, row.end / 4 - first);
     if (!alone) cluster_arrive();
 
+    // All warps ask for the sample first: what else is read, and prefetched, would stand in its way.
     const u32 rank_in_sample = sample_rank(max(length, 1));
-    prefetch(0, AHEAD);
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
-    least = 0;
-    if (length >= p.gated && rank_in_sample <= 2 * p.sampled) least = gate_of(rank_in_sample);
+    const bool gated = length >= p.gated && rank_in_sample <= 2 * p.sampled;
+    float4 sample[SAMPLED], next[VECTORS];
+    if (gated) load_sample(sample);
+    __syncthreads();  // bins are at 0
+    load(0, next);
+    prefetch(STEP, AHEAD - STEP);
+    least = gated ? gate_of(sample, rank_in_sample) : 0;
     if (!alone) cluster_wait();  // all CTAs have begun
 
     const u32 wanted = min(length, p.k);
@@ -356,7 +361,7 @@ struct Selection {
 #pragma unroll 1
     for (u32 round = 0;; ++round) {
       const Gate gate(least);
-      have = gate.is_score ? read<true>(gate) : read<false>(gate);
+      have = gate.is_score ? read<true>(gate, next) : read<false>(gate, next);
       total = have;
       if (!alone) {
         if (have > max(p.capacity / p.cluster, static_cast<u32>(p.k))) {  // else the first CTA might have to drop all these
@@ -372,7 +377,8 @@ struct Selection {
       }
       if (total >= wanted) break;
       least = 0;
+      load(0, next);
     }
-    if (rank == 0) write(number, have, wanted);
+    if (rank == 0) write(number, given.request, have, wanted);
   }
 };

@@ -39,7 +39,10 @@ DEVICE u32 key_of_number(float score) {
 }
 
 // NaN has the least.
-DEVICE u32 key_of(float score) { return score == score ? key_of_number(score) : NAN_KEY; }
+DEVICE u32 key_of(float score) {
+  const u32 key = key_of_number(score);
+  return score == score ? key : NAN_KEY;
+}
 
 // The score of a key that is at least LOWEST_KEY.
 DEVICE float score_of(u32 key) {
@@ -47,12 +50,6 @@ DEVICE float score_of(u32 key) {
 }
 
 DEVICE u64 entry_of(u32 key, u32 position) { return static_cast<u64>(key) << 32 | (~position & 0xffffffffu); }
-
-// A score of this entry's order.
-DEVICE float score_of_entry(u64 entry) {
-  const u32 key = static_cast<u32>(entry >> 32);
-  return key < LOWEST_KEY ? __uint_as_float(0x7fffffff) : score_of(key);
-}
 
 DEVICE u32 position_of(u64 entry) { return ~static_cast<u32>(entry); }
 
@@ -84,6 +81,12 @@ DEVICE u32 exclusive_scan(Control& control, u32 value, u32& total) {
   const u32 inclusive = inclusive_scan(value, threadIdx.x % 32);
   const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
   return before_warp<THREADS>(control, of_warp, 0, total) + inclusive - value;
+}
+
+template <int THREADS>
+DEVICE void clear_bins(u32* bins) {
+#pragma unroll
+  for (u32 i = 0; i < BINS / THREADS; ++i) bins[i * THREADS + threadIdx.x] = 0;
 }
 
 // The bin in which the entry of a rank, counted from 1 at the top, lies; leaves all bins at 0. The counts must be
@@ -157,12 +160,14 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
     control.list[atomicAdd(&control.listed, 1u)] = static_cast<u64>(key) << 32 | place;
   });
   meet<THREADS>();
-  if (thread < inside) {
-    const u64 own = control.list[thread];
-    u32 larger = 0;
-#pragma unroll 4
-    for (u32 i = 0; i < inside; ++i) larger += control.list[i] > own;
-    if (larger == rank - 1) control.threshold = own;
+  static_assert(SHORT_LIST == 64, "a lane has two of them");
+  const u32 lane = thread % 32;
+  const u64 first = lane < inside ? control.list[lane] : 0, second = lane + 32 < inside ? control.list[lane + 32] : 0;
+#pragma unroll 1
+  for (u32 i = thread / 32; i < inside; i += THREADS / 32) {
+    const u64 own = control.list[i];
+    const u32 larger = __popc(__ballot_sync(~0u, first > own)) + __popc(__ballot_sync(~0u, second > own));
+    if (larger == rank - 1 && lane == 0) control.threshold = own;
   }
   meet<THREADS>();
   return control.threshold;
