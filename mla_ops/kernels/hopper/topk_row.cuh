@@ -157,6 +157,7 @@ struct Selection {
       own.keys[i][0] = key_of(x[i].x) & there, own.keys[i][1] = key_of(x[i].y) & there;
       own.keys[i][2] = key_of(x[i].z) & there, own.keys[i][3] = key_of(x[i].w) & there;
     }
+    __syncthreads();  // bins are at 0
     return static_cast<u32>(select<THREADS, false>(control, bins, own, rank, 0, SHIFT_OF_ALL, rank / p.spare + 2) >> 32);
   }
 
@@ -345,12 +346,11 @@ struct Selection {
     whole = (row.start + 3) / 4 > first, whole_end = min(vectors, row.end / 4 - first);
     if (!alone) cluster_arrive();
 
-    // All warps ask for the sample first: what else is read, and prefetched, would stand in its way.
+    // The sample comes first: what is prefetched would stand in its way.
     const u32 rank_in_sample = sample_rank(max(length, 1));
     const bool gated = length >= p.gated && rank_in_sample <= 2 * p.sampled;
     float4 sample[SAMPLED], next[VECTORS];
     if (gated) load_sample(sample);
-    __syncthreads();  // bins are at 0
     load(0, next);
     prefetch(STEP, AHEAD - STEP);
     least = gated ? gate_of(sample, rank_in_sample) : 0;
