@@ -185,7 +185,7 @@ def measure(iterations: int, seed: int, quick: bool) -> Iterator[tuple[Keys, tup
         inputs = Inputs(cache_format, head_dim, 1024 if quick else 16384, generator)
         in_parts = PART_SIZES if cache_format == "fp8_ds_mla" else ()
         for num_tokens, num_heads, topk in SIZES + HELD_OUT + in_parts:
-            turns = -(-topk // launch.KEYS)
+            turns = -(-topk // launch.TILE_KEYS)
             at_once = launch.clusters_at_once(keys, launch.tiles_for(keys, num_heads)[0], 0)
             if (num_tokens, num_heads, topk) not in PART_SIZES:
                 calls = candidates(keys, num_tokens, num_heads, turns, at_once, read_costs(TABLE.read_text(), _gpu()))

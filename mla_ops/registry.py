@@ -289,6 +289,11 @@ def describe(op: str, *args: Any, **kwargs: Any) -> dispatch.Call:
     return _CONTRACTS[op](*args, **kwargs)[0]
 
 
+def outputs_of(op: str, *args: Any, **kwargs: Any) -> Outputs:
+    """Shape and dtype of each result of `op` for these arguments; raises as `describe` does."""
+    return _CONTRACTS[op](*args, **kwargs)[1]
+
+
 def _arguments(schema: str) -> Sequence[torch.Argument]:
     return torch._C.parse_schema(schema.replace(schema.split("(", 1)[0], "mla::x", 1)).arguments
 

@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,8 +46,10 @@ from mla_ops.kernels.triton import (
     step_metadata,
 )
 
+CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
+# architectures with the same PTX: of every kernel, and of kernels without products of matrices
 FAMILIES = ((80, 86, 89), (90,), (100, 103), (120, 121))
-CAPABILITIES = tuple(capability for family in FAMILIES for capability in family)
+FAMILIES_WITHOUT_PRODUCTS = ((80, 86, 89), (90,), (100, 103, 120, 121))
 TARGET = re.compile(r"^(\.target sm_)\d+", re.MULTILINE)
 
 
@@ -365,16 +367,19 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
                 yield in_halves(variant)
 
 
-VARIANTS = (
+WITHOUT_PRODUCTS = (
     cache_variants,
     compressor_variants,
-    dense_attention_variants,
     dense_helper_variants,
     index_variants,
-    indexer_variants,
     merge_variants,
-    paged_attention_variants,
     step_metadata_variants,
+)
+VARIANTS = (
+    *WITHOUT_PRODUCTS,
+    dense_attention_variants,
+    indexer_variants,
+    paged_attention_variants,
     sparse_attention_variants,
     two_cache_variants,
 )
@@ -456,8 +461,15 @@ class Job(NamedTuple):
     compared_with: int | None = None
 
 
-def jobs_of(family: tuple[int, ...]) -> Iterator[Job]:
+def jobs(chosen: Container[int]) -> Iterator[Job]:
     for variants in VARIANTS:
+        for each in FAMILIES_WITHOUT_PRODUCTS if variants in WITHOUT_PRODUCTS else FAMILIES:
+            family = tuple(capability for capability in each if capability in chosen)
+            yield from jobs_of(variants, family)
+
+
+def jobs_of(variants: Callable[[int], Iterator[Variant]], family: tuple[int, ...]) -> Iterator[Job]:
+    if family:
         for number, alike in enumerate(zip(*(list(variants(capability)) for capability in family), strict=True)):
             names = {variant.name for variant in alike}
             assert len(names) == 1, f"architectures of a family have variants in the same order, got {names}"
@@ -483,10 +495,8 @@ def run(job: Job) -> list[dict[str, Any]]:
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     capabilities = [int(c) for c in sys.argv[2:]] or CAPABILITIES
-    families = [tuple(c for c in family if c in capabilities) for family in FAMILIES]
-    jobs = [job for family in families if family for job in jobs_of(family) if wanted in job.name]
     with ProcessPoolExecutor(max_workers=2) as pool:
-        for results in pool.map(run, jobs):
+        for results in pool.map(run, [job for job in jobs(capabilities) if wanted in job.name]):
             for result in results:
                 print(json.dumps(result), flush=True)
 

@@ -18,6 +18,11 @@ if not HAS_GPU:
 
 from mla_ops import dispatch  # after the variable
 
+if not HAS_GPU and dispatch.is_installed("triton"):
+    import faster_interpreter
+
+    faster_interpreter.install()
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")

@@ -106,7 +106,6 @@ T __shfl_sync(unsigned, T value, int lane) {
 // ---- instructions ---------------------------------------------------------------------------------------------------
 
 #define cluster_rank ptx_cluster_rank
-#define elect_one ptx_elect_one
 #define mbarrier_wait ptx_mbarrier_wait
 #define mbarrier_arrive ptx_mbarrier_arrive
 #define mbarrier_expect ptx_mbarrier_expect
@@ -125,7 +124,6 @@ T __shfl_sync(unsigned, T value, int lane) {
 #define thread_here ptx_thread_here
 #include "ptx.cuh"
 #undef cluster_rank
-#undef elect_one
 #undef mbarrier_wait
 #undef mbarrier_arrive
 #undef mbarrier_expect
@@ -163,7 +161,6 @@ static void check(u32 barrier) {
 
 static u32 cluster_rank() { return rank_of_cta; }
 static int thread_here() { return current; }
-static bool elect_one() { return current % LANES == 0; }
 static void mbarrier_wait(u32 barrier, u32 parity) {
   wait_until([&] { return (barriers[barrier].completed + 1 & 1) == static_cast<int>(parity); });
 }

@@ -125,7 +125,7 @@ SHARED_NUMBERS = [
     ("cache.cu", "WARPS", cache.WARPS),
     ("indexer_logits.cu", "TILE", indexer_logits.TILE),
     ("merge_parts.cu", "THREADS", merge_parts.THREADS),
-    ("sparse_attention.cu", "KEYS", launch.KEYS),
+    ("sparse_attention.cu", "TILE_KEYS", launch.TILE_KEYS),
     ("sparse_attention.cu", "ROW_TURNS", balance.ROW_TURNS),
     ("topk.cu", "BINS", topk.BINS),
     ("topk.cu", "sizeof(Control)", topk.CONTROL_BYTES),

@@ -20,7 +20,7 @@ from mla_ops import formats
 from mla_ops.kernels.hopper import groups, launch, parts, sources
 from mla_ops.kernels.hopper.balance import ROW_TURNS, Workers, balance_for, workers_of
 from mla_ops.kernels.hopper.costs import TABLE, read_costs
-from mla_ops.kernels.hopper.launch import KERNELS, KEYS, NO_CACHE, Balance, Clusters, Group, Rows, cache_params
+from mla_ops.kernels.hopper.launch import KERNELS, NO_CACHE, TILE_KEYS, Balance, Clusters, Group, Rows, cache_params
 from mla_ops.kernels.hopper.waves import Wave
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
@@ -128,7 +128,7 @@ def test_all_turns_are_taken_once_and_evenly(
     lengths, num_heads = BATCHES[batch](random.Random(3)), 100
     pieces, sharers, decision = share(library, monkeypatch, lengths, ctas, num_heads)
     assert decision
-    turns = [-(-min(max(length, 0), CAPACITY) // KEYS) for length in lengths]
+    turns = [-(-min(max(length, 0), CAPACITY) // TILE_KEYS) for length in lengths]
     workers = workers_of_64(ctas, num_heads)
     assert len(pieces) == 2 * workers
     cuts = 0

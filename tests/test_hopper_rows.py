@@ -21,8 +21,8 @@ from mla_ops.kernels.hopper import groups, launch, parts, sources
 from mla_ops.kernels.hopper.balance import always
 from mla_ops.kernels.hopper.launch import (
     KERNELS,
-    KEYS,
     NO_CACHE,
+    TILE_KEYS,
     Clusters,
     Group,
     Keys,
@@ -88,7 +88,7 @@ class Launched(NamedTuple):
     params: bytes
 
     def turns(self) -> int:
-        return sum(-(-selection.indices.shape[1] // KEYS) for selection in self.selections)
+        return sum(-(-selection.indices.shape[1] // TILE_KEYS) for selection in self.selections)
 
     def walks(self) -> bool:
         return self.keys.kernel(self.shape).walks
@@ -243,9 +243,9 @@ def test_each_key_is_gathered_once(
             gathered.setdefault((key.token, key.tile), Counter())[key.row] += 1
             live[key.token, key.tile] += 1
         for (token, tile), keys in live.items():
-            assert library.turns_of(token, tile) >= -(-keys // KEYS)
+            assert library.turns_of(token, tile) >= -(-keys // TILE_KEYS)
             if kind == "slots" and not evenly:  # else a hole of a table is found out later
-                assert library.turns_of(token, tile) == -(-keys // KEYS)
+                assert library.turns_of(token, tile) == -(-keys // TILE_KEYS)
     for token, tile in itertools.product(range(len(LENGTHS)), range(call.tiles)):
         assert gathered.get((token, tile), Counter()) == call.expected(token)
 

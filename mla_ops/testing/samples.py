@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..formats import FORMATS, LATENT_DIM, LATENT_FORMATS, ROPE_DIM, allocate_cache
+from ..registry import outputs_of
 from . import samples_indexer as indexer
 from .maker import (
     BLOCK_SIZE,
@@ -491,24 +492,14 @@ def output_names(op: Any) -> list[str]:
     return [a.name for a in op._schema.arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write]
 
 
-def _with_buffers(sample: Sample, op: Any, *, wide: bool) -> Sample:
+def _with_buffers(sample: Sample, op_name: str, *, wide: bool) -> Sample:
     """The same call into buffers of the caller's."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    mode = FakeTensorMode()
-
-    def fake(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-
-    with mode:
-        outputs = sample.op(*map(fake, sample.args), **{name: fake(value) for name, value in sample.kwargs.items()})
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     buffers = {}
-    for name, output in zip(output_names(op), outputs, strict=True):
-        buffer = torch.full(output.shape, FILL, dtype=output.dtype, device=output.device)
+    for name, (shape, dtype) in outputs_of(functional(op_name), *sample.args, **sample.kwargs).items():
+        buffer = torch.full(shape, FILL, dtype=dtype, device=sample.args[0].device)
         buffers[name] = wide_rows(buffer) if wide else buffer
     name = f"{sample.name} into wide rows" if wide else sample.name
-    return Sample(name, sample.args, {**sample.kwargs, **buffers}, op)
+    return Sample(name, sample.args, {**sample.kwargs, **buffers}, overload(op_name))
 
 
 def sample_inputs(op_name: str, device: torch.device | str = "cpu") -> list[Sample]:
@@ -531,8 +522,5 @@ def sample_inputs(op_name: str, device: torch.device | str = "cpu") -> list[Samp
     samples = [Sample(*case, overload(name)) for case in _SAMPLES[name](Maker(device))]
     if name == op_name:
         return samples
-    op = overload(op_name)
-    return [
-        *(_with_buffers(sample, op, wide=False) for sample in samples),
-        _with_buffers(samples[0], op, wide=True),
-    ]
+    buffered = [_with_buffers(sample, op_name, wide=False) for sample in samples]
+    return [*buffered, _with_buffers(samples[0], op_name, wide=True)]

@@ -30,7 +30,7 @@ struct Interval {
 DEVICE int turns_of(const Params& p, int which, int token) {
   int length = p.topk[which];
   if (p.topk_length[which]) length = max(0, min(length, __ldg(p.topk_length[which] + token)));
-  return (length + KEYS - 1) / KEYS;
+  return (length + TILE_KEYS - 1) / TILE_KEYS;
 }
 
 DEVICE int turns_of(const Params& p, int token) { return turns_of(p, 0, token) + turns_of(p, 1, token); }

@@ -19,8 +19,8 @@ from .balance import balance_for
 from .costs import Costs, costs_of
 from .launch import (
     KERNELS,
-    KEYS,
     NO_CACHE,
+    TILE_KEYS,
     Balance,
     Clusters,
     Keys,
@@ -33,8 +33,8 @@ from .prefill_attention import prefill_attention, prefill_reason
 from .waves import Wave, fastest_waves, forced, launch_waves
 
 SPARSE = "paged_sparse_attention"
-MAX_KEYS = 2**31 - KEYS  # of a row: positions are 32 bits
-PARTS = (1, 2, 3, 4, 6, 8)
+MAX_KEYS = 2**31 - TILE_KEYS  # of a row: positions are 32 bits
+SPLIT_COUNTS = (1, 2, 3, 4, 6, 8)
 MAX_TURNS_IN_PARTS = 2**23  # turns times shares are 32 bits
 
 
@@ -49,7 +49,7 @@ def choose(
     capacity: int,
     at_once: tuple[int, ...],
     costs: Costs,
-    most_parts: int = PARTS[-1],
+    most_parts: int = SPLIT_COUNTS[-1],
 ) -> tuple[Wave, ...]:
     """The least predicted time, from shapes alone.
 
@@ -62,13 +62,13 @@ def choose(
         costs: times of the device.
         most_parts: of a row.
     """
-    turns = max(1, -(-capacity // KEYS))
+    turns = max(1, -(-capacity // TILE_KEYS))
     if turns > MAX_TURNS_IN_PARTS:
         most_parts = 1
     shapes = [
         Clusters(tile, splits, parts)
         for tile in tiles_for(keys, num_heads)
-        for parts in PARTS
+        for parts in SPLIT_COUNTS
         for splits in splits_for(-(-turns // parts))
         if parts <= most_parts and splits * parts <= turns and (parts == 1 or splits > 1)
     ]
@@ -85,7 +85,7 @@ def _waves(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_in
 def _balance(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> Balance | None:
     waves = _waves(keys, num_tokens, num_heads, capacity, device_index)
     at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
-    return balance_for(keys, waves, num_tokens, num_heads, -(-capacity // KEYS), at_once, costs_of(device_index))
+    return balance_for(keys, waves, num_tokens, num_heads, -(-capacity // TILE_KEYS), at_once, costs_of(device_index))
 
 
 def paged_attention(

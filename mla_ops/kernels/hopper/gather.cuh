@@ -55,7 +55,7 @@ DEVICE const int* indices_of(const Params& p, const Row& row, int turn) {
   const int* indices = extra ? p.indices[1] : p.indices[0];
   if (!indices) return nullptr;
   const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
-  return indices + opaque(row.token) * stride + (extra ? turn - row.main_turns : turn) * KEYS;
+  return indices + opaque(row.token) * stride + (extra ? turn - row.main_turns : turn) * TILE_KEYS;
 }
 
 // A lane's two indices of a turn, of positions `lane` and `lane` + 32; negative: dead, or past the end.
@@ -65,7 +65,7 @@ struct Indices {
 
 DEVICE int index_at(const Params& p, const Row& row, int turn, int half, int lane) {
   const bool extra = turn >= row.main_turns;
-  const int position = (extra ? turn - row.main_turns : turn) * KEYS + half * 32 + lane;
+  const int position = (extra ? turn - row.main_turns : turn) * TILE_KEYS + half * 32 + lane;
   if (turn >= row.last || position >= (extra ? row.extra_length : row.length)) return -1;
   const int* indices = extra ? p.indices[1] : p.indices[0];
   const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
@@ -178,7 +178,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
           bulk |= copied;
         }
       }
-      const bool more = filled > KEYS - 16 * warp;
+      const bool more = filled > TILE_KEYS - 16 * warp;
       if (!more && !over) break;
       if (live != 0xffff) {
         mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
@@ -197,7 +197,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       next_slot<L::SLOTS>(slot, parity);
       live = bulk = 0;
       if (!more) break;
-      filled -= KEYS, place -= KEYS;
+      filled -= TILE_KEYS, place -= TILE_KEYS;
     }
   };
 #pragma unroll 1
@@ -253,7 +253,7 @@ DEVICE Stream begin_stream(const Params& p, const Row& row, int warp, int lane) 
 // a warp's lanes agree on is told to the compiler, which else keeps them apart.
 DEVICE Chosen choose_keys(const Params& p, const Row& row, Stream& s, u32 list, bool odd, int warp, int lane) {
   const u32 here = list + (odd ? 64 : 0), later = list + (odd ? 0 : 64);
-  const int last = uniform(row.last), main_turns = uniform(row.main_turns), enough = KEYS - 16 * warp;
+  const int last = uniform(row.last), main_turns = uniform(row.main_turns), enough = TILE_KEYS - 16 * warp;
   int turn = uniform(s.turn), half = uniform(s.half), filled = uniform(s.filled);
   if (half == 0 && filled == -16 * warp &&
       is_whole(p, s.ahead, turn >= main_turns, turn + row.stride >= main_turns)) {
@@ -272,7 +272,7 @@ DEVICE Chosen choose_keys(const Params& p, const Row& row, Stream& s, u32 list, 
     const u32 found = __ballot_sync(~0u, alive), word = index | (extra ? 0x80000000u : 0u);
     const int place = filled + __popc(found & ((1u << lane) - 1));
     if (alive && static_cast<u32>(place) < 16) store_shared_4(here + place * 4, word);
-    if (alive && static_cast<u32>(place - KEYS) < 16) store_shared_4(later + (place - KEYS) * 4, word);
+    if (alive && static_cast<u32>(place - TILE_KEYS) < 16) store_shared_4(later + (place - TILE_KEYS) * 4, word);
     filled += __popc(found);
     if (half) {
       turn += row.stride;
@@ -283,7 +283,7 @@ DEVICE Chosen choose_keys(const Params& p, const Row& row, Stream& s, u32 list, 
   __syncwarp();
   Chosen chosen{NO_KEY, filled <= enough};
   if (lane < min(filled, 16)) chosen.word = load_shared_4(here + lane * 4);
-  s.turn = turn, s.half = half, s.filled = filled - KEYS;
+  s.turn = turn, s.half = half, s.filled = filled - TILE_KEYS;
   return chosen;
 }
 
@@ -313,7 +313,7 @@ DEVICE u32 own_place(u32 tile, int warp, int lane) {
 template <int CHUNK, int LAST, int TO>
 DEVICE void copy_chunks_of(u32 to, const unsigned char* from, u32 bytes) {
   if constexpr (CHUNK < LAST) {
-    copy_16_or_zeros<TO + CHUNK * KEYS * 128, CHUNK * 128>(to, from, bytes);
+    copy_16_or_zeros<TO + CHUNK * TILE_KEYS * 128, CHUNK * 128>(to, from, bytes);
     copy_chunks_of<CHUNK + 1, LAST, TO>(to, from, bytes);
   }
 }

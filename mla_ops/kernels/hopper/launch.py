@@ -16,7 +16,7 @@ from ...formats import FORMATS, LATENT_DIM
 from ..cuda.params import POINTER, packer
 from . import groups, sources
 
-KEYS = 64  # of a turn
+TILE_KEYS = 64  # keys of a turn
 MAX_GRID_ROWS = 32768
 SPLITS = (*range(1, 15), 16)  # as in layout.cuh: packets of 15 CTAs have no room
 
@@ -231,7 +231,7 @@ def _quantized(cache_format: str, chunks: int, tiles: tuple[int, ...]) -> Keys:
     return Keys(cache_format.upper(), entry.row_bytes, chunks, True, scale_bytes, tiles)
 
 
-# By cache format and width of a key.
+# Kernels by cache format and width of a key.
 KERNELS = {
     ("fp8_ds_mla", 576): _quantized("fp8_ds_mla", 9, (16, 24, 32, 64)),
     ("fp8_ds_mla_v4", 512): _quantized("fp8_ds_mla_v4", 8, (16, 24, 32, 64)),

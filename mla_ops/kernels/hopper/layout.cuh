@@ -1,4 +1,4 @@
-// What the warpgroups of `sparse_attention.cu` share: parameters, the plan of shared memory, a CTA's part of the work.
+// The warpgroups of `sparse_attention.cu` share these: parameters, the plan of shared memory, a CTA's part of the work.
 #pragma once
 
 #include "divide.cuh"
@@ -13,18 +13,18 @@ struct Cache {
   Divisor of_block_size;
 };
 
-// In the order in which a CTA needs them: constant memory comes in lines of 64 bytes, of which this begins with the
-// last 48 of one. At the start of a kernel the first line takes 600 cycles, each further one 75.
+// Fields are in the order in which a CTA needs them. Constant memory comes in lines of 64 bytes, and the struct begins
+// with the last 48 of one. At the start of a kernel the first line takes 600 cycles, each further one 75.
 struct Params {
   int num_tokens, head_tiles;
-  int parts;  // of a row's keys, a cluster of several CTAs each; where more than one, `out` is float32 [parts, ...]
+  int parts;  // a row's keys are so many parts, a cluster of CTAs each; with several, `out` is float32 [parts, ...]
   int splits, rows;  // CTAs of a cluster or group, the grid's rows
-  int workers;       // that may share all rows evenly instead (`balance.cuh`); 0: rows are as the shape says
-  // The whole call's, not this launch's: `is_balanced` chooses one of the two ways by them.
+  int workers;       // so many may share all rows evenly instead (`balance.cuh`); 0: rows are as the shape says
+  // Numbers of the whole call, not of this launch, by which `is_balanced` chooses one of the two ways.
   int all_tokens, tokens_before;
   float longest, margin;
   Divisor of_splits, of_parts, of_head_tiles;
-  // What a token attends to in each cache; the second's topk is 0 if there is none.
+  // The keys of a token in each cache; the second's topk is 0 if there is no second cache.
   const int* topk_length[2];  // null: topk
   const int* indices[2];      // null: every position
   i64 indices_stride[2];
@@ -54,8 +54,8 @@ enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED };
 // Whether a CTA takes one row, or piece of one, after the other.
 DEVICE constexpr bool walks(Launch launch) { return launch == Launch::ROWS || launch == Launch::BALANCED; }
 
-constexpr int KEYS = 64;                    // of a turn
-constexpr int HALF_BYTES = KEYS * 256 * 2;  // of a turn's values
+constexpr int TILE_KEYS = 64;                    // keys of a turn
+constexpr int HALF_BYTES = TILE_KEYS * 256 * 2;  // bytes of half of a turn's values
 // Weights may reach 2^15 before the softmax's reference moves; the largest is 2^7 then. float16 holds whole numbers of
 // 11 bits down to 2^-14, so a key may count 2^-21 of what another does and lose nothing.
 constexpr float REFERENCE_SLACK = 15.f, RAISED_TO = 7.f;
@@ -65,7 +65,7 @@ constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_H
 
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
 
-constexpr u32 LAST_TURN = 1 << 16;  // of a row, beside the bits that say which keys count, or beside a `Turn`
+constexpr u32 LAST_TURN = 1 << 16;  // flag beside the bits that say which keys count, or beside a `Turn`
 
 constexpr int SPLITS[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16};  // CTAs of a cluster
 
@@ -79,33 +79,32 @@ constexpr int packets_room(int count) {
   return most;
 }
 
-// At the end of a row each CTA of a cluster adds up its share of all packets. A packet is QUADS times four accumulators
-// of each lane of one of the eight warps that accumulate; packet 8 u + w is the u-th of warp w, and goes to the CTA
-// whose number is the rest of a division by theirs. PACKED: accumulators are 16 bits each, averages over a CTA's keys
-// instead of sums.
+// At the end of a row each CTA of a cluster adds up its share of all packets. A packet has QUADS times four accumulators
+// of each lane of one of the eight warps that accumulate. Packet 8 u + w is the u-th of warp w; packet n goes to CTA n
+// modulo the number of CTAs. PACKED: accumulators are 16 bits each, averages over a CTA's keys instead of sums.
 template <int HEADS, bool PACKED_>
 struct Packets {
   static constexpr bool PACKED = PACKED_;
   static constexpr int QUADS = HEADS < 64 ? 1 : PACKED ? 4 : 2;
-  static constexpr bool ONE_HEAD = HEADS == 64 && PACKED;       // a lane's: 16 neighbouring dims; else two heads'
-  static constexpr int WORDS = PACKED ? QUADS * 2 : QUADS * 4;  // of a lane
-  static constexpr int UNIT = WORDS < 4 ? WORDS : 4;            // of them that lie together
+  static constexpr bool ONE_HEAD = HEADS == 64 && PACKED;       // a lane has 16 neighbouring dims; else two heads
+  static constexpr int WORDS = PACKED ? QUADS * 2 : QUADS * 4;  // words of a lane
+  static constexpr int UNIT = WORDS < 4 ? WORDS : 4;            // words that lie together
   static constexpr int BYTES = WORDS * 128;
   static constexpr int OF_A_WARP = HEADS / 2 / QUADS;
   static constexpr int COUNT = 8 * OF_A_WARP;
   static constexpr int ROOM = packets_room(COUNT) * BYTES;
 };
 
-// Where the queries were, after the last turn.
+// These take the place of the queries after the last turn.
 template <int HEADS, int QUERY>
 struct Ends {
-  static constexpr int FACTORS = QUERY;                      // float32 [16, HEADS]: what each CTA's part counts
+  static constexpr int FACTORS = QUERY;                      // float32 [16, HEADS]: weight of each CTA's part
   static constexpr int STATES = FACTORS + HEADS * 64;        // float2 [16, HEADS]: sum and reference from each CTA
-  static constexpr int SUMS = STATES + HEADS * 128;          // float32 [4, HEADS]: of each warp of scores
-  static constexpr int INVERSES = SUMS + HEADS * 16;         // float32 [HEADS]: of what these add up to
-  static constexpr int WEIGHTS = INVERSES + HEADS * 4;       // float32 [HEADS]: of the result
-  static constexpr int SOME_BFLOAT16 = WEIGHTS + HEADS * 4;  // whether a CTA's packets are
-  // Of a group's CTA: whether it has all states, a bit for each share of the result that it adds up.
+  static constexpr int SUMS = STATES + HEADS * 128;          // float32 [4, HEADS]: sum of each warp of scores
+  static constexpr int INVERSES = SUMS + HEADS * 16;         // float32 [HEADS]: 1 over the total of these
+  static constexpr int WEIGHTS = INVERSES + HEADS * 4;       // float32 [HEADS]: weight of the result
+  static constexpr int SOME_BFLOAT16 = WEIGHTS + HEADS * 4;  // whether any CTA's packets are bfloat16
+  // A group's CTA: whether it has all states, and a bit for each share of the result that it adds up.
   static constexpr int COMPLETE = SOME_BFLOAT16 + 4, SHARES = COMPLETE + 4;
   static constexpr int OWN_BFLOAT16 = SHARES + 4;  // whether this CTA's packets are bfloat16
 };
@@ -116,19 +115,19 @@ struct Layout {
   using R = Rows<FORMAT>;
   static constexpr float FACTOR = R::FACTOR;
   static constexpr bool PERMUTED = true;  // dims, see `dim_of_row`
-  // A warpgroup each for scores, values (two) and the gather, and a second for scores where registers allow it.
+  // Warpgroups: one for scores, two for values, one for the gather, and a second for scores where registers allow it.
   static constexpr int THREADS = HEADS == 64 ? 512 : 640;
   static constexpr int QUERY_THREADS = THREADS - 128;  // all but those that gather
-  // Of a thread, by role; they add up to what the launch gives.
+  // Registers of a thread, by role; they add up to what the launch gives.
   static constexpr int GATHER_REGISTERS = HEADS == 64 && FORMAT == FP8_DS_MLA ? 24 : 32;
   static constexpr int SCORE_REGISTERS = HEADS == 64 ? 192 - GATHER_REGISTERS : HEADS == 32 ? 112 : 144;
   static constexpr int REST_REGISTERS = 112;
   static constexpr int VALUE_REGISTERS = HEADS == 64 ? 160 : HEADS == 32 ? 112 : 96;
-  // Rings, of as many as fit: halves of a turn's values, 256 dims each; raw rows, 16 of a warp in a slot, four slots a
-  // turn; a second warpgroup's scores of a turn.
+  // Rings with as many entries as fit: halves of a turn's values, 256 dims each; slots of raw rows, 16 rows of a warp
+  // each, four a turn; a second warpgroup's scores of a turn.
   static constexpr int HALVES = HEADS == 64 ? 2 : 3;
   static constexpr int SLOTS = HEADS == 16 ? 18 - R::CHUNKS : 8;
-  static constexpr int PARTS = HEADS == 32 ? 1 : 2;
+  static constexpr int SCORE_SLOTS = HEADS == 32 ? 1 : 2;
   static constexpr int QUERY = 0;
   static constexpr int QUERY_CHUNK = HEADS * 128;
   static constexpr int WEIGHTS = QUERY + R::CHUNKS * QUERY_CHUNK;
@@ -139,7 +138,7 @@ struct Layout {
       RAW + SLOTS * RAW_SLOT;  // float2 a head: factor and reference, at the end the factor of the result
   static constexpr int ALPHA = COLUMNS + HEADS * 8;  // float a head
   static constexpr int LIVE = ALPHA + HEADS * 4;     // u32 a slot: which of its 16 keys count
-  // Scales of a slot's keys: in their rows, or brought beside them.
+  // Scales of a slot's keys lie in their rows, or beside them.
   static constexpr int SCALES = (R::SCALES_APART ? LIVE + SLOTS * 4 : RAW) + R::SCALES_AT;
   static constexpr int SCALES_SLOT = 16 * R::SCALES_PITCH;
   static constexpr int TURN = LIVE + SLOTS * 4 + (R::SCALES_APART ? SLOTS * SCALES_SLOT : 0);
@@ -147,27 +146,26 @@ struct Layout {
   static constexpr int RAW_FULL = BARRIERS;
   static constexpr int RAW_FREE = RAW_FULL + SLOTS * 8;
   static constexpr int WEIGHTS_FULL = RAW_FREE + SLOTS * 8;
-  static constexpr int VALUES_FREE = WEIGHTS_FULL + 8;               // of 128 dims each
-  static constexpr int FACTORS_FULL = VALUES_FREE + 2 * HALVES * 8;  // of a row; of a cluster's, the inverses
+  static constexpr int VALUES_FREE = WEIGHTS_FULL + 8;               // one barrier for each 128 dims
+  static constexpr int FACTORS_FULL = VALUES_FREE + 2 * HALVES * 8;  // factors of a row; in a cluster the inverses
   static constexpr int FACTORS_FREE = FACTORS_FULL + 8;
   static constexpr int STATES_FULL = FACTORS_FREE + 8;  // in a cluster
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
-  static constexpr int WEIGHTS_FREE = PACKETS_FULL + 8;  // up to 32 heads; of 64 as VALUES_FREE says
+  static constexpr int WEIGHTS_FREE = PACKETS_FULL + 8;  // up to 32 heads; with 64 heads VALUES_FREE says it
   static constexpr int OWN_FULL = WEIGHTS_FREE + 8;
-  // Where rows of 64 heads follow one another, and so are in no cluster: the next row's queries.
+  // The next row's queries, where rows of 64 heads follow one another, and so are in no cluster.
   static constexpr int QUERIES_FREE = STATES_FULL, QUERIES_FULL = PACKETS_FULL;
-  // In a group: all warps have left what the others need; it is known which shares this CTA adds up.
+  // Barriers of a group: all warps have left what the others need; it is known which shares this CTA adds up.
   static constexpr int ALL_LEFT = PACKETS_FULL, SHARES_KNOWN = STATES_FULL;
   static constexpr int SCORES_FULL = OWN_FULL + 8;
-  static constexpr int SCORES_FREE = SCORES_FULL + PARTS * 8;
-  static constexpr int NUM_BARRIERS = ((HEADS == 64 ? SCORES_FULL : SCORES_FREE + PARTS * 8) - BARRIERS) / 8;
-  static constexpr int SCORES = (SCORES_FREE + PARTS * 8 + 15) / 16 * 16;  // float32 [PARTS, 64, HEADS]
-  // Where work is balanced: with 64 heads, of which all memory is taken, in the place of two barriers that it spares.
-  static constexpr int INTERVAL = HEADS == 64 ? WEIGHTS_FREE : SCORES + PARTS * HEADS * 256;
+  static constexpr int SCORES_FREE = SCORES_FULL + SCORE_SLOTS * 8;
+  static constexpr int NUM_BARRIERS = ((HEADS == 64 ? SCORES_FULL : SCORES_FREE + SCORE_SLOTS * 8) - BARRIERS) / 8;
+  static constexpr int SCORES = (SCORES_FREE + SCORE_SLOTS * 8 + 15) / 16 * 16;  // float32 [SCORE_SLOTS, 64, HEADS]
+  // The interval of a balanced CTA. With 64 heads, which take all memory, it lies in place of two unused barriers.
+  static constexpr int INTERVAL = HEADS == 64 ? WEIGHTS_FREE : SCORES + SCORE_SLOTS * HEADS * 256;
   static constexpr int BYTES = HEADS == 64 ? SCORES_FULL : INTERVAL + 16;
   using End = Ends<HEADS, QUERY>;
-  // Where nothing is needed once the last weights are there.
-  static constexpr int PACKETS = RAW;
+  static constexpr int PACKETS = RAW;  // free once the last weights are there
   using Packet = Packets<HEADS, true>;
   static_assert(PACKETS + Packet::ROOM <= COLUMNS, "packets overlap the columns");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
@@ -191,13 +189,13 @@ DEVICE Row row_of(const Params& p, int token, int tile, int part, int splits, in
   row.splits = splits, row.rank = rank;
   row.token = token, row.tile = tile, row.part = part;
   row.length = length_in(p, 0, row.token), row.extra_length = length_in(p, 1, row.token);
-  row.main_turns = (row.length + KEYS - 1) / KEYS;
-  row.last = row.main_turns + (row.extra_length + KEYS - 1) / KEYS;
+  row.main_turns = (row.length + TILE_KEYS - 1) / TILE_KEYS;
+  row.last = row.main_turns + (row.extra_length + TILE_KEYS - 1) / TILE_KEYS;
   row.first = part * splits + rank, row.stride = splits > 1 ? splits * p.parts : 1;
   return row;
 }
 
-// Row `item` of a token's tiles and parts is this cluster's.
+// This cluster's row: `item` of the token's tiles and parts.
 DEVICE Row clusters_row(const Params& p, int token, int item, int rank) {
   const int tile = divide(item, p.of_parts);
   return row_of(p, token, tile, item - tile * p.parts, p.splits, rank);
@@ -213,7 +211,7 @@ DEVICE Row this_row(const Params& p) {
   return clusters_row(p, token_of(p), item, LAUNCH == Launch::GROUPS ? blockIdx.x - item * p.splits : cluster_rank());
 }
 
-// Where CTAs take one row after the other: row `item` of all tokens and tiles.
+// Row `item` of all tokens and tiles, for CTAs that take one row after the other.
 DEVICE Row row_at(const Params& p, int item) {
   const int token = divide(item, p.of_head_tiles);
   return row_of(p, token, item - token * p.head_tiles, 0, 1, 0);
@@ -232,7 +230,7 @@ DEVICE const u16* query_rope_at(const Params& p, int token, int head) {
   return p.q_rope + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
 }
 
-// Where a warp is in the rings and their barriers, which go on from row to row: turns so far, the slot of its raw rows
+// A warp's position in the rings and their barriers, which go on from row to row: turns so far, the slot of its raw rows
 // and that of the first half of the values.
 struct Ring {
   int turn, slot, parity, half, half_parity;
@@ -275,8 +273,8 @@ DEVICE float* wide_table(unsigned char* shared_pointer, const Ring& at) {
   return reinterpret_cast<float*>(shared_pointer + L::VALUES + at.half * HALF_BYTES);
 }
 
-// Of a row that another follows, float [4, 64]: sums of each warp's weights, where the first one's last keys were. A
-// wide turn's keys may still be read there, but it has no weights.
+// Sums of each warp's weights, float [4, 64], of a row that another one follows. They take the place of the row's last
+// keys, or of weights after a wide turn, whose keys may still be read and which has no weights.
 template <class L>
 DEVICE u32 place_of_sums(u32 shared, bool in_raw, int slot) {
   return shared + (in_raw ? L::RAW + slot * L::RAW_SLOT : L::WEIGHTS);

@@ -4,7 +4,7 @@
 #include "gather.cuh"
 #include "merge.cuh"
 
-constexpr int CHUNK = KEYS * 128;  // bytes of 64 dims of 64 keys or heads
+constexpr int CHUNK = TILE_KEYS * 128;  // bytes of 64 dims of 64 keys or heads
 constexpr int PAIR_BARRIER = 6;
 
 // A tile's dims come and go in three groups: those past the values, the half of the values' dims that the turn's owner
@@ -12,7 +12,7 @@ constexpr int PAIR_BARRIER = 6;
 enum Group { ROPE = 0, NEAR = 1, FAR = 2, GROUPS = 3 };
 
 // The room of a group's values becomes free in two parts, each for half of a turn's keys.
-constexpr int PARTS = 2;
+constexpr int KEY_HALVES = 2;
 
 template <int DIM>
 struct PairLayout {
@@ -36,7 +36,7 @@ struct PairLayout {
   static constexpr int INTERVAL = (LIST + 4 * LIST_WORDS * 4 + 7) / 8 * 8;
   static constexpr int FULL = INTERVAL + 16;  // by tile and group, FREE by part of the keys as well
   static constexpr int FREE = FULL + 2 * GROUPS * 8;
-  static constexpr int WEIGHTS_FULL = FREE + 2 * GROUPS * PARTS * 8;
+  static constexpr int WEIGHTS_FULL = FREE + 2 * GROUPS * KEY_HALVES * 8;
   static constexpr int QUERY_FULL = WEIGHTS_FULL + 2 * 8;
   static constexpr int QUERY_FREE = QUERY_FULL + 8;
   static constexpr int STATES_FULL = QUERY_FREE + 8;  // in a cluster
@@ -57,7 +57,7 @@ DEVICE u32 full_barrier(u32 shared, int tile, Group group) {
 
 template <class L>
 DEVICE u32 free_barrier(u32 shared, int tile, Group group, int part) {
-  return shared + L::FREE + ((tile * GROUPS + group) * PARTS + part) * 8;
+  return shared + L::FREE + ((tile * GROUPS + group) * KEY_HALVES + part) * 8;
 }
 
 // Each CTA of a cluster of two keeps the results of half of a warpgroup's dims. Keys and queries lie so that these dims
@@ -135,7 +135,7 @@ template <class L, class Meanwhile>
 DEVICE void copy_turn(const OwnRows& own, bool last, u32 shared, u32 place, int tile, u32 parity, int turned, int warp,
                       int lane, Meanwhile meanwhile) {
   const u32 full = full_barrier<L>(shared, tile, NEAR) - NEAR * 8, free = free_barrier<L>(shared, tile, NEAR, 0),
-            to = place + tile * L::TILE, part = warp * PARTS / 4 * 8;
+            to = place + tile * L::TILE, part = warp * KEY_HALVES / 4 * 8;
   if (L::FIRST == ROPE) {
     mbarrier_wait(free_barrier<L>(shared, tile, ROPE, 0), parity);
     copy_chunks<8, L::CHUNKS>(own, to, lane);
@@ -149,7 +149,7 @@ DEVICE void copy_turn(const OwnRows& own, bool last, u32 shared, u32 place, int 
   copy_half<L>(own, to, tile, turned, lane);
   arrive_when_copied(full + NEAR * 8);
   const bool next_last = meanwhile();
-  mbarrier_wait(free + PARTS * 8 + part, parity);
+  mbarrier_wait(free + KEY_HALVES * 8 + part, parity);
   if (warp == 0 && lane == 0) tell_end<L>(shared, tile, last, next_last);
   copy_half<L>(own, to, tile ^ 1, turned, lane);
   arrive_when_copied(full + FAR * 8);

@@ -252,12 +252,6 @@ DEVICE u32 fetch_or(u32* counter, u32 value) {
 
 // ---- copies ---------------------------------------------------------------------------------------------------------
 
-DEVICE bool elect_one() {
-  u32 one;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(one));
-  return one != 0;
-}
-
 DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
@@ -423,11 +417,6 @@ DEVICE uint4 load_l2_16(const void* source) {
                : "l"(source)
                : "memory");
   return v;
-}
-
-template <int GROUPS>
-DEVICE void wait_for_copy_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
 
 // Loads what is not read again soon, without a place in L1.

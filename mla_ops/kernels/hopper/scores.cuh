@@ -221,7 +221,7 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
       mbarrier_wait(places.values_free + half.slot * 16 + chunk % 4 / 2 * 8, half.parity ^ 1);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      store_matrices((values ^ (j << 5)) + half.slot * HALF_BYTES + chunk % 4 * (KEYS * 128), f[4 * j], f[4 * j + 1],
+      store_matrices((values ^ (j << 5)) + half.slot * HALF_BYTES + chunk % 4 * (TILE_KEYS * 128), f[4 * j], f[4 * j + 1],
                      f[4 * j + 2], f[4 * j + 3]);
   };
 #pragma unroll
@@ -255,7 +255,7 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
 template <int HEADS, Format FORMAT>
 DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
   using L = Layout<HEADS, FORMAT>;
-  return shared + L::SCORES + turn % L::PARTS * (HEADS * 256) + thread * 16;
+  return shared + L::SCORES + turn % L::SCORE_SLOTS * (HEADS * 256) + thread * 16;
 }
 
 // A second warpgroup of scores: its steps' part of each, and its chunks of the values.
@@ -283,7 +283,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
                                                       {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
     __syncwarp();
     warp_arrive(barrier + L::RAW_FREE - L::RAW_FULL, lane);
-    mbarrier_wait(shared + L::SCORES_FREE + i % L::PARTS * 8, (i / L::PARTS & 1) ^ 1);
+    mbarrier_wait(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, (i / L::SCORE_SLOTS & 1) ^ 1);
     wgmma_wait<0>();
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
@@ -292,7 +292,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
       store_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512, __float_as_uint(s[e]),
                       __float_as_uint(s[e + 1]), __float_as_uint(s[e + 2]), __float_as_uint(s[e + 3]));
     __syncwarp();
-    warp_arrive(shared + L::SCORES_FULL + i % L::PARTS * 8, lane);
+    warp_arrive(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, lane);
     next_slot<L::SLOTS>(slot, parity);
   }
 }
@@ -362,7 +362,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     hold(fragments[0]), hold(fragments[1]);
     if (WALK && HEADS == 64 && last) warp_arrive(shared + L::QUERIES_FREE, lane);
     if constexpr (FIRST_STEPS<HEADS, FORMAT, WALK> < R::CHUNKS) {
-      mbarrier_wait(shared + L::SCORES_FULL + i % L::PARTS * 8, i / L::PARTS & 1);
+      mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
 #pragma unroll
       for (int e = 0; e < TILES * 4; e += 4) {
         const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
@@ -370,7 +370,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
         s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
       }
       __syncwarp();
-      warp_arrive(shared + L::SCORES_FREE + i % L::PARTS * 8, lane);
+      warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, lane);
     }
 
 #pragma unroll
@@ -422,7 +422,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
         turn = WIDE;
         float* table = wide_table<L>(shared_pointer, at);
 #pragma unroll 1
-        for (int e = thread; e < KEYS * HEADS; e += 128) {
+        for (int e = thread; e < TILE_KEYS * HEADS; e += 128) {
           const int key = e / HEADS, first = slot >= warp ? slot - warp : slot - warp + L::SLOTS;
           const int row_of_key = slot_of<L::SLOTS>(first, key) * 16 + key % 16;
           table[e] = wide_score<HEADS, FORMAT>(p, row, shared_pointer + L::RAW + row_of_key * R::BYTES,

@@ -37,9 +37,9 @@ from .balance import balance_for
 from .costs import Costs, costs_of
 from .launch import (
     KERNELS,
-    KEYS,
     NO_CACHE,
     SPLITS,
+    TILE_KEYS,
     Balance,
     CacheParams,
     Clusters,
@@ -77,14 +77,14 @@ def choose(
         at_once: clusters that the device runs at one time, for each size in `SPLITS`.
         costs: times of the device.
     """
-    turns = max(1, -(-topk // KEYS))
+    turns = max(1, -(-topk // TILE_KEYS))
     shapes = shapes_for(keys, num_heads, turns)
     return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 
 def choose_deterministic(keys: Keys, num_heads: int, topk: int) -> Clusters:
     """What depends on nothing but a row's own capacity, so that its bits do not depend on the batch."""
-    turns = max(1, -(-topk // KEYS))
+    turns = max(1, -(-topk // TILE_KEYS))
     enough = (splits for splits in SPLITS if splits * DETERMINISTIC_TURNS >= turns)
     return Clusters(tiles_for(keys, num_heads)[0], next(enough, SPLITS[-1]))
 
@@ -103,7 +103,7 @@ def _waves(
 def _balance(keys: Keys, num_tokens: int, num_heads: int, topk: int, device_index: int) -> Balance | None:
     waves = _waves(keys, num_tokens, num_heads, topk, False, device_index)
     at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
-    return balance_for(keys, waves, num_tokens, num_heads, -(-topk // KEYS), at_once, costs_of(device_index))
+    return balance_for(keys, waves, num_tokens, num_heads, -(-topk // TILE_KEYS), at_once, costs_of(device_index))
 
 
 def _attend(
@@ -218,7 +218,7 @@ def paged_sparse_attention_extra(
             cache_params(rows, indices, topk_length, block_table),
             cache_params(extra_rows, extra_indices, extra_topk_length, extra_block_table),
         ),
-        -(-indices.shape[1] // KEYS) * KEYS + extra_indices.shape[1],
+        -(-indices.shape[1] // TILE_KEYS) * TILE_KEYS + extra_indices.shape[1],
         softmax_scale,
         attn_sink=attn_sink,
         req_id_per_token=req_id_per_token,

@@ -25,7 +25,7 @@ struct PlainLayout {
   static constexpr int QUERY_BYTES = CHUNKS * QUERY_CHUNK;
   static constexpr int WEIGHTS = QUERY + (BALANCED ? 2 : 1) * QUERY_BYTES;
   static constexpr int TILES = WEIGHTS + HEADS * 128;  // of keys: [64, 64] a chunk, 128-byte rows, swizzled
-  static constexpr int TILE = CHUNKS * KEYS * 128;
+  static constexpr int TILE = CHUNKS * TILE_KEYS * 128;
   static constexpr int COLUMNS = TILES + STAGES * TILE;  // float2 a head, the second its reference
   static constexpr int ALPHA = COLUMNS + HEADS * 8;      // float a head
   static constexpr int LIVE = ALPHA + HEADS * 4;         // u32 a stage and warp: which of its 16 keys count
@@ -159,7 +159,7 @@ DEVICE void score_turns(const Params& p, u32 shared, u32 queries, float (&sums)[
     auto multiply = [&](int chunk, bool add) {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        wgmma_keys_by_heads(s, keys + (chunk * KEYS * 128 + j * 32) / 16,
+        wgmma_keys_by_heads(s, keys + (chunk * TILE_KEYS * 128 + j * 32) / 16,
                             query + (chunk * L::QUERY_CHUNK + j * 32) / 16, add || j > 0);
     };
     mbarrier_wait(full, parity);
@@ -308,7 +308,7 @@ DEVICE void add_turns(float (&o)[PIECES][L::HEADS / 2], u32 shared, Stage& at, i
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
     }
-    const u64 values = tile_descriptor(shared + L::TILES + stage * L::TILE + half * 4 * (KEYS * 128), 1024, KEYS * 128);
+    const u64 values = tile_descriptor(shared + L::TILES + stage * L::TILE + half * 4 * (TILE_KEYS * 128), 1024, TILE_KEYS * 128);
     const u32 freed = shared + L::FREE + stage * 16;
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
@@ -317,7 +317,7 @@ DEVICE void add_turns(float (&o)[PIECES][L::HEADS / 2], u32 shared, Stage& at, i
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
-        wgmma_dims_by_heads_bfloat16(o[piece], values + (piece * KEYS * 128 + k * 2048) / 16, weights + k * 2);
+        wgmma_dims_by_heads_bfloat16(o[piece], values + (piece * TILE_KEYS * 128 + k * 2048) / 16, weights + k * 2);
       if (k & 1) wgmma_commit();
     }
     wgmma_wait<1>();

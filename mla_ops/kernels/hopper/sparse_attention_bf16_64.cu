@@ -95,15 +95,15 @@ DEVICE void multiply_values(State& state, A weights, u64 values, int step, bool 
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     wgmma_heads_by_dims_bfloat16(state.o, weights + k * step, values + k * 128, k > 0 || !empty);
-    if ((k + 1) * PARTS % 4 == 0) wgmma_commit();
+    if ((k + 1) * KEY_HALVES % 4 == 0) wgmma_commit();
   }
 }
 
 // Waits for those products, after which LATER more groups were begun.
 template <class L, Group GROUP, int LATER, int PART = 0>
 DEVICE void release_values(u32 shared, int tile, int lane) {
-  if constexpr (PART < PARTS) {
-    wgmma_wait<LATER + PARTS - 1 - PART>();
+  if constexpr (PART < KEY_HALVES) {
+    wgmma_wait<LATER + KEY_HALVES - 1 - PART>();
     warp_arrive(free_barrier<L>(shared, tile, GROUP, PART), lane);
     release_values<L, GROUP, LATER, PART + 1>(shared, tile, lane);
   }

@@ -205,7 +205,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
-  const u64 values = tile_descriptor(shared + L::VALUES, 1024, KEYS * 128);
+  const u64 values = tile_descriptor(shared + L::VALUES, 1024, TILE_KEYS * 128);
   bool open = false;
   int& i = at.turn;
   int stage = 0;
@@ -230,7 +230,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       if ((turn & 0xff) == WIDE) {
         const float* table = wide_table<L>(shared_pointer, at);
 #pragma unroll 1
-        for (int key = 0; key < KEYS; key += 16, table += 16 * HEADS) {
+        for (int key = 0; key < TILE_KEYS; key += 16, table += 16 * HEADS) {
           const int keys = slot_of<L::SLOTS>(turn >> 8 & 0xff, key);
           const unsigned char *raw = shared_pointer + L::RAW + keys * L::RAW_SLOT,
                               *scales = shared_pointer + L::SCALES + keys * L::SCALES_SLOT;
@@ -262,9 +262,9 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if constexpr (HEADS_BY_DIMS)
-          wgmma_heads_by_dims(o[piece], turn_weights + k * 2, turn_values + (piece * 2 * KEYS * 128 + k * 2048) / 16);
+          wgmma_heads_by_dims(o[piece], turn_weights + k * 2, turn_values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
         else
-          wgmma_dims_by_heads(o[piece], turn_values + (piece * KEYS * 128 + k * 2048) / 16, turn_weights + k * 2);
+          wgmma_dims_by_heads(o[piece], turn_values + (piece * TILE_KEYS * 128 + k * 2048) / 16, turn_weights + k * 2);
       }
       if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
     }
