@@ -30,6 +30,7 @@ static void store_streaming_16(void* to, uint4 v) {
 }
 static int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 static float exp2_approx(float x) { return std::exp2(x); }
+static float __fmul_rn(float a, float b) { return a * b; }
 unsigned __byte_perm(unsigned a, unsigned b, unsigned order) {
   const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
   unsigned result = 0;

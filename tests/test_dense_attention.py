@@ -191,6 +191,15 @@ def test_scores_far_apart_do_not_overflow(lowering: str, device: torch.device) -
     check(lowering, (q * 1e4, k * 1e4, v, *rest), True)
 
 
+@pytest.mark.parametrize("scale", [2.0**20, 2.0**31, 2.0**40, 2.0**62])
+@pytest.mark.parametrize("lens", [[18, 5, 1], [300, 20]], ids=str)
+def test_large_scores_act_as_argmax(lowering: str, device: torch.device, lens: list[int], scale: float) -> None:
+    """Rounding of a score of 2^40 is more than exp2 takes; the same keys come twice, so that ties are met."""
+    q, k, v, *rest, _ = inputs(lens, lens, (2, 2), (192, 128), torch.bfloat16, device)
+    k[1 : lens[0] : 2] = k[0 : lens[0] - 1 : 2]
+    check(lowering, (q, k, v, *rest, scale), True)
+
+
 def test_a_lowering_takes_any_upper_bound_of_the_lengths(lowering: str, device: torch.device) -> None:
     arguments = inputs([5, 7], [5, 7], (2, 2), (64, 64), torch.bfloat16, device)
     exact = torch.ops.mla.prefill_attention(*arguments)

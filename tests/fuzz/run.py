@@ -148,13 +148,10 @@ def run_case(seed: int, device: str) -> tuple[str, str, str]:
             assert_same_bits(ours, theirs, f"{where}: output {index}")
     for name in call.outputs:
         _assert_surroundings(where, name, after[name], before[name])
-    # Found and open: where a scale makes scores of 2^40 and more, Hopper's prefill rounds past what exp2 takes (NaN).
-    scale = call.arguments.get("softmax_scale", 0.0)
     legal = (
         call.case.judge is not None and not call.wrong
     )  # what is wrong may be legal; a judge knows only its own case
-    is_open = call.op_name.startswith("prefill_attention") and isinstance(scale, (int, float)) and abs(scale) >= 2**31
-    if legal and not is_open:
+    if legal:
         try:
             call.case.judge(before, after, results, lowering)
         except AssertionError as failure:

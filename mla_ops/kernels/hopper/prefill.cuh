@@ -4,6 +4,9 @@
 #include "ptx.cuh"
 
 constexpr int QUERIES = 128;  // of a request's tile, its last aside
+// A reference of the softmax, beyond which scores become rounded products first, as references are: of one that is not
+// rounded, 2^40 would leave more than exp2 takes.
+constexpr float FAR_FROM_0 = 67108864.f;
 
 // A tile of a request's queries that `prefill_attention` does: every head of it is an item.
 struct Tile {

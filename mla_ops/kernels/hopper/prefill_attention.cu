@@ -212,6 +212,11 @@ DEVICE bool weigh(float (&s)[N], float scale, Rows& rows) {
     rows.reference[i] = reference;
     moves |= far;
   }
+  if (__any_sync(~0u, fmaxf(fabsf(rows.reference[0]), fabsf(rows.reference[1])) > FAR_FROM_0)) {
+#pragma unroll
+    for (int e = 0; e < N; ++e) s[e] = __fmul_rn(s[e], scale);
+    scale = 1.f;
+  }
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     s[e] = exp2_approx(fmaf(s[e], scale, -rows.reference[e >> 1 & 1]));

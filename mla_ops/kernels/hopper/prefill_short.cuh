@@ -155,8 +155,14 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
       fade[i] = exp2_approx(reference[i] - now);
       moves |= now > reference[i];
       reference[i] = now;
+      float scale = p.scale_log2;
+      if (__any_sync(~0u, fabsf(now) > FAR_FROM_0)) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) w[e] = exp2_approx(fmaf(w[e], p.scale_log2, -now));
+        for (int e = 0; e < 4; ++e) w[e] = __fmul_rn(w[e], scale);
+        scale = 1.f;
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) w[e] = exp2_approx(fmaf(w[e], scale, -now));
       sum[i] = fmaf(sum[i], fade[i], w[0] + w[1] + (w[2] + w[3]));
       weights[i] = T::pack(w[0], w[1]);
       weights[i + 2] = T::pack(w[2], w[3]);
