@@ -79,9 +79,9 @@ constexpr int packets_room(int count) {
   return most;
 }
 
-// At the end of a row each CTA of a cluster adds up its share of all packets. A packet has QUADS times four accumulators
-// of each lane of one of the eight warps that accumulate. Packet 8 u + w is the u-th of warp w; packet n goes to CTA n
-// modulo the number of CTAs. PACKED: accumulators are 16 bits each, averages over a CTA's keys instead of sums.
+// At the end of a row each CTA of a cluster adds up its share of all packets. A packet has QUADS times four
+// accumulators of each lane of one of the eight warps that accumulate. Packet 8 u + w is the u-th of warp w; packet n
+// goes to CTA n modulo the number of CTAs. PACKED: accumulators are 16 bits each, averages over a CTA's keys instead of sums.
 template <int HEADS, bool PACKED_>
 struct Packets {
   static constexpr bool PACKED = PACKED_;
@@ -230,8 +230,8 @@ DEVICE const u16* query_rope_at(const Params& p, int token, int head) {
   return p.q_rope + token * p.q_rope_token_stride + head * p.q_rope_head_stride;
 }
 
-// A warp's position in the rings and their barriers, which go on from row to row: turns so far, the slot of its raw rows
-// and that of the first half of the values.
+// A warp's position in the rings and their barriers, which go on from row to row: turns so far, the slot of its raw
+// rows and that of the first half of the values.
 struct Ring {
   int turn, slot, parity, half, half_parity;
 };

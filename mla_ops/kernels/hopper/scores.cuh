@@ -221,8 +221,8 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
       mbarrier_wait(places.values_free + half.slot * 16 + chunk % 4 / 2 * 8, half.parity ^ 1);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      store_matrices((values ^ (j << 5)) + half.slot * HALF_BYTES + chunk % 4 * (TILE_KEYS * 128), f[4 * j], f[4 * j + 1],
-                     f[4 * j + 2], f[4 * j + 3]);
+      store_matrices((values ^ (j << 5)) + half.slot * HALF_BYTES + chunk % 4 * (TILE_KEYS * 128), f[4 * j],
+                     f[4 * j + 1], f[4 * j + 2], f[4 * j + 3]);
   };
 #pragma unroll
   for (int n = 0; n < COUNT; ++n) {

@@ -308,7 +308,8 @@ DEVICE void add_turns(float (&o)[PIECES][L::HEADS / 2], u32 shared, Stage& at, i
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
     }
-    const u64 values = tile_descriptor(shared + L::TILES + stage * L::TILE + half * 4 * (TILE_KEYS * 128), 1024, TILE_KEYS * 128);
+    const u64 values =
+        tile_descriptor(shared + L::TILES + stage * L::TILE + half * 4 * (TILE_KEYS * 128), 1024, TILE_KEYS * 128);
     const u32 freed = shared + L::FREE + stage * 16;
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);

@@ -225,7 +225,7 @@ DEVICE u32 word_of(float accumulator) {
   return __float_as_uint(accumulator);
 }
 
-// Each CTA of a cluster of two keeps the first half of its accumulators, and adds what the other sends of the same dims.
+// Each CTA of a cluster of two keeps the first half of its accumulators, and adds the same dims that the other sends.
 template <class L>
 DEVICE void exchange_halves(const Params& p, const Row& row, const State& state, u32 shared, int warp, int lane) {
   using E = typename L::End;

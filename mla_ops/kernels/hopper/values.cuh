@@ -163,8 +163,8 @@ DEVICE void store_result(const Params& p, const Row& row, u32 shared, u32 stage,
   named_barrier<VALUES_BARRIER, 256>();
 }
 
-// The place of the n-th pair of a warp's packets among its accumulators: with 64 heads a packet is a chunk of 64 dims of
-// one of two heads.
+// The place of the n-th pair of a warp's packets among its accumulators: with 64 heads a packet is a chunk of 64 dims
+// of one of two heads.
 template <class L>
 DEVICE constexpr int place_of_pair(int n) {
   return L::Packet::ONE_HEAD ? (n / 16 * 8 + n % 8) * 4 + n / 8 % 2 * 2 : n * 2;
@@ -262,7 +262,8 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         if constexpr (HEADS_BY_DIMS)
-          wgmma_heads_by_dims(o[piece], turn_weights + k * 2, turn_values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
+          wgmma_heads_by_dims(o[piece], turn_weights + k * 2,
+                              turn_values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
         else
           wgmma_dims_by_heads(o[piece], turn_values + (piece * TILE_KEYS * 128 + k * 2048) / 16, turn_weights + k * 2);
       }
