@@ -20,10 +20,10 @@ SMALL_INTEGERS = ("indices", "topk_length", "block_table", "req_id_per_token")
 SMALL_INTEGERS += ("extra_indices", "extra_topk_length", "extra_block_table")
 
 
-@triton.constexpr_function
-def share_a_loop(keys, extra_keys):
-    """Whether one loop goes over both caches: a tile of either takes the same instructions."""
-    return keys == extra_keys and not is_exact(keys)
+@triton.jit
+def _with_divider(cache):
+    kv, table, known, num_blocks, block_size, max_blocks, stride_block = cache
+    return kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block
 
 
 @triton.jit
@@ -121,8 +121,9 @@ def _attend_extra_kernel(
     """One token, a tile of heads, one split of the token's keys: the main cache's, then the extra one's.
 
     Grid: (tokens * head blocks, splits), as in `_attend_kernel`, and the same state, registers and shared memory. Page
-    sizes are each cache's own; caches of one format share a loop, others have one each. The splits share the tiles of
-    both in a row, so that most programs walk over one cache only. The operands of both are exact or those of neither.
+    sizes are each cache's own. Where 64 heads compute scores apart, the caches are of one kind and share a loop, beside
+    whose registers there is no room for another. The splits share the tiles of both in a row, so that most programs
+    walk over one cache only. The operands of both are exact or those of neither.
     """
     BLOCK_H: tl.constexpr = TILE.block_h
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -168,22 +169,21 @@ def _attend_extra_kernel(
     query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, is_exact(KEYS)))
     state = new_state(BLOCK_H, sums_of_weights(TILE))
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
-    extra_cache = (
-        extra_kv, extra_table, extra_known, extra_num_blocks, extra_block_size, divider(extra_block_size),
-        extra_max_blocks, stride_extra_block,
-    )  # fmt: skip
     span, extra_span = (begin, end), (extra_begin, extra_end)
     # fmt: off
-    if share_a_loop(KEYS, EXTRA_KEYS):
+    extra = (
+        extra_kv, extra_table, extra_known, extra_num_blocks, extra_block_size, extra_max_blocks, stride_extra_block
+    )
+    if TILE.apart:
         state = _attend_both(
-            query, state, (cache, extra_cache), (index_row, extra_index_row), (span, extra_span), scale_log2, TILE,
-            KEYS, ROPE, UPCAST,
+            query, state, (cache, _with_divider(extra)), (index_row, extra_index_row), (span, extra_span), scale_log2,
+            TILE, KEYS, ROPE, UPCAST,
         )
     else:
         state = attend_keys(query, state, cache, index_row, span, scale_log2, None, TILE, KEYS, ROPE, False, UPCAST)
         state = attend_keys(
-            query, state, extra_cache, extra_index_row, extra_span, scale_log2, None, TILE, EXTRA_KEYS, ROPE, False,
-            UPCAST,
+            query, state, _with_divider(extra), extra_index_row, extra_span, scale_log2, None, TILE, EXTRA_KEYS, ROPE,
+            False, UPCAST,
         )
     # fmt: on
     store_result(
