@@ -11,8 +11,9 @@ from . import ops
 from .formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, get_format
 from .metadata import StepMetadata, V4StepMetadata
 
-# keys of a context that paged_attention splits, on any GPU
+# keys of a context that paged_attention splits on any GPU, and of one whose length it compares with others
 SPLIT_KEYS = 4096
+LONG_KEYS = 65537
 
 
 def warmup(
@@ -116,8 +117,10 @@ def warmup(
                 )
         ops.merge_attention_states(out, lse, out, lse)
         ops.merge_stacked_attention_states(out.unsqueeze(0), lse.unsqueeze(0))
-        # a context that one program reads, and one that is split; one token a request, and more, which share programs
-        for table in (block_table, block_table[:, :1].repeat(1, SPLIT_KEYS // block_size + 1)):
+        # a context that one program reads, one that is split, a long one; one token a request, and more, which share
+        # programs
+        for keys in (1, SPLIT_KEYS, LONG_KEYS):
+            table = block_table[:, :1].repeat(1, keys // block_size + 1)
             for num_requests in {max(1, count // together) for together in (1, 2, 4, 8)}:
                 requests = table.repeat(num_requests, 1)
                 ops.paged_attention(q, kv_cache, requests, lengths, lengths, 192**-0.5, cache_format, q_rope=q_rope)

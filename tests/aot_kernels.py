@@ -36,6 +36,7 @@ from mla_ops.kernels.triton import (
     compressor,
     dense_attention,
     dense_attention_device,
+    dense_attention_even,
     index,
     indexer,
     indexer_cache,
@@ -232,6 +233,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
     cases = [(*each, heads) for each in paged for heads in (16, 32, 128)]
     cases += [
         ("fp8_ds_mla", torch.bfloat16, 576, 64),
+        ("fp8_ds_mla_v4", torch.bfloat16, 512, 64),
         ("bf16", torch.bfloat16, 512, 128),
         ("fp16", torch.float16, 576, 128),
     ]
@@ -270,6 +272,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             "partial_out": "*fp32",
             "partial_lse": "*fp32",
             "attn_sink": "*fp32",
+            "uneven": "none" if element == "bf16" else "*i32",
             "out": f"*{element}",
             "lse": "*fp32",
         }
@@ -280,12 +283,12 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
 
 def two_cache_variants(capability: int) -> Iterator[Variant]:
     v4, names = "fp8_ds_mla_v4", {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    cases = [(v4, v4, torch.bfloat16, 512, heads) for heads in (16, 32, 128)]
+    cases = [(v4, v4, torch.bfloat16, 512, heads) for heads in (16, 32, 64, 128)]
     cases += [("bf16", v4, torch.bfloat16, 512, 128), ("fp8_ds_mla", "bf16", torch.bfloat16, 576, 128)]
-    cases += [("fp16", v4, torch.float16, 512, 128)]
+    cases += [("fp16", v4, torch.float16, 512, 128), ("bf16", "bf16", torch.bfloat16, 576, 128)]
+    cases += [(fmt, fmt, torch.bfloat16, 576, 64) for fmt in ("bf16", "fp8_ds_mla")]
     for fmt, extra, dtype, dim, heads in cases:
         modes = sparse_attention.operand_modes(dtype, fmt, extra)
-        tile = sparse_attention.two_cache_tile((capability // 10, capability % 10), heads, modes)
         partial = heads == 16
         types = {"q": f"*{names[dtype]}", "out": "*fp32" if partial else f"*{names[dtype]}", "lse": "*fp32"}
         types["attn_sink"] = "none" if partial else "*fp32"
@@ -293,14 +296,18 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
         types |= dict.fromkeys(("block_table", "extra_block_table", "req_id_per_token"), "*i32")
         if heads == 32:
             types |= dict.fromkeys(("topk_length", "extra_topk_length", "block_table"), "none")
+        if heads == 64:
+            types |= dict.fromkeys(("block_table", "extra_block_table", "req_id_per_token"), "none")
         constants = {"ROPE": dim == 576, "Q_UNIT": 8, "PARTIAL": partial, "UPCAST": False}
-        constants["TILE"] = tile
         for prefix, name, mode in (("", fmt, modes[0]), ("extra_", extra, modes[1])):
             entry = FORMATS[name]
             types[f"{prefix}kv"] = "*u8" if entry.quantized else f"*{names[dtype]}"
             constants[f"{prefix}keys".upper()] = cache_keys(
                 capability, name, mode, dim, types[f"{prefix}block_table"] != "none"
             )
+        keys = constants["KEYS"], constants["EXTRA_KEYS"]
+        tile = sparse_attention.two_cache_tile((capability // 10, capability % 10), heads, keys)
+        constants["TILE"] = tile
         options = {"num_warps": tile.num_warps}
         name = f"attend_extra[{fmt} and {extra}, q {names[dtype]}, {heads} heads]"
         yield Variant(name, sparse_attention_extra._attend_extra_kernel, types, constants, options)
@@ -337,7 +344,7 @@ def dense_helper_variants(capability: int) -> Iterator[Variant]:
 def paged_attention_variants(capability: int) -> Iterator[Variant]:
     cases = [("fp8_ds_mla", torch.bfloat16, 576, heads) for heads in (16, 32, 128)]
     cases += [("bf16", torch.bfloat16, 576, heads) for heads in (16, 32, 128)] + [("bf16", torch.bfloat16, 512, 128)]
-    cases += [("fp8_ds_mla_v4", torch.bfloat16, 512, heads) for heads in (16, 32)]
+    cases += [("fp8_ds_mla_v4", torch.bfloat16, 512, heads) for heads in (16, 32, 128)]
     cases += [("fp8_ds_mla", torch.float16, 576, 16)]
     cases += [("fp32", torch.float32, 576, 16), ("fp16", torch.float16, 576, 128)]
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -351,6 +358,8 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
         types |= dict.fromkeys(("block_table", "req_id_per_token", "key_lens"), "*i32")
         constants = {"KEYS": cache_keys(capability, fmt, mode, dim, translated=True), "TILE": tile, "PARTIAL": partial}
         constants |= {"ROPE": dim == 576, "Q_UNIT": 16 // dtype.itemsize, "UPCAST": False, "WHOLE": one_block}
+        # calls of half of the variants look at their lengths
+        types["uneven"] = "*i32" if heads != 32 else "none"
         options = {"num_warps": tile.num_warps}
         name = f"paged[{fmt}, q {short[dtype]}, {dim}, {heads} heads{'' if one_block else ', small blocks'}]"
         variant = Variant(name, dense_attention_device._paged_kernel, types, constants, options)
@@ -365,6 +374,34 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
             yield variant
             if dim == 576 and heads == 32:
                 yield in_halves(variant)
+    yield from even_variants(capability, [*whole, ("bf16", torch.bfloat16, 576, 16, False)])
+
+
+def even_variants(capability: int, cases: list[tuple[str, torch.dtype, int, int, bool]]) -> Iterator[Variant]:
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    device = (capability // 10, capability % 10)
+    for (fmt, dtype, dim, heads, one_block), packed in itertools.product(cases, (False, True)):
+        entry, mode = FORMATS[fmt], sparse_attention.operand_mode(dtype, fmt)
+        if packed and (heads > dense_attention.MAX_PACKED_ROWS or mode.endswith("exact")):
+            continue
+        types = {"q": f"*{short[dtype]}", "kv": "*u8" if entry.quantized else f"*{short[dtype]}"}
+        types |= {"out": f"*{short[dtype]}", "q_rope": "none"}
+        types |= dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32")
+        types |= dict.fromkeys(("block_table", "req_id_per_token", "key_lens", "cuts", "uneven"), "*i32")
+        pick = dense_attention.packed_tile if packed else dense_attention.paged_tile
+        tile = dense_attention.even_tile(pick(device, heads, mode))
+        constants = {"KEYS": cache_keys(capability, fmt, mode, dim, translated=True), "UPCAST": False, "TILE": tile}
+        constants |= {"ROPE": dim == 576, "WHOLE": one_block, "PACKED": packed, "SLACK": 8, "LEAST": 4, "ROW_COST": 2}
+        constants |= dict.fromkeys(("Q_UNIT", "OUT_UNIT"), 16 // dtype.itemsize)
+        name = f"[{fmt}, q {short[dtype]}, {dim}, {heads} heads{'' if one_block else ', small blocks'}]"
+        name = f"even{', packed' if packed else ''}{name}"
+        variant = Variant(name, dense_attention_even._even_kernel, types, constants, {"num_warps": tile.num_warps})
+        yield variant
+        if dim == 576 and dtype == torch.bfloat16 and heads in (32, 128):
+            yield in_halves(variant)
+    types = dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32") | {"cuts": "*i32", "out": "*bf16"}
+    constants = {"BLOCK_S": dense_attention.MERGE_PARTS}
+    yield Variant("merge_cuts", dense_attention_even._merge_cuts_kernel, types, constants)
 
 
 WITHOUT_PRODUCTS = (

@@ -139,6 +139,142 @@ def test_splits_merge_exactly(
     check("triton", q[rows], cache, table, torch.zeros_like(lens[rows]), lens[rows], "bf16")
 
 
+@pytest.fixture
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of one tile, as a small batch has them, and no slack."""
+    from mla_ops.kernels.triton import dense_attention
+
+    monkeypatch.setattr(dense_attention, "MIN_SPLIT_KEYS", 32)
+    monkeypatch.setattr(dense_attention, "SLACK_KEYS", 0)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5, 64])
+@pytest.mark.parametrize(
+    ("owners", "lens"),
+    [
+        ([0] * 6, [0, 1, 31, 33, 150, 160]),
+        ([0, 0, 1, 1, 0, 1], [160, 3, 3, 0, 0, 70]),
+        ([0, -1, 7, 0, INT_MIN, 1], [3, 160, 160, INT_MAX, INT_MAX, INT_MIN]),
+        ([0, 0], [0, 0]),
+    ],
+    ids=["rising", "long beside short", "garbage", "nothing"],
+)
+def test_even_shares_merge_exactly(
+    device: torch.device,
+    triton_lowering: None,
+    small_shares: None,
+    owners: list[int],
+    lens: list[int],
+    num_workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lengths of any size, holes in the table; walks that several workers cut, workers that have nothing."""
+    from mla_ops.kernels.triton import dense_attention
+
+    monkeypatch.setattr(dense_attention, "even_workers", lambda *_: num_workers)
+    monkeypatch.setattr(dense_attention, "SLACK_KEYS", -64 * 160)  # whatever the lengths are
+    cache, table = filled_cache("bf16", 10, BLOCK_SIZE, device), torch.arange(20, device=device).int().view(2, 10) % 10
+    table[1, 1], table[1, 3] = 77, -1
+    # more heads than a tile has, so that two blocks of heads share each walk
+    q = queries(len(lens), 18, torch.bfloat16, device)
+    requests = int32(owners, device)
+    check("triton", q, cache, table, requests, int32(lens, device), "bf16", tokens=None if len(lens) < 6 else [0, 3, 5])
+
+
+@pytest.mark.parametrize("num_heads", [2, 5])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_each_row_is_computed_by_one_of_two_launches(
+    device: torch.device,
+    triton_lowering: None,
+    small_shares: None,
+    num_heads: int,
+    num_splits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of any lengths: all rows shared evenly and none by shape, or the other way round; either is right."""
+    from mla_ops.kernels.triton import dense_attention
+
+    even: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+    original = dense_attention._share_evenly
+
+    def share_apart(*arguments: object) -> torch.Tensor:
+        out, lse = (torch.full_like(tensor, math.nan) for tensor in arguments[-2:])
+        uneven = original(*arguments[:-2], out, lse)
+        even.append((out, lse, bool(uneven)))
+        return uneven
+
+    monkeypatch.setattr(dense_attention, "_share_evenly", share_apart)
+    monkeypatch.setattr(dense_attention, "even_workers", lambda *_: 4 * num_splits)
+    monkeypatch.setattr(dense_attention, "paged_splits", lambda *_: num_splits)
+    # five heads of two tokens fit into a tile of rows, two blocks of it are of one token each
+    monkeypatch.setattr(dense_attention, "tokens_together", lambda *_: 2 if num_heads == 5 else 1)
+    cache, table = filled_cache("bf16", 24, BLOCK_SIZE, device), torch.arange(24, device=device).int().view(2, 12)
+    generator = torch.Generator().manual_seed(num_heads + num_splits)
+    seen = set()
+    mixtures = [[192] * 5, [0] * 5, [192, 0, 0, 0, 0], [0, 0, 0, 5, 192], [1] * 5, [33, 64, 40, 61, 50]]
+    mixtures += [torch.randint(0, 193, (5,), generator=generator).tolist() for _ in range(3)]
+    mixtures += [(torch.rand(5, generator=generator) ** 8 * 192).int().tolist() for _ in range(3)]
+    for lens in mixtures:
+        q, requests = queries(5, num_heads, torch.bfloat16, device), int32([0, 0, 1, 0, 1], device)
+        out = torch.full((5, num_heads, 512), math.nan, dtype=q.dtype, device=device)
+        lse = torch.full((5, num_heads), math.nan, device=device)
+        arguments = (q, cache, table, requests, int32(lens, device), SCALE, "bf16")
+        torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
+        other_out, other_lse, uneven = even.pop()
+        seen.add(uneven)
+        if uneven:
+            out, lse, other_out, other_lse = other_out, other_lse, out, lse
+        assert other_out.isnan().all()
+        assert other_lse.isnan().all()
+        everything = torch.arange(192, dtype=torch.int32, device=device).expand(5, -1)
+        expected = attention_oracle.attention(
+            q,
+            cache,
+            everything,
+            SCALE,
+            topk_length=int32(lens, device),
+            block_table=table,
+            req_id_per_token=requests,
+            operand=operand("triton", "bf16", q.dtype),
+            cache_format="bf16",
+        )
+        attention_oracle.assert_close(out, lse, expected)
+    assert not even
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize("num_workers", [3, 7])
+def test_shares_are_even(
+    device: torch.device,
+    triton_lowering: None,
+    small_shares: None,
+    num_workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a long row beside short ones each worker has as many tiles as the others, give or take one."""
+    from mla_ops.kernels.triton import dense_attention
+
+    cuts: list[torch.Tensor] = []
+    launch = dense_attention._merge_cuts_kernel
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *args, **kwargs: (cuts.append(args[2]), launch[grid](*args, **kwargs))
+
+    monkeypatch.setattr(dense_attention, "even_workers", lambda *_: num_workers)
+    monkeypatch.setattr(dense_attention, "_merge_cuts_kernel", Recorded())
+    lens = [20, 1200, 20, 20]
+    cache, table = filled_cache("bf16", 80, BLOCK_SIZE, device), torch.arange(80, device=device).int().repeat(4, 1)
+    q = queries(4, 2, torch.bfloat16, device)
+    check("triton", q, cache, table, int32(range(4), device), int32(lens, device), "bf16")
+    units = [-(-length // 32) + 2 for length in lens]
+    share = -(-sum(units) // num_workers)
+    first = [(sum(units[:row]) + 2) // share for row in range(4)]
+    last = [(sum(units[: row + 1]) - 1) // share for row in range(4)]
+    assert cuts[0].tolist() == [[begin, end - begin + 1] for begin, end in zip(first, last, strict=True)]
+    assert cuts[0][1, 1] >= num_workers - 1
+
+
 def test_a_context_in_parts_merges_to_the_whole(lowering: str, device: torch.device) -> None:
     """Context parallelism: three ranks hold every third block of a request; their results merge to the whole."""
     cache = filled_cache("bf16", 6, BLOCK_SIZE, device)
@@ -204,6 +340,27 @@ def test_split_table() -> None:
     assert paged_splits(1, 1, 0, 132, 16) == 1
 
 
+def test_where_lengths_are_looked_at() -> None:
+    from mla_ops.kernels.triton.dense_attention import even_workers, paged_splits
+
+    def workers(num_tokens: int, head_blocks: int, capacity: int, block_h: int) -> int:
+        splits = paged_splits(num_tokens, head_blocks, capacity, 132, block_h)
+        return even_workers(num_tokens, head_blocks, capacity, splits, 132, block_h)
+
+    assert workers(128, 1, 8192, 16) == 264
+    assert workers(32, 1, 8192, 16) == 0  # eight programs a token, of 1,024 keys
+    assert workers(32, 1, 8256, 16) == 264
+    assert workers(32, 2, 8192, 64) == 66
+    assert workers(4, 2, 8192, 64) == 0
+    assert workers(128, 2, 8192, 64) == 66
+    assert workers(1, 1, 131072, 16) == 0  # one row is even
+    assert workers(2, 1, 131072, 16) == 264
+    assert workers(256, 1, 1024, 16) == 0
+    assert workers(1024, 1, 8192, 16) == 264
+    assert workers(1025, 1, 8192, 16) == 0  # many rows are about even, and many lengths take long to look at
+    assert workers(2, 200, 131072, 64) == 1
+
+
 @pytest.mark.parametrize("block_size", [16, 24], ids=lambda size: f"blocks of {size}")
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize(
@@ -234,6 +391,10 @@ def test_tokens_of_one_request_share_a_walk(
     monkeypatch.setattr(dense_attention, "_packed_attention", lambda *args: (packed.append(args[7]), original(*args)))
     monkeypatch.setattr(dense_attention, "tokens_together", lambda *_: min(4, 32 // num_heads))
     monkeypatch.setattr(dense_attention, "paged_splits", lambda *_: num_splits)
+    if num_splits == 3:  # by shape, and shared evenly whatever the lengths are
+        monkeypatch.setattr(dense_attention, "even_workers", lambda *_: 3)
+        monkeypatch.setattr(dense_attention, "MIN_SPLIT_KEYS", 16)
+        monkeypatch.setattr(dense_attention, "SLACK_KEYS", -64 * 160)
     cache = filled_cache("bf16", 12, block_size, device)
     table = torch.randperm(12, device=device).int().view(3, 4)
     table[1, 1], table[0, 3] = 77, -1

@@ -11,6 +11,7 @@ from attention_inputs import (
     INT_MAX,
     INT_MIN,
     SCALE,
+    check,
     check_two_caches,
     filled_cache,
     poison_unused,
@@ -224,13 +225,44 @@ def test_the_public_function_takes_either_form(device: torch.device) -> None:
 
 
 def test_caches_are_read_through_float32_together() -> None:
-    from mla_ops.kernels.triton.sparse_attention import operand_modes, tile, two_cache_tile
+    from mla_ops.kernels.triton.sparse_attention import operand_modes
 
     assert operand_modes(BF16, V4, V4) == ("fp8_v4", "fp8_v4")
     assert operand_modes(BF16, "bf16", V4) == ("plain", "fp8_v4")
     assert operand_modes(FP16, "fp16", V4) == ("exact", "fp8_v4_exact")
     assert operand_modes(FP32, "fp8_ds_mla", "fp32") == ("fp8_exact", "exact")
+
+
+def test_caches_of_one_kind_take_the_tile_of_one_cache() -> None:
+    from mla_ops.kernels.triton.sparse_attention import Tile, tile, two_cache_tile
+    from mla_ops.kernels.triton.sparse_attention_keys import Keys
+
+    v4, plain = Keys("fp8_v4", 576, 16, False, False, "hardware"), Keys("plain", 576, 8, False, False, "hardware")
+    translated = Keys("fp8_v4", 576, 16, False, True, "hardware")
     for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
         for num_heads in (1, 32, 128):
-            assert two_cache_tile(capability, num_heads, ("fp8_v4", "fp8_v4")) == tile(capability, num_heads, "fp8_v4")
-            assert two_cache_tile(capability, num_heads, ("plain", "fp8_v4")) == tile(capability, 16, "fp8_v4")
+            chosen = tile(capability, num_heads, "fp8_v4")
+            assert two_cache_tile(capability, num_heads, (v4, v4)) == chosen
+            assert two_cache_tile(capability, num_heads, (plain, v4)) == tile(capability, 16, "plain")
+            assert two_cache_tile(capability, num_heads, (v4, translated)) == tile(capability, 16, "fp8_v4")
+            if chosen.block_h == 16:
+                assert two_cache_tile(capability, num_heads, (translated, translated)) == chosen
+    assert two_cache_tile((9, 0), 128, (v4, v4)) == Tile(64, 64, 8, 1, apart=True)
+    assert two_cache_tile((9, 0), 128, (translated, translated)) == Tile(64, 32, 8, 1, apart=True)
+
+
+@pytest.mark.parametrize("cache_format", [V4, "bf16"])
+def test_tiles_of_sm90_that_compute_scores_apart(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, cache_format: str
+) -> None:
+    """Over one cache and over two, in the interpreter, too, whose own tiles are others."""
+    from mla_ops.kernels.triton import sparse_attention
+
+    monkeypatch.setattr(sparse_attention, "tile", lambda *_: sparse_attention.Tile(64, 32, 8, 1, apart=True))
+    cache = filled_cache(cache_format, 4, 16, device, head_dim=512)
+    extra = filled_cache(cache_format, 3, 16, device, head_dim=512)
+    q = queries(2, 40, BF16, device, 512)
+    indices, extra_indices = some_indices(2, 70, 64, device), some_indices(2, 40, 48, device)
+    with dispatch.override(paged_sparse_attention="triton"):
+        check("triton", q, cache, indices, cache_format)
+        check_two_caches("triton", q, cache, indices, cache_format, extra, extra_indices, cache_format)

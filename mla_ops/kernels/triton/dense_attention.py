@@ -1,5 +1,6 @@
 """Dense MLA in portable Triton: varlen prefill with any head dims, and paged attention over any cache format."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from .dense_attention_device import (
     _paged_kernel,
     _prefill_kernel,
 )
+from .dense_attention_even import _even_kernel, _merge_cuts_kernel
 from .sparse_attention import (
     LOG2E,
     MAX_SPLITS,
@@ -31,6 +33,17 @@ MAX_TOKEN_STRIDE = 2**24
 
 # Fewer keys than this do not pay for a split, whose fixed cost (Q, partial result, merge) is that of about as many.
 MIN_SPLIT_KEYS = 128
+
+# What a token costs its program besides its keys, in keys: Q, the way of the first keys, the result.
+ROW_COST_KEYS = 64
+# What lengths are checked for: as many keys as a program may have at full tables, about 100 us, and as many tokens as
+# take next to no time to look at. Two launches more, which return at once, take about 4 us.
+MAX_SHAPE_KEYS = 1024
+MAX_EVEN_TOKENS = 1024
+# Keys by which the longest share may exceed what is taken for even.
+SLACK_KEYS = 256
+# Parts that a merging program loads at once.
+MERGE_PARTS = 32
 
 # Of the tokens that share a walk over their request's keys, with all their heads: the tile of 64 rows would spill 192
 # bytes a thread on SM90.
@@ -199,7 +212,13 @@ def clear_behind(cu_seqlens_q: torch.Tensor, out: torch.Tensor, lse: torch.Tenso
 def paged_tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> sparse_attention.Tile:
     """Heads x keys: what the sparse kernels take over one cache after another."""
     chosen = sparse_attention.tile(device_capability, num_heads, mode)
-    return sparse_attention.Tile(64, 32, 8, 2) if chosen.half else chosen
+    if mode == "fp8_v4":
+        return sparse_attention.tile(device_capability, 16, mode)
+    return sparse_attention.Tile(64, 32, 8, 2) if chosen.half else replace(chosen, apart=False)
+
+
+def even_tile(chosen: sparse_attention.Tile) -> sparse_attention.Tile:
+    return replace(chosen, apart=chosen.block_h == 64)
 
 
 def packed_tile(device_capability: tuple[int, int], rows: int, mode: str) -> sparse_attention.Tile:
@@ -223,6 +242,19 @@ def paged_splits(num_tokens: int, num_head_blocks: int, capacity: int, sms: int,
     if programs == 0 or programs >= wanted:
         return 1
     return max(1, min(wanted // programs, cdiv(capacity, MIN_SPLIT_KEYS), MAX_SPLITS))
+
+
+def even_workers(num_walks: int, num_head_blocks: int, capacity: int, num_splits: int, sms: int, block_h: int) -> int:
+    """Programs of each block of heads that share all keys evenly where lengths are uneven; 0 if no lengths are so.
+
+    From shapes alone, so that a captured launch fits every replay: where a program of the launch by shapes can have so
+    many keys that others, with few, would wait for it.
+    """
+    wanted = sms * (2 if block_h <= 32 else 1)
+    waves = cdiv(num_walks * num_head_blocks * num_splits, wanted)
+    if num_walks == 1 or num_walks > MAX_EVEN_TOKENS or waves * cdiv(capacity, num_splits) <= MAX_SHAPE_KEYS:
+        return 0
+    return max(1, wanted // num_head_blocks)
 
 
 def tokens_together(num_tokens: int, num_requests: int, num_heads: int) -> int:
@@ -280,7 +312,17 @@ def paged_attention(
         return
     chosen = paged_tile(capability(q.device), num_heads, mode)
     head_blocks = cdiv(num_heads, chosen.block_h)
-    splits = paged_splits(num_tokens, head_blocks, max_blocks * sizes.block_size, num_sms(q.device), chosen.block_h)
+    capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)
+    splits = paged_splits(num_tokens, head_blocks, capacity, sms, chosen.block_h)
+    workers = even_workers(num_tokens, head_blocks, capacity, splits, sms, chosen.block_h)
+    uneven = None
+    if workers:
+        share = (1, chosen, splits, workers)
+        # fmt: off
+        uneven = _share_evenly(
+            q, q_rope, kv_cache, sizes, block_table, req_id_per_token, key_lens, softmax_scale, share, out, lse
+        )
+        # fmt: on
     q_unit = query_unit(q, q_rope)
     part_out, part_lse = allocate_parts(out, lse, splits)
     _paged_kernel[(num_tokens * head_blocks, splits)](
@@ -290,6 +332,7 @@ def paged_attention(
         block_table,
         req_id_per_token,
         key_lens,
+        uneven,
         part_out,
         part_lse,
         float(softmax_scale) * LOG2E,
@@ -319,7 +362,7 @@ def paged_attention(
         num_warps=chosen.num_warps,
     )
     if splits > 1:
-        merge_parts(part_out, part_lse, None, out, lse)
+        merge_parts(part_out, part_lse, None, out, lse, uneven)
 
 
 def _packed_attention(
@@ -339,7 +382,17 @@ def _packed_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_requests, max_blocks = block_table.shape
     programs = cdiv(num_tokens, together)
-    splits = paged_splits(programs, 1, max_blocks * sizes.block_size, num_sms(q.device), chosen.block_h)
+    capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)
+    splits = paged_splits(programs, 1, capacity, sms, chosen.block_h)
+    workers = even_workers(programs, 1, capacity, splits, sms, chosen.block_h)
+    uneven = None
+    if workers:
+        share = (together, chosen, splits, workers)
+        # fmt: off
+        uneven = _share_evenly(
+            q, q_rope, kv_cache, sizes, block_table, req_id_per_token, key_lens, softmax_scale, share, out, lse
+        )
+        # fmt: on
     q_unit = query_unit(q, q_rope)
     part_out, part_lse = allocate_parts(out, lse, splits)
     _packed_kernel[(programs, splits)](
@@ -349,6 +402,7 @@ def _packed_attention(
         block_table,
         req_id_per_token,
         key_lens,
+        uneven,
         part_out,
         part_lse,
         float(softmax_scale) * LOG2E,
@@ -377,7 +431,97 @@ def _packed_attention(
         num_warps=chosen.num_warps,
     )
     if splits > 1:
-        merge_parts(part_out, part_lse, None, out, lse)
+        merge_parts(part_out, part_lse, None, out, lse, uneven)
+
+
+def _share_evenly(
+    q: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    sizes: sparse_attention.CacheSizes,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    key_lens: torch.Tensor,
+    softmax_scale: float,
+    share: tuple[int, sparse_attention.Tile, int, int],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> torch.Tensor:
+    """The launches that compute all rows if their lengths are uneven, and else nothing.
+
+    `share`: tokens together, the tile, splits of the launch by shapes, workers. Returns the element that is then not 0,
+    with which the launch by shapes does nothing.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_requests, max_blocks = block_table.shape
+    together, chosen, splits, workers = share
+    head_blocks = 1 if together > 1 else cdiv(num_heads, chosen.block_h)
+    rows_of_a_part = head_blocks * chosen.block_h
+    part_out = torch.empty(2 * workers * rows_of_a_part, LATENT_DIM, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(2 * workers * rows_of_a_part, dtype=torch.float32, device=q.device)
+    cuts = torch.empty(num_tokens, 2, dtype=torch.int32, device=q.device)
+    uneven = torch.empty(1, dtype=torch.int32, device=q.device)
+    q_unit, out_unit = query_unit(q, q_rope), stride_unit(out)
+    _even_kernel[(workers * head_blocks,)](
+        q,
+        q_rope,
+        kv_cache,
+        block_table,
+        req_id_per_token,
+        key_lens,
+        part_out,
+        part_lse,
+        cuts,
+        uneven,
+        out,
+        lse,
+        float(softmax_scale) * LOG2E,
+        num_tokens,
+        num_heads,
+        together,
+        splits,
+        workers,
+        sizes.num_blocks,
+        sizes.block_size,
+        num_requests,
+        max_blocks,
+        q.stride(0) // q_unit,
+        q.stride(1) // q_unit,
+        *(stride // q_unit for stride in rope_strides(q_rope)),
+        sizes.stride_block,
+        block_table.stride(0),
+        out.stride(0) // out_unit,
+        out.stride(1) // out_unit,
+        lse.stride(0),
+        KEYS=sizes.keys,
+        TILE=even_tile(chosen),
+        ROPE=head_dim > LATENT_DIM or q_rope is not None,
+        Q_UNIT=q_unit,
+        OUT_UNIT=out_unit,
+        PACKED=together > 1,
+        LEAST=cdiv(MIN_SPLIT_KEYS, chosen.block_n),
+        ROW_COST=cdiv(ROW_COST_KEYS, chosen.block_n),
+        SLACK=cdiv(SLACK_KEYS, chosen.block_n),
+        WHOLE=sizes.block_size % chosen.block_n == 0,
+        UPCAST=INTERPRETED,
+        num_warps=chosen.num_warps,
+    )
+    _merge_cuts_kernel[(num_tokens * num_heads, LATENT_DIM // 128)](
+        part_out,
+        part_lse,
+        cuts,
+        out,
+        lse,
+        num_heads,
+        together,
+        rows_of_a_part,
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        BLOCK_S=MERGE_PARTS,
+        num_warps=4,
+    )
+    return uneven
 
 
 def compact_blocks(

@@ -249,7 +249,7 @@ def _prefill_kernel(
         tl.store(lse + token * stride_lse_token + head, log2_sum * 0.6931471805599453, mask=live)
 
 
-@sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "lse"))
+@sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "uneven", "lse"))
 def _paged_kernel(
     q,
     q_rope,
@@ -257,6 +257,7 @@ def _paged_kernel(
     block_table,
     req_id_per_token,
     key_lens,
+    uneven,
     out,
     lse,
     scale_log2: tl.float32,
@@ -291,6 +292,8 @@ def _paged_kernel(
     but the first. A token's keys are shared among its splits in whole tiles, each of which lies in one block where
     blocks are multiples of tiles (WHOLE).
 
+    Where `uneven` is given and not 0, there is nothing to do: `_even_kernel` has said so, and does it.
+
     Registers and shared memory: as `_attend_kernel`.
     """
     BLOCK_H: tl.constexpr = TILE.block_h
@@ -305,6 +308,10 @@ def _paged_kernel(
     capacity = max_blocks.to(tl.int64) * block_size
     length = tl.minimum(tl.maximum(tl.load(key_lens + token), 0), capacity).to(tl.int32)
     length = tl.where(known, length, 0)
+    if uneven is not None:
+        meant = tl.load(uneven) == 0
+        length = tl.where(meant, length, 0)
+        live_head = live_head & meant
     share = tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits) * BLOCK_N
     begin = tl.minimum(split * share, length)
     end = tl.minimum(begin + share, length)
@@ -325,7 +332,7 @@ def _paged_kernel(
     # fmt: on
 
 
-@sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "lse"))
+@sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "uneven", "lse"))
 def _packed_kernel(
     q,
     q_rope,
@@ -333,6 +340,7 @@ def _packed_kernel(
     block_table,
     req_id_per_token,
     key_lens,
+    uneven,
     out,
     lse,
     scale_log2: tl.float32,
@@ -364,7 +372,7 @@ def _packed_kernel(
 
     Grid: (blocks of tokens, splits). For each request among the tokens one walk over its keys, in which its rows see
     those below their own lengths and other rows none: tokens of one request, as in speculative decode, read its keys
-    once. Rows are token by token in `out` and `lse`.
+    once. Rows are token by token in `out` and `lse`. `uneven`: as in `_paged_kernel`.
 
     Registers and shared memory: as `_paged_kernel` with as many heads.
     """
@@ -379,6 +387,10 @@ def _packed_kernel(
     capacity = max_blocks.to(tl.int64) * block_size
     length = tl.minimum(tl.maximum(tl.load(key_lens + token, mask=live, other=0), 0), capacity).to(tl.int32)
     flat = first * num_heads + row
+    if uneven is not None:
+        meant = tl.load(uneven) == 0
+        length = tl.where(meant, length, 0)
+        live = live & meant
 
     strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
     q_rows = query_rows(q, q_rope, token[:, None], row % num_heads, strides, Q_UNIT)

@@ -34,7 +34,8 @@ DETERMINISTIC_SPLIT_KEYS = 512
 class Tile(Constant):
     """Sizes of one program, heads x keys, its warps, and how many tiles of keys are on their way while one is used.
 
-    `half`: whether keys of fp8_ds_mla are float16 operands with their scale ("fp8_half"), one cache at a time.
+    `half`: whether keys of fp8_ds_mla are float16 operands with their scale ("fp8_half"), one cache at a time. `apart`:
+    whether scores are computed as `attend_tile` says.
     """
 
     block_h: int
@@ -42,6 +43,7 @@ class Tile(Constant):
     num_warps: int
     ahead: int
     half: bool = False
+    apart: bool = False
 
     def narrow(self) -> "Tile":
         """For a second walk, which is rare: what fits beside the registers of the first."""
@@ -60,9 +62,9 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
         return Tile(16, 16, 8 if mode == "fp8_v4_exact" else 4, 0)
     if device_capability[0] < 8:  # AMD, and the interpreter: 64 KB
         return Tile(16, 32, 4, 0)
-    if num_heads <= 32 or device_capability[0] != 9 or mode == "fp8_v4":
+    if num_heads <= 32 or device_capability[0] != 9:
         return Tile(16, 32, 4, 2)
-    return Tile(64, 64, 8, 1) if mode == "plain" else Tile(64, 64, 8, 1, half=True)
+    return Tile(64, 64, 8, 1, half=mode == "fp8", apart=mode != "fp8")
 
 
 def decode_method(device_capability: tuple[int, int]) -> str:
@@ -193,11 +195,12 @@ def _attend_kernel(
     )
 
 
-@sized_jit(any_alignment=("attn_sink", "lse"))
+@sized_jit(any_alignment=("attn_sink", "uneven", "lse"))
 def _merge_splits_kernel(
     partial_out,
     partial_lse,
     attn_sink,
+    uneven,
     out,
     lse,
     num_heads: tl.int32,
@@ -213,12 +216,16 @@ def _merge_splits_kernel(
 
     Grid: (tokens * heads, 4). The base-2 lse of all splits, at most MAX_SPLITS, then the partial rows of float32,
     BLOCK_S at a time, in the order of the splits. A split that had nothing to attend to is not read: nothing was
-    written.
+    written. Where `uneven` is given and not 0, results are left as they are.
     """
     row = tl.program_id(0).to(tl.int64)
     token = row // num_heads
     head = row % num_heads
     column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    meant = None
+    if uneven is not None:
+        meant = tl.load(uneven) == 0
+        num_splits = tl.where(meant, num_splits, 0)
     splits = tl.arange(0, MAX_SPLITS)
     parts = tl.load(partial_lse + splits * num_rows + row, mask=splits < num_splits, other=float("-inf"))
     top = tl.max(parts, 0)
@@ -239,9 +246,9 @@ def _merge_splits_kernel(
         sink = tl.load(attn_sink + head) * 1.4426950408889634
         factor = tl.where(total == 0, 0.0, factor / (1.0 + tl.exp2(sink - log2_sum)))
     place = out + token * stride_out_token + head.to(tl.int64) * stride_out_head + column
-    tl.store(place, narrow(acc * factor, out.dtype.element_ty))
+    tl.store(place, narrow(acc * factor, out.dtype.element_ty), mask=meant)
     if tl.program_id(1) == 0:
-        tl.store(lse + token * stride_lse_token + head, log2_sum * 0.6931471805599453)
+        tl.store(lse + token * stride_lse_token + head, log2_sum * 0.6931471805599453, mask=meant)
 
 
 def operand_mode(q_dtype: torch.dtype, cache_format: str) -> str:
@@ -275,15 +282,19 @@ def translated_tile(chosen: Tile) -> Tile:
     """The tile for indices that the kernel translates, beside which 64 heads x 64 keys spill."""
     if chosen.half:
         return without_halves(chosen)
-    return Tile(64, 32, 8, 1) if (chosen.block_h, chosen.block_n) == (64, 64) else chosen
+    return replace(chosen, block_n=32) if (chosen.block_h, chosen.block_n) == (64, 64) else chosen
 
 
-def two_cache_tile(device_capability: tuple[int, int], num_heads: int, modes: tuple[str, str]) -> Tile:
-    """The tile for both caches. Two modes keep Q in shared memory twice, so that only the smallest tile fits."""
-    mode, extra_mode = modes
-    if mode == extra_mode:
-        return without_halves(tile(device_capability, num_heads, mode))
-    return tile(device_capability, 16, mode)
+def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tuple[Keys, Keys]) -> Tile:
+    """The tile for both caches. Two modes keep Q in shared memory twice, so that only the smallest tile fits.
+
+    So do two loops, beside which 64 heads would spill.
+    """
+    main, extra = keys
+    if main != extra:
+        return tile(device_capability, 16, main.operands)
+    chosen = tile(device_capability, num_heads, main.operands)
+    return translated_tile(chosen) if main.translated or chosen.half else chosen
 
 
 class CacheSizes(NamedTuple):
@@ -340,12 +351,14 @@ def merge_parts(
     attn_sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    uneven: torch.Tensor | None = None,
 ) -> None:
     splits, num_tokens, num_heads = part_lse.shape
     _merge_splits_kernel[(num_tokens * num_heads, 4)](
         part_out,
         part_lse,
         attn_sink,
+        uneven,
         out,
         lse,
         num_heads,
@@ -491,7 +504,7 @@ def paged_sparse_attention_extra(
     mode, extra_mode = operand_modes(q.dtype, cache_format, extra_cache_format)
     sizes = cache_sizes(kv_cache, cache_format, mode, block_table is not None)
     extra = cache_sizes(extra_kv_cache, extra_cache_format, extra_mode, extra_block_table is not None)
-    chosen = two_cache_tile(capability(q.device), num_heads, (mode, extra_mode))
+    chosen = two_cache_tile(capability(q.device), num_heads, (sizes.keys, extra.keys))
     head_blocks = cdiv(num_heads, chosen.block_h)
     wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
     splits = num_splits(num_tokens, head_blocks, topk + extra_topk, wanted, deterministic)

@@ -162,21 +162,31 @@ def new_state(BLOCK_H: tl.constexpr, SUMS: tl.constexpr):
 
 
 @triton.jit
-def _scores(query, keys, rows, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr):
-    """[heads, keys] in float32. Groups of fp8_ds_mla have their scale outside of the operands."""
+def _scores(query, keys, rows, zero, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr):
+    """[heads, keys] in float32. Groups of fp8_ds_mla have their scale outside of the operands.
+
+    `zero` is None, or 0 that the compiler does not know for one: then each product is summed up on its own.
+    """
     q0, q1, q2, q3, q4 = query
     k0, k1, k2, k3 = keys
     _, rope, scales = rows
     s0, s1, s2, s3 = scales
     zeros = tl.zeros((q0.shape[0], k0.shape[0]), tl.float32)
+    if zero is not None:
+        zeros += zero
     scores = zeros
     if ROPE:
-        scores = dot(q4, tl.trans(rope), scores, UPCAST)
+        scores = dot(q4, tl.trans(rope), zeros, UPCAST)
     if KEYS.operands == "fp8":
         scores += dot(q0, tl.trans(k0), zeros, UPCAST) * s0[None, :]
         scores += dot(q1, tl.trans(k1), zeros, UPCAST) * s1[None, :]
         scores += dot(q2, tl.trans(k2), zeros, UPCAST) * s2[None, :]
         scores += dot(q3, tl.trans(k3), zeros, UPCAST) * s3[None, :]
+    elif zero is not None:
+        scores += dot(q0, tl.trans(k0), zeros, UPCAST)
+        scores += dot(q1, tl.trans(k1), zeros, UPCAST)
+        scores += dot(q2, tl.trans(k2), zeros, UPCAST)
+        scores += dot(q3, tl.trans(k3), zeros, UPCAST)
     else:
         scores = dot(q0, tl.trans(k0), scores, UPCAST)
         scores = dot(q1, tl.trans(k1), scores, UPCAST)
@@ -205,10 +215,8 @@ def _rescale(state, scores, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(state, weights, keys, rows, KEYS: tl.constexpr, UPCAST: tl.constexpr):
-    """Adds the values under `weights`. The scales of fp8_ds_mla go into the weights before these are rounded."""
-    acc0, acc1, acc2, acc3, top, sums = state
-    k0, k1, k2, k3 = keys
+def _round_weights(weights, keys, rows, KEYS: tl.constexpr, UPCAST: tl.constexpr):
+    """Weights as operands, one for each group. Scales of fp8_ds_mla go into them before they are rounded."""
     s0, s1, s2, s3 = rows[2]
     if KEYS.operands == "fp8":
         p0 = round_to(weights * s0[None, :], tl.bfloat16, UPCAST)
@@ -216,13 +224,9 @@ def _accumulate(state, weights, keys, rows, KEYS: tl.constexpr, UPCAST: tl.const
         p2 = round_to(weights * s2[None, :], tl.bfloat16, UPCAST)
         p3 = round_to(weights * s3[None, :], tl.bfloat16, UPCAST)
     else:
-        p0 = round_to(weights, k0.dtype, UPCAST)
+        p0 = round_to(weights, keys[0].dtype, UPCAST)
         p1, p2, p3 = p0, p0, p0
-    acc0 = dot(p0, k0, acc0, UPCAST)
-    acc1 = dot(p1, k1, acc1, UPCAST)
-    acc2 = dot(p2, k2, acc2, UPCAST)
-    acc3 = dot(p3, k3, acc3, UPCAST)
-    return acc0, acc1, acc2, acc3, top, sums
+    return p0, p1, p2, p3
 
 
 @triton.jit
@@ -235,15 +239,38 @@ def _mask(scores, column, places, row_end, scale_log2):
 
 
 @triton.jit
-def _turn(
-    q, state, rows, places, column, scale_log2, row_end, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr
-):
-    """The state after one tile of keys."""
-    keys = to_operands(rows, KEYS)
-    scores = _mask(_scores(q, keys, rows, KEYS, ROPE, UPCAST), column, places, row_end, scale_log2)
+def attend_tile(
+    q, state, rows, places, column, scale_log2, row_end, go, APART: tl.constexpr, KEYS: tl.constexpr,
+    ROPE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The state after one tile of keys.
+
+    `go` is true. Scores APART are computed behind it, and each of their products has a sum of its own: where the
+    compiler sees that a product goes into another, it gives both groups of warps all of it.
+    """
+    k0, k1, k2, k3 = to_operands(rows, KEYS)
+    keys = k0, k1, k2, k3
     BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
-    state, weights = _rescale(state, scores, BIAS)
-    return _accumulate(state, weights, keys, rows, KEYS, UPCAST)
+    if APART:
+        acc0, acc1, acc2, acc3, top, sums = state
+        # anything that is in registers and no constant
+        weights = tl.broadcast_to(top[:, None], (q[0].shape[0], k0.shape[0]))
+        p0, p1, p2, p3 = _round_weights(weights, keys, rows, KEYS, UPCAST)
+        if go:
+            scores = _scores(q, keys, rows, scale_log2 * 0.0, KEYS, ROPE, UPCAST)
+            faded, weights = _rescale(state, _mask(scores, column, places, row_end, scale_log2), BIAS)
+            acc0, acc1, acc2, acc3, top, sums = faded
+            p0, p1, p2, p3 = _round_weights(weights, keys, rows, KEYS, UPCAST)
+    else:
+        scores = _mask(_scores(q, keys, rows, None, KEYS, ROPE, UPCAST), column, places, row_end, scale_log2)
+        faded, weights = _rescale(state, scores, BIAS)
+        acc0, acc1, acc2, acc3, top, sums = faded
+        p0, p1, p2, p3 = _round_weights(weights, keys, rows, KEYS, UPCAST)
+    acc0 = dot(p0, k0, acc0, UPCAST)
+    acc1 = dot(p1, k1, acc1, UPCAST)
+    acc2 = dot(p2, k2, acc2, UPCAST)
+    acc3 = dot(p3, k3, acc3, UPCAST)
+    return acc0, acc1, acc2, acc3, top, sums
 
 
 @triton.jit
@@ -279,6 +306,7 @@ def attend_keys(
     begin, end = span
     q_rows, live_head, q = query
     n = tl.arange(0, TILE.block_n)
+    APART: tl.constexpr = TILE.apart
     if is_exact(KEYS):
         state = _attend_exactly(
             q_rows, live_head, state, cache, index_row, span, scale_log2, row_end, TILE, KEYS, ROPE, UPCAST
@@ -289,7 +317,9 @@ def attend_keys(
             places = locate_in_block(cache, entry, start, end, TILE, KEYS)
             rows = load_rows(cache, places, KEYS, ROPE)
             entry = look_up_block(cache, start + TILE.block_n, end)
-            state = _turn(q, state, rows, places, start + n, scale_log2, row_end, KEYS, ROPE, UPCAST)
+            state = attend_tile(
+                q, state, rows, places, start + n, scale_log2, row_end, begin >= 0, APART, KEYS, ROPE, UPCAST
+            )  # fmt: skip
     else:
         STAGES: tl.constexpr = TILE.ahead * (2 if KEYS.translated else 1) + 1
         index = fetch_indices(index_row, begin + n, end)
@@ -297,7 +327,9 @@ def attend_keys(
             places = locate(cache, index, KEYS)
             rows = load_rows(cache, places, KEYS, ROPE)
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
-            state = _turn(q, state, rows, places, start + n, scale_log2, row_end, KEYS, ROPE, UPCAST)
+            state = attend_tile(
+                q, state, rows, places, start + n, scale_log2, row_end, begin >= 0, APART, KEYS, ROPE, UPCAST
+            )  # fmt: skip
     return state
 
 
@@ -359,14 +391,7 @@ def store_result(
     UPCAST: tl.constexpr,
 ):
     """The output and lse of a token's heads: of all its keys with the sink, or PARTIAL, of one split's in base 2."""
-    acc0, acc1, acc2, acc3, top, sums = state
-    total = tl.sum(sums, 1)
-    group = tl.arange(0, 128)[None, :]
-    # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
-    safe = tl.where(total == 0, 1.0, total)
-    log2_sum = tl.where(top == float("inf"), float("inf"), top + tl.log2(safe))
-    log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
-    factor = tl.where(total == 0, 0.0, 1.0 / safe)
+    total, log2_sum, factor = finish(state)
     lse_place = lse + split * stride_lse_split + token * stride_lse_token + head
     if PARTIAL:
         tl.store(lse_place, log2_sum, mask=live_head)
@@ -380,7 +405,28 @@ def store_result(
     if PARTIAL:
         # the merge does not read a split without keys
         stored &= (total != 0)[:, None]
-    element: tl.constexpr = out.dtype.element_ty
+    store_groups(state, factor, out_row, stored, UPCAST)
+
+
+@triton.jit
+def finish(state):
+    """Of each row: the sum of its weights, the lse in base 2, and what its accumulators are multiplied by."""
+    _acc0, _acc1, _acc2, _acc3, top, sums = state
+    total = tl.sum(sums, 1)
+    # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
+    safe = tl.where(total == 0, 1.0, total)
+    log2_sum = tl.where(top == float("inf"), float("inf"), top + tl.log2(safe))
+    log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
+    factor = tl.where(total == 0, 0.0, 1.0 / safe)
+    return total, log2_sum, factor
+
+
+@triton.jit
+def store_groups(state, factor, out_row, stored, UPCAST: tl.constexpr):
+    """The accumulators times `factor`, where `stored`."""
+    acc0, acc1, acc2, acc3, _top, _sums = state
+    group = tl.arange(0, 128)[None, :]
+    element: tl.constexpr = out_row.dtype.element_ty
     tl.store(out_row + group, round_to(acc0 * factor[:, None], element, UPCAST), mask=stored)
     tl.store(out_row + (128 + group), round_to(acc1 * factor[:, None], element, UPCAST), mask=stored)
     tl.store(out_row + (256 + group), round_to(acc2 * factor[:, None], element, UPCAST), mask=stored)

@@ -1,10 +1,12 @@
 """The sparse attention kernel for two caches, whose keys share one softmax."""
 
+import triton
 import triton.language as tl
 
 from .common import sized_jit
 from .sparse_attention_device import (
     attend_keys,
+    attend_tile,
     load_query,
     named_end,
     new_state,
@@ -12,10 +14,59 @@ from .sparse_attention_device import (
     store_result,
     sums_of_weights,
 )
-from .sparse_attention_keys import divider, is_exact
+from .sparse_attention_keys import divider, fetch_indices, is_exact, load_rows, locate
 
 SMALL_INTEGERS = ("indices", "topk_length", "block_table", "req_id_per_token")
 SMALL_INTEGERS += ("extra_indices", "extra_topk_length", "extra_block_table")
+
+
+@triton.jit
+def _with_divider(cache):
+    kv, table, known, num_blocks, block_size, max_blocks, stride_block = cache
+    return kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block
+
+
+@triton.jit
+def _choose(first, one, other):
+    """The fields of one of two tuples."""
+    result = ()
+    for i in tl.static_range(len(one)):
+        result += (tl.where(first, one[i], other[i]),)
+    return result
+
+
+@triton.jit
+def _attend_both(
+    query, state, caches, index_rows, spans, scale_log2, TILE: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """`attend_keys` over two caches of the same kind in one loop: the tiles of the first, then those of the second."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    APART: tl.constexpr = TILE.apart
+    STAGES: tl.constexpr = TILE.ahead * (2 if KEYS.translated else 1) + 1
+    cache, extra_cache = caches
+    index_row, extra_index_row = index_rows
+    begin, end = spans[0]
+    extra_begin, extra_end = spans[1]
+    tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
+    extra_tiles = tl.cdiv(tl.maximum(extra_end - extra_begin, 0), BLOCK_N)
+    # of the second cache's tiles the columns go on where those of the first end
+    shift = extra_begin - tiles * BLOCK_N
+    n = tl.arange(0, BLOCK_N)
+    main = tiles > 0
+    column = tl.where(main, begin, shift) + n
+    index = fetch_indices(tl.where(main, index_row, extra_index_row), column, tl.where(main, end, extra_end))
+    for turn in tl.range(0, tiles + extra_tiles, num_stages=STAGES):
+        chosen = _choose(turn < tiles, cache, extra_cache)
+        places = locate(chosen, index, KEYS)
+        rows = load_rows(chosen, places, KEYS, ROPE)
+        main = turn + 1 < tiles
+        column = tl.where(main, begin, shift) + (turn + 1) * BLOCK_N + n
+        index = fetch_indices(tl.where(main, index_row, extra_index_row), column, tl.where(main, end, extra_end))
+        state = attend_tile(
+            query[2], state, rows, places, n, scale_log2, None, begin >= 0, APART, KEYS, ROPE, UPCAST
+        )  # fmt: skip
+    return state
 
 
 @sized_jit(any_alignment=(*SMALL_INTEGERS, "attn_sink", "lse"))
@@ -69,9 +120,10 @@ def _attend_extra_kernel(
 ):
     """One token, a tile of heads, one split of the token's keys: the main cache's, then the extra one's.
 
-    Grid: (tokens * head blocks, splits), as in `_attend_kernel`, and the same state, registers and shared memory: two
-    calls of `attend_keys`, whose formats and page sizes are their own. The splits share the tiles of both in a row, so
-    that most programs walk over one cache only. The operands of both are exact or those of neither.
+    Grid: (tokens * head blocks, splits), as in `_attend_kernel`, and the same state, registers and shared memory. Page
+    sizes are each cache's own. Where 64 heads compute scores apart, the caches are of one kind and share a loop, beside
+    whose registers there is no room for another. The splits share the tiles of both in a row, so that most programs
+    walk over one cache only. The operands of both are exact or those of neither.
     """
     BLOCK_H: tl.constexpr = TILE.block_h
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -117,15 +169,23 @@ def _attend_extra_kernel(
     query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, is_exact(KEYS)))
     state = new_state(BLOCK_H, sums_of_weights(TILE))
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
-    span = (begin, end)
-    state = attend_keys(query, state, cache, index_row, span, scale_log2, None, TILE, KEYS, ROPE, False, UPCAST)
-    cache = (
-        extra_kv, extra_table, extra_known, extra_num_blocks, extra_block_size, divider(extra_block_size),
-        extra_max_blocks, stride_extra_block,
-    )  # fmt: skip
-    span = (extra_begin, extra_end)
-    index_row = extra_index_row
-    state = attend_keys(query, state, cache, index_row, span, scale_log2, None, TILE, EXTRA_KEYS, ROPE, False, UPCAST)
+    span, extra_span = (begin, end), (extra_begin, extra_end)
+    # fmt: off
+    extra = (
+        extra_kv, extra_table, extra_known, extra_num_blocks, extra_block_size, extra_max_blocks, stride_extra_block
+    )
+    if TILE.apart:
+        state = _attend_both(
+            query, state, (cache, _with_divider(extra)), (index_row, extra_index_row), (span, extra_span), scale_log2,
+            TILE, KEYS, ROPE, UPCAST,
+        )
+    else:
+        state = attend_keys(query, state, cache, index_row, span, scale_log2, None, TILE, KEYS, ROPE, False, UPCAST)
+        state = attend_keys(
+            query, state, _with_divider(extra), extra_index_row, extra_span, scale_log2, None, TILE, EXTRA_KEYS, ROPE,
+            False, UPCAST,
+        )
+    # fmt: on
     store_result(
         state,
         token,
