@@ -388,7 +388,7 @@ def test_tokens_of_one_request_share_a_walk(
 
     packed: list[int] = []
     original = dense_attention._packed_attention
-    monkeypatch.setattr(dense_attention, "_packed_attention", lambda *args: (packed.append(args[7]), original(*args)))
+    monkeypatch.setattr(dense_attention, "_packed_attention", lambda *args: (packed.append(args[8]), original(*args)))
     monkeypatch.setattr(dense_attention, "tokens_together", lambda *_: min(4, 32 // num_heads))
     monkeypatch.setattr(dense_attention, "paged_splits", lambda *_: num_splits)
     if num_splits == 3:  # by shape, and shared evenly whatever the lengths are
