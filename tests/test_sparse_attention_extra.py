@@ -251,17 +251,19 @@ def test_caches_of_one_kind_take_the_tile_of_one_cache() -> None:
     assert two_cache_tile((9, 0), 128, (translated, translated)) == Tile(64, 32, 8, 1, apart=True)
 
 
-@pytest.mark.parametrize("cache_format", [V4, "bf16"])
-def test_tiles_of_sm90_that_compute_scores_apart(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, cache_format: str
+@pytest.mark.parametrize(
+    ("cache_format", "head_dim", "apart"), [(V4, 512, True), ("bf16", 512, True), ("fp8_ds_mla", 576, False)]
+)
+def test_tiles_of_sm90(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, cache_format: str, head_dim: int, apart: bool
 ) -> None:
-    """Over one cache and over two, in the interpreter, too, whose own tiles are others."""
+    """64 heads, over one cache and over two, in the interpreter, too, whose own tiles are others."""
     from mla_ops.kernels.triton import sparse_attention
 
-    monkeypatch.setattr(sparse_attention, "tile", lambda *_: sparse_attention.Tile(64, 32, 8, 1, apart=True))
-    cache = filled_cache(cache_format, 4, 16, device, head_dim=512)
-    extra = filled_cache(cache_format, 3, 16, device, head_dim=512)
-    q = queries(2, 40, BF16, device, 512)
+    monkeypatch.setattr(sparse_attention, "tile", lambda *_: sparse_attention.Tile(64, 32, 8, 1, apart=apart))
+    cache = filled_cache(cache_format, 4, 16, device, head_dim=head_dim)
+    extra = filled_cache(cache_format, 3, 16, device, head_dim=head_dim)
+    q = queries(2, 40, BF16, device, head_dim)
     indices, extra_indices = some_indices(2, 70, 64, device), some_indices(2, 40, 48, device)
     with dispatch.override(paged_sparse_attention="triton"):
         check("triton", q, cache, indices, cache_format)

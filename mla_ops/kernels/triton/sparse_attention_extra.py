@@ -121,9 +121,9 @@ def _attend_extra_kernel(
     """One token, a tile of heads, one split of the token's keys: the main cache's, then the extra one's.
 
     Grid: (tokens * head blocks, splits), as in `_attend_kernel`, and the same state, registers and shared memory. Page
-    sizes are each cache's own. Where 64 heads compute scores apart, the caches are of one kind and share a loop, beside
-    whose registers there is no room for another. The splits share the tiles of both in a row, so that most programs
-    walk over one cache only. The operands of both are exact or those of neither.
+    sizes are each cache's own. Of 64 heads the caches are of one kind and share a loop: two loops would spill. The
+    splits share the tiles of both in a row, so that most programs walk over one cache only. The operands of both are
+    exact or those of neither.
     """
     BLOCK_H: tl.constexpr = TILE.block_h
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -174,7 +174,7 @@ def _attend_extra_kernel(
     extra = (
         extra_kv, extra_table, extra_known, extra_num_blocks, extra_block_size, extra_max_blocks, stride_extra_block
     )
-    if TILE.apart:
+    if BLOCK_H == 64:
         state = _attend_both(
             query, state, (cache, _with_divider(extra)), (index_row, extra_index_row), (span, extra_span), scale_log2,
             TILE, KEYS, ROPE, UPCAST,
