@@ -5,13 +5,14 @@ add a kernel: one more generator of `Variant`s in `VARIANTS`.
 
     python tests/aot_kernels.py [substring of variant ids] [compute capabilities]
 
-Triton makes the same PTX for all architectures of a family where the constants are the same. So it makes it for the
-first of them, and ptxas compiles that for each. The first variant of each generator is compiled for every architecture
+Triton makes the same LLVM IR for all architectures of a family where the constants are the same. So it makes it for
+the first of them, and compiles that for each. The first variant of each generator is compiled for every architecture
 from its source, to show that this is so.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -19,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,10 +49,11 @@ from mla_ops.kernels.triton import (
 )
 
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
-# architectures with the same PTX: of every kernel, and of kernels without products of matrices
-FAMILIES = ((80, 86, 89), (90,), (100, 103), (120, 121))
-FAMILIES_WITHOUT_PRODUCTS = ((80, 86, 89), (90,), (100, 103, 120, 121))
-TARGET = re.compile(r"^(\.target sm_)\d+", re.MULTILINE)
+# architectures with the same LLVM IR: of every kernel, and of kernels without products of matrices
+FAMILIES = ((80, 86, 89), (90,), (100,), (103,), (120, 121))
+FAMILIES_WITHOUT_PRODUCTS = ((80, 86, 89), (90,), (100,), (103, 120, 121))
+
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -228,44 +230,48 @@ def in_halves(variant: Variant) -> Variant:
     return replace(variant, name=variant.name.replace("]", ", halves]"), types=types)
 
 
+def heads_of_tiles(pick: Callable[[int], Any], numbers: Iterable[int]) -> list[int]:
+    """Of some numbers of heads the first of each tile."""
+    first: dict[Any, int] = {}
+    for heads in numbers:
+        first.setdefault(pick(heads), heads)
+    return list(first.values())
+
+
 def sparse_attention_variants(capability: int) -> Iterator[Variant]:
-    paged = [("fp8_ds_mla", torch.bfloat16, 576), ("bf16", torch.bfloat16, 576), ("fp8_ds_mla_v4", torch.bfloat16, 512)]
-    cases = [(*each, heads) for each in paged for heads in (16, 32, 128)]
-    cases += [
-        ("fp8_ds_mla", torch.bfloat16, 576, 64),
-        ("fp8_ds_mla_v4", torch.bfloat16, 512, 64),
-        ("bf16", torch.bfloat16, 512, 128),
-        ("fp16", torch.float16, 576, 128),
-    ]
-    cases += [("fp32", torch.float32, 576, 128), ("fp8_ds_mla", torch.float16, 576, 128)]
-    cases += [("fp8_ds_mla_v4", torch.float16, 512, 128)]
-    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    for fmt, dtype, dim, heads in cases:
+    device = (capability // 10, capability % 10)
+    cases = []
+    for fmt, dim in (("fp8_ds_mla", 576), ("bf16", 576), ("fp8_ds_mla_v4", 512)):
+        mode = sparse_attention.operand_mode(torch.bfloat16, fmt)
+        for heads in heads_of_tiles(lambda heads, mode=mode: sparse_attention.tile(device, heads, mode), (16, 128)):
+            cases += [(fmt, torch.bfloat16, dim, heads, translated) for translated in (True, False)]
+    cases += [("bf16", torch.bfloat16, 512, 128, True), ("fp16", torch.float16, 576, 128, True)]
+    cases += [("fp32", torch.float32, 576, 128, True), ("fp8_ds_mla", torch.float16, 576, 128, True)]
+    cases += [("fp8_ds_mla_v4", torch.float16, 512, 128, True)]
+    for fmt, dtype, dim, heads, translated in cases:
         mode = sparse_attention.operand_mode(dtype, fmt)
-        tile = sparse_attention.tile((capability // 10, capability % 10), heads, mode)
-        translated = heads != 64 and (fmt, heads) != ("bf16", 128)
+        tile = sparse_attention.tile(device, heads, mode)
         if translated:
             tile = sparse_attention.translated_tile(tile)
-        partial = heads == 16 and not mode.endswith("exact")
+        partial = heads == 16 and translated
         types = {
-            "q": f"*{short[dtype]}",
+            "q": f"*{SHORT[dtype]}",
             "q_rope": "none",
-            "kv": "*u8" if fmt.startswith("fp8") else f"*{short[dtype]}",
-            "out": "*fp32" if partial else f"*{short[dtype]}",
+            "kv": "*u8" if fmt.startswith("fp8") else f"*{SHORT[dtype]}",
+            "out": "*fp32" if partial else f"*{SHORT[dtype]}",
             "lse": "*fp32",
             "attn_sink": "none" if partial else "*fp32",
         }
-        types |= dict.fromkeys(("indices", "topk_length", "block_table", "req_id_per_token"), "*i32")
-        if not translated:
-            types |= dict.fromkeys(("topk_length", "block_table", "req_id_per_token"), "none")
+        looked_up = ("topk_length", "block_table", "req_id_per_token")
+        types |= {"indices": "*i32"} | dict.fromkeys(looked_up, "*i32" if translated else "none")
         operands = "fp8_half" if tile.half else mode
         constants = {"KEYS": cache_keys(capability, fmt, operands, dim, translated), "TILE": tile, "PARTIAL": partial}
         constants |= {"ROPE": dim == 576, "Q_UNIT": 8, "UPCAST": False}
         options = {"num_warps": tile.num_warps}
-        name = f"attend[{fmt}, q {short[dtype]}, {dim}, {heads} heads]"
+        name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if translated else ', slots'}]"
         variant = Variant(name, sparse_attention._attend_kernel, types, constants, options)
         yield variant
-        if dim == 576 and dtype == torch.bfloat16 and heads in (16, 128):
+        if dim == 576 and dtype == torch.bfloat16 and translated:
             yield in_halves(variant)
     for element in ("bf16", "fp32"):
         types = {
@@ -282,7 +288,8 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
 
 
 def two_cache_variants(capability: int) -> Iterator[Variant]:
-    v4, names = "fp8_ds_mla_v4", {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    """Of 16 heads indices are translated for both caches, of 32 for the second, of 64 for none, of 128 for both."""
+    v4 = "fp8_ds_mla_v4"
     cases = [(v4, v4, torch.bfloat16, 512, heads) for heads in (16, 32, 64, 128)]
     cases += [("bf16", v4, torch.bfloat16, 512, 128), ("fp8_ds_mla", "bf16", torch.bfloat16, 576, 128)]
     cases += [("fp16", v4, torch.float16, 512, 128), ("bf16", "bf16", torch.bfloat16, 576, 128)]
@@ -290,7 +297,7 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
     for fmt, extra, dtype, dim, heads in cases:
         modes = sparse_attention.operand_modes(dtype, fmt, extra)
         partial = heads == 16
-        types = {"q": f"*{names[dtype]}", "out": "*fp32" if partial else f"*{names[dtype]}", "lse": "*fp32"}
+        types = {"q": f"*{SHORT[dtype]}", "out": "*fp32" if partial else f"*{SHORT[dtype]}", "lse": "*fp32"}
         types["attn_sink"] = "none" if partial else "*fp32"
         types |= dict.fromkeys(("indices", "topk_length", "extra_indices", "extra_topk_length"), "*i32")
         types |= dict.fromkeys(("block_table", "extra_block_table", "req_id_per_token"), "*i32")
@@ -301,7 +308,7 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
         constants = {"ROPE": dim == 576, "Q_UNIT": 8, "PARTIAL": partial, "UPCAST": False}
         for prefix, name, mode in (("", fmt, modes[0]), ("extra_", extra, modes[1])):
             entry = FORMATS[name]
-            types[f"{prefix}kv"] = "*u8" if entry.quantized else f"*{names[dtype]}"
+            types[f"{prefix}kv"] = "*u8" if entry.quantized else f"*{SHORT[dtype]}"
             constants[f"{prefix}keys".upper()] = cache_keys(
                 capability, name, mode, dim, types[f"{prefix}block_table"] != "none"
             )
@@ -309,13 +316,14 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
         tile = sparse_attention.two_cache_tile((capability // 10, capability % 10), heads, keys)
         constants["TILE"] = tile
         options = {"num_warps": tile.num_warps}
-        name = f"attend_extra[{fmt} and {extra}, q {names[dtype]}, {heads} heads]"
+        name = f"attend_extra[{fmt} and {extra}, q {SHORT[dtype]}, {heads} heads]"
         yield Variant(name, sparse_attention_extra._attend_extra_kernel, types, constants, options)
 
 
 def dense_attention_variants(capability: int) -> Iterator[Variant]:
-    cases = [("bf16", 192, 128), ("bf16", 128, 128), ("bf16", 256, 256), ("fp16", 96, 80), ("fp32", 192, 128)]
-    for (element, dim, dim_v), causal in itertools.product(cases, (True, False)):
+    cases = [("bf16", 192, 128, causal) for causal in (True, False)] + [("bf16", 128, 128, True)]
+    cases += [("bf16", 256, 256, True), ("fp16", 96, 80, True), ("fp32", 192, 128, True)]
+    for element, dim, dim_v, causal in cases:
         exact = element == "fp32"
         tile = dense_attention.prefill_tile((capability // 10, capability % 10), dim, dim_v, exact)
         types = dict.fromkeys(("q", "k", "v", "out"), f"*{element}") | {"lse": "*fp32"}
@@ -341,67 +349,71 @@ def dense_helper_variants(capability: int) -> Iterator[Variant]:
     yield Variant("clear_behind", kernel, types, {"BLOCK_V": 128}, {"num_warps": 1})
 
 
+class DenseCase(NamedTuple):
+    cache_format: str
+    dtype: torch.dtype
+    dim: int
+    num_heads: int
+    whole: bool = True
+
+
 def paged_attention_variants(capability: int) -> Iterator[Variant]:
-    cases = [("fp8_ds_mla", torch.bfloat16, 576, heads) for heads in (16, 32, 128)]
-    cases += [("bf16", torch.bfloat16, 576, heads) for heads in (16, 32, 128)] + [("bf16", torch.bfloat16, 512, 128)]
-    cases += [("fp8_ds_mla_v4", torch.bfloat16, 512, heads) for heads in (16, 32, 128)]
-    cases += [("fp8_ds_mla", torch.float16, 576, 16)]
-    cases += [("fp32", torch.float32, 576, 16), ("fp16", torch.float16, 576, 128)]
-    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    whole = [(*case, True) for case in cases]
-    for fmt, dtype, dim, heads, one_block in [*whole, ("bf16", torch.bfloat16, 576, 16, False)]:
-        entry, mode = FORMATS[fmt], sparse_attention.operand_mode(dtype, fmt)
-        tile = dense_attention.paged_tile((capability // 10, capability % 10), heads, mode)
-        partial = heads == 16
-        types = {"q": f"*{short[dtype]}", "kv": "*u8" if entry.quantized else f"*{short[dtype]}", "lse": "*fp32"}
-        types |= {"out": "*fp32" if partial else f"*{short[dtype]}", "q_rope": "none"}
-        types |= dict.fromkeys(("block_table", "req_id_per_token", "key_lens"), "*i32")
-        constants = {"KEYS": cache_keys(capability, fmt, mode, dim, translated=True), "TILE": tile, "PARTIAL": partial}
-        constants |= {"ROPE": dim == 576, "Q_UNIT": 16 // dtype.itemsize, "UPCAST": False, "WHOLE": one_block}
-        # calls of half of the variants look at their lengths
-        types["uneven"] = "*i32" if heads != 32 else "none"
-        options = {"num_warps": tile.num_warps}
-        name = f"paged[{fmt}, q {short[dtype]}, {dim}, {heads} heads{'' if one_block else ', small blocks'}]"
-        variant = Variant(name, dense_attention_device._paged_kernel, types, constants, options)
-        yield variant
-        if dim == 576 and dtype == torch.bfloat16 and heads == 128:
-            yield in_halves(variant)
-        if heads <= dense_attention.MAX_PACKED_ROWS and not mode.endswith("exact"):
-            tile = dense_attention.packed_tile((capability // 10, capability % 10), heads, mode)
-            name, constants = name.replace("paged", "packed"), constants | {"TILE": tile}
-            options = {"num_warps": tile.num_warps}
-            variant = Variant(name, dense_attention_device._packed_kernel, types, constants, options)
-            yield variant
-            if dim == 576 and heads == 32:
-                yield in_halves(variant)
-    yield from even_variants(capability, [*whole, ("bf16", torch.bfloat16, 576, 16, False)])
-
-
-def even_variants(capability: int, cases: list[tuple[str, torch.dtype, int, int, bool]]) -> Iterator[Variant]:
-    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    """Each kernel with each tile of each format, and with what else changes its code: once each."""
     device = (capability // 10, capability % 10)
-    for (fmt, dtype, dim, heads, one_block), packed in itertools.product(cases, (False, True)):
-        entry, mode = FORMATS[fmt], sparse_attention.operand_mode(dtype, fmt)
-        if packed and (heads > dense_attention.MAX_PACKED_ROWS or mode.endswith("exact")):
-            continue
-        types = {"q": f"*{short[dtype]}", "kv": "*u8" if entry.quantized else f"*{short[dtype]}"}
-        types |= {"out": f"*{short[dtype]}", "q_rope": "none"}
-        types |= dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32")
-        types |= dict.fromkeys(("block_table", "req_id_per_token", "key_lens", "cuts", "uneven"), "*i32")
-        pick = dense_attention.packed_tile if packed else dense_attention.paged_tile
-        tile = dense_attention.even_tile(pick(device, heads, mode))
-        constants = {"KEYS": cache_keys(capability, fmt, mode, dim, translated=True), "UPCAST": False, "TILE": tile}
-        constants |= {"ROPE": dim == 576, "WHOLE": one_block, "PACKED": packed, "SLACK": 8, "LEAST": 4, "ROW_COST": 2}
-        constants |= dict.fromkeys(("Q_UNIT", "OUT_UNIT"), 16 // dtype.itemsize)
-        name = f"[{fmt}, q {short[dtype]}, {dim}, {heads} heads{'' if one_block else ', small blocks'}]"
-        name = f"even{', packed' if packed else ''}{name}"
-        variant = Variant(name, dense_attention_even._even_kernel, types, constants, {"num_warps": tile.num_warps})
-        yield variant
-        if dim == 576 and dtype == torch.bfloat16 and heads in (32, 128):
-            yield in_halves(variant)
+    small_blocks = DenseCase("bf16", torch.bfloat16, 576, 16, whole=False)
+    exact = [DenseCase("fp8_ds_mla", torch.float16, 576, 16), DenseCase("fp32", torch.float32, 576, 16)]
+    for packed, pick, numbers, others in (
+        (False, dense_attention.paged_tile, (16, 128), [small_blocks, *exact]),
+        (True, dense_attention.packed_tile, (16, 32), [small_blocks]),
+    ):
+        cases = []
+        for fmt, dim in (("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576)):
+            mode = sparse_attention.operand_mode(torch.bfloat16, fmt)
+            heads_of_format = heads_of_tiles(functools.partial(pick, device, mode=mode), numbers)
+            cases += [DenseCase(fmt, torch.bfloat16, dim, heads) for heads in heads_of_format]
+        for case in cases + others:
+            yield walk_variant(capability, case, packed)
+            yield even_variant(capability, case, packed)
+        yield in_halves(walk_variant(capability, cases[-1], packed))
+        yield in_halves(even_variant(capability, cases[-1], packed))
     types = dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32") | {"cuts": "*i32", "out": "*bf16"}
     constants = {"BLOCK_S": dense_attention.MERGE_PARTS}
     yield Variant("merge_cuts", dense_attention_even._merge_cuts_kernel, types, constants)
+
+
+def dense_case(capability: int, case: DenseCase, packed: bool) -> tuple[str, dict[str, str], dict[str, Any], Any]:
+    """What all dense kernels are given: the end of their name, types, constants, and the tile before any change."""
+    fmt, dtype, dim, heads, whole = case
+    entry, mode = FORMATS[fmt], sparse_attention.operand_mode(dtype, fmt)
+    pick = dense_attention.packed_tile if packed else dense_attention.paged_tile
+    types = {"q": f"*{SHORT[dtype]}", "kv": "*u8" if entry.quantized else f"*{SHORT[dtype]}"}
+    types |= {"out": f"*{SHORT[dtype]}", "lse": "*fp32", "q_rope": "none"}
+    types |= dict.fromkeys(("block_table", "req_id_per_token", "key_lens"), "*i32")
+    constants = {"KEYS": cache_keys(capability, fmt, mode, dim, translated=True), "UPCAST": False}
+    constants |= {"ROPE": dim == 576, "WHOLE": whole, "Q_UNIT": 16 // dtype.itemsize}
+    name = f"[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if whole else ', small blocks'}]"
+    return name, types, constants, pick((capability // 10, capability % 10), heads, mode)
+
+
+def walk_variant(capability: int, case: DenseCase, packed: bool) -> Variant:
+    """Quantised keys of 16 heads give parts, for which no length is looked at."""
+    name, types, constants, tile = dense_case(capability, case, packed)
+    partial = FORMATS[case.cache_format].quantized and case.num_heads == 16
+    types |= {"out": "*fp32", "uneven": "none"} if partial else {"uneven": "*i32"}
+    constants |= {"TILE": tile, "PARTIAL": partial}
+    kernel = dense_attention_device._packed_kernel if packed else dense_attention_device._paged_kernel
+    name = ("packed" if packed else "paged") + name
+    return Variant(name, kernel, types, constants, {"num_warps": tile.num_warps})
+
+
+def even_variant(capability: int, case: DenseCase, packed: bool) -> Variant:
+    name, types, constants, tile = dense_case(capability, case, packed)
+    tile = dense_attention.even_tile(tile)
+    types |= dict.fromkeys(("part_out", "part_lse"), "*fp32") | dict.fromkeys(("cuts", "uneven"), "*i32")
+    constants |= {"TILE": tile, "PACKED": packed, "SLACK": 8, "LEAST": 4, "ROW_COST": 2}
+    constants["OUT_UNIT"] = constants["Q_UNIT"]
+    name = f"even{', packed' if packed else ''}{name}"
+    return Variant(name, dense_attention_even._even_kernel, types, constants, {"num_warps": tile.num_warps})
 
 
 WITHOUT_PRODUCTS = (
@@ -458,39 +470,46 @@ def cubin_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(registers), "stack": int(stack)}
 
 
-def machine_code(ptx: str, capability: int, options: dict[str, int]) -> bytes:
-    """What ptxas makes for an architecture of PTX that was made for another one of its family."""
-    backend, stages = make_backend(GPUTarget("cuda", capability, 32)), {}
+def machine_code(llvm_ir: str, capability: int, options: dict[str, int]) -> bytes:
+    """What Triton makes for an architecture of LLVM IR that it made for another one of its family."""
+    backend, stages, metadata = make_backend(GPUTarget("cuda", capability, 32)), {}, {}
     backend.add_stages(stages, backend.parse_options(dict(options)), Language.TRITON)
-    return stages["cubin"](TARGET.sub(rf"\g<1>{capability}", ptx), {})
+    return stages["cubin"](stages["ptx"](llvm_ir, metadata), metadata)
 
 
 def compile_variant(variant: Variant, *capabilities: int) -> list[dict[str, Any]]:
-    """What a variant takes on architectures of one family, by the PTX of the first; or the error that it raised."""
+    """What a variant takes on architectures of one family, by the LLVM IR of the first; or the error that it raised."""
     try:
         target = GPUTarget("cuda", capabilities[0], 32)
         compiled = triton.compile(source(variant), target=target, options=variant.options)
-        ptx = compiled.asm["ptx"]
+        llvm_ir = compiled.asm["llir"]
         figures = {
             "kernel": compiled.metadata.name,
             "shared": compiled.metadata.shared,
             "tensor_memory": compiled.metadata.tmem_size,
-            "ptx": hashlib.sha256(TARGET.sub("", ptx).encode()).hexdigest(),
+            "llvm_ir": hashlib.sha256(llvm_ir.encode()).hexdigest(),
         }
         cubins = [compiled.asm["cubin"]]
-        cubins += [machine_code(ptx, capability, variant.options) for capability in capabilities[1:]]
+        cubins += [machine_code(llvm_ir, capability, variant.options) for capability in capabilities[1:]]
         return [figures | cubin_usage(cubin) for cubin in cubins]
     except Exception as error:  # noqa: BLE001 the test reports it with the variant's name
         return [{"error": f"{type(error).__name__}: {error}"[-2000:]}] * len(capabilities)
 
 
+def set_up_llvm() -> None:
+    """Compiles something: it sets LLVM's options, on which machine code depends. Reading Triton's cache does not."""
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True
+        compile_variant(next(step_metadata_variants(80)), 80)
+
+
 class Job(NamedTuple):
-    """One variant for architectures of a family that share its PTX.
+    """One variant for architectures of a family that share its LLVM IR.
 
     Attributes:
         name: of the variant.
-        capabilities: those that get machine code of the first one's PTX.
-        compared_with: an architecture whose PTX is the same.
+        capabilities: those that get machine code of the first one's LLVM IR.
+        compared_with: an architecture whose LLVM IR is the same.
     """
 
     name: str
@@ -532,7 +551,7 @@ def run(job: Job) -> list[dict[str, Any]]:
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     capabilities = [int(c) for c in sys.argv[2:]] or CAPABILITIES
-    with ProcessPoolExecutor(max_workers=2) as pool:
+    with ProcessPoolExecutor(max_workers=2, initializer=set_up_llvm) as pool:
         for results in pool.map(run, [job for job in jobs(capabilities) if wanted in job.name]):
             for result in results:
                 print(json.dumps(result), flush=True)
