@@ -48,8 +48,9 @@ from mla_ops.kernels.triton import (
 )
 
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
-# architectures with the same PTX: of every kernel, and of kernels without products of matrices
-FAMILIES = ((80, 86, 89), (90,), (100, 103), (120, 121))
+# Architectures with the same PTX: of every kernel, and of kernels without products of matrices. 103 has a maximum of
+# three numbers, which prefill takes.
+FAMILIES = ((80, 86, 89), (90,), (100,), (103,), (120, 121))
 FAMILIES_WITHOUT_PRODUCTS = ((80, 86, 89), (90,), (100, 103, 120, 121))
 TARGET = re.compile(r"^(\.target sm_)\d+", re.MULTILINE)
 
