@@ -11,9 +11,9 @@ from . import ops
 from .formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, get_format
 from .metadata import StepMetadata, V4StepMetadata
 
-# keys of a context that paged_attention splits on any GPU, and of one whose length it compares with others
-SPLIT_KEYS = 4096
-LONG_KEYS = 65537
+# Keys of contexts of paged_attention: of one that a program or a CTA reads, of two that several share, of a long one,
+# whose length is compared with others. Between them they take the kernels of nearly all.
+CONTEXTS = (1, 1024, 4096, 131072)
 
 
 def warmup(
@@ -117,12 +117,11 @@ def warmup(
                 )
         ops.merge_attention_states(out, lse, out, lse)
         ops.merge_stacked_attention_states(out.unsqueeze(0), lse.unsqueeze(0))
-        # a context that one program reads, one that is split, a long one; one token a request, and more, which share
-        # programs
-        for keys in (1, SPLIT_KEYS, LONG_KEYS):
+        for keys in CONTEXTS:
             table = block_table[:, :1].repeat(1, keys // block_size + 1)
+            # one token a request, and more, which share programs
             for num_requests in {max(1, count // together) for together in (1, 2, 4, 8)}:
-                requests = table.repeat(num_requests, 1)
+                requests = table.expand(num_requests, -1)
                 ops.paged_attention(q, kv_cache, requests, lengths, lengths, 192**-0.5, cache_format, q_rope=q_rope)
         if head_dim == LATENT_DIM:
             # DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries

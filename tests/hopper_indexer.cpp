@@ -7,12 +7,13 @@ int score(const Params& p, int ctas, int seed) {
   using L = ScoresLayout<HEADS, TOKENS, SOURCE>;
   if (ctas % L::CLUSTER) return 2;
   shared_size = L::BYTES;
-  begun.clear(), barriers.clear(), flights.clear();
+  begun.clear(), barriers.clear(), flights.clear(), waited.clear(), early = false;
   simt::launch(ctas / L::CLUSTER, L::CLUSTER, L::THREADS, L::BYTES, seed, [&] { make_scores<L, SOURCE>(p, 0); });
-  return 0;
+  return early || waited.size() != static_cast<size_t>(ctas) ? 3 : 0;
 }
 
-// A launch; returns 1 where there is no such kernel here.
+// A launch; returns 1 where there is no such kernel here, 3 where a score is written, or a CTA ends, before the launch in
+// front is over.
 extern "C" int scores(const void* params, int heads, int tokens, const char* source, int ctas, int seed) {
   alignas(Params) unsigned char bytes[sizeof(Params)];
   std::memcpy(bytes, params, sizeof(Params));

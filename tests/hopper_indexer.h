@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 #include <map>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -85,7 +86,11 @@ void named_barrier() {
 }
 static void cluster_meet() { simt::meet_cluster_but_those_that_left(); }
 static void launch_dependents() {}
-static void wait_for_prerequisites() {}
+
+// CTAs of which a thread has waited for the launch in front, whose memory is written over; whether that was too early.
+static std::set<int> waited;
+static bool early;
+static void wait_for_prerequisites() { waited.insert(blockIdx.x), simt::current->waited = true; }
 template <class T>
 T* peer_pointer(T* here, u32 rank) {
   const uintptr_t offset = reinterpret_cast<uintptr_t>(here) - reinterpret_cast<uintptr_t>(simt::shared_memory());
@@ -108,6 +113,7 @@ static void store_shared_float(u32 address, float value) { at<float>(address) = 
 static void store_shared_8(u32 address, u32 a, u32 b) { at<uint2>(address) = {a, b}; }
 static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { at<uint4>(address) = {a, b, c, d}; }
 static void store_float_if(bool condition, float* target, float value) {
+  early |= condition && !simt::current->waited;
   if (condition) *target = value;
 }
 static float positive_or_nan(float x) { return x > 0 || x != x ? x : 0.f; }

@@ -36,7 +36,7 @@ struct Thread {
   Coroutine coroutine;
   std::unique_ptr<char[]> stack;
   int cta, index;
-  bool done = false;
+  bool done = false, waited = false;  // `waited`: for the launch in front
 };
 
 inline std::vector<Thread> threads;

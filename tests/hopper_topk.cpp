@@ -1,5 +1,6 @@
 // Top-k by the Hopper kernel's own code, compiled for a CPU: `test_hopper_topk.py` builds it.
 #include <cmath>
+#include <utility>
 
 #include "hopper_simt.h"
 
@@ -24,8 +25,15 @@
 #undef store_entry_if
 
 static void cluster_meet() { simt::meet_cluster(); }
-static void wait_for_prerequisites() {}
 static void launch_dependents() {}
+
+// The launch in front writes a row's scores, and its results too. It ends once all threads of the row's cluster wait for
+// it, so that whoever reads or writes before that has something wrong.
+static std::function<void()> front;
+static void wait_for_prerequisites() {
+  simt::meet_cluster();
+  if (front) std::exchange(front, nullptr)();
+}
 template <int, int COUNT>
 void named_barrier() {
   simt::meet(simt::cta().named, simt::current->index, COUNT, 0);
@@ -48,6 +56,19 @@ T* peer_pointer(T* here, u32 rank) {
 
 #include "topk_short.cuh"
 
+static i64 row_of_front;
+static void begin_front(const Params& p, i64 row) {
+  if (row_of_front == row) return;
+  row_of_front = row;
+  float* const scores = const_cast<float*>(p.scores) + row * p.pitch;
+  int* const indices = p.indices + row * p.indices_pitch;
+  front = [=, made = std::vector<float>(scores, scores + p.num_columns), length = p.lengths + row, was = p.lengths[row],
+           results = std::vector<int>(indices, indices + p.k)] {
+    std::copy(made.begin(), made.end(), scores), std::copy(results.begin(), results.end(), indices), *length = was;
+  };
+  std::fill(scores, scores + p.num_columns, 7.f);
+}
+
 extern "C" int bytes_of_params() { return sizeof(Params); }
 extern "C" int bytes_of_control() { return sizeof(Control); }
 
@@ -55,6 +76,7 @@ template <int THREADS, int VECTORS, int SAMPLED>
 void launch(const Params& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
     const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
+    begin_front(p, row);
     Selection<THREADS, VECTORS, SAMPLED>(p, simt::shared_memory()).run(row, blockIdx.x % p.cluster);
   });
 }
@@ -62,17 +84,25 @@ void launch(const Params& p, int shared_bytes, int seed) {
 template <int THREADS, int VECTORS>
 void launch_short(const Params& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, 1, THREADS, shared_bytes, seed, [&] {
+    begin_front(p, p.num_rows - 1 - blockIdx.x);
     select_short<THREADS, VECTORS>(p, simt::shared_memory(), p.num_rows - 1 - blockIdx.x);
   });
 }
 
-// Returns 1 where there is no such kernel.
+// Returns 1 where there is no such kernel, 3 where a row's threads did not wait for the launch in front.
 extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes, int short_rows, int seed) {
-  if (short_rows && threads == 512 && vectors == 1) return launch_short<512, 1>(*p, shared_bytes, seed), 0;
-  if (short_rows && threads == 256 && vectors == 2) return launch_short<256, 2>(*p, shared_bytes, seed), 0;
-  if (short_rows) return 1;
-  if (threads == 64 && vectors == 1) return launch<64, 1, 2>(*p, shared_bytes, seed), 0;
-  if (threads == 64 && vectors == 2) return launch<64, 2, 2>(*p, shared_bytes, seed), 0;
-  if (threads == 128 && vectors == 4) return launch<128, 4, 1>(*p, shared_bytes, seed), 0;
-  return 1;
+  row_of_front = -1, front = nullptr;
+  if (short_rows && threads == 512 && vectors == 1)
+    launch_short<512, 1>(*p, shared_bytes, seed);
+  else if (short_rows && threads == 256 && vectors == 2)
+    launch_short<256, 2>(*p, shared_bytes, seed);
+  else if (!short_rows && threads == 64 && vectors == 1)
+    launch<64, 1, 2>(*p, shared_bytes, seed);
+  else if (!short_rows && threads == 64 && vectors == 2)
+    launch<64, 2, 2>(*p, shared_bytes, seed);
+  else if (!short_rows && threads == 128 && vectors == 4)
+    launch<128, 4, 1>(*p, shared_bytes, seed);
+  else
+    return 1;
+  return front ? 3 : 0;
 }

@@ -52,6 +52,38 @@ def test_attention_gets_queries_in_the_form_that_was_announced(q_halves: bool) -
     assert set(given) == {(True, 512) if q_halves else (False, 576)}
 
 
+@pytest.mark.parametrize("num_sms", [108, 132])
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 96, 300])
+def test_dense_decode_over_other_contexts_takes_the_kernels_that_were_warmed_up(
+    num_tokens: int, num_sms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that share their keys or not, by shape alone or where lengths are looked at."""
+    pytest.importorskip("triton")
+    from mla_ops.kernels.triton import dense_attention
+
+    seen: set[tuple[object, ...]] = set()
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *args, **constants: seen.add((constants["TILE"], constants["PARTIAL"], args[6] is None))
+
+    for name in ("_paged_kernel", "_packed_kernel"):
+        monkeypatch.setattr(dense_attention, name, Recorded())
+    monkeypatch.setattr(dense_attention, "_share_evenly", lambda *_: torch.ones(1))
+    monkeypatch.setattr(dense_attention, "merge_parts", lambda *_: None)
+    monkeypatch.setattr(dense_attention, "num_sms", lambda _: num_sms)
+    with mla_ops.dispatch.override(paged_attention="triton"):
+        mla_ops.warmup(cache_format="bf16", num_heads=16, topk=5, num_tokens=(num_tokens,), device="cpu")
+        warmed = seen.copy()
+        cache = mla_ops.allocate_cache("bf16", 1, 64)
+        q, lens = torch.zeros(num_tokens, 16, 576, dtype=cache.dtype), torch.zeros(num_tokens, dtype=torch.int32)
+        for together in (1, 2, 4, 8):
+            for keys in (64, 832, 2048, 4096, 10000, 32768, 163840):
+                table = torch.zeros(max(1, num_tokens // together), -(-keys // 64), dtype=torch.int32)
+                mla_ops.paged_attention(q, cache, table, lens, lens, 1.0, "bf16")
+    assert seen == warmed
+
+
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
     """Names of the kernels that Triton compiles while the test runs."""

@@ -113,10 +113,11 @@ def _walk(
             # a query sees no key past the last one; what queries behind the request see does not matter
             visible = key[None, :] <= last_key[:, None] if CAUSAL else within[None, :]
             scores = tl.where(visible, scores, float("-inf"))
-        # the scale is positive, so the largest score stays the largest, and the rest is one multiply-add a score
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
-        fade = tl.exp2(top - new_top)
-        weights = tl.exp2(scores * scale_log2 - new_top[:, None])
+        # The scale is positive, so the largest score stays the largest. It multiplies differences: a scaled score minus
+        # a scaled reference would be one multiply-add, which leaves the reference's error: of 2**31 too much.
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp2((top - new_top) * scale_log2)
+        weights = tl.exp2((scores - new_top[:, None]) * scale_log2)
         sums = sums * fade[:, None] + tl.sum(tl.reshape(weights, (live.shape[0], BLOCK_N // SUMS, SUMS)), 1)
         top = new_top
         acc *= fade[:, None]
@@ -239,7 +240,7 @@ def _prefill_kernel(
         total = tl.sum(sums, 1)
         # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
         safe = tl.where(total == 0, 1.0, total)
-        log2_sum = tl.where(top == float("inf"), float("inf"), top + tl.log2(safe))
+        log2_sum = tl.where(top == float("inf"), float("inf"), top * scale_log2 + tl.log2(safe))
         log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
         result = acc * tl.where(total == 0, 0.0, 1.0 / safe)[:, None]
         column = tl.arange(0, BLOCK_V)[None, :]
