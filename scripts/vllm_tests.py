@@ -23,7 +23,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "scripts" / "vllm_requirements.txt"
-TESTS = ("test_vllm.py", "test_vllm_indexer.py", "test_vllm_v4.py")
+TESTS = (
+    "test_vllm.py",
+    "test_vllm_indexer.py",
+    "test_vllm_v4.py",
+    "test_flash_mla_interface.py::test_an_installed_release_has_nothing_that_is_not_here",
+)
 OWN_TEST = "tests/v1/attention/test_sparse_mla_backends.py"
 WHEEL = ("--python-version", "3.12", "--implementation", "cp", "--abi", "abi3", "--platform", "manylinux_2_28_x86_64")
 
