@@ -4,9 +4,10 @@
     python -m scripts.vllm_decode MLA_OPS --indexer --out ours.json --against flash.json
 
 MLA_OPS stands for the name under which this version of vLLM knows our backend. `--indexer` serves the indexer by our
-operators, too. Prints where tokens differ from those of the other run, and for each batch and context the time of a
-replayed step on the device and the kernels of it. `--lock FILE` lets several runs start at one time and measure in
-turn. `table flash.json ours.json` prints the page of `docs/results`.
+operators, too. Prints where tokens differ from those of the other run, how many requests have the same bits alone as in
+a batch, and for each batch and context the time of a replayed step on the device and the kernels of it. `--graphs FULL
+--chunk 512` captures steps that mix prefills, cut to 512 tokens, and decodes. `--lock FILE` lets several runs start at
+one time and measure in turn. `table flash.json ours.json` prints the page of `docs/results`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def engine(arguments: argparse.Namespace) -> Any:
     }
     (folder / "config.json").write_text(json.dumps(config))
     batches = [batch for batch, _ in arguments.steps]
+    mixed = {arguments.chunk // 4, arguments.chunk} if arguments.graphs == "FULL" else set()
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -110,36 +112,40 @@ def engine(arguments: argparse.Namespace) -> Any:
         block_size=64,
         max_model_len=max(context for _, context in arguments.steps) + 4096,
         max_num_seqs=max(batches),
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=arguments.chunk,
         kv_cache_memory_bytes=arguments.cache_gib * 2**30,
+        gpu_memory_utilization=0.05,  # that must be free at the start, beside other runs
         enable_prefix_caching=False,
         attention_config={"backend": ours if arguments.backend == "MLA_OPS" else arguments.backend}
         | {"mla_prefill_backend": ours},
         compilation_config={
             "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": sorted({*batches, COMPARED["batch"]}),
+            "cudagraph_mode": arguments.graphs,
+            "cudagraph_capture_sizes": sorted({*batches, COMPARED["batch"]} | mixed),
         },
     )
 
 
 class Requests:
-    """A batch of requests with random prompts, under way."""
+    """Requests with random prompts, under way. A prompt follows from the number of its request."""
 
-    def __init__(self, llm: Any, batch: int, context: int, max_tokens: int, logprobs: int | None = None) -> None:
+    def __init__(
+        self, llm: Any, numbers: Sequence[int], context: int, max_tokens: int, logprobs: int | None = None
+    ) -> None:
         from vllm import SamplingParams
 
-        self.engine, self.outputs = llm.llm_engine, dict[str, Any]()
-        self.names = [f"{batch}-{context}-{max_tokens}-{request}" for request in range(batch)]
-        generator = torch.Generator().manual_seed(5)
+        self.engine, self.outputs, self.steps = llm.llm_engine, dict[str, Any](), 0
+        self.names = [f"{len(numbers)}-{context}-{max_tokens}-{number}" for number in numbers]
         sampling = SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
         )
-        for request, name in enumerate(self.names):
-            tokens = torch.randint(2, VOCABULARY, (context - request,), generator=generator).tolist()
+        for number, name in zip(numbers, self.names, strict=True):
+            generator = torch.Generator().manual_seed(5 + number)
+            tokens = torch.randint(2, VOCABULARY, (context - number,), generator=generator).tolist()
             self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
 
     def step(self) -> None:
+        self.steps += 1
         for output in self.engine.step():
             self.outputs[output.request_id] = output.outputs[0]
 
@@ -177,17 +183,19 @@ def replays() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
         torch.cuda.CUDAGraph.replay = real  # type: ignore[method-assign]
 
 
-def compared(llm: Any, batch: int) -> list[list[tuple[int, dict[int, float]]]]:
-    """Tokens of each request with the logprobs of the best at each place."""
-    requests = Requests(llm, batch, COMPARED["context"], COMPARED["tokens"], logprobs=4)
-    requests.finish()
-    return [
+def compared(llm: Any, numbers: Sequence[int]) -> dict[str, Any]:
+    """Tokens of each request with the logprobs of the best at each place; steps, and how many were replays."""
+    requests = Requests(llm, numbers, COMPARED["context"], COMPARED["tokens"], logprobs=4)
+    with replays() as pairs:
+        requests.finish()
+    tokens = [
         [
             (token, {other: entry.logprob for other, entry in best.items()})
             for token, best in zip(requests.outputs[name].token_ids, requests.outputs[name].logprobs, strict=True)
         ]
         for name in requests.names
     ]
+    return {"tokens": tokens, "steps_together": requests.steps, "replays": len(pairs)}
 
 
 def differences(ours: list[Any], theirs: list[Any]) -> str:
@@ -210,12 +218,19 @@ def differences(ours: list[Any], theirs: list[Any]) -> str:
     )
 
 
+def alone_line(run: dict[str, Any]) -> str:
+    return (
+        f"{run['alone']} of {COMPARED['batch']} requests have the same bits alone as in the batch, of whose "
+        f"{run['steps_together']} steps {run['replays']} were replays"
+    )
+
+
 def kind(name: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
 
 
 def measure(llm: Any, arguments: argparse.Namespace, batch: int, context: int) -> dict[str, Any]:
-    requests = Requests(llm, batch, context, 4000)
+    requests = Requests(llm, range(batch), context, 4000)
     requests.prefill()
     with replays() as pairs:
         torch.cuda.synchronize()
@@ -277,11 +292,12 @@ def rows(runs: list[dict[str, Any]]) -> list[str]:
         f"| batch x context | backend | kernels' time | ratio | kernels | replay | {' | '.join(PARTS)} |",
         "|" + "---|" * (6 + len(PARTS)),
     ]
-    for place, base in enumerate(runs[0]["steps"]):
-        for run in runs:
-            if place >= len(run["steps"]):
+    measured = [{(step["batch"], step["context"]): step for step in run["steps"]} for run in runs]
+    for key, base in measured[0].items():
+        for run, steps in zip(runs, measured, strict=True):
+            step = steps.get(key)
+            if step is None:
                 continue
-            step = run["steps"][place]
             parts = " | ".join(f"{part(step, name):.0f}" if part(step, name) else "" for name in PARTS)
             ratio = "" if run is runs[0] else f"{step['kernels_us'] / base['kernels_us']:.2f}"
             lines.append(
@@ -309,6 +325,7 @@ def page(runs: list[dict[str, Any]]) -> str:
             f"- {run['label']} against {group[0]['label']}: {differences(run['tokens'], group[0]['tokens'])}."
             for run in group[1:]
         ]
+        lines += [f"- {run['label']}: {alone_line(run)}." for run in group]
     return "\n".join(lines)
 
 
@@ -324,11 +341,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--names", type=int, default=30, help="kernels that the file lists")
     parser.add_argument("--cache-gib", type=int, default=16)
+    parser.add_argument("--graphs", choices=["FULL_DECODE_ONLY", "FULL"], default="FULL_DECODE_ONLY")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step at most")
     parser.add_argument("--lock", type=Path)
     arguments = parser.parse_args()
     arguments.steps = [tuple(map(int, step.split("x"))) for step in arguments.steps]
     invariant = " batch-invariant" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else ""
-    arguments.label = arguments.backend + (" and indexer" if arguments.indexer else "") + invariant
+    mixed = f", mixed graphs of {arguments.chunk}" if arguments.graphs == "FULL" else ""
+    arguments.label = arguments.backend + (" and indexer" if arguments.indexer else "") + invariant + mixed
     return arguments
 
 
@@ -342,9 +362,11 @@ def main() -> None:
     print(f"{arguments.label}: engine after {time.perf_counter() - start:.0f} s", flush=True)
     with alone(arguments.lock):
         result = {"label": arguments.label, "device": torch.cuda.get_device_name(), "heads": arguments.heads}
-        result |= {"layers": arguments.layers, "tokens": compared(llm, COMPARED["batch"])}
-        result["alone"] = compared(llm, 1) == result["tokens"][:1]
-        print(f"{arguments.label}: a request has the same bits alone and in a batch: {result['alone']}", flush=True)
+        result |= {"layers": arguments.layers, **compared(llm, range(COMPARED["batch"]))}
+        result["alone"] = sum(
+            compared(llm, [number])["tokens"] == [together] for number, together in enumerate(result["tokens"])
+        )
+        print(f"{arguments.label}: {alone_line(result)}", flush=True)
         arguments.out.write_text(json.dumps(result))
         result["steps"] = [measure(llm, arguments, *step) for step in arguments.steps]
     arguments.out.write_text(json.dumps(result))

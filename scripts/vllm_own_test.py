@@ -7,10 +7,16 @@ of its compiled part that the test itself calls are answered here: the write of 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+# vLLM's Triton kernels run in the interpreter; without the first it takes Triton for absent where there is no GPU
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 
 import pytest
 import torch
@@ -80,12 +86,14 @@ ops.concat_and_cache_mla = concat_and_cache_mla
 ops.convert_fp8 = convert_fp8
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 vllm.platforms._current_platform = Hopper()
+sys.modules["vllm.vllm_flash_attn._vllm_fa3_C"] = ModuleType("_vllm_fa3_C")  # what it imports on a GPU, and not calls
 
 import tests.v1.attention.utils as utils  # vLLM's
 import vllm.v1.attention.backends.mla.flashmla_sparse as theirs
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.v1.attention.ops import flashmla
+from vllm.v1.worker.workspace import init_workspace_manager
 
 from mla_ops.integrations.vllm import backends
 
@@ -122,4 +130,4 @@ def dist_init(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def workspace_init() -> None:
-    """Our class takes no workspace."""
+    init_workspace_manager(torch.device("cpu"))

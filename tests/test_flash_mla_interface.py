@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,16 +85,23 @@ def test_arguments_are_those_of_the_releases(name):
     assert kinds[inspect.Parameter.KEYWORD_ONLY] == by_name.split()
 
 
-@pytest.mark.parametrize("package", ["vllm.third_party.flashmla.flash_mla_interface", "flash_mla.flash_mla_interface"])
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_an_installed_release_takes_no_argument_that_is_not_taken_here(package, name):
-    if not mla_ops.dispatch.is_installed(package.split(".", 1)[0]):
-        pytest.skip(f"{package.split('.', 1)[0]} is not installed")
-    theirs = list(inspect.signature(getattr(pytest.importorskip(package), name)).parameters)
-    positional, by_name = SIGNATURES[name]
-    expected = positional.split()
-    assert theirs[: len(expected)] == expected
-    assert set(theirs[len(expected) :]) <= set(by_name.split())
+@pytest.mark.parametrize("path", ["vllm/third_party/flashmla", "flash_mla"])
+def test_an_installed_release_has_nothing_that_is_not_here(path):
+    """By its source, which is there without the compiled part that it imports."""
+    package, *folders = path.split("/")
+    found = importlib.util.find_spec(package)
+    roots = [] if found is None else [Path(root, *folders) for root in found.submodule_search_locations or ()]
+    sources = [root / "flash_mla_interface.py" for root in roots if (root / "flash_mla_interface.py").exists()]
+    if not sources:
+        pytest.skip(f"{package} with FlashMLA's interface is not installed")
+    functions = [node for node in ast.parse(sources[0].read_text()).body if isinstance(node, ast.FunctionDef)]
+    theirs = {node.name: [argument.arg for argument in node.args.args] for node in functions}
+    assert set(SIGNATURES) <= set(theirs)
+    assert {name for name in theirs if name.startswith(("flash_mla", "get_mla"))} <= set(flash_mla.__all__)
+    for name, (positional, by_name) in SIGNATURES.items():
+        expected = positional.split()
+        assert theirs[name][: len(expected)] == expected
+        assert set(theirs[name][len(expected) :]) <= set(by_name.split())
 
 
 @pytest.mark.parametrize("cache_format", FORMATS)
@@ -236,7 +246,12 @@ def test_compiles_to_one_graph(wanted, device):
         metadata, _ = flash_mla.get_mla_metadata()
         out, lse = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, metadata, None, 0.1, indices=indices)
         flat, largest, _ = flash_mla.flash_mla_sparse_fwd(q[:, 0], kv, indices[:, :1], 0.1)
-        return out, lse, flat, (largest if wanted else None)  # None: not used
+        table, lengths = indices[:, 0, :3].clamp(0, 10), indices[:, 0, 0].clamp(0)
+        dense = flash_mla.flash_mla_with_kvcache(q, cache, table, lengths, 512, metadata, causal=True)
+        both = flash_mla.flash_mla_with_kvcache(
+            q, cache, None, None, 512, indices=indices, extra_k_cache=cache, extra_indices_in_kvcache=indices
+        )
+        return out, lse, flat, *dense, *both, (largest if wanted else None)  # None: not used
 
     def arguments(b):
         q = torch.randn(b, 2, 8, 576, device=device, dtype=torch.bfloat16)
@@ -308,16 +323,30 @@ def test_refusals(device):
         decode(indices=indices, extra_k_cache=cache)
     with pytest.raises(NotImplementedError, match=r"descale_q and descale_k"):
         decode(indices=indices, descale_q=q)
+    with pytest.raises(ValueError, match=r"kv_format is V41, of V32, V4, but k_cache is fp8_ds_mla$"):
+        decode(indices=indices, kv_format="V41")
+    with pytest.raises(ValueError, match=r"indices must have shape \[2, 1, topk\], got \[2, 16\]"):
+        decode(indices=indices[:, 0])
+    with pytest.raises(ValueError, match=r"topk_length must have shape \[2\], got \[1\]"):
+        decode(indices=indices, topk_length=indices[:1, 0, 0])
+    with pytest.raises(ValueError, match=r"out must have shape \[2, 1, 8, 512\], got \[2, 1, 8, 576\]"):
+        decode(indices=indices, out=q)
+    lengths = torch.ones(2, device=device, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"block_table must have shape \[2, max_blocks\], got \[1, 3\]"):
+        flash_mla.flash_mla_with_kvcache(q, cache, lengths.new_zeros(1, 3), lengths, 512)
     with pytest.raises(NotImplementedError, match=r"kv has 2 key heads"):
         flash_mla.flash_mla_sparse_fwd(q[0], q.new_zeros(9, 2, 576), indices[:1], 0.1)
+    with pytest.raises(NotImplementedError, match=r"results are natural logarithms"):
+        flash_mla.flash_mla_sparse_fwd(q[0], q.new_zeros(9, 1, 576), indices[:1], 0.1, return_log2_lse=True)
 
 
 def test_programs_import_it_under_its_name(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, flash_mla, beside\n"
+        "import flash_mla.flash_mla_interface as interface\n"
         "from flash_mla.flash_mla_interface import flash_mla_with_kvcache\n"
-        "assert flash_mla_with_kvcache is flash_mla.flash_mla_with_kvcache\n"
+        "assert flash_mla_with_kvcache is interface.flash_mla_with_kvcache is flash_mla.flash_mla_with_kvcache\n"
         "print(__name__, flash_mla.__name__, *sys.argv[1:])\n"
     )
     (tmp_path / "beside.py").touch()
@@ -342,3 +371,22 @@ def test_without_max_logits(monkeypatch):
     )
     assert max_logits is None
     assert out.shape == (2, 8, 512)
+
+
+def test_logarithms_that_are_not_wanted():
+    q, keys, chosen = torch.randn(2, 8, 512), torch.randn(4, 1, 512), torch.zeros(2, 1, 3, dtype=torch.int32)
+    out, max_logits, lse = flash_mla.flash_mla_sparse_fwd(q, keys, chosen, 0.1, return_log2_lse=False)
+    assert max_logits is lse is None
+    assert torch.equal(out, flash_mla.flash_mla_sparse_fwd(q, keys, chosen, 0.1)[0])
+
+
+def test_a_plan_that_a_program_made_is_ignored():
+    """Fields that were filled ahead, tensors of the old interface, or anything else."""
+    cache, _ = make_cache("fp8_ds_mla", 3, 64, torch.device("cpu"))
+    q, indices = torch.randn(2, 1, 8, 576).bfloat16(), torch.randint(0, 192, (2, 1, 16), dtype=torch.int32)
+    expected, _ = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, indices=indices)
+    plan, _ = flash_mla.get_mla_metadata(torch.ones(2), 8, 1)
+    plan.tile_scheduler_metadata, plan.num_splits = flash_mla.get_mla_decoding_metadata(torch.ones(2), 8, 1)
+    for metadata, splits in ((plan, None), (torch.zeros(3, 8), torch.zeros(3)), (object(), object())):
+        out, _ = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, metadata, splits, indices=indices)
+        assert torch.equal(out, expected)

@@ -74,6 +74,14 @@ def test_registering_without_vllm_is_a_warning(monkeypatch, caplog):
     assert "its vLLM backends are not registered" in caplog.text
 
 
+def test_a_misspelt_switch_is_a_warning_that_lists_the_right_ones(monkeypatch, caplog):
+    monkeypatch.setenv("MLA_OPS_VLLM", "ovrride")
+    monkeypatch.setattr(plugin, "_register", lambda words: pytest.fail("registered"))
+    plugin.register()
+    assert "its vLLM backends are not registered" in caplog.text
+    assert "must consist of off, force, override, indexer, v4, got 'ovrride'" in caplog.text
+
+
 def test_the_entry_point_is_what_vllm_loads():
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     group = text.split('[project.entry-points."vllm.general_plugins"]\n')[1].split("\n\n")[0]
@@ -81,10 +89,26 @@ def test_the_entry_point_is_what_vllm_loads():
     assert importlib.metadata.EntryPoint(entry.name, entry.value.strip('"'), "group").load() is plugin.register
 
 
-def test_nothing_of_vllm_is_imported():
-    code = "import sys, mla_ops, mla_ops.integrations.vllm; print('vllm' in sys.modules)"
+def test_nothing_of_vllm_and_no_kernel_is_imported():
+    code = "import sys, mla_ops, mla_ops.integrations.vllm; print(*sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "False"
+    modules = said.stdout.split()
+    assert "vllm" not in modules
+    assert [name for name in modules if name == "triton" or name.startswith("mla_ops.kernels.")] == []
+
+
+@needs_vllm
+def test_registering_imports_no_class():
+    """What a process pays that uses other backends; vLLM is imported before it loads plugins."""
+    code = """if True:
+        import sys, torch, vllm.v1.attention.backends.mla.prefill.registry, vllm.v1.attention.backends.registry
+        from mla_ops.integrations import vllm as plugin
+        before = set(sys.modules)
+        plugin.register()
+        print("added:", *(set(sys.modules) - before), torch.cuda.is_initialized())
+    """
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines()[-1] == "added: False"
 
 
 @needs_vllm
@@ -103,6 +127,33 @@ class TestRegistry:
         monkeypatch.setenv("MLA_OPS_VLLM", "force,override")
         plugin.register()
         assert AttentionBackendEnum.FLASHMLA_SPARSE in [backend for backend, _ in calls]
+
+    def test_a_place_that_is_taken_is_left_alone(self, registered, monkeypatch, caplog):
+        if HAS_COMMON:
+            pytest.skip("this vLLM takes new names")
+        other = "vllm.v1.attention.backends.mla.flashmla.FlashMLABackend"
+        monkeypatch.setattr(AttentionBackendEnum.CUSTOM, "get_path", lambda: other)
+        plugin.register()
+        assert f"CUSTOM of AttentionBackendEnum is taken by {other}" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("wrong", "reason"),
+        [
+            ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+            ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype not supported"),
+            ({"head_size": 512}, "head_size not supported"),
+            ({"dtype": torch.float32}, "dtype not supported"),
+            ({"block_size": 24}, "block_size not supported"),
+            ({"has_sink": True}, "attention sinks not supported"),
+        ],
+    )
+    @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+    def test_what_is_not_served_is_refused_with_a_reason(self, config, sparse, wrong, reason):
+        kv_cache_dtype = "fp8_ds_mla" if sparse else "auto"
+        with tiny.hopper() as platform, set_current_vllm_config(config(kv_cache_dtype, sparse)):
+            wanted = selector(sparse, **{"kv_cache_dtype": kv_cache_dtype, **wrong})
+            with pytest.raises(ValueError, match=rf"Selected backend .*{NAME} is not valid .*'{reason}'"):
+                platform.get_attn_backend_cls(AttentionBackendEnum[NAME], wanted, num_heads=tiny.HEADS)
 
     def test_override_takes_the_place_of_vllms_own(self, monkeypatch):
         monkeypatch.setenv("MLA_OPS_VLLM", "override")
@@ -138,7 +189,7 @@ class TestRegistry:
     def test_the_flag_is_known_to_the_configuration(self, registered):
         assert AttentionConfig(backend=NAME).backend is AttentionBackendEnum[NAME]
 
-    def test_full_graphs(self, config):
+    def test_full_graphs(self, config, monkeypatch):
         from mla_ops.integrations.vllm import backends
 
         built = config("fp8_ds_mla")
@@ -146,6 +197,9 @@ class TestRegistry:
         wanted = AttentionCGSupport.UNIFORM_BATCH if HAS_COMMON else AttentionCGSupport.ALWAYS
         assert builder.get_cudagraph_support(built, None) is wanted
         if HAS_COMMON:
+            monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+            assert builder.get_cudagraph_support(built, None) is AttentionCGSupport.ALWAYS
+            monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
             built.attention_config.sparse_mla_force_mqa = True
             assert builder.get_cudagraph_support(built, None) is AttentionCGSupport.ALWAYS
 
@@ -195,12 +249,13 @@ def read_back(cache_format):
     return read
 
 
-STEPS = [([70, 5, 1], 0), ([1, 1, 1], 3), ([3, 80, 2], 0), ([1, 1], 6)]
+STEPS = [([70, 5, 1], 0), ([1, 1, 1], 3), ([3, 80, 2], 0), ([2, 3, 1], 2), ([1, 1], 6)]
 
 
 @needs_vllm
+@pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8_ds_mla", "auto"])
-def test_a_sparse_layer_in_four_steps(config, tmp_path, kv_cache_dtype):
+def test_a_sparse_layer_in_five_steps(config, tmp_path, kv_cache_dtype, drafts):
     from mla_ops.integrations.vllm import backends
 
     built = config(kv_cache_dtype)
@@ -208,17 +263,55 @@ def test_a_sparse_layer_in_four_steps(config, tmp_path, kv_cache_dtype):
         layer = tiny.Layer(
             built, backends.MLAOpsSparseBackend, backends.MLAOpsPrefillBackend, kv_cache_dtype, sparse=True
         )
+        layer.builder.reorder_batch_threshold = 1 + drafts
+        if kv_cache_dtype == "auto":  # prefills no longer than the choice are dense in 0.33, of keys before the cache
+            run_steps(layer, [([5], 0), ([1, 20], 0)], True, read_back("bf16"))
         run_steps(layer, STEPS, True, read_back("fp8_ds_mla" if kv_cache_dtype == "fp8_ds_mla" else "bf16"))
 
 
 @needs_vllm
-def test_a_dense_layer_prefills_and_decodes(config, tmp_path):
+def test_a_dense_layer_prefills_and_decodes(config, tmp_path, monkeypatch):
+    """Decodes of one token, then of up to three: drafts, whose numbers differ."""
+    from mla_ops import ops
     from mla_ops.integrations.vllm import backends
 
+    decoded = []
+    real = ops.paged_attention
+    monkeypatch.setattr(ops, "paged_attention", lambda q, *a, **o: decoded.append(len(q)) or real(q, *a, **o))
     built = config("auto", sparse=False)
     with set_current_vllm_config(built), tiny.one_rank(tmp_path):
         layer = tiny.Layer(built, backends.MLAOpsDenseBackend, backends.MLAOpsPrefillBackend, "auto", sparse=False)
         run_steps(layer, [([70, 5, 1], 0), ([1, 1, 1], 3), ([1, 1], 6)], False, read_back("bf16"))
+        assert decoded[-2:] == [6, 8]
+        layer.builder.reorder_batch_threshold = 3
+        run_steps(layer, [([70, 5, 1], 0), ([2, 3, 1], 2), ([3], 0)], False, read_back("bf16"))
+        assert decoded[-2:] == [8, 3]
+
+
+@needs_vllm
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_builders_look_at_nothing_of_the_device(config, tmp_path, sparse, drafts):
+    """Tensors of the device are on `meta` here, where an item, a list or a copy to the host is an error."""
+    from mla_ops.integrations.vllm import backends
+
+    kv_cache_dtype = "fp8_ds_mla" if sparse else "auto"
+    built = config(kv_cache_dtype, sparse)
+    with set_current_vllm_config(built), tiny.one_rank(tmp_path):
+        backend = backends.MLAOpsSparseBackend if sparse else backends.MLAOpsDenseBackend
+        layer = tiny.Layer(built, backend, backends.MLAOpsPrefillBackend, kv_cache_dtype, sparse)
+        builder = layer.make_builder(torch.device("meta"))
+        builder.reorder_batch_threshold = 1 + drafts
+        tables = torch.zeros(3, 8, dtype=torch.int32)
+        for query_lens, lengths, padded in (
+            ([1, 1, 1], [90, 5, 1], 3),
+            ([1, 3, 2], [90, 3, 2], 2),
+            ([1, 2, 80], [90, 2, 80], 0),
+        ):
+            common = tiny.on_device(tiny.common_metadata(query_lens, lengths, tables, padded), "meta")
+            metadata = builder.build(common_prefix_len=0, common_attn_metadata=common)
+            rows = metadata if sparse else metadata.decode
+            assert rows.req_id_per_token.is_meta
 
 
 @needs_vllm
@@ -232,24 +325,27 @@ def test_padding_belongs_to_no_request(config):
 
 
 @needs_vllm
-def test_batch_invariance_asks_for_deterministic_kernels(config, tmp_path, monkeypatch):
+def test_batch_invariance_asks_for_deterministic_kernels_of_every_token(config, tmp_path, monkeypatch):
+    """Without dense prefill, which a request has or not by the lengths of the others, and with our indexer."""
     from mla_ops import ops
-    from mla_ops.integrations.vllm import backends
+    from mla_ops.integrations.vllm import backends, indexer
 
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    asked = []
+    asked, served = [], []
+    monkeypatch.setattr(indexer, "serve", served.append)
     real = ops.paged_sparse_attention
 
-    def record(*arguments, **options):
-        asked.append(options["deterministic"])
-        return real(*arguments, **options)
+    def record(q, *arguments, **options):
+        asked.append((len(q), options["deterministic"]))
+        return real(q, *arguments, **options)
 
     monkeypatch.setattr(ops, "paged_sparse_attention", record)
     built = config("fp8_ds_mla")
     with set_current_vllm_config(built), tiny.one_rank(tmp_path):
         layer = tiny.Layer(built, backends.MLAOpsSparseBackend, backends.MLAOpsPrefillBackend, "fp8_ds_mla", True)
-        run_steps(layer, [([70], 0)], True, read_back("fp8_ds_mla"))
-    assert asked == [True]
+        run_steps(layer, [([5, 3], 0), ([1, 70], 0)], True, read_back("fp8_ds_mla"))
+    assert asked == [(8, True), (71, True)]
+    assert served == [layer.indexer]
 
 
 @needs_vllm
@@ -287,7 +383,9 @@ def test_rows_of_a_cache_with_other_layers_pages_between(config, tmp_path):
     built = config("fp8_ds_mla")
     with set_current_vllm_config(built), tiny.one_rank(tmp_path):
         layer = tiny.Layer(built, backends.MLAOpsSparseBackend, backends.MLAOpsPrefillBackend, "fp8_ds_mla", True)
+        spec = backends.MLAOpsSparseBackend.customize_spec(layer.attention.get_kv_cache_spec(built))
     assert layer.attention.impl.can_return_lse_for_decode
+    assert spec.get_block_stride_alignment() % 656 == 0  # what vLLM makes of blocks is whole rows
     both = torch.zeros(4, 2 * tiny.BLOCK, 656, dtype=torch.uint8)
     cache = both[:, : tiny.BLOCK]
     latent, rope = torch.randn(256, 512).bfloat16(), torch.randn(256, 64).bfloat16()
@@ -303,6 +401,62 @@ def test_rows_of_a_cache_with_other_layers_pages_between(config, tmp_path):
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
     assert torch.all(lse[3] == -torch.inf)
+
+
+def filter_and_convert(
+    req_id, table, indices, *, dcp_size, dcp_rank, cp_kv_cache_interleave_size, BLOCK_SIZE, **others
+):
+    """What vLLM's Triton kernel does: rows of the keys that a rank has of a choice, in front and in any order."""
+    run = cp_kv_cache_interleave_size
+    places = indices // (dcp_size * run) * run + indices % run
+    rows = table[req_id.long()].gather(1, places.long().clamp(0) // BLOCK_SIZE) * others["BLOCK_STRIDE_ROWS"]
+    owned = (indices >= 0) & (indices // run % dcp_size == dcp_rank)
+    rows = torch.where(owned, rows + places % BLOCK_SIZE, -1).sort(1, descending=True).values
+    return rows, owned.sum(1)
+
+
+@needs_vllm
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_ranks_that_share_a_context_merge_to_the_whole(config, tmp_path, monkeypatch, interleave):
+    """Decode context parallelism: two ranks hold every second run of tokens; each attends to its part of a choice."""
+    if not HAS_COMMON:
+        pytest.skip("this vLLM has no decode context parallelism for sparse MLA")
+    import mla_ops
+    from mla_ops.integrations.vllm import backends
+
+    built = config("fp8_ds_mla")
+    with set_current_vllm_config(built), tiny.one_rank(tmp_path):
+        layer = tiny.Layer(built, backends.MLAOpsSparseBackend, backends.MLAOpsPrefillBackend, "fp8_ds_mla", True)
+    tables = torch.tensor([[3, 1, 4, 7, 8], [0, 2, 5, 6, 9]], dtype=torch.int32)
+    latent, rope = torch.randn(2, 300, 512).bfloat16(), torch.randn(2, 300, 64).bfloat16()
+    q, positions = torch.randn(4, tiny.HEADS, 576).bfloat16(), torch.arange(300)
+    chosen = layer.indexer.topk_indices_buffer[:4]
+    for row, seen in enumerate((300, 300, 40, 1)):  # the last token's key is of one rank, the other has none
+        chosen[row, : min(seen, tiny.TOPK)] = torch.randperm(seen)[: tiny.TOPK]
+    common = tiny.common_metadata([2, 2], [300, 40], tables)
+    metadata = layer.builder.build(common_prefix_len=0, common_attn_metadata=common)
+    metadata.cp_kv_cache_interleave_size = interleave
+
+    def cache_of(kept, places):
+        cache = torch.zeros(10, tiny.BLOCK, 656, dtype=torch.uint8)
+        for request in range(2):
+            slots = tables[request][places // tiny.BLOCK].long() * tiny.BLOCK + places % tiny.BLOCK
+            mla_ops.concat_and_cache(latent[request, kept], rope[request, kept], cache, slots, "fp8_ds_mla")
+        return cache
+
+    module = "vllm.model_executor.layers.attention.sparse_mla_attention"
+    monkeypatch.setattr(f"{module}.triton_filter_and_convert_dcp_index", filter_and_convert)
+    impl, results = layer.attention.impl, []
+    expected = impl.forward_mqa(q, cache_of(positions, positions), metadata, layer.attention)
+    impl.dcp_world_size = 2
+    for impl.dcp_rank in range(2):
+        kept = positions[positions // interleave % 2 == impl.dcp_rank]
+        places = kept // (2 * interleave) * interleave + kept % interleave
+        results += impl.forward_mqa(q, cache_of(kept, places), metadata, layer.attention)
+    assert torch.all(results[3][3] == -torch.inf)
+    merged = mla_ops.merge_attention_states(*results)
+    torch.testing.assert_close(merged[0], expected[0], atol=2**-7, rtol=2**-7)  # bfloat16
+    torch.testing.assert_close(merged[1], expected[1], atol=1e-5, rtol=1e-5)
 
 
 @needs_vllm

@@ -48,10 +48,10 @@ def make_indexer(config, head_dim=132):
     return SimpleNamespace(k_cache=cache, indexer_op=layer, topk_indices_buffer=buffer)
 
 
-def make_builder(config, served):
+def make_builder(config, served, device="cpu"):
     spec = MLAAttentionSpec(block_size=tiny.BLOCK, num_kv_heads=1, head_size=132, dtype=torch.uint8)
     backend = served.k_cache.get_attn_backend()
-    return backend.get_builder_cls()(spec, [PREFIX], config, torch.device("cpu"))
+    return backend.get_builder_cls()(spec, [PREFIX], config, torch.device(device))
 
 
 def dequantized(keys):
@@ -189,14 +189,26 @@ def test_a_run_without_metadata_writes_nothing(config, op_on_cpu, monkeypatch):
     assert torch.all(served.topk_indices_buffer == 7)
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_our_attention_hands_its_indexer_over_where_asked(config, monkeypatch, asked):
-    monkeypatch.setenv("MLA_OPS_VLLM", "indexer" if asked else "")
+@pytest.mark.parametrize(("word", "invariant"), [("indexer", "0"), ("", "1"), ("", "0")])
+def test_our_attention_hands_its_indexer_over_where_asked_or_needed(config, monkeypatch, word, invariant):
+    monkeypatch.setenv("MLA_OPS_VLLM", word)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     served = make_indexer(config)
     monkeypatch.setattr(tiny, "SimpleNamespace", lambda **_: served)
     tiny.Layer(config, backends.MLAOpsSparseBackend, backends.MLAOpsPrefillBackend, "fp8_ds_mla", sparse=True)
-    wanted = indexer.IndexerBackend if asked else DeepseekV32IndexerBackend
+    wanted = indexer.IndexerBackend if word or invariant == "1" else DeepseekV32IndexerBackend
     assert served.k_cache.get_attn_backend() is wanted
+    assert wanted.supports_batch_invariance() or invariant == "0"  # 0.33 asks the backend of every cache
+
+
+def test_the_builder_looks_at_nothing_of_the_device(config):
+    """Tensors of the device are on `meta` here, where an item, a list or a copy to the host is an error."""
+    served = make_indexer(config)
+    indexer.serve(served)
+    builder = make_builder(config, served, "meta")
+    common = tiny.common_metadata([1, 2, 80], [90, 5, 100], torch.zeros(3, 8, dtype=torch.int32), 2)
+    metadata = builder.build(common_prefix_len=0, common_attn_metadata=tiny.on_device(common, "meta"))
+    assert metadata.key_lens.is_meta
 
 
 def test_any_batch_is_captured(config):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +32,8 @@ with contextlib.suppress(ImportError):  # 0.24 has no such kernel, which is Trit
         query_start_loc: torch.Tensor, buffer: torch.Tensor, num_mapped: int, num_out: int
     ) -> torch.Tensor:
         buffer[:num_out] = 0
-        requests = torch.arange(len(query_start_loc) - 1)
-        buffer[:num_mapped] = requests.repeat_interleave(query_start_loc.diff())
+        tokens = torch.arange(num_mapped, dtype=query_start_loc.dtype, device=buffer.device)
+        buffer[:num_mapped] = torch.searchsorted(query_start_loc[1:], tokens, right=True)
         return buffer[:num_out]
 
     metadata_kernels.compute_token_to_req_indices = compute_token_to_req_indices
@@ -132,9 +132,12 @@ class Layer:
         dtype = torch.uint8 if kv_cache_dtype == "fp8_ds_mla" else torch.bfloat16
         width = 656 if kv_cache_dtype == "fp8_ds_mla" else LATENT + ROPE
         self.attention.kv_cache = torch.zeros(64, BLOCK, width, dtype=dtype)
-        spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + ROPE, dtype=dtype)
-        self.builder = backend.get_builder_cls()(spec, [LAYER], config, torch.device("cpu"))
+        self.spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + ROPE, dtype=dtype)
+        self.builder = self.make_builder(torch.device("cpu"))
         self.projection = projection.weight.detach().T.view(LATENT, HEADS, NOPE + VALUE).float()
+
+    def make_builder(self, device: torch.device) -> Any:
+        return self.backend.get_builder_cls()(self.spec, [LAYER], self.config, device)
 
     def step(self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, common: CommonAttentionMetadata) -> Any:
         metadata = self.builder.build(common_prefix_len=0, common_attn_metadata=common)
@@ -176,6 +179,12 @@ def common_metadata(
     )
 
 
+def on_device(common: CommonAttentionMetadata, device: str) -> CommonAttentionMetadata:
+    """With the tensors that vLLM has on the GPU on `device`."""
+    names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+    return replace(common, **{name: getattr(common, name).to(device) for name in names})
+
+
 def expected(layer: Layer, q: torch.Tensor, keys: list[torch.Tensor], chosen: list[torch.Tensor]) -> torch.Tensor:
     """Each token over the keys at its chosen positions, expanded; float32."""
     rows = []
@@ -186,7 +195,3 @@ def expected(layer: Layer, q: torch.Tensor, keys: list[torch.Tensor], chosen: li
         scores = (nope + query[:, NOPE:] @ mine[:, LATENT:].T) * SCALE
         rows.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), expanded[..., NOPE:]).flatten())
     return torch.stack(rows) if rows else torch.empty(0, HEADS * VALUE)
-
-
-def blocks_for(length: int) -> int:
-    return math.ceil(length / BLOCK)

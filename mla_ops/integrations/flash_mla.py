@@ -24,13 +24,24 @@ import torch
 from .. import ops
 from ..formats import FORMATS, LATENT_DIM
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata", "install"]
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_decoding_metadata",
+    "get_mla_metadata",
+    "install",
+]
+
+KV_FORMATS = {"V32": "fp8_ds_mla", "V4": "fp8_ds_mla_v4"}  # names of sgl-flash-mla, and ours
 
 # lse of logits times this is their maximum times this, plus at most ln(topk): 16,384 equal keys leave 6e-7
 MAX_LOGITS_FACTOR = 2.0**24
 
 # whether `flash_mla_sparse_fwd` computes its second result; `install` sets it
 _with_max_logits = True
+
+flash_mla_interface = sys.modules[__name__]  # for `import flash_mla.flash_mla_interface as name`
 
 
 @dataclass
@@ -46,6 +57,20 @@ class FlashMLASchedMeta:
 def get_mla_metadata(*_: object, **__: object) -> tuple[FlashMLASchedMeta, None]:
     """An empty plan, whatever the arguments: those of every release of FlashMLA are accepted."""
     return FlashMLASchedMeta(), None
+
+
+def get_mla_decoding_metadata(*_: object, **__: object) -> tuple[None, None]:
+    """The two fields of a plan, which stay empty: sgl-flash-mla plans a decode step ahead by this."""
+    return None, None
+
+
+def _expect(op: str, name: str, tensor: torch.Tensor | None, *shape: int | str) -> None:
+    """Refuses a tensor of another shape; a name in `shape` is any size."""
+    if tensor is None:
+        return
+    sizes = zip(tensor.shape, shape, strict=False)
+    if tensor.dim() != len(shape) or any(size != want for size, want in sizes if isinstance(want, int)):
+        raise ValueError(f"{op}: {name} must have shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
 
 
 def _rows(cache: torch.Tensor, name: str, op: str) -> tuple[torch.Tensor, str]:
@@ -125,7 +150,7 @@ def flash_mla_with_kvcache(
         out: `[b, s_q, h_q, 512]` contiguous; written and returned.
         enable_batch_invariant: a row's bits do not depend on the others. Sparse attention only: dense has it not.
         use_legacy: ignored.
-        kv_format: ignored, but for a format that is not known here.
+        kv_format: None follows from `k_cache`; "V32" or "V4" must agree with it.
         descale_q, descale_k: refused: keys with one scale a tensor are not known here.
 
     Returns:
@@ -141,7 +166,16 @@ def flash_mla_with_kvcache(
     cache, cache_format = _rows(k_cache, "k_cache", op)
     if is_fp8_kvcache is not None and is_fp8_kvcache != FORMATS[cache_format].quantized:
         raise ValueError(f"{op}: is_fp8_kvcache is {is_fp8_kvcache}, but k_cache is {cache_format}")
+    if kv_format is not None and KV_FORMATS.get(kv_format) != cache_format:
+        raise ValueError(f"{op}: kv_format is {kv_format}, of {', '.join(KV_FORMATS)}, but k_cache is {cache_format}")
     b, s_q, h_q, head_dim = q.shape
+    _expect(op, "indices", indices, b, s_q, "topk")
+    _expect(op, "extra_indices_in_kvcache", extra_indices_in_kvcache, b, s_q, "topk")
+    _expect(op, "topk_length", topk_length, b)
+    _expect(op, "extra_topk_length", extra_topk_length, b)
+    _expect(op, "block_table", block_table, b, "max_blocks")
+    _expect(op, "cache_seqlens", cache_seqlens, b)
+    _expect(op, "out", out, b, s_q, h_q, LATENT_DIM)
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     queries = q.reshape(b * s_q, h_q, head_dim)
     flat_out = queries.new_empty(b * s_q, h_q, LATENT_DIM) if out is None else out.view(b * s_q, h_q, LATENT_DIM)
@@ -209,7 +243,7 @@ def flash_mla_sparse_fwd(
     out: torch.Tensor | None = None,
     use_legacy: bool | None = None,
     return_log2_lse: bool | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Attention of each query to the keys chosen for it, from flat keys.
 
     Args:
@@ -222,7 +256,7 @@ def flash_mla_sparse_fwd(
         topk_length: `[s_q]` int32.
         out: `[s_q, h_q, 512]` contiguous; written and returned.
         use_legacy: ignored.
-        return_log2_lse: refused if true: results are natural logarithms.
+        return_log2_lse: False leaves out both logarithms; True is refused, since they are natural.
 
     Returns:
         out `[s_q, h_q, 512]`; max_logits `[s_q, h_q]` float32, the largest `sm_scale * q @ k` of a row, -inf for none,
@@ -252,6 +286,8 @@ def flash_mla_sparse_fwd(
         torch.ops.mla.sparse_attention.out(
             q, keys, chosen, sm_scale, topk_length=topk_length, attn_sink=attn_sink, out=out, lse=lse
         )
+    if return_log2_lse is False:
+        return answer, None, None
     max_logits = None
     if _with_max_logits:
         # a power of two rounds nothing; every weight but those of the largest logit vanishes

@@ -6,7 +6,7 @@ them pays for a few dictionary entries. Switches are words in `MLA_OPS_VLLM`, se
     off         register nothing
     force       also with a version of vLLM that was not tested
     override    take the place of FLASHMLA_SPARSE and FLASHMLA, so that no flag is needed
-    indexer     serve the indexers of our sparse layers, too
+    indexer     serve the indexers of our sparse layers, too; VLLM_BATCH_INVARIANT=1 does so by itself
     v4          take the place of the attention of DeepSeek-V4's layer for Hopper
 """
 

@@ -106,6 +106,10 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
 class IndexerBackend(DeepseekV32IndexerBackend):
     """vLLM's cache of index keys, with our metadata."""
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
     @staticmethod
     def get_builder_cls() -> type[IndexerMetadataBuilder]:
         return IndexerMetadataBuilder

@@ -23,9 +23,13 @@ def query_of(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch
     return q if isinstance(q, tuple) else (q, None)
 
 
-def serve_indexer(indexer: Any) -> None:
-    """Takes over the indexer of a sparse layer, where it has one and `MLA_OPS_VLLM` asks for it."""
-    if indexer is not None and "indexer" in words_asked():
+def serve_indexer(indexer: Any, deterministic: bool) -> None:
+    """Takes over the indexer of a sparse layer, where it has one: if `MLA_OPS_VLLM` says so, or if it must.
+
+    A deterministic layer needs it: the order of vLLM's choice, and the choice among near scores, vary with the batch
+    and from run to run.
+    """
+    if indexer is not None and (deterministic or "indexer" in words_asked()):
         from .indexer import serve
 
         serve(indexer)

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention.sparse_mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.mla.index_group import HiSparseMLAIndexGroup
-from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
+from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 
 from ... import ops
 from .shared import CacheWriter, SparseMlaBackend, attend_chosen, cache_format, query_of, serve_indexer
@@ -43,7 +43,7 @@ class SparseMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMetadata]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Any batch, where none of it goes to dense attention, which plans on the host."""
-        if vllm_config.attention_config.sparse_mla_force_mqa:
+        if vllm_config.attention_config.sparse_mla_force_mqa or envs.VLLM_BATCH_INVARIANT:
             return AttentionCGSupport.ALWAYS
         return AttentionCGSupport.UNIFORM_BATCH
 
@@ -57,7 +57,9 @@ class SparseImpl(CacheWriter, SparseMLACommonImpl[SparseMetadata]):
 
     def __init__(self, *arguments: Any, indexer: Any = None, **options: Any) -> None:
         super().__init__(*arguments, indexer=indexer, **options)
-        serve_indexer(indexer)
+        self.deterministic = bool(envs.VLLM_BATCH_INVARIANT)
+        self.supports_dense_mha_prefill = not self.deterministic  # dense or not, by the other prefills of a step
+        serve_indexer(indexer, self.deterministic)
 
     def forward_mqa(
         self,
@@ -75,7 +77,7 @@ class SparseImpl(CacheWriter, SparseMLACommonImpl[SparseMetadata]):
             self.scale,
             self.kv_cache_dtype,
             attn_metadata,
-            deterministic=bool(envs.VLLM_BATCH_INVARIANT),
+            deterministic=self.deterministic,
         )
 
     def _forward_mqa_kernel(
@@ -99,7 +101,7 @@ class SparseImpl(CacheWriter, SparseMLACommonImpl[SparseMetadata]):
             self.scale,
             cache_format(self.kv_cache_dtype, kv_cache),
             q_rope=q_rope,
-            deterministic=bool(envs.VLLM_BATCH_INVARIANT),
+            deterministic=self.deterministic,
         )
 
 
@@ -113,6 +115,11 @@ class SparseBackend(SparseMlaBackend, AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(64)]  # of the indexer, whose cache has the same blocks; the kernels take any
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Blocks whole rows apart, where other layers' pages lie between them: `_forward_mqa_kernel` reads rows."""
+        return align_blocks_to_rows(spec)
 
     @staticmethod
     def get_builder_cls() -> type[SparseMetadataBuilder]:

@@ -106,7 +106,7 @@ class SparseImpl(CacheWriter, SparseMLAAttentionImpl[SparseMetadata]):
         self.deterministic = bool(envs.VLLM_BATCH_INVARIANT)
         self._indexer = indexer
         self._topk_indices_buffer = topk_indices_buffer
-        serve_indexer(indexer)
+        serve_indexer(indexer, self.deterministic)
 
     @property
     def topk_indices_buffer(self) -> torch.Tensor:
