@@ -14,6 +14,8 @@ from .metadata import StepMetadata, V4StepMetadata
 # Keys of contexts of paged_attention: of one that a program or a CTA reads, of two that several share, of a long one,
 # whose length is compared with others. Between them they take the kernels of nearly all.
 CONTEXTS = (1, 1024, 4096, 131072)
+# tokens of a prompt that is not short to any lowering
+LONG_PROMPT = 129
 
 
 def warmup(
@@ -148,14 +150,18 @@ def warmup(
 
 
 def _warm_up_prefill(num_heads: int, head_dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """A prompt's own tokens, a chunk of its context, and their merge; values are a part of wider rows."""
+    """A prompt's own tokens, a chunk of its context, and their merge; values are a part of wider rows.
+
+    Requests of few tokens have kernels of their own, and where a call can have no others, they alone are launched.
+    """
     head_dim, head_dim_v = head_dims
-    q = torch.zeros(1, num_heads, head_dim, dtype=dtype, device=device)
-    k = torch.zeros_like(q)
-    v = torch.zeros(1, num_heads, head_dim + head_dim_v, dtype=dtype, device=device)[..., head_dim:]
-    starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    new = ops.prefill_attention(q, k, v, starts, starts, 1, 1, head_dim**-0.5)
-    old = ops.prefill_attention(q, k, v, starts, starts, 1, 1, head_dim**-0.5, causal=False)
+    for count in (1, LONG_PROMPT):
+        q = torch.zeros(count, num_heads, head_dim, dtype=dtype, device=device)
+        k = torch.zeros_like(q)
+        v = torch.zeros(count, num_heads, head_dim + head_dim_v, dtype=dtype, device=device)[..., head_dim:]
+        starts = torch.tensor([0, count], dtype=torch.int32, device=device)
+        new = ops.prefill_attention(q, k, v, starts, starts, count, count, head_dim**-0.5)
+        old = ops.prefill_attention(q, k, v, starts, starts, count, count, head_dim**-0.5, causal=False)
     ops.merge_attention_states(*new, *old)
 
 

@@ -38,6 +38,7 @@ from mla_ops.kernels.triton import (
     dense_attention,
     dense_attention_device,
     dense_attention_even,
+    dense_attention_short,
     index,
     indexer,
     indexer_cache,
@@ -333,9 +334,15 @@ def dense_attention_variants(capability: int) -> Iterator[Variant]:
         constants |= dict.fromkeys(("Q_UNIT", "K_UNIT", "V_UNIT", "OUT_UNIT"), 4 if exact else 8) | {"UPCAST": False}
         constants |= {"BLOCK_V": dense_attention.value_block(dim_v), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
         constants["SUMS"] = dense_attention.weight_sums((capability // 10, capability % 10))
+        constants["SHORTEST"] = dense_attention.SHORTEST
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         name = f"prefill[{element}, {dim}/{dim_v}, {'causal' if causal else 'full'}]"
         yield Variant(name, dense_attention_device._prefill_kernel, types, constants, options)
+        tile = dense_attention.short_tile(exact)
+        constants = {key: value for key, value in constants.items() if key != "BLOCK_M"}
+        constants |= {"BLOCK_N": tile.block_n, "SUMS": 1}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        yield Variant(f"short {name}", dense_attention_short._short_prefill_kernel, types, constants, options)
 
 
 def dense_helper_variants(capability: int) -> Iterator[Variant]:

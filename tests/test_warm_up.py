@@ -84,6 +84,21 @@ def test_dense_decode_over_other_contexts_takes_the_kernels_that_were_warmed_up(
     assert seen == warmed
 
 
+def test_prefill_gets_requests_of_few_tokens_and_of_many() -> None:
+    """Each has kernels of its own, on Hopper and in portable Triton."""
+    pytest.importorskip("triton")
+    from mla_ops.kernels.hopper import prefill_attention
+    from mla_ops.kernels.triton import dense_attention
+
+    with record_calls() as calls:
+        mla_ops.warmup(cache_format="bf16", num_heads=3, topk=5, num_tokens=(1,), device="cpu")
+    prefills = [(named["max_seqlen_q"], named.get("causal", True)) for op, named in calls if op == "prefill_attention"]
+    for causal in (True, False):
+        lens = [length for length, is_causal in prefills if is_causal == causal]
+        assert min(lens) < dense_attention.SHORTEST
+        assert max(lens) > prefill_attention.QUERIES
+
+
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
     """Names of the kernels that Triton compiles while the test runs."""

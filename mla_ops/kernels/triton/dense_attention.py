@@ -17,6 +17,7 @@ from .dense_attention_device import (
     _prefill_kernel,
 )
 from .dense_attention_even import _even_kernel, _merge_cuts_kernel
+from .dense_attention_short import _short_prefill_kernel
 from .sparse_attention import (
     LOG2E,
     MAX_SPLITS,
@@ -50,6 +51,11 @@ MERGE_PARTS = 32
 MAX_PACKED_ROWS = 32
 MAX_TOKENS_TOGETHER = 8
 
+# Queries from which on a request has tiles of 64 or 128 rows. Up to 32, tiles of 16 rows compute at most half of the
+# scores that one of those would.
+SHORTEST = 33
+SHORT_PROGRAMS_PER_SM = 32
+
 # Of the keys and values of heads that run at the same time: what stays in the L2 cache of every device that has tiles.
 L2_BYTES = 12 * 2**20
 
@@ -78,6 +84,21 @@ def prefill_tile(device_capability: tuple[int, int], head_dim: int, head_dim_v: 
     if major == 8:
         return Tile(64, 64, 8, 2) if wide else Tile(128, 64, 8, 3)
     return Tile(128, 32, 8, 3) if wide else Tile(128, 64, 8, 3)
+
+
+def short_tile(exact: bool) -> Tile:
+    """The tile of requests of few queries, which fits every device several times: 16 rows, of one or more heads."""
+    return Tile(16, 16, 4, 1) if exact else Tile(16, 32, 4, 1)
+
+
+def shares_of_a_request(num_requests: int, num_heads: int, sms: int) -> int:
+    """Programs that share the heads of a request of few queries: enough to fill every SM, were all requests such."""
+    return max(1, min(num_heads, cdiv(SHORT_PROGRAMS_PER_SM * sms, num_requests)))
+
+
+def query_tiles(num_tokens: int, num_requests: int, block_m: int) -> int:
+    """Tiles of all other requests: full ones, and a part-filled one of each and of the tokens behind them."""
+    return num_tokens // block_m + min(num_requests, num_tokens // SHORTEST) + 1
 
 
 def weight_sums(device_capability: tuple[int, int]) -> int:
@@ -140,27 +161,10 @@ def prefill_attention(
     k, v = (tensor if tensor.stride(0) < MAX_TOKEN_STRIDE else tensor.contiguous() for tensor in (k, v))
     num_requests = cu_seqlens_q.shape[0] - 1
     exact = q.dtype == torch.float32
-    chosen = prefill_tile(capability(q.device), head_dim, head_dim_v, exact)
     first, second = split_dim(head_dim)
     q_unit, k_unit, v_unit, out_unit = (stride_unit(tensor) for tensor in (q, k, v, out))
-    # a tile of each request may be part-filled, and so may that of the tokens behind them
-    num_tiles = num_tokens // chosen.block_m + num_requests + 1
-    _prefill_kernel[(num_tiles, num_heads)](
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        out,
-        lse,
-        float(softmax_scale) * LOG2E,
-        num_tokens,
-        num_kv,
-        num_requests,
-        num_requests.bit_length(),
-        num_heads // num_kv_heads,
-        num_heads,
-        heads_together(num_heads, num_kv * (head_dim + head_dim_v) * k.element_size()),
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, float(softmax_scale) * LOG2E, num_tokens, num_kv)
+    strides = (
         q.stride(0) // q_unit,
         q.stride(1) // q_unit,
         k.stride(0) // k_unit,
@@ -170,21 +174,53 @@ def prefill_attention(
         out.stride(0) // out_unit,
         out.stride(1) // out_unit,
         lse.stride(0),
-        CAUSAL=causal,
-        EXACT=exact,
-        DIM=head_dim,
-        FIRST=first,
-        SECOND=second,
-        DIM_V=head_dim_v,
-        BLOCK_V=value_block(head_dim_v),
-        Q_UNIT=q_unit,
-        K_UNIT=k_unit,
-        V_UNIT=v_unit,
-        OUT_UNIT=out_unit,
+    )
+    constants = {
+        "CAUSAL": causal,
+        "EXACT": exact,
+        "DIM": head_dim,
+        "FIRST": first,
+        "SECOND": second,
+        "DIM_V": head_dim_v,
+        "BLOCK_V": value_block(head_dim_v),
+        "Q_UNIT": q_unit,
+        "K_UNIT": k_unit,
+        "V_UNIT": v_unit,
+        "OUT_UNIT": out_unit,
+        "SHORTEST": SHORTEST,
+        "UPCAST": INTERPRETED,
+    }
+    if num_requests:
+        chosen = short_tile(exact)
+        shares = shares_of_a_request(num_requests, num_heads, num_sms(q.device))
+        _short_prefill_kernel[(num_requests * shares,)](
+            *tensors,
+            num_heads // num_kv_heads,
+            num_heads,
+            shares,
+            *strides,
+            **constants,
+            BLOCK_N=chosen.block_n,
+            SUMS=1,
+            num_warps=chosen.num_warps,
+            num_stages=chosen.num_stages,
+        )
+    if min(max_seqlen_q, num_tokens) < SHORTEST:
+        clear_behind(cu_seqlens_q, out, lse)
+        return
+    chosen = prefill_tile(capability(q.device), head_dim, head_dim_v, exact)
+    _prefill_kernel[(query_tiles(num_tokens, num_requests, chosen.block_m), num_heads)](
+        *tensors,
+        num_requests,
+        num_requests.bit_length(),
+        num_heads // num_kv_heads,
+        num_heads,
+        heads_together(num_heads, num_kv * (head_dim + head_dim_v) * k.element_size()),
+        *strides,
+        **constants,
         BLOCK_M=chosen.block_m,
         BLOCK_N=chosen.block_n,
         SUMS=weight_sums(capability(q.device)),
-        UPCAST=INTERPRETED,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
     )

@@ -22,26 +22,33 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def _find_request(cu_seqlens, tile, num_requests, search_steps, num_tokens, BLOCK_M: tl.constexpr):
-    """The request that a tile of BLOCK_M queries belongs to, and the number of the tile in it.
+def _first_tile(start, request, BLOCK_M: tl.constexpr, SHORTEST: tl.constexpr):
+    """Where the tiles of a request begin: with room for a part-filled one of each that has SHORTEST queries or more."""
+    return start // BLOCK_M + tl.minimum(request, start // SHORTEST)
 
-    Request r's tiles start at `cu_seqlens[r] // BLOCK_M + r`, which needs no table and leaves room for a part-filled
-    tile of each. What lies behind the last request counts as one more, number `num_requests`.
+
+@triton.jit
+def _find_request(
+    cu_seqlens, tile, num_requests, search_steps, num_tokens, BLOCK_M: tl.constexpr, SHORTEST: tl.constexpr
+):
+    """The request that a tile of BLOCK_M queries belongs to, and the number of the tile in it; needs no table.
+
+    What lies behind the last request counts as one more, number `num_requests`.
     """
     low = tl.full((), 0, tl.int32)
     high = num_requests
     for _ in range(search_steps):
         middle = (low + high + 1) >> 1
         start = tl.minimum(tl.maximum(tl.load(cu_seqlens + middle), 0), num_tokens).to(tl.int32)
-        before = start // BLOCK_M + middle <= tile
+        before = _first_tile(start, middle, BLOCK_M, SHORTEST) <= tile
         low = tl.where(before, middle, low)
         high = tl.where(before, high, tl.maximum(middle - 1, low))
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + low), 0), num_tokens).to(tl.int32)
-    return low, tile - (start // BLOCK_M + low)
+    return low, tile - _first_tile(start, low, BLOCK_M, SHORTEST)
 
 
 @triton.jit
-def _load_part(start, within, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
+def load_part(start, within, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
     """Columns FIRST .. FIRST + WIDTH of rows of DIM, zero past DIM; MASKED, also zero where a row is not `within`."""
     column = FIRST + tl.arange(0, WIDTH)[None, :]
     place = start[:, None] + column
@@ -55,6 +62,94 @@ def _load_part(start, within, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.
     else:
         part = tl.load(place)
     return part
+
+
+@triton.jit
+def scores_of(
+    q_row,
+    q_first,
+    q_second,
+    live,
+    k_row,
+    within,
+    MASKED: tl.constexpr,
+    EXACT: tl.constexpr,
+    DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Products of queries and a tile of keys, unscaled; MASKED, of keys that are not `within` zero."""
+    scores = tl.zeros((live.shape[0], within.shape[0]), tl.float32)
+    if EXACT:
+        # narrow pieces: without tensor cores a thread holds whole rows of both operands
+        for piece in tl.static_range(0, DIM, 32):
+            queries = widen(load_part(q_row, live, piece, 32, DIM, True))
+            keys = widen(load_part(k_row, within, piece, 32, DIM, True))
+            scores = dot(queries, tl.trans(keys), scores, UPCAST)
+    else:
+        if SECOND > 0:  # the smaller dot in front: the other waits for all of it
+            keys = load_part(k_row, within, FIRST, SECOND, DIM, MASKED)
+            scores = dot(q_second, tl.trans(keys), scores, UPCAST)
+        keys = load_part(k_row, within, 0, FIRST, DIM, MASKED)
+        scores = dot(q_first, tl.trans(keys), scores, UPCAST)
+    return scores
+
+
+@triton.jit
+def new_rows(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, SUMS: tl.constexpr):
+    """Rows that have seen no key: accumulators, references, and SUMS sums of weights, of every SUMS-th key each."""
+    return (
+        tl.zeros((BLOCK_M, BLOCK_V), tl.float32),
+        tl.full((BLOCK_M,), LOWEST, tl.float32),
+        tl.zeros((BLOCK_M, SUMS), tl.float32),
+    )
+
+
+@triton.jit
+def add_keys(
+    state,
+    scores,
+    v_row,
+    within,
+    scale_log2,
+    MASKED: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SUMS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Rows after a tile of keys with these scores, -inf where a row does not see a key."""
+    acc, top, sums = state
+    # The scale is positive, so the largest score stays the largest. It multiplies differences: a scaled score minus a
+    # scaled reference would be one multiply-add, which leaves the reference's error: of 2**31 too much.
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    fade = tl.exp2((top - new_top) * scale_log2)
+    weights = tl.exp2((scores - new_top[:, None]) * scale_log2)
+    parts = tl.reshape(weights, (scores.shape[0], scores.shape[1] // SUMS, SUMS))
+    sums = sums * fade[:, None] + tl.sum(parts, 1)
+    acc *= fade[:, None]
+    values = load_part(v_row, within, 0, BLOCK_V, DIM_V, MASKED)
+    acc = dot(round_to(weights, values.dtype, UPCAST), values, acc, UPCAST)
+    return acc, new_top, sums
+
+
+@triton.jit
+def store_rows(
+    state, scale_log2, out_row, lse_place, live, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, UPCAST: tl.constexpr
+):
+    """Results of rows that are `live`."""
+    acc, top, sums = state
+    total = tl.sum(sums, 1)
+    # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
+    safe = tl.where(total == 0, 1.0, total)
+    log2_sum = tl.where(top == float("inf"), float("inf"), top * scale_log2 + tl.log2(safe))
+    log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
+    result = acc * tl.where(total == 0, 0.0, 1.0 / safe)[:, None]
+    column = tl.arange(0, BLOCK_V)[None, :]
+    stored = live[:, None] & (column < DIM_V)
+    tl.store(out_row[:, None] + column, round_to(result, out_row.dtype.element_ty, UPCAST), mask=stored)
+    tl.store(lse_place, log2_sum * 0.6931471805599453, mask=live)
 
 
 @triton.jit
@@ -86,45 +181,21 @@ def _walk(
 ):
     """Online softmax over the keys `begin` to `end`, in tiles of BLOCK_N; MASKED where not every query sees every key.
 
-    `last_key` is the last key that each query may see. Returns the state after it: accumulators, references, and SUMS
-    sums of weights a query, of every SUMS-th key each.
+    `last_key` is the last key that each query may see.
     """
-    acc, top, sums = state
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         within = key < end
         # one 64-bit place a tile, 32-bit steps from it: half the registers
         k_row = k_start + start * stride_k + (tl.arange(0, BLOCK_N) * stride_k.to(tl.int32))
-        if EXACT:
-            scores = tl.zeros((live.shape[0], BLOCK_N), tl.float32)
-            # narrow pieces: without tensor cores a thread holds whole rows of both operands
-            for piece in tl.static_range(0, DIM, 32):
-                queries = widen(_load_part(q_row, live, piece, 32, DIM, True))
-                keys = widen(_load_part(k_row, within, piece, 32, DIM, True))
-                scores = dot(queries, tl.trans(keys), scores, UPCAST)
-        else:
-            scores = tl.zeros((live.shape[0], BLOCK_N), tl.float32)
-            if SECOND > 0:  # the smaller dot in front: the other waits for all of it
-                keys = _load_part(k_row, within, FIRST, SECOND, DIM, MASKED)
-                scores = dot(q_second, tl.trans(keys), scores, UPCAST)
-            keys = _load_part(k_row, within, 0, FIRST, DIM, MASKED)
-            scores = dot(q_first, tl.trans(keys), scores, UPCAST)
+        scores = scores_of(q_row, q_first, q_second, live, k_row, within, MASKED, EXACT, DIM, FIRST, SECOND, UPCAST)
         if MASKED:
             # a query sees no key past the last one; what queries behind the request see does not matter
             visible = key[None, :] <= last_key[:, None] if CAUSAL else within[None, :]
             scores = tl.where(visible, scores, float("-inf"))
-        # The scale is positive, so the largest score stays the largest. It multiplies differences: a scaled score minus
-        # a scaled reference would be one multiply-add, which leaves the reference's error: of 2**31 too much.
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        fade = tl.exp2((top - new_top) * scale_log2)
-        weights = tl.exp2((scores - new_top[:, None]) * scale_log2)
-        sums = sums * fade[:, None] + tl.sum(tl.reshape(weights, (live.shape[0], BLOCK_N // SUMS, SUMS)), 1)
-        top = new_top
-        acc *= fade[:, None]
         v_row = v_start + start * stride_v + (tl.arange(0, BLOCK_N) * stride_v.to(tl.int32))
-        values = _load_part(v_row, within, 0, BLOCK_V, DIM_V, MASKED)
-        acc = dot(round_to(weights, values.dtype, UPCAST), values, acc, UPCAST)
-    return acc, top, sums
+        state = add_keys(state, scores, v_row, within, scale_log2, MASKED, DIM_V, BLOCK_V, SUMS, UPCAST)
+    return state
 
 
 @sized_jit(any_alignment=("cu_seqlens_q", "cu_seqlens_k", "lse"))
@@ -167,9 +238,12 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SUMS: tl.constexpr,
+    SHORTEST: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """BLOCK_M queries of one request, one head: softmax over the request's keys, unmasked tiles first.
+
+    Requests of fewer than SHORTEST queries are `_short_prefill_kernel`'s.
 
     Grid: (tiles of queries, heads), taken as one row. Neighbouring programs share a few heads, whose keys come from L2;
     of these and a causal request, the tiles with the most keys start first, so that the last programs are short ones.
@@ -186,14 +260,14 @@ def _prefill_kernel(
     together = tl.minimum(heads_together, num_heads - first_head)
     tile = num_tiles - 1 - place // together
     head = first_head + place % together
-    request, block = _find_request(cu_seqlens_q, tile, num_requests, search_steps, num_tokens, BLOCK_M)
+    request, block = _find_request(cu_seqlens_q, tile, num_requests, search_steps, num_tokens, BLOCK_M, SHORTEST)
     begin_q = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + request), 0), num_tokens)
     real = request < num_requests
     end_q = tl.load(cu_seqlens_q + request + 1, mask=real, other=0).to(tl.int64)
     end_q = tl.where(real, tl.minimum(end_q, num_tokens), num_tokens)
     # clamped before it is narrowed: an end of INT_MIN would wrap into a length near INT_MAX
     len_q = tl.maximum(end_q - begin_q, 0).to(tl.int32)
-    if block * BLOCK_M < len_q:
+    if (block * BLOCK_M < len_q) & ((len_q >= SHORTEST) | (request == num_requests)):
         begin_k = tl.minimum(tl.maximum(tl.load(cu_seqlens_k + request), 0), num_kv)
         end_k = tl.load(cu_seqlens_k + request + 1, mask=real, other=0).to(tl.int64)
         len_k = tl.where(real, tl.maximum(tl.minimum(end_k, num_kv) - begin_k, 0), 0).to(tl.int32)
@@ -208,9 +282,9 @@ def _prefill_kernel(
         q_first = live
         q_second = live
         if not EXACT:
-            q_first = _load_part(q_row, live, 0, FIRST, DIM, True)
+            q_first = load_part(q_row, live, 0, FIRST, DIM, True)
             if SECOND > 0:
-                q_second = _load_part(q_row, live, FIRST, SECOND, DIM, True)
+                q_second = load_part(q_row, live, FIRST, SECOND, DIM, True)
 
         # the last query sees the last key
         last_key = query + (len_k - len_q)
@@ -220,34 +294,21 @@ def _prefill_kernel(
             end = tl.maximum(tl.minimum(len_k, (block + 1) * BLOCK_M + len_k - len_q), 0)
             unmasked = tl.maximum(tl.minimum(len_k, block * BLOCK_M + len_k - len_q + 1), 0)
         unmasked = unmasked // BLOCK_N * BLOCK_N
-        state = (
-            tl.zeros((BLOCK_M, BLOCK_V), tl.float32),
-            tl.full((BLOCK_M,), LOWEST, tl.float32),
-            tl.zeros((BLOCK_M, SUMS), tl.float32),
-        )
+        state = new_rows(BLOCK_M, BLOCK_V, SUMS)
         step_k, step_v = stride_k_token * K_UNIT, stride_v_token * V_UNIT
         # fmt: off
         state = _walk(
             q_row, q_first, q_second, live, last_key, state, k_start, v_start, step_k, step_v, 0, unmasked, scale_log2,
             False, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, SUMS, UPCAST,
         )
-        acc, top, sums = _walk(
+        state = _walk(
             q_row, q_first, q_second, live, last_key, state, k_start, v_start, step_k, step_v, unmasked, end,
             scale_log2, True, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, SUMS, UPCAST,
         )
         # fmt: on
 
-        total = tl.sum(sums, 1)
-        # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
-        safe = tl.where(total == 0, 1.0, total)
-        log2_sum = tl.where(top == float("inf"), float("inf"), top * scale_log2 + tl.log2(safe))
-        log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
-        result = acc * tl.where(total == 0, 0.0, 1.0 / safe)[:, None]
-        column = tl.arange(0, BLOCK_V)[None, :]
         out_row = out + token * (stride_out_token * OUT_UNIT) + head.to(tl.int64) * (stride_out_head * OUT_UNIT)
-        stored = live[:, None] & (column < DIM_V)
-        tl.store(out_row[:, None] + column, round_to(result, out.dtype.element_ty, UPCAST), mask=stored)
-        tl.store(lse + token * stride_lse_token + head, log2_sum * 0.6931471805599453, mask=live)
+        store_rows(state, scale_log2, out_row, lse + token * stride_lse_token + head, live, DIM_V, BLOCK_V, UPCAST)
 
 
 @sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "uneven", "lse"))
