@@ -169,6 +169,8 @@ def markdown() -> str:
         "",
         "The reference runs every op on the CPU. An AMD GPU gets no CUDA C++ and no adapter, whatever capability it",
         "reports; Triton's kernels compile for gfx942 and gfx950 (`tests/test_aot_amd.py`) and have not run there.",
+        "FlashInfer's sparse attention for SM120 and SM121 is no lowering: as of 0.7.2 it rounds queries, weights or",
+        "both to e4m3, which no op's contract allows.",
         "",
         f"| op | cache formats | lowering | {' | '.join(', '.join(names) for names in alike)} |",
         "|---" * (len(alike) + 3) + "|",

@@ -73,6 +73,30 @@ def test_doctor_has_a_cell_for_every_op_and_notes_for_what_a_user_can_change(cap
     assert cells == {int(number) for number in re.findall(r"^  \((\d+)\) \S", output, re.MULTILINE)}
 
 
+@pytest.mark.parametrize(
+    ("capability", "named", "not_named"),
+    [
+        ((8, 0), {"FlashInfer", "FlashAttention"}, {"FlashMLA"}),
+        ((9, 0), {"FlashInfer", "FlashAttention", "FlashMLA"}, set()),
+        ((10, 0), {"FlashInfer", "FlashAttention"}, {"FlashMLA"}),
+        ((12, 1), {"FlashInfer", "FlashAttention"}, {"FlashMLA"}),
+    ],
+    ids=["SM80", "SM90", "SM100", "SM121"],
+)
+def test_doctor_names_the_packages_that_a_gpu_can_use(capability, named, not_named, monkeypatch):
+    """And no others, on a machine that has none of them."""
+    from mla_ops import cli
+    from mla_ops.kernels import flash_attn, flash_mla, flashinfer
+
+    for module in (flash_attn, flash_mla, flashinfer):
+        monkeypatch.setattr(module, "is_installed", lambda name: False)
+    monkeypatch.setattr(flash_mla, "find_provider", flash_mla.find_provider.__wrapped__)
+    notes = [line for line in cli._lowerings(dispatch.stand_in(capability)) if line.startswith("  (")]
+    text = "\n".join(notes)
+    assert all(f"{package} " in text for package in named)
+    assert not any(package in text for package in not_named)
+
+
 def test_doctor_says_once_what_is_so_of_several_gpus(capsys, monkeypatch):
     lines = {"cpu": ["  reference"], "cuda:0": ["  hopper"], "cuda:1": ["  hopper"], "cuda:2": ["  triton"]}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
