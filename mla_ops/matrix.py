@@ -74,7 +74,8 @@ EVIDENCE = {
     TESTED: "`pytest -m gpu` on an H200; on the CPU `tests/`",
     INTERPRETED: "the tests of the op's family in `tests/`, with Triton's interpreter",
     COMPILES: "`tests/test_aot_compile.py`",
-    CONTRACT: "`tests/test_flashinfer.py`, `tests/test_dense_attention_adapters.py`",
+    CONTRACT: "`tests/test_flashinfer.py`, `tests/test_dense_attention_adapters.py`, "
+    "`tests/test_sparse_attention_adapters.py`",
     REFUSED: "`tests/test_dispatch.py`; the reason is the lowering's own",
 }
 
