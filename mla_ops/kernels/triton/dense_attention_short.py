@@ -59,8 +59,9 @@ def _short_prefill_kernel(
     """The queries of a request that has fewer than SHORTEST: softmax over its keys, in tiles of 16 rows.
 
     Grid: (requests * shares,). A share is every `num_shares`-th tile of the request. A tile has 16 queries of one head
-    or, of fewer queries and keys, of 2, 4, 8 or 16 heads, where a row sees the columns of its own head only. Which tile
-    a row is in depends on its request alone.
+    or, of fewer queries and keys, of 2, 4, 8 or 16 heads, where a row sees the columns of its head only: others have
+    the weight 0, so that a value which is not finite reaches all heads of its tile. Which tile a row is in depends on
+    its request alone.
 
     Registers: accumulators 16 * BLOCK_V and scores 16 * BLOCK_N float32. Shared memory: Q, and a tile of K and V.
     """
