@@ -266,13 +266,13 @@ SHORT_AND_LONG = [
 ]
 
 
-@pytest.mark.parametrize(("causal", "padding"), [(True, 0), (False, 40)], ids=["causal", "full, padded"])
 @pytest.mark.parametrize(
-    ("heads", "dims", "dtype"),
+    ("heads", "dims", "dtype", "causal", "padding"),
     [
-        ((5, 5), (192, 128), torch.bfloat16),
-        ((18, 6), (24, 7), torch.float16),
-        ((6, 2), (40, 24), torch.float32),
+        ((5, 5), (192, 128), torch.bfloat16, True, 0),
+        ((5, 5), (192, 128), torch.bfloat16, False, 40),
+        ((18, 6), (24, 7), torch.float16, True, 40),
+        ((6, 2), (40, 24), torch.float32, False, 0),
     ],
     ids=str,
 )
