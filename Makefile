@@ -6,7 +6,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+# a module's tests on one worker, which makes its fixtures once
+PYTEST_ARGS ?= -n 2 --dist loadscope
 TRITON ?= 3.9.0
 BENCH_ARGS ?=
 FUZZ_ARGS ?=

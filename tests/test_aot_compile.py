@@ -26,7 +26,6 @@ SHARED_LIMITS = {
     **dict.fromkeys((86, 89, 120, 121), 99 * 1024),
     **dict.fromkeys((90, 100, 103), 227 * 1024),
 }
-pytestmark = pytest.mark.xdist_group("compiled kernels")
 TENSOR_MEMORY_COLUMNS = 512
 # Bytes of stack a thread. 128 bytes are 32 of 255 registers, written and read back once a tile of keys, from L1: some
 # percent of a tile's loads. The tiles that were not chosen took 200 to 1,000.

@@ -19,8 +19,6 @@ from ranks import run_ranks
 
 from mla_ops.distributed import ContextParallel
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def name_of(case: Callable[[], None]) -> str:
     return case.__name__.removeprefix("case_")
