@@ -50,7 +50,9 @@ from mla_ops.kernels.triton import (
 )
 
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
-FAMILIES = ((80, 86, 89), (90,), (100, 103, 120, 121))  # architectures with the same LLVM IR
+# architectures with the same LLVM IR, of kernels without products of e4m3 and with them
+FAMILIES = ((80, 86, 89), (90,), (100, 103, 120, 121))
+E4M3_FAMILIES = ((80, 86, 89), (90,), (100, 103), (120, 121))
 # products and maxima of float32 across a warp: what SM100 has and not all of its family have
 SM100_ALONE = re.compile(r"tcgen05|redux\.sync\.f")
 
@@ -528,7 +530,7 @@ class Job(NamedTuple):
 
 def jobs(chosen: Container[int]) -> Iterator[Job]:
     for variants in VARIANTS:
-        for each in FAMILIES:
+        for each in E4M3_FAMILIES if variants is indexer_variants else FAMILIES:
             family = tuple(capability for capability in each if capability in chosen)
             yield from jobs_of(variants, family)
 
