@@ -15,7 +15,6 @@
 
 constexpr int STAGES = 2, CONSUMERS = 256;
 constexpr float SLACK = 8.f;  // weights may reach 2^8 before the softmax's reference moves
-constexpr float NO_SCORE_YET = -1.2676506e30f;
 constexpr int TURN_BARRIER = 1, GROUP_BARRIER = 3;  // and the next, one a warpgroup
 
 template <int DIM, int DIM_V>
@@ -212,14 +211,18 @@ DEVICE bool weigh(float (&s)[N], float scale, Rows& rows) {
     rows.reference[i] = reference;
     moves |= far;
   }
-  if (__any_sync(~0u, fmaxf(fabsf(rows.reference[0]), fabsf(rows.reference[1])) > FAR_FROM_0)) {
+  const bool far[2] = {is_far(rows.reference[0]), is_far(rows.reference[1])};
+  float factor[2] = {scale, scale};
+  if (__any_sync(~0u, far[0] || far[1])) {
 #pragma unroll
-    for (int e = 0; e < N; ++e) s[e] = __fmul_rn(s[e], scale);
-    scale = 1.f;
+    for (int i = 0; i < 2; ++i) factor[i] = far[i] ? 1.f : scale;
+#pragma unroll
+    for (int e = 0; e < N; ++e)
+      if (far[e >> 1 & 1]) s[e] = __fmul_rn(s[e], scale);
   }
 #pragma unroll
   for (int e = 0; e < N; ++e) {
-    s[e] = exp2_approx(fmaf(s[e], scale, -rows.reference[e >> 1 & 1]));
+    s[e] = exp2_approx(fmaf(s[e], factor[e >> 1 & 1], -rows.reference[e >> 1 & 1]));
     sum[e & 3] += s[e];
   }
 #pragma unroll

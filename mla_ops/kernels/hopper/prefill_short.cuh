@@ -5,7 +5,6 @@
 
 constexpr int REGION = 128, THREADS = 128, WARPS = THREADS / 32;
 constexpr int LENGTHS = 256;  // kinds of requests in the table, by keys
-constexpr float NO_SCORE_YET = -1.2676506e30f;
 
 // Queries of one tile among a region's tokens. A warp's 16 rows are of `16 >> log_width` heads, `1 << log_width`
 // queries and as many keys of each: with fewer than 16 queries of one head, the warp has all keys at once.
@@ -156,7 +155,7 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
       moves |= now > reference[i];
       reference[i] = now;
       float scale = p.scale_log2;
-      if (__any_sync(~0u, fabsf(now) > FAR_FROM_0)) {
+      if (is_far(now)) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) w[e] = __fmul_rn(w[e], scale);
         scale = 1.f;
