@@ -169,31 +169,39 @@ def _doctor() -> int:
         print(f"\nLowerings on {', '.join(names)}, by a typical call of each op")
         print("\n".join(table))
     print(
-        "\nruns: chosen. available: on request, or after the one that runs. no: not on this device. -: there is none."
+        "\nruns: chosen. available: after the one that runs; with a number, on request. no: not on this device. "
+        "-: there is none."
     )
     print(f"A lowering can be forced with mla_ops.dispatch.override(...) or {dispatch.ENVIRONMENT_VARIABLE}=NAME.")
     return 0
 
 
 def _lowerings(device: torch.device) -> list[str]:
-    """Lines of a table: what each lowering does for each op. Notes are what a user can change."""
+    """Lines of a table: what each lowering does for each op. Notes are what a user can change, or ask for."""
     notes: list[str] = []
+
+    def number(note: str) -> int:
+        if note not in notes:
+            notes.append(note)
+        return notes.index(note) + 1
+
     cells: dict[str, list[str]] = {}
     for entry in dispatch.report(device):
         if not entry.exists:
             cell = "-"
         elif entry.reason is None:
             cell = "runs" if entry.runs else "available"
+            why = dispatch.ON_REQUEST.get((entry.backend, entry.op))
+            if why is not None and not entry.runs:
+                cell += f" ({number(f'on request only: {why}')})"
         elif isinstance(entry.reason, dispatch.Missing):
-            if entry.reason not in notes:
-                notes.append(entry.reason)
-            cell = f"no ({notes.index(entry.reason) + 1})"
+            cell = f"no ({number(entry.reason)})"
         else:
             cell = "no"
         cells.setdefault(entry.op, []).append(cell)
-    lines = [f"  {'op':36}" + "".join(f"{backend:>12}" for backend in dispatch.BACKENDS)]
-    lines += [f"  {op:36}" + "".join(f"{cell:>12}" for cell in row) for op, row in cells.items()]
-    return lines + [f"  ({number}) {note}" for number, note in enumerate(notes, 1)]
+    lines = [f"  {'op':36}" + "".join(f"{backend:>14}" for backend in dispatch.BACKENDS)]
+    lines += [f"  {op:36}" + "".join(f"{cell:>14}" for cell in row) for op, row in cells.items()]
+    return lines + [f"  ({place}) {note}" for place, note in enumerate(notes, 1)]
 
 
 def _why_no_cuda() -> str:

@@ -74,14 +74,14 @@ EVIDENCE = {
     TESTED: "`pytest -m gpu` on an H200; on the CPU `tests/`",
     INTERPRETED: "the tests of the op's family in `tests/`, with Triton's interpreter",
     COMPILES: "`tests/test_aot_compile.py`",
-    CONTRACT: "`tests/test_flashinfer.py`, `tests/test_dense_attention_adapters.py`, "
-    "`tests/test_sparse_attention_adapters.py`",
+    CONTRACT: "`tests/test_flashinfer.py`, `tests/test_flashinfer_sparse.py`, "
+    "`tests/test_dense_attention_adapters.py`, `tests/test_sparse_attention_adapters.py`",
     REFUSED: "`tests/test_dispatch.py`; the reason is the lowering's own",
 }
 
 
 class Cell(NamedTuple):
-    """The state of one lowering for one op over one format on one architecture, and why not."""
+    """The state of a lowering of one op over one format on one architecture, and why it is refused or on request."""
 
     state: str
     reason: str = ""
@@ -124,13 +124,12 @@ def cell(backend: str, call: Call, architecture: str) -> Cell:
     reason = dispatch.unsupported_reason(backend, call)
     if reason is not None and not isinstance(reason, Missing):
         return Cell(REFUSED, reason.partition(", these tensors are on")[0])
-    if architecture == "SM90":
-        if call.cache_format in MEASURED.get((backend, call.op), ()):
-            return Cell(MEASURED_ON)
-        return Cell(CONTRACT if backend in ADAPTERS else TESTED)
+    on_request = dispatch.ON_REQUEST.get((backend, call.op), "")
+    if architecture == "SM90" and call.cache_format in MEASURED.get((backend, call.op), ()):
+        return Cell(MEASURED_ON, on_request)
     if backend in ADAPTERS:
-        return Cell(CONTRACT)
-    return Cell(COMPILES)
+        return Cell(CONTRACT, on_request)
+    return Cell(TESTED if architecture == "SM90" else COMPILES)
 
 
 def lines() -> Iterator[Line]:
@@ -170,8 +169,11 @@ def markdown() -> str:
         "",
         "The reference runs every op on the CPU. An AMD GPU gets no CUDA C++ and no adapter, whatever capability it",
         "reports; Triton's kernels compile for gfx942 and gfx950 (`tests/test_aot_amd.py`) and have not run there.",
-        "FlashInfer's sparse attention for SM120 and SM121 is no lowering: as of 0.7.2 it rounds queries, weights or",
-        "both to e4m3, which no op's contract allows.",
+        "Dispatch never chooses what is on request: `dispatch.override` or `MLA_OPS_LOWERING` names it.",
+        "",
+        "FlashInfer's dense decode for SM100 (trtllm-gen) is no lowering. It multiplies what a page holds behind a",
+        "length by zero (vLLM's pull request 37442), which makes NaN of what is not finite there. Its sources are not",
+        "public.",
         "",
         f"| op | cache formats | lowering | {' | '.join(', '.join(names) for names in alike)} |",
         "|---" * (len(alike) + 3) + "|",
@@ -180,12 +182,13 @@ def markdown() -> str:
     for line in every:
         words = []
         for found in (line.cells[names[0]] for names in alike):
-            if found.state == REFUSED:
+            word = found.state
+            if found.reason:
                 if found.reason not in notes:
                     notes.append(found.reason)
-                words.append(f"refused ({notes.index(found.reason) + 1})")
-            else:
-                words.append(found.state)
+                number = notes.index(found.reason) + 1
+                word += f" ({number})" if found.state == REFUSED else f", on request ({number})"
+            words.append(word)
         text.append(f"| {' | '.join((line.op, ', '.join(line.cache_formats), line.backend, *words))} |")
-    text += ["", "Refused because:", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    text += ["", "Refused, or on request, because:", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     return "\n".join(text) + "\n"

@@ -57,7 +57,8 @@ def test_doctor_has_a_cell_for_every_op_and_notes_for_what_a_user_can_change(cap
     assert "transformers" in output
     rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines() if line.startswith("  ")}
     for entry in dispatch.report("cpu"):
-        cells = dict(zip(dispatch.BACKENDS, re.findall(r"-|no \(\d+\)|no|runs|available", rows[entry.op]), strict=True))
+        found = re.findall(r"-|no \(\d+\)|no|runs|available(?: \(\d+\))?", rows[entry.op])
+        cells = dict(zip(dispatch.BACKENDS, found, strict=True))
         if not entry.exists:
             assert cells[entry.backend] == "-"
         elif entry.reason is not None:
@@ -86,9 +87,10 @@ def test_doctor_has_a_cell_for_every_op_and_notes_for_what_a_user_can_change(cap
 def test_doctor_names_the_packages_that_a_gpu_can_use(capability, named, not_named, monkeypatch):
     """And no others, on a machine that has none of them."""
     from mla_ops import cli
-    from mla_ops.kernels import flash_attn, flash_mla, flashinfer
+    from mla_ops.kernels import flash_attn, flash_mla
+    from mla_ops.kernels.flashinfer import dense, installation
 
-    for module in (flash_attn, flash_mla, flashinfer):
+    for module in (flash_attn, flash_mla, dense, installation):
         monkeypatch.setattr(module, "is_installed", lambda name: False)
     monkeypatch.setattr(flash_mla, "find_provider", flash_mla.find_provider.__wrapped__)
     notes = [line for line in cli._lowerings(dispatch.stand_in(capability)) if line.startswith("  (")]

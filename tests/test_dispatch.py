@@ -333,7 +333,7 @@ def test_report_covers_every_op_and_backend(world: World) -> None:
     refused = rows["paged_sparse_attention", "flash_mla"]
     assert (refused.exists, refused.runs) == (True, False)
     assert "Hopper" in str(refused.reason)
-    assert not rows["paged_sparse_attention", "flashinfer"].exists
+    assert not rows["sparse_attention", "flashinfer"].exists
 
 
 def test_a_typical_call_of_each_op_is_one_that_hopper_runs_where_it_has_a_lowering(
@@ -348,7 +348,11 @@ def test_a_typical_call_of_each_op_is_one_that_hopper_runs_where_it_has_a_loweri
     assert {"paged_sparse_attention.extra", "paged_attention", "prefill_attention"} <= there
     assert {row.op for row in rows if row.backend == "hopper" and row.runs} == there
     for row in rows:
-        if row.backend in ("flash_mla", "flashinfer", "flash_attn") and row.exists:
+        if (
+            row.backend in ("flash_mla", "flashinfer", "flash_attn")
+            and row.exists
+            and "10.3, 12.0" not in str(row.reason)
+        ):
             assert isinstance(row.reason, dispatch.Missing), row
 
 

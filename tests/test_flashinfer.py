@@ -1,4 +1,4 @@
-"""FlashInfer's adapter: what it refuses, and what it passes on.
+"""FlashInfer's dense adapter: what it refuses, and what it passes on.
 
 FlashInfer's part is played by classes of the same signatures, as of 0.2 and as of 0.7, that insist on what the real
 ones need, leave rows without keys as they were, and return an lse in base 2. `test_flashinfer_gpu.py` runs an installed
@@ -25,7 +25,8 @@ from attention_inputs import SCALE, filled_cache, queries
 import mla_ops  # noqa: F401  (registers the ops)
 from mla_ops import dispatch
 from mla_ops.dispatch import Call
-from mla_ops.kernels import flashinfer
+from mla_ops.kernels.flashinfer import LOWERINGS, installation
+from mla_ops.kernels.flashinfer import dense as flashinfer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PREFILL = Call("prefill_attention", CUDA, torch.bfloat16, head_dim=192, num_heads=16, num_tokens=100, head_dim_v=128)
@@ -223,10 +224,10 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 16)
     monkeypatch.setattr(flashinfer, "_wrappers", {})
-    flashinfer._api.cache_clear()
+    installation.api.cache_clear()
     flashinfer._plan_metadata.cache_clear()
     yield package
-    flashinfer._api.cache_clear()
+    installation.api.cache_clear()
     flashinfer._plan_metadata.cache_clear()
 
 
@@ -248,7 +249,7 @@ def test_paged_attention_holds_the_contract(
     assert not out[3:].any()
     assert (lse[3:] == -math.inf).all()
     buffers = torch.full_like(out, math.nan), torch.full_like(lse, math.nan)
-    run = flashinfer.LOWERINGS["paged_attention"].run
+    run = LOWERINGS["paged_attention"].run
     run(q, cache, table, owners, lens, SCALE, "bf16", out=buffers[0], lse=buffers[1])
     assert torch.equal(buffers[0], out)
     assert torch.equal(buffers[1], lse)
@@ -355,10 +356,10 @@ def test_an_api_that_changed_is_named(library: ModuleType, monkeypatch: pytest.M
 
     monkeypatch.setattr(sys.modules["flashinfer.mla"], "BatchMLAPagedAttentionWrapper", Other)
     with pytest.raises(NotImplementedError, match="of the installed FlashInfer takes no head_dim_kpe, kv_data"):
-        flashinfer._api("BatchMLAPagedAttentionWrapper")
+        installation.api("BatchMLAPagedAttentionWrapper")
     monkeypatch.delattr(sys.modules["flashinfer.prefill"], "single_prefill_with_kv_cache")
     with pytest.raises(NotImplementedError, match=r"has no flashinfer.prefill.single_prefill_with_kv_cache"):
-        flashinfer._api("single_prefill_with_kv_cache")
+        installation.api("single_prefill_with_kv_cache")
 
 
 @pytest.fixture
@@ -366,11 +367,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:
     """A Hopper GPU and what is installed beside it."""
     installed = {"flashinfer", "flashinfer_jit_cache", "triton"}
     monkeypatch.setattr(flashinfer, "device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flashinfer, "is_installed", lambda module: module in installed)
-    monkeypatch.setattr(flashinfer.shutil, "which", lambda program: None)
+    for module in (flashinfer, installation):
+        monkeypatch.setattr(module, "is_installed", lambda name: name in installed)
+    monkeypatch.setattr(installation.shutil, "which", lambda program: None)
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(flashinfer, "DEFAULT_CUDA_HOME", tmp_path / "none")
+    monkeypatch.setattr(installation, "DEFAULT_CUDA_HOME", tmp_path / "none")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return installed
 
@@ -390,7 +392,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:
     ids=["prefill", "CPU", "float32", "192/192", "paged", "format", "head dim", "float16"],
 )
 def test_what_flashinfer_refuses(call: Call, words: str | None, machine: set[str]) -> None:
-    reason = flashinfer.LOWERINGS[call.op].unsupported_reason(call)
+    reason = LOWERINGS[call.op].unsupported_reason(call)
     assert reason is None if words is None else words in str(reason)
 
 
@@ -401,7 +403,7 @@ def test_what_flashinfer_refuses(call: Call, words: str | None, machine: set[str
 def test_what_is_not_installed_is_named(missing: str, words: str, machine: set[str]) -> None:
     machine.discard(missing)
     for call in (PREFILL, PAGED):
-        assert words in str(flashinfer.LOWERINGS[call.op].unsupported_reason(call))
+        assert words in str(LOWERINGS[call.op].unsupported_reason(call))
 
 
 def test_a_compiler_is_found_where_flashinfer_looks(
@@ -412,7 +414,7 @@ def test_a_compiler_is_found_where_flashinfer_looks(
     assert flashinfer.prefill_reason(PREFILL) is None
     monkeypatch.delenv("CUDA_PATH")
     assert flashinfer.prefill_reason(PREFILL) is not None
-    monkeypatch.setattr(flashinfer, "DEFAULT_CUDA_HOME", tmp_path)
+    monkeypatch.setattr(installation, "DEFAULT_CUDA_HOME", tmp_path)
     assert flashinfer.prefill_reason(PREFILL) is None
 
 

@@ -13,7 +13,7 @@ from attention_inputs import SCALE, filled_cache, poison_unused, queries
 
 import mla_ops
 from mla_ops import dispatch
-from mla_ops.kernels import flashinfer
+from mla_ops.kernels.flashinfer import dense as flashinfer
 
 pytestmark = pytest.mark.gpu
 

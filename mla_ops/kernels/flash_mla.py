@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from ..dispatch import Call, Lowering, Missing, is_installed
 from ..formats import LATENT_DIM, geometry
 from .alignment import aligned
-from .reference.index import translate
-from .reference.sparse_attention import whole_query
+from .reference.sparse_attention import slots_or_minus_one, whole_query
 
 # its planning kernel keeps 20 bytes a row in shared memory and exits the process when they do not fit; below this
 # chunk no offset of 64 or 128 heads reaches 2**31 either
@@ -136,23 +135,6 @@ def _pad_indices(indices: torch.Tensor, multiple: int) -> torch.Tensor:
     return F.pad(indices, (0, missing), value=-1) if missing else aligned(indices)
 
 
-def slots_or_minus_one(
-    indices: torch.Tensor,
-    num_blocks: int,
-    block_size: int,
-    topk_length: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    req_id_per_token: torch.Tensor | None,
-) -> torch.Tensor:
-    """Slots, with -1 for everything that the contract does not attend to."""
-    if block_table is not None and req_id_per_token is not None:
-        indices = translate(req_id_per_token, block_table, indices, block_size, num_blocks)
-    valid = (indices >= 0) & (indices < num_blocks * block_size)
-    if topk_length is not None:
-        valid &= torch.arange(indices.shape[1], device=indices.device) < topk_length.unsqueeze(1)
-    return torch.where(valid, indices, -1).to(torch.int32)
-
-
 def _write_lse(lse: torch.Tensor, theirs: torch.Tensor) -> None:
     lse.copy_(torch.where(theirs == torch.inf, -torch.inf, theirs))
 
@@ -184,14 +166,13 @@ def paged_sparse_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
     num_tokens, num_heads, _ = q.shape
     if num_tokens == 0:
         return
-    if num_blocks == 0 or indices.shape[1] == 0:
+    if kv_cache.shape[0] == 0 or indices.shape[1] == 0:
         _fill_empty(out, lse)
         return
-    slots = slots_or_minus_one(indices, num_blocks, block_size, topk_length, block_table, req_id_per_token)
+    slots = slots_or_minus_one(kv_cache, indices, cache_format, topk_length, block_table, req_id_per_token)
     slots = _pad_indices(slots, DECODE_TOPK_MULTIPLE)
     q, attn_sink = pad_query(whole_query(q, q_rope)), pad_sink(attn_sink)
     provider, _ = find_provider()

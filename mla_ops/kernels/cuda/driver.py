@@ -44,7 +44,7 @@ class Function:
         self.compiled = compiled
         self.device_index = device_index
         attribute = driver.CUfunction_attribute
-        with _current(device_index), _relaxed_capture():
+        with _current(device_index), relaxed_capture():
             self._module = _check(driver.cuModuleLoadData(compiled.cubin))
             self._function = _check(driver.cuModuleGetFunction(self._module, compiled.symbol.encode()))
             device = _check(driver.cuDeviceGet(device_index))
@@ -70,7 +70,7 @@ class Function:
 
         block = self._static_shared_bytes + self.compiled.shared_bytes + RESERVED_SHARED_BYTES
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        with _current(self.device_index), _relaxed_capture():
+        with _current(self.device_index), relaxed_capture():
             device = _check(driver.cuDeviceGet(self.device_index))
             most = _check(
                 driver.cuDeviceGetAttribute(
@@ -185,7 +185,7 @@ def lasting_zeros(device_index: int, size: int) -> int:
     """The address of memory that nobody frees, zeros when this returns, also during a capture."""
     from cuda.bindings import driver
 
-    with _current(device_index), _relaxed_capture():
+    with _current(device_index), relaxed_capture():
         address = int(_check(driver.cuMemAlloc(size)))
         stream = _check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
         _check(driver.cuMemsetD8Async(address, 0, size, stream))
@@ -227,7 +227,7 @@ def _current(device_index: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _relaxed_capture() -> Iterator[None]:
+def relaxed_capture() -> Iterator[None]:
     """Loading code allocates, which a stream capture in another or in this thread would forbid."""
     from cuda.bindings import driver
 

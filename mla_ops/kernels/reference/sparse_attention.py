@@ -75,6 +75,19 @@ def _paged_slots(
     return slots, (slots >= 0) & (slots < num_blocks * block_size) & _within_length(indices, topk_length)
 
 
+def slots_or_minus_one(
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    cache_format: str,
+    topk_length: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    req_id_per_token: torch.Tensor | None,
+) -> torch.Tensor:
+    """int32 slots, with -1 for everything that the contract does not attend to."""
+    slots, valid = _paged_slots(kv_cache, indices, cache_format, topk_length, block_table, req_id_per_token)
+    return torch.where(valid, slots, -1).to(torch.int32)
+
+
 def paged_sparse_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

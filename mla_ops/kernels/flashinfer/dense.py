@@ -12,21 +12,18 @@ import functools
 import importlib
 import inspect
 import math
-import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..dispatch import Call, Lowering, Missing, device_capability, into_buffers, is_installed
-from ..formats import LATENT_DIM, geometry
-from .alignment import aligned
-from .reference.sparse_attention import whole_query
-from .torch_sdpa import empty_result, is_one_request_with_itself
+from ...dispatch import Call, Lowering, Missing, device_capability, into_buffers, is_installed
+from ...formats import LATENT_DIM, ROPE_DIM, geometry
+from ..alignment import aligned
+from ..reference.sparse_attention import whole_query
+from ..torch_sdpa import empty_result, is_one_request_with_itself
+from .installation import api, is_capturing, missing_installation
 
 PREFILL_HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-ROPE_DIM = 64
 LATENT_AND_ROPE = (slice(0, LATENT_DIM), slice(LATENT_DIM, None))
 WORKSPACE_BYTES = 256 * 2**20
 # A prefill on Hopper plans 7 integers for each of up to 4096 tiles of each head, and has room for half of it by itself.
@@ -34,30 +31,14 @@ INT_WORKSPACE_BYTES = 16 * 2**20
 # its plan holds 16384 pieces of work, and older versions write past them; a row of 128 heads is up to two, and a split
 # one more
 MAX_ROWS_PER_CALL = 4096
-# FlashInfer looks for nvcc here besides the environment and the path
-DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
-WANTED: dict[str, tuple[str, ...]] = {
-    "BatchPrefillWithRaggedKVCacheWrapper": ("head_dim_vo", "sm_scale", "kv_data_type"),
-    "BatchMLAPagedAttentionWrapper": ("head_dim_ckv", "head_dim_kpe", "kv_data_type"),
-    "single_prefill_with_kv_cache": ("causal", "sm_scale", "return_lse"),
-}
-
-
-def _has_nvcc() -> bool:
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc")
-    return bool(named) or DEFAULT_CUDA_HOME.exists()
 
 
 def _installation_reason(call: Call) -> str | None:
     if call.device.type != "cuda" or device_capability(call.device) < (8, 0):
         return f"it needs a GPU of compute capability 8.0 or later, these tensors are on {call.device}"
-    if not is_installed("flashinfer"):
-        return Missing("FlashInfer is not installed: pip install flashinfer-python")
-    if not (is_installed("flashinfer_jit_cache") or _has_nvcc()):
-        return Missing(
-            "FlashInfer compiles its kernels with nvcc, which was not found; nor was flashinfer-jit-cache: "
-            "install one of them"
-        )
+    missing = missing_installation()
+    if missing is not None:
+        return missing
     if not is_installed("triton"):
         return Missing(
             "what its kernels leave out is made by Triton kernels, and Triton is not installed: pip install triton"
@@ -87,7 +68,7 @@ def paged_reason(call: Call) -> str | None:
 
 def _refuse_capture(op: str, device: torch.device) -> None:
     """Not a reason for dispatch, which remembers its choice for calls outside of a capture."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise NotImplementedError(
             f"{op}: FlashInfer plans on the host, by lengths that are on the device: a CUDA graph that is being "
             "captured cannot wait for them, and would replay the plan of these"
@@ -95,23 +76,9 @@ def _refuse_capture(op: str, device: torch.device) -> None:
 
 
 @functools.cache
-def _api(name: str) -> Any:
-    """A class or function of FlashInfer, imported by the first call that needs it, with the arguments used here."""
-    module = importlib.import_module("flashinfer.mla" if "MLA" in name else "flashinfer.prefill")
-    found: Any = getattr(module, name, None)
-    if found is None:
-        raise NotImplementedError(f"the installed FlashInfer has no {module.__name__}.{name}")
-    taken = inspect.signature(getattr(found, "plan", found)).parameters
-    missing = [argument for argument in WANTED[name] if argument not in taken]
-    if missing:
-        raise NotImplementedError(f"{module.__name__}.{name} of the installed FlashInfer takes no {', '.join(missing)}")
-    return found
-
-
-@functools.cache
 def _plan_metadata() -> Any | None:
     """`MLAPlanMetadata`, where a plan takes its lengths and blocks in one; None where it takes them one by one."""
-    taken = inspect.signature(_api("BatchMLAPagedAttentionWrapper").plan).parameters
+    taken = inspect.signature(api("BatchMLAPagedAttentionWrapper").plan).parameters
     return importlib.import_module("flashinfer.mla").MLAPlanMetadata if "metadata" in taken else None
 
 
@@ -130,7 +97,7 @@ def _wrapper(name: str, backend: str, device: torch.device) -> Any:
     wrapper = _wrappers.get((name, backend, device, stream))
     if wrapper is None:
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        wrapper = _wrappers[name, backend, device, stream] = _api(name)(workspace, backend=backend)
+        wrapper = _wrappers[name, backend, device, stream] = api(name)(workspace, backend=backend)
         if name == "BatchPrefillWithRaggedKVCacheWrapper":
             integers = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             wrapper.reset_workspace_buffer(workspace, integers)
@@ -165,7 +132,7 @@ def _on_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 def _single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, ...]:
     """Causal, as many keys as queries."""
-    out, lse = _api("single_prefill_with_kv_cache")(
+    out, lse = api("single_prefill_with_kv_cache")(
         q, k, v, causal=True, sm_scale=softmax_scale, backend=_backend(q.device), return_lse=True
     )
     return out.contiguous(), lse * math.log(2)
@@ -183,7 +150,7 @@ def compute_prefill(
     *,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from .triton.dense_attention import clear_behind
+    from ..triton.dense_attention import clear_behind
 
     empty = empty_result(q, k, v, cu_seqlens_q)
     if empty is not None:
@@ -275,7 +242,7 @@ def compute_paged(
     *,
     q_rope: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from .triton.dense_attention import compact_blocks
+    from ..triton.dense_attention import compact_blocks
 
     _refuse_capture("paged_attention", q.device)
     num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
