@@ -243,6 +243,45 @@ def test_a_shape_that_is_new_in_a_capture_is_planned_beside_it(monkeypatch: pyte
     assert torch.equal(captured[0], eager[0][:2])
 
 
+def on_gpu(query, kv_cache, block_tables, seq_lens, out, lse, bmm1_scale, **_):
+    """`trtllm` of pages that are not apart, without a word to the host; it refuses a capture of what is new to it."""
+    if torch.cuda.is_current_stream_capturing() and query.shape not in known:
+        raise ValueError("it has not been planned")
+    known.add(query.shape)
+    torch.empty(2**28, dtype=torch.uint8, device=query.device)  # memory that the allocator has to ask CUDA for
+    keys = kv_cache.flatten(0, 1)[block_tables[:, 0].long()].float()
+    scores = torch.einsum("thd,tkd->thk", query[:, 0].float(), keys) * bmm1_scale
+    behind = torch.arange(keys.shape[1], device=query.device) >= seq_lens[:, None, None]
+    scores = scores.masked_fill(behind, -math.inf)
+    out[:, 0] = (scores.softmax(-1) @ keys[..., :512]).bfloat16()
+    lse.copy_(torch.logsumexp(scores, -1) / math.log(2))
+
+
+known: set[torch.Size] = set()
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_its_inputs_and_needs_no_call_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any GPU, with FlashInfer played: what the adapter does itself can be captured."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    monkeypatch.setattr(sparse, "api", lambda name: on_gpu)
+    known.clear()
+    cache, q = filled_cache("bf16", 5, 64, device), queries(7, 5, torch.bfloat16, device)
+    indices, sink = some_indices(7, 200, 320, device), torch.randn(5, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sparse.compute_sparse(q, cache, indices, SCALE, "bf16", attn_sink=sink)
+    for _ in range(2):
+        q.normal_()
+        indices.copy_(some_indices(7, 200, 320, device))
+        indices[3] = -1
+        graph.replay()
+        eager = sparse.compute_sparse(q, cache, indices, SCALE, "bf16", attn_sink=sink)
+        expected = attention_oracle.attention(q, cache, indices, SCALE, attn_sink=sink, operand=torch.bfloat16)
+        for out, lse in (captured, eager):
+            attention_oracle.assert_close(out, lse, sink_later(expected))
+
+
 SM120 = Call("paged_sparse_attention", dispatch.stand_in((12, 0)), torch.bfloat16, "fp8_ds_mla", 576, 128, 4, 2048)
 BOTH = SM120._replace(
     op="paged_sparse_attention.extra",

@@ -21,6 +21,7 @@ WANTED: dict[str, tuple[str, ...]] = {
     "BatchPrefillWithRaggedKVCacheWrapper": ("head_dim_vo", "sm_scale", "kv_data_type"),
     "BatchMLAPagedAttentionWrapper": ("head_dim_ckv", "head_dim_kpe", "kv_data_type"),
     "single_prefill_with_kv_cache": ("causal", "sm_scale", "return_lse"),
+    # the second since 0.7.1, whose kernels read zeros for a masked key: before, slot 0, whatever stands there
     "SparseMLASm120Wrapper": ("kv_scale_format", "compute_precision"),
     "trtllm_batch_decode_with_kv_cache_mla": ("sparse_mla_top_k", "return_lse", "multi_ctas_kv_counter_buffer"),
 }
@@ -53,9 +54,11 @@ def api(name: str) -> Any:
     module = importlib.import_module("flashinfer.prefill" if "refill" in name else "flashinfer.mla")
     found: Any = getattr(module, name, None)
     if found is None:
-        raise NotImplementedError(f"the installed FlashInfer has no {module.__name__}.{name}")
+        raise NotImplementedError(f"the installed FlashInfer has no {module.__name__}.{name}: install a newer one")
     taken = inspect.signature(getattr(found, "plan", found)).parameters
     missing = [argument for argument in WANTED[name] if argument not in taken]
     if missing:
-        raise NotImplementedError(f"{module.__name__}.{name} of the installed FlashInfer takes no {', '.join(missing)}")
+        raise NotImplementedError(
+            f"{module.__name__}.{name} of the installed FlashInfer takes no {', '.join(missing)}: install a newer one"
+        )
     return found

@@ -11,7 +11,8 @@ round more than the contract allows, which is why dispatch never chooses them by
 So a score is off by up to `e = softmax_scale * sum over latent dims of |k_d| * max(|q_d| / 16, amax / 2**17)`, an lse
 by the largest e of its row, and an output by `(exp(2 e) * (1 + w) - 1) * A`, `A = sum of p_k |v_k|`, with w = 1/16 for
 `fp8_ds_mla_v4` and 1/256 for `fp8_ds_mla`; each key adds at most `2**-10` of the largest weight times scale.
-(compute_precision="bf16", without such rounding, exists for the 528 bytes of V4.1 alone.)
+(compute_precision="bf16", without such rounding, exists for the 528 bytes of V4.1 alone.) Before 0.7.1 they read slot 0
+for a key that is masked, so that a NaN there reaches an output: those versions are refused.
 
 **SM100, SM103** (trtllm-gen): `bf16` rows of 576, multiplied as they are. The sources of these kernels are not public.
 A vLLM report (pull request 37442) says that they multiply what lies behind a length in a tile of 128 keys by zero,
