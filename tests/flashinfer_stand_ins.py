@@ -200,50 +200,31 @@ def trtllm(query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk
 trtllm_calls: list[dict[str, Any]] = []
 
 
-def smallest_steps(
-    weights: torch.Tensor, keys: torch.Tensor, token: int, cache_format: str, *sources: attention_oracle.Source
-) -> torch.Tensor:
-    """What half of e4m3's smallest step, 2**-10 of 448, is in each weight times scale: `[heads, 512]`."""
-    latent, group = group_of(cache_format)
-    scales = []
-    for source in sources:
-        length = None if source.topk_length is None else int(source.topk_length[token])
-        slots = attention_oracle.valid_slots(source.indices[token].tolist(), *source.keys.shape[:2], length, None)
-        block, offset = torch.tensor(slots, dtype=torch.int64).view(-1, 2).unbind(1)
-        by_slot = scales_of(source.cache, cache_format).unflatten(0, source.keys.shape[:2])
-        scales.append(by_slot[block, offset])
-    scale = torch.cat(scales)
-    largest = (weights.unsqueeze(-1) * scale).amax(1)
-    values = (keys[:, :latent].abs().unflatten(-1, (-1, group)) / scale.unsqueeze(-1)).sum(0)
-    steps = torch.zeros(len(weights), 512, dtype=torch.float64)
-    steps[:, :latent] = (2.0**-10 / 448 * largest.unsqueeze(-1) * values).flatten(1)
-    return steps
-
-
 def widened(
-    expected: attention_oracle.Expected, q: torch.Tensor, cache_format: str, *sources: attention_oracle.Source
+    expected: attention_oracle.Expected, q: torch.Tensor, source: attention_oracle.Source
 ) -> attention_oracle.Expected:
-    """The bounds with what e4m3 adds to them, as the docstring of the lowering derives it."""
+    """The bounds with what e4m3 adds to them, as the docstring of the lowering derives it; every row has a key."""
+    cache_format = source.cache_format
     latent, group = group_of(cache_format)
+    scales = scales_of(source.cache, cache_format)
     outs, lses = [], []
     for token in expected.tokens:
-        keys = torch.cat([source.chosen(token, None)[0] for source in sources])
-        if not len(keys):
-            outs.append(torch.zeros_like(expected.out_tolerance[0]))
-            lses.append(torch.zeros_like(expected.lse_tolerance[0]))
-            continue
-        query = q[token].double()
+        slots = attention_oracle.valid_slots(source.indices[token].tolist(), *source.keys.shape[:2], None, None)
+        chosen = torch.tensor([block * source.keys.shape[1] + offset for block, offset in slots])
+        keys, scale = source.keys.flatten(0, 1)[chosen], scales[chosen]
+        query, size = q[token].double(), keys[:, :512].abs()
         parts = query[:, :latent].abs().unflatten(-1, (-1, group))
-        off = torch.maximum(parts / 16, parts.amax(-1, keepdim=True) * 2.0**-17).flatten(1)
+        off = torch.maximum(parts / 16, parts.amax(-1, keepdim=True).clamp(min=1e-4) * 2.0**-17).flatten(1)
         e = (off @ keys[:, :latent].abs().T * SCALE).amax(1)
         weights = (query @ keys.T * SCALE).softmax(1)
         w = 1 / 16 if cache_format == "fp8_ds_mla_v4" else 1 / 256
-        size = keys[:, :512].abs()
+        # half of e4m3's smallest step, 2**-10 of 448, in each weight times scale
+        largest = (weights.amax(1, keepdim=True) * scale.amax(0)).clamp(min=1e-10)
+        values = (size[:, :latent].unflatten(-1, (-1, group)) / scale.unsqueeze(-1)).sum(0)
+        steps = torch.zeros_like(expected.out_tolerance[0])
+        steps[:, :latent] = (2.0**-10 / 448 * largest.unsqueeze(-1) * values).flatten(1)
         factor = torch.exp(2 * e)[:, None]
-        outs.append(
-            (factor * (1 + w) - 1) * (weights @ size)
-            + factor * smallest_steps(weights, keys, token, cache_format, *sources)
-        )
+        outs.append((factor * (1 + w) - 1) * (weights @ size) + factor * steps)
         lses.append(e)
     return dataclasses.replace(
         expected,

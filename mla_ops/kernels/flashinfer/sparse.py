@@ -3,14 +3,15 @@
 **SM120, SM121** (`SparseMLASm120Wrapper`): `fp8_ds_mla`, `fp8_ds_mla_v4`, and two caches of the latter. Its kernels
 round more than the contract allows, which is why dispatch never chooses them by itself. To e4m3 (0.7.2) go
 
-- the latent dims of a query, in groups of 128 of `fp8_ds_mla` and 64 of `fp8_ds_mla_v4`, by the power of two that is
-  amax / 448 or next above; but not over `fp8_ds_mla_v4` with more than 64 tokens and two caches or up to 256 keys;
-- the weights, times the scale of the key's group, for 64 keys of a head together, by their largest / 448: once for
+- the latent dims of a query, in groups of 128 of `fp8_ds_mla` and 64 of `fp8_ds_mla_v4`, divided by amax / 448 or the
+  next power of two; but not over `fp8_ds_mla_v4` with more than 64 tokens and two caches or up to 256 keys;
+- the weights, times the scale of the key's group, for each tile of keys and head, by their largest / 448: once for
   `fp8_ds_mla_v4`; for `fp8_ds_mla` what the first rounding leaves is rounded and added as well.
 
-So a score is off by up to `e = softmax_scale * sum over latent dims of |k_d| * max(|q_d| / 16, amax / 2**17)`, an lse
-by the largest e of its row, and an output by `(exp(2 e) * (1 + w) - 1) * A`, `A = sum of p_k |v_k|`, with w = 1/16 for
-`fp8_ds_mla_v4` and 1/256 for `fp8_ds_mla`; each key adds at most `2**-10` of the largest weight times scale.
+With amax at least 1e-4, a score is off by up to
+`e = softmax_scale * sum over latent dims of |k_d| * max(|q_d| / 16, amax / 2**17)`, an lse by the largest e of its row,
+and an output by `(exp(2 e) * (1 + w) - 1) * A`, `A = sum of p_k |v_k|`, with w = 1/16 for `fp8_ds_mla_v4` and 1/256 for
+`fp8_ds_mla`; each key adds at most `2**-10` of the row's largest weight times the largest scale, or of 1e-10.
 (compute_precision="bf16", without such rounding, exists for the 528 bytes of V4.1 alone.) Before 0.7.1 they read slot 0
 for a key that is masked, so that a NaN there reaches an output: those versions are refused.
 
