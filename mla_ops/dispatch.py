@@ -1,7 +1,7 @@
 """Which lowering runs: a pure function of device, dtypes, shapes and what is installed. Explainable, overridable.
 
 A *lowering* is one implementation of one op. A *backend* is a folder of them, `mla_ops/kernels/<backend>/<family>.py`,
-or a module, which adapts a library. Each has a `LOWERINGS` dict from op name to `Lowering`; an overload with
+or a module, which adapts a library. Each module has a `LOWERINGS` dict from op name to `Lowering`; an overload with
 arguments of its own is an op of its own, `op.overload`, which `override` takes by the name of its op. For a call,
 dispatch tries the backends of `order_for` and takes the first that has no reason against it. Nothing is imported before
 it is asked for, and nothing is compiled to choose.
