@@ -54,7 +54,7 @@ T* peer_pointer(T* here, u32 rank) {
   return reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(simt::ctas[rank].shared.data()) + offset);
 }
 
-#include "topk_short.cuh"
+#include "topk_row.cuh"
 
 static i64 row_of_front;
 static void begin_front(const Params& p, i64 row) {
@@ -77,7 +77,7 @@ void launch(const Params& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
     const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
     begin_front(p, row);
-    Selection<THREADS, VECTORS, SAMPLED>(p, simt::shared_memory()).run(row, blockIdx.x % p.cluster);
+    Selection<THREADS, VECTORS, SAMPLED, true>(p, simt::shared_memory()).run(row, blockIdx.x % p.cluster);
   });
 }
 

@@ -92,6 +92,8 @@ def test_rows_have_starts_ends_and_block_tables(library: ctypes.CDLL, plan: topk
         (30, 20),
         (7, 1207),
         (2, 33),
+        (1001, 1203),
+        (1397, 9999),
         (9, 9),
         (5, INT_MIN),
         (INT_MAX, 3),

@@ -25,7 +25,7 @@ SM_SHARED_BYTES = 228 * 1024
 
 
 class Params(ctypes.Structure):
-    """The struct of topk_row.cuh."""
+    """The struct of topk_params.cuh."""
 
     _fields_ = [
         ("scores", POINTER),

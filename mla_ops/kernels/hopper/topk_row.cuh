@@ -10,79 +10,10 @@
 //
 // So the result is exact whatever the sample was like, and no buffer can overflow: there is room for k entries and a
 // chunk.
+//
+// Of few rows, one that a CTA's registers hold needs none of this, however wide the tensor is (topk_short.cuh).
 #pragma once
-#include "topk_select.cuh"
-
-struct Params {
-  const float* scores;     // [num_rows, num_columns]
-  const int* starts;       // [num_rows]; null: 0
-  const int* ends;         // [num_rows]; null: all columns
-  int* indices;            // [num_rows, k]
-  int* lengths;            // [num_rows]
-  const int* block_table;  // [num_requests, table_width]
-  const int* requests;     // [num_rows]; null: not asked for
-  i64 pitch;
-  i64 indices_pitch;
-  i64 table_pitch;
-  u32 num_rows;
-  int num_columns;
-  int k;
-  int table_width;
-  int num_requests;
-  int block_size;    // 0: columns as they are
-  int known_only;    // a row of a request that there is not has no columns
-  u32 cluster;
-  u32 capacity;  // entries: at least k and a chunk, the power of two from k on
-  u32 least;     // groups of 4 columns that a CTA takes at least, where there are several
-  u32 gated;     // columns of a row from which on there is a gate; at least those of a sample and 8
-  u32 sampled;   // groups of 4 columns
-  u32 spare;     // part of the gate's rank in a sample by which it may lie below it
-  int sorted;
-
-  // What memory has of a row; bounds may hold any number.
-  struct Given {
-    int start, end, request;
-  };
-
-  DEVICE void prefetch_given(i64 row) const {
-    if (starts != nullptr) prefetch_to_l2(starts + row);
-    if (ends != nullptr) prefetch_to_l2(ends + row);
-    if (requests != nullptr) prefetch_to_l2(requests + row);
-  }
-
-  DEVICE Given given_of(i64 row) const {
-    return {starts == nullptr ? 0 : starts[row], ends == nullptr ? num_columns : ends[row],
-            requests == nullptr ? 0 : requests[row]};
-  }
-
-  // The row's columns.
-  DEVICE void columns_of(const Given& given, int& start, int& end) const {
-    start = min(max(given.start, 0), num_columns);
-    end = min(max(given.end, start), num_columns);
-    if (known_only && static_cast<u32>(given.request) >= static_cast<u32>(num_requests)) end = start;
-  }
-
-  // The slot of a column's key, -1 if the table has none.
-  DEVICE int translated(int column, int request) const {
-    if (block_size == 0) return column;
-    const int block = column / block_size;
-    if (static_cast<u32>(request) >= static_cast<u32>(num_requests) || block >= table_width) return -1;
-    const int found = block_table[request * table_pitch + block];
-    const i64 slot = static_cast<i64>(found) * block_size + (column - block * block_size);
-    return found < 0 || slot > 0x7fffffff ? -1 : static_cast<int>(slot);
-  }
-};
-
-// A row, with columns counted from a multiple of 16 bytes.
-struct Row {
-  const float* scores;
-  int start, end;
-  int skew;  // that column 0 has
-
-  DEVICE bool has(int column) const { return static_cast<u32>(column - start) < static_cast<u32>(end - start); }
-};
-
-DEVICE float absent() { return __uint_as_float(0x7fffffff); }
+#include "topk_short.cuh"
 
 // Scores that reach the gate go on. A gate without a score lets everything pass, NaN too.
 struct Gate {
@@ -105,8 +36,8 @@ struct Sampled {
   }
 };
 
-// SAMPLED groups of four of a sample for each thread.
-template <int THREADS, int VECTORS, int SAMPLED>
+// SAMPLED groups of four of a sample for each thread. FEW_ROWS: latency is all, and short rows are held in registers.
+template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS>
 struct Selection {
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
   static constexpr u32 CHUNK = STEP * 4;
@@ -338,6 +269,12 @@ struct Selection {
     row.skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4);
     row.scores = scores - row.skew, row.start = start + row.skew, row.end = start + length + row.skew;
     const u32 row_first = row.start / 4, row_vectors = (row.end + 3) / 4 - row_first;
+    if (FEW_ROWS && row_vectors <= THREADS) {
+      if (rank > 0) return;
+      Held<1> held(4 * row_first);
+      held.load(row.scores, row.skew, p.num_columns);
+      return held.template choose<THREADS>(p, control, bins, number, given.request, row);
+    }
     const u32 share = max((row_vectors + p.cluster - 1) / p.cluster, p.least), before = min(rank * share, row_vectors);
     const bool alone = row_vectors <= share;
     if (alone && rank > 0) return;

@@ -78,9 +78,8 @@ DEVICE u32 before_warp(Control& control, u32 count, u32 parity, u32& total) {
 // Sum of what the threads before this one bring.
 template <int THREADS>
 DEVICE u32 exclusive_scan(Control& control, u32 value, u32& total) {
-  const u32 inclusive = inclusive_scan(value, threadIdx.x % 32);
-  const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
-  return before_warp<THREADS>(control, of_warp, 0, total) + inclusive - value;
+  const u32 before = before_warp<THREADS>(control, __reduce_add_sync(~0u, value), 0, total);
+  return before + inclusive_scan(value, threadIdx.x % 32) - value;
 }
 
 template <int THREADS>
