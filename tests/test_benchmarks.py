@@ -377,6 +377,13 @@ def test_mixtures_name_lengths() -> None:
     assert len({*table[0].tolist(), table[1, 0].item(), table[2, 0].item()}) == 5
 
 
+def test_mixtures_run_beside_rows_of_one_length(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device", "cpu", "--iterations", "1", "--sets", "1", "--cache-formats", "bf16", "--shapes", "3x8"]
+    arguments += ["--topk", "64", "--sparse", "none,one", "--dense-formats", "bf16", "--dense", "1x100+3x7"]
+    assert importlib.import_module("benchmarks.mixtures").main(arguments) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["format", *["bf16"] * 2] * 2
+
+
 def test_a_prediction_scales_with_multiprocessors_down_to_what_bytes_and_products_take() -> None:
     gpu = portable.Gpu("of half the rate", 80, 66, portable.CLOCK_GHZ, 1000.0, 100.0)
     assert portable.predicted_us(50.0, 132, gpu, 1000, 1000) == pytest.approx(100.0)
