@@ -19,7 +19,7 @@ from .costs import Costs, predicted_us
 from .launch import SPLITS, Balance, Clusters, Keys, Shape, tiles_for
 
 LEAST_US = 50.0  # of full rows: with less, parts and their sum take what an even share saves
-LEAST_US_OF_TWO = 75.0  # where the launch that returns adds one or two
+LEAST_US_OF_TWO = 75.0  # where the launch that returns adds up to five
 SLOWER = 1.15  # a balanced launch's turns, relative to those of launches by shapes
 MARGIN_US = 12.0  # what parts, their sum and the search for shares take at most, with a reserve
 ROW_TURNS = 2  # as in balance.cuh
