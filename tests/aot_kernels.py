@@ -256,7 +256,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         tile = sparse_attention.tile(device, heads, mode)
         if translated:
             tile = sparse_attention.translated_tile(tile)
-        partial = heads == 16 and translated
+        partial = translated and (heads == 16 or tile.block_h == 64)
         types = {
             "q": f"*{SHORT[dtype]}",
             "q_rope": "none",
@@ -269,7 +269,8 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         types |= {"indices": "*i32"} | dict.fromkeys(looked_up, "*i32" if translated else "none")
         operands = "fp8_half" if tile.half else mode
         constants = {"KEYS": cache_keys(capability, fmt, operands, dim, translated), "TILE": tile, "PARTIAL": partial}
-        constants |= {"ROPE": dim == 576, "Q_UNIT": 8, "UPCAST": False}
+        out_unit = 4 if partial or dtype == torch.float32 else 8
+        constants |= {"ROPE": dim == 576, "Q_UNIT": 8, "OUT_UNIT": out_unit, "UPCAST": False}
         options = {"num_warps": tile.num_warps}
         name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if translated else ', slots'}]"
         variant = Variant(name, sparse_attention._attend_kernel, types, constants, options)
@@ -287,6 +288,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         }
         most = sparse_attention.MAX_SPLITS
         constants = {"MAX_SPLITS": most, "BLOCK_S": sparse_attention.merge_block(most)}
+        constants["OUT_UNIT"] = 8 if element == "bf16" else 4
         yield Variant(f"merge_splits[{element}]", sparse_attention._merge_splits_kernel, types, constants)
 
 
@@ -308,7 +310,8 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
             types |= dict.fromkeys(("topk_length", "extra_topk_length", "block_table"), "none")
         if heads == 64:
             types |= dict.fromkeys(("block_table", "extra_block_table", "req_id_per_token"), "none")
-        constants = {"ROPE": dim == 576, "Q_UNIT": 8, "PARTIAL": partial, "UPCAST": False}
+        constants = {"ROPE": dim == 576, "Q_UNIT": 8, "OUT_UNIT": 4 if partial else 8}
+        constants |= {"PARTIAL": partial, "UPCAST": False}
         for prefix, name, mode in (("", fmt, modes[0]), ("extra_", extra, modes[1])):
             entry = FORMATS[name]
             types[f"{prefix}kv"] = "*u8" if entry.quantized else f"*{SHORT[dtype]}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_inputs import check, filled_cache, queries, rows_with_wide_scales, some_indices
+from attention_inputs import check, filled_cache, key_width, queries, rows_with_wide_scales, some_indices
 
 from mla_ops import dispatch
 
@@ -23,7 +23,7 @@ NUM_HEADS = 40
 def halves(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from mla_ops.kernels.triton import sparse_attention
 
-    chosen = sparse_attention.Tile(64, 32, 8, 1, half=True)
+    chosen = sparse_attention.Tile(64, 32, 8, 1, half=True, apart=True)
     if device.type == "cpu":
         monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
     elif not sparse_attention.tile(torch.cuda.get_device_capability(), NUM_HEADS, "fp8").half:
@@ -103,3 +103,34 @@ def test_an_empty_row(device: torch.device) -> None:
     )
     assert not out.any()
     assert (lse == -math.inf).all()
+
+
+def test_indices_that_the_kernel_translates(device: torch.device) -> None:
+    cache = filled_cache("fp8_ds_mla", 8, 16, device)
+    table = torch.tensor([[5, 2, 7], [0, 6, -1]], dtype=torch.int32, device=device)
+    owners = torch.tensor([1, 0, 7], dtype=torch.int32, device=device)
+    local = {"block_table": table, "req_id_per_token": owners}
+    check("triton", queries(3, NUM_HEADS, BF16, device), cache, some_indices(3, 70, 60, device), "fp8_ds_mla", **local)
+
+
+@pytest.mark.parametrize("cache_format", ["bf16", "fp8_ds_mla_v4"])
+def test_64_heads_over_other_formats(cache_format: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_ops.kernels.triton import sparse_attention
+
+    if device.type == "cpu":
+        monkeypatch.setattr(sparse_attention, "tile", lambda *_: sparse_attention.Tile(64, 32, 8, 1, apart=True))
+    cache = filled_cache(cache_format, 4, 16, device)
+    q = queries(3, NUM_HEADS, BF16, device, key_width(cache_format))
+    check("triton", q, cache, some_indices(3, 70, 64, device), cache_format)
+
+
+def test_few_rows_have_tiles_of_16_heads() -> None:
+    """Not where a row must not notice its batch: the bits of a token would be those of another tile."""
+    from mla_ops.kernels.triton.sparse_attention import tile_heads
+
+    few, more = ((1, 128), (2, 64), (4, 32)), ((2, 128), (3, 64), (128, 128))
+    assert {tile_heads(*shape, deterministic=False) for shape in few} == {16}
+    for num_tokens, num_heads in more:
+        assert tile_heads(num_tokens, num_heads, deterministic=False) == num_heads
+    for num_tokens, num_heads in few + more:
+        assert tile_heads(num_tokens, num_heads, deterministic=True) == num_heads

@@ -388,8 +388,8 @@ def _paged_kernel(
     state = attend_keys(query, state, cache, None, span, scale_log2, None, TILE, KEYS, ROPE, WHOLE, UPCAST)
     # fmt: off
     store_result(
-        state, token, head, live_head, split, None, out, lse, stride_out_split, stride_out_token, stride_out_head,
-        stride_lse_split, stride_lse_token, PARTIAL, UPCAST,
+        state, token, head, live_head, split, None, out, lse, (stride_out_split, stride_out_token, stride_out_head),
+        (stride_lse_split, stride_lse_token), PARTIAL, UPCAST,
     )
     # fmt: on
 
@@ -474,7 +474,7 @@ def _packed_kernel(
         state = attend_keys(query, state, cache, None, span, scale_log2, row_end, TILE, KEYS, ROPE, WHOLE, UPCAST)
     # fmt: off
     store_result(
-        state, 0, flat, live, split, None, out, lse, stride_out_split, 0, 512, stride_lse_split, 0, PARTIAL, UPCAST,
+        state, 0, flat, live, split, None, out, lse, (stride_out_split, 0, 512), (stride_lse_split, 0), PARTIAL, UPCAST,
     )
     # fmt: on
 

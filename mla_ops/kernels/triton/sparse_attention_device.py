@@ -90,15 +90,21 @@ def sums_of_weights(tile):
     """Sums of weights that a head has until the end of its keys, so that no sum passes between threads in the loop.
 
     Warps of small tiles lie beside one another along the keys, where every column has a sum; those of 64 heads lie
-    along the heads, where a thread has all columns of a remainder by 8.
+    along the heads in two groups, where a thread has all columns of a remainder by 8 of its group.
     """
-    return tile.block_n if tile.block_h < 64 else 8
+    return tile.block_n if tile.block_h < 64 else 16
 
 
 @triton.constexpr_function
 def narrow_tile(tile):
     """The tile of a second walk, which is rare: what fits beside the registers of the first."""
     return tile.narrow()
+
+
+@triton.jit
+def _largest(q):
+    """The largest magnitude of each row of bfloat16, as bits: nothing of float32 stays in registers."""
+    return tl.max((q.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), 1)
 
 
 @triton.jit
@@ -109,12 +115,11 @@ def halve_query(q, scale_log2):
     for their keys are; a power of two changes nothing in them.
     """
     q0, q1, q2, q3, q4 = q
-    q0, q1, q2, q3 = widen(q0), widen(q1), widen(q2), widen(q3)
-    top = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
-    exponent = tl.maximum((tl.max(top, 1).to(tl.int32, bitcast=True) >> 23) - (127 + 14), -100)
+    top = tl.maximum(tl.maximum(_largest(q0), _largest(q1)), tl.maximum(_largest(q2), _largest(q3)))
+    exponent = tl.maximum((top >> 7) - (127 + 14), -100)
     down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    q0, q1, q2, q3 = q0 * down, q1 * down, q2 * down, q3 * down
+    q0, q1, q2, q3 = widen(q0) * down, widen(q1) * down, widen(q2) * down, widen(q3) * down
     q4 = narrow(widen(q4) * (down * HALF_SCALE), tl.bfloat16)
     halves = (q0.to(tl.float16), q1.to(tl.float16), q2.to(tl.float16), q3.to(tl.float16), q4)
     return halves, up * (scale_log2 / HALF_SCALE)
@@ -132,10 +137,17 @@ def attend_halves(
     """
     q_rows, live_head, q = query
     halves, scale = halve_query(q, scale_log2)
-    state = new_state(TILE.block_h, sums_of_weights(TILE))
-    half_query = (q_rows, live_head, halves)
-    state = attend_keys(half_query, state, cache, index_row, span, scale, None, TILE, KEYS, ROPE, False, UPCAST)
-    acc0, acc1, acc2, acc3, top, sums = state
+    h0, h1, h2, h3, h4 = halves
+    acc0, acc1, acc2, acc3, top, sums = new_state(TILE.block_h, sums_of_weights(TILE))
+    # One turn, which the compiler does not know. Queries that a loop changes are operands from shared memory; else,
+    # as they are no plain load, each warp would read all of them into registers, of which there are none left.
+    for _ in range((span[0] >= 0).to(tl.int32)):
+        state = new_state(TILE.block_h, sums_of_weights(TILE))
+        half_query = (q_rows, live_head, (h0, h1, h2, h3, h4))
+        state = attend_keys(half_query, state, cache, index_row, span, scale, None, TILE, KEYS, ROPE, False, UPCAST)
+        acc0, acc1, acc2, acc3, top, sums = state
+        h0, h1, h2, h3 = tl.zeros_like(h0), tl.zeros_like(h1), tl.zeros_like(h2), tl.zeros_like(h3)
+        h4 = tl.zeros_like(h4)
     if tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) > 0:
         AGAIN: tl.constexpr = without_scales(KEYS)
         NARROW: tl.constexpr = narrow_tile(TILE)
@@ -210,29 +222,31 @@ def _rescale(state, scores, BIAS: tl.constexpr):
     if scores.shape[1] == SUMS:
         sums = sums * fade + weights
     else:
-        sums = sums * fade + tl.sum(tl.reshape(weights, (scores.shape[0], scores.shape[1] // SUMS, SUMS)), 1)
+        # the two groups of warps may have half of the columns each
+        by_group = tl.reshape(weights, (scores.shape[0], 2, scores.shape[1] // SUMS, SUMS // 2))
+        sums = sums * fade + tl.reshape(tl.sum(by_group, 2), (scores.shape[0], SUMS))
     return (acc0 * fade, acc1 * fade, acc2 * fade, acc3 * fade, new_top, sums), weights
 
 
 @triton.jit
 def _round_weights(weights, keys, rows, KEYS: tl.constexpr, UPCAST: tl.constexpr):
-    """Weights as operands, one for each group. Scales of fp8_ds_mla go into them before they are rounded."""
+    """Weights as operands: one, or one for each group, as scales of fp8_ds_mla go into them before they are rounded."""
     s0, s1, s2, s3 = rows[2]
     if KEYS.operands == "fp8":
         p0 = round_to(weights * s0[None, :], tl.bfloat16, UPCAST)
         p1 = round_to(weights * s1[None, :], tl.bfloat16, UPCAST)
         p2 = round_to(weights * s2[None, :], tl.bfloat16, UPCAST)
         p3 = round_to(weights * s3[None, :], tl.bfloat16, UPCAST)
+        operands = (p0, p1, p2, p3)
     else:
-        p0 = round_to(weights, keys[0].dtype, UPCAST)
-        p1, p2, p3 = p0, p0, p0
-    return p0, p1, p2, p3
+        operands = (round_to(weights, keys[0].dtype, UPCAST),)
+    return operands
 
 
 @triton.jit
 def _mask(scores, column, places, row_end, scale_log2):
     """Scores in base 2, -inf where there is no key, or none that a row sees."""
-    seen = (places[0] >= 0)[None, :]
+    seen = places[2][None, :]
     if row_end is not None:
         seen = seen & (column[None, :] < row_end[:, None])
     return tl.where(seen, scores * scale_log2, float("-inf"))
@@ -253,23 +267,25 @@ def attend_tile(
     BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
     if APART:
         acc0, acc1, acc2, acc3, top, sums = state
-        # anything that is in registers and no constant
-        weights = tl.broadcast_to(top[:, None], (q[0].shape[0], k0.shape[0]))
-        p0, p1, p2, p3 = _round_weights(weights, keys, rows, KEYS, UPCAST)
+        # anything that is no constant
+        weights = tl.zeros((q[0].shape[0], k0.shape[0]), tl.float32) + scale_log2
+        p = _round_weights(weights, keys, rows, KEYS, UPCAST)
         if go:
             scores = _scores(q, keys, rows, scale_log2 * 0.0, KEYS, ROPE, UPCAST)
             faded, weights = _rescale(state, _mask(scores, column, places, row_end, scale_log2), BIAS)
             acc0, acc1, acc2, acc3, top, sums = faded
-            p0, p1, p2, p3 = _round_weights(weights, keys, rows, KEYS, UPCAST)
+            p = _round_weights(weights, keys, rows, KEYS, UPCAST)
     else:
         scores = _mask(_scores(q, keys, rows, None, KEYS, ROPE, UPCAST), column, places, row_end, scale_log2)
         faded, weights = _rescale(state, scores, BIAS)
         acc0, acc1, acc2, acc3, top, sums = faded
-        p0, p1, p2, p3 = _round_weights(weights, keys, rows, KEYS, UPCAST)
-    acc0 = dot(p0, k0, acc0, UPCAST)
-    acc1 = dot(p1, k1, acc1, UPCAST)
-    acc2 = dot(p2, k2, acc2, UPCAST)
-    acc3 = dot(p3, k3, acc3, UPCAST)
+        p = _round_weights(weights, keys, rows, KEYS, UPCAST)
+    if len(p) == 1:
+        p = p + p + p + p
+    acc0 = dot(p[0], k0, acc0, UPCAST)
+    acc1 = dot(p[1], k1, acc1, UPCAST)
+    acc2 = dot(p[2], k2, acc2, UPCAST)
+    acc3 = dot(p[3], k3, acc3, UPCAST)
     return acc0, acc1, acc2, acc3, top, sums
 
 
@@ -382,17 +398,18 @@ def store_result(
     attn_sink,
     out,
     lse,
-    stride_out_split,
-    stride_out_token,
-    stride_out_head,
-    stride_lse_split,
-    stride_lse_token,
+    out_strides,
+    lse_strides,
     PARTIAL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The output and lse of a token's heads: of all its keys with the sink, or PARTIAL, of one split's in base 2."""
+    """The output and lse of a token's heads: of all its keys with the sink, or PARTIAL, of one split's in base 2.
+
+    `out_strides` are those of splits, tokens and heads, `lse_strides` those of splits and tokens.
+    """
     total, log2_sum, factor = finish(state)
-    lse_place = lse + split * stride_lse_split + token * stride_lse_token + head
+    stride_split, stride_token, stride_head = out_strides
+    lse_place = lse + split * lse_strides[0] + token * lse_strides[1] + head
     if PARTIAL:
         tl.store(lse_place, log2_sum, mask=live_head)
     else:
@@ -400,7 +417,7 @@ def store_result(
             sink = tl.load(attn_sink + head, mask=live_head, other=0.0) * 1.4426950408889634
             factor = tl.where(total == 0, 0.0, factor / (1.0 + tl.exp2(sink - log2_sum)))
         tl.store(lse_place, log2_sum * 0.6931471805599453, mask=live_head)
-    out_row = out + split * stride_out_split + token * stride_out_token + (head.to(tl.int64) * stride_out_head)[:, None]
+    out_row = out + split * stride_split + token * stride_token + (head.to(tl.int64) * stride_head)[:, None]
     stored = live_head[:, None]
     if PARTIAL:
         # the merge does not read a split without keys

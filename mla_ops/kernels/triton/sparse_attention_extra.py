@@ -115,6 +115,7 @@ def _attend_extra_kernel(
     TILE: tl.constexpr,
     ROPE: tl.constexpr,
     Q_UNIT: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
     PARTIAL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -186,20 +187,8 @@ def _attend_extra_kernel(
             False, UPCAST,
         )
     # fmt: on
+    out_strides = (stride_out_split * OUT_UNIT, stride_out_token * OUT_UNIT, stride_out_head * OUT_UNIT)
+    lse_strides = (stride_lse_split, stride_lse_token)
     store_result(
-        state,
-        token,
-        head,
-        live_head,
-        split,
-        attn_sink,
-        out,
-        lse,
-        stride_out_split,
-        stride_out_token,
-        stride_out_head,
-        stride_lse_split,
-        stride_lse_token,
-        PARTIAL,
-        UPCAST,
-    )
+        state, token, head, live_head, split, attn_sink, out, lse, out_strides, lse_strides, PARTIAL, UPCAST
+    )  # fmt: skip

@@ -103,7 +103,7 @@ def fetch_indices(index_row, column, end):
 
 @triton.jit
 def locate(cache, index, KEYS: tl.constexpr):
-    """Where the rows of `index` begin, in units, -1 for what names no key; and for V4 where their scales do, in bytes.
+    """Where the rows of `index` begin, in units; for V4 where their scales do, in bytes; and whether there is a key.
 
     A key is looked at only if its index, its request, its block-table entry and its block are in range: all else is
     masked at the load, so that nothing in an unused slot is ever seen.
@@ -112,16 +112,16 @@ def locate(cache, index, KEYS: tl.constexpr):
     valid = index >= 0
     if KEYS.in_line:
         valid &= index < num_blocks
-        place = tl.where(valid, index.to(tl.int64) * stride_block, -1)
-        scale_place = place
+        place = index.to(tl.int64) * stride_block
+        places = (place, place, valid)
     else:
         block = quotient(index, inverse)
         offset = (index - block * block_size).to(tl.int64)
         if KEYS.translated:
             valid &= known & (block < max_blocks)
             block = tl.load(table + block, mask=valid, other=-1)
-        place, scale_place = _rows_of_block(cache, block, offset, valid, KEYS)
-    return place, scale_place
+        places = _rows_of_block(cache, block, offset, valid, KEYS)
+    return places
 
 
 @triton.jit
@@ -146,12 +146,11 @@ def _rows_of_block(cache, block, offset, valid, KEYS: tl.constexpr):
     _kv, _table, _known, num_blocks, block_size, _inverse, _max_blocks, stride_block = cache
     valid = valid & (block >= 0) & (block < num_blocks)
     place = block.to(tl.int64) * stride_block + offset * (KEYS.row_width // KEYS.unit)
-    place = tl.where(valid, place, -1)
     scale_place = place
     if is_v4(KEYS):
         scale_place = block.to(tl.int64) * (stride_block * KEYS.unit) + block_size.to(tl.int64) * V4_ROW_BYTES
-        scale_place = tl.where(valid, scale_place + offset * V4_SCALE_BYTES, 0)
-    return place, scale_place
+        scale_place += offset * V4_SCALE_BYTES
+    return place, scale_place, valid
 
 
 @triton.jit
@@ -161,8 +160,7 @@ def load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
     What is not valid is zero. Where a format has nothing of a kind, a mask stands in its place.
     """
     kv = cache[0]
-    place, scale_place = places
-    valid = place >= 0
+    place, scale_place, valid = places
     row = kv + place * KEYS.unit
     start = row[:, None]
     within = valid[:, None]
@@ -173,7 +171,9 @@ def load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
         k1 = tl.load(start + (128 + group), mask=within, other=0)
         k2 = tl.load(start + (256 + group), mask=within, other=0)
         k3 = tl.load(start + (384 + group), mask=within, other=0)
-        rope = tl.load(_rope_place(row, KEYS), mask=within, other=0.0)
+        # as integers, so that the copies are not operands themselves, of which there would be one buffer more
+        rope = tl.load(_rope_place(row, KEYS).to(tl.pointer_type(tl.int16)), mask=within, other=0)
+        rope = rope.to(tl.bfloat16, bitcast=True)
         scales = (row + FP8_SCALES_AT).to(tl.pointer_type(tl.float32))
         s0 = tl.load(scales, mask=valid, other=0.0)
         s1 = tl.load(scales + 1, mask=valid, other=0.0)
@@ -373,8 +373,7 @@ def _half_operand(byte, scale, KEYS: tl.constexpr):
 def load_exactly(cache, places, FIRST: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr):
     """Dims FIRST .. FIRST + WIDTH of the keys at `places` in float32, [keys, WIDTH], zero where not valid."""
     kv = cache[0]
-    place, scale_place = places
-    valid = place >= 0
+    place, scale_place, valid = places
     row = kv + place * KEYS.unit
     column = FIRST + tl.arange(0, WIDTH)[None, :]
     if KEYS.operands == "fp8_v4_exact":
@@ -396,6 +395,6 @@ def load_exactly(cache, places, FIRST: tl.constexpr, WIDTH: tl.constexpr, KEYS: 
 @triton.jit
 def load_rope_exactly(cache, places, KEYS: tl.constexpr):
     """The 64 dims behind 512 of the keys at `places` in float32, [keys, 64], zero where not valid."""
-    place, _ = places
+    place, _, valid = places
     row = cache[0] + place * KEYS.unit
-    return widen(tl.load(_rope_place(row, KEYS), mask=(place >= 0)[:, None], other=0.0))
+    return widen(tl.load(_rope_place(row, KEYS), mask=valid[:, None], other=0.0))
