@@ -1,7 +1,11 @@
-"""One process group of CPU processes for many cases: each file's cases run in a spawn of each world size."""
+"""One process group of CPU processes for many cases: each file's cases run in as many processes as a world has.
+
+These are forks of one process that has imported what takes long to import.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import traceback
@@ -13,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 Case = Callable[[], Any]
+HEAVY = ["torch._dynamo", "torch.distributed.tensor", "transformers.modeling_utils", "mla_ops.distributed"]
 
 
 def run_ranks(world_size: int, cases: list[Case]) -> dict[str, list[str]]:
@@ -24,9 +29,11 @@ def run_ranks(world_size: int, cases: list[Case]) -> dict[str, list[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(HEAVY)
     with mp.Manager() as manager:
         results = manager.dict()
-        context = mp.spawn(_run, (world_size, port, cases, results), world_size, join=False)
+        arguments = world_size, port, cases, results
+        context = mp.start_processes(_run, arguments, world_size, join=False, start_method="forkserver")
         try:
             while not context.join(timeout=120):
                 pass
