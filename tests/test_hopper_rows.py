@@ -210,8 +210,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-@pytest.mark.parametrize("max_grid_rows", [2, launch.MAX_GRID_ROWS])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "max_grid_rows"), [*((kind, 2) for kind in KINDS), ("slots", launch.MAX_GRID_ROWS)])
 @pytest.mark.parametrize(
     ("cache_format", "width", "shape", "evenly"),
     [
