@@ -67,8 +67,8 @@ def test_attention_equals_float64(
 ) -> None:
     """A decode of each of two requests, and three tokens of a speculative decode of a third."""
     exact = operand("triton", cache_format, dtype) is None
-    if exact and lowering == "triton" and device.type == "cpu" and num_heads > 17:
-        pytest.skip("exact tiles have 16 heads and 16 keys, and many of them take long to interpret; on a GPU they run")
+    if exact and lowering == "triton" and device.type == "cpu" and num_heads != 17:
+        pytest.skip("exact tiles have 16 heads: 17 make a full one and one of one head; on a GPU all run")
     cache = filled_cache(cache_format, 9, BLOCK_SIZE, device)
     table = torch.randperm(9, device=device).to(torch.int32).view(3, 3)
     requests, lens = int32([0, 1, 2, 2, 2], device), int32([33, 1, 40, 41, 42], device)
@@ -148,7 +148,7 @@ def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_attention, "SLACK_KEYS", 0)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 5, 64])
+@pytest.mark.parametrize("num_workers", [1, 2, 5, 32])
 @pytest.mark.parametrize(
     ("owners", "lens"),
     [
@@ -212,8 +212,8 @@ def test_each_row_is_computed_by_one_of_two_launches(
     generator = torch.Generator().manual_seed(num_heads + num_splits)
     seen = set()
     mixtures = [[192] * 5, [0] * 5, [192, 0, 0, 0, 0], [0, 0, 0, 5, 192], [1] * 5, [33, 64, 40, 61, 50]]
-    mixtures += [torch.randint(0, 193, (5,), generator=generator).tolist() for _ in range(3)]
-    mixtures += [(torch.rand(5, generator=generator) ** 8 * 192).int().tolist() for _ in range(3)]
+    mixtures.append(torch.randint(0, 193, (5,), generator=generator).tolist())
+    mixtures += [(torch.rand(5, generator=generator) ** 8 * 192).int().tolist() for _ in range(2)]
     for lens in mixtures:
         q, requests = queries(5, num_heads, torch.bfloat16, device), int32([0, 0, 1, 0, 1], device)
         out = torch.full((5, num_heads, 512), math.nan, dtype=q.dtype, device=device)
