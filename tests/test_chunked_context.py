@@ -229,9 +229,9 @@ def test_one_graph_for_every_batch_and_no_copy_of_the_cache(backend: str) -> Non
     ]
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    step = layer(batches[0], 16, 64)
+    step = layer(batches[0], 32, 64)
     compiled = torch.compile(step, backend=counter, fullgraph=True)
-    workspaces = [torch.zeros(16, 576, dtype=torch.bfloat16) for _ in range(2)]
+    workspaces = [torch.zeros(32, 576, dtype=torch.bfloat16) for _ in range(2)]
     for batch in batches:
         batch.weight = batches[0].weight
         # tables are of one shape, so that only the number of tokens varies
@@ -245,7 +245,7 @@ def test_one_graph_for_every_batch_and_no_copy_of_the_cache(backend: str) -> Non
             assert_same_bits(left, right, "compiled against eager, output")
         assert_same_bits(*workspaces, "compiled against eager, workspace")
         gathers = [given for op, given in calls if op == "gather_cache"]
-        assert len(gathers) == 4
+        assert len(gathers) == 2
         # without Inductor, what is written is copied there and back
         for given in gathers if backend == "inductor" else ():
             assert given["kv_cache"].data_ptr() == cache.data_ptr(), "a copy of the cache"

@@ -191,14 +191,11 @@ def test_demo_names_the_lowering_of_every_op_that_ran(capsys, monkeypatch, small
     assert "before the first difference: 6 of 6" in output
 
 
-@pytest.mark.parametrize("arch", ["v3.2", "glm5"])
-def test_demo_compiles_a_graph_for_each_kind_of_step_and_nothing_after_warm_up(
-    capsys, monkeypatch, smaller_models, arch
-):
+def test_demo_compiles_a_graph_for_each_kind_of_step_and_nothing_after_warm_up(capsys, monkeypatch, smaller_models):
     """Prefill, a short prefill, which runs dense, and decode. What Inductor makes of them, test_models.py tests."""
     monkeypatch.setattr(run, "GenerationSession", functools.partial(GenerationSession, backend="aot_eager"))
     torch._dynamo.reset()
-    command = ["demo", "--arch", arch, "--device", "cpu", "--batch", "1", "--max-new-tokens", "3"]
+    command = ["demo", "--device", "cpu", "--batch", "1", "--max-new-tokens", "3"]
     assert main([*command, "--prompt", "Down, down, down. " * 15]) == 0
     output = capsys.readouterr().out
     assert "graphs compiled 3, graph breaks 0, recompiles after warm-up 0" in output
