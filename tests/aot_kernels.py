@@ -6,8 +6,8 @@ add a kernel: one more generator of `Variant`s in `VARIANTS`.
     python tests/aot_kernels.py [substring of variant ids] [compute capabilities]
 
 Triton makes the same LLVM IR for all architectures of a family where the constants are the same, but for instructions
-that one of them has alone. So it makes it for the first of them, and compiles that for each. The first variant of each
-generator is compiled for every architecture from its source, to show that this is so.
+that one of them has alone. So it makes it for the first of them, and compiles that for each but twins. The first
+variant of each generator is compiled for every architecture from its source, to show that this is so.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
 # architectures with the same LLVM IR, of kernels without products of e4m3 and with them
 FAMILIES = ((80, 86, 89), (90,), (100, 103, 120, 121))
 E4M3_FAMILIES = ((80, 86, 89), (90,), (100, 103), (120, 121))
+# the machine code of one is that of the other but for some registers: of 189 variants none had another stack
+TWINS = {89: 86, 103: 100, 121: 120}
 # products and maxima of float32 across a warp: what SM100 has and not all of its family have
 SM100_ALONE = re.compile(r"tcgen05|redux\.sync\.f")
 
@@ -118,16 +120,34 @@ def index_variants(capability: int) -> Iterator[Variant]:
     yield Variant("filter", index._filter_kernel, dict.fromkeys(names, "*i32"), {"BLOCK": index.FILTER_BLOCK})
 
 
+def indexer_types() -> dict[str, str]:
+    ints = (
+        "block_table",
+        "seq_lens",
+        "cu_seq_lens",
+        "req_id_per_token",
+        "lengths",
+        "row_starts",
+        "row_ends",
+        "indices",
+    )
+    ints += (
+        "valid_counts",
+        "chosen",
+        "places",
+        "positions",
+        "counts",
+        "starts",
+        "ends",
+        "kept_indices",
+        "best_indices",
+    )
+    floats = ("weights", "q_weights", "k_scale", "out", "scores", "scratch", "kept_scores", "best_scores")
+    return dict.fromkeys(ints, "*i32") | dict.fromkeys(floats, "*fp32") | {"slot_mapping": "*i64"}
+
+
 def indexer_variants(capability: int) -> Iterator[Variant]:
-    ints = dict.fromkeys(
-        ("block_table", "seq_lens", "cu_seq_lens", "req_id_per_token", "lengths", "row_starts", "row_ends", "indices")
-        + ("valid_counts", "chosen", "places", "positions", "counts", "starts", "ends", "kept_indices", "best_indices"),
-        "*i32",
-    )
-    floats = dict.fromkeys(
-        ("weights", "q_weights", "k_scale", "out", "scores", "scratch", "kept_scores", "best_scores"), "*fp32"
-    )
-    types = {**ints, **floats, "slot_mapping": "*i64"}
+    types = indexer_types()
     for source, target in (("bf16", "u8"), ("fp32", "u8"), ("fp32", "bf16")):
         given, constants = {**types, "k": f"*{source}", "index_cache": f"*{target}"}, {"FP8": target == "u8"}
         name = f"write_index[{source} to {target}]"
@@ -138,8 +158,8 @@ def indexer_variants(capability: int) -> Iterator[Variant]:
         yield Variant(f"gather_index[{element}]", indexer_cache._gather_kernel, given, constants)
     given = {**types, "q": "*bf16", "weights": "*bf16", "q_fp8": "*u8"}
     yield Variant("quantize_index_query", indexer_cache._quantize_kernel, given, {"HEADS": 16})
-    native = indexer.takes_fp8((capability // 10, capability % 10))
-    for element, heads in itertools.product(("u8", "bf16", "fp32"), (32, 64)):
+    for element, heads in (("u8", 32), ("u8", 64), ("bf16", 64), ("fp32", 64)):
+        native = element == "u8" and indexer.takes_fp8((capability // 10, capability % 10))
         given = {**types, "q": f"*{element}", "k": f"*{element}", "index_cache": f"*{element}"}
         constants = {"NATIVE_FP8": native, "UPCAST": False, "CLEAN": False, "HEADS": heads, "UNIT": 16}
         constants["KEYS"] = indexer.SCORE_KEYS_FP32 if element == "fp32" else indexer.SCORE_KEYS
@@ -149,8 +169,11 @@ def indexer_variants(capability: int) -> Iterator[Variant]:
         yield Variant(f"indexer_flat{name}", indexer._flat_kernel, given, flat, warps)
         paged = {**constants, "FP8": element == "u8"}
         yield Variant(f"indexer_paged{name}", indexer._paged_kernel, given, paged, warps)
+
+
+def topk_variants(capability: int) -> Iterator[Variant]:
+    types, columns = indexer_types(), {"COLUMNS": indexer_topk.COLUMNS}
     options = {"num_warps": indexer_topk.NUM_WARPS}
-    columns = {"COLUMNS": indexer_topk.COLUMNS}
     yield Variant("topk[slots]", indexer_topk._topk_kernel, types, columns, options)
     given = {**types, "block_table": "none"}
     yield Variant("topk[columns]", indexer_topk._topk_kernel, given, columns, options)
@@ -165,30 +188,25 @@ def compressor_variants(capability: int) -> Iterator[Variant]:
     floats = dict.fromkeys(("position_bias", "cos_sin", "state_cache"), "*fp32")
     ints = dict.fromkeys(("state_block_table", "req_id_per_token", "positions"), "*i32") | {"slot_mapping": "*i64"}
     layers = (("C4A", 4, 1024, 512), ("C128A", 128, 512, 512), ("C4A indexer", 4, 256, 128))
+    # what is loaded and what is stored do not meet: two pairs of types have each of them
     for (layer, ratio, width, head_dim), source in itertools.product(layers, ("bf16", "fp32")):
         types = {"kv": f"*{source}", "score": f"*{source}", "norm_weight": "*fp32", **floats, **ints}
         group = {"RATIO": ratio, "WIDTH": width}
         yield Variant(f"store_state[{layer}, {source}]", compressor._store_state_kernel, types, group)
-        for target in ("fp8_ds_mla_v4", source) if head_dim == 512 else (source,):
-            planar = target == "fp8_ds_mla_v4"
-            channels, states, num_warps = compressor.tile(ratio * (width // head_dim), head_dim)
-            entry = {"HEAD_DIM": head_dim, "ROPE": 64, "PLANAR": planar}
-            types |= {"kv_cache": "*u8" if planar else f"*{target}", "pooled_groups": "*fp32"}
-            name = f"[{layer}, {source} to {target}]"
-            for tokens in (1, compressor.MANY_TOKENS):
-                rows = compressor.rows_of_a_program(tokens, channels, head_dim)
-                tile = {"CHANNELS": channels, "STATES": states, "ROWS": rows, "STORE": source == "bf16"}
-                options = {"num_warps": num_warps}
-                if tokens == 1 or rows > 1:
-                    yield Variant(
-                        f"compress{name}, {rows} rows",
-                        compressor._compress_kernel,
-                        types,
-                        group | entry | tile,
-                        options,
-                    )
-            if channels < head_dim:
-                yield Variant(f"finish{name}", compressor._finish_kernel, types, {"RATIO": ratio, **entry})
+        planar = head_dim == 512 and source == "bf16"
+        target = "fp8_ds_mla_v4" if planar else source
+        channels, states, num_warps = compressor.tile(ratio * (width // head_dim), head_dim)
+        entry = {"HEAD_DIM": head_dim, "ROPE": 64, "PLANAR": planar}
+        types |= {"kv_cache": "*u8" if planar else f"*{target}", "pooled_groups": "*fp32"}
+        name = f"[{layer}, {source} to {target}]"
+        for tokens in (1, compressor.MANY_TOKENS):
+            rows = compressor.rows_of_a_program(tokens, channels, head_dim)
+            tile = {"CHANNELS": channels, "STATES": states, "ROWS": rows, "STORE": source == "bf16"}
+            if tokens == 1 or rows > 1:
+                constants, options = group | entry | tile, {"num_warps": num_warps}
+                yield Variant(f"compress{name}, {rows} rows", compressor._compress_kernel, types, constants, options)
+        if channels < head_dim:
+            yield Variant(f"finish{name}", compressor._finish_kernel, types, {"RATIO": ratio, **entry})
 
 
 def merge_variants(capability: int) -> Iterator[Variant]:
@@ -248,8 +266,8 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         mode = sparse_attention.operand_mode(torch.bfloat16, fmt)
         for heads in heads_of_tiles(lambda heads, mode=mode: sparse_attention.tile(device, heads, mode), (16, 128)):
             cases += [(fmt, torch.bfloat16, dim, heads, translated) for translated in (True, False)]
-    cases += [("bf16", torch.bfloat16, 512, 128, True), ("fp16", torch.float16, 576, 128, True)]
-    cases += [("fp32", torch.float32, 576, 128, True), ("fp8_ds_mla", torch.float16, 576, 128, True)]
+    cases += [("fp16", torch.float16, 512, 128, True), ("fp32", torch.float32, 576, 128, True)]
+    cases += [("fp8_ds_mla", torch.float16, 576, 128, True)]
     cases += [("fp8_ds_mla_v4", torch.float16, 512, 128, True)]
     for fmt, dtype, dim, heads, translated in cases:
         mode = sparse_attention.operand_mode(dtype, fmt)
@@ -275,7 +293,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if translated else ', slots'}]"
         variant = Variant(name, sparse_attention._attend_kernel, types, constants, options)
         yield variant
-        if dim == 576 and dtype == torch.bfloat16 and translated:
+        if fmt == "fp8_ds_mla" and dtype == torch.bfloat16 and translated:
             yield in_halves(variant)
     for element in ("bf16", "fp32"):
         types = {
@@ -298,7 +316,7 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
     cases = [(v4, v4, torch.bfloat16, 512, heads) for heads in (16, *more_heads)]
     cases += [("bf16", v4, torch.bfloat16, 512, 128), ("fp8_ds_mla", "bf16", torch.bfloat16, 576, 128)]
     cases += [("fp16", v4, torch.float16, 512, 128), ("fp8_ds_mla", "fp8_ds_mla", torch.bfloat16, 576, 64)]
-    cases += [("bf16", "bf16", torch.bfloat16, 576, heads) for heads in more_heads]
+    cases += [("bf16", "bf16", torch.bfloat16, 576, heads) for heads in more_heads if capability == 90]
     for fmt, extra, dtype, dim, heads in cases:
         modes = sparse_attention.operand_modes(dtype, fmt, extra)
         partial = heads == 16
@@ -327,7 +345,7 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
 
 
 def dense_attention_variants(capability: int) -> Iterator[Variant]:
-    cases = [("bf16", 192, 128, causal) for causal in (True, False)] + [("bf16", 128, 128, True)]
+    cases = [("bf16", 192, 128, True), ("bf16", 128, 128, False)]
     cases += [("bf16", 256, 256, True), ("fp16", 96, 80, True), ("fp32", 192, 128, True)]
     for element, dim, dim_v, causal in cases:
         exact = element == "fp32"
@@ -370,24 +388,30 @@ class DenseCase(NamedTuple):
 
 
 def paged_attention_variants(capability: int) -> Iterator[Variant]:
-    """Each kernel with each tile of each format, and with what else changes its code: once each."""
+    """Each kernel with each tile of each format.
+
+    What else changes is in `attend_keys` and `query_rows`, which all of them call: small blocks and queries in two
+    tensors once alone and once packed, exact keys once, as `sparse_attention_variants` has them of every format.
+    """
     device = (capability // 10, capability % 10)
     small_blocks = DenseCase("bf16", torch.bfloat16, 576, 16, whole=False)
-    exact = [DenseCase("fp8_ds_mla", torch.float16, 576, 16), DenseCase("fp32", torch.float32, 576, 16)]
-    for packed, pick, numbers, others in (
-        (False, dense_attention.paged_tile, (16, 128), [small_blocks, *exact]),
-        (True, dense_attention.packed_tile, (32,), [small_blocks]),
+    exact = DenseCase("fp32", torch.float32, 576, 16)
+    for packed, pick, numbers in (
+        (False, dense_attention.paged_tile, (16, 128)),
+        (True, dense_attention.packed_tile, (32,)),
     ):
         cases = []
         for fmt, dim in (("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576)):
             mode = sparse_attention.operand_mode(torch.bfloat16, fmt)
             heads_of_format = heads_of_tiles(functools.partial(pick, device, mode=mode), numbers)
             cases += [DenseCase(fmt, torch.bfloat16, dim, heads) for heads in heads_of_format]
-        for case in cases + others:
+        for case in cases:
             yield walk_variant(capability, case, packed)
             yield even_variant(capability, case, packed)
-        yield in_halves(walk_variant(capability, cases[-1], packed))
-        yield in_halves(even_variant(capability, cases[-1], packed))
+        variant = even_variant if packed else walk_variant
+        yield variant(capability, small_blocks, packed)
+        yield in_halves(variant(capability, cases[-1], packed))
+    yield walk_variant(capability, exact, packed=False)
     types = dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32") | {"cuts": "*i32", "out": "*bf16"}
     constants = {"BLOCK_S": dense_attention.MERGE_PARTS}
     yield Variant("merge_cuts", dense_attention_even._merge_cuts_kernel, types, constants)
@@ -439,6 +463,7 @@ VARIANTS = (
     paged_attention_variants,
     sparse_attention_variants,
     step_metadata_variants,
+    topk_variants,
     two_cache_variants,
 )
 
@@ -522,7 +547,7 @@ class Job(NamedTuple):
 
     Attributes:
         name: of the variant.
-        capabilities: those that get machine code of the first one's LLVM IR.
+        capabilities: those that get machine code of the first one's LLVM IR; of twins one.
         compared_with: an architecture whose LLVM IR is the same.
     """
 
@@ -547,7 +572,7 @@ def jobs_of(variants: Callable[[int], Iterator[Variant]], family: tuple[int, ...
                 if alike[first] in alike[:first]:
                     continue
                 same = tuple(c for c, variant in zip(family, alike, strict=True) if variant == alike[first])
-                yield Job(*names, same)
+                yield Job(*names, tuple(c for c in same if TWINS.get(c) not in same))
                 if number == 0:
                     yield from (Job(*names, (capability,), same[0]) for capability in same[1:])
 
