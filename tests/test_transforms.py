@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,15 +11,22 @@ import torch
 from torch.autograd import forward_ad
 
 import mla_ops  # noqa: F401  registers the ops
-from mla_ops.testing import functional, op_names, sample_inputs
+from mla_ops.testing import Sample, functional, op_names, sample_inputs
 from mla_ops.testing.checks import assert_same_memory, clone_sample, named_arguments
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-PURE = [name for name in op_names() if not sample_inputs(name, "cpu")[0].op._schema.is_mutable]
+
+
+@cache
+def legal_call(op_name: str) -> Sample:
+    return sample_inputs(op_name, "cpu")[0]
 
 
 def tensors_of(op_name: str) -> dict[str, torch.Tensor]:
-    return {n: v for n, v in named_arguments(sample_inputs(op_name, "cpu")[0]).items() if isinstance(v, torch.Tensor)}
+    return {n: v for n, v in named_arguments(legal_call(op_name)).items() if isinstance(v, torch.Tensor)}
+
+
+PURE = [name for name in op_names() if not legal_call(name).op._schema.is_mutable]
 
 
 EVERY_TENSOR = [(op_name, name) for op_name in op_names() for name in tensors_of(op_name)]
@@ -61,7 +69,7 @@ FORWARD += [(*each, differentiated_by_jacfwd) for each in FIRST_FLOAT]
 
 
 def assert_refused(op_name: str, name: str, transform: Callable[[Function, torch.Tensor], None], *words: str) -> None:
-    sample = sample_inputs(op_name, "cpu")[0]
+    sample = clone_sample(legal_call(op_name))
     before, arguments = clone_sample(sample), named_arguments(sample)
 
     def function(value: torch.Tensor) -> torch.Tensor:
