@@ -172,11 +172,10 @@ def indexer_variants(capability: int) -> Iterator[Variant]:
 
 
 def topk_variants(capability: int) -> Iterator[Variant]:
-    types, columns = indexer_types(), {"COLUMNS": indexer_topk.COLUMNS}
-    options = {"num_warps": indexer_topk.NUM_WARPS}
-    yield Variant("topk[slots]", indexer_topk._topk_kernel, types, columns, options)
-    given = {**types, "block_table": "none"}
-    yield Variant("topk[columns]", indexer_topk._topk_kernel, given, columns, options)
+    types, options = indexer_types(), {"num_warps": indexer_topk.NUM_WARPS}
+    for name, given in (("slots", types), ("columns", {**types, "block_table": "none"})):
+        constants = {"COLUMNS": indexer_topk.COLUMNS}
+        yield Variant(f"topk[{name}]", indexer_topk._topk_kernel, given, constants, options)
     yield Variant("topk_order", indexer_topk._order_kernel, types, {"RANKED": indexer_topk.RANKED})
     yield Variant("topk_keep", indexer_topk._keep_kernel, types, {"BLOCK": 4096}, options)
     yield Variant("topk_translate", indexer_topk._translate_kernel, types, {"BLOCK": 1024})
@@ -194,11 +193,10 @@ def compressor_variants(capability: int) -> Iterator[Variant]:
         group = {"RATIO": ratio, "WIDTH": width}
         yield Variant(f"store_state[{layer}, {source}]", compressor._store_state_kernel, types, group)
         planar = head_dim == 512 and source == "bf16"
-        target = "fp8_ds_mla_v4" if planar else source
         channels, states, num_warps = compressor.tile(ratio * (width // head_dim), head_dim)
         entry = {"HEAD_DIM": head_dim, "ROPE": 64, "PLANAR": planar}
-        types |= {"kv_cache": "*u8" if planar else f"*{target}", "pooled_groups": "*fp32"}
-        name = f"[{layer}, {source} to {target}]"
+        types |= {"kv_cache": "*u8" if planar else f"*{source}", "pooled_groups": "*fp32"}
+        name = f"[{layer}, {source} to {'fp8_ds_mla_v4' if planar else source}]"
         for tokens in (1, compressor.MANY_TOKENS):
             rows = compressor.rows_of_a_program(tokens, channels, head_dim)
             tile = {"CHANNELS": channels, "STATES": states, "ROWS": rows, "STORE": source == "bf16"}
@@ -315,7 +313,7 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
     v4, more_heads = "fp8_ds_mla_v4", (64, 128) if capability == 90 else (64,)  # elsewhere all have the tile of 16
     cases = [(v4, v4, torch.bfloat16, 512, heads) for heads in (16, *more_heads)]
     cases += [("bf16", v4, torch.bfloat16, 512, 128), ("fp8_ds_mla", "bf16", torch.bfloat16, 576, 128)]
-    cases += [("fp16", v4, torch.float16, 512, 128), ("fp8_ds_mla", "fp8_ds_mla", torch.bfloat16, 576, 64)]
+    cases += [(v4, v4, torch.float16, 512, 128), ("fp8_ds_mla", "fp8_ds_mla", torch.bfloat16, 576, 64)]
     cases += [("bf16", "bf16", torch.bfloat16, 576, heads) for heads in more_heads if capability == 90]
     for fmt, extra, dtype, dim, heads in cases:
         modes = sparse_attention.operand_modes(dtype, fmt, extra)
@@ -395,11 +393,8 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
     """
     device = (capability // 10, capability % 10)
     small_blocks = DenseCase("bf16", torch.bfloat16, 576, 16, whole=False)
-    exact = DenseCase("fp32", torch.float32, 576, 16)
-    for packed, pick, numbers in (
-        (False, dense_attention.paged_tile, (16, 128)),
-        (True, dense_attention.packed_tile, (32,)),
-    ):
+    tiles = ((False, dense_attention.paged_tile, (16, 128)), (True, dense_attention.packed_tile, (32,)))
+    for packed, pick, numbers in tiles:
         cases = []
         for fmt, dim in (("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576)):
             mode = sparse_attention.operand_mode(torch.bfloat16, fmt)
@@ -411,7 +406,7 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
         variant = even_variant if packed else walk_variant
         yield variant(capability, small_blocks, packed)
         yield in_halves(variant(capability, cases[-1], packed))
-    yield walk_variant(capability, exact, packed=False)
+    yield walk_variant(capability, DenseCase("fp32", torch.float32, 576, 16), packed=False)
     types = dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32") | {"cuts": "*i32", "out": "*bf16"}
     constants = {"BLOCK_S": dense_attention.MERGE_PARTS}
     yield Variant("merge_cuts", dense_attention_even._merge_cuts_kernel, types, constants)
@@ -466,6 +461,10 @@ VARIANTS = (
     topk_variants,
     two_cache_variants,
 )
+
+
+# SM89 has the tiles and the products of SM80 and the e4m3 of SM120, whose tiles and products are the same
+LIKE_SM120 = (paged_attention_variants, two_cache_variants)
 
 
 def source(variant: Variant) -> ASTSource:
@@ -559,7 +558,8 @@ class Job(NamedTuple):
 def jobs(chosen: Container[int]) -> Iterator[Job]:
     for variants in VARIANTS:
         for each in E4M3_FAMILIES if variants is indexer_variants else FAMILIES:
-            family = tuple(capability for capability in each if capability in chosen)
+            left_out = 89 if variants in LIKE_SM120 else None
+            family = tuple(capability for capability in each if capability in chosen and capability != left_out)
             yield from jobs_of(variants, family)
 
 
