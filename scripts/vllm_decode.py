@@ -7,7 +7,8 @@ MLA_OPS stands for the name under which this version of vLLM knows our backend. 
 operators, too. Prints where tokens differ from those of the other run, how many requests have the same bits alone as in
 a batch, and for each batch and context the time of a replayed step on the device and the kernels of it. `--graphs FULL
 --chunk 512` captures steps that mix prefills, cut to 512 tokens, and decodes. `--lock FILE` lets several runs start at
-one time and measure in turn. `table flash.json ours.json` prints the page of `docs/results`.
+one time and measure in turn. `--fixed-norm` mends an op of vLLM 0.24 that is not batch-invariant. `table flash.json
+ours.json` prints the page of `docs/results`.
 """
 
 from __future__ import annotations
@@ -80,11 +81,25 @@ KINDS = {  # by a part of the kernel's name, the first that fits
 }
 
 
+def fix_norm() -> None:
+    """One order of additions, whatever the number of tokens: vLLM 0.24 has another one from 256 of them on."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.batch_invariant import rms_norm_batch_invariant
+
+    def fused_add_rms_norm(values: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+        residual.add_(values)
+        values.copy_(rms_norm_batch_invariant(residual, weight, epsilon))
+
+    _custom_ops.fused_add_rms_norm = fused_add_rms_norm
+
+
 def engine(arguments: argparse.Namespace) -> Any:
     """The engine in this process, with weights large enough that logits differ."""
     if arguments.indexer:
         os.environ[plugin.ENVIRONMENT_VARIABLE] = "indexer"
     plugin.register()
+    if arguments.fixed_norm:
+        fix_norm()
     from vllm import LLM
     from vllm.model_executor.model_loader import dummy_loader
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -343,12 +358,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cache-gib", type=int, default=16)
     parser.add_argument("--graphs", choices=["FULL_DECODE_ONLY", "FULL"], default="FULL_DECODE_ONLY")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step at most")
+    parser.add_argument("--fixed-norm", action="store_true")
     parser.add_argument("--lock", type=Path)
     arguments = parser.parse_args()
     arguments.steps = [tuple(map(int, step.split("x"))) for step in arguments.steps]
     invariant = " batch-invariant" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else ""
     mixed = f", mixed graphs of {arguments.chunk}" if arguments.graphs == "FULL" else ""
-    arguments.label = arguments.backend + (" and indexer" if arguments.indexer else "") + invariant + mixed
+    fixed = ", fixed norm" if arguments.fixed_norm else ""
+    arguments.label = arguments.backend + (" and indexer" if arguments.indexer else "") + invariant + mixed + fixed
     return arguments
 
 
