@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -68,7 +68,7 @@ CONFIG = {
     "eos_token_id": 1,
 }
 COMPARED = {"batch": 8, "context": 3000, "tokens": 48}
-PARTS = ("attention", "query halves", "index translation", "scores", "top-k", "keys")
+PARTS = ("attention", "query halves", "index translation", "scores", "top-k", "keys", "matrix products")
 KINDS = {  # by a part of the kernel's name, the first that fits
     "query halves": ("ConcatMLAQ",),
     "attention": ("sparse_attention", "flash_fwd_splitkv_mla", "splitkv_mla", "combine", "sparse_fwd", "merge"),
@@ -77,7 +77,7 @@ KINDS = {  # by a part of the kernel's name, the first that fits
     "top-k": ("topk", "top_k"),
     "keys": ("concat_and_cache", "quant_and_cache", "store_fp8"),
     "fill, copy": ("Fill", "fill", "Cat", "copy", "elementwise"),
-    "matrix products": ("gemm", "nvjet", "cutlass", "splitK"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "splitK", "matmul", "bmm"),
 }
 
 
@@ -213,31 +213,33 @@ def compared(llm: Any, numbers: Sequence[int]) -> dict[str, Any]:
     return {"tokens": tokens, "steps_together": requests.steps, "replays": len(pairs)}
 
 
-def differences(ours: list[Any], theirs: list[Any]) -> str:
-    """Where tokens differ first, and by how much in logprobs: what was a tie, and the noise of the runs."""
+class Differences(NamedTuple):
+    """Of two runs' tokens.
+
+    Attributes:
+        same: requests with the same tokens.
+        others: the other requests.
+        ties: those of them whose first other token was as likely, within twice the noise.
+        noise: the largest difference of a logprob up to there.
+    """
+
+    same: int
+    others: int
+    ties: int
+    noise: float
+
+
+def differences(ours: list[Any], theirs: list[Any]) -> Differences:
     noise, gaps = 0.0, []
     for mine, other in zip(ours, theirs, strict=True):
-        for place, (one, two) in enumerate(zip(mine, other, strict=True)):
+        for one, two in zip(mine, other, strict=True):
             best, other_best = ({int(token): value for token, value in run[1].items()} for run in (one, two))
             noise = max([noise, *(abs(best[token] - other_best[token]) for token in set(best) & set(other_best))])
             if one[0] != two[0]:
                 pair = ((best, one[0], two[0]), (other_best, two[0], one[0]))
-                gap = max(run[a] - run.get(b, -9e9) for run, a, b in pair)
-                gaps.append((place, round(gap, 4)))
+                gaps.append(max(run[a] - run.get(b, -9e9) for run, a, b in pair))
                 break
-    ties = sum(gap <= 2 * noise for _, gap in gaps)
-    return (
-        f"{len(ours) - len(gaps)} of {len(ours)} requests with the same {COMPARED['tokens']} tokens; largest "
-        f"difference of a logprob until then {noise:.4f}; (place, gap in logprobs) of first others {gaps}, of which "
-        f"{ties} are ties"
-    )
-
-
-def alone_line(run: dict[str, Any]) -> str:
-    return (
-        f"{run['alone']} of {COMPARED['batch']} requests have the same bits alone as in the batch, of whose "
-        f"{run['steps_together']} steps {run['replays']} were replays"
-    )
+    return Differences(len(ours) - len(gaps), len(gaps), sum(gap <= 2 * noise for gap in gaps), noise)
 
 
 def kind(name: str) -> str:
@@ -322,25 +324,43 @@ def rows(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def tokens(runs: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| backend | same tokens | others, ties | difference of a logprob | same bits alone | steps | replays |",
+        "|" + "---|" * 7,
+    ]
+    for run in runs:
+        compared = ["", "", ""]
+        if run is not runs[0]:
+            found = differences(run["tokens"], runs[0]["tokens"])
+            compared = [str(found.same), f"{found.others}, {found.ties}", f"{found.noise:.4f}"]
+        counts = (run["alone"], run["steps_together"], run["replays"])
+        lines.append("| " + " | ".join([run["label"], *compared, *map(str, counts)]) + " |")
+    return lines
+
+
 def page(runs: list[dict[str, Any]]) -> str:
-    """Markdown: a table for each number of heads, whose first run is what the others are compared with."""
+    """Markdown: tables for each number of heads, whose first run is what the others are compared with."""
+    asked = f"{COMPARED['batch']} requests of {COMPARED['context']} tokens write {COMPARED['tokens']} each"
     lines = [
         f"# A decode step of vLLM 0.24 on an {runs[0]['device']}",
         "",
-        "`python -m scripts.vllm_decode` ran `LLM()` over a DeepSeek-V3.2 of small width and random weights, with",
-        f"full CUDA graphs of decode steps, {runs[0]['layers']} layers, and wrote this page (`table FILE ...`). Times",
-        "are us of the device. `kernels' time` is the sum over a whole step, metadata and sampling included; so are",
-        "`kernels`. `replay` is the median between events around the graph's replay, in which the host's launch shows.",
+        "`python -m scripts.vllm_decode` ran `LLM()` over a DeepSeek-V3.2 of small width and random weights,",
+        f"{runs[0]['layers']} layers, with full CUDA graphs of decode steps and without Inductor. `table FILE ...` wrote",
+        "this page. Mixed graphs hold prefills too, cut to so many tokens a step. Batch-invariant is",
+        "`VLLM_BATCH_INVARIANT=1`, in which vLLM has matrix products of its own.",
+        "",
+        "Times are us of the device. `kernels' time` is the sum over a whole step, metadata and sampling included; so",
+        "are `kernels`. `replay` is the median between events around the graph's replay, in which the host shows.",
+        "",
+        f"Tokens: {asked}, and are compared with",
+        "those of the first backend. The first other token is a tie where both were as likely, within twice the largest",
+        "difference of a logprob until then, which is in the table. `same bits alone` counts requests whose tokens and",
+        "logprobs are, to the bit, those of the same request without the others.",
     ]
     for heads in dict.fromkeys(run["heads"] for run in runs):
         group = [run for run in runs if run["heads"] == heads]
-        asked = f"{COMPARED['batch']} requests of {COMPARED['context']} tokens"
-        lines += ["", f"## {heads} heads a rank", "", *rows(group), "", f"Tokens of {asked}:", ""]
-        lines += [
-            f"- {run['label']} against {group[0]['label']}: {differences(run['tokens'], group[0]['tokens'])}."
-            for run in group[1:]
-        ]
-        lines += [f"- {run['label']}: {alone_line(run)}." for run in group]
+        lines += ["", f"## {heads} heads a rank", "", *rows(group), "", *tokens(group)]
     return "\n".join(lines)
 
 
@@ -383,7 +403,7 @@ def main() -> None:
         result["alone"] = sum(
             compared(llm, [number])["tokens"] == [together] for number, together in enumerate(result["tokens"])
         )
-        print(f"{arguments.label}: {alone_line(result)}", flush=True)
+        print(f"{arguments.label}: {result['alone']} requests have the same bits alone as in the batch", flush=True)
         arguments.out.write_text(json.dumps(result))
         result["steps"] = [measure(llm, arguments, *step) for step in arguments.steps]
     arguments.out.write_text(json.dumps(result))
