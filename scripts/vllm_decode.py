@@ -1,14 +1,14 @@
-"""A captured decode step of vLLM over a small DeepSeek-V3.2 with random weights, by one attention backend.
+"""A captured decode step of vLLM over a small DeepSeek-V3.2 or V3 with random weights, by one attention backend.
 
     python -m scripts.vllm_decode FLASHMLA_SPARSE --out flash.json
     python -m scripts.vllm_decode MLA_OPS --indexer --out ours.json --against flash.json
 
-MLA_OPS stands for the name under which this version of vLLM knows our backend. `--indexer` serves the indexer by our
-operators, too. Prints where tokens differ from those of the other run, how many requests have the same bits alone as in
-a batch, and for each batch and context the time of a replayed step on the device and the kernels of it. `--graphs FULL
---chunk 512` captures steps that mix prefills, cut to 512 tokens, and decodes. `--lock FILE` lets several runs start at
-one time and measure in turn. `--fixed-norm` mends an op of vLLM 0.24 that is not batch-invariant. `table flash.json
-ours.json` prints the page of `docs/results`.
+MLA_OPS stands for the name under which this version of vLLM knows our backend. `--dense` makes the model a V3, for it
+and FLASHMLA. `--indexer` serves the indexer by our operators, too. Prints where tokens differ from those of the other
+run, how many requests have the same bits alone as in a batch, and for each batch and context the time of a replayed
+step on the device and the kernels of it. `--graphs FULL --chunk 512` captures steps that mix prefills, cut to 512
+tokens, and decodes. `--fixed-norm` mends an op of vLLM 0.24 that is not batch-invariant. `--lock FILE` lets several
+runs start at one time and measure in turn. `table flash.json ours.json` prints the page of `docs/results`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ CONFIG = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+DENSE = {name: value for name, value in CONFIG.items() if not name.startswith("index_")}
+DENSE |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 COMPARED = {"batch": 8, "context": 3000, "tokens": 48}
 PARTS = ("attention", "query halves", "index translation", "scores", "top-k", "keys", "matrix products")
 KINDS = {  # by a part of the kernel's name, the first that fits
@@ -109,7 +111,7 @@ def engine(arguments: argparse.Namespace) -> Any:
     ours = "MLA_OPS" if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
     folder = Path(tempfile.mkdtemp())
     config = {
-        **CONFIG,
+        **(DENSE if arguments.dense else CONFIG),
         "num_hidden_layers": arguments.layers,
         "first_k_dense_replace": arguments.layers,  # no experts: their kernels are not the subject
         "num_attention_heads": arguments.heads,
@@ -123,7 +125,7 @@ def engine(arguments: argparse.Namespace) -> Any:
         skip_tokenizer_init=True,
         load_format="dummy",
         dtype="bfloat16",
-        kv_cache_dtype="fp8_ds_mla",
+        kv_cache_dtype="auto" if arguments.dense else "fp8_ds_mla",
         block_size=64,
         max_model_len=max(context for _, context in arguments.steps) + 4096,
         max_num_seqs=max(batches),
@@ -291,7 +293,7 @@ def measure(llm: Any, arguments: argparse.Namespace, batch: int, context: int) -
 
 
 @contextlib.contextmanager
-def alone(lock: Path | None) -> Iterator[None]:
+def turn(lock: Path | None) -> Iterator[None]:
     if lock is None:
         yield
         return
@@ -326,15 +328,15 @@ def rows(runs: list[dict[str, Any]]) -> list[str]:
 
 def tokens(runs: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| backend | same tokens | others, ties | difference of a logprob | same bits alone | steps | replays |",
-        "|" + "---|" * 7,
+        "| backend | same tokens | others, ties | largest difference | tokens alone | bits alone | steps | replays |",
+        "|" + "---|" * 8,
     ]
     for run in runs:
         compared = ["", "", ""]
         if run is not runs[0]:
             found = differences(run["tokens"], runs[0]["tokens"])
             compared = [str(found.same), f"{found.others}, {found.ties}", f"{found.noise:.4f}"]
-        counts = (run["alone"], run["steps_together"], run["replays"])
+        counts = (run["alone_tokens"], run["alone"], run["steps_together"], run["replays"])
         lines.append("| " + " | ".join([run["label"], *compared, *map(str, counts)]) + " |")
     return lines
 
@@ -345,28 +347,30 @@ def page(runs: list[dict[str, Any]]) -> str:
     lines = [
         f"# A decode step of vLLM 0.24 on an {runs[0]['device']}",
         "",
-        "`python -m scripts.vllm_decode` ran `LLM()` over a DeepSeek-V3.2 of small width and random weights,",
-        f"{runs[0]['layers']} layers, with full CUDA graphs of decode steps and without Inductor. `table FILE ...` wrote",
-        "this page. Mixed graphs hold prefills too, cut to so many tokens a step. Batch-invariant is",
-        "`VLLM_BATCH_INVARIANT=1`, in which vLLM has matrix products of its own.",
+        "`python -m scripts.vllm_decode` ran `LLM()` over a DeepSeek-V3.2 or V3 of small width and random weights,",
+        f"{runs[0]['layers']} layers, with full CUDA graphs of decode steps and without Inductor. `table FILE ...`",
+        "wrote this page. Mixed graphs hold prefills too, cut to so many tokens a step. Batch-invariant is",
+        "`VLLM_BATCH_INVARIANT=1`, in which vLLM has matrix products of its own. A fixed norm adds in one order.",
         "",
         "Times are us of the device. `kernels' time` is the sum over a whole step, metadata and sampling included; so",
         "are `kernels`. `replay` is the median between events around the graph's replay, in which the host shows.",
         "",
-        f"Tokens: {asked}, and are compared with",
-        "those of the first backend. The first other token is a tie where both were as likely, within twice the largest",
-        "difference of a logprob until then, which is in the table. `same bits alone` counts requests whose tokens and",
-        "logprobs are, to the bit, those of the same request without the others.",
+        f"Tokens: {asked}, and are compared with those of the first backend.",
+        "The first other token is a tie where both were as likely, within twice the largest difference of a logprob",
+        "until then, which is in the table. `alone`: requests with the same tokens, and the same bits of logprobs too,",
+        "without the others.",
     ]
-    for heads in dict.fromkeys(run["heads"] for run in runs):
-        group = [run for run in runs if run["heads"] == heads]
-        lines += ["", f"## {heads} heads a rank", "", *rows(group), "", *tokens(group)]
+    for heads, dense in dict.fromkeys((run["heads"], run["dense"]) for run in runs):
+        group = [run for run in runs if (run["heads"], run["dense"]) == (heads, dense)]
+        model = "V3, dense" if dense else "V3.2, sparse"
+        lines += ["", f"## {model}, {heads} heads a rank", "", *rows(group), "", *tokens(group)]
     return "\n".join(lines)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend")
+    parser.add_argument("--dense", action="store_true")
     parser.add_argument("--indexer", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--against", type=Path)
@@ -397,12 +401,12 @@ def main() -> None:
     start = time.perf_counter()
     llm = engine(arguments)
     print(f"{arguments.label}: engine after {time.perf_counter() - start:.0f} s", flush=True)
-    with alone(arguments.lock):
+    with turn(arguments.lock):
         result = {"label": arguments.label, "device": torch.cuda.get_device_name(), "heads": arguments.heads}
-        result |= {"layers": arguments.layers, **compared(llm, range(COMPARED["batch"]))}
-        result["alone"] = sum(
-            compared(llm, [number])["tokens"] == [together] for number, together in enumerate(result["tokens"])
-        )
+        result |= {"layers": arguments.layers, "dense": arguments.dense, **compared(llm, range(COMPARED["batch"]))}
+        alone = [compared(llm, [number])["tokens"][0] for number in range(COMPARED["batch"])]
+        result["alone"] = sum(one == together for one, together in zip(alone, result["tokens"], strict=True))
+        result["alone_tokens"] = differences(alone, result["tokens"]).same
         print(f"{arguments.label}: {result['alone']} requests have the same bits alone as in the batch", flush=True)
         arguments.out.write_text(json.dumps(result))
         result["steps"] = [measure(llm, arguments, *step) for step in arguments.steps]
