@@ -222,7 +222,7 @@ class Differences(NamedTuple):
         same: requests with the same tokens.
         others: the other requests.
         ties: those of them whose first other token was as likely, within twice the noise.
-        noise: the largest difference of a logprob up to there.
+        noise: the largest difference of a logprob before any first other token.
     """
 
     same: int
@@ -236,11 +236,11 @@ def differences(ours: list[Any], theirs: list[Any]) -> Differences:
     for mine, other in zip(ours, theirs, strict=True):
         for one, two in zip(mine, other, strict=True):
             best, other_best = ({int(token): value for token, value in run[1].items()} for run in (one, two))
-            noise = max([noise, *(abs(best[token] - other_best[token]) for token in set(best) & set(other_best))])
             if one[0] != two[0]:
                 pair = ((best, one[0], two[0]), (other_best, two[0], one[0]))
                 gaps.append(max(run[a] - run.get(b, -9e9) for run, a, b in pair))
                 break
+            noise = max([noise, *(abs(best[token] - other_best[token]) for token in set(best) & set(other_best))])
     return Differences(len(ours) - len(gaps), len(gaps), sum(gap <= 2 * noise for gap in gaps), noise)
 
 
@@ -357,8 +357,8 @@ def page(runs: list[dict[str, Any]]) -> str:
         "",
         f"Tokens: {asked}, and are compared with those of the first backend.",
         "The first other token is a tie where both were as likely, within twice the largest difference of a logprob",
-        "until then, which is in the table. `alone`: requests with the same tokens, and the same bits of logprobs too,",
-        "without the others.",
+        "before first other tokens, which is in the table. `alone`: requests with the same tokens without the others,",
+        "and with the same bits of logprobs.",
     ]
     for heads, dense in dict.fromkeys((run["heads"], run["dense"]) for run in runs):
         group = [run for run in runs if (run["heads"], run["dense"]) == (heads, dense)]
