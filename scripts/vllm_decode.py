@@ -1,13 +1,14 @@
-"""A captured decode step of vLLM over a small DeepSeek-V3.2 with random weights, by one attention backend.
+"""A captured decode step of vLLM over a small DeepSeek-V3.2 or V3 with random weights, by one attention backend.
 
     python -m scripts.vllm_decode FLASHMLA_SPARSE --out flash.json
     python -m scripts.vllm_decode MLA_OPS --indexer --out ours.json --against flash.json
 
-MLA_OPS stands for the name under which this version of vLLM knows our backend. `--indexer` serves the indexer by our
-operators, too. Prints where tokens differ from those of the other run, how many requests have the same bits alone as in
-a batch, and for each batch and context the time of a replayed step on the device and the kernels of it. `--graphs FULL
---chunk 512` captures steps that mix prefills, cut to 512 tokens, and decodes. `--lock FILE` lets several runs start at
-one time and measure in turn. `table flash.json ours.json` prints the page of `docs/results`.
+MLA_OPS stands for the name under which this version of vLLM knows our backend. `--dense` makes the model a V3, for it
+and FLASHMLA. `--indexer` serves the indexer by our operators, too. Prints where tokens differ from those of the other
+run, how many requests have the same bits alone as in a batch, and for each batch and context the time of a replayed
+step on the device and the kernels of it. `--graphs FULL --chunk 512` captures steps that mix prefills, cut to 512
+tokens, and decodes. `--fixed-norm` mends an op of vLLM 0.24 that is not batch-invariant. `--lock FILE` lets several
+runs start at one time and measure in turn. `table flash.json ours.json` prints the page of `docs/results`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -66,8 +67,10 @@ CONFIG = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+DENSE = {name: value for name, value in CONFIG.items() if not name.startswith("index_")}
+DENSE |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 COMPARED = {"batch": 8, "context": 3000, "tokens": 48}
-PARTS = ("attention", "query halves", "index translation", "scores", "top-k", "keys")
+PARTS = ("attention", "query halves", "index translation", "scores", "top-k", "keys", "matrix products")
 KINDS = {  # by a part of the kernel's name, the first that fits
     "query halves": ("ConcatMLAQ",),
     "attention": ("sparse_attention", "flash_fwd_splitkv_mla", "splitkv_mla", "combine", "sparse_fwd", "merge"),
@@ -76,8 +79,20 @@ KINDS = {  # by a part of the kernel's name, the first that fits
     "top-k": ("topk", "top_k"),
     "keys": ("concat_and_cache", "quant_and_cache", "store_fp8"),
     "fill, copy": ("Fill", "fill", "Cat", "copy", "elementwise"),
-    "matrix products": ("gemm", "nvjet", "cutlass", "splitK"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "splitK", "matmul", "bmm"),
 }
+
+
+def fix_norm() -> None:
+    """One order of additions, whatever the number of tokens: vLLM 0.24 has another one from 256 of them on."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.batch_invariant import rms_norm_batch_invariant
+
+    def fused_add_rms_norm(values: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+        residual.add_(values)
+        values.copy_(rms_norm_batch_invariant(residual, weight, epsilon))
+
+    _custom_ops.fused_add_rms_norm = fused_add_rms_norm
 
 
 def engine(arguments: argparse.Namespace) -> Any:
@@ -85,6 +100,8 @@ def engine(arguments: argparse.Namespace) -> Any:
     if arguments.indexer:
         os.environ[plugin.ENVIRONMENT_VARIABLE] = "indexer"
     plugin.register()
+    if arguments.fixed_norm:
+        fix_norm()
     from vllm import LLM
     from vllm.model_executor.model_loader import dummy_loader
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -94,7 +111,7 @@ def engine(arguments: argparse.Namespace) -> Any:
     ours = "MLA_OPS" if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
     folder = Path(tempfile.mkdtemp())
     config = {
-        **CONFIG,
+        **(DENSE if arguments.dense else CONFIG),
         "num_hidden_layers": arguments.layers,
         "first_k_dense_replace": arguments.layers,  # no experts: their kernels are not the subject
         "num_attention_heads": arguments.heads,
@@ -108,7 +125,7 @@ def engine(arguments: argparse.Namespace) -> Any:
         skip_tokenizer_init=True,
         load_format="dummy",
         dtype="bfloat16",
-        kv_cache_dtype="fp8_ds_mla",
+        kv_cache_dtype="auto" if arguments.dense else "fp8_ds_mla",
         block_size=64,
         max_model_len=max(context for _, context in arguments.steps) + 4096,
         max_num_seqs=max(batches),
@@ -198,31 +215,33 @@ def compared(llm: Any, numbers: Sequence[int]) -> dict[str, Any]:
     return {"tokens": tokens, "steps_together": requests.steps, "replays": len(pairs)}
 
 
-def differences(ours: list[Any], theirs: list[Any]) -> str:
-    """Where tokens differ first, and by how much in logprobs: what was a tie, and the noise of the runs."""
+class Differences(NamedTuple):
+    """Of two runs' tokens.
+
+    Attributes:
+        same: requests with the same tokens.
+        others: the other requests.
+        ties: those of them whose first other token was as likely, within twice the noise.
+        noise: the largest difference of a logprob before any first other token.
+    """
+
+    same: int
+    others: int
+    ties: int
+    noise: float
+
+
+def differences(ours: list[Any], theirs: list[Any]) -> Differences:
     noise, gaps = 0.0, []
     for mine, other in zip(ours, theirs, strict=True):
-        for place, (one, two) in enumerate(zip(mine, other, strict=True)):
+        for one, two in zip(mine, other, strict=True):
             best, other_best = ({int(token): value for token, value in run[1].items()} for run in (one, two))
-            noise = max([noise, *(abs(best[token] - other_best[token]) for token in set(best) & set(other_best))])
             if one[0] != two[0]:
                 pair = ((best, one[0], two[0]), (other_best, two[0], one[0]))
-                gap = max(run[a] - run.get(b, -9e9) for run, a, b in pair)
-                gaps.append((place, round(gap, 4)))
+                gaps.append(max(run[a] - run.get(b, -9e9) for run, a, b in pair))
                 break
-    ties = sum(gap <= 2 * noise for _, gap in gaps)
-    return (
-        f"{len(ours) - len(gaps)} of {len(ours)} requests with the same {COMPARED['tokens']} tokens; largest "
-        f"difference of a logprob until then {noise:.4f}; (place, gap in logprobs) of first others {gaps}, of which "
-        f"{ties} are ties"
-    )
-
-
-def alone_line(run: dict[str, Any]) -> str:
-    return (
-        f"{run['alone']} of {COMPARED['batch']} requests have the same bits alone as in the batch, of whose "
-        f"{run['steps_together']} steps {run['replays']} were replays"
-    )
+            noise = max([noise, *(abs(best[token] - other_best[token]) for token in set(best) & set(other_best))])
+    return Differences(len(ours) - len(gaps), len(gaps), sum(gap <= 2 * noise for gap in gaps), noise)
 
 
 def kind(name: str) -> str:
@@ -274,7 +293,7 @@ def measure(llm: Any, arguments: argparse.Namespace, batch: int, context: int) -
 
 
 @contextlib.contextmanager
-def alone(lock: Path | None) -> Iterator[None]:
+def turn(lock: Path | None) -> Iterator[None]:
     if lock is None:
         yield
         return
@@ -307,31 +326,51 @@ def rows(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def tokens(runs: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| backend | same tokens | others, ties | largest difference | tokens alone | bits alone | steps | replays |",
+        "|" + "---|" * 8,
+    ]
+    for run in runs:
+        compared = ["", "", ""]
+        if run is not runs[0]:
+            found = differences(run["tokens"], runs[0]["tokens"])
+            compared = [str(found.same), f"{found.others}, {found.ties}", f"{found.noise:.4f}"]
+        counts = (run["alone_tokens"], run["alone"], run["steps_together"], run["replays"])
+        lines.append("| " + " | ".join([run["label"], *compared, *map(str, counts)]) + " |")
+    return lines
+
+
 def page(runs: list[dict[str, Any]]) -> str:
-    """Markdown: a table for each number of heads, whose first run is what the others are compared with."""
+    """Markdown: tables for each number of heads, whose first run is what the others are compared with."""
+    asked = f"{COMPARED['batch']} requests of {COMPARED['context']} tokens write {COMPARED['tokens']} each"
     lines = [
         f"# A decode step of vLLM 0.24 on an {runs[0]['device']}",
         "",
-        "`python -m scripts.vllm_decode` ran `LLM()` over a DeepSeek-V3.2 of small width and random weights, with",
-        f"full CUDA graphs of decode steps, {runs[0]['layers']} layers, and wrote this page (`table FILE ...`). Times",
-        "are us of the device. `kernels' time` is the sum over a whole step, metadata and sampling included; so are",
-        "`kernels`. `replay` is the median between events around the graph's replay, in which the host's launch shows.",
+        "`python -m scripts.vllm_decode` ran `LLM()` over a DeepSeek-V3.2 or V3 of small width and random weights,",
+        f"{runs[0]['layers']} layers, with full CUDA graphs of decode steps and without Inductor. `table FILE ...`",
+        "wrote this page. Mixed graphs hold prefills too, cut to so many tokens a step. Batch-invariant is",
+        "`VLLM_BATCH_INVARIANT=1`, in which vLLM has matrix products of its own. A fixed norm adds in one order.",
+        "",
+        "Times are us of the device. `kernels' time` is the sum over a whole step, metadata and sampling included; so",
+        "are `kernels`. `replay` is the median between events around the graph's replay, in which the host shows.",
+        "",
+        f"Tokens: {asked}, and are compared with those of the first backend.",
+        "The first other token is a tie where both were as likely, within twice the largest difference of a logprob",
+        "before first other tokens, which is in the table. `alone`: requests with the same tokens without the others,",
+        "and with the same bits of logprobs.",
     ]
-    for heads in dict.fromkeys(run["heads"] for run in runs):
-        group = [run for run in runs if run["heads"] == heads]
-        asked = f"{COMPARED['batch']} requests of {COMPARED['context']} tokens"
-        lines += ["", f"## {heads} heads a rank", "", *rows(group), "", f"Tokens of {asked}:", ""]
-        lines += [
-            f"- {run['label']} against {group[0]['label']}: {differences(run['tokens'], group[0]['tokens'])}."
-            for run in group[1:]
-        ]
-        lines += [f"- {run['label']}: {alone_line(run)}." for run in group]
+    for heads, dense in dict.fromkeys((run["heads"], run["dense"]) for run in runs):
+        group = [run for run in runs if (run["heads"], run["dense"]) == (heads, dense)]
+        model = "V3, dense" if dense else "V3.2, sparse"
+        lines += ["", f"## {model}, {heads} heads a rank", "", *rows(group), "", *tokens(group)]
     return "\n".join(lines)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend")
+    parser.add_argument("--dense", action="store_true")
     parser.add_argument("--indexer", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--against", type=Path)
@@ -343,12 +382,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cache-gib", type=int, default=16)
     parser.add_argument("--graphs", choices=["FULL_DECODE_ONLY", "FULL"], default="FULL_DECODE_ONLY")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step at most")
+    parser.add_argument("--fixed-norm", action="store_true")
     parser.add_argument("--lock", type=Path)
     arguments = parser.parse_args()
     arguments.steps = [tuple(map(int, step.split("x"))) for step in arguments.steps]
     invariant = " batch-invariant" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else ""
     mixed = f", mixed graphs of {arguments.chunk}" if arguments.graphs == "FULL" else ""
-    arguments.label = arguments.backend + (" and indexer" if arguments.indexer else "") + invariant + mixed
+    fixed = ", fixed norm" if arguments.fixed_norm else ""
+    arguments.label = arguments.backend + (" and indexer" if arguments.indexer else "") + invariant + mixed + fixed
     return arguments
 
 
@@ -360,13 +401,13 @@ def main() -> None:
     start = time.perf_counter()
     llm = engine(arguments)
     print(f"{arguments.label}: engine after {time.perf_counter() - start:.0f} s", flush=True)
-    with alone(arguments.lock):
+    with turn(arguments.lock):
         result = {"label": arguments.label, "device": torch.cuda.get_device_name(), "heads": arguments.heads}
-        result |= {"layers": arguments.layers, **compared(llm, range(COMPARED["batch"]))}
-        result["alone"] = sum(
-            compared(llm, [number])["tokens"] == [together] for number, together in enumerate(result["tokens"])
-        )
-        print(f"{arguments.label}: {alone_line(result)}", flush=True)
+        result |= {"layers": arguments.layers, "dense": arguments.dense, **compared(llm, range(COMPARED["batch"]))}
+        alone = [compared(llm, [number])["tokens"][0] for number in range(COMPARED["batch"])]
+        result["alone"] = sum(one == together for one, together in zip(alone, result["tokens"], strict=True))
+        result["alone_tokens"] = differences(alone, result["tokens"]).same
+        print(f"{arguments.label}: {result['alone']} requests have the same bits alone as in the batch", flush=True)
         arguments.out.write_text(json.dumps(result))
         result["steps"] = [measure(llm, arguments, *step) for step in arguments.steps]
     arguments.out.write_text(json.dumps(result))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mla_ops.integrations import vllm as plugin
+from scripts import vllm_decode
 
 HAS_VLLM = plugin.importable()
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: python -m scripts.vllm_tests fetches it")
@@ -61,6 +62,18 @@ def test_words_are_checked():
     assert plugin.parse_words("force, override") == {"force", "override"}
     with pytest.raises(ValueError, match="must consist of off, force, override, indexer, v4, got 'ovrride'"):
         plugin.parse_words("ovrride")
+
+
+def test_the_first_other_token_of_two_runs_is_a_tie_within_twice_the_noise():
+    def run(token, logprobs):
+        return [(7, {7: -1.0}), (token, logprobs)]
+
+    same = run(5, {5: -1.0}), run(5, {"5": -1.002})  # keys are text in a file
+    near = run(3, {3: -1.0, 4: -1.003}), run(4, {"4": -1.0, "3": -1.002})
+    far = run(3, {3: -1.0, 4: -1.1}), run(4, {"4": -1.0, "3": -1.1})
+    unknown = run(3, {3: -1.0}), run(4, {"4": -1.0})
+    pairs = zip(same, near, far, unknown, strict=True)
+    assert vllm_decode.differences(*map(list, pairs)) == (1, 3, 1, pytest.approx(0.002))
 
 
 @pytest.mark.parametrize(("version", "tested"), [("0.24.0", True), ("0.33.1", True), ("0.25.0", False), ("0.2", False)])
