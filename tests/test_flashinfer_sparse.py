@@ -198,11 +198,11 @@ def test_sm100_counts_gaps_between_blocks_as_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "pool", [torch.empty(4, 64 * 576 + 8), torch.empty(3, 5 * 576), torch.empty(4, 20 * 576)], ids=str
+    ("num_blocks", "block_size", "width"), [(4, 64, 64 * 576 + 8), (3, 5, 5 * 576), (4, 16, 20 * 576)]
 )
-def test_sm100_names_a_cache_that_it_cannot_read(pool: torch.Tensor) -> None:
-    block_size = {64 * 576 + 8: 64, 5 * 576: 5, 20 * 576: 16}[pool.shape[1]]
-    cache = pool.bfloat16()[:, : block_size * 576].unflatten(1, (block_size, 576))
+def test_sm100_names_a_cache_that_it_cannot_read(num_blocks: int, block_size: int, width: int) -> None:
+    pool = torch.zeros(num_blocks, width, dtype=torch.bfloat16)
+    cache = pool[:, : block_size * 576].unflatten(1, (block_size, 576))
     q, indices = queries(1, 4, torch.bfloat16, CPU), torch.zeros(1, 8, dtype=torch.int32)
     with pytest.raises(NotImplementedError, match=rf"paged_sparse_attention: .* blocks of {block_size}, "):
         sparse.compute_sparse(q, cache, indices, SCALE, "bf16")
