@@ -347,7 +347,7 @@ def page(runs: list[dict[str, Any]]) -> str:
     lines = [
         f"# A decode step of vLLM 0.24 on an {runs[0]['device']}",
         "",
-        "`python -m scripts.vllm_decode` ran `LLM()` over a DeepSeek-V3.2 or V3 of small width and random weights,",
+        "`python -m scripts.vllm_decode` ran `LLM()` over DeepSeek models of small width and random weights,",
         f"{runs[0]['layers']} layers, with full CUDA graphs of decode steps and without Inductor. `table FILE ...`",
         "wrote this page. Mixed graphs hold prefills too, cut to so many tokens a step. Batch-invariant is",
         "`VLLM_BATCH_INVARIANT=1`, in which vLLM has matrix products of its own. A fixed norm adds in one order.",
