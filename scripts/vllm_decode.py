@@ -303,6 +303,9 @@ def turn(lock: Path | None) -> Iterator[None]:
 
 
 def part(step: dict[str, Any], name: str) -> float:
+    """Microseconds of a kind; of matrix products, those among the kernels that the file lists."""
+    if name == "matrix products":
+        return sum(us for label, (us, _) in step["names"].items() if kind(label) == name)
     return float(step["kinds"].get(name, (0.0, 0))[0])
 
 
@@ -311,7 +314,7 @@ def rows(runs: list[dict[str, Any]]) -> list[str]:
         f"| batch x context | backend | kernels' time | ratio | kernels | replay | {' | '.join(PARTS)} |",
         "|" + "---|" * (6 + len(PARTS)),
     ]
-    measured = [{(step["batch"], step["context"]): step for step in run["steps"]} for run in runs]
+    measured = [{(step["batch"], step["context"]): step for step in run.get("steps", ())} for run in runs]
     for key, base in measured[0].items():
         for run, steps in zip(runs, measured, strict=True):
             step = steps.get(key)
@@ -336,7 +339,7 @@ def tokens(runs: list[dict[str, Any]]) -> list[str]:
         if run is not runs[0]:
             found = differences(run["tokens"], runs[0]["tokens"])
             compared = [str(found.same), f"{found.others}, {found.ties}", f"{found.noise:.4f}"]
-        counts = (run["alone_tokens"], run["alone"], run["steps_together"], run["replays"])
+        counts = (run.get("alone_tokens", ""), run["alone"], run["steps_together"], run["replays"])
         lines.append("| " + " | ".join([run["label"], *compared, *map(str, counts)]) + " |")
     return lines
 
@@ -354,14 +357,17 @@ def page(runs: list[dict[str, Any]]) -> str:
         "",
         "Times are us of the device. `kernels' time` is the sum over a whole step, metadata and sampling included; so",
         "are `kernels`. `replay` is the median between events around the graph's replay, in which the host shows.",
+        "Matrix products are those among the kernels that take longest, 30 unless `--names` says otherwise. Runs given",
+        "as `--tokens FILE ...` have no times here, as they shared the GPU.",
         "",
         f"Tokens: {asked}, and are compared with those of the first backend.",
         "The first other token is a tie where both were as likely, within twice the largest difference of a logprob",
         "before first other tokens, which is in the table. `alone`: requests with the same tokens without the others,",
-        "and with the same bits of logprobs.",
+        "blank where that was not compared, and with the same bits of logprobs.",
     ]
-    for heads, dense in dict.fromkeys((run["heads"], run["dense"]) for run in runs):
-        group = [run for run in runs if (run["heads"], run["dense"]) == (heads, dense)]
+    models = [(run["heads"], run.get("dense", False)) for run in runs]
+    for heads, dense in dict.fromkeys(models):
+        group = [run for run, model in zip(runs, models, strict=True) if model == (heads, dense)]
         model = "V3, dense" if dense else "V3.2, sparse"
         lines += ["", f"## {model}, {heads} heads a rank", "", *rows(group), "", *tokens(group)]
     return "\n".join(lines)
@@ -395,7 +401,13 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     if sys.argv[1:2] == ["table"]:
-        print(page([json.loads(Path(name).read_text()) for name in sys.argv[2:]]))
+        parser = argparse.ArgumentParser(prog="vllm_decode table")
+        parser.add_argument("files", nargs="+", type=Path)
+        parser.add_argument("--tokens", nargs="*", type=Path, default=[])
+        files = parser.parse_args(sys.argv[2:])
+        runs = [json.loads(file.read_text()) for file in files.files]
+        without_times = [json.loads(file.read_text()) | {"steps": []} for file in files.tokens]
+        print(page([*runs, *without_times]))
         return
     arguments = parse()
     start = time.perf_counter()

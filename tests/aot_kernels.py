@@ -388,7 +388,7 @@ class DenseCase(NamedTuple):
 def paged_attention_variants(capability: int) -> Iterator[Variant]:
     """Each kernel with each tile of each format.
 
-    What else changes is in `attend_keys` and `query_rows`, which all of them call: small blocks and queries in two
+    All else that changes is in `attend_keys` and `query_rows`, which all of them call: small blocks and queries in two
     tensors once alone and once packed, exact keys once, as `sparse_attention_variants` has them of every format.
     """
     device = (capability // 10, capability % 10)

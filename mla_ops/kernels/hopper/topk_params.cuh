@@ -1,4 +1,4 @@
-// What a launch of top-k is given.
+// Arguments of a launch of top-k.
 #pragma once
 #include "topk_select.cuh"
 
@@ -28,7 +28,7 @@ struct Params {
   u32 spare;     // part of the gate's rank in a sample by which it may lie below it
   int sorted;
 
-  // What memory has of a row; bounds may hold any number.
+  // The part of a row that memory has; bounds may hold any number.
   struct Given {
     int start, end, request;
   };

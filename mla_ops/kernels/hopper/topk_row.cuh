@@ -11,7 +11,7 @@
 // So the result is exact whatever the sample was like, and no buffer can overflow: there is room for k entries and a
 // chunk.
 //
-// Of few rows, one that a CTA's registers hold needs none of this, however wide the tensor is (topk_short.cuh).
+// A row that a CTA's registers hold needs none of this where rows are few, however wide the tensor (topk_short.cuh).
 #pragma once
 #include "topk_short.cuh"
 
