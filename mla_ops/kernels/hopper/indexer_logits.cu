@@ -1,8 +1,9 @@
 // Scores of the lightning indexer for SM90: the sum over heads of weight * relu(query . key), times the key's scale.
 //
 // A tile of 64 keys is the rows of a warpgroup's products; the heads of up to eight query tokens, 256 of them, are
-// their columns. So a thread has two keys' products of a quarter of the heads; weights of these heads stay in its
-// registers for as long as the tokens stay the same. The thread and its three neighbours add up over heads.
+// their columns. With all 256, a box of queries is two heads of four tokens, so that a thread has two keys' products of
+// all heads of its tokens. With fewer it has a quarter of the heads, and its three neighbours the others. Weights stay in
+// its registers for as long as the tokens stay the same.
 //
 // A warpgroup has every second or fourth tile. Where products are the bound, two warpgroups have two sets of products
 // each: one is summed up while the tensor cores make the other. Where memory is the bound (few columns), four have one.

@@ -19,7 +19,7 @@ THREADS = 384  # of a CTA with two warpgroups for products
 TILE = 64  # keys
 CLUSTER = 2  # CTAs that share the copies of flat keys, for neighbouring groups of tokens
 HEADS = (32, 64)
-COLUMNS = 256  # heads of all tokens of a group, at most
+COLUMNS = 256  # heads of all tokens of a group, at most; then a box brings two heads of four tokens
 CLEAN_THREADS = 256
 MAX_GRID_ROWS = 32768
 BOX_KEYS = (8, 16, 32, 64)  # of a block that is smaller than a tile; larger ones are of whole tiles
@@ -157,7 +157,8 @@ def _launch(
     boxes = in_boxes(q)
     assert boxes is q or not programmatic
     shape, strides = tuple(boxes.shape), (boxes.stride(0), boxes.stride(1))
-    queries = tensor_map(boxes.data_ptr(), shape, strides, (tokens, num_heads))
+    box = (4, 2) if tokens * num_heads == COLUMNS else (tokens, num_heads)
+    queries = tensor_map(boxes.data_ptr(), shape, strides, box)
     packed = pack(queries, *params)  # type: ignore[arg-type]
     if num_columns:
         kernel = kernel_for(num_heads, tokens, source)

@@ -16,6 +16,8 @@ struct IndexerLayout {
   static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + (SETS == 2 ? 128 : 32);
   static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS, STAGES = STAGES_;
   static constexpr int PARTS = COLUMNS * WARPGROUPS >= 512 ? 2 : 1;  // of a tile's products: as registers allow
+  // With all columns there are, a thread has all heads of its tokens: eight columns are two heads of four tokens.
+  static constexpr bool WHOLE = COLUMNS == 256;
   static constexpr int PART_TOKENS = TOKENS / PARTS, PART_COLUMNS = COLUMNS / PARTS, PART_BYTES = PART_COLUMNS * 128;
   static constexpr int QUERY_BYTES = COLUMNS * 128;
   static constexpr int QUERY = 0, KEY = QUERY_STAGES * QUERY_BYTES, SCALE = KEY + STAGES * TILE_BYTES;
@@ -266,10 +268,15 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
       if (tiles) {
         const u32 full = shared + L::QUERY_FULL + stage * 8;
         mbarrier_arrive_expect(full, L::QUERY_BYTES);
-        copy_box(shared + L::QUERY + stage * L::QUERY_BYTES, p.queries, 0, 0, token, full);
+        if (!L::WHOLE) copy_box(shared + L::QUERY + stage * L::QUERY_BYTES, p.queries, 0, 0, token, full);
       }
     }
     __syncwarp();
+    if (L::WHOLE && leads && tiles) {
+      constexpr int EACH = L::HEADS / 2;  // boxes of four tokens
+      copy_box(shared + L::QUERY + stage * L::QUERY_BYTES + lane * 1024, p.queries, 0, lane % EACH * 2,
+               token + lane / EACH * 4, shared + L::QUERY_FULL + stage * 8);
+    }
     if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
   };
   int first = few ? 0 : part.token;
@@ -326,12 +333,13 @@ DEVICE void add_up(float* values, int lane) {
 }
 
 // What a lane stores of a tile: scores of TOKENS tokens and of ROWS keys, eight apart.
-template <int TOKENS_>
+template <int TOKENS_, bool WHOLE>
 struct Share {
   static constexpr int TOKENS = TOKENS_ / 4 > 1 ? TOKENS_ / 4 : 1, ROWS = TOKENS_ >= 4 ? 2 : 1;
 
-  static DEVICE int first_token(int lane) {
-    return TOKENS_ >= 4 ? (lane & 1) * (TOKENS_ / 2) + (lane >> 1 & 1) * (TOKENS_ / 4) : TOKENS_ == 2 ? lane & 1 : 0;
+  static DEVICE int token(int lane, int t) {
+    if (WHOLE) return lane % 4 + 4 * t;
+    return TOKENS_ >= 4 ? (lane & 1) * (TOKENS_ / 2) + (lane >> 1 & 1) * (TOKENS_ / 4) + t : TOKENS_ == 2 ? lane & 1 : 0;
   }
   static DEVICE int first_row(int lane) {
     return TOKENS_ >= 4 ? 0 : TOKENS_ == 2 ? lane >> 1 & 1 : lane & 1;
@@ -385,10 +393,31 @@ DEVICE void weigh(const float (&products)[L::PART_COLUMNS / 2], const float* wei
       }
 }
 
+// Sums of four, two apart, in the order of `add_up`; the first is left with it.
+DEVICE void add_up_own(float* values) { values[0] = (values[0] + values[2]) + (values[4] + values[6]); }
+
+// The same of a part of all heads of a thread's tokens: four sums each, of the heads that `weigh` gives four lanes.
+template <class L>
+DEVICE void weigh_whole(const float (&products)[L::PART_COLUMNS / 2], const float* weights, float* sums, int part) {
+#pragma unroll
+  for (int i = 0; i < L::PART_COLUMNS / 8; ++i)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int of_tokens = (part * (L::PART_COLUMNS / 8) + i) * 2 + c, t = of_tokens / L::HEADS;
+        const int head = of_tokens % L::HEADS;
+        const float positive = positive_or_nan(products[i * 4 + r * 2 + c]), weight = weights[of_tokens];
+        float& sum = sums[t * 8 + head % 8 / 2 * 2 + r];
+        sum = head >= 8 || head % 2 ? __fmaf_rn(weight, positive, sum) : weight * positive;
+        if (head == L::HEADS - 1) add_up_own(sums + t * 8 + r);
+      }
+}
+
 // What a thread does with scores: stores them.
 template <class L, Source SOURCE>
 struct Stored {
-  using S = Share<L::TOKENS>;
+  using S = Share<L::TOKENS, L::WHOLE>;
   static constexpr bool IN_PARTS = false;  // whether several announcements have the same tokens
   static constexpr Neighbours apart = {};
   const Params& p;
@@ -400,7 +429,7 @@ struct Stored {
   DEVICE void begin(const uint4& group, int lane) {
 #pragma unroll
     for (int t = 0; t < S::TOKENS; ++t) {
-      const int token = group.x, of_group = S::first_token(lane) + t;
+      const int token = group.x, of_group = S::token(lane, t);
       bounds[t] = {0, 0};
       if (of_group < static_cast<int>(group.y) && S::stores(lane)) bounds[t] = bounds_of<SOURCE>(p, token + of_group);
       rows[t] = p.out + (token + of_group) * p.out_stride;
@@ -417,7 +446,7 @@ struct Stored {
 
 template <class L, Source SOURCE, class Use>
 DEVICE void consume(const Params& p, u32 shared, Use use) {
-  using S = Share<L::TOKENS>;
+  using S = Share<L::TOKENS, L::WHOLE>;
   const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7);
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
@@ -434,11 +463,20 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
     use.begin(group, lane);
     if (!Use::IN_PARTS || token != held) {
       held = token;
+      if constexpr (L::WHOLE) {
 #pragma unroll
-      for (int t = 0; t < L::TOKENS; ++t) {
-        const float* own = p.weights + min(token + t, p.num_tokens - 1) * p.weights_stride + lane % 4 * 2;
+        for (int t = 0; t < S::TOKENS; ++t) {
+          const float* own = p.weights + min(token + S::token(lane, t), p.num_tokens - 1) * p.weights_stride;
 #pragma unroll
-        for (int j = 0; j < L::HEADS / 4; ++j) weights[t * (L::HEADS / 4) + j] = __ldg(own + j / 2 * 8 + j % 2);
+          for (int head = 0; head < L::HEADS; ++head) weights[t * L::HEADS + head] = __ldg(own + head);
+        }
+      } else {
+#pragma unroll
+        for (int t = 0; t < L::TOKENS; ++t) {
+          const float* own = p.weights + min(token + t, p.num_tokens - 1) * p.weights_stride + lane % 4 * 2;
+#pragma unroll
+          for (int j = 0; j < L::HEADS / 4; ++j) weights[t * (L::HEADS / 4) + j] = __ldg(own + j / 2 * 8 + j % 2);
+        }
       }
     }
     constexpr int W = L::WARPGROUPS;
@@ -470,14 +508,17 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
         release<L>(of_slot(shared + L::KEY_FREE, done), lane);
         next_own<L>(done);
       }
-      weigh<L>(products, weights + part * (L::PART_COLUMNS / 4), sums + part * L::PART_TOKENS * 2);
+      if constexpr (L::WHOLE)
+        weigh_whole<L>(products, weights, sums, part);
+      else
+        weigh<L>(products, weights + part * (L::PART_COLUMNS / 4), sums + part * L::PART_TOKENS * 2);
       if (part < L::PARTS - 1) return;
-      add_up<L::TOKENS * 2>(sums, lane);
+      if constexpr (!L::WHOLE) add_up<L::TOKENS * 2>(sums, lane);
 #pragma unroll
       for (int t = 0; t < S::TOKENS; ++t)
 #pragma unroll
         for (int r = 0; r < S::ROWS; ++r) {
-          float score = sums[t * S::ROWS + r] * scales[r];
+          float score = sums[L::WHOLE ? t * 8 + r : t * S::ROWS + r] * scales[r];
           if (SOURCE != FLAT && scales[r] == -INFINITY) score = -INFINITY;
           use.put(t, column + r * 8, score, lane);
         }
