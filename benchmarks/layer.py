@@ -3,14 +3,16 @@
 One graph, compiled and captured: the projections of transformers' own module, the writes of latents and index keys, the
 selection, attention, and the output projection, as `mla_ops.models` runs them. `selection` is the part between the
 index query and the chosen keys alone. `layer, gather and sort` is the layer with that part in plain PyTorch: it gathers
-the whole capacity of every request, multiplies in float32 and sorts.
+the whole capacity of every request, multiplies in float32 and sorts. `--parts` times a layer's kernels instead, by what
+they are for.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -39,6 +41,13 @@ REAL = {
     "vocab_size": 64,
     "initializer_range": 0.01,
     "max_position_embeddings": 2**18,
+}
+PARTS = {  # words in the names of kernels; others are projections before attention, and output behind it
+    "projections": (),
+    "cache writes": ("store_",),
+    "selection": ("_quantize_kernel", "indexer_logits", "topk_"),
+    "attention": ("sparse_attention", "merge_parts"),
+    "output": (),
 }
 SMALL = {"hidden_size": 128, "num_heads": 4, "index_heads": 4, "index_topk": 64, "vocab_size": 64}
 
@@ -226,15 +235,51 @@ def build_case(num_requests: int, context: int, what: str, arguments: argparse.N
     )
 
 
+def parts_of(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Time of each part of `PARTS`, from names, begins and ends of kernels in order; beside the one before, none."""
+    times, behind, until = dict.fromkeys(PARTS, 0.0), "projections", 0.0
+    for name, begin, end in events:
+        part = next((part for part, words in PARTS.items() if any(word in name for word in words)), behind)
+        if part == "attention":
+            behind = "output"
+        times[part] += max(end - max(begin, until), 0.0)
+        until = max(until, end)
+    return times
+
+
+def profiled(layer: Layer, replays: int = 10) -> dict[str, float]:
+    """Microseconds of the parts of a captured layer, the median of some replays whose L2 holds nothing of them."""
+    replay, _ = common._capture(partial(layer.run, compiled=True), "")
+    flush = torch.empty(common.L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    seen = []
+    for _ in range(replays):
+        flush.zero_()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            replay()
+            torch.cuda.synchronize()
+        events = [(event.name, event.time_range.start, event.time_range.end) for event in profile.events()]
+        seen.append(parts_of(sorted(events, key=lambda event: event[1])))
+    return {part: statistics.median(times[part] for times in seen) for part in PARTS}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     parser = common.argument_parser("layer")
     parser.add_argument("--requests", type=common.integers, default=None)
     parser.add_argument("--contexts", type=common.integers, default=None)
+    parser.add_argument("--parts", action="store_true", help="time its kernels, by what they are for")
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     requests = arguments.requests or ([1, 16, 64] if on_gpu else [2])
     contexts = arguments.contexts or ([4096, 32768, 131072] if on_gpu else [150])
+    if arguments.parts:
+        print(f"{torch.cuda.get_device_name()}, microseconds of kernels: B, context, {', '.join(PARTS)}")
+        for context in contexts:
+            for num_requests in requests:
+                times = profiled(Layer(num_requests, context, arguments)).values()
+                print(f"{num_requests:4} {context:7} " + "".join(f"{time:8.1f}" for time in times), flush=True)
+        return 0
 
     def cases() -> Iterator[partial[common.Case]]:
         for context in contexts:

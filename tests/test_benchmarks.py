@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import attention, common, figures, gather_floor, indexer_quality, plot, portable
+from benchmarks import attention, common, figures, gather_floor, indexer_quality, layer, plot, portable
 from benchmarks.cache import fill_cache, read_keys, scale_keys
 from mla_ops import dispatch, formats
 from mla_ops.kernels.hopper.launch import Clusters, Group
@@ -73,6 +73,13 @@ def test_a_lowering_that_writes_nothing_fails(family: str, monkeypatch: pytest.M
     real = common.measure
     monkeypatch.setattr(common, "measure", broken)
     assert module.main(["--quick", "--device", "cpu"]) == 1
+
+
+def test_kernels_of_a_layer_count_for_its_parts_once() -> None:
+    names = "gemm", "store_fp8_index", "gemm", "indexer_logits<64>", "topk_rows<1>", "sparse_attention_rows", "gemm"
+    begins, ends = (0, 10, 12, 20, 28, 40, 50), (10, 12, 20, 30, 35, 50, 65)  # top-k waits beside the scores
+    times = layer.parts_of(zip(names, begins, ends, strict=True))
+    assert times == {"projections": 18, "cache writes": 2, "selection": 15, "attention": 10, "output": 15}
 
 
 def test_peers_are_checked_and_compared_with() -> None:
