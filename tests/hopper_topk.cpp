@@ -94,8 +94,8 @@ extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes,
   row_of_front = -1, front = nullptr;
   if (short_rows && threads == 512 && vectors == 1)
     launch_short<512, 1>(*p, shared_bytes, seed);
-  else if (short_rows && threads == 256 && vectors == 2)
-    launch_short<256, 2>(*p, shared_bytes, seed);
+  else if (short_rows && threads == 128 && vectors == 4)
+    launch_short<128, 4>(*p, shared_bytes, seed);
   else if (!short_rows && threads == 64 && vectors == 1)
     launch<64, 1, 2>(*p, shared_bytes, seed);
   else if (!short_rows && threads == 64 && vectors == 2)

@@ -292,11 +292,13 @@ def best(tool: str) -> None:
     from mla_ops.kernels.hopper import topk
 
     plans = {
-        1000: topk.SHORT,
-        9000: topk.FEW._replace(gated=2048, sampled=1024),
-        9001: topk.MANY._replace(gated=1 << 30),
-        20000: topk.FEW._replace(cluster=3, gated=2048, least=1024),
-        20001: topk.FEW._replace(cluster=3, gated=1 << 30, least=1024),
+        1000: topk.SHORT[0],
+        9000: topk.SHORT[2],
+        9001: topk.FEW,
+        9002: topk.MANY._replace(gated=1 << 30),
+        20000: topk.FEW._replace(gated=2048, sampled=1024),
+        20001: topk.FEW._replace(cluster=3, gated=2048, least=1024),
+        20002: topk.FEW._replace(cluster=3, gated=1 << 30, least=1024),
     }
     for num_columns, plan in plans.items():
         topk.plan_for = lambda *_, plan=plan: plan
@@ -324,7 +326,7 @@ def best(tool: str) -> None:
 
 
 def chosen_by_parts(tool: str) -> None:
-    """Keys of rows in blocks that fit no tile, two tokens at one time: top-k by a CTA and by a cluster."""
+    """Keys of rows in blocks that fit no tile, two tokens at one time: top-k through entries and by registers."""
     import torch
     from topk_oracle import hard_rows, topk_oracle
 
@@ -338,7 +340,7 @@ def chosen_by_parts(tool: str) -> None:
     q, weights = torch.zeros(5, 64, 128), torch.zeros(5, 64)
     q[:, 5, 77], weights[:, 5] = 1, 1
     given = [x.cuda() for x in (weights, lengths, table, requests)]
-    for plan in (topk.FEW._replace(gated=400, sampled=256), topk.FEW._replace(cluster=2, least=256, gated=1 << 30)):
+    for plan in (topk.MANY._replace(gated=400, sampled=256), topk.FEW._replace(cluster=2)):
         topk.plan_for = lambda *_, plan=plan: plan
         for kind in ("special", "ascending", "equal") if tool == "memcheck" else ("ascending",):
             scale = hard_rows(kind, 1, num_blocks * block_size)[0]

@@ -51,16 +51,17 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_are_those_of_a_stable_sort(library: ctypes.CDLL, kind: str, plan: topk.Plan, sorted: bool) -> None:
-    scores = hard_rows(kind, 2, 5003)[:, 1:]
-    got = run(library, plan, scores, 200, sorted=sorted)
-    want = topk_oracle(scores, 200, sorted=sorted)
-    assert torch.equal(got[1], want[1])
-    assert torch.equal(got[0], want[0])
+    for num_columns in (1000, 5003):  # the first are held by registers
+        scores = hard_rows(kind, 2, num_columns)[:, 1:]
+        got = run(library, plan, scores, 200, sorted=sorted)
+        want = topk_oracle(scores, 200, sorted=sorted)
+        assert torch.equal(got[1], want[1])
+        assert torch.equal(got[0], want[0])
 
 
 SHORT_PLANS = {
     "a group a thread": topk.Plan(512, 1, 0, 1, short=True),
-    "two groups a thread": topk.Plan(256, 2, 0, 1, short=True),
+    "four groups a thread": topk.Plan(128, 4, 0, 1, short=True),
 }
 
 
@@ -131,7 +132,7 @@ def test_rows_have_starts_ends_and_block_tables(library: ctypes.CDLL, plan: topk
     assert torch.equal(got[0], slots)
 
 
-H200 = (132, (66, 28, 14, 7))  # SMs, and clusters of each size at one time: a GPC has 16 or 18 SMs
+H200 = (132, (66, 28, 17, 14, 7))  # SMs, and clusters of each size at one time: a GPC has 16 or 18 SMs
 
 
 def test_a_plan_fits_its_rows_and_an_sm() -> None:
@@ -152,8 +153,8 @@ def test_a_plan_fits_its_rows_and_an_sm() -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "cluster"),
-    [(1, 32768, 8), (1, 131072, 16), (7, 131072, 16), (8, 131072, 8), (14, 131072, 8), (16, 32768, 4), (16, 131072, 4)]
-    + [(64, 131072, 2), (66, 8192, 2), (67, 131072, 1), (128, 131072, 1), (4096, 131072, 1)],
+    [(1, 32768, 8), (1, 131072, 16), (7, 131072, 16), (8, 131072, 8), (14, 131072, 8), (16, 32768, 6), (16, 131072, 6)]
+    + [(18, 131072, 4), (64, 131072, 2), (66, 16388, 2), (67, 131072, 1), (128, 131072, 1), (4096, 131072, 1)],
 )
 def test_clusters_do_not_wait_for_one_another(num_rows: int, num_columns: int, cluster: int) -> None:
     """16 clusters of 8 are 128 CTAs, and yet an H200 runs only 14 of them at one time."""

@@ -31,7 +31,17 @@ def assert_chosen(scores: torch.Tensor, k: int, starts: torch.Tensor | None, end
 
 
 # each launch of `plan_for`: registers, a CTA, clusters of several sizes, many rows
-SHAPES = [(2, 4000), (140, 6000), (3, 40001), (60, 30000), (130, 33000), (1, 1000003), (300, 20000)]
+SHAPES = [
+    (2, 4000),
+    (5, 8190),
+    (7, 16000),
+    (60, 30000),
+    (3, 40001),
+    (16, 131072),
+    (130, 33000),
+    (1, 1000003),
+    (300, 20000),
+]
 
 
 @pytest.mark.parametrize("k", [1, 512, 2048, 4096])
@@ -105,3 +115,12 @@ def test_replays_with_other_lengths_and_work_beside_them_are_eager_to_the_bit(nu
         graph.replay()
         wrong += (indices != eager[number][0]).sum() + (counts != eager[number][1]).sum()
     assert int(wrong) == 0
+
+
+def test_a_hundred_thousand_rows() -> None:
+    num_rows, num_columns, k = 100_000, 4500, 512
+    few = hard_rows("normal", 5, num_columns, device="cuda")
+    indices, counts = torch.ops.mla.topk_indices(few.repeat(num_rows // 5, 1), k)
+    wanted = topk_oracle(few, k)[0].cuda()
+    assert bool((counts == k).all())
+    assert bool((indices.view(-1, 5, k) == wanted).all())

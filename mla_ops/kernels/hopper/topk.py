@@ -16,7 +16,7 @@ from . import sources
 from .launch import Kernel, compile_reason
 
 MAX_COLUMNS = 2**21
-CLUSTERS = (2, 4, 8, 16)  # CTAs of a row that is shared
+CLUSTERS = (2, 4, 6, 8, 16)  # CTAs of a row that is shared
 LEAST_OF_A_CTA = 4096  # columns
 LONG_ROW = 65536
 BINS = 2048
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
         sampled: columns of a sample, a multiple of 8.
         spare: part of the gate's rank in a sample by which it may lie below it: a half makes a gate in less time, which
             lets more pass.
-        short: registers of a CTA hold a row; only `threads`, `vectors` and `ctas` mean something then.
+        short: registers of a CTA hold all columns; only `threads`, `vectors` and `ctas` mean something then.
     """
 
     threads: int
@@ -111,10 +111,10 @@ class Plan(NamedTuple):
         return CONTROL_BYTES + 4 * BINS + 8 * self.capacity(topk)
 
 
-SHORT = Plan(1024, 1, 0, 1, short=True)
+SHORT = tuple(Plan(1024, vectors, 0, 1, short=True) for vectors in (1, 2, 4))
 FEW = Plan(1024, 2, 1, 1)
 MANY = Plan(256, 2, 2, 4)
-KERNELS = tuple(plan.kernel for plan in (SHORT, FEW, MANY))
+KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, MANY))
 
 
 def plan_for(num_rows: int, num_columns: int, num_sms: int, at_once: tuple[int, ...]) -> Plan:
@@ -127,10 +127,11 @@ def plan_for(num_rows: int, num_columns: int, num_sms: int, at_once: tuple[int, 
         at_once: clusters of each size in `CLUSTERS` that run at one time. A cluster lies in one group of SMs, so they
             are fewer than SMs over CTAs, and a second wave takes twice the time.
     """
-    if num_columns <= SHORT.chunk:
-        return SHORT
-    if num_rows > num_sms:
+    if num_rows > num_sms and num_columns > SHORT[0].chunk:
         return MANY
+    for plan in SHORT:
+        if num_columns <= plan.chunk:
+            return plan
     cluster = 1
     for size, clusters in zip(CLUSTERS, at_once, strict=True):
         if num_rows <= clusters and LEAST_OF_A_CTA * size <= num_columns:

@@ -36,11 +36,12 @@ struct Sampled {
   }
 };
 
-// SAMPLED groups of four of a sample for each thread. FEW_ROWS: latency is all, and short rows are held in registers.
+// SAMPLED groups of four of a sample for each thread. FEW_ROWS: latency is all, and registers hold short rows.
 template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS>
 struct Selection {
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
   static constexpr u32 CHUNK = STEP * 4;
+  static constexpr u32 HELD = 2;          // groups of a thread that registers hold
   static constexpr u32 AHEAD = 4 * STEP;  // of the groups that are read, those on their way to L2
   static_assert(VECTORS <= 4, "counts of the groups of a warp share a word");
 
@@ -228,13 +229,9 @@ struct Selection {
     int* const out = p.indices + number * p.indices_pitch;
     const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least) : 1;
     if (!p.sorted) {
-      if (p.block_size == 0)
-        each_chosen<THREADS>(control, entries, count, threshold,
-                             [&](u32 place, u64 entry) { out[place] = position_of(entry) - row.skew; });
-      else
-        each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
-          out[place] = p.translated(position_of(entry) - row.skew, request);
-        });
+      each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
+        out[place] = p.translated(position_of(entry) - row.skew, request);
+      });
       for (u32 i = wanted + threadIdx.x; i < p.k; i += THREADS) out[i] = -1;
       return;
     }
@@ -269,11 +266,13 @@ struct Selection {
     row.skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4);
     row.scores = scores - row.skew, row.start = start + row.skew, row.end = start + length + row.skew;
     const u32 row_first = row.start / 4, row_vectors = (row.end + 3) / 4 - row_first;
-    if (FEW_ROWS && row_vectors <= THREADS) {
+    if (FEW_ROWS && row_vectors <= HELD * THREADS) {
       if (rank > 0) return;
-      Held<1> held(4 * row_first);
+      Held<THREADS, HELD> held(4 * row_first, row_vectors);
       held.load(row.scores, row.skew, p.num_columns);
-      return held.template choose<THREADS>(p, control, bins, number, given.request, row);
+      __syncthreads();  // bins are at 0
+      held.count(row, p.num_columns, bins);
+      return held.choose(p, control, bins, number, given.request, row);
     }
     const u32 share = max((row_vectors + p.cluster - 1) / p.cluster, p.least), before = min(rank * share, row_vectors);
     const bool alone = row_vectors <= share;

@@ -124,43 +124,15 @@ struct Listed {
   }
 };
 
-// A number that as many entries reach as a rank says, counted from 1 at the top; there are as many at least, and none has
-// a key below `least`. Bins are of 2^shift keys first, the last one of all above; then each round divides the bin of the
-// rank. Where one score is left, positions follow. Entries, and bins of 0, are there before a barrier that precedes this.
-// Where it need not be EXACT, `spare` entries more may reach it, and all those of one score.
-template <int THREADS, bool EXACT = true, class Entries>
-DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank, u32 least, int shift, u32 spare = 0) {
-  const u32 thread = threadIdx.x;
-  least = max(least, 1u);
-  u32 most = ~0u, inside, score = 0;
-  bool by_score = true;
-  if (thread == 0) control.listed = 0;
-  const auto each_left = [&](auto use) {
-    entries.each([&](u32 key, u32 place) {
-      const u32 word = by_score ? key : place;
-      if ((by_score || key == score) && word - least <= most - least) use(key, place, word - least);
-    });
-  };
-#pragma unroll 1
-  for (;;) {
-    each_left([&](u32, u32, u32 above) { atomicAdd(&bins[min(above >> shift, BINS - 1)], 1u); });
-    meet<THREADS>();
-    find_bin<THREADS>(control, bins, rank);
-    rank -= control.above, inside = control.inside;
-    least += control.bin << shift;
-    if (control.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
-    if (inside - rank <= spare || (!EXACT && least == most))
-      return by_score ? static_cast<u64>(least) << 32 : static_cast<u64>(score) << 32 | least;
-    if (EXACT && inside <= SHORT_LIST) break;
-    if (by_score && least == most) by_score = false, score = least, least = ~0u << POSITION_BITS, most = ~0u;
-    shift = max(32 - BIN_BITS - __clz(most - least), 0);
-  }
-  each_left([&](u32 key, u32 place, u32) {
+// The entry of a rank among a few: `each_left` calls what it is given with their words.
+template <int THREADS, class EachLeft>
+DEVICE u64 entry_of_rank(Control& control, u32 inside, u32 rank, EachLeft each_left) {
+  each_left([&](u32 key, u32 place) {
     control.list[atomicAdd(&control.listed, 1u)] = static_cast<u64>(key) << 32 | place;
   });
   meet<THREADS>();
   static_assert(SHORT_LIST == 64, "a lane has two of them");
-  const u32 lane = thread % 32;
+  const u32 thread = threadIdx.x, lane = thread % 32;
   const u64 first = lane < inside ? control.list[lane] : 0, second = lane + 32 < inside ? control.list[lane + 32] : 0;
 #pragma unroll 1
   for (u32 i = thread / 32; i < inside; i += THREADS / 32) {
@@ -170,6 +142,64 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
   }
   meet<THREADS>();
   return control.threshold;
+}
+
+// A number that as many entries reach as a rank says, counted from 1 at the top; there are as many at least, and none has
+// a key below `least`. Bins are of 2^shift keys first, the last one of all above; then each round divides the bin of the
+// rank. Where one score is left, positions follow. Entries, and bins of 0, are there before a barrier that precedes this.
+// Where it need not be EXACT, `spare` entries more may reach it, and all those of one score. The first counts may have
+// been made.
+template <int THREADS, bool EXACT = true, class Entries>
+DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank, u32 least, int shift, u32 spare = 0,
+                  bool counted = false) {
+  least = max(least, 1u);
+  u32 most = ~0u;
+  if (threadIdx.x == 0) control.listed = 0;
+#pragma unroll 1
+  for (;;) {
+    if (!counted)
+      entries.each([&](u32 key, u32) {
+        if (key - least <= most - least) atomicAdd(&bins[min(key - least >> shift, BINS - 1)], 1u);
+      });
+    counted = false;
+    meet<THREADS>();
+    find_bin<THREADS>(control, bins, rank);
+    rank -= control.above;
+    const u32 inside = control.inside;
+    least += control.bin << shift;
+    if (control.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
+    if (inside - rank <= spare || (!EXACT && least == most)) return static_cast<u64>(least) << 32;
+    if (EXACT && inside <= SHORT_LIST)
+      return entry_of_rank<THREADS>(control, inside, rank, [&](auto use) {
+        entries.each([&](u32 key, u32 place) {
+          if (key - least <= most - least) use(key, place);
+        });
+      });
+    if (least == most) break;
+    shift = max(32 - BIN_BITS - __clz(most - least), 0);
+  }
+  const u32 score = least;
+  least = ~0u << POSITION_BITS, most = ~0u;
+#pragma unroll 1
+  for (;;) {
+    shift = max(32 - BIN_BITS - __clz(most - least), 0);
+    entries.each([&](u32 key, u32 place) {
+      if (key == score && place - least <= most - least) atomicAdd(&bins[min(place - least >> shift, BINS - 1)], 1u);
+    });
+    meet<THREADS>();
+    find_bin<THREADS>(control, bins, rank);
+    rank -= control.above;
+    const u32 inside = control.inside;
+    least += control.bin << shift;
+    if (control.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
+    if (inside == rank) return static_cast<u64>(score) << 32 | least;
+    if (inside <= SHORT_LIST)
+      return entry_of_rank<THREADS>(control, inside, rank, [&](auto use) {
+        entries.each([&](u32 key, u32 place) {
+          if (key == score && place - least <= most - least) use(key, place);
+        });
+      });
+  }
 }
 
 // Bins of all keys, and of those from a gate on: scores above it differ little from it, and bins of 2^14 keys are up to

@@ -1,27 +1,44 @@
-// The k best columns of a row that a CTA's registers hold: scores are read once, columns leave in the order of threads.
+// The k best columns of a row that a CTA's registers hold: scores are read once, and counted in bins as they come.
 //
-// Latency is all. So scores are asked for before all else, where they are all that a row can have: before its length is
-// known, from columns that the tensor has.
+// Latency is all, and each instruction that a score takes is one of all threads. So scores are asked for before a row's
+// length is known, where they are all that it can have, from columns that the tensor has. What is chosen goes to shared
+// memory in order, and from there to where it belongs.
 #pragma once
 #include "topk_params.cuh"
 
-// A thread's scores, of neighbouring columns from `base` on. Key 0 is no score.
-template <int VECTORS>
+// A thread's keys, of groups of four neighbouring columns. A warp's groups stand next to one another, 32 at a time. Key 0
+// is no score.
+template <int THREADS, int VECTORS>
 struct Held {
+  static_assert(VECTORS <= 4, "counts of a warp's groups share a word");
   float4 scores[VECTORS];
   u32 keys[VECTORS * 4];
-  const u32 base;  // a multiple of 4
+  const u32 first, turns;  // column, a multiple of 4; groups of a thread
 
-  DEVICE explicit Held(u32 first) : base(first) {}
+  DEVICE Held(u32 first_column, u32 groups) : first(first_column), turns((groups + THREADS - 1) / THREADS) {}
 
-  DEVICE u32 column(int i) const { return base + 4 * VECTORS * threadIdx.x + i; }
+  DEVICE bool used(u32 i) const { return VECTORS == 1 || i < turns; }
 
-  DEVICE u64 entry(int i) const { return entry_of(keys[i], column(i)); }
+  DEVICE u32 column(u32 i) const {
+    const u32 warp = threadIdx.x / 32, group = (VECTORS == 1 ? warp : warp * turns + i) * 32 + threadIdx.x % 32;
+    return first + 4 * group;
+  }
+
+  DEVICE u64 entry(int i) const { return entry_of(keys[i], column(i / 4) + i % 4); }
+
+  template <class F>
+  DEVICE void each_key(F use) const {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      if (!used(i)) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) use(4 * i + j);
+    }
+  }
 
   template <class F>
   DEVICE void each(F use) const {
-#pragma unroll
-    for (int i = 0; i < VECTORS * 4; ++i) use(keys[i], ~column(i));
+    each_key([&](int i) { use(keys[i], static_cast<u32>(entry(i))); });
   }
 
   // Whether the tensor has all of a group of four.
@@ -33,59 +50,71 @@ struct Held {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       scores[i] = {absent(), absent(), absent(), absent()};
-      if (whole(column(4 * i), skew, num_columns)) scores[i] = load_once_16(from + column(4 * i));
+      if (used(i) && whole(column(i), skew, num_columns)) scores[i] = load_once_16(from + column(i));
     }
   }
 
-  // Bins are at 0 before the next barrier.
-  template <int THREADS>
-  DEVICE void choose(const Params& p, Control& control, u32* bins, i64 number, int request, const Row& row) {
-    const int length = row.end - row.start;
-    int* const out = p.indices + number * p.indices_pitch;
+  // Keys, and their counts as `select` makes them. Bins are at 0 before.
+  DEVICE void count(const Row& row, int num_columns, u32* bins) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      const int first = column(4 * i);
       u32* const own = keys + 4 * i;
+      own[0] = own[1] = own[2] = own[3] = 0;
+      if (!used(i)) continue;
+      const int begin = column(i);
       float values[4] = {scores[i].x, scores[i].y, scores[i].z, scores[i].w};
-      if (first >= row.start && first + 4 <= row.end) {
+      if (begin >= row.start && begin + 4 <= row.end) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) own[j] = key_of(values[j]);
+        for (int j = 0; j < 4; ++j) own[j] = key_of(values[j]), atomicAdd(&bins[own[j] - 1 >> SHIFT_OF_ALL], 1u);
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const bool there = row.has(first + j);
-          if (there && !whole(first, row.skew, p.num_columns)) values[j] = row.scores[first + j];
-          own[j] = there ? key_of(values[j]) : 0;
+          if (!row.has(begin + j)) continue;
+          if (!whole(begin, row.skew, num_columns)) values[j] = row.scores[begin + j];
+          own[j] = key_of(values[j]), atomicAdd(&bins[own[j] - 1 >> SHIFT_OF_ALL], 1u);
         }
       }
     }
-    __syncthreads();
-    const u64 any = entry_of(1, ~0u);  // all that are there
-    const u64 threshold = length > p.k ? select<THREADS>(control, bins, *this, p.k, 0, SHIFT_OF_ALL) : any;
-    u32 passing = 0, count;
+  }
+
+  // Entries of the columns from `threshold` on, in the order of columns. Returns how many those are.
+  DEVICE u32 collect(Control& control, u64 threshold, u64* entries) const {
+    u32 chosen = 0;  // a bit each
+    each_key([&](int i) { chosen |= static_cast<u32>(entry(i) >= threshold) << i; });
+    u32 counts = chosen - (chosen >> 1 & 0x5555);
+    counts = (counts & 0x3333) + (counts >> 2 & 0x3333);
+    counts = (counts | counts << 8) & 0xff00ff, counts = (counts | counts << 4) & 0xf0f0f0f;  // a byte for each group
+    const u32 inclusive = inclusive_scan(counts, threadIdx.x % 32), of_warp = __shfl_sync(~0u, inclusive, 31);
+    const u32 halves = (of_warp & 0xff00ff) + (of_warp >> 8 & 0xff00ff);
+    u32 total, place = before_warp<THREADS>(control, (halves & 0xffff) + (halves >> 16), 0, total);
 #pragma unroll
-    for (int i = 0; i < VECTORS * 4; ++i) passing += entry(i) >= threshold;
-    u32 place = exclusive_scan<THREADS>(control, passing, count);
-    const auto each_passing = [&](auto use) {
+    for (int i = 0; i < VECTORS; ++i) {
+      if (!used(i)) break;
+      u64* own = entries + place + ((inclusive - counts) >> 8 * i & 0xff);
 #pragma unroll
-      for (int i = 0; i < VECTORS * 4; ++i) {
-        if (entry(i) >= threshold) use(place++, entry(i));
+      for (int j = 0; j < 4; ++j) {
+        const bool kept = chosen >> (4 * i + j) & 1;
+        store_entry_if(kept, own, entry(4 * i + j));
+        own += kept;
       }
-    };
-    const auto chosen = [&](u64 entry) { return p.translated(position_of(entry) - row.skew, request); };
-    if (!p.sorted && p.block_size == 0) {
-      each_passing([&](u32 at, u64 entry) { out[at] = position_of(entry) - row.skew; });
-      return;
+      place += of_warp >> 8 * i & 0xff;
     }
-    if (!p.sorted) {
-      each_passing([&](u32 at, u64 entry) { out[at] = chosen(entry); });
-      return;
-    }
+    return total;
+  }
+
+  // Chooses of what has been counted, and writes.
+  DEVICE void choose(const Params& p, Control& control, u32* bins, i64 number, int request, const Row& row) const {
     u64* const entries = reinterpret_cast<u64*>(bins + BINS);
-    each_passing([&](u32 at, u64 entry) { entries[at] = entry; });
+    const u64 any = entry_of(1, ~0u);  // all that are there
+    const bool all = row.end - row.start <= p.k;
+    const u64 threshold = all ? any : select<THREADS>(control, bins, *this, p.k, 0, SHIFT_OF_ALL, 0, true);
+    const u32 count = collect(control, threshold, entries);
     __syncthreads();
-    sort<THREADS>(entries, count);
-    for (u32 i = threadIdx.x; i < p.k; i += THREADS) out[i] = i < count ? chosen(entries[i]) : -1;
+    if (p.sorted) sort<THREADS>(entries, count);
+    int* const out = p.indices + number * p.indices_pitch;
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < p.k; i += THREADS)
+      out[i] = i < count ? p.translated(position_of(entries[i]) - row.skew, request) : -1;
   }
 };
 
@@ -94,14 +123,14 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
   Control& control = *reinterpret_cast<Control*>(shared);
   u32* const bins = reinterpret_cast<u32*>(shared + sizeof(Control));
 
-  wait_for_prerequisites();  // scores may come from the launch in front
-  launch_dependents();
   const float* const scores = p.scores + number * p.pitch;
   const int skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4);
-  Held<VECTORS> held(0);
-  held.load(scores - skew, skew, p.num_columns);
+  Held<THREADS, VECTORS> held(0, (p.num_columns + skew + 3) / 4);
   const Params::Given given = p.given_of(number);
   clear_bins<THREADS>(bins);
+  wait_for_prerequisites();  // scores may come from the launch in front
+  launch_dependents();
+  held.load(scores - skew, skew, p.num_columns);
   int start, end;
   p.columns_of(given, start, end);
   const int length = end - start;
@@ -112,5 +141,7 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
     return;
   }
   const Row row = {scores - skew, start + skew, end + skew, skew};
-  held.template choose<THREADS>(p, control, bins, number, given.request, row);
+  __syncthreads();
+  held.count(row, p.num_columns, bins);
+  held.choose(p, control, bins, number, given.request, row);
 }
