@@ -1,11 +1,11 @@
 """FlashMLA's own Hopper test programs over `mla_ops`: how many of their cases pass.
 
-    python -m scripts.flash_mla_programs FOLDER [--seconds 60] [--programs dense_decoding sparse_decoding ...]
+    python -m scripts.flash_mla_programs FOLDER [--seconds 60] [--processes 1] [--programs sparse_decoding ...]
 
 FOLDER is `tests/` of a checkout of deepseek-ai/FlashMLA at its last commit with Hopper kernels (9241ae3). The programs
 are not changed: their cases, inputs, references and tolerances are theirs. A case counts as refused where it has
-several key heads. Cases run in a shuffled order until they or the seconds are spent; one that finds no room on the GPU
-is tried again at the end.
+several key heads. Cases run in a shuffled order, one of each kind in turn, until they or the seconds are spent; one
+that finds no room on the GPU is tried again at the end. Processes share the kinds of a program among them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import argparse
 import contextlib
 import importlib
 import io
+import json
 import os
 import random
 import subprocess
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,25 @@ def sparse_cases(module: Any) -> Iterator[tuple[Any, Callable[[], bool]]]:
     return ((case, partial(is_correct, module.test_flash_mla, case)) for case in cases)
 
 
-def run_cases(name: str, folder: Path, seconds: float) -> None:
+def kind(case: Any) -> tuple[object, ...]:
+    """Cases of one kind run the same kernels."""
+    if not hasattr(case, "decode"):
+        return case.h_q, case.h_kv, case.is_causal
+    decode = case.decode
+    return case.d_qk, case.h_q, case.have_topk_length, decode.extra_topk is not None, decode.have_extra_topk_length
+
+
+def in_turn(cases: Sequence[Any], share: int, shares: int) -> list[Any]:
+    """The cases of every `shares`-th kind, shuffled, one of each kind in turn."""
+    kinds = defaultdict(list)
+    for case in random.Random(0).sample(cases, len(cases)):
+        kinds[kind(case[0])].append(case)
+    mine = [kinds[name] for name in sorted(kinds, key=str)[share::shares]]
+    return [case for case in chain(*zip_longest(*mine)) if case is not None]
+
+
+def run_cases(name: str, folder: Path, seconds: float, share: int, shares: int) -> None:
+    """Runs a share of a program's cases; prints what came of them, how many there are and how many of each kind ran."""
     sys.path.insert(0, str(folder))
     flash_mla.install()
     torch.set_default_dtype(torch.bfloat16)
@@ -66,9 +86,8 @@ def run_cases(name: str, folder: Path, seconds: float) -> None:
     torch.set_float32_matmul_precision("high")
     module = importlib.import_module(f"test_flash_mla_{name}")
     cases = list((dense_cases if name == "dense_decoding" else sparse_cases)(module))
-    random.Random(0).shuffle(cases)
-    counts: Counter[str] = Counter()
-    end, queue, again = time.monotonic() + seconds, deque(cases), set[int]()
+    counts, ran = Counter[str](), Counter[str]()
+    end, queue, again = time.monotonic() + seconds, deque(in_turn(cases, share, shares)), set[int]()
     while queue and time.monotonic() < end:
         case, run = queue.popleft()
         said = io.StringIO()
@@ -87,9 +106,27 @@ def run_cases(name: str, folder: Path, seconds: float) -> None:
                 continue
             outcome = "no room"
         counts[outcome] += 1
+        ran[str(kind(case))] += 1
         if outcome == "failed" and counts[outcome] <= 4:
             print(f"failed: {case}\n{said.getvalue()[-900:]}")
-    print(f"{name}: {dict(counts)} of {len(cases)} cases", flush=True)
+    print(json.dumps({"counts": counts, "cases": len(cases), "ran": ran}), flush=True)
+
+
+def run_shares(name: str, folder: Path, seconds: float, processes: int) -> None:
+    command = [sys.executable, "-m", "scripts.flash_mla_programs", str(folder), "--seconds", str(seconds), "--programs"]
+    command += [name, "--processes", str(processes), "--share"]
+    started = [subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, text=True) for n in range(processes)]
+    counts, ran, cases = Counter[str](), Counter[str](), 0
+    for process in started:
+        said = process.communicate()[0].splitlines()
+        if process.returncode:
+            counts["ended processes"] += 1
+        else:
+            answer = json.loads(said.pop())
+            counts, ran, cases = counts + Counter(answer["counts"]), ran + Counter(answer["ran"]), answer["cases"]
+        print(*said, sep="\n", end="\n" if said else "")
+    fewest = f", of {len(ran)} kinds at least {min(ran.values())} each" if ran else ""
+    print(f"{name}: {dict(counts)} of {cases} cases{fewest}", flush=True)
 
 
 def main() -> None:
@@ -97,10 +134,17 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0, help="for each program")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.share is None:
+        print(f"FlashMLA's programs over mla_ops on an {torch.cuda.get_device_name()}", flush=True)
     for name in arguments.programs:
+        if arguments.share is not None:
+            run_cases(name, arguments.folder, arguments.seconds, arguments.share, arguments.processes)
+            continue
         if name != "sparse_prefill":
-            run_cases(name, arguments.folder, arguments.seconds)
+            run_shares(name, arguments.folder, arguments.seconds, arguments.processes)
             continue
         program = arguments.folder / f"test_flash_mla_{name}.py"
         command = [sys.executable, "-m", "mla_ops.integrations.flash_mla", str(program)]

@@ -302,6 +302,28 @@ def test_a_dense_layer_prefills_and_decodes(config, tmp_path, monkeypatch):
 
 
 @needs_vllm
+def test_prefills_attend_to_what_was_cached_before(config, tmp_path, monkeypatch):
+    """The rest of a prompt: context in one chunk and in several, beside a request that has none."""
+    from mla_ops.integrations.vllm import backends
+
+    chunks = []
+    real = backends.MLAOpsPrefillBackend.run_prefill_context_chunk
+    monkeypatch.setattr(
+        backends.MLAOpsPrefillBackend,
+        "run_prefill_context_chunk",
+        lambda *a, **o: chunks.append(len(o["q"])) or real(*a, **o),
+    )
+    built = config("auto", sparse=False)
+    with set_current_vllm_config(built), tiny.one_rank(tmp_path):
+        layer = tiny.Layer(built, backends.MLAOpsDenseBackend, backends.MLAOpsPrefillBackend, "auto", sparse=False)
+        run_steps(layer, [([70, 130], 0), ([1, 60], 0), ([9, 2], 0), ([90, 90, 30], 0)], False, read_back("bf16"))
+        assert chunks == [60, 11, 210] if tiny.PINS else [60, 11, 180]
+        layer.builder.chunked_prefill_workspace_size = 128
+        run_steps(layer, [([70, 130], 0), ([1, 60], 0), ([20, 40, 30], 0)], False, read_back("bf16"))
+    assert len(chunks) > 6
+
+
+@needs_vllm
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_builders_look_at_nothing_of_the_device(config, tmp_path, sparse, drafts):
@@ -494,16 +516,18 @@ def test_context_of_a_prefill_is_attended_without_a_mask():
     starts_k = torch.tensor([0, 7, 7], dtype=torch.int32)  # the second request has no context
     if HAS_COMMON:
         chunk = SimpleNamespace(query_start_loc=starts_q, max_query_len=3, cu_seq_lens=starts_k, max_seq_len=7)
+        where = {"chunk": chunk}
     else:
-        chunk = 0
+        where = {"chunk_idx": 0}
         context = SimpleNamespace(cu_seq_lens=starts_k.unsqueeze(0), max_seq_lens=[7])
         backend.prepare_metadata(SimpleNamespace(query_start_loc=starts_q, max_query_len=3, chunked_context=context))
     q, k = torch.randn(5, 2, 192).bfloat16(), torch.randn(7, 2, 192).bfloat16()
     v = torch.randn(7, 2, 128).bfloat16()
-    out, lse = backend.run_prefill_context_chunk(chunk, q=q, k=k, v=v)
+    out, lse = backend.run_prefill_context_chunk(q=q, k=k, v=v, **where)
     scores = torch.einsum("thd,khd->htk", q[:3].double(), k.double()) * 0.1
     expected = torch.einsum("htk,khd->thd", scores.softmax(-1), v.double())
     assert lse.shape == (2, 5)
+    assert lse.is_contiguous()  # the merge of 0.24 reads no strides
     torch.testing.assert_close(lse[:, :3].double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(out[:3].double(), expected, atol=2**-7, rtol=2**-7)  # bfloat16
     assert torch.all(lse[:, 3:] == -torch.inf)

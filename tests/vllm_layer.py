@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from vllm.utils import torch_utils
 
 torch_utils.PIN_MEMORY = False  # torch for CPUs pins nothing; read by other modules as they are imported
 
+from vllm import _custom_ops
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
@@ -24,6 +25,8 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+import mla_ops
 
 with contextlib.suppress(ImportError):  # 0.24 has no such kernel, which is Triton's
     from vllm.v1.attention.ops import metadata as metadata_kernels
@@ -37,6 +40,60 @@ with contextlib.suppress(ImportError):  # 0.24 has no such kernel, which is Trit
         return buffer[:num_out]
 
     metadata_kernels.compute_token_to_req_indices = compute_token_to_req_indices
+
+
+def gather_context(
+    src_cache: torch.Tensor,
+    dst: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    token_to_seq: torch.Tensor,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+    seq_starts: torch.Tensor,
+) -> None:
+    """What vLLM's kernel does for a bfloat16 cache."""
+    requests = token_to_seq[:num_tokens].long()
+    positions = torch.arange(num_tokens) - cu_seq_lens[requests] + seq_starts[requests]
+    blocks = block_table[requests, positions // src_cache.shape[1]].long()
+    dst[:num_tokens] = src_cache[blocks, positions % src_cache.shape[1]]
+
+
+def merge_attn_states(
+    output: torch.Tensor,
+    prefix_output: torch.Tensor,
+    prefix_lse: torch.Tensor,
+    suffix_output: torch.Tensor,
+    suffix_lse: torch.Tensor,
+    output_lse: torch.Tensor | None = None,
+    prefill_tokens_with_context: int | None = None,
+) -> None:
+    """What vLLM's kernels do; those of 0.24 read no strides of lse."""
+    if PINS:
+        assert all(lse is None or lse.is_contiguous() for lse in (prefix_lse, suffix_lse, output_lse))
+    merged, lse = mla_ops.merge_attention_states(prefix_output, prefix_lse.T, suffix_output, suffix_lse.T)
+    output.copy_(merged)
+    if prefill_tokens_with_context is not None:
+        output[prefill_tokens_with_context:] = suffix_output[prefill_tokens_with_context:]
+    if output_lse is not None:
+        output_lse.copy_(lse.T)
+
+
+def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return make(*arguments, **options)
+
+    return made
+
+
+_custom_ops.gather_and_maybe_dequant_cache = gather_context
+mla_attention.merge_attn_states = merge_attn_states
+PINS = not hasattr(mla_attention, "PIN_MEMORY")  # 0.24 pins memory of its metadata whatever is asked
+if PINS:
+    mla_attention.torch = ModuleType("torch")
+    made = {name: unpinned(getattr(torch, name)) for name in ("empty", "zeros")}
+    vars(mla_attention.torch).update(vars(torch) | made)
 
 NOPE, ROPE, LATENT, VALUE, HEADS, TOPK, BLOCK = 128, 64, 512, 128, 8, 64, 64
 SCALE = (NOPE + ROPE) ** -0.5

@@ -40,21 +40,33 @@ class PrefillBackend(MLAPrefillBackend):
         result, lse = ops.prefill_attention(q, k, v, starts, starts, longest, longest, self.scale)
         if out is not None:
             result = out.view_as(result).copy_(result)
-        return (result, lse.T) if return_softmax_lse else result
+        return (result, heads_first(lse)) if return_softmax_lse else result
 
     def run_prefill_context_chunk(
-        self, chunk: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        *,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+        chunk: Any = None,
+        chunk_idx: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`chunk` says where the context lies: 0.24 passes its number, 0.33 the thing itself."""
-        if isinstance(chunk, int):
+        """Where the context lies: 0.33 passes it as `chunk`, 0.24 its number in the metadata as `chunk_idx`."""
+        if chunk_idx is not None:
             metadata = self._prefill_metadata
             context = metadata.chunked_context
             starts_q, longest_q = metadata.query_start_loc, metadata.max_query_len
-            starts_k, longest_k = context.cu_seq_lens[chunk], context.max_seq_lens[chunk]
+            starts_k, longest_k = context.cu_seq_lens[chunk_idx], context.max_seq_lens[chunk_idx]
         else:
             starts_q, longest_q = chunk.query_start_loc, chunk.max_query_len
             starts_k, longest_k = chunk.cu_seq_lens, chunk.max_seq_len
         result, lse = ops.prefill_attention(q, k, v, starts_q, starts_k, longest_q, longest_k, self.scale, causal=False)
         if out is not None:
             result = out.view_as(result).copy_(result)
-        return result, lse.T
+        return result, heads_first(lse)
+
+
+def heads_first(lse: torch.Tensor) -> torch.Tensor:
+    """`[num_heads, num_tokens]`, dense: the merge of 0.24 reads no strides."""
+    return lse.T.contiguous()
