@@ -1,9 +1,10 @@
-"""`LLM()` of vLLM on a CPU with our backend and indexer, over a small DeepSeek-V3.2 that transformers made.
+"""`LLM()` of vLLM on a CPU with our backends and indexer, over a small DeepSeek-V3.2 and a V3 that transformers made.
 
 `scripts.vllm_tests VERSION FOLDER --engine` runs it. Requests outnumber the places of a batch, so that prefills and
-decodes share steps; contexts outgrow the indexer's choice. The logprobs of what vLLM wrote are compared with those of
-transformers in float32. Two measures stand beside it: transformers in bfloat16, the engine's type, says how far
-rounding goes, and transformers that attends to every key says how far a wrong choice would.
+decodes share steps; prompts are cut into steps, and one begins like another, whose keys are found in the prefix cache;
+contexts outgrow the indexer's choice. The logprobs of what vLLM wrote are compared with those of transformers in
+float32. Two measures stand beside it: transformers in bfloat16, the engine's type, says how far rounding goes, and
+transformers that attends to every key says how far a wrong choice would.
 
 What vLLM's compiled part would do on a CPU is done by its own native forms, and by the few ops below.
 """
@@ -24,7 +25,8 @@ import vllm.platforms
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import DeviceCapability
 
-PROMPTS, PLACES, TOKENS, TOPK = (150, 7, 90, 33, 120), 2, 12, 64
+PROMPTS, PLACES, TOKENS, TOPK = (150, 7, 90, 33, 120, 140), 2, 12, 64
+CHUNK, SHARED = 24, 128  # tokens of a step at most; tokens that the last prompt has from the first
 NOISE = 3.0  # bfloat16 rounds at other places in the two programs, and the engine's index keys are e4m3
 
 
@@ -37,18 +39,33 @@ class Cpu(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        kept = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
         super().check_and_update_config(vllm_config)
+        # which it turns off for MLA on CPUs
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
         vllm_config.cache_config.block_size = 64  # 0.33 has 16 for its own MLA on CPUs
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, *_: Any, **__: Any) -> str:
         return str(selected_backend.get_path())
 
+    @classmethod
+    def get_mla_prefill_backend_cls(cls, selector_config: Any) -> type:
+        """0.33 asks the platform; its flag is for GPUs."""
+        from mla_ops.integrations.vllm.backends import MLAOpsPrefillBackend
+
+        return MLAOpsPrefillBackend
+
 
 vllm.platforms._current_platform = Cpu()
 
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
 import tests.vllm_layer  # noqa: F401  stands in for pinned memory, and for a Triton kernel of 0.33's metadata
 from mla_ops.integrations import vllm as plugin
+
+HAS_COMMON = hasattr(AttentionBackendEnum, "register")  # 0.33, where short prefills of sparse models are dense
 
 
 def compute_slot_mapping(
@@ -94,11 +111,13 @@ def stand_in() -> None:
     stand_in.library = library  # type: ignore[attr-defined]  # ops live as long as it does
 
 
-def checkpoint(folder: Path) -> Any:
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+def checkpoint(folder: Path, sparse: bool) -> Any:
+    import transformers
 
     torch.manual_seed(2)
-    config = DeepseekV32Config(
+    name = "DeepseekV32" if sparse else "DeepseekV3"
+    choice = {"index_topk": TOPK, "index_n_heads": 32} if sparse else {}
+    config = getattr(transformers, f"{name}Config")(
         vocab_size=256,
         hidden_size=128,
         intermediate_size=256,
@@ -107,14 +126,13 @@ def checkpoint(folder: Path) -> Any:
         num_attention_heads=4,
         num_key_value_heads=4,
         q_lora_rank=64,
-        index_topk=TOPK,
-        index_n_heads=32,
         max_position_embeddings=512,
         initializer_range=0.02,
         n_group=1,
         topk_group=1,
+        **choice,
     )
-    model = DeepseekV32ForCausalLM(config).bfloat16().eval()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16().eval()
     model.save_pretrained(folder)
     return model
 
@@ -126,15 +144,13 @@ def logprobs(model: Any, tokens: list[int], start: int) -> torch.Tensor:
     return logits.log_softmax(-1)[torch.arange(start - 1, len(tokens) - 1), torch.tensor(tokens[start:])]
 
 
-def main() -> None:
-    stand_in()
-    plugin.register()
+def serve(folder: Path, dense: bool) -> tuple[list[list[int]], torch.Tensor]:
+    """What the engine wrote behind each prompt, with the prompt, and its logprobs."""
     from vllm import LLM, SamplingParams
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    ours = "MLA_OPS" if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
-    folder = Path(tempfile.mkdtemp())
-    model = checkpoint(folder)
+    from mla_ops.integrations.vllm.backends import MLAOpsPrefillBackend
+
+    ours = "MLA_OPS" if HAS_COMMON else "CUSTOM"
     llm = LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -142,43 +158,78 @@ def main() -> None:
         block_size=64,
         max_model_len=256,
         max_num_seqs=PLACES,
+        max_num_batched_tokens=CHUNK,
         enforce_eager=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=True,
         attention_config={"backend": ours, "mla_prefill_backend": ours},
     )
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     served = {layer.get_attn_backend().__module__ for layer in layers}
     if not served or not all(name.startswith("mla_ops.") for name in served):
         sys.exit(f"attention and indexers must be of mla_ops, got {served}")
+    chunks, real = [], MLAOpsPrefillBackend.run_prefill_context_chunk
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        chunks.append(len(options["q"]))
+        return real(*arguments, **options)
+
+    MLAOpsPrefillBackend.run_prefill_context_chunk = counted  # type: ignore[method-assign]
     prompts = [torch.randint(2, 256, (length,)).tolist() for length in PROMPTS]
+    prompts[-1][:SHARED] = prompts[0][:SHARED]
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
-    answers = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": p} for p in prompts], sampling)]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
+    MLAOpsPrefillBackend.run_prefill_context_chunk = real  # type: ignore[method-assign]
+    hits = sum(output.num_cached_tokens for output in outputs)
+    print(f"{hits} tokens were found in the prefix cache; {len(chunks)} calls of dense attention to earlier context")
+    if hits < SHARED or (dense and not chunks):
+        sys.exit(f"the last prompt must have {SHARED} tokens from the prefix cache, and prefills context")
+    answers = [output.outputs[0] for output in outputs]
     texts = [prompt + list(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+    steps = [zip(answer.logprobs, answer.token_ids, strict=True) for answer in answers]
+    return texts, torch.tensor([[best[token].logprob for best, token in answer] for answer in steps])
+
+
+def compare(sparse: bool) -> bool:
+    """Prints the differences; whether they are those of rounding, and smaller than those of a wrong choice."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = checkpoint(Path(folder), sparse)
+        texts, engine = serve(Path(folder), dense=not sparse or HAS_COMMON)
 
     def transformers() -> torch.Tensor:
         return torch.stack([logprobs(model, text, len(text) - TOKENS) for text in texts])
 
     rounded = transformers()
     model = model.float()
-    exact = transformers()
-    for layer in model.model.layers:
-        layer.self_attn.indexer.index_topk = 512
-    of_all_keys = transformers()
-    engine = torch.tensor(
-        [[p[t].logprob for p, t in zip(answer.logprobs, answer.token_ids, strict=True)] for answer in answers]
-    )
-    chosen = torch.tensor([[length + place > TOPK for place in range(TOKENS)] for length in PROMPTS])
-    wrong = False
+    exact = of_all_keys = transformers()
+    if sparse:
+        for layer in model.model.layers:
+            layer.self_attn.indexer.index_topk = 512
+        of_all_keys = transformers()
+    chosen = torch.tensor([[sparse and length + place > TOPK for place in range(TOKENS)] for length in PROMPTS])
+    right = True
     for name, which in (("contexts of all keys", ~chosen), ("contexts of chosen keys", chosen)):
+        if not which.any():
+            continue
         error, noise, control = (
             float((run.double() - exact)[which].abs().max()) for run in (engine, rounded, of_all_keys)
         )
         print(
-            f"{name}: largest difference of a logprob from transformers in float32 {error:.4f}; of its bfloat16 "
-            f"{noise:.4f}, of attention to every key {control:.4f}"
+            f"{'V3.2' if sparse else 'V3'}, {name}: largest difference of a logprob from transformers in float32 "
+            f"{error:.4f}; of its bfloat16 {noise:.4f}, of attention to every key {control:.4f}",
+            flush=True,
         )
-        wrong |= not error <= NOISE * noise or (which is chosen and not NOISE * noise < control)
-    if wrong:
+        right &= error <= NOISE * noise and (which is not chosen or NOISE * noise < control)
+    return right
+
+
+def main() -> None:
+    stand_in()
+    plugin.register()
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    right = compare(sparse=True)
+    cleanup_dist_env_and_memory()
+    if not (compare(sparse=False) and right):
         sys.exit(f"a difference is more than {NOISE} times that of bfloat16, or cannot tell a wrong choice")
 
 

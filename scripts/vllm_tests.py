@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "scripts" / "vllm_requirements.txt"
 TESTS = (
     "test_vllm.py",
+    "test_vllm_calls.py",
     "test_vllm_indexer.py",
     "test_vllm_v4.py",
     "test_flash_mla_interface.py::test_an_installed_release_has_nothing_that_is_not_here",
