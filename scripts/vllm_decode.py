@@ -368,6 +368,10 @@ def page(runs: list[dict[str, Any]]) -> str:
     models = [(run["heads"], run.get("dense", False)) for run in runs]
     for heads, dense in dict.fromkeys(models):
         group = [run for run, model in zip(runs, models, strict=True) if model == (heads, dense)]
+        labels = Counter[str]()
+        for run in group:
+            labels[run["label"]] += 1
+            run["label"] += ", again" * (labels[run["label"]] > 1)
         model = "V3, dense" if dense else "V3.2, sparse"
         lines += ["", f"## {model}, {heads} heads a rank", "", *rows(group), "", *tokens(group)]
     return "\n".join(lines)

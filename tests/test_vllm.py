@@ -9,6 +9,7 @@ import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,12 @@ def test_a_misspelt_switch_is_a_warning_that_lists_the_right_ones(monkeypatch, c
     plugin.register()
     assert "its vLLM backends are not registered" in caplog.text
     assert "must consist of off, force, override, indexer, v4, got 'ovrride'" in caplog.text
+
+
+def test_off_registers_nothing(monkeypatch):
+    monkeypatch.setenv("MLA_OPS_VLLM", "off")
+    monkeypatch.setattr(plugin, "_register", lambda words: pytest.fail("registered"))
+    plugin.register()
 
 
 def test_the_entry_point_is_what_vllm_loads():
@@ -495,6 +502,44 @@ def test_ranks_that_share_a_context_merge_to_the_whole(config, tmp_path, monkeyp
 
 
 @needs_vllm
+def test_ranks_that_share_a_dense_context_merge_to_the_whole(config, tmp_path):
+    """Decode context parallelism: every second token's keys are of one rank; lse has base e, which vLLM merges by."""
+    import mla_ops
+    from mla_ops.integrations.vllm import backends
+
+    built = config("auto", sparse=False)
+    with set_current_vllm_config(built), tiny.one_rank(tmp_path):
+        layer = tiny.Layer(built, backends.MLAOpsDenseBackend, backends.MLAOpsPrefillBackend, "auto", sparse=False)
+    tables = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+    keys, q = torch.randn(2, 100, 576).bfloat16(), torch.randn(2, tiny.HEADS, 576).bfloat16()
+    impl, lengths = layer.attention.impl, torch.tensor([100, 1], dtype=torch.int32)
+    assert impl.can_return_lse_for_decode
+    assert getattr(impl, "lse_base_on_e", True)
+
+    def attend(kept, lens):
+        cache = torch.zeros(4, tiny.BLOCK, 576, dtype=torch.bfloat16)
+        for request in range(2):
+            places = torch.arange(len(kept))
+            cache[tables[request, places // tiny.BLOCK].long(), places % tiny.BLOCK] = keys[request, kept]
+        decode = layer.builder._build_decode(
+            block_table_tensor=tables,
+            seq_lens_device=lens,
+            query_start_loc_device=torch.arange(3, dtype=torch.int32),
+            num_decode_tokens=2,
+            dcp_tot_seq_lens_device=lengths,
+        )
+        return impl.forward_mqa(q, cache, SimpleNamespace(decode=decode), layer.attention)
+
+    positions = torch.arange(100)
+    expected = attend(positions, lengths)
+    parts = [attend(positions[rank::2], (lengths + 1 - rank) // 2) for rank in range(2)]
+    assert torch.all(parts[1][1][1] == -torch.inf)  # a rank that has no key of a request
+    merged = mla_ops.merge_attention_states(*parts[0], *parts[1])
+    torch.testing.assert_close(merged[0], expected[0], atol=2**-7, rtol=2**-7)  # bfloat16
+    torch.testing.assert_close(merged[1], expected[1], atol=1e-5, rtol=1e-5)
+
+
+@needs_vllm
 def test_the_prefill_backend_is_found_by_its_name(config):
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
@@ -507,8 +552,6 @@ def test_the_prefill_backend_is_found_by_its_name(config):
 @needs_vllm
 def test_context_of_a_prefill_is_attended_without_a_mask():
     """Chunks of context, as each version describes them, beside attention in float64."""
-    from types import SimpleNamespace
-
     from mla_ops.integrations.vllm.backends import MLAOpsPrefillBackend
 
     backend = MLAOpsPrefillBackend(2, 0.1, 512, 128, 64, 128, None)
