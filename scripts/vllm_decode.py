@@ -77,7 +77,7 @@ KINDS = {  # by a part of the kernel's name, the first that fits
     "index translation": ("convert_req_index",),
     "scores": ("mqa_logits", "indexer_logits"),
     "top-k": ("topk", "top_k"),
-    "keys": ("concat_and_cache", "quant_and_cache", "store_fp8"),
+    "keys": ("concat_and_cache", "quant_and_cache", "store_"),
     "fill, copy": ("Fill", "fill", "Cat", "copy", "elementwise"),
     "matrix products": ("gemm", "nvjet", "cutlass", "splitK", "matmul", "bmm"),
 }
