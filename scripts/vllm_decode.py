@@ -6,7 +6,8 @@
 MLA_OPS stands for the name under which this version of vLLM knows our backend. `--dense` makes the model a V3, for it
 and FLASHMLA. `--indexer` serves the indexer by our operators, too. Prints where tokens differ from those of the other
 run, how many requests have the same bits alone as in a batch, and for each batch and context the time of a replayed
-step on the device and the kernels of it. `--graphs FULL --chunk 512` captures steps that mix prefills, cut to 512
+step on the device and the kernels of it. `--drafts FILE` decodes speculatively, with drafts from the other run's
+tokens, two a step, and measures no times. `--graphs FULL --chunk 512` captures steps that mix prefills, cut to 512
 tokens, and decodes. `--fixed-norm` mends an op of vLLM 0.24 that is not batch-invariant. `--lock FILE` lets several
 runs start at one time and measure in turn. `table flash.json ours.json` prints the page of `docs/results`.
 """
@@ -25,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -69,6 +70,7 @@ CONFIG = {
 }
 DENSE = {name: value for name, value in CONFIG.items() if not name.startswith("index_")}
 DENSE |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+DRAFTS = 2
 COMPARED = {"batch": 8, "context": 3000, "tokens": 48}
 PARTS = ("attention", "query halves", "index translation", "scores", "top-k", "keys", "matrix products")
 KINDS = {  # by a part of the kernel's name, the first that fits
@@ -93,6 +95,33 @@ def fix_norm() -> None:
         values.copy_(rms_norm_batch_invariant(residual, weight, epsilon))
 
     _custom_ops.fused_add_rms_norm = fused_add_rms_norm
+
+
+def prompt(number: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(5 + number)
+    return torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
+
+
+class Drafts:
+    """What another run wrote next."""
+
+    answers: ClassVar[dict[tuple[int, ...], list[int]]]
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, model: Any) -> None: ...
+
+    @classmethod
+    def read(cls, file: Path) -> None:
+        runs = json.loads(file.read_text())["tokens"]
+        prompts = [prompt(number, COMPARED["context"] - number) for number in range(len(runs))]
+        texts = [tokens + [token for token, _ in run] for tokens, run in zip(prompts, runs, strict=True)]
+        cls.answers = {tuple(text[:8]): text for text in texts}
+
+    def propose(self, sampled: list[list[int]], lengths: Any, tokens: Any, **_: Any) -> list[list[int]]:
+        texts = [self.answers.get(tuple(tokens[row, :8].tolist()), []) for row in range(len(sampled))]
+        ends = [int(length) for length in lengths[: len(sampled)]]
+        return [text[end : end + DRAFTS] if new else [] for text, end, new in zip(texts, ends, sampled, strict=True)]
 
 
 def engine(arguments: argparse.Namespace) -> Any:
@@ -120,6 +149,11 @@ def engine(arguments: argparse.Namespace) -> Any:
     (folder / "config.json").write_text(json.dumps(config))
     batches = [batch for batch, _ in arguments.steps]
     mixed = {arguments.chunk // 4, arguments.chunk} if arguments.graphs == "FULL" else set()
+    speculation, width = None, 1
+    if arguments.drafts is not None:
+        Drafts.read(arguments.drafts)
+        width += DRAFTS
+        speculation = {"method": "custom_class", "model": f"{__name__}.Drafts", "num_speculative_tokens": DRAFTS}
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -138,8 +172,9 @@ def engine(arguments: argparse.Namespace) -> Any:
         compilation_config={
             "mode": 0,
             "cudagraph_mode": arguments.graphs,
-            "cudagraph_capture_sizes": sorted({*batches, COMPARED["batch"]} | mixed),
+            "cudagraph_capture_sizes": sorted({width * batch for batch in (*batches, COMPARED["batch"])} | mixed),
         },
+        speculative_config=speculation,
     )
 
 
@@ -157,9 +192,7 @@ class Requests:
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
         )
         for number, name in zip(numbers, self.names, strict=True):
-            generator = torch.Generator().manual_seed(5 + number)
-            tokens = torch.randint(2, VOCABULARY, (context - number,), generator=generator).tolist()
-            self.engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+            self.engine.add_request(name, {"prompt_token_ids": prompt(number, context - number)}, sampling)
 
     def step(self) -> None:
         self.steps += 1
@@ -393,13 +426,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--graphs", choices=["FULL_DECODE_ONLY", "FULL"], default="FULL_DECODE_ONLY")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step at most")
     parser.add_argument("--fixed-norm", action="store_true")
+    parser.add_argument("--drafts", type=Path)
     parser.add_argument("--lock", type=Path)
     arguments = parser.parse_args()
     arguments.steps = [tuple(map(int, step.split("x"))) for step in arguments.steps]
     invariant = " batch-invariant" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else ""
     mixed = f", mixed graphs of {arguments.chunk}" if arguments.graphs == "FULL" else ""
     fixed = ", fixed norm" if arguments.fixed_norm else ""
-    arguments.label = arguments.backend + (" and indexer" if arguments.indexer else "") + invariant + mixed + fixed
+    drafts = f", {DRAFTS} drafts" if arguments.drafts is not None else ""
+    arguments.label = arguments.backend + (" and indexer" if arguments.indexer else "")
+    arguments.label += invariant + mixed + fixed + drafts
     return arguments
 
 
@@ -425,7 +461,8 @@ def main() -> None:
         result["alone_tokens"] = differences(alone, result["tokens"]).same
         print(f"{arguments.label}: {result['alone']} requests have the same bits alone as in the batch", flush=True)
         arguments.out.write_text(json.dumps(result))
-        result["steps"] = [measure(llm, arguments, *step) for step in arguments.steps]
+        steps = arguments.steps if arguments.drafts is None else []
+        result["steps"] = [measure(llm, arguments, *step) for step in steps]
     arguments.out.write_text(json.dumps(result))
     if arguments.against is not None:
         other = json.loads(arguments.against.read_text())

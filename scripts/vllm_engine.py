@@ -2,9 +2,10 @@
 
 `scripts.vllm_tests VERSION FOLDER --engine` runs it. Requests outnumber the places of a batch, so that prefills and
 decodes share steps; prompts are cut into steps, and one begins like another, whose keys are found in the prefix cache;
-contexts outgrow the indexer's choice. The logprobs of what vLLM wrote are compared with those of transformers in
-float32. Two measures stand beside it: transformers in bfloat16, the engine's type, says how far rounding goes, and
-transformers that attends to every key says how far a wrong choice would.
+contexts outgrow the indexer's choice. Each model is served once more by speculative decoding. The logprobs of what
+vLLM wrote are compared with those of transformers in float32. Two measures stand beside it: transformers in bfloat16,
+the engine's type, says how far rounding goes, and transformers that attends to every key says how far a wrong choice
+would.
 
 What vLLM's compiled part would do on a CPU is done by its own native forms, and by the few ops below.
 """
@@ -15,7 +16,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "MLA_OPS_VLLM": "indexer", "HF_HUB_OFFLINE": "1"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -27,6 +28,7 @@ from vllm.platforms.interface import DeviceCapability
 
 PROMPTS, PLACES, TOKENS, TOPK = (150, 7, 90, 33, 120, 140), 2, 12, 64
 CHUNK, SHARED = 24, 128  # tokens of a step at most; tokens that the last prompt has from the first
+DRAFTS = 2
 NOISE = 3.0  # bfloat16 rounds at other places in the two programs, and the engine's index keys are e4m3
 
 
@@ -89,12 +91,58 @@ def quantize(x: torch.Tensor, group_size: int, *_: Any, **__: Any) -> tuple[torc
     return (groups / scale).to(torch.float8_e4m3fn).view_as(x), scale.squeeze(-1)
 
 
+class Drafts:
+    """What transformers would write next, every third time with a wrong last token."""
+
+    model: ClassVar[Any]
+    accepted: ClassVar[list[int]]
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, model: Any) -> None: ...
+
+    def propose(self, sampled: list[list[int]], lengths: Any, tokens: Any, **_: Any) -> list[list[int]]:
+        proposed = []
+        for row, new in enumerate(sampled):
+            text = tokens[row, : lengths[row]].tolist()
+            for _draft in range(DRAFTS):
+                text.append(int(self.model(torch.tensor([text])).logits[0, -1].argmax()))
+            if len(text) % 3 == 0:
+                text[-1] ^= 1
+            proposed.append(text[-DRAFTS:] if new else [])  # none: its prompt is not read yet
+        return proposed
+
+
+def accept(
+    drafts: torch.Tensor,
+    counts: list[int],
+    max_count: int,
+    ends: torch.Tensor,
+    probabilities: torch.Tensor | None,
+    logits: torch.Tensor,
+    bonus: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    """The likeliest tokens up to the first that was not drafted, and the one behind all drafts; -1 behind them."""
+    written = torch.full((len(counts), max_count + 1), -1, dtype=torch.int32)
+    for row, (best, drafted) in enumerate(zip(logits.argmax(-1).split(counts), drafts.split(counts), strict=True)):
+        right = int((best == drafted).long().cumprod(0).sum())
+        behind = torch.cat((best, bonus[row]))
+        written[row, : right + 1] = behind[: right + 1]
+        Drafts.accepted.append(right)
+    return written
+
+
 def stand_in() -> None:
     """Native forms and the ops that a CPU build of vLLM would have."""
     from vllm.model_executor.layers.rotary_embedding import base
     from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
     from vllm.model_executor.models import deepseek_v2
+    from vllm.v1.sample import rejection_sampler
 
+    rejection_sampler.rejection_sample = accept
+    rejection_sampler.apply_sampling_constraints = lambda logits, *_: logits  # a run for profiling is not greedy
     base.RotaryEmbedding.forward_cpu = base.RotaryEmbedding.forward_native
     SparseAttnIndexer.forward_cpu = SparseAttnIndexer.forward_cuda
     deepseek_v2.per_token_group_quant_fp8 = quantize
@@ -144,7 +192,7 @@ def logprobs(model: Any, tokens: list[int], start: int) -> torch.Tensor:
     return logits.log_softmax(-1)[torch.arange(start - 1, len(tokens) - 1), torch.tensor(tokens[start:])]
 
 
-def serve(folder: Path, dense: bool) -> tuple[list[list[int]], torch.Tensor]:
+def serve(folder: Path, dense: bool, drafts: bool) -> tuple[list[list[int]], torch.Tensor]:
     """What the engine wrote behind each prompt, with the prompt, and its logprobs."""
     from vllm import LLM, SamplingParams
 
@@ -162,11 +210,15 @@ def serve(folder: Path, dense: bool) -> tuple[list[list[int]], torch.Tensor]:
         enforce_eager=True,
         enable_prefix_caching=True,
         attention_config={"backend": ours, "mla_prefill_backend": ours},
+        speculative_config={"method": "custom_class", "model": f"{__name__}.Drafts", "num_speculative_tokens": DRAFTS}
+        if drafts
+        else None,
     )
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     served = {layer.get_attn_backend().__module__ for layer in layers}
     if not served or not all(name.startswith("mla_ops.") for name in served):
         sys.exit(f"attention and indexers must be of mla_ops, got {served}")
+    Drafts.accepted = []
     chunks, real = [], MLAOpsPrefillBackend.run_prefill_context_chunk
 
     def counted(*arguments: Any, **options: Any) -> Any:
@@ -180,20 +232,24 @@ def serve(folder: Path, dense: bool) -> tuple[list[list[int]], torch.Tensor]:
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
     MLAOpsPrefillBackend.run_prefill_context_chunk = real  # type: ignore[method-assign]
     hits = sum(output.num_cached_tokens for output in outputs)
-    print(f"{hits} tokens were found in the prefix cache; {len(chunks)} calls of dense attention to earlier context")
-    if hits < SHARED or (dense and not chunks):
-        sys.exit(f"the last prompt must have {SHARED} tokens from the prefix cache, and prefills context")
+    print(
+        f"{hits} tokens were found in the prefix cache; {len(chunks)} calls of dense attention to earlier context; of "
+        f"{DRAFTS} drafts 0, 1, 2 were accepted {[Drafts.accepted.count(number) for number in range(DRAFTS + 1)]} times"
+    )
+    if hits < SHARED or (dense and not chunks) or (drafts and set(Drafts.accepted) != {0, 1, 2}):
+        sys.exit(f"the last prompt must have {SHARED} tokens from the prefix cache, prefills context, drafts all ends")
     answers = [output.outputs[0] for output in outputs]
     texts = [prompt + list(answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
     steps = [zip(answer.logprobs, answer.token_ids, strict=True) for answer in answers]
     return texts, torch.tensor([[best[token].logprob for best, token in answer] for answer in steps])
 
 
-def compare(sparse: bool) -> bool:
+def compare(sparse: bool, drafts: bool) -> bool:
     """Prints the differences; whether they are those of rounding, and smaller than those of a wrong choice."""
     with tempfile.TemporaryDirectory() as folder:
         model = checkpoint(Path(folder), sparse)
-        texts, engine = serve(Path(folder), dense=not sparse or HAS_COMMON)
+        Drafts.model = model
+        texts, engine = serve(Path(folder), dense=not sparse or HAS_COMMON, drafts=drafts)
 
     def transformers() -> torch.Tensor:
         return torch.stack([logprobs(model, text, len(text) - TOKENS) for text in texts])
@@ -213,9 +269,10 @@ def compare(sparse: bool) -> bool:
         error, noise, control = (
             float((run.double() - exact)[which].abs().max()) for run in (engine, rounded, of_all_keys)
         )
+        model_name = ("V3.2" if sparse else "V3") + (", drafts" if drafts else "")
         print(
-            f"{'V3.2' if sparse else 'V3'}, {name}: largest difference of a logprob from transformers in float32 "
-            f"{error:.4f}; of its bfloat16 {noise:.4f}, of attention to every key {control:.4f}",
+            f"{model_name}, {name}: largest difference of a logprob from transformers in float32 {error:.4f}; of its "
+            f"bfloat16 {noise:.4f}, of attention to every key {control:.4f}",
             flush=True,
         )
         right &= error <= NOISE * noise and (which is not chosen or NOISE * noise < control)
@@ -227,9 +284,12 @@ def main() -> None:
     plugin.register()
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    right = compare(sparse=True)
-    cleanup_dist_env_and_memory()
-    if not (compare(sparse=False) and right):
+    right = True
+    for sparse in (True, False):
+        for drafts in (False, True):
+            right &= compare(sparse, drafts)
+            cleanup_dist_env_and_memory()
+    if not right:
         sys.exit(f"a difference is more than {NOISE} times that of bfloat16, or cannot tell a wrong choice")
 
 
