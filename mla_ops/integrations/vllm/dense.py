@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from ... import ops
-from .shared import CacheWriter, MlaBackend, cache_format, query_of, request_of_token
+from .shared import CacheWriter, MlaBackend, cache_format, query_of, step_metadata
 
 
 @dataclass
@@ -29,8 +29,8 @@ class DenseDecodeMetadata(MLACommonDecodeMetadata):
     """What the layers of a step read.
 
     Attributes:
-        req_id_per_token: `[num_decode_tokens]` int32; of padding, past the last request.
-        key_lens: `[num_decode_tokens]` int32, keys that each token sees.
+        req_id_per_token: `[num_decode_tokens]` int32, -1 for padding.
+        key_lens: `[num_decode_tokens]` int32, keys that each token sees, 0 for padding.
     """
 
     req_id_per_token: torch.Tensor
@@ -38,17 +38,14 @@ class DenseDecodeMetadata(MLACommonDecodeMetadata):
 
 
 class DenseMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """The base's, and two rows a decode token."""
+    """The base's, and two rows a decode token: one launch on the device a step."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self.tokens = torch.arange(max_num_tokens, dtype=torch.int32, device=device)
-        self.req_id_per_token = torch.zeros_like(self.tokens)
-        self.key_lens = torch.zeros_like(self.tokens)
+        self.step = step_metadata(vllm_config, kv_cache_spec.block_size, device)
 
     def _build_decode(
         self,
@@ -60,18 +57,13 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         dcp_tot_seq_lens_device: torch.Tensor | None,
         **_: Any,
     ) -> DenseDecodeMetadata:
-        tokens, requests = self.tokens[:num_decode_tokens], self.req_id_per_token[:num_decode_tokens]
-        request_of_token(query_start_loc_device, tokens, requests)
-        # the keys that come after the token's own are those of the tokens behind it
-        held = requests.clamp(max=seq_lens_device.shape[0] - 1)
-        behind = query_start_loc_device[1:][held] - 1 - tokens
-        torch.sub(seq_lens_device[held], behind, out=self.key_lens[:num_decode_tokens])
+        self.step.build(query_start_loc_device, seq_lens_device, block_table_tensor[:, :0])
         return DenseDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            req_id_per_token=requests,
-            key_lens=self.key_lens[:num_decode_tokens],
+            req_id_per_token=self.step.req_id_per_token[:num_decode_tokens],
+            key_lens=self.step.key_lens[:num_decode_tokens],
         )
 
 

@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend, De
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ... import ops
-from ...metadata import StepMetadata
+from .shared import step_metadata
 
 FORMAT = "fp8_index"
 ROW_BYTES = 132  # 128 values and their scale
@@ -71,16 +71,8 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
         speculative = vllm_config.speculative_config
         drafts = 0 if speculative is None else speculative.num_speculative_tokens or 0
         self.decode_threshold = 1 + drafts
-        max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self.step = StepMetadata.allocate(
-            max_num_tokens=max_num_tokens,
-            max_num_requests=max_num_tokens,  # a captured step may be padded with requests
-            max_blocks_per_request=0,  # vLLM's table is read where it is
-            block_size=kv_cache_spec.block_size,
-            index_topk=0,
-            device=device,
-        )
-        self.valid_counts = torch.empty(max_num_tokens, dtype=torch.int32, device=device)
+        self.step = step_metadata(vllm_config, kv_cache_spec.block_size, device)
+        self.valid_counts = torch.empty_like(self.step.key_lens)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> IndexerMetadata:
         common, step, num_tokens = common_attn_metadata, self.step, common_attn_metadata.num_actual_tokens

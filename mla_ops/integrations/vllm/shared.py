@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from ... import ops
+from ...metadata import StepMetadata
 from . import words_asked
 
 PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -49,6 +50,19 @@ def write_cache(
         kv_cache,
         slots[:num_tokens],
         cache_format(kv_cache_dtype, kv_cache),
+    )
+
+
+def step_metadata(vllm_config: Any, block_size: int, device: torch.device) -> StepMetadata:
+    """Rows for each token of a step; vLLM's block table is read where it is."""
+    max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    return StepMetadata.allocate(
+        max_num_tokens=max_num_tokens,
+        max_num_requests=max_num_tokens,  # a captured step may be padded with requests
+        max_blocks_per_request=0,
+        block_size=block_size,
+        index_topk=0,
+        device=device,
     )
 
 
