@@ -27,9 +27,6 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-# the programs read times of FlashMLA's kernels by name, unless a profiler holds the counters
-os.environ["NSYS_PROFILING_SESSION_ID"] = "1"
-
 import torch
 
 from mla_ops.integrations import flash_mla
@@ -137,6 +134,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    # the programs read times of FlashMLA's kernels by name, unless a profiler holds the counters
+    os.environ["NSYS_PROFILING_SESSION_ID"] = "1"
     if arguments.share is None:
         print(f"FlashMLA's programs over mla_ops on an {torch.cuda.get_device_name()}", flush=True)
     for name in arguments.programs:

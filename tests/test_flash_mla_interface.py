@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 
 import mla_ops
 from mla_ops.integrations import flash_mla
+from scripts import flash_mla_programs
 
 # Positional arguments of FlashMLA 1.0, and what the copies of vLLM 0.24 and 0.33 and sgl-flash-mla 1.0 add by name.
 SIGNATURES = {
@@ -359,6 +361,15 @@ def test_install_refuses_where_another_flash_mla_is_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_mla", sys)
     with pytest.raises(RuntimeError, match="flash_mla is imported already"):
         flash_mla.install()
+
+
+def test_processes_share_the_kinds_of_a_program():
+    """Of FlashMLA's programs, which take longer than one has a GPU for: each kind runs, in one process."""
+    cases = [(SimpleNamespace(h_q=heads, h_kv=1, is_causal=False), n) for heads in (1, 64, 128) for n in range(heads)]
+    shares = [flash_mla_programs.in_turn(cases, share, 2) for share in range(2)]
+    assert sorted(n for share in shares for _, n in share) == sorted(n for _, n in cases)
+    assert [{case.h_q for case, _ in share} for share in shares] == [{1, 64}, {128}]
+    assert [case.h_q for case, _ in shares[0][:3]] == [1, 64, 64]
 
 
 def test_without_max_logits(monkeypatch):
