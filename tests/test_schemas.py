@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import textwrap
 
-import expecttest
 import pytest
 import torch
 
@@ -16,6 +15,8 @@ import mla_ops  # noqa: F401  registers the ops
 from mla_ops.dispatch import FAMILIES
 from mla_ops.testing import functional, op_names, out_overload, output_names
 from mla_ops.testing.samples import overload
+
+expecttest = pytest.importorskip("expecttest")
 
 
 class TestFrozenSchemas(expecttest.TestCase):
