@@ -168,7 +168,7 @@ def markdown() -> str:
         *(f"| {state} | {evidence} |" for state, evidence in EVIDENCE.items()),
         "",
         "The reference runs every op on the CPU. An AMD GPU gets no CUDA C++ and no adapter, whatever capability it",
-        "reports; Triton's kernels compile for gfx942 and gfx950 (`tests/test_aot_amd.py`) and have not run there.",
+        "reports; Triton's kernels compile for gfx942 (`tests/test_aot_amd.py`) and have not run there.",
         "Dispatch never chooses what is on request: `dispatch.override` or `MLA_OPS_LOWERING` names it.",
         "",
         "FlashInfer's dense decode for SM100 (trtllm-gen) is no lowering. It multiplies what a page holds behind a",

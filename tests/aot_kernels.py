@@ -1,35 +1,18 @@
-"""Compiles the library's kernels for GPUs that need not be here, and prints what each takes as JSON.
+"""The Triton kernels with their constants, which `aot_jobs.py` compiles.
 
-Run as a program of its own (`test_aot_compile.py` does), because Triton decides at import whether it interprets. To
-add a kernel: one more generator of `Variant`s in `VARIANTS`.
-
-    python tests/aot_kernels.py [substring of variant ids] [compute capabilities]
-
-Triton makes the same LLVM IR for all architectures of a family where the constants are the same, but for instructions
-that one of them has alone. So it makes it for the first of them, and compiles that for each but twins. The first
-variant of each generator is compiled for every architecture from its source, to show that this is so.
+To add a kernel: one more generator of `Variant`s in `VARIANTS`.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-import json
-import re
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget, Language
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import ASTSource
 
 from mla_ops.formats import FORMATS
 from mla_ops.kernels.triton import (
@@ -50,13 +33,6 @@ from mla_ops.kernels.triton import (
 )
 
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
-# architectures with the same LLVM IR, of kernels without products of e4m3 and with them
-FAMILIES = ((80, 86, 89), (90,), (100, 103, 120, 121))
-E4M3_FAMILIES = ((80, 86, 89), (90,), (100, 103), (120, 121))
-# the machine code of one is that of the other but for some registers: of 189 variants none had another stack
-TWINS = {89: 86, 103: 100, 121: 120}
-# products and maxima of float32 across a warp: what SM100 has and not all of its family have
-SM100_ALONE = re.compile(r"tcgen05|redux\.sync\.f")
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -187,7 +163,7 @@ def compressor_variants(capability: int) -> Iterator[Variant]:
     floats = dict.fromkeys(("position_bias", "cos_sin", "state_cache"), "*fp32")
     ints = dict.fromkeys(("state_block_table", "req_id_per_token", "positions"), "*i32") | {"slot_mapping": "*i64"}
     layers = (("C4A", 4, 1024, 512), ("C128A", 128, 512, 512), ("C4A indexer", 4, 256, 128))
-    # what is loaded and what is stored do not meet: two pairs of types have each of them
+    # loaded and stored types do not meet: two pairs have each of them
     for (layer, ratio, width, head_dim), source in itertools.product(layers, ("bf16", "fp32")):
         types = {"kv": f"*{source}", "score": f"*{source}", "norm_weight": "*fp32", **floats, **ints}
         group = {"RATIO": ratio, "WIDTH": width}
@@ -250,7 +226,7 @@ def in_halves(variant: Variant) -> Variant:
 
 
 def heads_of_tiles(pick: Callable[[int], Any], numbers: Iterable[int]) -> list[int]:
-    """Of some numbers of heads the first of each tile."""
+    """The first of these numbers of heads for each tile."""
     first: dict[Any, int] = {}
     for heads in numbers:
         first.setdefault(pick(heads), heads)
@@ -313,8 +289,11 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
     v4, more_heads = "fp8_ds_mla_v4", (64, 128) if capability == 90 else (64,)  # elsewhere all have the tile of 16
     cases = [(v4, v4, torch.bfloat16, 512, heads) for heads in (16, *more_heads)]
     cases += [("bf16", v4, torch.bfloat16, 512, 128), ("fp8_ds_mla", "bf16", torch.bfloat16, 576, 128)]
-    cases += [(v4, v4, torch.float16, 512, 128), ("fp8_ds_mla", "fp8_ds_mla", torch.bfloat16, 576, 64)]
-    cases += [("bf16", "bf16", torch.bfloat16, 576, heads) for heads in more_heads if capability == 90]
+    cases += [("fp8_ds_mla", "fp8_ds_mla", torch.bfloat16, 576, 64)]
+    if capability == 90:
+        cases += [("bf16", "bf16", torch.bfloat16, 576, heads) for heads in more_heads]
+        # 16 seconds to compile: elsewhere, float16 in the kernel of one cache has to do
+        cases.append((v4, v4, torch.float16, 512, 128))
     for fmt, extra, dtype, dim, heads in cases:
         modes = sparse_attention.operand_modes(dtype, fmt, extra)
         partial = heads == 16
@@ -367,7 +346,7 @@ def dense_attention_variants(capability: int) -> Iterator[Variant]:
 
 
 def dense_helper_variants(capability: int) -> Iterator[Variant]:
-    """What stands before and behind other libraries' kernels."""
+    """Kernels before and behind other libraries' kernels."""
     names = ("block_table", "req_id_per_token", "key_lens", "blocks", "lens")
     constants = {"BLOCK": dense_attention.COMPACT_BLOCK}
     kernel = dense_attention_device._compact_blocks_kernel
@@ -413,7 +392,7 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
 
 
 def dense_case(capability: int, case: DenseCase, packed: bool) -> tuple[str, dict[str, str], dict[str, Any], Any]:
-    """What all dense kernels are given: the end of their name, types, constants, and the tile before any change."""
+    """The arguments of all dense kernels: the end of their name, types, constants, and the tile before any change."""
     fmt, dtype, dim, heads, whole = case
     entry, mode = FORMATS[fmt], sparse_attention.operand_mode(dtype, fmt)
     pick = dense_attention.packed_tile if packed else dense_attention.paged_tile
@@ -463,10 +442,6 @@ VARIANTS = (
 )
 
 
-# SM89 has the tiles and the products of SM80 and the e4m3 of SM120, whose tiles and products are the same
-LIKE_SM120 = (paged_attention_variants, two_cache_variants)
-
-
 def source(variant: Variant) -> ASTSource:
     """The kernel as a launch with these arguments would compile it: integers unspecialised, most pointers aligned."""
     signature: dict[str, str] = {}
@@ -490,111 +465,3 @@ def source(variant: Variant) -> ASTSource:
             assert signature[name] in ("i32", "i64", "fp32"), f"{variant.name}: {name} has no type"
             assert parameter.do_not_specialize or signature[name] == "fp32", f"{variant.name}: {name} is specialised"
     return ASTSource(variant.kernel, signature, constants, attributes)
-
-
-def cubin_usage(cubin: bytes) -> dict[str, int]:
-    """Registers a thread and bytes of stack (spills) of the one kernel in a cubin."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
-    return {"registers": int(registers), "stack": int(stack)}
-
-
-def machine_code(llvm_ir: str, capability: int, options: dict[str, int]) -> bytes:
-    """What Triton makes for an architecture of LLVM IR that it made for another one of its family."""
-    backend, stages, metadata = make_backend(GPUTarget("cuda", capability, 32)), {}, {}
-    backend.add_stages(stages, backend.parse_options(dict(options)), Language.TRITON)
-    return stages["cubin"](stages["ptx"](llvm_ir, metadata), metadata)
-
-
-def compile_variant(variant: Variant, *capabilities: int) -> list[dict[str, Any]]:
-    """What a variant takes on architectures of one family, by the LLVM IR of the first; or the error that it raised."""
-    results: list[dict[str, Any]] = []
-    llvm_ir = ""
-    try:
-        for capability in capabilities:
-            if not results or SM100_ALONE.search(llvm_ir):
-                target = GPUTarget("cuda", capability, 32)
-                compiled = triton.compile(source(variant), target=target, options=variant.options)
-                llvm_ir, cubin = compiled.asm["llir"], compiled.asm["cubin"]
-            else:
-                cubin = machine_code(llvm_ir, capability, variant.options)
-            figures = {
-                "kernel": compiled.metadata.name,
-                "shared": compiled.metadata.shared,
-                "tensor_memory": compiled.metadata.tmem_size,
-                "llvm_ir": hashlib.sha256(llvm_ir.encode()).hexdigest(),
-            }
-            results.append(figures | cubin_usage(cubin))
-    except Exception as error:  # noqa: BLE001 the test reports it with the variant's name
-        return [{"error": f"{type(error).__name__}: {error}"[-2000:]}] * len(capabilities)
-    return results
-
-
-def set_up_llvm() -> None:
-    """Compiles something: it sets LLVM's options, on which machine code depends. Reading Triton's cache does not."""
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.always_compile = True
-        compile_variant(next(step_metadata_variants(80)), 80)
-
-
-class Job(NamedTuple):
-    """One variant for architectures of a family that share its LLVM IR.
-
-    Attributes:
-        name: of the variant.
-        capabilities: those that get machine code of the first one's LLVM IR; of twins one.
-        compared_with: an architecture whose LLVM IR is the same.
-    """
-
-    name: str
-    capabilities: tuple[int, ...]
-    compared_with: int | None = None
-
-
-def jobs(chosen: Container[int]) -> Iterator[Job]:
-    for variants in VARIANTS:
-        for each in E4M3_FAMILIES if variants is indexer_variants else FAMILIES:
-            left_out = 89 if variants in LIKE_SM120 else None
-            family = tuple(capability for capability in each if capability in chosen and capability != left_out)
-            yield from jobs_of(variants, family)
-
-
-def jobs_of(variants: Callable[[int], Iterator[Variant]], family: tuple[int, ...]) -> Iterator[Job]:
-    if family:
-        for number, alike in enumerate(zip(*(list(variants(capability)) for capability in family), strict=True)):
-            names = {variant.name for variant in alike}
-            assert len(names) == 1, f"architectures of a family have variants in the same order, got {names}"
-            for first in range(len(family)):
-                if alike[first] in alike[:first]:
-                    continue
-                same = tuple(c for c, variant in zip(family, alike, strict=True) if variant == alike[first])
-                yield Job(*names, tuple(c for c in same if TWINS.get(c) not in same))
-                if number == 0:
-                    yield from (Job(*names, (capability,), same[0]) for capability in same[1:])
-
-
-def run(job: Job) -> list[dict[str, Any]]:
-    first = job.capabilities[0]
-    variant = next(v for variants in VARIANTS for v in variants(first) if v.name == job.name)
-    found = compile_variant(variant, *job.capabilities)
-    return [
-        {"name": job.name, "capability": capability, "compared_with": job.compared_with, **figures}
-        for capability, figures in zip(job.capabilities, found, strict=True)
-    ]
-
-
-def main() -> None:
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    capabilities = [int(c) for c in sys.argv[2:]] or CAPABILITIES
-    with ProcessPoolExecutor(max_workers=2, initializer=set_up_llvm) as pool:
-        for results in pool.map(run, [job for job in jobs(capabilities) if wanted in job.name]):
-            for result in results:
-                print(json.dumps(result), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,8 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import triton
-from aot_kernels import Variant, compile_variant, dense_attention_variants, sparse_attention_variants
+from aot_jobs import compile_variant
+from aot_kernels import Variant, dense_attention_variants, sparse_attention_variants
 
 from mla_ops.kernels.triton import sparse_attention
 

@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for every architecture, within its shared memory and without spills worth naming.
 
-No GPU is needed: `aot_kernels.py`, in a process of its own since this one may be interpreting, holds the table of
-kernels and prints what each takes. `make test-triton TRITON=3.9.0` runs this with another Triton.
+No GPU is needed: `aot_jobs.py`, in a process of its own since this one may be interpreting, compiles the table of
+kernels in `aot_kernels.py` and prints what each takes. `make test-triton TRITON=3.9.0` runs this with another Triton.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_STACK = 128
 TILES_CHOSEN_WITH = "3.6."  # by the stack that this Triton's kernels take
 
 BOLD_TILE = re.compile(r"^\| (\S+) \| \*\*(\d+) x (\d+)\*\* \| (\d) \| (\d) \|", re.MULTILINE)
-SCRIPT = Path(__file__).with_name("aot_kernels.py")
+SCRIPT = Path(__file__).with_name("aot_jobs.py")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_every_kernel_compiles_within_its_limits(compiled: list[dict[str, Any]])
 
 @pytest.mark.slow
 def test_architectures_of_a_family_get_the_same_llvm_ir(compiled: list[dict[str, Any]]) -> None:
-    """What the others' machine code is made of is what Triton would make for them."""
+    """Triton would make the same LLVM IR for those that got another architecture's."""
     compared = [result for result in compiled if result["compared_with"]]
     assert {result["capability"] for result in compared} == {86, 89, 103, 120, 121}
     shared = {(r["name"], r["capability"]): r.get("llvm_ir") for r in compiled if not r["compared_with"]}

@@ -1,6 +1,6 @@
 """Every CUDA C++ kernel compiles for sm_90a without warnings, within its registers and memory, without a stack.
 
-No GPU is needed. To add a kernel: its variants in `KERNELS`.
+No GPU is needed. To add a kernel: its variants in `KERNELS`. What `hopper_resources.json` knows is not compiled again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import hopper_resources
 import pytest
+from hopper_resources import Figures
 
 from mla_ops.kernels.cuda.compiler import PARAMS_OFFSET, RESERVED_SHARED_BYTES, CompileError
 from mla_ops.kernels.cuda.params import fields_of
@@ -81,9 +83,24 @@ FIRST = {kernel.source: kernel for kernel in reversed(KERNELS)}
 KERNELS += [replace(kernel, defines=("EVERY_LANE_ARRIVES",)) for kernel in FIRST.values()]
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[str, Figures]:
+    return hopper_resources.known_figures()
+
+
+@pytest.mark.parametrize("variant", FIRST.values(), ids=str)
+def test_the_figures_that_are_kept_are_those_of_a_compilation(variant: Variant, known: dict[str, Figures]) -> None:
+    """Of each source the kernel that compiles fastest. Figures of other sources, or of another NVRTC, are not asked."""
+    name = variant.source, variant.kernel, variant.defines
+    kept = known.get(hopper_resources.key_of(*name))
+    compiled = hopper_resources.compiled_figures(*name)
+    assert kept in (None, compiled)
+    assert hopper_resources.key_of(variant.source, variant.kernel, (*variant.defines, "OTHER")) not in known
+
+
 @pytest.mark.parametrize("variant", KERNELS, ids=str)
-def test_a_kernel_compiles_within_its_limits(variant: Variant) -> None:
-    compiled = sources.compile(variant.source, variant.kernel, variant.defines)
+def test_a_kernel_compiles_within_its_limits(variant: Variant, known: dict[str, Figures]) -> None:
+    compiled = hopper_resources.figures_of(known, variant.source, variant.kernel, variant.defines)
     used = compiled.resources
     assert compiled.log == ""
     assert used.stack == 0
