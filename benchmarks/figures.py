@@ -41,7 +41,7 @@ class Table(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Of the column of the peers' times."""
+        """The column of the peers' times."""
         return self.peers[0] if len(self.peers) == 1 else "fastest peer"
 
 

@@ -1,4 +1,4 @@
-"""What fp8 changes in what the lightning indexer chooses: python -m mla_ops bench indexer_quality.
+"""The lightning indexer's choice with fp8 and without: python -m mla_ops bench indexer_quality.
 
 The demo's model reads its text in float32. Each layer's index queries and keys are scored three times: in float32, in
 bfloat16, and quantised to `fp8_index`. The first table says how many keys of the float32 choice the others choose, how
@@ -34,7 +34,7 @@ UNIT = 2.0**-24  # half a unit in the last place of float32
 
 @dataclass
 class Query:
-    """What a layer asked its indexer in one step: the arguments of `choose_keys`, all of them float32."""
+    """The arguments of `choose_keys` that a layer gave its indexer in one step, all of them float32."""
 
     q: torch.Tensor
     weights: torch.Tensor

@@ -79,7 +79,7 @@ def verdict(within_bar: bool, error: float) -> str:
 
 
 def equal_lengths(lengths: list[int]) -> list[int]:
-    """As many keys in rows of one length: about as many rows, but at most 128 and at least 16."""
+    """Rows of one length with as many keys together: about as many rows, but at most 128 and at least 16."""
     rows = min(128, max(16, len(lengths)))
     return [max(1, -(-sum(lengths) // rows))] * rows
 

@@ -138,7 +138,7 @@ class Request:
 
 
 class Batch:
-    """What changes from step to step: requests, their lengths and their blocks."""
+    """The state that changes from step to step: requests, their lengths and their blocks."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -104,7 +104,7 @@ class CacheFormat:
 
     def block_size(self, block_bytes: int) -> int:
         """Tokens of a planar block that is padded to `block_bytes`: the inverse of `block_bytes`."""
-        return block_bytes // self.row_widths[0]  # what pads a block is less than a row
+        return block_bytes // self.row_widths[0]  # a block's padding is less than a row
 
 
 class Geometry(NamedTuple):

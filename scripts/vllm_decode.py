@@ -249,7 +249,7 @@ def compared(llm: Any, numbers: Sequence[int]) -> dict[str, Any]:
 
 
 class Differences(NamedTuple):
-    """Of two runs' tokens.
+    """A comparison of two runs' tokens.
 
     Attributes:
         same: requests with the same tokens.

@@ -186,7 +186,7 @@ def checkpoint(folder: Path, sparse: bool) -> Any:
 
 
 def logprobs(model: Any, tokens: list[int], start: int) -> torch.Tensor:
-    """Of every token from `start` on, given those before it."""
+    """Log-probability of every token from `start` on, given those before it."""
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0].double()
     return logits.log_softmax(-1)[torch.arange(start - 1, len(tokens) - 1), torch.tensor(tokens[start:])]

@@ -1,4 +1,4 @@
-"""What the sparse attention tests share: inputs, and one call held against float64."""
+"""Shared by the sparse attention tests: inputs, and one call held against float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUERIES += [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.fl
 
 
 def operand(lowering: str, cache_format: str, dtype: torch.dtype) -> torch.dtype | None:
-    """What a lowering rounds probabilities to: nothing in the reference and in the exact paths."""
+    """The dtype that a lowering rounds probabilities to: nothing in the reference and in the exact paths."""
     quantized = cache_format.startswith("fp8")
     if lowering == "reference" or dtype == torch.float32 or (quantized and dtype != torch.bfloat16):
         return None

@@ -39,7 +39,7 @@ ODD, LONG_OVERLAP = Geometry(3, 1, 128), Geometry(6, 2, 128)
 
 @dataclass
 class Weights:
-    """What a layer has, and angles that no pair shares."""
+    """A layer's weights, and angles that no pair shares."""
 
     geometry: Geometry
     device: str | torch.device = DEVICE

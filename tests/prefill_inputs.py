@@ -1,4 +1,4 @@
-"""What the tests of dense prefill share: inputs, and one call held against float64."""
+"""Shared by the tests of dense prefill: inputs, and one call held against float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def inputs(
 
 
 def operand(lowering: str, dtype: torch.dtype) -> torch.dtype | None:
-    """What probabilities are rounded to: nothing in the reference and in float32."""
+    """The dtype that probabilities are rounded to: nothing in the reference and in float32."""
     return None if lowering == "reference" or dtype == torch.float32 else dtype
 
 

@@ -1,4 +1,4 @@
-"""What every rank of `test_distributed.py` runs: the same inputs on all, each rank's part compared with the whole."""
+"""The cases of `test_distributed.py`: the same inputs on all ranks, each rank's part compared with the whole."""
 
 from __future__ import annotations
 
@@ -405,7 +405,7 @@ def case_models_give_the_tokens_of_one_process() -> None:
 
 
 def case_a_model_that_transformers_split_gives_the_tokens_of_one_process() -> None:
-    """What `from_pretrained` with a `DistributedConfig` does to a model, which wants accelerate installed."""
+    """Splits a model as `from_pretrained` with a `DistributedConfig` does, which wants accelerate installed."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     from mla_ops.demo.model import build_small_model

@@ -443,7 +443,7 @@ def kinds_of(report: str) -> Counter[str]:
 
 
 class Result(NamedTuple):
-    """What a tool said of a case."""
+    """A tool's verdict on a case."""
 
     said: str
     seconds: float

@@ -78,7 +78,7 @@ def _seeded(build: Any) -> Any:
 
 @torch.no_grad()
 def _fill(model: Any, names: tuple[str, ...], std: float = 0.5) -> None:
-    """What a new model has as constants says nothing."""
+    """A new model's constant weights would show nothing."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if name.endswith(names):

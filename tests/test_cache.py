@@ -25,7 +25,7 @@ WRITERS = (*BACKENDS, "hopper") if ON_HOPPER else BACKENDS  # tests/test_hopper_
 
 
 def e4m3_value(byte: int) -> float:
-    """What an e4m3 byte means, from its fields."""
+    """The value of an e4m3 byte, from its fields."""
     sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, (byte >> 3) & 15, byte & 7
     if byte & 0x7F == 0x7F:
         return math.nan

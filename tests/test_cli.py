@@ -266,7 +266,7 @@ def test_default_prompts_are_passages_of_unequal_length():
 
 
 def make_checkpoint(folder, config, *files):
-    """What the demo looks at before it loads anything; `files` beside the config, or all it needs."""
+    """The files that the demo looks at before it loads anything; `files` beside the config, or all it needs."""
     for name in files or ("model.safetensors", "tokenizer.json"):
         (folder / name).touch()
     (folder / "config.json").write_text(config)

@@ -1,4 +1,4 @@
-"""What Inductor makes of the ops: one graph for every size, no copy of a cache, the bits of eager.
+"""The ops under Inductor: one graph for every size, no copy of a cache, the bits of eager.
 
 The cache is always a graph input and a whole tensor, which is what the docs tell users to pass.
 """

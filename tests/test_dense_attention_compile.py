@@ -1,4 +1,4 @@
-"""What Inductor makes of the dense attention ops: one graph for every size, no copy of a cache, buffers in place."""
+"""The dense attention ops under Inductor: one graph for every size, no copy of a cache, buffers in place."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_each_row_is_computed_by_one_of_two_launches(
     num_splits: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of any lengths: all rows shared evenly and none by shape, or the other way round; either is right."""
+    """Any lengths: all rows shared evenly and none by shape, or the other way round; either is right."""
     from mla_ops.kernels.triton import dense_attention
 
     even: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
@@ -251,7 +251,7 @@ def test_shares_are_even(
     num_workers: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a long row beside short ones each worker has as many tiles as the others, give or take one."""
+    """Each worker has as many tiles of a long row beside short ones as the others, give or take one."""
     from mla_ops.kernels.triton import dense_attention
 
     cuts: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""What an op refuses, and how it says so: the op, the argument, what was expected and what came.
+"""The refusals of each op and their messages: the op, the argument, what was expected and what came.
 
 The same text comes from an eager call, from fake tensors and out of torch.compile, and nothing was written.
 """

@@ -1,4 +1,4 @@
-"""What an installed FlashInfer says, without a GPU, to the calls that the sparse adapter makes."""
+"""An installed FlashInfer takes, without a GPU, the calls that the sparse adapter makes."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_nothing_to_attend_to_calls_nothing(cache_format: str, num_tokens: int, 
 @pytest.mark.parametrize(("num_tokens", "num_heads", "topk", "scale"), [(3, 5, 40, SCALE), (2, 70, 200, -SCALE)])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_sm100_holds_the_contract(num_tokens: int, num_heads: int, topk: int, scale: float, block_size: int) -> None:
-    """What no index names is NaN: no tile may hold it. Rows without keys, a sink, a negative scale."""
+    """Keys that no index names are NaN: no tile may hold it. Rows without keys, a sink, a negative scale."""
     cache, q = filled_cache("bf16", 8, block_size, CPU), queries(num_tokens, num_heads, torch.bfloat16, CPU)
     indices = some_indices(num_tokens, topk, 8 * block_size, CPU)
     indices[0] = -1

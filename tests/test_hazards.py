@@ -1,4 +1,4 @@
-"""What goes wrong around mutating ops in torch itself, and what users do instead.
+"""Programs with mutating ops that torch itself gets wrong, and what users do instead.
 
 Each hazard is asserted as it is known to be, or as right: a torch that fixes one passes too, and says so in a warning.
 The way that the docs recommend is always asserted right.

@@ -323,7 +323,7 @@ def test_positions_at_the_end_of_int32(lowering: str, device: torch.device) -> N
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_into_slices_of_wider_buffers(lowering: str, device: torch.device, name: str) -> None:
-    """What lies beside a buffer's rows is left alone."""
+    """Memory beside a buffer's rows is left alone."""
     from mla_ops.testing import sample_inputs
 
     sample = sample_inputs(name, device)[0]

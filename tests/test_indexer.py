@@ -266,7 +266,7 @@ class Scored(NamedTuple):
 
 @cache
 def scored(lowering: str) -> Scored:
-    """What the tests of a selection compare with; called where that lowering is forced."""
+    """The expected result of a selection; called where that lowering is forced."""
     torch.manual_seed(0)
     arguments, k, k_scale = paged("fp8_index", 4)
     q, _, weights, _, table, _ = arguments

@@ -147,7 +147,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def absorb_and_attend(q: torch.Tensor, w_uk: torch.Tensor, cache: torch.Tensor, indices: torch.Tensor) -> Any:
-    """What a layer does: a batched product, heads first, and RoPE dims behind others."""
+    """A layer's queries: a batched product, heads first, and RoPE dims behind others."""
     latent = torch.bmm(q[..., :128].transpose(0, 1), w_uk).transpose(0, 1)
     rest = {"q_rope": q[..., 128:] * 2}
     table, owners = indices[:, :2].abs() % 4, torch.zeros_like(indices[:, 0])

@@ -1,4 +1,4 @@
-"""What the registry does around every lowering: the current device, and version counters."""
+"""The registry around every lowering: the current device, and version counters."""
 
 from __future__ import annotations
 

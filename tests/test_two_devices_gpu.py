@@ -42,7 +42,7 @@ def on_host(values: Any) -> Any:
 
 
 def state(sample: Sample, returned: Any) -> Any:
-    """What a call returned and what it wrote, on the host."""
+    """The tensors that a call returned and wrote, on the host."""
     return on_host((returned, named_arguments(sample)))
 
 

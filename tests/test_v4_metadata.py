@@ -191,7 +191,7 @@ def buffers(metadata: Any) -> dict[str, torch.Tensor]:
 
 
 def oracle(inputs: tuple[torch.Tensor, ...]) -> dict[str, list]:
-    """What V4 adds to `StepMetadata`, token by token."""
+    """V4's part of `StepMetadata`, token by token."""
     starts, seq_lens, window_table, c4a_table, c128a_table = (tensor.tolist() for tensor in inputs)
     positions, requests = [-1] * MAX_NUM_TOKENS, [-1] * MAX_NUM_TOKENS
     for request, seq_len in enumerate(seq_lens):
@@ -276,7 +276,7 @@ def test_nothing_of_an_earlier_step_is_left(lowering: str, device: torch.device)
 
 
 def test_fresh_buffers_are_padding(lowering: str, device: torch.device) -> None:
-    """What a capture before the first step sees is a step without requests."""
+    """A capture before the first step sees a step without requests."""
     fresh, built = allocate(device), allocate(device)
     built.build(*STEPS["no requests"].inputs(device))
     for path, expected in buffers(built).items():

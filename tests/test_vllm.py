@@ -119,7 +119,7 @@ def test_nothing_of_vllm_and_no_kernel_is_imported():
 
 @needs_vllm
 def test_registering_imports_no_class():
-    """What a process pays that uses other backends; vLLM is imported before it loads plugins."""
+    """A process that uses other backends pays for nothing; vLLM is imported before it loads plugins."""
     code = """if True:
         import sys, torch, vllm.v1.attention.backends.mla.prefill.registry, vllm.v1.attention.backends.registry
         from mla_ops.integrations import vllm as plugin
@@ -416,7 +416,7 @@ def test_the_halves_of_a_query_are_not_joined(sparse, config, tmp_path, monkeypa
 
 @needs_vllm
 def test_rows_of_a_cache_with_other_layers_pages_between(config, tmp_path):
-    """What 0.33 calls under decode context parallelism: physical rows, of a block stride that is not the block size."""
+    """0.33's calls under decode context parallelism: physical rows, of a block stride that is not the block size."""
     if not HAS_COMMON:
         pytest.skip("this vLLM translates no rows")
     import mla_ops
@@ -448,7 +448,7 @@ def test_rows_of_a_cache_with_other_layers_pages_between(config, tmp_path):
 def filter_and_convert(
     req_id, table, indices, *, dcp_size, dcp_rank, cp_kv_cache_interleave_size, BLOCK_SIZE, **others
 ):
-    """What vLLM's Triton kernel does: rows of the keys that a rank has of a choice, in front and in any order."""
+    """As vLLM's Triton kernel: rows of the keys that a rank has of a choice, in front and in any order."""
     run = cp_kv_cache_interleave_size
     places = indices // (dcp_size * run) * run + indices % run
     rows = table[req_id.long()].gather(1, places.long().clamp(0) // BLOCK_SIZE) * others["BLOCK_STRIDE_ROWS"]

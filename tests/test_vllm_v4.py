@@ -117,7 +117,7 @@ class Step:
             self.attn_metadata.c128a_prefill_topk_indices = self.chosen[first:]
 
     def layer(self):
-        """What the two methods read of the layer; `forward_mqa`, which calls them, is vLLM's."""
+        """The fields of the layer that the two methods read; `forward_mqa`, which calls them, is vLLM's."""
         layer = SimpleNamespace(
             compress_ratio=self.compress_ratio,
             kv_cache=self.compressed if self.compress_ratio > 1 else torch.empty(0),

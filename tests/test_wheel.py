@@ -79,7 +79,7 @@ for kernel in every_kernel():
 
 
 def resolve(folder: Path) -> dict[str, str]:
-    """What a process finds that has the unpacked wheel, no compiler and no home directory."""
+    """A process with the unpacked wheel, no compiler and no home directory."""
     environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "MLA_OPS_CACHE_DIR")}
     finished = subprocess.run(
         [sys.executable, "-c", RESOLVE, *FEW],

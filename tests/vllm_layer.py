@@ -212,7 +212,7 @@ class Layer:
 def common_metadata(
     query_lens: list[int], seq_lens: list[int], tables: torch.Tensor, padded: int = 0
 ) -> CommonAttentionMetadata:
-    """What vLLM's runner hands over; `padded` tokens of padding belong to requests of length 0."""
+    """The metadata that vLLM's runner hands over; `padded` tokens of padding belong to requests of length 0."""
     lens = torch.tensor(query_lens + [0] * padded)
     starts = torch.zeros(len(lens) + 1, dtype=torch.int32)
     starts[1:] = lens.cumsum(0)

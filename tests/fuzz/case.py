@@ -1,4 +1,4 @@
-"""What a case is."""
+"""A case of the fuzzer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case is drawn from: sizes, values and memory layouts, all from one seed."""
+"""Sizes, values and memory layouts of a case, all from one seed."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def _assert_unchanged(where: str, actual: Arguments, expected: Arguments, names:
 
 
 def _assert_surroundings(where: str, name: str, actual: torch.Tensor, before: torch.Tensor) -> None:
-    """What lies around a buffer in its storage is as it was."""
+    """The bytes around a buffer in its storage are as they were."""
     ours, theirs = (tensor.clone() for tensor in map(_whole, (actual, before)))
     for storage, view in ((ours, actual), (theirs, before)):
         storage.as_strided(view.shape, view.stride(), view.storage_offset()).zero_()

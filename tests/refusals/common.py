@@ -1,4 +1,4 @@
-"""What the tables of refusals are made of."""
+"""The parts of the tables of refusals."""
 
 from __future__ import annotations
 

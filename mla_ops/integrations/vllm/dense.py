@@ -26,7 +26,7 @@ from .shared import CacheWriter, MlaBackend, cache_format, query_of, step_metada
 
 @dataclass
 class DenseDecodeMetadata(MLACommonDecodeMetadata):
-    """What the layers of a step read.
+    """The tensors that the layers of a step read.
 
     Attributes:
         req_id_per_token: `[num_decode_tokens]` int32, -1 for padding.
@@ -97,7 +97,7 @@ class DenseImpl(CacheWriter, MLACommonImpl[MLACommonMetadata]):
 
 
 class DenseBackend(MlaBackend, MLACommonBackend):
-    """What vLLM asks of a backend before it makes one."""
+    """The answers that vLLM wants from a backend before it makes one."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16"]

@@ -41,7 +41,7 @@ _library = torch.library.Library("vllm", "IMPL")
 
 @dataclass(kw_only=True)
 class IndexerMetadata(DeepseekV32IndexerMetadata):
-    """What the indexers of a step read.
+    """The tensors that the indexers of a step read.
 
     Attributes:
         block_table: `[num_requests, max_blocks]` int32.

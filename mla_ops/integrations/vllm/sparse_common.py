@@ -106,7 +106,7 @@ class SparseImpl(CacheWriter, SparseMLACommonImpl[SparseMetadata]):
 
 
 class SparseBackend(SparseMlaBackend, AttentionBackend):
-    """What vLLM asks of a backend before it makes one."""
+    """The answers that vLLM wants from a backend before it makes one."""
 
     @staticmethod
     def get_name() -> str:
@@ -114,7 +114,7 @@ class SparseBackend(SparseMlaBackend, AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(64)]  # of the indexer, whose cache has the same blocks; the kernels take any
+        return [MultipleOf(64)]  # the indexer's, whose cache has the same blocks; the kernels take any
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

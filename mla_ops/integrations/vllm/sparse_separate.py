@@ -25,7 +25,7 @@ from .shared import CacheWriter, SparseMlaBackend, attend_chosen, request_of_tok
 
 @dataclass
 class SparseMetadata(AttentionMetadata):
-    """What the layers of a step read.
+    """The tensors that the layers of a step read.
 
     Attributes:
         num_actual_tokens: query tokens, with those that pad a captured step.
@@ -135,7 +135,7 @@ class SparseImpl(CacheWriter, SparseMLAAttentionImpl[SparseMetadata]):
 
 
 class SparseBackend(SparseMlaBackend, AttentionBackend):
-    """What vLLM asks of a backend before it makes one."""
+    """The answers that vLLM wants from a backend before it makes one."""
 
     @staticmethod
     def get_name() -> str:
@@ -143,7 +143,7 @@ class SparseBackend(SparseMlaBackend, AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[Any]:
-        return [64]  # of the indexer, whose cache has the same blocks; the kernels take any
+        return [64]  # the indexer's, whose cache has the same blocks; the kernels take any
 
     @staticmethod
     def get_builder_cls() -> type[SparseMetadataBuilder]:

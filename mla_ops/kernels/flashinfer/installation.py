@@ -33,7 +33,7 @@ def _has_nvcc() -> bool:
 
 
 def missing_installation() -> Missing | None:
-    """What a user has to install for FlashInfer's kernels."""
+    """The packages that a user has to install for FlashInfer's kernels."""
     if not is_installed("flashinfer"):
         return Missing("FlashInfer is not installed: pip install flashinfer-python")
     if not (is_installed("flashinfer_jit_cache") or _has_nvcc()):

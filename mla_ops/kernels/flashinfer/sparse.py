@@ -95,7 +95,7 @@ def sparse_reason(call: Call) -> str | None:
 
 @contextlib.contextmanager
 def _beside_the_capture(device: torch.device) -> Iterator[None]:
-    """What runs inside is not captured, and may compile, load and allocate."""
+    """Calls inside are not captured, and may compile, load and allocate."""
     from ..cuda.driver import relaxed_capture
 
     with relaxed_capture(), torch.cuda.stream(torch.cuda.Stream(device)):

@@ -35,7 +35,7 @@ MAX_TOKEN_STRIDE = 2**24
 # Fewer keys than this do not pay for a split, whose fixed cost (Q, partial result, merge) is that of about as many.
 MIN_SPLIT_KEYS = 128
 
-# What a token costs its program besides its keys, in keys: Q, the way of the first keys, the result.
+# A token's cost besides its keys, in keys: Q, the way of the first keys, the result.
 ROW_COST_KEYS = 64
 # What lengths are checked for: as many keys as a program may have at full tables, about 100 us, and as many tokens as
 # take next to no time to look at. Two launches more, which return at once, take about 4 us.
@@ -134,7 +134,7 @@ def value_block(head_dim_v: int) -> int:
 
 
 def stride_unit(tensor: torch.Tensor) -> int:
-    """What both leading strides are counted in: 16 bytes where they allow it, so that loads are as wide."""
+    """The unit of both leading strides: 16 bytes where they allow it, so that loads are as wide."""
     unit = 16 // tensor.element_size()
     return unit if tensor.stride(0) % unit == 0 and tensor.stride(1) % unit == 0 else 1
 

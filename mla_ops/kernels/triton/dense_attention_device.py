@@ -23,7 +23,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _first_tile(start, request, BLOCK_M: tl.constexpr, SHORTEST: tl.constexpr):
-    """Where the tiles of a request begin: with room for a part-filled one of each that has SHORTEST queries or more."""
+    """The first tile of a request: with room for a part-filled one of each that has SHORTEST queries or more."""
     return start // BLOCK_M + tl.minimum(request, start // SHORTEST)
 
 

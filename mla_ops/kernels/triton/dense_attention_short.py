@@ -9,7 +9,7 @@ from .dense_attention_device import add_keys, load_part, new_rows, scores_of, st
 
 @triton.jit
 def _request_span(cu_seqlens, request, size):
-    """Where a request begins, int64, and its length, within a tensor of `size` rows."""
+    """The first row of a request, int64, and its length, within a tensor of `size` rows."""
     begin = tl.minimum(tl.maximum(tl.load(cu_seqlens + request), 0), size)
     end = tl.load(cu_seqlens + request + 1).to(tl.int64)
     # clamped before it is narrowed: an end of INT_MIN would wrap into a length near INT_MAX
