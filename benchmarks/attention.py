@@ -206,7 +206,7 @@ def add_variant_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="ours for Hopper also in other launches than it chooses: '64,8;7x64,8+24,16' is all tokens by clusters of "
         "8 CTAs with 64 heads each, and 7 of them so, the others by 16 with 24 heads (a third number: parts of a row; "
-        "'group8' is a group of 8 CTAs)",
+        "a fourth: shares, of which a CTA takes several; 'group8' is a group of 8 CTAs)",
     )
 
 

@@ -238,6 +238,7 @@ constexpr u32 INTERVAL = sizeof(shared_memory) - 512, SCRATCH = INTERVAL + 64;
 
 static Row first_row() {
   if (launch == Launch::ROWS) return row_at(*params, blockIdx.x);
+  if (launch == Launch::SHARES) return first_row<Launch::SHARES>(*params, INTERVAL);
   if (launch == Launch::BALANCED) {
     find_interval<THREADS>(*params, INTERVAL, SCRATCH);
     return first_row<Launch::BALANCED>(*params, INTERVAL);
@@ -248,7 +249,10 @@ static Row first_row() {
 // Whether another follows.
 static bool goes_on(Row& row) {
   if (!walks(launch)) return false;
-  row = launch == Launch::ROWS ? next_row(*params, row) : next_row<Launch::BALANCED, true>(*params, INTERVAL, row);
+  if (launch == Launch::SHARES)
+    row = next_row<Launch::SHARES, true>(*params, INTERVAL, row);
+  else
+    row = launch == Launch::ROWS ? next_row(*params, row) : next_row<Launch::BALANCED, true>(*params, INTERVAL, row);
   return row.token < (launch == Launch::BALANCED ? params->all_tokens : params->num_tokens);
 }
 

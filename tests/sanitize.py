@@ -45,6 +45,7 @@ class Case(NamedTuple):
         wide: a row has a key whose scale float16 does not hold.
         members: CTAs of a group.
         hasty: these give up at once where others are not there.
+        shares: of a row, of which a CTA may take several.
     """
 
     keys: str
@@ -53,6 +54,7 @@ class Case(NamedTuple):
     wide: bool = False
     members: int = 1
     hasty: bool = False
+    shares: int = 0
 
     def __str__(self) -> str:
         if not self.tile:
@@ -60,7 +62,8 @@ class Case(NamedTuple):
         ctas = "1 CTA" if self.splits == 1 else f"{self.splits} CTAs"
         if self.members > 1:
             ctas = f"a group of {self.members}{', hasty' * self.hasty}"
-        return f"{self.keys}, {self.tile} heads, {ctas}{', wide' * self.wide}"
+        of_shares = f", {self.shares} shares" if self.shares else ""
+        return f"{self.keys}, {self.tile} heads, {ctas}{of_shares}{', wide' * self.wide}"
 
 
 SPARSE = ("fp8_ds_mla 576", "fp8_ds_mla_v4 512", "bf16 576", "bf16 512")
@@ -73,6 +76,7 @@ CASES = {
         *itertools.starmap(Case, itertools.product(SPARSE[:2], (24,), (1, 2, 3), (False, True))),
         *(Case(keys, 64, 1, members=2) for keys in SPARSE[:2]),
         *(Case(keys, 64, 1, members=3, hasty=True) for keys in SPARSE[:2]),
+        *(Case(*row, shares=3) for row in itertools.product(SPARSE[:2], (16, 24, 32, 64), (1, 2), (False, True))),
         Case("prefill"),
         Case("parts"),
         Case("shares"),
@@ -114,7 +118,9 @@ def attend(case: Case, tool: str) -> None:
         )
         names = set()
         for at_once in (1, 1000):  # CTAs or clusters of the device: which kernel it is, and how many rows one takes
-            shape = launch.Group(case.members) if case.members > 1 else launch.Clusters(case.tile, case.splits)
+            shape = launch.Clusters(case.tile, case.splits, shares=case.shares)
+            if case.members > 1:
+                shape = launch.Group(case.members)
             kernel = launch.KERNELS[cache_format, width].kernel(shape, at_once < len(q))
             if tool == "racecheck" and kernel.name in names:
                 continue

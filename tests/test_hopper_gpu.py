@@ -83,6 +83,31 @@ def test_groups_of_every_size(cache_format: str, width: int, num_tokens: int) ->
     Call(cache_format, width, num_tokens, 125).check(map(Group, groups.MEMBERS))
 
 
+@pytest.mark.parametrize("shares", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("cache_format", "width", "tile"), [(*key, tile) for key in QUANTIZED for tile in KERNELS[key].tiles]
+)
+def test_bits_of_shares_do_not_depend_on_how_many_ctas_take_them(
+    cache_format: str, width: int, tile: int, shares: int
+) -> None:
+    """Nor do those of clusters and groups of as many CTAs differ. With 150 tokens a CTA takes several rows."""
+    shapes: list[Shape] = [Clusters(tile, splits, shares=shares) for splits in range(1, shares + 1)]
+    Call(cache_format, width, 9, 2 * tile - 3).check(iter(shapes))
+    if tile == groups.TILE:
+        shapes += [Clusters(tile, shares), Group(shares)]
+    elif shares > 2:
+        shapes.append(Clusters(tile, shares))
+    for num_tokens in (60, 150):
+        call = Call(cache_format, width, num_tokens, 2 * tile - 3)
+        call.attend(shapes[0])
+        wanted = call.results()
+        for shape in shapes * 3:
+            if isinstance(shape, Group) and 2 * num_tokens > groups.MAX_ROWS:
+                continue
+            call.attend(shape)
+            assert all(map(torch.equal, call.results(), wanted)), f"{num_tokens} tokens, {shape}"
+
+
 @pytest.mark.parametrize("patience", [0, 1, 3])
 @pytest.mark.parametrize(("cache_format", "width"), QUANTIZED)
 def test_groups_whose_ctas_give_up(

@@ -44,10 +44,11 @@ SHAPES = (
     Clusters(16, 3, 4),
     Clusters(16, 16, 3),
 )
+IN_SHARES = *(Clusters(16, n, shares=4) for n in (1, 2, 3, 4)), Clusters(64, 1, shares=3), Clusters(64, 2, shares=4)
 BALANCED_SHAPES = Clusters(16, 1), Clusters(64, 1), Clusters(16, 3), Clusters(64, 2), Group(2)
 GROUPS_OF_64 = tuple(Group(members) for members in (2, 7, 16))
 DEAD_SCALES = b"\x77" * 8  # scales of a dead key of fp8_ds_mla_v4, in formats.cuh
-ROWS, CLUSTERS, GROUPS, BALANCED = range(4)  # enum Launch
+ROWS, CLUSTERS, GROUPS, BALANCED, SHARES = range(5)  # enum Launch
 
 
 class Found(ctypes.Structure):
@@ -101,6 +102,8 @@ class Launched(NamedTuple):
                 library.choose_cta(self.params, *dims, 0, BALANCED)
             elif isinstance(self.shape, Group):
                 library.choose_cta(self.params, *dims, 0, GROUPS)
+            elif self.shape.shares:
+                library.choose_cta(self.params, *dims, x % self.shape.splits, SHARES)
             else:
                 library.choose_cta(self.params, *dims, x % self.shape.splits, ROWS if self.walks() else CLUSTERS)
             yield
@@ -216,9 +219,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         (*name, shape, evenly)
         for name, keys in KERNELS.items()
-        for evenly, shapes in ((False, (*SHAPES, *GROUPS_OF_64)), (True, BALANCED_SHAPES))
+        for evenly, shapes in ((False, (*SHAPES, *IN_SHARES, *GROUPS_OF_64)), (True, BALANCED_SHAPES))
         for shape in shapes
-        if keys.quantized or not isinstance(shape, Group)
+        if keys.quantized or not (isinstance(shape, Group) or shape.shares)
     ],
 )
 def test_each_key_is_gathered_once(
@@ -244,7 +247,8 @@ def test_each_key_is_gathered_once(
         for (token, tile), keys in live.items():
             assert library.turns_of(token, tile) >= -(-keys // TILE_KEYS)
             if kind == "slots" and not evenly:  # else a hole of a table is found out later
-                assert library.turns_of(token, tile) == -(-keys // TILE_KEYS)
+                shares = -(-shape.shares // shape.splits) if isinstance(shape, Clusters) and shape.shares else 1
+                assert library.turns_of(token, tile) < -(-keys // TILE_KEYS) + shares
     for token, tile in itertools.product(range(len(LENGTHS)), range(call.tiles)):
         assert gathered.get((token, tile), Counter()) == call.expected(token)
 
@@ -272,6 +276,7 @@ def test_rows_of_large_blocks_are_found_by_64_bits(
     "shape",
     [
         *itertools.starmap(Clusters, itertools.product((16, 24, 64), (1, 3, 16))),
+        *IN_SHARES,
         *(Group(members) for members in (2, 7, 16)),
     ],
 )

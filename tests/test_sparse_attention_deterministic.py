@@ -82,6 +82,12 @@ def assert_blind_to_the_batch(attend: Attention) -> None:
         some_out, some_lse = attend(rows)
         assert torch.equal(some_out, out[rows]), f"{len(rows)} rows"
         assert torch.equal(some_lse, lse[rows]), f"{len(rows)} rows"
+    if ON_GPU:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = attend(everything)
+        graph.replay()
+        assert all(map(torch.equal, replayed, (out, lse)))
 
 
 HEADS = (1, 16, 17, 64, 128) if ON_GPU else (3,)

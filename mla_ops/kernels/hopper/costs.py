@@ -44,6 +44,8 @@ class Costs(NamedTuple):
         even_us: a group whose CTAs have equally many turns, so that all meet at one time.
         launch_us: the part of `row_us` that the rows of a later round do not take, where no CTA takes several rows.
         next_row_us: from one row of a CTA to its next.
+        share_us: from one share of a CTA to its next of the same row, with 64 heads.
+        shares_us: to leave and add up the shares of a row, with 64 heads, by one CTA; more have a part of it each.
         wave_us: another wave.
         parts_us: the kernel that merges parts.
         parts_us_per_mb: what that takes for 10^6 bytes of parts.
@@ -55,6 +57,8 @@ class Costs(NamedTuple):
     even_us: float
     launch_us: float
     next_row_us: float
+    share_us: float
+    shares_us: float
     wave_us: float
     parts_us: float
     parts_us_per_mb: float
@@ -103,11 +107,17 @@ def predicted_us(
             return math.inf
         end_us = costs.group_us + costs.member_us * members + (costs.even_us if turns % members == 0 else 0.0)
         return -(-turns // members) * turn_us + row_us + end_us
-    _, splits, parts = shape
+    _, splits, parts, shares = shape
     rounds = -(-rows * parts // at_once[SPLITS.index(splits)])
-    keys_us = -(-turns // (splits * parts)) * turn_us
-    first_us = row_us + (merge_us / splits if splits > 1 else 0.0)
-    later_us = costs.next_row_us if keys.kernel(shape).walks else first_us - costs.launch_us
+    own_shares = max(1, -(-shares // splits))
+    of_64 = shape.tile / 64
+    keys_us = own_shares * -(-turns // (shares or splits * parts)) * turn_us
+    keys_us += (own_shares - 1) * costs.share_us * of_64
+    end_us = costs.shares_us * of_64 / splits if shares else merge_us / splits if splits > 1 else 0.0
+    first_us = row_us + end_us
+    later_us = first_us - costs.launch_us
+    if keys.kernel(shape).walks:
+        later_us = costs.next_row_us + (end_us if shares else 0.0)
     parts_mb = 4e-6 * LATENT_DIM * parts * num_tokens * num_heads
     parts_us = costs.parts_us + parts_mb * costs.parts_us_per_mb if parts > 1 else 0.0
     return rounds * keys_us + first_us + (rounds - 1) * later_us + parts_us

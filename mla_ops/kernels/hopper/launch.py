@@ -83,10 +83,14 @@ class Params(ctypes.Structure):
         ("out_head_stride", ctypes.c_int64),
         ("exchange", POINTER),
         ("counters", POINTER),
+        ("shares", ctypes.c_int),
     ]
 
 
 pack = packer(Params)
+
+
+MOST_SHARES = 8  # of a row, that `shares.cuh` adds up
 
 
 class Clusters(NamedTuple):
@@ -97,11 +101,14 @@ class Clusters(NamedTuple):
         splits: CTAs of a cluster, each with a share of the keys.
         parts: clusters that share a row. With several, `out` gets float32 `[parts, num_tokens, num_heads, 512]`, which
             `merge_parts` merges.
+        shares: of a row's keys, of which each CTA takes every `splits`-th one, one after the other; bits then do not
+            depend on `splits` (`shares.cuh`). 0: each CTA has one.
     """
 
     tile: int
     splits: int
     parts: int = 1
+    shares: int = 0
 
 
 class Group(NamedTuple):
@@ -185,7 +192,7 @@ class Keys:
         None where registers do not suffice for both ways, or half of an SM's shared memory.
         """
         kernel = self.kernel(shape, oversubscribed)
-        if shape.tile == 32:
+        if shape.tile == 32 or (isinstance(shape, Clusters) and shape.shares):
             return None
         if self.quantized:
             return kernel._replace(name=kernel.name.replace("attention_", "attention_balanced_"))
@@ -199,13 +206,18 @@ class Keys:
         """The kernel of a launch; `oversubscribed`: there are more CTAs than SMs.
 
         Raises:
-            ValueError: these keys have no kernel for groups.
+            ValueError: these keys have no kernel for groups, or for shares, or not for so many.
         """
         tile, grouped = shape.tile, isinstance(shape, Group)
         if grouped and not self.quantized:
             raise ValueError(f"only quantised keys have a kernel for groups, got {self.name}")
-        walks = isinstance(shape, Clusters) and shape.splits == 1
-        kind = "groups" if grouped else "rows" if walks else "clusters"
+        in_shares = isinstance(shape, Clusters) and shape.shares > 0
+        if in_shares and not self.quantized:
+            raise ValueError(f"only quantised keys have a kernel for shares, got {self.name}")
+        if in_shares and shape.shares > MOST_SHARES:
+            raise ValueError(f"a row has at most {MOST_SHARES} shares of which a CTA takes several, got {shape.shares}")
+        walks = in_shares or (isinstance(shape, Clusters) and shape.splits == 1)
+        kind = "groups" if grouped else "shares" if in_shares else "rows" if walks else "clusters"
         if self.quantized:
             name = f"sparse_attention_{kind}<{tile}, {self.name}>"
             return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, walks)
@@ -219,7 +231,7 @@ class Keys:
         """All there are, each once."""
         shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
         if self.quantized:
-            shapes.append(Group(2))
+            shapes += [Group(2), *(Clusters(tile, 1, shares=2) for tile in self.tiles)]
         of = itertools.product((self.kernel, self.balanced_kernel), shapes, (False, True))
         every = (find(shape, oversubscribed) for find, shape, oversubscribed in of)
         return list({kernel.name: kernel for kernel in every if kernel}.values())
@@ -344,6 +356,13 @@ def cache_params(
 NO_CACHE = CacheParams(0, 0, 0, 0, (0, 0, 0, 0, 0, 1, 0, 0, *reciprocal(1)))
 
 
+def exchange_of_shares(keys: Keys, shape: Clusters, rows: int, device: torch.device) -> torch.Tensor:
+    """Memory for what CTAs leave of each share of their row: float16 accumulators, and a sum and a reference a lane."""
+    clusters = min(rows, clusters_at_once(keys, shape.tile, device.index)[SPLITS.index(shape.splits)])
+    shares = clusters * shape.shares * (2 if shape.splits > 1 else 1)  # peers may still read those of the row before
+    return torch.empty(shares * (shape.tile * LATENT_DIM * 2 + 8 * 32 * 8), dtype=torch.uint8, device=device)
+
+
 def launch(
     keys: Keys,
     shape: Shape,
@@ -371,7 +390,7 @@ def launch(
         programmatic: lets it begin beside the end of the launch in front, of which it may then read nothing.
         all_tokens, tokens_before: of the call, and of them those in front of this launch's.
         balance: where the call's rows may be shared evenly.
-        exchange: with `balance`, room for parts, and of a group for what it exchanges.
+        exchange: with `balance`, room for parts, and of a group for what it exchanges; room for parts of shares.
         takes_either_way: whether it is this launch that shares them, with all tokens of the call then.
     """
     main, extra = caches
@@ -379,13 +398,14 @@ def launch(
     head_tiles = -(-num_heads // shape.tile)
     rows = head_tiles * num_tokens
     counters = groups.counters(device_index, 1) if takes_either_way else 0
+    shares = 0
     if isinstance(shape, Group):
         splits, parts, cluster_size = shape.members, 1, 1
         if not takes_either_way:
             exchange = groups.exchange(rows, splits, q.device)
         counters = groups.counters(device_index, rows)
     else:
-        _, splits, parts = shape
+        _, splits, parts, shares = shape
         cluster_size = splits
     clusters = rows * parts
     at_once = clusters_at_once(keys, shape.tile, device_index)[SPLITS.index(cluster_size)]
@@ -400,7 +420,7 @@ def launch(
         assert balance is not None
         grid = (balance.workers * head_tiles, 1, 1)
     elif kernel.walks:
-        grid = (min(clusters, at_once), 1, 1)
+        grid = (min(clusters, at_once) * splits, 1, 1)
     else:
         grid_rows = min(num_tokens, MAX_GRID_ROWS)
         grid = (head_tiles * parts * splits, grid_rows, -(-num_tokens // grid_rows))
@@ -447,6 +467,7 @@ def launch(
         out.stride(1),
         _pointer(exchange),
         counters,
+        shares,
     )
     sources.load(kernel.source, kernel.name, device_index).launch(
         grid, (kernel.threads, 1, 1), None, (cluster_size, 1, 1), params, programmatic=programmatic

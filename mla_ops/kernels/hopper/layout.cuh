@@ -43,16 +43,18 @@ struct Params {
   // worker, all 0 before and after.
   unsigned char* exchange;
   u32* counters;
+  int shares;  // of a row, where a CTA may take several (`shares.cuh`)
 };
 
 constexpr int COUNTERS = 8, SHARERS_COUNTERS = 4;
 
 // Who works on a row: a CTA that takes one row after the other; a cluster; a group, CTAs of no cluster that meet in L2;
-// or workers, of which each has an even share of all keys (`balance.cuh`).
-enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED };
+// workers, of which each has an even share of all keys (`balance.cuh`); or CTAs that take one share of a row after the
+// other (`shares.cuh`).
+enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED, SHARES };
 
 // Whether a CTA takes one row, or piece of one, after the other.
-DEVICE constexpr bool walks(Launch launch) { return launch == Launch::ROWS || launch == Launch::BALANCED; }
+DEVICE constexpr bool walks(Launch launch) { return launch != Launch::CLUSTERS && launch != Launch::GROUPS; }
 
 constexpr int TILE_KEYS = 64;                    // keys of a turn
 constexpr int HALF_BYTES = TILE_KEYS * 256 * 2;  // bytes of half of a turn's values
@@ -155,6 +157,8 @@ struct Layout {
   static constexpr int OWN_FULL = WEIGHTS_FREE + 8;
   // The next row's queries, where rows of 64 heads follow one another, and so are in no cluster.
   static constexpr int QUERIES_FREE = STATES_FULL, QUERIES_FULL = PACKETS_FULL;
+  // Where CTAs of a cluster take several shares: all have left their parts of a row.
+  static constexpr int MEETING = OWN_FULL;
   // Barriers of a group: all warps have left what the others need; it is known which shares this CTA adds up.
   static constexpr int ALL_LEFT = PACKETS_FULL, SHARES_KNOWN = STATES_FULL;
   static constexpr int SCORES_FULL = OWN_FULL + 8;
@@ -219,6 +223,29 @@ DEVICE Row row_at(const Params& p, int item) {
 
 DEVICE Row next_row(const Params& p, const Row& row) {
   return row_at(p, row.token * p.head_tiles + row.tile + gridDim.x);
+}
+
+// A share of a row: the keys that a CTA of a cluster of `p.shares` would have.
+DEVICE Row share_at(const Params& p, int item, int share) {
+  const int token = divide(item, p.of_head_tiles);
+  return row_of(p, token, item - token * p.head_tiles, 0, p.shares, share);
+}
+
+DEVICE Row first_share(const Params& p) { return share_at(p, cluster_index(p), cluster_rank()); }
+
+DEVICE bool begins_row(const Params& p, const Row& row) { return row.rank < p.splits; }
+DEVICE bool ends_row(const Params& p, const Row& row) { return row.rank + p.splits >= p.shares; }
+
+// The CTA's next share, of this row or another. KEYS_TOO: those who do not gather need no more than which it is.
+template <bool KEYS_TOO>
+DEVICE Row next_share(const Params& p, const Row& row) {
+  const bool ends = ends_row(p, row);
+  const int share = ends ? static_cast<int>(cluster_rank()) : row.rank + p.splits,
+            item = row.token * p.head_tiles + row.tile + (ends ? divide(gridDim.x, p.of_splits) : 0);
+  if (KEYS_TOO) return share_at(p, item, share);
+  Row next = row;
+  next.token = divide(item, p.of_head_tiles), next.tile = item - next.token * p.head_tiles, next.rank = share;
+  return next;
 }
 
 // Where a head's query begins, and its dims behind the 512th.

@@ -293,10 +293,15 @@ struct Piece {
   u32 words[P::WORDS];
 
   DEVICE void load(const unsigned char* from) {  // which other SMs wrote
+    if constexpr (P::WORDS == 2) {
+      const uint2 v = load_l2_8(from);
+      words[0] = v.x, words[1] = v.y;
+    } else {
 #pragma unroll
-    for (int w = 0; w < P::WORDS; w += 4) {
-      const uint4 v = load_l2_16(from + w * 128);
-      words[w] = v.x, words[w + 1] = v.y, words[w + 2] = v.z, words[w + 3] = v.w;
+      for (int w = 0; w < P::WORDS; w += 4) {
+        const uint4 v = load_l2_16(from + w * 128);
+        words[w] = v.x, words[w + 1] = v.y, words[w + 2] = v.z, words[w + 3] = v.w;
+      }
     }
   }
 

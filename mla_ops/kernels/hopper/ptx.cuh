@@ -176,6 +176,11 @@ DEVICE void mbarrier_arrive_peer(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// The same; who waits for it as `mbarrier_wait_cluster` does sees what this thread wrote, to global memory as well.
+DEVICE void mbarrier_release_peer(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // To a peer's shared memory; the barrier, which lies there too, counts the bytes when they can be read.
 DEVICE void send_float2(u32 address, u32 barrier, float a, float b) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
@@ -416,6 +421,12 @@ DEVICE uint4 load_l2_16(const void* source) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(source)
                : "memory");
+  return v;
+}
+
+DEVICE uint2 load_l2_8(const void* source) {
+  uint2 v;
+  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(source) : "memory");
   return v;
 }
 

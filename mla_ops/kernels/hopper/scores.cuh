@@ -2,6 +2,7 @@
 #pragma once
 
 #include "group.cuh"
+#include "shares.cuh"
 #include "wgmma.cuh"
 
 // The score of one key and head from the cache's bytes and the query as it came, in float32: any scale, any query.
@@ -302,7 +303,8 @@ template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
-  constexpr bool WALK = walks(LAUNCH);
+  constexpr bool WALK = walks(LAUNCH), SHARES = LAUNCH == Launch::SHARES;
+  constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, WALK && !SHARES>;
   constexpr int TILES = HEADS / 8;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -334,7 +336,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     last = uniform(start.alive) >= LAST_TURN;
     bool wide;
     const bool apart = take_out<HEADS, FORMAT, 0>(start, undo, wide);
-    wide |= multiply<HEADS, FORMAT, 0, FIRST_STEPS<HEADS, FORMAT, WALK>>(
+    wide |= multiply<HEADS, FORMAT, 0, FIRST>(
         s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
         {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
     // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for a
@@ -360,8 +362,8 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     wgmma_wait<0>();
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
-    if (WALK && HEADS == 64 && last) warp_arrive(shared + L::QUERIES_FREE, lane);
-    if constexpr (FIRST_STEPS<HEADS, FORMAT, WALK> < R::CHUNKS) {
+    if (WALK && HEADS == 64 && last && (!SHARES || ends_row(p, row))) warp_arrive(shared + L::QUERIES_FREE, lane);
+    if constexpr (FIRST < R::CHUNKS) {
       mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
 #pragma unroll
       for (int e = 0; e < TILES * 4; e += 4) {
@@ -480,11 +482,26 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     const int last_slot = (i - 1 & 1) * 4;
     const bool in_raw = turn != WIDE;
     const u32 place = place_of_sums<L>(shared, in_raw, last_slot) + warp * (HEADS * 4);
+    if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen == 2)) negate(sums);
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
     named_barrier<SCORE_BARRIER, 128>();  // without it the compiler takes rows to differ within a warp, and spills
     return in_raw && warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
+  }
+
+  if constexpr (SHARES) {
+    // In place of the last weights; the sum of each head then where nobody reads `alpha` any more.
+    mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
+    store_sums<HEADS>(sums, shared + L::WEIGHTS + warp * (HEADS * 4), lane);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    if (thread < HEADS) {
+      const float total = sum_of<HEADS>(shared + L::WEIGHTS, thread);
+      store_shared_float(shared + L::ALPHA + thread * 4, bfloat16 ? -total : total);
+    }
+    __syncwarp();
+    warp_arrive(shared + L::FACTORS_FULL, lane);
+    return 0;
   }
 
   // The sum of each head, where the queries were.

@@ -16,7 +16,7 @@
 // ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend(const Params& p) {
-  constexpr bool WALK = walks(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED;
+  constexpr bool WALK = walks(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = LAUNCH == Launch::SHARES;
   using L = Layout<HEADS, FORMAT>;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
@@ -30,7 +30,8 @@ DEVICE void attend(const Params& p) {
   constexpr int PRODUCER = L::THREADS / 128 - 1;
   // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row.
   constexpr int MOVED = !BALANCED ? 0 : HEADS < 64 ? 8 : L::GATHER_REGISTERS < 32 ? 4 : 0;
-  constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT, WALK> < Rows<FORMAT>::CHUNKS ? 2 : 1;
+  constexpr bool LONG = WALK && !SHARES;
+  constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT, LONG> < Rows<FORMAT>::CHUNKS ? 2 : 1;
 
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
@@ -49,12 +50,14 @@ DEVICE void attend(const Params& p) {
       if (barrier == L::OWN_FULL) arrivals = (LAUNCH == Launch::GROUPS ? 13 : 12) * ARRIVALS_OF_A_WARP;
       if (LAUNCH == Launch::GROUPS && barrier == L::ALL_LEFT) arrivals = 12 * ARRIVALS_OF_A_WARP;
       if (LAUNCH == Launch::GROUPS && barrier == L::SHARES_KNOWN) arrivals = ARRIVALS_OF_A_WARP;
+      if (SHARES && barrier == L::MEETING) arrivals = 8 * p.splits;
       if (WALK && HEADS == 64 && barrier == L::QUERIES_FREE) arrivals = 4 * ARRIVALS_OF_A_WARP;
       if (WALK && HEADS == 64 && barrier == L::QUERIES_FULL) arrivals = 128;
       mbarrier_init(shared + barrier, arrivals);
       fence_barrier_init();
     }
   __syncthreads();
+  if (SHARES) open_meeting(p);
 
   if (warpgroup == PRODUCER) {
     fewer_registers<L::GATHER_REGISTERS + 2 * MOVED>();
@@ -68,6 +71,7 @@ DEVICE void attend(const Params& p) {
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;
       ahead = begin_share(p, row, lane).now;
+      if (SHARES && !begins_row(p, row)) continue;
       if constexpr (HEADS == 64) {
         prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
         mbarrier_wait(shared + L::QUERIES_FREE, row_parity);
@@ -77,6 +81,7 @@ DEVICE void attend(const Params& p) {
       }
     }
     if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, true, thread);
+    if (SHARES) await_opened(p);
     if constexpr (LAUNCH == Launch::GROUPS) {
       if (warp == 0) carry_packets<L>(p, row, shared, lane);
       if (warp == 1) carry_states<L>(p, row, shared, lane);
@@ -87,16 +92,26 @@ DEVICE void attend(const Params& p) {
   load_queries<HEADS, FORMAT, L::QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
   fence_async_shared();
   named_barrier<QUERY_BARRIER, L::QUERY_THREADS>();
+  if (SHARES) await_opened(p);
   if (BALANCED) row = token_at(p, shared + L::INTERVAL, row.token);  // else what it comes from stays in registers
   Ring at{0, thread / 32, 0, 0, 0};
-  u32 row_parity = 0, freed = 0;
+  u32 row_parity = 0, query_parity = 0, freed = 0;
   // Later rows' queries are loaded by the warpgroups of scores; of 64 heads the one that gathers has copied them.
   auto next_queries = [&]() {
     row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row);
     if (row.token >= end_of_tokens<LAUNCH>(p)) return false;
     const int worker = opaque(warpgroup == 0 ? thread : 128 + thread);
+    if (SHARES && !begins_row(p, row)) {
+      if (warpgroup == 0) {
+        renew_references<L>(shared, worker, row_parity);
+        if (HEADS == 64 && freed) warp_arrive(freed, worker & 31);
+      }
+      row_parity ^= 1;
+      return true;
+    }
     if constexpr (HEADS == 64) {
-      mbarrier_wait(shared + L::QUERIES_FULL, row_parity);
+      mbarrier_wait(shared + L::QUERIES_FULL, SHARES ? query_parity : row_parity);
+      query_parity ^= 1;
       convert_copied_queries<L>(p, shared, worker, row_parity);
     } else {
       named_barrier<QUERY_BARRIER, 128 * SCORERS>();
@@ -117,7 +132,9 @@ DEVICE void attend(const Params& p) {
   } else if (warpgroup < 3) {
     if constexpr (HEADS > 24) more_registers<L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0)>();
     do {
-      accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity);
+      accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity,
+                                        query_parity);
+      if (SHARES && ends_row(p, row)) query_parity ^= 1;
       if (WALK) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
     } while (WALK && row.token < end_of_tokens<LAUNCH>(p));
     if constexpr (BALANCED)
@@ -127,7 +144,7 @@ DEVICE void attend(const Params& p) {
   } else if constexpr (HEADS < 64) {
     more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0)>();
     do {
-      score_rest<HEADS, FORMAT, WALK>(row, shared, thread, at);
+      score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at);
     } while (WALK && next_queries());
     if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
     return;
@@ -186,6 +203,15 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, 
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend_by_lengths<HEADS, FORMAT, Launch::CLUSTERS>(p);
+}
+
+// Launched in clusters or not.
+template <int HEADS, Format FORMAT>
+__global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+    sparse_attention_shares(const __grid_constant__ Params p) {
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend<HEADS, FORMAT, Launch::SHARES>(p);
 }
 
 template <int HEADS, Format FORMAT>

@@ -33,16 +33,19 @@ import torch
 from ...dispatch import Call, Lowering
 from ...formats import geometry
 from ..alignment import aligned
+from . import groups
 from .balance import balance_for
-from .costs import Costs, costs_of
+from .costs import Costs, costs_of, predicted_us
 from .launch import (
     KERNELS,
+    MOST_SHARES,
     NO_CACHE,
     SPLITS,
     TILE_KEYS,
     Balance,
     CacheParams,
     Clusters,
+    Group,
     Keys,
     Rows,
     Shape,
@@ -55,7 +58,7 @@ from .launch import (
 )
 from .waves import Wave, fastest_waves, forced, launch_waves
 
-DETERMINISTIC_TURNS = 8  # of a CTA at most, as far as SPLITS go
+SHARE_TURNS = 8  # of a share of a deterministic row at most, as far as SPLITS go
 
 
 def shapes_for(keys: Keys, num_heads: int, turns: int) -> list[Shape]:
@@ -82,21 +85,40 @@ def choose(
     return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 
-def choose_deterministic(keys: Keys, num_heads: int, topk: int) -> Clusters:
-    """What depends on nothing but a row's own capacity, so that its bits do not depend on the batch."""
+def deterministic_shapes(keys: Keys, num_heads: int, topk: int) -> list[Shape]:
+    """Launches that give a row the same bits: they have the tile and the shares that its own capacity says."""
+    tile, turns = tiles_for(keys, num_heads)[0], max(1, -(-topk // TILE_KEYS))
+    shares = next((n for n in SPLITS if n * SHARE_TURNS >= turns), SPLITS[-1])
+    cluster = Clusters(tile, shares)
+    # Of a cluster of two with fewer heads than in groups each CTA keeps a half in float32.
+    if not keys.quantized or not 1 < shares <= MOST_SHARES or (shares == 2 and tile != groups.TILE):
+        return [cluster]
+    in_shares = [Clusters(tile, splits, shares=shares) for splits in range(1, shares) if shares % splits == 0]
+    of_groups = [group for group in groups_for(keys, num_heads, turns) if group.members == shares]
+    return [cluster, *of_groups, *in_shares]
+
+
+def choose_deterministic(
+    keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...], costs: Costs
+) -> tuple[Wave, ...]:
+    """One launch, the fastest predicted of those whose bits do not depend on the batch. Arguments as of `choose`."""
     turns = max(1, -(-topk // TILE_KEYS))
-    enough = (splits for splits in SPLITS if splits * DETERMINISTIC_TURNS >= turns)
-    return Clusters(tiles_for(keys, num_heads)[0], next(enough, SPLITS[-1]))
+
+    def time(shape: Shape) -> float:
+        return predicted_us(keys, shape, num_tokens, num_heads, turns, at_once, costs)
+
+    shapes = deterministic_shapes(keys, num_heads, topk)
+    runnable = [s for s in shapes if isinstance(s, Group) or at_once[SPLITS.index(s.splits)]]
+    return (Wave(num_tokens, min(runnable, key=time)),)
 
 
 @functools.lru_cache(maxsize=4096)
 def _waves(
     keys: Keys, num_tokens: int, num_heads: int, topk: int, deterministic: bool, device_index: int
 ) -> tuple[Wave, ...]:
-    if deterministic:
-        return (Wave(num_tokens, choose_deterministic(keys, num_heads, topk)),)
     at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
-    return choose(keys, num_tokens, num_heads, topk, at_once, costs_of(device_index))
+    chooses = choose_deterministic if deterministic else choose
+    return chooses(keys, num_tokens, num_heads, topk, at_once, costs_of(device_index))
 
 
 @functools.lru_cache(maxsize=4096)

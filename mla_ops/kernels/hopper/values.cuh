@@ -3,6 +3,7 @@
 
 #include "cuts.cuh"
 #include "group.cuh"
+#include "shares.cuh"
 #include "wgmma.cuh"
 
 DEVICE float e4m3_to_float(u32 byte) {
@@ -170,6 +171,24 @@ DEVICE constexpr int place_of_pair(int n) {
   return L::Packet::ONE_HEAD ? (n / 16 * 8 + n % 8) * 4 + n / 8 % 2 * 2 : n * 2;
 }
 
+// The sum and the reference of a lane's head in a share, that score left. A sum below 0 says that the part is bfloat16.
+template <class L>
+DEVICE float2 state_of_share(u32 shared, u32 parity, int warp, int lane) {
+  const int head = head_of_lane<L>(warp, lane);
+  mbarrier_wait(shared + L::FACTORS_FULL, parity);
+  float sum;
+  if constexpr (L::HEADS == 64) {
+    const u32 turn = load_shared_4(shared + L::TURN);
+    sum = sum_of<L::HEADS>(place_of_sums<L>(shared, (turn & 0xff) != WIDE, turn >> 8 & 0xff), head);
+  } else {
+    sum = load_shared_float(shared + L::ALPHA + head * 4);
+  }
+  const float reference = sum == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+  __syncwarp();
+  warp_arrive(shared + L::FACTORS_FREE, lane);
+  return make_float2(sum, reference);
+}
+
 // Leaves a row's part in memory, instead of a result.
 template <class L, int PIECES, int N>
 DEVICE void leave_part(const Params& p, const Row& row, int part, u32 shared, const float (&o)[PIECES][N], float factor,
@@ -190,9 +209,9 @@ DEVICE void leave_part(const Params& p, const Row& row, int part, u32 shared, co
 
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half, int thread,
-                       Ring& at, u32 row_parity) {
+                       Ring& at, u32 row_parity, u32 odd_row) {
   using L = Layout<HEADS, FORMAT>;
-  constexpr bool WALK = walks(LAUNCH), HEADS_BY_DIMS = HEADS == 64;
+  constexpr bool WALK = walks(LAUNCH), SHARES = LAUNCH == Launch::SHARES, HEADS_BY_DIMS = HEADS == 64;
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -221,7 +240,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
     // Its values' place is free when the result has left.
-    const bool last = WALK && (HEADS_BY_DIMS || half == 0) && ends;
+    const bool last = WALK && !SHARES && (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
@@ -279,7 +298,23 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
   }
 
-  if constexpr (WALK) {
+  if constexpr (SHARES) {
+    const int worker = opaque(thread), lane = worker & 31, warp = half * 4 + (worker >> 5);
+    const float2 state = state_of_share<L>(shared, row_parity, warp, lane);
+    unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
+    leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), lane, state.x, state.y, [&](int n) {
+      const int place = place_of_pair<L>(n / 2) + n % 2;
+      return o[place / N][place % N];
+    });
+    if (ends_row(p, row)) {
+      const int later = kept(thread), lane = later & 31, warp = half * 4 + (later >> 5);
+      meet_peers<L>(p, shared, lane, odd_row);
+      if (p.shares > 4)
+        add_shares<L, 8>(p, row, parts_of_warp<L>(p, warp, odd_row), warp, lane);
+      else
+        add_shares<L, 4>(p, row, parts_of_warp<L>(p, warp, odd_row), warp, lane);
+    }
+  } else if constexpr (WALK) {
     const int worker = opaque(thread);  // else addresses for the result stay in registers all the time
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
     float factor = 0.f;

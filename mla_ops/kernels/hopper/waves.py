@@ -19,7 +19,19 @@ from ..alignment import aligned, is_aligned
 from . import groups, merge_parts, parts
 from .balance import always
 from .costs import Costs, predicted_us
-from .launch import SPLITS, Balance, CacheParams, Clusters, Group, Keys, Shape, clusters_at_once, launch, tiles_for
+from .launch import (
+    SPLITS,
+    Balance,
+    CacheParams,
+    Clusters,
+    Group,
+    Keys,
+    Shape,
+    clusters_at_once,
+    exchange_of_shares,
+    launch,
+    tiles_for,
+)
 
 
 class Wave(NamedTuple):
@@ -169,6 +181,10 @@ def launch_waves(
             own_parts = [torch.empty(dims, dtype=torch.float32, device=q.device) for dims in sizes]
             buffers.append(own_parts)
             own = own_parts[0][0], own_parts[1][0]
+        own_exchange = exchange
+        if isinstance(shape, Clusters) and shape.shares:
+            own_exchange = exchange_of_shares(keys, shape, num_tokens * -(-num_heads // shape.tile), q.device)
+            buffers.append([own_exchange])
         launch(
             keys,
             shape,
@@ -185,7 +201,7 @@ def launch_waves(
             all_tokens=all_tokens,
             tokens_before=tokens_before,
             balance=balance,
-            exchange=exchange,
+            exchange=own_exchange,
             takes_either_way=balance is not None and before == 0 and not balance.tile,
         )
         if number > 1:

@@ -1,0 +1,174 @@
+// A row in shares, as many as its heads and its capacity say, however many CTAs it has: each takes every so many-th share,
+// one after the other, and each share starts from nothing. What a share finds is the part that a cluster's CTA would
+// send, and parts are added up as a cluster does it. So bits do not depend on the number of CTAs.
+//
+// A lane leaves its parts in memory and finds them there again. With several CTAs a warp adds up every so many-th packet,
+// of parts that the same lane of the same warp has left in each of them.
+#pragma once
+
+#include "balance.cuh"
+#include "merge.cuh"
+
+// What a warp leaves of a share: packets, and for each lane the sum and the reference of a head.
+template <class L>
+struct PartOfWarp {
+  static constexpr int STATES = L::Packet::OF_A_WARP * L::Packet::BYTES, BYTES = STATES + 256;
+};
+
+// Where a warp leaves its part of the row's first share; those of the next ones follow `8 * PartOfWarp::BYTES` behind. CTAs
+// of several take two places in turn: peers still read what was left of the row before.
+template <class L>
+DEVICE unsigned char* parts_of_warp(const Params& p, int warp, u32 parity) {
+  const int cluster = cluster_index(p), place = p.splits > 1 ? cluster * 2 + parity : cluster;
+  return p.exchange + (static_cast<i64>(place) * p.shares * 8 + warp) * PartOfWarp<L>::BYTES;
+}
+
+// The head whose state a lane has, which it shares with others or not.
+template <class L>
+DEVICE int head_of_lane(int warp, int lane) {
+  return L::HEADS == 64 ? (warp & 3) * 16 + lane % 16 : min(lane, L::HEADS - 1);
+}
+
+// A number of the heads of a lane's words in a packet, two or one, of which another lane knows it.
+template <class L>
+DEVICE float2 of_heads(float own, int number, int lane) {
+  if (L::Packet::ONE_HEAD) return make_float2(__shfl_sync(~0u, own, (lane >> 2) + (number & 1) * 8), 0.f);
+  const int first = number % (L::HEADS / 8) * 8 + (lane & 3) * 2;
+  return make_float2(__shfl_sync(~0u, own, first), __shfl_sync(~0u, own, first + 1));
+}
+
+// A warp's part: `value_of(n)` is the n-th of its accumulators in the order of packets. `sum` and `reference` are of this
+// lane's head.
+template <class L, class Value>
+DEVICE void leave_share(unsigned char* part, int lane, float sum, float reference, Value value_of) {
+  using P = typename L::Packet;
+  const float own = sum == 0.f ? 0.f : reciprocal_approx(fabsf(sum));
+  const bool bfloat16 = __any_sync(~0u, __float_as_uint(sum) >> 31);
+  *reinterpret_cast<float2*>(part + PartOfWarp<L>::STATES + lane * 8) = make_float2(sum, reference);
+  unsigned char* const to = part + lane * (P::UNIT * 4);
+#pragma unroll
+  for (int number = 0; number < P::OF_A_WARP; ++number) {
+    const float2 inverse = of_heads<L>(own, number, lane);
+    u32 words[P::WORDS];
+#pragma unroll
+    for (int w = 0; w < P::WORDS; ++w) {
+      const int n = number * P::WORDS + w;
+      const float a = value_of(2 * n) * (is_second<L>(2 * w) ? inverse.y : inverse.x),
+                  b = value_of(2 * n + 1) * (is_second<L>(2 * w + 1) ? inverse.y : inverse.x);
+      words[w] = bfloat16 ? pack_bfloat16(a, b) : pack_float16(a, b);
+    }
+    if constexpr (P::WORDS == 2)
+      *reinterpret_cast<uint2*>(to + number * P::BYTES) = make_uint2(words[0], words[1]);
+    else
+#pragma unroll
+      for (int w = 0; w < P::WORDS; w += 4)
+        *reinterpret_cast<uint4*>(to + number * P::BYTES + w * 128) =
+            make_uint4(words[w], words[w + 1], words[w + 2], words[w + 3]);
+  }
+}
+
+// CTAs of a cluster arrive at one another's barriers, which have to be there.
+DEVICE void open_meeting(const Params& p) {
+  if (p.splits > 1) cluster_arrive();
+}
+
+DEVICE void await_opened(const Params& p) {
+  if (p.splits > 1) cluster_wait();
+}
+
+// For the warpgroup of scores, between two shares of a row.
+template <class L>
+DEVICE void renew_references(u32 shared, int thread, u32 parity) {
+  mbarrier_wait(shared + L::FACTORS_FREE, parity);
+  if (thread < L::HEADS) store_shared_float(shared + L::COLUMNS + thread * 8 + 4, 0.f);
+  named_barrier<SCORE_BARRIER, 128>();
+}
+
+// Behind it a lane reads what the same lane of the warp has left in each CTA of the cluster.
+template <class L>
+DEVICE void meet_peers(const Params& p, u32 shared, int lane, u32 parity) {
+  if (p.splits == 1) return;
+  __syncwarp();
+  if (lane < p.splits) mbarrier_release_peer(peer_address(shared + L::MEETING, lane));
+  converge();
+  mbarrier_wait_cluster(shared + L::MEETING, parity);
+}
+
+// Adds a part of a packet, as `add_parts` does: bfloat16 if its factor is below 0.
+template <class L>
+DEVICE void add_piece(float (&sums)[L::Packet::QUADS * 4], const Piece<typename L::Packet>& piece, float2 factor) {
+  const bool bfloat16 = (__float_as_uint(factor.x) | __float_as_uint(factor.y)) >> 31;
+  factor = make_float2(fabsf(factor.x), fabsf(factor.y));
+#pragma unroll
+  for (int i = 0; i < L::Packet::QUADS * 2; ++i) {
+    const float2 v = piece.pair(i, bfloat16);
+    sums[2 * i] = fmaf(v.x, is_second<L>(2 * i) ? factor.y : factor.x, sums[2 * i]);
+    sums[2 * i + 1] = fmaf(v.y, is_second<L>(2 * i + 1) ? factor.y : factor.x, sums[2 * i + 1]);
+  }
+}
+
+// Adds up a row's parts, MOST at most, as `weigh_parts` and `add_packets` do.
+template <class L, int MOST>
+DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* parts, int warp, int lane) {
+  using P = typename L::Packet;
+  constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;  // of `weigh_parts`
+  constexpr int PITCH = 8 * PartOfWarp<L>::BYTES, AT_ONCE = (L::HEADS == 64 ? 64 : 32) / P::WORDS / MOST;  // packets
+  const int global_head = row.tile * L::HEADS + head_of_lane<L>(warp, lane);
+  const bool there = global_head < p.num_heads;
+  const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
+  float2 state[MOST];
+#pragma unroll
+  for (int s = 0; s < MOST; ++s) {
+    state[s] = make_float2(0.f, NO_SCORE_YET);
+    if (s >= p.shares) continue;
+    const uint2 v = load_l2_8(parts + s * PITCH + PartOfWarp<L>::STATES + lane * 8);
+    state[s] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+  }
+  float reference = NO_SCORE_YET, weight[MOST], totals[LANES] = {};
+#pragma unroll
+  for (int s = 0; s < MOST; ++s) reference = fmaxf(reference, state[s].y);
+#pragma unroll
+  for (int s = 0; s < MOST; ++s) {
+    weight[s] = state[s].x * (state[s].x == 0.f ? 0.f : exp2_approx(state[s].y - reference));
+    totals[s % LANES] += fabsf(weight[s]);
+  }
+#pragma unroll
+  for (int step = LANES / 2; step; step >>= 1)
+#pragma unroll
+    for (int i = 0; i < step; ++i) totals[i] += totals[i + step];
+  const float total = totals[0],
+              lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
+  float whole = __fdividef(1.f / L::FACTOR, total);
+  if (sink != -INFINITY) whole = __fdividef(whole, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
+  if (total == 0.f) whole = 0.f;
+  const bool tells = L::HEADS == 64 ? warp < 4 && lane < 16 : warp == 0 && lane < L::HEADS;
+  if (tells && there && cluster_rank() == 0)
+    p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+
+  const Target to = target_of<L>(p, row);
+  const unsigned char* const from = parts + lane * (P::UNIT * 4);
+#pragma unroll 1
+  for (int next = cluster_rank(); next < P::OF_A_WARP; next += AT_ONCE * p.splits) {
+    Piece<P> piece[AT_ONCE][MOST];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+      for (int s = 0; s < MOST; ++s)  // past the last one that once more: without a branch
+        piece[i][s].load(from + min(s, p.shares - 1) * PITCH + min(next + i * p.splits, P::OF_A_WARP - 1) * P::BYTES);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int number = next + i * p.splits;
+      if (number >= P::OF_A_WARP) break;
+      float sums[P::QUADS * 4] = {};
+#pragma unroll
+      for (int s = 0; s < MOST; ++s) {
+        const float2 factor = of_heads<L>(weight[s], number, lane);
+        if (s < p.shares) add_piece<L>(sums, piece[i][s], factor);
+      }
+      const float2 factor = of_heads<L>(whole, number, lane);
+#pragma unroll
+      for (int e = 0; e < P::QUADS * 4; ++e) sums[e] *= is_second<L>(e) ? factor.y : factor.x;
+      write_packet<L>(to, sums, number, warp, lane);
+    }
+  }
+}

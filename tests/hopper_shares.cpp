@@ -1,0 +1,209 @@
+// What a row's shares leave and how it is added up, by as many CTAs as a cluster has, and how a cluster does it: the
+// Hopper kernels' own code, compiled for a CPU. `test_hopper_shares.py` builds it. What the shares found is made up.
+
+#include <cmath>
+
+#include "hopper_simt.h"
+
+static float __fdividef(float a, float b) { return a / b; }
+
+#define exp2_approx ptx_exp2_approx
+#define log2_approx ptx_log2_approx
+#define reciprocal_approx ptx_reciprocal_approx
+#define pack_float16 ptx_pack_float16
+#define unpack_float16 ptx_unpack_float16
+#define pack_bfloat16 ptx_pack_bfloat16
+#define converge ptx_converge
+#define cluster_rank ptx_cluster_rank
+#define peer_address ptx_peer_address
+#define mbarrier_release_peer ptx_mbarrier_release_peer
+#define mbarrier_wait_cluster ptx_mbarrier_wait_cluster
+#define load_l2_8 ptx_load_l2_8
+#define load_l2_16 ptx_load_l2_16
+#define store_8_if ptx_store_8_if
+#define store_16_if ptx_store_16_if
+#define store_shared_4 ptx_store_shared_4
+#define store_shared_float ptx_store_shared_float
+#define store_shared_float2 ptx_store_shared_float2
+#define load_shared_4 ptx_load_shared_4
+#define load_shared_float ptx_load_shared_float
+#define load_shared_float2 ptx_load_shared_float2
+#include "ptx.cuh"
+#undef exp2_approx
+#undef log2_approx
+#undef reciprocal_approx
+#undef pack_float16
+#undef unpack_float16
+#undef pack_bfloat16
+#undef converge
+#undef cluster_rank
+#undef peer_address
+#undef mbarrier_release_peer
+#undef mbarrier_wait_cluster
+#undef load_l2_8
+#undef load_l2_16
+#undef store_8_if
+#undef store_16_if
+#undef store_shared_4
+#undef store_shared_float
+#undef store_shared_float2
+#undef load_shared_4
+#undef load_shared_float
+#undef load_shared_float2
+
+static float exp2_approx(float x) { return std::exp2(x); }
+static float log2_approx(float x) { return std::log2(x); }
+static float reciprocal_approx(float x) { return 1 / x; }
+static u32 float16(float value) { return bits_of<u16>(static_cast<_Float16>(value)); }
+static u32 pack_float16(float low, float high) { return float16(low) | float16(high) << 16; }
+static float2 unpack_float16(u32 pair) {
+  return {static_cast<float>(bits_of<_Float16>(static_cast<u16>(pair))),
+          static_cast<float>(bits_of<_Float16>(static_cast<u16>(pair >> 16)))};
+}
+static u32 bfloat16(float value) {
+  const u32 bits = __float_as_uint(value);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+static u32 pack_bfloat16(float low, float high) { return bfloat16(low) | bfloat16(high) << 16; }
+static void converge() { __syncwarp(); }
+static u32 cluster_rank() { return simt::current->cta; }
+
+// Each CTA's only barrier of this kind, whose address is the number of the CTA.
+static int arrivals[16], arrivals_of_a_phase;
+static u32 peer_address(u32, u32 rank) { return rank; }
+static void mbarrier_release_peer(u32 barrier) { ++arrivals[barrier]; }
+static void mbarrier_wait_cluster(u32, u32 parity) {
+  while ((arrivals[cluster_rank()] / arrivals_of_a_phase & 1) == parity) simt::leave();
+}
+
+template <class T>
+T loaded(const void* source) {
+  T value;
+  std::memcpy(&value, source, sizeof(T));
+  return value;
+}
+static uint2 load_l2_8(const void* source) { return loaded<uint2>(source); }
+static uint4 load_l2_16(const void* source) { return loaded<uint4>(source); }
+static void store_8_if(bool condition, void* target, u32 a, u32 b) {
+  const u32 words[] = {a, b};
+  if (condition) std::memcpy(target, words, 8);
+}
+static void store_16_if(bool condition, void* target, u32 a, u32 b, u32 c, u32 d) {
+  const u32 words[] = {a, b, c, d};
+  if (condition) std::memcpy(target, words, 16);
+}
+static void store_shared_4(u32 address, u32 a) { std::memcpy(simt::shared_memory() + address, &a, 4); }
+static void store_shared_float(u32 address, float a) { store_shared_4(address, __float_as_uint(a)); }
+static void store_shared_float2(u32 address, float a, float b) {
+  store_shared_float(address, a), store_shared_float(address + 4, b);
+}
+static u32 load_shared_4(u32 address) { return loaded<u32>(simt::shared_memory() + address); }
+static float load_shared_float(u32 address) { return __uint_as_float(load_shared_4(address)); }
+static float2 load_shared_float2(u32 address) { return {load_shared_float(address), load_shared_float(address + 4)}; }
+
+#include "shares.cuh"
+
+// A number from 0 to 1 that everything about it decides.
+static float number(const Row& row, int share, int a, int b, int c) {
+  u32 bits = 2166136261u;
+  for (int one : {row.token, row.tile, share, a, b, c}) bits = (bits ^ one) * 16777619u, bits ^= bits >> 15;
+  return (bits & 0xffff) / 65536.f;
+}
+
+// What score finds of a head in a share: shares of some tokens have no key, others are bfloat16.
+static float2 state_of(const Row& row, int share, int head) {
+  if ((row.token + share) % 5 == 0) return {0.f, NO_SCORE_YET};
+  const float sum = 1 + 100 * number(row, share, head, -1, 0), reference = 40 * number(row, share, head, -2, 0) - 20;
+  return {(row.token + share) % 4 == 0 ? -sum : sum, reference};
+}
+
+static float value_of(const Row& row, int share, int warp, int lane, int n) {
+  return state_of(row, share, 0).x == 0.f ? 0.f : 1000 * number(row, share, warp, lane, n) - 500;
+}
+
+template <class L>
+void in_shares(const Params& p, int clusters, int seed) {
+  std::fill(arrivals, arrivals + 16, 0), arrivals_of_a_phase = 8 * p.splits;
+  simt::launch(clusters, p.splits, 256, 16, seed, [&] {
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    if (thread == 0) arrivals[cluster_rank()] = 0;
+    u32 odd_row = 0;
+    simt::meet_cluster();
+    for (Row row = first_row<Launch::SHARES>(p, 0); row.token < p.num_tokens;
+         row = next_row<Launch::SHARES, false>(p, 0, row)) {
+      for (int wait = (seed * 5 + row.rank * 3 + warp) % 7; wait; --wait) simt::leave();
+      unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
+      const float2 state = state_of(row, row.rank, head_of_lane<L>(warp, lane));
+      leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), lane, state.x, state.y,
+                     [&](int n) { return value_of(row, row.rank, warp, lane, n); });
+      if (!ends_row(p, row)) continue;
+      meet_peers<L>(p, 0, lane, odd_row);
+      for (int wait = (warp + cluster_rank()) % 3 * 20; wait; --wait) simt::leave();  // a peer goes on to the next row
+      if (p.shares > 4)
+        add_shares<L, 8>(p, row, parts, warp, lane);
+      else
+        add_shares<L, 4>(p, row, parts, warp, lane);
+      odd_row ^= 1;
+    }
+  });
+}
+
+// By the end of a cluster, whose CTAs are one here, with all packets in memory.
+template <class L>
+void in_cluster(const Params& p) {
+  using P = typename L::Packet;
+  std::vector<u32> packets(P::COUNT * p.splits * P::BYTES / 4);
+  simt::launch(1, 1, 128, L::End::OWN_BFLOAT16 + 4, 1, [&] {
+    const int thread = threadIdx.x, lane = thread % 32;
+    for (int item = 0; item < p.num_tokens * p.head_tiles; ++item) {
+      const int token = item / p.head_tiles;
+      const Row row = row_of(p, token, item % p.head_tiles, 0, p.splits, 0);
+      for (int share = 0; share < p.splits; ++share) {
+        if (thread < L::HEADS) {
+          const float2 state = state_of(row, share, thread);
+          store_shared_float2(L::End::STATES + (share * L::HEADS + thread) * 8, state.x, state.y);
+        }
+        for (int packet = thread / 32; packet < P::COUNT; packet += 4)
+          for (int w = 0; w < P::WORDS; ++w) {
+            float pair[2];
+            bool bfloat16 = false;
+            for (int i = 0; i < 2; ++i) {
+              const int number = packet / 8, warp = packet % 8, t = lane % 4,
+                        head = L::HEADS == 64 ? warp % 4 * 16 + lane / 4 + number % 2 * 8
+                                              : number % (L::HEADS / 8) * 8 + 2 * t + i;
+              const float2 state = state_of(row, share, head);
+              const float inverse = state.x == 0.f ? 0.f : 1 / std::fabs(state.x);
+              pair[i] = value_of(row, share, warp, lane, (number * P::WORDS + w) * 2 + i) * inverse;
+              bfloat16 = state.x < 0.f;
+            }
+            const int place = (packet * p.splits + share) * P::BYTES / 4 + lane * P::UNIT + w / P::UNIT * 128 + w % P::UNIT;
+            packets[place] = bfloat16 ? pack_bfloat16(pair[0], pair[1]) : pack_float16(pair[0], pair[1]);
+          }
+      }
+      __syncthreads();
+      weigh_parts<L>(p, row, 0, thread, true, [] { return true; });
+      __syncthreads();
+      for (int rank = 0; rank < p.splits; ++rank)
+        add_packets<L, 4>(target_of<L>(p, row), rank, 0,
+                          reinterpret_cast<const unsigned char*>(packets.data()) + rank * p.splits * P::BYTES,
+                          p.splits * p.splits * P::BYTES, packets_of<L>(p, rank), p.splits, thread / 32, lane);
+      __syncthreads();
+    }
+  });
+}
+
+template <int HEADS>
+void attend(const Params& p, int clusters, int seed) {
+  using L = Layout<HEADS, FP8_DS_MLA>;
+  if (p.shares)
+    in_shares<L>(p, clusters, seed);
+  else
+    in_cluster<L>(p);
+}
+
+extern "C" void attend(const Params* p, int heads, int clusters, int seed) {
+  if (heads == 16) attend<16>(*p, clusters, seed);
+  if (heads == 24) attend<24>(*p, clusters, seed);
+  if (heads == 32) attend<32>(*p, clusters, seed);
+  if (heads == 64) attend<64>(*p, clusters, seed);
+}
