@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mla_ops import dispatch, matrix
 from mla_ops.cli import main
+from mla_ops.kernels import flash_mla
+from mla_ops.kernels.hopper import sources
 
 ROOT = Path(__file__).resolve().parent.parent
+# ops of which several lowerings were timed in one run
+COMPARED = {"paged_sparse_attention", "paged_sparse_attention.extra", "sparse_attention"}
+COMPARED |= {"paged_attention", "prefill_attention"}
 
 
 def test_the_page_is_what_doctor_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +38,44 @@ def test_what_counts_as_measured_has_a_checked_row_in_the_results() -> None:
                     usual = "fp8_index" if of_indexer else ""
                     found.setdefault(key, set()).add(row["shape"].get("format", usual))
     assert {key: set(formats) for key, formats in matrix.MEASURED.items()} == found
+
+
+def call_of_row(op: str, shape: dict[str, Any]) -> dispatch.Call:
+    """What dispatch was asked for a row of `docs/results/`, as far as its shape says; all else is typical."""
+    call = dispatch.typical_call(op, matrix.device_of("SM90"))
+    names = {"T": "num_tokens", "H": "num_heads", "format": "cache_format", "d": "head_dim"}
+    names |= {"keys": "num_keys", "columns": "num_keys", "num_kv": "num_keys", "topk": "topk"}
+    changes = {names[name]: value for name, value in shape.items() if name in names and not isinstance(value, str)}
+    if "format" in shape:
+        call = matrix.call_of(op, shape["format"], call.device)
+    if "dims" in shape:
+        changes["head_dim"], changes["head_dim_v"] = map(int, shape["dims"].split("/"))
+    return call._replace(**changes)
+
+
+def test_dispatch_takes_the_fastest_of_the_lowerings_that_were_measured_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On Hopper, on every benchmarked shape, within 5 %."""
+    monkeypatch.setattr(sources, "reason", lambda: None)
+    monkeypatch.setattr(flash_mla, "find_provider", lambda: (None, "not here"))
+    dispatch._choose.cache_clear()
+    compared, slower = set(), []
+    for path in (ROOT / "docs" / "results").glob("*-h200.json"):
+        for family in json.loads(path.read_text(encoding="utf-8")).values():
+            times: dict[tuple[str, str], dict[str, float]] = {}
+            for row in family["rows"]:
+                if row["op"] in dispatch.FAMILIES and row["lowering"] in dispatch.BACKENDS and row["reason"] is None:
+                    times.setdefault((row["op"], json.dumps(row["shape"])), {})[row["lowering"]] = row["median_us"]
+            for (op, shape), by_lowering in times.items():
+                if len(by_lowering) > 1:
+                    compared.add(op)
+                    chosen = dispatch.select_name(call_of_row(op, json.loads(shape)))
+                    if by_lowering[chosen] > 1.05 * min(by_lowering.values()):
+                        slower.append(f"{path.name}: {op} {shape}: {chosen} of {by_lowering}")
+    dispatch._choose.cache_clear()
+    assert not slower, "\n".join(slower)
+    assert compared == COMPARED
 
 
 def test_every_file_that_is_named_as_evidence_is_there() -> None:
@@ -87,8 +131,6 @@ def test_dispatch_on_every_architecture(
     expected: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from mla_ops.kernels.hopper import sources
-
     missing = None if "nvrtc" in installed else dispatch.Missing("no NVRTC")
     monkeypatch.setattr(sources, "reason", lambda: missing)
     dispatch._choose.cache_clear()
