@@ -72,7 +72,7 @@ def compile_for(capability: int) -> None:
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[common.Case]:
-    plain = {"request_local": False, "topk_length": False, "deterministic": False, "waves": ()}
+    plain = {"request_local": False, "topk_length": False, "deterministic": False, "waves": (), "q_halves": False}
     options = argparse.Namespace(**{**vars(arguments), **plain})
     for cache_format in arguments.cache_formats:
         for num_tokens, num_heads in arguments.shapes:

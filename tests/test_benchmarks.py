@@ -403,7 +403,8 @@ def test_portable_kernels_are_compiled_for_the_capability_that_is_named(monkeypa
     monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "")
     for module in modules:
         monkeypatch.setattr(module, "capability", module.capability)
-    portable.compile_for(86)
+    arguments = ["--capability", "86", "--shapes", "1x2", "--cache-formats", "bf16", "--iterations", "1", "--quick"]
+    assert portable.main(arguments) == 0
     assert os.environ["TRITON_OVERRIDE_ARCH"] == "sm86"
     assert [module.capability(torch.device("cpu")) for module in modules] == [(8, 6), (8, 6)]
 
