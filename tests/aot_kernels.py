@@ -29,6 +29,7 @@ from mla_ops.kernels.triton import (
     merge,
     sparse_attention,
     sparse_attention_extra,
+    splits,
     step_metadata,
 )
 
@@ -238,17 +239,17 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
     cases = []
     for fmt, dim in (("fp8_ds_mla", 576), ("bf16", 576), ("fp8_ds_mla_v4", 512)):
         mode = sparse_attention.operand_mode(torch.bfloat16, fmt)
-        for heads in heads_of_tiles(lambda heads, mode=mode: sparse_attention.tile(device, heads, mode), (16, 128)):
-            cases += [(fmt, torch.bfloat16, dim, heads, translated) for translated in (True, False)]
+        for heads in heads_of_tiles(lambda heads, mode=mode: sparse_attention.tile(device, heads, mode), (16, 32, 128)):
+            cases += [(fmt, torch.bfloat16, dim, heads, everything) for everything in (True, False)]
     cases += [("fp16", torch.float16, 512, 128, True), ("fp32", torch.float32, 576, 128, True)]
     cases += [("fp8_ds_mla", torch.float16, 576, 128, True)]
     cases += [("fp8_ds_mla_v4", torch.float16, 512, 128, True)]
-    for fmt, dtype, dim, heads, translated in cases:
+    for fmt, dtype, dim, heads, everything in cases:
         mode = sparse_attention.operand_mode(dtype, fmt)
         tile = sparse_attention.tile(device, heads, mode)
-        if translated:
-            tile = sparse_attention.translated_tile(tile)
-        partial = translated and (heads == 16 or tile.block_h == 64)
+        # of more than 16 heads a kernel before it translates
+        translated = everything and tile.block_h == 16
+        partial = everything and (heads == 16 or tile.block_h == 64)
         types = {
             "q": f"*{SHORT[dtype]}",
             "q_rope": "none",
@@ -259,15 +260,16 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         }
         looked_up = ("topk_length", "block_table", "req_id_per_token")
         types |= {"indices": "*i32"} | dict.fromkeys(looked_up, "*i32" if translated else "none")
-        operands = "fp8_half" if tile.half else mode
-        constants = {"KEYS": cache_keys(capability, fmt, operands, dim, translated), "TILE": tile, "PARTIAL": partial}
+        types["topk_length"] = "*i32" if everything else "none"
+        keys = cache_keys(capability, fmt, "fp8_half" if tile.half else mode, dim, translated)
+        constants = {"KEYS": replace(keys, in_line=keys.in_line and not everything), "TILE": tile, "PARTIAL": partial}
         out_unit = 4 if partial or dtype == torch.float32 else 8
         constants |= {"ROPE": dim == 576, "Q_UNIT": 8, "OUT_UNIT": out_unit, "UPCAST": False}
         options = {"num_warps": tile.num_warps}
-        name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if translated else ', slots'}]"
+        name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if everything else ', slots'}]"
         variant = Variant(name, sparse_attention._attend_kernel, types, constants, options)
         yield variant
-        if fmt == "fp8_ds_mla" and dtype == torch.bfloat16 and translated:
+        if fmt == "fp8_ds_mla" and dtype == torch.bfloat16 and everything:
             yield in_halves(variant)
     for element in ("bf16", "fp32"):
         types = {
@@ -278,10 +280,10 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             "out": f"*{element}",
             "lse": "*fp32",
         }
-        most = sparse_attention.MAX_SPLITS
-        constants = {"MAX_SPLITS": most, "BLOCK_S": sparse_attention.merge_block(most)}
-        constants["OUT_UNIT"] = 8 if element == "bf16" else 4
-        yield Variant(f"merge_splits[{element}]", sparse_attention._merge_splits_kernel, types, constants)
+        most = splits.MAX_SPLITS
+        constants = {"MAX_SPLITS": most, "BLOCK_S": splits.merge_block(most)}
+        constants |= {"OUT_UNIT": 8 if element == "bf16" else 4}
+        yield Variant(f"merge_splits[{element}]", splits._merge_splits_kernel, types, constants)
 
 
 def two_cache_variants(capability: int) -> Iterator[Variant]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import torch
 import triton
 from aot_jobs import compile_variant
 from aot_kernels import Variant, dense_attention_variants, sparse_attention_variants
@@ -28,9 +29,9 @@ SHARED_PER_PROGRAM = 1024  # bytes of each block's shared memory that the system
 THREADS_PER_SM = {80: 2048, 89: 1536, 90: 2048, 120: 1536}
 # each kernel, and the name of its variant in `aot_kernels.py`
 SPARSE = {
-    "fp8_ds_mla": "attend[fp8_ds_mla, q bf16, 576, 16 heads]",
-    "fp8_ds_mla_v4": "attend[fp8_ds_mla_v4, q bf16, 512, 16 heads]",
-    "bf16": "attend[bf16, q bf16, 576, 16 heads]",
+    "fp8_ds_mla": "attend[fp8_ds_mla, q bf16, 576, 16 heads, slots]",
+    "fp8_ds_mla_v4": "attend[fp8_ds_mla_v4, q bf16, 512, 16 heads, slots]",
+    "bf16": "attend[bf16, q bf16, 576, 16 heads, slots]",
 }
 # heads, keys, warps
 SPARSE_TILES = ((16, 32, 4), (16, 32, 8), (16, 64, 4), (16, 64, 8), (32, 32, 4), (32, 64, 8), (64, 32, 8))
@@ -57,10 +58,13 @@ def sparse_candidates(capability: int) -> Iterator[Candidate]:
     for (kernel, name), (rows, keys, warps), ahead in itertools.product(SPARSE.items(), SPARSE_TILES, (1, 2)):
         own = variants[name]
         tile = sparse_attention.Tile(rows, keys, warps, ahead)
+        mode = sparse_attention.operand_mode(torch.bfloat16, kernel)
+        device = (capability // 10, capability % 10)
+        chosen = {sparse_attention.tile(device, heads, mode) for heads in (16, 128)}
         variant = dataclasses.replace(
             own, constants={**own.constants, "TILE": tile}, options={"num_warps": warps, "num_stages": ahead + 1}
         )
-        yield Candidate(kernel, rows, keys, tile == own.constants["TILE"], variant)
+        yield Candidate(kernel, rows, keys, tile in chosen, variant)
 
 
 def prefill_candidates(capability: int) -> Iterator[Candidate]:

@@ -128,7 +128,7 @@ def test_few_rows_have_tiles_of_16_heads() -> None:
     """Not where a row must not notice its batch: the bits of a token would be those of another tile."""
     from mla_ops.kernels.triton.sparse_attention import tile_heads
 
-    few, more = ((1, 128), (2, 64), (4, 32)), ((2, 128), (3, 64), (128, 128))
+    few, more = ((1, 128), (2, 64), (8, 32)), ((2, 128), (3, 64), (9, 32), (128, 128))
     assert {tile_heads(*shape, deterministic=False) for shape in few} == {16}
     for num_tokens, num_heads in more:
         assert tile_heads(num_tokens, num_heads, deterministic=False) == num_heads

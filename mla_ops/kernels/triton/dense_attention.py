@@ -20,14 +20,12 @@ from .dense_attention_even import _even_kernel, _merge_cuts_kernel
 from .dense_attention_short import _short_prefill_kernel
 from .sparse_attention import (
     LOG2E,
-    MAX_SPLITS,
-    allocate_parts,
     cache_sizes,
-    merge_parts,
     operand_mode,
     query_unit,
     rope_strides,
 )
+from .splits import MAX_SPLITS, allocate_parts, merge_parts
 
 COMPACT_BLOCK = 1024
 MAX_TOKEN_STRIDE = 2**24
@@ -248,7 +246,7 @@ def clear_behind(cu_seqlens_q: torch.Tensor, out: torch.Tensor, lse: torch.Tenso
 def paged_tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> sparse_attention.Tile:
     """Heads x keys: what the sparse kernels take over one cache after another."""
     chosen = sparse_attention.tile(device_capability, num_heads, mode)
-    if mode == "fp8_v4":
+    if mode == "fp8_v4" or chosen.block_h == 32:
         return sparse_attention.tile(device_capability, 16, mode)
     return sparse_attention.Tile(64, 32, 8, 2) if chosen.half else replace(chosen, apart=False)
 

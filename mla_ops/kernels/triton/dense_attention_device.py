@@ -13,7 +13,6 @@ from .sparse_attention_device import (
     query_rows,
     round_to,
     store_result,
-    sums_of_weights,
 )
 from .sparse_attention_keys import divider, is_exact
 
@@ -381,17 +380,17 @@ def _paged_kernel(
     strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
     q_rows = query_rows(q, q_rope, token, head, strides, Q_UNIT)
     query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, is_exact(KEYS)))
-    state = new_state(BLOCK_H, sums_of_weights(TILE))
+    state = new_state(TILE)
     table = block_table + request.to(tl.int64) * stride_table
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
     span = (begin, end)
     state = attend_keys(query, state, cache, None, span, scale_log2, None, TILE, KEYS, ROPE, WHOLE, UPCAST)
-    # fmt: off
-    store_result(
-        state, token, head, live_head, split, None, out, lse, (stride_out_split, stride_out_token, stride_out_head),
-        (stride_lse_split, stride_lse_token), PARTIAL, UPCAST,
+    out_strides, lse_strides = (
+        (stride_out_split, stride_out_token, stride_out_head),
+        (stride_lse_split, stride_lse_token),
     )
-    # fmt: on
+    results = (None, out, out_strides, lse, lse_strides)
+    store_result(state, (token, head, live_head, split), results, PARTIAL, UPCAST)
 
 
 @sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "uneven", "lse"))
@@ -456,7 +455,7 @@ def _packed_kernel(
 
     strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
     q_rows = query_rows(q, q_rope, token[:, None], row % num_heads, strides, Q_UNIT)
-    state = new_state(BLOCK_H, sums_of_weights(TILE))
+    state = new_state(TILE)
     for i in range(tokens_together):
         mine = tl.load(req_id_per_token + first + i, mask=first + i < num_tokens, other=-1)
         before = tl.sum(((request == mine) & (row < i * num_heads)).to(tl.int32), 0)
@@ -472,11 +471,8 @@ def _packed_kernel(
         cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
         span = (begin, end)
         state = attend_keys(query, state, cache, None, span, scale_log2, row_end, TILE, KEYS, ROPE, WHOLE, UPCAST)
-    # fmt: off
-    store_result(
-        state, 0, flat, live, split, None, out, lse, (stride_out_split, 0, 512), (stride_lse_split, 0), PARTIAL, UPCAST,
-    )
-    # fmt: on
+    results = (None, out, (stride_out_split, 0, 512), lse, (stride_lse_split, 0))
+    store_result(state, (0, flat, live, split), results, PARTIAL, UPCAST)
 
 
 @sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "blocks", "lens"))

@@ -16,7 +16,6 @@ from .sparse_attention_device import (
     new_state,
     query_rows,
     store_groups,
-    sums_of_weights,
 )
 from .sparse_attention_keys import divider, is_exact
 
@@ -176,7 +175,7 @@ def _attend_walk(
     table = block_table + request.to(tl.int64) * stride_table
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
     span = (low * TILE.block_n, tl.minimum(high * TILE.block_n, keys))
-    state = new_state(BLOCK_H, sums_of_weights(TILE))
+    state = new_state(TILE)
     state = attend_keys(query, state, cache, None, span, scale_log2, row_end, TILE, KEYS, ROPE, WHOLE, UPCAST)
     if parts > 1:
         part = (place.to(tl.int64) * head_blocks + head_block) * BLOCK_H + row

@@ -8,27 +8,38 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, get_format
-from .bfloat16 import narrow
 from .common import INTERPRETED, capability, cdiv, num_sms, sized_jit
+from .index import convert_req_index_to_global_index
 from .sparse_attention_device import (
-    attend_halves,
     attend_keys,
     load_query,
     named_end,
+    narrow_tile,
     new_state,
     query_rows,
     store_result,
-    sums_of_weights,
+    total_weight,
 )
 from .sparse_attention_extra import _attend_extra_kernel
-from .sparse_attention_keys import Constant, Keys, divider, is_exact, is_half
+from .sparse_attention_keys import (
+    HALF_SCALE,
+    HALF_WEIGHT,
+    Constant,
+    Keys,
+    divider,
+    fetch_indices,
+    is_exact,
+    is_half,
+    without_scales,
+)
+from .sparse_attention_wide import attend_whole, is_whole, load_query_whole
+from .splits import MAX_SPLITS, allocate_parts, merge_parts, output_unit
 
 LOG2E = 1.4426950408889634
-MAX_SPLITS = 64
 # fewer keys than this do not pay for a split: its fixed cost (Q, partial result, merge) is that of about as many
 MIN_SPLIT_KEYS = 64
 DETERMINISTIC_SPLIT_KEYS = 512
-FEW_ROWS = 128  # tokens times heads
+FEW_ROWS = 128  # tokens times heads; twice as many of up to 32 heads
 
 
 @dataclass(frozen=True)
@@ -63,18 +74,20 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
         return Tile(16, 16, 8 if mode == "fp8_v4_exact" else 4, 0)
     if device_capability[0] < 8:  # AMD, and the interpreter: 64 KB
         return Tile(16, 32, 4, 0)
-    if num_heads <= 32 or device_capability[0] != 9:
-        return Tile(16, 32, 4, 2)
-    return Tile(64, 64, 8, 2 if mode == "fp8" else 1, half=mode == "fp8", apart=True)
+    if num_heads > (16 if mode == "fp8" else 32) and device_capability[0] == 9:
+        return Tile(64, 64, 8, 2 if mode == "fp8" else 1, half=mode == "fp8", apart=True)
+    return Tile(32, 32, 4, 1) if num_heads > 16 and mode != "fp8_v4" else Tile(16, 32, 4, 2)
 
 
 def tile_heads(num_tokens: int, num_heads: int, deterministic: bool) -> int:
     """The heads that a tile over one cache is chosen for: 16, so that more programs share few rows.
 
     Not where a row must not notice its batch. On an H200, fp8_ds_mla, 1 x 128 rows take 20.0 us in tiles of 16 heads
-    and 24.6 in those of 64, 4 x 64 rows 25.7 and 25.9, 4 x 128 rows 38.1 and 29.3.
+    and 24.6 in those of 64, 4 x 64 rows 25.7 and 25.6, 4 x 128 rows 38.1 and 29.1, 8 x 32 rows 26.5, and 32 x 32 rows
+    64.1 and 54.7.
     """
-    return min(num_heads, 16) if num_tokens * num_heads <= FEW_ROWS and not deterministic else num_heads
+    few = num_tokens * num_heads <= FEW_ROWS * (2 if num_heads <= 32 else 1)
+    return min(num_heads, 16) if few and not deterministic else num_heads
 
 
 def decode_method(device_capability: tuple[int, int]) -> str:
@@ -162,7 +175,10 @@ def _attend_kernel(
     strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
     q_rows = query_rows(q, q_rope, token, head, strides, Q_UNIT)
     # on their way while the indices are looked at
-    query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, is_exact(KEYS)))
+    if is_whole(TILE, KEYS):
+        queries = load_query_whole(q_rows, live_head, ROPE)
+    else:
+        queries = load_query(q_rows, live_head, ROPE, is_exact(KEYS))
 
     length = topk
     if topk_length is not None:
@@ -170,6 +186,7 @@ def _attend_kernel(
     share = tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits) * BLOCK_N
     begin = tl.minimum(split * share, length)
     end = tl.minimum(begin + share, length)
+    first = fetch_indices(index_row, begin + tl.arange(0, BLOCK_N), end)
     if topk_length is None:
         # nobody said where the row ends: its tail of -1 is found by reading the indices once
         end = named_end(index_row, begin, end)
@@ -183,72 +200,37 @@ def _attend_kernel(
 
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
     span = (begin, end)
-    if is_half(KEYS):
-        state = attend_halves(query, cache, index_row, span, scale_log2, TILE, KEYS, ROPE, UPCAST)
+    # parts are contiguous
+    stride_head = 512 if PARTIAL else stride_out_head * OUT_UNIT
+    out_strides = (stride_out_split * OUT_UNIT, stride_out_token * OUT_UNIT, stride_head)
+    results = (attn_sink, out, out_strides, lse, (stride_lse_split, stride_lse_token))
+    place = (token, head, live_head, split)
+    if is_whole(TILE, KEYS):
+        state = attend_whole(queries, cache, index_row, span, first, scale_log2, TILE, KEYS, ROPE, UPCAST)
     else:
-        state = new_state(BLOCK_H, sums_of_weights(TILE))
+        query = (q_rows, live_head, queries)
+        state = new_state(TILE)
         state = attend_keys(query, state, cache, index_row, span, scale_log2, None, TILE, KEYS, ROPE, False, UPCAST)
-    out_strides = (stride_out_split * OUT_UNIT, stride_out_token * OUT_UNIT, stride_out_head * OUT_UNIT)
-    lse_strides = (stride_lse_split, stride_lse_token)
-    store_result(
-        state, token, head, live_head, split, attn_sink, out, lse, out_strides, lse_strides, PARTIAL, UPCAST
-    )  # fmt: skip
-
-
-@sized_jit(any_alignment=("attn_sink", "uneven", "lse"))
-def _merge_splits_kernel(
-    partial_out,
-    partial_lse,
-    attn_sink,
-    uneven,
-    out,
-    lse,
-    num_heads: tl.int32,
-    num_rows: tl.int64,
-    num_splits: tl.int32,
-    stride_out_token: tl.int64,
-    stride_out_head: tl.int64,
-    stride_lse_token: tl.int64,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
-):
-    """Merges the splits of one (token, head), exactly, and applies the sink.
-
-    Grid: (tokens * heads,). The base-2 lse of all splits, at most MAX_SPLITS, then the partial rows of float32, BLOCK_S
-    at a time, in the order of the splits. A split that had nothing to attend to is not read: nothing was written.
-    Where `uneven` is given and not 0, results are left as they are.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    token = row // num_heads
-    head = row % num_heads
-    column = tl.arange(0, 512)
-    meant = None
-    if uneven is not None:
-        meant = tl.load(uneven) == 0
-        num_splits = tl.where(meant, num_splits, 0)
-    splits = tl.arange(0, MAX_SPLITS)
-    parts = tl.load(partial_lse + splits * num_rows + row, mask=splits < num_splits, other=float("-inf"))
-    top = tl.max(parts, 0)
-    pivot = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(parts - pivot), 0)
-    acc = tl.zeros((512,), tl.float32)
-    for first in range(0, num_splits, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)
-        part = tl.load(partial_lse + split * num_rows + row, mask=split < num_splits, other=float("-inf"))
-        place = partial_out + (split * num_rows + row)[:, None] * 512 + column[None, :]
-        values = tl.load(place, mask=(part != float("-inf"))[:, None], other=0.0)
-        acc += tl.sum(tl.exp2(part - pivot)[:, None] * values, 0)
-    safe = tl.where(total == 0, 1.0, total)
-    log2_sum = tl.where(top == float("inf"), float("inf"), pivot + tl.log2(safe))
-    log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
-    factor = tl.where(total == 0, 0.0, 1.0 / safe)
-    if attn_sink is not None:
-        sink = tl.load(attn_sink + head) * 1.4426950408889634
-        factor = tl.where(total == 0, 0.0, factor / (1.0 + tl.exp2(sink - log2_sum)))
-    place = out + token * (stride_out_token * OUT_UNIT) + head.to(tl.int64) * (stride_out_head * OUT_UNIT) + column
-    tl.store(place, narrow(acc * factor, out.dtype.element_ty), mask=meant)
-    tl.store(lse + token * stride_lse_token + head, log2_sum * 0.6931471805599453, mask=meant)
+    if is_half(KEYS):
+        acc, top, sums = state
+        total = total_weight(sums)
+        broken = tl.max((total != total).to(tl.int32), 0)
+        if broken > 0:
+            # 1, which the compiler does not know: addresses kept since the first walk would spill
+            q_rows = query_rows(q, q_rope, token + (broken - 1), head, strides, Q_UNIT)
+            AGAIN: tl.constexpr = without_scales(KEYS)
+            NARROW: tl.constexpr = narrow_tile(TILE)
+            query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, False))
+            exact = new_state(TILE)
+            exact = attend_keys(
+                query, exact, cache, index_row, span, scale_log2, None, NARROW, AGAIN, ROPE, False, UPCAST
+            )  # fmt: skip
+            store_result(exact, place, results, PARTIAL, UPCAST)
+        else:
+            halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
+            store_result(halves, place, results, PARTIAL, UPCAST, HALF_SCALE * HALF_WEIGHT)
+    else:
+        store_result(state, place, results, PARTIAL, UPCAST)
 
 
 def operand_mode(q_dtype: torch.dtype, cache_format: str) -> str:
@@ -273,25 +255,18 @@ def operand_modes(q_dtype: torch.dtype, cache_format: str, extra_cache_format: s
     return mode, extra_mode
 
 
-def translated_tile(chosen: Tile) -> Tile:
-    """The tile for indices that the kernel translates, beside which the one for slots spills or does not fit."""
-    if chosen.half:
-        return replace(chosen, ahead=1)
-    return replace(chosen, block_n=32) if (chosen.block_h, chosen.block_n) == (64, 64) else chosen
-
-
 def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tuple[Keys, Keys]) -> Tile:
     """The tile for both caches. Two modes keep Q in shared memory twice, so that only the smallest tile fits.
 
-    So do two loops, beside which 64 heads would spill. float16 operands are of one cache.
+    So do two loops, beside which more heads would spill, as 64 do beside 64 keys that the kernel translates.
     """
     main, extra = keys
-    if main != extra:
-        return tile(device_capability, 16, main.operands)
     chosen = tile(device_capability, num_heads, main.operands)
+    if main != extra or chosen.block_h == 32:
+        return tile(device_capability, 16, main.operands)
     if chosen.half:
         return Tile(64, 16, 8, 2)
-    return translated_tile(chosen) if main.translated else chosen
+    return replace(chosen, block_n=32) if main.translated and chosen.block_h == 64 else chosen
 
 
 class CacheSizes(NamedTuple):
@@ -323,59 +298,8 @@ def query_unit(q: torch.Tensor, q_rope: torch.Tensor | None = None) -> int:
     return 8 if all(stride % 8 == 0 for stride in strides) else 1
 
 
-def output_unit(out: torch.Tensor) -> int:
-    """What the strides of outputs are counted in: 16 bytes where they allow it, so that stores are as wide."""
-    unit = 16 // out.element_size()
-    return unit if all(stride % unit == 0 for stride in out.stride()[:-1]) else 1
-
-
 def rope_strides(q_rope: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if q_rope is None else (q_rope.stride(0), q_rope.stride(1))
-
-
-def allocate_parts(out: torch.Tensor, lse: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the splits write: rows of float32 that a merge reads, or the result itself if there is one split."""
-    if splits == 1:
-        return out.unsqueeze(0), lse.unsqueeze(0)
-    return (
-        torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device),
-        torch.empty(splits, *lse.shape, dtype=torch.float32, device=out.device),
-    )
-
-
-def merge_block(splits: int) -> int:
-    """Splits whose partial rows a merging program loads at once."""
-    return max(2, min(16, 1 << (splits - 1).bit_length()))
-
-
-def merge_parts(
-    part_out: torch.Tensor,
-    part_lse: torch.Tensor,
-    attn_sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    uneven: torch.Tensor | None = None,
-) -> None:
-    splits, num_tokens, num_heads = part_lse.shape
-    out_unit = output_unit(out)
-    _merge_splits_kernel[(num_tokens * num_heads,)](
-        part_out,
-        part_lse,
-        attn_sink,
-        uneven,
-        out,
-        lse,
-        num_heads,
-        num_tokens * num_heads,
-        splits,
-        out.stride(0) // out_unit,
-        out.stride(1) // out_unit,
-        lse.stride(0),
-        MAX_SPLITS=MAX_SPLITS,
-        BLOCK_S=merge_block(splits),
-        OUT_UNIT=out_unit,
-        num_warps=4,
-    )
 
 
 def _attend(
@@ -384,6 +308,7 @@ def _attend(
     indices: torch.Tensor,
     softmax_scale: float,
     sizes: CacheSizes,
+    chosen: Tile,
     topk_length: torch.Tensor | None,
     attn_sink: torch.Tensor | None,
     block_table: torch.Tensor | None,
@@ -397,10 +322,6 @@ def _attend(
     topk = indices.shape[1]
     if num_tokens == 0:
         return
-    heads = tile_heads(num_tokens, num_heads, deterministic)
-    chosen = tile(capability(q.device), heads, sizes.keys.operands)
-    if block_table is not None:
-        chosen = translated_tile(chosen)
     keys = sizes.keys.with_operands("fp8_half") if chosen.half else sizes.keys
     head_blocks = cdiv(num_heads, chosen.block_h)
     wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
@@ -465,21 +386,22 @@ def paged_sparse_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    _attend(
-        q,
-        kv_cache,
-        indices,
-        softmax_scale,
-        cache_sizes(kv_cache, cache_format, operand_mode(q.dtype, cache_format), block_table is not None),
-        topk_length,
-        attn_sink,
-        block_table,
-        req_id_per_token,
-        deterministic,
-        out,
-        lse,
-        q_rope,
-    )
+    num_tokens, num_heads, _ = q.shape
+    mode = operand_mode(q.dtype, cache_format)
+    chosen = tile(capability(q.device), tile_heads(num_tokens, num_heads, deterministic), mode)
+    if block_table is not None and req_id_per_token is not None and chosen.block_h > 16:
+        # once, where each thread would for all of its rows
+        slots = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
+        num_blocks, block_size, *_ = geometry(kv_cache, cache_format)
+        counts = torch.empty(num_tokens, dtype=torch.int32, device=indices.device)
+        convert_req_index_to_global_index(
+            req_id_per_token, block_table, indices, block_size, num_blocks=num_blocks, out=slots, valid_counts=counts
+        )
+        indices, block_table, req_id_per_token = slots, None, None
+    sizes = cache_sizes(kv_cache, cache_format, mode, block_table is not None)
+    tables = block_table, req_id_per_token
+    options = topk_length, attn_sink, *tables, deterministic
+    _attend(q, kv_cache, indices, softmax_scale, sizes, chosen, *options, out, lse, q_rope)
 
 
 def paged_sparse_attention_extra(
@@ -587,7 +509,9 @@ def sparse_attention(
         unit = 1
     keys = Keys(operand_mode(q.dtype, ""), head_dim, unit, True, False, decode_method(capability(q.device)))
     sizes = CacheSizes(num_kv, 1, kv.stride(0) // unit, keys)
-    _attend(q, kv, indices, softmax_scale, sizes, topk_length, attn_sink, None, None, deterministic, out, lse)
+    heads = tile_heads(q.shape[0], q.shape[1], deterministic)
+    chosen = tile(capability(q.device), heads, keys.operands)
+    _attend(q, kv, indices, softmax_scale, sizes, chosen, topk_length, attn_sink, None, None, deterministic, out, lse)
 
 
 LOWERINGS = {

@@ -5,12 +5,8 @@ import triton.language as tl
 
 from .bfloat16 import narrow, widen
 from .sparse_attention_keys import (
-    HALF_EXPONENT,
-    HALF_SCALE,
-    HALF_WEIGHT,
     fetch_indices,
     is_exact,
-    is_half,
     load_exactly,
     load_rope_exactly,
     load_rows,
@@ -18,7 +14,6 @@ from .sparse_attention_keys import (
     locate_in_block,
     look_up_block,
     to_operands,
-    without_scales,
 )
 
 
@@ -86,91 +81,45 @@ def load_query(q_rows, live_head, ROPE: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.constexpr_function
-def sums_of_weights(tile):
-    """Sums of weights that a head has until the end of its keys, so that no sum passes between threads in the loop.
-
-    Warps of small tiles lie beside one another along the keys, where every column has a sum; those of 64 heads lie
-    along the heads in two groups, where a thread has all columns of a remainder by 8 of its group.
-    """
-    return tile.block_n if tile.block_h < 64 else 16
-
-
-@triton.constexpr_function
 def narrow_tile(tile):
     """The tile of a second walk, which is rare: what fits beside the registers of the first."""
     return tile.narrow()
 
 
 @triton.jit
-def _largest(q):
-    """The largest magnitude of each row of bfloat16, as bits: nothing of float32 stays in registers."""
-    return tl.max((q.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), 1)
+def new_state(TILE: tl.constexpr):
+    """Four accumulators of 128 dims, the largest score so far in base 2, and sums of weights.
 
-
-@triton.jit
-def halve_query(q, scale_log2):
-    """Q for float16 keys: float16 up to a power of two a head, of which scores are freed by their scale, `[heads, 1]`.
-
-    The largest value is at most 2**15, so that what float16 loses is 2**-40 of it. The dims behind 512 stay bfloat16,
-    for their keys are; a power of two changes nothing in them.
+    A head has several sums until the end of its keys, so that none passes between threads in the loop. Warps of small
+    tiles lie beside one another along the keys, where every column has a sum; those of 64 heads lie along the heads in
+    two groups, where a thread has all columns of a remainder by 8 of its group.
     """
-    q0, q1, q2, q3, q4 = q
-    top = tl.maximum(tl.maximum(_largest(q0), _largest(q1)), tl.maximum(_largest(q2), _largest(q3)))
-    exponent = tl.maximum((top >> 7) - (127 + 14), -100)
-    down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    q0, q1, q2, q3 = widen(q0) * down, widen(q1) * down, widen(q2) * down, widen(q3) * down
-    q4 = narrow(widen(q4) * (down * HALF_SCALE), tl.bfloat16)
-    halves = (q0.to(tl.float16), q1.to(tl.float16), q2.to(tl.float16), q3.to(tl.float16), q4)
-    return halves, up * (scale_log2 / HALF_SCALE)
-
-
-@triton.jit
-def attend_halves(
-    query, cache, index_row, span, scale_log2, TILE: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """`attend_keys` with float16 operands, which saves half of the conversion and all factors outside of products.
-
-    Scales that float16 does not hold make NaN of a row's sum of weights, as NaN in a key does and scores that
-    overflow; then the walk is made once more, without scales in the operands. Returns the state.
-    """
-    q_rows, live_head, q = query
-    halves, scale = halve_query(q, scale_log2)
-    h0, h1, h2, h3, h4 = halves
-    acc0, acc1, acc2, acc3, top, sums = new_state(TILE.block_h, sums_of_weights(TILE))
-    # One turn, which the compiler does not know. Queries that a loop changes are operands from shared memory; else,
-    # as they are no plain load, each warp would read all of them into registers, of which there are none left.
-    for _ in range((span[0] >= 0).to(tl.int32)):
-        state = new_state(TILE.block_h, sums_of_weights(TILE))
-        half_query = (q_rows, live_head, (h0, h1, h2, h3, h4))
-        state = attend_keys(half_query, state, cache, index_row, span, scale, None, TILE, KEYS, ROPE, False, UPCAST)
-        acc0, acc1, acc2, acc3, top, sums = state
-        h0, h1, h2, h3 = tl.zeros_like(h0), tl.zeros_like(h1), tl.zeros_like(h2), tl.zeros_like(h3)
-        h4 = tl.zeros_like(h4)
-    if tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) > 0:
-        AGAIN: tl.constexpr = without_scales(KEYS)
-        NARROW: tl.constexpr = narrow_tile(TILE)
-        query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, False))
-        state = new_state(TILE.block_h, sums_of_weights(TILE))
-        state = attend_keys(query, state, cache, index_row, span, scale_log2, None, NARROW, AGAIN, ROPE, False, UPCAST)
-        acc0, acc1, acc2, acc3, top, sums = state
-    else:
-        FACTOR: tl.constexpr = 1.0 / (HALF_SCALE * HALF_WEIGHT)
-        acc0 *= FACTOR
-        acc1 *= FACTOR
-        acc2 *= FACTOR
-        acc3 *= FACTOR
-        sums *= 1.0 / HALF_WEIGHT
-    return acc0, acc1, acc2, acc3, top, sums
-
-
-@triton.jit
-def new_state(BLOCK_H: tl.constexpr, SUMS: tl.constexpr):
-    """Four accumulators of 128 dims, the largest score so far in base 2, and SUMS sums of weights."""
+    BLOCK_H: tl.constexpr = TILE.block_h
+    BLOCK_N: tl.constexpr = TILE.block_n
     acc = tl.zeros((BLOCK_H, 128), tl.float32)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    return acc, acc, acc, acc, top, tl.zeros((BLOCK_H, SUMS), tl.float32)
+    if BLOCK_H < 64:
+        sums = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
+    else:
+        sums = tl.zeros((BLOCK_H, 2, 8), tl.float32)
+    return acc, acc, acc, acc, top, sums
+
+
+@triton.jit
+def add_weights(sums, fade, weights):
+    """Sums of weights, `[heads, keys]` or `[heads, 2, 8]`, after those of a tile."""
+    if len(sums.shape) == 2:
+        sums = sums * fade + weights
+    else:
+        # the two groups of warps have half of the columns each
+        by_group = tl.reshape(weights, (weights.shape[0], 2, weights.shape[1] // 16, 8))
+        sums = sums * fade[:, :, None] + tl.sum(by_group, 2)
+    return sums
+
+
+@triton.jit
+def total_weight(sums):
+    return tl.sum(tl.sum(sums, 2), 1) if len(sums.shape) == 3 else tl.sum(sums, 1)
 
 
 @triton.jit
@@ -208,23 +157,14 @@ def _scores(query, keys, rows, zero, KEYS: tl.constexpr, ROPE: tl.constexpr, UPC
 
 
 @triton.jit
-def _rescale(state, scores, BIAS: tl.constexpr):
-    """One step of the online softmax: the state faded to the new largest score, and the weights of `scores`.
-
-    The largest weight is 2**BIAS: float16 holds more of the small ones where that is above 1.
-    """
+def _rescale(state, scores):
+    """One step of the online softmax: the state faded to the new largest score, and the weights of `scores`."""
     acc0, acc1, acc2, acc3, top, sums = state
-    SUMS: tl.constexpr = sums.shape[1]
     new_top = tl.maximum(top, tl.max(scores, 1))
     pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
     fade = tl.exp2(top - pivot)[:, None]
-    weights = tl.exp2(scores - (pivot - BIAS)[:, None])
-    if scores.shape[1] == SUMS:
-        sums = sums * fade + weights
-    else:
-        # the two groups of warps may have half of the columns each
-        by_group = tl.reshape(weights, (scores.shape[0], 2, scores.shape[1] // SUMS, SUMS // 2))
-        sums = sums * fade + tl.reshape(tl.sum(by_group, 2), (scores.shape[0], SUMS))
+    weights = tl.exp2(scores - pivot[:, None])
+    sums = add_weights(sums, fade, weights)
     return (acc0 * fade, acc1 * fade, acc2 * fade, acc3 * fade, new_top, sums), weights
 
 
@@ -264,7 +204,6 @@ def attend_tile(
     """
     k0, k1, k2, k3 = to_operands(rows, KEYS)
     keys = k0, k1, k2, k3
-    BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
     if APART:
         acc0, acc1, acc2, acc3, top, sums = state
         # anything that is no constant
@@ -272,12 +211,12 @@ def attend_tile(
         p = _round_weights(weights, keys, rows, KEYS, UPCAST)
         if go:
             scores = _scores(q, keys, rows, scale_log2 * 0.0, KEYS, ROPE, UPCAST)
-            faded, weights = _rescale(state, _mask(scores, column, places, row_end, scale_log2), BIAS)
+            faded, weights = _rescale(state, _mask(scores, column, places, row_end, scale_log2))
             acc0, acc1, acc2, acc3, top, sums = faded
             p = _round_weights(weights, keys, rows, KEYS, UPCAST)
     else:
         scores = _mask(_scores(q, keys, rows, None, KEYS, ROPE, UPCAST), column, places, row_end, scale_log2)
-        faded, weights = _rescale(state, scores, BIAS)
+        faded, weights = _rescale(state, scores)
         acc0, acc1, acc2, acc3, top, sums = faded
         p = _round_weights(weights, keys, rows, KEYS, UPCAST)
     if len(p) == 1:
@@ -378,7 +317,7 @@ def _attend_exactly(
         if ROPE:
             queries = tl.load(rope_row + tl.arange(0, 64)[None, :], mask=live_head[:, None], other=0.0)
             scores = dot(widen(queries), tl.trans(load_rope_exactly(cache, places, KEYS)), scores, UPCAST)
-        state, weights = _rescale(state, _mask(scores, column, places, row_end, scale_log2), 0.0)
+        state, weights = _rescale(state, _mask(scores, column, places, row_end, scale_log2))
         acc0, acc1, acc2, acc3, top, sums = state
         acc0 = dot(weights, load_exactly(cache, places, 0, 128, KEYS), acc0, UPCAST)
         acc1 = dot(weights, load_exactly(cache, places, 128, 128, KEYS), acc1, UPCAST)
@@ -389,24 +328,14 @@ def _attend_exactly(
 
 
 @triton.jit
-def store_result(
-    state,
-    token,
-    head,
-    live_head,
-    split,
-    attn_sink,
-    out,
-    lse,
-    out_strides,
-    lse_strides,
-    PARTIAL: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+def store_result(state, place, results, PARTIAL: tl.constexpr, UPCAST: tl.constexpr, SCALE: tl.constexpr = 1.0):
     """The output and lse of a token's heads: of all its keys with the sink, or PARTIAL, of one split's in base 2.
 
-    `out_strides` are those of splits, tokens and heads, `lse_strides` those of splits and tokens.
+    `place` is `(token, head, live_head, split)`; `results` the sink, the output, its strides of splits, tokens and
+    heads, the lse, and its strides of splits and tokens. Accumulators are SCALE times what they stand for.
     """
+    token, head, live_head, split = place
+    attn_sink, out, out_strides, lse, lse_strides = results
     total, log2_sum, factor = finish(state)
     stride_split, stride_token, stride_head = out_strides
     lse_place = lse + split * lse_strides[0] + token * lse_strides[1] + head
@@ -422,14 +351,14 @@ def store_result(
     if PARTIAL:
         # the merge does not read a split without keys
         stored &= (total != 0)[:, None]
-    store_groups(state, factor, out_row, stored, UPCAST)
+    store_groups(state, factor * (1.0 / SCALE), out_row, stored, UPCAST)
 
 
 @triton.jit
 def finish(state):
     """Of each row: the sum of its weights, the lse in base 2, and what its accumulators are multiplied by."""
-    _acc0, _acc1, _acc2, _acc3, top, sums = state
-    total = tl.sum(sums, 1)
+    top, sums = state[len(state) - 2], state[len(state) - 1]
+    total = total_weight(sums)
     # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference
     safe = tl.where(total == 0, 1.0, total)
     log2_sum = tl.where(top == float("inf"), float("inf"), top + tl.log2(safe))
@@ -441,10 +370,8 @@ def finish(state):
 @triton.jit
 def store_groups(state, factor, out_row, stored, UPCAST: tl.constexpr):
     """The accumulators times `factor`, where `stored`."""
-    acc0, acc1, acc2, acc3, _top, _sums = state
-    group = tl.arange(0, 128)[None, :]
     element: tl.constexpr = out_row.dtype.element_ty
-    tl.store(out_row + group, round_to(acc0 * factor[:, None], element, UPCAST), mask=stored)
-    tl.store(out_row + (128 + group), round_to(acc1 * factor[:, None], element, UPCAST), mask=stored)
-    tl.store(out_row + (256 + group), round_to(acc2 * factor[:, None], element, UPCAST), mask=stored)
-    tl.store(out_row + (384 + group), round_to(acc3 * factor[:, None], element, UPCAST), mask=stored)
+    WIDTH: tl.constexpr = 512 // (len(state) - 2)
+    group = tl.arange(0, WIDTH)[None, :]
+    for i in tl.static_range(len(state) - 2):
+        tl.store(out_row + (i * WIDTH + group), round_to(state[i] * factor[:, None], element, UPCAST), mask=stored)

@@ -12,7 +12,6 @@ from .sparse_attention_device import (
     new_state,
     query_rows,
     store_result,
-    sums_of_weights,
 )
 from .sparse_attention_keys import divider, fetch_indices, is_exact, load_rows, locate
 
@@ -168,7 +167,7 @@ def _attend_extra_kernel(
 
     q_rows = query_rows(q, None, token, head, (stride_q_token, stride_q_head, 0, 0), Q_UNIT)
     query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, is_exact(KEYS)))
-    state = new_state(BLOCK_H, sums_of_weights(TILE))
+    state = new_state(TILE)
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
     span, extra_span = (begin, end), (extra_begin, extra_end)
     # fmt: off
@@ -188,7 +187,5 @@ def _attend_extra_kernel(
         )
     # fmt: on
     out_strides = (stride_out_split * OUT_UNIT, stride_out_token * OUT_UNIT, stride_out_head * OUT_UNIT)
-    lse_strides = (stride_lse_split, stride_lse_token)
-    store_result(
-        state, token, head, live_head, split, attn_sink, out, lse, out_strides, lse_strides, PARTIAL, UPCAST
-    )  # fmt: skip
+    results = (attn_sink, out, out_strides, lse, (stride_lse_split, stride_lse_token))
+    store_result(state, (token, head, live_head, split), results, PARTIAL, UPCAST)

@@ -79,16 +79,19 @@ def is_v4(keys):
 
 @triton.jit
 def divider(divisor):
-    """`ceil(2**63 / divisor)`, as bits: what `quotient` multiplies by. One division a program, not one a key."""
-    return tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64) // divisor + 1
+    """A factor below 2**32 and a shift above it, for `quotient`: one division a program, not one a key."""
+    divisor = divisor.to(tl.int64)
+    # the shift is log2 of the divisor, rounded up
+    shift = ((2 * divisor - 1).to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1023
+    factor = ((tl.full((), 1, tl.int64) << (31 + shift)) + divisor - 1) // divisor
+    return factor + (shift << 32)
 
 
 @triton.jit
 def quotient(x, inverse):
-    """`x // divisor` of int32; of negative ones 0."""
-    return tl.umulhi((tl.maximum(x, 0).to(tl.int64) * 2).to(tl.uint64), inverse.to(tl.uint64, bitcast=True)).to(
-        tl.int32
-    )
+    """`x // divisor` of int32 that are not negative, in 32 bits."""
+    doubled = tl.cast(x, tl.uint32, bitcast=True) * 2
+    return (tl.umulhi(doubled, inverse.to(tl.uint32)) >> (inverse >> 32).to(tl.uint32)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -109,14 +112,14 @@ def locate(cache, index, KEYS: tl.constexpr):
     masked at the load, so that nothing in an unused slot is ever seen.
     """
     _kv, table, known, num_blocks, block_size, inverse, max_blocks, stride_block = cache
-    valid = index >= 0
     if KEYS.in_line:
-        valid &= index < num_blocks
-        place = index.to(tl.int64) * stride_block
+        valid = _is_below(index, num_blocks)
+        place = _times(index, stride_block)
         places = (place, place, valid)
     else:
+        valid = index >= 0
         block = quotient(index, inverse)
-        offset = (index - block * block_size).to(tl.int64)
+        offset = index - block * block_size
         if KEYS.translated:
             valid &= known & (block < max_blocks)
             block = tl.load(table + block, mask=valid, other=-1)
@@ -137,19 +140,31 @@ def locate_in_block(cache, entry, first, end, TILE: tl.constexpr, KEYS: tl.const
     """As `locate`, for a tile of keys from `first` on, all of the block `entry`."""
     _kv, _table, _known, _num_blocks, block_size, inverse, _max_blocks, _stride_block = cache
     n = tl.arange(0, TILE.block_n)
-    offset = first - quotient(first, inverse) * block_size + n.to(tl.int64)
+    offset = first - quotient(first, inverse) * block_size + n
     return _rows_of_block(cache, entry, offset, first + n < end, KEYS)
+
+
+@triton.jit
+def _is_below(x, bound):
+    """Whether int32 `x` is in [0, bound): in 32 bits, as each thread does it for all of its rows."""
+    return x.to(tl.uint32, bitcast=True) < tl.minimum(bound, 0x7FFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def _times(x, y):
+    """Product, int64, of int32 and of an integer below 2**32, neither negative."""
+    return x.to(tl.uint32, bitcast=True).to(tl.int64) * y.to(tl.uint32).to(tl.int64)
 
 
 @triton.jit
 def _rows_of_block(cache, block, offset, valid, KEYS: tl.constexpr):
     _kv, _table, _known, num_blocks, block_size, _inverse, _max_blocks, stride_block = cache
-    valid = valid & (block >= 0) & (block < num_blocks)
-    place = block.to(tl.int64) * stride_block + offset * (KEYS.row_width // KEYS.unit)
+    valid = valid & _is_below(block, num_blocks)
+    start = _times(block, stride_block)
+    place = start + offset.to(tl.int64) * (KEYS.row_width // KEYS.unit)
     scale_place = place
     if is_v4(KEYS):
-        scale_place = block.to(tl.int64) * (stride_block * KEYS.unit) + block_size.to(tl.int64) * V4_ROW_BYTES
-        scale_place += offset * V4_SCALE_BYTES
+        scale_place = start * KEYS.unit + block_size.to(tl.int64) * V4_ROW_BYTES + offset.to(tl.int64) * V4_SCALE_BYTES
     return place, scale_place, valid
 
 
@@ -166,14 +181,12 @@ def load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
     within = valid[:, None]
     group = tl.arange(0, 128)[None, :]
     rope, s0, s1, s2, s3 = valid, valid, valid, valid, valid
-    if KEYS.operands == "fp8" or KEYS.operands == "fp8_half":
+    if KEYS.operands == "fp8":
         k0 = tl.load(start + group, mask=within, other=0)
         k1 = tl.load(start + (128 + group), mask=within, other=0)
         k2 = tl.load(start + (256 + group), mask=within, other=0)
         k3 = tl.load(start + (384 + group), mask=within, other=0)
-        # as integers, so that the copies are not operands themselves, of which there would be one buffer more
-        rope = tl.load(_rope_place(row, KEYS).to(tl.pointer_type(tl.int16)), mask=within, other=0)
-        rope = rope.to(tl.bfloat16, bitcast=True)
+        rope = load_rope(row, within, KEYS)
         scales = (row + FP8_SCALES_AT).to(tl.pointer_type(tl.float32))
         s0 = tl.load(scales, mask=valid, other=0.0)
         s1 = tl.load(scales + 1, mask=valid, other=0.0)
@@ -194,8 +207,20 @@ def load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
         k2 = tl.load(start + (256 + group), mask=within, other=0.0)
         k3 = tl.load(start + (384 + group), mask=within, other=0.0)
         if ROPE:
-            rope = tl.load(_rope_place(row, KEYS), mask=within, other=0.0)
+            rope = load_rope(row, within, KEYS)
     return (k0, k1, k2, k3), rope, (s0, s1, s2, s3)
+
+
+@triton.jit
+def load_rope(row, within, KEYS: tl.constexpr):
+    """The 64 RoPE dims of the keys at `row`."""
+    if KEYS.operands.startswith("fp8"):
+        # as integers, so that the copies are not operands themselves, of which there would be one buffer more
+        rope = tl.load(_rope_place(row, KEYS).to(tl.pointer_type(tl.int16)), mask=within, other=0)
+        rope = rope.to(tl.bfloat16, bitcast=True)
+    else:
+        rope = tl.load(_rope_place(row, KEYS), mask=within, other=0.0)
+    return rope
 
 
 @triton.jit
@@ -218,11 +243,6 @@ def to_operands(rows, KEYS: tl.constexpr):
         k1 = decode_operand(k1, KEYS)
         k2 = decode_operand(k2, KEYS)
         k3 = decode_operand(k3, KEYS)
-    elif KEYS.operands == "fp8_half":
-        k0 = _half_operand(k0, scales[0], KEYS)
-        k1 = _half_operand(k1, scales[1], KEYS)
-        k2 = _half_operand(k2, scales[2], KEYS)
-        k3 = _half_operand(k3, scales[3], KEYS)
     elif KEYS.operands == "fp8_v4":
         k0 = _scaled_operand(k0, scales[0], 0, KEYS)
         k1 = _scaled_operand(k1, scales[0], 2, KEYS)
@@ -340,10 +360,11 @@ def _scaled_operand(byte, scales, FIRST: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _half_operand(byte, scale, KEYS: tl.constexpr):
-    """128 dims of fp8_ds_mla as float16, times their scale and HALF_SCALE; NaN where the scale does not fit."""
-    fits = (scale < HALF_MOST) & ((scale >= HALF_LEAST) | (scale == 0.0))
-    factor = tl.where(fits, scale * HALF_SCALE, float("nan")).to(tl.float16)[:, None]
+def half_operand(byte, scales, KEYS: tl.constexpr):
+    """512 dims of fp8_ds_mla as float16, times their scales and HALF_SCALE; NaN where a scale does not fit."""
+    fits = (scales < HALF_MOST) & ((scales >= HALF_LEAST) | (scales == 0.0))
+    factor = tl.where(fits, scales * HALF_SCALE, float("nan")).to(tl.float16)
+    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (factor.shape[0], 4, 128)), byte.shape)
     if KEYS.decode == "portable":
         value = (decode(byte) * factor.to(tl.float32)).to(tl.float16)
     else:
@@ -361,7 +382,7 @@ def _half_operand(byte, scale, KEYS: tl.constexpr):
             }
             """,
             "=&r,=&r,r,r,r",
-            [byte, tl.broadcast_to(factor, byte.shape)],
+            [byte, factor],
             dtype=tl.float16,
             is_pure=False,
             pack=4,

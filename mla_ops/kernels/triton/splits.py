@@ -1,0 +1,116 @@
+"""Parts of rows whose keys several programs share: where they are written, and their merge."""
+
+import torch
+import triton.language as tl
+
+from .bfloat16 import narrow
+from .common import sized_jit
+
+MAX_SPLITS = 64
+
+
+@sized_jit(any_alignment=("attn_sink", "uneven", "lse"))
+def _merge_splits_kernel(
+    partial_out,
+    partial_lse,
+    attn_sink,
+    uneven,
+    out,
+    lse,
+    num_heads: tl.int32,
+    num_rows: tl.int64,
+    num_splits: tl.int32,
+    stride_out_token: tl.int64,
+    stride_out_head: tl.int64,
+    stride_lse_token: tl.int64,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
+):
+    """Merges the splits of one (token, head), exactly, and applies the sink.
+
+    Grid: (tokens * heads,). The base-2 lse of all splits, at most MAX_SPLITS, then the partial rows of float32, BLOCK_S
+    at a time, in the order of the splits. A split that had nothing to attend to is not read: nothing was written.
+    Where `uneven` is given and not 0, results are left as they are.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = row // num_heads
+    head = row % num_heads
+    column = tl.arange(0, 512)
+    meant = None
+    if uneven is not None:
+        meant = tl.load(uneven) == 0
+        num_splits = tl.where(meant, num_splits, 0)
+    splits = tl.arange(0, MAX_SPLITS)
+    parts = tl.load(partial_lse + splits * num_rows + row, mask=splits < num_splits, other=float("-inf"))
+    top = tl.max(parts, 0)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(parts - pivot), 0)
+    acc = tl.zeros((512,), tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        part = tl.load(partial_lse + split * num_rows + row, mask=split < num_splits, other=float("-inf"))
+        place = partial_out + (split * num_rows + row)[:, None] * 512 + column[None, :]
+        values = tl.load(place, mask=(part != float("-inf"))[:, None], other=0.0)
+        acc += tl.sum(tl.exp2(part - pivot)[:, None] * values, 0)
+    safe = tl.where(total == 0, 1.0, total)
+    log2_sum = tl.where(top == float("inf"), float("inf"), pivot + tl.log2(safe))
+    log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
+    factor = tl.where(total == 0, 0.0, 1.0 / safe)
+    if attn_sink is not None:
+        sink = tl.load(attn_sink + head) * 1.4426950408889634
+        factor = tl.where(total == 0, 0.0, factor / (1.0 + tl.exp2(sink - log2_sum)))
+    place = out + token * (stride_out_token * OUT_UNIT) + head.to(tl.int64) * (stride_out_head * OUT_UNIT) + column
+    tl.store(place, narrow(acc * factor, out.dtype.element_ty), mask=meant)
+    tl.store(lse + token * stride_lse_token + head, log2_sum * 0.6931471805599453, mask=meant)
+
+
+def output_unit(out: torch.Tensor) -> int:
+    """What the strides of outputs are counted in: 16 bytes where they allow it, so that stores are as wide."""
+    unit = 16 // out.element_size()
+    return unit if all(stride % unit == 0 for stride in out.stride()[:-1]) else 1
+
+
+def allocate_parts(out: torch.Tensor, lse: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the splits write: rows of float32 that a merge reads, or the result itself if there is one split."""
+    if splits == 1:
+        return out.unsqueeze(0), lse.unsqueeze(0)
+    return (
+        torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device),
+        torch.empty(splits, *lse.shape, dtype=torch.float32, device=out.device),
+    )
+
+
+def merge_block(splits: int) -> int:
+    """Splits whose partial rows a merging program loads at once."""
+    return max(2, min(16, 1 << (splits - 1).bit_length()))
+
+
+def merge_parts(
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    uneven: torch.Tensor | None = None,
+) -> None:
+    splits, num_tokens, num_heads = part_lse.shape
+    out_unit = output_unit(out)
+    _merge_splits_kernel[(num_tokens * num_heads,)](
+        part_out,
+        part_lse,
+        attn_sink,
+        uneven,
+        out,
+        lse,
+        num_heads,
+        num_tokens * num_heads,
+        splits,
+        out.stride(0) // out_unit,
+        out.stride(1) // out_unit,
+        lse.stride(0),
+        MAX_SPLITS=MAX_SPLITS,
+        BLOCK_S=merge_block(splits),
+        OUT_UNIT=out_unit,
+        num_warps=4,
+    )
