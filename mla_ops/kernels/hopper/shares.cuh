@@ -9,7 +9,7 @@
 #include "balance.cuh"
 #include "merge.cuh"
 
-// What a warp leaves of a share: packets, and for each lane the sum and the reference of a head.
+// A warp's part of a share: packets, and for each lane the sum and the reference of a head.
 template <class L>
 struct PartOfWarp {
   static constexpr int STATES = L::Packet::OF_A_WARP * L::Packet::BYTES, BYTES = STATES + 256;

@@ -90,7 +90,7 @@ def deterministic_shapes(keys: Keys, num_heads: int, topk: int) -> list[Shape]:
     tile, turns = tiles_for(keys, num_heads)[0], max(1, -(-topk // TILE_KEYS))
     shares = next((n for n in SPLITS if n * SHARE_TURNS >= turns), SPLITS[-1])
     cluster = Clusters(tile, shares)
-    # Of a cluster of two with fewer heads than in groups each CTA keeps a half in float32.
+    # With fewer heads than groups have, each CTA of a cluster of two keeps a half in float32.
     if not keys.quantized or not 1 < shares <= MOST_SHARES or (shares == 2 and tile != groups.TILE):
         return [cluster]
     in_shares = [Clusters(tile, splits, shares=shares) for splits in range(1, shares) if shares % splits == 0]
