@@ -46,6 +46,7 @@ class Costs(NamedTuple):
         next_row_us: from one row of a CTA to its next.
         share_us: from one share of a CTA to its next of the same row, with 64 heads.
         shares_us: to leave and add up the shares of a row, with 64 heads, by one CTA; more have a part of it each.
+        sharers_us: several CTAs that take shares of one row, once a launch: their code comes from memory.
         wave_us: another wave.
         parts_us: the kernel that merges parts.
         parts_us_per_mb: what that takes for 10^6 bytes of parts.
@@ -59,6 +60,7 @@ class Costs(NamedTuple):
     next_row_us: float
     share_us: float
     shares_us: float
+    sharers_us: float
     wave_us: float
     parts_us: float
     parts_us_per_mb: float
@@ -120,4 +122,5 @@ def predicted_us(
         later_us = costs.next_row_us + (end_us if shares else 0.0)
     parts_mb = 4e-6 * LATENT_DIM * parts * num_tokens * num_heads
     parts_us = costs.parts_us + parts_mb * costs.parts_us_per_mb if parts > 1 else 0.0
-    return rounds * keys_us + first_us + (rounds - 1) * later_us + parts_us
+    sharers_us = costs.sharers_us if shares and splits > 1 else 0.0
+    return rounds * keys_us + first_us + (rounds - 1) * later_us + parts_us + sharers_us
