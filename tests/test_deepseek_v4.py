@@ -277,8 +277,8 @@ def test_captured_decode_equals_transformers_token_for_token(model, continuation
 
 @pytest.fixture(scope="module")
 def smooth_model():
-    """Every entry is chosen, so that rounding flips no selection: logits are a smooth function of it."""
-    return build_model(index_topk=512, initializer_range=0.06)
+    """Rounding flips no selection, so logits are a smooth function of it: every entry is chosen, experts by hash."""
+    return build_model(index_topk=512, initializer_range=0.06, mlp_layer_types=["hash_moe"] * NUM_LAYERS)
 
 
 def test_fp8_cache_error_is_what_e4m3_explains(smooth_model):

@@ -41,8 +41,8 @@ def library() -> Iterator[torch.library.Library]:
         # it faults on a block that there is not, wherever it stands
         assert ((table >= 0) & (table < kv.shape[0])).all()
         assert (lens <= 64 * table.shape[1]).all()
-        result = torch.zeros(q.shape[0], 1, q.shape[2], d_v, dtype=q.dtype)
-        lse = torch.full((q.shape[0], q.shape[2], 1), math.inf)
+        result = q.new_zeros(q.shape[0], 1, q.shape[2], d_v)
+        lse = torch.full((q.shape[0], q.shape[2], 1), math.inf, device=q.device)
         for row, length in enumerate(lens.tolist()):
             if length:
                 keys = kv[table[row].long(), :, 0].flatten(0, 1)[:length].float()
@@ -51,25 +51,25 @@ def library() -> Iterator[torch.library.Library]:
                 result[row, 0] = (scores.softmax(-1) @ keys[:, :d_v]).to(q.dtype)
         return result, lse, None, None
 
-    library.impl("dense_decode_fwd", decode, "CPU")
+    library.impl("dense_decode_fwd", decode, "CompositeExplicitAutograd")
     yield library
     library._destroy()
 
 
 def test_flash_mla_gets_blocks_that_exist_and_gives_the_contract(
-    library: torch.library.Library, triton_lowering: None, monkeypatch: pytest.MonkeyPatch
+    library: torch.library.Library, triton_lowering: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holes in the table, unknown requests, empty rows, more rows than fit one call."""
     provider = flash_mla.Provider("test", "", "test_flash_mla")
     monkeypatch.setattr(flash_mla, "find_provider", lambda: (provider, ""))
     monkeypatch.setattr(flash_mla, "MAX_ROWS_PER_CALL", 4)
-    cache, q = filled_cache("bf16", 6, 64, CPU), queries(7, 3, torch.bfloat16, CPU)
-    table = torch.tensor([[3, -1, 5], [99, 1, -(2**31)]], dtype=torch.int32)
-    owners = torch.tensor([0, 0, 1, 1, 2, -1, 0], dtype=torch.int32)
-    lens = torch.tensor([192, 130, 2**31 - 1, 64, 9, 9, -3], dtype=torch.int32)
-    out, lse = torch.full((7, 3, 512), math.nan).bfloat16(), torch.full((7, 3), math.nan)
+    cache, q = filled_cache("bf16", 6, 64, device), queries(7, 3, torch.bfloat16, device)
+    table = torch.tensor([[3, -1, 5], [99, 1, -(2**31)]], dtype=torch.int32, device=device)
+    owners = torch.tensor([0, 0, 1, 1, 2, -1, 0], dtype=torch.int32, device=device)
+    lens = torch.tensor([192, 130, 2**31 - 1, 64, 9, 9, -3], dtype=torch.int32, device=device)
+    out, lse = q.new_full((7, 3, 512), math.nan), torch.full((7, 3), math.nan, device=device)
     flash_mla.paged_attention(q, cache, table, owners, lens, SCALE, "bf16", out=out, lse=lse)
-    everything = torch.arange(192, dtype=torch.int32).expand(7, -1)
+    everything = torch.arange(192, dtype=torch.int32, device=device).expand(7, -1)
     expected = attention_oracle.attention(
         q, cache, everything, SCALE, topk_length=lens, block_table=table, req_id_per_token=owners
     )
@@ -101,8 +101,8 @@ def flash_attention(
     assert return_attn_probs
     assert q.shape[2] == k.shape[2]
     assert all(part.data_ptr() % 16 == 0 and part.stride(0) % 8 == part.stride(1) % 8 == 0 for part in (q, k, v))
-    out = torch.full((q.shape[0], q.shape[1], v.shape[2]), math.nan, dtype=q.dtype)
-    lse = torch.full((q.shape[1], q.shape[0]), math.nan)
+    out = q.new_full((q.shape[0], q.shape[1], v.shape[2]), math.nan)
+    lse = torch.full((q.shape[1], q.shape[0]), math.nan, device=q.device)
     for request in range(len(cu_seqlens_q) - 1):
         rows = slice(int(cu_seqlens_q[request]), int(cu_seqlens_q[request + 1]))
         keys = slice(int(cu_seqlens_k[request]), int(cu_seqlens_k[request + 1]))
@@ -115,7 +115,7 @@ def flash_attention(
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k[keys].float().repeat_interleave(group, 1))
         scores = scores * softmax_scale
         if causal:
-            hidden = torch.ones(len_q, len_k, dtype=torch.bool).triu(1 + len_k - len_q)
+            hidden = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).triu(1 + len_k - len_q)
             scores = scores.masked_fill(hidden, -math.inf)
         row_lse = torch.logsumexp(scores, -1)
         weights = (scores - row_lse.unsqueeze(-1)).exp().nan_to_num(0.0)
@@ -132,6 +132,7 @@ def test_flash_attention_gets_what_it_takes_and_gives_the_contract(
     dims: tuple[int, int],
     causal: bool,
     triton_lowering: None,
+    device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Padding, odd strides, empty requests, lengths past the tensors; values padded where the kernel has one width."""
@@ -143,10 +144,11 @@ def test_flash_attention_gets_what_it_takes_and_gives_the_contract(
 
     monkeypatch.setattr(flash_attn, "find_provider", lambda device: provider)
     monkeypatch.setattr(flash_attn, "_function", lambda module: function)
-    q, k = torch.randn(14, 4, dims[0]).bfloat16(), torch.randn(20, 2, dims[0] + 3).bfloat16()[..., 3:]
-    v = torch.randn(20, 2, dims[1]).bfloat16()
-    starts_q = torch.tensor([0, 5, 5, 8, 12], dtype=torch.int32)
-    starts_k = torch.tensor([0, 5, 9, 9, 99], dtype=torch.int32)
+    shapes = (14, 4, dims[0]), (20, 2, dims[0] + 3), (20, 2, dims[1])
+    q, k, v = (torch.randn(shape, device=device).bfloat16() for shape in shapes)
+    k = k[..., 3:]
+    starts_q = torch.tensor([0, 5, 5, 8, 12], dtype=torch.int32, device=device)
+    starts_k = torch.tensor([0, 5, 9, 9, 99], dtype=torch.int32, device=device)
     arguments = (q, k, v, starts_q, starts_k, 5, 11, dims[0] ** -0.5)
     out, lse = flash_attn.compute_prefill(*arguments, causal=causal)
     expected = dense_oracle.prefill(

@@ -38,7 +38,7 @@ def attend(q, k, v, scale, causal, out, lse):
     group = q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->qhk", q.float(), k.float().repeat_interleave(group, 1)) * scale
     if causal:
-        hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
+        hidden = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).triu(1 + len(k) - len(q))
         scores = scores.masked_fill(hidden[:, None], -math.inf)
     row_lse = torch.logsumexp(scores, -1)
     seen = row_lse[:, 0] != -math.inf
@@ -107,7 +107,8 @@ def single_prefill_with_kv_cache(q, k, v, causal=False, sm_scale=None, backend="
     assert return_lse
     assert causal
     assert len(q) == len(k)
-    out, lse = torch.full((*q.shape[:2], v.shape[2]), math.nan, dtype=q.dtype), torch.full(q.shape[:2], math.nan)
+    out = q.new_full((*q.shape[:2], v.shape[2]), math.nan)
+    lse = torch.full(q.shape[:2], math.nan, device=q.device)
     attend(q, k, v, sm_scale, causal, out, lse)
     return out, lse
 
@@ -232,16 +233,16 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_paged_attention_holds_the_contract(
-    library: ModuleType, triton_lowering: None, monkeypatch: pytest.MonkeyPatch
+    library: ModuleType, triton_lowering: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holes in the table, unknown requests, empty rows, more rows than fit one plan."""
     monkeypatch.setattr(flashinfer, "MAX_ROWS_PER_CALL", 4)
-    cache, q = filled_cache("bf16", 6, 64, CPU), queries(7, 3, torch.bfloat16, CPU, 600)[..., 5:581]
-    table = torch.tensor([[3, -1, 5], [99, 1, -(2**31)]], dtype=torch.int32)
-    owners = torch.tensor([0, 0, 1, 1, 2, -1, 0], dtype=torch.int32)
-    lens = torch.tensor([192, 130, 2**31 - 1, 64, 9, 9, -3], dtype=torch.int32)
+    cache, q = filled_cache("bf16", 6, 64, device), queries(7, 3, torch.bfloat16, device, 600)[..., 5:581]
+    table = torch.tensor([[3, -1, 5], [99, 1, -(2**31)]], dtype=torch.int32, device=device)
+    owners = torch.tensor([0, 0, 1, 1, 2, -1, 0], dtype=torch.int32, device=device)
+    lens = torch.tensor([192, 130, 2**31 - 1, 64, 9, 9, -3], dtype=torch.int32, device=device)
     out, lse = flashinfer.compute_paged(q, cache, table, owners, lens, SCALE, "bf16")
-    everything = torch.arange(192, dtype=torch.int32).expand(7, -1)
+    everything = torch.arange(192, dtype=torch.int32, device=device).expand(7, -1)
     expected = attention_oracle.attention(
         q, cache, everything, SCALE, topk_length=lens, block_table=table, req_id_per_token=owners
     )
@@ -289,7 +290,7 @@ def test_prefill_holds_the_contract(
 
 
 def test_one_causal_request_with_itself_needs_no_plan(
-    library: ModuleType, triton_lowering: None, monkeypatch: pytest.MonkeyPatch
+    library: ModuleType, triton_lowering: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So it may be captured; what lies behind the request is cleared."""
 
@@ -297,8 +298,8 @@ def test_one_causal_request_with_itself_needs_no_plan(
         raise NotImplementedError(f"{op}: it is being captured")
 
     monkeypatch.setattr(flashinfer, "_refuse_capture", refuse)
-    q, k, v = (torch.randn(9, 4, width).bfloat16() for width in (192, 192, 128))
-    starts = torch.tensor([0, 6], dtype=torch.int32)
+    q, k, v = (torch.randn(9, 4, width, device=device).bfloat16() for width in (192, 192, 128))
+    starts = torch.tensor([0, 6], dtype=torch.int32, device=device)
     out, lse = flashinfer.compute_prefill(q, k, v, starts, starts, 6, 6, 0.1)
     expected = dense_oracle.prefill(q, k, v, starts, starts, 0.1, causal=True, operand=None)
     attention_oracle.assert_close(out, lse, expected)

@@ -55,7 +55,7 @@ def test_attention_gets_queries_in_the_form_that_was_announced(q_halves: bool) -
 @pytest.mark.parametrize("num_sms", [108, 132])
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 96, 300])
 def test_dense_decode_over_other_contexts_takes_the_kernels_that_were_warmed_up(
-    num_tokens: int, num_sms: int, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, num_sms: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens that share their keys or not, by shape alone or where lengths are looked at."""
     pytest.importorskip("triton")
@@ -73,13 +73,15 @@ def test_dense_decode_over_other_contexts_takes_the_kernels_that_were_warmed_up(
     monkeypatch.setattr(dense_attention, "merge_parts", lambda *_: None)
     monkeypatch.setattr(dense_attention, "num_sms", lambda _: num_sms)
     with mla_ops.dispatch.override(paged_attention="triton"):
-        mla_ops.warmup(cache_format="bf16", num_heads=16, topk=5, num_tokens=(num_tokens,), device="cpu")
+        mla_ops.warmup(cache_format="bf16", num_heads=16, topk=5, num_tokens=(num_tokens,), device=device)
         warmed = seen.copy()
-        cache = mla_ops.allocate_cache("bf16", 1, 64)
-        q, lens = torch.zeros(num_tokens, 16, 576, dtype=cache.dtype), torch.zeros(num_tokens, dtype=torch.int32)
+        cache = mla_ops.allocate_cache("bf16", 1, 64, device=device)
+        q = torch.zeros(num_tokens, 16, 576, dtype=cache.dtype, device=device)
+        lens = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         for together in (1, 2, 4, 8):
             for keys in (64, 832, 2048, 4096, 10000, 32768, 163840):
-                table = torch.zeros(max(1, num_tokens // together), -(-keys // 64), dtype=torch.int32)
+                shape = max(1, num_tokens // together), -(-keys // 64)
+                table = torch.zeros(shape, dtype=torch.int32, device=device)
                 mla_ops.paged_attention(q, cache, table, lens, lens, 1.0, "bf16")
     assert seen == warmed
 
