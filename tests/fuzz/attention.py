@@ -38,25 +38,27 @@ def attention_cache(draw: Draw, cache_format: str, head_dim: int = 0) -> torch.T
     return cache
 
 
-def _query(draw: Draw, cache_format: str, num_tokens: int, heads: int, width: int) -> torch.Tensor:
+def _query_dtype(draw: Draw, cache_format: str) -> torch.dtype:
+    """Hopper's kernels, which need no form of their own for any, take bfloat16 queries."""
     dtype = PLAIN.get(cache_format) or draw.pick(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
-    return draw.normal(num_tokens, heads, width, dtype=dtype, spread=2)
+    draw.few_forms = draw.lowering == "triton" or (draw.lowering == "auto" and dtype != torch.bfloat16)
+    return dtype
 
 
-def _maybe_halved(draw: Draw, arguments: Arguments) -> Arguments:
+def _halved(arguments: Arguments) -> Arguments:
     """The query in two tensors, where keys have RoPE dims behind the 512th; else as it is."""
     q = arguments["q"]
-    if q.shape[2] == 512 or not draw.chance(0.4):
+    if q.shape[2] == 512:
         return arguments
     latent, rope = (half.contiguous() for half in q.split((512, 64), dim=2))
     return {**arguments, "q": latent, "q_rope": rope}
 
 
-def _sink(draw: Draw, heads: int) -> torch.Tensor | None:
+def _sink(draw: Draw, heads: int) -> torch.Tensor:
     sink = torch.randn(heads)
     if draw.chance(0.3):
         sink[torch.rand(heads) < 0.3] = draw.pick(math.inf, -math.inf, 50.0, -50.0)
-    return sink if draw.chance(0.4) else None
+    return sink
 
 
 def _judge_attention(tokens: list[int], *, formats: tuple[str, ...] = ("",)) -> Judge:
@@ -106,17 +108,18 @@ def paged_sparse_attention(draw: Draw) -> Case:
     blocks, block_size, _, _ = geometry(cache, cache_format)
     num_tokens = draw.tokens()
     heads, topk = _heads_and_keys(draw, num_tokens, 700)
-    local = draw.chance(0.4)
+    dtype = _query_dtype(draw, cache_format)
+    local, with_length, with_sink, halved, with_extra_length = draw.options(5, "paged", cache_format, dtype)
     requests, columns = draw.pick(1, 3), draw.pick(1, 5)
     slots = columns * block_size if local else blocks * block_size
     arguments: Arguments = {
-        "q": _query(draw, cache_format, num_tokens, heads, width),
+        "q": draw.normal(num_tokens, heads, width, dtype=dtype, spread=2),
         "kv_cache": cache,
         "indices": draw.int32(0, slots, num_tokens, topk),
         "softmax_scale": width**-0.5 * 2.0 ** draw.between(-2, 1),
         "cache_format": cache_format,
-        "topk_length": draw.int32(0, topk + 2, num_tokens) if draw.chance(0.5) else None,
-        "attn_sink": _sink(draw, heads),
+        "topk_length": draw.int32(0, topk + 2, num_tokens) if with_length else None,
+        "attn_sink": _sink(draw, heads) if with_sink else None,
         "block_table": draw.int32(0, blocks, requests, columns) if local else None,
         "req_id_per_token": draw.int32(0, requests, num_tokens) if local else None,
         "deterministic": draw.chance(0.2),
@@ -124,7 +127,8 @@ def paged_sparse_attention(draw: Draw) -> Case:
     tokens = _some(draw, num_tokens)
     judge = _judge_attention(tokens, formats=(cache_format,))
     if draw.chance(0.75):
-        return Case("paged_sparse_attention", _maybe_halved(draw, arguments), judge, {"kv_cache": cache_format})
+        arguments = _halved(arguments) if halved else arguments
+        return Case("paged_sparse_attention", arguments, judge, {"kv_cache": cache_format})
     same_width = [
         name for name in LATENT_FORMATS if width in FORMATS[name].head_dims and name in (cache_format, *PLAIN)
     ]
@@ -139,7 +143,7 @@ def paged_sparse_attention(draw: Draw) -> Case:
         "extra_kv_cache": extra,
         "extra_indices": draw.int32(0, rows, num_tokens, extra_topk),
         "extra_cache_format": extra_format,
-        "extra_topk_length": draw.int32(0, extra_topk + 2, num_tokens) if draw.chance(0.5) else None,
+        "extra_topk_length": draw.int32(0, extra_topk + 2, num_tokens) if with_extra_length else None,
         "extra_block_table": draw.int32(0, extra_blocks, requests, columns) if local else None,
     }
     judge = _judge_attention(tokens, formats=(cache_format, extra_format))
@@ -148,16 +152,17 @@ def paged_sparse_attention(draw: Draw) -> Case:
 
 
 def sparse_attention(draw: Draw) -> Case:
-    dtype, width = draw.pick(*PLAIN.values()), draw.pick(576, 576, 512)
+    dtype, width = _query_dtype(draw, draw.pick(*PLAIN)), draw.pick(576, 576, 512)
     num_tokens, num_kv = draw.tokens(), draw.pick(0, 1, 63, 500)
     heads, topk = _heads_and_keys(draw, num_tokens, 700)
+    with_length, with_sink = draw.options(2, "flat", dtype)
     arguments: Arguments = {
         "q": draw.normal(num_tokens, heads, width, dtype=dtype, spread=2),
         "kv": draw.normal(num_kv, width, dtype=dtype, spread=1),
         "indices": draw.int32(0, num_kv, num_tokens, topk),
         "softmax_scale": width**-0.5,
-        "topk_length": draw.int32(0, topk + 2, num_tokens) if draw.chance(0.5) else None,
-        "attn_sink": _sink(draw, heads),
+        "topk_length": draw.int32(0, topk + 2, num_tokens) if with_length else None,
+        "attn_sink": _sink(draw, heads) if with_sink else None,
         "deterministic": draw.chance(0.2),
     }
     name = next(name for name, own in PLAIN.items() if own == dtype)
@@ -171,9 +176,11 @@ def paged_attention(draw: Draw) -> Case:
     blocks, block_size, _, _ = geometry(cache, cache_format)
     num_tokens, requests = draw.tokens(), draw.pick(1, 3)
     heads, keys = _heads_and_keys(draw, num_tokens, 400)
+    dtype = _query_dtype(draw, cache_format)
+    (halved,) = draw.options(1, "dense", cache_format, dtype)
     columns = max(-(-keys // block_size), 1) if block_size > 3 else draw.pick(1, 9)
     arguments: Arguments = {
-        "q": _query(draw, cache_format, num_tokens, heads, width),
+        "q": draw.normal(num_tokens, heads, width, dtype=dtype, spread=2),
         "kv_cache": cache,
         "block_table": draw.int32(0, blocks, requests, columns),
         "req_id_per_token": draw.int32(0, requests, num_tokens),
@@ -182,7 +189,8 @@ def paged_attention(draw: Draw) -> Case:
         "cache_format": cache_format,
     }
     judge = _judge_attention(_some(draw, num_tokens), formats=(cache_format,))
-    return Case("paged_attention", _maybe_halved(draw, arguments), judge, {"kv_cache": cache_format})
+    arguments = _halved(arguments) if halved else arguments
+    return Case("paged_attention", arguments, judge, {"kv_cache": cache_format})
 
 
 def prefill_attention(draw: Draw) -> Case:
@@ -190,8 +198,8 @@ def prefill_attention(draw: Draw) -> Case:
     num_tokens, num_kv = draw.pick(*TOKENS), draw.pick(0, 1, 40, 130)
     kv_heads = draw.pick(1, 2, 4)
     heads = kv_heads * draw.pick(1, 1, 4)
-    dims = draw.pick((192, 128), (192, 128), (128, 128), (256, 256), (24, 7), (64, 64))
-    causal = draw.chance(0.6)
+    dims = draw.form((192, 128), (192, 128), (128, 128), (256, 256), (24, 7), (64, 64))
+    (causal,) = draw.options(1, "prefill", dtype, dims)
     arguments: Arguments = {
         "q": draw.normal(num_tokens, heads, dims[0], dtype=dtype, spread=1),
         "k": draw.normal(num_kv, kv_heads, dims[0], dtype=dtype, spread=1),
@@ -216,7 +224,7 @@ def prefill_attention(draw: Draw) -> Case:
 
 def merge_attention_states(draw: Draw) -> Case:
     dtype, parts = draw.pick(*PLAIN.values()), draw.pick(2, 2, 0, 1, 5)
-    num_tokens, heads, width = draw.tokens(), draw.pick(1, 3, 16, 128), draw.pick(1, 64, 128, 512)
+    num_tokens, heads, width = draw.tokens(), draw.pick(1, 3, 16, 128), draw.form(128, 1, 64, 512)
     outs = draw.normal(parts, num_tokens, heads, width, dtype=dtype)
     lses = draw.normal(parts, num_tokens, heads, dtype=torch.float32)
     lses[torch.rand(lses.shape) < 0.2] = draw.pick(-math.inf, math.inf)

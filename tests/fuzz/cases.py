@@ -58,7 +58,7 @@ def gather_cache(draw: Draw) -> Case:
 
 def compress_and_cache(draw: Draw) -> Case:
     head_dim = draw.pick(512, 128)
-    ratio, series = draw.pick((4, 2), (3, 1), (1, 1), (8, 2))
+    ratio, series = draw.form((4, 2), (3, 1), (1, 1), (8, 2))
     width, num_tokens, requests = head_dim * series, draw.tokens(), draw.pick(1, 3)
     columns = draw.pick(1, 2)
     state_size = -(-ratio * series // columns) + draw.pick(0, 3)

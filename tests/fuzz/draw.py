@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -14,29 +15,62 @@ from mla_ops.formats import CACHE_ALIGNMENT, FORMATS
 T = TypeVar("T")
 GARBAGE = (INT_MIN, INT_MIN + 1, -123456, -1, INT_MAX - 1, INT_MAX)
 TOKENS = (0, 1, 1, 2, 3, 5, 8, 17, 40)
-EVERY = -1  # of a call's tensors
+OUTPUTS = "outputs"  # stands among the names of tensors for the buffers of an `.out` form
+# Triton's attention on a Hopper GPU is what compiles most: one call in eight
+LOWERINGS = (*["auto"] * 5, "triton", "hopper", "hopper")
+# So many seeds share their forms: see `Draw`.
+SWARM = 100_000
+# The rows of six in which an option is given. Of two options, some row has both, some each of them alone, some neither.
+GIVEN = tuple(itertools.combinations(range(1, 6), 3))
 
 
 class Draw:
-    """Choices of one case. `torch.manual_seed` is set as well, for helpers that draw from torch's own generator."""
+    """Choices of one case. `torch.manual_seed` is set as well, for helpers that draw from torch's own generator.
+
+    A form is a set of optional arguments, or of misaligned pointers. Triton compiles a kernel for each, for 3 s each.
+    So a swarm of neighbouring seeds has few forms of each kind of call, drawn by its number; the next one has others.
+
+    Attributes:
+        lowering: what is asked for.
+        few_forms: whether a form may cost a compilation; `hopper`'s kernels are the same for all.
+        misaligned: whether some tensors of the call lie at odd elements of their storages.
+        odd_pitches: whether their rows do not lie on multiples of 16 bytes either.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
-        self.laid_out = 0
-        self.misaligned = self.pick(EVERY, *range(1, 7)) if self.chance(0.25) else 0
+        self.lowering = self.pick(*LOWERINGS)
+        self.few_forms = self.lowering != "hopper"
+        self.misaligned = self.chance(0.25)
+        self.odd_pitches = False
         torch.manual_seed(seed)
+
+    def swarm(self, *kind: object) -> random.Random:
+        """Choices that all seeds of a swarm share, for a kind of call."""
+        return random.Random(repr((self.seed // SWARM, *kind)))
 
     def pick(self, *choices: T) -> T:
         return self.rng.choice(choices)
 
-    def any_alignment(self) -> bool:
-        """Whether the next tensor may lie at any element of its storage: of one call in four, one tensor or every one.
+    def any_alignment(self, op: str, names: list[str]) -> list[str]:
+        """The tensors of a call that lie at odd elements of their storages, in rows of odd pitches or dense."""
+        if not self.misaligned:
+            return []
+        source = self.swarm(op) if self.few_forms else self.rng
+        self.odd_pitches = source.random() < 0.5
+        return self.pick([source.choice(names)], names)
 
-        Each set of misaligned pointers is a Triton kernel of its own to compile, so there are few.
-        """
-        self.laid_out += 1
-        return self.misaligned in (self.laid_out, EVERY)
+    def options(self, count: int, *kind: object) -> list[bool]:
+        """Whether each of `count` optional arguments is given."""
+        if not self.few_forms:
+            return [self.chance(0.5) for _ in range(count)]
+        row = self.swarm(*kind).randrange(6)
+        return [row in given for given in GIVEN[:count]]
+
+    def form(self, *choices: T) -> T:
+        """Any of the choices; the first one beside misaligned tensors."""
+        return choices[0] if self.misaligned and self.few_forms else self.pick(*choices)
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
@@ -79,23 +113,25 @@ class Draw:
         return torch.tensor([0, *inner], dtype=torch.int32)
 
 
-def relaid(draw: Draw, tensor: torch.Tensor, *, aligned: bool = False) -> torch.Tensor:
+def relaid(draw: Draw, tensor: torch.Tensor, *, odd: bool = False, aligned: bool = False) -> torch.Tensor:
     """The same values elsewhere: at a storage offset, in rows of another pitch, dims in another order in memory.
 
     Args:
         draw: chooses.
         tensor: any; its last dim stays dense.
-        aligned: keeps offsets and pitches in multiples of 16 bytes, as caches need.
+        odd: at an odd offset, and pitches as the draw says, else both are multiples of 16 bytes.
+        aligned: dims stay in their order, as caches need, too.
     """
-    dense = aligned or not draw.any_alignment()
+    dense = aligned or not odd
     unit = max(CACHE_ALIGNMENT // tensor.element_size(), 1) if dense else 1
-    offset = unit * draw.pick(0, 0, 1, 2, 3, 8)
+    # an odd offset lies on no multiple of 16 bytes, so that it is one kernel
+    offset = unit * draw.pick(0, 0, 1, 2, 3, 8) if dense else draw.pick(1, 3, 2 if tensor.element_size() < 8 else 1)
     strides, pitch = [], 1
     for size in reversed(tensor.shape):
         strides.append(pitch)
         pitch *= max(size, 1)
-        if draw.chance(0.4) and len(strides) < tensor.dim():
-            pitch = -(-pitch // unit) * unit + unit * draw.pick(0, 1, 3, 16)
+        if len(strides) < tensor.dim() and (draw.chance(0.4) if dense else draw.odd_pitches):
+            pitch = -(-pitch // unit) * unit + (unit * draw.pick(0, 1, 3, 16) if dense else pitch % 2 + draw.pick(1, 3))
         if dense:
             pitch = -(-pitch // unit) * unit if len(strides) < tensor.dim() else pitch
     strides.reverse()

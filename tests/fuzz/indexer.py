@@ -85,7 +85,8 @@ def indexer_logits(draw: Draw) -> Case:
     num_kv = draw.pick(0, 1, 64, 200)
     q, k = (draw.normal(*shape, dtype=torch.float32).to(dtype) for shape in ((num_tokens, heads, 128), (num_kv, 128)))
     weights = draw.normal(num_tokens, heads, dtype=torch.float32)
-    scale = torch.rand(num_kv) + 0.1 if dtype == torch.float8_e4m3fn and draw.chance(0.8) else None
+    with_scale, clean = draw.options(2, "scores", dtype)
+    scale = torch.rand(num_kv) + 0.1 if dtype == torch.float8_e4m3fn and with_scale else None
     starts, ends = draw.int32(0, num_kv + 1, num_tokens), draw.int32(0, num_kv + 3, num_tokens)
     arguments = {"q": q, "k": k, "weights": weights, "row_starts": starts, "row_ends": ends, "k_scale": scale}
     if draw.chance(0.3):
@@ -94,7 +95,6 @@ def indexer_logits(draw: Draw) -> Case:
     scores, bound = _scores(q, keys.expand(num_tokens, -1, -1), weights)
     column = torch.arange(num_kv)
     seen = (column >= starts.unsqueeze(1)) & (column < ends.unsqueeze(1))
-    clean = draw.chance(0.5)
     return Case("indexer_logits", {**arguments, "clean": clean}, _judge_scores(scores, bound, seen, clean))
 
 
@@ -117,7 +117,7 @@ def paged_indexer_logits(draw: Draw) -> Case:
     if draw.chance(0.4):
         given = {**arguments, "topk": draw.pick(1, 7, 64, 300), "translate": draw.chance(0.5)}
         return Case("select_keys", given, _judge_selection, caches)
-    width, clean = draw.pick(0, 1, 50, columns * block_size), draw.chance(0.5)
+    width, (clean,) = draw.pick(0, 1, 50, columns * block_size), draw.options(1, "paged scores", dtype)
     position = torch.arange(width)
     owner, table = arguments["req_id_per_token"].long(), arguments["block_table"].long()
     known = (owner >= 0) & (owner < requests)

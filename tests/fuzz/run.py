@@ -16,12 +16,10 @@ from mla_ops.testing.samples import overload
 
 from .case import Arguments, Case
 from .cases import make_case
-from .draw import Draw, relaid, relaid_cache, spoiled
+from .draw import OUTPUTS, Draw, relaid, relaid_cache, spoiled
 
 SPOILED = 0.12  # share of malformed calls
 INTO_BUFFERS = 0.4  # share of calls of the `.out` form
-# Triton's attention on a Hopper GPU is what compiles most: one call in eight
-LOWERINGS = (*["auto"] * 5, "triton", "hopper", "hopper")
 RAN, REFUSED, ABSENT = "ran", "refused", "no such lowering"
 
 
@@ -34,6 +32,8 @@ class Call:
     arguments: Arguments
     outputs: list[str]
     wrong: str
+    draw: Draw
+    odd: list[str]
 
     @property
     def op(self) -> Any:
@@ -61,26 +61,30 @@ def draw_call(seed: int) -> Call:
     """The call of a seed."""
     draw = Draw(seed)
     case = make_case(draw)
+    tensors = [name for name, value in case.arguments.items() if isinstance(value, torch.Tensor)]
+    odd = draw.any_alignment(case.op, [*(name for name in tensors if name not in case.caches), OUTPUTS])
     arguments: Arguments = {}
     for name, value in case.arguments.items():
         if name in case.caches:
             arguments[name] = relaid_cache(draw, value, case.caches[name])
         elif isinstance(value, torch.Tensor):
+            moves = name in odd or draw.chance(0.6)
             aligned = name == "state_cache"
-            arguments[name] = relaid(draw, value, aligned=aligned) if draw.chance(0.6) else value
+            arguments[name] = relaid(draw, value, odd=name in odd, aligned=aligned) if moves else value
         else:
             arguments[name] = value
     wrong = ""
     if draw.chance(SPOILED):
         arguments, wrong = spoiled(draw, arguments, list(arguments))
-    return Call(case, case.op, arguments, [], wrong)
+    return Call(case, case.op, arguments, [], wrong, draw, odd)
 
 
-def into_buffers(draw: Draw, call: Call, returned: tuple[torch.Tensor, ...]) -> Call:
+def into_buffers(call: Call, returned: tuple[torch.Tensor, ...]) -> Call:
     """The same call of the `.out` form, into buffers like what the reference returned, wherever they lie."""
     op_name = out_overload(call.op_name)
     names = output_names(overload(op_name))
-    made = [relaid(draw, torch.full(tensor.shape, 7).to(tensor.dtype)) for tensor in returned]
+    sevens = (torch.full(tensor.shape, 7).to(tensor.dtype) for tensor in returned)
+    made = [relaid(call.draw, tensor, odd=OUTPUTS in call.odd) for tensor in sevens]
     buffers = dict(zip(names, made, strict=True))
     return replace(call, op_name=op_name, arguments=call.arguments | buffers, outputs=names)
 
@@ -113,12 +117,11 @@ def run_case(seed: int, device: str) -> tuple[str, str, str]:
         AssertionError: the device and the CPU differ; the message says in what.
     """
     call = draw_call(seed)
-    lowering = Draw(seed + 1).pick(*LOWERINGS) if device != "cpu" else "triton"
+    lowering = call.draw.lowering if device != "cpu" else "triton"
     reference = moved(call.arguments, "cpu")
     expected, refusal = _attempt(call, reference, "reference")
-    draw = Draw(seed + 2)
-    if refusal is None and expected and draw.chance(INTO_BUFFERS):
-        call = into_buffers(draw, call, expected)
+    if refusal is None and expected and call.draw.chance(INTO_BUFFERS):
+        call = into_buffers(call, expected)
         reference = moved(call.arguments, "cpu")
         expected, refusal = _attempt(call, reference, "reference")
     before, tested = moved(call.arguments, "cpu"), moved(call.arguments, device)
