@@ -4,8 +4,9 @@
     python scripts/op_reference.py --check  # lists pages that differ, exits with 1 if there are any
 
 A page says where: `<!-- reference: mla_ops.gather_cache -->`, then what this script wrote, then `<!-- end -->`. A line
-`::: mla_ops.gather_cache` is taken as such a place that is still empty. `file:examples/x.py` stands for a file's text,
-`file:examples/x.py#part` for what is between its lines `# [start:part]` and `# [end:part]`.
+`::: mla_ops.gather_cache` is taken as such a place that is still empty. `mla_ops.StepMetadata(build, check)` shows
+these methods of a class only. `file:examples/x.py` stands for a file's text, `file:examples/x.py#part` for what is
+between its lines `# [start:part]` and `# [end:part]`. Errors that every op raises are on docs/ops/index.md alone.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 PLACE = re.compile(
-    r"^(?:::: (?P<new>\S+)|<!-- reference: (?P<old>\S+) -->\n.*?^<!-- end -->)$", re.MULTILINE | re.DOTALL
+    r"^(?:::: (?P<new>[^\n]+)|<!-- reference: (?P<old>[^\n]+) -->\n.*?^<!-- end -->)$", re.MULTILINE | re.DOTALL
 )
 SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Yields):$")
 TITLES = {"Args": "Arguments"}
+OF_EVERY_OP = re.compile(
+    r"(TypeError, ValueError: a dtype.* that the contract does not allow(; nothing is written)?"
+    r"|NotImplementedError: no lowering can run the call.* requires? grad)\.$"
+)
 WIDTH = 100
 
 
@@ -67,6 +72,8 @@ def shown_file(path: str) -> str:
 
 def render(path: str) -> str:
     """The entry of one function or class."""
+    path, _, members = path.partition("(")
+    shown = set(members.rstrip(")").split(", ")) if members else None
     target = find(path)
     name = path.rpartition(".")[2]
     lines = [f"## `{name}`", ""]
@@ -80,6 +87,8 @@ def render(path: str) -> str:
         bound = isinstance(member, (classmethod, staticmethod))
         function = member.__func__ if bound else member
         if key.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+            continue
+        if shown is not None and key not in shown:
             continue
         skip = 0 if isinstance(member, staticmethod) else 1
         lines += [f"### `{name}.{key}`", "", *code(signature(key, function, skip=skip)), *docstring(function)]
@@ -136,7 +145,7 @@ def docstring(target: Any) -> list[str]:
     """A Google docstring as Markdown: its sections are lists, but for what is returned."""
     lines: list[str] = []
     section = listed = False
-    for line in inspect.cleandoc(target.__doc__ or "").splitlines():
+    for line in without_common_errors(inspect.cleandoc(target.__doc__ or "")).splitlines():
         heading = SECTION.match(line)
         if heading:
             section, listed = True, heading[1] not in ("Returns", "Yields")
@@ -149,6 +158,18 @@ def docstring(target: Any) -> list[str]:
             opens = listed and heading_of_entry(line[4:])
             lines.append(entry(line[4:]) if opens else f"  {text}" if text and listed else text)
     return [*lines, ""]
+
+
+def without_common_errors(text: str) -> str:
+    """A docstring without the errors that every op raises, and without the section if there are no others."""
+    before, found, errors = text.partition("\nRaises:\n")
+    if not found:
+        return text
+    errors, rest = (*errors.split("\n\n", 1), "")[:2]
+    entries = re.split(r"\n(?=    \S)", errors)
+    kept = [entry for entry in entries if not OF_EVERY_OP.match(" ".join(entry.split()))]
+    parts = [before.rstrip(), "Raises:\n" + "\n".join(kept) if kept else "", rest]
+    return "\n\n".join(part for part in parts if part)
 
 
 def heading_of_entry(line: str) -> bool:

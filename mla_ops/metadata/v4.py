@@ -218,13 +218,10 @@ class V4StepMetadata(Buffers):
         c4a_block_table: torch.Tensor,
         c128a_block_table: torch.Tensor,
     ) -> None:
-        """Refreshes every buffer in place: no allocation, no synchronisation; may be captured.
-
-        Five launches.
+        """Refreshes every buffer in place by five launches: no allocation, no synchronisation; may be captured.
 
         Args:
-            query_start_loc: `[num_requests + 1]` int32, ascending. More tokens than the capacity are cut off there.
-            seq_lens: `[num_requests]` int32, with the new tokens.
+            query_start_loc, seq_lens: as `StepMetadata.build` takes them.
             block_table: `[num_requests, max_blocks]` int32 of the sliding-window cache.
             c4a_block_table, c128a_block_table: the same of each compressed cache, each of its own width.
         """

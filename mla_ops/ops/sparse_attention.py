@@ -79,8 +79,8 @@ def paged_sparse_attention(
         with an extra cache is `torch.ops.mla.paged_sparse_attention.extra`, and `.extra_out`.
 
     Raises:
-        TypeError, ValueError: a dtype, device, shape, stride or format that the contract does not allow; an argument of
-            the extra cache without the cache.
+        TypeError, ValueError: a dtype, device, shape, stride or format that the contract does not allow.
+        ValueError: an argument of the extra cache without the cache.
         NotImplementedError: no lowering can run the call (the message has each one's reason), or q requires grad.
 
     Source: DeepSeek-V3.2-Exp (DeepSeek Sparse Attention); DeepSeek-V4 (two caches).
