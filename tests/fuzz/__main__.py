@@ -1,7 +1,8 @@
 """The differential fuzzer: every op on a GPU against the reference on the CPU, over random calls: `make fuzz`.
 
-    python -m fuzz --cases 100000 --report ../docs/results/fuzz-h200.txt  from tests/, on a GPU
-    python -m fuzz --seed 123                                             one case again, with its arguments
+    python -m fuzz --first 5000000 --seconds 300 --report ../docs/results/fuzz-h200.txt  from tests/, on a GPU
+    python -m fuzz --add result.txt --report ../docs/results/fuzz-h200.txt               the runs of another page, too
+    python -m fuzz --seed 123                                                            one case again
 
 A case is a function of its seed: op, shapes, strides, storage offsets, values, garbage among indices and block tables,
 one call in eight malformed. Cases run in child processes, each over seeds of its own; one that dies is begun again
@@ -21,15 +22,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .compilations import BusyError, Compilations
+from .page import ABSENT, REFUSED, Page
+
 TESTS = Path(__file__).resolve().parent.parent
 SECONDS_A_CASE = 120  # one that takes longer hangs
 SECONDS_A_REPORT = 20
+LOCKS = "MLA_OPS_FUZZ_LOCKS"  # the variable that names the folder of the children's locks
 
 
 def work(first: int, last: int, step: int, device: str) -> int:
@@ -39,11 +44,17 @@ def work(first: int, last: int, step: int, device: str) -> int:
     from .run import run_case
 
     torch.set_num_threads(1)
-    for seed in range(first, last, step):
+    compilations = Compilations(Path(os.environ[LOCKS])) if device != "cpu" else None
+    if compilations is not None:
+        compilations.install()
+    for seed, again in without_waiting(range(first, last, step)):
         print(json.dumps({"begins": seed}), flush=True)
         try:
             op_name, lowering, outcome = run_case(seed, device)
             line = {"seed": seed, "op": op_name, "lowering": lowering, "outcome": outcome}
+        except BusyError:
+            line = {"seed": seed, "later": True}
+            again()
         except AssertionError as error:
             line = {"seed": seed, "finding": str(error)[:600]}
         except Exception as error:  # noqa: BLE001 (a finding as well, unless the device is lost)
@@ -51,8 +62,26 @@ def work(first: int, last: int, step: int, device: str) -> int:
             if "CUDA error" in str(error):
                 print(json.dumps(line), flush=True)
                 os._exit(3)
+        if compilations is not None:
+            compilations.release()
         print(json.dumps(line), flush=True)
     return 0
+
+
+def without_waiting(seeds: Iterable[int]) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Seeds, each with a function that puts it off for a second: others come first while there are any."""
+    later: deque[tuple[float, int]] = deque()
+    fresh = iter(seeds)
+    while True:
+        seed = later[0][1] if later and later[0][0] <= time.monotonic() else next(fresh, None)
+        if seed is None and not later:
+            return
+        if seed is None:
+            time.sleep(0.02)
+            continue
+        if later and seed == later[0][1]:
+            later.popleft()
+        yield seed, lambda seed=seed: later.append((time.monotonic() + 1.0, seed))
 
 
 def _watch(child: subprocess.Popen[str], lines: queue.Queue[dict[str, Any]]) -> None:
@@ -97,12 +126,14 @@ def drive(
     device: str,
     seconds: float,
     environments: list[dict[str, str]],
+    locks: str,
     command: list[str] = CHILD,
 ) -> tuple[Counter[tuple[str, ...]], list[str], int]:
     """Runs seeds `first` to `first + cases`, as many as fit in the time, in children of `command`.
 
     Args:
         environments: variables of the children, which take them in turn.
+        locks: a folder, in which children lock the kernels that they compile.
 
     Returns:
         counts by op, lowering and outcome; findings; cases that ran or were refused.
@@ -113,13 +144,15 @@ def drive(
     deadline = time.monotonic() + seconds
     path = os.pathsep.join(filter(None, (str(TESTS.parent), os.environ.get("PYTHONPATH"))))
 
+    own = {LOCKS: locks, "PYTHONPATH": path}
+
     def run_share(start: int) -> None:
         while start < last and time.monotonic() < deadline:
             seeds = [*command, f"{start},{last},{workers},{device}"]
             child = subprocess.Popen(
                 seeds,
                 cwd=TESTS,
-                env={**os.environ, "PYTHONPATH": path, **environments[(start - first) % workers % len(environments)]},
+                env={**os.environ, **own, **environments[(start - first) % workers % len(environments)]},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
@@ -127,7 +160,7 @@ def drive(
             lines: queue.Queue[dict[str, Any]] = queue.Queue()
             reader = threading.Thread(target=_watch, args=(child, lines))
             reader.start()
-            begun, ended = start - workers, start - workers
+            begun = ended = furthest = start - workers
             while reader.is_alive() or not lines.empty():
                 if time.monotonic() > deadline:
                     child.kill()
@@ -137,9 +170,12 @@ def drive(
                     continue
                 if "begins" in line:
                     begun = line["begins"]
+                    furthest = max(furthest, begun)
                     continue
-                ended = line["seed"]
+                ended, furthest = line["seed"], max(furthest, line["seed"])
                 with lock:
+                    if "later" in line:
+                        continue
                     done[0] += 1
                     if "finding" in line:
                         findings.append(f"seed {ended}: {line['finding']}")
@@ -156,7 +192,7 @@ def drive(
                 with lock:
                     done[0] += 1
                     findings.append(f"seed {begun}: its process died with status {child.returncode}")
-            start = max(begun, ended) + workers
+            start = furthest + workers
 
     threads = [threading.Thread(target=run_share, args=(first + number,)) for number in range(workers)]
     for thread in threads:
@@ -170,21 +206,30 @@ def drive(
     return counts, sorted(findings), done[0]
 
 
-def report(counts: Counter[tuple[str, ...]], findings: list[str], machine: str, seeds: str, seconds: float) -> str:
-    """The table of a run."""
-    lowerings = sorted({lowering for _, lowering, _ in counts})
-    lines = [
-        f"Differential fuzzing against the reference: {machine}",
-        f"seeds {seeds}: {sum(counts.values()) + len(findings):,} cases in {seconds:.0f} s, {len(findings)} findings",
-        "cases that ran, by the lowering asked for (auto: what dispatch chooses); refused: malformed, by both alike",
-        "",
-        f"{'op':<46}" + "".join(f"{name:>10}" for name in lowerings) + f"{'refused':>10}{'absent':>10}",
-    ]
-    for op in sorted({op for op, _, _ in counts}):
-        ran = [counts[op, name, "ran"] for name in lowerings]
-        rest = [sum(counts[op, name, what] for name in lowerings) for what in ("refused", "no such lowering")]
-        lines.append(f"{op:<46}" + "".join(f"{count:>10,}" for count in (*ran, *rest)))
-    return "\n".join([*lines, "", *findings]) + "\n"
+def page_of(
+    counts: Counter[tuple[str, ...]], findings: list[str], seconds: float, seeds: str, machine: str, commit: str
+) -> Page:
+    """The page of one run."""
+    cases = sum(counts.values()) + len(findings)
+    run = f"{cases:,} cases in {seconds:.0f} s, {len(findings)} findings; seeds {seeds}; {machine}; commit {commit}"
+    page = Page([run], findings=findings)
+    for (op, lowering, outcome), count in counts.items():
+        page.counts[op, lowering if outcome == "ran" else REFUSED if outcome == REFUSED else ABSENT] += count
+    return page
+
+
+def add_to(path: Path, page: Page) -> None:
+    """Writes the page of all runs: those that are there already, then these."""
+    all_runs = Page.read(path)
+    all_runs.add(page)
+    path.write_text(all_runs.text())
+
+
+def commit_here() -> str:
+    """The commit that this checkout has, "unknown" where there is no repository."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def main() -> int:
@@ -195,9 +240,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="this case alone")
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop then")
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 1, 1))
-    parser.add_argument("--report", type=Path)
+    parser.add_argument("--report", type=Path, help="a page, to which this run is added")
+    parser.add_argument("--add", type=Path, help="adds the runs of this page to that of --report, and runs nothing")
+    parser.add_argument("--commit", help="what the page says was run; default: the repository's")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.add:
+        add_to(arguments.report, Page.read(arguments.add))
+        return 0
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -216,18 +266,17 @@ def main() -> int:
     cases = arguments.cases or (100_000 if on_gpu else 200)
     start = time.monotonic()
     gpus = torch.cuda.device_count() if on_gpu else 0
-    with shared_gpus(gpus) as environments:
+    with shared_gpus(gpus) as environments, tempfile.TemporaryDirectory() as locks:
         counts, findings, done = drive(
-            arguments.first, cases, arguments.workers, device, arguments.seconds, environments
+            arguments.first, cases, arguments.workers, device, arguments.seconds, environments, locks
         )
     names = f"{gpus} x {torch.cuda.get_device_name()}" if on_gpu else "the interpreter"
-    machine = f"{names}, torch {torch.__version__}"
-    text = report(
-        counts, findings, machine, f"{arguments.first} to {arguments.first + cases - 1}", time.monotonic() - start
-    )
-    print(text)
+    machine, commit = f"{names}, torch {torch.__version__}", arguments.commit or commit_here()
+    seeds = f"from {arguments.first:,}"
+    page = page_of(counts, findings, time.monotonic() - start, seeds, machine, commit)
+    print(page.text())
     if arguments.report is not None:
-        arguments.report.write_text(text)
+        add_to(arguments.report, page)
     if not done:
         print("no case was run", file=sys.stderr)
     return 1 if findings or not done else 0

@@ -24,13 +24,13 @@ def _some(draw: Draw, num_tokens: int) -> list[int]:
 
 
 def _heads_and_keys(draw: Draw, num_tokens: int, widest: int) -> tuple[int, int]:
-    heads = draw.pick(*HEADS)
+    heads = draw.form("heads", 4, *HEADS)
     room = max(WORK // (max(num_tokens, 1) * heads), 1)
     return heads, min(draw.pick(0, 1, 5, 63, 64, 65, 128, 200, widest), room)
 
 
 def attention_cache(draw: Draw, cache_format: str, head_dim: int = 0) -> torch.Tensor:
-    blocks, block_size = draw.pick(1, 2, 7), draw.pick(*BLOCK_SIZES)
+    blocks, block_size = draw.pick(1, 2, 7), draw.form("block size", 3, *BLOCK_SIZES)
     cache = filled_cache(cache_format, blocks, block_size, torch.device("cpu"), head_dim=head_dim or 576)
     if cache_format == "fp8_ds_mla" and draw.chance(0.2):  # writers without a least scale store small keys so
         scales = cache[..., 512:528].contiguous().view(torch.float32) * 2.0 ** draw.between(-20, 6)
@@ -38,11 +38,13 @@ def attention_cache(draw: Draw, cache_format: str, head_dim: int = 0) -> torch.T
     return cache
 
 
-def _query_dtype(draw: Draw, cache_format: str) -> torch.dtype:
-    """Hopper's kernels, which need no form of their own for any, take bfloat16 queries."""
-    dtype = PLAIN.get(cache_format) or draw.pick(torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
-    draw.few_forms = draw.lowering == "triton" or (draw.lowering == "auto" and dtype != torch.bfloat16)
-    return dtype
+def _format_and_dtype(draw: Draw, kind: str, *formats: str) -> tuple[str, torch.dtype]:
+    """A format of keys and a dtype of queries. Hopper's kernels take bfloat16, half of what dispatch chooses for."""
+    both = [(name, dtype) for name in formats for dtype in ([PLAIN[name]] if name in PLAIN else PLAIN.values())]
+    if draw.chance({"auto": 0.5, "hopper": 0.9, "triton": 0.0}[draw.lowering]):
+        draw.few_forms = False
+        return draw.pick(*(pair for pair in both if pair[1] == torch.bfloat16))
+    return draw.form(kind, 3, *both)
 
 
 def _halved(arguments: Arguments) -> Arguments:
@@ -102,13 +104,12 @@ def _judge_attention(tokens: list[int], *, formats: tuple[str, ...] = ("",)) -> 
 
 
 def paged_sparse_attention(draw: Draw) -> Case:
-    cache_format = draw.pick(*LATENT_FORMATS)
+    cache_format, dtype = _format_and_dtype(draw, "paged", *LATENT_FORMATS)
     width = FORMATS[cache_format].head_dims[0]
     cache = attention_cache(draw, cache_format)
     blocks, block_size, _, _ = geometry(cache, cache_format)
     num_tokens = draw.tokens()
     heads, topk = _heads_and_keys(draw, num_tokens, 700)
-    dtype = _query_dtype(draw, cache_format)
     local, with_length, with_sink, halved, with_extra_length = draw.options(5, "paged", cache_format, dtype)
     requests, columns = draw.pick(1, 3), draw.pick(1, 5)
     slots = columns * block_size if local else blocks * block_size
@@ -132,9 +133,8 @@ def paged_sparse_attention(draw: Draw) -> Case:
     same_width = [
         name for name in LATENT_FORMATS if width in FORMATS[name].head_dims and name in (cache_format, *PLAIN)
     ]
-    extra_format = draw.pick(
-        *(name for name in same_width if PLAIN.get(name, arguments["q"].dtype) == arguments["q"].dtype)
-    )
+    extra_formats = [name for name in same_width if PLAIN.get(name, dtype) == dtype]
+    extra_format = draw.form(f"extra {cache_format} {dtype}", 1, *extra_formats)
     extra = attention_cache(draw, extra_format, width)
     extra_blocks, extra_size, _, _ = geometry(extra, extra_format)
     extra_topk = draw.pick(0, 1, 64, 130)
@@ -152,7 +152,8 @@ def paged_sparse_attention(draw: Draw) -> Case:
 
 
 def sparse_attention(draw: Draw) -> Case:
-    dtype, width = _query_dtype(draw, draw.pick(*PLAIN)), draw.pick(576, 576, 512)
+    name, dtype = _format_and_dtype(draw, "flat", *PLAIN)
+    width = draw.form("flat width", 1, 576, 512)
     num_tokens, num_kv = draw.tokens(), draw.pick(0, 1, 63, 500)
     heads, topk = _heads_and_keys(draw, num_tokens, 700)
     with_length, with_sink = draw.options(2, "flat", dtype)
@@ -165,18 +166,16 @@ def sparse_attention(draw: Draw) -> Case:
         "attn_sink": _sink(draw, heads) if with_sink else None,
         "deterministic": draw.chance(0.2),
     }
-    name = next(name for name, own in PLAIN.items() if own == dtype)
     return Case("sparse_attention", arguments, _judge_attention(_some(draw, num_tokens), formats=(name,)))
 
 
 def paged_attention(draw: Draw) -> Case:
-    cache_format = draw.pick(*LATENT_FORMATS)
+    cache_format, dtype = _format_and_dtype(draw, "dense", *LATENT_FORMATS)
     width = FORMATS[cache_format].head_dims[0]
     cache = attention_cache(draw, cache_format)
     blocks, block_size, _, _ = geometry(cache, cache_format)
     num_tokens, requests = draw.tokens(), draw.pick(1, 3)
     heads, keys = _heads_and_keys(draw, num_tokens, 400)
-    dtype = _query_dtype(draw, cache_format)
     (halved,) = draw.options(1, "dense", cache_format, dtype)
     columns = max(-(-keys // block_size), 1) if block_size > 3 else draw.pick(1, 9)
     arguments: Arguments = {
@@ -194,11 +193,13 @@ def paged_attention(draw: Draw) -> Case:
 
 
 def prefill_attention(draw: Draw) -> Case:
-    dtype, requests = draw.pick(*PLAIN.values()), draw.pick(0, 1, 3)
+    requests = draw.pick(0, 1, 3)
     num_tokens, num_kv = draw.pick(*TOKENS), draw.pick(0, 1, 40, 130)
     kv_heads = draw.pick(1, 2, 4)
     heads = kv_heads * draw.pick(1, 1, 4)
-    dims = draw.form((192, 128), (192, 128), (128, 128), (256, 256), (24, 7), (64, 64))
+    draw.few_forms &= draw.lowering == "triton" or draw.chance(0.4)
+    dims = draw.form("dims", 2, (192, 128), (128, 128), (256, 256), (64, 64), *([(24, 7)] if draw.few_forms else []))
+    dtype = draw.form("prefill", 2, *PLAIN.values()) if draw.few_forms else draw.pick(torch.bfloat16, torch.float16)
     (causal,) = draw.options(1, "prefill", dtype, dims)
     arguments: Arguments = {
         "q": draw.normal(num_tokens, heads, dims[0], dtype=dtype, spread=1),
@@ -223,8 +224,8 @@ def prefill_attention(draw: Draw) -> Case:
 
 
 def merge_attention_states(draw: Draw) -> Case:
-    dtype, parts = draw.pick(*PLAIN.values()), draw.pick(2, 2, 0, 1, 5)
-    num_tokens, heads, width = draw.tokens(), draw.pick(1, 3, 16, 128), draw.form(128, 1, 64, 512)
+    dtype, parts = draw.form("merge", 2, *PLAIN.values()), draw.pick(2, 2, 0, 1, 5)
+    num_tokens, heads, width = draw.tokens(), draw.pick(1, 3, 16, 128), draw.form("merge width", 2, 1, 64, 128, 512)
     outs = draw.normal(parts, num_tokens, heads, width, dtype=dtype)
     lses = draw.normal(parts, num_tokens, heads, dtype=torch.float32)
     lses[torch.rand(lses.shape) < 0.2] = draw.pick(-math.inf, math.inf)

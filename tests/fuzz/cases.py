@@ -16,11 +16,12 @@ from .draw import Draw
 
 
 def concat_and_cache(draw: Draw) -> Case:
-    cache_format = draw.pick(*LATENT_FORMATS)
+    draw.few_forms = draw.lowering == "triton"
+    cache_format = draw.form("written format", 3, *LATENT_FORMATS)
     entry = FORMATS[cache_format]
     head_dim = draw.pick(*entry.head_dims)
     latent_dim = entry.latent_dim if entry.quantized else draw.pick(head_dim - 64, head_dim)
-    num_tokens, dtype = draw.tokens(), draw.pick(*PLAIN.values())
+    num_tokens, dtype = draw.tokens(), draw.form("written dtype", 2, *PLAIN.values())
     cache = allocate_cache(cache_format, draw.pick(1, 4), draw.pick(*BLOCK_SIZES), head_dim=head_dim)
     blocks, block_size, _, _ = geometry(cache, cache_format)
     slots = torch.randperm(blocks * block_size)[:num_tokens].long()
@@ -58,11 +59,11 @@ def gather_cache(draw: Draw) -> Case:
 
 def compress_and_cache(draw: Draw) -> Case:
     head_dim = draw.pick(512, 128)
-    ratio, series = draw.form((4, 2), (3, 1), (1, 1), (8, 2))
+    ratio, series = draw.form("ratio", 2, (4, 2), (3, 1), (1, 1), (8, 2))
     width, num_tokens, requests = head_dim * series, draw.tokens(), draw.pick(1, 3)
     columns = draw.pick(1, 2)
     state_size = -(-ratio * series // columns) + draw.pick(0, 3)
-    cache_format = draw.pick("fp32", "bf16", "fp8_index" if head_dim == 128 else "fp8_ds_mla_v4")
+    cache_format = draw.form("entries", 2, "fp32", "bf16", "fp8_index" if head_dim == 128 else "fp8_ds_mla_v4")
     cache = allocate_cache(cache_format, 4, draw.pick(1, 4, 64), head_dim=head_dim)
     owners = torch.arange(num_tokens) * requests // max(num_tokens, 1)
     first = torch.randint(0, 30, (requests,))

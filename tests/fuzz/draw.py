@@ -19,7 +19,7 @@ OUTPUTS = "outputs"  # stands among the names of tensors for the buffers of an `
 # Triton's attention on a Hopper GPU is what compiles most: one call in eight
 LOWERINGS = (*["auto"] * 5, "triton", "hopper", "hopper")
 # So many seeds share their forms: see `Draw`.
-SWARM = 100_000
+SWARM = 50_000
 # The rows of six in which an option is given. Of two options, some row has both, some each of them alone, some neither.
 GIVEN = tuple(itertools.combinations(range(1, 6), 3))
 
@@ -27,12 +27,13 @@ GIVEN = tuple(itertools.combinations(range(1, 6), 3))
 class Draw:
     """Choices of one case. `torch.manual_seed` is set as well, for helpers that draw from torch's own generator.
 
-    A form is a set of optional arguments, or of misaligned pointers. Triton compiles a kernel for each, for 3 s each.
-    So a swarm of neighbouring seeds has few forms of each kind of call, drawn by its number; the next one has others.
+    A form is what Triton compiles a kernel for, which takes 3 s: dtypes, tiles, the optional arguments, the pointers
+    that are misaligned. So a swarm of neighbouring seeds has few forms of each kind of call, drawn by the swarm's
+    number, and the next swarm has others.
 
     Attributes:
         lowering: what is asked for.
-        few_forms: whether a form may cost a compilation; `hopper`'s kernels are the same for all.
+        few_forms: whether this call may have the swarm's forms only; the Hopper kernels are the same for all.
         misaligned: whether some tensors of the call lie at odd elements of their storages.
         odd_pitches: whether their rows do not lie on multiples of 16 bytes either.
     """
@@ -59,7 +60,7 @@ class Draw:
             return []
         source = self.swarm(op) if self.few_forms else self.rng
         self.odd_pitches = source.random() < 0.5
-        return self.pick([source.choice(names)], names)
+        return [source.choice(names)] if source.random() < 0.5 else names
 
     def options(self, count: int, *kind: object) -> list[bool]:
         """Whether each of `count` optional arguments is given."""
@@ -68,9 +69,9 @@ class Draw:
         row = self.swarm(*kind).randrange(6)
         return [row in given for given in GIVEN[:count]]
 
-    def form(self, *choices: T) -> T:
-        """Any of the choices; the first one beside misaligned tensors."""
-        return choices[0] if self.misaligned and self.few_forms else self.pick(*choices)
+    def form(self, kind: str, count: int, *choices: T) -> T:
+        """Any of the choices, or of the swarm's `count` among them."""
+        return self.pick(*(self.swarm(kind).sample(choices, count) if self.few_forms else choices))
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -22,10 +23,12 @@ def _index_cache(draw: Draw, cache_format: str) -> torch.Tensor:
 
 
 def index_cache(draw: Draw) -> Case:
-    cache_format = draw.pick("fp8_index", "fp8_index", *PLAIN)
+    kind = draw.pick("write", "gather", "quantize")
+    draw.few_forms &= draw.lowering == "triton" or kind != "write"
+    cache_format = draw.pick("fp8_index", draw.form("index format", 2, *PLAIN))
     cache = _index_cache(draw, cache_format)
     blocks, block_size, _, _ = geometry(cache, cache_format)
-    num_tokens, dtype, kind = draw.tokens(), draw.pick(*PLAIN.values()), draw.pick("write", "gather", "quantize")
+    num_tokens, dtype = draw.tokens(), draw.form("index dtype", 2, *PLAIN.values())
     caches = {"index_cache": cache_format}
     if kind == "write":
         slots = torch.randperm(blocks * block_size)[:num_tokens].long()
@@ -45,14 +48,19 @@ def index_cache(draw: Draw) -> Case:
         }
         return Case("gather_index_cache", given, caches=caches)
     heads = draw.pick(1, 3, 32, 64)
-    weights = draw.normal(num_tokens, heads, dtype=draw.pick(*PLAIN.values()))
+    weights = draw.normal(num_tokens, heads, dtype=draw.form(f"weights of {dtype}", 1, *PLAIN.values()))
     q = draw.special(draw.normal(num_tokens, heads, 128, dtype=dtype, spread=15))
     return Case("quantize_index_query", {"q": q, "weights": weights, "scale": draw.pick(0.0625, 1.0, 1e-3)})
 
 
 def _scored(draw: Draw) -> tuple[str, torch.dtype, int, int]:
-    cache_format = draw.pick("fp8_index", "fp8_index", "fp8_index", *PLAIN)
-    return cache_format, PLAIN.get(cache_format, torch.float8_e4m3fn), draw.tokens(), draw.pick(1, 3, 32, 64)
+    """Hopper's kernels take fp8 and 32 or 64 heads."""
+    draw.few_forms &= draw.lowering == "triton" or draw.chance(0.5)
+    if draw.few_forms:
+        cache_format, heads = draw.form("scores", 3, *itertools.product(("fp8_index", *PLAIN), (1, 3, 32, 64)))
+    else:
+        cache_format, heads = "fp8_index", draw.pick(32, 64)
+    return cache_format, PLAIN.get(cache_format, torch.float8_e4m3fn), draw.tokens(), heads
 
 
 def _judge_scores(exact: torch.Tensor, bound: torch.Tensor, seen: torch.Tensor, clean: bool) -> Judge:
