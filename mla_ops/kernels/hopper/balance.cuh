@@ -83,7 +83,7 @@ DEVICE bool decide(const Params& p, u32 scratch) {
 // when what stands in front of it does.
 template <int THREADS>
 DEVICE bool is_done(const Params& p, u32 scratch) {
-  if (!p.workers || !decide<THREADS>(p, scratch)) return false;
+  if (!decide<THREADS>(p, scratch)) return false;
   wait_for_prerequisites();
   return true;
 }

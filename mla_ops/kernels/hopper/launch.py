@@ -202,6 +202,17 @@ class Keys:
         return kernel._replace(name=name) if kernel.ctas == 1 else None
 
     @functools.cache  # noqa: B019 - there are as many as formats
+    def yielding_kernel(self, shape: Shape, oversubscribed: bool = False) -> Kernel | None:
+        """The kernel of a launch that ends at once where another launch of the call shares its rows evenly.
+
+        None for rows in shares, which are never shared evenly.
+        """
+        kernel = self.kernel(shape, oversubscribed)
+        if isinstance(shape, Clusters) and shape.shares:
+            return None
+        return kernel._replace(name=kernel.name.replace(">", ", true>"))
+
+    @functools.cache  # noqa: B019 - there are as many as formats
     def kernel(self, shape: Shape, oversubscribed: bool = False) -> Kernel:
         """The kernel of a launch; `oversubscribed`: there are more CTAs than SMs.
 
@@ -232,7 +243,7 @@ class Keys:
         shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
         if self.quantized:
             shapes += [Group(2), *(Clusters(tile, 1, shares=2) for tile in self.tiles)]
-        of = itertools.product((self.kernel, self.balanced_kernel), shapes, (False, True))
+        of = itertools.product((self.kernel, self.yielding_kernel, self.balanced_kernel), shapes, (False, True))
         every = (find(shape, oversubscribed) for find, shape, oversubscribed in of)
         return list({kernel.name: kernel for kernel in every if kernel}.values())
 
@@ -411,9 +422,9 @@ def launch(
     at_once = clusters_at_once(keys, shape.tile, device_index)[SPLITS.index(cluster_size)]
     oversubscribed = clusters > at_once
     kernel = keys.kernel(shape, oversubscribed)
-    if takes_either_way:
-        found = keys.balanced_kernel(shape, oversubscribed)
-        assert balance is not None
+    if balance is not None:
+        of_balance = keys.balanced_kernel if takes_either_way else keys.yielding_kernel
+        found = of_balance(shape, oversubscribed)
         assert found is not None
         kernel = found
     if num_tokens == 0:

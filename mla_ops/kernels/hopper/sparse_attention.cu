@@ -153,12 +153,12 @@ DEVICE void attend(const Params& p) {
   if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
 }
 
-// As the shape says, unless another launch has shared the tokens evenly.
-template <int HEADS, Format FORMAT, Launch LAUNCH>
+// As the shape says. YIELDS: unless another launch has shared the tokens evenly.
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool YIELDS>
 DEVICE void attend_by_shape(const Params& p) {
   using L = Layout<HEADS, FORMAT>;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  if (is_done<L::THREADS>(p, shared_address(shared_memory) + L::RAW)) return;
+  if (YIELDS && is_done<L::THREADS>(p, shared_address(shared_memory) + L::RAW)) return;
   attend<HEADS, FORMAT, LAUNCH>(p);
 }
 
@@ -172,12 +172,12 @@ DEVICE void attend_by_lengths(const Params& p) {
     attend<HEADS, FORMAT, LAUNCH>(p);
 }
 
-template <int HEADS, Format FORMAT>
+template <int HEADS, Format FORMAT, bool YIELDS = false>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_rows(const __grid_constant__ Params p) {
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
-  attend_by_shape<HEADS, FORMAT, Launch::ROWS>(p);
+  attend_by_shape<HEADS, FORMAT, Launch::ROWS, YIELDS>(p);
 }
 
 template <int HEADS, Format FORMAT>
@@ -189,12 +189,12 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
 }
 
 // The attribute says that it is launched in clusters only. Without it each cluster barrier asks whether it was.
-template <int HEADS, Format FORMAT>
+template <int HEADS, Format FORMAT, bool YIELDS = false>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_clusters(const __grid_constant__ Params p) {
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
-  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS>(p);
+  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS>(p);
 }
 
 template <int HEADS, Format FORMAT>
@@ -214,12 +214,12 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   attend<HEADS, FORMAT, Launch::SHARES>(p);
 }
 
-template <int HEADS, Format FORMAT>
+template <int HEADS, Format FORMAT, bool YIELDS = false>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_groups(const __grid_constant__ Params p) {
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
-  attend_by_shape<HEADS, FORMAT, Launch::GROUPS>(p);
+  attend_by_shape<HEADS, FORMAT, Launch::GROUPS, YIELDS>(p);
 }
 
 template <int HEADS, Format FORMAT>

@@ -442,13 +442,13 @@ DEVICE void attend(const Params& p) {
   }
 }
 
-// Works as the shape says, unless another launch has shared the tokens evenly.
-template <int HEADS, int DIM, int CTAS>
+// Works as the shape says. YIELDS: unless another launch has shared the tokens evenly.
+template <int HEADS, int DIM, int CTAS, bool YIELDS = false>
 __global__ void __launch_bounds__(512, CTAS) sparse_attention_bf16(const __grid_constant__ Params p) {
   using L = PlainLayout<HEADS, DIM, CTAS>;
   EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  if (is_done<L::THREADS>(p, shared_address(shared_memory) + L::TILES)) return;
+  if (YIELDS && is_done<L::THREADS>(p, shared_address(shared_memory) + L::TILES)) return;
   attend<L>(p);
 }
 

@@ -523,12 +523,13 @@ DEVICE void attend_all(const Params& p) {
   }
 }
 
-template <int DIM>
+// YIELDS: unless another launch has shared the tokens evenly.
+template <int DIM, bool YIELDS = false>
 __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __grid_constant__ Params p) {
   using L = PairLayout<DIM>;
   EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  if (is_done<L::THREADS>(p, shared_address(shared_memory) + L::TILES)) return;
+  if (YIELDS && is_done<L::THREADS>(p, shared_address(shared_memory) + L::TILES)) return;
   attend_all<DIM, Launch::ROWS>(p);
 }
 
@@ -539,7 +540,7 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_balanced_rows
   attend_all<DIM, Launch::BALANCED>(p);
 }
 
-template <int DIM>
+template <int DIM, bool YIELDS = false>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
     sparse_attention_bf16_64_clusters(const __grid_constant__ Params p) {
   using L = PairLayout<DIM>;
@@ -547,7 +548,7 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (is_done<L::THREADS>(p, shared + L::TILES)) return;
+  if (YIELDS && is_done<L::THREADS>(p, shared + L::TILES)) return;
   if (token_of(p) >= p.num_tokens) return;
   Row row;
   Stream stream;
