@@ -42,7 +42,7 @@ REAL = {
     "initializer_range": 0.01,
     "max_position_embeddings": 2**18,
 }
-PARTS = {  # words in the names of kernels; others are projections before attention, and output behind it
+KERNEL_WORDS = {  # words in the names of kernels; others are projections before attention, and output behind it
     "projections": (),
     "cache writes": ("store_",),
     "selection": ("_quantize_kernel", "indexer_logits", "topk_"),
@@ -236,10 +236,10 @@ def build_case(num_requests: int, context: int, what: str, arguments: argparse.N
 
 
 def parts_of(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Time of each part of `PARTS`, from names, begins and ends of kernels in order; beside the one before, none."""
-    times, behind, until = dict.fromkeys(PARTS, 0.0), "projections", 0.0
+    """Time of each part of `KERNEL_WORDS`, from kernels in order; time beside the one before counts once."""
+    times, behind, until = dict.fromkeys(KERNEL_WORDS, 0.0), "projections", 0.0
     for name, begin, end in events:
-        part = next((part for part, words in PARTS.items() if any(word in name for word in words)), behind)
+        part = next((part for part, words in KERNEL_WORDS.items() if any(word in name for word in words)), behind)
         if part == "attention":
             behind = "output"
         times[part] += max(end - max(begin, until), 0.0)
@@ -260,7 +260,7 @@ def profiled(layer: Layer, replays: int = 10) -> dict[str, float]:
             torch.cuda.synchronize()
         events = [(event.name, event.time_range.start, event.time_range.end) for event in profile.events()]
         seen.append(parts_of(sorted(events, key=lambda event: event[1])))
-    return {part: statistics.median(times[part] for times in seen) for part in PARTS}
+    return {part: statistics.median(times[part] for times in seen) for part in KERNEL_WORDS}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -274,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
     requests = arguments.requests or ([1, 16, 64] if on_gpu else [2])
     contexts = arguments.contexts or ([4096, 32768, 131072] if on_gpu else [150])
     if arguments.parts:
-        print(f"{torch.cuda.get_device_name()}, microseconds of kernels: B, context, {', '.join(PARTS)}")
+        print(f"{torch.cuda.get_device_name()}, microseconds of kernels: B, context, {', '.join(KERNEL_WORDS)}")
         for context in contexts:
             for num_requests in requests:
                 times = profiled(Layer(num_requests, context, arguments)).values()

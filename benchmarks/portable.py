@@ -20,7 +20,7 @@ import torch
 from benchmarks import common, sparse_attention
 from benchmarks.mixtures import shape
 
-CLOCK_GHZ = 1.98  # of an H100 or H200 whose power limit does not hold it back
+CLOCK_GHZ = 1.98  # an H100 or H200 whose power limit does not hold it back
 SHAPES = ((1, 16), (32, 16), (128, 16), (512, 16), (1, 64), (32, 64), (128, 64), (1, 128), (32, 128), (128, 128))
 FULL = 128  # tokens that fill every GPU below
 

@@ -103,7 +103,7 @@ def prompt(number: int, length: int) -> list[int]:
 
 
 class Drafts:
-    """What another run wrote next."""
+    """Drafts are the tokens that another run wrote."""
 
     answers: ClassVar[dict[tuple[int, ...], list[int]]]
 
@@ -165,7 +165,7 @@ def engine(arguments: argparse.Namespace) -> Any:
         max_num_seqs=max(batches),
         max_num_batched_tokens=arguments.chunk,
         kv_cache_memory_bytes=arguments.cache_gib * 2**30,
-        gpu_memory_utilization=0.05,  # that must be free at the start, beside other runs
+        gpu_memory_utilization=0.05,  # so much must be free at the start, beside other runs
         enable_prefix_caching=False,
         attention_config={"backend": ours if arguments.backend == "MLA_OPS" else arguments.backend}
         | {"mla_prefill_backend": ours},

@@ -92,7 +92,7 @@ def quantize(x: torch.Tensor, group_size: int, *_: Any, **__: Any) -> tuple[torc
 
 
 class Drafts:
-    """What transformers would write next, every third time with a wrong last token."""
+    """Drafts are the tokens that transformers would write; every third one ends in a wrong token."""
 
     model: ClassVar[Any]
     accepted: ClassVar[list[int]]
@@ -193,7 +193,7 @@ def logprobs(model: Any, tokens: list[int], start: int) -> torch.Tensor:
 
 
 def serve(folder: Path, dense: bool, drafts: bool) -> tuple[list[list[int]], torch.Tensor]:
-    """What the engine wrote behind each prompt, with the prompt, and its logprobs."""
+    """Each prompt with what the engine wrote behind it, and the logprobs of that."""
     from vllm import LLM, SamplingParams
 
     from mla_ops.integrations.vllm.backends import MLAOpsPrefillBackend

@@ -86,7 +86,7 @@ ops.concat_and_cache_mla = concat_and_cache_mla
 ops.convert_fp8 = convert_fp8
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 vllm.platforms._current_platform = Hopper()
-sys.modules["vllm.vllm_flash_attn._vllm_fa3_C"] = ModuleType("_vllm_fa3_C")  # what it imports on a GPU, and not calls
+sys.modules["vllm.vllm_flash_attn._vllm_fa3_C"] = ModuleType("_vllm_fa3_C")  # vLLM imports it, and calls nothing
 
 import tests.v1.attention.utils as utils  # vLLM's
 import vllm.v1.attention.backends.mla.flashmla_sparse as theirs

@@ -198,7 +198,7 @@ def attention(
         if attn_sink is not None:
             logits = torch.cat((scores, attn_sink.double()[:, None]), dim=1)
         top = logits.amax(1, keepdim=True).clamp(max=1e300)
-        logarithms = logits - top - torch.logsumexp(logits - top, 1, keepdim=True)  # of weights that underflow as well
+        logarithms = logits - top - torch.logsumexp(logits - top, 1, keepdim=True)  # also where weights underflow
         if attn_sink is not None:
             logarithms = torch.where((attn_sink == math.inf)[:, None], -math.inf, logarithms)[:, :-1]
         weights = logarithms.exp()

@@ -1,4 +1,4 @@
-// What the indexer's Hopper kernels do by PTX, for a CPU: barriers, copies, products, clusters.
+// PTX of the indexer's Hopper kernels, for a CPU: barriers, copies, products, clusters.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@
 static int __ffs(unsigned value) { return __builtin_ffs(value); }
 static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
-// What the kernel does by PTX, on shared memory that begins at address 0.
+// The kernel's PTX, on shared memory that begins at address 0.
 #define shared_address ptx_shared_address
 #define mbarrier_init ptx_mbarrier_init
 #define mbarrier_arrive ptx_mbarrier_arrive

@@ -77,7 +77,7 @@ void launch(const Params& p, int ctas, int seed) {
   simt::launch(ctas, 1, THREADS, bytes, seed, [&] {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(simt::shared_memory()) + 15 & ~uintptr_t{15};
     Shared& shared = *reinterpret_cast<Shared*>(begin);
-    const int cta = gridDim.x - 1 - blockIdx.x;  // in any order
+    const int cta = gridDim.x - 1 - blockIdx.x;  // the order is free
     run<DIM, DIM_V, Bfloat16>(p, shared, reinterpret_cast<uint4*>(&shared + 1) + threadIdx.x, cta);
   });
 }

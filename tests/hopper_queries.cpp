@@ -1,5 +1,5 @@
-// Where the queries of 64 heads stand in shared memory once a CTA has copied them, and what is asked into L2 before, by
-// the kernels' own code, compiled for a CPU. `test_hopper_queries.py` builds it.
+// Places of the queries of 64 heads in shared memory once a CTA has copied them, and prefetches to L2 before, by the
+// kernels' own code, compiled for a CPU. `test_hopper_queries.py` builds it.
 #include <vector>
 
 #include "hopper_on_cpu.h"

@@ -24,7 +24,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a compilation says.
+    """Figures of a compilation.
 
     Attributes:
         resources: of the machine code.
@@ -55,7 +55,7 @@ def known_figures() -> dict[str, Figures]:
 
 
 def figures_of(known: dict[str, Figures], source: str, kernel: str, defines: tuple[str, ...]) -> Figures:
-    """Of the file if it has this kernel, else of a compilation."""
+    """The file's if it has this kernel, else those of a compilation."""
     found = known.get(key_of(source, kernel, defines))
     return found or compiled_figures(source, kernel, defines)
 

@@ -1,5 +1,5 @@
-// What a row's shares leave and how it is added up, by as many CTAs as a cluster has, and how a cluster does it: the
-// Hopper kernels' own code, compiled for a CPU. `test_hopper_shares.py` builds it. What the shares found is made up.
+// Parts that a row's shares leave, added up by as many CTAs as a cluster has, and by a cluster: the Hopper kernels' own
+// code, compiled for a CPU. `test_hopper_shares.py` builds it. The shares' values are made up.
 
 #include <cmath>
 
@@ -110,7 +110,7 @@ static float number(const Row& row, int share, int a, int b, int c) {
   return (bits & 0xffff) / 65536.f;
 }
 
-// What score finds of a head in a share: shares of some tokens have no key, others are bfloat16.
+// The sum and reference of a head in a share: shares of some tokens have no key, others are bfloat16.
 static float2 state_of(const Row& row, int share, int head) {
   if ((row.token + share) % 5 == 0) return {0.f, NO_SCORE_YET};
   const float sum = 1 + 100 * number(row, share, head, -1, 0), reference = 40 * number(row, share, head, -2, 0) - 20;

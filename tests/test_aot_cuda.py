@@ -90,7 +90,7 @@ def known() -> dict[str, Figures]:
 
 @pytest.mark.parametrize("variant", FIRST.values(), ids=str)
 def test_the_figures_that_are_kept_are_those_of_a_compilation(variant: Variant, known: dict[str, Figures]) -> None:
-    """Of each source the kernel that compiles fastest. Figures of other sources, or of another NVRTC, are not asked."""
+    """The kernel of each source that compiles fastest. Figures of other sources, or of another NVRTC, are not asked."""
     name = variant.source, variant.kernel, variant.defines
     kept = known.get(hopper_resources.key_of(*name))
     compiled = hopper_resources.compiled_figures(*name)

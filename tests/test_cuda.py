@@ -351,7 +351,7 @@ def test_an_archive_has_the_same_bytes_each_time(prebuilt: Path) -> None:
     assert archive.read_bytes() == before
 
 
-# what stands in for cuda.bindings.nvrtc, None for no package, and what the reason says then
+# a stand-in for cuda.bindings.nvrtc, None for no package, and words of the reason
 MISSING = (
     (None, "pip install cuda-bindings"),
     ("def nvrtcVersion(): raise RuntimeError('libnvrtc.so not found\\nsearched')", "pip install nvidia-cuda-nvrtc"),

@@ -219,8 +219,8 @@ def test_sums_of_weights_together_and_apart(
     check("triton", inputs([70, 3, 9], [70, 150, 0], (2, 2), (192, 128), torch.bfloat16, device, padding=3), causal)
 
 
-# queries and keys, on both sides of what a tile of 16 rows holds of 1 to 16 heads, and of a request's least for tiles
-# of one head
+# Queries and keys, on both sides of two limits: a tile of 16 rows with 1 to 16 heads, and the shortest request that
+# has tiles of one head
 SHORT_AND_LONG = [
     *((1, 1), (2, 2), (3, 3), (0, 4), (5, 5), (8, 8), (9, 9), (16, 16), (17, 17), (32, 32), (33, 33), (34, 34)),
     *((1, 2), (1, 3), (1, 100), (2, 17), (7, 40), (20, 3), (33, 2), (4, 0), (40, 0), (6, 1), (3, 70), (70, 90)),

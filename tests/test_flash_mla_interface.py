@@ -364,7 +364,7 @@ def test_install_refuses_where_another_flash_mla_is_loaded(monkeypatch):
 
 
 def test_processes_share_the_kinds_of_a_program():
-    """Of FlashMLA's programs, which take longer than one has a GPU for: each kind runs, in one process."""
+    """Each kind of case of FlashMLA's programs, which take longer than one has a GPU for, runs in one process."""
     cases = [(SimpleNamespace(h_q=heads, h_kv=1, is_causal=False), n) for heads in (1, 64, 128) for n in range(heads)]
     shares = [flash_mla_programs.in_turn(cases, share, 2) for share in range(2)]
     assert sorted(n for share in shares for _, n in share) == sorted(n for _, n in cases)

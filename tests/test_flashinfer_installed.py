@@ -21,7 +21,7 @@ from mla_ops import dispatch, formats
 from mla_ops.kernels.flashinfer import installation, sparse
 
 pytestmark = pytest.mark.skipif(not dispatch.is_installed("flashinfer"), reason="FlashInfer is not installed")
-# of an RTX PRO 6000
+# an RTX PRO 6000 has so many
 NUM_SMS, SHARED_BYTES = 188, 101376
 
 

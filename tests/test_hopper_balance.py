@@ -30,7 +30,7 @@ CAPACITY = 4000  # keys of a row
 
 
 class Taken(ctypes.Structure):
-    """What a worker's CTA takes of a token, in turns; where it leaves a part, -1 for a whole token."""
+    """Turns of a token that a worker's CTA takes, and the place of its part, -1 for a whole token."""
 
     _fields_ = tuple((name, ctypes.c_int) for name in ("token", "tile", "part", "first", "last"))
 
@@ -221,7 +221,7 @@ def test_rows_are_shared_where_it_may_gain() -> None:
         (FP8, 32, 128, Clusters(64, 2), Workers(0, 64)),
         (FP8, 128, 128, Clusters(64, 1), Workers(0, 66)),
         (FP8, 20, 16, Clusters(16, 6), Workers(0, 120)),
-        (FP8, 30, 16, Clusters(16, 6), Workers(0, 126)),  # of 30 clusters 21 run at one time
+        (FP8, 30, 16, Clusters(16, 6), Workers(0, 126)),  # 21 of the 30 clusters run at one time
         (V4, 100, 32, Clusters(32, 1), Workers(64, 132)),
         (FP8, 100, 32, Clusters(32, 1), Workers(64, 132)),
         (FP8, 8, 128, Clusters(64, 2, 4), Workers(64, 66)),

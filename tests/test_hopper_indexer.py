@@ -313,7 +313,7 @@ def test_a_paged_launch(
     assert ((found.double() - expected).abs() <= bound)[within & there].all()
     assert (found[within & ~there] == -INF).all()
     assert (found[~within] == 7).all()
-    launches["sms"], launches["seed"] = 1 if num_requests == 3 else 64, 1  # of 64 CTAs some have no tile
+    launches["sms"], launches["seed"] = 1 if num_requests == 3 else 64, 1  # some of 64 CTAs have no tile
     order = torch.randperm(num_tokens)
     assert torch.equal(scores(order), found[order])
     assert (box_keys(block_size) > 0) == all("BOXES" in name for name in launches["kernels"])

@@ -106,7 +106,7 @@ def call(arguments: tuple[Any, ...], causal: bool) -> tuple[torch.Tensor, torch.
 
 
 def long_tiles(lens_q: list[int], lens_k: list[int], causal: bool) -> list[dict[str, int]]:
-    """What the table has to have, in the order of requests."""
+    """Entries that the table must have, in the order of requests."""
     found, begin_q, begin_k = [], 0, 0
     for len_q, len_k in zip(lens_q, lens_k, strict=True):
         for first in range(0, len_q, prefill_attention.QUERIES):

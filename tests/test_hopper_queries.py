@@ -13,7 +13,7 @@ from hopper_on_cpu import NO_COMPILER, build
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="no C++ compiler")
 
-HEADS, LINE = 64, 128  # of a tile; bytes of 64 dims, and of a line of L2
+HEADS, LINE = 64, 128  # a tile's heads; bytes of 64 dims, and of a line of L2
 
 
 @pytest.fixture(scope="module")

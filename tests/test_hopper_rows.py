@@ -58,7 +58,7 @@ class Found(ctypes.Structure):
 
 
 class Slot(ctypes.Structure):
-    """What a gathering warp has brought for a turn: 16 rows, and scales that lie apart."""
+    """16 rows that a gathering warp has brought for a turn, and scales that lie apart."""
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("token", "tile")),
@@ -78,7 +78,7 @@ class Selection(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """What a launch was given, and how many keys a token has at most, in whole turns."""
+    """Arguments of a launch."""
 
     keys: Keys
     shape: Shape
@@ -285,7 +285,7 @@ def test_rows_of_large_blocks_are_found_by_64_bits(
 def test_slots_of_shared_memory_have_whole_rows(
     cache_format: str, kind: str, shape: Shape, library: ctypes.CDLL, launched: Any
 ) -> None:
-    """What the scores find where the barrier of a slot completes: live keys as they are, zeros for all others."""
+    """A slot has live keys as they are, and zeros for all others, when its barrier completes."""
     width = 512 if cache_format == "fp8_ds_mla_v4" else 576
     call = launched(cache_format, width, kind, shape, launch.MAX_GRID_ROWS)
     row_bytes = call.keys.row_bytes

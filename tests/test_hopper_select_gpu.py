@@ -198,7 +198,7 @@ def test_a_thousand_replays_beside_other_work_are_eager_to_the_bit_within_their_
     torch.cuda.reset_peak_memory_stats()
     results = case.select(k)
     extra = torch.cuda.max_memory_allocated() - before - sum(x.numel() * 4 for x in results)
-    small = 16 * 512  # what the allocator rounds up
+    small = 16 * 512  # the allocator rounds up by less
     assert extra <= min(max(CALL_BYTES, ROW_BYTES * num_requests * each), MOST_BYTES) + small
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

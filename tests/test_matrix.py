@@ -41,7 +41,7 @@ def test_what_counts_as_measured_has_a_checked_row_in_the_results() -> None:
 
 
 def call_of_row(op: str, shape: dict[str, Any]) -> dispatch.Call:
-    """What dispatch was asked for a row of `docs/results/`, as far as its shape says; all else is typical."""
+    """The call behind a row of `docs/results/`, as far as its shape says; all else is typical."""
     call = dispatch.typical_call(op, matrix.device_of("SM90"))
     names = {"T": "num_tokens", "H": "num_heads", "format": "cache_format", "d": "head_dim"}
     names |= {"keys": "num_keys", "columns": "num_keys", "num_kv": "num_keys", "topk": "topk"}

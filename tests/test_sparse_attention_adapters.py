@@ -21,7 +21,7 @@ from mla_ops.kernels.reference.cache import read_slots
 from mla_ops.kernels.reference.sparse_attention import attend
 
 CPU = torch.device("cpu")
-# what builds add to the arguments that all have
+# arguments of some builds only
 ADDED = {"": "", "_sgl": ", str? kv_format=None", "_stats": ", bool return_log2_stats=False, bool return_stats=False"}
 
 

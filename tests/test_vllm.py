@@ -427,7 +427,7 @@ def test_rows_of_a_cache_with_other_layers_pages_between(config, tmp_path):
         layer = tiny.Layer(built, backends.MLAOpsSparseBackend, backends.MLAOpsPrefillBackend, "fp8_ds_mla", True)
         spec = backends.MLAOpsSparseBackend.customize_spec(layer.attention.get_kv_cache_spec(built))
     assert layer.attention.impl.can_return_lse_for_decode
-    assert spec.get_block_stride_alignment() % 656 == 0  # what vLLM makes of blocks is whole rows
+    assert spec.get_block_stride_alignment() % 656 == 0  # vLLM's blocks are whole rows
     both = torch.zeros(4, 2 * tiny.BLOCK, 656, dtype=torch.uint8)
     cache = both[:, : tiny.BLOCK]
     latent, rope = torch.randn(256, 512).bfloat16(), torch.randn(256, 64).bfloat16()
@@ -448,7 +448,7 @@ def test_rows_of_a_cache_with_other_layers_pages_between(config, tmp_path):
 def filter_and_convert(
     req_id, table, indices, *, dcp_size, dcp_rank, cp_kv_cache_interleave_size, BLOCK_SIZE, **others
 ):
-    """As vLLM's Triton kernel: rows of the keys that a rank has of a choice, in front and in any order."""
+    """Does what vLLM's Triton kernel does: rows of a choice's keys that a rank has, in front and in any order."""
     run = cp_kv_cache_interleave_size
     places = indices // (dcp_size * run) * run + indices % run
     rows = table[req_id.long()].gather(1, places.long().clamp(0) // BLOCK_SIZE) * others["BLOCK_STRIDE_ROWS"]

@@ -42,7 +42,7 @@ def config(tmp_path):
 def make_indexer(config, head_dim=132):
     """The objects that vLLM's models hand to their attention: the cache, the op layer and the buffer are vLLM's."""
     cache = DeepseekV32IndexerCache(head_dim, torch.uint8, PREFIX, config.cache_config)
-    buffer = torch.full((TOKENS, TOPK), 7, dtype=torch.int32)  # what an earlier step left there
+    buffer = torch.full((TOKENS, TOPK), 7, dtype=torch.int32)  # an earlier step left it
     layer = theirs.SparseAttnIndexer(cache, 128, "ue8m0", TOPK, WIDTH, 1024, 4096, buffer)
     cache.kv_cache = torch.zeros(64, tiny.BLOCK, 132, dtype=torch.uint8)
     return SimpleNamespace(k_cache=cache, indexer_op=layer, topk_indices_buffer=buffer)

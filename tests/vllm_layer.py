@@ -53,7 +53,7 @@ def gather_context(
     scale: torch.Tensor,
     seq_starts: torch.Tensor,
 ) -> None:
-    """What vLLM's kernel does for a bfloat16 cache."""
+    """Does what vLLM's kernel does for a bfloat16 cache."""
     requests = token_to_seq[:num_tokens].long()
     positions = torch.arange(num_tokens) - cu_seq_lens[requests] + seq_starts[requests]
     blocks = block_table[requests, positions // src_cache.shape[1]].long()
@@ -69,7 +69,7 @@ def merge_attn_states(
     output_lse: torch.Tensor | None = None,
     prefill_tokens_with_context: int | None = None,
 ) -> None:
-    """What vLLM's kernels do; those of 0.24 read no strides of lse."""
+    """Does what vLLM's kernels do; those of 0.24 read no strides of lse."""
     if PINS:
         assert all(lse is None or lse.is_contiguous() for lse in (prefix_lse, suffix_lse, output_lse))
     merged, lse = mla_ops.merge_attention_states(prefix_output, prefix_lse.T, suffix_output, suffix_lse.T)

@@ -25,7 +25,7 @@ def _whole(given: Arguments) -> torch.Tensor:
     return torch.cat((given["q"], given["q_rope"]), dim=-1)
 
 
-# of the ops that take queries in two halves
+# refusals of the ops that take queries in two halves
 HALVES: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], tuple[str, ...]]] = [
     ("queries narrower than keys", lambda g: {"q_rope": None}, ValueError, ("q is 512 wide", "576 wide")),
     (

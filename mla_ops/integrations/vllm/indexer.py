@@ -33,7 +33,7 @@ from .shared import step_metadata
 
 FORMAT = "fp8_index"
 ROW_BYTES = 132  # 128 values and their scale
-CALLERS = ("vllm.models.deepseek_v32.attention",)  # that call the function by name
+CALLERS = ("vllm.models.deepseek_v32.attention",)  # these modules call the function by name
 
 _original: Callable[..., torch.Tensor] = theirs.sparse_attn_indexer
 _library = torch.library.Library("vllm", "IMPL")

@@ -52,7 +52,7 @@ class PrefillBackend(MLAPrefillBackend):
         chunk: Any = None,
         chunk_idx: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the context lies: 0.33 passes it as `chunk`, 0.24 its number in the metadata as `chunk_idx`."""
+        """Attention to a chunk of the context: 0.33 passes `chunk`, 0.24 `chunk_idx`, its number in the metadata."""
         if chunk_idx is not None:
             metadata = self._prefill_metadata
             context = metadata.chunked_context

@@ -16,7 +16,7 @@ from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention 
 from ... import ops  # noqa: F401  registers the ops
 
 FORMAT = "fp8_ds_mla_v4"
-HEADS = (16, 32, 64, 128)  # that layers of vLLM give to its kernels before and behind attention
+HEADS = (16, 32, 64, 128)  # vLLM's layers give so many to its kernels before and behind attention
 
 
 def install() -> None:

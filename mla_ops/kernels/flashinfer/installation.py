@@ -16,7 +16,7 @@ from ...dispatch import Missing, is_installed
 
 # FlashInfer looks for nvcc here besides the environment and the path
 DEFAULT_CUDA_HOME = Path("/usr/local/cuda")
-# what is used, with the arguments of `plan`, or of itself, that a version must take
+# The adapters use these; a version must take these arguments, of `plan` or of the function itself
 WANTED: dict[str, tuple[str, ...]] = {
     "BatchPrefillWithRaggedKVCacheWrapper": ("head_dim_vo", "sm_scale", "kv_data_type"),
     "BatchMLAPagedAttentionWrapper": ("head_dim_ckv", "head_dim_kpe", "kv_data_type"),

@@ -43,7 +43,7 @@ from ..reference.sparse_attention import slots_or_minus_one, whole_query
 from .installation import api, is_capturing, missing_installation
 
 PACKED = ("fp8_ds_mla", "fp8_ds_mla_v4")
-# as many tokens are a decode, of any number of heads; more are a prefill, of one of these
+# A call of so many tokens is a decode, with any number of heads; one of more is a prefill, with one of these numbers
 DECODE_TOKENS = 64
 PREFILL_HEADS = (8, 16, 32, 64, 128)
 KEYS_PER_TILE = 64

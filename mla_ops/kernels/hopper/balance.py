@@ -18,21 +18,21 @@ from typing import NamedTuple
 from .costs import Costs, predicted_us
 from .launch import SPLITS, Balance, Clusters, Keys, Shape, tiles_for
 
-LEAST_US = 50.0  # of full rows: with less, parts and their sum take what an even share saves
-LEAST_US_OF_TWO = 75.0  # where the launch that returns adds up to five
+LEAST_US = 50.0  # for full rows; in less time, parts and their sum take what an even share saves
+LEAST_US_OF_TWO = 75.0  # the same with two launches: the one that returns adds up to 5 us
 SLOWER = 1.15  # a balanced launch's turns, relative to those of launches by shapes
-MARGIN_US = 12.0  # what parts, their sum and the search for shares take at most, with a reserve
-ROW_TURNS = 2  # as in balance.cuh
+MARGIN_US = 12.0  # parts, their sum and the search for shares take less
+ROW_TURNS = 2  # balance.cuh has the same
 MAX_TURNS = 2**29  # sums of them are 32 bits
 MAX_TOKENS = 512  # every CTA reads all lengths, and a token's number has 15 bits
-MAX_CTAS = 160  # of workers: counters and registers are for so many
+MAX_CTAS = 160  # counters and registers are for so many CTAs of workers
 LONG = 2**15  # turns of a row by which the slope of the predicted time is taken
 
 Launches = Sequence[tuple[int, Shape]]
 
 
 class Workers(NamedTuple):
-    """As in `Balance`."""
+    """Heads of a tile and workers of each, as `Balance` has them."""
 
     tile: int
     workers: int

@@ -58,7 +58,7 @@ def counters(device_index: int, rows: int) -> int:
 
 
 def exchange_bytes(rows: int, members: int) -> int:
-    """Of the float16 accumulators, the sums and the references of each of a row's CTAs."""
+    """Bytes for each CTA of a row: float16 accumulators, and a sum and a reference a head."""
     of_a_head = 2 * LATENT_DIM + 8
     return rows * members * TILE * of_a_head
 

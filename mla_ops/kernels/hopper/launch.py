@@ -18,17 +18,17 @@ from . import groups, sources
 
 TILE_KEYS = 64  # keys of a turn
 MAX_GRID_ROWS = 32768
-SPLITS = (*range(1, 15), 16)  # as in layout.cuh: packets of 15 CTAs have no room
+SPLITS = (*range(1, 15), 16)  # layout.cuh has the same; packets of 15 CTAs do not fit
 
 
 class Divisor(ctypes.Structure):
-    """As in divide.cuh; `reciprocal` has the values."""
+    """`Divisor` of divide.cuh; `reciprocal` has the values."""
 
     _fields_ = [("multiplier", ctypes.c_uint), ("shift", ctypes.c_int)]
 
 
 class Cache(ctypes.Structure):
-    """As in layout.cuh."""
+    """`Cache` of layout.cuh."""
 
     _fields_ = [
         ("rows", POINTER),
@@ -44,7 +44,7 @@ class Cache(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    """As in layout.cuh."""
+    """`Params` of layout.cuh."""
 
     _fields_ = [
         ("num_tokens", ctypes.c_int),
@@ -90,7 +90,7 @@ class Params(ctypes.Structure):
 pack = packer(Params)
 
 
-MOST_SHARES = 8  # of a row, that `shares.cuh` adds up
+MOST_SHARES = 8  # `shares.cuh` adds up so many shares of a row
 
 
 class Clusters(NamedTuple):
@@ -167,7 +167,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Keys:
-    """What kernels read: one format, one width.
+    """The keys that a kernel reads: one format, one width.
 
     Attributes:
         name: of the format, as a template's argument.
@@ -312,7 +312,7 @@ class Rows(NamedTuple):
 
 
 class CacheParams(NamedTuple):
-    """What a kernel is told of one cache.
+    """The part of a kernel's parameters that describes one cache.
 
     Attributes:
         lengths, indices: addresses, 0 for none.
@@ -342,7 +342,7 @@ def cache_params(
     block_table: torch.Tensor | None,
     num_keys: int = 0,
 ) -> CacheParams:
-    """Of a cache; without indices the keys are the positions below `num_keys`."""
+    """Describes a cache; without indices the keys are the positions below `num_keys`."""
     num_requests, table_width = (0, 0) if block_table is None else block_table.shape
     columns = num_keys if indices is None else indices.shape[1]
     if block_table is not None and block_table.numel() == 0:

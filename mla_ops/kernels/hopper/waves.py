@@ -42,7 +42,7 @@ class Wave(NamedTuple):
 
 
 class Forced(NamedTuple):
-    """What `override` asks for."""
+    """Launches that `override` asks for."""
 
     waves: tuple[Wave, ...] = ()
     evenly: bool = False

@@ -14,7 +14,7 @@ from .e4m3 import encode, power_of_two_exponent
 from .indexer_cache import store_index_key
 from .rows import V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
 
-MANY_TOKENS = 512  # of a prefill: from here on a program looks through several for those that complete a group
+MANY_TOKENS = 512  # a program of a longer prefill looks through several tokens for those that complete a group
 
 
 class Tile(NamedTuple):
