@@ -1,12 +1,12 @@
 """OCP float8_e4m3fn in integer arithmetic, for devices without the conversion (SM80) and for Triton's interpreter.
 
 Everything here agrees to the bit with `torch.Tensor.to(torch.float8_e4m3fn)` and back, on every machine.
+
+A number that is not finite becomes 0x7F, the NaN without a sign.
 """
 
 import triton
 import triton.language as tl
-
-from .bfloat16 import narrow
 
 
 @triton.jit
@@ -70,57 +70,3 @@ def decode(byte):
     half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
     value = half.to(tl.float32) * 256.0
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
-
-
-@triton.jit
-def decode_bf16(byte, METHOD: tl.constexpr):
-    """Bytes (uint8) to bfloat16, exactly.
-
-    METHOD "hardware" is the conversion instruction (capability 8.9 and up), "packed" works on pairs of values in one
-    register, "portable" is plain arithmetic, for everything else.
-    """
-    if METHOD == "hardware":
-        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
-    elif METHOD == "packed":
-        # Four bytes a register in, two pairs out. The byte's fields on bfloat16's are 120 short in the exponent, so
-        # one multiplication by 2**120 is left, subnormals included. 0x7F moves to 0x07F0: adding 0x10 carries into
-        # bit 11 for it alone, and from that bit 0x7FC0, a NaN, is made.
-        value = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 low, high, sign, odd, factor, zero;
-            mov.b32 factor, 0x7B807B80;
-            mov.b32 zero, 0x80008000;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            and.b32 sign, low, 0x80008000;
-            and.b32 low, low, 0x7F007F00;
-            shr.b32 low, low, 4;
-            add.u32 odd, low, 0x00100010;
-            and.b32 odd, odd, 0x08000800;
-            shr.b32 odd, odd, 5;
-            mul.lo.u32 odd, odd, 0x1FF;
-            or.b32 low, low, sign;
-            fma.rn.bf16x2 low, low, factor, zero;
-            or.b32 $0, low, odd;
-            and.b32 sign, high, 0x80008000;
-            and.b32 high, high, 0x7F007F00;
-            shr.b32 high, high, 4;
-            add.u32 odd, high, 0x00100010;
-            and.b32 odd, odd, 0x08000800;
-            shr.b32 odd, odd, 5;
-            mul.lo.u32 odd, odd, 0x1FF;
-            or.b32 high, high, sign;
-            fma.rn.bf16x2 high, high, factor, zero;
-            or.b32 $1, high, odd;
-            }
-            """,
-            "=r,=r,r",
-            [byte],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        value = narrow(decode(byte), tl.bfloat16)
-    return value
