@@ -24,7 +24,7 @@ def _some(draw: Draw, num_tokens: int) -> list[int]:
 
 
 def _heads_and_keys(draw: Draw, num_tokens: int, widest: int) -> tuple[int, int]:
-    heads = draw.form("heads", 4, *HEADS)
+    heads = draw.form("heads", 3, *HEADS)
     room = max(WORK // (max(num_tokens, 1) * heads), 1)
     return heads, min(draw.pick(0, 1, 5, 63, 64, 65, 128, 200, widest), room)
 
@@ -44,7 +44,7 @@ def _format_and_dtype(draw: Draw, kind: str, *formats: str) -> tuple[str, torch.
     if draw.chance({"auto": 0.5, "hopper": 0.9, "triton": 0.0}[draw.lowering]):
         draw.few_forms = False
         return draw.pick(*(pair for pair in both if pair[1] == torch.bfloat16))
-    return draw.form(kind, 3, *both)
+    return draw.form(kind, 2, *both)
 
 
 def _halved(arguments: Arguments) -> Arguments:

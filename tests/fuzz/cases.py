@@ -17,7 +17,7 @@ from .draw import Draw
 
 def concat_and_cache(draw: Draw) -> Case:
     draw.few_forms = draw.lowering == "triton"
-    cache_format = draw.form("written format", 3, *LATENT_FORMATS)
+    cache_format = draw.form("written format", 2, *LATENT_FORMATS)
     entry = FORMATS[cache_format]
     head_dim = draw.pick(*entry.head_dims)
     latent_dim = entry.latent_dim if entry.quantized else draw.pick(head_dim - 64, head_dim)
