@@ -1,8 +1,8 @@
 """The differential fuzzer: every op on a GPU against the reference on the CPU, over random calls: `make fuzz`.
 
-    python -m fuzz --first 5000000 --seconds 300 --report ../docs/results/fuzz-h200.txt  from tests/, on a GPU
-    python -m fuzz --add result.txt --report ../docs/results/fuzz-h200.txt               the runs of another page, too
-    python -m fuzz --seed 123                                                            one case again
+    python -m fuzz --first 5000000 --seconds 300 --report ../docs/results/fuzz.txt  from tests/, on a GPU
+    python -m fuzz --add result.txt --report ../docs/results/fuzz.txt               the runs of another page, too
+    python -m fuzz --seed 123                                                       one case again
 
 A case is a function of its seed: op, shapes, strides, storage offsets, values, garbage among indices and block tables,
 one call in eight malformed. Cases run in child processes, each over seeds of its own; one that dies is begun again
