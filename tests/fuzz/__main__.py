@@ -242,11 +242,14 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) - 1, 1))
     parser.add_argument("--report", type=Path, help="a page, to which this run is added")
     parser.add_argument("--add", type=Path, help="adds the runs of this page to that of --report, and runs nothing")
-    parser.add_argument("--commit", help="what the page says was run; default: the repository's")
+    parser.add_argument("--commit", help="that was run, here or by the runs of --add; default: the repository's")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.add:
-        add_to(arguments.report, Page.read(arguments.add))
+        page = Page.read(arguments.add)
+        if arguments.commit:
+            page.runs = [f"{run.rpartition('; commit ')[0]}; commit {arguments.commit}" for run in page.runs]
+        add_to(arguments.report, page)
         return 0
     import torch
 
