@@ -36,7 +36,7 @@ def test_a_seed_is_one_case() -> None:
 
 
 def first_seed_of(op: str, **wanted: Any) -> int:
-    for seed in range(0, 300_000, 97):  # of several swarms
+    for seed in range(0, 300_000, 97):  # seeds of several swarms
         call = draw_call(seed)
         if call.op_name == op and not call.wrong and all(call.arguments[n] == v for n, v in wanted.items()):
             tensors = [value for value in call.arguments.values() if isinstance(value, torch.Tensor)]

@@ -31,7 +31,7 @@ class Page:
 
     @classmethod
     def read(cls, path: Path) -> Page:
-        """What `text` wrote; an empty page if there is none."""
+        """Reads what `text` wrote; an empty page if there is none."""
         page = cls()
         columns: list[str] = []
         for line in path.read_text().splitlines() if path.exists() else ():

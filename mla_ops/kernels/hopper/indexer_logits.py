@@ -15,18 +15,18 @@ from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Divisor, Kernel, compile_reason, reciprocal
 
-THREADS = 384  # of a CTA with two warpgroups for products
+THREADS = 384  # a CTA with two warpgroups for products has so many
 TILE = 64  # keys
 CLUSTER = 2  # CTAs that share the copies of flat keys, for neighbouring groups of tokens
 HEADS = (32, 64)
 COLUMNS = 256  # heads of all tokens of a group, at most; then a box brings two heads of four tokens
 CLEAN_THREADS = 256
 MAX_GRID_ROWS = 32768
-BOX_KEYS = (8, 16, 32, 64)  # of a block that is smaller than a tile; larger ones are of whole tiles
+BOX_KEYS = (8, 16, 32, 64)  # a block smaller than a tile is one box; larger ones are whole tiles
 
 
 class Params(ctypes.Structure):
-    """As in indexer_rows.cuh, whose tensor maps are aligned to 64 bytes, and so the struct."""
+    """`Params` of indexer_rows.cuh; its tensor maps are aligned to 64 bytes, and so is the struct."""
 
     _fields_ = [
         ("queries", ctypes.c_char * 128),

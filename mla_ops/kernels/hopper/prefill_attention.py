@@ -24,8 +24,8 @@ from .launch import Kernel, compile_reason
 QUERIES = 128  # a tile's
 REGION = 128  # tokens that CTAs of the kernel for short tiles share
 SHORT_THREADS = 128
-SHORT_CTAS = 2  # of an SM
-SHORT_CELLS = 12  # of 16 queries by 16 keys, of a short tile
+SHORT_CTAS = 2  # an SM runs so many
+SHORT_CELLS = 12  # a short tile has no more, each 16 queries by 16 keys
 PLAN_ENTRY = 8  # ints of a tile in the table, and half as many in front of all
 TYPES = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
 L2_BYTES = 32 * 2**20  # keys and values that are used together; the L2 of an H200 has 50 MB

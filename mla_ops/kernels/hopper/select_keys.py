@@ -16,9 +16,9 @@ from . import indexer_logits
 from . import topk as best
 from .indexer_logits import logits_reason
 
-ROW_BYTES = 64 * 1024  # of memory that a token may take beside its result, on average over a call
-CALL_BYTES = 32 * 1024 * 1024  # that a call may take, if that is more; rows of 2**21 columns take a quarter
-MOST_BYTES = 256 * 1024 * 1024  # that a call takes
+ROW_BYTES = 64 * 1024  # a token may take so much memory beside its result, on average over a call
+CALL_BYTES = 32 * 1024 * 1024  # a call may take so much, if that is more; rows of 2**21 columns take a quarter
+MOST_BYTES = 256 * 1024 * 1024  # a call takes no more
 UNIT = 16  # tokens: groups that share keys begin at multiples of it
 
 

@@ -16,7 +16,7 @@ from .sparse_attention_device import (
 )
 from .sparse_attention_keys import divider, is_exact
 
-# Of float32. What the largest score begins with: finite, so that nothing has to be told from a row without keys.
+# The largest score begins with float32's lowest: finite, so that nothing has to be told from a row without keys.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 

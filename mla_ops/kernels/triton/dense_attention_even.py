@@ -19,7 +19,7 @@ from .sparse_attention_device import (
 )
 from .sparse_attention_keys import divider, is_exact
 
-# of 512 lengths that a program reads at once
+# a program reads so many lengths at once
 CHUNK = tl.constexpr(512)
 # Rows of one length take less than twice as long by their shapes as shared evenly: splits are the largest whole number.
 UNEVEN = tl.constexpr(2)

@@ -66,13 +66,13 @@ def _merge_splits_kernel(
 
 
 def output_unit(out: torch.Tensor) -> int:
-    """What the strides of outputs are counted in: 16 bytes where they allow it, so that stores are as wide."""
+    """Elements that strides of outputs are counted in: 16 bytes where they allow it, so that stores are as wide."""
     unit = 16 // out.element_size()
     return unit if all(stride % unit == 0 for stride in out.stride()[:-1]) else 1
 
 
 def allocate_parts(out: torch.Tensor, lse: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the splits write: rows of float32 that a merge reads, or the result itself if there is one split."""
+    """Memory that the splits write: rows of float32 that a merge reads, or the result itself if there is one split."""
     if splits == 1:
         return out.unsqueeze(0), lse.unsqueeze(0)
     return (
