@@ -7,9 +7,10 @@ MLA_OPS stands for the name under which this version of vLLM knows our backend. 
 and FLASHMLA. `--indexer` serves the indexer by our operators, too. Prints where tokens differ from those of the other
 run, how many requests have the same bits alone as in a batch, and for each batch and context the time of a replayed
 step on the device and the kernels of it. `--drafts FILE` decodes speculatively, with drafts from the other run's
-tokens, two a step, and measures no times. `--graphs FULL --chunk 512` captures steps that mix prefills, cut to 512
-tokens, and decodes. `--fixed-norm` mends an op of vLLM 0.24 that is not batch-invariant. `--lock FILE` lets several
-runs start at one time and measure in turn. `table flash.json ours.json` prints the page of `docs/results`.
+tokens, two a step, and `--mtp` with those of a next-token layer; neither measures times. `--graphs FULL --chunk 512`
+captures steps that mix prefills, cut to 512 tokens, and decodes. `--fixed-norm` mends an op of vLLM 0.24 that is not
+batch-invariant. `--lock FILE` lets several runs start at one time and measure in turn. `table flash.json ours.json`
+prints the page of `docs/results`.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def prompt(number: int, length: int) -> list[int]:
 class Drafts:
     """Drafts are the tokens that another run wrote."""
 
-    answers: ClassVar[dict[tuple[int, ...], list[int]]]
+    answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}
 
     def __init__(self, vllm_config: Any) -> None: ...
 
@@ -113,6 +114,8 @@ class Drafts:
 
     @classmethod
     def read(cls, file: Path) -> None:
+        while not file.exists():  # the other run may be under way
+            time.sleep(0.5)
         runs = json.loads(file.read_text())["tokens"]
         prompts = [prompt(number, COMPARED["context"] - number) for number in range(len(runs))]
         texts = [tokens + [token for token, _ in run] for tokens, run in zip(prompts, runs, strict=True)]
@@ -138,11 +141,13 @@ def engine(arguments: argparse.Namespace) -> Any:
     initialize = dummy_loader.initialize_dummy_weights
     dummy_loader.initialize_dummy_weights = lambda model, config: initialize(model, config, low=-0.06, high=0.06)
     ours = "MLA_OPS" if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
+    backend = ours if arguments.backend == "MLA_OPS" else arguments.backend
     folder = Path(tempfile.mkdtemp())
     config = {
         **(DENSE if arguments.dense else CONFIG),
         "num_hidden_layers": arguments.layers,
-        "first_k_dense_replace": arguments.layers,  # no experts: their kernels are not the subject
+        "first_k_dense_replace": arguments.layers + 1,  # no experts: their kernels are not the subject
+        "num_nextn_predict_layers": int(arguments.mtp),
         "num_attention_heads": arguments.heads,
         "num_key_value_heads": arguments.heads,
     }
@@ -151,9 +156,11 @@ def engine(arguments: argparse.Namespace) -> Any:
     mixed = {arguments.chunk // 4, arguments.chunk} if arguments.graphs == "FULL" else set()
     speculation, width = None, 1
     if arguments.drafts is not None:
-        Drafts.read(arguments.drafts)
         width += DRAFTS
         speculation = {"method": "custom_class", "model": f"{__name__}.Drafts", "num_speculative_tokens": DRAFTS}
+    if arguments.mtp:
+        width += 1
+        speculation = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": backend}
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -167,8 +174,7 @@ def engine(arguments: argparse.Namespace) -> Any:
         kv_cache_memory_bytes=arguments.cache_gib * 2**30,
         gpu_memory_utilization=0.05,  # so much must be free at the start, beside other runs
         enable_prefix_caching=False,
-        attention_config={"backend": ours if arguments.backend == "MLA_OPS" else arguments.backend}
-        | {"mla_prefill_backend": ours},
+        attention_config={"backend": backend, "mla_prefill_backend": ours},
         compilation_config={
             "mode": 0,
             "cudagraph_mode": arguments.graphs,
@@ -427,16 +433,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step at most")
     parser.add_argument("--fixed-norm", action="store_true")
     parser.add_argument("--drafts", type=Path)
+    parser.add_argument("--mtp", action="store_true")
     parser.add_argument("--lock", type=Path)
     arguments = parser.parse_args()
     arguments.steps = [tuple(map(int, step.split("x"))) for step in arguments.steps]
     invariant = " batch-invariant" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else ""
     mixed = f", mixed graphs of {arguments.chunk}" if arguments.graphs == "FULL" else ""
     fixed = ", fixed norm" if arguments.fixed_norm else ""
-    drafts = f", {DRAFTS} drafts" if arguments.drafts is not None else ""
+    drafts = f", {DRAFTS} drafts" if arguments.drafts is not None else ", MTP" if arguments.mtp else ""
     arguments.label = arguments.backend + (" and indexer" if arguments.indexer else "")
     arguments.label += invariant + mixed + fixed + drafts
     return arguments
+
+
+def save(result: dict[str, Any], file: Path) -> None:
+    """All of it at once: a run that waits for its drafts reads it."""
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps(result))
+    unfinished.replace(file)
 
 
 def main() -> None:
@@ -453,6 +467,8 @@ def main() -> None:
     start = time.perf_counter()
     llm = engine(arguments)
     print(f"{arguments.label}: engine after {time.perf_counter() - start:.0f} s", flush=True)
+    if arguments.drafts is not None:
+        Drafts.read(arguments.drafts)
     with turn(arguments.lock):
         result = {"label": arguments.label, "device": torch.cuda.get_device_name(), "heads": arguments.heads}
         result |= {"layers": arguments.layers, "dense": arguments.dense, **compared(llm, range(COMPARED["batch"]))}
@@ -460,10 +476,10 @@ def main() -> None:
         result["alone"] = sum(one == together for one, together in zip(alone, result["tokens"], strict=True))
         result["alone_tokens"] = differences(alone, result["tokens"]).same
         print(f"{arguments.label}: {result['alone']} requests have the same bits alone as in the batch", flush=True)
-        arguments.out.write_text(json.dumps(result))
-        steps = arguments.steps if arguments.drafts is None else []
+        save(result, arguments.out)
+        steps = [] if arguments.drafts is not None or arguments.mtp else arguments.steps
         result["steps"] = [measure(llm, arguments, *step) for step in steps]
-    arguments.out.write_text(json.dumps(result))
+    save(result, arguments.out)
     if arguments.against is not None:
         other = json.loads(arguments.against.read_text())
         print(f"{arguments.label} against {other['label']}: {differences(result['tokens'], other['tokens'])}")

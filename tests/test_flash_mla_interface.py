@@ -363,13 +363,27 @@ def test_install_refuses_where_another_flash_mla_is_loaded(monkeypatch):
         flash_mla.install()
 
 
-def test_processes_share_the_kinds_of_a_program():
-    """Each kind of case of FlashMLA's programs, which take longer than one has a GPU for, runs in one process."""
-    cases = [(SimpleNamespace(h_q=heads, h_kv=1, is_causal=False), n) for heads in (1, 64, 128) for n in range(heads)]
-    shares = [flash_mla_programs.in_turn(cases, share, 2) for share in range(2)]
-    assert sorted(n for share in shares for _, n in share) == sorted(n for _, n in cases)
-    assert [{case.h_q for case, _ in share} for share in shares] == [{1, 64}, {128}]
-    assert [case.h_q for case, _ in shares[0][:3]] == [1, 64, 64]
+def test_processes_share_the_cases_of_a_program(tmp_path):
+    """What ran is kept, and is not run again: FlashMLA's programs take longer than one has a GPU for."""
+    (tmp_path / "test_flash_mla_sparse_decoding.py").write_text(
+        "from types import SimpleNamespace\n"
+        "def gen_testcase():\n"
+        "    decode = SimpleNamespace(b=9, block_size=64, extra_topk=None, extra_s_k=None, extra_block_size=None)\n"
+        "    for n in range(40):\n"
+        "        case = SimpleNamespace(n=n, s_q=1, topk=64, s_kv=512, d_qk=576, decode=decode)\n"
+        "        case.to_test_param = lambda case=case: case\n"
+        "        yield case\n"
+        "def test_flash_mla(case):\n"
+        "    if case.n == 7:\n"
+        "        raise NotImplementedError\n"
+        "    return SimpleNamespace(is_correct=case.n != 11)\n"
+    )
+    arguments = SimpleNamespace(folder=tmp_path, seconds=60, processes=2, gib=1.5)
+    kept = {"cases": 0, "outcomes": {str(n): "before" for n in range(3)}}
+    flash_mla_programs.run_program("sparse_decoding", arguments, kept)
+    assert kept["cases"] == 40
+    others = {0: "before", 1: "before", 2: "before", 7: "refused", 11: "failed"}
+    assert kept["outcomes"] == {str(n): others.get(n, "passed") for n in range(40)}
 
 
 def test_without_max_logits(monkeypatch):
