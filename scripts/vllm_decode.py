@@ -365,7 +365,7 @@ def rows(runs: list[dict[str, Any]]) -> list[str]:
                 f"| {step['batch']} x {step['context']} | {run['label']} | {step['kernels_us']:.0f} | {ratio} | "
                 f"{step['kernels']:.0f} | {step['replay_us']:.0f} | {parts} |"
             )
-    return lines
+    return [*lines, ""] if measured[0] else []
 
 
 def tokens(runs: list[dict[str, Any]]) -> list[str]:
@@ -378,7 +378,7 @@ def tokens(runs: list[dict[str, Any]]) -> list[str]:
         if run is not runs[0]:
             found = differences(run["tokens"], runs[0]["tokens"])
             compared = [str(found.same), f"{found.others}, {found.ties}", f"{found.noise:.4f}"]
-        counts = (run.get("alone_tokens", ""), run["alone"], run["steps_together"], run["replays"])
+        counts = (run.get("alone_tokens", ""), run.get("alone", ""), run["steps_together"], run["replays"])
         lines.append("| " + " | ".join([run["label"], *compared, *map(str, counts)]) + " |")
     return lines
 
@@ -393,16 +393,21 @@ def page(runs: list[dict[str, Any]]) -> str:
         f"{runs[0]['layers']} layers, with full CUDA graphs of decode steps and without Inductor. `table FILE ...`",
         "wrote this page. Mixed graphs hold prefills too, cut to so many tokens a step. Batch-invariant is",
         "`VLLM_BATCH_INVARIANT=1`, in which vLLM has matrix products of its own. A fixed norm adds in one order.",
-        "",
-        "Times are us of the device. `kernels' time` is the sum over a whole step, metadata and sampling included; so",
-        "are `kernels`. `replay` is the median between events around the graph's replay, in which the host shows.",
-        "Matrix products are those among the kernels that take longest, 30 unless `--names` says otherwise. Runs given",
-        "as `--tokens FILE ...` have no times here, as they shared the GPU.",
+    ]
+    if any(run.get("steps") for run in runs):
+        lines += [
+            "",
+            "Times are us of the device. `kernels' time` is the sum over a whole step, metadata and sampling included;",
+            "so are `kernels`. `replay` is the median between events around a replay, the host included.",
+            "Matrix products are those among the kernels that take longest, 30 unless `--names` says otherwise. Runs",
+            "given as `--tokens FILE ...` have no times here, as they shared the GPU.",
+        ]
+    lines += [
         "",
         f"Tokens: {asked}, and are compared with those of the first backend.",
         "The first other token is a tie where both were as likely, within twice the largest difference of a logprob",
         "before first other tokens, which is in the table. `alone`: requests with the same tokens without the others,",
-        "blank where that was not compared, and with the same bits of logprobs.",
+        "blank where that was not compared, and with the same bits of logprobs. Drafts that are accepted save steps.",
     ]
     models = [(run["heads"], run.get("dense", False)) for run in runs]
     for heads, dense in dict.fromkeys(models):
@@ -412,7 +417,7 @@ def page(runs: list[dict[str, Any]]) -> str:
             labels[run["label"]] += 1
             run["label"] += ", again" * (labels[run["label"]] > 1)
         model = "V3, dense" if dense else "V3.2, sparse"
-        lines += ["", f"## {model}, {heads} heads a rank", "", *rows(group), "", *tokens(group)]
+        lines += ["", f"## {model}, {heads} heads a rank", "", *rows(group), *tokens(group)]
     return "\n".join(lines)
 
 
@@ -456,7 +461,7 @@ def save(result: dict[str, Any], file: Path) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["table"]:
         parser = argparse.ArgumentParser(prog="vllm_decode table")
-        parser.add_argument("files", nargs="+", type=Path)
+        parser.add_argument("files", nargs="*", type=Path)
         parser.add_argument("--tokens", nargs="*", type=Path, default=[])
         files = parser.parse_args(sys.argv[2:])
         runs = [json.loads(file.read_text()) for file in files.files]
@@ -472,11 +477,11 @@ def main() -> None:
     with turn(arguments.lock):
         result = {"label": arguments.label, "device": torch.cuda.get_device_name(), "heads": arguments.heads}
         result |= {"layers": arguments.layers, "dense": arguments.dense, **compared(llm, range(COMPARED["batch"]))}
+        save(result, arguments.out)
         alone = [compared(llm, [number])["tokens"][0] for number in range(COMPARED["batch"])]
         result["alone"] = sum(one == together for one, together in zip(alone, result["tokens"], strict=True))
         result["alone_tokens"] = differences(alone, result["tokens"]).same
         print(f"{arguments.label}: {result['alone']} requests have the same bits alone as in the batch", flush=True)
-        save(result, arguments.out)
         steps = [] if arguments.drafts is not None or arguments.mtp else arguments.steps
         result["steps"] = [measure(llm, arguments, *step) for step in steps]
     save(result, arguments.out)
