@@ -6,6 +6,8 @@ They need vLLM's Python side only: `python -m scripts.vllm_tests 0.24.0 FOLDER` 
 from __future__ import annotations
 
 import importlib.metadata
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -206,8 +208,29 @@ class TestRegistry:
                 with pytest.raises(ValueError, match="batch invariance not supported"):
                     platform.get_attn_backend_cls(AttentionBackendEnum[NAME], wanted, num_heads=8)
 
-    def test_the_flag_is_known_to_the_configuration(self, registered):
-        assert AttentionConfig(backend=NAME).backend is AttentionBackendEnum[NAME]
+    def test_the_flags_of_the_page_are_vllms(self, registered, monkeypatch):
+        """As a user copies them. vLLM loads its plugins before it reads flags."""
+        from vllm.config.speculative import SpeculativeConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms.cpu import CpuPlatform
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        monkeypatch.setattr(vllm.platforms, "_current_platform", CpuPlatform())
+        page = (Path(__file__).parent.parent / "docs" / "integrations" / "vllm.md").read_text()
+        commands = [line.split() for line in page.splitlines() if line.startswith("vllm serve")]
+        flags = [" ".join(words[3:-3]) for words in commands if words[-1] == vllm.__version__[:4]]
+        flags += [flag.replace("MLA_OPS", NAME) for flag in re.findall(r"`(--?[^`]+)`", page.split("## What runs")[0])]
+        assert len(flags) == 6
+        for flag in flags:
+            if "force_mqa" in flag and not HAS_COMMON:
+                continue
+            arguments = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(shlex.split(flag))
+            asked = EngineArgs.from_cli_args(arguments)
+            if asked.attention_backend is not None:
+                assert AttentionConfig(backend=asked.attention_backend).backend is AttentionBackendEnum[NAME]
+            if asked.speculative_config is not None:
+                backend = asked.speculative_config["attention_backend"]
+                assert SpeculativeConfig._parse_attention_backend(backend) is AttentionBackendEnum[NAME]
 
     def test_full_graphs(self, config, monkeypatch):
         from mla_ops.integrations.vllm import backends
