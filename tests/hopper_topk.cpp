@@ -1,10 +1,15 @@
 // Top-k by the Hopper kernel's own code, compiled for a CPU: `test_hopper_topk.py` builds it.
 #include <cmath>
+#include <map>
 #include <utility>
 
 #include "hopper_simt.h"
 
+#define shared_address ptx_shared_address
+#define peer_address ptx_peer_address
+#define store_peer_if ptx_store_peer_if
 #define cluster_arrive ptx_cluster_arrive
+#define cluster_arrive_release ptx_cluster_arrive_release
 #define cluster_wait ptx_cluster_wait
 #define cluster_meet ptx_cluster_meet
 #define peer_pointer ptx_peer_pointer
@@ -13,18 +18,35 @@
 #define store_entry_if ptx_store_entry_if
 #define wait_for_prerequisites ptx_wait_for_prerequisites
 #define launch_dependents ptx_launch_dependents
-#include "ptx.cuh"
+#include "topk_peers.cuh"
 #undef wait_for_prerequisites
 #undef launch_dependents
 #undef cluster_wait
+#undef shared_address
+#undef peer_address
+#undef store_peer_if
 #undef cluster_arrive
+#undef cluster_arrive_release
 #undef cluster_meet
 #undef peer_pointer
 #undef load_once_16
 #undef named_barrier
 #undef store_entry_if
 
-static void cluster_meet() { simt::meet_cluster(); }
+// Threads of a cluster that have arrived; how often all have, which those that wait remember.
+static size_t arrived;
+static unsigned generation;
+static std::map<int, unsigned> met;
+static int number_in_cluster() { return simt::current->cta * simt::num_threads + simt::current->index; }
+static void cluster_arrive() {
+  met[number_in_cluster()] = generation;
+  if (++arrived == simt::threads.size()) arrived = 0, ++generation;
+}
+static void cluster_arrive_release() { cluster_arrive(); }
+static void cluster_wait() {
+  while (met.at(number_in_cluster()) == generation) simt::leave();
+}
+static void cluster_meet() { cluster_arrive(), cluster_wait(); }
 static void launch_dependents() {}
 
 // The launch in front writes a row's scores, and its results too. It ends once all threads of the row's cluster wait for
@@ -38,8 +60,6 @@ template <int, int COUNT>
 void named_barrier() {
   simt::meet(simt::cta().named, simt::current->index, COUNT, 0);
 }
-static void cluster_arrive() {}
-static void cluster_wait() { simt::meet_cluster(); }
 static void store_entry_if(bool condition, u64* target, u64 entry) {
   if (condition) *target = entry;
 }
@@ -52,6 +72,18 @@ T* peer_pointer(T* here, u32 rank) {
   const uintptr_t offset = reinterpret_cast<uintptr_t>(here) - reinterpret_cast<uintptr_t>(simt::shared_memory());
   if (rank >= simt::ctas.size() || offset >= simt::ctas[rank].shared.size() * 8) abort();
   return reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(simt::ctas[rank].shared.data()) + offset);
+}
+
+// Addresses are offsets, and a peer's has its rank, and one, above.
+static u32 shared_address(const void* here) {
+  return reinterpret_cast<uintptr_t>(here) - reinterpret_cast<uintptr_t>(simt::shared_memory());
+}
+static u32 peer_address(u32 address, u32 rank) { return (rank + 1) << 24 | address; }
+static void store_peer_if(bool condition, u32 target, u64 entry) {
+  if (!condition) return;
+  auto& shared = simt::ctas.at((target >> 24) - 1).shared;
+  if (target % 8 || target % (1 << 24) >= shared.size() * 8) abort();
+  std::memcpy(reinterpret_cast<unsigned char*>(shared.data()) + target % (1 << 24), &entry, 8);
 }
 
 #include "topk_row.cuh"
@@ -72,12 +104,15 @@ static void begin_front(const Params& p, i64 row) {
 extern "C" int bytes_of_params() { return sizeof(Params); }
 extern "C" int bytes_of_control() { return sizeof(Control); }
 
+// Of the last cluster: 1 where its CTAs met once.
+extern "C" int verdict() { return reinterpret_cast<const Control*>(simt::ctas[0].shared.data())->verdict; }
+
 template <int THREADS, int VECTORS, int SAMPLED>
 void launch(const Params& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
     const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
     begin_front(p, row);
-    Selection<THREADS, VECTORS, SAMPLED, true>(p, simt::shared_memory()).run(row, blockIdx.x % p.cluster);
+    Selection<THREADS, VECTORS, SAMPLED, true, VECTORS>(p, simt::shared_memory()).run(row, blockIdx.x % p.cluster);
   });
 }
 

@@ -305,10 +305,11 @@ def best(tool: str) -> None:
         20000: topk.FEW._replace(gated=2048, sampled=1024),
         20001: topk.FEW._replace(cluster=3, gated=2048, least=1024),
         20002: topk.FEW._replace(cluster=3, gated=1 << 30, least=1024),
+        20003: topk.MEETING._replace(cluster=3, gated=2048, least=1024),
     }
     for num_columns, plan in plans.items():
         topk.plan_for = lambda *_, plan=plan: plan
-        for kind in ("special", "ascending", "unlike its sample") if tool == "memcheck" else ("special",):
+        for kind in ("special", "ascending", "unlike its sample", "equal") if tool == "memcheck" else ("special",):
             scores = hard_rows(kind, 3, num_columns)
             ends = torch.tensor([num_columns, num_columns - 3, 150], dtype=torch.int32)
             table, requests = torch.arange(999, dtype=torch.int32)[None], torch.zeros(3, dtype=torch.int32)

@@ -42,8 +42,8 @@ PLANS = {
     "one CTA": topk.Plan(64, 2, 2, 1, 1, 64, 1024, 512),
     "one CTA without gates": topk.Plan(64, 1, 2, 1, 1, 64, 1 << 30, 512),
     "one CTA of a wide chunk": topk.Plan(128, 4, 1, 1, 1, 64, 1024, 512),
-    "clusters of 3": topk.Plan(64, 2, 2, 1, 3, 64, 1024, 512),
-    "clusters of 3 without gates": topk.Plan(64, 2, 2, 1, 3, 64, 1 << 30, 512),
+    "clusters of 3": topk.Plan(64, 2, 2, 1, 3, 64, 1024, 512, held=2),
+    "clusters of 3 without gates": topk.Plan(64, 2, 2, 1, 3, 64, 1 << 30, 512, held=2),
 }
 
 
@@ -57,6 +57,27 @@ def test_the_best_are_those_of_a_stable_sort(library: ctypes.CDLL, kind: str, pl
         want = topk_oracle(scores, 200, sorted=sorted)
         assert torch.equal(got[1], want[1])
         assert torch.equal(got[0], want[0])
+
+
+MEETING = topk.Plan(64, 2, 2, 1, 16, 64, 1024, 512, held=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clusters_that_meet_once_know_whether_that_was_enough(library: ctypes.CDLL, kind: str) -> None:
+    """Too many equal scores find no room; what one run of columns holds leaves a CTA more than its share."""
+    plan = MEETING
+    for seed, num_columns in enumerate((7001, plan.cluster * plan.held_columns - 3)):
+        scores = hard_rows(kind, 1, num_columns + 3, seed)[:, 3:]
+        got = run(library, plan, scores, 300, seed)
+        want = topk_oracle(scores, 300)
+        assert torch.equal(got[1], want[1])
+        assert torch.equal(got[0], want[0])
+        if kind in ("normal", "ascending", "best last", "equal"):
+            assert library.verdict() == (2 if kind == "equal" else 1)
+    crowded = torch.randn(1, 8000)
+    crowded.view(1, -1, 16)[:, :320:16] += 20
+    assert torch.equal(run(library, plan, crowded, 300)[0], topk_oracle(crowded, 300)[0])
+    assert library.verdict() == 2
 
 
 SHORT_PLANS = {
@@ -140,25 +161,36 @@ def test_a_plan_fits_its_rows_and_an_sm() -> None:
     at_once = dict(zip(topk.CLUSTERS, H200[1], strict=True))
     for num_rows in (1, 2, 7, 8, 14, 15, 16, 28, 29, 64, 66, 67, 128, 263, 264, 100_000):
         for num_columns in (1, 4096, 4097, 8192, 32768, 131072, topk.MAX_COLUMNS):
-            plan = topk.plan_for(num_rows, num_columns, *H200)
-            assert plan.kernel in topk.KERNELS
-            assert plan.cluster == 1 or num_rows <= at_once[plan.cluster]
-            assert not plan.short or num_columns <= plan.chunk
             for k in (1, 2, 3, 2047, 2048, 4095, 4096):
+                plan = topk.plan_for(num_rows, num_columns, *H200, k)
+                assert plan.kernel in topk.KERNELS
+                assert plan.cluster == 1 or num_rows <= at_once[plan.cluster]
+                assert not plan.short or num_columns <= plan.chunk
+                assert not plan.held or k <= plan.cluster * plan.need(k) <= topk.SLOTS
                 assert plan.shared_bytes(k) <= sources.MAX_SHARED_BYTES
                 assert plan.short or plan.capacity(k) >= k + plan.chunk
                 assert plan.capacity(k) % 2 == 0
+            plan = topk.plan_for(num_rows, num_columns, *H200, 2048)
             assert (plan.shared_bytes(2048) + RESERVED_SHARED_BYTES) * plan.ctas <= 228 * 1024
 
 
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "cluster"),
-    [(1, 32768, 8), (1, 131072, 16), (7, 131072, 16), (8, 131072, 8), (14, 131072, 8), (16, 32768, 6), (16, 131072, 6)]
+    [(1, 32768, 4), (1, 131072, 16), (7, 131072, 16), (8, 131072, 8), (14, 131072, 8), (16, 32768, 4), (16, 131072, 6)]
     + [(18, 131072, 4), (64, 131072, 2), (66, 16388, 2), (67, 131072, 1), (128, 131072, 1), (4096, 131072, 1)],
 )
 def test_clusters_do_not_wait_for_one_another(num_rows: int, num_columns: int, cluster: int) -> None:
     """16 clusters of 8 are 128 CTAs, and yet an H200 runs only 14 of them at one time."""
-    assert topk.plan_for(num_rows, num_columns, *H200).cluster == cluster
+    assert topk.plan_for(num_rows, num_columns, *H200, 2048).cluster == cluster
+
+
+def test_clusters_meet_once_where_their_registers_hold_a_row() -> None:
+    assert topk.plan_for(1, 32768, *H200, 2048).held
+    assert topk.plan_for(16, 32768, *H200, 2048).held
+    assert not topk.plan_for(1, 32768, *H200, 2048, sorted=True).held
+    assert not topk.plan_for(1, 32768, *H200, 4096).held
+    assert not topk.plan_for(16, 131072, *H200, 2048).held
+    assert not topk.plan_for(1, 131073, *H200, 2048).held
 
 
 def test_rows_that_do_not_begin_at_16_bytes_count_from_there() -> None:

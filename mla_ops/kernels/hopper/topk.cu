@@ -1,14 +1,15 @@
 // The k best columns of each row of scores: exact, the same bits in every run.
 //
 // Grid: a CTA or a cluster for each row, the last row first, because rows of a causal prefill grow. Shared memory: what
-// `Selection` in topk_row.cuh lays out. topk_row.cuh and topk_short.cuh say how it works.
+// `Selection` in topk_row.cuh lays out. topk_row.cuh, topk_cluster.cuh and topk_short.cuh say how it works.
 #include "topk_row.cuh"
 
-template <int THREADS, int VECTORS, int SAMPLED, int CTAS>
+template <int THREADS, int VECTORS, int SAMPLED, int CTAS, int HELD>
 __global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const u32 rank = blockIdx.x % p.cluster;
-  Selection<THREADS, VECTORS, SAMPLED, CTAS == 1>(p, shared_memory).run(p.num_rows - 1 - blockIdx.x / p.cluster, rank);
+  Selection<THREADS, VECTORS, SAMPLED, CTAS == 1, HELD>(p, shared_memory)
+      .run(p.num_rows - 1 - blockIdx.x / p.cluster, rank);
 }
 
 // Rows of up to 4 * THREADS * VECTORS - 3 columns.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ CLUSTERS = (2, 4, 6, 8, 16)  # CTAs of a row that is shared
 LEAST_OF_A_CTA = 4096  # columns
 LONG_ROW = 65536
 BINS = 2048
-CONTROL_BYTES = 928
+CONTROL_BYTES = 992
+SLOTS = 4096  # entries that the first CTA of a cluster that meets once has room for
 SM_SHARED_BYTES = 228 * 1024
 
 
@@ -52,6 +54,8 @@ class Params(ctypes.Structure):
         ("sampled", ctypes.c_uint),
         ("spare", ctypes.c_uint),
         ("sorted", ctypes.c_int),
+        ("need", ctypes.c_uint),
+        ("room", ctypes.c_uint),
     ]
 
 
@@ -73,6 +77,7 @@ class Plan(NamedTuple):
         spare: part of the gate's rank in a sample by which it may lie below it: a half makes a gate in less time, which
             lets more pass.
         short: registers of a CTA hold all columns; only `threads`, `vectors` and `ctas` mean something then.
+        held: vectors of a thread that registers of a cluster hold which meets once; 0: rows are done by entries.
     """
 
     threads: int
@@ -85,12 +90,13 @@ class Plan(NamedTuple):
     sampled: int = 2048
     spare: int = 8
     short: bool = False
+    held: int = 0
 
     @property
     def kernel(self) -> Kernel:
         sizes = (self.threads, self.vectors, self.ctas)
         if not self.short:
-            sizes = (self.threads, self.vectors, self.sample_vectors, self.ctas)
+            sizes = (self.threads, self.vectors, self.sample_vectors, self.ctas, self.held)
         name = "topk_short_rows" if self.short else "topk_rows"
         return Kernel("topk.cu", f"{name}<{', '.join(map(str, sizes))}>", self.threads, ctas=self.ctas)
 
@@ -104,20 +110,40 @@ class Plan(NamedTuple):
         entries = max(topk + self.chunk, min(topk + 2 * self.chunk, room))
         return max(entries + entries % 2, 1 << max(topk - 1, 1).bit_length())
 
+    @property
+    def held_columns(self) -> int:
+        """Columns of a CTA of a cluster that meets once."""
+        return 4 * self.threads * self.held
+
+    @property
+    def room(self) -> int:
+        """Entries of each CTA that the first one of such a cluster has room for."""
+        return SLOTS // self.cluster
+
+    def need(self, topk: int) -> int:
+        """Entries that each CTA hands over, its share and four standard deviations; 0 if there is no room for them."""
+        share = topk / self.cluster
+        need = math.ceil(share + 4 * share**0.5 + 4)
+        return need if self.cluster > 1 and need + need // 8 <= self.room else 0
+
     def shared_bytes(self, topk: int) -> int:
         """Dynamic shared memory of a CTA, as `Selection` and `select_short` lay it out."""
         if self.short:
             return CONTROL_BYTES + 4 * BINS + (8 << max(topk - 1, 1).bit_length())
-        return CONTROL_BYTES + 4 * BINS + 8 * self.capacity(topk)
+        quads = (self.cluster * self.held // 32 + 1) * self.threads  # of words of bits
+        return CONTROL_BYTES + 4 * BINS + max(8 * self.capacity(topk), 8 * SLOTS + 18 * quads)
 
 
 SHORT = tuple(Plan(1024, vectors, 0, 1, short=True) for vectors in (1, 2, 4))
 FEW = Plan(1024, 2, 1, 1)
+MEETING = FEW._replace(held=2)
 MANY = Plan(256, 2, 2, 4)
-KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, MANY))
+KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, MEETING, MANY))
 
 
-def plan_for(num_rows: int, num_columns: int, num_sms: int, at_once: tuple[int, ...]) -> Plan:
+def plan_for(
+    num_rows: int, num_columns: int, num_sms: int, at_once: tuple[int, ...], topk: int, *, sorted: bool = False
+) -> Plan:
     """By sizes that the host knows; lengths of rows are the device's.
 
     Args:
@@ -126,18 +152,21 @@ def plan_for(num_rows: int, num_columns: int, num_sms: int, at_once: tuple[int, 
         num_sms: of the device.
         at_once: clusters of each size in `CLUSTERS` that run at one time. A cluster lies in one group of SMs, so they
             are fewer than SMs over CTAs, and a second wave takes twice the time.
+        topk: columns that are wanted of a row.
+        sorted: the best first.
     """
     if num_rows > num_sms and num_columns > SHORT[0].chunk:
         return MANY
     for plan in SHORT:
         if num_columns <= plan.chunk:
             return plan
-    cluster = 1
-    for size, clusters in zip(CLUSTERS, at_once, strict=True):
-        if num_rows <= clusters and LEAST_OF_A_CTA * size <= num_columns:
-            cluster = size
-    sampled, spare = 4096 if num_columns > LONG_ROW else 2048, 2 if cluster <= CLUSTERS[1] else 8
-    return FEW._replace(cluster=cluster, sampled=sampled, spare=spare)
+    fitting = [size for size, clusters in zip(CLUSTERS, at_once, strict=True) if num_rows <= clusters]
+    meeting = (MEETING._replace(cluster=size) for size in fitting if num_columns <= size * MEETING.held_columns)
+    plan = next((plan for plan in meeting if plan.need(topk) and not sorted), None)
+    if plan is None:
+        plan = FEW._replace(cluster=max((size for size in fitting if LEAST_OF_A_CTA * size <= num_columns), default=1))
+    sampled, spare = 4096 if num_columns > LONG_ROW else 2048, 2 if plan.cluster <= CLUSTERS[1] else 8
+    return plan._replace(sampled=sampled, spare=spare)
 
 
 def aligned_columns(scores: torch.Tensor) -> int:
@@ -190,6 +219,8 @@ def pack(
         plan.sampled // 4,
         plan.spare,
         int(sorted),
+        0 if sorted else plan.need(topk),
+        plan.room,
     )
 
 
@@ -222,7 +253,14 @@ def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False,
     if num_rows == 0:
         return
     device_index = scores.device.index
-    plan = plan_for(num_rows, aligned_columns(scores), _num_sms(device_index), _at_once(device_index, topk))
+    plan = plan_for(
+        num_rows,
+        aligned_columns(scores),
+        _num_sms(device_index),
+        _at_once(device_index, topk),
+        topk,
+        sorted=rest.get("sorted", False),
+    )
     _loaded(device_index)[plan.kernel].launch(
         (num_rows * plan.cluster, 1, 1),
         (plan.threads, 1, 1),

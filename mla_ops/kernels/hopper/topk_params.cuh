@@ -27,6 +27,8 @@ struct Params {
   u32 sampled;   // groups of 4 columns
   u32 spare;     // part of the gate's rank in a sample by which it may lie below it
   int sorted;
+  u32 need;  // entries that each CTA of a cluster that meets once hands over at least; 0: none does
+  u32 room;  // that the first one has for each
 
   // The part of a row that memory has; bounds may hold any number.
   struct Given {

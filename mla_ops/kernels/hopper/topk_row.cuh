@@ -13,7 +13,7 @@
 //
 // A row that a CTA's registers hold needs none of this where rows are few, however wide the tensor (topk_short.cuh).
 #pragma once
-#include "topk_short.cuh"
+#include "topk_cluster.cuh"
 
 // Scores that reach the gate go on. A gate without a score lets everything pass, NaN too.
 struct Gate {
@@ -37,7 +37,7 @@ struct Sampled {
 };
 
 // SAMPLED groups of four of a sample for each thread. FEW_ROWS: latency is all, and registers hold short rows.
-template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS>
+template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, int HELD_BY_CLUSTER>
 struct Selection {
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
   static constexpr u32 CHUNK = STEP * 4;
@@ -90,7 +90,10 @@ struct Selection {
       own.keys[i][2] = key_of(x[i].z) & there, own.keys[i][3] = key_of(x[i].w) & there;
     }
     __syncthreads();  // bins are at 0
-    return static_cast<u32>(select<THREADS, false>(control, bins, own, rank, 0, SHIFT_OF_ALL, rank / p.spare + 2) >> 32);
+    const FirstBins first_bins(FEW_ROWS && rank >= 32 && rank < 2 * p.sampled);
+    return static_cast<u32>(select<THREADS, false, FEW_ROWS ? MORE : NOTHING>(
+                                control, bins, own, rank, first_bins.least, first_bins.shift, rank / p.spare + 2) >>
+                            32);
   }
 
   // A warp's groups of a chunk stand next to one another.
@@ -120,7 +123,8 @@ struct Selection {
       if (own >= whole && own < whole_end) {
         x[i] = load_once_16(from + i * 128);
       } else if (own < vectors) {
-        const int column = 4 * (first + own);
+        int column = 4 * (first + own);
+        hold(column);  // else what it takes is kept in registers throughout
         if (row.has(column)) x[i].x = from[i * 128];
         if (row.has(column + 1)) x[i].y = from[i * 128 + 1];
         if (row.has(column + 2)) x[i].z = from[i * 128 + 2];
@@ -271,8 +275,15 @@ struct Selection {
       Held<THREADS, HELD> held(4 * row_first, row_vectors);
       held.load(row.scores, row.skew, p.num_columns);
       __syncthreads();  // bins are at 0
-      held.count(row, p.num_columns, bins);
-      return held.choose(p, control, bins, number, given.request, row);
+      const FirstBins first_bins(length > 2 * p.k);
+      held.count(row, p.num_columns, bins, first_bins);
+      return held.choose(p, control, bins, number, given.request, row, first_bins);
+    }
+    if constexpr (HELD_BY_CLUSTER > 0) {
+      using Fast = InCluster<THREADS, HELD_BY_CLUSTER>;
+      if (p.need && 8 * p.need * p.cluster <= 5 * row_vectors && row_vectors <= p.cluster * Fast::MOST &&
+          Fast(p, control, bins, entries, row, rank).run(number, given.request))
+        return;
     }
     const u32 share = max((row_vectors + p.cluster - 1) / p.cluster, p.least), before = min(rank * share, row_vectors);
     const bool alone = row_vectors <= share;

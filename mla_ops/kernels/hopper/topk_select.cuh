@@ -22,6 +22,9 @@ struct alignas(16) Control {
   u64 threshold;
   u32 bin, above, inside;  // where a rank lies
   u32 listed;
+  u32 have;                // entries that this CTA hands over
+  u32 verdict;             // 1: the row is done
+  u32 gates[MAX_CLUSTER];  // of the cluster's CTAs; ~0: has handed over too little
   u32 sums[2][32];              // of warps
   u32 counts[2][MAX_CLUSTER];  // entries of the cluster's CTAs, without and with another reading
 };
@@ -88,10 +91,10 @@ DEVICE void clear_bins(u32* bins) {
   for (u32 i = 0; i < BINS / THREADS; ++i) bins[i * THREADS + threadIdx.x] = 0;
 }
 
-// The bin in which the entry of a rank, counted from 1 at the top, lies; leaves all bins at 0. The counts must be
-// complete, the result is there after the barrier at its end.
+// The bin in which the entry of a rank, counted from 1 at the top, lies, if there are as many; leaves all bins at 0. The
+// counts must be complete, the result is there after the barrier at its end. Returns the sum of the counts.
 template <int THREADS>
-DEVICE void find_bin(Control& control, u32* bins, u32 rank) {
+DEVICE u32 find_bin(Control& control, u32* bins, u32 rank) {
   constexpr int OWN = BINS / THREADS;
   static_assert(OWN > 0 && BINS % THREADS == 0, "each thread has bins of its own");
   u32 counts[OWN], sum = 0, total;
@@ -108,6 +111,7 @@ DEVICE void find_bin(Control& control, u32* bins, u32 rank) {
     }
   }
   meet<THREADS>();
+  return total;
 }
 
 // Entries in shared memory, as words: of scores and of positions.
@@ -148,8 +152,9 @@ DEVICE u64 entry_of_rank(Control& control, u32 inside, u32 rank, EachLeft each_l
 // a key below `least`. Bins are of 2^shift keys first, the last one of all above; then each round divides the bin of the
 // rank. Where one score is left, positions follow. Entries, and bins of 0, are there before a barrier that precedes this.
 // Where it need not be EXACT, `spare` entries more may reach it, and all those of one score. The first counts may have
-// been made.
-template <int THREADS, bool EXACT = true, class Entries>
+// been made. BELOW the first bins there is nothing, or what is searched next, or what lets this return 0 at once.
+enum Below { NOTHING, MORE, FAILURE };
+template <int THREADS, bool EXACT = true, Below BELOW = NOTHING, class Entries>
 DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank, u32 least, int shift, u32 spare = 0,
                   bool counted = false) {
   least = max(least, 1u);
@@ -163,7 +168,13 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
       });
     counted = false;
     meet<THREADS>();
-    find_bin<THREADS>(control, bins, rank);
+    const u32 total = find_bin<THREADS>(control, bins, rank);
+    if (BELOW != NOTHING && total < rank) {
+      if (BELOW == FAILURE || least == 1) return 0;
+      rank -= total, most = least - 1, least = 1;
+      shift = max(32 - BIN_BITS - __clz(most - least), 0);
+      continue;
+    }
     rank -= control.above;
     const u32 inside = control.inside;
     least += control.bin << shift;
@@ -205,6 +216,21 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
 // Bins of all keys, and of those from a gate on: scores above it differ little from it, and bins of 2^14 keys are up to
 // 0.2 percent of it wide, and reach to sixteen times it.
 constexpr int SHIFT_OF_ALL = 32 - BIN_BITS, SHIFT_OF_GATED = 14;
+
+// Bins that are counted first: of all keys, or, where less than half of the scores are wanted, 64 for each power of two
+// from 2^-16 to 2^16. ALL: all keys are in them.
+struct FirstBins {
+  u32 least;
+  int shift;
+
+  DEVICE explicit FirstBins(bool few_wanted)
+      : least(few_wanted ? 0x80000000u + (127 - 16 << 23) : 1), shift(few_wanted ? 17 : SHIFT_OF_ALL) {}
+
+  template <bool ALL = false>
+  DEVICE void count(u32* bins, u32 key) const {
+    if (ALL || key >= least) atomicAdd(&bins[ALL ? key - least >> shift : min(key - least >> shift, BINS - 1)], 1u);
+  }
+};
 
 template <int THREADS>
 __device__ __noinline__ u64 select_listed(Control& control, u32* bins, const u64* entries, u32 count, u32 rank,

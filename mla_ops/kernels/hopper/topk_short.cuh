@@ -55,7 +55,7 @@ struct Held {
   }
 
   // Keys, and their counts as `select` makes them. Bins are at 0 before.
-  DEVICE void count(const Row& row, int num_columns, u32* bins) {
+  DEVICE void count(const Row& row, int num_columns, u32* bins, FirstBins first_bins) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       u32* const own = keys + 4 * i;
@@ -65,13 +65,13 @@ struct Held {
       float values[4] = {scores[i].x, scores[i].y, scores[i].z, scores[i].w};
       if (begin >= row.start && begin + 4 <= row.end) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) own[j] = key_of(values[j]), atomicAdd(&bins[own[j] - 1 >> SHIFT_OF_ALL], 1u);
+        for (int j = 0; j < 4; ++j) own[j] = key_of(values[j]), first_bins.count<VECTORS == 1>(bins, own[j]);
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (!row.has(begin + j)) continue;
           if (!whole(begin, row.skew, num_columns)) values[j] = row.scores[begin + j];
-          own[j] = key_of(values[j]), atomicAdd(&bins[own[j] - 1 >> SHIFT_OF_ALL], 1u);
+          own[j] = key_of(values[j]), first_bins.count<VECTORS == 1>(bins, own[j]);
         }
       }
     }
@@ -103,11 +103,15 @@ struct Held {
   }
 
   // Chooses of what has been counted, and writes.
-  DEVICE void choose(const Params& p, Control& control, u32* bins, i64 number, int request, const Row& row) const {
+  DEVICE void choose(const Params& p, Control& control, u32* bins, i64 number, int request, const Row& row,
+                     FirstBins first_bins) const {
     u64* const entries = reinterpret_cast<u64*>(bins + BINS);
     const u64 any = entry_of(1, ~0u);  // all that are there
     const bool all = row.end - row.start <= p.k;
-    const u64 threshold = all ? any : select<THREADS>(control, bins, *this, p.k, 0, SHIFT_OF_ALL, 0, true);
+    const u64 threshold =
+        all ? any
+            : select<THREADS, true, VECTORS == 1 ? NOTHING : MORE>(control, bins, *this, p.k, first_bins.least,
+                                                                   first_bins.shift, 0, true);
     const u32 count = collect(control, threshold, entries);
     __syncthreads();
     if (p.sorted) sort<THREADS>(entries, count);
@@ -142,6 +146,7 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
   }
   const Row row = {scores - skew, start + skew, end + skew, skew};
   __syncthreads();
-  held.count(row, p.num_columns, bins);
-  held.choose(p, control, bins, number, given.request, row);
+  const FirstBins first_bins(VECTORS > 1 && length > 2 * p.k);
+  held.count(row, p.num_columns, bins, first_bins);
+  held.choose(p, control, bins, number, given.request, row, first_bins);
 }
