@@ -8,7 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.launches import PART_SIZES, SIZES, Sample, candidates, fit, from_vector, label, to_vector, write
+from benchmarks.launches import (
+    PART_SIZES,
+    SIZES,
+    Sample,
+    candidates,
+    fit,
+    from_vector,
+    label,
+    main,
+    read_samples,
+    to_vector,
+    write,
+    write_samples,
+)
 from mla_ops.kernels.hopper.costs import TABLE, Costs, read_costs
 from mla_ops.kernels.hopper.launch import KERNELS, Clusters, Group
 from mla_ops.kernels.hopper.waves import Wave
@@ -46,7 +59,7 @@ def other_costs() -> Costs:
 def test_a_fit_predicts_every_launch_of_another_gpu() -> None:
     """Exact times are met to the rounding of the table; some constants occur only in sums and are not unique."""
     samples = timed(other_costs(), 0.0)
-    fitted = fit(samples, H200)
+    fitted = fit(samples, H200, hold=0.0)
     for sample in samples:
         assert sample.predicted_us(fitted) == pytest.approx(sample.us, rel=2e-3)
     assert fitted.tiles["FP8_DS_MLA"][64].turn_us == pytest.approx(other_costs().tiles["FP8_DS_MLA"][64].turn_us, 1e-2)
@@ -55,7 +68,7 @@ def test_a_fit_predicts_every_launch_of_another_gpu() -> None:
 
 def test_noise_of_two_percent_moves_predictions_by_no_more() -> None:
     samples = timed(other_costs(), 0.02)
-    fitted = fit(samples, H200)
+    fitted = fit(samples, H200, hold=0.0)
     for sample in samples:
         assert sample.predicted_us(fitted) == pytest.approx(sample.us, rel=0.02)
 
@@ -64,9 +77,35 @@ def test_no_constant_is_negative() -> None:
     """Times that fall with more members would be fitted by a negative time of a member."""
     keys = KERNELS["fp8_ds_mla", 576]
     samples = [Sample(keys, 128, 33, (Wave(4, Group(members)),), AT_ONCE, 40 - members) for members in (2, 3, 4, 6, 8)]
-    fitted = fit(samples, H200)
+    fitted = fit(samples, H200, hold=0.0)
     assert min(to_vector(fitted)) == 0.0
     assert fitted.tiles["BF16_576"] == H200.tiles["BF16_576"]  # no sample says anything of it
+
+
+def test_constants_that_samples_do_not_tell_apart_stay_in_proportion() -> None:
+    """Rows of one CTA each, in one round: a turn's time and a row's own only as a sum."""
+    keys = KERNELS["fp8_ds_mla", 576]
+    before = H200.tiles[keys.name][64]
+    us = 1.1 * (32 * before.turn_us + before.row_us)
+    fitted = fit([Sample(keys, 64, 32, (Wave(1, Clusters(64, 1)),), AT_ONCE, us)] * 1000, H200)
+    after = fitted.tiles[keys.name][64]
+    assert 32 * after.turn_us + after.row_us == pytest.approx(us, rel=5e-3)
+    assert before.turn_us < after.turn_us
+    assert before.row_us < after.row_us < 1.1 * before.row_us
+    assert fitted._replace(tiles=H200.tiles) == H200
+
+
+def test_measured_launches_are_read_as_they_were_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys, sizes, path = KERNELS["fp8_ds_mla", 576], ((40, 128, 2048), (16, 128, 2048)), tmp_path / "samples.json"
+    shapes = []
+    for num_tokens, num_heads, topk in sizes:
+        calls = candidates(keys, num_tokens, num_heads, 32, AT_ONCE, H200)
+        samples = [Sample(keys, num_heads, 32, waves, AT_ONCE, 50.0 + number) for number, waves in enumerate(calls)]
+        shapes.append((keys, (num_tokens, num_heads, topk), samples))
+    write_samples(path, "NVIDIA H200", shapes)
+    assert read_samples(path) == ("NVIDIA H200", shapes)
+    assert main(["--read", str(path)]) == 0
+    assert capsys.readouterr().out.count("FP8_DS_MLA  ") == len(sizes)
 
 
 def test_the_table_is_read_by_the_name_of_the_gpu(tmp_path: Path) -> None:
