@@ -1,5 +1,5 @@
-// Parts that a row's shares leave, added up by as many CTAs as a cluster has, and by a cluster: the Hopper kernels' own
-// code, compiled for a CPU. `test_hopper_shares.py` builds it. The shares' values are made up.
+// Parts that a row's shares leave, added up by as many CTAs as a cluster has, by one in registers, and by a cluster: the
+// Hopper kernels' own code, compiled for a CPU. `test_hopper_shares.py` builds it. The shares' values are made up.
 
 #include <cmath>
 
@@ -25,6 +25,8 @@ static float __fdividef(float a, float b) { return a / b; }
 #define store_shared_4 ptx_store_shared_4
 #define store_shared_float ptx_store_shared_float
 #define store_shared_float2 ptx_store_shared_float2
+#define store_shared_16 ptx_store_shared_16
+#define load_shared_16 ptx_load_shared_16
 #define load_shared_4 ptx_load_shared_4
 #define load_shared_float ptx_load_shared_float
 #define load_shared_float2 ptx_load_shared_float2
@@ -47,6 +49,8 @@ static float __fdividef(float a, float b) { return a / b; }
 #undef store_shared_4
 #undef store_shared_float
 #undef store_shared_float2
+#undef store_shared_16
+#undef load_shared_16
 #undef load_shared_4
 #undef load_shared_float
 #undef load_shared_float2
@@ -98,10 +102,15 @@ static void store_shared_float2(u32 address, float a, float b) {
   store_shared_float(address, a), store_shared_float(address + 4, b);
 }
 static u32 load_shared_4(u32 address) { return loaded<u32>(simt::shared_memory() + address); }
+static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  const u32 words[] = {a, b, c, d};
+  std::memcpy(simt::shared_memory() + address, words, 16);
+}
+static uint4 load_shared_16(u32 address) { return loaded<uint4>(simt::shared_memory() + address); }
 static float load_shared_float(u32 address) { return __uint_as_float(load_shared_4(address)); }
 static float2 load_shared_float2(u32 address) { return {load_shared_float(address), load_shared_float(address + 4)}; }
 
-#include "shares.cuh"
+#include "folds.cuh"
 
 // A number from 0 to 1 that everything about it decides.
 static float number(const Row& row, int share, int a, int b, int c) {
@@ -113,7 +122,8 @@ static float number(const Row& row, int share, int a, int b, int c) {
 // The sum and reference of a head in a share: shares of some tokens have no key, others are bfloat16.
 static float2 state_of(const Row& row, int share, int head) {
   if ((row.token + share) % 5 == 0) return {0.f, NO_SCORE_YET};
-  const float sum = 1 + 100 * number(row, share, head, -1, 0), reference = 40 * number(row, share, head, -2, 0) - 20;
+  const float sum = 1 + 100 * number(row, share, head, -1, 0),
+              reference = std::floor(40 * number(row, share, head, -2, 0)) - 20;
   return {(row.token + share) % 4 == 0 ? -sum : sum, reference};
 }
 
@@ -144,6 +154,30 @@ void in_shares(const Params& p, int clusters, int seed) {
       else
         add_shares<L, 4>(p, row, parts, warp, lane);
       odd_row ^= 1;
+    }
+  });
+}
+
+// By one CTA, whose threads are those that accumulate; the first ones are those of scores as well.
+template <class L>
+void folded(const Params& p, int ctas, int seed) {
+  constexpr int PIECES = 4, N = L::HEADS / 2;
+  simt::launch(ctas, 1, 256, L::BYTES, seed, [&] {
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    float sums[PIECES][N], o[PIECES][N];
+    for (Row row = first_row<Launch::FOLDS>(p, 0); row.token < p.num_tokens;
+         row = next_row<Launch::FOLDS, false>(p, 0, row)) {
+      for (int n = 0; n < PIECES * N; ++n) o[n / N][n % N] = value_of(row, row.rank, warp, lane, n);
+      if (thread < L::HEADS) end_fold<L>(p, row, 0, thread, state_of(row, row.rank, thread));
+      __syncthreads();
+      fold<L>(sums, o, 0, lane, begins_row(p, row));
+      if (ends_row(p, row)) {
+        write_packets<L>(target_of<L>(p, row), warp, lane, [&](int n) {
+          const int piece = n / N, e = n % N, head = e / 4 * 8 + lane % 4 * 2 + e % 2;
+          return sums[piece][e] * load_shared_float(L::COLUMNS + head * 8);
+        });
+      }
+      __syncthreads();
     }
   });
 }
@@ -195,7 +229,9 @@ void in_cluster(const Params& p) {
 template <int HEADS>
 void attend(const Params& p, int clusters, int seed) {
   using L = Layout<HEADS, FP8_DS_MLA>;
-  if (p.shares)
+  if (HEADS == 16 && p.shares && p.splits == 1)
+    folded<L>(p, clusters, seed);
+  else if (p.shares)
     in_shares<L>(p, clusters, seed);
   else
     in_cluster<L>(p);

@@ -34,7 +34,7 @@ FP8 = KERNELS["fp8_ds_mla", 576]
 # clusters that an H200 runs at one time, by the sizes in SPLITS
 AT_ONCE = (132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7)
 
-H200 = read_costs(TABLE.read_text(), "NVIDIA H200")
+H100, H200 = (read_costs(TABLE.read_text(), gpu) for gpu in ("NVIDIA H100", "NVIDIA H200"))
 
 
 @pytest.mark.parametrize(
@@ -228,12 +228,15 @@ def shares_of(shape: Shape) -> int:
 @pytest.mark.parametrize(
     ("keys", "num_heads", "topk", "tile", "shares"),
     [
-        (FP8, 16, 2048, 16, 4),
+        (FP8, 16, 2048, 16, 8),
         (FP8, 128, 2048, 64, 4),
         (FP8, 64, 640, 64, 2),
-        (FP8, 16, 640, 16, 2),
+        (FP8, 16, 640, 16, 3),
+        (FP8, 16, 500, 16, 3),
+        (FP8, 32, 640, 32, 2),
         (FP8, 64, 0, 64, 1),
-        (FP8, 16, 2**20, 16, max(SPLITS)),
+        (FP8, 16, 2**20, 16, 8),
+        (FP8, 128, 2**20, 64, max(SPLITS)),
         (KERNELS["bf16", 576], 16, 2048, 16, 4),
     ],
 )
@@ -243,7 +246,7 @@ def test_deterministic_launches_share_a_row_by_its_capacity_alone(
     of_this_row = deterministic_shapes(keys, num_heads, topk)
     assert {(shape.tile, shares_of(shape)) for shape in of_this_row} == {(tile, shares)}
     # A cluster of two with few heads adds up otherwise (`exchange_halves`), so it is no choice among others.
-    assert Clusters(16, 2) not in of_this_row or len(of_this_row) == 1
+    assert len(of_this_row) == 1 or not {Clusters(16, 2), Clusters(32, 2)} & set(of_this_row)
     for num_tokens in (1, 7, 60, 140, 4096):
         (wave,) = choose_deterministic(keys, num_tokens, num_heads, topk, AT_ONCE, H200)
         assert wave.num_tokens == num_tokens
@@ -256,12 +259,13 @@ def test_deterministic_rows_are_groups_where_clusters_do_not_fit() -> None:
     assert choose_deterministic(FP8, 16, 128, 2048, AT_ONCE, H200) == (Wave(16, Group(4)),)
 
 
-# us of launches whose bits are alike, measured on an H200 (`docs/results/deterministic-h200.txt`)
+# us of launches whose bits are alike (`docs/results/deterministic-*.txt`), of 16 heads on an H100, of others on an H200
 MEASURED = [
-    (32, 16, {Clusters(16, 4): 40.4, Clusters(16, 2, 1, 4): 40.3}),
-    (64, 16, {Clusters(16, 4): 58.4, Clusters(16, 2, 1, 4): 46.9}),
-    (128, 16, {Clusters(16, 4): 92.3, Clusters(16, 1, 1, 4): 76.5}),
-    (512, 8, {Clusters(16, 4): 305.7, Clusters(16, 1, 1, 4): 251.3}),
+    (8, 16, {Clusters(16, 8): 17.0, Clusters(16, 4, 1, 8): 27.3}),
+    (16, 16, {Clusters(16, 8): 29.7, Clusters(16, 4, 1, 8): 30.2, Clusters(16, 3, 1, 8): 35.9}),
+    (32, 16, {Clusters(16, 8): 45.4, Clusters(16, 3, 1, 8): 42.5, Clusters(16, 2, 1, 8): 45.7}),
+    (64, 16, {Clusters(16, 2, 1, 8): 62.4, Clusters(16, 1, 1, 8): 69.8, Clusters(16, 3, 1, 8): 70.2}),
+    (128, 16, {Clusters(16, 1, 1, 8): 89.5, Clusters(16, 2, 1, 8): 103.6}),
     (32, 32, {Clusters(32, 4): 46.9, Clusters(32, 2, 1, 4): 47.8}),
     (64, 32, {Clusters(32, 4): 67.6, Clusters(32, 2, 1, 4): 54.6}),
     (256, 32, {Clusters(32, 4): 187.9, Clusters(32, 1, 1, 4): 163.7}),
@@ -280,8 +284,9 @@ MEASURED = [
 def test_the_chosen_deterministic_launch_is_within_two_percent_of_the_fastest(
     num_tokens: int, num_heads: int, measured: dict[Shape, float]
 ) -> None:
-    ((_, shape),) = choose_deterministic(FP8, num_tokens, num_heads, 2048, AT_ONCE, H200)
-    assert measured[shape] <= 1.02 * min(measured.values())
+    for costs in (H100, H200):
+        ((_, shape),) = choose_deterministic(FP8, num_tokens, num_heads, 2048, AT_ONCE, costs)
+        assert measured[shape] <= 1.02 * min(measured.values())
 
 
 def test_memory_of_a_wave_in_shares_is_not_given_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

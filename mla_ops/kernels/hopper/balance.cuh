@@ -264,7 +264,7 @@ DEVICE int numbers_ahead(const Params& p, u32 place) {
 
 template <Launch LAUNCH>
 DEVICE Row first_row(const Params& p, u32 place) {
-  if constexpr (LAUNCH == Launch::SHARES) return first_share(p);
+  if constexpr (in_shares(LAUNCH)) return first_share<LAUNCH>(p);
   return row_number<LAUNCH>(p, place, first_number<LAUNCH>(place));
 }
 
@@ -274,8 +274,8 @@ DEVICE Row next_row(const Params& p, u32 place, const Row& row) {
   if constexpr (LAUNCH == Launch::BALANCED) {
     const int token = row.token + numbers_ahead<LAUNCH>(p, place);
     return KEYS_TOO ? piece_at(p, place, token) : token_at(p, place, token);
-  } else if constexpr (LAUNCH == Launch::SHARES) {
-    return next_share<KEYS_TOO>(p, row);
+  } else if constexpr (in_shares(LAUNCH)) {
+    return next_share<LAUNCH, KEYS_TOO>(p, row);
   } else {
     return next_row(p, row);
   }

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats import LATENT_DIM
-from .launch import SPLITS, Clusters, Group, Keys
+from .launch import SPLITS, Clusters, Group, Keys, folds
 
 TABLE = Path(__file__).with_name("costs.json")
 DEFAULT = "H200"  # for a GPU without times of its own
@@ -44,7 +44,8 @@ class Costs(NamedTuple):
         even_us: a group whose CTAs have equally many turns, so that all meet at one time.
         launch_us: the part of `row_us` that the rows of a later round do not take, where no CTA takes several rows.
         next_row_us: from one row of a CTA to its next.
-        share_us: from one share of a CTA to its next of the same row, with 64 heads.
+        fold_us: from one share of a CTA to its next of the same row, where registers hold the sum.
+        share_us: the same where memory holds the parts, with 64 heads.
         shares_us: to leave and add up the shares of a row, with 64 heads, by one CTA; more have a part of it each.
         sharers_us: several CTAs that take shares of one row, once a launch: their code comes from memory.
         wave_us: another wave.
@@ -58,6 +59,7 @@ class Costs(NamedTuple):
     even_us: float
     launch_us: float
     next_row_us: float
+    fold_us: float
     share_us: float
     shares_us: float
     sharers_us: float
@@ -114,8 +116,10 @@ def predicted_us(
     own_shares = max(1, -(-shares // splits))
     of_64 = shape.tile / 64
     keys_us = own_shares * -(-turns // (shares or splits * parts)) * turn_us
-    keys_us += (own_shares - 1) * costs.share_us * of_64
-    end_us = costs.shares_us * of_64 / splits if shares else merge_us / splits if splits > 1 else 0.0
+    keys_us += (own_shares - 1) * (costs.fold_us if folds(shape) else costs.share_us * of_64)
+    end_us = merge_us / splits if splits > 1 else 0.0
+    if shares:
+        end_us = 0.0 if folds(shape) else costs.shares_us * of_64 / splits
     first_us = row_us + end_us
     later_us = first_us - costs.launch_us
     if keys.kernel(shape).walks:

@@ -90,7 +90,8 @@ class Params(ctypes.Structure):
 pack = packer(Params)
 
 
-MOST_SHARES = 8  # `shares.cuh` adds up so many shares of a row
+MOST_SHARES = 8  # of a row, as in layout.cuh
+FOLDING_TILE = 16  # heads of a CTA that keeps the sum of all shares of a row in registers (`folds.cuh`)
 
 
 class Clusters(NamedTuple):
@@ -109,6 +110,11 @@ class Clusters(NamedTuple):
     splits: int
     parts: int = 1
     shares: int = 0
+
+
+def folds(shape: Clusters) -> bool:
+    """Whether one CTA takes all shares of a row and keeps their sum in registers."""
+    return shape.shares > 0 and shape.splits == 1 and shape.tile == FOLDING_TILE
 
 
 class Group(NamedTuple):
@@ -228,7 +234,9 @@ class Keys:
         if in_shares and shape.shares > MOST_SHARES:
             raise ValueError(f"a row has at most {MOST_SHARES} shares of which a CTA takes several, got {shape.shares}")
         walks = in_shares or (isinstance(shape, Clusters) and shape.splits == 1)
-        kind = "groups" if grouped else "shares" if in_shares else "rows" if walks else "clusters"
+        kind = "groups" if grouped else "rows" if walks else "clusters"
+        if in_shares:
+            kind = "folds" if folds(shape) else "shares"
         if self.quantized:
             name = f"sparse_attention_{kind}<{tile}, {self.name}>"
             return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, walks)
@@ -242,7 +250,7 @@ class Keys:
         """All there are, each once."""
         shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
         if self.quantized:
-            shapes += [Group(2), *(Clusters(tile, 1, shares=2) for tile in self.tiles)]
+            shapes += [Group(2), *(Clusters(tile, n, shares=3) for tile in self.tiles for n in (1, 2))]
         of = itertools.product((self.kernel, self.yielding_kernel, self.balanced_kernel), shapes, (False, True))
         every = (find(shape, oversubscribed) for find, shape, oversubscribed in of)
         return list({kernel.name: kernel for kernel in every if kernel}.values())

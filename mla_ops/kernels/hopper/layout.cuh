@@ -47,14 +47,17 @@ struct Params {
 };
 
 constexpr int COUNTERS = 8, SHARERS_COUNTERS = 4;
+constexpr int MOST_SHARES = 8;  // of a row
 
 // Who works on a row: a CTA that takes one row after the other; a cluster; a group, CTAs of no cluster that meet in L2;
-// workers, of which each has an even share of all keys (`balance.cuh`); or CTAs that take one share of a row after the
-// other (`shares.cuh`).
-enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED, SHARES };
+// workers, of which each has an even share of all keys (`balance.cuh`); CTAs that take one share of a row after the
+// other (`shares.cuh`); or one CTA that takes all of them and keeps their sum in registers (`folds.cuh`).
+enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED, SHARES, FOLDS };
 
 // Whether a CTA takes one row, or piece of one, after the other.
 DEVICE constexpr bool walks(Launch launch) { return launch != Launch::CLUSTERS && launch != Launch::GROUPS; }
+
+DEVICE constexpr bool in_shares(Launch launch) { return launch == Launch::SHARES || launch == Launch::FOLDS; }
 
 constexpr int TILE_KEYS = 64;                    // keys of a turn
 constexpr int HALF_BYTES = TILE_KEYS * 256 * 2;  // bytes of half of a turn's values
@@ -167,7 +170,13 @@ struct Layout {
   static constexpr int SCORES = (SCORES_FREE + SCORE_SLOTS * 8 + 15) / 16 * 16;  // float32 [SCORE_SLOTS, 64, HEADS]
   // The interval of a balanced CTA. With 64 heads, which take all memory, it lies in place of two unused barriers.
   static constexpr int INTERVAL = HEADS == 64 ? WEIGHTS_FREE : SCORES + SCORE_SLOTS * HEADS * 256;
-  static constexpr int BYTES = HEADS == 64 ? SCORES_FULL : INTERVAL + 16;
+  // One CTA's shares of a row (`folds.cuh`): of the last one float4 [HEADS] and float [4, HEADS], sums of each warp; of
+  // all up to now float [HEADS], references; float2 [MOST_SHARES, HEADS], sums and references.
+  static constexpr int FOLD = INTERVAL + 16, FOLD_SUMS = FOLD + HEADS * 16, FOLD_TOPS = FOLD_SUMS + HEADS * 16,
+                       FOLD_STATES = FOLD_TOPS + HEADS * 4;
+  static constexpr int BYTES = HEADS == 64   ? SCORES_FULL
+                               : HEADS == 16 ? FOLD_STATES + MOST_SHARES * HEADS * 8
+                                             : INTERVAL + 16;
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = RAW;  // free once the last weights are there
   using Packet = Packets<HEADS, true>;
@@ -231,20 +240,27 @@ DEVICE Row share_at(const Params& p, int item, int share) {
   return row_of(p, token, item - token * p.head_tiles, 0, p.shares, share);
 }
 
-DEVICE Row first_share(const Params& p) { return share_at(p, cluster_index(p), cluster_rank()); }
+template <Launch LAUNCH>
+DEVICE Row first_share(const Params& p) {
+  if constexpr (LAUNCH == Launch::FOLDS) return share_at(p, blockIdx.x, 0);
+  return share_at(p, cluster_index(p), cluster_rank());
+}
 
 DEVICE bool begins_row(const Params& p, const Row& row) { return row.rank < p.splits; }
 DEVICE bool ends_row(const Params& p, const Row& row) { return row.rank + p.splits >= p.shares; }
 
 // The CTA's next share, of this row or another. KEYS_TOO: those who do not gather need no more than which it is.
-template <bool KEYS_TOO>
+template <Launch LAUNCH, bool KEYS_TOO>
 DEVICE Row next_share(const Params& p, const Row& row) {
+  constexpr bool ALONE = LAUNCH == Launch::FOLDS;
   const bool ends = ends_row(p, row);
-  const int share = ends ? static_cast<int>(cluster_rank()) : row.rank + p.splits,
-            item = row.token * p.head_tiles + row.tile + (ends ? divide(gridDim.x, p.of_splits) : 0);
+  const int share = !ends ? row.rank + p.splits : ALONE ? 0 : static_cast<int>(cluster_rank()),
+            clusters = ALONE ? gridDim.x : divide(gridDim.x, p.of_splits),
+            item = row.token * p.head_tiles + row.tile + (ends ? clusters : 0);
   if (KEYS_TOO) return share_at(p, item, share);
   Row next = row;
-  next.token = divide(item, p.of_head_tiles), next.tile = item - next.token * p.head_tiles, next.rank = share;
+  next.token = divide(item, p.of_head_tiles), next.tile = item - next.token * p.head_tiles;
+  next.rank = share;
   return next;
 }
 

@@ -1,8 +1,8 @@
 // Scores and weights, and the values for the warpgroups that accumulate.
 #pragma once
 
+#include "folds.cuh"
 #include "group.cuh"
-#include "shares.cuh"
 #include "wgmma.cuh"
 
 // The score of one key and head from the cache's bytes and the query as it came, in float32: any scale, any query.
@@ -300,10 +300,11 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
 
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
-DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at) {
+DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at,
+                 u32 row_parity) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
-  constexpr bool WALK = walks(LAUNCH), SHARES = LAUNCH == Launch::SHARES;
+  constexpr bool WALK = walks(LAUNCH), SHARES = in_shares(LAUNCH);
   constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, WALK && !SHARES>;
   constexpr int TILES = HEADS / 8;
   thread = kept(thread);
@@ -488,6 +489,20 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     warp_arrive(shared + L::FACTORS_FULL, lane);
     named_barrier<SCORE_BARRIER, 128>();  // without it the compiler takes rows to differ within a warp, and spills
     return in_raw && warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
+  }
+
+  if constexpr (LAUNCH == Launch::FOLDS) {
+    store_sums<HEADS>(sums, shared + L::FOLD_SUMS + warp * (HEADS * 4), lane);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    if (warp == 0) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // the share before was folded
+    if (thread < HEADS) {
+      const float total = sum_of<HEADS>(shared + L::FOLD_SUMS, thread),
+                  reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + thread * 8 + 4);
+      end_fold<L>(p, row, shared, thread, make_float2(bfloat16 ? -total : total, reference));
+    }
+    __syncwarp();
+    warp_arrive(shared + L::FACTORS_FULL, lane);
+    return 0;
   }
 
   if constexpr (SHARES) {

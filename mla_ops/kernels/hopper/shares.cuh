@@ -76,10 +76,10 @@ DEVICE void await_opened(const Params& p) {
   if (p.splits > 1) cluster_wait();
 }
 
-// For the warpgroup of scores, between two shares of a row.
-template <class L>
+// For the warpgroup of scores, between two shares of a row. READ: those that accumulate read the references, too.
+template <class L, bool READ>
 DEVICE void renew_references(u32 shared, int thread, u32 parity) {
-  mbarrier_wait(shared + L::FACTORS_FREE, parity);
+  if (READ) mbarrier_wait(shared + L::FACTORS_FREE, parity);
   if (thread < L::HEADS) store_shared_float(shared + L::COLUMNS + thread * 8 + 4, 0.f);
   named_barrier<SCORE_BARRIER, 128>();
 }
@@ -107,11 +107,41 @@ DEVICE void add_piece(float (&sums)[L::Packet::QUADS * 4], const Piece<typename 
   }
 }
 
+// What `weigh_parts` makes of the states of a head's shares: their weights, the result's, and the lse.
+template <int MOST>
+struct Weights {
+  float of[MOST], whole, lse;
+};
+
+template <class L, int MOST>
+DEVICE Weights<MOST> weigh_shares(const float2 (&state)[MOST], float sink) {
+  constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;  // of `weigh_parts`
+  Weights<MOST> weights;
+  float reference = NO_SCORE_YET, totals[LANES] = {};
+#pragma unroll
+  for (int s = 0; s < MOST; ++s) reference = fmaxf(reference, state[s].y);
+#pragma unroll
+  for (int s = 0; s < MOST; ++s) {
+    weights.of[s] = state[s].x * (state[s].x == 0.f ? 0.f : exp2_approx(state[s].y - reference));
+    totals[s % LANES] += fabsf(weights.of[s]);
+  }
+#pragma unroll
+  for (int step = LANES / 2; step; step >>= 1)
+#pragma unroll
+    for (int i = 0; i < step; ++i) totals[i] += totals[i + step];
+  const float total = totals[0];
+  weights.lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
+  weights.whole = __fdividef(1.f / L::FACTOR, total);
+  if (sink != -INFINITY)
+    weights.whole = __fdividef(weights.whole, 1.f + exp2_approx((sink - weights.lse) * 1.4426950408889634f));
+  if (total == 0.f) weights.whole = 0.f;
+  return weights;
+}
+
 // Adds up a row's parts, MOST at most, as `weigh_parts` and `add_packets` do.
 template <class L, int MOST>
 DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* parts, int warp, int lane) {
   using P = typename L::Packet;
-  constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;  // of `weigh_parts`
   constexpr int PITCH = 8 * PartOfWarp<L>::BYTES, AT_ONCE = (L::HEADS == 64 ? 64 : 32) / P::WORDS / MOST;  // packets
   const int global_head = row.tile * L::HEADS + head_of_lane<L>(warp, lane);
   const bool there = global_head < p.num_heads;
@@ -124,26 +154,10 @@ DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* par
     const uint2 v = load_l2_8(parts + s * PITCH + PartOfWarp<L>::STATES + lane * 8);
     state[s] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
   }
-  float reference = NO_SCORE_YET, weight[MOST], totals[LANES] = {};
-#pragma unroll
-  for (int s = 0; s < MOST; ++s) reference = fmaxf(reference, state[s].y);
-#pragma unroll
-  for (int s = 0; s < MOST; ++s) {
-    weight[s] = state[s].x * (state[s].x == 0.f ? 0.f : exp2_approx(state[s].y - reference));
-    totals[s % LANES] += fabsf(weight[s]);
-  }
-#pragma unroll
-  for (int step = LANES / 2; step; step >>= 1)
-#pragma unroll
-    for (int i = 0; i < step; ++i) totals[i] += totals[i + step];
-  const float total = totals[0],
-              lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
-  float whole = __fdividef(1.f / L::FACTOR, total);
-  if (sink != -INFINITY) whole = __fdividef(whole, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
-  if (total == 0.f) whole = 0.f;
+  const Weights<MOST> weights = weigh_shares<L>(state, sink);
   const bool tells = L::HEADS == 64 ? warp < 4 && lane < 16 : warp == 0 && lane < L::HEADS;
   if (tells && there && cluster_rank() == 0)
-    p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+    p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = weights.lse;
 
   const Target to = target_of<L>(p, row);
   const unsigned char* const from = parts + lane * (P::UNIT * 4);
@@ -162,10 +176,10 @@ DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* par
       float sums[P::QUADS * 4] = {};
 #pragma unroll
       for (int s = 0; s < MOST; ++s) {
-        const float2 factor = of_heads<L>(weight[s], number, lane);
+        const float2 factor = of_heads<L>(weights.of[s], number, lane);
         if (s < p.shares) add_piece<L>(sums, piece[i][s], factor);
       }
-      const float2 factor = of_heads<L>(whole, number, lane);
+      const float2 factor = of_heads<L>(weights.whole, number, lane);
 #pragma unroll
       for (int e = 0; e < P::QUADS * 4; ++e) sums[e] *= is_second<L>(e) ? factor.y : factor.x;
       write_packet<L>(to, sums, number, warp, lane);

@@ -16,7 +16,7 @@
 // ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend(const Params& p) {
-  constexpr bool WALK = walks(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = LAUNCH == Launch::SHARES;
+  constexpr bool WALK = walks(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = in_shares(LAUNCH);
   using L = Layout<HEADS, FORMAT>;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
@@ -30,6 +30,7 @@ DEVICE void attend(const Params& p) {
   constexpr int PRODUCER = L::THREADS / 128 - 1;
   // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row.
   constexpr int MOVED = !BALANCED ? 0 : HEADS < 64 ? 8 : L::GATHER_REGISTERS < 32 ? 4 : 0;
+  constexpr int FOLDED = LAUNCH == Launch::FOLDS ? 8 : 0;  // to each warpgroup that accumulates, from the scores
   constexpr bool LONG = WALK && !SHARES;
   constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT, LONG> < Rows<FORMAT>::CHUNKS ? 2 : 1;
 
@@ -103,7 +104,7 @@ DEVICE void attend(const Params& p) {
     const int worker = opaque(warpgroup == 0 ? thread : 128 + thread);
     if (SHARES && !begins_row(p, row)) {
       if (warpgroup == 0) {
-        renew_references<L>(shared, worker, row_parity);
+        renew_references<L, LAUNCH == Launch::SHARES>(shared, worker, row_parity);
         if (HEADS == 64 && freed) warp_arrive(freed, worker & 31);
       }
       row_parity ^= 1;
@@ -124,16 +125,17 @@ DEVICE void attend(const Params& p) {
     return true;
   };
   if (warpgroup == 0) {
-    more_registers<L::SCORE_REGISTERS - (HEADS < 32 ? MOVED : HEADS == 64 ? 2 * MOVED : 0)>();
+    more_registers<L::SCORE_REGISTERS - (HEADS < 32 ? MOVED : HEADS == 64 ? 2 * MOVED : 0) - 2 * FOLDED>();
     do {
-      const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at);
+      const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at, row_parity);
       if (HEADS == 64) freed = later;
     } while (WALK && next_queries());
   } else if (warpgroup < 3) {
-    if constexpr (HEADS > 24) more_registers<L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0)>();
+    if constexpr (HEADS > 24 || FOLDED) more_registers<L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0) + FOLDED>();
+    Accumulators<HEADS> sums;
     do {
       accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity,
-                                        query_parity);
+                                        query_parity, sums);
       if (SHARES && ends_row(p, row)) query_parity ^= 1;
       if (WALK) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
     } while (WALK && row.token < end_of_tokens<LAUNCH>(p));
@@ -212,6 +214,14 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend<HEADS, FORMAT, Launch::SHARES>(p);
+}
+
+template <int HEADS, Format FORMAT>
+__global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+    sparse_attention_folds(const __grid_constant__ Params p) {
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend<HEADS, FORMAT, Launch::FOLDS>(p);
 }
 
 template <int HEADS, Format FORMAT, bool YIELDS = false>

@@ -27,6 +27,7 @@ as they are; weights are bfloat16.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -37,6 +38,7 @@ from . import groups
 from .balance import balance_for
 from .costs import Costs, costs_of, predicted_us
 from .launch import (
+    FOLDING_TILE,
     KERNELS,
     MOST_SHARES,
     NO_CACHE,
@@ -59,6 +61,7 @@ from .launch import (
 from .waves import Wave, fastest_waves, forced, launch_waves
 
 SHARE_TURNS = 8  # of a share of a deterministic row at most, as far as SPLITS go
+FOLDED_SHARE_TURNS = 4  # where shares are added up in registers, up to MOST_SHARES of them
 
 
 def shapes_for(keys: Keys, num_heads: int, turns: int) -> list[Shape]:
@@ -85,31 +88,50 @@ def choose(
     return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 
+def shapes_of_shares(keys: Keys, tile: int, shares: int, groups_of_row: list[Group]) -> list[Shape]:
+    """Launches that add up so many shares of a row in the same way, of a tile and of groups worth a thought."""
+    cluster = Clusters(tile, shares)
+    # With fewer heads than groups have, each CTA of a cluster of two keeps a half in float32: not the bits of shares.
+    if not keys.quantized or not 1 < shares <= MOST_SHARES or (shares == 2 and tile != groups.TILE):
+        return [cluster]
+    in_shares = [Clusters(tile, splits, shares=shares) for splits in range(1, shares)]
+    return [cluster, *(group for group in groups_of_row if group.members == shares), *in_shares]
+
+
 def deterministic_shapes(keys: Keys, num_heads: int, topk: int) -> list[Shape]:
     """Launches that give a row the same bits: they have the tile and the shares that its own capacity says."""
     tile, turns = tiles_for(keys, num_heads)[0], max(1, -(-topk // TILE_KEYS))
     shares = next((n for n in SPLITS if n * SHARE_TURNS >= turns), SPLITS[-1])
-    cluster = Clusters(tile, shares)
-    # With fewer heads than groups have, each CTA of a cluster of two keeps a half in float32.
-    if not keys.quantized or not 1 < shares <= MOST_SHARES or (shares == 2 and tile != groups.TILE):
-        return [cluster]
-    in_shares = [Clusters(tile, splits, shares=shares) for splits in range(1, shares) if shares % splits == 0]
-    of_groups = [group for group in groups_for(keys, num_heads, turns) if group.members == shares]
-    return [cluster, *of_groups, *in_shares]
+    if keys.quantized and tile == FOLDING_TILE:
+        shares = min(MOST_SHARES, -(-turns // FOLDED_SHARE_TURNS))
+        shares += shares == 2
+    return shapes_of_shares(keys, tile, shares, groups_for(keys, num_heads, turns))
+
+
+def fastest_shape(
+    keys: Keys,
+    shapes: Sequence[Shape],
+    num_tokens: int,
+    num_heads: int,
+    turns: int,
+    at_once: tuple[int, ...],
+    costs: Costs,
+) -> tuple[Wave, ...]:
+    """One launch, the fastest predicted. Arguments as of `fastest_waves`."""
+
+    def time(shape: Shape) -> float:
+        return predicted_us(keys, shape, num_tokens, num_heads, turns, at_once, costs)
+
+    runnable = [s for s in shapes if isinstance(s, Group) or at_once[SPLITS.index(s.splits)]]
+    return (Wave(num_tokens, min(runnable, key=time)),)
 
 
 def choose_deterministic(
     keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...], costs: Costs
 ) -> tuple[Wave, ...]:
-    """One launch, the fastest predicted of those whose bits do not depend on the batch. Arguments as of `choose`."""
-    turns = max(1, -(-topk // TILE_KEYS))
-
-    def time(shape: Shape) -> float:
-        return predicted_us(keys, shape, num_tokens, num_heads, turns, at_once, costs)
-
-    shapes = deterministic_shapes(keys, num_heads, topk)
-    runnable = [s for s in shapes if isinstance(s, Group) or at_once[SPLITS.index(s.splits)]]
-    return (Wave(num_tokens, min(runnable, key=time)),)
+    """The fastest of the launches whose bits do not depend on the batch. Arguments as of `choose`."""
+    shapes, turns = deterministic_shapes(keys, num_heads, topk), max(1, -(-topk // TILE_KEYS))
+    return fastest_shape(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 
 @functools.lru_cache(maxsize=4096)

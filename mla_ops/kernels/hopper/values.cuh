@@ -207,11 +207,17 @@ DEVICE void leave_part(const Params& p, const Row& row, int part, u32 shared, co
   warp_arrive(shared + L::FACTORS_FREE, lane);
 }
 
+// A thread's accumulators, as chunks of 64 heads or dims.
+template <int HEADS>
+using Accumulators = float[HEADS == 64 ? 2 : 4][HEADS == 64 ? 64 : HEADS / 2];
+
+// `sums`: of the row's shares, where one CTA takes all.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half, int thread,
-                       Ring& at, u32 row_parity, u32 odd_row) {
+                       Ring& at, u32 row_parity, u32 odd_row, Accumulators<HEADS>& sums) {
   using L = Layout<HEADS, FORMAT>;
-  constexpr bool WALK = walks(LAUNCH), SHARES = LAUNCH == Launch::SHARES, HEADS_BY_DIMS = HEADS == 64;
+  constexpr bool WALK = walks(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
+                 HEADS_BY_DIMS = HEADS == 64;
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -314,6 +320,24 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       else
         add_shares<L, 4>(p, row, parts_of_warp<L>(p, warp, odd_row), warp, lane);
     }
+  } else if constexpr (FOLDS) {
+    const bool goes_on = !ends_row(p, row);
+    auto free_values = [&]() {
+      const u32 freed = shared + L::VALUES_FREE + stage * 16;
+      if (half == 0) warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
+    };
+    if (goes_on) free_values();
+    mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
+    fold<L>(sums, o, shared, lane, begins_row(p, row));
+    __syncwarp();
+    if (goes_on) {
+      warp_arrive(shared + L::FACTORS_FREE, lane);
+      return;
+    }
+    named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
+    store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, sums, half, opaque(thread));
+    __syncwarp();
+    free_values();
   } else if constexpr (WALK) {
     const int worker = opaque(thread);  // else addresses for the result stay in registers all the time
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
