@@ -248,7 +248,14 @@ def build_paged(
     ]
     outputs = [attention.make_outputs(q) for q in queries]
 
-    def attend(number: int, q: torch.Tensor, q_rope: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def attend(
+        number: int,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        deterministic: bool = False,
+    ) -> None:
         torch.ops.mla.paged_attention.out(
             q,
             kv_cache,
@@ -258,6 +265,7 @@ def build_paged(
             softmax_scale,
             cache_format,
             q_rope=q_rope,
+            deterministic=deterministic,
             out=out,
             lse=lse,
         )
@@ -277,6 +285,11 @@ def build_paged(
         peers = dense_peers(queries, kv_cache, tables[0], lens, softmax_scale, compare)
     if arguments.q_halves:
         peers |= attention.halves_peers(queries, attend, compare)
+
+    def attend_whole(number: int, out: torch.Tensor, lse: torch.Tensor, *, deterministic: bool = False) -> None:
+        attend(number, queries[number], None, out, lse, deterministic)
+
+    peers |= attention.variants(arguments, attend_whole, queries, compare)
     rows = num_tokens * num_heads
     return common.Case(
         describe("paged_attention", queries[0], kv_cache, tables[0], requests, lens, softmax_scale, cache_format),
@@ -320,6 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--cache-formats", type=common.names, default=["bf16", "fp8_ds_mla"])
     parser.add_argument("--peers", action="store_true", help="time torch's and FlashMLA's own kernels as well")
+    attention.add_variant_options(parser)
     attention.add_halves_option(parser)
     parser.add_argument("--skip", choices=("prefill", "decode"), default=None)
     arguments = parser.parse_args(argv)

@@ -51,7 +51,7 @@ def warmup(
         dtype: dtype of q and of the tokens written.
         with_sink: whether attention gets `attn_sink`.
         prefill_head_dims: of keys and of values once they are expanded, for `prefill_attention`.
-        deterministic: whether sparse attention is asked to be.
+        deterministic: whether decode is asked to be.
         index_heads: heads of the lightning indexer; 0 for a model without one. Its keys are `fp8_index` beside a
             quantised `cache_format`, else plain.
         q_halves: whether attention gets queries in two tensors, `q` and `q_rope`.
@@ -124,7 +124,17 @@ def warmup(
             # one token a request, and more, which share programs
             for num_requests in {max(1, count // together) for together in (1, 2, 4, 8)}:
                 requests = table.expand(num_requests, -1)
-                ops.paged_attention(q, kv_cache, requests, lengths, lengths, 192**-0.5, cache_format, q_rope=q_rope)
+                ops.paged_attention(
+                    q,
+                    kv_cache,
+                    requests,
+                    lengths,
+                    lengths,
+                    192**-0.5,
+                    cache_format,
+                    q_rope=q_rope,
+                    deterministic=deterministic,
+                )
         if head_dim == LATENT_DIM:
             # DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries
             chosen: dict[str, Any] = {"extra_block_table": block_table, "req_id_per_token": lengths}

@@ -89,11 +89,11 @@ mla::merge_topk(Tensor scores, Tensor indices, SymInt topk) -> (Tensor, Tensor)
 mla::merge_topk.out(Tensor scores, Tensor indices, SymInt topk, *, Tensor(a!) best_scores,
     Tensor(b!) best_indices) -> ()
 mla::paged_attention(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token,
-    Tensor key_lens, float softmax_scale, str cache_format, *, Tensor? q_rope=None) -> (Tensor,
-    Tensor)
+    Tensor key_lens, float softmax_scale, str cache_format, *, Tensor? q_rope=None, bool
+    deterministic=False) -> (Tensor, Tensor)
 mla::paged_attention.out(Tensor q, Tensor(a!) kv_cache, Tensor block_table, Tensor req_id_per_token,
-    Tensor key_lens, float softmax_scale, str cache_format, *, Tensor? q_rope=None, Tensor(b!) out,
-    Tensor(c!) lse) -> ()
+    Tensor key_lens, float softmax_scale, str cache_format, *, Tensor? q_rope=None, bool
+    deterministic=False, Tensor(b!) out, Tensor(c!) lse) -> ()
 mla::paged_indexer_logits(Tensor q, Tensor(a!) index_cache, Tensor weights, Tensor lengths, Tensor
     block_table, Tensor req_id_per_token, SymInt max_length, str cache_format, *, bool clean=False)
     -> Tensor

@@ -15,7 +15,7 @@ from mla_ops import dispatch
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 NUM_TOKENS = 150 if ON_GPU else 3
-OPS = ("paged_sparse_attention", "sparse_attention")
+OPS = ("paged_sparse_attention", "sparse_attention", "paged_attention")
 
 # a call on some rows of a batch
 Attention = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -71,6 +71,22 @@ def flat(num_heads: int, topk: int) -> Attention:
     return attend
 
 
+def dense(cache_format: str, num_heads: int, num_blocks: int) -> Attention:
+    """Requests of two tokens, of any length; a row alone has a wider table."""
+    cache = filled_cache(cache_format, 40, 64, DEVICE)
+    q = queries(NUM_TOKENS, num_heads, torch.bfloat16, DEVICE, key_width(cache_format))
+    table = torch.randint(0, 40, (NUM_TOKENS // 2 + 1, num_blocks), dtype=torch.int32, device=DEVICE)
+    requests = torch.arange(NUM_TOKENS, dtype=torch.int32, device=DEVICE) // 2
+    lengths = torch.randint(0, num_blocks * 64 + 1, (NUM_TOKENS,), dtype=torch.int32, device=DEVICE)
+
+    def attend(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = torch.cat((table, table), 1) if len(rows) == 1 else table
+        chosen = wide, requests[rows], lengths[rows]
+        return mla_ops.paged_attention(q[rows], cache, *chosen, SCALE, cache_format, deterministic=True)
+
+    return attend
+
+
 def assert_blind_to_the_batch(attend: Attention) -> None:
     everything = torch.arange(NUM_TOKENS, device=DEVICE)
     out, lse = attend(everything)
@@ -108,3 +124,9 @@ def test_rows_over_two_caches_are_blind_to_their_batch(num_heads: int, lowering:
 @pytest.mark.parametrize("num_heads", HEADS)
 def test_rows_over_flat_keys_are_blind_to_their_batch(num_heads: int, lowering: str) -> None:
     assert_blind_to_the_batch(flat(num_heads, TOPK))
+
+
+@pytest.mark.parametrize("num_heads", HEADS)
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+def test_dense_rows_are_blind_to_their_batch(cache_format: str, num_heads: int, lowering: str) -> None:
+    assert_blind_to_the_batch(dense(cache_format, num_heads, 40 if ON_GPU else 10))

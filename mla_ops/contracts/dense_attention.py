@@ -84,6 +84,7 @@ def paged_attention(
     cache_format: str,
     *,
     q_rope: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> Contract:
     op = "paged_attention"
     device = q.device
@@ -97,5 +98,5 @@ def paged_attention(
     num_tokens, num_heads, _ = q.shape
     block_size = geometry(kv_cache, cache_format).block_size
     capacity = block_table.shape[1] * block_size
-    call = Call(op, device, q.dtype, cache_format, head_dim, num_heads, num_tokens, capacity, block_size=block_size)
-    return call, _outputs(q, LATENT_DIM)
+    names, sizes = (op, device, q.dtype, cache_format), (head_dim, num_heads, num_tokens, capacity)
+    return Call(*names, *sizes, block_size=block_size, deterministic=deterministic), _outputs(q, LATENT_DIM)

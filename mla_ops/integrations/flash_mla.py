@@ -148,7 +148,7 @@ def flash_mla_with_kvcache(
         extra_k_cache, extra_indices_in_kvcache: a second cache and the slots in it.
         topk_length, extra_topk_length: `[b]` int32, one value for the queries of a request.
         out: `[b, s_q, h_q, 512]` contiguous; written and returned.
-        enable_batch_invariant: a row's bits do not depend on the others. Sparse attention only: dense has it not.
+        enable_batch_invariant: a row's bits do not depend on the others.
         use_legacy: ignored.
         kv_format: None follows from `k_cache`; "V32" or "V4" must agree with it.
         descale_q, descale_k: refused: keys with one scale a tensor are not known here.
@@ -187,15 +187,21 @@ def flash_mla_with_kvcache(
             raise ValueError(f"{op}: attn_sink, topk_length and the extra cache go with indices, which is None")
         if block_table is None or cache_seqlens is None:
             raise ValueError(f"{op}: without indices, block_table and cache_seqlens must be given")
-        if enable_batch_invariant:
-            raise NotImplementedError(f"{op}: enable_batch_invariant goes with indices; dense attention has it not")
         steps = torch.arange(b * s_q, dtype=torch.int32, device=q.device)
         requests = steps // s_q if s_q else steps
         lengths = cache_seqlens.unsqueeze(1).expand(-1, s_q)
         if causal:
             lengths = lengths - torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=q.device)
         torch.ops.mla.paged_attention.out(
-            queries, cache, block_table, requests, lengths.reshape(-1).contiguous(), scale, cache_format, **results
+            queries,
+            cache,
+            block_table,
+            requests,
+            lengths.reshape(-1).contiguous(),
+            scale,
+            cache_format,
+            deterministic=enable_batch_invariant,
+            **results,
         )
     else:
         if causal:

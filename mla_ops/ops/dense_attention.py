@@ -69,6 +69,7 @@ def paged_attention(
     cache_format: str,
     *,
     q_rope: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each query token to the first keys of its request in a paged cache, in the absorbed form.
 
@@ -82,6 +83,9 @@ def paged_attention(
         req_id_per_token: `[num_tokens]` int32, the row of `block_table` for each token; outside it, the token is
             padding and attends to nothing.
         key_lens: `[num_tokens]` int32: the token sees the keys at positions below this, up to the table's width.
+        deterministic: the bits of a token's results depend on its own query, keys and length, and on the number of
+            heads, not on other tokens, their number, its place among them or the width of the table. With few tokens
+            that takes several times as long.
 
     Returns:
         out `[num_tokens, num_heads, 512]` of q's dtype and lse `[num_tokens, num_heads]` float32, as in
@@ -95,7 +99,15 @@ def paged_attention(
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2 and appendix C.
     """
     return contracts.paged_attention(
-        q, kv_cache, block_table, req_id_per_token, key_lens, softmax_scale, cache_format, q_rope=q_rope
+        q,
+        kv_cache,
+        block_table,
+        req_id_per_token,
+        key_lens,
+        softmax_scale,
+        cache_format,
+        q_rope=q_rope,
+        deterministic=deterministic,
     )
 
 

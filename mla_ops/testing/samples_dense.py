@@ -73,6 +73,7 @@ def paged_attention(make: Maker) -> Iterator[Case]:
         q, *rest = case(cache_format, 5)
         latent, rope = halves(q)
         yield f"{cache_format} halves", (latent, *rest), {"q_rope": rope}
+        yield f"{cache_format} deterministic", case(cache_format, 5), {"deterministic": True}
     q, cache, _, requests, _, *rest = case("bf16", 5)
     garbage = make.int32([[2, 99, -5], [-(2**31), 2**31 - 1, 0]])
     extremes = make.int32([12, 2**31 - 1, -(2**31), 0, 5])

@@ -186,6 +186,7 @@ def paged_attention(draw: Draw) -> Case:
         "key_lens": draw.int32(0, columns * block_size + 1, num_tokens),
         "softmax_scale": width**-0.5,
         "cache_format": cache_format,
+        "deterministic": draw.chance(0.2),
     }
     judge = _judge_attention(_some(draw, num_tokens), formats=(cache_format,))
     arguments = _halved(arguments) if halved else arguments

@@ -19,13 +19,16 @@ from .balance import balance_for
 from .costs import Costs, costs_of
 from .launch import (
     KERNELS,
+    MOST_SHARES,
     NO_CACHE,
     TILE_KEYS,
     Balance,
     Clusters,
     Keys,
+    Shape,
     cache_params,
     clusters_at_once,
+    groups_for,
     splits_for,
     tiles_for,
 )
@@ -75,6 +78,23 @@ def choose(
     return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 
+def deterministic_shapes(keys: Keys, num_heads: int, capacity: int) -> list[Shape]:
+    """Launches that give a row the same bits, whatever its length and the width of the table."""
+    tile, turns = tiles_for(keys, num_heads)[0], max(1, -(-capacity // TILE_KEYS))
+    # Without kernels whose CTAs take several shares, more of them leave many rows waiting.
+    shares = MOST_SHARES if keys.quantized else 4
+    return sparse_attention.shapes_of_shares(keys, tile, shares, groups_for(keys, num_heads, turns))
+
+
+@functools.lru_cache(maxsize=4096)
+def _deterministic_waves(
+    keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int
+) -> tuple[Wave, ...]:
+    at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
+    shapes, turns = deterministic_shapes(keys, num_heads, capacity), max(1, -(-capacity // TILE_KEYS))
+    return sparse_attention.fastest_shape(keys, shapes, num_tokens, num_heads, turns, at_once, costs_of(device_index))
+
+
 @functools.lru_cache(maxsize=4096)
 def _waves(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> tuple[Wave, ...]:
     at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
@@ -98,6 +118,7 @@ def paged_attention(
     cache_format: str,
     *,
     q_rope: torch.Tensor | None = None,
+    deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -110,7 +131,10 @@ def paged_attention(
     waves, balance = forced(num_tokens), None
     if not waves:
         call = keys, num_tokens, num_heads, capacity, q.device.index
-        waves, balance = _waves(*call), _balance(*call)
+        if deterministic:
+            waves = _deterministic_waves(*call)
+        else:
+            waves, balance = _waves(*call), _balance(*call)
     launch_waves(
         keys,
         waves,
@@ -127,6 +151,6 @@ def paged_attention(
 
 
 LOWERINGS = {
-    "paged_attention": Lowering(paged_attention, paged_reason),
+    "paged_attention": Lowering(paged_attention, paged_reason, deterministic=True),
     "prefill_attention": Lowering(prefill_attention, prefill_reason),
 }

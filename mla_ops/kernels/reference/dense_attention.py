@@ -92,6 +92,7 @@ def paged_attention(
     cache_format: str,
     *,
     q_rope: torch.Tensor | None = None,
+    deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -99,10 +100,12 @@ def paged_attention(
     num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
     num_tokens, capacity = q.shape[0], block_table.shape[1] * block_size
     width = min(capacity, int(key_lens.max())) if num_tokens else 0
-    positions = torch.arange(max(width, 0), dtype=torch.int32, device=q.device)
-    step = max(1, MAX_GATHERED_BYTES // (8 * max(1, width)))
+    step = 1 if deterministic else max(1, MAX_GATHERED_BYTES // (8 * max(1, width)))
     for start in range(0, num_tokens, step):
         rows = slice(start, start + step)
+        if deterministic:
+            width = min(capacity, int(key_lens[start]))
+        positions = torch.arange(max(width, 0), dtype=torch.int32, device=q.device)
         indices = positions.expand(len(key_lens[rows]), -1)
         slots = translate(req_id_per_token[rows], block_table, indices, block_size, num_blocks)
         valid = (slots >= 0) & (positions < key_lens[rows].unsqueeze(1))
@@ -110,7 +113,10 @@ def paged_attention(
         def read(chosen: torch.Tensor) -> torch.Tensor:
             return read_slots(kv_cache, chosen, cache_format)
 
-        attend(q[rows], read, slots, valid, softmax_scale, None, out[rows], lse[rows], False)
+        attend(q[rows], read, slots, valid, softmax_scale, None, out[rows], lse[rows], deterministic)
 
 
-LOWERINGS = {"paged_attention": Lowering(paged_attention), "prefill_attention": Lowering(prefill_attention)}
+LOWERINGS = {
+    "paged_attention": Lowering(paged_attention, deterministic=True),
+    "prefill_attention": Lowering(prefill_attention),
+}

@@ -32,6 +32,7 @@ MAX_TOKEN_STRIDE = 2**24
 
 # Fewer keys than this do not pay for a split, whose fixed cost (Q, partial result, merge) is that of about as many.
 MIN_SPLIT_KEYS = 128
+DETERMINISTIC_SPLITS = 8  # of a row that must not notice its batch, whatever its length
 
 # A token's cost besides its keys, in keys: Q, the way of the first keys, the result.
 ROW_COST_KEYS = 64
@@ -317,6 +318,7 @@ def paged_attention(
     cache_format: str,
     *,
     q_rope: torch.Tensor | None = None,
+    deterministic: bool = False,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -326,7 +328,7 @@ def paged_attention(
     mode = operand_mode(q.dtype, cache_format)
     sizes = cache_sizes(kv_cache, cache_format, mode, translated=True)
     num_requests, max_blocks = block_table.shape
-    together = tokens_together(num_tokens, num_requests, num_heads)
+    together = 1 if deterministic else tokens_together(num_tokens, num_requests, num_heads)
     chosen = packed_tile(capability(q.device), together * num_heads, mode)
     if together > 1 and not mode.endswith("exact") and _rows_are_flat(out, lse) and out.stride(1) == LATENT_DIM:
         _packed_attention(
@@ -347,8 +349,10 @@ def paged_attention(
     chosen = paged_tile(capability(q.device), num_heads, mode)
     head_blocks = cdiv(num_heads, chosen.block_h)
     capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)
-    splits = paged_splits(num_tokens, head_blocks, capacity, sms, chosen.block_h)
-    workers = even_workers(num_tokens, head_blocks, capacity, splits, sms, chosen.block_h)
+    splits, workers = DETERMINISTIC_SPLITS, 0
+    if not deterministic:
+        splits = paged_splits(num_tokens, head_blocks, capacity, sms, chosen.block_h)
+        workers = even_workers(num_tokens, head_blocks, capacity, splits, sms, chosen.block_h)
     uneven = None
     if workers:
         share = (1, chosen, splits, workers)
@@ -589,4 +593,7 @@ def compact_blocks(
     return blocks, lens
 
 
-LOWERINGS = {"paged_attention": Lowering(paged_attention), "prefill_attention": Lowering(prefill_attention)}
+LOWERINGS = {
+    "paged_attention": Lowering(paged_attention, deterministic=True),
+    "prefill_attention": Lowering(prefill_attention),
+}
