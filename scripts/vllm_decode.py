@@ -29,12 +29,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
 import torch
 
 from mla_ops.integrations import vllm as plugin
 
+# one process, models from a folder, no FlashInfer, and nothing that is compiled as vLLM's packages are imported
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1",
+}
 VOCABULARY = 4096
 CONFIG = {
     "architectures": ["DeepseekV32ForCausalLM"],
@@ -129,6 +134,8 @@ class Drafts:
 
 def engine(arguments: argparse.Namespace) -> Any:
     """The engine in this process, with weights large enough that logits differ."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if arguments.indexer:
         os.environ[plugin.ENVIRONMENT_VARIABLE] = "indexer"
     plugin.register()
