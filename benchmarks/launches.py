@@ -28,7 +28,7 @@ from benchmarks.cache import fill_cache
 from mla_ops import formats
 from mla_ops.kernels.hopper import launch, sparse_attention
 from mla_ops.kernels.hopper.costs import DEFAULT, TABLE, Costs, TileCosts, predicted_us, read_costs
-from mla_ops.kernels.hopper.launch import KERNELS, SPLITS, Clusters, Keys
+from mla_ops.kernels.hopper.launch import KERNELS, SPLITS, Clusters, KeyFormat
 from mla_ops.kernels.hopper.sparse_attention import shapes_for
 from mla_ops.kernels.hopper.waves import Wave, override
 
@@ -58,7 +58,7 @@ class Sample(NamedTuple):
         us: measured microseconds.
     """
 
-    keys: Keys
+    keys: KeyFormat
     num_heads: int
     turns: int
     waves: tuple[Wave, ...]
@@ -121,7 +121,7 @@ def fit(samples: Sequence[Sample], like: Costs, hold: float = HOLD) -> Costs:
 
 
 def candidates(
-    keys: Keys, num_tokens: int, num_heads: int, turns: int, at_once: tuple[int, ...], costs: Costs
+    keys: KeyFormat, num_tokens: int, num_heads: int, turns: int, at_once: tuple[int, ...], costs: Costs
 ) -> list[tuple[Wave, ...]]:
     """Launches that may be chosen: each shape alone, and each that fills the device first, with what is left.
 
@@ -189,7 +189,7 @@ class Inputs:
         return [statistics.median(timings[str(number)]) for number in range(len(calls))]
 
 
-def measure(iterations: int, seed: int, quick: bool) -> Iterator[tuple[Keys, tuple[int, int, int], list[Sample]]]:
+def measure(iterations: int, seed: int, quick: bool) -> Iterator[tuple[KeyFormat, tuple[int, int, int], list[Sample]]]:
     """Keys, size and samples, shape by shape."""
     for (cache_format, head_dim), keys in KERNELS.items():
         generator = torch.Generator(device="cuda").manual_seed(seed)
@@ -240,7 +240,7 @@ def write(path: Path, gpu: str, costs: Costs) -> None:
     path.write_text(re.sub(of_a_format, lambda times: json.dumps(json.loads(times[0])), lines) + "\n")
 
 
-Shapes = list[tuple[Keys, tuple[int, int, int], list[Sample]]]
+Shapes = list[tuple[KeyFormat, tuple[int, int, int], list[Sample]]]
 
 
 def write_samples(path: Path, gpu: str, shapes: Shapes) -> None:

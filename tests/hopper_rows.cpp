@@ -248,7 +248,7 @@ static Row first_row() {
 
 // Whether another follows.
 static bool goes_on(Row& row) {
-  if (!walks(launch)) return false;
+  if (!is_persistent(launch)) return false;
   if (launch == Launch::SHARES)
     row = next_row<Launch::SHARES, true>(*params, INTERVAL, row);
   else

@@ -196,7 +196,7 @@ def test_rows_are_shared_where_it_may_gain() -> None:
     """Few short rows take the time of a launch; a row alone is shared by all CTAs anyway."""
     costs = read_costs(TABLE.read_text(), "NVIDIA H200")
 
-    def made(keys: launch.Keys, num_tokens: int, turns: int, splits: int) -> Balance | None:
+    def made(keys: launch.KeyFormat, num_tokens: int, turns: int, splits: int) -> Balance | None:
         waves = [Wave(num_tokens, Clusters(64, splits))]
         return balance_for(keys, waves, num_tokens, 128, turns, AT_ONCE, costs)
 
@@ -232,7 +232,7 @@ def test_rows_are_shared_where_it_may_gain() -> None:
     ],
 )
 def test_who_shares_rows(
-    keys: launch.Keys, num_tokens: int, num_heads: int, shape: launch.Shape, expected: Workers
+    keys: launch.KeyFormat, num_tokens: int, num_heads: int, shape: launch.Shape, expected: Workers
 ) -> None:
     """The CTAs of the first launch, or of one behind where no kernel takes both ways."""
     assert workers_of(keys, [(num_tokens, shape)], num_heads, AT_ONCE) == expected

@@ -19,7 +19,7 @@ from mla_ops.kernels.hopper.launch import (
     SPLITS,
     Clusters,
     Group,
-    Keys,
+    KeyFormat,
     Rows,
     Shape,
     cache_params,
@@ -84,7 +84,7 @@ def test_few_tokens_more_than_fill_the_device_are_a_wave_of_their_own(
 @pytest.mark.parametrize("keys", KERNELS.values(), ids=lambda keys: keys.name)
 @pytest.mark.parametrize("num_heads", [1, 17, 64, 128, 130])
 @pytest.mark.parametrize("topk", [0, 640, 2048])
-def test_waves_have_each_token_once_and_save_time(keys: Keys, num_heads: int, topk: int) -> None:
+def test_waves_have_each_token_once_and_save_time(keys: KeyFormat, num_heads: int, topk: int) -> None:
     turns = max(1, -(-topk // 64))
     for num_tokens in (1, 31, 67, 133, 140, 265, 1000, 4096):
         waves = choose(keys, num_tokens, num_heads, topk, AT_ONCE, H200)
@@ -121,7 +121,7 @@ def test_waves_of_a_call_share_its_copies(
     """A wave that begins beside the end of another reads nothing made in between: copies are before both and behind."""
     seen: list[Any] = []
 
-    def one(keys: Keys, shape: Clusters, num_tokens: int, q: torch.Tensor, *_: Any, **own: Any) -> None:
+    def one(keys: KeyFormat, shape: Clusters, num_tokens: int, q: torch.Tensor, *_: Any, **own: Any) -> None:
         seen.append((shape.parts, num_tokens, q, own["req_id_per_token"].tolist(), own["programmatic"]))
         own["out"][:num_tokens], own["lse"][:num_tokens] = q[:num_tokens, :, :512], q[:num_tokens, :, 0]
 
@@ -241,7 +241,7 @@ def shares_of(shape: Shape) -> int:
     ],
 )
 def test_deterministic_launches_share_a_row_by_its_capacity_alone(
-    keys: Keys, num_heads: int, topk: int, tile: int, shares: int
+    keys: KeyFormat, num_heads: int, topk: int, tile: int, shares: int
 ) -> None:
     of_this_row = deterministic_shapes(keys, num_heads, topk)
     assert {(shape.tile, shares_of(shape)) for shape in of_this_row} == {(tile, shares)}
@@ -310,7 +310,7 @@ def test_memory_of_a_wave_in_shares_is_not_given_to_the_next(monkeypatch: pytest
 
 @pytest.mark.parametrize("keys", [FP8, KERNELS["bf16", 576]], ids=["fp8_ds_mla", "bf16"])
 @pytest.mark.parametrize("capacity", [0, 64, 65, 8192, 2**17, 2**31 - 64])
-def test_parts_of_dense_attention_fill_the_device(keys: Keys, capacity: int) -> None:
+def test_parts_of_dense_attention_fill_the_device(keys: KeyFormat, capacity: int) -> None:
     """Parts are clusters of several CTAs, as many as there are keys for, and never predicted slower than none."""
     turns = max(1, -(-capacity // 64))
     for num_tokens in (1, 4, 16, 128):

@@ -25,7 +25,7 @@ from mla_ops.kernels.hopper.launch import (
     TILE_KEYS,
     Clusters,
     Group,
-    Keys,
+    KeyFormat,
     Rows,
     Shape,
     cache_params,
@@ -80,7 +80,7 @@ class Selection(NamedTuple):
 class Launched(NamedTuple):
     """Arguments of a launch."""
 
-    keys: Keys
+    keys: KeyFormat
     shape: Shape
     evenly: bool
     tiles: int
@@ -91,8 +91,8 @@ class Launched(NamedTuple):
     def turns(self) -> int:
         return sum(-(-selection.indices.shape[1] // TILE_KEYS) for selection in self.selections)
 
-    def walks(self) -> bool:
-        return self.keys.kernel(self.shape).walks
+    def persistent(self) -> bool:
+        return self.keys.kernel(self.shape).persistent
 
     def choose_ctas(self, library: ctypes.CDLL) -> Iterator[None]:
         """Each CTA in turn is the one that the library's functions tell of."""
@@ -105,7 +105,7 @@ class Launched(NamedTuple):
             elif self.shape.shares:
                 library.choose_cta(self.params, *dims, x % self.shape.splits, SHARES)
             else:
-                library.choose_cta(self.params, *dims, x % self.shape.splits, ROWS if self.walks() else CLUSTERS)
+                library.choose_cta(self.params, *dims, x % self.shape.splits, ROWS if self.persistent() else CLUSTERS)
             yield
 
     def expected(self, token: int) -> Counter[int]:

@@ -10,8 +10,8 @@
 #include "layout.cuh"
 #include "parts.cuh"
 
-constexpr int ROW_TURNS = 2;      // what a row costs besides its turns, in turns
-constexpr int FEWEST_TURNS = 6;   // of an interval: less is not worth its merge
+constexpr int ROW_TURNS = 2;      // a row costs so many turns besides its own
+constexpr int FEWEST_TURNS = 6;   // an interval has no fewer: less is not worth its merge
 constexpr int NO_END = 0x7fffffff;
 constexpr int EVERY_WORKERS_TOKEN = -1;
 
@@ -64,7 +64,7 @@ DEVICE bool is_balanced(const Params& p, u32 scratch) {
   return is_balanced(p, total, most);
 }
 
-// Of CTAs in the order of the grid.
+// The number of this CTA in the order of the grid.
 DEVICE int cta_here() { return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }
 
 DEVICE int num_workers(const Params& p) { return p.workers; }
@@ -100,7 +100,7 @@ struct Sharing {
     whole = rounds * most * 25 <= static_cast<i64>(quota) * 27;
   }
 
-  // Where a worker's interval begins in what all tokens cost.
+  // The beginning of a worker's interval in the cost of all tokens.
   DEVICE int begin(int worker) const { return worker * quota; }
 
   // The cut at `at`, inside of a token that begins at `token_begin`. Next to its ends it moves there.

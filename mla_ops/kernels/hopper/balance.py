@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .costs import Costs, predicted_us
-from .launch import SPLITS, Balance, Clusters, Keys, Shape, tiles_for
+from .launch import SPLITS, Balance, Clusters, KeyFormat, Shape, tiles_for
 
 LEAST_US = 50.0  # for full rows; in less time, parts and their sum take what an even share saves
 LEAST_US_OF_TWO = 75.0  # the same with two launches: the one that returns adds up to 5 us
@@ -38,7 +38,7 @@ class Workers(NamedTuple):
     workers: int
 
 
-def workers_of(keys: Keys, launches: Launches, num_heads: int, at_once: tuple[int, ...]) -> Workers:
+def workers_of(keys: KeyFormat, launches: Launches, num_heads: int, at_once: tuple[int, ...]) -> Workers:
     """Who may share the rows of a call: the CTAs of its first launch that run at one time, or those of one behind.
 
     Args:
@@ -65,13 +65,13 @@ def workers_of(keys: Keys, launches: Launches, num_heads: int, at_once: tuple[in
     return Workers(behind, max(1, min(ctas, MAX_CTAS) // -(-num_heads // tile)))
 
 
-def always(keys: Keys, launches: Launches, num_heads: int, at_once: tuple[int, ...]) -> Balance:
+def always(keys: KeyFormat, launches: Launches, num_heads: int, at_once: tuple[int, ...]) -> Balance:
     """Rows are shared whatever their lengths are, as `waves.override` may ask for it."""
     return Balance(*workers_of(keys, launches, num_heads, at_once), math.inf, 0.0)
 
 
 def balance_for(
-    keys: Keys,
+    keys: KeyFormat,
     launches: Launches,
     num_tokens: int,
     num_heads: int,

@@ -1,7 +1,7 @@
 // Writes of the caches, for SM90: the bytes of the reference, whatever the numbers, strides and slots are.
 //
 // Grid: (rows / WARPS,); a warp has a token. No shared memory: a group's largest number goes from lane to lane. Slots
-// that the cache does not have are not written.
+// beyond the cache are not written.
 #include "cache.cuh"
 
 #define FOR_MY_TOKEN(INPUT, WRITE)   \

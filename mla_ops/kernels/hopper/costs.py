@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats import LATENT_DIM
-from .launch import SPLITS, Clusters, Group, Keys, folds
+from .launch import SPLITS, Clusters, Group, KeyFormat, folds
 
 TABLE = Path(__file__).with_name("costs.json")
 DEFAULT = "H200"  # for a GPU without times of its own
@@ -91,7 +91,7 @@ def costs_of(device_index: int) -> Costs:
 
 
 def predicted_us(
-    keys: Keys,
+    keys: KeyFormat,
     shape: Clusters | Group,
     num_tokens: int,
     num_heads: int,
@@ -122,7 +122,7 @@ def predicted_us(
         end_us = 0.0 if folds(shape) else costs.shares_us * of_64 / splits
     first_us = row_us + end_us
     later_us = first_us - costs.launch_us
-    if keys.kernel(shape).walks:
+    if keys.kernel(shape).persistent:
         later_us = costs.next_row_us + (end_us if shares else 0.0)
     parts_mb = 4e-6 * LATENT_DIM * parts * num_tokens * num_heads
     parts_us = costs.parts_us + parts_mb * costs.parts_us_per_mb if parts > 1 else 0.0

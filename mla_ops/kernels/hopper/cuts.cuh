@@ -9,7 +9,7 @@
 #include "meeting.cuh"
 #include "merge.cuh"
 
-constexpr int MAX_SHARERS = 160;  // of a token
+constexpr int MAX_SHARERS = 160;  // a token has no more
 
 // Those of a token.
 DEVICE u32* counters_of_sharers(const Params& p, int first_worker, int tile) {
@@ -150,7 +150,7 @@ DEVICE void add_up_many(const Params& p, const Parts& parts, const CutToken& cut
     }
     if (team > 1) {
       const u32 here = scratch + lane * 16;
-      named_barrier<BARRIER, 256>();  // what was there before has been read
+      named_barrier<BARRIER, 256>();  // all have read what was there before
 #pragma unroll
       for (int q = 0; q < 4; ++q)
         store_shared_16(here + (warp * 4 + q) * 512, __float_as_uint(sum[q].x), __float_as_uint(sum[q].y),
@@ -169,8 +169,8 @@ DEVICE void add_up_many(const Params& p, const Parts& parts, const CutToken& cut
   }
 }
 
-// The end of a worker's CTA, by the 256 threads that wrote its results. `scratch`, 16 KB and 8 bytes, is shared memory
-// that nobody but these threads uses any more; AT_ONCE: rows that a lane has registers for. A warp each asks for the
+// The end of a worker's CTA, by the 256 threads that wrote its results. `scratch`, 16 KB and 8 bytes, is shared memory,
+// and nobody but these threads uses it any more; AT_ONCE: rows that a lane has registers for. A warp each asks for the
 // tokens at both ends of the interval, at the same time.
 template <class L, int BARRIER, int AT_ONCE>
 DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {

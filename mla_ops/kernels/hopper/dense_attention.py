@@ -24,7 +24,7 @@ from .launch import (
     TILE_KEYS,
     Balance,
     Clusters,
-    Keys,
+    KeyFormat,
     Shape,
     cache_params,
     clusters_at_once,
@@ -36,7 +36,7 @@ from .prefill_attention import prefill_attention, prefill_reason
 from .waves import Wave, fastest_waves, forced, launch_waves
 
 SPARSE = "paged_sparse_attention"
-MAX_KEYS = 2**31 - TILE_KEYS  # of a row: positions are 32 bits
+MAX_KEYS = 2**31 - TILE_KEYS  # a row has no more: positions are 32 bits
 SPLIT_COUNTS = (1, 2, 3, 4, 6, 8)
 MAX_TURNS_IN_PARTS = 2**23  # turns times shares are 32 bits
 
@@ -46,7 +46,7 @@ def paged_reason(call: Call) -> str | None:
 
 
 def choose(
-    keys: Keys,
+    keys: KeyFormat,
     num_tokens: int,
     num_heads: int,
     capacity: int,
@@ -78,7 +78,7 @@ def choose(
     return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 
-def deterministic_shapes(keys: Keys, num_heads: int, capacity: int) -> list[Shape]:
+def deterministic_shapes(keys: KeyFormat, num_heads: int, capacity: int) -> list[Shape]:
     """Launches that give a row the same bits, whatever its length and the width of the table."""
     tile, turns = tiles_for(keys, num_heads)[0], max(1, -(-capacity // TILE_KEYS))
     # Without kernels whose CTAs take several shares, more of them leave many rows waiting.
@@ -88,7 +88,7 @@ def deterministic_shapes(keys: Keys, num_heads: int, capacity: int) -> list[Shap
 
 @functools.lru_cache(maxsize=4096)
 def _deterministic_waves(
-    keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int
+    keys: KeyFormat, num_tokens: int, num_heads: int, capacity: int, device_index: int
 ) -> tuple[Wave, ...]:
     at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
     shapes, turns = deterministic_shapes(keys, num_heads, capacity), max(1, -(-capacity // TILE_KEYS))
@@ -96,13 +96,13 @@ def _deterministic_waves(
 
 
 @functools.lru_cache(maxsize=4096)
-def _waves(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> tuple[Wave, ...]:
+def _waves(keys: KeyFormat, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> tuple[Wave, ...]:
     at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
     return choose(keys, num_tokens, num_heads, capacity, at_once, costs_of(device_index))
 
 
 @functools.lru_cache(maxsize=4096)
-def _balance(keys: Keys, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> Balance | None:
+def _balance(keys: KeyFormat, num_tokens: int, num_heads: int, capacity: int, device_index: int) -> Balance | None:
     waves = _waves(keys, num_tokens, num_heads, capacity, device_index)
     at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
     return balance_for(keys, waves, num_tokens, num_heads, -(-capacity // TILE_KEYS), at_once, costs_of(device_index))

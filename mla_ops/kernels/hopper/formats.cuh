@@ -29,7 +29,7 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
   static constexpr int CHUNKS = 9;
   static constexpr bool ROPE_IS_VALUE = false;
   // Scales of [2^-13, 2^-1), where those of unit normals and the smallest of most writers are, become the upper part of
-  // what float16 holds, next to where others are taken to. So a key's weight counts as much as another's.
+  // float16's range, next to the place of the others. So a key's weight counts as much as another's.
   static constexpr float FACTOR = 256.f;
   static constexpr u32 FACTOR_OF_ROPE = 8 << 7;  // for the exponents of queries; keys' RoPE stays as it is
   static constexpr u32 DEAD_SCALE = 0x3c000000u;  // 2^-7

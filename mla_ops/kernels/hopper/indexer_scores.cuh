@@ -15,13 +15,13 @@ struct IndexerLayout {
   static constexpr int WARPGROUPS = WARPGROUPS_, SETS = WARPGROUPS == 2 ? 2 : 1;
   static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + (SETS == 2 ? 128 : 32);
   static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS, STAGES = STAGES_;
-  static constexpr int PARTS = COLUMNS * WARPGROUPS >= 512 ? 2 : 1;  // of a tile's products: as registers allow
+  static constexpr int PARTS = COLUMNS * WARPGROUPS >= 512 ? 2 : 1;  // a tile's products are made in so many, as registers allow
   // With all columns there are, a thread has all heads of its tokens: eight columns are two heads of four tokens.
   static constexpr bool WHOLE = COLUMNS == 256;
   static constexpr int PART_TOKENS = TOKENS / PARTS, PART_COLUMNS = COLUMNS / PARTS, PART_BYTES = PART_COLUMNS * 128;
   static constexpr int QUERY_BYTES = COLUMNS * 128;
   static constexpr int QUERY = 0, KEY = QUERY_STAGES * QUERY_BYTES, SCALE = KEY + STAGES * TILE_BYTES;
-  static constexpr int GROUP = SCALE + STAGES * TILE * 4;  // of a query stage: token, count, first tile, tiles
+  static constexpr int GROUP = SCALE + STAGES * TILE * 4;  // a query stage's token, count, first tile, tiles
   static constexpr int TOTALS = GROUP + QUERY_STAGES * 16, PART = TOTALS + (THREADS + 127) / 128 * 16;
   static constexpr int GROUP_FULL = PART + 16, QUERY_FULL = GROUP_FULL + QUERY_STAGES * 8;
   static constexpr int QUERY_FREE = QUERY_FULL + QUERY_STAGES * 8, KEY_FULL = QUERY_FREE + QUERY_STAGES * 8;
@@ -49,7 +49,7 @@ constexpr int FEW = 32, PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024;
 template <class L, Source SOURCE>
 DEVICE void prefetch_rows(const Params& p) {
   if (SOURCE == FLAT || p.num_tokens > PREFETCHED_TOKENS) return;
-  const int line = threadIdx.x * 32;  // of 128 bytes
+  const int line = threadIdx.x * 32;  // 128 bytes each
   for (int request = blockIdx.x; request < p.num_requests; request += gridDim.x)
     if (line < min(p.table_width, PREFETCHED_BLOCKS / p.num_requests))
       prefetch_to_l2(p.block_table + request * p.table_stride + line);
@@ -332,7 +332,7 @@ DEVICE void add_up(float* values, int lane) {
   if constexpr (BIT == 1) add_up<(COUNT > 1 ? COUNT / 2 : 1), 2>(values, lane);
 }
 
-// What a lane stores of a tile: scores of TOKENS tokens and of ROWS keys, eight apart.
+// A lane's scores of a tile: TOKENS tokens and ROWS keys, eight apart.
 template <int TOKENS_, bool WHOLE>
 struct Share {
   static constexpr int TOKENS = TOKENS_ / 4 > 1 ? TOKENS_ / 4 : 1, ROWS = TOKENS_ >= 4 ? 2 : 1;
@@ -414,7 +414,7 @@ DEVICE void weigh_whole(const float (&products)[L::PART_COLUMNS / 2], const floa
       }
 }
 
-// What a thread does with scores: stores them.
+// Stores a thread's scores.
 template <class L, Source SOURCE>
 struct Stored {
   using S = Share<L::TOKENS, L::WHOLE>;

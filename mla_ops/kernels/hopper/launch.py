@@ -159,20 +159,20 @@ class Kernel(NamedTuple):
         source: file.
         name: expression of the template.
         threads: of a CTA.
-        walks: a CTA takes one row after the other. The grid has one dimension then, tiles of heads fastest, and need
-            not be larger than what runs at one time.
+        persistent: a CTA takes one row after the other. The grid has one dimension then, tiles of heads fastest, and
+            need not be larger than what runs at one time.
         ctas: of an SM.
     """
 
     source: str
     name: str
     threads: int
-    walks: bool = False
+    persistent: bool = False
     ctas: int = 1
 
 
 @dataclass(frozen=True)
-class Keys:
+class KeyFormat:
     """The keys that a kernel reads: one format, one width.
 
     Attributes:
@@ -203,7 +203,7 @@ class Keys:
         if self.quantized:
             return kernel._replace(name=kernel.name.replace("attention_", "attention_balanced_"))
         if shape.tile == 64:
-            return kernel._replace(name=kernel.name.replace("64_", "64_balanced_")) if kernel.walks else None
+            return kernel._replace(name=kernel.name.replace("64_", "64_balanced_")) if kernel.persistent else None
         name = f"sparse_attention_bf16_balanced<{shape.tile}, {self.chunks * 64}>"
         return kernel._replace(name=name) if kernel.ctas == 1 else None
 
@@ -233,16 +233,16 @@ class Keys:
             raise ValueError(f"only quantised keys have a kernel for shares, got {self.name}")
         if in_shares and shape.shares > MOST_SHARES:
             raise ValueError(f"a row has at most {MOST_SHARES} shares of which a CTA takes several, got {shape.shares}")
-        walks = in_shares or (isinstance(shape, Clusters) and shape.splits == 1)
-        kind = "groups" if grouped else "rows" if walks else "clusters"
+        persistent = in_shares or (isinstance(shape, Clusters) and shape.splits == 1)
+        kind = "groups" if grouped else "rows" if persistent else "clusters"
         if in_shares:
             kind = "folds" if folds(shape) else "shares"
         if self.quantized:
             name = f"sparse_attention_{kind}<{tile}, {self.name}>"
-            return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, walks)
+            return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, persistent)
         width = self.chunks * 64
         if tile == 64:
-            return Kernel("sparse_attention_bf16_64.cu", f"sparse_attention_bf16_64_{kind}<{width}>", 384, walks)
+            return Kernel("sparse_attention_bf16_64.cu", f"sparse_attention_bf16_64_{kind}<{width}>", 384, persistent)
         ctas = 2 if tile == 16 and oversubscribed else 1
         return Kernel("sparse_attention_bf16.cu", f"sparse_attention_bf16<{tile}, {width}, {ctas}>", 512, ctas=ctas)
 
@@ -256,29 +256,29 @@ class Keys:
         return list({kernel.name: kernel for kernel in every if kernel}.values())
 
 
-def _quantized(cache_format: str, chunks: int, tiles: tuple[int, ...]) -> Keys:
+def _quantized(cache_format: str, chunks: int, tiles: tuple[int, ...]) -> KeyFormat:
     entry = FORMATS[cache_format]
     scale_bytes = entry.scale_bytes if entry.planar else 0
-    return Keys(cache_format.upper(), entry.row_bytes, chunks, True, scale_bytes, tiles)
+    return KeyFormat(cache_format.upper(), entry.row_bytes, chunks, True, scale_bytes, tiles)
 
 
 # Kernels by cache format and width of a key.
 KERNELS = {
     ("fp8_ds_mla", 576): _quantized("fp8_ds_mla", 9, (16, 24, 32, 64)),
     ("fp8_ds_mla_v4", 512): _quantized("fp8_ds_mla_v4", 8, (16, 24, 32, 64)),
-    ("bf16", 576): Keys("BF16_576", 1152, 9, False, 0, (16, 32, 64)),
-    ("bf16", 512): Keys("BF16_512", 1024, 8, False, 0, (16, 32, 64)),
+    ("bf16", 576): KeyFormat("BF16_576", 1152, 9, False, 0, (16, 32, 64)),
+    ("bf16", 512): KeyFormat("BF16_512", 1024, 8, False, 0, (16, 32, 64)),
 }
 
 
-def tiles_for(keys: Keys, num_heads: int) -> tuple[int, ...]:
+def tiles_for(keys: KeyFormat, num_heads: int) -> tuple[int, ...]:
     """Tiles worth a thought, the one that fits best first."""
     if num_heads <= 16:
         return (16,)
     return tuple(tile for tile in ((32, 64, 24, 16) if num_heads <= 32 else (64, 32, 24, 16)) if tile in keys.tiles)
 
 
-def groups_for(keys: Keys, num_heads: int, turns: int) -> list[Group]:
+def groups_for(keys: KeyFormat, num_heads: int, turns: int) -> list[Group]:
     """Groups worth a thought: of 5 a row takes longer than in a cluster of 4 (docs/notes.md)."""
     if not keys.quantized or tiles_for(keys, num_heads)[0] != groups.TILE:
         return []
@@ -291,7 +291,7 @@ def splits_for(turns: int) -> list[int]:
 
 
 @functools.cache
-def clusters_at_once(keys: Keys, tile: int, device_index: int) -> tuple[int, ...]:
+def clusters_at_once(keys: KeyFormat, tile: int, device_index: int) -> tuple[int, ...]:
     """Clusters of each size in `SPLITS` that the device runs at one time, from the driver."""
     kernel = keys.kernel(Clusters(tile, 2))
     loaded = sources.load(kernel.source, kernel.name, device_index)
@@ -375,7 +375,7 @@ def cache_params(
 NO_CACHE = CacheParams(0, 0, 0, 0, (0, 0, 0, 0, 0, 1, 0, 0, *reciprocal(1)))
 
 
-def exchange_of_shares(keys: Keys, shape: Clusters, rows: int, device: torch.device) -> torch.Tensor:
+def exchange_of_shares(keys: KeyFormat, shape: Clusters, rows: int, device: torch.device) -> torch.Tensor:
     """Memory for what CTAs leave of each share of their row: float16 accumulators, and a sum and a reference a lane."""
     clusters = min(rows, clusters_at_once(keys, shape.tile, device.index)[SPLITS.index(shape.splits)])
     shares = clusters * shape.shares * (2 if shape.splits > 1 else 1)  # peers may still read those of the row before
@@ -383,7 +383,7 @@ def exchange_of_shares(keys: Keys, shape: Clusters, rows: int, device: torch.dev
 
 
 def launch(
-    keys: Keys,
+    keys: KeyFormat,
     shape: Shape,
     num_tokens: int,
     q: torch.Tensor,
@@ -438,7 +438,7 @@ def launch(
     if num_tokens == 0:
         assert balance is not None
         grid = (balance.workers * head_tiles, 1, 1)
-    elif kernel.walks:
+    elif kernel.persistent:
         grid = (min(clusters, at_once) * splits, 1, 1)
     else:
         grid_rows = min(num_tokens, MAX_GRID_ROWS)

@@ -43,7 +43,7 @@ struct Params {
   // worker, all 0 before and after.
   unsigned char* exchange;
   u32* counters;
-  int shares;  // of a row, where a CTA may take several (`shares.cuh`)
+  int shares;  // a row has so many, of which a CTA may take several (`shares.cuh`)
 };
 
 constexpr int COUNTERS = 8, SHARERS_COUNTERS = 4;
@@ -55,7 +55,7 @@ constexpr int MOST_SHARES = 8;  // of a row
 enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED, SHARES, FOLDS };
 
 // Whether a CTA takes one row, or piece of one, after the other.
-DEVICE constexpr bool walks(Launch launch) { return launch != Launch::CLUSTERS && launch != Launch::GROUPS; }
+DEVICE constexpr bool is_persistent(Launch launch) { return launch != Launch::CLUSTERS && launch != Launch::GROUPS; }
 
 DEVICE constexpr bool in_shares(Launch launch) { return launch == Launch::SHARES || launch == Launch::FOLDS; }
 
@@ -154,13 +154,13 @@ struct Layout {
   static constexpr int VALUES_FREE = WEIGHTS_FULL + 8;               // one barrier for each 128 dims
   static constexpr int FACTORS_FULL = VALUES_FREE + 2 * HALVES * 8;  // factors of a row; in a cluster the inverses
   static constexpr int FACTORS_FREE = FACTORS_FULL + 8;
-  static constexpr int STATES_FULL = FACTORS_FREE + 8;  // in a cluster
+  static constexpr int STATES_FULL = FACTORS_FREE + 8;  // clusters only
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
   static constexpr int WEIGHTS_FREE = PACKETS_FULL + 8;  // up to 32 heads; with 64 heads VALUES_FREE says it
   static constexpr int OWN_FULL = WEIGHTS_FREE + 8;
   // The next row's queries, where rows of 64 heads follow one another, and so are in no cluster.
   static constexpr int QUERIES_FREE = STATES_FULL, QUERIES_FULL = PACKETS_FULL;
-  // Where CTAs of a cluster take several shares: all have left their parts of a row.
+  // CTAs of a cluster that take several shares meet here: all have left their parts of a row.
   static constexpr int MEETING = OWN_FULL;
   // Barriers of a group: all warps have left what the others need; it is known which shares this CTA adds up.
   static constexpr int ALL_LEFT = PACKETS_FULL, SHARES_KNOWN = STATES_FULL;
@@ -264,7 +264,7 @@ DEVICE Row next_share(const Params& p, const Row& row) {
   return next;
 }
 
-// Where a head's query begins, and its dims behind the 512th.
+// The addresses of a head's query, and of its dims behind the 512th.
 DEVICE const u16* query_at(const Params& p, int token, int head) {
   return p.q + token * p.q_token_stride + head * p.q_head_stride;
 }

@@ -25,21 +25,21 @@ struct PairLayout {
   static constexpr int QUERY_CHUNKS = 8;
   static constexpr Group FIRST = CHUNKS > 8 ? ROPE : NEAR;
   static constexpr int QUERY = 0;
-  static constexpr int WEIGHTS = QUERY + QUERY_CHUNKS * CHUNK;  // of a warpgroup's turn; at the end its results
+  static constexpr int WEIGHTS = QUERY + QUERY_CHUNKS * CHUNK;  // a warpgroup's of its turn; at the end its results
   static constexpr int TILES = WEIGHTS + 2 * CHUNK;
   static constexpr int TILE = CHUNKS * CHUNK;
   static constexpr int REFERENCES = TILES + 2 * TILE;  // float a head, of the latest turn
   static constexpr int SUMS = REFERENCES + HEADS * 4;  // float a head, of each warpgroup, of even and odd rows
   static constexpr int LIVE = SUMS + 4 * HEADS * 4;    // u32 a tile and warp: which of its 16 keys count
   static constexpr int ENDS = LIVE + 2 * 16;           // u32 a tile: which turn is the row's last
-  static constexpr int LIST = ENDS + 2 * 4;            // what each warp of the gather brings next
+  static constexpr int LIST = ENDS + 2 * 4;            // keys that each warp of the gather brings next
   static constexpr int INTERVAL = (LIST + 4 * LIST_WORDS * 4 + 7) / 8 * 8;
   static constexpr int FULL = INTERVAL + 16;  // by tile and group, FREE by part of the keys as well
   static constexpr int FREE = FULL + 2 * GROUPS * 8;
   static constexpr int WEIGHTS_FULL = FREE + 2 * GROUPS * KEY_HALVES * 8;
   static constexpr int QUERY_FULL = WEIGHTS_FULL + 2 * 8;
   static constexpr int QUERY_FREE = QUERY_FULL + 8;
-  static constexpr int STATES_FULL = QUERY_FREE + 8;  // in a cluster
+  static constexpr int STATES_FULL = QUERY_FREE + 8;  // clusters only
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
   static constexpr int OWN_FULL = PACKETS_FULL + 8;
   static constexpr int BYTES = OWN_FULL + 8;
@@ -185,7 +185,7 @@ DEVICE void gather_row(const Params& p, const Row& row, Stream stream, u32 share
 template <class L, Launch LAUNCH>
 DEVICE void gather_rows(const Params& p, Row row, Stream stream, u32 shared, int thread) {
   using R = PlainRows<L::CHUNKS * 128>;
-  hold(thread);  // in a register, as the addresses
+  hold(thread);  // keeps it in a register, like the addresses
   const int warp = uniform(thread >> 5), lane = thread & 31;
   hold(shared);
   u32 place = own_place(shared + L::TILES, warp, lane);

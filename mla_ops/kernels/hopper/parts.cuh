@@ -1,4 +1,4 @@
-// What CTAs that share all rows evenly leave in memory for one another (`balance.cuh`, `cuts.cuh`).
+// Parts that CTAs leave in memory for one another when they share all rows evenly (`balance.cuh`, `cuts.cuh`).
 #pragma once
 
 #include "ptx.cuh"

@@ -3,7 +3,7 @@
 
 #include "ptx.cuh"
 
-constexpr int QUERIES = 128;  // of a request's tile, its last aside
+constexpr int QUERIES = 128;  // a request's tile has so many, its last aside
 // A reference of the softmax, beyond which scores become rounded products first, as references are: of one that is not
 // rounded, 2^40 would leave more than exp2 takes.
 constexpr float FAR_FROM_0 = 67108864.f;
@@ -24,7 +24,7 @@ struct Tile {
 // Made by `prefill_short`, which runs in front.
 struct Plan {
   int taken;      // items beyond one a CTA
-  int num_tiles;  // of `tiles`
+  int num_tiles;  // `tiles` has so many
   int unused[2];
   Tile tiles[1];  // those of a request together, its last one first, and the requests with the most keys first
 };
@@ -43,7 +43,7 @@ struct Params {
   int heads_together;  // heads whose keys and values fit L2
   int shares;          // CTAs of `prefill_short` for each of its regions of tokens
   int short_cells;     // the most that a tile of `prefill_short` has
-  int most_tiles;      // that the plan has room for
+  int most_tiles;      // the plan has room for so many
   int causal;
   float scale_log2;
 };

@@ -2,8 +2,8 @@
 // time.
 //
 // Two warpgroups have 64 queries each; one thread of a third has keys and values brought to them, tile after tile, by
-// bulk copies. A warpgroup issues the scores of a tile and the values of the tile before together, then makes weights
-// of those scores in registers while the other warpgroup, whose turn it is by a named barrier, has the tensor cores.
+// bulk copies. A warpgroup issues the scores of a tile and the values of the tile before together, then makes those
+// scores into weights in registers while the other warpgroup, whose turn it is by a named barrier, has the tensor cores.
 // Tiles of keys go from the last, where masks are, to the first.
 //
 // A CTA takes one item (tile of queries, head) after the other from a counter, the longest first. What comes next is

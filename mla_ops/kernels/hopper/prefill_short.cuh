@@ -84,7 +84,7 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
 
   for (int first_key = 0; first_key < end; first_key += 16) {
     uint4 k[2][BLOCKS], v[TOGETHER][4];
-    float s[2][CHAINS][4];  // of each half of the keys
+    float s[2][CHAINS][4];  // scores, by halves of the keys
     auto load_keys = [&](int half) {
       const bool there = there_k[half] && first_key + ((g + half * 8) & (width - 1)) < end;
 #pragma unroll
@@ -218,7 +218,7 @@ DEVICE void attend(const Params& p, const Segment& segment, uint4* queries, int 
 // ---- dealing out a region -------------------------------------------------------------------------------------------
 
 struct Shared {
-  int first[REGION];  // of each segment, the first piece of work; no piece's number behind the last segment
+  int first[REGION];  // the first piece of work of each segment; no piece's number behind the last segment
   Segment segments[REGION];
   u32 sums[WARPS];
   int next;
@@ -314,7 +314,7 @@ DEVICE void for_long_requests(const Params& p, const Each& each) {
 DEVICE int length_of(const Request& r) { return min((r.len_k - 1) / QUERIES, LENGTHS - 1); }
 
 DEVICE void write_plan(const Params& p, Shared& shared) {
-  int* place = reinterpret_cast<int*>(&shared);  // where the tiles of the next request of each length go
+  int* place = reinterpret_cast<int*>(&shared);  // places for the tiles of the next request of each length
   const int thread = threadIdx.x;
   for (int i = thread; i < LENGTHS; i += THREADS) place[i] = 0;
   __syncthreads();

@@ -131,7 +131,7 @@ DEVICE void fewer_registers() {
 }
 
 // Lets a kernel that was launched to overlap with this one take the places of CTAs that leave: the merge of parts, top-k
-// of scores, or the next wave of tokens, which reads nothing that this one writes.
+// over scores, or the next wave of tokens, which reads nothing that this one writes.
 DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // Until the kernel in front is over, and what it wrote can be read; nothing where this one was not launched to overlap.
@@ -532,8 +532,8 @@ DEVICE void store_shared_8(u32 address, u32 a, u32 b) {
 // needed.
 DEVICE int kept(int value) { return __shfl_sync(~0u, value, threadIdx.x & 31); }
 
-// Tells the compiler that a warp's lanes have the same value: it takes a uniform register, and the warp branches
-// as one.
+// Tells the compiler that a warp's lanes have the same value: it takes a uniform register, and all lanes branch
+// together.
 DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 // `a` if the condition holds, else `b`, without a branch.

@@ -257,8 +257,8 @@ DEVICE void convert_copied_queries(const Params& p, u32 shared, int thread, u32 
 }
 
 // All of a row's queries, by THREADS threads, sixteen a head. Heads past the last repeat it. Registers hold two rounds;
-// of more, as in a CTA's first row of 64 heads, all are copied before the first is converted, in a loop, whose code is
-// there after its first round.
+// if there are more, as in a CTA's first row of 64 heads, all are copied before the first is converted, in a loop, whose
+// code is there after its first round.
 template <int HEADS, Format FORMAT, int THREADS>
 DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread, bool wait, u32 parity) {
   using P = Pieces<HEADS, FORMAT, THREADS>;

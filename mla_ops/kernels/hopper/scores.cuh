@@ -43,14 +43,14 @@ DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* ra
 // The steps of a turn, a chunk each. Tiles of few heads have registers for a second warpgroup of scores, which takes
 // the last of them; RoPE is a step of the first where it is a value, since that one has to know whether float16 holds
 // it. What was fastest of one to five: the first needs time for the softmax, of 32 heads in many turns most.
-template <int HEADS, Format FORMAT, bool WALK>
+template <int HEADS, Format FORMAT, bool PERSISTENT>
 DEVICE constexpr int first_steps() {
   if (HEADS == 64) return Rows<FORMAT>::CHUNKS;
-  return FORMAT == FP8_DS_MLA && HEADS == 32 && WALK ? 2 : 3;
+  return FORMAT == FP8_DS_MLA && HEADS == 32 && PERSISTENT ? 2 : 3;
 }
 
-template <int HEADS, Format FORMAT, bool WALK>
-constexpr int FIRST_STEPS = first_steps<HEADS, FORMAT, WALK>();
+template <int HEADS, Format FORMAT, bool PERSISTENT>
+constexpr int FIRST_STEPS = first_steps<HEADS, FORMAT, PERSISTENT>();
 
 template <Format FORMAT>
 constexpr int ROPE = Rows<FORMAT>::CHUNKS - 1;
@@ -260,11 +260,11 @@ DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
 }
 
 // A second warpgroup of scores: its steps' part of each, and its chunks of the values.
-template <int HEADS, Format FORMAT, bool WALK>
+template <int HEADS, Format FORMAT, bool PERSISTENT>
 DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
-  constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, WALK>;
+  constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, PERSISTENT>;
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   int &i = at.turn, &slot = at.slot, &parity = at.parity;
@@ -304,8 +304,8 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
                  u32 row_parity) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
-  constexpr bool WALK = walks(LAUNCH), SHARES = in_shares(LAUNCH);
-  constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, WALK && !SHARES>;
+  constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = in_shares(LAUNCH);
+  constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, PERSISTENT && !SHARES>;
   constexpr int TILES = HEADS / 8;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -363,7 +363,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     wgmma_wait<0>();
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
-    if (WALK && HEADS == 64 && last && (!SHARES || ends_row(p, row))) warp_arrive(shared + L::QUERIES_FREE, lane);
+    if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row))) warp_arrive(shared + L::QUERIES_FREE, lane);
     if constexpr (FIRST < R::CHUNKS) {
       mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
 #pragma unroll
@@ -447,7 +447,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     if (apart) seen = 2;
 
     // The sums of a row that another follows go where the first warp's last keys were.
-    if (HEADS == 64 && turn != WIDE && !(WALK && last && warp == 0))
+    if (HEADS == 64 && turn != WIDE && !(PERSISTENT && last && warp == 0))
       warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
 
 #pragma unroll
@@ -478,7 +478,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
   }
 
-  if constexpr (WALK && HEADS == 64) {
+  if constexpr (PERSISTENT && HEADS == 64) {
     // The warps that accumulate make factors of the sums.
     const int last_slot = (i - 1 & 1) * 4;
     const bool in_raw = turn != WIDE;
@@ -506,7 +506,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   }
 
   if constexpr (SHARES) {
-    // In place of the last weights; the sum of each head then where nobody reads `alpha` any more.
+    // Sums take the place of the last weights; those of heads go where nobody reads `alpha` any more.
     mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     store_sums<HEADS>(sums, shared + L::WEIGHTS + warp * (HEADS * 4), lane);
     const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
@@ -527,11 +527,11 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
-  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!WALK && seen == 2);
+  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
               reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
-  if (WALK) {
+  if (PERSISTENT) {
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
     if (worker < HEADS) {
       const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
@@ -544,7 +544,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     }
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
-  } else if constexpr (!WALK) {
+  } else if constexpr (!PERSISTENT) {
     if (worker == 0) store_shared_4(shared + L::End::OWN_BFLOAT16, bfloat16);
     if (worker < HEADS)
       store_shared_float(shared + L::End::INVERSES + head * 4, total == 0.f ? 0.f : reciprocal_approx(total));

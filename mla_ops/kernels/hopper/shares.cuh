@@ -2,8 +2,8 @@
 // one after the other, and each share starts from nothing. What a share finds is the part that a cluster's CTA would
 // send, and parts are added up as a cluster does it. So bits do not depend on the number of CTAs.
 //
-// A lane leaves its parts in memory and finds them there again. With several CTAs a warp adds up every so many-th packet,
-// of parts that the same lane of the same warp has left in each of them.
+// A lane leaves its parts in memory and finds them there again. With several CTAs a warp adds up every so many-th packet:
+// parts that the same lane of the same warp has left in each of them.
 #pragma once
 
 #include "balance.cuh"
@@ -15,8 +15,8 @@ struct PartOfWarp {
   static constexpr int STATES = L::Packet::OF_A_WARP * L::Packet::BYTES, BYTES = STATES + 256;
 };
 
-// Where a warp leaves its part of the row's first share; those of the next ones follow `8 * PartOfWarp::BYTES` behind. CTAs
-// of several take two places in turn: peers still read what was left of the row before.
+// The place of a warp's part of the row's first share; those of the next ones follow `8 * PartOfWarp::BYTES` behind. If a
+// row has several CTAs, each takes two places in turn: peers still read what was left of the row before.
 template <class L>
 DEVICE unsigned char* parts_of_warp(const Params& p, int warp, u32 parity) {
   const int cluster = cluster_index(p), place = p.splits > 1 ? cluster * 2 + parity : cluster;
@@ -115,7 +115,7 @@ struct Weights {
 
 template <class L, int MOST>
 DEVICE Weights<MOST> weigh_shares(const float2 (&state)[MOST], float sink) {
-  constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;  // of `weigh_parts`
+  constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;  // as `weigh_parts` has them
   Weights<MOST> weights;
   float reference = NO_SCORE_YET, totals[LANES] = {};
 #pragma unroll

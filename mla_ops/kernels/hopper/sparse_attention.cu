@@ -16,13 +16,13 @@
 // ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend(const Params& p) {
-  constexpr bool WALK = walks(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = in_shares(LAUNCH);
+  constexpr bool PERSISTENT = is_persistent(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = in_shares(LAUNCH);
   using L = Layout<HEADS, FORMAT>;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if constexpr (BALANCED) find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::RAW);
-  Row row = WALK ? first_row<LAUNCH>(p, shared + L::INTERVAL) : this_row<LAUNCH>(p);
+  Row row = PERSISTENT ? first_row<LAUNCH>(p, shared + L::INTERVAL) : this_row<LAUNCH>(p);
   if (row.token >= end_of_tokens<LAUNCH>(p)) {
     wait_for_prerequisites();
     return;
@@ -31,7 +31,7 @@ DEVICE void attend(const Params& p) {
   // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row.
   constexpr int MOVED = !BALANCED ? 0 : HEADS < 64 ? 8 : L::GATHER_REGISTERS < 32 ? 4 : 0;
   constexpr int FOLDED = LAUNCH == Launch::FOLDS ? 8 : 0;  // to each warpgroup that accumulates, from the scores
-  constexpr bool LONG = WALK && !SHARES;
+  constexpr bool LONG = PERSISTENT && !SHARES;
   constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT, LONG> < Rows<FORMAT>::CHUNKS ? 2 : 1;
 
   // The way from an index to a key in shared memory is the longest of the start.
@@ -52,8 +52,8 @@ DEVICE void attend(const Params& p) {
       if (LAUNCH == Launch::GROUPS && barrier == L::ALL_LEFT) arrivals = 12 * ARRIVALS_OF_A_WARP;
       if (LAUNCH == Launch::GROUPS && barrier == L::SHARES_KNOWN) arrivals = ARRIVALS_OF_A_WARP;
       if (SHARES && barrier == L::MEETING) arrivals = 8 * p.splits;
-      if (WALK && HEADS == 64 && barrier == L::QUERIES_FREE) arrivals = 4 * ARRIVALS_OF_A_WARP;
-      if (WALK && HEADS == 64 && barrier == L::QUERIES_FULL) arrivals = 128;
+      if (PERSISTENT && HEADS == 64 && barrier == L::QUERIES_FREE) arrivals = 4 * ARRIVALS_OF_A_WARP;
+      if (PERSISTENT && HEADS == 64 && barrier == L::QUERIES_FULL) arrivals = 128;
       mbarrier_init(shared + barrier, arrivals);
       fence_barrier_init();
     }
@@ -68,7 +68,7 @@ DEVICE void attend(const Params& p) {
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
       produce<HEADS, FORMAT>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
-      if (!WALK) break;
+      if (!PERSISTENT) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;
       ahead = begin_share(p, row, lane).now;
@@ -129,7 +129,7 @@ DEVICE void attend(const Params& p) {
     do {
       const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at, row_parity);
       if (HEADS == 64) freed = later;
-    } while (WALK && next_queries());
+    } while (PERSISTENT && next_queries());
   } else if (warpgroup < 3) {
     if constexpr (HEADS > 24 || FOLDED) more_registers<L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0) + FOLDED>();
     Accumulators<HEADS> sums;
@@ -137,8 +137,8 @@ DEVICE void attend(const Params& p) {
       accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity,
                                         query_parity, sums);
       if (SHARES && ends_row(p, row)) query_parity ^= 1;
-      if (WALK) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
-    } while (WALK && row.token < end_of_tokens<LAUNCH>(p));
+      if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
+    } while (PERSISTENT && row.token < end_of_tokens<LAUNCH>(p));
     if constexpr (BALANCED)
       add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 4 : 2>(p, shared, shared + L::VALUES,
                                                           (warpgroup - 1) * 128 + thread);
@@ -147,7 +147,7 @@ DEVICE void attend(const Params& p) {
     more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0)>();
     do {
       score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at);
-    } while (WALK && next_queries());
+    } while (PERSISTENT && next_queries());
     if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
     return;
   }
@@ -155,7 +155,7 @@ DEVICE void attend(const Params& p) {
   if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
 }
 
-// As the shape says. YIELDS: unless another launch has shared the tokens evenly.
+// Attends to rows as the shape says. YIELDS: unless another launch has shared the tokens evenly.
 template <int HEADS, Format FORMAT, Launch LAUNCH, bool YIELDS>
 DEVICE void attend_by_shape(const Params& p) {
   using L = Layout<HEADS, FORMAT>;

@@ -48,7 +48,7 @@ from .launch import (
     CacheParams,
     Clusters,
     Group,
-    Keys,
+    KeyFormat,
     Rows,
     Shape,
     cache_params,
@@ -60,18 +60,18 @@ from .launch import (
 )
 from .waves import Wave, fastest_waves, forced, launch_waves
 
-SHARE_TURNS = 8  # of a share of a deterministic row at most, as far as SPLITS go
+SHARE_TURNS = 8  # a share of a deterministic row has no more, as far as SPLITS go
 FOLDED_SHARE_TURNS = 4  # where shares are added up in registers, up to MOST_SHARES of them
 
 
-def shapes_for(keys: Keys, num_heads: int, turns: int) -> list[Shape]:
+def shapes_for(keys: KeyFormat, num_heads: int, turns: int) -> list[Shape]:
     """Launches to choose from, for rows with so many turns of keys."""
     clusters = [Clusters(tile, n) for tile in tiles_for(keys, num_heads) for n in splits_for(turns)]
     return [*clusters, *groups_for(keys, num_heads, turns)]
 
 
 def choose(
-    keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...], costs: Costs
+    keys: KeyFormat, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...], costs: Costs
 ) -> tuple[Wave, ...]:
     """The least predicted time, from shapes alone.
 
@@ -88,7 +88,7 @@ def choose(
     return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 
-def shapes_of_shares(keys: Keys, tile: int, shares: int, groups_of_row: list[Group]) -> list[Shape]:
+def shapes_of_shares(keys: KeyFormat, tile: int, shares: int, groups_of_row: list[Group]) -> list[Shape]:
     """Launches that add up so many shares of a row in the same way, of a tile and of groups worth a thought."""
     cluster = Clusters(tile, shares)
     # With fewer heads than groups have, each CTA of a cluster of two keeps a half in float32: not the bits of shares.
@@ -98,7 +98,7 @@ def shapes_of_shares(keys: Keys, tile: int, shares: int, groups_of_row: list[Gro
     return [cluster, *(group for group in groups_of_row if group.members == shares), *in_shares]
 
 
-def deterministic_shapes(keys: Keys, num_heads: int, topk: int) -> list[Shape]:
+def deterministic_shapes(keys: KeyFormat, num_heads: int, topk: int) -> list[Shape]:
     """Launches that give a row the same bits: they have the tile and the shares that its own capacity says."""
     tile, turns = tiles_for(keys, num_heads)[0], max(1, -(-topk // TILE_KEYS))
     shares = next((n for n in SPLITS if n * SHARE_TURNS >= turns), SPLITS[-1])
@@ -109,7 +109,7 @@ def deterministic_shapes(keys: Keys, num_heads: int, topk: int) -> list[Shape]:
 
 
 def fastest_shape(
-    keys: Keys,
+    keys: KeyFormat,
     shapes: Sequence[Shape],
     num_tokens: int,
     num_heads: int,
@@ -127,7 +127,7 @@ def fastest_shape(
 
 
 def choose_deterministic(
-    keys: Keys, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...], costs: Costs
+    keys: KeyFormat, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...], costs: Costs
 ) -> tuple[Wave, ...]:
     """The fastest of the launches whose bits do not depend on the batch. Arguments as of `choose`."""
     shapes, turns = deterministic_shapes(keys, num_heads, topk), max(1, -(-topk // TILE_KEYS))
@@ -136,7 +136,7 @@ def choose_deterministic(
 
 @functools.lru_cache(maxsize=4096)
 def _waves(
-    keys: Keys, num_tokens: int, num_heads: int, topk: int, deterministic: bool, device_index: int
+    keys: KeyFormat, num_tokens: int, num_heads: int, topk: int, deterministic: bool, device_index: int
 ) -> tuple[Wave, ...]:
     at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
     chooses = choose_deterministic if deterministic else choose
@@ -144,14 +144,14 @@ def _waves(
 
 
 @functools.lru_cache(maxsize=4096)
-def _balance(keys: Keys, num_tokens: int, num_heads: int, topk: int, device_index: int) -> Balance | None:
+def _balance(keys: KeyFormat, num_tokens: int, num_heads: int, topk: int, device_index: int) -> Balance | None:
     waves = _waves(keys, num_tokens, num_heads, topk, False, device_index)
     at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
     return balance_for(keys, waves, num_tokens, num_heads, -(-topk // TILE_KEYS), at_once, costs_of(device_index))
 
 
 def _attend(
-    keys: Keys,
+    keys: KeyFormat,
     q: torch.Tensor,
     caches: tuple[CacheParams, CacheParams],
     topk: int,

@@ -24,12 +24,12 @@ struct PlainLayout {
   static constexpr int QUERY_CHUNK = HEADS * 128;
   static constexpr int QUERY_BYTES = CHUNKS * QUERY_CHUNK;
   static constexpr int WEIGHTS = QUERY + (BALANCED ? 2 : 1) * QUERY_BYTES;
-  static constexpr int TILES = WEIGHTS + HEADS * 128;  // of keys: [64, 64] a chunk, 128-byte rows, swizzled
+  static constexpr int TILES = WEIGHTS + HEADS * 128;  // keys: [64, 64] a chunk, 128-byte rows, swizzled
   static constexpr int TILE = CHUNKS * TILE_KEYS * 128;
   static constexpr int COLUMNS = TILES + STAGES * TILE;  // float2 a head, the second its reference
   static constexpr int ALPHA = COLUMNS + HEADS * 8;      // float a head
   static constexpr int LIVE = ALPHA + HEADS * 4;         // u32 a stage and warp: which of its 16 keys count
-  static constexpr int LIST = LIVE + STAGES * 16;        // what each warp of the gather brings next
+  static constexpr int LIST = LIVE + STAGES * 16;        // keys that each warp of the gather brings next
   static constexpr int TURN = LIST + 4 * LIST_WORDS * 4;
   static constexpr int INTERVAL = (TURN + 4 + 7) / 8 * 8;
   static constexpr int SUMS = (INTERVAL + 16 + 15) / 16 * 16;  // float [4, HEADS]: of each warp of scores
@@ -37,10 +37,10 @@ struct PlainLayout {
   static constexpr int FREE = FULL + STAGES * 16;      // two a stage, of halves of the keys
   static constexpr int WEIGHTS_FULL = FREE + STAGES * 16;
   static constexpr int WEIGHTS_FREE = WEIGHTS_FULL + 8;
-  static constexpr int STATES_FULL = WEIGHTS_FREE + 8;  // in a cluster
+  static constexpr int STATES_FULL = WEIGHTS_FREE + 8;  // clusters only
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
   static constexpr int OWN_FULL = PACKETS_FULL + 8;
-  static constexpr int QUERY_FULL = OWN_FULL + 8;  // of each buffer, where pieces follow one another
+  static constexpr int QUERY_FULL = OWN_FULL + 8;  // one a buffer, as pieces follow one another
   static constexpr int QUERY_FREE = QUERY_FULL + 16;
   static constexpr int FACTORS_FULL = QUERY_FREE + 16;
   static constexpr int FACTORS_FREE = FACTORS_FULL + 8;
@@ -282,7 +282,7 @@ DEVICE void score_pieces(const Params& p, Row row, u32 shared, int thread) {
 
 // ---- values ---------------------------------------------------------------------------------------------------------
 
-constexpr int PIECES = 4;  // of 64 dims, that a warpgroup adds up
+constexpr int PIECES = 4;  // a warpgroup adds up so many of 64 dims
 
 // Adds up the weighted values of a row or a piece.
 template <class L>

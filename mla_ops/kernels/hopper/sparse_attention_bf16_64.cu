@@ -229,8 +229,8 @@ DEVICE u32 word_of(float accumulator) {
 template <class L>
 DEVICE void exchange_halves(const Params& p, const Row& row, const State& state, u32 shared, int warp, int lane) {
   using E = typename L::End;
-  constexpr int QUADS = 16, BYTES = QUADS * 512;     // of half of a warp's
-  constexpr int RESULT_BYTES = 16 * (128 * 4 + 32);  // of a warp's 16 heads by 128 dims, in rows that meet all banks
+  constexpr int QUADS = 16, BYTES = QUADS * 512;     // half of a warp's results
+  constexpr int RESULT_BYTES = 16 * (128 * 4 + 32);  // a warp's 16 heads by 128 dims, in rows that meet all banks
   static_assert(8 * (BYTES + RESULT_BYTES) <= L::REFERENCES - L::PACKETS, "no room for results");
   const u32 peer = row.rank ^ 1, place = shared + L::PACKETS + warp * BYTES + lane * 16, to = peer_address(place, peer),
             barrier = peer_address(shared + L::PACKETS_FULL, peer);
@@ -368,7 +368,7 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
 // Takes the turns of a row that warpgroup w owns, and its half of the other's. Both warpgroups run the same code, since
 // the first fetch of instructions comes from memory. The other's turn stands in front of the last scores, whose keys
 // come last.
-template <class L, bool WALK>
+template <class L, bool PERSISTENT>
 DEVICE void attend_row(const Params& p, State& state, const Places& at, u32 shared, int w, u32& own_parity,
                        u32& other_parity, int lane) {
   int end = 0, turn = w;  // 1: this warpgroup has had the last turn, 2: the other one has it
@@ -394,13 +394,13 @@ DEVICE void attend_row(const Params& p, State& state, const Places& at, u32 shar
     hold(s);
     hold(state.query);
     if (L::FIRST == ROPE) warp_arrive(free_barrier<L>(shared, w, ROPE, 0), lane);
-    if (WALK && end == 1) warp_arrive(shared + L::QUERY_FREE, lane);
+    if (PERSISTENT && end == 1) warp_arrive(shared + L::QUERY_FREE, lane);
     soften<L>(p, state, s, weights, at, shared, w, all, turn == 0, lane);
     add_own<L>(state, weights, shared, w, lane, turn == 0);
     own_parity ^= 1;
   }
   if (end == 1) return;
-  if (WALK) warp_arrive(shared + L::QUERY_FREE, lane);
+  if (PERSISTENT) warp_arrive(shared + L::QUERY_FREE, lane);
   add_other<L>(state, at, shared, w, other_parity, turn == 1);
   other_parity ^= 1;
   release_values<L, FAR, 0>(shared, w ^ 1, lane);
@@ -477,7 +477,7 @@ DEVICE void init_barriers(u32 shared) {
   if (threadIdx.x % 32 == 0)
 #pragma unroll 1
     for (int barrier = L::FULL + threadIdx.x / 32 * 8; barrier <= L::OWN_FULL; barrier += 12 * 8) {
-      int arrivals = 128;  // of the gather's threads
+      int arrivals = 128;  // the gather's threads
       if (barrier < L::FREE && (barrier - L::FULL) / 8 % GROUPS == NEAR)
         arrivals = 132;  // and who tells which keys count
       if (barrier < L::FREE && (barrier - L::FULL) / 8 % GROUPS == FAR) arrivals = 129;  // and which turn is the last

@@ -62,7 +62,7 @@ struct Params {
 struct Row {
   const float* scores;
   int start, end;
-  int skew;  // that column 0 has
+  int skew;  // column 0 has it
 
   DEVICE bool has(int column) const { return static_cast<u32>(column - start) < static_cast<u32>(end - start); }
 };

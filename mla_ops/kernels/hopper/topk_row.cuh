@@ -42,7 +42,7 @@ struct Selection {
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
   static constexpr u32 CHUNK = STEP * 4;
   static constexpr u32 HELD = 2;          // groups of a thread that registers hold
-  static constexpr u32 AHEAD = 4 * STEP;  // of the groups that are read, those on their way to L2
+  static constexpr u32 AHEAD = 4 * STEP;  // groups that are on their way to L2 in front of those that are read
   static_assert(VECTORS <= 4, "counts of the groups of a warp share a word");
 
   const Params& p;
@@ -62,7 +62,7 @@ struct Selection {
         entries(reinterpret_cast<u64*>(bins + BINS)) {}
 
   // The rank in a sample that is likely to be below the k-th best: its own and some standard deviations, since scores
-  // that stand next to one another are not independent.
+  // next to one another are not independent.
   DEVICE u32 sample_rank(int length) const {
     const float mean = 4.f * p.sampled * p.k / length;
     return static_cast<u32>(mean + 5.f * sqrtf(mean) + 4.f);

@@ -11,21 +11,21 @@
 constexpr int BIN_BITS = 11;
 constexpr u32 BINS = 1 << BIN_BITS;
 constexpr u32 SHORT_LIST = 64;          // entries that are compared with one another
-constexpr int POSITION_BITS = 22;       // of 2^21 columns and those in front of the first
-constexpr u32 LOWEST_KEY = 0x007fffff;  // of -inf
+constexpr int POSITION_BITS = 22;       // 2^21 columns, and those in front of the first
+constexpr u32 LOWEST_KEY = 0x007fffff;  // the key of -inf
 constexpr u32 NAN_KEY = 1;
 constexpr int MAX_CLUSTER = 16;
 
-// What a CTA's threads tell one another.
+// A CTA's threads tell one another by this.
 struct alignas(16) Control {
   u64 list[SHORT_LIST];
   u64 threshold;
-  u32 bin, above, inside;  // where a rank lies
+  u32 bin, above, inside;  // the place of a rank
   u32 listed;
   u32 have;                // entries that this CTA hands over
   u32 verdict;             // 1: the row is done
   u32 gates[MAX_CLUSTER];  // of the cluster's CTAs; ~0: has handed over too little
-  u32 sums[2][32];              // of warps
+  u32 sums[2][32];             // one a warp
   u32 counts[2][MAX_CLUSTER];  // entries of the cluster's CTAs, without and with another reading
 };
 
@@ -151,8 +151,8 @@ DEVICE u64 entry_of_rank(Control& control, u32 inside, u32 rank, EachLeft each_l
 // A number that as many entries reach as a rank says, counted from 1 at the top; there are as many at least, and none has
 // a key below `least`. Bins are of 2^shift keys first, the last one of all above; then each round divides the bin of the
 // rank. Where one score is left, positions follow. Entries, and bins of 0, are there before a barrier that precedes this.
-// Where it need not be EXACT, `spare` entries more may reach it, and all those of one score. The first counts may have
-// been made. BELOW the first bins there is nothing, or what is searched next, or what lets this return 0 at once.
+// If it need not be EXACT, `spare` entries more may reach it, and all those of one score. The first counts may have been
+// made. BELOW the first bins there is nothing, or what is searched next, or what lets this return 0 at once.
 enum Below { NOTHING, MORE, FAILURE };
 template <int THREADS, bool EXACT = true, Below BELOW = NOTHING, class Entries>
 DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank, u32 least, int shift, u32 spare = 0,

@@ -164,8 +164,8 @@ DEVICE void store_result(const Params& p, const Row& row, u32 shared, u32 stage,
   named_barrier<VALUES_BARRIER, 256>();
 }
 
-// The place of the n-th pair of a warp's packets among its accumulators: with 64 heads a packet is a chunk of 64 dims
-// of one of two heads.
+// The place of the n-th pair of a warp's packets among its accumulators: with 64 heads a packet is a chunk of 64 dims,
+// all of one of two heads.
 template <class L>
 DEVICE constexpr int place_of_pair(int n) {
   return L::Packet::ONE_HEAD ? (n / 16 * 8 + n % 8) * 4 + n / 8 % 2 * 2 : n * 2;
@@ -216,7 +216,7 @@ template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity, u32 odd_row, Accumulators<HEADS>& sums) {
   using L = Layout<HEADS, FORMAT>;
-  constexpr bool WALK = walks(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
+  constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
                  HEADS_BY_DIMS = HEADS == 64;
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
   thread = kept(thread);
@@ -242,11 +242,11 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     u64 turn_weights = weights, turn_values = values + slot * (HALF_BYTES / 16);
     hold(freed), hold(turn_weights), hold(turn_values);
     mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
-    fence_async_shared();  // of values and weights: those that make them have no time for it
+    fence_async_shared();  // for values and weights: those that make them have no time for it
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
     // Its values' place is free when the result has left.
-    const bool last = WALK && !SHARES && (HEADS_BY_DIMS || half == 0) && ends;
+    const bool last = PERSISTENT && !SHARES && (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
@@ -338,7 +338,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, sums, half, opaque(thread));
     __syncwarp();
     free_values();
-  } else if constexpr (WALK) {
+  } else if constexpr (PERSISTENT) {
     const int worker = opaque(thread);  // else addresses for the result stay in registers all the time
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
     float factor = 0.f;

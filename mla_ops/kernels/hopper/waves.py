@@ -25,7 +25,7 @@ from .launch import (
     CacheParams,
     Clusters,
     Group,
-    Keys,
+    KeyFormat,
     Shape,
     clusters_at_once,
     exchange_of_shares,
@@ -85,7 +85,7 @@ def forced(num_tokens: int) -> Sequence[Wave]:
 
 
 def fastest_waves(
-    keys: Keys,
+    keys: KeyFormat,
     shapes: Sequence[Clusters | Group],
     num_tokens: int,
     num_heads: int,
@@ -130,7 +130,7 @@ def fastest_waves(
 
 
 def launch_waves(
-    keys: Keys,
+    keys: KeyFormat,
     waves: Sequence[Wave],
     q: torch.Tensor,
     caches: tuple[CacheParams, CacheParams],
