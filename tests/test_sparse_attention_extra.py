@@ -247,7 +247,7 @@ def test_caches_of_one_kind_take_the_tile_of_one_cache() -> None:
             assert two_cache_tile(capability, num_heads, (v4, translated)) == tile(capability, 16, "fp8_v4")
             if chosen.block_h == 16:
                 assert two_cache_tile(capability, num_heads, (translated, translated)) == chosen
-    assert two_cache_tile((9, 0), 128, (v4, v4)) == Tile(64, 64, 8, 1, apart=True)
+    assert two_cache_tile((9, 0), 128, (v4, v4)) == Tile(64, 64, 8, 1, apart=True, early=True)
     assert two_cache_tile((9, 0), 128, (translated, translated)) == Tile(64, 32, 8, 1, apart=True)
 
 
@@ -260,7 +260,9 @@ def test_tiles_of_sm90(
     """64 heads, over one cache and over two, in the interpreter, too, whose own tiles are others."""
     from mla_ops.kernels.triton import sparse_attention
 
-    monkeypatch.setattr(sparse_attention, "tile", lambda *_: sparse_attention.Tile(64, 32, 8, 1, apart=apart))
+    monkeypatch.setattr(
+        sparse_attention, "tile", lambda *_: sparse_attention.Tile(64, 32, 8, 1, apart=apart, early=True)
+    )
     cache = filled_cache(cache_format, 4, 16, device, head_dim=head_dim)
     extra = filled_cache(cache_format, 3, 16, device, head_dim=head_dim)
     q = queries(2, 40, BF16, device, head_dim)

@@ -23,7 +23,7 @@ NUM_HEADS = 40
 def halves(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     from mla_ops.kernels.triton import sparse_attention
 
-    chosen = sparse_attention.Tile(64, 32, 8, 1, half=True, apart=True)
+    chosen = sparse_attention.Tile(64, 32, 8, 1, half=True, apart=True, early=True)
     if device.type == "cpu":
         monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
     elif not sparse_attention.tile(torch.cuda.get_device_capability(), NUM_HEADS, "fp8").half:
@@ -118,7 +118,9 @@ def test_64_heads_over_other_formats(cache_format: str, device: torch.device, mo
     from mla_ops.kernels.triton import sparse_attention
 
     if device.type == "cpu":
-        monkeypatch.setattr(sparse_attention, "tile", lambda *_: sparse_attention.Tile(64, 32, 8, 1, apart=True))
+        monkeypatch.setattr(
+            sparse_attention, "tile", lambda *_: sparse_attention.Tile(64, 32, 8, 1, apart=True, early=True)
+        )
     cache = filled_cache(cache_format, 4, 16, device)
     q = queries(3, NUM_HEADS, BF16, device, key_width(cache_format))
     check("triton", q, cache, some_indices(3, 70, 64, device), cache_format)

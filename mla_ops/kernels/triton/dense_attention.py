@@ -247,9 +247,9 @@ def clear_behind(cu_seqlens_q: torch.Tensor, out: torch.Tensor, lse: torch.Tenso
 def paged_tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> sparse_attention.Tile:
     """Heads x keys: what the sparse kernels take over one cache after another."""
     chosen = sparse_attention.tile(device_capability, num_heads, mode)
-    if mode == "fp8_v4" or chosen.block_h == 32:
+    if mode == "fp8_v4" or chosen.block_h == 32 or (mode == "plain" and num_heads <= 32):
         return sparse_attention.tile(device_capability, 16, mode)
-    return sparse_attention.Tile(64, 32, 8, 2) if chosen.half else replace(chosen, apart=False)
+    return sparse_attention.Tile(64, 32, 8, 2) if chosen.half else replace(chosen, apart=False, early=False)
 
 
 def even_tile(chosen: sparse_attention.Tile) -> sparse_attention.Tile:

@@ -12,11 +12,13 @@ from .common import INTERPRETED, capability, cdiv, num_sms, sized_jit
 from .index import convert_req_index_to_global_index
 from .sparse_attention_device import (
     attend_keys,
+    last_indices,
     load_query,
     named_end,
     narrow_tile,
     new_state,
     query_rows,
+    share_of_keys,
     store_result,
     total_weight,
 )
@@ -47,7 +49,8 @@ class Tile(Constant):
     """Sizes of one program, heads x keys, its warps, and how many tiles of keys are on their way while one is used.
 
     `half`: whether keys of fp8_ds_mla are float16 operands with their scale ("fp8_half"), one cache at a time. `apart`:
-    whether scores are computed as `attend_tile` says.
+    whether scores stand behind a branch of their own (`_attend_operands`). `early`: whether the copies of a tile begin
+    before the products of the one before (`attend_tile`), not with tables of blocks.
     """
 
     block_h: int
@@ -56,6 +59,7 @@ class Tile(Constant):
     ahead: int
     half: bool = False
     apart: bool = False
+    early: bool = False
 
     def narrow(self) -> "Tile":
         """For a second walk, which is rare: what fits beside the registers of the first."""
@@ -74,9 +78,9 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
         return Tile(16, 16, 8 if mode == "fp8_v4_exact" else 4, 0)
     if device_capability[0] < 8:  # AMD, and the interpreter: 64 KB
         return Tile(16, 32, 4, 0)
-    if num_heads > (16 if mode == "fp8" else 32) and device_capability[0] == 9:
-        return Tile(64, 64, 8, 2 if mode == "fp8" else 1, half=mode == "fp8", apart=True)
-    return Tile(32, 32, 4, 1) if num_heads > 16 and mode != "fp8_v4" else Tile(16, 32, 4, 2)
+    if num_heads > (32 if mode == "fp8_v4" else 16) and device_capability[0] == 9:
+        return Tile(64, 64, 8, 1, half=mode == "fp8", apart=True, early=True)
+    return Tile(32, 32, 4, 1, early=mode == "fp8") if num_heads > 16 and mode != "fp8_v4" else Tile(16, 32, 4, 2)
 
 
 def tile_heads(num_tokens: int, num_heads: int, deterministic: bool) -> int:
@@ -161,7 +165,7 @@ def _attend_kernel(
     Grid: (tokens * head blocks, splits). Head blocks of a token are neighbours, so that its keys come from L2 for all
     but the first. The walk over the keys is `attend_keys`.
 
-    Registers: accumulators, 512 float32 a head. Shared memory: Q, one tile of keys as operands, two or three of raw
+    Registers: accumulators, 512 float32 a head. Shared memory: Q, one tile of keys as operands, `TILE.ahead` of raw
     rows, P.
     """
     BLOCK_H: tl.constexpr = TILE.block_h
@@ -174,22 +178,23 @@ def _attend_kernel(
     index_row = indices + token * stride_indices
     strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
     q_rows = query_rows(q, q_rope, token, head, strides, Q_UNIT)
-    # on their way while the indices are looked at
+    # all that can be asked for is, before anything is waited for
+    if topk_length is None:
+        begin, end = share_of_keys(topk, split, num_splits, BLOCK_N)
+        last = last_indices(index_row, begin, end)
+    else:
+        length = tl.load(topk_length + token)
     if is_whole(TILE, KEYS):
         queries = load_query_whole(q_rows, live_head, ROPE)
     else:
         queries = load_query(q_rows, live_head, ROPE, is_exact(KEYS))
-
-    length = topk
-    if topk_length is not None:
-        length = tl.minimum(tl.maximum(tl.load(topk_length + token), 0), topk)
-    share = tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits) * BLOCK_N
-    begin = tl.minimum(split * share, length)
-    end = tl.minimum(begin + share, length)
-    first = fetch_indices(index_row, begin + tl.arange(0, BLOCK_N), end)
     if topk_length is None:
-        # nobody said where the row ends: its tail of -1 is found by reading the indices once
-        end = named_end(index_row, begin, end)
+        # nobody said where the row ends
+        first = fetch_indices(index_row, begin + tl.arange(0, BLOCK_N), end)
+        end = named_end(index_row, begin, end, last)
+    else:
+        begin, end = share_of_keys(tl.minimum(tl.maximum(length, 0), topk), split, num_splits, BLOCK_N)
+        first = fetch_indices(index_row, begin + tl.arange(0, BLOCK_N), end)
 
     table = indices
     known = True
@@ -266,7 +271,7 @@ def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tup
         return tile(device_capability, 16, main.operands)
     if chosen.half:
         return Tile(64, 16, 8, 2)
-    return replace(chosen, block_n=32) if main.translated and chosen.block_h == 64 else chosen
+    return replace(chosen, block_n=32, early=False) if main.translated and chosen.block_h == 64 else chosen
 
 
 class CacheSizes(NamedTuple):

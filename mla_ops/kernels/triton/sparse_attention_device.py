@@ -34,14 +34,31 @@ def round_to(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def named_end(index_row, begin, end):
+def share_of_keys(length, split, num_splits, BLOCK_N: tl.constexpr):
+    """The columns, from and to, of a split of a row: whole tiles."""
+    share = tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits) * BLOCK_N
+    begin = tl.minimum(split * share, length)
+    return begin, tl.minimum(begin + share, length)
+
+
+@triton.jit
+def last_indices(index_row, begin, end):
+    """The last 512 indices of the columns from `begin` to `end`, for `named_end`."""
+    column = end - 512 + tl.arange(0, 512)
+    return tl.load(index_row + column, mask=column >= begin, other=-1)
+
+
+@triton.jit
+def named_end(index_row, begin, end, last):
     """Where the last index that is not negative stands, plus one: what is left of `end` without a tail of -1."""
-    last = begin
-    for start in range(begin, end, 512):
+    start = end - 512
+    found = tl.max(tl.where(last >= 0, start + 1 + tl.arange(0, 512), begin), 0)
+    while (found == begin) & (start > begin):
+        start -= 512
         column = start + tl.arange(0, 512)
-        index = tl.load(index_row + column, mask=column < end, other=-1)
-        last = tl.maximum(last, tl.max(tl.where(index >= 0, column + 1, 0), 0))
-    return last
+        index = tl.load(index_row + column, mask=column >= begin, other=-1)
+        found = tl.max(tl.where(index >= 0, column + 1, begin), 0)
+    return found
 
 
 @triton.jit
@@ -193,39 +210,67 @@ def _mask(scores, column, places, row_end, scale_log2):
 
 
 @triton.jit
+def _weigh(
+    q, state, keys, rows, seen, zero, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr
+):  # fmt: skip
+    """The state faded to the scores of a tile of keys, and their weights as operands."""
+    column, places, scale_log2, row_end = seen
+    scores = _mask(_scores(q, keys, rows, zero, KEYS, ROPE, UPCAST), column, places, row_end, scale_log2)
+    faded, weights = _rescale(state, scores)
+    return faded, _round_weights(weights, keys, rows, KEYS, UPCAST)
+
+
+@triton.jit
+def _attend_operands(
+    q, state, keys, rows, seen, sure, TILE: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr
+):  # fmt: skip
+    """The state after a tile of keys that are operands.
+
+    Scores APART stand behind what is `sure`, and each of their products has a sum of its own: where the compiler sees
+    that a product goes into another, it gives both groups of warps all of it.
+    """
+    if TILE.apart:
+        acc0, acc1, acc2, acc3, top, sums = state
+        # anything that is no constant
+        weights = tl.zeros((q[0].shape[0], keys[0].shape[0]), tl.float32) + seen[2]
+        p = _round_weights(weights, keys, rows, KEYS, UPCAST)
+        if sure:
+            faded, p = _weigh(q, state, keys, rows, seen, seen[2] * 0.0, KEYS, ROPE, UPCAST)
+            acc0, acc1, acc2, acc3, top, sums = faded
+    else:
+        faded, p = _weigh(q, state, keys, rows, seen, None, KEYS, ROPE, UPCAST)
+        acc0, acc1, acc2, acc3, top, sums = faded
+    if len(p) == 1:
+        p = p + p + p + p
+    acc0 = dot(p[0], keys[0], acc0, UPCAST)
+    acc1 = dot(p[1], keys[1], acc1, UPCAST)
+    acc2 = dot(p[2], keys[2], acc2, UPCAST)
+    acc3 = dot(p[3], keys[3], acc3, UPCAST)
+    return acc0, acc1, acc2, acc3, top, sums
+
+
+@triton.jit
 def attend_tile(
-    q, state, rows, places, column, scale_log2, row_end, go, APART: tl.constexpr, KEYS: tl.constexpr,
+    q, state, rows, places, column, scale_log2, row_end, sure, TILE: tl.constexpr, KEYS: tl.constexpr,
     ROPE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The state after one tile of keys.
+    """The state after one tile of keys. `sure` are two conditions that are true, which the compiler does not know.
 
-    `go` is true. Scores APART are computed behind it, and each of their products has a sum of its own: where the
-    compiler sees that a product goes into another, it gives both groups of warps all of it.
+    The compiler puts what stands behind a condition last in its loop. So the copies of a tile that is `early` begin
+    when the tile before has become operands, not when it has been multiplied.
     """
     k0, k1, k2, k3 = to_operands(rows, KEYS)
     keys = k0, k1, k2, k3
-    if APART:
+    seen = (column, places, scale_log2, row_end)
+    if TILE.early:
         acc0, acc1, acc2, acc3, top, sums = state
-        # anything that is no constant
-        weights = tl.zeros((q[0].shape[0], k0.shape[0]), tl.float32) + scale_log2
-        p = _round_weights(weights, keys, rows, KEYS, UPCAST)
-        if go:
-            scores = _scores(q, keys, rows, scale_log2 * 0.0, KEYS, ROPE, UPCAST)
-            faded, weights = _rescale(state, _mask(scores, column, places, row_end, scale_log2))
-            acc0, acc1, acc2, acc3, top, sums = faded
-            p = _round_weights(weights, keys, rows, KEYS, UPCAST)
+        if sure[0]:
+            new = _attend_operands(q, state, keys, rows, seen, sure[1], TILE, KEYS, ROPE, UPCAST)
+            acc0, acc1, acc2, acc3, top, sums = new
+        state = (acc0, acc1, acc2, acc3, top, sums)
     else:
-        scores = _mask(_scores(q, keys, rows, None, KEYS, ROPE, UPCAST), column, places, row_end, scale_log2)
-        faded, weights = _rescale(state, scores)
-        acc0, acc1, acc2, acc3, top, sums = faded
-        p = _round_weights(weights, keys, rows, KEYS, UPCAST)
-    if len(p) == 1:
-        p = p + p + p + p
-    acc0 = dot(p[0], k0, acc0, UPCAST)
-    acc1 = dot(p[1], k1, acc1, UPCAST)
-    acc2 = dot(p[2], k2, acc2, UPCAST)
-    acc3 = dot(p[3], k3, acc3, UPCAST)
-    return acc0, acc1, acc2, acc3, top, sums
+        state = _attend_operands(q, state, keys, rows, seen, sure[1], TILE, KEYS, ROPE, UPCAST)
+    return state
 
 
 @triton.jit
@@ -261,7 +306,8 @@ def attend_keys(
     begin, end = span
     q_rows, live_head, q = query
     n = tl.arange(0, TILE.block_n)
-    APART: tl.constexpr = TILE.apart
+    # true, which is not known when this is compiled
+    sure = (begin >= 0, end >= begin)
     if is_exact(KEYS):
         state = _attend_exactly(
             q_rows, live_head, state, cache, index_row, span, scale_log2, row_end, TILE, KEYS, ROPE, UPCAST
@@ -270,20 +316,20 @@ def attend_keys(
         entry = look_up_block(cache, begin, end)
         for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
             places = locate_in_block(cache, entry, start, end, TILE, KEYS)
-            rows = load_rows(cache, places, KEYS, ROPE)
+            rows = load_rows(cache, places, False, KEYS, ROPE)
             entry = look_up_block(cache, start + TILE.block_n, end)
             state = attend_tile(
-                q, state, rows, places, start + n, scale_log2, row_end, begin >= 0, APART, KEYS, ROPE, UPCAST
+                q, state, rows, places, start + n, scale_log2, row_end, sure, TILE, KEYS, ROPE, UPCAST
             )  # fmt: skip
     else:
         STAGES: tl.constexpr = TILE.ahead * (2 if KEYS.translated else 1) + 1
         index = fetch_indices(index_row, begin + n, end)
         for start in tl.range(begin, end, TILE.block_n, num_stages=STAGES):
             places = locate(cache, index, KEYS)
-            rows = load_rows(cache, places, KEYS, ROPE)
+            rows = load_rows(cache, places, False, KEYS, ROPE)
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
             state = attend_tile(
-                q, state, rows, places, start + n, scale_log2, row_end, begin >= 0, APART, KEYS, ROPE, UPCAST
+                q, state, rows, places, start + n, scale_log2, row_end, sure, TILE, KEYS, ROPE, UPCAST
             )  # fmt: skip
     return state
 

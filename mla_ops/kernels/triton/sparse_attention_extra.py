@@ -7,6 +7,7 @@ from .common import sized_jit
 from .sparse_attention_device import (
     attend_keys,
     attend_tile,
+    last_indices,
     load_query,
     named_end,
     new_state,
@@ -41,7 +42,6 @@ def _attend_both(
 ):  # fmt: skip
     """`attend_keys` over two caches of the same kind in one loop: the tiles of the first, then those of the second."""
     BLOCK_N: tl.constexpr = TILE.block_n
-    APART: tl.constexpr = TILE.apart
     STAGES: tl.constexpr = TILE.ahead * (2 if KEYS.translated else 1) + 1
     cache, extra_cache = caches
     index_row, extra_index_row = index_rows
@@ -58,12 +58,12 @@ def _attend_both(
     for turn in tl.range(0, tiles + extra_tiles, num_stages=STAGES):
         chosen = _choose(turn < tiles, cache, extra_cache)
         places = locate(chosen, index, KEYS)
-        rows = load_rows(chosen, places, KEYS, ROPE)
+        rows = load_rows(chosen, places, TILE.early, KEYS, ROPE)
         main = turn + 1 < tiles
         column = tl.where(main, begin, shift) + (turn + 1) * BLOCK_N + n
         index = fetch_indices(tl.where(main, index_row, extra_index_row), column, tl.where(main, end, extra_end))
         state = attend_tile(
-            query[2], state, rows, places, n, scale_log2, None, begin >= 0, APART, KEYS, ROPE, UPCAST
+            query[2], state, rows, places, n, scale_log2, None, (begin >= 0, turn >= 0), TILE, KEYS, ROPE, UPCAST
         )  # fmt: skip
     return state
 
@@ -148,9 +148,12 @@ def _attend_extra_kernel(
     extra_begin = tl.minimum(tl.maximum(split * share - tiles, 0) * BLOCK_N, extra_length)
     extra_end = tl.minimum(tl.maximum((split + 1) * share - tiles, 0) * BLOCK_N, extra_length)
     if topk_length is None:
-        end = named_end(index_row, begin, end)
+        last = last_indices(index_row, begin, end)
     if extra_topk_length is None:
-        extra_end = named_end(extra_index_row, extra_begin, extra_end)
+        extra_last = last_indices(extra_index_row, extra_begin, extra_end)
+        extra_end = named_end(extra_index_row, extra_begin, extra_end, extra_last)
+    if topk_length is None:
+        end = named_end(index_row, begin, end, last)
 
     table = indices
     known = True

@@ -169,10 +169,10 @@ def _rows_of_block(cache, block, offset, valid, KEYS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
+def load_rows(cache, places, BITS: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr):
     """Raw rows at `places` for tensor cores: four groups of 128 dims, the dims behind 512, and four scales.
 
-    What is not valid is zero. Where a format has nothing of a kind, a mask stands in its place.
+    What is not valid is zero. Where a format has nothing of a kind, a mask stands in its place. BITS as in `load_rope`.
     """
     kv = cache[0]
     place, scale_place, valid = places
@@ -186,7 +186,7 @@ def load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
         k1 = tl.load(start + (128 + group), mask=within, other=0)
         k2 = tl.load(start + (256 + group), mask=within, other=0)
         k3 = tl.load(start + (384 + group), mask=within, other=0)
-        rope = load_rope(row, within, KEYS)
+        rope = load_rope(row, within, True, KEYS)
         scales = (row + FP8_SCALES_AT).to(tl.pointer_type(tl.float32))
         s0 = tl.load(scales, mask=valid, other=0.0)
         s1 = tl.load(scales + 1, mask=valid, other=0.0)
@@ -207,19 +207,22 @@ def load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
         k2 = tl.load(start + (256 + group), mask=within, other=0.0)
         k3 = tl.load(start + (384 + group), mask=within, other=0.0)
         if ROPE:
-            rope = load_rope(row, within, KEYS)
+            rope = load_rope(row, within, BITS, KEYS)
     return (k0, k1, k2, k3), rope, (s0, s1, s2, s3)
 
 
 @triton.jit
-def load_rope(row, within, KEYS: tl.constexpr):
-    """The 64 RoPE dims of the keys at `row`."""
-    if KEYS.operands.startswith("fp8"):
-        # as integers, so that the copies are not operands themselves, of which there would be one buffer more
-        rope = tl.load(_rope_place(row, KEYS).to(tl.pointer_type(tl.int16)), mask=within, other=0)
-        rope = rope.to(tl.bfloat16, bitcast=True)
+def load_rope(row, within, BITS: tl.constexpr, KEYS: tl.constexpr):
+    """The 64 dims behind 512 of the keys at `row`.
+
+    BITS: as integers, so that the copies are not operands themselves, of which there would be one buffer more.
+    """
+    place = _rope_place(row, KEYS)
+    if BITS:
+        rope = tl.load(place.to(tl.pointer_type(tl.int16)), mask=within, other=0)
+        rope = rope.to(place.dtype.element_ty, bitcast=True)
     else:
-        rope = tl.load(_rope_place(row, KEYS), mask=within, other=0.0)
+        rope = tl.load(place, mask=within, other=0.0)
     return rope
 
 

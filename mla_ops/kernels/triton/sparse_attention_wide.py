@@ -2,7 +2,7 @@
 
 The compiler waits for each product where it stands. Here a tile of keys has three: all 512 dims, those behind, values.
 Keys of fp8_ds_mla become float16 with their scale, which saves half of the conversion and all factors outside of
-products; others are operands as they are.
+products; others are operands as they are. Of these two tiles are in shared memory, one on its way.
 """
 
 import triton
@@ -32,7 +32,7 @@ def load_query_whole(q_rows, live_head, ROPE: tl.constexpr):
 
 
 @triton.jit
-def _halve_query(q, scale_log2):
+def _halve_query(q, scale_log2, go):
     """Q for float16 keys: float16 up to a power of two a head, of which scores are freed by their scale, `[heads]`.
 
     The largest value is at most 2**15, so that what float16 loses is 2**-40 of it. The dims behind 512 stay bfloat16,
@@ -40,12 +40,30 @@ def _halve_query(q, scale_log2):
     """
     latent, rope = q
     # bits of bfloat16, so that nothing of float32 stays in registers
-    top = tl.max((latent.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), 1)
+    top = tl.zeros((latent.shape[0],), tl.int32)
+    # One turn: what a loop like this returns changes its layout behind it. Else all of Q does before its maxima.
+    for _ in range(go.to(tl.int32)):
+        top = tl.max((latent.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), 1)
     exponent = tl.maximum((top >> 7) - (127 + 14), -100)
     down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
     rope = narrow(widen(rope) * (down * HALF_SCALE), tl.bfloat16)
-    return (widen(latent) * down).to(tl.float16), rope, up * (scale_log2 / HALF_SCALE)
+    return _apart((widen(latent) * down).to(tl.float16)), rope, up * (scale_log2 / HALF_SCALE)
+
+
+@triton.jit
+def _apart(x):
+    """512 dims in another order: of each 16, which a thread decodes, the former 8 in the first 256, the latter behind.
+
+    So a warp's stores to shared memory, 8 dims a thread, are to different banks.
+    """
+    return tl.reshape(tl.permute(tl.reshape(x, (x.shape[0], 32, 2, 8)), (0, 2, 1, 3)), (x.shape[0], 512))
+
+
+@triton.jit
+def _together(x):
+    """What `_apart` does, undone."""
+    return tl.reshape(tl.permute(tl.reshape(x, (x.shape[0], 2, 32, 8)), (0, 2, 1, 3)), (x.shape[0], 512))
 
 
 @triton.jit
@@ -57,7 +75,7 @@ def _load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
     latent = tl.load(row[:, None] + tl.arange(0, 512)[None, :], mask=within, other=0)
     rope, scales = latent, latent
     if ROPE:
-        rope = load_rope(row, within, KEYS)
+        rope = load_rope(row, within, True, KEYS)
     if is_half(KEYS):
         scales = (row + FP8_SCALES_AT).to(tl.pointer_type(tl.float32))[:, None] + tl.arange(0, 4)[None, :]
         scales = tl.load(scales, mask=within, other=0.0)
@@ -66,36 +84,42 @@ def _load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
 
 @triton.jit
 def _attend_tile(
-    q, state, rows, valid, scale, zero, go, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr
+    q, state, rows, cache, indices, scale, zero, go, again, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr
 ):  # fmt: skip
     """The state after one tile of keys, and `scale`.
 
-    `go` is true, `zero` 0, which the compiler does not know: where it sees that a product goes into another, it gives
-    both groups of warps all of it. Newer compilers move what lies between branch and product.
+    `go` and `again` are true, `zero` 0, which the compiler does not know. It puts what stands behind `go` last in its
+    loop: the copies of the next tile begin before the products. Where it sees that a product goes into another, it
+    gives both groups of warps all of it: hence `again`. Newer compilers move what lies between branch and product.
     """
     acc, top, sums = state
     keys, rope, scales = rows
     BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
     if is_half(KEYS):
-        keys = half_operand(keys, scales, KEYS)
+        keys = _apart(half_operand(keys, scales, KEYS))
     # in the layout of `top`, else each tile would change it behind the branch
     scale = tl.where(top == float("inf"), 0.0, scale)
     zeros = tl.zeros((q[0].shape[0], keys.shape[0]), tl.float32) + zero
     weights = round_to(zeros, keys.dtype, UPCAST)
     if go:
-        scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
-        if ROPE:
-            scores += dot(q[1], tl.trans(rope), zeros, UPCAST)
-        scores = tl.where(valid[None, :], scores * scale[:, None], float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        fade = tl.exp2(top - pivot)[:, None]
-        exact = tl.exp2(scores - (pivot - BIAS)[:, None])
-        sums = add_weights(sums, fade, exact)
-        acc *= fade
-        top = new_top
-        weights = round_to(exact, keys.dtype, UPCAST)
-    return dot(weights, keys, acc, UPCAST), top, sums, scale
+        if again:
+            # read once more: carried from turn to turn it would be one more copy, and a wait for it
+            index_row, column, end = indices
+            valid = locate(cache, fetch_indices(index_row, column, end), KEYS)[2]
+            scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
+            if ROPE:
+                scores += dot(q[1], tl.trans(rope), zeros, UPCAST)
+            scores = tl.where(valid[None, :], scores * scale[:, None], float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+            fade = tl.exp2(top - pivot)[:, None]
+            exact = tl.exp2(scores - (pivot - BIAS)[:, None])
+            sums = add_weights(sums, fade, exact)
+            acc *= fade
+            top = new_top
+            weights = round_to(exact, keys.dtype, UPCAST)
+        acc = dot(weights, keys, acc, UPCAST)
+    return acc, top, sums, scale
 
 
 @triton.jit
@@ -114,7 +138,7 @@ def attend_whole(
     latent, rope = q
     scale = tl.zeros((BLOCK_H,), tl.float32) + scale_log2
     if is_half(KEYS):
-        latent, rope, scale = _halve_query(q, scale_log2)
+        latent, rope, scale = _halve_query(q, scale_log2, begin >= 0)
     acc = tl.zeros((BLOCK_H, 512), tl.float32)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK_H, 2, 8), tl.float32)
@@ -127,8 +151,10 @@ def attend_whole(
             rows = _load_rows(cache, places, KEYS, ROPE)
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
             acc, top, sums, scale = _attend_tile(
-                (latent, rope), (acc, top, sums), rows, places[2], scale, scale_log2 * 0.0, begin >= 0, KEYS, ROPE,
-                UPCAST,
+                (latent, rope), (acc, top, sums), rows, cache, (index_row, start + n, end), scale, scale_log2 * 0.0,
+                begin >= 0, end >= begin, KEYS, ROPE, UPCAST,
             )  # fmt: skip
         latent, rope = tl.zeros_like(latent), tl.zeros_like(rope)
+    if is_half(KEYS):
+        acc = _together(acc)
     return acc, top, sums
