@@ -57,7 +57,8 @@ def sparse_candidates(capability: int) -> Iterator[Candidate]:
     variants = {variant.name: variant for variant in sparse_attention_variants(capability)}
     for (kernel, name), (rows, keys, warps), ahead in itertools.product(SPARSE.items(), SPARSE_TILES, (1, 2)):
         own = variants[name]
-        tile = sparse_attention.Tile(rows, keys, warps, ahead)
+        early = kernel == "fp8_ds_mla" and rows == 32
+        tile = sparse_attention.Tile(rows, keys, warps, ahead, early=early)
         mode = sparse_attention.operand_mode(torch.bfloat16, kernel)
         device = (capability // 10, capability % 10)
         chosen = {sparse_attention.tile(device, heads, mode) for heads in (16, 128)}

@@ -152,7 +152,7 @@ def attend_whole(
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
             acc, top, sums, scale = _attend_tile(
                 (latent, rope), (acc, top, sums), rows, cache, (index_row, start + n, end), scale, scale_log2 * 0.0,
-                begin >= 0, end >= begin, KEYS, ROPE, UPCAST,
+                begin >= 0, start < end, KEYS, ROPE, UPCAST,
             )  # fmt: skip
         latent, rope = tl.zeros_like(latent), tl.zeros_like(rope)
     if is_half(KEYS):
