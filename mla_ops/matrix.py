@@ -168,7 +168,7 @@ def markdown() -> str:
         *(f"| {state} | {evidence} |" for state, evidence in EVIDENCE.items()),
         "",
         "The reference runs every op on the CPU. An AMD GPU gets no CUDA C++ and no adapter, whatever capability it",
-        "reports; Triton's kernels compile for gfx942, those with matrix products for gfx950, too",
+        "reports; Triton's kernels compile for gfx942, sparse attention for gfx950, too",
         "(`tests/test_aot_amd.py`), and have not run there.",
         "Dispatch never chooses what is on request: `dispatch.override` or `MLA_OPS_LOWERING` names it.",
         "",
