@@ -36,8 +36,8 @@ DETERMINISTIC_SPLITS = 8  # of a row that must not notice its batch, whatever it
 
 # A token's cost besides its keys, in keys: Q, the way of the first keys, the result.
 ROW_COST_KEYS = 64
-# What lengths are checked for: as many keys as a program may have at full tables, about 100 us, and as many tokens as
-# take next to no time to look at. Two launches more, which return at once, take about 4 us.
+# Lengths are looked at for so many keys, which a program may have at full tables, about 100 us, and for so many tokens,
+# which take next to no time. Two launches more, which return at once, take about 4 us.
 MAX_SHAPE_KEYS = 1024
 MAX_EVEN_TOKENS = 1024
 # Keys by which the longest share may exceed what is taken for even.
@@ -45,8 +45,8 @@ SLACK_KEYS = 256
 # Parts that a merging program loads at once.
 MERGE_PARTS = 32
 
-# Of the tokens that share a walk over their request's keys, with all their heads: the tile of 64 rows would spill 192
-# bytes a thread on SM90.
+# Tokens that share a loop over their request's keys have no more rows, with all their heads: a tile of 64 rows would
+# spill 192 bytes a thread on SM90.
 MAX_PACKED_ROWS = 32
 MAX_TOKENS_TOGETHER = 8
 
@@ -55,7 +55,7 @@ MAX_TOKENS_TOGETHER = 8
 SHORTEST = 33
 SHORT_PROGRAMS_PER_SM = 32
 
-# Of the keys and values of heads that run at the same time: what stays in the L2 cache of every device that has tiles.
+# Keys and values of heads that run at the same time take no more: the L2 cache of every device that has tiles.
 L2_BYTES = 12 * 2**20
 
 

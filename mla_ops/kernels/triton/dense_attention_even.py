@@ -120,7 +120,7 @@ def _own_interval(
 
 @triton.jit
 def _packed_rows(leader, request, data, sizes, BLOCK_H: tl.constexpr):
-    """Of the rows of the tokens together with `leader`: token, head, whether of its request, and the keys they see."""
+    """The rows of the tokens together with `leader`: token, head, whether of its request, and the keys they see."""
     _q, _q_rope, _kv, _block_table, req_id_per_token, key_lens, _part_out, _part_lse, _out, _lse = data
     num_tokens, num_heads, tokens_together, _num_blocks, block_size, num_requests, max_blocks = sizes
     row = tl.arange(0, BLOCK_H)
@@ -287,7 +287,7 @@ def _even_kernel(
     strides += (stride_out_token, stride_out_head, stride_lse_token)
     zero = tl.full((), 0, tl.int32)
     for number in range(first_token, end_token):
-        leader = zero + number  # in the interpreter, too, a tensor
+        leader = zero + number  # a tensor in the interpreter, too
         request = tl.load(req_id_per_token + leader)
         if PACKED:
             token, _head, live, row_end = _packed_rows(leader, request, data, sizes, BLOCK_H)

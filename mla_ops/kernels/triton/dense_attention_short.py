@@ -69,7 +69,7 @@ def _short_prefill_kernel(
     begin_q, len_q = _request_span(cu_seqlens_q, request, num_tokens)
     if (len_q > 0) & (len_q < SHORTEST):
         begin_k, len_k = _request_span(cu_seqlens_k, request, num_kv)
-        # of a head: 2 ** log_width rows, and BLOCK_N / 16 times as many columns
+        # a head has 2 ** log_width rows, and BLOCK_N / 16 times as many columns
         widest = tl.maximum(len_q, tl.cdiv(len_k, BLOCK_N // 16))
         log_width = (widest > 1).to(tl.int32) + (widest > 2).to(tl.int32)
         log_width += (widest > 4).to(tl.int32) + (widest > 8).to(tl.int32)

@@ -251,7 +251,7 @@ def operand_mode(q_dtype: torch.dtype, cache_format: str) -> str:
 
 
 def operand_modes(q_dtype: torch.dtype, cache_format: str, extra_cache_format: str) -> tuple[str, str]:
-    """As `operand_mode` for two caches, which are read through float32 together or not at all."""
+    """The `operand_mode` of two caches, which are read through float32 together or not at all."""
     mode, extra_mode = operand_mode(q_dtype, cache_format), operand_mode(q_dtype, extra_cache_format)
     if mode.endswith("exact") and extra_mode == "plain":
         return mode, "exact"
@@ -298,7 +298,7 @@ def cache_sizes(kv_cache: torch.Tensor, cache_format: str, mode: str, translated
 
 
 def query_unit(q: torch.Tensor, q_rope: torch.Tensor | None = None) -> int:
-    """What the strides of queries are counted in: 8 elements where they allow it, so that loads are as wide."""
+    """Elements that strides of queries are counted in: 8 where they allow it, so that loads are as wide."""
     strides = (*q.stride()[:2], *rope_strides(q_rope))
     return 8 if all(stride % 8 == 0 for stride in strides) else 1
 

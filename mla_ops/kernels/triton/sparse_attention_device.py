@@ -1,4 +1,4 @@
-"""What the sparse attention kernels share on the device: the walk over the keys, the result."""
+"""Device code that the sparse attention kernels share: the loop over the keys, the result."""
 
 import triton
 import triton.language as tl
@@ -50,7 +50,7 @@ def last_indices(index_row, begin, end):
 
 @triton.jit
 def named_end(index_row, begin, end, last):
-    """Where the last index that is not negative stands, plus one: what is left of `end` without a tail of -1."""
+    """The place of the last index that is not negative, plus one: `end` without a tail of -1."""
     start = end - 512
     found = tl.max(tl.where(last >= 0, start + 1 + tl.arange(0, 512), begin), 0)
     while (found == begin) & (start > begin):
@@ -68,7 +68,7 @@ def _query_row(q, token, head, stride_token, stride_head, Q_UNIT: tl.constexpr):
 
 @triton.jit
 def query_rows(q, q_rope, token, head, strides, Q_UNIT: tl.constexpr):
-    """Where each head's query begins, and where its dims behind the 512th do, which `q_rope` has if it is given.
+    """Addresses of each head's query, and of its dims behind the 512th, which `q_rope` has if it is given.
 
     `strides` are those of tokens and heads in `q`, then in `q_rope`, in units of Q_UNIT.
     """
@@ -402,7 +402,7 @@ def store_result(state, place, results, PARTIAL: tl.constexpr, UPCAST: tl.conste
 
 @triton.jit
 def finish(state):
-    """Of each row: the sum of its weights, the lse in base 2, and what its accumulators are multiplied by."""
+    """Each row's sum of weights, lse in base 2, and the factor of its accumulators."""
     top, sums = state[len(state) - 2], state[len(state) - 1]
     total = total_weight(sums)
     # base 2 until the very end; a row whose scores overflowed has lse +inf, as in the reference

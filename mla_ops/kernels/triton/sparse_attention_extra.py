@@ -49,7 +49,7 @@ def _attend_both(
     extra_begin, extra_end = spans[1]
     tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N)
     extra_tiles = tl.cdiv(tl.maximum(extra_end - extra_begin, 0), BLOCK_N)
-    # of the second cache's tiles the columns go on where those of the first end
+    # columns of the second cache's tiles go on where those of the first end
     shift = extra_begin - tiles * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     main = tiles > 0

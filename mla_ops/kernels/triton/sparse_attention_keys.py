@@ -1,4 +1,4 @@
-"""Where the keys of a cache lie, and how its rows become operands of tensor cores."""
+"""Places of the keys of a cache, and how its rows become operands of tensor cores."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -106,7 +106,7 @@ def fetch_indices(index_row, column, end):
 
 @triton.jit
 def locate(cache, index, KEYS: tl.constexpr):
-    """Where the rows of `index` begin, in units; for V4 where their scales do, in bytes; and whether there is a key.
+    """Beginnings of the rows of `index`, in units; for V4 those of scales, in bytes; and whether there is a key.
 
     A key is looked at only if its index, its request, its block-table entry and its block are in range: all else is
     masked at the load, so that nothing in an unused slot is ever seen.
@@ -137,7 +137,7 @@ def look_up_block(cache, first, end):
 
 @triton.jit
 def locate_in_block(cache, entry, first, end, TILE: tl.constexpr, KEYS: tl.constexpr):
-    """As `locate`, for a tile of keys from `first` on, all of the block `entry`."""
+    """Does what `locate` does for a tile of keys from `first` on, all of the block `entry`."""
     _kv, _table, _known, _num_blocks, block_size, inverse, _max_blocks, _stride_block = cache
     n = tl.arange(0, TILE.block_n)
     offset = first - quotient(first, inverse) * block_size + n
@@ -228,7 +228,7 @@ def load_rope(row, within, BITS: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def _rope_place(row, KEYS: tl.constexpr):
-    """Where the 64 RoPE dims of the keys at `row` are, [keys, 64]."""
+    """Places of the 64 RoPE dims of the keys at `row`, [keys, 64]."""
     if KEYS.operands.startswith("fp8"):
         place = (row + FP8_ROPE_AT).to(tl.pointer_type(tl.bfloat16))[:, None] + tl.arange(0, 64)[None, :]
     else:

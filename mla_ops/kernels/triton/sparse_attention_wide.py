@@ -97,7 +97,7 @@ def _attend_tile(
     BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
     if is_half(KEYS):
         keys = _apart(half_operand(keys, scales, KEYS))
-    # in the layout of `top`, else each tile would change it behind the branch
+    # It keeps the layout of `top`, else each tile would change it behind the branch.
     scale = tl.where(top == float("inf"), 0.0, scale)
     zeros = tl.zeros((q[0].shape[0], keys.shape[0]), tl.float32) + zero
     weights = round_to(zeros, keys.dtype, UPCAST)
@@ -127,7 +127,7 @@ def attend_whole(
     q, cache, index_row, span, first, scale_log2, TILE: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """As `attend_keys`: an accumulator of 512 dims, the largest score in base 2, and sums of weights, of each head.
+    """Does what `attend_keys` does: an accumulator of 512 dims, the largest score in base 2, sums of weights, a head.
 
     `first` are the indices of the first tile. Of float16 keys, scales that float16 does not hold make NaN of a row's
     sum of weights, as NaN in a key does and scores that overflow.
@@ -142,8 +142,8 @@ def attend_whole(
     acc = tl.zeros((BLOCK_H, 512), tl.float32)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK_H, 2, 8), tl.float32)
-    # One turn, which the compiler does not know. Queries that a loop changes are operands from shared memory; else,
-    # as they are no plain load, each warp would read all of them into registers, of which there are none left.
+    # One turn, which the compiler does not know. Queries that a loop changes are operands from shared memory; else
+    # each warp would read all of them into registers, of which there are none left, since they are no plain load.
     for _ in range((begin >= 0).to(tl.int32)):
         index = first
         for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
