@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sparse", type=common.names, default=SPARSE_MIXTURES)
     parser.add_argument("--dense", type=common.names, default=DENSE_MIXTURES)
     parser.add_argument("--peers", action="store_true", help="time FlashMLA's dense decode as well")
-    parser.set_defaults(q_halves=False)
+    parser.set_defaults(q_halves=False, deterministic=False, waves=())
     arguments = parser.parse_args(argv)
     torch.manual_seed(arguments.seed)
     machine = common.describe_machine(torch.device(arguments.device))
