@@ -3,9 +3,9 @@
     python -m scripts.vllm_pack 0.24.0 vllm.tar.xz
     mkdir FOLDER && tar xJf vllm.tar.xz -C FOLDER && PYTHONPATH=.:FOLDER python -m scripts.vllm_decode ...  # there
 
-That machine has Python 3.12, torch with CUDA, and the packages in `PRESENT`. Machine code for other GPUs is overwritten
-by zeros, so that the archive has 47 MB; a kernel of it fails at its launch. A library that another one needs, and that
-neither the archive nor that machine has, is an error.
+The archive expects Python 3.12, torch with CUDA, and the packages in `PRESENT` there. Machine code for other GPUs is
+overwritten by zeros, so that the archive has 47 MB; a kernel of it fails at its launch. A library that another one
+needs, and that neither the archive nor that machine has, is an error.
 """
 
 from __future__ import annotations

@@ -77,20 +77,29 @@ def paged_attention(
     same call: tokens are flat, one row each. `StepMetadata` has the last four tensors.
 
     Args:
-        q, q_rope, kv_cache, cache_format, softmax_scale: as in `paged_sparse_attention`.
+        q: `[num_tokens, num_heads, head_dim]`, 1 to 128 heads, 576 or 512 wide like the keys; dtype of the cache for a
+            plain format, bfloat16, float16 or float32 for a quantised one.
+        kv_cache: `[num_blocks, block_size, row_width]`, or `[num_blocks, block_bytes]` for `fp8_ds_mla_v4`; only read.
+            (The schema declares it written, so that a compiled graph never clones it.)
         block_table: `[num_requests, max_blocks]` int32. An entry outside the cache stands for keys that are not
             attended and not read.
         req_id_per_token: `[num_tokens]` int32, the row of `block_table` for each token; outside it, the token is
             padding and attends to nothing.
         key_lens: `[num_tokens]` int32: the token sees the keys at positions below this, up to the table's width.
+        softmax_scale: multiplies `q @ k`. The width of heads before absorption sets it: `192**-0.5` for DeepSeek-V3 and
+            V3.2 (128 + 64), times `mscale**2` where the model has one, and `512**-0.5` for V4, which absorbs nothing.
+        cache_format: format of `kv_cache`.
+        q_rope: `[num_tokens, num_heads, 64]` of q's dtype, the RoPE dims of the queries, as in
+            `paged_sparse_attention`; `q` is 512 wide then.
         deterministic: the bits of a token's results depend on its own query, keys and length, and on the number of
             heads, not on other tokens, their number, its place among them or the width of the table. With few tokens
             that takes several times as long.
 
     Returns:
-        out `[num_tokens, num_heads, 512]` of q's dtype and lse `[num_tokens, num_heads]` float32, as in
-        `paged_sparse_attention`. Over a context that is spread over ranks, each calls this with its own blocks and
-        lengths, and `merge_stacked_attention_states` merges what they return.
+        out `[num_tokens, num_heads, 512]` of q's dtype and lse `[num_tokens, num_heads]` float32, natural logarithm,
+        both contiguous. Nothing to attend to: out is 0 and lse is -inf. Over a context that is spread over ranks, each
+        calls this with its own blocks and lengths, and `merge_stacked_attention_states` merges what they return.
+        `torch.ops.mla.paged_attention.out(..., out=out, lse=lse)` writes into the caller's buffers.
 
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or format that the contract does not allow.

@@ -81,7 +81,8 @@ def sliding_window_indices(
             or whose entry is not a block, is left out.
         window: tokens of a window, the query itself included; the width of a row, any number.
         block_size: tokens a block.
-        num_blocks: as `convert_req_index_to_global_index` takes it.
+        num_blocks: blocks of the cache; a block table entry that is not below it is no block. None checks no upper
+            bound.
 
     Returns:
         slots `[num_tokens, window]` int32, positions `max(position - window + 1, 0)` to `position`, valid ones to the

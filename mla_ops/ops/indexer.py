@@ -17,7 +17,9 @@ def write_index_cache(
         index_cache: written in place. `fp8_index`: uint8, `[num_blocks, block_size, 132]` or `[num_blocks,
             block_bytes]`, blocks planar, `stride(0)` a multiple of 16 bytes. Plain formats: `[num_blocks, block_size,
             128]` of the format's dtype.
-        slot_mapping: `[num_slots]` int64, as in `concat_and_cache`.
+        slot_mapping: `[num_slots]` int64, `block * block_size + offset` of each token. A negative slot is padding and
+            one past the cache is ignored: nothing is written. Rows `i < min(num_slots, num_tokens)` are written; if
+            two of them name one slot, which one stays is undefined.
         cache_format: `fp8_index`, `bf16`, `fp16` or `fp32`.
 
     `fp8_index` gives a key the scale `2**ceil(log2(max(amax, 1e-4) / 448))` over its finite values; NaN and infinities

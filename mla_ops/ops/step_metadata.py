@@ -33,9 +33,14 @@ def build_step_metadata(
             `query_start_loc[r + 1]`. Two equal neighbours are a request without tokens in this step.
         seq_lens: `[num_requests]` int32, tokens of each request with the new ones; they are its last.
         block_table: `[num_requests, max_blocks]` int32; entries past a request's end may be anything.
-        query_start_loc_buffer, seq_lens_buffer, block_table_buffer: written: as given, then padding, as
-            `StepMetadata` has them.
-        req_id_per_token, positions, slot_mapping, key_lens, topk_length: written, as `StepMetadata` has them.
+        query_start_loc_buffer: `[max_num_requests + 1]` int32, written: as given, then the number of tokens.
+        seq_lens_buffer: `[max_num_requests]` int32, written: as given, then 0.
+        block_table_buffer: `[max_num_requests, max_blocks_per_request]` int32, written: as given, then -1.
+        req_id_per_token: `[max_num_tokens]` int32, written; -1 for padding.
+        positions: `[max_num_tokens]` int32, written: position of the token in its request; 0 for padding.
+        slot_mapping: `[max_num_tokens]` int64, written: where the token's key goes; -1 for padding.
+        key_lens: `[max_num_tokens]` int32, written: keys that the token may see, itself included; 0 for padding.
+        topk_length: `[max_num_tokens]` int32, written: `min(key_lens, index_topk)`.
         block_size: tokens a block of the cache.
         index_topk: keys that the indexer chooses for a token.
 
@@ -79,8 +84,11 @@ def build_compressed_metadata(
         req_id_per_token: `[max_num_tokens]` int32; outside `[0, num_requests)` is padding.
         block_table: `[num_requests, max_blocks]` int32, of the compressed cache; entries past a request's end may be
             anything.
-        block_table_buffer, slot_mapping, compressed_lens: written, as `CompressedMetadata` has them. The length of a
-            token is `(position + 1) // compress_ratio`.
+        block_table_buffer: `[max_num_requests, max_blocks_per_request]` int32, written: as given, then -1.
+        slot_mapping: `[max_num_tokens]` int64, written: where the compressed token goes that a token completes; -1 for
+            a token that completes none, and for padding.
+        compressed_lens: `[max_num_tokens]` int32, written: compressed tokens that the token may see,
+            `(position + 1) // compress_ratio`; 0 for padding.
         compress_ratio: tokens a compressed token stands for.
         block_size: compressed tokens a block of the cache.
 
