@@ -221,7 +221,8 @@ class V4StepMetadata(Buffers):
         """Refreshes every buffer in place by five launches: no allocation, no synchronisation; may be captured.
 
         Args:
-            query_start_loc, seq_lens: as `StepMetadata.build` takes them.
+            query_start_loc: `[num_requests + 1]` int32, ascending. More tokens than the capacity are cut off there.
+            seq_lens: `[num_requests]` int32, with the new tokens.
             block_table: `[num_requests, max_blocks]` int32 of the sliding-window cache.
             c4a_block_table, c128a_block_table: the same of each compressed cache, each of its own width.
         """

@@ -59,7 +59,7 @@ struct InCluster {
 
   DEVICE uint4& quad(u32 number) const { return reinterpret_cast<uint4*>(words)[number]; }
 
-  // Of the columns of a quad, the first `count`.
+  // Counts the chosen among the first `count` columns of a quad.
   DEVICE static u32 chosen_of(const uint4& bits, u32 count) {
     auto of_word = [&](u32 word, u32 begin) {
       return __popc(count >= begin + 32 ? word : count > begin ? word & (1u << count - begin) - 1 : 0);
@@ -67,7 +67,7 @@ struct InCluster {
     return of_word(bits.x, 0) + of_word(bits.y, 32) + of_word(bits.z, 64) + of_word(bits.w, 96);
   }
 
-  // Of the row's groups, a thread's.
+  // Number of a thread's i-th group in the row.
   DEVICE u32 group(int i) const {
     const u32 number = i * THREADS + threadIdx.x;
     return (number / RUN * p.cluster + rank) * RUN + number % RUN;

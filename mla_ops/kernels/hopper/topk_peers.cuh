@@ -1,4 +1,4 @@
-// What the CTAs of a cluster do by PTX that other kernels do not.
+// PTX for the CTAs of a cluster, which top-k alone uses.
 #pragma once
 #include "ptx.cuh"
 
