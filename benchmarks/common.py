@@ -31,7 +31,7 @@ from mla_ops import dispatch
 L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache there is
 MINIMUM_TIMINGS = 5
 CPU_SECONDS_PER_ROW = 1.0
-# By width of a key. DeepSeek-V3's heads are 192 wide before absorption, V4's are 512 wide.
+# Keys are the widths of a key. DeepSeek-V3's heads are 192 wide before absorption, V4's are 512 wide.
 SOFTMAX_SCALES = {576: 192**-0.5, 512: 512**-0.5}
 HOST_CALLS = 64  # calls of one host timing: their launches fit the device's queue, so that no call waits for it
 LAUNCHES = (0, 1, 2)  # CUgraphNodeType: kernel, memcpy, memset

@@ -97,7 +97,7 @@ def choosing(index_format: str, queries: list[Query] | None = None) -> Iterator[
 
 
 def compare_choices(query: Query, index_format: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each token that sees more keys than it keeps: how many it sees, the overlap with float32, and the gap.
+    """Gives how many keys a token sees, the overlap with float32, and the gap, for tokens that see more than they keep.
 
     The gap is how far the worst key that was chosen lies below the worst of the float32 choice, both by float32 scores,
     in standard deviations of the token's scores.

@@ -41,9 +41,9 @@ HELD_OUT = (4, 64, 2048), (24, 128, 2048), (48, 16, 2048), (100, 128, 2048), (16
 PART_SIZES = (1, 16, 8192), (4, 128, 8192)  # shapes of launches in parts, for the fit alone
 LIKELY = 2.5  # a launch is not timed if it is predicted to take more than this many times the least
 WORTH = 2.0  # a launch that takes more than this many times the fastest one is not fitted
-HOLD = 25.0  # of an H100's 2,014 launches; 4 and 9 do as well where they are fitted, and less well elsewhere
+HOLD = 25.0  # found with an H100's 2,014 launches; 4 and 9 do as well on those, and less well on others
 LEAST_US = 0.5  # constants below change by parts of this
-SECOND_WAVES = 3  # how many launches of the tokens that are left are measured, the least predicted ones
+SECOND_WAVES = 3  # launches measured of the tokens that are left: those with the least predicted time
 
 
 class Sample(NamedTuple):

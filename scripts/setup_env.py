@@ -140,7 +140,7 @@ def main() -> int:
         print(f"using the installed torch {installed['torch']}", flush=True)
         write_constraints(constraints, {name: version for name, version in installed.items() if version != "-"})
     elif sys.platform == "linux" and has_nvidia_gpu():
-        # which CUDA build fits the driver, and which Triton that build wants, is pip's to find out
+        # pip finds out which CUDA build fits the driver, and which Triton that build wants
         write_constraints(constraints, dict.fromkeys(("torch", *OF_TORCH)))
     else:
         write_constraints(constraints, {})

@@ -79,7 +79,7 @@ DENSE |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3
 DRAFTS = 2
 COMPARED = {"batch": 8, "context": 3000, "tokens": 48}
 PARTS = ("attention", "query halves", "index translation", "scores", "top-k", "keys", "matrix products")
-KINDS = {  # by a part of the kernel's name, the first that fits
+KINDS = {  # the first kind that has a part of a kernel's name is the kernel's
     "query halves": ("ConcatMLAQ",),
     "attention": ("sparse_attention", "flash_fwd_splitkv_mla", "splitkv_mla", "combine", "sparse_fwd", "merge"),
     "index translation": ("convert_req_index",),

@@ -44,7 +44,7 @@ class Cpu(CpuPlatform):
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         kept = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
         super().check_and_update_config(vllm_config)
-        # which it turns off for MLA on CPUs
+        # vLLM turns these off for MLA on CPUs
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
         vllm_config.cache_config.block_size = 64  # 0.33 has 16 for its own MLA on CPUs
 

@@ -24,7 +24,7 @@ REQUIREMENTS = Path(__file__).with_name("vllm_requirements.txt")
 PRESENT = {"certifi", "charset-normalizer", "filelock", "fsspec", "hf-xet", "huggingface_hub", "idna", "jinja2"}
 PRESENT |= {"markupsafe", "mpmath", "networkx", "numpy", "packaging", "pillow", "psutil", "pyyaml", "regex", "requests"}
 PRESENT |= {"safetensors", "sentencepiece", "sympy", "tiktoken", "tokenizers", "tqdm", "transformers", "urllib3"}
-# of vLLM's servers, and of guided output that nobody asks for
+# packages of vLLM's servers, and of guided output that nobody asks for
 UNUSED = {"anthropic", "astor", "depyf", "ijson", "mcp", "mistral_common", "outlines_core", "pytest", "watchfiles"}
 LIBRARIES = (
     "vllm/_C_stable_libtorch.abi3.so",

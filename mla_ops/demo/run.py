@@ -206,7 +206,7 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
         block_size=block_size,
         eos_token_ids=loaded.eos_token_ids,
         compiled=options.compile,
-        # on a CPU Inductor's C++ takes longer to compile than all else takes to run
+        # Inductor's C++ takes longer to compile on a CPU than all else takes to run
         backend="inductor" if device.type == "cuda" else "aot_eager",
         cuda_graph=options.graph and device.type == "cuda",
     )

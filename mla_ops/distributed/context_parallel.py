@@ -70,7 +70,7 @@ class ContextParallel:
         return self.block_size // self.world_size
 
     def lengths(self, lengths: torch.Tensor) -> torch.Tensor:
-        """How many of the first `lengths` positions lie on this rank: of `seq_lens`, `key_lens` and their like."""
+        """This rank's part of `seq_lens`, `key_lens` and their like: positions below each that lie on it."""
         stripe = self.world_size * self.interleave
         rest = (lengths % stripe - self.rank * self.interleave).clamp(0, self.interleave)
         return torch.div(lengths, stripe, rounding_mode="floor") * self.interleave + rest

@@ -41,7 +41,7 @@ MAX_LOGITS_FACTOR = 2.0**24
 # whether `flash_mla_sparse_fwd` computes its second result; `install` sets it
 _with_max_logits = True
 
-flash_mla_interface = sys.modules[__name__]  # for `import flash_mla.flash_mla_interface as name`
+flash_mla_interface = sys.modules[__name__]  # `import flash_mla.flash_mla_interface as name` finds it
 
 
 @dataclass

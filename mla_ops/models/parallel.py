@@ -19,7 +19,7 @@ if dist.is_available():
 
 # modules that a plan may leave out, by the last part of the name: the decoder runs a share of the heads
 HEAD_PLAN = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
-# whose attention has nothing else of each head
+# models whose attention has nothing else of each head
 SHARDED_TYPES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 # a module's inputs stay whole for these: no weight of theirs is split
 WHOLE_STYLES = ("mla_kv_a_proj", "moe_tp_experts", "replicate")
@@ -128,7 +128,7 @@ def shard_weights(backbone: Any, config: Any, mesh: Any) -> None:
 
 
 def _style(plan: dict[str, str], name: str, owner: str) -> str | None:
-    """How a parameter is split; None for one that is whole."""
+    """The style by which a parameter is split; None for one that is whole."""
     generic = [re.sub(r"\.\d+\.", ".*.", key) for key in (name, owner)]
     style = next((plan[key] for key in generic if key in plan), None)
     if style is None and ".self_attn." in owner and ".indexer" not in owner:

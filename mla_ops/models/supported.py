@@ -73,7 +73,7 @@ class Architecture:
     layers: Callable[[Any], list[LatentLayer]] | None
 
 
-# by the model_type of the text model's config
+# keys are the model_type of the text model's config
 ARCHITECTURES = {
     "deepseek_v3": Architecture("DeepseekV3ForCausalLM", LATENT_SIZES, _dense_layers),
     "deepseek_v32": Architecture("DeepseekV32ForCausalLM", INDEXED_SIZES, _indexed_layers(NEIGHBOURS, HALVES)),

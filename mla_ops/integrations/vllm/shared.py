@@ -111,7 +111,7 @@ def attend_chosen(
 
 
 class CacheWriter:
-    """How every layer writes its keys."""
+    """Writes the keys of a layer, as every layer does."""
 
     def do_kv_cache_update(
         self,

@@ -19,7 +19,7 @@ TOP = """// Rows of the quantised cache formats, in bytes: `python -m mla_ops.ke
 
 
 def struct_name(cache_format: str) -> str:
-    """For instance `RowOfFp8DsMla`."""
+    """The struct's name, for instance `RowOfFp8DsMla`."""
     return "RowOf" + cache_format.title().replace("_", "")
 
 

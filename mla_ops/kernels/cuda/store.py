@@ -23,9 +23,8 @@ from . import compiler
 from .compiler import Compiled, Unit
 
 CACHE_VARIABLE = "MLA_OPS_CACHE_DIR"
-PATIENCE_SECONDS = (
-    60.0  # for a process that compiles the same kernel, which takes it a second or two; it may be stopped
-)
+# the longest wait for a process that compiles the same kernel, which takes a second or two: it may be stopped
+PATIENCE_SECONDS = 60.0
 
 
 def cache_directory() -> Path | None:

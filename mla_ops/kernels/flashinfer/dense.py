@@ -105,7 +105,7 @@ def _wrapper(name: str, backend: str, device: torch.device) -> Any:
 
 
 def rows_without_keys(starts_q: torch.Tensor, starts_k: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Which of the rows that requests cover see no key, `[starts_q[-1]]` bool; all on the host."""
+    """Marks the rows of requests that see no key, `[starts_q[-1]]` bool; all on the host."""
     lens_q, lens_k = starts_q.diff(), starts_k.diff()
     blind = (lens_q - lens_k).clamp(min=0) if causal else torch.where(lens_k > 0, 0, lens_q)
     owner = torch.repeat_interleave(torch.arange(len(lens_q)), lens_q)

@@ -47,7 +47,7 @@ PACKED = ("fp8_ds_mla", "fp8_ds_mla_v4")
 DECODE_TOKENS = 64
 PREFILL_HEADS = (8, 16, 32, 64, 128)
 KEYS_PER_TILE = 64
-# how its kernels mark what has no keys, in base 2, where they do not write -inf
+# its kernels' lse of a row without keys, in base 2, where they do not write -inf
 NO_KEYS = -1e29
 
 ROW_DIM = LATENT_DIM + ROPE_DIM

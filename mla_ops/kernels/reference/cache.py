@@ -43,7 +43,7 @@ def quantize_groups(latent: torch.Tensor, group_size: int, lowest: int) -> tuple
 
 
 def convert(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To another float type, a NaN to that of `NAN_BITS`; torch's own conversions leave its bits to the machine."""
+    """Converts to another float type, NaN to `NAN_BITS`; torch's own conversion leaves its bits to the machine."""
     if values.dtype == dtype:
         return values
     converted = values.to(dtype)

@@ -65,7 +65,7 @@ def compress_and_cache(
 
     completes = live & ((position + 1) % ratio == 0) & (slot_mapping >= 0)
     completes &= position - (ratio - 1) < cos_sin.shape[0]
-    # how far back each state of a group lies, and which of its two halves this group takes
+    # a group's states lie `back` tokens before its last one; it takes half `series` of each
     back = torch.arange(window - 1, -1, -1, device=kv.device)
     series = (torch.arange(window, device=kv.device) // ratio).view(1, window, 1).expand(-1, -1, head_dim)
     for rows in completes.nonzero().squeeze(1).split(max(STATES_AT_ONCE // window, 1)):
@@ -87,7 +87,7 @@ def compress_and_cache(
         pooled = (keys * scores.softmax(dim=1)).sum(dim=1)
         normed = pooled * torch.rsqrt(pooled.square().mean(-1, keepdim=True) + eps) * norm_weight.float()
         entry = _rotate_tail(normed, cos_sin[position[rows] - (ratio - 1)])
-        entry = entry.masked_fill(entry.isnan(), math.nan)  # with the same bits everywhere
+        entry = entry.masked_fill(entry.isnan(), math.nan)  # NaN of one pattern of bits
         if get_format(cache_format).index_only:
             write_index_cache(entry, kv_cache, slot_mapping[rows], cache_format)
         else:
