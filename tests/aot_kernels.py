@@ -247,7 +247,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
     for fmt, dtype, dim, heads, everything in cases:
         mode = sparse_attention.operand_mode(dtype, fmt)
         tile = sparse_attention.tile(device, heads, mode)
-        # with more than 16 heads another kernel translates before
+        # another kernel translates in front of tiles of more than 16 heads
         translated = everything and tile.block_h == 16
         partial = everything and (heads == 16 or tile.block_h == 64)
         types = {

@@ -1,8 +1,9 @@
-"""Triton's interpreter without work that it repeats: a quarter of what interpreted kernels take.
+"""Triton's interpreter without work that it repeats, half of what interpreted kernels take.
 
-A launch patches `triton.language`, and so does each call of a device function inside of it; each operation builds the
-type and the shape of its block, and a table of NumPy's types; each sum of integers is computed a second time, for an
-assertion that nobody makes. Here a launch patches once, and types are kept. No result changes.
+A launch patches `triton.language`, and so does each call of a device function inside of it; each operation finds the
+common type of its operands, makes blocks of its constants, builds the type and the shape of its block, and a table of
+NumPy's types; each sum of integers is computed a second time, for an assertion that nobody makes. Here a launch patches
+once; types and blocks of constants are kept. No result changes.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def keep_types(make: Any) -> Any:
     def init(self: Any, element_ty: Any, shape: Any) -> None:
         if type(element_ty) is not tl.core.dtype:  # a pointer, which has no hash
             return make(self, element_ty, shape)
-        key = element_ty, *(getattr(size, "value", size) for size in shape)
+        key = element_ty.name, *[size if type(size) is int else getattr(size, "value", size) for size in shape]
         if key not in made:
             make(self, element_ty, shape)
             made[key] = dict(vars(self))
@@ -63,6 +64,11 @@ def keep_types(make: Any) -> Any:
         return None
 
     return init
+
+
+def keep_own_element(make: Any) -> Any:
+    """`with_element_ty`, which makes the type that it has, too."""
+    return lambda self, kind: self if kind is self.element_ty else make(self, kind)
 
 
 def keep_shapes(make: Any) -> Any:
@@ -81,7 +87,7 @@ def keep_shapes(make: Any) -> Any:
 
 def unwrap_by_type(unwrap: Any) -> Any:
     """`_unwrap_if_constexpr`, which asks most of its arguments four times what they are."""
-    plain = (int, float, bool, str, type(None), tl.core.dtype)
+    plain = (int, float, bool, str, type(None), tl.core.dtype, tl.core.tensor)
 
     def unwrap_quickly(value: Any) -> Any:
         kind = type(value)
@@ -90,6 +96,77 @@ def unwrap_by_type(unwrap: Any) -> Any:
         return value.value if kind is tl.core.constexpr else unwrap(value)
 
     return unwrap_quickly
+
+
+def keep_constants(check: Any) -> Any:
+    """`binary_op_type_checking_impl`, which nothing converts where both operands have one type.
+
+    A number beside a tensor becomes a block of the tensor's type and shape, which is made once and cannot be written.
+    """
+    blocks: dict[tuple[Any, ...], Any] = {}
+    most_blocks, most_numbers = 4096, 4096
+
+    def check_quickly(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+        left, right = type(lhs), type(rhs)
+        if left is tl.core.tensor is right:
+            kind = lhs.type.scalar
+            # quotients of halves are computed in float32
+            if kind is rhs.type.scalar and type(kind) is tl.core.dtype and len(options) < 4 and not named:
+                return self.broadcast_impl_value(lhs, rhs)
+            return check(self, lhs, rhs, *options, **named)
+        tensor, number = (lhs, rhs) if left is tl.core.tensor else (rhs, lhs)
+        if type(number) not in (int, float) or named or type(tensor.type.scalar) is not tl.core.dtype:
+            return check(self, lhs, rhs, *options, **named)
+        key = number, type(number), tensor.type.name, *options
+        if key not in blocks:
+            both = check(self, lhs, rhs, *options)
+            if both[0] is not tensor and both[1] is not tensor:  # it was converted
+                return both
+            block = both[1] if both[0] is tensor else both[0]
+            if block.handle.data.size > most_numbers:
+                return both
+            if len(blocks) == most_blocks:
+                blocks.clear()
+            block.handle.data.flags.writeable = False
+            blocks[key] = block
+        return (tensor, blocks[key]) if tensor is lhs else (blocks[key], tensor)
+
+    return check_quickly
+
+
+def take_tensors_first(convert: Any) -> Any:
+    """`to_tensor`, which asks a tensor whether it is a number first."""
+    return lambda self, x, check_type=True: x if type(x) is tl.core.tensor else convert(self, x, check_type)
+
+
+def patch_plainly(patch_member: Any) -> Any:
+    """`_patch_attr`, whose functions filter their arguments and go through one that asks for the one that it adds."""
+    asking = tl.core.builtin(lambda: None).__code__
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        plain = member.__wrapped__ if getattr(member, "__code__", None) is asking else member
+        patch_member(obj, name, member, builder, scope)
+        semantic = TritonSemantic(builder)
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return plain(*args, **named)
+
+        setattr(obj, name, call)
+
+    return patch
+
+
+def compare_identities_first(equal: Any) -> Any:
+    return lambda self, other: self is other or equal(self, other)
+
+
+def fits(array: Any, kind: Any, check: Any = interpreter._validate_np_data_size) -> bool:
+    """`_validate_np_data_size` of the usual types."""
+    if type(kind) is tl.core.dtype:
+        bits = array.itemsize * 8
+        return bits == 8 or bits <= kind.primitive_bitwidth
+    return check(array, kind)
 
 
 def skip_equal_shapes(broadcast: Any) -> Any:
@@ -119,8 +196,15 @@ def install() -> None:
     if not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "_get_np_dtype"):
         return
     interpreter._patch_lang = patch_once(interpreter._patch_lang)
+    interpreter._patch_attr = patch_plainly(interpreter._patch_attr)
     interpreter._get_np_dtype = keep_numpy_types(interpreter._get_np_dtype)
+    interpreter._validate_np_data_size = fits
+    tl.core.dtype.__eq__ = compare_identities_first(tl.core.dtype.__eq__)
+    tl.core.dtype.__hash__ = lambda kind: hash(kind.name)
+    TritonSemantic.to_tensor = take_tensors_first(TritonSemantic.to_tensor)
+    TritonSemantic.binary_op_type_checking_impl = keep_constants(TritonSemantic.binary_op_type_checking_impl)
     tl.core.block_type.__init__ = keep_types(tl.core.block_type.__init__)
+    tl.core.block_type.with_element_ty = keep_own_element(tl.core.block_type.with_element_ty)
     tl.core.tensor.__init__ = keep_shapes(tl.core.tensor.__init__)
     tl.core._unwrap_if_constexpr = unwrap_by_type(tl.core._unwrap_if_constexpr)
     TritonSemantic.broadcast_impl_value = skip_equal_shapes(TritonSemantic.broadcast_impl_value)

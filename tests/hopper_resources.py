@@ -47,7 +47,7 @@ def compiled_figures(source: str, kernel: str, defines: tuple[str, ...]) -> Figu
 
 
 def known_figures() -> dict[str, Figures]:
-    """By key."""
+    """The figures that are kept, by their keys."""
     return {
         row["key"]: Figures(Resources(*row["resources"]), row["shared_bytes"], "")
         for row in json.loads(FILE.read_text())

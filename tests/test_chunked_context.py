@@ -89,7 +89,7 @@ class Batch:
         return torch.cat(keys), torch.cat(values), torch.tensor(lens, device=self.q.device).cumsum(0).int()
 
     def check(self, lowering: str, num_chunks: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Within the bound of attention at once, and what the merges add.
+        """Errors stay within the bound of attention at once and what the merges add.
 
         Each part of the output, and each merge of two, is rounded to its dtype once: with the first part that is
         2 * num_chunks + 1 roundings of numbers no larger than the largest value. A merge's weights are exponentials of
@@ -246,7 +246,7 @@ def test_one_graph_for_every_batch_and_no_copy_of_the_cache(backend: str) -> Non
         assert_same_bits(*workspaces, "compiled against eager, workspace")
         gathers = [given for op, given in calls if op == "gather_cache"]
         assert len(gathers) == 2
-        # without Inductor, what is written is copied there and back
+        # aot_eager copies what is written there and back
         for given in gathers if backend == "inductor" else ():
             assert given["kv_cache"].data_ptr() == cache.data_ptr(), "a copy of the cache"
             assert given["out"].data_ptr() == workspaces[0].data_ptr(), "a copy of the workspace"

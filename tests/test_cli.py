@@ -190,9 +190,11 @@ def test_demo_names_the_lowering_of_every_op_that_ran(capsys, monkeypatch, small
     assert "before the first difference: 6 of 6" in output
 
 
-def test_demo_compiles_a_graph_for_each_kind_of_step_and_nothing_after_warm_up(capsys, smaller_models):
+def test_demo_compiles_a_graph_for_each_kind_of_step_and_nothing_after_warm_up(capsys, monkeypatch):
     """Prefill, a short prefill, which runs dense, and decode. What Inductor makes of them, test_models.py tests."""
     torch._dynamo.reset()
+    small = dataclasses.replace(ARCHITECTURES["v3.2"], build=functools.partial(SMALL["v3.2"], num_layers=1))
+    monkeypatch.setitem(ARCHITECTURES, "v3.2", small)
     command = ["demo", "--device", "cpu", "--batch", "1", "--max-new-tokens", "3"]
     assert main([*command, "--prompt", "Down, down, down. " * 15]) == 0
     output = capsys.readouterr().out

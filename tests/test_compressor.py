@@ -224,7 +224,7 @@ def test_nothing_is_written_beside_entries_and_states(lowering: str, device: tor
 
 
 def test_shared_blocks_and_positions_in_no_order_write_nothing_else(lowering: str, device: torch.device) -> None:
-    """Which states such requests read is unspecified; where they write is not."""
+    """Such requests may read any states, and write to their own places only."""
     weights = Weights(ODD)
     pool = torch.full((6, 5, 256), 7.0, device=device)
     cache_pool = torch.full((5, 4, 128), 7.0, device=device)

@@ -119,12 +119,13 @@ def test_compiled_shared_indexers_equal_transformers():
     )
     session.warm_up()
     assert counter.frame_count == 3
+    limits = [6, 12]
     with torch._dynamo.config.patch(error_on_recompile=True):
-        found = session.generate(PROMPTS[:2], LIMITS[:2]).tokens
+        found = session.generate(PROMPTS[:2], limits).tokens
         session.generate([BOOK[:length] for length in (1, 2, 23, 24, 25, 32, 33, 49, 90)], 3)
     assert counter.frame_count == 3
     assert sum(counters["graph_break"].values()) == 0
-    assert found == [stock_generate(model, [p], n).tokens[0] for p, n in zip(PROMPTS[:2], LIMITS[:2], strict=True)]
+    assert found == [stock_generate(model, [p], n).tokens[0] for p, n in zip(PROMPTS[:2], limits, strict=True)]
 
 
 def index_scores(q, keys, weights, scale):
@@ -135,7 +136,7 @@ def index_scores(q, keys, weights, scale):
 
 @pytest.mark.parametrize("index_format", ["fp32", "fp8_index"])
 def test_of_equal_scores_the_lowest_positions_are_chosen(index_format):
-    """With one index head relu makes half of all scores 0. Values of a few bits, so that fp8 holds them too."""
+    """One index head's relu makes half of all scores 0. Values have few bits, so that fp8 holds them too."""
     generator = torch.Generator().manual_seed(0)
     q, keys = (torch.randint(-4, 5, (*shape, 128), generator=generator).float() for shape in ((3, 1), (64,)))
     weights = torch.rand(3, 1, generator=generator)

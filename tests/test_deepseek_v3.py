@@ -168,8 +168,9 @@ def test_greedy_tokens_of_an_unequal_batch_equal_transformers(model, continuatio
     assert session.generate(PROMPTS, LIMITS).tokens == continuations
 
 
-def test_compiled_is_two_graphs_without_breaks_for_every_length(model, continuations):
-    """One graph for prefill, whatever is cached, and one for decode."""
+def test_compiled_is_two_graphs_without_breaks_for_every_length():
+    """One graph for prefill, whatever is cached, and one for decode; a dense layer and one of experts."""
+    model, limits = build_model(num_hidden_layers=2), [6, 5, 4, 6]
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     session = GenerationSession(
@@ -184,9 +185,10 @@ def test_compiled_is_two_graphs_without_breaks_for_every_length(model, continuat
     session.warm_up()
     assert counter.frame_count == 2
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert session.generate(PROMPTS, LIMITS).tokens == continuations
+        found = session.generate(PROMPTS, limits).tokens
         session.generate([BOOK[:length] for length in (1, 2, 23, 24, 25, 49, 100)], 3)
     assert counter.frame_count == 2
+    assert found == [stock_generate(model, [p], n).tokens[0] for p, n in zip(PROMPTS, limits, strict=True)]
 
 
 def test_bfloat16_error_is_what_bfloat16_explains(smooth_model):

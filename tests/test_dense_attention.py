@@ -272,7 +272,7 @@ def test_every_request_has_its_tiles(
 
 
 def test_the_bits_of_a_request_depend_on_it_alone(triton_lowering: None, device: torch.device) -> None:
-    """By itself, and among many others, with other bounds of the lengths."""
+    """The request stands by itself and among many others, with other bounds of the lengths."""
     for length, keys in ((1, 1), (16, 16), (33, 33), (3, 70)):
         arguments = inputs([length], [keys], (3, 3), (64, 64), torch.bfloat16, device)
         alone = torch.ops.mla.prefill_attention(*arguments)
@@ -304,7 +304,7 @@ def test_the_bits_of_a_request_depend_on_it_alone(triton_lowering: None, device:
 def test_products_of_requests_of_few_tokens(
     triton_lowering: None, monkeypatch: pytest.MonkeyPatch, lens: list[int], num_heads: int, products: int
 ) -> None:
-    """How many tiles of scores a launch computes, by the interpreter's count."""
+    """A launch computes so many tiles of scores, by the interpreter's count."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     shapes: list[tuple[int, ...]] = []

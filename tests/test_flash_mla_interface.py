@@ -89,7 +89,7 @@ def test_arguments_are_those_of_the_releases(name):
 
 @pytest.mark.parametrize("path", ["vllm/third_party/flashmla", "flash_mla"])
 def test_an_installed_release_has_nothing_that_is_not_here(path):
-    """By its source, which is there without the compiled part that it imports."""
+    """The source is read, which is there without the compiled part that it imports."""
     package, *folders = path.split("/")
     found = importlib.util.find_spec(package)
     roots = [] if found is None else [Path(root, *folders) for root in found.submodule_search_locations or ()]
@@ -364,7 +364,7 @@ def test_install_refuses_where_another_flash_mla_is_loaded(monkeypatch):
 
 
 def test_processes_share_the_cases_of_a_program(tmp_path):
-    """What ran is kept, and is not run again: FlashMLA's programs take longer than one has a GPU for."""
+    """A case that ran is kept and not run again: FlashMLA's programs take longer than one has a GPU for."""
     (tmp_path / "test_flash_mla_sparse_decoding.py").write_text(
         "from types import SimpleNamespace\n"
         "def gen_testcase():\n"

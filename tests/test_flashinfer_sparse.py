@@ -62,7 +62,7 @@ def test_sm120_holds_the_contract_but_for_what_it_rounds(
 def test_what_sm120_rounds_stays_within_the_bound_that_its_docstring_states(
     cache_format: str, num_tokens: int, num_heads: int, topk: int
 ) -> None:
-    """With scores so small that the bound says something: it grows as the exponential of their error."""
+    """Scores are so small that the bound says something: it grows as the exponential of their error."""
     q, cache, indices = sm120_inputs(cache_format, num_tokens, num_heads, topk)
     q /= 16
     out, lse = sparse.compute_sparse(q, cache, indices, SCALE, cache_format)
@@ -262,7 +262,7 @@ known: set[torch.Size] = set()
 
 @pytest.mark.gpu
 def test_a_graph_follows_its_inputs_and_needs_no_call_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On any GPU, with FlashInfer played: what the adapter does itself can be captured."""
+    """The adapter's own work can be captured, on any GPU; FlashInfer is played."""
     device = torch.device("cuda", torch.cuda.current_device())
     monkeypatch.setattr(sparse, "api", lambda name: on_gpu)
     known.clear()

@@ -96,7 +96,7 @@ def case(
 
 
 def write(case: Written, cache_format: str) -> None:
-    """By the op, as dispatch has it."""
+    """Writes by the op, as dispatch has it."""
     if case.cache.dim() and geometry(case.cache, cache_format).head_dim == 128:
         torch.ops.mla.write_index_cache(case.latent, case.cache, case.slots, cache_format)
     else:
@@ -126,7 +126,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def store(library: ctypes.CDLL, case: Written, cache_format: str, seed: int = 1) -> None:
-    """By the kernels' code."""
+    """Writes by the kernels' own code."""
     params = pack(case.latent, case.rope, case.cache, case.slots, cache_format)
     kind, input_type = KINDS.index(cache_format), list(hopper_cache.TYPES).index(case.latent.dtype)
     library.store(params, kind, input_type, seed)

@@ -72,7 +72,7 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         programmatic: bool,
         out: torch.Tensor,
     ) -> None:
-        assert group == 4  # as of all tokens: 8 of 3 requests
+        assert group == 4  # the group of all tokens, 8 of 3 requests
         assert programmatic == bool(order)
         order.append("scores")
         known = (req_id_per_token >= 0) & (req_id_per_token < len(block_table))

@@ -85,7 +85,7 @@ def combine_oracle(
     request_stride: int,
     window_offset: int,
 ) -> Rows:
-    """By what the workspace holds: a row for each compressed token that has room, and for each gathered one."""
+    """Builds rows of what the workspace holds: a row for each compressed token that has room, and each gathered one."""
     rows = []
     for indices, position, request in zip(chosen, positions, requests, strict=True):
         row: list[int] = []

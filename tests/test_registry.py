@@ -106,7 +106,7 @@ def test_every_op_enters_the_device_of_its_tensors_on_cuda(op_name: str, monkeyp
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="a fake tensor on cuda:1 needs that GPU, or none at all")
 @pytest.mark.parametrize("op_name", op_names())
 def test_tensors_on_two_gpus_are_refused(op_name: str) -> None:
-    """By fake tensors, which need no GPU: the check is the same for real ones."""
+    """Fake tensors stand in for a GPU's: the check is the same for real ones."""
     sample = sample_inputs(op_name, "cpu")[0]
     with FakeTensorMode():
         arguments = {
@@ -174,7 +174,7 @@ def test_autograd_sees_that_a_saved_tensor_was_written(op_name: str, compiled: b
 
 @pytest.mark.parametrize("op_name", op_names())
 def test_inference_tensors_are_written_outside_of_inference_mode(op_name: str, device: torch.device) -> None:
-    """On every device: a cache that a server allocates in inference mode is used by a step under no_grad."""
+    """A server may allocate a cache in inference mode, and use it in a step under no_grad, on every device."""
     with torch.inference_mode():
         sample = sample_inputs(op_name, device)[0]
     with torch.no_grad():

@@ -70,7 +70,7 @@ def test_two_caches_equal_float64(
 def test_splits_share_the_keys_of_both(
     device: torch.device, triton_lowering: None, num_splits: int, lengths: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From none to all keys of either cache, in tiles that the splits do not divide; the sink counts once."""
+    """Either cache gives none to all of its keys, in tiles that the splits do not divide; the sink counts once."""
     force_splits(monkeypatch, num_splits)
     counts = torch.tensor([0, 70, 0, 1, 33, 64, 70], dtype=torch.int32, device=device)
     extra_counts = torch.tensor([0, 0, 90, 32, 90, 65, 1], dtype=torch.int32, device=device)

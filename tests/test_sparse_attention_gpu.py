@@ -222,7 +222,7 @@ def test_queries_that_make_up_for_small_scales(num_heads: int, lowering: str) ->
 def test_a_nan_query_beside_such_scales_spoils_its_head_alone(
     cache_format: str, num_heads: int, num_tokens: int, lowering: str
 ) -> None:
-    """With 45 tokens two CTAs share a row on Hopper, and each may have sent the other bfloat16 or float16."""
+    """Two CTAs share a row of 45 tokens on Hopper; each may have sent the other bfloat16 or float16."""
     device = torch.device("cuda")
     cache, indices = rows_with_wide_scales(cache_format, -20, num_tokens, 1000, device)
     q = queries(num_tokens, num_heads, torch.bfloat16, device, key_width(cache_format))

@@ -209,7 +209,7 @@ class TestRegistry:
                     platform.get_attn_backend_cls(AttentionBackendEnum[NAME], wanted, num_heads=8)
 
     def test_the_flags_of_the_page_are_vllms(self, registered, monkeypatch):
-        """As a user copies them. vLLM loads its plugins before it reads flags."""
+        """Flags are those that a user copies. vLLM loads its plugins before it reads them."""
         from vllm.config.speculative import SpeculativeConfig
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms.cpu import CpuPlatform
@@ -391,7 +391,7 @@ def test_padding_belongs_to_no_request(config):
 
 @needs_vllm
 def test_batch_invariance_asks_for_deterministic_kernels_of_every_token(config, tmp_path, monkeypatch):
-    """Without dense prefill, which a request has or not by the lengths of the others, and with our indexer."""
+    """No prefill is dense, which would depend on the lengths of other requests; the indexer is ours."""
     from mla_ops import ops
     from mla_ops.integrations.vllm import backends, indexer
 

@@ -143,7 +143,7 @@ class Step:
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """By the switch, as vLLM's processes do it; undone behind the test."""
+    """Installs by the switch, as vLLM's processes do; undone behind the test."""
     for name in ("_forward_decode", "_forward_prefill", "get_padded_num_q_heads"):
         monkeypatch.setattr(Layer, name, vars(Layer)[name])
     monkeypatch.setenv("MLA_OPS_VLLM", "v4")

@@ -237,7 +237,7 @@ def common_metadata(
 
 
 def on_device(common: CommonAttentionMetadata, device: str) -> CommonAttentionMetadata:
-    """With the tensors that vLLM has on the GPU on `device`."""
+    """Moves the tensors that vLLM has on the GPU to `device`."""
     names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
     return replace(common, **{name: getattr(common, name).to(device) for name in names})
 
