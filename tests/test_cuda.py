@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -278,9 +279,10 @@ def test_headers_come_from_the_sources_folder_only(source: Path, monkeypatch: py
 
 @pytest.fixture
 def prebuilt(source: Path) -> Path:
-    """The kernel above, compiled before."""
+    """The kernel above, compiled before, in an archive alone."""
     folder = sources(source)
     build([folder.read("shift.cu", "shift<2>")], archive_of(source.parent, SM90A))
+    shutil.rmtree(store.cache_directory())
     return source
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import compiler
+from . import compiler, store
 from .compiler import Compiled, Target, Unit
 
 MANIFEST = "manifest.json"  # digest of a unit -> its kernel and the symbol of its code
@@ -51,14 +51,14 @@ class Archive:
 
 
 def build(units: Iterable[Unit], path: Path, threads: int = 1) -> None:
-    """Compiles units and writes their archive, the same bytes for the same code.
+    """Writes the archive of units, the same bytes for the same code; compiles what the user's cache has not got.
 
     Raises:
         CompileError: a source does not compile, or with warnings.
     """
     units = sorted(units, key=lambda unit: (unit.name, unit.kernel))
     with ThreadPoolExecutor(threads) as pool:
-        every = list(pool.map(compiler.compile, units))
+        every = list(pool.map(store.compile_once, units))
     for unit, compiled in zip(units, every, strict=True):
         if compiled.log:
             raise compiler.CompileError(f"{unit.name}: {unit.kernel}: {compiled.log}")
