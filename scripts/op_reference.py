@@ -123,14 +123,16 @@ def signature(name: str, function: Any, *, skip: int = 0, returns: bool = True) 
             parts.append("*")
             star = True
         star = star or parameter.kind is parameter.VAR_POSITIONAL
-        parts.append(str(parameter))
+        written = re.sub(r": '([^']*)'", r": \1", str(parameter)).replace("'", '"')
+        parts.append(written.replace("torch.Tensor", "Tensor"))
     back = described.return_annotation
     end = "" if not returns or back is inspect.Signature.empty else f" -> {annotation(back)}"
-    line = f"{name}({', '.join(parts)}){end}".replace("'", "").replace("torch.Tensor", "Tensor")
+    end = end.replace("torch.Tensor", "Tensor").replace("'", '"')
+    line = f"{name}({', '.join(parts)}){end}"
     if len(line) <= WIDTH:
         return line
     body = "".join(f"    {part},\n" for part in parts)
-    return f"{name}(\n{body}){end}".replace("'", "").replace("torch.Tensor", "Tensor")
+    return f"{name}(\n{body}){end}"
 
 
 def annotation(value: Any) -> str:
