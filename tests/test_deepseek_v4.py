@@ -222,7 +222,7 @@ def test_requests_of_one_batch_do_not_meet(model):
 
 
 PROMPTS = [text(9, 4), text(130, 5), text(47, 6), text(1, 7), text(255, 8)]
-LIMITS = [40, 12, 50, 30, 9]
+LIMITS = [30, 12, 20, 30, 9]
 
 
 @pytest.fixture(scope="module")
