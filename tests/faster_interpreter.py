@@ -161,12 +161,16 @@ def compare_identities_first(equal: Any) -> Any:
     return lambda self, other: self is other or equal(self, other)
 
 
-def fits(array: Any, kind: Any, check: Any = interpreter._validate_np_data_size) -> bool:
-    """`_validate_np_data_size` of the usual types."""
-    if type(kind) is tl.core.dtype:
-        bits = array.itemsize * 8
-        return bits == 8 or bits <= kind.primitive_bitwidth
-    return check(array, kind)
+def check_size_of_numbers(check: Any) -> Any:
+    """`_validate_np_data_size`, which asks what a pointer is first."""
+
+    def fits(array: Any, kind: Any) -> bool:
+        if type(kind) is tl.core.dtype:
+            bits = array.itemsize * 8
+            return bits == 8 or bits <= kind.primitive_bitwidth
+        return check(array, kind)
+
+    return fits
 
 
 def skip_equal_shapes(broadcast: Any) -> Any:
@@ -193,12 +197,13 @@ def keep_numpy_types(find: Any) -> Any:
 
 def install() -> None:
     """Takes effect for kernels that are defined before and after. Another Triton may have other internals."""
-    if not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "_get_np_dtype"):
+    names = ("_patch_lang", "_patch_attr", "_get_np_dtype", "_validate_np_data_size")
+    if not all(hasattr(interpreter, name) for name in names) or interpreter._patch_attr.__code__.co_argcount != 5:
         return
     interpreter._patch_lang = patch_once(interpreter._patch_lang)
     interpreter._patch_attr = patch_plainly(interpreter._patch_attr)
     interpreter._get_np_dtype = keep_numpy_types(interpreter._get_np_dtype)
-    interpreter._validate_np_data_size = fits
+    interpreter._validate_np_data_size = check_size_of_numbers(interpreter._validate_np_data_size)
     tl.core.dtype.__eq__ = compare_identities_first(tl.core.dtype.__eq__)
     tl.core.dtype.__hash__ = lambda kind: hash(kind.name)
     TritonSemantic.to_tensor = take_tensors_first(TritonSemantic.to_tensor)
