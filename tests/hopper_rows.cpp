@@ -239,6 +239,7 @@ constexpr u32 INTERVAL = sizeof(shared_memory) - 512, SCRATCH = INTERVAL + 64;
 static Row first_row() {
   if (launch == Launch::ROWS) return row_at(*params, blockIdx.x);
   if (launch == Launch::SHARES) return first_row<Launch::SHARES>(*params, INTERVAL);
+  if (launch == Launch::HELD) return first_row<Launch::HELD>(*params, INTERVAL);
   if (launch == Launch::BALANCED) {
     find_interval<THREADS>(*params, INTERVAL, SCRATCH);
     return first_row<Launch::BALANCED>(*params, INTERVAL);
@@ -249,8 +250,11 @@ static Row first_row() {
 // Whether another follows.
 static bool goes_on(Row& row) {
   if (!is_persistent(launch)) return false;
+  if (launch == Launch::HELD && ends_row(*params, row)) return false;
   if (launch == Launch::SHARES)
     row = next_row<Launch::SHARES, true>(*params, INTERVAL, row);
+  else if (launch == Launch::HELD)
+    row = next_row<Launch::HELD, true>(*params, INTERVAL, row);
   else
     row = launch == Launch::ROWS ? next_row(*params, row) : next_row<Launch::BALANCED, true>(*params, INTERVAL, row);
   return row.token < (launch == Launch::BALANCED ? params->all_tokens : params->num_tokens);

@@ -1,7 +1,8 @@
-// Parts that a row's shares leave, added up by as many CTAs as a cluster has, by one in registers, and by a cluster: the
-// Hopper kernels' own code, compiled for a CPU. `test_hopper_shares.py` builds it. The shares' values are made up.
+// Parts that a row's shares leave, added up by as many CTAs as a cluster has, by one in registers, by a cluster whose CTAs
+// hold several, and by one of as many CTAs: the Hopper kernels' own code, compiled for a CPU. `test_hopper_shares.py` builds it. The shares' values are made up.
 
 #include <cmath>
+#include <map>
 
 #include "hopper_simt.h"
 
@@ -18,16 +19,25 @@ static float __fdividef(float a, float b) { return a / b; }
 #define peer_address ptx_peer_address
 #define mbarrier_release_peer ptx_mbarrier_release_peer
 #define mbarrier_wait_cluster ptx_mbarrier_wait_cluster
+#define mbarrier_wait ptx_mbarrier_wait
+#define mbarrier_arrive_expect ptx_mbarrier_arrive_expect
+#define warp_arrive ptx_warp_arrive
+#define cluster_wait ptx_cluster_wait
+#define send_float2 ptx_send_float2
+#define send_8_unless ptx_send_8_unless
 #define load_l2_8 ptx_load_l2_8
 #define load_l2_16 ptx_load_l2_16
 #define store_8_if ptx_store_8_if
 #define store_16_if ptx_store_16_if
+#define store_8_by ptx_store_8_by
+#define store_16_by ptx_store_16_by
 #define store_shared_4 ptx_store_shared_4
 #define store_shared_float ptx_store_shared_float
 #define store_shared_float2 ptx_store_shared_float2
 #define store_shared_16 ptx_store_shared_16
 #define load_shared_16 ptx_load_shared_16
 #define load_shared_4 ptx_load_shared_4
+#define load_shared_8 ptx_load_shared_8
 #define load_shared_float ptx_load_shared_float
 #define load_shared_float2 ptx_load_shared_float2
 #include "ptx.cuh"
@@ -42,16 +52,25 @@ static float __fdividef(float a, float b) { return a / b; }
 #undef peer_address
 #undef mbarrier_release_peer
 #undef mbarrier_wait_cluster
+#undef mbarrier_wait
+#undef mbarrier_arrive_expect
+#undef warp_arrive
+#undef cluster_wait
+#undef send_float2
+#undef send_8_unless
 #undef load_l2_8
 #undef load_l2_16
 #undef store_8_if
 #undef store_16_if
+#undef store_8_by
+#undef store_16_by
 #undef store_shared_4
 #undef store_shared_float
 #undef store_shared_float2
 #undef store_shared_16
 #undef load_shared_16
 #undef load_shared_4
+#undef load_shared_8
 #undef load_shared_float
 #undef load_shared_float2
 
@@ -72,12 +91,43 @@ static u32 pack_bfloat16(float low, float high) { return bfloat16(low) | bfloat1
 static void converge() { __syncwarp(); }
 static u32 cluster_rank() { return simt::current->cta; }
 
-// Each CTA's only barrier of this kind, whose address is the number of the CTA.
-static int arrivals[16], arrivals_of_a_phase;
-static u32 peer_address(u32, u32 rank) { return rank; }
-static void mbarrier_release_peer(u32 barrier) { ++arrivals[barrier]; }
-static void mbarrier_wait_cluster(u32, u32 parity) {
-  while ((arrivals[cluster_rank()] / arrivals_of_a_phase & 1) == parity) simt::leave();
+// Barriers by their address in the cluster: the number of the CTA, and behind it that in its memory. `missing`: bytes that
+// are announced, less those that came.
+struct Barrier {
+  int arrivals, missing;
+};
+static std::map<u32, Barrier> barriers;
+static int arrivals_of_a_phase;
+static u32 peer_address(u32 here, u32 rank) { return (here & 0xfffff) | rank << 20; }
+static Barrier& barrier_here(u32 barrier) { return barriers[peer_address(barrier, cluster_rank())]; }
+static void mbarrier_release_peer(u32 barrier) { ++barriers[barrier].arrivals; }
+static void warp_arrive(u32 barrier, int lane) { barrier_here(barrier).arrivals += lane == 0; }
+static void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
+  ++barrier_here(barrier).arrivals, barrier_here(barrier).missing += bytes;
+}
+// Of 12 warps.
+static void mbarrier_wait(u32 barrier, u32 parity) {
+  while ((barrier_here(barrier).arrivals / 12 & 1) == parity) simt::leave();
+}
+// Of peers' arrivals, or of bytes that one thread of the CTA has announced.
+static void mbarrier_wait_cluster(u32 barrier, u32 parity) {
+  const Barrier& here = barrier_here(barrier);
+  while ((here.arrivals / (here.missing ? 1 << 30 : arrivals_of_a_phase) & 1) == parity) simt::leave();
+}
+static void cluster_wait() { simt::meet_cluster(); }
+static void send(u32 address, u32 barrier, const void* source, int bytes) {
+  std::memcpy(reinterpret_cast<unsigned char*>(simt::ctas[address >> 20].shared.data()) + (address & 0xfffff), source,
+              bytes);
+  barriers[barrier].missing -= bytes;
+}
+static void send_float2(u32 address, u32 barrier, float a, float b) {
+  const float both[] = {a, b};
+  send(address, barrier, both, 8);
+}
+static void send_8_unless(bool here, u32 address, u32 barrier, u32 a, u32 b) {
+  const u32 words[] = {a, b};
+  send(address, barrier, words, 8);
+  if (here) barriers[barrier].missing += 8;
 }
 
 template <class T>
@@ -96,6 +146,8 @@ static void store_16_if(bool condition, void* target, u32 a, u32 b, u32 c, u32 d
   const u32 words[] = {a, b, c, d};
   if (condition) std::memcpy(target, words, 16);
 }
+static void store_8_by(u64, void* target, u32 a, u32 b) { store_8_if(true, target, a, b); }
+static void store_16_by(u64, void* target, u32 a, u32 b, u32 c, u32 d) { store_16_if(true, target, a, b, c, d); }
 static void store_shared_4(u32 address, u32 a) { std::memcpy(simt::shared_memory() + address, &a, 4); }
 static void store_shared_float(u32 address, float a) { store_shared_4(address, __float_as_uint(a)); }
 static void store_shared_float2(u32 address, float a, float b) {
@@ -106,11 +158,13 @@ static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
   const u32 words[] = {a, b, c, d};
   std::memcpy(simt::shared_memory() + address, words, 16);
 }
+static uint2 load_shared_8(u32 address) { return loaded<uint2>(simt::shared_memory() + address); }
 static uint4 load_shared_16(u32 address) { return loaded<uint4>(simt::shared_memory() + address); }
 static float load_shared_float(u32 address) { return __uint_as_float(load_shared_4(address)); }
 static float2 load_shared_float2(u32 address) { return {load_shared_float(address), load_shared_float(address + 4)}; }
 
 #include "folds.cuh"
+#include "held.cuh"
 
 // A number from 0 to 1 that everything about it decides.
 static float number(const Row& row, int share, int a, int b, int c) {
@@ -133,10 +187,10 @@ static float value_of(const Row& row, int share, int warp, int lane, int n) {
 
 template <class L>
 void in_shares(const Params& p, int clusters, int seed) {
-  std::fill(arrivals, arrivals + 16, 0), arrivals_of_a_phase = 8 * p.splits;
+  barriers.clear(), arrivals_of_a_phase = 8 * p.splits;
   simt::launch(clusters, p.splits, 256, 16, seed, [&] {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    if (thread == 0) arrivals[cluster_rank()] = 0;
+    if (thread == 0) barrier_here(L::MEETING) = {};
     u32 odd_row = 0;
     simt::meet_cluster();
     for (Row row = first_row<Launch::SHARES>(p, 0); row.token < p.num_tokens;
@@ -182,6 +236,54 @@ void folded(const Params& p, int ctas, int seed) {
   });
 }
 
+// By a cluster whose CTAs take several shares: warpgroups of scores, two that accumulate, and one that gathers. The bytes
+// of barriers may come before they are announced, as they do on a GPU.
+template <class L>
+void held_in_cluster(const Params& p, int clusters, int seed) {
+  constexpr int PIECES = 4, N = L::HEADS / 2;
+  barriers.clear(), arrivals_of_a_phase = 1;
+  simt::launch(clusters, p.splits, 512, L::BYTES, seed, [&] {
+    const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32,
+              warp = (warpgroup - 1) * 4 + thread / 32;
+    for (int item = cluster_index(p); item < p.num_tokens * p.head_tiles; item += gridDim.x / p.splits) {
+      Row row = share_at(p, item, cluster_rank());
+      if (threadIdx.x == 0)
+        for (int barrier : {L::STATES_FULL, L::PACKETS_FULL, L::OWN_FULL}) barrier_here(barrier) = {};
+      simt::meet_cluster();
+      Held<L> held;
+      for (;; row = next_share<Launch::HELD, false>(p, row)) {
+        if (warpgroup == 0 && thread < L::HEADS) 
+          keep_state<L>(0, row.rank / p.splits, thread, state_of(row, row.rank, thread));
+        __syncthreads();
+        if (warpgroup == 1 || warpgroup == 2) {
+          float o[PIECES][N];
+          for (int n = 0; n < PIECES * N; ++n) o[n / N][n % N] = value_of(row, row.rank, warp, lane, n);
+          push<L>(held, o, 0, lane);
+        }
+        __syncthreads();
+        if (ends_row(p, row)) break;
+      }
+      if (warpgroup == 3) {
+        stand_by_for_shares<L>(p, 0, true, thread);
+        simt::meet_cluster();
+        continue;
+      }
+      cluster_wait();
+      if (warpgroup == 0) {
+        send_states<L>(p, 0, thread);
+        weigh_parts<L>(p, row, 0, thread, cluster_rank() == 0, [&] {
+          mbarrier_wait_cluster(L::STATES_FULL, 0);
+          return true;
+        });
+      } else {
+        send_held<L>(p, 0, held, cluster_rank(), warp, lane);
+      }
+      finish_shares<L>(p, row, 0, threadIdx.x / 32, lane);
+      simt::meet_cluster();
+    }
+  });
+}
+
 // By the end of a cluster, whose CTAs are one here, with all packets in memory.
 template <class L>
 void in_cluster(const Params& p) {
@@ -220,7 +322,8 @@ void in_cluster(const Params& p) {
       for (int rank = 0; rank < p.splits; ++rank)
         add_packets<L, 4>(target_of<L>(p, row), rank, 0,
                           reinterpret_cast<const unsigned char*>(packets.data()) + rank * p.splits * P::BYTES,
-                          p.splits * p.splits * P::BYTES, packets_of<L>(p, rank), p.splits, thread / 32, lane);
+                          p.splits * p.splits * P::BYTES, packets_of<L>(p, rank), p.splits, p.splits, thread / 32,
+                        lane);
       __syncthreads();
     }
   });
@@ -229,12 +332,13 @@ void in_cluster(const Params& p) {
 template <int HEADS>
 void attend(const Params& p, int clusters, int seed) {
   using L = Layout<HEADS, FP8_DS_MLA>;
-  if (HEADS == 16 && p.shares && p.splits == 1)
-    folded<L>(p, clusters, seed);
-  else if (p.shares)
+  if (!p.shares) return in_cluster<L>(p);
+  if constexpr (HEADS != 16 && HEADS != 32)
     in_shares<L>(p, clusters, seed);
+  else if (p.splits == 1)
+    folded<L>(p, clusters, seed);
   else
-    in_cluster<L>(p);
+    held_in_cluster<L>(p, clusters, seed);
 }
 
 extern "C" void attend(const Params* p, int heads, int clusters, int seed) {

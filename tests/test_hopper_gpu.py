@@ -83,19 +83,28 @@ def test_groups_of_every_size(cache_format: str, width: int, num_tokens: int) ->
     Call(cache_format, width, num_tokens, 125).check(map(Group, groups.MEMBERS))
 
 
-@pytest.mark.parametrize("shares", [2, 3, 4, 8])
 @pytest.mark.parametrize(
-    ("cache_format", "width", "tile"), [(*key, tile) for key in QUANTIZED for tile in KERNELS[key].tiles]
+    ("cache_format", "width", "tile", "shares"),
+    [
+        (*key, tile, shares)
+        for key in QUANTIZED
+        for tile in KERNELS[key].tiles
+        for shares in (*(2, 3, 4, 8), *(6, 7, 16) * (tile in launch.MOST_OF_A_CTA))
+    ],
 )
 def test_bits_of_shares_do_not_depend_on_how_many_ctas_take_them(
     cache_format: str, width: int, tile: int, shares: int
 ) -> None:
     """Nor do those of clusters and groups of as many CTAs differ. With 150 tokens a CTA takes several rows."""
-    shapes: list[Shape] = [Clusters(tile, splits, shares=shares) for splits in range(1, shares + 1)]
+    shapes: list[Shape] = [
+        Clusters(tile, splits, shares=shares)
+        for splits in launch.SPLITS
+        if splits <= shares and (splits == 1 or shares <= launch.MOST_OF_A_CTA.get(tile, shares) * splits)
+    ]
     Call(cache_format, width, 9, 2 * tile - 3).check(iter(shapes))
     if tile == groups.TILE:
         shapes += [Clusters(tile, shares), Group(shares)]
-    elif shares > 2:
+    elif shares > 2 and tile != 32:
         shapes.append(Clusters(tile, shares))
     for num_tokens in (60, 150):
         call = Call(cache_format, width, num_tokens, 2 * tile - 3)

@@ -48,7 +48,7 @@ IN_SHARES = *(Clusters(16, n, shares=4) for n in (1, 2, 3, 4)), Clusters(64, 1, 
 BALANCED_SHAPES = Clusters(16, 1), Clusters(64, 1), Clusters(16, 3), Clusters(64, 2), Group(2)
 GROUPS_OF_64 = tuple(Group(members) for members in (2, 7, 16))
 DEAD_SCALES = b"\x77" * 8  # scales of a dead key of fp8_ds_mla_v4, in formats.cuh
-ROWS, CLUSTERS, GROUPS, BALANCED, SHARES = range(5)  # enum Launch
+ROWS, CLUSTERS, GROUPS, BALANCED, SHARES, _, HELD = range(7)  # enum Launch
 
 
 class Found(ctypes.Structure):
@@ -103,7 +103,7 @@ class Launched(NamedTuple):
             elif isinstance(self.shape, Group):
                 library.choose_cta(self.params, *dims, 0, GROUPS)
             elif self.shape.shares:
-                library.choose_cta(self.params, *dims, x % self.shape.splits, SHARES)
+                library.choose_cta(self.params, *dims, x % self.shape.splits, SHARES if self.persistent() else HELD)
             else:
                 library.choose_cta(self.params, *dims, x % self.shape.splits, ROWS if self.persistent() else CLUSTERS)
             yield

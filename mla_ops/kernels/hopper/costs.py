@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats import LATENT_DIM
-from .launch import SPLITS, Clusters, Group, KeyFormat, folds
+from .launch import SPLITS, Clusters, Group, KeyFormat, in_registers
 
 TABLE = Path(__file__).with_name("costs.json")
 DEFAULT = "H200"  # for a GPU without times of its own
@@ -44,7 +44,7 @@ class Costs(NamedTuple):
         even_us: a group whose CTAs have equally many turns, so that all meet at one time.
         launch_us: the part of `row_us` that the rows of a later round do not take, where no CTA takes several rows.
         next_row_us: from one row of a CTA to its next.
-        fold_us: from one share of a CTA to its next of the same row, where registers hold the sum.
+        fold_us: from one share of a CTA to its next of the same row, where registers hold them.
         share_us: the same where memory holds the parts, with 64 heads.
         shares_us: to leave and add up the shares of a row, with 64 heads, by one CTA; more have a part of it each.
         sharers_us: several CTAs that take shares of one row, once a launch: their code comes from memory.
@@ -113,18 +113,21 @@ def predicted_us(
         return -(-turns // members) * turn_us + row_us + end_us
     _, splits, parts, shares = shape
     rounds = -(-rows * parts // at_once[SPLITS.index(splits)])
-    own_shares = max(1, -(-shares // splits))
+    own_shares, registers = max(1, -(-shares // splits)), in_registers(shape)
+    if registers and shape.tile == 32:  # one warpgroup makes the scores
+        turn_us = costs.tiles[keys.name][64].turn_us
     of_64 = shape.tile / 64
-    keys_us = own_shares * -(-turns // (shares or splits * parts)) * turn_us
-    keys_us += (own_shares - 1) * (costs.fold_us if folds(shape) else costs.share_us * of_64)
+    each = shares or splits * parts
+    keys_us = sum(-(-max(turns - share, 0) // each) for share in range(0, max(shares, 1), splits)) * turn_us
+    keys_us += (own_shares - 1) * (costs.fold_us if registers else costs.share_us * of_64)
     end_us = merge_us / splits if splits > 1 else 0.0
-    if shares:
-        end_us = 0.0 if folds(shape) else costs.shares_us * of_64 / splits
+    if shares and not registers:
+        end_us = costs.shares_us * of_64 / splits
     first_us = row_us + end_us
     later_us = first_us - costs.launch_us
     if keys.kernel(shape).persistent:
         later_us = costs.next_row_us + (end_us if shares else 0.0)
     parts_mb = 4e-6 * LATENT_DIM * parts * num_tokens * num_heads
     parts_us = costs.parts_us + parts_mb * costs.parts_us_per_mb if parts > 1 else 0.0
-    sharers_us = costs.sharers_us if shares and splits > 1 else 0.0
+    sharers_us = costs.sharers_us if shares and splits > 1 and not registers else 0.0
     return rounds * keys_us + first_us + (rounds - 1) * later_us + parts_us + sharers_us

@@ -2,9 +2,9 @@
 was chosen.
 
 Without indices a turn's keys are neighbours within a block, and the gather takes 16 of them in one copy. A row's keys
-are shared among up to 16 CTAs of a cluster; where that leaves SMs idle, several clusters take a part of them each, and
-their float32 results are merged by a second kernel (`merge_parts`), which is launched before the first one ends. Rows
-of unequal lengths are shared evenly among all CTAs (`balance.py`).
+are shared among up to 16 CTAs of a cluster, or of a group; where that leaves SMs idle, several clusters take a part of
+them each, and their float32 results are merged by a second kernel (`merge_parts`), launched before the first one ends.
+Rows of unequal lengths are shared evenly among all CTAs (`balance.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .launch import (
     TILE_KEYS,
     Balance,
     Clusters,
+    Group,
     KeyFormat,
     Shape,
     cache_params,
@@ -38,6 +39,8 @@ from .waves import Wave, fastest_waves, forced, launch_waves
 SPARSE = "paged_sparse_attention"
 MAX_KEYS = 2**31 - TILE_KEYS  # a row has no more: positions are 32 bits
 SPLIT_COUNTS = (1, 2, 3, 4, 6, 8)
+# Groups with more keys take longer for them than they gain by needing no second kernel.
+GROUP_TURNS, MEMBER_TURNS = 128, 16
 MAX_TURNS_IN_PARTS = 2**23  # turns times shares are 32 bits
 
 
@@ -68,13 +71,15 @@ def choose(
     turns = max(1, -(-capacity // TILE_KEYS))
     if turns > MAX_TURNS_IN_PARTS:
         most_parts = 1
-    shapes = [
+    shapes: list[Clusters | Group] = [
         Clusters(tile, splits, parts)
         for tile in tiles_for(keys, num_heads)
         for parts in SPLIT_COUNTS
         for splits in splits_for(-(-turns // parts))
         if parts <= most_parts and splits * parts <= turns and (parts == 1 or splits > 1)
     ]
+    if turns <= GROUP_TURNS:
+        shapes += [group for group in groups_for(keys, num_heads, turns) if turns <= MEMBER_TURNS * group.members]
     return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 
@@ -82,7 +87,7 @@ def deterministic_shapes(keys: KeyFormat, num_heads: int, capacity: int) -> list
     """Launches that give a row the same bits, whatever its length and the width of the table."""
     tile, turns = tiles_for(keys, num_heads)[0], max(1, -(-capacity // TILE_KEYS))
     # Without kernels whose CTAs take several shares, more of them leave many rows waiting.
-    shares = MOST_SHARES if keys.quantized else 4
+    shares = sparse_attention.SHARES_IN_REGISTERS.get(tile, MOST_SHARES) if keys.quantized else 4
     return sparse_attention.shapes_of_shares(keys, tile, shares, groups_for(keys, num_heads, turns))
 
 

@@ -1,5 +1,5 @@
 // All shares of a row by one CTA, which keeps their sum in registers: what parts in memory (`shares.cuh`) and packets of a
-// cluster (`merge.cuh`) add up to, bit for bit. Tiles of 16 heads have the registers.
+// cluster (`merge.cuh`) add up to, bit for bit. Tiles of 16 and 32 heads have the registers.
 //
 // A share's accumulators become float16 averages, as in a packet, and are added to the sum with the share's weight, in
 // the order of shares. A cluster knows the row's highest reference before it adds; here the sum is relative to the

@@ -85,10 +85,13 @@ struct Ahead {
   Indices now, next;  // indices of the next turn and of the one after it
 };
 
-// A share's first indices. Those of its first 32 turns come to L2: where most are dead, they are what is waited for.
+// A share's first indices. Those of its first 32 turns come to L2: where most are dead, they are what is waited for. WHOLE:
+// those of the row, of which other shares follow.
+template <bool WHOLE = false>
 DEVICE Ahead begin_share(const Params& p, const Row& row, int lane) {
-  const int turn = row.first + lane * row.stride;
-  if (turn < row.last && row.last - row.first > row.stride) {
+  const int turn = WHOLE ? lane : row.first + lane * row.stride;
+  const bool worth_it = WHOLE ? begins_row(p, row) : row.last - row.first > row.stride;
+  if (turn < row.last && worth_it) {
     const int* from = indices_of(p, row, turn);
     if (from) prefetch_to_l2(from), prefetch_to_l2(from + 32);
   }

@@ -97,6 +97,6 @@ DEVICE void finish_group(const Params& p, const Row& row, u32 shared, int warp, 
   for (u32 shares = load_shared_4(shared + L::End::SHARES); shares; shares &= shares - 1) {
     const int share = __ffs(shares) - 1;
     add_packets<L, 12>(to, share, shared, packets + share * splits * P::BYTES, splits * splits * P::BYTES,
-                       packets_of<L>(p, share), splits, warp, lane);
+                       packets_of<L>(p, share), splits, splits, warp, lane);
   }
 }

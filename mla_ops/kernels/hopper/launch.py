@@ -90,8 +90,12 @@ class Params(ctypes.Structure):
 pack = packer(Params)
 
 
-MOST_SHARES = 8  # of a row, as in layout.cuh
-FOLDING_TILE = 16  # heads of a CTA that keeps the sum of all shares of a row in registers (`folds.cuh`)
+MOST_SHARES = 8  # of a row, whose parts are added up in memory (`shares.cuh`)
+MOST_IN_REGISTERS = 16  # of a row whose CTAs keep them in registers, `MOST_SHARES` in layout.cuh
+MOST_OF_A_CTA = {
+    16: 4,
+    32: 3,
+}  # of these, in a cluster, by the tiles whose registers hold them (`held.cuh`, `folds.cuh`)
 
 
 class Clusters(NamedTuple):
@@ -112,9 +116,9 @@ class Clusters(NamedTuple):
     shares: int = 0
 
 
-def folds(shape: Clusters) -> bool:
-    """Whether one CTA takes all shares of a row and keeps their sum in registers."""
-    return shape.shares > 0 and shape.splits == 1 and shape.tile == FOLDING_TILE
+def in_registers(shape: Clusters) -> bool:
+    """Whether CTAs keep shares of a row in registers: one their sum, those of a cluster each of them."""
+    return shape.shares > 0 and shape.tile in MOST_OF_A_CTA
 
 
 class Group(NamedTuple):
@@ -231,15 +235,20 @@ class KeyFormat:
         in_shares = isinstance(shape, Clusters) and shape.shares > 0
         if in_shares and not self.quantized:
             raise ValueError(f"only quantised keys have a kernel for shares, got {self.name}")
-        if in_shares and shape.shares > MOST_SHARES:
-            raise ValueError(f"a row has at most {MOST_SHARES} shares of which a CTA takes several, got {shape.shares}")
-        persistent = in_shares or (isinstance(shape, Clusters) and shape.splits == 1)
-        kind = "groups" if grouped else "rows" if persistent else "clusters"
+        alone = isinstance(shape, Clusters) and shape.splits == 1
+        kind = "groups" if grouped else "rows" if alone else "clusters"
         if in_shares:
-            kind = "folds" if folds(shape) else "shares"
+            kind = "shares" if not in_registers(shape) else "folds" if alone else "held"
+            most = MOST_SHARES if kind == "shares" else MOST_IN_REGISTERS
+            if kind == "held":
+                most = min(most, MOST_OF_A_CTA[tile] * shape.splits)
+            if shape.shares > most:
+                raise ValueError(f"a row has at most {most} shares in such a launch, got {shape}")
+        persistent = alone or kind == "shares"
         if self.quantized:
             name = f"sparse_attention_{kind}<{tile}, {self.name}>"
-            return Kernel("sparse_attention.cu", name, 512 if tile == 64 else 640, persistent)
+            one_scorer = tile == 64 or (tile == 32 and kind in ("folds", "held"))
+            return Kernel("sparse_attention.cu", name, 512 if one_scorer else 640, persistent)
         width = self.chunks * 64
         if tile == 64:
             return Kernel("sparse_attention_bf16_64.cu", f"sparse_attention_bf16_64_{kind}<{width}>", 384, persistent)

@@ -47,22 +47,35 @@ struct Params {
 };
 
 constexpr int COUNTERS = 8, SHARERS_COUNTERS = 4;
-constexpr int MOST_SHARES = 8;  // of a row
+constexpr int MOST_SHARES = 16;  // of a row
 
 // Who works on a row: a CTA that takes one row after the other; a cluster; a group, CTAs of no cluster that meet in L2;
 // workers, of which each has an even share of all keys (`balance.cuh`); CTAs that take one share of a row after the
-// other (`shares.cuh`); or one CTA that takes all of them and keeps their sum in registers (`folds.cuh`).
-enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED, SHARES, FOLDS };
+// other (`shares.cuh`); one CTA that takes all of them and keeps their sum in registers (`folds.cuh`); or a cluster whose
+// CTAs keep several in registers (`held.cuh`).
+enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED, SHARES, FOLDS, HELD };
 
-// Whether a CTA takes one row, or piece of one, after the other.
+// Whether a CTA takes one row, or piece or share of one, after the other.
 DEVICE constexpr bool is_persistent(Launch launch) { return launch != Launch::CLUSTERS && launch != Launch::GROUPS; }
 
-DEVICE constexpr bool in_shares(Launch launch) { return launch == Launch::SHARES || launch == Launch::FOLDS; }
+DEVICE constexpr bool in_shares(Launch launch) {
+  return launch == Launch::SHARES || launch == Launch::FOLDS || launch == Launch::HELD;
+}
+
+DEVICE constexpr bool in_registers(Launch launch) { return launch == Launch::FOLDS || launch == Launch::HELD; }
+
+// Where registers have to hold more, one warpgroup makes all scores.
+template <int HEADS, Launch LAUNCH>
+constexpr bool ONE_SCORER = HEADS == 64 || HEADS == 32 && in_registers(LAUNCH);
+
+// Warpgroups: one or two for scores, two for values, one for the gather.
+template <int HEADS, Launch LAUNCH>
+constexpr int THREADS_OF = ONE_SCORER<HEADS, LAUNCH> ? 512 : 640;
 
 constexpr int TILE_KEYS = 64;                    // keys of a turn
 constexpr int HALF_BYTES = TILE_KEYS * 256 * 2;  // bytes of half of a turn's values
-// Weights may reach 2^15 before the softmax's reference moves; the largest is 2^7 then. float16 holds whole numbers of
-// 11 bits down to 2^-14, so a key may count 2^-21 of what another does and lose nothing.
+// Weights may reach 2^15 before the softmax's reference moves; the largest is 2^7 or more then, and below 2^8. float16
+// holds whole numbers of 11 bits down to 2^-14, so a key may count 2^-21 of what another does and lose nothing.
 constexpr float REFERENCE_SLACK = 15.f, RAISED_TO = 7.f;
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 
@@ -120,9 +133,7 @@ struct Layout {
   using R = Rows<FORMAT>;
   static constexpr float FACTOR = R::FACTOR;
   static constexpr bool PERMUTED = true;  // dims, see `dim_of_row`
-  // Warpgroups: one for scores, two for values, one for the gather, and a second for scores where registers allow it.
-  static constexpr int THREADS = HEADS == 64 ? 512 : 640;
-  static constexpr int QUERY_THREADS = THREADS - 128;  // all but those that gather
+  static constexpr int THREADS = HEADS == 64 ? 512 : 640;  // where shares are not in registers
   // Registers of a thread, by role; they add up to what the launch gives.
   static constexpr int GATHER_REGISTERS = HEADS == 64 && FORMAT == FP8_DS_MLA ? 24 : 32;
   static constexpr int SCORE_REGISTERS = HEADS == 64 ? 192 - GATHER_REGISTERS : HEADS == 32 ? 112 : 144;
@@ -171,14 +182,19 @@ struct Layout {
   // The interval of a balanced CTA. With 64 heads, which take all memory, it lies in place of two unused barriers.
   static constexpr int INTERVAL = HEADS == 64 ? WEIGHTS_FREE : SCORES + SCORE_SLOTS * HEADS * 256;
   // One CTA's shares of a row (`folds.cuh`): of the last one float4 [HEADS] and float [4, HEADS], sums of each warp; of
-  // all up to now float [HEADS], references; float2 [MOST_SHARES, HEADS], sums and references.
-  static constexpr int FOLD = INTERVAL + 16, FOLD_SUMS = FOLD + HEADS * 16, FOLD_TOPS = FOLD_SUMS + HEADS * 16,
-                       FOLD_STATES = FOLD_TOPS + HEADS * 4;
+  // all up to now float [HEADS], references, or a number; float2 [MOST_SHARES, HEADS], sums and references.
+  // With 32 heads, where one warpgroup makes all scores, in place of a second one's.
+  static constexpr int FOLD = HEADS == 32 ? SCORES : INTERVAL + 16, FOLD_SUMS = FOLD + HEADS * 16,
+                       FOLD_TOPS = FOLD_SUMS + HEADS * 16, FOLD_STATES = FOLD_TOPS + HEADS * 4;
   static constexpr int BYTES = HEADS == 64   ? SCORES_FULL
                                : HEADS == 16 ? FOLD_STATES + MOST_SHARES * HEADS * 8
                                              : INTERVAL + 16;
+  static_assert(HEADS != 32 || FOLD_STATES + MOST_SHARES * HEADS * 8 <= INTERVAL, "shares overlap the interval");
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = RAW;  // free once the last weights are there
+  // Where packets of shares that were held come, and how many of these a CTA takes. With 32 heads the place of the values
+  // is needed, too, which is free once products have left it.
+  static constexpr int HELD_PACKETS = HEADS == 32 ? VALUES : RAW, MOST_OF_A_CTA = HEADS == 32 ? 3 : 4;
   using Packet = Packets<HEADS, true>;
   static_assert(PACKETS + Packet::ROOM <= COLUMNS, "packets overlap the columns");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
@@ -243,6 +259,8 @@ DEVICE Row share_at(const Params& p, int item, int share) {
 template <Launch LAUNCH>
 DEVICE Row first_share(const Params& p) {
   if constexpr (LAUNCH == Launch::FOLDS) return share_at(p, blockIdx.x, 0);
+  if constexpr (LAUNCH == Launch::HELD)
+    return row_of(p, token_of(p), cluster_index(p), 0, p.shares, cluster_rank());
   return share_at(p, cluster_index(p), cluster_rank());
 }
 

@@ -348,11 +348,11 @@ DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], From from, u32 factor
   }
 }
 
-// Adds up the packets that are CTA `rank`'s, `splits` parts each: the first one's are at `first`, each next one's
+// Adds up the packets that are CTA `rank`'s of `splits`, `parts` of each: the first one's are at `first`, each next one's
 // `pitch` bytes behind.
 template <class L, int WARPS, class From>
 DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int pitch, int packets, int splits,
-                        int warp, int lane) {
+                        int parts, int warp, int lane) {
   using P = typename L::Packet;
   const bool bfloat16 = P::PACKED && load_shared_4(shared + L::End::SOME_BFLOAT16) != 0;
 #pragma unroll 1
@@ -364,7 +364,7 @@ DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int 
     float sums[P::QUADS * 4];
 #pragma unroll
     for (int e = 0; e < P::QUADS * 4; ++e) sums[e] = 0.f;
-    int left = splits, count;
+    int left = parts, count;
 #pragma unroll 1
     do {
       count = min(left, 4);  // parts at a time
@@ -403,7 +403,8 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
   hold(to.rows), hold(to.heads), hold(packets), hold(splits);  // while there is time
   mbarrier_wait(shared + L::OWN_FULL, 0);
   if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
-  add_packets<L, WARPS>(to, row.rank, shared, shared + L::PACKETS, splits * P::BYTES, packets, splits, warp, lane);
+  add_packets<L, WARPS>(to, row.rank, shared, shared + L::PACKETS, splits * P::BYTES, packets, splits, splits, warp,
+                        lane);
 }
 
 // Each CTA of a cluster of two keeps one half of its accumulators in registers and adds the other CTA's same half,

@@ -271,6 +271,24 @@ DEVICE u64 evict_first() {
   return policy;
 }
 
+DEVICE u64 evict_last() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Stores with a policy of L2.
+DEVICE void store_8_by(u64 policy, void* target, u32 a, u32 b) {
+  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(target), "r"(a), "r"(b), "l"(policy)
+               : "memory");
+}
+
+DEVICE void store_16_by(u64 policy, void* target, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(target), "r"(a), "r"(b), "r"(c),
+               "r"(d), "l"(policy)
+               : "memory");
+}
+
 DEVICE u64 evict_normal() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));

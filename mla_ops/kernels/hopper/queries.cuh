@@ -267,6 +267,7 @@ DEVICE void load_queries(const Params& p, const Row& row, u32 shared, int thread
   int first = thread / 16;
   if constexpr (P::ROUNDS > 2) {
     copy_queries<HEADS, FORMAT, THREADS>(p, row, shared, thread);
+    if (wait) mbarrier_wait(shared + L::FACTORS_FREE, parity);  // the columns of the row before were read
 #pragma unroll 1
     for (int left = P::ROUNDS - 1; left >= 0; --left, first += P::GROUPS) {
       uint4 piece[1][P::OF_A_LANE];

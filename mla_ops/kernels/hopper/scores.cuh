@@ -3,6 +3,7 @@
 
 #include "folds.cuh"
 #include "group.cuh"
+#include "held.cuh"
 #include "wgmma.cuh"
 
 // The score of one key and head from the cache's bytes and the query as it came, in float32: any scale, any query.
@@ -55,10 +56,11 @@ constexpr int FIRST_STEPS = first_steps<HEADS, FORMAT, PERSISTENT>();
 template <Format FORMAT>
 constexpr int ROPE = Rows<FORMAT>::CHUNKS - 1;
 
-template <int HEADS, Format FORMAT>
+// ONE warpgroup begins with what powers of two are taken out of.
+template <bool ONE, Format FORMAT>
 DEVICE constexpr int chunk_of(int step) {
-  if (Rows<FORMAT>::ROPE_IS_VALUE) return HEADS == 64 || step < 2 ? step : step == 2 ? ROPE<FORMAT> : step - 1;
-  if (HEADS == 64) return step == 0 ? ROPE<FORMAT> : step - 1;
+  if (Rows<FORMAT>::ROPE_IS_VALUE) return ONE || step < 2 ? step : step == 2 ? ROPE<FORMAT> : step - 1;
+  if (ONE) return step == 0 ? ROPE<FORMAT> : step - 1;
   return step < 3 ? step : step == 3 ? ROPE<FORMAT> : step - 1;
 }
 
@@ -124,22 +126,22 @@ struct Start {
   u32 alive;
 };
 
-template <int HEADS, Format FORMAT, int FIRST>
+template <int HEADS, Format FORMAT, bool ONE, int FIRST>
 DEVICE void load_start(Start<FORMAT>& start, const Places& places, u32 raw_0, u32 scales_0, u32 live, int t) {
   using R = Rows<FORMAT>;
-  if (chunk_of<HEADS, FORMAT>(FIRST) == ROPE<FORMAT>)
+  if (chunk_of<ONE, FORMAT>(FIRST) == ROPE<FORMAT>)
     load_rope<FORMAT>(start.bytes[0], raw_0 + places.rope, 0);
   else
-    load_bytes<FORMAT>(start.bytes[0], places, raw_0, chunk_of<HEADS, FORMAT>(FIRST), t);
+    load_bytes<FORMAT>(start.bytes[0], places, raw_0, chunk_of<ONE, FORMAT>(FIRST), t);
   start.scales[0] = R::load_scales(scales_0), start.scales[1] = R::load_scales(scales_0 + 8 * R::SCALES_PITCH);
-  load_bytes<FORMAT>(start.bytes[1], places, raw_0, chunk_of<HEADS, FORMAT>(FIRST + 1), t);
+  load_bytes<FORMAT>(start.bytes[1], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + 1), t);
   start.alive = load_shared_4(live);
 }
 
 // Loads the rest of a start, once registers are free again.
-template <int HEADS, Format FORMAT, int FIRST>
+template <int HEADS, Format FORMAT, bool ONE, int FIRST>
 DEVICE void load_start_rest(Start<FORMAT>& start, u32 rope) {
-  if (chunk_of<HEADS, FORMAT>(FIRST) == ROPE<FORMAT>) load_rope<FORMAT>(start.bytes[0], rope, 1);
+  if (chunk_of<ONE, FORMAT>(FIRST) == ROPE<FORMAT>) load_rope<FORMAT>(start.bytes[0], rope, 1);
 }
 
 constexpr u32 ONE_EACH = 0x3f803f80u;  // bfloat16
@@ -177,7 +179,7 @@ DEVICE void make_fragments(u32 (&f)[16], const Bytes& bytes, const typename Rows
 // Divides a lane's keys by powers of two of their own where one of its warp needs that, which is returned: their
 // scales, and RoPE that is no value where it is among the start's bytes. `undo`: what they were multiplied by, a pair of
 // bfloat16. `wide`: whether this does not make float16 hold them.
-template <int HEADS, Format FORMAT, int FIRST>
+template <int HEADS, Format FORMAT, bool ONE, int FIRST>
 DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide) {
   using R = Rows<FORMAT>;
   undo = ONE_EACH, wide = false;
@@ -187,7 +189,7 @@ DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide) {
   undo |= second << 16;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    if (R::ROPE_IS_VALUE || chunk_of<HEADS, FORMAT>(FIRST + n) != ROPE<FORMAT>) continue;
+    if (R::ROPE_IS_VALUE || chunk_of<ONE, FORMAT>(FIRST + n) != ROPE<FORMAT>) continue;
     const u32 factors[2] = {twice(undo, 0), twice(undo, 1)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -203,7 +205,7 @@ DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide) {
 // products with the queries, which are left running. Values are stored before products are issued: with an operand in
 // registers those hold up all that follows them. 32 heads, which have no register to spare, store them a step later.
 // Returns whether this thread met a value that float16 does not hold.
-template <int HEADS, Format FORMAT, int FIRST, int COUNT>
+template <int HEADS, Format FORMAT, bool ONE, int FIRST, int COUNT>
 DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start<FORMAT>& start,
                      u32 undo, const Places& places, u32 raw_0, const Half (&halves)[2], int t) {
   using R = Rows<FORMAT>;
@@ -214,11 +216,11 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
   Bytes bytes[3] = {start.bytes[0], start.bytes[1]};
   auto store = [&](int n) {
     if (n < 0) return;
-    const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n);
+    const int chunk = chunk_of<ONE, FORMAT>(FIRST + n);
     if (chunk == ROPE<FORMAT> && !R::ROPE_IS_VALUE) return;
     const u32(&f)[16] = fragments[n % 2];
     const Half& half = halves[chunk / 4];
-    if (n == 0 || chunk_of<HEADS, FORMAT>(FIRST + n - 1) / 2 != chunk / 2)
+    if (n == 0 || chunk_of<ONE, FORMAT>(FIRST + n - 1) / 2 != chunk / 2)
       mbarrier_wait(places.values_free + half.slot * 16 + chunk % 4 / 2 * 8, half.parity ^ 1);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
@@ -227,9 +229,9 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
   };
 #pragma unroll
   for (int n = 0; n < COUNT; ++n) {
-    const int chunk = chunk_of<HEADS, FORMAT>(FIRST + n);
+    const int chunk = chunk_of<ONE, FORMAT>(FIRST + n);
     u32(&f)[16] = fragments[n % 2];
-    if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], places, raw_0, chunk_of<HEADS, FORMAT>(FIRST + n + 2), t);
+    if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + n + 2), t);
     if (n > 1) {
       wgmma_wait<1>();
       hold(f);
@@ -272,15 +274,15 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     const u32 barrier = shared + L::RAW_FULL + slot * 8, raw_0 = places.raw + slot * L::RAW_SLOT;
     Start<FORMAT> start;
     mbarrier_wait(barrier, parity);
-    load_start<HEADS, FORMAT, FIRST>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
+    load_start<HEADS, FORMAT, false, FIRST>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
                                      shared + L::LIVE + slot * 4, t);
-    load_start_rest<HEADS, FORMAT, FIRST>(start, raw_0 + places.rope);
+    load_start_rest<HEADS, FORMAT, false, FIRST>(start, raw_0 + places.rope);
     last = uniform(start.alive) >= LAST_TURN;
     float s[HEADS / 2];
     u32 undo, fragments[2][16];
     bool wide;
-    take_out<HEADS, FORMAT, FIRST>(start, undo, wide);
-    multiply<HEADS, FORMAT, FIRST, R::CHUNKS - FIRST>(s, fragments, start, undo, places, raw_0,
+    take_out<HEADS, FORMAT, false, FIRST>(start, undo, wide);
+    multiply<HEADS, FORMAT, false, FIRST, R::CHUNKS - FIRST>(s, fragments, start, undo, places, raw_0,
                                                       {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
     __syncwarp();
     warp_arrive(barrier + L::RAW_FREE - L::RAW_FULL, lane);
@@ -299,20 +301,31 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
 }
 
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
+// Of shares that are held, whether this was the CTA's last one: which it is is kept in memory, since registers are few.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at,
                  u32 row_parity) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = in_shares(LAUNCH);
-  constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, PERSISTENT && !SHARES>;
+  constexpr bool ONE = ONE_SCORER<HEADS, LAUNCH>;
+  constexpr int FIRST = ONE ? R::CHUNKS : FIRST_STEPS<HEADS, FORMAT, PERSISTENT && !SHARES>;
   constexpr int TILES = HEADS / 8;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  const int key_row_0 = warp * 16 + R::raw_row(g);  // and 8 later
+  // What is made anew each time where registers are few.
+  auto own_thread = [&]() { return ONE && HEADS == 32 ? opaque(thread) : thread; };
+  // The place in a table of wide scores of the first head of a thread's first key; the other one is 8 rows behind.
+  auto wide_place = [&]() {
+    const int own = own_thread();
+    return ((own >> 5) * 16 + R::raw_row((own & 31) >> 2)) * HEADS + 2 * (own & 3);
+  };
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
-  const u32 weights_row = shared + L::WEIGHTS + (lane & 7) * 128 +
-                          ((((warp * 2) | ((lane >> 3) & 1)) ^ (lane & 7)) << 4) + (lane >> 4) * 1024;
+  auto weights_row = [&]() {
+    const int own = own_thread(), warp = own >> 5, lane = own & 31;
+    return shared + L::WEIGHTS + (lane & 7) * 128 + ((((warp * 2) | ((lane >> 3) & 1)) ^ (lane & 7)) << 4) +
+           (lane >> 4) * 1024;
+  };
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
@@ -327,17 +340,17 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     if (!started) {
       const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
       mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
-      load_start<HEADS, FORMAT, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
+      load_start<HEADS, FORMAT, ONE, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
                                    shared + L::LIVE + slot * 4, t);
-      load_start_rest<HEADS, FORMAT, 0>(start, raw_0 + places.rope);
+      load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
     }
     float s[TILES * 4];
     u32 undo, fragments[2][16];
     const u32 alive = start.alive & 0xffff;
     last = uniform(start.alive) >= LAST_TURN;
     bool wide;
-    const bool apart = take_out<HEADS, FORMAT, 0>(start, undo, wide);
-    wide |= multiply<HEADS, FORMAT, 0, FIRST>(
+    const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
+    wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
         s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
         {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
     // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for a
@@ -358,7 +371,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     // not there yet.
     const int ahead = started ? later_slot : slot;
     if (HEADS == 64 || started)
-      load_start<HEADS, FORMAT, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
+      load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
                                    places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4, t);
     wgmma_wait<0>();
     hold(s);
@@ -401,7 +414,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       for (int e = 0; e < TILES * 4; ++e) s[e] += taken[e >> 1 & 1];
     }
     if (HEADS == 64 || started)
-      load_start_rest<HEADS, FORMAT, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
+      load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
     auto largest = [&]() {
       float tops[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
@@ -433,7 +446,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
                      load_shared_float(shared + L::COLUMNS + e % HEADS * 8 + 4);
         }
         named_barrier<SCORE_BARRIER, 128>();
-        table += key_row_0 * HEADS + 2 * t;
+        table += wide_place();
 #pragma unroll
         for (int e = 0; e < TILES * 4; ++e)
           s[e] = ((e & 2) ? live_1 : live_0)
@@ -457,18 +470,19 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
     if (turn == WIDE) {
-      float* table = wide_table<L>(shared_pointer, at) + key_row_0 * HEADS + 2 * t;
+      float* table = wide_table<L>(shared_pointer, at) + wide_place();
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e)
         table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] = s[e] * undone[e >> 1 & 1];
     } else {
+      const u32 weights_now = weights_row();
 #pragma unroll
       for (int j = 0; j + 1 < TILES; j += 2)
-        store_matrices_transposed(weights_row + j * 1024, pack_float16(s[4 * j], s[4 * j + 1]),
+        store_matrices_transposed(weights_now + j * 1024, pack_float16(s[4 * j], s[4 * j + 1]),
                                   pack_float16(s[4 * j + 2], s[4 * j + 3]), pack_float16(s[4 * j + 4], s[4 * j + 5]),
                                   pack_float16(s[4 * j + 6], s[4 * j + 7]));
       if constexpr (TILES % 2)
-        store_matrices_transposed(weights_row + (TILES - 1) * 1024, pack_float16(s[4 * TILES - 4], s[4 * TILES - 3]),
+        store_matrices_transposed(weights_now + (TILES - 1) * 1024, pack_float16(s[4 * TILES - 4], s[4 * TILES - 3]),
                                   pack_float16(s[4 * TILES - 2], s[4 * TILES - 1]));
     }
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
@@ -491,18 +505,36 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     return in_raw && warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
   }
 
-  if constexpr (LAUNCH == Launch::FOLDS) {
+  if constexpr (LAUNCH == Launch::FOLDS || LAUNCH == Launch::HELD) {
+    int number = 0;  // of the CTA's shares, this one's
+    if (LAUNCH == Launch::HELD) number = load_shared_4(shared + L::FOLD_TOPS);
+    const bool sends = LAUNCH == Launch::HELD && number + 1 == shares_of_cta(p, cluster_rank());
+    if (sends) fence_async_shared(), cluster_arrive();
     store_sums<HEADS>(sums, shared + L::FOLD_SUMS + warp * (HEADS * 4), lane);
     const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
-    if (warp == 0) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // the share before was folded
+    if (warp == 0) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::FOLD_SUMS, thread),
                   reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + thread * 8 + 4);
-      end_fold<L>(p, row, shared, thread, make_float2(bfloat16 ? -total : total, reference));
+      const float2 state = make_float2(bfloat16 ? -total : total, reference);
+      if constexpr (LAUNCH == Launch::HELD)
+        keep_state<L>(shared, number, thread, state);
+      else
+        end_fold<L>(p, row, shared, thread, state);
+    }
+    if (sends) {
+      await_peers(row);
+      named_barrier<SCORE_BARRIER, 128>();  // states are there
+      send_states<L>(p, shared, opaque(thread));
     }
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
-    return 0;
+    if (sends)
+      weigh_parts<L>(p, row, shared, opaque(thread), cluster_rank() == 0, [&]() {
+        mbarrier_wait_cluster(shared + L::STATES_FULL, 0);
+        return true;
+      });
+    return sends;
   }
 
   if constexpr (SHARES) {

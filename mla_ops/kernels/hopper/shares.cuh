@@ -46,6 +46,7 @@ DEVICE void leave_share(unsigned char* part, int lane, float sum, float referenc
   const bool bfloat16 = __any_sync(~0u, __float_as_uint(sum) >> 31);
   *reinterpret_cast<float2*>(part + PartOfWarp<L>::STATES + lane * 8) = make_float2(sum, reference);
   unsigned char* const to = part + lane * (P::UNIT * 4);
+  const u64 policy = evict_last();  // the row's end reads it: keys that come meanwhile would drive it out
 #pragma unroll
   for (int number = 0; number < P::OF_A_WARP; ++number) {
     const float2 inverse = of_heads<L>(own, number, lane);
@@ -58,12 +59,11 @@ DEVICE void leave_share(unsigned char* part, int lane, float sum, float referenc
       words[w] = bfloat16 ? pack_bfloat16(a, b) : pack_float16(a, b);
     }
     if constexpr (P::WORDS == 2)
-      *reinterpret_cast<uint2*>(to + number * P::BYTES) = make_uint2(words[0], words[1]);
+      store_8_by(policy, to + number * P::BYTES, words[0], words[1]);
     else
 #pragma unroll
       for (int w = 0; w < P::WORDS; w += 4)
-        *reinterpret_cast<uint4*>(to + number * P::BYTES + w * 128) =
-            make_uint4(words[w], words[w + 1], words[w + 2], words[w + 3]);
+        store_16_by(policy, to + number * P::BYTES + w * 128, words[w], words[w + 1], words[w + 2], words[w + 3]);
   }
 }
 

@@ -81,7 +81,7 @@ DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 
     float top = -INFINITY;
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp) top = fmaxf(top, load_shared_float(tops + (warp * HEADS + thread) * 4));
-    const float above = ceilf(top - RAISED_TO), rise = seen ? fmaxf(above, 0.f) : above;
+    const float above = floorf(top - RAISED_TO), rise = seen ? fmaxf(above, 0.f) : above;
     const u32 reference = shared + L::COLUMNS + thread * 8 + 4;
     store_shared_float(reference, load_shared_float(reference) + rise);
     store_shared_float(rises + thread * 4, rise);

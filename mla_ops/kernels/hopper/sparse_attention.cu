@@ -16,31 +16,39 @@
 // ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend(const Params& p) {
-  constexpr bool PERSISTENT = is_persistent(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = in_shares(LAUNCH);
+  constexpr bool PERSISTENT = is_persistent(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = in_shares(LAUNCH),
+                 IN_REGISTERS = in_registers(LAUNCH), ONE = ONE_SCORER<HEADS, LAUNCH>;
+  constexpr int THREADS = THREADS_OF<HEADS, LAUNCH>, QUERY_THREADS = THREADS - 128;  // all but those that gather
   using L = Layout<HEADS, FORMAT>;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if constexpr (BALANCED) find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::RAW);
+  if constexpr (BALANCED) find_interval<THREADS>(p, shared + L::INTERVAL, shared + L::RAW);
   Row row = PERSISTENT ? first_row<LAUNCH>(p, shared + L::INTERVAL) : this_row<LAUNCH>(p);
   if (row.token >= end_of_tokens<LAUNCH>(p)) {
     wait_for_prerequisites();
     return;
   }
-  constexpr int PRODUCER = L::THREADS / 128 - 1;
+  constexpr int PRODUCER = THREADS / 128 - 1;
   // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row.
   constexpr int MOVED = !BALANCED ? 0 : HEADS < 64 ? 8 : L::GATHER_REGISTERS < 32 ? 4 : 0;
-  constexpr int FOLDED = LAUNCH == Launch::FOLDS ? 8 : 0;  // to each warpgroup that accumulates, from the scores
+  // Of two warpgroups of scores, the first gives this many to each of those that accumulate, less what the second does.
+  constexpr int KEPT = ONE ? 0 : LAUNCH == Launch::HELD ? 24 : LAUNCH == Launch::FOLDS ? 8 : 0,
+                OF_REST = KEPT > 16 ? 16 : 0;
+  // Of one, with 32 heads.
+  constexpr bool ONE_OF_32 = HEADS == 32 && ONE;
+  constexpr int GATHER = ONE_OF_32 ? 24 : L::GATHER_REGISTERS,
+                OF_32 = LAUNCH == Launch::HELD || FORMAT == FP8_DS_MLA_V4 ? 168 : 160;
   constexpr bool LONG = PERSISTENT && !SHARES;
-  constexpr int SCORERS = FIRST_STEPS<HEADS, FORMAT, LONG> < Rows<FORMAT>::CHUNKS ? 2 : 1;
+  constexpr int SCORERS = ONE ? 1 : 2;
 
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
-  if (warpgroup == PRODUCER) ahead = begin_share(p, row, thread & 31).now;
+  if (warpgroup == PRODUCER) ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
   // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
   if (thread % 32 == 0)
 #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < L::NUM_BARRIERS; i += L::THREADS / 32) {
+    for (int i = threadIdx.x / 32; i < L::NUM_BARRIERS; i += THREADS / 32) {
       const u32 barrier = L::BARRIERS + i * 8;
       if (BALANCED && HEADS == 64 && (barrier == L::INTERVAL || barrier == L::INTERVAL + 8)) continue;
       int arrivals = 4 * ARRIVALS_OF_A_WARP;
@@ -51,28 +59,28 @@ DEVICE void attend(const Params& p) {
       if (barrier == L::OWN_FULL) arrivals = (LAUNCH == Launch::GROUPS ? 13 : 12) * ARRIVALS_OF_A_WARP;
       if (LAUNCH == Launch::GROUPS && barrier == L::ALL_LEFT) arrivals = 12 * ARRIVALS_OF_A_WARP;
       if (LAUNCH == Launch::GROUPS && barrier == L::SHARES_KNOWN) arrivals = ARRIVALS_OF_A_WARP;
-      if (SHARES && barrier == L::MEETING) arrivals = 8 * p.splits;
+      if (LAUNCH == Launch::SHARES && barrier == L::MEETING) arrivals = 8 * p.splits;
       if (PERSISTENT && HEADS == 64 && barrier == L::QUERIES_FREE) arrivals = 4 * ARRIVALS_OF_A_WARP;
       if (PERSISTENT && HEADS == 64 && barrier == L::QUERIES_FULL) arrivals = 128;
       mbarrier_init(shared + barrier, arrivals);
       fence_barrier_init();
     }
   __syncthreads();
-  if (SHARES) open_meeting(p);
+  if (LAUNCH == Launch::SHARES) open_meeting(p);
 
   if (warpgroup == PRODUCER) {
-    fewer_registers<L::GATHER_REGISTERS + 2 * MOVED>();
+    fewer_registers<GATHER + 2 * MOVED>();
     launch_dependents();
     const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = kept(thread & 31);
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
       produce<HEADS, FORMAT>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
-      if (!PERSISTENT) break;
+      if (!PERSISTENT || LAUNCH == Launch::HELD && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;
-      ahead = begin_share(p, row, lane).now;
-      if (SHARES && !begins_row(p, row)) continue;
+      ahead = begin_share<IN_REGISTERS>(p, row, lane).now;
+      if (LAUNCH == Launch::HELD || SHARES && !begins_row(p, row)) continue;
       if constexpr (HEADS == 64) {
         prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
         mbarrier_wait(shared + L::QUERIES_FREE, row_parity);
@@ -82,7 +90,8 @@ DEVICE void attend(const Params& p) {
       }
     }
     if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, true, thread);
-    if (SHARES) await_opened(p);
+    if (LAUNCH == Launch::HELD) stand_by_for_shares<L>(p, shared, true, thread);
+    if (LAUNCH == Launch::SHARES) await_opened(p);
     if constexpr (LAUNCH == Launch::GROUPS) {
       if (warp == 0) carry_packets<L>(p, row, shared, lane);
       if (warp == 1) carry_states<L>(p, row, shared, lane);
@@ -90,10 +99,10 @@ DEVICE void attend(const Params& p) {
     wait_for_prerequisites();
     return;
   }
-  load_queries<HEADS, FORMAT, L::QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
+  load_queries<HEADS, FORMAT, QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
   fence_async_shared();
-  named_barrier<QUERY_BARRIER, L::QUERY_THREADS>();
-  if (SHARES) await_opened(p);
+  named_barrier<QUERY_BARRIER, QUERY_THREADS>();
+  if (LAUNCH == Launch::SHARES) await_opened(p);
   if (BALANCED) row = token_at(p, shared + L::INTERVAL, row.token);  // else what it comes from stays in registers
   Ring at{0, thread / 32, 0, 0, 0};
   u32 row_parity = 0, query_parity = 0, freed = 0;
@@ -124,18 +133,36 @@ DEVICE void attend(const Params& p) {
     row_parity ^= 1;
     return true;
   };
+  auto next_held = [&]() {
+    if (ends_row(p, row)) return false;
+    row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row);
+    return true;
+  };
   if (warpgroup == 0) {
-    more_registers<L::SCORE_REGISTERS - (HEADS < 32 ? MOVED : HEADS == 64 ? 2 * MOVED : 0) - 2 * FOLDED>();
-    do {
+    more_registers<ONE_OF_32 ? 512 - GATHER - 2 * OF_32
+                             : L::SCORE_REGISTERS - (HEADS < 32    ? MOVED
+                                                     : HEADS == 64 ? 2 * MOVED
+                                                                   : 0) - 2 * KEPT + OF_REST>();
+    if (LAUNCH == Launch::HELD && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
+    for (;;) {
       const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at, row_parity);
       if (HEADS == 64) freed = later;
-    } while (PERSISTENT && next_queries());
+      if (LAUNCH == Launch::HELD) {
+        if (later) break;
+        renew_references<L, false>(shared, thread, 0);
+        row_parity ^= 1;
+      } else if (!PERSISTENT || !next_queries()) {
+        break;
+      }
+    }
   } else if (warpgroup < 3) {
-    if constexpr (HEADS > 24 || FOLDED) more_registers<L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0) + FOLDED>();
-    Accumulators<HEADS> sums;
+    if constexpr (HEADS > 24 || KEPT)
+      more_registers<ONE_OF_32 ? OF_32 : L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0) + KEPT>();
+    KeptOfShares<L, LAUNCH> before;
     do {
       accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity,
-                                        query_parity, sums);
+                                        query_parity, before);
+      if (LAUNCH == Launch::HELD && ends_row(p, row)) break;
       if (SHARES && ends_row(p, row)) query_parity ^= 1;
       if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
     } while (PERSISTENT && row.token < end_of_tokens<LAUNCH>(p));
@@ -143,15 +170,17 @@ DEVICE void attend(const Params& p) {
       add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 4 : 2>(p, shared, shared + L::VALUES,
                                                           (warpgroup - 1) * 128 + thread);
     if (by_halves<L, LAUNCH>(p, row)) return;
-  } else if constexpr (HEADS < 64) {
-    more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0)>();
+  } else if constexpr (!ONE) {
+    more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
     do {
       score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at);
-    } while (PERSISTENT && next_queries());
+    } while (LAUNCH == Launch::HELD ? next_held() : PERSISTENT && next_queries());
     if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
+    if (LAUNCH == Launch::HELD) stand_by_for_shares<L>(p, shared, false, thread);
     return;
   }
   if (LAUNCH == Launch::CLUSTERS) finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+  if constexpr (LAUNCH == Launch::HELD) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
   if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
 }
 
@@ -217,11 +246,19 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
 }
 
 template <int HEADS, Format FORMAT>
-__global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+__global__ void __launch_bounds__(THREADS_OF<HEADS, Launch::FOLDS>, 1)
     sparse_attention_folds(const __grid_constant__ Params p) {
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend<HEADS, FORMAT, Launch::FOLDS>(p);
+}
+
+template <int HEADS, Format FORMAT>
+__global__ void __attribute__((cluster_dims())) __launch_bounds__(THREADS_OF<HEADS, Launch::HELD>, 1)
+    sparse_attention_held(const __grid_constant__ Params p) {
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend<HEADS, FORMAT, Launch::HELD>(p);
 }
 
 template <int HEADS, Format FORMAT, bool YIELDS = false>

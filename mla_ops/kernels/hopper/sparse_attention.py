@@ -38,8 +38,9 @@ from . import groups
 from .balance import balance_for
 from .costs import Costs, costs_of, predicted_us
 from .launch import (
-    FOLDING_TILE,
     KERNELS,
+    MOST_IN_REGISTERS,
+    MOST_OF_A_CTA,
     MOST_SHARES,
     NO_CACHE,
     SPLITS,
@@ -61,7 +62,8 @@ from .launch import (
 from .waves import Wave, fastest_waves, forced, launch_waves
 
 SHARE_TURNS = 8  # a share of a deterministic row has no more, as far as SPLITS go
-FOLDED_SHARE_TURNS = 4  # where shares are added up in registers, up to MOST_SHARES of them
+TURNS_IN_REGISTERS = 4  # where CTAs keep shares in registers
+SHARES_IN_REGISTERS = {16: 8, 32: 6}  # at most, by heads of a tile
 
 
 def shapes_for(keys: KeyFormat, num_heads: int, turns: int) -> list[Shape]:
@@ -90,11 +92,19 @@ def choose(
 
 def shapes_of_shares(keys: KeyFormat, tile: int, shares: int, groups_of_row: list[Group]) -> list[Shape]:
     """Launches that add up so many shares of a row in the same way, of a tile and of groups worth a thought."""
-    cluster = Clusters(tile, shares)
+    most_of_a_cta = MOST_OF_A_CTA.get(tile, shares) if keys.quantized else 1
+    most = MOST_IN_REGISTERS if tile in MOST_OF_A_CTA else MOST_SHARES
+    # Kernels with 32 heads that keep shares in registers have one warpgroup of scores: not the sums of two.
+    own_kernel = keys.quantized and tile == 32 and 1 < shares <= most
+    cluster = Clusters(tile, shares, shares=shares if own_kernel else 0)
     # With fewer heads than groups have, each CTA of a cluster of two keeps a half in float32: not the bits of shares.
-    if not keys.quantized or not 1 < shares <= MOST_SHARES or (shares == 2 and tile != groups.TILE):
+    if not keys.quantized or not 1 < shares <= most or (shares == 2 and tile != groups.TILE):
         return [cluster]
-    in_shares = [Clusters(tile, splits, shares=shares) for splits in range(1, shares)]
+    in_shares = [
+        Clusters(tile, splits, shares=shares)
+        for splits in (splits_for(shares) if tile in MOST_OF_A_CTA else SPLITS)
+        if splits < shares and (splits == 1 or shares <= most_of_a_cta * splits)
+    ]
     return [cluster, *(group for group in groups_of_row if group.members == shares), *in_shares]
 
 
@@ -102,8 +112,8 @@ def deterministic_shapes(keys: KeyFormat, num_heads: int, topk: int) -> list[Sha
     """Launches that give a row the same bits: they have the tile and the shares that its own capacity says."""
     tile, turns = tiles_for(keys, num_heads)[0], max(1, -(-topk // TILE_KEYS))
     shares = next((n for n in SPLITS if n * SHARE_TURNS >= turns), SPLITS[-1])
-    if keys.quantized and tile == FOLDING_TILE:
-        shares = min(MOST_SHARES, -(-turns // FOLDED_SHARE_TURNS))
+    if keys.quantized and tile in SHARES_IN_REGISTERS:
+        shares = min(SHARES_IN_REGISTERS[tile], -(-turns // TURNS_IN_REGISTERS))
         shares += shares == 2
     return shapes_of_shares(keys, tile, shares, groups_for(keys, num_heads, turns))
 

@@ -3,7 +3,7 @@
 
 #include "cuts.cuh"
 #include "group.cuh"
-#include "shares.cuh"
+#include "held.cuh"
 #include "wgmma.cuh"
 
 DEVICE float e4m3_to_float(u32 byte) {
@@ -211,13 +211,22 @@ DEVICE void leave_part(const Params& p, const Row& row, int part, u32 shared, co
 template <int HEADS>
 using Accumulators = float[HEADS == 64 ? 2 : 4][HEADS == 64 ? 64 : HEADS / 2];
 
-// `sums`: of the row's shares, where one CTA takes all.
+// What a thread keeps from share to share: the sum of all, or those that wait.
+template <class L, Launch LAUNCH>
+struct KeptOfShares {
+  Accumulators<L::HEADS> sums;
+};
+template <class L>
+struct KeptOfShares<L, Launch::HELD> : Held<L> {};
+
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half, int thread,
-                       Ring& at, u32 row_parity, u32 odd_row, Accumulators<HEADS>& sums) {
+                       Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before) {
   using L = Layout<HEADS, FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
-                 HEADS_BY_DIMS = HEADS == 64;
+                 HELD = LAUNCH == Launch::HELD, HEADS_BY_DIMS = HEADS == 64,
+                 OPENS_EARLY = !HELD || L::HELD_PACKETS > L::VALUES;
+  const bool sends = LAUNCH == Launch::CLUSTERS || HELD && ends_row(p, row);  // packets
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -246,7 +255,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
     // Its values' place is free when the result has left.
-    const bool last = PERSISTENT && !SHARES && (HEADS_BY_DIMS || half == 0) && ends;
+    const bool last = PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
@@ -275,7 +284,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     }
     // The first half of 64 heads arrives behind its products, which the next turn's values would wait for; the other
     // one is about to wait anyway.
-    if (LAUNCH == Launch::CLUSTERS && ends && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
+    if (OPENS_EARLY && sends && ends && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
     // One after the other: the scores of the next turn then wait for fewer products of the tensor cores. In a wide turn
     // the first waits for the second.
     if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
@@ -294,7 +303,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       }
       if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
     }
-    if (LAUNCH == Launch::CLUSTERS && ends && !open) cluster_arrive(), open = true;
+    if (OPENS_EARLY && sends && ends && !open) cluster_arrive(), open = true;
     wgmma_wait<1>();
     if (!last) warp_arrive(freed, lane);
     wgmma_wait<0>();
@@ -328,16 +337,30 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     };
     if (goes_on) free_values();
     mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
-    fold<L>(sums, o, shared, lane, begins_row(p, row));
+    fold<L>(before.sums, o, shared, lane, begins_row(p, row));
     __syncwarp();
     if (goes_on) {
       warp_arrive(shared + L::FACTORS_FREE, lane);
       return;
     }
     named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
-    store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, sums, half, opaque(thread));
+    store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, before.sums, half, opaque(thread));
     __syncwarp();
     free_values();
+  } else if constexpr (HELD) {
+    if (sends) {
+      if (!open) open_to_peers(row);
+      await_peers(row);
+    }
+    mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
+    push<L>(before, o, shared, lane);
+    if (sends) {
+      const int own = cluster_rank(), later = opaque(thread);
+      send_held<L>(p, shared, before, own, half * 4 + (later >> 5), later & 31);
+    } else {
+      __syncwarp();
+      warp_arrive(shared + L::FACTORS_FREE, lane);
+    }
   } else if constexpr (PERSISTENT) {
     const int worker = opaque(thread);  // else addresses for the result stay in registers all the time
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;

@@ -29,7 +29,7 @@ from .launch import (
     Shape,
     clusters_at_once,
     exchange_of_shares,
-    folds,
+    in_registers,
     launch,
     tiles_for,
 )
@@ -183,7 +183,7 @@ def launch_waves(
             buffers.append(own_parts)
             own = own_parts[0][0], own_parts[1][0]
         own_exchange = exchange
-        if isinstance(shape, Clusters) and shape.shares and not folds(shape):
+        if isinstance(shape, Clusters) and shape.shares and not in_registers(shape):
             own_exchange = exchange_of_shares(keys, shape, num_tokens * -(-num_heads // shape.tile), q.device)
             buffers.append([own_exchange])
         launch(
