@@ -7,9 +7,17 @@
 
 #define shared_address ptx_shared_address
 #define peer_address ptx_peer_address
-#define store_peer_if ptx_store_peer_if
+#define inclusive_scan ptx_inclusive_scan
+#define count_at ptx_count_at
+#define set_if ptx_set_if
+#define load_once_16_if ptx_load_once_16_if
+#define send_8 ptx_send_8
+#define send_4 ptx_send_4
+#define mbarrier_init ptx_mbarrier_init
+#define mbarrier_arrive_expect ptx_mbarrier_arrive_expect
+#define mbarrier_arrive_expect_peer ptx_mbarrier_arrive_expect_peer
+#define mbarrier_wait_cluster ptx_mbarrier_wait_cluster
 #define cluster_arrive ptx_cluster_arrive
-#define cluster_arrive_release ptx_cluster_arrive_release
 #define cluster_wait ptx_cluster_wait
 #define cluster_meet ptx_cluster_meet
 #define peer_pointer ptx_peer_pointer
@@ -18,15 +26,23 @@
 #define store_entry_if ptx_store_entry_if
 #define wait_for_prerequisites ptx_wait_for_prerequisites
 #define launch_dependents ptx_launch_dependents
-#include "topk_peers.cuh"
+#include "topk_ptx.cuh"
 #undef wait_for_prerequisites
 #undef launch_dependents
 #undef cluster_wait
 #undef shared_address
 #undef peer_address
-#undef store_peer_if
+#undef inclusive_scan
+#undef count_at
+#undef set_if
+#undef load_once_16_if
+#undef send_8
+#undef send_4
+#undef mbarrier_init
+#undef mbarrier_arrive_expect
+#undef mbarrier_arrive_expect_peer
+#undef mbarrier_wait_cluster
 #undef cluster_arrive
-#undef cluster_arrive_release
 #undef cluster_meet
 #undef peer_pointer
 #undef load_once_16
@@ -42,7 +58,6 @@ static void cluster_arrive() {
   met[number_in_cluster()] = generation;
   if (++arrived == simt::threads.size()) arrived = 0, ++generation;
 }
-static void cluster_arrive_release() { cluster_arrive(); }
 static void cluster_wait() {
   while (met.at(number_in_cluster()) == generation) simt::leave();
 }
@@ -79,11 +94,63 @@ static u32 shared_address(const void* here) {
   return reinterpret_cast<uintptr_t>(here) - reinterpret_cast<uintptr_t>(simt::shared_memory());
 }
 static u32 peer_address(u32 address, u32 rank) { return (rank + 1) << 24 | address; }
-static void store_peer_if(bool condition, u32 target, u64 entry) {
-  if (!condition) return;
-  auto& shared = simt::ctas.at((target >> 24) - 1).shared;
-  if (target % 8 || target % (1 << 24) >= shared.size() * 8) abort();
-  std::memcpy(reinterpret_cast<unsigned char*>(shared.data()) + target % (1 << 24), &entry, 8);
+template <class T>
+T& at(u32 address) {
+  auto& shared = simt::ctas.at(address >> 24 ? (address >> 24) - 1 : simt::current->cta).shared;
+  address %= 1 << 24;
+  if (address % sizeof(T) || address + sizeof(T) > shared.size() * 8) abort();
+  return *reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(shared.data()) + address);
+}
+static void count_at(u32 address) { ++at<u32>(address); }
+static void set_if(bool condition, u32 address, u32 bits) {
+  if (condition) at<u32>(address) |= bits;
+}
+static u32 inclusive_scan(u32 value) {
+  const auto& all = simt::meet_warp(value);
+  u32 sum = 0;
+  for (u32 lane = 0; lane <= threadIdx.x % 32; ++lane) sum += all[lane];
+  return sum;
+}
+static float4 load_once_16_if(bool condition, const float* source) {
+  return condition ? load_once_16(source) : float4{1e30f, 1e30f, 1e30f, 1e30f};
+}
+
+// What is sent lands in any order, while somebody waits for it. A barrier's phase is over when all have arrived and as
+// many bytes have landed as they expect.
+struct Barrier {
+  u32 pending;
+  i64 bytes;
+  bool complete() const { return pending == 0 && bytes == 0; }
+};
+static std::map<u32, Barrier> barriers;  // by addresses of peers
+static std::vector<std::function<void()>> flights;
+static u32 of_peer(u32 address) { return address >> 24 ? address : peer_address(address, simt::current->cta); }
+static void mbarrier_init(u32 address, u32 count) { barriers[of_peer(address)] = {count, 0}; }
+static void arrive(u32 address, u32 bytes) {
+  Barrier& one = barriers.at(of_peer(address));
+  if (one.pending-- == 0) abort();
+  one.bytes += bytes;
+}
+static void mbarrier_arrive_expect(u32 address, u32 bytes) { arrive(address, bytes); }
+static void mbarrier_arrive_expect_peer(u32 address, u32 bytes) { arrive(address, bytes); }
+template <class T>
+void send(u32 address, u32 barrier, T value) {
+  if (address >> 24 != barrier >> 24 || address >> 24 == 0) abort();
+  flights.push_back([=] { at<T>(address) = value, barriers.at(barrier).bytes -= sizeof(T); });
+}
+static void send_8(u32 address, u32 barrier, u64 value) { send(address, barrier, value); }
+static void send_4(u32 address, u32 barrier, u32 value) { send(address, barrier, value); }
+static void mbarrier_wait_cluster(u32 address, u32 parity) {
+  static u32 random = 1;
+  for (long patience = 100000000; !barriers.at(of_peer(address)).complete(); simt::leave()) {
+    if (--patience == 0 || parity != 0) abort();
+    random = random * 1664525u + 1013904223u;
+    if (flights.empty()) continue;
+    std::swap(flights[(random >> 8) % flights.size()], flights.back());
+    const auto landing = std::move(flights.back());
+    flights.pop_back(), landing();
+  }
+  simt::meet_warp(0);
 }
 
 #include "topk_row.cuh"
@@ -105,7 +172,7 @@ extern "C" int bytes_of_params() { return sizeof(Params); }
 extern "C" int bytes_of_control() { return sizeof(Control); }
 
 // Of the last cluster: 1 where its CTAs met once.
-extern "C" int verdict() { return reinterpret_cast<const Control*>(simt::ctas[0].shared.data())->verdict; }
+extern "C" int verdict() { return reinterpret_cast<const Control*>(simt::ctas.back().shared.data())->verdict; }
 
 template <int THREADS, int VECTORS, int SAMPLED>
 void launch(const Params& p, int shared_bytes, int seed) {
@@ -124,7 +191,8 @@ void launch_short(const Params& p, int shared_bytes, int seed) {
   });
 }
 
-// Returns 1 where there is no such kernel, 3 where a row's threads did not wait for the launch in front.
+// Returns 1 where there is no such kernel, 3 where a row's threads did not wait for the launch in front, 4 where they did
+// not wait for what was sent.
 extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes, int short_rows, int seed) {
   row_of_front = -1, front = nullptr;
   if (short_rows && threads == 512 && vectors == 1)
@@ -139,5 +207,5 @@ extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes,
     launch<128, 4, 1>(*p, shared_bytes, seed);
   else
     return 1;
-  return front ? 3 : 0;
+  return front ? 3 : flights.empty() ? 0 : 4;
 }

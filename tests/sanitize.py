@@ -305,10 +305,11 @@ def best(tool: str) -> None:
         20000: topk.FEW._replace(gated=2048, sampled=1024),
         20001: topk.FEW._replace(cluster=3, gated=2048, least=1024),
         20002: topk.FEW._replace(cluster=3, gated=1 << 30, least=1024),
-        20003: topk.MEETING._replace(cluster=3, gated=2048, least=1024),
+        20003: topk.MEETINGS[0]._replace(cluster=3, gated=2048, least=1024),
+        20004: topk.MEETINGS[1]._replace(cluster=2, gated=2048, least=1024),
     }
     for num_columns, plan in plans.items():
-        topk.plan_for = lambda *_, plan=plan: plan
+        topk.plan_for = lambda *_, plan=plan, **__: plan
         for kind in ("special", "ascending", "unlike its sample", "equal") if tool == "memcheck" else ("special",):
             scores = hard_rows(kind, 3, num_columns)
             ends = torch.tensor([num_columns, num_columns - 3, 150], dtype=torch.int32)
@@ -348,7 +349,7 @@ def chosen_by_parts(tool: str) -> None:
     q[:, 5, 77], weights[:, 5] = 1, 1
     given = [x.cuda() for x in (weights, lengths, table, requests)]
     for plan in (topk.MANY._replace(gated=400, sampled=256), topk.FEW._replace(cluster=2)):
-        topk.plan_for = lambda *_, plan=plan: plan
+        topk.plan_for = lambda *_, plan=plan, **__: plan
         for kind in ("special", "ascending", "equal") if tool == "memcheck" else ("ascending",):
             scale = hard_rows(kind, 1, num_blocks * block_size)[0]
             cache = torch.empty(num_blocks, block_size * 132, dtype=torch.uint8)

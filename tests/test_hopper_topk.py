@@ -59,13 +59,16 @@ def test_the_best_are_those_of_a_stable_sort(library: ctypes.CDLL, kind: str, pl
         assert torch.equal(got[0], want[0])
 
 
-MEETING = topk.Plan(64, 2, 2, 1, 16, 64, 1024, 512, held=2)
+MEETINGS = (
+    topk.Plan(64, 2, 2, 1, 16, 64, 1024, 512, held=2),
+    topk.Plan(128, 4, 1, 1, 4, 64, 1024, 512, held=4),
+)
 
 
+@pytest.mark.parametrize("plan", MEETINGS, ids=lambda plan: f"{plan.cluster} CTAs")
 @pytest.mark.parametrize("kind", KINDS)
-def test_clusters_that_meet_once_know_whether_that_was_enough(library: ctypes.CDLL, kind: str) -> None:
+def test_clusters_that_meet_once_know_whether_that_was_enough(library: ctypes.CDLL, kind: str, plan: topk.Plan) -> None:
     """Too many equal scores find no room; what one run of columns holds leaves a CTA more than its share."""
-    plan = MEETING
     for seed, num_columns in enumerate((7001, plan.cluster * plan.held_columns - 3)):
         scores = hard_rows(kind, 1, num_columns + 3, seed)[:, 3:]
         got = run(library, plan, scores, 300, seed)
@@ -75,7 +78,7 @@ def test_clusters_that_meet_once_know_whether_that_was_enough(library: ctypes.CD
         if kind in ("normal", "ascending", "best last", "equal"):
             assert library.verdict() == (2 if kind == "equal" else 1)
     crowded = torch.randn(1, 8000)
-    crowded.view(1, -1, 16)[:, :320:16] += 20
+    crowded.view(1, -1, 16)[:, : 320 : plan.cluster] += 20
     assert torch.equal(run(library, plan, crowded, 300)[0], topk_oracle(crowded, 300)[0])
     assert library.verdict() == 2
 
@@ -176,7 +179,7 @@ def test_a_plan_fits_its_rows_and_an_sm() -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "num_columns", "cluster"),
-    [(1, 32768, 4), (1, 131072, 16), (7, 131072, 16), (8, 131072, 8), (14, 131072, 8), (16, 32768, 4), (16, 131072, 6)]
+    [(1, 32768, 8), (1, 131072, 16), (7, 131072, 16), (8, 131072, 8), (14, 131072, 8), (16, 32768, 4), (16, 131072, 6)]
     + [(18, 131072, 4), (64, 131072, 2), (66, 16388, 2), (67, 131072, 1), (128, 131072, 1), (4096, 131072, 1)],
 )
 def test_clusters_do_not_wait_for_one_another(num_rows: int, num_columns: int, cluster: int) -> None:
@@ -185,12 +188,14 @@ def test_clusters_do_not_wait_for_one_another(num_rows: int, num_columns: int, c
 
 
 def test_clusters_meet_once_where_their_registers_hold_a_row() -> None:
-    assert topk.plan_for(1, 32768, *H200, 2048).held
-    assert topk.plan_for(16, 32768, *H200, 2048).held
+    """By the fewest columns of a thread first, then by the fewest CTAs."""
+    sizes = ((1, 32768), (16, 32768), (64, 32768), (16, 131072), (1, 262144))
+    plans = [topk.plan_for(*size, *H200, 2048) for size in sizes]
+    assert [(plan.cluster, plan.held) for plan in plans] == [(8, 1), (4, 2), (2, 4), (6, 6), (16, 4)]
     assert not topk.plan_for(1, 32768, *H200, 2048, sorted=True).held
     assert not topk.plan_for(1, 32768, *H200, 4096).held
-    assert not topk.plan_for(16, 131072, *H200, 2048).held
-    assert not topk.plan_for(1, 131073, *H200, 2048).held
+    assert not topk.plan_for(18, 131072, *H200, 2048).held
+    assert not topk.plan_for(1, 400000, *H200, 2048).held
 
 
 def test_rows_that_do_not_begin_at_16_bytes_count_from_there() -> None:

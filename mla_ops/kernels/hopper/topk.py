@@ -21,7 +21,8 @@ CLUSTERS = (2, 4, 6, 8, 16)  # CTAs of a row that is shared
 LEAST_OF_A_CTA = 4096  # columns
 LONG_ROW = 65536
 BINS = 2048
-CONTROL_BYTES = 992
+CONTROL_BYTES = 1104
+AHEAD_BYTES = 2**20  # a cluster asks for whole rows before it knows their lengths, if that is no more
 SLOTS = 4096  # entries that the first CTA of a cluster that meets once has room for
 SM_SHARED_BYTES = 228 * 1024
 
@@ -56,6 +57,7 @@ class Params(ctypes.Structure):
         ("sorted", ctypes.c_int),
         ("need", ctypes.c_uint),
         ("room", ctypes.c_uint),
+        ("ahead", ctypes.c_int),
     ]
 
 
@@ -117,8 +119,8 @@ class Plan(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Entries of each CTA that the first one of such a cluster has room for."""
-        return SLOTS // self.cluster
+        """Entries of each CTA that the first one of such a cluster has room for, a power of two."""
+        return SLOTS >> (self.cluster - 1).bit_length()
 
     def need(self, topk: int) -> int:
         """Entries that each CTA hands over, its share and four standard deviations; 0 if there is no room for them."""
@@ -131,14 +133,14 @@ class Plan(NamedTuple):
         if self.short:
             return CONTROL_BYTES + 4 * BINS + (8 << max(topk - 1, 1).bit_length())
         quads = (self.cluster * self.held // 32 + 1) * self.threads  # of words of bits
-        return CONTROL_BYTES + 4 * BINS + max(8 * self.capacity(topk), 8 * SLOTS + 18 * quads)
+        return CONTROL_BYTES + 4 * BINS + max(8 * self.capacity(topk), 8 * SLOTS + 24 * quads)
 
 
 SHORT = tuple(Plan(1024, vectors, 0, 1, short=True) for vectors in (1, 2, 4))
 FEW = Plan(1024, 2, 1, 1)
-MEETING = FEW._replace(held=2)
+MEETINGS = tuple(FEW._replace(held=held) for held in (1, 2, 4, 6))
 MANY = Plan(256, 2, 2, 4)
-KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, MEETING, MANY))
+KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY))
 
 
 def plan_for(
@@ -161,10 +163,10 @@ def plan_for(
         if num_columns <= plan.chunk:
             return plan
     fitting = [size for size, clusters in zip(CLUSTERS, at_once, strict=True) if num_rows <= clusters]
-    meeting = (MEETING._replace(cluster=size) for size in fitting if num_columns <= size * MEETING.held_columns)
-    plan = next((plan for plan in meeting if plan.need(topk) and not sorted), None)
-    if plan is None:
-        plan = FEW._replace(cluster=max((size for size in fitting if LEAST_OF_A_CTA * size <= num_columns), default=1))
+    meetings = (plan._replace(cluster=size) for plan in MEETINGS for size in fitting)
+    holding = (plan for plan in meetings if num_columns <= plan.cluster * plan.held_columns and not sorted)
+    most = max((size for size in fitting if LEAST_OF_A_CTA * size <= num_columns), default=1)
+    plan = next((plan for plan in holding if plan.need(topk)), FEW._replace(cluster=most))
     sampled, spare = 4096 if num_columns > LONG_ROW else 2048, 2 if plan.cluster <= CLUSTERS[1] else 8
     return plan._replace(sampled=sampled, spare=spare)
 
@@ -221,6 +223,7 @@ def pack(
         int(sorted),
         0 if sorted else plan.need(topk),
         plan.room,
+        int(4 * num_rows * num_columns <= AHEAD_BYTES),
     )
 
 

@@ -5,7 +5,6 @@
 // room for SLOTS entries, selects among them, and writes: a bit for each column says where it goes. If what it selects is
 // not above all gates, or a room was too small, nothing has been written, and the row is done in the other way.
 #pragma once
-#include "topk_peers.cuh"
 #include "topk_short.cuh"
 
 constexpr u32 SLOTS = 4096, RUN = 4;  // entries; groups of four columns
@@ -42,30 +41,16 @@ struct InCluster {
   Control& control;
   u32* const bins;
   u64* const rooms;
-  const Row& row;
-  const u32 rank, first, groups;
-  const u32 first_room;  // address of the first CTA's rooms
-  u32* const words;     // a bit for each column
-  const u32 own_quads;  // of a thread, of four words
-  u16* const fronts;    // of a quad: how many chosen columns are in front of it
+  const u32 rank;
+  u32* const words;  // a bit for each column
+  float4 x[VECTORS];
+  Row row;
+  u32 quads;    // of a thread, of four words
+  u16* fronts;  // of a word: how many chosen columns are in front of it
 
-  DEVICE InCluster(const Params& params, Control& shared, u32* of_bins, u64* of_rooms, const Row& of_row, u32 this_cta)
-      : p(params), control(shared), bins(of_bins), rooms(of_rooms), row(of_row), rank(this_cta), first(of_row.start / 4),
-        groups((of_row.end + 3) / 4 - of_row.start / 4),
-        first_room(peer_address(shared_address(of_rooms), 0)),
-        words(reinterpret_cast<u32*>(rooms + SLOTS)),
-        own_quads(((groups + 31) / 32 + THREADS - 1) / THREADS),
-        fronts(reinterpret_cast<u16*>(words + 4 * own_quads * THREADS)) {}
-
-  DEVICE uint4& quad(u32 number) const { return reinterpret_cast<uint4*>(words)[number]; }
-
-  // Counts the chosen among the first `count` columns of a quad.
-  DEVICE static u32 chosen_of(const uint4& bits, u32 count) {
-    auto of_word = [&](u32 word, u32 begin) {
-      return __popc(count >= begin + 32 ? word : count > begin ? word & (1u << count - begin) - 1 : 0);
-    };
-    return of_word(bits.x, 0) + of_word(bits.y, 32) + of_word(bits.z, 64) + of_word(bits.w, 96);
-  }
+  DEVICE InCluster(const Params& params, Control& shared, u32* of_bins, u64* of_rooms, u32 this_cta)
+      : p(params), control(shared), bins(of_bins), rooms(of_rooms), rank(this_cta),
+        words(reinterpret_cast<u32*>(rooms + SLOTS)) {}
 
   // Number of a thread's i-th group in the row.
   DEVICE u32 group(int i) const {
@@ -73,15 +58,18 @@ struct InCluster {
     return (number / RUN * p.cluster + rank) * RUN + number % RUN;
   }
 
-  DEVICE float4 load(u32 own) const {
-    const int column = 4 * (first + own);
-    if (own < groups && Held<THREADS, 1>::whole(column, row.skew, p.num_columns)) return load_once_16(row.scores + column);
-    return {absent(), absent(), absent(), absent()};
+  // Columns up to `end`, of those that the tensor has.
+  DEVICE void load(const float* scores, int skew, int end) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const int column = 4 * group(i);
+      x[i] = load_once_16_if(column < end && Held<THREADS, 1>::whole(column, skew, p.num_columns), scores + column);
+    }
   }
 
-  DEVICE void keys_of(const float4& x, u32 own, u32 (&keys)[4]) const {
-    const int column = 4 * (first + own);
-    float values[4] = {x.x, x.y, x.z, x.w};
+  DEVICE void keys_of(int i, u32 (&keys)[4]) const {
+    const int column = 4 * group(i);
+    float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
     if (column >= row.start && column + 4 <= row.end) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) keys[j] = key_of(values[j]);
@@ -89,31 +77,37 @@ struct InCluster {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         keys[j] = 0;
-        if (own >= groups || !row.has(column + j)) continue;
+        if (!row.has(column + j)) continue;
         if (!Held<THREADS, 1>::whole(column, row.skew, p.num_columns)) values[j] = row.scores[column + j];
         keys[j] = key_of(values[j]);
       }
     }
   }
 
-  // Rooms are empty, and no column is chosen.
+  // The barrier of a CTA: the first one's waits for what all hand over, another's for the verdict.
+  DEVICE u32 barrier_of(u32 cta) const { return peer_address(shared_address(&control.met), cta); }
+
+  // No column is chosen, and the barriers are there for whoever the cluster's barrier lets go on.
   DEVICE void clear() {
-    if (threadIdx.x == 0) control.have = 0;
+    if (threadIdx.x == 0) {
+      control.have = control.dropped = 0;
+      mbarrier_init(shared_address(&control.met), rank == 0 ? p.cluster : 1);
+      fence_barrier_init();
+      if (rank > 0) mbarrier_arrive_expect(shared_address(&control.met), sizeof(control.verdict));
+    }
     if (rank == 0) {
-#pragma unroll
-      for (u32 i = 0; i < SLOTS / THREADS; ++i) rooms[i * THREADS + threadIdx.x] = 0;
+      if (threadIdx.x >= p.cluster && threadIdx.x < MAX_CLUSTER) control.gates[threadIdx.x] = 0;
 #pragma unroll 1
-      for (u32 i = 0; i < own_quads; ++i) quad(i * THREADS + threadIdx.x) = {0, 0, 0, 0};
+      for (u32 i = 0; i < quads; ++i) reinterpret_cast<uint4*>(words)[i * THREADS + threadIdx.x] = {0, 0, 0, 0};
     }
     __syncthreads();  // bins are at 0
-    cluster_arrive_release();
+    cluster_arrive();
   }
 
-  DEVICE u32 gate_of(const Keys<VECTORS>& best, FirstBins first_bins) {
-    return max(static_cast<u32>(select<THREADS, false, MORE>(control, bins, best, p.need, first_bins.least, first_bins.shift,
-                                                       p.room / 16, true) >>
-                                32),
-               1u);
+  DEVICE u32 gate_of(const Keys<VECTORS>& best, const FirstBins& first_bins) {
+    const u64 found = select<THREADS, false, MORE>(control, bins, best, p.need, first_bins.least, first_bins.shift,
+                                                   p.room / 16, true);
+    return max(static_cast<u32>(found >> 32), 1u);
   }
 
   // Hands over keys that reach the gate, unless the room is too small.
@@ -125,19 +119,23 @@ struct InCluster {
 #pragma unroll
       for (int j = 0; j < 4; ++j) count += keys[i][j] >= gate;
     if (!__any_sync(~0u, count != 0)) return;
-    const u32 inclusive = inclusive_scan(count, lane), of_warp = __shfl_sync(~0u, inclusive, 31);
+    const u32 inclusive = inclusive_scan(count), of_warp = __shfl_sync(~0u, inclusive, 31);
     if (lane == 0) place = atomicAdd(&control.have, of_warp);
     place = __shfl_sync(~0u, place, 0);
-    if (place + of_warp > p.room) return;
-    u32 target = first_room + (rank * p.room + place + inclusive - count) * 8;
+    if (place + of_warp > p.room) {
+      if (lane == 0) atomicAdd(&control.dropped, of_warp);
+      return;
+    }
+    const u32 barrier = barrier_of(0);
+    u32 target = peer_address(shared_address(rooms), 0) + (rank * p.room + place + inclusive - count) * 8;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      const u32 column = 4 * (first + group(i));
+      const u32 column = 4 * group(i);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const bool kept = keys[i][j] >= gate;
-        store_peer_if(kept, target, entry_of(keys[i][j], column + j));
-        target += kept ? 8 : 0;
+        if (keys[i][j] < gate) continue;
+        send_8(target, barrier, entry_of(keys[i][j], column + j));
+        target += 8;
       }
     }
   }
@@ -146,67 +144,87 @@ struct InCluster {
   DEVICE bool finish(u32 gate, i64 number, int request) {
     constexpr int OWN = SLOTS / THREADS;
     __syncthreads();
-    if (threadIdx.x == 0) *peer_pointer(&control.gates[rank], 0) = control.have > p.room ? ~0u : gate;
-    cluster_meet();
-    if (rank > 0) {
-      cluster_meet();
-      return control.verdict == 1;
+    if (threadIdx.x == 0) {
+      const u32 have = control.have, barrier = barrier_of(0);
+      send_8(peer_address(shared_address(&control.gates[rank]), 0), barrier,
+             static_cast<u64>(have > p.room ? ~0u : gate) << 32 | have);
+      mbarrier_arrive_expect_peer(barrier, (have - control.dropped) * 8 + sizeof(control.gates[rank]));
     }
-    const u32 lane = threadIdx.x % 32, highest = __reduce_max_sync(~0u, lane < p.cluster ? control.gates[lane] : 0);
+    __syncwarp();
+    mbarrier_wait_cluster(shared_address(&control.met), 0);
+    if (rank > 0) return control.verdict == 1;
+    const u32 lane = threadIdx.x % 32, room_bits = 31 - __clz(p.room);
+    const u32 highest = __reduce_max_sync(~0u, static_cast<u32>(control.gates[lane % MAX_CLUSTER] >> 32));
     Slots<OWN> slots;
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) slots.entries[i] = rooms[i * THREADS + threadIdx.x];
+    for (u32 i = 0; i < OWN; ++i) {
+      const u32 slot = i * THREADS + threadIdx.x, there = static_cast<u32>(control.gates[slot >> room_bits]);
+      const u64 entry = rooms[slot];
+      slots.entries[i] = (slot & p.room - 1) < there ? entry : 0;
+    }
     u64 threshold = 0;
     if (highest != ~0u) threshold = select<THREADS, true, FAILURE>(control, bins, slots, p.k, highest, SHIFT_OF_GATED);
-    if (threadIdx.x < p.cluster) *peer_pointer(&control.verdict, threadIdx.x) = threshold ? 1 : 2;
-    if (threshold == 0) {
-      cluster_meet();
-      return false;
-    }
-    cluster_arrive_release();
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-      const u32 column = position_of(slots.entries[i]) - 4 * first;
-      if (slots.entries[i] >= threshold) atomicOr(&words[column / 32], 1u << column % 32);
-    }
-    __syncthreads();
-    u32 sum = 0, total;
-#pragma unroll 1
-    for (u32 i = 0; i < own_quads; ++i) sum += chosen_of(quad(threadIdx.x * own_quads + i), 128);
-    u32 front = exclusive_scan<THREADS>(control, sum, total);
-#pragma unroll 1
-    for (u32 i = 0; i < own_quads; ++i) {
-      const u32 number = threadIdx.x * own_quads + i;
-      fronts[number] = front, front += chosen_of(quad(number), 128);
-    }
-    __syncthreads();
-    int* const out = p.indices + number * p.indices_pitch;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-      const u32 column = position_of(slots.entries[i]) - 4 * first;
-      if (slots.entries[i] < threshold) continue;
-      out[fronts[column / 128] + chosen_of(quad(column / 128), column % 128)] =
-          p.translated(column + 4 * first - row.skew, request);
-    }
+    if (threadIdx.x > 0 && threadIdx.x < p.cluster)
+      send_4(peer_address(shared_address(&control.verdict), threadIdx.x), barrier_of(threadIdx.x), threshold ? 1 : 2);
+    if (threshold == 0) return false;
+    write(slots, threshold, number, request);
     return true;
   }
 
-  DEVICE bool run(i64 number, int request) {
-    float4 x[VECTORS];
-    u32 keys[VECTORS][4];
+  // Writes what is chosen of the slots, in the order of columns.
+  template <int OWN>
+  DEVICE void write(const Slots<OWN>& slots, u64 threshold, i64 number, int request) {
+    const u32 at = shared_address(words);
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) x[i] = load(group(i));
+    for (int i = 0; i < OWN; ++i) {
+      const u32 column = position_of(slots.entries[i]);
+      set_if(slots.entries[i] >= threshold, at + column / 32 * 4, 1u << column % 32);
+    }
+    __syncthreads();
+    u32 sum = 0, total;
+    uint2* const own = reinterpret_cast<uint2*>(fronts) + threadIdx.x * quads;
+#pragma unroll 1
+    for (u32 i = 0; i < quads; ++i) {
+      const uint4 bits = reinterpret_cast<const uint4*>(words)[threadIdx.x * quads + i];
+      const u32 second = sum + __popc(bits.x), third = second + __popc(bits.y), fourth = third + __popc(bits.z);
+      own[i] = {sum | second << 16, third | fourth << 16};
+      sum = fourth + __popc(bits.w);
+    }
+    const u32 before = exclusive_scan<THREADS>(control, sum, total) * 0x10001;
+#pragma unroll 1
+    for (u32 i = 0; i < quads; ++i) own[i] = {own[i].x + before, own[i].y + before};
+    __syncthreads();
+    int* const chosen = reinterpret_cast<int*>(rooms);
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const u32 column = position_of(slots.entries[i]);
+      if (slots.entries[i] >= threshold)
+        chosen[fronts[column / 32] + __popc(words[column / 32] & (1u << column % 32) - 1)] = column - row.skew;
+    }
+    __syncthreads();
+    int* out = p.indices + number * p.indices_pitch;
+    hold(out);
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < p.k; i += THREADS) out[i] = p.translated(chosen[i], request);
+  }
+
+  DEVICE bool run(i64 number, int request, const Row& of_row) {
+    row = of_row;
+    quads = ((row.end + 127) / 128 + THREADS - 1) / THREADS;
+    fronts = reinterpret_cast<u16*>(words + 4 * quads * THREADS);
+    u32 keys[VECTORS][4];
+    if (!p.ahead) load(row.scores, row.skew, row.end);
     clear();
-    const FirstBins first_bins(true);
+    const FirstBins first_bins(control, bins, true);
     Keys<VECTORS> best;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      keys_of(x[i], group(i), keys[i]);
+      keys_of(i, keys[i]);
       best.keys[i] = max(max(keys[i][0], keys[i][1]), max(keys[i][2], keys[i][3]));
-      first_bins.count(bins, best.keys[i]);
+      first_bins.count(best.keys[i]);
     }
     const u32 gate = gate_of(best, first_bins);
-    cluster_wait();  // the first CTA's rooms are empty
+    cluster_wait();  // the first CTA's barrier is there
     append(keys, gate);
     return finish(gate, number, request);
   }

@@ -90,9 +90,10 @@ struct Selection {
       own.keys[i][2] = key_of(x[i].z) & there, own.keys[i][3] = key_of(x[i].w) & there;
     }
     __syncthreads();  // bins are at 0
-    const FirstBins first_bins(FEW_ROWS && rank >= 32 && rank < 2 * p.sampled);
+    const bool few_wanted = FEW_ROWS && rank >= 32 && rank < 2 * p.sampled;
     return static_cast<u32>(select<THREADS, false, FEW_ROWS ? MORE : NOTHING>(
-                                control, bins, own, rank, first_bins.least, first_bins.shift, rank / p.spare + 2) >>
+                                control, bins, own, rank, FirstBins::least_of(few_wanted),
+                                FirstBins::shift_of(few_wanted), rank / p.spare + 2) >>
                             32);
   }
 
@@ -161,7 +162,7 @@ struct Selection {
       }
       load(at + STEP, next);
       prefetch(at + AHEAD, STEP);
-      const u32 inclusive = inclusive_scan(counts, threadIdx.x % 32);
+      const u32 inclusive = inclusive_scan_by_selects(counts);
       const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
       u32 sum = 0, total;
 #pragma unroll
@@ -198,16 +199,21 @@ struct Selection {
   // All entries of a cluster into the first CTA's memory, in the order of CTAs. Returns how many it has then.
   DEVICE u32 gather(u32 rank, const u32* counts, u32 total, u32 have) {
     if (total <= p.capacity) {
+      const u32 gathered = shared_address(&control.gathered);
       if (rank > 0) {
         u32 begin = 0;
         for (u32 i = 0; i < rank; ++i) begin += counts[i];
-        u64* const target = peer_pointer(entries, 0) + begin;
+        const u32 target = peer_address(shared_address(entries), 0) + begin * 8, barrier = peer_address(gathered, 0);
 #pragma unroll 1
-        for (u32 i = threadIdx.x; i < have; i += THREADS) target[i] = entries[i];
+        for (u32 i = threadIdx.x; i < have; i += THREADS) send_8(target + i * 8, barrier, entries[i]);
+      } else {
+        if (threadIdx.x == 0) mbarrier_arrive_expect(gathered, (total - have) * 8);
+        __syncwarp();
+        mbarrier_wait_cluster(gathered, 0);
       }
-      cluster_meet();
       return total;
     }
+    cluster_meet();  // entries are there
     if (rank == 0) {
 #pragma unroll 1
       for (u32 other = 1; other < p.cluster; ++other) {
@@ -256,42 +262,54 @@ struct Selection {
   }
 
   DEVICE void run(i64 number, u32 rank) {
+    row.scores = p.scores + number * p.pitch;
+    row.skew = static_cast<int>(reinterpret_cast<u64>(row.scores) / 4 % 4);
+    row.scores -= row.skew;
+    hold(row.scores);
+    InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
+    wait_for_prerequisites();  // scores may come from the launch in front
+    launch_dependents();
+    if (HELD_BY_CLUSTER > 0 && p.ahead) fast.load(row.scores, row.skew, p.num_columns + row.skew);
     const Params::Given given = p.given_of(number);
     clear_bins<THREADS>(bins);
     int start, end;
     p.columns_of(given, start, end);
     const int length = end - start;
-    wait_for_prerequisites();  // scores may come from the launch in front
-    launch_dependents();
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
     if (length <= p.k && !p.sorted) return write_all(number, given.request, start, length, rank);
 
-    const float* const scores = p.scores + number * p.pitch;
-    row.skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4);
-    row.scores = scores - row.skew, row.start = start + row.skew, row.end = start + length + row.skew;
+    row.start = start + row.skew, row.end = end + row.skew;
     const u32 row_first = row.start / 4, row_vectors = (row.end + 3) / 4 - row_first;
     if (FEW_ROWS && row_vectors <= HELD * THREADS) {
       if (rank > 0) return;
       Held<THREADS, HELD> held(4 * row_first, row_vectors);
       held.load(row.scores, row.skew, p.num_columns);
       __syncthreads();  // bins are at 0
-      const FirstBins first_bins(length > 2 * p.k);
-      held.count(row, p.num_columns, bins, first_bins);
+      const FirstBins first_bins(control, bins, length > 2 * p.k);
+      held.count(row, p.num_columns, first_bins);
       return held.choose(p, control, bins, number, given.request, row, first_bins);
     }
     if constexpr (HELD_BY_CLUSTER > 0) {
-      using Fast = InCluster<THREADS, HELD_BY_CLUSTER>;
-      if (p.need && 8 * p.need * p.cluster <= 5 * row_vectors && row_vectors <= p.cluster * Fast::MOST &&
-          Fast(p, control, bins, entries, row, rank).run(number, given.request))
+      const bool holds = row.end <= static_cast<int>(4 * p.cluster * fast.MOST);
+      if (holds && p.need && 8 * p.need * p.cluster <= 5 * row_vectors && fast.run(number, given.request, row))
         return;
     }
     const u32 share = max((row_vectors + p.cluster - 1) / p.cluster, p.least), before = min(rank * share, row_vectors);
-    const bool alone = row_vectors <= share;
+    const bool alone = !FEW_ROWS || row_vectors <= share;  // many rows need no cluster
     if (alone && rank > 0) return;
     first = row_first + before, vectors = min(share, row_vectors - before);
     part_end = min(row.end, static_cast<int>(4 * (first + vectors)));
     whole = (row.start + 3) / 4 > first, whole_end = min(vectors, row.end / 4 - first);
-    if (!alone) cluster_arrive();
+    if (!alone) {
+      if (threadIdx.x == 0) {
+        mbarrier_init(shared_address(&control.gathered), 1);
+        for (u64& barrier : control.told) mbarrier_init(shared_address(&barrier), 1);
+        fence_barrier_init();
+        for (u64& barrier : control.told) mbarrier_arrive_expect(shared_address(&barrier), p.cluster * 4);
+      }
+      __syncwarp();
+      cluster_arrive();
+    }
 
     // The sample comes first: what is prefetched would stand in its way.
     const u32 rank_in_sample = sample_rank(max(length, 1));
@@ -316,8 +334,11 @@ struct Selection {
           have = p.k;
         }
         u32* const counts = control.counts[round];
-        if (threadIdx.x < p.cluster) peer_pointer(counts, threadIdx.x)[rank] = have;
-        cluster_meet();
+        const u32 told = shared_address(&control.told[round]);
+        if (threadIdx.x < p.cluster)
+          send_4(peer_address(shared_address(&counts[rank]), threadIdx.x), peer_address(told, threadIdx.x), have);
+        __syncwarp();
+        mbarrier_wait_cluster(told, 0);
         total = 0;
         for (u32 i = 0; i < p.cluster; ++i) total += counts[i];
         if (total >= wanted) have = gather(rank, counts, total, have);

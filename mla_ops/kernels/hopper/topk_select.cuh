@@ -6,7 +6,7 @@
 // A launch runs this code once, from memory: short code is fast code. Hence loops are not unrolled, and what several
 // places need is a call.
 #pragma once
-#include "ptx.cuh"
+#include "topk_ptx.cuh"
 
 constexpr int BIN_BITS = 11;
 constexpr u32 BINS = 1 << BIN_BITS;
@@ -20,13 +20,18 @@ constexpr int MAX_CLUSTER = 16;
 struct alignas(16) Control {
   u64 list[SHORT_LIST];
   u64 threshold;
+  u64 met;                 // mbarriers: of a cluster that meets once,
+  u64 told[2], gathered;   // and of one that does not, of `counts` and of entries
+  u64 gates[MAX_CLUSTER];  // of the cluster's CTAs, and below how many entries they hand over; ~0: too few
   u32 bin, above, inside;  // the place of a rank
   u32 listed;
-  u32 have;                // entries that this CTA hands over
+  u32 have, dropped;       // entries that this CTA hands over, and those of them for which there was no room
   u32 verdict;             // 1: the row is done
-  u32 gates[MAX_CLUSTER];  // of the cluster's CTAs; ~0: has handed over too little
   u32 sums[2][32];             // one a warp
   u32 counts[2][MAX_CLUSTER];  // entries of the cluster's CTAs, without and with another reading
+
+  // Address of a word for what belongs to no bin, which takes less time than a branch: the list is made after counts.
+  DEVICE u32 no_bin() const { return shared_address(list) + threadIdx.x % 32 * sizeof(u32); }
 };
 
 // A barrier of the threads that select, which may be a part of a CTA's.
@@ -56,12 +61,12 @@ DEVICE u64 entry_of(u32 key, u32 position) { return static_cast<u64>(key) << 32 
 
 DEVICE u32 position_of(u64 entry) { return ~static_cast<u32>(entry); }
 
-// Sums of what the lanes up to this one have.
-DEVICE u32 inclusive_scan(u32 value, u32 lane) {
+// As `inclusive_scan`, where many predicates are in use, which that would have saved elsewhere.
+DEVICE u32 inclusive_scan_by_selects(u32 value) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const u32 other = __shfl_up_sync(~0u, value, step);
-    if (lane >= step) value += other;
+    if (threadIdx.x % 32 >= step) value += other;
   }
   return value;
 }
@@ -82,7 +87,7 @@ DEVICE u32 before_warp(Control& control, u32 count, u32 parity, u32& total) {
 template <int THREADS>
 DEVICE u32 exclusive_scan(Control& control, u32 value, u32& total) {
   const u32 before = before_warp<THREADS>(control, __reduce_add_sync(~0u, value), 0, total);
-  return before + inclusive_scan(value, threadIdx.x % 32) - value;
+  return before + inclusive_scan(value) - value;
 }
 
 template <int THREADS>
@@ -157,20 +162,21 @@ enum Below { NOTHING, MORE, FAILURE };
 template <int THREADS, bool EXACT = true, Below BELOW = NOTHING, class Entries>
 DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank, u32 least, int shift, u32 spare = 0,
                   bool counted = false) {
-  least = max(least, 1u);
+  if (!counted) least = max(least, 1u);
   u32 most = ~0u;
+  const u32 at = shared_address(bins);
   if (threadIdx.x == 0) control.listed = 0;
 #pragma unroll 1
   for (;;) {
     if (!counted)
       entries.each([&](u32 key, u32) {
-        if (key - least <= most - least) atomicAdd(&bins[min(key - least >> shift, BINS - 1)], 1u);
+        if (key - least <= most - least) count_at(at + 4 * min(key - least >> shift, BINS - 1));
       });
     counted = false;
     meet<THREADS>();
     const u32 total = find_bin<THREADS>(control, bins, rank);
     if (BELOW != NOTHING && total < rank) {
-      if (BELOW == FAILURE || least == 1) return 0;
+      if (BELOW == FAILURE || least <= 1) return 0;
       rank -= total, most = least - 1, least = 1;
       shift = max(32 - BIN_BITS - __clz(most - least), 0);
       continue;
@@ -179,6 +185,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
     const u32 inside = control.inside;
     least += control.bin << shift;
     if (control.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
+    least = max(least, 1u);
     if (inside - rank <= spare || (!EXACT && least == most)) return static_cast<u64>(least) << 32;
     if (EXACT && inside <= SHORT_LIST)
       return entry_of_rank<THREADS>(control, inside, rank, [&](auto use) {
@@ -195,7 +202,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
   for (;;) {
     shift = max(32 - BIN_BITS - __clz(most - least), 0);
     entries.each([&](u32 key, u32 place) {
-      if (key == score && place - least <= most - least) atomicAdd(&bins[min(place - least >> shift, BINS - 1)], 1u);
+      if (key == score && place - least <= most - least) count_at(at + 4 * min(place - least >> shift, BINS - 1));
     });
     meet<THREADS>();
     find_bin<THREADS>(control, bins, rank);
@@ -220,15 +227,24 @@ constexpr int SHIFT_OF_ALL = 32 - BIN_BITS, SHIFT_OF_GATED = 14;
 // Bins that are counted first: of all keys, or, where less than half of the scores are wanted, 64 for each power of two
 // from 2^-16 to 2^16. ALL: all keys are in them.
 struct FirstBins {
-  u32 least;
+  u32 least, last;  // key, and number of the last bin, if that of key 0 is 0
   int shift;
+  u32 base;  // address of such a bin 0
+  u32 none;  // address for what is in no bin
 
-  DEVICE explicit FirstBins(bool few_wanted)
-      : least(few_wanted ? 0x80000000u + (127 - 16 << 23) : 1), shift(few_wanted ? 17 : SHIFT_OF_ALL) {}
+  DEVICE static u32 least_of(bool few_wanted) { return few_wanted ? 0x80000000u + (127 - 16 << 23) : 0; }
+  DEVICE static int shift_of(bool few_wanted) { return few_wanted ? 17 : SHIFT_OF_ALL; }
+
+  DEVICE FirstBins(const Control& control, const u32* bins, bool few_wanted)
+      : least(least_of(few_wanted)), shift(shift_of(few_wanted)), none(control.no_bin()) {
+    last = (least >> shift) + BINS - 1, base = shared_address(bins) - 4 * (least >> shift);
+    hold(least), hold(last), hold(shift), hold(base), hold(none);  // else they are made again for each score
+  }
 
   template <bool ALL = false>
-  DEVICE void count(u32* bins, u32 key) const {
-    if (ALL || key >= least) atomicAdd(&bins[ALL ? key - least >> shift : min(key - least >> shift, BINS - 1)], 1u);
+  DEVICE void count(u32 key) const {
+    const u32 bin = ALL ? key >> shift : min(key >> shift, last);
+    count_at(ALL || key >= least ? base + 4 * bin : none);
   }
 };
 

@@ -48,14 +48,12 @@ struct Held {
 
   DEVICE void load(const float* from, int skew, int num_columns) {
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      scores[i] = {absent(), absent(), absent(), absent()};
-      if (used(i) && whole(column(i), skew, num_columns)) scores[i] = load_once_16(from + column(i));
-    }
+    for (int i = 0; i < VECTORS; ++i)
+      scores[i] = load_once_16_if(used(i) && whole(column(i), skew, num_columns), from + column(i));
   }
 
   // Keys, and their counts as `select` makes them. Bins are at 0 before.
-  DEVICE void count(const Row& row, int num_columns, u32* bins, FirstBins first_bins) {
+  DEVICE void count(const Row& row, int num_columns, const FirstBins& first_bins) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       u32* const own = keys + 4 * i;
@@ -65,13 +63,13 @@ struct Held {
       float values[4] = {scores[i].x, scores[i].y, scores[i].z, scores[i].w};
       if (begin >= row.start && begin + 4 <= row.end) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) own[j] = key_of(values[j]), first_bins.count<VECTORS == 1>(bins, own[j]);
+        for (int j = 0; j < 4; ++j) own[j] = key_of(values[j]), first_bins.count<VECTORS == 1>(own[j]);
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (!row.has(begin + j)) continue;
           if (!whole(begin, row.skew, num_columns)) values[j] = row.scores[begin + j];
-          own[j] = key_of(values[j]), first_bins.count<VECTORS == 1>(bins, own[j]);
+          own[j] = key_of(values[j]), first_bins.count<VECTORS == 1>(own[j]);
         }
       }
     }
@@ -84,7 +82,7 @@ struct Held {
     u32 counts = chosen - (chosen >> 1 & 0x5555);
     counts = (counts & 0x3333) + (counts >> 2 & 0x3333);
     counts = (counts | counts << 8) & 0xff00ff, counts = (counts | counts << 4) & 0xf0f0f0f;  // a byte for each group
-    const u32 inclusive = inclusive_scan(counts, threadIdx.x % 32), of_warp = __shfl_sync(~0u, inclusive, 31);
+    const u32 inclusive = inclusive_scan(counts), of_warp = __shfl_sync(~0u, inclusive, 31);
     const u32 halves = (of_warp & 0xff00ff) + (of_warp >> 8 & 0xff00ff);
     u32 total, place = before_warp<THREADS>(control, (halves & 0xffff) + (halves >> 16), 0, total);
 #pragma unroll
@@ -104,7 +102,7 @@ struct Held {
 
   // Chooses of what has been counted, and writes.
   DEVICE void choose(const Params& p, Control& control, u32* bins, i64 number, int request, const Row& row,
-                     FirstBins first_bins) const {
+                     const FirstBins& first_bins) const {
     u64* const entries = reinterpret_cast<u64*>(bins + BINS);
     const u64 any = entry_of(1, ~0u);  // all that are there
     const bool all = row.end - row.start <= p.k;
@@ -115,7 +113,8 @@ struct Held {
     const u32 count = collect(control, threshold, entries);
     __syncthreads();
     if (p.sorted) sort<THREADS>(entries, count);
-    int* const out = p.indices + number * p.indices_pitch;
+    int* out = p.indices + number * p.indices_pitch;
+    hold(out);
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < p.k; i += THREADS)
       out[i] = i < count ? p.translated(position_of(entries[i]) - row.skew, request) : -1;
@@ -127,14 +126,16 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
   Control& control = *reinterpret_cast<Control*>(shared);
   u32* const bins = reinterpret_cast<u32*>(shared + sizeof(Control));
 
-  const float* const scores = p.scores + number * p.pitch;
+  const float* scores = p.scores + number * p.pitch;
   const int skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4);
+  scores -= skew;
+  hold(scores);
   Held<THREADS, VECTORS> held(0, (p.num_columns + skew + 3) / 4);
-  const Params::Given given = p.given_of(number);
-  clear_bins<THREADS>(bins);
   wait_for_prerequisites();  // scores may come from the launch in front
   launch_dependents();
-  held.load(scores - skew, skew, p.num_columns);
+  held.load(scores, skew, p.num_columns);
+  const Params::Given given = p.given_of(number);
+  clear_bins<THREADS>(bins);
   int start, end;
   p.columns_of(given, start, end);
   const int length = end - start;
@@ -144,9 +145,9 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
     for (u32 i = threadIdx.x; i < p.k; i += THREADS) out[i] = i < length ? p.translated(start + i, given.request) : -1;
     return;
   }
-  const Row row = {scores - skew, start + skew, end + skew, skew};
+  const Row row = {scores, start + skew, end + skew, skew};
   __syncthreads();
-  const FirstBins first_bins(VECTORS > 1 && length > 2 * p.k);
-  held.count(row, p.num_columns, bins, first_bins);
+  const FirstBins first_bins(control, bins, VECTORS > 1 && length > 2 * p.k);
+  held.count(row, p.num_columns, first_bins);
   held.choose(p, control, bins, number, given.request, row, first_bins);
 }

@@ -1,0 +1,55 @@
+// PTX that top-k alone uses.
+#pragma once
+#include "ptx.cuh"
+
+// Sums of what the lanes up to this one have.
+DEVICE u32 inclusive_scan(u32 value) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2)
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .u32 t;\nshfl.sync.up.b32 t|p, %0, %1, 0, -1;\n@p add.u32 %0, %0, t;\n}"
+        : "+r"(value)
+        : "r"(step));
+  return value;
+}
+
+// One more in a word of shared memory.
+DEVICE void count_at(u32 address) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address) : "memory"); }
+
+// Bits of a word of shared memory.
+DEVICE void set_if(bool condition, u32 address, u32 bits) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p red.shared.or.b32 [%0], %1;\n}" ::"r"(address), "r"(bits),
+               "r"(static_cast<u32>(condition))
+               : "memory");
+}
+
+// What is not loaded has no value.
+DEVICE float4 load_once_16_if(bool condition, const float* source) {
+  float4 v;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "l"(source), "r"(static_cast<u32>(condition))
+      : "memory");
+  return v;
+}
+
+// ---- clusters: a release of all threads of a CTA waits for memory, bytes that a barrier counts need none --------------
+
+// To a peer's shared memory; the barrier, which lies there too, counts the bytes when they can be read.
+DEVICE void send_8(u32 address, u32 barrier, u64 value) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
+               "l"(value), "r"(barrier)
+               : "memory");
+}
+
+DEVICE void send_4(u32 address, u32 barrier, u32 value) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(value), "r"(barrier)
+               : "memory");
+}
+
+// An arrival at a barrier of any CTA of the cluster, and bytes that it waits for, which may have come before.
+DEVICE void mbarrier_arrive_expect_peer(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
