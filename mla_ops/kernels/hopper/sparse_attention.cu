@@ -68,7 +68,7 @@ DEVICE void attend(const Params& p) {
   __syncthreads();
   if (LAUNCH == Launch::SHARES) open_meeting(p);
 
-  if (warpgroup == PRODUCER) {
+  auto gather = [&]() {
     fewer_registers<GATHER + 2 * MOVED>();
     launch_dependents();
     const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = kept(thread & 31);
@@ -97,91 +97,98 @@ DEVICE void attend(const Params& p) {
       if (warp == 1) carry_states<L>(p, row, shared, lane);
     }
     wait_for_prerequisites();
-    return;
-  }
-  load_queries<HEADS, FORMAT, QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
-  fence_async_shared();
-  named_barrier<QUERY_BARRIER, QUERY_THREADS>();
-  if (LAUNCH == Launch::SHARES) await_opened(p);
-  if (BALANCED) row = token_at(p, shared + L::INTERVAL, row.token);  // else what it comes from stays in registers
-  Ring at{0, thread / 32, 0, 0, 0};
-  u32 row_parity = 0, query_parity = 0, freed = 0;
-  // Later rows' queries are loaded by the warpgroups of scores; of 64 heads the one that gathers has copied them.
-  auto next_queries = [&]() {
-    row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row);
-    if (row.token >= end_of_tokens<LAUNCH>(p)) return false;
-    const int worker = opaque(warpgroup == 0 ? thread : 128 + thread);
-    if (SHARES && !begins_row(p, row)) {
-      if (warpgroup == 0) {
-        renew_references<L, LAUNCH == Launch::SHARES>(shared, worker, row_parity);
-        if (HEADS == 64 && freed) warp_arrive(freed, worker & 31);
+  };
+  auto attend_to_keys = [&]() {
+    load_queries<HEADS, FORMAT, QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
+    fence_async_shared();
+    named_barrier<QUERY_BARRIER, QUERY_THREADS>();
+    if (LAUNCH == Launch::SHARES) await_opened(p);
+    if (BALANCED) row = token_at(p, shared + L::INTERVAL, row.token);  // else what it comes from stays in registers
+    Ring at{0, thread / 32, 0, 0, 0};
+    u32 row_parity = 0, query_parity = 0, freed = 0;
+    // Later rows' queries are loaded by the warpgroups of scores; of 64 heads the one that gathers has copied them.
+    auto next_queries = [&]() {
+      row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row);
+      if (row.token >= end_of_tokens<LAUNCH>(p)) return false;
+      const int worker = opaque(warpgroup == 0 ? thread : 128 + thread);
+      if (SHARES && !begins_row(p, row)) {
+        if (warpgroup == 0) {
+          renew_references<L, LAUNCH == Launch::SHARES>(shared, worker, row_parity);
+          if (HEADS == 64 && freed) warp_arrive(freed, worker & 31);
+        }
+        row_parity ^= 1;
+        return true;
       }
+      if constexpr (HEADS == 64) {
+        mbarrier_wait(shared + L::QUERIES_FULL, SHARES ? query_parity : row_parity);
+        query_parity ^= 1;
+        convert_copied_queries<L>(p, shared, worker, row_parity);
+      } else {
+        named_barrier<QUERY_BARRIER, 128 * SCORERS>();
+        load_queries<HEADS, FORMAT, 128 * SCORERS>(p, row, shared, worker, true, row_parity);
+      }
+      fence_async_shared();
+      named_barrier<QUERY_BARRIER, 128 * SCORERS>();
+      if (HEADS == 64 && freed) warp_arrive(freed, worker & 31);
       row_parity ^= 1;
       return true;
-    }
-    if constexpr (HEADS == 64) {
-      mbarrier_wait(shared + L::QUERIES_FULL, SHARES ? query_parity : row_parity);
-      query_parity ^= 1;
-      convert_copied_queries<L>(p, shared, worker, row_parity);
-    } else {
-      named_barrier<QUERY_BARRIER, 128 * SCORERS>();
-      load_queries<HEADS, FORMAT, 128 * SCORERS>(p, row, shared, worker, true, row_parity);
-    }
-    fence_async_shared();
-    named_barrier<QUERY_BARRIER, 128 * SCORERS>();
-    if (HEADS == 64 && freed) warp_arrive(freed, worker & 31);
-    row_parity ^= 1;
-    return true;
-  };
-  auto next_held = [&]() {
-    if (ends_row(p, row)) return false;
-    row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row);
-    return true;
-  };
-  if (warpgroup == 0) {
-    more_registers<ONE_OF_32 ? 512 - GATHER - 2 * OF_32
-                             : L::SCORE_REGISTERS - (HEADS < 32    ? MOVED
-                                                     : HEADS == 64 ? 2 * MOVED
-                                                                   : 0) - 2 * KEPT + OF_REST>();
-    if (LAUNCH == Launch::HELD && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
-    for (;;) {
-      const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at, row_parity);
-      if (HEADS == 64) freed = later;
-      if (LAUNCH == Launch::HELD) {
-        if (later) break;
-        renew_references<L, false>(shared, thread, 0);
-        row_parity ^= 1;
-      } else if (!PERSISTENT || !next_queries()) {
-        break;
+    };
+    auto next_held = [&]() {
+      if (ends_row(p, row)) return false;
+      row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row);
+      return true;
+    };
+    if (warpgroup == 0) {
+      more_registers<ONE_OF_32 ? 512 - GATHER - 2 * OF_32
+                               : L::SCORE_REGISTERS - (HEADS < 32    ? MOVED
+                                                       : HEADS == 64 ? 2 * MOVED
+                                                                     : 0) - 2 * KEPT + OF_REST>();
+      if (LAUNCH == Launch::HELD && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
+      for (;;) {
+        const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at, row_parity);
+        if (HEADS == 64) freed = later;
+        if (LAUNCH == Launch::HELD) {
+          if (later) break;
+          renew_references<L, false>(shared, thread, 0);
+          row_parity ^= 1;
+        } else if (!PERSISTENT || !next_queries()) {
+          break;
+        }
       }
+    } else if (warpgroup < 3) {
+      if constexpr (HEADS > 24 || KEPT)
+        more_registers<ONE_OF_32 ? OF_32 : L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0) + KEPT>();
+      KeptOfShares<L, LAUNCH> before;
+      do {
+        accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity,
+                                          query_parity, before);
+        if (LAUNCH == Launch::HELD && ends_row(p, row)) break;
+        if (SHARES && ends_row(p, row)) query_parity ^= 1;
+        if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
+      } while (PERSISTENT && row.token < end_of_tokens<LAUNCH>(p));
+      if constexpr (BALANCED)
+        add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 4 : 2>(p, shared, shared + L::VALUES,
+                                                            (warpgroup - 1) * 128 + thread);
+      if (by_halves<L, LAUNCH>(p, row)) return;
+    } else if constexpr (!ONE) {
+      more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
+      do {
+        score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at);
+      } while (LAUNCH == Launch::HELD ? next_held() : PERSISTENT && next_queries());
+      if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
+      if (LAUNCH == Launch::HELD) stand_by_for_shares<L>(p, shared, false, thread);
+      return;
     }
-  } else if (warpgroup < 3) {
-    if constexpr (HEADS > 24 || KEPT)
-      more_registers<ONE_OF_32 ? OF_32 : L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0) + KEPT>();
-    KeptOfShares<L, LAUNCH> before;
-    do {
-      accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity,
-                                        query_parity, before);
-      if (LAUNCH == Launch::HELD && ends_row(p, row)) break;
-      if (SHARES && ends_row(p, row)) query_parity ^= 1;
-      if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
-    } while (PERSISTENT && row.token < end_of_tokens<LAUNCH>(p));
-    if constexpr (BALANCED)
-      add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 4 : 2>(p, shared, shared + L::VALUES,
-                                                          (warpgroup - 1) * 128 + thread);
-    if (by_halves<L, LAUNCH>(p, row)) return;
-  } else if constexpr (!ONE) {
-    more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
-    do {
-      score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at);
-    } while (LAUNCH == Launch::HELD ? next_held() : PERSISTENT && next_queries());
-    if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
-    if (LAUNCH == Launch::HELD) stand_by_for_shares<L>(p, shared, false, thread);
-    return;
-  }
-  if (LAUNCH == Launch::CLUSTERS) finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
-  if constexpr (LAUNCH == Launch::HELD) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
-  if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+    if (LAUNCH == Launch::CLUSTERS) finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+    if constexpr (LAUNCH == Launch::HELD) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+    if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+  };
+  // ptxas puts the way of a condition that does not hold first, and the other one far behind it. What follows the start
+  // comes from memory along with it: the gather, the longest way of all. Of 64 heads without clusters the other is faster.
+  if (HEADS < 64 || LAUNCH == Launch::CLUSTERS ? warpgroup < PRODUCER : warpgroup != PRODUCER)
+    attend_to_keys();
+  else
+    gather();
 }
 
 // Attends to rows as the shape says. YIELDS: unless another launch has shared the tokens evenly.

@@ -377,6 +377,30 @@ DEVICE void add_pieces(const Params& p, Row row, u32 shared, int half, int threa
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
 template <class L>
+DEVICE void attend_to_keys(const Params& p, const Row& row, u32 shared, int warpgroup, int thread) {
+  if (!L::BALANCED) {
+    copy_queries<L, 384>(p, row, shared + L::QUERY, threadIdx.x);
+    wait_for_copies();
+  }
+  clear_columns<L>(shared, threadIdx.x);
+  fence_async_shared();
+  named_barrier<QUERY_BARRIER, 384>();
+  if (warpgroup == 0) {
+    more_registers<L::SCORE_REGISTERS>();
+    if constexpr (L::BALANCED)
+      score_pieces<L>(p, row, shared, thread);
+    else
+      score_tile<L>(p, row, shared, thread);
+  } else {
+    more_registers<L::VALUE_REGISTERS>();
+    if constexpr (L::BALANCED)
+      add_pieces<L>(p, row, shared, warpgroup - 1, thread);
+    else
+      add_values<L>(p, row, shared, warpgroup - 1, thread);
+  }
+}
+
+template <class L>
 DEVICE void attend(const Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
@@ -412,34 +436,15 @@ DEVICE void attend(const Params& p) {
     fence_barrier_init();
   }
   __syncthreads();
-  if (warpgroup == 3) {
-    fewer_registers<L::GATHER_REGISTERS>();
-    launch_dependents();
-    copy_keys<L>(p, row, shared, stream, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
-    if (!L::BALANCED) stand_by<L>(p, row, shared, true, thread);
-    wait_for_prerequisites();
+  if (warpgroup < 3) {  // in machine code behind the gather, as in `sparse_attention.cu`
+    attend_to_keys<L>(p, row, shared, warpgroup, thread);
     return;
   }
-  if (!L::BALANCED) {
-    copy_queries<L, 384>(p, row, shared + L::QUERY, threadIdx.x);
-    wait_for_copies();
-  }
-  clear_columns<L>(shared, threadIdx.x);
-  fence_async_shared();
-  named_barrier<QUERY_BARRIER, 384>();
-  if (warpgroup == 0) {
-    more_registers<L::SCORE_REGISTERS>();
-    if constexpr (L::BALANCED)
-      score_pieces<L>(p, row, shared, thread);
-    else
-      score_tile<L>(p, row, shared, thread);
-  } else {
-    more_registers<L::VALUE_REGISTERS>();
-    if constexpr (L::BALANCED)
-      add_pieces<L>(p, row, shared, warpgroup - 1, thread);
-    else
-      add_values<L>(p, row, shared, warpgroup - 1, thread);
-  }
+  fewer_registers<L::GATHER_REGISTERS>();
+  launch_dependents();
+  copy_keys<L>(p, row, shared, stream, __shfl_sync(~0u, thread >> 5, 0), thread & 31);
+  if (!L::BALANCED) stand_by<L>(p, row, shared, true, thread);
+  wait_for_prerequisites();
 }
 
 // Works as the shape says. YIELDS: unless another launch has shared the tokens evenly.

@@ -512,14 +512,14 @@ DEVICE void attend_all(const Params& p) {
     stream = begin_stream(p, row, thread >> 5, thread & 31);
   }
   init_barriers<L>(shared);
-  if (warpgroup == 2) {
+  if (warpgroup < 2) {  // in machine code behind the gather, as in `sparse_attention.cu`
+    more_registers<224>();
+    attend_rows<L, LAUNCH>(p, shared);
+  } else {
     fewer_registers<56>();
     launch_dependents();
     gather_rows<L, LAUNCH>(p, row, stream, shared, thread);
     wait_for_prerequisites();
-  } else {
-    more_registers<224>();
-    attend_rows<L, LAUNCH>(p, shared);
   }
 }
 
@@ -554,7 +554,10 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
   Stream stream;
   if (warpgroup == 2) stream = begin_stream(p, row = this_row(p), thread >> 5, thread & 31);
   init_barriers<L>(shared);
-  if (warpgroup == 2) {
+  if (warpgroup < 2) {
+    more_registers<224>();
+    attend_cluster<L>(p, shared);
+  } else {
     fewer_registers<56>();
     gather_row<L>(p, row, stream, shared, thread);
     launch_dependents();
@@ -563,8 +566,5 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
     __syncwarp();
     warp_arrive(shared + L::OWN_FULL, thread % 32);
     wait_for_prerequisites();
-  } else {
-    more_registers<224>();
-    attend_cluster<L>(p, shared);
   }
 }
