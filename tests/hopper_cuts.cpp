@@ -21,16 +21,18 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #define select ptx_select
 #define converge ptx_converge
 #define thread_here ptx_thread_here
-#define load_float ptx_load_float
-#define load_float_if ptx_load_float_if
 #define load_float4_if ptx_load_float4_if
+#define load_l2_8 ptx_load_l2_8
 #define store_8_if ptx_store_8_if
+#define store_16_if ptx_store_16_if
 #define store_shared_4 ptx_store_shared_4
 #define store_shared_8 ptx_store_shared_8
 #define store_shared_16 ptx_store_shared_16
 #define load_shared_4 ptx_load_shared_4
 #define load_shared_8 ptx_load_shared_8
 #define load_shared_16 ptx_load_shared_16
+#define load_shared_float ptx_load_shared_float
+#define store_shared_float ptx_store_shared_float
 #include "ptx.cuh"
 #undef named_barrier
 #undef load_acquire
@@ -41,16 +43,18 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #undef select
 #undef converge
 #undef thread_here
-#undef load_float
-#undef load_float_if
 #undef load_float4_if
+#undef load_l2_8
 #undef store_8_if
+#undef store_16_if
 #undef store_shared_4
 #undef store_shared_8
 #undef store_shared_16
 #undef load_shared_4
 #undef load_shared_8
 #undef load_shared_16
+#undef load_shared_float
+#undef store_shared_float
 
 static u32 load_acquire(const u32* counter) {
   simt::leave();  // others go on while this one looks
@@ -67,14 +71,20 @@ static u32 pack_bfloat16(float low, float high) { return bfloat16(low) | bfloat1
 static float select(bool condition, float a, float b) { return condition ? a : b; }
 static void converge() { __syncwarp(); }
 static int thread_here() { return threadIdx.x; }
-static float load_float(const float* source) { return *source; }
-static float load_float_if(bool there, const float* source) { return there ? *source : -INFINITY; }
+static uint2 load_l2_8(const void* source) {
+  uint2 value;
+  std::memcpy(&value, source, 8);
+  return value;
+}
 static float4 load_float4_if(bool there, const float* source) {
   return there ? float4{source[0], source[1], source[2], source[3]} : float4{};
 }
 static void store_8_if(bool condition, void* target, u32 a, u32 b) {
   const u32 words[] = {a, b};
   if (condition) std::memcpy(target, words, 8);
+}
+static void store_16_if(bool condition, void* target, u32 a, u32 b, u32 c, u32 d) {
+  store_8_if(condition, target, a, b), store_8_if(condition, static_cast<char*>(target) + 8, c, d);
 }
 static void store_shared_4(u32 address, u32 a) { std::memcpy(simt::shared_memory() + address, &a, 4); }
 static void store_shared_8(u32 address, u32 a, u32 b) { store_shared_4(address, a), store_shared_4(address + 4, b); }
@@ -86,6 +96,8 @@ static u32 load_shared_4(u32 address) {
   std::memcpy(&value, simt::shared_memory() + address, 4);
   return value;
 }
+static float load_shared_float(u32 address) { return __uint_as_float(load_shared_4(address)); }
+static void store_shared_float(u32 address, float a) { store_shared_4(address, __float_as_uint(a)); }
 static uint2 load_shared_8(u32 address) { return {load_shared_4(address), load_shared_4(address + 4)}; }
 static uint4 load_shared_16(u32 address) {
   return {load_shared_4(address), load_shared_4(address + 4), load_shared_4(address + 8), load_shared_4(address + 12)};
@@ -93,17 +105,38 @@ static uint4 load_shared_16(u32 address) {
 
 #include "cuts.cuh"
 
+template <int HEADS_, bool PACKED, bool PERMUTED_>
 struct Places {
-  static constexpr int HEADS = 64, INTERVAL = 0;
+  static constexpr int HEADS = HEADS_, INTERVAL = 0;
+  static constexpr bool PERMUTED = PERMUTED_;
+  using Packet = Packets<HEADS, PACKED>;
 };
 
 constexpr u32 FIND = 1024, SCRATCH = 2048;
 
-// The CTAs of a launch at the same time. Each leaves parts of what `lse_of` and `value_of` say.
-template <int AT_ONCE>
+// The element of a tile that an accumulator is: of a warp and a lane, the n-th in the order of packets.
+template <class L>
+std::vector<int> elements() {
+  constexpr int OF_A_LANE = L::HEADS * 2, OF_A_PACKET = L::Packet::QUADS * 4;
+  std::vector<float> tile(L::HEADS * 512);
+  simt::launch(1, 1, 256, 0, 0, [&] {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int number = 0; number < L::Packet::OF_A_WARP; ++number) {
+      float v[OF_A_PACKET];
+      for (int e = 0; e < OF_A_PACKET; ++e) v[e] = threadIdx.x * OF_A_LANE + number * OF_A_PACKET + e;
+      write_packet<L>(Target{reinterpret_cast<char*>(tile.data()), 512, L::HEADS, false}, v, number, warp, lane);
+    }
+  });
+  std::vector<int> found(tile.size());
+  for (int element = 0; element < L::HEADS * 512; ++element) found[static_cast<int>(tile[element])] = element;
+  return found;
+}
+
+// The CTAs of a launch at the same time. Each leaves parts of lse and values that the test knows.
+template <class L, int BARRIER, int IN_FLIGHT>
 void share(const Params& p, int ctas, int seed) {
-  using L = Places;
-  simt::launch(1, ctas, 256, SCRATCH + 16384 + 16, seed, [&] {
+  const std::vector<int> element_of = elements<L>();
+  simt::launch(1, ctas, 256, SCRATCH + 65536, seed, [&] {
     const int thread = threadIdx.x, cta = blockIdx.x;
     find_interval<256>(p, L::INTERVAL, FIND);
     Row row = first_row<Launch::BALANCED>(p, L::INTERVAL);
@@ -111,24 +144,33 @@ void share(const Params& p, int ctas, int seed) {
       for (int wait = (cta * 7 + seed * 5 + row.token) % 11; wait; --wait) simt::leave();
       const int part = part_of(p, L::INTERVAL, row.token);
       if (part >= 0) {
-        const Parts parts = parts_of(p);
-        for (int head = row.tile * L::HEADS; head < min((row.tile + 1) * L::HEADS, p.num_heads); ++head) {
-          const i64 place = static_cast<i64>(part) * p.num_heads + head;
-          for (int dim = thread; dim < 512; dim += 256)
-            parts.out[place * 512 + dim] = (head * 7 + dim * 3 + row.first * 11) % 32 - 16;
-          if (thread == 0) parts.lse[place] = (head + row.first * 5) % 7 == 0 ? -INFINITY : (head + row.first * 5) % 7;
+        const int first_head = row.tile * L::HEADS;
+        auto factor_of = [](int head) { return head % 2 ? 0.5f : 2.f; };
+        leave_part<L>(p, row, part, thread / 32, thread % 32, [&](int n) {
+          const int element = element_of[thread * (L::HEADS * 2) + n], head = first_head + element / 512;
+          const int lse = (head + row.first * 5) % 7;
+          if (lse == 0) return NAN;  // no keys: nobody reads it
+          return ((head * 7 + element % 512 * 3 + row.first * 11) % 32 - 16) / factor_of(head);
+        });
+        for (int head = first_head + thread; head < min(first_head + L::HEADS, p.num_heads); head += 256) {
+          const int lse = (head + row.first * 5) % 7;
+          leave_lse(p, row, head, part, lse == 0 ? -INFINITY : lse, lse == 0 ? 0.f : factor_of(head));
         }
-        tell_sharers<L, 1>(p, 0, part, thread);
+        tell_sharers<L, BARRIER>(p, 0, part, thread);
       }
       row = next_row<Launch::BALANCED, true>(p, L::INTERVAL, row);
     }
-    add_up_cuts<L, 1, AT_ONCE>(p, 0, SCRATCH, thread);
+    add_up_cuts<L, BARRIER, IN_FLIGHT>(p, 0, SCRATCH, thread);
   });
 }
 
-extern "C" void share_rows(const Params* p, int ctas, int at_once, int seed) {
-  if (at_once == 2)
-    share<2>(*p, ctas, seed);
+extern "C" void share_rows(const Params* p, int ctas, int tile, bool quantized, int seed) {
+  if (tile == 64)
+    quantized ? share<Places<64, true, true>, 1, 64>(*p, ctas, seed)
+              : share<Places<64, false, false>, 1, 64>(*p, ctas, seed);
+  else if (tile == 24)
+    share<Places<24, true, true>, 1, 16>(*p, ctas, seed);
   else
-    share<4>(*p, ctas, seed);
+    quantized ? share<Places<16, true, true>, 1, 16>(*p, ctas, seed)
+              : share<Places<16, false, false>, 1, 32>(*p, ctas, seed);
 }

@@ -70,8 +70,8 @@ def share(
     table = torch.zeros(1, CAPACITY // 64 + 1, dtype=torch.int32)
     key_lens, num_tokens = torch.tensor(lengths, dtype=torch.int32), len(lengths)
     monkeypatch.setattr(groups, "counters", lambda *_: 0)
-    workers, head_tiles = workers_of_64(ctas, num_heads), -(-num_heads // 64)
-    exchange = parts.exchange(workers, head_tiles, num_heads, torch.device("cpu"))
+    workers = workers_of_64(ctas, num_heads)
+    exchange = parts.exchange(workers, 64, num_heads, torch.device("cpu"))
     launch.launch(
         KERNELS["bf16", 576],
         Clusters(64, 1),

@@ -30,21 +30,24 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize(
-    ("lengths", "workers", "num_heads", "at_once"),
+    ("lengths", "workers", "num_heads", "tile", "quantized"),
     [
-        ([4096, 64, 64], 5, 70, 4),  # a long row of five parts
-        ([640, 640, 640], 5, 70, 4),  # rows of two parts
-        ([640, 640, 640], 5, 70, 2),
-        ([1000, 0, 2000, 64], 4, 20, 2),
-        ([4096], 10, 70, 4),  # teams of warps
-        ([4096, 4096], 40, 3, 4),  # more parts than a warp has lanes; shares without heads
+        ([4096, 64, 64], 5, 70, 64, True),  # a long row of five parts
+        ([640, 640, 640], 5, 70, 64, False),  # rows of two parts
+        ([640, 640, 640], 5, 20, 16, True),
+        ([1000, 0, 2000, 64], 4, 20, 16, False),
+        ([4096], 10, 30, 24, True),
+        ([4096], 40, 70, 64, True),  # teams of warps
+        ([4096, 4096], 40, 3, 64, False),  # more parts than a warp has lanes
+        ([4096, 4096], 80, 3, 16, True),
     ],
 )
 def test_parts_are_added_up(
     lengths: list[int],
     workers: int,
     num_heads: int,
-    at_once: int,
+    tile: int,
+    quantized: bool,
     library: ctypes.CDLL,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -58,16 +61,16 @@ def test_parts_are_added_up(
     monkeypatch.setattr(sources, "load", lambda *_: Recorded())
     monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (workers,) * len(launch.SPLITS))
     monkeypatch.setattr(groups, "counters", lambda *_: counters.data_ptr())
-    num_tokens, tiles = len(lengths), -(-num_heads // 64)
+    num_tokens, tiles = len(lengths), -(-num_heads // tile)
     cache = formats.allocate_cache("bf16", 1, 64)
     rows = Rows(cache, *formats.geometry(cache, "bf16")[:3])
     key_lens, table = torch.tensor(lengths, dtype=torch.int32), torch.zeros(1, CAPACITY // 64, dtype=torch.int32)
     out = torch.full((num_tokens, num_heads, 512), math.nan, dtype=torch.bfloat16)
     lse, sink = torch.full((num_tokens, num_heads), math.nan), torch.randn(num_heads)
-    exchange = parts.exchange(workers, tiles, num_heads, torch.device("cpu"))
+    exchange = parts.exchange(workers, tile, num_heads, torch.device("cpu"))
     launch.launch(
-        KERNELS["bf16", 576],
-        Clusters(64, 1),
+        KERNELS["fp8_ds_mla", 576],
+        Clusters(tile, 1),
         0,
         torch.zeros(num_tokens, num_heads, 576, dtype=torch.bfloat16),
         (cache_params(rows, None, key_lens, table, CAPACITY), NO_CACHE),
@@ -78,14 +81,14 @@ def test_parts_are_added_up(
         lse=lse,
         programmatic=True,
         all_tokens=num_tokens,
-        balance=Balance(64, workers, math.inf, 0.0),
+        balance=Balance(tile, workers, math.inf, 0.0),
         exchange=exchange,
         takes_either_way=True,
     )
     ((_, params),) = seen
     for seed in range(2):
         out.fill_(math.nan)
-        library.share_rows(params, workers * tiles, at_once, seed)
+        library.share_rows(params, workers * tiles, tile, quantized, seed)
         assert not counters.any()
         cuts = 0
         for token, firsts in enumerate(cut_tokens(lengths, workers)):

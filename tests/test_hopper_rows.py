@@ -188,7 +188,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
             balance = always(keys, [(num_tokens, shape)], num_heads, (AT_ONCE,) * len(launch.SPLITS))
             if balance.tile:
                 shape, own_tokens = Clusters(balance.tile, 1), 0
-            exchange = parts.exchange(balance.workers, -(-num_heads // shape.tile), num_heads, torch.device("cpu"))
+            exchange = parts.exchange(balance.workers, shape.tile, num_heads, torch.device("cpu"))
         launch.launch(
             keys,
             shape,

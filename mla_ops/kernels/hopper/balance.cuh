@@ -45,6 +45,7 @@ DEVICE bool is_balanced(const Params& p, int total, int most) {
 // Asked by all of a CTA's THREADS, before barriers are made. `scratch` has eight bytes for each of their warps.
 template <int THREADS>
 DEVICE bool is_balanced(const Params& p, u32 scratch) {
+  scratch = opaque(scratch);  // as in find_interval
   const int thread = thread_here(), end = p.all_tokens - p.tokens_before;
   int total = 0, most = 0;
   for (int token = thread - p.tokens_before; token < end; token += THREADS) {
@@ -126,43 +127,52 @@ DEVICE void store_cut(u32 place, Cut cut, int2 sharers) {
 }
 
 // This CTA's interval to `place`, by all of its THREADS; none where it is no worker's. `scratch` has eight bytes for each
-// of their warps, and 32. Not BALANCED: whole tokens of this launch. Ends with a barrier.
+// of their warps, and 32. Where rows are about as long, intervals are whole tokens of this launch. Ends with a barrier.
 template <int THREADS>
-DEVICE void find_interval(const Params& p, u32 place, u32 scratch, bool balanced = true) {
+DEVICE void find_interval(const Params& p, u32 place, u32 scratch) {
+  place = opaque(place), scratch = opaque(scratch);  // else what is relative to these is not uniform later on
   const int cta = cta_here(), worker = divide(cta, p.of_head_tiles), workers = num_workers(p);
   const int thread = thread_here(), warp = thread >> 5, lane = thread & 31, num_tokens = p.all_tokens;
   const int each = (num_tokens + THREADS - 1) / THREADS, first = min(thread * each, num_tokens),
             last = min(first + each, num_tokens);
   const u32 begins = scratch + THREADS / 32 * 8, ends = begins + 16;
   int cost = 0, most = 0;
-#pragma unroll 4
+#pragma unroll 1
   for (int token = first; token < last; ++token) {
     const int own = turns_of(p, token) + ROW_TURNS;
     cost += own, most = max(most, own);
   }
-  int until = cost;
+  const int of_warp = __reduce_add_sync(~0u, cost);
+  most = __reduce_max_sync(~0u, most);
+  if (lane == 0) store_shared_8(scratch + warp * 8, of_warp, most);
+  __syncthreads();
+  const uint2 of_warps = load_shared_8(scratch + min(lane, THREADS / 32 - 1) * 8);
+  most = __reduce_max_sync(~0u, static_cast<int>(of_warps.y));
+  const int total = __reduce_add_sync(~0u, lane < THREADS / 32 ? static_cast<int>(of_warps.x) : 0);
+  const bool balanced = is_balanced(p, total, most), works = worker < workers;
+  if (thread == 0 && cta == 0) *parts_of(p).balanced = balanced;
+  if (!balanced) {  // at once: this is at the start of a kernel, where instructions come from memory
+    if (thread == 0) {
+      store_shared_8(place, works ? worker | p.num_tokens - 1 << 16 : num_tokens, static_cast<u32>(EVERY_WORKERS_TOKEN));
+      store_shared_8(place + 8, NO_END, worker | (cta - worker * p.head_tiles) << 16);
+    }
+    __syncthreads();
+    return;
+  }
+  int begin = cost;  // of tokens up to this thread's, then before them
 #pragma unroll
   for (int step = 1; step < 32; step <<= 1) {
-    const int below = __shfl_up_sync(~0u, until, step);
-    if (lane >= step) until += below;
+    const int below = __shfl_up_sync(~0u, begin, step);
+    if (lane >= step) begin += below;
   }
-  most = __reduce_max_sync(~0u, most);
-  if (lane == 31) store_shared_8(scratch + warp * 8, until, most);
-  __syncthreads();
-  int total = 0, begin = until - cost;
-#pragma unroll 4
-  for (int i = 0; i < THREADS / 32; ++i) {
-    const uint2 of_warp = load_shared_8(scratch + i * 8);
-    if (i < warp) begin += of_warp.x;
-    total += of_warp.x, most = max(most, static_cast<int>(of_warp.y));
-  }
+  begin += __reduce_add_sync(~0u, lane < warp ? static_cast<int>(of_warps.x) : 0) - cost;
   const Sharing sharing(num_tokens, workers, total, most);
   const int2 nobody = make_int2(0, 0);
-  const Cut past{balanced ? num_tokens : p.num_tokens, 0};
+  const Cut past{num_tokens, 0};
   const int from = sharing.begin(worker), to = sharing.begin(worker + 1);
-  if (worker >= workers || sharing.whole || !balanced) {
+  if (!works || sharing.whole) {
     if (thread == 0) {
-      store_cut(begins, worker >= workers ? Cut{num_tokens, 0} : Cut{worker, EVERY_WORKERS_TOKEN}, nobody);
+      store_cut(begins, works ? Cut{worker, EVERY_WORKERS_TOKEN} : Cut{num_tokens, 0}, nobody);
       store_cut(ends, past, nobody);
     }
   } else {
@@ -190,7 +200,7 @@ DEVICE void find_interval(const Params& p, u32 place, u32 scratch, bool balanced
     const u32 last_token = (to.y ? to.x : to.x - 1) & 0xffff;
     store_shared_8(place, from.x | last_token << 16, from.y);
     store_shared_8(place + 8, to.y ? to.y : NO_END, worker | (cta - worker * p.head_tiles) << 16);
-    if (worker < workers)
+    if (works)
       parts_of(p).sharers[cta] = {static_cast<int>(before.x), static_cast<int>(before.y), static_cast<int>(behind.x),
                                   goes_through ? 0 : static_cast<int>(behind.y)};
   }

@@ -1,15 +1,13 @@
 // The parts of tokens that intervals of work have cut (`balance.cuh`), into those tokens' results.
 //
 // A CTA that has left a part counts itself among the token's sharers, and goes on. When it has done its interval, it looks
-// whether all are there. While they are, it takes one share after the other of the token's heads and adds up all parts of
-// them. It waits for none long, since not all CTAs need run at one time: who loses patience leaves, and who comes last
+// whether all are there. While they are, it takes one share after the other of the token's packets and adds up all parts
+// of them. It waits for none long, since not all CTAs need run at one time: who loses patience leaves, and who comes last
 // finds all parts there and goes on until no share is left. Parts are added up in their order, whoever does it.
 #pragma once
 
 #include "meeting.cuh"
 #include "merge.cuh"
-
-constexpr int MAX_SHARERS = 160;  // a token has no more
 
 // Those of a token.
 DEVICE u32* counters_of_sharers(const Params& p, int first_worker, int tile) {
@@ -32,154 +30,196 @@ DEVICE void tell_sharers(const Params& p, u32 shared, int part, int thread) {
   converge();
 }
 
-// A cut token's parts, and what of its tile's heads one CTA adds up.
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+// A cut token and a tile of its heads. Its parts are of so many workers from the first on.
 struct CutToken {
   int token, tile, first_worker, count;
 
   // The first part is that of the worker in which the token begins; the others were begun before.
-  DEVICE i64 row_of(const Params& p, int part, int head) const {
-    return static_cast<i64>(part == 0 ? p.workers + first_worker : first_worker + part) * p.num_heads + head;
+  DEVICE int part(const Params& p, int number) const {
+    return number == 0 ? p.workers + first_worker : first_worker + number;
   }
 };
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+// Where the sum of a cut token's parts has its numbers in shared memory, behind 16 KB for sums of a team and two words:
+// float [threads of a head][HEADS], first tops and then totals; float [HEADS], the factor of the sum; float [parts][HEADS],
+// their weights.
+template <class L>
+struct SumPlaces {
+  static constexpr int GROUPS = 256 / L::HEADS;  // threads of a head
+  u32 partial, whole, weights;
 
-// Four float4 of a lane: four dims of each 128. What there is not is 0.
-DEVICE void load_row(float4 (&v)[4], bool there, const float* row) {
-#pragma unroll
-  for (int q = 0; q < 4; ++q) v[q] = load_float4_if(there, row + q * 128);
-}
+  DEVICE explicit SumPlaces(u32 scratch)
+      : partial(scratch + 16384 + 16), whole(partial + GROUPS * L::HEADS * 4), weights(whole + L::HEADS * 4) {}
+};
 
-// A row without weight is not added: its memory may hold anything.
-DEVICE void add_row(float4 (&sum)[4], const float4 (&v)[4], float weight) {
-  const bool counts = weight != 0.f;
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    sum[q].x += counts ? v[q].x * weight : 0.f, sum[q].y += counts ? v[q].y * weight : 0.f;
-    sum[q].z += counts ? v[q].z * weight : 0.f, sum[q].w += counts ? v[q].w * weight : 0.f;
-  }
-}
-
-DEVICE void write_head(const Params& p, int token, int head, const float4 (&sum)[4], float top, float total, int lane) {
-  const float lse = total == 0.f ? -INFINITY : top + log2_approx(total) * LN_2;
-  float factor = total == 0.f ? 0.f : __fdividef(1.f, total);
-  if (p.attn_sink && total != 0.f)
-    factor = __fdividef(factor, 1.f + exp2_approx((__ldg(p.attn_sink + head) - lse) * LOG2_E));
-  u16* const out = p.out + token * p.out_token_stride + head * p.out_head_stride + lane * 4;
-#pragma unroll
-  for (int q = 0; q < 4; ++q)
-    store_8_if(true, out + q * 128, pack_bfloat16(sum[q].x * factor, sum[q].y * factor),
-               pack_bfloat16(sum[q].z * factor, sum[q].w * factor));
-  if (lane == 0) p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = lse;
-}
-
-// Heads [begin, end) of a token of two parts, by eight warps, AT_ONCE each.
-template <int AT_ONCE>
-DEVICE void add_up_two(const Params& p, const Parts& parts, const CutToken& cut, int begin, int end, int warp,
-                       int lane) {
-#pragma unroll 1
-  for (int own = begin + warp * AT_ONCE; own < end; own += 8 * AT_ONCE) {
-    float4 v[AT_ONCE][2][4];
-    float lse[AT_ONCE][2];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        const i64 row = cut.row_of(p, part, min(own + i, end - 1));
-        load_row(v[i][part], own + i < end, parts.out + row * 512 + lane * 4);
-        lse[i][part] = load_float(parts.lse + row);
-      }
+// What a token's parts count for each head, to shared memory, by 256 threads; the lse if this CTA `tells`.
+template <class L, int BARRIER>
+DEVICE void weigh_cut(const Params& p, const CutToken& cut, const SumPlaces<L>& places, bool tells, int thread) {
+  constexpr int HEADS = L::HEADS, AT_ONCE = 4;
+  const int groups = min(SumPlaces<L>::GROUPS, (cut.count + AT_ONCE - 1) / AT_ONCE);
+  const int head = thread % HEADS, group = thread / HEADS, global_head = cut.tile * HEADS + head;
+  const bool works = group < groups, there = works && global_head < p.num_heads;
+  const float2* const heads = parts_of(p).heads + min(global_head, p.num_heads - 1);
+  float2 state[AT_ONCE];
+  auto load = [&](int from) {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      float top = fmaxf(lse[i][0], lse[i][1]);
-      if (top == -INFINITY) top = 0.f;
-      const float a = exp2_approx((lse[i][0] - top) * LOG2_E), b = exp2_approx((lse[i][1] - top) * LOG2_E);
-      float4 sum[4] = {};
-      add_row(sum, v[i][0], a), add_row(sum, v[i][1], b);
-      if (own + i < end) write_head(p, cut.token, own + i, sum, top, a + b, lane);
+      const uint2 v = load_l2_8(heads + cut.part(p, min(from + i * groups, cut.count - 1)) * p.num_heads);
+      state[i] = make_float2(from + i * groups < cut.count ? __uint_as_float(v.x) : -INFINITY, __uint_as_float(v.y));
+    }
+  };
+  const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
+  float top = -INFINITY, total = 0.f;
+#pragma unroll 1
+  for (int from = group; from < cut.count && works; from += AT_ONCE * groups) {
+    load(from);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) top = fmaxf(top, state[i].x);
+  }
+  const u32 partial = places.partial + head * 4;
+  named_barrier<BARRIER, 256>();  // numbers of another token have been read
+  if (works) store_shared_float(partial + group * (HEADS * 4), top);
+  named_barrier<BARRIER, 256>();
+#pragma unroll 1
+  for (int i = 0; i < groups; ++i) top = fmaxf(top, load_shared_float(partial + i * (HEADS * 4)));
+  const float base = top == -INFINITY ? 0.f : top;
+  named_barrier<BARRIER, 256>();
+#pragma unroll 1
+  for (int from = group; from < cut.count && works; from += AT_ONCE * groups) {
+    if (cut.count > AT_ONCE * groups) load(from);  // else those of before
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int part = from + i * groups;
+      const float weight = exp2_approx((state[i].x - base) * LOG2_E);
+      total += weight;
+      if (part < cut.count)
+        store_shared_float(places.weights + (part * HEADS + head) * 4, weight == 0.f ? 0.f : weight * state[i].y);
     }
   }
+  if (works) store_shared_float(partial + group * (HEADS * 4), total);
+  named_barrier<BARRIER, 256>();
+  if (group == 0) {
+    total = 0.f;
+#pragma unroll 1
+    for (int i = 0; i < groups; ++i) total += load_shared_float(partial + i * (HEADS * 4));
+    const float lse = total == 0.f ? -INFINITY : top + log2_approx(total) * LN_2;
+    float whole = total == 0.f ? 0.f : __fdividef(1.f, total);
+    if (sink != -INFINITY && total != 0.f) whole = __fdividef(whole, 1.f + exp2_approx((sink - lse) * LOG2_E));
+    store_shared_float(places.whole + head * 4, whole);
+    if (tells && there) p.lse[cut.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+  }
+  converge();
+  named_barrier<BARRIER, 256>();
 }
 
-// The same of any number of parts: one warp a head, or a team of them, if there are fewer heads, each with some of the
-// parts, AT_ONCE at a time.
-template <int BARRIER, int AT_ONCE>
-DEVICE void add_up_many(const Params& p, const Parts& parts, const CutToken& cut, int begin, int end, int each,
-                        u32 scratch, int warp, int lane) {
-  constexpr int OF_A_LANE = MAX_SHARERS / 32;
-  const int team = each > 4 ? 1 : each > 2 ? 2 : each > 1 ? 4 : 8, member = warp % team;
+// Adds up packets of a cut token, `share`'s, by eight warps: each several PACKETS at a time, which have few parts; or one,
+// or a team of warps one, if there are fewer packets, each with some of the parts. A lane has registers for IN_FLIGHT
+// numbers on their way.
+template <class L, int BARRIER, int IN_FLIGHT, int PACKETS>
+DEVICE void add_packets_of(const Params& p, const CutToken& cut, int share, int packets, const SumPlaces<L>& places,
+                           u32 scratch, int warp, int lane) {
+  using P = typename L::Packet;
+  constexpr int F = P::QUADS * 4, PARTS = IN_FLIGHT / F / PACKETS, SECOND = P::ONE_HEAD ? 0 : L::HEADS == 64 ? 8 : 1;
+  const int team = PACKETS > 1 || packets > 4 ? 1 : packets > 2 ? 2 : packets > 1 ? 4 : 8, member = warp % team;
+  Row row;
+  row.token = cut.token, row.tile = cut.tile, row.part = 0;
+  Target to = target_of<L>(p, row);
+  to.whole = true;
 #pragma unroll 1
-  for (int from_head = begin; from_head < end; from_head += 8 / team) {
-    const int own = from_head + warp / team, head = min(own, end - 1);
-    float4 v[AT_ONCE][4], sum[4] = {};
-    auto load_parts = [&](int from) {
+  for (int index = 0; index < packets; index += 8 / team * PACKETS) {
+    const int own = index + warp / team * PACKETS;
+    int packet[PACKETS], head[PACKETS];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i)
-        load_row(v[i], from + i < cut.count, parts.out + cut.row_of(p, from + i, head) * 512 + lane * 4);
-    };
-    load_parts(member * AT_ONCE);  // before it is known what they count
-    float weights[OF_A_LANE], top = -INFINITY, total = 0.f;
-#pragma unroll
-    for (int k = 0; k < OF_A_LANE; ++k) {
-      const int part = k * 32 + lane;
-      weights[k] = -INFINITY;
-      if (k * 32 < cut.count) weights[k] = load_float_if(part < cut.count, parts.lse + cut.row_of(p, part, head));
+    for (int k = 0; k < PACKETS; ++k) {
+      packet[k] = share + min(own + k, packets - 1) * cut.count;
+      head[k] = head_of_packet<L>(packet[k] / 8, packet[k] % 8, lane);
     }
-#pragma unroll
-    for (int k = 0; k < OF_A_LANE; ++k) top = fmaxf(top, weights[k]);
-#pragma unroll
-    for (int step = 16; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-    if (top == -INFINITY) top = 0.f;
-#pragma unroll
-    for (int k = 0; k < OF_A_LANE; ++k) {
-      weights[k] = exp2_approx((weights[k] - top) * LOG2_E);
-      total += weights[k];
-    }
-#pragma unroll
-    for (int step = 16; step; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
+    float sum[PACKETS][F] = {};
 #pragma unroll 1
-    for (int from = member * AT_ONCE;;) {
-      float here = weights[0];  // 32 parts' one a lane, of which AT_ONCE neighbours are these
+    for (int from = member * PARTS; from < cut.count; from += team * PARTS) {
+      float4 v[PACKETS][PARTS][P::QUADS];
 #pragma unroll
-      for (int k = 1; k < OF_A_LANE; ++k) here = select(k == from / 32, weights[k], here);
+      for (int k = 0; k < PACKETS; ++k)
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) add_row(sum, v[i], __shfl_sync(~0u, here, (from + i) % 32));
-      from += team * AT_ONCE;
-      if (from >= cut.count) break;
-      load_parts(from);
+        for (int i = 0; i < PARTS; ++i) {
+          const float4* quads = part_of_warp<L>(p, cut.part(p, min(from + i, cut.count - 1)), cut.tile, packet[k] % 8) +
+                                packet[k] / 8 * (P::QUADS * 32) + lane;
+#pragma unroll
+          for (int q = 0; q < P::QUADS; ++q)
+            v[k][i][q] = load_float4_if(from + i < cut.count, reinterpret_cast<const float*>(quads + q * 32));
+        }
+#pragma unroll
+      for (int k = 0; k < PACKETS; ++k)
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+          const u32 weights = places.weights + (min(from + i, cut.count - 1) * L::HEADS + head[k]) * 4;
+          const float first = load_shared_float(weights), second = load_shared_float(weights + SECOND * 4);
+#pragma unroll
+          for (int e = 0; e < F; ++e) {
+            const float weight = from + i >= cut.count ? 0.f : SECOND && is_second<L>(e) ? second : first;
+            const float4& quad = v[k][i][e / 4];
+            const float value = e % 4 == 0 ? quad.x : e % 4 == 1 ? quad.y : e % 4 == 2 ? quad.z : quad.w;
+            sum[k][e] += weight != 0.f ? value * weight : 0.f;  // without weight memory may hold anything
+          }
+        }
     }
     if (team > 1) {
       const u32 here = scratch + lane * 16;
       named_barrier<BARRIER, 256>();  // all have read what was there before
 #pragma unroll
-      for (int q = 0; q < 4; ++q)
-        store_shared_16(here + (warp * 4 + q) * 512, __float_as_uint(sum[q].x), __float_as_uint(sum[q].y),
-                        __float_as_uint(sum[q].z), __float_as_uint(sum[q].w));
+      for (int q = 0; q < P::QUADS; ++q)
+        store_shared_16(here + (warp * P::QUADS + q) * 512, __float_as_uint(sum[0][4 * q]),
+                        __float_as_uint(sum[0][4 * q + 1]), __float_as_uint(sum[0][4 * q + 2]),
+                        __float_as_uint(sum[0][4 * q + 3]));
       named_barrier<BARRIER, 256>();
 #pragma unroll 1
       for (int other = warp + 1; member == 0 && other < warp + team; ++other)
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-          const uint4 more = load_shared_16(here + (other * 4 + q) * 512);
-          sum[q].x += __uint_as_float(more.x), sum[q].y += __uint_as_float(more.y);
-          sum[q].z += __uint_as_float(more.z), sum[q].w += __uint_as_float(more.w);
+        for (int q = 0; q < P::QUADS; ++q) {
+          const uint4 more = load_shared_16(here + (other * P::QUADS + q) * 512);
+          sum[0][4 * q] += __uint_as_float(more.x), sum[0][4 * q + 1] += __uint_as_float(more.y);
+          sum[0][4 * q + 2] += __uint_as_float(more.z), sum[0][4 * q + 3] += __uint_as_float(more.w);
         }
     }
-    if (member == 0 && own < end) write_head(p, cut.token, head, sum, top, total, lane);
+#pragma unroll
+    for (int k = 0; k < PACKETS; ++k) {
+      if (member != 0 || own + k >= packets) break;
+      const float first = load_shared_float(places.whole + head[k] * 4),
+                  second = load_shared_float(places.whole + (head[k] + SECOND) * 4);
+#pragma unroll
+      for (int e = 0; e < F; ++e) sum[k][e] *= SECOND && is_second<L>(e) ? second : first;
+      write_packet<L>(to, sum[k], packet[k] / 8, packet[k] % 8, lane);
+    }
   }
 }
 
-// The end of a worker's CTA, by the 256 threads that wrote its results. `scratch`, 16 KB and 8 bytes, is shared memory,
-// and nobody but these threads uses it any more; AT_ONCE: rows that a lane has registers for. A warp each asks for the
-// tokens at both ends of the interval, at the same time.
-template <class L, int BARRIER, int AT_ONCE>
+template <class L, int BARRIER, int IN_FLIGHT>
+DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, int warp, int lane) {
+  using P = typename L::Packet;
+  const SumPlaces<L> places(scratch);
+  weigh_cut<L, BARRIER>(p, cut, places, share == 0, warp * 32 + lane);
+  const int packets = share < P::COUNT ? (P::COUNT - 1 - share) / cut.count + 1 : 0;
+  constexpr int AT_ONCE = IN_FLIGHT / P::QUADS / 4;  // parts of packets
+  if (cut.count == 2)
+    add_packets_of<L, BARRIER, IN_FLIGHT, AT_ONCE / 2>(p, cut, share, packets, places, scratch, warp, lane);
+  else if (AT_ONCE > 4 && cut.count <= 4)
+    add_packets_of<L, BARRIER, IN_FLIGHT, AT_ONCE / 4>(p, cut, share, packets, places, scratch, warp, lane);
+  else
+    add_packets_of<L, BARRIER, IN_FLIGHT, 1>(p, cut, share, packets, places, scratch, warp, lane);
+}
+
+// The end of a worker's CTA, by the 256 threads that wrote its results. `scratch`, 64 KB, is shared memory that nobody but
+// these threads uses any more. A warp each asks for the tokens at both ends of the interval, at the same time.
+template <class L, int BARRIER, int IN_FLIGHT>
 DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
   const Interval interval = load_interval(shared + L::INTERVAL);
+  if (interval.turn == EVERY_WORKERS_TOKEN) return;  // whole tokens
   const int4 sharers = sharers_of(p, interval);
   const int warp = uniform(thread >> 5), lane = thread & 31;
   const int counts[2] = {uniform(sharers.y), uniform(sharers.w)};
   if (counts[0] + counts[1] == 0) return;
-  const Parts parts = parts_of(p);
   const int own_count = warp == 0 ? counts[0] : warp == 1 ? counts[1] : 0;
   const bool asks = lane == 0 && own_count > 0;
   u32* const counters = counters_of_sharers(p, warp == 0 ? sharers.x : sharers.z, interval.tile);
@@ -201,12 +241,7 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
       if (share >= count) continue;
       const CutToken cut{which ? interval.last_token : interval.token, interval.tile,
                          uniform(which ? sharers.z : sharers.x), count};
-      const int first = cut.tile * L::HEADS, heads = min(L::HEADS, p.num_heads - first),
-                each = (heads + count - 1) / count, end = first + min((share + 1) * each, heads);
-      if (count == 2)
-        add_up_two<AT_ONCE / 2>(p, parts, cut, first + share * each, end, warp, lane);
-      else
-        add_up_many<BARRIER, AT_ONCE>(p, parts, cut, first + share * each, end, each, scratch, warp, lane);
+      add_up<L, BARRIER, IN_FLIGHT>(p, cut, share, scratch, warp, lane);
     }
   }
   if (asks) leave_sharers(counters, own_count);

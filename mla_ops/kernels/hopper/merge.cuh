@@ -14,10 +14,12 @@ DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
   return p.out + row.token * p.out_token_stride + global_head * p.out_head_stride;
 }
 
-// Address of a head's lse, in the result or, with `part` >= 0, in a part of a row.
-DEVICE float* lse_of(const Params& p, const Row& row, int global_head, int part) {
-  if (part >= 0) return parts_of(p).lse + part * p.num_heads + global_head;
-  return p.lse + row.token * p.lse_token_stride + global_head * p.lse_head_stride;
+// Leaves a head's lse in the result or, with `part` >= 0, and with the factor of its accumulators, in a part of a row.
+DEVICE void leave_lse(const Params& p, const Row& row, int global_head, int part, float lse, float factor) {
+  if (part >= 0)
+    parts_of(p).heads[part * p.num_heads + global_head] = make_float2(lse, factor);
+  else
+    p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
 }
 
 // Whether the CTAs of a cluster, two, keep a half of their accumulators each (`exchange_halves`).
@@ -262,12 +264,28 @@ DEVICE void write_packet(const Target& to, const float (&v)[L::Packet::QUADS * 4
   }
 }
 
-// Target of one part of a token that intervals cut.
+// Where a warp's accumulators of a tile are in a part of a token that intervals cut: a packet's quads of all lanes.
 template <class L>
-DEVICE Target target_of_part(const Params& p, const Row& row, int part) {
-  float* const first = parts_of(p).out +
-                       (static_cast<i64>(part) * p.num_heads + row.tile * L::HEADS) * 512;
-  return {reinterpret_cast<char*>(first), 512, p.num_heads - row.tile * L::HEADS, false};
+DEVICE float4* part_of_warp(const Params& p, int part, int tile, int warp) {
+  constexpr int QUADS = L::Packet::OF_A_WARP * L::Packet::QUADS;
+  return parts_of(p).out + ((static_cast<i64>(part) * p.head_tiles + tile) * 8 + warp) * (QUADS * 32);
+}
+
+// Leaves them: `value_of(n)` is the n-th in the order of packets.
+template <class L, class Value>
+DEVICE void leave_part(const Params& p, const Row& row, int part, int warp, int lane, Value value_of) {
+  float4* const to = part_of_warp<L>(p, part, row.tile, warp) + lane;
+#pragma unroll
+  for (int quad = 0; quad < L::Packet::OF_A_WARP * L::Packet::QUADS; ++quad)
+    to[quad * 32] =
+        make_float4(value_of(quad * 4), value_of(quad * 4 + 1), value_of(quad * 4 + 2), value_of(quad * 4 + 3));
+}
+
+// The head, in its tile, of a lane's first accumulator of a packet, the number-th of its warp.
+template <class L>
+DEVICE int head_of_packet(int number, int warp, int lane) {
+  if (L::HEADS < 64) return number % (L::HEADS / 8) * 8 + (lane & 3) * 2;
+  return (warp & 3) * 16 + (lane >> 2) + (L::Packet::ONE_HEAD ? number % 2 * 8 : 0);
 }
 
 // A warp's accumulators: `value_of(n)` is the n-th in the order of packets.

@@ -6,12 +6,16 @@
 struct Parts {
   int* balanced;  // whether these CTAs have the call's tokens, for the merge of another launch's parts
   int4* sharers;  // [workers * head_tiles]: of the cut token that an interval begins in, and of that in which it ends
-  float* lse;     // [2 workers, num_heads]: of tokens that a worker before has begun, then of those that go on
-  float* out;     // [2 workers, num_heads, 512]
+  // [2 workers, num_heads]: of tokens that a worker before has begun, then of those that go on: lse, and the factor
+  // that makes a result of accumulators
+  float2* heads;
+  float4* out;  // [2 workers, head_tiles, 8 warps, packets' quads, 32 lanes]: accumulators as they are
 };
 
 DEVICE Parts parts_in(void* exchange, int workers, int head_tiles, int num_heads) {
   float* const first = static_cast<float*>(exchange);
-  const int before_lse = 4 + 4 * workers * head_tiles, before_out = (before_lse + 2 * workers * num_heads + 3) / 4 * 4;
-  return {static_cast<int*>(exchange), reinterpret_cast<int4*>(first + 4), first + before_lse, first + before_out};
+  const int before_heads = 4 + 4 * workers * head_tiles;
+  return {static_cast<int*>(exchange), reinterpret_cast<int4*>(first + 4),
+          reinterpret_cast<float2*>(first + before_heads),
+          reinterpret_cast<float4*>(first + before_heads + 4 * workers * num_heads)};
 }

@@ -7,12 +7,13 @@ import torch
 from ...formats import LATENT_DIM
 
 
-def exchange(workers: int, head_tiles: int, num_heads: int, device: torch.device) -> torch.Tensor:
-    """Room for two parts of each worker.
+def exchange(workers: int, tile: int, num_heads: int, device: torch.device) -> torch.Tensor:
+    """Room for two parts of each worker, whose CTAs have `tile` heads each.
 
     Its first int32 tells whether the call's rows were shared so.
     """
-    numbers = 4 + 4 * workers * head_tiles + 2 * workers * num_heads * (1 + LATENT_DIM) + 3
+    head_tiles = -(-num_heads // tile)
+    numbers = 4 + workers * (4 * head_tiles + 4 * num_heads + 2 * head_tiles * tile * LATENT_DIM)
     return torch.empty(numbers, dtype=torch.float32, device=device)
 
 

@@ -570,7 +570,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       float factor = total == 0.f ? 0.f : 1.f / R::FACTOR / total;
       if (global_head < p.num_heads) {
         if (p.attn_sink && part < 0) factor /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
-        *lse_of(p, row, global_head, part) = lse;
+        leave_lse(p, row, global_head, part, lse, factor);
       }
       store_shared_float(shared + L::COLUMNS + head * 8, total == 0.f ? 0.f : factor);
     }

@@ -167,8 +167,8 @@ DEVICE void attend(const Params& p) {
         if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
       } while (PERSISTENT && row.token < end_of_tokens<LAUNCH>(p));
       if constexpr (BALANCED)
-        add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 4 : 2>(p, shared, shared + L::VALUES,
-                                                            (warpgroup - 1) * 128 + thread);
+        add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 64 : 16>(p, shared, shared + L::VALUES,
+                                                              (warpgroup - 1) * 128 + thread);
       if (by_halves<L, LAUNCH>(p, row)) return;
     } else if constexpr (!ONE) {
       more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();

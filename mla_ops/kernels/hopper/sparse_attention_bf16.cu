@@ -269,7 +269,7 @@ DEVICE void score_pieces(const Params& p, Row row, u32 shared, int thread) {
       float factor = total == 0.f ? 0.f : 1.f / total;
       if (head < p.num_heads) {
         if (p.attn_sink && part < 0) factor /= 1.f + expf(__ldg(p.attn_sink + head) - lse);
-        *lse_of(p, row, head, part) = lse;
+        leave_lse(p, row, head, part, lse, factor);
       }
       store_shared_float2(column, total == 0.f ? 0.f : factor, 0.f);
     }
@@ -362,16 +362,19 @@ DEVICE void add_pieces(const Params& p, Row row, u32 shared, int half, int threa
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FREE, lane);
     const int part = part_of(p, shared + L::INTERVAL, row.token);
-    const Target to = part < 0 ? target_of<L>(p, row) : target_of_part<L>(p, row, part);
-    write_packets<L>(to, warp, lane, [&](int n) {
-      const int e = n % N;
-      const float factor = factors[e / 4 * 2 + (e & 1)];
-      return factor == 0.f ? 0.f : o[n / N][e] * factor;
-    });
-    if (part >= 0) tell_sharers<L, VALUES_BARRIER>(p, shared, part, half * 128 + thread);
+    if (part >= 0) {
+      leave_part<L>(p, row, part, warp, lane, [&](int n) { return o[n / N][n % N]; });
+      tell_sharers<L, VALUES_BARRIER>(p, shared, part, half * 128 + thread);
+    } else {
+      write_packets<L>(target_of<L>(p, row), warp, lane, [&](int n) {
+        const int e = n % N;
+        const float factor = factors[e / 4 * 2 + (e & 1)];
+        return factor == 0.f ? 0.f : o[n / N][e] * factor;
+      });
+    }
     if (!goes_on<L, false>(p, row, shared)) break;
   }
-  add_up_cuts<L, VALUES_BARRIER, 4>(p, shared, shared + L::TILES, thread_here() - 128);
+  add_up_cuts<L, VALUES_BARRIER, 32>(p, shared, shared + L::TILES, thread_here() - 128);
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------

@@ -332,13 +332,10 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
     const float lse = none ? -INFINITY : (state.reference[i] + log2_approx(state.sum[i])) * 0.6931471805599453f;
     factor[i] = none ? 0.f : 1.f / state.sum[i];
     if (p.attn_sink && there && !none && part < 0) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
-    if (half == 0 && there && lane % 4 == 0) *lse_of(p, row, global_head, part) = lse;
+    if (half == 0 && there && lane % 4 == 0) leave_lse(p, row, global_head, part, lse, factor[i]);
   }
   if (part >= 0) {
-    write_packets<L>(target_of_part<L>(p, row, part), half * 4 + warp, lane, [&](int n) {
-      const float weight = factor[n >> 1 & 1];
-      return weight == 0.f ? 0.f : state.o[n] * weight;
-    });
+    leave_part<L>(p, row, part, half * 4 + warp, lane, [&](int n) { return state.o[n]; });
     tell_sharers<L, PAIR_BARRIER>(p, shared, part, half * 128 + warp * 32 + lane);
     return;
   }
@@ -466,7 +463,7 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
     row_parity ^= 1;
   }
   if constexpr (LAUNCH == Launch::BALANCED)
-    add_up_cuts<L, PAIR_BARRIER, 4>(p, shared, shared + L::TILES, thread_here());
+    add_up_cuts<L, PAIR_BARRIER, 64>(p, shared, shared + L::TILES, thread_here());
 }
 
 // ---- the kernels ----------------------------------------------------------------------------------------------------
@@ -500,8 +497,7 @@ DEVICE void attend_all(const Params& p) {
   Row row;
   Stream stream;
   if constexpr (LAUNCH == Launch::BALANCED) {
-    const bool balanced = shares_evenly<L::THREADS, Launch::ROWS>(p, shared + L::TILES);
-    find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::TILES, balanced);
+    find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::TILES);
     if (first_token(p, shared + L::INTERVAL) >= p.all_tokens) {
       wait_for_prerequisites();
       return;

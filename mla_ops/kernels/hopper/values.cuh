@@ -101,8 +101,8 @@ DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_par
   __syncwarp();
   warp_arrive(shared + L::FACTORS_FREE, lane);
   const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
-  if (reports && there && lane < 16) *lse_of(p, row, global_head, part) = lse;
   float factor = __fdividef(1.f / L::FACTOR, total);
+  if (reports && there && lane < 16) leave_lse(p, row, global_head, part, lse, factor);
   if (sink != -INFINITY) factor = __fdividef(factor, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
   return total == 0.f ? 0.f : factor;
 }
@@ -187,24 +187,6 @@ DEVICE float2 state_of_share(u32 shared, u32 parity, int warp, int lane) {
   __syncwarp();
   warp_arrive(shared + L::FACTORS_FREE, lane);
   return make_float2(sum, reference);
-}
-
-// Leaves a row's part in memory, instead of a result.
-template <class L, int PIECES, int N>
-DEVICE void leave_part(const Params& p, const Row& row, int part, u32 shared, const float (&o)[PIECES][N], float factor,
-                       int warp, int lane) {
-  constexpr bool HEADS_BY_DIMS = L::HEADS == 64;
-  const float factors[2] = {__shfl_sync(~0u, factor, lane >> 2), __shfl_sync(~0u, factor, (lane >> 2) + 8)};
-  const u32 columns = shared + L::COLUMNS + (lane & 3) * 16;
-  write_packets<L>(target_of_part<L>(p, row, part), warp, lane, [&](int n) {
-    const int place = place_of_pair<L>(n / 2) + n % 2, piece = place / N, e = place % N;
-    float weight = factors[e >> 1 & 1];
-    if (!HEADS_BY_DIMS) weight = load_shared_float(columns + (e / 4 * 8 + (e & 1)) * 8);  // registers are few
-    return weight == 0.f ? 0.f : o[piece][e] * weight;
-  });
-  if (HEADS_BY_DIMS) return;
-  __syncwarp();
-  warp_arrive(shared + L::FACTORS_FREE, lane);
 }
 
 // A thread's accumulators, as chunks of 64 heads or dims.
@@ -364,6 +346,11 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
   } else if constexpr (PERSISTENT) {
     const int worker = opaque(thread);  // else addresses for the result stay in registers all the time
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
+    if (part >= 0)
+      leave_part<L>(p, row, part, half * 4 + (worker >> 5), worker & 31, [&](int n) {
+        const int place = place_of_pair<L>(n / 2) + n % 2;
+        return o[place / N][place % N];
+      });
     float factor = 0.f;
     if constexpr (HEADS_BY_DIMS) {
       factor = factors_of<L>(p, row, shared, row_parity, half == 0, part, worker >> 5, worker & 31);
@@ -371,7 +358,10 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
       mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
     }
     if (part >= 0) {
-      leave_part<L>(p, row, part, shared, o, factor, half * 4 + (worker >> 5), worker & 31);
+      if (!HEADS_BY_DIMS) {
+        __syncwarp();
+        warp_arrive(shared + L::FACTORS_FREE, lane);
+      }
       tell_sharers<L, VALUES_BARRIER>(p, shared, part, half * 128 + worker);
     } else if constexpr (HEADS_BY_DIMS) {
       store_result<L>(p, row, shared, o, factor, half, worker);

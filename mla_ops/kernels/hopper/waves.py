@@ -160,7 +160,7 @@ def launch_waves(
     if balance is not None:
         tile, shape = balance.tile or waves[0].shape.tile, waves[0].shape
         head_tiles = -(-num_heads // tile)
-        exchange = parts.exchange(balance.workers, head_tiles, num_heads, q.device)
+        exchange = parts.exchange(balance.workers, tile, num_heads, q.device)
         balanced = parts.is_balanced(exchange)
         if isinstance(shape, Group):
             of_group = groups.exchange_bytes(waves[0].num_tokens * head_tiles, shape.members) // exchange.element_size()
