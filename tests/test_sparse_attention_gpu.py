@@ -205,6 +205,26 @@ def test_keys_of_any_magnitude(kind: str, num_heads: int, num_tokens: int, large
     assert lse.isfinite().all()
 
 
+@pytest.mark.parametrize("num_heads", [16, 24, 32, 128])
+def test_weights_keep_their_bits_far_below_the_largest(num_heads: int, lowering: str) -> None:
+    """Two keys, of which each has zeros where the other has ones: half of a result is the smaller weight alone.
+
+    It is 2^-22 to 2^-32 of the other; where both lie between powers of two differs from row to row.
+    """
+    device, num_tokens = torch.device("cuda"), 16
+    latent = torch.zeros(2, 512, device=device, dtype=torch.bfloat16)
+    latent[0, :256], latent[1, 256:] = 1.0, 1.0
+    rope = torch.zeros(2, 64, device=device, dtype=torch.bfloat16)
+    rope[:, 0], rope[1, 1] = 1.0, 1.0
+    cache = allocate_cache("fp8_ds_mla", 1, 64, device=device)
+    torch.ops.mla.concat_and_cache(latent, rope, cache, torch.arange(2, device=device), "fp8_ds_mla")
+    q = torch.zeros(num_tokens, num_heads, 576, device=device, dtype=torch.bfloat16)
+    q[..., 512] = torch.linspace(0.0, 40.0, num_tokens * num_heads, device=device).view(num_tokens, num_heads)
+    q[..., 513] = torch.linspace(-360.0, -530.0, num_tokens * num_heads, device=device).view(num_tokens, num_heads)
+    indices = torch.arange(2, dtype=torch.int32, device=device).expand(num_tokens, 2).contiguous()
+    check(lowering, q, cache, indices, "fp8_ds_mla")
+
+
 @pytest.mark.parametrize("num_heads", [16, 64])
 def test_queries_that_make_up_for_small_scales(num_heads: int, lowering: str) -> None:
     """Groups count as much in a score as others whose scales are 2^30 as large: no product of float16 knows."""
