@@ -68,15 +68,79 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
 MEASURED_ON, TESTED, INTERPRETED, COMPILES = "measured", "tested", "tested in the interpreter", "compiles"
 CONTRACT, REFUSED = "adapter, contract-tested", "refused"
 
-# The proof of each state. `{family}` is the op's.
+# What shows each state. A line of the matrix names a test of its own.
 EVIDENCE = {
-    MEASURED_ON: "a checked row in `docs/results/`",
-    TESTED: "`pytest -m gpu` on an H200; on the CPU `tests/`",
-    INTERPRETED: "the tests of the op's family in `tests/`, with Triton's interpreter",
-    COMPILES: "`tests/test_aot_compile.py`",
-    CONTRACT: "`tests/test_flashinfer.py`, `tests/test_flashinfer_sparse.py`, "
-    "`tests/test_dense_attention_adapters.py`, `tests/test_sparse_attention_adapters.py`",
-    REFUSED: "`tests/test_dispatch.py`; the reason is the lowering's own",
+    MEASURED_ON: "`tests/test_matrix.py::test_what_counts_as_measured_has_a_checked_row_in_the_results`",
+    TESTED: "the line's test by `pytest -m gpu` on an H200",
+    INTERPRETED: "the line's test, with Triton's interpreter",
+    COMPILES: "`tests/test_aot_compile.py::test_every_kernel_compiles_within_its_limits`",
+    CONTRACT: "the line's test, with a stand-in of the package",
+    REFUSED: "`tests/test_matrix.py::test_what_is_refused_is_refused_for_the_reason_of_its_cell`",
+}
+
+# The test of each op's results by each lowering, or of one format's: against float64, Python or the reference.
+TESTS: dict[str, dict[str, str]] = {
+    "triton": {
+        "concat_and_cache": "test_cache.py::test_store_from_slices_to_slices",
+        "gather_cache": "test_cache.py::test_gather_equals_python",
+        "convert_req_index_to_global_index": "test_index.py::test_convert_equals_python",
+        "filter_prefill_indices": "test_index.py::test_filter_equals_python",
+        "sliding_window_indices": "test_index_builders.py::test_window_equals_python",
+        "compressed_indices": "test_index_builders.py::test_compressed_equals_python",
+        "compute_global_topk_indices_and_lens": "test_index_builders.py::test_global_topk_equals_python",
+        "combine_topk_swa_indices": "test_index_builders.py::test_combine_equals_python",
+        "paged_sparse_attention": "test_sparse_attention.py::test_attention_equals_float64",
+        "paged_sparse_attention.extra": "test_sparse_attention_extra.py::test_two_caches_equal_float64",
+        "sparse_attention": "test_sparse_attention.py::test_flat_attention_equals_float64",
+        "paged_attention": "test_dense_attention_paged.py::test_attention_equals_float64",
+        "prefill_attention": "test_dense_attention.py::test_attention_equals_float64",
+        "merge_attention_states": "test_merge.py::test_merge_equals_float64",
+        "merge_attention_states.stacked": "test_dense_attention_paged.py::test_a_context_in_parts_merges_to_the_whole",
+        "build_step_metadata": "test_step_metadata.py::test_step_equals_python",
+        "compress_and_cache": "test_compressor.py::test_formats_round_the_float32_entry_once",
+        "build_compressed_metadata": "test_v4_metadata.py::test_compressed_metadata_equals_python",
+        "write_index_cache": "test_indexer.py::test_written_bytes_are_those_of_the_format",
+        "gather_index_cache": "test_indexer.py::test_gathered_keys_and_scales_are_the_written_ones",
+        "quantize_index_query": "test_indexer.py::test_queries_and_weights_keep_their_products",
+        "indexer_logits": "test_indexer.py::test_flat_scores_are_those_of_float64",
+        "paged_indexer_logits": "test_indexer.py::test_paged_scores_are_those_of_float64",
+        "topk_indices": "test_indexer.py::test_topk_of_an_adversarial_row",
+        "select_keys": "test_indexer.py::test_selection_is_scores_then_topk_to_the_bit",
+        "select_keys.flat": "test_indexer.py::test_selection_is_scores_then_topk_to_the_bit",
+        "merge_topk": "test_indexer.py::test_merged_shards_are_the_selection_over_the_whole",
+    },
+    "hopper": {
+        "concat_and_cache": "test_hopper_cache.py::test_every_byte_on_a_gpu",
+        "paged_sparse_attention": "test_sparse_attention.py::test_attention_equals_float64",
+        "paged_sparse_attention.extra": "test_sparse_attention_extra.py::test_two_caches_equal_float64",
+        "sparse_attention": "test_sparse_attention.py::test_flat_attention_equals_float64",
+        "paged_attention": "test_dense_attention_paged.py::test_attention_at_real_sizes",
+        "prefill_attention": "test_dense_attention.py::test_attention_equals_float64",
+        "write_index_cache": "test_indexer.py::test_written_bytes_are_those_of_the_format",
+        "indexer_logits": "test_hopper_indexer_gpu.py::test_flat_scores_are_those_of_float64",
+        "paged_indexer_logits": "test_hopper_indexer_gpu.py::test_paged_scores_are_those_of_float64",
+        "topk_indices": "test_hopper_topk_gpu.py::test_the_best_of_hard_rows",
+        "select_keys": "test_hopper_select_gpu.py::test_paged_selection_is_scores_then_topk",
+        "select_keys.flat": "test_hopper_select_gpu.py::test_flat_selection_is_scores_then_topk",
+    },
+    "flash_mla": {
+        "paged_sparse_attention": "test_sparse_attention_adapters.py::test_paged_sparse_attention_holds_the_contract",
+        "sparse_attention": "test_sparse_attention_adapters.py::test_flat_sparse_attention_holds_the_contract",
+        "paged_attention": "test_dense_attention_adapters.py"
+        "::test_flash_mla_gets_blocks_that_exist_and_gives_the_contract",
+    },
+    "flashinfer": {
+        "paged_sparse_attention": "test_flashinfer_sparse.py::test_sm120_holds_the_contract_but_for_what_it_rounds",
+        "paged_sparse_attention, bf16": "test_flashinfer_sparse.py::test_sm100_holds_the_contract",
+        "paged_sparse_attention.extra": "test_flashinfer_sparse.py::test_two_caches_share_a_softmax",
+        "paged_attention": "test_flashinfer.py::test_paged_attention_holds_the_contract",
+        "prefill_attention": "test_flashinfer.py::test_prefill_holds_the_contract",
+    },
+    "flash_attn": {
+        "prefill_attention": "test_dense_attention_adapters.py"
+        "::test_flash_attention_gets_what_it_takes_and_gives_the_contract",
+    },
+    "torch_sdpa": {"prefill_attention": "test_dense_attention_gpu.py::test_attention_at_real_sizes"},
 }
 
 
@@ -93,6 +157,7 @@ class Line(NamedTuple):
     op: str
     cache_formats: tuple[str, ...]
     backend: str
+    test: str
     cells: dict[str, Cell]
 
 
@@ -145,7 +210,9 @@ def lines() -> Iterator[Line]:
             )
             alike.setdefault(cells, []).append(cache_format)
         for cells, cache_formats in alike.items():
-            yield Line(op, tuple(cache_formats), backend, dict(zip(COLUMNS, cells, strict=True)))
+            tests = TESTS[backend]
+            test = tests.get(f"{op}, {cache_formats[0]}", tests[op])
+            yield Line(op, tuple(cache_formats), backend, test, dict(zip(COLUMNS, cells, strict=True)))
 
 
 def markdown() -> str:
@@ -176,8 +243,8 @@ def markdown() -> str:
         "length by zero (vLLM's pull request 37442), which makes NaN of what is not finite there. Its sources are not",
         "public.",
         "",
-        f"| op | cache formats | lowering | {' | '.join(', '.join(names) for names in alike)} |",
-        "|---" * (len(alike) + 3) + "|",
+        f"| op | cache formats | lowering | {' | '.join(', '.join(names) for names in alike)} | test, in `tests/` |",
+        "|---" * (len(alike) + 4) + "|",
     ]
     notes: list[str] = []
     for line in every:
@@ -190,6 +257,7 @@ def markdown() -> str:
                 number = notes.index(found.reason) + 1
                 word += f" ({number})" if found.state == REFUSED else f", on request ({number})"
             words.append(word)
-        text.append(f"| {' | '.join((line.op, ', '.join(line.cache_formats), line.backend, *words))} |")
+        row = line.op, ", ".join(line.cache_formats), line.backend, *words, f"`{line.test}`"
+        text.append(f"| {' | '.join(row)} |")
     text += ["", "Refused, or on request, because:", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     return "\n".join(text) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,27 @@ def test_dispatch_takes_the_fastest_of_the_lowerings_that_were_measured_together
     assert compared == COMPARED
 
 
-def test_every_file_that_is_named_as_evidence_is_there() -> None:
-    for evidence in matrix.EVIDENCE.values():
-        for name in evidence.split("`")[1::2]:
-            assert not name.startswith("tests/test_") or (ROOT / name).exists(), name
+def test_every_line_and_every_state_names_a_test_that_is_there() -> None:
+    named = {f"tests/{line.test}" for line in matrix.lines()}
+    named |= {part for evidence in matrix.EVIDENCE.values() for part in evidence.split("`")[1::2] if "::" in part}
+    for file, _, function in (name.partition("::") for name in sorted(named)):
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert function in functions, f"{file}::{function}"
+
+
+def test_what_is_refused_is_refused_for_the_reason_of_its_cell() -> None:
+    for line, name, cache_format in (
+        (line, name, cache_format)
+        for line in matrix.lines()
+        for name, cell in line.cells.items()
+        if cell.state == matrix.REFUSED
+        for cache_format in line.cache_formats
+    ):
+        call = matrix.call_of(line.op, cache_format, matrix.device_of(name))
+        with dispatch.override(line.backend), pytest.raises(NotImplementedError) as caught:
+            dispatch.select_name(call)
+        assert line.cells[name].reason in str(caught.value)
 
 
 def test_every_architecture_is_one_that_the_kernels_are_compiled_for() -> None:
