@@ -57,13 +57,16 @@ def sparse_candidates(capability: int) -> Iterator[Candidate]:
     variants = {variant.name: variant for variant in sparse_attention_variants(capability)}
     for (kernel, name), (rows, keys, warps), ahead in itertools.product(SPARSE.items(), SPARSE_TILES, (1, 2)):
         own = variants[name]
-        early = kernel == "fp8_ds_mla" and rows == 32
-        tile = sparse_attention.Tile(rows, keys, warps, ahead, early=early)
         mode = sparse_attention.operand_mode(torch.bfloat16, kernel)
+        half = mode == "fp8" and rows == 32
+        tile = sparse_attention.Tile(rows, keys, warps, ahead, half=half, apart=half, early=half)
+        operands = own.constants["KEYS"].with_operands("fp8_half" if half else mode)
         device = (capability // 10, capability % 10)
         chosen = {sparse_attention.tile(device, heads, mode) for heads in (16, 128)}
         variant = dataclasses.replace(
-            own, constants={**own.constants, "TILE": tile}, options={"num_warps": warps, "num_stages": ahead + 1}
+            own,
+            constants={**own.constants, "TILE": tile, "KEYS": operands},
+            options={"num_warps": warps, "num_stages": ahead + 1},
         )
         yield Candidate(kernel, rows, keys, tile in chosen, variant)
 

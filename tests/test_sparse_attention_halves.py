@@ -1,6 +1,7 @@
 """float16 operands of the portable kernel: keys with their scales, and the second walk where these do not fit.
 
-Dispatch takes them for more than 32 heads on SM90; the interpreter, whose tiles are others, is told to here.
+GPUs take them for more than 16 heads, in tiles of 64 on SM90 and of 32 elsewhere; the interpreter, whose tiles are
+others, is told to here.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ BF16 = torch.bfloat16
 NUM_HEADS = 40
 
 
-@pytest.fixture(autouse=True)
-def halves(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[64, 32], ids=["tiles of 64 heads", "of 32"])
+def halves(device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     from mla_ops.kernels.triton import sparse_attention
 
-    chosen = sparse_attention.Tile(64, 32, 8, 1, half=True, apart=True, early=True)
-    if device.type == "cpu":
+    if request.param == 64 and device.type == "cuda":
+        if sparse_attention.tile(torch.cuda.get_device_capability(), NUM_HEADS, "fp8").block_h != 64:
+            pytest.skip("this GPU has no tiles of 64 heads")
+    elif request.param == 64 or request.node.originalname != "test_64_heads_over_other_formats":
+        chosen = sparse_attention.Tile(request.param, 32, request.param // 8, 1, half=True, apart=True, early=True)
         monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
-    elif not sparse_attention.tile(torch.cuda.get_device_capability(), NUM_HEADS, "fp8").half:
-        pytest.skip("this GPU's tiles have no float16 operands")
 
 
 @pytest.fixture(autouse=True)

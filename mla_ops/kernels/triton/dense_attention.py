@@ -249,11 +249,11 @@ def paged_tile(device_capability: tuple[int, int], num_heads: int, mode: str) ->
     chosen = sparse_attention.tile(device_capability, num_heads, mode)
     if mode == "fp8_v4" or chosen.block_h == 32 or (mode == "plain" and num_heads <= 32):
         return sparse_attention.tile(device_capability, 16, mode)
-    return sparse_attention.Tile(64, 32, 8, 2) if chosen.half else replace(chosen, apart=False, early=False)
+    return sparse_attention.Tile(64, 32, 8, 2) if chosen.half else chosen
 
 
 def even_tile(chosen: sparse_attention.Tile) -> sparse_attention.Tile:
-    return replace(chosen, apart=chosen.block_h == 64)
+    return replace(chosen, apart=chosen.block_h == 64, early=False)
 
 
 def packed_tile(device_capability: tuple[int, int], rows: int, mode: str) -> sparse_attention.Tile:
@@ -347,6 +347,8 @@ def paged_attention(
         )
         return
     chosen = paged_tile(capability(q.device), num_heads, mode)
+    if sizes.block_size % chosen.block_n:  # an entry a key
+        chosen = replace(chosen, apart=False, early=False)
     head_blocks = cdiv(num_heads, chosen.block_h)
     capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)
     splits, workers = DETERMINISTIC_SPLITS, 0

@@ -50,7 +50,7 @@ class Tile(Constant):
 
     `half`: whether keys of fp8_ds_mla are float16 operands with their scale ("fp8_half"), one cache at a time. `apart`:
     whether scores stand behind a branch of their own (`_attend_operands`). `early`: whether the copies of a tile begin
-    before the products of the one before (`attend_tile`), not with tables of blocks.
+    before the products of the one before (`attend_tile`), not with table entries of single keys.
     """
 
     block_h: int
@@ -63,7 +63,8 @@ class Tile(Constant):
 
     def narrow(self) -> "Tile":
         """For a second walk, which is rare: what fits beside the registers of the first."""
-        return replace(self, block_n=16, ahead=0)
+        wide = self.block_h == 64
+        return replace(self, block_n=16, ahead=0, apart=wide, early=wide)
 
 
 def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
@@ -80,7 +81,11 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
         return Tile(16, 32, 4, 0)
     if num_heads > (32 if mode == "fp8_v4" else 16) and device_capability[0] == 9:
         return Tile(64, 64, 8, 1, half=mode == "fp8", apart=True, early=True)
-    return Tile(32, 32, 4, 1, early=mode == "fp8") if num_heads > 16 and mode != "fp8_v4" else Tile(16, 32, 4, 2)
+    if num_heads <= 16 or mode == "fp8_v4":
+        return Tile(16, 32, 4, 2)
+    half = mode == "fp8"
+    keys, warps = (64, 8) if half and device_capability == (8, 0) else (32, 4)
+    return Tile(32, keys, warps, 1, half=half, apart=half, early=half)
 
 
 def tile_heads(num_tokens: int, num_heads: int, deterministic: bool) -> int:
@@ -211,7 +216,14 @@ def _attend_kernel(
     results = (attn_sink, out, out_strides, lse, (stride_lse_split, stride_lse_token))
     place = (token, head, live_head, split)
     if is_whole(TILE, KEYS):
-        state = attend_whole(queries, cache, index_row, span, first, scale_log2, TILE, KEYS, ROPE, UPCAST)
+        # 0, which the compiler does not know: addresses kept until there is a result would spill
+        zero = (begin < 0).to(tl.int32)
+        scratch = out + (split + zero) * out_strides[0] + token * out_strides[1]
+        scratch += ((head + zero).to(tl.int64) * stride_head)[:, None]
+        scratch = scratch.to(tl.pointer_type(tl.float16)) + tl.arange(0, 512)[None, :]
+        state = attend_whole(
+            queries, scratch, live_head, cache, index_row, span, first, scale_log2, TILE, KEYS, ROPE, UPCAST
+        )  # fmt: skip
     else:
         query = (q_rows, live_head, queries)
         state = new_state(TILE)
@@ -226,7 +238,7 @@ def _attend_kernel(
             AGAIN: tl.constexpr = without_scales(KEYS)
             NARROW: tl.constexpr = narrow_tile(TILE)
             query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, False))
-            exact = new_state(TILE)
+            exact = new_state(NARROW)
             exact = attend_keys(
                 query, exact, cache, index_row, span, scale_log2, None, NARROW, AGAIN, ROPE, False, UPCAST
             )  # fmt: skip

@@ -316,7 +316,7 @@ def attend_keys(
         entry = look_up_block(cache, begin, end)
         for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
             places = locate_in_block(cache, entry, start, end, TILE, KEYS)
-            rows = load_rows(cache, places, False, KEYS, ROPE)
+            rows = load_rows(cache, places, TILE.early, KEYS, ROPE)
             entry = look_up_block(cache, start + TILE.block_n, end)
             state = attend_tile(
                 q, state, rows, places, start + n, scale_log2, row_end, sure, TILE, KEYS, ROPE, UPCAST

@@ -364,14 +364,16 @@ def _scaled_operand(byte, scales, FIRST: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def half_operand(byte, scales, KEYS: tl.constexpr):
-    """512 dims of fp8_ds_mla as float16, times their scales and HALF_SCALE; NaN where a scale does not fit."""
+    """Dims of fp8_ds_mla, `[keys, 4, 128]`, as float16 times `scales`, `[keys, 4]`, and HALF_SCALE.
+
+    NaN where a scale does not fit.
+    """
     fits = (scales < HALF_MOST) & ((scales >= HALF_LEAST) | (scales == 0.0))
-    factor = tl.where(fits, scales * HALF_SCALE, float("nan")).to(tl.float16)
-    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (factor.shape[0], 4, 128)), byte.shape)
-    if KEYS.decode == "portable":
-        value = (decode(byte) * factor.to(tl.float32)).to(tl.float16)
-    else:
-        tl.static_assert(KEYS.decode == "hardware")
+    # what "packed" makes of a byte is 2**8 times too small, exactly
+    UP: tl.constexpr = HALF_SCALE * (256.0 if KEYS.decode == "packed" else 1.0)
+    factor = tl.where(fits, scales * UP, float("nan")).to(tl.float16)
+    factor = tl.broadcast_to(factor[:, :, None], byte.shape)
+    if KEYS.decode == "hardware":
         value = tl.inline_asm_elementwise(
             """
             {
@@ -390,6 +392,41 @@ def half_operand(byte, scales, KEYS: tl.constexpr):
             is_pure=False,
             pack=4,
         )
+    elif KEYS.decode == "packed":
+        # as in `decode_operand`: a NaN makes four values NaN
+        value = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, sign;
+            .reg .pred invalid;
+            prmt.b32 low, $2, 0, 0x1404;
+            prmt.b32 high, $2, 0, 0x3424;
+            and.b32 sign, low, 0x80008000;
+            shr.b32 low, low, 1;
+            and.b32 low, low, 0x3F803F80;
+            or.b32 low, low, sign;
+            mul.rn.f16x2 $0, low, $3;
+            and.b32 sign, high, 0x80008000;
+            shr.b32 high, high, 1;
+            and.b32 high, high, 0x3F803F80;
+            or.b32 high, high, sign;
+            mul.rn.f16x2 $1, high, $4;
+            and.b32 sign, $2, 0x7F7F7F7F;
+            add.u32 sign, sign, 0x01010101;
+            and.b32 sign, sign, 0x80808080;
+            setp.ne.u32 invalid, sign, 0;
+            @invalid mov.b32 $0, 0x7E007E00;
+            @invalid mov.b32 $1, 0x7E007E00;
+            }
+            """,
+            "=&r,=&r,r,r,r",
+            [byte, factor],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        value = (decode(byte) * factor.to(tl.float32)).to(tl.float16)
     return value
 
 

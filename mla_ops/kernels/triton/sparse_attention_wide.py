@@ -1,6 +1,6 @@
-"""The walk of 64 heads over keys that are multiplied with all dims at once, on SM90.
+"""The walk over keys that are multiplied with all dims at once: of 64 heads on SM90, of 32 over fp8_ds_mla elsewhere.
 
-The compiler waits for each product where it stands. Here a tile of keys has three: all 512 dims, those behind, values.
+The compiler waits for each `wgmma` where it stands. Here a tile of keys has three: all 512 dims, those behind, values.
 Keys of fp8_ds_mla become float16 with their scale, which saves half of the conversion and all factors outside of
 products; others are operands as they are. Of these two tiles are in shared memory, one on its way.
 """
@@ -8,9 +8,9 @@ products; others are operands as they are. Of these two tiles are in shared memo
 import triton
 import triton.language as tl
 
-from .bfloat16 import narrow, widen
+from .bfloat16 import widen
 from .rows import FP8_SCALES_AT
-from .sparse_attention_device import add_weights, dot, round_to
+from .sparse_attention_device import add_weights, dot, new_state, round_to
 from .sparse_attention_keys import HALF_EXPONENT, HALF_SCALE, fetch_indices, half_operand, is_half, load_rope, locate
 
 
@@ -32,13 +32,12 @@ def load_query_whole(q_rows, live_head, ROPE: tl.constexpr):
 
 
 @triton.jit
-def _halve_query(q, scale_log2, go):
+def _halve_query(latent, scale_log2, go):
     """Q for float16 keys: float16 up to a power of two a head, of which scores are freed by their scale, `[heads]`.
 
     The largest value is at most 2**15, so that what float16 loses is 2**-40 of it. The dims behind 512 stay bfloat16,
     for their keys are; a power of two changes nothing in them.
     """
-    latent, rope = q
     # bits of bfloat16, so that nothing of float32 stays in registers
     top = tl.zeros((latent.shape[0],), tl.int32)
     # One turn: what a loop like this returns changes its layout behind it. Else all of Q does before its maxima.
@@ -47,8 +46,7 @@ def _halve_query(q, scale_log2, go):
     exponent = tl.maximum((top >> 7) - (127 + 14), -100)
     down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-    rope = narrow(widen(rope) * (down * HALF_SCALE), tl.bfloat16)
-    return _apart((widen(latent) * down).to(tl.float16)), rope, up * (scale_log2 / HALF_SCALE)
+    return _apart((widen(latent) * down).to(tl.float16)), up * (scale_log2 / HALF_SCALE)
 
 
 @triton.jit
@@ -68,48 +66,65 @@ def _together(x):
 
 @triton.jit
 def _load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
-    """Raw rows at `places`: 512 dims, those behind, and four scales; where there are none, the first."""
+    """Raw rows at `places`: 512 dims, those behind, and four scales; where there are none, the first.
+
+    512 dims that have scales are four groups, `[keys, 4, 128]`.
+    """
     place, _scale_place, valid = places
     row = cache[0] + place * KEYS.unit
     within = valid[:, None]
-    latent = tl.load(row[:, None] + tl.arange(0, 512)[None, :], mask=within, other=0)
-    rope, scales = latent, latent
-    if ROPE:
-        rope = load_rope(row, within, True, KEYS)
     if is_half(KEYS):
+        # in groups a thread has few rows, whose places it finds once
+        groups = tl.arange(0, 4)[None, :, None] * 128 + row[:, None, None] + tl.arange(0, 128)[None, None, :]
+        latent = tl.load(groups, mask=valid[:, None, None], other=0)
+        rope = load_rope(row, within, True, KEYS)
         scales = (row + FP8_SCALES_AT).to(tl.pointer_type(tl.float32))[:, None] + tl.arange(0, 4)[None, :]
         scales = tl.load(scales, mask=within, other=0.0)
+    else:
+        latent = tl.load(row[:, None] + tl.arange(0, 512)[None, :], mask=within, other=0)
+        rope, scales = latent, latent
+        if ROPE:
+            rope = load_rope(row, within, True, KEYS)
     return latent, rope, scales
 
 
 @triton.jit
 def _attend_tile(
-    q, state, rows, cache, indices, scale, zero, go, again, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr
+    q, state, rows, cache, indices, scales, sure, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr
 ):  # fmt: skip
-    """The state after one tile of keys, and `scale`.
+    """The state after one tile of keys, and the scale of each head's scores.
 
-    `go` and `again` are true, `zero` 0, which the compiler does not know. It puts what stands behind `go` last in its
-    loop: the copies of the next tile begin before the products. Where it sees that a product goes into another, it
-    gives both groups of warps all of it: hence `again`. Newer compilers move what lies between branch and product.
+    `scales` are those of scores over 512 dims, a head, and behind them. `sure` are three conditions that are true,
+    which the compiler does not know. It puts what stands behind the first last in its loop: the copies of the next tile
+    begin before the products. Where it sees that a product goes into another, it gives all groups of warps all of it:
+    hence the second, and with `mma.sync` the third. Newer compilers move what lies between branch and product.
     """
     acc, top, sums = state
-    keys, rope, scales = rows
+    keys, rope, _ = rows
+    scale, scale_behind = scales
     BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
     if is_half(KEYS):
-        keys = _apart(half_operand(keys, scales, KEYS))
+        keys = half_operand(keys, rows[2], KEYS)
+        keys = _apart(tl.reshape(keys, (keys.shape[0], 512)))
     # It keeps the layout of `top`, else each tile would change it behind the branch.
     scale = tl.where(top == float("inf"), 0.0, scale)
-    zeros = tl.zeros((q[0].shape[0], keys.shape[0]), tl.float32) + zero
+    # 0, which the compiler does not know
+    zeros = tl.zeros((q[0].shape[0], keys.shape[0]), tl.float32) + scale_behind * 0.0
     weights = round_to(zeros, keys.dtype, UPCAST)
-    if go:
-        if again:
+    if sure[0]:
+        if sure[1]:
             # read once more: carried from turn to turn it would be one more copy, and a wait for it
             index_row, column, end = indices
             valid = locate(cache, fetch_indices(index_row, column, end), KEYS)[2]
-            scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
+            scores = dot(q[0], tl.trans(keys), zeros, UPCAST) * scale[:, None]
             if ROPE:
-                scores += dot(q[1], tl.trans(rope), zeros, UPCAST)
-            scores = tl.where(valid[None, :], scores * scale[:, None], float("-inf"))
+                behind = zeros
+                if q[0].shape[0] >= 64:  # noqa: SIM114 (known when this is compiled)
+                    behind = dot(q[1], tl.trans(rope), zeros, UPCAST)
+                elif sure[2]:
+                    behind = dot(q[1], tl.trans(rope), zeros, UPCAST)
+                scores += behind * scale_behind
+            scores = tl.where(valid[None, :], scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
             fade = tl.exp2(top - pivot)[:, None]
@@ -119,42 +134,65 @@ def _attend_tile(
             top = new_top
             weights = round_to(exact, keys.dtype, UPCAST)
         acc = dot(weights, keys, acc, UPCAST)
-    return acc, top, sums, scale
+    return (acc, top, sums), scale
+
+
+@triton.jit
+def _walk(
+    q, state, cache, index_row, span, first, scales, TILE: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The state after all tiles of keys."""
+    begin, end = span
+    scale, scale_behind = scales
+    n = tl.arange(0, TILE.block_n)
+    index = first
+    for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
+        places = locate(cache, index, KEYS)
+        rows = _load_rows(cache, places, KEYS, ROPE)
+        index = fetch_indices(index_row, start + TILE.block_n + n, end)
+        state, scale = _attend_tile(
+            q, state, rows, cache, (index_row, start + n, end), (scale, scale_behind),
+            (begin >= 0, start < end, end >= begin), KEYS, ROPE, UPCAST,
+        )  # fmt: skip
+    return state
 
 
 @triton.jit
 def attend_whole(
-    q, cache, index_row, span, first, scale_log2, TILE: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    q, scratch, live_head, cache, index_row, span, first, scale_log2, TILE: tl.constexpr, KEYS: tl.constexpr,
+    ROPE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Does what `attend_keys` does: an accumulator of 512 dims, the largest score in base 2, sums of weights, a head.
 
     `first` are the indices of the first tile. Of float16 keys, scales that float16 does not hold make NaN of a row's
-    sum of weights, as NaN in a key does and scores that overflow.
+    sum of weights, as NaN in a key does and scores that overflow. `scratch` are places of 512 float16 a head.
     """
-    begin, end = span
     BLOCK_H: tl.constexpr = TILE.block_h
-    n = tl.arange(0, TILE.block_n)
+    begin, _ = span
     latent, rope = q
     scale = tl.zeros((BLOCK_H,), tl.float32) + scale_log2
     if is_half(KEYS):
-        latent, rope, scale = _halve_query(q, scale_log2, begin >= 0)
-    acc = tl.zeros((BLOCK_H, 512), tl.float32)
-    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    sums = tl.zeros((BLOCK_H, 2, 8), tl.float32)
-    # One turn, which the compiler does not know. Queries that a loop changes are operands from shared memory; else
-    # each warp would read all of them into registers, of which there are none left, since they are no plain load.
-    for _ in range((begin >= 0).to(tl.int32)):
-        index = first
-        for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
-            places = locate(cache, index, KEYS)
-            rows = _load_rows(cache, places, KEYS, ROPE)
-            index = fetch_indices(index_row, start + TILE.block_n + n, end)
-            acc, top, sums, scale = _attend_tile(
-                (latent, rope), (acc, top, sums), rows, cache, (index_row, start + n, end), scale, scale_log2 * 0.0,
-                begin >= 0, start < end, KEYS, ROPE, UPCAST,
+        latent, scale = _halve_query(latent, scale_log2, begin >= 0)
+    _, _, _, _, top, sums = new_state(TILE)
+    state = (tl.zeros((BLOCK_H, 512), tl.float32), top, sums)
+    # Queries should be operands from shared memory: there are no registers left for them. What is loaded is.
+    if BLOCK_H < 64:
+        if is_half(KEYS):
+            tl.store(scratch, latent, mask=live_head[:, None])
+            tl.debug_barrier()
+            latent = tl.load(scratch, mask=live_head[:, None], other=0.0)
+        state = _walk(
+            (latent, rope), state, cache, index_row, span, first, (scale, scale_log2), TILE, KEYS, ROPE, UPCAST
+        )  # fmt: skip
+    else:
+        # So is, with `wgmma`, what a loop changes. One turn, which the compiler does not know.
+        for _ in range((begin >= 0).to(tl.int32)):
+            state = _walk(
+                (latent, rope), state, cache, index_row, span, first, (scale, scale_log2), TILE, KEYS, ROPE, UPCAST
             )  # fmt: skip
-        latent, rope = tl.zeros_like(latent), tl.zeros_like(rope)
+            latent = tl.zeros_like(latent)
+    acc, top, sums = state
     if is_half(KEYS):
         acc = _together(acc)
     return acc, top, sums
