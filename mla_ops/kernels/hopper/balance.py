@@ -18,7 +18,7 @@ from typing import NamedTuple
 from .costs import Costs, predicted_us
 from .launch import SPLITS, Balance, Clusters, KeyFormat, Shape, tiles_for
 
-LEAST_US = 50.0  # for full rows; in less time, parts and their sum take what an even share saves
+LEAST_US = 50.0  # full rows' time; parts and their sum take what an even share saves of less
 LEAST_US_OF_TWO = 75.0  # the same with two launches: the one that returns adds up to 5 us
 SLOWER = 1.15  # a balanced launch's turns, relative to those of launches by shapes
 MARGIN_US = 12.0  # parts, their sum and the search for shares take less

@@ -18,7 +18,7 @@ from ...formats import LATENT_DIM
 from .launch import SPLITS, Clusters, Group, KeyFormat, in_registers
 
 TABLE = Path(__file__).with_name("costs.json")
-DEFAULT = "H200"  # for a GPU without times of its own
+DEFAULT = "H200"  # its times serve a GPU that has none
 
 
 class TileCosts(NamedTuple):

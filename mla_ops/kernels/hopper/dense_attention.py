@@ -86,7 +86,7 @@ def choose(
 def deterministic_shapes(keys: KeyFormat, num_heads: int, capacity: int) -> list[Shape]:
     """Launches that give a row the same bits, whatever its length and the width of the table."""
     tile, turns = tiles_for(keys, num_heads)[0], max(1, -(-capacity // TILE_KEYS))
-    # Without kernels whose CTAs take several shares, more of them leave many rows waiting.
+    # More shares leave many rows waiting where no kernel's CTAs take several.
     shares = sparse_attention.SHARES_IN_REGISTERS.get(tile, MOST_SHARES) if keys.quantized else 4
     return sparse_attention.shapes_of_shares(keys, tile, shares, groups_for(keys, num_heads, turns))
 

@@ -90,12 +90,10 @@ class Params(ctypes.Structure):
 pack = packer(Params)
 
 
-MOST_SHARES = 8  # of a row, whose parts are added up in memory (`shares.cuh`)
-MOST_IN_REGISTERS = 16  # of a row whose CTAs keep them in registers, `MOST_SHARES` in layout.cuh
-MOST_OF_A_CTA = {
-    16: 4,
-    32: 3,
-}  # of these, in a cluster, by the tiles whose registers hold them (`held.cuh`, `folds.cuh`)
+MOST_SHARES = 8  # a row has no more if its parts are added up in memory (`shares.cuh`)
+MOST_IN_REGISTERS = 16  # the same if CTAs keep shares in registers, `MOST_SHARES` in layout.cuh
+# tiles of heads whose registers hold shares (`held.cuh`, `folds.cuh`), and the most shares of a CTA of a cluster
+MOST_OF_A_CTA = {16: 4, 32: 3}
 
 
 class Clusters(NamedTuple):

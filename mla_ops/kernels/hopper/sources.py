@@ -7,7 +7,7 @@ from pathlib import Path
 from ..cuda.compiler import Target
 from ..cuda.sources import Sources
 
-MAX_SHARED_BYTES = 227 * 1024  # for one block, dynamic and static together
+MAX_SHARED_BYTES = 227 * 1024  # a block's, dynamic and static together
 SM90A = Target("sm_90a", (12, 0))
 SOURCES = Sources(Path(__file__).parent, SM90A)
 

@@ -62,8 +62,8 @@ from .launch import (
 from .waves import Wave, fastest_waves, forced, launch_waves
 
 SHARE_TURNS = 8  # a share of a deterministic row has no more, as far as SPLITS go
-TURNS_IN_REGISTERS = 4  # where CTAs keep shares in registers
-SHARES_IN_REGISTERS = {16: 8, 32: 6}  # at most, by heads of a tile
+TURNS_IN_REGISTERS = 4  # the same where CTAs keep shares in registers
+SHARES_IN_REGISTERS = {16: 8, 32: 6}  # heads of a tile, and the most shares of its rows
 
 
 def shapes_for(keys: KeyFormat, num_heads: int, turns: int) -> list[Shape]:
@@ -97,7 +97,7 @@ def shapes_of_shares(keys: KeyFormat, tile: int, shares: int, groups_of_row: lis
     # Kernels with 32 heads that keep shares in registers have one warpgroup of scores: not the sums of two.
     own_kernel = keys.quantized and tile == 32 and 1 < shares <= most
     cluster = Clusters(tile, shares, shares=shares if own_kernel else 0)
-    # With fewer heads than groups have, each CTA of a cluster of two keeps a half in float32: not the bits of shares.
+    # CTAs of a cluster of two keep a half each in float32 where heads are fewer than groups': not the bits of shares.
     if not keys.quantized or not 1 < shares <= most or (shares == 2 and tile != groups.TILE):
         return [cluster]
     in_shares = [

@@ -65,7 +65,7 @@ pack_params = packer(Params)
 
 
 class Plan(NamedTuple):
-    """How rows are read.
+    """The way in which rows are read.
 
     Attributes:
         threads: of a CTA.
@@ -132,7 +132,7 @@ class Plan(NamedTuple):
         """Dynamic shared memory of a CTA, as `Selection` and `select_short` lay it out."""
         if self.short:
             return CONTROL_BYTES + 4 * BINS + (8 << max(topk - 1, 1).bit_length())
-        quads = (self.cluster * self.held // 32 + 1) * self.threads  # of words of bits
+        quads = (self.cluster * self.held // 32 + 1) * self.threads  # the words of bits by fours
         return CONTROL_BYTES + 4 * BINS + max(8 * self.capacity(topk), 8 * SLOTS + 24 * quads)
 
 
@@ -146,7 +146,7 @@ KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY))
 def plan_for(
     num_rows: int, num_columns: int, num_sms: int, at_once: tuple[int, ...], topk: int, *, sorted: bool = False
 ) -> Plan:
-    """By sizes that the host knows; lengths of rows are the device's.
+    """Chooses by sizes that the host knows; lengths of rows are the device's.
 
     Args:
         num_rows: of scores.
