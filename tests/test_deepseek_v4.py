@@ -6,6 +6,7 @@ The model is small, the attention's geometry is the real one (keys of 512, group
 import copy
 import math
 import random
+import statistics
 
 import pytest
 import torch
@@ -298,14 +299,22 @@ def test_fp8_cache_error_is_what_e4m3_explains(smooth_model):
 
 
 def test_bfloat16_is_no_further_from_float32_than_transformers_is(smooth_model):
-    """Against the float32 run of the same bfloat16 weights. We accumulate in float32 where transformers rounds."""
-    tokens, half = text(150), cast_parameters(smooth_model, torch.bfloat16)
-    exact = stock_logits(cast_parameters(half, torch.float32), tokens)
-    decoder = decoder_for(half, MAX_LEN)
-    logits = teacher_forced_logits(decoder, tokens, "bf16", step_sizes=(140, 1), block_size=128)
-    ours, stock = compare_logits(exact, logits), compare_logits(exact, stock_logits(half, tokens))
-    assert ours.relative_error < stock.relative_error
-    assert ours.top1 > 0.8
+    """Against the float32 run of the same bfloat16 weights. We accumulate in float32 where transformers rounds.
+
+    Where matrix products round is the CPU's choice, so one text may go either way. Over several, the mean of the
+    ratios' logarithms is at most two standard errors above 0.
+    """
+    half = cast_parameters(smooth_model, torch.bfloat16)
+    single, decoder = cast_parameters(half, torch.float32), decoder_for(half, MAX_LEN)
+    ratios = []
+    for seed in range(5):
+        tokens = text(150, seed)
+        exact = stock_logits(single, tokens)
+        logits = teacher_forced_logits(decoder, tokens, "bf16", step_sizes=(140, 1), block_size=128)
+        ours, stock = compare_logits(exact, logits), compare_logits(exact, stock_logits(half, tokens))
+        ratios.append(math.log(ours.relative_error / stock.relative_error))
+        assert ours.top1 > 0.8
+    assert statistics.mean(ratios) <= 2 * statistics.stdev(ratios) / math.sqrt(len(ratios)), ratios
 
 
 @pytest.mark.parametrize("block_size", [0, 64, 130])

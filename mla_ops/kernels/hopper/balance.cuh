@@ -24,7 +24,7 @@ struct Cut {
 struct Interval {
   int token, turn, last_token, end, worker, tile;
 
-  DEVICE int step(int workers) const { return turn == EVERY_WORKERS_TOKEN ? workers : 1; }  // from token to token
+  DEVICE int step(int workers) const { return turn == EVERY_WORKERS_TOKEN ? workers : 1; }  // this leads from token to token
 };
 
 DEVICE int turns_of(const Params& p, int which, int token) {
@@ -89,7 +89,7 @@ DEVICE bool is_done(const Params& p, u32 scratch) {
   return true;
 }
 
-// How the tokens are shared among workers; `total` and `most`: what all and the longest cost, in turns.
+// The way in which workers share the tokens; `total` and `most`: what all and the longest cost, in turns.
 struct Sharing {
   int quota, snap;
   bool whole;  // tokens
@@ -233,7 +233,7 @@ DEVICE int first_token(const Params& p, u32 place) {
   return token_at(p, place, load_interval(place).token).token;
 }
 
-// With what the interval has of its keys.
+// The row of `token` with what the interval has of its keys.
 DEVICE Row piece_at(const Params& p, u32 place, int token) {
   Row row = token_at(p, place, token);
   row = row_of(p, row.token, row.tile, 0, 1, 0);
@@ -243,7 +243,7 @@ DEVICE Row piece_at(const Params& p, u32 place, int token) {
   return row;
 }
 
-// Which part of a token that is cut this worker has; -1 of a whole one. All lanes of a warp ask together.
+// This worker's part of a token that is cut; -1 of a whole one. All lanes of a warp ask together.
 DEVICE int part_of(const Params& p, u32 place, int token) {
   const Interval interval = load_interval(place);
   if (token == interval.token && interval.turn > 0) return interval.worker;
@@ -291,7 +291,7 @@ DEVICE Row next_row(const Params& p, u32 place, const Row& row) {
   }
 }
 
-// Which of its two ways a launch takes that is given lengths, found by all of its THREADS. Memory of groups is packets'.
+// Whether a launch that is given lengths shares them evenly, found by all of its THREADS. Memory of groups is packets'.
 template <int THREADS, Launch LAUNCH>
 DEVICE bool shares_evenly(const Params& p, u32 scratch) {
   return LAUNCH == Launch::GROUPS ? is_balanced<THREADS>(p, scratch) : decide<THREADS>(p, scratch);

@@ -18,7 +18,7 @@ DEVICE int4 sharers_of(const Params& p, const Interval& interval) {
   return parts_of(p).sharers[interval.worker * p.head_tiles + interval.tile];
 }
 
-// For the 256 threads that have written a part and what its lse comes from.
+// The 256 threads that have written a part, and what its lse comes from, call this.
 template <class L, int BARRIER>
 DEVICE void tell_sharers(const Params& p, u32 shared, int part, int thread) {
   named_barrier<BARRIER, 256>();

@@ -10,8 +10,8 @@
 
 #include "shares.cuh"
 
-// How a share is added: the inverse of its sum, its weight, what the sum up to now is multiplied by. By a thread for each
-// head, from its state.
+// The factors that add a share: the inverse of its sum, its weight, what the sum up to now is multiplied by. A thread for
+// each head finds them from its state.
 template <class L>
 DEVICE void weigh_fold(u32 shared, int head, float2 state, bool begins) {
   const u32 top_at = shared + L::FOLD_TOPS + head * 4;

@@ -31,7 +31,7 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
   // Scales of [2^-13, 2^-1), where those of unit normals and the smallest of most writers are, become the upper part of
   // float16's range, next to the place of the others. So a key's weight counts as much as another's.
   static constexpr float FACTOR = 256.f;
-  static constexpr u32 FACTOR_OF_ROPE = 8 << 7;  // for the exponents of queries; keys' RoPE stays as it is
+  static constexpr u32 FACTOR_OF_ROPE = 8 << 7;  // the exponents of queries get it; keys' RoPE stays as it is
   static constexpr u32 DEAD_SCALE = 0x3c000000u;  // 2^-7
   static constexpr int SCALES_AT = LATENT, SCALES_PITCH = BYTES;
 
@@ -94,7 +94,7 @@ struct Rows<FP8_DS_MLA_V4> : RowOfFp8DsMlaV4 {
   static constexpr bool ROPE_IS_VALUE = true;
   // Then float16 holds exactly what the writer's smallest scale, 2^-22, gives, and RoPE down to 2^-25.
   static constexpr float FACTOR = 256.f;
-  static constexpr u32 FACTOR_OF_ROPE = 0;  // which is a value
+  static constexpr u32 FACTOR_OF_ROPE = 0;  // RoPE is a value here
   static constexpr int SCALES_AT = 0, SCALES_PITCH = SCALE_BYTES;
   static constexpr u32 DEAD_SCALES = 0x77777777u;  // 2^-8
 

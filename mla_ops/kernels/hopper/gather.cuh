@@ -98,7 +98,7 @@ DEVICE Ahead begin_share(const Params& p, const Row& row, int lane) {
   return {indices_at(p, row, row.first, lane), indices_at(p, row, row.first + row.stride, lane)};
 }
 
-// To `turn`, whose indices are those that came next.
+// Goes on to `turn`, whose indices are those that came next.
 DEVICE void advance(const Params& p, const Row& row, Ahead& ahead, int turn, int lane) {
   ahead.now = ahead.next, ahead.next = indices_at(p, row, turn + row.stride, lane);
 }

@@ -13,7 +13,7 @@ struct Held {
   u32 words[L::MOST_OF_A_CTA][L::Packet::OF_A_WARP * L::Packet::WORDS];
 };
 
-// How many of a row's shares a CTA of its cluster takes.
+// The number of a row's shares that a CTA of its cluster takes.
 DEVICE int shares_of_cta(const Params& p, int cta) { return divide(p.shares - 1 - cta, p.of_splits) + 1; }
 
 // The state of a CTA's share, for the row's end, and what makes averages of its accumulators. By a thread for each head.
@@ -46,7 +46,7 @@ DEVICE void push(Held<L>& held, const float (&o)[PIECES][N], u32 shared, int lan
   }
 }
 
-// Where a share's packet is in the shared memory of the CTA that adds it up, from the first one's place on.
+// The place of a share's packet in the shared memory of the CTA that adds it up, from the first one's place on.
 template <class L>
 DEVICE int place_of_packet(const Params& p, int packet, int share) {
   return (divide(packet, p.of_splits) * p.shares + share) * L::Packet::BYTES;
@@ -74,7 +74,7 @@ DEVICE void send_held(const Params& p, u32 shared, Held<L>& held, int own, int w
   }
 }
 
-// For warps that have done their part; one of those that gather tells how much the others will send.
+// Warps that have done their part call this; one of those that gather tells how much the others will send.
 template <class L>
 DEVICE void stand_by_for_shares(const Params& p, u32 shared, bool gathers, int thread) {
   if (gathers && thread == 0) {

@@ -16,7 +16,7 @@ struct IndexerLayout {
   static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + (SETS == 2 ? 128 : 32);
   static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS, STAGES = STAGES_;
   static constexpr int PARTS = COLUMNS * WARPGROUPS >= 512 ? 2 : 1;  // a tile's products are made in so many, as registers allow
-  // With all columns there are, a thread has all heads of its tokens: eight columns are two heads of four tokens.
+  // A thread has all heads of its tokens where all columns are there: eight columns are two heads of four tokens.
   static constexpr bool WHOLE = COLUMNS == 256;
   static constexpr int PART_TOKENS = TOKENS / PARTS, PART_COLUMNS = COLUMNS / PARTS, PART_BYTES = PART_COLUMNS * 128;
   static constexpr int QUERY_BYTES = COLUMNS * 128;
@@ -451,7 +451,7 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
   float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
-  Slot done = {warpgroup, 0}, ahead = done;  // whose products are summed up next, and begun next
+  Slot done = {warpgroup, 0}, ahead = done;  // slots whose products are summed up next, and begun next
   Slot& slot = L::SETS == 1 ? done : ahead;
   int turn = 0;   // tiles of the groups so far, modulo the warpgroups
   int held = -1;  // token whose weights are in registers
@@ -563,7 +563,7 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
 
 template <class L, Source SOURCE>
 DEVICE void begin_barriers(const Params& p, u32 shared) {
-  if (threadIdx.x == 0) {  // by one thread, since lanes with addresses of their own would take turns
+  if (threadIdx.x == 0) {  // lanes with addresses of their own would take turns
     constexpr u32 WARPS = ARRIVALS_OF_A_WARP;
     for (int stage = 0; stage < QUERY_STAGES; ++stage) {
       mbarrier_init(shared + L::GROUP_FULL + stage * 8, 1), mbarrier_init(shared + L::QUERY_FULL + stage * 8, 1);
@@ -600,7 +600,7 @@ DEVICE void make_scores(const Params& p, u32 shared) {
     if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32) produce<L, SOURCE>(p, shared, part, few, groups);
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
-    wait_for_prerequisites();  // which may read what this launch writes over
+    wait_for_prerequisites();  // they may read what this launch writes over
     consume<L, SOURCE>(p, shared, Stored<L, SOURCE>(p));
   }
   if (L::CLUSTER > 1) cluster_meet();  // no CTA leaves while another one copies to it or arrives at its barriers

@@ -29,7 +29,7 @@ struct Params {
   const int* indices[2];      // null: every position
   i64 indices_stride[2];
   int topk[2];
-  const int* req_id_per_token;  // with a block table
+  const int* req_id_per_token;  // null without a block table
   Cache caches[2];
   const u16 *q, *q_rope;  // dims below 512 of a query, and those behind if there are any
   i64 q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride;
@@ -97,7 +97,7 @@ constexpr int packets_room(int count) {
   return most;
 }
 
-// At the end of a row each CTA of a cluster adds up its share of all packets. A packet has QUADS times four
+// Each CTA of a cluster adds up its share of all packets at the end of a row. A packet has QUADS times four
 // accumulators of each lane of one of the eight warps that accumulate. Packet 8 u + w is the u-th of warp w; packet n
 // goes to CTA n modulo the number of CTAs. PACKED: accumulators are 16 bits each, averages over a CTA's keys instead of sums.
 template <int HEADS, bool PACKED_>

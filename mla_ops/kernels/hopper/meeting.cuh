@@ -1,4 +1,4 @@
-// How the CTAs of a group find one another through counters in memory, which they leave as they found them.
+// CTAs of a group find one another through counters in memory, which they leave as they found them.
 //
 // They need not all run at the same time, so none waits for long: who loses patience gives its share of the result up
 // and leaves; who comes last finds everything there, and does its own share and all that were given up.
@@ -6,7 +6,7 @@
 
 #include "layout.cuh"
 
-// How often a CTA looks for the others, half a microsecond each.
+// A CTA looks so often for the others, half a microsecond each.
 #ifndef PATIENCE
 #define PATIENCE 64
 #endif
@@ -29,7 +29,7 @@ DEVICE Meeting meeting_of(const Params& p, const Row& row) {
   return {packets, reinterpret_cast<float2*>(packets + packets_bytes), counters, counters + 1, counters + 2};
 }
 
-// For a CTA that has left everything: a bit for each share of the result that it has to add up.
+// A bit for each share of the result that a CTA which has left everything has to add up.
 DEVICE u32 shares_of(const Meeting& meeting, const Row& row) {
   const u32 own = 1u << row.rank;
   auto all = [&](u32 seen) { return (seen & 0xffff) == row.splits; };
@@ -40,7 +40,7 @@ DEVICE u32 shares_of(const Meeting& meeting, const Row& row) {
   return all(seen) || all(fetch_or(meeting.have_packets, own << 16)) ? own : 0;
 }
 
-// For a thread that looks at the row's counters no more. The last one makes them ready for another launch.
+// A thread calls this that looks at the row's counters no more. The last one makes them ready for another launch.
 DEVICE void leave_meeting(const Meeting& meeting, const Row& row) {
   if (fetch_add(meeting.done, 1) != 2 * row.splits - 1) return;
   *meeting.have_states = 0, *meeting.have_packets = 0, *meeting.done = 0;

@@ -28,7 +28,7 @@ DEVICE bool by_halves(const Params& p, const Row& row) {
   return LAUNCH == Launch::CLUSTERS && L::HEADS < 64 && L::Packet::PACKED && row.splits == 2 && p.parts == 1;
 }
 
-// How many packets a CTA adds up.
+// The number of packets that a CTA adds up.
 template <class L>
 DEVICE int packets_of(const Params& p, int rank) {
   return divide(L::Packet::COUNT - 1 - rank, p.of_splits) + 1;
@@ -45,7 +45,7 @@ DEVICE void await_peers(const Row& row) {
   if (row.splits > 1) cluster_wait();
 }
 
-// For warps that have done their part; one of those that gather tells how much the others will get.
+// Warps that have done their part call this; one of those that gather tells how much the others will get.
 template <class L>
 DEVICE void stand_by(const Params& p, const Row& row, u32 shared, bool gathers, int thread) {
   if (row.splits == 1) return;
@@ -111,7 +111,7 @@ DEVICE int column_of_packet(int number, int warp, int lane) {
   return (warp & 3) * 16 + (lane >> 2) * 2 + (L::Packet::ONE_HEAD ? number & 1 : 0);
 }
 
-// Which of two an accumulator is of.
+// Whether an accumulator is of the second head of a pair.
 template <class L>
 DEVICE constexpr bool is_second(int e) {
   return L::Packet::ONE_HEAD ? false : L::HEADS == 64 ? e & 2 : e & 1;
@@ -310,7 +310,7 @@ template <class P>
 struct Piece {
   u32 words[P::WORDS];
 
-  DEVICE void load(const unsigned char* from) {  // which other SMs wrote
+  DEVICE void load(const unsigned char* from) {  // other SMs wrote them
     if constexpr (P::WORDS == 2) {
       const uint2 v = load_l2_8(from);
       words[0] = v.x, words[1] = v.y;

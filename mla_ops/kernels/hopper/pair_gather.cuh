@@ -34,7 +34,7 @@ struct PairLayout {
   static constexpr int ENDS = LIVE + 2 * 16;           // u32 a tile: which turn is the row's last
   static constexpr int LIST = ENDS + 2 * 4;            // keys that each warp of the gather brings next
   static constexpr int INTERVAL = (LIST + 4 * LIST_WORDS * 4 + 7) / 8 * 8;
-  static constexpr int FULL = INTERVAL + 16;  // by tile and group, FREE by part of the keys as well
+  static constexpr int FULL = INTERVAL + 16;  // one for each tile and group, FREE for each part of the keys as well
   static constexpr int FREE = FULL + 2 * GROUPS * 8;
   static constexpr int WEIGHTS_FULL = FREE + 2 * GROUPS * KEY_HALVES * 8;
   static constexpr int QUERY_FULL = WEIGHTS_FULL + 2 * 8;

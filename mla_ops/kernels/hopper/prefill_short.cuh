@@ -305,7 +305,7 @@ DEVICE void for_long_requests(const Params& p, const Each& each) {
     if (r.len_q <= 0) continue;
     const int last = (r.len_q - 1) / QUERIES;
     if (is_short(p, r, nth_tile(p, r, last))) continue;
-    // with more queries than keys the first ones see nothing
+    // the first queries see nothing where there are more of them than keys
     const int first = p.causal ? max(r.len_q - r.len_k, 0) / QUERIES : 0;
     each(r, last, last + 1 - first);
   }

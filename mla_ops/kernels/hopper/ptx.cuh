@@ -134,7 +134,8 @@ DEVICE void fewer_registers() {
 // over scores, or the next wave of tokens, which reads nothing that this one writes.
 DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// Until the kernel in front is over, and what it wrote can be read; nothing where this one was not launched to overlap.
+// Waits until the kernel in front is over and what it wrote can be read; not at all where this one was not launched to
+// overlap.
 // The last thing that a wave does: what follows it waits for no other.
 DEVICE void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -181,7 +182,7 @@ DEVICE void mbarrier_release_peer(u32 barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// To a peer's shared memory; the barrier, which lies there too, counts the bytes when they can be read.
+// Stores to a peer's shared memory; the barrier, which lies there too, counts the bytes when they can be read.
 DEVICE void send_float2(u32 address, u32 barrier, float a, float b) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                "f"(a), "f"(b), "r"(barrier)
@@ -264,7 +265,7 @@ DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrie
       : "memory");
 }
 
-// How long L2 keeps what a copy reads.
+// Policies of L2 for what a copy reads.
 DEVICE u64 evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -376,7 +377,7 @@ DEVICE void arrive_when_copied(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// For what begins at any element.
+// Copies what may begin at any element.
 DEVICE void copy_4(u32 destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
@@ -385,7 +386,7 @@ DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory");
 
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// For all of this thread's groups of copies but the last one or two; of any other number for all.
+// Waits for all of this thread's groups of copies but the last one or two; for all at any other number.
 DEVICE void wait_for_copies_but(int groups) {
   if (groups == 1)
     asm volatile("cp.async.wait_group 1;" ::: "memory");
@@ -425,7 +426,7 @@ DEVICE void store_16_if(bool condition, void* target, u32 a, u32 b, u32 c, u32 d
                : "memory");
 }
 
-// To this CTA's shared memory, without a branch.
+// Stores to this CTA's shared memory, without a branch.
 DEVICE void store_entry_if(bool condition, u64* target, u64 entry) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.shared.u64 [%0], %1;\n}" ::"r"(shared_address(target)),
                "l"(entry), "r"(static_cast<u32>(condition))

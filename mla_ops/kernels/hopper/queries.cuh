@@ -61,7 +61,7 @@ DEVICE void scale_piece(u32 (&scaled)[4], const uint4& piece, u32 factor, bool t
 // j, 2 j + 1 are the operand of step j. RoPE that is no value stands as it is.
 template <class L>
 struct QueryPlaces {
-  static constexpr int STEP = 2 * L::QUERY_CHUNK;  // from a lane's piece to its next
+  static constexpr int STEP = 2 * L::QUERY_CHUNK;  // a lane's next piece is so far on
   u32 shared;
   int lane;
 

@@ -393,7 +393,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     for (int j = TILES / 2; j < TILES; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
     const u32 mine = alive >> R::raw_row(g);
     const bool live_0 = mine & 1, live_1 = mine & 0x100;
-    // From here on a key's score is log2 of what its weight counts beside the values as they are stored.
+    // A key's score is from here on log2 of what its weight counts beside the values as they are stored.
     if (apart) {
       const u32 inverse = 0x7f007f00u - undo;
       const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)};
@@ -501,7 +501,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
-    named_barrier<SCORE_BARRIER, 128>();  // without it the compiler takes rows to differ within a warp, and spills
+    named_barrier<SCORE_BARRIER, 128>();  // else the compiler takes rows to differ within a warp, and spills
     return in_raw && warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
   }
 

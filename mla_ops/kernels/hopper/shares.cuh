@@ -76,7 +76,7 @@ DEVICE void await_opened(const Params& p) {
   if (p.splits > 1) cluster_wait();
 }
 
-// For the warpgroup of scores, between two shares of a row. READ: those that accumulate read the references, too.
+// The warpgroup of scores calls this between two shares of a row. READ: those that accumulate read the references, too.
 template <class L, bool READ>
 DEVICE void renew_references(u32 shared, int thread, u32 parity) {
   if (READ) mbarrier_wait(shared + L::FACTORS_FREE, parity);
@@ -84,7 +84,7 @@ DEVICE void renew_references(u32 shared, int thread, u32 parity) {
   named_barrier<SCORE_BARRIER, 128>();
 }
 
-// Behind it a lane reads what the same lane of the warp has left in each CTA of the cluster.
+// A lane may then read what the same lane of the warp has left in each CTA of the cluster.
 template <class L>
 DEVICE void meet_peers(const Params& p, u32 shared, int lane, u32 parity) {
   if (p.splits == 1) return;

@@ -28,7 +28,7 @@ struct Params {
   u32 spare;     // part of the gate's rank in a sample by which it may lie below it
   int sorted;
   u32 need;  // entries that each CTA of a cluster that meets once hands over at least; 0: none does
-  u32 room;  // that the first one has for each, a power of two
+  u32 room;  // entries of each that the first one has room for, a power of two
   int ahead;  // its registers ask for scores before a row's length is known
 
   // The part of a row that memory has; bounds may hold any number.

@@ -36,7 +36,7 @@ DEVICE float4 load_once_16_if(bool condition, const float* source) {
 
 // ---- clusters: a release of all threads of a CTA waits for memory, bytes that a barrier counts need none --------------
 
-// To a peer's shared memory; the barrier, which lies there too, counts the bytes when they can be read.
+// Stores to a peer's shared memory; the barrier, which lies there too, counts the bytes when they can be read.
 DEVICE void send_8(u32 address, u32 barrier, u64 value) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address),
                "l"(value), "r"(barrier)

@@ -233,7 +233,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     u64 turn_weights = weights, turn_values = values + slot * (HALF_BYTES / 16);
     hold(freed), hold(turn_weights), hold(turn_values);
     mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
-    fence_async_shared();  // for values and weights: those that make them have no time for it
+    fence_async_shared();  // those that make values and weights have no time for it
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
     // Its values' place is free when the result has left.
