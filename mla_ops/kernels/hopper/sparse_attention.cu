@@ -68,37 +68,9 @@ DEVICE void attend(const Params& p) {
   __syncthreads();
   if (LAUNCH == Launch::SHARES) open_meeting(p);
 
-  auto gather = [&]() {
-    fewer_registers<GATHER + 2 * MOVED>();
-    launch_dependents();
-    const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = kept(thread & 31);
-    int slot = warp, parity = 1;
-    u32 row_parity = 0;
-    for (bool first = true;; first = false) {
-      produce<HEADS, FORMAT>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
-      if (!PERSISTENT || LAUNCH == Launch::HELD && ends_row(p, row)) break;
-      row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
-      if (row.token >= end_of_tokens<LAUNCH>(p)) break;
-      ahead = begin_share<IN_REGISTERS>(p, row, lane).now;
-      if (LAUNCH == Launch::HELD || SHARES && !begins_row(p, row)) continue;
-      if constexpr (HEADS == 64) {
-        prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
-        mbarrier_wait(shared + L::QUERIES_FREE, row_parity);
-        copy_queries<HEADS, FORMAT, 128>(p, row, shared, opaque(warp * 32 + lane));
-        arrive_when_copied(shared + L::QUERIES_FULL);
-        row_parity ^= 1;
-      }
-    }
-    if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, true, thread);
-    if (LAUNCH == Launch::HELD) stand_by_for_shares<L>(p, shared, true, thread);
-    if (LAUNCH == Launch::SHARES) await_opened(p);
-    if constexpr (LAUNCH == Launch::GROUPS) {
-      if (warp == 0) carry_packets<L>(p, row, shared, lane);
-      if (warp == 1) carry_states<L>(p, row, shared, lane);
-    }
-    wait_for_prerequisites();
-  };
-  auto attend_to_keys = [&]() {
+  // ptxas puts the way of a condition that does not hold first, and the other one far behind it. What follows the start
+  // comes from memory along with it: the gather, the longest way of all. Of 64 heads without clusters the other is faster.
+  if (HEADS < 64 || LAUNCH == Launch::CLUSTERS ? warpgroup < PRODUCER : warpgroup != PRODUCER) {
     load_queries<HEADS, FORMAT, QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
     fence_async_shared();
     named_barrier<QUERY_BARRIER, QUERY_THREADS>();
@@ -182,13 +154,36 @@ DEVICE void attend(const Params& p) {
     if (LAUNCH == Launch::CLUSTERS) finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     if constexpr (LAUNCH == Launch::HELD) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
-  };
-  // ptxas puts the way of a condition that does not hold first, and the other one far behind it. What follows the start
-  // comes from memory along with it: the gather, the longest way of all. Of 64 heads without clusters the other is faster.
-  if (HEADS < 64 || LAUNCH == Launch::CLUSTERS ? warpgroup < PRODUCER : warpgroup != PRODUCER)
-    attend_to_keys();
-  else
-    gather();
+  } else {
+    fewer_registers<GATHER + 2 * MOVED>();
+    launch_dependents();
+    const int warp = __shfl_sync(~0u, thread >> 5, 0), lane = kept(thread & 31);
+    int slot = warp, parity = 1;
+    u32 row_parity = 0;
+    for (bool first = true;; first = false) {
+      produce<HEADS, FORMAT>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      if (!PERSISTENT || LAUNCH == Launch::HELD && ends_row(p, row)) break;
+      row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
+      if (row.token >= end_of_tokens<LAUNCH>(p)) break;
+      ahead = begin_share<IN_REGISTERS>(p, row, lane).now;
+      if (LAUNCH == Launch::HELD || SHARES && !begins_row(p, row)) continue;
+      if constexpr (HEADS == 64) {
+        prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
+        mbarrier_wait(shared + L::QUERIES_FREE, row_parity);
+        copy_queries<HEADS, FORMAT, 128>(p, row, shared, opaque(warp * 32 + lane));
+        arrive_when_copied(shared + L::QUERIES_FULL);
+        row_parity ^= 1;
+      }
+    }
+    if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, true, thread);
+    if (LAUNCH == Launch::HELD) stand_by_for_shares<L>(p, shared, true, thread);
+    if (LAUNCH == Launch::SHARES) await_opened(p);
+    if constexpr (LAUNCH == Launch::GROUPS) {
+      if (warp == 0) carry_packets<L>(p, row, shared, lane);
+      if (warp == 1) carry_states<L>(p, row, shared, lane);
+    }
+    wait_for_prerequisites();
+  }
 }
 
 // Attends to rows as the shape says. YIELDS: unless another launch has shared the tokens evenly.
