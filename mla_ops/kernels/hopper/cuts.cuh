@@ -54,7 +54,7 @@ struct SumPlaces {
       : partial(scratch + 16384 + 16), whole(partial + GROUPS * L::HEADS * 4), weights(whole + L::HEADS * 4) {}
 };
 
-// What a token's parts count for each head, to shared memory, by 256 threads; the lse if this CTA `tells`.
+// 256 threads store the weights of a token's parts for each head to shared memory; the lse if this CTA `tells`.
 template <class L, int BARRIER>
 DEVICE void weigh_cut(const Params& p, const CutToken& cut, const SumPlaces<L>& places, bool tells, int thread) {
   constexpr int HEADS = L::HEADS, AT_ONCE = 4;

@@ -301,7 +301,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
 }
 
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
-// Of shares that are held, whether this was the CTA's last one: which it is is kept in memory, since registers are few.
+// Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at,
                  u32 row_parity) {
@@ -313,7 +313,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   constexpr int TILES = HEADS / 8;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  // What is made anew each time where registers are few.
+  // Made anew each time where registers are few.
   auto own_thread = [&]() { return ONE && HEADS == 32 ? opaque(thread) : thread; };
   // The place in a table of wide scores of the first head of a thread's first key; the other one is 8 rows behind.
   auto wide_place = [&]() {

@@ -32,10 +32,10 @@ DEVICE void attend(const Params& p) {
   constexpr int PRODUCER = THREADS / 128 - 1;
   // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row.
   constexpr int MOVED = !BALANCED ? 0 : HEADS < 64 ? 8 : L::GATHER_REGISTERS < 32 ? 4 : 0;
-  // Of two warpgroups of scores, the first gives this many to each of those that accumulate, less what the second does.
+  // The first of two warpgroups of scores gives this many to each of those that accumulate, less what the second does.
   constexpr int KEPT = ONE ? 0 : LAUNCH == Launch::HELD ? 24 : LAUNCH == Launch::FOLDS ? 8 : 0,
                 OF_REST = KEPT > 16 ? 16 : 0;
-  // Of one, with 32 heads.
+  // One warpgroup of scores serves 32 heads.
   constexpr bool ONE_OF_32 = HEADS == 32 && ONE;
   constexpr int GATHER = ONE_OF_32 ? 24 : L::GATHER_REGISTERS,
                 OF_32 = LAUNCH == Launch::HELD || FORMAT == FP8_DS_MLA_V4 ? 168 : 160;

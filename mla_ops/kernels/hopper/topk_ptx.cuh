@@ -23,7 +23,7 @@ DEVICE void set_if(bool condition, u32 address, u32 bits) {
                : "memory");
 }
 
-// What is not loaded has no value.
+// Elements that are not loaded have no value.
 DEVICE float4 load_once_16_if(bool condition, const float* source) {
   float4 v;
   asm volatile(

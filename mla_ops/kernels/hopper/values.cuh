@@ -193,7 +193,7 @@ DEVICE float2 state_of_share(u32 shared, u32 parity, int warp, int lane) {
 template <int HEADS>
 using Accumulators = float[HEADS == 64 ? 2 : 4][HEADS == 64 ? 64 : HEADS / 2];
 
-// What a thread keeps from share to share: the sum of all, or those that wait.
+// A thread keeps this from share to share: the sum of all, or those that wait.
 template <class L, Launch LAUNCH>
 struct KeptOfShares {
   Accumulators<L::HEADS> sums;
