@@ -1,11 +1,13 @@
 """Shared by all benchmarks: inputs, timing, floors, checks, tables.
 
 A figure is the median time of one call. On a GPU it is a CUDA-graph replay between two events, after the L2 cache was
-overwritten, so it holds no host time; lowerings alternate call by call over the same input sets. On a CPU it is
-`time.perf_counter` around one call. A case may ask for host time instead: what an eager call costs the thread that
-makes it, over many calls that nobody waits for. The floor is the larger of bytes over the measured copy bandwidth and
-FLOPs over the measured matmul rate, both measured in the same run. Each row is checked against an independent
-formulation in float64 on its own random data; a row that fails its bound makes the program exit with 1.
+overwritten, so it holds no host time; lowerings alternate call by call over the same input sets. `--in-graph`
+measures a call behind other kernels of a graph instead: a graph of overwrites of L2, each followed by the call, less
+a graph of the overwrites. On a CPU it is `time.perf_counter` around one call. A case may ask for host time instead:
+what an eager call costs the thread that makes it, over many calls that nobody waits for. The floor is the larger of
+bytes over the measured copy bandwidth and FLOPs over the measured matmul rate, both measured in the same run. Each
+row is checked against an independent formulation in float64 on its own random data; a row that fails its bound makes
+the program exit with 1.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ MINIMUM_TIMINGS = 5
 CPU_SECONDS_PER_ROW = 1.0
 # Keys are the widths of a key. DeepSeek-V3's heads are 192 wide before absorption, V4's are 512 wide.
 SOFTMAX_SCALES = {576: 192**-0.5, 512: 512**-0.5}
+CALLS_IN_GRAPH = 8
 HOST_CALLS = 64  # calls of one host timing: their launches fit the device's queue, so that no call waits for it
 LAUNCHES = (0, 1, 2)  # CUgraphNodeType: kernel, memcpy, memset
 
@@ -161,6 +164,9 @@ def argument_parser(family: str) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--quick", action="store_true", help="tiny shapes: checks that everything runs, measures nothing"
+    )
+    parser.add_argument(
+        "--in-graph", action="store_true", help="time calls behind other kernels of a graph, not the graph's launch"
     )
     parser.add_argument("--json", type=Path, help="also write the rows to this file, beside those of other families")
     return parser
@@ -305,6 +311,41 @@ def _timings_cuda(replays: Replays, iterations: int) -> dict[str, list[float]]:
     return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
 
+def _timings_in_graph(runs: Replays, iterations: int) -> dict[str, list[float]]:
+    """Microseconds of a call, by graphs of `CALLS_IN_GRAPH` overwrites of L2, with and without the call behind each."""
+    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def behind_overwrites(run: Callable[[], object]) -> Callable[[], object]:
+        def several() -> None:
+            for _ in range(CALLS_IN_GRAPH):
+                flush.zero_()
+                run()
+
+        return _capture(several, "")[0]
+
+    alone = behind_overwrites(lambda: None)
+    replays = {name: [behind_overwrites(run) for run in sets] for name, sets in runs.items()}
+    events: dict[str, list[tuple[torch.cuda.Event, ...]]] = {name: [] for name in replays}
+    names = list(replays)
+    for iteration in range(iterations):
+        first = iteration % len(names)
+        for name in names[first:] + names[:first]:
+            sets = replays[name]
+            times = tuple(torch.cuda.Event(enable_timing=True) for _ in range(3))
+            times[0].record()
+            alone()
+            times[1].record()
+            sets[iteration % len(sets)]()
+            times[2].record()
+            events[name].append(times)
+    torch.cuda.synchronize()
+    overwrites = statistics.median(a.elapsed_time(b) for row in events.values() for a, b, _ in row)
+    return {
+        name: [1e3 * (b.elapsed_time(c) - overwrites) / CALLS_IN_GRAPH for _, b, c in row]
+        for name, row in events.items()
+    }
+
+
 def _timings_cpu(runs: Replays, iterations: int) -> dict[str, list[float]]:
     timings: dict[str, list[float]] = {name: [] for name in runs}
     deadline = time.perf_counter() + CPU_SECONDS_PER_ROW * len(runs)
@@ -354,15 +395,18 @@ def _resolve(lowering: str, call: dispatch.Call) -> tuple[str, str | None]:
         return "auto", str(error)
 
 
-def measure(case: Case, lowerings: Sequence[str], iterations: int, floors: Floors) -> list[Row]:
+def measure(
+    case: Case, lowerings: Sequence[str], iterations: int, floors: Floors, *, in_graph: bool = False
+) -> list[Row]:
     """Runs one case under each lowering: checks it, times it, compares it with the floor and the first lowering."""
     name_of_rows = case.name or case.call.op
     rows: list[Row] = []
     ready: Replays = {}
+    calls: Replays = {}
     captures = case.call.device.type == "cuda" and not case.host
 
     def prepare(row: Row, runs: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
-        runs = [_under(row.lowering, case.call, run) for run in runs]
+        runs = calls[row.lowering] = [_under(row.lowering, case.call, run) for run in runs]
         if not captures:
             return runs
         replays, counts = zip(*(_capture(run, row.lowering) for run in runs), strict=True)
@@ -395,6 +439,8 @@ def measure(case: Case, lowerings: Sequence[str], iterations: int, floors: Floor
         row.checks = peer.check()
     if case.host:
         timings = _timings_host(ready, iterations, case.call.device)
+    elif captures and in_graph:
+        timings = _timings_in_graph(calls, iterations)
     else:
         timings = (_timings_cuda if captures else _timings_cpu)(ready, iterations)
     _fill(rows, case, timings, floors)
@@ -495,13 +541,15 @@ def run_benchmark(family: str, cases: Iterable[Callable[[], Case]], arguments: a
         f"{floors.matmul_dtype} matmul {floors.matmul_flops_per_second / 1e12:.3f} TFLOP/s, "
         f"a call that writes one number {floors.launch_us:.1f} µs"
     )
+    if arguments.in_graph:
+        print("each call behind an overwrite of L2 in one graph; the graph's launch is not in its time")
     print(HEADER, flush=True)
     lowerings = names(arguments.lowerings)
     rows: list[Row] = []
     iterations = MINIMUM_TIMINGS if arguments.quick else arguments.iterations
     with torch.no_grad():
         for build in cases:
-            new_rows = measure(build(), lowerings, iterations, floors)
+            new_rows = measure(build(), lowerings, iterations, floors, in_graph=arguments.in_graph)
             for row in new_rows:
                 print(format_row(row), flush=True)
             rows += new_rows

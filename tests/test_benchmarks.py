@@ -64,10 +64,12 @@ def test_a_lowering_that_writes_nothing_fails(family: str, monkeypatch: pytest.M
     """Outputs are poisoned before the checked run, so stale or missing values cannot pass."""
     module = importlib.import_module(f"benchmarks.{family}")
 
-    def broken(case: common.Case, *rest: object) -> list[common.Row]:
+    def broken(case: common.Case, *rest: object, **options: bool) -> list[common.Row]:
         runs = [lambda: None for _ in case.runs]
         return real(
-            common.Case(case.call, case.shape, runs, case.poison, case.check, case.bytes_moved, case.flops), *rest
+            common.Case(case.call, case.shape, runs, case.poison, case.check, case.bytes_moved, case.flops),
+            *rest,
+            **options,
         )
 
     real = common.measure
