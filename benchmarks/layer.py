@@ -258,7 +258,11 @@ def profiled(layer: Layer, replays: int = 10) -> dict[str, float]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             replay()
             torch.cuda.synchronize()
-        events = [(event.name, event.time_range.start, event.time_range.end) for event in profile.events()]
+        events = [
+            (event.name, event.time_range.start, event.time_range.end)
+            for event in profile.events()
+            if event.device_type.name == "CUDA"  # others are calls of the runtime
+        ]
         seen.append(parts_of(sorted(events, key=lambda event: event[1])))
     return {part: statistics.median(times[part] for times in seen) for part in KERNEL_WORDS}
 
