@@ -298,7 +298,7 @@ def best(tool: str) -> None:
     from mla_ops.kernels.hopper import sources, topk
 
     rows, k = (3, 200) if tool == "memcheck" else (2, 40)
-    few, meeting = topk.FEW._replace(gated=2048, sampled=1024, least=1024), topk.MEETINGS[0]._replace(cluster=2)
+    few, meeting = topk.FEW._replace(gated=2048, sampled=1024, least=1024), topk.MEETINGS[0]._replace(cluster=3)
     plans = {
         1000: topk.SHORT[0],
         9000: topk.SHORT[2],
@@ -307,8 +307,8 @@ def best(tool: str) -> None:
         20000: few,
         20001: few._replace(cluster=3),
         20002: few._replace(cluster=3, gated=1 << 30),
-        20003: topk.MEETINGS[0]._replace(cluster=3),
-        20004: topk.MEETINGS[1]._replace(cluster=2),
+        12003: topk.MEETINGS[0]._replace(cluster=3),
+        16004: topk.MEETINGS[1]._replace(cluster=2),
     }
     if tool == "racecheck":  # the fewest columns that take each way; the last row is the one that registers hold
         plans = {300: topk.SHORT[0], 4200: topk.SHORT[2], 2400: topk.MANY._replace(gated=2048, sampled=1024)}

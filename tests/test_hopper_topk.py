@@ -191,7 +191,8 @@ def test_clusters_meet_once_where_their_registers_hold_a_row() -> None:
     """By the fewest columns of a thread first, then by the fewest CTAs."""
     sizes = ((1, 32768), (16, 32768), (64, 32768), (16, 131072), (1, 262144))
     plans = [topk.plan_for(*size, *H200, 2048) for size in sizes]
-    assert [(plan.cluster, plan.held) for plan in plans] == [(8, 1), (4, 2), (2, 4), (6, 6), (16, 4)]
+    assert [(plan.cluster, plan.held_columns // 4096) for plan in plans] == [(8, 1), (4, 2), (2, 4), (6, 6), (16, 4)]
+    assert [plan.threads for plan in plans] == [512, 512, 1024, 1024, 1024]
     assert not topk.plan_for(1, 32768, *H200, 2048, sorted=True).held
     assert not topk.plan_for(1, 32768, *H200, 4096).held
     assert not topk.plan_for(18, 131072, *H200, 2048).held

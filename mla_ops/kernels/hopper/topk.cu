@@ -4,8 +4,12 @@
 // `Selection` in topk_row.cuh lays out. topk_row.cuh, topk_cluster.cuh and topk_short.cuh say how it works.
 #include "topk_row.cuh"
 
+// CTAs of so many threads find room beside those of scores: they have the 56 registers that two CTAs of 576 would have.
+constexpr int BESIDE_SCORES = 512;
+
 template <int THREADS, int VECTORS, int SAMPLED, int CTAS, int HELD>
-__global__ void __launch_bounds__(THREADS, CTAS) topk_rows(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(THREADS == BESIDE_SCORES ? 576 : THREADS, THREADS == BESIDE_SCORES ? 2 : CTAS)
+    topk_rows(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const u32 rank = blockIdx.x % p.cluster;
   Selection<THREADS, VECTORS, SAMPLED, CTAS == 1, HELD>(p, shared_memory)

@@ -96,7 +96,7 @@ class Plan(NamedTuple):
 
     @property
     def kernel(self) -> Kernel:
-        sizes = (self.threads, self.vectors, self.ctas)
+        sizes: tuple[int, ...] = (self.threads, self.vectors, self.ctas)
         if not self.short:
             sizes = (self.threads, self.vectors, self.sample_vectors, self.ctas, self.held)
         name = "topk_short_rows" if self.short else "topk_rows"
@@ -138,7 +138,8 @@ class Plan(NamedTuple):
 
 SHORT = tuple(Plan(1024, vectors, 0, 1, short=True) for vectors in (1, 2, 4))
 FEW = Plan(1024, 2, 1, 1)
-MEETINGS = tuple(FEW._replace(held=held) for held in (1, 2, 4, 6))
+BESIDE_SCORES = Plan(512, 1, 2, 1)  # an SM has room for it and a CTA of scores of one token
+MEETINGS = (*(BESIDE_SCORES._replace(held=held) for held in (2, 4)), *(FEW._replace(held=held) for held in (4, 6)))
 MANY = Plan(256, 2, 2, 4)
 KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY))
 

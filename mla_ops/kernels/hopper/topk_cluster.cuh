@@ -173,7 +173,7 @@ struct InCluster {
 
   // Writes what is chosen of the slots, in the order of columns.
   template <int OWN>
-  DEVICE void write(const Slots<OWN>& slots, u64 threshold, i64 number, int request) {
+  DEVICE void write(Slots<OWN>& slots, u64 threshold, i64 number, int request) {
     const u32 at = shared_address(words);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
@@ -197,6 +197,7 @@ struct InCluster {
     int* const chosen = reinterpret_cast<int*>(rooms);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
+      hold(slots.entries[i]);  // else what the first loop made of it is kept in registers
       const u32 column = position_of(slots.entries[i]);
       if (slots.entries[i] >= threshold)
         chosen[fronts[column / 32] + __popc(words[column / 32] & (1u << column % 32) - 1)] = column - row.skew;

@@ -41,7 +41,7 @@ template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, int HELD_BY_CLUS
 struct Selection {
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
   static constexpr u32 CHUNK = STEP * 4;
-  static constexpr u32 HELD = 2;          // groups of a thread that registers hold
+  static constexpr u32 HELD = THREADS < 1024 ? 4 : 2;  // groups of a thread, which registers hold
   static constexpr u32 AHEAD = 4 * STEP;  // groups that are on their way to L2 in front of those that are read
   static_assert(VECTORS <= 4, "counts of the groups of a warp share a word");
 
@@ -267,11 +267,11 @@ struct Selection {
     row.scores -= row.skew;
     hold(row.scores);
     InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
-    wait_for_prerequisites();  // scores may come from the launch in front
-    launch_dependents();
-    if (HELD_BY_CLUSTER > 0 && p.ahead) fast.load(row.scores, row.skew, p.num_columns + row.skew);
     const Params::Given given = p.given_of(number);
     clear_bins<THREADS>(bins);
+    wait_for_prerequisites();  // only scores may come from the launch in front
+    launch_dependents();
+    if (HELD_BY_CLUSTER > 0 && p.ahead) fast.load(row.scores, row.skew, p.num_columns + row.skew);
     int start, end;
     p.columns_of(given, start, end);
     const int length = end - start;
@@ -282,7 +282,7 @@ struct Selection {
     const u32 row_first = row.start / 4, row_vectors = (row.end + 3) / 4 - row_first;
     if (FEW_ROWS && row_vectors <= HELD * THREADS) {
       if (rank > 0) return;
-      Held<THREADS, HELD> held(4 * row_first, row_vectors);
+      Held<THREADS, HELD, (THREADS < 1024)> held(4 * row_first, row_vectors);
       held.load(row.scores, row.skew, p.num_columns);
       __syncthreads();  // bins are at 0
       const FirstBins first_bins(control, bins, length > 2 * p.k);
@@ -345,7 +345,9 @@ struct Selection {
       }
       if (total >= wanted) break;
       least = 0;
-      load(0, next);
+      u32 again = 0;
+      hold(again);  // else its columns are kept in registers from the first time on
+      load(again, next);
     }
     if (rank == 0) write(number, given.request, have, wanted);
   }

@@ -7,13 +7,14 @@
 #include "topk_params.cuh"
 
 // A thread's keys, of groups of four neighbouring columns. A warp's groups stand next to one another, 32 at a time. Key 0
-// is no score.
-template <int THREADS, int VECTORS>
+// is no score. FEW_REGISTERS: columns are made again where they are needed; else ptxas keeps all of them.
+template <int THREADS, int VECTORS, bool FEW_REGISTERS = false>
 struct Held {
   static_assert(VECTORS <= 4, "counts of a warp's groups share a word");
   float4 scores[VECTORS];
   u32 keys[VECTORS * 4];
-  const u32 first, turns;  // column, a multiple of 4; groups of a thread
+  mutable u32 first;  // column, a multiple of 4
+  const u32 turns;    // groups of a thread
 
   DEVICE Held(u32 first_column, u32 groups) : first(first_column), turns((groups + THREADS - 1) / THREADS) {}
 
@@ -25,6 +26,11 @@ struct Held {
   }
 
   DEVICE u64 entry(int i) const { return entry_of(keys[i], column(i / 4) + i % 4); }
+
+  // What was made of `first` is not used again.
+  DEVICE void forget_columns() const {
+    if (FEW_REGISTERS) hold(first);
+  }
 
   template <class F>
   DEVICE void each_key(F use) const {
@@ -38,6 +44,7 @@ struct Held {
 
   template <class F>
   DEVICE void each(F use) const {
+    forget_columns();
     each_key([&](int i) { use(keys[i], static_cast<u32>(entry(i))); });
   }
 
@@ -77,6 +84,7 @@ struct Held {
 
   // Entries of the columns from `threshold` on, in the order of columns. Returns how many those are.
   DEVICE u32 collect(Control& control, u64 threshold, u64* entries) const {
+    forget_columns();
     u32 chosen = 0;  // a bit each
     each_key([&](int i) { chosen |= static_cast<u32>(entry(i) >= threshold) << i; });
     u32 counts = chosen - (chosen >> 1 & 0x5555);
@@ -84,6 +92,7 @@ struct Held {
     counts = (counts | counts << 8) & 0xff00ff, counts = (counts | counts << 4) & 0xf0f0f0f;  // a byte for each group
     const u32 inclusive = inclusive_scan(counts), of_warp = __shfl_sync(~0u, inclusive, 31);
     const u32 halves = (of_warp & 0xff00ff) + (of_warp >> 8 & 0xff00ff);
+    forget_columns();
     u32 total, place = before_warp<THREADS>(control, (halves & 0xffff) + (halves >> 16), 0, total);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
