@@ -3,6 +3,7 @@
 Run as a program of its own (`test_aot_compile.py` does), because Triton decides at import whether it interprets.
 
     python tests/aot_jobs.py [substring of variant ids] [compute capabilities]
+    python tests/aot_jobs.py --amd      # for AMD's architectures
     python tests/aot_jobs.py --write    # all figures to aot_figures.json
 
 Triton makes the same LLVM IR for all architectures of a family where the constants are the same, but for instructions
@@ -11,7 +12,7 @@ figures. Variants of each kind of instruction are compiled for every architectur
 is so.
 
 aot_figures.json keeps figures by a hash of what they come from: the sources and constants of a kernel, options,
-architectures and Triton's version. What it has is not compiled again, but for those comparisons.
+architectures and Triton's version. What it has is not compiled again, but for a cheap kernel on each architecture.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import functools
 import hashlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,6 +31,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# else LLVM IR names its source files, and Triton's cache may hold that of another checkout
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
 import triton
 from aot_kernels import (
     CAPABILITIES,
@@ -61,6 +65,12 @@ COMPARED = (cache_variants, dense_attention_variants, indexer_variants, topk_var
 # SM89 has the tiles and the products of SM80 and the e4m3 of SM120, whose tiles and products are the same
 LIKE_SM120 = (paged_attention_variants, two_cache_variants)
 
+# Dispatch gives a GPU of AMD the capability (0, 0), and so the tiles of these variants.
+AMD, AMD_CAPABILITY = ("gfx942", "gfx950"), 0
+# gfx942 has a variant of each kernel; gfx950, whose matrix products are others, that of sparse attention
+PRODUCTS = "_attend_kernel"
+
+ALWAYS_COMPILED = ("store_fp8[", "store_plain[")
 KEPT = Path(__file__).with_name("aot_figures.json")
 FIGURES = ("kernel", "shared", "tensor_memory", "llvm_ir", "registers", "stack")
 
@@ -83,11 +93,19 @@ def machine_code(llvm_ir: str, capability: int, options: dict[str, int]) -> byte
     return stages["cubin"](stages["ptx"](llvm_ir, metadata), metadata)
 
 
-def compile_variant(variant: Variant, *capabilities: int) -> list[dict[str, Any]]:
+def compile_for_amd(variant: Variant, architecture: str) -> dict[str, Any]:
+    target = GPUTarget("hip", architecture, 64)
+    metadata = triton.compile(source(variant), target=target, options=variant.options).metadata
+    return {"kernel": metadata.name, "shared": metadata.shared}
+
+
+def compile_variant(variant: Variant, *capabilities: int | str) -> list[dict[str, Any]]:
     """Figures of a variant on architectures of one family, by the LLVM IR of the first; or the error that it raised."""
     results: list[dict[str, Any]] = []
     llvm_ir = ""
     try:
+        if capabilities[0] in AMD:
+            return [compile_for_amd(variant, architecture) for architecture in capabilities]
         for capability in capabilities:
             if TWINS.get(capability) in capabilities:
                 results.append(results[capabilities.index(TWINS[capability])])
@@ -123,12 +141,13 @@ class Job(NamedTuple):
 
     Attributes:
         name: of the variant.
-        capabilities: those that get machine code of the first one's LLVM IR, or the figures of their twin.
+        capabilities: those that get machine code of the first one's LLVM IR, or the figures of their twin; of AMD, the
+            name of an architecture.
         compared_with: an architecture whose LLVM IR is the same.
     """
 
     name: str
-    capabilities: tuple[int, ...]
+    capabilities: tuple[int | str, ...]
     compared_with: int | None = None
 
 
@@ -154,7 +173,17 @@ def jobs_of(variants: Callable[[int], Iterator[Variant]], family: tuple[int, ...
                     yield from (Job(*names, (capability,), same[0]) for capability in same[1:])
 
 
-def key_of(variant: Variant, capabilities: tuple[int, ...]) -> str:
+def amd_jobs() -> Iterator[Job]:
+    """The first variant of each kernel."""
+    first: dict[str, str] = {}
+    for variants in VARIANTS:
+        for variant in variants(AMD_CAPABILITY):
+            first.setdefault(variant.kernel.__name__, variant.name)
+    for kernel, name in first.items():
+        yield from (Job(name, (each,)) for each in AMD[: 1 + (kernel == PRODUCTS)])
+
+
+def key_of(variant: Variant, capabilities: tuple[int | str, ...]) -> str:
     """Triton's hash has the functions that a kernel calls, but not methods of its constants."""
     classes = {type(value) for value in variant.constants.values() if isinstance(value, Constant)}
     everything = triton.__version__, source(variant).hash(), sorted(variant.options.items()), capabilities
@@ -169,15 +198,24 @@ def kept() -> dict[str, list[dict[str, Any]]]:
 
 
 def variant_of(job: Job) -> Variant:
-    return next(v for variants in VARIANTS for v in variants(job.capabilities[0]) if v.name == job.name)
+    capability = AMD_CAPABILITY if job.capabilities[0] in AMD else job.capabilities[0]
+    return next(v for variants in VARIANTS for v in variants(capability) if v.name == job.name)
+
+
+def is_always_compiled(job: Job) -> bool:
+    """Whether kept figures are checked by this job."""
+    return job.name.startswith(ALWAYS_COMPILED) and bool(job.compared_with or job.capabilities[0] in AMD)
 
 
 def run(job: Job) -> list[dict[str, Any]]:
     variant = variant_of(job)
-    found = None if job.compared_with else kept().get(key_of(variant, job.capabilities))
-    if found is None:
+    known = kept().get(key_of(variant, job.capabilities))
+    found = known
+    if known is None or is_always_compiled(job):
         set_up_llvm()
         found = compile_variant(variant, *job.capabilities)
+        if known not in (None, found):
+            found = [{"error": f"kept figures are {known}, those of a compilation {found}"}] * len(found)
     return [
         {"name": job.name, "capability": capability, "compared_with": job.compared_with, **figures}
         for capability, figures in zip(job.capabilities, found, strict=True)
@@ -189,16 +227,17 @@ def write(every: list[Job], found: list[list[dict[str, Any]]]) -> None:
     rows = []
     for job, results in zip(every, found, strict=True):
         figures = [{name: value for name, value in result.items() if name in FIGURES} for result in results]
-        if not job.compared_with and all(figures):
+        if all(figures):
             rows.append({"name": job.name, "key": key_of(variant_of(job), job.capabilities), "figures": figures})
     KEPT.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
 def main() -> None:
-    writes = sys.argv[1:] == ["--write"]
-    wanted = sys.argv[1] if len(sys.argv) > 1 and not writes else ""
+    writes, amd = sys.argv[1:] == ["--write"], sys.argv[1:] == ["--amd"]
+    wanted = sys.argv[1] if len(sys.argv) > 1 and not writes and not amd else ""
     capabilities = [int(c) for c in sys.argv[2:]] or CAPABILITIES
-    every, found = [job for job in jobs(capabilities) if wanted in job.name], []
+    every = [] if amd else [job for job in jobs(capabilities) if wanted in job.name]
+    every, found = every + list(amd_jobs() if amd or writes else ()), []
     with ProcessPoolExecutor(max_workers=2) as pool:
         for results in pool.map(run, every):
             found.append(results)

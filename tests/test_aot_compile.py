@@ -1,16 +1,12 @@
 """Every Triton kernel compiles for every architecture, within its shared memory and without spills worth naming.
 
-No GPU is needed: `aot_jobs.py`, in a process of its own since this one may be interpreting, compiles the table of
-kernels in `aot_kernels.py` and prints what each takes. `make test-triton TRITON=3.9.0` runs this with another Triton.
+No GPU is needed: `aot_jobs.py` compiles the table of kernels in `aot_kernels.py` and prints what each takes.
+`make test-triton TRITON=3.9.0` runs this with another Triton.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,8 @@ from typing import Any
 import pytest
 
 triton = pytest.importorskip("triton")
+from aot_results import kernels_of_the_sources, run_jobs
+
 from mla_ops.kernels.triton import dense_attention, sparse_attention
 
 # dynamic shared memory of one block, bytes
@@ -33,22 +31,11 @@ MAX_STACK = 128
 TILES_CHOSEN_WITH = "3.6."  # by the stack that this Triton's kernels take
 
 BOLD_TILE = re.compile(r"^\| (\S+) \| \*\*(\d+) x (\d+)\*\* \| (\d) \| (\d) \|", re.MULTILINE)
-SCRIPT = Path(__file__).with_name("aot_jobs.py")
 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = str(SCRIPT.parent.parent)
-    # else LLVM IR names its source files, and Triton's cache may hold that of another checkout
-    environment["TRITON_DISABLE_LINE_INFO"] = "1"
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
-    finished = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=1500, check=False
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    # the compiler prints its own reports to the same stream
-    return [json.loads(line) for line in finished.stdout.splitlines() if line.startswith('{"name"')]
+    return run_jobs()
 
 
 @pytest.mark.slow
@@ -91,19 +78,11 @@ def test_architectures_of_a_family_get_the_same_llvm_ir(compiled: list[dict[str,
 
 @pytest.mark.slow
 def test_the_table_has_every_kernel(compiled: list[dict[str, Any]]) -> None:
-    """A jitted kernel that no variant compiles would be shipped unseen."""
-    kernels = SCRIPT.parent.parent / "mla_ops" / "kernels"
-    written = {
-        line.split("(")[0].removeprefix("def ")
-        for path in kernels.glob("triton/*.py")
-        for line in path.read_text().splitlines()
-        if line.startswith("def ") and line.split("(")[0].endswith("_kernel")
-    }
-    assert {result["kernel"] for result in compiled if "kernel" in result} == written
+    assert {result["kernel"] for result in compiled if "kernel" in result} == kernels_of_the_sources()
 
 
 def test_the_published_tiles_are_the_chosen_ones() -> None:
-    text = (SCRIPT.parent.parent / "docs" / "results" / "tiles.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parent.parent / "docs" / "results" / "tiles.md").read_text(encoding="utf-8")
     published = set()
     for section in text.split("\n## SM")[1:]:
         number = int(section.split()[0])
