@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 import mla_ops
 
@@ -33,8 +34,8 @@ class Model(torch.nn.Module):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
 
-        def weights(rows: int, columns: int) -> torch.nn.ParameterList:
-            matrices = [torch.randn(rows, columns) * rows**-0.5 for _ in range(NUM_LAYERS)]
+        def weights(inputs: int, outputs: int) -> torch.nn.ParameterList:
+            matrices = [torch.randn(outputs, inputs) * inputs**-0.5 for _ in range(NUM_LAYERS)]
             return torch.nn.ParameterList(
                 [torch.nn.Parameter(matrix.to(device, torch.bfloat16), requires_grad=False) for matrix in matrices]
             )
@@ -50,11 +51,11 @@ class Model(torch.nn.Module):
         recent = torch.arange(TOPK, dtype=torch.int32, device=hidden.device)
         indices = metadata.positions.unsqueeze(1) - recent
         for w_kv, w_q, w_o, kv_cache in zip(self.w_kv, self.w_q, self.w_o, caches, strict=True):
-            normed = torch.nn.functional.rms_norm(hidden, (HIDDEN,))
-            kv_c, k_pe = (normed @ w_kv).split((LATENT_DIM, ROPE_DIM), dim=1)
+            normed = F.rms_norm(hidden, (HIDDEN,))
+            kv_c, k_pe = F.linear(normed, w_kv).split((LATENT_DIM, ROPE_DIM), dim=1)
             mla_ops.concat_and_cache(kv_c, k_pe, kv_cache, metadata.slot_mapping, CACHE_FORMAT)
             out, _ = mla_ops.paged_sparse_attention(
-                (normed @ w_q).view(-1, NUM_HEADS, HEAD_DIM),
+                F.linear(normed, w_q).view(-1, NUM_HEADS, HEAD_DIM),
                 kv_cache,
                 indices,
                 SOFTMAX_SCALE,
@@ -63,7 +64,7 @@ class Model(torch.nn.Module):
                 block_table=metadata.block_table,
                 req_id_per_token=metadata.req_id_per_token,
             )
-            hidden = hidden + out.flatten(1) @ w_o
+            hidden = hidden + F.linear(out.flatten(1), w_o)
         return hidden
 
 

@@ -31,8 +31,6 @@ TOPK = 8
 SCALE = 0.1
 SIZES = (5, 1, 64, 2, 0, 33)
 
-cache_formats = pytest.mark.parametrize("cache_format", ["bf16", "fp8_ds_mla", "fp8_ds_mla_v4"])
-
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
@@ -181,8 +179,14 @@ def assert_no_copy(cache: torch.Tensor, codes: list[str], calls: list[tuple[str,
         assert arguments["kv_cache"].data_ptr() == cache.data_ptr(), f"{op} got a copy of the cache"
 
 
-@cache_formats
-@programs
+# what Inductor copies follows from schemas, which all formats share
+@pytest.mark.parametrize(
+    ("program", "cache_format"),
+    [
+        *((program, "bf16") for program in PROGRAMS),
+        *((write_attend_write_attend, cache_format) for cache_format in ("fp8_ds_mla", "fp8_ds_mla_v4")),
+    ],
+)
 def test_no_copy_of_a_cache_and_the_bits_of_eager(program: Callable[..., Any], cache_format: str) -> None:
     assert_no_copy(*run_eager_and_compiled(program, cache_format))
 

@@ -17,21 +17,23 @@ OPTIONAL = ("triton", "flashinfer", "flash_mla", "transformers", "vllm", "sglang
 
 # `import torch` alone may load numpy, and triton in some builds
 MEASURE = """
-import json, sys, time
+import importlib, json, sys, time
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import mla_ops
-seconds = time.perf_counter() - start
-print(json.dumps({"seconds": seconds, "added": sorted(set(sys.modules) - before)}))
+seconds = time.process_time() - start
+found = {"seconds": seconds, "added": sorted(set(sys.modules) - before), "ops": len(dir(torch.ops.mla))}
+importlib.reload(mla_ops)
+print(json.dumps({**found, "ops_after_reload": len(dir(torch.ops.mla))}))
 """
 
 
 @pytest.fixture(scope="module")
 def imports() -> list[dict]:
-    """Three fresh processes, so that one that was slowed by others does not decide."""
+    """Two fresh processes: other work on this machine slows one more than the other."""
     results = []
-    for _ in range(3):
+    for _ in range(2):
         output = subprocess.run(
             [sys.executable, "-c", MEASURE],
             check=True,
@@ -65,18 +67,9 @@ def test_import_takes_less_than_a_fifth_of_a_second_on_top_of_torch(imports: lis
     assert min(result["seconds"] for result in imports) < 0.2
 
 
-def test_import_twice_or_again_after_reload_is_harmless() -> None:
+def test_import_again_after_reload_is_harmless(imports: list[dict]) -> None:
     # a module that is imported from two paths registers its ops once, or says so
-    code = "import mla_ops, importlib, torch; importlib.reload(mla_ops); print(len(dir(torch.ops.mla)))"
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": REPOSITORY},
-    )
-    assert result.returncode == 0, result.stderr
+    assert imports[0]["ops"] == imports[0]["ops_after_reload"] > 0
 
 
 @pytest.mark.parametrize("name", mla_ops.__all__)

@@ -53,7 +53,7 @@ def test_a_write_that_depends_on_hidden_state_is_found(wrong: Any) -> None:
     sample = Sample("", (torch.zeros(4),), {}, wrong.remembers.default)
     torch.library.opcheck(sample.op, sample.args)
     with pytest.raises(AssertionError, match=r"cache: .* bytes differ"):
-        check_compiled(sample)
+        check_compiled([sample])
     with pytest.raises(AssertionError, match="second call against the first: cache"):
         check_repeatable(sample)
 

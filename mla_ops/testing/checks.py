@@ -69,21 +69,29 @@ def assert_same_memory(actual: Sample, expected: Sample, what: str, *, names: Se
             assert_same_bits(_storage_bytes(value), _storage_bytes(theirs[name]), f"{what}: {name}")
 
 
-def check_compiled(sample: Sample, backend: str = "aot_eager", *, dynamic: bool | None = False) -> None:
-    """An op does compiled what it does eagerly, to the bit: what it returns, and every byte of its arguments."""
-    eager, compiled = clone_sample(sample), clone_sample(sample)
-    expected = sample.op(*eager.args, **eager.kwargs)
+def check_compiled(samples: Sequence[Sample], backend: str = "aot_eager", *, dynamic: bool = False) -> None:
+    """An op does compiled what it does eagerly, to the bit: what it returns, and every byte of its arguments.
 
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return sample.op(*args, **kwargs)
+    Args:
+        samples: of one op. One compiled function takes all of them, and is compiled again where its guards ask for it.
+        backend: of torch.compile.
+        dynamic: whether sizes are symbols.
+    """
+
+    def call(sample_op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return sample_op(*args, **kwargs)
 
     torch._dynamo.reset()
     function = torch.compile(call, backend=backend, fullgraph=True, dynamic=dynamic)
-    actual = function(compiled.args, compiled.kwargs)
-    for index, (left, right) in enumerate(zip(tree_leaves(actual), tree_leaves(expected), strict=True)):
-        if isinstance(right, torch.Tensor):
-            assert_same_bits(left, right, f"{sample.op} ({sample.name}), output {index}, compiled against eager")
-    assert_same_memory(compiled, eager, f"{sample.op} ({sample.name}), compiled against eager")
+    with torch._dynamo.config.patch(recompile_limit=len(samples) + 1):
+        for sample in samples:
+            eager, compiled = clone_sample(sample), clone_sample(sample)
+            expected = sample.op(*eager.args, **eager.kwargs)
+            actual = function(sample.op, compiled.args, compiled.kwargs)
+            for index, (left, right) in enumerate(zip(tree_leaves(actual), tree_leaves(expected), strict=True)):
+                if isinstance(right, torch.Tensor):
+                    assert_same_bits(left, right, f"{sample.op} ({sample.name}), output {index}, compiled and eager")
+            assert_same_memory(compiled, eager, f"{sample.op} ({sample.name}), compiled and eager")
 
 
 def check_repeatable(sample: Sample) -> None:
