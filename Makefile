@@ -6,8 +6,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# a module's tests on one worker, which makes its fixtures once
-PYTEST_ARGS ?= -n 2 --dist loadscope
+# a module's tests on one worker, which makes its fixtures once; modules in the order that tests/conftest.py gives them
+PYTEST_ARGS ?= -n 2 --dist loadscope --no-loadscope-reorder
 TRITON ?= 3.9.0
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
@@ -15,8 +15,9 @@ FUZZ_ARGS ?=
 BIN := $(VENV)/bin
 SETUP_INPUTS := pyproject.toml constraints.txt scripts/setup_env.py
 
-# Two workers on two cores: more threads than cores in each only slow the other down.
-TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Two workers on two cores: more threads than cores in each only slow the other down. Inductor need not compile programs
+# to learn which of the CPU's vectors work.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: help demo test test-triton fuzz lint format docs bench wheel kernels-hub hooks clean
 

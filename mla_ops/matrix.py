@@ -68,7 +68,7 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
 MEASURED_ON, TESTED, INTERPRETED, COMPILES = "measured", "tested", "tested in the interpreter", "compiles"
 CONTRACT, REFUSED = "adapter, contract-tested", "refused"
 
-# What shows each state. A line of the matrix names a test of its own.
+# The evidence of each state; a line of the matrix names a test of its own beside it.
 EVIDENCE = {
     MEASURED_ON: "`tests/test_matrix.py::test_what_counts_as_measured_has_a_checked_row_in_the_results`",
     TESTED: "the line's test by `pytest -m gpu` on an H200",

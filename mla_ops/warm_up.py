@@ -11,8 +11,8 @@ from . import ops
 from .formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, get_format
 from .metadata import StepMetadata, V4StepMetadata
 
-# Keys of contexts of paged_attention: of one that a program or a CTA reads, of two that several share, of a long one,
-# whose length is compared with others. Between them they take the kernels of nearly all.
+# Keys of the contexts that paged_attention is warmed up with. One program or CTA reads the first, several share each of
+# the next two, and the last is so long that kernels compare its length with others'. They take nearly every kernel.
 CONTEXTS = (1, 1024, 4096, 131072)
 # tokens of a prompt that is not short to any lowering
 LONG_PROMPT = 129

@@ -175,7 +175,7 @@ def engine(arguments: argparse.Namespace) -> Any:
         dtype="bfloat16",
         kv_cache_dtype="auto" if arguments.dense else "fp8_ds_mla",
         block_size=64,
-        max_model_len=-(-max(context for _, context in arguments.steps) // 1024) * 1024 + 4096,  # of whole block tables
+        max_model_len=-(-max(context for _, context in arguments.steps) // 1024) * 1024 + 4096,  # whole block tables
         max_num_seqs=max(batches),
         max_num_batched_tokens=arguments.chunk,
         kv_cache_memory_bytes=arguments.cache_gib * 2**30,

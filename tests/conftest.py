@@ -25,6 +25,9 @@ if not HAS_GPU and dispatch.is_installed("triton"):
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # files with slow tests come first, so that no worker waits for one of them at the end
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
     no_triton = pytest.mark.skip(reason="Triton is not installed")
     for item in items:

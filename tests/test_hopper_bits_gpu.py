@@ -32,7 +32,7 @@ SCALE = 576**-0.5
 OPS = "paged_sparse_attention", "sparse_attention", "paged_attention", "prefill_attention"
 
 Results = tuple[torch.Tensor, torch.Tensor]
-# of some rows of a batch, and the others' queries as they are or NaN
+# attention for some rows of a batch, in which the others' queries are as they are or NaN
 Attention = Callable[[torch.Tensor, torch.Tensor | None], Results]
 
 
@@ -58,7 +58,7 @@ def normal(seed: int, *size: int) -> torch.Tensor:
 
 
 def some_queries(num_heads: int, width: int) -> torch.Tensor:
-    """Of all tokens, of which some have the same."""
+    """Queries of all tokens, some of which have the same."""
     few = normal(2, 32, num_heads, width).bfloat16()
     return few[torch.arange(NUM_TOKENS) * 7 % 31].cuda()
 
@@ -213,7 +213,7 @@ def version() -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_bits_are_those_of_other_gpus_and_of_other_batches(case: str) -> None:
-    """Of a row among 0 to 511 others, at any place, among rows of NaN."""
+    """A row has its bits among 0 to 511 others, at any place, and among rows of NaN."""
     known: dict[str, dict[str, str]] = json.loads(FILE.read_text())
     with dispatch.override(**dict.fromkeys(OPS, "hopper")):
         attend, whole = results_of(case)

@@ -213,12 +213,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-@pytest.mark.parametrize(("kind", "max_grid_rows"), [*((kind, 2) for kind in KINDS), ("slots", launch.MAX_GRID_ROWS)])
 @pytest.mark.parametrize(
-    ("cache_format", "width", "shape", "evenly"),
+    ("cache_format", "width", "shape", "evenly", "kind", "max_grid_rows"),
     [
-        (*name, shape, evenly)
+        (*name, shape, evenly, kind, rows)
         for name, keys in KERNELS.items()
+        # bfloat16 of both widths is found by the same code
+        for kind, rows in (("slots", launch.MAX_GRID_ROWS), *((kind, 2) for kind in KINDS if name != ("bf16", 512)))
         for evenly, shapes in ((False, (*SHAPES, *IN_SHARES, *GROUPS_OF_64)), (True, BALANCED_SHAPES))
         for shape in shapes
         if keys.quantized or not (isinstance(shape, Group) or shape.shares)

@@ -250,7 +250,7 @@ def test_agreement_with_the_float32_run_when_keys_are_selected(model, cache_form
 
 @pytest.mark.slow
 def test_inductor_gives_the_eager_tokens_and_clones_no_cache():
-    """One layer. Two caches in a graph are in test_compile.py; two layers, and experts, compiled, in test_decoder.py and
+    """One layer. Two caches in a graph are in test_compile.py; two layers and experts, compiled, in test_decoder.py and
     test_deepseek_v3.py."""
     model = build_small_model(**{**SMALL, "num_layers": 1, "mlp_layer_types": ["dense"]})
     decoder = decoder_for(model, 160)

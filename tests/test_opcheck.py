@@ -62,11 +62,13 @@ def takes_fp8(sample: Sample) -> bool:
 @every_sample
 def test_opcheck_passes(sample: Sample) -> None:
     """All of opcheck for each op's first sample, and for those that Dynamo refuses. The test below compiles the others,
-    and compares more than opcheck's graphs do: what was written too."""
+    with dynamic shapes where nothing is written into buffers, and compares more: what was written too."""
     # `test_schema` compares arguments by allclose, which torch lacks for float8; `check_repeatable` compares their bits
     utils = [util for util in EAGER_UTILS if util != "test_schema" or not takes_fp8(sample)]
     if sample_id(sample) in FIRST or not dynamo_takes(sample):
-        utils += ["test_aot_dispatch_static", "test_aot_dispatch_dynamic"]
+        utils.append("test_aot_dispatch_static")
+        if sample.op.__name__.endswith("out"):
+            utils.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(sample.op, sample.args, sample.kwargs, test_utils=tuple(utils))
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -483,8 +484,13 @@ def out_overload(op_name: str) -> str:
 
 def op_names() -> list[str]:
     """Every registered op, overloads included, e.g. `"gather_cache"` and `"gather_cache.out"`."""
+    return list(_registered())
+
+
+@cache
+def _registered() -> tuple[str, ...]:
     names = (name.removeprefix("mla::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("mla::"))
-    return sorted(names)
+    return tuple(sorted(names))
 
 
 def output_names(op: Any) -> list[str]:
