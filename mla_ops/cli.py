@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--prompt", metavar="TEXT", help="text to continue, in every request")
     demo.add_argument("--prompt-file", metavar="PATH", help="file with the text to continue")
     demo.add_argument("--batch", type=int, default=4, metavar="N", help="requests that run together")
-    demo.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="new tokens of each request")
+    demo.add_argument("--max-new-tokens", type=int, default=12, metavar="N", help="new tokens of each request")
     demo.add_argument(
         "--cache",
         choices=("fp8_ds_mla", "fp8_ds_mla_v4", "bf16", "fp32"),

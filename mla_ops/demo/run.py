@@ -64,7 +64,7 @@ class DemoOptions:
     prompt: str | None = None
     prompt_file: str | None = None
     batch: int = 4
-    max_new_tokens: int = 32
+    max_new_tokens: int = 12
     cache: str | None = None
     compile: bool = True
     graph: bool = True

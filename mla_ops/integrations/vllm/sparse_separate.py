@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import (
     SparseMLAAttentionImpl,
 )
 
+from ...formats import FORMATS
 from .shared import CacheWriter, SparseMlaBackend, attend_chosen, request_of_token, serve_indexer
 
 
@@ -157,4 +158,5 @@ class SparseBackend(SparseMlaBackend, AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        return (num_blocks, block_size, 656 if cache_dtype_str == "fp8_ds_mla" else head_size)
+        width = FORMATS["fp8_ds_mla"].row_widths[0] if cache_dtype_str == "fp8_ds_mla" else head_size
+        return (num_blocks, block_size, width)
