@@ -323,7 +323,7 @@ def test_demo_names_the_architectures_that_a_checkpoint_may_have(tmp_path, capsy
         (["demo", "--device", "cpu", "--prompt-file", sys.executable], "must be a text file in UTF-8"),
         (["demo", "--device", "cuda:99"], "--device cuda:99: torch"),
         (["demo", "--device", "gpu"], "--device must be cpu, cuda or cuda:N, got 'gpu'"),
-        (["demo", "--device", "cpu", "--prompt", "a" * 16380], "make 16412 tokens, the model takes 16384"),
+        (["demo", "--device", "cpu", "--prompt", "a" * 16380], "make 16392 tokens, the model takes 16384"),
     ],
     ids=[
         "batch 0",

@@ -416,15 +416,11 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
         """
         import sys, torch, mla_ops
         from mla_ops.dispatch import Call, explain, select_name
-        from torch._subclasses.fake_tensor import FakeTensorMode
 
         def backends():
             return sorted({name.split(".")[2] for name in sys.modules if name.startswith("mla_ops.kernels.")})
 
         assert backends() == [], backends()
-        with FakeTensorMode():
-            torch.ops.mla.filter_prefill_indices(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2).int())
-        assert backends() == [], "a fake call imports no kernel"
         call = Call("filter_prefill_indices", torch.device("cpu"), torch.int32, num_tokens=2, topk=3)
         assert select_name(call) == "reference"
         assert backends() == ["reference"], backends()

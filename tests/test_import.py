@@ -24,6 +24,10 @@ start = time.process_time()
 import mla_ops
 seconds = time.process_time() - start
 found = {"seconds": seconds, "added": sorted(set(sys.modules) - before), "ops": len(dir(torch.ops.mla))}
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    torch.ops.mla.filter_prefill_indices(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2).int())
+found["kernels_after_fake"] = [name for name in sys.modules if name.startswith("mla_ops.kernels.")]
 importlib.reload(mla_ops)
 print(json.dumps({**found, "ops_after_reload": len(dir(torch.ops.mla))}))
 """
@@ -65,6 +69,10 @@ def test_import_loads_no_compiler_of_torch(imports: list[dict]) -> None:
 
 def test_import_takes_less_than_a_fifth_of_a_second_on_top_of_torch(imports: list[dict]) -> None:
     assert min(result["seconds"] for result in imports) < 0.2
+
+
+def test_a_fake_call_imports_no_kernel(imports: list[dict]) -> None:
+    assert imports[0]["kernels_after_fake"] == []
 
 
 def test_import_again_after_reload_is_harmless(imports: list[dict]) -> None:
