@@ -263,9 +263,9 @@ def test_every_request_has_its_tiles(
     triton_lowering: None, device: torch.device, monkeypatch: pytest.MonkeyPatch, lens: list[int]
 ) -> None:
     """Tiles as large as a GPU's, where requests of fewer than SHORTEST queries have none."""
-    from mla_ops.kernels.triton import dense_attention
+    from mla_ops.kernels.triton import dense_attention, dense_attention_tiles
 
-    large = dense_attention.Tile(64, 32, 4, 1)
+    large = dense_attention_tiles.Tile(64, 32, 4, 1)
     monkeypatch.setattr(dense_attention, "prefill_tile", lambda *_, **__: large)
     for padding in (0, 1, 65):
         check("triton", inputs(lens, lens, (1, 1), (16, 16), torch.bfloat16, device, padding), True)
@@ -325,7 +325,7 @@ def test_products_of_requests_of_few_tokens(
 
 def test_programs_of_requests_of_few_tokens() -> None:
     """Enough to fill the GPU if all requests are such, no more than there are heads, at least one."""
-    from mla_ops.kernels.triton.dense_attention import query_tiles, shares_of_a_request
+    from mla_ops.kernels.triton.dense_attention_tiles import query_tiles, shares_of_a_request
 
     assert [shares_of_a_request(count, 128, 132) for count in (1, 64, 2048, 10**6)] == [128, 66, 3, 1]
     # 2,048 of one token: 79 tiles of 128 queries that find nothing to do, not 2,065
@@ -336,7 +336,7 @@ def test_programs_of_requests_of_few_tokens() -> None:
 
 def test_tile_table() -> None:
     """Every device and head dim gets a tile whose Q, K and V fit its shared memory."""
-    from mla_ops.kernels.triton.dense_attention import prefill_tile, split_dim, value_block
+    from mla_ops.kernels.triton.dense_attention_tiles import prefill_tile, split_dim, value_block
 
     limits = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99, (12, 1): 99}
     for capability, limit in limits.items():
@@ -356,6 +356,6 @@ def test_tile_table() -> None:
     ("num_heads", "num_kv", "expected"), [(16, 8192, 2), (128, 4096, 4), (16, 131072, 1), (3, 10, 2), (128, 0, 128)]
 )
 def test_heads_that_run_together_fit_the_cache(num_heads: int, num_kv: int, expected: int) -> None:
-    from mla_ops.kernels.triton.dense_attention import heads_together
+    from mla_ops.kernels.triton.dense_attention_tiles import heads_together
 
     assert heads_together(num_heads, num_kv * (192 + 128) * 2) == expected

@@ -329,7 +329,7 @@ def test_pool_slices_and_strided_outputs(lowering: str, device: torch.device) ->
 
 
 def test_split_table() -> None:
-    from mla_ops.kernels.triton.dense_attention import paged_splits
+    from mla_ops.kernels.triton.dense_attention_tiles import paged_splits
 
     assert paged_splits(0, 1, 8192, 132, 16) == 1
     assert paged_splits(1, 1, 8192, 132, 16) == 64
@@ -342,7 +342,7 @@ def test_split_table() -> None:
 
 
 def test_where_lengths_are_looked_at() -> None:
-    from mla_ops.kernels.triton.dense_attention import even_workers, paged_splits
+    from mla_ops.kernels.triton.dense_attention_tiles import even_workers, paged_splits
 
     def workers(num_tokens: int, head_blocks: int, capacity: int, block_h: int) -> int:
         splits = paged_splits(num_tokens, head_blocks, capacity, 132, block_h)
@@ -431,7 +431,7 @@ def test_packed_results_equal_those_of_single_tokens(
 
 
 def test_how_many_tokens_share_a_walk() -> None:
-    from mla_ops.kernels.triton.dense_attention import tokens_together
+    from mla_ops.kernels.triton.dense_attention_tiles import tokens_together
 
     assert tokens_together(32, 32, 16) == 1
     assert tokens_together(32, 0, 16) == 1
