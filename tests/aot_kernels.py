@@ -254,7 +254,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             "q": f"*{SHORT[dtype]}",
             "q_rope": "none",
             "kv": "*u8" if fmt.startswith("fp8") else f"*{SHORT[dtype]}",
-            "out": "*fp32" if partial else f"*{SHORT[dtype]}",
+            "out": ("*fp16" if tile.half else "*fp32") if partial else f"*{SHORT[dtype]}",
             "lse": "*fp32",
             "attn_sink": "none" if partial else "*fp32",
         }
@@ -263,7 +263,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         types["topk_length"] = "*i32" if everything else "none"
         keys = cache_keys(capability, fmt, "fp8_half" if tile.half else mode, dim, translated)
         constants = {"KEYS": replace(keys, in_line=keys.in_line and not everything), "TILE": tile, "PARTIAL": partial}
-        out_unit = 4 if partial or dtype == torch.float32 else 8
+        out_unit = 4 if types["out"] == "*fp32" else 8
         constants |= {"ROPE": dim == 576, "Q_UNIT": 8, "OUT_UNIT": out_unit, "UPCAST": False}
         options = {"num_warps": tile.num_warps}
         name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if everything else ', slots'}]"
@@ -271,9 +271,9 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         yield variant
         if fmt == "fp8_ds_mla" and dtype == torch.bfloat16 and everything:
             yield in_halves(variant)
-    for element in ("bf16", "fp32"):
+    for element, part in (("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "fp16")):
         types = {
-            "partial_out": "*fp32",
+            "partial_out": f"*{part}",
             "partial_lse": "*fp32",
             "attn_sink": "*fp32",
             "uneven": "none" if element == "bf16" else "*i32",
@@ -283,7 +283,9 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         most = splits.MAX_SPLITS
         constants = {"MAX_SPLITS": most, "BLOCK_S": splits.merge_block(most)}
         constants |= {"OUT_UNIT": 8 if element == "bf16" else 4}
-        yield Variant(f"merge_splits[{element}]", splits._merge_splits_kernel, types, constants)
+        warps = splits.merge_warps(torch.float16 if part == "fp16" else torch.float32)
+        name = f"merge_splits[{element}, parts {part}]"
+        yield Variant(name, splits._merge_splits_kernel, types, constants, {"num_warps": warps})
 
 
 def two_cache_variants(capability: int) -> Iterator[Variant]:

@@ -89,12 +89,13 @@ def check(
     indices: torch.Tensor,
     cache_format: str,
     tokens: list[int] | None = None,
+    softmax_scale: float = SCALE,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, cache_format, **options)
+    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, indices, softmax_scale, cache_format, **options)
     rounded = operand(lowering, cache_format, q.dtype)
     expected = attention_oracle.attention(
-        q, cache, indices, SCALE, operand=rounded, tokens=tokens, cache_format=cache_format, **options
+        q, cache, indices, softmax_scale, operand=rounded, tokens=tokens, cache_format=cache_format, **options
     )
     attention_oracle.assert_close(out, lse, expected)
     return out, lse

@@ -81,6 +81,9 @@ def test_the_table_has_every_kernel(compiled: list[dict[str, Any]]) -> None:
     assert {result["kernel"] for result in compiled if "kernel" in result} == kernels_of_the_sources()
 
 
+@pytest.mark.skipif(
+    not triton.__version__.startswith(TILES_CHOSEN_WITH), reason=f"tiles are published for Triton {TILES_CHOSEN_WITH}x"
+)
 def test_the_published_tiles_are_the_chosen_ones() -> None:
     text = (Path(__file__).parent.parent / "docs" / "results" / "tiles.md").read_text(encoding="utf-8")
     published = set()

@@ -184,6 +184,20 @@ def test_splits_merge_exactly(
     check("triton", q[rows], cache, indices[rows], "bf16", **options)
 
 
+@pytest.mark.parametrize("scale", [0.0, -SCALE])
+@pytest.mark.parametrize("cache_format", ["bf16", "fp8_ds_mla"])
+def test_a_scale_that_is_not_above_0(cache_format: str, scale: float, device: torch.device) -> None:
+    """Triton's tiles of 64 heads would take the largest score before it is scaled: such calls have others."""
+    pytest.importorskip("triton")
+    from mla_ops.kernels.triton.sparse_attention import tile_heads
+
+    assert tile_heads(128, 128, deterministic=True, softmax_scale=scale) == 16
+    cache = filled_cache(cache_format, 6, 16, device)
+    q = queries(3, 65, torch.bfloat16, device, key_width(cache_format))
+    with dispatch.override(paged_sparse_attention="triton"):
+        check("triton", q, cache, some_indices(3, 70, 96, device), cache_format, softmax_scale=scale)
+
+
 def test_order_and_duplicates(lowering: str, device: torch.device) -> None:
     """A key named twice weighs twice."""
     cache, q = filled_cache("fp32", 1, 8, device), queries(1, 2, torch.float32, device)
@@ -293,6 +307,17 @@ def test_tile_table() -> None:
                 if not mode.endswith("exact"):
                     assert (chosen.block_h * 576 + chosen.block_n * width) * 2 <= limit * 1024
                 assert chosen.block_h * 512 * 4 <= 2**17
+
+
+def test_triton_that_keeps_operands_in_registers_has_more_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else tiles of 32 heads would spill 752 bytes a thread, on SM120 by Triton 3.9."""
+    from mla_ops.kernels.triton import sparse_attention
+
+    for keeps, warps in ((False, 4), (True, 8)):
+        monkeypatch.setattr(sparse_attention, "KEEPS_OPERANDS", keeps)
+        assert sparse_attention.tile((12, 0), 32, "fp8").num_warps == warps
+        assert sparse_attention.tile((8, 0), 32, "fp8").num_warps == 8
+        assert sparse_attention.tile((12, 0), 32, "plain").num_warps == 4
 
 
 def test_constants_of_kernels_are_json() -> None:

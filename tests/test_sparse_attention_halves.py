@@ -1,7 +1,7 @@
 """float16 operands of the portable kernel: keys with their scales, and the second walk where these do not fit.
 
 GPUs take them for more than 16 heads, in tiles of 64 on SM90 and of 32 elsewhere; the interpreter, whose tiles are
-others, is told to here.
+others, is told to here. Tiles of 64 heads share a row's keys among three programs, whose parts have 16 bits.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ BF16 = torch.bfloat16
 NUM_HEADS = 40
 
 
-@pytest.fixture(autouse=True, params=[64, 32], ids=["tiles of 64 heads", "of 32"])
+@pytest.fixture(autouse=True, params=[64, 32], ids=["tiles of 64 heads in parts", "of 32"])
 def halves(device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     from mla_ops.kernels.triton import sparse_attention
 
+    count = 3 if request.param == 64 else 1
+    monkeypatch.setattr(sparse_attention, "num_splits", lambda *_: count)
     if request.param == 64 and device.type == "cuda":
         if sparse_attention.tile(torch.cuda.get_device_capability(), NUM_HEADS, "fp8").block_h != 64:
             pytest.skip("this GPU has no tiles of 64 heads")
@@ -126,6 +128,17 @@ def test_64_heads_over_other_formats(cache_format: str, device: torch.device, mo
     cache = filled_cache(cache_format, 4, 16, device)
     q = queries(3, NUM_HEADS, BF16, device, key_width(cache_format))
     check("triton", q, cache, some_indices(3, 70, 64, device), cache_format)
+
+
+def test_parts_of_both_kinds_and_a_sink(device: torch.device) -> None:
+    """One program's keys do not fit float16, so its part is bfloat16; those of others are float16, or empty."""
+    cache = filled_cache("fp8_ds_mla", 8, 16, device)
+    indices = torch.arange(96, dtype=torch.int32, device=device).repeat(3, 1)
+    indices[1, 64:] = -1
+    scales_of(cache)[0, 3] *= 2.0**30
+    sink = torch.linspace(-2, 2, NUM_HEADS, device=device)
+    q = queries(3, NUM_HEADS, BF16, device) * 2.0**-30
+    check("triton", q, cache, indices, "fp8_ds_mla", attn_sink=sink)
 
 
 def test_few_rows_have_tiles_of_16_heads() -> None:

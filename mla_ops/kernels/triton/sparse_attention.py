@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from ...dispatch import Lowering
@@ -41,6 +42,9 @@ LOG2E = 1.4426950408889634
 # fewer keys than this do not pay for a split: its fixed cost (Q, partial result, merge) is that of about as many
 MIN_SPLIT_KEYS = 64
 DETERMINISTIC_SPLIT_KEYS = 512
+# From 3.9 on Triton keeps queries and keys of `mma.sync` in registers until they are used: four warps would spill them.
+KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+LARGEST_ROW = 2**28  # rows in line are fewer units apart: their distance in bytes has 32 bits
 FEW_ROWS = 128  # tokens times heads; twice as many of up to 32 heads
 
 
@@ -84,19 +88,20 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
     if num_heads <= 16 or mode == "fp8_v4":
         return Tile(16, 32, 4, 2)
     half = mode == "fp8"
-    keys, warps = (64, 8) if half and device_capability == (8, 0) else (32, 4)
+    keys, warps = (64, 8) if half and device_capability == (8, 0) else (32, 8 if half and KEEPS_OPERANDS else 4)
     return Tile(32, keys, warps, 1, half=half, apart=half, early=half)
 
 
-def tile_heads(num_tokens: int, num_heads: int, deterministic: bool) -> int:
+def tile_heads(num_tokens: int, num_heads: int, deterministic: bool, softmax_scale: float = 1.0) -> int:
     """The heads that a tile over one cache is chosen for: 16, so that more programs share few rows.
 
-    Not where a row must not notice its batch. On an H200, fp8_ds_mla, 1 x 128 rows take 20.0 us in tiles of 16 heads
+    Not where a row must not notice its batch. Larger tiles take the largest score before it is scaled: they need a
+    scale above 0. On an H200, fp8_ds_mla, 1 x 128 rows take 20.0 us in tiles of 16 heads
     and 24.6 in those of 64, 4 x 64 rows 25.7 and 25.6, 4 x 128 rows 38.1 and 29.1, 8 x 32 rows 26.5, and 32 x 32 rows
     64.1 and 54.7.
     """
     few = num_tokens * num_heads <= FEW_ROWS * (2 if num_heads <= 32 else 1)
-    return min(num_heads, 16) if few and not deterministic else num_heads
+    return min(num_heads, 16) if (few and not deterministic) or not softmax_scale > 0 else num_heads
 
 
 def decode_method(device_capability: tuple[int, int]) -> str:
@@ -213,7 +218,8 @@ def _attend_kernel(
     # parts are contiguous
     stride_head = 512 if PARTIAL else stride_out_head * OUT_UNIT
     out_strides = (stride_out_split * OUT_UNIT, stride_out_token * OUT_UNIT, stride_head)
-    results = (attn_sink, out, out_strides, lse, (stride_lse_split, stride_lse_token))
+    lse_strides = (stride_lse_split, stride_lse_token)
+    results = (attn_sink, out, out_strides, lse, lse_strides)
     place = (token, head, live_head, split)
     if is_whole(TILE, KEYS):
         # 0, which the compiler does not know: addresses kept until there is a result would spill
@@ -242,10 +248,15 @@ def _attend_kernel(
             exact = attend_keys(
                 query, exact, cache, index_row, span, scale_log2, None, NARROW, AGAIN, ROPE, False, UPCAST
             )  # fmt: skip
-            store_result(exact, place, results, PARTIAL, UPCAST)
+            element: tl.constexpr = tl.bfloat16 if PARTIAL else out.dtype.element_ty
+            exact_results = (attn_sink, out.to(tl.pointer_type(element)), out_strides, lse, lse_strides)
+            store_result(exact, place, exact_results, PARTIAL, UPCAST, 1.0, num_splits * stride_lse_split, 0.0)
         else:
             halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
-            store_result(halves, place, results, PARTIAL, UPCAST, HALF_SCALE * HALF_WEIGHT)
+            # averages of keys, which are float16 times HALF_SCALE, are too
+            SCALE: tl.constexpr = HALF_WEIGHT if PARTIAL else HALF_SCALE * HALF_WEIGHT
+            factors = num_splits * stride_lse_split
+            store_result(halves, place, results, PARTIAL, UPCAST, SCALE, factors, 1.0 / HALF_SCALE)
     else:
         store_result(state, place, results, PARTIAL, UPCAST)
 
@@ -345,7 +356,7 @@ def _attend(
     splits = num_splits(num_tokens, head_blocks, topk, wanted, deterministic)
     num_requests, max_blocks = block_table.shape if block_table is not None else (0, 0)
     q_unit = query_unit(q, q_rope)
-    part_out, part_lse = allocate_parts(out, lse, splits)
+    part_out, part_lse = allocate_parts(out, lse, splits, chosen.half)
     out_unit = output_unit(part_out)
     _attend_kernel[(num_tokens * head_blocks, splits)](
         q,
@@ -405,7 +416,7 @@ def paged_sparse_attention(
 ) -> None:
     num_tokens, num_heads, _ = q.shape
     mode = operand_mode(q.dtype, cache_format)
-    chosen = tile(capability(q.device), tile_heads(num_tokens, num_heads, deterministic), mode)
+    chosen = tile(capability(q.device), tile_heads(num_tokens, num_heads, deterministic, softmax_scale), mode)
     if block_table is not None and req_id_per_token is not None and chosen.block_h > 16:
         # once, where each thread would for all of its rows
         slots = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
@@ -524,9 +535,11 @@ def sparse_attention(
     unit = 16 // kv.element_size()
     if kv.stride(0) % unit:
         unit = 1
-    keys = Keys(operand_mode(q.dtype, ""), head_dim, unit, True, False, decode_method(capability(q.device)))
-    sizes = CacheSizes(num_kv, 1, kv.stride(0) // unit, keys)
-    heads = tile_heads(q.shape[0], q.shape[1], deterministic)
+    stride = kv.stride(0) // unit
+    in_line = stride < LARGEST_ROW
+    keys = Keys(operand_mode(q.dtype, ""), head_dim, unit, in_line, False, decode_method(capability(q.device)))
+    sizes = CacheSizes(num_kv, 1, stride, keys)
+    heads = tile_heads(q.shape[0], q.shape[1], deterministic, softmax_scale)
     chosen = tile(capability(q.device), heads, keys.operands)
     _attend(q, kv, indices, softmax_scale, sizes, chosen, topk_length, attn_sink, None, None, deterministic, out, lse)
 

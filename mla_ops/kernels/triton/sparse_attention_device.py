@@ -374,11 +374,15 @@ def _attend_exactly(
 
 
 @triton.jit
-def store_result(state, place, results, PARTIAL: tl.constexpr, UPCAST: tl.constexpr, SCALE: tl.constexpr = 1.0):
+def store_result(
+    state, place, results, PARTIAL: tl.constexpr, UPCAST: tl.constexpr, SCALE: tl.constexpr = 1.0, factors=None,
+    FACTOR: tl.constexpr = 1.0,
+):  # fmt: skip
     """The output and lse of a token's heads: of all its keys with the sink, or PARTIAL, of one split's in base 2.
 
     `place` is `(token, head, live_head, split)`; `results` the sink, the output, its strides of splits, tokens and
-    heads, the lse, and its strides of splits and tokens. Accumulators are SCALE times what they stand for.
+    heads, the lse, and its strides of splits and tokens. Accumulators are SCALE times what is stored. A part's FACTOR
+    for what is stored, 0 for bfloat16, goes `factors` behind its lse.
     """
     token, head, live_head, split = place
     attn_sink, out, out_strides, lse, lse_strides = results
@@ -387,6 +391,8 @@ def store_result(state, place, results, PARTIAL: tl.constexpr, UPCAST: tl.conste
     lse_place = lse + split * lse_strides[0] + token * lse_strides[1] + head
     if PARTIAL:
         tl.store(lse_place, log2_sum, mask=live_head)
+        if factors is not None:
+            tl.store(lse_place + factors, FACTOR, mask=live_head)
     else:
         if attn_sink is not None:
             sink = tl.load(attn_sink + head, mask=live_head, other=0.0) * 1.4426950408889634

@@ -11,7 +11,16 @@ import triton.language as tl
 from .bfloat16 import widen
 from .rows import FP8_SCALES_AT
 from .sparse_attention_device import add_weights, dot, new_state, round_to
-from .sparse_attention_keys import HALF_EXPONENT, HALF_SCALE, fetch_indices, half_operand, is_half, load_rope, locate
+from .sparse_attention_keys import (
+    HALF_EXPONENT,
+    HALF_SCALE,
+    fetch_indices,
+    half_operand,
+    is_half,
+    load_rope,
+    locate,
+    rows_at,
+)
 
 
 @triton.constexpr_function
@@ -71,7 +80,7 @@ def _load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
     512 dims that have scales are four groups, `[keys, 4, 128]`.
     """
     place, _scale_place, valid = places
-    row = cache[0] + place * KEYS.unit
+    row = rows_at(cache[0], place, KEYS)
     within = valid[:, None]
     if is_half(KEYS):
         # in groups a thread has few rows, whose places it finds once
@@ -114,20 +123,26 @@ def _attend_tile(
     if sure[0]:
         if sure[1]:
             # read once more: carried from turn to turn it would be one more copy, and a wait for it
-            index_row, column, end = indices
-            valid = locate(cache, fetch_indices(index_row, column, end), KEYS)[2]
-            scores = dot(q[0], tl.trans(keys), zeros, UPCAST) * scale[:, None]
+            index_row, n, left = indices
+            valid = locate(cache, fetch_indices(index_row, n, left), KEYS)[2]
+            scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
+            if is_half(KEYS):
+                scores *= scale[:, None]
             if ROPE:
                 behind = zeros
                 if q[0].shape[0] >= 64:  # noqa: SIM114 (known when this is compiled)
                     behind = dot(q[1], tl.trans(rope), zeros, UPCAST)
                 elif sure[2]:
                     behind = dot(q[1], tl.trans(rope), zeros, UPCAST)
-                scores += behind * scale_behind
+                scores += behind * scale_behind if is_half(KEYS) else behind
             scores = tl.where(valid[None, :], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
+            # Where both products have one scale, which is above 0, the exponents' multiplication applies it.
+            largest = tl.max(scores, 1) if is_half(KEYS) else tl.max(scores, 1) * scale
+            new_top = tl.maximum(top, largest)
             pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
             fade = tl.exp2(top - pivot)[:, None]
+            if not is_half(KEYS):
+                scores *= scale[:, None]
             exact = tl.exp2(scores - (pivot - BIAS)[:, None])
             sums = add_weights(sums, fade, exact)
             acc *= fade
@@ -150,9 +165,14 @@ def _walk(
     for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
         places = locate(cache, index, KEYS)
         rows = _load_rows(cache, places, KEYS, ROPE)
-        index = fetch_indices(index_row, start + TILE.block_n + n, end)
+        if is_half(KEYS):
+            index = fetch_indices(index_row, start + TILE.block_n + n, end)
+        else:
+            # an address plus constants, for which float16 keys leave no registers
+            column = start + TILE.block_n
+            index = fetch_indices(index_row + column, n, end - column)
         state, scale = _attend_tile(
-            q, state, rows, cache, (index_row, start + n, end), (scale, scale_behind),
+            q, state, rows, cache, (index_row + start, n, end - start), (scale, scale_behind),
             (begin >= 0, start < end, end >= begin), KEYS, ROPE, UPCAST,
         )  # fmt: skip
     return state

@@ -3,7 +3,7 @@
 import torch
 import triton.language as tl
 
-from .bfloat16 import narrow
+from .bfloat16 import narrow, widen
 from .common import sized_jit
 
 MAX_SPLITS = 64
@@ -29,8 +29,9 @@ def _merge_splits_kernel(
 ):
     """Merges the splits of one (token, head), exactly, and applies the sink.
 
-    Grid: (tokens * heads,). The base-2 lse of all splits, at most MAX_SPLITS, then the partial rows of float32, BLOCK_S
-    at a time, in the order of the splits. A split that had nothing to attend to is not read: nothing was written.
+    Grid: (tokens * heads,). The base-2 lse of all splits, at most MAX_SPLITS, then the partial rows, BLOCK_S at a time,
+    in the order of the splits. A split that had nothing to attend to is not read: nothing was written. Rows are
+    float32, or float16 whose factors lie behind all lse: a factor of 0 says that a row is bfloat16, with the factor 1.
     Where `uneven` is given and not 0, results are left as they are.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +53,13 @@ def _merge_splits_kernel(
         part = tl.load(partial_lse + split * num_rows + row, mask=split < num_splits, other=float("-inf"))
         place = partial_out + (split * num_rows + row)[:, None] * 512 + column[None, :]
         values = tl.load(place, mask=(part != float("-inf"))[:, None], other=0.0)
-        acc += tl.sum(tl.exp2(part - pivot)[:, None] * values, 0)
+        weight = tl.exp2(part - pivot)
+        if values.dtype == tl.float16:
+            factor = tl.load(partial_lse + (num_splits + split) * num_rows + row, mask=part != float("-inf"), other=0.0)
+            bfloat16 = widen(values.to(tl.bfloat16, bitcast=True))
+            values = tl.where(factor[:, None] == 0, bfloat16, values.to(tl.float32))
+            weight *= tl.where(factor == 0, 1.0, factor)
+        acc += tl.sum(weight[:, None] * values, 0)
     safe = tl.where(total == 0, 1.0, total)
     log2_sum = tl.where(top == float("inf"), float("inf"), pivot + tl.log2(safe))
     log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
@@ -71,19 +78,29 @@ def output_unit(out: torch.Tensor) -> int:
     return unit if all(stride % unit == 0 for stride in out.stride()[:-1]) else 1
 
 
-def allocate_parts(out: torch.Tensor, lse: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory that the splits write: rows of float32 that a merge reads, or the result itself if there is one split."""
+def allocate_parts(
+    out: torch.Tensor, lse: torch.Tensor, splits: int, half: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory that the splits write: rows that a merge reads, or the result itself if there is one split.
+
+    `half`: rows of 16 bits, with as many factors behind their lse.
+    """
     if splits == 1:
         return out.unsqueeze(0), lse.unsqueeze(0)
     return (
-        torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device),
-        torch.empty(splits, *lse.shape, dtype=torch.float32, device=out.device),
+        torch.empty(splits, *out.shape, dtype=torch.float16 if half else torch.float32, device=out.device),
+        torch.empty((2 if half else 1) * splits, *lse.shape, dtype=torch.float32, device=out.device),
     )
 
 
 def merge_block(splits: int) -> int:
     """Splits whose partial rows a merging program loads at once."""
     return max(2, min(16, 1 << (splits - 1).bit_length()))
+
+
+def merge_warps(dtype: torch.dtype) -> int:
+    """Warps of a merging program: its threads load a row at a time, 16 bytes each."""
+    return 512 * dtype.itemsize // (16 * 32)
 
 
 def merge_parts(
@@ -94,7 +111,7 @@ def merge_parts(
     lse: torch.Tensor,
     uneven: torch.Tensor | None = None,
 ) -> None:
-    splits, num_tokens, num_heads = part_lse.shape
+    splits, num_tokens, num_heads, _ = part_out.shape
     out_unit = output_unit(out)
     _merge_splits_kernel[(num_tokens * num_heads,)](
         part_out,
@@ -112,5 +129,5 @@ def merge_parts(
         MAX_SPLITS=MAX_SPLITS,
         BLOCK_S=merge_block(splits),
         OUT_UNIT=out_unit,
-        num_warps=4,
+        num_warps=merge_warps(part_out.dtype),
     )
