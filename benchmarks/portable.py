@@ -1,10 +1,14 @@
-"""The portable attention kernels as Triton compiles them for another architecture, run on the GPU that is here.
+"""The portable sparse attention kernels beside FlashMLA and what they are meant to reach, for this GPU or another.
 
-python -m benchmarks.portable --capability 80 --peers
+python -m benchmarks.portable
+python -m benchmarks.portable --capability 120
 
-Triton makes the code of the capability, with its tiles, `mma.sync` and `cp.async`; ptxas assembles it for this GPU. So
-tiles of 99 and 163 KB and the path without `wgmma` are checked and timed on Hopper. From a time that fills the GPU
-follows a prediction for others: `predicted_us`. One capability a process: Triton keeps what it compiled.
+FlashMLA is planned outside. `bar`: the ratio to it that a row should not exceed.
+
+With `--capability` Triton makes the code of another architecture, with its tiles, `mma.sync` and `cp.async`; ptxas
+assembles it for this GPU. So tiles of 99 and 163 KB and the path without `wgmma` are checked and timed on Hopper. From
+a time that fills the GPU follows a prediction for others: `predicted_us`. One capability a process: Triton keeps what
+it compiled.
 """
 
 from __future__ import annotations
@@ -12,17 +16,28 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from benchmarks import common, sparse_attention
+from benchmarks import common, sparse_attention, sparse_attention_extra
 from benchmarks.mixtures import shape
 
 CLOCK_GHZ = 1.98  # an H100 or H200 whose power limit does not hold it back
-SHAPES = ((1, 16), (32, 16), (128, 16), (512, 16), (1, 64), (32, 64), (128, 64), (1, 128), (32, 128), (128, 128))
 FULL = 128  # tokens that fill every GPU below
+FLAT = "flat"  # prefill over flat bfloat16 keys
+TWO_CACHES = "fp8_ds_mla_v4"
+DECODE = tuple((tokens, heads) for tokens in (1, 8, 32, 128) for heads in (16, 32, 64, 128))
+SHAPES = {
+    "fp8_ds_mla": (*DECODE, (256, 128), (512, 16), (512, 64), (512, 128)),
+    "bf16": DECODE,
+    TWO_CACHES: ((8, 64), (256, 64), (256, 128)),
+    FLAT: ((4096, 16), (4096, 64), (4096, 128)),
+}
+# With tiles of 99 KB a row may take so many times what it may take with Hopper's.
+SMALL_TILES = dict.fromkeys((86, 89, 120, 121), 1.3)
+LINE = "{:<44} {:>8} {:>15} {:>7} {:>8} {:>9} {:>6} {:>5}  {}"
+HEADER = LINE.format("row", "µs", "p10–p90", "GB/s", "TFLOP/s", "FlashMLA", "ratio", "bar", "max error (bound)")
 
 
 class Gpu(NamedTuple):
@@ -71,42 +86,84 @@ def compile_for(capability: int) -> None:
         module.capability = lambda device: divmod(capability, 10)
 
 
-def cases(arguments: argparse.Namespace) -> Iterator[common.Case]:
+def bar(kind: str, num_tokens: int, num_heads: int) -> float:
+    """The largest ratio to FlashMLA that a row of a kind should have on Hopper."""
+    if kind == FLAT:
+        return 1.5
+    if num_tokens <= 32:
+        return 1.0 if num_tokens == 1 else 1.1
+    return 1.2 if num_heads <= 32 else 1.4 if num_heads <= 64 else 1.6
+
+
+def build(kind: str, num_tokens: int, num_heads: int, arguments: argparse.Namespace) -> common.Case:
+    """The case of a row, with FlashMLA planned outside as its only peer."""
     plain = {"request_local": False, "topk_length": False, "deterministic": False, "waves": (), "q_halves": False}
     options = argparse.Namespace(**{**vars(arguments), **plain})
-    for cache_format in arguments.cache_formats:
-        for num_tokens, num_heads in arguments.shapes:
-            kind = sparse_attention.Kind()
-            yield sparse_attention.build_paged(num_tokens, num_heads, 2048, cache_format, 8192, kind, options)
+    topk, context = (128, 512) if arguments.quick else (2048, 8192)
+    if kind == FLAT:
+        prefill = sparse_attention.Prefill(num_tokens, num_heads, topk, 576)
+        case = sparse_attention.build_flat(prefill, 4 * context, options)
+    elif kind == TWO_CACHES:
+        case = sparse_attention_extra.build_case(num_tokens, num_heads, topk // 4, context, kind, options)
+    else:
+        usual = sparse_attention.Kind()
+        case = sparse_attention.build_paged(num_tokens, num_heads, topk, kind, context, usual, options)
+    case.peers = {name: peer for name, peer in case.peers.items() if name == "FlashMLA"}
+    return case
+
+
+def line(kind: str, rows: list[common.Row], limit: float) -> str:
+    """A row of ours and, behind it, FlashMLA's time and the ratio, with `limit`: inf if there is none."""
+    ours, theirs = rows[0], rows[1] if len(rows) > 1 else None
+    worst = max((check for row in rows for check in row.checks), key=lambda check: check.severity)
+    error = f"{worst.name} {worst.error:.2g} ({worst.bound:.2g})" + ("" if worst.passed else "  WRONG")
+    ratio = ours.ratio_to_peer
+    wanted = "-" if ratio is None or limit == float("inf") else f"{limit:.2f}"
+    missed = "  over the bar" if ratio is not None and round(ratio, 2) > limit else ""
+    return LINE.format(
+        " ".join([kind, *(f"{name}={value}" for name, value in ours.shape.items() if name != "format")]),
+        f"{ours.median_us:.1f}",
+        f"{ours.p10_us:.1f}–{ours.p90_us:.1f}",
+        f"{ours.bytes_per_second / 1e9:.0f}",
+        f"{ours.flops_per_second / 1e12:.1f}",
+        "-" if theirs is None else f"{theirs.median_us:.1f}",
+        "-" if ratio is None else f"{ratio:.2f}",
+        wanted,
+        error + missed,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status, 1 if a result was wrong."""
     parser = common.argument_parser("portable")
-    parser.add_argument("--capability", type=int, required=True, help="80, 86, 89, 90 or 120")
-    parser.add_argument("--cache-formats", type=common.names, default=["fp8_ds_mla", "bf16"])
-    parser.add_argument("--shapes", type=shape, default=SHAPES, help="tokens x heads, e.g. 128x16")
-    parser.add_argument("--peers", action="store_true", help="time FlashMLA beside them")
+    parser.add_argument("--capability", type=int, default=None, help="80, 86, 89 or 120; default: the GPU's own")
+    parser.add_argument("--kinds", type=common.names, default=list(SHAPES), help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--shapes", type=shape, default=None, help="tokens x heads of all kinds, e.g. 128x16")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="do not time FlashMLA")
     arguments = parser.parse_args(argv)
-    compile_for(arguments.capability)
+    if arguments.capability is not None:
+        compile_for(arguments.capability)
     torch.manual_seed(arguments.seed)
     device = torch.device(arguments.device)
     machine = common.describe_machine(device)
     floors = common.measure_floors(device, arguments.quick)
     gpus = [gpu for gpu in GPUS if gpu.capability == arguments.capability]
-    print(f"{machine['device']}, torch {machine['torch']}; Triton compiles for capability {arguments.capability}")
-    print(common.HEADER + "".join(f"  predicted us, {gpu.name}" for gpu in gpus))
+    made_for = "" if arguments.capability is None else f"; Triton compiles for capability {arguments.capability}"
+    print(f"{machine['device']}, torch {machine['torch']}, CUDA {machine['cuda']}{made_for}")
+    print(HEADER + "".join(f"  predicted us, {gpu.name}" for gpu in gpus))
+    allowed = 1.0 if arguments.capability in (None, 90) else SMALL_TILES.get(arguments.capability, float("inf"))
     passed = True
-    for case in cases(arguments):
+    sizes = [(kind, *size) for kind in arguments.kinds for size in arguments.shapes or SHAPES[kind]]
+    for kind, tokens, heads in sizes:
+        case = build(kind, tokens, heads, arguments)
         rows = common.measure(case, ["triton"], arguments.iterations, floors)
-        tokens = case.shape["T"]
-        for number, row in enumerate(rows):
-            text, passed = common.format_row(row), passed and row.passed
-            if number == 0 and isinstance(tokens, int) and tokens >= FULL and device.type == "cuda":
-                sms = torch.cuda.get_device_properties(device).multi_processor_count
-                given = row.median_us, sms
-                text += "".join(f"  {predicted_us(*given, gpu, case.bytes_moved, case.flops):.0f}" for gpu in gpus)
-            print(text, flush=True)
+        passed = passed and all(row.passed for row in rows)
+        text = line(kind, rows, allowed * bar(kind, tokens, heads))
+        if tokens >= FULL and device.type == "cuda":
+            sms = torch.cuda.get_device_properties(device).multi_processor_count
+            given = rows[0].median_us, sms
+            text += "".join(f"  {predicted_us(*given, gpu, case.bytes_moved, case.flops):.0f}" for gpu in gpus)
+        print(text, flush=True)
     return 0 if passed else 1
 
 

@@ -400,13 +400,30 @@ def test_a_prediction_scales_with_multiprocessors_down_to_what_bytes_and_product
     assert portable.predicted_us(50.0, 132, gpu, 1000, 30_000_000_000) == pytest.approx(300.0)
 
 
-def test_portable_kernels_are_compiled_for_the_capability_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_portable_row_says_whether_it_is_over_its_bar() -> None:
+    check = common.Check("out", 1.0, 2.0)
+    ours = common.Row("op", {"T": 8, "format": "bf16"}, "triton", median_us=12.0, ratio_to_peer=1.2, checks=[check])
+    theirs = common.Row("op", {"T": 8, "format": "bf16"}, "FlashMLA", median_us=10.0, checks=[check])
+    assert portable.bar("bf16", 8, 64) == 1.1
+    assert portable.bar("bf16", 128, 64) == 1.4
+    assert "over the bar" in portable.line("bf16", [ours, theirs], 1.1)
+    assert portable.line("bf16", [ours, theirs], 1.4).split()[-6:] == ["10.0", "1.20", "1.40", "out", "1", "(2)"]
+    assert "over" not in portable.line("bf16", [ours, theirs], float("inf"))
+
+
+def test_portable_kernels_are_compiled_for_the_capability_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     modules = [importlib.import_module(f"mla_ops.kernels.triton.{n}") for n in ("sparse_attention", "dense_attention")]
     monkeypatch.setenv("TRITON_OVERRIDE_ARCH", "")
     for module in modules:
         monkeypatch.setattr(module, "capability", module.capability)
-    arguments = ["--capability", "86", "--shapes", "1x2", "--cache-formats", "bf16", "--iterations", "1", "--quick"]
+    arguments = ["--capability", "86", "--shapes", "1x2", "--kinds", "bf16,flat", "--iterations", "1", "--quick"]
+    arguments.append("--no-peers")
     assert portable.main(arguments) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["bf16", "flat"]
+    assert not any("WRONG" in row for row in rows)
     assert os.environ["TRITON_OVERRIDE_ARCH"] == "sm86"
     assert [module.capability(torch.device("cpu")) for module in modules] == [(8, 6), (8, 6)]
 
