@@ -53,34 +53,29 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
   static constexpr u32 LEAST = 0x35000000u, LEAST_LARGEST = 0x39000000u, TOP = 0x3f000000u;  // 2^-21, 2^-13, 2^-1
 
   static DEVICE bool outside(const Scales (&scales)[2]) {
-    u32 farthest = 0;
+    u32 largest = 0, least = ~0u;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) farthest = max(farthest, word(scales[e / 4], e % 4) - LEAST_LARGEST);
-    return farthest >= TOP - LEAST_LARGEST;
+    for (int e = 0; e < 8; ++e) {
+      const u32 scale = word(scales[e / 4], e % 4);
+      largest = max(largest, scale), least = min(least, scale);
+    }
+    return largest >= TOP || least < LEAST_LARGEST;
   }
 
   // Scales are held that are 0 or in [2^-21, 2^-1). Where they are not, or the largest is below 2^-13, it comes to
   // [2^-2, 2^-1). No exponent is taken from scales that are denormal, infinite, NaN or negative.
   static DEVICE bool take_out(Scales& scales, u32& undo) {
-    u32 of[4], largest = 0, least = ~0u;
+    u32 largest = 0, least = ~0u;  // what is negative, infinite or NaN is too large; 0 is not the least
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      of[i] = word(scales, i);
-      largest = max(largest, of[i] & 0x7fffffffu), least = min(least, of[i] - 1);  // 0 is not the least
-    }
+    for (int i = 0; i < 4; ++i) largest = max(largest, word(scales, i)), least = min(least, word(scales, i) - 1);
+    least += 1;
     int taken = min(max(static_cast<int>(largest >> 23) - 125, LEAST_TAKEN), MOST_TAKEN);
-    if (largest - LEAST_LARGEST < TOP - LEAST_LARGEST && least + 1 >= LEAST) taken = 0;
-    bool wide = false;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 scale = of[i];
-      of[i] -= static_cast<u32>(taken) << 23;
-      if (scale == 0) of[i] = 0;
-      wide |= scale != 0 && (of[i] - LEAST >= TOP - LEAST || scale - (1u << 23) >= 0x7f000000u);
-    }
-    scales = make_uint4(of[0], of[1], of[2], of[3]);
+    if (largest - LEAST_LARGEST < TOP - LEAST_LARGEST && least >= LEAST) taken = 0;
+    const u32 shift = static_cast<u32>(taken) << 23;
+    auto divided = [&](u32 scale) { return scale == 0 ? 0 : scale - shift; };
+    scales = make_uint4(divided(scales.x), divided(scales.y), divided(scales.z), divided(scales.w));
     undo = power_of_two(-taken);
-    return wide;
+    return largest - shift >= TOP || largest != 0 && static_cast<int>(least - shift) < static_cast<int>(LEAST);
   }
 
   // Keys of a warp stand in the order of its lanes' loads: neighbouring groups of four lanes then read other banks.

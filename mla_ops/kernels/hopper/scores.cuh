@@ -373,6 +373,10 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     if (HEADS == 64 || started)
       load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
                                    places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4, t);
+    // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
+    if (apart)
+#pragma unroll
+      for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
     wgmma_wait<0>();
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
@@ -390,16 +394,13 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     }
 
 #pragma unroll
-    for (int j = TILES / 2; j < TILES; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+    for (int j = TILES / 2; j < TILES; ++j) {
+      columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+      columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
+    }
     const u32 mine = alive >> R::raw_row(g);
     const bool live_0 = mine & 1, live_1 = mine & 0x100;
-    // A key's score is from here on log2 of what its weight counts beside the values as they are stored.
-    if (apart) {
-      const u32 inverse = 0x7f007f00u - undo;
-      const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)};
-#pragma unroll
-      for (int e = 0; e < TILES * 4; ++e) s[e] *= back[e >> 1 & 1];
-    }
+    // A key's score is then log2 of what its weight counts beside the values as they are stored.
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
       const uint4& two = columns[j];
@@ -409,9 +410,17 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
     }
     if (apart) {
-      const float taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
+      const u32 inverse = 0x7f007f00u - undo;
+      const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
+                  taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
 #pragma unroll
-      for (int e = 0; e < TILES * 4; ++e) s[e] += taken[e >> 1 & 1];
+      for (int e = 0; e < TILES * 4; e += 4) {
+        const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
+        const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
+      }
     }
     if (HEADS == 64 || started)
       load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
