@@ -404,7 +404,7 @@ static bool decision;
 
 static void decide_all(int warp, int lane) {
   if (warp == 0 && lane == 0) decision = false;
-  const bool balanced = shares_evenly<THREADS, Launch::ROWS>(*params, SCRATCH);
+  const bool balanced = shares_evenly<Launch::ROWS>(*params, add_up_costs<THREADS>(*params, SCRATCH));
   if (warp == 3 && lane == 31) decision = balanced;
 }
 

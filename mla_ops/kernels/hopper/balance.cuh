@@ -42,27 +42,33 @@ DEVICE bool is_balanced(const Params& p, int total, int most) {
   return static_cast<float>(most) * p.longest > static_cast<float>(quota) + p.margin;
 }
 
-// Asked by all of a CTA's THREADS, before barriers are made. `scratch` has eight bytes for each of their warps.
+// What tokens cost, in turns: those of this thread, all of them, and the longest.
+struct Cost {
+  int own, total, most;
+};
+
+// Adds up what the call's tokens cost, by all of a CTA's THREADS, of which each has some neighbours. `scratch` has eight
+// bytes for each of their warps, and keeps what these cost.
 template <int THREADS>
-DEVICE bool is_balanced(const Params& p, u32 scratch) {
-  scratch = opaque(scratch);  // as in find_interval
-  const int thread = thread_here(), end = p.all_tokens - p.tokens_before;
-  int total = 0, most = 0;
-  for (int token = thread - p.tokens_before; token < end; token += THREADS) {
-    const int own = turns_of(p, token) + ROW_TURNS;
-    total += own, most = max(most, own);
+DEVICE Cost add_up_costs(const Params& p, u32 scratch) {
+  scratch = opaque(scratch);  // else what is relative to it is not uniform later on
+  const int thread = thread_here(), warp = thread >> 5, lane = thread & 31;
+  const int each = (p.all_tokens + THREADS - 1) / THREADS, first = min(thread * each, p.all_tokens),
+            last = min(first + each, p.all_tokens);
+  Cost cost{0, 0, 0};
+#pragma unroll 1
+  for (int token = first; token < last; ++token) {
+    const int own = turns_of(p, token - p.tokens_before) + ROW_TURNS;
+    cost.own += own, cost.most = max(cost.most, own);
   }
-  total = __reduce_add_sync(~0u, total), most = __reduce_max_sync(~0u, most);
-  if (thread % 32 == 0) store_shared_8(scratch + thread / 32 * 8, total, most);
+  const int of_warp = __reduce_add_sync(~0u, cost.own);
+  cost.most = __reduce_max_sync(~0u, cost.most);
+  if (lane == 0) store_shared_8(scratch + warp * 8, of_warp, cost.most);
   __syncthreads();
-  total = 0;
-#pragma unroll 4
-  for (int i = 0; i < THREADS / 32; ++i) {
-    const uint2 of_warp = load_shared_8(scratch + i * 8);
-    total += of_warp.x, most = max(most, static_cast<int>(of_warp.y));
-  }
-  __syncthreads();
-  return is_balanced(p, total, most);
+  const uint2 of_warps = load_shared_8(scratch + min(lane, THREADS / 32 - 1) * 8);
+  cost.most = __reduce_max_sync(~0u, static_cast<int>(of_warps.y));
+  cost.total = __reduce_add_sync(~0u, lane < THREADS / 32 ? static_cast<int>(of_warps.x) : 0);
+  return cost;
 }
 
 // The number of this CTA in the order of the grid.
@@ -72,19 +78,18 @@ DEVICE int num_workers(const Params& p) { return p.workers; }
 
 DEVICE Parts parts_of(const Params& p) { return parts_in(p.exchange, p.workers, p.head_tiles, p.num_heads); }
 
-// The same, which the call's first launch tells the merge of parts as well.
-template <int THREADS>
-DEVICE bool decide(const Params& p, u32 scratch) {
-  const bool balanced = is_balanced<THREADS>(p, scratch);
+// Whether a call's tokens are shared evenly, which its first launch tells the merge of parts as well.
+DEVICE bool decide(const Params& p, const Cost& cost) {
+  const bool balanced = is_balanced(p, cost.total, cost.most);
   if (!p.tokens_before && thread_here() == 0 && cta_here() == 0) *parts_of(p).balanced = balanced;
   return balanced;
 }
 
-// The start of a launch that only goes by its shape: whether another launch of the call shares its tokens evenly. Ends
-// when what stands in front of it does.
+// The start of a launch that only goes by its shape, before barriers are made: whether another launch of the call shares
+// its tokens evenly. Ends when what stands in front of it does. `scratch` is of `add_up_costs`.
 template <int THREADS>
 DEVICE bool is_done(const Params& p, u32 scratch) {
-  if (!decide<THREADS>(p, scratch)) return false;
+  if (!decide(p, add_up_costs<THREADS>(p, scratch))) return false;
   wait_for_prerequisites();
   return true;
 }
@@ -126,47 +131,32 @@ DEVICE void store_cut(u32 place, Cut cut, int2 sharers) {
   store_shared_8(place + 8, sharers.x, cut.turn > 0 ? sharers.y : 0);
 }
 
-// This CTA's interval to `place`, by all of its THREADS; none where it is no worker's. `scratch` has eight bytes for each
-// of their warps, and 32. Where rows are about as long, intervals are whole tokens of this launch. Ends with a barrier.
+// The interval of a CTA that has every so many-th of this launch's tokens, whole, to `place`.
+DEVICE void store_whole_tokens(const Params& p, u32 place) {
+  const int cta = cta_here(), worker = divide(cta, p.of_head_tiles);
+  store_shared_8(place, worker < num_workers(p) ? worker | p.num_tokens - 1 << 16 : p.num_tokens,
+                 static_cast<u32>(EVERY_WORKERS_TOKEN));
+  store_shared_8(place + 8, NO_END, worker | (cta - worker * p.head_tiles) << 16);
+}
+
+// This CTA's interval of all tokens to `place`, by all of its THREADS; none where it is no worker's. `scratch` is what
+// `add_up_costs` left, and 32 bytes behind it. Ends with a barrier.
 template <int THREADS>
-DEVICE void find_interval(const Params& p, u32 place, u32 scratch) {
+DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& cost) {
   place = opaque(place), scratch = opaque(scratch);  // else what is relative to these is not uniform later on
   const int cta = cta_here(), worker = divide(cta, p.of_head_tiles), workers = num_workers(p);
   const int thread = thread_here(), warp = thread >> 5, lane = thread & 31, num_tokens = p.all_tokens;
-  const int each = (num_tokens + THREADS - 1) / THREADS, first = min(thread * each, num_tokens),
-            last = min(first + each, num_tokens);
   const u32 begins = scratch + THREADS / 32 * 8, ends = begins + 16;
-  int cost = 0, most = 0;
-#pragma unroll 1
-  for (int token = first; token < last; ++token) {
-    const int own = turns_of(p, token) + ROW_TURNS;
-    cost += own, most = max(most, own);
-  }
-  const int of_warp = __reduce_add_sync(~0u, cost);
-  most = __reduce_max_sync(~0u, most);
-  if (lane == 0) store_shared_8(scratch + warp * 8, of_warp, most);
-  __syncthreads();
-  const uint2 of_warps = load_shared_8(scratch + min(lane, THREADS / 32 - 1) * 8);
-  most = __reduce_max_sync(~0u, static_cast<int>(of_warps.y));
-  const int total = __reduce_add_sync(~0u, lane < THREADS / 32 ? static_cast<int>(of_warps.x) : 0);
-  const bool balanced = is_balanced(p, total, most), works = worker < workers;
-  if (thread == 0 && cta == 0) *parts_of(p).balanced = balanced;
-  if (!balanced) {  // at once: this is at the start of a kernel, where instructions come from memory
-    if (thread == 0) {
-      store_shared_8(place, works ? worker | p.num_tokens - 1 << 16 : num_tokens, static_cast<u32>(EVERY_WORKERS_TOKEN));
-      store_shared_8(place + 8, NO_END, worker | (cta - worker * p.head_tiles) << 16);
-    }
-    __syncthreads();
-    return;
-  }
-  int begin = cost;  // of tokens up to this thread's, then before them
+  const bool works = worker < workers;
+  const int of_warps = lane < warp ? load_shared_4(scratch + min(lane, THREADS / 32 - 1) * 8) : 0;
+  int begin = cost.own;  // of tokens up to this thread's, then before them
 #pragma unroll
   for (int step = 1; step < 32; step <<= 1) {
     const int below = __shfl_up_sync(~0u, begin, step);
     if (lane >= step) begin += below;
   }
-  begin += __reduce_add_sync(~0u, lane < warp ? static_cast<int>(of_warps.x) : 0) - cost;
-  const Sharing sharing(num_tokens, workers, total, most);
+  begin += __reduce_add_sync(~0u, of_warps) - cost.own;
+  const Sharing sharing(num_tokens, workers, cost.total, cost.most);
   const int2 nobody = make_int2(0, 0);
   const Cut past{num_tokens, 0};
   const int from = sharing.begin(worker), to = sharing.begin(worker + 1);
@@ -177,10 +167,12 @@ DEVICE void find_interval(const Params& p, u32 place, u32 scratch) {
     }
   } else {
     if (thread == 0) {
-      if (from >= total) store_cut(begins, past, nobody);
-      if (to >= total) store_cut(ends, past, nobody);
+      if (from >= cost.total) store_cut(begins, past, nobody);
+      if (to >= cost.total) store_cut(ends, past, nobody);
     }
-    if (from < begin + cost && to >= begin) {
+    if (from < begin + cost.own && to >= begin) {
+      const int each = (num_tokens + THREADS - 1) / THREADS, first = thread * each,
+                last = min(first + each, num_tokens);
 #pragma unroll 1
       for (int token = first; token < last; ++token) {
         const int turns = turns_of(p, token), after = begin + turns + ROW_TURNS;
@@ -204,6 +196,19 @@ DEVICE void find_interval(const Params& p, u32 place, u32 scratch) {
       parts_of(p).sharers[cta] = {static_cast<int>(before.x), static_cast<int>(before.y), static_cast<int>(behind.x),
                                   goes_through ? 0 : static_cast<int>(behind.y)};
   }
+  __syncthreads();
+}
+
+// This CTA's interval, in a kernel that has one way for both: whole tokens of this launch where rows are about as long.
+template <int THREADS>
+DEVICE void find_interval(const Params& p, u32 place, u32 scratch) {
+  const Cost cost = add_up_costs<THREADS>(p, scratch);
+  if (decide(p, cost)) {
+    share_evenly<THREADS>(p, place, scratch, cost);
+    return;
+  }
+  // At once: this is at the start of a kernel, where instructions come from memory.
+  if (thread_here() == 0) store_whole_tokens(p, opaque(place));
   __syncthreads();
 }
 
@@ -291,8 +296,8 @@ DEVICE Row next_row(const Params& p, u32 place, const Row& row) {
   }
 }
 
-// Whether a launch that is given lengths shares them evenly, found by all of its THREADS. Memory of groups is packets'.
-template <int THREADS, Launch LAUNCH>
-DEVICE bool shares_evenly(const Params& p, u32 scratch) {
-  return LAUNCH == Launch::GROUPS ? is_balanced<THREADS>(p, scratch) : decide<THREADS>(p, scratch);
+// Whether a launch that is given lengths shares them evenly. Memory of groups is packets'.
+template <Launch LAUNCH>
+DEVICE bool shares_evenly(const Params& p, const Cost& cost) {
+  return LAUNCH == Launch::GROUPS ? is_balanced(p, cost.total, cost.most) : decide(p, cost);
 }

@@ -23,7 +23,6 @@ DEVICE void attend(const Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if constexpr (BALANCED) find_interval<THREADS>(p, shared + L::INTERVAL, shared + L::RAW);
   Row row = PERSISTENT ? first_row<LAUNCH>(p, shared + L::INTERVAL) : this_row<LAUNCH>(p);
   if (row.token >= end_of_tokens<LAUNCH>(p)) {
     wait_for_prerequisites();
@@ -138,9 +137,6 @@ DEVICE void attend(const Params& p) {
         if (SHARES && ends_row(p, row)) query_parity ^= 1;
         if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
       } while (PERSISTENT && row.token < end_of_tokens<LAUNCH>(p));
-      if constexpr (BALANCED)
-        add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 64 : 16>(p, shared, shared + L::VALUES,
-                                                              (warpgroup - 1) * 128 + thread);
       if (by_halves<L, LAUNCH>(p, row)) return;
     } else if constexpr (!ONE) {
       more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
@@ -151,6 +147,10 @@ DEVICE void attend(const Params& p) {
       if (LAUNCH == Launch::HELD) stand_by_for_shares<L>(p, shared, false, thread);
       return;
     }
+    if constexpr (BALANCED)
+      if (warpgroup > 0)
+        add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 64 : 16>(p, shared, shared + L::VALUES,
+                                                              (warpgroup - 1) * 128 + thread);
     if (LAUNCH == Launch::CLUSTERS) finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     if constexpr (LAUNCH == Launch::HELD) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
@@ -195,14 +195,25 @@ DEVICE void attend_by_shape(const Params& p) {
   attend<HEADS, FORMAT, LAUNCH>(p);
 }
 
+// Rows of 64 heads that follow one another have one way for lengths of either kind. Others have two: with fewer heads
+// ptxas takes the warps that gather for parted where intervals come from memory, and rows of one length take 2 % more.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend_by_lengths(const Params& p) {
   using L = Layout<HEADS, FORMAT>;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  if (shares_evenly<L::THREADS, LAUNCH>(p, shared_address(shared_memory) + L::RAW))
+  const u32 shared = shared_address(shared_memory), interval = shared + L::INTERVAL, scratch = shared + L::RAW;
+  if constexpr (HEADS == 64 && LAUNCH == Launch::ROWS) {
+    find_interval<L::THREADS>(p, interval, scratch);
     attend<HEADS, FORMAT, Launch::BALANCED>(p);
-  else
-    attend<HEADS, FORMAT, LAUNCH>(p);
+  } else {
+    const Cost cost = add_up_costs<L::THREADS>(p, scratch);
+    if (shares_evenly<LAUNCH>(p, cost)) {
+      share_evenly<L::THREADS>(p, interval, scratch, cost);
+      attend<HEADS, FORMAT, Launch::BALANCED>(p);
+    } else {
+      attend<HEADS, FORMAT, LAUNCH>(p);
+    }
+  }
 }
 
 template <int HEADS, Format FORMAT, bool YIELDS = false>

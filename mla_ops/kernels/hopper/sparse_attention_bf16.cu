@@ -408,7 +408,6 @@ DEVICE void attend(const Params& p) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if constexpr (L::BALANCED) find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::TILES);
   const Row row = L::BALANCED ? first_row<Launch::BALANCED>(p, shared + L::INTERVAL) : this_row(p);
   if (row.token >= (L::BALANCED ? p.all_tokens : p.num_tokens)) {
     wait_for_prerequisites();
@@ -478,8 +477,12 @@ __global__ void __launch_bounds__(512, 1) sparse_attention_bf16_balanced(const _
   using Larger = typename Selected<(L::BYTES > Balanced::BYTES), L, Balanced>::Type;
   EXPORT_SHARED_BYTES(Larger);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  if (shares_evenly<L::THREADS, Launch::CLUSTERS>(p, shared_address(shared_memory) + L::TILES))
+  const u32 shared = shared_address(shared_memory);
+  const Cost cost = add_up_costs<L::THREADS>(p, shared + L::TILES);
+  if (shares_evenly<Launch::CLUSTERS>(p, cost)) {
+    share_evenly<L::THREADS>(p, shared + Balanced::INTERVAL, shared + L::TILES, cost);
     attend<Balanced>(p);
-  else
+  } else {
     attend<L>(p);
+  }
 }
