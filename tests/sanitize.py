@@ -420,7 +420,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
 
 def place_of(frames: list[str]) -> str:
     """Function and line: the innermost of an access's frames outside of headers whose functions are instructions."""
-    instructions = "ptx.cuh", "arithmetic.cuh", "wgmma.cuh"
+    instructions = "ptx.cuh", "memory.cuh", "arithmetic.cuh", "wgmma.cuh"
     frame = next((frame for frame in frames if not any(name in frame for name in instructions)), frames[0])
     line = re.search(r"[\w.]+\.cuh?:\d+", frame)
     function = re.search(r"([\w:~]+)(?:[<(+]| in |$)", frame)

@@ -25,19 +25,19 @@ struct Params {
   float longest, margin;
   Divisor of_splits, of_parts, of_head_tiles;
   // The keys of a token in each cache; the second's topk is 0 if there is no second cache.
-  const int* topk_length[2];  // null: topk
-  const int* indices[2];      // null: every position
+  const int* topk_length[2];  // [num_tokens]; null: topk
+  const int* indices[2];      // [num_tokens, topk]; null: every position
   i64 indices_stride[2];
   int topk[2];
-  const int* req_id_per_token;  // null without a block table
+  const int* req_id_per_token;  // [num_tokens]; null without a block table
   Cache caches[2];
-  const u16 *q, *q_rope;  // dims below 512 of a query, and those behind if there are any
+  const u16 *q, *q_rope;  // [num_tokens, num_heads, 512] and [num_tokens, num_heads, 64 or 0]
   i64 q_token_stride, q_head_stride, q_rope_token_stride, q_rope_head_stride;
   int num_heads;
   float scale_log2;
-  const float* attn_sink;  // null: none
-  float* lse;
-  u16* out;
+  const float* attn_sink;  // [num_heads]; null: none
+  float* lse;  // [num_tokens, num_heads]
+  u16* out;    // [num_tokens, num_heads, 512]
   i64 lse_token_stride, lse_head_stride, out_token_stride, out_head_stride;
   // Room for what CTAs of groups and workers leave. COUNTERS for each row of a group, SHARERS_COUNTERS for each CTA of a
   // worker, all 0 before and after.

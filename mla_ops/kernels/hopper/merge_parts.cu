@@ -9,8 +9,8 @@
 struct Params {
   const float* outs;  // [parts, tokens, heads, 512]
   const float* lses;  // [parts, tokens, heads]; -inf, or +inf as some kernels have it: a part without keys
-  u16* out;
-  float* lse;
+  u16* out;    // [tokens, heads, 512]
+  float* lse;  // [tokens, heads]
   i64 out_token_stride, out_head_stride, lse_token_stride, lse_head_stride;
   int num_rows, parts;
   const int* balanced;  // whether another launch has these rows; null: none has
