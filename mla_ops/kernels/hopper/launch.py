@@ -235,7 +235,7 @@ class KeyFormat:
             raise ValueError(f"only quantised keys have a kernel for shares, got {self.name}")
         alone = isinstance(shape, Clusters) and shape.splits == 1
         kind = "groups" if grouped else "rows" if alone else "clusters"
-        if in_shares:
+        if isinstance(shape, Clusters) and in_shares:
             kind = "shares" if not in_registers(shape) else "folds" if alone else "held"
             most = MOST_SHARES if kind == "shares" else MOST_IN_REGISTERS
             if kind == "held":
