@@ -252,7 +252,8 @@ def test_caches_of_one_kind_take_the_tile_of_one_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cache_format", "head_dim", "apart"), [(V4, 512, True), ("bf16", 512, True), ("fp8_ds_mla", 576, False)]
+    ("cache_format", "head_dim", "apart"),
+    [(V4, 512, True), ("bf16", 512, True), ("fp8_ds_mla", 576, False), ("fp8_ds_mla", 576, True)],
 )
 def test_tiles_of_sm90(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, cache_format: str, head_dim: int, apart: bool

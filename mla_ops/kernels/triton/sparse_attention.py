@@ -42,7 +42,7 @@ LOG2E = 1.4426950408889634
 # fewer keys than this do not pay for a split: its fixed cost (Q, partial result, merge) is that of about as many
 MIN_SPLIT_KEYS = 64
 DETERMINISTIC_SPLIT_KEYS = 512
-# From 3.9 on Triton keeps queries and keys of `mma.sync` in registers until they are used: four warps would spill them.
+# From 3.9 on Triton keeps operands in registers until a product uses them: four warps would spill those of `mma.sync`.
 KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 LARGEST_ROW = 2**28  # rows in line are fewer units apart: their distance in bytes has 32 bits
 FEW_ROWS = 128  # tokens times heads; twice as many of up to 32 heads
@@ -293,7 +293,7 @@ def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tup
     if main != extra or chosen.block_h == 32:
         return tile(device_capability, 16, main.operands)
     if chosen.half:
-        return Tile(64, 16, 8, 2)
+        return Tile(64, 16, 8, 2, apart=True, early=True) if KEEPS_OPERANDS else Tile(64, 16, 8, 2)
     return replace(chosen, block_n=32, early=False) if main.translated and chosen.block_h == 64 else chosen
 
 
