@@ -131,7 +131,7 @@ def test_64_heads_over_other_formats(cache_format: str, device: torch.device, mo
 
 
 def test_parts_of_both_kinds_and_a_sink(device: torch.device) -> None:
-    """One program's keys do not fit float16, so its part is bfloat16; those of others are float16, or empty."""
+    """One program's keys do not fit float16, so its part has other units than those of others; one is empty."""
     cache = filled_cache("fp8_ds_mla", 8, 16, device)
     indices = torch.arange(96, dtype=torch.int32, device=device).repeat(3, 1)
     indices[1, 64:] = -1
@@ -139,6 +139,18 @@ def test_parts_of_both_kinds_and_a_sink(device: torch.device) -> None:
     sink = torch.linspace(-2, 2, NUM_HEADS, device=device)
     q = queries(3, NUM_HEADS, BF16, device) * 2.0**-30
     check("triton", q, cache, indices, "fp8_ds_mla", attn_sink=sink)
+
+
+def test_parts_of_keys_that_do_not_fit_have_the_bits_of_float16(device: torch.device) -> None:
+    """One key in 64 is 2**15 times the others and leads each part. Parts of bfloat16 would be beyond the bound."""
+    torch.manual_seed(1)
+    cache = filled_cache("fp8_ds_mla", 64, 64, device)
+    factors = ((torch.rand(64, 64, 4, device=device) * 2 - 1) * 6).exp2()
+    factors *= torch.where(torch.rand(64, 64, 1, device=device) < 1 / 64, 2.0**15, 1.0)
+    scales_of(cache).mul_(factors * (torch.rand(64, 64, 4, device=device) >= 0.25))
+    q = queries(3, NUM_HEADS, BF16, device)
+    q[..., :512] /= factors.max() * 8
+    check("triton", q, cache, some_indices(3, 500, 64 * 64, device), "fp8_ds_mla")
 
 
 def test_few_rows_have_tiles_of_16_heads() -> None:

@@ -20,6 +20,7 @@ from .sparse_attention_device import (
     new_state,
     query_rows,
     share_of_keys,
+    store_part_by_units,
     store_result,
     total_weight,
 )
@@ -248,15 +249,16 @@ def _attend_kernel(
             exact = attend_keys(
                 query, exact, cache, index_row, span, scale_log2, None, NARROW, AGAIN, ROPE, False, UPCAST
             )  # fmt: skip
-            element: tl.constexpr = tl.bfloat16 if PARTIAL else out.dtype.element_ty
-            exact_results = (attn_sink, out.to(tl.pointer_type(element)), out_strides, lse, lse_strides)
-            store_result(exact, place, exact_results, PARTIAL, UPCAST, 1.0, num_splits * stride_lse_split, 0.0)
+            if PARTIAL:
+                store_part_by_units(exact, place, results, num_splits * stride_lse_split, UPCAST)
+            else:
+                store_result(exact, place, results, PARTIAL, UPCAST)
         else:
             halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
             # averages of keys, which are float16 times HALF_SCALE, are too
             SCALE: tl.constexpr = HALF_WEIGHT if PARTIAL else HALF_SCALE * HALF_WEIGHT
-            factors = num_splits * stride_lse_split
-            store_result(halves, place, results, PARTIAL, UPCAST, SCALE, factors, 1.0 / HALF_SCALE)
+            units = num_splits * stride_lse_split
+            store_result(halves, place, results, PARTIAL, UPCAST, SCALE, units, 1.0 / HALF_SCALE)
     else:
         store_result(state, place, results, PARTIAL, UPCAST)
 

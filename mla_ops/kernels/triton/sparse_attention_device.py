@@ -375,14 +375,14 @@ def _attend_exactly(
 
 @triton.jit
 def store_result(
-    state, place, results, PARTIAL: tl.constexpr, UPCAST: tl.constexpr, SCALE: tl.constexpr = 1.0, factors=None,
-    FACTOR: tl.constexpr = 1.0,
+    state, place, results, PARTIAL: tl.constexpr, UPCAST: tl.constexpr, SCALE: tl.constexpr = 1.0, units=None,
+    UNIT: tl.constexpr = 1.0,
 ):  # fmt: skip
     """The output and lse of a token's heads: of all its keys with the sink, or PARTIAL, of one split's in base 2.
 
     `place` is `(token, head, live_head, split)`; `results` the sink, the output, its strides of splits, tokens and
-    heads, the lse, and its strides of splits and tokens. Accumulators are SCALE times what is stored. A part's FACTOR
-    for what is stored, 0 for bfloat16, goes `factors` behind its lse.
+    heads, the lse, and its strides of splits and tokens. Accumulators are SCALE times what is stored. The UNIT of a
+    part of 16 bits goes `units` behind its lse.
     """
     token, head, live_head, split = place
     attn_sink, out, out_strides, lse, lse_strides = results
@@ -391,8 +391,8 @@ def store_result(
     lse_place = lse + split * lse_strides[0] + token * lse_strides[1] + head
     if PARTIAL:
         tl.store(lse_place, log2_sum, mask=live_head)
-        if factors is not None:
-            tl.store(lse_place + factors, FACTOR, mask=live_head)
+        if units is not None:
+            tl.store(lse_place + units, UNIT, mask=live_head)
     else:
         if attn_sink is not None:
             sink = tl.load(attn_sink + head, mask=live_head, other=0.0) * 1.4426950408889634
@@ -404,6 +404,30 @@ def store_result(
         # the merge does not read a split without keys
         stored &= (total != 0)[:, None]
     store_groups(state, factor * (1.0 / SCALE), out_row, stored, UPCAST)
+
+
+@triton.jit
+def store_part_by_units(state, place, results, units, UPCAST: tl.constexpr):
+    """A split's result in float16, where `store_result` stores it. A unit of each head goes `units` behind its lse.
+
+    Units are powers of two. The largest finite value of a head is 2^14 to 2^15 of them, so float16 holds each value to
+    2^-11 of it or to 2^-39 of the largest.
+    """
+    token, head, live_head, split = place
+    _attn_sink, out, out_strides, lse, lse_strides = results
+    total, log2_sum, factor = finish(state)
+    largest = tl.zeros_like(factor)
+    for i in tl.static_range(len(state) - 2):
+        values = tl.abs(state[i] * factor[:, None])
+        largest = tl.maximum(largest, tl.max(tl.where(values < float("inf"), values, 0.0), 1))
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 14, 1)
+    unit = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    lse_place = lse + split * lse_strides[0] + token * lse_strides[1] + head
+    tl.store(lse_place, log2_sum, mask=live_head)
+    tl.store(lse_place + units, unit, mask=live_head)
+    out_row = out + split * out_strides[0] + token * out_strides[1] + (head.to(tl.int64) * out_strides[2])[:, None]
+    store_groups(state, factor * inverse, out_row, live_head[:, None] & (total != 0)[:, None], UPCAST)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import torch
 import triton.language as tl
 
-from .bfloat16 import narrow, widen
+from .bfloat16 import narrow
 from .common import sized_jit
 
 MAX_SPLITS = 64
@@ -31,8 +31,8 @@ def _merge_splits_kernel(
 
     Grid: (tokens * heads,). The base-2 lse of all splits, at most MAX_SPLITS, then the partial rows, BLOCK_S at a time,
     in the order of the splits. A split that had nothing to attend to is not read: nothing was written. Rows are
-    float32, or float16 whose factors lie behind all lse: a factor of 0 says that a row is bfloat16, with the factor 1.
-    Where `uneven` is given and not 0, results are left as they are.
+    float32, or float16 in units that lie behind all lse. Where `uneven` is given and not 0, results are left as they
+    are.
     """
     row = tl.program_id(0).to(tl.int64)
     token = row // num_heads
@@ -55,10 +55,9 @@ def _merge_splits_kernel(
         values = tl.load(place, mask=(part != float("-inf"))[:, None], other=0.0)
         weight = tl.exp2(part - pivot)
         if values.dtype == tl.float16:
-            factor = tl.load(partial_lse + (num_splits + split) * num_rows + row, mask=part != float("-inf"), other=0.0)
-            bfloat16 = widen(values.to(tl.bfloat16, bitcast=True))
-            values = tl.where(factor[:, None] == 0, bfloat16, values.to(tl.float32))
-            weight *= tl.where(factor == 0, 1.0, factor)
+            unit = tl.load(partial_lse + (num_splits + split) * num_rows + row, mask=part != float("-inf"), other=0.0)
+            values = values.to(tl.float32)
+            weight *= unit
         acc += tl.sum(weight[:, None] * values, 0)
     safe = tl.where(total == 0, 1.0, total)
     log2_sum = tl.where(top == float("inf"), float("inf"), pivot + tl.log2(safe))
@@ -83,7 +82,7 @@ def allocate_parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory that the splits write: rows that a merge reads, or the result itself if there is one split.
 
-    `half`: rows of 16 bits, with as many factors behind their lse.
+    `half`: rows of float16, with as many units behind their lse.
     """
     if splits == 1:
         return out.unsqueeze(0), lse.unsqueeze(0)
