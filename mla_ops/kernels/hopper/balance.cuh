@@ -42,7 +42,7 @@ DEVICE bool is_balanced(const Params& p, int total, int most) {
   return static_cast<float>(most) * p.longest > static_cast<float>(quota) + p.margin;
 }
 
-// What tokens cost, in turns: those of this thread, all of them, and the longest.
+// Costs in turns: of this thread's tokens, of all of them, and of the longest.
 struct Cost {
   int own, total, most;
 };
@@ -149,7 +149,7 @@ DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& co
   const u32 begins = scratch + THREADS / 32 * 8, ends = begins + 16;
   const bool works = worker < workers;
   const int of_warps = lane < warp ? load_shared_4(scratch + min(lane, THREADS / 32 - 1) * 8) : 0;
-  int begin = cost.own;  // of tokens up to this thread's, then before them
+  int begin = cost.own;  // the cost of tokens up to this thread's, then of those before them
 #pragma unroll
   for (int step = 1; step < 32; step <<= 1) {
     const int below = __shfl_up_sync(~0u, begin, step);

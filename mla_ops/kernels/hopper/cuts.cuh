@@ -42,7 +42,7 @@ struct CutToken {
   }
 };
 
-// Where the sum of a cut token's parts has its numbers in shared memory, behind 16 KB for sums of a team and two words:
+// Numbers of the sum of a cut token's parts lie in shared memory, behind 16 KB for sums of a team and two words:
 // float [threads of a head][HEADS], first tops and then totals; float [HEADS], the factor of the sum; float [parts][HEADS],
 // their weights.
 template <class L>

@@ -65,7 +65,7 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
   // Scales are held that are 0 or in [2^-21, 2^-1). Where they are not, or the largest is below 2^-13, it comes to
   // [2^-2, 2^-1). No exponent is taken from scales that are denormal, infinite, NaN or negative.
   static DEVICE bool take_out(Scales& scales, u32& undo) {
-    u32 largest = 0, least = ~0u;  // what is negative, infinite or NaN is too large; 0 is not the least
+    u32 largest = 0, least = ~0u;  // negative, infinite and NaN bits are too large; 0 is not the least
 #pragma unroll
     for (int i = 0; i < 4; ++i) largest = max(largest, word(scales, i)), least = min(least, word(scales, i) - 1);
     least += 1;

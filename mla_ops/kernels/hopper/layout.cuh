@@ -47,7 +47,7 @@ struct Params {
 };
 
 constexpr int COUNTERS = 8, SHARERS_COUNTERS = 4;
-constexpr int MOST_SHARES = 16;  // of a row
+constexpr int MOST_SHARES = 16;  // a row has no more
 
 // Who works on a row: a CTA that takes one row after the other; a cluster; a group, CTAs of no cluster that meet in L2;
 // workers, of which each has an even share of all keys (`balance.cuh`); CTAs that take one share of a row after the
@@ -64,7 +64,7 @@ DEVICE constexpr bool in_shares(Launch launch) {
 
 DEVICE constexpr bool in_registers(Launch launch) { return launch == Launch::FOLDS || launch == Launch::HELD; }
 
-// Where registers have to hold more, one warpgroup makes all scores.
+// One warpgroup makes all scores if registers have to hold more.
 template <int HEADS, Launch LAUNCH>
 constexpr bool ONE_SCORER = HEADS == 64 || HEADS == 32 && in_registers(LAUNCH);
 
@@ -192,8 +192,8 @@ struct Layout {
   static_assert(HEADS != 32 || FOLD_STATES + MOST_SHARES * HEADS * 8 <= INTERVAL, "shares overlap the interval");
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = RAW;  // free once the last weights are there
-  // Where packets of shares that were held come, and how many of these a CTA takes. With 32 heads the place of the values
-  // is needed, too, which is free once products have left it.
+  // The place for packets of shares that were held, and how many shares a CTA takes at most. 32 heads need the place of
+  // the values, too, which is free once products have left it.
   static constexpr int HELD_PACKETS = HEADS == 32 ? VALUES : RAW, MOST_OF_A_CTA = HEADS == 32 ? 3 : 4;
   using Packet = Packets<HEADS, true>;
   static_assert(PACKETS + Packet::ROOM <= COLUMNS, "packets overlap the columns");

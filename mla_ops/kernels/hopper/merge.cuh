@@ -264,7 +264,7 @@ DEVICE void write_packet(const Target& to, const float (&v)[L::Packet::QUADS * 4
   }
 }
 
-// Where a warp's accumulators of a tile are in a part of a token that intervals cut: a packet's quads of all lanes.
+// Places of a warp's accumulators of a tile in a part of a token that intervals cut: a packet's quads of all lanes.
 template <class L>
 DEVICE float4* part_of_warp(const Params& p, int part, int tile, int warp) {
   constexpr int QUADS = L::Packet::OF_A_WARP * L::Packet::QUADS;

@@ -515,7 +515,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   }
 
   if constexpr (LAUNCH == Launch::FOLDS || LAUNCH == Launch::HELD) {
-    int number = 0;  // of the CTA's shares, this one's
+    int number = 0;  // this share's among the CTA's
     if (LAUNCH == Launch::HELD) number = load_shared_4(shared + L::FOLD_TOPS);
     const bool sends = LAUNCH == Launch::HELD && number + 1 == shares_of_cta(p, cluster_rank());
     if (sends) fence_async_shared(), cluster_arrive();

@@ -107,7 +107,7 @@ DEVICE void add_piece(float (&sums)[L::Packet::QUADS * 4], const Piece<typename 
   }
 }
 
-// What `weigh_parts` makes of the states of a head's shares: their weights, the result's, and the lse.
+// Results of `weigh_parts` from the states of a head's shares: their weights, the result's, and the lse.
 template <int MOST>
 struct Weights {
   float of[MOST], whole, lse;

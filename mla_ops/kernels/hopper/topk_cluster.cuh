@@ -45,8 +45,8 @@ struct InCluster {
   u32* const words;  // a bit for each column
   float4 x[VECTORS];
   Row row;
-  u32 quads;    // of a thread, of four words
-  u16* fronts;  // of a word: how many chosen columns are in front of it
+  u32 quads;    // a thread has so many of four words
+  u16* fronts;  // how many chosen columns are in front of each word
 
   DEVICE InCluster(const Params& params, Control& shared, u32* of_bins, u64* of_rooms, u32 this_cta)
       : p(params), control(shared), bins(of_bins), rooms(of_rooms), rank(this_cta),

@@ -22,7 +22,7 @@ struct alignas(16) Control {
   u64 threshold;
   u64 met;                 // mbarriers: of a cluster that meets once,
   u64 told[2], gathered;   // and of one that does not, of `counts` and of entries
-  u64 gates[MAX_CLUSTER];  // of the cluster's CTAs, and below how many entries they hand over; ~0: too few
+  u64 gates[MAX_CLUSTER];  // each CTA's gate; in the low half, how many entries it hands over; ~0: too few
   u32 bin, above, inside;  // the place of a rank
   u32 listed;
   u32 have, dropped;       // entries that this CTA hands over, and those of them for which there was no room
@@ -61,7 +61,7 @@ DEVICE u64 entry_of(u32 key, u32 position) { return static_cast<u64>(key) << 32 
 
 DEVICE u32 position_of(u64 entry) { return ~static_cast<u32>(entry); }
 
-// As `inclusive_scan`, where many predicates are in use, which that would have saved elsewhere.
+// `inclusive_scan` for where many predicates are in use, which that would have saved elsewhere.
 DEVICE u32 inclusive_scan_by_selects(u32 value) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {

@@ -27,7 +27,7 @@ struct Held {
 
   DEVICE u64 entry(int i) const { return entry_of(keys[i], column(i / 4) + i % 4); }
 
-  // What was made of `first` is not used again.
+  // Values made of `first` are not used again.
   DEVICE void forget_columns() const {
     if (FEW_REGISTERS) hold(first);
   }
