@@ -54,8 +54,17 @@ def test_doctor_has_a_cell_for_every_op_and_notes_for_what_a_user_can_change(cap
     assert "pip install 'mla-ops[flashinfer]'" in output
     assert "triton" in output
     assert "transformers" in output
-    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines() if line.startswith("  ")}
-    for entry in dispatch.report("cpu"):
+    assert "there is no flash_attn" not in output
+    tables = re.findall(r"^Lowerings on (\S+?)(?:, \S+)*, by .*\n((?:  .*\n)+)", output, re.MULTILINE)
+    assert tables[0][0] == "cpu"
+    for device, table in tables:
+        check_table(table, device)
+
+
+def check_table(table: str, device: str) -> None:
+    """The lines that doctor prints of a device's lowerings, against dispatch."""
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in table.splitlines()}
+    for entry in dispatch.report(device):
         found = re.findall(r"-|no \(\d+\)|no|runs|available(?: \(\d+\))?", rows[entry.op])
         cells = dict(zip(dispatch.BACKENDS, found, strict=True))
         if not entry.exists:
@@ -63,14 +72,15 @@ def test_doctor_has_a_cell_for_every_op_and_notes_for_what_a_user_can_change(cap
         elif entry.reason is not None:
             assert cells[entry.backend].startswith("no")
             assert ("(" in cells[entry.backend]) == isinstance(entry.reason, dispatch.Missing)
-            assert (entry.reason in output) == isinstance(entry.reason, dispatch.Missing)
+            assert (entry.reason in table) == isinstance(entry.reason, dispatch.Missing)
         else:
-            assert cells[entry.backend] == ("runs" if entry.runs else "available")
-    assert "there is no flash_attn" not in output
+            on_request = not entry.runs and (entry.backend, entry.op) in dispatch.ON_REQUEST
+            assert re.sub(r" \(\d+\)", "", cells[entry.backend]) == ("runs" if entry.runs else "available")
+            assert ("(" in cells[entry.backend]) == on_request
     assert rows["gather_cache"].split()[0] == "-"
     # every note is pointed to
-    cells = {int(number) for number in re.findall(r"no \((\d+)\)", output)}
-    assert cells == {int(number) for number in re.findall(r"^  \((\d+)\) \S", output, re.MULTILINE)}
+    cells = {int(number) for number in re.findall(r"(?:no|available) \((\d+)\)", table)}
+    assert cells == {int(number) for number in re.findall(r"^  \((\d+)\) \S", table, re.MULTILINE)}
 
 
 @pytest.mark.parametrize(
