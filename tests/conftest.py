@@ -6,6 +6,7 @@ when it is imported, so it is set here, before any kernel is.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,7 +17,11 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
+import faster_compilation
+
 from mla_ops import dispatch  # after the variable
+
+faster_compilation.install()
 
 if not HAS_GPU and dispatch.is_installed("triton"):
     import faster_interpreter
@@ -41,6 +46,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             and not dispatch.is_installed("triton")
         ):
             item.add_marker(no_triton)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What modules and collected tests hold stays to the end: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
