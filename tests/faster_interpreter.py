@@ -67,8 +67,20 @@ def keep_types(make: Any) -> Any:
 
 
 def keep_own_element(make: Any) -> Any:
-    """`with_element_ty`, which makes the type that it has, too."""
-    return lambda self, kind: self if kind is self.element_ty else make(self, kind)
+    """`with_element_ty`, which makes the type that it has, too. Nobody writes to a type, so one serves all."""
+    made: dict[Any, Any] = {}
+
+    def with_element_ty(self: Any, kind: Any) -> Any:
+        if kind is self.element_ty:
+            return self
+        if type(kind) is not tl.core.dtype:
+            return make(self, kind)
+        key = kind.name, *self.shape.values
+        if key not in made:
+            made[key] = make(self, kind)
+        return made[key]
+
+    return with_element_ty
 
 
 def keep_shapes(make: Any) -> Any:
@@ -76,7 +88,7 @@ def keep_shapes(make: Any) -> Any:
     made: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def init(self: Any, handle: Any, kind: Any) -> None:
-        key = tuple(kind.shape) if kind.is_block() else ()
+        key = (*kind.shape.values,) if type(kind) is tl.core.block_type else (*kind.shape,) if kind.is_block() else ()
         if key not in made:
             make(self, handle, kind)
             made[key] = {"shape": self.shape, "numel": self.numel}
@@ -157,8 +169,26 @@ def patch_plainly(patch_member: Any) -> Any:
     return patch
 
 
-def compare_identities_first(equal: Any) -> Any:
-    return lambda self, other: self is other or equal(self, other)
+def compare_names_first(equal: Any) -> Any:
+    """`dtype.__eq__`, which looks for constants first."""
+
+    def equal_quickly(self: Any, other: Any) -> Any:
+        if self is other:
+            return True
+        return self.name == other.name if type(other) is type(self) is tl.core.dtype else equal(self, other)
+
+    return equal_quickly
+
+
+def compare_shapes_as_lists(equal: Any) -> Any:
+    """`block_type.__eq__`, which makes a tuple of constants of the other's shape."""
+
+    def equal_quickly(self: Any, other: Any) -> Any:
+        if type(other) is type(self) is tl.core.block_type:
+            return self.shape.values == other.shape.values and self.element_ty == other.element_ty
+        return equal(self, other)
+
+    return equal_quickly
 
 
 def check_size_of_numbers(check: Any) -> Any:
@@ -171,6 +201,11 @@ def check_size_of_numbers(check: Any) -> Any:
         return check(array, kind)
 
     return fits
+
+
+def hold(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    """`TensorHandle.__init__` without the size of the numbers, which operations have checked."""
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
 def skip_equal_shapes(broadcast: Any) -> Any:
@@ -191,8 +226,17 @@ def skip_unread_checks(check: Any) -> Any:
 
 def keep_numpy_types(find: Any) -> Any:
     """`_get_np_dtype`, which makes a table in each call."""
-    kept = functools.cache(find)
-    return lambda dtype: kept(dtype) if type(dtype) is tl.core.dtype else find(dtype)
+    found: dict[str, Any] = {}
+
+    def find_once(kind: Any) -> Any:
+        scalar = kind.element_ty if type(kind) is tl.core.block_type else kind
+        if type(scalar) is not tl.core.dtype:
+            return find(kind)
+        if scalar.name not in found:
+            found[scalar.name] = find(scalar)
+        return found[scalar.name]
+
+    return find_once
 
 
 def install() -> None:
@@ -204,7 +248,9 @@ def install() -> None:
     interpreter._patch_attr = patch_plainly(interpreter._patch_attr)
     interpreter._get_np_dtype = keep_numpy_types(interpreter._get_np_dtype)
     interpreter._validate_np_data_size = check_size_of_numbers(interpreter._validate_np_data_size)
-    tl.core.dtype.__eq__ = compare_identities_first(tl.core.dtype.__eq__)
+    interpreter.TensorHandle.__init__ = hold
+    tl.core.dtype.__eq__ = compare_names_first(tl.core.dtype.__eq__)
+    tl.core.block_type.__eq__ = compare_shapes_as_lists(tl.core.block_type.__eq__)
     tl.core.dtype.__hash__ = lambda kind: hash(kind.name)
     TritonSemantic.to_tensor = take_tensors_first(TritonSemantic.to_tensor)
     TritonSemantic.binary_op_type_checking_impl = keep_constants(TritonSemantic.binary_op_type_checking_impl)
