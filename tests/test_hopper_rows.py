@@ -51,21 +51,10 @@ DEAD_SCALES = b"\x77" * 8  # scales of a dead key of fp8_ds_mla_v4, in formats.c
 ROWS, CLUSTERS, GROUPS, BALANCED, SHARES, _, HELD = range(7)  # enum Launch
 
 
-class Found(ctypes.Structure):
-    """A key of a CTA."""
-
-    _fields_ = (*((name, ctypes.c_int) for name in ("token", "tile", "part", "turn")), ("row", ctypes.c_void_p))
-
-
-class Slot(ctypes.Structure):
-    """16 rows that a gathering warp has brought for a turn, and scales that lie apart."""
-
-    _fields_ = (
-        *((name, ctypes.c_int) for name in ("token", "tile")),
-        ("alive", ctypes.c_uint),
-        ("rows", ctypes.c_ubyte * (16 * 656)),
-        ("scales", ctypes.c_ubyte * (16 * 8)),
-    )
+# A key of a CTA: its token, tile, part and turn, and the address of its row
+FOUND = struct.Struct("4iQ")
+# 16 rows that a gathering warp has brought for a turn: token, tile, which are alive, and scales that lie apart
+SLOT = struct.Struct(f"2iI{16 * 656}s{16 * 8}s")
 
 
 class Selection(NamedTuple):
@@ -138,8 +127,7 @@ class Launched(NamedTuple):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded = build("hopper_rows.cpp", tmp_path_factory.mktemp("hopper_rows"))
-    loaded.slots_filled.restype = ctypes.POINTER(Slot)
-    loaded.keys_found.restype = ctypes.POINTER(Found)
+    loaded.slots_filled.restype = loaded.keys_found.restype = ctypes.c_void_p
     return loaded
 
 
@@ -237,21 +225,25 @@ def test_each_key_is_gathered_once(
 ) -> None:
     call = launched(cache_format, width, kind, shape, max_grid_rows, evenly)
     assert library.bytes_of_params() == ctypes.sizeof(launch.Params)
-    gathered: dict[tuple[int, int], Counter[int]] = {}
+    gathered: Counter[tuple[int, int, int]] = Counter()
     for _ in call.choose_ctas(library):
         count = library.keys_of_cta(call.keys.row_bytes, shape.tile)
         assert count >= 0
-        live: Counter[tuple[int, int]] = Counter()
-        for key in library.keys_found()[:count]:
-            gathered.setdefault((key.token, key.tile), Counter())[key.row] += 1
-            live[key.token, key.tile] += 1
-        for (token, tile), keys in live.items():
+        found = ctypes.string_at(library.keys_found(), count * FOUND.size)
+        keys_of_cta = [(token, tile, row) for token, tile, _, _, row in FOUND.iter_unpack(found)]
+        gathered.update(keys_of_cta)
+        for (token, tile), keys in Counter(key[:2] for key in keys_of_cta).items():
             assert library.turns_of(token, tile) >= -(-keys // TILE_KEYS)
             if kind == "slots" and not evenly:  # else a hole of a table is found out later
                 shares = -(-shape.shares // shape.splits) if isinstance(shape, Clusters) and shape.shares else 1
                 assert library.turns_of(token, tile) < -(-keys // TILE_KEYS) + shares
-    for token, tile in itertools.product(range(len(LENGTHS)), range(call.tiles)):
-        assert gathered.get((token, tile), Counter()) == call.expected(token)
+    expected = {
+        (token, tile, address): count
+        for token in range(len(LENGTHS))
+        for address, count in call.expected(token).items()
+        for tile in range(call.tiles)
+    }
+    assert gathered == expected
 
 
 @pytest.mark.parametrize("offset", [0, 1, 1_900_000, 4_000_000])
@@ -295,21 +287,23 @@ def test_slots_of_shared_memory_have_whole_rows(
     for _ in call.choose_ctas(library):
         count = library.slots_of_cta(row_bytes, shape.tile)
         assert count >= 0
-        for slot in library.slots_filled()[:count]:
-            rows, scales = bytes(slot.rows), bytes(slot.scales)
-            found = filled.setdefault((slot.token, slot.tile), Counter())
-            assert slot.alive < 2**17
+        for token, tile, alive, rows, scales in SLOT.iter_unpack(
+            ctypes.string_at(library.slots_filled(), count * SLOT.size)
+        ):
+            found = filled.setdefault((token, tile), Counter())
+            assert alive < 2**17
             for i in range(16):
                 row = rows[i * row_bytes : (i + 1) * row_bytes]
                 scale = scales[i * 8 : i * 8 + 8] if call.keys.scale_bytes else b""
-                if slot.alive >> i & 1:
+                if alive >> i & 1:
                     found[row + scale] += 1
                 else:
                     assert row == zeros
                     assert scale in (b"", DEAD_SCALES)
-    for token, tile_number in itertools.product(range(len(LENGTHS)), range(2)):
+    for token in range(len(LENGTHS)):
         expected: Counter[bytes] = Counter()
         for address, count in call.expected(token).items():
             scale = call.scales_of(address) if call.keys.scale_bytes else b""
             expected[ctypes.string_at(address, row_bytes) + scale] += count
-        assert filled.get((token, tile_number), Counter()) == expected
+        for tile in range(2):
+            assert filled.get((token, tile), Counter()) == expected

@@ -257,7 +257,7 @@ class Architecture:
     selects: str | None = "keys"
     cache_formats: tuple[str, ...] = ("fp8_ds_mla", "bf16", "fp32")
     block_size: int = 64
-    prompt_lengths: tuple[int, ...] = (600, 217, 433, 133)
+    prompt_lengths: tuple[int, ...] = (384, 151, 289, 97)
     pads: bool = True
     cache_parts: dict[str, str] = field(
         default_factory=lambda: {"latent": "{cache} latent", "index_keys": "{index} index keys"}

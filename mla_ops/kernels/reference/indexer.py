@@ -174,8 +174,9 @@ def paged_tiles(
             readable = within & there & (slots < num_blocks * block_size)
             keys = torch.zeros(*readable.shape, INDEX_DIM, device=q.device)
             scales = torch.zeros(readable.shape, device=q.device)
-            read, scales[readable] = read_index_keys(index_cache, slots[readable], cache_format)
-            keys[readable] = read.float()
+            chosen, place = slots[readable].unique(return_inverse=True)  # tokens of one request share their keys
+            read, scale = read_index_keys(index_cache, chosen, cache_format)
+            keys[readable], scales[readable] = read.float()[place], scale[place]
             scores = tile_scores(q[tokens], keys, weights[tokens], scales)
             scores = torch.where(readable, scores, -torch.inf)
             count = columns.stop - columns.start

@@ -39,7 +39,10 @@ def attend(
         rows = slice(start, min(start + step, num_tokens))
         live = valid[rows]
         keys = torch.zeros(*live.shape, head_dim, dtype=torch.float32, device=q.device)
-        keys[live] = read(slots[rows][live])
+        chosen, place = slots[rows][live].unique(
+            return_inverse=True
+        )  # rows share most of their keys: each is read once
+        keys[live] = read(chosen)[place]
         scores = torch.einsum("thd,tkd->thk", q[rows].float(), keys) * softmax_scale
         scores = scores.masked_fill(~live.unsqueeze(1), -torch.inf)
         row_lse = torch.logsumexp(scores, dim=-1)
