@@ -159,5 +159,6 @@ def rows_with_wide_scales(
     indices = some_indices(num_tokens, topk, 32 * 64, device)
     indices[indices >= 32 * 64] = INT_MAX
     wide = torch.zeros(num_tokens, topk, dtype=torch.bool, device=device)
-    wide[0], wide[1, :200], wide[2, -200:], wide[3, 500] = True, True, True, True
+    part = topk * 2 // 5
+    wide[0], wide[1, :part], wide[2, -part:], wide[3, topk - 20] = True, True, True, True
     return cache, torch.where(wide & (indices >= 0) & (indices < INT_MAX), indices + 32 * 64, indices)

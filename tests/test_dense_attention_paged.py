@@ -148,16 +148,15 @@ def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_attention, "SLACK_KEYS", 0)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 5, 32])
 @pytest.mark.parametrize(
-    ("owners", "lens"),
+    ("owners", "lens", "num_workers"),
     [
-        ([0] * 6, [0, 1, 31, 33, 150, 160]),
-        ([0, 0, 1, 1, 0, 1], [160, 3, 3, 0, 0, 70]),
-        ([0, -1, 7, 0, INT_MIN, 1], [3, 160, 160, INT_MAX, INT_MAX, INT_MIN]),
-        ([0, 0], [0, 0]),
+        *(([0] * 6, [0, 1, 31, 33, 150, 160], workers) for workers in (1, 5)),
+        *(([0, 0, 1, 1, 0, 1], [160, 3, 3, 0, 0, 70], workers) for workers in (2, 5, 32)),
+        *(([0, -1, 7, 0, INT_MIN, 1], [3, 160, 160, INT_MAX, INT_MAX, INT_MIN], workers) for workers in (2, 32)),
+        *(([0, 0], [0, 0], workers) for workers in (1, 5)),
     ],
-    ids=["rising", "long beside short", "garbage", "nothing"],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else f"{value} workers",
 )
 def test_even_shares_merge_exactly(
     device: torch.device,
@@ -181,8 +180,7 @@ def test_even_shares_merge_exactly(
     check("triton", q, cache, table, requests, int32(lens, device), "bf16", tokens=None if len(lens) < 6 else [0, 3, 5])
 
 
-@pytest.mark.parametrize("num_heads", [2, 5])
-@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize(("num_heads", "num_splits"), [(2, 2), (5, 1)])
 def test_each_row_is_computed_by_one_of_two_launches(
     device: torch.device,
     triton_lowering: None,
@@ -362,16 +360,15 @@ def test_where_lengths_are_looked_at() -> None:
     assert workers(2, 200, 131072, 64) == 1
 
 
-@pytest.mark.parametrize("block_size", [16, 24], ids=lambda size: f"blocks of {size}")
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize(
-    ("num_heads", "owners"),
+    ("num_heads", "owners", "block_size"),
     [
-        (5, [0, 0, 0, 1, 1, 1, 2]),
-        (5, [0, 1, 0, 2, 0, -1, 0, 7]),
-        (3, [2, 2, 2, 2, 2, 2, 2, 2, 1, 1]),
-        (16, [1, 1, 1, 1, 0, 0]),
-        (9, [1, 1, 0, 0, 0, 2, 2, 2, 2]),
+        (5, [0, 0, 0, 1, 1, 1, 2], 16),
+        (5, [0, 1, 0, 2, 0, -1, 0, 7], 24),
+        (3, [2, 2, 2, 2, 2, 2, 2, 2, 1, 1], 16),
+        (16, [1, 1, 1, 1, 0, 0], 24),
+        (9, [1, 1, 0, 0, 0, 2, 2, 2, 2], 24),
     ],
     ids=["three a request", "mixed", "eight", "sixteen heads", "straddling"],
 )

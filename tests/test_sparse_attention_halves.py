@@ -65,7 +65,7 @@ def test_scales_of_any_size(device: torch.device, factor: float) -> None:
 
 @pytest.mark.parametrize("power", [-30, 30])
 def test_a_few_keys_whose_scales_do_not_fit(device: torch.device, power: int) -> None:
-    cache, indices = rows_with_wide_scales("fp8_ds_mla", power, 4, 520, device)
+    cache, indices = rows_with_wide_scales("fp8_ds_mla", power, 4, 140, device)
     q = queries(4, NUM_HEADS, BF16, device) / max(1.0, 2.0**power)
     check("triton", q, cache, indices, "fp8_ds_mla")
 
