@@ -16,8 +16,8 @@ BIN := $(VENV)/bin
 SETUP_INPUTS := pyproject.toml constraints.txt scripts/setup_env.py
 
 # Two workers on two cores: more threads than cores in each only slow the other down. Inductor need not compile programs
-# to learn which of the CPU's vectors work.
-TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 TOKENIZERS_PARALLELISM=false
+# to learn which of the CPU's vectors work. Processes that tests start take the bytecode that the first one wrote.
+TEST_ENVIRONMENT := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 TORCHINDUCTOR_VEC_ISA_OK=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: help demo test test-triton fuzz lint format docs bench wheel kernels-hub hooks clean
 
