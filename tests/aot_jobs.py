@@ -183,11 +183,14 @@ def amd_jobs() -> Iterator[Job]:
         yield from (Job(name, (each,)) for each in AMD[: 1 + (kernel == PRODUCTS)])
 
 
+source_of_class = functools.cache(inspect.getsource)  # which parses the whole file
+
+
 def key_of(variant: Variant, capabilities: tuple[int | str, ...]) -> str:
     """Triton's hash has the functions that a kernel calls, but not methods of its constants."""
     classes = {type(value) for value in variant.constants.values() if isinstance(value, Constant)}
     everything = triton.__version__, source(variant).hash(), sorted(variant.options.items()), capabilities
-    everything += tuple(sorted(map(inspect.getsource, classes)))
+    everything += tuple(sorted(map(source_of_class, classes)))
     return hashlib.sha256(repr(everything).encode()).hexdigest()[:32]
 
 
@@ -197,9 +200,13 @@ def kept() -> dict[str, list[dict[str, Any]]]:
     return {row["key"]: row["figures"] for row in json.loads(KEPT.read_text())}
 
 
+@functools.cache
+def variants_of(capability: int) -> dict[str, Variant]:
+    return {variant.name: variant for variants in VARIANTS for variant in variants(capability)}
+
+
 def variant_of(job: Job) -> Variant:
-    capability = AMD_CAPABILITY if job.capabilities[0] in AMD else job.capabilities[0]
-    return next(v for variants in VARIANTS for v in variants(capability) if v.name == job.name)
+    return variants_of(AMD_CAPABILITY if job.capabilities[0] in AMD else job.capabilities[0])[job.name]
 
 
 def is_always_compiled(job: Job) -> bool:
