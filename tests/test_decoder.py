@@ -276,6 +276,18 @@ def test_grouped_experts_trace_without_a_break():
     assert counter.frame_count == 1
 
 
+def test_experts_of_a_float32_model_compile_to_what_they_give_eagerly():
+    """By Inductor, in the way that a step on a CPU takes them."""
+    mlp = build_small_model("DeepseekV3", **SIZES).model.layers[1].mlp
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda hidden: feed_forward(mlp, hidden, hidden, False), fullgraph=True)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for count in (8, 2, 33):
+            hidden = torch.randn(count, 128)
+            torch._dynamo.mark_dynamic(hidden, 0)
+            assert_experts_equal(compiled(hidden), mlp(hidden))
+
+
 def _glm(**changes):
     return build_small_model("GlmMoeDsa", **{**SIZES, "num_layers": 1, **changes})
 

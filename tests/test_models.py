@@ -250,8 +250,8 @@ def test_agreement_with_the_float32_run_when_keys_are_selected(model, cache_form
 
 @pytest.mark.slow
 def test_inductor_gives_the_eager_tokens_and_clones_no_cache():
-    """One layer, with experts. Two caches in a graph are in test_compile.py, two layers in test_decoder.py."""
-    model = build_small_model(**{**SMALL, "num_layers": 1, "mlp_layer_types": ["sparse"]})
+    """One layer. Two caches in a graph are in test_compile.py, two layers and experts in test_decoder.py."""
+    model = build_small_model(**{**SMALL, "num_layers": 1, "mlp_layer_types": ["dense"]})
     decoder = decoder_for(model, 160)
     options = {"max_num_requests": 3, "cache_format": "fp32", "block_size": 16, "num_blocks": 37, "prefill_tokens": 24}
     expected = GenerationSession(decoder, **options).generate(PROMPTS, LIMITS).tokens
