@@ -41,6 +41,8 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #define positive_or_nan ptx_positive_or_nan
 #define named_barrier ptx_named_barrier
 #define cluster_meet ptx_cluster_meet
+#define cluster_arrive ptx_cluster_arrive
+#define cluster_wait ptx_cluster_wait
 #define peer_pointer ptx_peer_pointer
 #define launch_dependents ptx_launch_dependents
 #define wait_for_prerequisites ptx_wait_for_prerequisites
@@ -49,6 +51,8 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #undef wait_for_prerequisites
 #undef named_barrier
 #undef cluster_meet
+#undef cluster_arrive
+#undef cluster_wait
 #undef peer_pointer
 #undef shared_address
 #undef mbarrier_init
@@ -85,6 +89,8 @@ void named_barrier() {
   simt::meet(named_barriers[{simt::current->cta, ID}], simt::current->index, COUNT, 0);
 }
 static void cluster_meet() { simt::meet_cluster_but_those_that_left(); }
+static void cluster_arrive() {}
+static void cluster_wait() { cluster_meet(); }
 static void launch_dependents() {}
 
 // CTAs of which a thread has waited for the launch in front, whose memory is written over; whether that was too early.

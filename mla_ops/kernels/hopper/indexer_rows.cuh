@@ -69,11 +69,11 @@ DEVICE Group group_at(const Params& p, int token) {
     for (int i = 1; i < TOKENS; ++i)
       if (group.count == i && i < room && __ldg(p.req_id_per_token + token + i) == request) ++group.count;
   }
+#pragma unroll 4
   for (int i = 0; i < TOKENS; ++i) {
-    if (i >= group.count) break;
-    const Bounds row = bounds_of<SOURCE>(p, token + i);
-    if (row.start == row.end) continue;
-    start = min(start, row.start), end = max(end, row.end);
+    Bounds row = {0, 0};
+    if (i < group.count) row = bounds_of<SOURCE>(p, token + i);
+    if (row.start < row.end) start = min(start, row.start), end = max(end, row.end);
   }
   if (start >= end) return group;
   group.first_tile = start / TILE;

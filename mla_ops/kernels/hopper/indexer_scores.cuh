@@ -40,8 +40,10 @@ template <int HEADS, int TOKENS, Source SOURCE>
 using ScoresLayout = IndexerLayout<HEADS, TOKENS, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 8 : 16,
                                    OF_MEMORY<HEADS * TOKENS, SOURCE> ? 4 : 2, SOURCE == FLAT ? 2 : 1>;
 
-// Groups whose part one warp finds; tokens, and entries of all their requests' tables, that are prefetched.
-constexpr int FEW = 32, PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024;
+// Groups whose part one warp finds, so many for each of its lanes; tokens, and entries of all their requests' tables, that are prefetched.
+template <int TOKENS, Source SOURCE>
+constexpr int FEW = SOURCE != FLAT && TOKENS == 1 ? 4 : 1;
+constexpr int PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024;
 
 // ---- each CTA's part ------------------------------------------------------------------------------------------------
 
@@ -87,7 +89,7 @@ DEVICE Part this_part(const Params& p, u32 shared) {
   if (count == 0) return {0, 0, 0};
   if (before <= begin && begin < before + own) {
     Part part = {first * step, begin - before, count};
-    find_begin<tokens, SOURCE>(p, part);
+    if (each > 1) find_begin<tokens, SOURCE>(p, part);
     store_shared_8(shared + L::PART, part.token, part.skip);
   }
   __syncthreads();
@@ -95,29 +97,40 @@ DEVICE Part this_part(const Params& p, u32 shared) {
   return {static_cast<int>(part.x), static_cast<int>(part.y), count};
 }
 
-// One warp does the same for up to FEW groups, of which each lane has one; `first` is its lane.
-template <int STEP>
-DEVICE Part part_of_few(const Group& groups, int lane, int number, int parts) {
-  int before = groups.tiles;
+// One warp does the same for up to FEW groups a lane, 32 neighbours at one time; `groups` becomes those of the 32 with
+// which the part begins, and `first` the token of the first of them.
+template <int TOKENS, Source SOURCE>
+DEVICE Part part_of_few(const Params& p, int lane, int number, int parts, Group& groups, int& first) {
+  constexpr int EACH = FEW<TOKENS, SOURCE>, step = STEP<TOKENS, SOURCE>;
+  Group all[EACH];
+  int before[EACH], total = 0;
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int lower = __shfl_up_sync(~0u, before, distance);
-    if (lane >= distance) before += lower;
+  for (int i = 0; i < EACH; ++i) all[i] = group_at<TOKENS, SOURCE>(p, (i * 32 + lane) * step);
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    before[i] = all[i].tiles;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int lower = __shfl_up_sync(~0u, before[i], distance);
+      if (lane >= distance) before[i] += lower;
+    }
+    const int of_these = __shfl_sync(~0u, before[i], 31);
+    before[i] += total - all[i].tiles, total += of_these;
   }
-  const int total = __shfl_sync(~0u, before, 31), begin = tiles_before(total, number, parts);
-  before -= groups.tiles;
-  const u32 mine = __ballot_sync(~0u, before <= begin && begin < before + groups.tiles);
-  const int first = mine ? __ffs(mine) - 1 : 0;
-  const int count = tiles_before(total, number + 1, parts) - begin;
-  return {first * STEP, begin - __shfl_sync(~0u, before, first), count};
+  const int begin = tiles_before(total, number, parts);
+  Part part = {0, 0, tiles_before(total, number + 1, parts) - begin};
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const u32 here = __ballot_sync(~0u, before[i] <= begin && begin < before[i] + all[i].tiles);
+    if (here == 0) continue;
+    const int from = __ffs(here) - 1;
+    groups = all[i], first = i * 32 * step;
+    part.token = first + from * step, part.skip = begin - __shfl_sync(~0u, before[i], from);
+  }
+  return part;
 }
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
-
-// Tiles from one to the next of those that a CTA has: neighbours.
-struct Neighbours {
-  DEVICE constexpr operator int() const { return 1; }
-};
 
 // Slots of the ring of keys, a tile each.
 struct Slot {
@@ -150,14 +163,13 @@ DEVICE const int* table_of(const Params& p, int token) {
   return p.block_table + __ldg(p.req_id_per_token + token) * p.table_stride;
 }
 
-template <class L, class Apart = Neighbours>
-DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, int tiles, Slot& slot,
-                       Apart apart = Apart()) {
+template <class L>
+DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, int tiles, Slot& slot) {
   for (int i = 0; i < tiles; ++i, next<L>(slot)) {
     mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
     if (lane == 0) {
       const u32 full = of_slot(shared + L::KEY_FULL, slot), keys = shared + L::KEY + slot.index * TILE_BYTES;
-      const int first = (first_tile + i * apart) * TILE;
+      const int first = (first_tile + tiles - 1 - i) * TILE;
       mbarrier_arrive_expect(full, TILE_BYTES);
       if constexpr (L::CLUSTER == 1) {
         copy_box(keys, p.keys, 0, first, 0, full);
@@ -171,18 +183,18 @@ DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, in
 }
 
 // Lane n has the n-th box of the tiles that it and the others bring together.
-template <class L, class Apart = Neighbours>
+template <class L>
 DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int end, int first_tile, int tiles,
-                        Slot& slot, Apart apart = Apart(), u64 policy = evict_normal()) {
+                        Slot& slot, u64 policy) {
   const int* table = table_of(p, token);
   const int boxes = 1 << p.boxes_log2, keys = TILE >> p.boxes_log2, together = 32 >> p.boxes_log2;
   const int box = lane & boxes - 1, turn = lane >> p.boxes_log2;
-  int position = (first_tile + turn * apart) * TILE + box * keys, block_after = block_at(p, table, position, end);
-  for (; tiles > 0; tiles -= together, position += 32 * keys * apart) {
+  int position = (first_tile + turn) * TILE + box * keys, block_after = block_at(p, table, position, end);
+  for (; tiles > 0; tiles -= together, position += 32 * keys) {
     const int block = block_after, offset = position - divide(position, p.of_block_size) * p.block_size;
     const unsigned char* scales = p.cache + block * p.block_bytes + p.block_size * 128 + offset * 4;
     const u32 there = __ballot_sync(~0u, block >= 0);
-    if (tiles > together) block_after = block_at(p, table, position + 32 * keys * apart, end);
+    if (tiles > together) block_after = block_at(p, table, position + 32 * keys, end);
     for (int i = 0; i < min(tiles, together); ++i, next<L>(slot)) {
       const u32 full = of_slot(shared + L::KEY_FULL, slot), scales_to = shared + L::SCALE + slot.index * TILE * 4;
       const int count = __popc(there >> (i << p.boxes_log2) & (1 << boxes) - 1);
@@ -204,9 +216,9 @@ DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int en
 }
 
 // Four warps, a key of each sixteen for eight threads. Tiles that are on their way are those of the last LAG turns.
-template <class L, class Apart = Neighbours>
+template <class L>
 DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
-                           Slot& slot, Apart apart = Apart()) {
+                           Slot& slot) {
   static_assert(LAG < L::STAGES, "a tile that is on its way keeps its slot");
   const int* table = table_of(p, token);
   const int chunk = thread % 8, lane = thread & 31;
@@ -223,7 +235,7 @@ DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, i
   for (int i = 0; i < tiles; ++i, next<L>(slot)) {
     int blocks_after[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) blocks_after[j] = block_at(p, table, position + TILE * apart + j * 16, end);
+    for (int j = 0; j < 4; ++j) blocks_after[j] = block_at(p, table, position + TILE + j * 16, end);
     mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -241,7 +253,7 @@ DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, i
       blocks[j] = blocks_after[j];
     }
     commit_copies();
-    position += TILE * apart;
+    position += TILE;
     if (i >= LAG) {
       wait_for_copies_but<LAG>();
       arrive();
@@ -252,7 +264,7 @@ DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, i
 }
 
 template <class L, Source SOURCE>
-DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group groups) {
+DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group groups, int first) {
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const int before = blockIdx.x % L::CLUSTER * L::TOKENS;  // tokens of a group that other CTAs of the cluster have
   const int thread = threadIdx.x - L::CONSUMERS, lane = thread & 31;
@@ -272,6 +284,8 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
       }
     }
     __syncwarp();
+    if (SOURCE == FLAT && leads && lane < L::TOKENS && token + lane < p.num_tokens)
+      for (int line = 0; line < L::HEADS; line += 32) prefetch_to_l2(p.weights + (token + lane) * p.weights_stride + line);
     if (L::WHOLE && leads && tiles) {
       constexpr int EACH = L::HEADS / 2;  // boxes of four tokens
       copy_box(shared + L::QUERY + stage * L::QUERY_BYTES + lane * 1024, p.queries, 0, lane % EACH * 2,
@@ -279,13 +293,8 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
     }
     if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
   };
-  int first = few ? 0 : part.token;
-  if (!few) groups = group_at<tokens, SOURCE>(p, first + lane * step);
-  u32 live = __ballot_sync(~0u, groups.tiles > 0);
-  if (few) {
-    part = part_of_few<step>(groups, lane, blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER);
-    live &= ~0u << part.token / step;
-  }
+  if (!few) first = part.token, groups = group_at<tokens, SOURCE>(p, first + lane * step);
+  u32 live = __ballot_sync(~0u, groups.tiles > 0) & ~0u << (part.token - first) / step;
   // Keys that one group reads are not read again: what else is in L2 stays there.
   const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS;
   const u64 policy = once ? evict_first() : evict_normal();
@@ -300,7 +309,7 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
       if (SOURCE == FLAT)
         bring_flat<L>(p, shared, lane, first_tile, tiles, slot);
       else if (SOURCE == BOXES)
-        bring_boxes<L>(p, shared, lane, token, end, first_tile, tiles, slot, Neighbours(), policy);
+        bring_boxes<L>(p, shared, lane, token, end, first_tile, tiles, slot, policy);
       else
         bring_anywhere<L>(p, shared, thread, token, end, first_tile, tiles, slot);
     }
@@ -418,8 +427,6 @@ DEVICE void weigh_whole(const float (&products)[L::PART_COLUMNS / 2], const floa
 template <class L, Source SOURCE>
 struct Stored {
   using S = Share<L::TOKENS, L::WHOLE>;
-  static constexpr bool IN_PARTS = false;  // whether several announcements have the same tokens
-  static constexpr Neighbours apart = {};
   const Params& p;
   float* rows[S::TOKENS];
   Bounds bounds[S::TOKENS];
@@ -437,51 +444,48 @@ struct Stored {
     }
   }
 
-  DEVICE void put(int t, int column, float score, int) const {
+  DEVICE void put(int t, int column, float score) const {
     store_float_if(column >= bounds[t].start && column < bounds[t].end, rows[t] + column, score);
   }
-
-  DEVICE void end(const uint4&) const {}
 };
 
-template <class L, Source SOURCE, class Use>
-DEVICE void consume(const Params& p, u32 shared, Use use) {
+template <class L, Source SOURCE>
+DEVICE void consume(const Params& p, u32 shared) {
   using S = Share<L::TOKENS, L::WHOLE>;
   const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7);
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
+  Stored<L, SOURCE> stored(p);
   float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
   Slot done = {warpgroup, 0}, ahead = done;  // slots whose products are summed up next, and begun next
   Slot& slot = L::SETS == 1 ? done : ahead;
   int turn = 0;   // tiles of the groups so far, modulo the warpgroups
-  int held = -1;  // token whose weights are in registers
   for (int stage = 0, parity = 0;;) {
     mbarrier_wait(shared + L::GROUP_FULL + stage * 8, parity);
     const uint4 group = load_shared_16(shared + L::GROUP + stage * 16);
     const int token = group.x;
     if (group.y == 0) return;
-    use.begin(group, lane);
-    if (!Use::IN_PARTS || token != held) {
-      held = token;
-      if constexpr (L::WHOLE) {
+    stored.begin(group, lane);
+    if constexpr (L::WHOLE) {
 #pragma unroll
-        for (int t = 0; t < S::TOKENS; ++t) {
-          const float* own = p.weights + min(token + S::token(lane, t), p.num_tokens - 1) * p.weights_stride;
+      for (int t = 0; t < S::TOKENS; ++t) {
+        const float* own = p.weights + min(token + S::token(lane, t), p.num_tokens - 1) * p.weights_stride;
 #pragma unroll
-          for (int head = 0; head < L::HEADS; ++head) weights[t * L::HEADS + head] = __ldg(own + head);
-        }
-      } else {
+        for (int head = 0; head < L::HEADS; ++head) weights[t * L::HEADS + head] = __ldg(own + head);
+      }
+    } else {
 #pragma unroll
-        for (int t = 0; t < L::TOKENS; ++t) {
-          const float* own = p.weights + min(token + t, p.num_tokens - 1) * p.weights_stride + lane % 4 * 2;
+      for (int t = 0; t < L::TOKENS; ++t) {
+        const float* own = p.weights + min(token + t, p.num_tokens - 1) * p.weights_stride + lane % 4 * 2;
 #pragma unroll
-          for (int j = 0; j < L::HEADS / 4; ++j) weights[t * (L::HEADS / 4) + j] = __ldg(own + j / 2 * 8 + j % 2);
-        }
+        for (int j = 0; j < L::HEADS / 4; ++j) weights[t * (L::HEADS / 4) + j] = __ldg(own + j / 2 * 8 + j % 2);
       }
     }
     constexpr int W = L::WARPGROUPS;
     const int skipped = warpgroup - turn + (warpgroup < turn ? W : 0);  // the other warpgroups'
-    int column = (static_cast<int>(group.z) + skipped * use.apart) * TILE + key;
+    // Flat keys: from the last tile to the first.
+    const int first = SOURCE == FLAT ? static_cast<int>(group.w) - 1 - skipped : skipped;
+    int column = (static_cast<int>(group.z) + first) * TILE + key;
     int tiles = (group.w + W - 1 - skipped) / W;
     turn = (turn + group.w) % W;
     float sums[L::TOKENS * 2], scales[S::ROWS];
@@ -520,9 +524,9 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
         for (int r = 0; r < S::ROWS; ++r) {
           float score = sums[L::WHOLE ? t * 8 + r : t * S::ROWS + r] * scales[r];
           if (SOURCE != FLAT && scales[r] == -INFINITY) score = -INFINITY;
-          use.put(t, column + r * 8, score, lane);
+          stored.put(t, column + r * 8, score);
         }
-      column += W * TILE * use.apart;
+      column += SOURCE == FLAT ? -W * TILE : W * TILE;
     };
 
     mbarrier_wait(shared + L::QUERY_FULL + stage * 8, parity);
@@ -551,11 +555,9 @@ DEVICE void consume(const Params& p, u32 shared, Use use) {
         end(even, 0, Last());
       }
     }
-    const uint4 ended = load_shared_16(shared + L::GROUP + stage * 16);  // not in registers meanwhile
     __syncwarp();
     warp_arrive(shared + L::QUERY_FREE + stage * 8, lane);
     if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
-    use.end(ended);
   }
 }
 
@@ -582,26 +584,34 @@ DEVICE void begin_barriers(const Params& p, u32 shared) {
 template <class L, Source SOURCE>
 DEVICE void make_scores(const Params& p, u32 shared) {
   begin_barriers<L, SOURCE>(p, shared);
+  __syncwarp();
+  if (L::CLUSTER > 1) cluster_arrive();
   prefetch_rows<L, SOURCE>(p);
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
-  const bool few = p.num_tokens <= FEW * step, brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
+  const bool few = p.num_tokens <= 32 * FEW<tokens, SOURCE> * step, brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
   Part part = {0, 0, 0};
   Group groups = {0, 0, 0, 0};
+  int first = 0;
   if (few) {
-    if (brings) groups = group_at<tokens, SOURCE>(p, (threadIdx.x & 31) * step);
+    if (brings)
+      part = part_of_few<tokens, SOURCE>(p, threadIdx.x & 31, blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER, groups,
+                                         first);
     __syncthreads();
   } else {
     part = this_part<L, SOURCE>(p, shared);
-    if (part.count == 0) return wait_for_prerequisites();
+    if (part.count == 0) {
+      if (L::CLUSTER > 1) cluster_wait();
+      return wait_for_prerequisites();
+    }
   }
-  if (L::CLUSTER > 1) cluster_meet();  // all have their barriers
+  if (L::CLUSTER > 1) cluster_wait();  // all have their barriers
   if (brings) {
     if (L::SETS == 2) fewer_registers<SOURCE == FLAT ? 40 : 72>();
-    if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32) produce<L, SOURCE>(p, shared, part, few, groups);
+    if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32) produce<L, SOURCE>(p, shared, part, few, groups, first);
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
     wait_for_prerequisites();  // they may read what this launch writes over
-    consume<L, SOURCE>(p, shared, Stored<L, SOURCE>(p));
+    consume<L, SOURCE>(p, shared);
   }
   if (L::CLUSTER > 1) cluster_meet();  // no CTA leaves while another one copies to it or arrives at its barriers
 }
