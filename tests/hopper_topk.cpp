@@ -24,6 +24,9 @@
 #define load_once_16 ptx_load_once_16
 #define named_barrier ptx_named_barrier
 #define store_entry_if ptx_store_entry_if
+#define add_if_reaches ptx_add_if_reaches
+#define append_if_reaches ptx_append_if_reaches
+#define append_if ptx_append_if
 #define wait_for_prerequisites ptx_wait_for_prerequisites
 #define launch_dependents ptx_launch_dependents
 #include "topk_ptx.cuh"
@@ -48,6 +51,9 @@
 #undef load_once_16
 #undef named_barrier
 #undef store_entry_if
+#undef add_if_reaches
+#undef append_if_reaches
+#undef append_if
 
 // Threads of a cluster that have arrived; how often all have, which those that wait remember.
 static size_t arrived;
@@ -100,6 +106,17 @@ T& at(u32 address) {
   address %= 1 << 24;
   if (address % sizeof(T) || address + sizeof(T) > shared.size() * 8) abort();
   return *reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(shared.data()) + address);
+}
+static void add_if_reaches(u32& sum, float score, float least, u32 amount) {
+  if (score >= least) sum += amount;
+}
+static void append_if(bool condition, u32& address, float score, u32 place) {
+  if (!condition) return;
+  at<u64>(address) = static_cast<u64>(__float_as_uint(score)) << 32 | place;
+  address += 8;
+}
+static void append_if_reaches(u32& address, float score, float least, u32 place) {
+  append_if(score >= least, address, score, place);
 }
 static void count_at(u32 address) { ++at<u32>(address); }
 static void set_if(bool condition, u32 address, u32 bits) {

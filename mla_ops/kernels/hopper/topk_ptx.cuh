@@ -23,6 +23,30 @@ DEVICE void set_if(bool condition, u32 address, u32 bits) {
                : "memory");
 }
 
+// Adds where a score reaches the least that is wanted.
+DEVICE void add_if_reaches(u32& sum, float score, float least, u32 amount) {
+  asm("{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\n@p add.u32 %0, %0, %3;\n}"
+      : "+r"(sum)
+      : "f"(score), "f"(least), "r"(amount));
+}
+
+// A score behind a place in 8 bytes of shared memory, and the address of what comes behind it.
+DEVICE void append_if_reaches(u32& address, float score, float least, u32 place) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\n@p st.shared.v2.b32 [%0], {%3, %1};\n@p add.u32 %0, %0, 8;\n}"
+      : "+r"(address)
+      : "f"(score), "f"(least), "r"(place)
+      : "memory");
+}
+
+DEVICE void append_if(bool condition, u32& address, float score, u32 place) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.shared.v2.b32 [%0], {%3, %1};\n@p add.u32 %0, %0, 8;\n}"
+      : "+r"(address)
+      : "f"(score), "r"(static_cast<u32>(condition)), "r"(place)
+      : "memory");
+}
+
 // Elements that are not loaded have no value.
 DEVICE float4 load_once_16_if(bool condition, const float* source) {
   float4 v;

@@ -139,16 +139,23 @@ struct Selection {
     return static_cast<u32>(column - row.start) < static_cast<u32>(part_end - row.start);
   }
 
-  template <bool SCORES>
-  DEVICE bool passes(const Gate& gate, float x, int column) const {
-    if (SCORES) return x >= gate.score;
-    return has(column) && key_of(x) >= gate.key;
+  DEVICE bool passes(const Gate& gate, float x, int column) const { return has(column) && key_of(x) >= gate.key; }
+
+  // Makes entries of the scores that were appended from number `begin` on.
+  DEVICE void order(u32 begin, u32 end) const {
+#pragma unroll 1
+    for (u32 i = begin + threadIdx.x; i < end; i += THREADS) {
+      u32* const key = reinterpret_cast<u32*>(entries + i) + 1;
+      *key = key_of(__uint_as_float(*key));
+    }
+    __syncthreads();
   }
 
   // All of this CTA's part, whose first chunk is in `next`. Returns the number of entries.
   template <bool SCORES>
   DEVICE u32 read(Gate gate, float4 (&next)[VECTORS]) {
-    u32 have = 0, parity = 0;
+    const u32 base = shared_address(entries);
+    u32 have = 0, ordered = 0, parity = 0;
 #pragma unroll 1
     for (u32 at = 0; at < vectors; at += STEP) {
       float x[VECTORS][4];
@@ -158,11 +165,16 @@ struct Selection {
         x[i][0] = next[i].x, x[i][1] = next[i].y, x[i][2] = next[i].z, x[i][3] = next[i].w;
         const int column = 4 * (first + group(at, i));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) counts += passes<SCORES>(gate, x[i][j], column + j) << 8 * i;
+        for (int j = 0; j < 4; ++j) {
+          if (SCORES)
+            add_if_reaches(counts, x[i][j], gate.score, 1 << 8 * i);
+          else
+            counts += passes(gate, x[i][j], column + j) << 8 * i;
+        }
       }
       load(at + STEP, next);
       prefetch(at + AHEAD, STEP);
-      const u32 inclusive = inclusive_scan_by_selects(counts);
+      const u32 inclusive = inclusive_scan(counts);
       const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
       u32 sum = 0, total;
 #pragma unroll
@@ -171,14 +183,14 @@ struct Selection {
       if (sum) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-          u32 own = place + ((inclusive - counts) >> 8 * i & 0xff);
+          u32 own = base + 8 * (place + ((inclusive - counts) >> 8 * i & 0xff));
           const int column = 4 * (first + group(at, i));
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const bool kept = passes<SCORES>(gate, x[i][j], column + j);
-            const u32 key = SCORES ? key_of_number(x[i][j]) : key_of(x[i][j]);
-            store_entry_if(kept, entries + own, entry_of(key, column + j));
-            own += kept;
+            if (SCORES)
+              append_if_reaches(own, x[i][j], gate.score, ~column - j);
+            else
+              append_if(passes(gate, x[i][j], column + j), own, x[i][j], ~column - j);
           }
           place += of_warp >> 8 * i & 0xff;
         }
@@ -186,13 +198,15 @@ struct Selection {
       have += total;
       if (have + CHUNK > p.capacity && at + STEP < vectors) {
         __syncthreads();
+        order(ordered, have);
         const u64 threshold = keep_best<THREADS>(control, bins, entries, have, p.k, least);
-        have = p.k;
+        have = ordered = p.k;
         gate = Gate(static_cast<u32>(threshold >> 32) + 1);  // columns to come lose against equal ones
       }
       parity ^= 1;
     }
     __syncthreads();
+    order(ordered, have);
     return have;
   }
 
