@@ -42,7 +42,8 @@ struct Selection {
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
   static constexpr u32 CHUNK = STEP * 4;
   static constexpr u32 HELD = THREADS < 1024 ? 4 : 2;  // groups of a thread, which registers hold
-  static constexpr u32 AHEAD = 4 * STEP;  // groups that are on their way to L2 in front of those that are read
+  // Groups that are on their way to L2 in front of those that are read; more of many rows take L2 from one another.
+  static constexpr u32 AHEAD = (FEW_ROWS ? 4 : 2) * STEP;
   static_assert(VECTORS <= 4, "counts of the groups of a warp share a word");
 
   const Params& p;
