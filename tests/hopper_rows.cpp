@@ -185,6 +185,9 @@ static void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrie
   barriers[barrier].bytes -= bytes;
   check(barrier);
 }
+static void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier, u64) {
+  bulk_copy(destination, source, bytes, barrier);
+}
 static void store_shared_4(u32 address, u32 a) { write_shared(address, &a, 4); }
 static void store_shared_8(u32 address, u32 a, u32 b) {
   const u32 words[] = {a, b};
