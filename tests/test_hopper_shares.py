@@ -89,6 +89,8 @@ def test_bits_do_not_depend_on_the_number_of_ctas(
     assert len(wanted[0].unique()) > 1000
     assert not wanted[1].isnan().any()
     for shape in shapes_of_shares(FP8, tile, shares, []):
+        if shape.tile != tile:  # values are made up by their place in a tile
+            continue
         for seed in range(2 if shape.shares else 0):
             found = results(shape, seed)
             assert all(map(torch.equal, found, wanted)), f"{shape.splits} CTAs"

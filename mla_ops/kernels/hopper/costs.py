@@ -111,11 +111,13 @@ def predicted_us(
             return math.inf
         end_us = costs.group_us + costs.member_us * members + (costs.even_us if turns % members == 0 else 0.0)
         return -(-turns // members) * turn_us + row_us + end_us
-    _, splits, parts, shares = shape
+    splits, parts, shares = shape.splits, shape.parts, shape.shares
     rounds = -(-rows * parts // at_once[SPLITS.index(splits)])
     own_shares, registers = max(1, -(-shares // splits)), in_registers(shape)
     if registers and shape.tile == 32:  # one warpgroup makes the scores
         turn_us = costs.tiles[keys.name][64].turn_us
+    if shape.bits_of:  # the same
+        turn_us = costs.tiles[keys.name][32].turn_us
     of_64 = shape.tile / 64
     each = shares or splits * parts
     keys_us = sum(-(-max(turns - share, 0) // each) for share in range(0, max(shares, 1), splits)) * turn_us

@@ -152,6 +152,7 @@ def paged_attention(
         out=out,
         lse=lse,
         balance=balance,
+        deterministic=deterministic,
     )
 
 

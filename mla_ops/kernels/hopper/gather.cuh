@@ -135,17 +135,17 @@ DEVICE void copy_to_all(u32 rows, const unsigned char* row, int lane) {
 }
 
 template <bool GIVES_WAY>
-DEVICE void copy_row(u32 destination, const void* row, u32 bytes, u32 barrier) {
+DEVICE void copy_keys(u32 destination, const void* source, u32 bytes, u32 barrier) {
   if constexpr (GIVES_WAY)
-    bulk_copy(destination, row, bytes, barrier, evict_first());
+    bulk_copy(destination, source, bytes, barrier, evict_first());
   else
-    bulk_copy(destination, row, bytes, barrier);
+    bulk_copy(destination, source, bytes, barrier);
 }
 
 // Brings a share's live keys into slots, 64 a turn, 16 of them a warp's. Each warp looks at all positions, so that all
 // four agree on the place of each live key without a word, and copies those whose place is in its slot. A turn is
 // handed over once it is known whether a key follows: the row's last one is marked. A share without keys is one turn.
-// GIVES_WAY: chosen keys leave L2 before anything else does.
+// GIVES_WAY: keys leave L2 before anything else does.
 template <int HEADS, Format FORMAT, bool GIVES_WAY = false>
 DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
                     int& parity, bool paced) {
@@ -185,8 +185,8 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
             const bool same = first == shuffle_pointer(first, lane & 16);
             neighbours = __all_sync(~0u, !mine || same);
           }
-          if (neighbours && mine && place == 0) bulk_copy(rows, row, 16 * R::BYTES, barrier);
-          if (!neighbours && copies) copy_row<GIVES_WAY>(rows + place * R::BYTES, row, R::BYTES, barrier);
+          if (neighbours && mine && place == 0) copy_keys<GIVES_WAY>(rows, row, 16 * R::BYTES, barrier);
+          if (!neighbours && copies) copy_keys<GIVES_WAY>(rows + place * R::BYTES, row, R::BYTES, barrier);
           bulk |= copied;
         }
       }

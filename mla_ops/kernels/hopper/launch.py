@@ -94,6 +94,7 @@ MOST_SHARES = 8  # a row has no more if its parts are added up in memory (`share
 MOST_IN_REGISTERS = 16  # the same if CTAs keep shares in registers, `MOST_SHARES` in layout.cuh
 # tiles of heads whose registers hold shares (`held.cuh`, `folds.cuh`), and the most shares of a CTA of a cluster
 MOST_OF_A_CTA = {16: 4, 32: 3}
+NARROW = 16  # heads of tiles that a kernel gives the bits of larger ones
 
 
 class Clusters(NamedTuple):
@@ -106,12 +107,14 @@ class Clusters(NamedTuple):
             `merge_parts` merges.
         shares: of a row's keys, of which each CTA takes every `splits`-th one, one after the other; bits then do not
             depend on `splits` (`shares.cuh`). 0: each CTA has one.
+        bits_of: heads of a larger tile whose bits it gives; 0: it gives its own.
     """
 
     tile: int
     splits: int
     parts: int = 1
     shares: int = 0
+    bits_of: int = 0
 
 
 def in_registers(shape: Clusters) -> bool:
@@ -237,15 +240,19 @@ class KeyFormat:
         kind = "groups" if grouped else "rows" if alone else "clusters"
         if isinstance(shape, Clusters) and in_shares:
             kind = "shares" if not in_registers(shape) else "folds" if alone else "held"
+            if shape.bits_of:
+                if tile != NARROW or alone:
+                    raise ValueError(f"clusters of tiles of {NARROW} heads have the bits of larger ones, got {shape}")
+                kind = "held_by_one"
             most = MOST_SHARES if kind == "shares" else MOST_IN_REGISTERS
-            if kind == "held":
+            if kind.startswith("held"):
                 most = min(most, MOST_OF_A_CTA[tile] * shape.splits)
             if shape.shares > most:
                 raise ValueError(f"a row has at most {most} shares in such a launch, got {shape}")
         persistent = alone or kind == "shares"
         if self.quantized:
             name = f"sparse_attention_{kind}<{tile}, {self.name}>"
-            one_scorer = tile == 64 or (tile == 32 and kind in ("folds", "held"))
+            one_scorer = tile == 64 or (tile == 32 and kind in ("folds", "held")) or kind == "held_by_one"
             return Kernel("sparse_attention.cu", name, 512 if one_scorer else 640, persistent)
         width = self.chunks * 64
         if tile == 64:
@@ -258,6 +265,7 @@ class KeyFormat:
         shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
         if self.quantized:
             shapes += [Group(2), *(Clusters(tile, n, shares=3) for tile in self.tiles for n in (1, 2))]
+            shapes.append(Clusters(NARROW, 2, shares=3, bits_of=32))
         of = itertools.product((self.kernel, self.yielding_kernel, self.balanced_kernel), shapes, (False, True))
         every = (find(shape, oversubscribed) for find, shape, oversubscribed in of)
         return list({kernel.name: kernel for kernel in every if kernel}.values())
@@ -408,6 +416,7 @@ def launch(
     balance: Balance | None = None,
     exchange: torch.Tensor | None = None,
     takes_either_way: bool = False,
+    deterministic: bool = False,
 ) -> None:
     """One kernel, for the first `num_tokens` of what the tensors have.
 
@@ -418,6 +427,7 @@ def launch(
         balance: where the call's rows may be shared evenly.
         exchange: with `balance`, room for parts, and of a group for what it exchanges; room for parts of shares.
         takes_either_way: whether it is this launch that shares them, with all tokens of the call then.
+        deterministic: whether other launches have to give the same bits; those in shares always do.
     """
     main, extra = caches
     num_heads, device_index = q.shape[1], q.device.index
@@ -431,8 +441,10 @@ def launch(
             exchange = groups.exchange(rows, splits, q.device)
         counters = groups.counters(device_index, rows)
     else:
-        _, splits, parts, shares = shape
+        splits, parts, shares = shape.splits, shape.parts, shape.shares
         cluster_size = splits
+    if deterministic and not shares:
+        shares = splits
     clusters = rows * parts
     at_once = clusters_at_once(keys, shape.tile, device_index)[SPLITS.index(cluster_size)]
     oversubscribed = clusters > at_once

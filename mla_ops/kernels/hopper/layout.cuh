@@ -43,7 +43,8 @@ struct Params {
   // worker, all 0 before and after.
   unsigned char* exchange;
   u32* counters;
-  int shares;  // a row has so many, of which a CTA may take several (`shares.cuh`)
+  // A row has so many, of which a CTA may take several (`shares.cuh`); 0: bits may depend on the launch.
+  int shares;
 };
 
 constexpr int COUNTERS = 8, SHARERS_COUNTERS = 4;
@@ -52,21 +53,22 @@ constexpr int MOST_SHARES = 16;  // a row has no more
 // Who works on a row: a CTA that takes one row after the other; a cluster; a group, CTAs of no cluster that meet in L2;
 // workers, of which each has an even share of all keys (`balance.cuh`); CTAs that take one share of a row after the
 // other (`shares.cuh`); one CTA that takes all of them and keeps their sum in registers (`folds.cuh`); or a cluster whose
-// CTAs keep several in registers (`held.cuh`).
-enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED, SHARES, FOLDS, HELD };
+// CTAs keep several in registers (`held.cuh`), with one warpgroup of scores where two would add up a score in two parts:
+// tiles of 16 heads then have the bits of tiles of 32.
+enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED, SHARES, FOLDS, HELD, HELD_BY_ONE };
 
 // Whether a CTA takes one row, or piece or share of one, after the other.
 DEVICE constexpr bool is_persistent(Launch launch) { return launch != Launch::CLUSTERS && launch != Launch::GROUPS; }
 
-DEVICE constexpr bool in_shares(Launch launch) {
-  return launch == Launch::SHARES || launch == Launch::FOLDS || launch == Launch::HELD;
-}
+DEVICE constexpr bool is_held(Launch launch) { return launch == Launch::HELD || launch == Launch::HELD_BY_ONE; }
 
-DEVICE constexpr bool in_registers(Launch launch) { return launch == Launch::FOLDS || launch == Launch::HELD; }
+DEVICE constexpr bool in_registers(Launch launch) { return launch == Launch::FOLDS || is_held(launch); }
+
+DEVICE constexpr bool in_shares(Launch launch) { return launch == Launch::SHARES || in_registers(launch); }
 
 // One warpgroup makes all scores if registers have to hold more.
 template <int HEADS, Launch LAUNCH>
-constexpr bool ONE_SCORER = HEADS == 64 || HEADS == 32 && in_registers(LAUNCH);
+constexpr bool ONE_SCORER = HEADS == 64 || HEADS == 32 && in_registers(LAUNCH) || LAUNCH == Launch::HELD_BY_ONE;
 
 // Warpgroups: one or two for scores, two for values, one for the gather.
 template <int HEADS, Launch LAUNCH>
@@ -259,7 +261,7 @@ DEVICE Row share_at(const Params& p, int item, int share) {
 template <Launch LAUNCH>
 DEVICE Row first_share(const Params& p) {
   if constexpr (LAUNCH == Launch::FOLDS) return share_at(p, blockIdx.x, 0);
-  if constexpr (LAUNCH == Launch::HELD)
+  if constexpr (is_held(LAUNCH))
     return row_of(p, token_of(p), cluster_index(p), 0, p.shares, cluster_rank());
   return share_at(p, cluster_index(p), cluster_rank());
 }

@@ -462,7 +462,9 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
                      ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] + exponent_taken(undo, e >> 1 & 1)
                      : -INFINITY;
       }
-      raise_references<L>(s, sums, seen != 0, shared, thread);
+      // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
+      const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
+      raise_references<L>(s, sums, seen != 0, least, shared, thread);
       seen = turn == WIDE ? 2 : max(seen, 1);
     }
 
@@ -514,10 +516,10 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     return in_raw && warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
   }
 
-  if constexpr (LAUNCH == Launch::FOLDS || LAUNCH == Launch::HELD) {
+  if constexpr (LAUNCH == Launch::FOLDS || is_held(LAUNCH)) {
     int number = 0;  // this share's among the CTA's
-    if (LAUNCH == Launch::HELD) number = load_shared_4(shared + L::FOLD_TOPS);
-    const bool sends = LAUNCH == Launch::HELD && number + 1 == shares_of_cta(p, cluster_rank());
+    if (is_held(LAUNCH)) number = load_shared_4(shared + L::FOLD_TOPS);
+    const bool sends = is_held(LAUNCH) && number + 1 == shares_of_cta(p, cluster_rank());
     if (sends) fence_async_shared(), cluster_arrive();
     store_sums<HEADS>(sums, shared + L::FOLD_SUMS + warp * (HEADS * 4), lane);
     const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
@@ -526,7 +528,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       const float total = sum_of<HEADS>(shared + L::FOLD_SUMS, thread),
                   reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + thread * 8 + 4);
       const float2 state = make_float2(bfloat16 ? -total : total, reference);
-      if constexpr (LAUNCH == Launch::HELD)
+      if constexpr (is_held(LAUNCH))
         keep_state<L>(shared, number, thread, state);
       else
         end_fold<L>(p, row, shared, thread, state);

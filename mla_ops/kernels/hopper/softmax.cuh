@@ -64,9 +64,11 @@ DEVICE float sum_of(u32 place, int head) {
 
 // A turn in which a score exceeds its head's reference by far, or the first with keys: `s` holds scores relative to the
 // old references, and is made relative to the new, which `alpha` says how to reach. References are whole numbers: what is
-// relative to one becomes relative to another without an error (`folds.cuh`).
+// relative to one becomes relative to another without an error (`folds.cuh`). Those of heads that have no score above
+// `least` stay.
 template <class L>
-DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 4], bool seen, u32 shared, int thread) {
+DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 4], bool seen, float least, u32 shared,
+                             int thread) {
   constexpr int HEADS = L::HEADS, TILES = HEADS / 8;
   thread = opaque(thread);
   const int lane = thread & 31, first = 2 * (lane & 3);
@@ -81,7 +83,7 @@ DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 
     float top = -INFINITY;
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp) top = fmaxf(top, load_shared_float(tops + (warp * HEADS + thread) * 4));
-    const float above = floorf(top - RAISED_TO), rise = seen ? fmaxf(above, 0.f) : above;
+    const float rise = seen && !(top > least) ? 0.f : floorf(top - RAISED_TO);
     const u32 reference = shared + L::COLUMNS + thread * 8 + 4;
     store_shared_float(reference, load_shared_float(reference) + rise);
     store_shared_float(rises + thread * 4, rise);

@@ -32,12 +32,12 @@ DEVICE void attend(const Params& p) {
   // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row.
   constexpr int MOVED = !BALANCED ? 0 : HEADS < 64 ? 8 : L::GATHER_REGISTERS < 32 ? 4 : 0;
   // The first of two warpgroups of scores gives this many to each of those that accumulate, less what the second does.
-  constexpr int KEPT = ONE ? 0 : LAUNCH == Launch::HELD ? 24 : LAUNCH == Launch::FOLDS ? 8 : 0,
+  constexpr int KEPT = ONE ? 0 : is_held(LAUNCH) ? 24 : LAUNCH == Launch::FOLDS ? 8 : 0,
                 OF_REST = KEPT > 16 ? 16 : 0;
   // One warpgroup of scores serves 32 heads.
   constexpr bool ONE_OF_32 = HEADS == 32 && ONE;
   constexpr int GATHER = ONE_OF_32 ? 24 : L::GATHER_REGISTERS,
-                OF_32 = LAUNCH == Launch::HELD || FORMAT == FP8_DS_MLA_V4 ? 168 : 160;
+                OF_32 = is_held(LAUNCH) || FORMAT == FP8_DS_MLA_V4 ? 168 : 160;
   constexpr bool LONG = PERSISTENT && !SHARES;
   constexpr int SCORERS = ONE ? 1 : 2;
 
@@ -114,11 +114,11 @@ DEVICE void attend(const Params& p) {
                                : L::SCORE_REGISTERS - (HEADS < 32    ? MOVED
                                                        : HEADS == 64 ? 2 * MOVED
                                                                      : 0) - 2 * KEPT + OF_REST>();
-      if (LAUNCH == Launch::HELD && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
+      if (is_held(LAUNCH) && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
       for (;;) {
         const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at, row_parity);
         if (HEADS == 64) freed = later;
-        if (LAUNCH == Launch::HELD) {
+        if (is_held(LAUNCH)) {
           if (later) break;
           renew_references<L, false>(shared, thread, 0);
           row_parity ^= 1;
@@ -133,7 +133,7 @@ DEVICE void attend(const Params& p) {
       do {
         accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity,
                                           query_parity, before);
-        if (LAUNCH == Launch::HELD && ends_row(p, row)) break;
+        if (is_held(LAUNCH) && ends_row(p, row)) break;
         if (SHARES && ends_row(p, row)) query_parity ^= 1;
         if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
       } while (PERSISTENT && row.token < end_of_tokens<LAUNCH>(p));
@@ -142,9 +142,9 @@ DEVICE void attend(const Params& p) {
       more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
       do {
         score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at);
-      } while (LAUNCH == Launch::HELD ? next_held() : PERSISTENT && next_queries());
+      } while (is_held(LAUNCH) ? next_held() : PERSISTENT && next_queries());
       if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
-      if (LAUNCH == Launch::HELD) stand_by_for_shares<L>(p, shared, false, thread);
+      if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);
       return;
     }
     if constexpr (BALANCED)
@@ -152,7 +152,7 @@ DEVICE void attend(const Params& p) {
         add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 64 : 16>(p, shared, shared + L::VALUES,
                                                               (warpgroup - 1) * 128 + thread);
     if (LAUNCH == Launch::CLUSTERS) finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
-    if constexpr (LAUNCH == Launch::HELD) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+    if constexpr (is_held(LAUNCH)) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
   } else {
     fewer_registers<GATHER + 2 * MOVED>();
@@ -161,13 +161,12 @@ DEVICE void attend(const Params& p) {
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES>(p, row, shared, ahead, warp, lane, slot, parity,
-                                                       HEADS == 64 && first);
-      if (!PERSISTENT || LAUNCH == Launch::HELD && ends_row(p, row)) break;
+      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;
       ahead = begin_share<IN_REGISTERS>(p, row, lane).now;
-      if (LAUNCH == Launch::HELD || SHARES && !begins_row(p, row)) continue;
+      if (is_held(LAUNCH) || SHARES && !begins_row(p, row)) continue;
       if constexpr (HEADS == 64) {
         prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
         mbarrier_wait(shared + L::QUERIES_FREE, row_parity);
@@ -177,7 +176,7 @@ DEVICE void attend(const Params& p) {
       }
     }
     if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, true, thread);
-    if (LAUNCH == Launch::HELD) stand_by_for_shares<L>(p, shared, true, thread);
+    if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, true, thread);
     if (LAUNCH == Launch::SHARES) await_opened(p);
     if constexpr (LAUNCH == Launch::GROUPS) {
       if (warp == 0) carry_packets<L>(p, row, shared, lane);
@@ -273,6 +272,14 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(THREADS_OF<HEA
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend<HEADS, FORMAT, Launch::HELD>(p);
+}
+
+template <int HEADS, Format FORMAT>
+__global__ void __attribute__((cluster_dims())) __launch_bounds__(THREADS_OF<HEADS, Launch::HELD_BY_ONE>, 1)
+    sparse_attention_held_by_one(const __grid_constant__ Params p) {
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend<HEADS, FORMAT, Launch::HELD_BY_ONE>(p);
 }
 
 template <int HEADS, Format FORMAT, bool YIELDS = false>

@@ -42,6 +42,7 @@ from .launch import (
     MOST_IN_REGISTERS,
     MOST_OF_A_CTA,
     MOST_SHARES,
+    NARROW,
     NO_CACHE,
     SPLITS,
     TILE_KEYS,
@@ -64,6 +65,8 @@ from .waves import Wave, fastest_waves, forced, launch_waves
 SHARE_TURNS = 8  # a share of a deterministic row has no more, as far as SPLITS go
 TURNS_IN_REGISTERS = 4  # the same where CTAs keep shares in registers
 SHARES_IN_REGISTERS = {16: 8, 32: 6}  # heads of a tile, and the most shares of its rows
+# The same where smaller tiles add up the weights of shares in the same order (`weigh_parts`).
+SHARES_BY_NARROW = {32: 8, 64: 4}
 
 
 def shapes_for(keys: KeyFormat, num_heads: int, turns: int) -> list[Shape]:
@@ -90,6 +93,15 @@ def choose(
     return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 
+def narrow_shapes(tile: int, shares: int) -> list[Shape]:
+    """Launches by smaller tiles that give rows of so many shares the bits of this one."""
+    return [
+        Clusters(NARROW, splits, shares=shares, bits_of=tile)
+        for splits in splits_for(shares)
+        if splits > 1 and shares <= min(SHARES_BY_NARROW.get(tile, 0), MOST_OF_A_CTA[NARROW] * splits)
+    ]
+
+
 def shapes_of_shares(keys: KeyFormat, tile: int, shares: int, groups_of_row: list[Group]) -> list[Shape]:
     """Launches that add up so many shares of a row in the same way, of a tile and of groups worth a thought."""
     most_of_a_cta = MOST_OF_A_CTA.get(tile, shares) if keys.quantized else 1
@@ -105,7 +117,8 @@ def shapes_of_shares(keys: KeyFormat, tile: int, shares: int, groups_of_row: lis
         for splits in (splits_for(shares) if tile in MOST_OF_A_CTA else SPLITS)
         if splits < shares and (splits == 1 or shares <= most_of_a_cta * splits)
     ]
-    return [cluster, *(group for group in groups_of_row if group.members == shares), *in_shares]
+    same_groups = (group for group in groups_of_row if group.members == shares)
+    return [cluster, *same_groups, *in_shares, *narrow_shapes(tile, shares)]
 
 
 def deterministic_shapes(keys: KeyFormat, num_heads: int, topk: int) -> list[Shape]:
@@ -193,6 +206,7 @@ def _attend(
         out=out,
         lse=lse,
         balance=balance,
+        deterministic=deterministic,
     )
 
 

@@ -201,7 +201,7 @@ DEVICE void score_turns(const Params& p, u32 shared, u32 queries, float (&sums)[
     const bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest > REFERENCE_SLACK || !seen && alive);
     mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     if (moves) {
-      raise_references<L>(s, sums, seen, shared, thread);
+      raise_references<L>(s, sums, seen, RAISED_TO, shared, thread);
       seen = true;
     }
 #pragma unroll

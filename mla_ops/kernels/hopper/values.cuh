@@ -200,13 +200,15 @@ struct KeptOfShares {
 };
 template <class L>
 struct KeptOfShares<L, Launch::HELD> : Held<L> {};
+template <class L>
+struct KeptOfShares<L, Launch::HELD_BY_ONE> : Held<L> {};
 
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before) {
   using L = Layout<HEADS, FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
-                 HELD = LAUNCH == Launch::HELD, HEADS_BY_DIMS = HEADS == 64,
+                 HELD = is_held(LAUNCH), HEADS_BY_DIMS = HEADS == 64,
                  OPENS_EARLY = !HELD || L::HELD_PACKETS > L::VALUES;
   const bool sends = LAUNCH == Launch::CLUSTERS || HELD && ends_row(p, row);  // packets
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;

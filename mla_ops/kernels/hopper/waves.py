@@ -142,6 +142,7 @@ def launch_waves(
     out: torch.Tensor,
     lse: torch.Tensor,
     balance: Balance | None = None,
+    deterministic: bool = False,
 ) -> None:
     """All waves of a call, and the merge of those in parts. Copies stand in front of the first and behind the last.
 
@@ -204,6 +205,7 @@ def launch_waves(
             balance=balance,
             exchange=own_exchange,
             takes_either_way=balance is not None and before == 0 and not balance.tile,
+            deterministic=deterministic,
         )
         if number > 1:
             merge_parts.merge_parts(*own_parts, out=rest_out[:num_tokens], lse=rest_lse[:num_tokens], balanced=balanced)
