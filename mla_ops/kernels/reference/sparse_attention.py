@@ -39,9 +39,8 @@ def attend(
         rows = slice(start, min(start + step, num_tokens))
         live = valid[rows]
         keys = torch.zeros(*live.shape, head_dim, dtype=torch.float32, device=q.device)
-        chosen, place = slots[rows][live].unique(
-            return_inverse=True
-        )  # rows share most of their keys: each is read once
+        # rows share most of their keys: each is read once
+        chosen, place = slots[rows][live].unique(return_inverse=True)
         keys[live] = read(chosen)[place]
         scores = torch.einsum("thd,tkd->thk", q[rows].float(), keys) * softmax_scale
         scores = scores.masked_fill(~live.unsqueeze(1), -torch.inf)
