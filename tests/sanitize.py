@@ -46,6 +46,7 @@ class Case(NamedTuple):
         members: CTAs of a group.
         hasty: these give up at once where others are not there.
         shares: of a row, of which a CTA may take several.
+        bits_of: heads of the larger tile whose bits it gives.
     """
 
     keys: str
@@ -55,6 +56,7 @@ class Case(NamedTuple):
     members: int = 1
     hasty: bool = False
     shares: int = 0
+    bits_of: int = 0
 
     def __str__(self) -> str:
         if not self.tile:
@@ -63,6 +65,7 @@ class Case(NamedTuple):
         if self.members > 1:
             ctas = f"a group of {self.members}{', hasty' * self.hasty}"
         of_shares = f", {self.shares} shares" if self.shares else ""
+        of_shares += f" with the bits of {self.bits_of} heads" if self.bits_of else ""
         return f"{self.keys}, {self.tile} heads, {ctas}{of_shares}{', wide' * self.wide}"
 
 
@@ -77,6 +80,7 @@ CASES = {
         *(Case(keys, 64, 1, members=2) for keys in SPARSE[:2]),
         *(Case(keys, 64, 1, members=3, hasty=True) for keys in SPARSE[:2]),
         *(Case(*row, shares=3) for row in itertools.product(SPARSE[:2], (16, 24, 32, 64), (1, 2), (False, True))),
+        *(Case(*row, shares=3, bits_of=32) for row in itertools.product(SPARSE[:2], (16,), (2,), (False, True))),
         Case("prefill"),
         Case("parts"),
         Case("shares"),
@@ -118,7 +122,7 @@ def attend(case: Case, tool: str) -> None:
         )
         names = set()
         for at_once in (1, 1000):  # CTAs or clusters of the device: which kernel it is, and how many rows one takes
-            shape = launch.Clusters(case.tile, case.splits, shares=case.shares)
+            shape = launch.Clusters(case.tile, case.splits, shares=case.shares, bits_of=case.bits_of)
             if case.members > 1:
                 shape = launch.Group(case.members)
             kernel = launch.KERNELS[cache_format, width].kernel(shape, at_once < len(q))
