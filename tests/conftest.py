@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.logging import catching_logs
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -26,18 +27,47 @@ from mla_ops import dispatch  # after the variable
 faster_compilation.install()
 
 
-def set_other_level(logger: logging.Logger, level: int | str, set_level: Any = logging.Logger.setLevel) -> None:
-    """`setLevel`, which empties what all loggers have found out. pytest sets the level that there is in each phase."""
-    if level != logger.level:
-        set_level(logger, level)
+def listen_at_the_root(self: Any) -> logging.Handler:
+    """`catching_logs.__enter__`, which goes through all loggers six times a test, for those that do not propagate.
+
+    Those are torch's, some 80, and its trace of compilations writes down all graphs once anybody listens. The root's
+    level is set where it is another one only, as that empties what all loggers have found out.
+    """
+    root = logging.getLogger()
+    if self.level is not None:
+        self.handler.setLevel(self.level)
+        self.orig_level = root.level
+        if self.level < root.level:
+            root.setLevel(self.level)
+    root.addHandler(self.handler)
+    return self.handler
 
 
-logging.Logger.setLevel = set_other_level
+def stop_listening(self: Any, *_: Any) -> None:
+    root = logging.getLogger()
+    if self.level is not None and root.level != self.orig_level:
+        root.setLevel(self.orig_level)
+    root.removeHandler(self.handler)
+
+
+catching_logs.__enter__, catching_logs.__exit__ = listen_at_the_root, stop_listening
 
 if not HAS_GPU and dispatch.is_installed("triton"):
     import faster_interpreter
 
     faster_interpreter.install()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that is skipped for want of a GPU is collected once, not once a case: those were every fifth of all."""
+    if HAS_GPU or not metafunc.definition.get_closest_marker("gpu"):
+        return
+    marks = metafunc.definition.own_markers
+    for i, mark in enumerate(marks):
+        if mark.name == "parametrize":
+            names, values, *rest = mark.args
+            marks[i] = pytest.mark.parametrize(names, list(values)[:1], *rest, **{**mark.kwargs, "ids": None}).mark
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

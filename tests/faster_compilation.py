@@ -1,21 +1,23 @@
 """torch.compile without work that no test looks at, a third of what compilations take.
 
-pytest listens to every logger that does not propagate, and torch's trace of compilations writes down all graphs and
-stacks once anybody listens. Dynamo measures the time of each set of guards, with the caches emptied before. Inductor
-writes each loop for vectors, and once more for the numbers that fill none.
+Dynamo measures the time of each set of guards, with the caches emptied before, and looks for expressions that guards
+share. Inductor writes each loop for vectors, and once more for the numbers that fill none; before the first one it
+compiles a program for each kind of vector and runs it, to learn which of them this CPU has.
 """
 
 from __future__ import annotations
 
-import logging
-
 import torch._dynamo.guards
 import torch._inductor.config
+import torch._inductor.cpu_vec_isa
 
 
 def install() -> None:
     """Call it before pytest runs a test."""
-    logging.getLogger("torch.__trace").propagate = True
     if hasattr(torch._dynamo.guards, "profile_guard_manager"):
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
+    if hasattr(torch._dynamo.guards, "PyExprCSEPass"):
+        torch._dynamo.guards.PyExprCSEPass.count = lambda *_: None
+        torch._dynamo.guards.PyExprCSEPass.replace = lambda _, guard: ([], guard)
     torch._inductor.config.cpp.simdlen = 1
+    torch._inductor.cpu_vec_isa.valid_vec_isa_list = list

@@ -3,7 +3,8 @@
 A launch patches `triton.language`, and so does each call of a device function inside of it; each operation finds the
 common type of its operands, makes blocks of its constants, builds the type and the shape of its block, and a table of
 NumPy's types; each sum of integers is computed a second time, for an assertion that nobody makes. Here a launch patches
-once; types and blocks of constants are kept. No result changes.
+once; types and constants are kept, and NumPy broadcasts. No result changes, but for the order in which NumPy adds up
+products of matrices that lie otherwise in memory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -54,14 +56,11 @@ def keep_types(make: Any) -> Any:
     made: dict[Any, dict[str, Any]] = {}
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
-        if type(element_ty) is not tl.core.dtype:  # a pointer, which has no hash
-            return make(self, element_ty, shape)
         key = element_ty.name, *[size if type(size) is int else getattr(size, "value", size) for size in shape]
         if key not in made:
             make(self, element_ty, shape)
             made[key] = dict(vars(self))
         vars(self).update(made[key])
-        return None
 
     return init
 
@@ -73,8 +72,6 @@ def keep_own_element(make: Any) -> Any:
     def with_element_ty(self: Any, kind: Any) -> Any:
         if kind is self.element_ty:
             return self
-        if type(kind) is not tl.core.dtype:
-            return make(self, kind)
         key = kind.name, *self.shape.values
         if key not in made:
             made[key] = make(self, kind)
@@ -85,14 +82,16 @@ def keep_own_element(make: Any) -> Any:
 
 def keep_shapes(make: Any) -> Any:
     """`tensor.__init__`, which makes a tuple of constants of the shape."""
-    made: dict[tuple[int, ...], dict[str, Any]] = {}
+    made: dict[str, dict[str, Any]] = {}
 
     def init(self: Any, handle: Any, kind: Any) -> None:
-        key = (*kind.shape.values,) if type(kind) is tl.core.block_type else (*kind.shape,) if kind.is_block() else ()
-        if key not in made:
+        name = kind.name
+        if name not in made:
             make(self, handle, kind)
-            made[key] = {"shape": self.shape, "numel": self.numel}
-        vars(self).update(made[key], handle=handle, type=kind, dtype=kind.scalar)
+            made[name] = {**vars(self), "handle": None}
+        members = vars(self)
+        members.update(made[name])
+        members["handle"] = handle
 
     return init
 
@@ -110,45 +109,80 @@ def unwrap_by_type(unwrap: Any) -> Any:
     return unwrap_quickly
 
 
-def keep_constants(check: Any) -> Any:
-    """`binary_op_type_checking_impl`, which nothing converts where both operands have one type.
+def keep_operands(check: Any) -> Any:
+    """`binary_op_type_checking_impl`, which finds out once what becomes of operands of two types.
 
-    A number beside a tensor becomes a block of the tensor's type and shape, which is made once and cannot be written.
+    A number beside a tensor becomes an array that is made once and cannot be written. What is smaller than the result
+    gets its type and stays as it is: NumPy broadcasts it in the operation.
     """
-    blocks: dict[tuple[Any, ...], Any] = {}
-    most_blocks, most_numbers = 4096, 4096
+    kinds: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    numbers: dict[tuple[Any, ...], Any] = {}
+    wider: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+    def widen(left: Any, right: Any) -> tuple[Any, Any]:
+        shapes = [tuple(kind.shape.values) if kind.is_block() else () for kind in (left, right)]
+        common = np.broadcast_shapes(*shapes)
+        return tuple(
+            None if shape == common else tl.core.block_type(kind.scalar, list(common))
+            for kind, shape in zip((left, right), shapes, strict=True)
+        )
+
+    def broadcast(lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        names = lhs.type.name, rhs.type.name
+        if names not in wider:
+            wider[names] = widen(lhs.type, rhs.type)
+        left, right = wider[names]
+        if left is not None:
+            lhs = tl.core.tensor(lhs.handle, left)
+        return lhs, rhs if right is None else tl.core.tensor(rhs.handle, right)
 
     def check_quickly(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+        if named:
+            return check(self, lhs, rhs, *options, **named)
         left, right = type(lhs), type(rhs)
         if left is tl.core.tensor is right:
-            kind = lhs.type.scalar
-            # quotients of halves are computed in float32
-            if kind is rhs.type.scalar and type(kind) is tl.core.dtype and len(options) < 4 and not named:
-                return self.broadcast_impl_value(lhs, rhs)
-            return check(self, lhs, rhs, *options, **named)
+            before = lhs.type.scalar, rhs.type.scalar
+            key = before[0].name, before[1].name, *options
+            if key not in kinds:
+                after = [side.type.scalar for side in check(self, lhs, rhs, *options)]
+                kinds[key] = tuple(None if a.name == b.name else b for a, b in zip(before, after, strict=True))
+            to_left, to_right = kinds[key]
+            lhs = lhs if to_left is None else self.cast(lhs, to_left)
+            return broadcast(lhs, rhs if to_right is None else self.cast(rhs, to_right))
         tensor, number = (lhs, rhs) if left is tl.core.tensor else (rhs, lhs)
-        if type(number) not in (int, float) or named or type(tensor.type.scalar) is not tl.core.dtype:
-            return check(self, lhs, rhs, *options, **named)
-        key = number, type(number), tensor.type.name, *options
-        if key not in blocks:
+        # 0.0 and -0.0 are equal
+        if type(number) is not int and not (type(number) is float and number):
+            return check(self, lhs, rhs, *options)
+        key = number, type(number), tensor.type.name, tensor is lhs, *options
+        if key not in numbers:
             both = check(self, lhs, rhs, *options)
             if both[0] is not tensor and both[1] is not tensor:  # it was converted
                 return both
             block = both[1] if both[0] is tensor else both[0]
-            if block.handle.data.size > most_numbers:
-                return both
-            if len(blocks) == most_blocks:
-                blocks.clear()
+            block.handle.data = block.handle.data.ravel()[:1].copy()
             block.handle.data.flags.writeable = False
-            blocks[key] = block
-        return (tensor, blocks[key]) if tensor is lhs else (blocks[key], tensor)
+            numbers[key] = block
+        return (tensor, numbers[key]) if tensor is lhs else (numbers[key], tensor)
 
     return check_quickly
 
 
-def take_tensors_first(convert: Any) -> Any:
+def keep_scalars(convert: Any) -> Any:
     """`to_tensor`, which asks a tensor whether it is a number first."""
-    return lambda self, x, check_type=True: x if type(x) is tl.core.tensor else convert(self, x, check_type)
+    made: dict[tuple[Any, ...], Any] = {}
+
+    def convert_quickly(self: Any, x: Any, check_type: bool = True) -> Any:
+        kind = type(x)
+        if kind is tl.core.tensor:
+            return x
+        if kind is not int and not (kind is float and x):
+            return convert(self, x, check_type)
+        if (x, kind) not in made:
+            made[x, kind] = convert(self, x, check_type)
+            made[x, kind].handle.data.flags.writeable = False
+        return made[x, kind]
+
+    return convert_quickly
 
 
 def patch_plainly(patch_member: Any) -> Any:
@@ -239,21 +273,61 @@ def keep_numpy_types(find: Any) -> Any:
     return find_once
 
 
+def cast_by_names(cast: Any) -> Any:
+    """`cast`, which asks of both types what they are, up to thirty times, before it has NumPy convert the numbers."""
+    floats = {"fp16", "bf16", "fp32", "fp64"}
+    simple: dict[tuple[str, str], bool] = {}
+
+    def is_simple(old: Any, new: Any) -> bool:
+        return (new.name in floats or (new.is_int() and not new.is_bool())) and (
+            old.is_int() or old.name in ("fp32", "fp64") or (old.name in floats and new.name == "fp32")
+        )
+
+    def cast_quickly(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
+        before, scalar = value.type, kind.scalar
+        names = before.scalar.name, scalar.name
+        if names[0] == names[1]:
+            return value
+        if names not in simple:
+            simple[names] = is_simple(before.scalar, scalar)
+        if rounding is not None or not simple[names]:
+            return cast(self, value, kind, rounding)
+        after = before.with_element_ty(scalar) if type(before) is tl.core.block_type else scalar
+        return tl.core.tensor(self.builder.cast_impl(value.handle, after), after)
+
+    return cast_quickly
+
+
+def cut_off(convert: Any) -> Any:
+    """`_convert_float`, which makes bfloat16 of float32 bit by bit. It cuts off all numbers but the smallest."""
+
+    def convert_quickly(numbers: Any, kind: Any, other: Any, rounding: Any) -> Any:
+        if (kind.name, other.name, rounding) == ("fp32", "bf16", None):
+            bits = numbers.view(np.uint32)
+            if not ((bits & 0x7F800000 == 0) & (bits & 0x7FFFFF != 0)).any():
+                return (bits >> 16).astype(np.uint16)
+        return convert(numbers, kind, other, rounding)
+
+    return convert_quickly
+
+
 def install() -> None:
     """Takes effect for kernels that are defined before and after. Another Triton may have other internals."""
-    names = ("_patch_lang", "_patch_attr", "_get_np_dtype", "_validate_np_data_size")
+    names = ("_patch_lang", "_patch_attr", "_get_np_dtype", "_convert_float", "_validate_np_data_size")
     if not all(hasattr(interpreter, name) for name in names) or interpreter._patch_attr.__code__.co_argcount != 5:
         return
     interpreter._patch_lang = patch_once(interpreter._patch_lang)
     interpreter._patch_attr = patch_plainly(interpreter._patch_attr)
+    interpreter._convert_float = cut_off(interpreter._convert_float)
     interpreter._get_np_dtype = keep_numpy_types(interpreter._get_np_dtype)
     interpreter._validate_np_data_size = check_size_of_numbers(interpreter._validate_np_data_size)
     interpreter.TensorHandle.__init__ = hold
     tl.core.dtype.__eq__ = compare_names_first(tl.core.dtype.__eq__)
     tl.core.block_type.__eq__ = compare_shapes_as_lists(tl.core.block_type.__eq__)
     tl.core.dtype.__hash__ = lambda kind: hash(kind.name)
-    TritonSemantic.to_tensor = take_tensors_first(TritonSemantic.to_tensor)
-    TritonSemantic.binary_op_type_checking_impl = keep_constants(TritonSemantic.binary_op_type_checking_impl)
+    TritonSemantic.to_tensor = keep_scalars(TritonSemantic.to_tensor)
+    TritonSemantic.binary_op_type_checking_impl = keep_operands(TritonSemantic.binary_op_type_checking_impl)
+    TritonSemantic.cast = cast_by_names(TritonSemantic.cast)
     tl.core.block_type.__init__ = keep_types(tl.core.block_type.__init__)
     tl.core.block_type.with_element_ty = keep_own_element(tl.core.block_type.with_element_ty)
     tl.core.tensor.__init__ = keep_shapes(tl.core.tensor.__init__)
