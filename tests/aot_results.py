@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+import fresh
 
 TESTS = Path(__file__).parent
 
@@ -16,9 +16,7 @@ def run_jobs(*arguments: str) -> list[dict[str, Any]]:
     """Figures, or errors, of each variant for each architecture."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS.parent), environment.get("PYTHONPATH"))))
-    command = [sys.executable, str(TESTS / "aot_jobs.py"), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = fresh.run(str(TESTS / "aot_jobs.py"), *arguments, env=environment, check=True)
     # the compiler prints its own reports to the same stream
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
 

@@ -6,13 +6,13 @@ import ctypes
 import os
 import shutil
 import struct
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import fresh
 import pytest
 import torch
 
@@ -171,11 +171,7 @@ def test_processes_that_need_a_kernel_at_the_same_time_compile_it_once(source: P
         "print(len(sources.compile('shift.cu', 'shift<2>').cubin))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    lines = [process.communicate(timeout=120)[0].split() for process in processes]
+    lines = [process.stdout.split() for process in fresh.run_together(("-c", code), ("-c", code), env=environment)]
     assert {line[-1] for line in lines} == {str(len(compile_again(source, "shift<2>").cubin))}
     assert sum("compiled" in line for line in lines) == 1
     file = cached_code()
@@ -396,14 +392,8 @@ def test_a_missing_compiler_is_named_and_compiles_nothing(tmp_path: Path) -> Non
         if stand_in is not None:
             (bindings / "nvrtc.py").write_text(stand_in)
             (bindings / "driver.py").touch()
-    finished = subprocess.run(
-        [sys.executable, "-c", REASONS, *map(str, folders)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    finished = fresh.run("-c", REASONS, *map(str, folders), env=environment, check=True, cwd=tmp_path)
     lines = finished.stdout.splitlines()
     assert len(lines) == 2 * len(MISSING)
     for (_, words), reason, error in zip(MISSING, lines[::2], lines[1::2], strict=True):
@@ -435,11 +425,11 @@ def test_the_command_prints_resources_and_machine_code(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton", reason="it brings cuobjdump and nvdisasm")
-    command = [sys.executable, "-m", "mla_ops.kernels.cuda.compiler", "sm_90a", str(source), "shift<2>", "-DTERM=3"]
-    printed = subprocess.run([*command, "--sass"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    command = ["-m", "mla_ops.kernels.cuda.compiler", "sm_90a", str(source), "shift<2>", "-DTERM=3"]
+    printed = fresh.run(*command, "--sass", check=True, cwd=ROOT).stdout
     assert "EXIT" in printed
     assert "0 bytes of stack" in printed
-    monkeypatch.setattr(sys, "argv", [*command[2:], "-DTERM=?"])
+    monkeypatch.setattr(sys, "argv", [*command[1:], "-DTERM=?"])
     with pytest.raises(SystemExit) as failed:
         compiler.main()
     assert failed.value.code == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
 
+import fresh
 import pytest
 import torch
 
@@ -362,16 +362,9 @@ def test_every_backend_of_the_order_exists() -> None:
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh process, with the imports and the environment that a user has."""
+    """Runs code in a fresh process, with the environment that a user has."""
     inherited = {name: value for name, value in os.environ.items() if name != dispatch.ENVIRONMENT_VARIABLE}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**inherited, "PYTHONPATH": REPOSITORY, **environment},
-    )
+    return fresh.run("-c", textwrap.dedent(code), env={**inherited, "PYTHONPATH": REPOSITORY, **environment})
 
 
 @pytest.mark.parametrize(

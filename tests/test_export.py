@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch.export import Dim
@@ -240,12 +239,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         program = torch.export.export(kind(), kind.calls()[2], dynamic_shapes=kind.dynamic_shapes)
         torch.export.save(program, folder / f"{kind.__name__}.pt2")
         torch.save(kind.calls(), folder / f"{kind.__name__}.calls.pt")
-    subprocess.run(
-        [sys.executable, "-c", RUN_SAVED_PROGRAM, str(folder), *(kind.__name__ for kind in MODULES)],
-        check=True,
-        env={**os.environ, "PYTHONPATH": REPOSITORY},
-        timeout=300,
-    )
+    names = [kind.__name__ for kind in MODULES]
+    fresh.run("-c", RUN_SAVED_PROGRAM, str(folder), *names, check=True, env={**os.environ, "PYTHONPATH": REPOSITORY})
     return folder
 
 

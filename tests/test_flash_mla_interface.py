@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import fresh
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
@@ -365,8 +365,7 @@ def test_programs_import_it_under_its_name(tmp_path):
         "print(__name__, flash_mla.__name__, *sys.argv[1:])\n"
     )
     (tmp_path / "beside.py").touch()
-    command = [sys.executable, "-m", "mla_ops.integrations.flash_mla", str(program), "--dtype", "bf16"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = fresh.run("-m", "mla_ops.integrations.flash_mla", str(program), "--dtype", "bf16", check=True)
     assert result.stdout.split() == ["__main__", "mla_ops.integrations.flash_mla", "--dtype", "bf16"]
 
 

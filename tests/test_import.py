@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 import mla_ops
@@ -41,15 +40,8 @@ def imports() -> list[dict]:
     """Two fresh processes: other work on this machine slows one more than the other."""
     results = []
     for arguments in ([], ["time"]):
-        output = subprocess.run(
-            [sys.executable, "-c", MEASURE, *arguments],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "PYTHONPATH": REPOSITORY},
-        ).stdout
-        results.append(json.loads(output))
+        environment = {**os.environ, "PYTHONPATH": REPOSITORY}
+        results.append(json.loads(fresh.run("-c", MEASURE, *arguments, env=environment, check=True).stdout))
     return results
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import fresh
 import pytest
 import torch
 
@@ -113,8 +114,7 @@ def test_the_entry_point_is_what_vllm_loads():
 
 def test_nothing_of_vllm_and_no_kernel_is_imported():
     code = "import sys, mla_ops, mla_ops.integrations.vllm; print(*sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules = said.stdout.split()
+    modules = fresh.run("-c", code, check=True).stdout.split()
     assert "vllm" not in modules
     assert [name for name in modules if name == "triton" or name.startswith("mla_ops.kernels.")] == []
 

@@ -9,6 +9,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import fresh
 import pytest
 
 from mla_ops.kernels.cuda import compiler
@@ -81,14 +82,8 @@ for kernel in every_kernel():
 def resolve(folder: Path) -> dict[str, str]:
     """A process with the unpacked wheel, no compiler and no home directory."""
     environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "MLA_OPS_CACHE_DIR")}
-    finished = subprocess.run(
-        [sys.executable, "-c", RESOLVE, *FEW],
-        cwd=folder,
-        env={**environment, "PYTHONPATH": str(folder), "HOME": "/proc/nobody"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment |= {"PYTHONPATH": str(folder), "HOME": "/proc/nobody"}
+    finished = fresh.run("-c", RESOLVE, *FEW, cwd=folder, env=environment, check=True)
     assert "cannot be kept" not in finished.stderr
     return {line.split()[1]: line.split()[0] for line in finished.stdout.splitlines()}
 
