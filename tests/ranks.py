@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import faster_compilation
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -54,6 +55,7 @@ def run_ranks(world_size: int, cases: list[Case]) -> dict[str, list[str]]:
 def _run(rank: int, world_size: int, port: int, cases: list[Case], results: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    faster_compilation.install()
     from datetime import timedelta
 
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
