@@ -7,7 +7,7 @@ vLLM wrote are compared with those of transformers in float32. Two measures stan
 the engine's type, says how far rounding goes, and transformers that attends to every key says how far a wrong choice
 would.
 
-What vLLM's compiled part would do on a CPU is done by its own native forms, and by the few ops below.
+vLLM's own native forms, and the few ops below, do on a CPU the work of its compiled part.
 """
 
 from __future__ import annotations

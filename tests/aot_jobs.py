@@ -12,7 +12,8 @@ figures. Variants of each kind of instruction are compiled for every architectur
 is so.
 
 aot_figures.json keeps figures by a hash of what they come from: the sources and constants of a kernel, options,
-architectures and Triton's version. What it has is not compiled again, but for a cheap kernel on each architecture.
+architectures and Triton's version. Kernels that it has are not compiled again, but for a cheap one on
+each architecture.
 """
 
 from __future__ import annotations

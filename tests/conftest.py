@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What modules and collected tests hold stays to the end: the garbage collector need not look at it again."""
+    """Objects of modules and of collected tests stay to the end: the garbage collector need not look at them again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

@@ -1,6 +1,7 @@
 """Every CUDA C++ kernel compiles for sm_90a without warnings, within its registers and memory, without a stack.
 
-No GPU is needed. To add a kernel: its variants in `KERNELS`. What `hopper_resources.json` knows is not compiled again.
+No GPU is needed. To add a kernel: its variants in `KERNELS`. Kernels that `hopper_resources.json` has are not compiled
+again.
 """
 
 from __future__ import annotations

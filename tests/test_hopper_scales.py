@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(NO_COMPILER, reason="no C++ compiler")
 FACTOR = 2.0**8  # operands over keys
 LEAST, MOST = 2.0**-13, 2.0**7  # whose products with e4m3 float16 holds
 RANGE = (-60, 40)  # exponents that are taken out
-DEAD_BYTE = 0x77
 
 
 @pytest.fixture(scope="module")

@@ -84,8 +84,8 @@ def choose_keys(
 
     Returns:
         `[num_tokens, topk]` int32 positions in the token's request, ascending, -1 behind the last; and `[num_tokens]`
-        int32, how many there are. Of equal scores, which relu makes of keys that every head cuts off, those of the
-        lowest positions.
+        int32, how many there are. Among equal scores (relu makes 0 of all keys that every head cuts off) the lowest
+        positions are kept.
     """
     q, weights = prepare_index_query(q, weights, scale, index_format)
     return select_keys(q, index_cache, weights, visible, block_table, req_id_per_token, topk, index_format)

@@ -33,7 +33,7 @@ def merge_attention_states(
 def merge_stacked_attention_states(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention over any number of disjoint sets of keys: exact, in float32, in one pass.
 
-    What an all-gather over context-parallel ranks gives, or splits of a context.
+    The parts come from an all-gather over context-parallel ranks, or from splits of a context.
 
     Args:
         outs: `[num_parts, num_tokens, num_heads, head_dim_v]` bfloat16, float16 or float32, any number of parts.

@@ -20,7 +20,8 @@ OUTPUTS = "outputs"  # stands among the names of tensors for the buffers of an `
 LOWERINGS = (*["auto"] * 5, "triton", "hopper", "hopper")
 # So many seeds share their forms: see `Draw`.
 SWARM = 50_000
-# The rows of six in which an option is given. Of two options, some row has both, some each of them alone, some neither.
+# The rows of six in which an option is given. For any two options, a row has both, one has neither, and each has a row
+# without the other.
 GIVEN = tuple(itertools.combinations(range(1, 6), 3))
 
 

@@ -22,7 +22,6 @@ from ...formats import LATENT_DIM
 from ..cuda import driver
 
 TILE = 64  # heads
-MEMBERS = range(2, 17)  # CTAs of a group
 MAX_ROWS = 128
 ROW_BYTES = 32
 SLOT_BYTES = MAX_ROWS * ROW_BYTES
