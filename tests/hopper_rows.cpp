@@ -17,6 +17,7 @@ static Coroutine threads[THREADS];
 static char stacks[THREADS][1 << 16];
 static unsigned long long exchanged[2][THREADS];
 static int current, rounds[THREADS], meetings[THREADS];
+static int live[WARPS], arrived[WARPS], complete[WARPS];  // lanes that run, that wait for the others; rounds
 static bool done[THREADS], stuck;
 static void (*body)(int warp, int lane);
 
@@ -30,19 +31,24 @@ void wait_until(Condition condition) {
   }
 }
 
-// The values of a warp's lanes, once all have come.
+static void complete_round(int warp) {
+  if (arrived[warp] == live[warp]) arrived[warp] = 0, ++complete[warp];
+}
+
+// The values of a warp's lanes, once all that run have come.
 static const unsigned long long* exchange(unsigned long long value) {
-  const int round = ++rounds[current], first = current / LANES * LANES;
+  const int round = ++rounds[current], warp = current / LANES;
   exchanged[round & 1][current] = value;
-  wait_until([&] { return *std::min_element(rounds + first, rounds + first + LANES) >= round; });
-  return exchanged[round & 1] + first;
+  ++arrived[warp], complete_round(warp);
+  wait_until([&] { return complete[warp] >= round; });
+  return exchanged[round & 1] + warp * LANES;
 }
 
 static void begin() {
   const int thread = current;
   for (;;) {  // a run begins where the last one ended
     body(thread / LANES, thread % LANES);
-    done[thread] = true, rounds[thread] = 1 << 30;
+    done[thread] = true, --live[thread / LANES], complete_round(thread / LANES);
     leave(threads[thread]);
   }
 }
@@ -50,6 +56,7 @@ static void begin() {
 // Whether all threads come to their end.
 static bool run(void (*threads_body)(int warp, int lane)) {
   body = threads_body, stuck = false;
+  for (int warp = 0; warp < WARPS; ++warp) live[warp] = LANES, arrived[warp] = complete[warp] = 0;
   for (int thread = 0; thread < THREADS; ++thread) {
     if (!threads[thread].begun) threads[thread].set_up(begin, stacks[thread], sizeof(stacks[thread]));
     rounds[thread] = meetings[thread] = 0, done[thread] = false;

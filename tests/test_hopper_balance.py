@@ -41,7 +41,7 @@ def workers_of_64(ctas: int, num_heads: int) -> int:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    loaded = build("hopper_rows.cpp", tmp_path_factory.mktemp("hopper_rows"))
+    loaded = build("hopper_rows.cpp", tmp_path_factory.mktemp("hopper_rows"), "-O2")
     loaded.pieces_taken.restype = ctypes.POINTER(Taken)
     return loaded
 

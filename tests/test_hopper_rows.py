@@ -126,7 +126,7 @@ class Launched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    loaded = build("hopper_rows.cpp", tmp_path_factory.mktemp("hopper_rows"))
+    loaded = build("hopper_rows.cpp", tmp_path_factory.mktemp("hopper_rows"), "-O2")
     loaded.slots_filled.restype = loaded.keys_found.restype = ctypes.c_void_p
     return loaded
 
