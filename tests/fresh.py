@@ -58,7 +58,13 @@ def run_together(
 def _server() -> subprocess.Popen[str]:
     command = [sys.executable, __file__]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.kill)
+
+    def stop() -> None:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait()
+
+    atexit.register(stop)
     return server
 
 
