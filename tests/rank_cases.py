@@ -498,5 +498,5 @@ CASES = [case for name, case in sorted(globals().items()) if name.startswith("ca
 # a merge of one part returns it as it is
 NEED_RANKS = ("dtensors", "anything", "benchmark", "model", "demo")
 # more ranks change nothing in these, which take the longest
-AT_TWO = ("compiles_without_breaks", "benchmark", "demo", "refused", "transformers_split")
+AT_TWO = ("one_graph", "compiles_without_breaks", "benchmark", "demo", "refused", "transformers_split")
 ALONE = [case for case in CASES if not any(word in case.__name__ for word in NEED_RANKS)]
