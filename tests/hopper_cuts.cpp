@@ -5,6 +5,10 @@
 
 #include "hopper_simt.h"
 
+extern "C" int patience;
+int patience;
+#define PATIENCE patience
+
 template <int ID, int THREADS>
 void named_barrier() {
   simt::meet(simt::cta().named, threadIdx.x, THREADS, 0);

@@ -8,6 +8,10 @@
 
 #include "hopper_on_cpu.h"
 
+extern "C" int patience;
+int patience;
+#define PATIENCE patience
+
 // Declared for code that nobody calls here.
 void __syncwarp();
 bool __all_sync(unsigned, bool);

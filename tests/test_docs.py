@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -85,8 +85,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 def test_pages_show_the_docstrings_and_examples_of_today() -> None:
     """`python scripts/op_reference.py` writes them; a page can be read without a site."""
     script = ROOT / "scripts" / "op_reference.py"
-    command = [sys.executable, str(script), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = fresh.run(str(script), "--check", cwd=ROOT)
     assert done.returncode == 0, f"run python scripts/op_reference.py: {done.stdout}{done.stderr}"
 
 

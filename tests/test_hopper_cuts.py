@@ -23,10 +23,15 @@ CAPACITY = 4096
 TURN = 64
 
 
-@pytest.fixture(scope="module", params=[0, 1000])
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """CTAs that look so often for the others before they leave."""
-    return build("hopper_cuts.cpp", tmp_path_factory.mktemp("hopper_cuts"), f"-DPATIENCE={request.param}")
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build("hopper_cuts.cpp", tmp_path_factory.mktemp("hopper_cuts"))
+
+
+@pytest.fixture(params=[0, 1000], autouse=True)
+def patience(request: pytest.FixtureRequest, library: ctypes.CDLL) -> None:
+    """CTAs look so often for the others before they leave."""
+    ctypes.c_int.in_dll(library, "patience").value = request.param
 
 
 @pytest.mark.parametrize(

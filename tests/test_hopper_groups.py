@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +13,20 @@ from mla_ops.kernels.cuda import driver
 from mla_ops.kernels.hopper import groups
 
 
-@pytest.fixture(scope="module", params=[0, 1, 16])
-def hasty(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """CTAs that look so often for the others before they give up."""
-    return build("hopper_groups.cpp", tmp_path_factory.mktemp("groups"), f"-DPATIENCE={request.param}")
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build("hopper_groups.cpp", tmp_path_factory.mktemp("groups"))
+
+
+def with_patience(library: ctypes.CDLL, looks: int) -> ctypes.CDLL:
+    """CTAs look so often for the others before they give up."""
+    ctypes.c_int.in_dll(library, "patience").value = looks
+    return library
+
+
+@pytest.fixture(params=[0, 1, 16])
+def hasty(request: pytest.FixtureRequest, library: ctypes.CDLL) -> ctypes.CDLL:
+    return with_patience(library, request.param)
 
 
 @pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
@@ -35,13 +44,12 @@ def test_each_share_of_a_cut_row_is_added_up_once_when_all_parts_are_there(count
 
 
 @pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
-def test_a_group_without_patience_gives_up(tmp_path: Path) -> None:
-    assert build("hopper_groups.cpp", tmp_path, "-DPATIENCE=0").meet(8, 50, 1) == 50 * 7
+def test_a_group_without_patience_gives_up(library: ctypes.CDLL) -> None:
+    assert with_patience(library, 0).meet(8, 50, 1) == 50 * 7
 
 
 @pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
-def test_the_host_gives_a_group_as_much_room_as_it_takes(tmp_path: Path) -> None:
-    library = build("hopper_groups.cpp", tmp_path)
+def test_the_host_gives_a_group_as_much_room_as_it_takes(library: ctypes.CDLL) -> None:
     assert library.bytes_of_counters() == groups.ROW_BYTES
     assert groups.exchange(3, 5, torch.device("cpu")).numel() == 3 * 5 * library.bytes_of_member()
 
