@@ -96,6 +96,23 @@ def keep_shapes(make: Any) -> Any:
     return init
 
 
+def expand_by_name(expand: Any) -> Any:
+    """`expand_dims`, which counts dims and makes a type."""
+    made: dict[tuple[str, int], tuple[Any, Any]] = {}
+
+    def expand_quickly(self: Any, value: Any, axis: int) -> Any:
+        if type(value.type) is not tl.core.block_type or axis < 0:
+            return expand(self, value, axis)
+        key = value.type.name, axis
+        if key not in made:
+            made[key] = expand(self, value, axis).type, (slice(None),) * axis + (None,)
+        kind, index = made[key]
+        handle = value.handle
+        return tl.core.tensor(interpreter.TensorHandle(handle.data[index], handle.dtype.scalar), kind)
+
+    return expand_quickly
+
+
 def unwrap_by_type(unwrap: Any) -> Any:
     """`_unwrap_if_constexpr`, which asks most of its arguments four times what they are."""
     plain = (int, float, bool, str, type(None), tl.core.dtype, tl.core.tensor)
@@ -327,6 +344,7 @@ def install() -> None:
     tl.core.dtype.__hash__ = lambda kind: hash(kind.name)
     TritonSemantic.to_tensor = keep_scalars(TritonSemantic.to_tensor)
     TritonSemantic.binary_op_type_checking_impl = keep_operands(TritonSemantic.binary_op_type_checking_impl)
+    TritonSemantic.expand_dims = expand_by_name(TritonSemantic.expand_dims)
     TritonSemantic.cast = cast_by_names(TritonSemantic.cast)
     tl.core.block_type.__init__ = keep_types(tl.core.block_type.__init__)
     tl.core.block_type.with_element_ty = keep_own_element(tl.core.block_type.with_element_ty)
