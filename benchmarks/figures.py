@@ -16,6 +16,7 @@ import itertools
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,8 +187,25 @@ TABLES = {
 }
 
 
-def table_lines(table: Table, rows: list[Row]) -> list[str]:
-    """Markdown of one table.
+class Compared(NamedTuple):
+    """A row of ours and the fastest peer's of its shape."""
+
+    key: tuple[Any, ...]
+    target: float | None
+    ours: Row
+    peer: Row
+
+    @property
+    def ratio(self) -> float:
+        return float(self.ours["median_us"] / self.peer["median_us"])
+
+    @property
+    def reached(self) -> bool:
+        return self.target is not None and self.ratio <= self.target
+
+
+def compared(table: Table, rows: list[Row]) -> list[Compared]:
+    """All rows of a table.
 
     Raises:
         KeyError: a shape was not measured, or did not pass its check.
@@ -197,10 +215,7 @@ def table_lines(table: Table, rows: list[Row]) -> list[str]:
         shape = row["shape"]
         if row["op"] == table.op and all(shape.get(name) == value for name, value in table.common.items()):
             found[tuple(shape[name] for name in table.varies), row["lowering"]] = row
-    lines = [
-        f"| {table.first_column} | {table.title} µs | ours µs | ratio | target | error (bound) |",
-        "|---" * 6 + "|",
-    ]
+    pairs = []
     for key, target in table.targets.items():
         ours, peers = found[key, table.ours], [found[key, name] for name in table.peers if (key, name) in found]
         if not peers:
@@ -208,18 +223,40 @@ def table_lines(table: Table, rows: list[Row]) -> list[str]:
         peer = min(peers, key=lambda row: row["median_us"])
         if not (ours["passed"] and peer["passed"]):
             raise KeyError(f"{table.op} {key} did not pass its check")
-        ratio = ours["median_us"] / peer["median_us"]
-        met = target is not None and ratio <= target
-        check = ours["checks"][0]
+        pairs.append(Compared(key, target, ours, peer))
+    return pairs
+
+
+def table_lines(table: Table, rows: list[Row]) -> list[str]:
+    """Markdown of one table; errors as of `compared`."""
+    lines = [
+        f"| {table.first_column} | {table.title} µs | ours µs | ratio | target | error (bound) |",
+        "|---" * 6 + "|",
+    ]
+    for pair in compared(table, rows):
+        check = pair.ours["checks"][0]
         cells = (
-            ", ".join(str(part).replace("+", " + ") for part in key),
-            f"{peer['median_us']:.4g}",
-            f"{ours['median_us']:.4g}",
-            f"**{ratio:.3f}**" if met else f"{ratio:.3f}",
-            "" if target is None else f"{target:.2f}",
+            ", ".join(str(part).replace("+", " + ") for part in pair.key),
+            f"{pair.peer['median_us']:.4g}",
+            f"{pair.ours['median_us']:.4g}",
+            f"**{pair.ratio:.3f}**" if pair.reached else f"{pair.ratio:.3f}",
+            "" if pair.target is None else f"{pair.target:.2f}",
             f"{check['error']:.1e} ({check['bound']:.1e})",
         )
         lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def target_lines(tables: dict[str, Table], rows: list[Row]) -> list[str]:
+    """Markdown of how many rows reach their target, a line for each table and target; errors as of `compared`."""
+    lines = ["| table | of | target | ratio | rows that reach it |", "|---" * 5 + "|"]
+    for name, table in tables.items():
+        pairs = compared(table, rows)
+        for target in sorted({pair.target for pair in pairs if pair.target is not None}):
+            of_target = [pair for pair in pairs if pair.target == target]
+            ratios, reached = [pair.ratio for pair in of_target], sum(pair.reached for pair in of_target)
+            cells = f"{min(ratios):.3f} to {max(ratios):.3f}", f"{reached} of {len(of_target)}"
+            lines.append(f"| {name} | {table.title} | {target:.2f} | {' | '.join(cells)} |")
     return lines
 
 
@@ -233,10 +270,12 @@ def main(argv: list[str] | None = None) -> int:
         for family in json.loads(source.read_text()).values():
             rows += family["rows"]
     text = page.read_text()
-    for name, table in TABLES.items():
+    makers = {name: partial(table_lines, table) for name, table in TABLES.items()}
+    makers["indexer targets"] = partial(target_lines, INDEXER_TABLES)
+    for name, make in makers.items():
         pattern = re.compile(rf"(<!-- figures: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
         if pattern.search(text):
-            lines = "\n".join(table_lines(table, rows))
+            lines = "\n".join(make(rows))
             text = pattern.sub(rf"\g<1>{lines}\n\g<2>", text)
     page.write_text(text)
     return 0

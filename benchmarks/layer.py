@@ -3,8 +3,8 @@
 One graph, compiled and captured: the projections of transformers' own module, the writes of latents and index keys, the
 selection, attention, and the output projection, as `mla_ops.models` runs them. `selection` is the part between the
 index query and the chosen keys alone. `layer, gather and sort` is the layer with that part in plain PyTorch: it gathers
-the whole capacity of every request, multiplies in float32 and sorts. `--parts` times a layer's kernels instead, by what
-they are for.
+the whole capacity of every request, multiplies in float32 and sorts. `--parts` adds a table of the layer's kernels, by
+what they are for, from a profile of replays whose last output is checked as the layer's row is.
 """
 
 from __future__ import annotations
@@ -203,9 +203,8 @@ class Layer:
         return sum(p.nbytes for p in self.module.parameters()) + index_bytes + latent_bytes
 
 
-def build_case(num_requests: int, context: int, what: str, arguments: argparse.Namespace) -> common.Case:
-    layer = Layer(num_requests, context, arguments)
-    layer.record()
+def build_case(layer: Layer, context: int, what: str) -> common.Case:
+    num_requests = layer.chosen.shape[0]
     q, weights, scale, index_cache, table, request, visible, topk, index_format = layer.query
     queries, query_weights = torch.ops.mla.quantize_index_query(q, weights, scale)
     call = describe("select_keys", queries, index_cache, query_weights, visible, table, request, topk, index_format)
@@ -247,12 +246,16 @@ def parts_of(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
     return times
 
 
-def profiled(layer: Layer, replays: int = 10) -> dict[str, float]:
-    """Microseconds of the parts of a captured layer, the median of some replays whose L2 holds nothing of them."""
+def profiled(layer: Layer, replays: int = 10) -> tuple[dict[str, float], list[common.Check]]:
+    """Microseconds of the parts of a captured layer, and the check of what its last replay left.
+
+    The median of some replays whose L2 holds nothing of the layer.
+    """
     replay, _ = common._capture(partial(layer.run, compiled=True), "")
     flush = torch.empty(common.L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     seen = []
     for _ in range(replays):
+        layer.poison()
         flush.zero_()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -264,7 +267,19 @@ def profiled(layer: Layer, replays: int = 10) -> dict[str, float]:
             if event.device_type.name == "CUDA"  # others are calls of the runtime
         ]
         seen.append(parts_of(sorted(events, key=lambda event: event[1])))
-    return {part: statistics.median(times[part] for times in seen) for part in KERNEL_WORDS}
+    return {part: statistics.median(times[part] for times in seen) for part in KERNEL_WORDS}, layer.check()
+
+
+def print_parts(rows: dict[tuple[int, int], tuple[dict[str, float], list[common.Check]]]) -> bool:
+    """A line for each number of requests and context. Returns whether all checks passed."""
+    print("\nparts of a layer, µs of kernels")
+    print(f"{'B':>4} {'context':>8} " + " ".join(f"{part:>12}" for part in KERNEL_WORDS) + "  max error (bound)")
+    for (num_requests, context), (times, checks) in rows.items():
+        verdict = ["  WRONG", ""]
+        errors = ", ".join(f"{c.name} {c.error:.2g} ({c.bound:.2g}){verdict[c.passed]}" for c in checks)
+        values = " ".join(f"{times[part]:12.1f}" for part in KERNEL_WORDS)
+        print(f"{num_requests:4} {context:8} {values}  {errors}")
+    return all(check.passed for _, checks in rows.values() for check in checks)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -272,28 +287,29 @@ def main(argv: list[str] | None = None) -> int:
     parser = common.argument_parser("layer")
     parser.add_argument("--requests", type=common.integers, default=None)
     parser.add_argument("--contexts", type=common.integers, default=None)
-    parser.add_argument("--parts", action="store_true", help="time its kernels, by what they are for")
+    parser.add_argument("--parts", action="store_true", help="also time its kernels, by what they are for (CUDA)")
     arguments = parser.parse_args(argv)
+    if arguments.parts and not arguments.device.startswith("cuda"):
+        parser.error("--parts needs a CUDA device")
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     requests = arguments.requests or ([1, 16, 64] if on_gpu else [2])
     contexts = arguments.contexts or ([4096, 32768, 131072] if on_gpu else [150])
-    if arguments.parts:
-        print(f"{torch.cuda.get_device_name()}, microseconds of kernels: B, context, {', '.join(KERNEL_WORDS)}")
-        for context in contexts:
-            for num_requests in requests:
-                times = profiled(Layer(num_requests, context, arguments)).values()
-                print(f"{num_requests:4} {context:7} " + "".join(f"{time:8.1f}" for time in times), flush=True)
-        return 0
+    parts: dict[tuple[int, int], tuple[dict[str, float], list[common.Check]]] = {}
 
     def cases() -> Iterator[partial[common.Case]]:
         for context in contexts:
             for num_requests in requests:
+                layer = Layer(num_requests, context, arguments)
+                layer.record()
                 for what in ("layer", "selection", "gather and sort"):
                     # float32 products of all heads with all keys, and the gathered keys: 32 GiB
                     if what != "gather and sort" or num_requests * context * 64 * 4 <= 2**35:
-                        yield partial(build_case, num_requests, context, what, arguments)
+                        yield partial(build_case, layer, context, what)
+                if arguments.parts:
+                    parts[num_requests, context] = profiled(layer)
 
-    return common.run_benchmark("layer", cases(), arguments)
+    status = common.run_benchmark("layer", cases(), arguments)
+    return status if not parts or print_parts(parts) else 1
 
 
 if __name__ == "__main__":

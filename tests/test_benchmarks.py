@@ -84,6 +84,15 @@ def test_kernels_of_a_layer_count_for_its_parts_once() -> None:
     assert times == {"projections": 18, "cache writes": 2, "selection": 15, "attention": 10, "output": 15}
 
 
+def test_a_wrong_layer_is_wrong_in_the_table_of_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    times = dict.fromkeys(layer.KERNEL_WORDS, 1.5)
+    right, wrong = common.Check("out", 0.25, 0.5), common.Check("out", 1.0, 0.5)
+    assert layer.print_parts({(1, 4096): (times, [right])})
+    assert "out 0.25 (0.5)\n" in capsys.readouterr().out
+    assert not layer.print_parts({(1, 4096): (times, [right]), (16, 4096): (times, [wrong])})
+    assert "out 1 (0.5)  WRONG\n" in capsys.readouterr().out
+
+
 def test_peers_are_checked_and_compared_with() -> None:
     """A peer's own bytes count for its row, the case's for all others; a wrong peer is a wrong row."""
     made = common.Case(
@@ -351,6 +360,10 @@ def test_figures_stand_between_their_marks_with_ratio_target_and_error(tmp_path:
         figures.table_lines(table, rows[:3])
     with pytest.raises(KeyError, match="did not pass"):
         figures.table_lines(table, [*rows[:3], row("FlashMLA", 100.0, 32, passed=False)])
+    assert figures.target_lines({"some": table}, rows)[2:] == [
+        "| some | FlashMLA | 0.40 | 0.500 to 0.500 | 0 of 1 |",
+        "| some | FlashMLA | 0.60 | 0.500 to 0.500 | 1 of 1 |",
+    ]
     several = table._replace(targets={(1, 16): 0.6}, peers=("slow", "quick", "not measured"))
     lines = figures.table_lines(several, [rows[0], row("slow", 200.0, 16), row("quick", 80.0, 16)])
     assert lines[0].startswith("| T, H | fastest peer µs |")
