@@ -51,7 +51,7 @@ from aot_kernels import (
 from triton.backends.compiler import GPUTarget, Language
 from triton.compiler import make_backend
 
-from mla_ops.kernels.triton.sparse_attention_keys import Constant
+from mla_ops.kernels.triton.common import Constant
 
 # architectures with the same LLVM IR, of kernels without products of e4m3 and with them
 FAMILIES = ((80, 86, 89), (90,), (100, 103, 120, 121))
@@ -187,9 +187,16 @@ def amd_jobs() -> Iterator[Job]:
 source_of_class = functools.cache(inspect.getsource)  # which parses the whole file
 
 
+def constant_classes(value: Any) -> set[type]:
+    """The classes of a constant and of its fields."""
+    if not isinstance(value, Constant):
+        return set()
+    return {type(value)}.union(*(constant_classes(field) for field in vars(value).values()))
+
+
 def key_of(variant: Variant, capabilities: tuple[int | str, ...]) -> str:
     """Triton's hash has the functions that a kernel calls, but not methods of its constants."""
-    classes = {type(value) for value in variant.constants.values() if isinstance(value, Constant)}
+    classes = {kind for value in variant.constants.values() for kind in constant_classes(value)}
     everything = triton.__version__, source(variant).hash(), sorted(variant.options.items()), capabilities
     everything += tuple(sorted(map(source_of_class, classes)))
     return hashlib.sha256(repr(everything).encode()).hexdigest()[:32]

@@ -32,6 +32,7 @@ from mla_ops.kernels.triton import (
     splits,
     step_metadata,
 )
+from mla_ops.kernels.triton.attention_options import Options, attention_options
 
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
 
@@ -262,9 +263,9 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         types |= {"indices": "*i32"} | dict.fromkeys(looked_up, "*i32" if translated else "none")
         types["topk_length"] = "*i32" if everything else "none"
         keys = cache_keys(capability, fmt, "fp8_half" if tile.half else mode, dim, translated)
-        constants = {"KEYS": replace(keys, in_line=keys.in_line and not everything), "TILE": tile, "PARTIAL": partial}
+        keys = replace(keys, in_line=keys.in_line and not everything)
         out_unit = 4 if types["out"] == "*fp32" else 8
-        constants |= {"ROPE": dim == 576, "Q_UNIT": 8, "OUT_UNIT": out_unit, "UPCAST": False}
+        constants = {"OPTIONS": attention_options(keys, tile, dim == 576, 8, out_unit, partial, upcast=False)}
         options = {"num_warps": tile.num_warps}
         name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if everything else ', slots'}]"
         variant = Variant(name, sparse_attention._attend_kernel, types, constants, options)
@@ -309,17 +310,14 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
             types |= dict.fromkeys(("topk_length", "extra_topk_length", "block_table"), "none")
         if heads == 64:
             types |= dict.fromkeys(("block_table", "extra_block_table", "req_id_per_token"), "none")
-        constants = {"ROPE": dim == 576, "Q_UNIT": 8, "OUT_UNIT": 4 if partial else 8}
-        constants |= {"PARTIAL": partial, "UPCAST": False}
+        keys = []
         for prefix, name, mode in (("", fmt, modes[0]), ("extra_", extra, modes[1])):
             entry = FORMATS[name]
             types[f"{prefix}kv"] = "*u8" if entry.quantized else f"*{SHORT[dtype]}"
-            constants[f"{prefix}keys".upper()] = cache_keys(
-                capability, name, mode, dim, types[f"{prefix}block_table"] != "none"
-            )
-        keys = constants["KEYS"], constants["EXTRA_KEYS"]
-        tile = sparse_attention.two_cache_tile((capability // 10, capability % 10), heads, keys)
-        constants["TILE"] = tile
+            keys.append(cache_keys(capability, name, mode, dim, types[f"{prefix}block_table"] != "none"))
+        tile = sparse_attention.two_cache_tile((capability // 10, capability % 10), heads, (keys[0], keys[1]))
+        fixed = keys[0], tile, dim == 576, 8, 4 if partial else 8, partial
+        constants = {"OPTIONS": attention_options(*fixed, extra_keys=keys[1], upcast=False)}
         options = {"num_warps": tile.num_warps}
         name = f"attend_extra[{fmt} and {extra}, q {SHORT[dtype]}, {heads} heads]"
         yield Variant(name, sparse_attention_extra._attend_extra_kernel, types, constants, options)
@@ -333,18 +331,14 @@ def dense_attention_variants(capability: int) -> Iterator[Variant]:
         tile = dense_attention.prefill_tile((capability // 10, capability % 10), dim, dim_v, exact)
         types = dict.fromkeys(("q", "k", "v", "out"), f"*{element}") | {"lse": "*fp32"}
         types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "*i32")
-        first, second = dense_attention.split_dim(dim)
-        constants = {"CAUSAL": causal, "EXACT": exact, "DIM": dim, "FIRST": first, "SECOND": second, "DIM_V": dim_v}
-        constants |= dict.fromkeys(("Q_UNIT", "K_UNIT", "V_UNIT", "OUT_UNIT"), 4 if exact else 8) | {"UPCAST": False}
-        constants |= {"BLOCK_V": dense_attention.value_block(dim_v), "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-        constants["SUMS"] = dense_attention.weight_sums((capability // 10, capability % 10))
-        constants["SHORTEST"] = dense_attention.SHORTEST
+        fixed = causal, exact, (dim, dim_v), ((4 if exact else 8),) * 4
+        sums = dense_attention.weight_sums((capability // 10, capability % 10))
+        constants = {"OPTIONS": dense_attention.prefill_options(*fixed, tile.block_m, tile.block_n, sums)}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         name = f"prefill[{element}, {dim}/{dim_v}, {'causal' if causal else 'full'}]"
         yield Variant(name, dense_attention_device._prefill_kernel, types, constants, options)
         tile = dense_attention.short_tile(exact)
-        constants = {key: value for key, value in constants.items() if key != "BLOCK_M"}
-        constants |= {"BLOCK_N": tile.block_n, "SUMS": 1}
+        constants = {"OPTIONS": dense_attention.prefill_options(*fixed, tile.block_m, tile.block_n, 1)}
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         yield Variant(f"short {name}", dense_attention_short._short_prefill_kernel, types, constants, options)
 
@@ -395,37 +389,38 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
     yield Variant("merge_cuts", dense_attention_even._merge_cuts_kernel, types, constants)
 
 
-def dense_case(capability: int, case: DenseCase, packed: bool) -> tuple[str, dict[str, str], dict[str, Any], Any]:
-    """The arguments of all dense kernels: the end of their name, types, constants, and the tile before any change."""
+def dense_case(capability: int, case: DenseCase, packed: bool) -> tuple[str, dict[str, str], Options]:
+    """The arguments of all dense kernels: the end of their name, types, and options with the tile before any change."""
     fmt, dtype, dim, heads, whole = case
     entry, mode = FORMATS[fmt], sparse_attention.operand_mode(dtype, fmt)
     pick = dense_attention.packed_tile if packed else dense_attention.paged_tile
     types = {"q": f"*{SHORT[dtype]}", "kv": "*u8" if entry.quantized else f"*{SHORT[dtype]}"}
     types |= {"out": f"*{SHORT[dtype]}", "lse": "*fp32", "q_rope": "none"}
     types |= dict.fromkeys(("block_table", "req_id_per_token", "key_lens"), "*i32")
-    constants = {"KEYS": cache_keys(capability, fmt, mode, dim, translated=True), "UPCAST": False}
-    constants |= {"ROPE": dim == 576, "WHOLE": whole, "Q_UNIT": 16 // dtype.itemsize}
+    tile = pick((capability // 10, capability % 10), heads, mode)
+    keys = cache_keys(capability, fmt, mode, dim, translated=True)
+    options = attention_options(keys, tile, dim == 576, 16 // dtype.itemsize, whole=whole, upcast=False)
     name = f"[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if whole else ', small blocks'}]"
-    return name, types, constants, pick((capability // 10, capability % 10), heads, mode)
+    return name, types, options
 
 
 def walk_variant(capability: int, case: DenseCase, packed: bool) -> Variant:
     """Quantised keys of 16 heads give parts, for which no length is looked at."""
-    name, types, constants, tile = dense_case(capability, case, packed)
+    name, types, options = dense_case(capability, case, packed)
     partial = FORMATS[case.cache_format].quantized and case.num_heads == 16
     types |= {"out": "*fp32", "uneven": "none"} if partial else {"uneven": "*i32"}
-    constants |= {"TILE": tile, "PARTIAL": partial}
+    constants = {"OPTIONS": replace(options, partial=partial)}
     kernel = dense_attention_device._packed_kernel if packed else dense_attention_device._paged_kernel
     name = ("packed" if packed else "paged") + name
-    return Variant(name, kernel, types, constants, {"num_warps": tile.num_warps})
+    return Variant(name, kernel, types, constants, {"num_warps": options.tile.num_warps})
 
 
 def even_variant(capability: int, case: DenseCase, packed: bool) -> Variant:
-    name, types, constants, tile = dense_case(capability, case, packed)
-    tile = dense_attention.even_tile(tile)
+    name, types, options = dense_case(capability, case, packed)
+    tile = dense_attention.even_tile(options.tile)
     types |= dict.fromkeys(("part_out", "part_lse"), "*fp32") | dict.fromkeys(("cuts", "uneven"), "*i32")
-    constants |= {"TILE": tile, "PACKED": packed, "SLACK": 8, "LEAST": 4, "ROW_COST": 2}
-    constants["OUT_UNIT"] = constants["Q_UNIT"]
+    constants: dict[str, Any] = {"SLACK": 8, "LEAST": 4, "ROW_COST": 2}
+    constants["OPTIONS"] = replace(options, tile=tile, packed=packed, out_unit=options.q_unit)
     name = f"even{', packed' if packed else ''}{name}"
     return Variant(name, dense_attention_even._even_kernel, types, constants, {"num_warps": tile.num_warps})
 

@@ -60,12 +60,13 @@ def sparse_candidates(capability: int) -> Iterator[Candidate]:
         mode = sparse_attention.operand_mode(torch.bfloat16, kernel)
         half = mode == "fp8" and rows == 32
         tile = sparse_attention.Tile(rows, keys, warps, ahead, half=half, apart=half, early=half)
-        operands = own.constants["KEYS"].with_operands("fp8_half" if half else mode)
+        options = own.constants["OPTIONS"]
+        operands = options.keys.with_operands("fp8_half" if half else mode)
         device = (capability // 10, capability % 10)
         chosen = {sparse_attention.tile(device, heads, mode) for heads in (16, 128)}
         variant = dataclasses.replace(
             own,
-            constants={**own.constants, "TILE": tile, "KEYS": operands},
+            constants={"OPTIONS": dataclasses.replace(options, tile=tile, keys=operands)},
             options={"num_warps": warps, "num_stages": ahead + 1},
         )
         yield Candidate(kernel, rows, keys, tile in chosen, variant)
@@ -75,8 +76,9 @@ def prefill_candidates(capability: int) -> Iterator[Candidate]:
     variants = {variant.name: variant for variant in dense_attention_variants(capability)}
     for name, rows, keys, stages in itertools.product(PREFILL, (64, 128), (32, 64), (2, 3)):
         own = variants[name]
-        present = (own.constants["BLOCK_M"], own.constants["BLOCK_N"], own.options["num_stages"])
-        constants = {**own.constants, "BLOCK_M": rows, "BLOCK_N": keys}
+        options = own.constants["OPTIONS"]
+        present = (options.block_m, options.block_n, own.options["num_stages"])
+        constants = {"OPTIONS": dataclasses.replace(options, block_m=rows, block_n=keys)}
         variant = dataclasses.replace(own, constants=constants, options={"num_warps": 8, "num_stages": stages})
         yield Candidate(name.split(", ", 1)[1][:7], rows, keys, (rows, keys, stages) == present, variant)
 

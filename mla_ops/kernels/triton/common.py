@@ -1,5 +1,6 @@
 """Shared by all Triton kernels: the jit decorator, and facts about the device."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -36,6 +37,19 @@ if INTERPRETED:
 
 # tokens, requests and lengths run through these types; see `sized_jit`
 SIZE_TYPES = (tl.int32, tl.int64)
+
+
+class Constant(str):  # noqa: SLOT000 (a dataclass adds the fields)
+    """Fields that a kernel takes as one constant, and their text: hooks of Triton's cache write constants as JSON.
+
+    Constants are equal if their text is. A named tuple would do, if Triton's interpreter did not make a plain one.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Constant":
+        values = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        values.update(zip(values, args, strict=False))
+        values.update(kwargs)
+        return super().__new__(cls, f"{cls.__name__}({', '.join(f'{name}={value}' for name, value in values.items())})")
 
 
 def sized_jit(*, any_alignment: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:

@@ -7,7 +7,8 @@ import torch
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM
 from . import sparse_attention
-from .common import INTERPRETED, capability, cdiv, num_sms
+from .attention_options import attention_options
+from .common import capability, cdiv, num_sms
 from .dense_attention_device import (
     _clear_behind_kernel,
     _compact_blocks_kernel,
@@ -29,11 +30,11 @@ from .dense_attention_tiles import (
     packed_tile,
     paged_splits,
     paged_tile,
+    prefill_options,
     prefill_tile,
     query_tiles,
     shares_of_a_request,
     short_tile,
-    split_dim,
     stride_unit,
     tokens_together,
     value_block,
@@ -77,8 +78,8 @@ def prefill_attention(
     k, v = (tensor if tensor.stride(0) < MAX_TOKEN_STRIDE else tensor.contiguous() for tensor in (k, v))
     num_requests = cu_seqlens_q.shape[0] - 1
     exact = q.dtype == torch.float32
-    first, second = split_dim(head_dim)
-    q_unit, k_unit, v_unit, out_unit = (stride_unit(tensor) for tensor in (q, k, v, out))
+    units = stride_unit(q), stride_unit(k), stride_unit(v), stride_unit(out)
+    q_unit, k_unit, v_unit, out_unit = units
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse, float(softmax_scale) * LOG2E, num_tokens, num_kv)
     strides = (
         q.stride(0) // q_unit,
@@ -91,21 +92,6 @@ def prefill_attention(
         out.stride(1) // out_unit,
         lse.stride(0),
     )
-    constants = {
-        "CAUSAL": causal,
-        "EXACT": exact,
-        "DIM": head_dim,
-        "FIRST": first,
-        "SECOND": second,
-        "DIM_V": head_dim_v,
-        "BLOCK_V": value_block(head_dim_v),
-        "Q_UNIT": q_unit,
-        "K_UNIT": k_unit,
-        "V_UNIT": v_unit,
-        "OUT_UNIT": out_unit,
-        "SHORTEST": SHORTEST,
-        "UPCAST": INTERPRETED,
-    }
     if num_requests:
         chosen = short_tile(exact)
         shares = shares_of_a_request(num_requests, num_heads, num_sms(q.device))
@@ -115,16 +101,14 @@ def prefill_attention(
             num_heads,
             shares,
             *strides,
-            **constants,
-            BLOCK_N=chosen.block_n,
-            SUMS=1,
+            OPTIONS=prefill_options(causal, exact, (head_dim, head_dim_v), units, chosen.block_m, chosen.block_n, 1),
             num_warps=chosen.num_warps,
             num_stages=chosen.num_stages,
         )
     if min(max_seqlen_q, num_tokens) < SHORTEST:
         clear_behind(cu_seqlens_q, out, lse)
         return
-    chosen = prefill_tile(capability(q.device), head_dim, head_dim_v, exact)
+    chosen, sums = prefill_tile(capability(q.device), head_dim, head_dim_v, exact), weight_sums(capability(q.device))
     _prefill_kernel[(query_tiles(num_tokens, num_requests, chosen.block_m), num_heads)](
         *tensors,
         num_requests,
@@ -133,10 +117,7 @@ def prefill_attention(
         num_heads,
         heads_together(num_heads, num_kv * (head_dim + head_dim_v) * k.element_size()),
         *strides,
-        **constants,
-        BLOCK_M=chosen.block_m,
-        BLOCK_N=chosen.block_n,
-        SUMS=weight_sums(capability(q.device)),
+        OPTIONS=prefill_options(causal, exact, (head_dim, head_dim_v), units, chosen.block_m, chosen.block_n, sums),
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
     )
@@ -223,6 +204,7 @@ def paged_attention(
         # fmt: on
     q_unit = query_unit(q, q_rope)
     part_out, part_lse = allocate_parts(out, lse, splits)
+    rope, whole = head_dim > LATENT_DIM or q_rope is not None, sizes.block_size % chosen.block_n == 0
     _paged_kernel[(num_tokens * head_blocks, splits)](
         q,
         q_rope,
@@ -250,13 +232,7 @@ def paged_attention(
         part_out.stride(2),
         part_lse.stride(0),
         part_lse.stride(1),
-        KEYS=sizes.keys,
-        TILE=chosen,
-        ROPE=head_dim > LATENT_DIM or q_rope is not None,
-        Q_UNIT=q_unit,
-        PARTIAL=splits > 1,
-        WHOLE=sizes.block_size % chosen.block_n == 0,
-        UPCAST=INTERPRETED,
+        OPTIONS=attention_options(sizes.keys, chosen, rope, q_unit, partial=splits > 1, whole=whole),
         num_warps=chosen.num_warps,
     )
     if splits > 1:
@@ -293,6 +269,7 @@ def _packed_attention(
         # fmt: on
     q_unit = query_unit(q, q_rope)
     part_out, part_lse = allocate_parts(out, lse, splits)
+    rope, whole = head_dim > LATENT_DIM or q_rope is not None, sizes.block_size % chosen.block_n == 0
     _packed_kernel[(programs, splits)](
         q,
         q_rope,
@@ -319,13 +296,7 @@ def _packed_attention(
         block_table.stride(0),
         part_out.stride(0),
         part_lse.stride(0),
-        KEYS=sizes.keys,
-        TILE=chosen,
-        ROPE=head_dim > LATENT_DIM or q_rope is not None,
-        Q_UNIT=q_unit,
-        PARTIAL=splits > 1,
-        WHOLE=sizes.block_size % chosen.block_n == 0,
-        UPCAST=INTERPRETED,
+        OPTIONS=attention_options(sizes.keys, chosen, rope, q_unit, partial=splits > 1, whole=whole),
         num_warps=chosen.num_warps,
     )
     if splits > 1:
@@ -360,6 +331,9 @@ def _share_evenly(
     cuts = torch.empty(num_tokens, 2, dtype=torch.int32, device=q.device)
     uneven = torch.empty(1, dtype=torch.int32, device=q.device)
     q_unit, out_unit = query_unit(q, q_rope), stride_unit(out)
+    rope, whole = head_dim > LATENT_DIM or q_rope is not None, sizes.block_size % chosen.block_n == 0
+    fixed = sizes.keys, even_tile(chosen), rope, q_unit, out_unit
+    options = attention_options(*fixed, whole=whole, packed=together > 1)
     _even_kernel[(workers * head_blocks,)](
         q,
         q_rope,
@@ -391,17 +365,10 @@ def _share_evenly(
         out.stride(0) // out_unit,
         out.stride(1) // out_unit,
         lse.stride(0),
-        KEYS=sizes.keys,
-        TILE=even_tile(chosen),
-        ROPE=head_dim > LATENT_DIM or q_rope is not None,
-        Q_UNIT=q_unit,
-        OUT_UNIT=out_unit,
-        PACKED=together > 1,
         LEAST=cdiv(MIN_SPLIT_KEYS, chosen.block_n),
         ROW_COST=cdiv(ROW_COST_KEYS, chosen.block_n),
         SLACK=cdiv(SLACK_KEYS, chosen.block_n),
-        WHOLE=sizes.block_size % chosen.block_n == 0,
-        UPCAST=INTERPRETED,
+        OPTIONS=options,
         num_warps=chosen.num_warps,
     )
     _merge_cuts_kernel[(num_tokens * num_heads, LATENT_DIM // 128)](

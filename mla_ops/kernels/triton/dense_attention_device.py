@@ -14,7 +14,7 @@ from .sparse_attention_device import (
     round_to,
     store_result,
 )
-from .sparse_attention_keys import divider, is_exact
+from .sparse_attention_keys import divider
 
 # The largest score begins with float32's lowest: finite, so that nothing has to be told from a row without keys.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -64,40 +64,44 @@ def load_part(start, within, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.c
 
 
 @triton.jit
-def scores_of(
-    q_row,
-    q_first,
-    q_second,
-    live,
-    k_row,
-    within,
-    MASKED: tl.constexpr,
-    EXACT: tl.constexpr,
-    DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+def load_queries(q_row, live, OPTIONS: tl.constexpr):
+    """Rows of Q where they are `live`, in two parts: where they lie, `live`, the parts. Exact scores load them anew."""
+    q_first = live
+    q_second = live
+    if not OPTIONS.exact:
+        q_first = load_part(q_row, live, 0, OPTIONS.first, OPTIONS.dim, True)
+        if OPTIONS.second > 0:
+            q_second = load_part(q_row, live, OPTIONS.first, OPTIONS.second, OPTIONS.dim, True)
+    return q_row, live, q_first, q_second
+
+
+@triton.jit
+def scores_of(query, k_row, within, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Products of queries and a tile of keys, unscaled; MASKED, of keys that are not `within` zero."""
+    q_row, live, q_first, q_second = query
+    DIM: tl.constexpr = OPTIONS.dim
     scores = tl.zeros((live.shape[0], within.shape[0]), tl.float32)
-    if EXACT:
+    if OPTIONS.exact:
         # narrow pieces: without tensor cores a thread holds whole rows of both operands
         for piece in tl.static_range(0, DIM, 32):
             queries = widen(load_part(q_row, live, piece, 32, DIM, True))
             keys = widen(load_part(k_row, within, piece, 32, DIM, True))
-            scores = dot(queries, tl.trans(keys), scores, UPCAST)
+            scores = dot(queries, tl.trans(keys), scores, OPTIONS.upcast)
     else:
-        if SECOND > 0:  # the smaller dot in front: the other waits for all of it
-            keys = load_part(k_row, within, FIRST, SECOND, DIM, MASKED)
-            scores = dot(q_second, tl.trans(keys), scores, UPCAST)
-        keys = load_part(k_row, within, 0, FIRST, DIM, MASKED)
-        scores = dot(q_first, tl.trans(keys), scores, UPCAST)
+        if OPTIONS.second > 0:  # the smaller dot in front: the other waits for all of it
+            keys = load_part(k_row, within, OPTIONS.first, OPTIONS.second, DIM, MASKED)
+            scores = dot(q_second, tl.trans(keys), scores, OPTIONS.upcast)
+        keys = load_part(k_row, within, 0, OPTIONS.first, DIM, MASKED)
+        scores = dot(q_first, tl.trans(keys), scores, OPTIONS.upcast)
     return scores
 
 
 @triton.jit
-def new_rows(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, SUMS: tl.constexpr):
-    """Rows that have seen no key: accumulators, references, and SUMS sums of weights, of every SUMS-th key each."""
+def new_rows(OPTIONS: tl.constexpr):
+    """Rows that have seen no key: accumulators, references, and `sums` sums of weights, in turn, one a key."""
+    BLOCK_M: tl.constexpr = OPTIONS.block_m
+    BLOCK_V: tl.constexpr = OPTIONS.block_v
+    SUMS: tl.constexpr = OPTIONS.sums
     return (
         tl.zeros((BLOCK_M, BLOCK_V), tl.float32),
         tl.full((BLOCK_M,), LOWEST, tl.float32),
@@ -106,18 +110,7 @@ def new_rows(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, SUMS: tl.constexpr):
 
 
 @triton.jit
-def add_keys(
-    state,
-    scores,
-    v_row,
-    within,
-    scale_log2,
-    MASKED: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SUMS: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+def add_keys(state, scores, v_row, within, scale_log2, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Rows after a tile of keys with these scores, -inf where a row does not see a key."""
     acc, top, sums = state
     # The scale is positive, so the largest score stays the largest. It multiplies differences: a scaled score minus a
@@ -125,18 +118,16 @@ def add_keys(
     new_top = tl.maximum(top, tl.max(scores, 1))
     fade = tl.exp2((top - new_top) * scale_log2)
     weights = tl.exp2((scores - new_top[:, None]) * scale_log2)
-    parts = tl.reshape(weights, (scores.shape[0], scores.shape[1] // SUMS, SUMS))
+    parts = tl.reshape(weights, (scores.shape[0], scores.shape[1] // OPTIONS.sums, OPTIONS.sums))
     sums = sums * fade[:, None] + tl.sum(parts, 1)
     acc *= fade[:, None]
-    values = load_part(v_row, within, 0, BLOCK_V, DIM_V, MASKED)
-    acc = dot(round_to(weights, values.dtype, UPCAST), values, acc, UPCAST)
+    values = load_part(v_row, within, 0, OPTIONS.block_v, OPTIONS.dim_v, MASKED)
+    acc = dot(round_to(weights, values.dtype, OPTIONS.upcast), values, acc, OPTIONS.upcast)
     return acc, new_top, sums
 
 
 @triton.jit
-def store_rows(
-    state, scale_log2, out_row, lse_place, live, DIM_V: tl.constexpr, BLOCK_V: tl.constexpr, UPCAST: tl.constexpr
-):
+def store_rows(state, scale_log2, out_row, lse_place, live, OPTIONS: tl.constexpr):
     """Results of rows that are `live`."""
     acc, top, sums = state
     total = tl.sum(sums, 1)
@@ -145,55 +136,35 @@ def store_rows(
     log2_sum = tl.where(top == float("inf"), float("inf"), top * scale_log2 + tl.log2(safe))
     log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
     result = acc * tl.where(total == 0, 0.0, 1.0 / safe)[:, None]
-    column = tl.arange(0, BLOCK_V)[None, :]
-    stored = live[:, None] & (column < DIM_V)
-    tl.store(out_row[:, None] + column, round_to(result, out_row.dtype.element_ty, UPCAST), mask=stored)
+    column = tl.arange(0, OPTIONS.block_v)[None, :]
+    stored = live[:, None] & (column < OPTIONS.dim_v)
+    tl.store(out_row[:, None] + column, round_to(result, out_row.dtype.element_ty, OPTIONS.upcast), mask=stored)
     tl.store(lse_place, log2_sum * 0.6931471805599453, mask=live)
 
 
 @triton.jit
-def _walk(
-    q_row,
-    q_first,
-    q_second,
-    live,
-    last_key,
-    state,
-    k_start,
-    v_start,
-    stride_k,
-    stride_v,
-    begin,
-    end,
-    scale_log2,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    EXACT: tl.constexpr,
-    DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SUMS: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Online softmax over the keys `begin` to `end`, in tiles of BLOCK_N; MASKED where not every query sees every key.
+def _walk(query, last_key, state, keys, values, span, scale_log2, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
+    """Online softmax over the keys of a span, in tiles; MASKED where not every query sees every key.
 
-    `last_key` is the last key that each query may see.
+    `query` is `load_queries(...)`, `last_key` the last key that each query may see; `keys` and `values` are where the
+    first of them lies and the stride to the next.
     """
+    k_start, stride_k = keys
+    v_start, stride_v = values
+    begin, end = span
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         within = key < end
         # one 64-bit place a tile, 32-bit steps from it: half the registers
         k_row = k_start + start * stride_k + (tl.arange(0, BLOCK_N) * stride_k.to(tl.int32))
-        scores = scores_of(q_row, q_first, q_second, live, k_row, within, MASKED, EXACT, DIM, FIRST, SECOND, UPCAST)
+        scores = scores_of(query, k_row, within, MASKED, OPTIONS)
         if MASKED:
             # a query sees no key past the last one; what queries behind the request see does not matter
-            visible = key[None, :] <= last_key[:, None] if CAUSAL else within[None, :]
+            visible = key[None, :] <= last_key[:, None] if OPTIONS.causal else within[None, :]
             scores = tl.where(visible, scores, float("-inf"))
         v_row = v_start + start * stride_v + (tl.arange(0, BLOCK_N) * stride_v.to(tl.int32))
-        state = add_keys(state, scores, v_row, within, scale_log2, MASKED, DIM_V, BLOCK_V, SUMS, UPCAST)
+        state = add_keys(state, scores, v_row, within, scale_log2, MASKED, OPTIONS)
     return state
 
 
@@ -223,35 +194,23 @@ def _prefill_kernel(
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
     stride_lse_token: tl.int64,
-    CAUSAL: tl.constexpr,
-    EXACT: tl.constexpr,
-    DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    K_UNIT: tl.constexpr,
-    V_UNIT: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SUMS: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
-    """BLOCK_M queries of one request, one head: softmax over the request's keys, unmasked tiles first.
+    """`block_m` queries of one request, one head: softmax over the request's keys, unmasked tiles first.
 
-    Requests of fewer than SHORTEST queries are `_short_prefill_kernel`'s.
+    Requests of fewer than `shortest` queries are `_short_prefill_kernel`'s.
 
     Grid: (tiles of queries, heads), taken as one row. Neighbouring programs share a few heads, whose keys come from L2;
     of these and a causal request, the tiles with the most keys start first, so that the last programs are short ones.
-    A query of DIM is a power of two, FIRST, and the rest, SECOND: two dots into one tile of scores. Tokens behind the
-    last request get the result of an empty one.
+    A query of `dim` is a power of two, `first`, and the rest, `second`: two dots into one tile of scores. Tokens behind
+    the last request get the result of an empty one.
 
-    Registers: accumulators BLOCK_M * BLOCK_V and scores BLOCK_M * BLOCK_N float32. Shared memory: Q, and tiles of K and
-    V for each stage.
+    Registers: accumulators `block_m` x `block_v` and scores `block_m` x `block_n`, float32. Shared memory: Q, and tiles
+    of K and V for each stage.
     """
+    BLOCK_M: tl.constexpr = OPTIONS.block_m
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
+    SHORTEST: tl.constexpr = OPTIONS.shortest
     num_tiles = tl.num_programs(0)
     place = tl.program_id(1) * num_tiles + tl.program_id(0)
     first_head = place // (num_tiles * heads_together) * heads_together
@@ -275,39 +234,30 @@ def _prefill_kernel(
         query = block * BLOCK_M + tl.arange(0, BLOCK_M)
         live = query < len_q
         token = begin_q + query
-        q_row = q + token * (stride_q_token * Q_UNIT) + head.to(tl.int64) * (stride_q_head * Q_UNIT)
-        k_start = k + begin_k * (stride_k_token * K_UNIT) + kv_head * (stride_k_head * K_UNIT)
-        v_start = v + begin_k * (stride_v_token * V_UNIT) + kv_head * (stride_v_head * V_UNIT)
-        q_first = live
-        q_second = live
-        if not EXACT:
-            q_first = load_part(q_row, live, 0, FIRST, DIM, True)
-            if SECOND > 0:
-                q_second = load_part(q_row, live, FIRST, SECOND, DIM, True)
-
+        q_row = q + token * (stride_q_token * OPTIONS.q_unit) + head.to(tl.int64) * (stride_q_head * OPTIONS.q_unit)
+        k_start = k + begin_k * (stride_k_token * OPTIONS.k_unit) + kv_head * (stride_k_head * OPTIONS.k_unit)
+        v_start = v + begin_k * (stride_v_token * OPTIONS.v_unit) + kv_head * (stride_v_head * OPTIONS.v_unit)
+        queries = load_queries(q_row, live, OPTIONS)
         # the last query sees the last key
         last_key = query + (len_k - len_q)
         end = len_k
         unmasked = len_k
-        if CAUSAL:
+        if OPTIONS.causal:
             end = tl.maximum(tl.minimum(len_k, (block + 1) * BLOCK_M + len_k - len_q), 0)
             unmasked = tl.maximum(tl.minimum(len_k, block * BLOCK_M + len_k - len_q + 1), 0)
         unmasked = unmasked // BLOCK_N * BLOCK_N
-        state = new_rows(BLOCK_M, BLOCK_V, SUMS)
-        step_k, step_v = stride_k_token * K_UNIT, stride_v_token * V_UNIT
-        # fmt: off
-        state = _walk(
-            q_row, q_first, q_second, live, last_key, state, k_start, v_start, step_k, step_v, 0, unmasked, scale_log2,
-            False, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, SUMS, UPCAST,
-        )
-        state = _walk(
-            q_row, q_first, q_second, live, last_key, state, k_start, v_start, step_k, step_v, unmasked, end,
-            scale_log2, True, CAUSAL, EXACT, DIM, FIRST, SECOND, DIM_V, BLOCK_V, BLOCK_N, SUMS, UPCAST,
-        )
-        # fmt: on
+        state = new_rows(OPTIONS)
+        keys = (k_start, stride_k_token * OPTIONS.k_unit)
+        values = (v_start, stride_v_token * OPTIONS.v_unit)
+        state = _walk(queries, last_key, state, keys, values, (0, unmasked), scale_log2, False, OPTIONS)
+        state = _walk(queries, last_key, state, keys, values, (unmasked, end), scale_log2, True, OPTIONS)
 
-        out_row = out + token * (stride_out_token * OUT_UNIT) + head.to(tl.int64) * (stride_out_head * OUT_UNIT)
-        store_rows(state, scale_log2, out_row, lse + token * stride_lse_token + head, live, DIM_V, BLOCK_V, UPCAST)
+        out_row = (
+            out
+            + token * (stride_out_token * OPTIONS.out_unit)
+            + head.to(tl.int64) * (stride_out_head * OPTIONS.out_unit)
+        )
+        store_rows(state, scale_log2, out_row, lse + token * stride_lse_token + head, live, OPTIONS)
 
 
 @sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "uneven", "lse"))
@@ -339,26 +289,20 @@ def _paged_kernel(
     stride_out_head: tl.int64,
     stride_lse_split: tl.int64,
     stride_lse_token: tl.int64,
-    KEYS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROPE: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    WHOLE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """One token, a tile of heads, one split of the token's keys: the walk of the sparse kernels over every key.
 
     Grid: (tokens * head blocks, splits). Head blocks of a token are neighbours, so that its keys come from L2 for all
     but the first. A token's keys are shared among its splits in whole tiles, each of which lies in one block where
-    blocks are multiples of tiles (WHOLE).
+    blocks are multiples of tiles (`whole`).
 
     Where `uneven` is given and not 0, there is nothing to do: `_even_kernel` has said so, and does it.
 
     Registers and shared memory: as `_attend_kernel`.
     """
-    BLOCK_H: tl.constexpr = TILE.block_h
-    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -378,19 +322,19 @@ def _paged_kernel(
     end = tl.minimum(begin + share, length)
 
     strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
-    q_rows = query_rows(q, q_rope, token, head, strides, Q_UNIT)
-    query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, is_exact(KEYS)))
-    state = new_state(TILE)
+    q_rows = query_rows(q, q_rope, token, head, strides, OPTIONS.q_unit)
+    query = (q_rows, live_head, load_query(q_rows, live_head, OPTIONS))
+    state = new_state(OPTIONS)
     table = block_table + request.to(tl.int64) * stride_table
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
     span = (begin, end)
-    state = attend_keys(query, state, cache, None, span, scale_log2, None, TILE, KEYS, ROPE, WHOLE, UPCAST)
+    state = attend_keys(query, state, cache, None, span, scale_log2, None, OPTIONS)
     out_strides, lse_strides = (
         (stride_out_split, stride_out_token, stride_out_head),
         (stride_lse_split, stride_lse_token),
     )
     results = (None, out, out_strides, lse, lse_strides)
-    store_result(state, (token, head, live_head, split), results, PARTIAL, UPCAST)
+    store_result(state, (token, head, live_head, split), results, OPTIONS)
 
 
 @sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "uneven", "lse"))
@@ -421,13 +365,7 @@ def _packed_kernel(
     stride_table: tl.int64,
     stride_out_split: tl.int64,
     stride_lse_split: tl.int64,
-    KEYS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROPE: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    WHOLE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """All heads of a few neighbouring tokens, at most a tile of rows, one split of their keys.
 
@@ -437,8 +375,8 @@ def _packed_kernel(
 
     Registers and shared memory: as `_paged_kernel` with as many heads.
     """
-    BLOCK_H: tl.constexpr = TILE.block_h
-    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     first = tl.program_id(0).to(tl.int64) * tokens_together
     split = tl.program_id(1)
     row = tl.arange(0, BLOCK_H)
@@ -454,8 +392,8 @@ def _packed_kernel(
         live = live & meant
 
     strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
-    q_rows = query_rows(q, q_rope, token[:, None], row % num_heads, strides, Q_UNIT)
-    state = new_state(TILE)
+    q_rows = query_rows(q, q_rope, token[:, None], row % num_heads, strides, OPTIONS.q_unit)
+    state = new_state(OPTIONS)
     for i in range(tokens_together):
         mine = tl.load(req_id_per_token + first + i, mask=first + i < num_tokens, other=-1)
         before = tl.sum(((request == mine) & (row < i * num_heads)).to(tl.int32), 0)
@@ -466,13 +404,13 @@ def _packed_kernel(
         begin = tl.minimum(split * share, longest)
         end = tl.minimum(begin + share, longest)
         # anew for each walk: kept for all, it would wait in registers
-        query = (q_rows, live, load_query(q_rows, live, ROPE, is_exact(KEYS)))
+        query = (q_rows, live, load_query(q_rows, live, OPTIONS))
         table = block_table + mine.to(tl.int64) * stride_table
         cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
         span = (begin, end)
-        state = attend_keys(query, state, cache, None, span, scale_log2, row_end, TILE, KEYS, ROPE, WHOLE, UPCAST)
+        state = attend_keys(query, state, cache, None, span, scale_log2, row_end, OPTIONS)
     results = (None, out, (stride_out_split, 0, 512), lse, (stride_lse_split, 0))
-    store_result(state, (0, flat, live, split), results, PARTIAL, UPCAST)
+    store_result(state, (0, flat, live, split), results, OPTIONS)
 
 
 @sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "blocks", "lens"))

@@ -17,7 +17,7 @@ from .sparse_attention_device import (
     query_rows,
     store_groups,
 )
-from .sparse_attention_keys import divider, is_exact
+from .sparse_attention_keys import divider
 
 # a program reads so many lengths at once
 CHUNK = tl.constexpr(512)
@@ -133,21 +133,7 @@ def _packed_rows(leader, request, data, sizes, BLOCK_H: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def _attend_walk(
-    data,
-    sizes,
-    strides,
-    walk,
-    scale_log2,
-    KEYS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROPE: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
-    PACKED: tl.constexpr,
-    WHOLE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+def _attend_walk(data, sizes, strides, walk, scale_log2, OPTIONS: tl.constexpr):
     """The tiles `low` to `high` of one walk, and its result, or a part of it.
 
     A call of its own: inside the kernel's loop over walks, addresses and constants of this loop over keys would wait
@@ -159,30 +145,30 @@ def _attend_walk(
     stride_block, stride_table, stride_out_token = strides[4], strides[5], strides[6]
     stride_out_head, stride_lse = strides[7], strides[8]
     leader, request, keys, low, high, place, parts, head_block = walk
-    BLOCK_H: tl.constexpr = TILE.block_h
+    BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     row = tl.arange(0, BLOCK_H)
     head_blocks = 1
-    if PACKED:
+    if OPTIONS.packed:
         token, head, live, row_end = _packed_rows(leader, request, data, sizes, BLOCK_H)
     else:
         head_blocks = tl.cdiv(num_heads, BLOCK_H)
         head = head_block * BLOCK_H + row
         token, live, row_end = leader, head < num_heads, None
     token, head_place = token.to(tl.int64), head.to(tl.int64)
-    q_rows = query_rows(q, q_rope, token[:, None] if PACKED else token, head, query_strides, Q_UNIT)
-    query = (q_rows, live, load_query(q_rows, live, ROPE, is_exact(KEYS)))
+    q_rows = query_rows(q, q_rope, token[:, None] if OPTIONS.packed else token, head, query_strides, OPTIONS.q_unit)
+    query = (q_rows, live, load_query(q_rows, live, OPTIONS))
     known = (request >= 0) & (request < num_requests)
     table = block_table + request.to(tl.int64) * stride_table
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
-    span = (low * TILE.block_n, tl.minimum(high * TILE.block_n, keys))
-    state = new_state(TILE)
-    state = attend_keys(query, state, cache, None, span, scale_log2, row_end, TILE, KEYS, ROPE, WHOLE, UPCAST)
+    span = (low * OPTIONS.tile.block_n, tl.minimum(high * OPTIONS.tile.block_n, keys))
+    state = new_state(OPTIONS)
+    state = attend_keys(query, state, cache, None, span, scale_log2, row_end, OPTIONS)
     if parts > 1:
         part = (place.to(tl.int64) * head_blocks + head_block) * BLOCK_H + row
-        _store_rows(state, part_out + part * 512, part_lse + part, live, True, UPCAST)
+        _store_rows(state, part_out + part * 512, part_lse + part, live, True, OPTIONS.upcast)
     else:
-        out_row = out + (token * stride_out_token + head_place * stride_out_head) * OUT_UNIT
-        _store_rows(state, out_row, lse + token * stride_lse + head, live, False, UPCAST)
+        out_row = out + (token * stride_out_token + head_place * stride_out_head) * OPTIONS.out_unit
+        _store_rows(state, out_row, lse + token * stride_lse + head, live, False, OPTIONS.upcast)
 
 
 @triton.jit
@@ -231,24 +217,17 @@ def _even_kernel(
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
     stride_lse_token: tl.int64,
-    KEYS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROPE: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
-    PACKED: tl.constexpr,
     LEAST: tl.constexpr,
     ROW_COST: tl.constexpr,
     SLACK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """An equal share of all tokens' tiles of keys, if their lengths are uneven; else nothing. `uneven` says which.
 
     Grid: (workers * head blocks). Head blocks of a worker are neighbours, so that its keys come from L2 for all but the
-    first. A walk goes over the keys of one token for a tile of heads; PACKED, of neighbouring tokens of one request
+    first. A walk goes over the keys of one token for a tile of heads; `packed`, of neighbouring tokens of one request
     with all their heads, as in `_packed_kernel`. A tile of keys lies in one block where blocks are multiples of tiles
-    (WHOLE). `num_splits` are those of the launch by shapes.
+    (`whole`). `num_splits` are those of the launch by shapes.
 
     A walk that one worker has is written as it is. Of one that is cut each worker leaves a part of float32, in the
     first of its two places if the walk began before its interval, else in the second; `cuts` says of each token which
@@ -256,8 +235,9 @@ def _even_kernel(
 
     Registers and shared memory: as `_attend_kernel`.
     """
-    BLOCK_H: tl.constexpr = TILE.block_h
-    BLOCK_N: tl.constexpr = TILE.block_n
+    PACKED: tl.constexpr = OPTIONS.packed
+    BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     head_blocks = 1 if PACKED else tl.cdiv(num_heads, BLOCK_H)
     worker = tl.program_id(0) // head_blocks
     head_block = tl.program_id(0) % head_blocks
@@ -318,9 +298,7 @@ def _even_kernel(
         leads = leads & ((low < high) | ((tiles == 0) & begins_here))
         if leads:
             walk = (leader, request, keys, low, high, place, parts, head_block)
-            _attend_walk(
-                data, sizes, strides, walk, scale_log2, KEYS, TILE, ROPE, Q_UNIT, OUT_UNIT, PACKED, WHOLE, UPCAST
-            )
+            _attend_walk(data, sizes, strides, walk, scale_log2, OPTIONS)
 
 
 @sized_jit(any_alignment=("cuts", "lse"))

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .common import sized_jit
-from .dense_attention_device import add_keys, load_part, new_rows, scores_of, store_rows
+from .dense_attention_device import add_keys, load_queries, new_rows, scores_of, store_rows
 
 
 @triton.jit
@@ -40,34 +40,21 @@ def _short_prefill_kernel(
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
     stride_lse_token: tl.int64,
-    CAUSAL: tl.constexpr,
-    EXACT: tl.constexpr,
-    DIM: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    K_UNIT: tl.constexpr,
-    V_UNIT: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SUMS: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
-    """The queries of a request that has fewer than SHORTEST: softmax over its keys, in tiles of 16 rows.
+    """The queries of a request that has fewer than `shortest`: softmax over its keys, in tiles of 16 rows.
 
     Grid: (requests * shares,). A share is every `num_shares`-th tile of the request. A tile has 16 queries of one head
     or, of fewer queries and keys, of 2, 4, 8 or 16 heads, where a row sees the columns of its head only: others have
     the weight 0, so that a value which is not finite reaches all heads of its tile. Which tile a row is in depends on
     its request alone.
 
-    Registers: accumulators 16 * BLOCK_V and scores 16 * BLOCK_N float32. Shared memory: Q, and a tile of K and V.
+    Registers: accumulators 16 x `block_v` and scores 16 x `block_n`, float32. Shared memory: Q, and a tile of K and V.
     """
+    BLOCK_N: tl.constexpr = OPTIONS.block_n
     request = tl.program_id(0) // num_shares
     begin_q, len_q = _request_span(cu_seqlens_q, request, num_tokens)
-    if (len_q > 0) & (len_q < SHORTEST):
+    if (len_q > 0) & (len_q < OPTIONS.shortest):
         begin_k, len_k = _request_span(cu_seqlens_k, request, num_kv)
         # a head has 2 ** log_width rows, and BLOCK_N / 16 times as many columns
         widest = tl.maximum(len_q, tl.cdiv(len_k, BLOCK_N // 16))
@@ -88,37 +75,29 @@ def _short_prefill_kernel(
             query = first_query + row_query
             live = (query < len_q) & (head < num_heads)
             token, head_place = begin_q + query, head.to(tl.int64)
-            q_row = q + token * (stride_q_token * Q_UNIT) + head_place * (stride_q_head * Q_UNIT)
-            q_first = live
-            q_second = live
-            if not EXACT:
-                q_first = load_part(q_row, live, 0, FIRST, DIM, True)
-                if SECOND > 0:
-                    q_second = load_part(q_row, live, FIRST, SECOND, DIM, True)
-
+            q_row = q + token * (stride_q_token * OPTIONS.q_unit) + head_place * (stride_q_head * OPTIONS.q_unit)
+            queries = load_queries(q_row, live, OPTIONS)
             key_head = tile // slices * heads_together + column_head
             kv_head = (key_head // heads_per_kv_head).to(tl.int64)
             first_key = begin_k + column_key
-            k_start = k + first_key * (stride_k_token * K_UNIT) + kv_head * (stride_k_head * K_UNIT)
-            v_start = v + first_key * (stride_v_token * V_UNIT) + kv_head * (stride_v_head * V_UNIT)
+            k_start = k + first_key * (stride_k_token * OPTIONS.k_unit) + kv_head * (stride_k_head * OPTIONS.k_unit)
+            v_start = v + first_key * (stride_v_token * OPTIONS.v_unit) + kv_head * (stride_v_head * OPTIONS.v_unit)
             # the last query sees the last key
             last_key = query + (len_k - len_q)
             end = len_k
-            if CAUSAL:
+            if OPTIONS.causal:
                 end = tl.maximum(tl.minimum(len_k, first_query + 16 + len_k - len_q), 0)
-            state = new_rows(16, BLOCK_V, SUMS)
+            state = new_rows(OPTIONS)
             for start in tl.range(0, end, keys_together):
                 key = start + column_key
                 within = (key < end) & (key_head < num_heads)
-                k_row = k_start + start * (stride_k_token * K_UNIT)
-                # fmt: off
-                scores = scores_of(
-                    q_row, q_first, q_second, live, k_row, within, True, EXACT, DIM, FIRST, SECOND, UPCAST
-                )
-                # fmt: on
-                visible = key[None, :] <= last_key[:, None] if CAUSAL else within[None, :]
+                k_row = k_start + start * (stride_k_token * OPTIONS.k_unit)
+                scores = scores_of(queries, k_row, within, True, OPTIONS)
+                visible = key[None, :] <= last_key[:, None] if OPTIONS.causal else within[None, :]
                 scores = tl.where(own_head & visible, scores, float("-inf"))
-                v_row = v_start + start * (stride_v_token * V_UNIT)
-                state = add_keys(state, scores, v_row, within, scale_log2, True, DIM_V, BLOCK_V, SUMS, UPCAST)
-            out_row = out + token * (stride_out_token * OUT_UNIT) + head_place * (stride_out_head * OUT_UNIT)
-            store_rows(state, scale_log2, out_row, lse + token * stride_lse_token + head, live, DIM_V, BLOCK_V, UPCAST)
+                v_row = v_start + start * (stride_v_token * OPTIONS.v_unit)
+                state = add_keys(state, scores, v_row, within, scale_log2, True, OPTIONS)
+            out_row = (
+                out + token * (stride_out_token * OPTIONS.out_unit) + head_place * (stride_out_head * OPTIONS.out_unit)
+            )
+            store_rows(state, scale_log2, out_row, lse + token * stride_lse_token + head, live, OPTIONS)

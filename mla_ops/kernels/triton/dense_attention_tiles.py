@@ -1,12 +1,14 @@
 """Sizes of the dense attention kernels' programs and how many there are, by shapes and by the device."""
 
-from dataclasses import replace
+import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from . import sparse_attention
-from .common import cdiv
+from .attention_options import make_tile
+from .common import INTERPRETED, Constant, cdiv
 from .splits import MAX_SPLITS
 
 # Fewer keys than this do not pay for a split, whose fixed cost (Q, partial result, merge) is that of about as many.
@@ -43,6 +45,57 @@ class Tile(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillOptions(Constant):
+    """What a prefill kernel is compiled for.
+
+    Attributes:
+        causal: whether the last query sees the last key, the one before it the last but one, and so on.
+        exact: whether products are float32, without tensor cores.
+        dim, dim_v: of queries and keys; of values.
+        first, second: `split_dim(dim)`.
+        block_v: columns of the accumulators.
+        q_unit, k_unit, v_unit, out_unit: elements that strides are counted in.
+        shortest: queries of the shortest request that `_prefill_kernel` computes.
+        upcast: whether products are those of the interpreter.
+        block_m, block_n: queries and keys of a tile.
+        sums: of weights, a query.
+    """
+
+    causal: bool
+    exact: bool
+    dim: int
+    dim_v: int
+    first: int
+    second: int
+    block_v: int
+    q_unit: int
+    k_unit: int
+    v_unit: int
+    out_unit: int
+    shortest: int
+    upcast: bool
+    block_m: int
+    block_n: int
+    sums: int
+
+
+@functools.cache
+def prefill_options(
+    causal: bool,
+    exact: bool,
+    dims: tuple[int, int],
+    units: tuple[int, int, int, int],
+    block_m: int,
+    block_n: int,
+    sums: int,
+) -> PrefillOptions:
+    """`dims` are those of keys and of values; `units` of q, k, v and out."""
+    dim, dim_v = dims
+    parts = (*split_dim(dim), value_block(dim_v))
+    return PrefillOptions(causal, exact, dim, dim_v, *parts, *units, SHORTEST, INTERPRETED, block_m, block_n, sums)
 
 
 def prefill_tile(device_capability: tuple[int, int], head_dim: int, head_dim_v: int, exact: bool) -> Tile:
@@ -120,11 +173,12 @@ def paged_tile(device_capability: tuple[int, int], num_heads: int, mode: str) ->
     chosen = sparse_attention.tile(device_capability, num_heads, mode)
     if mode == "fp8_v4" or chosen.block_h == 32 or (mode == "plain" and num_heads <= 32):
         return sparse_attention.tile(device_capability, 16, mode)
-    return sparse_attention.Tile(64, 32, 8, 2) if chosen.half else chosen
+    return make_tile(64, 32, 8, 2) if chosen.half else chosen
 
 
 def even_tile(chosen: sparse_attention.Tile) -> sparse_attention.Tile:
-    return replace(chosen, apart=chosen.block_h == 64, early=False)
+    sizes = chosen.block_h, chosen.block_n, chosen.num_warps, chosen.ahead
+    return make_tile(*sizes, half=chosen.half, apart=chosen.block_h == 64)
 
 
 def packed_tile(device_capability: tuple[int, int], rows: int, mode: str) -> sparse_attention.Tile:
@@ -132,9 +186,9 @@ def packed_tile(device_capability: tuple[int, int], rows: int, mode: str) -> spa
     if rows <= 16:
         return paged_tile(device_capability, rows, mode)
     if device_capability[0] < 8:
-        return sparse_attention.Tile(32, 16, 4, 0)
+        return make_tile(32, 16, 4, 0)
     roomy = mode == "plain" and device_capability[0] in (8, 9, 10) and device_capability not in ((8, 6), (8, 9))
-    return sparse_attention.Tile(32, 32, 4, 2) if roomy else sparse_attention.Tile(32, 32, 8, 1)
+    return make_tile(32, 32, 4, 2) if roomy else make_tile(32, 32, 8, 1)
 
 
 def paged_splits(num_tokens: int, num_head_blocks: int, capacity: int, sms: int, block_h: int) -> int:

@@ -1,6 +1,6 @@
 """Token-level sparse MLA in portable Triton: SM80 and up, any number of heads, any cache format."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -9,14 +9,14 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, get_format
-from .common import INTERPRETED, capability, cdiv, num_sms, sized_jit
+from .attention_options import Tile, attention_options, make_tile, of_second_walk
+from .common import capability, cdiv, num_sms, sized_jit
 from .index import convert_req_index_to_global_index
 from .sparse_attention_device import (
     attend_keys,
     last_indices,
     load_query,
     named_end,
-    narrow_tile,
     new_state,
     query_rows,
     share_of_keys,
@@ -28,13 +28,11 @@ from .sparse_attention_extra import _attend_extra_kernel
 from .sparse_attention_keys import (
     HALF_SCALE,
     HALF_WEIGHT,
-    Constant,
     Keys,
     divider,
     fetch_indices,
-    is_exact,
     is_half,
-    without_scales,
+    make_keys,
 )
 from .sparse_attention_wide import attend_whole, is_whole, load_query_whole
 from .splits import MAX_SPLITS, allocate_parts, merge_parts, output_unit
@@ -49,29 +47,6 @@ LARGEST_ROW = 2**28  # rows in line are fewer units apart: their distance in byt
 FEW_ROWS = 128  # tokens times heads; twice as many of up to 32 heads
 
 
-@dataclass(frozen=True)
-class Tile(Constant):
-    """Sizes of one program, heads x keys, its warps, and how many tiles of keys are on their way while one is used.
-
-    `half`: whether keys of fp8_ds_mla are float16 operands with their scale ("fp8_half"), one cache at a time. `apart`:
-    whether scores stand behind a branch of their own (`_attend_operands`). `early`: whether the copies of a tile begin
-    before the products of the one before (`attend_tile`), not with table entries of single keys.
-    """
-
-    block_h: int
-    block_n: int
-    num_warps: int
-    ahead: int
-    half: bool = False
-    apart: bool = False
-    early: bool = False
-
-    def narrow(self) -> "Tile":
-        """For a second walk, which is rare: what fits beside the registers of the first."""
-        wide = self.block_h == 64
-        return replace(self, block_n=16, ahead=0, apart=wide, early=wide)
-
-
 def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
     """The tile for a device, by its shared memory and registers; `tests/test_aot_compile.py` checks every entry.
 
@@ -81,16 +56,16 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> Tile:
     without any compute what others do.
     """
     if mode.endswith("exact"):
-        return Tile(16, 16, 8 if mode == "fp8_v4_exact" else 4, 0)
+        return make_tile(16, 16, 8 if mode == "fp8_v4_exact" else 4, 0)
     if device_capability[0] < 8:  # AMD, and the interpreter: 64 KB
-        return Tile(16, 32, 4, 0)
+        return make_tile(16, 32, 4, 0)
     if num_heads > (32 if mode == "fp8_v4" else 16) and device_capability[0] == 9:
-        return Tile(64, 64, 8, 1, half=mode == "fp8", apart=True, early=True)
+        return make_tile(64, 64, 8, 1, half=mode == "fp8", apart=True, early=True)
     if num_heads <= 16 or mode == "fp8_v4":
-        return Tile(16, 32, 4, 2)
+        return make_tile(16, 32, 4, 2)
     half = mode == "fp8"
     keys, warps = (64, 8) if half and device_capability == (8, 0) else (32, 8 if half and KEEPS_OPERANDS else 4)
-    return Tile(32, keys, warps, 1, half=half, apart=half, early=half)
+    return make_tile(32, keys, warps, 1, half=half, apart=half, early=half)
 
 
 def tile_heads(num_tokens: int, num_heads: int, deterministic: bool, softmax_scale: float = 1.0) -> int:
@@ -163,13 +138,7 @@ def _attend_kernel(
     stride_out_head: tl.int64,
     stride_lse_split: tl.int64,
     stride_lse_token: tl.int64,
-    KEYS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROPE: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """One token, a tile of heads, one split of the token's keys: online softmax over tiles of keys.
 
@@ -179,8 +148,11 @@ def _attend_kernel(
     Registers: accumulators, 512 float32 a head. Shared memory: Q, one tile of keys as operands, `TILE.ahead` of raw
     rows, P.
     """
-    BLOCK_H: tl.constexpr = TILE.block_h
-    BLOCK_N: tl.constexpr = TILE.block_n
+    KEYS: tl.constexpr = OPTIONS.keys
+    BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    PARTIAL: tl.constexpr = OPTIONS.partial
+    OUT_UNIT: tl.constexpr = OPTIONS.out_unit
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -188,17 +160,17 @@ def _attend_kernel(
     live_head = head < num_heads
     index_row = indices + token * stride_indices
     strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
-    q_rows = query_rows(q, q_rope, token, head, strides, Q_UNIT)
+    q_rows = query_rows(q, q_rope, token, head, strides, OPTIONS.q_unit)
     # all that can be asked for is, before anything is waited for
     if topk_length is None:
         begin, end = share_of_keys(topk, split, num_splits, BLOCK_N)
         last = last_indices(index_row, begin, end)
     else:
         length = tl.load(topk_length + token)
-    if is_whole(TILE, KEYS):
-        queries = load_query_whole(q_rows, live_head, ROPE)
+    if is_whole(OPTIONS):
+        queries = load_query_whole(q_rows, live_head, OPTIONS)
     else:
-        queries = load_query(q_rows, live_head, ROPE, is_exact(KEYS))
+        queries = load_query(q_rows, live_head, OPTIONS)
     if topk_length is None:
         # nobody said where the row ends
         first = fetch_indices(index_row, begin + tl.arange(0, BLOCK_N), end)
@@ -222,45 +194,38 @@ def _attend_kernel(
     lse_strides = (stride_lse_split, stride_lse_token)
     results = (attn_sink, out, out_strides, lse, lse_strides)
     place = (token, head, live_head, split)
-    if is_whole(TILE, KEYS):
+    if is_whole(OPTIONS):
         # 0, which the compiler does not know: addresses kept until there is a result would spill
         zero = (begin < 0).to(tl.int32)
         scratch = out + (split + zero) * out_strides[0] + token * out_strides[1]
         scratch += ((head + zero).to(tl.int64) * stride_head)[:, None]
         scratch = scratch.to(tl.pointer_type(tl.float16)) + tl.arange(0, 512)[None, :]
-        state = attend_whole(
-            queries, scratch, live_head, cache, index_row, span, first, scale_log2, TILE, KEYS, ROPE, UPCAST
-        )  # fmt: skip
+        state = attend_whole(queries, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS)
     else:
         query = (q_rows, live_head, queries)
-        state = new_state(TILE)
-        state = attend_keys(query, state, cache, index_row, span, scale_log2, None, TILE, KEYS, ROPE, False, UPCAST)
+        state = attend_keys(query, new_state(OPTIONS), cache, index_row, span, scale_log2, None, OPTIONS)
     if is_half(KEYS):
         acc, top, sums = state
         total = total_weight(sums)
         broken = tl.max((total != total).to(tl.int32), 0)
         if broken > 0:
             # 1, which the compiler does not know: addresses kept since the first walk would spill
-            q_rows = query_rows(q, q_rope, token + (broken - 1), head, strides, Q_UNIT)
-            AGAIN: tl.constexpr = without_scales(KEYS)
-            NARROW: tl.constexpr = narrow_tile(TILE)
-            query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, False))
-            exact = new_state(NARROW)
-            exact = attend_keys(
-                query, exact, cache, index_row, span, scale_log2, None, NARROW, AGAIN, ROPE, False, UPCAST
-            )  # fmt: skip
+            q_rows = query_rows(q, q_rope, token + (broken - 1), head, strides, OPTIONS.q_unit)
+            AGAIN: tl.constexpr = of_second_walk(OPTIONS)
+            query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
+            exact = attend_keys(query, new_state(AGAIN), cache, index_row, span, scale_log2, None, AGAIN)
             if PARTIAL:
-                store_part_by_units(exact, place, results, num_splits * stride_lse_split, UPCAST)
+                store_part_by_units(exact, place, results, num_splits * stride_lse_split, OPTIONS)
             else:
-                store_result(exact, place, results, PARTIAL, UPCAST)
+                store_result(exact, place, results, OPTIONS)
         else:
             halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
             # averages of keys, which are float16 times HALF_SCALE, are too
             SCALE: tl.constexpr = HALF_WEIGHT if PARTIAL else HALF_SCALE * HALF_WEIGHT
             units = num_splits * stride_lse_split
-            store_result(halves, place, results, PARTIAL, UPCAST, SCALE, units, 1.0 / HALF_SCALE)
+            store_result(halves, place, results, OPTIONS, SCALE, units, 1.0 / HALF_SCALE)
     else:
-        store_result(state, place, results, PARTIAL, UPCAST)
+        store_result(state, place, results, OPTIONS)
 
 
 def operand_mode(q_dtype: torch.dtype, cache_format: str) -> str:
@@ -295,7 +260,7 @@ def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tup
     if main != extra or chosen.block_h == 32:
         return tile(device_capability, 16, main.operands)
     if chosen.half:
-        return Tile(64, 16, 8, 2, apart=True, early=True) if KEEPS_OPERANDS else Tile(64, 16, 8, 2)
+        return make_tile(64, 16, 8, 2, apart=True, early=True) if KEEPS_OPERANDS else make_tile(64, 16, 8, 2)
     return replace(chosen, block_n=32, early=False) if main.translated and chosen.block_h == 64 else chosen
 
 
@@ -318,7 +283,7 @@ def cache_sizes(kv_cache: torch.Tensor, cache_format: str, mode: str, translated
     in_line = not translated and not mode.startswith("fp8_v4") and stride_block * unit == block_size * row_width
     if in_line:
         num_blocks, block_size, stride_block = num_blocks * block_size, 1, row_width // unit
-    keys = Keys(mode, row_width, unit, in_line, translated, decode_method(capability(kv_cache.device)))
+    keys = make_keys(mode, row_width, unit, in_line, translated, decode_method(capability(kv_cache.device)))
     return CacheSizes(num_blocks, block_size, stride_block, keys)
 
 
@@ -360,6 +325,7 @@ def _attend(
     q_unit = query_unit(q, q_rope)
     part_out, part_lse = allocate_parts(out, lse, splits, chosen.half)
     out_unit = output_unit(part_out)
+    rope = head_dim > LATENT_DIM or q_rope is not None
     _attend_kernel[(num_tokens * head_blocks, splits)](
         q,
         q_rope,
@@ -387,13 +353,7 @@ def _attend(
         block_table.stride(0) if block_table is not None else 0,
         *(stride // out_unit for stride in part_out.stride()[:-1]),
         *part_lse.stride()[:-1],
-        KEYS=keys,
-        TILE=chosen,
-        ROPE=head_dim > LATENT_DIM or q_rope is not None,
-        Q_UNIT=q_unit,
-        OUT_UNIT=out_unit,
-        PARTIAL=splits > 1,
-        UPCAST=INTERPRETED,
+        OPTIONS=attention_options(keys, chosen, rope, q_unit, out_unit, splits > 1),
         num_warps=chosen.num_warps,
     )
     if splits > 1:
@@ -470,6 +430,8 @@ def paged_sparse_attention_extra(
     q_unit = query_unit(q)
     part_out, part_lse = allocate_parts(out, lse, splits)
     out_unit = output_unit(part_out)
+    fixed = sizes.keys, chosen, head_dim > LATENT_DIM, q_unit, out_unit, splits > 1
+    options = attention_options(*fixed, extra_keys=extra.keys)
     _attend_extra_kernel[(num_tokens * head_blocks, splits)](
         q,
         kv_cache,
@@ -507,14 +469,7 @@ def paged_sparse_attention_extra(
         extra_block_table.stride(0) if extra_block_table is not None else 0,
         *(stride // out_unit for stride in part_out.stride()[:-1]),
         *part_lse.stride()[:-1],
-        KEYS=sizes.keys,
-        EXTRA_KEYS=extra.keys,
-        TILE=chosen,
-        ROPE=head_dim > LATENT_DIM,
-        Q_UNIT=q_unit,
-        OUT_UNIT=out_unit,
-        PARTIAL=splits > 1,
-        UPCAST=INTERPRETED,
+        OPTIONS=options,
         num_warps=chosen.num_warps,
     )
     if splits > 1:
@@ -539,7 +494,7 @@ def sparse_attention(
         unit = 1
     stride = kv.stride(0) // unit
     in_line = stride < LARGEST_ROW
-    keys = Keys(operand_mode(q.dtype, ""), head_dim, unit, in_line, False, decode_method(capability(q.device)))
+    keys = make_keys(operand_mode(q.dtype, ""), head_dim, unit, in_line, False, decode_method(capability(q.device)))
     sizes = CacheSizes(num_kv, 1, stride, keys)
     heads = tile_heads(q.shape[0], q.shape[1], deterministic, softmax_scale)
     chosen = tile(capability(q.device), heads, keys.operands)

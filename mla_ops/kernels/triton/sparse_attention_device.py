@@ -81,38 +81,32 @@ def query_rows(q, q_rope, token, head, strides, Q_UNIT: tl.constexpr):
 
 
 @triton.jit
-def load_query(q_rows, live_head, ROPE: tl.constexpr, EXACT: tl.constexpr):
-    """Q in four groups of 128 dims and the 64 behind them. EXACT walks read it anew for each tile: nothing for them."""
+def load_query(q_rows, live_head, OPTIONS: tl.constexpr):
+    """Q in four groups of 128 dims and the 64 behind them. Exact walks read it anew for each tile: nothing for them."""
     q_row, rope_row = q_rows
     group = tl.arange(0, 128)[None, :]
     unused = tl.zeros((1,), tl.float32)
     q0, q1, q2, q3, q4 = unused, unused, unused, unused, unused
-    if not EXACT:
+    if not is_exact(OPTIONS.keys):
         q0 = tl.load(q_row + group, mask=live_head[:, None], other=0.0)
         q1 = tl.load(q_row + (128 + group), mask=live_head[:, None], other=0.0)
         q2 = tl.load(q_row + (256 + group), mask=live_head[:, None], other=0.0)
         q3 = tl.load(q_row + (384 + group), mask=live_head[:, None], other=0.0)
-        if ROPE:
+        if OPTIONS.rope:
             q4 = tl.load(rope_row + tl.arange(0, 64)[None, :], mask=live_head[:, None], other=0.0)
     return q0, q1, q2, q3, q4
 
 
-@triton.constexpr_function
-def narrow_tile(tile):
-    """The tile of a second walk, which is rare: what fits beside the registers of the first."""
-    return tile.narrow()
-
-
 @triton.jit
-def new_state(TILE: tl.constexpr):
+def new_state(OPTIONS: tl.constexpr):
     """Four accumulators of 128 dims, the largest score so far in base 2, and sums of weights.
 
     A head has several sums until the end of its keys, so that none passes between threads in the loop. Warps of small
     tiles lie beside one another along the keys, where every column has a sum; those of 64 heads lie along the heads in
     two groups, where a thread has all columns of a remainder by 8 of its group.
     """
-    BLOCK_H: tl.constexpr = TILE.block_h
-    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     acc = tl.zeros((BLOCK_H, 128), tl.float32)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     if BLOCK_H < 64:
@@ -140,11 +134,12 @@ def total_weight(sums):
 
 
 @triton.jit
-def _scores(query, keys, rows, zero, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr):
+def _scores(query, keys, rows, zero, OPTIONS: tl.constexpr):
     """[heads, keys] in float32. Groups of fp8_ds_mla have their scale outside of the operands.
 
     `zero` is None, or 0 that the compiler does not know for one: then each product is summed up on its own.
     """
+    UPCAST: tl.constexpr = OPTIONS.upcast
     q0, q1, q2, q3, q4 = query
     k0, k1, k2, k3 = keys
     _, rope, scales = rows
@@ -153,9 +148,9 @@ def _scores(query, keys, rows, zero, KEYS: tl.constexpr, ROPE: tl.constexpr, UPC
     if zero is not None:
         zeros += zero
     scores = zeros
-    if ROPE:
+    if OPTIONS.rope:
         scores = dot(q4, tl.trans(rope), zeros, UPCAST)
-    if KEYS.operands == "fp8":
+    if OPTIONS.keys.operands == "fp8":
         scores += dot(q0, tl.trans(k0), zeros, UPCAST) * s0[None, :]
         scores += dot(q1, tl.trans(k1), zeros, UPCAST) * s1[None, :]
         scores += dot(q2, tl.trans(k2), zeros, UPCAST) * s2[None, :]
@@ -186,10 +181,11 @@ def _rescale(state, scores):
 
 
 @triton.jit
-def _round_weights(weights, keys, rows, KEYS: tl.constexpr, UPCAST: tl.constexpr):
+def _round_weights(weights, keys, rows, OPTIONS: tl.constexpr):
     """Weights as operands: one, or one for each group, as scales of fp8_ds_mla go into them before they are rounded."""
+    UPCAST: tl.constexpr = OPTIONS.upcast
     s0, s1, s2, s3 = rows[2]
-    if KEYS.operands == "fp8":
+    if OPTIONS.keys.operands == "fp8":
         p0 = round_to(weights * s0[None, :], tl.bfloat16, UPCAST)
         p1 = round_to(weights * s1[None, :], tl.bfloat16, UPCAST)
         p2 = round_to(weights * s2[None, :], tl.bfloat16, UPCAST)
@@ -210,35 +206,32 @@ def _mask(scores, column, places, row_end, scale_log2):
 
 
 @triton.jit
-def _weigh(
-    q, state, keys, rows, seen, zero, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr
-):  # fmt: skip
+def _weigh(q, state, keys, rows, seen, zero, OPTIONS: tl.constexpr):
     """The state faded to the scores of a tile of keys, and their weights as operands."""
     column, places, scale_log2, row_end = seen
-    scores = _mask(_scores(q, keys, rows, zero, KEYS, ROPE, UPCAST), column, places, row_end, scale_log2)
+    scores = _mask(_scores(q, keys, rows, zero, OPTIONS), column, places, row_end, scale_log2)
     faded, weights = _rescale(state, scores)
-    return faded, _round_weights(weights, keys, rows, KEYS, UPCAST)
+    return faded, _round_weights(weights, keys, rows, OPTIONS)
 
 
 @triton.jit
-def _attend_operands(
-    q, state, keys, rows, seen, sure, TILE: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr
-):  # fmt: skip
+def _attend_operands(q, state, keys, rows, seen, sure, OPTIONS: tl.constexpr):
     """The state after a tile of keys that are operands.
 
     Scores APART stand behind what is `sure`, and each of their products has a sum of its own: where the compiler sees
     that a product goes into another, it gives both groups of warps all of it.
     """
-    if TILE.apart:
+    UPCAST: tl.constexpr = OPTIONS.upcast
+    if OPTIONS.tile.apart:
         acc0, acc1, acc2, acc3, top, sums = state
         # anything that is no constant
         weights = tl.zeros((q[0].shape[0], keys[0].shape[0]), tl.float32) + seen[2]
-        p = _round_weights(weights, keys, rows, KEYS, UPCAST)
+        p = _round_weights(weights, keys, rows, OPTIONS)
         if sure:
-            faded, p = _weigh(q, state, keys, rows, seen, seen[2] * 0.0, KEYS, ROPE, UPCAST)
+            faded, p = _weigh(q, state, keys, rows, seen, seen[2] * 0.0, OPTIONS)
             acc0, acc1, acc2, acc3, top, sums = faded
     else:
-        faded, p = _weigh(q, state, keys, rows, seen, None, KEYS, ROPE, UPCAST)
+        faded, p = _weigh(q, state, keys, rows, seen, None, OPTIONS)
         acc0, acc1, acc2, acc3, top, sums = faded
     if len(p) == 1:
         p = p + p + p + p
@@ -250,109 +243,79 @@ def _attend_operands(
 
 
 @triton.jit
-def attend_tile(
-    q, state, rows, places, column, scale_log2, row_end, sure, TILE: tl.constexpr, KEYS: tl.constexpr,
-    ROPE: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def attend_tile(q, state, rows, places, column, scale_log2, row_end, sure, OPTIONS: tl.constexpr):
     """The state after one tile of keys. `sure` are two conditions that are true, which the compiler does not know.
 
     The compiler puts what stands behind a condition last in its loop. So the copies of a tile that is `early` begin
     when the tile before has become operands, not when it has been multiplied.
     """
+    KEYS: tl.constexpr = OPTIONS.keys
     k0, k1, k2, k3 = to_operands(rows, KEYS)
     keys = k0, k1, k2, k3
     seen = (column, places, scale_log2, row_end)
-    if TILE.early:
+    if OPTIONS.tile.early:
         acc0, acc1, acc2, acc3, top, sums = state
         if sure[0]:
-            new = _attend_operands(q, state, keys, rows, seen, sure[1], TILE, KEYS, ROPE, UPCAST)
+            new = _attend_operands(q, state, keys, rows, seen, sure[1], OPTIONS)
             acc0, acc1, acc2, acc3, top, sums = new
         state = (acc0, acc1, acc2, acc3, top, sums)
     else:
-        state = _attend_operands(q, state, keys, rows, seen, sure[1], TILE, KEYS, ROPE, UPCAST)
+        state = _attend_operands(q, state, keys, rows, seen, sure[1], OPTIONS)
     return state
 
 
 @triton.jit
-def attend_keys(
-    query,
-    state,
-    cache,
-    index_row,
-    span,
-    scale_log2,
-    row_end,
-    TILE: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROPE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+def attend_keys(query, state, cache, index_row, span, scale_log2, row_end, OPTIONS: tl.constexpr):
     """Online softmax over the keys that columns `span` of `index_row` name, in tiles; returns the state after it.
 
-    No `index_row`: over the keys in `span` themselves, of which a tile lies in one block if they are WHOLE. Rows of the
-    tile see all keys, or, where there is a `row_end`, those at positions below their own.
+    No `index_row`: over the keys in `span` themselves, of which a tile lies in one block if they are `whole`. Rows of
+    the tile see all keys, or, where there is a `row_end`, those at positions below their own.
 
     A tile of keys is read once, in four groups of 128 dims and the RoPE dims behind 512, and each group serves both
     QK and PV. Groups are also what shares a scale in fp8_ds_mla. The e4m3 values are exact as bfloat16, so the scale
     stays outside of the operands: it multiplies the group's partial scores, and goes into the float32 weights before
     they are rounded. Hence any positive float32 scale is right.
 
-    Rows are copied to shared memory `TILE.ahead` tiles ahead. Their indices are loaded a turn before the copies begin,
+    Rows are copied to shared memory `ahead` tiles ahead. Their indices are loaded a turn before the copies begin,
     and table entries have stages of the compiler's pipeline of their own, so that no copy waits for its addresses.
 
     `query` is `(query_rows(...), live_head, load_query(...))`.
     """
+    KEYS: tl.constexpr = OPTIONS.keys
+    TILE: tl.constexpr = OPTIONS.tile
     begin, end = span
     q_rows, live_head, q = query
     n = tl.arange(0, TILE.block_n)
     # true, which is not known when this is compiled
     sure = (begin >= 0, end >= begin)
     if is_exact(KEYS):
-        state = _attend_exactly(
-            q_rows, live_head, state, cache, index_row, span, scale_log2, row_end, TILE, KEYS, ROPE, UPCAST
-        )
-    elif WHOLE:
+        state = _attend_exactly(q_rows, live_head, state, cache, index_row, span, scale_log2, row_end, OPTIONS)
+    elif OPTIONS.whole:
         entry = look_up_block(cache, begin, end)
         for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
-            places = locate_in_block(cache, entry, start, end, TILE, KEYS)
-            rows = load_rows(cache, places, TILE.early, KEYS, ROPE)
+            places = locate_in_block(cache, entry, start, end, OPTIONS)
+            rows = load_rows(cache, places, TILE.early, OPTIONS)
             entry = look_up_block(cache, start + TILE.block_n, end)
-            state = attend_tile(
-                q, state, rows, places, start + n, scale_log2, row_end, sure, TILE, KEYS, ROPE, UPCAST
-            )  # fmt: skip
+            state = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, OPTIONS)
     else:
         STAGES: tl.constexpr = TILE.ahead * (2 if KEYS.translated else 1) + 1
         index = fetch_indices(index_row, begin + n, end)
         for start in tl.range(begin, end, TILE.block_n, num_stages=STAGES):
             places = locate(cache, index, KEYS)
-            rows = load_rows(cache, places, False, KEYS, ROPE)
+            rows = load_rows(cache, places, False, OPTIONS)
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
-            state = attend_tile(
-                q, state, rows, places, start + n, scale_log2, row_end, sure, TILE, KEYS, ROPE, UPCAST
-            )  # fmt: skip
+            state = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, OPTIONS)
     return state
 
 
 @triton.jit
-def _attend_exactly(
-    q_rows,
-    live_head,
-    state,
-    cache,
-    index_row,
-    span,
-    scale_log2,
-    row_end,
-    TILE: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROPE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+def _attend_exactly(q_rows, live_head, state, cache, index_row, span, scale_log2, row_end, OPTIONS: tl.constexpr):
     """`attend_keys` in float32, without tensor cores, in narrow pieces: a thread holds whole rows of both operands."""
     begin, end = span
     q_row, rope_row = q_rows
-    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    KEYS: tl.constexpr = OPTIONS.keys
+    UPCAST: tl.constexpr = OPTIONS.upcast
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
         column = start + tl.arange(0, BLOCK_N)
         places = locate(cache, fetch_indices(index_row, column, end), KEYS)
@@ -360,7 +323,7 @@ def _attend_exactly(
         for piece in tl.static_range(0, 512, 32):
             queries = tl.load(q_row + (piece + tl.arange(0, 32))[None, :], mask=live_head[:, None], other=0.0)
             scores = dot(widen(queries), tl.trans(load_exactly(cache, places, piece, 32, KEYS)), scores, UPCAST)
-        if ROPE:
+        if OPTIONS.rope:
             queries = tl.load(rope_row + tl.arange(0, 64)[None, :], mask=live_head[:, None], other=0.0)
             scores = dot(widen(queries), tl.trans(load_rope_exactly(cache, places, KEYS)), scores, UPCAST)
         state, weights = _rescale(state, _mask(scores, column, places, row_end, scale_log2))
@@ -375,10 +338,9 @@ def _attend_exactly(
 
 @triton.jit
 def store_result(
-    state, place, results, PARTIAL: tl.constexpr, UPCAST: tl.constexpr, SCALE: tl.constexpr = 1.0, units=None,
-    UNIT: tl.constexpr = 1.0,
-):  # fmt: skip
-    """The output and lse of a token's heads: of all its keys with the sink, or PARTIAL, of one split's in base 2.
+    state, place, results, OPTIONS: tl.constexpr, SCALE: tl.constexpr = 1.0, units=None, UNIT: tl.constexpr = 1.0
+):
+    """The output and lse of a token's heads: of all its keys with the sink, or, of one split's, a part, in base 2.
 
     `place` is `(token, head, live_head, split)`; `results` the sink, the output, its strides of splits, tokens and
     heads, the lse, and its strides of splits and tokens. Accumulators are SCALE times what is stored. The UNIT of a
@@ -389,7 +351,7 @@ def store_result(
     total, log2_sum, factor = finish(state)
     stride_split, stride_token, stride_head = out_strides
     lse_place = lse + split * lse_strides[0] + token * lse_strides[1] + head
-    if PARTIAL:
+    if OPTIONS.partial:
         tl.store(lse_place, log2_sum, mask=live_head)
         if units is not None:
             tl.store(lse_place + units, UNIT, mask=live_head)
@@ -400,14 +362,14 @@ def store_result(
         tl.store(lse_place, log2_sum * 0.6931471805599453, mask=live_head)
     out_row = out + split * stride_split + token * stride_token + (head.to(tl.int64) * stride_head)[:, None]
     stored = live_head[:, None]
-    if PARTIAL:
+    if OPTIONS.partial:
         # the merge does not read a split without keys
         stored &= (total != 0)[:, None]
-    store_groups(state, factor * (1.0 / SCALE), out_row, stored, UPCAST)
+    store_groups(state, factor * (1.0 / SCALE), out_row, stored, OPTIONS.upcast)
 
 
 @triton.jit
-def store_part_by_units(state, place, results, units, UPCAST: tl.constexpr):
+def store_part_by_units(state, place, results, units, OPTIONS: tl.constexpr):
     """A split's result in float16, where `store_result` stores it. A unit of each head goes `units` behind its lse.
 
     Units are powers of two. The largest finite value of a head is 2^14 to 2^15 of them, so float16 holds each value to
@@ -427,7 +389,7 @@ def store_part_by_units(state, place, results, units, UPCAST: tl.constexpr):
     tl.store(lse_place, log2_sum, mask=live_head)
     tl.store(lse_place + units, unit, mask=live_head)
     out_row = out + split * out_strides[0] + token * out_strides[1] + (head.to(tl.int64) * out_strides[2])[:, None]
-    store_groups(state, factor * inverse, out_row, live_head[:, None] & (total != 0)[:, None], UPCAST)
+    store_groups(state, factor * inverse, out_row, live_head[:, None] & (total != 0)[:, None], OPTIONS.upcast)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .attention_options import of_extra_cache
 from .common import sized_jit
 from .sparse_attention_device import (
     attend_keys,
@@ -14,7 +15,7 @@ from .sparse_attention_device import (
     query_rows,
     store_result,
 )
-from .sparse_attention_keys import divider, fetch_indices, is_exact, load_rows, locate
+from .sparse_attention_keys import divider, fetch_indices, load_rows, locate
 
 SMALL_INTEGERS = ("indices", "topk_length", "block_table", "req_id_per_token")
 SMALL_INTEGERS += ("extra_indices", "extra_topk_length", "extra_block_table")
@@ -36,13 +37,11 @@ def _choose(first, one, other):
 
 
 @triton.jit
-def _attend_both(
-    query, state, caches, index_rows, spans, scale_log2, TILE: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
+def _attend_both(query, state, caches, index_rows, spans, scale_log2, OPTIONS: tl.constexpr):
     """`attend_keys` over two caches of the same kind in one loop: the tiles of the first, then those of the second."""
-    BLOCK_N: tl.constexpr = TILE.block_n
-    STAGES: tl.constexpr = TILE.ahead * (2 if KEYS.translated else 1) + 1
+    KEYS: tl.constexpr = OPTIONS.keys
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    STAGES: tl.constexpr = OPTIONS.tile.ahead * (2 if KEYS.translated else 1) + 1
     cache, extra_cache = caches
     index_row, extra_index_row = index_rows
     begin, end = spans[0]
@@ -58,13 +57,11 @@ def _attend_both(
     for turn in tl.range(0, tiles + extra_tiles, num_stages=STAGES):
         chosen = _choose(turn < tiles, cache, extra_cache)
         places = locate(chosen, index, KEYS)
-        rows = load_rows(chosen, places, TILE.early, KEYS, ROPE)
+        rows = load_rows(chosen, places, OPTIONS.tile.early, OPTIONS)
         main = turn + 1 < tiles
         column = tl.where(main, begin, shift) + (turn + 1) * BLOCK_N + n
         index = fetch_indices(tl.where(main, index_row, extra_index_row), column, tl.where(main, end, extra_end))
-        state = attend_tile(
-            query[2], state, rows, places, n, scale_log2, None, (begin >= 0, turn >= 0), TILE, KEYS, ROPE, UPCAST
-        )  # fmt: skip
+        state = attend_tile(query[2], state, rows, places, n, scale_log2, None, (begin >= 0, turn >= 0), OPTIONS)
     return state
 
 
@@ -109,14 +106,7 @@ def _attend_extra_kernel(
     stride_out_head: tl.int64,
     stride_lse_split: tl.int64,
     stride_lse_token: tl.int64,
-    KEYS: tl.constexpr,
-    EXTRA_KEYS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROPE: tl.constexpr,
-    Q_UNIT: tl.constexpr,
-    OUT_UNIT: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """One token, a tile of heads, one split of the token's keys: the main cache's, then the extra one's.
 
@@ -125,8 +115,9 @@ def _attend_extra_kernel(
     splits share the tiles of both in a row, so that most programs walk over one cache only. The operands of both are
     exact or those of neither.
     """
-    BLOCK_H: tl.constexpr = TILE.block_h
-    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    OUT_UNIT: tl.constexpr = OPTIONS.out_unit
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -168,27 +159,29 @@ def _attend_extra_kernel(
         extra_known = (extra_request >= 0) & (extra_request < extra_num_requests)
         extra_table = extra_block_table + extra_request.to(tl.int64) * stride_extra_table
 
-    q_rows = query_rows(q, None, token, head, (stride_q_token, stride_q_head, 0, 0), Q_UNIT)
-    query = (q_rows, live_head, load_query(q_rows, live_head, ROPE, is_exact(KEYS)))
-    state = new_state(TILE)
+    q_rows = query_rows(q, None, token, head, (stride_q_token, stride_q_head, 0, 0), OPTIONS.q_unit)
+    query = (q_rows, live_head, load_query(q_rows, live_head, OPTIONS))
+    state = new_state(OPTIONS)
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
     span, extra_span = (begin, end), (extra_begin, extra_end)
-    # fmt: off
     extra = (
-        extra_kv, extra_table, extra_known, extra_num_blocks, extra_block_size, extra_max_blocks, stride_extra_block
+        extra_kv,
+        extra_table,
+        extra_known,
+        extra_num_blocks,
+        extra_block_size,
+        extra_max_blocks,
+        stride_extra_block,
     )
     if BLOCK_H == 64:
-        state = _attend_both(
-            query, state, (cache, _with_divider(extra)), (index_row, extra_index_row), (span, extra_span), scale_log2,
-            TILE, KEYS, ROPE, UPCAST,
-        )
+        caches, index_rows = (cache, _with_divider(extra)), (index_row, extra_index_row)
+        state = _attend_both(query, state, caches, index_rows, (span, extra_span), scale_log2, OPTIONS)
     else:
-        state = attend_keys(query, state, cache, index_row, span, scale_log2, None, TILE, KEYS, ROPE, False, UPCAST)
+        EXTRA: tl.constexpr = of_extra_cache(OPTIONS)
+        state = attend_keys(query, state, cache, index_row, span, scale_log2, None, OPTIONS)
         state = attend_keys(
-            query, state, _with_divider(extra), extra_index_row, extra_span, scale_log2, None, TILE, EXTRA_KEYS, ROPE,
-            False, UPCAST,
-        )
-    # fmt: on
+            query, state, _with_divider(extra), extra_index_row, extra_span, scale_log2, None, EXTRA
+        )  # fmt: skip
     out_strides = (stride_out_split * OUT_UNIT, stride_out_token * OUT_UNIT, stride_out_head * OUT_UNIT)
     results = (attn_sink, out, out_strides, lse, (stride_lse_split, stride_lse_token))
-    store_result(state, (token, head, live_head, split), results, PARTIAL, UPCAST)
+    store_result(state, (token, head, live_head, split), results, OPTIONS)

@@ -1,12 +1,13 @@
 """Places of the keys of a cache, and how its rows become operands of tensor cores."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
 from .bfloat16 import narrow, widen
+from .common import Constant
 from .e4m3 import decode, decode_scale, decode_scale_bf16
 from .rows import FP8_ROPE_AT, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
 
@@ -19,17 +20,7 @@ HALF_EXPONENT = tl.constexpr(8.0)
 HALF_WEIGHT = tl.constexpr(2.0**8)
 
 
-class Constant(str):  # noqa: SLOT000 (a dataclass adds the fields)
-    """Fields that a kernel takes as one constant, and their text: hooks of Triton's cache write constants as JSON.
-
-    A named tuple would do, if Triton's interpreter did not make a plain one of it.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Constant":
-        return super().__new__(cls, ", ".join(str(value) for value in (*args, *kwargs.values())))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Keys(Constant):
     """The rows of a cache, as one constant of a kernel.
 
@@ -53,7 +44,11 @@ class Keys(Constant):
     decode: str
 
     def with_operands(self, operands: str) -> "Keys":
-        return replace(self, operands=operands)
+        return make_keys(operands, self.row_width, self.unit, self.in_line, self.translated, self.decode)
+
+
+# made once: a launch finds it sooner than it would make it
+make_keys = functools.cache(Keys)
 
 
 @triton.constexpr_function
@@ -64,12 +59,6 @@ def is_exact(keys):
 @triton.constexpr_function
 def is_half(keys):
     return keys.operands == "fp8_half"
-
-
-@triton.constexpr_function
-def without_scales(keys):
-    """The keys that "fp8_half" falls back on."""
-    return keys.with_operands("fp8")
 
 
 @triton.constexpr_function
@@ -136,10 +125,11 @@ def look_up_block(cache, first, end):
 
 
 @triton.jit
-def locate_in_block(cache, entry, first, end, TILE: tl.constexpr, KEYS: tl.constexpr):
+def locate_in_block(cache, entry, first, end, OPTIONS: tl.constexpr):
     """Does what `locate` does for a tile of keys from `first` on, all of the block `entry`."""
     _kv, _table, _known, _num_blocks, block_size, inverse, _max_blocks, _stride_block = cache
-    n = tl.arange(0, TILE.block_n)
+    KEYS: tl.constexpr = OPTIONS.keys
+    n = tl.arange(0, OPTIONS.tile.block_n)
     offset = first - quotient(first, inverse) * block_size + n
     return _rows_of_block(cache, entry, offset, first + n < end, KEYS)
 
@@ -190,11 +180,12 @@ def _rows_of_block(cache, block, offset, valid, KEYS: tl.constexpr):
 
 
 @triton.jit
-def load_rows(cache, places, BITS: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr):
+def load_rows(cache, places, BITS: tl.constexpr, OPTIONS: tl.constexpr):
     """Raw rows at `places` for tensor cores: four groups of 128 dims, the dims behind 512, and four scales.
 
     Keys that are not valid are zeros. A mask stands for what a format does not have. BITS as in `load_rope`.
     """
+    KEYS: tl.constexpr = OPTIONS.keys
     kv = cache[0]
     place, scale_place, valid = places
     row = rows_at(kv, place, KEYS)
@@ -227,7 +218,7 @@ def load_rows(cache, places, BITS: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.co
         k1 = tl.load(start + (128 + group), mask=within, other=0.0)
         k2 = tl.load(start + (256 + group), mask=within, other=0.0)
         k3 = tl.load(start + (384 + group), mask=within, other=0.0)
-        if ROPE:
+        if OPTIONS.rope:
             rope = load_rope(row, within, BITS, KEYS)
     return (k0, k1, k2, k3), rope, (s0, s1, s2, s3)
 

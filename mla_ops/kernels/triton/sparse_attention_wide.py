@@ -24,18 +24,18 @@ from .sparse_attention_keys import (
 
 
 @triton.constexpr_function
-def is_whole(tile, keys):
+def is_whole(options):
     """Whether keys are read by `attend_whole`."""
-    return tile.apart and keys.operands in ("fp8_half", "plain")
+    return options.tile.apart and options.keys.operands in ("fp8_half", "plain")
 
 
 @triton.jit
-def load_query_whole(q_rows, live_head, ROPE: tl.constexpr):
+def load_query_whole(q_rows, live_head, OPTIONS: tl.constexpr):
     """Q in 512 dims and the 64 behind them, if there are any."""
     q_row, rope_row = q_rows
     latent = tl.load(q_row + tl.arange(0, 512)[None, :], mask=live_head[:, None], other=0.0)
     rope = latent
-    if ROPE:
+    if OPTIONS.rope:
         rope = tl.load(rope_row + tl.arange(0, 64)[None, :], mask=live_head[:, None], other=0.0)
     return latent, rope
 
@@ -74,11 +74,12 @@ def _together(x):
 
 
 @triton.jit
-def _load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
+def _load_rows(cache, places, OPTIONS: tl.constexpr):
     """Raw rows at `places`: 512 dims, those behind, and four scales; where there are none, the first.
 
     512 dims that have scales are four groups, `[keys, 4, 128]`.
     """
+    KEYS: tl.constexpr = OPTIONS.keys
     place, _scale_place, valid = places
     row = rows_at(cache[0], place, KEYS)
     within = valid[:, None]
@@ -92,15 +93,13 @@ def _load_rows(cache, places, KEYS: tl.constexpr, ROPE: tl.constexpr):
     else:
         latent = tl.load(row[:, None] + tl.arange(0, 512)[None, :], mask=within, other=0)
         rope, scales = latent, latent
-        if ROPE:
+        if OPTIONS.rope:
             rope = load_rope(row, within, True, KEYS)
     return latent, rope, scales
 
 
 @triton.jit
-def _attend_tile(
-    q, state, rows, cache, indices, scales, sure, KEYS: tl.constexpr, ROPE: tl.constexpr, UPCAST: tl.constexpr
-):  # fmt: skip
+def _attend_tile(q, state, rows, cache, indices, scales, sure, OPTIONS: tl.constexpr):
     """The state after one tile of keys, and the scale of each head's scores.
 
     `scales` are those of scores over 512 dims, a head, and behind them. `sure` are three conditions that are true,
@@ -108,6 +107,8 @@ def _attend_tile(
     begin before the products. Where it sees that a product goes into another, it gives all groups of warps all of it:
     hence the second, and with `mma.sync` the third. Newer compilers move what lies between branch and product.
     """
+    KEYS: tl.constexpr = OPTIONS.keys
+    UPCAST: tl.constexpr = OPTIONS.upcast
     acc, top, sums = state
     keys, rope, _ = rows
     scale, scale_behind = scales
@@ -128,7 +129,7 @@ def _attend_tile(
             scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
             if is_half(KEYS):
                 scores *= scale[:, None]
-            if ROPE:
+            if OPTIONS.rope:
                 behind = zeros
                 if q[0].shape[0] >= 64:  # noqa: SIM114 (known when this is compiled)
                     behind = dot(q[1], tl.trans(rope), zeros, UPCAST)
@@ -153,18 +154,17 @@ def _attend_tile(
 
 
 @triton.jit
-def _walk(
-    q, state, cache, index_row, span, first, scales, TILE: tl.constexpr, KEYS: tl.constexpr, ROPE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
+def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr):
     """The state after all tiles of keys."""
+    KEYS: tl.constexpr = OPTIONS.keys
+    TILE: tl.constexpr = OPTIONS.tile
     begin, end = span
     scale, scale_behind = scales
     n = tl.arange(0, TILE.block_n)
     index = first
     for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
         places = locate(cache, index, KEYS)
-        rows = _load_rows(cache, places, KEYS, ROPE)
+        rows = _load_rows(cache, places, OPTIONS)
         if is_half(KEYS):
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
         else:
@@ -173,28 +173,26 @@ def _walk(
             index = fetch_indices(index_row + column, n, end - column)
         state, scale = _attend_tile(
             q, state, rows, cache, (index_row + start, n, end - start), (scale, scale_behind),
-            (begin >= 0, start < end, end >= begin), KEYS, ROPE, UPCAST,
+            (begin >= 0, start < end, end >= begin), OPTIONS,
         )  # fmt: skip
     return state
 
 
 @triton.jit
-def attend_whole(
-    q, scratch, live_head, cache, index_row, span, first, scale_log2, TILE: tl.constexpr, KEYS: tl.constexpr,
-    ROPE: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS: tl.constexpr):
     """Does what `attend_keys` does: an accumulator of 512 dims, the largest score in base 2, sums of weights, a head.
 
     `first` are the indices of the first tile. Of float16 keys, scales that float16 does not hold make NaN of a row's
     sum of weights, as NaN in a key does and scores that overflow. `scratch` are places of 512 float16 a head.
     """
-    BLOCK_H: tl.constexpr = TILE.block_h
+    KEYS: tl.constexpr = OPTIONS.keys
+    BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     begin, _ = span
     latent, rope = q
     scale = tl.zeros((BLOCK_H,), tl.float32) + scale_log2
     if is_half(KEYS):
         latent, scale = _halve_query(latent, scale_log2, begin >= 0)
-    _, _, _, _, top, sums = new_state(TILE)
+    _, _, _, _, top, sums = new_state(OPTIONS)
     state = (tl.zeros((BLOCK_H, 512), tl.float32), top, sums)
     # Queries should be operands from shared memory: there are no registers left for them. What is loaded is.
     if BLOCK_H < 64:
@@ -202,15 +200,11 @@ def attend_whole(
             tl.store(scratch, latent, mask=live_head[:, None])
             tl.debug_barrier()
             latent = tl.load(scratch, mask=live_head[:, None], other=0.0)
-        state = _walk(
-            (latent, rope), state, cache, index_row, span, first, (scale, scale_log2), TILE, KEYS, ROPE, UPCAST
-        )  # fmt: skip
+        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, scale_log2), OPTIONS)
     else:
         # So is, with `wgmma`, what a loop changes. One turn, which the compiler does not know.
         for _ in range((begin >= 0).to(tl.int32)):
-            state = _walk(
-                (latent, rope), state, cache, index_row, span, first, (scale, scale_log2), TILE, KEYS, ROPE, UPCAST
-            )  # fmt: skip
+            state = _walk((latent, rope), state, cache, index_row, span, first, (scale, scale_log2), OPTIONS)
             latent = tl.zeros_like(latent)
     acc, top, sums = state
     if is_half(KEYS):

@@ -1,0 +1,85 @@
+"""What the attention kernels over a cache are compiled for, as one constant of a kernel."""
+
+import functools
+from dataclasses import dataclass, replace
+
+import triton
+
+from .common import INTERPRETED, Constant
+from .sparse_attention_keys import Keys
+
+
+@dataclass(frozen=True, eq=False)
+class Tile(Constant):
+    """Sizes of one program, heads x keys, its warps, and how many tiles of keys are on their way while one is used.
+
+    `half`: whether keys of fp8_ds_mla are float16 operands with their scale ("fp8_half"), one cache at a time. `apart`:
+    whether scores stand behind a branch of their own (`_attend_operands`). `early`: whether the copies of a tile begin
+    before the products of the one before (`attend_tile`), not with table entries of single keys.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    ahead: int
+    half: bool = False
+    apart: bool = False
+    early: bool = False
+
+    def narrow(self) -> "Tile":
+        """For a second walk, which is rare: what fits beside the registers of the first."""
+        wide = self.block_h == 64
+        return replace(self, block_n=16, ahead=0, apart=wide, early=wide)
+
+
+# made once: a launch finds it sooner than it would make it
+make_tile = functools.cache(Tile)
+
+
+@dataclass(frozen=True, eq=False)
+class Options(Constant):
+    """All constants of a kernel.
+
+    Attributes:
+        keys: the rows of the cache.
+        tile: sizes of a program.
+        rope: whether queries and keys have 64 dims behind 512.
+        q_unit, out_unit: elements that strides of queries and of the output are counted in.
+        partial: whether the output is a part of a row, with an lse in base 2.
+        whole: whether a tile of keys lies in one block, in dense attention.
+        extra_keys: the rows of the second of two caches.
+        packed: whether tokens of one request share a program.
+        upcast: whether products are those of the interpreter.
+    """
+
+    keys: Keys
+    tile: Tile
+    rope: bool
+    q_unit: int
+    out_unit: int = 1
+    partial: bool = False
+    whole: bool = False
+    extra_keys: Keys | None = None
+    packed: bool = False
+    upcast: bool = INTERPRETED
+
+    def of_extra_cache(self) -> "Options":
+        return replace(self, keys=self.extra_keys)
+
+    def of_second_walk(self) -> "Options":
+        """A walk over keys without scales in the operands: rare, in what fits beside the registers of the first."""
+        return replace(self, keys=self.keys.with_operands("fp8"), tile=self.tile.narrow())
+
+
+# made once, as keys are
+attention_options = functools.cache(Options)
+
+
+@triton.constexpr_function
+def of_extra_cache(options):
+    return options.of_extra_cache()
+
+
+@triton.constexpr_function
+def of_second_walk(options):
+    return options.of_second_walk()
