@@ -265,7 +265,8 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         keys = cache_keys(capability, fmt, "fp8_half" if tile.half else mode, dim, translated)
         keys = replace(keys, in_line=keys.in_line and not everything)
         out_unit = 4 if types["out"] == "*fp32" else 8
-        constants = {"OPTIONS": attention_options(keys, tile, dim == 576, 8, out_unit, partial, upcast=False)}
+        looks = sparse_attention.looks_at_indices(keys, tile, partial, everything)
+        constants = {"OPTIONS": attention_options(keys, tile, dim == 576, 8, out_unit, partial, looks, upcast=False)}
         options = {"num_warps": tile.num_warps}
         name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if everything else ', slots'}]"
         variant = Variant(name, sparse_attention._attend_kernel, types, constants, options)

@@ -62,11 +62,12 @@ def sparse_candidates(capability: int) -> Iterator[Candidate]:
         tile = sparse_attention.Tile(rows, keys, warps, ahead, half=half, apart=half, early=half)
         options = own.constants["OPTIONS"]
         operands = options.keys.with_operands("fp8_half" if half else mode)
+        looks = sparse_attention.looks_at_indices(operands, tile, partial=False, has_length=False)
         device = (capability // 10, capability % 10)
         chosen = {sparse_attention.tile(device, heads, mode) for heads in (16, 128)}
         variant = dataclasses.replace(
             own,
-            constants={"OPTIONS": dataclasses.replace(options, tile=tile, keys=operands)},
+            constants={"OPTIONS": dataclasses.replace(options, tile=tile, keys=operands, looks=looks)},
             options={"num_warps": warps, "num_stages": ahead + 1},
         )
         yield Candidate(kernel, rows, keys, tile in chosen, variant)

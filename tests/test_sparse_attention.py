@@ -325,6 +325,7 @@ def test_constants_of_kernels_are_json() -> None:
     from mla_ops.kernels.triton.sparse_attention import Keys, tile
 
     keys = Keys("fp8", 656, 16, True, False, "hardware")
-    assert json.loads(json.dumps([keys])) == ["fp8, 656, 16, True, False, hardware"]
+    text = "Keys(operands=fp8, row_width=656, unit=16, in_line=True, translated=False, decode=hardware)"
+    assert json.loads(json.dumps([keys])) == [text]
     assert tile((9, 0), 16, "fp8") == tile((9, 0), 16, "fp8") != tile((9, 0), 128, "fp8")
     assert keys.with_operands("fp8_half") != keys

@@ -29,7 +29,7 @@ def halves(device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytes
     if request.param == 64 and device.type == "cuda":
         if sparse_attention.tile(torch.cuda.get_device_capability(), NUM_HEADS, "fp8").block_h != 64:
             pytest.skip("this GPU has no tiles of 64 heads")
-    elif request.param == 64 or request.node.originalname != "test_64_heads_over_other_formats":
+    elif request.param == 64 or not request.node.originalname.startswith("test_64_heads"):
         chosen = sparse_attention.Tile(request.param, 32, request.param // 8, 1, half=True, apart=True, early=True)
         monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
 
@@ -128,6 +128,26 @@ def test_64_heads_over_other_formats(cache_format: str, device: torch.device, mo
     cache = filled_cache(cache_format, 4, 16, device)
     q = queries(3, NUM_HEADS, BF16, device, key_width(cache_format))
     check("triton", q, cache, some_indices(3, 70, 64, device), cache_format)
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["ends by index", "ends by length"])
+def test_64_heads_over_tiles_in_which_keys_are_missing(
+    device: torch.device, lengths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles up to the first key that is missing have no masks."""
+    from mla_ops.kernels.triton import sparse_attention
+
+    if device.type == "cpu":
+        wide = sparse_attention.Tile(64, 32, 8, 1, apart=True, early=True)
+        monkeypatch.setattr(sparse_attention, "tile", lambda *_: wide)
+    cache = filled_cache("bf16", 4, 64, device)
+    indices = some_indices(8, 192, 256, device).abs() % 256  # nothing is missing in the first row
+    for row, column, index in ((1, 0, -1), (2, 40, -1), (3, 63, 256), (4, 191, -1), (5, 100, 2**31 - 1)):
+        indices[row, column] = index
+    indices[6, 70:] = -1
+    indices[7] = -1
+    limit = torch.tensor([192, 192, 70, 64, 191, 0, 32, 300], dtype=torch.int32, device=device) if lengths else None
+    check("triton", queries(8, NUM_HEADS, BF16, device), cache, indices, "bf16", topk_length=limit)
 
 
 def test_parts_of_both_kinds_and_a_sink(device: torch.device) -> None:

@@ -65,7 +65,7 @@ def test_dense_decode_over_other_contexts_takes_the_kernels_that_were_warmed_up(
 
     class Recorded:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
-            return lambda *args, **constants: seen.add((constants["TILE"], constants["PARTIAL"], args[6] is None))
+            return lambda *args, **constants: seen.add((constants["OPTIONS"], args[6] is None))
 
     for name in ("_paged_kernel", "_packed_kernel"):
         monkeypatch.setattr(dense_attention, name, Recorded())

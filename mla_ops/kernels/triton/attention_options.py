@@ -46,6 +46,7 @@ class Options(Constant):
         rope: whether queries and keys have 64 dims behind 512.
         q_unit, out_unit: elements that strides of queries and of the output are counted in.
         partial: whether the output is a part of a row, with an lse in base 2.
+        looks: whether the first indices are looked at, for tiles of keys without masks.
         whole: whether a tile of keys lies in one block, in dense attention.
         extra_keys: the rows of the second of two caches.
         packed: whether tokens of one request share a program.
@@ -58,6 +59,7 @@ class Options(Constant):
     q_unit: int
     out_unit: int = 1
     partial: bool = False
+    looks: bool = False
     whole: bool = False
     extra_keys: Keys | None = None
     packed: bool = False

@@ -35,6 +35,9 @@ def _accept_one_element_bounds() -> None:
 if INTERPRETED:
     _accept_one_element_bounds()
 
+# From 3.9 on Triton keeps operands in registers until a product uses them: more warps or smaller tiles, or they spill.
+KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+
 # tokens, requests and lengths run through these types; see `sized_jit`
 SIZE_TYPES = (tl.int32, tl.int64)
 

@@ -331,9 +331,9 @@ def _share_evenly(
     cuts = torch.empty(num_tokens, 2, dtype=torch.int32, device=q.device)
     uneven = torch.empty(1, dtype=torch.int32, device=q.device)
     q_unit, out_unit = query_unit(q, q_rope), stride_unit(out)
-    rope, whole = head_dim > LATENT_DIM or q_rope is not None, sizes.block_size % chosen.block_n == 0
-    fixed = sizes.keys, even_tile(chosen), rope, q_unit, out_unit
-    options = attention_options(*fixed, whole=whole, packed=together > 1)
+    rope, even = head_dim > LATENT_DIM or q_rope is not None, even_tile(chosen)
+    whole = sizes.block_size % even.block_n == 0
+    options = attention_options(sizes.keys, even, rope, q_unit, out_unit, whole=whole, packed=together > 1)
     _even_kernel[(workers * head_blocks,)](
         q,
         q_rope,
@@ -365,11 +365,11 @@ def _share_evenly(
         out.stride(0) // out_unit,
         out.stride(1) // out_unit,
         lse.stride(0),
-        LEAST=cdiv(MIN_SPLIT_KEYS, chosen.block_n),
-        ROW_COST=cdiv(ROW_COST_KEYS, chosen.block_n),
-        SLACK=cdiv(SLACK_KEYS, chosen.block_n),
+        LEAST=cdiv(MIN_SPLIT_KEYS, even.block_n),
+        ROW_COST=cdiv(ROW_COST_KEYS, even.block_n),
+        SLACK=cdiv(SLACK_KEYS, even.block_n),
         OPTIONS=options,
-        num_warps=chosen.num_warps,
+        num_warps=even.num_warps,
     )
     _merge_cuts_kernel[(num_tokens * num_heads, LATENT_DIM // 128)](
         part_out,

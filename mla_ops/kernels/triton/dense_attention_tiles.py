@@ -173,12 +173,17 @@ def paged_tile(device_capability: tuple[int, int], num_heads: int, mode: str) ->
     chosen = sparse_attention.tile(device_capability, num_heads, mode)
     if mode == "fp8_v4" or chosen.block_h == 32 or (mode == "plain" and num_heads <= 32):
         return sparse_attention.tile(device_capability, 16, mode)
-    return make_tile(64, 32, 8, 2) if chosen.half else chosen
+    keeps = sparse_attention.KEEPS_OPERANDS  # else spills 664 bytes, over bfloat16 144
+    if chosen.half:
+        return make_tile(64, 32, 8, 2, apart=keeps, early=keeps)
+    return make_tile(64, 64, 8, 1, apart=True) if chosen.block_h == 64 and keeps else chosen
 
 
 def even_tile(chosen: sparse_attention.Tile) -> sparse_attention.Tile:
-    sizes = chosen.block_h, chosen.block_n, chosen.num_warps, chosen.ahead
-    return make_tile(*sizes, half=chosen.half, apart=chosen.block_h == 64)
+    """The tile of programs that share all rows: where Triton keeps operands, 64 rows would spill 270 bytes."""
+    wide = chosen.block_h == 64
+    keys = chosen.block_n // 2 if wide and sparse_attention.KEEPS_OPERANDS else chosen.block_n
+    return make_tile(chosen.block_h, keys, chosen.num_warps, chosen.ahead, half=chosen.half, apart=wide)
 
 
 def packed_tile(device_capability: tuple[int, int], rows: int, mode: str) -> sparse_attention.Tile:

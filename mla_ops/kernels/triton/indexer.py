@@ -7,7 +7,7 @@ import triton.language as tl
 from ...dispatch import Lowering
 from ...formats import geometry
 from .bfloat16 import widen
-from .common import INTERPRETED, capability, cdiv, sized_jit
+from .common import INTERPRETED, KEEPS_OPERANDS, capability, cdiv, sized_jit
 from .e4m3 import decode
 from .indexer_cache import as_bytes, gather_index_cache, quantize_index_query, write_index_cache
 from .indexer_topk import merge_topk, select_chunks, topk_indices
@@ -15,7 +15,7 @@ from .requests import request_of
 
 # keys of a tile of scores, and query tokens that share a tile of flat keys
 SCORE_KEYS = 128
-SCORE_KEYS_FP32 = 32
+SCORE_KEYS_FP32 = 16 if KEEPS_OPERANDS else 32  # 32 would spill 5,608 bytes
 SCORE_TOKENS = 4
 
 

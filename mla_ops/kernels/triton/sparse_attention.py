@@ -4,13 +4,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, get_format
 from .attention_options import Tile, attention_options, make_tile, of_second_walk
-from .common import capability, cdiv, num_sms, sized_jit
+from .common import KEEPS_OPERANDS, capability, cdiv, num_sms, sized_jit
 from .index import convert_req_index_to_global_index
 from .sparse_attention_device import (
     attend_keys,
@@ -34,15 +33,19 @@ from .sparse_attention_keys import (
     is_half,
     make_keys,
 )
-from .sparse_attention_wide import attend_whole, is_whole, load_query_whole
+from .sparse_attention_wide import (
+    attend_whole,
+    is_whole,
+    load_indices,
+    load_query_whole,
+    whole_tiles,
+)
 from .splits import MAX_SPLITS, allocate_parts, merge_parts, output_unit
 
 LOG2E = 1.4426950408889634
 # fewer keys than this do not pay for a split: its fixed cost (Q, partial result, merge) is that of about as many
 MIN_SPLIT_KEYS = 64
 DETERMINISTIC_SPLIT_KEYS = 512
-# From 3.9 on Triton keeps operands in registers until a product uses them: four warps would spill those of `mma.sync`.
-KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 LARGEST_ROW = 2**28  # rows in line are fewer units apart: their distance in bytes has 32 bits
 FEW_ROWS = 128  # tokens times heads; twice as many of up to 32 heads
 
@@ -78,6 +81,17 @@ def tile_heads(num_tokens: int, num_heads: int, deterministic: bool, softmax_sca
     """
     few = num_tokens * num_heads <= FEW_ROWS * (2 if num_heads <= 32 else 1)
     return min(num_heads, 16) if (few and not deterministic) or not softmax_scale > 0 else num_heads
+
+
+def looks_at_indices(keys: Keys, chosen: Tile, partial: bool, has_length: bool) -> bool:
+    """Whether a program looks for the first key that is missing, since tiles without masks take less time.
+
+    Not if a part of a row waits for its length before, nor where two loops would spill: from Triton 3.9 on, and where
+    four warps convert e4m3 by arithmetic.
+    """
+    if keys.operands not in ("fp8_half", "plain") or not chosen.apart or KEEPS_OPERANDS:
+        return False
+    return not (partial and has_length) and not (keys.decode == "packed" and chosen.num_warps == 4)
 
 
 def decode_method(device_capability: tuple[int, int]) -> str:
@@ -153,6 +167,7 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     PARTIAL: tl.constexpr = OPTIONS.partial
     OUT_UNIT: tl.constexpr = OPTIONS.out_unit
+    LOOKS: tl.constexpr = OPTIONS.looks
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -165,6 +180,8 @@ def _attend_kernel(
     if topk_length is None:
         begin, end = share_of_keys(topk, split, num_splits, BLOCK_N)
         last = last_indices(index_row, begin, end)
+        if LOOKS:
+            seen = load_indices(index_row, begin, end)
     else:
         length = tl.load(topk_length + token)
     if is_whole(OPTIONS):
@@ -174,10 +191,13 @@ def _attend_kernel(
     if topk_length is None:
         # nobody said where the row ends
         first = fetch_indices(index_row, begin + tl.arange(0, BLOCK_N), end)
-        end = named_end(index_row, begin, end, last)
+        if not LOOKS:
+            end = named_end(index_row, begin, end, last)
     else:
         begin, end = share_of_keys(tl.minimum(tl.maximum(length, 0), topk), split, num_splits, BLOCK_N)
         first = fetch_indices(index_row, begin + tl.arange(0, BLOCK_N), end)
+        if LOOKS:
+            seen = load_indices(index_row, begin, end)
 
     table = indices
     known = True
@@ -187,7 +207,12 @@ def _attend_kernel(
         table = block_table + request.to(tl.int64) * stride_table
 
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
-    span = (begin, end)
+    whole = begin
+    if LOOKS:
+        whole = whole_tiles(cache, seen, begin, end, OPTIONS)
+        if topk_length is None:  # noqa: SIM102 (known when this is compiled)
+            if whole < end:
+                end = named_end(index_row, begin, end, last)
     # parts are contiguous
     stride_head = 512 if PARTIAL else stride_out_head * OUT_UNIT
     out_strides = (stride_out_split * OUT_UNIT, stride_out_token * OUT_UNIT, stride_head)
@@ -200,10 +225,11 @@ def _attend_kernel(
         scratch = out + (split + zero) * out_strides[0] + token * out_strides[1]
         scratch += ((head + zero).to(tl.int64) * stride_head)[:, None]
         scratch = scratch.to(tl.pointer_type(tl.float16)) + tl.arange(0, 512)[None, :]
+        span = (begin, whole, end)
         state = attend_whole(queries, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS)
     else:
         query = (q_rows, live_head, queries)
-        state = attend_keys(query, new_state(OPTIONS), cache, index_row, span, scale_log2, None, OPTIONS)
+        state = attend_keys(query, new_state(OPTIONS), cache, index_row, (begin, end), scale_log2, None, OPTIONS)
     if is_half(KEYS):
         acc, top, sums = state
         total = total_weight(sums)
@@ -213,7 +239,7 @@ def _attend_kernel(
             q_rows = query_rows(q, q_rope, token + (broken - 1), head, strides, OPTIONS.q_unit)
             AGAIN: tl.constexpr = of_second_walk(OPTIONS)
             query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
-            exact = attend_keys(query, new_state(AGAIN), cache, index_row, span, scale_log2, None, AGAIN)
+            exact = attend_keys(query, new_state(AGAIN), cache, index_row, (begin, end), scale_log2, None, AGAIN)
             if PARTIAL:
                 store_part_by_units(exact, place, results, num_splits * stride_lse_split, OPTIONS)
             else:
@@ -326,6 +352,7 @@ def _attend(
     part_out, part_lse = allocate_parts(out, lse, splits, chosen.half)
     out_unit = output_unit(part_out)
     rope = head_dim > LATENT_DIM or q_rope is not None
+    looks = looks_at_indices(keys, chosen, splits > 1, topk_length is not None)
     _attend_kernel[(num_tokens * head_blocks, splits)](
         q,
         q_rope,
@@ -353,7 +380,7 @@ def _attend(
         block_table.stride(0) if block_table is not None else 0,
         *(stride // out_unit for stride in part_out.stride()[:-1]),
         *part_lse.stride()[:-1],
-        OPTIONS=attention_options(keys, chosen, rope, q_unit, out_unit, splits > 1),
+        OPTIONS=attention_options(keys, chosen, rope, q_unit, out_unit, splits > 1, looks),
         num_warps=chosen.num_warps,
     )
     if splits > 1:

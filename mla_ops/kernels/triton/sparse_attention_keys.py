@@ -227,11 +227,13 @@ def load_rows(cache, places, BITS: tl.constexpr, OPTIONS: tl.constexpr):
 def load_rope(row, within, BITS: tl.constexpr, KEYS: tl.constexpr):
     """The 64 dims behind 512 of the keys at `row`.
 
-    BITS: as integers, so that the copies are not operands themselves, of which there would be one buffer more.
+    `within` says which are there; without it all are. BITS: as integers, so that the copies are not operands
+    themselves, of which there would be one buffer more.
     """
     place = _rope_place(row, KEYS)
     if BITS:
-        rope = tl.load(place.to(tl.pointer_type(tl.int16)), mask=within, other=0)
+        bits = place.to(tl.pointer_type(tl.int16))
+        rope = tl.load(bits) if within is None else tl.load(bits, mask=within, other=0)
         rope = rope.to(place.dtype.element_ty, bitcast=True)
     else:
         rope = tl.load(place, mask=within, other=0.0)

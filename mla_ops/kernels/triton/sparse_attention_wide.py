@@ -23,6 +23,22 @@ from .sparse_attention_keys import (
 )
 
 
+@triton.jit
+def load_indices(index_row, begin, end):
+    """The first 2,048 indices of a span, for `whole_tiles`."""
+    column = begin + tl.arange(0, 2048)
+    return tl.load(index_row + column, mask=column < end, other=-1)
+
+
+@triton.jit
+def whole_tiles(cache, seen, begin, end, OPTIONS: tl.constexpr):
+    """The end of the tiles from `begin` on in which all keys are there, as far as was `seen`."""
+    KEYS: tl.constexpr = OPTIONS.keys
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    missing = tl.where(locate(cache, seen, KEYS)[2], 2048, tl.arange(0, 2048))
+    return begin + tl.minimum(tl.min(missing, 0), end - begin) // BLOCK_N * BLOCK_N
+
+
 @triton.constexpr_function
 def is_whole(options):
     """Whether keys are read by `attend_whole`."""
@@ -74,24 +90,24 @@ def _together(x):
 
 
 @triton.jit
-def _load_rows(cache, places, OPTIONS: tl.constexpr):
+def _load_rows(cache, places, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Raw rows at `places`: 512 dims, those behind, and four scales; where there are none, the first.
 
-    512 dims that have scales are four groups, `[keys, 4, 128]`.
+    512 dims that have scales are four groups, `[keys, 4, 128]`: in groups a thread has few rows, whose places it finds
+    once. MASKED, zeros stand where no key is; else all keys are there.
     """
     KEYS: tl.constexpr = OPTIONS.keys
     place, _scale_place, valid = places
     row = rows_at(cache[0], place, KEYS)
-    within = valid[:, None]
+    within = valid[:, None] if MASKED else None
     if is_half(KEYS):
-        # in groups a thread has few rows, whose places it finds once
-        groups = tl.arange(0, 4)[None, :, None] * 128 + row[:, None, None] + tl.arange(0, 128)[None, None, :]
-        latent = tl.load(groups, mask=valid[:, None, None], other=0)
+        latent_place = tl.arange(0, 4)[None, :, None] * 128 + row[:, None, None] + tl.arange(0, 128)[None, None, :]
+        latent = _load(latent_place, valid[:, None, None] if MASKED else None)
         rope = load_rope(row, within, True, KEYS)
-        scales = (row + FP8_SCALES_AT).to(tl.pointer_type(tl.float32))[:, None] + tl.arange(0, 4)[None, :]
-        scales = tl.load(scales, mask=within, other=0.0)
+        scale_place = (row + FP8_SCALES_AT).to(tl.pointer_type(tl.float32))[:, None] + tl.arange(0, 4)[None, :]
+        scales = _load(scale_place, within)
     else:
-        latent = tl.load(row[:, None] + tl.arange(0, 512)[None, :], mask=within, other=0)
+        latent = _load(row[:, None] + tl.arange(0, 512)[None, :], within)
         rope, scales = latent, latent
         if OPTIONS.rope:
             rope = load_rope(row, within, True, KEYS)
@@ -99,13 +115,27 @@ def _load_rows(cache, places, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(q, state, rows, cache, indices, scales, sure, OPTIONS: tl.constexpr):
-    """The state after one tile of keys, and the scale of each head's scores.
+def _load(place, within):
+    return tl.load(place) if within is None else tl.load(place, mask=within, other=0)
 
-    `scales` are those of scores over 512 dims, a head, and behind them. `sure` are three conditions that are true,
-    which the compiler does not know. It puts what stands behind the first last in its loop: the copies of the next tile
-    begin before the products. Where it sees that a product goes into another, it gives all groups of warps all of it:
-    hence the second, and with `mma.sync` the third. Newer compilers move what lies between branch and product.
+
+@triton.jit
+def _surely(start, end):
+    """Three conditions that are true in a loop from `start` to `end`: LLVM proves them, Triton's passes do not.
+
+    What stands behind a condition is in a branch while Triton lays out and pipelines a loop, and in line afterwards.
+    """
+    return start != end, start < end, start <= end
+
+
+@triton.jit
+def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
+    """The state after one tile of keys, and the scale of each head's scores. MASKED: some keys may not be there.
+
+    `scales` are those of scores over 512 dims, a head, and behind them. What stands behind the first condition (`sure`)
+    comes last in the loop: the copies of the next tile begin before the products. Where the compiler sees that a
+    product goes into another, it gives all groups of warps all of it: hence the second, and with `mma.sync` the third.
+    Newer compilers move what lies between branch and product.
     """
     KEYS: tl.constexpr = OPTIONS.keys
     UPCAST: tl.constexpr = OPTIONS.upcast
@@ -123,9 +153,6 @@ def _attend_tile(q, state, rows, cache, indices, scales, sure, OPTIONS: tl.const
     weights = round_to(zeros, keys.dtype, UPCAST)
     if sure[0]:
         if sure[1]:
-            # read once more: carried from turn to turn it would be one more copy, and a wait for it
-            index_row, n, left = indices
-            valid = locate(cache, fetch_indices(index_row, n, left), KEYS)[2]
             scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
             if is_half(KEYS):
                 scores *= scale[:, None]
@@ -136,7 +163,11 @@ def _attend_tile(q, state, rows, cache, indices, scales, sure, OPTIONS: tl.const
                 elif sure[2]:
                     behind = dot(q[1], tl.trans(rope), zeros, UPCAST)
                 scores += behind * scale_behind if is_half(KEYS) else behind
-            scores = tl.where(valid[None, :], scores, float("-inf"))
+            if MASKED:
+                # read once more: carried from turn to turn it would be one more copy, and a wait for it
+                index_row, n, left = indices
+                valid = locate(cache, fetch_indices(index_row, n, left), KEYS)[2]
+                scores = tl.where(valid[None, :], scores, float("-inf"))
             # Where both products have one scale, which is above 0, the exponents' multiplication applies it.
             largest = tl.max(scores, 1) if is_half(KEYS) else tl.max(scores, 1) * scale
             new_top = tl.maximum(top, largest)
@@ -155,26 +186,58 @@ def _attend_tile(q, state, rows, cache, indices, scales, sure, OPTIONS: tl.const
 
 @triton.jit
 def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr):
-    """The state after all tiles of keys."""
+    """The state after all tiles of keys: those up to `whole`, in which all keys are there, without masks."""
     KEYS: tl.constexpr = OPTIONS.keys
+    TILE: tl.constexpr = OPTIONS.tile
+    begin, whole, end = span
+    scale, scale_behind = scales
+    n = tl.arange(0, TILE.block_n)
+    index = first
+    if OPTIONS.looks:
+        last = whole - TILE.block_n
+        for start in tl.range(begin, whole, TILE.block_n, num_stages=TILE.ahead + 1):
+            rows = _load_rows(cache, locate(cache, index, KEYS), False, OPTIONS)
+            index = tl.load(index_row + tl.minimum(start + TILE.block_n, last) + n)
+            scales = (scale, scale_behind)
+            state, scale = _attend_tile(q, state, rows, cache, None, scales, _surely(start, whole), False, OPTIONS)
+        # Where there is no such tile, nothing for the rest is kept in registers: it would spill.
+        if whole < end:
+            index = fetch_indices(index_row, whole + n, end)
+            scales = (scale, scale_behind)
+            state = _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
+    else:
+        state = _walk_masked(q, state, cache, index_row, (begin, end), index, scales, OPTIONS)
+    return state
+
+
+@triton.jit
+def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr):
+    """The state after tiles in which some keys may not be there: after others, or all.
+
+    Behind another loop, and where e4m3 is converted by arithmetic, there are too few registers for branches to go.
+    """
+    KEYS: tl.constexpr = OPTIONS.keys
+    FEW_REGISTERS: tl.constexpr = OPTIONS.looks or KEYS.decode == "packed"
     TILE: tl.constexpr = OPTIONS.tile
     begin, end = span
     scale, scale_behind = scales
     n = tl.arange(0, TILE.block_n)
     index = first
     for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
-        places = locate(cache, index, KEYS)
-        rows = _load_rows(cache, places, OPTIONS)
+        rows = _load_rows(cache, locate(cache, index, KEYS), True, OPTIONS)
         if is_half(KEYS):
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
         else:
             # an address plus constants, for which float16 keys leave no registers
             column = start + TILE.block_n
             index = fetch_indices(index_row + column, n, end - column)
-        state, scale = _attend_tile(
-            q, state, rows, cache, (index_row + start, n, end - start), (scale, scale_behind),
-            (begin >= 0, start < end, end >= begin), OPTIONS,
-        )  # fmt: skip
+        sure = _surely(start, end)
+        if FEW_REGISTERS:
+            # the first and the last of these LLVM does not prove, either
+            sure = (begin >= 0, start < end, end >= begin)
+        here = (index_row + start, n, end - start)
+        scales = (scale, scale_behind)
+        state, scale = _attend_tile(q, state, rows, cache, here, scales, sure, True, OPTIONS)
     return state
 
 
@@ -182,31 +245,32 @@ def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr
 def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS: tl.constexpr):
     """Does what `attend_keys` does: an accumulator of 512 dims, the largest score in base 2, sums of weights, a head.
 
-    `first` are the indices of the first tile. Of float16 keys, scales that float16 does not hold make NaN of a row's
-    sum of weights, as NaN in a key does and scores that overflow. `scratch` are places of 512 float16 a head.
+    `span` are columns of `index_row`: the first, the end of the tiles in which all keys are there, and the end. `first`
+    are the indices of the first tile. Of float16 keys, scales that float16 does not hold make NaN of a row's sum of
+    weights, as NaN in a key does and scores that overflow. `scratch` are places of 512 float16 a head.
     """
-    KEYS: tl.constexpr = OPTIONS.keys
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
-    begin, _ = span
+    HALF: tl.constexpr = is_half(OPTIONS.keys)
+    begin = span[0]
     latent, rope = q
     scale = tl.zeros((BLOCK_H,), tl.float32) + scale_log2
-    if is_half(KEYS):
+    if HALF:
         latent, scale = _halve_query(latent, scale_log2, begin >= 0)
     _, _, _, _, top, sums = new_state(OPTIONS)
     state = (tl.zeros((BLOCK_H, 512), tl.float32), top, sums)
+    scales = (scale, scale_log2)
     # Queries should be operands from shared memory: there are no registers left for them. What is loaded is.
     if BLOCK_H < 64:
-        if is_half(KEYS):
-            tl.store(scratch, latent, mask=live_head[:, None])
-            tl.debug_barrier()
-            latent = tl.load(scratch, mask=live_head[:, None], other=0.0)
-        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, scale_log2), OPTIONS)
+        tl.store(scratch, latent, mask=live_head[:, None])
+        tl.debug_barrier()
+        latent = tl.load(scratch, mask=live_head[:, None], other=0.0)
+        state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
     else:
         # So is, with `wgmma`, what a loop changes. One turn, which the compiler does not know.
         for _ in range((begin >= 0).to(tl.int32)):
-            state = _walk((latent, rope), state, cache, index_row, span, first, (scale, scale_log2), OPTIONS)
+            state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
             latent = tl.zeros_like(latent)
     acc, top, sums = state
-    if is_half(KEYS):
+    if HALF:
         acc = _together(acc)
     return acc, top, sums
