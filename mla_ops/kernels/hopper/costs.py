@@ -116,7 +116,7 @@ def predicted_us(
     own_shares, registers = max(1, -(-shares // splits)), in_registers(shape)
     if registers and shape.tile == 32:  # one warpgroup makes the scores
         turn_us = costs.tiles[keys.name][64].turn_us
-    if shape.bits_of:  # the same
+    elif shape.bits_of:  # the same
         turn_us = costs.tiles[keys.name][32].turn_us
     of_64 = shape.tile / 64
     each = shares or splits * parts

@@ -94,7 +94,7 @@ MOST_SHARES = 8  # a row has no more if its parts are added up in memory (`share
 MOST_IN_REGISTERS = 16  # the same if CTAs keep shares in registers, `MOST_SHARES` in layout.cuh
 # tiles of heads whose registers hold shares (`held.cuh`, `folds.cuh`), and the most shares of a CTA of a cluster
 MOST_OF_A_CTA = {16: 4, 32: 3}
-NARROW = 16  # heads of tiles that a kernel gives the bits of larger ones
+NARROW = (16, 32)  # heads of tiles that a kernel gives the bits of larger ones
 
 
 class Clusters(NamedTuple):
@@ -241,9 +241,9 @@ class KeyFormat:
         if isinstance(shape, Clusters) and in_shares:
             kind = "shares" if not in_registers(shape) else "folds" if alone else "held"
             if shape.bits_of:
-                if tile != NARROW or alone:
+                if tile not in NARROW or tile >= shape.bits_of or alone:
                     raise ValueError(f"clusters of tiles of {NARROW} heads have the bits of larger ones, got {shape}")
-                kind = "held_by_one"
+                kind = "held_by_one" if tile == 16 else "held"
             most = MOST_SHARES if kind == "shares" else MOST_IN_REGISTERS
             if kind.startswith("held"):
                 most = min(most, MOST_OF_A_CTA[tile] * shape.splits)
@@ -265,7 +265,7 @@ class KeyFormat:
         shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
         if self.quantized:
             shapes += [Group(2), *(Clusters(tile, n, shares=3) for tile in self.tiles for n in (1, 2))]
-            shapes.append(Clusters(NARROW, 2, shares=3, bits_of=32))
+            shapes.append(Clusters(16, 2, shares=3, bits_of=32))
         of = itertools.product((self.kernel, self.yielding_kernel, self.balanced_kernel), shapes, (False, True))
         every = (find(shape, oversubscribed) for find, shape, oversubscribed in of)
         return list({kernel.name: kernel for kernel in every if kernel}.values())

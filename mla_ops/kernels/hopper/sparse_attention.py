@@ -27,6 +27,7 @@ as they are; weights are bfloat16.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -96,9 +97,9 @@ def choose(
 def narrow_shapes(tile: int, shares: int) -> list[Shape]:
     """Launches by smaller tiles that give rows of so many shares the bits of this one."""
     return [
-        Clusters(NARROW, splits, shares=shares, bits_of=tile)
-        for splits in splits_for(shares)
-        if splits > 1 and shares <= min(SHARES_BY_NARROW.get(tile, 0), MOST_OF_A_CTA[NARROW] * splits)
+        Clusters(narrow, splits, shares=shares, bits_of=tile)
+        for narrow, splits in itertools.product(NARROW, splits_for(shares))
+        if narrow < tile and splits > 1 and shares <= min(SHARES_BY_NARROW.get(tile, 0), MOST_OF_A_CTA[narrow] * splits)
     ]
 
 
