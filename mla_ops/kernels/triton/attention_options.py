@@ -1,4 +1,4 @@
-"""What the attention kernels over a cache are compiled for, as one constant of a kernel."""
+"""Options by which the attention kernels over a cache are compiled, as one constant of a kernel."""
 
 import functools
 from dataclasses import dataclass, replace
