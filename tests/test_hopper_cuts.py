@@ -118,7 +118,7 @@ def cut_tokens(lengths: list[int], workers: int) -> list[list[int]]:
     """The first turn of each part of each token, as `balance.cuh` cuts them, written a second time."""
     turns = [-(-length // TURN) for length in lengths]
     total = sum(turns) + 2 * len(turns)
-    quota = max(6, -(-total // workers))
+    quota = max(4, -(-total // workers))
     snap, begin, firsts = max(1, quota // 32), 0, []
     for own in turns:
         inside = (at - begin - 2 for at in range(quota, total, quota))

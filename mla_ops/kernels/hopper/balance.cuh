@@ -11,7 +11,7 @@
 #include "parts.cuh"
 
 constexpr int ROW_TURNS = 2;      // a row costs so many turns besides its own
-constexpr int FEWEST_TURNS = 6;   // an interval has no fewer: less is not worth its merge
+constexpr int FEWEST_TURNS = 4;   // an interval has no fewer: less is not worth its merge
 constexpr int NO_END = 0x7fffffff;
 constexpr int EVERY_WORKERS_TOKEN = -1;
 

@@ -203,8 +203,8 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       __syncwarp();
       if constexpr (R::SCALES_APART)
         arrive_when_copied(barrier), warp_arrive(barrier, lane);
-      else if (lane == 0)
-        mbarrier_arrive_expect(barrier, __popc(bulk) * R::BYTES);
+      else if (arrives(lane))
+        mbarrier_arrive_expect(barrier, lane == 0 ? __popc(bulk) * R::BYTES : 0);
       if (paced) mbarrier_wait(barrier, 0), paced = false;
       next_slot<L::SLOTS>(slot, parity);
       live = bulk = 0;

@@ -51,7 +51,7 @@ DEVICE void attend(const Params& p) {
       const u32 barrier = L::BARRIERS + i * 8;
       if (BALANCED && HEADS == 64 && (barrier == L::INTERVAL || barrier == L::INTERVAL + 8)) continue;
       int arrivals = 4 * ARRIVALS_OF_A_WARP;
-      if (barrier < L::RAW_FREE) arrivals = Rows<FORMAT>::SCALES_APART ? 32 + ARRIVALS_OF_A_WARP : 1;
+      if (barrier < L::RAW_FREE) arrivals = ARRIVALS_OF_A_WARP + (Rows<FORMAT>::SCALES_APART ? 32 : 0);
       if (barrier >= L::RAW_FREE && barrier < L::WEIGHTS_FULL) arrivals = SCORERS * ARRIVALS_OF_A_WARP;
       if (barrier == L::WEIGHTS_FREE || barrier == L::FACTORS_FREE) arrivals = 8 * ARRIVALS_OF_A_WARP;
       if (barrier == L::STATES_FULL || barrier == L::PACKETS_FULL) arrivals = 1;
