@@ -123,9 +123,8 @@ struct Ends {
   static constexpr int SUMS = STATES + HEADS * 128;          // float32 [4, HEADS]: sum of each warp of scores
   static constexpr int INVERSES = SUMS + HEADS * 16;         // float32 [HEADS]: 1 over the total of these
   static constexpr int WEIGHTS = INVERSES + HEADS * 4;       // float32 [HEADS]: weight of the result
-  static constexpr int SOME_BFLOAT16 = WEIGHTS + HEADS * 4;  // whether any CTA's packets are bfloat16
   // A group's CTA: whether it has all states, and a bit for each share of the result that it adds up.
-  static constexpr int COMPLETE = SOME_BFLOAT16 + 4, SHARES = COMPLETE + 4;
+  static constexpr int COMPLETE = WEIGHTS + HEADS * 4, SHARES = COMPLETE + 4;
   static constexpr int OWN_BFLOAT16 = SHARES + 4;  // whether this CTA's packets are bfloat16
 };
 

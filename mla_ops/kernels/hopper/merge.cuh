@@ -136,7 +136,6 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
   const u32 states = shared + E::STATES + head * 8, factors = shared + E::FACTORS + column_of<L>(head) * 4;
   if (!await_states()) return;
   float reference = NO_SCORE_YET, total = 0.f;
-  u32 signs = 0;
 #pragma unroll 2
   for (int part = own; part < row.splits; part += LANES)
     reference = fmaxf(reference, load_shared_float(states + part * (L::HEADS * 8) + 4));
@@ -147,20 +146,15 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
     const float2 state = load_shared_float2(states + part * (L::HEADS * 8));
     const float factor = state.x == 0.f ? 0.f : exp2_approx(state.y - reference), weight = state.x * factor;
     total += fabsf(weight);
-    signs |= __float_as_uint(state.x);
     store_shared_float(factors + part * (L::HEADS * 4), L::Packet::PACKED ? weight : factor);
   }
 #pragma unroll
-  for (int step = LANES / 2; step; step >>= 1) {
-    total += __shfl_xor_sync(~0u, total, step);
-    if (L::Packet::PACKED) signs |= __shfl_xor_sync(~0u, signs, step);
-  }
+  for (int step = LANES / 2; step; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
   if (own == 0) {
     const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
     float weight = __fdividef(1.f / L::FACTOR, total);
     if (sink != -INFINITY) weight = __fdividef(weight, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
     store_shared_float(shared + E::WEIGHTS + column_of<L>(head) * 4, total == 0.f ? 0.f : weight);
-    if (L::Packet::PACKED && head == 0) store_shared_4(shared + E::SOME_BFLOAT16, signs >> 31);
     if (there && tells) p.lse[result_row(p, row) * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
   }
   converge();
@@ -342,21 +336,24 @@ struct Piece {
   }
 };
 
-// Adds COUNT parts of a packet, always in the same order. BFLOAT16: those with factors below 0 are.
-template <class L, int COUNT, bool BFLOAT16, class From>
-DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], From from, u32 factors) {
+// Adds `count` parts of a packet, MOST at most, always in the same order. Those with factors below 0 are bfloat16. One
+// copy of the code for all that a row may have: it runs once, and comes from memory.
+template <class L, int MOST, class From>
+DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], From from, u32 factors, int count) {
   using P = typename L::Packet;
-  Piece<P> piece[COUNT];
-  float2 factor[COUNT];  // two heads each
+  Piece<P> piece[MOST];
+  float2 factor[MOST];  // two heads each
 #pragma unroll
-  for (int k = 0; k < COUNT; ++k) {
-    factor[k] = load_factors<L>(factors + k * (L::HEADS * 4));
-    piece[k].load(from + k * P::BYTES);
+  for (int k = 0; k < MOST; ++k) {
+    const int part = min(k, count - 1);
+    factor[k] = load_factors<L>(factors + part * (L::HEADS * 4));
+    piece[k].load(from + part * P::BYTES);
+    if (k >= count) piece[k] = {}, factor[k] = {};
   }
 #pragma unroll
-  for (int k = 0; k < COUNT; ++k) {
-    const bool bfloat16 = BFLOAT16 && ((__float_as_uint(factor[k].x) | __float_as_uint(factor[k].y)) >> 31);
-    if (BFLOAT16) factor[k] = make_float2(fabsf(factor[k].x), fabsf(factor[k].y));
+  for (int k = 0; k < MOST; ++k) {
+    const bool bfloat16 = P::PACKED && ((__float_as_uint(factor[k].x) | __float_as_uint(factor[k].y)) >> 31);
+    if (P::PACKED) factor[k] = make_float2(fabsf(factor[k].x), fabsf(factor[k].y));
 #pragma unroll
     for (int i = 0; i < P::QUADS * 2; ++i) {
       const float2 v = piece[k].pair(i, bfloat16);
@@ -372,7 +369,6 @@ template <class L, int WARPS, class From>
 DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int pitch, int packets, int splits,
                         int parts, int warp, int lane) {
   using P = typename L::Packet;
-  const bool bfloat16 = P::PACKED && load_shared_4(shared + L::End::SOME_BFLOAT16) != 0;
 #pragma unroll 1
   for (int index = warp; index < packets; index += WARPS) {
     const u32 packet = index * splits + rank, number = packet / 8;
@@ -382,23 +378,14 @@ DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int 
     float sums[P::QUADS * 4];
 #pragma unroll
     for (int e = 0; e < P::QUADS * 4; ++e) sums[e] = 0.f;
-    int left = parts, count;
+    int left = parts;
 #pragma unroll 1
     do {
-      count = min(left, 4);  // parts at a time
-      if (bfloat16 && count == 4)
-        add_parts<L, 4, true>(sums, from, factors);
-      else if (bfloat16)
-        count = 1, add_parts<L, 1, true>(sums, from, factors);
-      else if (count == 4)
-        add_parts<L, 4, false>(sums, from, factors);
-      else if (count == 3)
-        add_parts<L, 3, false>(sums, from, factors);
-      else if (count == 2)
-        add_parts<L, 2, false>(sums, from, factors);
+      if (left > 2)
+        add_parts<L, 4>(sums, from, factors, left);
       else
-        add_parts<L, 1, true>(sums, from, factors);
-      from += count * P::BYTES, factors += count * (L::HEADS * 4), left -= count;
+        add_parts<L, 2>(sums, from, factors, left);
+      from += 4 * P::BYTES, factors += 4 * (L::HEADS * 4), left -= 4;
     } while (left > 0);
     const float2 weight = load_factors<L>(shared + L::End::WEIGHTS + column * 4);
 #pragma unroll
@@ -457,7 +444,8 @@ DEVICE void exchange_halves(const Params& p, const Row& row, u32 shared, int war
 #pragma unroll
   for (int j = 0; j < N / 4; ++j) rows[j] = out_row(p, row, first_head + 8 * j) + dim;
 #pragma unroll
-  for (int j = 0; j < N / 4; ++j) hold(rows[j]);
+  for (int j = 0; j < N / 4; ++j)
+    if (L::HEADS < 32) hold(rows[j]);  // registers have no room for more
   mbarrier_wait(shared + L::OWN_FULL, 0);
   float own[HEADS], others[HEADS];
   u32 signs = 0;  // signs of factors that are not NaN say whether the other CTA sends bfloat16
