@@ -76,6 +76,26 @@ def test_scales_that_differ_within_a_key(device: torch.device) -> None:
     check("triton", queries(3, NUM_HEADS, BF16, device), cache, some_indices(3, 70, 64, device), "fp8_ds_mla")
 
 
+POWERS = (0.0, -30.0, 10.0, -20.0)
+
+
+def test_queries_that_make_up_for_groups_of_any_size(device: torch.device) -> None:
+    """Each group counts in a row's scores. A part of 16 bits has a unit for each group, else one would be zeros."""
+    cache = filled_cache("fp8_ds_mla", 4, 16, device)
+    powers = torch.tensor(POWERS, device=device)
+    scales_of(cache).mul_(powers.exp2())
+    q = queries(3, NUM_HEADS, BF16, device)
+    q[..., :512] *= (-powers).exp2().repeat_interleave(128).bfloat16()
+    check("triton", q, cache, some_indices(3, 140, 64, device), "fp8_ds_mla")
+
+
+def test_parts_with_units_of_groups_beside_parts_with_one(device: torch.device) -> None:
+    cache = filled_cache("fp8_ds_mla", 4, 16, device)
+    scales_of(cache)[2:].mul_(torch.tensor(POWERS, device=device).exp2())
+    indices = some_indices(3, 140, 64, device).sort(1).values
+    check("triton", queries(3, NUM_HEADS, BF16, device), cache, indices, "fp8_ds_mla")
+
+
 def test_groups_of_zeros(device: torch.device) -> None:
     """A scale of 0 fits: such keys need no second walk, whose weights would be rounded to bfloat16."""
     cache = filled_cache("fp8_ds_mla", 4, 16, device)

@@ -370,26 +370,29 @@ def store_result(
 
 @triton.jit
 def store_part_by_units(state, place, results, units, OPTIONS: tl.constexpr):
-    """A split's result in float16, where `store_result` stores it. A unit of each head goes `units` behind its lse.
+    """A split's result in float16, where `store_result` stores it, with a unit for each head and group of 128 dims.
 
-    Units are powers of two. The largest finite value of a head is 2^14 to 2^15 of them, so float16 holds each value to
-    2^-11 of it or to 2^-39 of the largest.
+    Units are powers of two. The largest finite value of a group is 2^14 to 2^15 of them, so float16 holds each value to
+    2^-11 of it or to 2^-39 of the largest. Units of the first group go `units` behind the lse, negative, for the merge
+    to know that there are four; the next group's `units` further.
     """
     token, head, live_head, split = place
     _attn_sink, out, out_strides, lse, lse_strides = results
     total, log2_sum, factor = finish(state)
-    largest = tl.zeros_like(factor)
-    for i in tl.static_range(len(state) - 2):
-        values = tl.abs(state[i] * factor[:, None])
-        largest = tl.maximum(largest, tl.max(tl.where(values < float("inf"), values, 0.0), 1))
-    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 14, 1)
-    unit = (exponent << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     lse_place = lse + split * lse_strides[0] + token * lse_strides[1] + head
     tl.store(lse_place, log2_sum, mask=live_head)
-    tl.store(lse_place + units, unit, mask=live_head)
     out_row = out + split * out_strides[0] + token * out_strides[1] + (head.to(tl.int64) * out_strides[2])[:, None]
-    store_groups(state, factor * inverse, out_row, live_head[:, None] & (total != 0)[:, None], OPTIONS.upcast)
+    stored = live_head[:, None] & (total != 0)[:, None]
+    tl.static_assert(len(state) == 6)
+    for i in tl.static_range(4):
+        values = tl.abs(state[i] * factor[:, None])
+        largest = tl.max(tl.where(values < float("inf"), values, 0.0), 1)
+        exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 14, 1)
+        unit = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        tl.store(lse_place + (i + 1) * units, -unit if i == 0 else unit, mask=live_head)
+        values = round_to(state[i] * (factor * inverse)[:, None], tl.float16, OPTIONS.upcast)
+        tl.store(out_row + (i * 128 + tl.arange(0, 128)[None, :]), values, mask=stored)
 
 
 @triton.jit

@@ -31,8 +31,8 @@ def _merge_splits_kernel(
 
     Grid: (tokens * heads,). The base-2 lse of all splits, at most MAX_SPLITS, then the partial rows, BLOCK_S at a time,
     in the order of the splits. A split that had nothing to attend to is not read: nothing was written. Rows are
-    float32, or float16 in units that lie behind all lse. Where `uneven` is given and not 0, results are left as they
-    are.
+    float32, or float16 in units that lie behind all lse: one of a row, or, where that is negative, one of each 128
+    dims, in four planes as large as the lse. Where `uneven` is given and not 0, results are left as they are.
     """
     row = tl.program_id(0).to(tl.int64)
     token = row // num_heads
@@ -57,6 +57,11 @@ def _merge_splits_kernel(
         if values.dtype == tl.float16:
             unit = tl.load(partial_lse + (num_splits + split) * num_rows + row, mask=part != float("-inf"), other=0.0)
             values = values.to(tl.float32)
+            if tl.min(unit, 0) < 0:
+                plane = 1 + column[None, :] // 128
+                place = partial_lse + (plane * num_splits + split[:, None]) * num_rows + row
+                values *= tl.abs(tl.load(place, mask=(unit < 0)[:, None], other=1.0))
+                unit = tl.where(unit < 0, 1.0, unit)
             weight *= unit
         acc += tl.sum(weight[:, None] * values, 0)
     safe = tl.where(total == 0, 1.0, total)
@@ -82,13 +87,13 @@ def allocate_parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory that the splits write: rows that a merge reads, or the result itself if there is one split.
 
-    `half`: rows of float16, with as many units behind their lse.
+    `half`: rows of float16, with four units a row behind all lse.
     """
     if splits == 1:
         return out.unsqueeze(0), lse.unsqueeze(0)
     return (
         torch.empty(splits, *out.shape, dtype=torch.float16 if half else torch.float32, device=out.device),
-        torch.empty((2 if half else 1) * splits, *lse.shape, dtype=torch.float32, device=out.device),
+        torch.empty((5 if half else 1) * splits, *lse.shape, dtype=torch.float32, device=out.device),
     )
 
 
