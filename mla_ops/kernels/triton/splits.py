@@ -59,8 +59,8 @@ def _merge_splits_kernel(
             values = values.to(tl.float32)
             if tl.min(unit, 0) < 0:
                 plane = 1 + column[None, :] // 128
-                place = partial_lse + (plane * num_splits + split[:, None]) * num_rows + row
-                values *= tl.abs(tl.load(place, mask=(unit < 0)[:, None], other=1.0))
+                unit_place = partial_lse + (plane * num_splits + split[:, None]) * num_rows + row
+                values *= tl.abs(tl.load(unit_place, mask=(unit < 0)[:, None], other=1.0))
                 unit = tl.where(unit < 0, 1.0, unit)
             weight *= unit
         acc += tl.sum(weight[:, None] * values, 0)
