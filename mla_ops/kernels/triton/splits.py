@@ -1,6 +1,7 @@
 """Parts of rows whose keys several programs share: where they are written, and their merge."""
 
 import torch
+import triton
 import triton.language as tl
 
 from .bfloat16 import narrow
@@ -56,14 +57,13 @@ def _merge_splits_kernel(
         weight = tl.exp2(part - pivot)
         if values.dtype == tl.float16:
             unit = tl.load(partial_lse + (num_splits + split) * num_rows + row, mask=part != float("-inf"), other=0.0)
-            values = values.to(tl.float32)
             if tl.min(unit, 0) < 0:
-                plane = 1 + column[None, :] // 128
-                unit_place = partial_lse + (plane * num_splits + split[:, None]) * num_rows + row
-                values *= tl.abs(tl.load(unit_place, mask=(unit < 0)[:, None], other=1.0))
-                unit = tl.where(unit < 0, 1.0, unit)
-            weight *= unit
-        acc += tl.sum(weight[:, None] * values, 0)
+                for one in range(first, tl.minimum(first + BLOCK_S, num_splits)):
+                    acc += _part_by_groups(partial_out, partial_lse, pivot, one, row, column, num_splits, num_rows)
+            else:
+                acc += tl.sum((weight * unit)[:, None] * values.to(tl.float32), 0)
+        else:
+            acc += tl.sum(weight[:, None] * values, 0)
     safe = tl.where(total == 0, 1.0, total)
     log2_sum = tl.where(top == float("inf"), float("inf"), pivot + tl.log2(safe))
     log2_sum = tl.where(total == 0, float("-inf"), log2_sum)
@@ -74,6 +74,19 @@ def _merge_splits_kernel(
     place = out + token * (stride_out_token * OUT_UNIT) + head.to(tl.int64) * (stride_out_head * OUT_UNIT) + column
     tl.store(place, narrow(acc * factor, out.dtype.element_ty), mask=meant)
     tl.store(lse + token * stride_lse_token + head, log2_sum * 0.6931471805599453, mask=meant)
+
+
+@triton.jit
+def _part_by_groups(partial_out, partial_lse, pivot, split, row, column, num_splits, num_rows):
+    """The weighted row of one split, whose units are of its four groups of 128 dims, or of all of them."""
+    part = tl.load(partial_lse + split * num_rows + row)
+    there = part != float("-inf")
+    units = partial_lse + (num_splits + split) * num_rows + row
+    unit = tl.load(units, mask=there, other=0.0)
+    plane = tl.where(unit < 0, column // 128, 0)
+    unit = tl.abs(tl.load(units + plane * (num_splits * num_rows), mask=there, other=0.0))
+    values = tl.load(partial_out + (split * num_rows + row) * 512 + column, mask=there, other=0.0)
+    return tl.exp2(part - pivot) * unit * values.to(tl.float32)
 
 
 def output_unit(out: torch.Tensor) -> int:
