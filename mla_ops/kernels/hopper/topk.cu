@@ -4,7 +4,8 @@
 // `Selection` in topk_row.cuh lays out. topk_row.cuh, topk_cluster.cuh and topk_short.cuh say how it works.
 #include "topk_row.cuh"
 
-// CTAs of so many threads find room beside those of scores: they have the 56 registers that two CTAs of 576 would have.
+// CTAs of so many threads find room beside those of scores of 32 heads: they have the 56 registers that two CTAs of 576
+// would have.
 constexpr int BESIDE_SCORES = 512;
 
 template <int THREADS, int VECTORS, int SAMPLED, int CTAS, int HELD>
