@@ -16,6 +16,7 @@ from . import sources
 from .launch import Divisor, Kernel, compile_reason, reciprocal
 
 THREADS = 384  # a CTA with two warpgroups for products has so many
+KEY_WARPS = 2  # of a CTA with four warpgroups, beside these
 TILE = 64  # keys
 CLUSTER = 2  # CTAs that share the copies of flat keys, for neighbouring groups of tokens
 HEADS = (32, 64)
@@ -61,7 +62,7 @@ pack = packer(Params)
 
 @functools.cache
 def kernel_for(num_heads: int, tokens: int, source: str) -> Kernel:
-    threads = 544 if source == "BOXES" and num_heads * tokens < COLUMNS else THREADS
+    threads = 512 + 32 * KEY_WARPS if source == "BOXES" and num_heads * tokens < COLUMNS else THREADS
     return Kernel("indexer_logits.cu", f"indexer_logits<{num_heads}, {tokens}, {source}>", threads)
 
 

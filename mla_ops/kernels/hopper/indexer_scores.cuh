@@ -1,19 +1,20 @@
 // A CTA of `indexer_logits.cu`, which has the products and says how it works.
 #pragma once
 
-#include "indexer_rows.cuh"
+#include "indexer_parts.cuh"
 #include "rows.cuh"
 
 constexpr int CONSUMERS = 256, THREADS = 384, QUERY_STAGES = 2;
 constexpr int TILE_BYTES = TILE * 128, GATHERERS = 4, LAG = 6;
+constexpr int KEY_WARPS = 2;  // bring keys where memory is the bound, every second tile each
 
 template <int HEADS_, int TOKENS_, int STAGES_ = 16, int WARPGROUPS_ = 2, int CLUSTER_ = 1>
 struct IndexerLayout {
   static constexpr int CLUSTER = CLUSTER_;  // CTAs that have the same keys and neighbouring tokens
-  // Two warpgroups have two sets of products each, or four have one: then a single warp brings keys, and all threads
-  // have the same number of registers.
+  // Two warpgroups have two sets of products each, or four have one: then all threads have the same number of registers.
   static constexpr int WARPGROUPS = WARPGROUPS_, SETS = WARPGROUPS == 2 ? 2 : 1;
-  static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + (SETS == 2 ? 128 : 32);
+  static constexpr int PRODUCERS = SETS == 2 ? 1 : KEY_WARPS;  // warps that bring keys, by boxes
+  static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + (SETS == 2 ? 128 : 32 * PRODUCERS);
   static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS, STAGES = STAGES_;
   static constexpr int PARTS = COLUMNS * WARPGROUPS >= 512 ? 2 : 1;  // a tile's products are made in so many, as registers allow
   // A thread has all heads of its tokens where all columns are there: eight columns are two heads of four tokens.
@@ -28,6 +29,7 @@ struct IndexerLayout {
   static constexpr int KEY_FREE = KEY_FULL + STAGES * 8, BYTES = KEY_FREE + STAGES * 8;
   // A warpgroup that had not waited for a slot's last tile would take the one before it for the next one.
   static_assert(STAGES % WARPGROUPS == 0, "a slot's tiles are all of one warpgroup");
+  static_assert(STAGES % PRODUCERS == 0, "a slot's tiles are all brought by one warp");
   static_assert(GROUP_FULL % 8 == 0, "barriers lie at multiples of 8 bytes");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
@@ -39,96 +41,6 @@ constexpr bool OF_MEMORY = SOURCE == BOXES && COLUMNS < 256;
 template <int HEADS, int TOKENS, Source SOURCE>
 using ScoresLayout = IndexerLayout<HEADS, TOKENS, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 8 : 16,
                                    OF_MEMORY<HEADS * TOKENS, SOURCE> ? 4 : 2, SOURCE == FLAT ? 2 : 1>;
-
-// Groups whose part one warp finds, so many for each of its lanes; tokens, and entries of all their requests' tables, that are prefetched.
-template <int TOKENS, Source SOURCE>
-constexpr int FEW = SOURCE != FLAT && TOKENS == 1 ? 4 : 1;
-constexpr int PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024;
-
-// ---- each CTA's part ------------------------------------------------------------------------------------------------
-
-// Latencies are what a launch of few keys takes: what is read once lengths are known, on its way to L2 meanwhile.
-template <class L, Source SOURCE>
-DEVICE void prefetch_rows(const Params& p) {
-  if (SOURCE == FLAT || p.num_tokens > PREFETCHED_TOKENS) return;
-  const int line = threadIdx.x * 32;  // 128 bytes each
-  for (int request = blockIdx.x; request < p.num_requests; request += gridDim.x)
-    if (line < min(p.table_width, PREFETCHED_BLOCKS / p.num_requests))
-      prefetch_to_l2(p.block_table + request * p.table_stride + line);
-  for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x)
-    if (line < L::HEADS) prefetch_to_l2(p.weights + token * p.weights_stride + line);
-}
-
-// All threads count the tiles of all groups.
-template <class L, Source SOURCE>
-DEVICE Part this_part(const Params& p, u32 shared) {
-  constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  const int units = (p.num_tokens + step - 1) / step, each = (units + L::THREADS - 1) / L::THREADS;
-  const int first = thread * each, last = min(first + each, units);
-  int own = 0;
-  for (int unit = first; unit < last; ++unit) own += group_at<tokens, SOURCE>(p, unit * step).tiles;
-  int before = own;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int lower = __shfl_up_sync(~0u, before, distance);
-    if (lane >= distance) before += lower;
-  }
-  if (lane == 31) store_shared_4(shared + L::TOTALS + warp * 4, before);
-  __syncthreads();
-  before -= own;
-  int total = 0;
-#pragma unroll
-  for (int w = 0; w < L::THREADS / 32; ++w) {
-    const int tiles = load_shared_4(shared + L::TOTALS + w * 4);
-    if (w < warp) before += tiles;
-    total += tiles;
-  }
-  const int number = blockIdx.x / L::CLUSTER, parts = gridDim.x / L::CLUSTER;
-  const int begin = tiles_before(total, number, parts), count = tiles_before(total, number + 1, parts) - begin;
-  if (count == 0) return {0, 0, 0};
-  if (before <= begin && begin < before + own) {
-    Part part = {first * step, begin - before, count};
-    if (each > 1) find_begin<tokens, SOURCE>(p, part);
-    store_shared_8(shared + L::PART, part.token, part.skip);
-  }
-  __syncthreads();
-  const uint2 part = load_shared_8(shared + L::PART);
-  return {static_cast<int>(part.x), static_cast<int>(part.y), count};
-}
-
-// One warp does the same for up to FEW groups a lane, 32 neighbours at one time; `groups` becomes those of the 32 with
-// which the part begins, and `first` the token of the first of them.
-template <int TOKENS, Source SOURCE>
-DEVICE Part part_of_few(const Params& p, int lane, int number, int parts, Group& groups, int& first) {
-  constexpr int EACH = FEW<TOKENS, SOURCE>, step = STEP<TOKENS, SOURCE>;
-  Group all[EACH];
-  int before[EACH], total = 0;
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) all[i] = group_at<TOKENS, SOURCE>(p, (i * 32 + lane) * step);
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    before[i] = all[i].tiles;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int lower = __shfl_up_sync(~0u, before[i], distance);
-      if (lane >= distance) before[i] += lower;
-    }
-    const int of_these = __shfl_sync(~0u, before[i], 31);
-    before[i] += total - all[i].tiles, total += of_these;
-  }
-  const int begin = tiles_before(total, number, parts);
-  Part part = {0, 0, tiles_before(total, number + 1, parts) - begin};
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const u32 here = __ballot_sync(~0u, before[i] <= begin && begin < before[i] + all[i].tiles);
-    if (here == 0) continue;
-    const int from = __ffs(here) - 1;
-    groups = all[i], first = i * 32 * step;
-    part.token = first + from * step, part.skip = begin - __shfl_sync(~0u, before[i], from);
-  }
-  return part;
-}
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
 
@@ -182,20 +94,24 @@ DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, in
   }
 }
 
-// Lane n has the n-th box of the tiles that it and the others bring together.
-template <class L>
-DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int end, int first_tile, int tiles,
-                        Slot& slot, u64 policy) {
+// Lane n has the n-th box of the tiles that it and the others go through together. The group is announced while the
+// first entries of its table are on their way.
+template <class L, class F>
+DEVICE void bring_boxes(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
+                        Slot& slot, u64 policy, F announce) {
+  const int lane = thread & 31, producer = thread >> 5;
   const int* table = table_of(p, token);
   const int boxes = 1 << p.boxes_log2, keys = TILE >> p.boxes_log2, together = 32 >> p.boxes_log2;
   const int box = lane & boxes - 1, turn = lane >> p.boxes_log2;
   int position = (first_tile + turn) * TILE + box * keys, block_after = block_at(p, table, position, end);
+  announce();
   for (; tiles > 0; tiles -= together, position += 32 * keys) {
     const int block = block_after, offset = position - divide(position, p.of_block_size) * p.block_size;
     const unsigned char* scales = p.cache + block * p.block_bytes + p.block_size * 128 + offset * 4;
     const u32 there = __ballot_sync(~0u, block >= 0);
     if (tiles > together) block_after = block_at(p, table, position + 32 * keys, end);
     for (int i = 0; i < min(tiles, together); ++i, next<L>(slot)) {
+      if (L::PRODUCERS > 1 && slot.index % L::PRODUCERS != producer) continue;
       const u32 full = of_slot(shared + L::KEY_FULL, slot), scales_to = shared + L::SCALE + slot.index * TILE * 4;
       const int count = __popc(there >> (i << p.boxes_log2) & (1 << boxes) - 1);
       mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
@@ -273,6 +189,7 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
   int stage = 0;
   u32 parity = 1;
   auto announce = [&](int token, int count, int first_tile, int tiles) {
+    if (SOURCE == BOXES && !leads) return;
     mbarrier_wait(shared + L::QUERY_FREE + stage * 8, parity);
     if (leads && lane == 0) {
       store_shared_16(shared + L::GROUP + stage * 16, token, count, first_tile, tiles);
@@ -305,11 +222,12 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
                 first_tile = __shfl_sync(~0u, groups.first_tile, from) + part.skip,
                 tiles = min(__shfl_sync(~0u, groups.tiles, from) - part.skip, part.count);
       part.skip = 0, part.count -= tiles;
-      announce(token + before, max(count - before, 1), first_tile, tiles);
+      const auto announce_group = [&] { announce(token + before, max(count - before, 1), first_tile, tiles); };
+      if (SOURCE != BOXES) announce_group();
       if (SOURCE == FLAT)
         bring_flat<L>(p, shared, lane, first_tile, tiles, slot);
       else if (SOURCE == BOXES)
-        bring_boxes<L>(p, shared, lane, token, end, first_tile, tiles, slot, policy);
+        bring_boxes<L>(p, shared, thread, token, end, first_tile, tiles, slot, policy, announce_group);
       else
         bring_anywhere<L>(p, shared, thread, token, end, first_tile, tiles, slot);
     }
@@ -586,7 +504,6 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   begin_barriers<L, SOURCE>(p, shared);
   __syncwarp();
   if (L::CLUSTER > 1) cluster_arrive();
-  prefetch_rows<L, SOURCE>(p);
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const bool few = p.num_tokens <= 32 * FEW<tokens, SOURCE> * step, brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
   Part part = {0, 0, 0};
@@ -596,8 +513,11 @@ DEVICE void make_scores(const Params& p, u32 shared) {
     if (brings)
       part = part_of_few<tokens, SOURCE>(p, threadIdx.x & 31, blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER, groups,
                                          first);
+    else
+      prefetch_rows<L, SOURCE>(p);
     __syncthreads();
   } else {
+    prefetch_rows<L, SOURCE>(p);
     part = this_part<L, SOURCE>(p, shared);
     if (part.count == 0) {
       if (L::CLUSTER > 1) cluster_wait();
@@ -607,7 +527,7 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   if (L::CLUSTER > 1) cluster_wait();  // all have their barriers
   if (brings) {
     if (L::SETS == 2) fewer_registers<SOURCE == FLAT ? 40 : 72>();
-    if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32) produce<L, SOURCE>(p, shared, part, few, groups, first);
+    if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32 * L::PRODUCERS) produce<L, SOURCE>(p, shared, part, few, groups, first);
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
     wait_for_prerequisites();  // they may read what this launch writes over
