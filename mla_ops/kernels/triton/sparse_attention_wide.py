@@ -123,7 +123,7 @@ def _load(place, within):
 def _surely(start, end):
     """Three conditions that are true in a loop from `start` to `end`: LLVM proves them, Triton's passes do not.
 
-    What stands behind a condition is in a branch while Triton lays out and pipelines a loop, and in line afterwards.
+    Code behind a condition is in a branch while Triton lays out and pipelines a loop, and in line afterwards.
     """
     return start != end, start < end, start <= end
 
