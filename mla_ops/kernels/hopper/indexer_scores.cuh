@@ -1,7 +1,7 @@
 // A CTA of `indexer_logits.cu`, which has the products and says how it works.
 #pragma once
 
-#include "indexer_rows.cuh"
+#include "indexer_parts.cuh"
 #include "rows.cuh"
 
 constexpr int CONSUMERS = 256, THREADS = 384, QUERY_STAGES = 2;
@@ -39,96 +39,6 @@ constexpr bool OF_MEMORY = SOURCE == BOXES && COLUMNS < 256;
 template <int HEADS, int TOKENS, Source SOURCE>
 using ScoresLayout = IndexerLayout<HEADS, TOKENS, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 8 : 16,
                                    OF_MEMORY<HEADS * TOKENS, SOURCE> ? 4 : 2, SOURCE == FLAT ? 2 : 1>;
-
-// Groups whose part one warp finds, so many for each of its lanes; tokens, and entries of all their requests' tables, that are prefetched.
-template <int TOKENS, Source SOURCE>
-constexpr int FEW = SOURCE != FLAT && TOKENS == 1 ? 4 : 1;
-constexpr int PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024;
-
-// ---- each CTA's part ------------------------------------------------------------------------------------------------
-
-// Latencies are what a launch of few keys takes: what is read once lengths are known, on its way to L2 meanwhile.
-template <class L, Source SOURCE>
-DEVICE void prefetch_rows(const Params& p) {
-  if (SOURCE == FLAT || p.num_tokens > PREFETCHED_TOKENS) return;
-  const int line = threadIdx.x * 32;  // 128 bytes each
-  for (int request = blockIdx.x; request < p.num_requests; request += gridDim.x)
-    if (line < min(p.table_width, PREFETCHED_BLOCKS / p.num_requests))
-      prefetch_to_l2(p.block_table + request * p.table_stride + line);
-  for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x)
-    if (line < L::HEADS) prefetch_to_l2(p.weights + token * p.weights_stride + line);
-}
-
-// All threads count the tiles of all groups.
-template <class L, Source SOURCE>
-DEVICE Part this_part(const Params& p, u32 shared) {
-  constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
-  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  const int units = (p.num_tokens + step - 1) / step, each = (units + L::THREADS - 1) / L::THREADS;
-  const int first = thread * each, last = min(first + each, units);
-  int own = 0;
-  for (int unit = first; unit < last; ++unit) own += group_at<tokens, SOURCE>(p, unit * step).tiles;
-  int before = own;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int lower = __shfl_up_sync(~0u, before, distance);
-    if (lane >= distance) before += lower;
-  }
-  if (lane == 31) store_shared_4(shared + L::TOTALS + warp * 4, before);
-  __syncthreads();
-  before -= own;
-  int total = 0;
-#pragma unroll
-  for (int w = 0; w < L::THREADS / 32; ++w) {
-    const int tiles = load_shared_4(shared + L::TOTALS + w * 4);
-    if (w < warp) before += tiles;
-    total += tiles;
-  }
-  const int number = blockIdx.x / L::CLUSTER, parts = gridDim.x / L::CLUSTER;
-  const int begin = tiles_before(total, number, parts), count = tiles_before(total, number + 1, parts) - begin;
-  if (count == 0) return {0, 0, 0};
-  if (before <= begin && begin < before + own) {
-    Part part = {first * step, begin - before, count};
-    if (each > 1) find_begin<tokens, SOURCE>(p, part);
-    store_shared_8(shared + L::PART, part.token, part.skip);
-  }
-  __syncthreads();
-  const uint2 part = load_shared_8(shared + L::PART);
-  return {static_cast<int>(part.x), static_cast<int>(part.y), count};
-}
-
-// One warp does the same for up to FEW groups a lane, 32 neighbours at one time; `groups` becomes those of the 32 with
-// which the part begins, and `first` the token of the first of them.
-template <int TOKENS, Source SOURCE>
-DEVICE Part part_of_few(const Params& p, int lane, int number, int parts, Group& groups, int& first) {
-  constexpr int EACH = FEW<TOKENS, SOURCE>, step = STEP<TOKENS, SOURCE>;
-  Group all[EACH];
-  int before[EACH], total = 0;
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) all[i] = group_at<TOKENS, SOURCE>(p, (i * 32 + lane) * step);
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    before[i] = all[i].tiles;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int lower = __shfl_up_sync(~0u, before[i], distance);
-      if (lane >= distance) before[i] += lower;
-    }
-    const int of_these = __shfl_sync(~0u, before[i], 31);
-    before[i] += total - all[i].tiles, total += of_these;
-  }
-  const int begin = tiles_before(total, number, parts);
-  Part part = {0, 0, tiles_before(total, number + 1, parts) - begin};
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const u32 here = __ballot_sync(~0u, before[i] <= begin && begin < before[i] + all[i].tiles);
-    if (here == 0) continue;
-    const int from = __ffs(here) - 1;
-    groups = all[i], first = i * 32 * step;
-    part.token = first + from * step, part.skip = begin - __shfl_sync(~0u, before[i], from);
-  }
-  return part;
-}
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
 
