@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from . import dispatch, transforms
+from . import dispatch, layouts, transforms
 from .overlap import Writes
 
 _LIBRARY = torch.library.Library("mla", "FRAGMENT")
@@ -62,6 +62,9 @@ def _register(schema: str, fake: Callable[..., Any], real: Callable[..., Any]) -
     torch.library.register_fake(f"mla::{qualified}", _refusing_none(schema, fake), lib=_LIBRARY)
     op: torch._ops.OpOverload = getattr(getattr(torch.ops.mla, name), overload or "default")
     _LIBRARY.impl(qualified, transforms.kernel(op), transforms.DISPATCH_KEY)
+    for key in layouts.DISPATCH_KEYS:
+        _LIBRARY.impl(qualified, layouts.refusal(qualified, op._schema), key)
+    _LIBRARY.impl(qualified, layouts.resolved(qualified, op), layouts.NEGATIVE_KEY)
     return op
 
 
