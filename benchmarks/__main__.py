@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments[:count] and options[:1] in (["-h"], ["--help"]):
         print(
             "usage: bench [family ...] [options]\n\n"
-            f"families, all of which run if none is named: {', '.join(FAMILIES)}\n"
-            f"run if they are named: {', '.join(BY_NAME)}\n"
+            f"families: {', '.join(FAMILIES)}; all of these if none is named\n"
+            f"with options of their own, run by name: {', '.join(BY_NAME)}\n"
             "bench FAMILY --help lists a family's options"
         )
         return 0
