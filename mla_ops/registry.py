@@ -122,13 +122,17 @@ def _on_its_device(schema: str, real: Callable[..., Any]) -> Callable[..., Any]:
 def _run(call: dispatch.Call, use: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns `use(lowering, args, kwargs)` for the lowering of the call or, if need be, one behind it.
 
-    The lowering of CPU tensors is written in torch's own operations. Each of them would count a version, and refuse
-    inference tensors, where a CUDA kernel does neither: so they run below autograd.
+    Lowerings that are written in torch's own operations, as that of CPU tensors is, run outside of autocast, which
+    would round their float32. On a CPU they run below autograd, too: each operation would count a version, and refuse
+    inference tensors, where a CUDA kernel does neither.
     """
-    if call.device.type != "cpu":
-        return _use_available(call, use, args, kwargs)
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        return _use_available(call, use, args, kwargs)
+    if call.device.type == "cpu":
+        with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast():
+            return _use_available(call, use, args, kwargs)
+    if torch.is_autocast_enabled("cuda"):
+        with torch._C._DisableAutocast():
+            return _use_available(call, use, args, kwargs)
+    return _use_available(call, use, args, kwargs)
 
 
 def _use_available(call: dispatch.Call, use: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
