@@ -183,7 +183,7 @@ def _warm_up_compressor(cache_format: str, dtype: torch.dtype, device: torch.dev
         entry_format = cache_format if head_dim == LATENT_DIM else plain
         entries = allocate_cache(entry_format, 1, 1, head_dim=head_dim, device=device)
         sizes = (1, window, 2 * width), (ratio, width), (head_dim,), (1, ROPE_DIM)
-        states, *weights, angles = (torch.zeros(size, dtype=torch.float32, device=device) for size in sizes)
+        states, bias, norm, angles = (torch.zeros(size, dtype=torch.float32, device=device) for size in sizes)
         # one token fits beside the group it completes, two need a launch each for entries and states
         for count in (1, 2):
             token = torch.zeros(count, width, dtype=dtype, device=device)
@@ -191,7 +191,7 @@ def _warm_up_compressor(cache_format: str, dtype: torch.dtype, device: torch.dev
             table = torch.zeros(1, 1, dtype=torch.int32, device=device)
             caches = states, entries, table
             ops.compress_and_cache(
-                token, token, *weights, angles, *caches, padding, padding, padding.long(), 1e-6, entry_format
+                token, token, bias, norm, angles, *caches, padding, padding, padding.long(), 1e-6, entry_format
             )
 
 
