@@ -150,7 +150,10 @@ class Floors:
 
 def argument_parser(family: str) -> argparse.ArgumentParser:
     """The options that all families share."""
-    parser = argparse.ArgumentParser(prog=f"benchmarks.{family}", description=f"Benchmarks of the family '{family}'.")
+    parser = argparse.ArgumentParser(
+        prog=f"bench {family}",
+        description=f"Benchmarks of the family '{family}'. Several values are separated by commas: 1,32,128.",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--lowerings",

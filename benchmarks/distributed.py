@@ -254,7 +254,11 @@ def fill(latent: torch.Tensor, index_keys: torch.Tensor, device: torch.device) -
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.distributed", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.distributed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("parts", nargs="*", default=["tokens", "merge", "steps"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[32768, 131072])

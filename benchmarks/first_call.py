@@ -142,7 +142,11 @@ def measured_ways(
 
 def main(argv: list[str] | None = None) -> int:
     """Prints a table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_call", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.first_call",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--cache-formats", nargs="+", default=["fp8_ds_mla"])
     parser.add_argument("--repeats", type=int, default=3, help="processes of each row")

@@ -124,7 +124,9 @@ def compare_choices(query: Query, index_format: str) -> tuple[torch.Tensor, torc
 
 def main(argv: list[str] | None = None) -> int:
     """Prints both tables; returns the exit status: 1 if a score is further from float64 than rounding explains."""
-    parser = argparse.ArgumentParser(prog="bench indexer_quality", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="bench indexer_quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=4096, help="length of the text")
     parser.add_argument("--quick", action="store_true", help="a smaller model and a short text")

@@ -269,7 +269,9 @@ def _gpu() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.launches", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="bench launches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=15, help="timings of each launch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a small cache, whose rows the caches of the GPU may hold")

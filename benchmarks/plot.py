@@ -113,7 +113,9 @@ def _has(rows: list[Row], name: str) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Draws one file; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="benchmarks.plot", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", type=Path, nargs="+", help="JSON that the benchmarks wrote")
     parser.add_argument("target", type=Path, help="picture to write: .svg or .png")
     arguments = parser.parse_args(argv)

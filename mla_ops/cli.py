@@ -64,26 +64,31 @@ def _parser() -> argparse.ArgumentParser:
         description="Runs a transformers model twice over the same prompts: as it comes, and through "
         "torch.ops.mla.* from a paged cache. Without options: a small model with fixed random weights over the bytes "
         "of 'Alice's Adventures in Wonderland'.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument(
         "--arch",
         default="v3.2",
         choices=("v3", "v3.2", "glm5", "v4"),
-        help="of the small model; a checkpoint names its own",
+        help="architecture of the small model, by default %(default)s; a checkpoint names its own",
     )
     demo.add_argument("--model", metavar="PATH", help="folder of a checkpoint with its tokenizer")
-    demo.add_argument("--prompt", metavar="TEXT", help="text to continue, in every request")
+    demo.add_argument(
+        "--prompt", metavar="TEXT", help="text to continue, in every request; by default passages of the book"
+    )
     demo.add_argument("--prompt-file", metavar="PATH", help="file with the text to continue")
-    demo.add_argument("--batch", type=int, default=4, metavar="N", help="requests that run together")
-    demo.add_argument("--max-new-tokens", type=int, default=12, metavar="N", help="new tokens of each request")
+    demo.add_argument(
+        "--batch", type=int, default=4, metavar="N", help="requests that run together, by default %(default)s"
+    )
+    demo.add_argument(
+        "--max-new-tokens", type=int, default=12, metavar="N", help="new tokens of each request, by default %(default)s"
+    )
     demo.add_argument(
         "--cache",
         choices=("fp8_ds_mla", "fp8_ds_mla_v4", "bf16", "fp32"),
         help="format of the latent cache: by default fp8_ds_mla, for V4 fp8_ds_mla_v4; the model runs in float32 for "
         "fp32, else in bfloat16",
     )
-    demo.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N; cuda where there is one")
+    demo.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N; by default cuda where there is one")
     demo.add_argument(
         "--tp", type=int, default=1, metavar="N", help="ranks that share heads and experts; start N with torchrun"
     )

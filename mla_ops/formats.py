@@ -145,11 +145,11 @@ FORMATS: dict[str, CacheFormat] = {
 LATENT_FORMATS = tuple(name for name, entry in FORMATS.items() if not entry.index_only)
 
 
-def get_format(cache_format: str, op: str = "mla_ops") -> CacheFormat:
-    """The entry of that name, or a ValueError that lists the names there are."""
+def get_format(cache_format: str, op: str = "mla_ops", argument: str = "cache_format") -> CacheFormat:
+    """The entry of that name, or a ValueError of `op` and its `argument` that lists the names there are."""
     entry = FORMATS.get(cache_format)
     if entry is None:
-        raise ValueError(f"{op}: cache_format must be one of {sorted(FORMATS)}, got '{cache_format}'")
+        raise ValueError(f"{op}: {argument} must be one of {sorted(FORMATS)}, got '{cache_format}'")
     return entry
 
 

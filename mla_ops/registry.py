@@ -19,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from . import dispatch, transforms
+from . import dispatch, layouts, transforms
 from .overlap import Writes
 
 _LIBRARY = torch.library.Library("mla", "FRAGMENT")
@@ -62,6 +62,9 @@ def _register(schema: str, fake: Callable[..., Any], real: Callable[..., Any]) -
     torch.library.register_fake(f"mla::{qualified}", _refusing_none(schema, fake), lib=_LIBRARY)
     op: torch._ops.OpOverload = getattr(getattr(torch.ops.mla, name), overload or "default")
     _LIBRARY.impl(qualified, transforms.kernel(op), transforms.DISPATCH_KEY)
+    for key in layouts.DISPATCH_KEYS:
+        _LIBRARY.impl(qualified, layouts.refusal(qualified, op._schema), key)
+    _LIBRARY.impl(qualified, layouts.resolved(qualified, op), layouts.NEGATIVE_KEY)
     return op
 
 
@@ -119,13 +122,17 @@ def _on_its_device(schema: str, real: Callable[..., Any]) -> Callable[..., Any]:
 def _run(call: dispatch.Call, use: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns `use(lowering, args, kwargs)` for the lowering of the call or, if need be, one behind it.
 
-    The lowering of CPU tensors is written in torch's own operations. Each of them would count a version, and refuse
-    inference tensors, where a CUDA kernel does neither: so they run below autograd.
+    Lowerings that are written in torch's own operations, as that of CPU tensors is, run outside of autocast, which
+    would round their float32. On a CPU they run below autograd, too: each operation would count a version, and refuse
+    inference tensors, where a CUDA kernel does neither.
     """
-    if call.device.type != "cpu":
-        return _use_available(call, use, args, kwargs)
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        return _use_available(call, use, args, kwargs)
+    if call.device.type == "cpu":
+        with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast():
+            return _use_available(call, use, args, kwargs)
+    if torch.is_autocast_enabled("cuda"):
+        with torch._C._DisableAutocast():
+            return _use_available(call, use, args, kwargs)
+    return _use_available(call, use, args, kwargs)
 
 
 def _use_available(call: dispatch.Call, use: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

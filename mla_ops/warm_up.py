@@ -88,7 +88,7 @@ def warmup(
 
     if head_dim == LATENT_DIM:
         _warm_up_compressor(cache_format, dtype, device)
-    attn_sink = torch.zeros(num_heads, device=device) if with_sink else None
+    attn_sink = torch.zeros(num_heads, dtype=torch.float32, device=device) if with_sink else None
     query_dtype = dtype if entry.quantized else kv_cache.dtype
     for count in sorted(set(num_tokens)):
         q = torch.zeros(count, num_heads, head_dim, dtype=query_dtype, device=device)
@@ -182,9 +182,8 @@ def _warm_up_compressor(cache_format: str, dtype: torch.dtype, device: torch.dev
         window, width = ratio * series, head_dim * series
         entry_format = cache_format if head_dim == LATENT_DIM else plain
         entries = allocate_cache(entry_format, 1, 1, head_dim=head_dim, device=device)
-        states = torch.zeros(1, window, 2 * width, device=device)
-        weights = torch.zeros(ratio, width, device=device), torch.zeros(head_dim, device=device)
-        angles = torch.zeros(1, ROPE_DIM, device=device)
+        sizes = (1, window, 2 * width), (ratio, width), (head_dim,), (1, ROPE_DIM)
+        states, bias, norm, angles = (torch.zeros(size, dtype=torch.float32, device=device) for size in sizes)
         # one token fits beside the group it completes, two need a launch each for entries and states
         for count in (1, 2):
             token = torch.zeros(count, width, dtype=dtype, device=device)
@@ -192,7 +191,7 @@ def _warm_up_compressor(cache_format: str, dtype: torch.dtype, device: torch.dev
             table = torch.zeros(1, 1, dtype=torch.int32, device=device)
             caches = states, entries, table
             ops.compress_and_cache(
-                token, token, *weights, angles, *caches, padding, padding, padding.long(), 1e-6, entry_format
+                token, token, bias, norm, angles, *caches, padding, padding, padding.long(), 1e-6, entry_format
             )
 
 

@@ -75,7 +75,7 @@ def check_wheel(wheel: Path, names: list[str]) -> str:
 
 def main() -> int:
     """Compiles, packs and checks."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "dist", help="of the wheel")
     parser.add_argument("--kernel", action="append", default=[], help="a name; all kernels if none is given")
     arguments = parser.parse_args()

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -319,6 +320,21 @@ def test_several_families_run_under_one_command(tmp_path: Path, capsys: pytest.C
     assert set(json.loads(path.read_text())) == {"merge", "step_metadata"}
     assert command(["attention", "--quick"]) == 2
     assert "there is no family attention" in capsys.readouterr().err
+
+
+def test_all_families_take_the_options_of_one_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`bench --json rows.json` names no family, and runs all of these."""
+    command = importlib.import_module("benchmarks.__main__")
+    assert command.main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    for family in (*command.FAMILIES, *command.BY_NAME):
+        with pytest.raises(SystemExit):
+            command.main([family, "--help"])
+        shared = {"--device", "--lowerings", "--iterations", "--json"} <= set(
+            re.findall(r"--[a-z-]+", capsys.readouterr().out)
+        )
+        assert shared == (family in command.FAMILIES), family
+        assert family in listed
 
 
 def test_max_error_sees_nan_and_ignores_equal_infinities() -> None:

@@ -75,14 +75,15 @@ def check_cache(
 
     `index_keys` tells the ops that take formats of index keys: those of the indexer, and the compressor.
     """
-    entry = get_format(cache_format, op)
+    argument = "extra_cache_format" if name == "extra_kv_cache" else "cache_format"
+    entry = get_format(cache_format, op, argument)
     if entry.index_only and not index_keys:
         raise ValueError(
-            f"{op}: cache_format '{cache_format}' holds index keys, which this op does not take; "
+            f"{op}: {argument} '{cache_format}' holds index keys, which this op does not take; "
             f"expected one of {sorted(LATENT_FORMATS)}"
         )
     if kv_cache.dtype != entry.dtype:
-        raise TypeError(f"{op}: {name} of cache_format '{cache_format}' must be {entry.dtype}, got {kv_cache.dtype}")
+        raise TypeError(f"{op}: {name} of {argument} '{cache_format}' must be {entry.dtype}, got {kv_cache.dtype}")
     itemsize = entry.dtype.itemsize
     shape, strides, offset = kv_cache.shape, kv_cache.stride(), kv_cache.storage_offset()
     if entry.planar and len(shape) == 2:
@@ -95,7 +96,7 @@ def check_cache(
         require(
             block_bytes > 0 and entry.block_bytes(entry.block_size(block_bytes)) == block_bytes,
             lambda: (
-                f"{op}: {name} of cache_format '{cache_format}' must have blocks of "
+                f"{op}: {name} of {argument} '{cache_format}' must have blocks of "
                 f"ceil({entry.row_widths[0]} * block_size / {entry.block_multiple}) * {entry.block_multiple} bytes, "
                 f"got shape {list(shape)}"
             ),
@@ -105,7 +106,7 @@ def check_cache(
             widths = " or ".join(str(width) for width in entry.row_widths)
             flat = "[num_blocks, block_bytes] or " if entry.planar else ""
             raise ValueError(
-                f"{op}: {name} of cache_format '{cache_format}' must have shape {flat}[num_blocks, block_size, "
+                f"{op}: {name} of {argument} '{cache_format}' must have shape {flat}[num_blocks, block_size, "
                 f"{widths}], got {list(shape)}"
             )
         needed = shape[1] * shape[2]

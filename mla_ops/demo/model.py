@@ -143,7 +143,7 @@ def build_small_v4_model(
                 parameter.normal_(std=0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):
-                buffer.copy_(torch.rand(vocab_size, num_experts).argsort(1)[:, :experts_per_token])
+                buffer.copy_(torch.rand(vocab_size, num_experts, dtype=torch.float32).argsort(1)[:, :experts_per_token])
             elif name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
     torch.random.set_rng_state(state)

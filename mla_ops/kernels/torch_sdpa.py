@@ -64,7 +64,7 @@ def empty_result(
     if num_tokens and k.shape[0] and cu_seqlens_q.shape[0] > 1:
         return None
     out = q.new_zeros((num_tokens, num_heads, v.shape[2]))
-    return out, torch.full((num_tokens, num_heads), -torch.inf, device=q.device)
+    return out, torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device=q.device)
 
 
 def pad_heads(width: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -201,7 +201,9 @@ class WindowedAttention(nn.Module):
         device = self.device
 
         def states(ratio: int, series: int, head_dim: int) -> torch.Tensor:
-            return torch.zeros(max_num_requests, ratio * series, 2 * series * head_dim, device=device)
+            return torch.zeros(
+                max_num_requests, ratio * series, 2 * series * head_dim, dtype=torch.float32, device=device
+            )
 
         layers = []
         for kind in self.kinds:

@@ -29,7 +29,7 @@ class Maker:
         self.generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator).to(dtype).to(self.device)
+        return torch.randn(*shape, dtype=torch.float32, generator=self.generator).to(dtype).to(self.device)
 
     def indices(self, low: int, high: int, *shape: int) -> torch.Tensor:
         values = torch.randint(low, high, shape, generator=self.generator, dtype=torch.int32)
@@ -48,8 +48,11 @@ class Maker:
         cache = allocate_cache(cache_format, num_blocks, block_size, head_dim=head_dim)
         slots = torch.arange(num_blocks * block_size)
         head_dim = geometry(cache, cache_format).head_dim
-        kv_c = torch.randn(len(slots), min(FORMATS[cache_format].latent_dim, head_dim), generator=self.generator)
-        k_pe = torch.randn(len(slots), head_dim - kv_c.shape[1], generator=self.generator)
+        latent_dim = min(FORMATS[cache_format].latent_dim, head_dim)
+        kv_c, k_pe = (
+            torch.randn(len(slots), width, dtype=torch.float32, generator=self.generator)
+            for width in (latent_dim, head_dim - latent_dim)
+        )
         write_reference(kv_c, k_pe, cache, slots, cache_format)
         return cache.to(self.device)
 

@@ -271,7 +271,7 @@ def _paged_sparse_attention(make: Maker) -> Iterator[Case]:
             (q, cache, indices, SCALE, cache_format),
             {
                 "topk_length": make.int32([6, 0, 3, 99, -2]),
-                "attn_sink": torch.tensor([0.5, -torch.inf, torch.inf], device=make.device),
+                "attn_sink": torch.tensor([0.5, -torch.inf, torch.inf], dtype=torch.float32, device=make.device),
             },
         )
         yield (
@@ -333,7 +333,7 @@ def _two_caches(make: Maker) -> Iterator[Case]:
     options = {
         "topk_length": make.int32([6, 0, 3, 99, 0]),
         "extra_topk_length": make.int32([0, 3, 99, 1, -2]),
-        "attn_sink": torch.tensor([0.5, -torch.inf, torch.inf], device=make.device),
+        "attn_sink": torch.tensor([0.5, -torch.inf, torch.inf], dtype=torch.float32, device=make.device),
     }
     yield "lengths and sinks", case(5, v4, v4), options
     requests, extra_table = make.int32([0, 1, 1, -1, 7]), make.int32([[6, -1], [0, 3]])
@@ -365,7 +365,7 @@ def _sparse_attention(make: Maker) -> Iterator[Case]:
         (q, kv, indices, SCALE),
         {
             "topk_length": make.int32([6, 0, 3, 99, -2]),
-            "attn_sink": torch.tensor([0.5, -torch.inf, torch.inf], device=make.device),
+            "attn_sink": torch.tensor([0.5, -torch.inf, torch.inf], dtype=torch.float32, device=make.device),
         },
     )
     yield "deterministic", (q, kv, indices, SCALE), {"deterministic": True}

@@ -17,7 +17,7 @@ INDEX_FORMATS = ("fp8_index", *PLAIN)
 def _index_cache(make: Maker, cache_format: str, block_size: int = BLOCK_SIZE) -> torch.Tensor:
     """Every slot written."""
     cache = allocate_cache(cache_format, NUM_BLOCKS, block_size, head_dim=INDEX_DIM)
-    keys = torch.randn(NUM_BLOCKS * block_size, INDEX_DIM, generator=make.generator)
+    keys = torch.randn(NUM_BLOCKS * block_size, INDEX_DIM, dtype=torch.float32, generator=make.generator)
     write_reference(keys, cache, torch.arange(len(keys)), cache_format)
     return cache.to(make.device)
 

@@ -75,7 +75,14 @@ REFUSALS: list[Refusal] = [
         "unknown format of the extra cache",
         lambda g: {"extra_cache_format": "v4"},
         ValueError,
-        ("cache_format must be one of", "got 'v4'"),
+        ("extra: extra_cache_format must be one of", "got 'v4'"),
+    ),
+    (
+        "paged_sparse_attention.extra",
+        "a format of index keys for the extra cache",
+        lambda g: {"extra_cache_format": "fp8_index"},
+        ValueError,
+        ("extra: extra_cache_format 'fp8_index' holds index keys", "expected one of"),
     ),
     (
         "paged_sparse_attention.extra",
@@ -89,7 +96,7 @@ REFUSALS: list[Refusal] = [
         "extra keys of another dtype",
         lambda g: {"extra_cache_format": "bf16"},
         TypeError,
-        ("extra_kv_cache of cache_format 'bf16'", "torch.bfloat16", "got torch.uint8"),
+        ("extra_kv_cache of extra_cache_format 'bf16'", "torch.bfloat16", "got torch.uint8"),
     ),
     (
         "paged_sparse_attention.extra",

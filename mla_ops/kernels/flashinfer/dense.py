@@ -172,7 +172,7 @@ def compute_prefill(
         backend = "fa2"
     covered = int(starts_q[-1])
     out = q.new_zeros((num_tokens, num_heads, head_dim_v))
-    lse = torch.full((num_tokens, num_heads), -torch.inf, device=q.device)
+    lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device=q.device)
     if covered == 0 or starts_k[-1] == 0:
         return out, lse
     wrapper = _wrapper("BatchPrefillWithRaggedKVCacheWrapper", backend, q.device)
@@ -248,7 +248,7 @@ def compute_paged(
     num_blocks, block_size, _, _ = geometry(kv_cache, cache_format)
     num_tokens, num_heads, _ = q.shape
     out = q.new_zeros((num_tokens, num_heads, LATENT_DIM))
-    lse = torch.full((num_tokens, num_heads), -torch.inf, device=q.device)
+    lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device=q.device)
     if num_tokens == 0 or num_blocks == 0 or block_table.numel() == 0:
         return out, lse
     q = aligned(whole_query(q, q_rope))

@@ -282,7 +282,9 @@ def _attend(
     selections = [each for each in selections if each.cache.shape[0] and each.slots.shape[1]]
     num_tokens = q.shape[0]
     if num_tokens == 0 or not selections:
-        return q.new_zeros((*q.shape[:2], LATENT_DIM)), torch.full(q.shape[:2], -torch.inf, device=q.device)
+        return q.new_zeros((*q.shape[:2], LATENT_DIM)), torch.full(
+            q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device
+        )
     if cache_format in PACKED:
         attend = _sm120
         step = min(_rows_per_call(num_tokens, each.cache, cache_format) for each in selections)

@@ -41,7 +41,7 @@ def tokens_together(num_tokens: int, num_columns: int) -> int:
 def _parts(num_tokens: int, num_columns: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
     """Tokens, and where their scores go."""
     together = tokens_together(num_tokens, num_columns)
-    scores = torch.empty(together, num_columns, device=device)
+    scores = torch.empty(together, num_columns, dtype=torch.float32, device=device)
     for first in range(0, num_tokens, together):
         tokens = slice(first, min(first + together, num_tokens))
         yield tokens, scores[: tokens.stop - first]

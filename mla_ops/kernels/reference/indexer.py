@@ -42,7 +42,7 @@ def read_index_keys(
     _, block_size, _, _ = geometry(index_cache, cache_format)
     place = slots // block_size, slots % block_size
     if cache_format != "fp8_index":
-        return index_cache[place], torch.ones(slots.shape, device=slots.device)
+        return index_cache[place], torch.ones(slots.shape, dtype=torch.float32, device=slots.device)
     data, scales = planar_views(index_cache, cache_format)
     return data[place].view(torch.float8_e4m3fn), scales[place].view(torch.float32).squeeze(-1)
 
@@ -136,9 +136,9 @@ def flat_tiles(
         for start in range(low, int(ends[tokens][live].max()), TILE_KEYS):
             columns = slice(start, min(start + TILE_KEYS, num_kv))
             count = columns.stop - columns.start
-            keys = torch.zeros(TILE_KEYS, INDEX_DIM, device=q.device)
+            keys = torch.zeros(TILE_KEYS, INDEX_DIM, dtype=torch.float32, device=q.device)
             keys[:count] = k[columns].float()
-            scales = torch.ones(TILE_KEYS, device=q.device)
+            scales = torch.ones(TILE_KEYS, dtype=torch.float32, device=q.device)
             if k_scale is not None:
                 scales[:count] = k_scale[columns]
             rows = q[tokens].shape[0]
@@ -172,8 +172,8 @@ def paged_tiles(
             within = position < ends[tokens].unsqueeze(1)
             slots, there = slots_of(block_table, request, position, block_size)
             readable = within & there & (slots < num_blocks * block_size)
-            keys = torch.zeros(*readable.shape, INDEX_DIM, device=q.device)
-            scales = torch.zeros(readable.shape, device=q.device)
+            keys = torch.zeros(*readable.shape, INDEX_DIM, dtype=torch.float32, device=q.device)
+            scales = torch.zeros(readable.shape, dtype=torch.float32, device=q.device)
             chosen, place = slots[readable].unique(return_inverse=True)  # tokens of one request share their keys
             read, scale = read_index_keys(index_cache, chosen, cache_format)
             keys[readable], scales[readable] = read.float()[place], scale[place]

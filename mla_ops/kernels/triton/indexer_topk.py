@@ -442,12 +442,12 @@ def select_chunks(score, starts, ends, num_columns: int, topk: int, indices, val
     num_tokens = indices.shape[0]
     width = chunk_columns(topk)
     if num_columns <= width:
-        scores = torch.empty(num_tokens, num_columns, device=indices.device)
+        scores = torch.empty(num_tokens, num_columns, dtype=torch.float32, device=indices.device)
         score(scores, 0)
         rows = {"row_starts": starts, "row_ends": ends}
         topk_indices(scores, topk, **rows, **slots, indices=indices, valid_counts=valid_counts)
         return
-    scratch = torch.empty(num_tokens, topk + width, device=indices.device)
+    scratch = torch.empty(num_tokens, topk + width, dtype=torch.float32, device=indices.device)
     places = torch.empty(num_tokens, topk, dtype=torch.int32, device=indices.device)
     row_starts = starts.clamp(min=0, max=num_columns) + topk
     row_ends = ends.clamp(min=0, max=width) + topk
@@ -504,7 +504,7 @@ def merge_topk(
     num_tokens, num_candidates = scores.shape
     if num_tokens == 0:
         return
-    kept_scores = torch.empty(num_tokens, topk, device=scores.device)
+    kept_scores = torch.empty(num_tokens, topk, dtype=torch.float32, device=scores.device)
     kept_indices = torch.empty_like(kept_scores, dtype=torch.int32)
     counts = torch.empty(num_tokens, dtype=torch.int32, device=scores.device)
     _merge_kernel[(num_tokens,)](
