@@ -21,6 +21,7 @@ from mla_ops.kernels.cuda import compiler, driver, store
 from mla_ops.kernels.cuda.compiler import Compiled, CompileError, Target, Unit
 from mla_ops.kernels.cuda.prebuilt import archive_of, build
 from mla_ops.kernels.cuda.sources import Sources
+from mla_ops.kernels.hopper.sources import SOURCES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -107,6 +108,50 @@ def test_a_kernel_compiles_to_code_with_its_symbol_and_resources(source: Path) -
     assert compiled.resources.shared == 0
     assert compiled.resources.params == struct.calcsize(PARAMS)
     assert "UCGABAR_WAIT" in compiled.sass or "CGABAR" in compiled.sass
+
+
+# Writes its address, its size, and the sum of the words that it reads there.
+ASKS = """
+#include "code.cuh"
+struct Params { u64* found; };
+template <int N>
+__global__ void asks(const __grid_constant__ Params params) {
+    prefetch_code<0>();
+    u64 sum = 0;
+    for (u64 i = 0; i < code_bytes / 8; ++i) sum += code_begin[i];
+    params.found[0] = reinterpret_cast<u64>(code_begin), params.found[1] = code_bytes, params.found[2] = sum;
+}
+"""
+
+
+@pytest.fixture
+def asks(source: Path) -> Path:
+    for name in ("code", "ptx", "memory", "arithmetic"):
+        shutil.copy(SOURCES.folder / f"{name}.cuh", source.parent)
+    path = source.with_name("asks.cu")
+    path.write_text(ASKS)
+    return path
+
+
+@needs_nvrtc
+def test_a_kernel_that_asks_is_loaded_with_its_own_address_and_size(asks: Path) -> None:
+    """The address is a relocation against the kernel, which the driver resolves. Nothing else changes."""
+    compiled = compile_again(asks, "asks<1>")
+    elf, before, after = compiler._Elf(compiled.cubin), compiled.cubin, compiled.loadable
+    kernel, size, begin = (elf.symbols[name] for name in (compiled.symbol, "code_bytes", "code_begin"))
+    (table,) = (section for section in elf.sections if section[1] == 4 and section[7] == begin.section)
+    assert kernel.size == elf.sections[kernel.section][5]
+    assert struct.unpack_from("<Q", before, elf.at(size)) == (0,)
+    assert struct.unpack_from("<Q", after, elf.at(size)) == (kernel.size,)
+    assert struct.unpack_from("<QII", after, table[4]) == (begin.place, 2, kernel.number)
+    changed = {at for at, (old, new) in enumerate(zip(before, after, strict=True)) if old != new}
+    assert changed <= {*range(elf.at(size), elf.at(size) + 8), *range(table[4] + 8, table[4] + 16)}
+
+
+@needs_nvrtc
+def test_a_kernel_that_does_not_ask_is_loaded_as_compiled(source: Path) -> None:
+    compiled = compile_again(source)
+    assert compiled.loadable is compiled.cubin
 
 
 @needs_nvrtc
@@ -500,6 +545,21 @@ def test_launches_follow_the_current_stream_and_any_thread(source: Path, x: torc
     torch.cuda.synchronize()
     assert not failures
     torch.testing.assert_close(x, expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_kernel_finds_its_own_code(asks: Path) -> None:
+    found = torch.zeros(3, dtype=torch.int64, device="cuda")
+    kernel = sources(asks).load("asks.cu", "asks<1>", 0)
+    kernel.launch((1, 1, 1), (32, 1, 1), 0, (1, 1, 1), struct.pack("@P", found.data_ptr()))
+    elf = compiler._Elf(kernel.compiled.cubin)
+    own = elf.symbols[kernel.compiled.symbol]
+    words = struct.unpack_from(f"<{own.size // 8}q", kernel.compiled.cubin, elf.at(own))
+    begin, size, total = found.tolist()
+    assert begin > 0
+    assert begin % 128 == 0
+    assert size == own.size
+    assert (total - sum(words)) % 2**64 == 0
 
 
 @pytest.mark.gpu

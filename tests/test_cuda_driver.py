@@ -87,9 +87,20 @@ def test_a_stream_that_has_the_handle_of_another_has_an_id_of_its_own(
     assert len(cuda.context_of("cuStreamGetId")) == 2
 
 
+def test_a_driver_that_does_not_know_where_code_is_gets_it_as_compiled(cuda: Driver) -> None:
+    compiled = SimpleNamespace(cubin=b"", loadable=b"", symbol="s", kernel="shift<1>")
+    cuda.results["cuGetErrorString"] = (b"invalid image",)
+    cuda.fails["cuModuleLoadData"] = [200]
+    driver.Function(compiled, 1)
+    assert cuda.context_of("cuModuleLoadData") == ["primary", "primary"]
+    cuda.fails["cuModuleLoadData"] = [200, 200]
+    with pytest.raises(driver.DriverError, match="invalid image"):
+        driver.Function(compiled, 1)
+
+
 def test_a_thread_without_a_context_gets_the_devices_before_its_first_launch(cuda: Driver) -> None:
     """A refused launch is an error at once: the device of the tensors is the current one."""
-    function = driver.Function(SimpleNamespace(cubin=b"", symbol="s", kernel="shift<1>"), 1)
+    function = driver.Function(SimpleNamespace(cubin=b"", loadable=b"", symbol="s", kernel="shift<1>"), 1)
     assert cuda.context_of("cuModuleLoadData") == ["primary"]
     function._params_bytes = 16
     failures: list[Exception] = []

@@ -29,6 +29,8 @@ from ...dispatch import LoweringUnavailable, Missing
 # NVRTC's options for every kernel, beside its target. tests/sanitize.py adds -lineinfo: code four times as large.
 OPTIONS = ("-std=c++17", "--extra-device-vectorization", "--device-as-default-execution-space")
 RESERVED_SHARED_BYTES = 1024  # the system's share of each block, which resource reports count as static
+# Of an ELF file: types of sections, of symbols, and of a relocation (R_CUDA_64).
+SYMBOLS, RELOCATIONS, OBJECT, FUNCTION, ADDRESS = 2, 4, 1, 2, 2
 PARAMS_OFFSET = 528  # bytes before a kernel's parameters in constant bank 0
 
 
@@ -109,6 +111,22 @@ class Compiled:
         return next((value for name, value in _constants(self.cubin) if name.endswith("12shared_bytes")), 0)
 
     @functools.cached_property
+    def loadable(self) -> bytes:
+        """The machine code, in which `code_bytes` and `code_begin` are the kernel's, if it has these (`code.cuh`)."""
+        elf, cubin = _Elf(self.cubin), bytearray(self.cubin)
+        size, begin, kernel = (elf.symbols.get(name) for name in ("code_bytes", "code_begin", self.symbol))
+        if size is None or begin is None or kernel is None:
+            return self.cubin
+        for _, kind, _, _, offset, length, _, target in elf.sections:
+            if kind != RELOCATIONS or target != begin.section:
+                continue
+            for at in range(offset, offset + length, 24):
+                if struct.unpack_from("<Q", cubin, at)[0] == begin.place:
+                    struct.pack_into("<II", cubin, at + 8, ADDRESS, kernel.number)
+                    struct.pack_into("<Q", cubin, elf.at(size), kernel.size)
+        return bytes(cubin)
+
+    @functools.cached_property
     def resources(self) -> Resources:
         """Read by `cuobjdump`. Raises FileNotFoundError where neither Triton nor a CUDA toolkit brings it."""
         report = _run_tool("cuobjdump", ["-res-usage"], self.cubin)
@@ -127,23 +145,45 @@ class Compiled:
         return _run_tool("nvdisasm", ["-c"], self.cubin)
 
 
+class _Symbol(NamedTuple):
+    """An entry of a cubin's table of symbols: its number there, section, place in that and bytes."""
+
+    number: int
+    section: int
+    place: int
+    size: int
+
+
+class _Elf:
+    """What a cubin's header says: `sections`, and `symbols` by mangled name, of functions and objects."""
+
+    def __init__(self, cubin: bytes) -> None:
+        (first,) = struct.unpack_from("<Q", cubin, 0x28)
+        size, count = struct.unpack_from("<HH", cubin, 0x3A)
+        # a section's fields: name, type, flags, address, offset, bytes, index of its strings, of what it relocates
+        self.sections = [struct.unpack_from("<IIQQQQII", cubin, first + i * size) for i in range(count)]
+        self.symbols: dict[str, _Symbol] = {}
+        for _, kind, _, _, offset, length, link, _ in self.sections:
+            if kind != SYMBOLS:
+                continue
+            names, table = self.sections[link][4], cubin[offset : offset + length]
+            for number, entry in enumerate(struct.iter_unpack("<IBBHQQ", table)):
+                name, info, _, section, place, symbol_bytes = entry
+                if info & 15 in (OBJECT, FUNCTION) and 0 < section < count:
+                    text = cubin[names + name : cubin.index(b"\0", names + name)].decode()
+                    self.symbols[text] = _Symbol(number, section, place, symbol_bytes)
+
+    def at(self, symbol: _Symbol) -> int:
+        """The offset in the file."""
+        return int(self.sections[symbol.section][4]) + symbol.place
+
+
 def _constants(cubin: bytes) -> Iterator[tuple[str, int]]:
     """Mangled name and value of each int that is initialised in an ELF file."""
-    (first,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count = struct.unpack_from("<HH", cubin, 0x3A)
-    # a section's fields: name, type, flags, address, offset, bytes, index of its strings
-    sections = [struct.unpack_from("<IIQQQQI", cubin, first + i * size) for i in range(count)]
-    for _, kind, _, _, offset, length, link in sections:
-        if kind != 2:  # a table of symbols
-            continue
-        names = sections[link][4]
-        for name, info, _, section, value, symbol_bytes in struct.iter_unpack(
-            "<IBBHQQ", cubin[offset : offset + length]
-        ):
-            if info & 15 == 1 and symbol_bytes == 4 and 0 < section < count:  # an object
-                end = cubin.index(b"\0", names + name)
-                (number,) = struct.unpack_from("<i", cubin, sections[section][4] + value)
-                yield cubin[names + name : end].decode(), number
+    elf = _Elf(cubin)
+    for name, symbol in elf.symbols.items():
+        if symbol.size == 4:
+            yield name, struct.unpack_from("<i", cubin, elf.at(symbol))[0]
 
 
 def _run_tool(tool: str, options: list[str], cubin: bytes) -> str:

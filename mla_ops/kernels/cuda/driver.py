@@ -45,7 +45,10 @@ class Function:
         self.device_index = device_index
         attribute = driver.CUfunction_attribute
         with _current(device_index), relaxed_capture():
-            self._module = _check(driver.cuModuleLoadData(compiled.cubin))
+            try:
+                self._module = _check(driver.cuModuleLoadData(compiled.loadable))
+            except DriverError:  # nothing but the code's own address may be what it does not take
+                self._module = _check(driver.cuModuleLoadData(compiled.cubin))
             self._function = _check(driver.cuModuleGetFunction(self._module, compiled.symbol.encode()))
             device = _check(driver.cuDeviceGet(device_index))
             most = _check(

@@ -8,6 +8,7 @@
 //
 // Kernels called balanced are given lengths, and share rows evenly among all CTAs instead where these are unequal.
 
+#include "code.cuh"
 #include "gather.cuh"
 #include "queries.cuh"
 #include "scores.cuh"
@@ -219,6 +220,7 @@ DEVICE void attend_by_lengths(const Params& p) {
 template <int HEADS, Format FORMAT, bool YIELDS = false>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_rows(const __grid_constant__ Params p) {
+  if constexpr (HEADS == 64) prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend_by_shape<HEADS, FORMAT, Launch::ROWS, YIELDS>(p);
@@ -227,6 +229,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
 template <int HEADS, Format FORMAT>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_balanced_rows(const __grid_constant__ Params p) {
+  if constexpr (HEADS == 64) prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend_by_lengths<HEADS, FORMAT, Launch::ROWS>(p);
@@ -285,6 +288,7 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(THREADS_OF<HEA
 template <int HEADS, Format FORMAT, bool YIELDS = false>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_groups(const __grid_constant__ Params p) {
+  prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend_by_shape<HEADS, FORMAT, Launch::GROUPS, YIELDS>(p);

@@ -10,6 +10,7 @@
 // cluster each CTA has a share of one row's keys. Kernels called balanced are given lengths, and share rows evenly among
 // all CTAs instead where these are unequal.
 
+#include "code.cuh"
 #include "cuts.cuh"
 #include "pair_gather.cuh"
 #include "wgmma.cuh"
@@ -532,6 +533,7 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __
 // One copy of the code serves both ways: with two copies ptxas keeps too much in registers.
 template <int DIM>
 __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_balanced_rows(const __grid_constant__ Params p) {
+  prefetch_code<128>();
   EXPORT_SHARED_BYTES(PairLayout<DIM>);
   attend_all<DIM, Launch::BALANCED>(p);
 }
