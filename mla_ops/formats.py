@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from .sizes import check_sizes
+
 LATENT_DIM = 512
 ROPE_DIM = 64
 INDEX_DIM = 128
@@ -147,9 +149,9 @@ LATENT_FORMATS = tuple(name for name, entry in FORMATS.items() if not entry.inde
 
 def get_format(cache_format: str, op: str = "mla_ops", argument: str = "cache_format") -> CacheFormat:
     """The entry of that name, or a ValueError of `op` and its `argument` that lists the names there are."""
-    entry = FORMATS.get(cache_format)
+    entry = FORMATS.get(cache_format) if isinstance(cache_format, str) else None
     if entry is None:
-        raise ValueError(f"{op}: {argument} must be one of {sorted(FORMATS)}, got '{cache_format}'")
+        raise ValueError(f"{op}: {argument} must be one of {sorted(FORMATS)}, got {cache_format!r}")
     return entry
 
 
@@ -203,13 +205,12 @@ def allocate_cache(
         `fp8_ds_mla_v4` and `fp8_index`.
 
     Raises:
+        TypeError: a size that is no integer.
         ValueError: unknown format, width or a negative size.
     """
     entry = get_format(cache_format, "allocate_cache")
-    if num_blocks < 0 or block_size < 1:
-        raise ValueError(
-            f"allocate_cache: num_blocks must be >= 0 and block_size >= 1, got {num_blocks} and {block_size}"
-        )
+    check_sizes("allocate_cache", 0, num_blocks=num_blocks)
+    check_sizes("allocate_cache", 1, block_size=block_size)
     row_width = entry.row_width(entry.head_dims[0] if head_dim is None else head_dim)
     shape = (num_blocks, entry.block_bytes(block_size)) if entry.planar else (num_blocks, block_size, row_width)
     return torch.zeros(shape, dtype=entry.dtype, device=device)

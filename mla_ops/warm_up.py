@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from . import ops
 from .formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, get_format
 from .metadata import StepMetadata, V4StepMetadata
+from .sizes import check_sizes
 
 # Keys of the contexts that paged_attention is warmed up with. One program or CTA reads the first, several share each of
 # the next two, and the last is so long that kernels compare its length with others'. They take nearly every kernel.
@@ -56,9 +57,20 @@ def warmup(
             quantised `cache_format`, else plain.
         q_halves: whether attention gets queries in two tensors, `q` and `q_rope`.
         device: where to run.
+
+    Raises:
+        TypeError, ValueError: an unknown format, or a size that is no integer or too small.
     """
     device = torch.device(device)
-    entry = get_format(cache_format)
+    entry = get_format(cache_format, "warmup")
+    check_sizes("warmup", 1, num_heads=num_heads, topk=topk, head_dim=head_dim, block_size=block_size)
+    check_sizes("warmup", 0, index_heads=index_heads)
+    if not isinstance(num_tokens, Iterable):
+        raise TypeError(
+            f"warmup: num_tokens must be a list of integers, got {type(num_tokens).__name__} {num_tokens!r}"
+        )
+    for count in num_tokens:
+        check_sizes("warmup", 0, num_tokens=count)
     latent_dim = entry.latent_dim if entry.quantized else min(head_dim, LATENT_DIM)
     kv_cache = allocate_cache(cache_format, 2, block_size, head_dim=head_dim, device=device)
     metadata = StepMetadata.allocate(

@@ -16,7 +16,7 @@ from refusals import REFUSALS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-import mla_ops  # noqa: F401  registers the ops
+import mla_ops
 from mla_ops.formats import FORMATS, allocate_cache, get_format
 from mla_ops.testing import Sample, functional, op_names, out_overload, output_names, sample_inputs
 from mla_ops.testing.checks import assert_same_memory, clone_sample, named_arguments
@@ -295,10 +295,76 @@ def test_an_unknown_format_lists_the_formats_there_are() -> None:
         assert f"'{name}'" in message
 
 
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(-1, 4), (4, 0), (4, -1)])
-def test_a_cache_of_negative_size_is_refused(num_blocks: int, block_size: int) -> None:
-    message = message_of(lambda: allocate_cache("bf16", num_blocks, block_size), ValueError)
-    assert f"got {num_blocks} and {block_size}" in message
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "kind", "message"),
+    [
+        (-1, 4, ValueError, "num_blocks must be at least 0, got -1"),
+        (4, 0, ValueError, "block_size must be at least 1, got 0"),
+        (4, 2.5, TypeError, "block_size must be an integer, got float 2.5"),
+        (None, 4, TypeError, "num_blocks must be an integer, got NoneType None"),
+        (True, 4, TypeError, "num_blocks must be an integer, got bool True"),
+    ],
+)
+def test_a_cache_of_such_a_size_is_refused(
+    num_blocks: Any, block_size: Any, kind: type[Exception], message: str
+) -> None:
+    assert message_of(lambda: allocate_cache("bf16", num_blocks, block_size), kind) == f"allocate_cache: {message}"
+
+
+BUILDERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "StepMetadata.allocate": (
+        mla_ops.StepMetadata.allocate,
+        {
+            "max_num_tokens": 4,
+            "max_num_requests": 2,
+            "max_blocks_per_request": 2,
+            "block_size": 4,
+            "index_topk": 2,
+        },
+    ),
+    "V4StepMetadata.allocate": (
+        mla_ops.V4StepMetadata.allocate,
+        {"max_seq_len": 9, "window": 4, "c4a_block_size": 4, "c128a_ratio": 2, "num_blocks": 2},
+    ),
+    "CompressedMetadata.allocate": (
+        mla_ops.CompressedMetadata.allocate,
+        {
+            "max_num_tokens": 4,
+            "max_num_requests": 2,
+            "max_blocks_per_request": 2,
+            "compress_ratio": 4,
+            "block_size": 4,
+            "num_blocks": 3,
+        },
+    ),
+    "plan_context_chunks": (mla_ops.plan_context_chunks, {"num_rows": 2, "max_context_tokens": 4}),
+    "warmup": (mla_ops.warmup, {"num_heads": 2, "topk": 2, "head_dim": 512, "block_size": 4, "index_heads": 1}),
+}
+REST: dict[str, dict[str, Any]] = {
+    "V4StepMetadata.allocate": {"max_num_tokens": 4, "max_num_requests": 2},
+    "plan_context_chunks": {"context_lens": torch.zeros(2, dtype=INT32)},
+    "warmup": {"cache_format": "bf16", "num_tokens": [1], "device": "cpu"},
+}
+
+
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f, (_, sizes) in BUILDERS.items() for name in sizes])
+def test_a_size_that_is_no_integer_or_too_small_is_refused(function: str, name: str) -> None:
+    build, sizes = BUILDERS[function]
+    arguments = {**REST.get(function, {}), **sizes}
+    for wrong, kind in ((-1, ValueError), (2.5, TypeError), ("8", TypeError), (False, TypeError)):
+        message = message_of(lambda wrong=wrong: build(**{**arguments, name: wrong}), kind)
+        assert message.startswith(f"{function}: {name} must be "), message
+        assert message.endswith(f"got {type(wrong).__name__} {wrong!r}" if kind is TypeError else "got -1")
+
+
+def test_a_warm_up_names_what_it_does_not_take() -> None:
+    usual = {"num_heads": 2, "topk": 2, "device": "cpu"}
+    for change, kind, message in (
+        ({"cache_format": "bf16", "num_tokens": 3}, TypeError, "num_tokens must be a list of integers, got int 3"),
+        ({"cache_format": "bf16", "num_tokens": [-1]}, ValueError, "num_tokens must be at least 0, got -1"),
+        ({"cache_format": ["bf16"], "num_tokens": [1]}, ValueError, "cache_format must be one of"),
+    ):
+        assert message_of(lambda c=change: mla_ops.warmup(**usual, **c), kind).startswith(f"warmup: {message}")
 
 
 def test_a_cache_of_a_width_that_its_format_has_not_is_refused() -> None:

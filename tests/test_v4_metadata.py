@@ -358,15 +358,15 @@ def test_each_op_is_one_launch(triton_lowering: None, device: torch.device, laun
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"max_num_tokens": -1}, "max_num_tokens must not be negative, got -1"),
-        ({"max_num_requests": -1}, "max_num_requests must not be negative, got -1"),
-        ({"max_seq_len": -1}, "max_seq_len must not be negative, got -1"),
-        ({"window": -1}, "window must not be negative, got -1"),
-        ({"num_blocks": -1}, "num_blocks must not be negative, got -1"),
-        ({"c128a_num_blocks": -1}, "c128a_num_blocks must not be negative, got -1"),
+        ({"max_num_tokens": -1}, "max_num_tokens must be at least 0, got -1"),
+        ({"max_num_requests": -1}, "max_num_requests must be at least 0, got -1"),
+        ({"max_seq_len": -1}, "max_seq_len must be at least 0, got -1"),
+        ({"window": -1}, "window must be at least 0, got -1"),
+        ({"num_blocks": -1}, "num_blocks must be at least 0, got -1"),
+        ({"c128a_num_blocks": -1}, "c128a_num_blocks must be at least 0, got -1"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
-        ({"c4a_block_size": 0}, "block_size must be at least 1, got 0"),
-        ({"c128a_ratio": 0}, "compress_ratio must be at least 1, got 0"),
+        ({"c4a_block_size": 0}, "c4a_block_size must be at least 1, got 0"),
+        ({"c128a_ratio": 0}, "c128a_ratio must be at least 1, got 0"),
     ],
 )
 def test_capacities_that_make_no_sense_are_refused(change: dict[str, int], words: str) -> None:

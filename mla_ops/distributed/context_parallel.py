@@ -22,6 +22,7 @@ from ..ops import (
     paged_indexer_logits,
     topk_indices,
 )
+from ..sizes import check_sizes
 
 # torch 2.13 calls `_tensor` deprecated, earlier ones have nothing else
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
@@ -49,8 +50,7 @@ class ContextParallel:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"ContextParallel: rank must be 0 to {self.world_size - 1}, got {self.rank}")
-        if self.interleave < 1:
-            raise ValueError(f"ContextParallel: interleave must be at least 1, got {self.interleave}")
+        check_sizes("ContextParallel", 1, interleave=self.interleave)
         stripe = self.world_size * self.interleave
         if self.block_size < 1 or self.block_size % stripe:
             raise ValueError(

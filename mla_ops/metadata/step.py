@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import build_step_metadata
+from ..sizes import check_sizes
 from .buffers import Buffers, register
 
 
@@ -55,17 +56,10 @@ class StepMetadata(Buffers):
         device: torch.device | str | None = None,
     ) -> StepMetadata:
         """Buffers for up to `max_num_tokens` tokens of `max_num_requests` requests, as padding throughout."""
-        sizes = {
-            "max_num_tokens": max_num_tokens,
-            "max_num_requests": max_num_requests,
-            "max_blocks_per_request": max_blocks_per_request,
-            "index_topk": index_topk,
-        }
-        for name, size in sizes.items():
-            if size < 0:
-                raise ValueError(f"StepMetadata.allocate: {name} must not be negative, got {size}")
-        if block_size < 1:
-            raise ValueError(f"StepMetadata.allocate: block_size must be at least 1, got {block_size}")
+        capacities = {"max_num_tokens": max_num_tokens, "max_num_requests": max_num_requests}
+        where, width = "StepMetadata.allocate", max_blocks_per_request
+        check_sizes(where, 0, **capacities, max_blocks_per_request=width, index_topk=index_topk)
+        check_sizes(where, 1, block_size=block_size)
 
         def filled(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)

@@ -7,14 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ..ops import build_compressed_metadata
+from ..sizes import check_sizes
 from .buffers import Buffers, register
 from .step import StepMetadata
-
-
-def _check_num_blocks(where: str, **sizes: int | None) -> None:
-    for name, size in sizes.items():
-        if size is not None and size < 0:
-            raise ValueError(f"{where}: {name} must not be negative, got {size}")
 
 
 @register
@@ -53,18 +48,10 @@ class CompressedMetadata(Buffers):
         device: torch.device | str | None = None,
     ) -> CompressedMetadata:
         """Buffers for up to `max_num_tokens` tokens of `max_num_requests` requests, as padding throughout."""
-        sizes = {
-            "max_num_tokens": max_num_tokens,
-            "max_num_requests": max_num_requests,
-            "max_blocks_per_request": max_blocks_per_request,
-        }
-        for name, size in sizes.items():
-            if size < 0:
-                raise ValueError(f"CompressedMetadata.allocate: {name} must not be negative, got {size}")
-        for name, size in {"compress_ratio": compress_ratio, "block_size": block_size}.items():
-            if size < 1:
-                raise ValueError(f"CompressedMetadata.allocate: {name} must be at least 1, got {size}")
-        _check_num_blocks("CompressedMetadata.allocate", num_blocks=num_blocks)
+        capacities = {"max_num_tokens": max_num_tokens, "max_num_requests": max_num_requests}
+        where, blocks = "CompressedMetadata.allocate", {} if num_blocks is None else {"num_blocks": num_blocks}
+        check_sizes(where, 0, **capacities, max_blocks_per_request=max_blocks_per_request, **blocks)
+        check_sizes(where, 1, compress_ratio=compress_ratio, block_size=block_size)
         table = torch.full((max_num_requests, max_blocks_per_request), -1, dtype=torch.int32, device=device)
         return cls(
             block_table=table,
@@ -160,22 +147,19 @@ class V4StepMetadata(Buffers):
             num_blocks, c4a_num_blocks, c128a_num_blocks: blocks of each cache.
             device: where the buffers lie.
         """
-        for name, size in {"max_seq_len": max_seq_len, "window": window}.items():
-            if size < 0:
-                raise ValueError(f"V4StepMetadata.allocate: {name} must not be negative, got {size}")
-        _check_num_blocks(
-            "V4StepMetadata.allocate",
-            num_blocks=num_blocks,
-            c4a_num_blocks=c4a_num_blocks,
-            c128a_num_blocks=c128a_num_blocks,
-        )
+        where = "V4StepMetadata.allocate"
+        blocks = {"num_blocks": num_blocks, "c4a_num_blocks": c4a_num_blocks, "c128a_num_blocks": c128a_num_blocks}
+        known = {name: number for name, number in blocks.items() if number is not None}
+        check_sizes(where, 0, max_seq_len=max_seq_len, window=window, **known)
+        check_sizes(where, 1, block_size=block_size, c4a_block_size=c4a_block_size, c128a_block_size=c128a_block_size)
+        check_sizes(where, 1, c4a_ratio=c4a_ratio, c128a_ratio=c128a_ratio)
 
         def compressed(compress_ratio: int, block_size: int, num_blocks: int | None) -> CompressedMetadata:
             return CompressedMetadata.allocate(
                 max_num_tokens=max_num_tokens,
                 max_num_requests=max_num_requests,
                 # the last block may hold only tokens that complete no group: engines count it
-                max_blocks_per_request=-(-max_seq_len // max(compress_ratio * block_size, 1)),
+                max_blocks_per_request=-(-max_seq_len // (compress_ratio * block_size)),
                 compress_ratio=compress_ratio,
                 block_size=block_size,
                 num_blocks=num_blocks,
@@ -185,7 +169,7 @@ class V4StepMetadata(Buffers):
         step = StepMetadata.allocate(
             max_num_tokens=max_num_tokens,
             max_num_requests=max_num_requests,
-            max_blocks_per_request=-(-max_seq_len // max(block_size, 1)),
+            max_blocks_per_request=-(-max_seq_len // block_size),
             block_size=block_size,
             index_topk=window,
             device=device,

@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..formats import LATENT_DIM
+from ..sizes import check_sizes
 from ..warm_up import warmup
 from .decoder import Decoder
-from .requests import Limits, Request, check_end_tokens, check_int, check_prompts, check_request, end_tokens
+from .requests import Limits, Request, check_end_tokens, check_prompts, check_request, end_tokens
 from .sampling import choose_tokens
 
 
@@ -127,9 +128,9 @@ class GenerationSession:
                 f"GenerationSession: decoder must be what decoder_for(model, max_model_len) gives, got "
                 f"{type(decoder).__name__}"
             )
-        check_int("max_num_requests", max_num_requests, 1)
-        check_int("block_size", block_size, 1)
-        check_int("prefill_tokens", prefill_tokens, 1)
+        check_sizes("", 1, max_num_requests=max_num_requests)
+        check_sizes("", 1, block_size=block_size)
+        check_sizes("", 1, prefill_tokens=prefill_tokens)
         device = decoder.device
         self.decoder = decoder
         if cuda_graph and device.type != "cuda":
@@ -138,7 +139,7 @@ class GenerationSession:
         self.max_blocks_per_request = math.ceil(decoder.max_model_len / block_size)
         if num_blocks is None:
             num_blocks = max_num_requests * self.max_blocks_per_request
-        check_int("num_blocks", num_blocks, 1)
+        check_sizes("", 1, num_blocks=num_blocks)
         self.cache: Any = self.decoder.allocate_cache(cache_format, num_blocks, block_size, max_num_requests)
         self.free_blocks = list(range(num_blocks))
         random.Random(seed).shuffle(self.free_blocks)
@@ -391,7 +392,7 @@ class GenerationSession:
             steps_per_check: decode steps between two looks at which tokens there are. More keep a GPU busier, may add
                 idle steps at the end of a request, and give tokens in larger parts.
         """
-        check_int("steps_per_check", steps_per_check, 1)
+        check_sizes("", 1, steps_per_check=steps_per_check)
         if self.cuda_graph:
             self.capture()
         while self.waiting or any(not slot.free for slot in self.slots):
@@ -463,8 +464,8 @@ class GenerationSession:
         """
         if self.waiting or any(not slot.free for slot in self.slots):
             raise ValueError("generate() needs an idle session: submit() adds to the requests that run")
-        check_int("steps_per_check", steps_per_check, 1)
-        check_int("seed", seed, -(2**63))
+        check_sizes("", 1, steps_per_check=steps_per_check)
+        check_sizes("", -(2**63), seed=seed)
         pairs = check_prompts(prompts, max_new_tokens)
         requests = [
             check_request(f"prompt {i}", prompt, limit, temperature, top_p, seed + i, self.limits)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..sizes import is_int
+
 
 class Request(NamedTuple):
     """A prompt that waits for a row; arguments as `GenerationSession.submit` takes them."""
@@ -36,15 +38,6 @@ class Limits(NamedTuple):
     sampling: bool
 
 
-def check_int(name: str, value: Any, least: int) -> int:
-    """The value, an int of at least `least`; TypeError or ValueError for any other."""
-    if not _is_int(value):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return int(value)
-
-
 def check_prompts(prompts: Any, max_new_tokens: Any) -> list[tuple[Any, Any]]:
     """Each prompt with its limit; neither is looked into.
 
@@ -53,9 +46,9 @@ def check_prompts(prompts: Any, max_new_tokens: Any) -> list[tuple[Any, Any]]:
         ValueError: there are not as many limits as prompts.
     """
     _check_sequence("prompts", prompts, "token-id lists")
-    if len(prompts) and _is_int(prompts[0]):
+    if len(prompts) and is_int(prompts[0]):
         raise TypeError("prompts must be a list of token-id lists, got a list of ints: write [prompt] for one prompt")
-    if _is_int(max_new_tokens):
+    if is_int(max_new_tokens):
         return [(prompt, max_new_tokens) for prompt in prompts]
     if isinstance(max_new_tokens, str) or not isinstance(max_new_tokens, Sequence):
         raise TypeError(
@@ -82,11 +75,11 @@ def check_request(
     """
     _check_sequence(name, prompt, "token ids")
     for token in prompt:
-        if not _is_int(token):
+        if not is_int(token):
             raise TypeError(f"{name} must be a list of token ids, ints, got {type(token).__name__} in it")
         if not 0 <= token < limits.vocabulary:
             raise ValueError(f"{name} has token id {token}, the vocabulary has {limits.vocabulary}")
-    if not _is_int(max_new_tokens):
+    if not is_int(max_new_tokens):
         raise TypeError(f"max_new_tokens of {name} must be an int, got {type(max_new_tokens).__name__}")
     if not len(prompt) or max_new_tokens < 1:
         raise ValueError(f"{name} has {len(prompt)} tokens and {max_new_tokens} new ones, both must be at least 1")
@@ -104,8 +97,8 @@ def check_request(
         )
     if temperature > 0 and not limits.sampling:
         raise ValueError(f"temperature {temperature} needs GenerationSession(..., sampling=True)")
-    if not _is_int(seed):
-        raise TypeError(f"seed must be an int, got {type(seed).__name__}")
+    if not is_int(seed):
+        raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must fit in 64 bits, got {seed}")
     return Request(-1, list(prompt), max_new_tokens, float(temperature), float(top_p), seed)
@@ -118,8 +111,8 @@ def check_end_tokens(ends: Any, vocabulary: int) -> list[int]:
         TypeError: not an int and no ints.
         ValueError: one that the model cannot produce.
     """
-    found = [ends] if _is_int(ends) else list(ends) if isinstance(ends, Iterable) else None
-    if found is None or isinstance(ends, (str, torch.Tensor)) or not all(map(_is_int, found)):
+    found = [ends] if is_int(ends) else list(ends) if isinstance(ends, Iterable) else None
+    if found is None or isinstance(ends, (str, torch.Tensor)) or not all(map(is_int, found)):
         raise TypeError(f"eos_token_ids must be an int or a list of ints, got {ends!r}")
     for end in found:
         if not 0 <= end < vocabulary:
@@ -135,10 +128,6 @@ def end_tokens(model: Any) -> tuple[int, ...]:
     if ends is None:
         return ()
     return (ends,) if isinstance(ends, int) else tuple(ends)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_sequence(name: str, value: Any, of: str) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..formats import LATENT_DIM
+from ..sizes import check_sizes
 from .dense_attention import prefill_attention
 from .merge import merge_attention_states
 
@@ -51,11 +52,8 @@ def plan_context_chunks(context_lens: torch.Tensor, num_rows: int, max_context_t
         raise TypeError(f"{op}: context_lens must be torch.int32, got {context_lens.dtype}")
     if context_lens.dim() != 1:
         raise ValueError(f"{op}: context_lens must have shape [num_requests], got {list(context_lens.shape)}")
-    if num_rows < 1 or max_context_tokens < 0:
-        raise ValueError(
-            f"{op}: num_rows must be at least 1 and max_context_tokens must not be negative, got {num_rows} and "
-            f"{max_context_tokens}"
-        )
+    check_sizes(op, 1, num_rows=num_rows)
+    check_sizes(op, 0, max_context_tokens=max_context_tokens)
     lens = context_lens.clamp(min=0).long()
     ends = lens.cumsum(0)
     torch._assert_async(
