@@ -496,7 +496,7 @@ def test_a_replay_follows_the_lengths_of_the_step(backend: str) -> None:
 def test_parts_of_the_hopper_kernels(shape: tuple[int, int, int], first: int, cache_format: str) -> None:
     """Parts without keys, holes in the table, blocks that end within 16 keys; heads that leave a tile part-filled.
 
-    `first` tokens are a wave before, whose parts may be others.
+    `first` tokens are a wave before, whose parts may be others. A launch in parts shares rows evenly as well.
     """
     from mla_ops.kernels.hopper.launch import Clusters
     from mla_ops.kernels.hopper.waves import Wave, override
@@ -512,8 +512,9 @@ def test_parts_of_the_hopper_kernels(shape: tuple[int, int, int], first: int, ca
         pytest.skip(reason)
     for before in ((64, 1, 1), (16, 2, 3)) if first else ((64, 1, 1),):
         waves = Wave(first, Clusters(*before)), Wave(7 - first, Clusters(*shape))
-        with dispatch.override(paged_attention="hopper"), override(*waves if first else waves[1:]):
-            check("hopper", q, cache, table, requests, lens, cache_format)
+        for evenly in (False, True):
+            with dispatch.override(paged_attention="hopper"), override(*waves[not first :], evenly=evenly):
+                check("hopper", q, cache, table, requests, lens, cache_format)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops import formats
 from mla_ops.kernels.hopper import groups, launch, parts, sources
-from mla_ops.kernels.hopper.balance import ROW_TURNS, Workers, balance_for, workers_of
+from mla_ops.kernels.hopper.balance import ROW_TURNS, Workers, balance_for, least_us, workers_of
 from mla_ops.kernels.hopper.costs import TABLE, read_costs
 from mla_ops.kernels.hopper.launch import KERNELS, NO_CACHE, TILE_KEYS, Balance, Clusters, Group, Rows, cache_params
 from mla_ops.kernels.hopper.waves import Wave
@@ -192,6 +192,21 @@ AT_ONCE = (132, 66, 43, 32, 26, 21, 18, 15, 14, 13, 11, 10, 9, 8, 7)
 FP8, V4, BF16 = KERNELS["fp8_ds_mla", 576], KERNELS["fp8_ds_mla_v4", 512], KERNELS["bf16", 576]
 
 
+@pytest.mark.parametrize(
+    ("shape", "behind", "expected"),
+    [
+        (Clusters(16, 1), 0, 30.0),
+        (Clusters(64, 2, 3), 0, 30.0),
+        (Group(4), 0, 50.0),
+        (Clusters(16, 3, 3), 16, 45.0),
+        (Clusters(64, 2), 64, 75.0),
+    ],
+)
+def test_calls_of_less_go_by_their_shapes(shape: launch.Shape, behind: int, expected: float) -> None:
+    """What rows of one length pay for the question decides: docs/notes.md has figures."""
+    assert least_us(shape, behind) == expected
+
+
 def test_rows_are_shared_where_it_may_gain() -> None:
     """Few short rows take the time of a launch; a row alone is shared by all CTAs anyway."""
     costs = read_costs(TABLE.read_text(), "NVIDIA H200")
@@ -224,7 +239,8 @@ def test_rows_are_shared_where_it_may_gain() -> None:
         (FP8, 30, 16, Clusters(16, 6), Workers(0, 126)),  # 21 of the 30 clusters run at one time
         (V4, 100, 32, Clusters(32, 1), Workers(64, 132)),
         (FP8, 100, 32, Clusters(32, 1), Workers(64, 132)),
-        (FP8, 8, 128, Clusters(64, 2, 4), Workers(64, 66)),
+        (FP8, 8, 128, Clusters(64, 2, 4), Workers(0, 64)),
+        (FP8, 2, 128, Clusters(64, 8, 3), Workers(64, 66)),  # 96 CTAs
         (BF16, 128, 128, Clusters(64, 1), Workers(0, 66)),
         (BF16, 32, 128, Clusters(64, 2), Workers(64, 66)),
         (BF16, 100, 16, Clusters(16, 1), Workers(0, 100)),

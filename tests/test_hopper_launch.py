@@ -123,7 +123,9 @@ def test_waves_of_a_call_share_its_copies(
 
     def one(keys: KeyFormat, shape: Clusters, num_tokens: int, q: torch.Tensor, *_: Any, **own: Any) -> None:
         seen.append((shape.parts, num_tokens, q, own["req_id_per_token"].tolist(), own["programmatic"]))
-        own["out"][:num_tokens], own["lse"][:num_tokens] = q[:num_tokens, :, :512], q[:num_tokens, :, 0]
+        in_parts = shape.parts > 1
+        target, sums = [part[0] for part in own["parts_of_rows"]] if in_parts else (own["out"], own["lse"])
+        target[:num_tokens], sums[:num_tokens] = q[:num_tokens, :, :512], q[:num_tokens, :, 0]
 
     def merge(
         part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Tensor, lse: torch.Tensor, balanced: None

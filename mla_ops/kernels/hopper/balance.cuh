@@ -86,9 +86,11 @@ DEVICE bool decide(const Params& p, const Cost& cost) {
 }
 
 // The start of a launch that only goes by its shape, before barriers are made: whether another launch of the call shares
-// its tokens evenly. Ends when what stands in front of it does. `scratch` is of `add_up_costs`.
+// its tokens evenly. Ends when what stands in front of it does. `scratch` is of `add_up_costs`. What comes behind may
+// begin at once: it finds room where a CTA of this launch has left.
 template <int THREADS>
 DEVICE bool is_done(const Params& p, u32 scratch) {
+  launch_dependents();
   if (!decide(p, add_up_costs<THREADS>(p, scratch))) return false;
   wait_for_prerequisites();
   return true;

@@ -16,16 +16,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .costs import Costs, predicted_us
-from .launch import SPLITS, Balance, Clusters, KeyFormat, Shape, tiles_for
+from .launch import SPLITS, Balance, Clusters, Group, KeyFormat, Shape, tiles_for
 
-LEAST_US = 50.0  # full rows' time; parts and their sum take what an even share saves of less
-LEAST_US_OF_TWO = 75.0  # the same with two launches: the one that returns adds up to 5 us
 SLOWER = 1.15  # a balanced launch's turns, relative to those of launches by shapes
 MARGIN_US = 12.0  # parts, their sum and the search for shares take less
 ROW_TURNS = 2  # balance.cuh has the same
 MAX_TURNS = 2**29  # sums of them are 32 bits
 MAX_TOKENS = 512  # every CTA reads all lengths, and a token's number has 15 bits
 MAX_CTAS = 160  # counters are for so many CTAs of workers
+FILLED = 0.9  # clusters of parts with fewer of the CTAs that run at one time leave even shares to a launch behind
 LONG = 2**15  # turns of a row by which the slope of the predicted time is taken
 
 Launches = Sequence[tuple[int, Shape]]
@@ -49,17 +48,12 @@ def workers_of(keys: KeyFormat, launches: Launches, num_heads: int, at_once: tup
     """
     num_tokens, shape = launches[0]
     rows = num_tokens * -(-num_heads // shape.tile)
-    parts = 1
-    if isinstance(shape, Clusters):
-        parts = shape.parts
-        clusters, size = rows * parts, shape.splits
-    else:
-        clusters, size = rows * shape.members, 1
+    parts = shape.parts if isinstance(shape, Clusters) else 1
+    clusters, size = (rows * parts, shape.splits) if isinstance(shape, Clusters) else (rows * shape.members, 1)
     running = at_once[SPLITS.index(size)]
-    tile, behind = shape.tile, 0
-    if parts == 1 and keys.balanced_kernel(shape, clusters > running):  # several parts go elsewhere than results
-        ctas = min(clusters, running) * size
-    else:
+    ctas, tile, behind = min(clusters, running) * size, shape.tile, 0
+    fills = parts == 1 or ctas >= FILLED * at_once[0]
+    if not fills or not keys.balanced_kernel(shape, clusters > running):
         tile = behind = next(t for t in tiles_for(keys, num_heads) if keys.balanced_kernel(Clusters(t, 1)))
         ctas = at_once[0]
     return Workers(behind, max(1, min(ctas, MAX_CTAS) // -(-num_heads // tile)))
@@ -68,6 +62,21 @@ def workers_of(keys: KeyFormat, launches: Launches, num_heads: int, at_once: tup
 def always(keys: KeyFormat, launches: Launches, num_heads: int, at_once: tuple[int, ...]) -> Balance:
     """Rows are shared whatever their lengths are, as `waves.override` may ask for it."""
     return Balance(*workers_of(keys, launches, num_heads, at_once), math.inf, 0.0)
+
+
+def least_us(shape: Shape, behind: int) -> float:
+    """The time of full rows from which on lengths are asked for; parts and their sum take what is saved of less.
+
+    `python -m benchmarks.mixtures` has what rows of one length pay for the question: with a launch behind of 64 heads
+    3 to 5 us, in groups 3, else up to 1.
+
+    Args:
+        shape: of the call's first launch.
+        behind: heads of the tile of the launch that shares evenly, 0 where the first one does.
+    """
+    if behind:
+        return 45.0 if behind == 16 else 75.0
+    return 50.0 if isinstance(shape, Group) else 30.0
 
 
 def balance_for(
@@ -97,7 +106,7 @@ def balance_for(
         return sum(predicted_us(keys, shape, count, num_heads, turns, at_once, costs) for count, shape in launches)
 
     behind, workers = workers_of(keys, launches, num_heads, at_once)
-    if time(turns) < (LEAST_US_OF_TWO if behind else LEAST_US):
+    if time(turns) < least_us(launches[0][1], behind):
         return None
     turn_us = SLOWER * costs.tiles[keys.name][behind or launches[0][1].tile].turn_us
     return Balance(behind, workers, (time(2 * LONG) - time(LONG)) / LONG / turn_us, MARGIN_US / turn_us)

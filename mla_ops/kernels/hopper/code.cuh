@@ -1,6 +1,6 @@
 // A kernel's own machine code. Where other kernels ran in between no cache has it, and each line comes from memory when
-// it is first executed. Asked for at the start of the kernel, it is in L2 by then. That pays for CTAs of 64 heads that
-// take one row after the other, or are a group; others lose as much as they gain (docs/notes.md).
+// it is first executed. Asked for at the start of the kernel, it is in L2 by then. That pays for rows and groups of 64
+// heads, and where rows may be shared evenly; others lose as much as they gain (docs/notes.md).
 #pragma once
 
 #include "ptx.cuh"

@@ -81,6 +81,8 @@ class Params(ctypes.Structure):
         ("lse_head_stride", ctypes.c_int64),
         ("out_token_stride", ctypes.c_int64),
         ("out_head_stride", ctypes.c_int64),
+        ("parts_out", POINTER),
+        ("parts_lse", POINTER),
         ("exchange", POINTER),
         ("counters", POINTER),
         ("shares", ctypes.c_int),
@@ -103,7 +105,7 @@ class Clusters(NamedTuple):
     Attributes:
         tile: heads of a CTA.
         splits: CTAs of a cluster, each with a share of the keys.
-        parts: clusters that share a row. With several, `out` gets float32 `[parts, num_tokens, num_heads, 512]`, which
+        parts: clusters that share a row. Several leave float32 `[parts, num_tokens, num_heads, 512]`, which
             `merge_parts` merges.
         shares: of a row's keys, of which each CTA takes every `splits`-th one, one after the other; bits then do not
             depend on `splits` (`shares.cuh`). 0: each CTA has one.
@@ -410,6 +412,7 @@ def launch(
     req_id_per_token: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    parts_of_rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     programmatic: bool,
     all_tokens: int,
     tokens_before: int = 0,
@@ -422,6 +425,7 @@ def launch(
 
     Args:
         q_rope: the dims of a query behind the 512th, where `q` does not have them.
+        parts_of_rows: what a shape of several parts writes instead of `out` and `lse`, unless it shares rows evenly.
         programmatic: lets it begin beside the end of the launch in front, of which it may then read nothing.
         all_tokens, tokens_before: of the call, and of them those in front of this launch's.
         balance: where the call's rows may be shared evenly.
@@ -503,6 +507,7 @@ def launch(
         lse.stride(1),
         out.stride(0),
         out.stride(1),
+        *map(_pointer, parts_of_rows),
         _pointer(exchange),
         counters,
         shares,

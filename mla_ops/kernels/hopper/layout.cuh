@@ -17,7 +17,7 @@ struct Cache {
 // with the last 48 of one. At the start of a kernel the first line takes 600 cycles, each further one 75.
 struct Params {
   int num_tokens, head_tiles;
-  int parts;  // a row's keys are so many parts, a cluster of CTAs each; with several, `out` is float32 [parts, ...]
+  int parts;  // a row's keys are so many parts, a cluster of CTAs each
   int splits, rows;  // CTAs of a cluster or group, the grid's rows
   int workers;       // so many may share all rows evenly instead (`balance.cuh`); 0: rows are as the shape says
   // Numbers of the whole call, not of this launch, by which `is_balanced` chooses one of the two ways.
@@ -39,6 +39,8 @@ struct Params {
   float* lse;  // [num_tokens, num_heads]
   u16* out;    // [num_tokens, num_heads, 512]
   i64 lse_token_stride, lse_head_stride, out_token_stride, out_head_stride;
+  // Several parts of rows: [parts, num_tokens, num_heads, 512] and [parts, num_tokens, num_heads].
+  float *parts_out, *parts_lse;
   // Room for what CTAs of groups and workers leave. COUNTERS for each row of a group, SHARERS_COUNTERS for each CTA of a
   // worker, all 0 before and after.
   unsigned char* exchange;

@@ -7,8 +7,8 @@
 #include "balance.cuh"
 #include "softmax.cuh"
 
-// The parts of all tokens one after the other.
-DEVICE i64 result_row(const Params& p, const Row& row) { return row.part * p.num_tokens + row.token; }
+// A row's place among the parts of all tokens, one after the other.
+DEVICE i64 row_of_part(const Params& p, const Row& row) { return row.part * p.num_tokens + row.token; }
 
 DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
   return p.out + row.token * p.out_token_stride + global_head * p.out_head_stride;
@@ -155,7 +155,8 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
     float weight = __fdividef(1.f / L::FACTOR, total);
     if (sink != -INFINITY) weight = __fdividef(weight, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
     store_shared_float(shared + E::WEIGHTS + column_of<L>(head) * 4, total == 0.f ? 0.f : weight);
-    if (there && tells) p.lse[result_row(p, row) * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+    if (there && tells && p.parts > 1) p.parts_lse[row_of_part(p, row) * p.num_heads + global_head] = lse;
+    if (there && tells && p.parts == 1) p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
   }
   converge();
 }
@@ -192,10 +193,18 @@ struct Target {
 
 template <class L>
 DEVICE Target target_of(const Params& p, const Row& row) {
-  const i64 first = result_row(p, row) * p.out_token_stride + row.tile * L::HEADS * p.out_head_stride;
-  const bool whole = p.parts == 1;
-  return {reinterpret_cast<char*>(p.out) + (whole ? 2 : 4) * first, p.out_head_stride,
-          p.num_heads - row.tile * L::HEADS, whole};
+  return {reinterpret_cast<char*>(out_row(p, row, row.tile * L::HEADS)), p.out_head_stride,
+          p.num_heads - row.tile * L::HEADS, true};
+}
+
+// The same of a cluster, which may have a part of the row's keys.
+template <class L>
+DEVICE Target target_of_cluster(const Params& p, const Row& row) {
+  Target to = target_of<L>(p, row);
+  if (p.parts == 1) return to;
+  to.rows = reinterpret_cast<char*>(p.parts_out + (row_of_part(p, row) * p.num_heads + row.tile * L::HEADS) * 512);
+  to.head_stride = 512, to.whole = false;
+  return to;
 }
 
 DEVICE void write_floats(const Target& to, bool there, i64 place, const float* v) {
@@ -403,7 +412,7 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
   __syncwarp();
   warp_arrive(shared + L::OWN_FULL, lane);
   if (by_halves<L>(p, row)) return;
-  Target to = target_of<L>(p, row);
+  Target to = target_of_cluster<L>(p, row);
   int packets = packets_of<L>(p, row.rank), splits = row.splits;
   hold(to.rows), hold(to.heads), hold(packets), hold(splits);  // while there is time
   mbarrier_wait(shared + L::OWN_FULL, 0);

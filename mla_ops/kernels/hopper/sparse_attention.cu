@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
 template <int HEADS, Format FORMAT>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_balanced_rows(const __grid_constant__ Params p) {
-  if constexpr (HEADS == 64) prefetch_code<128>();
+  prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend_by_lengths<HEADS, FORMAT, Launch::ROWS>(p);
@@ -247,6 +247,7 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, 
 template <int HEADS, Format FORMAT>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_balanced_clusters(const __grid_constant__ Params p) {
+  prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend_by_lengths<HEADS, FORMAT, Launch::CLUSTERS>(p);
@@ -297,6 +298,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
 template <int HEADS, Format FORMAT>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_balanced_groups(const __grid_constant__ Params p) {
+  prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend_by_lengths<HEADS, FORMAT, Launch::GROUPS>(p);

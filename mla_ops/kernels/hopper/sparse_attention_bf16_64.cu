@@ -243,7 +243,7 @@ DEVICE void exchange_halves(const Params& p, const Row& row, const State& state,
     send_16(to + quad * 512, barrier, words);
   }
   warp_arrive(shared + L::OWN_FULL, lane);
-  const Target target = target_of<L>(p, row);
+  const Target target = target_of_cluster<L>(p, row);
   const int size = target.whole ? 2 : 4, pitch = 128 * size + 8 * size;
   const int head = (warp & 3) * 16 + lane, dim = (warp & 4) * 64 + row.rank * 128;
   const u32 column = column_of_packet<L>(0, warp, lane) * 4, factors = shared + E::FACTORS + column,

@@ -175,18 +175,17 @@ def launch_waves(
             q_rope = None if q_rope is None else q_rope[before:]
             req_id_per_token = None if req_id_per_token is None else req_id_per_token[before:]
             caches = caches[0].behind(before), caches[1].behind(before)
-        own = rest_out, rest_lse
+        own_parts: tuple[torch.Tensor, ...] = ()
         number = shape.parts if isinstance(shape, Clusters) else 1
         if number > 1:
             size = number, num_tokens, out.shape[1]
             sizes = (*size, LATENT_DIM), size
-            own_parts = [torch.empty(dims, dtype=torch.float32, device=q.device) for dims in sizes]
+            own_parts = tuple(torch.empty(dims, dtype=torch.float32, device=q.device) for dims in sizes)
             buffers.append(own_parts)
-            own = own_parts[0][0], own_parts[1][0]
         own_exchange = exchange
         if isinstance(shape, Clusters) and shape.shares and not in_registers(shape):
             own_exchange = exchange_of_shares(keys, shape, num_tokens * -(-num_heads // shape.tile), q.device)
-            buffers.append([own_exchange])
+            buffers.append((own_exchange,))
         launch(
             keys,
             shape,
@@ -197,8 +196,9 @@ def launch_waves(
             q_rope=q_rope,
             attn_sink=attn_sink,
             req_id_per_token=req_id_per_token,
-            out=own[0],
-            lse=own[1],
+            out=rest_out,
+            lse=rest_lse,
+            parts_of_rows=own_parts or (None, None),
             programmatic=before > 0,
             all_tokens=all_tokens,
             tokens_before=tokens_before,
@@ -207,7 +207,7 @@ def launch_waves(
             takes_either_way=balance is not None and before == 0 and not balance.tile,
             deterministic=deterministic,
         )
-        if number > 1:
+        if own_parts:
             merge_parts.merge_parts(*own_parts, out=rest_out[:num_tokens], lse=rest_lse[:num_tokens], balanced=balanced)
         before = num_tokens
         tokens_before += num_tokens
