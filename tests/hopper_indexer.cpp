@@ -38,7 +38,7 @@ int walk(const Params& p, int ctas, int* out, int room) {
   for (int token = 0; token < p.num_tokens; token += step) total += group_at<TOKENS, SOURCE>(p, token).tiles;
   for (int cta = 0; cta < ctas; ++cta) {
     const int begin = tiles_before(total, cta, ctas);
-    Part part = {0, begin, tiles_before(total, cta + 1, ctas) - begin};
+    Part part = {0, begin, tiles_before(total, cta + 1, ctas) - begin, total};
     if (part.count == 0) continue;
     find_begin<TOKENS, SOURCE>(p, part);
     for (int token = part.token; part.count; token += step) {

@@ -15,13 +15,14 @@ from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Divisor, Kernel, compile_reason, reciprocal
 
-THREADS = 384  # a CTA with two warpgroups for products has so many
+THREADS = 384, 640  # of a CTA with two warpgroups for products, or four
 TILE = 64  # keys
 CLUSTER = 2  # CTAs that share the copies of flat keys, for neighbouring groups of tokens
 HEADS = (32, 64)
 COLUMNS = 256  # heads of all tokens of a group, at most; then a box brings two heads of four tokens
 CLEAN_THREADS = 256
 MAX_GRID_ROWS = 32768
+KEPT_BYTES = 2**25  # of scores of a cache's keys, which L2 keeps for what reads them next
 BOX_KEYS = (8, 16, 32, 64)  # a block smaller than a tile is one box; larger ones are whole tiles
 
 
@@ -52,7 +53,8 @@ class Params(ctypes.Structure):
         ("block_size", ctypes.c_int),
         ("boxes_log2", ctypes.c_int),
         ("of_block_size", Divisor),
-        ("_", ctypes.c_char * 56),
+        ("keeps_scores", ctypes.c_int),
+        ("_", ctypes.c_char * 52),
     ]
 
 
@@ -61,7 +63,7 @@ pack = packer(Params)
 
 @functools.cache
 def kernel_for(num_heads: int, tokens: int, source: str) -> Kernel:
-    threads = 544 if source == "BOXES" and num_heads * tokens < COLUMNS else THREADS
+    threads = THREADS[source == "BOXES" and num_heads * tokens < COLUMNS]
     return Kernel("indexer_logits.cu", f"indexer_logits<{num_heads}, {tokens}, {source}>", threads)
 
 
@@ -120,7 +122,7 @@ def tensor_map(address: int, shape: tuple[int, int, int], strides: tuple[int, in
         [u32(1)] * 3,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:
@@ -216,6 +218,7 @@ def flat_params(
         1,
         0,
         *reciprocal(1),
+        0,
     )
 
 
@@ -299,6 +302,7 @@ def paged_params(
         block_size,
         (TILE // keys).bit_length() - 1 if keys else 0,
         *reciprocal(block_size),
+        int(4 * num_tokens * max_length <= KEPT_BYTES),
     )
 
 

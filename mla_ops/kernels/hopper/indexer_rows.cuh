@@ -20,6 +20,7 @@ struct Params {
   int num_requests, table_width, num_blocks, block_size;
   int boxes_log2;  // a tile of keys is 2^boxes_log2 boxes, each in one block
   Divisor of_block_size;
+  int keeps_scores;  // L2 does, for what reads them next
 };
 
 constexpr int TILE = 64;  // keys
@@ -86,9 +87,9 @@ DEVICE Group group_at(const Params& p, int token) {
 template <int TOKENS, Source SOURCE>
 constexpr int STEP = SOURCE == FLAT ? TOKENS : 1;
 
-// A CTA's tiles: `count` from tile `skip` on of the group of `token`, and of the groups behind it.
+// A CTA's tiles: `count` from tile `skip` on of the group of `token`, and of the groups behind it; all CTAs have `total`.
 struct Part {
-  int token, skip, count;
+  int token, skip, count, total;
 };
 
 // total * cta / ctas, where the product might not fit.
