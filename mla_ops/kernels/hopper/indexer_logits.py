@@ -15,7 +15,6 @@ from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Divisor, Kernel, compile_reason, reciprocal
 
-THREADS = 384, 640  # of a CTA with two warpgroups for products, or four
 TILE = 64  # keys
 CLUSTER = 2  # CTAs that share the copies of flat keys, for neighbouring groups of tokens
 HEADS = (32, 64)
@@ -54,16 +53,24 @@ class Params(ctypes.Structure):
         ("boxes_log2", ctypes.c_int),
         ("of_block_size", Divisor),
         ("keeps_scores", ctypes.c_int),
-        ("_", ctypes.c_char * 52),
+        ("of_parts", Divisor),
+        ("_", ctypes.c_char * 44),
     ]
 
 
 pack = packer(Params)
 
 
+def warpgroups(columns: int, source: str) -> int:
+    """Those that make products, beside one that brings keys; as `ScoresLayout` of indexer_scores.cuh has them."""
+    if source != "BOXES" or columns == COLUMNS:
+        return 2
+    return 4 if columns < 128 else 3
+
+
 @functools.cache
 def kernel_for(num_heads: int, tokens: int, source: str) -> Kernel:
-    threads = THREADS[source == "BOXES" and num_heads * tokens < COLUMNS]
+    threads = 128 * (warpgroups(num_heads * tokens, source) + 1)
     return Kernel("indexer_logits.cu", f"indexer_logits<{num_heads}, {tokens}, {source}>", threads)
 
 
@@ -161,11 +168,11 @@ def _launch(
     shape, strides = tuple(boxes.shape), (boxes.stride(0), boxes.stride(1))
     box = (4, 2) if tokens * num_heads == COLUMNS else (tokens, num_heads)
     queries = tensor_map(boxes.data_ptr(), shape, strides, box)
-    packed = pack(queries, *params)  # type: ignore[arg-type]
+    cluster = CLUSTER if source == "FLAT" else 1
+    clusters = max(min(num_sms(device_index) // cluster, num_tokens * -(-num_columns // TILE)), 1)
+    packed = pack(queries, *params, *reciprocal(clusters))  # type: ignore[arg-type]
     if num_columns:
         kernel = kernel_for(num_heads, tokens, source)
-        cluster = CLUSTER if source == "FLAT" else 1
-        clusters = max(min(num_sms(device_index) // cluster, num_tokens * -(-num_columns // TILE)), 1)
         sources.load(kernel.source, kernel.name, device_index).launch(
             (clusters * cluster, 1, 1),
             (kernel.threads, 1, 1),

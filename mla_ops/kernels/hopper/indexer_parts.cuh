@@ -21,6 +21,16 @@ DEVICE void prefetch_rows(const Params& p) {
     if (line < L::HEADS) prefetch_to_l2(p.weights + token * p.weights_stride + line);
 }
 
+// Sum of what this lane and those in front of it bring.
+DEVICE int sum_up_to(int value, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int lower = __shfl_up_sync(~0u, value, distance);
+    if (lane >= distance) value += lower;
+  }
+  return value;
+}
+
 // All threads count the tiles of all groups. A call, so that a launch of few tokens need not read past it.
 template <class L, Source SOURCE>
 __device__ __noinline__ Part part_of_many(const Params& p, u32 shared) {
@@ -31,12 +41,7 @@ __device__ __noinline__ Part part_of_many(const Params& p, u32 shared) {
   const int first = thread * each, last = min(first + each, units);
   int own = 0;
   for (int unit = first; unit < last; ++unit) own += group_at<tokens, SOURCE>(p, unit * step).tiles;
-  int before = own;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int lower = __shfl_up_sync(~0u, before, distance);
-    if (lane >= distance) before += lower;
-  }
+  int before = sum_up_to(own, lane);
   if (lane == 31) store_shared_4(shared + L::TOTALS + warp * 4, before);
   __syncthreads();
   before -= own;
@@ -48,7 +53,8 @@ __device__ __noinline__ Part part_of_many(const Params& p, u32 shared) {
     total += tiles;
   }
   const int number = blockIdx.x / L::CLUSTER, parts = gridDim.x / L::CLUSTER;
-  const int begin = tiles_before(total, number, parts), count = tiles_before(total, number + 1, parts) - begin;
+  const int begin = tiles_before(total, number, parts, p.of_parts),
+            count = tiles_before(total, number + 1, parts, p.of_parts) - begin;
   if (count == 0) return {0, 0, 0, 0};
   if (before <= begin && begin < before + own) {
     Part part = {first * step, begin - before, count, total};
@@ -61,35 +67,27 @@ __device__ __noinline__ Part part_of_many(const Params& p, u32 shared) {
 }
 
 // A warp does the same for up to FEW groups a lane, 32 neighbours at one time; `groups` becomes those of the 32 with which
-// the part begins, and `first` the token of the first of them. Short code: a launch reads it from memory.
+// the part begins, and `first` the token of the first of them. A launch of few keys takes as long as this: a warp alone
+// takes some clocks for each instruction.
 template <int TOKENS, Source SOURCE>
 DEVICE Part part_of_few(const Params& p, int lane, int number, int parts, Group& groups, int& first) {
   constexpr int step = STEP<TOKENS, SOURCE>;
-  int total = 0, before = 0;
+  groups = group_at<TOKENS, SOURCE>(p, lane * step), first = 0;
+  int behind = sum_up_to(groups.tiles, lane), total = __shfl_sync(~0u, behind, 31);
 #pragma unroll 1
-  for (first = 0; first < p.num_tokens; first += 32 * step) {
-    groups = group_at<TOKENS, SOURCE>(p, first + lane * step);
-    total += __reduce_add_sync(~0u, groups.tiles);
-  }
-  const int begin = tiles_before(total, number, parts), count = tiles_before(total, number + 1, parts) - begin;
+  for (int other = 32 * step; other < p.num_tokens; other += 32 * step)
+    total += __reduce_add_sync(~0u, group_at<TOKENS, SOURCE>(p, other + lane * step).tiles);
+  const int begin = tiles_before(total, number, parts, p.of_parts),
+            count = tiles_before(total, number + 1, parts, p.of_parts) - begin;
   if (count == 0) return {0, 0, 0, 0};
-  const bool one = first == 32 * step;  // they are there still
-  first = 0;
 #pragma unroll 1
   while (true) {
-    if (!one) groups = group_at<TOKENS, SOURCE>(p, first + lane * step);
-    int behind = groups.tiles;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int lower = __shfl_up_sync(~0u, behind, distance);
-      if (lane >= distance) behind += lower;
-    }
-    behind += before;
     const u32 here = __ballot_sync(~0u, begin < behind);
     if (here) {
       const int from = __ffs(here) - 1;
       return {first + from * step, begin - __shfl_sync(~0u, behind - groups.tiles, from), count, total};
     }
-    before = __shfl_sync(~0u, behind, 31), first += 32 * step;
+    first += 32 * step, groups = group_at<TOKENS, SOURCE>(p, first + lane * step);
+    behind = __shfl_sync(~0u, behind, 31) + sum_up_to(groups.tiles, lane);
   }
 }

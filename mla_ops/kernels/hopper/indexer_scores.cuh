@@ -12,14 +12,14 @@ constexpr int FULL_L2 = 1 << 18;  // tiles whose scores of one token, 64 MB, are
 template <int HEADS_, int TOKENS_, int STAGES_ = 16, int WARPGROUPS_ = 2, int CLUSTER_ = 1>
 struct IndexerLayout {
   static constexpr int CLUSTER = CLUSTER_;  // CTAs that have the same keys and neighbouring tokens
-  // Two warpgroups have two sets of products each, or four have one: then all threads have the same number of registers.
+  // Two warpgroups have two sets of products each, or more have one: then all threads have the same number of registers.
   static constexpr int WARPGROUPS = WARPGROUPS_, SETS = WARPGROUPS == 2 ? 2 : 1;
   static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 128;
   static constexpr int PRODUCERS = SETS == 2 ? 1 : KEY_WARPS;  // warps that bring keys, by boxes
   static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS, STAGES = STAGES_;
-  static constexpr int PARTS = COLUMNS * WARPGROUPS >= 512 ? 2 : 1;  // a tile's products are made in so many, as registers allow
   // A thread has all heads of its tokens where all columns are there: eight columns are two heads of four tokens.
   static constexpr bool WHOLE = COLUMNS == 256;
+  static constexpr int PARTS = WHOLE ? 2 : 1;  // a tile's products are made in so many, as registers allow
   static constexpr int PART_TOKENS = TOKENS / PARTS, PART_COLUMNS = COLUMNS / PARTS, PART_BYTES = PART_COLUMNS * 128;
   static constexpr int QUERY_BYTES = COLUMNS * 128;
   static constexpr int QUERY = 0, KEY = QUERY_STAGES * QUERY_BYTES, SCALE = KEY + STAGES * TILE_BYTES;
@@ -40,10 +40,10 @@ struct IndexerLayout {
 template <int COLUMNS, Source SOURCE>
 constexpr bool OF_MEMORY = SOURCE == BOXES && COLUMNS < 256;
 template <int COLUMNS, Source SOURCE>
-constexpr int SLOTS = !OF_MEMORY<COLUMNS, SOURCE> ? 16 : COLUMNS < 128 ? 12 : 8;
+constexpr int WARPGROUPS_OF = !OF_MEMORY<COLUMNS, SOURCE> ? 2 : COLUMNS < 128 ? 4 : 3;
 template <int HEADS, int TOKENS, Source SOURCE>
-using ScoresLayout = IndexerLayout<HEADS, TOKENS, SLOTS<HEADS * TOKENS, SOURCE>,
-                                   OF_MEMORY<HEADS * TOKENS, SOURCE> ? 4 : 2, SOURCE == FLAT ? 2 : 1>;
+using ScoresLayout = IndexerLayout<HEADS, TOKENS, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 12 : 16,
+                                   WARPGROUPS_OF<HEADS * TOKENS, SOURCE>, SOURCE == FLAT ? 2 : 1>;
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,43 @@ DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, in
   }
 }
 
-// Lane n has the n-th box of the tiles that it and the others go through together.
+// A block has whole tiles. Lane n has the block of the n-th of 32 tiles that this warp brings.
+template <class L>
+DEVICE void bring_tiles(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
+                        Slot& slot, u64 policy) {
+  constexpr int EACH = L::PRODUCERS;
+  const int lane = thread & 31, skipped = (thread / 32 + EACH - slot.index % EACH) % EACH;  // the other warps'
+  const int* table = table_of(p, token);
+  int position = (first_tile + skipped + lane * EACH) * TILE, block_after = block_at(p, table, position, end);
+  Slot own = slot;
+  slot.index += tiles, slot.parity ^= slot.index / L::STAGES & 1, slot.index %= L::STAGES;
+  own.index += skipped;
+  if (own.index >= L::STAGES) own.index -= L::STAGES, own.parity ^= 1;
+  for (tiles -= skipped; tiles > 0; tiles -= 32 * EACH, position += 32 * EACH * TILE) {
+    const int own_block = block_after, own_offset = position - divide(position, p.of_block_size) * p.block_size;
+    if (tiles > 32 * EACH) block_after = block_at(p, table, position + 32 * EACH * TILE, end);
+#pragma unroll 1
+    for (int i = 0; i < 32 && i * EACH < tiles; ++i) {
+      const int block = __shfl_sync(~0u, own_block, i), offset = __shfl_sync(~0u, own_offset, i);
+      const u32 full = of_slot(shared + L::KEY_FULL, own), scales = shared + L::SCALE + own.index * TILE * 4;
+      mbarrier_wait(of_slot(shared + L::KEY_FREE, own), own.parity ^ 1);
+      if (block < 0) {
+        for (int key = lane; key < TILE; key += 32) store_shared_float(scales + key * 4, -INFINITY);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(full);
+      } else if (lane == 0) {
+        mbarrier_arrive_expect(full, TILE * (RowOfFp8Index::BYTES + RowOfFp8Index::SCALE_BYTES));
+        copy_box(shared + L::KEY + own.index * TILE_BYTES, p.keys, 0, offset, block, full, policy);
+        bulk_copy(scales, p.cache + block * p.block_bytes + p.block_size * 128 + offset * 4, TILE * 4, full, policy);
+      }
+      __syncwarp();
+      own.index += EACH;
+      if (own.index >= L::STAGES) own.index -= L::STAGES, own.parity ^= 1;
+    }
+  }
+}
+
+// A tile has several blocks. Lane n has the n-th box of the tiles that it and the others go through together.
 template <class L>
 DEVICE void bring_boxes(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
                         Slot& slot, u64 policy) {
@@ -124,7 +160,7 @@ DEVICE void bring_boxes(const Params& p, u32 shared, int thread, int token, int 
       }
       if (turn == i && box == 0)
         mbarrier_arrive_expect(full, count * keys * (RowOfFp8Index::BYTES + RowOfFp8Index::SCALE_BYTES));
-      if (boxes > 1) __syncwarp();
+      __syncwarp();
       if (turn == i && block >= 0) {
         copy_box(shared + L::KEY + slot.index * TILE_BYTES + box * keys * 128, p.keys, 0, offset, block, full, policy);
         bulk_copy(scales_to + box * keys * 4, scales, keys * 4, full, policy);
@@ -186,7 +222,7 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const int before = blockIdx.x % L::CLUSTER * L::TOKENS;  // tokens of a group that other CTAs of the cluster have
   const int thread = threadIdx.x - L::CONSUMERS, lane = thread & 31;
-  const bool leads = thread < 32;
+  const bool leads = thread / 32 == L::PRODUCERS - 1;  // the warp whose first tile is needed last
   Slot slot = {0, 0};
   int stage = 0;
   u32 parity = 1;
@@ -229,6 +265,8 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
       announce(token + before, max(count - before, 1), first_tile, tiles);
       if (SOURCE == FLAT)
         bring_flat<L>(p, shared, lane, first_tile, tiles, slot);
+      else if (SOURCE == BOXES && p.boxes_log2 == 0)
+        bring_tiles<L>(p, shared, thread, token, end, first_tile, tiles, slot, policy);
       else if (SOURCE == BOXES)
         bring_boxes<L>(p, shared, thread, token, end, first_tile, tiles, slot, policy);
       else
@@ -456,12 +494,8 @@ DEVICE void consume(const Params& p, u32 shared) {
     // The compiler has to see at every point which products are on their way.
     constexpr int PER_TURN = L::PARTS == 2 ? 1 : 2;  // tiles
     if constexpr (L::SETS == 1) {
-      for (; tiles > 0; --tiles)
-#pragma unroll
-        for (int part = 0; part < L::PARTS; ++part) {
-          begin(even, part);
-          end(even, part, Last());
-        }
+      static_assert(L::PARTS == 1, "products that no others hide are made at one time");
+      for (; tiles > 0; --tiles) begin(even, 0), end(even, 0, Last());
     } else if (tiles) {
       begin(even, 0);
       for (; tiles > PER_TURN; tiles -= PER_TURN) {
@@ -506,11 +540,12 @@ DEVICE void begin_barriers(const Params& p, u32 shared) {
 
 template <class L, Source SOURCE>
 DEVICE void make_scores(const Params& p, u32 shared) {
-  begin_barriers<L, SOURCE>(p, shared);
+  const bool brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
+  if (!brings) begin_barriers<L, SOURCE>(p, shared);
   __syncwarp();
   if (L::CLUSTER > 1) cluster_arrive();
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
-  const bool few = p.num_tokens <= 32 * FEW<tokens, SOURCE> * step, brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
+  const bool few = p.num_tokens <= 32 * FEW<tokens, SOURCE> * step;
   Part part = {0, 0, 0, 0};
   Group groups = {0, 0, 0, 0};
   int first = 0;
