@@ -34,11 +34,14 @@ extern "C" int bytes_of_params() { return sizeof(Params); }
 template <int TOKENS, Source SOURCE>
 int walk(const Params& p, int ctas, int* out, int room) {
   constexpr int step = STEP<TOKENS, SOURCE>;
+  Divisor of_parts = {0, 31};
+  for (int bits = ctas - 1; bits; bits /= 2) ++of_parts.shift;
+  of_parts.multiplier = (1ull << of_parts.shift) / ctas + 1;
   int total = 0, count = 0;
   for (int token = 0; token < p.num_tokens; token += step) total += group_at<TOKENS, SOURCE>(p, token).tiles;
   for (int cta = 0; cta < ctas; ++cta) {
-    const int begin = tiles_before(total, cta, ctas);
-    Part part = {0, begin, tiles_before(total, cta + 1, ctas) - begin};
+    const int begin = tiles_before(total, cta, ctas, of_parts);
+    Part part = {0, begin, tiles_before(total, cta + 1, ctas, of_parts) - begin, total};
     if (part.count == 0) continue;
     find_begin<TOKENS, SOURCE>(p, part);
     for (int token = part.token; part.count; token += step) {

@@ -27,6 +27,7 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #define peer_address ptx_peer_address
 #define store_float_if ptx_store_float_if
 #define evict_first ptx_evict_first
+#define evict_last ptx_evict_last
 #define evict_normal ptx_evict_normal
 #define copy_16 ptx_copy_16
 #define copy_4 ptx_copy_4
@@ -67,6 +68,7 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #undef peer_address
 #undef store_float_if
 #undef evict_first
+#undef evict_last
 #undef evict_normal
 #undef copy_16
 #undef copy_4
@@ -121,6 +123,13 @@ static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { at<uint4>
 static void store_float_if(bool condition, float* target, float value) {
   early |= condition && !simt::current->waited;
   if (condition) *target = value;
+}
+static u64 evict_first() { return 1; }
+static u64 evict_normal() { return 2; }
+static u64 evict_last() { return 3; }
+static void store_float_if_by(u64 policy, bool condition, float* target, float value) {
+  if (policy != 2 && policy != 3) abort();
+  store_float_if(condition, target, value);
 }
 static float positive_or_nan(float x) { return x > 0 || x != x ? x : 0.f; }
 
@@ -214,8 +223,6 @@ static void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
     land(barrier, bytes);
   });
 }
-static u64 evict_first() { return 1; }
-static u64 evict_normal() { return 2; }
 static void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   if (policy != 1 && policy != 2) abort();
   bulk_copy(to, from, bytes, barrier);

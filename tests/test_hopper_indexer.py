@@ -183,7 +183,17 @@ def test_a_call_that_is_left_to_triton_says_why() -> None:
     call = Call("indexer_logits", torch.device("cuda"), torch.float8_e4m3fn, num_heads=64)
     assert "bfloat16" in str(logits_reason(call._replace(dtype=torch.bfloat16)))
     assert "32 or 64 heads" in str(logits_reason(call._replace(num_heads=16)))
-    assert indexer_logits.THREADS == 384
+
+
+@pytest.mark.parametrize(("max_length", "kept"), [(2**22, 1), (2**22 + 1, 0)])
+def test_l2_keeps_scores_that_leave_it_room(monkeypatch: pytest.MonkeyPatch, max_length: int, kept: int) -> None:
+    monkeypatch.setattr(indexer_logits, "tensor_map", lambda *_: bytes(128))
+    cache, table = allocate_cache("fp8_index", 4, 64), torch.zeros(1, 2**17, dtype=torch.int32)
+    lengths = torch.zeros(2, dtype=torch.int32)
+    _, params = indexer_logits.paged_params(
+        cache, torch.zeros(2, 32), lengths, table, lengths, max_length, "fp8_index", 2, None
+    )
+    assert params[-1] == kept
 
 
 def test_warmup_runs_groups_of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:

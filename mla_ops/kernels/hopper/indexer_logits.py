@@ -15,13 +15,13 @@ from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Divisor, Kernel, compile_reason, reciprocal
 
-THREADS = 384  # a CTA with two warpgroups for products has so many
 TILE = 64  # keys
 CLUSTER = 2  # CTAs that share the copies of flat keys, for neighbouring groups of tokens
 HEADS = (32, 64)
 COLUMNS = 256  # heads of all tokens of a group, at most; then a box brings two heads of four tokens
 CLEAN_THREADS = 256
 MAX_GRID_ROWS = 32768
+KEPT_BYTES = 2**25  # of scores of a cache's keys, which L2 keeps for what reads them next
 BOX_KEYS = (8, 16, 32, 64)  # a block smaller than a tile is one box; larger ones are whole tiles
 
 
@@ -52,16 +52,25 @@ class Params(ctypes.Structure):
         ("block_size", ctypes.c_int),
         ("boxes_log2", ctypes.c_int),
         ("of_block_size", Divisor),
-        ("_", ctypes.c_char * 56),
+        ("keeps_scores", ctypes.c_int),
+        ("of_parts", Divisor),
+        ("_", ctypes.c_char * 44),
     ]
 
 
 pack = packer(Params)
 
 
+def warpgroups(columns: int, source: str) -> int:
+    """Those that make products, beside one that brings keys; as `ScoresLayout` of indexer_scores.cuh has them."""
+    if source != "BOXES" or columns == COLUMNS:
+        return 2
+    return 4 if columns < 128 else 3
+
+
 @functools.cache
 def kernel_for(num_heads: int, tokens: int, source: str) -> Kernel:
-    threads = 544 if source == "BOXES" and num_heads * tokens < COLUMNS else THREADS
+    threads = 128 * (warpgroups(num_heads * tokens, source) + 1)
     return Kernel("indexer_logits.cu", f"indexer_logits<{num_heads}, {tokens}, {source}>", threads)
 
 
@@ -120,7 +129,7 @@ def tensor_map(address: int, shape: tuple[int, int, int], strides: tuple[int, in
         [u32(1)] * 3,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:
@@ -159,11 +168,11 @@ def _launch(
     shape, strides = tuple(boxes.shape), (boxes.stride(0), boxes.stride(1))
     box = (4, 2) if tokens * num_heads == COLUMNS else (tokens, num_heads)
     queries = tensor_map(boxes.data_ptr(), shape, strides, box)
-    packed = pack(queries, *params)  # type: ignore[arg-type]
+    cluster = CLUSTER if source == "FLAT" else 1
+    clusters = max(min(num_sms(device_index) // cluster, num_tokens * -(-num_columns // TILE)), 1)
+    packed = pack(queries, *params, *reciprocal(clusters))  # type: ignore[arg-type]
     if num_columns:
         kernel = kernel_for(num_heads, tokens, source)
-        cluster = CLUSTER if source == "FLAT" else 1
-        clusters = max(min(num_sms(device_index) // cluster, num_tokens * -(-num_columns // TILE)), 1)
         sources.load(kernel.source, kernel.name, device_index).launch(
             (clusters * cluster, 1, 1),
             (kernel.threads, 1, 1),
@@ -216,6 +225,7 @@ def flat_params(
         1,
         0,
         *reciprocal(1),
+        0,
     )
 
 
@@ -299,6 +309,7 @@ def paged_params(
         block_size,
         (TILE // keys).bit_length() - 1 if keys else 0,
         *reciprocal(block_size),
+        int(4 * num_tokens * max_length <= KEPT_BYTES),
     )
 
 

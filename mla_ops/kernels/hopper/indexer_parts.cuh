@@ -21,21 +21,27 @@ DEVICE void prefetch_rows(const Params& p) {
     if (line < L::HEADS) prefetch_to_l2(p.weights + token * p.weights_stride + line);
 }
 
-// All threads count the tiles of all groups.
+// Sum of what this lane and those in front of it bring.
+DEVICE int sum_up_to(int value, int lane) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int lower = __shfl_up_sync(~0u, value, distance);
+    if (lane >= distance) value += lower;
+  }
+  return value;
+}
+
+// All threads count the tiles of all groups. A call, so that a launch of few tokens need not read past it.
 template <class L, Source SOURCE>
-DEVICE Part this_part(const Params& p, u32 shared) {
+__device__ __noinline__ Part part_of_many(const Params& p, u32 shared) {
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  prefetch_rows<L, SOURCE>(p);
   const int units = (p.num_tokens + step - 1) / step, each = (units + L::THREADS - 1) / L::THREADS;
   const int first = thread * each, last = min(first + each, units);
   int own = 0;
   for (int unit = first; unit < last; ++unit) own += group_at<tokens, SOURCE>(p, unit * step).tiles;
-  int before = own;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int lower = __shfl_up_sync(~0u, before, distance);
-    if (lane >= distance) before += lower;
-  }
+  int before = sum_up_to(own, lane);
   if (lane == 31) store_shared_4(shared + L::TOTALS + warp * 4, before);
   __syncthreads();
   before -= own;
@@ -47,47 +53,41 @@ DEVICE Part this_part(const Params& p, u32 shared) {
     total += tiles;
   }
   const int number = blockIdx.x / L::CLUSTER, parts = gridDim.x / L::CLUSTER;
-  const int begin = tiles_before(total, number, parts), count = tiles_before(total, number + 1, parts) - begin;
-  if (count == 0) return {0, 0, 0};
+  const int begin = tiles_before(total, number, parts, p.of_parts),
+            count = tiles_before(total, number + 1, parts, p.of_parts) - begin;
+  if (count == 0) return {0, 0, 0, 0};
   if (before <= begin && begin < before + own) {
-    Part part = {first * step, begin - before, count};
+    Part part = {first * step, begin - before, count, total};
     if (each > 1) find_begin<tokens, SOURCE>(p, part);
     store_shared_8(shared + L::PART, part.token, part.skip);
   }
   __syncthreads();
   const uint2 part = load_shared_8(shared + L::PART);
-  return {static_cast<int>(part.x), static_cast<int>(part.y), count};
+  return {static_cast<int>(part.x), static_cast<int>(part.y), count, total};
 }
 
-// One warp does the same for up to FEW groups a lane, 32 neighbours at one time; `groups` becomes those of the 32 with
-// which the part begins, and `first` the token of the first of them.
+// A warp does the same for up to FEW groups a lane, 32 neighbours at one time; `groups` becomes those of the 32 with which
+// the part begins, and `first` the token of the first of them. A launch of few keys takes as long as this: a warp alone
+// takes some clocks for each instruction.
 template <int TOKENS, Source SOURCE>
 DEVICE Part part_of_few(const Params& p, int lane, int number, int parts, Group& groups, int& first) {
-  constexpr int EACH = FEW<TOKENS, SOURCE>, step = STEP<TOKENS, SOURCE>;
-  Group all[EACH];
-  int before[EACH], total = 0;
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) all[i] = group_at<TOKENS, SOURCE>(p, (i * 32 + lane) * step);
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    before[i] = all[i].tiles;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int lower = __shfl_up_sync(~0u, before[i], distance);
-      if (lane >= distance) before[i] += lower;
+  constexpr int step = STEP<TOKENS, SOURCE>;
+  groups = group_at<TOKENS, SOURCE>(p, lane * step), first = 0;
+  int behind = sum_up_to(groups.tiles, lane), total = __shfl_sync(~0u, behind, 31);
+#pragma unroll 1
+  for (int other = 32 * step; other < p.num_tokens; other += 32 * step)
+    total += __reduce_add_sync(~0u, group_at<TOKENS, SOURCE>(p, other + lane * step).tiles);
+  const int begin = tiles_before(total, number, parts, p.of_parts),
+            count = tiles_before(total, number + 1, parts, p.of_parts) - begin;
+  if (count == 0) return {0, 0, 0, 0};
+#pragma unroll 1
+  while (true) {
+    const u32 here = __ballot_sync(~0u, begin < behind);
+    if (here) {
+      const int from = __ffs(here) - 1;
+      return {first + from * step, begin - __shfl_sync(~0u, behind - groups.tiles, from), count, total};
     }
-    const int of_these = __shfl_sync(~0u, before[i], 31);
-    before[i] += total - all[i].tiles, total += of_these;
+    first += 32 * step, groups = group_at<TOKENS, SOURCE>(p, first + lane * step);
+    behind = __shfl_sync(~0u, behind, 31) + sum_up_to(groups.tiles, lane);
   }
-  const int begin = tiles_before(total, number, parts);
-  Part part = {0, 0, tiles_before(total, number + 1, parts) - begin};
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const u32 here = __ballot_sync(~0u, before[i] <= begin && begin < before[i] + all[i].tiles);
-    if (here == 0) continue;
-    const int from = __ffs(here) - 1;
-    groups = all[i], first = i * 32 * step;
-    part.token = first + from * step, part.skip = begin - __shfl_sync(~0u, before[i], from);
-  }
-  return part;
 }

@@ -1,4 +1,4 @@
-// Products of keys and queries of e4m3.
+// PTX of index scores: products of keys and queries of e4m3, and a store with a policy of L2.
 #pragma once
 
 #include "wgmma.cuh"
@@ -18,4 +18,11 @@ DEVICE void wgmma_e4m3(float (&d)[32], u64 a, u64 b, int add) {
 }
 DEVICE void wgmma_e4m3(float (&d)[16], u64 a, u64 b, int add) {
   WGMMA_E4M3(32, REG16, ACC16(d, 0), "%16", "%17", "%18");
+}
+
+DEVICE void store_float_if_by(u64 policy, bool condition, float* target, float value) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.L2::cache_hint.f32 [%0], %1, %3;\n}" ::"l"(
+                   target),
+               "f"(value), "r"(static_cast<u32>(condition)), "l"(policy)
+               : "memory");
 }

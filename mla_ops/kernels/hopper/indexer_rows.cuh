@@ -20,6 +20,8 @@ struct Params {
   int num_requests, table_width, num_blocks, block_size;
   int boxes_log2;  // a tile of keys is 2^boxes_log2 boxes, each in one block
   Divisor of_block_size;
+  int keeps_scores;  // L2 does, for what reads them next
+  Divisor of_parts;  // as many as CTAs, or clusters
 };
 
 constexpr int TILE = 64;  // keys
@@ -86,15 +88,15 @@ DEVICE Group group_at(const Params& p, int token) {
 template <int TOKENS, Source SOURCE>
 constexpr int STEP = SOURCE == FLAT ? TOKENS : 1;
 
-// A CTA's tiles: `count` from tile `skip` on of the group of `token`, and of the groups behind it.
+// A CTA's tiles: `count` from tile `skip` on of the group of `token`, and of the groups behind it; all CTAs have `total`.
 struct Part {
-  int token, skip, count;
+  int token, skip, count, total;
 };
 
-// total * cta / ctas, where the product might not fit.
-DEVICE int tiles_before(int total, int cta, int ctas) {
-  const u32 each = static_cast<u32>(total) / ctas, rest = total - each * ctas;
-  return each * cta + rest * cta / ctas;
+// total * part / parts, where the product might not fit.
+DEVICE int tiles_before(int total, int part, int parts, Divisor of_parts) {
+  const int each = divide(total, of_parts), rest = total - each * parts;
+  return each * part + divide(rest * part, of_parts);
 }
 
 // Makes `part` begin with the tile that `part.skip` counts from the group of `part.token` on.

@@ -6,18 +6,20 @@
 
 constexpr int CONSUMERS = 256, THREADS = 384, QUERY_STAGES = 2;
 constexpr int TILE_BYTES = TILE * 128, GATHERERS = 4, LAG = 6;
+constexpr int KEY_WARPS = 4;  // bring keys where memory is the bound, every fourth tile each
+constexpr int FULL_L2 = 1 << 18;  // tiles whose scores of one token, 64 MB, are more than L2 has room for
 
 template <int HEADS_, int TOKENS_, int STAGES_ = 16, int WARPGROUPS_ = 2, int CLUSTER_ = 1>
 struct IndexerLayout {
   static constexpr int CLUSTER = CLUSTER_;  // CTAs that have the same keys and neighbouring tokens
-  // Two warpgroups have two sets of products each, or four have one: then a single warp brings keys, and all threads
-  // have the same number of registers.
+  // Two warpgroups have two sets of products each, or more have one: then all threads have the same number of registers.
   static constexpr int WARPGROUPS = WARPGROUPS_, SETS = WARPGROUPS == 2 ? 2 : 1;
-  static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + (SETS == 2 ? 128 : 32);
+  static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 128;
+  static constexpr int PRODUCERS = SETS == 2 ? 1 : KEY_WARPS;  // warps that bring keys, by boxes
   static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS, STAGES = STAGES_;
-  static constexpr int PARTS = COLUMNS * WARPGROUPS >= 512 ? 2 : 1;  // a tile's products are made in so many, as registers allow
   // A thread has all heads of its tokens where all columns are there: eight columns are two heads of four tokens.
   static constexpr bool WHOLE = COLUMNS == 256;
+  static constexpr int PARTS = WHOLE ? 2 : 1;  // a tile's products are made in so many, as registers allow
   static constexpr int PART_TOKENS = TOKENS / PARTS, PART_COLUMNS = COLUMNS / PARTS, PART_BYTES = PART_COLUMNS * 128;
   static constexpr int QUERY_BYTES = COLUMNS * 128;
   static constexpr int QUERY = 0, KEY = QUERY_STAGES * QUERY_BYTES, SCALE = KEY + STAGES * TILE_BYTES;
@@ -28,17 +30,20 @@ struct IndexerLayout {
   static constexpr int KEY_FREE = KEY_FULL + STAGES * 8, BYTES = KEY_FREE + STAGES * 8;
   // A warpgroup that had not waited for a slot's last tile would take the one before it for the next one.
   static_assert(STAGES % WARPGROUPS == 0, "a slot's tiles are all of one warpgroup");
+  static_assert(STAGES % PRODUCERS == 0, "a slot's tiles are all brought by one warp");
   static_assert(GROUP_FULL % 8 == 0, "barriers lie at multiples of 8 bytes");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
 
 // A launch of scores. Where memory is the bound, more warps wait for keys, and fewer keys are on their way: more of them
-// would take L2 from one another, and leave some SMs behind.
+// would take L2 from one another.
 template <int COLUMNS, Source SOURCE>
 constexpr bool OF_MEMORY = SOURCE == BOXES && COLUMNS < 256;
+template <int COLUMNS, Source SOURCE>
+constexpr int WARPGROUPS_OF = !OF_MEMORY<COLUMNS, SOURCE> ? 2 : COLUMNS < 128 ? 4 : 3;
 template <int HEADS, int TOKENS, Source SOURCE>
-using ScoresLayout = IndexerLayout<HEADS, TOKENS, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 8 : 16,
-                                   OF_MEMORY<HEADS * TOKENS, SOURCE> ? 4 : 2, SOURCE == FLAT ? 2 : 1>;
+using ScoresLayout = IndexerLayout<HEADS, TOKENS, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 12 : 16,
+                                   WARPGROUPS_OF<HEADS * TOKENS, SOURCE>, SOURCE == FLAT ? 2 : 1>;
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
 
@@ -92,10 +97,47 @@ DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, in
   }
 }
 
-// Lane n has the n-th box of the tiles that it and the others bring together.
+// A block has whole tiles. Lane n has the block of the n-th of 32 tiles that this warp brings.
 template <class L>
-DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int end, int first_tile, int tiles,
+DEVICE void bring_tiles(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
                         Slot& slot, u64 policy) {
+  constexpr int EACH = L::PRODUCERS;
+  const int lane = thread & 31, skipped = (thread / 32 + EACH - slot.index % EACH) % EACH;  // the other warps'
+  const int* table = table_of(p, token);
+  int position = (first_tile + skipped + lane * EACH) * TILE, block_after = block_at(p, table, position, end);
+  Slot own = slot;
+  slot.index += tiles, slot.parity ^= slot.index / L::STAGES & 1, slot.index %= L::STAGES;
+  own.index += skipped;
+  if (own.index >= L::STAGES) own.index -= L::STAGES, own.parity ^= 1;
+  for (tiles -= skipped; tiles > 0; tiles -= 32 * EACH, position += 32 * EACH * TILE) {
+    const int own_block = block_after, own_offset = position - divide(position, p.of_block_size) * p.block_size;
+    if (tiles > 32 * EACH) block_after = block_at(p, table, position + 32 * EACH * TILE, end);
+#pragma unroll 1
+    for (int i = 0; i < 32 && i * EACH < tiles; ++i) {
+      const int block = __shfl_sync(~0u, own_block, i), offset = __shfl_sync(~0u, own_offset, i);
+      const u32 full = of_slot(shared + L::KEY_FULL, own), scales = shared + L::SCALE + own.index * TILE * 4;
+      mbarrier_wait(of_slot(shared + L::KEY_FREE, own), own.parity ^ 1);
+      if (block < 0) {
+        for (int key = lane; key < TILE; key += 32) store_shared_float(scales + key * 4, -INFINITY);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(full);
+      } else if (lane == 0) {
+        mbarrier_arrive_expect(full, TILE * (RowOfFp8Index::BYTES + RowOfFp8Index::SCALE_BYTES));
+        copy_box(shared + L::KEY + own.index * TILE_BYTES, p.keys, 0, offset, block, full, policy);
+        bulk_copy(scales, p.cache + block * p.block_bytes + p.block_size * 128 + offset * 4, TILE * 4, full, policy);
+      }
+      __syncwarp();
+      own.index += EACH;
+      if (own.index >= L::STAGES) own.index -= L::STAGES, own.parity ^= 1;
+    }
+  }
+}
+
+// A tile has several blocks. Lane n has the n-th box of the tiles that it and the others go through together.
+template <class L>
+DEVICE void bring_boxes(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
+                        Slot& slot, u64 policy) {
+  const int lane = thread & 31, producer = thread >> 5;
   const int* table = table_of(p, token);
   const int boxes = 1 << p.boxes_log2, keys = TILE >> p.boxes_log2, together = 32 >> p.boxes_log2;
   const int box = lane & boxes - 1, turn = lane >> p.boxes_log2;
@@ -106,17 +148,19 @@ DEVICE void bring_boxes(const Params& p, u32 shared, int lane, int token, int en
     const u32 there = __ballot_sync(~0u, block >= 0);
     if (tiles > together) block_after = block_at(p, table, position + 32 * keys, end);
     for (int i = 0; i < min(tiles, together); ++i, next<L>(slot)) {
+      if (L::PRODUCERS > 1 && slot.index % L::PRODUCERS != producer) continue;
       const u32 full = of_slot(shared + L::KEY_FULL, slot), scales_to = shared + L::SCALE + slot.index * TILE * 4;
       const int count = __popc(there >> (i << p.boxes_log2) & (1 << boxes) - 1);
       mbarrier_wait(of_slot(shared + L::KEY_FREE, slot), slot.parity ^ 1);
       if (count < boxes) {
         if (turn == i && block < 0)
+#pragma unroll 1
           for (int key = 0; key < keys; ++key) store_shared_float(scales_to + (box * keys + key) * 4, -INFINITY);
         __syncwarp();
       }
       if (turn == i && box == 0)
         mbarrier_arrive_expect(full, count * keys * (RowOfFp8Index::BYTES + RowOfFp8Index::SCALE_BYTES));
-      if (boxes > 1) __syncwarp();
+      __syncwarp();
       if (turn == i && block >= 0) {
         copy_box(shared + L::KEY + slot.index * TILE_BYTES + box * keys * 128, p.keys, 0, offset, block, full, policy);
         bulk_copy(scales_to + box * keys * 4, scales, keys * 4, full, policy);
@@ -178,11 +222,12 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const int before = blockIdx.x % L::CLUSTER * L::TOKENS;  // tokens of a group that other CTAs of the cluster have
   const int thread = threadIdx.x - L::CONSUMERS, lane = thread & 31;
-  const bool leads = thread < 32;
+  const bool leads = thread / 32 == L::PRODUCERS - 1;  // the warp whose first tile is needed last
   Slot slot = {0, 0};
   int stage = 0;
   u32 parity = 1;
   auto announce = [&](int token, int count, int first_tile, int tiles) {
+    if (SOURCE == BOXES && !leads) return;
     mbarrier_wait(shared + L::QUERY_FREE + stage * 8, parity);
     if (leads && lane == 0) {
       store_shared_16(shared + L::GROUP + stage * 16, token, count, first_tile, tiles);
@@ -203,12 +248,14 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
     }
     if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
   };
-  if (!few) first = part.token, groups = group_at<tokens, SOURCE>(p, first + lane * step);
-  u32 live = __ballot_sync(~0u, groups.tiles > 0) & ~0u << (part.token - first) / step;
-  // Keys that one group reads are not read again: what else is in L2 stays there.
-  const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS;
+  if (!few) first = part.token;
+  // Keys that one group reads are not read again: what else is in L2 stays there, but for more scores than it holds.
+  const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS && part.total < FULL_L2 / L::TOKENS;
   const u64 policy = once ? evict_first() : evict_normal();
-  while (part.count) {
+  for (bool there = few; part.count; there = false, first += 32 * step) {
+    if (!there) groups = group_at<tokens, SOURCE>(p, first + lane * step);
+    u32 live = __ballot_sync(~0u, groups.tiles > 0);
+    if (part.token > first) live &= ~0u << (part.token - first) / step;
     for (; live && part.count; live &= live - 1) {
       const int from = __ffs(live) - 1, token = first + from * step;
       const int count = __shfl_sync(~0u, groups.count, from), end = __shfl_sync(~0u, groups.end, from),
@@ -218,15 +265,13 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
       announce(token + before, max(count - before, 1), first_tile, tiles);
       if (SOURCE == FLAT)
         bring_flat<L>(p, shared, lane, first_tile, tiles, slot);
+      else if (SOURCE == BOXES && p.boxes_log2 == 0)
+        bring_tiles<L>(p, shared, thread, token, end, first_tile, tiles, slot, policy);
       else if (SOURCE == BOXES)
-        bring_boxes<L>(p, shared, lane, token, end, first_tile, tiles, slot, policy);
+        bring_boxes<L>(p, shared, thread, token, end, first_tile, tiles, slot, policy);
       else
         bring_anywhere<L>(p, shared, thread, token, end, first_tile, tiles, slot);
     }
-    if (part.count == 0) break;
-    first += 32 * step;
-    groups = group_at<tokens, SOURCE>(p, first + lane * step);
-    live = __ballot_sync(~0u, groups.tiles > 0);
   }
   launch_dependents();  // not before: what begins beside this launch would slow down its start
   announce(0, 0, 0, 0);
@@ -338,10 +383,12 @@ template <class L, Source SOURCE>
 struct Stored {
   using S = Share<L::TOKENS, L::WHOLE>;
   const Params& p;
+  const u64 policy;
   float* rows[S::TOKENS];
   Bounds bounds[S::TOKENS];
 
-  DEVICE explicit Stored(const Params& params) : p(params) {}
+  DEVICE explicit Stored(const Params& params)
+      : p(params), policy(SOURCE != FLAT && params.keeps_scores ? evict_last() : evict_normal()) {}
 
   DEVICE void begin(const uint4& group, int lane) {
 #pragma unroll
@@ -355,7 +402,11 @@ struct Stored {
   }
 
   DEVICE void put(int t, int column, float score) const {
-    store_float_if(column >= bounds[t].start && column < bounds[t].end, rows[t] + column, score);
+    const bool there = column >= bounds[t].start && column < bounds[t].end;
+    if constexpr (SOURCE == FLAT)
+      store_float_if(there, rows[t] + column, score);
+    else
+      store_float_if_by(policy, there, rows[t] + column, score);
   }
 };
 
@@ -443,12 +494,8 @@ DEVICE void consume(const Params& p, u32 shared) {
     // The compiler has to see at every point which products are on their way.
     constexpr int PER_TURN = L::PARTS == 2 ? 1 : 2;  // tiles
     if constexpr (L::SETS == 1) {
-      for (; tiles > 0; --tiles)
-#pragma unroll
-        for (int part = 0; part < L::PARTS; ++part) {
-          begin(even, part);
-          end(even, part, Last());
-        }
+      static_assert(L::PARTS == 1, "products that no others hide are made at one time");
+      for (; tiles > 0; --tiles) begin(even, 0), end(even, 0, Last());
     } else if (tiles) {
       begin(even, 0);
       for (; tiles > PER_TURN; tiles -= PER_TURN) {
@@ -493,22 +540,24 @@ DEVICE void begin_barriers(const Params& p, u32 shared) {
 
 template <class L, Source SOURCE>
 DEVICE void make_scores(const Params& p, u32 shared) {
-  begin_barriers<L, SOURCE>(p, shared);
+  const bool brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
+  if (!brings) begin_barriers<L, SOURCE>(p, shared);
   __syncwarp();
   if (L::CLUSTER > 1) cluster_arrive();
-  prefetch_rows<L, SOURCE>(p);
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
-  const bool few = p.num_tokens <= 32 * FEW<tokens, SOURCE> * step, brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
-  Part part = {0, 0, 0};
+  const bool few = p.num_tokens <= 32 * FEW<tokens, SOURCE> * step;
+  Part part = {0, 0, 0, 0};
   Group groups = {0, 0, 0, 0};
   int first = 0;
   if (few) {
     if (brings)
       part = part_of_few<tokens, SOURCE>(p, threadIdx.x & 31, blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER, groups,
                                          first);
+    else
+      prefetch_rows<L, SOURCE>(p);
     __syncthreads();
   } else {
-    part = this_part<L, SOURCE>(p, shared);
+    part = part_of_many<L, SOURCE>(p, shared);
     if (part.count == 0) {
       if (L::CLUSTER > 1) cluster_wait();
       return wait_for_prerequisites();
@@ -517,7 +566,8 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   if (L::CLUSTER > 1) cluster_wait();  // all have their barriers
   if (brings) {
     if (L::SETS == 2) fewer_registers<SOURCE == FLAT ? 40 : 72>();
-    if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32) produce<L, SOURCE>(p, shared, part, few, groups, first);
+    if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32 * L::PRODUCERS)
+      produce<L, SOURCE>(p, shared, part, few, groups, first);
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
     wait_for_prerequisites();  // they may read what this launch writes over
