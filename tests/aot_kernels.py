@@ -142,8 +142,9 @@ def indexer_variants(capability: int) -> Iterator[Variant]:
         constants = {"NATIVE_FP8": native, "UPCAST": False, "CLEAN": False, "HEADS": heads, "UNIT": 16}
         constants["KEYS"] = indexer.SCORE_KEYS_FP32 if element == "fp32" else indexer.SCORE_KEYS
         name = f"[{element}, {heads} heads]"
-        dtype = torch.float8_e4m3fn if element == "u8" else torch.bfloat16
-        flat, warps = {**constants, "TOKENS": indexer.SCORE_TOKENS}, {"num_warps": indexer.score_warps(dtype, native)}
+        dtype = {"u8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}[element]
+        flat = {**constants, "TOKENS": indexer.SCORE_TOKENS}
+        warps = {"num_warps": indexer.score_warps(dtype, (capability // 10, capability % 10))}
         yield Variant(f"indexer_flat{name}", indexer._flat_kernel, given, flat, warps)
         paged = {**constants, "FP8": element == "u8"}
         yield Variant(f"indexer_paged{name}", indexer._paged_kernel, given, paged, warps)
