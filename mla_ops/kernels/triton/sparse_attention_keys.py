@@ -236,7 +236,7 @@ def load_rope(row, within, BITS: tl.constexpr, KEYS: tl.constexpr):
         rope = tl.load(bits) if within is None else tl.load(bits, mask=within, other=0)
         rope = rope.to(place.dtype.element_ty, bitcast=True)
     else:
-        rope = tl.load(place, mask=within, other=0.0)
+        rope = tl.load(place) if within is None else tl.load(place, mask=within, other=0.0)
     return rope
 
 

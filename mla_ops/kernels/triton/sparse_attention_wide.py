@@ -1,8 +1,9 @@
 """The walk over keys that are multiplied with all dims at once: of 64 heads on SM90, of 32 over fp8_ds_mla elsewhere.
 
-The compiler waits for each `wgmma` where it stands. Here a tile of keys has three: all 512 dims, those behind, values.
-Keys of fp8_ds_mla become float16 with their scale, which saves half of the conversion and all factors outside of
-products; others are operands as they are. Of these two tiles are in shared memory, one on its way.
+The compiler waits for each `wgmma` where it stands, but for those of scores that run on (`scores_run_on`). Here a tile
+of keys has three: all 512 dims, those behind, values. Keys of fp8_ds_mla become float16 with their scale, which saves
+half of the conversion and all factors outside of products. Others are operands as they are: two tiles are in shared
+memory, one on its way.
 """
 
 import triton
@@ -45,6 +46,15 @@ def is_whole(options):
     return options.tile.apart and options.keys.operands in ("fp8_half", "plain")
 
 
+@triton.constexpr_function
+def scores_run_on(options):
+    """Whether the products of scores run while the copies of the next tile begin.
+
+    They have to read what was copied, not what was converted. In parts of rows, which have few tiles, it takes longer.
+    """
+    return options.tile.block_h >= 64 and options.keys.operands == "plain" and not options.partial
+
+
 @triton.jit
 def load_query_whole(q_rows, live_head, OPTIONS: tl.constexpr):
     """Q in 512 dims and the 64 behind them, if there are any."""
@@ -85,7 +95,7 @@ def _apart(x):
 
 @triton.jit
 def _together(x):
-    """What `_apart` does, undone."""
+    """The former order of dims that are `_apart`."""
     return tl.reshape(tl.permute(tl.reshape(x, (x.shape[0], 2, 32, 8)), (0, 2, 1, 3)), (x.shape[0], 512))
 
 
@@ -110,7 +120,8 @@ def _load_rows(cache, places, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
         latent = _load(row[:, None] + tl.arange(0, 512)[None, :], within)
         rope, scales = latent, latent
         if OPTIONS.rope:
-            rope = load_rope(row, within, True, KEYS)
+            BITS: tl.constexpr = not scores_run_on(OPTIONS)
+            rope = load_rope(row, within, BITS, KEYS)
     return latent, rope, scales
 
 
@@ -132,14 +143,17 @@ def _surely(start, end):
 def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """The state after one tile of keys, and the scale of each head's scores. MASKED: some keys may not be there.
 
-    `scales` are those of scores over 512 dims, a head, and behind them. What stands behind the first condition (`sure`)
+    `scales` are those of scores over 512 dims, a head, and behind them. Code behind the first condition (`sure`)
     comes last in the loop: the copies of the next tile begin before the products. Where the compiler sees that a
     product goes into another, it gives all groups of warps all of it: hence the second, and with `mma.sync` the third.
     Newer compilers move what lies between branch and product.
+
+    Products of scores that run on stand before the conditions: the compiler waits for them where they are used, if they
+    are used behind a condition, are operands from copies and go on to the next turn (`_keep`).
     """
     KEYS: tl.constexpr = OPTIONS.keys
     UPCAST: tl.constexpr = OPTIONS.upcast
-    acc, top, sums = state
+    acc, top, sums, running, running_rope = state
     keys, rope, _ = rows
     scale, scale_behind = scales
     BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
@@ -151,12 +165,22 @@ def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.conste
     # 0, which the compiler does not know
     zeros = tl.zeros((q[0].shape[0], keys.shape[0]), tl.float32) + scale_behind * 0.0
     weights = round_to(zeros, keys.dtype, UPCAST)
+    RUN_ON: tl.constexpr = scores_run_on(OPTIONS)
+    if RUN_ON:
+        running = dot(q[0], tl.trans(keys), zeros, UPCAST)
+        if OPTIONS.rope:
+            running_rope = dot(q[1], tl.trans(rope), zeros, UPCAST)
     if sure[0]:
         if sure[1]:
-            scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
+            if RUN_ON:
+                scores = running
+            else:
+                scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
             if is_half(KEYS):
                 scores *= scale[:, None]
-            if OPTIONS.rope:
+            if OPTIONS.rope and RUN_ON:
+                scores += running_rope
+            elif OPTIONS.rope:
                 behind = zeros
                 if q[0].shape[0] >= 64:  # noqa: SIM114 (known when this is compiled)
                     behind = dot(q[1], tl.trans(rope), zeros, UPCAST)
@@ -181,7 +205,14 @@ def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.conste
             top = new_top
             weights = round_to(exact, keys.dtype, UPCAST)
         acc = dot(weights, keys, acc, UPCAST)
-    return (acc, top, sums), scale
+    return (acc, top, sums, running, running_rope), scale
+
+
+@triton.jit
+def _keep(sums, products):
+    """`sums` as they are, which the compiler does not know before LLVM: so it keeps the last products until here."""
+    by_group = tl.reshape(products, (products.shape[0], 2, products.shape[1] // 16, 8))
+    return tl.where(tl.sum(by_group, 2) > float("inf"), 0.0, sums)
 
 
 @triton.jit
@@ -246,7 +277,7 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
     """Does what `attend_keys` does: an accumulator of 512 dims, the largest score in base 2, sums of weights, a head.
 
     `span` are columns of `index_row`: the first, the end of the tiles in which all keys are there, and the end. `first`
-    are the indices of the first tile. Of float16 keys, scales that float16 does not hold make NaN of a row's sum of
+    are the indices of the first tile. In float16 keys, scales that float16 does not hold make NaN of a row's sum of
     weights, as NaN in a key does and scores that overflow. `scratch` are places of 512 float16 a head.
     """
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
@@ -257,9 +288,13 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
     if HALF:
         latent, scale = _halve_query(latent, scale_log2, begin >= 0)
     _, _, _, _, top, sums = new_state(OPTIONS)
-    state = (tl.zeros((BLOCK_H, 512), tl.float32), top, sums)
+    running = top
+    if scores_run_on(OPTIONS):
+        BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+        running = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
+    state = (tl.zeros((BLOCK_H, 512), tl.float32), top, sums, running, running)
     scales = (scale, scale_log2)
-    # Queries should be operands from shared memory: there are no registers left for them. What is loaded is.
+    # Queries should be operands from shared memory, as loaded ones are: there are no registers left for them.
     if BLOCK_H < 64:
         tl.store(scratch, latent, mask=live_head[:, None])
         tl.debug_barrier()
@@ -270,7 +305,11 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
         for _ in range((begin >= 0).to(tl.int32)):
             state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
             latent = tl.zeros_like(latent)
-    acc, top, sums = state
+    acc, top, sums, running, running_rope = state
+    if scores_run_on(OPTIONS):
+        sums = _keep(sums, running)
+        if OPTIONS.rope:
+            sums = _keep(sums, running_rope)
     if HALF:
         acc = _together(acc)
     return acc, top, sums
