@@ -272,6 +272,12 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if everything else ', slots'}]"
         variant = Variant(name, sparse_attention._attend_kernel, types, constants, options)
         yield variant
+        if tile.block_h == 32 and not everything:
+            # for an SM that has room for two programs
+            beside = sparse_attention.tile(device, heads, mode, alone=False)
+            fixed = replace(constants["OPTIONS"], tile=beside, looks=looks and beside.apart)
+            options = {"num_warps": beside.num_warps}
+            yield replace(variant, name=name.replace("]", ", beside]"), constants={"OPTIONS": fixed}, options=options)
         if fmt == "fp8_ds_mla" and dtype == torch.bfloat16 and everything:
             yield in_halves(variant)
     for element, part in (("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "fp16")):
