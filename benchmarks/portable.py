@@ -9,6 +9,9 @@ With `--capability` Triton makes the code of another architecture, with its tile
 assembles it for this GPU. So tiles of 99 and 163 KB and the path without `wgmma` are checked and timed on Hopper. From
 a time that fills the GPU follows a prediction for others: `predicted_us`. One capability a process: Triton keeps what
 it compiled.
+
+An SM here has room for two programs where one with 100 KB of shared memory has room for one. So for those a row that
+fills the GPU has a second time, `alone`: of the code that they run, one program an SM. Predictions follow from it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ SHAPES = {
 }
 # With tiles of 99 KB a row may take so many times what it may take with Hopper's.
 SMALL_TILES = dict.fromkeys((86, 89, 120, 121), 1.3)
+SMALL_SM = 100 * 1024  # bytes of shared memory of an SM there
 LINE = "{:<44} {:>8} {:>15} {:>7} {:>8} {:>9} {:>6} {:>5}  {}"
 HEADER = LINE.format("row", "µs", "p10–p90", "GB/s", "TFLOP/s", "FlashMLA", "ratio", "bar", "max error (bound)")
 
@@ -84,6 +88,18 @@ def compile_for(capability: int) -> None:
 
     for module in (sparse, dense_attention):
         module.capability = lambda device: divmod(capability, 10)
+
+
+def time_alone(case: common.Case, iterations: int, floors: common.Floors) -> float:
+    """Microseconds of a case by the code for an SM that has room for one program, FlashMLA aside."""
+    from mla_ops.kernels.triton import sparse_attention as sparse
+
+    own, sparse.shared_of_sm = sparse.shared_of_sm, lambda device: SMALL_SM
+    case.peers = {}
+    try:
+        return common.measure(case, ["triton"], iterations, floors)[0].median_us
+    finally:
+        sparse.shared_of_sm = own
 
 
 def bar(kind: str, num_tokens: int, num_heads: int) -> float:
@@ -150,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     gpus = [gpu for gpu in GPUS if gpu.capability == arguments.capability]
     made_for = "" if arguments.capability is None else f"; Triton compiles for capability {arguments.capability}"
     print(f"{machine['device']}, torch {machine['torch']}, CUDA {machine['cuda']}{made_for}")
-    print(HEADER + "".join(f"  predicted us, {gpu.name}" for gpu in gpus))
+    small = arguments.capability in SMALL_TILES
+    print(HEADER + "  alone" * small + "".join(f"  predicted us, {gpu.name}" for gpu in gpus))
     allowed = 1.0 if arguments.capability in (None, 90) else SMALL_TILES.get(arguments.capability, float("inf"))
     passed = True
     sizes = [(kind, *size) for kind in arguments.kinds for size in arguments.shapes or SHAPES[kind]]
@@ -161,7 +178,9 @@ def main(argv: list[str] | None = None) -> int:
         text = line(kind, rows, allowed * bar(kind, tokens, heads))
         if tokens >= FULL and device.type == "cuda":
             sms = torch.cuda.get_device_properties(device).multi_processor_count
-            given = rows[0].median_us, sms
+            us = time_alone(case, arguments.iterations, floors) if small else rows[0].median_us
+            text += f"  {us:.1f}" * small
+            given = us, sms
             text += "".join(f"  {predicted_us(*given, gpu, case.bytes_moved, case.flops):.0f}" for gpu in gpus)
         print(text, flush=True)
     return 0 if passed else 1

@@ -142,8 +142,9 @@ def indexer_variants(capability: int) -> Iterator[Variant]:
         constants = {"NATIVE_FP8": native, "UPCAST": False, "CLEAN": False, "HEADS": heads, "UNIT": 16}
         constants["KEYS"] = indexer.SCORE_KEYS_FP32 if element == "fp32" else indexer.SCORE_KEYS
         name = f"[{element}, {heads} heads]"
-        dtype = torch.float8_e4m3fn if element == "u8" else torch.bfloat16
-        flat, warps = {**constants, "TOKENS": indexer.SCORE_TOKENS}, {"num_warps": indexer.score_warps(dtype, native)}
+        dtype = {"u8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}[element]
+        flat = {**constants, "TOKENS": indexer.SCORE_TOKENS}
+        warps = {"num_warps": indexer.score_warps(dtype, (capability // 10, capability % 10))}
         yield Variant(f"indexer_flat{name}", indexer._flat_kernel, given, flat, warps)
         paged = {**constants, "FP8": element == "u8"}
         yield Variant(f"indexer_paged{name}", indexer._paged_kernel, given, paged, warps)
@@ -271,6 +272,12 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if everything else ', slots'}]"
         variant = Variant(name, sparse_attention._attend_kernel, types, constants, options)
         yield variant
+        if tile.block_h == 32 and not everything:
+            # for an SM that has room for two programs
+            beside = sparse_attention.tile(device, heads, mode, alone=False)
+            fixed = replace(constants["OPTIONS"], tile=beside, looks=looks and beside.apart)
+            options = {"num_warps": beside.num_warps}
+            yield replace(variant, name=name.replace("]", ", beside]"), constants={"OPTIONS": fixed}, options=options)
         if fmt == "fp8_ds_mla" and dtype == torch.bfloat16 and everything:
             yield in_halves(variant)
     for element, part in (("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "fp16")):

@@ -34,7 +34,7 @@ SPARSE = {
     "bf16": "attend[bf16, q bf16, 576, 16 heads, slots]",
 }
 # heads, keys, warps
-SPARSE_TILES = ((16, 32, 4), (16, 32, 8), (16, 64, 4), (16, 64, 8), (32, 32, 4), (32, 64, 8), (64, 32, 8))
+SPARSE_TILES = ((16, 32, 4), (16, 32, 8), (16, 64, 4), (16, 64, 8), (32, 32, 4), (32, 32, 8), (32, 64, 8), (64, 32, 8))
 PREFILL = ("prefill[bf16, 192/128, causal]", "prefill[bf16, 256/256, causal]")
 LEGEND = """Compiled, not measured. Rows are heads (the caches' formats) or queries (prefill, head dims of
 keys / values); the tile that the library chooses is in bold. Stages are tiles of keys that are on their way or in use.
@@ -59,7 +59,8 @@ def sparse_candidates(capability: int) -> Iterator[Candidate]:
         own = variants[name]
         mode = sparse_attention.operand_mode(torch.bfloat16, kernel)
         half = mode == "fp8" and rows == 32
-        tile = sparse_attention.Tile(rows, keys, warps, ahead, half=half, apart=half, early=half)
+        apart = half or (mode == "plain" and (rows, keys, warps) == (32, 32, 8))
+        tile = sparse_attention.Tile(rows, keys, warps, ahead, half=half, apart=apart, early=apart)
         options = own.constants["OPTIONS"]
         operands = options.keys.with_operands("fp8_half" if half else mode)
         looks = sparse_attention.looks_at_indices(operands, tile, partial=False, has_length=False)

@@ -309,15 +309,33 @@ def test_tile_table() -> None:
                 assert chosen.block_h * 512 * 4 <= 2**17
 
 
-def test_triton_that_keeps_operands_in_registers_has_more_warps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else tiles of 32 heads would spill 752 bytes a thread, on SM120 by Triton 3.9."""
+def test_warps_of_tiles_of_32_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight where a program has an SM to itself, and where four spill 752 bytes a thread, on SM100 by Triton 3.9."""
     from mla_ops.kernels.triton import sparse_attention
 
     for keeps, warps in ((False, 4), (True, 8)):
         monkeypatch.setattr(sparse_attention, "KEEPS_OPERANDS", keeps)
-        assert sparse_attention.tile((12, 0), 32, "fp8").num_warps == warps
-        assert sparse_attention.tile((8, 0), 32, "fp8").num_warps == 8
-        assert sparse_attention.tile((12, 0), 32, "plain").num_warps == 4
+        for capability in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0), (12, 1)):
+            for mode in ("fp8", "plain"):
+                assert sparse_attention.tile(capability, 32, mode).num_warps == 8
+        assert sparse_attention.tile((10, 0), 32, "fp8", alone=False).num_warps == warps
+        assert sparse_attention.tile((8, 0), 32, "plain", alone=False).num_warps == 4
+
+
+@pytest.mark.parametrize(
+    ("shared", "num_tokens", "deterministic", "alone"),
+    [(100, 4096, True, True), (100, 4096, False, True), (228, 66, False, True), (228, 67, False, False)]
+    + [(228, 1, True, False), (164, 54, False, True)],
+)
+def test_programs_that_have_an_sm_to_themselves(
+    shared: int, num_tokens: int, deterministic: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a row must not notice its batch, the number of tokens decides nothing."""
+    from mla_ops.kernels.triton import sparse_attention
+
+    monkeypatch.setattr(sparse_attention, "shared_of_sm", lambda device: shared * 1024)
+    monkeypatch.setattr(sparse_attention, "num_sms", lambda device: 132)
+    assert sparse_attention.programs_are_alone(torch.device("cuda"), num_tokens, 64, deterministic) is alone
 
 
 def test_constants_of_kernels_are_json() -> None:

@@ -20,17 +20,21 @@ BF16 = torch.bfloat16
 NUM_HEADS = 40
 
 
-@pytest.fixture(autouse=True, params=[64, 32], ids=["tiles of 64 heads in parts", "of 32"])
+TILES = {"tiles of 64 heads in parts": (64, 8), "of 32": (32, 4), "of 32, eight warps": (32, 8)}
+
+
+@pytest.fixture(autouse=True, params=TILES.values(), ids=TILES)
 def halves(device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     from mla_ops.kernels.triton import sparse_attention
 
-    count = 3 if request.param == 64 else 1
+    heads, warps = request.param
+    count = 3 if heads == 64 else 1
     monkeypatch.setattr(sparse_attention, "num_splits", lambda *_: count)
-    if request.param == 64 and device.type == "cuda":
+    if heads == 64 and device.type == "cuda":
         if sparse_attention.tile(torch.cuda.get_device_capability(), NUM_HEADS, "fp8").block_h != 64:
             pytest.skip("this GPU has no tiles of 64 heads")
-    elif request.param == 64 or not request.node.originalname.startswith("test_64_heads"):
-        chosen = sparse_attention.Tile(request.param, 32, request.param // 8, 1, half=True, apart=True, early=True)
+    elif heads == 64 or not request.node.originalname.startswith("test_64_heads"):
+        chosen = sparse_attention.Tile(heads, 32, warps, 1, half=True, apart=True, early=True)
         monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
 
 
@@ -151,14 +155,15 @@ def test_64_heads_over_other_formats(cache_format: str, device: torch.device, mo
 
 
 @pytest.mark.parametrize("lengths", [False, True], ids=["ends by index", "ends by length"])
-def test_64_heads_over_tiles_in_which_keys_are_missing(
-    device: torch.device, lengths: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("heads", [64, 32])
+def test_plain_keys_over_tiles_in_which_keys_are_missing(
+    device: torch.device, lengths: bool, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles up to the first key that is missing have no masks."""
     from mla_ops.kernels.triton import sparse_attention
 
-    if device.type == "cpu":
-        wide = sparse_attention.Tile(64, 32, 8, 1, apart=True, early=True)
+    if device.type == "cpu" or heads == 32:
+        wide = sparse_attention.Tile(heads, 32, 8, 1, apart=True, early=True)
         monkeypatch.setattr(sparse_attention, "tile", lambda *_: wide)
     cache = filled_cache("bf16", 4, 64, device)
     indices = some_indices(8, 192, 256, device).abs() % 256  # nothing is missing in the first row

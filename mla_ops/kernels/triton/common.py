@@ -37,6 +37,8 @@ if INTERPRETED:
 
 # From 3.9 on Triton keeps operands in registers until a product uses them: more warps or smaller tiles, or they spill.
 KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+# Up to 3.6 there is room for queries in registers beside the accumulators of eight warps.
+HOLDS_QUERIES = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
 # tokens, requests and lengths run through these types; see `sized_jit`
 SIZE_TYPES = (tl.int32, tl.int64)
@@ -78,6 +80,12 @@ def sized_jit(*, any_alignment: tuple[str, ...] = ()) -> Callable[[Callable[...,
 def num_sms(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def shared_of_sm(device: torch.device) -> int:
+    """Bytes of shared memory of a multiprocessor; 0 for the interpreter."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 0
 
 
 def capability(device: torch.device) -> tuple[int, int]:

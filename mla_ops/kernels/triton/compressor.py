@@ -373,7 +373,7 @@ def _store_state_kernel(
 ):
     """Writes one token's state, unless a later token of this step has the same place. Grid: (tokens,).
 
-    That token is a whole number of rings further on, behind padding perhaps.
+    The later token is a whole number of rings further on, behind padding perhaps.
     """
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(req_id_per_token + row).to(tl.int64)

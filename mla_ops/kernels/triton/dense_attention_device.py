@@ -32,7 +32,7 @@ def _find_request(
 ):
     """The request that a tile of BLOCK_M queries belongs to, and the number of the tile in it; needs no table.
 
-    What lies behind the last request counts as one more, number `num_requests`.
+    Rows behind the last request count as one more, number `num_requests`.
     """
     low = tl.full((), 0, tl.int32)
     high = num_requests

@@ -229,7 +229,7 @@ def _even_kernel(
     with all their heads, as in `_packed_kernel`. A tile of keys lies in one block where blocks are multiples of tiles
     (`whole`). `num_splits` are those of the launch by shapes.
 
-    A walk that one worker has is written as it is. Of one that is cut each worker leaves a part of float32, in the
+    A walk that one worker has is written as it is. A walk that is cut leaves a part of float32 of each worker, in the
     first of its two places if the walk began before its interval, else in the second; `cuts` says of each token which
     worker has the first part and how many there are, 1 or 0 if it is not cut.
 

@@ -49,7 +49,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PrefillOptions(Constant):
-    """What a prefill kernel is compiled for.
+    """The constants of a prefill kernel.
 
     Attributes:
         causal: whether the last query sees the last key, the one before it the last but one, and so on.

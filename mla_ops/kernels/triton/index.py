@@ -98,8 +98,8 @@ def _range_kernel(
 ):
     """Slots of a range of one request's tokens, compressed ones where the ratio is not 1.
 
-    Grid: (tokens,). Of the tokens up to a position, a row has the last `width` (NEWEST: the sliding window) or the
-    first. Only the entries that there are get translated; the rest of the row is filled.
+    Grid: (tokens,). A row has the last `width` tokens up to a position (NEWEST: the sliding window), or the first. Only
+    the entries that there are get translated; the rest of the row is filled.
     """
     token = tl.program_id(0).to(tl.int64)
     request, known = request_of(req_id_per_token, token, num_requests)

@@ -189,9 +189,14 @@ def takes_fp8(capability: tuple[int, int]) -> bool:
     return capability >= (8, 9)
 
 
-def score_warps(dtype: torch.dtype, native_fp8: bool) -> int:
-    """Warps of a tile of scores: e4m3 that becomes float16 in registers spills in four."""
-    return 8 if dtype == torch.float8_e4m3fn and not native_fp8 else 4
+def score_warps(dtype: torch.dtype, device_capability: tuple[int, int]) -> int:
+    """Warps of a tile of scores: more where four spill.
+
+    Four spill e4m3 that becomes float16 in registers, and from Triton 3.9 on float32 on SM80.
+    """
+    if dtype == torch.float32:
+        return 8 if KEEPS_OPERANDS and device_capability == (8, 0) else 4
+    return 8 if dtype == torch.float8_e4m3fn and not takes_fp8(device_capability) else 4
 
 
 def in_units(*strides: int) -> tuple[int, list[int]]:
@@ -246,7 +251,7 @@ def score_flat(
         KEYS=keys,
         UNIT=unit,
         TOKENS=SCORE_TOKENS,
-        num_warps=score_warps(q.dtype, native),
+        num_warps=score_warps(q.dtype, capability(q.device)),
     )
 
 
@@ -298,7 +303,7 @@ def score_paged(
         HEADS=padded_heads(num_heads),
         KEYS=keys,
         UNIT=unit,
-        num_warps=score_warps(q.dtype, native),
+        num_warps=score_warps(q.dtype, capability(q.device)),
     )
 
 

@@ -230,7 +230,7 @@ def _merge_kernel(
     """Keeps the best candidates of one row, in the order in which they stand.
 
     Grid: (rows,). Four digits fix the score of the last one kept; where not all of its equals are kept, four more fix
-    the position of the last. Of candidates that have both, as many as are wanted stay.
+    the position of the last. Among candidates that have both, as many as are wanted stay.
     """
     token = tl.program_id(0).to(tl.int64)
     row = scores + token * stride_scores

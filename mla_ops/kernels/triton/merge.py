@@ -155,7 +155,7 @@ def _merge_stacked_kernel(
     """Merges ROWS (token, head) rows of any number of parts, in their order.
 
     Grid: (blocks of ROWS rows, pieces of BLOCK_D values). One pass over the parts' lse for their maximum, one over lse
-    and values, whose loads are some parts ahead. What marks an empty row is as in `_merge_kernel`.
+    and values, whose loads are some parts ahead. Empty rows are marked as in `_merge_kernel`.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     within = row < num_rows

@@ -111,9 +111,9 @@ def _attend_extra_kernel(
     """One token, a tile of heads, one split of the token's keys: the main cache's, then the extra one's.
 
     Grid: (tokens * head blocks, splits), as in `_attend_kernel`, and the same state, registers and shared memory. Page
-    sizes are each cache's own. Of 64 heads the caches are of one kind and share a loop: two loops would spill. The
-    splits share the tiles of both in a row, so that most programs walk over one cache only. The operands of both are
-    exact or those of neither.
+    sizes are each cache's own. In tiles of 64 heads the caches are of one kind and share a loop: two loops would spill.
+    The splits share the tiles of both in a row, so that most programs walk over one cache only. The operands of both
+    are exact or those of neither.
     """
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n

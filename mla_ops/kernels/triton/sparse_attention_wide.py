@@ -1,18 +1,19 @@
 """The walk over keys that are multiplied with all dims at once: of 64 heads on SM90, of 32 over fp8_ds_mla elsewhere.
 
-The compiler waits for each `wgmma` where it stands. Here a tile of keys has three: all 512 dims, those behind, values.
-Keys of fp8_ds_mla become float16 with their scale, which saves half of the conversion and all factors outside of
-products; others are operands as they are. Of these two tiles are in shared memory, one on its way.
+The compiler waits for each `wgmma` where it stands, but for those of scores that run on (`scores_run_on`). Here a tile
+of keys has three: all 512 dims, those behind, values. Keys of fp8_ds_mla become float16 with their scale, which saves
+half of the conversion and all factors outside of products. Others are operands as they are: two tiles are in shared
+memory, one on its way.
 """
 
 import triton
 import triton.language as tl
 
 from .bfloat16 import widen
+from .common import HOLDS_QUERIES
 from .rows import FP8_SCALES_AT
-from .sparse_attention_device import add_weights, dot, new_state, round_to
+from .sparse_attention_device import dot, new_state, round_to
 from .sparse_attention_keys import (
-    HALF_EXPONENT,
     HALF_SCALE,
     fetch_indices,
     half_operand,
@@ -21,6 +22,10 @@ from .sparse_attention_keys import (
     locate,
     rows_at,
 )
+from .sparse_attention_two import attend_tile_in_two, in_two, join_dims, split_dims, weigh_tile
+
+# by newer compilers they spill 250 to 290 bytes
+QUERIES_IN_REGISTERS = tl.constexpr(HOLDS_QUERIES)
 
 
 @triton.jit
@@ -45,12 +50,26 @@ def is_whole(options):
     return options.tile.apart and options.keys.operands in ("fp8_half", "plain")
 
 
+@triton.constexpr_function
+def scores_run_on(options):
+    """Whether the products of scores run while the copies of the next tile begin.
+
+    They have to read what was copied, not what was converted. In parts of rows, which have few tiles, it takes longer.
+    """
+    return options.tile.block_h >= 64 and options.keys.operands == "plain" and not options.partial
+
+
 @triton.jit
 def load_query_whole(q_rows, live_head, OPTIONS: tl.constexpr):
-    """Q in 512 dims and the 64 behind them, if there are any."""
+    """Q in 512 dims, or plain keys' two operands, and the 64 behind them, if there are any."""
     q_row, rope_row = q_rows
-    latent = tl.load(q_row + tl.arange(0, 512)[None, :], mask=live_head[:, None], other=0.0)
-    rope = latent
+    if in_two(OPTIONS) and not is_half(OPTIONS.keys):
+        place = q_row + tl.arange(0, 256)[None, :]
+        rope = tl.load(place, mask=live_head[:, None], other=0.0)
+        latent = (rope, tl.load(place + 256, mask=live_head[:, None], other=0.0))
+    else:
+        latent = tl.load(q_row + tl.arange(0, 512)[None, :], mask=live_head[:, None], other=0.0)
+        rope = latent
     if OPTIONS.rope:
         rope = tl.load(rope_row + tl.arange(0, 64)[None, :], mask=live_head[:, None], other=0.0)
     return latent, rope
@@ -71,7 +90,7 @@ def _halve_query(latent, scale_log2, go):
     exponent = tl.maximum((top >> 7) - (127 + 14), -100)
     down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-    return _apart((widen(latent) * down).to(tl.float16)), up * (scale_log2 / HALF_SCALE)
+    return (widen(latent) * down).to(tl.float16), up * (scale_log2 / HALF_SCALE)
 
 
 @triton.jit
@@ -85,7 +104,7 @@ def _apart(x):
 
 @triton.jit
 def _together(x):
-    """What `_apart` does, undone."""
+    """The former order of dims that are `_apart`."""
     return tl.reshape(tl.permute(tl.reshape(x, (x.shape[0], 2, 32, 8)), (0, 2, 1, 3)), (x.shape[0], 512))
 
 
@@ -107,10 +126,17 @@ def _load_rows(cache, places, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
         scale_place = (row + FP8_SCALES_AT).to(tl.pointer_type(tl.float32))[:, None] + tl.arange(0, 4)[None, :]
         scales = _load(scale_place, within)
     else:
-        latent = _load(row[:, None] + tl.arange(0, 512)[None, :], within)
-        rope, scales = latent, latent
+        if in_two(OPTIONS):
+            place = row[:, None] + tl.arange(0, 256)[None, :]
+            rope = _load(place, within)
+            latent = (rope, _load(place + 256, within))
+        else:
+            latent = _load(row[:, None] + tl.arange(0, 512)[None, :], within)
+            rope = latent
+        scales = rope
         if OPTIONS.rope:
-            rope = load_rope(row, within, True, KEYS)
+            BITS: tl.constexpr = not scores_run_on(OPTIONS)
+            rope = load_rope(row, within, BITS, KEYS)
     return latent, rope, scales
 
 
@@ -121,28 +147,39 @@ def _load(place, within):
 
 @triton.jit
 def _surely(start, end):
-    """Three conditions that are true in a loop from `start` to `end`: LLVM proves them, Triton's passes do not.
+    """Four conditions that are true in a loop from `start` to `end`: LLVM proves them, Triton's passes do not.
 
     Code behind a condition is in a branch while Triton lays out and pipelines a loop, and in line afterwards.
     """
-    return start != end, start < end, start <= end
+    return start != end, start < end, start <= end, end > start
 
 
 @triton.jit
 def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
+    if in_two(OPTIONS):
+        state, scale = attend_tile_in_two(q, state, rows, cache, indices, scales, sure, MASKED, OPTIONS)
+    else:
+        state, scale = _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED, OPTIONS)
+    return state, scale
+
+
+@triton.jit
+def _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """The state after one tile of keys, and the scale of each head's scores. MASKED: some keys may not be there.
 
-    `scales` are those of scores over 512 dims, a head, and behind them. What stands behind the first condition (`sure`)
+    `scales` are those of scores over 512 dims, a head, and behind them. Code behind the first condition (`sure`)
     comes last in the loop: the copies of the next tile begin before the products. Where the compiler sees that a
     product goes into another, it gives all groups of warps all of it: hence the second, and with `mma.sync` the third.
     Newer compilers move what lies between branch and product.
+
+    Products of scores that run on stand before the conditions: the compiler waits for them where they are used, if they
+    are used behind a condition, are operands from copies and go on to the next turn (`_keep`).
     """
     KEYS: tl.constexpr = OPTIONS.keys
     UPCAST: tl.constexpr = OPTIONS.upcast
-    acc, top, sums = state
+    acc, top, sums, running, running_rope = state
     keys, rope, _ = rows
     scale, scale_behind = scales
-    BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
     if is_half(KEYS):
         keys = half_operand(keys, rows[2], KEYS)
         keys = _apart(tl.reshape(keys, (keys.shape[0], 512)))
@@ -151,37 +188,40 @@ def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.conste
     # 0, which the compiler does not know
     zeros = tl.zeros((q[0].shape[0], keys.shape[0]), tl.float32) + scale_behind * 0.0
     weights = round_to(zeros, keys.dtype, UPCAST)
+    RUN_ON: tl.constexpr = scores_run_on(OPTIONS)
+    if RUN_ON:
+        running = dot(q[0], tl.trans(keys), zeros, UPCAST)
+        if OPTIONS.rope:
+            running_rope = dot(q[1], tl.trans(rope), zeros, UPCAST)
     if sure[0]:
         if sure[1]:
-            scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
+            if RUN_ON:
+                scores = running
+            else:
+                scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
             if is_half(KEYS):
                 scores *= scale[:, None]
-            if OPTIONS.rope:
+            if OPTIONS.rope and RUN_ON:
+                scores += running_rope
+            elif OPTIONS.rope:
                 behind = zeros
                 if q[0].shape[0] >= 64:  # noqa: SIM114 (known when this is compiled)
                     behind = dot(q[1], tl.trans(rope), zeros, UPCAST)
                 elif sure[2]:
                     behind = dot(q[1], tl.trans(rope), zeros, UPCAST)
                 scores += behind * scale_behind if is_half(KEYS) else behind
-            if MASKED:
-                # read once more: carried from turn to turn it would be one more copy, and a wait for it
-                index_row, n, left = indices
-                valid = locate(cache, fetch_indices(index_row, n, left), KEYS)[2]
-                scores = tl.where(valid[None, :], scores, float("-inf"))
-            # Where both products have one scale, which is above 0, the exponents' multiplication applies it.
-            largest = tl.max(scores, 1) if is_half(KEYS) else tl.max(scores, 1) * scale
-            new_top = tl.maximum(top, largest)
-            pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-            fade = tl.exp2(top - pivot)[:, None]
-            if not is_half(KEYS):
-                scores *= scale[:, None]
-            exact = tl.exp2(scores - (pivot - BIAS)[:, None])
-            sums = add_weights(sums, fade, exact)
+            weighed = weigh_tile(scores, (top, sums), scale, cache, indices, keys.dtype, MASKED, OPTIONS)
+            weights, top, sums, fade = weighed
             acc *= fade
-            top = new_top
-            weights = round_to(exact, keys.dtype, UPCAST)
         acc = dot(weights, keys, acc, UPCAST)
-    return (acc, top, sums), scale
+    return (acc, top, sums, running, running_rope), scale
+
+
+@triton.jit
+def _keep(sums, products):
+    """`sums` as they are, which the compiler does not know before LLVM: so it keeps the last products until here."""
+    by_group = tl.reshape(products, (products.shape[0], 2, products.shape[1] // 16, 8))
+    return tl.where(tl.sum(by_group, 2) > float("inf"), 0.0, sums)
 
 
 @triton.jit
@@ -234,7 +274,7 @@ def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.co
         sure = _surely(start, end)
         if FEW_REGISTERS:
             # the first and the last of these LLVM does not prove, either
-            sure = (begin >= 0, start < end, end >= begin)
+            sure = (begin >= 0, start < end, end >= begin, end > begin)
         here = (index_row + start, n, end - start)
         scales = (scale, scale_behind)
         state, scale = _attend_tile(q, state, rows, cache, here, scales, sure, True, OPTIONS)
@@ -242,12 +282,21 @@ def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.co
 
 
 @triton.jit
+def _by_way_of(scratch, latent, live_head):
+    """`latent` as it is, loaded from where it has been stored."""
+    place = scratch + tl.arange(0, latent.shape[1])[None, :]
+    tl.store(place, latent, mask=live_head[:, None])
+    tl.debug_barrier()
+    return tl.load(place, mask=live_head[:, None], other=0.0)
+
+
+@triton.jit
 def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS: tl.constexpr):
     """Does what `attend_keys` does: an accumulator of 512 dims, the largest score in base 2, sums of weights, a head.
 
     `span` are columns of `index_row`: the first, the end of the tiles in which all keys are there, and the end. `first`
-    are the indices of the first tile. Of float16 keys, scales that float16 does not hold make NaN of a row's sum of
-    weights, as NaN in a key does and scores that overflow. `scratch` are places of 512 float16 a head.
+    are the indices of the first tile. In float16 keys, scales that float16 does not hold make NaN of a row's sum of
+    weights, as NaN in a key does and scores that overflow. `scratch` are places of 512 float16 a head, `[heads, 1]`.
     """
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     HALF: tl.constexpr = is_half(OPTIONS.keys)
@@ -256,21 +305,42 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
     scale = tl.zeros((BLOCK_H,), tl.float32) + scale_log2
     if HALF:
         latent, scale = _halve_query(latent, scale_log2, begin >= 0)
+        if in_two(OPTIONS):
+            latent = split_dims(latent)
+        else:
+            latent = _apart(latent)
     _, _, _, _, top, sums = new_state(OPTIONS)
-    state = (tl.zeros((BLOCK_H, 512), tl.float32), top, sums)
+    running = top
+    if scores_run_on(OPTIONS):
+        BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+        running = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
+    if in_two(OPTIONS):
+        acc = tl.zeros((BLOCK_H, 256), tl.float32)
+        state = (acc, top, sums, acc, running)
+    else:
+        state = (tl.zeros((BLOCK_H, 512), tl.float32), top, sums, running, running)
     scales = (scale, scale_log2)
-    # Queries should be operands from shared memory: there are no registers left for them. What is loaded is.
+    # Queries should be operands from shared memory, as loaded ones are, where there are no registers left for them.
     if BLOCK_H < 64:
-        tl.store(scratch, latent, mask=live_head[:, None])
-        tl.debug_barrier()
-        latent = tl.load(scratch, mask=live_head[:, None], other=0.0)
+        if in_two(OPTIONS):
+            if HALF and not QUERIES_IN_REGISTERS:
+                latent = (_by_way_of(scratch, latent[0], live_head), _by_way_of(scratch + 256, latent[1], live_head))
+        else:
+            latent = _by_way_of(scratch, latent, live_head)
         state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
     else:
         # So is, with `wgmma`, what a loop changes. One turn, which the compiler does not know.
         for _ in range((begin >= 0).to(tl.int32)):
             state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
             latent = tl.zeros_like(latent)
-    acc, top, sums = state
-    if HALF:
+    acc, top, sums, running, running_rope = state
+    if scores_run_on(OPTIONS):
+        sums = _keep(sums, running)
+        if OPTIONS.rope:
+            sums = _keep(sums, running_rope)
+    if in_two(OPTIONS):
+        KEYS: tl.constexpr = OPTIONS.keys
+        acc = join_dims(acc, running, KEYS)
+    elif HALF:
         acc = _together(acc)
     return acc, top, sums

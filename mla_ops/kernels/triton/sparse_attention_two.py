@@ -1,0 +1,103 @@
+"""The walk of `sparse_attention_wide` for 32 heads and eight warps: keys are two operands, of 256 dims each.
+
+A warp has 16 heads x 8 keys of scores, where each product waits for the one before. So it has two sums of 256 dims.
+Queries are in registers where the compiler leaves them there, 128 a thread, beside 64 of accumulators.
+"""
+
+import triton
+import triton.language as tl
+
+from .sparse_attention_device import add_weights, dot, round_to
+from .sparse_attention_keys import HALF_EXPONENT, fetch_indices, half_operand, is_half, locate
+
+
+@triton.constexpr_function
+def in_two(options):
+    """Whether keys and queries are two operands each."""
+    tile = options.tile
+    return tile.apart and tile.block_h == 32 and tile.block_n == 32 and tile.num_warps == 8
+
+
+@triton.jit
+def split_dims(x):
+    """512 dims as two operands: of each 16, which a thread decodes, the former 8 and the latter."""
+    former, latter = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 32, 2, 8)), (0, 1, 3, 2)))
+    return tl.reshape(former, (x.shape[0], 256)), tl.reshape(latter, (x.shape[0], 256))
+
+
+@triton.jit
+def join_dims(former, latter, KEYS: tl.constexpr):
+    """512 dims in their order, from `split_dims` or, where operands are as loaded, from the first and last 256."""
+    if is_half(KEYS):
+        x = tl.join(tl.reshape(former, (former.shape[0], 32, 8)), tl.reshape(latter, (former.shape[0], 32, 8)))
+        x = tl.permute(x, (0, 1, 3, 2))
+    else:
+        x = tl.permute(tl.join(former, latter), (0, 2, 1))
+    return tl.reshape(x, (former.shape[0], 512))
+
+
+@triton.jit
+def weigh_tile(scores, state, scales, cache, indices, dtype: tl.constexpr, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
+    """Weights of a tile as operands, the largest score and sums of weights with it, and the factor of what was before.
+
+    `scales` are those of half scores, which have theirs, and of others, which this gives them.
+    """
+    KEYS: tl.constexpr = OPTIONS.keys
+    UPCAST: tl.constexpr = OPTIONS.upcast
+    BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
+    top, sums = state
+    if MASKED:
+        # read once more: carried from turn to turn it would be one more copy, and a wait for it
+        index_row, n, left = indices
+        valid = locate(cache, fetch_indices(index_row, n, left), KEYS)[2]
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+    # Where both products have one scale, which is above 0, the exponents' multiplication applies it.
+    largest = tl.max(scores, 1) if is_half(KEYS) else tl.max(scores, 1) * scales
+    new_top = tl.maximum(top, largest)
+    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+    fade = tl.exp2(top - pivot)[:, None]
+    if not is_half(KEYS):
+        scores *= scales[:, None]
+    exact = tl.exp2(scores - (pivot - BIAS)[:, None])
+    sums = add_weights(sums, fade, exact)
+    return round_to(exact, dtype, UPCAST), new_top, sums, fade
+
+
+@triton.jit
+def attend_tile_in_two(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
+    """Does what `_attend_tile` does. Each product of scores has a branch of its own, or all warps would compute all."""
+    KEYS: tl.constexpr = OPTIONS.keys
+    UPCAST: tl.constexpr = OPTIONS.upcast
+    former, top, sums, latter, unused = state
+    q_former, q_latter = q[0]
+    scale, scale_behind = scales
+    if is_half(KEYS):
+        keys = half_operand(rows[0], rows[2], KEYS)
+        k_former, k_latter = split_dims(tl.reshape(keys, (keys.shape[0], 512)))
+    else:
+        k_former, k_latter = rows[0]
+    scale = tl.where(top == float("inf"), 0.0, scale)
+    # 0, which the compiler does not know
+    zeros = tl.zeros((q_former.shape[0], k_former.shape[0]), tl.float32) + scale_behind * 0.0
+    weights = round_to(zeros, k_former.dtype, UPCAST)
+    if sure[0]:
+        if sure[1]:
+            scores = dot(q_former, tl.trans(k_former), zeros, UPCAST)
+            other = zeros
+            if sure[2]:
+                other = dot(q_latter, tl.trans(k_latter), zeros, UPCAST)
+            scores += other
+            if is_half(KEYS):
+                scores *= scale[:, None]
+            if OPTIONS.rope:
+                behind = zeros
+                if sure[3]:
+                    behind = dot(q[1], tl.trans(rows[1]), zeros, UPCAST)
+                scores += behind * scale_behind if is_half(KEYS) else behind
+            weighed = weigh_tile(scores, (top, sums), scale, cache, indices, k_former.dtype, MASKED, OPTIONS)
+            weights, top, sums, fade = weighed
+            former *= fade
+            latter *= fade
+        former = dot(weights, k_former, former, UPCAST)
+        latter = dot(weights, k_latter, latter, UPCAST)
+    return (former, top, sums, latter, unused), scale
