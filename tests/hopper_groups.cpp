@@ -8,6 +8,8 @@
 
 #include "hopper_on_cpu.h"
 
+#define OTHERS_GO_ON std::this_thread::yield
+
 extern "C" int patience;
 int patience;
 #define PATIENCE patience
@@ -33,41 +35,58 @@ static u32 fetch_or(u32* counter, u32 value) { return __atomic_fetch_or(counter,
 #include "meeting.cuh"
 
 extern "C" int bytes_of_member() { return Packets<64, true>::COUNT * Packets<64, true>::BYTES + 64 * 8; }
-extern "C" int bytes_of_counters() { return COUNTERS * sizeof(u32); }
+extern "C" int bytes_of_counters() { return sizeof(RowCounters); }
 
-// Rows one after the other through the same counters, whose CTAs come in any order, some very late. Returns how many
-// shares were given up, -1 where one was not added up once, not everything was there, or counters were not left at 0.
-extern "C" int meet(int splits, int rows, int seed) {
-  alignas(64) u32 counters[COUNTERS] = {};
-  const Meeting meeting = {nullptr, nullptr, counters, counters + 1, counters + 2};
+static bool all_zero(const RowCounters& counters) {
+  const unsigned char* bytes = reinterpret_cast<const unsigned char*>(&counters);
+  return std::all_of(bytes, bytes + sizeof(counters), [](unsigned char byte) { return !byte; });
+}
+
+// Runs `ctas` of each of `launches` at the same time, a thread each, and waits for them all.
+template <class Cta>
+static void run(int launches, int ctas, const Cta& cta) {
+  std::vector<std::thread> threads;
+  for (int launch = 0; launch < launches; ++launch)
+    for (int rank = 0; rank < ctas; ++rank)
+      threads.emplace_back([&cta, launch, rank] {
+        this_launch = 1u << 31 | launch * 7 + 3;
+        cta(launch, rank);
+      });
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Rows one after the other through the same counters, each of so many launches at the same time, whose CTAs come in any
+// order, some very late. Returns how many shares were given up, -1 where a launch did not add one up once, not
+// everything was there, or counters were not left at 0.
+extern "C" int meet(int splits, int rows, int seed, int launches) {
+  RowCounters counters = {};
   int given_up = 0;
   for (int number = 0; number < rows; ++number) {
-    std::vector<int> parts(splits);  // no atomics: what is there is what the counters say
-    std::vector<std::atomic<int>> added(splits);
+    std::vector<int> parts(launches * splits);  // no atomics: what is there is what the counters say
+    std::vector<std::atomic<int>> added(launches * splits);
     std::atomic<bool> whole = true;
     std::atomic<int> left = 0;
-    std::vector<std::thread> ctas;
-    for (int rank = 0; rank < splits; ++rank)
-      ctas.emplace_back([&, rank] {
-        std::minstd_rand random(seed + number * 64 + rank);
-        for (int wait = random() % 4 ? random() % 8 : random() % 512; wait; --wait) std::this_thread::yield();
-        Row row = {};
-        row.rank = rank, row.splits = splits;
-        parts[rank] = 1 + rank;
-        const u32 shares = shares_of(meeting, row);
-        if (!shares) ++left;
-        for (int share = 0; share < splits; ++share)
-          if (shares >> share & 1) {
-            ++added[share];
-            for (int part = 0; part < splits; ++part)
-              if (parts[part] != 1 + part) whole = false;
-          }
-        leave_meeting(meeting, row), leave_meeting(meeting, row);  // two polling warps
-      });
-    for (std::thread& cta : ctas) cta.join();
+    run(launches, splits, [&](int launch, int rank) {
+      std::minstd_rand random(seed + (number * launches + launch) * 64 + rank);
+      for (int wait = random() % 4 ? random() % 8 : random() % 512; wait; --wait) std::this_thread::yield();
+      Row row = {};
+      row.rank = rank, row.splits = splits;
+      parts[launch * splits + rank] = 1 + rank;
+      u32* const set = counters.sets[own_set(&counters.owners)];
+      if (counters.sets[own_set(&counters.owners)] != set) whole = false;
+      const u32 shares = shares_of(set, row);
+      if (!shares) ++left;
+      for (int share = 0; share < splits; ++share)
+        if (shares >> share & 1) {
+          ++added[launch * splits + share];
+          for (int part = 0; part < splits; ++part)
+            if (parts[launch * splits + part] != 1 + part) whole = false;
+        }
+      leave_row(&counters, set, 2 * splits), leave_row(&counters, set, 2 * splits);  // two polling warps
+    });
     for (const std::atomic<int>& times : added)
       if (times != 1) return -1;
-    if (!whole || std::any_of(counters, counters + COUNTERS, [](u32 count) { return count; })) return -1;
+    if (!whole || !all_zero(counters)) return -1;
     given_up += left;
   }
   return given_up;

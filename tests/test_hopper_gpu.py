@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import attention_oracle
 import pytest
@@ -44,8 +46,14 @@ class Call:
         self.lse = torch.empty(num_tokens, num_heads, device=device)
 
     def attend(self, shape: Shape) -> None:
+        self.spoil()
+        self.run(shape)
+
+    def spoil(self) -> None:
         self.out.fill_(math.nan)
         self.lse.fill_(math.nan)
+
+    def run(self, shape: Shape) -> None:
         with waves.override(waves.Wave(len(self.q), shape)):
             sparse_attention.paged_sparse_attention(
                 self.q,
@@ -164,6 +172,61 @@ def test_groups_of_captures_and_streams() -> None:
         torch.cuda.synchronize()
         for call, results in zip(calls, wanted, strict=True):
             assert all(map(torch.equal, call.results(), results))
+
+
+def cuda(function: str, *arguments: Any) -> Any:
+    """What a function of the driver returns."""
+    status, *returned = getattr(importlib.import_module("cuda.bindings.driver"), function)(*arguments)
+    assert status == 0, f"{function}: {status}"
+    return returned[0] if returned else None
+
+
+def beside_itself(graph: torch.cuda.CUDAGraph, times: int) -> Any:
+    """A graph, ready to launch, whose nodes are that one, so many times, on branches of their own."""
+    parent = cuda("cuGraphCreate", 0)
+    for _ in range(times):
+        cuda("cuGraphAddChildGraphNode", parent, [], 0, graph.raw_cuda_graph())
+    return cuda("cuGraphInstantiate", parent, 0)
+
+
+@pytest.mark.parametrize("ways", ["two child nodes", "four child nodes", "two instantiations"])
+@pytest.mark.parametrize("members", [2, 8, 16])
+@pytest.mark.parametrize(("cache_format", "width"), QUANTIZED)
+def test_a_group_runs_beside_itself(cache_format: str, width: int, members: int, ways: str) -> None:
+    """1,000 times the bits of eager, then alone: one memory, one set of counters, two or four launches at a time."""
+    call, shape = Call(cache_format, width, 4, 128), Group(members)
+    call.run(shape)
+    wanted = call.results()
+    graph, streams = torch.cuda.CUDAGraph(keep_graph=True), [torch.cuda.Stream() for _ in range(2)]
+    with torch.cuda.graph(graph, stream=streams[0]):
+        call.run(shape)
+    if ways == "two instantiations":
+        programs = [beside_itself(graph, 1) for _ in range(2)]
+    else:
+        programs = [beside_itself(graph, 2 if ways == "two child nodes" else 4)]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def count_wrong() -> None:
+        pairs = zip((call.out.view(torch.int16), call.lse.view(torch.int32)), wanted, strict=True)
+        wrong.add_(sum((actual != expected.view(actual.dtype)).sum() for actual, expected in pairs))
+
+    with torch.cuda.stream(streams[0]):
+        for _ in range(1000):
+            call.spoil()
+            streams[1].wait_stream(streams[0])
+            for program, stream in zip(programs, streams, strict=False):
+                cuda("cuGraphLaunch", program, stream.cuda_stream)
+            streams[0].wait_stream(streams[1])
+            count_wrong()
+        assert int(wrong) == 0, "beside itself"
+        graph.instantiate()
+        for _ in range(20):
+            call.spoil()
+            graph.replay()
+            count_wrong()
+    assert int(wrong) == 0, "alone, afterwards"
+    for program in programs:
+        cuda("cuGraphExecDestroy", program)
 
 
 @pytest.mark.parametrize(("first", "rest", "num_heads"), [(132, 8, 16), (132, 8, 64), (66, 6, 128), (33, 8, 128)])

@@ -30,10 +30,14 @@ def hasty(request: pytest.FixtureRequest, library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 @pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
+@pytest.mark.parametrize("launches", [1, 2, 4])
 @pytest.mark.parametrize("members", [2, 3, 8, 16])
-def test_each_share_is_added_up_once_when_all_parts_are_there(members: int, hasty: ctypes.CDLL) -> None:
-    """Whoever gives up; the counters are left as they were found. Without patience nearly all of them do."""
-    assert hasty.meet(members, 200, members) >= 0
+def test_each_share_is_added_up_once_when_all_parts_are_there(members: int, launches: int, hasty: ctypes.CDLL) -> None:
+    """Whoever gives up; the counters are left as they were found. Without patience nearly all of them do.
+
+    So does each of several launches that have the same counters at the same time.
+    """
+    assert hasty.meet(members, 200 // launches**2, members, launches) >= 0
 
 
 @pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
@@ -45,7 +49,7 @@ def test_each_share_of_a_cut_row_is_added_up_once_when_all_parts_are_there(count
 
 @pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 def test_a_group_without_patience_gives_up(library: ctypes.CDLL) -> None:
-    assert with_patience(library, 0).meet(8, 50, 1) == 50 * 7
+    assert with_patience(library, 0).meet(8, 50, 1, 1) == 50 * 7
 
 
 @pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")

@@ -50,7 +50,7 @@ def compress_and_cache(
             `state_block_table[request, p // block_size % max_blocks]`: a table as wide as the longest request is a
             paged cache, a narrower one (down to one block) is a ring. It has room for at least
             `ratio * width / head_dim` tokens; a request that may go back n tokens (rejected drafts) needs n more. A
-            block that there is not is neither read nor written: its tokens get no weight. No two requests of a step
+            block outside the cache is neither read nor written: its tokens get no weight. No two requests of a step
             share a block: whether one reads what the other writes in this step is unspecified.
         req_id_per_token: `[num_tokens]` int32. A token whose id is outside `[0, num_requests)` is padding: nothing is
             written for it.

@@ -135,8 +135,8 @@ def paged_indexer_logits(
         weights: `[num_tokens, num_heads]` float32.
         lengths: `[num_tokens]` int32, keys that each token sees; cut to `max_length` and to what the table holds.
         block_table: `[num_requests, max_blocks]` int32. A position in a block outside the cache scores -inf.
-        req_id_per_token: `[num_tokens]` int32; a token of a request that there is not (-1: padding) sees no key. Tokens
-            of a request should stand next to one another: kernels may share what they read.
+        req_id_per_token: `[num_tokens]` int32; a token whose id is outside `[0, num_requests)` is padding: no key.
+            Tokens of a request should stand next to one another: kernels may share what they read.
         max_length: columns of the result; a bound known to the host. Work follows `lengths`.
         cache_format: format of `index_cache`.
         clean: whether columns from a token's length on are -inf. Without, nothing is promised there.
@@ -175,7 +175,7 @@ def topk_indices(
         row_starts, row_ends: `[num_tokens]` int32: the columns `[start, end)` of each row, clamped to the row. None is
             0 and `num_columns`.
         block_table: `[num_requests, max_blocks]` int32. With it, columns are positions and come back as slots,
-            `block_table[request, column // block_size] * block_size + column % block_size`. A slot that there is not
+            `block_table[request, column // block_size] * block_size + column % block_size`. A slot that does not exist
             (unknown request, column past the table, negative block) is -1 in its place.
         req_id_per_token: `[num_tokens]` int32; needed with `block_table`.
         block_size: tokens a block; needed with `block_table`.

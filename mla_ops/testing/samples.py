@@ -133,7 +133,7 @@ def _compress_and_cache(make: Maker) -> Iterator[Case]:
     yield "a ring that one step goes round twice, in padded blocks", tuple(ring), {}
     holes = step([5, 5, 8], [0, 1, 1], [1, 2, 3])
     holes[7] = wide_rows(make.int32([[2, -1, 99], [-(2**31), 2**31 - 1, 4]]))
-    yield "states in blocks that there are not", tuple(holes), {}
+    yield "states in blocks outside the cache", tuple(holes), {}
 
 
 def _gather_cache(make: Maker) -> Iterator[Case]:

@@ -54,32 +54,38 @@ DEVICE void leave_packets(const Params& p, const Row& row, u32 shared, int warp,
 // The warp for packets: finds out which shares this CTA adds up.
 template <class L>
 DEVICE void carry_packets(const Params& p, const Row& row, u32 shared, int lane) {
+  RowCounters* const counters = meeting_of<L>(p, row).counters;
+  u32* set = nullptr;
+  if (lane == 0) set = counters->sets[own_set(&counters->owners)];
+  converge();
   mbarrier_wait(shared + L::ALL_LEFT, 0);
-  const Meeting meeting = meeting_of<L>(p, row);
-  if (lane == 0) store_shared_4(shared + L::End::SHARES, shares_of(meeting, row));
+  if (lane == 0) store_shared_4(shared + L::End::SHARES, shares_of(set, row));
   __syncwarp();
   warp_arrive(shared + L::OWN_FULL, lane), warp_arrive(shared + L::SHARES_KNOWN, lane);
-  if (lane == 0) leave_meeting(meeting, row);
+  if (lane == 0) leave_row(counters, set, 2 * row.splits);
 }
 
 // The warp for states: polls until every CTA of the row has left its states or the warp for packets is back: it has
 // all shares or has given up.
 template <class L>
 DEVICE void carry_states(const Params& p, const Row& row, u32 shared, int lane) {
+  RowCounters* const counters = meeting_of<L>(p, row).counters;
+  u32* set = nullptr;
+  if (lane == 0) set = counters->sets[own_set(&counters->owners)];
+  converge();
   named_barrier(STATES_BARRIER, 160);
-  const Meeting meeting = meeting_of<L>(p, row);
   if (lane == 0) {
-    fetch_add(meeting.have_states, 1);
+    fetch_add(set, 1);
     bool decided = false, complete = false;
     while (!decided && !complete) {
       decided = mbarrier_test(shared + L::SHARES_KNOWN, 0);
-      complete = load_acquire(meeting.have_states) == row.splits;
+      complete = load_acquire(set) == row.splits;
     }
     store_shared_4(shared + L::End::COMPLETE, complete || load_shared_4(shared + L::End::SHARES) != 0);
   }
   __syncwarp();
   named_barrier_arrive(STATES_HERE_BARRIER, 160);
-  if (lane == 0) leave_meeting(meeting, row);
+  if (lane == 0) leave_row(counters, set, 2 * row.splits);
 }
 
 // Twelve warps add up this CTA's shares of the result.

@@ -1,13 +1,14 @@
 """Memory by which the CTAs of a group meet: counters that are 0 between launches, and space for their partial results.
 
 A launch leaves its counters as it found them, so launches that follow one another share theirs, and nothing has to be
-cleared. Launches that may run at the same time must not: each stream has counters of its own, and so has each stream of
-a capture, in whose order the graph is replayed. They are never given back, 4 KB for a stream or a capture. A stream is
-known by its id, which CUDA never gives again, where a handle may be that of a stream that was destroyed.
+cleared. Each stream has counters of its own, and so has each stream of a capture, in whose order the graph is replayed.
+They are never given back, 4 KB for a stream or a capture. A stream is known by its id, which CUDA never gives again,
+where a handle may be that of a stream that was destroyed.
 
-CUDA runs the launches of one graph one after the other. A captured graph that is two child nodes of another graph may
-run beside itself: its counters, as all memory of the capture, are then written by both, and results are wrong. Capture
-the calls twice instead.
+A graph may run a captured launch twice at the same time: as two child nodes of another graph, or instantiated twice.
+Groups of the two have the same counters then, and count in sets of their own, by the number that the hardware gives
+each launch (`own_set` in meeting.cuh). Launches that share rows evenly (`cuts.cuh`) have no such sets, which would take
+3 to 5 us (docs/notes.md): their results are wrong then. Capture such a call once for each run.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 // and leaves; who comes last finds everything there, and does its own share and all that were given up.
 #pragma once
 
+#include "counters.cuh"
 #include "layout.cuh"
 
 // A CTA looks so often for the others, half a microsecond each.
@@ -11,13 +12,50 @@
 #define PATIENCE 64
 #endif
 
-// The partial results that a row's CTAs leave for one another, and COUNTERS numbers.
+// What a group's CTAs count together. A launch counts in one of two sets, which it owns while its number is in that half
+// of `owners`. For a graph may run a launch twice at the same time, with the same memory: as two child nodes of another
+// graph, or instantiated twice. Both write the same results, but must not count together. A third one waits for a set.
+struct RowCounters {
+  u64 owners;
+  u32 sets[2][3];
+};
+static_assert(sizeof(RowCounters) == COUNTERS * sizeof(u32), "the host gives a row other room");
+
+constexpr int MOST_LOOKS = 1 << 22;  // some seconds
+
+DEVICE int own_set(u64* owners) {
+  const u64 own = launch_number();
+  u64 seen = 0;
+#pragma unroll 1
+  for (int looks = 0; looks < MOST_LOOKS; ++looks) {
+    const bool first = static_cast<u32>(seen), second = seen >> 32;
+    if (static_cast<u32>(seen) == own) return 0;
+    if (seen >> 32 == own) return 1;
+    const u64 wanted = !first ? seen | own : !second ? seen | own << 32 : seen;
+    const u64 before = compare_and_swap(owners, seen, wanted);
+    seen = before == seen ? wanted : before;
+  }
+  fail();
+  return 0;
+}
+
+DEVICE void give_back(u64* owners, int set) { clear_bits(owners, 0xffffffffull << 32 * set); }
+
+// Leaves a row's set, whose last counter says how many of `count` have left it. The last one makes it ready for another
+// launch.
+DEVICE void leave_row(RowCounters* counters, u32* set, int count) {
+  if (fetch_add(set + 2, 1) != static_cast<u32>(count) - 1) return;
+  set[0] = set[1] = set[2] = 0;
+  give_back(&counters->owners, set != counters->sets[0]);
+}
+
+// The partial results that a row's CTAs leave for one another.
 struct Meeting {
   unsigned char* packets;  // [COUNT][splits], of Packet::BYTES
   float2* states;          // [splits][HEADS]: sum and reference
-  u32* have_states;        // CTAs that left theirs
-  u32* have_packets;       // CTAs that left everything, and from bit 16 on which shares were given up
-  u32* done;               // warps that will not look at counters again, two of each CTA
+  // A set's counters: CTAs that left their states; CTAs that left everything, and from bit 16 on which shares were given
+  // up; warps that will not look at counters again, two of each CTA.
+  RowCounters* counters;
 };
 
 template <class L>
@@ -25,25 +63,20 @@ DEVICE Meeting meeting_of(const Params& p, const Row& row) {
   const i64 number = static_cast<i64>(row.token) * p.head_tiles + row.tile;
   const int packets_bytes = row.splits * (L::Packet::COUNT * L::Packet::BYTES);
   unsigned char* packets = p.exchange + number * (packets_bytes + row.splits * L::HEADS * 8);
-  u32* counters = p.counters + number * COUNTERS;
-  return {packets, reinterpret_cast<float2*>(packets + packets_bytes), counters, counters + 1, counters + 2};
+  RowCounters* counters = reinterpret_cast<RowCounters*>(p.counters) + number;
+  return {packets, reinterpret_cast<float2*>(packets + packets_bytes), counters};
 }
 
 // A bit for each share of the result that a CTA which has left everything has to add up.
-DEVICE u32 shares_of(const Meeting& meeting, const Row& row) {
+DEVICE u32 shares_of(u32* set, const Row& row) {
+  u32* const have_packets = set + 1;
   const u32 own = 1u << row.rank;
   auto all = [&](u32 seen) { return (seen & 0xffff) == row.splits; };
-  u32 seen = fetch_add(meeting.have_packets, 1) + 1;
+  u32 seen = fetch_add(have_packets, 1) + 1;
   if (all(seen)) return own | seen >> 16;
-  for (int looks = PATIENCE; looks && !all(seen); --looks) seen = load_acquire(meeting.have_packets);
+  for (int looks = PATIENCE; looks && !all(seen); --looks) seen = load_acquire(have_packets);
   // The last one may come in between: then it has not seen that this share was given up.
-  return all(seen) || all(fetch_or(meeting.have_packets, own << 16)) ? own : 0;
-}
-
-// A thread calls this that looks at the row's counters no more. The last one makes them ready for another launch.
-DEVICE void leave_meeting(const Meeting& meeting, const Row& row) {
-  if (fetch_add(meeting.done, 1) != 2 * row.splits - 1) return;
-  *meeting.have_states = 0, *meeting.have_packets = 0, *meeting.done = 0;
+  return all(seen) || all(fetch_or(have_packets, own << 16)) ? own : 0;
 }
 
 // ---- CTAs that share a row, each with work of other rows besides (`cuts.cuh`) ---------------------------------------

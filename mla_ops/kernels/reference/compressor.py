@@ -26,7 +26,7 @@ def _state_rows(
 
 
 def _equals_at(values: torch.Tensor, row: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Whether `values[row] == expected`; False for a row that there is not."""
+    """Whether `values[row] == expected`; False for a row that does not exist."""
     there = (row >= 0) & (row < values.shape[0])
     return there & (values[row.clamp(0, values.shape[0] - 1)] == expected)
 

@@ -52,7 +52,7 @@ def slots_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 slots of positions by each request's blocks, and which of them the table has; others are 0.
 
-    `request` and `position` are int64 and broadcast; a request that there is not has no blocks.
+    `request` and `position` are int64 and broadcast; an unknown request has no blocks.
     """
     num_requests, max_blocks = block_table.shape
     column = position // block_size
@@ -256,7 +256,7 @@ def ascending(positions: torch.Tensor) -> torch.Tensor:
 def translate_positions(
     positions: torch.Tensor, block_table: torch.Tensor, req_id_per_token: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """Slots of int64 positions `[num_tokens, n]`; -1 stays, and stands for a slot that there is not."""
+    """Slots of int64 positions `[num_tokens, n]`; -1 stays, and stands for a slot that does not exist."""
     slots, there = slots_of(block_table, req_id_per_token.long().unsqueeze(1), positions, block_size)
     return torch.where(there & (slots <= torch.iinfo(torch.int32).max), slots, -1)
 

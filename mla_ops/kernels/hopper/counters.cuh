@@ -1,0 +1,28 @@
+// Atomic operations of 64 bits on counters in global memory, and what tells launches apart.
+#pragma once
+
+#include "ptx.cuh"
+
+DEVICE u64 compare_and_swap(u64* word, u64 expected, u64 value) {
+  u64 before;
+  asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(word), "l"(expected), "l"(value)
+               : "memory");
+  return before;
+}
+
+// Publishes what this thread stored before, and does not wait.
+DEVICE void clear_bits(u64* word, u64 bits) {
+  asm volatile("red.release.gpu.global.and.b64 [%0], %1;" ::"l"(word), "l"(~bits) : "memory");
+}
+
+// The number that the hardware gave this launch, never 0. No launch that runs beside it has the same.
+DEVICE u32 launch_number() {
+  u64 number;
+  asm volatile("mov.u64 %0, %%gridid;" : "=l"(number));
+  return static_cast<u32>(number) | 1u << 31;
+}
+
+// Ends the kernel with an error that the host sees.
+DEVICE void fail() { asm volatile("trap;"); }
