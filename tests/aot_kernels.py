@@ -275,7 +275,8 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         if tile.block_h == 32 and not everything:
             # for an SM that has room for two programs
             beside = sparse_attention.tile(device, heads, mode, alone=False)
-            fixed = replace(constants["OPTIONS"], tile=beside, looks=looks and beside.apart)
+            looks = sparse_attention.looks_at_indices(keys, beside, partial, everything)
+            fixed = replace(constants["OPTIONS"], tile=beside, looks=looks)
             options = {"num_warps": beside.num_warps}
             yield replace(variant, name=name.replace("]", ", beside]"), constants={"OPTIONS": fixed}, options=options)
         if fmt == "fp8_ds_mla" and dtype == torch.bfloat16 and everything:
