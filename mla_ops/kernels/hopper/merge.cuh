@@ -10,6 +10,13 @@
 // A row's place among the parts of all tokens, one after the other.
 DEVICE i64 row_of_part(const Params& p, const Row& row) { return row.part * p.num_tokens + row.token; }
 
+// A head's lse, of a cluster that may have a part of the row's keys.
+DEVICE float* lse_of_cluster(const Params& p, const Row& row, int global_head) {
+  const bool whole = p.parts == 1;
+  const i64 token_stride = whole ? p.lse_token_stride : p.num_heads, head_stride = whole ? p.lse_head_stride : 1;
+  return (whole ? p.lse : p.parts_lse) + row_of_part(p, row) * token_stride + global_head * head_stride;
+}
+
 DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
   return p.out + row.token * p.out_token_stride + global_head * p.out_head_stride;
 }
@@ -155,8 +162,7 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
     float weight = __fdividef(1.f / L::FACTOR, total);
     if (sink != -INFINITY) weight = __fdividef(weight, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
     store_shared_float(shared + E::WEIGHTS + column_of<L>(head) * 4, total == 0.f ? 0.f : weight);
-    if (there && tells && p.parts > 1) p.parts_lse[row_of_part(p, row) * p.num_heads + global_head] = lse;
-    if (there && tells && p.parts == 1) p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
+    if (there && tells) *lse_of_cluster(p, row, global_head) = lse;
   }
   converge();
 }
@@ -200,11 +206,11 @@ DEVICE Target target_of(const Params& p, const Row& row) {
 // The same of a cluster, which may have a part of the row's keys.
 template <class L>
 DEVICE Target target_of_cluster(const Params& p, const Row& row) {
-  Target to = target_of<L>(p, row);
-  if (p.parts == 1) return to;
-  to.rows = reinterpret_cast<char*>(p.parts_out + (row_of_part(p, row) * p.num_heads + row.tile * L::HEADS) * 512);
-  to.head_stride = 512, to.whole = false;
-  return to;
+  const bool whole = p.parts == 1;
+  const i64 head_stride = whole ? p.out_head_stride : 512, token_stride = whole ? p.out_token_stride : p.num_heads * 512,
+            first = row_of_part(p, row) * token_stride + row.tile * L::HEADS * head_stride;
+  char* const rows = whole ? reinterpret_cast<char*>(p.out) : reinterpret_cast<char*>(p.parts_out);
+  return {rows + (whole ? 2 : 4) * first, head_stride, p.num_heads - row.tile * L::HEADS, whole};
 }
 
 DEVICE void write_floats(const Target& to, bool there, i64 place, const float* v) {
