@@ -1,14 +1,18 @@
 // What `counters.cuh` has, for a CPU: `hopper_on_cpu.build` puts it in place of that.
 #pragma once
 
-#include <cstdlib>
-
 #ifndef OTHERS_GO_ON
 #define OTHERS_GO_ON()  // while this one looks
 #endif
 
 static thread_local u32 this_launch = 1;
+static int failures;  // of CTAs, which go on here
 
+static u64 load_acquire(const u64* counter) {
+  OTHERS_GO_ON();
+  return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
+}
+static u64 fetch_add(u64* counter, u64 value) { return __atomic_fetch_add(counter, value, __ATOMIC_ACQ_REL); }
 static u64 compare_and_swap(u64* word, u64 expected, u64 value) {
   u64 before = expected;
   const bool stored = __atomic_compare_exchange_n(word, &before, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
@@ -17,4 +21,4 @@ static u64 compare_and_swap(u64* word, u64 expected, u64 value) {
 }
 static void clear_bits(u64* word, u64 bits) { __atomic_fetch_and(word, ~bits, __ATOMIC_RELEASE); }
 static u32 launch_number() { return this_launch; }
-static void fail() { std::abort(); }
+static void fail() { __atomic_fetch_add(&failures, 1, __ATOMIC_RELAXED); }

@@ -107,6 +107,7 @@ static uint4 load_shared_16(u32 address) {
   return {load_shared_4(address), load_shared_4(address + 4), load_shared_4(address + 8), load_shared_4(address + 12)};
 }
 
+#define OTHERS_GO_ON simt::leave  // while this one looks
 #include "cuts.cuh"
 
 template <int HEADS_, bool PACKED, bool PERMUTED_>

@@ -92,40 +92,43 @@ extern "C" int meet(int splits, int rows, int seed, int launches) {
   return given_up;
 }
 
-// The same for CTAs that share a row and come to their end at any time after they have left their part.
-extern "C" int share(int count, int rows, int seed) {
-  alignas(64) u32 counters[SHARERS_COUNTERS] = {};
+// The same for CTAs that share a row and come to their end at any time after they have left their part. Several launches
+// at a time see that they are: -2 where one is wrong and none failed.
+extern "C" int share(int count, int rows, int seed, int launches) {
   int lost_patience = 0;
   for (int number = 0; number < rows; ++number) {
-    std::vector<int> parts(count);
-    std::vector<std::atomic<int>> added(count);
+    SharersCounters counters = {};
+    std::vector<int> parts(launches * count);
+    std::vector<std::atomic<int>> added(launches * count);
     std::atomic<bool> whole = true;
     std::atomic<int> left = 0;
-    std::vector<std::thread> ctas;
-    for (int rank = 0; rank < count; ++rank)
-      ctas.emplace_back([&, rank] {
-        std::minstd_rand random(seed + number * 64 + rank);
-        auto work = [&] {
-          for (int wait = random() % 4 ? random() % 8 : random() % 512; wait; --wait) std::this_thread::yield();
-        };
-        work();
-        parts[rank] = 1 + rank;
-        fetch_add(counters, 1);
-        if (rank % 3) work();
-        const bool complete = await_sharers(counters, count);
-        if (!complete) ++left;
-        for (int share; complete && (share = take_share(counters)) < count;) {
-          ++added[share];
-          for (int part = 0; part < count; ++part)
-            if (parts[part] != 1 + part) whole = false;
-          if (rank % 2) work();
-        }
-        leave_sharers(counters, count);
-      });
-    for (std::thread& cta : ctas) cta.join();
-    for (const std::atomic<int>& times : added)
-      if (times != 1) return -1;
-    if (!whole || std::any_of(counters, counters + SHARERS_COUNTERS, [](u32 n) { return n; })) return -1;
+    failures = 0;
+    run(launches, count, [&](int launch, int rank) {
+      std::minstd_rand random(seed + (number * launches + launch) * 64 + rank);
+      auto work = [&] {
+        for (int wait = random() % 4 ? random() % 8 : random() % 512; wait; --wait) std::this_thread::yield();
+      };
+      work();
+      parts[launch * count + rank] = 1 + rank;
+      fetch_add(&counters.here, ones(1));
+      if (rank % 3) work();
+      const bool complete = await_sharers(&counters, count);
+      if (!complete) ++left;
+      for (int share; complete && (share = take_share(&counters)) < count;) {
+        ++added[launch * count + share];
+        for (int part = 0; part < count; ++part)
+          if (parts[launch * count + part] != 1 + part) whole = false;
+        if (rank % 2) work();
+      }
+      leave_sharers(&counters, count, complete);
+    });
+    const bool once = std::all_of(added.begin(), added.end(), [](const std::atomic<int>& times) { return times == 1; });
+    if (failures) {
+      if (launches == 1) return -3;
+      continue;
+    }
+    if (!whole || !once) return launches > 1 ? -2 : -1;
+    if (counters.here || counters.taken || counters.gone) return -1;
     lost_patience += left;
   }
   return lost_patience;

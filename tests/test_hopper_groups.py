@@ -44,7 +44,17 @@ def test_each_share_is_added_up_once_when_all_parts_are_there(members: int, laun
 @pytest.mark.parametrize("count", [2, 3, 8, 40])
 def test_each_share_of_a_cut_row_is_added_up_once_when_all_parts_are_there(count: int, hasty: ctypes.CDLL) -> None:
     """CTAs come to their end early and late; the counters are left as they were found."""
-    assert 0 <= hasty.share(count, 100, count) <= 100 * (count - 1)
+    assert 0 <= hasty.share(count, 100, count, 1) <= 100 * (count - 1)
+
+
+@pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
+@pytest.mark.parametrize("launches", [2, 4])
+@pytest.mark.parametrize("count", [2, 3, 8, 40])
+def test_launches_that_share_a_cut_rows_counters_fail_or_are_right(
+    count: int, launches: int, hasty: ctypes.CDLL
+) -> None:
+    """Two runs of one captured launch at the same time: no result is wrong without an error."""
+    assert hasty.share(count, 400 // count // launches, count, launches) >= 0
 
 
 @pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")

@@ -3,6 +3,18 @@
 
 #include "ptx.cuh"
 
+DEVICE u64 load_acquire(const u64* counter) {
+  u64 value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+DEVICE u64 fetch_add(u64* counter, u64 value) {
+  u64 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(counter), "l"(value) : "memory");
+  return before;
+}
+
 DEVICE u64 compare_and_swap(u64* word, u64 expected, u64 value) {
   u64 before;
   asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"

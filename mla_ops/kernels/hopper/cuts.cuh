@@ -10,8 +10,8 @@
 #include "merge.cuh"
 
 // Those of a token.
-DEVICE u32* counters_of_sharers(const Params& p, int first_worker, int tile) {
-  return p.counters + (first_worker * p.head_tiles + tile) * SHARERS_COUNTERS;
+DEVICE SharersCounters* counters_of_sharers(const Params& p, int first_worker, int tile) {
+  return reinterpret_cast<SharersCounters*>(p.counters) + first_worker * p.head_tiles + tile;
 }
 
 DEVICE int4 sharers_of(const Params& p, const Interval& interval) {
@@ -25,7 +25,7 @@ DEVICE void tell_sharers(const Params& p, u32 shared, int part, int thread) {
   const Interval interval = load_interval(shared + L::INTERVAL);
   if (thread == 0) {
     const int4 sharers = sharers_of(p, interval);
-    fetch_add(counters_of_sharers(p, part < p.workers ? sharers.x : sharers.z, interval.tile), 1);
+    fetch_add(&counters_of_sharers(p, part < p.workers ? sharers.x : sharers.z, interval.tile)->here, ones(1));
   }
   converge();
 }
@@ -222,7 +222,7 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
   if (counts[0] + counts[1] == 0) return;
   const int own_count = warp == 0 ? counts[0] : warp == 1 ? counts[1] : 0;
   const bool asks = lane == 0 && own_count > 0;
-  u32* const counters = counters_of_sharers(p, warp == 0 ? sharers.x : sharers.z, interval.tile);
+  SharersCounters* const counters = counters_of_sharers(p, warp == 0 ? sharers.x : sharers.z, interval.tile);
   const bool complete = asks && await_sharers(counters, own_count);
   converge();
 #pragma unroll 1
@@ -244,6 +244,6 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
       add_up<L, BARRIER, IN_FLIGHT>(p, cut, share, scratch, warp, lane);
     }
   }
-  if (asks) leave_sharers(counters, own_count);
+  if (asks) leave_sharers(counters, own_count, complete);
   converge();
 }

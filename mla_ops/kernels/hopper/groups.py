@@ -8,7 +8,7 @@ where a handle may be that of a stream that was destroyed.
 A graph may run a captured launch twice at the same time: as two child nodes of another graph, or instantiated twice.
 Groups of the two have the same counters then, and count in sets of their own, by the number that the hardware gives
 each launch (`own_set` in meeting.cuh). Launches that share rows evenly (`cuts.cuh`) have no such sets, which would take
-3 to 5 us (docs/notes.md): their results are wrong then. Capture such a call once for each run.
+3 to 5 us (docs/notes.md): they end with a CUDA error. Capture such a call once for each run.
 """
 
 from __future__ import annotations

@@ -41,15 +41,14 @@ struct Params {
   i64 lse_token_stride, lse_head_stride, out_token_stride, out_head_stride;
   // Several parts of rows: [parts, num_tokens, num_heads, 512] and [parts, num_tokens, num_heads].
   float *parts_out, *parts_lse;
-  // Room for what CTAs of groups and workers leave. COUNTERS for each row of a group, SHARERS_COUNTERS for each CTA of a
-  // worker, all 0 before and after.
+  // Room for what CTAs of groups and workers leave. `RowCounters` for each row of a group, `SharersCounters` for each
+  // CTA of a worker, all 0 before and after.
   unsigned char* exchange;
   u32* counters;
   // A row has so many, of which a CTA may take several (`shares.cuh`); 0: bits may depend on the launch.
   int shares;
 };
 
-constexpr int COUNTERS = 8, SHARERS_COUNTERS = 4;
 constexpr int MOST_SHARES = 16;  // a row has no more
 
 // Who works on a row: a CTA that takes one row after the other; a cluster; a group, CTAs of no cluster that meet in L2;

@@ -19,7 +19,6 @@ struct RowCounters {
   u64 owners;
   u32 sets[2][3];
 };
-static_assert(sizeof(RowCounters) == COUNTERS * sizeof(u32), "the host gives a row other room");
 
 constexpr int MOST_LOOKS = 1 << 22;  // some seconds
 
@@ -81,22 +80,33 @@ DEVICE u32 shares_of(u32* set, const Row& row) {
 
 // ---- CTAs that share a row, each with work of other rows besides (`cuts.cuh`) ---------------------------------------
 
-// Three counters: how many of `count` CTAs have left their part, shares of the result that are taken, who will not look
-// at these again. A CTA leaves its part by adding one to the first, and looks once it has nothing else to do.
+// Counters of a row: CTAs that have left their part; CTAs that will not look at these again; shares of the result that
+// are taken. The first two are sums of ONES, which have the launch's number in their upper half. Where a graph runs the
+// launch twice at the same time, a sum is not of one launch: no CTA takes it for complete, and the last one fails.
+struct SharersCounters {
+  u64 here, gone;
+  u32 taken;
+};
 
-// Whether all are there. If not, this CTA has lost its patience.
-DEVICE bool await_sharers(const u32* counters, int count) {
+DEVICE u64 ones(u32 count) { return static_cast<u64>(launch_number() * count) << 32 | count; }
+
+// A CTA leaves its part by counting itself, and looks once it has nothing else to do. Whether all are there. If not, this
+// CTA has lost its patience.
+DEVICE bool await_sharers(const SharersCounters* counters, int count) {
+  const u64 all = ones(count);
 #pragma unroll 1
   for (int looks = PATIENCE; looks >= 0; --looks)
-    if (load_acquire(counters) == static_cast<u32>(count)) return true;
+    if (load_acquire(&counters->here) == all) return true;
   return false;
 }
 
 // One of `count` shares that nobody has taken; `count` and more where there is none.
-DEVICE int take_share(u32* counters) { return fetch_add(counters + 1, 1); }
+DEVICE int take_share(SharersCounters* counters) { return fetch_add(&counters->taken, 1); }
 
-// The last one makes the counters ready for another launch.
-DEVICE void leave_sharers(u32* counters, int count) {
-  if (fetch_add(counters + 2, 1) != static_cast<u32>(count) - 1) return;
-  counters[0] = counters[1] = counters[2] = 0;
+// The last one makes the counters ready for another launch. By then all are there, whether it has seen that or not.
+DEVICE void leave_sharers(SharersCounters* counters, int count, bool complete) {
+  const u64 before = fetch_add(&counters->gone, ones(1));
+  if (static_cast<u32>(before) < static_cast<u32>(count) - 1) return;
+  if (before != ones(count - 1) || !complete && load_acquire(&counters->here) != ones(count)) fail();
+  counters->here = counters->gone = 0, counters->taken = 0;
 }
