@@ -33,7 +33,7 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
   static constexpr float FACTOR = 256.f;
   static constexpr u32 FACTOR_OF_ROPE = 8 << 7;  // the exponents of queries get it; keys' RoPE stays as it is
   static constexpr u32 DEAD_SCALE = 0x3c000000u;  // 2^-7
-  static constexpr int SCALES_AT = LATENT, SCALES_PITCH = BYTES;
+  static constexpr int SCALES_AT = LATENT, SCALES_PITCH = BYTES, SCALES_OF_HALF = 8;  // bytes of 256 dims'
 
   using Scales = uint4;
 
@@ -46,9 +46,7 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
 
   static DEVICE u32 rope(u32 pair, u32) { return pair; }
 
-  static DEVICE float scale(const unsigned char* scales, int group) {
-    return *reinterpret_cast<const float*>(scales + group * 4);
-  }
+  static DEVICE float scale(u32 scales, int group) { return load_shared_float(scales + group * 4); }
 
   static constexpr u32 LEAST = 0x35000000u, LEAST_LARGEST = 0x39000000u, TOP = 0x3f000000u;  // 2^-21, 2^-13, 2^-1
 
@@ -90,7 +88,7 @@ struct Rows<FP8_DS_MLA_V4> : RowOfFp8DsMlaV4 {
   // Then float16 holds exactly what the writer's smallest scale, 2^-22, gives, and RoPE down to 2^-25.
   static constexpr float FACTOR = 256.f;
   static constexpr u32 FACTOR_OF_ROPE = 0;  // RoPE is a value here
-  static constexpr int SCALES_AT = 0, SCALES_PITCH = SCALE_BYTES;
+  static constexpr int SCALES_AT = 0, SCALES_PITCH = SCALE_BYTES, SCALES_OF_HALF = 4;
   static constexpr u32 DEAD_SCALES = 0x77777777u;  // 2^-8
 
   using Scales = uint2;
@@ -108,8 +106,8 @@ struct Rows<FP8_DS_MLA_V4> : RowOfFp8DsMlaV4 {
     return pack_float16(low_bfloat16(larger), high_bfloat16(larger));
   }
 
-  static DEVICE float scale(const unsigned char* scales, int group) {
-    const u32 byte = scales[group];
+  static DEVICE float scale(u32 scales, int group) {
+    const u32 byte = load_shared_4(scales + (group & 4)) >> group % 4 * 8 & 255;
     return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : byte << 23);
   }
 

@@ -333,8 +333,8 @@ DEVICE int slot_of(int first, int key) {
 
 // Scores and weights of a wide turn, float32 [64, HEADS], where its first values would be.
 template <class L>
-DEVICE float* wide_table(unsigned char* shared_pointer, const Ring& at) {
-  return reinterpret_cast<float*>(shared_pointer + L::VALUES + at.half * HALF_BYTES);
+DEVICE u32 wide_table(u32 shared, const Ring& at) {
+  return shared + L::VALUES + at.half * HALF_BYTES;
 }
 
 // Sums of each warp's weights, float [4, 64], of a row that another one follows. They take the place of the row's last

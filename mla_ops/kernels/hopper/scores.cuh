@@ -5,41 +5,7 @@
 #include "group.cuh"
 #include "held.cuh"
 #include "wgmma.cuh"
-
-// The score of one key and head from the cache's bytes and the query as it came, in float32: any scale, any query.
-template <int HEADS, Format FORMAT>
-DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* raw, const unsigned char* scales,
-                        int head) {
-  using R = Rows<FORMAT>;
-  const int global_head = row.tile * HEADS + head;
-  if (global_head >= p.num_heads) return 0.f;
-  int token = row.token;
-  hold(token);  // else its product would take registers of all turns
-  const u16* q = query_at(p, token, global_head);
-  float total = 0.f;
-#pragma unroll 1
-  for (int group = 0; group < R::LATENT / R::GROUP; ++group) {
-    float part = 0.f;
-#pragma unroll 1
-    for (int d = group * R::GROUP; d < (group + 1) * R::GROUP; d += 4) {
-      u32 low, high;
-      e4m3_to_float16(*reinterpret_cast<const u32*>(raw + d), 0x3c003c00u, low, high);
-      const uint2 pair = __ldg(reinterpret_cast<const uint2*>(q + d));
-      const float2 k0 = unpack_float16(low), k2 = unpack_float16(high);
-      part += low_bfloat16(pair.x) * k0.x + high_bfloat16(pair.x) * k0.y + low_bfloat16(pair.y) * k2.x +
-              high_bfloat16(pair.y) * k2.y;
-    }
-    total += part * R::scale(scales, group);
-  }
-  const u16* rope = R::CHUNKS > 8 ? query_rope_at(p, token, global_head) : q + R::LATENT;
-#pragma unroll 1
-  for (int d = 0; d < 64; d += 2) {
-    const u32 k = *reinterpret_cast<const u32*>(raw + R::ROPE_AT + d * 2),
-              pair = __ldg(reinterpret_cast<const u32*>(rope + d));
-    total += low_bfloat16(pair) * low_bfloat16(k) + high_bfloat16(pair) * high_bfloat16(k);
-  }
-  return total * p.scale_log2;
-}
+#include "wide.cuh"
 
 // The steps of a turn, a chunk each. Tiles of few heads have registers for a second warpgroup of scores, which takes
 // the last of them; RoPE is a step of the first where it is a value, since that one has to know whether float16 holds
@@ -318,7 +284,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   // The place in a table of wide scores of the first head of a thread's first key; the other one is 8 rows behind.
   auto wide_place = [&]() {
     const int own = own_thread();
-    return ((own >> 5) * 16 + R::raw_row((own & 31) >> 2)) * HEADS + 2 * (own & 3);
+    return (((own >> 5) * 16 + R::raw_row((own & 31) >> 2)) * HEADS + 2 * (own & 3)) * 4;
   };
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   auto weights_row = [&]() {
@@ -445,22 +411,21 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       turn = MOVED;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         turn = WIDE;
-        float* table = wide_table<L>(shared_pointer, at);
-#pragma unroll 1
-        for (int e = thread; e < TILE_KEYS * HEADS; e += 128) {
-          const int key = e / HEADS, first = slot >= warp ? slot - warp : slot - warp + L::SLOTS;
-          const int row_of_key = slot_of<L::SLOTS>(first, key) * 16 + key % 16;
-          table[e] = wide_score<HEADS, FORMAT>(p, row, shared_pointer + L::RAW + row_of_key * R::BYTES,
-                                               shared_pointer + L::SCALES + row_of_key * R::SCALES_PITCH, e % HEADS) -
-                     load_shared_float(shared + L::COLUMNS + e % HEADS * 8 + 4);
+        wide_scores<L, SCORE_BARRIER>(s, p, row, shared + L::RAW + slot * L::RAW_SLOT,
+                                      shared + L::SCALES + slot * L::SCALES_SLOT,
+                                      wide_table<L>(shared, at) + WideQueries<L>::TABLE, opaque(thread));
+        if constexpr (HEADS == 64) {
+          named_barrier<SCORE_BARRIER, 128>();  // queries have been read where values go
+          store_wide_values<FORMAT>(places.raw + slot * L::RAW_SLOT, places.values, t);
+          __syncwarp();  // weights go where they were
         }
-        named_barrier<SCORE_BARRIER, 128>();
-        table += wide_place();
+        start = {}, started = false;  // loaded anew, since registers are few up to here
 #pragma unroll
-        for (int e = 0; e < TILES * 4; ++e)
-          s[e] = ((e & 2) ? live_1 : live_0)
-                     ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] + exponent_taken(undo, e >> 1 & 1)
-                     : -INFINITY;
+        for (int e = 0; e < TILES * 4; ++e) {
+          const float reference = load_shared_float(shared + L::COLUMNS + (e / 4 * 8 + (e & 1) + 2 * t) * 8 + 4);
+          s[e] = ((e & 2) ? live_1 : live_0) ? s[e] * p.scale_log2 - reference + exponent_taken(undo, e >> 1 & 1)
+                                             : -INFINITY;
+        }
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
@@ -481,10 +446,13 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
     if (turn == WIDE) {
-      float* table = wide_table<L>(shared_pointer, at) + wide_place();
+      // 64 heads: where latents of the keys were
+      const u32 table =
+          HEADS == 64 ? places.raw + slot * L::RAW_SLOT + 8 * t : wide_table<L>(shared, at) + wide_place();
+      constexpr int PITCH = HEADS == 64 ? R::BYTES : HEADS * 4;  // of a key
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e)
-        table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] = s[e] * undone[e >> 1 & 1];
+        store_shared_float(table + (e & 2) * (4 * PITCH) + (e / 4 * 8 + (e & 1)) * 4, s[e] * undone[e >> 1 & 1]);
     } else {
       const u32 weights_now = weights_row();
 #pragma unroll

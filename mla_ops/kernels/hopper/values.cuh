@@ -5,82 +5,7 @@
 #include "group.cuh"
 #include "held.cuh"
 #include "wgmma.cuh"
-
-DEVICE float e4m3_to_float(u32 byte) {
-  float value;
-  asm("{\n"
-      ".reg .b16 a, b;\n"
-      ".reg .b32 x;\n"
-      "cvt.u16.u32 a, %1;\n"
-      "cvt.rn.f16x2.e4m3x2 x, a;\n"
-      "mov.b32 {a, b}, x;\n"
-      "cvt.f32.f16 %0, a;\n"
-      "}"
-      : "=f"(value)
-      : "r"(byte));
-  return value;
-}
-
-// A value from the cache's bytes, as large as the accumulators want it.
-template <Format FORMAT>
-DEVICE float value_of(const unsigned char* raw, const unsigned char* scales, int dim, int group) {
-  using R = Rows<FORMAT>;
-  if (R::ROPE_IS_VALUE && dim >= R::LATENT)
-    return low_bfloat16(*reinterpret_cast<const u16*>(raw + R::ROPE_AT + (dim - R::LATENT) * 2)) * R::FACTOR;
-  return e4m3_to_float(raw[dim]) * (R::scale(scales, group) * R::FACTOR);
-}
-
-// 16 keys of a turn with numbers that float16 does not hold, on the CUDA cores from the cache's bytes: heads g and g +
-// 8 of a warp by dims.
-template <Format FORMAT>
-DEVICE void accumulate_wide(float (&o)[2][64], const unsigned char* raw, const unsigned char* scales,
-                            const float* table, int head, int dim) {
-  using R = Rows<FORMAT>;
-#pragma unroll 1
-  for (int key = 0; key < 16; ++key, raw += R::BYTES, scales += R::SCALES_PITCH, table += 64) {
-    const float weight_0 = table[head], weight_1 = table[head + 8];
-#pragma unroll
-    for (int e = 0; e < 128; e += 4) {
-      const int group = dim / R::GROUP + e / 32 * 64 / R::GROUP;
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float value = value_of<FORMAT>(raw, scales, dim + e / 32 * 64 + e % 32 / 2 + c, group);
-        float (&two)[64] = o[e / 64];
-        two[e % 64 + c] = fmaf(weight_0, value, two[e % 64 + c]);
-        two[e % 64 + c + 2] = fmaf(weight_1, value, two[e % 64 + c + 2]);
-      }
-    }
-  }
-}
-
-// The same for two dims of a warp's rows by heads.
-template <int HEADS, Format FORMAT, int PIECES>
-DEVICE void accumulate_wide(float (&o)[PIECES][HEADS / 2], const unsigned char* raw, const unsigned char* scales,
-                            const float* table, int head, int dim) {
-  using R = Rows<FORMAT>;
-#pragma unroll 1
-  for (int key = 0; key < 16; ++key, raw += R::BYTES, scales += R::SCALES_PITCH, table += HEADS) {
-    float value[PIECES][2];
-#pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int d = dim + piece * 64 + r * 2;
-        value[piece][r] = value_of<FORMAT>(raw, scales, d, d / R::GROUP);
-      }
-#pragma unroll
-    for (int c = 0; c < HEADS / 4; ++c) {
-      const float weight = table[head + c / 2 * 8 + (c & 1)];
-#pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int e = c / 2 * 4 + (c & 1) + 2 * r;
-          o[piece][e] = fmaf(weight, value[piece][r], o[piece][e]);
-        }
-    }
-  }
-}
+#include "wide.cuh"
 
 DEVICE u32 scaled_pair(float a, float b, float factor) {
   return factor == 0.f ? 0u : pack_bfloat16(a * factor, b * factor);
@@ -246,16 +171,15 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
       if ((turn & 0xff) == WIDE) {
-        const float* table = wide_table<L>(shared_pointer, at);
+        u32 table = wide_table<L>(shared, at);
 #pragma unroll 1
-        for (int key = 0; key < TILE_KEYS; key += 16, table += 16 * HEADS) {
+        for (int key = 0; key < TILE_KEYS; key += 16, table += 16 * HEADS * 4) {
           const int keys = slot_of<L::SLOTS>(turn >> 8 & 0xff, key);
-          const unsigned char *raw = shared_pointer + L::RAW + keys * L::RAW_SLOT,
-                              *scales = shared_pointer + L::SCALES + keys * L::SCALES_SLOT;
+          const u32 raw = shared + L::RAW + keys * L::RAW_SLOT, scales = shared + L::SCALES + keys * L::SCALES_SLOT;
           if constexpr (HEADS_BY_DIMS)
-            accumulate_wide<FORMAT>(o, raw, scales, table, warp * 16 + g, half * 256 + 16 * t);
+            accumulate_wide<FORMAT>(o, raw, scales, turn_values + key * 8, half, opaque(thread));
           else
-            accumulate_wide<HEADS, FORMAT>(o, raw, scales, table, 2 * t, half * 256 + dim_of_row(warp, g));
+            accumulate_wide<HEADS, FORMAT>(o, raw, scales, table, half, opaque(thread));
         }
         named_barrier<VALUES_BARRIER, 256>();
         if (arrives(lane)) {
