@@ -8,9 +8,11 @@
 #define load_shared_8 ptx_load_shared_8
 #define load_shared_16 ptx_load_shared_16
 #define load_shared_float ptx_load_shared_float
-#define store_shared_float ptx_store_shared_float
-#define copy_16_or_zeros ptx_copy_16_or_zeros
-#define wait_for_copies ptx_wait_for_copies
+#define load_matrices ptx_load_matrices
+#define copy_4 ptx_copy_4
+#define wait_for_copies_but ptx_wait_for_copies_but
+#define commit_copies ptx_commit_copies
+#define fence_async_shared ptx_fence_async_shared
 #define named_barrier ptx_named_barrier
 #define store_matrices ptx_store_matrices
 #include "ptx.cuh"
@@ -19,23 +21,18 @@
 #undef load_shared_8
 #undef load_shared_16
 #undef load_shared_float
-#undef store_shared_float
-#undef copy_16_or_zeros
-#undef wait_for_copies
+#undef load_matrices
+#undef copy_4
+#undef wait_for_copies_but
+#undef commit_copies
+#undef fence_async_shared
 #undef named_barrier
 #undef store_matrices
-#define multiply_16_by_8 ptx_multiply_16_by_8
 #define e4m3_to_bfloat16 ptx_e4m3_to_bfloat16
+#define scaled_bfloat16 ptx_scaled_bfloat16
 #include "wide_ptx.cuh"
-#undef multiply_16_by_8
 #undef e4m3_to_bfloat16
-
-unsigned __byte_perm(unsigned a, unsigned b, unsigned choice) {
-  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
-  unsigned v = 0;
-  for (int i = 0; i < 4; ++i) v |= static_cast<unsigned>(both >> (choice >> 4 * i & 7) * 8 & 255) << 8 * i;
-  return v;
-}
+#undef scaled_bfloat16
 
 static u32 pack_bfloat16(float low, float high) {
   auto half = [](float x) {
@@ -53,13 +50,11 @@ static u32 load_shared_4(u32 address) { return at<u32>(address); }
 static uint2 load_shared_8(u32 address) { return at<uint2>(address); }
 static uint4 load_shared_16(u32 address) { return at<uint4>(address); }
 static float load_shared_float(u32 address) { return at<float>(address); }
-static void store_shared_float(u32 address, float value) { at<float>(address) = value; }
-template <int TO, int FROM>
-void copy_16_or_zeros(u32 destination, const void* source, u32 bytes) {
-  std::memset(&at<char>(destination + TO), 0, 16);
-  std::memcpy(&at<char>(destination + TO), static_cast<const char*>(source) + FROM, bytes);
-}
-static void wait_for_copies() {}
+static void copy_4(u32 destination, const void* source) { std::memcpy(&at<char>(destination), source, 4); }
+template <int>
+void wait_for_copies_but() {}
+static void commit_copies() {}
+static void fence_async_shared() {}
 template <int ID, int THREADS>
 void named_barrier() {
   simt::meet_cta();
@@ -101,100 +96,99 @@ static void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
   for (int i = 0; i < 4; ++i) at<u32>(static_cast<u32>(rows[i * 8 + lane / 4]) + lane % 4 * 4) = words[i];
 }
 
-static u64 tile_descriptor(u32 address) { return address >> 4; }
+static uint4 load_matrices(u32 address) {
+  const int lane = threadIdx.x % 32;
+  const auto rows = simt::meet_warp(address);
+  u32 words[4];
+  for (int i = 0; i < 4; ++i) words[i] = at<u32>(static_cast<u32>(rows[i * 8 + lane / 4]) + lane % 4 * 4);
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// A pair times the sum of two, rounded once.
+template <bool POWER_OF_TWO>
+u32 scaled_bfloat16(u32 pair, u32 upper, u32 rest) {
+  const float factor = low_bfloat16(upper) + (POWER_OF_TWO ? 0.f : low_bfloat16(rest));
+  return pack_bfloat16(low_bfloat16(pair) * factor, high_bfloat16(pair) * factor);
+}
+
+static u64 tile_descriptor(u32 address, u32, u32) { return address >> 4; }
 static void wgmma_fence() {}
 static void wgmma_commit() {}
 template <int>
 static void wgmma_wait() {}
 
-// Rows of 128 bytes in the swizzle, 16 keys by 64 dims.
-static void wgmma_heads_by_64_dims(float* d, const u32 (&a)[4], u64 b) {
-  const int t = threadIdx.x % 4;
-  const u32 base = static_cast<u32>(b) << 4;
-  for (int tile = 0; tile < 8; ++tile) {
-    const int g = threadIdx.x % 32 / 4;
-    auto bits = [&](int k) -> u32 { return at<u16>(base + k * 128 + ((tile ^ (k & 7)) << 4) + g * 2); };
-    const u32 words[2] = {bits(2 * t) | bits(2 * t + 1) << 16, bits(2 * t + 8) | bits(2 * t + 9) << 16};
-    multiply_16_by_8(d[tile * 4], d[tile * 4 + 1], d[tile * 4 + 2], d[tile * 4 + 3], a, words);
+// Keys in registers times heads in rows of 128 bytes in the swizzle.
+template <int N>
+void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const u32 fragment[4] = {a[0], a[1], a[2], a[3]};
+  for (int tile = 0; tile < N / 4; ++tile) {
+    auto word = [&](int k) {
+      const u32 address = (static_cast<u32>(b) << 4) + (tile * 8 + g) * 128 + k * 2;
+      return at<u32>(address ^ (address >> 7 & 7) << 4);
+    };
+    const u32 words[2] = {word(2 * t), word(2 * t + 8)};
+    float* own = d + tile * 4;
+    if (!add) own[0] = own[1] = own[2] = own[3] = 0.f;
+    multiply_16_by_8(own[0], own[1], own[2], own[3], fragment, words);
   }
 }
 
 #define __fdividef(a, b) ((a) / (b))
 #include "wide.cuh"
 
-static int dim_of_row(int warp, int g) { return 16 * (g >> 1) + 4 * warp + (g & 1); }
-
-// 64 rows and scales as they lie in shared memory, scores [64, HEADS]; weights [64, HEADS], sums [HEADS, 512].
+// 64 rows and scales as they lie in shared memory; scores [64, HEADS] and values [64, 512], in the order of dims.
 template <int HEADS, Format FORMAT>
 void run(const unsigned char* rows, const unsigned char* scales, const u16* q, const u16* q_rope, int num_heads,
-         float scale_log2, float* scores, const float* weights, float* sums) {
+         float scale_log2, float* scores, float* values) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
+  constexpr int CHUNK = TILE_KEYS * 128;
+  constexpr float UNDO = 0.25f;  // what a head's column undoes of its RoPE
   Params p = {};
-  p.q = q, p.q_rope = q_rope, p.q_head_stride = 512, p.q_rope_head_stride = 64, p.num_heads = num_heads;
-  p.scale_log2 = scale_log2;
+  p.q = q, p.q_head_stride = 512, p.num_heads = num_heads, p.scale_log2 = scale_log2;
   Row row = {};
   simt::launch(1, 1, 128, L::BYTES, 1, [&]() {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     if (thread == 0) {
       std::memcpy(&at<char>(L::RAW), rows, 64 * R::BYTES);
       if (R::SCALES_APART) std::memcpy(&at<char>(L::SCALES), scales, 64 * R::SCALES_PITCH);
+      for (int head = 0; head < HEADS; ++head) {
+        at<float>(L::COLUMNS + head * 8) = scale_log2 * UNDO;
+        for (int dim = 0; dim < 64 && !R::ROPE_IS_VALUE; ++dim)
+          at<u16>(L::QUERY + 8 * L::QUERY_CHUNK + head * 128 + (dim * 2 ^ (head & 7) << 4)) =
+              pack_bfloat16(low_bfloat16(q_rope[min(head, num_heads - 1) * 64 + dim]) / UNDO, 0.f);
+      }
     }
     simt::meet_cta();
-    const int key = warp * 16 + R::raw_row(lane / 4);
+    const int first = R::raw_row(lane / 4), key = warp * 16 + first;
+    const u32 raw = L::RAW + warp * L::RAW_SLOT, own_values = (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+    const WidePlaces places{raw + first * R::BYTES,
+                            R::ROPE_AT + (R::ROPE_IS_VALUE ? lane % 4 * 32u : (R::raw_row(lane & 7) + (lane & 8) - first) * R::BYTES + (lane >> 4) * 16),
+                            L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH,
+                            {L::VALUES + own_values, L::VALUES + HALF_BYTES + own_values},
+                            L::WEIGHTS, L::VALUES + HALF_BYTES + 2 * CHUNK};
     float s[HEADS / 2];
-    wide_scores<L, 1>(s, p, row, L::RAW + warp * L::RAW_SLOT, L::SCALES + warp * L::SCALES_SLOT,
-                      L::VALUES + WideQueries<L>::TABLE, thread);
+    wide_scores<L, 1>(s, p, row, places, 0, thread);
     for (int e = 0; e < HEADS / 2; ++e)
-      scores[(key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * (lane & 3) + (e & 1)] = s[e] * scale_log2;
+      scores[(key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * (lane & 3) + (e & 1)] = s[e];
     simt::meet_cta();
-    if constexpr (HEADS == 64) {
-      const u32 values = L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-      store_wide_values<FORMAT>(L::RAW + warp * L::RAW_SLOT + R::raw_row(lane / 4) * R::BYTES, values, lane & 3);
-      simt::meet_cta();
-      for (int key = thread; key < 64; key += 128)
-        std::memcpy(&at<char>(L::RAW + key * R::BYTES), weights + key * 64, 256);
-    } else if (thread == 0) {
-      std::memcpy(&at<char>(L::VALUES), weights, WideQueries<L>::TABLE);
-    }
-    simt::meet_cta();
-    const int g = lane / 4, t = lane % 4;
-    for (int half = 0; half < 2; ++half) {
-      float o[HEADS == 64 ? 2 : 4][HEADS == 64 ? 64 : HEADS / 2] = {};
-      for (int key = 0; key < 64; key += 16) {
-        const u32 raw = L::RAW + key / 16 * L::RAW_SLOT, own_scales = L::SCALES + key / 16 * L::SCALES_SLOT,
-                  table = L::VALUES + key * HEADS * 4;
-        if constexpr (HEADS == 64)
-          accumulate_wide<FORMAT>(o, raw, own_scales, tile_descriptor(L::VALUES + half * HALF_BYTES + key * 128), half,
-                                  thread);
-        else
-          accumulate_wide<HEADS, FORMAT>(o, raw, own_scales, table, half, thread);
-      }
-      if constexpr (HEADS == 64) {
-        for (int e = 0; e < 128; ++e) {
-          const int head = warp * 16 + g + (e & 2) * 4;
-          const int dim = half * 256 + 16 * t + e / 32 * 64 + e % 32 / 4 * 2 + e % 2;
-          sums[head * 512 + dim] = o[e / 64][e % 64];
-        }
-      } else {
-        for (int piece = 0; piece < 4; ++piece)
-          for (int e = 0; e < HEADS / 2; ++e) {
-            const int head = e / 4 * 8 + 2 * t + (e & 1),
-                      dim = half * 256 + dim_of_row(warp, g) + piece * 64 + (e & 2);
-            sums[head * 512 + dim] = o[piece][e];
-          }
-      }
+    // Lane t of four has dims 16 t to 16 t + 15 of a chunk, whose words 2 j and 2 j + 1 are step j's. Keys are in the order of lanes.
+    for (int e = thread; e < 64 * 512; e += 128) {
+      const int own = e / 512, dim = e % 512, chunk = dim / 64, t = dim % 64 / 16, j = dim % 16 / 4;
+      const u32 at_dim = j * 32 + dim % 4 / 2 * 16 + t * 4 + dim % 2 * 2;
+      const int stored = own / 16 * 16 + (own & 8) + R::raw_row(own % 8);
+      values[stored * 512 + dim] = low_bfloat16(at<u16>(L::VALUES + chunk * CHUNK + own * 128 + (at_dim ^ (own & 7) << 4)));
     }
   });
 }
 
 extern "C" int wide(int heads, int v4, const unsigned char* rows, const unsigned char* scales, const u16* q,
-                    const u16* q_rope, int num_heads, float scale_log2, float* scores, const float* weights,
-                    float* sums) {
+                    const u16* q_rope, int num_heads, float scale_log2, float* scores, float* values) {
 #define RUN(HEADS)                                                                                                  \
   if (heads == HEADS)                                                                                               \
     return (v4 ? run<HEADS, FP8_DS_MLA_V4> : run<HEADS, FP8_DS_MLA>)(rows, scales, q, q_rope, num_heads, scale_log2, \
-                                                                     scores, weights, sums),                        \
+                                                                     scores, values),                               \
            0;
   RUN(16) RUN(24) RUN(32) RUN(64)
   return 1;

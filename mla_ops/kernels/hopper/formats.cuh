@@ -33,7 +33,7 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
   static constexpr float FACTOR = 256.f;
   static constexpr u32 FACTOR_OF_ROPE = 8 << 7;  // the exponents of queries get it; keys' RoPE stays as it is
   static constexpr u32 DEAD_SCALE = 0x3c000000u;  // 2^-7
-  static constexpr int SCALES_AT = LATENT, SCALES_PITCH = BYTES, SCALES_OF_HALF = 8;  // bytes of 256 dims'
+  static constexpr int SCALES_AT = LATENT, SCALES_PITCH = BYTES;
 
   using Scales = uint4;
 
@@ -88,7 +88,7 @@ struct Rows<FP8_DS_MLA_V4> : RowOfFp8DsMlaV4 {
   // Then float16 holds exactly what the writer's smallest scale, 2^-22, gives, and RoPE down to 2^-25.
   static constexpr float FACTOR = 256.f;
   static constexpr u32 FACTOR_OF_ROPE = 0;  // RoPE is a value here
-  static constexpr int SCALES_AT = 0, SCALES_PITCH = SCALE_BYTES, SCALES_OF_HALF = 4;
+  static constexpr int SCALES_AT = 0, SCALES_PITCH = SCALE_BYTES;
   static constexpr u32 DEAD_SCALES = 0x77777777u;  // 2^-8
 
   using Scales = uint2;

@@ -92,6 +92,17 @@ struct Start {
   u32 alive;
 };
 
+// Registers hold none of it from here on.
+template <Format FORMAT>
+DEVICE void forget(Start<FORMAT>& start) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    forget(start.scales[n]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) forget(start.bytes[n].of[i / 2][i % 2]);
+  }
+}
+
 template <int HEADS, Format FORMAT, bool ONE, int FIRST>
 DEVICE void load_start(Start<FORMAT>& start, const Places& places, u32 raw_0, u32 scales_0, u32 live, int t) {
   using R = Rows<FORMAT>;
@@ -280,12 +291,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   // Made anew each time where registers are few.
-  auto own_thread = [&]() { return ONE && HEADS == 32 ? opaque(thread) : thread; };
-  // The place in a table of wide scores of the first head of a thread's first key; the other one is 8 rows behind.
-  auto wide_place = [&]() {
-    const int own = own_thread();
-    return (((own >> 5) * 16 + R::raw_row((own & 31) >> 2)) * HEADS + 2 * (own & 3)) * 4;
-  };
+  auto own_thread = [&]() { return HEADS == 32 ? opaque(thread) : thread; };
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   auto weights_row = [&]() {
     const int own = own_thread(), warp = own >> 5, lane = own & 31;
@@ -295,11 +301,12 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  int seen = 0;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
+  // Whether a key counted, and with it the references. 2: one that float16 does not hold as it is, 3: by the last turn's
+  // scales, so that the next turn is taken for a wide one.
+  int seen = 0;
 
   Start<FORMAT> start;
   bool started = false;
-  int turn = USUAL;
   int& i = at.turn;
   for (bool last = false; !last; next_turn<L::HALVES>(at)) {
     const int slot = L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot, parity = L::SLOTS == 8 ? i >> 1 & 1 : at.parity;
@@ -311,85 +318,94 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
     }
     float s[TILES * 4];
-    u32 undo, fragments[2][16];
+    u32 undo;
     const u32 alive = start.alive & 0xffff;
     last = uniform(start.alive) >= LAST_TURN;
     bool wide;
     const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
-    wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
-        s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
-        {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
-    // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for a
-    // vote of its own.
-    if constexpr (HEADS < 64) {
-      wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
-      if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
-    }
-
-    int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
-    if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
-    const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
-    uint4 columns[TILES];  // factor and reference of two heads each
-#pragma unroll
-    for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-    started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
-    // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
-    // not there yet.
-    const int ahead = started ? later_slot : slot;
-    if (HEADS == 64 || started)
-      load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
-                                   places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4, t);
-    // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
-    if (apart)
-#pragma unroll
-      for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
-    wgmma_wait<0>();
-    hold(s);
-    hold(fragments[0]), hold(fragments[1]);
-    if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row))) warp_arrive(shared + L::QUERIES_FREE, lane);
-    if constexpr (FIRST < R::CHUNKS) {
-      mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
-#pragma unroll
-      for (int e = 0; e < TILES * 4; e += 4) {
-        const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
-        s[e] += __uint_as_float(rest.x), s[e + 1] += __uint_as_float(rest.y);
-        s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
+    if (seen != 3) {
+      u32 fragments[2][16];
+      wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
+          s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
+          {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
+      // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for a
+      // vote of its own.
+      if constexpr (HEADS < 64) {
+        wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
+        if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
       }
-      __syncwarp();
-      warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, lane);
-    }
+
+      int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
+      if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
+      const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
+      uint4 columns[TILES];  // factor and reference of two heads each
+#pragma unroll
+      for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+      started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
+      // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
+      // not there yet.
+      const int ahead = started ? later_slot : slot;
+      if (HEADS == 64 || started)
+        load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
+                                     places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4, t);
+      // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
+      if (apart)
+#pragma unroll
+        for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
+      wgmma_wait<0>();
+      hold(s);
+      hold(fragments[0]), hold(fragments[1]);
+      if constexpr (FIRST < R::CHUNKS) {
+        mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
+#pragma unroll
+        for (int e = 0; e < TILES * 4; e += 4) {
+          const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
+          s[e] += __uint_as_float(rest.x), s[e + 1] += __uint_as_float(rest.y);
+          s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
+        }
+        __syncwarp();
+        warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, lane);
+      }
 
 #pragma unroll
-    for (int j = TILES / 2; j < TILES; ++j) {
-      columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-      columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
+      for (int j = TILES / 2; j < TILES; ++j) {
+        columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+        columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
+      }
+      // A key's score is then log2 of what its weight counts beside the values as they are stored.
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) {
+        const uint4& two = columns[j];
+        s[4 * j] = fmaf(s[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
+        s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
+        s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
+        s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
+      }
+      if (apart) {
+        const u32 inverse = 0x7f007f00u - undo;
+        const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
+                    taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
+#pragma unroll
+        for (int e = 0; e < TILES * 4; e += 4) {
+          const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
+          const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
+        }
+      }
+      if (HEADS == 64 || started)
+        load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
+    } else {
+      started = false;
+      if constexpr (HEADS < 64) wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
+      if constexpr (FIRST < R::CHUNKS) {
+        mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
+        warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, lane);
+      }
     }
     const u32 mine = alive >> R::raw_row(g);
     const bool live_0 = mine & 1, live_1 = mine & 0x100;
-    // A key's score is then log2 of what its weight counts beside the values as they are stored.
-#pragma unroll
-    for (int j = 0; j < TILES; ++j) {
-      const uint4& two = columns[j];
-      s[4 * j] = fmaf(s[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
-      s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
-      s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
-      s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
-    }
-    if (apart) {
-      const u32 inverse = 0x7f007f00u - undo;
-      const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
-                  taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
-#pragma unroll
-      for (int e = 0; e < TILES * 4; e += 4) {
-        const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
-        const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
-      }
-    }
-    if (HEADS == 64 || started)
-      load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
     auto largest = [&]() {
       float tops[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
@@ -397,46 +413,53 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
     };
 
-    turn = USUAL;
+    auto foreseen = [&]() { return opaque(seen) == 3; };
+    int turn = USUAL;
     if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     // One branch of the usual way for all that is not usual: it takes 25 cycles.
-    bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
+    bool moves = foreseen() || named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
     if (moves) {
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e)
         if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
-      moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen && alive);
+      moves = foreseen() || named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen && alive);
     }
     if (moves) {
       turn = MOVED;
-      if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
+      if (HEADS == 64) wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
+      if (wide || foreseen()) {
         turn = WIDE;
-        wide_scores<L, SCORE_BARRIER>(s, p, row, shared + L::RAW + slot * L::RAW_SLOT,
-                                      shared + L::SCALES + slot * L::SCALES_SLOT,
-                                      wide_table<L>(shared, at) + WideQueries<L>::TABLE, opaque(thread));
-        if constexpr (HEADS == 64) {
-          named_barrier<SCORE_BARRIER, 128>();  // queries have been read where values go
-          store_wide_values<FORMAT>(places.raw + slot * L::RAW_SLOT, places.values, t);
-          __syncwarp();  // weights go where they were
+        const Half halves[2] = {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)};
+        WidePlaces own{places.raw + slot * L::RAW_SLOT, places.rope, places.scales + slot * L::SCALES_SLOT};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const u32 freed = places.values_free + halves[half].slot * 16;
+          mbarrier_wait(freed, halves[half].parity ^ 1), mbarrier_wait(freed + 8, halves[half].parity ^ 1);
+          own.values[half] = places.values + halves[half].slot * HALF_BYTES;
         }
-        start = {}, started = false;  // loaded anew, since registers are few up to here
+        own.weights = shared + L::WEIGHTS;
+        own.scratch = shared + L::VALUES + halves[1].slot * HALF_BYTES + 2 * TILE_KEYS * 128;
+        wide_scores<L, SCORE_BARRIER>(s, p, row, own, shared, opaque(thread));
+        if (HEADS < 64) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
+        forget(start), started = false;  // loaded anew, since registers are few up to here
+        undo = ONE_EACH;
 #pragma unroll
         for (int e = 0; e < TILES * 4; ++e) {
           const float reference = load_shared_float(shared + L::COLUMNS + (e / 4 * 8 + (e & 1) + 2 * t) * 8 + 4);
-          s[e] = ((e & 2) ? live_1 : live_0) ? s[e] * p.scale_log2 - reference + exponent_taken(undo, e >> 1 & 1)
-                                             : -INFINITY;
+          s[e] = ((e & 2) ? live_1 : live_0) ? s[e] - reference : -INFINITY;
         }
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
       raise_references<L>(s, sums, seen != 0, least, shared, thread);
-      seen = turn == WIDE ? 2 : max(seen, 1);
+      seen = turn == WIDE ? 2 + wide : max(seen, 1);
     }
 
-    if (apart) seen = 2;
+    if (apart) seen = max(seen, 2);
+    if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row))) warp_arrive(shared + L::QUERIES_FREE, lane);
 
     // The sums of a row that another follows go where the first warp's last keys were.
-    if (HEADS == 64 && turn != WIDE && !(PERSISTENT && last && warp == 0))
+    if (HEADS == 64 && !(PERSISTENT && last && warp == 0))
       warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
 
 #pragma unroll
@@ -445,43 +468,37 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
 #pragma unroll
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
-    if (turn == WIDE) {
-      // 64 heads: where latents of the keys were
-      const u32 table =
-          HEADS == 64 ? places.raw + slot * L::RAW_SLOT + 8 * t : wide_table<L>(shared, at) + wide_place();
-      constexpr int PITCH = HEADS == 64 ? R::BYTES : HEADS * 4;  // of a key
-#pragma unroll
-      for (int e = 0; e < TILES * 4; ++e)
-        store_shared_float(table + (e & 2) * (4 * PITCH) + (e / 4 * 8 + (e & 1)) * 4, s[e] * undone[e >> 1 & 1]);
-    } else {
+    auto store_weights = [&](auto pack) {
       const u32 weights_now = weights_row();
 #pragma unroll
       for (int j = 0; j + 1 < TILES; j += 2)
-        store_matrices_transposed(weights_now + j * 1024, pack_float16(s[4 * j], s[4 * j + 1]),
-                                  pack_float16(s[4 * j + 2], s[4 * j + 3]), pack_float16(s[4 * j + 4], s[4 * j + 5]),
-                                  pack_float16(s[4 * j + 6], s[4 * j + 7]));
+        store_matrices_transposed(weights_now + j * 1024, pack(s[4 * j], s[4 * j + 1]),
+                                  pack(s[4 * j + 2], s[4 * j + 3]), pack(s[4 * j + 4], s[4 * j + 5]),
+                                  pack(s[4 * j + 6], s[4 * j + 7]));
       if constexpr (TILES % 2)
-        store_matrices_transposed(weights_now + (TILES - 1) * 1024, pack_float16(s[4 * TILES - 4], s[4 * TILES - 3]),
-                                  pack_float16(s[4 * TILES - 2], s[4 * TILES - 1]));
-    }
+        store_matrices_transposed(weights_now + (TILES - 1) * 1024, pack(s[4 * TILES - 4], s[4 * TILES - 3]),
+                                  pack(s[4 * TILES - 2], s[4 * TILES - 1]));
+    };
+    if (turn == WIDE)
+      store_weights(pack_bfloat16);
+    else
+      store_weights(pack_float16);
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, lane);
-    // A wide turn's bytes are released by the warpgroups that accumulate.
-    if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
+    if (L::SLOTS != 8) next_slot<L::SLOTS>(at.slot, at.parity);
   }
 
   if constexpr (PERSISTENT && HEADS == 64) {
     // The warps that accumulate make factors of the sums.
     const int last_slot = (i - 1 & 1) * 4;
-    const bool in_raw = turn != WIDE;
-    const u32 place = place_of_sums<L>(shared, in_raw, last_slot) + warp * (HEADS * 4);
-    if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen == 2)) negate(sums);
+    const u32 place = place_of_sums<L>(shared, last_slot) + warp * (HEADS * 4);
+    if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen >= 2)) negate(sums);
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
     named_barrier<SCORE_BARRIER, 128>();  // else the compiler takes rows to differ within a warp, and spills
-    return in_raw && warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
+    return warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
   }
 
   if constexpr (LAUNCH == Launch::FOLDS || is_held(LAUNCH)) {
@@ -490,7 +507,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     const bool sends = is_held(LAUNCH) && number + 1 == shares_of_cta(p, cluster_rank());
     if (sends) fence_async_shared(), cluster_arrive();
     store_sums<HEADS>(sums, shared + L::FOLD_SUMS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
     if (warp == 0) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::FOLD_SUMS, thread),
@@ -520,7 +537,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     // Sums take the place of the last weights; those of heads go where nobody reads `alpha` any more.
     mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     store_sums<HEADS>(sums, shared + L::WEIGHTS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::WEIGHTS, thread);
       store_shared_float(shared + L::ALPHA + thread * 4, bfloat16 ? -total : total);
@@ -538,7 +555,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
-  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
+  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen >= 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
               reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);

@@ -5,7 +5,6 @@
 #include "group.cuh"
 #include "held.cuh"
 #include "wgmma.cuh"
-#include "wide.cuh"
 
 DEVICE u32 scaled_pair(float a, float b, float factor) {
   return factor == 0.f ? 0u : pack_bfloat16(a * factor, b * factor);
@@ -20,7 +19,7 @@ DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_par
   const float sink = p.attn_sink && there && part < 0 ? __ldg(p.attn_sink + global_head) : -INFINITY;
   mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
   const u32 turn = load_shared_4(shared + L::TURN),
-            sums = place_of_sums<L>(shared, (turn & 0xff) != WIDE, turn >> 8 & 0xff);
+            sums = place_of_sums<L>(shared, turn >> 8 & 0xff);
   const float total = sum_of<L::HEADS>(sums, head);
   const float reference = load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   __syncwarp();
@@ -104,7 +103,7 @@ DEVICE float2 state_of_share(u32 shared, u32 parity, int warp, int lane) {
   float sum;
   if constexpr (L::HEADS == 64) {
     const u32 turn = load_shared_4(shared + L::TURN);
-    sum = sum_of<L::HEADS>(place_of_sums<L>(shared, (turn & 0xff) != WIDE, turn >> 8 & 0xff), head);
+    sum = sum_of<L::HEADS>(place_of_sums<L>(shared, turn >> 8 & 0xff), head);
   } else {
     sum = load_shared_float(shared + L::ALPHA + head * 4);
   }
@@ -171,30 +170,33 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
       if ((turn & 0xff) == WIDE) {
-        u32 table = wide_table<L>(shared, at);
-#pragma unroll 1
-        for (int key = 0; key < TILE_KEYS; key += 16, table += 16 * HEADS * 4) {
-          const int keys = slot_of<L::SLOTS>(turn >> 8 & 0xff, key);
-          const u32 raw = shared + L::RAW + keys * L::RAW_SLOT, scales = shared + L::SCALES + keys * L::SCALES_SLOT;
-          if constexpr (HEADS_BY_DIMS)
-            accumulate_wide<FORMAT>(o, raw, scales, turn_values + key * 8, half, opaque(thread));
-          else
-            accumulate_wide<HEADS, FORMAT>(o, raw, scales, table, half, opaque(thread));
-        }
-        named_barrier<VALUES_BARRIER, 256>();
-        if (arrives(lane)) {
-          if (half == 0) mbarrier_arrive(shared + L::RAW_FREE + slot_of<L::SLOTS>(turn >> 8 & 0xff, warp * 16) * 8);
-          if (!last) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
-          if (HEADS < 64) mbarrier_arrive(shared + L::WEIGHTS_FREE);
-        }
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+        wgmma_fence();
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            if constexpr (HEADS_BY_DIMS)
+              wgmma_heads_by_dims_bfloat16(o[piece], turn_weights + k * 2,
+                                           turn_values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
+            else
+              wgmma_dims_by_heads_bfloat16(o[piece], turn_values + (piece * TILE_KEYS * 128 + k * 2048) / 16,
+                                           turn_weights + k * 2);
+          }
+        wgmma_commit();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+        if (!last) warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
+        if (HEADS < 64) warp_arrive(shared + L::WEIGHTS_FREE, lane);
         continue;
       }
     }
     // The first half of 64 heads arrives behind its products, which the next turn's values would wait for; the other
     // one is about to wait anyway.
     if (OPENS_EARLY && sends && ends && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
-    // One after the other: the scores of the next turn then wait for fewer products of the tensor cores. In a wide turn
-    // the first waits for the second.
+    // One after the other: the scores of the next turn then wait for fewer products of the tensor cores.
     if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);

@@ -1,15 +1,7 @@
-// Products of a warp, and their operands out of e4m3.
+// Operands of wide turns.
 #pragma once
 
 #include "arithmetic.cuh"
-
-// d[16 x 8] += a[16 x 16] b[16 x 8].
-DEVICE void multiply_16_by_8(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], const u32 (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
 
 // The e4m3 in the lower half of a word.
 DEVICE u32 e4m3_to_bfloat16(u32 pair) {
@@ -29,3 +21,20 @@ DEVICE u32 e4m3_to_bfloat16(u32 pair) {
       : "r"(pair));
   return v;
 }
+
+// A pair times a number, which is `upper` and, unless it is a power of two, `rest`: rounded once, but for 2^-17 of it.
+template <bool POWER_OF_TWO>
+DEVICE u32 scaled_bfloat16(u32 pair, u32 upper, u32 rest) {
+  u32 v;
+  if (POWER_OF_TWO)
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(pair), "r"(upper));
+  else
+    asm("{\n.reg .b32 x;\nmul.rn.bf16x2 x, %1, %3;\nfma.rn.bf16x2 %0, %1, %2, x;\n}"
+        : "=r"(v)
+        : "r"(pair), "r"(upper), "r"(rest));
+  return v;
+}
+
+// Whatever registers hold.
+DEVICE void forget(uint2& v) { asm volatile("" : "=r"(v.x), "=r"(v.y)); }
+DEVICE void forget(uint4& v) { asm volatile("" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)); }
