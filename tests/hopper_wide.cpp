@@ -15,6 +15,10 @@
 #define fence_async_shared ptx_fence_async_shared
 #define named_barrier ptx_named_barrier
 #define store_matrices ptx_store_matrices
+#define store_matrices_transposed ptx_store_matrices_transposed
+#define multiply_bfloat16 ptx_multiply_bfloat16
+#define reciprocal_approx ptx_reciprocal_approx
+#define store_shared_float ptx_store_shared_float
 #include "ptx.cuh"
 #undef pack_bfloat16
 #undef load_shared_4
@@ -28,11 +32,13 @@
 #undef fence_async_shared
 #undef named_barrier
 #undef store_matrices
+#undef store_matrices_transposed
+#undef multiply_bfloat16
+#undef reciprocal_approx
+#undef store_shared_float
 #define e4m3_to_bfloat16 ptx_e4m3_to_bfloat16
-#define scaled_bfloat16 ptx_scaled_bfloat16
 #include "wide_ptx.cuh"
 #undef e4m3_to_bfloat16
-#undef scaled_bfloat16
 
 static u32 pack_bfloat16(float low, float high) {
   auto half = [](float x) {
@@ -104,11 +110,21 @@ static uint4 load_matrices(u32 address) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// A pair times the sum of two, rounded once.
-template <bool POWER_OF_TWO>
-u32 scaled_bfloat16(u32 pair, u32 upper, u32 rest) {
-  const float factor = low_bfloat16(upper) + (POWER_OF_TWO ? 0.f : low_bfloat16(rest));
-  return pack_bfloat16(low_bfloat16(pair) * factor, high_bfloat16(pair) * factor);
+static u32 multiply_bfloat16(u32 pair, u32 factor) {
+  return pack_bfloat16(low_bfloat16(pair) * low_bfloat16(factor), high_bfloat16(pair) * high_bfloat16(factor));
+}
+static float reciprocal_approx(float x) { return 1 / x; }
+static void store_shared_float(u32 address, float value) { at<float>(address) = value; }
+
+// Lanes have pairs of two columns of a matrix whose rows go to the addresses.
+template <class... Words>
+void store_matrices_transposed(u32 address, Words... given) {
+  const int lane = threadIdx.x % 32;
+  const auto rows = simt::meet_warp(address);
+  const u32 words[] = {given...};
+  for (int i = 0; i < static_cast<int>(sizeof...(given)); ++i)
+    for (int e = 0; e < 2; ++e)
+      at<u16>(static_cast<u32>(rows[i * 8 + lane % 4 * 2 + e]) + lane / 4 * 2) = words[i] >> 16 * e;
 }
 
 static u64 tile_descriptor(u32 address, u32, u32) { return address >> 4; }
@@ -137,10 +153,10 @@ void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
 #define __fdividef(a, b) ((a) / (b))
 #include "wide.cuh"
 
-// 64 rows and scales as they lie in shared memory; scores [64, HEADS] and values [64, 512], in the order of dims.
+// 64 rows and scales as they lie in shared memory, scores [64, HEADS]; weights [64, HEADS], sums [HEADS, 512].
 template <int HEADS, Format FORMAT>
 void run(const unsigned char* rows, const unsigned char* scales, const u16* q, const u16* q_rope, int num_heads,
-         float scale_log2, float* scores, float* values) {
+         float scale_log2, float* scores, const float* weights, float* sums) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int CHUNK = TILE_KEYS * 128;
@@ -148,8 +164,9 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
   Params p = {};
   p.q = q, p.q_head_stride = 512, p.num_heads = num_heads, p.scale_log2 = scale_log2;
   Row row = {};
+  Ring ring = {};
   simt::launch(1, 1, 128, L::BYTES, 1, [&]() {
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, t = lane % 4;
     if (thread == 0) {
       std::memcpy(&at<char>(L::RAW), rows, 64 * R::BYTES);
       if (R::SCALES_APART) std::memcpy(&at<char>(L::SCALES), scales, 64 * R::SCALES_PITCH);
@@ -162,33 +179,41 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
     }
     simt::meet_cta();
     const int first = R::raw_row(lane / 4), key = warp * 16 + first;
-    const u32 raw = L::RAW + warp * L::RAW_SLOT, own_values = (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-    const WidePlaces places{raw + first * R::BYTES,
-                            R::ROPE_AT + (R::ROPE_IS_VALUE ? lane % 4 * 32u : (R::raw_row(lane & 7) + (lane & 8) - first) * R::BYTES + (lane >> 4) * 16),
+    const u32 rests = place_of_rests<L>(0, 0);
+    const u32 matrix_row = R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - first) * R::BYTES + (lane >> 4) * 16 - t * 16;
+    const WidePlaces places{L::RAW + warp * L::RAW_SLOT + first * R::BYTES + t * 16,
+                            R::ROPE_IS_VALUE ? R::ROPE_AT + t * 16 : matrix_row,
                             L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH,
-                            {L::VALUES + own_values, L::VALUES + HALF_BYTES + own_values},
-                            L::WEIGHTS, L::VALUES + HALF_BYTES + 2 * CHUNK};
+                            L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)};
     float s[HEADS / 2];
-    wide_scores<L, 1>(s, p, row, places, 0, thread);
-    for (int e = 0; e < HEADS / 2; ++e)
-      scores[(key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * (lane & 3) + (e & 1)] = s[e];
+    wide_scores<L, 1>(s, p, row, ring, 0, places, rests, thread);
+    for (int e = 0; e < HEADS / 2; ++e) {
+      const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);
+      scores[place] = s[e], s[e] = weights[place];
+    }
+    store_wide_weights<L>(s, 0, rests, thread);
     simt::meet_cta();
-    // Lane t of four has dims 16 t to 16 t + 15 of a chunk, whose words 2 j and 2 j + 1 are step j's. Keys are in the order of lanes.
-    for (int e = thread; e < 64 * 512; e += 128) {
-      const int own = e / 512, dim = e % 512, chunk = dim / 64, t = dim % 64 / 16, j = dim % 16 / 4;
-      const u32 at_dim = j * 32 + dim % 4 / 2 * 16 + t * 4 + dim % 2 * 2;
-      const int stored = own / 16 * 16 + (own & 8) + R::raw_row(own % 8);
-      values[stored * 512 + dim] = low_bfloat16(at<u16>(L::VALUES + chunk * CHUNK + own * 128 + (at_dim ^ (own & 7) << 4)));
+    // Lane t of four has dims 16 t to 16 t + 15 of a chunk, whose words 2 j and 2 j + 1 are step j's.
+    for (int e = thread; e < HEADS * 512; e += 128) {
+      const int head = e / 512, dim = e % 512;
+      const u32 value = L::VALUES + dim / 64 * CHUNK, offset = dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + dim % 64 / 16 * 4 + dim % 2 * 2;
+      const u32 own = rests + (GROUPS_OF_RESTS<L> > 1 ? dim / 128 : 0) * (HEADS * 128);
+      double sum = 0;
+      for (int k = 0; k < 64; ++k) {
+        auto weight = [&](u32 matrix) { return low_bfloat16(at<u16>(matrix + head * 128 + (k * 2 ^ (head & 7) << 4))); };
+        sum += (double(weight(L::WEIGHTS)) + weight(own)) * low_bfloat16(at<u16>(value + k * 128 + (offset ^ (k & 7) << 4)));
+      }
+      sums[e] = sum;
     }
   });
 }
 
 extern "C" int wide(int heads, int v4, const unsigned char* rows, const unsigned char* scales, const u16* q,
-                    const u16* q_rope, int num_heads, float scale_log2, float* scores, float* values) {
+                    const u16* q_rope, int num_heads, float scale_log2, float* scores, const float* weights, float* sums) {
 #define RUN(HEADS)                                                                                                  \
   if (heads == HEADS)                                                                                               \
     return (v4 ? run<HEADS, FP8_DS_MLA_V4> : run<HEADS, FP8_DS_MLA>)(rows, scales, q, q_rope, num_heads, scale_log2, \
-                                                                     scores, values),                               \
+                                                                     scores, weights, sums),                        \
            0;
   RUN(16) RUN(24) RUN(32) RUN(64)
   return 1;

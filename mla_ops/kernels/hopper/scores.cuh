@@ -32,7 +32,7 @@ DEVICE constexpr int chunk_of(int step) {
 
 // Addresses in shared memory at which a thread of a warpgroup of scores reads and writes.
 struct Places {
-  u32 raw, rope, scales, values, values_free;  // `rope` from a key's row on
+  u32 raw, rope, scales, values, values_free;  // `raw` of its latents in a chunk, `rope` from there on
   u64 query;
 };
 
@@ -42,12 +42,14 @@ DEVICE Places places_of(u32 shared, int warp, int lane) {
   using R = Rows<FORMAT>;
   Places places;
   const int key = R::raw_row(lane >> 2);
-  places.raw = shared + L::RAW + key * R::BYTES;
-  places.rope = R::ROPE_AT + (lane & 3) * 32;
+  places.scales = R::SCALES_APART ? shared + L::SCALES + key * R::SCALES_PITCH
+                                  : shared + L::RAW + key * R::BYTES + R::SCALES_AT;
+  const u32 latents = (lane & 3) * 16;
+  places.raw = shared + L::RAW + key * R::BYTES + latents;
+  places.rope = R::ROPE_AT + latents;
   // A row of a matrix to each lane: eight keys' first 16 bytes, those of the other eight, then the next 16.
   if (!R::ROPE_IS_VALUE)
-    places.rope = R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - key) * R::BYTES + (lane >> 4) * 16;
-  places.scales = R::SCALES_APART ? shared + L::SCALES + key * R::SCALES_PITCH : places.raw + R::SCALES_AT;
+    places.rope = R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - key) * R::BYTES + (lane >> 4) * 16 - latents;
   places.query = tile_descriptor(shared + L::QUERY, 1024, 16);
   places.values_free = shared + L::VALUES_FREE;
   places.values = shared + L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
@@ -73,14 +75,14 @@ DEVICE void load_rope(Bytes& bytes, u32 rope, int half) {
 }
 
 template <Format FORMAT>
-DEVICE void load_bytes(Bytes& bytes, const Places& places, u32 raw_0, int chunk, int t) {
+DEVICE void load_bytes(Bytes& bytes, const Places& places, u32 raw_0, int chunk) {
   using R = Rows<FORMAT>;
   if (chunk == ROPE<FORMAT>) {
     load_rope<FORMAT>(bytes, raw_0 + places.rope, 0), load_rope<FORMAT>(bytes, raw_0 + places.rope, 1);
     return;
   }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) bytes.of[r][0] = load_shared_16(raw_0 + r * (8 * R::BYTES) + chunk * 64 + t * 16);
+  for (int r = 0; r < 2; ++r) bytes.of[r][0] = load_shared_16(raw_0 + r * (8 * R::BYTES) + chunk * 64);
 }
 
 // A turn starts with scales and the bytes of two steps. Loads stay two steps ahead of the products, since they queue
@@ -104,14 +106,14 @@ DEVICE void forget(Start<FORMAT>& start) {
 }
 
 template <int HEADS, Format FORMAT, bool ONE, int FIRST>
-DEVICE void load_start(Start<FORMAT>& start, const Places& places, u32 raw_0, u32 scales_0, u32 live, int t) {
+DEVICE void load_start(Start<FORMAT>& start, const Places& places, u32 raw_0, u32 scales_0, u32 live) {
   using R = Rows<FORMAT>;
   if (chunk_of<ONE, FORMAT>(FIRST) == ROPE<FORMAT>)
     load_rope<FORMAT>(start.bytes[0], raw_0 + places.rope, 0);
   else
-    load_bytes<FORMAT>(start.bytes[0], places, raw_0, chunk_of<ONE, FORMAT>(FIRST), t);
+    load_bytes<FORMAT>(start.bytes[0], places, raw_0, chunk_of<ONE, FORMAT>(FIRST));
   start.scales[0] = R::load_scales(scales_0), start.scales[1] = R::load_scales(scales_0 + 8 * R::SCALES_PITCH);
-  load_bytes<FORMAT>(start.bytes[1], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + 1), t);
+  load_bytes<FORMAT>(start.bytes[1], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + 1));
   start.alive = load_shared_4(live);
 }
 
@@ -184,7 +186,7 @@ DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide) {
 // Returns whether this thread met a value that float16 does not hold.
 template <int HEADS, Format FORMAT, bool ONE, int FIRST, int COUNT>
 DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start<FORMAT>& start,
-                     u32 undo, const Places& places, u32 raw_0, const Half (&halves)[2], int t) {
+                     u32 undo, const Places& places, u32 raw_0, const Half (&halves)[2]) {
   using R = Rows<FORMAT>;
   constexpr int QUERY_CHUNK = Layout<HEADS, FORMAT>::QUERY_CHUNK;
   constexpr int LATER = HEADS == 32 ? 1 : 0;
@@ -208,7 +210,7 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
   for (int n = 0; n < COUNT; ++n) {
     const int chunk = chunk_of<ONE, FORMAT>(FIRST + n);
     u32(&f)[16] = fragments[n % 2];
-    if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + n + 2), t);
+    if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + n + 2));
     if (n > 1) {
       wgmma_wait<1>();
       hold(f);
@@ -244,7 +246,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, PERSISTENT>;
-  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
+  const int warp = thread >> 5, lane = thread & 31;
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   int &i = at.turn, &slot = at.slot, &parity = at.parity;
   for (bool last = false; !last; next_turn<L::HALVES>(at)) {
@@ -252,7 +254,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     Start<FORMAT> start;
     mbarrier_wait(barrier, parity);
     load_start<HEADS, FORMAT, false, FIRST>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
-                                     shared + L::LIVE + slot * 4, t);
+                                     shared + L::LIVE + slot * 4);
     load_start_rest<HEADS, FORMAT, false, FIRST>(start, raw_0 + places.rope);
     last = uniform(start.alive) >= LAST_TURN;
     float s[HEADS / 2];
@@ -260,7 +262,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     bool wide;
     take_out<HEADS, FORMAT, false, FIRST>(start, undo, wide);
     multiply<HEADS, FORMAT, false, FIRST, R::CHUNKS - FIRST>(s, fragments, start, undo, places, raw_0,
-                                                      {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
+                                                      {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
     __syncwarp();
     warp_arrive(barrier + L::RAW_FREE - L::RAW_FULL, lane);
     mbarrier_wait(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, (i / L::SCORE_SLOTS & 1) ^ 1);
@@ -289,15 +291,10 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   constexpr int FIRST = ONE ? R::CHUNKS : FIRST_STEPS<HEADS, FORMAT, PERSISTENT && !SHARES>;
   constexpr int TILES = HEADS / 8;
   thread = kept(thread);
-  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   // Made anew each time where registers are few.
   auto own_thread = [&]() { return HEADS == 32 ? opaque(thread) : thread; };
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
-  auto weights_row = [&]() {
-    const int own = own_thread(), warp = own >> 5, lane = own & 31;
-    return shared + L::WEIGHTS + (lane & 7) * 128 + ((((warp * 2) | ((lane >> 3) & 1)) ^ (lane & 7)) << 4) +
-           (lane >> 4) * 1024;
-  };
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
@@ -314,7 +311,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
       mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
       load_start<HEADS, FORMAT, ONE, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
-                                   shared + L::LIVE + slot * 4, t);
+                                   shared + L::LIVE + slot * 4);
       load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
     }
     float s[TILES * 4];
@@ -323,31 +320,32 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     last = uniform(start.alive) >= LAST_TURN;
     bool wide;
     const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
-    if (seen != 3) {
+    uint4 columns[TILES];  // factor and reference of two heads each
+    int ahead = slot;
+    if (HEADS < 64 || seen != 3) {
       u32 fragments[2][16];
       wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
           s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
-          {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
+          {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
       // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for a
       // vote of its own.
       if constexpr (HEADS < 64) {
         wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
-        if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
+        if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
       }
 
       int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
       if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
       const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
-      uint4 columns[TILES];  // factor and reference of two heads each
 #pragma unroll
       for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
       started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
       // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
       // not there yet.
-      const int ahead = started ? later_slot : slot;
+      ahead = started ? later_slot : slot;
       if (HEADS == 64 || started)
         load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
-                                     places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4, t);
+                                     places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4);
       // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
       if (apart)
 #pragma unroll
@@ -355,56 +353,52 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       wgmma_wait<0>();
       hold(s);
       hold(fragments[0]), hold(fragments[1]);
-      if constexpr (FIRST < R::CHUNKS) {
-        mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
-#pragma unroll
-        for (int e = 0; e < TILES * 4; e += 4) {
-          const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
-          s[e] += __uint_as_float(rest.x), s[e + 1] += __uint_as_float(rest.y);
-          s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
-        }
-        __syncwarp();
-        warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, lane);
-      }
-
-#pragma unroll
-      for (int j = TILES / 2; j < TILES; ++j) {
-        columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-        columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
-      }
-      // A key's score is then log2 of what its weight counts beside the values as they are stored.
-#pragma unroll
-      for (int j = 0; j < TILES; ++j) {
-        const uint4& two = columns[j];
-        s[4 * j] = fmaf(s[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
-        s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
-        s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
-        s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
-      }
-      if (apart) {
-        const u32 inverse = 0x7f007f00u - undo;
-        const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
-                    taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
-#pragma unroll
-        for (int e = 0; e < TILES * 4; e += 4) {
-          const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
-          const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
-        }
-      }
-      if (HEADS == 64 || started)
-        load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
     } else {
       started = false;
       if constexpr (HEADS < 64) wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
-      if constexpr (FIRST < R::CHUNKS) {
-        mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
-        warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, lane);
+    }
+    if constexpr (FIRST < R::CHUNKS) {
+      mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
+#pragma unroll
+      for (int e = 0; e < TILES * 4; e += 4) {
+        const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
+        s[e] += __uint_as_float(rest.x), s[e + 1] += __uint_as_float(rest.y);
+        s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
+      }
+      __syncwarp();
+      warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, own_thread() & 31);
+    }
+
+#pragma unroll
+    for (int j = TILES / 2; j < TILES; ++j) {
+      columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+      columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
+    }
+    // A key's score is then log2 of what its weight counts beside the values as they are stored.
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+      const uint4& two = columns[j];
+      s[4 * j] = fmaf(s[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
+      s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
+      s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
+      s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
+    }
+    if (apart) {
+      const u32 inverse = 0x7f007f00u - undo;
+      const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
+                  taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
+#pragma unroll
+      for (int e = 0; e < TILES * 4; e += 4) {
+        const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
+        const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
       }
     }
-    const u32 mine = alive >> R::raw_row(g);
+    if (HEADS == 64 || started)
+      load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
+    const u32 mine = alive >> R::raw_row((own_thread() & 31) >> 2);
     const bool live_0 = mine & 1, live_1 = mine & 0x100;
     auto largest = [&]() {
       float tops[4] = {s[0], s[1], s[2], s[3]};
@@ -413,7 +407,11 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
     };
 
-    auto foreseen = [&]() { return opaque(seen) == 3; };
+    auto rests_now = [&]() {
+      const int own = own_thread() >> 5;
+      return place_of_rests<L>(shared, slot >= own ? slot - own : slot - own + L::SLOTS);
+    };
+    auto foreseen = [&]() { return HEADS == 64 && opaque(seen) == 3; };
     int turn = USUAL;
     if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     // One branch of the usual way for all that is not usual: it takes 25 cycles.
@@ -429,18 +427,16 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       if (HEADS == 64) wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
       if (wide || foreseen()) {
         turn = WIDE;
-        const Half halves[2] = {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)};
-        WidePlaces own{places.raw + slot * L::RAW_SLOT, places.rope, places.scales + slot * L::SCALES_SLOT};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const u32 freed = places.values_free + halves[half].slot * 16;
-          mbarrier_wait(freed, halves[half].parity ^ 1), mbarrier_wait(freed + 8, halves[half].parity ^ 1);
-          own.values[half] = places.values + halves[half].slot * HALF_BYTES;
+        for (int half = 0; HEADS == 64 && half < 2; ++half) {
+          const Half own = half_of<L::HALVES>(at, half);
+          const u32 freed = shared + L::VALUES_FREE + own.slot * 16;
+          mbarrier_wait(freed, own.parity ^ 1), mbarrier_wait(freed + 8, own.parity ^ 1);
         }
-        own.weights = shared + L::WEIGHTS;
-        own.scratch = shared + L::VALUES + halves[1].slot * HALF_BYTES + 2 * TILE_KEYS * 128;
-        wide_scores<L, SCORE_BARRIER>(s, p, row, own, shared, opaque(thread));
-        if (HEADS < 64) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
+        wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
+                                      {places.raw + slot * L::RAW_SLOT, places.rope,
+                                       places.scales + slot * L::SCALES_SLOT, places.values},
+                                      rests_now(), opaque(thread));
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
 #pragma unroll
@@ -456,11 +452,12 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     }
 
     if (apart) seen = max(seen, 2);
-    if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row))) warp_arrive(shared + L::QUERIES_FREE, lane);
+    if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row))) warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
 
-    // The sums of a row that another follows go where the first warp's last keys were.
-    if (HEADS == 64 && !(PERSISTENT && last && warp == 0))
-      warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
+    // The sums of a row that another follows go where the first warp's last keys were. Keys of a wide turn are released by
+    // the warpgroups that accumulate.
+    if (HEADS == 64 && turn != WIDE && !(PERSISTENT && last && warp == 0))
+      warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
 
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
@@ -468,24 +465,14 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
 #pragma unroll
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
-    auto store_weights = [&](auto pack) {
-      const u32 weights_now = weights_row();
-#pragma unroll
-      for (int j = 0; j + 1 < TILES; j += 2)
-        store_matrices_transposed(weights_now + j * 1024, pack(s[4 * j], s[4 * j + 1]),
-                                  pack(s[4 * j + 2], s[4 * j + 3]), pack(s[4 * j + 4], s[4 * j + 5]),
-                                  pack(s[4 * j + 6], s[4 * j + 7]));
-      if constexpr (TILES % 2)
-        store_matrices_transposed(weights_now + (TILES - 1) * 1024, pack(s[4 * TILES - 4], s[4 * TILES - 3]),
-                                  pack(s[4 * TILES - 2], s[4 * TILES - 1]));
-    };
     if (turn == WIDE)
-      store_weights(pack_bfloat16);
+      store_wide_weights<L>(s, shared, rests_now(), own_thread());
     else
-      store_weights(pack_float16);
+      store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
+                           [](float a, float b, int) { return pack_float16(a, b); });
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
     __syncwarp();
-    warp_arrive(shared + L::WEIGHTS_FULL, lane);
+    warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
     if (L::SLOTS != 8) next_slot<L::SLOTS>(at.slot, at.parity);
   }
 
@@ -589,12 +576,14 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     } else {
       if (HEADS == 64) tell_factors();
       await_peers(row);
+      Row own = row;
+      own.rank = cluster_rank_here();  // else it would take a register of all turns
       constexpr int AT_ONCE = 128 / HEADS;
 #pragma unroll 1
       for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)
-        if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(row, shared, part, head, sum, reference);
+        if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(own, shared, part, head, sum, reference);
       if (HEADS < 64) tell_factors();
-      weigh_parts<L>(p, row, shared, worker);
+      weigh_parts<L>(p, own, shared, worker);
     }
   }
   return 0;

@@ -5,6 +5,7 @@
 #include "group.cuh"
 #include "held.cuh"
 #include "wgmma.cuh"
+#include "wide.cuh"
 
 DEVICE u32 scaled_pair(float a, float b, float factor) {
   return factor == 0.f ? 0u : pack_bfloat16(a * factor, b * factor);
@@ -170,24 +171,36 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
       if ((turn & 0xff) == WIDE) {
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
-        wgmma_fence();
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            if constexpr (HEADS_BY_DIMS)
-              wgmma_heads_by_dims_bfloat16(o[piece], turn_weights + k * 2,
-                                           turn_values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
-            else
-              wgmma_dims_by_heads_bfloat16(o[piece], turn_values + (piece * TILE_KEYS * 128 + k * 2048) / 16,
-                                           turn_weights + k * 2);
+        // By steps of 16 keys, upper bits of the weights and then each group's rests.
+        const int first = uniform(turn) >> 8 & 0xff;
+        u64 factors[2] = {weights, weights}, place = turn_values;
+#pragma unroll 1
+        for (int step = 0; step < 8; ++step) {
+          if (step == 4) {
+            constexpr int GROUP = GROUPS_OF_RESTS<L> > 1 ? HEADS * 128 : 0;
+            const u32 rests = place_of_rests<L>(shared, first) + half * 2 * GROUP;
+            factors[0] = tile_descriptor(rests, 1024, 16), factors[1] = tile_descriptor(rests + GROUP, 1024, 16);
+            place = turn_values;
           }
-        wgmma_commit();
-        wgmma_wait<0>();
 #pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+          for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+          wgmma_fence();
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece) {
+            if constexpr (HEADS_BY_DIMS)
+              wgmma_heads_by_dims_bfloat16(o[piece], factors[piece], place + piece * 2 * TILE_KEYS * 128 / 16);
+            else
+              wgmma_dims_by_heads_bfloat16(o[piece], place + piece * TILE_KEYS * 128 / 16, factors[piece / 2]);
+          }
+          wgmma_commit();
+          wgmma_wait<0>();
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+          place += 2048 / 16, factors[0] += 2, factors[1] += 2;
+        }
+        named_barrier<VALUES_BARRIER, 256>();
+        if (half == 0 && !(PERSISTENT && HEADS_BY_DIMS && ends && warp == 0))
+          warp_arrive(shared + L::RAW_FREE + (first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS) * 8, lane);
         if (!last) warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
         if (HEADS < 64) warp_arrive(shared + L::WEIGHTS_FREE, lane);
         continue;

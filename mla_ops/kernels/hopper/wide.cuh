@@ -1,14 +1,50 @@
 // Turns with a key whose scales float16 does not hold together: keys as bfloat16, which holds e4m3 and RoPE as they are,
-// and queries as they came. Scales stay float32 for scores; values are rounded to bfloat16, as their weights are.
+// and queries as they came. Scales stay float32 for scores. Values are e4m3 times four bits of a scale, which bfloat16
+// holds too, and what these leave out goes to the weights: their upper bits serve all groups, the rests have one each.
 #pragma once
 
 #include "layout.cuh"
 #include "wide_ptx.cuh"
 
-// Addresses of a lane: its first key and that one's scales; the values of both halves; where queries go besides.
+// Addresses of a lane: its first key and that one's scales, and its row of the first values.
 struct WidePlaces {
-  u32 raw, rope, scales, values[2], weights, scratch;
+  u32 raw, rope, scales, values;
 };
+
+// Four significant bits of a scale.
+DEVICE float rounded_scale(float scale) {
+  return __uint_as_float((__float_as_uint(scale) + 0x00080000u) & 0xfff00000u);
+}
+
+// The place of the rests, bfloat16 [groups, heads, 64 keys]: where the keys were whose first slot this is. Behind them,
+// float [64, groups], by what the four bits of a scale are too small.
+template <class L>
+DEVICE u32 place_of_rests(u32 shared, int slot) {
+  static_assert(L::HEADS == 16 || L::SLOTS == 8 && L::RAW_SLOT * 4 % 1024 == 0, "rests lie in the rows of a turn");
+  return (shared + L::RAW + slot * L::RAW_SLOT + 1023 & ~1023u) + (L::HEADS == 64 ? 1024 : 0);  // behind sums
+}
+
+template <class L>
+constexpr int GROUPS_OF_RESTS = L::R::SCALES_APART ? 1 : 4;  // scales of V4 are powers of two
+
+// A lane's address for `store_weights` in a matrix [heads, 64 keys] with rows of 128 bytes in the swizzle.
+DEVICE u32 weights_row(u32 place, int thread) {
+  const int warp = thread >> 5, lane = thread & 31;
+  return place + (lane & 7) * 128 + ((((warp * 2) | ((lane >> 3) & 1)) ^ (lane & 7)) << 4) + (lane >> 4) * 1024;
+}
+
+// A lane's weights as pairs of 16 bits, which `pack` makes of two heads' and the number of the key.
+template <int HEADS, class Pack>
+DEVICE void store_weights(const float (&s)[HEADS / 2], u32 place, Pack pack) {
+  constexpr int TILES = HEADS / 8;
+#pragma unroll
+  for (int j = 0; j + 1 < TILES; j += 2)
+    store_matrices_transposed(place + j * 1024, pack(s[4 * j], s[4 * j + 1], 0), pack(s[4 * j + 2], s[4 * j + 3], 1),
+                              pack(s[4 * j + 4], s[4 * j + 5], 0), pack(s[4 * j + 6], s[4 * j + 7], 1));
+  if constexpr (TILES % 2)
+    store_matrices_transposed(place + (TILES - 1) * 1024, pack(s[4 * TILES - 4], s[4 * TILES - 3], 0),
+                              pack(s[4 * TILES - 2], s[4 * TILES - 1], 1));
+}
 
 // All scores of a lane's two keys as powers of two, and the values.
 //
@@ -16,93 +52,135 @@ struct WidePlaces {
 // those of the last values: a warp copies a head's 128 bytes at a time. Heads past the last repeat it. RoPE that is no
 // value is there as bfloat16.
 template <class L, int BARRIER>
-DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& row, const WidePlaces& places,
-                        u32 shared, int thread) {
+DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& row, const Ring& at, u32 shared,
+                        const WidePlaces& places, u32 rests, int thread) {
   using R = typename L::R;
   constexpr int CHUNK = TILE_KEYS * 128, N = L::HEADS / 2;
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
 #pragma unroll
   for (int e = 0; e < N; ++e) s[e] = 0.f;
-  int token = row.token, first = row.tile * L::HEADS + warp;
-  hold(token), hold(first);  // else what is made of them would take registers of all turns
-  const int last = p.num_heads - 1;
-  const u16* query = query_at(p, token, min(first, last)) + lane * 2;
-  u32 here = places.weights, next = places.scratch, later = places.scratch + CHUNK;
+  auto next = [&](u32 place) {
+    const u32 spare = shared + L::VALUES + half_of<L::HALVES>(at, 1).slot * HALF_BYTES + 2 * CHUNK;
+    return place == shared + L::WEIGHTS ? spare : place == spare ? spare + CHUNK : shared + L::WEIGHTS;
+  };
+  u32 here = shared + L::WEIGHTS;
 #pragma unroll 1
-  for (int chunk = -2; chunk < 8; ++chunk) {
-    wait_for_copies_but<1>();
-    fence_async_shared();
-    named_barrier<BARRIER, 128>();  // the chunk is there, and products of the one before are over
-    if (chunk < 6) {
-      const u16* from = query;
-#pragma unroll 1
-      for (int head = warp; head < L::HEADS; head += 4) {
-        copy_4(later + head * 128 + ((lane >> 1 & 3) * 32 + (lane & 1) * 16 + (lane >> 3) * 4 ^ (head & 7) << 4), from);
-        if (first - warp + head + 4 <= last) from += 4 * p.q_head_stride;
+  for (int step = -4; step < 16; ++step) {  // halves of chunks, the first without keys
+    const int chunk = step >> 1, half = step & 1;
+    if (half == 0) {
+      wait_for_copies_but<1>();
+      fence_async_shared();
+      named_barrier<BARRIER, 128>();  // the chunk is there, and products of the one before are over
+      if (chunk < 6) {
+        int token = row.token, left = p.num_heads - 1 - row.tile * L::HEADS;
+        hold(token), hold(left);  // else what is made of them would take registers of all turns
+        const u16* from = query_at(p, token, p.num_heads - 1 - max(left - warp, 0)) + (chunk + 2) * 64 + lane * 2;
+        u32 to = next(next(here)) + warp * 128 + ((lane >> 1 & 3) * 32 + (lane & 1) * 16 + (lane >> 3) * 4 ^ warp << 4);
+        constexpr int TOGETHER = L::HEADS == 64 ? 2 : 1;
+#pragma unroll TOGETHER
+        for (int head = warp; head < L::HEADS; head += 4, to = to + 512 ^ 64) {
+          copy_4(to, from);
+          if (head + 4 <= left) from += 4 * p.q_head_stride;
+        }
       }
-      query += 64;
+      commit_copies();
     }
-    commit_copies();
+    if (chunk < 8 - R::CHUNKS) {
+      if (half) here = next(here);
+      continue;
+    }
     // The queries' RoPE that is no value has been there all the time, times what the columns undo.
     const bool value = R::ROPE_IS_VALUE || chunk >= 0, rope = R::ROPE_IS_VALUE ? chunk == 7 : !value;
-    const u32 operands = value ? here : shared + L::QUERY + (R::CHUNKS - 1) * L::QUERY_CHUNK;
-    float scales[2], factors[2];
+    u32 f[8];
+    if (rope && R::ROPE_IS_VALUE) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint4 v = load_shared_16(places.raw + r * (8 * R::BYTES) + places.rope + half * 16);
+        f[r] = v.x, f[2 + r] = v.y, f[4 + r] = v.z, f[6 + r] = v.w;
+      }
+    } else if (rope) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint4 v = load_matrices(places.raw + places.rope + half * 64 + j * 32);
+        f[4 * j] = v.x, f[4 * j + 1] = v.y, f[4 * j + 2] = v.z, f[4 * j + 3] = v.w;
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint2 v = load_shared_8(places.raw + r * (8 * R::BYTES) + chunk * 64 + half * 8);
+        f[r] = e4m3_to_bfloat16(v.x), f[2 + r] = e4m3_to_bfloat16(v.x >> 16);
+        f[4 + r] = e4m3_to_bfloat16(v.y), f[6 + r] = e4m3_to_bfloat16(v.y >> 16);
+      }
+    }
+    float part[N];
+    hold(f);
+    wgmma_fence();
+    const u64 operand = tile_descriptor(
+        (value ? here : shared + L::QUERY + (R::CHUNKS - 1) * L::QUERY_CHUNK) + half * 64, 1024, 16);
+    wgmma_bfloat16(part, f, operand, 0);
+    wgmma_bfloat16(part, f + 4, operand + 2, 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    hold(part), hold(f);
+    float scales[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       scales[r] = rope ? 1.f : R::scale(places.scales + r * (8 * R::SCALES_PITCH), chunk * 64 / R::GROUP);
-      factors[r] = value ? scales[r] * p.scale_log2 : 1.f;
+      const float factor = value ? scales[r] * p.scale_log2 : 1.f;
+#pragma unroll
+      for (int e = 2 * r; e < N; e += e % 2 ? 3 : 1) s[e] = fmaf(part[e], factor, s[e]);
     }
-#pragma unroll 1
-    for (int half = chunk < 8 - R::CHUNKS ? 2 : 0; half < 2; ++half) {
-      u32 f[8];
-      if (rope && R::ROPE_IS_VALUE) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const uint4 v = load_shared_16(places.raw + r * (8 * R::BYTES) + places.rope + half * 16);
-          f[r] = v.x, f[2 + r] = v.y, f[4 + r] = v.z, f[6 + r] = v.w;
-        }
-      } else if (rope) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const uint4 v = load_matrices(places.raw + places.rope + half * 64 + j * 32);
-          f[4 * j] = v.x, f[4 * j + 1] = v.y, f[4 * j + 2] = v.z, f[4 * j + 3] = v.w;
-        }
-      } else {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const uint2 v = load_shared_8(places.raw + r * (8 * R::BYTES) + chunk * 64 + t * 16 + half * 8);
-          f[r] = e4m3_to_bfloat16(v.x), f[2 + r] = e4m3_to_bfloat16(v.x >> 16);
-          f[4 + r] = e4m3_to_bfloat16(v.y), f[6 + r] = e4m3_to_bfloat16(v.y >> 16);
-        }
-      }
-      float part[N];
-      hold(f);
-      wgmma_fence();
-      const u64 operand = tile_descriptor(operands + half * 64, 1024, 16);
-      wgmma_bfloat16(part, f, operand, 0);
-      wgmma_bfloat16(part, f + 4, operand + 2, 1);
-      wgmma_commit();
-      wgmma_wait<0>();
-      hold(part), hold(f);
-#pragma unroll
-      for (int e = 0; e < N; ++e) s[e] = fmaf(part[e], factors[e >> 1 & 1], s[e]);
-      if (!value) continue;
+    if (value) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float factor = scales[r] * R::FACTOR, upper = __uint_as_float(__float_as_uint(factor) & 0xffff0000u);
-        const u32 both = pack_bfloat16(upper, upper), rest = pack_bfloat16(factor - upper, factor - upper);
+        const u32 factor = __float_as_uint(rounded_scale(scales[r] * R::FACTOR)), both = factor >> 16 | factor;
 #pragma unroll
-        for (int i = r; i < 8; i += 2) f[i] = scaled_bfloat16<R::SCALES_APART>(f[i], both, rest);
+        for (int i = r; i < 8; i += 2) f[i] = multiply_bfloat16(f[i], both);
       }
-      const u32 place = (chunk < 4 ? places.values[0] : places.values[1]) + (chunk & 3) * CHUNK ^ half << 6;
+      const u32 slot = half_of<L::HALVES>(at, chunk >> 2).slot,
+                place = places.values + slot * HALF_BYTES + (chunk & 3) * CHUNK ^ half << 6;
       store_matrices(place, f[0], f[1], f[2], f[3]);
       store_matrices(place ^ 32, f[4], f[5], f[6], f[7]);
     }
+    if (half == 0) continue;
     if (!value)
 #pragma unroll
       for (int e = 0; e < N; ++e) s[e] *= load_shared_float(shared + L::COLUMNS + (e / 4 * 8 + (e & 1) + 2 * t) * 8);
-    const u32 freed = here;
-    here = next, next = later, later = freed;
+    here = next(here);
   }
-  named_barrier<BARRIER, 128>();  // no warp reads the weights' place any more
+  float left_out[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float factor = R::SCALES_APART ? 1.f : R::scale(places.scales + r * (8 * R::SCALES_PITCH), t) * R::FACTOR;
+    left_out[r] = factor * reciprocal_approx(rounded_scale(factor));
+    if (!(fabsf(left_out[r] - 1.f) < 0.25f)) left_out[r] = 1.f;  // zero, infinite or NaN
+  }
+  named_barrier<BARRIER, 128>();  // no warp reads keys or the weights' place any more
+  if constexpr (!R::SCALES_APART) {
+    const u32 table = rests + 4 * L::HEADS * 128 + ((warp * 16 + (lane >> 2)) * 4 + t) * 4;
+    store_shared_float(table, left_out[0]), store_shared_float(table + 128, left_out[1]);
+    __syncwarp();
+  }
+}
+
+// The weights of such a turn: the upper bits for all groups, then each one's rests.
+template <class L>
+DEVICE void store_wide_weights(const float (&s)[L::HEADS / 2], u32 shared, u32 rests, int thread) {
+  const u32 table = rests + 4 * L::HEADS * 128 + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * 16;
+  u32 place = shared + L::WEIGHTS, next = rests;
+#pragma unroll 1
+  for (int n = 0; n <= GROUPS_OF_RESTS<L>; ++n, place = next, next += L::HEADS * 128) {
+    float factors[2] = {1.f, 1.f};
+#pragma unroll
+    for (int key = 0; key < 2; ++key) {
+      if (!L::R::SCALES_APART) factors[key] = load_shared_float(table + n * 4 - 4 + key * 128);
+      if (n == 0) factors[key] = 0.f;
+    }
+    const float sign = n ? -1.f : 1.f;
+    auto part = [&](float weight, int key) {
+      return fmaf(weight, factors[key], __uint_as_float(__float_as_uint(weight) & 0xffff0000u) * sign);
+    };
+    store_weights<L::HEADS>(s, weights_row(place, thread),
+                            [&](float a, float b, int key) { return pack_bfloat16(part(a, key), part(b, key)); });
+  }
 }

@@ -22,19 +22,6 @@ DEVICE u32 e4m3_to_bfloat16(u32 pair) {
   return v;
 }
 
-// A pair times a number, which is `upper` and, unless it is a power of two, `rest`: rounded once, but for 2^-17 of it.
-template <bool POWER_OF_TWO>
-DEVICE u32 scaled_bfloat16(u32 pair, u32 upper, u32 rest) {
-  u32 v;
-  if (POWER_OF_TWO)
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(pair), "r"(upper));
-  else
-    asm("{\n.reg .b32 x;\nmul.rn.bf16x2 x, %1, %3;\nfma.rn.bf16x2 %0, %1, %2, x;\n}"
-        : "=r"(v)
-        : "r"(pair), "r"(upper), "r"(rest));
-  return v;
-}
-
 // Whatever registers hold.
 DEVICE void forget(uint2& v) { asm volatile("" : "=r"(v.x), "=r"(v.y)); }
 DEVICE void forget(uint4& v) { asm volatile("" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)); }
