@@ -149,7 +149,7 @@ def check_two_caches(
 def rows_with_wide_scales(
     cache_format: str, power: int, num_tokens: int, topk: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache and indices. Some keys have scales that float16 does not hold together: a whole row, one end, one key, none.
+    """A cache and indices. Some keys have scales that float16 does not hold together: a whole row, one end, one, none.
 
     Every other group is 2**power times as large, and one of the others 2**-12 times.
     """

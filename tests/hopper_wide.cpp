@@ -180,7 +180,8 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
     simt::meet_cta();
     const int first = R::raw_row(lane / 4), key = warp * 16 + first;
     const u32 rests = place_of_rests<L>(0, 0);
-    const u32 matrix_row = R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - first) * R::BYTES + (lane >> 4) * 16 - t * 16;
+    const u32 matrix_row =
+        R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - first) * R::BYTES + (lane >> 4) * 16 - t * 16;
     const WidePlaces places{L::RAW + warp * L::RAW_SLOT + first * R::BYTES + t * 16,
                             R::ROPE_IS_VALUE ? R::ROPE_AT + t * 16 : matrix_row,
                             L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH,
@@ -196,12 +197,16 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
     // Lane t of four has dims 16 t to 16 t + 15 of a chunk, whose words 2 j and 2 j + 1 are step j's.
     for (int e = thread; e < HEADS * 512; e += 128) {
       const int head = e / 512, dim = e % 512;
-      const u32 value = L::VALUES + dim / 64 * CHUNK, offset = dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + dim % 64 / 16 * 4 + dim % 2 * 2;
+      const u32 value = L::VALUES + dim / 64 * CHUNK,
+                offset = dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + dim % 64 / 16 * 4 + dim % 2 * 2;
       const u32 own = rests + (GROUPS_OF_RESTS<L> > 1 ? dim / 128 : 0) * (HEADS * 128);
       double sum = 0;
       for (int k = 0; k < 64; ++k) {
-        auto weight = [&](u32 matrix) { return low_bfloat16(at<u16>(matrix + head * 128 + (k * 2 ^ (head & 7) << 4))); };
-        sum += (double(weight(L::WEIGHTS)) + weight(own)) * low_bfloat16(at<u16>(value + k * 128 + (offset ^ (k & 7) << 4)));
+        auto number = [&](u32 matrix, int line, u32 column) {
+          return low_bfloat16(at<u16>(matrix + line * 128 + (column ^ (line & 7) << 4)));
+        };
+        const double weight = number(L::WEIGHTS, head, k * 2);
+        sum += (weight + number(own, head, k * 2)) * number(value, k, offset);
       }
       sums[e] = sum;
     }

@@ -110,7 +110,8 @@ def attend(case: Case, tool: str) -> None:
     if case.wide and cache_format == "fp8_ds_mla":
         cache[0, 5, 512:528] = torch.tensor([2.0**-30, 2.0**-8, 0.0, 2.0**-20]).view(torch.uint8)
     elif case.wide:
-        planar_views(cache, cache_format)[1][0, 5, :7] = torch.tensor([90, 120, 0, 119, 60, 118, 119], dtype=torch.uint8)
+        scales = torch.tensor([90, 120, 0, 119, 60, 118, 119], dtype=torch.uint8)
+        planar_views(cache, cache_format)[1][0, 5, :7] = scales
     for topk in (70,) if case.wide else TOPK[tool]:
         q = queries(3, case.tile, torch.bfloat16, cpu, width)
         indices = some_indices(3, topk, 12 * 64, cpu)

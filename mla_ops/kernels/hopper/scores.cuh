@@ -298,9 +298,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  // Whether a key counted, and with it the references. 2: one that float16 does not hold as it is, 3: by the last turn's
-  // scales, so that the next turn is taken for a wide one.
-  int seen = 0;
+  int seen = 0;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
 
   Start<FORMAT> start;
   bool started = false;
@@ -320,43 +318,37 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     last = uniform(start.alive) >= LAST_TURN;
     bool wide;
     const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
-    uint4 columns[TILES];  // factor and reference of two heads each
-    int ahead = slot;
-    if (HEADS < 64 || seen != 3) {
-      u32 fragments[2][16];
-      wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
-          s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
-          {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
-      // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for a
-      // vote of its own.
-      if constexpr (HEADS < 64) {
-        wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
-        if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
-      }
-
-      int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
-      if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
-      const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
-#pragma unroll
-      for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-      started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
-      // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
-      // not there yet.
-      ahead = started ? later_slot : slot;
-      if (HEADS == 64 || started)
-        load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
-                                     places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4);
-      // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
-      if (apart)
-#pragma unroll
-        for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
-      wgmma_wait<0>();
-      hold(s);
-      hold(fragments[0]), hold(fragments[1]);
-    } else {
-      started = false;
-      if constexpr (HEADS < 64) wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
+    u32 fragments[2][16];
+    wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
+        s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
+        {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
+    // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for
+    // a vote of its own.
+    if constexpr (HEADS < 64) {
+      wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
+      if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
     }
+
+    int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
+    if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
+    const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
+    uint4 columns[TILES];  // factor and reference of two heads each
+#pragma unroll
+    for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+    started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
+    // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
+    // not there yet.
+    const int ahead = started ? later_slot : slot;
+    if (HEADS == 64 || started)
+      load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
+                                        places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4);
+    // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
+    if (apart)
+#pragma unroll
+      for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
+    wgmma_wait<0>();
+    hold(s);
+    hold(fragments[0]), hold(fragments[1]);
     if constexpr (FIRST < R::CHUNKS) {
       mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
 #pragma unroll
@@ -408,31 +400,23 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     };
 
     auto rests_now = [&]() {
-      const int own = own_thread() >> 5;
+      const int own = opaque(thread) >> 5;
       return place_of_rests<L>(shared, slot >= own ? slot - own : slot - own + L::SLOTS);
     };
-    auto foreseen = [&]() { return HEADS == 64 && opaque(seen) == 3; };
     int turn = USUAL;
     if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     // One branch of the usual way for all that is not usual: it takes 25 cycles.
-    bool moves = foreseen() || named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
+    bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
     if (moves) {
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e)
         if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
-      moves = foreseen() || named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen && alive);
+      moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen && alive);
     }
     if (moves) {
       turn = MOVED;
-      if (HEADS == 64) wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
-      if (wide || foreseen()) {
+      if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         turn = WIDE;
-#pragma unroll
-        for (int half = 0; HEADS == 64 && half < 2; ++half) {
-          const Half own = half_of<L::HALVES>(at, half);
-          const u32 freed = shared + L::VALUES_FREE + own.slot * 16;
-          mbarrier_wait(freed, own.parity ^ 1), mbarrier_wait(freed + 8, own.parity ^ 1);
-        }
         wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
                                       {places.raw + slot * L::RAW_SLOT, places.rope,
                                        places.scales + slot * L::SCALES_SLOT, places.values},
@@ -448,14 +432,15 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
       raise_references<L>(s, sums, seen != 0, least, shared, thread);
-      seen = turn == WIDE ? 2 + wide : max(seen, 1);
+      seen = turn == WIDE ? 2 : max(seen, 1);
     }
 
-    if (apart) seen = max(seen, 2);
-    if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row))) warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
+    if (apart) seen = 2;
+    if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row)))
+      warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
 
-    // The sums of a row that another follows go where the first warp's last keys were. Keys of a wide turn are released by
-    // the warpgroups that accumulate.
+    // The sums of a row that another follows go where the first warp's last keys were. A wide turn's keys are released
+    // by the warpgroups that accumulate.
     if (HEADS == 64 && turn != WIDE && !(PERSISTENT && last && warp == 0))
       warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
 
@@ -466,21 +451,21 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
     if (turn == WIDE)
-      store_wide_weights<L>(s, shared, rests_now(), own_thread());
+      store_wide_weights<L>(s, shared, rests_now(), opaque(thread));
     else
       store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
                            [](float a, float b, int) { return pack_float16(a, b); });
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
-    if (L::SLOTS != 8) next_slot<L::SLOTS>(at.slot, at.parity);
+    if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
   }
 
   if constexpr (PERSISTENT && HEADS == 64) {
     // The warps that accumulate make factors of the sums.
     const int last_slot = (i - 1 & 1) * 4;
     const u32 place = place_of_sums<L>(shared, last_slot) + warp * (HEADS * 4);
-    if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen >= 2)) negate(sums);
+    if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen == 2)) negate(sums);
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
@@ -494,7 +479,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     const bool sends = is_held(LAUNCH) && number + 1 == shares_of_cta(p, cluster_rank());
     if (sends) fence_async_shared(), cluster_arrive();
     store_sums<HEADS>(sums, shared + L::FOLD_SUMS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
     if (warp == 0) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::FOLD_SUMS, thread),
@@ -524,7 +509,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     // Sums take the place of the last weights; those of heads go where nobody reads `alpha` any more.
     mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     store_sums<HEADS>(sums, shared + L::WEIGHTS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::WEIGHTS, thread);
       store_shared_float(shared + L::ALPHA + thread * 4, bfloat16 ? -total : total);
@@ -542,7 +527,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
-  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen >= 2);
+  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
               reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);

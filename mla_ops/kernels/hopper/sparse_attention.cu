@@ -152,8 +152,10 @@ DEVICE void attend(const Params& p) {
       if (warpgroup > 0)
         add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 64 : 16>(p, shared, shared + L::VALUES,
                                                               (warpgroup - 1) * 128 + thread);
-    if (LAUNCH == Launch::CLUSTERS) row.rank = cluster_rank_here();
-    if (LAUNCH == Launch::CLUSTERS) finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+    if (LAUNCH == Launch::CLUSTERS) {
+      row.rank = cluster_rank_here();
+      finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+    }
     if constexpr (is_held(LAUNCH)) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
   } else {

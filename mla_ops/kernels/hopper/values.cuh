@@ -199,8 +199,9 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
           place += 2048 / 16, factors[0] += 2, factors[1] += 2;
         }
         named_barrier<VALUES_BARRIER, 256>();
+        const int keys = first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS;
         if (half == 0 && !(PERSISTENT && HEADS_BY_DIMS && ends && warp == 0))
-          warp_arrive(shared + L::RAW_FREE + (first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS) * 8, lane);
+          warp_arrive(shared + L::RAW_FREE + keys * 8, lane);
         if (!last) warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
         if (HEADS < 64) warp_arrive(shared + L::WEIGHTS_FREE, lane);
         continue;

@@ -1,6 +1,7 @@
-// Turns with a key whose scales float16 does not hold together: keys as bfloat16, which holds e4m3 and RoPE as they are,
-// and queries as they came. Scales stay float32 for scores. Values are e4m3 times four bits of a scale, which bfloat16
-// holds too, and what these leave out goes to the weights: their upper bits serve all groups, the rests have one each.
+// Turns with a key whose scales float16 does not hold together: keys as bfloat16, which holds e4m3 and RoPE as they
+// are, and queries as they came. Scales stay float32 for scores. Values are e4m3 times four bits of a scale, which
+// bfloat16 holds too. What these leave out goes to the weights: their upper bits serve all groups, and each group has
+// rests of its own.
 #pragma once
 
 #include "layout.cuh"
@@ -76,7 +77,7 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
         hold(token), hold(left);  // else what is made of them would take registers of all turns
         const u16* from = query_at(p, token, p.num_heads - 1 - max(left - warp, 0)) + (chunk + 2) * 64 + lane * 2;
         u32 to = next(next(here)) + warp * 128 + ((lane >> 1 & 3) * 32 + (lane & 1) * 16 + (lane >> 3) * 4 ^ warp << 4);
-        constexpr int TOGETHER = L::HEADS == 64 ? 2 : 1;
+        constexpr int TOGETHER = 1;
 #pragma unroll TOGETHER
         for (int head = warp; head < L::HEADS; head += 4, to = to + 512 ^ 64) {
           copy_4(to, from);
@@ -166,21 +167,22 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
 // The weights of such a turn: the upper bits for all groups, then each one's rests.
 template <class L>
 DEVICE void store_wide_weights(const float (&s)[L::HEADS / 2], u32 shared, u32 rests, int thread) {
-  const u32 table = rests + 4 * L::HEADS * 128 + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * 16;
-  u32 place = shared + L::WEIGHTS, next = rests;
+  u32 table = rests + 4 * L::HEADS * 128 + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * 16 - 4;
+  u32 place = shared + L::WEIGHTS;
 #pragma unroll 1
-  for (int n = 0; n <= GROUPS_OF_RESTS<L>; ++n, place = next, next += L::HEADS * 128) {
+  for (int n = 0; n <= GROUPS_OF_RESTS<L>; ++n, table += 4) {
     float factors[2] = {1.f, 1.f};
 #pragma unroll
     for (int key = 0; key < 2; ++key) {
-      if (!L::R::SCALES_APART) factors[key] = load_shared_float(table + n * 4 - 4 + key * 128);
+      if (!L::R::SCALES_APART) factors[key] = load_shared_float(table + key * 128);
       if (n == 0) factors[key] = 0.f;
     }
-    const float sign = n ? -1.f : 1.f;
+    const u32 sign = n ? 0x80000000u : 0;
     auto part = [&](float weight, int key) {
-      return fmaf(weight, factors[key], __uint_as_float(__float_as_uint(weight) & 0xffff0000u) * sign);
+      return fmaf(weight, factors[key], __uint_as_float(__float_as_uint(weight) & 0xffff0000u ^ sign));
     };
-    store_weights<L::HEADS>(s, weights_row(place, thread),
+    store_weights<L::HEADS>(s, weights_row(place, opaque(thread)),
                             [&](float a, float b, int key) { return pack_bfloat16(part(a, key), part(b, key)); });
+    place = n ? place + L::HEADS * 128 : rests;
   }
 }
