@@ -8,6 +8,7 @@
 #define load_shared_8 ptx_load_shared_8
 #define load_shared_16 ptx_load_shared_16
 #define load_shared_float ptx_load_shared_float
+#define load_shared_float2 ptx_load_shared_float2
 #define load_matrices ptx_load_matrices
 #define copy_4 ptx_copy_4
 #define wait_for_copies_but ptx_wait_for_copies_but
@@ -25,6 +26,7 @@
 #undef load_shared_8
 #undef load_shared_16
 #undef load_shared_float
+#undef load_shared_float2
 #undef load_matrices
 #undef copy_4
 #undef wait_for_copies_but
@@ -56,6 +58,7 @@ static u32 load_shared_4(u32 address) { return at<u32>(address); }
 static uint2 load_shared_8(u32 address) { return at<uint2>(address); }
 static uint4 load_shared_16(u32 address) { return at<uint4>(address); }
 static float load_shared_float(u32 address) { return at<float>(address); }
+static float2 load_shared_float2(u32 address) { return at<float2>(address); }
 static void copy_4(u32 destination, const void* source) { std::memcpy(&at<char>(destination), source, 4); }
 template <int>
 void wait_for_copies_but() {}
@@ -171,7 +174,7 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
       std::memcpy(&at<char>(L::RAW), rows, 64 * R::BYTES);
       if (R::SCALES_APART) std::memcpy(&at<char>(L::SCALES), scales, 64 * R::SCALES_PITCH);
       for (int head = 0; head < HEADS; ++head) {
-        at<float>(L::COLUMNS + head * 8) = scale_log2 * UNDO;
+        at<float>(L::COLUMNS + head * 8) = scale_log2 * UNDO, at<float>(L::COLUMNS + head * 8 + 4) = 3.f * head;
         for (int dim = 0; dim < 64 && !R::ROPE_IS_VALUE; ++dim)
           at<u16>(L::QUERY + 8 * L::QUERY_CHUNK + head * 128 + (dim * 2 ^ (head & 7) << 4)) =
               pack_bfloat16(low_bfloat16(q_rope[min(head, num_heads - 1) * 64 + dim]) / UNDO, 0.f);
@@ -190,7 +193,7 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
     wide_scores<L, 1>(s, p, row, ring, 0, places, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);
-      scores[place] = s[e], s[e] = weights[place];
+      scores[place] = s[e] + 3.f * (place % HEADS), s[e] = weights[place];
     }
     store_wide_weights<L>(s, 0, rests, thread);
     simt::meet_cta();

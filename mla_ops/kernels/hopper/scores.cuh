@@ -282,7 +282,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
-DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at,
+DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
                  u32 row_parity) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
@@ -424,10 +424,8 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
 #pragma unroll
-        for (int e = 0; e < TILES * 4; ++e) {
-          const float reference = load_shared_float(shared + L::COLUMNS + (e / 4 * 8 + (e & 1) + 2 * t) * 8 + 4);
-          s[e] = ((e & 2) ? live_1 : live_0) ? s[e] - reference : -INFINITY;
-        }
+        for (int e = 0; e < TILES * 4; ++e)
+          if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;

@@ -129,7 +129,7 @@ template <class L>
 struct KeptOfShares<L, Launch::HELD_BY_ONE> : Held<L> {};
 
 template <int HEADS, Format FORMAT, Launch LAUNCH>
-DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half, int thread,
+DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before) {
   using L = Layout<HEADS, FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,

@@ -47,19 +47,22 @@ DEVICE void store_weights(const float (&s)[HEADS / 2], u32 place, Pack pack) {
                               pack(s[4 * TILES - 2], s[4 * TILES - 1], 1));
 }
 
-// All scores of a lane's two keys as powers of two, and the values.
+// All scores of a lane's two keys, as powers of two that are relative to the references, and the values.
 //
 // Queries come two chunks of 64 dims ahead, in the order in which `score` has a key's, to the place of weights and to
-// those of the last values: a warp copies a head's 128 bytes at a time. Heads past the last repeat it. RoPE that is no
-// value is there as bfloat16.
+// those of the last values. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
 template <class L, int BARRIER>
 DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& row, const Ring& at, u32 shared,
                         const WidePlaces& places, u32 rests, int thread) {
   using R = typename L::R;
   constexpr int CHUNK = TILE_KEYS * 128, N = L::HEADS / 2;
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
+  // A head's factor and reference.
+  auto column_of = [&](int e) {
+    return load_shared_float2(shared + L::COLUMNS + (e / 4 * 8 + (e & 1) + 2 * t) * 8);
+  };
 #pragma unroll
-  for (int e = 0; e < N; ++e) s[e] = 0.f;
+  for (int e = 0; e < N; ++e) s[e] = R::ROPE_IS_VALUE ? -column_of(e).y : 0.f;
   auto next = [&](u32 place) {
     const u32 spare = shared + L::VALUES + half_of<L::HALVES>(at, 1).slot * HALF_BYTES + 2 * CHUNK;
     return place == shared + L::WEIGHTS ? spare : place == spare ? spare + CHUNK : shared + L::WEIGHTS;
@@ -73,15 +76,16 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
       fence_async_shared();
       named_barrier<BARRIER, 128>();  // the chunk is there, and products of the one before are over
       if (chunk < 6) {
-        int token = row.token, left = p.num_heads - 1 - row.tile * L::HEADS;
-        hold(token), hold(left);  // else what is made of them would take registers of all turns
-        const u16* from = query_at(p, token, p.num_heads - 1 - max(left - warp, 0)) + (chunk + 2) * 64 + lane * 2;
-        u32 to = next(next(here)) + warp * 128 + ((lane >> 1 & 3) * 32 + (lane & 1) * 16 + (lane >> 3) * 4 ^ warp << 4);
-        constexpr int TOGETHER = 1;
-#pragma unroll TOGETHER
-        for (int head = warp; head < L::HEADS; head += 4, to = to + 512 ^ 64) {
-          copy_4(to, from);
-          if (head + 4 <= left) from += 4 * p.q_head_stride;
+        // Eight threads have a head's 128 bytes.
+        int token = row.token, head = thread >> 3;
+        hold(token), hold(head);  // else what is made of them would take registers of all turns
+        const int piece = thread & 7, last = p.num_heads - 1 - row.tile * L::HEADS;
+        u32 to = next(next(here)) + head * 128 + ((piece & 1) * 64 + (piece >> 1) * 4 ^ (head & 7) << 4);
+#pragma unroll 1
+        for (; head < L::HEADS; head += 16, to += 16 * 128) {
+          const u16* from = query_at(p, token, row.tile * L::HEADS + min(head, last)) + (chunk + 2) * 64 + piece * 8;
+#pragma unroll
+          for (int w = 0; w < 4; ++w) copy_4(to ^ w << 4, from + w * 2);
         }
       }
       commit_copies();
@@ -146,7 +150,10 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
     if (half == 0) continue;
     if (!value)
 #pragma unroll
-      for (int e = 0; e < N; ++e) s[e] *= load_shared_float(shared + L::COLUMNS + (e / 4 * 8 + (e & 1) + 2 * t) * 8);
+      for (int e = 0; e < N; ++e) {
+        const float2 column = column_of(e);
+        s[e] = fmaf(s[e], column.x, -column.y);
+      }
     here = next(here);
   }
   float left_out[2];
