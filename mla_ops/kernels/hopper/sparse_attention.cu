@@ -117,7 +117,7 @@ DEVICE void attend(const Params& p) {
                                                                      : 0) - 2 * KEPT + OF_REST>();
       if (is_held(LAUNCH) && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
       for (;;) {
-        const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at, row_parity);
+        const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared, thread, at, row_parity);
         if (HEADS == 64) freed = later;
         if (is_held(LAUNCH)) {
           if (later) break;
@@ -132,7 +132,7 @@ DEVICE void attend(const Params& p) {
         more_registers<ONE_OF_32 ? OF_32 : L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0) + KEPT>();
       KeptOfShares<L, LAUNCH> before;
       do {
-        accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity,
+        accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared, warpgroup - 1, thread, at, row_parity,
                                           query_parity, before);
         if (is_held(LAUNCH) && ends_row(p, row)) break;
         if (SHARES && ends_row(p, row)) query_parity ^= 1;

@@ -56,9 +56,9 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
                         const WidePlaces& places, u32 rests, int thread) {
   using R = typename L::R;
   constexpr int CHUNK = TILE_KEYS * 128, N = L::HEADS / 2;
-  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   // A head's factor and reference.
   auto column_of = [&](int e) {
+    const int t = opaque(thread) & 3;
     return load_shared_float2(shared + L::COLUMNS + (e / 4 * 8 + (e & 1) + 2 * t) * 8);
   };
 #pragma unroll
@@ -77,9 +77,10 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
       named_barrier<BARRIER, 128>();  // the chunk is there, and products of the one before are over
       if (chunk < 6) {
         // Eight threads have a head's 128 bytes.
-        int token = row.token, head = thread >> 3;
-        hold(token), hold(head);  // else what is made of them would take registers of all turns
-        const int piece = thread & 7, last = p.num_heads - 1 - row.tile * L::HEADS;
+        int token = row.token, own = thread;
+        hold(token), hold(own);  // else what is made of them would take registers of all turns
+        int head = own >> 3;
+        const int piece = own & 7, last = p.num_heads - 1 - row.tile * L::HEADS;
         u32 to = next(next(here)) + head * 128 + ((piece & 1) * 64 + (piece >> 1) * 4 ^ (head & 7) << 4);
 #pragma unroll 1
         for (; head < L::HEADS; head += 16, to += 16 * 128) {
@@ -156,6 +157,7 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
       }
     here = next(here);
   }
+  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   float left_out[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
