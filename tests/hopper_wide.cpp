@@ -190,7 +190,8 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
                             L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH,
                             L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)};
     float s[HEADS / 2];
-    wide_scores<L, 1>(s, p, row, ring, 0, places, rests, thread);
+    wide_scores<L, 1>(s, p, row, ring, 0, places, thread);
+    store_left_out<L, 1>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);
       scores[place] = s[e] + 3.f * (place % HEADS), s[e] = weights[place];

@@ -293,7 +293,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   // Made anew each time where registers are few.
-  auto own_thread = [&]() { return HEADS == 32 ? opaque(thread) : thread; };
+  auto own_thread = [&]() { return ONE || HEADS == 32 ? opaque(thread) : thread; };
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   float sums[TILES * 2];
 #pragma unroll
@@ -420,7 +420,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
                                       {places.raw + slot * L::RAW_SLOT, places.rope,
                                        places.scales + slot * L::SCALES_SLOT, places.values},
-                                      rests_now(), opaque(thread));
+                                      opaque(thread));
+        store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_now(), opaque(thread));
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
 #pragma unroll

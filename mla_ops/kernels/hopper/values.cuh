@@ -173,15 +173,13 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
       if ((turn & 0xff) == WIDE) {
         // By steps of 16 keys, upper bits of the weights and then each group's rests.
         const int first = uniform(turn) >> 8 & 0xff;
-        u64 factors[2] = {weights, weights}, place = turn_values;
 #pragma unroll 1
         for (int step = 0; step < 8; ++step) {
-          if (step == 4) {
-            constexpr int GROUP = GROUPS_OF_RESTS<L> > 1 ? HEADS * 128 : 0;
-            const u32 rests = place_of_rests<L>(shared, first) + half * 2 * GROUP;
-            factors[0] = tile_descriptor(rests, 1024, 16), factors[1] = tile_descriptor(rests + GROUP, 1024, 16);
-            place = turn_values;
-          }
+          constexpr int GROUP = GROUPS_OF_RESTS<L> > 1 ? HEADS * 128 : 0;
+          const u32 rests = place_of_rests<L>(shared, first) + half * 2 * GROUP, upper = shared + L::WEIGHTS;
+          const u64 factors[2] = {tile_descriptor((step < 4 ? upper : rests) + step % 4 * 32, 1024, 16),
+                                  tile_descriptor((step < 4 ? upper : rests + GROUP) + step % 4 * 32, 1024, 16)};
+          const u64 place = turn_values + step % 4 * (2048 / 16);
 #pragma unroll
           for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
           wgmma_fence();
@@ -196,7 +194,6 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
           wgmma_wait<0>();
 #pragma unroll
           for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
-          place += 2048 / 16, factors[0] += 2, factors[1] += 2;
         }
         named_barrier<VALUES_BARRIER, 256>();
         const int keys = first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS;

@@ -53,7 +53,7 @@ DEVICE void store_weights(const float (&s)[HEADS / 2], u32 place, Pack pack) {
 // those of the last values. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
 template <class L, int BARRIER>
 DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& row, const Ring& at, u32 shared,
-                        const WidePlaces& places, u32 rests, int thread) {
+                        const WidePlaces& places, int thread) {
   using R = typename L::R;
   constexpr int CHUNK = TILE_KEYS * 128, N = L::HEADS / 2;
   // A head's factor and reference.
@@ -157,11 +157,17 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
       }
     here = next(here);
   }
+}
+
+// What the four bits of a lane's scales leave out, to the table behind the rests.
+template <class L, int BARRIER>
+DEVICE void store_left_out(u32 scales, u32 rests, int thread) {
+  using R = typename L::R;
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   float left_out[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float factor = R::SCALES_APART ? 1.f : R::scale(places.scales + r * (8 * R::SCALES_PITCH), t) * R::FACTOR;
+    const float factor = R::SCALES_APART ? 1.f : R::scale(scales + r * (8 * R::SCALES_PITCH), t) * R::FACTOR;
     left_out[r] = factor * reciprocal_approx(rounded_scale(factor));
     if (!(fabsf(left_out[r] - 1.f) < 0.25f)) left_out[r] = 1.f;  // zero, infinite or NaN
   }
