@@ -116,6 +116,7 @@ DEVICE void attend(const Params& p) {
                                                        : HEADS == 64 ? 2 * MOVED
                                                                      : 0) - 2 * KEPT + OF_REST>();
       if (is_held(LAUNCH) && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
+      if (is_held(LAUNCH)) hold(row.token), hold(row.tile);  // else both roles keep one register for them
       for (;;) {
         const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared, thread, at, row_parity);
         if (HEADS == 64) freed = later;

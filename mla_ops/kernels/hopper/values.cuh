@@ -238,7 +238,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     const int worker = opaque(thread), lane = worker & 31, warp = half * 4 + (worker >> 5);
     const float2 state = state_of_share<L>(shared, row_parity, warp, lane);
     unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
-    leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), lane, state.x, state.y, [&](int n) {
+    leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), lane_here(), state.x, state.y, [&](int n) {
       const int place = place_of_pair<L>(n / 2) + n % 2;
       return o[place / N][place % N];
     });
