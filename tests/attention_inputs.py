@@ -149,13 +149,20 @@ def check_two_caches(
 def rows_with_wide_scales(
     cache_format: str, power: int, num_tokens: int, topk: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache and indices. Some keys have scales that float16 does not hold: a whole row, one end, one key, none."""
+    """A cache and indices. Some keys have scales that float16 does not hold together: a whole row, one end, one, none.
+
+    Every other group is 2**power times as large, and one of the others 2**-12 times.
+    """
     cache = filled_cache(cache_format, 64, 64, device)
     if cache_format == "fp8_ds_mla_v4":
-        planar_views(cache, cache_format)[1][32:, :, :7] += power if power > 0 else power - 4
+        scales = planar_views(cache, cache_format)[1][32:, :, :7]
+        scales[..., ::2] += power if power > 0 else power - 4
+        scales[..., 1] -= 12
     else:
+        large = 2.0 ** (power if power > 0 else power - 4)
+        factors = torch.tensor([large, 2.0**-12, large, 1.0], device=device)
         scales = cache[32:, :, 512:528].contiguous().view(torch.float32)
-        cache[32:, :, 512:528] = (scales * 2.0**power).view(torch.uint8)
+        cache[32:, :, 512:528] = (scales * factors).view(torch.uint8)
     indices = some_indices(num_tokens, topk, 32 * 64, device)
     indices[indices >= 32 * 64] = INT_MAX
     wide = torch.zeros(num_tokens, topk, dtype=torch.bool, device=device)

@@ -20,7 +20,9 @@ def build(source: str, folder: Path, *options: str) -> ctypes.CDLL:
     """A library of `source`, a file beside this one that models the instructions it needs."""
     for path in (*SOURCES.folder.glob("*.cuh"), HERE / source, *HERE.glob("hopper_*.h")):
         shutil.copy(path, folder)
-    for header in (folder / name for name in ("ptx.cuh", "memory.cuh", "arithmetic.cuh", "topk_ptx.cuh")):
+    for header in (
+        folder / name for name in ("ptx.cuh", "memory.cuh", "arithmetic.cuh", "topk_ptx.cuh", "wide_ptx.cuh")
+    ):
         header.write_text(INLINE_PTX.sub(";", header.read_text()))
     shutil.copy(HERE / "hopper_counters.h", folder / "counters.cuh")
     made = folder / f"{Path(source).stem}.so"

@@ -42,7 +42,7 @@ class Case(NamedTuple):
             or "writes".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
-        wide: a row has a key whose scale float16 does not hold.
+        wide: a row has a key whose scales float16 does not hold together.
         members: CTAs of a group.
         hasty: these give up at once where others are not there.
         shares: of a row, of which a CTA may take several.
@@ -108,9 +108,10 @@ def attend(case: Case, tool: str) -> None:
     cache_format, width = case.keys.split()[0], int(case.keys.split()[1])
     cache = filled_cache(cache_format, 12, 64, cpu, head_dim=width)
     if case.wide and cache_format == "fp8_ds_mla":
-        cache[0, 5, 512:528] = torch.full((4,), 2.0**-20).view(torch.uint8)
+        cache[0, 5, 512:528] = torch.tensor([2.0**-30, 2.0**-8, 0.0, 2.0**-20]).view(torch.uint8)
     elif case.wide:
-        planar_views(cache, cache_format)[1][0, 5, :7] = 100
+        scales = torch.tensor([90, 120, 0, 119, 60, 118, 119], dtype=torch.uint8)
+        planar_views(cache, cache_format)[1][0, 5, :7] = scales
     for topk in (70,) if case.wide else TOPK[tool]:
         q = queries(3, case.tile, torch.bfloat16, cpu, width)
         indices = some_indices(3, topk, 12 * 64, cpu)

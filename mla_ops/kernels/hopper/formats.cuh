@@ -46,9 +46,7 @@ struct Rows<FP8_DS_MLA> : RowOfFp8DsMla {
 
   static DEVICE u32 rope(u32 pair, u32) { return pair; }
 
-  static DEVICE float scale(const unsigned char* scales, int group) {
-    return *reinterpret_cast<const float*>(scales + group * 4);
-  }
+  static DEVICE float scale(u32 scales, int group) { return load_shared_float(scales + group * 4); }
 
   static constexpr u32 LEAST = 0x35000000u, LEAST_LARGEST = 0x39000000u, TOP = 0x3f000000u;  // 2^-21, 2^-13, 2^-1
 
@@ -108,8 +106,8 @@ struct Rows<FP8_DS_MLA_V4> : RowOfFp8DsMlaV4 {
     return pack_float16(low_bfloat16(larger), high_bfloat16(larger));
   }
 
-  static DEVICE float scale(const unsigned char* scales, int group) {
-    const u32 byte = scales[group];
+  static DEVICE float scale(u32 scales, int group) {
+    const u32 byte = load_shared_4(scales + (group & 4)) >> group % 4 * 8 & 255;
     return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : byte << 23);
   }
 

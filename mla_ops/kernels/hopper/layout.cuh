@@ -323,22 +323,8 @@ DEVICE void next_slot(int& slot, int& parity) {
   if (slot >= SLOTS) slot -= SLOTS, parity ^= 1;
 }
 
-// The slot of a turn's key, given that of its first one.
-template <int SLOTS>
-DEVICE int slot_of(int first, int key) {
-  const int slot = first + key / 16;
-  return slot >= SLOTS ? slot - SLOTS : slot;
-}
-
-// Scores and weights of a wide turn, float32 [64, HEADS], where its first values would be.
+// Sums of each warp's weights, float [4, 64], of a row that another one follows. They take the place of its last keys.
 template <class L>
-DEVICE float* wide_table(unsigned char* shared_pointer, const Ring& at) {
-  return reinterpret_cast<float*>(shared_pointer + L::VALUES + at.half * HALF_BYTES);
-}
-
-// Sums of each warp's weights, float [4, 64], of a row that another one follows. They take the place of the row's last
-// keys, or of weights after a wide turn, whose keys may still be read and which has no weights.
-template <class L>
-DEVICE u32 place_of_sums(u32 shared, bool in_raw, int slot) {
-  return shared + (in_raw ? L::RAW + slot * L::RAW_SLOT : L::WEIGHTS);
+DEVICE u32 place_of_sums(u32 shared, int slot) {
+  return shared + L::RAW + slot * L::RAW_SLOT;
 }

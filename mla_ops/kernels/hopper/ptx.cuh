@@ -145,6 +145,13 @@ DEVICE u32 cluster_rank() {
   return rank;
 }
 
+// The same, read where this stands and not kept from before.
+DEVICE u32 cluster_rank_here() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
 // A barrier of all threads of a cluster, in two halves. It orders nothing that a thread wrote: a release would wait for
 // its stores to global memory.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }

@@ -5,41 +5,7 @@
 #include "group.cuh"
 #include "held.cuh"
 #include "wgmma.cuh"
-
-// The score of one key and head from the cache's bytes and the query as it came, in float32: any scale, any query.
-template <int HEADS, Format FORMAT>
-DEVICE float wide_score(const Params& p, const Row& row, const unsigned char* raw, const unsigned char* scales,
-                        int head) {
-  using R = Rows<FORMAT>;
-  const int global_head = row.tile * HEADS + head;
-  if (global_head >= p.num_heads) return 0.f;
-  int token = row.token;
-  hold(token);  // else its product would take registers of all turns
-  const u16* q = query_at(p, token, global_head);
-  float total = 0.f;
-#pragma unroll 1
-  for (int group = 0; group < R::LATENT / R::GROUP; ++group) {
-    float part = 0.f;
-#pragma unroll 1
-    for (int d = group * R::GROUP; d < (group + 1) * R::GROUP; d += 4) {
-      u32 low, high;
-      e4m3_to_float16(*reinterpret_cast<const u32*>(raw + d), 0x3c003c00u, low, high);
-      const uint2 pair = __ldg(reinterpret_cast<const uint2*>(q + d));
-      const float2 k0 = unpack_float16(low), k2 = unpack_float16(high);
-      part += low_bfloat16(pair.x) * k0.x + high_bfloat16(pair.x) * k0.y + low_bfloat16(pair.y) * k2.x +
-              high_bfloat16(pair.y) * k2.y;
-    }
-    total += part * R::scale(scales, group);
-  }
-  const u16* rope = R::CHUNKS > 8 ? query_rope_at(p, token, global_head) : q + R::LATENT;
-#pragma unroll 1
-  for (int d = 0; d < 64; d += 2) {
-    const u32 k = *reinterpret_cast<const u32*>(raw + R::ROPE_AT + d * 2),
-              pair = __ldg(reinterpret_cast<const u32*>(rope + d));
-    total += low_bfloat16(pair) * low_bfloat16(k) + high_bfloat16(pair) * high_bfloat16(k);
-  }
-  return total * p.scale_log2;
-}
+#include "wide.cuh"
 
 // The steps of a turn, a chunk each. Tiles of few heads have registers for a second warpgroup of scores, which takes
 // the last of them; RoPE is a step of the first where it is a value, since that one has to know whether float16 holds
@@ -66,7 +32,7 @@ DEVICE constexpr int chunk_of(int step) {
 
 // Addresses in shared memory at which a thread of a warpgroup of scores reads and writes.
 struct Places {
-  u32 raw, rope, scales, values, values_free;  // `rope` from a key's row on
+  u32 raw, rope, scales, values, values_free;  // `raw` of its latents in a chunk, `rope` from there on
   u64 query;
 };
 
@@ -76,12 +42,14 @@ DEVICE Places places_of(u32 shared, int warp, int lane) {
   using R = Rows<FORMAT>;
   Places places;
   const int key = R::raw_row(lane >> 2);
-  places.raw = shared + L::RAW + key * R::BYTES;
-  places.rope = R::ROPE_AT + (lane & 3) * 32;
+  places.scales = R::SCALES_APART ? shared + L::SCALES + key * R::SCALES_PITCH
+                                  : shared + L::RAW + key * R::BYTES + R::SCALES_AT;
+  const u32 latents = (lane & 3) * 16;
+  places.raw = shared + L::RAW + key * R::BYTES + latents;
+  places.rope = R::ROPE_AT + latents;
   // A row of a matrix to each lane: eight keys' first 16 bytes, those of the other eight, then the next 16.
   if (!R::ROPE_IS_VALUE)
-    places.rope = R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - key) * R::BYTES + (lane >> 4) * 16;
-  places.scales = R::SCALES_APART ? shared + L::SCALES + key * R::SCALES_PITCH : places.raw + R::SCALES_AT;
+    places.rope = R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - key) * R::BYTES + (lane >> 4) * 16 - latents;
   places.query = tile_descriptor(shared + L::QUERY, 1024, 16);
   places.values_free = shared + L::VALUES_FREE;
   places.values = shared + L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
@@ -107,14 +75,14 @@ DEVICE void load_rope(Bytes& bytes, u32 rope, int half) {
 }
 
 template <Format FORMAT>
-DEVICE void load_bytes(Bytes& bytes, const Places& places, u32 raw_0, int chunk, int t) {
+DEVICE void load_bytes(Bytes& bytes, const Places& places, u32 raw_0, int chunk) {
   using R = Rows<FORMAT>;
   if (chunk == ROPE<FORMAT>) {
     load_rope<FORMAT>(bytes, raw_0 + places.rope, 0), load_rope<FORMAT>(bytes, raw_0 + places.rope, 1);
     return;
   }
 #pragma unroll
-  for (int r = 0; r < 2; ++r) bytes.of[r][0] = load_shared_16(raw_0 + r * (8 * R::BYTES) + chunk * 64 + t * 16);
+  for (int r = 0; r < 2; ++r) bytes.of[r][0] = load_shared_16(raw_0 + r * (8 * R::BYTES) + chunk * 64);
 }
 
 // A turn starts with scales and the bytes of two steps. Loads stay two steps ahead of the products, since they queue
@@ -126,15 +94,26 @@ struct Start {
   u32 alive;
 };
 
+// Registers hold none of it from here on.
+template <Format FORMAT>
+DEVICE void forget(Start<FORMAT>& start) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    forget(start.scales[n]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) forget(start.bytes[n].of[i / 2][i % 2]);
+  }
+}
+
 template <int HEADS, Format FORMAT, bool ONE, int FIRST>
-DEVICE void load_start(Start<FORMAT>& start, const Places& places, u32 raw_0, u32 scales_0, u32 live, int t) {
+DEVICE void load_start(Start<FORMAT>& start, const Places& places, u32 raw_0, u32 scales_0, u32 live) {
   using R = Rows<FORMAT>;
   if (chunk_of<ONE, FORMAT>(FIRST) == ROPE<FORMAT>)
     load_rope<FORMAT>(start.bytes[0], raw_0 + places.rope, 0);
   else
-    load_bytes<FORMAT>(start.bytes[0], places, raw_0, chunk_of<ONE, FORMAT>(FIRST), t);
+    load_bytes<FORMAT>(start.bytes[0], places, raw_0, chunk_of<ONE, FORMAT>(FIRST));
   start.scales[0] = R::load_scales(scales_0), start.scales[1] = R::load_scales(scales_0 + 8 * R::SCALES_PITCH);
-  load_bytes<FORMAT>(start.bytes[1], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + 1), t);
+  load_bytes<FORMAT>(start.bytes[1], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + 1));
   start.alive = load_shared_4(live);
 }
 
@@ -207,7 +186,7 @@ DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide) {
 // Returns whether this thread met a value that float16 does not hold.
 template <int HEADS, Format FORMAT, bool ONE, int FIRST, int COUNT>
 DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start<FORMAT>& start,
-                     u32 undo, const Places& places, u32 raw_0, const Half (&halves)[2], int t) {
+                     u32 undo, const Places& places, u32 raw_0, const Half (&halves)[2]) {
   using R = Rows<FORMAT>;
   constexpr int QUERY_CHUNK = Layout<HEADS, FORMAT>::QUERY_CHUNK;
   constexpr int LATER = HEADS == 32 ? 1 : 0;
@@ -231,7 +210,7 @@ DEVICE bool multiply(float (&s)[HEADS / 2], u32 (&fragments)[2][16], const Start
   for (int n = 0; n < COUNT; ++n) {
     const int chunk = chunk_of<ONE, FORMAT>(FIRST + n);
     u32(&f)[16] = fragments[n % 2];
-    if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + n + 2), t);
+    if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + n + 2));
     if (n > 1) {
       wgmma_wait<1>();
       hold(f);
@@ -267,7 +246,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, PERSISTENT>;
-  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
+  const int warp = thread >> 5, lane = thread & 31;
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   int &i = at.turn, &slot = at.slot, &parity = at.parity;
   for (bool last = false; !last; next_turn<L::HALVES>(at)) {
@@ -275,7 +254,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     Start<FORMAT> start;
     mbarrier_wait(barrier, parity);
     load_start<HEADS, FORMAT, false, FIRST>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
-                                     shared + L::LIVE + slot * 4, t);
+                                     shared + L::LIVE + slot * 4);
     load_start_rest<HEADS, FORMAT, false, FIRST>(start, raw_0 + places.rope);
     last = uniform(start.alive) >= LAST_TURN;
     float s[HEADS / 2];
@@ -283,7 +262,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     bool wide;
     take_out<HEADS, FORMAT, false, FIRST>(start, undo, wide);
     multiply<HEADS, FORMAT, false, FIRST, R::CHUNKS - FIRST>(s, fragments, start, undo, places, raw_0,
-                                                      {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
+                                                      {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
     __syncwarp();
     warp_arrive(barrier + L::RAW_FREE - L::RAW_FULL, lane);
     mbarrier_wait(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, (i / L::SCORE_SLOTS & 1) ^ 1);
@@ -303,7 +282,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
-DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int thread, Ring& at,
+DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
                  u32 row_parity) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
@@ -312,20 +291,10 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
   constexpr int FIRST = ONE ? R::CHUNKS : FIRST_STEPS<HEADS, FORMAT, PERSISTENT && !SHARES>;
   constexpr int TILES = HEADS / 8;
   thread = kept(thread);
-  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   // Made anew each time where registers are few.
-  auto own_thread = [&]() { return ONE && HEADS == 32 ? opaque(thread) : thread; };
-  // The place in a table of wide scores of the first head of a thread's first key; the other one is 8 rows behind.
-  auto wide_place = [&]() {
-    const int own = own_thread();
-    return ((own >> 5) * 16 + R::raw_row((own & 31) >> 2)) * HEADS + 2 * (own & 3);
-  };
+  auto own_thread = [&]() { return ONE || HEADS == 32 ? opaque(thread) : thread; };
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
-  auto weights_row = [&]() {
-    const int own = own_thread(), warp = own >> 5, lane = own & 31;
-    return shared + L::WEIGHTS + (lane & 7) * 128 + ((((warp * 2) | ((lane >> 3) & 1)) ^ (lane & 7)) << 4) +
-           (lane >> 4) * 1024;
-  };
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
@@ -333,7 +302,6 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
 
   Start<FORMAT> start;
   bool started = false;
-  int turn = USUAL;
   int& i = at.turn;
   for (bool last = false; !last; next_turn<L::HALVES>(at)) {
     const int slot = L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot, parity = L::SLOTS == 8 ? i >> 1 & 1 : at.parity;
@@ -341,23 +309,24 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
       mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
       load_start<HEADS, FORMAT, ONE, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
-                                   shared + L::LIVE + slot * 4, t);
+                                   shared + L::LIVE + slot * 4);
       load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
     }
     float s[TILES * 4];
-    u32 undo, fragments[2][16];
+    u32 undo;
     const u32 alive = start.alive & 0xffff;
     last = uniform(start.alive) >= LAST_TURN;
     bool wide;
     const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
+    u32 fragments[2][16];
     wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
         s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
-        {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)}, t);
-    // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for a
-    // vote of its own.
+        {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
+    // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for
+    // a vote of its own.
     if constexpr (HEADS < 64) {
       wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
-      if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
+      if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
     }
 
     int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
@@ -372,7 +341,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     const int ahead = started ? later_slot : slot;
     if (HEADS == 64 || started)
       load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
-                                   places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4, t);
+                                        places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4);
     // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
     if (apart)
 #pragma unroll
@@ -380,7 +349,6 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     wgmma_wait<0>();
     hold(s);
     hold(fragments[0]), hold(fragments[1]);
-    if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row))) warp_arrive(shared + L::QUERIES_FREE, lane);
     if constexpr (FIRST < R::CHUNKS) {
       mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
 #pragma unroll
@@ -390,7 +358,7 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
         s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
       }
       __syncwarp();
-      warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, lane);
+      warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, own_thread() & 31);
     }
 
 #pragma unroll
@@ -398,8 +366,6 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
       columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
     }
-    const u32 mine = alive >> R::raw_row(g);
-    const bool live_0 = mine & 1, live_1 = mine & 0x100;
     // A key's score is then log2 of what its weight counts beside the values as they are stored.
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
@@ -424,6 +390,8 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     }
     if (HEADS == 64 || started)
       load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
+    const u32 mine = alive >> R::raw_row((own_thread() & 31) >> 2);
+    const bool live_0 = mine & 1, live_1 = mine & 0x100;
     auto largest = [&]() {
       float tops[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
@@ -431,7 +399,11 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
     };
 
-    turn = USUAL;
+    auto rests_now = [&]() {
+      const int own = opaque(thread) >> 5;
+      return place_of_rests<L>(shared, slot >= own ? slot - own : slot - own + L::SLOTS);
+    };
+    int turn = USUAL;
     if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     // One branch of the usual way for all that is not usual: it takes 25 cycles.
     bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
@@ -445,22 +417,16 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
       turn = MOVED;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         turn = WIDE;
-        float* table = wide_table<L>(shared_pointer, at);
-#pragma unroll 1
-        for (int e = thread; e < TILE_KEYS * HEADS; e += 128) {
-          const int key = e / HEADS, first = slot >= warp ? slot - warp : slot - warp + L::SLOTS;
-          const int row_of_key = slot_of<L::SLOTS>(first, key) * 16 + key % 16;
-          table[e] = wide_score<HEADS, FORMAT>(p, row, shared_pointer + L::RAW + row_of_key * R::BYTES,
-                                               shared_pointer + L::SCALES + row_of_key * R::SCALES_PITCH, e % HEADS) -
-                     load_shared_float(shared + L::COLUMNS + e % HEADS * 8 + 4);
-        }
-        named_barrier<SCORE_BARRIER, 128>();
-        table += wide_place();
+        wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
+                                      {places.raw + slot * L::RAW_SLOT, places.rope,
+                                       places.scales + slot * L::SCALES_SLOT, places.values},
+                                      opaque(thread));
+        store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_now(), opaque(thread));
+        forget(start), started = false;  // loaded anew, since registers are few up to here
+        undo = ONE_EACH;
 #pragma unroll
         for (int e = 0; e < TILES * 4; ++e)
-          s[e] = ((e & 2) ? live_1 : live_0)
-                     ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] + exponent_taken(undo, e >> 1 & 1)
-                     : -INFINITY;
+          if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
@@ -469,10 +435,13 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     }
 
     if (apart) seen = 2;
+    if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row)))
+      warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
 
-    // The sums of a row that another follows go where the first warp's last keys were.
+    // The sums of a row that another follows go where the first warp's last keys were. A wide turn's keys are released
+    // by the warpgroups that accumulate.
     if (HEADS == 64 && turn != WIDE && !(PERSISTENT && last && warp == 0))
-      warp_arrive(shared + L::RAW_FREE + slot * 8, lane);
+      warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
 
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
@@ -480,40 +449,27 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
 #pragma unroll
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
-    if (turn == WIDE) {
-      float* table = wide_table<L>(shared_pointer, at) + wide_place();
-#pragma unroll
-      for (int e = 0; e < TILES * 4; ++e)
-        table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] = s[e] * undone[e >> 1 & 1];
-    } else {
-      const u32 weights_now = weights_row();
-#pragma unroll
-      for (int j = 0; j + 1 < TILES; j += 2)
-        store_matrices_transposed(weights_now + j * 1024, pack_float16(s[4 * j], s[4 * j + 1]),
-                                  pack_float16(s[4 * j + 2], s[4 * j + 3]), pack_float16(s[4 * j + 4], s[4 * j + 5]),
-                                  pack_float16(s[4 * j + 6], s[4 * j + 7]));
-      if constexpr (TILES % 2)
-        store_matrices_transposed(weights_now + (TILES - 1) * 1024, pack_float16(s[4 * TILES - 4], s[4 * TILES - 3]),
-                                  pack_float16(s[4 * TILES - 2], s[4 * TILES - 1]));
-    }
+    if (turn == WIDE)
+      store_wide_weights<L>(s, shared, rests_now(), opaque(thread));
+    else
+      store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
+                           [](float a, float b, int) { return pack_float16(a, b); });
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
     __syncwarp();
-    warp_arrive(shared + L::WEIGHTS_FULL, lane);
-    // A wide turn's bytes are released by the warpgroups that accumulate.
+    warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
     if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
   }
 
   if constexpr (PERSISTENT && HEADS == 64) {
     // The warps that accumulate make factors of the sums.
     const int last_slot = (i - 1 & 1) * 4;
-    const bool in_raw = turn != WIDE;
-    const u32 place = place_of_sums<L>(shared, in_raw, last_slot) + warp * (HEADS * 4);
+    const u32 place = place_of_sums<L>(shared, last_slot) + warp * (HEADS * 4);
     if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen == 2)) negate(sums);
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
     named_barrier<SCORE_BARRIER, 128>();  // else the compiler takes rows to differ within a warp, and spills
-    return in_raw && warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
+    return warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
   }
 
   if constexpr (LAUNCH == Launch::FOLDS || is_held(LAUNCH)) {
@@ -604,12 +560,14 @@ DEVICE u32 score(const Params& p, const Row& row, unsigned char* shared_pointer,
     } else {
       if (HEADS == 64) tell_factors();
       await_peers(row);
+      Row own = row;
+      own.rank = cluster_rank_here();  // else it would take a register of all turns
       constexpr int AT_ONCE = 128 / HEADS;
 #pragma unroll 1
       for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)
-        if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(row, shared, part, head, sum, reference);
+        if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(own, shared, part, head, sum, reference);
       if (HEADS < 64) tell_factors();
-      weigh_parts<L>(p, row, shared, worker);
+      weigh_parts<L>(p, own, shared, worker);
     }
   }
   return 0;

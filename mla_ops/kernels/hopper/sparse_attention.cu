@@ -116,8 +116,9 @@ DEVICE void attend(const Params& p) {
                                                        : HEADS == 64 ? 2 * MOVED
                                                                      : 0) - 2 * KEPT + OF_REST>();
       if (is_held(LAUNCH) && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
+      if (is_held(LAUNCH)) hold(row.token), hold(row.tile);  // else both roles keep one register for them
       for (;;) {
-        const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, thread, at, row_parity);
+        const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared, thread, at, row_parity);
         if (HEADS == 64) freed = later;
         if (is_held(LAUNCH)) {
           if (later) break;
@@ -132,7 +133,7 @@ DEVICE void attend(const Params& p) {
         more_registers<ONE_OF_32 ? OF_32 : L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0) + KEPT>();
       KeptOfShares<L, LAUNCH> before;
       do {
-        accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared_memory, shared, warpgroup - 1, thread, at, row_parity,
+        accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared, warpgroup - 1, thread, at, row_parity,
                                           query_parity, before);
         if (is_held(LAUNCH) && ends_row(p, row)) break;
         if (SHARES && ends_row(p, row)) query_parity ^= 1;
@@ -152,7 +153,10 @@ DEVICE void attend(const Params& p) {
       if (warpgroup > 0)
         add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 64 : 16>(p, shared, shared + L::VALUES,
                                                               (warpgroup - 1) * 128 + thread);
-    if (LAUNCH == Launch::CLUSTERS) finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+    if (LAUNCH == Launch::CLUSTERS) {
+      row.rank = cluster_rank_here();
+      finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+    }
     if constexpr (is_held(LAUNCH)) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
   } else {

@@ -5,82 +5,7 @@
 #include "group.cuh"
 #include "held.cuh"
 #include "wgmma.cuh"
-
-DEVICE float e4m3_to_float(u32 byte) {
-  float value;
-  asm("{\n"
-      ".reg .b16 a, b;\n"
-      ".reg .b32 x;\n"
-      "cvt.u16.u32 a, %1;\n"
-      "cvt.rn.f16x2.e4m3x2 x, a;\n"
-      "mov.b32 {a, b}, x;\n"
-      "cvt.f32.f16 %0, a;\n"
-      "}"
-      : "=f"(value)
-      : "r"(byte));
-  return value;
-}
-
-// A value from the cache's bytes, as large as the accumulators want it.
-template <Format FORMAT>
-DEVICE float value_of(const unsigned char* raw, const unsigned char* scales, int dim, int group) {
-  using R = Rows<FORMAT>;
-  if (R::ROPE_IS_VALUE && dim >= R::LATENT)
-    return low_bfloat16(*reinterpret_cast<const u16*>(raw + R::ROPE_AT + (dim - R::LATENT) * 2)) * R::FACTOR;
-  return e4m3_to_float(raw[dim]) * (R::scale(scales, group) * R::FACTOR);
-}
-
-// 16 keys of a turn with numbers that float16 does not hold, on the CUDA cores from the cache's bytes: heads g and g +
-// 8 of a warp by dims.
-template <Format FORMAT>
-DEVICE void accumulate_wide(float (&o)[2][64], const unsigned char* raw, const unsigned char* scales,
-                            const float* table, int head, int dim) {
-  using R = Rows<FORMAT>;
-#pragma unroll 1
-  for (int key = 0; key < 16; ++key, raw += R::BYTES, scales += R::SCALES_PITCH, table += 64) {
-    const float weight_0 = table[head], weight_1 = table[head + 8];
-#pragma unroll
-    for (int e = 0; e < 128; e += 4) {
-      const int group = dim / R::GROUP + e / 32 * 64 / R::GROUP;
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float value = value_of<FORMAT>(raw, scales, dim + e / 32 * 64 + e % 32 / 2 + c, group);
-        float (&two)[64] = o[e / 64];
-        two[e % 64 + c] = fmaf(weight_0, value, two[e % 64 + c]);
-        two[e % 64 + c + 2] = fmaf(weight_1, value, two[e % 64 + c + 2]);
-      }
-    }
-  }
-}
-
-// The same for two dims of a warp's rows by heads.
-template <int HEADS, Format FORMAT, int PIECES>
-DEVICE void accumulate_wide(float (&o)[PIECES][HEADS / 2], const unsigned char* raw, const unsigned char* scales,
-                            const float* table, int head, int dim) {
-  using R = Rows<FORMAT>;
-#pragma unroll 1
-  for (int key = 0; key < 16; ++key, raw += R::BYTES, scales += R::SCALES_PITCH, table += HEADS) {
-    float value[PIECES][2];
-#pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int d = dim + piece * 64 + r * 2;
-        value[piece][r] = value_of<FORMAT>(raw, scales, d, d / R::GROUP);
-      }
-#pragma unroll
-    for (int c = 0; c < HEADS / 4; ++c) {
-      const float weight = table[head + c / 2 * 8 + (c & 1)];
-#pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int e = c / 2 * 4 + (c & 1) + 2 * r;
-          o[piece][e] = fmaf(weight, value[piece][r], o[piece][e]);
-        }
-    }
-  }
-}
+#include "wide.cuh"
 
 DEVICE u32 scaled_pair(float a, float b, float factor) {
   return factor == 0.f ? 0u : pack_bfloat16(a * factor, b * factor);
@@ -95,7 +20,7 @@ DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_par
   const float sink = p.attn_sink && there && part < 0 ? __ldg(p.attn_sink + global_head) : -INFINITY;
   mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
   const u32 turn = load_shared_4(shared + L::TURN),
-            sums = place_of_sums<L>(shared, (turn & 0xff) != WIDE, turn >> 8 & 0xff);
+            sums = place_of_sums<L>(shared, turn >> 8 & 0xff);
   const float total = sum_of<L::HEADS>(sums, head);
   const float reference = load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   __syncwarp();
@@ -179,7 +104,7 @@ DEVICE float2 state_of_share(u32 shared, u32 parity, int warp, int lane) {
   float sum;
   if constexpr (L::HEADS == 64) {
     const u32 turn = load_shared_4(shared + L::TURN);
-    sum = sum_of<L::HEADS>(place_of_sums<L>(shared, (turn & 0xff) != WIDE, turn >> 8 & 0xff), head);
+    sum = sum_of<L::HEADS>(place_of_sums<L>(shared, turn >> 8 & 0xff), head);
   } else {
     sum = load_shared_float(shared + L::ALPHA + head * 4);
   }
@@ -204,7 +129,7 @@ template <class L>
 struct KeptOfShares<L, Launch::HELD_BY_ONE> : Held<L> {};
 
 template <int HEADS, Format FORMAT, Launch LAUNCH>
-DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int half, int thread,
+DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before) {
   using L = Layout<HEADS, FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
@@ -246,31 +171,43 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
       if ((turn & 0xff) == WIDE) {
-        const float* table = wide_table<L>(shared_pointer, at);
+        // By steps of 16 keys, upper bits of the weights and then each group's rests.
+        const int first = uniform(turn) >> 8 & 0xff;
 #pragma unroll 1
-        for (int key = 0; key < TILE_KEYS; key += 16, table += 16 * HEADS) {
-          const int keys = slot_of<L::SLOTS>(turn >> 8 & 0xff, key);
-          const unsigned char *raw = shared_pointer + L::RAW + keys * L::RAW_SLOT,
-                              *scales = shared_pointer + L::SCALES + keys * L::SCALES_SLOT;
-          if constexpr (HEADS_BY_DIMS)
-            accumulate_wide<FORMAT>(o, raw, scales, table, warp * 16 + g, half * 256 + 16 * t);
-          else
-            accumulate_wide<HEADS, FORMAT>(o, raw, scales, table, 2 * t, half * 256 + dim_of_row(warp, g));
+        for (int step = 0; step < 8; ++step) {
+          constexpr int GROUP = GROUPS_OF_RESTS<L> > 1 ? HEADS * 128 : 0;
+          const u32 rests = place_of_rests<L>(shared, first) + half * 2 * GROUP, upper = shared + L::WEIGHTS;
+          const u64 factors[2] = {tile_descriptor((step < 4 ? upper : rests) + step % 4 * 32, 1024, 16),
+                                  tile_descriptor((step < 4 ? upper : rests + GROUP) + step % 4 * 32, 1024, 16)};
+          const u64 place = turn_values + step % 4 * (2048 / 16);
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+          wgmma_fence();
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece) {
+            if constexpr (HEADS_BY_DIMS)
+              wgmma_heads_by_dims_bfloat16(o[piece], factors[piece], place + piece * 2 * TILE_KEYS * 128 / 16);
+            else
+              wgmma_dims_by_heads_bfloat16(o[piece], place + piece * TILE_KEYS * 128 / 16, factors[piece / 2]);
+          }
+          wgmma_commit();
+          wgmma_wait<0>();
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
         }
         named_barrier<VALUES_BARRIER, 256>();
-        if (arrives(lane)) {
-          if (half == 0) mbarrier_arrive(shared + L::RAW_FREE + slot_of<L::SLOTS>(turn >> 8 & 0xff, warp * 16) * 8);
-          if (!last) mbarrier_arrive(freed), mbarrier_arrive(freed + 8);
-          if (HEADS < 64) mbarrier_arrive(shared + L::WEIGHTS_FREE);
-        }
+        const int keys = first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS;
+        if (half == 0 && !(PERSISTENT && HEADS_BY_DIMS && ends && warp == 0))
+          warp_arrive(shared + L::RAW_FREE + keys * 8, lane);
+        if (!last) warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
+        if (HEADS < 64) warp_arrive(shared + L::WEIGHTS_FREE, lane);
         continue;
       }
     }
     // The first half of 64 heads arrives behind its products, which the next turn's values would wait for; the other
     // one is about to wait anyway.
     if (OPENS_EARLY && sends && ends && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
-    // One after the other: the scores of the next turn then wait for fewer products of the tensor cores. In a wide turn
-    // the first waits for the second.
+    // One after the other: the scores of the next turn then wait for fewer products of the tensor cores.
     if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
@@ -301,7 +238,7 @@ DEVICE void accumulate(const Params& p, const Row& row, unsigned char* shared_po
     const int worker = opaque(thread), lane = worker & 31, warp = half * 4 + (worker >> 5);
     const float2 state = state_of_share<L>(shared, row_parity, warp, lane);
     unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
-    leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), lane, state.x, state.y, [&](int n) {
+    leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), lane_here(), state.x, state.y, [&](int n) {
       const int place = place_of_pair<L>(n / 2) + n % 2;
       return o[place / N][place % N];
     });

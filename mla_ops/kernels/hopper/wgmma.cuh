@@ -87,6 +87,9 @@ DEVICE void wgmma_bfloat16(float (&d)[8], const u32* a, u64 b, int add) {
 DEVICE void wgmma_heads_by_dims(float (&d)[64], u64 a, u64 b) {
   WGMMA_SS(128, "f16", REG64, ACC64(d, 0), "%64", "%65", "0", "1");
 }
+DEVICE void wgmma_heads_by_dims_bfloat16(float (&d)[64], u64 a, u64 b) {
+  WGMMA_SS(128, "bf16", REG64, ACC64(d, 0), "%64", "%65", "0", "1");
+}
 // The same, 256 dims in bfloat16, with weights in shared memory or in registers; `add` false begins a sum.
 DEVICE void wgmma_heads_by_dims_bfloat16(float (&d)[128], u64 a, u64 b, int add) {
   asm volatile(
@@ -114,6 +117,9 @@ DEVICE void wgmma_dims_by_heads(float (&d)[8], u64 a, u64 b) {
 }
 DEVICE void wgmma_dims_by_heads_bfloat16(float (&d)[16], u64 a, u64 b) {
   WGMMA_SS(32, "bf16", REG16, ACC16(d, 0), "%16", "%17", "1", "0");
+}
+DEVICE void wgmma_dims_by_heads_bfloat16(float (&d)[12], u64 a, u64 b) {
+  WGMMA_SS(24, "bf16", REG12, ACC12(d, 0), "%12", "%13", "1", "0");
 }
 DEVICE void wgmma_dims_by_heads_bfloat16(float (&d)[8], u64 a, u64 b) {
   WGMMA_SS(16, "bf16", REG8, ACC8(d, 0), "%8", "%9", "1", "0");
