@@ -400,7 +400,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     };
 
     auto rests_now = [&]() {
-      const int own = opaque(thread) >> 5;
+      const int own = HEADS == 32 ? opaque(thread) >> 5 : warp;
       return place_of_rests<L>(shared, slot >= own ? slot - own : slot - own + L::SLOTS);
     };
     int turn = USUAL;

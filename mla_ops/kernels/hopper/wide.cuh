@@ -58,7 +58,7 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
   constexpr int CHUNK = TILE_KEYS * 128, N = L::HEADS / 2;
   // A head's factor and reference.
   auto column_of = [&](int e) {
-    const int t = opaque(thread) & 3;
+    const int t = (L::HEADS == 32 ? opaque(thread) : thread) & 3;  // registers are few
     return load_shared_float2(shared + L::COLUMNS + (e / 4 * 8 + (e & 1) + 2 * t) * 8);
   };
 #pragma unroll
