@@ -33,7 +33,7 @@ def halves(device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytes
     if heads == 64 and device.type == "cuda":
         if sparse_attention.tile(torch.cuda.get_device_capability(), NUM_HEADS, "fp8").block_h != 64:
             pytest.skip("this GPU has no tiles of 64 heads")
-    elif heads == 64 or not request.node.originalname.startswith("test_64_heads"):
+    elif heads == 64 or not request.node.originalname.startswith(("test_64_heads", "test_plain_keys")):
         chosen = sparse_attention.Tile(heads, 32, warps, 1, half=True, apart=True, early=True)
         monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
 
