@@ -263,7 +263,8 @@ def test_paged_attention_in_parts(launches: Launches, cache_format: str, width: 
     with waves.override(waves.Wave(NUM_TOKENS, Clusters(16, 2, 3))):
         dense_attention.paged_attention(q, cache, table, requests, lens, 0.125, cache_format, **results)
     attention, merge = launches.seen
-    assert (merge.outs, merge.lses, merge.parts) == (attention.out, attention.lse, 3)
+    assert (merge.outs, merge.lses, merge.parts) == (attention.parts_out, attention.parts_lse, 3)
+    assert (merge.out, merge.lse) == (attention.out, attention.lse)
     assert merge.num_rows == NUM_TOKENS * NUM_HEADS
     assert merge.lse == results["lse"].data_ptr()
     assert (merge.lse_token_stride, merge.lse_head_stride) == results["lse"].stride()
