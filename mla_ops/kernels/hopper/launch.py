@@ -137,7 +137,27 @@ class Group(NamedTuple):
         return groups.TILE
 
 
-Shape = Clusters | Group
+class Relay(NamedTuple):
+    """A launch by clusters that score a row's turns in turn, and add it up as one CTA would, bit for bit (`relay.cuh`).
+
+    Attributes:
+        ctas: of a cluster, 2, 3, 4 or 8.
+    """
+
+    ctas: int
+
+    @property
+    def tile(self) -> int:
+        """Heads of a CTA, the same for every relay."""
+        return groups.TILE
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 64 dims that a CTA adds up."""
+        return -(-LATENT_DIM // 64 // self.ctas)
+
+
+Shape = Clusters | Group | Relay
 
 
 class Balance(NamedTuple):
@@ -230,6 +250,8 @@ class KeyFormat:
         Raises:
             ValueError: these keys have no kernel for groups, or for shares, or not for so many.
         """
+        if isinstance(shape, Relay):
+            return Kernel("sparse_attention_relay.cu", f"sparse_attention_relay<{shape.chunks}, {self.name}>", 512)
         tile, grouped = shape.tile, isinstance(shape, Group)
         if grouped and not self.quantized:
             raise ValueError(f"only quantised keys have a kernel for groups, got {self.name}")
@@ -440,6 +462,9 @@ def launch(
         if not takes_either_way:
             exchange = groups.exchange(rows, splits, q.device)
         counters = groups.counters(device_index, rows)
+    elif isinstance(shape, Relay):
+        splits, parts, cluster_size = shape.ctas, 1, shape.ctas
+        shares = 1
     else:
         splits, parts, shares = shape.splits, shape.parts, shape.shares
         cluster_size = splits

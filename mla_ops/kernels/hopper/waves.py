@@ -26,6 +26,7 @@ from .launch import (
     Clusters,
     Group,
     KeyFormat,
+    Relay,
     Shape,
     clusters_at_once,
     exchange_of_shares,
@@ -186,6 +187,11 @@ def launch_waves(
         own_exchange = exchange
         if isinstance(shape, Clusters) and shape.shares and not in_registers(shape):
             own_exchange = exchange_of_shares(keys, shape, num_tokens * -(-num_heads // shape.tile), q.device)
+            buffers.append([own_exchange])
+        if isinstance(shape, Relay):
+            own_exchange = torch.empty(
+                num_tokens * -(-num_heads // 64) * shape.ctas * 4096, dtype=torch.float32, device=q.device
+            )
             buffers.append([own_exchange])
         launch(
             keys,

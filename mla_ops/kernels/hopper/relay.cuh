@@ -1,0 +1,740 @@
+// A row by a cluster whose CTAs add up as one CTA would: the bits of `Launch::ROWS`, for few rows.
+//
+// Turns go round: CTA r scores every n-th turn from the r-th on. What the softmax carries from turn to turn, references
+// and sums of weights, goes on from CTA to CTA through distributed shared memory, so that each turn finds what it would
+// find in one CTA. Its weights go to all. Each CTA adds up a slice of the values' dims over all turns, in their order.
+// So there is no merge, and no number is added in another order than in one CTA.
+//
+//   gather      4 warps   live indices -> rows of this CTA's turns -> ring of raw rows
+//   score       4 warps   raw bytes -> fragments -> S' = K Q' -> weights, to every CTA; sums and references to the next
+//   bring       4 warps   this CTA's slice of all keys, memory -> registers -> float16 -> ring of values
+//   add up      4 warps   O += P V, in this slice
+#pragma once
+
+#include "gather.cuh"
+#include "queries.cuh"
+#include "scores.cuh"
+#include "values.cuh"
+
+constexpr u32 NO_TURN = 1 << 17;  // beside LAST_TURN: this CTA has no further turn
+
+// CHUNKS of 64 dims are a CTA's slice; the last CTA of three has two.
+template <int CHUNKS, Format FORMAT>
+struct Relay {
+  using L = Layout<64, FORMAT>;  // queries, columns and alpha lie where it has them
+  using R = Rows<FORMAT>;
+  static constexpr int CTAS = (8 + CHUNKS - 1) / CHUNKS;
+  static constexpr int PLACES = CTAS < 4 ? CTAS : 4;  // turns whose weights there is room for
+  // Rings of slots of 16 keys.
+  static constexpr int VALUE_SLOTS = CHUNKS == 4 ? 6 : CHUNKS == 3 ? 7 : CHUNKS == 2 ? 8 : 12;
+  static constexpr int SLOTS = CHUNKS == 1 || FORMAT == FP8_DS_MLA_V4 && CHUNKS != 3 ? 8 : 7;
+  static constexpr int VALUE_SLOT = CHUNKS * 2048, RAW_SLOT = L::RAW_SLOT;
+  // In place of the weights of `Layout`: what `raise_references` needs, lists of keys, what comes from other CTAs.
+  static constexpr int DESK = L::WEIGHTS;
+  static constexpr int LISTS = DESK + 1280, REFERENCES = LISTS + 1024, FINAL = REFERENCES + 272;
+  static constexpr int HEAD = 272, HEADS_OF_PLACES = FINAL + 512;  // of a place: alpha, a float a head, and the turn
+  static constexpr int KEYS = HEADS_OF_PLACES + PLACES * HEAD;     // of a slot of values: addresses of rows and scales
+  static constexpr int LIVE = KEYS + VALUE_SLOTS * 256;
+  static constexpr int BARRIERS = LIVE + SLOTS * 4 + SLOTS % 2 * 4;
+  static constexpr int RAW_FULL = BARRIERS, RAW_FREE = RAW_FULL + SLOTS * 8, VALUES_FULL = RAW_FREE + SLOTS * 8,
+                       VALUES_FREE = VALUES_FULL + VALUE_SLOTS * 8, WEIGHTS_FULL = VALUES_FREE + VALUE_SLOTS * 8,
+                       OWN_FULL = WEIGHTS_FULL + PLACES * 8, PLACE_FREE = OWN_FULL + 8, REFERENCES_FULL = PLACE_FREE + 8,
+                       SUMS_FULL = REFERENCES_FULL + 8, FINAL_FULL = SUMS_FULL + 8,
+                       NUM_BARRIERS = (FINAL_FULL + 8 - BARRIERS) / 8;
+  static_assert(FINAL_FULL + 8 <= DESK + 8192, "the desk is full");
+  static constexpr int WEIGHTS = L::VALUES, VALUES = WEIGHTS + PLACES * 8192,
+                       RAW = VALUES + VALUE_SLOTS * VALUE_SLOT, END = RAW + SLOTS * RAW_SLOT;
+  static constexpr int BEHIND = L::ALPHA + 256;
+  static constexpr int SUMS = R::SCALES_APART ? BEHIND : (END + 15) / 16 * 16;
+  static constexpr int SCALES = R::SCALES_APART ? SUMS + 8192 : RAW + R::SCALES_AT;
+  static constexpr int SCALES_SLOT = R::SCALES_APART ? 16 * R::SCALES_PITCH : RAW_SLOT;
+  static constexpr int BYTES = R::SCALES_APART ? SCALES + SLOTS * SCALES_SLOT : BEHIND;
+  static_assert((R::SCALES_APART ? END : SUMS + 8192) <= L::COLUMNS, "rings overlap the columns");
+  static_assert(BYTES <= 232448, "more shared memory than an SM has");
+};
+
+DEVICE void wgmma_heads_by_dims(float (&d)[32], u64 a, u64 b) {
+  WGMMA_SS(64, "f16", REG32, ACC32(d, 0), "%32", "%33", "0", "1");
+}
+DEVICE void wgmma_heads_by_dims(float (&d)[96], u64 a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {" REG64
+               ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83"
+               ", %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, %96, %97, 1, 1, 1, 0, 1;"
+               : ACC64(d, 0), ACC32(d, 64)
+               : "l"(a), "l"(b));
+}
+DEVICE void copy_to_peer(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "r"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// The number of a CTA's table of wide weights, float32 [64 keys, 64 heads].
+DEVICE float* wide_table_of(const Params& p, const Row& row, int ctas, int rank) {
+  return reinterpret_cast<float*>(p.exchange) + ((static_cast<i64>(row.token) * p.head_tiles + row.tile) * ctas + rank) * 4096;
+}
+
+// ---- gather ---------------------------------------------------------------------------------------------------------
+
+// Rows of this CTA's turns to the ring, a warp's 16 keys each.
+template <class Y>
+DEVICE void gather_turns(const Params& p, const Row& row, u32 shared, int rank, int warp, int lane) {
+  using R = typename Y::R;
+  const int request = uniform(request_of(p, row));
+  const u32 list = shared + Y::LISTS + warp * 128;
+  Stream stream = begin_stream(p, row, warp, lane);
+  int slot = warp, parity = 1, whose = 0;
+  bool last = false;
+  auto hand_over = [&](const Chosen& chosen, u32 flags) {
+    const u32 barrier = shared + Y::RAW_FULL + slot * 8, rows = shared + Y::RAW + slot * Y::RAW_SLOT,
+              scales = shared + Y::SCALES + slot * Y::SCALES_SLOT;
+    const Place place = place_of(p, request, chosen);
+    const Cache& cache = p.caches[chosen.extra()];
+    const bool copies = is_live(cache, place);
+    const u32 live = __ballot_sync(~0u, copies) & 0xffff;
+    mbarrier_wait(barrier + Y::RAW_FREE - Y::RAW_FULL, parity);
+    if (flags < NO_TURN) {
+      if constexpr (R::SCALES_APART)
+        if (copies) copy_8(scales + lane * R::SCALES_PITCH, scales_of_key<R>(cache, place));
+      if (copies) bulk_copy(rows + lane * R::BYTES, row_of_key<R>(cache, place), R::BYTES, barrier);
+      if (live != 0xffff) clear_rows<R>(rows, scales, live, lane);
+    }
+    if (lane == 0) {
+      store_shared_4(shared + Y::LIVE + slot * 4, live | flags);
+      if constexpr (R::SCALES_APART) mbarrier_expect(barrier, __popc(live) * R::BYTES);
+    }
+    __syncwarp();
+    if constexpr (R::SCALES_APART)
+      arrive_when_copied(barrier), warp_arrive(barrier, lane);
+    else if (arrives(lane))
+      mbarrier_arrive_expect(barrier, lane == 0 ? __popc(live) * R::BYTES : 0);
+    next_slot<Y::SLOTS>(slot, parity);
+  };
+  for (int turn = 0; !last; ++turn) {
+    const Chosen chosen = choose_keys(p, row, stream, list, turn & 1, warp, lane);
+    last = uniform(chosen.last);
+    const bool own = whose == rank;
+    whose = whose + 1 == Y::CTAS ? 0 : whose + 1;
+    if (own)
+      hand_over(chosen, last ? LAST_TURN : 0);
+    else if (last)
+      hand_over({NO_KEY, true}, NO_TURN);
+  }
+}
+
+// ---- values ---------------------------------------------------------------------------------------------------------
+
+// A lane's bytes of two keys: 16 dims of each chunk of the slice, of RoPE that is a value 32 bytes.
+template <class Y, int CHUNKS>
+struct Slice {
+  uint4 bytes[2][CHUNKS], more[2];
+  typename Y::R::Scales scales[2];
+};
+
+template <class Y, int CHUNKS>
+DEVICE void load_slice(Slice<Y, CHUNKS>& slice, const unsigned char* row, const unsigned char* scales, u32 live, int rank,
+                       int lane) {
+  using R = typename Y::R;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = r * 8 + lane / 4;
+    const unsigned char* from = shuffle_pointer(row, key);
+    const bool there = live >> key & 1;
+    if constexpr (R::SCALES_APART) {
+      slice.scales[r] = make_uint2(R::DEAD_SCALES, R::DEAD_SCALES);
+      const unsigned char* of_key = shuffle_pointer(scales, key);
+      if (there) slice.scales[r] = __ldg(reinterpret_cast<const uint2*>(of_key));
+    } else {
+      slice.scales[r] = make_uint4(R::DEAD_SCALE, R::DEAD_SCALE, R::DEAD_SCALE, R::DEAD_SCALE);
+      if (there) slice.scales[r] = __ldg(reinterpret_cast<const uint4*>(from + R::SCALES_AT));
+    }
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int chunk = rank * CHUNKS + c;
+      const bool rope = R::ROPE_IS_VALUE && chunk == R::CHUNKS - 1;
+      slice.bytes[r][c] = make_uint4(0, 0, 0, 0);
+      if (there && chunk < 8)
+        slice.bytes[r][c] = __ldg(reinterpret_cast<const uint4*>(from + chunk * 64 + lane % 4 * (rope ? 32 : 16)));
+      if (R::ROPE_IS_VALUE && c == (R::CHUNKS - 1) % CHUNKS) {
+        slice.more[r] = make_uint4(0, 0, 0, 0);
+        if (there && rope) slice.more[r] = __ldg(reinterpret_cast<const uint4*>(from + chunk * 64 + lane % 4 * 32 + 16));
+      }
+    }
+  }
+}
+
+// The same as float16, as `score` makes them of a key's bytes, to a slot: rows of 128 bytes a chunk and key, swizzled.
+template <class Y, int CHUNKS>
+DEVICE void store_slice(Slice<Y, CHUNKS>& slice, u32 slot, int rank, int lane) {
+  using R = typename Y::R;
+  u32 undo[2] = {ONE_EACH, ONE_EACH};
+  if (__any_sync(~0u, R::outside(slice.scales)))
+    R::take_out(slice.scales[0], undo[0]), R::take_out(slice.scales[1], undo[1]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = r * 8 + lane / 4, t = lane % 4;
+    const u32 to = slot + key * 128;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int chunk = rank * CHUNKS + c;
+      if (chunk >= 8) continue;
+      u32 v[8];
+      if (R::ROPE_IS_VALUE && chunk == R::CHUNKS - 1) {
+        const u32 factor = twice(undo[r], 0);
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          v[w] = R::rope(word(slice.bytes[r][c], w), factor), v[4 + w] = R::rope(word(slice.more[r], w), factor);
+      } else {
+        const u32 scale = R::pair(slice.scales[r], chunk);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) e4m3_to_float16(word(slice.bytes[r][c], w), scale, v[2 * w], v[2 * w + 1]);
+      }
+      store_shared_16(to + c * 2048 + ((2 * t ^ (key & 7)) << 4), v[0], v[1], v[2], v[3]);
+      store_shared_16(to + c * 2048 + ((2 * t + 1 ^ (key & 7)) << 4), v[4], v[5], v[6], v[7]);
+    }
+  }
+}
+
+// This CTA's slice of all keys, a warp's 16 of each turn.
+template <class Y, int CHUNKS>
+DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, int warp, int lane) {
+  using R = typename Y::R;
+  const int request = uniform(request_of(p, row));
+  const u32 list = shared + Y::LISTS + (4 + warp) * 128;
+  Stream stream = begin_stream(p, row, warp, lane);
+  int slot = warp, parity = 1;
+  bool last = false;
+  struct Keys {
+    const unsigned char *row, *scales;
+    u32 live;
+  };
+  auto next_keys = [&](int turn) {
+    const Chosen chosen = choose_keys(p, row, stream, list, turn & 1, warp, lane);
+    last = uniform(chosen.last);
+    const Place place = place_of(p, request, chosen);
+    const Cache& cache = p.caches[chosen.extra()];
+    const bool live = is_live(cache, place);
+    Keys keys{nullptr, nullptr, __ballot_sync(~0u, live) & 0xffff};
+    if (live) {
+      keys.row = row_of_key<R>(cache, place);
+      keys.scales = R::SCALES_APART ? scales_of_key<R>(cache, place) : keys.row + R::SCALES_AT;
+    }
+    return keys;
+  };
+  auto store = [&](Slice<Y, CHUNKS>& slice, const Keys& keys) {
+    const u32 place = shared + Y::KEYS + slot * 256 + lane * 16;
+    mbarrier_wait(shared + Y::VALUES_FREE + slot * 8, parity);
+    if (lane < 16) {
+      const u64 row = reinterpret_cast<u64>(keys.row), scales = reinterpret_cast<u64>(keys.scales);
+      store_shared_16(place, static_cast<u32>(row), static_cast<u32>(row >> 32), static_cast<u32>(scales),
+                      static_cast<u32>(scales >> 32));
+    }
+    store_slice<Y, CHUNKS>(slice, shared + Y::VALUES + slot * Y::VALUE_SLOT, rank, lane);
+    __syncwarp();
+    warp_arrive(shared + Y::VALUES_FULL + slot * 8, lane);
+    next_slot<Y::VALUE_SLOTS>(slot, parity);
+  };
+  Slice<Y, CHUNKS> even, odd;
+  Keys even_keys = next_keys(0), odd_keys;
+  load_slice<Y, CHUNKS>(even, even_keys.row, even_keys.scales, even_keys.live, rank, lane);
+  for (;;) {
+    if (last) {
+      store(even, even_keys);
+      break;
+    }
+    odd_keys = next_keys(1);
+    load_slice<Y, CHUNKS>(odd, odd_keys.row, odd_keys.scales, odd_keys.live, rank, lane);
+    store(even, even_keys);
+    if (last) {
+      store(odd, odd_keys);
+      break;
+    }
+    even_keys = next_keys(0);
+    load_slice<Y, CHUNKS>(even, even_keys.row, even_keys.scales, even_keys.live, rank, lane);
+    store(odd, odd_keys);
+  }
+}
+
+// ---- scores ---------------------------------------------------------------------------------------------------------
+
+template <class Y, Format FORMAT>
+DEVICE Places places_in_relay(u32 shared, int lane) {
+  using R = typename Y::R;
+  Places places;
+  const int key = R::raw_row(lane >> 2);
+  places.raw = shared + Y::RAW + key * R::BYTES;
+  places.rope = R::ROPE_AT + (lane & 3) * 32;
+  if (!R::ROPE_IS_VALUE)
+    places.rope = R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - key) * R::BYTES + (lane >> 4) * 16;
+  places.scales = R::SCALES_APART ? shared + Y::SCALES + key * R::SCALES_PITCH : places.raw + R::SCALES_AT;
+  places.query = tile_descriptor(shared + Y::L::QUERY, 1024, 16);
+  places.values = places.values_free = 0;
+  return places;
+}
+
+// A turn's products, as `multiply` makes them, whose values other warps bring.
+template <Format FORMAT>
+DEVICE bool multiply_keys(float (&s)[32], u32 (&fragments)[2][16], const Start<FORMAT>& start, u32 undo,
+                          const Places& places, u32 raw_0, int t) {
+  using R = Rows<FORMAT>;
+  constexpr int QUERY_CHUNK = Layout<64, FORMAT>::QUERY_CHUNK, COUNT = R::CHUNKS;
+  u32 too_large = 0;
+  Bytes bytes[3] = {start.bytes[0], start.bytes[1]};
+#pragma unroll
+  for (int n = 0; n < COUNT; ++n) {
+    const int chunk = chunk_of<true, FORMAT>(n);
+    u32(&f)[16] = fragments[n % 2];
+    if (n + 2 < COUNT) load_bytes<FORMAT>(bytes[(n + 2) % 3], places, raw_0, chunk_of<true, FORMAT>(n + 2), t);
+    if (n > 1) {
+      wgmma_wait<1>();
+      hold(f);
+    }
+    make_fragments<FORMAT>(f, bytes[n % 3], start.scales, undo, chunk, too_large);
+    hold(f);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const u64 operand = places.query + (chunk * QUERY_CHUNK + j * 32) / 16;
+      if (chunk == ROPE<FORMAT> && !R::ROPE_IS_VALUE)
+        wgmma_bfloat16(s, f + 4 * j, operand, n > 0 || j > 0);
+      else
+        wgmma_float16(s, f + 4 * j, operand, n > 0 || j > 0);
+    }
+    wgmma_commit();
+  }
+  return too_large != 0;
+}
+
+// References of 64 heads and their number of moves, to the CTA of the next turn, by one warp.
+template <class Y>
+DEVICE void send_references(u32 shared, int next, u32 state, int lane) {
+  const u32 to = peer_address(shared + Y::REFERENCES + lane * 16, next), barrier = peer_address(shared + Y::REFERENCES_FULL, next);
+  const u32 column = shared + Y::L::COLUMNS + (lane & 15) * 32;
+  const uint4 first = load_shared_16(column), second = load_shared_16(column + 16);
+  const u32 words[4] = {lane < 16 ? first.y : state, first.w, second.y, second.w};
+  if (lane < 17) send_16(to, barrier, words);
+  __syncwarp();
+}
+
+template <int CHUNKS, Format FORMAT>
+DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int rank,
+                           int thread) {
+  using Y = Relay<CHUNKS, FORMAT>;
+  using L = typename Y::L;
+  using R = Rows<FORMAT>;
+  constexpr int HEADS = 64, TILES = 8;
+  thread = kept(thread);
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  const int next = rank + 1 == Y::CTAS ? 0 : rank + 1, place = rank % Y::PLACES;
+  const Places places = places_in_relay<Y, FORMAT>(shared, lane);
+  const u32 weights_row = shared + Y::WEIGHTS + place * 8192 + (lane & 7) * 128 +
+                          ((((warp * 2) | ((lane >> 3) & 1)) ^ (lane & 7)) << 4) + (lane >> 4) * 1024;
+  const u32 head = shared + Y::HEADS_OF_PLACES + place * Y::HEAD;
+  float sums[TILES * 2];
+#pragma unroll
+  for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
+  bool seen = false, started = false;
+  u32 moves_so_far = 0;
+  int slot = warp, parity = 0;
+  Start<FORMAT> start;
+  if (thread == 0) {
+    mbarrier_arrive_expect(shared + Y::REFERENCES_FULL, Y::HEAD);
+    mbarrier_arrive_expect(shared + Y::SUMS_FULL, 8192);
+  }
+#pragma unroll 1
+  for (int own = 0;; ++own) {
+    if (!started) {
+      const u32 raw_0 = places.raw + slot * Y::RAW_SLOT;
+      mbarrier_wait(shared + Y::RAW_FULL + slot * 8, parity);
+      load_start<HEADS, FORMAT, true, 0>(start, places, raw_0, places.scales + slot * Y::SCALES_SLOT,
+                                         shared + Y::LIVE + slot * 4, t);
+      load_start_rest<HEADS, FORMAT, true, 0>(start, raw_0 + places.rope);
+    }
+    const u32 alive = start.alive & 0xffff, flags = uniform(start.alive);
+    if (flags >= NO_TURN) break;
+    const bool last = flags >= LAST_TURN, begins = own == 0 && rank == 0;
+    const u32 received = own - (rank == 0) & 1;
+    float s[TILES * 4];
+    u32 undo, fragments[2][16];
+    bool wide;
+    const bool apart = take_out<HEADS, FORMAT, true, 0>(start, undo, wide);
+    wide |= multiply_keys<FORMAT>(s, fragments, start, undo, places, places.raw + slot * Y::RAW_SLOT, t);
+    int later_slot = slot, later_parity = parity;
+    next_slot<Y::SLOTS>(later_slot, later_parity);
+    started = __all_sync(~0u, mbarrier_test(shared + Y::RAW_FULL + later_slot * 8, later_parity)) && !last;
+    const int ahead = started ? later_slot : slot;
+    load_start<HEADS, FORMAT, true, 0>(start, places, places.raw + ahead * Y::RAW_SLOT,
+                                       places.scales + ahead * Y::SCALES_SLOT, shared + Y::LIVE + ahead * 4, t);
+    if (own == 0) cluster_wait();  // other CTAs' barriers are there
+    if (!begins) {
+      mbarrier_wait_cluster(shared + Y::REFERENCES_FULL, received);
+      const u32 state = load_shared_4(shared + Y::REFERENCES + 256);
+      if (thread == 0) mbarrier_arrive_expect(shared + Y::REFERENCES_FULL, Y::HEAD);
+      seen = state >> 31;
+      if (uniform(state & 0x7fffffff) != moves_so_far) {
+        moves_so_far = uniform(state & 0x7fffffff);
+        if (thread < HEADS)
+          store_shared_float(shared + L::COLUMNS + thread * 8 + 4, load_shared_float(shared + Y::REFERENCES + thread * 4));
+        named_barrier<SCORE_BARRIER, 128>();
+      }
+    }
+    uint4 columns[TILES];
+#pragma unroll
+    for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+    if (apart)
+#pragma unroll
+      for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
+    wgmma_wait<0>();
+    hold(s);
+    hold(fragments[0]), hold(fragments[1]);
+#pragma unroll
+    for (int j = TILES / 2; j < TILES; ++j) {
+      columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+      columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
+    }
+    const u32 mine = alive >> R::raw_row(g);
+    const bool live_0 = mine & 1, live_1 = mine & 0x100;
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+      const uint4& two = columns[j];
+      s[4 * j] = fmaf(s[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
+      s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
+      s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
+      s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
+    }
+    if (apart) {
+      const u32 inverse = 0x7f007f00u - undo;
+      const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
+                  taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
+#pragma unroll
+      for (int e = 0; e < TILES * 4; e += 4) {
+        const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
+        const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
+      }
+    }
+    load_start_rest<HEADS, FORMAT, true, 0>(start, places.raw + ahead * Y::RAW_SLOT + places.rope);
+    auto largest = [&]() {
+      float tops[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+      for (int e = 4; e < TILES * 4; ++e) tops[e & 3] = fmaxf(tops[e & 3], s[e]);
+      return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+    };
+    auto receive_sums = [&]() {
+      if (begins) return;
+      mbarrier_wait_cluster(shared + Y::SUMS_FULL, received);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const uint4 v = load_shared_16(shared + Y::SUMS + w * 2048 + thread * 16);
+        sums[4 * w] = __uint_as_float(v.x), sums[4 * w + 1] = __uint_as_float(v.y);
+        sums[4 * w + 2] = __uint_as_float(v.z), sums[4 * w + 3] = __uint_as_float(v.w);
+      }
+      if (thread == 0) mbarrier_arrive_expect(shared + Y::SUMS_FULL, 8192);
+    };
+    // The turn whose weights were in this place has left it, everywhere.
+    auto await_place = [&]() {
+      const int freed = own - (rank < Y::PLACES);
+      if (freed >= 0) mbarrier_wait_cluster(shared + Y::PLACE_FREE, freed & 1);
+    };
+    auto table_of_wide = [&]() { return wide_table_of(p, row, Y::CTAS, rank); };
+    auto wide_place = [&]() { return (warp * 16 + R::raw_row(g)) * HEADS + 2 * t; };
+
+    int turn = USUAL;
+    bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
+    if (moves) {
+#pragma unroll
+      for (int e = 0; e < TILES * 4; ++e)
+        if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
+      moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen && alive);
+    }
+    if (moves) {
+      turn = MOVED;
+      await_place();
+      if (named_barrier_any<SCORE_BARRIER, 128>(wide)) {
+        turn = WIDE;
+        float* table = table_of_wide();
+#pragma unroll 1
+        for (int e = thread; e < TILE_KEYS * HEADS; e += 128) {
+          const int key = e / HEADS, first = slot >= warp ? slot - warp : slot - warp + Y::SLOTS;
+          const int row_of_key = slot_of<Y::SLOTS>(first, key) * 16 + key % 16;
+          const int place = R::SCALES_APART ? Y::SCALES + row_of_key * R::SCALES_PITCH : Y::RAW + row_of_key * R::BYTES + R::SCALES_AT;
+          table[e] = wide_score<HEADS, FORMAT>(p, row, shared_pointer + Y::RAW + row_of_key * R::BYTES,
+                                               shared_pointer + place, e % HEADS) -
+                     load_shared_float(shared + L::COLUMNS + e % HEADS * 8 + 4);
+        }
+        named_barrier<SCORE_BARRIER, 128>();
+        table += wide_place();
+#pragma unroll
+        for (int e = 0; e < TILES * 4; ++e)
+          s[e] = ((e & 2) ? live_1 : live_0)
+                     ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] + exponent_taken(undo, e >> 1 & 1)
+                     : -INFINITY;
+      }
+      receive_sums();
+      raise_references<L>(s, sums, seen, REFERENCE_SLACK, shared, thread);
+      if (thread < HEADS)
+        store_shared_float(head + thread * 4, load_shared_float(shared + L::ALPHA + thread * 4));
+      seen = true, ++moves_so_far;
+    }
+    if (warp == 0 && !last) send_references<Y>(shared, next, moves_so_far | (seen ? 0x80000000u : 0), lane);
+    warp_arrive(shared + Y::RAW_FREE + slot * 8, lane);
+
+#pragma unroll
+    for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
+    const float undone[2] = {low_bfloat16(undo), high_bfloat16(undo)};
+    await_place();
+    if (turn == WIDE) {
+      float* table = table_of_wide() + wide_place();
+#pragma unroll
+      for (int e = 0; e < TILES * 4; ++e)
+        table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] = s[e] * undone[e >> 1 & 1];
+      __threadfence();
+    } else {
+#pragma unroll
+      for (int j = 0; j + 1 < TILES; j += 2)
+        store_matrices_transposed(weights_row + j * 1024, pack_float16(s[4 * j], s[4 * j + 1]),
+                                  pack_float16(s[4 * j + 2], s[4 * j + 3]), pack_float16(s[4 * j + 4], s[4 * j + 5]),
+                                  pack_float16(s[4 * j + 6], s[4 * j + 7]));
+    }
+    if (thread == 0) store_shared_4(head + 256, turn | (last ? LAST_TURN : 0));
+    __syncwarp();
+    warp_arrive(shared + Y::OWN_FULL, lane);
+    if (turn == USUAL) receive_sums();
+#pragma unroll
+    for (int c = 0; c < TILES * 2; ++c)
+      sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
+    if (last) {
+      const u32 sums_at = shared + Y::DESK;
+      store_sums<HEADS>(sums, sums_at + warp * (HEADS * 4), lane);
+      named_barrier<SCORE_BARRIER, 128>();
+      if (thread < HEADS) {
+        const float total = sum_of<HEADS>(sums_at, thread), reference = load_shared_float(shared + L::COLUMNS + thread * 8 + 4);
+#pragma unroll 1
+        for (int to = 0; to < Y::CTAS; ++to)
+          send_float2(peer_address(shared + Y::FINAL + thread * 8, to), peer_address(shared + Y::FINAL_FULL, to), total,
+                      reference);
+      }
+      break;
+    }
+    const u32 to = peer_address(shared + Y::SUMS + thread * 16, next), barrier = peer_address(shared + Y::SUMS_FULL, next);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const u32 words[4] = {__float_as_uint(sums[4 * w]), __float_as_uint(sums[4 * w + 1]), __float_as_uint(sums[4 * w + 2]),
+                            __float_as_uint(sums[4 * w + 3])};
+      send_16(to + w * 2048, barrier, words);
+    }
+    slot = later_slot, parity = later_parity;
+  }
+}
+
+// ---- sums of values -------------------------------------------------------------------------------------------------
+
+// Accumulators of the most registers that ptxas takes in one instruction here.
+template <int CHUNKS>
+constexpr int PIECES = CHUNKS == 4 ? 2 : 1;
+
+// A wide turn: keys one after the other from memory, in float32.
+template <class Y, int CHUNKS, Format FORMAT>
+DEVICE void add_wide(float (&o)[PIECES<CHUNKS>][CHUNKS * 32 / PIECES<CHUNKS>], unsigned char* shared_pointer, const float* table, int first_slot, int rank,
+                     int head, int t) {
+  using R = Rows<FORMAT>;
+#pragma unroll 1
+  for (int key = 0; key < TILE_KEYS; ++key, table += 64) {
+    const int slot = slot_of<Y::VALUE_SLOTS>(first_slot, key);
+    const u64* of_key = reinterpret_cast<const u64*>(shared_pointer + Y::KEYS + slot * 256 + key % 16 * 16);
+    const unsigned char *raw = reinterpret_cast<const unsigned char*>(of_key[0]),
+                        *scales = reinterpret_cast<const unsigned char*>(of_key[1]);
+    const float weight_0 = __ldcg(table + head), weight_1 = __ldcg(table + head + 8);
+    const int first = opaque(rank) * CHUNKS;  // else addresses of all values stay in registers
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int chunk = first + c;
+      const bool there = raw && chunk < 8;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        constexpr int N = CHUNKS * 32 / PIECES<CHUNKS>;
+        const int e = c * 32 + i / 2 * 4 + i % 2;
+        float (&two)[N] = o[e / N];
+        const float value =
+            there ? value_of<FORMAT>(raw, scales, chunk * 64 + 2 * t + i / 2 * 8 + i % 2, chunk * 64 / R::GROUP) : 0.f;
+        two[e % N] = fmaf(weight_0, value, two[e % N]);
+        two[e % N + 2] = fmaf(weight_1, value, two[e % N + 2]);
+      }
+    }
+  }
+}
+
+template <int CHUNKS, Format FORMAT>
+DEVICE void add_up_in_relay(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int rank,
+                            int thread) {
+  using Y = Relay<CHUNKS, FORMAT>;
+  using L = typename Y::L;
+  constexpr int N = CHUNKS * 32 / PIECES<CHUNKS>;
+  thread = kept(thread);
+  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
+  float o[PIECES<CHUNKS>][N];
+#pragma unroll
+  for (int piece = 0; piece < PIECES<CHUNKS>; ++piece)
+#pragma unroll
+    for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
+  if (thread == 0) {
+    for (int place = 0; place < Y::PLACES; ++place)
+      mbarrier_arrive_expect(shared + Y::WEIGHTS_FULL + place * 8, 8192 + Y::HEAD);
+    mbarrier_arrive_expect(shared + Y::FINAL_FULL, 512);
+  }
+  cluster_wait();
+  int whose = 0, slot = 0;
+  u32 parities = 0;  // of the places' barriers, of this CTA's own turns and of the ring of values
+  constexpr u32 OWN = 1u << 30, RING = 1u << 31;
+  for (bool ends = false; !ends;) {
+    const int place = whose % Y::PLACES;
+    const u32 weights_at = shared + Y::WEIGHTS + place * 8192, head = shared + Y::HEADS_OF_PLACES + place * Y::HEAD;
+    const u32 barrier = shared + Y::WEIGHTS_FULL + place * 8;
+    if (whose == rank) {
+      mbarrier_wait(shared + Y::OWN_FULL, (parities & OWN) != 0);
+      parities ^= OWN;
+      fence_async_shared();
+      if (warp == 0) {
+        if (lane < Y::CTAS && lane != rank) {
+          copy_to_peer(peer_address(weights_at, lane), weights_at, 8192, peer_address(barrier, lane));
+          copy_to_peer(peer_address(head, lane), head, Y::HEAD, peer_address(barrier, lane));
+        }
+        __syncwarp();
+      }
+    } else {
+      mbarrier_wait_cluster(barrier, parities >> place & 1);
+      parities ^= 1u << place;
+      if (thread == 0) mbarrier_arrive_expect(barrier, 8192 + Y::HEAD);
+    }
+    const u32 turn = load_shared_4(head + 256);
+    ends = uniform(turn) >= LAST_TURN;
+    if ((turn & 0xff) != USUAL) {
+      const float alpha[2] = {load_shared_float(head + (warp * 16 + g) * 4), load_shared_float(head + (warp * 16 + g + 8) * 4)};
+#pragma unroll
+      for (int piece = 0; piece < PIECES<CHUNKS>; ++piece)
+#pragma unroll
+        for (int e = 0; e < N; ++e) o[piece][e] *= alpha[e >> 1 & 1];
+    }
+    const int first_slot = slot;
+#pragma unroll 1
+    for (int k = 0; k < 4; ++k) {
+      mbarrier_wait(shared + Y::VALUES_FULL + slot * 8, parities >> 31);
+      if (++slot == Y::VALUE_SLOTS) slot = 0, parities ^= RING;
+    }
+    if ((turn & 0xff) == WIDE) {
+      add_wide<Y, CHUNKS, FORMAT>(o, shared_pointer, wide_table_of(p, row, Y::CTAS, whose), first_slot, rank, warp * 16 + g, t);
+    } else {
+      fence_async_shared();
+      const u64 weights = tile_descriptor(weights_at, 1024, 16), ring = tile_descriptor(shared + Y::VALUES, 1024, 2048);
+#pragma unroll
+      for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const u64 values = ring + slot_of<Y::VALUE_SLOTS>(first_slot, k * 16) * (Y::VALUE_SLOT / 16);
+#pragma unroll
+        for (int piece = 0; piece < PIECES<CHUNKS>; ++piece)
+          wgmma_heads_by_dims(o[piece], weights + k * 2, values + piece * (N / 32 * 2048 / 16));
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+#pragma unroll
+      for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
+    }
+    __syncwarp();
+    if (lane < 4) mbarrier_arrive(shared + Y::VALUES_FREE + slot_of<Y::VALUE_SLOTS>(first_slot, lane * 16) * 8);
+    // The CTA of the turn that takes this place next waits for all.
+    if (lane == 4) {
+      const int next = whose + Y::PLACES;
+      mbarrier_release_peer(peer_address(shared + Y::PLACE_FREE, next >= Y::CTAS ? next - Y::CTAS : next));
+    }
+    __syncwarp();
+    whose = whose + 1 == Y::CTAS ? 0 : whose + 1;
+  }
+
+  const int of_lane = warp * 16 + lane % 16, global_head = row.tile * 64 + of_lane;
+  const bool there = global_head < p.num_heads;
+  const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
+  mbarrier_wait_cluster(shared + Y::FINAL_FULL, 0);
+  const float2 state = load_shared_float2(shared + Y::FINAL + of_lane * 8);
+  const float total = state.x, reference = state.y;
+  const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
+  float factor = __fdividef(1.f / L::FACTOR, total);
+  if (rank == 0 && there && lane < 16) leave_lse(p, row, global_head, -1, lse, factor);
+  if (sink != -INFINITY) factor = __fdividef(factor, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
+  factor = total == 0.f ? 0.f : factor;
+  const float factors[2] = {__shfl_sync(~0u, factor, g), __shfl_sync(~0u, factor, g + 8)};
+  named_barrier(VALUES_BARRIER, 128);  // all products have left the values
+  constexpr int UNITS = CHUNKS * 8;
+  const u32 stage = shared + Y::VALUES + warp * (16 * UNITS * 16);
+#pragma unroll
+  for (int i = 0; i < UNITS; ++i)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      store_shared_4(stage + ((g + 8 * r) * UNITS + (i ^ g)) * 16 + t * 4,
+                     scaled_pair(o[4 * i / N][4 * i % N + 2 * r], o[4 * i / N][4 * i % N + 2 * r + 1], factors[r]));
+  __syncwarp();
+#pragma unroll 4
+  for (int at = lane; at < 16 * UNITS; at += 32) {
+    const int line = at / UNITS, unit = at % UNITS, head = row.tile * 64 + warp * 16 + line;
+    if (head < p.num_heads && rank * CHUNKS + unit / 8 < 8)
+      *reinterpret_cast<uint4*>(out_row(p, row, head) + rank * (CHUNKS * 64) + unit * 8) =
+          load_shared_16(stage + (line * UNITS + (unit ^ (line & 7))) * 16);
+  }
+}
+
+// ---- all of it ------------------------------------------------------------------------------------------------------
+
+template <int CHUNKS, Format FORMAT>
+DEVICE void relay(const Params& p) {
+  using Y = Relay<CHUNKS, FORMAT>;
+  constexpr int QUERY_THREADS = 384;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = shared_address(shared_memory);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  const int rank = uniform(cluster_rank());
+  const Row row = row_of(p, token_of(p), cluster_index(p), 0, 1, 0);
+  if (thread % 32 == 0)
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < Y::NUM_BARRIERS; i += 16) {
+      const u32 barrier = Y::BARRIERS + i * 8;
+      int arrivals = 1;
+      if (barrier < Y::RAW_FREE) arrivals = ARRIVALS_OF_A_WARP + (Rows<FORMAT>::SCALES_APART ? 32 : 0);
+      if (barrier >= Y::RAW_FREE && barrier < Y::VALUES_FREE) arrivals = ARRIVALS_OF_A_WARP;
+      if (barrier >= Y::VALUES_FREE && barrier < Y::WEIGHTS_FULL) arrivals = 4;
+      if (barrier == Y::OWN_FULL) arrivals = 4 * ARRIVALS_OF_A_WARP;
+      if (barrier == Y::PLACE_FREE) arrivals = 4 * Y::CTAS;
+      mbarrier_init(shared + barrier, arrivals);
+      fence_barrier_init();
+    }
+  __syncthreads();
+  cluster_arrive();
+  if (warpgroup < 3) {
+    load_queries<64, FORMAT, QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
+    fence_async_shared();
+    named_barrier<QUERY_BARRIER, QUERY_THREADS>();
+    if (warpgroup == 0) {
+      more_registers<168>();
+      score_in_relay<CHUNKS, FORMAT>(p, row, shared_memory, shared, rank, thread);
+    } else if (warpgroup == 1) {
+      more_registers<160>();
+      add_up_in_relay<CHUNKS, FORMAT>(p, row, shared_memory, shared, rank, thread);
+    } else {
+      more_registers<144>();
+      bring_values<Y, CHUNKS>(p, row, shared, rank, thread / 32, thread % 32);
+      cluster_wait();
+    }
+  } else {
+    fewer_registers<40>();
+    launch_dependents();
+    gather_turns<Y>(p, row, shared, rank, thread / 32, thread % 32);
+    cluster_wait();
+    wait_for_prerequisites();
+  }
+  // No CTA leaves while others write to it.
+  cluster_arrive();
+  cluster_wait();
+}
