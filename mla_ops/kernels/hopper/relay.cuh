@@ -352,7 +352,10 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
       load_start_rest<HEADS, FORMAT, true, 0>(start, raw_0 + places.rope);
     }
     const u32 alive = start.alive & 0xffff, flags = uniform(start.alive);
-    if (flags >= NO_TURN) break;
+    if (flags >= NO_TURN) {
+      if (own == 0) cluster_wait();
+      break;
+    }
     const bool last = flags >= LAST_TURN, begins = own == 0 && rank == 0;
     const u32 received = own - (rank == 0) & 1;
     float s[TILES * 4];
@@ -697,6 +700,10 @@ DEVICE void relay(const Params& p) {
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   const int rank = uniform(cluster_rank());
   const Row row = row_of(p, token_of(p), cluster_index(p), 0, 1, 0);
+  if (row.token >= p.num_tokens) {
+    wait_for_prerequisites();
+    return;
+  }
   if (thread % 32 == 0)
 #pragma unroll 1
     for (int i = threadIdx.x / 32; i < Y::NUM_BARRIERS; i += 16) {
