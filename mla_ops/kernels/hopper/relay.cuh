@@ -16,7 +16,7 @@
 #include "scores.cuh"
 #include "values.cuh"
 
-constexpr u32 NO_TURN = 1 << 17;  // beside LAST_TURN: this CTA has no further turn
+constexpr int MOST_TURNS = 34;  // of a row: 2,048 keys and 128 of a second cache
 
 // CHUNKS of 64 dims are a CTA's slice; the last CTA of three has two.
 template <int CHUNKS, Format FORMAT>
@@ -29,19 +29,20 @@ struct Relay {
   static constexpr int VALUE_SLOTS = CHUNKS == 4 ? 6 : CHUNKS == 3 ? 7 : CHUNKS == 2 ? 8 : 12;
   static constexpr int SLOTS = CHUNKS == 1 || FORMAT == FP8_DS_MLA_V4 && CHUNKS != 3 ? 8 : 7;
   static constexpr int VALUE_SLOT = CHUNKS * 2048, RAW_SLOT = L::RAW_SLOT;
-  // In place of the weights of `Layout`: what `raise_references` needs, lists of keys, what comes from other CTAs.
+  // In place of the weights of `Layout`: what `raise_references` needs, what comes from other CTAs, the list of live keys.
   static constexpr int DESK = L::WEIGHTS;
-  static constexpr int LISTS = DESK + 1280, REFERENCES = LISTS + 1024, FINAL = REFERENCES + 272;
+  static constexpr int REFERENCES = DESK + 1280, FINAL = REFERENCES + 272;
   static constexpr int HEAD = 272, HEADS_OF_PLACES = FINAL + 512;  // of a place: alpha, a float a head, and the turn
-  static constexpr int KEYS = HEADS_OF_PLACES + PLACES * HEAD;     // of a slot of values: addresses of rows and scales
-  static constexpr int LIVE = KEYS + VALUE_SLOTS * 256;
-  static constexpr int BARRIERS = LIVE + SLOTS * 4 + SLOTS % 2 * 4;
+  static constexpr int COUNTS = HEADS_OF_PLACES + PLACES * HEAD;   // live keys that each gathering warp found
+  static constexpr int LIVE = COUNTS + 16;
+  static constexpr int BARRIERS = LIVE + 32;
   static constexpr int RAW_FULL = BARRIERS, RAW_FREE = RAW_FULL + SLOTS * 8, VALUES_FULL = RAW_FREE + SLOTS * 8,
                        VALUES_FREE = VALUES_FULL + VALUE_SLOTS * 8, WEIGHTS_FULL = VALUES_FREE + VALUE_SLOTS * 8,
-                       OWN_FULL = WEIGHTS_FULL + PLACES * 8, PLACE_FREE = OWN_FULL + 8, REFERENCES_FULL = PLACE_FREE + 8,
-                       SUMS_FULL = REFERENCES_FULL + 8, FINAL_FULL = SUMS_FULL + 8,
+                       OWN_FULL = WEIGHTS_FULL + PLACES * 8, LIST_FULL = OWN_FULL + 8, PLACE_FREE = LIST_FULL + 8,
+                       REFERENCES_FULL = PLACE_FREE + 8, SUMS_FULL = REFERENCES_FULL + 8, FINAL_FULL = SUMS_FULL + 8,
                        NUM_BARRIERS = (FINAL_FULL + 8 - BARRIERS) / 8;
-  static_assert(FINAL_FULL + 8 <= DESK + 8192, "the desk is full");
+  static constexpr int LIST = FINAL_FULL + 8;  // u16: positions of live keys, those of the second cache behind
+  static_assert(LIST + MOST_TURNS * 128 <= DESK + 8192, "the desk is full");
   static constexpr int WEIGHTS = L::VALUES, VALUES = WEIGHTS + PLACES * 8192,
                        RAW = VALUES + VALUE_SLOTS * VALUE_SLOT, END = RAW + SLOTS * RAW_SLOT;
   static constexpr int BEHIND = L::ALPHA + 256;
@@ -63,6 +64,12 @@ DEVICE void wgmma_heads_by_dims(float (&d)[96], u64 a, u64 b) {
                : ACC64(d, 0), ACC32(d, 64)
                : "l"(a), "l"(b));
 }
+DEVICE int load_shared_2(u32 address) {
+  unsigned short v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
+
 DEVICE void copy_to_peer(u32 to, u32 from, u32 bytes, u32 barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -70,38 +77,128 @@ DEVICE void copy_to_peer(u32 to, u32 from, u32 bytes, u32 barrier) {
       : "memory");
 }
 
+// This cluster's row, whole. `again`: made anew where it is needed once, else it stays in registers of all turns.
+DEVICE Row whole_row(const Params& p, bool again = false) {
+  int token = token_of(p);
+  if (again) hold(token);
+  return row_of(p, token, cluster_index(p), 0, 1, 0);
+}
+
 // The number of a CTA's table of wide weights, float32 [64 keys, 64 heads].
 DEVICE float* wide_table_of(const Params& p, const Row& row, int ctas, int rank) {
   return reinterpret_cast<float*>(p.exchange) + ((static_cast<i64>(row.token) * p.head_tiles + row.tile) * ctas + rank) * 4096;
 }
 
-// ---- gather ---------------------------------------------------------------------------------------------------------
+// ---- keys -----------------------------------------------------------------------------------------------------------
+
+// The warps that gather list the positions of a row's live keys in their order, a quarter of its turns each.
+template <class Y>
+DEVICE void list_keys(const Params& p, const Row& row, u32 shared, int warp, int lane) {
+  constexpr int MOST_HALVES = (MOST_TURNS + 3) / 4 * 2;
+  const int turns = (row.last + 3) / 4, first = warp * turns;
+  int index[MOST_HALVES];
+#pragma unroll
+  for (int i = 0; i < MOST_HALVES; ++i) index[i] = i / 2 < turns ? index_at(p, row, first + i / 2, i % 2, lane) : -1;
+  u32 mask = 0;  // lane i: live positions of the i-th half of a turn
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < MOST_HALVES; ++i) {
+    const u32 found = __ballot_sync(~0u, in_range(p.caches[first + i / 2 >= row.main_turns], index[i]));
+    if (lane == i) mask = found;
+    count += __popc(found);
+  }
+  if (lane == 0) store_shared_4(shared + Y::COUNTS + warp * 4, count);
+  named_barrier<STATES_BARRIER, 128>();
+  int place = 0;
+  for (int before = 0; before < warp; ++before) place += load_shared_4(shared + Y::COUNTS + before * 4);
+#pragma unroll 1
+  for (int i = 0; i < 2 * turns; ++i) {
+    const u32 found = __shfl_sync(~0u, mask, i);
+    if (found >> lane & 1)
+      store_shared_2(shared + Y::LIST + (place + __popc(found & ((1u << lane) - 1))) * 2, first * 64 + i * 32 + lane);
+    place += __popc(found);
+  }
+  __syncwarp();
+  warp_arrive(shared + Y::LIST_FULL, lane);
+}
+
+// The number of live keys.
+template <class Y>
+DEVICE int await_list(u32 shared) {
+  mbarrier_wait(shared + Y::LIST_FULL, 0);
+  const uint4 counts = load_shared_16(shared + Y::COUNTS);
+  return uniform(counts.x + counts.y + counts.z + counts.w);
+}
+
+DEVICE int turns_of(int count) { return max(1, (count + TILE_KEYS - 1) / TILE_KEYS); }
+
+// A live key's position, and what the row has there.
+struct Key {
+  int position, index;  // negative: none
+};
+
+template <class Y>
+DEVICE Key key_at(const Params& p, const Row& row, u32 shared, int number, int count) {
+  Key key{-1, -1};
+  if (number >= count) return key;
+  key.position = load_shared_2(shared + Y::LIST + number * 2);
+  const bool extra = key.position >= row.main_turns * TILE_KEYS;
+  const int local = key.position - (extra ? row.main_turns * TILE_KEYS : 0);
+  const int* indices = extra ? p.indices[1] : p.indices[0];
+  const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
+  key.index = indices ? __ldg(indices + row.token * stride + local) : local;
+  return key;
+}
+
+// Addresses of a key's row and scales; null: none.
+struct KeyAddress {
+  const unsigned char *row, *scales;
+};
+
+template <class R>
+DEVICE KeyAddress address_in(const Cache& cache, int request, int index) {
+  const Place place = place_at(cache, request, index);
+  if (!is_live(cache, place)) return {nullptr, nullptr};
+  const unsigned char* row = row_of_key<R>(cache, place);
+  if constexpr (R::SCALES_APART) return {row, scales_of_key<R>(cache, place)};
+  return {row, row + R::SCALES_AT};
+}
+
+// All lanes of a warp ask.
+template <class R>
+DEVICE KeyAddress address_of(const Params& p, const Row& row, int request, const Key& key) {
+  const bool extra = key.position >= row.main_turns * TILE_KEYS;
+  if (!__any_sync(~0u, extra)) return address_in<R>(p.caches[0], request, key.index);
+  return address_in<R>(p.caches[extra], request, key.index);
+}
 
 // Rows of this CTA's turns to the ring, a warp's 16 keys each.
 template <class Y>
 DEVICE void gather_turns(const Params& p, const Row& row, u32 shared, int rank, int warp, int lane) {
   using R = typename Y::R;
   const int request = uniform(request_of(p, row));
-  const u32 list = shared + Y::LISTS + warp * 128;
-  Stream stream = begin_stream(p, row, warp, lane);
-  int slot = warp, parity = 1, whose = 0;
-  bool last = false;
-  auto hand_over = [&](const Chosen& chosen, u32 flags) {
+  list_keys<Y>(p, row, shared, warp, lane);
+  const int count = await_list<Y>(shared), turns = turns_of(count);
+  int slot = warp, parity = 1;
+  auto key_of = [&](int turn) {
+    return key_at<Y>(p, row, shared, turn * TILE_KEYS + warp * 16 + lane, lane < 16 ? count : 0);
+  };
+  Key key = key_of(rank);
+#pragma unroll 1
+  for (int turn = rank; turn < turns; turn += Y::CTAS) {
     const u32 barrier = shared + Y::RAW_FULL + slot * 8, rows = shared + Y::RAW + slot * Y::RAW_SLOT,
               scales = shared + Y::SCALES + slot * Y::SCALES_SLOT;
-    const Place place = place_of(p, request, chosen);
-    const Cache& cache = p.caches[chosen.extra()];
-    const bool copies = is_live(cache, place);
-    const u32 live = __ballot_sync(~0u, copies) & 0xffff;
+    const KeyAddress from = address_of<R>(p, row, request, key);
+    key = key_of(turn + Y::CTAS);
+    const bool copies = from.row;
+    const u32 live = __ballot_sync(~0u, copies);
     mbarrier_wait(barrier + Y::RAW_FREE - Y::RAW_FULL, parity);
-    if (flags < NO_TURN) {
-      if constexpr (R::SCALES_APART)
-        if (copies) copy_8(scales + lane * R::SCALES_PITCH, scales_of_key<R>(cache, place));
-      if (copies) bulk_copy(rows + lane * R::BYTES, row_of_key<R>(cache, place), R::BYTES, barrier);
-      if (live != 0xffff) clear_rows<R>(rows, scales, live, lane);
-    }
+    if constexpr (R::SCALES_APART)
+      if (copies) copy_8(scales + lane * R::SCALES_PITCH, from.scales);
+    if (copies) bulk_copy(rows + lane * R::BYTES, from.row, R::BYTES, barrier);
+    if (live != 0xffff) clear_rows<R>(rows, scales, live, lane);
     if (lane == 0) {
-      store_shared_4(shared + Y::LIVE + slot * 4, live | flags);
+      store_shared_4(shared + Y::LIVE + slot * 4, live);
       if constexpr (R::SCALES_APART) mbarrier_expect(barrier, __popc(live) * R::BYTES);
     }
     __syncwarp();
@@ -110,16 +207,6 @@ DEVICE void gather_turns(const Params& p, const Row& row, u32 shared, int rank, 
     else if (arrives(lane))
       mbarrier_arrive_expect(barrier, lane == 0 ? __popc(live) * R::BYTES : 0);
     next_slot<Y::SLOTS>(slot, parity);
-  };
-  for (int turn = 0; !last; ++turn) {
-    const Chosen chosen = choose_keys(p, row, stream, list, turn & 1, warp, lane);
-    last = uniform(chosen.last);
-    const bool own = whose == rank;
-    whose = whose + 1 == Y::CTAS ? 0 : whose + 1;
-    if (own)
-      hand_over(chosen, last ? LAST_TURN : 0);
-    else if (last)
-      hand_over({NO_KEY, true}, NO_TURN);
   }
 }
 
@@ -133,32 +220,29 @@ struct Slice {
 };
 
 template <class Y, int CHUNKS>
-DEVICE void load_slice(Slice<Y, CHUNKS>& slice, const unsigned char* row, const unsigned char* scales, u32 live, int rank,
-                       int lane) {
+DEVICE void load_slice(Slice<Y, CHUNKS>& slice, const KeyAddress (&from)[2], int rank, int lane) {
   using R = typename Y::R;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int key = r * 8 + lane / 4;
-    const unsigned char* from = shuffle_pointer(row, key);
-    const bool there = live >> key & 1;
+    const bool there = from[r].row;
     if constexpr (R::SCALES_APART) {
       slice.scales[r] = make_uint2(R::DEAD_SCALES, R::DEAD_SCALES);
-      const unsigned char* of_key = shuffle_pointer(scales, key);
-      if (there) slice.scales[r] = __ldg(reinterpret_cast<const uint2*>(of_key));
+      if (there) slice.scales[r] = __ldg(reinterpret_cast<const uint2*>(from[r].scales));
     } else {
       slice.scales[r] = make_uint4(R::DEAD_SCALE, R::DEAD_SCALE, R::DEAD_SCALE, R::DEAD_SCALE);
-      if (there) slice.scales[r] = __ldg(reinterpret_cast<const uint4*>(from + R::SCALES_AT));
+      if (there) slice.scales[r] = __ldg(reinterpret_cast<const uint4*>(from[r].scales));
     }
+    const unsigned char* bytes = from[r].row + rank * (CHUNKS * 64) + lane % 4 * 16;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
       const int chunk = rank * CHUNKS + c;
       const bool rope = R::ROPE_IS_VALUE && chunk == R::CHUNKS - 1;
       slice.bytes[r][c] = make_uint4(0, 0, 0, 0);
       if (there && chunk < 8)
-        slice.bytes[r][c] = __ldg(reinterpret_cast<const uint4*>(from + chunk * 64 + lane % 4 * (rope ? 32 : 16)));
+        slice.bytes[r][c] = __ldg(reinterpret_cast<const uint4*>(bytes + c * 64 + (rope ? lane % 4 * 16 : 0)));
       if (R::ROPE_IS_VALUE && c == (R::CHUNKS - 1) % CHUNKS) {
         slice.more[r] = make_uint4(0, 0, 0, 0);
-        if (there && rope) slice.more[r] = __ldg(reinterpret_cast<const uint4*>(from + chunk * 64 + lane % 4 * 32 + 16));
+        if (there && rope) slice.more[r] = __ldg(reinterpret_cast<const uint4*>(bytes + c * 64 + lane % 4 * 16 + 16));
       }
     }
   }
@@ -196,63 +280,37 @@ DEVICE void store_slice(Slice<Y, CHUNKS>& slice, u32 slot, int rank, int lane) {
   }
 }
 
-// This CTA's slice of all keys, a warp's 16 of each turn.
+// This CTA's slice of all keys, a warp's 16 of each turn. A lane has two of them, in the order in which `score` has them.
 template <class Y, int CHUNKS>
 DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, int warp, int lane) {
   using R = typename Y::R;
-  const int request = uniform(request_of(p, row));
-  const u32 list = shared + Y::LISTS + (4 + warp) * 128;
-  Stream stream = begin_stream(p, row, warp, lane);
-  int slot = warp, parity = 1;
-  bool last = false;
-  struct Keys {
-    const unsigned char *row, *scales;
-    u32 live;
+  const int request = uniform(request_of(p, row)), count = await_list<Y>(shared), turns = turns_of(count);
+  int slot = warp, parity = 1, own = warp * 16 + R::raw_row(lane / 4);
+  Key keys[2];
+  auto find = [&](int turn) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) keys[r] = key_at<Y>(p, row, shared, turn * TILE_KEYS + own + r * 8, count);
   };
-  auto next_keys = [&](int turn) {
-    const Chosen chosen = choose_keys(p, row, stream, list, turn & 1, warp, lane);
-    last = uniform(chosen.last);
-    const Place place = place_of(p, request, chosen);
-    const Cache& cache = p.caches[chosen.extra()];
-    const bool live = is_live(cache, place);
-    Keys keys{nullptr, nullptr, __ballot_sync(~0u, live) & 0xffff};
-    if (live) {
-      keys.row = row_of_key<R>(cache, place);
-      keys.scales = R::SCALES_APART ? scales_of_key<R>(cache, place) : keys.row + R::SCALES_AT;
-    }
-    return keys;
+  auto load = [&](Slice<Y, CHUNKS>& slice) {
+    const KeyAddress from[2] = {address_of<R>(p, row, request, keys[0]), address_of<R>(p, row, request, keys[1])};
+    load_slice<Y, CHUNKS>(slice, from, rank, lane);
   };
-  auto store = [&](Slice<Y, CHUNKS>& slice, const Keys& keys) {
-    const u32 place = shared + Y::KEYS + slot * 256 + lane * 16;
+  auto store = [&](Slice<Y, CHUNKS>& slice) {
     mbarrier_wait(shared + Y::VALUES_FREE + slot * 8, parity);
-    if (lane < 16) {
-      const u64 row = reinterpret_cast<u64>(keys.row), scales = reinterpret_cast<u64>(keys.scales);
-      store_shared_16(place, static_cast<u32>(row), static_cast<u32>(row >> 32), static_cast<u32>(scales),
-                      static_cast<u32>(scales >> 32));
-    }
     store_slice<Y, CHUNKS>(slice, shared + Y::VALUES + slot * Y::VALUE_SLOT, rank, lane);
     __syncwarp();
     warp_arrive(shared + Y::VALUES_FULL + slot * 8, lane);
     next_slot<Y::VALUE_SLOTS>(slot, parity);
   };
   Slice<Y, CHUNKS> even, odd;
-  Keys even_keys = next_keys(0), odd_keys;
-  load_slice<Y, CHUNKS>(even, even_keys.row, even_keys.scales, even_keys.live, rank, lane);
-  for (;;) {
-    if (last) {
-      store(even, even_keys);
-      break;
-    }
-    odd_keys = next_keys(1);
-    load_slice<Y, CHUNKS>(odd, odd_keys.row, odd_keys.scales, odd_keys.live, rank, lane);
-    store(even, even_keys);
-    if (last) {
-      store(odd, odd_keys);
-      break;
-    }
-    even_keys = next_keys(0);
-    load_slice<Y, CHUNKS>(even, even_keys.row, even_keys.scales, even_keys.live, rank, lane);
-    store(odd, odd_keys);
+  find(0), load(even), find(1);
+#pragma unroll 1
+  for (int turn = 0; turn < turns; turn += 2) {
+    load(odd), find(turn + 2);
+    store(even);
+    if (turn + 1 == turns) break;
+    load(even), find(turn + 3);
+    store(odd);
   }
 }
 
@@ -342,8 +400,10 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
     mbarrier_arrive_expect(shared + Y::REFERENCES_FULL, Y::HEAD);
     mbarrier_arrive_expect(shared + Y::SUMS_FULL, 8192);
   }
+  const int turns = turns_of(await_list<Y>(shared));
+  if (rank >= turns) cluster_wait();
 #pragma unroll 1
-  for (int own = 0;; ++own) {
+  for (int own = 0, number = rank; number < turns; ++own, number += Y::CTAS) {
     if (!started) {
       const u32 raw_0 = places.raw + slot * Y::RAW_SLOT;
       mbarrier_wait(shared + Y::RAW_FULL + slot * 8, parity);
@@ -351,12 +411,8 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
                                          shared + Y::LIVE + slot * 4, t);
       load_start_rest<HEADS, FORMAT, true, 0>(start, raw_0 + places.rope);
     }
-    const u32 alive = start.alive & 0xffff, flags = uniform(start.alive);
-    if (flags >= NO_TURN) {
-      if (own == 0) cluster_wait();
-      break;
-    }
-    const bool last = flags >= LAST_TURN, begins = own == 0 && rank == 0;
+    const u32 alive = start.alive;
+    const bool last = number + 1 == turns, begins = number == 0;
     const u32 received = own - (rank == 0) & 1;
     float s[TILES * 4];
     u32 undo, fragments[2][16];
@@ -365,13 +421,13 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
     wide |= multiply_keys<FORMAT>(s, fragments, start, undo, places, places.raw + slot * Y::RAW_SLOT, t);
     int later_slot = slot, later_parity = parity;
     next_slot<Y::SLOTS>(later_slot, later_parity);
-    started = __all_sync(~0u, mbarrier_test(shared + Y::RAW_FULL + later_slot * 8, later_parity)) && !last;
+    started = __all_sync(~0u, mbarrier_test(shared + Y::RAW_FULL + later_slot * 8, later_parity)) && number + Y::CTAS < turns;
     const int ahead = started ? later_slot : slot;
     load_start<HEADS, FORMAT, true, 0>(start, places, places.raw + ahead * Y::RAW_SLOT,
                                        places.scales + ahead * Y::SCALES_SLOT, shared + Y::LIVE + ahead * 4, t);
     if (own == 0) cluster_wait();  // other CTAs' barriers are there
     if (!begins) {
-      mbarrier_wait_cluster(shared + Y::REFERENCES_FULL, received);
+      mbarrier_wait(shared + Y::REFERENCES_FULL, received);
       const u32 state = load_shared_4(shared + Y::REFERENCES + 256);
       if (thread == 0) mbarrier_arrive_expect(shared + Y::REFERENCES_FULL, Y::HEAD);
       seen = state >> 31;
@@ -428,7 +484,7 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
     };
     auto receive_sums = [&]() {
       if (begins) return;
-      mbarrier_wait_cluster(shared + Y::SUMS_FULL, received);
+      mbarrier_wait(shared + Y::SUMS_FULL, received);
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const uint4 v = load_shared_16(shared + Y::SUMS + w * 2048 + thread * 16);
@@ -440,7 +496,7 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
     // The turn whose weights were in this place has left it, everywhere.
     auto await_place = [&]() {
       const int freed = own - (rank < Y::PLACES);
-      if (freed >= 0) mbarrier_wait_cluster(shared + Y::PLACE_FREE, freed & 1);
+      if (freed >= 0) mbarrier_wait(shared + Y::PLACE_FREE, freed & 1);
     };
     auto table_of_wide = [&]() { return wide_table_of(p, row, Y::CTAS, rank); };
     auto wide_place = [&]() { return (warp * 16 + R::raw_row(g)) * HEADS + 2 * t; };
@@ -502,7 +558,7 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
                                   pack_float16(s[4 * j + 2], s[4 * j + 3]), pack_float16(s[4 * j + 4], s[4 * j + 5]),
                                   pack_float16(s[4 * j + 6], s[4 * j + 7]));
     }
-    if (thread == 0) store_shared_4(head + 256, turn | (last ? LAST_TURN : 0));
+    if (thread == 0) store_shared_4(head + 256, turn);
     __syncwarp();
     warp_arrive(shared + Y::OWN_FULL, lane);
     if (turn == USUAL) receive_sums();
@@ -541,15 +597,16 @@ constexpr int PIECES = CHUNKS == 4 ? 2 : 1;
 
 // A wide turn: keys one after the other from memory, in float32.
 template <class Y, int CHUNKS, Format FORMAT>
-DEVICE void add_wide(float (&o)[PIECES<CHUNKS>][CHUNKS * 32 / PIECES<CHUNKS>], unsigned char* shared_pointer, const float* table, int first_slot, int rank,
-                     int head, int t) {
+DEVICE void add_wide(float (&o)[PIECES<CHUNKS>][CHUNKS * 32 / PIECES<CHUNKS>], const Params& p, u32 shared, int whose,
+                     int first_key, int rank, int head, int t) {
   using R = Rows<FORMAT>;
+  const Row row = whole_row(p, true);
+  const float* table = wide_table_of(p, row, Y::CTAS, whose);
+  const int request = request_of(p, row), count = await_list<Y>(shared);
 #pragma unroll 1
   for (int key = 0; key < TILE_KEYS; ++key, table += 64) {
-    const int slot = slot_of<Y::VALUE_SLOTS>(first_slot, key);
-    const u64* of_key = reinterpret_cast<const u64*>(shared_pointer + Y::KEYS + slot * 256 + key % 16 * 16);
-    const unsigned char *raw = reinterpret_cast<const unsigned char*>(of_key[0]),
-                        *scales = reinterpret_cast<const unsigned char*>(of_key[1]);
+    const KeyAddress from = address_of<R>(p, row, request, key_at<Y>(p, row, shared, first_key + key, count));
+    const unsigned char *raw = from.row, *scales = from.scales;
     const float weight_0 = __ldcg(table + head), weight_1 = __ldcg(table + head + 8);
     const int first = opaque(rank) * CHUNKS;  // else addresses of all values stay in registers
 #pragma unroll
@@ -571,13 +628,11 @@ DEVICE void add_wide(float (&o)[PIECES<CHUNKS>][CHUNKS * 32 / PIECES<CHUNKS>], u
 }
 
 template <int CHUNKS, Format FORMAT>
-DEVICE void add_up_in_relay(const Params& p, const Row& row, unsigned char* shared_pointer, u32 shared, int rank,
-                            int thread) {
+DEVICE void add_up_in_relay(const Params& p, u32 shared, int rank, int thread) {
   using Y = Relay<CHUNKS, FORMAT>;
   using L = typename Y::L;
   constexpr int N = CHUNKS * 32 / PIECES<CHUNKS>;
   thread = kept(thread);
-  const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   float o[PIECES<CHUNKS>][N];
 #pragma unroll
   for (int piece = 0; piece < PIECES<CHUNKS>; ++piece)
@@ -588,12 +643,16 @@ DEVICE void add_up_in_relay(const Params& p, const Row& row, unsigned char* shar
       mbarrier_arrive_expect(shared + Y::WEIGHTS_FULL + place * 8, 8192 + Y::HEAD);
     mbarrier_arrive_expect(shared + Y::FINAL_FULL, 512);
   }
+  const int turns = turns_of(await_list<Y>(shared));
   cluster_wait();
   int whose = 0, slot = 0;
   u32 parities = 0;  // of the places' barriers, of this CTA's own turns and of the ring of values
   constexpr u32 OWN = 1u << 30, RING = 1u << 31;
-  for (bool ends = false; !ends;) {
-    const int place = whose % Y::PLACES;
+#pragma unroll 1
+  for (int number = 0; number < turns; ++number) {
+    // Made anew each time: registers are few.
+    const int own = thread_here() & 127, warp = own >> 5, lane = own & 31, g = lane >> 2, t = lane & 3;
+    const int place = opaque(whose) % Y::PLACES;
     const u32 weights_at = shared + Y::WEIGHTS + place * 8192, head = shared + Y::HEADS_OF_PLACES + place * Y::HEAD;
     const u32 barrier = shared + Y::WEIGHTS_FULL + place * 8;
     if (whose == rank) {
@@ -608,13 +667,12 @@ DEVICE void add_up_in_relay(const Params& p, const Row& row, unsigned char* shar
         __syncwarp();
       }
     } else {
-      mbarrier_wait_cluster(barrier, parities >> place & 1);
+      mbarrier_wait(barrier, parities >> place & 1);
       parities ^= 1u << place;
-      if (thread == 0) mbarrier_arrive_expect(barrier, 8192 + Y::HEAD);
+      if (own == 0) mbarrier_arrive_expect(barrier, 8192 + Y::HEAD);
     }
-    const u32 turn = load_shared_4(head + 256);
-    ends = uniform(turn) >= LAST_TURN;
-    if ((turn & 0xff) != USUAL) {
+    const u32 turn = uniform(load_shared_4(head + 256));
+    if (turn != USUAL) {
       const float alpha[2] = {load_shared_float(head + (warp * 16 + g) * 4), load_shared_float(head + (warp * 16 + g + 8) * 4)};
 #pragma unroll
       for (int piece = 0; piece < PIECES<CHUNKS>; ++piece)
@@ -627,8 +685,8 @@ DEVICE void add_up_in_relay(const Params& p, const Row& row, unsigned char* shar
       mbarrier_wait(shared + Y::VALUES_FULL + slot * 8, parities >> 31);
       if (++slot == Y::VALUE_SLOTS) slot = 0, parities ^= RING;
     }
-    if ((turn & 0xff) == WIDE) {
-      add_wide<Y, CHUNKS, FORMAT>(o, shared_pointer, wide_table_of(p, row, Y::CTAS, whose), first_slot, rank, warp * 16 + g, t);
+    if (turn == WIDE) {
+      add_wide<Y, CHUNKS, FORMAT>(o, p, shared, whose, number * TILE_KEYS, rank, warp * 16 + g, t);
     } else {
       fence_async_shared();
       const u64 weights = tile_descriptor(weights_at, 1024, 16), ring = tile_descriptor(shared + Y::VALUES, 1024, 2048);
@@ -650,18 +708,20 @@ DEVICE void add_up_in_relay(const Params& p, const Row& row, unsigned char* shar
     __syncwarp();
     if (lane < 4) mbarrier_arrive(shared + Y::VALUES_FREE + slot_of<Y::VALUE_SLOTS>(first_slot, lane * 16) * 8);
     // The CTA of the turn that takes this place next waits for all.
-    if (lane == 4) {
+    if (lane == 4 && number + Y::PLACES < turns) {
       const int next = whose + Y::PLACES;
-      mbarrier_release_peer(peer_address(shared + Y::PLACE_FREE, next >= Y::CTAS ? next - Y::CTAS : next));
+      mbarrier_arrive_peer(peer_address(shared + Y::PLACE_FREE, next >= Y::CTAS ? next - Y::CTAS : next));
     }
     __syncwarp();
     whose = whose + 1 == Y::CTAS ? 0 : whose + 1;
   }
 
+  const Row row = whole_row(p, true);
+  const int own = thread_here() & 127, warp = own >> 5, lane = own & 31, g = lane >> 2, t = lane & 3;
   const int of_lane = warp * 16 + lane % 16, global_head = row.tile * 64 + of_lane;
   const bool there = global_head < p.num_heads;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
-  mbarrier_wait_cluster(shared + Y::FINAL_FULL, 0);
+  mbarrier_wait(shared + Y::FINAL_FULL, 0);
   const float2 state = load_shared_float2(shared + Y::FINAL + of_lane * 8);
   const float total = state.x, reference = state.y;
   const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
@@ -699,7 +759,7 @@ DEVICE void relay(const Params& p) {
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   const int rank = uniform(cluster_rank());
-  const Row row = row_of(p, token_of(p), cluster_index(p), 0, 1, 0);
+  const Row row = whole_row(p);
   if (row.token >= p.num_tokens) {
     wait_for_prerequisites();
     return;
@@ -712,7 +772,7 @@ DEVICE void relay(const Params& p) {
       if (barrier < Y::RAW_FREE) arrivals = ARRIVALS_OF_A_WARP + (Rows<FORMAT>::SCALES_APART ? 32 : 0);
       if (barrier >= Y::RAW_FREE && barrier < Y::VALUES_FREE) arrivals = ARRIVALS_OF_A_WARP;
       if (barrier >= Y::VALUES_FREE && barrier < Y::WEIGHTS_FULL) arrivals = 4;
-      if (barrier == Y::OWN_FULL) arrivals = 4 * ARRIVALS_OF_A_WARP;
+      if (barrier == Y::OWN_FULL || barrier == Y::LIST_FULL) arrivals = 4 * ARRIVALS_OF_A_WARP;
       if (barrier == Y::PLACE_FREE) arrivals = 4 * Y::CTAS;
       mbarrier_init(shared + barrier, arrivals);
       fence_barrier_init();
@@ -728,7 +788,7 @@ DEVICE void relay(const Params& p) {
       score_in_relay<CHUNKS, FORMAT>(p, row, shared_memory, shared, rank, thread);
     } else if (warpgroup == 1) {
       more_registers<160>();
-      add_up_in_relay<CHUNKS, FORMAT>(p, row, shared_memory, shared, rank, thread);
+      add_up_in_relay<CHUNKS, FORMAT>(p, shared, rank, thread);
     } else {
       more_registers<144>();
       bring_values<Y, CHUNKS>(p, row, shared, rank, thread / 32, thread % 32);
@@ -742,6 +802,5 @@ DEVICE void relay(const Params& p) {
     wait_for_prerequisites();
   }
   // No CTA leaves while others write to it.
-  cluster_arrive();
-  cluster_wait();
+  cluster_meet();
 }
