@@ -25,6 +25,9 @@ struct Relay {
   using R = Rows<FORMAT>;
   static constexpr int CTAS = (8 + CHUNKS - 1) / CHUNKS;
   static constexpr int PLACES = CTAS < 4 ? CTAS : 4;  // turns whose weights there is room for
+  // Sums of weights go from CTA to CTA, or, where these are many and would wait for one another, each CTA adds up those of
+  // some heads, whose weights come as float32 as well.
+  static constexpr bool SPREAD = CTAS > 4;
   // Rings of slots of 16 keys.
   static constexpr int VALUE_SLOTS = CHUNKS == 4 ? 6 : CHUNKS == 3 ? 7 : CHUNKS == 2 ? 8 : 12;
   static constexpr int SLOTS = CHUNKS == 1 || FORMAT == FP8_DS_MLA_V4 && CHUNKS != 3 ? 8 : 7;
@@ -32,7 +35,8 @@ struct Relay {
   // In place of the weights of `Layout`: what `raise_references` needs, what comes from other CTAs, the list of live keys.
   static constexpr int DESK = L::WEIGHTS;
   static constexpr int REFERENCES = DESK + 1280, FINAL = REFERENCES + 272;
-  static constexpr int HEAD = 272, HEADS_OF_PLACES = FINAL + 512;  // of a place: alpha, a float a head, and the turn
+  static constexpr int FINAL_BYTES = 512;  // sums and references of all heads
+  static constexpr int HEAD = 272, HEADS_OF_PLACES = FINAL + FINAL_BYTES;  // of a place: alpha, a float a head, and the turn
   static constexpr int COUNTS = HEADS_OF_PLACES + PLACES * HEAD;   // live keys that each gathering warp found
   static constexpr int LIVE = COUNTS + 16;
   static constexpr int BARRIERS = LIVE + 32;
@@ -43,9 +47,11 @@ struct Relay {
                        NUM_BARRIERS = (FINAL_FULL + 8 - BARRIERS) / 8;
   static constexpr int LIST = FINAL_FULL + 8;  // u16: positions of live keys, those of the second cache behind
   static_assert(LIST + MOST_TURNS * 128 <= DESK + 8192, "the desk is full");
+  static constexpr int WEIGHTS_BYTES = 8192 + HEAD + (SPREAD ? 2048 : 0);  // from another CTA, a turn
   static constexpr int WEIGHTS = L::VALUES, VALUES = WEIGHTS + PLACES * 8192,
                        RAW = VALUES + VALUE_SLOTS * VALUE_SLOT, END = RAW + SLOTS * RAW_SLOT;
   static constexpr int BEHIND = L::ALPHA + 256;
+  // Sums of the turn before, float [4, 128, 4]; spread, of each place 16 bytes of each thread that made weights.
   static constexpr int SUMS = R::SCALES_APART ? BEHIND : (END + 15) / 16 * 16;
   static constexpr int SCALES = R::SCALES_APART ? SUMS + 8192 : RAW + R::SCALES_AT;
   static constexpr int SCALES_SLOT = R::SCALES_APART ? 16 * R::SCALES_PITCH : RAW_SLOT;
@@ -364,6 +370,21 @@ DEVICE bool multiply_keys(float (&s)[32], u32 (&fragments)[2][16], const Start<F
   return too_large != 0;
 }
 
+// To shared memory of a CTA of the cluster, whose barrier counts the bytes.
+DEVICE void send_4(u32 address, u32 barrier, float value) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(__float_as_uint(value)), "r"(barrier)
+               : "memory");
+}
+
+// A number of a head to all CTAs, `kind` 0 its sum, 1 its reference.
+template <class Y>
+DEVICE void send_final(u32 shared, int kind, int head, float value) {
+#pragma unroll 1
+  for (int to = 0; to < Y::CTAS; ++to)
+    send_4(peer_address(shared + Y::FINAL + kind * 256 + head * 4, to), peer_address(shared + Y::FINAL_FULL, to), value);
+}
+
 // References of 64 heads and their number of moves, to the CTA of the next turn, by one warp.
 template <class Y>
 DEVICE void send_references(u32 shared, int next, u32 state, int lane) {
@@ -532,7 +553,7 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
                      ? table[(e & 2) * (4 * HEADS) + e / 4 * 8 + (e & 1)] + exponent_taken(undo, e >> 1 & 1)
                      : -INFINITY;
       }
-      receive_sums();
+      if (!Y::SPREAD) receive_sums();
       raise_references<L>(s, sums, seen, REFERENCE_SLACK, shared, thread);
       if (thread < HEADS)
         store_shared_float(head + thread * 4, load_shared_float(shared + L::ALPHA + thread * 4));
@@ -558,32 +579,42 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
                                   pack_float16(s[4 * j + 2], s[4 * j + 3]), pack_float16(s[4 * j + 4], s[4 * j + 5]),
                                   pack_float16(s[4 * j + 6], s[4 * j + 7]));
     }
+    if constexpr (Y::SPREAD) {
+#pragma unroll
+      for (int j = 0; j < TILES; ++j)
+        send_16_unless(j == rank, peer_address(shared + Y::SUMS + place * 2048 + thread * 16, j),
+                       peer_address(shared + Y::WEIGHTS_FULL + place * 8, j), __float_as_uint(s[4 * j] * undone[0]),
+                       __float_as_uint(s[4 * j + 1] * undone[0]), __float_as_uint(s[4 * j + 2] * undone[1]),
+                       __float_as_uint(s[4 * j + 3] * undone[1]));
+    }
     if (thread == 0) store_shared_4(head + 256, turn);
     __syncwarp();
     warp_arrive(shared + Y::OWN_FULL, lane);
-    if (turn == USUAL) receive_sums();
+    if constexpr (!Y::SPREAD) {
+      if (turn == USUAL) receive_sums();
 #pragma unroll
-    for (int c = 0; c < TILES * 2; ++c)
-      sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
+      for (int c = 0; c < TILES * 2; ++c)
+        sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
+      if (!last) {
+        const u32 to = peer_address(shared + Y::SUMS + thread * 16, next), barrier = peer_address(shared + Y::SUMS_FULL, next);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const u32 words[4] = {__float_as_uint(sums[4 * w]), __float_as_uint(sums[4 * w + 1]),
+                                __float_as_uint(sums[4 * w + 2]), __float_as_uint(sums[4 * w + 3])};
+          send_16(to + w * 2048, barrier, words);
+        }
+      }
+    }
     if (last) {
       const u32 sums_at = shared + Y::DESK;
-      store_sums<HEADS>(sums, sums_at + warp * (HEADS * 4), lane);
-      named_barrier<SCORE_BARRIER, 128>();
-      if (thread < HEADS) {
-        const float total = sum_of<HEADS>(sums_at, thread), reference = load_shared_float(shared + L::COLUMNS + thread * 8 + 4);
-#pragma unroll 1
-        for (int to = 0; to < Y::CTAS; ++to)
-          send_float2(peer_address(shared + Y::FINAL + thread * 8, to), peer_address(shared + Y::FINAL_FULL, to), total,
-                      reference);
+      if (!Y::SPREAD) {
+        store_sums<HEADS>(sums, sums_at + warp * (HEADS * 4), lane);
+        named_barrier<SCORE_BARRIER, 128>();
       }
-      break;
-    }
-    const u32 to = peer_address(shared + Y::SUMS + thread * 16, next), barrier = peer_address(shared + Y::SUMS_FULL, next);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const u32 words[4] = {__float_as_uint(sums[4 * w]), __float_as_uint(sums[4 * w + 1]), __float_as_uint(sums[4 * w + 2]),
-                            __float_as_uint(sums[4 * w + 3])};
-      send_16(to + w * 2048, barrier, words);
+      if (thread < HEADS) {
+        if (!Y::SPREAD) send_final<Y>(shared, 0, thread, sum_of<HEADS>(sums_at, thread));
+        send_final<Y>(shared, 1, thread, load_shared_float(shared + L::COLUMNS + thread * 8 + 4));
+      }
     }
     slot = later_slot, parity = later_parity;
   }
@@ -640,11 +671,12 @@ DEVICE void add_up_in_relay(const Params& p, u32 shared, int rank, int thread) {
     for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
   if (thread == 0) {
     for (int place = 0; place < Y::PLACES; ++place)
-      mbarrier_arrive_expect(shared + Y::WEIGHTS_FULL + place * 8, 8192 + Y::HEAD);
-    mbarrier_arrive_expect(shared + Y::FINAL_FULL, 512);
+      mbarrier_arrive_expect(shared + Y::WEIGHTS_FULL + place * 8, Y::WEIGHTS_BYTES);
+    mbarrier_arrive_expect(shared + Y::FINAL_FULL, Y::FINAL_BYTES);
   }
   const int turns = turns_of(await_list<Y>(shared));
   cluster_wait();
+  float sums[2] = {0.f, 0.f};  // spread: of two heads and the keys of one thread of `score`
   int whose = 0, slot = 0;
   u32 parities = 0;  // of the places' barriers, of this CTA's own turns and of the ring of values
   constexpr u32 OWN = 1u << 30, RING = 1u << 31;
@@ -669,7 +701,7 @@ DEVICE void add_up_in_relay(const Params& p, u32 shared, int rank, int thread) {
     } else {
       mbarrier_wait(barrier, parities >> place & 1);
       parities ^= 1u << place;
-      if (own == 0) mbarrier_arrive_expect(barrier, 8192 + Y::HEAD);
+      if (own == 0) mbarrier_arrive_expect(barrier, Y::WEIGHTS_BYTES);
     }
     const u32 turn = uniform(load_shared_4(head + 256));
     if (turn != USUAL) {
@@ -678,6 +710,15 @@ DEVICE void add_up_in_relay(const Params& p, u32 shared, int rank, int thread) {
       for (int piece = 0; piece < PIECES<CHUNKS>; ++piece)
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= alpha[e >> 1 & 1];
+      if constexpr (Y::SPREAD) {
+        const float2 of_sums = load_shared_float2(head + (rank * 8 + 2 * t) * 4);
+        sums[0] *= of_sums.x, sums[1] *= of_sums.y;
+      }
+    }
+    if constexpr (Y::SPREAD) {
+      const uint4 v = load_shared_16(shared + Y::SUMS + place * 2048 + own * 16);
+      sums[0] = __uint_as_float(v.x) + (__uint_as_float(v.z) + sums[0]);
+      sums[1] = __uint_as_float(v.y) + (__uint_as_float(v.w) + sums[1]);
     }
     const int first_slot = slot;
 #pragma unroll 1
@@ -721,9 +762,20 @@ DEVICE void add_up_in_relay(const Params& p, u32 shared, int rank, int thread) {
   const int of_lane = warp * 16 + lane % 16, global_head = row.tile * 64 + of_lane;
   const bool there = global_head < p.num_heads;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
+  if constexpr (Y::SPREAD) {  // as `store_sums` and `sum_of` add up
+    const u32 sums_at = shared + Y::DESK;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int step = 16; step >= 4; step >>= 1) sums[i] += __shfl_xor_sync(~0u, sums[i], step);
+    if (lane < 4) store_shared_float2(sums_at + (warp * 8 + 2 * lane) * 4, sums[0], sums[1]);
+    named_barrier(VALUES_BARRIER, 128);
+    if (own < 8) send_final<Y>(shared, 0, rank * 8 + own, sum_of<8>(sums_at, own));
+    __syncwarp();
+  }
   mbarrier_wait(shared + Y::FINAL_FULL, 0);
-  const float2 state = load_shared_float2(shared + Y::FINAL + of_lane * 8);
-  const float total = state.x, reference = state.y;
+  const float total = load_shared_float(shared + Y::FINAL + of_lane * 4),
+              reference = load_shared_float(shared + Y::FINAL + 256 + of_lane * 4);
   const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
   float factor = __fdividef(1.f / L::FACTOR, total);
   if (rank == 0 && there && lane < 16) leave_lse(p, row, global_head, -1, lse, factor);
