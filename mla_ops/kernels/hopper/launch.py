@@ -95,6 +95,8 @@ MOST_IN_REGISTERS = 16  # the same if CTAs keep shares in registers, `MOST_SHARE
 # tiles of heads whose registers hold shares (`held.cuh`, `folds.cuh`), and the most shares of a CTA of a cluster
 MOST_OF_A_CTA = {16: 4, 32: 3}
 NARROW = (16, 32)  # heads of tiles that a kernel gives the bits of larger ones
+RELAYS = (2, 3, 4, 8)  # CTAs of a relay
+MOST_TURNS_OF_RELAY = 34  # of a row, `MOST_TURNS` in relay.cuh
 
 
 class Clusters(NamedTuple):
@@ -138,10 +140,10 @@ class Group(NamedTuple):
 
 
 class Relay(NamedTuple):
-    """A launch by clusters that score a row's turns in turn, and add it up as one CTA would, bit for bit (`relay.cuh`).
+    """A launch by clusters whose CTAs take a row's turns by turns, with the bits of one CTA a row (`relay.cuh`).
 
     Attributes:
-        ctas: of a cluster, 2, 3, 4 or 8.
+        ctas: of a cluster, one of `RELAYS`.
     """
 
     ctas: int
@@ -223,7 +225,7 @@ class KeyFormat:
         None where registers do not suffice for both ways, or half of an SM's shared memory.
         """
         kernel = self.kernel(shape, oversubscribed)
-        if shape.tile == 32 or (isinstance(shape, Clusters) and shape.shares):
+        if shape.tile == 32 or isinstance(shape, Relay) or (isinstance(shape, Clusters) and shape.shares):
             return None
         if self.quantized:
             return kernel._replace(name=kernel.name.replace("attention_", "attention_balanced_"))
@@ -239,7 +241,7 @@ class KeyFormat:
         None for rows in shares, which are never shared evenly.
         """
         kernel = self.kernel(shape, oversubscribed)
-        if isinstance(shape, Clusters) and shape.shares:
+        if isinstance(shape, Relay) or (isinstance(shape, Clusters) and shape.shares):
             return None
         return kernel._replace(name=kernel.name.replace(">", ", true>"))
 
@@ -248,9 +250,11 @@ class KeyFormat:
         """The kernel of a launch; `oversubscribed`: there are more CTAs than SMs.
 
         Raises:
-            ValueError: these keys have no kernel for groups, or for shares, or not for so many.
+            ValueError: these keys have no kernel for groups, relays or shares, or not for so many.
         """
         if isinstance(shape, Relay):
+            if not self.quantized or shape.ctas not in RELAYS:
+                raise ValueError(f"quantised keys have kernels for relays of {RELAYS} CTAs, got {shape}, {self.name}")
             return Kernel("sparse_attention_relay.cu", f"sparse_attention_relay<{shape.chunks}, {self.name}>", 512)
         tile, grouped = shape.tile, isinstance(shape, Group)
         if grouped and not self.quantized:
@@ -287,7 +291,7 @@ class KeyFormat:
         shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
         if self.quantized:
             shapes += [Group(2), *(Clusters(tile, n, shares=3) for tile in self.tiles for n in (1, 2))]
-            shapes.append(Clusters(16, 2, shares=3, bits_of=32))
+            shapes += [Clusters(16, 2, shares=3, bits_of=32), *map(Relay, RELAYS)]
         of = itertools.product((self.kernel, self.yielding_kernel, self.balanced_kernel), shapes, (False, True))
         every = (find(shape, oversubscribed) for find, shape, oversubscribed in of)
         return list({kernel.name: kernel for kernel in every if kernel}.values())
@@ -419,6 +423,11 @@ def exchange_of_shares(keys: KeyFormat, shape: Clusters, rows: int, device: torc
     return torch.empty(shares * (shape.tile * LATENT_DIM * 2 + 8 * 32 * 8), dtype=torch.uint8, device=device)
 
 
+def exchange_of_relay(shape: Relay, rows: int, device: torch.device) -> torch.Tensor:
+    """Memory for the weights of a wide turn of each CTA, float32."""
+    return torch.empty(rows * shape.ctas * TILE_KEYS * shape.tile, dtype=torch.float32, device=device)
+
+
 def launch(
     keys: KeyFormat,
     shape: Shape,
@@ -463,8 +472,10 @@ def launch(
             exchange = groups.exchange(rows, splits, q.device)
         counters = groups.counters(device_index, rows)
     elif isinstance(shape, Relay):
-        splits, parts, cluster_size = shape.ctas, 1, shape.ctas
-        shares = 1
+        splits, parts, cluster_size, shares = shape.ctas, 1, shape.ctas, 1
+        turns = sum(-(-cache.columns // TILE_KEYS) for cache in caches)
+        if turns > MOST_TURNS_OF_RELAY:
+            raise ValueError(f"a row of a relay has at most {MOST_TURNS_OF_RELAY} turns of keys, got {turns}")
     else:
         splits, parts, shares = shape.splits, shape.parts, shape.shares
         cluster_size = splits

@@ -43,8 +43,10 @@ from .launch import (
     MOST_IN_REGISTERS,
     MOST_OF_A_CTA,
     MOST_SHARES,
+    MOST_TURNS_OF_RELAY,
     NARROW,
     NO_CACHE,
+    RELAYS,
     SPLITS,
     TILE_KEYS,
     Balance,
@@ -52,6 +54,7 @@ from .launch import (
     Clusters,
     Group,
     KeyFormat,
+    Relay,
     Rows,
     Shape,
     cache_params,
@@ -125,6 +128,8 @@ def shapes_of_shares(keys: KeyFormat, tile: int, shares: int, groups_of_row: lis
 def deterministic_shapes(keys: KeyFormat, num_heads: int, topk: int) -> list[Shape]:
     """Launches that give a row the same bits: they have the tile and the shares that its own capacity says."""
     tile, turns = tiles_for(keys, num_heads)[0], max(1, -(-topk // TILE_KEYS))
+    if keys.quantized and tile == groups.TILE and turns <= MOST_TURNS_OF_RELAY:
+        return [Clusters(tile, 1), *(Relay(ctas) for ctas in RELAYS if ctas <= turns)]
     shares = next((n for n in SPLITS if n * SHARE_TURNS >= turns), SPLITS[-1])
     if keys.quantized and tile in SHARES_IN_REGISTERS:
         shares = min(SHARES_IN_REGISTERS[tile], -(-turns // TURNS_IN_REGISTERS))
@@ -153,8 +158,13 @@ def fastest_shape(
 def choose_deterministic(
     keys: KeyFormat, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...], costs: Costs
 ) -> tuple[Wave, ...]:
-    """The fastest of the launches whose bits do not depend on the batch. Arguments as of `choose`."""
+    """The fastest of the launches whose bits do not depend on the batch. Arguments as of `choose`.
+
+    Rows in shares are one wave.
+    """
     shapes, turns = deterministic_shapes(keys, num_heads, topk), max(1, -(-topk // TILE_KEYS))
+    if any(isinstance(shape, Relay) for shape in shapes):
+        return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
     return fastest_shape(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 

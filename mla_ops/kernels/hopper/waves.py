@@ -29,6 +29,7 @@ from .launch import (
     Relay,
     Shape,
     clusters_at_once,
+    exchange_of_relay,
     exchange_of_shares,
     in_registers,
     launch,
@@ -87,7 +88,7 @@ def forced(num_tokens: int) -> Sequence[Wave]:
 
 def fastest_waves(
     keys: KeyFormat,
-    shapes: Sequence[Clusters | Group],
+    shapes: Sequence[Shape],
     num_tokens: int,
     num_heads: int,
     turns: int,
@@ -189,9 +190,7 @@ def launch_waves(
             own_exchange = exchange_of_shares(keys, shape, num_tokens * -(-num_heads // shape.tile), q.device)
             buffers.append([own_exchange])
         if isinstance(shape, Relay):
-            own_exchange = torch.empty(
-                num_tokens * -(-num_heads // 64) * shape.ctas * 4096, dtype=torch.float32, device=q.device
-            )
+            own_exchange = exchange_of_relay(shape, num_tokens * -(-num_heads // shape.tile), q.device)
             buffers.append([own_exchange])
         launch(
             keys,
