@@ -96,7 +96,7 @@ MOST_IN_REGISTERS = 16  # the same if CTAs keep shares in registers, `MOST_SHARE
 MOST_OF_A_CTA = {16: 4, 32: 3}
 NARROW = (16, 32)  # heads of tiles that a kernel gives the bits of larger ones
 RELAYS = (2, 3, 4, 8)  # CTAs of a relay
-MOST_TURNS_OF_RELAY = 34  # of a row, `MOST_TURNS` in relay.cuh
+MOST_TURNS_OF_RELAY = 34  # of a row, the same in relay_layout.cuh
 
 
 class Clusters(NamedTuple):

@@ -1,0 +1,287 @@
+// Values of a relay: the slice of a CTA, and its sums.
+#pragma once
+
+#include "relay_keys.cuh"
+#include "scores.cuh"
+#include "values.cuh"
+
+// A lane's bytes of two keys: 16 dims of each chunk of the slice, of RoPE that is a value 32 bytes.
+template <class Y, int CHUNKS>
+struct Slice {
+  uint4 bytes[2][CHUNKS], more[2];
+  typename Y::R::Scales scales[2];
+};
+
+template <class Y, int CHUNKS>
+DEVICE void load_slice(Slice<Y, CHUNKS>& slice, const KeyAddress (&from)[2], int rank, int lane) {
+  using R = typename Y::R;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool there = from[r].row;
+    if constexpr (R::SCALES_APART) {
+      slice.scales[r] = make_uint2(R::DEAD_SCALES, R::DEAD_SCALES);
+      if (there) slice.scales[r] = __ldg(reinterpret_cast<const uint2*>(from[r].scales));
+    } else {
+      slice.scales[r] = make_uint4(R::DEAD_SCALE, R::DEAD_SCALE, R::DEAD_SCALE, R::DEAD_SCALE);
+      if (there) slice.scales[r] = __ldg(reinterpret_cast<const uint4*>(from[r].scales));
+    }
+    const unsigned char* bytes = from[r].row + rank * (CHUNKS * 64) + lane % 4 * 16;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int chunk = rank * CHUNKS + c;
+      const bool rope = R::ROPE_IS_VALUE && chunk == R::CHUNKS - 1;
+      slice.bytes[r][c] = make_uint4(0, 0, 0, 0);
+      if (there && chunk < 8)
+        slice.bytes[r][c] = __ldg(reinterpret_cast<const uint4*>(bytes + c * 64 + (rope ? lane % 4 * 16 : 0)));
+      if (R::ROPE_IS_VALUE && c == (R::CHUNKS - 1) % CHUNKS) {
+        slice.more[r] = make_uint4(0, 0, 0, 0);
+        if (there && rope) slice.more[r] = __ldg(reinterpret_cast<const uint4*>(bytes + c * 64 + lane % 4 * 16 + 16));
+      }
+    }
+  }
+}
+
+// The same as float16, as `score` makes them of a key's bytes, to a slot: rows of 128 bytes a chunk and key, swizzled.
+template <class Y, int CHUNKS>
+DEVICE void store_slice(Slice<Y, CHUNKS>& slice, u32 slot, int rank, int lane) {
+  using R = typename Y::R;
+  u32 undo[2] = {ONE_EACH, ONE_EACH};
+  if (__any_sync(~0u, R::outside(slice.scales)))
+    R::take_out(slice.scales[0], undo[0]), R::take_out(slice.scales[1], undo[1]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = r * 8 + lane / 4, t = lane % 4;
+    const u32 to = slot + key * 128;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int chunk = rank * CHUNKS + c;
+      if (chunk >= 8) continue;
+      u32 v[8];
+      if (R::ROPE_IS_VALUE && chunk == R::CHUNKS - 1) {
+        const u32 factor = twice(undo[r], 0);
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          v[w] = R::rope(word(slice.bytes[r][c], w), factor), v[4 + w] = R::rope(word(slice.more[r], w), factor);
+      } else {
+        const u32 scale = R::pair(slice.scales[r], chunk);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) e4m3_to_float16(word(slice.bytes[r][c], w), scale, v[2 * w], v[2 * w + 1]);
+      }
+      store_shared_16(to + c * 2048 + ((2 * t ^ (key & 7)) << 4), v[0], v[1], v[2], v[3]);
+      store_shared_16(to + c * 2048 + ((2 * t + 1 ^ (key & 7)) << 4), v[4], v[5], v[6], v[7]);
+    }
+  }
+}
+
+// This CTA's slice of all keys, a warp's 16 of each turn. A lane has two of them, in the order in which `score` has them.
+template <class Y, int CHUNKS>
+DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, int warp, int lane) {
+  using R = typename Y::R;
+  const int request = uniform(request_of(p, row)), count = await_list<Y>(shared), turns = turns_of(count);
+  int slot = warp, parity = 1, own = warp * 16 + R::raw_row(lane / 4);
+  Key keys[2];
+  auto find = [&](int turn) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) keys[r] = key_at<Y>(p, row, shared, turn * TILE_KEYS + own + r * 8, count);
+  };
+  auto load = [&](Slice<Y, CHUNKS>& slice) {
+    const KeyAddress from[2] = {address_of<R>(p, row, request, keys[0]), address_of<R>(p, row, request, keys[1])};
+    load_slice<Y, CHUNKS>(slice, from, rank, lane);
+  };
+  auto store = [&](Slice<Y, CHUNKS>& slice) {
+    mbarrier_wait(shared + Y::VALUES_FREE + slot * 8, parity);
+    store_slice<Y, CHUNKS>(slice, shared + Y::VALUES + slot * Y::VALUE_SLOT, rank, lane);
+    __syncwarp();
+    warp_arrive(shared + Y::VALUES_FULL + slot * 8, lane);
+    next_slot<Y::VALUE_SLOTS>(slot, parity);
+  };
+  Slice<Y, CHUNKS> even, odd;
+  find(0), load(even), find(1);
+#pragma unroll 1
+  for (int turn = 0; turn < turns; turn += 2) {
+    load(odd), find(turn + 2);
+    store(even);
+    if (turn + 1 == turns) break;
+    load(even), find(turn + 3);
+    store(odd);
+  }
+}
+
+// Accumulators of the most registers that ptxas takes in one instruction here.
+template <int CHUNKS>
+constexpr int PIECES = CHUNKS == 4 ? 2 : 1;
+
+// A wide turn: keys one after the other from memory, in float32.
+template <class Y, int CHUNKS, Format FORMAT>
+DEVICE void add_wide(float (&o)[PIECES<CHUNKS>][CHUNKS * 32 / PIECES<CHUNKS>], const Params& p, u32 shared, int whose,
+                     int first_key, int rank, int head, int t) {
+  using R = Rows<FORMAT>;
+  const Row row = whole_row(p, true);
+  const float* table = wide_table_of(p, row, Y::CTAS, whose);
+  const int request = request_of(p, row), count = await_list<Y>(shared);
+#pragma unroll 1
+  for (int key = 0; key < TILE_KEYS; ++key, table += 64) {
+    const KeyAddress from = address_of<R>(p, row, request, key_at<Y>(p, row, shared, first_key + key, count));
+    const unsigned char *raw = from.row, *scales = from.scales;
+    const float weight_0 = __ldcg(table + head), weight_1 = __ldcg(table + head + 8);
+    const int first = opaque(rank) * CHUNKS;  // else addresses of all values stay in registers
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int chunk = first + c;
+      const bool there = raw && chunk < 8;
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        constexpr int N = CHUNKS * 32 / PIECES<CHUNKS>;
+        const int e = c * 32 + i / 2 * 4 + i % 2;
+        float (&two)[N] = o[e / N];
+        const float value =
+            there ? value_of<FORMAT>(raw, scales, chunk * 64 + 2 * t + i / 2 * 8 + i % 2, chunk * 64 / R::GROUP) : 0.f;
+        two[e % N] = fmaf(weight_0, value, two[e % N]);
+        two[e % N + 2] = fmaf(weight_1, value, two[e % N + 2]);
+      }
+    }
+  }
+}
+
+template <int CHUNKS, Format FORMAT>
+DEVICE void add_up_in_relay(const Params& p, u32 shared, int rank, int thread) {
+  using Y = Relay<CHUNKS, FORMAT>;
+  using L = typename Y::L;
+  constexpr int N = CHUNKS * 32 / PIECES<CHUNKS>;
+  thread = kept(thread);
+  float o[PIECES<CHUNKS>][N];
+#pragma unroll
+  for (int piece = 0; piece < PIECES<CHUNKS>; ++piece)
+#pragma unroll
+    for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
+  if (thread == 0) {
+    for (int place = 0; place < Y::PLACES; ++place)
+      mbarrier_arrive_expect(shared + Y::WEIGHTS_FULL + place * 8, Y::WEIGHTS_BYTES);
+    mbarrier_arrive_expect(shared + Y::FINAL_FULL, Y::FINAL_BYTES);
+  }
+  const int turns = turns_of(await_list<Y>(shared));
+  cluster_wait();
+  float sums[2] = {0.f, 0.f};  // spread: of two heads and the keys of one thread of `score`
+  int whose = 0, slot = 0;
+  u32 parities = 0;  // of the places' barriers, of this CTA's own turns and of the ring of values
+  constexpr u32 OWN = 1u << 30, RING = 1u << 31;
+#pragma unroll 1
+  for (int number = 0; number < turns; ++number) {
+    // Made anew each time: registers are few.
+    const int own = thread_here() & 127, warp = own >> 5, lane = own & 31, g = lane >> 2, t = lane & 3;
+    const int place = opaque(whose) % Y::PLACES;
+    const u32 weights_at = shared + Y::WEIGHTS + place * 8192, head = shared + Y::HEADS_OF_PLACES + place * Y::HEAD;
+    const u32 barrier = shared + Y::WEIGHTS_FULL + place * 8;
+    if (whose == rank) {
+      mbarrier_wait(shared + Y::OWN_FULL, (parities & OWN) != 0);
+      parities ^= OWN;
+      fence_async_shared();
+      if (warp == 0) {
+        if (lane < Y::CTAS && lane != rank) {
+          copy_to_peer(peer_address(weights_at, lane), weights_at, 8192, peer_address(barrier, lane));
+          copy_to_peer(peer_address(head, lane), head, Y::HEAD, peer_address(barrier, lane));
+        }
+        __syncwarp();
+      }
+    } else {
+      mbarrier_wait(barrier, parities >> place & 1);
+      parities ^= 1u << place;
+      if (own == 0) mbarrier_arrive_expect(barrier, Y::WEIGHTS_BYTES);
+    }
+    const u32 turn = uniform(load_shared_4(head + 256));
+    if (turn != USUAL) {
+      const float alpha[2] = {load_shared_float(head + (warp * 16 + g) * 4), load_shared_float(head + (warp * 16 + g + 8) * 4)};
+#pragma unroll
+      for (int piece = 0; piece < PIECES<CHUNKS>; ++piece)
+#pragma unroll
+        for (int e = 0; e < N; ++e) o[piece][e] *= alpha[e >> 1 & 1];
+      if constexpr (Y::SPREAD) {
+        const float2 of_sums = load_shared_float2(head + (rank * 8 + 2 * t) * 4);
+        sums[0] *= of_sums.x, sums[1] *= of_sums.y;
+      }
+    }
+    if constexpr (Y::SPREAD) {
+      const uint4 v = load_shared_16(shared + Y::SUMS + place * 2048 + own * 16);
+      sums[0] = __uint_as_float(v.x) + (__uint_as_float(v.z) + sums[0]);
+      sums[1] = __uint_as_float(v.y) + (__uint_as_float(v.w) + sums[1]);
+    }
+    const int first_slot = slot;
+#pragma unroll 1
+    for (int k = 0; k < 4; ++k) {
+      mbarrier_wait(shared + Y::VALUES_FULL + slot * 8, parities >> 31);
+      if (++slot == Y::VALUE_SLOTS) slot = 0, parities ^= RING;
+    }
+    if (turn == WIDE) {
+      add_wide<Y, CHUNKS, FORMAT>(o, p, shared, whose, number * TILE_KEYS, rank, warp * 16 + g, t);
+    } else {
+      fence_async_shared();
+      const u64 weights = tile_descriptor(weights_at, 1024, 16), ring = tile_descriptor(shared + Y::VALUES, 1024, 2048);
+#pragma unroll
+      for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const u64 values = ring + slot_of<Y::VALUE_SLOTS>(first_slot, k * 16) * (Y::VALUE_SLOT / 16);
+#pragma unroll
+        for (int piece = 0; piece < PIECES<CHUNKS>; ++piece)
+          wgmma_heads_by_dims(o[piece], weights + k * 2, values + piece * (N / 32 * 2048 / 16));
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+#pragma unroll
+      for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
+    }
+    __syncwarp();
+    if (lane < 4) mbarrier_arrive(shared + Y::VALUES_FREE + slot_of<Y::VALUE_SLOTS>(first_slot, lane * 16) * 8);
+    // The CTA of the turn that takes this place next waits for all.
+    if (lane == 4 && number + Y::PLACES < turns) {
+      const int next = whose + Y::PLACES;
+      mbarrier_arrive_peer(peer_address(shared + Y::PLACE_FREE, next >= Y::CTAS ? next - Y::CTAS : next));
+    }
+    __syncwarp();
+    whose = whose + 1 == Y::CTAS ? 0 : whose + 1;
+  }
+
+  const Row row = whole_row(p, true);
+  const int own = thread_here() & 127, warp = own >> 5, lane = own & 31, g = lane >> 2, t = lane & 3;
+  const int of_lane = warp * 16 + lane % 16, global_head = row.tile * 64 + of_lane;
+  const bool there = global_head < p.num_heads;
+  const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
+  if constexpr (Y::SPREAD) {  // as `store_sums` and `sum_of` add up
+    const u32 sums_at = shared + Y::DESK;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int step = 16; step >= 4; step >>= 1) sums[i] += __shfl_xor_sync(~0u, sums[i], step);
+    if (lane < 4) store_shared_float2(sums_at + (warp * 8 + 2 * lane) * 4, sums[0], sums[1]);
+    named_barrier(VALUES_BARRIER, 128);
+    if (own < 8) send_final<Y>(shared, 0, rank * 8 + own, sum_of<8>(sums_at, own));
+    __syncwarp();
+  }
+  mbarrier_wait(shared + Y::FINAL_FULL, 0);
+  const float total = load_shared_float(shared + Y::FINAL + of_lane * 4),
+              reference = load_shared_float(shared + Y::FINAL + 256 + of_lane * 4);
+  const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
+  float factor = __fdividef(1.f / L::FACTOR, total);
+  if (rank == 0 && there && lane < 16) leave_lse(p, row, global_head, -1, lse, factor);
+  if (sink != -INFINITY) factor = __fdividef(factor, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
+  factor = total == 0.f ? 0.f : factor;
+  const float factors[2] = {__shfl_sync(~0u, factor, g), __shfl_sync(~0u, factor, g + 8)};
+  named_barrier(VALUES_BARRIER, 128);  // all products have left the values
+  constexpr int UNITS = CHUNKS * 8;
+  const u32 stage = shared + Y::VALUES + warp * (16 * UNITS * 16);
+#pragma unroll
+  for (int i = 0; i < UNITS; ++i)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      store_shared_4(stage + ((g + 8 * r) * UNITS + (i ^ g)) * 16 + t * 4,
+                     scaled_pair(o[4 * i / N][4 * i % N + 2 * r], o[4 * i / N][4 * i % N + 2 * r + 1], factors[r]));
+  __syncwarp();
+#pragma unroll 4
+  for (int at = lane; at < 16 * UNITS; at += 32) {
+    const int line = at / UNITS, unit = at % UNITS, head = row.tile * 64 + warp * 16 + line;
+    if (head < p.num_heads && rank * CHUNKS + unit / 8 < 8)
+      *reinterpret_cast<uint4*>(out_row(p, row, head) + rank * (CHUNKS * 64) + unit * 8) =
+          load_shared_16(stage + (line * UNITS + (unit ^ (line & 7))) * 16);
+  }
+}
