@@ -3,6 +3,7 @@
 
 #include "gather.cuh"
 #include "relay_layout.cuh"
+#include "relay_ptx.cuh"
 
 // The warps that gather list the positions of a row's live keys in their order, a quarter of its turns each.
 template <class Y>

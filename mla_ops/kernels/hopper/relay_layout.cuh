@@ -1,8 +1,7 @@
 // Shared memory of a relay (`relay.cuh`), and what its warpgroups share.
 #pragma once
 
-#include "merge.cuh"
-#include "wgmma.cuh"
+#include "layout.cuh"
 
 constexpr int MOST_TURNS_OF_RELAY = 34;  // of a row: 2,048 keys and 128 of a second cache
 
@@ -47,29 +46,6 @@ struct Relay {
   static_assert((R::SCALES_APART ? END : SUMS + 8192) <= L::COLUMNS, "rings overlap the columns");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
-
-DEVICE void wgmma_heads_by_dims(float (&d)[32], u64 a, u64 b) {
-  WGMMA_SS(64, "f16", REG32, ACC32(d, 0), "%32", "%33", "0", "1");
-}
-DEVICE void wgmma_heads_by_dims(float (&d)[96], u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {" REG64
-               ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83"
-               ", %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, %96, %97, 1, 1, 1, 0, 1;"
-               : ACC64(d, 0), ACC32(d, 64)
-               : "l"(a), "l"(b));
-}
-DEVICE int load_shared_2(u32 address) {
-  unsigned short v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
-  return v;
-}
-
-DEVICE void copy_to_peer(u32 to, u32 from, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-      "r"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
 
 // This cluster's row, whole. `again`: made anew where it is needed once, else it stays in registers of all turns.
 DEVICE Row whole_row(const Params& p, bool again = false) {

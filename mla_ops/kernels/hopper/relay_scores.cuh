@@ -52,13 +52,6 @@ DEVICE bool multiply_keys(float (&s)[32], u32 (&fragments)[2][16], const Start<F
   return too_large != 0;
 }
 
-// To shared memory of a CTA of the cluster, whose barrier counts the bytes.
-DEVICE void send_4(u32 address, u32 barrier, float value) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
-               "r"(__float_as_uint(value)), "r"(barrier)
-               : "memory");
-}
-
 // A number of a head to all CTAs, `kind` 0 its sum, 1 its reference.
 template <class Y>
 DEVICE void send_final(u32 shared, int kind, int head, float value) {

@@ -5,6 +5,18 @@
 #include "scores.cuh"
 #include "values.cuh"
 
+// Weights times values of 64 and 192 dims.
+DEVICE void wgmma_heads_by_dims(float (&d)[32], u64 a, u64 b) {
+  WGMMA_SS(64, "f16", REG32, ACC32(d, 0), "%32", "%33", "0", "1");
+}
+DEVICE void wgmma_heads_by_dims(float (&d)[96], u64 a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {" REG64
+               ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83"
+               ", %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, %96, %97, 1, 1, 1, 0, 1;"
+               : ACC64(d, 0), ACC32(d, 64)
+               : "l"(a), "l"(b));
+}
+
 // A lane's bytes of two keys: 16 dims of each chunk of the slice, of RoPE that is a value 32 bytes.
 template <class Y, int CHUNKS>
 struct Slice {
