@@ -85,29 +85,101 @@ DEVICE void store_slice(Slice<Y, CHUNKS>& slice, u32 slot, int rank, int lane) {
   }
 }
 
-// This CTA's slice of all keys, a warp's 16 of each turn. A lane has two of them, in the order in which `score` has them.
+// The same where values have one kind of bytes. Neighbouring lanes have neighbouring bytes of a key, 16 each: 4 lanes a chunk,
+// 4 CHUNKS lanes a key. Lanes l and l + 16 know the l-th key.
+template <class Y, int CHUNKS>
+struct LongSlice {
+  static constexpr int LANES = 4 * CHUNKS, AT_ONCE = 32 / LANES, ROUNDS = (16 + AT_ONCE - 1) / AT_ONCE;
+  uint4 bytes[ROUNDS];
+  typename Y::R::Scales scales;
+};
+
+template <class Y, int CHUNKS>
+DEVICE void load_slice(LongSlice<Y, CHUNKS>& slice, const KeyAddress& from, int rank, int lane) {
+  using R = typename Y::R;
+  using S = LongSlice<Y, CHUNKS>;
+  slice.scales = make_uint4(R::DEAD_SCALE, R::DEAD_SCALE, R::DEAD_SCALE, R::DEAD_SCALE);
+  if (from.row) slice.scales = __ldg(reinterpret_cast<const uint4*>(from.scales));
+  const int piece = lane % S::LANES, of_round = lane / S::LANES;
+  const bool has = of_round < S::AT_ONCE && rank * CHUNKS + piece / 4 < 8;
+  const int offset = rank * (CHUNKS * 64) + piece * 16;
+#pragma unroll
+  for (int i = 0; i < S::ROUNDS; ++i) {
+    const unsigned char* row = shuffle_pointer(from.row, (i * S::AT_ONCE + of_round) & 15);
+    slice.bytes[i] = make_uint4(0, 0, 0, 0);
+    if (has && row) slice.bytes[i] = __ldg(reinterpret_cast<const uint4*>(row + offset));
+  }
+}
+
+template <class Y, int CHUNKS>
+DEVICE void store_slice(LongSlice<Y, CHUNKS>& slice, u32 slot, int rank, int lane) {
+  using R = typename Y::R;
+  using S = LongSlice<Y, CHUNKS>;
+  u32 undo;
+  const typename R::Scales both[2] = {slice.scales, slice.scales};
+  if (__any_sync(~0u, R::outside(both))) R::take_out(slice.scales, undo);
+  const int piece = lane % S::LANES, of_round = lane / S::LANES, chunk = rank * CHUNKS + piece / 4, t = piece % 4;
+  const bool has = of_round < S::AT_ONCE && chunk < 8, odd = piece & 4;
+  // Lanes below 16 offer the first scale of their key's slice, the others the second.
+  const int first = rank * CHUNKS * 64 / R::GROUP, second = (chunk * 64 / R::GROUP - first) * 16;
+  const u32 offered = R::pair(slice.scales, min(first + lane / 16, 3) * (R::GROUP / 64));
+#pragma unroll
+  for (int i = 0; i < S::ROUNDS; ++i) {
+    const int key = (i * S::AT_ONCE + of_round) & 15;
+    const u32 scale = __shfl_sync(~0u, offered, key + second);
+    // Odd chunks begin with their second half, so that neighbours meet other banks.
+    const uint4& b = slice.bytes[i];
+    u32 v[8];
+    e4m3_to_float16(odd ? b.z : b.x, scale, v[0], v[1]), e4m3_to_float16(odd ? b.w : b.y, scale, v[2], v[3]);
+    e4m3_to_float16(odd ? b.x : b.z, scale, v[4], v[5]), e4m3_to_float16(odd ? b.y : b.w, scale, v[6], v[7]);
+    const u32 to = slot + piece / 4 * 2048 + key * 128;
+    if (has && i * S::AT_ONCE + of_round < 16) {
+      store_shared_16(to + ((2 * t + odd ^ (key & 7)) << 4), v[0], v[1], v[2], v[3]);
+      store_shared_16(to + ((2 * t + !odd ^ (key & 7)) << 4), v[4], v[5], v[6], v[7]);
+    }
+  }
+}
+
+template <class Y, int CHUNKS, bool LONG>
+struct SliceOf {
+  using Type = LongSlice<Y, CHUNKS>;
+};
+template <class Y, int CHUNKS>
+struct SliceOf<Y, CHUNKS, false> {
+  using Type = Slice<Y, CHUNKS>;
+};
+
+// This CTA's slice of all keys, a warp's 16 of each turn, in the order in which `score` has them.
 template <class Y, int CHUNKS>
 DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, int warp, int lane) {
   using R = typename Y::R;
+  constexpr bool LONG = !R::ROPE_IS_VALUE && CHUNKS > 1;
+  constexpr int KEYS = LONG ? 1 : 2;
   const int request = uniform(request_of(p, row)), count = await_list<Y>(shared), turns = turns_of(count);
-  int slot = warp, parity = 1, own = warp * 16 + R::raw_row(lane / 4);
-  Key keys[2];
+  const int own = warp * 16 + (LONG ? (lane & 8) + R::raw_row(lane & 7) : R::raw_row(lane / 4));
+  int slot = warp, parity = 1;
+  Key keys[KEYS];
   auto find = [&](int turn) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) keys[r] = key_at<Y>(p, row, shared, turn * TILE_KEYS + own + r * 8, count);
+    for (int r = 0; r < KEYS; ++r) keys[r] = key_at<Y>(p, row, shared, turn * TILE_KEYS + own + r * 8, count);
   };
-  auto load = [&](Slice<Y, CHUNKS>& slice) {
-    const KeyAddress from[2] = {address_of<R>(p, row, request, keys[0]), address_of<R>(p, row, request, keys[1])};
-    load_slice<Y, CHUNKS>(slice, from, rank, lane);
+  auto load = [&](auto& slice) {
+    const KeyAddress first = address_of<R>(p, row, request, keys[0]);
+    if constexpr (LONG) {
+      load_slice<Y, CHUNKS>(slice, first, rank, lane);
+    } else {
+      const KeyAddress from[2] = {first, address_of<R>(p, row, request, keys[1])};
+      load_slice<Y, CHUNKS>(slice, from, rank, lane);
+    }
   };
-  auto store = [&](Slice<Y, CHUNKS>& slice) {
+  auto store = [&](auto& slice) {
     mbarrier_wait(shared + Y::VALUES_FREE + slot * 8, parity);
     store_slice<Y, CHUNKS>(slice, shared + Y::VALUES + slot * Y::VALUE_SLOT, rank, lane);
     __syncwarp();
     warp_arrive(shared + Y::VALUES_FULL + slot * 8, lane);
     next_slot<Y::VALUE_SLOTS>(slot, parity);
   };
-  Slice<Y, CHUNKS> even, odd;
+  typename SliceOf<Y, CHUNKS, LONG>::Type even, odd;
   find(0), load(even), find(1);
 #pragma unroll 1
   for (int turn = 0; turn < turns; turn += 2) {
