@@ -53,6 +53,26 @@ DEVICE void load_slice(Slice<Y, CHUNKS>& slice, const KeyAddress (&from)[2], int
   }
 }
 
+// The same of this CTA's own turn, whose rows lie in a slot of the ring.
+template <class Y, int CHUNKS>
+DEVICE void load_own_slice(Slice<Y, CHUNKS>& slice, u32 rows, u32 scales, int rank, int lane) {
+  using R = typename Y::R;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = r * 8 + R::raw_row(lane / 4);
+    slice.scales[r] = R::load_scales(scales + key * R::SCALES_PITCH);
+    const u32 bytes = rows + key * R::BYTES + rank * (CHUNKS * 64) + lane % 4 * 16;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int chunk = rank * CHUNKS + c;
+      const bool rope = R::ROPE_IS_VALUE && chunk == R::CHUNKS - 1;
+      slice.bytes[r][c] = load_shared_16(bytes + (chunk < 8 ? c * 64 : 0) + (rope ? lane % 4 * 16 : 0));
+      if (R::ROPE_IS_VALUE && c == (R::CHUNKS - 1) % CHUNKS)
+        slice.more[r] = load_shared_16(bytes + (rope ? c * 64 + lane % 4 * 16 + 16 : 0));
+    }
+  }
+}
+
 // The same as float16, as `score` makes them of a key's bytes, to a slot: rows of 128 bytes a chunk and key, swizzled.
 template <class Y, int CHUNKS>
 DEVICE void store_slice(Slice<Y, CHUNKS>& slice, u32 slot, int rank, int lane) {
@@ -112,6 +132,19 @@ DEVICE void load_slice(LongSlice<Y, CHUNKS>& slice, const KeyAddress& from, int 
 }
 
 template <class Y, int CHUNKS>
+DEVICE void load_own_slice(LongSlice<Y, CHUNKS>& slice, u32 rows, u32 scales, int rank, int lane) {
+  using R = typename Y::R;
+  using S = LongSlice<Y, CHUNKS>;
+  auto raw_key = [](int place) { return (place & 8) + R::raw_row(place & 7); };
+  slice.scales = R::load_scales(scales + raw_key(lane & 15) * R::SCALES_PITCH);
+  const int piece = lane % S::LANES, of_round = lane / S::LANES;
+  const u32 bytes = rows + (rank * CHUNKS + piece / 4 < 8 ? rank * (CHUNKS * 64) + piece * 16 : 0);
+#pragma unroll
+  for (int i = 0; i < S::ROUNDS; ++i)
+    slice.bytes[i] = load_shared_16(bytes + raw_key((i * S::AT_ONCE + of_round) & 15) * R::BYTES);
+}
+
+template <class Y, int CHUNKS>
 DEVICE void store_slice(LongSlice<Y, CHUNKS>& slice, u32 slot, int rank, int lane) {
   using R = typename Y::R;
   using S = LongSlice<Y, CHUNKS>;
@@ -163,7 +196,19 @@ DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, 
 #pragma unroll
     for (int r = 0; r < KEYS; ++r) keys[r] = key_at<Y>(p, row, shared, turn * TILE_KEYS + own + r * 8, count);
   };
-  auto load = [&](auto& slice) {
+  int whose = 0, own_slot = warp, own_parity = 0;
+  auto load = [&](auto& slice, bool there) {
+    const bool is_own = whose == rank && there;
+    whose = whose + 1 == Y::CTAS ? 0 : whose + 1;
+    if (is_own) {
+      mbarrier_wait(shared + Y::RAW_FULL + own_slot * 8, own_parity);
+      load_own_slice<Y, CHUNKS>(slice, shared + Y::RAW + own_slot * Y::RAW_SLOT,
+                                shared + Y::SCALES + own_slot * Y::SCALES_SLOT, rank, lane);
+      __syncwarp();
+      warp_arrive(shared + Y::RAW_FREE + own_slot * 8, lane);
+      next_slot<Y::SLOTS>(own_slot, own_parity);
+      return;
+    }
     const KeyAddress first = address_of<R>(p, row, request, keys[0]);
     if constexpr (LONG) {
       load_slice<Y, CHUNKS>(slice, first, rank, lane);
@@ -180,13 +225,13 @@ DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, 
     next_slot<Y::VALUE_SLOTS>(slot, parity);
   };
   typename SliceOf<Y, CHUNKS, LONG>::Type even, odd;
-  find(0), load(even), find(1);
+  find(0), load(even, true), find(1);
 #pragma unroll 1
   for (int turn = 0; turn < turns; turn += 2) {
-    load(odd), find(turn + 2);
+    load(odd, turn + 1 < turns), find(turn + 2);
     store(even);
     if (turn + 1 == turns) break;
-    load(even), find(turn + 3);
+    load(even, turn + 2 < turns), find(turn + 3);
     store(odd);
   }
 }
