@@ -22,6 +22,7 @@ DEVICE void list_keys(const Params& p, const Row& row, u32 shared, int warp, int
     count += __popc(found);
   }
   if (lane == 0) store_shared_4(shared + Y::COUNTS + warp * 4, count);
+  converge();
   named_barrier<STATES_BARRIER, 128>();
   int place = 0;
   for (int before = 0; before < warp; ++before) place += load_shared_4(shared + Y::COUNTS + before * 4);
@@ -30,10 +31,11 @@ DEVICE void list_keys(const Params& p, const Row& row, u32 shared, int warp, int
     const u32 found = __shfl_sync(~0u, mask, i);
     if (found >> lane & 1)
       store_shared_2(shared + Y::LIST + (place + __popc(found & ((1u << lane) - 1))) * 2, first * 64 + i * 32 + lane);
+    converge();
     place += __popc(found);
   }
-  __syncwarp();
   warp_arrive(shared + Y::LIST_FULL, lane);
+  converge();
 }
 
 // The number of live keys.
@@ -120,6 +122,7 @@ DEVICE void gather_turns(const Params& p, const Row& row, u32 shared, int rank, 
       arrive_when_copied(barrier), warp_arrive(barrier, lane);
     else if (arrives(lane))
       mbarrier_arrive_expect(barrier, lane == 0 ? __popc(live) * R::BYTES : 0);
+    converge();
     next_slot<Y::SLOTS>(slot, parity);
   }
 }

@@ -68,7 +68,7 @@ DEVICE void send_references(u32 shared, int next, u32 state, int lane) {
   const uint4 first = load_shared_16(column), second = load_shared_16(column + 16);
   const u32 words[4] = {lane < 16 ? first.y : state, first.w, second.y, second.w};
   if (lane < 17) send_16(to, barrier, words);
-  __syncwarp();
+  converge();
 }
 
 template <int CHUNKS, Format FORMAT>
@@ -96,6 +96,7 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
     mbarrier_arrive_expect(shared + Y::REFERENCES_FULL, Y::HEAD);
     mbarrier_arrive_expect(shared + Y::SUMS_FULL, 8192);
   }
+  converge();
   const int turns = turns_of(await_list<Y>(shared));
   if (rank >= turns) cluster_wait();
 #pragma unroll 1
@@ -126,6 +127,7 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
       mbarrier_wait(shared + Y::REFERENCES_FULL, received);
       const u32 state = load_shared_4(shared + Y::REFERENCES + 256);
       if (thread == 0) mbarrier_arrive_expect(shared + Y::REFERENCES_FULL, Y::HEAD);
+      converge();
       seen = state >> 31;
       if (uniform(state & 0x7fffffff) != moves_so_far) {
         moves_so_far = uniform(state & 0x7fffffff);
@@ -188,6 +190,7 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
         sums[4 * w + 2] = __uint_as_float(v.z), sums[4 * w + 3] = __uint_as_float(v.w);
       }
       if (thread == 0) mbarrier_arrive_expect(shared + Y::SUMS_FULL, 8192);
+      converge();
     };
     // The turn whose weights were in this place has left it, everywhere.
     auto await_place = [&]() {
@@ -236,6 +239,7 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
     }
     if (warp == 0 && !last) send_references<Y>(shared, next, moves_so_far | (seen ? 0x80000000u : 0), lane);
     warp_arrive(shared + Y::RAW_FREE + slot * 8, lane);
+    converge();
 
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
@@ -265,6 +269,7 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
     if (thread == 0) store_shared_4(head + 256, turn);
     __syncwarp();
     warp_arrive(shared + Y::OWN_FULL, lane);
+    converge();
     if constexpr (!Y::SPREAD) {
       if (turn == USUAL) receive_sums();
 #pragma unroll
@@ -290,6 +295,7 @@ DEVICE void score_in_relay(const Params& p, const Row& row, unsigned char* share
         if (!Y::SPREAD) send_final<Y>(shared, 0, thread, sum_of<HEADS>(sums_at, thread));
         send_final<Y>(shared, 1, thread, load_shared_float(shared + L::COLUMNS + thread * 8 + 4));
       }
+      converge();
     }
     slot = later_slot, parity = later_parity;
   }

@@ -206,6 +206,7 @@ DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, 
                                 shared + Y::SCALES + own_slot * Y::SCALES_SLOT, rank, lane);
       __syncwarp();
       warp_arrive(shared + Y::RAW_FREE + own_slot * 8, lane);
+      converge();
       next_slot<Y::SLOTS>(own_slot, own_parity);
       return;
     }
@@ -222,6 +223,7 @@ DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, 
     store_slice<Y, CHUNKS>(slice, shared + Y::VALUES + slot * Y::VALUE_SLOT, rank, lane);
     __syncwarp();
     warp_arrive(shared + Y::VALUES_FULL + slot * 8, lane);
+    converge();
     next_slot<Y::VALUE_SLOTS>(slot, parity);
   };
   typename SliceOf<Y, CHUNKS, LONG>::Type even, odd;
@@ -288,6 +290,7 @@ DEVICE void add_up_in_relay(const Params& p, u32 shared, int rank, int thread) {
       mbarrier_arrive_expect(shared + Y::WEIGHTS_FULL + place * 8, Y::WEIGHTS_BYTES);
     mbarrier_arrive_expect(shared + Y::FINAL_FULL, Y::FINAL_BYTES);
   }
+  converge();
   const int turns = turns_of(await_list<Y>(shared));
   cluster_wait();
   float sums[2] = {0.f, 0.f};  // spread: of two heads and the keys of one thread of `score`
@@ -310,12 +313,13 @@ DEVICE void add_up_in_relay(const Params& p, u32 shared, int rank, int thread) {
           copy_to_peer(peer_address(weights_at, lane), weights_at, 8192, peer_address(barrier, lane));
           copy_to_peer(peer_address(head, lane), head, Y::HEAD, peer_address(barrier, lane));
         }
-        __syncwarp();
       }
+      converge();
     } else {
       mbarrier_wait(barrier, parities >> place & 1);
       parities ^= 1u << place;
       if (own == 0) mbarrier_arrive_expect(barrier, Y::WEIGHTS_BYTES);
+      converge();
     }
     const u32 turn = uniform(load_shared_4(head + 256));
     if (turn != USUAL) {
@@ -367,7 +371,7 @@ DEVICE void add_up_in_relay(const Params& p, u32 shared, int rank, int thread) {
       const int next = whose + Y::PLACES;
       mbarrier_arrive_peer(peer_address(shared + Y::PLACE_FREE, next >= Y::CTAS ? next - Y::CTAS : next));
     }
-    __syncwarp();
+    converge();
     whose = whose + 1 == Y::CTAS ? 0 : whose + 1;
   }
 
@@ -385,7 +389,7 @@ DEVICE void add_up_in_relay(const Params& p, u32 shared, int rank, int thread) {
     if (lane < 4) store_shared_float2(sums_at + (warp * 8 + 2 * lane) * 4, sums[0], sums[1]);
     named_barrier(VALUES_BARRIER, 128);
     if (own < 8) send_final<Y>(shared, 0, rank * 8 + own, sum_of<8>(sums_at, own));
-    __syncwarp();
+    converge();
   }
   mbarrier_wait(shared + Y::FINAL_FULL, 0);
   const float total = load_shared_float(shared + Y::FINAL + of_lane * 4),
