@@ -63,7 +63,6 @@ DEVICE void relay(const Params& p) {
     fewer_registers<40>();
     launch_dependents();
     gather_turns<Y>(p, row, shared, rank, thread / 32, thread % 32);
-    cluster_wait();
     wait_for_prerequisites();
   }
   // No CTA leaves while others write to it.

@@ -88,6 +88,26 @@ DEVICE KeyAddress address_of(const Params& p, const Row& row, int request, const
   return address_in<R>(p.caches[extra], request, key.index);
 }
 
+// Weights of this CTA's turns, once they are made, to the other CTAs, every fourth of these by a warp.
+template <class Y>
+DEVICE void send_weights(u32 shared, int rank, int own, int warp, int lane) {
+  const int place = rank % Y::PLACES;
+  const u32 weights = shared + Y::WEIGHTS + place * 8192, head = shared + Y::HEADS_OF_PLACES + place * Y::HEAD,
+            barrier = shared + Y::WEIGHTS_FULL + place * 8;
+  if (warp + 1 >= Y::CTAS) return;  // else it would fall behind: nobody waits for a warp that sends nothing
+  mbarrier_wait(shared + Y::OWN_FULL, own & 1);
+  fence_async_shared();
+#pragma unroll 1
+  for (int step = warp + 1; step < Y::CTAS; step += 4) {
+    const int to = rank + step < Y::CTAS ? rank + step : rank + step - Y::CTAS;
+    if (lane == 0) {
+      copy_to_peer(peer_address(weights, to), weights, 8192, peer_address(barrier, to));
+      copy_to_peer(peer_address(head, to), head, Y::HEAD, peer_address(barrier, to));
+    }
+    converge();
+  }
+}
+
 // Rows of this CTA's turns to the ring, a warp's 16 keys each.
 template <class Y>
 DEVICE void gather_turns(const Params& p, const Row& row, u32 shared, int rank, int warp, int lane) {
@@ -100,8 +120,12 @@ DEVICE void gather_turns(const Params& p, const Row& row, u32 shared, int rank, 
     return key_at<Y>(p, row, shared, turn * TILE_KEYS + warp * 16 + lane, lane < 16 ? count : 0);
   };
   Key key = key_of(rank);
+  int own = 0;
+  cluster_wait();  // other CTAs' barriers are there
 #pragma unroll 1
-  for (int turn = rank; turn < turns; turn += Y::CTAS) {
+  for (int turn = rank; turn < turns; turn += Y::CTAS, ++own) {
+    // Two turns' rows are on their way before the first one's weights are made.
+    if (own >= 2) send_weights<Y>(shared, rank, own - 2, warp, lane);
     const u32 barrier = shared + Y::RAW_FULL + slot * 8, rows = shared + Y::RAW + slot * Y::RAW_SLOT,
               scales = shared + Y::SCALES + slot * Y::SCALES_SLOT;
     const KeyAddress from = address_of<R>(p, row, request, key);
@@ -125,4 +149,5 @@ DEVICE void gather_turns(const Params& p, const Row& row, u32 shared, int rank, 
     converge();
     next_slot<Y::SLOTS>(slot, parity);
   }
+  for (int left = max(own - 2, 0); left < own; ++left) send_weights<Y>(shared, rank, left, warp, lane);
 }

@@ -308,13 +308,6 @@ DEVICE void add_up_in_relay(const Params& p, u32 shared, int rank, int thread) {
       mbarrier_wait(shared + Y::OWN_FULL, (parities & OWN) != 0);
       parities ^= OWN;
       fence_async_shared();
-      if (warp == 0) {
-        if (lane < Y::CTAS && lane != rank) {
-          copy_to_peer(peer_address(weights_at, lane), weights_at, 8192, peer_address(barrier, lane));
-          copy_to_peer(peer_address(head, lane), head, Y::HEAD, peer_address(barrier, lane));
-        }
-      }
-      converge();
     } else {
       mbarrier_wait(barrier, parities >> place & 1);
       parities ^= 1u << place;
