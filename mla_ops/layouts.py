@@ -19,7 +19,7 @@ def _tensors(schema: torch._C.FunctionSchema, args: tuple[Any, ...], kwargs: dic
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """What keeps a tensor from being dense and on a CPU or a GPU; nothing if it is."""
+    """The reason why a tensor is not a dense one on a CPU or a GPU, "" if it is."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout != torch.strided:

@@ -175,7 +175,7 @@ def test_groups_of_captures_and_streams() -> None:
 
 
 def cuda(function: str, *arguments: Any) -> Any:
-    """What a function of the driver returns."""
+    """Calls a function of the driver; returns its result."""
     status, *returned = getattr(importlib.import_module("cuda.bindings.driver"), function)(*arguments)
     assert status == 0, f"{function}: {status}"
     return returned[0] if returned else None

@@ -1,4 +1,4 @@
-"""What a program sets for torch as a whole does not reach into an op: its default dtype and device, autocast."""
+"""Ops give the same results under other default dtypes and devices and under autocast, which hold for all of torch."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from ...dispatch import LoweringUnavailable, Missing
 # NVRTC's options for every kernel, beside its target. tests/sanitize.py adds -lineinfo: code four times as large.
 OPTIONS = ("-std=c++17", "--extra-device-vectorization", "--device-as-default-execution-space")
 RESERVED_SHARED_BYTES = 1024  # the system's share of each block, which resource reports count as static
-# Of an ELF file: types of sections, of symbols, and of a relocation (R_CUDA_64).
+# Numbers in an ELF file: types of sections, of symbols, and of a relocation (R_CUDA_64).
 SYMBOLS, RELOCATIONS, OBJECT, FUNCTION, ADDRESS = 2, 4, 1, 2, 2
 PARAMS_OFFSET = 528  # bytes before a kernel's parameters in constant bank 0
 
@@ -155,7 +155,7 @@ class _Symbol(NamedTuple):
 
 
 class _Elf:
-    """What a cubin's header says: `sections`, and `symbols` by mangled name, of functions and objects."""
+    """A cubin's header: `sections`, and `symbols`, functions and objects, by mangled name."""
 
     def __init__(self, cubin: bytes) -> None:
         (first,) = struct.unpack_from("<Q", cubin, 0x28)
