@@ -12,7 +12,7 @@
 #define PATIENCE 64
 #endif
 
-// What a group's CTAs count together. A launch counts in one of two sets, which it owns while its number is in that half
+// Counters of a group's CTAs. A launch counts in one of two sets, which it owns while its number is in that half
 // of `owners`. For a graph may run a launch twice at the same time, with the same memory: as two child nodes of another
 // graph, or instantiated twice. Both write the same results, but must not count together. A third one waits for a set.
 struct RowCounters {

@@ -159,7 +159,7 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
   }
 }
 
-// What the four bits of a lane's scales leave out, to the table behind the rests.
+// Stores the factor by which four bits of a lane's scales are too small, in the table behind the rests.
 template <class L, int BARRIER>
 DEVICE void store_left_out(u32 scales, u32 rests, int thread) {
   using R = typename L::R;
