@@ -63,16 +63,28 @@ def powers_apart(rows: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(largest), exponent)
 
 
-def decode_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
-    """All keys of a paged cache to float64, `[blocks, block_size, head_dim]`."""
-    if cache_format != "fp8_ds_mla_v4":
-        return decode(cache.reshape(-1, cache.shape[2])).unflatten(0, cache.shape[:2])
-    # page-planar: 576 bytes a token, then 8 of scales a token
+def v4_powers_apart(exponents: torch.Tensor) -> torch.Tensor:
+    """The same for keys of fp8_ds_mla_v4, `[..., 7]` exponents with a bias of 127."""
+    largest, least = exponents.amax(-1).long(), exponents.amin(-1).long()
+    fits = (largest >= 110) & (largest <= 122) & (least >= 105)
+    exponent = torch.where(fits, 0, (largest - 120).clamp(-60, 40))
+    return torch.ldexp(torch.ones_like(largest, dtype=torch.float64), exponent)
+
+
+def v4_planes(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A page-planar cache as data, `[blocks, block_size, 576]`, and scales, `[blocks, block_size, 8]`, behind it."""
     num_blocks, stride = cache.shape[0], cache.stride(0)
     page = next(p for p in range(1, 10**6) if -(-584 * p // 576) * 576 == cache.shape[1]) if cache.dim() == 2 else 0
     page = page or cache.shape[1]
     data = cache.as_strided((num_blocks, page, 576), (stride, 576, 1), cache.storage_offset())
-    scales = cache.as_strided((num_blocks, page, 8), (stride, 8, 1), cache.storage_offset() + 576 * page)
+    return data, cache.as_strided((num_blocks, page, 8), (stride, 8, 1), cache.storage_offset() + 576 * page)
+
+
+def decode_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
+    """All keys of a paged cache to float64, `[blocks, block_size, head_dim]`."""
+    if cache_format != "fp8_ds_mla_v4":
+        return decode(cache.reshape(-1, cache.shape[2])).unflatten(0, cache.shape[:2])
+    data, scales = v4_planes(cache)
     powers = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [math.nan], dtype=torch.float64)
     latent = e4m3_table().to(cache.device)[data[..., :448].long()]
     latent = latent * powers.to(cache.device)[scales[..., :7].long()].repeat_interleave(64, dim=-1)
@@ -112,7 +124,9 @@ class Source:
         self.operands = self.keys
         self.powers = torch.ones(self.keys.shape[:2], dtype=torch.float64, device=self.keys.device)
         self.quantized = self.cache.dtype == torch.uint8
-        if self.quantized and self.cache_format != "fp8_ds_mla_v4":
+        if self.cache_format == "fp8_ds_mla_v4":
+            self.powers = v4_powers_apart(v4_planes(self.cache)[1][..., :7])
+        elif self.quantized:
             rows = self.cache.reshape(-1, self.cache.shape[2]).contiguous()
             self.operands = float16_operands(rows).unflatten(0, self.cache.shape[:2])
             self.powers = powers_apart(rows).unflatten(0, self.cache.shape[:2])

@@ -10,7 +10,9 @@ import math
 import random
 import struct
 
+import attention_oracle
 import pytest
+import torch
 from hopper_on_cpu import NO_COMPILER, build
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="no C++ compiler")
@@ -99,3 +101,18 @@ def test_every_byte_of_v4(library: ctypes.CDLL) -> None:
             assert wide == (not held)
             if held:
                 assert left == [byte - taken for byte in scales] + [0]
+
+
+def test_the_oracle_bounds_weights_by_the_powers_that_are_taken_out(library: ctypes.CDLL) -> None:
+    """Of keys that float16 holds with them."""
+    random.seed(1)
+    for _ in range(500):
+        middle = random.uniform(-40, 30)
+        fp8 = [2.0 ** (middle + random.uniform(-9, 9)) for _ in range(4)]
+        rows = torch.zeros(1, 656, dtype=torch.uint8)
+        rows[:, 512:528] = torch.tensor([fp8]).view(torch.uint8)
+        _, wide, undo, _ = taken_of_fp8(library, fp8)
+        assert wide or attention_oracle.powers_apart(rows).item() == 1 / undo
+        v4 = [min(max(round(127 + middle + random.uniform(-7, 7)), 0), 255) for _ in range(7)]
+        _, wide, undo, _ = taken_of_v4(library, v4)
+        assert wide or attention_oracle.v4_powers_apart(torch.tensor([v4], dtype=torch.uint8)).item() == 1 / undo
