@@ -7,6 +7,7 @@ refuses; a reason of the kind `Missing` is one that an installation can change, 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -65,8 +66,8 @@ MEASURED: dict[tuple[str, str], tuple[str, ...]] = {
     ("triton", "sliding_window_indices"): ("",),
 }
 
-MEASURED_ON, TESTED, INTERPRETED, COMPILES = "measured", "tested", "tested in the interpreter", "compiles"
-CONTRACT, REFUSED = "adapter, contract-tested", "refused"
+MEASURED_ON, TESTED, INTERPRETED, COMPILES = "measured", "tested", "interpreter", "compiles"
+CONTRACT, REFUSED = "adapter", "refused"
 
 # The evidence of each state; a line of the matrix names a test of its own beside it.
 EVIDENCE = {
@@ -188,7 +189,7 @@ def cell(backend: str, call: Call, architecture: str) -> Cell:
         return Cell(INTERPRETED)
     reason = dispatch.unsupported_reason(backend, call)
     if reason is not None and not isinstance(reason, Missing):
-        return Cell(REFUSED, reason.partition(", these tensors are on")[0])
+        return Cell(REFUSED, re.split(r", (?:this cache is|these (?:tensors )?are) ", reason)[0])
     on_request = dispatch.ON_REQUEST.get((backend, call.op), "")
     if architecture == "SM90" and call.cache_format in MEASURED.get((backend, call.op), ()):
         return Cell(MEASURED_ON, on_request)
@@ -237,11 +238,11 @@ def markdown() -> str:
         "The reference runs every op on the CPU. An AMD GPU gets no CUDA C++ and no adapter, whatever capability it",
         "reports; Triton's kernels compile for gfx942, sparse attention for gfx950, too",
         "(`tests/test_aot_amd.py`), and have not run there.",
-        "Dispatch never chooses what is on request: `dispatch.override` or `MLA_OPS_LOWERING` names it.",
+        "A number alone: refused. A number behind a state: dispatch does not choose it, unless `dispatch.override` or",
+        "`MLA_OPS_LOWERING` names it. The reasons are below.",
         "",
-        "FlashInfer's dense decode for SM100 (trtllm-gen) is no lowering. It multiplies what a page holds behind a",
-        "length by zero (vLLM's pull request 37442), which makes NaN of what is not finite there. Its sources are not",
-        "public.",
+        "FlashInfer's dense decode for SM100 (trtllm-gen) is no lowering: it makes NaN of what is not finite behind a",
+        "request's length (vLLM's pull request 37442).",
         "",
         f"| op | cache formats | lowering | {' | '.join(', '.join(names) for names in alike)} | test, in `tests/` |",
         "|---" * (len(alike) + 4) + "|",
@@ -255,9 +256,9 @@ def markdown() -> str:
                 if found.reason not in notes:
                     notes.append(found.reason)
                 number = notes.index(found.reason) + 1
-                word += f" ({number})" if found.state == REFUSED else f", on request ({number})"
+                word = f"({number})" if found.state == REFUSED else f"{word} ({number})"
             words.append(word)
         row = line.op, ", ".join(line.cache_formats), line.backend, *words, f"`{line.test}`"
         text.append(f"| {' | '.join(row)} |")
-    text += ["", "Refused, or on request, because:", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    text += ["", "Refused, or not chosen, because:", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     return "\n".join(text) + "\n"

@@ -37,9 +37,8 @@ def warmup(
 ) -> None:
     """Runs every op of a decode or prefill step once on small caches, so that nothing compiles during a capture.
 
-    A capture must not compile or load a kernel, and a serving process should not do it under its first request. Kernels
-    are specialised on dtypes, format, head count and the tile that the token count asks for, never on token counts,
-    lengths or table widths themselves: one call covers them all.
+    Kernels are specialised on dtypes, format, head count and the tile that the token count asks for, never on token
+    counts, lengths or table widths themselves: one call covers them all.
 
     Args:
         cache_format: format of the latent cache.

@@ -46,7 +46,6 @@ def prefill_attention(
         logarithm, both contiguous. A query that sees no key, and a row that no request covers, has out 0 and lse -inf.
         Keys of other requests are not seen; within a request, a key or value that is not finite may make NaN of any of
         its rows. Rows that no request covers are padding: they may hold any finite values.
-        `torch.ops.mla.prefill_attention.out(..., out=out, lse=lse)` writes into the caller's buffers.
 
     Raises:
         TypeError, ValueError: a dtype, device, shape or stride that the contract does not allow.
@@ -80,26 +79,20 @@ def paged_attention(
         q: `[num_tokens, num_heads, head_dim]`, 1 to 128 heads, 576 or 512 wide like the keys; dtype of the cache for a
             plain format, bfloat16, float16 or float32 for a quantised one.
         kv_cache: `[num_blocks, block_size, row_width]`, or `[num_blocks, block_bytes]` for `fp8_ds_mla_v4`; only read.
-            (The schema declares it written, so that a compiled graph never clones it.)
         block_table: `[num_requests, max_blocks]` int32. An entry outside the cache stands for keys that are not
             attended and not read.
         req_id_per_token: `[num_tokens]` int32, the row of `block_table` for each token; outside it, the token is
             padding and attends to nothing.
         key_lens: `[num_tokens]` int32: the token sees the keys at positions below this, up to the table's width.
-        softmax_scale: multiplies `q @ k`. The width of heads before absorption sets it: `192**-0.5` for DeepSeek-V3 and
-            V3.2 (128 + 64), times `mscale**2` where the model has one, and `512**-0.5` for V4, which absorbs nothing.
+        softmax_scale: multiplies `q @ k`, as in `paged_sparse_attention`: `192**-0.5` for DeepSeek-V3.
         cache_format: format of `kv_cache`.
-        q_rope: `[num_tokens, num_heads, 64]` of q's dtype, the RoPE dims of the queries, as in
-            `paged_sparse_attention`; `q` is 512 wide then.
+        q_rope: `[num_tokens, num_heads, 64]`, as in `paged_sparse_attention`; `q` is 512 wide then.
         deterministic: the bits of a token's results depend on its own query, keys and length, and on the number of
-            heads, not on other tokens, their number, its place among them or the width of the table. With few tokens
-            that takes several times as long.
+            heads alone. With few tokens that takes several times as long.
 
     Returns:
         out `[num_tokens, num_heads, 512]` of q's dtype and lse `[num_tokens, num_heads]` float32, natural logarithm,
-        both contiguous. Nothing to attend to: out is 0 and lse is -inf. Over a context that is spread over ranks, each
-        calls this with its own blocks and lengths, and `merge_stacked_attention_states` merges what they return.
-        `torch.ops.mla.paged_attention.out(..., out=out, lse=lse)` writes into the caller's buffers.
+        both contiguous. Nothing to attend to: out is 0 and lse is -inf.
 
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or format that the contract does not allow.
@@ -123,12 +116,9 @@ def paged_attention(
 def choose_prefill(max_seq_len: int, index_topk: int) -> Literal["dense", "sparse"]:
     """Whether a prefill of a sparse model should run dense, over expanded keys, or sparse, over chosen ones.
 
-    With no sequence longer than `index_topk` an indexer chooses every key there is, so dense attention is exact; it
-    needs no scores, and costs `num_heads * (192 + 128)` multiply-adds a pair of tokens where the absorbed form costs
-    `num_heads * (576 + 512)`. Longer sequences must run sparse: that is what the model was trained for.
-
-    Call it where the step is put together, on the host: what it returns chooses between two compiled or captured steps,
-    and is no branch inside one.
+    With no sequence longer than `index_topk` an indexer chooses every key there is, so dense attention is exact, needs
+    no scores and takes a third of the multiply-adds. Longer sequences must run sparse: so the model was trained.
+    Call it on the host: the result chooses between two compiled or captured steps.
 
     Args:
         max_seq_len: the longest sequence of the step, new tokens included, or an upper bound.

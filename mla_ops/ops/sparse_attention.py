@@ -45,7 +45,6 @@ def paged_sparse_attention(
         q: `[num_tokens, num_heads, head_dim]`, 1 to 128 heads, 576 or 512 wide like the keys; dtype of the cache for a
             plain format, bfloat16, float16 or float32 for a quantised one.
         kv_cache: `[num_blocks, block_size, row_width]`, or `[num_blocks, block_bytes]` for `fp8_ds_mla_v4`; only read.
-            (The schema declares it written, so that a compiled graph never clones it.)
         indices: `[num_tokens, topk]` int32, any topk. Slots of the cache, or positions in the token's request if
             `block_table` is given. An entry outside the cache (negative, or past its end) is not attended and not
             read; duplicates count as often as they stand.

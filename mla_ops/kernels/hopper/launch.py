@@ -296,7 +296,7 @@ def tiles_for(keys: KeyFormat, num_heads: int) -> tuple[int, ...]:
 
 
 def groups_for(keys: KeyFormat, num_heads: int, turns: int) -> list[Group]:
-    """Groups worth a thought: of 5 a row takes longer than in a cluster of 4 (docs/notes.md)."""
+    """Groups worth a thought: of 5 a row takes longer than in a cluster of 4."""
     if not keys.quantized or tiles_for(keys, num_heads)[0] != groups.TILE:
         return []
     return [Group(members) for members in splits_for(turns) if members not in (1, 5)]
