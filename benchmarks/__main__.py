@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from mla_ops import dispatch
+
 FAMILIES = (
     "cache",
     "compressor",
@@ -23,6 +25,8 @@ FAMILIES = (
 )
 # These have options of their own, and run if they are named.
 BY_NAME = ("indexer_quality", "launches")
+# These run a model of transformers.
+OF_MODELS = ("experts", "indexer_quality", "layer")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,6 +46,12 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         print(f"there is no family {', '.join(unknown)}, only {', '.join((*FAMILIES, *BY_NAME))}", file=sys.stderr)
         return 2
+    of_models = [family for family in families if family in OF_MODELS and not dispatch.is_installed("transformers")]
+    if of_models:
+        print(f"no {', '.join(of_models)}, which need transformers: pip install 'mla-ops[models]'", file=sys.stderr)
+        if arguments[:count]:
+            return 2
+        families = [family for family in families if family not in of_models]
     return max(importlib.import_module(f"benchmarks.{family}").main(options) for family in families)
 
 

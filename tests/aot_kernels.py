@@ -169,21 +169,21 @@ def compressor_variants(capability: int) -> Iterator[Variant]:
     # loaded and stored types do not meet: two pairs have each of them
     for (layer, ratio, width, head_dim), source in itertools.product(layers, ("bf16", "fp32")):
         types = {"kv": f"*{source}", "score": f"*{source}", "norm_weight": "*fp32", **floats, **ints}
-        group = {"RATIO": ratio, "WIDTH": width}
-        yield Variant(f"store_state[{layer}, {source}]", compressor._store_state_kernel, types, group)
         planar = head_dim == 512 and source == "bf16"
         channels, states, num_warps = compressor.tile(ratio * (width // head_dim), head_dim)
-        entry = {"HEAD_DIM": head_dim, "ROPE": 64, "PLANAR": planar}
+        fixed = ratio, width, head_dim, 64, planar, channels, states
+        constants = {"OPTIONS": compressor.make_options(*fixed, 1, source == "bf16")}
+        yield Variant(f"store_state[{layer}, {source}]", compressor._store_state_kernel, types, constants)
         types |= {"kv_cache": "*u8" if planar else f"*{source}", "pooled_groups": "*fp32"}
         name = f"[{layer}, {source} to {'fp8_ds_mla_v4' if planar else source}]"
         for tokens in (1, compressor.MANY_TOKENS):
             rows = compressor.rows_of_a_program(tokens, channels, head_dim)
-            tile = {"CHANNELS": channels, "STATES": states, "ROWS": rows, "STORE": source == "bf16"}
             if tokens == 1 or rows > 1:
-                constants, options = group | entry | tile, {"num_warps": num_warps}
+                constants = {"OPTIONS": compressor.make_options(*fixed, rows, source == "bf16")}
+                options = {"num_warps": num_warps}
                 yield Variant(f"compress{name}, {rows} rows", compressor._compress_kernel, types, constants, options)
         if channels < head_dim:
-            yield Variant(f"finish{name}", compressor._finish_kernel, types, {"RATIO": ratio, **entry})
+            yield Variant(f"finish{name}", compressor._finish_kernel, types, constants)
 
 
 def merge_variants(capability: int) -> Iterator[Variant]:
@@ -455,6 +455,7 @@ def source(variant: Variant) -> ASTSource:
     signature: dict[str, str] = {}
     constants = dict(variant.constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    tuples = getattr(variant.kernel, "tuples", {})
     for parameter in variant.kernel.params:
         name = parameter.name
         if name in constants:
@@ -468,6 +469,8 @@ def source(variant: Variant) -> ASTSource:
             aligned = not parameter.do_not_specialize_on_alignment if "*" in signature[name] else "lse" not in name
             if aligned and signature[name] != "fp32":
                 attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+        elif name in tuples:
+            signature[name] = tuples[name]
         else:
             signature[name] = parameter.annotation_type
             assert signature[name] in ("i32", "i64", "fp32"), f"{variant.name}: {name} has no type"

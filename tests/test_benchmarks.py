@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -335,6 +336,22 @@ def test_all_families_take_the_options_of_one_command(capsys: pytest.CaptureFixt
         )
         assert shared == (family in command.FAMILIES), family
         assert family in listed
+
+
+def test_families_of_models_are_named_or_left_out_without_transformers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: list[str] = []
+    every, real = importlib.import_module("benchmarks.__main__"), dispatch.is_installed
+    monkeypatch.setattr(dispatch, "is_installed", lambda name: name != "transformers" and real(name))
+    monkeypatch.setattr(
+        every.importlib, "import_module", lambda name: SimpleNamespace(main=lambda options: run.append(name) or 0)
+    )
+    assert every.main(["layer", "merge", "--quick"]) == 2
+    assert "no layer, which need transformers: pip install" in capsys.readouterr().err
+    assert not run
+    assert every.main(["--quick"]) == 0
+    assert run == [f"benchmarks.{family}" for family in every.FAMILIES if family not in ("experts", "layer")]
 
 
 def test_max_error_sees_nan_and_ignores_equal_infinities() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,7 +41,7 @@ KEEPS_OPERANDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 HOLDS_QUERIES = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
 # tokens, requests and lengths run through these types; see `sized_jit`
-SIZE_TYPES = (tl.int32, tl.int64)
+INTEGERS = {tl.int32: "i32", tl.int64: "i64"}
 
 
 class Constant(str):  # noqa: SLOT000 (a dataclass adds the fields)
@@ -57,12 +57,55 @@ class Constant(str):  # noqa: SLOT000 (a dataclass adds the fields)
         return super().__new__(cls, f"{cls.__name__}({', '.join(f'{name}={value}' for name, value in values.items())})")
 
 
+class Pages(NamedTuple):
+    """How a kernel finds the rows of a paged cache; `num_requests` and `max_blocks` are those of the block table."""
+
+    num_blocks: tl.int64
+    block_size: tl.int32
+    num_requests: tl.int32
+    max_blocks: tl.int32
+
+
+class SizedFunction(triton.JITFunction):
+    """A kernel that takes integers in tuples, too, which are not specialised either.
+
+    Triton specialises integers in tuples whatever it is told. So such a parameter is a single integer for Triton's
+    binder, whose answer is then replaced by the types of the tuple.
+
+    Args:
+        tuples: the types of each such parameter.
+    """
+
+    def __init__(self, fn: Callable[..., Any], tuples: dict[str, tuple[str, ...]], **options: Any) -> None:
+        super().__init__(fn, **options)
+        self.tuples = tuples
+
+    def create_binder(self) -> tuple[Any, ...]:
+        *others, bind = super().create_binder()
+        fixed = [(self.arg_names.index(name), (types, (None,) * len(types))) for name, types in self.tuples.items()]
+
+        def bind_tuples(*args: Any, **kwargs: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
+            bound, specialization, options = bind(*args, **kwargs)
+            for place, types in fixed:
+                specialization[place] = types
+            return bound, specialization, options
+
+        return (*others, bind_tuples)
+
+
+def _types_of(annotation: Any) -> tuple[str, ...] | None:
+    """Triton's names of the types of a tuple's integers; None if a parameter is no such tuple."""
+    if annotation is Pages:
+        return Pages(*(INTEGERS[kind] for kind in Pages.__annotations__.values()))
+    return tuple(INTEGERS[kind] for kind in annotation) if isinstance(annotation, tuple) else None
+
+
 def sized_jit(*, any_alignment: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     """`triton.jit` for kernels whose integer arguments change from step to step.
 
-    Every parameter annotated `tl.int32` or `tl.int64` keeps that type and is never specialised, so that a new number
-    of tokens, requests, blocks or a new stride compiles nothing. (The annotation alone still specialises on
-    divisibility by 16 and on the value 1.)
+    Every parameter annotated `tl.int32`, `tl.int64`, `Pages` or with a tuple of the former keeps these types and is
+    never specialised, so that a new number of tokens, requests, blocks or a new stride compiles nothing. (The
+    annotation alone still specialises on divisibility by 16 and on the value 1.)
 
     Args:
         any_alignment: pointers that are not specialised on 16-byte alignment either: those to small integer tensors,
@@ -70,8 +113,16 @@ def sized_jit(*, any_alignment: tuple[str, ...] = ()) -> Callable[[Callable[...,
     """
 
     def decorate(fn: Callable[..., Any]) -> Any:
-        sizes = [name for name, p in inspect.signature(fn).parameters.items() if p.annotation in SIZE_TYPES]
-        return triton.jit(fn, do_not_specialize=sizes, do_not_specialize_on_alignment=list(any_alignment))
+        signature = inspect.signature(fn)
+        every = signature.parameters.values()
+        tuples = {p.name: types for p in every if (types := _types_of(p.annotation)) is not None}
+        sizes = [*tuples, *(p.name for p in every if p.annotation in (tl.int32, tl.int64))]
+        options = {"do_not_specialize": sizes, "do_not_specialize_on_alignment": list(any_alignment)}
+        if INTERPRETED or not tuples:
+            return triton.jit(fn, **options)
+        seen = [p.replace(annotation=tl.int64) if p.name in tuples else p for p in every]
+        fn.__signature__ = signature.replace(parameters=seen)  # type: ignore[attr-defined]
+        return SizedFunction(fn, tuples, **options)
 
     return decorate
 

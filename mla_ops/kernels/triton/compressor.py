@@ -1,5 +1,7 @@
 """The compressor of DeepSeek-V4 in Triton. States are the reference's to the bit; entries are sums in another order."""
 
+import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,7 +11,7 @@ import triton.language as tl
 from ...dispatch import Lowering
 from ...formats import geometry, get_format
 from .bfloat16 import convert, narrow, widen
-from .common import cdiv, sized_jit
+from .common import Constant, cdiv, sized_jit
 from .e4m3 import encode, power_of_two_exponent
 from .indexer_cache import store_index_key
 from .rows import V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
@@ -36,13 +38,41 @@ def tile(window: int, head_dim: int) -> Tile:
     return Tile(32, min(triton.next_power_of_2(window), 128), 4)
 
 
+@dataclass(frozen=True, eq=False)
+class Options(Constant):
+    """The constants of a kernel.
+
+    Attributes:
+        ratio: tokens of a group.
+        width: channels of a state's keys, and of its scores.
+        head_dim, rope: channels of an entry, and how many of them are rotated.
+        planar: whether the format of the cache is.
+        channels, states: of a program at once.
+        rows: tokens that a program looks through.
+        store: whether a program writes its tokens' states, too.
+    """
+
+    ratio: int
+    width: int
+    head_dim: int
+    rope: int
+    planar: bool
+    channels: int
+    states: int
+    rows: int
+    store: bool
+
+
+make_options = functools.cache(Options)
+
+
 def rows_of_a_program(num_tokens: int, channels: int, head_dim: int) -> int:
     """Tokens that a program of the pooling kernel looks through: most of a prefill's complete no group of 128."""
     return 1 if channels == head_dim or num_tokens < MANY_TOKENS else 16
 
 
 @triton.jit
-def _store_state(token, ring, inputs, first, RATIO: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
+def _store_state(token, ring, inputs, first, CHANNELS: tl.constexpr, OPTIONS: tl.constexpr):
     """Writes CHANNELS channels from `first` on of one token's key and biased score to its place in the state cache.
 
     Args:
@@ -57,10 +87,10 @@ def _store_state(token, ring, inputs, first, RATIO: tl.constexpr, WIDTH: tl.cons
     block = tl.load(state_block_table + request * stride_table + column).to(tl.int64)
     if (block >= 0) & (block < num_state_blocks):
         channel = first + tl.arange(0, CHANNELS)
-        target = state_cache + block * (stride_state_4 * 4) + position % state_block_size * (2 * WIDTH)
+        target = state_cache + block * (stride_state_4 * 4) + position % state_block_size * (2 * OPTIONS.width)
         tl.store(target + channel, widen(tl.load(kv + row * stride_kv + channel)))
-        bias = tl.load(position_bias + position % RATIO * stride_bias + channel)
-        tl.store(target + WIDTH + channel, widen(tl.load(score + row * stride_score + channel)) + bias)
+        bias = tl.load(position_bias + position % OPTIONS.ratio * stride_bias + channel)
+        tl.store(target + OPTIONS.width + channel, widen(tl.load(score + row * stride_score + channel)) + bias)
 
 
 @triton.jit
@@ -85,20 +115,8 @@ def _store_planar(entry, start, offset, block_size, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _pool(
-    token,
-    ring,
-    inputs,
-    req_id_per_token,
-    positions,
-    first,
-    RATIO: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    STATES: tl.constexpr,
-):
-    """CHANNELS channels from `first` on of the group that a token completes, under a softmax for each channel.
+def _pool(token, ring, inputs, req_id_per_token, positions, first, OPTIONS: tl.constexpr):
+    """`channels` channels from `first` on of the group that a token completes, under a softmax for each channel.
 
     A state is read from this step's rows where the token that many rows up is the one wanted, else from the state
     cache; before the request's beginning, and where there is no block, it has no weight. Arguments as `_store_state`'s.
@@ -106,6 +124,11 @@ def _pool(
     row, request, position = token
     state_cache, state_block_table, max_blocks, num_state_blocks, state_block_size, stride_state_4, stride_table = ring
     kv, score, position_bias, stride_kv, stride_score, stride_bias = inputs
+    RATIO: tl.constexpr = OPTIONS.ratio
+    WIDTH: tl.constexpr = OPTIONS.width
+    HEAD_DIM: tl.constexpr = OPTIONS.head_dim
+    CHANNELS: tl.constexpr = OPTIONS.channels
+    STATES: tl.constexpr = OPTIONS.states
     WINDOW: tl.constexpr = RATIO * (WIDTH // HEAD_DIM)
     newest = position.to(tl.int32)
     dim = first + tl.arange(0, CHANNELS)
@@ -152,24 +175,13 @@ def _pool(
 
 
 @triton.jit
-def _store_entry(
-    pooled,
-    position,
-    slot,
-    norm_weight,
-    cos_sin,
-    stride_cos_sin,
-    cache,
-    eps,
-    RATIO: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROPE: tl.constexpr,
-    PLANAR: tl.constexpr,
-):
+def _store_entry(pooled, position, slot, norm_weight, cos_sin, stride_cos_sin, cache, eps, OPTIONS: tl.constexpr):
     """Normalises, rotates and writes one pooled group. `cache`: tensor, tokens of a block, block stride over 16."""
+    HEAD_DIM: tl.constexpr = OPTIONS.head_dim
+    ROPE: tl.constexpr = OPTIONS.rope
     kv_cache, block_size, stride_block_16 = cache
     dim = tl.arange(0, HEAD_DIM)
-    angle = position - (RATIO - 1)
+    angle = position - (OPTIONS.ratio - 1)
     inverse = tl.rsqrt(tl.sum(pooled * pooled, axis=0) / HEAD_DIM + eps)
     normed = pooled * inverse * widen(tl.load(norm_weight + dim))
     first, second = tl.split(tl.reshape(normed, (HEAD_DIM // 2, 2)))
@@ -184,9 +196,9 @@ def _store_entry(
     entry = tl.reshape(rotated, (HEAD_DIM,))
     UNIT: tl.constexpr = 16 // (kv_cache.dtype.element_ty.primitive_bitwidth // 8)
     target = kv_cache + slot // block_size * (stride_block_16 * UNIT)
-    if PLANAR and HEAD_DIM == 128:
+    if OPTIONS.planar and HEAD_DIM == 128:
         store_index_key(entry, target, slot % block_size, block_size)
-    elif PLANAR:
+    elif OPTIONS.planar:
         _store_planar(entry, target, slot % block_size, block_size, HEAD_DIM)
     else:
         tl.store(target + slot % block_size * HEAD_DIM + dim, convert(entry, kv_cache.dtype.element_ty))
@@ -226,30 +238,22 @@ def _compress_kernel(
     num_slots: tl.int64,
     block_size: tl.int32,
     max_positions: tl.int64,
-    stride_kv: tl.int64,
-    stride_score: tl.int64,
-    stride_bias: tl.int64,
-    stride_cos_sin: tl.int64,
-    stride_state_4: tl.int64,
-    stride_table: tl.int64,
-    stride_block_16: tl.int64,
-    RATIO: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROPE: tl.constexpr,
-    PLANAR: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    STATES: tl.constexpr,
-    ROWS: tl.constexpr,
-    STORE: tl.constexpr,
+    strides: (tl.int64,) * 7,
+    OPTIONS: tl.constexpr,
 ):
     """Pools the groups that tokens complete; with every channel, normalises, rotates and writes their entries too.
 
-    Grid: (tokens / ROWS, HEAD_DIM / CHANNELS). With fewer channels the pooled group goes to `pooled_groups`, a row of
-    HEAD_DIM float32 for each token, for `_finish_kernel`. With STORE the tokens' own states are written too: the
+    Grid: (tokens / rows, head_dim / channels). With fewer channels the pooled group goes to `pooled_groups`, a row of
+    `head_dim` float32 for each token, for `_finish_kernel`. With `store` the tokens' own states are written too: the
     launcher asks for it when no slot written in this step can be one that is read. Shared memory holds reductions
     across warps.
     """
+    RATIO: tl.constexpr = OPTIONS.ratio
+    HEAD_DIM: tl.constexpr = OPTIONS.head_dim
+    CHANNELS: tl.constexpr = OPTIONS.channels
+    ROWS: tl.constexpr = OPTIONS.rows
+    STORE: tl.constexpr = OPTIONS.store
+    stride_kv, stride_score, stride_bias, stride_cos_sin, stride_state_4, stride_table, stride_block_16 = strides
     first = tl.program_id(1) * CHANNELS
     ring = state_cache, state_block_table, max_blocks, num_state_blocks, state_block_size, stride_state_4, stride_table
     inputs = kv, score, position_bias, stride_kv, stride_score, stride_bias
@@ -278,28 +282,13 @@ def _compress_kernel(
         row = begin + offset
         token = row, tl.sum(tl.where(chosen, requests, 0)), position
         if STORE:
-            for series in tl.static_range(WIDTH // HEAD_DIM):
-                _store_state(token, ring, inputs, series * HEAD_DIM + first, RATIO, WIDTH, CHANNELS)
+            for series in tl.static_range(OPTIONS.width // HEAD_DIM):
+                _store_state(token, ring, inputs, series * HEAD_DIM + first, CHANNELS, OPTIONS)
         if writes:
-            pooled = _pool(
-                token, ring, inputs, req_id_per_token, positions, first, RATIO, WIDTH, HEAD_DIM, CHANNELS, STATES
-            )
+            pooled = _pool(token, ring, inputs, req_id_per_token, positions, first, OPTIONS)
             if CHANNELS == HEAD_DIM:
                 cache = kv_cache, block_size, stride_block_16
-                _store_entry(
-                    pooled,
-                    position,
-                    slot,
-                    norm_weight,
-                    cos_sin,
-                    stride_cos_sin,
-                    cache,
-                    eps,
-                    RATIO,
-                    HEAD_DIM,
-                    ROPE,
-                    PLANAR,
-                )
+                _store_entry(pooled, position, slot, norm_weight, cos_sin, stride_cos_sin, cache, eps, OPTIONS)
             else:
                 tl.store(pooled_groups + row * HEAD_DIM + first + tl.arange(0, CHANNELS), pooled)
 
@@ -320,33 +309,17 @@ def _finish_kernel(
     max_positions: tl.int64,
     stride_cos_sin: tl.int64,
     stride_block_16: tl.int64,
-    RATIO: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROPE: tl.constexpr,
-    PLANAR: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """Writes the entry of the group that a token completes, from its pooled channels. Grid: (tokens,)."""
     row = tl.program_id(0).to(tl.int64)
     _, position, slot, _, writes = _completes(
-        row, req_id_per_token, positions, slot_mapping, num_requests, num_slots, max_positions, RATIO, True
+        row, req_id_per_token, positions, slot_mapping, num_requests, num_slots, max_positions, OPTIONS.ratio, True
     )
     if writes:
-        pooled = tl.load(pooled_groups + row * HEAD_DIM + tl.arange(0, HEAD_DIM))
+        pooled = tl.load(pooled_groups + row * OPTIONS.head_dim + tl.arange(0, OPTIONS.head_dim))
         cache = kv_cache, block_size, stride_block_16
-        _store_entry(
-            pooled,
-            position,
-            slot,
-            norm_weight,
-            cos_sin,
-            stride_cos_sin,
-            cache,
-            eps,
-            RATIO,
-            HEAD_DIM,
-            ROPE,
-            PLANAR,
-        )
+        _store_entry(pooled, position, slot, norm_weight, cos_sin, stride_cos_sin, cache, eps, OPTIONS)
 
 
 @sized_jit(any_alignment=("req_id_per_token", "positions", "state_block_table"))
@@ -368,8 +341,7 @@ def _store_state_kernel(
     stride_bias: tl.int64,
     stride_state_4: tl.int64,
     stride_table: tl.int64,
-    RATIO: tl.constexpr,
-    WIDTH: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """Writes one token's state, unless a later token of this step has the same place. Grid: (tokens,).
 
@@ -401,7 +373,7 @@ def _store_state_kernel(
             stride_table,
         )
         inputs = kv, score, position_bias, stride_kv, stride_score, stride_bias
-        _store_state(token, ring, inputs, 0, RATIO, WIDTH, WIDTH)
+        _store_state(token, ring, inputs, 0, OPTIONS.width, OPTIONS)
 
 
 def fits_in_one_launch(num_tokens: int, window: int, capacity: int) -> bool:
@@ -441,7 +413,8 @@ def compress_and_cache(
     rows = rows_of_a_program(num_tokens, channels, head_dim)
     whole = channels == head_dim
     pooled = norm_weight if whole else torch.empty(num_tokens, head_dim, dtype=torch.float32, device=kv.device)
-    entry = {"HEAD_DIM": head_dim, "ROPE": cos_sin.shape[1], "PLANAR": get_format(cache_format).planar}
+    entry = head_dim, cos_sin.shape[1], get_format(cache_format).planar
+    options = make_options(ratio, width, *entry, channels, states, rows, together)
     _compress_kernel[(cdiv(num_tokens, rows), head_dim // channels)](
         kv,
         score,
@@ -464,20 +437,16 @@ def compress_and_cache(
         num_blocks * block_size,
         block_size,
         cos_sin.shape[0],
-        kv.stride(0),
-        score.stride(0),
-        position_bias.stride(0),
-        cos_sin.stride(0),
-        state_cache.stride(0) // 4,
-        state_block_table.stride(0),
-        block_stride // 16,
-        RATIO=ratio,
-        WIDTH=width,
-        **entry,
-        CHANNELS=channels,
-        STATES=states,
-        ROWS=rows,
-        STORE=together,
+        (
+            kv.stride(0),
+            score.stride(0),
+            position_bias.stride(0),
+            cos_sin.stride(0),
+            state_cache.stride(0) // 4,
+            state_block_table.stride(0),
+            block_stride // 16,
+        ),
+        OPTIONS=options,
         num_warps=num_warps,
     )
     if not whole:
@@ -496,8 +465,7 @@ def compress_and_cache(
             cos_sin.shape[0],
             cos_sin.stride(0),
             block_stride // 16,
-            RATIO=ratio,
-            **entry,
+            OPTIONS=options,
             num_warps=4,
         )
     if not together:
@@ -519,8 +487,7 @@ def compress_and_cache(
             position_bias.stride(0),
             state_cache.stride(0) // 4,
             state_block_table.stride(0),
-            RATIO=ratio,
-            WIDTH=width,
+            OPTIONS=options,
             num_warps=4,
         )
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .bfloat16 import widen
-from .common import sized_jit
+from .common import Pages, sized_jit
 from .sparse_attention_device import (
     attend_keys,
     dot,
@@ -185,15 +185,7 @@ def _prefill_kernel(
     heads_per_kv_head: tl.int32,
     num_heads: tl.int32,
     heads_together: tl.int32,
-    stride_q_token: tl.int64,
-    stride_q_head: tl.int64,
-    stride_k_token: tl.int64,
-    stride_k_head: tl.int64,
-    stride_v_token: tl.int64,
-    stride_v_head: tl.int64,
-    stride_out_token: tl.int64,
-    stride_out_head: tl.int64,
-    stride_lse_token: tl.int64,
+    strides: (tl.int64,) * 9,
     OPTIONS: tl.constexpr,
 ):
     """`block_m` queries of one request, one head: softmax over the request's keys, unmasked tiles first.
@@ -211,6 +203,8 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr = OPTIONS.block_m
     BLOCK_N: tl.constexpr = OPTIONS.block_n
     SHORTEST: tl.constexpr = OPTIONS.shortest
+    stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head = strides[:6]
+    stride_out_token, stride_out_head, stride_lse_token = strides[6:]
     num_tiles = tl.num_programs(0)
     place = tl.program_id(1) * num_tiles + tl.program_id(0)
     first_head = place // (num_tiles * heads_together) * heads_together
@@ -273,22 +267,9 @@ def _paged_kernel(
     lse,
     scale_log2: tl.float32,
     num_heads: tl.int32,
-    num_blocks: tl.int64,
-    block_size: tl.int32,
-    num_requests: tl.int32,
-    max_blocks: tl.int32,
+    pages: Pages,
     num_splits: tl.int32,
-    stride_q_token: tl.int64,
-    stride_q_head: tl.int64,
-    stride_rope_token: tl.int64,
-    stride_rope_head: tl.int64,
-    stride_block: tl.int64,
-    stride_table: tl.int64,
-    stride_out_split: tl.int64,
-    stride_out_token: tl.int64,
-    stride_out_head: tl.int64,
-    stride_lse_split: tl.int64,
-    stride_lse_token: tl.int64,
+    strides: (tl.int64,) * 11,
     OPTIONS: tl.constexpr,
 ):
     """One token, a tile of heads, one split of the token's keys: the walk of the sparse kernels over every key.
@@ -303,6 +284,10 @@ def _paged_kernel(
     """
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    num_blocks, block_size, num_requests, max_blocks = pages
+    query_strides = strides[:4]
+    stride_block, stride_table = strides[4:6]
+    out_strides, lse_strides = strides[6:9], strides[9:]
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -321,18 +306,13 @@ def _paged_kernel(
     begin = tl.minimum(split * share, length)
     end = tl.minimum(begin + share, length)
 
-    strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
-    q_rows = query_rows(q, q_rope, token, head, strides, OPTIONS.q_unit)
+    q_rows = query_rows(q, q_rope, token, head, query_strides, OPTIONS.q_unit)
     query = (q_rows, live_head, load_query(q_rows, live_head, OPTIONS))
     state = new_state(OPTIONS)
     table = block_table + request.to(tl.int64) * stride_table
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
     span = (begin, end)
     state = attend_keys(query, state, cache, None, span, scale_log2, None, OPTIONS)
-    out_strides, lse_strides = (
-        (stride_out_split, stride_out_token, stride_out_head),
-        (stride_lse_split, stride_lse_token),
-    )
     results = (None, out, out_strides, lse, lse_strides)
     store_result(state, (token, head, live_head, split), results, OPTIONS)
 
@@ -352,19 +332,9 @@ def _packed_kernel(
     num_tokens: tl.int64,
     num_heads: tl.int32,
     tokens_together: tl.int32,
-    num_blocks: tl.int64,
-    block_size: tl.int32,
-    num_requests: tl.int32,
-    max_blocks: tl.int32,
+    pages: Pages,
     num_splits: tl.int32,
-    stride_q_token: tl.int64,
-    stride_q_head: tl.int64,
-    stride_rope_token: tl.int64,
-    stride_rope_head: tl.int64,
-    stride_block: tl.int64,
-    stride_table: tl.int64,
-    stride_out_split: tl.int64,
-    stride_lse_split: tl.int64,
+    strides: (tl.int64,) * 8,
     OPTIONS: tl.constexpr,
 ):
     """All heads of a few neighbouring tokens, at most a tile of rows, one split of their keys.
@@ -377,6 +347,9 @@ def _packed_kernel(
     """
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    num_blocks, block_size, num_requests, max_blocks = pages
+    query_strides = strides[:4]
+    stride_block, stride_table, stride_out_split, stride_lse_split = strides[4:]
     first = tl.program_id(0).to(tl.int64) * tokens_together
     split = tl.program_id(1)
     row = tl.arange(0, BLOCK_H)
@@ -391,8 +364,7 @@ def _packed_kernel(
         length = tl.where(meant, length, 0)
         live = live & meant
 
-    strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
-    q_rows = query_rows(q, q_rope, token[:, None], row % num_heads, strides, OPTIONS.q_unit)
+    q_rows = query_rows(q, q_rope, token[:, None], row % num_heads, query_strides, OPTIONS.q_unit)
     state = new_state(OPTIONS)
     for i in range(tokens_together):
         mine = tl.load(req_id_per_token + first + i, mask=first + i < num_tokens, other=-1)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .bfloat16 import narrow
-from .common import sized_jit
+from .common import Pages, sized_jit
 from .sparse_attention_device import (
     attend_keys,
     finish,
@@ -204,19 +204,8 @@ def _even_kernel(
     tokens_together: tl.int32,
     num_splits: tl.int32,
     num_workers: tl.int32,
-    num_blocks: tl.int64,
-    block_size: tl.int32,
-    num_requests: tl.int32,
-    max_blocks: tl.int32,
-    stride_q_token: tl.int64,
-    stride_q_head: tl.int64,
-    stride_rope_token: tl.int64,
-    stride_rope_head: tl.int64,
-    stride_block: tl.int64,
-    stride_table: tl.int64,
-    stride_out_token: tl.int64,
-    stride_out_head: tl.int64,
-    stride_lse_token: tl.int64,
+    pages: Pages,
+    strides: (tl.int64,) * 9,
     LEAST: tl.constexpr,
     ROW_COST: tl.constexpr,
     SLACK: tl.constexpr,
@@ -238,6 +227,7 @@ def _even_kernel(
     PACKED: tl.constexpr = OPTIONS.packed
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    num_blocks, block_size, num_requests, max_blocks = pages
     head_blocks = 1 if PACKED else tl.cdiv(num_heads, BLOCK_H)
     worker = tl.program_id(0) // head_blocks
     head_block = tl.program_id(0) % head_blocks
@@ -263,8 +253,6 @@ def _even_kernel(
 
     data = (q, q_rope, kv, block_table, req_id_per_token, key_lens, part_out, part_lse, out, lse)
     sizes = (num_tokens, num_heads, tokens_together, num_blocks, block_size, num_requests, max_blocks)
-    strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_block, stride_table)
-    strides += (stride_out_token, stride_out_head, stride_lse_token)
     zero = tl.full((), 0, tl.int32)
     for number in range(first_token, end_token):
         leader = zero + number  # a tensor in the interpreter, too

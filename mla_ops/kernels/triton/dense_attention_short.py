@@ -31,15 +31,7 @@ def _short_prefill_kernel(
     heads_per_kv_head: tl.int32,
     num_heads: tl.int32,
     num_shares: tl.int32,
-    stride_q_token: tl.int64,
-    stride_q_head: tl.int64,
-    stride_k_token: tl.int64,
-    stride_k_head: tl.int64,
-    stride_v_token: tl.int64,
-    stride_v_head: tl.int64,
-    stride_out_token: tl.int64,
-    stride_out_head: tl.int64,
-    stride_lse_token: tl.int64,
+    strides: (tl.int64,) * 9,
     OPTIONS: tl.constexpr,
 ):
     """The queries of a request that has fewer than `shortest`: softmax over its keys, in tiles of 16 rows.
@@ -52,6 +44,8 @@ def _short_prefill_kernel(
     Registers: accumulators 16 x `block_v` and scores 16 x `block_n`, float32. Shared memory: Q, and a tile of K and V.
     """
     BLOCK_N: tl.constexpr = OPTIONS.block_n
+    stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head = strides[:6]
+    stride_out_token, stride_out_head, stride_lse_token = strides[6:]
     request = tl.program_id(0) // num_shares
     begin_q, len_q = _request_span(cu_seqlens_q, request, num_tokens)
     if (len_q > 0) & (len_q < OPTIONS.shortest):

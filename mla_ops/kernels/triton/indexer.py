@@ -60,11 +60,7 @@ def _flat_kernel(
     num_kv: tl.int32,
     first_column: tl.int32,
     num_columns: tl.int32,
-    stride_q_token: tl.int64,
-    stride_q_head: tl.int64,
-    stride_k: tl.int64,
-    stride_weights: tl.int64,
-    stride_out: tl.int64,
+    strides: (tl.int64,) * 5,
     NATIVE_FP8: tl.constexpr,
     UPCAST: tl.constexpr,
     CLEAN: tl.constexpr,
@@ -78,6 +74,7 @@ def _flat_kernel(
     Grid: (blocks of tokens, blocks of columns). Column j of `out` is key `first_column + j`. A token whose keys end
     before the tile, or begin behind it, costs two loads. Strides of q and k are in UNITs.
     """
+    stride_q_token, stride_q_head, stride_k, stride_weights, stride_out = strides
     column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     key_row = first_column + column
     there = (key_row < num_kv) & (column < num_columns)
@@ -131,12 +128,7 @@ def _paged_kernel(
     block_size: tl.int32,
     first_column: tl.int32,
     num_columns: tl.int32,
-    stride_q_token: tl.int64,
-    stride_q_head: tl.int64,
-    stride_block: tl.int64,
-    stride_weights: tl.int64,
-    stride_table: tl.int64,
-    stride_out: tl.int64,
+    strides: (tl.int64,) * 6,
     NATIVE_FP8: tl.constexpr,
     UPCAST: tl.constexpr,
     FP8: tl.constexpr,
@@ -150,6 +142,7 @@ def _paged_kernel(
     Grid: (tokens, blocks of columns). Column j of `out` is position `first_column + j`. Programs behind the token's
     length leave at once.
     """
+    stride_q_token, stride_q_head, stride_block, stride_weights, stride_table, stride_out = strides
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     position = first_column + column
@@ -241,9 +234,7 @@ def score_flat(
         k.shape[0],
         first_column,
         num_columns,
-        *strides,
-        weights.stride(0),
-        out.stride(0),
+        (*strides, weights.stride(0), out.stride(0)),
         NATIVE_FP8=native,
         UPCAST=INTERPRETED,
         CLEAN=clean,
@@ -292,10 +283,7 @@ def score_paged(
         block_size,
         first_column,
         num_columns,
-        *strides,
-        weights.stride(0),
-        block_table.stride(0),
-        out.stride(0),
+        (*strides, weights.stride(0), block_table.stride(0), out.stride(0)),
         NATIVE_FP8=native,
         UPCAST=INTERPRETED,
         FP8=cache_format == "fp8_index",

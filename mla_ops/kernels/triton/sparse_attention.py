@@ -9,7 +9,7 @@ import triton.language as tl
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, get_format
 from .attention_options import Tile, attention_options, make_tile, of_second_walk
-from .common import KEEPS_OPERANDS, capability, cdiv, num_sms, shared_of_sm, sized_jit
+from .common import KEEPS_OPERANDS, Pages, capability, cdiv, num_sms, shared_of_sm, sized_jit
 from .index import convert_req_index_to_global_index
 from .sparse_attention_device import (
     attend_keys,
@@ -151,23 +151,9 @@ def _attend_kernel(
     scale_log2: tl.float32,
     num_heads: tl.int32,
     topk: tl.int32,
-    num_blocks: tl.int64,
-    block_size: tl.int32,
-    num_requests: tl.int32,
-    max_blocks: tl.int32,
+    pages: Pages,
     num_splits: tl.int32,
-    stride_q_token: tl.int64,
-    stride_q_head: tl.int64,
-    stride_rope_token: tl.int64,
-    stride_rope_head: tl.int64,
-    stride_block: tl.int64,
-    stride_indices: tl.int64,
-    stride_table: tl.int64,
-    stride_out_split: tl.int64,
-    stride_out_token: tl.int64,
-    stride_out_head: tl.int64,
-    stride_lse_split: tl.int64,
-    stride_lse_token: tl.int64,
+    strides: (tl.int64,) * 12,
     OPTIONS: tl.constexpr,
 ):
     """One token, a tile of heads, one split of the token's keys: online softmax over tiles of keys.
@@ -184,14 +170,17 @@ def _attend_kernel(
     PARTIAL: tl.constexpr = OPTIONS.partial
     OUT_UNIT: tl.constexpr = OPTIONS.out_unit
     LOOKS: tl.constexpr = OPTIONS.looks
+    num_blocks, block_size, num_requests, max_blocks = pages
+    query_strides = strides[:4]
+    stride_block, stride_indices, stride_table = strides[4:7]
+    stride_out_split, stride_out_token, stride_out_head, stride_lse_split, stride_lse_token = strides[7:]
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     split = tl.program_id(1)
     live_head = head < num_heads
     index_row = indices + token * stride_indices
-    strides = (stride_q_token, stride_q_head, stride_rope_token, stride_rope_head)
-    q_rows = query_rows(q, q_rope, token, head, strides, OPTIONS.q_unit)
+    q_rows = query_rows(q, q_rope, token, head, query_strides, OPTIONS.q_unit)
     # all that can be asked for is, before anything is waited for
     if topk_length is None:
         begin, end = share_of_keys(topk, split, num_splits, BLOCK_N)
@@ -252,7 +241,7 @@ def _attend_kernel(
         broken = tl.max((total != total).to(tl.int32), 0)
         if broken > 0:
             # 1, which the compiler does not know: addresses kept since the first walk would spill
-            q_rows = query_rows(q, q_rope, token + (broken - 1), head, strides, OPTIONS.q_unit)
+            q_rows = query_rows(q, q_rope, token + (broken - 1), head, query_strides, OPTIONS.q_unit)
             AGAIN: tl.constexpr = of_second_walk(OPTIONS)
             query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
             exact = attend_keys(query, new_state(AGAIN), cache, index_row, (begin, end), scale_log2, None, AGAIN)
@@ -339,6 +328,12 @@ def rope_strides(q_rope: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if q_rope is None else (q_rope.stride(0), q_rope.stride(1))
 
 
+def query_strides(q: torch.Tensor, q_rope: torch.Tensor | None, unit: int) -> tuple[int, int, int, int]:
+    """Strides of tokens and heads, of queries and of their RoPE dims, in the unit of `query_unit`."""
+    rope_token, rope_head = rope_strides(q_rope)
+    return q.stride(0) // unit, q.stride(1) // unit, rope_token // unit, rope_head // unit
+
+
 def _attend(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -383,19 +378,16 @@ def _attend(
         float(softmax_scale) * LOG2E,
         num_heads,
         topk,
-        sizes.num_blocks,
-        sizes.block_size,
-        num_requests,
-        max_blocks,
+        Pages(sizes.num_blocks, sizes.block_size, num_requests, max_blocks),
         splits,
-        q.stride(0) // q_unit,
-        q.stride(1) // q_unit,
-        *(stride // q_unit for stride in rope_strides(q_rope)),
-        sizes.stride_block,
-        indices.stride(0),
-        block_table.stride(0) if block_table is not None else 0,
-        *(stride // out_unit for stride in part_out.stride()[:-1]),
-        *part_lse.stride()[:-1],
+        (
+            *query_strides(q, q_rope, q_unit),
+            sizes.stride_block,
+            indices.stride(0),
+            block_table.stride(0) if block_table is not None else 0,
+            *(stride // out_unit for stride in part_out.stride()[:-1]),
+            *part_lse.stride()[:-1],
+        ),
         OPTIONS=attention_options(keys, chosen, rope, q_unit, out_unit, splits > 1, looks),
         num_warps=chosen.num_warps,
     )
@@ -494,25 +486,21 @@ def paged_sparse_attention_extra(
         num_heads,
         splits,
         topk,
-        sizes.num_blocks,
-        sizes.block_size,
-        num_requests,
-        max_blocks,
+        Pages(sizes.num_blocks, sizes.block_size, num_requests, max_blocks),
         extra_topk,
-        extra.num_blocks,
-        extra.block_size,
-        extra_num_requests,
-        extra_max_blocks,
-        q.stride(0) // q_unit,
-        q.stride(1) // q_unit,
-        sizes.stride_block,
-        indices.stride(0),
-        block_table.stride(0) if block_table is not None else 0,
-        extra.stride_block,
-        extra_indices.stride(0),
-        extra_block_table.stride(0) if extra_block_table is not None else 0,
-        *(stride // out_unit for stride in part_out.stride()[:-1]),
-        *part_lse.stride()[:-1],
+        Pages(extra.num_blocks, extra.block_size, extra_num_requests, extra_max_blocks),
+        (
+            q.stride(0) // q_unit,
+            q.stride(1) // q_unit,
+            sizes.stride_block,
+            indices.stride(0),
+            block_table.stride(0) if block_table is not None else 0,
+            extra.stride_block,
+            extra_indices.stride(0),
+            extra_block_table.stride(0) if extra_block_table is not None else 0,
+            *(stride // out_unit for stride in part_out.stride()[:-1]),
+            *part_lse.stride()[:-1],
+        ),
         OPTIONS=options,
         num_warps=chosen.num_warps,
     )

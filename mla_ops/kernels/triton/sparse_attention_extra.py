@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .attention_options import of_extra_cache
-from .common import sized_jit
+from .common import Pages, sized_jit
 from .sparse_attention_device import (
     attend_keys,
     attend_tile,
@@ -84,28 +84,10 @@ def _attend_extra_kernel(
     num_heads: tl.int32,
     num_splits: tl.int32,
     topk: tl.int32,
-    num_blocks: tl.int64,
-    block_size: tl.int32,
-    num_requests: tl.int32,
-    max_blocks: tl.int32,
+    pages: Pages,
     extra_topk: tl.int32,
-    extra_num_blocks: tl.int64,
-    extra_block_size: tl.int32,
-    extra_num_requests: tl.int32,
-    extra_max_blocks: tl.int32,
-    stride_q_token: tl.int64,
-    stride_q_head: tl.int64,
-    stride_block: tl.int64,
-    stride_indices: tl.int64,
-    stride_table: tl.int64,
-    stride_extra_block: tl.int64,
-    stride_extra_indices: tl.int64,
-    stride_extra_table: tl.int64,
-    stride_out_split: tl.int64,
-    stride_out_token: tl.int64,
-    stride_out_head: tl.int64,
-    stride_lse_split: tl.int64,
-    stride_lse_token: tl.int64,
+    extra_pages: Pages,
+    strides: (tl.int64,) * 13,
     OPTIONS: tl.constexpr,
 ):
     """One token, a tile of heads, one split of the token's keys: the main cache's, then the extra one's.
@@ -118,6 +100,11 @@ def _attend_extra_kernel(
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     OUT_UNIT: tl.constexpr = OPTIONS.out_unit
+    num_blocks, block_size, num_requests, max_blocks = pages
+    extra_num_blocks, extra_block_size, extra_num_requests, extra_max_blocks = extra_pages
+    stride_q_token, stride_q_head, stride_block, stride_indices, stride_table = strides[:5]
+    stride_extra_block, stride_extra_indices, stride_extra_table = strides[5:8]
+    stride_out_split, stride_out_token, stride_out_head, stride_lse_split, stride_lse_token = strides[8:]
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
