@@ -2,6 +2,8 @@
 // compiled for a CPU: `test_hopper_cuts.py` builds it. Parts are made up; the CTAs come to their ends in any order.
 
 #include <cmath>
+#include <map>
+#include <vector>
 
 #include "hopper_simt.h"
 
@@ -25,7 +27,8 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #define select ptx_select
 #define converge ptx_converge
 #define thread_here ptx_thread_here
-#define load_float4_if ptx_load_float4_if
+#define copy_16 ptx_copy_16
+#define wait_for_copies ptx_wait_for_copies
 #define load_l2_8 ptx_load_l2_8
 #define store_8_if ptx_store_8_if
 #define store_16_if ptx_store_16_if
@@ -47,7 +50,8 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #undef select
 #undef converge
 #undef thread_here
-#undef load_float4_if
+#undef copy_16
+#undef wait_for_copies
 #undef load_l2_8
 #undef store_8_if
 #undef store_16_if
@@ -80,8 +84,16 @@ static uint2 load_l2_8(const void* source) {
   std::memcpy(&value, source, 8);
   return value;
 }
-static float4 load_float4_if(bool there, const float* source) {
-  return there ? float4{source[0], source[1], source[2], source[3]} : float4{};
+// Copies of a thread that are on their way: they land when it waits.
+struct Copy {
+  u32 to;
+  const void* from;
+};
+static std::map<const void*, std::vector<Copy>> copies;
+static void copy_16(u32 to, const void* from) { copies[simt::current].push_back({to, from}); }
+static void wait_for_copies() {
+  for (const Copy& copy : copies[simt::current]) std::memcpy(simt::shared_memory() + copy.to, copy.from, 16);
+  copies[simt::current].clear();
 }
 static void store_8_if(bool condition, void* target, u32 a, u32 b) {
   const u32 words[] = {a, b};
@@ -138,10 +150,11 @@ std::vector<int> elements() {
 }
 
 // The CTAs of a launch at the same time. Each leaves parts of lse and values that the test knows.
-template <class L, int BARRIER, int IN_FLIGHT>
+template <class L, int BARRIER>
 void share(const Params& p, int ctas, int seed) {
   const std::vector<int> element_of = elements<L>();
-  simt::launch(1, ctas, 256, SCRATCH + 65536, seed, [&] {
+  constexpr int ROOM = SumPlaces<L>::BYTES + 8 * 5 * L::Packet::QUADS * 512;  // five parts of a packet for each warp
+  simt::launch(1, ctas, 256, SCRATCH + ROOM, seed, [&] {
     const int thread = threadIdx.x, cta = blockIdx.x;
     find_interval<256>(p, L::INTERVAL, FIND);
     Row row = first_row<Launch::BALANCED>(p, L::INTERVAL);
@@ -165,17 +178,17 @@ void share(const Params& p, int ctas, int seed) {
       }
       row = next_row<Launch::BALANCED, true>(p, L::INTERVAL, row);
     }
-    add_up_cuts<L, BARRIER, IN_FLIGHT>(p, 0, SCRATCH, thread);
+    add_up_cuts<L, BARRIER, ROOM>(p, 0, SCRATCH, thread);
   });
 }
 
 extern "C" void share_rows(const Params* p, int ctas, int tile, bool quantized, int seed) {
   if (tile == 64)
-    quantized ? share<Places<64, true, true>, 1, 64>(*p, ctas, seed)
-              : share<Places<64, false, false>, 1, 64>(*p, ctas, seed);
+    quantized ? share<Places<64, true, true>, 1>(*p, ctas, seed)
+              : share<Places<64, false, false>, 1>(*p, ctas, seed);
   else if (tile == 24)
-    share<Places<24, true, true>, 1, 16>(*p, ctas, seed);
+    share<Places<24, true, true>, 1>(*p, ctas, seed);
   else
-    quantized ? share<Places<16, true, true>, 1, 16>(*p, ctas, seed)
-              : share<Places<16, false, false>, 1, 32>(*p, ctas, seed);
+    quantized ? share<Places<16, true, true>, 1>(*p, ctas, seed)
+              : share<Places<16, false, false>, 1>(*p, ctas, seed);
 }

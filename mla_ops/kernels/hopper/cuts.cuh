@@ -30,6 +30,7 @@ DEVICE void tell_sharers(const Params& p, u32 shared, int part, int thread) {
   converge();
 }
 
+constexpr int MOST_WORKERS = 160;  // of a launch; balance.py has the same
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // A cut token and a tile of its heads. Its parts are of so many workers from the first on.
@@ -48,6 +49,7 @@ struct CutToken {
 template <class L>
 struct SumPlaces {
   static constexpr int GROUPS = 256 / L::HEADS;  // threads of a head
+  static constexpr int BYTES = (16384 + 16 + (256 + L::HEADS * (1 + MOST_WORKERS)) * 4 + 15) / 16 * 16;
   u32 partial, whole, weights;
 
   DEVICE explicit SumPlaces(u32 scratch)
@@ -114,105 +116,117 @@ DEVICE void weigh_cut(const Params& p, const CutToken& cut, const SumPlaces<L>& 
   named_barrier<BARRIER, 256>();
 }
 
-// Adds up packets of a cut token, `share`'s, by eight warps: each several PACKETS at a time, which have few parts; or one,
-// or a team of warps one, if there are fewer packets, each with some of the parts. A lane has registers for IN_FLIGHT
-// numbers on their way.
-template <class L, int BARRIER, int IN_FLIGHT, int PACKETS>
-DEVICE void add_packets_of(const Params& p, const CutToken& cut, int share, int packets, const SumPlaces<L>& places,
-                           u32 scratch, int warp, int lane) {
+// The parts of packets that a warp adds up, one after the other: all of each eighth packet or, where there are fewer
+// packets than warps, some of one, of which a team of warps has each some.
+struct PartsOfWarp {
+  int own, part;  // the packet's number among the share's
+  int team, member, end;
+
+  DEVICE PartsOfWarp(int packets, int warp) {
+    team = packets > 4 ? 1 : packets > 2 ? 2 : packets > 1 ? 4 : 8, member = warp % team;
+    own = team == 1 ? warp : max(min(warp / team, packets - 1), 0);
+    part = member, end = team == 1 || packets == 0 ? packets : own + 1;
+  }
+  DEVICE bool left() const { return own < end; }
+  DEVICE bool ends_packet(int count) const { return part + team >= count; }
+  DEVICE void advance(int count) {
+    if (ends_packet(count))
+      part = member, own += 8;
+    else
+      part += team;
+  }
+};
+
+// Adds up packets of a cut token, `share`'s, by eight warps. Parts come to shared memory, so many of a warp at a time as
+// there is room for: each lane copies what it adds. The first are on their way while the parts' weights are made.
+template <class L, int BARRIER, int ROOM>
+DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, int warp, int lane) {
   using P = typename L::Packet;
-  constexpr int F = P::QUADS * 4, PARTS = IN_FLIGHT / F / PACKETS, SECOND = P::ONE_HEAD ? 0 : L::HEADS == 64 ? 8 : 1;
-  const int team = PACKETS > 1 || packets > 4 ? 1 : packets > 2 ? 2 : packets > 1 ? 4 : 8, member = warp % team;
+  constexpr int F = P::QUADS * 4, SECOND = P::ONE_HEAD ? 0 : L::HEADS == 64 ? 8 : 1, PIECE = P::QUADS * 512,
+                FREE = (ROOM - SumPlaces<L>::BYTES) / 8 / PIECE, AT_ONCE = FREE < 24 ? FREE : 24;
+  static_assert(AT_ONCE >= 4, "too little room for parts");
+  const int packets = share < P::COUNT ? (P::COUNT - 1 - share) / cut.count + 1 : 0;
+  const SumPlaces<L> places(scratch);
+  const u32 stage = scratch + SumPlaces<L>::BYTES + warp * (AT_ONCE * PIECE) + lane * 16;
+  PartsOfWarp here(packets, warp), ahead = here;
+  auto packet_of = [&](const PartsOfWarp& piece) { return share + piece.own * cut.count; };
+  auto begin_copies = [&]() {
+    u32 to = stage;
+#pragma unroll 1
+    for (int n = 0; n < AT_ONCE && ahead.left(); ++n, to += PIECE) {
+      const int packet = packet_of(ahead);
+      const float4* from = part_of_warp<L>(p, cut.part(p, ahead.part), cut.tile, packet % 8) +
+                           packet / 8 * (P::QUADS * 32) + lane;
+#pragma unroll
+      for (int q = 0; q < P::QUADS; ++q) copy_16(to + q * 512, from + q * 32);
+      ahead.advance(cut.count);
+    }
+  };
+  begin_copies();
+  weigh_cut<L, BARRIER>(p, cut, places, share == 0, warp * 32 + lane);
   Row row;
   row.token = cut.token, row.tile = cut.tile, row.part = 0;
   Target to = target_of<L>(p, row);
   to.whole = true;
+  float sum[F] = {};
+  u32 from = stage;
+  int copied = AT_ONCE;
+  wait_for_copies();
 #pragma unroll 1
-  for (int index = 0; index < packets; index += 8 / team * PACKETS) {
-    const int own = index + warp / team * PACKETS;
-    int packet[PACKETS], head[PACKETS];
-#pragma unroll
-    for (int k = 0; k < PACKETS; ++k) {
-      packet[k] = share + min(own + k, packets - 1) * cut.count;
-      head[k] = head_of_packet<L>(packet[k] / 8, packet[k] % 8, lane);
+  while (here.left()) {
+    if (copied == 0) {
+      begin_copies();
+      wait_for_copies();
+      copied = AT_ONCE, from = stage;
     }
-    float sum[PACKETS][F] = {};
+    const int packet = packet_of(here), head = head_of_packet<L>(packet / 8, packet % 8, lane);
+    const u32 weights = places.weights + (here.part * L::HEADS + head) * 4;
+    const float first = load_shared_float(weights), second = load_shared_float(weights + SECOND * 4);
+#pragma unroll
+    for (int q = 0; q < P::QUADS; ++q) {
+      const uint4 v = load_shared_16(from + q * 512);
+      const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float weight = SECOND && is_second<L>(4 * q + i) ? second : first;
+        sum[4 * q + i] += weight != 0.f ? __uint_as_float(words[i]) * weight : 0.f;  // else memory may hold anything
+      }
+    }
+    from += PIECE, --copied;
+    if (here.ends_packet(cut.count)) {
+      if (here.team > 1) {
+        const u32 own = scratch + warp * PIECE + lane * 16;
+#pragma unroll
+        for (int q = 0; q < P::QUADS; ++q)
+          store_shared_16(own + q * 512, __float_as_uint(sum[4 * q]), __float_as_uint(sum[4 * q + 1]),
+                          __float_as_uint(sum[4 * q + 2]), __float_as_uint(sum[4 * q + 3]));
+        named_barrier<BARRIER, 256>();
 #pragma unroll 1
-    for (int from = member * PARTS; from < cut.count; from += team * PARTS) {
-      float4 v[PACKETS][PARTS][P::QUADS];
+        for (int other = 1; here.member == 0 && other < here.team; ++other)
 #pragma unroll
-      for (int k = 0; k < PACKETS; ++k)
-#pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
-          const float4* quads = part_of_warp<L>(p, cut.part(p, min(from + i, cut.count - 1)), cut.tile, packet[k] % 8) +
-                                packet[k] / 8 * (P::QUADS * 32) + lane;
-#pragma unroll
-          for (int q = 0; q < P::QUADS; ++q)
-            v[k][i][q] = load_float4_if(from + i < cut.count, reinterpret_cast<const float*>(quads + q * 32));
-        }
-#pragma unroll
-      for (int k = 0; k < PACKETS; ++k)
-#pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
-          const u32 weights = places.weights + (min(from + i, cut.count - 1) * L::HEADS + head[k]) * 4;
-          const float first = load_shared_float(weights), second = load_shared_float(weights + SECOND * 4);
-#pragma unroll
-          for (int e = 0; e < F; ++e) {
-            const float weight = from + i >= cut.count ? 0.f : SECOND && is_second<L>(e) ? second : first;
-            const float4& quad = v[k][i][e / 4];
-            const float value = e % 4 == 0 ? quad.x : e % 4 == 1 ? quad.y : e % 4 == 2 ? quad.z : quad.w;
-            sum[k][e] += weight != 0.f ? value * weight : 0.f;  // without weight memory may hold anything
+          for (int q = 0; q < P::QUADS; ++q) {
+            const uint4 more = load_shared_16(own + other * PIECE + q * 512);
+            sum[4 * q] += __uint_as_float(more.x), sum[4 * q + 1] += __uint_as_float(more.y);
+            sum[4 * q + 2] += __uint_as_float(more.z), sum[4 * q + 3] += __uint_as_float(more.w);
           }
-        }
+      }
+      if (here.member == 0 && (here.team == 1 || warp / here.team < packets)) {
+        const float whole = load_shared_float(places.whole + head * 4),
+                    other = load_shared_float(places.whole + (head + SECOND) * 4);
+#pragma unroll
+        for (int e = 0; e < F; ++e) sum[e] *= SECOND && is_second<L>(e) ? other : whole;
+        write_packet<L>(to, sum, packet / 8, packet % 8, lane);
+      }
+#pragma unroll
+      for (int e = 0; e < F; ++e) sum[e] = 0.f;
     }
-    if (team > 1) {
-      const u32 here = scratch + lane * 16;
-      named_barrier<BARRIER, 256>();  // all have read what was there before
-#pragma unroll
-      for (int q = 0; q < P::QUADS; ++q)
-        store_shared_16(here + (warp * P::QUADS + q) * 512, __float_as_uint(sum[0][4 * q]),
-                        __float_as_uint(sum[0][4 * q + 1]), __float_as_uint(sum[0][4 * q + 2]),
-                        __float_as_uint(sum[0][4 * q + 3]));
-      named_barrier<BARRIER, 256>();
-#pragma unroll 1
-      for (int other = warp + 1; member == 0 && other < warp + team; ++other)
-#pragma unroll
-        for (int q = 0; q < P::QUADS; ++q) {
-          const uint4 more = load_shared_16(here + (other * P::QUADS + q) * 512);
-          sum[0][4 * q] += __uint_as_float(more.x), sum[0][4 * q + 1] += __uint_as_float(more.y);
-          sum[0][4 * q + 2] += __uint_as_float(more.z), sum[0][4 * q + 3] += __uint_as_float(more.w);
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < PACKETS; ++k) {
-      if (member != 0 || own + k >= packets) break;
-      const float first = load_shared_float(places.whole + head[k] * 4),
-                  second = load_shared_float(places.whole + (head[k] + SECOND) * 4);
-#pragma unroll
-      for (int e = 0; e < F; ++e) sum[k][e] *= SECOND && is_second<L>(e) ? second : first;
-      write_packet<L>(to, sum[k], packet[k] / 8, packet[k] % 8, lane);
-    }
+    here.advance(cut.count);
   }
 }
 
-template <class L, int BARRIER, int IN_FLIGHT>
-DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, int warp, int lane) {
-  using P = typename L::Packet;
-  const SumPlaces<L> places(scratch);
-  weigh_cut<L, BARRIER>(p, cut, places, share == 0, warp * 32 + lane);
-  const int packets = share < P::COUNT ? (P::COUNT - 1 - share) / cut.count + 1 : 0;
-  constexpr int AT_ONCE = IN_FLIGHT / P::QUADS / 4;  // parts of packets
-  if (cut.count == 2)
-    add_packets_of<L, BARRIER, IN_FLIGHT, AT_ONCE / 2>(p, cut, share, packets, places, scratch, warp, lane);
-  else if (AT_ONCE > 4 && cut.count <= 4)
-    add_packets_of<L, BARRIER, IN_FLIGHT, AT_ONCE / 4>(p, cut, share, packets, places, scratch, warp, lane);
-  else
-    add_packets_of<L, BARRIER, IN_FLIGHT, 1>(p, cut, share, packets, places, scratch, warp, lane);
-}
-
-// The end of a worker's CTA, by the 256 threads that wrote its results. `scratch`, 64 KB, is shared memory that nobody but
-// these threads uses any more. A warp each asks for the tokens at both ends of the interval, at the same time.
-template <class L, int BARRIER, int IN_FLIGHT>
+// The end of a worker's CTA, by the 256 threads that wrote its results. `scratch`, ROOM bytes, is shared memory that nobody
+// but these threads uses any more. A warp each asks for the tokens at both ends of the interval, at the same time.
+template <class L, int BARRIER, int ROOM>
 DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
   const Interval interval = load_interval(shared + L::INTERVAL);
   if (interval.turn == EVERY_WORKERS_TOKEN) return;  // whole tokens
@@ -241,7 +255,7 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
       if (share >= count) continue;
       const CutToken cut{which ? interval.last_token : interval.token, interval.tile,
                          uniform(which ? sharers.z : sharers.x), count};
-      add_up<L, BARRIER, IN_FLIGHT>(p, cut, share, scratch, warp, lane);
+      add_up<L, BARRIER, ROOM>(p, cut, share, scratch, warp, lane);
     }
   }
   if (asks) leave_sharers(counters, own_count, complete);

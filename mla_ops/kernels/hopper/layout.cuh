@@ -19,16 +19,15 @@ struct Params {
   int num_tokens, head_tiles;
   int parts;  // a row's keys are so many parts, a cluster of CTAs each
   int splits, rows;  // CTAs of a cluster or group, the grid's rows
-  int workers;       // so many may share all rows evenly instead (`balance.cuh`); 0: rows are as the shape says
-  // Numbers of the whole call, not of this launch, by which `is_balanced` chooses one of the two ways.
-  int all_tokens, tokens_before;
-  float longest, margin;
+  int all_tokens, tokens_before;  // of the whole call, and those of its launches before this one
+  int workers;                    // so many may share all rows evenly instead (`balance.cuh`); 0: rows are as the shape says
   Divisor of_splits, of_parts, of_head_tiles;
   // The keys of a token in each cache; the second's topk is 0 if there is no second cache.
   const int* topk_length[2];  // [num_tokens]; null: topk
   const int* indices[2];      // [num_tokens, topk]; null: every position
   i64 indices_stride[2];
   int topk[2];
+  float longest, margin;        // numbers of the whole call, by which `is_balanced` chooses one of the two ways
   const int* req_id_per_token;  // [num_tokens]; null without a block table
   Cache caches[2];
   const u16 *q, *q_rope;  // [num_tokens, num_heads, 512] and [num_tokens, num_heads, 64 or 0]

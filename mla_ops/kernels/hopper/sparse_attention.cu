@@ -151,7 +151,7 @@ DEVICE void attend(const Params& p) {
     }
     if constexpr (BALANCED)
       if (warpgroup > 0)
-        add_up_cuts<L, VALUES_BARRIER, HEADS == 64 ? 64 : 16>(p, shared, shared + L::VALUES,
+        add_up_cuts<L, VALUES_BARRIER, L::COLUMNS - L::QUERY>(p, shared, shared + L::QUERY,
                                                               (warpgroup - 1) * 128 + thread);
     if (LAUNCH == Launch::CLUSTERS) {
       row.rank = cluster_rank_here();

@@ -374,7 +374,7 @@ DEVICE void add_pieces(const Params& p, Row row, u32 shared, int half, int threa
     }
     if (!goes_on<L, false>(p, row, shared)) break;
   }
-  add_up_cuts<L, VALUES_BARRIER, 32>(p, shared, shared + L::TILES, thread_here() - 128);
+  add_up_cuts<L, VALUES_BARRIER, L::COLUMNS - L::TILES>(p, shared, shared + L::TILES, thread_here() - 128);
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------

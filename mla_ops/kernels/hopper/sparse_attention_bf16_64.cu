@@ -464,7 +464,7 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
     row_parity ^= 1;
   }
   if constexpr (LAUNCH == Launch::BALANCED)
-    add_up_cuts<L, PAIR_BARRIER, 64>(p, shared, shared + L::TILES, thread_here());
+    add_up_cuts<L, PAIR_BARRIER, 2 * L::TILE>(p, shared, shared + L::TILES, thread_here());
 }
 
 // ---- the kernels ----------------------------------------------------------------------------------------------------
