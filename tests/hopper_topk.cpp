@@ -27,6 +27,11 @@
 #define add_if_reaches ptx_add_if_reaches
 #define append_if_reaches ptx_append_if_reaches
 #define append_if ptx_append_if
+#define next_number ptx_next_number
+#define place_at ptx_place_at
+#define load_shared_8 ptx_load_shared_8
+#define store_shared_16 ptx_store_shared_16
+#define store_shared_8 ptx_store_shared_8
 #define wait_for_prerequisites ptx_wait_for_prerequisites
 #define launch_dependents ptx_launch_dependents
 #include "topk_ptx.cuh"
@@ -54,6 +59,11 @@
 #undef add_if_reaches
 #undef append_if_reaches
 #undef append_if
+#undef next_number
+#undef place_at
+#undef load_shared_8
+#undef store_shared_16
+#undef store_shared_8
 
 // Threads of a cluster that have arrived; how often all have, which those that wait remember.
 static size_t arrived;
@@ -119,6 +129,10 @@ static void append_if_reaches(u32& address, float score, float least, u32 place)
   append_if(score >= least, address, score, place);
 }
 static void count_at(u32 address) { ++at<u32>(address); }
+static u32 next_number(u32 address) { return at<u32>(address)++; }
+static uint2 load_shared_8(u32 address) { return at<uint2>(address); }
+static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { at<uint4>(address) = {a, b, c, d}; }
+static void store_shared_8(u32 address, u32 a, u32 b) { at<uint2>(address) = {a, b}; }
 static void set_if(bool condition, u32 address, u32 bits) {
   if (condition) at<u32>(address) |= bits;
 }
@@ -170,6 +184,8 @@ static void mbarrier_wait_cluster(u32 address, u32 parity) {
   simt::meet_warp(0);
 }
 
+static Place place_at(u32 address) { return {at<u32>(address), at<u32>(address + 4), at<u32>(address + 8)}; }
+
 #include "topk_row.cuh"
 
 static i64 row_of_front;
@@ -214,6 +230,8 @@ extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes,
   row_of_front = -1, front = nullptr;
   if (short_rows && threads == 512 && vectors == 1)
     launch_short<512, 1>(*p, shared_bytes, seed);
+  else if (short_rows && threads == 512 && vectors == 2)
+    launch_short<512, 2>(*p, shared_bytes, seed);
   else if (short_rows && threads == 128 && vectors == 4)
     launch_short<128, 4>(*p, shared_bytes, seed);
   else if (!short_rows && threads == 64 && vectors == 1)

@@ -85,6 +85,7 @@ def test_clusters_that_meet_once_know_whether_that_was_enough(library: ctypes.CD
 
 SHORT_PLANS = {
     "a group a thread": topk.Plan(512, 1, 0, 1, short=True),
+    "two groups a thread": topk.Plan(512, 2, 0, 2, short=True),
     "four groups a thread": topk.Plan(128, 4, 0, 1, short=True),
 }
 

@@ -6,10 +6,10 @@
 // its registers for as long as the tokens stay the same.
 //
 // A warpgroup has every second to fourth tile. Where products are the bound, two warpgroups have two sets of products
-// each: one is summed up while the tensor cores make the other. Where memory is the bound, three have one (128 columns) or
-// four (fewer).
-// A warp brings queries and keys by bulk copies. Where memory is the bound four warps bring keys, each every fourth tile,
-// so that none waits for another's slot. Four warps do so, too, where blocks do not fit a tile.
+// each: one is summed up while the tensor cores make the other. Where memory is the bound, four have one set, or three
+// where a request has several tokens.
+// A warp brings queries and keys by bulk copies. Where memory is the bound as many warps as warpgroups do, each every
+// third or fourth tile, so that none waits for another's slot. Four warps do so, too, where blocks do not fit a tile.
 //
 // All tiles of keys of all groups of tokens, one after the other, are cut into as many equal parts as there are CTAs.
 // Lengths are read on the device, by every CTA, so that a graph follows them. Flat keys are read by clusters of two CTAs,

@@ -61,16 +61,16 @@ class Params(ctypes.Structure):
 pack = packer(Params)
 
 
-def warpgroups(columns: int, source: str) -> int:
+def warpgroups(num_heads: int, tokens: int, source: str) -> int:
     """Those that make products, beside one that brings keys; as `ScoresLayout` of indexer_scores.cuh has them."""
-    if source != "BOXES" or columns == COLUMNS:
+    if source != "BOXES" or num_heads * tokens == COLUMNS:
         return 2
-    return 4 if columns < 128 else 3
+    return 4 if tokens == 1 else 3
 
 
 @functools.cache
 def kernel_for(num_heads: int, tokens: int, source: str) -> Kernel:
-    threads = 128 * (warpgroups(num_heads * tokens, source) + 1)
+    threads = 128 * (warpgroups(num_heads, tokens, source) + 1)
     return Kernel("indexer_logits.cu", f"indexer_logits<{num_heads}, {tokens}, {source}>", threads)
 
 

@@ -6,7 +6,6 @@
 
 constexpr int CONSUMERS = 256, THREADS = 384, QUERY_STAGES = 2;
 constexpr int TILE_BYTES = TILE * 128, GATHERERS = 4, LAG = 6;
-constexpr int KEY_WARPS = 4;  // bring keys where memory is the bound, every fourth tile each
 constexpr int FULL_L2 = 1 << 18;  // tiles whose scores of one token, 64 MB, are more than L2 has room for
 
 template <int HEADS_, int TOKENS_, int STAGES_ = 16, int WARPGROUPS_ = 2, int CLUSTER_ = 1>
@@ -15,7 +14,7 @@ struct IndexerLayout {
   // Two warpgroups have two sets of products each, or more have one: then all threads have the same number of registers.
   static constexpr int WARPGROUPS = WARPGROUPS_, SETS = WARPGROUPS == 2 ? 2 : 1;
   static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 128;
-  static constexpr int PRODUCERS = SETS == 2 ? 1 : KEY_WARPS;  // warps that bring keys, by boxes
+  static constexpr int PRODUCERS = SETS == 2 ? 1 : WARPGROUPS;  // warps that bring keys by boxes, every n-th tile each
   static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS, STAGES = STAGES_;
   // A thread has all heads of its tokens where all columns are there: eight columns are two heads of four tokens.
   static constexpr bool WHOLE = COLUMNS == 256;
@@ -39,11 +38,11 @@ struct IndexerLayout {
 // would take L2 from one another.
 template <int COLUMNS, Source SOURCE>
 constexpr bool OF_MEMORY = SOURCE == BOXES && COLUMNS < 256;
-template <int COLUMNS, Source SOURCE>
-constexpr int WARPGROUPS_OF = !OF_MEMORY<COLUMNS, SOURCE> ? 2 : COLUMNS < 128 ? 4 : 3;
+template <int COLUMNS, int TOKENS, Source SOURCE>
+constexpr int WARPGROUPS_OF = !OF_MEMORY<COLUMNS, SOURCE> ? 2 : TOKENS == 1 ? 4 : 3;
 template <int HEADS, int TOKENS, Source SOURCE>
-using ScoresLayout = IndexerLayout<HEADS, TOKENS, OF_MEMORY<HEADS * TOKENS, SOURCE> ? 12 : 16,
-                                   WARPGROUPS_OF<HEADS * TOKENS, SOURCE>, SOURCE == FLAT ? 2 : 1>;
+using ScoresLayout = IndexerLayout<HEADS, TOKENS, !OF_MEMORY<HEADS * TOKENS, SOURCE> ? 16 : TOKENS == 1 ? 12 : 9,
+                                   WARPGROUPS_OF<HEADS * TOKENS, TOKENS, SOURCE>, SOURCE == FLAT ? 2 : 1>;
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
 
@@ -62,6 +61,10 @@ DEVICE void next(Slot& slot) {
 template <class L>
 DEVICE void next_own(Slot& slot) {
   slot.index += L::WARPGROUPS;
+  if constexpr ((L::STAGES & L::STAGES - 1) == 0) {
+    slot.parity ^= static_cast<u32>(slot.index) / L::STAGES, slot.index &= L::STAGES - 1;
+    return;
+  }
   if (slot.index >= L::STAGES) slot.index -= L::STAGES, slot.parity ^= 1;
 }
 
@@ -311,17 +314,29 @@ struct Share {
   static DEVICE bool stores(int lane) { return TOKENS_ > 1 || (lane & 2) == 0; }
 };
 
-// Tells all that bring a slot's keys that this warp has read them.
+// Barriers of the slots that hold keys, of all CTAs that bring them.
 template <class L>
-DEVICE void release(u32 barrier, int lane) {
-  if constexpr (L::CLUSTER == 1) {
-    warp_arrive(barrier, lane);
-  } else {
+struct FreeSlots {
+  u32 barriers[L::CLUSTER];
+
+  DEVICE explicit FreeSlots(u32 shared) {
 #pragma unroll
     for (int rank = 0; rank < L::CLUSTER; ++rank)
-      if (arrives(lane)) mbarrier_arrive_peer(peer_address(barrier, rank));
+      barriers[rank] = L::CLUSTER > 1 ? peer_address(shared + L::KEY_FREE, rank) : shared + L::KEY_FREE;
+    if (L::CLUSTER > 1) hold(barriers);  // else they are made again for every tile
   }
-}
+
+  // This warp has read a slot's keys.
+  DEVICE void release(const Slot& slot, int lane) const {
+    if constexpr (L::CLUSTER == 1) {
+      warp_arrive(of_slot(barriers[0], slot), lane);
+    } else {
+#pragma unroll
+      for (int rank = 0; rank < L::CLUSTER; ++rank)
+        if (arrives(lane)) mbarrier_arrive_peer(of_slot(barriers[rank], slot));
+    }
+  }
+};
 
 // Begins the products of a tile and a part of the queries.
 template <int N>
@@ -417,6 +432,7 @@ DEVICE void consume(const Params& p, u32 shared) {
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
   Stored<L, SOURCE> stored(p);
+  const FreeSlots<L> free_slots(shared);
   float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
   Slot done = {warpgroup, 0}, ahead = done;  // slots whose products are summed up next, and begun next
   Slot& slot = L::SETS == 1 ? done : ahead;
@@ -426,6 +442,11 @@ DEVICE void consume(const Params& p, u32 shared) {
     const uint4 group = load_shared_16(shared + L::GROUP + stage * 16);
     const int token = group.x;
     if (group.y == 0) return;
+    constexpr int W = L::WARPGROUPS, STEP = SOURCE == FLAT ? -W * TILE : W * TILE;  // columns to the next own tile
+    const int skipped = warpgroup - turn + (warpgroup < turn ? W : 0);              // the other warpgroups'
+    // Flat keys: from the last tile to the first.
+    const int first = SOURCE == FLAT ? static_cast<int>(group.w) - 1 - skipped : skipped;
+    int column = (static_cast<int>(group.z) + first) * TILE + key;
     stored.begin(group, lane);
     if constexpr (L::WHOLE) {
 #pragma unroll
@@ -442,11 +463,6 @@ DEVICE void consume(const Params& p, u32 shared) {
         for (int j = 0; j < L::HEADS / 4; ++j) weights[t * (L::HEADS / 4) + j] = __ldg(own + j / 2 * 8 + j % 2);
       }
     }
-    constexpr int W = L::WARPGROUPS;
-    const int skipped = warpgroup - turn + (warpgroup < turn ? W : 0);  // the other warpgroups'
-    // Flat keys: from the last tile to the first.
-    const int first = SOURCE == FLAT ? static_cast<int>(group.w) - 1 - skipped : skipped;
-    int column = (static_cast<int>(group.z) + first) * TILE + key;
     int tiles = (group.w + W - 1 - skipped) / W;
     turn = (turn + group.w) % W;
     float sums[L::TOKENS * 2], scales[S::ROWS];
@@ -454,7 +470,8 @@ DEVICE void consume(const Params& p, u32 shared) {
 
     auto begin = [&](float(&products)[L::PART_COLUMNS / 2], int part) {
       if (part == 0) mbarrier_wait(of_slot(shared + L::KEY_FULL, slot), slot.parity);
-      multiply(products, keys + slot.index * (TILE_BYTES / 16), own_queries + part * (L::PART_BYTES / 16));
+      multiply(products, keys + static_cast<u32>(slot.index) * (TILE_BYTES / 16),
+               own_queries + part * (L::PART_BYTES / 16));
       if (L::SETS == 2 && part == L::PARTS - 1) next_own<L>(ahead);
     };
     auto end = [&](float(&products)[L::PART_COLUMNS / 2], int part, auto last) {
@@ -470,7 +487,7 @@ DEVICE void consume(const Params& p, u32 shared) {
       wgmma_wait<last ? 0 : 1>();
       hold(products);
       if (part == L::PARTS - 1) {
-        release<L>(of_slot(shared + L::KEY_FREE, done), lane);
+        free_slots.release(done, lane);
         next_own<L>(done);
       }
       if constexpr (L::WHOLE)
@@ -487,7 +504,7 @@ DEVICE void consume(const Params& p, u32 shared) {
           if (SOURCE != FLAT && scales[r] == -INFINITY) score = -INFINITY;
           stored.put(t, column + r * 8, score);
         }
-      column += SOURCE == FLAT ? -W * TILE : W * TILE;
+      column += STEP;
     };
 
     mbarrier_wait(shared + L::QUERY_FULL + stage * 8, parity);

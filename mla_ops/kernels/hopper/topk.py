@@ -136,7 +136,7 @@ class Plan(NamedTuple):
         return CONTROL_BYTES + 4 * BINS + max(8 * self.capacity(topk), 8 * SLOTS + 24 * quads)
 
 
-SHORT = tuple(Plan(1024, vectors, 0, 1, short=True) for vectors in (1, 2, 4))
+SHORT = (Plan(512, 2, 0, 2, short=True), *(Plan(1024, vectors, 0, 1, short=True) for vectors in (2, 4)))
 FEW = Plan(1024, 2, 1, 1)
 BESIDE_SCORES = Plan(512, 1, 2, 1)  # an SM has room for it and a CTA of scores of one token
 MEETINGS = (*(BESIDE_SCORES._replace(held=held) for held in (2, 4)), *(FEW._replace(held=held) for held in (4, 6)))

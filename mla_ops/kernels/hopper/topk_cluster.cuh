@@ -67,21 +67,21 @@ struct InCluster {
     }
   }
 
-  DEVICE void keys_of(int i, u32 (&keys)[4]) const {
+  // The best of a group, whose columns that the row does not have become absent.
+  DEVICE u32 best_of(int i) {
     const int column = 4 * group(i);
-    float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-    if (column >= row.start && column + 4 <= row.end) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) keys[j] = key_of(values[j]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        keys[j] = 0;
-        if (!row.has(column + j)) continue;
-        if (!Held<THREADS, 1>::whole(column, row.skew, p.num_columns)) values[j] = row.scores[column + j];
-        keys[j] = key_of(values[j]);
-      }
+    if (column < row.start || column + 4 > row.end) {
+      const bool whole = Held<THREADS, 1>::whole(column, row.skew, p.num_columns);
+      auto only_of_row = [&](float& score, int at) {
+        if (!row.has(at))
+          score = absent();
+        else if (!whole)
+          score = row.scores[at];
+      };
+      only_of_row(x[i].x, column), only_of_row(x[i].y, column + 1);
+      only_of_row(x[i].z, column + 2), only_of_row(x[i].w, column + 3);
     }
+    return key_of(fmaxf(fmaxf(x[i].x, x[i].y), fmaxf(x[i].z, x[i].w)));
   }
 
   // The barrier of a CTA: the first one's waits for what all hand over, another's for the verdict.
@@ -110,14 +110,18 @@ struct InCluster {
     return max(static_cast<u32>(found >> 32), 1u);
   }
 
-  // Hands over keys that reach the gate, unless the room is too small.
-  DEVICE void append(const u32 (&keys)[VECTORS][4], u32 gate) {
+  // Hands over scores that reach the gate, unless the room is too small, or the gate is no score.
+  DEVICE void append(u32 least) {
     const u32 lane = threadIdx.x % 32;
     u32 count = 0, place = 0;
+    if (least <= LOWEST_KEY) return;
+    float gate = score_of(least);
+    hold(gate);
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) count += keys[i][j] >= gate;
+    for (int i = 0; i < VECTORS; ++i) {
+      add_if_reaches(count, x[i].x, gate, 1), add_if_reaches(count, x[i].y, gate, 1);
+      add_if_reaches(count, x[i].z, gate, 1), add_if_reaches(count, x[i].w, gate, 1);
+    }
     if (!__any_sync(~0u, count != 0)) return;
     const u32 inclusive = inclusive_scan(count), of_warp = __shfl_sync(~0u, inclusive, 31);
     if (lane == 0) place = atomicAdd(&control.have, of_warp);
@@ -131,10 +135,11 @@ struct InCluster {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       const u32 column = 4 * group(i);
+      const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (keys[i][j] < gate) continue;
-        send_8(target, barrier, entry_of(keys[i][j], column + j));
+        if (!(values[j] >= gate)) continue;
+        send_8(target, barrier, entry_of(key_of_number(values[j]), column + j));
         target += 8;
       }
     }
@@ -147,7 +152,7 @@ struct InCluster {
     if (threadIdx.x == 0) {
       const u32 have = control.have, barrier = barrier_of(0);
       send_8(peer_address(shared_address(&control.gates[rank]), 0), barrier,
-             static_cast<u64>(have > p.room ? ~0u : gate) << 32 | have);
+             static_cast<u64>(have > p.room || gate <= LOWEST_KEY ? ~0u : gate) << 32 | have);
       mbarrier_arrive_expect_peer(barrier, (have - control.dropped) * 8 + sizeof(control.gates[rank]));
     }
     __syncwarp();
@@ -213,20 +218,18 @@ struct InCluster {
     row = of_row;
     quads = ((row.end + 127) / 128 + THREADS - 1) / THREADS;
     fronts = reinterpret_cast<u16*>(words + 4 * quads * THREADS);
-    u32 keys[VECTORS][4];
     if (!p.ahead) load(row.scores, row.skew, row.end);
     clear();
     const FirstBins first_bins(control, bins, true);
     Keys<VECTORS> best;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      keys_of(i, keys[i]);
-      best.keys[i] = max(max(keys[i][0], keys[i][1]), max(keys[i][2], keys[i][3]));
+      best.keys[i] = best_of(i);
       first_bins.count(best.keys[i]);
     }
     const u32 gate = gate_of(best, first_bins);
     cluster_wait();  // the first CTA's barrier is there
-    append(keys, gate);
+    append(gate);
     return finish(gate, number, request);
   }
 };

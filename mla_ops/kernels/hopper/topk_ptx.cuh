@@ -16,6 +16,26 @@ DEVICE u32 inclusive_scan(u32 value) {
 // One more in a word of shared memory.
 DEVICE void count_at(u32 address) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address) : "memory"); }
 
+// The number that a word of shared memory has; it becomes one more.
+DEVICE u32 next_number(u32 address) {
+  u32 number;
+  asm volatile("atom.shared.add.u32 %0, [%1], 1;" : "=r"(number) : "r"(address) : "memory");
+  return number;
+}
+
+// The place of a rank among bins.
+struct Place {
+  u32 bin, above, inside;
+};
+
+// What stands behind a barrier in shared memory. It does not say that it reads memory: that costs registers.
+DEVICE Place place_at(u32 address) {
+  Place v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.bin), "=r"(v.above) : "r"(address));
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v.inside) : "r"(address + 8));
+  return v;
+}
+
 // Bits of a word of shared memory.
 DEVICE void set_if(bool condition, u32 address, u32 bits) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p red.shared.or.b32 [%0], %1;\n}" ::"r"(address), "r"(bits),

@@ -91,10 +91,9 @@ struct Selection {
       own.keys[i][2] = key_of(x[i].z) & there, own.keys[i][3] = key_of(x[i].w) & there;
     }
     __syncthreads();  // bins are at 0
-    const bool few_wanted = FEW_ROWS && rank >= 32 && rank < 2 * p.sampled;
-    return static_cast<u32>(select<THREADS, false, FEW_ROWS ? MORE : NOTHING>(
-                                control, bins, own, rank, FirstBins::least_of(few_wanted),
-                                FirstBins::shift_of(few_wanted), rank / p.spare + 2) >>
+    const bool few_wanted = rank >= 32 && rank < 2 * p.sampled;
+    return static_cast<u32>(select<THREADS, false, MORE>(control, bins, own, rank, FirstBins::least_of(few_wanted),
+                                                         FirstBins::shift_of(few_wanted), rank / p.spare + 2) >>
                             32);
   }
 
@@ -108,6 +107,15 @@ struct Selection {
       const u32 whole = min(count, vectors - at);
       prefetch_bulk_to_l2(row.scores + 4 * static_cast<i64>(first + at), whole * 16);
     }
+  }
+
+  // Asks for the chunk that comes AHEAD of one: lines by many threads take fewer instructions than a copy, but many rows
+  // take longer by them.
+  DEVICE void prefetch_ahead(u32 at) const {
+    if constexpr (!FEW_ROWS)
+      prefetch(at + AHEAD, STEP);
+    else if (threadIdx.x < STEP / 8 && at + AHEAD + STEP <= vectors)
+      prefetch_to_l2(row.scores + 4 * static_cast<i64>(first + at + AHEAD) + thread_here() * 32);
   }
 
   // Scores of a chunk. What the row does not have is absent, and not read.
@@ -174,7 +182,7 @@ struct Selection {
         }
       }
       load(at + STEP, next);
-      prefetch(at + AHEAD, STEP);
+      prefetch_ahead(at);
       const u32 inclusive = inclusive_scan(counts);
       const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
       u32 sum = 0, total;

@@ -18,13 +18,15 @@ constexpr int MAX_CLUSTER = 16;
 
 // A CTA's threads tell one another by this.
 struct alignas(16) Control {
+  // Where some of it lies, in bytes.
+  static constexpr u32 FOUND = SHORT_LIST * sizeof(u64), LISTED = FOUND + 12, THRESHOLD = FOUND + 16;
   u64 list[SHORT_LIST];
+  u32 bin, above, inside;  // the place of a rank
+  u32 listed;              // entries of the list
   u64 threshold;
   u64 met;                 // mbarriers: of a cluster that meets once,
   u64 told[2], gathered;   // and of one that does not, of `counts` and of entries
   u64 gates[MAX_CLUSTER];  // each CTA's gate; in the low half, how many entries it hands over; ~0: too few
-  u32 bin, above, inside;  // the place of a rank
-  u32 listed;
   u32 have, dropped;       // entries that this CTA hands over, and those of them for which there was no room
   u32 verdict;             // 1: the row is done
   u32 sums[2][32];             // one a warp
@@ -92,14 +94,16 @@ DEVICE u32 exclusive_scan(Control& control, u32 value, u32& total) {
 
 template <int THREADS>
 DEVICE void clear_bins(u32* bins) {
+  if (BINS == 2 * THREADS) reinterpret_cast<uint2*>(bins)[threadIdx.x] = {0, 0};
 #pragma unroll
-  for (u32 i = 0; i < BINS / THREADS; ++i) bins[i * THREADS + threadIdx.x] = 0;
+  for (int i = 0; i < BINS / 4 / THREADS; ++i) reinterpret_cast<uint4*>(bins)[i * THREADS + threadIdx.x] = {0, 0, 0, 0};
 }
 
-// The bin in which the entry of a rank, counted from 1 at the top, lies, if there are as many; leaves all bins at 0. The
-// counts must be complete, the result is there after the barrier at its end. Returns the sum of the counts.
+// The bin in which the entry of a rank, counted from 1 at the top, lies, if there are as many; leaves all bins at 0, and
+// nothing listed. The counts must be complete, the result is there after the barrier at its end. Returns the sum of the
+// counts. `place` is the address of control.bin.
 template <int THREADS>
-DEVICE u32 find_bin(Control& control, u32* bins, u32 rank) {
+DEVICE u32 find_bin(Control& control, u32* bins, u32 rank, u32 place) {
   constexpr int OWN = BINS / THREADS;
   static_assert(OWN > 0 && BINS % THREADS == 0, "each thread has bins of its own");
   u32 counts[OWN], sum = 0, total;
@@ -108,12 +112,13 @@ DEVICE u32 find_bin(Control& control, u32* bins, u32 rank) {
   for (int i = 0; i < OWN; ++i) counts[i] = own[i], sum += counts[i], own[i] = 0;
   u32 above = exclusive_scan<THREADS>(control, sum, total);
   if (above < rank && rank <= above + sum) {
+    u32 bin = BINS - 1 - threadIdx.x * OWN, inside = counts[OWN - 1];
 #pragma unroll
-    for (int i = OWN - 1; i >= 0; --i) {
-      if (above < rank && rank <= above + counts[i])
-        control.bin = BINS - (threadIdx.x + 1) * OWN + i, control.above = above, control.inside = counts[i];
-      above += counts[i];
+    for (int i = OWN - 2; i >= 0; --i) {
+      if (above + inside >= rank) break;
+      above += inside, inside = counts[i], --bin;
     }
+    store_shared_16(place, bin, above, inside, 0);
   }
   meet<THREADS>();
   return total;
@@ -127,18 +132,17 @@ struct Listed {
 
   template <class F>
   DEVICE void each(F use) const {
-#pragma unroll 1
+#pragma unroll 4
     for (u32 i = threadIdx.x; i < count; i += THREADS)
       use(static_cast<u32>(entries[i] >> 32), static_cast<u32>(entries[i]));
   }
 };
 
-// The entry of a rank among a few: `each_left` calls what it is given with their words.
+// The entry of a rank among a few: `each_left` calls what it is given with their words. `at` is the address of control,
+// whose list comes first.
 template <int THREADS, class EachLeft>
-DEVICE u64 entry_of_rank(Control& control, u32 inside, u32 rank, EachLeft each_left) {
-  each_left([&](u32 key, u32 place) {
-    control.list[atomicAdd(&control.listed, 1u)] = static_cast<u64>(key) << 32 | place;
-  });
+DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLeft each_left) {
+  each_left([&](u32 key, u32 place) { store_shared_8(at + 8 * next_number(at + Control::LISTED), place, key); });
   meet<THREADS>();
   static_assert(SHORT_LIST == 64, "a lane has two of them");
   const u32 thread = threadIdx.x, lane = thread % 32;
@@ -147,10 +151,12 @@ DEVICE u64 entry_of_rank(Control& control, u32 inside, u32 rank, EachLeft each_l
   for (u32 i = thread / 32; i < inside; i += THREADS / 32) {
     const u64 own = control.list[i];
     const u32 larger = __popc(__ballot_sync(~0u, first > own)) + __popc(__ballot_sync(~0u, second > own));
-    if (larger == rank - 1 && lane == 0) control.threshold = own;
+    if (larger == rank - 1 && lane == 0)
+      store_shared_8(at + Control::THRESHOLD, static_cast<u32>(own), static_cast<u32>(own >> 32));
   }
   meet<THREADS>();
-  return control.threshold;
+  const uint2 words = load_shared_8(at + Control::THRESHOLD);
+  return static_cast<u64>(words.y) << 32 | words.x;
 }
 
 // A number that as many entries reach as a rank says, counted from 1 at the top; there are as many at least, and none has
@@ -164,8 +170,9 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
                   bool counted = false) {
   if (!counted) least = max(least, 1u);
   u32 most = ~0u;
-  const u32 at = shared_address(bins);
-  if (threadIdx.x == 0) control.listed = 0;
+  u32 of_control = shared_address(&control);
+  hold(of_control);  // else it is made again behind each barrier, of what a special register has
+  const u32 at = of_control + sizeof(Control);  // of the bins
 #pragma unroll 1
   for (;;) {
     if (!counted)
@@ -174,21 +181,23 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
       });
     counted = false;
     meet<THREADS>();
-    const u32 total = find_bin<THREADS>(control, bins, rank);
+    const u32 total = find_bin<THREADS>(control, bins, rank, of_control + Control::FOUND);
     if (BELOW != NOTHING && total < rank) {
       if (BELOW == FAILURE || least <= 1) return 0;
       rank -= total, most = least - 1, least = 1;
       shift = max(32 - BIN_BITS - __clz(most - least), 0);
       continue;
     }
-    rank -= control.above;
-    const u32 inside = control.inside;
-    least += control.bin << shift;
-    if (control.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
+    const Place found =
+        BELOW == NOTHING ? place_at(of_control + Control::FOUND) : Place{control.bin, control.above, control.inside};
+    rank -= found.above;
+    const u32 inside = found.inside;
+    least += found.bin << shift;
+    if (found.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
     least = max(least, 1u);
     if (inside - rank <= spare || (!EXACT && least == most)) return static_cast<u64>(least) << 32;
     if (EXACT && inside <= SHORT_LIST)
-      return entry_of_rank<THREADS>(control, inside, rank, [&](auto use) {
+      return entry_of_rank<THREADS>(control, of_control, inside, rank, [&](auto use) {
         entries.each([&](u32 key, u32 place) {
           if (key - least <= most - least) use(key, place);
         });
@@ -205,14 +214,16 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
       if (key == score && place - least <= most - least) count_at(at + 4 * min(place - least >> shift, BINS - 1));
     });
     meet<THREADS>();
-    find_bin<THREADS>(control, bins, rank);
-    rank -= control.above;
-    const u32 inside = control.inside;
-    least += control.bin << shift;
-    if (control.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
+    find_bin<THREADS>(control, bins, rank, of_control + Control::FOUND);
+    const Place found =
+        BELOW == NOTHING ? place_at(of_control + Control::FOUND) : Place{control.bin, control.above, control.inside};
+    rank -= found.above;
+    const u32 inside = found.inside;
+    least += found.bin << shift;
+    if (found.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
     if (inside == rank) return static_cast<u64>(score) << 32 | least;
     if (inside <= SHORT_LIST)
-      return entry_of_rank<THREADS>(control, inside, rank, [&](auto use) {
+      return entry_of_rank<THREADS>(control, of_control, inside, rank, [&](auto use) {
         entries.each([&](u32 key, u32 place) {
           if (key == score && place - least <= most - least) use(key, place);
         });

@@ -8,7 +8,8 @@
 
 // A thread's keys, of groups of four neighbouring columns. A warp's groups stand next to one another, 32 at a time. Key 0
 // is no score. FEW_REGISTERS: columns are made again where they are needed; else ptxas keeps all of them.
-template <int THREADS, int VECTORS, bool FEW_REGISTERS = false>
+// ALL: each thread has VECTORS groups, and all keys are in the first bins.
+template <int THREADS, int VECTORS, bool FEW_REGISTERS = false, bool ALL = false>
 struct Held {
   static_assert(VECTORS <= 4, "counts of a warp's groups share a word");
   float4 scores[VECTORS];
@@ -18,10 +19,10 @@ struct Held {
 
   DEVICE Held(u32 first_column, u32 groups) : first(first_column), turns((groups + THREADS - 1) / THREADS) {}
 
-  DEVICE bool used(u32 i) const { return VECTORS == 1 || i < turns; }
+  DEVICE bool used(u32 i) const { return ALL || i < turns; }
 
   DEVICE u32 column(u32 i) const {
-    const u32 warp = threadIdx.x / 32, group = (VECTORS == 1 ? warp : warp * turns + i) * 32 + threadIdx.x % 32;
+    const u32 warp = threadIdx.x / 32, group = (warp * (ALL ? VECTORS : turns) + i) * 32 + threadIdx.x % 32;
     return first + 4 * group;
   }
 
@@ -70,13 +71,13 @@ struct Held {
       float values[4] = {scores[i].x, scores[i].y, scores[i].z, scores[i].w};
       if (begin >= row.start && begin + 4 <= row.end) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) own[j] = key_of(values[j]), first_bins.count<VECTORS == 1>(own[j]);
+        for (int j = 0; j < 4; ++j) own[j] = key_of(values[j]), first_bins.count<ALL>(own[j]);
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (!row.has(begin + j)) continue;
           if (!whole(begin, row.skew, num_columns)) values[j] = row.scores[begin + j];
-          own[j] = key_of(values[j]), first_bins.count<VECTORS == 1>(own[j]);
+          own[j] = key_of(values[j]), first_bins.count<ALL>(own[j]);
         }
       }
     }
@@ -117,8 +118,8 @@ struct Held {
     const bool all = row.end - row.start <= p.k;
     const u64 threshold =
         all ? any
-            : select<THREADS, true, VECTORS == 1 ? NOTHING : MORE>(control, bins, *this, p.k, first_bins.least,
-                                                                   first_bins.shift, 0, true);
+            : select<THREADS, true, ALL ? NOTHING : MORE>(control, bins, *this, p.k, first_bins.least, first_bins.shift, 0,
+                                                          true);
     const u32 count = collect(control, threshold, entries);
     __syncthreads();
     if (p.sorted) sort<THREADS>(entries, count);
@@ -139,12 +140,15 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
   const int skew = static_cast<int>(reinterpret_cast<u64>(scores) / 4 % 4);
   scores -= skew;
   hold(scores);
-  Held<THREADS, VECTORS> held(0, (p.num_columns + skew + 3) / 4);
+  constexpr bool ALL = VECTORS <= 2 && THREADS * VECTORS <= 1024;  // fewer columns do not pay for finer bins
+  Held<THREADS, VECTORS, false, ALL> held(0, (p.num_columns + skew + 3) / 4);
   wait_for_prerequisites();  // scores may come from the launch in front
   launch_dependents();
   held.load(scores, skew, p.num_columns);
-  const Params::Given given = p.given_of(number);
+  Params::Given given = p.given_of(number);
   clear_bins<THREADS>(bins);
+  __syncthreads();
+  hold(given.start), hold(given.end), hold(given.request);  // waited for behind the barrier, not in front of it
   int start, end;
   p.columns_of(given, start, end);
   const int length = end - start;
@@ -155,8 +159,7 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
     return;
   }
   const Row row = {scores, start + skew, end + skew, skew};
-  __syncthreads();
-  const FirstBins first_bins(control, bins, VECTORS > 1 && length > 2 * p.k);
+  const FirstBins first_bins(control, bins, !ALL && length > 2 * p.k);
   held.count(row, p.num_columns, first_bins);
   held.choose(p, control, bins, number, given.request, row, first_bins);
 }
