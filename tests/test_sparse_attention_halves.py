@@ -22,8 +22,8 @@ NUM_HEADS = 40
 
 PLAIN_TILES = {
     "64 heads": {"block_h": 64, "block_n": 32, "num_warps": 8, "ahead": 1, "early": True},
-    "32 heads, eight warps": {"block_h": 32, "block_n": 32, "num_warps": 8, "ahead": 2, "by_dims": True},
-    "32 heads, four warps": {"block_h": 32, "block_n": 32, "num_warps": 4, "ahead": 1, "by_dims": True},
+    "32 heads, eight warps": {"block_h": 32, "block_n": 32, "num_warps": 8, "ahead": 2},
+    "32 heads, four warps": {"block_h": 32, "block_n": 32, "num_warps": 4, "ahead": 1},
 }
 TILES = {"tiles of 64 heads in parts": (64, 8), "of 32": (32, 4), "of 32, eight warps": (32, 8)}
 

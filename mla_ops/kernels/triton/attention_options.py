@@ -15,8 +15,7 @@ class Tile(Constant):
 
     `half`: whether keys of fp8_ds_mla are float16 operands with their scale ("fp8_half"), one cache at a time. `apart`:
     whether scores stand behind a branch of their own (`_attend_operands`). `early`: whether the copies of a tile begin
-    before the products of the one before (`attend_tile`), not with table entries of single keys. `by_dims`: whether
-    warps share the dims (`sparse_attention_dims`).
+    before the products of the one before (`attend_tile`), not with table entries of single keys.
     """
 
     block_h: int
@@ -26,7 +25,6 @@ class Tile(Constant):
     half: bool = False
     apart: bool = False
     early: bool = False
-    by_dims: bool = False
 
     def narrow(self) -> "Tile":
         """For a second walk, which is rare: what fits beside the registers of the first."""

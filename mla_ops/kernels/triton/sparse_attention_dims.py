@@ -18,8 +18,8 @@ from .sparse_attention_keys import fetch_indices, locate
 
 @triton.constexpr_function
 def by_dims(options):
-    """Whether warps share the dims."""
-    return options.tile.by_dims
+    """Whether warps share the dims: of tiles of 32 heads over plain keys that `attend_whole` reads."""
+    return options.tile.block_h == 32 and options.keys.operands == "plain"
 
 
 @triton.jit
