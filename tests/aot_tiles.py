@@ -59,8 +59,8 @@ def sparse_candidates(capability: int) -> Iterator[Candidate]:
         own = variants[name]
         mode = sparse_attention.operand_mode(torch.bfloat16, kernel)
         half = mode == "fp8" and rows == 32
-        apart = half or (mode == "plain" and (rows, keys, warps) == (32, 32, 8))
-        tile = sparse_attention.Tile(rows, keys, warps, ahead, half=half, apart=apart, early=apart)
+        apart = half or (mode == "plain" and (rows, keys) == (32, 32))
+        tile = sparse_attention.Tile(rows, keys, warps, ahead, half=half, apart=apart, early=half)
         options = own.constants["OPTIONS"]
         operands = options.keys.with_operands("fp8_half" if half else mode)
         looks = sparse_attention.looks_at_indices(operands, tile, partial=False, has_length=False)

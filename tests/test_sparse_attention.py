@@ -319,7 +319,9 @@ def test_warps_of_tiles_of_32_heads(monkeypatch: pytest.MonkeyPatch) -> None:
             for mode in ("fp8", "plain"):
                 assert sparse_attention.tile(capability, 32, mode).num_warps == 8
         assert sparse_attention.tile((10, 0), 32, "fp8", alone=False).num_warps == warps
-        assert sparse_attention.tile((8, 0), 32, "plain", alone=False).num_warps == 4
+        assert sparse_attention.tile((10, 0), 32, "plain", alone=False).num_warps == 4
+    apart = {c: sparse_attention.tile(c, 32, "plain", alone=False).apart for c in ((8, 0), (10, 0), (12, 0))}
+    assert apart == {(8, 0): False, (10, 0): True, (12, 0): True}, "an SM of SM80 has no room for two such programs"
 
 
 @pytest.mark.parametrize(

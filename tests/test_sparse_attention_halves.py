@@ -20,6 +20,11 @@ BF16 = torch.bfloat16
 NUM_HEADS = 40
 
 
+PLAIN_TILES = {
+    "64 heads": {"block_h": 64, "block_n": 32, "num_warps": 8, "ahead": 1, "early": True},
+    "32 heads, eight warps": {"block_h": 32, "block_n": 32, "num_warps": 8, "ahead": 2},
+    "32 heads, four warps": {"block_h": 32, "block_n": 32, "num_warps": 4, "ahead": 1},
+}
 TILES = {"tiles of 64 heads in parts": (64, 8), "of 32": (32, 4), "of 32, eight warps": (32, 8)}
 
 
@@ -154,25 +159,26 @@ def test_64_heads_over_other_formats(cache_format: str, device: torch.device, mo
     check("triton", q, cache, some_indices(3, 70, 64, device), cache_format)
 
 
+@pytest.mark.parametrize("head_dim", [576, 512])
 @pytest.mark.parametrize("lengths", [False, True], ids=["ends by index", "ends by length"])
-@pytest.mark.parametrize("heads", [64, 32])
+@pytest.mark.parametrize("plain", PLAIN_TILES, ids=PLAIN_TILES)
 def test_plain_keys_over_tiles_in_which_keys_are_missing(
-    device: torch.device, lengths: bool, heads: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, lengths: bool, plain: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles up to the first key that is missing have no masks."""
     from mla_ops.kernels.triton import sparse_attention
 
-    if device.type == "cpu" or heads == 32:
-        wide = sparse_attention.Tile(heads, 32, 8, 1, apart=True, early=True)
-        monkeypatch.setattr(sparse_attention, "tile", lambda *_: wide)
-    cache = filled_cache("bf16", 4, 64, device)
+    options = PLAIN_TILES[plain]
+    if device.type == "cpu" or options["block_h"] == 32:
+        monkeypatch.setattr(sparse_attention, "tile", lambda *_: sparse_attention.Tile(**options, apart=True))
+    cache = filled_cache("bf16", 4, 64, device, head_dim=head_dim)
     indices = some_indices(8, 192, 256, device).abs() % 256  # nothing is missing in the first row
     for row, column, index in ((1, 0, -1), (2, 40, -1), (3, 63, 256), (4, 191, -1), (5, 100, 2**31 - 1)):
         indices[row, column] = index
     indices[6, 70:] = -1
     indices[7] = -1
     limit = torch.tensor([192, 192, 70, 64, 191, 0, 32, 300], dtype=torch.int32, device=device) if lengths else None
-    check("triton", queries(8, NUM_HEADS, BF16, device), cache, indices, "bf16", topk_length=limit)
+    check("triton", queries(8, NUM_HEADS, BF16, device, head_dim), cache, indices, "bf16", topk_length=limit)
 
 
 def test_parts_of_both_kinds_and_a_sink(device: torch.device) -> None:

@@ -72,9 +72,12 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str, alone: b
     half = mode == "fp8"
     if half and device_capability == (8, 0):
         return make_tile(32, 64, 8, 1, half=True, apart=True, early=True)
-    if alone or (half and KEEPS_OPERANDS):
-        return make_tile(32, 32, 8, 1, half=half, apart=True, early=True)
-    return make_tile(32, 32, 4, 1, half=half, apart=half, early=half)
+    if half:
+        return make_tile(32, 32, 8 if alone or KEEPS_OPERANDS else 4, 1, half=True, apart=True, early=True)
+    if alone:
+        return make_tile(32, 32, 8, 2, apart=True)
+    # two programs whose warps share the dims take 180 KB, for which SM80 has no room
+    return make_tile(32, 32, 4, 1, apart=device_capability != (8, 0))
 
 
 def programs_are_alone(device: torch.device, num_tokens: int, num_heads: int, deterministic: bool) -> bool:

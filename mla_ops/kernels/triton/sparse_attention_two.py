@@ -1,4 +1,4 @@
-"""The walk of `sparse_attention_wide` for 32 heads and eight warps: keys are two operands, of 256 dims each.
+"""The walk of `sparse_attention_wide` for 32 heads and eight warps over float16 keys: two operands, of 256 dims each.
 
 A warp has 16 heads x 8 keys of scores, where each product waits for the one before. So it has two sums of 256 dims.
 Queries are in registers where the compiler leaves them there, 128 a thread, beside 64 of accumulators.
@@ -15,7 +15,7 @@ from .sparse_attention_keys import HALF_EXPONENT, fetch_indices, half_operand, i
 def in_two(options):
     """Whether keys and queries are two operands each."""
     tile = options.tile
-    return tile.apart and tile.block_h == 32 and tile.block_n == 32 and tile.num_warps == 8
+    return tile.half and tile.block_h == 32 and tile.block_n == 32 and tile.num_warps == 8
 
 
 @triton.jit
@@ -26,14 +26,10 @@ def split_dims(x):
 
 
 @triton.jit
-def join_dims(former, latter, KEYS: tl.constexpr):
-    """512 dims in their order, from `split_dims` or, where operands are as loaded, from the first and last 256."""
-    if is_half(KEYS):
-        x = tl.join(tl.reshape(former, (former.shape[0], 32, 8)), tl.reshape(latter, (former.shape[0], 32, 8)))
-        x = tl.permute(x, (0, 1, 3, 2))
-    else:
-        x = tl.permute(tl.join(former, latter), (0, 2, 1))
-    return tl.reshape(x, (former.shape[0], 512))
+def join_dims(former, latter):
+    """512 dims in their order, from `split_dims`."""
+    x = tl.join(tl.reshape(former, (former.shape[0], 32, 8)), tl.reshape(latter, (former.shape[0], 32, 8)))
+    return tl.reshape(tl.permute(x, (0, 1, 3, 2)), (former.shape[0], 512))
 
 
 @triton.jit
@@ -71,11 +67,8 @@ def attend_tile_in_two(q, state, rows, cache, indices, scales, sure, MASKED: tl.
     former, top, sums, latter, unused = state
     q_former, q_latter = q[0]
     scale, scale_behind = scales
-    if is_half(KEYS):
-        keys = half_operand(rows[0], rows[2], KEYS)
-        k_former, k_latter = split_dims(tl.reshape(keys, (keys.shape[0], 512)))
-    else:
-        k_former, k_latter = rows[0]
+    keys = half_operand(rows[0], rows[2], KEYS)
+    k_former, k_latter = split_dims(tl.reshape(keys, (keys.shape[0], 512)))
     scale = tl.where(top == float("inf"), 0.0, scale)
     # 0, which the compiler does not know
     zeros = tl.zeros((q_former.shape[0], k_former.shape[0]), tl.float32) + scale_behind * 0.0
@@ -87,13 +80,12 @@ def attend_tile_in_two(q, state, rows, cache, indices, scales, sure, MASKED: tl.
             if sure[2]:
                 other = dot(q_latter, tl.trans(k_latter), zeros, UPCAST)
             scores += other
-            if is_half(KEYS):
-                scores *= scale[:, None]
+            scores *= scale[:, None]
             if OPTIONS.rope:
                 behind = zeros
                 if sure[3]:
                     behind = dot(q[1], tl.trans(rows[1]), zeros, UPCAST)
-                scores += behind * scale_behind if is_half(KEYS) else behind
+                scores += behind * scale_behind
             weighed = weigh_tile(scores, (top, sums), scale, cache, indices, k_former.dtype, MASKED, OPTIONS)
             weights, top, sums, fade = weighed
             former *= fade

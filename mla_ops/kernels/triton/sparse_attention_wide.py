@@ -13,6 +13,7 @@ from .bfloat16 import widen
 from .common import HOLDS_QUERIES
 from .rows import FP8_SCALES_AT
 from .sparse_attention_device import dot, new_state, round_to
+from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries
 from .sparse_attention_keys import (
     HALF_SCALE,
     fetch_indices,
@@ -61,15 +62,10 @@ def scores_run_on(options):
 
 @triton.jit
 def load_query_whole(q_rows, live_head, OPTIONS: tl.constexpr):
-    """Q in 512 dims, or plain keys' two operands, and the 64 behind them, if there are any."""
+    """Q in 512 dims, and the 64 behind them, if there are any."""
     q_row, rope_row = q_rows
-    if in_two(OPTIONS) and not is_half(OPTIONS.keys):
-        place = q_row + tl.arange(0, 256)[None, :]
-        rope = tl.load(place, mask=live_head[:, None], other=0.0)
-        latent = (rope, tl.load(place + 256, mask=live_head[:, None], other=0.0))
-    else:
-        latent = tl.load(q_row + tl.arange(0, 512)[None, :], mask=live_head[:, None], other=0.0)
-        rope = latent
+    latent = tl.load(q_row + tl.arange(0, 512)[None, :], mask=live_head[:, None], other=0.0)
+    rope = latent
     if OPTIONS.rope:
         rope = tl.load(rope_row + tl.arange(0, 64)[None, :], mask=live_head[:, None], other=0.0)
     return latent, rope
@@ -126,16 +122,11 @@ def _load_rows(cache, places, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
         scale_place = (row + FP8_SCALES_AT).to(tl.pointer_type(tl.float32))[:, None] + tl.arange(0, 4)[None, :]
         scales = _load(scale_place, within)
     else:
-        if in_two(OPTIONS):
-            place = row[:, None] + tl.arange(0, 256)[None, :]
-            rope = _load(place, within)
-            latent = (rope, _load(place + 256, within))
-        else:
-            latent = _load(row[:, None] + tl.arange(0, 512)[None, :], within)
-            rope = latent
+        latent = _load(row[:, None] + tl.arange(0, 512)[None, :], within)
+        rope = latent
         scales = rope
         if OPTIONS.rope:
-            BITS: tl.constexpr = not scores_run_on(OPTIONS)
+            BITS: tl.constexpr = not scores_run_on(OPTIONS) and not by_dims(OPTIONS)
             rope = load_rope(row, within, BITS, KEYS)
     return latent, rope, scales
 
@@ -156,7 +147,10 @@ def _surely(start, end):
 
 @triton.jit
 def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
-    if in_two(OPTIONS):
+    if by_dims(OPTIONS):
+        scale = scales[0]
+        state = attend_tile_by_dims(q, state, rows, cache, indices, scale, MASKED, OPTIONS)
+    elif in_two(OPTIONS):
         state, scale = attend_tile_in_two(q, state, rows, cache, indices, scales, sure, MASKED, OPTIONS)
     else:
         state, scale = _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED, OPTIONS)
@@ -320,10 +314,16 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
     else:
         state = (tl.zeros((BLOCK_H, 512), tl.float32), top, sums, running, running)
     scales = (scale, scale_log2)
+    if by_dims(OPTIONS):
+        latent, rope, scale = split_queries((latent, rope), scale_log2, OPTIONS)
+        if OPTIONS.tile.num_warps == 4:
+            sums = tl.zeros((4, BLOCK_H), tl.float32)
+        state = (state[0], top, sums, running, running)
+        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, scale), OPTIONS)
     # Queries should be operands from shared memory, as loaded ones are, where there are no registers left for them.
-    if BLOCK_H < 64:
+    elif BLOCK_H < 64:
         if in_two(OPTIONS):
-            if HALF and not QUERIES_IN_REGISTERS:
+            if not QUERIES_IN_REGISTERS:
                 latent = (_by_way_of(scratch, latent[0], live_head), _by_way_of(scratch + 256, latent[1], live_head))
         else:
             latent = _by_way_of(scratch, latent, live_head)
@@ -334,13 +334,14 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
             state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
             latent = tl.zeros_like(latent)
     acc, top, sums, running, running_rope = state
+    if by_dims(OPTIONS):
+        sums = tl.trans(sums)
     if scores_run_on(OPTIONS):
         sums = _keep(sums, running)
         if OPTIONS.rope:
             sums = _keep(sums, running_rope)
     if in_two(OPTIONS):
-        KEYS: tl.constexpr = OPTIONS.keys
-        acc = join_dims(acc, running, KEYS)
+        acc = join_dims(acc, running)
     elif HALF:
         acc = _together(acc)
     return acc, top, sums
