@@ -70,6 +70,14 @@ def fill_cache(kv_cache: torch.Tensor, cache_format: str, generator: torch.Gener
         part.copy_(kv_cache[: part.shape[0]])
 
 
+def fill_index_cache(index_cache: torch.Tensor, generator: torch.Generator) -> None:
+    """Writes random index keys to every slot."""
+    num_blocks, block_size, *_ = formats.geometry(index_cache, "fp8_index")
+    for slots in torch.arange(num_blocks * block_size, device=index_cache.device).split(2**18):
+        keys = torch.randn(len(slots), formats.INDEX_DIM, device=slots.device, generator=generator)
+        torch.ops.mla.write_index_cache(keys, index_cache, slots, "fp8_index")
+
+
 def magnitude_factors(magnitude: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Factors of the latents, for each key and group of `shape` [..., keys, groups].
 
