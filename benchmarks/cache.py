@@ -97,6 +97,12 @@ def magnitude_factors(magnitude: str, shape: tuple[int, ...], generator: torch.G
     return factors
 
 
+# Type of an option.
+magnitudes = common.names_of(
+    lambda name: magnitude_factors(name, (1, 1), torch.Generator()), "a number", "spread12", "wild30"
+)
+
+
 def scale_keys(kv_cache: torch.Tensor, cache_format: str, magnitude: str, generator: torch.Generator) -> None:
     """Multiplies latents through their scales, as writers without a least scale store small ones.
 
@@ -196,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=common.integers, default=None, help="tokens of concat_and_cache")
     parser.add_argument("--requests", type=common.integers, default=None, help="requests of gather_cache")
     parser.add_argument("--context", type=int, default=None, help="tokens a request of gather_cache")
-    parser.add_argument("--cache-formats", type=common.names, default=["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
+    parser.add_argument("--cache-formats", type=common.cache_formats, default=["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     tokens = arguments.tokens or ([1, 64, 512, 8192] if on_gpu else [1, 64])

@@ -338,6 +338,31 @@ def test_all_families_take_the_options_of_one_command(capsys: pytest.CaptureFixt
         assert family in listed
 
 
+@pytest.mark.parametrize(
+    ("family", "option", "value", "expected"),
+    [
+        ("cache", "--device", "cuda", "there is no CUDA device"),
+        ("merge", "--lowerings", "tirton", "there is no tirton, only auto, hopper"),
+        ("cache", "--cache-formats", "fp8", "there is no fp8, only "),
+        ("merge", "--json", "/no/such/folder/rows.json", "there is no folder /no/such/folder"),
+        ("sparse_attention", "--patterns", "dead", "there is no dead, only live"),
+        ("sparse_attention", "--mixtures", "half", "there is no half, only full, fourth"),
+        ("sparse_attention", "--magnitudes", "spread", "there is no spread, only a number"),
+        ("sparse_attention", "--waves", "64", "there is no 64, only 64,8"),
+        ("dense_attention", "--mixtures", "4x", "there is no 4x, only 2x100"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_before_anything_is_measured(
+    family: str, option: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(common, "run_benchmark", lambda *_: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(f"benchmarks.{family}").main(["--quick", option, value])
+    assert caught.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
 def test_families_of_models_are_named_or_left_out_without_transformers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
