@@ -18,7 +18,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import attention, common, figures, gather_floor, indexer_quality, layer, plot, portable
+from benchmarks import attention, common, figures, first_call, gather_floor, indexer_quality, layer, plot, portable
 from benchmarks.cache import fill_cache, read_keys, scale_keys
 from mla_ops import dispatch, formats
 from mla_ops.kernels.hopper.launch import Clusters, Group
@@ -361,6 +361,22 @@ def test_options_that_mean_nothing_are_refused_before_anything_is_measured(
         importlib.import_module(f"benchmarks.{family}").main(["--quick", option, value])
     assert caught.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_programs_for_gpus_say_so_without_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused = common.Row("op", {}, "triton", reason="it runs on a GPU")
+    monkeypatch.setattr(common, "measure", lambda *_, **__: [refused])
+    for program, expected in (
+        (first_call, "there is no CUDA device"),
+        (portable, "nothing is measured: it runs on a GPU"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            program.main(["--quick"] if program is portable else [])
+        assert caught.value.code == 2
+        assert expected in capsys.readouterr().err
 
 
 def test_families_of_models_are_named_or_left_out_without_transformers(
