@@ -100,6 +100,12 @@ def mixed_lengths(mixture: str, num_tokens: int, topk: int, device: torch.device
     return lens
 
 
+# Type of an option.
+mixtures = common.names_of(
+    lambda name: mixed_lengths(name, 1, 1, torch.device("cpu")), "full", "fourth", "one", "lognormal", "a number"
+)
+
+
 def to_slots(local: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
     """Slots of indices into each token's own request; token i is request i."""
     blocks = block_table.gather(1, (local // BLOCK_SIZE).long())
@@ -202,7 +208,7 @@ def add_variant_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="time decode with `deterministic=True` as well")
     parser.add_argument(
         "--waves",
-        type=lambda value: [text for text in value.split(";") if text],
+        type=common.names_of(lambda text: waves_of(text, 2**20), "64,8", "7x64,8+24,16", "group8", separator=";"),
         default=[],
         help="ours for Hopper also in other launches than it chooses: '64,8;7x64,8+24,16' is all tokens by clusters of "
         "8 CTAs with 64 heads each, and 7 of them so, the others by 16 with 24 heads (a third number: parts of a row; "

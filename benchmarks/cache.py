@@ -70,6 +70,14 @@ def fill_cache(kv_cache: torch.Tensor, cache_format: str, generator: torch.Gener
         part.copy_(kv_cache[: part.shape[0]])
 
 
+def fill_index_cache(index_cache: torch.Tensor, generator: torch.Generator) -> None:
+    """Writes random index keys to every slot."""
+    num_blocks, block_size, *_ = formats.geometry(index_cache, "fp8_index")
+    for slots in torch.arange(num_blocks * block_size, device=index_cache.device).split(2**18):
+        keys = torch.randn(len(slots), formats.INDEX_DIM, device=slots.device, generator=generator)
+        torch.ops.mla.write_index_cache(keys, index_cache, slots, "fp8_index")
+
+
 def magnitude_factors(magnitude: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Factors of the latents, for each key and group of `shape` [..., keys, groups].
 
@@ -87,6 +95,12 @@ def magnitude_factors(magnitude: str, shape: tuple[int, ...], generator: torch.G
         factors = torch.where(large, factors * 2.0**20, factors)
         factors *= torch.rand(shape, device=device, generator=generator) >= 1 / 4
     return factors
+
+
+# Type of an option.
+magnitudes = common.names_of(
+    lambda name: magnitude_factors(name, (1, 1), torch.Generator()), "a number", "spread12", "wild30"
+)
 
 
 def scale_keys(kv_cache: torch.Tensor, cache_format: str, magnitude: str, generator: torch.Generator) -> None:
@@ -188,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=common.integers, default=None, help="tokens of concat_and_cache")
     parser.add_argument("--requests", type=common.integers, default=None, help="requests of gather_cache")
     parser.add_argument("--context", type=int, default=None, help="tokens a request of gather_cache")
-    parser.add_argument("--cache-formats", type=common.names, default=["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
+    parser.add_argument("--cache-formats", type=common.cache_formats, default=["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     tokens = arguments.tokens or ([1, 64, 512, 8192] if on_gpu else [1, 64])

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import mla_ops  # registers torch.ops.mla
-from mla_ops import dispatch
+from mla_ops import dispatch, formats
 
 L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache there is
 MINIMUM_TIMINGS = 5
@@ -154,10 +154,11 @@ def argument_parser(family: str) -> argparse.ArgumentParser:
         prog=f"bench {family}",
         description=f"Benchmarks of the family '{family}'. Several values are separated by commas: 1,32,128.",
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--lowerings",
-        default="auto",
+        type=names_of(("auto", *dispatch.BACKENDS).index, "auto", *dispatch.BACKENDS),
+        default=["auto"],
         help="comma-separated, e.g. triton,hopper,flash_mla; 'auto' is what dispatch chooses. Ratios are to the first",
     )
     parser.add_argument("--iterations", type=int, default=100, help="timings a row and lowering; fewer on a slow CPU")
@@ -171,7 +172,7 @@ def argument_parser(family: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--in-graph", action="store_true", help="time calls behind other kernels of a graph, not the graph's launch"
     )
-    parser.add_argument("--json", type=Path, help="also write the rows to this file, beside those of other families")
+    parser.add_argument("--json", type=_file, help="also write the rows to this file, beside those of other families")
     return parser
 
 
@@ -183,6 +184,42 @@ def integers(value: str) -> list[int]:
 def names(value: str) -> list[str]:
     """Type of an option like `fp8_ds_mla,bf16`."""
     return [part for part in value.split(",") if part]
+
+
+def names_of(find: Callable[[str], object], *expected: str, separator: str = ",") -> Callable[[str], list[str]]:
+    """Type of an option of several names; `find` raises KeyError, TypeError or ValueError for others."""
+
+    def known(name: str) -> bool:
+        try:
+            find(name)
+        except (KeyError, TypeError, ValueError):
+            return False
+        return True
+
+    def parse(value: str) -> list[str]:
+        found = [part for part in value.split(separator) if part]
+        unknown = [name for name in found if not known(name)]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}, only {', '.join(expected)}")
+        return found
+
+    return parse
+
+
+cache_formats = names_of(formats.LATENT_FORMATS.index, *formats.LATENT_FORMATS)
+
+
+def _device(value: str) -> str:
+    if value.startswith("cuda") and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("there is no CUDA device")
+    return value
+
+
+def _file(value: str) -> Path:
+    """Looked at before hours of measurement, not behind them."""
+    if not Path(value).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {Path(value).parent}")
+    return Path(value)
 
 
 def number_of_sets(arguments: argparse.Namespace) -> int:
@@ -547,12 +584,11 @@ def run_benchmark(family: str, cases: Iterable[Callable[[], Case]], arguments: a
     if arguments.in_graph:
         print("each call behind an overwrite of L2 in one graph; the graph's launch is not in its time")
     print(HEADER, flush=True)
-    lowerings = names(arguments.lowerings)
     rows: list[Row] = []
     iterations = MINIMUM_TIMINGS if arguments.quick else arguments.iterations
     with torch.no_grad():
         for build in cases:
-            new_rows = measure(build(), lowerings, iterations, floors, in_graph=arguments.in_graph)
+            new_rows = measure(build(), arguments.lowerings, iterations, floors, in_graph=arguments.in_graph)
             for row in new_rows:
                 print(format_row(row), flush=True)
             rows += new_rows

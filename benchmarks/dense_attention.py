@@ -213,6 +213,10 @@ def lengths_of(mixture: str) -> list[int]:
     return [int(length) for count, length in parts for _ in range(int(count))]
 
 
+# Type of an option.
+mixtures = common.names_of(lengths_of, "2x100+5x7", "random7", "lognormal7")
+
+
 def block_table(lengths: list[int], num_blocks: int, generator: torch.Generator) -> torch.Tensor:
     """Different blocks for what each request has, anywhere in a cache of `num_blocks`; 0 behind."""
     counts = [-(-length // attention.BLOCK_SIZE) for length in lengths]
@@ -315,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prefill", type=common.names, default=None, help="heads x tokens, e.g. 16x8192,128x4096")
     parser.add_argument(
         "--prefill-mixtures",
-        type=common.names,
+        type=mixtures,
         default=None,
         help="prefill rows of several requests, for each of --heads, e.g. 2048x1,1x8192+63x128,lognormal7",
     )
@@ -327,11 +331,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=None, help="decode rows: cached tokens of each request")
     parser.add_argument(
         "--mixtures",
-        type=common.names,
+        type=mixtures,
         default=None,
         help="decode rows with requests of several lengths, e.g. 1x131072+31x512,random7",
     )
-    parser.add_argument("--cache-formats", type=common.names, default=["bf16", "fp8_ds_mla"])
+    parser.add_argument("--cache-formats", type=common.cache_formats, default=["bf16", "fp8_ds_mla"])
     parser.add_argument("--peers", action="store_true", help="time torch's and FlashMLA's own kernels as well")
     attention.add_variant_options(parser)
     attention.add_halves_option(parser)
@@ -342,14 +346,14 @@ def main(argv: list[str] | None = None) -> int:
     tokens = arguments.tokens or ([1, 4, 32, 128] if on_gpu else [1, 3])
     heads = arguments.heads or ([16, 128] if on_gpu else [4])
     context = arguments.context or (8192 if on_gpu else 100)
-    mixtures = arguments.mixtures or (["1x131072+31x512", "2x65536+126x128"] if on_gpu else ["1x100+2x7"])
+    mixed = arguments.mixtures or (["1x131072+31x512", "2x65536+126x128"] if on_gpu else ["1x100+2x7"])
     short = arguments.prefill_mixtures
     if short is None:
         short = ["64x128", "512x16", "2048x1", "1x8192+63x128", "lognormal1"] if on_gpu else ["3x4+1x20"]
     batches: list[tuple[list[int], dict[str, int | str]]] = [
         ([context] * num_tokens, {"T": num_tokens, "context": context}) for num_tokens in tokens
     ]
-    batches += [(lengths_of(mixture), {"lengths": mixture}) for mixture in mixtures]
+    batches += [(lengths_of(mixture), {"lengths": mixture}) for mixture in mixed]
 
     def cases() -> Iterator[partial[common.Case]]:
         for dims in arguments.head_dims if arguments.skip != "prefill" else ():

@@ -27,6 +27,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mla_ops
+from benchmarks.cache import fill_cache, fill_index_cache
 from mla_ops.demo.model import build_small_model
 from mla_ops.distributed import ContextParallel
 from mla_ops.models import GenerationSession, decoder_for
@@ -210,8 +211,10 @@ def step_time(bench: Bench, layout: str, batch: int, context: int) -> tuple[floa
     session = GenerationSession(
         decoder, max_num_requests=batch, cache_format="fp8_ds_mla", block_size=BLOCK_SIZE, eos_token_ids=()
     )
+    generator = torch.Generator(bench.device).manual_seed(0)
     for layer in session.cache.layers:
-        fill(layer.latent, layer.index_keys, bench.device)
+        fill_cache(layer.latent, "fp8_ds_mla", generator, distinct=64)
+        fill_index_cache(layer.index_keys, generator)
     if bench.gpu:
         session.capture()
     for row in range(batch):
@@ -234,23 +237,6 @@ def step_time(bench: Bench, layout: str, batch: int, context: int) -> tuple[floa
     if bench.gpu:
         torch.cuda.empty_cache()
     return taken, parts
-
-
-def fill(latent: torch.Tensor, index_keys: torch.Tensor, device: torch.device) -> None:
-    """Random keys in some blocks, which the others repeat."""
-    blocks = min(64, latent.shape[0])
-    rows = blocks * latent.shape[1]
-    slots = torch.arange(rows, device=device)
-
-    def randn(width: int) -> torch.Tensor:
-        return torch.randn(rows, width, device=device, dtype=torch.bfloat16)
-
-    mla_ops.concat_and_cache(randn(512), randn(64), latent, slots, "fp8_ds_mla")
-    mla_ops.write_index_cache(randn(128), index_keys, slots, "fp8_index")
-    for cache in (latent, index_keys):
-        for start in range(blocks, cache.shape[0], blocks):
-            part = cache[start : start + blocks]
-            part.copy_(cache[: part.shape[0]])
 
 
 def main(argv: list[str] | None = None) -> int:

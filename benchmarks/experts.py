@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
         "--compiled", type=common.integers, default=[], help="of these tokens, also as torch.compile fuses it"
     )
     arguments = parser.parse_args(argv)
-    arguments.lowerings = ""  # none of our operators runs here
+    arguments.lowerings = []  # none of our operators runs here
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     sizes = SIZES if on_gpu else SMALL
     layers = arguments.layers or (["V3"] if on_gpu else list(sizes))

@@ -157,6 +157,10 @@ def main(argv: list[str] | None = None) -> int:
         op, cache_format, lowering, archive = arguments.child
         print(json.dumps(measure(op, cache_format, lowering, archive == "1")._asdict()))
         return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device")
     print("Seconds, medians: the first call of a process up to its end on the GPU, and a later one. No writable home.")
     header = ("op", "format", "code from", "processes", "import mla_ops", "first call", "worst", "later call")
     print("{:10} {:14} {:20} {:>9} {:>15} {:>11} {:>8} {:>11}".format(*header))

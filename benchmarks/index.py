@@ -38,41 +38,19 @@ def build_convert(num_tokens: int, topk: int, compact: bool, arguments: argparse
     block_table = torch.randperm(num_tokens * max_blocks, device=device, generator=generator).to(torch.int32)
     block_table = block_table.view(num_tokens, max_blocks)
     context = max_blocks * BLOCK_SIZE
-    sets = [random_indices(num_tokens, topk, context, generator) for _ in range(common.number_of_sets(arguments))]
-    outputs = [(torch.empty_like(indices), torch.empty_like(request)) for indices in sets]
-    op = torch.ops.mla.convert_req_index_to_global_index.out
-    runs = [
-        partial(op, request, block_table, indices, BLOCK_SIZE, compact=compact, out=out, valid_counts=counts)
-        for indices, (out, counts) in zip(sets, outputs, strict=True)
+    sets = [
+        (request, block_table, random_indices(num_tokens, topk, context, generator))
+        for _ in range(common.number_of_sets(arguments))
     ]
 
-    def poison() -> None:
-        for tensor in outputs[0]:
-            tensor.fill_(-7)
+    def row(token: int, _: list[int], table: list[list[int]], indices: list[list[int]]) -> list[int]:
+        slots = [table[token][i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE if i >= 0 else -1 for i in indices[token]]
+        return [slot for slot in slots if slot >= 0 or not compact]
 
-    def check() -> list[common.Check]:
-        table = block_table.tolist()
-        expected, counts = [], []
-        for row, indices in enumerate(sets[0].tolist()):
-            slots = [table[row][i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE if i >= 0 else -1 for i in indices]
-            valid = [slot for slot in slots if slot >= 0]
-            expected.append(valid + [-1] * (topk - len(valid)) if compact else slots)
-            counts.append(len(valid))
-        return [
-            common.exact("out", outputs[0][0], torch.tensor(expected, device=device)),
-            common.exact("valid_counts", outputs[0][1], torch.tensor(counts, device=device)),
-        ]
-
-    shape: dict[str, int | str] = {"T": num_tokens, "topk": topk, "compact": str(compact)}
-    bytes_moved = 4 * (2 * num_tokens * topk + block_table.numel() + 2 * num_tokens)
-    return common.Case(
-        describe("convert_req_index_to_global_index", request, block_table, sets[0], BLOCK_SIZE),
-        shape,
-        runs,
-        poison,
-        check,
-        bytes_moved,
-    )
+    op = partial(torch.ops.mla.convert_req_index_to_global_index.out, compact=compact)
+    call = describe("convert_req_index_to_global_index", *sets[0], BLOCK_SIZE)
+    shape: dict[str, int | str] = {"topk": topk, "compact": str(compact)}
+    return builder_case(op, call, list(sets), (BLOCK_SIZE,), topk, row, shape, names=("out", "valid_counts"))
 
 
 def build_filter(num_tokens: int, topk: int, arguments: argparse.Namespace) -> common.Case:
@@ -118,8 +96,9 @@ def builder_case(
     shape: dict[str, int | str],
     block_table: torch.Tensor | None = None,
     entries: int = 0,
+    names: tuple[str, str] = ("indices", "lens"),
 ) -> common.Case:
-    """A case of an op that writes compacted rows and their lengths.
+    """A case of an op that writes rows, and how many entries of each are valid.
 
     Args:
         op: the `.out` overload.
@@ -127,10 +106,11 @@ def builder_case(
         sets: tensors of each input set; the first of a set has a row a token.
         sizes: the integers after them.
         width: entries of a row.
-        row: the valid entries of the token with a given number, from the first set as lists.
+        row: the entries of the token with a given number up to the last valid one, from the first set as lists.
         shape: what the table of results says.
         block_table: that of the first set, which counts with the entries that a token needs.
         entries: how many those are, at most.
+        names: of the outputs.
     """
     num_tokens, device = sets[0][0].shape[0], sets[0][0].device
     outputs = [
@@ -141,8 +121,8 @@ def builder_case(
         for _ in sets
     ]
     runs = [
-        partial(op, *tensors, *sizes, indices=indices, lens=lens)
-        for tensors, (indices, lens) in zip(sets, outputs, strict=True)
+        partial(op, *tensors, *sizes, **dict(zip(names, output, strict=True)))
+        for tensors, output in zip(sets, outputs, strict=True)
     ]
 
     def poison() -> None:
@@ -152,16 +132,26 @@ def builder_case(
     def check() -> list[common.Check]:
         given = [tensor.tolist() for tensor in sets[0]]
         rows = [row(token, *given) for token in range(num_tokens)]
-        expected = [valid + [-1] * (width - len(valid)) for valid in rows]
-        return [
-            common.exact("indices", outputs[0][0], torch.tensor(expected, device=device)),
-            common.exact("lens", outputs[0][1], torch.tensor([len(valid) for valid in rows], device=device)),
-        ]
+        expected = torch.tensor([each + [-1] * (width - len(each)) for each in rows], device=device)
+        counted = (expected >= 0).sum(1)
+        return [common.exact(*given) for given in zip(names, outputs[0], (expected, counted), strict=True)]
 
     bytes_moved = sum(tensor.nbytes for tensor in (*sets[0], *outputs[0]))
     if block_table is not None:
         bytes_moved += 4 * num_tokens * min(entries, block_table.shape[1]) - block_table.nbytes
     return common.Case(call, {"T": num_tokens, **shape}, runs, poison, check, bytes_moved)
+
+
+def window_slots(position: int, blocks: list[int]) -> list[int]:
+    """Slots of the window of a token, from the blocks of its request."""
+    window = range(max(position - WINDOW + 1, 0), position + 1)
+    return [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in window]
+
+
+def compressed_slots(position: int, blocks: list[int]) -> list[int]:
+    """Slots of all compressed tokens that a token sees."""
+    there = range((position + 1) // C128A_RATIO)
+    return [blocks[i // C128A_BLOCK_SIZE] * C128A_BLOCK_SIZE + i % C128A_BLOCK_SIZE for i in there]
 
 
 def random_tokens(
@@ -181,8 +171,7 @@ def build_window(num_tokens: int, context: int, arguments: argparse.Namespace) -
     sets = [random_tokens(num_tokens, context, BLOCK_SIZE, generator) for _ in range(count)]
 
     def row(token: int, positions: list[int], request: list[int], table: list[list[int]]) -> list[int]:
-        window = range(max(positions[token] - WINDOW + 1, 0), positions[token] + 1)
-        return [table[request[token]][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in window]
+        return window_slots(positions[token], table[request[token]])
 
     sizes = (WINDOW, BLOCK_SIZE)
     op, call = torch.ops.mla.sliding_window_indices.out, describe("sliding_window_indices", *sets[0], *sizes)
@@ -197,8 +186,7 @@ def build_compressed(num_tokens: int, context: int, arguments: argparse.Namespac
     sets = [random_tokens(num_tokens, context, C128A_RATIO * C128A_BLOCK_SIZE, generator) for _ in range(count)]
 
     def row(token: int, positions: list[int], request: list[int], table: list[list[int]]) -> list[int]:
-        there = range((positions[token] + 1) // C128A_RATIO)
-        return [table[request[token]][i // C128A_BLOCK_SIZE] * C128A_BLOCK_SIZE + i % C128A_BLOCK_SIZE for i in there]
+        return compressed_slots(positions[token], table[request[token]])
 
     sizes = (C128A_RATIO, C128A_BLOCK_SIZE, width)
     op, call = torch.ops.mla.compressed_indices.out, describe("compressed_indices", *sets[0], *sizes)

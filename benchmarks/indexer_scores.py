@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import common
+from benchmarks.cache import fill_index_cache
 from mla_ops import formats
 from mla_ops.kernels.reference.indexer import read_index_keys
 from mla_ops.registry import describe
@@ -159,10 +160,7 @@ def paged_inputs(
     blocks_each, num_tokens = -(-num_keys // BLOCK_SIZE), num_requests * tokens_each
     num_blocks = min(num_requests * blocks_each, MAX_SLOTS // BLOCK_SIZE)
     cache = formats.allocate_cache("fp8_index", num_blocks, BLOCK_SIZE, device=device)
-    for first in range(0, num_blocks * BLOCK_SIZE, 2**18):
-        slots = torch.arange(first, min(first + 2**18, num_blocks * BLOCK_SIZE), device=device)
-        keys = torch.randn(len(slots), DIM, device=device, generator=generator)
-        torch.ops.mla.write_index_cache(keys, cache, slots, "fp8_index")
+    fill_index_cache(cache, generator)
     order = torch.arange(num_requests * blocks_each, device=device) % num_blocks
     order = order[torch.randperm(len(order), device=device, generator=generator)]
     table = order.view(num_requests, blocks_each).to(torch.int32)

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import common
 from benchmarks.attention import BLOCK_SIZE, random_block_table
-from benchmarks.cache import fill_cache
+from benchmarks.cache import fill_cache, fill_index_cache
 from mla_ops import dispatch, formats
 from mla_ops.demo.model import build_small_model
 from mla_ops.models import decoder_for, latent
@@ -50,15 +50,6 @@ KERNEL_WORDS = {  # words in the names of kernels; others are projections before
     "output": (),
 }
 SMALL = {"hidden_size": 128, "num_heads": 4, "index_heads": 4, "index_topk": 64, "vocab_size": 64}
-
-
-def fill_index_cache(index_cache: torch.Tensor, generator: torch.Generator) -> None:
-    """Writes random index keys to every slot."""
-    count, block_size, _, _ = formats.geometry(index_cache, INDEX_FORMAT)
-    for blocks in torch.arange(count, device=index_cache.device).split(4096):
-        slots = (blocks[:, None] * block_size + torch.arange(block_size, device=blocks.device)).flatten()
-        keys = torch.randn(len(slots), formats.INDEX_DIM, device=blocks.device, generator=generator)
-        torch.ops.mla.write_index_cache(keys, index_cache, slots, INDEX_FORMAT)
 
 
 def index_values(index_cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:

@@ -135,12 +135,12 @@ def shape(value: str) -> list[tuple[int, int]]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status, 1 if a result was wrong."""
     parser = common.argument_parser("mixtures")
-    parser.add_argument("--cache-formats", type=common.names, default=["fp8_ds_mla", "bf16"])
-    parser.add_argument("--dense-formats", type=common.names, default=["bf16", "fp8_ds_mla"])
+    parser.add_argument("--cache-formats", type=common.cache_formats, default=["fp8_ds_mla", "bf16"])
+    parser.add_argument("--dense-formats", type=common.cache_formats, default=["bf16", "fp8_ds_mla"])
     parser.add_argument("--shapes", type=shape, default=SPARSE_SHAPES, help="tokens x heads, e.g. 128x16,32x128")
     parser.add_argument("--topk", type=int, default=2048)
     parser.add_argument("--sparse", type=common.names, default=SPARSE_MIXTURES)
-    parser.add_argument("--dense", type=common.names, default=DENSE_MIXTURES)
+    parser.add_argument("--dense", type=dense_attention.mixtures, default=DENSE_MIXTURES)
     parser.add_argument("--peers", action="store_true", help="time FlashMLA's dense decode or a copy as well")
     parser.set_defaults(q_halves=False, deterministic=False, waves=())
     arguments = parser.parse_args(argv)

@@ -174,6 +174,8 @@ def main(argv: list[str] | None = None) -> int:
     for kind, tokens, heads in sizes:
         case = build(kind, tokens, heads, arguments)
         rows = common.measure(case, ["triton"], arguments.iterations, floors)
+        if rows[0].reason is not None:
+            parser.error(f"nothing is measured: {rows[0].reason}")
         passed = passed and all(row.passed for row in rows)
         text = line(kind, rows, allowed * bar(kind, tokens, heads))
         if tokens >= FULL and device.type == "cuda":

@@ -41,13 +41,14 @@ from benchmarks.attention import (
     halves_peers,
     make_outputs,
     mixed_lengths,
+    mixtures,
     poison,
     random_block_table,
     random_selection,
     to_slots,
     variants,
 )
-from benchmarks.cache import fill_cache, read_keys, scale_keys
+from benchmarks.cache import fill_cache, magnitudes, read_keys, scale_keys
 from mla_ops import formats
 from mla_ops.registry import describe
 
@@ -248,14 +249,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=common.integers, default=None, help="decode rows: query heads")
     parser.add_argument("--topk", type=common.integers, default=None)
     parser.add_argument("--context", type=int, default=None, help="decode rows: cached tokens of each request")
-    parser.add_argument("--cache-formats", type=common.names, default=None)
+    parser.add_argument("--cache-formats", type=common.cache_formats, default=None)
     parser.add_argument("--request-local", action="store_true", help="translate indices inside the op")
     parser.add_argument(
-        "--patterns", type=common.names, default=["live"], help=f"decode rows: of {', '.join(PATTERNS)}"
+        "--patterns",
+        type=common.names_of(PATTERNS.__getitem__, *PATTERNS),
+        default=["live"],
+        help=f"decode rows: of {', '.join(PATTERNS)}",
     )
-    parser.add_argument("--mixtures", type=common.names, default=["full"], help="decode rows: of full, fourth, one")
+    parser.add_argument("--mixtures", type=mixtures, default=["full"], help="decode rows: of full, fourth, one")
     parser.add_argument(
-        "--magnitudes", type=common.names, default=["1"], help="decode rows: of latents, e.g. 1,0.01,spread12,wild30"
+        "--magnitudes", type=magnitudes, default=["1"], help="decode rows: of latents, e.g. 1,0.01,spread12,wild30"
     )
     parser.add_argument("--topk-length", action="store_true", help="pass topk_length, all rows full")
     parser.add_argument("--prefill-tokens", type=common.integers, default=None, help="prefill rows: query tokens")

@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=common.integers, default=None)
     parser.add_argument("--heads", type=common.integers, default=None, help="of the models: 64, 128 and 16")
     parser.add_argument("--context", type=int, default=None, help="compressed tokens of each request")
-    parser.add_argument("--cache-formats", type=common.names, default=None)
+    parser.add_argument("--cache-formats", type=common.cache_formats, default=None)
     parser.add_argument(
         "--peers", action="store_true", help="time FlashMLA's own ops beside ours, where it is installed"
     )

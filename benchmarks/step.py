@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -34,6 +34,7 @@ from benchmarks.attention import (
     to_slots,
 )
 from benchmarks.cache import fill_cache, quantized_values, read_keys
+from benchmarks.index import C4A_RATIO, C128A_BLOCK_SIZE, C128A_RATIO, WINDOW, compressed_slots, window_slots
 from mla_ops import dispatch, formats
 from mla_ops.kernels import flash_mla
 from mla_ops.registry import describe
@@ -43,12 +44,7 @@ FORMAT = "fp8_ds_mla"
 V4_FORMAT = "fp8_ds_mla_v4"
 SCALE = common.SOFTMAX_SCALES[HEAD_DIM]
 
-# DeepSeek-V4
-WINDOW = 128
-C4A_RATIO = 4
-C128A_RATIO = 128
 C4A_BLOCK_SIZE = 64
-C128A_BLOCK_SIZE = 2
 
 
 class Layer:
@@ -263,22 +259,8 @@ def random_step(
     return query_start_loc, seq_lens, table
 
 
-def expected_window(seq_lens: list[int], table: list[list[int]]) -> list[list[int]]:
-    rows = []
-    for request, length in enumerate(seq_lens):
-        window = range(max(length - WINDOW, 0), length)
-        slots = [table[request][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in window]
-        rows.append(slots + [-1] * (WINDOW - len(slots)))
-    return rows
-
-
-def expected_compressed(seq_lens: list[int], table: list[list[int]], width: int) -> list[list[int]]:
-    rows = []
-    for request, length in enumerate(seq_lens):
-        entries = range(length // C128A_RATIO)
-        slots = [table[request][e // C128A_BLOCK_SIZE] * C128A_BLOCK_SIZE + e % C128A_BLOCK_SIZE for e in entries]
-        rows.append(slots + [-1] * (width - len(slots)))
-    return rows
+def padded(rows: Iterable[list[int]], width: int) -> list[list[int]]:
+    return [row + [-1] * (width - len(row)) for row in rows]
 
 
 def build_metadata(
@@ -334,8 +316,8 @@ def build_metadata(
             ],
         }
         if v4:
-            expected["window_indices"] = expected_window(seq_lens, listed[0])
-            expected["c128a_indices"] = expected_compressed(seq_lens, listed[2], context // C128A_RATIO)
+            expected["window_indices"] = padded(map(window_slots, last, listed[0]), WINDOW)
+            expected["c128a_indices"] = padded(map(compressed_slots, last, listed[2]), context // C128A_RATIO)
         return [
             common.exact(name, tensor, torch.tensor(expected[name], device=device).view(tensor.shape))
             for name, tensor in written.items()

@@ -248,6 +248,7 @@ def markdown() -> str:
         "|---" * (len(alike) + 4) + "|",
     ]
     notes: list[str] = []
+    rows: dict[tuple[str, ...], list[Line]] = {}  # by formats, lowering and cells: ops that are alike share a row
     for line in every:
         words = []
         for found in (line.cells[names[0]] for names in alike):
@@ -258,7 +259,11 @@ def markdown() -> str:
                 number = notes.index(found.reason) + 1
                 word = f"({number})" if found.state == REFUSED else f"{word} ({number})"
             words.append(word)
-        row = line.op, ", ".join(line.cache_formats), line.backend, *words, f"`{line.test}`"
-        text.append(f"| {' | '.join(row)} |")
+        rows.setdefault((", ".join(line.cache_formats), line.backend, *words), []).append(line)
+    for row, of_row in rows.items():
+        ops, tests = (
+            dict.fromkeys(each) for each in zip(*((line.op, f"`{line.test}`") for line in of_row), strict=True)
+        )
+        text.append(f"| {' | '.join((', '.join(ops), *row, ', '.join(tests)))} |")
     text += ["", "Refused, or not chosen, because:", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
     return "\n".join(text) + "\n"

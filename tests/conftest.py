@@ -125,6 +125,26 @@ def triton_lowering() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny matrices: a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """No graphs of other tests, before and behind; counters of what Inductor writes in place begin at 0."""
+    from torch._dynamo.utils import ReinplaceCounters
+
+    torch._dynamo.reset()
+    ReinplaceCounters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """A call that the GPU lowering under test refuses is skipped, with the reason that it gives."""

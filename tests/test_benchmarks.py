@@ -18,7 +18,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import attention, common, figures, gather_floor, indexer_quality, layer, plot, portable
+from benchmarks import attention, common, figures, first_call, gather_floor, indexer_quality, layer, plot, portable
 from benchmarks.cache import fill_cache, read_keys, scale_keys
 from mla_ops import dispatch, formats
 from mla_ops.kernels.hopper.launch import Clusters, Group
@@ -336,6 +336,47 @@ def test_all_families_take_the_options_of_one_command(capsys: pytest.CaptureFixt
         )
         assert shared == (family in command.FAMILIES), family
         assert family in listed
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "value", "expected"),
+    [
+        ("cache", "--device", "cuda", "there is no CUDA device"),
+        ("merge", "--lowerings", "tirton", "there is no tirton, only auto, hopper"),
+        ("cache", "--cache-formats", "fp8", "there is no fp8, only "),
+        ("merge", "--json", "/no/such/folder/rows.json", "there is no folder /no/such/folder"),
+        ("sparse_attention", "--patterns", "dead", "there is no dead, only live"),
+        ("sparse_attention", "--mixtures", "half", "there is no half, only full, fourth"),
+        ("sparse_attention", "--magnitudes", "spread", "there is no spread, only a number"),
+        ("sparse_attention", "--waves", "64", "there is no 64, only 64,8"),
+        ("dense_attention", "--mixtures", "4x", "there is no 4x, only 2x100"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_before_anything_is_measured(
+    family: str, option: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(common, "run_benchmark", lambda *_: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(f"benchmarks.{family}").main(["--quick", option, value])
+    assert caught.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_programs_for_gpus_say_so_without_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused = common.Row("op", {}, "triton", reason="it runs on a GPU")
+    monkeypatch.setattr(common, "measure", lambda *_, **__: [refused])
+    for program, expected in (
+        (first_call, "there is no CUDA device"),
+        (portable, "nothing is measured: it runs on a GPU"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            program.main(["--quick"] if program is portable else [])
+        assert caught.value.code == 2
+        assert expected in capsys.readouterr().err
 
 
 def test_families_of_models_are_named_or_left_out_without_transformers(

@@ -37,13 +37,7 @@ def smaller_models(monkeypatch):
         monkeypatch.setitem(ARCHITECTURES, name, dataclasses.replace(ARCHITECTURES[name], build=build))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    # the matrices are tiny: a second thread costs more than it brings
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_doctor_has_a_cell_for_every_op_and_notes_for_what_a_user_can_change(capsys):

@@ -5,7 +5,7 @@ The cache is always a graph input and a whole tensor, which is what the docs tel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,12 +32,7 @@ SCALE = 0.1
 SIZES = (5, 1, 64, 2, 0, 33)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    ReinplaceCounters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Step:

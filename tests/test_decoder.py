@@ -40,12 +40,7 @@ ELSEWHERE = ("DeepSeek-V3", "DeepSeek-V3.2", "DeepSeek-V4")
 NAMES = [name for name in SMALL_MODELS if name not in ELSEWHERE]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -34,13 +34,7 @@ PROMPTS = [BOOK[:5], BOOK[40:101], BOOK[200:233], BOOK[300:301]]
 LIMITS = [44, 50, 20, 46]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    # the matrices are tiny: a second thread costs more than it brings
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -385,8 +385,13 @@ def test_tokens_of_one_request_share_a_walk(
     from mla_ops.kernels.triton import dense_attention
 
     packed: list[int] = []
-    original = dense_attention._packed_attention
-    monkeypatch.setattr(dense_attention, "_packed_attention", lambda *args: (packed.append(args[8]), original(*args)))
+    original = dense_attention._packed_kernel
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *args, **constants: (packed.append(args[12]), original[grid](*args, **constants))
+
+    monkeypatch.setattr(dense_attention, "_packed_kernel", Recorded())
     monkeypatch.setattr(dense_attention, "tokens_together", lambda *_: min(4, 32 // num_heads))
     monkeypatch.setattr(dense_attention, "paged_splits", lambda *_: num_splits)
     if num_splits == 3:  # by shape, and shared evenly whatever the lengths are

@@ -365,6 +365,9 @@ def test_programs_import_it_under_its_name(tmp_path):
         "print(__name__, flash_mla.__name__, *sys.argv[1:])\n"
     )
     (tmp_path / "beside.py").touch()
+    missing = fresh.run("-m", "mla_ops.integrations.flash_mla", str(tmp_path / "nothing.py"))
+    assert missing.returncode == 1
+    assert missing.stderr == f"there is no program {tmp_path / 'nothing.py'}\n"
     result = fresh.run("-m", "mla_ops.integrations.flash_mla", str(program), "--dtype", "bf16", check=True)
     assert result.stdout.split() == ["__main__", "mla_ops.integrations.flash_mla", "--dtype", "bf16"]
 

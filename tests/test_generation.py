@@ -18,12 +18,7 @@ BOOK = list(TEXT.read_bytes())
 PROMPTS = [BOOK[:5], BOOK[40:61], BOOK[300:301]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ The way that the docs recommend is always asserted right.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,11 +31,7 @@ def note_fixed(hazard: str) -> None:
     warnings.warn(f"torch {torch.__version__} has fixed: {hazard}", FixedInTorchWarning, stacklevel=2)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def keys(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -139,13 +139,6 @@ def test_an_extra_cache_takes_whole_queries(device: torch.device) -> None:
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def absorb_and_attend(q: torch.Tensor, w_uk: torch.Tensor, cache: torch.Tensor, indices: torch.Tensor) -> Any:

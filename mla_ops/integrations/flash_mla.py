@@ -327,6 +327,8 @@ def main(arguments: list[str]) -> None:
     """Runs a program as `python program.py ...` would, with this module in the place of `flash_mla`."""
     if not arguments:
         raise SystemExit("usage: python -m mla_ops.integrations.flash_mla program.py [argument ...]")
+    if not Path(arguments[0]).exists():
+        raise SystemExit(f"there is no program {arguments[0]}")
     importlib.import_module(".flash_mla", __package__).install()  # not of `__main__`, which this file is now
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)

@@ -1,13 +1,13 @@
 """Dense MLA in portable Triton: varlen prefill with any head dims, and paged attention over any cache format."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM
-from . import sparse_attention
-from .attention_options import attention_options
+from .attention_options import Tile, attention_options
 from .common import Pages, capability, cdiv, num_sms
 from .dense_attention_device import (
     _clear_behind_kernel,
@@ -42,6 +42,7 @@ from .dense_attention_tiles import (
 )
 from .sparse_attention import (
     LOG2E,
+    CacheSizes,
     cache_sizes,
     operand_mode,
     query_strides,
@@ -147,6 +148,28 @@ def _rows_are_flat(*tensors: torch.Tensor) -> bool:
     return all(tensor.stride(0) == tensor.shape[1] * tensor.stride(1) for tensor in tensors)
 
 
+class Decode(NamedTuple):
+    """What the launches of one dense decode have in common.
+
+    Attributes:
+        tensors: queries, their RoPE dims, cache, block table, request of each token, and keys that it sees.
+        scale_log2: the softmax's scale, for exponents of 2.
+        pages: of the cache.
+        strides: `query_strides`, of a block of the cache, and of the block table.
+        sizes: of the cache.
+        rope: whether there are dims behind the latent.
+        q_unit: what strides of queries are counted in.
+    """
+
+    tensors: tuple[torch.Tensor | None, ...]
+    scale_log2: float
+    pages: Pages
+    strides: tuple[int, ...]
+    sizes: CacheSizes
+    rope: bool
+    q_unit: int
+
+
 def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -167,196 +190,95 @@ def paged_attention(
     mode = operand_mode(q.dtype, cache_format)
     sizes = cache_sizes(kv_cache, cache_format, mode, translated=True)
     num_requests, max_blocks = block_table.shape
+    q_unit = query_unit(q, q_rope)
+    decode = Decode(
+        (q, q_rope, kv_cache, block_table, req_id_per_token, key_lens),
+        float(softmax_scale) * LOG2E,
+        Pages(sizes.num_blocks, sizes.block_size, num_requests, max_blocks),
+        (*query_strides(q, q_rope, q_unit), sizes.stride_block, block_table.stride(0)),
+        sizes,
+        head_dim > LATENT_DIM or q_rope is not None,
+        q_unit,
+    )
     together = 1 if deterministic else tokens_together(num_tokens, num_requests, num_heads)
-    chosen = packed_tile(capability(q.device), together * num_heads, mode)
-    if together > 1 and not mode.endswith("exact") and _rows_are_flat(out, lse) and out.stride(1) == LATENT_DIM:
-        _packed_attention(
-            q,
-            q_rope,
-            kv_cache,
-            sizes,
-            block_table,
-            req_id_per_token,
-            key_lens,
-            softmax_scale,
-            together,
-            chosen,
-            out,
-            lse,
-        )
-        return
-    chosen = paged_tile(capability(q.device), num_heads, mode)
-    if sizes.block_size % chosen.block_n:  # an entry a key
-        chosen = replace(chosen, apart=False, early=False)
-    head_blocks = cdiv(num_heads, chosen.block_h)
+    packed = together > 1 and not mode.endswith("exact") and _rows_are_flat(out, lse) and out.stride(1) == LATENT_DIM
+    if packed:
+        chosen = packed_tile(capability(q.device), together * num_heads, mode)
+        programs, head_blocks = cdiv(num_tokens, together), 1
+    else:
+        chosen, together = paged_tile(capability(q.device), num_heads, mode), 1
+        if sizes.block_size % chosen.block_n:  # an entry a key
+            chosen = replace(chosen, apart=False, early=False)
+        programs, head_blocks = num_tokens, cdiv(num_heads, chosen.block_h)
     capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)
     splits, workers = DETERMINISTIC_SPLITS, 0
     if not deterministic:
-        splits = paged_splits(num_tokens, head_blocks, capacity, sms, chosen.block_h)
-        workers = even_workers(num_tokens, head_blocks, capacity, splits, sms, chosen.block_h)
-    uneven = None
-    if workers:
-        share = (1, chosen, splits, workers)
-        # fmt: off
-        uneven = _share_evenly(
-            q, q_rope, kv_cache, sizes, block_table, req_id_per_token, key_lens, softmax_scale, share, out, lse
-        )
-        # fmt: on
-    q_unit = query_unit(q, q_rope)
+        splits = paged_splits(programs, head_blocks, capacity, sms, chosen.block_h)
+        workers = even_workers(programs, head_blocks, capacity, splits, sms, chosen.block_h)
+    uneven = _share_evenly(decode, together, chosen, splits, workers, out, lse) if workers else None
     part_out, part_lse = allocate_parts(out, lse, splits)
-    rope, whole = head_dim > LATENT_DIM or q_rope is not None, sizes.block_size % chosen.block_n == 0
-    _paged_kernel[(num_tokens * head_blocks, splits)](
-        q,
-        q_rope,
-        kv_cache,
-        block_table,
-        req_id_per_token,
-        key_lens,
-        uneven,
-        part_out,
-        part_lse,
-        float(softmax_scale) * LOG2E,
-        num_heads,
-        Pages(sizes.num_blocks, sizes.block_size, num_requests, max_blocks),
-        splits,
-        (
-            *query_strides(q, q_rope, q_unit),
-            sizes.stride_block,
-            block_table.stride(0),
-            *part_out.stride()[:-1],
-            *part_lse.stride()[:-1],
-        ),
-        OPTIONS=attention_options(sizes.keys, chosen, rope, q_unit, partial=splits > 1, whole=whole),
-        num_warps=chosen.num_warps,
-    )
-    if splits > 1:
-        merge_parts(part_out, part_lse, None, out, lse, uneven)
-
-
-def _packed_attention(
-    q: torch.Tensor,
-    q_rope: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    sizes: sparse_attention.CacheSizes,
-    block_table: torch.Tensor,
-    req_id_per_token: torch.Tensor,
-    key_lens: torch.Tensor,
-    softmax_scale: float,
-    together: int,
-    chosen: sparse_attention.Tile,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    num_tokens, num_heads, head_dim = q.shape
-    num_requests, max_blocks = block_table.shape
-    programs = cdiv(num_tokens, together)
-    capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)
-    splits = paged_splits(programs, 1, capacity, sms, chosen.block_h)
-    workers = even_workers(programs, 1, capacity, splits, sms, chosen.block_h)
-    uneven = None
-    if workers:
-        share = (together, chosen, splits, workers)
-        # fmt: off
-        uneven = _share_evenly(
-            q, q_rope, kv_cache, sizes, block_table, req_id_per_token, key_lens, softmax_scale, share, out, lse
+    tensors = (*decode.tensors, uneven, part_out, part_lse, decode.scale_log2)
+    whole = sizes.block_size % chosen.block_n == 0
+    options = attention_options(sizes.keys, chosen, decode.rope, q_unit, partial=splits > 1, whole=whole)
+    if packed:
+        strides = (*decode.strides, part_out.stride(0), part_lse.stride(0))
+        _packed_kernel[(programs, splits)](
+            *tensors,
+            num_tokens,
+            num_heads,
+            together,
+            decode.pages,
+            splits,
+            strides,
+            OPTIONS=options,
+            num_warps=chosen.num_warps,
         )
-        # fmt: on
-    q_unit = query_unit(q, q_rope)
-    part_out, part_lse = allocate_parts(out, lse, splits)
-    rope, whole = head_dim > LATENT_DIM or q_rope is not None, sizes.block_size % chosen.block_n == 0
-    _packed_kernel[(programs, splits)](
-        q,
-        q_rope,
-        kv_cache,
-        block_table,
-        req_id_per_token,
-        key_lens,
-        uneven,
-        part_out,
-        part_lse,
-        float(softmax_scale) * LOG2E,
-        num_tokens,
-        num_heads,
-        together,
-        Pages(sizes.num_blocks, sizes.block_size, num_requests, max_blocks),
-        splits,
-        (
-            *query_strides(q, q_rope, q_unit),
-            sizes.stride_block,
-            block_table.stride(0),
-            part_out.stride(0),
-            part_lse.stride(0),
-        ),
-        OPTIONS=attention_options(sizes.keys, chosen, rope, q_unit, partial=splits > 1, whole=whole),
-        num_warps=chosen.num_warps,
-    )
+    else:
+        strides = (*decode.strides, *part_out.stride()[:-1], *part_lse.stride()[:-1])
+        _paged_kernel[(num_tokens * head_blocks, splits)](
+            *tensors, num_heads, decode.pages, splits, strides, OPTIONS=options, num_warps=chosen.num_warps
+        )
     if splits > 1:
         merge_parts(part_out, part_lse, None, out, lse, uneven)
 
 
 def _share_evenly(
-    q: torch.Tensor,
-    q_rope: torch.Tensor | None,
-    kv_cache: torch.Tensor,
-    sizes: sparse_attention.CacheSizes,
-    block_table: torch.Tensor,
-    req_id_per_token: torch.Tensor,
-    key_lens: torch.Tensor,
-    softmax_scale: float,
-    share: tuple[int, sparse_attention.Tile, int, int],
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    decode: Decode, together: int, chosen: Tile, splits: int, workers: int, out: torch.Tensor, lse: torch.Tensor
 ) -> torch.Tensor:
     """The launches that compute all rows if their lengths are uneven, and else nothing.
 
-    `share`: tokens together, the tile, splits of the launch by shapes, workers. Returns the element that is then not 0,
-    with which the launch by shapes does nothing.
+    `together`, `chosen` and `splits` are those of the launch by shapes: tokens of a program, its tile, programs of a
+    row. Returns the element that is then not 0, with which that launch does nothing.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_requests, max_blocks = block_table.shape
-    together, chosen, splits, workers = share
+    num_tokens, num_heads, _ = out.shape
     head_blocks = 1 if together > 1 else cdiv(num_heads, chosen.block_h)
     rows_of_a_part = head_blocks * chosen.block_h
-    part_out = torch.empty(2 * workers * rows_of_a_part, LATENT_DIM, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(2 * workers * rows_of_a_part, dtype=torch.float32, device=q.device)
-    cuts = torch.empty(num_tokens, 2, dtype=torch.int32, device=q.device)
-    uneven = torch.empty(1, dtype=torch.int32, device=q.device)
-    q_unit, out_unit = query_unit(q, q_rope), stride_unit(out)
-    rope, even = head_dim > LATENT_DIM or q_rope is not None, even_tile(chosen)
-    whole = sizes.block_size % even.block_n == 0
-    options = attention_options(sizes.keys, even, rope, q_unit, out_unit, whole=whole, packed=together > 1)
+    part_out = torch.empty(2 * workers * rows_of_a_part, LATENT_DIM, dtype=torch.float32, device=out.device)
+    part_lse = torch.empty(2 * workers * rows_of_a_part, dtype=torch.float32, device=out.device)
+    cuts = torch.empty(num_tokens, 2, dtype=torch.int32, device=out.device)
+    uneven = torch.empty(1, dtype=torch.int32, device=out.device)
+    out_unit, even, sizes = stride_unit(out), even_tile(chosen), decode.sizes
+    whole, packed = sizes.block_size % even.block_n == 0, together > 1
     _even_kernel[(workers * head_blocks,)](
-        q,
-        q_rope,
-        kv_cache,
-        block_table,
-        req_id_per_token,
-        key_lens,
+        *decode.tensors,
         part_out,
         part_lse,
         cuts,
         uneven,
         out,
         lse,
-        float(softmax_scale) * LOG2E,
+        decode.scale_log2,
         num_tokens,
         num_heads,
         together,
         splits,
         workers,
-        Pages(sizes.num_blocks, sizes.block_size, num_requests, max_blocks),
-        (
-            *query_strides(q, q_rope, q_unit),
-            sizes.stride_block,
-            block_table.stride(0),
-            out.stride(0) // out_unit,
-            out.stride(1) // out_unit,
-            lse.stride(0),
-        ),
+        decode.pages,
+        (*decode.strides, out.stride(0) // out_unit, out.stride(1) // out_unit, lse.stride(0)),
         LEAST=cdiv(MIN_SPLIT_KEYS, even.block_n),
         ROW_COST=cdiv(ROW_COST_KEYS, even.block_n),
         SLACK=cdiv(SLACK_KEYS, even.block_n),
-        OPTIONS=options,
+        OPTIONS=attention_options(sizes.keys, even, decode.rope, decode.q_unit, out_unit, whole=whole, packed=packed),
         num_warps=even.num_warps,
     )
     _merge_cuts_kernel[(num_tokens * num_heads, LATENT_DIM // 128)](
