@@ -8,6 +8,12 @@
 static thread_local u32 this_launch = 1;
 static int failures;  // of CTAs, which go on here
 
+static u32 load_acquire(const u32* counter) {
+  OTHERS_GO_ON();
+  return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
+}
+static u32 fetch_add(u32* counter, u32 value) { return __atomic_fetch_add(counter, value, __ATOMIC_ACQ_REL); }
+static u32 fetch_or(u32* counter, u32 value) { return __atomic_fetch_or(counter, value, __ATOMIC_ACQ_REL); }
 static u64 load_acquire(const u64* counter) {
   OTHERS_GO_ON();
   return __atomic_load_n(counter, __ATOMIC_ACQUIRE);

@@ -19,8 +19,6 @@ static float __fdividef(float a, float b) { return a / b; }
 static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 
 #define named_barrier ptx_named_barrier
-#define load_acquire ptx_load_acquire
-#define fetch_add ptx_fetch_add
 #define exp2_approx ptx_exp2_approx
 #define log2_approx ptx_log2_approx
 #define pack_bfloat16 ptx_pack_bfloat16
@@ -42,8 +40,6 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #define store_shared_float ptx_store_shared_float
 #include "ptx.cuh"
 #undef named_barrier
-#undef load_acquire
-#undef fetch_add
 #undef exp2_approx
 #undef log2_approx
 #undef pack_bfloat16
@@ -64,11 +60,6 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #undef load_shared_float
 #undef store_shared_float
 
-static u32 load_acquire(const u32* counter) {
-  simt::leave();  // others go on while this one looks
-  return *counter;
-}
-static u32 fetch_add(u32* counter, u32 value) { return atomicAdd(counter, value); }
 static float exp2_approx(float x) { return std::exp2(x); }
 static float log2_approx(float x) { return std::log2(x); }
 static u32 bfloat16(float value) {

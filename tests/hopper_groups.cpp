@@ -20,17 +20,7 @@ bool __all_sync(unsigned, bool);
 template <class T>
 T __shfl_sync(unsigned, T, int);
 
-#define load_acquire ptx_load_acquire
-#define fetch_add ptx_fetch_add
-#define fetch_or ptx_fetch_or
 #include "ptx.cuh"
-#undef load_acquire
-#undef fetch_add
-#undef fetch_or
-
-static u32 load_acquire(const u32* counter) { return __atomic_load_n(counter, __ATOMIC_ACQUIRE); }
-static u32 fetch_add(u32* counter, u32 value) { return __atomic_fetch_add(counter, value, __ATOMIC_ACQ_REL); }
-static u32 fetch_or(u32* counter, u32 value) { return __atomic_fetch_or(counter, value, __ATOMIC_ACQ_REL); }
 
 #include "meeting.cuh"
 

@@ -1,7 +1,26 @@
-// Atomic operations of 64 bits on counters in global memory, and what tells launches apart.
+// Atomic operations on counters in global memory, and what tells launches apart.
 #pragma once
 
 #include "ptx.cuh"
+
+DEVICE u32 load_acquire(const u32* counter) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+// These return what was there, and publish what this thread, and all that it has met, stored before.
+DEVICE u32 fetch_add(u32* counter, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
+}
+
+DEVICE u32 fetch_or(u32* counter, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
+}
 
 DEVICE u64 load_acquire(const u64* counter) {
   u64 value;

@@ -240,27 +240,6 @@ DEVICE void converge() {
   asm volatile("bar.warp.sync %0;" ::"r"(all) : "memory");
 }
 
-// ---- counters in global memory --------------------------------------------------------------------------------------
-
-DEVICE u32 load_acquire(const u32* counter) {
-  u32 value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-  return value;
-}
-
-// These return what was there, and publish what this thread, and all that it has met, stored before.
-DEVICE u32 fetch_add(u32* counter, u32 value) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
-  return before;
-}
-
-DEVICE u32 fetch_or(u32* counter, u32 value) {
-  u32 before;
-  asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
-  return before;
-}
-
 // ---- copies ---------------------------------------------------------------------------------------------------------
 
 DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
