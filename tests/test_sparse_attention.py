@@ -340,6 +340,14 @@ def test_programs_that_have_an_sm_to_themselves(
     assert sparse_attention.programs_are_alone(torch.device("cuda"), num_tokens, 64, deterministic) is alone
 
 
+def test_thirds_of_rows_where_their_rounds_are_fewer() -> None:
+    from mla_ops.kernels.triton.sparse_attention import thirds_pay
+
+    pays = [programs for programs in range(1, 1000) if thirds_pay(programs, 2048, 132)]
+    assert pays == [*range(67, 89), *range(133, 177)]
+    assert not thirds_pay(72, 1024, 132)
+
+
 def test_constants_of_kernels_are_json() -> None:
     """Hooks of Triton's cache, which count and record what is compiled, write a kernel's constants with json."""
     from mla_ops.kernels.triton.sparse_attention import Keys, tile
