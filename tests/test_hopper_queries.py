@@ -73,3 +73,28 @@ def test_each_dim_of_each_head_is_where_it_belongs(
                 for address in range(row.data_ptr(), row.data_ptr() + 2 * row.shape[0], LINE)
             }
             assert set(asked[: count.value]) == lines
+
+
+@pytest.mark.parametrize("num_heads", [7, 64])
+@pytest.mark.parametrize("kind", ["whole", "halves", "V4"])
+def test_three_warpgroups_convert_what_one_does(library: ctypes.CDLL, kind: str, num_heads: int) -> None:
+    """Rows one after the other: each place is written once, to the same bits, in whatever order threads go on.
+
+    One row's heads are small, another's have infinities and NaN.
+    """
+    latent, rope = queries(kind, num_heads)
+    latent[1] &= -16385  # magnitudes below 2
+    latent[2] |= 16384  # and above, among them what is not finite
+    strides = (ctypes.c_int64 * 4)(*latent.stride()[:2], *rope.stride()[:2])
+
+    def converted(lends: bool, seed: int) -> torch.Tensor:
+        found = torch.zeros(3, (8 if kind == "V4" else 9) * HEADS * 128 + HEADS * 8, dtype=torch.uint8)
+        tensors = (ctypes.c_void_p(latent.data_ptr()), ctypes.c_void_p(rope.data_ptr()), strides)
+        assert library.convert(
+            *tensors, num_heads, 3, kind != "V4", lends, ctypes.c_void_p(found.data_ptr()), ctypes.c_uint(seed)
+        )
+        return found
+
+    wanted = converted(False, 0)
+    for seed in range(3):
+        assert torch.equal(converted(True, seed), wanted)

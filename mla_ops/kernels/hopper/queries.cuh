@@ -205,14 +205,43 @@ DEVICE u32 largest_finite_copied(u32 place) {
   return largest;
 }
 
-// Queries that other threads have copied, by a warpgroup. Two threads have a head, each every other piece: of a chunk
-// four, whose words are those of four pieces that `score` wants. Neighbours in a load have heads that meet other banks.
-// Chunks are loaded together, or while the one before is used: a load takes 200 cycles here.
+// The head of a thread of a warpgroup, two threads a head, each every other piece. Neighbours in a load have heads that
+// meet other banks.
+DEVICE int head_of_pair(int thread) {
+  return (thread >> 5) * 16 + (thread & 6) + (thread >> 3 & 1) + (thread >> 1 & 8);
+}
+
+// A thread's pieces of a chunk, from `place` on, converted to where `score` wants them, from `target` on: words of four
+// pieces become one. `up`: the power of two as bfloat16.
 template <class L>
+DEVICE void convert_chunk(const uint4 (&piece)[4], u32 place, u32 target, u32 up, int chunk) {
+  using R = typename L::R;
+  const bool is_value = R::ROPE_IS_VALUE || chunk < R::CHUNKS - 1;
+  u32 v[4][4];
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+    scale_piece(v[t], piece[t], (is_value ? up : up + R::FACTOR_OF_ROPE) * 0x10001u, is_value);
+  __syncwarp();  // the other thread has read what is written over
+  if (!is_value) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) store_shared_16(place ^ t << 5, v[t][0], v[t][1], v[t][2], v[t][3]);
+  } else {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) store_shared_16(target ^ w << 4, v[0][w], v[1][w], v[2][w], v[3][w]);
+  }
+}
+
+// So many chunks at the end are converted by the warpgroups that accumulate, one each. They learn at a named barrier
+// when they may; numbers below are taken (`layout.cuh`, and two behind `VALUES_BARRIER`).
+constexpr int LENT_CHUNKS = 2, LENT_BARRIER = 8;
+
+// Queries that other threads have copied, by a warpgroup. Chunks are loaded together, or while the one before is used:
+// a load takes 200 cycles here. LENDS: all but the last chunks, once `convert_lent_chunk` has what it needs.
+template <class L, bool LENDS>
 DEVICE void convert_copied_queries(const Params& p, u32 shared, int thread, u32 parity) {
   using R = typename L::R;
-  constexpr int GROUP = R::CHUNKS % 3 ? 4 : 3;
-  const int odd = thread & 1, head = (thread >> 5) * 16 + (thread & 6) + (thread >> 3 & 1) + (thread >> 1 & 8);
+  constexpr int GROUP = R::CHUNKS % 3 ? 4 : 3, CHUNKS = R::CHUNKS - (LENDS ? LENT_CHUNKS : 0);
+  const int odd = thread & 1, head = head_of_pair(thread);
   const u32 row = shared + L::QUERY + head * 128, swizzle = (head & 7) << 4, from = row + (odd << 4 ^ swizzle);
   u32 largest = 0, place = from;
 #pragma unroll 1
@@ -231,29 +260,41 @@ DEVICE void convert_copied_queries(const Params& p, u32 shared, int thread, u32 
   largest = larger_halves(largest, __shfl_xor_sync(~0u, largest, 1));
   const int shift = shift_of(largest);
   const u32 up = (127 + shift) << 7;
+  auto end_columns = [&]() {
+    mbarrier_wait(shared + L::FACTORS_FREE, parity);  // the columns of the row before were read
+    if (!odd) store_column<L>(p, shared, head, shift);
+  };
+  if constexpr (LENDS) {
+    end_columns();
+    if (!odd) store_shared_4(shared + L::ALPHA + head * 4, up);
+    converge();
+    named_barrier_arrive(LENT_BARRIER, 384);
+  }
   u32 target = row + (odd << 6 ^ swizzle);
 #pragma unroll 1
-  for (int chunk = 0; chunk < R::CHUNKS; ++chunk, place += L::QUERY_CHUNK, target += L::QUERY_CHUNK) {
+  for (int chunk = 0; chunk < CHUNKS; ++chunk, place += L::QUERY_CHUNK, target += L::QUERY_CHUNK) {
 #pragma unroll
     for (int t = 0; t < 4; ++t) piece[t] = next[t];
-    if (chunk + 1 < R::CHUNKS) load_pieces(next, place + L::QUERY_CHUNK);
-    u32 v[4][4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const bool is_value = R::ROPE_IS_VALUE || chunk < R::CHUNKS - 1;
-      scale_piece(v[t], piece[t], (is_value ? up : up + R::FACTOR_OF_ROPE) * 0x10001u, is_value);
-    }
-    __syncwarp();  // the other thread has read what is written over
-    if (!R::ROPE_IS_VALUE && chunk == R::CHUNKS - 1) {
-#pragma unroll
-      for (int t = 0; t < 4; ++t) store_shared_16(place ^ t << 5, v[t][0], v[t][1], v[t][2], v[t][3]);
-    } else {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) store_shared_16(target ^ w << 4, v[0][w], v[1][w], v[2][w], v[3][w]);
-    }
+    if (chunk + 1 < CHUNKS) load_pieces(next, place + L::QUERY_CHUNK);
+    convert_chunk<L>(piece, place, target, up, LENDS ? 0 : chunk);
   }
-  mbarrier_wait(shared + L::FACTORS_FREE, parity);  // the columns of the row before were read
-  if (!odd) store_column<L>(p, shared, head, shift);
+  if constexpr (!LENDS) end_columns();
+}
+
+// One of the last chunks, by a warpgroup that accumulates, between two rows. Their powers of two are where `alpha` was,
+// which nobody reads until the next row's first turn. The warpgroup of scores waits for it.
+template <class L>
+DEVICE void convert_lent_chunk(u32 shared, int number, int thread) {
+  const int odd = thread & 1, head = head_of_pair(thread), chunk = L::R::CHUNKS - LENT_CHUNKS + number;
+  const u32 row = shared + L::QUERY + head * 128 + chunk * L::QUERY_CHUNK, swizzle = (head & 7) << 4,
+            place = row + (odd << 4 ^ swizzle);
+  converge();
+  named_barrier(LENT_BARRIER, 384);  // all magnitudes of the copied queries were read
+  uint4 piece[4];
+  load_pieces(piece, place);
+  convert_chunk<L>(piece, place, row + (odd << 6 ^ swizzle), load_shared_4(shared + L::ALPHA + head * 4), chunk);
+  fence_async_shared();
+  named_barrier_arrive(QUERY_BARRIER, 384);
 }
 
 // All of a row's queries, by THREADS threads, sixteen a head. Heads past the last repeat it. Registers hold two rounds;

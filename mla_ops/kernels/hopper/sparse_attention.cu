@@ -41,6 +41,8 @@ DEVICE void attend(const Params& p) {
                 OF_32 = is_held(LAUNCH) || FORMAT == FP8_DS_MLA_V4 ? 168 : 160;
   constexpr bool LONG = PERSISTENT && !SHARES;
   constexpr int SCORERS = ONE ? 1 : 2;
+  // Warpgroups that accumulate convert some of the next row's queries. Between shares they have parts to add up.
+  constexpr bool LENDS = LONG && HEADS == 64;
 
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
@@ -94,13 +96,13 @@ DEVICE void attend(const Params& p) {
       if constexpr (HEADS == 64) {
         mbarrier_wait(shared + L::QUERIES_FULL, SHARES ? query_parity : row_parity);
         query_parity ^= 1;
-        convert_copied_queries<L>(p, shared, worker, row_parity);
+        convert_copied_queries<L, LENDS>(p, shared, worker, row_parity);
       } else {
         named_barrier<QUERY_BARRIER, 128 * SCORERS>();
         load_queries<HEADS, FORMAT, 128 * SCORERS>(p, row, shared, worker, true, row_parity);
       }
       fence_async_shared();
-      named_barrier<QUERY_BARRIER, 128 * SCORERS>();
+      named_barrier<QUERY_BARRIER, LENDS ? QUERY_THREADS : 128 * SCORERS>();
       if (HEADS == 64 && freed) warp_arrive(freed, worker & 31);
       row_parity ^= 1;
       return true;
@@ -138,6 +140,8 @@ DEVICE void attend(const Params& p) {
         if (is_held(LAUNCH) && ends_row(p, row)) break;
         if (SHARES && ends_row(p, row)) query_parity ^= 1;
         if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
+        if constexpr (LENDS)
+          if (row.token < end_of_tokens<LAUNCH>(p)) convert_lent_chunk<L>(shared, warpgroup - 1, opaque(thread));
       } while (PERSISTENT && row.token < end_of_tokens<LAUNCH>(p));
       if (by_halves<L, LAUNCH>(p, row)) return;
     } else if constexpr (!ONE) {
