@@ -4,15 +4,16 @@
 #include "hopper_simt.h"
 
 #define pack_bfloat16 ptx_pack_bfloat16
+#define pack_float16 ptx_pack_float16
+#define unpack_float16 ptx_unpack_float16
+#define named_barrier_any ptx_named_barrier_any
+#define mbarrier_wait ptx_mbarrier_wait
 #define load_shared_4 ptx_load_shared_4
 #define load_shared_8 ptx_load_shared_8
 #define load_shared_16 ptx_load_shared_16
 #define load_shared_float ptx_load_shared_float
 #define load_shared_float2 ptx_load_shared_float2
 #define load_matrices ptx_load_matrices
-#define copy_4 ptx_copy_4
-#define wait_for_copies_but ptx_wait_for_copies_but
-#define commit_copies ptx_commit_copies
 #define fence_async_shared ptx_fence_async_shared
 #define named_barrier ptx_named_barrier
 #define store_matrices ptx_store_matrices
@@ -20,17 +21,19 @@
 #define multiply_bfloat16 ptx_multiply_bfloat16
 #define reciprocal_approx ptx_reciprocal_approx
 #define store_shared_float ptx_store_shared_float
+#define store_shared_4 ptx_store_shared_4
 #include "ptx.cuh"
 #undef pack_bfloat16
+#undef pack_float16
+#undef unpack_float16
+#undef named_barrier_any
+#undef mbarrier_wait
 #undef load_shared_4
 #undef load_shared_8
 #undef load_shared_16
 #undef load_shared_float
 #undef load_shared_float2
 #undef load_matrices
-#undef copy_4
-#undef wait_for_copies_but
-#undef commit_copies
 #undef fence_async_shared
 #undef named_barrier
 #undef store_matrices
@@ -38,9 +41,12 @@
 #undef multiply_bfloat16
 #undef reciprocal_approx
 #undef store_shared_float
-#define e4m3_to_bfloat16 ptx_e4m3_to_bfloat16
+#undef store_shared_4
+#define e4m3_to_float16 ptx_e4m3_to_float16
+#define smaller_halves ptx_smaller_halves
 #include "wide_ptx.cuh"
-#undef e4m3_to_bfloat16
+#undef e4m3_to_float16
+#undef smaller_halves
 
 static u32 pack_bfloat16(float low, float high) {
   auto half = [](float x) {
@@ -49,6 +55,24 @@ static u32 pack_bfloat16(float low, float high) {
   };
   return half(low) | half(high) << 16;
 }
+
+// float16 of a number of eight bits, and the number again.
+static u16 to_float16(float x) {
+  if (std::isnan(x)) return 0x7fff;
+  int exponent = 0;
+  std::frexp(x, &exponent);
+  const int unit = max(exponent - 11, -24);
+  const float units = std::ldexp(std::fabs(x), -unit);
+  const u32 bits = static_cast<u32>(std::nearbyint(units));
+  return (std::signbit(x) ? 0x8000 : 0) | (bits < 0x400 ? bits : (unit + 25) << 10 | (bits & 0x3ff));
+}
+static float from_float16(u32 half) {
+  const int exponent = half >> 10 & 31, mantissa = half & 0x3ff;
+  float x = exponent ? std::ldexp(1024.f + mantissa, exponent - 25) : std::ldexp(1.f * mantissa, -24);
+  if (exponent == 31) x = NAN;
+  return half & 0x8000 ? -x : x;
+}
+static u32 pack_float16(float low, float high) { return to_float16(low) | to_float16(high) << 16; }
 
 template <class T>
 T& at(u32 address) {
@@ -59,36 +83,46 @@ static uint2 load_shared_8(u32 address) { return at<uint2>(address); }
 static uint4 load_shared_16(u32 address) { return at<uint4>(address); }
 static float load_shared_float(u32 address) { return at<float>(address); }
 static float2 load_shared_float2(u32 address) { return at<float2>(address); }
-static void copy_4(u32 destination, const void* source) { std::memcpy(&at<char>(destination), source, 4); }
-template <int>
-void wait_for_copies_but() {}
-static void commit_copies() {}
 static void fence_async_shared() {}
 template <int ID, int THREADS>
 void named_barrier() {
   simt::meet_cta();
 }
 
-static u32 e4m3_to_bfloat16(u32 pair) {
-  float v[2];
-  for (int i = 0; i < 2; ++i) {
-    const int byte = pair >> 8 * i & 255, exponent = byte >> 3 & 15, mantissa = byte & 7;
+template <int ID, int THREADS>
+bool named_barrier_any(bool value) {
+  bool any = false;
+  for (uint64_t one : simt::meet_cta(value)) any |= one != 0;
+  return any;
+}
+static void mbarrier_wait(u32, u32) {}
+
+static void e4m3_to_float16(u32 word, u32& low, u32& high) {
+  float v[4];
+  for (int i = 0; i < 4; ++i) {
+    const int byte = word >> 8 * i & 255, exponent = byte >> 3 & 15, mantissa = byte & 7;
     float x = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(1.f * mantissa, -9);
     if ((byte & 127) == 127) x = NAN;
     v[i] = byte & 128 ? -x : x;
   }
-  return pack_bfloat16(v[0], v[1]);
+  low = pack_float16(v[0], v[1]), high = pack_float16(v[2], v[3]);
 }
+static float2 unpack_float16(u32 pair) { return {from_float16(pair), from_float16(pair >> 16)}; }
+static u32 smaller_halves(u32 a, u32 b) { return min(a & 0xffff, b & 0xffff) | min(a >> 16, b >> 16) << 16; }
 
 // As the fragments are laid out over a warp's lanes.
-static void multiply_16_by_8(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], const u32 (&b)[2]) {
+template <bool FLOAT16>
+void multiply_16_by_8(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], const u32 (&b)[2]) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   u32 words[6][32];
   for (int i = 0; i < 6; ++i) {
     const auto& all = simt::meet_warp(i < 4 ? a[i] : b[i - 4]);
     for (int l = 0; l < 32; ++l) words[i][l] = static_cast<u32>(all[l]);
   }
-  auto half = [](u32 word, int k) { return k & 1 ? high_bfloat16(word) : low_bfloat16(word); };
+  auto half = [](u32 word, int k) {
+    if (FLOAT16) return from_float16(word >> 16 * (k & 1));
+    return k & 1 ? high_bfloat16(word) : low_bfloat16(word);
+  };
   float* d[4] = {&d0, &d1, &d2, &d3};
   for (int e = 0; e < 4; ++e) {
     const int row = g + e / 2 * 8, column = 2 * t + e % 2;
@@ -118,6 +152,7 @@ static u32 multiply_bfloat16(u32 pair, u32 factor) {
 }
 static float reciprocal_approx(float x) { return 1 / x; }
 static void store_shared_float(u32 address, float value) { at<float>(address) = value; }
+static void store_shared_4(u32 address, u32 value) { at<u32>(address) = value; }
 
 // Lanes have pairs of two columns of a matrix whose rows go to the addresses.
 template <class... Words>
@@ -137,8 +172,8 @@ template <int>
 static void wgmma_wait() {}
 
 // Keys in registers times heads in rows of 128 bytes in the swizzle.
-template <int N>
-void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
+template <bool FLOAT16, int N>
+void multiply_keys(float (&d)[N], const u32* a, u64 b, int add) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const u32 fragment[4] = {a[0], a[1], a[2], a[3]};
   for (int tile = 0; tile < N / 4; ++tile) {
@@ -149,11 +184,20 @@ void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
     const u32 words[2] = {word(2 * t), word(2 * t + 8)};
     float* own = d + tile * 4;
     if (!add) own[0] = own[1] = own[2] = own[3] = 0.f;
-    multiply_16_by_8(own[0], own[1], own[2], own[3], fragment, words);
+    multiply_16_by_8<FLOAT16>(own[0], own[1], own[2], own[3], fragment, words);
   }
+}
+template <int N>
+void wgmma_float16(float (&d)[N], const u32* a, u64 b, int add) {
+  multiply_keys<true>(d, a, b, add);
+}
+template <int N>
+void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
+  multiply_keys<false>(d, a, b, add);
 }
 
 #define __fdividef(a, b) ((a) / (b))
+unsigned __byte_perm(unsigned a, unsigned b, unsigned) { return a >> 16 | b & 0xffff0000u; }  // of upper halves
 #include "wide.cuh"
 
 // 64 rows and scales as they lie in shared memory, scores [64, HEADS]; weights [64, HEADS], sums [HEADS, 512].
@@ -163,9 +207,13 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int CHUNK = TILE_KEYS * 128;
-  constexpr float UNDO = 0.25f;  // what a head's column undoes of its RoPE
+  constexpr int WIDTH = R::ROPE_IS_VALUE ? 512 : 576;
   Params p = {};
   p.q = q, p.q_head_stride = 512, p.num_heads = num_heads, p.scale_log2 = scale_log2;
+  auto query = [&](int head, int dim) {
+    const int own = min(head, num_heads - 1);
+    return low_bfloat16(dim < 512 ? q[own * 512 + dim] : q_rope[own * 64 + dim - 512]);
+  };
   Row row = {};
   Ring ring = {};
   simt::launch(1, 1, 128, L::BYTES, 1, [&]() {
@@ -173,11 +221,22 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
     if (thread == 0) {
       std::memcpy(&at<char>(L::RAW), rows, 64 * R::BYTES);
       if (R::SCALES_APART) std::memcpy(&at<char>(L::SCALES), scales, 64 * R::SCALES_PITCH);
+      // Queries as `queries.cuh` leaves them.
       for (int head = 0; head < HEADS; ++head) {
-        at<float>(L::COLUMNS + head * 8) = scale_log2 * UNDO, at<float>(L::COLUMNS + head * 8 + 4) = 3.f * head;
-        for (int dim = 0; dim < 64 && !R::ROPE_IS_VALUE; ++dim)
-          at<u16>(L::QUERY + 8 * L::QUERY_CHUNK + head * 128 + (dim * 2 ^ (head & 7) << 4)) =
-              pack_bfloat16(low_bfloat16(q_rope[min(head, num_heads - 1) * 64 + dim]) / UNDO, 0.f);
+        float largest = 0.f;
+        for (int dim = 0; dim < WIDTH; ++dim) largest = max(largest, std::fabs(query(head, dim)));
+        const int shift = 15 - std::ilogb(largest);
+        at<float>(L::COLUMNS + head * 8) = std::ldexp(scale_log2 / R::FACTOR, -shift);
+        at<float>(L::COLUMNS + head * 8 + 4) = 3.f * head;
+        for (int dim = 0; dim < WIDTH; ++dim) {
+          const float x = std::ldexp(query(head, dim), shift);
+          const u32 chunk = L::QUERY + dim / 64 * L::QUERY_CHUNK + head * 128, swizzle = (head & 7) << 4;
+          const u32 permuted = dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + dim % 64 / 16 * 4 + dim % 2 * 2;
+          if (dim < 512)
+            at<u16>(chunk + (permuted ^ swizzle)) = to_float16(x);
+          else
+            at<u16>(chunk + (dim % 64 * 2 ^ swizzle)) = pack_bfloat16(x * R::FACTOR, 0.f);
+        }
       }
     }
     simt::meet_cta();
@@ -190,7 +249,7 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
                             L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH,
                             L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)};
     float s[HEADS / 2];
-    wide_scores<L, 1>(s, p, row, ring, 0, places, thread);
+    wide_scores<L, 1>(s, p, row, ring, 0, places, layers_of_queries<L, 1>(p, row, 0, thread), thread);
     store_left_out<L, 1>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);

@@ -84,7 +84,7 @@ constexpr float NO_SCORE_YET = -1.2676506e30f;
 
 constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;
 
-enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
+enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };  // or both
 
 constexpr u32 LAST_TURN = 1 << 16;  // flag beside the bits that say which keys count, or beside a `Turn`
 
@@ -148,7 +148,8 @@ struct Layout {
   static constexpr int SCORE_SLOTS = HEADS == 32 ? 1 : 2;
   static constexpr int QUERY = 0;
   static constexpr int QUERY_CHUNK = HEADS * 128;
-  static constexpr int WEIGHTS = QUERY + R::CHUNKS * QUERY_CHUNK;
+  static constexpr int WIDE_ROPE = QUERY + 8 * QUERY_CHUNK;  // RoPE as bfloat16: of V4 for wide turns alone
+  static constexpr int WEIGHTS = WIDE_ROPE + QUERY_CHUNK;
   static constexpr int VALUES = WEIGHTS + HEADS * 128;
   static constexpr int RAW = VALUES + HALVES * HALF_BYTES;
   static constexpr int RAW_SLOT = 16 * R::BYTES;

@@ -298,7 +298,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  int seen = 0;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
+  // Whether a key counted, and with it the references; 2: one that float16 does not hold as it is. Below 0: there was a
+  // wide turn, and the queries have -seen layers.
+  int seen = 0;
 
   Start<FORMAT> start;
   bool started = false;
@@ -318,129 +320,146 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     last = uniform(start.alive) >= LAST_TURN;
     bool wide;
     const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
-    u32 fragments[2][16];
-    wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
-        s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
-        {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
-    // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for
-    // a vote of its own.
-    if constexpr (HEADS < 64) {
-      wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
-      if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
-    }
-
-    int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
-    if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
-    const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
-    uint4 columns[TILES];  // factor and reference of two heads each
+    auto mask_dead = [&]() {
+      const u32 mine = alive >> R::raw_row((own_thread() & 31) >> 2);
+      const bool live_0 = mine & 1, live_1 = mine & 0x100;
 #pragma unroll
-    for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-    started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
-    // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
-    // not there yet.
-    const int ahead = started ? later_slot : slot;
-    if (HEADS == 64 || started)
-      load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
-                                        places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4);
-    // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
-    if (apart)
-#pragma unroll
-      for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
-    wgmma_wait<0>();
-    hold(s);
-    hold(fragments[0]), hold(fragments[1]);
-    if constexpr (FIRST < R::CHUNKS) {
-      mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
-#pragma unroll
-      for (int e = 0; e < TILES * 4; e += 4) {
-        const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
-        s[e] += __uint_as_float(rest.x), s[e + 1] += __uint_as_float(rest.y);
-        s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
-      }
-      __syncwarp();
-      warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, own_thread() & 31);
-    }
-
-#pragma unroll
-    for (int j = TILES / 2; j < TILES; ++j) {
-      columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-      columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
-    }
-    // A key's score is then log2 of what its weight counts beside the values as they are stored.
-#pragma unroll
-    for (int j = 0; j < TILES; ++j) {
-      const uint4& two = columns[j];
-      s[4 * j] = fmaf(s[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
-      s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
-      s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
-      s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
-    }
-    if (apart) {
-      const u32 inverse = 0x7f007f00u - undo;
-      const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
-                  taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
-#pragma unroll
-      for (int e = 0; e < TILES * 4; e += 4) {
-        const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
-        const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
-      }
-    }
-    if (HEADS == 64 || started)
-      load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
-    const u32 mine = alive >> R::raw_row((own_thread() & 31) >> 2);
-    const bool live_0 = mine & 1, live_1 = mine & 0x100;
+      for (int e = 0; e < TILES * 4; ++e)
+        if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
+    };
     auto largest = [&]() {
       float tops[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
       for (int e = 4; e < TILES * 4; ++e) tops[e & 3] = fmaxf(tops[e & 3], s[e]);
       return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
     };
-
     auto rests_now = [&]() {
       const int own = HEADS == 32 ? opaque(thread) >> 5 : warp;
       return place_of_rests<L>(shared, slot >= own ? slot - own : slot - own + L::SLOTS);
     };
+    auto wait_for_place = [&]() {
+      if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
+    };
     int turn = USUAL;
-    if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
-    // One branch of the usual way for all that is not usual: it takes 25 cycles.
-    bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
-    if (moves) {
+    // Behind a wide turn, and at the first, it is asked for before products: others have no time for it.
+    const bool foreseen = seen <= 0 && named_barrier_any<SCORE_BARRIER, 128>(wide);
+    bool moves = true;
+    if (foreseen) {
+      forget(start), forget(s), started = false, wide = true;
+      if constexpr (FIRST < R::CHUNKS) {
+        mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
+        warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, own_thread() & 31);
+      }
+      wait_for_place();
+    } else {
+      u32 fragments[2][16];
+      wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
+          s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
+          {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
+      // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for
+      // a vote of its own.
+      if constexpr (HEADS < 64) {
+        wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
+        if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
+      }
+
+      int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
+      if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
+      const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
+      uint4 columns[TILES];  // factor and reference of two heads each
 #pragma unroll
-      for (int e = 0; e < TILES * 4; ++e)
-        if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
-      moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen && alive);
+      for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+      started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
+      // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
+      // not there yet.
+      const int ahead = started ? later_slot : slot;
+      if (HEADS == 64 || started)
+        load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
+                                          places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4);
+      // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
+      if (apart)
+#pragma unroll
+        for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
+      wgmma_wait<0>();
+      hold(s);
+      hold(fragments[0]), hold(fragments[1]);
+      if constexpr (FIRST < R::CHUNKS) {
+        mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
+#pragma unroll
+        for (int e = 0; e < TILES * 4; e += 4) {
+          const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
+          s[e] += __uint_as_float(rest.x), s[e + 1] += __uint_as_float(rest.y);
+          s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
+        }
+        __syncwarp();
+        warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, own_thread() & 31);
+      }
+
+#pragma unroll
+      for (int j = TILES / 2; j < TILES; ++j) {
+        columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+        columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
+      }
+      // A key's score is then log2 of what its weight counts beside the values as they are stored.
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) {
+        const uint4& two = columns[j];
+        s[4 * j] = fmaf(s[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
+        s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
+        s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
+        s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
+      }
+      if (apart) {
+        const u32 inverse = 0x7f007f00u - undo;
+        const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
+                    taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
+#pragma unroll
+        for (int e = 0; e < TILES * 4; e += 4) {
+          const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
+          const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
+        }
+      }
+      if (HEADS == 64 || started)
+        load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
+      wait_for_place();
+      // One branch of the usual way for all that is not usual: it takes 25 cycles.
+      moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
+      if (moves) {
+        mask_dead();
+        moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen && alive);
+      }
     }
     if (moves) {
       turn = MOVED;
+      const bool begun = seen != 0;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
-        turn = WIDE;
+        if (seen >= 0) seen = -layers_of_queries<L, SCORE_BARRIER>(p, row, shared, opaque(thread));
+        const u32 scales = places.scales + slot * L::SCALES_SLOT;
         wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
-                                      {places.raw + slot * L::RAW_SLOT, places.rope,
-                                       places.scales + slot * L::SCALES_SLOT, places.values},
+                                      {places.raw + slot * L::RAW_SLOT, places.rope, scales, places.values}, -seen,
                                       opaque(thread));
-        store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_now(), opaque(thread));
+        store_left_out<L, SCORE_BARRIER>(scales, rests_now(), opaque(thread));
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
-#pragma unroll
-        for (int e = 0; e < TILES * 4; ++e)
-          if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
+        mask_dead();
+        turn = !begun || named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK) ? WIDE | MOVED : WIDE;
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
-      raise_references<L>(s, sums, seen != 0, least, shared, thread);
-      seen = turn == WIDE ? 2 : max(seen, 1);
+      if (turn & MOVED) raise_references<L>(s, sums, begun, least, shared, thread);
+      if (seen == 0) seen = 1;
     }
 
-    if (apart) seen = 2;
+    if (apart) seen = seen < 0 ? seen : 2;
     if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row)))
       warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
 
     // The sums of a row that another follows go where the first warp's last keys were. A wide turn's keys are released
     // by the warpgroups that accumulate.
-    if (HEADS == 64 && turn != WIDE && !(PERSISTENT && last && warp == 0))
+    if (HEADS == 64 && !(turn & WIDE) && !(PERSISTENT && last && warp == 0))
       warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
 
 #pragma unroll
@@ -449,7 +468,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
 #pragma unroll
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
-    if (turn == WIDE)
+    if (turn & WIDE)
       store_wide_weights<L>(s, shared, rests_now(), opaque(thread));
     else
       store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
@@ -457,14 +476,14 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
-    if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
+    if (L::SLOTS != 8) next_slot<L::SLOTS>(at.slot, at.parity);
   }
 
   if constexpr (PERSISTENT && HEADS == 64) {
     // The warps that accumulate make factors of the sums.
     const int last_slot = (i - 1 & 1) * 4;
     const u32 place = place_of_sums<L>(shared, last_slot) + warp * (HEADS * 4);
-    if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen == 2)) negate(sums);
+    if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen < 0 || seen == 2)) negate(sums);
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
@@ -478,7 +497,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     const bool sends = is_held(LAUNCH) && number + 1 == shares_of_cta(p, cluster_rank());
     if (sends) fence_async_shared(), cluster_arrive();
     store_sums<HEADS>(sums, shared + L::FOLD_SUMS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen < 0 || seen == 2);
     if (warp == 0) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::FOLD_SUMS, thread),
@@ -508,7 +527,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     // Sums take the place of the last weights; those of heads go where nobody reads `alpha` any more.
     mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     store_sums<HEADS>(sums, shared + L::WEIGHTS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen < 0 || seen == 2);
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::WEIGHTS, thread);
       store_shared_float(shared + L::ALPHA + thread * 4, bfloat16 ? -total : total);
@@ -526,7 +545,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
-  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
+  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && (seen < 0 || seen == 2));
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
               reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);

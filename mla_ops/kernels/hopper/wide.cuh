@@ -1,7 +1,7 @@
-// Turns with a key whose scales float16 does not hold together: keys as bfloat16, which holds e4m3 and RoPE as they
-// are, and queries as they came. Scales stay float32 for scores. Values are e4m3 times four bits of a scale, which
-// bfloat16 holds too. What these leave out goes to the weights: their upper bits serve all groups, and each group has
-// rests of its own.
+// Turns with a key whose scales float16 does not hold together. Scores: e4m3 is float16 as it is, and so are a row's
+// queries; a group's scale, float32, multiplies its sums of products. Values are e4m3 times four bits of a scale, which
+// bfloat16 holds. What these leave out goes to the weights: their upper bits serve all groups, and each group has rests
+// of its own.
 #pragma once
 
 #include "layout.cuh"
@@ -11,6 +11,11 @@
 struct WidePlaces {
   u32 raw, rope, scales, values;
 };
+
+DEVICE u32 float16_to_bfloat16(u32 pair) {
+  const float2 v = unpack_float16(pair);
+  return pack_bfloat16(v.x, v.y);
+}
 
 // Four significant bits of a scale.
 DEVICE float rounded_scale(float scale) {
@@ -47,115 +52,217 @@ DEVICE void store_weights(const float (&s)[HEADS / 2], u32 place, Pack pack) {
                               pack(s[4 * TILES - 2], s[4 * TILES - 1], 1));
 }
 
-// All scores of a lane's two keys, as powers of two that are relative to the references, and the values.
-//
-// Queries come two chunks of 64 dims ahead, in the order in which `score` has a key's, to the place of weights and to
-// those of the last values. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
+// The power of two of a head's queries in shared memory.
+template <class L>
+DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
+  const u32 one = __float_as_uint(p.scale_log2 / L::R::FACTOR), column = load_shared_4(shared + L::COLUMNS + head * 8);
+  return static_cast<int>(one >> 23 & 255) - static_cast<int>(column >> 23 & 255);
+}
+
+// Queries that are too small beside their head's largest for float16 to hold them are parts of further layers, 2^32
+// times as large in each. The layer of a magnitude, bfloat16 with a shift; 0 or less: the first.
+DEVICE int layer_of(u32 magnitude, int shift) { return 142 - shift - static_cast<int>(magnitude >> 7) >> 5; }
+
+// A query's element of a layer and its neighbour.
+DEVICE u32 pair_of_layer(u32 pair, int shift, int layer) {
+  const int up = shift + 32 * layer;  // may be more than one float32 holds
+  const float first = __uint_as_float((127 + (up >> 1)) << 23), second = __uint_as_float((127 + up - (up >> 1)) << 23);
+  auto element = [&](u32 bits) {
+    const u32 magnitude = bits >> 16 & 0x7fff;
+    return magnitude && max(layer_of(magnitude, shift), 0) == layer ? __uint_as_float(bits) * first * second : 0.f;
+  };
+  return pack_float16(element(pair << 16), element(pair & 0xffff0000u));
+}
+
+// Address of eight dims of a chunk of queries, of a head; their words lie at it ^ 16 w.
+DEVICE u32 piece_of_queries(u32 chunk, int head, int piece) {
+  return chunk + head * 128 + ((piece & 1) * 64 + (piece >> 1) * 4 ^ (head & 7) << 4);
+}
+
+DEVICE const u16* query_of_tile(const Params& p, int token, int tile, int heads, int head) {
+  return query_at(p, token, min(tile * heads + head, p.num_heads - 1));
+}
+
+// How many layers a tile's queries have: 1 where float16 holds them. RoPE that is a value comes to shared memory as
+// bfloat16.
 template <class L, int BARRIER>
-DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& row, const Ring& at, u32 shared,
-                        const WidePlaces& places, int thread) {
+DEVICE int layers_of_queries(const Params& p, const Row& row, u32 shared, int thread) {
   using R = typename L::R;
-  constexpr int CHUNK = TILE_KEYS * 128, N = L::HEADS / 2;
-  // A head's factor and reference.
-  auto column_of = [&](int e) {
-    const int t = (L::HEADS == 32 ? opaque(thread) : thread) & 3;  // registers are few
-    return load_shared_float2(shared + L::COLUMNS + (e / 4 * 8 + (e & 1) + 2 * t) * 8);
-  };
+  constexpr int LATENT = R::ROPE_IS_VALUE ? 448 : 512;
+  int token = row.token, tile = row.tile;
+  hold(shared), hold(token), hold(tile);  // else what is made of them would take registers of all turns
+  if constexpr (R::ROPE_IS_VALUE) {
+#pragma unroll 2
+    for (int head = thread >> 3; head < L::HEADS; head += 16) {
+      const u16* from = query_of_tile(p, token, tile, L::HEADS, head) + LATENT + (thread & 7) * 8;
+      const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
+      const u32 up = (127 + shift_of_head<L>(p, shared, head)) * 0x00800080u,
+                to = piece_of_queries(shared + L::WIDE_ROPE, head, thread & 7);
 #pragma unroll
-  for (int e = 0; e < N; ++e) s[e] = R::ROPE_IS_VALUE ? -column_of(e).y : 0.f;
-  auto next = [&](u32 place) {
-    const u32 spare = shared + L::VALUES + half_of<L::HALVES>(at, 1).slot * HALF_BYTES + 2 * CHUNK;
-    return place == shared + L::WEIGHTS ? spare : place == spare ? spare + CHUNK : shared + L::WEIGHTS;
-  };
-  u32 here = shared + L::WEIGHTS;
-#pragma unroll 1
-  for (int step = -4; step < 16; ++step) {  // halves of chunks, the first without keys
-    const int chunk = step >> 1, half = step & 1;
-    if (half == 0) {
-      wait_for_copies_but<1>();
-      fence_async_shared();
-      named_barrier<BARRIER, 128>();  // the chunk is there, and products of the one before are over
-      if (chunk < 6) {
-        // Eight threads have a head's 128 bytes.
-        int token = row.token, own = thread;
-        hold(token), hold(own);  // else what is made of them would take registers of all turns
-        int head = own >> 3;
-        const int piece = own & 7, last = p.num_heads - 1 - row.tile * L::HEADS;
-        u32 to = next(next(here)) + head * 128 + ((piece & 1) * 64 + (piece >> 1) * 4 ^ (head & 7) << 4);
-#pragma unroll 1
-        for (; head < L::HEADS; head += 16, to += 16 * 128) {
-          const u16* from = query_at(p, token, row.tile * L::HEADS + min(head, last)) + (chunk + 2) * 64 + piece * 8;
+      for (int w = 0; w < 4; ++w) store_shared_4(to ^ w << 4, multiply_bfloat16(word(v, w), up));
+    }
+    fence_async_shared();
+  }
+  u32 least = ~0u;
+#pragma unroll 2
+  for (u32 place = shared + L::QUERY + thread * 16; place < shared + L::QUERY + L::HEADS * LATENT * 2; place += 2048) {
+    const uint4 v = load_shared_16(place);
 #pragma unroll
-          for (int w = 0; w < 4; ++w) copy_4(to ^ w << 4, from + w * 2);
+    for (int w = 0; w < 4; ++w) least = smaller_halves(least, word(v, w) & 0x7fff7fff);
+  }
+  int layers = 1, most = 0;
+  // 2^-16 as float16. Zeros may have been more.
+  if (named_barrier_any<BARRIER, 128>((least & 0xffff) < 0x100 || least >> 16 < 0x100)) {
+#pragma unroll 1
+    for (int head = thread >> 4; head < L::HEADS; head += 8) {
+      const u16* from = query_of_tile(p, token, tile, L::HEADS, head);
+      const int shift = shift_of_head<L>(p, shared, head);
+#pragma unroll 1
+      for (int dim = (thread & 15) * 8; dim < LATENT; dim += 128) {
+        const uint4 v = __ldg(reinterpret_cast<const uint4*>(from + dim));
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const u32 low = word(v, w) & 0x7fff, high = word(v, w) >> 16 & 0x7fff;
+          if (low) most = max(most, layer_of(low, shift));
+          if (high) most = max(most, layer_of(high, shift));
         }
       }
-      commit_copies();
     }
-    if (chunk < 8 - R::CHUNKS) {
-      if (half) here = next(here);
-      continue;
+    while (named_barrier_any<BARRIER, 128>(most >= layers)) ++layers;
+  }
+  return layers;
+}
+
+// A layer of a chunk of the queries, to the place of weights.
+template <class L, int BARRIER>
+DEVICE void make_layer(const Params& p, const Row& row, u32 shared, int chunk, int layer, int thread) {
+  int token = row.token, tile = row.tile;
+  hold(token), hold(tile);
+  named_barrier<BARRIER, 128>();  // products have left it
+#pragma unroll 1
+  for (int head = thread >> 3; head < L::HEADS; head += 16) {
+    const u16* from = query_of_tile(p, token, tile, L::HEADS, head) + chunk * 64 + (thread & 7) * 8;
+    const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
+    const int shift = shift_of_head<L>(p, shared, head);
+    const u32 to = piece_of_queries(shared + L::WEIGHTS, head, thread & 7);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) store_shared_4(to ^ w << 4, pair_of_layer(word(v, w), shift, layer));
+  }
+  fence_async_shared();
+  named_barrier<BARRIER, 128>();
+}
+
+// All scores of a lane's two keys, as powers of two that are relative to the references, and the values. The turn
+// before may be at its products yet.
+template <class L, int BARRIER>
+DEVICE void wide_scores(float (&part)[L::HEADS / 2], const Params& p, const Row& row, const Ring& at, u32 shared,
+                        WidePlaces places, int layers, int thread) {
+  hold(shared), hold(places.raw), hold(places.rope), hold(places.scales), hold(places.values);
+  using R = typename L::R;
+  constexpr int CHUNK = TILE_KEYS * 128, N = L::HEADS / 2, LATENT_CHUNKS = R::ROPE_IS_VALUE ? 7 : 8,
+                OF_A_GROUP = R::GROUP / 64;
+  // Sums are so much smaller, and queries' RoPE that is no value has FACTOR already: float32 holds them for any scale.
+  constexpr float DOWN = 9.094947e-13f, LAYER = 2.3283064e-10f;  // 2^-40, 2^-32
+  auto wait_for_values = [&](int chunk) {
+    const Half half = half_of<L::HALVES>(at, chunk >> 2);
+    mbarrier_wait(shared + L::VALUES_FREE + half.slot * 16 + (chunk & 2) * 4, half.parity ^ 1);
+  };
+  auto place_of_values = [&](int chunk) {
+    return places.values + half_of<L::HALVES>(at, chunk >> 2).slot * HALF_BYTES + (chunk & 3) * CHUNK;
+  };
+  float s[N];
+#pragma unroll
+  for (int e = 0; e < N; ++e) s[e] = 0.f;
+  if (layers > 1)
+#pragma unroll 1
+    for (int chunk = 0; chunk < 8; chunk += 2) wait_for_values(chunk);  // weights are free then
+#pragma unroll 1
+  for (int layer = layers - 1; layer >= 0; --layer) {
+#pragma unroll
+    for (int e = 0; e < N; ++e) s[e] *= LAYER;
+#pragma unroll 1
+    for (int chunk = 0; chunk < LATENT_CHUNKS; ++chunk) {
+      u32 query = shared + L::QUERY + chunk * L::QUERY_CHUNK;
+      if (layers > 1) {
+        make_layer<L, BARRIER>(p, row, shared, chunk, layer, thread);
+        query = shared + L::WEIGHTS;
+      }
+      u32 f[16];
+      float scales[2];
+      u32 bits[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint4 v = load_shared_16(places.raw + r * (8 * R::BYTES) + chunk * 64);
+        scales[r] = R::scale(places.scales + r * (8 * R::SCALES_PITCH), chunk / OF_A_GROUP);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) e4m3_to_float16(word(v, j), f[4 * j + r], f[4 * j + 2 + r]);
+        const u32 rounded = __float_as_uint(rounded_scale(scales[r] * R::FACTOR));
+        bits[r] = rounded >> 16 | rounded;
+        scales[r] *= R::FACTOR * DOWN;
+      }
+      if (chunk % 2 == 0) wait_for_values(chunk);
+      const u32 place = place_of_values(chunk);
+      hold(f);
+      wgmma_fence();
+      const u64 operand = tile_descriptor(query, 1024, 16);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        wgmma_float16(part, f + 4 * j, operand + 2 * j, j > 0 || chunk % OF_A_GROUP);
+        u32 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = multiply_bfloat16(float16_to_bfloat16(f[4 * j + i]), bits[i % 2]);
+        store_matrices(place ^ j << 5, v[0], v[1], v[2], v[3]);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(part), hold(f);
+      if ((chunk + 1) % OF_A_GROUP == 0)
+#pragma unroll
+        for (int e = 0; e < N; ++e) s[e] = fmaf(part[e], scales[e >> 1 & 1], s[e]);
     }
-    // The queries' RoPE that is no value has been there all the time, times what the columns undo.
-    const bool value = R::ROPE_IS_VALUE || chunk >= 0, rope = R::ROPE_IS_VALUE ? chunk == 7 : !value;
-    u32 f[8];
-    if (rope && R::ROPE_IS_VALUE) {
+  }
+  // RoPE: bfloat16 in both.
+  u32 f[16];
+  if constexpr (R::ROPE_IS_VALUE) {
+    const u32 place = place_of_values(7);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const uint4 v = load_shared_16(places.raw + r * (8 * R::BYTES) + places.rope + half * 16);
-        f[r] = v.x, f[2 + r] = v.y, f[4 + r] = v.z, f[6 + r] = v.w;
+        f[8 * half + r] = v.x, f[8 * half + 2 + r] = v.y, f[8 * half + 4 + r] = v.z, f[8 * half + 6 + r] = v.w;
       }
-    } else if (rope) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint4 v = load_matrices(places.raw + places.rope + half * 64 + j * 32);
-        f[4 * j] = v.x, f[4 * j + 1] = v.y, f[4 * j + 2] = v.z, f[4 * j + 3] = v.w;
-      }
-    } else {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint2 v = load_shared_8(places.raw + r * (8 * R::BYTES) + chunk * 64 + half * 8);
-        f[r] = e4m3_to_bfloat16(v.x), f[2 + r] = e4m3_to_bfloat16(v.x >> 16);
-        f[4 + r] = e4m3_to_bfloat16(v.y), f[6 + r] = e4m3_to_bfloat16(v.y >> 16);
-      }
+    for (int j = 0; j < 4; ++j) {
+      constexpr u32 FACTOR = 0x43804380u;
+      static_assert(R::FACTOR == 256.f, "values are so many times as large");
+      store_matrices(place ^ j << 5, multiply_bfloat16(f[4 * j], FACTOR), multiply_bfloat16(f[4 * j + 1], FACTOR),
+                     multiply_bfloat16(f[4 * j + 2], FACTOR), multiply_bfloat16(f[4 * j + 3], FACTOR));
     }
-    float part[N];
-    hold(f);
-    wgmma_fence();
-    const u64 operand = tile_descriptor(
-        (value ? here : shared + L::QUERY + (R::CHUNKS - 1) * L::QUERY_CHUNK) + half * 64, 1024, 16);
-    wgmma_bfloat16(part, f, operand, 0);
-    wgmma_bfloat16(part, f + 4, operand + 2, 1);
-    wgmma_commit();
-    wgmma_wait<0>();
-    hold(part), hold(f);
-    float scales[2];
+  } else {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      scales[r] = rope ? 1.f : R::scale(places.scales + r * (8 * R::SCALES_PITCH), chunk * 64 / R::GROUP);
-      const float factor = value ? scales[r] * p.scale_log2 : 1.f;
-#pragma unroll
-      for (int e = 2 * r; e < N; e += e % 2 ? 3 : 1) s[e] = fmaf(part[e], factor, s[e]);
+    for (int j = 0; j < 4; ++j) {
+      const uint4 v = load_matrices(places.raw + places.rope + j * 32);
+      f[4 * j] = v.x, f[4 * j + 1] = v.y, f[4 * j + 2] = v.z, f[4 * j + 3] = v.w;
     }
-    if (value) {
+  }
+  hold(f);
+  wgmma_fence();
+  const u64 operand = tile_descriptor(shared + L::WIDE_ROPE, 1024, 16);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const u32 factor = __float_as_uint(rounded_scale(scales[r] * R::FACTOR)), both = factor >> 16 | factor;
+  for (int j = 0; j < 4; ++j) wgmma_bfloat16(part, f + 4 * j, operand + 2 * j, j > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold(part), hold(f);
+  constexpr float OF_ROPE = R::ROPE_IS_VALUE ? R::FACTOR * DOWN : DOWN;
 #pragma unroll
-        for (int i = r; i < 8; i += 2) f[i] = multiply_bfloat16(f[i], both);
-      }
-      const u32 slot = half_of<L::HALVES>(at, chunk >> 2).slot,
-                place = places.values + slot * HALF_BYTES + (chunk & 3) * CHUNK ^ half << 6;
-      store_matrices(place, f[0], f[1], f[2], f[3]);
-      store_matrices(place ^ 32, f[4], f[5], f[6], f[7]);
-    }
-    if (half == 0) continue;
-    if (!value)
+  for (int j = 0; j < N / 4; ++j) {
+    const int t = (L::HEADS == 32 ? opaque(thread) : thread) & 3;  // registers are few
+    const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);  // factor and reference of two heads
 #pragma unroll
-      for (int e = 0; e < N; ++e) {
-        const float2 column = column_of(e);
-        s[e] = fmaf(s[e], column.x, -column.y);
-      }
-    here = next(here);
+    for (int e = 4 * j; e < 4 * j + 4; ++e)
+      part[e] = fmaf(fmaf(part[e], OF_ROPE, s[e]) * __uint_as_float(e % 2 ? two.z : two.x), 1 / DOWN,
+                  -__uint_as_float(e % 2 ? two.w : two.y));
   }
 }
 
