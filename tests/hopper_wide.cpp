@@ -246,11 +246,12 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
         R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - first) * R::BYTES + (lane >> 4) * 16 - t * 16;
     const WidePlaces places{L::RAW + warp * L::RAW_SLOT + first * R::BYTES + t * 16,
                             R::ROPE_IS_VALUE ? R::ROPE_AT + t * 16 : matrix_row,
-                            L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH,
-                            L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)};
+                            L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH};
     float s[HEADS / 2];
-    wide_scores<L, 1>(s, p, row, ring, 0, places, layers_of_queries<L, 1>(p, row, 0, thread), thread);
-    store_left_out<L, 1>(places.scales, rests, thread);
+    wide_scores<L, 1>(s, p, row, ring, 0, places, has_layers<L, 1>(p, row, 0, thread), thread);
+    for (int half = 0; half < 2; ++half)
+      make_wide_values<L>(0, warp, L::VALUES + half * HALF_BYTES, half, warp, lane);
+    store_left_out<L>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);
       scores[place] = s[e] + 3.f * (place % HEADS), s[e] = weights[place];

@@ -83,6 +83,8 @@ constexpr float REFERENCE_SLACK = 15.f, RAISED_TO = 7.f;
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 
 constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;
+// Of wide turns: values are made, weights are there, all products are over.
+constexpr int WIDE_VALUES_BARRIER = 8, WIDE_WEIGHTS_BARRIER = 9, WIDE_OVER_BARRIER = 10;
 
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };  // or both
 
@@ -161,7 +163,7 @@ struct Layout {
   static constexpr int SCALES = (R::SCALES_APART ? LIVE + SLOTS * 4 : RAW) + R::SCALES_AT;
   static constexpr int SCALES_SLOT = 16 * R::SCALES_PITCH;
   static constexpr int TURN = LIVE + SLOTS * 4 + (R::SCALES_APART ? SLOTS * SCALES_SLOT : 0);
-  static constexpr int BARRIERS = (TURN + 4 + 7) / 8 * 8;
+  static constexpr int BARRIERS = (TURN + 8 + 7) / 8 * 8;
   static constexpr int RAW_FULL = BARRIERS;
   static constexpr int RAW_FREE = RAW_FULL + SLOTS * 8;
   static constexpr int WEIGHTS_FULL = RAW_FREE + SLOTS * 8;

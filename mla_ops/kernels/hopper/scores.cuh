@@ -94,17 +94,6 @@ struct Start {
   u32 alive;
 };
 
-// Registers hold none of it from here on.
-template <Format FORMAT>
-DEVICE void forget(Start<FORMAT>& start) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    forget(start.scales[n]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) forget(start.bytes[n].of[i / 2][i % 2]);
-  }
-}
-
 template <int HEADS, Format FORMAT, bool ONE, int FIRST>
 DEVICE void load_start(Start<FORMAT>& start, const Places& places, u32 raw_0, u32 scales_0, u32 live) {
   using R = Rows<FORMAT>;
@@ -345,7 +334,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     const bool foreseen = seen <= 0 && named_barrier_any<SCORE_BARRIER, 128>(wide);
     bool moves = true;
     if (foreseen) {
-      forget(start), forget(s), started = false, wide = true;
+#pragma unroll
+      for (int e = 0; e < TILES * 4; ++e) s[e] = 0.f;
+      started = false, wide = true;
       if constexpr (FIRST < R::CHUNKS) {
         mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
         warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, own_thread() & 31);
@@ -436,13 +427,18 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       turn = MOVED;
       const bool begun = seen != 0;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
-        if (seen >= 0) seen = -layers_of_queries<L, SCORE_BARRIER>(p, row, shared, opaque(thread));
+        // Those that accumulate make values, and wait for weights behind it.
+        if (thread == 0) store_shared_4(shared + L::TURN + (i & 1) * 4, WIDE | slot << 8 | (last ? LAST_TURN : 0));
+        __syncwarp();
+        warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
+        if (seen >= 0) seen = has_layers<L, SCORE_BARRIER>(p, row, shared, opaque(thread)) ? -2 : -1;
         const u32 scales = places.scales + slot * L::SCALES_SLOT;
-        wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
-                                      {places.raw + slot * L::RAW_SLOT, places.rope, scales, places.values}, -seen,
-                                      opaque(thread));
-        store_left_out<L, SCORE_BARRIER>(scales, rests_now(), opaque(thread));
-        forget(start), started = false;  // loaded anew, since registers are few up to here
+        seen = wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared, {places.raw + slot * L::RAW_SLOT, places.rope, scales},
+                                             seen == -2, opaque(thread))
+                   ? -2
+                   : -1;
+        store_left_out<L>(scales, rests_now(), opaque(thread));
+        started = false;
         undo = ONE_EACH;
         mask_dead();
         turn = !begun || named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK) ? WIDE | MOVED : WIDE;
@@ -468,14 +464,19 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
 #pragma unroll
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
-    if (turn & WIDE)
+    const u32 word = shared + L::TURN + (i & 1) * 4;
+    if (turn & WIDE) {
       store_wide_weights<L>(s, shared, rests_now(), opaque(thread));
-    else
+      start = {};  // loaded anew, since registers are few up to here
+      if (thread == 0) store_shared_4(word, turn | slot << 8 | (last ? LAST_TURN : 0));
+      named_barrier_arrive(WIDE_WEIGHTS_BARRIER, 384);
+    } else {
       store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
                            [](float a, float b, int) { return pack_float16(a, b); });
-    if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
-    __syncwarp();
-    warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
+      if (thread == 0) store_shared_4(word, turn | slot << 8 | (last ? LAST_TURN : 0));
+      __syncwarp();
+      warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
+    }
     if (L::SLOTS != 8) next_slot<L::SLOTS>(at.slot, at.parity);
   }
 

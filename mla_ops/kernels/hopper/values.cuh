@@ -13,14 +13,13 @@ DEVICE u32 scaled_pair(float a, float b, float factor) {
 
 // The factor of each of a warp's 16 heads, in both halves of it, from the sums that `score` left, and their lse.
 template <class L>
-DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_parity, bool reports, int part, int warp,
-                        int lane) {
+DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_parity, bool reports, int part, int slot,
+                        int warp, int lane) {
   const int head = warp * 16 + lane % 16, global_head = row.tile * L::HEADS + head;
   const bool there = global_head < p.num_heads;
   const float sink = p.attn_sink && there && part < 0 ? __ldg(p.attn_sink + global_head) : -INFINITY;
   mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
-  const u32 turn = load_shared_4(shared + L::TURN),
-            sums = place_of_sums<L>(shared, turn >> 8 & 0xff);
+  const u32 sums = place_of_sums<L>(shared, slot);
   const float total = sum_of<L::HEADS>(sums, head);
   const float reference = load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   __syncwarp();
@@ -98,13 +97,12 @@ DEVICE constexpr int place_of_pair(int n) {
 
 // The sum and the reference of a lane's head in a share, that score left. A sum below 0 says that the part is bfloat16.
 template <class L>
-DEVICE float2 state_of_share(u32 shared, u32 parity, int warp, int lane) {
+DEVICE float2 state_of_share(u32 shared, u32 parity, int slot, int warp, int lane) {
   const int head = head_of_lane<L>(warp, lane);
   mbarrier_wait(shared + L::FACTORS_FULL, parity);
   float sum;
   if constexpr (L::HEADS == 64) {
-    const u32 turn = load_shared_4(shared + L::TURN);
-    sum = sum_of<L::HEADS>(place_of_sums<L>(shared, turn >> 8 & 0xff), head);
+    sum = sum_of<L::HEADS>(place_of_sums<L>(shared, slot), head);
   } else {
     sum = load_shared_float(shared + L::ALPHA + head * 4);
   }
@@ -149,6 +147,11 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   const u64 values = tile_descriptor(shared + L::VALUES, 1024, TILE_KEYS * 128);
+  // The slot of a warp's keys in a turn.
+  auto slot_of_warp = [&](u32 turn) {
+    const int own = static_cast<int>(turn >> 8 & 0xff) + warp;
+    return own < L::SLOTS ? own : own - L::SLOTS;
+  };
   bool open = false;
   int& i = at.turn;
   int stage = 0;
@@ -161,11 +164,22 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     hold(freed), hold(turn_weights), hold(turn_values);
     mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
     fence_async_shared();  // those that make values and weights have no time for it
-    const u32 turn = load_shared_4(shared + L::TURN);
+    const u32 word = shared + L::TURN + (i & 1) * 4;
+    u32 turn = load_shared_4(word);
     ends = uniform(turn) >= LAST_TURN;
     // Its values' place is free when the result has left.
     const bool last = PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
+      if (turn & WIDE) {
+        const Half own = half_of<L::HALVES>(at, half);
+        mbarrier_wait(freed, own.parity ^ 1), mbarrier_wait(freed + 8, own.parity ^ 1);
+        make_wide_values<L>(shared, slot_of_warp(turn), shared + L::VALUES + slot * HALF_BYTES, half, warp, lane);
+        fence_async_shared();
+        named_barrier_arrive(WIDE_VALUES_BARRIER, 384);
+        named_barrier(WIDE_WEIGHTS_BARRIER, 384);
+        fence_async_shared();
+        turn = load_shared_4(word);
+      }
       if (turn & MOVED)
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece)
@@ -174,6 +188,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
       if (turn & WIDE) {
         // Upper bits of the weights and then each group's rests.
         const int first = uniform(turn) >> 8 & 0xff;
+        if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
 #pragma unroll 1
@@ -199,11 +214,14 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
 #pragma unroll
           for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
         }
-        named_barrier<VALUES_BARRIER, 256>();
-        const int keys = first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS;
-        if (half == 0 && !(PERSISTENT && HEADS_BY_DIMS && ends && warp == 0))
-          warp_arrive(shared + L::RAW_FREE + keys * 8, lane);
         if (!last) warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
+        if (half == 0) {
+          named_barrier_arrive(WIDE_OVER_BARRIER, 256);
+        } else {
+          named_barrier(WIDE_OVER_BARRIER, 256);
+          if (!(PERSISTENT && HEADS_BY_DIMS && ends && warp == 0))
+            warp_arrive(shared + L::RAW_FREE + slot_of_warp(turn) * 8, lane);
+        }
         if (HEADS < 64) warp_arrive(shared + L::WEIGHTS_FREE, lane);
         continue;
       }
@@ -238,9 +256,10 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
   }
 
+  auto last_slot = [&]() { return static_cast<int>(load_shared_4(shared + L::TURN + (i - 1 & 1) * 4) >> 8 & 0xff); };
   if constexpr (SHARES) {
     const int worker = opaque(thread), lane = worker & 31, warp = half * 4 + (worker >> 5);
-    const float2 state = state_of_share<L>(shared, row_parity, warp, lane);
+    const float2 state = state_of_share<L>(shared, row_parity, last_slot(), warp, lane);
     unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
     leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), lane_here(), state.x, state.y, [&](int n) {
       const int place = place_of_pair<L>(n / 2) + n % 2;
@@ -296,7 +315,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
       });
     float factor = 0.f;
     if constexpr (HEADS_BY_DIMS) {
-      factor = factors_of<L>(p, row, shared, row_parity, half == 0, part, worker >> 5, worker & 31);
+      factor = factors_of<L>(p, row, shared, row_parity, half == 0, part, last_slot(), worker >> 5, worker & 31);
     } else {
       mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
     }

@@ -21,12 +21,3 @@ DEVICE u32 smaller_halves(u32 a, u32 b) {
   asm("min.u16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
   return v;
 }
-
-// Whatever registers hold.
-DEVICE void forget(uint2& v) { asm volatile("" : "=r"(v.x), "=r"(v.y)); }
-DEVICE void forget(uint4& v) { asm volatile("" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)); }
-template <int N>
-DEVICE void forget(float (&values)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "=f"(values[i]));
-}
