@@ -311,10 +311,10 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
     auto mask_dead = [&]() {
       const u32 mine = alive >> R::raw_row((own_thread() & 31) >> 2);
-      const bool live_0 = mine & 1, live_1 = mine & 0x100;
+      const bool live[2] = {(mine & 1) != 0, (mine & 0x100) != 0};
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e)
-        if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
+        if (!live[e >> 1 & 1]) s[e] = -INFINITY;
     };
     auto largest = [&]() {
       float tops[4] = {s[0], s[1], s[2], s[3]};
@@ -432,8 +432,10 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         __syncwarp();
         warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
         if (seen >= 0) seen = has_layers<L, SCORE_BARRIER>(p, row, shared, opaque(thread)) ? -2 : -1;
-        const u32 scales = places.scales + slot * L::SCALES_SLOT;
-        seen = wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared, {places.raw + slot * L::RAW_SLOT, places.rope, scales},
+        const int own = opaque(thread);
+        const Places anew = HEADS == 32 ? places_of<HEADS, FORMAT>(shared, own >> 5, own & 31) : places;
+        const u32 scales = anew.scales + slot * L::SCALES_SLOT;
+        seen = wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared, {anew.raw + slot * L::RAW_SLOT, anew.rope, scales},
                                              seen == -2, opaque(thread))
                    ? -2
                    : -1;

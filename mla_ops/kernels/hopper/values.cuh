@@ -189,31 +189,29 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
         // Upper bits of the weights and then each group's rests.
         const int first = uniform(turn) >> 8 & 0xff;
         if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
 #pragma unroll 1
-        for (int rest = 0; rest < 2; ++rest) {
+        for (int step = 0; step < 8; ++step) {
           constexpr int GROUP = GROUPS_OF_RESTS<L> > 1 ? HEADS * 128 : 0;
           const u32 rests = place_of_rests<L>(shared, first) + half * 2 * GROUP, upper = shared + L::WEIGHTS;
-          const u64 factors[2] = {tile_descriptor(rest ? rests : upper, 1024, 16),
-                                  tile_descriptor(rest ? rests + GROUP : upper, 1024, 16)};
-          wgmma_fence();
-#pragma unroll
-          for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              if constexpr (HEADS_BY_DIMS)
-                wgmma_heads_by_dims_bfloat16(o[piece], factors[piece] + k * 2,
-                                             turn_values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
-              else
-                wgmma_dims_by_heads_bfloat16(o[piece], turn_values + (piece * TILE_KEYS * 128 + k * 2048) / 16,
-                                             factors[piece / 2] + k * 2);
-            }
-          wgmma_commit();
-          wgmma_wait<0>();
+          const u64 factors[2] = {tile_descriptor((step < 4 ? upper : rests) + step % 4 * 32, 1024, 16),
+                                  tile_descriptor((step < 4 ? upper : rests + GROUP) + step % 4 * 32, 1024, 16)};
+          const u64 place = turn_values + step % 4 * (2048 / 16);
 #pragma unroll
           for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+          wgmma_fence();
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece) {
+            if constexpr (HEADS_BY_DIMS)
+              wgmma_heads_by_dims_bfloat16(o[piece], factors[piece], place + piece * 2 * TILE_KEYS * 128 / 16);
+            else
+              wgmma_dims_by_heads_bfloat16(o[piece], place + piece * TILE_KEYS * 128 / 16, factors[piece / 2]);
+          }
+          wgmma_commit();
+          if (!HEADS_BY_DIMS) wgmma_wait<0>();
         }
+        if (HEADS_BY_DIMS) wgmma_wait<0>();
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
         if (!last) warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
         if (half == 0) {
           named_barrier_arrive(WIDE_OVER_BARRIER, 256);
