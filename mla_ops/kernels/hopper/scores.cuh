@@ -280,7 +280,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   constexpr int FIRST = ONE ? R::CHUNKS : FIRST_STEPS<HEADS, FORMAT, PERSISTENT && !SHARES>;
   constexpr int TILES = HEADS / 8;
   thread = kept(thread);
-  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
+  const int warp = HEADS == 32 ? uniform(thread >> 5) : thread >> 5, lane = thread & 31, t = lane & 3;
   // Made anew each time where registers are few.
   auto own_thread = [&]() { return ONE || HEADS == 32 ? opaque(thread) : thread; };
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
