@@ -97,6 +97,9 @@ MOST_IN_REGISTERS = 16  # the same if CTAs keep shares in registers, `MOST_SHARE
 # tiles of heads whose registers hold shares (`held.cuh`, `folds.cuh`), and the most shares of a CTA of a cluster
 MOST_OF_A_CTA = {16: 4, 32: 3}
 NARROW = (16, 32)  # heads of tiles that a kernel gives the bits of larger ones
+SLICES = (2, 3, 4, 8)  # CTAs of a row in slices
+MOST_TURNS_IN_SLICES = 34  # of a row, the same in slices_layout.cuh
+RECORD_OF_A_TURN = 8192 + 8 * 2048  # bytes, the same there
 
 
 class Clusters(NamedTuple):
@@ -139,7 +142,27 @@ class Group(NamedTuple):
         return groups.TILE
 
 
-Shape = Clusters | Group
+class Sliced(NamedTuple):
+    """A launch by clusters whose CTAs take slices of a row's values, with the bits of one CTA a row (`slices.cuh`).
+
+    Attributes:
+        ctas: of a cluster, one of `SLICES`.
+    """
+
+    ctas: int
+
+    @property
+    def tile(self) -> int:
+        """Heads of a CTA, the same for every row in slices."""
+        return groups.TILE
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 64 dims that a CTA adds up."""
+        return -(-LATENT_DIM // 64 // self.ctas)
+
+
+Shape = Clusters | Group | Sliced
 
 
 class Balance(NamedTuple):
@@ -205,7 +228,7 @@ class KeyFormat:
         None where registers do not suffice for both ways, or half of an SM's shared memory.
         """
         kernel = self.kernel(shape, oversubscribed)
-        if shape.tile == 32 or (isinstance(shape, Clusters) and shape.shares):
+        if shape.tile == 32 or isinstance(shape, Sliced) or (isinstance(shape, Clusters) and shape.shares):
             return None
         if self.quantized:
             return kernel._replace(name=kernel.name.replace("attention_", "attention_balanced_"))
@@ -221,7 +244,7 @@ class KeyFormat:
         None for rows in shares, which are never shared evenly.
         """
         kernel = self.kernel(shape, oversubscribed)
-        if isinstance(shape, Clusters) and shape.shares:
+        if isinstance(shape, Sliced) or (isinstance(shape, Clusters) and shape.shares):
             return None
         return kernel._replace(name=kernel.name.replace(">", ", true>"))
 
@@ -232,6 +255,10 @@ class KeyFormat:
         Raises:
             ValueError: these keys have no kernel for groups, or for shares, or not for so many.
         """
+        if isinstance(shape, Sliced):
+            if not self.quantized or shape.ctas not in SLICES:
+                raise ValueError(f"quantised keys have kernels for slices of {SLICES} CTAs, got {shape}, {self.name}")
+            return Kernel("sparse_attention_slices.cu", f"sparse_attention_slices<{shape.chunks}, {self.name}>", 512)
         tile, grouped = shape.tile, isinstance(shape, Group)
         if grouped and not self.quantized:
             raise ValueError(f"only quantised keys have a kernel for groups, got {self.name}")
@@ -267,7 +294,7 @@ class KeyFormat:
         shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
         if self.quantized:
             shapes += [Group(2), *(Clusters(tile, n, shares=3) for tile in self.tiles for n in (1, 2))]
-            shapes.append(Clusters(16, 2, shares=3, bits_of=32))
+            shapes += [Clusters(16, 2, shares=3, bits_of=32), *map(Sliced, SLICES)]
         of = itertools.product((self.kernel, self.yielding_kernel, self.balanced_kernel), shapes, (False, True))
         every = (find(shape, oversubscribed) for find, shape, oversubscribed in of)
         return list({kernel.name: kernel for kernel in every if kernel}.values())
@@ -399,6 +426,11 @@ def exchange_of_shares(keys: KeyFormat, shape: Clusters, rows: int, device: torc
     return torch.empty(shares * (shape.tile * LATENT_DIM * 2 + 8 * 32 * 8), dtype=torch.uint8, device=device)
 
 
+def exchange_of_slices(rows: int, device: torch.device) -> torch.Tensor:
+    """Memory for the weights of all turns."""
+    return torch.empty(rows * MOST_TURNS_IN_SLICES * RECORD_OF_A_TURN, dtype=torch.uint8, device=device)
+
+
 def launch(
     keys: KeyFormat,
     shape: Shape,
@@ -444,6 +476,11 @@ def launch(
         if not takes_either_way:
             exchange = groups.exchange(rows, splits, q.device)
         counters = groups.counters(device_index, rows)
+    elif isinstance(shape, Sliced):
+        splits, parts, cluster_size, shares = shape.ctas, 1, shape.ctas, 1
+        turns = sum(-(-cache.columns // TILE_KEYS) for cache in caches)
+        if turns > MOST_TURNS_IN_SLICES:
+            raise ValueError(f"a row in slices has at most {MOST_TURNS_IN_SLICES} turns of keys, got {turns}")
     else:
         splits, parts, shares = shape.splits, shape.parts, shape.shares
         cluster_size = splits

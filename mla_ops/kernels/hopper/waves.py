@@ -25,10 +25,12 @@ from .launch import (
     CacheParams,
     Clusters,
     Group,
+    Sliced,
     KeyFormat,
     Shape,
     clusters_at_once,
     exchange_of_shares,
+    exchange_of_slices,
     in_registers,
     launch,
     tiles_for,
@@ -185,6 +187,9 @@ def launch_waves(
         own_exchange = exchange
         if isinstance(shape, Clusters) and shape.shares and not in_registers(shape):
             own_exchange = exchange_of_shares(keys, shape, num_tokens * -(-num_heads // shape.tile), q.device)
+            buffers.append((own_exchange,))
+        if isinstance(shape, Sliced):
+            own_exchange = exchange_of_slices(num_tokens * -(-num_heads // shape.tile), q.device)
             buffers.append((own_exchange,))
         launch(
             keys,
