@@ -99,7 +99,7 @@ MOST_OF_A_CTA = {16: 4, 32: 3}
 NARROW = (16, 32)  # heads of tiles that a kernel gives the bits of larger ones
 SLICES = (2, 3, 4, 8)  # CTAs of a row in slices
 MOST_TURNS_IN_SLICES = 34  # of a row, the same in slices_layout.cuh
-RECORD_OF_A_TURN = 8192 + 8 * 2048  # bytes, the same there
+RECORDS_IN_SLICES = 34 * (8192 + 8 * 2048) + 256  # bytes of a row, the same there
 
 
 class Clusters(NamedTuple):
@@ -428,7 +428,7 @@ def exchange_of_shares(keys: KeyFormat, shape: Clusters, rows: int, device: torc
 
 def exchange_of_slices(rows: int, device: torch.device) -> torch.Tensor:
     """Memory for the weights of all turns."""
-    return torch.empty(rows * MOST_TURNS_IN_SLICES * RECORD_OF_A_TURN, dtype=torch.uint8, device=device)
+    return torch.empty(rows * RECORDS_IN_SLICES, dtype=torch.uint8, device=device)
 
 
 def launch(

@@ -118,10 +118,8 @@ DEVICE void gather_turns(const Params& p, const Row& row, u32 shared, int rank, 
     return key_at<Y>(p, row, shared, turn * TILE_KEYS + warp * 16 + lane, lane < 16 ? count : 0);
   };
   Key key = key_of(rank);
-  int own = 0;
   cluster_wait();  // other CTAs' barriers are there
-#pragma unroll 1
-  for (int turn = rank; turn < turns; turn += Y::CTAS, ++own) {
+  auto bring = [&](int turn) {
     const u32 barrier = shared + Y::RAW_FULL + slot * 8, rows = shared + Y::RAW + slot * Y::RAW_SLOT,
               scales = shared + Y::SCALES + slot * Y::SCALES_SLOT;
     const KeyAddress from = address_of<R>(p, row, request, key);
@@ -144,13 +142,17 @@ DEVICE void gather_turns(const Params& p, const Row& row, u32 shared, int rank, 
       mbarrier_arrive_expect(barrier, lane == 0 ? __popc(live) * R::BYTES : 0);
     converge();
     next_slot<Y::SLOTS>(slot, parity);
+  };
+#pragma unroll 1
+  for (int turn = rank, own = 0;; turn += Y::CTAS, ++own) {
+    if (turn < turns) bring(turn);
     if (own >= 1 && (own - 1) % 4 == warp) publish<Y>(p, shared, turn - Y::CTAS, own - 1, lane);
+    if (turn >= turns) break;
   }
-  if (own >= 1 && (own - 1) % 4 == warp) publish<Y>(p, shared, rank + (own - 1) * Y::CTAS, own - 1, lane);
 }
 
 // The sums of weights of the heads of this CTA, as the thread of `score` adds them up whose number this one has. They go to
-// all CTAs.
+// all CTAs; -1 where the row can not be taken in slices.
 template <class Y, int CHUNKS>
 DEVICE void add_up_weights(const Params& p, u32 shared, int rank, int thread) {
   constexpr int TILES = CHUNKS == 3 ? 3 : CHUNKS, AT_ONCE = 4;
@@ -179,6 +181,11 @@ DEVICE void add_up_weights(const Params& p, u32 shared, int rank, int thread) {
     }
     from += AT_ONCE * RECORD;
   }
+  const u32* const turn_refused = refused_turns(p);
+  const bool refused = __any_sync(~0u, lane < turns && __ldcg(turn_refused + lane) ||
+                                           lane + 32 < turns && __ldcg(turn_refused + lane + 32));
+  if (thread == 0) store_shared_4(shared + Y::REFUSED, refused);
+  converge();
   const u32 sums_at = shared + Y::DESK;  // as `store_sums` and `sum_of` add up
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) {
@@ -193,7 +200,7 @@ DEVICE void add_up_weights(const Params& p, u32 shared, int rank, int thread) {
     float part[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) part[w] = load_shared_float(sums_at + (w * (TILES * 8) + thread) * 4);
-    const float sum = part[0] + part[1] + (part[2] + part[3]);
+    const float sum = refused ? -1.f : part[0] + part[1] + (part[2] + part[3]);
 #pragma unroll 1
     for (int to = 0; to < Y::CTAS; ++to)
       send_4(peer_address(shared + Y::FINAL + head * 4, to), peer_address(shared + Y::FINAL_FULL, to), sum);

@@ -161,13 +161,14 @@ DEVICE void score_in_slices(const Params& p, const Row& row, u32 shared, int ran
         if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
       moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen && alive);
     }
-    if (moves) {
-      float sums[TILES * 2];
-#pragma unroll
-      for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-      raise_references<L>(s, sums, seen, REFERENCE_SLACK, shared, thread);
+    bool refused = moves;
+    if (moves && number == 0) {
+      refused = named_barrier_any<SCORE_BARRIER, 128>(wide);
+      float sums[TILES * 2] = {};
+      raise_references<L>(s, sums, false, REFERENCE_SLACK, shared, thread);
       seen = true;
     }
+    if (thread == 0) refused_turns(p)[number] = refused;
     if (number == 0 && warp == 0) send_references<Y>(shared, seen, lane);
     warp_arrive(shared + Y::RAW_FREE + slot * 8, lane);
     converge();

@@ -180,15 +180,16 @@ DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, 
     converge();
     next_slot<Y::VALUE_SLOTS>(slot, parity);
   };
-  typename SliceOf<Y, CHUNKS, LONG>::Type even, odd;
-  find(0), load(even), find(1);
+  // Bytes of so many turns are on their way: they come from L2.
+  constexpr int AHEAD = CHUNKS == 1 ? 4 : CHUNKS == 2 ? 3 : 2;
+  typename SliceOf<Y, CHUNKS, LONG>::Type slices[AHEAD];
+  find(0);
 #pragma unroll 1
-  for (int turn = 0; turn < turns; turn += 2) {
-    load(odd), find(turn + 2);
-    store(even);
-    if (turn + 1 == turns) break;
-    load(even), find(turn + 3);
-    store(odd);
+  for (int turn = 1 - AHEAD; turn < turns; ++turn) {
+#pragma unroll
+    for (int i = 1; i < AHEAD; ++i) slices[i - 1] = slices[i];
+    load(slices[AHEAD - 1]), find(turn + AHEAD);
+    if (turn >= 0) store(slices[0]);
   }
 }
 
@@ -276,6 +277,7 @@ DEVICE void add_up_in_slices(const Params& p, u32 shared, int rank, int thread) 
   mbarrier_wait(shared + Y::FINAL_FULL, 0);
   const float total = load_shared_float(shared + Y::FINAL + of_lane * 4),
               reference = load_shared_float(shared + Y::REFERENCES + of_lane * 4);
+  if (total < 0.f) return;  // of every head
   const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
   float factor = __fdividef(1.f / L::FACTOR, total);
   if (rank == 0 && there && lane < 16) leave_lse(p, row, global_head, -1, lse, factor);
