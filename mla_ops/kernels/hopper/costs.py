@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats import LATENT_DIM
-from .launch import SPLITS, Clusters, Group, KeyFormat, in_registers
+from .launch import SPLITS, Group, KeyFormat, Shape, Sliced, in_registers
 
 TABLE = Path(__file__).with_name("costs.json")
 DEFAULT = "H200"  # its times serve a GPU that has none
@@ -48,6 +48,9 @@ class Costs(NamedTuple):
         share_us: the same where memory holds the parts, with 64 heads.
         shares_us: to leave and add up the shares of a row, with 64 heads, by one CTA; more have a part of it each.
         sharers_us: several CTAs that take shares of one row, once a launch: their code comes from memory.
+        sliced_us: a row in slices besides its turns.
+        own_us: in slices, a turn of a CTA's own.
+        slice_us: in slices, any turn, and for each chunk of 64 dims that a CTA adds up.
         wave_us: another wave.
         parts_us: the kernel that merges parts.
         parts_us_per_mb: what that takes for 10^6 bytes of parts.
@@ -63,6 +66,9 @@ class Costs(NamedTuple):
     share_us: float
     shares_us: float
     sharers_us: float
+    sliced_us: float
+    own_us: float
+    slice_us: tuple[float, float]
     wave_us: float
     parts_us: float
     parts_us_per_mb: float
@@ -92,7 +98,7 @@ def costs_of(device_index: int) -> Costs:
 
 def predicted_us(
     keys: KeyFormat,
-    shape: Clusters | Group,
+    shape: Shape,
     num_tokens: int,
     num_heads: int,
     turns: int,
@@ -111,6 +117,11 @@ def predicted_us(
             return math.inf
         end_us = costs.group_us + costs.member_us * members + (costs.even_us if turns % members == 0 else 0.0)
         return -(-turns // members) * turn_us + row_us + end_us
+    if isinstance(shape, Sliced):
+        rounds = -(-rows // at_once[SPLITS.index(shape.ctas)]) if at_once[SPLITS.index(shape.ctas)] else math.inf
+        each_us = costs.slice_us[0] + costs.slice_us[1] * shape.chunks
+        row = costs.sliced_us + max(-(-turns // shape.ctas) * costs.own_us, turns * each_us)
+        return rounds * row - (rounds - 1) * costs.launch_us
     splits, parts, shares = shape.splits, shape.parts, shape.shares
     rounds = -(-rows * parts // at_once[SPLITS.index(splits)])
     own_shares, registers = max(1, -(-shares // splits)), in_registers(shape)

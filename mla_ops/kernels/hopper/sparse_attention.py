@@ -43,8 +43,10 @@ from .launch import (
     MOST_IN_REGISTERS,
     MOST_OF_A_CTA,
     MOST_SHARES,
+    MOST_TURNS_IN_SLICES,
     NARROW,
     NO_CACHE,
+    SLICES,
     SPLITS,
     TILE_KEYS,
     Balance,
@@ -54,6 +56,7 @@ from .launch import (
     KeyFormat,
     Rows,
     Shape,
+    Sliced,
     cache_params,
     clusters_at_once,
     compile_reason,
@@ -125,6 +128,8 @@ def shapes_of_shares(keys: KeyFormat, tile: int, shares: int, groups_of_row: lis
 def deterministic_shapes(keys: KeyFormat, num_heads: int, topk: int) -> list[Shape]:
     """Launches that give a row the same bits: they have the tile and the shares that its own capacity says."""
     tile, turns = tiles_for(keys, num_heads)[0], max(1, -(-topk // TILE_KEYS))
+    if keys.quantized and tile == groups.TILE and turns <= MOST_TURNS_IN_SLICES:
+        return [Clusters(tile, 1), *(Sliced(ctas) for ctas in SLICES if ctas <= turns)]
     shares = next((n for n in SPLITS if n * SHARE_TURNS >= turns), SPLITS[-1])
     if keys.quantized and tile in SHARES_IN_REGISTERS:
         shares = min(SHARES_IN_REGISTERS[tile], -(-turns // TURNS_IN_REGISTERS))
@@ -146,15 +151,20 @@ def fastest_shape(
     def time(shape: Shape) -> float:
         return predicted_us(keys, shape, num_tokens, num_heads, turns, at_once, costs)
 
-    runnable = [s for s in shapes if isinstance(s, Group) or at_once[SPLITS.index(s.splits)]]
+    runnable = [s for s in shapes if not isinstance(s, Clusters) or at_once[SPLITS.index(s.splits)]]
     return (Wave(num_tokens, min(runnable, key=time)),)
 
 
 def choose_deterministic(
     keys: KeyFormat, num_tokens: int, num_heads: int, topk: int, at_once: tuple[int, ...], costs: Costs
 ) -> tuple[Wave, ...]:
-    """The fastest of the launches whose bits do not depend on the batch. Arguments as of `choose`."""
+    """The fastest of the launches whose bits do not depend on the batch. Arguments as of `choose`.
+
+    Rows in shares are one wave.
+    """
     shapes, turns = deterministic_shapes(keys, num_heads, topk), max(1, -(-topk // TILE_KEYS))
+    if any(isinstance(shape, Sliced) for shape in shapes):
+        return fastest_waves(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
     return fastest_shape(keys, shapes, num_tokens, num_heads, turns, at_once, costs)
 
 

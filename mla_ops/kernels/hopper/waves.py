@@ -88,7 +88,7 @@ def forced(num_tokens: int) -> Sequence[Wave]:
 
 def fastest_waves(
     keys: KeyFormat,
-    shapes: Sequence[Clusters | Group],
+    shapes: Sequence[Shape],
     num_tokens: int,
     num_heads: int,
     turns: int,
