@@ -5,7 +5,6 @@
 template <int CHUNKS, Format FORMAT>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(512, 1)
     sparse_attention_slices(const __grid_constant__ Params p) {
-  prefetch_code<511>();
   using Y = Slices<CHUNKS, FORMAT>;
   EXPORT_SHARED_BYTES(Y);
   attend_in_slices<CHUNKS, FORMAT>(p);
