@@ -146,7 +146,8 @@ class Sliced(NamedTuple):
     """A launch by clusters whose CTAs take slices of a row's values, with the bits of one CTA a row (`slices.cuh`).
 
     Attributes:
-        ctas: of a cluster, one of `SLICES`.
+        ctas: of a cluster, one of `SLICES`; 1: of a launch behind another, which takes the rows that can not be taken in
+            slices, a CTA each.
     """
 
     ctas: int
@@ -256,6 +257,8 @@ class KeyFormat:
             ValueError: these keys have no kernel for groups, or for shares, or not for so many.
         """
         if isinstance(shape, Sliced):
+            if self.quantized and shape.ctas == 1:
+                return Kernel("sparse_attention_alone.cu", f"sparse_attention_alone<{self.name}>", 512)
             if not self.quantized or shape.ctas not in SLICES:
                 raise ValueError(f"quantised keys have kernels for slices of {SLICES} CTAs, got {shape}, {self.name}")
             return Kernel("sparse_attention_slices.cu", f"sparse_attention_slices<{shape.chunks}, {self.name}>", 512)
@@ -294,7 +297,7 @@ class KeyFormat:
         shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
         if self.quantized:
             shapes += [Group(2), *(Clusters(tile, n, shares=3) for tile in self.tiles for n in (1, 2))]
-            shapes += [Clusters(16, 2, shares=3, bits_of=32), *map(Sliced, SLICES)]
+            shapes += [Clusters(16, 2, shares=3, bits_of=32), *map(Sliced, (1, *SLICES))]
         of = itertools.product((self.kernel, self.yielding_kernel, self.balanced_kernel), shapes, (False, True))
         every = (find(shape, oversubscribed) for find, shape, oversubscribed in of)
         return list({kernel.name: kernel for kernel in every if kernel}.values())

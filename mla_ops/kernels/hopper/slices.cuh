@@ -10,27 +10,9 @@
 //   add up      4 warps   O += P V, in this slice
 #pragma once
 
-#include "sparse_attention.cu"
+#include "queries.cuh"
 #include "slices_scores.cuh"
 #include "slices_values.cuh"
-
-// A row that can not be taken in slices: one CTA attends to it behind them.
-constexpr Launch ALONE = static_cast<Launch>(static_cast<int>(Launch::HELD_BY_ONE) + 1);
-
-template <>
-DEVICE Row first_row<ALONE>(const Params& p, u32) {
-  return whole_row(p);
-}
-template <>
-DEVICE Row next_row<ALONE, false>(const Params& p, u32, const Row& row) {
-  Row next = row;
-  next.token = p.num_tokens;
-  return next;
-}
-template <>
-DEVICE Row next_row<ALONE, true>(const Params& p, u32, const Row& row) {
-  return next_row<ALONE, false>(p, 0, row);
-}
 
 template <int CHUNKS, Format FORMAT>
 DEVICE void attend_in_slices(const Params& p) {
@@ -83,5 +65,4 @@ DEVICE void attend_in_slices(const Params& p) {
   }
   // No CTA leaves while others write to it.
   cluster_meet();
-  if (cluster_rank_here() == 0 && load_shared_4(shared + Y::REFUSED)) attend<64, FORMAT, ALONE>(p);
 }

@@ -184,7 +184,7 @@ DEVICE void add_up_weights(const Params& p, u32 shared, int rank, int thread) {
   const u32* const turn_refused = refused_turns(p);
   const bool refused = __any_sync(~0u, lane < turns && __ldcg(turn_refused + lane) ||
                                            lane + 32 < turns && __ldcg(turn_refused + lane + 32));
-  if (thread == 0) store_shared_4(shared + Y::REFUSED, refused);
+  if (thread == 0 && rank == 0) *is_refused(p, cluster_index(p)) = refused;
   converge();
   const u32 sums_at = shared + Y::DESK;  // as `store_sums` and `sum_of` add up
 #pragma unroll

@@ -23,7 +23,7 @@ struct Slices {
   static constexpr int VALUE_SLOT = CHUNKS * 2048, RAW_SLOT = L::RAW_SLOT;
   // In place of the weights of `Layout`: what `raise_references` needs, what comes from other CTAs, the list of live keys.
   static constexpr int DESK = L::WEIGHTS;
-  static constexpr int REFERENCES = DESK + 1280, FINAL = REFERENCES + 272, REFUSED = FINAL + 256, COUNTS = REFUSED + 16, LIVE = COUNTS + 16;
+  static constexpr int REFERENCES = DESK + 1280, FINAL = REFERENCES + 272, COUNTS = FINAL + 256, LIVE = COUNTS + 16;
   static constexpr int BARRIERS = LIVE + 32;
   static constexpr int RAW_FULL = BARRIERS, RAW_FREE = RAW_FULL + SLOTS * 8, VALUES_FULL = RAW_FREE + SLOTS * 8,
                        VALUES_FREE = VALUES_FULL + VALUE_SLOTS * 8, WEIGHTS_FULL = VALUES_FREE + VALUE_SLOTS * 8,
@@ -37,8 +37,7 @@ struct Slices {
   static constexpr int BEHIND = L::ALPHA + 256;
   static constexpr int SCALES = R::SCALES_APART ? BEHIND : RAW + R::SCALES_AT;
   static constexpr int SCALES_SLOT = R::SCALES_APART ? 16 * R::SCALES_PITCH : RAW_SLOT;
-  static constexpr int OWN_BYTES = R::SCALES_APART ? SCALES + SLOTS * SCALES_SLOT : BEHIND,
-                       BYTES = OWN_BYTES > L::BYTES ? OWN_BYTES : L::BYTES;  // one CTA may take the row
+  static constexpr int BYTES = R::SCALES_APART ? SCALES + SLOTS * SCALES_SLOT : BEHIND;
   static_assert(END <= L::COLUMNS, "rings overlap the columns");
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
 };
@@ -51,12 +50,19 @@ DEVICE Row whole_row(const Params& p, bool again = false) {
 }
 
 // A turn's record in memory: weights as float16, as wgmma reads them, and as float32 of 8 heads, 128 threads' 16 bytes.
-// Behind a row's records a word of each turn: whether it can not be taken in slices.
+// Behind a row's records a word of each turn, and one of the row: whether it can not be taken in slices.
 constexpr int RECORD = 8192 + 8 * 2048, RECORDS = MOST_TURNS_IN_SLICES * RECORD + 256;
 
-DEVICE unsigned char* record_of(const Params& p, int turn) {
-  const i64 number = static_cast<i64>(token_of(p)) * p.head_tiles + cluster_index(p);
+DEVICE unsigned char* record_of(const Params& p, int turn, int tile) {
+  const i64 number = static_cast<i64>(token_of(p)) * p.head_tiles + tile;
   return p.exchange + number * RECORDS + turn * RECORD;
 }
 
+DEVICE unsigned char* record_of(const Params& p, int turn) { return record_of(p, turn, cluster_index(p)); }
+
 DEVICE u32* refused_turns(const Params& p) { return reinterpret_cast<u32*>(record_of(p, MOST_TURNS_IN_SLICES)); }
+
+// Whether the row can not.
+DEVICE u32* is_refused(const Params& p, int tile) {
+  return reinterpret_cast<u32*>(record_of(p, MOST_TURNS_IN_SLICES, tile)) + MOST_TURNS_IN_SLICES;
+}

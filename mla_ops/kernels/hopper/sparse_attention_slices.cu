@@ -1,5 +1,6 @@
 // Token-level sparse MLA over a paged cache of fp8, for SM90, of few rows: `slices.cuh`.
 
+#include "code.cuh"
 #include "slices.cuh"
 
 template <int CHUNKS, Format FORMAT>

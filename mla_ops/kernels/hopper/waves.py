@@ -212,6 +212,24 @@ def launch_waves(
             takes_either_way=balance is not None and before == 0 and not balance.tile,
             deterministic=deterministic,
         )
+        if isinstance(shape, Sliced):
+            launch(
+                keys,
+                Sliced(1),
+                num_tokens,
+                q,
+                caches,
+                softmax_scale,
+                q_rope=q_rope,
+                attn_sink=attn_sink,
+                req_id_per_token=req_id_per_token,
+                out=rest_out,
+                lse=rest_lse,
+                programmatic=True,
+                all_tokens=all_tokens,
+                tokens_before=tokens_before,
+                exchange=own_exchange,
+            )
         if own_parts:
             merge_parts.merge_parts(*own_parts, out=rest_out[:num_tokens], lse=rest_lse[:num_tokens], balanced=balanced)
         before = num_tokens
