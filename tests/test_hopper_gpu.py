@@ -13,7 +13,7 @@ import torch
 from attention_inputs import SCALE, filled_cache, operand, queries, rows_with_wide_scales, some_indices
 
 from mla_ops.kernels.hopper import groups, launch, sources, sparse_attention, waves
-from mla_ops.kernels.hopper.launch import KERNELS, Clusters, Group, Shape
+from mla_ops.kernels.hopper.launch import KERNELS, SLICES, Clusters, Group, Sliced, Shape
 
 pytestmark = pytest.mark.gpu
 
@@ -134,6 +134,21 @@ def test_bits_of_shares_do_not_depend_on_how_many_ctas_take_them(
                 continue
             call.attend(shape)
             assert all(map(torch.equal, call.results(), wanted)), f"{num_tokens} tokens, {shape}"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9, 40, 150])
+@pytest.mark.parametrize(("cache_format", "width"), QUANTIZED)
+def test_bits_of_slices_are_those_of_one_cta(cache_format: str, width: int, num_tokens: int) -> None:
+    """Rows of 0 to 18 turns, with wide ones; with 150 tokens more clusters than the device runs at one time."""
+    call = Call(cache_format, width, num_tokens, 125, deterministic=True)
+    for factor in (1, 30):  # the other one moves references in most turns
+        call.q = call.q * factor
+        call.check(iter([Clusters(64, 1), *map(Sliced, SLICES)] if num_tokens == 9 else []))
+        call.attend(Clusters(64, 1))
+        wanted = call.results()
+        for ctas in SLICES * 2:
+            call.attend(Sliced(ctas))
+            assert all(map(torch.equal, call.results(), wanted)), f"{ctas} CTAs, queries {factor} times as large"
 
 
 @pytest.mark.parametrize("patience", [0, 1, 3])

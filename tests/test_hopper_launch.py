@@ -20,6 +20,7 @@ from mla_ops.kernels.hopper.launch import (
     Clusters,
     Group,
     KeyFormat,
+    Sliced,
     Rows,
     Shape,
     cache_params,
@@ -27,7 +28,13 @@ from mla_ops.kernels.hopper.launch import (
     splits_for,
     tiles_for,
 )
-from mla_ops.kernels.hopper.sparse_attention import choose, choose_deterministic, deterministic_shapes
+from mla_ops.kernels.hopper.sparse_attention import (
+    choose,
+    choose_deterministic,
+    deterministic_shapes,
+    fastest_shape,
+    shapes_of_shares,
+)
 from mla_ops.kernels.hopper.waves import Wave, forced, launch_waves, override
 
 FP8 = KERNELS["fp8_ds_mla", 576]
@@ -229,6 +236,8 @@ def test_a_group_has_a_turn_for_each_of_its_ctas_and_sms_for_all() -> None:
 
 
 def shares_of(shape: Shape) -> int:
+    if isinstance(shape, Sliced):
+        return 1
     return shape.members if isinstance(shape, Group) else shape.shares or shape.splits
 
 
@@ -236,8 +245,10 @@ def shares_of(shape: Shape) -> int:
     ("keys", "num_heads", "topk", "tile", "shares"),
     [
         (FP8, 16, 2048, 16, 8),
-        (FP8, 128, 2048, 64, 4),
-        (FP8, 64, 640, 64, 2),
+        (FP8, 128, 2048, 64, 1),
+        (FP8, 64, 640, 64, 1),
+        (FP8, 64, 34 * 64, 64, 1),
+        (FP8, 64, 34 * 64 + 1, 64, 5),
         (FP8, 16, 640, 16, 3),
         (FP8, 16, 500, 16, 3),
         (FP8, 32, 640, 32, 3),
@@ -256,16 +267,32 @@ def test_deterministic_launches_share_a_row_by_its_capacity_alone(
     assert of_larger == {(tile, shares)}
     # A cluster of two with few heads adds up otherwise (`exchange_halves`), so it is no choice among others.
     assert len(of_this_row) == 1 or not {Clusters(16, 2), Clusters(32, 2)} & set(of_this_row)
-    for num_tokens in (1, 7, 60, 140, 4096):
-        (wave,) = choose_deterministic(keys, num_tokens, num_heads, topk, AT_ONCE, H200)
-        assert wave.num_tokens == num_tokens
-        assert wave.shape in of_this_row
+    for num_tokens in (1, 7, 60, 140, 160, 4096):
+        waves = choose_deterministic(keys, num_tokens, num_heads, topk, AT_ONCE, H200)
+        assert sum(wave.num_tokens for wave in waves) == num_tokens
+        assert {wave.shape for wave in waves} <= set(of_this_row)
+        assert len(waves) == 1 or shares == 1  # memory of shares is of one wave
 
 
 def test_deterministic_rows_are_groups_where_clusters_do_not_fit() -> None:
     """An H200 runs 30 clusters of 4 at one time."""
-    assert choose_deterministic(FP8, 15, 128, 2048, AT_ONCE, H200) == (Wave(15, Clusters(64, 4)),)
-    assert choose_deterministic(FP8, 16, 128, 2048, AT_ONCE, H200) == (Wave(16, Group(4)),)
+    shapes = shapes_of_shares(FP8, 64, 4, [Group(4)])
+    for num_tokens, shape in ((15, Clusters(64, 4)), (16, Group(4))):
+        waves = fastest_shape(FP8, shapes, num_tokens, 128, 32, AT_ONCE, H200)
+        assert waves == (Wave(num_tokens, shape),)
+
+
+def test_whole_rows_are_slices_where_they_are_few() -> None:
+    """As many CTAs a row as the device has for all at one time; one where rows fill it; the rest of them beside."""
+    for num_tokens, shape in ((1, Sliced(8)), (15, Sliced(8)), (16, Sliced(4)), (32, Sliced(3)), (64, Sliced(2))):
+        assert choose_deterministic(FP8, num_tokens, 64, 2048, AT_ONCE, H200) == (Wave(num_tokens, shape),)
+    assert choose_deterministic(FP8, 64, 128, 2048, AT_ONCE, H200) == (Wave(64, Clusters(64, 1)),)
+    rest = Wave(132, Clusters(64, 1)), Wave(28, Sliced(4))
+    assert choose_deterministic(FP8, 160, 64, 2048, AT_ONCE, H200) == rest
+    with pytest.raises(ValueError, match="slices"):
+        FP8.kernel(Sliced(5))
+    with pytest.raises(ValueError, match="slices"):
+        KERNELS["bf16", 576].kernel(Sliced(2))
 
 
 # us of launches whose bits are alike (`docs/results/deterministic-*.txt`), to 32 heads on an H100, of others on an H200
@@ -303,11 +330,13 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("num_tokens", "num_heads", "measured"), MEASURED)
-def test_the_chosen_deterministic_launch_is_within_two_percent_of_the_fastest(
+def test_the_chosen_launch_in_shares_is_within_two_percent_of_the_fastest(
     num_tokens: int, num_heads: int, measured: dict[Shape, float]
 ) -> None:
+    tile, shares = tiles_for(FP8, num_heads)[0], {16: 8, 32: 6}.get(num_heads, 4)
+    shapes = shapes_of_shares(FP8, tile, shares, groups_for(FP8, num_heads, 32))
     for costs in (H100, H200):
-        ((_, shape),) = choose_deterministic(FP8, num_tokens, num_heads, 2048, AT_ONCE, costs)
+        ((_, shape),) = fastest_shape(FP8, shapes, num_tokens, num_heads, 32, AT_ONCE, costs)
         assert measured[shape] <= 1.02 * min(measured.values())
 
 
