@@ -97,7 +97,7 @@ MOST_IN_REGISTERS = 16  # the same if CTAs keep shares in registers, `MOST_SHARE
 # tiles of heads whose registers hold shares (`held.cuh`, `folds.cuh`), and the most shares of a CTA of a cluster
 MOST_OF_A_CTA = {16: 4, 32: 3}
 NARROW = (16, 32)  # heads of tiles that a kernel gives the bits of larger ones
-SLICES = (2, 3, 4, 8)  # CTAs of a row in slices
+SLICES = (2, 3, 4, 8, 16)  # CTAs of a row in slices
 MOST_TURNS_IN_SLICES = 34  # of a row, the same in slices_layout.cuh
 RECORDS_IN_SLICES = 34 * (8192 + 8 * 2048) + 256  # bytes of a row, the same there
 
@@ -159,8 +159,8 @@ class Sliced(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Chunks of 64 dims that a CTA adds up."""
-        return -(-LATENT_DIM // 64 // self.ctas)
+        """Chunks of 64 dims that a CTA adds up; 0: half of one."""
+        return -(-LATENT_DIM // 64 // self.ctas) if self.ctas <= LATENT_DIM // 64 else 0
 
 
 Shape = Clusters | Group | Sliced

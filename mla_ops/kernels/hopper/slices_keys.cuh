@@ -155,12 +155,13 @@ DEVICE void gather_turns(const Params& p, const Row& row, u32 shared, int rank, 
 // all CTAs; -1 where the row can not be taken in slices.
 template <class Y, int CHUNKS>
 DEVICE void add_up_weights(const Params& p, u32 shared, int rank, int thread) {
-  constexpr int TILES = CHUNKS == 3 ? 3 : CHUNKS, AT_ONCE = 4;
+  constexpr int TILES = CHUNKS ? CHUNKS : 1, AT_ONCE = 4;
+  const int part = CHUNKS ? rank : rank / 2;  // two CTAs with half a chunk each add up the same
   const int turns = turns_of(await_list<Y>(shared)), warp = thread >> 5, lane = thread & 31;
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  const unsigned char* from = record_of(p, 0) + 8192 + rank * (TILES * 2048) + thread * 16;
+  const unsigned char* from = record_of(p, 0) + 8192 + part * (TILES * 2048) + thread * 16;
 #pragma unroll 1
   for (int turn = 0; turn < turns; turn += AT_ONCE) {
 #pragma unroll 1
@@ -171,7 +172,7 @@ DEVICE void add_up_weights(const Params& p, u32 shared, int rank, int thread) {
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         v[i] = make_uint4(0, 0, 0, 0);
-        if (turn + i < turns && rank * TILES + tile < 8) v[i] = load_l2_16(from + i * RECORD + tile * 2048);
+        if (turn + i < turns && part * TILES + tile < 8) v[i] = load_l2_16(from + i * RECORD + tile * 2048);
       }
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
@@ -195,8 +196,8 @@ DEVICE void add_up_weights(const Params& p, u32 shared, int rank, int thread) {
   }
   converge();
   named_barrier<STATES_BARRIER, 128>();
-  const int head = rank * (TILES * 8) + thread;
-  if (thread < TILES * 8 && head < 64) {
+  const int head = part * (TILES * 8) + thread;
+  if (thread < TILES * 8 && head < 64 && (CHUNKS || rank % 2 == 0)) {
     float part[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) part[w] = load_shared_float(sums_at + (w * (TILES * 8) + thread) * 4);

@@ -11,16 +11,16 @@ DEVICE int slot_of(int first, int key) {
   return slot < SLOTS ? slot : slot - SLOTS;
 }
 
-// CHUNKS of 64 dims are a CTA's slice; the last CTA of three has two.
+// CHUNKS of 64 dims are a CTA's slice, 0: half of one; the last CTA of three has two.
 template <int CHUNKS, Format FORMAT>
 struct Slices {
   using L = Layout<64, FORMAT>;  // queries, columns and alpha lie where it has them
   using R = Rows<FORMAT>;
-  static constexpr int CTAS = (8 + CHUNKS - 1) / CHUNKS;
+  static constexpr int DIMS = CHUNKS ? CHUNKS * 64 : 32, CTAS = (512 + DIMS - 1) / DIMS;
   static constexpr int PLACES = CHUNKS == 4 ? 3 : CHUNKS == 3 ? 3 : CHUNKS == 2 ? 5 : 6;  // turns whose weights there is room for
   // Rings of slots of 16 keys.
-  static constexpr int VALUE_SLOTS = CHUNKS == 4 ? 6 : CHUNKS == 3 ? 8 : CHUNKS == 2 ? 8 : 12, SLOTS = 6;
-  static constexpr int VALUE_SLOT = CHUNKS * 2048, RAW_SLOT = L::RAW_SLOT;
+  static constexpr int VALUE_SLOTS = CHUNKS == 4 ? 6 : CHUNKS == 3 ? 8 : CHUNKS == 2 ? 8 : CHUNKS == 1 ? 12 : 16, SLOTS = 6;
+  static constexpr int VALUE_SLOT = DIMS * 32, RAW_SLOT = L::RAW_SLOT;
   // In place of the weights of `Layout`: what `raise_references` needs, what comes from other CTAs, the list of live keys.
   static constexpr int DESK = L::WEIGHTS;
   static constexpr int REFERENCES = DESK + 1280, FINAL = REFERENCES + 272, COUNTS = FINAL + 256, LIVE = COUNTS + 16;

@@ -5,7 +5,10 @@
 #include "scores.cuh"
 #include "values.cuh"
 
-// Weights times values of 64 and 192 dims.
+// Weights times values of 32, 64 and 192 dims.
+DEVICE void wgmma_heads_by_dims(float (&d)[16], u64 a, u64 b) {
+  WGMMA_SS(32, "f16", REG16, ACC16(d, 0), "%16", "%17", "0", "1");
+}
 DEVICE void wgmma_heads_by_dims(float (&d)[32], u64 a, u64 b) {
   WGMMA_SS(64, "f16", REG32, ACC32(d, 0), "%32", "%33", "0", "1");
 }
@@ -140,6 +143,52 @@ DEVICE void store_slice(LongSlice<Y, CHUNKS>& slice, u32 slot, int rank, int lan
   }
 }
 
+// The same of half a chunk, two lanes a key, to rows of 64 bytes.
+template <class Y>
+struct HalfSlice {
+  uint4 bytes, more;
+  typename Y::R::Scales scales;
+};
+
+template <class Y, int>
+DEVICE void load_slice(HalfSlice<Y>& slice, const KeyAddress& from, int rank, int lane) {
+  using R = typename Y::R;
+  const bool rope = R::ROPE_IS_VALUE && rank >= 14;
+  const unsigned char* const bytes = from.row + rank * 32 + (rope ? rank % 2 * 32 + lane % 2 * 32 : lane % 2 * 16);
+  slice.bytes = slice.more = make_uint4(0, 0, 0, 0);
+  if constexpr (R::SCALES_APART) {
+    slice.scales = make_uint2(R::DEAD_SCALES, R::DEAD_SCALES);
+    if (from.row) slice.scales = __ldg(reinterpret_cast<const uint2*>(from.scales));
+  } else {
+    slice.scales = make_uint4(R::DEAD_SCALE, R::DEAD_SCALE, R::DEAD_SCALE, R::DEAD_SCALE);
+    if (from.row) slice.scales = __ldg(reinterpret_cast<const uint4*>(from.scales));
+  }
+  if (from.row) slice.bytes = __ldg(reinterpret_cast<const uint4*>(bytes));
+  if (from.row && rope) slice.more = __ldg(reinterpret_cast<const uint4*>(bytes + 16));
+}
+
+template <class Y, int>
+DEVICE void store_slice(HalfSlice<Y>& slice, u32 slot, int rank, int lane) {
+  using R = typename Y::R;
+  u32 undo = ONE_EACH, v[8];
+  const typename R::Scales both[2] = {slice.scales, slice.scales};
+  if (__any_sync(~0u, R::outside(both))) R::take_out(slice.scales, undo);
+  if (R::ROPE_IS_VALUE && rank >= 14) {
+    const u32 factor = twice(undo, 0);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) v[w] = R::rope(word(slice.bytes, w), factor), v[4 + w] = R::rope(word(slice.more, w), factor);
+  } else {
+    u32 scale = R::pair(slice.scales, 0);  // without an address of its own
+#pragma unroll
+    for (int chunk = 1; chunk < 8; ++chunk) scale = rank / 2 == chunk ? R::pair(slice.scales, chunk) : scale;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) e4m3_to_float16(word(slice.bytes, w), scale, v[2 * w], v[2 * w + 1]);
+  }
+  const int key = lane / 2, t = lane % 2;
+  store_shared_16(slot + key * 64 + ((2 * t ^ (key >> 1 & 3)) << 4), v[0], v[1], v[2], v[3]);
+  store_shared_16(slot + key * 64 + ((2 * t + 1 ^ (key >> 1 & 3)) << 4), v[4], v[5], v[6], v[7]);
+}
+
 template <class Y, int CHUNKS, bool LONG>
 struct SliceOf {
   using Type = LongSlice<Y, CHUNKS>;
@@ -149,14 +198,19 @@ struct SliceOf<Y, CHUNKS, false> {
   using Type = Slice<Y, CHUNKS>;
 };
 
+template <class Y>
+struct SliceOf<Y, 0, true> {
+  using Type = HalfSlice<Y>;
+};
+
 // This CTA's slice of all keys, a warp's 16 of each turn, in the order in which `score` has them.
 template <class Y, int CHUNKS>
 DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, int warp, int lane) {
   using R = typename Y::R;
-  constexpr bool LONG = !R::ROPE_IS_VALUE && CHUNKS > 1;
+  constexpr bool LONG = CHUNKS == 0 || !R::ROPE_IS_VALUE && CHUNKS > 1;
   constexpr int KEYS = LONG ? 1 : 2;
   const int request = uniform(request_of(p, row)), count = await_list<Y>(shared), turns = turns_of(count);
-  const int own = warp * 16 + (LONG ? (lane & 8) + R::raw_row(lane & 7) : R::raw_row(lane / 4));
+  const int place = CHUNKS ? lane : lane / 2, own = warp * 16 + (LONG ? (place & 8) + R::raw_row(place & 7) : R::raw_row(lane / 4));
   int slot = warp, parity = 1;
   Key keys[KEYS];
   auto find = [&](int turn) {
@@ -181,7 +235,7 @@ DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, 
     next_slot<Y::VALUE_SLOTS>(slot, parity);
   };
   // Bytes of so many turns are on their way: they come from L2.
-  constexpr int AHEAD = CHUNKS == 1 ? 4 : CHUNKS == 2 ? 3 : 2;
+  constexpr int AHEAD = CHUNKS <= 1 ? 4 : CHUNKS == 2 ? 3 : 2;
   typename SliceOf<Y, CHUNKS, LONG>::Type slices[AHEAD];
   find(0);
 #pragma unroll 1
@@ -217,7 +271,7 @@ template <int CHUNKS, Format FORMAT>
 DEVICE void add_up_in_slices(const Params& p, u32 shared, int rank, int thread) {
   using Y = Slices<CHUNKS, FORMAT>;
   using L = typename Y::L;
-  constexpr int N = CHUNKS * 32 / PIECES<CHUNKS>;
+  constexpr int N = Y::DIMS / 2 / PIECES<CHUNKS>;
   thread = kept(thread);
   float o[PIECES<CHUNKS>][N];
 #pragma unroll
@@ -247,7 +301,8 @@ DEVICE void add_up_in_slices(const Params& p, u32 shared, int rank, int thread) 
     }
     fence_async_shared();
     const u64 weights = tile_descriptor(shared + Y::WEIGHTS + place * 8192, 1024, 16),
-              ring = tile_descriptor(shared + Y::VALUES, 1024, 2048);
+              ring = CHUNKS ? tile_descriptor(shared + Y::VALUES, 1024, 2048)
+                          : tile_descriptor(shared + Y::VALUES, 512, 512) ^ 3ull << 62;  // swizzle of 64 bytes
 #pragma unroll
     for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
     wgmma_fence();
@@ -285,20 +340,20 @@ DEVICE void add_up_in_slices(const Params& p, u32 shared, int rank, int thread) 
   factor = total == 0.f ? 0.f : factor;
   const float factors[2] = {__shfl_sync(~0u, factor, g), __shfl_sync(~0u, factor, g + 8)};
   named_barrier(VALUES_BARRIER, 128);  // all products have left the values
-  constexpr int UNITS = CHUNKS * 8;
+  constexpr int UNITS = Y::DIMS / 8, SWIZZLE = UNITS < 8 ? UNITS - 1 : 7;
   const u32 stage = shared + Y::VALUES + warp * (16 * UNITS * 16);
 #pragma unroll
   for (int i = 0; i < UNITS; ++i)
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      store_shared_4(stage + ((g + 8 * r) * UNITS + (i ^ g)) * 16 + t * 4,
+      store_shared_4(stage + ((g + 8 * r) * UNITS + (i ^ g & SWIZZLE)) * 16 + t * 4,
                      scaled_pair(o[4 * i / N][4 * i % N + 2 * r], o[4 * i / N][4 * i % N + 2 * r + 1], factors[r]));
   __syncwarp();
 #pragma unroll 4
   for (int at = lane; at < 16 * UNITS; at += 32) {
     const int line = at / UNITS, unit = at % UNITS, head = row.tile * 64 + warp * 16 + line;
-    if (head < p.num_heads && rank * CHUNKS + unit / 8 < 8)
-      *reinterpret_cast<uint4*>(out_row(p, row, head) + rank * (CHUNKS * 64) + unit * 8) =
-          load_shared_16(stage + (line * UNITS + (unit ^ (line & 7))) * 16);
+    if (head < p.num_heads && rank * Y::DIMS + unit * 8 < 512)
+      *reinterpret_cast<uint4*>(out_row(p, row, head) + rank * Y::DIMS + unit * 8) =
+          load_shared_16(stage + (line * UNITS + (unit ^ line & SWIZZLE)) * 16);
   }
 }
