@@ -35,7 +35,7 @@ DEVICE void attend_in_slices(const Params& p) {
       if (barrier < Y::RAW_FREE) arrivals = ARRIVALS_OF_A_WARP + (Rows<FORMAT>::SCALES_APART ? 32 : 0);
       if (barrier >= Y::RAW_FREE && barrier < Y::VALUES_FREE) arrivals = ARRIVALS_OF_A_WARP;
       if (barrier >= Y::VALUES_FREE && barrier < Y::WEIGHTS_FULL) arrivals = 4;
-      if (barrier == Y::OWN_FULL || barrier == Y::LIST_FULL) arrivals = 4 * ARRIVALS_OF_A_WARP;
+      if (barrier >= Y::OWN_FULL && barrier <= Y::LIST_FULL) arrivals = 4 * ARRIVALS_OF_A_WARP;
       mbarrier_init(shared + barrier, arrivals);
       fence_barrier_init();
     }

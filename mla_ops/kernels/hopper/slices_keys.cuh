@@ -91,7 +91,7 @@ DEVICE KeyAddress address_of(const Params& p, const Row& row, int request, const
 // The record of one of this CTA's turns to memory once it is made, by a warp, and word of it to all CTAs.
 template <class Y>
 DEVICE void publish(const Params& p, u32 shared, int turn, int own, int lane) {
-  mbarrier_wait(shared + Y::OWN_FULL, own & 1);
+  mbarrier_wait(shared + Y::OWN_FULL + own % 4 * 8, own >> 2 & 1);
   fence_async_shared();
   if (lane == 0) {
     bulk_store(record_of(p, turn), shared + Y::OWN, 8192);

@@ -27,8 +27,9 @@ struct Slices {
   static constexpr int BARRIERS = LIVE + 32;
   static constexpr int RAW_FULL = BARRIERS, RAW_FREE = RAW_FULL + SLOTS * 8, VALUES_FULL = RAW_FREE + SLOTS * 8,
                        VALUES_FREE = VALUES_FULL + VALUE_SLOTS * 8, WEIGHTS_FULL = VALUES_FREE + VALUE_SLOTS * 8,
-                       OWN_FULL = WEIGHTS_FULL + PLACES * 8, OWN_FREE = OWN_FULL + 8, LIST_FULL = OWN_FREE + 8,
-                       REFERENCES_FULL = LIST_FULL + 8, FINAL_FULL = REFERENCES_FULL + 8, PUBLISHED = FINAL_FULL + 8,
+                       OWN_FULL = WEIGHTS_FULL + PLACES * 8,  // one of each warp that publishes
+                       LIST_FULL = OWN_FULL + 4 * 8, OWN_FREE = LIST_FULL + 8,
+                       REFERENCES_FULL = OWN_FREE + 8, FINAL_FULL = REFERENCES_FULL + 8, PUBLISHED = FINAL_FULL + 8,
                        NUM_BARRIERS = (PUBLISHED - BARRIERS) / 8 + MOST_TURNS_IN_SLICES;
   static constexpr int LIST = BARRIERS + NUM_BARRIERS * 8;  // u16: positions of live keys, those of the second cache behind
   static_assert(LIST + MOST_TURNS_IN_SLICES * 128 <= DESK + 8192, "the desk is full");

@@ -184,7 +184,7 @@ DEVICE void score_in_slices(const Params& p, const Row& row, u32 shared, int ran
       store_16(record + j * 2048, __float_as_uint(s[4 * j] * undone[0]), __float_as_uint(s[4 * j + 1] * undone[0]),
                __float_as_uint(s[4 * j + 2] * undone[1]), __float_as_uint(s[4 * j + 3] * undone[1]));
     __syncwarp();
-    warp_arrive(shared + Y::OWN_FULL, lane);
+    warp_arrive(shared + Y::OWN_FULL + own % 4 * 8, lane);
     converge();
     slot = later_slot, parity = later_parity;
   }
