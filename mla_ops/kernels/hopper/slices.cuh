@@ -33,8 +33,9 @@ DEVICE void attend_in_slices(const Params& p) {
       const u32 barrier = Y::BARRIERS + i * 8;
       int arrivals = 1;
       if (barrier < Y::RAW_FREE) arrivals = ARRIVALS_OF_A_WARP + (Rows<FORMAT>::SCALES_APART ? 32 : 0);
-      if (barrier >= Y::RAW_FREE && barrier < Y::VALUES_FREE) arrivals = ARRIVALS_OF_A_WARP;
-      if (barrier >= Y::VALUES_FREE && barrier < Y::WEIGHTS_FULL) arrivals = 4;
+      if (barrier >= Y::VALUES_FULL && barrier < Y::VALUES_FREE) arrivals = ARRIVALS_OF_A_WARP;
+      if (barrier >= Y::RAW_FREE && barrier < Y::VALUES_FULL || barrier >= Y::VALUES_FREE && barrier < Y::WEIGHTS_FULL)
+        arrivals = 4;
       if (barrier >= Y::OWN_FULL && barrier <= Y::LIST_FULL) arrivals = 4 * ARRIVALS_OF_A_WARP;
       mbarrier_init(shared + barrier, arrivals);
       fence_barrier_init();

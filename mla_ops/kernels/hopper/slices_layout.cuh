@@ -11,6 +11,15 @@ DEVICE int slot_of(int first, int key) {
   return slot < SLOTS ? slot : slot - SLOTS;
 }
 
+// A warp has left a turn's four slots. One thread says so of one after the other: who waits for a slot by the parity of its
+// barrier knows that the other phase of this parity is long over, since the slot that it took before was freed later.
+template <int SLOTS>
+DEVICE void free_turn(u32 barriers, int first, int lane) {
+  if (lane == 0)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) mbarrier_arrive(barriers + slot_of<SLOTS>(first, i * 16) * 8);
+}
+
 // CHUNKS of 64 dims are a CTA's slice, 0: half of one; the last CTA of three has two.
 template <int CHUNKS, Format FORMAT>
 struct Slices {

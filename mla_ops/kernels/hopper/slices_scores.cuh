@@ -170,7 +170,7 @@ DEVICE void score_in_slices(const Params& p, const Row& row, u32 shared, int ran
     }
     if (thread == 0) refused_turns(p)[number] = refused;
     if (number == 0 && warp == 0) send_references<Y>(shared, seen, lane);
-    warp_arrive(shared + Y::RAW_FREE + slot * 8, lane);
+    free_turn<Y::SLOTS>(shared + Y::RAW_FREE, slot >= warp ? slot - warp : slot - warp + Y::SLOTS, lane);
     converge();
 
 #pragma unroll

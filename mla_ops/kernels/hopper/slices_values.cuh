@@ -318,7 +318,7 @@ DEVICE void add_up_in_slices(const Params& p, u32 shared, int rank, int thread) 
 #pragma unroll
     for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
     __syncwarp();
-    if (lane < 4) mbarrier_arrive(shared + Y::VALUES_FREE + slot_of<Y::VALUE_SLOTS>(first_slot, lane * 16) * 8);
+    free_turn<Y::VALUE_SLOTS>(shared + Y::VALUES_FREE, first_slot, lane);
     converge();
     if (++place == Y::PLACES) place = 0, place_parity ^= 1;
   }
