@@ -29,6 +29,7 @@ struct Slices {
   static constexpr int PLACES = CHUNKS == 4 ? 3 : CHUNKS == 3 ? 3 : CHUNKS == 2 ? 5 : 6;  // turns whose weights there is room for
   // Rings of slots of 16 keys.
   static constexpr int VALUE_SLOTS = CHUNKS == 4 ? 6 : CHUNKS == 3 ? 8 : CHUNKS == 2 ? 8 : CHUNKS == 1 ? 12 : 16, SLOTS = 6;
+  static constexpr bool OVERLAPS = VALUE_SLOTS >= 8;  // products of a turn begin before those of the last one end
   static constexpr int VALUE_SLOT = DIMS * 32, RAW_SLOT = L::RAW_SLOT;
   // In place of the weights of `Layout`: what `raise_references` needs, what comes from other CTAs, the list of live keys.
   static constexpr int DESK = L::WEIGHTS;

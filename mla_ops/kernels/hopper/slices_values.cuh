@@ -251,15 +251,15 @@ DEVICE void bring_values(const Params& p, const Row& row, u32 shared, int rank, 
 template <int CHUNKS>
 constexpr int PIECES = CHUNKS == 4 ? 2 : 1;
 
-// Weights of turns from memory to the ring, by one thread: those of `number`, and what follows it as far as there is room
-// and it is there.
+// Weights of turns from memory to the ring, by one thread: those up to `least`, which it waits for, and up to `most`, as far
+// as they are there.
 template <class Y>
-DEVICE void fetch_weights(const Params& p, u32 shared, int number, int turns, int& next) {
+DEVICE void fetch_weights(const Params& p, u32 shared, int least, int most, int turns, int& next) {
 #pragma unroll 1
-  for (; next < min(turns, number + Y::PLACES); ++next) {
+  for (; next <= min(turns - 1, most); ++next) {
     const u32 published = shared + Y::PUBLISHED + next * 8, place = next % Y::PLACES,
               barrier = shared + Y::WEIGHTS_FULL + place * 8;
-    if (next > number && !mbarrier_test_cluster(published, 0)) break;
+    if (next > least && !mbarrier_test_cluster(published, 0)) break;
     mbarrier_wait_cluster(published, 0);
     fence_async();
     mbarrier_arrive_expect(barrier, 8192);
@@ -285,13 +285,20 @@ DEVICE void add_up_in_slices(const Params& p, u32 shared, int rank, int thread) 
   converge();
   const int turns = turns_of(await_list<Y>(shared));
   cluster_wait();
-  int slot = 0, parity = 0, place = 0, place_parity = 0, next = 0;
+  int slot = 0, parity = 0, place = 0, place_parity = 0, next = 0, slot_before = 0;
+  // Products of a turn are over, in this warp and then in all, so that other weights may come to its place.
+  auto leave_turn = [&](int number, int first_slot) {
+    free_turn<Y::VALUE_SLOTS>(shared + Y::VALUES_FREE, first_slot, thread & 31);
+    named_barrier(VALUES_BARRIER, 128);
+    if (thread == 0) fetch_weights<Y>(p, shared, number + 1 + Y::OVERLAPS, number + Y::PLACES, turns, next);
+    converge();
+  };
+  if (thread == 0) fetch_weights<Y>(p, shared, Y::OVERLAPS, Y::PLACES - 1, turns, next);
+  converge();
+#pragma unroll
+  for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
 #pragma unroll 1
   for (int number = 0; number < turns; ++number) {
-    const int lane = thread & 31;
-    if (number) named_barrier(VALUES_BARRIER, 128);  // weights of the turn before have been read
-    if (thread == 0) fetch_weights<Y>(p, shared, number, turns, next);
-    converge();
     mbarrier_wait(shared + Y::WEIGHTS_FULL + place * 8, place_parity);
     const int first_slot = slot;
 #pragma unroll 1
@@ -303,8 +310,9 @@ DEVICE void add_up_in_slices(const Params& p, u32 shared, int rank, int thread) 
     const u64 weights = tile_descriptor(shared + Y::WEIGHTS + place * 8192, 1024, 16),
               ring = CHUNKS ? tile_descriptor(shared + Y::VALUES, 1024, 2048)
                           : tile_descriptor(shared + Y::VALUES, 512, 512) ^ 3ull << 62;  // swizzle of 64 bytes
+    if (!Y::OVERLAPS)
 #pragma unroll
-    for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
+      for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -314,14 +322,21 @@ DEVICE void add_up_in_slices(const Params& p, u32 shared, int rank, int thread) 
         wgmma_heads_by_dims(o[piece], weights + k * 2, values + piece * (N / 32 * 2048 / 16));
     }
     wgmma_commit();
-    wgmma_wait<0>();
+    if constexpr (Y::OVERLAPS) {
+      wgmma_wait<1>();
+      if (number) leave_turn(number - 1, slot_before);
+      slot_before = first_slot;
+    } else {
+      wgmma_wait<0>();
 #pragma unroll
-    for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
-    __syncwarp();
-    free_turn<Y::VALUE_SLOTS>(shared + Y::VALUES_FREE, first_slot, lane);
-    converge();
+      for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
+      leave_turn(number, first_slot);
+    }
     if (++place == Y::PLACES) place = 0, place_parity ^= 1;
   }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int piece = 0; piece < PIECES<CHUNKS>; ++piece) hold(o[piece]);
 
   const Row row = whole_row(p, true);
   const int own = thread_here() & 127, warp = own >> 5, lane = own & 31, g = lane >> 2, t = lane & 3;
