@@ -142,7 +142,8 @@ class Group(NamedTuple):
         return groups.TILE
 
 
-class Sliced(NamedTuple):
+@dataclass(frozen=True)  # no tuple: one of as many CTAs would be equal to a group
+class Sliced:
     """A launch by clusters whose CTAs take slices of a row's values, with the bits of one CTA a row (`slices.cuh`).
 
     Attributes:
