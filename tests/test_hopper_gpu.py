@@ -13,7 +13,7 @@ import torch
 from attention_inputs import SCALE, filled_cache, operand, queries, rows_with_wide_scales, some_indices
 
 from mla_ops.kernels.hopper import groups, launch, sources, sparse_attention, waves
-from mla_ops.kernels.hopper.launch import KERNELS, SLICES, Clusters, Group, Sliced, Shape
+from mla_ops.kernels.hopper.launch import KERNELS, SLICES, Clusters, Group, Shape, Sliced
 
 pytestmark = pytest.mark.gpu
 
