@@ -49,8 +49,8 @@ class Costs(NamedTuple):
         shares_us: to leave and add up the shares of a row, with 64 heads, by one CTA; more have a part of it each.
         sharers_us: several CTAs that take shares of one row, once a launch: their code comes from memory.
         sliced_us: a row in slices besides its turns.
-        own_us: in slices, a turn of a CTA's own.
-        slice_us: in slices, any turn, and for each chunk of 64 dims that a CTA adds up.
+        own_us: in slices, a turn that a CTA scores, with its part of the values.
+        slice_us: in slices, any turn.
         wave_us: another wave.
         parts_us: the kernel that merges parts.
         parts_us_per_mb: what that takes for 10^6 bytes of parts.
@@ -68,7 +68,7 @@ class Costs(NamedTuple):
     sharers_us: float
     sliced_us: float
     own_us: float
-    slice_us: tuple[float, float]
+    slice_us: float
     wave_us: float
     parts_us: float
     parts_us_per_mb: float
@@ -118,10 +118,12 @@ def predicted_us(
         end_us = costs.group_us + costs.member_us * members + (costs.even_us if turns % members == 0 else 0.0)
         return -(-turns // members) * turn_us + row_us + end_us
     if isinstance(shape, Sliced):
-        rounds = -(-rows // at_once[SPLITS.index(shape.ctas)]) if at_once[SPLITS.index(shape.ctas)] else math.inf
-        each_us = costs.slice_us[0] + costs.slice_us[1] * shape.chunks
-        row = costs.sliced_us + max(-(-turns // shape.ctas) * costs.own_us, turns * each_us)
-        return rounds * row - (rounds - 1) * costs.launch_us
+        fill = at_once[SPLITS.index(shape.ctas)]
+        if fill == 0:
+            return math.inf
+        rounds, own_turns = -(-rows // fill), -(-turns // shape.ctas)
+        each_us = costs.sliced_us + own_turns * costs.own_us + turns * costs.slice_us
+        return rounds * each_us - (rounds - 1) * costs.launch_us
     splits, parts, shares = shape.splits, shape.parts, shape.shares
     rounds = -(-rows * parts // at_once[SPLITS.index(splits)])
     own_shares, registers = max(1, -(-shares // splits)), in_registers(shape)

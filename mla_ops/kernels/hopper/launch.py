@@ -147,8 +147,7 @@ class Sliced:
     """A launch by clusters whose CTAs take slices of a row's values, with the bits of one CTA a row (`slices.cuh`).
 
     Attributes:
-        ctas: of a cluster, one of `SLICES`; 1: of a launch behind another, which takes the rows that can not be taken in
-            slices, a CTA each.
+        ctas: of a cluster, one of `SLICES`; 1: of a launch behind another, which takes the rows that can not be taken so.
     """
 
     ctas: int
