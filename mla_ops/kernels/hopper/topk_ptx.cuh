@@ -28,7 +28,7 @@ struct Place {
   u32 bin, above, inside;
 };
 
-// What stands behind a barrier in shared memory. It does not say that it reads memory: that costs registers.
+// Reads shared memory behind a barrier. The compiler is not told of the read, which would cost registers.
 DEVICE Place place_at(u32 address) {
   Place v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.bin), "=r"(v.above) : "r"(address));

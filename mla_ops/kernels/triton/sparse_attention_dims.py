@@ -26,8 +26,8 @@ def by_dims(options):
 def split_queries(q, scale, OPTIONS: tl.constexpr):
     """Q and its dims behind 512 as operands, `[warps, heads, dims]`, and `scale` as it is.
 
-    Of eight warps the 64 dims behind 512 are not parted. Their other queries are operands of a product in front of the
-    loop as well, on which the scale depends, or so the compiler thinks: else it would read them in each turn.
+    Eight warps do not part the 64 dims behind 512. Their other queries are operands of a product in front of the loop
+    as well, on which the scale depends, or so the compiler thinks: else it would read them in each turn.
     """
     WARPS: tl.constexpr = OPTIONS.tile.num_warps
     latent, rope = q
