@@ -13,31 +13,23 @@ the program exit with 1.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import mla_ops  # registers torch.ops.mla
+from benchmarks import timing
 from mla_ops import dispatch, formats
 
-L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache there is
-MINIMUM_TIMINGS = 5
-CPU_SECONDS_PER_ROW = 1.0
 # Keys are the widths of a key. DeepSeek-V3's heads are 192 wide before absorption, V4's are 512 wide.
 SOFTMAX_SCALES = {576: 192**-0.5, 512: 512**-0.5}
-CALLS_IN_GRAPH = 8
-HOST_CALLS = 64  # calls of one host timing: their launches fit the device's queue, so that no call waits for it
-LAUNCHES = (0, 1, 2)  # CUgraphNodeType: kernel, memcpy, memset
 
 
 @dataclass(frozen=True)
@@ -242,12 +234,6 @@ def exact(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Check:
     return Check(name, max_error(actual, expected), 0.0)
 
 
-def _time_cpu(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return 1e6 * (time.perf_counter() - start)
-
-
 def _copy_bandwidth(device: torch.device, quick: bool) -> float:
     size = 2**30 if device.type == "cuda" else 2**26
     size = size // 64 if quick else size
@@ -267,7 +253,7 @@ def _matmul_rate(device: torch.device, quick: bool) -> float:
 def _median_seconds(run: Callable[[], object], device: torch.device, repetitions: int = 15) -> float:
     run()
     if device.type != "cuda":
-        return 1e-6 * statistics.median(_time_cpu(run) for _ in range(repetitions))
+        return 1e-6 * statistics.median(timing.time_cpu(run) for _ in range(repetitions))
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
     for start, end in events:
         start.record()
@@ -287,130 +273,9 @@ def _launch_us(device: torch.device) -> float:
     """Median of what a call takes that writes one number, taken as every figure is."""
     run = torch.zeros(1, device=device).zero_
     if device.type != "cuda":
-        return statistics.median(_time_cpu(run) for _ in range(15))
-    replay, _ = _capture(run, "")
-    return statistics.median(_timings_cuda({"": [replay]}, 15)[""])
-
-
-def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
-    """Kernels, copies and fills of a captured graph."""
-    driver = ctypes.CDLL("libcuda.so.1")
-
-    def checked(status: int) -> None:
-        if status:
-            raise RuntimeError(f"the CUDA driver answered {status} to a question about a captured graph")
-
-    handle, count, kind = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(), ctypes.c_int()
-    checked(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)))
-    nodes = (ctypes.c_void_p * count.value)()
-    checked(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)))
-    launches = 0
-    for node in nodes:
-        checked(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)))
-        launches += kind.value in LAUNCHES
-    return launches
-
-
-def _capture(run: Callable[[], object], lowering: str) -> tuple[Callable[[], object], int | None]:
-    """A replay of `run`, and its launches. The reference reads values on the host, so it stays eager."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    if lowering == "reference":
-        return run, None
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        run()
-    launches = _count_launches(graph)
-    graph.instantiate()
-    return graph.replay, launches
-
-
-Replays = dict[str, list[Callable[[], object]]]
-
-
-def _timings_cuda(replays: Replays, iterations: int) -> dict[str, list[float]]:
-    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in replays}
-    names = list(replays)
-    for iteration in range(iterations):
-        # The first to read a set of slots pays for their address translations, so each is first in its turn.
-        first = iteration % len(names)
-        for name in names[first:] + names[:first]:
-            sets = replays[name]
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.zero_()
-            start.record()
-            sets[iteration % len(sets)]()
-            end.record()
-            events[name].append((start, end))
-    torch.cuda.synchronize()
-    return {name: [1e3 * start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
-
-
-def _timings_in_graph(runs: Replays, iterations: int) -> dict[str, list[float]]:
-    """Microseconds of a call, by graphs of `CALLS_IN_GRAPH` overwrites of L2, with and without the call behind each."""
-    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-
-    def behind_overwrites(run: Callable[[], object]) -> Callable[[], object]:
-        def several() -> None:
-            for _ in range(CALLS_IN_GRAPH):
-                flush.zero_()
-                run()
-
-        return _capture(several, "")[0]
-
-    alone = behind_overwrites(lambda: None)
-    replays = {name: [behind_overwrites(run) for run in sets] for name, sets in runs.items()}
-    events: dict[str, list[tuple[torch.cuda.Event, ...]]] = {name: [] for name in replays}
-    names = list(replays)
-    for iteration in range(iterations):
-        first = iteration % len(names)
-        for name in names[first:] + names[:first]:
-            sets = replays[name]
-            times = tuple(torch.cuda.Event(enable_timing=True) for _ in range(3))
-            times[0].record()
-            alone()
-            times[1].record()
-            sets[iteration % len(sets)]()
-            times[2].record()
-            events[name].append(times)
-    torch.cuda.synchronize()
-    overwrites = statistics.median(a.elapsed_time(b) for row in events.values() for a, b, _ in row)
-    return {
-        name: [1e3 * (b.elapsed_time(c) - overwrites) / CALLS_IN_GRAPH for _, b, c in row]
-        for name, row in events.items()
-    }
-
-
-def _timings_cpu(runs: Replays, iterations: int) -> dict[str, list[float]]:
-    timings: dict[str, list[float]] = {name: [] for name in runs}
-    deadline = time.perf_counter() + CPU_SECONDS_PER_ROW * len(runs)
-    for iteration in range(iterations):
-        for name, sets in runs.items():
-            timings[name].append(_time_cpu(sets[iteration % len(sets)]))
-        if iteration + 1 >= MINIMUM_TIMINGS and time.perf_counter() > deadline:
-            break
-    return timings
-
-
-def _timings_host(runs: Replays, iterations: int, device: torch.device) -> dict[str, list[float]]:
-    calls = HOST_CALLS if device.type == "cuda" else 1
-
-    def queue(sets: list[Callable[[], object]]) -> None:
-        for number in range(calls):
-            sets[number % len(sets)]()
-
-    timings: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(iterations):
-        for name, sets in runs.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            timings[name].append(_time_cpu(partial(queue, sets)) / calls)
-    return timings
+        return statistics.median(timing.time_cpu(run) for _ in range(15))
+    replay, _ = timing.capture(run, "")
+    return statistics.median(timing.timings_cuda({"": [replay]}, 15)[""])
 
 
 def _under(name: str, call: dispatch.Call, run: Callable[[], object]) -> Callable[[], object]:
@@ -441,15 +306,15 @@ def measure(
     """Runs one case under each lowering: checks it, times it, compares it with the floor and the first lowering."""
     name_of_rows = case.name or case.call.op
     rows: list[Row] = []
-    ready: Replays = {}
-    calls: Replays = {}
+    ready: timing.Replays = {}
+    calls: timing.Replays = {}
     captures = case.call.device.type == "cuda" and not case.host
 
     def prepare(row: Row, runs: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
         runs = calls[row.lowering] = [_under(row.lowering, case.call, run) for run in runs]
         if not captures:
             return runs
-        replays, counts = zip(*(_capture(run, row.lowering) for run in runs), strict=True)
+        replays, counts = zip(*(timing.capture(run, row.lowering) for run in runs), strict=True)
         row.launches = counts[0]
         return list(replays)
 
@@ -478,11 +343,11 @@ def measure(
             run()
         row.checks = peer.check()
     if case.host:
-        timings = _timings_host(ready, iterations, case.call.device)
+        timings = timing.timings_host(ready, iterations, case.call.device)
     elif captures and in_graph:
-        timings = _timings_in_graph(calls, iterations)
+        timings = timing.timings_in_graph(calls, iterations)
     else:
-        timings = (_timings_cuda if captures else _timings_cpu)(ready, iterations)
+        timings = (timing.timings_cuda if captures else timing.timings_cpu)(ready, iterations)
     _fill(rows, case, timings, floors)
     return rows
 
@@ -585,7 +450,7 @@ def run_benchmark(family: str, cases: Iterable[Callable[[], Case]], arguments: a
         print("each call behind an overwrite of L2 in one graph; the graph's launch is not in its time")
     print(HEADER, flush=True)
     rows: list[Row] = []
-    iterations = MINIMUM_TIMINGS if arguments.quick else arguments.iterations
+    iterations = timing.MINIMUM_TIMINGS if arguments.quick else arguments.iterations
     with torch.no_grad():
         for build in cases:
             new_rows = measure(build(), arguments.lowerings, iterations, floors, in_graph=arguments.in_graph)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import common
+from benchmarks import common, timing
 from benchmarks.attention import make_outputs, random_selection, waves_of
 from benchmarks.cache import fill_cache
 from mla_ops import formats
@@ -169,7 +169,7 @@ class Inputs:
         indices = random_selection(num_tokens, topk, self.num_slots, self.generator)
         out, lse = make_outputs(q)
         scale = common.SOFTMAX_SCALES[self.head_dim]
-        replays: common.Replays = {}
+        replays: timing.Replays = {}
 
         def run(waves: tuple[Wave, ...]) -> None:
             with override(*waves):
@@ -180,12 +180,12 @@ class Inputs:
         first: torch.Tensor | None = None
         for number, waves in enumerate(calls):
             out.fill_(float("nan"))
-            replay, _ = common._capture(lambda waves=waves: run(waves), "hopper")  # type: ignore[misc]
+            replay, _ = timing.capture(lambda waves=waves: run(waves), "hopper")  # type: ignore[misc]
             replay()
             first = out.clone() if first is None else first
             torch.testing.assert_close(out, first, atol=2**-6, rtol=2**-5)  # two roundings to bfloat16, and weights'
             replays[str(number)] = [replay]
-        timings = common._timings_cuda(replays, iterations)
+        timings = timing.timings_cuda(replays, iterations)
         return [statistics.median(timings[str(number)]) for number in range(len(calls))]
 
 

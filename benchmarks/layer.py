@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks import common
+from benchmarks import common, timing
 from benchmarks.attention import BLOCK_SIZE, random_block_table
 from benchmarks.cache import fill_cache, fill_index_cache
 from mla_ops import dispatch, formats
@@ -242,8 +242,8 @@ def profiled(layer: Layer, replays: int = 10) -> tuple[dict[str, float], list[co
 
     The median of some replays whose L2 holds nothing of the layer.
     """
-    replay, _ = common._capture(partial(layer.run, compiled=True), "")
-    flush = torch.empty(common.L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    replay, _ = timing.capture(partial(layer.run, compiled=True), "")
+    flush = torch.empty(timing.L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     seen = []
     for _ in range(replays):
         layer.poison()

@@ -18,7 +18,18 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import attention, common, figures, first_call, gather_floor, indexer_quality, layer, plot, portable
+from benchmarks import (
+    attention,
+    common,
+    figures,
+    first_call,
+    gather_floor,
+    indexer_quality,
+    layer,
+    plot,
+    portable,
+    timing,
+)
 from benchmarks.cache import fill_cache, read_keys, scale_keys
 from mla_ops import dispatch, formats
 from mla_ops.kernels.hopper.launch import Clusters, Group
@@ -111,7 +122,7 @@ def test_peers_are_checked_and_compared_with() -> None:
         },
     )
     floors = common.Floors(1e9, 1e3, "float32")
-    ours, slow, other = common.measure(made, ["reference"], common.MINIMUM_TIMINGS, floors)
+    ours, slow, other = common.measure(made, ["reference"], timing.MINIMUM_TIMINGS, floors)
     assert (ours.lowering, slow.lowering, other.lowering) == ("reference", "slow", "other work")
     assert slow.ratio_to_peer == 1
     assert ours.ratio_to_peer is not None
