@@ -9,6 +9,7 @@ import torch
 from ..dispatch import Call
 from ..formats import LATENT_DIM, geometry
 from ..registry import Contract, Outputs, computing, require
+from ..sizes import check_sizes
 from ._checks import (
     FLOAT_DTYPES,
     check_heads,
@@ -178,8 +179,7 @@ def choose_prefill(max_seq_len: int, index_topk: int) -> Literal["dense", "spars
         index_topk: keys that the model's indexer chooses for a token.
 
     Raises:
-        TypeError: `max_seq_len` is a tensor, whose value would have to be read from the device.
+        TypeError, ValueError: one is no integer, as a tensor, which would have to be read from the device; or negative.
     """
-    if isinstance(max_seq_len, torch.Tensor):  # type: ignore[unreachable]
-        raise TypeError("choose_prefill: max_seq_len must be an int that the host knows, got a tensor")
+    check_sizes("choose_prefill", 0, max_seq_len=max_seq_len, index_topk=index_topk)
     return "dense" if max_seq_len <= index_topk else "sparse"
