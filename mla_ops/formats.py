@@ -211,6 +211,13 @@ def allocate_cache(
     entry = get_format(cache_format, "allocate_cache")
     check_sizes("allocate_cache", 0, num_blocks=num_blocks)
     check_sizes("allocate_cache", 1, block_size=block_size)
-    row_width = entry.row_width(entry.head_dims[0] if head_dim is None else head_dim)
+    if head_dim is None:
+        head_dim = entry.head_dims[0]
+    check_sizes("allocate_cache", 1, head_dim=head_dim)
+    if head_dim not in entry.head_dims:
+        raise ValueError(
+            f"allocate_cache: head_dim must be one of {entry.head_dims} for cache_format '{entry.name}', got {head_dim}"
+        )
+    row_width = entry.row_width(head_dim)
     shape = (num_blocks, entry.block_bytes(block_size)) if entry.planar else (num_blocks, block_size, row_width)
     return torch.zeros(shape, dtype=entry.dtype, device=device)

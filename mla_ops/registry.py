@@ -13,7 +13,7 @@ import inspect
 import operator
 import string
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, overload
 
 import torch
 from torch.autograd import forward_ad
@@ -28,6 +28,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 # name of each result, its shape and its dtype; the fake and the real kernel allocate from the same description
 Outputs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Contract = tuple[dispatch.Call, Outputs]
+P = ParamSpec("P")
 _CONTRACTS: dict[str, Callable[..., Contract]] = {}
 
 
@@ -176,18 +177,42 @@ def schemas_of(
     return schema + ("Tensor" if len(returns) == 1 else f"({', '.join(['Tensor'] * len(returns))})"), out_schema
 
 
-def mutating(*writes: str, disjoint: bool = True) -> Callable[[Callable[..., dispatch.Call]], torch._ops.OpOverload]:
-    """Makes a contract an op of its name, which writes into its arguments and returns nothing.
+def _public(op: torch._ops.OpOverload, contract: Callable[..., Any], result: str) -> Callable[..., Any]:
+    """The function that users call: the name, arguments and docstring of the contract, the results of the op.
 
-    A contract is the one declaration of an op. Its signature is the schema. Its body raises on what the op does not
-    allow, for fake and real tensors, and returns the facts that dispatch chooses a lowering by.
+    Arguments that are missing or unknown are a TypeError as of any function, where torch raises RuntimeError.
+    """
+    signature = inspect.signature(contract).replace(return_annotation=result)
+
+    @functools.wraps(contract)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return op(*args, **kwargs)
+        except RuntimeError:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{contract.__name__}: {error}") from None
+            raise
+
+    function.__annotations__ = {**contract.__annotations__, "return": result}
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def mutating(*writes: str, disjoint: bool = True) -> Callable[[Callable[P, dispatch.Call]], Callable[P, None]]:
+    """Makes a contract an op, which writes into its arguments and returns nothing, and the function that calls it.
+
+    A contract is the one declaration of an op. Its signature is the schema, its docstring the reference. Its body
+    raises on what the op does not allow, for fake and real tensors, and returns the facts that dispatch chooses a
+    lowering by.
 
     Args:
         writes: names of the arguments that it writes; positional ones.
         disjoint: whether what is written must lie apart. Caches need not: engines give them blocks of one memory.
     """
 
-    def define(contract: Callable[..., dispatch.Call]) -> torch._ops.OpOverload:
+    def define(contract: Callable[P, dispatch.Call]) -> Callable[P, None]:
         op = contract.__name__
         schema, _ = schemas_of(op, contract, writes, ())
         arguments = _arguments(schema)
@@ -206,15 +231,23 @@ def mutating(*writes: str, disjoint: bool = True) -> Callable[[Callable[..., dis
             increment_version(tensors)
 
         _CONTRACTS[op] = lambda *args, **kwargs: (contract(*args, **kwargs), {})
-        return _register(schema, fake, real)
+        return _public(_register(schema, fake, real), contract, "None")
 
     return define
 
 
+@overload
+def computing(
+    result: str, /, *, op: str = "", writes: Sequence[str] = (), zeroed: bool = False
+) -> Callable[[Callable[P, Contract]], Callable[P, torch.Tensor]]: ...
+@overload
+def computing(
+    first: str, second: str, /, *, op: str = "", writes: Sequence[str] = (), zeroed: bool = False
+) -> Callable[[Callable[P, Contract]], Callable[P, tuple[torch.Tensor, torch.Tensor]]]: ...
 def computing(
     *returns: str, op: str = "", writes: Sequence[str] = (), zeroed: bool = False
-) -> Callable[[Callable[..., Contract]], torch._ops.OpOverload]:
-    """Makes a contract, as in `mutating`, an op that returns fresh tensors, and its `.out` overload.
+) -> Callable[[Callable[..., Contract]], Callable[..., Any]]:
+    """Makes a contract, as in `mutating`, an op that returns fresh tensors, its `.out` overload, and the function.
 
     The contract returns the shape and dtype of each result as well, in order.
 
@@ -228,7 +261,7 @@ def computing(
     Lowerings implement the `.out` form; one may have a `compute` beside it.
     """
 
-    def define(contract: Callable[..., Contract]) -> torch._ops.OpOverload:
+    def define(contract: Callable[..., Contract]) -> Callable[..., Any]:
         name = op or contract.__name__
         schema, out_schema = schemas_of(name, contract, writes, returns)
         assert out_schema is not None
@@ -281,7 +314,8 @@ def computing(
         # first, since a call that names no overload tries them in this order
         default = _register(schema, fake, real)
         _register(out_schema, fake_out, real_out)
-        return default
+        result = "torch.Tensor" if len(returns) == 1 else "tuple[torch.Tensor, torch.Tensor]"
+        return _public(default, contract, result)
 
     return define
 

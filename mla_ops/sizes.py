@@ -1,4 +1,4 @@
-"""Sizes that a caller gives: integers, none below a bound."""
+"""Sizes that a caller gives: integers between two bounds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ def is_int(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
-def check_sizes(function: str, least: int, **sizes: Any) -> None:
-    """Raises unless each size is an integer of at least `least`.
+def check_sizes(function: str, least: int, *, most: int = 2**31 - 1, **sizes: Any) -> None:
+    """Raises unless each size is an integer of at least `least` and at most `most`: kernels take 32 bits.
 
     Args:
         function: what was called; an error begins with it, if it is not empty.
-        least: the bound.
+        least, most: the bounds.
         sizes: the arguments by name.
 
     Raises:
         TypeError: one is no integer.
-        ValueError: one is below the bound.
+        ValueError: one is out of the bounds.
     """
     for name, size in sizes.items():
         argument = f"{function}: {name}" if function else name
@@ -30,3 +30,5 @@ def check_sizes(function: str, least: int, **sizes: Any) -> None:
             raise TypeError(f"{argument} must be an integer, got {type(size).__name__} {size!r}")
         if size < least:
             raise ValueError(f"{argument} must be at least {least}, got {size}")
+        if type(size) is int and size > most:
+            raise ValueError(f"{argument} must be at most {most}, got {size}")

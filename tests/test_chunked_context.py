@@ -167,28 +167,41 @@ def test_more_context_than_the_plan_holds_is_an_error() -> None:
 
 def test_what_the_functions_refuse() -> None:
     lens = torch.tensor([7, 4], dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"plan_context_chunks: context_lens must be torch.int32, got torch.int64"):
-        mla_ops.plan_context_chunks(lens.long(), 4, 11)
+    for wrong, got in ((lens.long(), "torch.int64"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=f"context_lens must be a tensor of torch.int32, got {got}"):
+            mla_ops.plan_context_chunks(wrong, 4, 11)
     with pytest.raises(ValueError, match=r"context_lens must have shape \[num_requests\], got \[1, 2\]"):
         mla_ops.plan_context_chunks(lens.unsqueeze(0), 4, 11)
     batch = Batch("bf16", torch.device("cpu"), [3], [1])
     chunks = mla_ops.plan_context_chunks(batch.context_lens, 4, 4)
-    with pytest.raises(ValueError, match=r"workspace must have the plan's 4 rows, got \[5, 576\]"):
-        mla_ops.chunked_prefill_attention(
-            batch.q,
-            batch.k,
-            batch.v,
-            batch.starts,
-            1,
-            SCALE,
-            kv_cache=batch.cache,
-            cache_format="bf16",
-            block_table=batch.block_table,
-            chunks=chunks,
-            workspace=torch.zeros(5, 576, dtype=torch.bfloat16),
-            up_project=batch.up_project,
-        )
-    with pytest.raises(TypeError, match="choose_prefill: max_seq_len"):
+    rows = torch.zeros(5, 576, dtype=torch.bfloat16)
+    for given, workspace, error, message in (
+        (chunks, rows, ValueError, r"workspace must have the plan's 4 rows, got \[5, 576\]"),
+        (chunks, rows[0, 0], ValueError, r"workspace must have the plan's 4 rows, got \[\]"),
+        (chunks, None, TypeError, "workspace a tensor, got ContextChunks and NoneType"),
+        (
+            batch.context_lens,
+            rows,
+            TypeError,
+            "chunks must be what plan_context_chunks returns .* got Tensor and Tensor",
+        ),
+    ):
+        with pytest.raises(error, match=f"chunked_prefill_attention: .*{message}"):
+            mla_ops.chunked_prefill_attention(
+                batch.q,
+                batch.k,
+                batch.v,
+                batch.starts,
+                1,
+                SCALE,
+                kv_cache=batch.cache,
+                cache_format="bf16",
+                block_table=batch.block_table,
+                chunks=given,
+                workspace=workspace,
+                up_project=batch.up_project,
+            )
+    with pytest.raises(TypeError, match="choose_prefill: max_seq_len must be an integer, got Tensor"):
         mla_ops.choose_prefill(torch.tensor(3), 2048)
 
 

@@ -338,6 +338,7 @@ BUILDERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         },
     ),
     "plan_context_chunks": (mla_ops.plan_context_chunks, {"num_rows": 2, "max_context_tokens": 4}),
+    "choose_prefill": (mla_ops.choose_prefill, {"max_seq_len": 9, "index_topk": 4}),
     "warmup": (mla_ops.warmup, {"num_heads": 2, "topk": 2, "head_dim": 512, "block_size": 4, "index_heads": 1}),
 }
 REST: dict[str, dict[str, Any]] = {
@@ -348,13 +349,13 @@ REST: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("function", "name"), [(f, name) for f, (_, sizes) in BUILDERS.items() for name in sizes])
-def test_a_size_that_is_no_integer_or_too_small_is_refused(function: str, name: str) -> None:
+def test_a_size_that_is_no_integer_or_out_of_bounds_is_refused(function: str, name: str) -> None:
     build, sizes = BUILDERS[function]
     arguments = {**REST.get(function, {}), **sizes}
-    for wrong, kind in ((-1, ValueError), (2.5, TypeError), ("8", TypeError), (False, TypeError)):
+    for wrong, kind in ((-1, ValueError), (2**31, ValueError), (2.5, TypeError), ("8", TypeError), (False, TypeError)):
         message = message_of(lambda wrong=wrong: build(**{**arguments, name: wrong}), kind)
         assert message.startswith(f"{function}: {name} must be "), message
-        assert message.endswith(f"got {type(wrong).__name__} {wrong!r}" if kind is TypeError else "got -1")
+        assert message.endswith(f"got {type(wrong).__name__} {wrong!r}" if kind is TypeError else f"got {wrong}")
 
 
 def test_a_warm_up_names_what_it_does_not_take() -> None:
@@ -371,7 +372,9 @@ def test_a_cache_of_a_width_that_its_format_has_not_is_refused() -> None:
     message = message_of(lambda: allocate_cache("fp8_ds_mla", 4, 4, head_dim=512), ValueError)
     assert "'fp8_ds_mla'" in message
     assert "576" in message
+    assert message.startswith("allocate_cache: head_dim must be one of ")
     assert "got 512" in message
+    assert "allocate_cache: head_dim" in message_of(lambda: allocate_cache("bf16", 4, 4, head_dim="576"), TypeError)
 
 
 # Invalid entries inside index tensors are data, not errors: the contract says what they do.

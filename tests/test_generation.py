@@ -131,7 +131,7 @@ BAD = {
     "a temperature in words": ([[1]], {"temperature": "hot"}, TypeError, "temperature must be a number, got str"),
     "no top_p": ([[1]], {"top_p": None}, TypeError, "top_p must be a number, got NoneType"),
     "an infinite temperature": ([[1]], {"temperature": math.inf}, ValueError, "at least 0 and finite"),
-    "a seed of 65 bits": ([[1]], {"seed": 2**64}, ValueError, "seed must fit in 64 bits, got 18446744073709551616"),
+    "a seed of 65 bits": ([[1]], {"seed": 2**64}, ValueError, "seed must be at most 18446744073709551615, got 1"),
     "a broken seed": ([[1]], {"seed": 0.5}, TypeError, "seed must be an integer, got float"),
     "no new tokens": ([[1]], {"max_new_tokens": 0}, ValueError, "1 tokens and 0 new ones, both must be at least 1"),
     "limits in words": ([[1]], {"max_new_tokens": "3"}, TypeError, "max_new_tokens must be an int, or a list .* str"),

@@ -7,7 +7,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import mla_ops
 from mla_ops import dispatch
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -200,8 +199,3 @@ def test_convert_at_real_sizes(num_tokens: int, topk: int, compact: bool) -> Non
             )
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
-
-
-def test_ops_are_registered() -> None:
-    op = torch.ops.mla.convert_req_index_to_global_index.default
-    assert mla_ops.contracts.index.convert_req_index_to_global_index is op

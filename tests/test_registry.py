@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+import mla_ops
 from mla_ops import dispatch, registry
 from mla_ops.testing import Sample, functional, op_names, output_names, sample_inputs
 from mla_ops.testing.checks import named_arguments
@@ -212,3 +215,28 @@ def test_results_are_named_behind_positional_arguments() -> None:
     assert (
         registry.schemas_of("op", op, (), ("y",))[1] == "op.out(Tensor x, str name, bool flag, *, Tensor(a!) y) -> ()"
     )
+
+
+def test_a_contract_becomes_the_function_that_users_call() -> None:
+    function = mla_ops.filter_prefill_indices
+    tensor = "'torch.Tensor'"
+    assert str(inspect.signature(function)) == (
+        f"(indices: {tensor}, context_lens: {tensor}) -> 'tuple[torch.Tensor, torch.Tensor]'"
+    )
+    assert str(inspect.signature(mla_ops.concat_and_cache)).endswith("-> 'None'")
+    assert str(inspect.signature(mla_ops.gather_cache)).endswith(f"-> {tensor}")
+    assert "Splits request-local indices" in (function.__doc__ or "")
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_lens": ...}, "missing a required argument: 'context_lens'"),
+        ({"context_len": None}, "got an unexpected keyword argument 'context_len'"),
+    ],
+)
+def test_a_call_by_other_names_is_a_type_error(changes: dict[str, object], message: str) -> None:
+    given = {"indices": torch.zeros(1, 2).int(), "context_lens": torch.zeros(1).int(), **changes}
+    with pytest.raises(TypeError, match=f"^filter_prefill_indices: {message}"):
+        mla_ops.filter_prefill_indices(**{name: value for name, value in given.items() if value is not ...})

@@ -465,7 +465,7 @@ class GenerationSession:
         if self.waiting or any(not slot.free for slot in self.slots):
             raise ValueError("generate() needs an idle session: submit() adds to the requests that run")
         check_sizes("", 1, steps_per_check=steps_per_check)
-        check_sizes("", -(2**63), seed=seed)
+        check_sizes("", -(2**63), most=2**64 - 1, seed=seed)
         pairs = check_prompts(prompts, max_new_tokens)
         requests = [
             check_request(f"prompt {i}", prompt, limit, temperature, top_p, seed + i, self.limits)

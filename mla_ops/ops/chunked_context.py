@@ -48,8 +48,9 @@ def plan_context_chunks(context_lens: torch.Tensor, num_rows: int, max_context_t
         TypeError, ValueError: a dtype or size that is not so. A sum past the bound fails an assertion on the device.
     """
     op = "plan_context_chunks"
-    if context_lens.dtype != torch.int32:
-        raise TypeError(f"{op}: context_lens must be torch.int32, got {context_lens.dtype}")
+    if not isinstance(context_lens, torch.Tensor) or context_lens.dtype != torch.int32:
+        got = getattr(context_lens, "dtype", type(context_lens).__name__)
+        raise TypeError(f"{op}: context_lens must be a tensor of torch.int32, got {got}")
     if context_lens.dim() != 1:
         raise ValueError(f"{op}: context_lens must have shape [num_requests], got {list(context_lens.shape)}")
     check_sizes(op, 1, num_rows=num_rows)
@@ -114,7 +115,12 @@ def chunked_prefill_attention(
 
     Source: the online softmax over blocks, as in vLLM's chunked prefill for MLA.
     """
-    if workspace.shape[0] != chunks.num_rows:
+    if not isinstance(chunks, ContextChunks) or not isinstance(workspace, torch.Tensor):
+        raise TypeError(
+            "chunked_prefill_attention: chunks must be what plan_context_chunks returns and workspace a tensor, got "
+            f"{type(chunks).__name__} and {type(workspace).__name__}"
+        )
+    if workspace.dim() == 0 or workspace.shape[0] != chunks.num_rows:
         raise ValueError(
             f"chunked_prefill_attention: workspace must have the plan's {chunks.num_rows} rows, got "
             f"{list(workspace.shape)}"

@@ -4,12 +4,57 @@ from __future__ import annotations
 
 import torch
 
-from ..contracts import indexer as contracts
+from ..dispatch import Call
+from ..formats import INDEX_DIM, CacheFormat, geometry
+from ..registry import Contract, Outputs, computing, mutating, require
+from ._checks import (
+    FLOAT_DTYPES,
+    check_cache,
+    check_no_grad,
+    check_not_negative,
+    check_positive,
+    check_scale,
+    check_tensor,
+)
+
+INT32 = (torch.int32,)
+FLOAT32 = (torch.float32,)
+SCORED_DTYPES = (torch.float8_e4m3fn, *FLOAT_DTYPES)
+MAX_TOPK = 4096
+QUERY_DIMS = (("num_tokens", None), ("num_heads", None), ("head_dim", INDEX_DIM))
 
 
+def _check_index_cache(
+    op: str, index_cache: torch.Tensor, cache_format: str, device: torch.device | None = None
+) -> CacheFormat:
+    entry = check_cache(op, index_cache, cache_format, "index_cache", index_keys=True)
+    head_dim = geometry(index_cache, cache_format).head_dim
+    if head_dim != INDEX_DIM:
+        raise ValueError(f"{op}: index_cache must hold keys of width {INDEX_DIM}, got {head_dim}")
+    if device is not None and index_cache.device != device:
+        raise ValueError(f"{op}: index_cache must be on {device} like the first argument, got {index_cache.device}")
+    return entry
+
+
+def _check_queries(op: str, q: torch.Tensor, weights: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    check_tensor(op, "q", q, dtypes, QUERY_DIMS, q.device)
+    dims = (("num_tokens", q.shape[0]), ("num_heads", q.shape[1]))
+    check_tensor(op, "weights", weights, FLOAT32, dims, q.device)
+
+
+def _check_topk(op: str, topk: int) -> None:
+    check_positive(op, "topk", topk)
+    require(topk <= MAX_TOPK, lambda: f"{op}: topk must be at most {MAX_TOPK}, got {topk}")
+
+
+def _selected(num_tokens: int, topk: int) -> Outputs:
+    return {"indices": ((num_tokens, topk), torch.int32), "valid_counts": ((num_tokens,), torch.int32)}
+
+
+@mutating("index_cache")
 def write_index_cache(
     k: torch.Tensor, index_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str
-) -> None:
+) -> Call:
     """Writes the index key of each token to its slot, quantising as the format says.
 
     Args:
@@ -30,9 +75,16 @@ def write_index_cache(
 
     Source: DeepSeek-V3.2 (DeepGEMM's and vLLM's layout of index keys).
     """
-    contracts.write_index_cache(k, index_cache, slot_mapping, cache_format)
+    op = "write_index_cache"
+    entry = _check_index_cache(op, index_cache, cache_format, k.device)
+    dtypes = FLOAT_DTYPES if entry.quantized or entry.dtype == torch.float32 else (entry.dtype, torch.float32)
+    check_tensor(op, "k", k, dtypes, (("num_tokens", None), ("head_dim", INDEX_DIM)), k.device)
+    check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), (("num_slots", None),), k.device)
+    check_no_grad(op, k=k, index_cache=index_cache)
+    return Call(op, k.device, k.dtype, cache_format, num_tokens=slot_mapping.shape[0])
 
 
+@computing("k", "k_scale", writes=("index_cache",))
 def gather_index_cache(
     index_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -40,7 +92,7 @@ def gather_index_cache(
     cu_seq_lens: torch.Tensor,
     cache_format: str,
     num_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Contract:
     """Reads index keys of requests, one request after the other, as `indexer_logits` takes them.
 
     Args:
@@ -59,10 +111,22 @@ def gather_index_cache(
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or negative size that the contract does not allow.
     """
-    return contracts.gather_index_cache(index_cache, block_table, seq_lens, cu_seq_lens, cache_format, num_tokens)
+    op = "gather_index_cache"
+    entry = _check_index_cache(op, index_cache, cache_format)
+    device = index_cache.device
+    check_tensor(op, "seq_lens", seq_lens, INT32, (("num_requests", None),), device)
+    num_requests = seq_lens.shape[0]
+    dims = (("num_requests", num_requests), ("max_blocks", None))
+    check_tensor(op, "block_table", block_table, INT32, dims, device)
+    check_tensor(op, "cu_seq_lens", cu_seq_lens, INT32, (("num_requests+1", num_requests + 1),), device)
+    check_not_negative(op, "num_tokens", num_tokens)
+    check_no_grad(op, index_cache=index_cache)
+    call = Call(op, device, index_cache.dtype, cache_format, num_tokens=num_tokens)
+    return call, {"k": ((num_tokens, INDEX_DIM), entry.value_dtype), "k_scale": ((num_tokens,), torch.float32)}
 
 
-def quantize_index_query(q: torch.Tensor, weights: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+@computing("q_fp8", "q_weights")
+def quantize_index_query(q: torch.Tensor, weights: torch.Tensor, scale: float) -> Contract:
     """Quantises index queries to e4m3 and folds their scales into the weights of the heads.
 
     `relu` commutes with positive scales, so that `weights * scale * s_q` in place of `weights` leaves scores as they
@@ -81,9 +145,38 @@ def quantize_index_query(q: torch.Tensor, weights: torch.Tensor, scale: float) -
 
     Source: DeepSeek-V3.2.
     """
-    return contracts.quantize_index_query(q, weights, scale)
+    op = "quantize_index_query"
+    check_tensor(op, "q", q, FLOAT_DTYPES, QUERY_DIMS, q.device)
+    dims = (("num_tokens", q.shape[0]), ("num_heads", q.shape[1]))
+    check_tensor(op, "weights", weights, FLOAT_DTYPES, dims, q.device)
+    check_scale(op, "scale", scale)
+    check_no_grad(op, q=q, weights=weights)
+    num_tokens, num_heads, head_dim = q.shape
+    return Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens), {
+        "q_fp8": ((num_tokens, num_heads, head_dim), torch.float8_e4m3fn),
+        "q_weights": ((num_tokens, num_heads), torch.float32),
+    }
 
 
+def _check_flat(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    k_scale: torch.Tensor | None,
+) -> None:
+    _check_queries(op, q, weights, SCORED_DTYPES)
+    check_tensor(op, "k", k, (q.dtype,), (("num_kv", None), ("head_dim", INDEX_DIM)), q.device)
+    for name, rows in (("row_starts", row_starts), ("row_ends", row_ends)):
+        check_tensor(op, name, rows, INT32, (("num_tokens", q.shape[0]),), q.device)
+    if k_scale is not None:
+        check_tensor(op, "k_scale", k_scale, FLOAT32, (("num_kv", k.shape[0]),), q.device)
+    check_no_grad(op, q=q, k=k, weights=weights, k_scale=k_scale)
+
+
+@computing("out")
 def indexer_logits(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -93,7 +186,7 @@ def indexer_logits(
     *,
     k_scale: torch.Tensor | None = None,
     clean: bool = False,
-) -> torch.Tensor:
+) -> Contract:
     """Scores of flat keys: `sum_h weights_h * relu(q_h . k) * k_scale` in float32.
 
     Args:
@@ -112,9 +205,40 @@ def indexer_logits(
 
     Source: DeepSeek-V3.2; DeepGEMM's `fp8_mqa_logits`.
     """
-    return contracts.indexer_logits(q, k, weights, row_starts, row_ends, k_scale=k_scale, clean=clean)
+    op = "indexer_logits"
+    _check_flat(op, q, k, weights, row_starts, row_ends, k_scale)
+    num_tokens, num_heads, _ = q.shape
+    call = Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens, num_keys=k.shape[0])
+    return call, {"out": ((num_tokens, k.shape[0]), torch.float32)}
 
 
+def _check_paged(
+    op: str,
+    q: torch.Tensor,
+    index_cache: torch.Tensor,
+    weights: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    req_id_per_token: torch.Tensor,
+    cache_format: str,
+) -> None:
+    entry = _check_index_cache(op, index_cache, cache_format, q.device)
+    _check_queries(op, q, weights, (entry.value_dtype,))
+    tokens = (("num_tokens", q.shape[0]),)
+    check_tensor(op, "lengths", lengths, INT32, tokens, q.device)
+    check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, q.device)
+    check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), q.device)
+    check_no_grad(op, q=q, index_cache=index_cache, weights=weights)
+
+
+def _paged_call(op: str, q: torch.Tensor, index_cache: torch.Tensor, cache_format: str) -> Call:
+    num_tokens, num_heads, _ = q.shape
+    block_size = geometry(index_cache, cache_format).block_size
+    names = op, q.device, q.dtype, cache_format
+    return Call(*names, num_heads=num_heads, num_tokens=num_tokens, block_size=block_size)
+
+
+@computing("out", writes=("index_cache",))
 def paged_indexer_logits(
     q: torch.Tensor,
     index_cache: torch.Tensor,
@@ -126,7 +250,7 @@ def paged_indexer_logits(
     cache_format: str,
     *,
     clean: bool = False,
-) -> torch.Tensor:
+) -> Contract:
     """Scores of the keys of each token's request, read from the paged cache: `indexer_logits` by position.
 
     Args:
@@ -149,11 +273,14 @@ def paged_indexer_logits(
 
     Source: DeepSeek-V3.2; DeepGEMM's `fp8_paged_mqa_logits`.
     """
-    return contracts.paged_indexer_logits(
-        q, index_cache, weights, lengths, block_table, req_id_per_token, max_length, cache_format, clean=clean
-    )
+    op = "paged_indexer_logits"
+    _check_paged(op, q, index_cache, weights, lengths, block_table, req_id_per_token, cache_format)
+    check_not_negative(op, "max_length", max_length)
+    call = _paged_call(op, q, index_cache, cache_format)._replace(num_keys=max_length)
+    return call, {"out": ((q.shape[0], max_length), torch.float32)}
 
 
+@computing("indices", "valid_counts")
 def topk_indices(
     scores: torch.Tensor,
     topk: int,
@@ -164,7 +291,7 @@ def topk_indices(
     req_id_per_token: torch.Tensor | None = None,
     block_size: int = 0,
     sorted: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Contract:
     """The columns of the `topk` largest scores of each row, exact and the same bits in every batch, run and lowering.
 
     Equal scores go to the lowest column; -0.0 equals +0.0. NaN is below -inf: it is chosen where nothing else is left.
@@ -188,18 +315,28 @@ def topk_indices(
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or size that the contract does not allow.
     """
-    return contracts.topk_indices(
-        scores,
-        topk,
-        row_starts=row_starts,
-        row_ends=row_ends,
-        block_table=block_table,
-        req_id_per_token=req_id_per_token,
-        block_size=block_size,
-        sorted=sorted,
-    )
+    op = "topk_indices"
+    device = scores.device
+    check_tensor(op, "scores", scores, FLOAT32, (("num_tokens", None), ("num_columns", None)), device)
+    _check_topk(op, topk)
+    tokens = (("num_tokens", scores.shape[0]),)
+    for name, rows in (("row_starts", row_starts), ("row_ends", row_ends)):
+        if rows is not None:
+            check_tensor(op, name, rows, INT32, tokens, device)
+    if (block_table is None) != (req_id_per_token is None):
+        given, missing = ("block_table", "req_id_per_token")[:: -1 if block_table is None else 1]
+        raise ValueError(f"{op}: {given} needs {missing} beside it, got None")
+    if block_table is not None and req_id_per_token is not None:
+        check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
+        check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
+        check_positive(op, "block_size", block_size)
+    check_no_grad(op, scores=scores)
+    num_tokens, num_columns = scores.shape
+    call = Call(op, device, scores.dtype, num_tokens=num_tokens, topk=topk, num_keys=num_columns)
+    return call, _selected(num_tokens, topk)
 
 
+@computing("indices", "valid_counts", writes=("index_cache",))
 def select_keys(
     q: torch.Tensor,
     index_cache: torch.Tensor,
@@ -211,7 +348,7 @@ def select_keys(
     cache_format: str,
     *,
     translate: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Contract:
     """Scores the keys of each token's request and keeps the best, in memory that has a bound.
 
     The result is `topk_indices(paged_indexer_logits(...), topk, row_ends=lengths)` of the same lowering, to the bit,
@@ -231,11 +368,15 @@ def select_keys(
 
     Source: DeepSeek-V3.2 (lightning indexer).
     """
-    return contracts.select_keys(
-        q, index_cache, weights, lengths, block_table, req_id_per_token, topk, cache_format, translate=translate
-    )
+    op = "select_keys"
+    _check_paged(op, q, index_cache, weights, lengths, block_table, req_id_per_token, cache_format)
+    _check_topk(op, topk)
+    call = _paged_call(op, q, index_cache, cache_format)
+    call = call._replace(topk=topk, num_keys=block_table.shape[1] * call.block_size)
+    return call, _selected(q.shape[0], topk)
 
 
+@computing("indices", "valid_counts", op="select_keys.flat")
 def select_flat_keys(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -245,7 +386,7 @@ def select_flat_keys(
     topk: int,
     *,
     k_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Contract:
     """`select_keys` over flat keys (`torch.ops.mla.select_keys.flat`).
 
     Args:
@@ -259,10 +400,16 @@ def select_flat_keys(
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or size that the contract does not allow.
     """
-    return contracts.select_keys_flat(q, k, weights, row_starts, row_ends, topk, k_scale=k_scale)
+    op = "select_keys.flat"
+    _check_flat(op, q, k, weights, row_starts, row_ends, k_scale)
+    _check_topk(op, topk)
+    num_tokens, num_heads, _ = q.shape
+    call = Call(op, q.device, q.dtype, num_heads=num_heads, num_tokens=num_tokens, topk=topk, num_keys=k.shape[0])
+    return call, _selected(num_tokens, topk)
 
 
-def merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+@computing("best_scores", "best_indices")
+def merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> Contract:
     """Merges candidates of shards of a context: equals the selection over the whole.
 
     Args:
@@ -278,4 +425,13 @@ def merge_topk(scores: torch.Tensor, indices: torch.Tensor, topk: int) -> tuple[
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or size that the contract does not allow.
     """
-    return contracts.merge_topk(scores, indices, topk)
+    op = "merge_topk"
+    check_tensor(op, "scores", scores, FLOAT32, (("num_tokens", None), ("num_candidates", None)), scores.device)
+    dims = (("num_tokens", scores.shape[0]), ("num_candidates", scores.shape[1]))
+    check_tensor(op, "indices", indices, INT32, dims, scores.device)
+    _check_topk(op, topk)
+    check_no_grad(op, scores=scores)
+    num_tokens, num_candidates = scores.shape
+    call = Call(op, scores.device, scores.dtype, num_tokens=num_tokens, topk=topk, num_keys=num_candidates)
+    shape = (num_tokens, topk)
+    return call, {"best_scores": (shape, torch.float32), "best_indices": (shape, torch.int32)}

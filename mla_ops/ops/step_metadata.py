@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from ..contracts import step_metadata as contracts
+from ..dispatch import Call
+from ..registry import mutating, require
+from ._checks import check_not_negative, check_positive, check_tensor
+
+INT32 = (torch.int32,)
 
 
+@mutating(
+    "query_start_loc_buffer",
+    "seq_lens_buffer",
+    "block_table_buffer",
+    "req_id_per_token",
+    "positions",
+    "slot_mapping",
+    "key_lens",
+    "topk_length",
+)
 def build_step_metadata(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -21,7 +35,7 @@ def build_step_metadata(
     topk_length: torch.Tensor,
     block_size: int,
     index_topk: int,
-) -> None:
+) -> Call:
     """Writes what a step's layers read into buffers of fixed capacity, with device work only.
 
     `mla_ops.StepMetadata` owns such buffers and calls this. Rows behind the step's tokens are no-ops for every op.
@@ -41,23 +55,45 @@ def build_step_metadata(
         TypeError, ValueError: a dtype, device or shape that the contract does not allow; nothing is written.
         ValueError: more requests or blocks than the buffers hold; nothing is written.
     """
-    contracts.build_step_metadata(
-        query_start_loc,
-        seq_lens,
-        block_table,
+    op = "build_step_metadata"
+    device = query_start_loc.device
+    check_tensor(op, "seq_lens", seq_lens, INT32, (("num_requests", None),), device)
+    num_requests = seq_lens.shape[0]
+    check_tensor(op, "query_start_loc", query_start_loc, INT32, (("num_requests+1", num_requests + 1),), device)
+    dims = (("num_requests", num_requests), ("max_blocks", None))
+    check_tensor(op, "block_table", block_table, INT32, dims, device)
+    check_tensor(op, "seq_lens_buffer", seq_lens_buffer, INT32, (("max_num_requests", None),), device)
+    max_num_requests = seq_lens_buffer.shape[0]
+    check_tensor(
+        op,
+        "query_start_loc_buffer",
         query_start_loc_buffer,
-        seq_lens_buffer,
-        block_table_buffer,
-        req_id_per_token,
-        positions,
-        slot_mapping,
-        key_lens,
-        topk_length,
-        block_size,
-        index_topk,
+        INT32,
+        (("max_num_requests+1", max_num_requests + 1),),
+        device,
     )
+    dims = (("max_num_requests", max_num_requests), ("max_blocks_per_request", None))
+    check_tensor(op, "block_table_buffer", block_table_buffer, INT32, dims, device)
+    require(
+        num_requests <= max_num_requests,
+        lambda: f"{op}: seq_lens has {num_requests} requests, the buffers have room for {max_num_requests}",
+    )
+    require(
+        block_table.shape[1] <= block_table_buffer.shape[1],
+        lambda: f"{op}: block_table is {block_table.shape[1]} blocks wide, its buffer {block_table_buffer.shape[1]}",
+    )
+    check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("max_num_tokens", None),), device)
+    tokens = (("max_num_tokens", req_id_per_token.shape[0]),)
+    check_tensor(op, "positions", positions, INT32, tokens, device)
+    check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), tokens, device)
+    check_tensor(op, "key_lens", key_lens, INT32, tokens, device)
+    check_tensor(op, "topk_length", topk_length, INT32, tokens, device)
+    check_positive(op, "block_size", block_size)
+    check_not_negative(op, "index_topk", index_topk)
+    return Call(op, device, torch.int32, num_tokens=req_id_per_token.shape[0])
 
 
+@mutating("block_table_buffer", "slot_mapping", "compressed_lens")
 def build_compressed_metadata(
     positions: torch.Tensor,
     req_id_per_token: torch.Tensor,
@@ -67,7 +103,7 @@ def build_compressed_metadata(
     compressed_lens: torch.Tensor,
     compress_ratio: int,
     block_size: int,
-) -> None:
+) -> Call:
     """Writes what a step's layers need to know of one compressed cache, with device work only.
 
     `mla_ops.CompressedMetadata` owns such buffers and calls this, after `build_step_metadata` has placed the tokens.
@@ -86,13 +122,27 @@ def build_compressed_metadata(
         TypeError, ValueError: a dtype, device or shape that the contract does not allow; nothing is written.
         ValueError: more requests or blocks than the buffer holds; nothing is written.
     """
-    contracts.build_compressed_metadata(
-        positions,
-        req_id_per_token,
-        block_table,
-        block_table_buffer,
-        slot_mapping,
-        compressed_lens,
-        compress_ratio,
-        block_size,
+    op = "build_compressed_metadata"
+    device = positions.device
+    check_tensor(op, "positions", positions, INT32, (("max_num_tokens", None),), device)
+    tokens = (("max_num_tokens", positions.shape[0]),)
+    check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
+    check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
+    dims = (("max_num_requests", None), ("max_blocks_per_request", None))
+    check_tensor(op, "block_table_buffer", block_table_buffer, INT32, dims, device)
+    require(
+        block_table.shape[0] <= block_table_buffer.shape[0],
+        lambda: (
+            f"{op}: block_table has {block_table.shape[0]} requests, its buffer has room for "
+            f"{block_table_buffer.shape[0]}"
+        ),
     )
+    require(
+        block_table.shape[1] <= block_table_buffer.shape[1],
+        lambda: f"{op}: block_table is {block_table.shape[1]} blocks wide, its buffer {block_table_buffer.shape[1]}",
+    )
+    check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), tokens, device)
+    check_tensor(op, "compressed_lens", compressed_lens, INT32, tokens, device)
+    check_positive(op, "compress_ratio", compress_ratio)
+    check_positive(op, "block_size", block_size)
+    return Call(op, device, torch.int32, num_tokens=positions.shape[0])
