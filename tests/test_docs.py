@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -149,3 +150,13 @@ def test_a_kernel_page_is_short_and_says_what_to_run(page: Path) -> None:
     if page.stem != "index":
         for part in ("```\n", "## Invariants", "## What bounds it", "## If you change it"):
             assert part in text, part
+
+
+def test_pages_give_the_shared_memory_of_the_kernels_of_today() -> None:
+    figures = json.loads((ROOT / "tests" / "hopper_resources.json").read_text(encoding="utf-8"))
+    known, shown = {figure["shared_bytes"] for figure in figures}, 0
+    for page in KERNEL_PAGES:
+        for pair in re.findall(r"\| ([\d,]+) / ([\d,]+) B \|", page.read_text(encoding="utf-8")):
+            shown += 1
+            assert {int(number.replace(",", "")) for number in pair} <= known, f"{page.name}: {pair}"
+    assert shown
