@@ -398,6 +398,8 @@ def explain(call: Call) -> Explanation:
     `call` comes from `mla_ops.registry.describe("paged_sparse_attention", q, kv_cache, indices, softmax_scale,
     cache_format)`, or is written out by hand for a question about another machine's shapes.
     """
+    if not isinstance(call, Call):
+        raise TypeError(f"dispatch.explain: call must be what registry.describe gives, got {type(call).__name__}")
     forced = _forced(call.op)
     backends = (forced,) if forced else order_for(call.op, call.device)
     chosen: str | None = None

@@ -105,11 +105,11 @@ static void warp_arrive(u32 barrier, int lane) { barrier_here(barrier).arrivals 
 static void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
   ++barrier_here(barrier).arrivals, barrier_here(barrier).missing += bytes;
 }
-// Of 12 warps.
+// Twelve warps arrive.
 static void mbarrier_wait(u32 barrier, u32 parity) {
   while ((barrier_here(barrier).arrivals / 12 & 1) == parity) simt::leave();
 }
-// Of peers' arrivals, or of bytes that one thread of the CTA has announced.
+// Peers arrive, or bytes land that one thread of the CTA has announced.
 static void mbarrier_wait_cluster(u32 barrier, u32 parity) {
   const Barrier& here = barrier_here(barrier);
   while ((here.arrivals / (here.missing ? 1 << 30 : arrivals_of_a_phase) & 1) == parity) simt::leave();
@@ -236,7 +236,7 @@ void folded(const Params& p, int ctas, int seed) {
   });
 }
 
-// By a cluster whose CTAs take several shares: warpgroups of scores, two that accumulate, and one that gathers. The bytes
+// A cluster whose CTAs take several shares: warpgroups of scores, two that accumulate, and one that gathers. The bytes
 // of barriers may come before they are announced, as they do on a GPU.
 template <class L>
 void held_in_cluster(const Params& p, int clusters, int seed) {

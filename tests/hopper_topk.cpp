@@ -146,7 +146,7 @@ static float4 load_once_16_if(bool condition, const float* source) {
   return condition ? load_once_16(source) : float4{1e30f, 1e30f, 1e30f, 1e30f};
 }
 
-// What is sent lands in any order, while somebody waits for it. A barrier's phase is over when all have arrived and as
+// Packets land in any order, while somebody waits for them. A barrier's phase is over when all have arrived and as
 // many bytes have landed as they expect.
 struct Barrier {
   u32 pending;
@@ -204,7 +204,7 @@ static void begin_front(const Params& p, i64 row) {
 extern "C" int bytes_of_params() { return sizeof(Params); }
 extern "C" int bytes_of_control() { return sizeof(Control); }
 
-// Of the last cluster: 1 where its CTAs met once.
+// 1 where the CTAs of the last cluster met once.
 extern "C" int verdict() { return reinterpret_cast<const Control*>(simt::ctas.back().shared.data())->verdict; }
 
 template <int THREADS, int VECTORS, int SAMPLED>

@@ -80,7 +80,7 @@ static u32 e4m3_to_bfloat16(u32 pair) {
   return pack_bfloat16(v[0], v[1]);
 }
 
-// As the fragments are laid out over a warp's lanes.
+// The fragments lie as a warp's lanes have them.
 static void multiply_16_by_8(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], const u32 (&b)[2]) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   u32 words[6][32];

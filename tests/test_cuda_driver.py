@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -85,6 +86,25 @@ def test_a_stream_that_has_the_handle_of_another_has_an_id_of_its_own(
     assert driver.stream_id(1) == 18
     assert driver.stream_id(0) == 0
     assert len(cuda.context_of("cuStreamGetId")) == 2
+
+
+def test_the_tensors_device_is_asked_whether_it_captures(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device 0 is the current one and captures nothing; device 1 captures into a stream of its own."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def enter(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == 1)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {0: 0, 1: 4096}.get, raising=False)
+    cuda.results["cuStreamGetCaptureInfo"] = (1, 23)
+    assert driver.capture_id(1) == 23
+    assert driver.capture_id(0) == 0
+    assert len(cuda.context_of("cuStreamGetCaptureInfo")) == 1
 
 
 def test_a_driver_that_does_not_know_where_code_is_gets_it_as_compiled(cuda: Driver) -> None:

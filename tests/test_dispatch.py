@@ -306,6 +306,11 @@ def test_explain_says_what_was_chosen_and_why_not_the_others(world: World) -> No
     ]
 
 
+def test_explain_takes_a_call_and_no_name() -> None:
+    with pytest.raises(TypeError, match=r"dispatch.explain: call must be what registry.describe gives, got str"):
+        dispatch.explain("sparse_attention")
+
+
 def test_explain_agrees_with_what_runs(world: World) -> None:
     for capability in ((8, 0), (9, 0), (10, 0)):
         for refusing in ({}, {"hopper": "a"}, {"hopper": "a", "flash_mla": "b"}):

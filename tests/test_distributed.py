@@ -52,10 +52,12 @@ def test_on_one_process_without_a_group(case: Callable[[], None]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((2, 2, 16, 1), "rank must be 0 to 1, got 2"),
+        ((2, 2, 16, 1), "rank must be at most 1, got 2"),
+        ((-1, 2, 16, 1), "rank must be at least 0, got -1"),
+        ((0, 0, 16, 1), "world_size must be at least 1, got 0"),
         ((0, 2, 16, 0), "interleave must be at least 1, got 0"),
         ((0, 2, 16, 3), "block_size must be a multiple of world_size \\* interleave, 6, got 16"),
-        ((0, 2, 0, 1), "got 0"),
+        ((0, 2, 0, 1), "block_size must be at least 1, got 0"),
     ],
 )
 def test_refuses_blocks_that_do_not_divide(arguments: tuple[int, int, int, int], message: str) -> None:

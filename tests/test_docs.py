@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -43,6 +44,24 @@ def test_readme_usage_attends_over_what_it_wrote() -> None:
     assert (out.double() - expected).abs().max() < expected.abs().max() / 16
 
 
+def test_readme_has_the_figures_of_its_run() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    run = (ROOT / "docs" / "results" / "sparse_attention-readme-h200.txt").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| (\d+), (\d+) \| ([\d.]+) \| ([\d.]+) \| (\S+) \((\S+)\) \|$", readme, re.MULTILINE)
+    assert len(shown) == 5
+    ratios = []
+    for tokens, heads, peer, ours, error, bound in shown:
+        rows = dict(
+            re.findall(rf"^\S+ T={tokens} H={heads} topk=2048 format=fp8_ds_mla +(\w+) +(.*)$", run, re.MULTILINE)
+        )
+        assert rows["FlashMLA"].split()[0] == peer
+        assert rows["hopper"].split()[0] == ours
+        figures = [f"{float(figure):.1e}".replace("e-0", "e-") for figure in re.findall(r"[\d.]+", rows["hopper"])[-2:]]
+        assert figures == [error, bound]
+        ratios.append(float(peer) / float(ours))
+    assert f"are {min(ratios):.1f} to {max(ratios):.1f} times as fast as FlashMLA" in readme
+
+
 def test_quick_start_shows_the_slots_that_come_out(capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs" / "quickstart.md"
     exec(compile(code_of(page), str(page), "exec"), {})
@@ -80,6 +99,13 @@ def test_nothing_that_users_copy_scales_by_the_width_after_absorption() -> None:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def test_files_that_a_page_names_exist() -> None:
+    names = {path.name for path in ROOT.rglob("*.*") if "." not in {part[:1] for part in path.relative_to(ROOT).parts}}
+    for page in PAGES:
+        for name in re.findall(r"`(?:[\w/]+/)?(\w+\.(?:py|cuh?|cpp|json))\b", page.read_text(encoding="utf-8")):
+            assert name in names, f"{page.name} names {name}, which is not there"
 
 
 def test_pages_show_the_docstrings_and_examples_of_today() -> None:
@@ -124,3 +150,13 @@ def test_a_kernel_page_is_short_and_says_what_to_run(page: Path) -> None:
     if page.stem != "index":
         for part in ("```\n", "## Invariants", "## What bounds it", "## If you change it"):
             assert part in text, part
+
+
+def test_pages_give_the_shared_memory_of_the_kernels_of_today() -> None:
+    figures = json.loads((ROOT / "tests" / "hopper_resources.json").read_text(encoding="utf-8"))
+    known, shown = {figure["shared_bytes"] for figure in figures}, 0
+    for page in KERNEL_PAGES:
+        for pair in re.findall(r"\| ([\d,]+) / ([\d,]+) B \|", page.read_text(encoding="utf-8")):
+            shown += 1
+            assert {int(number.replace(",", "")) for number in pair} <= known, f"{page.name}: {pair}"
+    assert shown

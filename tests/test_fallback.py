@@ -16,7 +16,7 @@ import torch
 import mla_ops.kernels.triton
 from mla_ops import dispatch
 from mla_ops.dispatch import Call, Lowering, LoweringUnavailable, Missing
-from mla_ops.kernels.cuda import driver
+from mla_ops.kernels.cuda import compiler, driver
 from mla_ops.kernels.hopper import launch, sources
 from mla_ops.testing import functional, op_names, out_overload, sample_inputs
 from mla_ops.testing.checks import assert_same_memory, clone_sample
@@ -196,9 +196,11 @@ def test_choosing_compiles_and_loads_no_kernel(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sources, "reason", lambda: None)
     monkeypatch.setattr(sources, "compile", refuse)
     monkeypatch.setattr(sources, "load", refuse)
-    prefill = Call("prefill_attention", CUDA, torch.bfloat16, head_dim=192, num_heads=128, head_dim_v=128)
-    for call in (ATTENTION, ATTENTION._replace(op="paged_attention"), prefill):
-        assert dispatch.select_name(call) == "hopper"
+    monkeypatch.setattr(compiler, "compile", refuse)
+    chosen = {
+        entry.op for entry in dispatch.report(dispatch.stand_in((9, 0))) if entry.backend == "hopper" and entry.runs
+    }
+    assert chosen == {op for op in dispatch.FAMILIES if dispatch.has_lowering("hopper", op)}
 
 
 def test_code_that_the_driver_refuses_makes_the_lowering_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

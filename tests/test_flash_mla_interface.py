@@ -351,6 +351,10 @@ def test_refusals(device):
         flash_mla.flash_mla_with_kvcache(q, cache, lengths.new_zeros(1, 3), lengths, 512)
     with pytest.raises(NotImplementedError, match=r"kv has 2 key heads"):
         flash_mla.flash_mla_sparse_fwd(q[0], q.new_zeros(9, 2, 576), indices[:1], 0.1)
+    with pytest.raises(TypeError, match=r"flash_mla_with_kvcache: k_cache must be a tensor, got None"):
+        decode(None, indices=indices)
+    with pytest.raises(TypeError, match=r"flash_mla_sparse_fwd: kv must be a tensor, got None"):
+        flash_mla.flash_mla_sparse_fwd(q[0], None, indices[:1], 0.1)
     with pytest.raises(NotImplementedError, match=r"results are natural logarithms"):
         flash_mla.flash_mla_sparse_fwd(q[0], q.new_zeros(9, 1, 576), indices[:1], 0.1, return_log2_lse=True)
 

@@ -203,7 +203,7 @@ FP8, V4, BF16 = KERNELS["fp8_ds_mla", 576], KERNELS["fp8_ds_mla_v4", 512], KERNE
     ],
 )
 def test_calls_of_less_go_by_their_shapes(shape: launch.Shape, behind: int, expected: float) -> None:
-    """What rows of one length pay for the question decides: docs/notes.md has figures."""
+    """The cost of the question for rows of one length decides: docs/notes.md has figures."""
     assert least_us(shape, behind) == expected
 
 

@@ -211,7 +211,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
         for evenly, shapes in ((False, (*SHAPES, *IN_SHARES, *GROUPS_OF_64)), (True, BALANCED_SHAPES))
         for number, shape in enumerate(shapes)
         if keys.quantized or not (isinstance(shape, Group) or shape.shares)
-        # of other formats than the first, each shape meets every other kind, and each kind every other shape
+        # in formats other than the first, each shape meets every other kind, and each kind every other shape
         if name == ("fp8_ds_mla", 576) or (KINDS.index(kind) + number) % 2
     ],
 )

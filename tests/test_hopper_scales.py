@@ -104,7 +104,7 @@ def test_every_byte_of_v4(library: ctypes.CDLL) -> None:
 
 
 def test_the_oracle_bounds_weights_by_the_powers_that_are_taken_out(library: ctypes.CDLL) -> None:
-    """Of keys that float16 holds with them."""
+    """Keys whose scales float16 holds, once the power is out."""
     random.seed(1)
     for _ in range(500):
         middle = random.uniform(-40, 30)

@@ -48,11 +48,11 @@ class ContextParallel:
     interleave: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"ContextParallel: rank must be 0 to {self.world_size - 1}, got {self.rank}")
-        check_sizes("ContextParallel", 1, interleave=self.interleave)
+        sizes = {"world_size": self.world_size, "block_size": self.block_size, "interleave": self.interleave}
+        check_sizes("ContextParallel", 1, **sizes)
+        check_sizes("ContextParallel", 0, most=self.world_size - 1, rank=self.rank)
         stripe = self.world_size * self.interleave
-        if self.block_size < 1 or self.block_size % stripe:
+        if self.block_size % stripe:
             raise ValueError(
                 f"ContextParallel: block_size must be a multiple of world_size * interleave, {stripe}, "
                 f"got {self.block_size}"

@@ -73,6 +73,12 @@ def _expect(op: str, name: str, tensor: torch.Tensor | None, *shape: int | str) 
         raise ValueError(f"{op}: {name} must have shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
 
 
+def _refuse_none(op: str, **tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise TypeError(f"{op}: {name} must be a tensor, got None")
+
+
 def _rows(cache: torch.Tensor, name: str, op: str) -> tuple[torch.Tensor, str]:
     """A cache as the ops take it, `[num_blocks, block_size, row_width]`, and its format."""
     if cache.dim() != 4:
@@ -157,8 +163,8 @@ def flash_mla_with_kvcache(
         out `[b, s_q, h_q, 512]` and lse `[b, h_q, s_q]` float32.
     """
     op = "flash_mla_with_kvcache"
-    if q.dim() != 4:
-        raise ValueError(f"{op}: q must have shape [b, s_q, h_q, head_dim], got {list(q.shape)}")
+    _refuse_none(op, q=q, k_cache=k_cache)
+    _expect(op, "q", q, "b", "s_q", "h_q", "head_dim")
     if head_dim_v != LATENT_DIM:
         raise ValueError(f"{op}: head_dim_v must be {LATENT_DIM}, got {head_dim_v}")
     if descale_q is not None or descale_k is not None:
@@ -271,6 +277,7 @@ def flash_mla_sparse_fwd(
         None in its place.
     """
     op = "flash_mla_sparse_fwd"
+    _refuse_none(op, q=q, kv=kv, indices=indices)
     if kv.dim() != 3 or indices.dim() != 3:
         raise ValueError(
             f"{op}: kv and indices must have shapes [s_kv, 1, head_dim] and [s_q, 1, topk], got {list(kv.shape)} and "

@@ -46,13 +46,8 @@ def convert_req_index_to_global_index(
     """
     op = "convert_req_index_to_global_index"
     device = req_id_per_token.device
-    check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", None),), device)
-    check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
-    dims = (("num_tokens", req_id_per_token.shape[0]), ("topk", None))
-    check_tensor(op, "token_indices", token_indices, INT32, dims, device)
-    check_positive(op, "block_size", block_size)
-    if num_blocks is not None:
-        check_not_negative(op, "num_blocks", num_blocks)
+    check_tensor(op, "token_indices", token_indices, INT32, (("num_tokens", None), ("topk", None)), device)
+    _check_paged(op, token_indices, req_id_per_token, block_table, block_size, num_blocks)
     num_tokens, topk = token_indices.shape
     call = Call(op, device, torch.int32, num_tokens=num_tokens, topk=topk)
     return call, {"out": ((num_tokens, topk), torch.int32), "valid_counts": ((num_tokens,), torch.int32)}
@@ -84,15 +79,15 @@ def filter_prefill_indices(indices: torch.Tensor, context_lens: torch.Tensor) ->
 
 def _check_paged(
     op: str,
-    positions: torch.Tensor,
+    tokens: torch.Tensor,
     req_id_per_token: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
     num_blocks: int | None,
 ) -> None:
-    device = positions.device
-    check_tensor(op, "positions", positions, INT32, (("num_tokens", None),), device)
-    check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", positions.shape[0]),), device)
+    """Raises unless each of `tokens` has a request, whose blocks the table may have."""
+    device = tokens.device
+    check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", tokens.shape[0]),), device)
     check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
     check_positive(op, "block_size", block_size)
     if num_blocks is not None:
@@ -138,6 +133,7 @@ def sliding_window_indices(
         TypeError, ValueError: a dtype, device, shape or size that the contract does not allow.
     """
     op = "sliding_window_indices"
+    check_tensor(op, "positions", positions, INT32, (("num_tokens", None),), positions.device)
     _check_paged(op, positions, req_id_per_token, block_table, block_size, num_blocks)
     check_not_negative(op, "window", window)
     return _rows(op, positions, window)
@@ -173,6 +169,7 @@ def compressed_indices(
         TypeError, ValueError: a dtype, device, shape or size that the contract does not allow.
     """
     op = "compressed_indices"
+    check_tensor(op, "positions", positions, INT32, (("num_tokens", None),), positions.device)
     _check_paged(op, positions, req_id_per_token, block_table, block_size, num_blocks)
     check_positive(op, "compress_ratio", compress_ratio)
     check_not_negative(op, "width", width)
@@ -207,13 +204,9 @@ def compute_global_topk_indices_and_lens(
         TypeError, ValueError: a dtype, device, shape or non-positive `block_size` that the contract does not allow.
     """
     op = "compute_global_topk_indices_and_lens"
-    device = topk_indices.device
-    check_tensor(op, "topk_indices", topk_indices, INT32, (("num_tokens", None), ("topk", None)), device)
-    check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", topk_indices.shape[0]),), device)
-    check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
-    check_positive(op, "block_size", block_size)
-    if num_blocks is not None:
-        check_not_negative(op, "num_blocks", num_blocks)
+    dims = (("num_tokens", None), ("topk", None))
+    check_tensor(op, "topk_indices", topk_indices, INT32, dims, topk_indices.device)
+    _check_paged(op, topk_indices, req_id_per_token, block_table, block_size, num_blocks)
     return _rows(op, topk_indices, topk_indices.shape[1])
 
 

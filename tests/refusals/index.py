@@ -31,7 +31,7 @@ REFUSALS: list[Refusal] = [
         "other tokens",
         narrower("token_indices"),
         ValueError,
-        ("token_indices", "num_tokens=5", "got [4, 6]"),
+        ("req_id_per_token", "num_tokens=4", "got [5]"),
     ),
     ("filter_prefill_indices", "other tokens", narrower("context_lens"), ValueError, ("context_lens", "=5", "got [4]")),
     *(
