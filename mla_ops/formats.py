@@ -143,6 +143,10 @@ FORMATS: dict[str, CacheFormat] = {
     )
 }
 
+# formats whose rows are numbers as they are: the dtype of each, and the format of a dtype
+PLAIN = {name: entry.dtype for name, entry in FORMATS.items() if not entry.quantized}
+PLAIN_FORMATS = {dtype: name for name, dtype in PLAIN.items()}
+
 # those that hold the latents of attention
 LATENT_FORMATS = tuple(name for name, entry in FORMATS.items() if not entry.index_only)
 

@@ -15,21 +15,20 @@ import torch
 
 from . import dispatch
 from .dispatch import ADAPTERS, BACKENDS, FAMILIES, Call, Missing
-from .formats import FORMATS, LATENT_FORMATS
+from .formats import FORMATS, LATENT_FORMATS, PLAIN
 
-ARCHITECTURES: dict[str, tuple[int, int]] = {
+CAPABILITIES: dict[str, tuple[int, int]] = {
     f"SM{major}{minor}": (major, minor)
     for major, minor in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 }
-COLUMNS = ("CPU", *ARCHITECTURES)
-INDEX_FORMATS = ("fp8_index", "bf16", "fp16", "fp32")
-PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COLUMNS = ("CPU", *CAPABILITIES)
+INDEX_FORMATS = ("fp8_index", *PLAIN)
 
 # Formats of the caches that an op reads or writes, where it takes any.
 CACHES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("concat_and_cache", "gather_cache", "paged_sparse_attention", "paged_attention"), LATENT_FORMATS),
     "paged_sparse_attention.extra": ("fp8_ds_mla_v4", "fp8_ds_mla", "bf16"),
-    "compress_and_cache": ("fp8_ds_mla_v4", "fp8_index", "bf16", "fp16", "fp32"),
+    "compress_and_cache": ("fp8_ds_mla_v4", *INDEX_FORMATS),
     **dict.fromkeys(("write_index_cache", "gather_index_cache", "paged_indexer_logits", "select_keys"), INDEX_FORMATS),
 }
 
@@ -164,7 +163,7 @@ class Line(NamedTuple):
 
 def device_of(architecture: str) -> torch.device:
     """The CPU, or a stand-in."""
-    return torch.device("cpu") if architecture == "CPU" else dispatch.stand_in(ARCHITECTURES[architecture])
+    return torch.device("cpu") if architecture == "CPU" else dispatch.stand_in(CAPABILITIES[architecture])
 
 
 def call_of(op: str, cache_format: str, device: torch.device) -> Call:

@@ -97,8 +97,13 @@ def test_nothing_that_users_copy_scales_by_the_width_after_absorption() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+    for name, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page.name} links to {name}, which is not there"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+            assert anchor in anchors, f"{page.name} links to {name}#{anchor}, which is not there"
 
 
 def test_files_that_a_page_names_exist() -> None:

@@ -101,7 +101,7 @@ def test_what_is_refused_is_refused_for_the_reason_of_its_cell() -> None:
 
 def test_every_architecture_is_one_that_the_kernels_are_compiled_for() -> None:
     text = (ROOT / "tests" / "aot_kernels.py").read_text(encoding="utf-8")
-    numbers = ", ".join(name.removeprefix("SM") for name in matrix.ARCHITECTURES)
+    numbers = ", ".join(name.removeprefix("SM") for name in matrix.CAPABILITIES)
     assert f"CAPABILITIES = ({numbers})" in text
 
 
@@ -129,7 +129,7 @@ CHOICES = [
     ("SM90", "gather_cache", {}, {"nvrtc", "triton"}, "triton"),
     *(
         (name, op, {}, {"nvrtc", "triton", "flashinfer"}, "triton")
-        for name in matrix.ARCHITECTURES
+        for name in matrix.CAPABILITIES
         if name != "SM90"
         for op in ("paged_sparse_attention", "paged_attention", "prefill_attention", "topk_indices", "concat_and_cache")
     ),

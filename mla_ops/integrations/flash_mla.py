@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from .. import ops
-from ..formats import FORMATS, LATENT_DIM
+from ..formats import FORMATS, LATENT_DIM, PLAIN_FORMATS
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -95,9 +95,8 @@ def _rows(cache: torch.Tensor, name: str, op: str) -> tuple[torch.Tensor, str]:
         raise ValueError(
             f"{op}: rows of {name} must be 656 bytes (fp8_ds_mla) or 584 (fp8_ds_mla_v4), got {cache.shape[3]}"
         )
-    for entry in FORMATS.values():
-        if cache.dtype == entry.dtype and not entry.quantized:
-            return rows, entry.name
+    if cache.dtype in PLAIN_FORMATS:
+        return rows, PLAIN_FORMATS[cache.dtype]
     raise TypeError(f"{op}: {name} must be of 8-bit elements, bfloat16, float16 or float32, got {cache.dtype}")
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..formats import PLAIN_FORMATS
 from .experts import feed_forward
 from .latent import LatentAttention
 from .parallel import Ranks, shard_weights
-from .parts import PLAIN_FORMATS
 from .streams import HyperStreams, Residual
 from .supported import dtype_and_device, read_model
 from .windowed import WindowedAttention
@@ -73,14 +73,14 @@ class Decoder(nn.Module):
         self.softcap = text.softcap
         self.dtype, self.device = dtype_and_device(text.backbone)
         self.attention: Any
-        if text.architecture.layers is None:
+        if text.model_type.layers is None:
             if ranks.dcp_group is not None:
                 raise ValueError(
                     "decoder_for: dcp_mesh needs caches of latents, DeepSeek-V4 has windows and compressed caches"
                 )
             self.attention = WindowedAttention(text.backbone, text.config, max_model_len)
         else:
-            parts = text.architecture.layers(text.config)
+            parts = text.model_type.layers(text.config)
             self.attention = LatentAttention(text.backbone, text.config, parts, max_model_len, ranks)
         streams = getattr(text.config, "hc_mult", None)
         self.residual = Residual() if streams is None else HyperStreams(int(streams))

@@ -9,8 +9,6 @@ import torch
 from ..formats import ROPE_DIM, get_format
 from ..ops import quantize_index_query, select_keys
 
-PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
 
 class Rope(NamedTuple):
     """How a model rotates 64 dims of a head: which dims make a pair, and where the 64 stand.

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ..formats import INDEX_DIM, LATENT_DIM, ROPE_DIM
+from ..formats import INDEX_DIM, LATENT_DIM, PLAIN_FORMATS, ROPE_DIM
+from ..ops._checks import MAX_NUM_HEADS
 from .latent import OWN, SHARED, LatentLayer
-from .parts import PLAIN_FORMATS, Rope
+from .parts import Rope
 
 NEIGHBOURS, HALVES = Rope("neighbours"), Rope("halves")
-MAX_NUM_HEADS = 128
 
 
 def _dense_layers(config: Any) -> list[LatentLayer]:
@@ -59,7 +59,7 @@ WINDOWED_SIZES = {"head_dim": 512, "qk_rope_head_dim": ROPE_DIM, "index_head_dim
 
 
 @dataclass(frozen=True)
-class Architecture:
+class ModelType:
     """Facts of a model type that the decoder needs.
 
     Attributes:
@@ -74,20 +74,20 @@ class Architecture:
 
 
 # keys are the model_type of the text model's config
-ARCHITECTURES = {
-    "deepseek_v3": Architecture("DeepseekV3ForCausalLM", LATENT_SIZES, _dense_layers),
-    "deepseek_v32": Architecture("DeepseekV32ForCausalLM", INDEXED_SIZES, _indexed_layers(NEIGHBOURS, HALVES)),
-    "deepseek_v4": Architecture("DeepseekV4ForCausalLM", WINDOWED_SIZES, None),
-    "glm_moe_dsa": Architecture("GlmMoeDsaForCausalLM", INDEXED_SIZES, _indexed_layers(NEIGHBOURS, NEIGHBOURS)),
-    "hy_v4": Architecture("HYV4ForCausalLM", INDEXED_SIZES, _indexed_layers(HALVES, Rope("halves", "last"))),
-    "mistral_large4_text": Architecture("MistralLarge4ForConditionalGeneration", INDEXED_SIZES, _mistral_layers),
+MODEL_TYPES = {
+    "deepseek_v3": ModelType("DeepseekV3ForCausalLM", LATENT_SIZES, _dense_layers),
+    "deepseek_v32": ModelType("DeepseekV32ForCausalLM", INDEXED_SIZES, _indexed_layers(NEIGHBOURS, HALVES)),
+    "deepseek_v4": ModelType("DeepseekV4ForCausalLM", WINDOWED_SIZES, None),
+    "glm_moe_dsa": ModelType("GlmMoeDsaForCausalLM", INDEXED_SIZES, _indexed_layers(NEIGHBOURS, NEIGHBOURS)),
+    "hy_v4": ModelType("HYV4ForCausalLM", INDEXED_SIZES, _indexed_layers(HALVES, Rope("halves", "last"))),
+    "mistral_large4_text": ModelType("MistralLarge4ForConditionalGeneration", INDEXED_SIZES, _mistral_layers),
 }
 # models with more than text, by the model_type of their text model; images are not read
 WRAPPERS = {"kimi_k25": "deepseek_v3", "mistral_large4": "mistral_large4_text"}
 WRAPPER_CLASSES = {"kimi_k25": "Kimi_K25ForConditionalGeneration"}
 # checkpoints of another name that a class of transformers loads as it is
 ALIASES = {"kimi_k2": "deepseek_v3"}
-SUPPORTED = sorted({*ARCHITECTURES, *WRAPPERS, *ALIASES} - {"mistral_large4_text"})
+SUPPORTED = sorted({*MODEL_TYPES, *WRAPPERS, *ALIASES} - {"mistral_large4_text"})
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ class TextModel:
     """The parts of a transformers model that the decoder calls.
 
     Attributes:
-        architecture: its entry in `ARCHITECTURES`.
+        model_type: its entry in `MODEL_TYPES`.
         config: of the text model.
         backbone: embedding, layers, norm and rotary embedding.
         lm_head: the head.
         softcap: the logits' bound where a model has one.
     """
 
-    architecture: Architecture
+    model_type: ModelType
     config: Any
     backbone: Any
     lm_head: Any
@@ -133,13 +133,13 @@ def read_model(model: Any, max_model_len: int) -> TextModel:
             raise TypeError(
                 f"decoder_for: the text model of a '{found}' must be of model_type '{inner}', got '{config.model_type}'"
             )
-    architecture = ARCHITECTURES.get(inner) if found in SUPPORTED else None
-    if architecture is None:
+    model_type = MODEL_TYPES.get(inner) if found in SUPPORTED else None
+    if model_type is None:
         raise TypeError(
             f"decoder_for: model must be of a model_type in {SUPPORTED}, got {type(model).__name__} of model_type "
             f"'{found}'; another type's weights may fit and still give wrong tokens"
         )
-    model_class = WRAPPER_CLASSES.get(found, architecture.model_class)
+    model_class = WRAPPER_CLASSES.get(found, model_type.model_class)
     if not hasattr(model, "lm_head"):
         raise TypeError(
             f"decoder_for: model must have a language model's head, {type(model).__name__} has none: load the "
@@ -152,14 +152,14 @@ def read_model(model: Any, max_model_len: int) -> TextModel:
             "trust_remote_code"
         )
     backbone = model.model.language_model if found in WRAPPERS else model.model
-    _check_config(config, architecture, max_model_len)
+    _check_config(config, model_type, max_model_len)
     _check_weights({"": backbone, "lm_head.": model.lm_head})
     softcap = getattr(config, "final_logit_softcapping", None) if inner == "mistral_large4_text" else None
-    return TextModel(architecture, config, backbone, model.lm_head, softcap)
+    return TextModel(model_type, config, backbone, model.lm_head, softcap)
 
 
-def _check_config(config: Any, architecture: Architecture, max_model_len: int) -> None:
-    for name, value in architecture.sizes.items():
+def _check_config(config: Any, model_type: ModelType, max_model_len: int) -> None:
+    for name, value in model_type.sizes.items():
         if getattr(config, name) != value:
             raise ValueError(
                 f"decoder_for: config.{name} must be {value}, the width that the cache formats have, "
@@ -170,7 +170,7 @@ def _check_config(config: Any, architecture: Architecture, max_model_len: int) -
             f"decoder_for: config.num_attention_heads must be 1 to {MAX_NUM_HEADS}, got {config.num_attention_heads}"
         )
     rope = config.rope_parameters or {}
-    for parameters in rope.values() if architecture.layers is None else (rope,):
+    for parameters in rope.values() if model_type.layers is None else (rope,):
         rope_type = parameters.get("rope_type", "default") if isinstance(parameters, dict) else "default"
         if rope_type in ("dynamic", "longrope"):
             raise ValueError(

@@ -26,6 +26,7 @@ from ..registry import is_single, require, require_one_of
 from ..transforms import has_tangent, tangent_message
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT32, INT32, INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 SCALE_LIMIT = 2.0**127
 QUERY_DIMS = (LATENT_DIM + ROPE_DIM, LATENT_DIM)
@@ -61,6 +62,10 @@ def check_tensor(
             (dense, *is_single(shape)),
             lambda: f"{op}: {name} must be contiguous in its last dimension, got strides {tensor.stride()}",
         )
+
+
+def check_block_table(op: str, table: torch.Tensor, device: torch.device, name: str = "block_table") -> None:
+    check_tensor(op, name, table, INT32, (("num_requests", None), ("max_blocks", None)), device)
 
 
 def _wrong_shape(op: str, name: str, tensor: torch.Tensor, dims: Sequence[tuple[str, object]]) -> str:

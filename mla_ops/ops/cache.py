@@ -7,7 +7,7 @@ import torch
 from ..dispatch import Call
 from ..formats import geometry
 from ..registry import Contract, computing, mutating, require
-from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_not_negative, check_tensor
+from ._checks import FLOAT_DTYPES, INT32, INT64, check_cache, check_no_grad, check_not_negative, check_tensor
 
 
 @mutating("kv_cache")
@@ -60,7 +60,7 @@ def concat_and_cache(
     )
     if kv_cache.device != device:
         raise ValueError(f"{op}: kv_cache must be on {device} like the first argument, got {kv_cache.device}")
-    check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), (("num_slots", None),), device)
+    check_tensor(op, "slot_mapping", slot_mapping, INT64, (("num_slots", None),), device)
     check_no_grad(op, kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache)
     return Call(op, device, kv_c.dtype, cache_format, num_tokens=slot_mapping.shape[0])
 
@@ -102,13 +102,11 @@ def gather_cache(
     entry = check_cache(op, kv_cache, cache_format)
     device = kv_cache.device
     num_requests = seq_lens.shape[0] if seq_lens.dim() else None
-    check_tensor(op, "seq_lens", seq_lens, (torch.int32,), (("num_requests", None),), device)
-    check_tensor(
-        op, "block_table", block_table, (torch.int32,), (("num_requests", num_requests), ("max_blocks", None)), device
-    )
-    check_tensor(op, "cu_seq_lens", cu_seq_lens, (torch.int32,), (("num_requests+1", seq_lens.shape[0] + 1),), device)
+    check_tensor(op, "seq_lens", seq_lens, INT32, (("num_requests", None),), device)
+    check_tensor(op, "block_table", block_table, INT32, (("num_requests", num_requests), ("max_blocks", None)), device)
+    check_tensor(op, "cu_seq_lens", cu_seq_lens, INT32, (("num_requests+1", seq_lens.shape[0] + 1),), device)
     if gather_lens is not None:
-        check_tensor(op, "gather_lens", gather_lens, (torch.int32,), (("num_requests", num_requests),), device)
+        check_tensor(op, "gather_lens", gather_lens, INT32, (("num_requests", num_requests),), device)
     check_not_negative(op, "num_rows", num_rows)
     check_not_negative(op, "offset", offset)
     check_no_grad(op, kv_cache=kv_cache)

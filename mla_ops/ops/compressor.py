@@ -7,10 +7,17 @@ import torch
 from ..dispatch import Call
 from ..formats import CACHE_ALIGNMENT, ROPE_DIM, geometry
 from ..registry import is_single, mutating, require, require_one_of
-from ._checks import FLOAT_DTYPES, check_cache, check_no_grad, check_scale, check_tensor
-
-INT32 = (torch.int32,)
-FLOAT32 = (torch.float32,)
+from ._checks import (
+    FLOAT32,
+    FLOAT_DTYPES,
+    INT32,
+    INT64,
+    check_block_table,
+    check_cache,
+    check_no_grad,
+    check_scale,
+    check_tensor,
+)
 
 # widths of a compressed entry: keys of V4's attention, keys of its indexer
 HEAD_DIMS = (512, 128)
@@ -133,12 +140,11 @@ def compress_and_cache(
     if width not in (head_dim, 2 * head_dim):
         raise ValueError(f"{op}: kv must be {head_dim} wide, or {2 * head_dim} with overlap, got {width}")
     _check_state_cache(op, state_cache, width, device)
-    dims = (("num_requests", None), ("max_blocks", None))
-    check_tensor(op, "state_block_table", state_block_table, INT32, dims, device)
+    check_block_table(op, state_block_table, device, "state_block_table")
     tokens = (("num_tokens", num_tokens),)
     check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
     check_tensor(op, "positions", positions, INT32, tokens, device)
-    check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), tokens, device)
+    check_tensor(op, "slot_mapping", slot_mapping, INT64, tokens, device)
     check_scale(op, "eps", eps)
     window = position_bias.shape[0] * (width // head_dim)
     capacity = state_block_table.shape[1] * state_cache.shape[1]

@@ -12,6 +12,8 @@ from ..registry import Contract, Outputs, computing, require
 from ..sizes import check_sizes
 from ._checks import (
     FLOAT_DTYPES,
+    INT32,
+    check_block_table,
     check_heads,
     check_no_grad,
     check_not_negative,
@@ -20,7 +22,6 @@ from ._checks import (
     check_tensor,
 )
 
-INT32 = (torch.int32,)
 MAX_HEAD_DIM = 256
 
 
@@ -154,7 +155,7 @@ def paged_attention(
     op = "paged_attention"
     device = q.device
     head_dim = check_query_and_cache(op, q, kv_cache, cache_format, q_rope=q_rope)
-    check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
+    check_block_table(op, block_table, device)
     tokens = (("num_tokens", q.shape[0]),)
     check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
     check_tensor(op, "key_lens", key_lens, INT32, tokens, device)

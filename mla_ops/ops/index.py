@@ -6,9 +6,7 @@ import torch
 
 from ..dispatch import Call
 from ..registry import Contract, computing, require
-from ._checks import check_int32, check_not_negative, check_positive, check_tensor
-
-INT32 = (torch.int32,)
+from ._checks import INT32, check_block_table, check_int32, check_not_negative, check_positive, check_tensor
 
 
 @computing("out", "valid_counts")
@@ -88,7 +86,7 @@ def _check_paged(
     """Raises unless each of `tokens` has a request, whose blocks the table may have."""
     device = tokens.device
     check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", tokens.shape[0]),), device)
-    check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
+    check_block_table(op, block_table, device)
     check_positive(op, "block_size", block_size)
     if num_blocks is not None:
         check_not_negative(op, "num_blocks", num_blocks)

@@ -8,7 +8,11 @@ from ..dispatch import Call
 from ..formats import INDEX_DIM, CacheFormat, geometry
 from ..registry import Contract, Outputs, computing, mutating, require
 from ._checks import (
+    FLOAT32,
     FLOAT_DTYPES,
+    INT32,
+    INT64,
+    check_block_table,
     check_cache,
     check_no_grad,
     check_not_negative,
@@ -17,11 +21,9 @@ from ._checks import (
     check_tensor,
 )
 
-INT32 = (torch.int32,)
-FLOAT32 = (torch.float32,)
 SCORED_DTYPES = (torch.float8_e4m3fn, *FLOAT_DTYPES)
 MAX_TOPK = 4096
-QUERY_DIMS = (("num_tokens", None), ("num_heads", None), ("head_dim", INDEX_DIM))
+INDEX_QUERY_DIMS = (("num_tokens", None), ("num_heads", None), ("head_dim", INDEX_DIM))
 
 
 def _check_index_cache(
@@ -37,7 +39,7 @@ def _check_index_cache(
 
 
 def _check_queries(op: str, q: torch.Tensor, weights: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    check_tensor(op, "q", q, dtypes, QUERY_DIMS, q.device)
+    check_tensor(op, "q", q, dtypes, INDEX_QUERY_DIMS, q.device)
     dims = (("num_tokens", q.shape[0]), ("num_heads", q.shape[1]))
     check_tensor(op, "weights", weights, FLOAT32, dims, q.device)
 
@@ -79,7 +81,7 @@ def write_index_cache(
     entry = _check_index_cache(op, index_cache, cache_format, k.device)
     dtypes = FLOAT_DTYPES if entry.quantized or entry.dtype == torch.float32 else (entry.dtype, torch.float32)
     check_tensor(op, "k", k, dtypes, (("num_tokens", None), ("head_dim", INDEX_DIM)), k.device)
-    check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), (("num_slots", None),), k.device)
+    check_tensor(op, "slot_mapping", slot_mapping, INT64, (("num_slots", None),), k.device)
     check_no_grad(op, k=k, index_cache=index_cache)
     return Call(op, k.device, k.dtype, cache_format, num_tokens=slot_mapping.shape[0])
 
@@ -146,7 +148,7 @@ def quantize_index_query(q: torch.Tensor, weights: torch.Tensor, scale: float) -
     Source: DeepSeek-V3.2.
     """
     op = "quantize_index_query"
-    check_tensor(op, "q", q, FLOAT_DTYPES, QUERY_DIMS, q.device)
+    check_tensor(op, "q", q, FLOAT_DTYPES, INDEX_QUERY_DIMS, q.device)
     dims = (("num_tokens", q.shape[0]), ("num_heads", q.shape[1]))
     check_tensor(op, "weights", weights, FLOAT_DTYPES, dims, q.device)
     check_scale(op, "scale", scale)
@@ -227,7 +229,7 @@ def _check_paged(
     tokens = (("num_tokens", q.shape[0]),)
     check_tensor(op, "lengths", lengths, INT32, tokens, q.device)
     check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, q.device)
-    check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), q.device)
+    check_block_table(op, block_table, q.device)
     check_no_grad(op, q=q, index_cache=index_cache, weights=weights)
 
 
@@ -327,7 +329,7 @@ def topk_indices(
         given, missing = ("block_table", "req_id_per_token")[:: -1 if block_table is None else 1]
         raise ValueError(f"{op}: {given} needs {missing} beside it, got None")
     if block_table is not None and req_id_per_token is not None:
-        check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
+        check_block_table(op, block_table, device)
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
         check_positive(op, "block_size", block_size)
     check_no_grad(op, scores=scores)

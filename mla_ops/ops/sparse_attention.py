@@ -7,9 +7,17 @@ import torch
 from ..dispatch import Call
 from ..formats import LATENT_DIM
 from ..registry import Contract, computing
-from ._checks import FLOAT_DTYPES, check_no_grad, check_query, check_query_and_cache, check_scale, check_tensor
-
-INT32 = (torch.int32,)
+from ._checks import (
+    FLOAT32,
+    FLOAT_DTYPES,
+    INT32,
+    check_block_table,
+    check_no_grad,
+    check_query,
+    check_query_and_cache,
+    check_scale,
+    check_tensor,
+)
 
 
 def _check_selection(
@@ -23,12 +31,7 @@ def _check_selection(
 
 def _check_sink(op: str, q: torch.Tensor, attn_sink: torch.Tensor | None) -> None:
     if attn_sink is not None:
-        check_tensor(op, "attn_sink", attn_sink, (torch.float32,), (("num_heads", q.shape[1]),), q.device)
-
-
-def _check_table(op: str, q: torch.Tensor, block_table: torch.Tensor | None, name: str = "block_table") -> None:
-    if block_table is not None:
-        check_tensor(op, name, block_table, INT32, (("num_requests", None), ("max_blocks", None)), q.device)
+        check_tensor(op, "attn_sink", attn_sink, FLOAT32, (("num_heads", q.shape[1]),), q.device)
 
 
 def _contract(
@@ -68,7 +71,8 @@ def _over_one_cache(
         if block_table is None:
             given, missing = missing, given
         raise ValueError(f"{op}: block_table and req_id_per_token go together, got {given} without {missing}")
-    _check_table(op, q, block_table)
+    if block_table is not None:
+        check_block_table(op, block_table, q.device)
     if req_id_per_token is not None:
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
     check_no_grad(op, q=q, q_rope=q_rope, kv_cache=kv_cache, attn_sink=attn_sink)
@@ -107,8 +111,10 @@ def _over_two_caches(
         tables = "block_table" if block_table is not None else "extra_block_table"
         got = "req_id_per_token without either" if req_id_per_token is not None else f"{tables} without it"
         raise ValueError(f"{op}: block_table or extra_block_table go together with req_id_per_token, got {got}")
-    _check_table(op, q, block_table)
-    _check_table(op, q, extra_block_table, "extra_block_table")
+    if block_table is not None:
+        check_block_table(op, block_table, q.device)
+    if extra_block_table is not None:
+        check_block_table(op, extra_block_table, q.device, "extra_block_table")
     if req_id_per_token is not None:
         check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("num_tokens", q.shape[0]),), q.device)
     check_no_grad(op, q=q, kv_cache=kv_cache, extra_kv_cache=extra_kv_cache, attn_sink=attn_sink)

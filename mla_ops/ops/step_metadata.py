@@ -6,9 +6,7 @@ import torch
 
 from ..dispatch import Call
 from ..registry import mutating, require
-from ._checks import check_not_negative, check_positive, check_tensor
-
-INT32 = (torch.int32,)
+from ._checks import INT32, INT64, check_block_table, check_not_negative, check_positive, check_tensor
 
 
 @mutating(
@@ -85,7 +83,7 @@ def build_step_metadata(
     check_tensor(op, "req_id_per_token", req_id_per_token, INT32, (("max_num_tokens", None),), device)
     tokens = (("max_num_tokens", req_id_per_token.shape[0]),)
     check_tensor(op, "positions", positions, INT32, tokens, device)
-    check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), tokens, device)
+    check_tensor(op, "slot_mapping", slot_mapping, INT64, tokens, device)
     check_tensor(op, "key_lens", key_lens, INT32, tokens, device)
     check_tensor(op, "topk_length", topk_length, INT32, tokens, device)
     check_positive(op, "block_size", block_size)
@@ -127,7 +125,7 @@ def build_compressed_metadata(
     check_tensor(op, "positions", positions, INT32, (("max_num_tokens", None),), device)
     tokens = (("max_num_tokens", positions.shape[0]),)
     check_tensor(op, "req_id_per_token", req_id_per_token, INT32, tokens, device)
-    check_tensor(op, "block_table", block_table, INT32, (("num_requests", None), ("max_blocks", None)), device)
+    check_block_table(op, block_table, device)
     dims = (("max_num_requests", None), ("max_blocks_per_request", None))
     check_tensor(op, "block_table_buffer", block_table_buffer, INT32, dims, device)
     require(
@@ -141,7 +139,7 @@ def build_compressed_metadata(
         block_table.shape[1] <= block_table_buffer.shape[1],
         lambda: f"{op}: block_table is {block_table.shape[1]} blocks wide, its buffer {block_table_buffer.shape[1]}",
     )
-    check_tensor(op, "slot_mapping", slot_mapping, (torch.int64,), tokens, device)
+    check_tensor(op, "slot_mapping", slot_mapping, INT64, tokens, device)
     check_tensor(op, "compressed_lens", compressed_lens, INT32, tokens, device)
     check_positive(op, "compress_ratio", compress_ratio)
     check_positive(op, "block_size", block_size)

@@ -18,8 +18,6 @@ SCALE = 0.0625
 # an `.out` buffer holds this before the call, so that a row that must be left alone can be told from a written one
 FILL = 7
 
-PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 
 class Maker:
     """Tensors on one device, from one seed, made on the CPU so that every device gets the same numbers."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..formats import FORMATS, LATENT_DIM, LATENT_FORMATS, ROPE_DIM, allocate_cache
+from ..formats import FORMATS, LATENT_DIM, LATENT_FORMATS, PLAIN, ROPE_DIM, allocate_cache
 from ..registry import outputs_of
 from . import samples_indexer as indexer
 from .maker import (
@@ -29,7 +29,6 @@ from .maker import (
     FILL,
     NUM_BLOCKS,
     NUM_HEADS,
-    PLAIN,
     SCALE,
     TOPK,
     Case,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..formats import FORMATS, LATENT_DIM, LATENT_FORMATS
-from .maker import NUM_HEADS, PLAIN, SCALE, Case, Maker, halves, padded_blocks, wide_rows
+from ..formats import FORMATS, LATENT_DIM, LATENT_FORMATS, PLAIN
+from .maker import NUM_HEADS, SCALE, Case, Maker, halves, padded_blocks, wide_rows
 
 
 def merge_stacked(make: Maker) -> Iterator[Case]:

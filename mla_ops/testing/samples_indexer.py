@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..formats import INDEX_DIM, allocate_cache
+from ..formats import INDEX_DIM, PLAIN, allocate_cache
 from ..kernels.reference.indexer import write_index_cache as write_reference
-from .maker import BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, PLAIN, Case, Maker, by_token, padded_blocks, wide_rows
+from .maker import BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS, Case, Maker, by_token, padded_blocks, wide_rows
 
 INDEX_FORMATS = ("fp8_index", *PLAIN)
 

@@ -9,9 +9,9 @@ import dense_oracle
 import torch
 from attention_inputs import filled_cache, operand
 
-from mla_ops.formats import FORMATS, LATENT_FORMATS, geometry
+from mla_ops.formats import FORMATS, LATENT_FORMATS, PLAIN, geometry
 
-from .case import BLOCK_SIZES, PLAIN, Arguments, Case, Judge
+from .case import BLOCK_SIZES, Arguments, Case, Judge
 from .draw import TOKENS, Draw
 
 WORK = 300_000  # tokens * heads * keys of an attention call

@@ -12,7 +12,6 @@ Arguments = dict[str, Any]
 # (arguments before the call, on the CPU; arguments after; outputs; the lowering) -> raises AssertionError
 Judge = Callable[[Arguments, Arguments, tuple[torch.Tensor, ...], str], None]
 
-PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BLOCK_SIZES = (1, 2, 3, 16, 64, 80)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import attention_oracle
 import torch
 
-from mla_ops.formats import FORMATS, LATENT_FORMATS, allocate_cache, geometry
+from mla_ops.formats import FORMATS, LATENT_FORMATS, PLAIN, allocate_cache, geometry
 
 from . import attention, indexer
 from .attention import attention_cache
-from .case import BLOCK_SIZES, PLAIN, Arguments, Case
+from .case import BLOCK_SIZES, Arguments, Case
 from .draw import Draw
 
 

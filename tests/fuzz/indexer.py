@@ -7,10 +7,10 @@ import math
 
 import torch
 
-from mla_ops.formats import allocate_cache, geometry
+from mla_ops.formats import PLAIN, allocate_cache, geometry
 from mla_ops.kernels.reference.indexer import read_index_keys, write_index_cache
 
-from .case import PLAIN, Arguments, Case, Judge
+from .case import Arguments, Case, Judge
 from .draw import Draw
 
 

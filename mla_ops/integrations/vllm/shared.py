@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 import torch
 
 from ... import ops
+from ...formats import PLAIN_FORMATS
 from ...metadata import StepMetadata
 from . import words_asked
 
-PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla")
 
 
 def cache_format(kv_cache_dtype: str, kv_cache: torch.Tensor) -> str:
     """Our name of the format of vLLM's cache."""
-    return kv_cache_dtype if kv_cache_dtype == "fp8_ds_mla" else PLAIN[kv_cache.dtype]
+    return kv_cache_dtype if kv_cache_dtype == "fp8_ds_mla" else PLAIN_FORMATS[kv_cache.dtype]
 
 
 def query_of(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
