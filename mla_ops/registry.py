@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import re
 import string
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, overload
@@ -30,6 +31,10 @@ Outputs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Contract = tuple[dispatch.Call, Outputs]
 P = ParamSpec("P")
 _CONTRACTS: dict[str, Callable[..., Contract]] = {}
+# as torch's parser of arguments says it
+_WRONG_TYPE = re.compile(
+    r"^mla::\w+\(\) Expected a value of type '(\S+)' for argument '(\w+)' but instead found type '(\S+)'"
+)
 
 
 def require(condition: bool | torch.SymBool, message: Callable[[], str]) -> None:
@@ -180,7 +185,8 @@ def schemas_of(
 def _public(op: torch._ops.OpOverload, contract: Callable[..., Any], result: str) -> Callable[..., Any]:
     """The function that users call: the name, arguments and docstring of the contract, the results of the op.
 
-    Arguments that are missing or unknown are a TypeError as of any function, where torch raises RuntimeError.
+    Arguments that are missing, unknown or of another type are a TypeError as of any function, where torch raises a
+    RuntimeError, which prints the whole value.
     """
     signature = inspect.signature(contract).replace(return_annotation=result)
 
@@ -188,11 +194,14 @@ def _public(op: torch._ops.OpOverload, contract: Callable[..., Any], result: str
     def function(*args: Any, **kwargs: Any) -> Any:
         try:
             return op(*args, **kwargs)
-        except RuntimeError:
+        except RuntimeError as error:
             try:
                 signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{contract.__name__}: {error}") from None
+            except TypeError as wrong:
+                raise TypeError(f"{contract.__name__}: {wrong}") from None
+            if wrong_type := _WRONG_TYPE.search(str(error)):
+                expected, argument, found = wrong_type.groups()
+                raise TypeError(f"{contract.__name__}: {argument} must be of type {expected}, got {found}") from None
             raise
 
     function.__annotations__ = {**contract.__annotations__, "return": result}

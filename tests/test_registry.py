@@ -232,11 +232,26 @@ def test_a_contract_becomes_the_function_that_users_call() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"context_lens": [0] * 1000}, r"context_lens must be of type Tensor, got list$"),
+        ({"indices": 3}, r"indices must be of type Tensor, got int$"),
         ({"context_lens": ...}, "missing a required argument: 'context_lens'"),
         ({"context_len": None}, "got an unexpected keyword argument 'context_len'"),
     ],
 )
-def test_a_call_by_other_names_is_a_type_error(changes: dict[str, object], message: str) -> None:
+def test_a_call_by_other_names_or_types_is_a_type_error(changes: dict[str, object], message: str) -> None:
     given = {"indices": torch.zeros(1, 2).int(), "context_lens": torch.zeros(1).int(), **changes}
     with pytest.raises(TypeError, match=f"^filter_prefill_indices: {message}"):
         mla_ops.filter_prefill_indices(**{name: value for name, value in given.items() if value is not ...})
+
+
+def test_numbers_and_strings_of_another_type_are_type_errors() -> None:
+    x, table = torch.zeros(1, 2).int(), torch.zeros(1, 1).int()
+    for arguments, message in (
+        ((x[:, 0], table, x, 2.5), "block_size must be of type int, got float"),
+        ((x[:, 0], table, x, None), "block_size must be of type int, got NoneType"),
+        ((x[:, 0], [], x, 4), "block_table must be of type Tensor, got list"),
+    ):
+        with pytest.raises(TypeError, match=f"^convert_req_index_to_global_index: {message}$"):
+            mla_ops.convert_req_index_to_global_index(*arguments)
+    with pytest.raises(TypeError, match=r"^quantize_index_query: scale must be of type float, got str$"):
+        mla_ops.quantize_index_query(torch.zeros(1, 1, 128), torch.zeros(1, 1), "1")
