@@ -22,6 +22,8 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #define exp2_approx ptx_exp2_approx
 #define log2_approx ptx_log2_approx
 #define pack_bfloat16 ptx_pack_bfloat16
+#define pack_float16 ptx_pack_float16
+#define unpack_float16 ptx_unpack_float16
 #define select ptx_select
 #define converge ptx_converge
 #define thread_here ptx_thread_here
@@ -48,6 +50,8 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #undef exp2_approx
 #undef log2_approx
 #undef pack_bfloat16
+#undef pack_float16
+#undef unpack_float16
 #undef select
 #undef converge
 #undef thread_here
@@ -77,6 +81,17 @@ static u32 bfloat16(float value) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 static u32 pack_bfloat16(float low, float high) { return bfloat16(low) | bfloat16(high) << 16; }
+static u32 pack_float16(float low, float high) {
+  const _Float16 halves[] = {static_cast<_Float16>(low), static_cast<_Float16>(high)};
+  u32 pair;
+  std::memcpy(&pair, halves, 4);
+  return pair;
+}
+static float2 unpack_float16(u32 pair) {
+  _Float16 halves[2];
+  std::memcpy(halves, &pair, 4);
+  return make_float2(halves[0], halves[1]);
+}
 static float select(bool condition, float a, float b) { return condition ? a : b; }
 static void converge() { __syncwarp(); }
 static int thread_here() { return threadIdx.x; }
@@ -187,7 +202,8 @@ void share(const Params& p, int ctas, int seed) {
       if (part >= 0) {
         const int first_head = row.tile * L::HEADS;
         auto factor_of = [](int head) { return head % 2 ? 0.5f : 2.f; };
-        leave_part<L>(p, row, part, thread / 32, thread % 32, [&](int n) {
+        const bool bfloat16 = PartUnits<L>::PACKED && row.first % 2;  // then factors are below 0
+        leave_part<L>(p, row, part, thread / 32, thread % 32, bfloat16, [&](int n) {
           const int element = element_of[thread * (L::HEADS * 2) + n], head = first_head + element / 512;
           const int lse = (head + row.first * 5) % 7;
           if (lse == 0) return NAN;  // no keys: nobody reads it
@@ -195,7 +211,7 @@ void share(const Params& p, int ctas, int seed) {
         });
         for (int head = first_head + thread; head < min(first_head + L::HEADS, p.num_heads); head += 256) {
           const int lse = (head + row.first * 5) % 7;
-          leave_lse(p, row, head, part, lse == 0 ? -INFINITY : lse, lse == 0 ? 0.f : factor_of(head));
+          leave_lse(p, row, head, part, lse == 0 ? -INFINITY : lse, lse == 0 ? 0.f : factor_of(head) * (bfloat16 ? -1 : 1));
         }
         tell_sharers<L, BARRIER>(p, 0, part, thread);
       }

@@ -44,12 +44,12 @@ struct CutToken {
 };
 
 // What a sum needs in shared memory: a barrier, which the 256 threads have made, for copies; how many shares of each of
-// two tokens were given up; one of these; float [HEADS], factors of the sum; 4 KB for sums of a team; float [parts][HEADS], weights;
+// two tokens were given up; one of these; float [HEADS], factors of the sum; 8 KB for sums of a team; float [parts][HEADS], weights;
 // the parts of the share.
 template <class L>
 struct SumPlaces {
   static constexpr int BARRIER = 0, GIVEN_UP = 8, NEXT = 16, WHOLE = 128, TEAMS = WHOLE + (L::HEADS * 4 + 127) / 128 * 128,
-                       WEIGHTS = TEAMS + 4096, MOST_WEIGHTS = MOST_WORKERS * L::HEADS * 4;
+                       WEIGHTS = TEAMS + 8192, MOST_WEIGHTS = MOST_WORKERS * L::HEADS * 4;
 
   static DEVICE constexpr int stage(int count) { return WEIGHTS + (count * L::HEADS * 4 + 127) / 128 * 128; }
 };
@@ -107,31 +107,54 @@ DEVICE void weigh_cut(const Params& p, const CutToken& cut, u32 scratch, bool te
   named_barrier<BARRIER, 256>();
 }
 
-// Four accumulators of each lane of a warp, as `write_packet` takes all of a packet.
+// A unit of a packet, of each lane of a warp.
 template <class L>
-DEVICE void write_quad(const Target& to, const float (&v)[4], u32 number, int quad, int warp, int lane) {
+DEVICE void write_unit(const Target& to, const float (&v)[PartUnits<L>::VALUES], u32 number, int unit, int warp,
+                       int lane) {
   const int g = lane >> 2, t = lane & 3, head = (warp & 3) * 16 + g, dim = (warp & 4) * 64;
-  if constexpr (L::Packet::ONE_HEAD) {
-    write_4_dims(to, head + number % 2 * 8, dim + number / 2 * 64 + 16 * t + 4 * quad, v);
+  if constexpr (PartUnits<L>::PACKED) {
+    const int own = head + number % 2 * 8;
+    store_16_if(own < to.heads, to.rows + 2 * (own * to.head_stride + dim + number / 2 * 64 + 16 * t + 8 * unit),
+                pack_bfloat16(v[0], v[1]), pack_bfloat16(v[2], v[3]), pack_bfloat16(v[4], v[5]),
+                pack_bfloat16(v[6], v[7]));
   } else if constexpr (L::HEADS == 64) {
     const float2 a = trade<1>(v[0], v[2], lane), b = trade<1>(v[1], v[3], lane);
-    write_4_dims(to, head + (t & 1) * 8, dim + (number * L::Packet::QUADS + quad) * 8 + (t & 2) * 2,
+    write_4_dims(to, head + (t & 1) * 8, dim + (number * L::Packet::QUADS + unit) * 8 + (t & 2) * 2,
                  {a.x, b.x, a.y, b.y});
   } else {
     write_packet<L>(to, v, number, warp, lane);
   }
 }
 
-// Adds up a share of a cut token: some of its quads, four accumulators of each lane of a warp, by eight warps. Those of a
-// share are neighbours in each part, and come to shared memory by one copy of each, while weights are made; `beside` is
-// called meanwhile.
+// Adds a lane's unit of a part, whose weight is below 0 where it is bfloat16. Memory of weight 0 may hold anything.
+template <class L>
+DEVICE void add_unit(float (&sum)[PartUnits<L>::VALUES], const uint4& v, float first, float second) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  if constexpr (PartUnits<L>::PACKED) {
+    const bool bfloat16 = __float_as_uint(first) >> 31;
+    const float weight = fabsf(first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = unpack(weight != 0.f ? words[i] : 0, bfloat16);
+      sum[2 * i] = fmaf(pair.x, weight, sum[2 * i]), sum[2 * i + 1] = fmaf(pair.y, weight, sum[2 * i + 1]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float weight = is_second<L>(i) ? second : first;
+      sum[i] += weight != 0.f ? __uint_as_float(words[i]) * weight : 0.f;
+    }
+  }
+}
+
+// Adds up a share of a cut token, some units of all parts, by eight warps. A share's are neighbours in each part, and come
+// to shared memory by one copy of each, while weights are made; `beside` is called meanwhile.
 template <class L, int BARRIER, int ROOM, class Beside>
 DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, u32& parity, int warp, int lane,
                    Beside beside) {
-  using P = typename L::Packet;
+  using U = PartUnits<L>;
   using Places = SumPlaces<L>;
-  constexpr int OF_A_WARP = P::OF_A_WARP * P::QUADS, ALL = 8 * OF_A_WARP, BYTES = 512,
-                SECOND = P::ONE_HEAD ? 0 : L::HEADS == 64 ? 8 : 1;
+  constexpr int ALL = 8 * U::OF_A_WARP, BYTES = 512, SECOND = U::PACKED ? 0 : L::HEADS == 64 ? 8 : 1;
   static_assert(Places::stage(MOST_WORKERS) + MOST_WORKERS * BYTES <= ROOM, "too little room for parts");
   const int begin = ALL * share / cut.count, end = ALL * (share + 1) / cut.count;
   const u32 stage = scratch + Places::stage(cut.count), barrier = scratch + Places::BARRIER;
@@ -142,16 +165,16 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
   to.whole = true;
 #pragma unroll 1
   for (int first = begin; first < end; first += at_once) {
-    const int quads = min(at_once, end - first);
+    const int units = min(at_once, end - first);
     if (first > begin) named_barrier<BARRIER, 256>();  // parts have been read
     if (warp == 0) {
-      if (lane == 0) mbarrier_arrive_expect(barrier, cut.count * quads * BYTES);
+      if (lane == 0) mbarrier_arrive_expect(barrier, cut.count * units * BYTES);
       converge();
       fence_async_global();
 #pragma unroll 1
       for (int part = lane; part < cut.count; part += 32)
-        bulk_copy(stage + part * (quads * BYTES), part_of_warp<L>(p, cut.part(p, part), cut.tile, 0) + first * 32,
-                  quads * BYTES, barrier);
+        bulk_copy(stage + part * (units * BYTES), part_of_warp<L>(p, cut.part(p, part), cut.tile, 0) + first * 32,
+                  units * BYTES, barrier);
       converge();
     }
     if (first == begin) {
@@ -160,55 +183,53 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
     }
     mbarrier_wait(barrier, parity);
     parity ^= 1;
-    // Where there are fewer quads than warps, a team of these has one, and each of it some of the parts.
-    const int team = quads > 4 ? 1 : quads > 2 ? 2 : quads > 1 ? 4 : 8, member = warp % team;
-    const u32 teams = scratch + Places::TEAMS + warp * BYTES + lane * 16;
+    // Where there are fewer units than warps, a team of these has one, and each of it some of the parts.
+    const int team = units > 4 ? 1 : units > 2 ? 2 : units > 1 ? 4 : 8, member = warp % team;
+    const u32 teams = scratch + Places::TEAMS + warp * (4 * U::VALUES * 32) + lane * 16;
     auto head_of = [&](int own) {
-      const int quad = first + own;
-      return head_of_packet<L>(quad % OF_A_WARP / P::QUADS, quad / OF_A_WARP, lane);
+      const int unit = first + own;
+      return head_of_packet<L>(unit % U::OF_A_WARP / U::OF_A_PACKET, unit / U::OF_A_WARP, lane);
     };
-    auto end_quad = [&](int own, float (&sum)[4]) {
-      const int quad = first + own, of_warp = quad % OF_A_WARP;
+    auto end_unit = [&](int own, float (&sum)[U::VALUES]) {
+      const int unit = first + own, of_warp = unit % U::OF_A_WARP;
       const u32 factor = scratch + Places::WHOLE + head_of(own) * 4;
       const float one = load_shared_float(factor), other = load_shared_float(factor + SECOND * 4);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum[i] *= SECOND && is_second<L>(i) ? other : one;
-      write_quad<L>(to, sum, of_warp / P::QUADS, of_warp % P::QUADS, quad / OF_A_WARP, lane);
+      for (int i = 0; i < U::VALUES; ++i) sum[i] *= !U::PACKED && is_second<L>(i) ? other : one;
+      write_unit<L>(to, sum, of_warp / U::OF_A_PACKET, of_warp % U::OF_A_PACKET, unit / U::OF_A_WARP, lane);
     };
 #pragma unroll 1
-    for (int own = warp / team; own < quads; own += 8) {
-      u32 from = stage + (member * quads + own) * BYTES + lane * 16,
+    for (int own = warp / team; own < units; own += 8) {
+      u32 from = stage + (member * units + own) * BYTES + lane * 16,
           weights = scratch + Places::WEIGHTS + (member * L::HEADS + head_of(own)) * 4;
-      float sum[4] = {};
+      float sum[U::VALUES] = {};
 #pragma unroll 4
       for (int part = member; part < cut.count; part += team) {
-        const uint4 v = load_shared_16(from);
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-        const float one = load_shared_float(weights), other = SECOND ? load_shared_float(weights + SECOND * 4) : one;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float weight = SECOND && is_second<L>(i) ? other : one;
-          sum[i] += weight != 0.f ? __uint_as_float(words[i]) * weight : 0.f;  // else memory may hold anything
-        }
-        from += team * quads * BYTES, weights += team * (L::HEADS * 4);
+        add_unit<L>(sum, load_shared_16(from), load_shared_float(weights), load_shared_float(weights + SECOND * 4));
+        from += team * units * BYTES, weights += team * (L::HEADS * 4);
       }
-      if (team == 1)
-        end_quad(own, sum);
-      else
-        store_shared_16(teams, __float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]),
-                        __float_as_uint(sum[3]));
+      if (team == 1) {
+        end_unit(own, sum);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < U::VALUES; i += 4)
+        store_shared_16(teams + i * 128, __float_as_uint(sum[i]), __float_as_uint(sum[i + 1]),
+                        __float_as_uint(sum[i + 2]), __float_as_uint(sum[i + 3]));
     }
     if (team == 1) continue;
     named_barrier<BARRIER, 256>();
-    if (member == 0 && warp / team < quads) {
-      float sum[4] = {};
+    if (member == 0 && warp / team < units) {
+      float sum[U::VALUES] = {};
 #pragma unroll 1
-      for (int other = 0; other < team; ++other) {
-        const uint4 more = load_shared_16(teams + other * BYTES);
-        sum[0] += __uint_as_float(more.x), sum[1] += __uint_as_float(more.y);
-        sum[2] += __uint_as_float(more.z), sum[3] += __uint_as_float(more.w);
-      }
-      end_quad(warp / team, sum);
+      for (int other = 0; other < team; ++other)
+#pragma unroll
+        for (int i = 0; i < U::VALUES; i += 4) {
+          const uint4 more = load_shared_16(teams + other * (4 * U::VALUES * 32) + i * 128);
+          sum[i] += __uint_as_float(more.x), sum[i + 1] += __uint_as_float(more.y);
+          sum[i + 2] += __uint_as_float(more.z), sum[i + 3] += __uint_as_float(more.w);
+        }
+      end_unit(warp / team, sum);
     }
     converge();
   }

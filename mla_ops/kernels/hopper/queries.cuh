@@ -117,6 +117,7 @@ DEVICE int shift_of(u32 largest) { return min(max(142 - static_cast<int>(largest
 // A head's factor of scores, and its reference.
 template <class L>
 DEVICE void store_column(const Params& p, u32 shared, int head, int shift) {
+  if (L::HEADS == 64 && head == 0) store_shared_4(shared + L::ROUGH, 0);
   store_shared_float2(shared + L::COLUMNS + head * 8,
                       p.scale_log2 / L::R::FACTOR * __uint_as_float((127 - shift) << 23), 0.f);
 }
