@@ -203,12 +203,16 @@ void share(const Params& p, int ctas, int seed) {
         const int first_head = row.tile * L::HEADS;
         auto factor_of = [](int head) { return head % 2 ? 0.5f : 2.f; };
         const bool bfloat16 = PartUnits<L>::PACKED && row.first % 2;  // then factors are below 0
-        leave_part<L>(p, row, part, thread / 32, thread % 32, bfloat16, [&](int n) {
+        auto value_of = [&](int n) {
           const int element = element_of[thread * (L::HEADS * 2) + n], head = first_head + element / 512;
           const int lse = (head + row.first * 5) % 7;
           if (lse == 0) return NAN;  // no keys: nobody reads it
           return ((head * 7 + element % 512 * 3 + row.first * 11) % 32 - 16) / factor_of(head);
-        });
+        };
+        if (bfloat16)
+          leave_part<L, true>(p, row, part, thread / 32, thread % 32, value_of);
+        else
+          leave_part<L>(p, row, part, thread / 32, thread % 32, value_of);
         for (int head = first_head + thread; head < min(first_head + L::HEADS, p.num_heads); head += 256) {
           const int lse = (head + row.first * 5) % 7;
           leave_lse(p, row, head, part, lse == 0 ? -INFINITY : lse, lse == 0 ? 0.f : factor_of(head) * (bfloat16 ? -1 : 1));

@@ -107,7 +107,7 @@ extern "C" int share(int count, int rows, int seed, int launches) {
       };
       work();
       parts[launch * count + rank] = 1 + rank;
-      fetch_add(&counters.here, ones(1));
+      publish_add(&counters.here, ones(1));
       if (rank % 3) work();
       const int given_up = await_sharers(&counters, count, &own[rank], rank);
       if (given_up == NOT_ALL_HERE) ++left;

@@ -26,7 +26,7 @@ DEVICE void tell_sharers(const Params& p, u32 shared, int part, int thread) {
   if (thread == 0) sharers = sharers_of(p, interval);  // on its way while others are waited for
   named_barrier<BARRIER, 256>();
   if (thread == 0)
-    fetch_add(&counters_of_sharers(p, part < p.workers ? sharers.x : sharers.z, interval.tile)->here, ones(1));
+    publish_add(&counters_of_sharers(p, part < p.workers ? sharers.x : sharers.z, interval.tile)->here, ones(1));
   converge();
 }
 
@@ -148,17 +148,20 @@ DEVICE void add_unit(float (&sum)[PartUnits<L>::VALUES], const uint4& v, float f
 }
 
 // Adds up a share of a cut token, some units of all parts, by eight warps. A share's are neighbours in each part, and come
-// to shared memory by one copy of each, while weights are made; `beside` is called meanwhile.
-template <class L, int BARRIER, int ROOM, class Beside>
-DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, u32& parity, int warp, int lane,
-                   Beside beside) {
+// to shared memory by one copy of each, while weights are made. The code is short rather than fast: it runs once, and
+// comes from memory.
+template <class L, int BARRIER, int ROOM>
+DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, u32& parity, int warp, int lane) {
   using U = PartUnits<L>;
   using Places = SumPlaces<L>;
   constexpr int ALL = 8 * U::OF_A_WARP, BYTES = 512, SECOND = U::PACKED ? 0 : L::HEADS == 64 ? 8 : 1;
   static_assert(Places::stage(MOST_WORKERS) + MOST_WORKERS * BYTES <= ROOM, "too little room for parts");
-  const int begin = ALL * share / cut.count, end = ALL * (share + 1) / cut.count;
+  // Quotients of numbers as small as these are far enough from the next whole one.
+  const float parts = cut.count;
+  auto over_parts = [&](int number) { return static_cast<int>(__fdividef(number + 0.5f, parts)); };
+  const int begin = over_parts(ALL * share), end = over_parts(ALL * (share + 1));
   const u32 stage = scratch + Places::stage(cut.count), barrier = scratch + Places::BARRIER;
-  const int at_once = (ROOM - Places::stage(cut.count)) / (cut.count * BYTES);
+  const int at_once = over_parts((ROOM - Places::stage(cut.count)) / BYTES);
   Row row;
   row.token = cut.token, row.tile = cut.tile, row.part = 0;
   Target to = target_of<L>(p, row);
@@ -177,10 +180,7 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
                   units * BYTES, barrier);
       converge();
     }
-    if (first == begin) {
-      weigh_cut<L, BARRIER>(p, cut, scratch, end == ALL, warp * 32 + lane);
-      beside();
-    }
+    if (first == begin) weigh_cut<L, BARRIER>(p, cut, scratch, end == ALL, warp * 32 + lane);
     mbarrier_wait(barrier, parity);
     parity ^= 1;
     // Where there are fewer units than warps, a team of these has one, and each of it some of the parts.
@@ -203,7 +203,7 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
       u32 from = stage + (member * units + own) * BYTES + lane * 16,
           weights = scratch + Places::WEIGHTS + (member * L::HEADS + head_of(own)) * 4;
       float sum[U::VALUES] = {};
-#pragma unroll 4
+#pragma unroll 1
       for (int part = member; part < cut.count; part += team) {
         add_unit<L>(sum, load_shared_16(from), load_shared_float(weights), load_shared_float(weights + SECOND * 4));
         from += team * units * BYTES, weights += team * (L::HEADS * 4);
@@ -266,19 +266,13 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
     const int count = which ? counts[1] : counts[0], first = which ? firsts[1] : firsts[0],
               given_up = uniform(which ? words.y : words.x), own = interval.worker - first;
     if (count == 0) continue;
-    auto leave = [&]() {
-      if (thread == 255) leave_sharers(counters_of(first), count, p.head_tiles);
-      converge();
-    };
     const CutToken cut{which ? interval.last_token : interval.token, interval.tile, first, count};
     int next = 0;
 #pragma unroll 1
     for (int share = own; given_up >= 0 && share < count;) {
       if (used) fence_async_shared(), named_barrier<BARRIER, 256>();
       used = true;
-      add_up<L, BARRIER, ROOM>(p, cut, share, scratch, parity, warp, lane, [&]() {
-        if (given_up == 0) leave();
-      });
+      add_up<L, BARRIER, ROOM>(p, cut, share, scratch, parity, warp, lane);
       if (given_up == 0) break;
       if (thread == 0) {  // what others have given up
         while (next < count && (next == own || !(load_acquire(&counters_of(first + next)->given_up) & bit_of_share(next))))
@@ -289,6 +283,8 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
       named_barrier<BARRIER, 256>();
       share = uniform(load_shared_4(scratch + Places::NEXT)), next = share + 1;
     }
-    if (given_up) leave();
   }
+  const int left = warp & 1 ? counts[1] : counts[0];
+  if (warp >= 6 && lane == 0 && left)  // one of the last warps for each token
+    leave_sharers(counters_of(warp & 1 ? firsts[1] : firsts[0]), left, p.head_tiles);
 }

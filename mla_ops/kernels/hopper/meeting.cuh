@@ -116,7 +116,7 @@ DEVICE int await_sharers(SharersCounters* counters, int count, SharersCounters* 
 // The last one makes the counters ready for another launch. By then all are there, whether it has seen that or not. Those
 // of the row's CTAs are `pitch` apart.
 DEVICE void leave_sharers(SharersCounters* counters, int count, int pitch) {
-  const u64 before = fetch_add(&counters->gone, ones(1));
+  const u64 before = fetch_add_relaxed(&counters->gone, ones(1));
   if (static_cast<u32>(before) < static_cast<u32>(count) - 1) return;
   const u64 seen = load_acquire(&counters->here);
   if (before != ones(count - 1) || !all_here(seen, count)) fail();

@@ -289,8 +289,8 @@ DEVICE float4* part_of_warp(const Params& p, int part, int tile, int warp) {
 }
 
 // Leaves them: `value_of(n)` is the n-th in the order of packets.
-template <class L, class Value>
-DEVICE void leave_part(const Params& p, const Row& row, int part, int warp, int lane, bool bfloat16, Value value_of) {
+template <class L, bool BFLOAT16 = false, class Value>
+DEVICE void leave_part(const Params& p, const Row& row, int part, int warp, int lane, Value value_of) {
   using U = PartUnits<L>;
   float4* const to = part_of_warp<L>(p, part, row.tile, warp) + lane;
 #pragma unroll
@@ -300,7 +300,7 @@ DEVICE void leave_part(const Params& p, const Row& row, int part, int warp, int 
     for (int w = 0; w < 4; ++w) {
       const int n = unit * U::VALUES + w * (U::PACKED ? 2 : 1);
       if constexpr (U::PACKED)
-        words[w] = __uint_as_float(bfloat16 ? pack_bfloat16(value_of(n), value_of(n + 1))
+        words[w] = __uint_as_float(BFLOAT16 ? pack_bfloat16(value_of(n), value_of(n + 1))
                                             : pack_float16(value_of(n), value_of(n + 1)));
       else
         words[w] = value_of(n);

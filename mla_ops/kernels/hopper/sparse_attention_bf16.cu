@@ -363,7 +363,7 @@ DEVICE void add_pieces(const Params& p, Row row, u32 shared, int half, int threa
     warp_arrive(shared + L::FACTORS_FREE, lane);
     const int part = part_of(p, shared + L::INTERVAL, row.token);
     if (part >= 0) {
-      leave_part<L>(p, row, part, warp, lane, false, [&](int n) { return o[n / N][n % N]; });
+      leave_part<L>(p, row, part, warp, lane, [&](int n) { return o[n / N][n % N]; });
       tell_sharers<L, VALUES_BARRIER>(p, shared, part, half * 128 + thread);
     } else {
       write_packets<L>(target_of<L>(p, row), warp, lane, [&](int n) {

@@ -336,7 +336,7 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
     if (half == 0 && there && lane % 4 == 0) leave_lse(p, row, global_head, part, lse, factor[i]);
   }
   if (part >= 0) {
-    leave_part<L>(p, row, part, half * 4 + warp, lane, false, [&](int n) { return state.o[n]; });
+    leave_part<L>(p, row, part, half * 4 + warp, lane, [&](int n) { return state.o[n]; });
     tell_sharers<L, PAIR_BARRIER>(p, shared, part, half * 128 + warp * 32 + lane);
     return;
   }

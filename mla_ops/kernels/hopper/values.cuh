@@ -292,10 +292,16 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
       const int lane = worker & 31;
       float factors[2] = {1.f, 1.f};
       if (HEADS_BY_DIMS) factors[0] = __shfl_sync(~0u, own, lane >> 2), factors[1] = __shfl_sync(~0u, own, (lane >> 2) + 8);
-      leave_part<L>(p, row, part, half * 4 + (worker >> 5), lane, factors[0] < 0.f, [&](int n) {
+      auto value_of = [&](int n) {
         const int place = place_of_pair<L>(n / 2) + n % 2;
-        return o[place / N][place % N] * (HEADS_BY_DIMS ? fabsf(factors[place >> 1 & 1]) : 1.f);
-      });
+        return o[place / N][place % N] * (HEADS_BY_DIMS ? factors[place >> 1 & 1] : 1.f);
+      };
+      if (HEADS_BY_DIMS && factors[0] < 0.f) {
+        factors[0] = -factors[0], factors[1] = -factors[1];
+        leave_part<L, true>(p, row, part, half * 4 + (worker >> 5), lane, value_of);
+      } else {
+        leave_part<L>(p, row, part, half * 4 + (worker >> 5), lane, value_of);
+      }
     };
     auto factor_of_lane = [&](int part) {
       return factors_of<L>(p, row, shared, row_parity, half == 0, part, worker >> 5, worker & 31);
