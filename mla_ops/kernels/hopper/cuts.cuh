@@ -30,7 +30,7 @@ DEVICE void tell_sharers(const Params& p, u32 shared, int part, int thread) {
   converge();
 }
 
-constexpr int MOST_WORKERS = 160;  // of a launch; balance.py has the same
+constexpr int MOST_WORKERS = 144;  // of a launch; balance.py has the same
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // A cut token and a tile of its heads. Its parts are of so many workers from the first on.
