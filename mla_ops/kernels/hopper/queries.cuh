@@ -117,7 +117,6 @@ DEVICE int shift_of(u32 largest) { return min(max(142 - static_cast<int>(largest
 // A head's factor of scores, and its reference.
 template <class L>
 DEVICE void store_column(const Params& p, u32 shared, int head, int shift) {
-  if (L::HEADS == 64 && head == 0) store_shared_4(shared + L::ROUGH, 0);
   store_shared_float2(shared + L::COLUMNS + head * 8,
                       p.scale_log2 / L::R::FACTOR * __uint_as_float((127 - shift) << 23), 0.f);
 }
@@ -255,6 +254,7 @@ DEVICE void convert_copied_queries(const Params& p, u32 shared, int thread, u32 
   }
   mbarrier_wait(shared + L::FACTORS_FREE, parity);  // the columns of the row before were read
   if (!odd) store_column<L>(p, shared, head, shift);
+  if (thread == 0) store_shared_4(shared + L::ROUGH, 0);
 }
 
 // All of a row's queries, by THREADS threads, sixteen a head. Heads past the last repeat it. Registers hold two rounds;
