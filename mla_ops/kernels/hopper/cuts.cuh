@@ -112,15 +112,11 @@ template <class L>
 DEVICE void write_unit(const Target& to, const float (&v)[PartUnits<L>::VALUES], u32 number, int unit, int warp,
                        int lane) {
   const int g = lane >> 2, t = lane & 3, head = (warp & 3) * 16 + g, dim = (warp & 4) * 64;
-  if constexpr (PartUnits<L>::PACKED) {
+  if constexpr (L::Packet::ONE_HEAD) {
     const int own = head + number % 2 * 8;
     store_16_if(own < to.heads, to.rows + 2 * (own * to.head_stride + dim + number / 2 * 64 + 16 * t + 8 * unit),
                 pack_bfloat16(v[0], v[1]), pack_bfloat16(v[2], v[3]), pack_bfloat16(v[4], v[5]),
                 pack_bfloat16(v[6], v[7]));
-  } else if constexpr (L::HEADS == 64) {
-    const float2 a = trade<1>(v[0], v[2], lane), b = trade<1>(v[1], v[3], lane);
-    write_4_dims(to, head + (t & 1) * 8, dim + (number * L::Packet::QUADS + unit) * 8 + (t & 2) * 2,
-                 {a.x, b.x, a.y, b.y});
   } else {
     write_packet<L>(to, v, number, warp, lane);
   }
@@ -131,11 +127,10 @@ template <class L>
 DEVICE void add_unit(float (&sum)[PartUnits<L>::VALUES], const uint4& v, float first, float second) {
   const u32 words[4] = {v.x, v.y, v.z, v.w};
   if constexpr (PartUnits<L>::PACKED) {
-    const bool bfloat16 = __float_as_uint(first) >> 31;
-    const float weight = fabsf(first);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack(weight != 0.f ? words[i] : 0, bfloat16);
+      const float own = is_second<L>(2 * i) ? second : first, weight = fabsf(own);
+      const float2 pair = unpack(own != 0.f ? words[i] : 0, __float_as_uint(own) >> 31);
       sum[2 * i] = fmaf(pair.x, weight, sum[2 * i]), sum[2 * i + 1] = fmaf(pair.y, weight, sum[2 * i + 1]);
     }
   } else {
@@ -154,7 +149,7 @@ template <class L, int BARRIER, int ROOM>
 DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, u32& parity, int warp, int lane) {
   using U = PartUnits<L>;
   using Places = SumPlaces<L>;
-  constexpr int ALL = 8 * U::OF_A_WARP, BYTES = 512, SECOND = U::PACKED ? 0 : L::HEADS == 64 ? 8 : 1;
+  constexpr int ALL = 8 * U::OF_A_WARP, BYTES = 512, SECOND = L::Packet::ONE_HEAD ? 0 : L::HEADS == 64 ? 8 : 1;
   static_assert(Places::stage(MOST_WORKERS) + MOST_WORKERS * BYTES <= ROOM, "too little room for parts");
   // Quotients of numbers as small as these are far enough from the next whole one.
   const float parts = cut.count;
@@ -195,7 +190,7 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
       const u32 factor = scratch + Places::WHOLE + head_of(own) * 4;
       const float one = load_shared_float(factor), other = load_shared_float(factor + SECOND * 4);
 #pragma unroll
-      for (int i = 0; i < U::VALUES; ++i) sum[i] *= !U::PACKED && is_second<L>(i) ? other : one;
+      for (int i = 0; i < U::VALUES; ++i) sum[i] *= is_second<L>(i) ? other : one;
       write_unit<L>(to, sum, of_warp / U::OF_A_PACKET, of_warp % U::OF_A_PACKET, unit / U::OF_A_WARP, lane);
     };
 #pragma unroll 1

@@ -273,11 +273,11 @@ DEVICE void write_packet(const Target& to, const float (&v)[L::Packet::QUADS * 4
   }
 }
 
-// A part of a token that intervals cut, in units of 16 bytes of each lane: accumulators of a packet, float32, or, of one
-// head, 16-bit averages.
+// A part of a token that intervals cut, in units of 16 bytes of each lane: accumulators of a packet, float32, or, with 64
+// heads, 16-bit averages.
 template <class L>
 struct PartUnits {
-  static constexpr bool PACKED = L::Packet::ONE_HEAD;
+  static constexpr bool PACKED = L::HEADS == 64;
   static constexpr int VALUES = PACKED ? 8 : 4, OF_A_PACKET = L::Packet::QUADS * 4 / VALUES,
                        OF_A_WARP = L::Packet::OF_A_WARP * OF_A_PACKET;
 };
