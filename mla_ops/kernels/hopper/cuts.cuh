@@ -43,9 +43,8 @@ struct CutToken {
   }
 };
 
-// What a sum needs in shared memory: a barrier, which the 256 threads have made, for copies; how many shares of each of
-// two tokens were given up; one of these; float [HEADS], factors of the sum; 8 KB for sums of a team; float [parts][HEADS], weights;
-// the parts of the share.
+// Shared memory of a sum: a barrier for copies; how many shares of each of two tokens were given up; one of these; float
+// [HEADS], factors of the sum; 8 KB for sums of a team; float [parts][HEADS], weights; the parts of the share.
 template <class L>
 struct SumPlaces {
   static constexpr int BARRIER = 0, GIVEN_UP = 8, NEXT = 16, WHOLE = 128, TEAMS = WHOLE + (L::HEADS * 4 + 127) / 128 * 128,

@@ -11,8 +11,8 @@ DEVICE u32 scaled_pair(float a, float b, float factor) {
   return factor == 0.f ? 0u : pack_bfloat16(a * factor, b * factor);
 }
 
-// The factor of each of a warp's 16 heads, in both halves of it, from the sums that `score` left, and their lse. Of a part
-// it makes averages, FACTOR times as large as keys are, and is below 0 where these have to be bfloat16.
+// The factor of each of a warp's 16 heads, in both halves of it, from the sums that `score` left, and their lse. A part's
+// makes averages, FACTOR times as large as keys are, and is below 0 where these have to be bfloat16.
 template <class L>
 DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_parity, bool reports, int part, int warp,
                         int lane) {
@@ -290,18 +290,17 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
     auto leave = [&](float own, int worker) {  // a lane has the factor of one of its warp's heads
       const int lane = worker & 31;
-      float factors[2] = {1.f, 1.f};
-      if (HEADS_BY_DIMS) factors[0] = __shfl_sync(~0u, own, lane >> 2), factors[1] = __shfl_sync(~0u, own, (lane >> 2) + 8);
+      const bool rough = HEADS_BY_DIMS && __any_sync(~0u, own < 0.f);  // no head without a sum says it
+      own = fabsf(own);
+      const float factors[2] = {__shfl_sync(~0u, own, lane >> 2), __shfl_sync(~0u, own, (lane >> 2) + 8)};
       auto value_of = [&](int n) {
         const int place = place_of_pair<L>(n / 2) + n % 2;
         return o[place / N][place % N] * (HEADS_BY_DIMS ? factors[place >> 1 & 1] : 1.f);
       };
-      if (HEADS_BY_DIMS && factors[0] < 0.f) {
-        factors[0] = -factors[0], factors[1] = -factors[1];
+      if (rough)
         leave_part<L, true>(p, row, part, half * 4 + (worker >> 5), lane, value_of);
-      } else {
+      else
         leave_part<L>(p, row, part, half * 4 + (worker >> 5), lane, value_of);
-      }
     };
     auto factor_of_lane = [&](int part) {
       return factors_of<L>(p, row, shared, row_parity, half == 0, part, worker >> 5, worker & 31);
