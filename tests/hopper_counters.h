@@ -19,6 +19,8 @@ static u64 load_acquire(const u64* counter) {
   return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
 }
 static u64 fetch_add(u64* counter, u64 value) { return __atomic_fetch_add(counter, value, __ATOMIC_ACQ_REL); }
+static u64 fetch_add_relaxed(u64* counter, u64 value) { return fetch_add(counter, value); }
+static void publish_add(u64* counter, u64 value) { __atomic_fetch_add(counter, value, __ATOMIC_RELEASE); }
 static u64 compare_and_swap(u64* word, u64 expected, u64 value) {
   u64 before = expected;
   const bool stored = __atomic_compare_exchange_n(word, &before, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);

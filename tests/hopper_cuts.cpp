@@ -22,11 +22,18 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #define exp2_approx ptx_exp2_approx
 #define log2_approx ptx_log2_approx
 #define pack_bfloat16 ptx_pack_bfloat16
+#define pack_float16 ptx_pack_float16
+#define unpack_float16 ptx_unpack_float16
 #define select ptx_select
 #define converge ptx_converge
 #define thread_here ptx_thread_here
-#define copy_16 ptx_copy_16
-#define wait_for_copies ptx_wait_for_copies
+#define mbarrier_init ptx_mbarrier_init
+#define mbarrier_arrive_expect ptx_mbarrier_arrive_expect
+#define mbarrier_wait ptx_mbarrier_wait
+#define fence_async_shared ptx_fence_async_shared
+#define fence_async_global ptx_fence_async_global
+#define fence_barrier_init ptx_fence_barrier_init
+#define bulk_copy ptx_bulk_copy
 #define load_l2_8 ptx_load_l2_8
 #define store_8_if ptx_store_8_if
 #define store_16_if ptx_store_16_if
@@ -43,11 +50,18 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #undef exp2_approx
 #undef log2_approx
 #undef pack_bfloat16
+#undef pack_float16
+#undef unpack_float16
 #undef select
 #undef converge
 #undef thread_here
-#undef copy_16
-#undef wait_for_copies
+#undef mbarrier_init
+#undef mbarrier_arrive_expect
+#undef mbarrier_wait
+#undef fence_async_shared
+#undef fence_async_global
+#undef fence_barrier_init
+#undef bulk_copy
 #undef load_l2_8
 #undef store_8_if
 #undef store_16_if
@@ -67,6 +81,17 @@ static u32 bfloat16(float value) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 static u32 pack_bfloat16(float low, float high) { return bfloat16(low) | bfloat16(high) << 16; }
+static u32 pack_float16(float low, float high) {
+  const _Float16 halves[] = {static_cast<_Float16>(low), static_cast<_Float16>(high)};
+  u32 pair;
+  std::memcpy(&pair, halves, 4);
+  return pair;
+}
+static float2 unpack_float16(u32 pair) {
+  _Float16 halves[2];
+  std::memcpy(halves, &pair, 4);
+  return make_float2(halves[0], halves[1]);
+}
 static float select(bool condition, float a, float b) { return condition ? a : b; }
 static void converge() { __syncwarp(); }
 static int thread_here() { return threadIdx.x; }
@@ -75,16 +100,38 @@ static uint2 load_l2_8(const void* source) {
   std::memcpy(&value, source, 8);
   return value;
 }
-// Copies of a thread that are on their way: they land when it waits.
-struct Copy {
-  u32 to;
-  const void* from;
+static void fence_async_shared() {}
+static void fence_async_global() {}
+static void fence_barrier_init() {}
+// A barrier of one arrival; copies land when all bytes of a phase are on their way and a thread waits for them.
+struct Barrier {
+  struct Copy {
+    u32 to;
+    const void* from;
+    u32 bytes;
+  };
+  int arrivals, bytes, completed;
+  std::vector<Copy> copies;
 };
-static std::map<const void*, std::vector<Copy>> copies;
-static void copy_16(u32 to, const void* from) { copies[simt::current].push_back({to, from}); }
-static void wait_for_copies() {
-  for (const Copy& copy : copies[simt::current]) std::memcpy(simt::shared_memory() + copy.to, copy.from, 16);
-  copies[simt::current].clear();
+static std::map<std::pair<int, u32>, Barrier> barriers;
+static Barrier& barrier_at(u32 address) { return barriers[{simt::current->cta, address}]; }
+static void mbarrier_init(u32 barrier, u32) { barrier_at(barrier) = {}; }
+static void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
+  ++barrier_at(barrier).arrivals, barrier_at(barrier).bytes += bytes;
+}
+static void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+  barrier_at(barrier).copies.push_back({to, from, bytes}), barrier_at(barrier).bytes -= bytes;
+}
+static void mbarrier_wait(u32 barrier, u32 parity) {
+  Barrier& b = barrier_at(barrier);
+  while ((b.completed & 1) == static_cast<int>(parity)) {
+    if (b.arrivals == 0 || b.bytes != 0) {
+      simt::leave();
+      continue;
+    }
+    for (const Barrier::Copy& copy : b.copies) std::memcpy(simt::shared_memory() + copy.to, copy.from, copy.bytes);
+    b.copies.clear(), b.arrivals = 0, ++b.completed;
+  }
 }
 static void store_8_if(bool condition, void* target, u32 a, u32 b) {
   const u32 words[] = {a, b};
@@ -144,7 +191,7 @@ std::vector<int> elements() {
 template <class L, int BARRIER>
 void share(const Params& p, int ctas, int seed) {
   const std::vector<int> element_of = elements<L>();
-  constexpr int ROOM = SumPlaces<L>::BYTES + 8 * 5 * L::Packet::QUADS * 512;  // five parts of a packet for each warp
+  constexpr int ROOM = SumPlaces<L>::stage(MOST_WORKERS) + MOST_WORKERS * 512;  // the least
   simt::launch(1, ctas, 256, SCRATCH + ROOM, seed, [&] {
     const int thread = threadIdx.x, cta = blockIdx.x;
     find_interval<256>(p, L::INTERVAL, FIND);
@@ -155,15 +202,20 @@ void share(const Params& p, int ctas, int seed) {
       if (part >= 0) {
         const int first_head = row.tile * L::HEADS;
         auto factor_of = [](int head) { return head % 2 ? 0.5f : 2.f; };
-        leave_part<L>(p, row, part, thread / 32, thread % 32, [&](int n) {
+        const bool bfloat16 = PartUnits<L>::PACKED && row.first % 2;  // then factors are below 0
+        auto value_of = [&](int n) {
           const int element = element_of[thread * (L::HEADS * 2) + n], head = first_head + element / 512;
           const int lse = (head + row.first * 5) % 7;
           if (lse == 0) return NAN;  // no keys: nobody reads it
           return ((head * 7 + element % 512 * 3 + row.first * 11) % 32 - 16) / factor_of(head);
-        });
+        };
+        if (bfloat16)
+          leave_part<L, true>(p, row, part, thread / 32, thread % 32, value_of);
+        else
+          leave_part<L>(p, row, part, thread / 32, thread % 32, value_of);
         for (int head = first_head + thread; head < min(first_head + L::HEADS, p.num_heads); head += 256) {
           const int lse = (head + row.first * 5) % 7;
-          leave_lse(p, row, head, part, lse == 0 ? -INFINITY : lse, lse == 0 ? 0.f : factor_of(head));
+          leave_lse(p, row, head, part, lse == 0 ? -INFINITY : lse, lse == 0 ? 0.f : factor_of(head) * (bfloat16 ? -1 : 1));
         }
         tell_sharers<L, BARRIER>(p, 0, part, thread);
       }

@@ -87,7 +87,8 @@ extern "C" int meet(int splits, int rows, int seed, int launches) {
 extern "C" int share(int count, int rows, int seed, int launches) {
   int lost_patience = 0;
   for (int number = 0; number < rows; ++number) {
-    SharersCounters counters = {};
+    std::vector<SharersCounters> own(count);
+    SharersCounters& counters = own[0];
     std::vector<int> parts(launches * count);
     std::vector<std::atomic<int>> added(launches * count);
     std::atomic<bool> whole = true;
@@ -98,27 +99,31 @@ extern "C" int share(int count, int rows, int seed, int launches) {
       auto work = [&] {
         for (int wait = random() % 4 ? random() % 8 : random() % 512; wait; --wait) std::this_thread::yield();
       };
-      work();
-      parts[launch * count + rank] = 1 + rank;
-      fetch_add(&counters.here, ones(1));
-      if (rank % 3) work();
-      const bool complete = await_sharers(&counters, count);
-      if (!complete) ++left;
-      for (int share; complete && (share = take_share(&counters)) < count;) {
+      auto add_up = [&](int share) {
         ++added[launch * count + share];
         for (int part = 0; part < count; ++part)
           if (parts[launch * count + part] != 1 + part) whole = false;
         if (rank % 2) work();
-      }
-      leave_sharers(&counters, count, complete);
+      };
+      work();
+      parts[launch * count + rank] = 1 + rank;
+      publish_add(&counters.here, ones(1));
+      if (rank % 3) work();
+      const int given_up = await_sharers(&counters, count, &own[rank], rank);
+      if (given_up == NOT_ALL_HERE) ++left;
+      if (given_up >= 0) add_up(rank);
+      for (int share = 0; given_up > 0 && share < count; ++share)
+        if (share != rank && load_acquire(&own[share].given_up) & bit_of_share(share)) add_up(share);
+      leave_sharers(&counters, count, 1);
     });
-    const bool once = std::all_of(added.begin(), added.end(), [](const std::atomic<int>& times) { return times == 1; });
+    const bool all = std::all_of(added.begin(), added.end(), [](const std::atomic<int>& times) { return times > 0; });
     if (failures) {
       if (launches == 1) return -3;
       continue;
     }
-    if (!whole || !once) return launches > 1 ? -2 : -1;
-    if (counters.here || counters.taken || counters.gone) return -1;
+    if (!whole || !all) return launches > 1 ? -2 : -1;
+    for (const SharersCounters& counters : own)
+      if (counters.here || counters.gone || counters.given_up) return -1;
     lost_patience += left;
   }
   return lost_patience;

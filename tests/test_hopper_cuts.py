@@ -19,7 +19,7 @@ from mla_ops.kernels.hopper.launch import KERNELS, NO_CACHE, Balance, Clusters, 
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 
-CAPACITY = 4096
+CAPACITY = 16384
 TURN = 64
 
 
@@ -45,6 +45,7 @@ def patience(request: pytest.FixtureRequest, library: ctypes.CDLL) -> None:
         ([4096], 40, 70, 64, True),  # teams of warps
         ([4096, 4096], 40, 3, 64, False),  # more parts than a warp has lanes
         ([4096, 4096], 80, 3, 16, True),
+        ([16384], 100, 3, 16, True),  # more parts than shares
     ],
 )
 def test_parts_are_added_up(

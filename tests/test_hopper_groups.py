@@ -42,7 +42,7 @@ def test_each_share_is_added_up_once_when_all_parts_are_there(members: int, laun
 
 @pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 @pytest.mark.parametrize("count", [2, 3, 8, 40])
-def test_each_share_of_a_cut_row_is_added_up_once_when_all_parts_are_there(count: int, hasty: ctypes.CDLL) -> None:
+def test_each_share_of_a_cut_row_is_added_up_when_all_parts_are_there(count: int, hasty: ctypes.CDLL) -> None:
     """CTAs come to their end early and late; the counters are left as they were found."""
     assert 0 <= hasty.share(count, 100, count, 1) <= 100 * (count - 1)
 

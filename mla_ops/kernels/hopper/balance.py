@@ -23,7 +23,7 @@ MARGIN_US = 12.0  # parts, their sum and the search for shares take less
 ROW_TURNS = 2  # balance.cuh has the same
 MAX_TURNS = 2**29  # sums of them are 32 bits
 MAX_TOKENS = 512  # every CTA reads all lengths, and a token's number has 15 bits
-MAX_CTAS = 160  # counters are for so many CTAs of workers
+MAX_CTAS = 144  # SMs of the largest such GPU; cuts.cuh has the same
 FILLED = 0.9  # clusters of parts with fewer of the CTAs that run at one time leave even shares to a launch behind
 LONG = 2**15  # turns of a row by which the slope of the predicted time is taken
 

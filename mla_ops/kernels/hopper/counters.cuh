@@ -34,6 +34,13 @@ DEVICE u64 fetch_add(u64* counter, u64 value) {
   return before;
 }
 
+// Publishes nothing. What the thread has read before, and gone by, it has read before this.
+DEVICE u64 fetch_add_relaxed(u64* counter, u64 value) {
+  u64 before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(counter), "l"(value) : "memory");
+  return before;
+}
+
 DEVICE u64 compare_and_swap(u64* word, u64 expected, u64 value) {
   u64 before;
   asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
@@ -43,7 +50,11 @@ DEVICE u64 compare_and_swap(u64* word, u64 expected, u64 value) {
   return before;
 }
 
-// Publishes what this thread stored before, and does not wait.
+// These publish what this thread, and all that it has met, stored before, and do not wait for an answer.
+DEVICE void publish_add(u64* counter, u64 value) {
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(value) : "memory");
+}
+
 DEVICE void clear_bits(u64* word, u64 bits) {
   asm volatile("red.release.gpu.global.and.b64 [%0], %1;" ::"l"(word), "l"(~bits) : "memory");
 }

@@ -1,9 +1,9 @@
 // The parts of tokens that intervals of work have cut (`balance.cuh`), into those tokens' results.
 //
 // A CTA that has left a part counts itself among the token's sharers, and goes on. When it has done its interval, it looks
-// whether all are there. While they are, it takes one share after the other of the token's packets and adds up all parts
-// of them. It waits for none long, since not all CTAs need run at one time: who loses patience leaves, and who comes last
-// finds all parts there and goes on until no share is left. Parts are added up in their order, whoever does it.
+// whether all are there. Then it adds up all parts of its share of the token's packets. It waits for none long, since not
+// all CTAs need run at one time: who loses patience gives its share up and leaves, and who finds all there adds up what
+// was given up as well. Parts are added up in their order, whoever does it.
 #pragma once
 
 #include "meeting.cuh"
@@ -21,16 +21,16 @@ DEVICE int4 sharers_of(const Params& p, const Interval& interval) {
 // The 256 threads that have written a part, and what its lse comes from, call this.
 template <class L, int BARRIER>
 DEVICE void tell_sharers(const Params& p, u32 shared, int part, int thread) {
-  named_barrier<BARRIER, 256>();
   const Interval interval = load_interval(shared + L::INTERVAL);
-  if (thread == 0) {
-    const int4 sharers = sharers_of(p, interval);
-    fetch_add(&counters_of_sharers(p, part < p.workers ? sharers.x : sharers.z, interval.tile)->here, ones(1));
-  }
+  int4 sharers;
+  if (thread == 0) sharers = sharers_of(p, interval);  // on its way while others are waited for
+  named_barrier<BARRIER, 256>();
+  if (thread == 0)
+    publish_add(&counters_of_sharers(p, part < p.workers ? sharers.x : sharers.z, interval.tile)->here, ones(1));
   converge();
 }
 
-constexpr int MOST_WORKERS = 160;  // of a launch; balance.py has the same
+constexpr int MOST_WORKERS = 144;  // of a launch; balance.py has the same
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // A cut token and a tile of its heads. Its parts are of so many workers from the first on.
@@ -43,184 +43,189 @@ struct CutToken {
   }
 };
 
-// Numbers of the sum of a cut token's parts lie in shared memory, behind 16 KB for sums of a team and two words:
-// float [threads of a head][HEADS], first tops and then totals; float [HEADS], the factor of the sum; float [parts][HEADS],
-// their weights.
+// Shared memory of a sum: a barrier for copies; how many shares of each of two tokens were given up; one of these; float
+// [HEADS], factors of the sum; 8 KB for sums of a team; float [parts][HEADS], weights; the parts of the share.
 template <class L>
 struct SumPlaces {
-  static constexpr int GROUPS = 256 / L::HEADS;  // threads of a head
-  static constexpr int BYTES = (16384 + 16 + (256 + L::HEADS * (1 + MOST_WORKERS)) * 4 + 15) / 16 * 16;
-  u32 partial, whole, weights;
+  static constexpr int BARRIER = 0, GIVEN_UP = 8, NEXT = 16, WHOLE = 128, TEAMS = WHOLE + (L::HEADS * 4 + 127) / 128 * 128,
+                       WEIGHTS = TEAMS + 8192, MOST_WEIGHTS = MOST_WORKERS * L::HEADS * 4;
 
-  DEVICE explicit SumPlaces(u32 scratch)
-      : partial(scratch + 16384 + 16), whole(partial + GROUPS * L::HEADS * 4), weights(whole + L::HEADS * 4) {}
+  static DEVICE constexpr int stage(int count) { return WEIGHTS + (count * L::HEADS * 4 + 127) / 128 * 128; }
 };
 
-// 256 threads store the weights of a token's parts for each head to shared memory; the lse if this CTA `tells`.
+// 256 threads store the weights of a token's parts for each head to shared memory, neighbours of a head those of some
+// parts each; the lse if this CTA `tells`.
 template <class L, int BARRIER>
-DEVICE void weigh_cut(const Params& p, const CutToken& cut, const SumPlaces<L>& places, bool tells, int thread) {
-  constexpr int HEADS = L::HEADS, AT_ONCE = 4;
-  const int groups = min(SumPlaces<L>::GROUPS, (cut.count + AT_ONCE - 1) / AT_ONCE);
-  const int head = thread % HEADS, group = thread / HEADS, global_head = cut.tile * HEADS + head;
-  const bool works = group < groups, there = works && global_head < p.num_heads;
+DEVICE void weigh_cut(const Params& p, const CutToken& cut, u32 scratch, bool tells, int thread) {
+  constexpr int HEADS = L::HEADS, LANES = HEADS > 32 ? 4 : HEADS > 16 ? 8 : 16, AT_ONCE = 4;
+  const int head = thread / LANES, own = thread % LANES, global_head = cut.tile * HEADS + head;
+  const bool there = head < HEADS && global_head < p.num_heads;
   const float2* const heads = parts_of(p).heads + min(global_head, p.num_heads - 1);
   float2 state[AT_ONCE];
   auto load = [&](int from) {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      const uint2 v = load_l2_8(heads + cut.part(p, min(from + i * groups, cut.count - 1)) * p.num_heads);
-      state[i] = make_float2(from + i * groups < cut.count ? __uint_as_float(v.x) : -INFINITY, __uint_as_float(v.y));
+      const uint2 v = load_l2_8(heads + cut.part(p, min(from + i * LANES, cut.count - 1)) * p.num_heads);
+      state[i] = make_float2(from + i * LANES < cut.count ? __uint_as_float(v.x) : -INFINITY, __uint_as_float(v.y));
     }
   };
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
   float top = -INFINITY, total = 0.f;
 #pragma unroll 1
-  for (int from = group; from < cut.count && works; from += AT_ONCE * groups) {
+  for (int from = own; from - own < cut.count; from += AT_ONCE * LANES) {
     load(from);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) top = fmaxf(top, state[i].x);
   }
-  const u32 partial = places.partial + head * 4;
-  named_barrier<BARRIER, 256>();  // numbers of another token have been read
-  if (works) store_shared_float(partial + group * (HEADS * 4), top);
-  named_barrier<BARRIER, 256>();
-#pragma unroll 1
-  for (int i = 0; i < groups; ++i) top = fmaxf(top, load_shared_float(partial + i * (HEADS * 4)));
+#pragma unroll
+  for (int step = LANES / 2; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
   const float base = top == -INFINITY ? 0.f : top;
-  named_barrier<BARRIER, 256>();
+  const u32 weights = scratch + SumPlaces<L>::WEIGHTS + head * 4;
 #pragma unroll 1
-  for (int from = group; from < cut.count && works; from += AT_ONCE * groups) {
-    if (cut.count > AT_ONCE * groups) load(from);  // else those of before
+  for (int from = own; from - own < cut.count; from += AT_ONCE * LANES) {
+    if (cut.count > AT_ONCE * LANES) load(from);  // else those of before
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      const int part = from + i * groups;
+      const int part = from + i * LANES;
       const float weight = exp2_approx((state[i].x - base) * LOG2_E);
       total += weight;
-      if (part < cut.count)
-        store_shared_float(places.weights + (part * HEADS + head) * 4, weight == 0.f ? 0.f : weight * state[i].y);
+      if (part < cut.count && head < HEADS)
+        store_shared_float(weights + part * (HEADS * 4), weight == 0.f ? 0.f : weight * state[i].y);
     }
   }
-  if (works) store_shared_float(partial + group * (HEADS * 4), total);
-  named_barrier<BARRIER, 256>();
-  if (group == 0) {
-    total = 0.f;
-#pragma unroll 1
-    for (int i = 0; i < groups; ++i) total += load_shared_float(partial + i * (HEADS * 4));
+#pragma unroll
+  for (int step = LANES / 2; step; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
+  if (own == 0 && head < HEADS) {
     const float lse = total == 0.f ? -INFINITY : top + log2_approx(total) * LN_2;
     float whole = total == 0.f ? 0.f : __fdividef(1.f, total);
     if (sink != -INFINITY && total != 0.f) whole = __fdividef(whole, 1.f + exp2_approx((sink - lse) * LOG2_E));
-    store_shared_float(places.whole + head * 4, whole);
+    store_shared_float(scratch + SumPlaces<L>::WHOLE + head * 4, whole);
     if (tells && there) p.lse[cut.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
   }
   converge();
   named_barrier<BARRIER, 256>();
 }
 
-// The parts of packets that a warp adds up, one after the other: all of each eighth packet or, where there are fewer
-// packets than warps, some of one, of which a team of warps has each some.
-struct PartsOfWarp {
-  int own, part;  // the packet's number among the share's
-  int team, member, end;
-
-  DEVICE PartsOfWarp(int packets, int warp) {
-    team = packets > 4 ? 1 : packets > 2 ? 2 : packets > 1 ? 4 : 8, member = warp % team;
-    own = team == 1 ? warp : max(min(warp / team, packets - 1), 0);
-    part = member, end = team == 1 || packets == 0 ? packets : own + 1;
+// A unit of a packet, of each lane of a warp.
+template <class L>
+DEVICE void write_unit(const Target& to, const float (&v)[PartUnits<L>::VALUES], u32 number, int unit, int warp,
+                       int lane) {
+  const int g = lane >> 2, t = lane & 3, head = (warp & 3) * 16 + g, dim = (warp & 4) * 64;
+  if constexpr (L::Packet::ONE_HEAD) {
+    const int own = head + number % 2 * 8;
+    store_16_if(own < to.heads, to.rows + 2 * (own * to.head_stride + dim + number / 2 * 64 + 16 * t + 8 * unit),
+                pack_bfloat16(v[0], v[1]), pack_bfloat16(v[2], v[3]), pack_bfloat16(v[4], v[5]),
+                pack_bfloat16(v[6], v[7]));
+  } else {
+    write_packet<L>(to, v, number, warp, lane);
   }
-  DEVICE bool left() const { return own < end; }
-  DEVICE bool ends_packet(int count) const { return part + team >= count; }
-  DEVICE void advance(int count) {
-    if (ends_packet(count))
-      part = member, own += 8;
-    else
-      part += team;
-  }
-};
+}
 
-// Adds up packets of a cut token, `share`'s, by eight warps. Parts come to shared memory, so many of a warp at a time as
-// there is room for: each lane copies what it adds. The first are on their way while the parts' weights are made.
-template <class L, int BARRIER, int ROOM>
-DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, int warp, int lane) {
-  using P = typename L::Packet;
-  constexpr int F = P::QUADS * 4, SECOND = P::ONE_HEAD ? 0 : L::HEADS == 64 ? 8 : 1, PIECE = P::QUADS * 512,
-                FREE = (ROOM - SumPlaces<L>::BYTES) / 8 / PIECE, AT_ONCE = FREE < 24 ? FREE : 24;
-  static_assert(AT_ONCE >= 4, "too little room for parts");
-  const int packets = share < P::COUNT ? (P::COUNT - 1 - share) / cut.count + 1 : 0;
-  const SumPlaces<L> places(scratch);
-  const u32 stage = scratch + SumPlaces<L>::BYTES + warp * (AT_ONCE * PIECE) + lane * 16;
-  PartsOfWarp here(packets, warp), ahead = here;
-  auto packet_of = [&](const PartsOfWarp& piece) { return share + piece.own * cut.count; };
-  auto begin_copies = [&]() {
-    u32 to = stage;
-#pragma unroll 1
-    for (int n = 0; n < AT_ONCE && ahead.left(); ++n, to += PIECE) {
-      const int packet = packet_of(ahead);
-      const float4* from = part_of_warp<L>(p, cut.part(p, ahead.part), cut.tile, packet % 8) +
-                           packet / 8 * (P::QUADS * 32) + lane;
+// Adds a lane's unit of a part, whose weight is below 0 where it is bfloat16. Memory of weight 0 may hold anything.
+template <class L>
+DEVICE void add_unit(float (&sum)[PartUnits<L>::VALUES], const uint4& v, float first, float second) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  if constexpr (PartUnits<L>::PACKED) {
 #pragma unroll
-      for (int q = 0; q < P::QUADS; ++q) copy_16(to + q * 512, from + q * 32);
-      ahead.advance(cut.count);
+    for (int i = 0; i < 4; ++i) {
+      const float own = is_second<L>(2 * i) ? second : first, weight = fabsf(own);
+      const float2 pair = unpack(own != 0.f ? words[i] : 0, __float_as_uint(own) >> 31);
+      sum[2 * i] = fmaf(pair.x, weight, sum[2 * i]), sum[2 * i + 1] = fmaf(pair.y, weight, sum[2 * i + 1]);
     }
-  };
-  begin_copies();
-  weigh_cut<L, BARRIER>(p, cut, places, share == 0, warp * 32 + lane);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float weight = is_second<L>(i) ? second : first;
+      sum[i] += weight != 0.f ? __uint_as_float(words[i]) * weight : 0.f;
+    }
+  }
+}
+
+// Adds up a share of a cut token, some units of all parts, by eight warps. A share's are neighbours in each part, and come
+// to shared memory by one copy of each, while weights are made. The code is short rather than fast: it runs once, and
+// comes from memory.
+template <class L, int BARRIER, int ROOM>
+DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, u32& parity, int warp, int lane) {
+  using U = PartUnits<L>;
+  using Places = SumPlaces<L>;
+  constexpr int ALL = 8 * U::OF_A_WARP, BYTES = 512, SECOND = L::Packet::ONE_HEAD ? 0 : L::HEADS == 64 ? 8 : 1;
+  static_assert(Places::stage(MOST_WORKERS) + MOST_WORKERS * BYTES <= ROOM, "too little room for parts");
+  // Quotients of numbers as small as these are far enough from the next whole one.
+  const float parts = cut.count;
+  auto over_parts = [&](int number) { return static_cast<int>(__fdividef(number + 0.5f, parts)); };
+  const int begin = over_parts(ALL * share), end = over_parts(ALL * (share + 1));
+  const u32 stage = scratch + Places::stage(cut.count), barrier = scratch + Places::BARRIER;
+  const int at_once = over_parts((ROOM - Places::stage(cut.count)) / BYTES);
   Row row;
   row.token = cut.token, row.tile = cut.tile, row.part = 0;
   Target to = target_of<L>(p, row);
   to.whole = true;
-  float sum[F] = {};
-  u32 from = stage;
-  int copied = AT_ONCE;
-  wait_for_copies();
 #pragma unroll 1
-  while (here.left()) {
-    if (copied == 0) {
-      begin_copies();
-      wait_for_copies();
-      copied = AT_ONCE, from = stage;
-    }
-    const int packet = packet_of(here), head = head_of_packet<L>(packet / 8, packet % 8, lane);
-    const u32 weights = places.weights + (here.part * L::HEADS + head) * 4;
-    const float first = load_shared_float(weights), second = load_shared_float(weights + SECOND * 4);
-#pragma unroll
-    for (int q = 0; q < P::QUADS; ++q) {
-      const uint4 v = load_shared_16(from + q * 512);
-      const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float weight = SECOND && is_second<L>(4 * q + i) ? second : first;
-        sum[4 * q + i] += weight != 0.f ? __uint_as_float(words[i]) * weight : 0.f;  // else memory may hold anything
-      }
-    }
-    from += PIECE, --copied;
-    if (here.ends_packet(cut.count)) {
-      if (here.team > 1) {
-        const u32 own = scratch + warp * PIECE + lane * 16;
-#pragma unroll
-        for (int q = 0; q < P::QUADS; ++q)
-          store_shared_16(own + q * 512, __float_as_uint(sum[4 * q]), __float_as_uint(sum[4 * q + 1]),
-                          __float_as_uint(sum[4 * q + 2]), __float_as_uint(sum[4 * q + 3]));
-        named_barrier<BARRIER, 256>();
+  for (int first = begin; first < end; first += at_once) {
+    const int units = min(at_once, end - first);
+    if (first > begin) named_barrier<BARRIER, 256>();  // parts have been read
+    if (warp == 0) {
+      if (lane == 0) mbarrier_arrive_expect(barrier, cut.count * units * BYTES);
+      converge();
+      fence_async_global();
 #pragma unroll 1
-        for (int other = 1; here.member == 0 && other < here.team; ++other)
-#pragma unroll
-          for (int q = 0; q < P::QUADS; ++q) {
-            const uint4 more = load_shared_16(own + other * PIECE + q * 512);
-            sum[4 * q] += __uint_as_float(more.x), sum[4 * q + 1] += __uint_as_float(more.y);
-            sum[4 * q + 2] += __uint_as_float(more.z), sum[4 * q + 3] += __uint_as_float(more.w);
-          }
-      }
-      if (here.member == 0 && (here.team == 1 || warp / here.team < packets)) {
-        const float whole = load_shared_float(places.whole + head * 4),
-                    other = load_shared_float(places.whole + (head + SECOND) * 4);
-#pragma unroll
-        for (int e = 0; e < F; ++e) sum[e] *= SECOND && is_second<L>(e) ? other : whole;
-        write_packet<L>(to, sum, packet / 8, packet % 8, lane);
-      }
-#pragma unroll
-      for (int e = 0; e < F; ++e) sum[e] = 0.f;
+      for (int part = lane; part < cut.count; part += 32)
+        bulk_copy(stage + part * (units * BYTES), part_of_warp<L>(p, cut.part(p, part), cut.tile, 0) + first * 32,
+                  units * BYTES, barrier);
+      converge();
     }
-    here.advance(cut.count);
+    if (first == begin) weigh_cut<L, BARRIER>(p, cut, scratch, end == ALL, warp * 32 + lane);
+    mbarrier_wait(barrier, parity);
+    parity ^= 1;
+    // Where there are fewer units than warps, a team of these has one, and each of it some of the parts.
+    const int team = units > 4 ? 1 : units > 2 ? 2 : units > 1 ? 4 : 8, member = warp % team;
+    const u32 teams = scratch + Places::TEAMS + warp * (4 * U::VALUES * 32) + lane * 16;
+    auto head_of = [&](int own) {
+      const int unit = first + own;
+      return head_of_packet<L>(unit % U::OF_A_WARP / U::OF_A_PACKET, unit / U::OF_A_WARP, lane);
+    };
+    auto end_unit = [&](int own, float (&sum)[U::VALUES]) {
+      const int unit = first + own, of_warp = unit % U::OF_A_WARP;
+      const u32 factor = scratch + Places::WHOLE + head_of(own) * 4;
+      const float one = load_shared_float(factor), other = load_shared_float(factor + SECOND * 4);
+#pragma unroll
+      for (int i = 0; i < U::VALUES; ++i) sum[i] *= is_second<L>(i) ? other : one;
+      write_unit<L>(to, sum, of_warp / U::OF_A_PACKET, of_warp % U::OF_A_PACKET, unit / U::OF_A_WARP, lane);
+    };
+#pragma unroll 1
+    for (int own = warp / team; own < units; own += 8) {
+      u32 from = stage + (member * units + own) * BYTES + lane * 16,
+          weights = scratch + Places::WEIGHTS + (member * L::HEADS + head_of(own)) * 4;
+      float sum[U::VALUES] = {};
+#pragma unroll 1
+      for (int part = member; part < cut.count; part += team) {
+        add_unit<L>(sum, load_shared_16(from), load_shared_float(weights), load_shared_float(weights + SECOND * 4));
+        from += team * units * BYTES, weights += team * (L::HEADS * 4);
+      }
+      if (team == 1) {
+        end_unit(own, sum);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < U::VALUES; i += 4)
+        store_shared_16(teams + i * 128, __float_as_uint(sum[i]), __float_as_uint(sum[i + 1]),
+                        __float_as_uint(sum[i + 2]), __float_as_uint(sum[i + 3]));
+    }
+    if (team == 1) continue;
+    named_barrier<BARRIER, 256>();
+    if (member == 0 && warp / team < units) {
+      float sum[U::VALUES] = {};
+#pragma unroll 1
+      for (int other = 0; other < team; ++other)
+#pragma unroll
+        for (int i = 0; i < U::VALUES; i += 4) {
+          const uint4 more = load_shared_16(teams + other * (4 * U::VALUES * 32) + i * 128);
+          sum[i] += __uint_as_float(more.x), sum[i + 1] += __uint_as_float(more.y);
+          sum[i + 2] += __uint_as_float(more.z), sum[i + 3] += __uint_as_float(more.w);
+        }
+      end_unit(warp / team, sum);
+    }
+    converge();
   }
 }
 
@@ -228,36 +233,52 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
 // but these threads uses any more. A warp each asks for the tokens at both ends of the interval, at the same time.
 template <class L, int BARRIER, int ROOM>
 DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
+  using Places = SumPlaces<L>;
   const Interval interval = load_interval(shared + L::INTERVAL);
   if (interval.turn == EVERY_WORKERS_TOKEN) return;  // whole tokens
   const int4 sharers = sharers_of(p, interval);
   const int warp = uniform(thread >> 5), lane = thread & 31;
-  const int counts[2] = {uniform(sharers.y), uniform(sharers.w)};
+  const int counts[2] = {uniform(sharers.y), uniform(sharers.w)}, firsts[2] = {uniform(sharers.x), uniform(sharers.z)};
   if (counts[0] + counts[1] == 0) return;
-  const int own_count = warp == 0 ? counts[0] : warp == 1 ? counts[1] : 0;
-  const bool asks = lane == 0 && own_count > 0;
-  SharersCounters* const counters = counters_of_sharers(p, warp == 0 ? sharers.x : sharers.z, interval.tile);
-  const bool complete = asks && await_sharers(counters, own_count);
+  auto counters_of = [&](int worker) { return counters_of_sharers(p, worker, interval.tile); };
+  fence_async_shared();           // what this thread has stored: copies come to the same place
+  named_barrier<BARRIER, 256>();  // nobody needs what is in scratch
+  if (thread == 0) mbarrier_init(scratch + Places::BARRIER, 1), fence_barrier_init();
+  if (lane == 0 && warp < 2) {
+    const int count = warp ? counts[1] : counts[0], first = warp ? firsts[1] : firsts[0];
+    int given_up = NOT_ALL_HERE;
+    if (count) given_up = await_sharers(counters_of(first), count, counters_of(interval.worker), interval.worker - first);
+    store_shared_4(scratch + Places::GIVEN_UP + warp * 4, given_up);
+  }
   converge();
+  named_barrier<BARRIER, 256>();
+  const uint2 words = load_shared_8(scratch + Places::GIVEN_UP);
+  u32 parity = 0;
+  bool used = false;  // places in scratch
 #pragma unroll 1
-  for (;;) {
-    const u32 word = scratch + 16384;
-    named_barrier<BARRIER, 256>();  // the words have been read, and what is in scratch
-    if (lane == 0 && warp < 2) store_shared_4(word + warp * 4, complete ? take_share(counters) : own_count);
-    converge();
-    named_barrier<BARRIER, 256>();
-    const uint2 words = load_shared_8(word);
-    const int shares[2] = {uniform(words.x), uniform(words.y)};
-    if (shares[0] >= counts[0] && shares[1] >= counts[1]) break;
+  for (int which = 0; which < 2; ++which) {
+    const int count = which ? counts[1] : counts[0], first = which ? firsts[1] : firsts[0],
+              given_up = uniform(which ? words.y : words.x), own = interval.worker - first;
+    if (count == 0) continue;
+    const CutToken cut{which ? interval.last_token : interval.token, interval.tile, first, count};
+    int next = 0;
 #pragma unroll 1
-    for (int which = 0; which < 2; ++which) {
-      const int share = which ? shares[1] : shares[0], count = which ? counts[1] : counts[0];
-      if (share >= count) continue;
-      const CutToken cut{which ? interval.last_token : interval.token, interval.tile,
-                         uniform(which ? sharers.z : sharers.x), count};
-      add_up<L, BARRIER, ROOM>(p, cut, share, scratch, warp, lane);
+    for (int share = own; given_up >= 0 && share < count;) {
+      if (used) fence_async_shared(), named_barrier<BARRIER, 256>();
+      used = true;
+      add_up<L, BARRIER, ROOM>(p, cut, share, scratch, parity, warp, lane);
+      if (given_up == 0) break;
+      if (thread == 0) {  // what others have given up
+        while (next < count && (next == own || !(load_acquire(&counters_of(first + next)->given_up) & bit_of_share(next))))
+          ++next;
+        store_shared_4(scratch + Places::NEXT, next);
+      }
+      converge();
+      named_barrier<BARRIER, 256>();
+      share = uniform(load_shared_4(scratch + Places::NEXT)), next = share + 1;
     }
   }
-  if (asks) leave_sharers(counters, own_count, complete);
-  converge();
+  const int left = warp & 1 ? counts[1] : counts[0];
+  if (warp >= 6 && lane == 0 && left)  // one of the last warps for each token
+    leave_sharers(counters_of(warp & 1 ? firsts[1] : firsts[0]), left, p.head_tiles);
 }

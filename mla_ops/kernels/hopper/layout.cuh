@@ -159,7 +159,9 @@ struct Layout {
   static constexpr int SCALES = (R::SCALES_APART ? LIVE + SLOTS * 4 : RAW) + R::SCALES_AT;
   static constexpr int SCALES_SLOT = 16 * R::SCALES_PITCH;
   static constexpr int TURN = LIVE + SLOTS * 4 + (R::SCALES_APART ? SLOTS * SCALES_SLOT : 0);
-  static constexpr int BARRIERS = (TURN + 4 + 7) / 8 * 8;
+  // With 64 heads, of a row that is shared evenly: whether its parts have to be bfloat16.
+  static constexpr int ROUGH = TURN + 4;
+  static constexpr int BARRIERS = (TURN + (HEADS == 64 ? 8 : 4) + 7) / 8 * 8;
   static constexpr int RAW_FULL = BARRIERS;
   static constexpr int RAW_FREE = RAW_FULL + SLOTS * 8;
   static constexpr int WEIGHTS_FULL = RAW_FREE + SLOTS * 8;

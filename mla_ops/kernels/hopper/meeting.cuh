@@ -80,33 +80,48 @@ DEVICE u32 shares_of(u32* set, const Row& row) {
 
 // ---- CTAs that share a row, each with work of other rows besides (`cuts.cuh`) ---------------------------------------
 
-// Counters of a row: CTAs that have left their part; CTAs that will not look at these again; shares of the result that
-// are taken. The first two are sums of ONES, which have the launch's number in their upper half. Where a graph runs the
-// launch twice at the same time, a sum is not of one launch: no CTA takes it for complete, and the last one fails.
+// Counters of a row: CTAs that have left their part, and CTAs that will not look at these again. They are sums of ONES,
+// which have the launch's number in their upper half. Where a graph runs the launch twice at the same time, a sum is not
+// of one launch: no CTA takes it for complete, and the last one fails. The first one has the number of shares of the
+// result that were given up from bit 16 on; whose, the CTAs' own counters say.
 struct SharersCounters {
-  u64 here, gone;
-  u32 taken;
+  u64 here, gone, given_up;
 };
+
+constexpr int NOT_ALL_HERE = -1;
+constexpr u64 ALL_GIVEN_UP = 0xffff0000u;
 
 DEVICE u64 ones(u32 count) { return static_cast<u64>(launch_number() * count) << 32 | count; }
 
-// A CTA leaves its part by counting itself, and looks once it has nothing else to do. Whether all are there. If not, this
-// CTA has lost its patience.
-DEVICE bool await_sharers(const SharersCounters* counters, int count) {
-  const u64 all = ones(count);
+DEVICE bool all_here(u64 seen, int count) { return (seen & ~ALL_GIVEN_UP) == ones(count); }
+
+DEVICE int number_given_up(u64 seen) { return static_cast<u32>(seen) >> 16; }
+
+// The bit by which a CTA gives a share up: a CTA may have one of the row that it began in, `number` 0, and of another.
+DEVICE u32 bit_of_share(int number) { return number == 0 ? 2 : 1; }
+
+// A CTA leaves its part by counting itself, and looks once it has nothing else to do. How many shares were given up where
+// all are there. If not, this CTA has lost its patience and gives up its own: but not if the last one came in between.
+DEVICE int await_sharers(SharersCounters* counters, int count, SharersCounters* own, int number) {
 #pragma unroll 1
-  for (int looks = PATIENCE; looks >= 0; --looks)
-    if (load_acquire(&counters->here) == all) return true;
-  return false;
+  for (int looks = PATIENCE; looks >= 0; --looks) {
+    const u64 seen = load_acquire(&counters->here);
+    if (all_here(seen, count)) return number_given_up(seen);
+  }
+  fetch_or(reinterpret_cast<u32*>(&own->given_up), bit_of_share(number));
+  const u64 seen = fetch_add(&counters->here, static_cast<u64>(1 << 16));
+  return all_here(seen, count) ? number_given_up(seen) : NOT_ALL_HERE;
 }
 
-// One of `count` shares that nobody has taken; `count` and more where there is none.
-DEVICE int take_share(SharersCounters* counters) { return fetch_add(&counters->taken, 1); }
-
-// The last one makes the counters ready for another launch. By then all are there, whether it has seen that or not.
-DEVICE void leave_sharers(SharersCounters* counters, int count, bool complete) {
-  const u64 before = fetch_add(&counters->gone, ones(1));
+// The last one makes the counters ready for another launch. By then all are there, whether it has seen that or not. Those
+// of the row's CTAs are `pitch` apart.
+DEVICE void leave_sharers(SharersCounters* counters, int count, int pitch) {
+  const u64 before = fetch_add_relaxed(&counters->gone, ones(1));
   if (static_cast<u32>(before) < static_cast<u32>(count) - 1) return;
-  if (before != ones(count - 1) || !complete && load_acquire(&counters->here) != ones(count)) fail();
-  counters->here = counters->gone = 0, counters->taken = 0;
+  const u64 seen = load_acquire(&counters->here);
+  if (before != ones(count - 1) || !all_here(seen, count)) fail();
+#pragma unroll 1
+  for (int number = 0; number < count && number_given_up(seen); ++number)
+    clear_bits(&counters[number * pitch].given_up, bit_of_share(number));
+  counters->here = counters->gone = 0;
 }

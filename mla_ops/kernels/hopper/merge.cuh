@@ -273,21 +273,40 @@ DEVICE void write_packet(const Target& to, const float (&v)[L::Packet::QUADS * 4
   }
 }
 
-// Places of a warp's accumulators of a tile in a part of a token that intervals cut: a packet's quads of all lanes.
+// A part of a token that intervals cut, in units of 16 bytes of each lane: accumulators of a packet, float32, or, with 64
+// heads, 16-bit averages.
+template <class L>
+struct PartUnits {
+  static constexpr bool PACKED = L::HEADS == 64;
+  static constexpr int VALUES = PACKED ? 8 : 4, OF_A_PACKET = L::Packet::QUADS * 4 / VALUES,
+                       OF_A_WARP = L::Packet::OF_A_WARP * OF_A_PACKET;
+};
+
+// The first unit of a warp's.
 template <class L>
 DEVICE float4* part_of_warp(const Params& p, int part, int tile, int warp) {
-  constexpr int QUADS = L::Packet::OF_A_WARP * L::Packet::QUADS;
-  return parts_of(p).out + ((static_cast<i64>(part) * p.head_tiles + tile) * 8 + warp) * (QUADS * 32);
+  return parts_of(p).out + ((static_cast<i64>(part) * p.head_tiles + tile) * 8 + warp) * (PartUnits<L>::OF_A_WARP * 32);
 }
 
 // Leaves them: `value_of(n)` is the n-th in the order of packets.
-template <class L, class Value>
+template <class L, bool BFLOAT16 = false, class Value>
 DEVICE void leave_part(const Params& p, const Row& row, int part, int warp, int lane, Value value_of) {
+  using U = PartUnits<L>;
   float4* const to = part_of_warp<L>(p, part, row.tile, warp) + lane;
 #pragma unroll
-  for (int quad = 0; quad < L::Packet::OF_A_WARP * L::Packet::QUADS; ++quad)
-    to[quad * 32] =
-        make_float4(value_of(quad * 4), value_of(quad * 4 + 1), value_of(quad * 4 + 2), value_of(quad * 4 + 3));
+  for (int unit = 0; unit < U::OF_A_WARP; ++unit) {
+    float words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const int n = unit * U::VALUES + w * (U::PACKED ? 2 : 1);
+      if constexpr (U::PACKED)
+        words[w] = __uint_as_float(BFLOAT16 ? pack_bfloat16(value_of(n), value_of(n + 1))
+                                            : pack_float16(value_of(n), value_of(n + 1)));
+      else
+        words[w] = value_of(n);
+    }
+    to[unit * 32] = make_float4(words[0], words[1], words[2], words[3]);
+  }
 }
 
 // The head, in its tile, of a lane's first accumulator of a packet, the number-th of its warp.

@@ -116,6 +116,8 @@ DEVICE bool named_barrier_any(bool value) {
 // Makes this thread's writes to shared memory visible to wgmma and bulk copies.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 template <int REGISTERS>

@@ -254,6 +254,7 @@ DEVICE void convert_copied_queries(const Params& p, u32 shared, int thread, u32 
   }
   mbarrier_wait(shared + L::FACTORS_FREE, parity);  // the columns of the row before were read
   if (!odd) store_column<L>(p, shared, head, shift);
+  if (thread == 0) store_shared_4(shared + L::ROUGH, 0);
 }
 
 // All of a row's queries, by THREADS threads, sixteen a head. Heads past the last repeat it. Registers hold two rounds;

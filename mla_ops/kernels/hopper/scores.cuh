@@ -195,6 +195,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // The end of a turn: its keys are released, and its weights are made and handed over.
   auto hand_over = [&](float (&s)[TILES * 4], u32 undo, int slot, int turn, bool apart, bool may_be_wide) {
     if (apart) seen = 2;
+    if (LAUNCH == Launch::BALANCED && HEADS == 64 && (apart || turn == WIDE)) store_shared_4(shared + L::ROUGH, 1);
     if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row)))
       warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
     // The sums of a row that another follows go where the first warp's last keys were. A wide turn's keys are released

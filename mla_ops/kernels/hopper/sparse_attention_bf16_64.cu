@@ -319,24 +319,80 @@ DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 sh
   finish<L, 8>(p, row, shared, half * 4 + warp, lane);
 }
 
+// Averages of a part become 16 bits: float16 times a power of two of each head, which `factor` gets and `stored` undoes,
+// or, where values of a head are too far apart, bfloat16, and `stored` is below 0. Whether they are bfloat16, for all heads
+// of a warp.
+template <class L>
+DEVICE bool fit_averages(const State& state, u32 shared, u32 row_parity, int half, int head, int lane, float (&factor)[2],
+                         float (&stored)[2]) {
+  float top[2] = {0.f, 0.f}, least[2] = {INFINITY, INFINITY};
+#pragma unroll
+  for (int e = 0; e < 128; ++e) {
+    const float magnitude = fabsf(state.o[e]);
+    top[e >> 1 & 1] = fmaxf(top[e >> 1 & 1], magnitude), least[e >> 1 & 1] = fminf(least[e >> 1 & 1], magnitude);
+  }
+  // Sums of the row before were here.
+  const u32 tops = shared + L::SUMS + ((row_parity ^ 1) * 2 * L::HEADS + head) * 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int step = 1; step < 4; step <<= 1) {
+      top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], step));
+      least[i] = fminf(least[i], __shfl_xor_sync(~0u, least[i], step));
+    }
+    if (least[i] < top[i] * 0x1p-28f) top[i] = INFINITY;
+    if (lane % 4 == 0) store_shared_float(tops + (half * L::HEADS + i * 8) * 4, top[i]);
+  }
+  named_barrier<PAIR_BARRIER, 256>();
+  u32 exponent[2];
+  bool bfloat16 = false;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    top[i] = fmaxf(top[i], load_shared_float(tops + ((half ^ 1) * L::HEADS + i * 8) * 4));
+    exponent[i] = __float_as_uint(top[i] * factor[i]) >> 23 & 0xff;
+    bfloat16 |= state.sum[i] != 0.f && (exponent[i] < 40 || exponent[i] > 230);
+  }
+  bfloat16 = __any_sync(~0u, bfloat16);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {  // the largest is below 2^15
+    const u32 up = min(max(268 - static_cast<int>(exponent[i]), 1), 253);
+    stored[i] = bfloat16 ? -1.f : __uint_as_float((254 - up) << 23);
+    if (!bfloat16) factor[i] *= __uint_as_float(up << 23);
+  }
+  return bfloat16;
+}
+
 // Ends a row that another may follow. Both warpgroups call it.
 template <class L, Launch LAUNCH>
 DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
                        int warp, int lane) {
   add_sums<L>(state, shared, row_parity, half, head, lane);
   const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
-  float factor[2];
+  float factor[2], lse[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int global_head = row.tile * L::HEADS + head + i * 8;
     const bool there = global_head < p.num_heads, none = state.sum[i] == 0.f;
-    const float lse = none ? -INFINITY : (state.reference[i] + log2_approx(state.sum[i])) * 0.6931471805599453f;
+    lse[i] = none ? -INFINITY : (state.reference[i] + log2_approx(state.sum[i])) * 0.6931471805599453f;
     factor[i] = none ? 0.f : 1.f / state.sum[i];
-    if (p.attn_sink && there && !none && part < 0) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse);
-    if (half == 0 && there && lane % 4 == 0) leave_lse(p, row, global_head, part, lse, factor[i]);
+    if (p.attn_sink && there && !none && part < 0) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse[i]);
   }
+  auto leave_lses = [&](const float (&factors)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (half == 0 && row.tile * L::HEADS + head + i * 8 < p.num_heads && lane % 4 == 0)
+        leave_lse(p, row, row.tile * L::HEADS + head + i * 8, part, lse[i], factors[i]);
+  };
+  if (part < 0) leave_lses(factor);
   if (part >= 0) {
-    leave_part<L>(p, row, part, half * 4 + warp, lane, [&](int n) { return state.o[n]; });
+    float stored[2];
+    const bool bfloat16 = fit_averages<L>(state, shared, row_parity, half, head, lane, factor, stored);
+    leave_lses(stored);
+    auto value_of = [&](int n) { return state.o[n] * factor[n >> 1 & 1]; };
+    if (bfloat16)
+      leave_part<L, true>(p, row, part, half * 4 + warp, lane_here(), value_of);
+    else
+      leave_part<L>(p, row, part, half * 4 + warp, lane_here(), value_of);
     tell_sharers<L, PAIR_BARRIER>(p, shared, part, half * 128 + warp * 32 + lane);
     return;
   }

@@ -11,7 +11,8 @@ DEVICE u32 scaled_pair(float a, float b, float factor) {
   return factor == 0.f ? 0u : pack_bfloat16(a * factor, b * factor);
 }
 
-// The factor of each of a warp's 16 heads, in both halves of it, from the sums that `score` left, and their lse.
+// The factor of each of a warp's 16 heads, in both halves of it, from the sums that `score` left, and their lse. A part's
+// makes averages, FACTOR times as large as keys are, and is below 0 where these have to be bfloat16.
 template <class L>
 DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_parity, bool reports, int part, int warp,
                         int lane) {
@@ -22,12 +23,14 @@ DEVICE float factors_of(const Params& p, const Row& row, u32 shared, u32 row_par
   const u32 turn = load_shared_4(shared + L::TURN),
             sums = place_of_sums<L>(shared, turn >> 8 & 0xff);
   const float total = sum_of<L::HEADS>(sums, head);
+  const bool rough = load_shared_4(shared + L::ROUGH) != 0;
   const float reference = load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   __syncwarp();
   warp_arrive(shared + L::FACTORS_FREE, lane);
   const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
-  float factor = __fdividef(1.f / L::FACTOR, total);
-  if (reports && there && lane < 16) leave_lse(p, row, global_head, part, lse, factor);
+  float factor = __fdividef(part < 0 ? 1.f / L::FACTOR : 1.f, total);
+  if (reports && there && lane < 16) leave_lse(p, row, global_head, part, lse, rough ? -1.f / L::FACTOR : 1.f / L::FACTOR);
+  if (part >= 0 && rough) factor = -factor;
   if (sink != -INFINITY) factor = __fdividef(factor, 1.f + exp2_approx((sink - lse) * 1.4426950408889634f));
   return total == 0.f ? 0.f : factor;
 }
@@ -285,25 +288,37 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
   } else if constexpr (PERSISTENT) {
     const int worker = opaque(thread);  // else addresses for the result stay in registers all the time
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
-    if (part >= 0)
-      leave_part<L>(p, row, part, half * 4 + (worker >> 5), worker & 31, [&](int n) {
+    auto leave = [&](float own, int worker) {  // a lane has the factor of one of its warp's heads
+      const int lane = worker & 31;
+      const bool rough = HEADS_BY_DIMS && __any_sync(~0u, own < 0.f);  // no head without a sum says it
+      own = fabsf(own);
+      const float factors[2] = {__shfl_sync(~0u, own, lane >> 2), __shfl_sync(~0u, own, (lane >> 2) + 8)};
+      auto value_of = [&](int n) {
         const int place = place_of_pair<L>(n / 2) + n % 2;
-        return o[place / N][place % N];
-      });
-    float factor = 0.f;
-    if constexpr (HEADS_BY_DIMS) {
-      factor = factors_of<L>(p, row, shared, row_parity, half == 0, part, worker >> 5, worker & 31);
-    } else {
+        return o[place / N][place % N] * (HEADS_BY_DIMS ? factors[place >> 1 & 1] : 1.f);
+      };
+      if (rough)
+        leave_part<L, true>(p, row, part, half * 4 + (worker >> 5), lane, value_of);
+      else
+        leave_part<L>(p, row, part, half * 4 + (worker >> 5), lane, value_of);
+    };
+    auto factor_of_lane = [&](int part) {
+      return factors_of<L>(p, row, shared, row_parity, half == 0, part, worker >> 5, worker & 31);
+    };
+    if constexpr (!HEADS_BY_DIMS) {
+      if (part >= 0) leave(1.f, worker);
       mbarrier_wait(shared + L::FACTORS_FULL, row_parity);
     }
     if (part >= 0) {
-      if (!HEADS_BY_DIMS) {
+      if constexpr (HEADS_BY_DIMS) {
+        leave(factor_of_lane(part), opaque(worker));
+      } else {
         __syncwarp();
         warp_arrive(shared + L::FACTORS_FREE, lane);
       }
       tell_sharers<L, VALUES_BARRIER>(p, shared, part, half * 128 + worker);
     } else if constexpr (HEADS_BY_DIMS) {
-      store_result<L>(p, row, shared, o, factor, half, worker);
+      store_result<L>(p, row, shared, o, factor_of_lane(-1), half, worker);
     } else {
       named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
       store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, o, half, worker);
