@@ -224,7 +224,7 @@ def pack(
         int(sorted),
         0 if sorted else plan.need(topk),
         plan.room,
-        int(4 * num_rows * num_columns <= AHEAD_BYTES),
+        plan.held * (4 * num_rows * num_columns <= AHEAD_BYTES),
     )
 
 
