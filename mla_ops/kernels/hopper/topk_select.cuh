@@ -173,6 +173,15 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
   u32 of_control = shared_address(&control);
   hold(of_control);  // else it is made again behind each barrier, of what a special register has
   const u32 at = of_control + sizeof(Control);  // of the bins
+  // What follows is searched in the bin that was found. Returns how many are in it.
+  auto narrow = [&] {
+    const Place found =
+        BELOW == NOTHING ? place_at(of_control + Control::FOUND) : Place{control.bin, control.above, control.inside};
+    rank -= found.above;
+    least += found.bin << shift;
+    if (found.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
+    return found.inside;
+  };
 #pragma unroll 1
   for (;;) {
     if (!counted)
@@ -188,12 +197,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
       shift = max(32 - BIN_BITS - __clz(most - least), 0);
       continue;
     }
-    const Place found =
-        BELOW == NOTHING ? place_at(of_control + Control::FOUND) : Place{control.bin, control.above, control.inside};
-    rank -= found.above;
-    const u32 inside = found.inside;
-    least += found.bin << shift;
-    if (found.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
+    const u32 inside = narrow();
     least = max(least, 1u);
     if (inside - rank <= spare || (!EXACT && least == most)) return static_cast<u64>(least) << 32;
     if (EXACT && inside <= SHORT_LIST)
@@ -215,12 +219,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
     });
     meet<THREADS>();
     find_bin<THREADS>(control, bins, rank, of_control + Control::FOUND);
-    const Place found =
-        BELOW == NOTHING ? place_at(of_control + Control::FOUND) : Place{control.bin, control.above, control.inside};
-    rank -= found.above;
-    const u32 inside = found.inside;
-    least += found.bin << shift;
-    if (found.bin < BINS - 1 && most - least >= 1u << shift) most = least + (1u << shift) - 1;
+    const u32 inside = narrow();
     if (inside == rank) return static_cast<u64>(score) << 32 | least;
     if (inside <= SHORT_LIST)
       return entry_of_rank<THREADS>(control, of_control, inside, rank, [&](auto use) {
