@@ -272,7 +272,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if everything else ', slots'}]"
         variant = Variant(name, sparse_attention._attend_kernel, types, constants, options)
         yield variant
-        if tile.block_h == 32 and not everything:
+        if tile.block_h == 32 and not everything and mode != "fp8_v4":
             # for an SM that has room for two programs
             beside = sparse_attention.tile(device, heads, mode, alone=False)
             looks = sparse_attention.looks_at_indices(keys, beside, partial, everything)
@@ -300,11 +300,11 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
 
 def two_cache_variants(capability: int) -> Iterator[Variant]:
     """Indices are translated for both caches, of two formats for the second only, of 64 heads for none."""
-    v4, more_heads = "fp8_ds_mla_v4", (64, 128) if capability == 90 else (64,)  # elsewhere all have the tile of 16
+    v4, more_heads = "fp8_ds_mla_v4", (64, 128)
     cases = [(v4, v4, torch.bfloat16, 512, heads) for heads in (16, *more_heads)]
     cases += [("bf16", v4, torch.bfloat16, 512, 128), ("fp8_ds_mla", "bf16", torch.bfloat16, 576, 128)]
     cases += [("fp8_ds_mla", "fp8_ds_mla", torch.bfloat16, 576, 64)]
-    if capability == 90:
+    if capability == 90:  # elsewhere they have the tile of 16
         cases += [("bf16", "bf16", torch.bfloat16, 576, heads) for heads in more_heads]
         # 16 seconds to compile: elsewhere, float16 in the kernel of one cache has to do
         cases.append((v4, v4, torch.float16, 512, 128))
@@ -379,7 +379,7 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
     """
     device = (capability // 10, capability % 10)
     small_blocks = DenseCase("bf16", torch.bfloat16, 576, 16, whole=False)
-    tiles = ((False, dense_attention.paged_tile, (16, 128)), (True, dense_attention.packed_tile, (32,)))
+    tiles = ((False, dense_attention.group_tile, (16, 128)), (True, dense_attention.packed_tile, (32,)))
     for packed, pick, numbers in tiles:
         cases = []
         for fmt, dim in (("fp8_ds_mla", 576), ("fp8_ds_mla_v4", 512), ("bf16", 576)):
@@ -396,13 +396,15 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
     types = dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32") | {"cuts": "*i32", "out": "*bf16"}
     constants = {"BLOCK_S": dense_attention.MERGE_PARTS}
     yield Variant("merge_cuts", dense_attention_even._merge_cuts_kernel, types, constants)
+    if capability == 90:
+        yield from operand_variants(capability, DenseCase("fp8_ds_mla", torch.bfloat16, 576, 128))
 
 
 def dense_case(capability: int, case: DenseCase, packed: bool) -> tuple[str, dict[str, str], Options]:
     """The arguments of all dense kernels: the end of their name, types, and options with the tile before any change."""
     fmt, dtype, dim, heads, whole = case
     entry, mode = FORMATS[fmt], sparse_attention.operand_mode(dtype, fmt)
-    pick = dense_attention.packed_tile if packed else dense_attention.paged_tile
+    pick = dense_attention.packed_tile if packed else dense_attention.group_tile
     types = {"q": f"*{SHORT[dtype]}", "kv": "*u8" if entry.quantized else f"*{SHORT[dtype]}"}
     types |= {"out": f"*{SHORT[dtype]}", "lse": "*fp32", "q_rope": "none"}
     types |= dict.fromkeys(("block_table", "req_id_per_token", "key_lens"), "*i32")
@@ -422,6 +424,20 @@ def walk_variant(capability: int, case: DenseCase, packed: bool) -> Variant:
     kernel = dense_attention_device._packed_kernel if packed else dense_attention_device._paged_kernel
     name = ("packed" if packed else "paged") + name
     return Variant(name, kernel, types, constants, {"num_warps": options.tile.num_warps})
+
+
+def operand_variants(capability: int, case: DenseCase) -> Iterator[Variant]:
+    """Whole rows and parts in tiles of the sparse kernels."""
+    variant = walk_variant(capability, case, packed=False)
+    mode = sparse_attention.operand_mode(case.dtype, case.cache_format)
+    tile = dense_attention.paged_tile((capability // 10, capability % 10), case.num_heads, mode)
+    keys = cache_keys(capability, case.cache_format, "fp8_half" if tile.half else mode, case.dim, translated=True)
+    for partial in (False, True):
+        options = replace(variant.constants["OPTIONS"], tile=tile, keys=keys, partial=partial)
+        types = variant.types | {"out": "*fp16" if partial else f"*{SHORT[case.dtype]}"}
+        types["uneven"] = "none" if partial else "*i32"
+        name = variant.name.replace("]", f", {'parts' if partial else 'rows'}]")
+        yield Variant(name, variant.kernel, types, {"OPTIONS": options}, {"num_warps": tile.num_warps})
 
 
 def even_variant(capability: int, case: DenseCase, packed: bool) -> Variant:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import attention_oracle
+import pytest
 import torch
 
 from mla_ops.formats import FORMATS, allocate_cache, planar_views
@@ -80,6 +81,24 @@ def some_indices(num_tokens: int, topk: int, num_slots: int, device: torch.devic
     for value in (INT_MIN, -123456, -1, num_slots, INT_MAX):
         indices[torch.rand(indices.shape, device=device) < 0.03] = value
     return indices
+
+
+def force_rounds(monkeypatch: pytest.MonkeyPatch, *rounds: tuple[int, tuple[int, int, int]]) -> None:
+    """The portable kernel takes these rounds: tokens, and how it cuts their rows."""
+    from mla_ops.kernels.triton import sparse_attention
+    from mla_ops.kernels.triton.rounds import Round, Shares
+
+    chosen = tuple(Round(num_tokens, Shares(*shares)) for num_tokens, shares in rounds)
+    monkeypatch.setattr(sparse_attention, "rounds_of", lambda *_: chosen)
+
+
+def force_splits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """The portable kernel cuts all rows in as many parts."""
+    from mla_ops.kernels.triton import sparse_attention
+    from mla_ops.kernels.triton.rounds import Round, Shares
+
+    shares = Shares(count, 1, count)
+    monkeypatch.setattr(sparse_attention, "rounds_of", lambda num_tokens, *_: (Round(num_tokens, shares),))
 
 
 def check(

@@ -16,6 +16,7 @@ from attention_inputs import (
     SCALE,
     check,
     filled_cache,
+    force_splits,
     key_width,
     operand,
     poison_unused,
@@ -159,12 +160,6 @@ def test_nothing_to_do(
             assert (lse == -math.inf).all()
 
 
-def force_splits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    from mla_ops.kernels.triton import sparse_attention
-
-    monkeypatch.setattr(sparse_attention, "num_splits", lambda *_: count)
-
-
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 64])
 @pytest.mark.parametrize("with_length", [False, True], ids=["-1 tails", "topk_length"])
 def test_splits_merge_exactly(
@@ -279,20 +274,6 @@ def test_numbers_of_v4_that_float16_does_not_hold(lowering: str, device: torch.d
     check(lowering, q, cache, indices, "fp8_ds_mla_v4")
 
 
-def test_split_table() -> None:
-    from mla_ops.kernels.triton.sparse_attention import num_splits
-
-    assert num_splits(0, 2, 2048, 132) == 1
-    assert num_splits(1, 1, 2048, 132) == 32
-    assert num_splits(1, 2, 2048, 132) == 32
-    assert num_splits(8, 2, 2048, 132) == 8
-    assert num_splits(66, 2, 2048, 132) == 1
-    assert num_splits(4096, 2, 2048, 132) == 1
-    assert num_splits(1, 1, 0, 132) == 1
-    assert num_splits(1, 1, 1, 132) == 1
-    assert num_splits(1, 1, 10**6, 10**6) == 64
-
-
 def test_tile_table() -> None:
     """Every device and number of heads gets a tile whose Q and keys fit its shared memory."""
     from mla_ops.kernels.triton.sparse_attention import tile
@@ -338,14 +319,6 @@ def test_programs_that_have_an_sm_to_themselves(
     monkeypatch.setattr(sparse_attention, "shared_of_sm", lambda device: shared * 1024)
     monkeypatch.setattr(sparse_attention, "num_sms", lambda device: 132)
     assert sparse_attention.programs_are_alone(torch.device("cuda"), num_tokens, 64, deterministic) is alone
-
-
-def test_thirds_of_rows_where_their_rounds_are_fewer() -> None:
-    from mla_ops.kernels.triton.sparse_attention import thirds_pay
-
-    pays = [programs for programs in range(1, 1000) if thirds_pay(programs, 2048, 132)]
-    assert pays == [*range(67, 89), *range(133, 177)]
-    assert not thirds_pay(72, 1024, 132)
 
 
 def test_constants_of_kernels_are_json() -> None:

@@ -14,6 +14,7 @@ from attention_inputs import (
     check,
     check_two_caches,
     filled_cache,
+    force_splits,
     poison_unused,
     queries,
     some_indices,
@@ -35,12 +36,6 @@ def lowering(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each lowering that may run here; what one refuses is skipped with its reason."""
     with dispatch.override(paged_sparse_attention=request.param):
         yield request.param
-
-
-def force_splits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    from mla_ops.kernels.triton import sparse_attention
-
-    monkeypatch.setattr(sparse_attention, "num_splits", lambda *_: count)
 
 
 @pytest.mark.parametrize("num_heads", [1, 17, 65])
@@ -252,10 +247,11 @@ def test_caches_of_one_kind_take_the_tile_of_one_cache() -> None:
             assert two_cache_tile(capability, num_heads, (v4, v4)) == chosen
             assert two_cache_tile(capability, num_heads, (plain, v4)) == tile(capability, 16, "plain")
             assert two_cache_tile(capability, num_heads, (v4, translated)) == tile(capability, 16, "fp8_v4")
-            if chosen.block_h == 16:
+            if chosen.block_h < 64:
                 assert two_cache_tile(capability, num_heads, (translated, translated)) == chosen
     assert two_cache_tile((9, 0), 128, (v4, v4)) == Tile(64, 64, 8, 1, apart=True, early=True)
     assert two_cache_tile((9, 0), 128, (translated, translated)) == Tile(64, 32, 8, 1, apart=True)
+    assert two_cache_tile((12, 0), 128, (v4, v4)) == Tile(32, 32, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -278,3 +274,24 @@ def test_tiles_of_sm90(
     with dispatch.override(paged_sparse_attention="triton"):
         check("triton", q, cache, indices, cache_format)
         check_two_caches("triton", q, cache, indices, cache_format, extra, extra_indices, cache_format)
+
+
+@pytest.mark.parametrize("translated", [False, True], ids=["slots", "block tables"])
+def test_tiles_of_32_heads(device: torch.device, monkeypatch: pytest.MonkeyPatch, translated: bool) -> None:
+    """What GPUs but SM90 take over V4's caches, whose keys share a loop."""
+    from mla_ops.kernels.triton import sparse_attention
+
+    monkeypatch.setattr(sparse_attention, "tile", lambda *_: sparse_attention.Tile(32, 32, 4, 1))
+    cache, extra = filled_cache(V4, 4, 16, device), filled_cache(V4, 3, 16, device)
+    q = queries(2, 40, BF16, device, 512)
+    indices, extra_indices = some_indices(2, 70, 48, device), some_indices(2, 40, 32, device)
+    options = {}
+    if translated:
+        options["req_id_per_token"] = torch.tensor([1, 0], dtype=torch.int32, device=device)
+        options["block_table"] = torch.tensor([[3, 0, 1], [2, -1, 0]], dtype=torch.int32, device=device)
+    both = dict(options)
+    if translated:
+        both["extra_block_table"] = torch.tensor([[2, 1], [0, 77]], dtype=torch.int32, device=device)
+    with dispatch.override(paged_sparse_attention="triton"):
+        check("triton", q, cache, indices, V4, **options)
+        check_two_caches("triton", q, cache, indices, V4, extra, extra_indices, V4, **both)

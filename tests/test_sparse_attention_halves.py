@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_inputs import check, filled_cache, key_width, queries, rows_with_wide_scales, some_indices
+from attention_inputs import check, filled_cache, force_splits, key_width, queries, rows_with_wide_scales, some_indices
 
 from mla_ops import dispatch
 
@@ -33,8 +33,7 @@ def halves(device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytes
     from mla_ops.kernels.triton import sparse_attention
 
     heads, warps = request.param
-    count = 3 if heads == 64 else 1
-    monkeypatch.setattr(sparse_attention, "num_splits", lambda *_: count)
+    force_splits(monkeypatch, 3 if heads == 64 else 1)
     if heads == 64 and device.type == "cuda":
         if sparse_attention.tile(torch.cuda.get_device_capability(), NUM_HEADS, "fp8").block_h != 64:
             pytest.skip("this GPU has no tiles of 64 heads")

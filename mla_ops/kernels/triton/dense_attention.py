@@ -26,6 +26,7 @@ from .dense_attention_tiles import (
     SLACK_KEYS,
     even_tile,
     even_workers,
+    group_tile,
     heads_together,
     packed_tile,
     paged_splits,
@@ -203,23 +204,24 @@ def paged_attention(
     together = 1 if deterministic else tokens_together(num_tokens, num_requests, num_heads)
     packed = together > 1 and not mode.endswith("exact") and _rows_are_flat(out, lse) and out.stride(1) == LATENT_DIM
     if packed:
-        chosen = packed_tile(capability(q.device), together * num_heads, mode)
+        chosen = evenly = packed_tile(capability(q.device), together * num_heads, mode)
         programs, head_blocks = cdiv(num_tokens, together), 1
     else:
-        chosen, together = paged_tile(capability(q.device), num_heads, mode), 1
-        if sizes.block_size % chosen.block_n:  # an entry a key
-            chosen = replace(chosen, apart=False, early=False)
+        evenly, together = group_tile(capability(q.device), num_heads, mode), 1
+        chosen = _tile_of_rows(capability(q.device), num_heads, mode, softmax_scale, sizes.block_size)
         programs, head_blocks = num_tokens, cdiv(num_heads, chosen.block_h)
     capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)
     splits, workers = DETERMINISTIC_SPLITS, 0
     if not deterministic:
         splits = paged_splits(programs, head_blocks, capacity, sms, chosen.block_h)
-        workers = even_workers(programs, head_blocks, capacity, splits, sms, chosen.block_h)
-    uneven = _share_evenly(decode, together, chosen, splits, workers, out, lse) if workers else None
-    part_out, part_lse = allocate_parts(out, lse, splits)
+        even_blocks = 1 if packed else cdiv(num_heads, evenly.block_h)
+        workers = even_workers(programs, even_blocks, capacity, splits, sms, evenly.block_h)
+    uneven = _share_evenly(decode, together, evenly, splits, workers, out, lse) if workers else None
+    part_out, part_lse = allocate_parts(out, lse, splits, chosen.half)
     tensors = (*decode.tensors, uneven, part_out, part_lse, decode.scale_log2)
     whole = sizes.block_size % chosen.block_n == 0
-    options = attention_options(sizes.keys, chosen, decode.rope, q_unit, partial=splits > 1, whole=whole)
+    keys = sizes.keys.with_operands("fp8_half") if chosen.half else sizes.keys
+    options = attention_options(keys, chosen, decode.rope, q_unit, partial=splits > 1, whole=whole)
     if packed:
         strides = (*decode.strides, part_out.stride(0), part_lse.stride(0))
         _packed_kernel[(programs, splits)](
@@ -240,6 +242,16 @@ def paged_attention(
         )
     if splits > 1:
         merge_parts(part_out, part_lse, None, out, lse, uneven)
+
+
+def _tile_of_rows(device_capability: tuple[int, int], num_heads: int, mode: str, scale: float, block_size: int) -> Tile:
+    """The tile of rows by shapes: of groups where tiles of float16 keys have several blocks, or no scale above 0."""
+    chosen = paged_tile(device_capability, num_heads, mode)
+    if chosen.half and (block_size % chosen.block_n or not scale > 0):
+        chosen = group_tile(device_capability, num_heads, mode)
+    if block_size % chosen.block_n:  # an entry a key
+        chosen = replace(chosen, apart=False, early=False)
+    return chosen
 
 
 def _share_evenly(

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .bfloat16 import widen
 from .common import Pages, sized_jit
+from .dense_attention_row import attend_row, attend_row_by_groups, reads_operands
 from .sparse_attention_device import (
     attend_keys,
     dot,
@@ -16,8 +17,7 @@ from .sparse_attention_device import (
 )
 from .sparse_attention_keys import divider
 
-# The largest score begins with float32's lowest: finite, so that nothing has to be told from a row without keys.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # where the largest score begins: finite, as in a row without keys
 
 
 @triton.jit
@@ -306,15 +306,15 @@ def _paged_kernel(
     begin = tl.minimum(split * share, length)
     end = tl.minimum(begin + share, length)
 
-    q_rows = query_rows(q, q_rope, token, head, query_strides, OPTIONS.q_unit)
-    query = (q_rows, live_head, load_query(q_rows, live_head, OPTIONS))
-    state = new_state(OPTIONS)
+    queries = (q, q_rope, query_strides)
     table = block_table + request.to(tl.int64) * stride_table
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
-    span = (begin, end)
-    state = attend_keys(query, state, cache, None, span, scale_log2, None, OPTIONS)
+    place = (token, head, live_head, split)
     results = (None, out, out_strides, lse, lse_strides)
-    store_result(state, (token, head, live_head, split), results, OPTIONS)
+    if reads_operands(OPTIONS):
+        attend_row(queries, place, cache, (begin, end), scale_log2, results, num_splits, OPTIONS)
+    else:
+        attend_row_by_groups(queries, place, cache, (begin, end), scale_log2, results, OPTIONS)
 
 
 @sized_jit(any_alignment=("block_table", "req_id_per_token", "key_lens", "uneven", "lse"))

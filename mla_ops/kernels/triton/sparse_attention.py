@@ -11,6 +11,7 @@ from ...formats import LATENT_DIM, geometry, get_format
 from .attention_options import Tile, attention_options, make_tile, of_second_walk
 from .common import KEEPS_OPERANDS, Pages, capability, cdiv, num_sms, shared_of_sm, sized_jit
 from .index import convert_req_index_to_global_index
+from .rounds import Shares, parts_of, rounds_of
 from .sparse_attention_device import (
     attend_keys,
     last_indices,
@@ -40,12 +41,9 @@ from .sparse_attention_wide import (
     load_query_whole,
     whole_tiles,
 )
-from .splits import MAX_SPLITS, allocate_parts, merge_parts, output_unit
+from .splits import allocate_parts, merge_parts, output_unit
 
 LOG2E = 1.4426950408889634
-# fewer keys than this do not pay for a split: its fixed cost (Q, partial result, merge) is that of about as many
-MIN_SPLIT_KEYS = 64
-DETERMINISTIC_SPLIT_KEYS = 512
 LARGEST_ROW = 2**28  # rows in line are fewer units apart: their distance in bytes has 32 bits
 SHARED_OF_FOUR_WARPS = 75 * 1024  # bytes that a program of 32 heads over plain keys takes, others more
 FEW_ROWS = 128  # tokens times heads; twice as many of up to 32 heads
@@ -67,8 +65,10 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str, alone: b
         return make_tile(16, 32, 4, 0)
     if num_heads > (32 if mode == "fp8_v4" else 16) and device_capability[0] == 9:
         return make_tile(64, 64, 8, 1, half=mode == "fp8", apart=True, early=True)
-    if num_heads <= 16 or mode == "fp8_v4":
+    if num_heads <= 16 or (mode == "fp8_v4" and device_capability[0] == 9):
         return make_tile(16, 32, 4, 2)
+    if mode == "fp8_v4":
+        return make_tile(32, 32, 4, 1)
     half = mode == "fp8"
     if half and device_capability == (8, 0):
         return make_tile(32, 64, 8, 1, half=True, apart=True, early=True)
@@ -120,23 +120,14 @@ def decode_method(device_capability: tuple[int, int]) -> str:
     return "packed" if device_capability < (8, 9) else "hardware"
 
 
-def num_splits(num_tokens: int, num_head_blocks: int, topk: int, wanted: int, deterministic: bool = False) -> int:
-    """Programs that share one row's keys: as many as are wanted in all, none with fewer than MIN_SPLIT_KEYS keys.
-
-    From shapes alone, so that a captured launch fits every replay; from topk alone where a row must not notice its
-    batch.
-    """
-    if deterministic:
-        return max(1, min(cdiv(topk, DETERMINISTIC_SPLIT_KEYS), MAX_SPLITS))
-    programs = num_tokens * num_head_blocks
-    if programs == 0 or programs >= wanted:
-        return 1
-    return max(1, min(wanted // programs, cdiv(topk, MIN_SPLIT_KEYS), MAX_SPLITS))
-
-
 def wanted_programs(device_capability: tuple[int, int], block_h: int, sms: int) -> int:
     """Programs that run at the same time: two an SM of small tiles, where shared memory has room for both."""
     return 2 * sms if block_h < 64 and device_capability[0] in (9, 10) else sms
+
+
+def has_its_sm(device_capability: tuple[int, int], chosen: Tile) -> bool:
+    """Whether programs of a tile are alone on their SM: by registers, or small ones by shared memory."""
+    return chosen.num_warps == 8 or (chosen.block_h == 16 and device_capability[0] not in (9, 10))
 
 
 @sized_jit(any_alignment=("indices", "topk_length", "attn_sink", "block_table", "req_id_per_token", "lse"))
@@ -155,7 +146,7 @@ def _attend_kernel(
     num_heads: tl.int32,
     topk: tl.int32,
     pages: Pages,
-    num_splits: tl.int32,
+    shares: (tl.int32,) * 3,
     strides: (tl.int64,) * 12,
     OPTIONS: tl.constexpr,
 ):
@@ -174,6 +165,7 @@ def _attend_kernel(
     OUT_UNIT: tl.constexpr = OPTIONS.out_unit
     LOOKS: tl.constexpr = OPTIONS.looks
     num_blocks, block_size, num_requests, max_blocks = pages
+    num_splits = shares[0]
     query_strides = strides[:4]
     stride_block, stride_indices, stride_table = strides[4:7]
     stride_out_split, stride_out_token, stride_out_head, stride_lse_split, stride_lse_token = strides[7:]
@@ -186,7 +178,7 @@ def _attend_kernel(
     q_rows = query_rows(q, q_rope, token, head, query_strides, OPTIONS.q_unit)
     # all that can be asked for is, before anything is waited for
     if topk_length is None:
-        begin, end = share_of_keys(topk, split, num_splits, BLOCK_N)
+        begin, end = share_of_keys(topk, split, shares, BLOCK_N)
         last = last_indices(index_row, begin, end)
         if LOOKS:
             seen = load_indices(index_row, begin, end)
@@ -202,7 +194,7 @@ def _attend_kernel(
         if not LOOKS:
             end = named_end(index_row, begin, end, last)
     else:
-        begin, end = share_of_keys(tl.minimum(tl.maximum(length, 0), topk), split, num_splits, BLOCK_N)
+        begin, end = share_of_keys(tl.minimum(tl.maximum(length, 0), topk), split, shares, BLOCK_N)
         first = fetch_indices(index_row, begin + tl.arange(0, BLOCK_N), end)
         if LOOKS:
             seen = load_indices(index_row, begin, end)
@@ -291,7 +283,7 @@ def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tup
     """
     main, extra = keys
     chosen = tile(device_capability, num_heads, main.operands)
-    if main != extra or chosen.block_h == 32:
+    if main != extra or (chosen.block_h == 32 and main.operands != "fp8_v4"):
         return tile(device_capability, 16, main.operands)
     if chosen.half:
         return make_tile(64, 16, 8, 2, apart=True, early=True) if KEEPS_OPERANDS else make_tile(64, 16, 8, 2)
@@ -337,16 +329,6 @@ def query_strides(q: torch.Tensor, q_rope: torch.Tensor | None, unit: int) -> tu
     return q.stride(0) // unit, q.stride(1) // unit, rope_token // unit, rope_head // unit
 
 
-def thirds_pay(programs: int, topk: int, sms: int) -> bool:
-    """Whether three parts of each row end sooner than whole rows, of tiles of 64 heads, one program an SM.
-
-    Two rounds of thirds for one of whole rows, or four for two. On an H200, 64 heads, topk 2,048, fp8_ds_mla 67 to 88
-    rows take 104 to 108 us for 126, 140 rows 197 for 244, bf16 93 to 103 for 98 to 101, 182 for 199.
-    """
-    rounds = cdiv(programs, sms)
-    return topk >= 2048 and 2 * programs > sms and rounds <= 2 and cdiv(3 * programs, sms) <= 2 * rounds
-
-
 def _attend(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -363,23 +345,50 @@ def _attend(
     lse: torch.Tensor,
     q_rope: torch.Tensor | None = None,
 ) -> None:
-    num_tokens, num_heads, head_dim = q.shape
-    topk = indices.shape[1]
+    num_tokens, num_heads, _ = q.shape
     if num_tokens == 0:
         return
-    keys = sizes.keys.with_operands("fp8_half") if chosen.half else sizes.keys
+    topk = indices.shape[1]
     head_blocks = cdiv(num_heads, chosen.block_h)
     wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
-    splits = num_splits(num_tokens, head_blocks, topk, wanted, deterministic)
-    if chosen.block_h == 64 and not deterministic and thirds_pay(num_tokens * head_blocks, topk, wanted):
-        splits = 3
+    single = has_its_sm(capability(q.device), chosen)
+    rounds = rounds_of(num_tokens, head_blocks, topk, chosen, wanted, deterministic, single)
+    for rows, shares in parts_of(rounds, _Rows(q, q_rope, indices, topk_length, req_id_per_token, out, lse)):
+        _launch(rows, kv, softmax_scale, sizes, chosen, attn_sink, block_table, shares)
+
+
+class _Rows(NamedTuple):
+    q: torch.Tensor
+    q_rope: torch.Tensor | None
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    req_id_per_token: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def _launch(
+    rows: _Rows,
+    kv: torch.Tensor,
+    softmax_scale: float,
+    sizes: CacheSizes,
+    chosen: Tile,
+    attn_sink: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    shares: Shares,
+) -> None:
+    """Attends for rows that are cut alike."""
+    q, q_rope, indices, topk_length, req_id_per_token, out, lse = rows
+    num_tokens, num_heads, head_dim = q.shape
+    topk, splits = indices.shape[1], shares.parts
+    keys = sizes.keys.with_operands("fp8_half") if chosen.half else sizes.keys
     num_requests, max_blocks = block_table.shape if block_table is not None else (0, 0)
     q_unit = query_unit(q, q_rope)
     part_out, part_lse = allocate_parts(out, lse, splits, chosen.half)
     out_unit = output_unit(part_out)
     rope = head_dim > LATENT_DIM or q_rope is not None
     looks = looks_at_indices(keys, chosen, splits > 1, topk_length is not None)
-    _attend_kernel[(num_tokens * head_blocks, splits)](
+    _attend_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
         q_rope,
         kv,
@@ -394,7 +403,7 @@ def _attend(
         num_heads,
         topk,
         Pages(sizes.num_blocks, sizes.block_size, num_requests, max_blocks),
-        splits,
+        shares,
         (
             *query_strides(q, q_rope, q_unit),
             sizes.stride_block,
@@ -465,7 +474,7 @@ def paged_sparse_attention_extra(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens, num_heads, _ = q.shape
     topk, extra_topk = indices.shape[1], extra_indices.shape[1]
     if num_tokens == 0:
         return
@@ -475,7 +484,38 @@ def paged_sparse_attention_extra(
     chosen = two_cache_tile(capability(q.device), num_heads, (sizes.keys, extra.keys))
     head_blocks = cdiv(num_heads, chosen.block_h)
     wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
-    splits = num_splits(num_tokens, head_blocks, topk + extra_topk, wanted, deterministic)
+    single = has_its_sm(capability(q.device), chosen)
+    rounds = rounds_of(num_tokens, head_blocks, topk + extra_topk, chosen, wanted, deterministic, single)
+    every = _RowsOfTwo(q, indices, topk_length, extra_indices, extra_topk_length, req_id_per_token, out, lse)
+    caches = kv_cache, block_table, sizes, extra_kv_cache, extra_block_table, extra
+    for rows, shares in parts_of(rounds, every):
+        _launch_extra(rows, caches, softmax_scale, chosen, attn_sink, shares)
+
+
+class _RowsOfTwo(NamedTuple):
+    q: torch.Tensor
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    extra_indices: torch.Tensor
+    extra_topk_length: torch.Tensor | None
+    req_id_per_token: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def _launch_extra(
+    rows: _RowsOfTwo,
+    caches: tuple[torch.Tensor, torch.Tensor | None, CacheSizes, torch.Tensor, torch.Tensor | None, CacheSizes],
+    softmax_scale: float,
+    chosen: Tile,
+    attn_sink: torch.Tensor | None,
+    shares: Shares,
+) -> None:
+    """Attends over two caches for rows that are cut alike."""
+    q, indices, topk_length, extra_indices, extra_topk_length, req_id_per_token, out, lse = rows
+    kv_cache, block_table, sizes, extra_kv_cache, extra_block_table, extra = caches
+    num_tokens, num_heads, head_dim = q.shape
+    splits = shares.parts
     num_requests, max_blocks = block_table.shape if block_table is not None else (0, 0)
     extra_num_requests, extra_max_blocks = extra_block_table.shape if extra_block_table is not None else (0, 0)
     q_unit = query_unit(q)
@@ -483,7 +523,7 @@ def paged_sparse_attention_extra(
     out_unit = output_unit(part_out)
     fixed = sizes.keys, chosen, head_dim > LATENT_DIM, q_unit, out_unit, splits > 1
     options = attention_options(*fixed, extra_keys=extra.keys)
-    _attend_extra_kernel[(num_tokens * head_blocks, splits)](
+    _attend_extra_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
         kv_cache,
         indices,
@@ -499,10 +539,10 @@ def paged_sparse_attention_extra(
         part_lse,
         float(softmax_scale) * LOG2E,
         num_heads,
-        splits,
-        topk,
+        shares,
+        indices.shape[1],
         Pages(sizes.num_blocks, sizes.block_size, num_requests, max_blocks),
-        extra_topk,
+        extra_indices.shape[1],
         Pages(extra.num_blocks, extra.block_size, extra_num_requests, extra_max_blocks),
         (
             q.stride(0) // q_unit,

@@ -34,9 +34,9 @@ def round_to(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def share_of_keys(length, split, num_splits, BLOCK_N: tl.constexpr):
-    """The columns, from and to, of a split of a row: whole tiles."""
-    share = tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits) * BLOCK_N
+def share_of_keys(length, split, shares, BLOCK_N: tl.constexpr):
+    """The columns, from and to, of a split of a row: whole tiles, by `Shares`."""
+    share = tl.cdiv(tl.cdiv(length, BLOCK_N) * shares[1], shares[2]) * BLOCK_N
     begin = tl.minimum(split * share, length)
     return begin, tl.minimum(begin + share, length)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .sparse_attention_device import dot, round_to
-from .sparse_attention_keys import fetch_indices, locate
+from .sparse_attention_keys import are_there
 
 
 @triton.constexpr_function
@@ -91,15 +91,13 @@ def _scores(q, rows, OPTIONS: tl.constexpr):
 @triton.jit
 def attend_tile_by_dims(q, state, rows, cache, indices, scale, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Does what `_attend_tile` of `sparse_attention_wide` does, with scores and sums of weights as [keys, heads]."""
-    KEYS: tl.constexpr = OPTIONS.keys
     WARPS: tl.constexpr = OPTIONS.tile.num_warps
     UPCAST: tl.constexpr = OPTIONS.upcast
     acc, top, sums, unused, also_unused = state
     keys = rows[0]
     scores = _scores(q, rows, OPTIONS) * scale
     if MASKED:
-        index_row, n, left = indices
-        valid = locate(cache, fetch_indices(index_row, n, left), KEYS)[2]
+        valid = are_there(cache, indices, OPTIONS)
         scores = tl.where(valid[:, None], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 0))
     pivot = tl.where(new_top == float("-inf"), 0.0, new_top)

@@ -82,7 +82,7 @@ def _attend_extra_kernel(
     lse,
     scale_log2: tl.float32,
     num_heads: tl.int32,
-    num_splits: tl.int32,
+    shares: (tl.int32,) * 3,
     topk: tl.int32,
     pages: Pages,
     extra_topk: tl.int32,
@@ -93,9 +93,9 @@ def _attend_extra_kernel(
     """One token, a tile of heads, one split of the token's keys: the main cache's, then the extra one's.
 
     Grid: (tokens * head blocks, splits), as in `_attend_kernel`, and the same state, registers and shared memory. Page
-    sizes are each cache's own. In tiles of 64 heads the caches are of one kind and share a loop: two loops would spill.
-    The splits share the tiles of both in a row, so that most programs walk over one cache only. The operands of both
-    are exact or those of neither.
+    sizes are each cache's own. In tiles of 32 and 64 heads the caches are of one kind and share a loop: two loops would
+    spill. The splits share the tiles of both in a row, so that most programs walk over one cache only. The operands of
+    both are exact or those of neither.
     """
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
@@ -120,7 +120,7 @@ def _attend_extra_kernel(
     if extra_topk_length is not None:
         extra_length = tl.minimum(tl.maximum(tl.load(extra_topk_length + token), 0), extra_topk)
     tiles = tl.cdiv(length, BLOCK_N)
-    share = tl.cdiv(tiles + tl.cdiv(extra_length, BLOCK_N), num_splits)
+    share = tl.cdiv((tiles + tl.cdiv(extra_length, BLOCK_N)) * shares[1], shares[2])
     begin = tl.minimum(split * share * BLOCK_N, length)
     end = tl.minimum((split + 1) * share * BLOCK_N, length)
     extra_begin = tl.minimum(tl.maximum(split * share - tiles, 0) * BLOCK_N, extra_length)
@@ -160,7 +160,7 @@ def _attend_extra_kernel(
         extra_max_blocks,
         stride_extra_block,
     )
-    if BLOCK_H == 64:
+    if BLOCK_H >= 32:
         caches, index_rows = (cache, _with_divider(extra)), (index_row, extra_index_row)
         state = _attend_both(query, state, caches, index_rows, (span, extra_span), scale_log2, OPTIONS)
     else:

@@ -473,3 +473,19 @@ def load_rope_exactly(cache, places, KEYS: tl.constexpr):
     place, _, valid = places
     row = rows_at(cache[0], place, KEYS)
     return widen(tl.load(_rope_place(row, KEYS), mask=valid[:, None], other=0.0))
+
+
+@triton.jit
+def are_there(cache, indices, OPTIONS: tl.constexpr):
+    """Which keys of a tile are there, read once more: carried from turn to turn it would be one more copy, and a wait.
+
+    `indices` are the row's from the tile on, columns, and how many there are; or, where a tile lies in one block, its
+    first key, columns, and the end of keys.
+    """
+    KEYS: tl.constexpr = OPTIONS.keys
+    start, n, end = indices
+    if OPTIONS.whole:
+        valid = locate_in_block(cache, look_up_block(cache, start, end), start, end, OPTIONS)[2]
+    else:
+        valid = locate(cache, fetch_indices(start, n, end), KEYS)[2]
+    return valid

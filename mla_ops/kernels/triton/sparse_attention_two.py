@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .sparse_attention_device import add_weights, dot, round_to
-from .sparse_attention_keys import HALF_EXPONENT, fetch_indices, half_operand, is_half, locate
+from .sparse_attention_keys import HALF_EXPONENT, are_there, half_operand, is_half
 
 
 @triton.constexpr_function
@@ -43,9 +43,7 @@ def weigh_tile(scores, state, scales, cache, indices, dtype: tl.constexpr, MASKE
     BIAS: tl.constexpr = HALF_EXPONENT if is_half(KEYS) else 0.0
     top, sums = state
     if MASKED:
-        # read once more: carried from turn to turn it would be one more copy, and a wait for it
-        index_row, n, left = indices
-        valid = locate(cache, fetch_indices(index_row, n, left), KEYS)[2]
+        valid = are_there(cache, indices, OPTIONS)
         scores = tl.where(valid[None, :], scores, float("-inf"))
     # Where both products have one scale, which is above 0, the exponents' multiplication applies it.
     largest = tl.max(scores, 1) if is_half(KEYS) else tl.max(scores, 1) * scales

@@ -21,6 +21,8 @@ from .sparse_attention_keys import (
     is_half,
     load_rope,
     locate,
+    locate_in_block,
+    look_up_block,
     rows_at,
 )
 from .sparse_attention_two import attend_tile_in_two, in_two, join_dims, split_dims, weigh_tile
@@ -258,8 +260,14 @@ def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.co
     n = tl.arange(0, TILE.block_n)
     index = first
     for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
-        rows = _load_rows(cache, locate(cache, index, KEYS), True, OPTIONS)
-        if is_half(KEYS):
+        if OPTIONS.whole:
+            places = locate_in_block(cache, index, start, end, OPTIONS)
+        else:
+            places = locate(cache, index, KEYS)
+        rows = _load_rows(cache, places, True, OPTIONS)
+        if OPTIONS.whole:
+            index = look_up_block(cache, start + TILE.block_n, end)
+        elif is_half(KEYS):
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
         else:
             # an address plus constants, for which float16 keys leave no registers
@@ -269,7 +277,10 @@ def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.co
         if FEW_REGISTERS:
             # the first and the last of these LLVM does not prove, either
             sure = (begin >= 0, start < end, end >= begin, end > begin)
-        here = (index_row + start, n, end - start)
+        if OPTIONS.whole:
+            here = (start, n, end)
+        else:
+            here = (index_row + start, n, end - start)
         scales = (scale, scale_behind)
         state, scale = _attend_tile(q, state, rows, cache, here, scales, sure, True, OPTIONS)
     return state
@@ -289,8 +300,9 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
     """Does what `attend_keys` does: an accumulator of 512 dims, the largest score in base 2, sums of weights, a head.
 
     `span` are columns of `index_row`: the first, the end of the tiles in which all keys are there, and the end. `first`
-    are the indices of the first tile. In float16 keys, scales that float16 does not hold make NaN of a row's sum of
-    weights, as NaN in a key does and scores that overflow. `scratch` are places of 512 float16 a head, `[heads, 1]`.
+    are the indices of the first tile; without an `index_row` a tile lies in one block, whose entry it is. In float16
+    keys, scales that float16 does not hold make NaN of a row's sum of weights, as NaN in a key does and scores that
+    overflow. `scratch` are places of 512 float16 a head, `[heads, 1]`.
     """
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     HALF: tl.constexpr = is_half(OPTIONS.keys)

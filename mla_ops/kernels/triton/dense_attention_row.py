@@ -1,0 +1,69 @@
+"""A row of dense decode: by `sparse_attention_wide`, where tiles lie in one block each, or by groups."""
+
+import triton
+import triton.language as tl
+
+from .attention_options import of_second_walk
+from .sparse_attention_device import (
+    attend_keys,
+    load_query,
+    new_state,
+    query_rows,
+    store_part_by_units,
+    store_result,
+    total_weight,
+)
+from .sparse_attention_keys import HALF_SCALE, HALF_WEIGHT, is_half, look_up_block
+from .sparse_attention_wide import attend_whole, load_query_whole
+
+
+@triton.constexpr_function
+def reads_operands(options):
+    """Whether keys are read by `attend_whole`."""
+    return options.whole and is_half(options.keys)
+
+
+@triton.jit
+def attend_row_by_groups(queries, place, cache, span, scale_log2, results, OPTIONS: tl.constexpr):
+    """Groups of 128 dims, by `attend_keys`. `queries` are the first two arguments of `query_rows`, and strides."""
+    token, head, live_head, _ = place
+    q_rows = query_rows(queries[0], queries[1], token, head, queries[2], OPTIONS.q_unit)
+    query = (q_rows, live_head, load_query(q_rows, live_head, OPTIONS))
+    state = attend_keys(query, new_state(OPTIONS), cache, None, span, scale_log2, None, OPTIONS)
+    store_result(state, place, results, OPTIONS)
+
+
+@triton.jit
+def attend_row(queries, place, cache, span, scale_log2, results, num_splits, OPTIONS: tl.constexpr):
+    """`attend_whole` over float16 keys as `_attend_kernel` calls it, with a second walk where scales do not fit."""
+    token, head, live_head, split = place
+    begin, end = span
+    _, out, out_strides, _, lse_strides = results
+    q, q_rope, query_strides = queries
+    whole = load_query_whole(query_rows(q, q_rope, token, head, query_strides, OPTIONS.q_unit), live_head, OPTIONS)
+    # 0, which the compiler does not know: addresses kept until there is a result would spill
+    zero = (begin < 0).to(tl.int32)
+    scratch = out + (split + zero) * out_strides[0] + token * out_strides[1]
+    scratch += ((head + zero).to(tl.int64) * out_strides[2])[:, None]
+    scratch = scratch.to(tl.pointer_type(tl.float16))
+    first = look_up_block(cache, begin, end)
+    state = attend_whole(whole, scratch, live_head, cache, None, (begin, begin, end), first, scale_log2, OPTIONS)
+    acc, top, sums = state
+    total = total_weight(sums)
+    broken = tl.max((total != total).to(tl.int32), 0)
+    units = num_splits * lse_strides[0]
+    if broken > 0:
+        AGAIN: tl.constexpr = of_second_walk(OPTIONS)
+        # 1, which the compiler does not know: addresses kept since the first walk would spill
+        q_rows = query_rows(q, q_rope, token + (broken - 1), head, query_strides, OPTIONS.q_unit)
+        query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
+        exact = attend_keys(query, new_state(AGAIN), cache, None, span, scale_log2, None, AGAIN)
+        if OPTIONS.partial:
+            store_part_by_units(exact, place, results, units, OPTIONS)
+        else:
+            store_result(exact, place, results, OPTIONS)
+    else:
+        halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
+        # averages of keys, which are float16 times HALF_SCALE, are too
+        SCALE: tl.constexpr = HALF_WEIGHT if OPTIONS.partial else HALF_SCALE * HALF_WEIGHT
+        store_result(halves, place, results, OPTIONS, SCALE, units, 1.0 / HALF_SCALE)

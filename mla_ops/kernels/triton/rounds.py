@@ -1,0 +1,171 @@
+"""Rounds: which rows of a call are cut in how many parts, so that the last programs of a launch leave no SM empty.
+
+A round is a launch over some rows, each cut alike. Everything follows from shapes, so that a captured launch fits every
+replay.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from .attention_options import Tile
+from .common import cdiv
+from .splits import MAX_SPLITS
+
+# fewer keys than this do not pay for a split: its fixed cost (Q, partial result, merge) is that of about as many
+MIN_SPLIT_KEYS = 64
+DETERMINISTIC_SPLIT_KEYS = 512
+
+# In keys, of which 64 for 64 heads take 3.7 us over fp8_ds_mla on an H200: what a program takes beside its keys, a
+# launch behind another, and the merge of a round's parts.
+START, LAUNCH, MERGE = 140, 40, 100
+MAX_ROUNDS = 6  # of whole rows: beyond, an SM that is empty in the last one is little
+PAYS = 0.95
+
+Rows = TypeVar("Rows", bound=Any)  # a named tuple of tensors `[num_tokens, ...]` or None
+
+
+class Shares(NamedTuple):
+    """How a row is cut: all parts but the last have `first / of` of its tiles of keys, the last one has the rest."""
+
+    parts: int
+    first: int
+    of: int
+
+
+class Round(NamedTuple):
+    num_tokens: int
+    shares: Shares
+
+
+def num_splits(num_tokens: int, num_head_blocks: int, topk: int, wanted: int, deterministic: bool = False) -> int:
+    """Programs that share one row's keys: as many as are wanted in all, none with fewer than MIN_SPLIT_KEYS keys.
+
+    From shapes alone, so that a captured launch fits every replay; from topk alone where a row must not notice its
+    batch.
+    """
+    if deterministic:
+        return max(1, min(cdiv(topk, DETERMINISTIC_SPLIT_KEYS), MAX_SPLITS))
+    programs = num_tokens * num_head_blocks
+    if programs == 0 or programs >= wanted:
+        return 1
+    return max(1, min(wanted // programs, cdiv(topk, MIN_SPLIT_KEYS), MAX_SPLITS))
+
+
+class _Work(NamedTuple):
+    """Programs of a row that is not cut, its tiles of keys, keys of a tile, programs that run at a time, and whether
+    last parts may be short.
+    """
+
+    head_blocks: int
+    tiles: int
+    block_n: int
+    sms: int
+    uneven: bool
+
+    def part(self, tiles: int) -> int:
+        return START + self.block_n * tiles
+
+
+def _even(num_tokens: int, work: _Work, parts: int) -> tuple[int, Shares]:
+    """What equal parts take, in keys."""
+    turns = cdiv(num_tokens * work.head_blocks * parts, work.sms)
+    return turns * work.part(cdiv(work.tiles, parts)) + MERGE * (parts > 1), Shares(parts, 1, parts)
+
+
+def _uneven(num_tokens: int, work: _Work, parts: int) -> tuple[int, Shares] | None:
+    """The last part is so short that the SMs beside the other parts take several of them one after the other."""
+    programs = num_tokens * work.head_blocks
+    free = work.sms - programs * (parts - 1)
+    for share in range(cdiv(work.tiles, parts) + 1, cdiv(work.tiles, parts - 1)):
+        last = work.tiles - share * (parts - 1)
+        if free * (work.part(share) // work.part(last)) >= programs:
+            return work.part(share) + MERGE, Shares(parts, share, work.tiles)
+    return None
+
+
+def _one_round(num_tokens: int, work: _Work) -> tuple[int, Shares]:
+    """The cheapest way to cut all rows alike."""
+    programs, most = num_tokens * work.head_blocks, min(work.tiles, MAX_SPLITS)
+    counts = {1, 2, 3, 4, 5, 6, 8, max(1, min(work.sms // programs, most))}
+    ways = [_even(num_tokens, work, parts) for parts in counts if parts <= most]
+    for parts in range(2, 6 if work.uneven else 2):
+        if programs * (parts - 1) < work.sms and parts <= most:
+            way = _uneven(num_tokens, work, parts)
+            ways += [] if way is None else [way]
+    return min(ways)
+
+
+def _rounds(num_tokens: int, work: _Work, more: int) -> tuple[int, tuple[Round, ...]]:
+    """The cheapest rounds, at most `more` behind the first: some rows fill all SMs, the rest is cut in another way."""
+    cost, shares = _one_round(num_tokens, work)
+    best = cost, (Round(num_tokens, shares),)
+    if more == 0:
+        return best
+    for parts in (1, 2, 3, 4):
+        turns = num_tokens * work.head_blocks * parts // work.sms
+        filling = turns * work.sms // (parts * work.head_blocks)
+        if parts > work.tiles or not 0 < filling < num_tokens or (parts > 1 and turns > 1):
+            continue
+        first, cut = _even(filling, work, parts)
+        rest, rounds = _rounds(num_tokens - filling, work, more - 1)
+        if first + LAUNCH + rest < best[0]:
+            best = first + LAUNCH + rest, (Round(filling, cut), *rounds)
+    return best
+
+
+@functools.lru_cache(4096)
+def rounds_of_rows(
+    num_tokens: int, head_blocks: int, tiles: int, block_n: int, sms: int, parts: int, uneven: bool = True
+) -> tuple[Round, ...]:
+    """Rounds in their order.
+
+    Args:
+        num_tokens: rows.
+        head_blocks: programs of a row that is not cut.
+        tiles: tiles of keys of a row.
+        block_n: keys of a tile.
+        sms: programs that run at the same time, each alone on an SM.
+        parts: parts of each row if all are cut alike.
+        uneven: whether last parts may be short.
+    """
+    programs, work = num_tokens * head_blocks, _Work(head_blocks, tiles, block_n, sms, uneven)
+    plain, shares = _even(num_tokens, work, parts)
+    if 4 * programs > sms and programs <= MAX_ROUNDS * sms and tiles > 1:
+        cost, rounds = _rounds(num_tokens, work, 2)
+        if cost < PAYS * plain:
+            return rounds
+    return (Round(num_tokens, shares),)
+
+
+def rounds_of(
+    num_tokens: int, head_blocks: int, topk: int, chosen: Tile, wanted: int, deterministic: bool, alone: bool
+) -> tuple[Round, ...]:
+    """The rounds of a call: one, of parts by `num_splits`, where SMs run several programs at a time, whose ends nobody
+    knows, and where a row must not notice its batch.
+
+    Args:
+        num_tokens, head_blocks: rows, and programs of each.
+        topk: keys of a row.
+        chosen: the tile.
+        wanted: programs that run at the same time.
+        deterministic: whether a row must not notice its batch.
+        alone: whether each has an SM to itself.
+    """
+    parts = num_splits(num_tokens, head_blocks, topk, wanted, deterministic)
+    if deterministic or not alone:
+        return (Round(num_tokens, Shares(parts, 1, parts)),)
+    # where small programs meet on an SM after all, short parts gain nothing
+    uneven, tiles = chosen.num_warps == 8, cdiv(topk, chosen.block_n)
+    return rounds_of_rows(num_tokens, head_blocks, tiles, chosen.block_n, wanted, parts, uneven)
+
+
+def parts_of(rounds: tuple[Round, ...], rows: Rows) -> Iterator[tuple[Rows, Shares]]:
+    """The tensors of each round, and how it cuts rows."""
+    start = 0
+    for num_tokens, shares in rounds:
+        part = rows
+        if len(rounds) > 1:
+            part = type(rows)(*(None if x is None else x[start : start + num_tokens] for x in rows))
+        yield part, shares
+        start += num_tokens
