@@ -27,16 +27,26 @@ TOPK_SHAPES = (
     (4096, 131072),
 )
 QUICK_TOPK_SHAPES = ((1, 300), (3, 300))
-KINDS = ("normal", "ten low bits", "mostly zeros")
+ALIKE, SHARED = 128, 0.7  # columns over which neighbours share a part of their variance, and that part
+KINDS = ("normal", "neighbours alike", "ten low bits", "mostly zeros")
+WITHOUT_TIES = KINDS[:2]  # a peer may choose any of equal scores, so it has no right answer to be held to elsewhere
 
 
 def scores_of(kind: str, num_tokens: int, num_columns: int, generator: torch.Generator) -> torch.Tensor:
-    """Rows of normal scores, of scores that differ in their ten lowest bits, or of 99 % zeros, as relu leaves them."""
+    """Rows of scores of a kind.
+
+    They are normal; alike in near columns, as near tokens score; different in their ten lowest bits; or 99 % zeros, as
+    relu leaves them.
+    """
     shape, device = (num_tokens, num_columns), generator.device
     if kind == "ten low bits":
         bits = torch.randint(0, 1024, shape, device=device, generator=generator, dtype=torch.int32)
         return bits.bitwise_or_(0x3F900000).view(torch.float32)
     scores = torch.randn(shape, device=device, generator=generator)
+    if kind == "neighbours alike":
+        noise = torch.randn((num_tokens, num_columns + ALIKE - 1), device=device, generator=generator)
+        smooth = torch.nn.functional.avg_pool1d(noise, ALIKE, stride=1).mul_((ALIKE * SHARED) ** 0.5)
+        return scores.mul_((1 - SHARED) ** 0.5).add_(smooth)
     return scores.sub_(2.2).relu_() if kind == "mostly zeros" else scores
 
 
@@ -77,8 +87,7 @@ def build_topk(kind: str, num_tokens: int, num_columns: int, topk: int, argument
 
     peers: dict[str, common.Peer] = {}
     if arguments.peers is not None:
-        # A peer may choose any of equal scores, so it has no right answer to be held to there.
-        peers = indexer_topk_peers.topk_peers(arguments.peers, sets, topk) if kind == "normal" else {}
+        peers = indexer_topk_peers.topk_peers(arguments.peers, sets, topk) if kind in WITHOUT_TIES else {}
         peers |= indexer_topk_peers.torch_peer(sets, topk)
     shape: dict[str, int | str] = {"T": num_tokens, "columns": num_columns, "topk": topk, "scores": kind}
     call = describe("topk_indices", sets[0][0], topk, row_ends=lengths)

@@ -25,6 +25,7 @@ from benchmarks import (
     first_call,
     gather_floor,
     indexer_quality,
+    indexer_topk,
     layer,
     plot,
     portable,
@@ -567,3 +568,12 @@ def test_indexer_quality_measures_what_a_choice_loses(monkeypatch: pytest.Monkey
     _, overlap, gap = indexer_quality.compare_choices(query, "bf16")
     assert (overlap < 1).all()
     assert (gap > 0).all()
+
+
+def test_scores_of_every_kind_are_selected_from_and_neighbours_are_alike() -> None:
+    arguments = ["--quick", "--device", "cpu", "--lowerings", "reference", "--scores", ",".join(indexer_topk.KINDS)]
+    assert indexer_topk.main(arguments) == 0
+    scores = indexer_topk.scores_of("neighbours alike", 8, 20000, torch.Generator().manual_seed(0))
+    alike = {lag: (scores[:, lag:] * scores[:, :-lag]).mean().item() for lag in (1, indexer_topk.ALIKE)}
+    assert alike[1] > 0.6
+    assert abs(alike[indexer_topk.ALIKE]) < 0.1

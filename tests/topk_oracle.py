@@ -64,6 +64,8 @@ def hard_rows(kind: str, num_rows: int, num_columns: int, seed: int = 0, device:
     if kind == "best last":
         normal[:, -num_columns // 8 :] += 20
         return normal
+    if kind == "neighbours alike":  # as near tokens score, so a sample of runs of columns says little
+        return normal.repeat_interleave(64, dim=1)[:, :num_columns] + torch.randn_like(normal) / 2
     if kind == "unlike its sample":  # a peak that no sample of every 8th group sees
         return normal + 10 * (torch.arange(num_columns, device=device) // 4 % 37 == 5)
     raise ValueError(kind)
@@ -80,5 +82,6 @@ KINDS = (
     "nan",
     "outlier",
     "best last",
+    "neighbours alike",
     "unlike its sample",
 )
