@@ -6,8 +6,8 @@
 
 // A paged cache.
 struct Cache {
-  const unsigned char* rows;
-  const int* block_table;  // null: indices are slots
+  const unsigned char* rows;  // [num_blocks, block_bytes]
+  const int* block_table;     // [num_requests, max_blocks]; null: indices are slots
   i64 block_bytes, table_stride;
   int num_blocks, block_size, num_indices, num_requests;  // indices below num_indices name a block
   Divisor of_block_size;
