@@ -20,6 +20,7 @@
 #define multiply_bfloat16 ptx_multiply_bfloat16
 #define reciprocal_approx ptx_reciprocal_approx
 #define store_shared_float ptx_store_shared_float
+#define store_shared_4 ptx_store_shared_4
 #include "ptx.cuh"
 #undef pack_bfloat16
 #undef load_shared_4
@@ -38,6 +39,7 @@
 #undef multiply_bfloat16
 #undef reciprocal_approx
 #undef store_shared_float
+#undef store_shared_4
 #define e4m3_to_bfloat16 ptx_e4m3_to_bfloat16
 #include "wide_ptx.cuh"
 #undef e4m3_to_bfloat16
@@ -80,7 +82,7 @@ static u32 e4m3_to_bfloat16(u32 pair) {
   return pack_bfloat16(v[0], v[1]);
 }
 
-// The fragments lie as a warp's lanes have them.
+// As the fragments are laid out over a warp's lanes.
 static void multiply_16_by_8(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], const u32 (&b)[2]) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   u32 words[6][32];
@@ -118,6 +120,7 @@ static u32 multiply_bfloat16(u32 pair, u32 factor) {
 }
 static float reciprocal_approx(float x) { return 1 / x; }
 static void store_shared_float(u32 address, float value) { at<float>(address) = value; }
+static void store_shared_4(u32 address, u32 word) { at<u32>(address) = word; }
 
 // Lanes have pairs of two columns of a matrix whose rows go to the addresses.
 template <class... Words>

@@ -70,6 +70,10 @@ DEVICE constexpr bool in_shares(Launch launch) { return launch == Launch::SHARES
 template <int HEADS, Launch LAUNCH>
 constexpr bool ONE_SCORER = HEADS == 64 || HEADS == 32 && in_registers(LAUNCH) || LAUNCH == Launch::HELD_BY_ONE;
 
+// Launches of few tokens: a CTA of narrow tiles has one share of some turns, so that its start and its end count.
+template <int HEADS, Launch LAUNCH>
+constexpr bool FEW_TOKENS = HEADS < 64 && LAUNCH == Launch::CLUSTERS;
+
 // Warpgroups: one or two for scores, two for values, one for the gather.
 template <int HEADS, Launch LAUNCH>
 constexpr int THREADS_OF = ONE_SCORER<HEADS, LAUNCH> ? 512 : 640;
@@ -125,7 +129,8 @@ struct Ends {
   static constexpr int WEIGHTS = INVERSES + HEADS * 4;       // float32 [HEADS]: weight of the result
   // A group's CTA: whether it has all states, and a bit for each share of the result that it adds up.
   static constexpr int COMPLETE = WEIGHTS + HEADS * 4, SHARES = COMPLETE + 4;
-  static constexpr int OWN_BFLOAT16 = SHARES + 4;  // whether this CTA's packets are bfloat16
+  // Whether this CTA's packets are bfloat16; whether no CTA's are.
+  static constexpr int OWN_BFLOAT16 = SHARES + 4, ALL_FLOAT16 = OWN_BFLOAT16 + 4;
 };
 
 template <int HEADS_, Format FORMAT>

@@ -45,6 +45,17 @@ DEVICE void store_float_if(bool condition, float* target, float value) {
                : "memory");
 }
 
+DEVICE void store_4_if(bool condition, void* to, u32 a) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %0, 0;\n"
+      "@p st.global.b32 [%1], %2;\n"
+      "}" ::"r"(static_cast<u32>(condition)),
+      "l"(to), "r"(a)
+      : "memory");
+}
+
 DEVICE void store_8_if(bool condition, void* target, u32 a, u32 b) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p st.global.v2.b32 [%0], {%1, %2};\n}" ::"l"(target), "r"(a),
                "r"(b), "r"(static_cast<u32>(condition))

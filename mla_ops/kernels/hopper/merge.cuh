@@ -131,7 +131,7 @@ DEVICE float2 load_factors(u32 from) {
 
 // Computes each part's factor in the result, and the lse, which this CTA writes if it `tells`. 128 threads do it;
 // neighbours share the parts of a head. `await_states` returns whether all states are there.
-template <class L, class Await>
+template <class L, bool TELLS_TYPE = false, class Await>
 DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread, bool tells, Await await_states) {
   using E = typename L::End;
   constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;
@@ -143,6 +143,7 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
   const u32 states = shared + E::STATES + head * 8, factors = shared + E::FACTORS + column_of<L>(head) * 4;
   if (!await_states()) return;
   float reference = NO_SCORE_YET, total = 0.f;
+  u32 signs = 0;
 #pragma unroll 2
   for (int part = own; part < row.splits; part += LANES)
     reference = fmaxf(reference, load_shared_float(states + part * (L::HEADS * 8) + 4));
@@ -153,8 +154,10 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
     const float2 state = load_shared_float2(states + part * (L::HEADS * 8));
     const float factor = state.x == 0.f ? 0.f : exp2_approx(state.y - reference), weight = state.x * factor;
     total += fabsf(weight);
+    if (TELLS_TYPE) signs |= __float_as_uint(state.x);
     store_shared_float(factors + part * (L::HEADS * 4), L::Packet::PACKED ? weight : factor);
   }
+  if (TELLS_TYPE && signs >> 31) store_shared_4(shared + E::ALL_FLOAT16, 0);
 #pragma unroll
   for (int step = LANES / 2; step; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
   if (own == 0) {
@@ -168,9 +171,9 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
 }
 
 // The same for the CTAs of a cluster, which send their states.
-template <class L>
+template <class L, bool TELLS_TYPE = false>
 DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread) {
-  weigh_parts<L>(p, row, shared, thread, row.rank == 0, [&]() {
+  weigh_parts<L, TELLS_TYPE>(p, row, shared, thread, row.rank == 0, [&]() {
     if (row.splits > 1) mbarrier_wait_cluster(shared + L::STATES_FULL, 0);
     return true;
   });
@@ -428,8 +431,61 @@ DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int 
   }
 }
 
+// The same of a cluster's packets of float16, of tiles of few heads: a warp adds up one of a lane's two words of a packet.
+// The parts of the next step come while those of this one are added.
+template <class L, int WARPS>
+DEVICE void add_float16_packets(const Target& to, int rank, u32 shared, int packets, int parts, int warp, int lane) {
+  using P = typename L::Packet;
+  static_assert(L::PERMUTED && P::WORDS == 2, "two words of a packet");
+  constexpr int STEP = 4;
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll 1
+  for (int unit = warp; unit < 2 * packets; unit += WARPS) {
+    const u32 index = unit / 2, which = unit % 2, packet = index * parts + rank, number = packet / 8;
+    const int column = column_of_packet<L>(number, packet & 7, lane);
+    u32 from = shared + L::PACKETS + index * parts * P::BYTES + lane * 8 + which * 4,
+        factors = shared + L::End::FACTORS + column * 4;
+    u32 words[STEP];
+    float2 factor[STEP];
+#pragma unroll
+    for (int k = 0; k < STEP; ++k) {
+      const int part = min(k, parts - 1);
+      words[k] = load_shared_4(from + part * P::BYTES), factor[k] = load_factors<L>(factors + part * (L::HEADS * 4));
+    }
+    float first = 0.f, second = 0.f;
+#pragma unroll 1
+    for (int left = parts;;) {
+      u32 next_words[STEP];
+      float2 next_factor[STEP];
+#pragma unroll
+      for (int k = 0; k < STEP; ++k) {
+        const int part = min(k + STEP, left - 1);
+        next_words[k] = load_shared_4(from + part * P::BYTES);
+        next_factor[k] = load_factors<L>(factors + part * (L::HEADS * 4));
+      }
+#pragma unroll
+      for (int k = 0; k < STEP; ++k) {
+        const float2 v = unpack_float16(k < left ? words[k] : 0);
+        first = fmaf(v.x, k < left ? factor[k].x : 0.f, first), second = fmaf(v.y, k < left ? factor[k].y : 0.f, second);
+        words[k] = next_words[k], factor[k] = next_factor[k];
+      }
+      left -= STEP;
+      if (left <= 0) break;
+      from += STEP * P::BYTES, factors += STEP * (L::HEADS * 4);
+    }
+    const float2 weight = load_factors<L>(shared + L::End::WEIGHTS + column * 4);
+    const float2 two = trade<4>(first * weight.x, second * weight.y, lane);
+    const int head = number % (L::HEADS / 8) * 8 + 2 * t + (g & 1),
+              dim = (packet & 4) * 64 + number / (L::HEADS / 8) * 64 + dim_of_row(packet & 3, g & 6) + which * 2;
+    const i64 place = head * to.head_stride + dim;
+    const bool there = head < to.heads;
+    store_4_if(there && to.whole, to.rows + 2 * place, pack_bfloat16(two.x, two.y));
+    store_8_if(there && !to.whole, to.rows + 4 * place, __float_as_uint(two.x), __float_as_uint(two.y));
+  }
+}
+
 // This CTA's share of the result, if it is in packets.
-template <class L, int WARPS = 12>
+template <class L, int WARPS = 12, bool FEW = false>
 DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int lane) {
   using P = typename L::Packet;
   // This CTA's factors, and those packets that did not have to go far. Callers do not arrive for themselves: ptxas let
@@ -442,6 +498,12 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
   hold(to.rows), hold(to.heads), hold(packets), hold(splits);  // while there is time
   mbarrier_wait(shared + L::OWN_FULL, 0);
   if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
+  if constexpr (FEW) {
+    if (uniform(load_shared_4(shared + L::End::ALL_FLOAT16))) {
+      add_float16_packets<L, WARPS>(to, row.rank, shared, packets, splits, warp, lane);
+      return;
+    }
+  }
   add_packets<L, WARPS>(to, row.rank, shared, shared + L::PACKETS, splits * P::BYTES, packets, splits, splits, warp,
                         lane);
 }

@@ -242,6 +242,19 @@ DEVICE void converge() {
   asm volatile("bar.warp.sync %0;" ::"r"(all) : "memory");
 }
 
+// Whether this is the one lane of its warp that is chosen, of all 32. The compiler then knows that only one is active.
+DEVICE bool elected() {
+  u32 one;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(one));
+  return one != 0;
+}
+
 // ---- copies ---------------------------------------------------------------------------------------------------------
 
 DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {

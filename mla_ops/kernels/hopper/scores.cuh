@@ -138,6 +138,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   constexpr bool ONE = ONE_SCORER<HEADS, LAUNCH>;
   constexpr int FIRST = ONE ? R::CHUNKS : FIRST_STEPS<HEADS, FORMAT, PERSISTENT && !SHARES>;
   constexpr int TILES = HEADS / 8;
+  constexpr bool FEW = FEW_TOKENS<HEADS, LAUNCH>;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   // Made anew each time where registers are few.
@@ -158,32 +159,32 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   };
   // A bit for each of the lane's two keys that counts: 1 and 0x100.
   auto own_keys = [&](u32 alive) { return alive >> R::raw_row((own_thread() & 31) >> 2); };
+  auto leave_out_dead = [](float (&s)[TILES * 4], bool live_0, bool live_1) {
+#pragma unroll
+    for (int e = 0; e < TILES * 4; ++e)
+      if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
+  };
   // Scores of a turn that may be unusual become those that weights are made of. Returns the turn's kind.
   auto settle = [&](float (&s)[TILES * 4], u32& undo, bool maybe_unusual, int slot, u32 alive, bool live_0, bool live_1,
                     bool wide) {
-    auto leave_out_dead = [&]() {
-#pragma unroll
-      for (int e = 0; e < TILES * 4; ++e)
-        if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
-    };
     int turn = USUAL;
     bool moves = maybe_unusual;
     if (moves) {
-      leave_out_dead();
+      leave_out_dead(s, live_0, live_1);
       moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen && alive);
     }
     if (moves) {
       turn = MOVED;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         turn = WIDE;
-        wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
+        wide_scores<L, SCORE_BARRIER, !FEW || R::SCALES_APART>(s, p, row, at, shared,
                                       {places.raw + slot * L::RAW_SLOT, places.rope,
                                        places.scales + slot * L::SCALES_SLOT, places.values},
                                       opaque(thread));
         store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
-        leave_out_dead();
+        leave_out_dead(s, live_0, live_1);
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
@@ -324,9 +325,17 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         const u32 mine = LEAVES ? 0 : own_keys(alive);
         const bool live_0 = mine & 1, live_1 = mine & 0x100;
         if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
-        // One branch of the usual way for all that is not usual: it takes 25 cycles.
-        const bool maybe_unusual =
-            named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
+        bool maybe_unusual = false;
+        if (FEW && !seen && !wide) {
+          // Tops take the place of what this warp got from the other warpgroup, which writes there again once values of this
+          // turn were used.
+          if (alive != 0xffff) leave_out_dead(s, live_0, live_1);
+          seen = set_references<L>(s, shared, shared + L::SCORES + i % L::SCORE_SLOTS * (HEADS * 256), alive, own_thread());
+        } else {
+          // One branch of the usual way for all that is not usual: it takes 25 cycles.
+          maybe_unusual =
+              named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
+        }
         if constexpr (LEAVES) {
           if (maybe_unusual) {
             left = LEFT | (wide ? HAS_WIDE : 0) | (apart ? HAS_APART : 0) | (alive ? HAS_ALIVE : 0);
@@ -420,6 +429,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
+  if (FEW && worker == 0) store_shared_4(shared + L::End::ALL_FLOAT16, 1);
   const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
@@ -461,7 +471,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)
         if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(own, shared, part, head, sum, reference);
       if (HEADS < 64) tell_factors();
-      weigh_parts<L>(p, own, shared, worker);
+      weigh_parts<L, FEW>(p, own, shared, worker);
     }
   }
   return 0;

@@ -62,6 +62,36 @@ DEVICE float sum_of(u32 place, int head) {
   return part[0] + part[1] + (part[2] + part[3]);
 }
 
+// The first references of a row, from the scores of its first turn that has keys, which become relative to them: what
+// `raise_references` makes of references that are 0, by one barrier. Returns whether the turn has keys, of which ALIVE says
+// whether this warp has one. `tops`: 512 bytes for each warp, of which only that warp has used its own up to now.
+template <class L>
+DEVICE bool set_references(float (&s)[L::HEADS / 2], u32 shared, u32 tops, bool alive, int thread) {
+  constexpr int HEADS = L::HEADS, TILES = HEADS / 8;
+  const int lane = thread & 31, first = 2 * (lane & 3);
+  float top[TILES * 2];
+#pragma unroll
+  for (int c = 0; c < TILES * 2; ++c) top[c] = fmaxf(s[c / 2 * 4 + (c & 1)], s[c / 2 * 4 + (c & 1) + 2]);
+  store_folded<HEADS>(top, tops + thread / 32 * 512, lane, [](float a, float b) { return fmaxf(a, b); });
+  if (!named_barrier_any<SCORE_BARRIER, 128>(alive)) return false;
+#pragma unroll
+  for (int j = 0; j < TILES; ++j) {
+    float2 reference = make_float2(-INFINITY, -INFINITY);
+#pragma unroll
+    for (int warp = 0; warp < 4; ++warp) {
+      const float2 two = load_shared_float2(tops + warp * 512 + (8 * j + first) * 4);
+      reference.x = fmaxf(reference.x, two.x), reference.y = fmaxf(reference.y, two.y);
+    }
+    reference.x = floorf(reference.x - RAISED_TO), reference.y = floorf(reference.y - RAISED_TO);
+    s[4 * j] -= reference.x, s[4 * j + 1] -= reference.y, s[4 * j + 2] -= reference.x, s[4 * j + 3] -= reference.y;
+    if (thread < 4) {
+      const u32 column = shared + L::COLUMNS + (8 * j + first) * 8 + 4;
+      store_shared_float(column, reference.x), store_shared_float(column + 8, reference.y);
+    }
+  }
+  return true;
+}
+
 // A turn in which a score exceeds its head's reference by far, or the first with keys: `s` holds scores relative to the
 // old references, and is made relative to the new, which `alpha` says how to reach. References are whole numbers: what is
 // relative to one becomes relative to another without an error (`folds.cuh`). Those of heads that have no score above

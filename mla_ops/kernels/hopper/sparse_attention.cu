@@ -17,6 +17,7 @@
 // ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend(const Params& p) {
+  constexpr bool FEW = FEW_TOKENS<HEADS, LAUNCH>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = in_shares(LAUNCH),
                  IN_REGISTERS = in_registers(LAUNCH), ONE = ONE_SCORER<HEADS, LAUNCH>;
   constexpr int THREADS = THREADS_OF<HEADS, LAUNCH>, QUERY_THREADS = THREADS - 128;  // all but those that gather
@@ -46,9 +47,9 @@ DEVICE void attend(const Params& p) {
   Indices ahead;
   if (warpgroup == PRODUCER) ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
   // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
-  if (thread % 32 == 0)
+  if (FEW ? elected() : thread % 32 == 0)
 #pragma unroll 1
-    for (int i = threadIdx.x / 32; i < L::NUM_BARRIERS; i += THREADS / 32) {
+    for (int i = FEW ? uniform(threadIdx.x / 32) : threadIdx.x / 32; i < L::NUM_BARRIERS; i += THREADS / 32) {
       const u32 barrier = L::BARRIERS + i * 8;
       if (BALANCED && HEADS == 64 && (barrier == L::INTERVAL || barrier == L::INTERVAL + 8)) continue;
       int arrivals = 4 * ARRIVALS_OF_A_WARP;
@@ -156,7 +157,7 @@ DEVICE void attend(const Params& p) {
                                                               (warpgroup - 1) * 128 + thread);
     if (LAUNCH == Launch::CLUSTERS) {
       row.rank = cluster_rank_here();
-      finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+      finish<L, 12, FEW>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     }
     if constexpr (is_held(LAUNCH)) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
@@ -167,7 +168,7 @@ DEVICE void attend(const Params& p) {
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      produce<HEADS, FORMAT, LAUNCH>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;

@@ -50,8 +50,9 @@ DEVICE void store_weights(const float (&s)[HEADS / 2], u32 place, Pack pack) {
 // All scores of a lane's two keys, as powers of two that are relative to the references, and the values.
 //
 // Queries come two chunks of 64 dims ahead, in the order in which `score` has a key's, to the place of weights and to
-// those of the last values. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
-template <class L, int BARRIER>
+// those of the last values, with COPIES by `cp.async`. In a kernel that has this instruction ptxas puts four others in
+// front of every fence, of usual turns too. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
+template <class L, int BARRIER, bool COPIES>
 DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& row, const Ring& at, u32 shared,
                         const WidePlaces& places, int thread) {
   using R = typename L::R;
@@ -68,29 +69,49 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
     return place == shared + L::WEIGHTS ? spare : place == spare ? spare + CHUNK : shared + L::WEIGHTS;
   };
   u32 here = shared + L::WEIGHTS;
+  // Eight threads have a head's 128 bytes of a chunk: a piece each of 16 heads, a round. Without COPIES a round is in
+  // registers while half of a chunk is used.
+  constexpr int ROUNDS = (L::HEADS + 15) / 16;
+  uint4 ahead;
+  auto with_piece = [&](int round, int chunk, u32 place, auto use) {
+    int token = row.token, own = thread;
+    hold(token), hold(own);  // else what is made of them would take registers of all turns
+    int head = (own >> 3) + round * 16;
+    const int piece = own & 7, last = p.num_heads - 1 - row.tile * L::HEADS;
+    u32 to = place + head * 128 + ((piece & 1) * 64 + (piece >> 1) * 4 ^ (head & 7) << 4);
+#pragma unroll 1
+    for (; head < L::HEADS; head += 16, to += 16 * 128) {
+      use(to, query_at(p, token, row.tile * L::HEADS + min(head, last)) + chunk * 64 + piece * 8);
+      if (!COPIES) break;
+    }
+  };
 #pragma unroll 1
   for (int step = -4; step < 16; ++step) {  // halves of chunks, the first without keys
     const int chunk = step >> 1, half = step & 1;
+    if constexpr (!COPIES) {
+      static_assert(ROUNDS <= 2, "a round for each half");
+      const int before = half ^ 1;
+      if (step > -4 && step <= 12 && before < ROUNDS)
+        with_piece(before, 0, half ? next(next(here)) : next(here), [&](u32 to, const u16*) {
+#pragma unroll
+          for (int w = 0; w < 4; ++w) store_shared_4(to ^ w << 4, word(ahead, w));
+        });
+    }
     if (half == 0) {
-      wait_for_copies_but<1>();
+      if constexpr (COPIES) wait_for_copies_but<1>();
       fence_async_shared();
       named_barrier<BARRIER, 128>();  // the chunk is there, and products of the one before are over
-      if (chunk < 6) {
-        // Eight threads have a head's 128 bytes.
-        int token = row.token, own = thread;
-        hold(token), hold(own);  // else what is made of them would take registers of all turns
-        int head = own >> 3;
-        const int piece = own & 7, last = p.num_heads - 1 - row.tile * L::HEADS;
-        u32 to = next(next(here)) + head * 128 + ((piece & 1) * 64 + (piece >> 1) * 4 ^ (head & 7) << 4);
-#pragma unroll 1
-        for (; head < L::HEADS; head += 16, to += 16 * 128) {
-          const u16* from = query_at(p, token, row.tile * L::HEADS + min(head, last)) + (chunk + 2) * 64 + piece * 8;
+      if (COPIES && chunk < 6)
+        with_piece(0, chunk + 2, next(next(here)), [&](u32 to, const u16* from) {
 #pragma unroll
           for (int w = 0; w < 4; ++w) copy_4(to ^ w << 4, from + w * 2);
-        }
-      }
-      commit_copies();
+        });
+      if constexpr (COPIES) commit_copies();
     }
+    if (!COPIES && chunk < 6 && half < ROUNDS)
+      with_piece(half, chunk + 2, 0, [&](u32, const u16* from) {
+        ahead = __ldg(reinterpret_cast<const uint4*>(from));
+      });
     if (chunk < 8 - R::CHUNKS) {
       if (half) here = next(here);
       continue;
