@@ -128,6 +128,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #define arrive_when_copied ptx_arrive_when_copied
 #define copy_8 ptx_copy_8
 #define shuffle_pointer ptx_shuffle_pointer
+#define elected ptx_elected
 #define thread_here ptx_thread_here
 #include "ptx.cuh"
 #undef cluster_rank
@@ -146,6 +147,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef arrive_when_copied
 #undef copy_8
 #undef shuffle_pointer
+#undef elected
 #undef thread_here
 
 struct Barrier {
@@ -168,6 +170,7 @@ static void check(u32 barrier) {
 
 static u32 cluster_rank() { return rank_of_cta; }
 static int thread_here() { return current; }
+static bool elected() { return current % LANES == 0; }
 static void mbarrier_wait(u32 barrier, u32 parity) {
   wait_until([&] { return (barriers[barrier].completed + 1 & 1) == static_cast<int>(parity); });
 }
@@ -329,7 +332,7 @@ void take(u32 barrier) {
   turns_of_row[number_of(row)] += current / LANES == 0;
 }
 
-template <int HEADS, Format FORMAT>
+template <int HEADS, Format FORMAT, Launch LAUNCH>
 void gather_keys(int warp, int lane) {
   const Params& p = *params;
   int slot = warp, parity = 1;
@@ -339,11 +342,11 @@ void gather_keys(int warp, int lane) {
     const Indices ahead = begin_share(p, row, lane).now;
     __syncwarp();
     row_of_warp[warp] = row;
-    produce<HEADS, FORMAT>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+    produce<HEADS, FORMAT, LAUNCH>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
   }
 }
 
-template <int HEADS, Format FORMAT>
+template <int HEADS, Format FORMAT, Launch LAUNCH>
 int gather() {
   std::memset(shared_memory, 0x7f, sizeof(shared_memory));  // e4m3's NaN
   barriers.clear(), slots.clear(), found.clear(), turns_of_row.clear(), failed = false;
@@ -351,7 +354,7 @@ int gather() {
   on_copy = [](const unsigned char* source, u32 bytes) {
     for (u32 at = 0; at < bytes; at += Rows<FORMAT>::BYTES) finds(source + at);
   };
-  failed |= !run(gather_keys<HEADS, FORMAT>);
+  failed |= !run(gather_keys<HEADS, FORMAT, LAUNCH>);
   for (const auto& barrier : barriers) failed |= barrier.second.bytes != 0 || barrier.second.arrivals != 0;
   return failed ? -1 : static_cast<int>(slots.size());
 }
@@ -366,9 +369,17 @@ extern "C" void choose_cta(const Params* p, const int* block, const int* grid, i
   blockIdx = {block[0], block[1], block[2]}, gridDim = {grid[0], grid[1], grid[2]};
 }
 
+template <Format FORMAT, Launch LAUNCH>
+int gather_of(int heads) {
+  return heads == 16   ? gather<16, FORMAT, LAUNCH>()
+         : heads == 24 ? gather<24, FORMAT, LAUNCH>()
+                       : gather<64, FORMAT, LAUNCH>();
+}
+
+// Launches other than of clusters copy keys as rows do.
 template <Format FORMAT>
 int gather_of(int heads) {
-  return heads == 16 ? gather<16, FORMAT>() : heads == 24 ? gather<24, FORMAT>() : gather<64, FORMAT>();
+  return launch == Launch::CLUSTERS ? gather_of<FORMAT, Launch::CLUSTERS>(heads) : gather_of<FORMAT, Launch::ROWS>(heads);
 }
 
 // How many slots of quantised keys it fills, -1 where it would wait for ever or leave a barrier unfinished.

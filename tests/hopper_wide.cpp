@@ -160,7 +160,7 @@ void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
 #include "wide.cuh"
 
 // 64 rows and scales as they lie in shared memory, scores [64, HEADS]; weights [64, HEADS], sums [HEADS, 512].
-template <int HEADS, Format FORMAT>
+template <int HEADS, Format FORMAT, bool COPIES>
 void run(const unsigned char* rows, const unsigned char* scales, const u16* q, const u16* q_rope, int num_heads,
          float scale_log2, float* scores, const float* weights, float* sums) {
   using L = Layout<HEADS, FORMAT>;
@@ -193,7 +193,7 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
                             L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH,
                             L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)};
     float s[HEADS / 2];
-    wide_scores<L, 1>(s, p, row, ring, 0, places, thread);
+    wide_scores<L, 1, COPIES || HEADS == 64>(s, p, row, ring, 0, places, thread);
     store_left_out<L, 1>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);
@@ -220,13 +220,15 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
   });
 }
 
-extern "C" int wide(int heads, int v4, const unsigned char* rows, const unsigned char* scales, const u16* q,
-                    const u16* q_rope, int num_heads, float scale_log2, float* scores, const float* weights, float* sums) {
-#define RUN(HEADS)                                                                                                  \
-  if (heads == HEADS)                                                                                               \
-    return (v4 ? run<HEADS, FP8_DS_MLA_V4> : run<HEADS, FP8_DS_MLA>)(rows, scales, q, q_rope, num_heads, scale_log2, \
-                                                                     scores, weights, sums),                        \
-           0;
+extern "C" int wide(int heads, int v4, int copies, const unsigned char* rows, const unsigned char* scales,
+                    const u16* q, const u16* q_rope, int num_heads, float scale_log2, float* scores,
+                    const float* weights, float* sums) {
+#define RUN(HEADS)                                                                                                   \
+  if (heads == HEADS) {                                                                                              \
+    auto with = copies ? v4 ? run<HEADS, FP8_DS_MLA_V4, true> : run<HEADS, FP8_DS_MLA, true>                         \
+                       : v4 ? run<HEADS, FP8_DS_MLA_V4, false> : run<HEADS, FP8_DS_MLA, false>;                      \
+    return with(rows, scales, q, q_rope, num_heads, scale_log2, scores, weights, sums), 0;                           \
+  }
   RUN(16) RUN(24) RUN(32) RUN(64)
   return 1;
 }

@@ -44,10 +44,14 @@ def rows_of(v4: bool, generator: torch.Generator) -> tuple[torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize("missing", [0, 5])
-@pytest.mark.parametrize("heads", [16, 24, 32, 64])
+@pytest.mark.parametrize(
+    ("heads", "copies"), [(16, True), (24, True), (32, True), (64, True), (16, False), (24, False), (32, False)]
+)
 @pytest.mark.parametrize("v4", [False, True])
-def test_scores_and_sums_of_scales_of_any_size(library: ctypes.CDLL, v4: bool, heads: int, missing: int) -> None:
-    """`missing`: heads of the tile that the call does not have. They repeat another."""
+def test_scores_and_sums_of_scales_of_any_size(
+    library: ctypes.CDLL, v4: bool, heads: int, copies: bool, missing: int
+) -> None:
+    """`missing`: heads of the tile that the call does not have. They repeat another. `copies`: queries by `cp.async`."""
     generator = torch.Generator().manual_seed(heads)
     rows, scales, keys = rows_of(v4, generator)
     here = heads - missing
@@ -58,7 +62,7 @@ def test_scores_and_sums_of_scales_of_any_size(library: ctypes.CDLL, v4: bool, h
     scores, sums = torch.empty(64, heads), torch.empty(heads, 512)
     tensors = pointer(rows), pointer(scales), pointer(q), pointer(q_rope)
     results = pointer(scores), pointer(weights), pointer(sums)
-    assert library.wide(heads, int(v4), *tensors, here, ctypes.c_float(0.125), *results) == 0
+    assert library.wide(heads, int(v4), int(copies), *tensors, here, ctypes.c_float(0.125), *results) == 0
 
     whole = q.double() if v4 else torch.cat((q, q_rope), 1).double()
     expected, magnitudes = keys @ whole.T / 8, keys.abs() @ whole.abs().T / 8
