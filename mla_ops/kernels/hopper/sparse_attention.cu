@@ -47,9 +47,10 @@ DEVICE void attend(const Params& p) {
   Indices ahead;
   if (warpgroup == PRODUCER) ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
   // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
+  const int first_barrier = FEW ? uniform(threadIdx.x / 32) : threadIdx.x / 32;  // all lanes are there
   if (FEW ? elected() : thread % 32 == 0)
 #pragma unroll 1
-    for (int i = FEW ? uniform(threadIdx.x / 32) : threadIdx.x / 32; i < L::NUM_BARRIERS; i += THREADS / 32) {
+    for (int i = first_barrier; i < L::NUM_BARRIERS; i += THREADS / 32) {
       const u32 barrier = L::BARRIERS + i * 8;
       if (BALANCED && HEADS == 64 && (barrier == L::INTERVAL || barrier == L::INTERVAL + 8)) continue;
       int arrivals = 4 * ARRIVALS_OF_A_WARP;
