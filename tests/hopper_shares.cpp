@@ -27,6 +27,7 @@ static float __fdividef(float a, float b) { return a / b; }
 #define send_8_unless ptx_send_8_unless
 #define load_l2_8 ptx_load_l2_8
 #define load_l2_16 ptx_load_l2_16
+#define store_4_if ptx_store_4_if
 #define store_8_if ptx_store_8_if
 #define store_16_if ptx_store_16_if
 #define store_8_by ptx_store_8_by
@@ -60,6 +61,7 @@ static float __fdividef(float a, float b) { return a / b; }
 #undef send_8_unless
 #undef load_l2_8
 #undef load_l2_16
+#undef store_4_if
 #undef store_8_if
 #undef store_16_if
 #undef store_8_by
@@ -138,6 +140,9 @@ T loaded(const void* source) {
 }
 static uint2 load_l2_8(const void* source) { return loaded<uint2>(source); }
 static uint4 load_l2_16(const void* source) { return loaded<uint4>(source); }
+static void store_4_if(bool condition, void* target, u32 a) {
+  if (condition) std::memcpy(target, &a, 4);
+}
 static void store_8_if(bool condition, void* target, u32 a, u32 b) {
   const u32 words[] = {a, b};
   if (condition) std::memcpy(target, words, 8);
@@ -289,7 +294,7 @@ template <class L>
 void in_cluster(const Params& p) {
   using P = typename L::Packet;
   std::vector<u32> packets(P::COUNT * p.splits * P::BYTES / 4);
-  simt::launch(1, 1, 128, L::End::OWN_BFLOAT16 + 4, 1, [&] {
+  simt::launch(1, 1, 128, L::HEADS < 64 ? L::BYTES : L::End::ALL_FLOAT16 + 4, 1, [&] {
     const int thread = threadIdx.x, lane = thread % 32;
     for (int item = 0; item < p.num_tokens * p.head_tiles; ++item) {
       const int token = item / p.head_tiles;
@@ -316,14 +321,27 @@ void in_cluster(const Params& p) {
             packets[place] = bfloat16 ? pack_bfloat16(pair[0], pair[1]) : pack_float16(pair[0], pair[1]);
           }
       }
+      if (thread == 0) store_shared_4(L::End::ALL_FLOAT16, 1);
       __syncthreads();
-      weigh_parts<L>(p, row, 0, thread, true, [] { return true; });
+      weigh_parts<L, (L::HEADS < 64)>(p, row, 0, thread, true, [] { return true; });
       __syncthreads();
-      for (int rank = 0; rank < p.splits; ++rank)
+      for (int rank = 0; rank < p.splits; ++rank) {
+        if constexpr (L::HEADS < 64) {
+          if (load_shared_4(L::End::ALL_FLOAT16)) {
+            __syncthreads();
+            for (int index = 0; thread == 0 && index < packets_of<L>(p, rank); ++index)
+              std::memcpy(simt::shared_memory() + L::PACKETS + index * p.splits * P::BYTES,
+                          packets.data() + (index * p.splits + rank) * p.splits * P::BYTES / 4, p.splits * P::BYTES);
+            __syncthreads();
+            add_float16_packets<L, 4>(target_of<L>(p, row), rank, 0, packets_of<L>(p, rank), p.splits, thread / 32, lane);
+            continue;
+          }
+        }
         add_packets<L, 4>(target_of<L>(p, row), rank, 0,
                           reinterpret_cast<const unsigned char*>(packets.data()) + rank * p.splits * P::BYTES,
                           p.splits * p.splits * P::BYTES, packets_of<L>(p, rank), p.splits, p.splits, thread / 32,
-                        lane);
+                          lane);
+      }
       __syncthreads();
     }
   });
