@@ -51,7 +51,7 @@ def rows_of(v4: bool, generator: torch.Generator) -> tuple[torch.Tensor, torch.T
 def test_scores_and_sums_of_scales_of_any_size(
     library: ctypes.CDLL, v4: bool, heads: int, copies: bool, missing: int
 ) -> None:
-    """`missing`: heads of the tile that the call does not have. They repeat another. `copies`: queries by `cp.async`."""
+    """`missing`: heads of the tile that the call lacks; they repeat another. `copies`: queries come by `cp.async`."""
     generator = torch.Generator().manual_seed(heads)
     rows, scales, keys = rows_of(v4, generator)
     here = heads - missing
