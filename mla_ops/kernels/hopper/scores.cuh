@@ -4,6 +4,7 @@
 #include "folds.cuh"
 #include "group.cuh"
 #include "held.cuh"
+#include "keys.cuh"
 #include "wgmma.cuh"
 #include "wide.cuh"
 
@@ -18,167 +19,6 @@ DEVICE constexpr int first_steps() {
 
 template <int HEADS, Format FORMAT, bool PERSISTENT>
 constexpr int FIRST_STEPS = first_steps<HEADS, FORMAT, PERSISTENT>();
-
-template <Format FORMAT>
-constexpr int ROPE = Rows<FORMAT>::CHUNKS - 1;
-
-// ONE warpgroup begins with what powers of two are taken out of.
-template <bool ONE, Format FORMAT>
-DEVICE constexpr int chunk_of(int step) {
-  if (Rows<FORMAT>::ROPE_IS_VALUE) return ONE || step < 2 ? step : step == 2 ? ROPE<FORMAT> : step - 1;
-  if (ONE) return step == 0 ? ROPE<FORMAT> : step - 1;
-  return step < 3 ? step : step == 3 ? ROPE<FORMAT> : step - 1;
-}
-
-// Addresses in shared memory at which a thread of a warpgroup of scores reads and writes.
-struct Places {
-  u32 raw, rope, scales, values, values_free;  // `raw` of its latents in a chunk, `rope` from there on
-  u64 query;
-};
-
-template <int HEADS, Format FORMAT>
-DEVICE Places places_of(u32 shared, int warp, int lane) {
-  using L = Layout<HEADS, FORMAT>;
-  using R = Rows<FORMAT>;
-  Places places;
-  const int key = R::raw_row(lane >> 2);
-  places.scales = R::SCALES_APART ? shared + L::SCALES + key * R::SCALES_PITCH
-                                  : shared + L::RAW + key * R::BYTES + R::SCALES_AT;
-  const u32 latents = (lane & 3) * 16;
-  places.raw = shared + L::RAW + key * R::BYTES + latents;
-  places.rope = R::ROPE_AT + latents;
-  // A row of a matrix to each lane: eight keys' first 16 bytes, those of the other eight, then the next 16.
-  if (!R::ROPE_IS_VALUE)
-    places.rope = R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - key) * R::BYTES + (lane >> 4) * 16 - latents;
-  places.query = tile_descriptor(shared + L::QUERY, 1024, 16);
-  places.values_free = shared + L::VALUES_FREE;
-  places.values = shared + L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-  return places;
-}
-
-// The bytes of a lane's two keys for one step, [key][16 bytes]; a chunk of 64 dims takes half of it. Of RoPE that is no
-// value, which needs no conversion, the fragments of four k-steps.
-struct Bytes {
-  uint4 of[2][2];
-};
-
-template <Format FORMAT>
-DEVICE void load_rope(Bytes& bytes, u32 rope, int half) {
-  using R = Rows<FORMAT>;
-  if constexpr (R::ROPE_IS_VALUE) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) bytes.of[r][half] = load_shared_16(rope + r * (8 * R::BYTES) + half * 16);
-  } else {
-#pragma unroll
-    for (int step = 0; step < 2; ++step) bytes.of[half][step] = load_matrices(rope + (half * 2 + step) * 32);
-  }
-}
-
-template <Format FORMAT>
-DEVICE void load_bytes(Bytes& bytes, const Places& places, u32 raw_0, int chunk) {
-  using R = Rows<FORMAT>;
-  if (chunk == ROPE<FORMAT>) {
-    load_rope<FORMAT>(bytes, raw_0 + places.rope, 0), load_rope<FORMAT>(bytes, raw_0 + places.rope, 1);
-    return;
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) bytes.of[r][0] = load_shared_16(raw_0 + r * (8 * R::BYTES) + chunk * 64);
-}
-
-// A turn starts with scales and the bytes of two steps. Loads stay two steps ahead of the products, since they queue
-// behind those that the tensor cores have not taken yet.
-template <Format FORMAT>
-struct Start {
-  typename Rows<FORMAT>::Scales scales[2];
-  Bytes bytes[2];
-  u32 alive;
-};
-
-// Registers hold none of it from here on.
-template <Format FORMAT>
-DEVICE void forget(Start<FORMAT>& start) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    forget(start.scales[n]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) forget(start.bytes[n].of[i / 2][i % 2]);
-  }
-}
-
-template <int HEADS, Format FORMAT, bool ONE, int FIRST>
-DEVICE void load_start(Start<FORMAT>& start, const Places& places, u32 raw_0, u32 scales_0, u32 live) {
-  using R = Rows<FORMAT>;
-  if (chunk_of<ONE, FORMAT>(FIRST) == ROPE<FORMAT>)
-    load_rope<FORMAT>(start.bytes[0], raw_0 + places.rope, 0);
-  else
-    load_bytes<FORMAT>(start.bytes[0], places, raw_0, chunk_of<ONE, FORMAT>(FIRST));
-  start.scales[0] = R::load_scales(scales_0), start.scales[1] = R::load_scales(scales_0 + 8 * R::SCALES_PITCH);
-  load_bytes<FORMAT>(start.bytes[1], places, raw_0, chunk_of<ONE, FORMAT>(FIRST + 1));
-  start.alive = load_shared_4(live);
-}
-
-// Loads the rest of a start, once registers are free again.
-template <int HEADS, Format FORMAT, bool ONE, int FIRST>
-DEVICE void load_start_rest(Start<FORMAT>& start, u32 rope) {
-  if (chunk_of<ONE, FORMAT>(FIRST) == ROPE<FORMAT>) load_rope<FORMAT>(start.bytes[0], rope, 1);
-}
-
-constexpr u32 ONE_EACH = 0x3f803f80u;  // bfloat16
-
-// One of a pair of bfloat16 in both places.
-DEVICE u32 twice(u32 pair, int key) { return __byte_perm(pair, 0, key ? 0x3232 : 0x1010); }
-
-DEVICE float exponent_taken(u32 undo, int key) {
-  return static_cast<float>(127 - static_cast<int>((key ? undo >> 16 : undo & 0xffff) >> 7));
-}
-
-// A chunk of a lane's keys as the fragments of four steps of 16 dims. `too_large`: not 0 if float16 does not hold one.
-template <Format FORMAT>
-DEVICE void make_fragments(u32 (&f)[16], const Bytes& bytes, const typename Rows<FORMAT>::Scales (&scales)[2],
-                           u32 undo, int chunk, u32& too_large) {
-  using R = Rows<FORMAT>;
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      u32 &first = f[4 * j + r], &second = f[4 * j + 2 + r];
-      if (chunk == ROPE<FORMAT> && R::ROPE_IS_VALUE) {
-        const u32 factor = twice(undo, r);
-        first = R::rope(word(bytes.of[r][j / 2], j % 2 * 2), factor);
-        second = R::rope(word(bytes.of[r][j / 2], j % 2 * 2 + 1), factor);
-        too_large = nan_unless_finite(second, nan_unless_finite(first, too_large));
-      } else if (chunk == ROPE<FORMAT>) {
-        first = word(bytes.of[j / 2][j % 2], r), second = word(bytes.of[j / 2][j % 2], 2 + r);
-      } else {
-        e4m3_to_float16(word(bytes.of[r][0], j), R::pair(scales[r], chunk), first, second);
-      }
-    }
-}
-
-// Divides a lane's keys by powers of two of their own where one of its warp needs that, which is returned: their
-// scales, and RoPE that is no value where it is among the start's bytes. `undo`: what they were multiplied by, a pair of
-// bfloat16. `wide`: whether this does not make float16 hold them.
-template <int HEADS, Format FORMAT, bool ONE, int FIRST>
-DEVICE bool take_out(Start<FORMAT>& start, u32& undo, bool& wide) {
-  using R = Rows<FORMAT>;
-  undo = ONE_EACH, wide = false;
-  if (!__any_sync(~0u, R::outside(start.scales))) return false;
-  u32 second;
-  wide = R::take_out(start.scales[0], undo), wide |= R::take_out(start.scales[1], second);
-  undo |= second << 16;
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    if (R::ROPE_IS_VALUE || chunk_of<ONE, FORMAT>(FIRST + n) != ROPE<FORMAT>) continue;
-    const u32 factors[2] = {twice(undo, 0), twice(undo, 1)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint4& v = start.bytes[n].of[i / 2][i % 2];
-      v.x = multiply_bfloat16(v.x, factors[0]), v.y = multiply_bfloat16(v.y, factors[1]);
-      v.z = multiply_bfloat16(v.z, factors[0]), v.w = multiply_bfloat16(v.w, factors[1]);
-    }
-  }
-  return __any_sync(~0u, undo != ONE_EACH);
-}
 
 // COUNT steps of a turn: fragments of the keys, which are the values once those before them were used, and their
 // products with the queries, which are left running. Values are stored before products are issued: with an operand in
@@ -279,6 +119,14 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   }
 }
 
+template <int N>
+DEVICE float largest(const float (&s)[N]) {
+  float tops[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+  for (int e = 4; e < N; ++e) tops[e & 3] = fmaxf(tops[e & 3], s[e]);
+  return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
+}
+
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
@@ -301,117 +149,28 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   int seen = 0;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
 
   Start<FORMAT> start;
-  bool started = false;
+  bool started = false, last = false;
   int& i = at.turn;
-  for (bool last = false; !last; next_turn<L::HALVES>(at)) {
-    const int slot = L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot, parity = L::SLOTS == 8 ? i >> 1 & 1 : at.parity;
-    if (!started) {
-      const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
-      mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
-      load_start<HEADS, FORMAT, ONE, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
-                                   shared + L::LIVE + slot * 4);
-      load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
-    }
-    float s[TILES * 4];
-    u32 undo;
-    const u32 alive = start.alive & 0xffff;
-    last = uniform(start.alive) >= LAST_TURN;
-    bool wide;
-    const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
-    u32 fragments[2][16];
-    wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
-        s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
-        {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
-    // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for
-    // a vote of its own.
-    if constexpr (HEADS < 64) {
-      wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
-      if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
-    }
-
-    int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
-    if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
-    const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
-    uint4 columns[TILES];  // factor and reference of two heads each
-#pragma unroll
-    for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-    started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
-    // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
-    // not there yet.
-    const int ahead = started ? later_slot : slot;
-    if (HEADS == 64 || started)
-      load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
-                                        places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4);
-    // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
-    if (apart)
-#pragma unroll
-      for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
-    wgmma_wait<0>();
-    hold(s);
-    hold(fragments[0]), hold(fragments[1]);
-    if constexpr (FIRST < R::CHUNKS) {
-      mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
-#pragma unroll
-      for (int e = 0; e < TILES * 4; e += 4) {
-        const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
-        s[e] += __uint_as_float(rest.x), s[e + 1] += __uint_as_float(rest.y);
-        s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
-      }
-      __syncwarp();
-      warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, own_thread() & 31);
-    }
-
-#pragma unroll
-    for (int j = TILES / 2; j < TILES; ++j) {
-      columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-      columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
-    }
-    // A key's score is then log2 of what its weight counts beside the values as they are stored.
-#pragma unroll
-    for (int j = 0; j < TILES; ++j) {
-      const uint4& two = columns[j];
-      s[4 * j] = fmaf(s[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
-      s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
-      s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
-      s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
-    }
-    if (apart) {
-      const u32 inverse = 0x7f007f00u - undo;
-      const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
-                  taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
-#pragma unroll
-      for (int e = 0; e < TILES * 4; e += 4) {
-        const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
-        const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
-      }
-    }
-    if (HEADS == 64 || started)
-      load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
-    const u32 mine = alive >> R::raw_row((own_thread() & 31) >> 2);
-    const bool live_0 = mine & 1, live_1 = mine & 0x100;
-    auto largest = [&]() {
-      float tops[4] = {s[0], s[1], s[2], s[3]};
-#pragma unroll
-      for (int e = 4; e < TILES * 4; ++e) tops[e & 3] = fmaxf(tops[e & 3], s[e]);
-      return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
-    };
-
-    auto rests_now = [&]() {
-      const int own = HEADS == 32 ? opaque(thread) >> 5 : warp;
-      return place_of_rests<L>(shared, slot >= own ? slot - own : slot - own + L::SLOTS);
-    };
-    int turn = USUAL;
-    if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
-    // One branch of the usual way for all that is not usual: it takes 25 cycles.
-    bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
-    if (moves) {
+  auto slot_now = [&]() { return L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot; };
+  auto rests_at = [&](int slot) {
+    const int own = HEADS == 32 ? opaque(thread) >> 5 : warp;
+    return place_of_rests<L>(shared, slot >= own ? slot - own : slot - own + L::SLOTS);
+  };
+  // A bit for each of the lane's two keys that counts: 1 and 0x100.
+  auto own_keys = [&](u32 alive) { return alive >> R::raw_row((own_thread() & 31) >> 2); };
+  // Scores of a turn that may be unusual become those that weights are made of. Returns the turn's kind.
+  auto settle = [&](float (&s)[TILES * 4], u32& undo, bool maybe_unusual, int slot, u32 alive, bool live_0, bool live_1,
+                    bool wide) {
+    auto leave_out_dead = [&]() {
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e)
         if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
-      moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen && alive);
+    };
+    int turn = USUAL;
+    bool moves = maybe_unusual;
+    if (moves) {
+      leave_out_dead();
+      moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen && alive);
     }
     if (moves) {
       turn = MOVED;
@@ -421,28 +180,27 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
                                       {places.raw + slot * L::RAW_SLOT, places.rope,
                                        places.scales + slot * L::SCALES_SLOT, places.values},
                                       opaque(thread));
-        store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_now(), opaque(thread));
+        store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
-#pragma unroll
-        for (int e = 0; e < TILES * 4; ++e)
-          if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
+        leave_out_dead();
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
       raise_references<L>(s, sums, seen != 0, least, shared, thread);
       seen = turn == WIDE ? 2 : max(seen, 1);
     }
-
+    return turn;
+  };
+  // The end of a turn: its keys are released, and its weights are made and handed over.
+  auto hand_over = [&](float (&s)[TILES * 4], u32 undo, int slot, int turn, bool apart) {
     if (apart) seen = 2;
     if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row)))
       warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
-
     // The sums of a row that another follows go where the first warp's last keys were. A wide turn's keys are released
     // by the warpgroups that accumulate.
     if (HEADS == 64 && turn != WIDE && !(PERSISTENT && last && warp == 0))
       warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
-
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
     const float undone[2] = {low_bfloat16(undo), high_bfloat16(undo)};
@@ -450,14 +208,138 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
     if (turn == WIDE)
-      store_wide_weights<L>(s, shared, rests_now(), opaque(thread));
+      store_wide_weights<L>(s, shared, rests_at(slot), opaque(thread));
     else
       store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
                            [](float a, float b, int) { return pack_float16(a, b); });
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
-    if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
+  };
+  // A turn that may not be usual ends the loop of 64 heads: code of such turns lies behind the loop, which is half as
+  // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
+  // that. Narrower tiles lose by it.
+  constexpr bool LEAVES = HEADS == 64;
+  constexpr u32 LEFT = 1 << 18, HAS_WIDE = 1 << 17, HAS_APART = 1 << 16;  // above a bit for each key that counts
+  float left_scores[TILES * 4];  // those of every turn where the loop may be left
+  u32 left_undo;
+  for (;;) {
+    u32 left = 0;
+    for (; !last; next_turn<L::HALVES>(at)) {
+      const int slot = slot_now(), parity = L::SLOTS == 8 ? i >> 1 & 1 : at.parity;
+      if (!started) {
+        const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
+        mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
+        load_start<HEADS, FORMAT, ONE, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
+                                     shared + L::LIVE + slot * 4);
+        load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
+      }
+      float own_scores[TILES * 4];
+      u32 own_undo;
+      auto& s = LEAVES ? left_scores : own_scores;
+      u32& undo = LEAVES ? left_undo : own_undo;
+      const u32 alive = start.alive & 0xffff;
+      last = uniform(start.alive) >= LAST_TURN;
+      bool wide;
+      const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
+      u32 fragments[2][16];
+      wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
+          s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
+          {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
+      // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for
+      // a vote of its own.
+      if constexpr (HEADS < 64) {
+        wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
+        if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
+      }
+
+      int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
+      if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
+      const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
+      uint4 columns[TILES];  // factor and reference of two heads each
+#pragma unroll
+      for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+      started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
+      // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
+      // not there yet.
+      const int ahead = started ? later_slot : slot;
+      if (HEADS == 64 || started)
+        load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
+                                          places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4);
+      // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
+      if (apart)
+#pragma unroll
+        for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
+      wgmma_wait<0>();
+      hold(s);
+      hold(fragments[0]), hold(fragments[1]);
+      if constexpr (FIRST < R::CHUNKS) {
+        mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
+#pragma unroll
+        for (int e = 0; e < TILES * 4; e += 4) {
+          const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
+          s[e] += __uint_as_float(rest.x), s[e + 1] += __uint_as_float(rest.y);
+          s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
+        }
+        __syncwarp();
+        warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, own_thread() & 31);
+      }
+
+#pragma unroll
+      for (int j = TILES / 2; j < TILES; ++j) {
+        columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+        columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
+      }
+      // A key's score is then log2 of what its weight counts beside the values as they are stored.
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) {
+        const uint4& two = columns[j];
+        s[4 * j] = fmaf(s[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
+        s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
+        s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
+        s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
+      }
+      if (apart) {
+        const u32 inverse = 0x7f007f00u - undo;
+        const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
+                    taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
+#pragma unroll
+        for (int e = 0; e < TILES * 4; e += 4) {
+          const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
+          const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
+        }
+      }
+      if (HEADS == 64 || started)
+        load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
+      const u32 mine = LEAVES ? 0 : own_keys(alive);
+      const bool live_0 = mine & 1, live_1 = mine & 0x100;
+      if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
+      // One branch of the usual way for all that is not usual: it takes 25 cycles.
+      const bool maybe_unusual =
+          named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
+      if constexpr (LEAVES) {
+        if (maybe_unusual) {
+          left = LEFT | (wide ? HAS_WIDE : 0) | (apart ? HAS_APART : 0) | alive;
+          break;
+        }
+        hand_over(s, undo, slot, USUAL, apart);
+      } else {
+        const int turn = settle(s, undo, maybe_unusual, slot, alive, live_0, live_1, wide);
+        hand_over(s, undo, slot, turn, apart);
+      }
+      if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
+    }
+    if constexpr (!LEAVES) break;
+    left = opaque(left);
+    if (!left) break;
+    const int slot = slot_now();
+    const u32 alive = left & 0xffff, mine = own_keys(alive);
+    const int turn = settle(left_scores, left_undo, true, slot, alive, mine & 1, mine & 0x100, left & HAS_WIDE);
+    hand_over(left_scores, left_undo, slot, turn, left & HAS_APART);
+    next_turn<L::HALVES>(at);
   }
 
   if constexpr (PERSISTENT && HEADS == 64) {
