@@ -218,9 +218,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   };
   // A turn that may not be usual ends the loop of 64 heads: code of such turns lies behind the loop, which is half as
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
-  // that. Narrower tiles lose by it.
-  constexpr bool LEAVES = HEADS == 64;
-  constexpr u32 LEFT = 1 << 18, HAS_WIDE = 1 << 17, HAS_APART = 1 << 16;  // above a bit for each key that counts
+  // that. Narrower tiles lose by it, and balanced rows spill a register.
+  constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::BALANCED;
+  constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
   u32 left_undo;
   for (;;) {
@@ -234,9 +234,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
                                      shared + L::LIVE + slot * 4);
         load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
       }
-      float own_scores[TILES * 4];
+      float products[TILES * 4];
       u32 own_undo;
-      auto& s = LEAVES ? left_scores : own_scores;
+      auto& s = LEAVES ? left_scores : products;
       u32& undo = LEAVES ? left_undo : own_undo;
       const u32 alive = start.alive & 0xffff;
       last = uniform(start.alive) >= LAST_TURN;
@@ -244,7 +244,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
       u32 fragments[2][16];
       wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
-          s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
+          products, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
           {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
       // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for
       // a vote of its own.
@@ -271,15 +271,15 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
 #pragma unroll
         for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
       wgmma_wait<0>();
-      hold(s);
+      hold(products);
       hold(fragments[0]), hold(fragments[1]);
       if constexpr (FIRST < R::CHUNKS) {
         mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
 #pragma unroll
         for (int e = 0; e < TILES * 4; e += 4) {
           const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
-          s[e] += __uint_as_float(rest.x), s[e + 1] += __uint_as_float(rest.y);
-          s[e + 2] += __uint_as_float(rest.z), s[e + 3] += __uint_as_float(rest.w);
+          products[e] += __uint_as_float(rest.x), products[e + 1] += __uint_as_float(rest.y);
+          products[e + 2] += __uint_as_float(rest.z), products[e + 3] += __uint_as_float(rest.w);
         }
         __syncwarp();
         warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, own_thread() & 31);
@@ -294,10 +294,10 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
 #pragma unroll
       for (int j = 0; j < TILES; ++j) {
         const uint4& two = columns[j];
-        s[4 * j] = fmaf(s[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
-        s[4 * j + 1] = fmaf(s[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
-        s[4 * j + 2] = fmaf(s[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
-        s[4 * j + 3] = fmaf(s[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
+        s[4 * j] = fmaf(products[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
+        s[4 * j + 1] = fmaf(products[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
+        s[4 * j + 2] = fmaf(products[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
+        s[4 * j + 3] = fmaf(products[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
       }
       if (apart) {
         const u32 inverse = 0x7f007f00u - undo;
@@ -322,7 +322,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
           named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
       if constexpr (LEAVES) {
         if (maybe_unusual) {
-          left = LEFT | (wide ? HAS_WIDE : 0) | (apart ? HAS_APART : 0) | alive;
+          left = LEFT | (wide ? HAS_WIDE : 0) | (apart ? HAS_APART : 0) | (alive ? HAS_ALIVE : 0);
+          left |= own_keys(alive) & 0x101;
           break;
         }
         hand_over(s, undo, slot, USUAL, apart);
@@ -336,8 +337,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     left = opaque(left);
     if (!left) break;
     const int slot = slot_now();
-    const u32 alive = left & 0xffff, mine = own_keys(alive);
-    const int turn = settle(left_scores, left_undo, true, slot, alive, mine & 1, mine & 0x100, left & HAS_WIDE);
+    const int turn =
+        settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE);
     hand_over(left_scores, left_undo, slot, turn, left & HAS_APART);
     next_turn<L::HALVES>(at);
   }
