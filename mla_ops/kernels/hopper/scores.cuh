@@ -218,8 +218,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   };
   // A turn that may not be usual ends the loop of 64 heads: code of such turns lies behind the loop, which is half as
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
-  // that. Narrower tiles lose by it, and balanced rows spill a register.
-  constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::BALANCED;
+  // that. Narrower tiles lose by it; balanced rows, and groups in a kernel with them, spill a register.
+  constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::BALANCED && LAUNCH != Launch::GROUPS;
   constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
   u32 left_undo;
