@@ -129,7 +129,8 @@ DEVICE float largest(const float (&s)[N]) {
 
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
-template <int HEADS, Format FORMAT, Launch LAUNCH>
+// BOTH_WAYS: the kernel has the code of balanced rows, too.
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool BOTH_WAYS>
 DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
                  u32 row_parity) {
   using L = Layout<HEADS, FORMAT>;
@@ -219,7 +220,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // A turn that may not be usual ends the loop of 64 heads: code of such turns lies behind the loop, which is half as
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
   // that. Narrower tiles lose by it; balanced rows, and groups in a kernel with them, spill a register.
-  constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::BALANCED && LAUNCH != Launch::GROUPS;
+  constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::BALANCED && (LAUNCH != Launch::GROUPS || !BOTH_WAYS);
   constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
   u32 left_undo;
