@@ -194,13 +194,13 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     return turn;
   };
   // The end of a turn: its keys are released, and its weights are made and handed over.
-  auto hand_over = [&](float (&s)[TILES * 4], u32 undo, int slot, int turn, bool apart) {
+  auto hand_over = [&](float (&s)[TILES * 4], u32 undo, int slot, int turn, bool apart, bool may_be_wide) {
     if (apart) seen = 2;
     if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row)))
       warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
     // The sums of a row that another follows go where the first warp's last keys were. A wide turn's keys are released
     // by the warpgroups that accumulate.
-    if (HEADS == 64 && turn != WIDE && !(PERSISTENT && last && warp == 0))
+    if (HEADS == 64 && !(may_be_wide && turn == WIDE) && !(PERSISTENT && last && warp == 0))
       warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
@@ -208,7 +208,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
 #pragma unroll
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
-    if (turn == WIDE)
+    if (may_be_wide && turn == WIDE)
       store_wide_weights<L>(s, shared, rests_at(slot), opaque(thread));
     else
       store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
@@ -223,11 +223,20 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::BALANCED && (LAUNCH != Launch::GROUPS || !BOTH_WAYS);
   constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
-  u32 left_undo;
+  u32 left_undo, settled = 0;    // flags of a turn that comes back with its scores
   for (;;) {
     u32 left = 0;
-    for (; !last; next_turn<L::HALVES>(at)) {
+    for (; !last || LEAVES && settled; next_turn<L::HALVES>(at)) {
       const int slot = slot_now(), parity = L::SLOTS == 8 ? i >> 1 & 1 : at.parity;
+      float products[TILES * 4];
+      u32 own_undo;
+      auto& s = LEAVES ? left_scores : products;
+      u32& undo = LEAVES ? left_undo : own_undo;
+      bool apart = settled & HAS_APART;
+      int turn = settled & 0xff, later_slot, later_parity;
+      if (LEAVES && settled) {
+        settled = 0;
+      } else {
       if (!started) {
         const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
         mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
@@ -235,14 +244,10 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
                                      shared + L::LIVE + slot * 4);
         load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
       }
-      float products[TILES * 4];
-      u32 own_undo;
-      auto& s = LEAVES ? left_scores : products;
-      u32& undo = LEAVES ? left_undo : own_undo;
       const u32 alive = start.alive & 0xffff;
       last = uniform(start.alive) >= LAST_TURN;
       bool wide;
-      const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
+      apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
       u32 fragments[2][16];
       wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
           products, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
@@ -254,7 +259,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
       }
 
-      int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
+      later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
       if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
       const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
       uint4 columns[TILES];  // factor and reference of two heads each
@@ -327,11 +332,11 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
           left |= own_keys(alive) & 0x101;
           break;
         }
-        hand_over(s, undo, slot, USUAL, apart);
       } else {
-        const int turn = settle(s, undo, maybe_unusual, slot, alive, live_0, live_1, wide);
-        hand_over(s, undo, slot, turn, apart);
+        turn = settle(s, undo, maybe_unusual, slot, alive, live_0, live_1, wide);
       }
+      }
+      hand_over(s, undo, slot, turn, apart, !LEAVES);
       if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
     }
     if constexpr (!LEAVES) break;
@@ -340,8 +345,12 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     const int slot = slot_now();
     const int turn =
         settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE);
-    hand_over(left_scores, left_undo, slot, turn, left & HAS_APART);
-    next_turn<L::HALVES>(at);
+    if (turn == WIDE) {
+      hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
+      next_turn<L::HALVES>(at);
+    } else {
+      settled = opaque(LEFT | left & HAS_APART | turn);
+    }
   }
 
   if constexpr (PERSISTENT && HEADS == 64) {

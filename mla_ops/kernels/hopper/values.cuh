@@ -152,129 +152,86 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
   bool open = false;
   int& i = at.turn;
   int stage = 0;
-  // Makes sums relative to references that moved.
-  auto rescale = [&]() {
+  for (bool ends = false; !ends; next_turn<L::HALVES>(at)) {
+    const int slot = half_of<L::HALVES>(at, half).slot;
+    stage = at.half;
+    // Made before the weights are there: the scores of the next turn wait for what comes after.
+    u32 freed = shared + L::VALUES_FREE + slot * 16;
+    u64 turn_weights = weights, turn_values = values + slot * (HALF_BYTES / 16);
+    hold(freed), hold(turn_weights), hold(turn_values);
+    mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
+    fence_async_shared();  // those that make values and weights have no time for it
+    const u32 turn = load_shared_4(shared + L::TURN);
+    ends = uniform(turn) >= LAST_TURN;
+    // Its values' place is free when the result has left.
+    const bool last = PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
+    if ((turn & 0xff) != USUAL) {
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece)
+      for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-      for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
-  };
-  // The products of a wide turn, and the release of its keys, values and weights.
-  auto multiply_wide = [&](u32 turn, u64 values_now, u32 freed, bool ends, bool last) {
-    // By steps of 16 keys, upper bits of the weights and then each group's rests.
-    const int first = uniform(turn) >> 8 & 0xff;
+        for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
+      if ((turn & 0xff) == WIDE) {
+        // By steps of 16 keys, upper bits of the weights and then each group's rests.
+        const int first = uniform(turn) >> 8 & 0xff;
 #pragma unroll 1
-    for (int step = 0; step < 8; ++step) {
-      constexpr int GROUP = GROUPS_OF_RESTS<L> > 1 ? HEADS * 128 : 0;
-      const u32 rests = place_of_rests<L>(shared, first) + half * 2 * GROUP, upper = shared + L::WEIGHTS;
-      const u64 factors[2] = {tile_descriptor((step < 4 ? upper : rests) + step % 4 * 32, 1024, 16),
-                              tile_descriptor((step < 4 ? upper : rests + GROUP) + step % 4 * 32, 1024, 16)};
-      const u64 place = values_now + step % 4 * (2048 / 16);
+        for (int step = 0; step < 8; ++step) {
+          constexpr int GROUP = GROUPS_OF_RESTS<L> > 1 ? HEADS * 128 : 0;
+          const u32 rests = place_of_rests<L>(shared, first) + half * 2 * GROUP, upper = shared + L::WEIGHTS;
+          const u64 factors[2] = {tile_descriptor((step < 4 ? upper : rests) + step % 4 * 32, 1024, 16),
+                                  tile_descriptor((step < 4 ? upper : rests + GROUP) + step % 4 * 32, 1024, 16)};
+          const u64 place = turn_values + step % 4 * (2048 / 16);
 #pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
-      wgmma_fence();
+          for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+          wgmma_fence();
 #pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece) {
-        if constexpr (HEADS_BY_DIMS)
-          wgmma_heads_by_dims_bfloat16(o[piece], factors[piece], place + piece * 2 * TILE_KEYS * 128 / 16);
-        else
-          wgmma_dims_by_heads_bfloat16(o[piece], place + piece * TILE_KEYS * 128 / 16, factors[piece / 2]);
-      }
-      wgmma_commit();
-      wgmma_wait<0>();
-#pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
-    }
-    named_barrier<VALUES_BARRIER, 256>();
-    const int keys = first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS;
-    if (half == 0 && !(PERSISTENT && HEADS_BY_DIMS && ends && warp == 0))
-      warp_arrive(shared + L::RAW_FREE + keys * 8, lane);
-    if (!last) warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
-    if (HEADS < 64) warp_arrive(shared + L::WEIGHTS_FREE, lane);
-  };
-  // Whether this is the last turn, whose values' place is free only when the result has left.
-  auto keeps_values = [&](bool ends) {
-    return PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
-  };
-  // A turn that is not usual ends the loop of 64 heads, as in `score`. Where only references moved, the loop then takes
-  // it like any other.
-  constexpr bool LEAVES = HEADS_BY_DIMS;
-  bool ends = false;
-  u32 expected = USUAL;
-  for (;;) {
-    u32 left = USUAL;
-    for (; !ends; next_turn<L::HALVES>(at)) {
-      const int slot = half_of<L::HALVES>(at, half).slot;
-      stage = at.half;
-      // Made before the weights are there: the scores of the next turn wait for what comes after.
-      u32 freed = shared + L::VALUES_FREE + slot * 16;
-      u64 turn_weights = weights, turn_values = values + slot * (HALF_BYTES / 16);
-      hold(freed), hold(turn_weights), hold(turn_values);
-      mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
-      fence_async_shared();  // those that make values and weights have no time for it
-      const u32 turn = load_shared_4(shared + L::TURN);
-      if constexpr (LEAVES) {
-        if ((turn & 0xff) != expected) {
-          left = turn;
-          break;
-        }
-        expected = USUAL;
-      }
-      ends = uniform(turn) >= LAST_TURN;
-      const bool last = keeps_values(ends);
-      if constexpr (!LEAVES) {
-        if ((turn & 0xff) != USUAL) {
-          rescale();
-          if ((turn & 0xff) == WIDE) {
-            multiply_wide(turn, turn_values, freed, ends, last);
-            continue;
+          for (int piece = 0; piece < PIECES; ++piece) {
+            if constexpr (HEADS_BY_DIMS)
+              wgmma_heads_by_dims_bfloat16(o[piece], factors[piece], place + piece * 2 * TILE_KEYS * 128 / 16);
+            else
+              wgmma_dims_by_heads_bfloat16(o[piece], place + piece * TILE_KEYS * 128 / 16, factors[piece / 2]);
           }
+          wgmma_commit();
+          wgmma_wait<0>();
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
         }
+        named_barrier<VALUES_BARRIER, 256>();
+        const int keys = first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS;
+        if (half == 0 && !(PERSISTENT && HEADS_BY_DIMS && ends && warp == 0))
+          warp_arrive(shared + L::RAW_FREE + keys * 8, lane);
+        if (!last) warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
+        if (HEADS < 64) warp_arrive(shared + L::WEIGHTS_FREE, lane);
+        continue;
       }
-      // The first half of 64 heads arrives behind its products, which the next turn's values would wait for; the other
-      // one is about to wait anyway.
-      if (OPENS_EARLY && sends && ends && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
-      // One after the other: the scores of the next turn then wait for fewer products of the tensor cores.
-      if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
+    }
+    // The first half of 64 heads arrives behind its products, which the next turn's values would wait for; the other
+    // one is about to wait anyway.
+    if (OPENS_EARLY && sends && ends && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
+    // One after the other: the scores of the next turn then wait for fewer products of the tensor cores.
+    if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
 #pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
-      wgmma_fence();
+    for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+    wgmma_fence();
 #pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece) {
+    for (int piece = 0; piece < PIECES; ++piece) {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if constexpr (HEADS_BY_DIMS)
-            wgmma_heads_by_dims(o[piece], turn_weights + k * 2,
-                                turn_values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
-          else
-            wgmma_dims_by_heads(o[piece], turn_values + (piece * TILE_KEYS * 128 + k * 2048) / 16,
-                                turn_weights + k * 2);
-        }
-        if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (HEADS_BY_DIMS)
+          wgmma_heads_by_dims(o[piece], turn_weights + k * 2,
+                              turn_values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
+        else
+          wgmma_dims_by_heads(o[piece], turn_values + (piece * TILE_KEYS * 128 + k * 2048) / 16, turn_weights + k * 2);
       }
-      if (OPENS_EARLY && sends && ends && !open) cluster_arrive(), open = true;
-      wgmma_wait<1>();
-      if (!last) warp_arrive(freed, lane);
-      wgmma_wait<0>();
-      if (!last) warp_arrive(freed + 8, lane);
-      if (HEADS < 64) warp_arrive(shared + L::WEIGHTS_FREE, lane);
+      if ((piece + 1) % (PIECES / 2) == 0) wgmma_commit();
+    }
+    if (OPENS_EARLY && sends && ends && !open) cluster_arrive(), open = true;
+    wgmma_wait<1>();
+    if (!last) warp_arrive(freed, lane);
+    wgmma_wait<0>();
+    if (!last) warp_arrive(freed + 8, lane);
+    if (HEADS < 64) warp_arrive(shared + L::WEIGHTS_FREE, lane);
 #pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
-    }
-    if constexpr (!LEAVES) break;
-    left = opaque(left);
-    if ((left & 0xff) == USUAL) break;
-    rescale();
-    expected = MOVED;
-    if ((left & 0xff) == WIDE) {
-      const int slot = half_of<L::HALVES>(at, half).slot;
-      stage = at.half;
-      ends = uniform(left) >= LAST_TURN;
-      multiply_wide(left, values + slot * (HALF_BYTES / 16), shared + L::VALUES_FREE + slot * 16, ends,
-                    keeps_values(ends));
-      expected = USUAL;
-      next_turn<L::HALVES>(at);
-    }
+    for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
   }
 
   if constexpr (SHARES) {
