@@ -129,8 +129,7 @@ DEVICE float largest(const float (&s)[N]) {
 
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
-// BOTH_WAYS: the kernel has the code of balanced rows, too.
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool BOTH_WAYS>
+template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
                  u32 row_parity) {
   using L = Layout<HEADS, FORMAT>;
@@ -217,10 +216,11 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
   };
-  // A turn that may not be usual ends the loop of 64 heads: code of such turns lies behind the loop, which is half as
+  // A turn that may not be usual leaves the loop of 64 heads: code of such turns lies behind the loop, which is half as
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
-  // that. Narrower tiles lose by it; balanced rows, and groups in a kernel with them, spill a register.
-  constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::BALANCED && (LAUNCH != Launch::GROUPS || !BOTH_WAYS);
+  // that. Where only references moved, the turn comes back with its scores. Groups, balanced rows and narrower tiles
+  // lose by it.
+  constexpr bool LEAVES = HEADS == 64 && (LAUNCH == Launch::ROWS || LAUNCH == Launch::CLUSTERS);
   constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
   u32 left_undo, settled = 0;    // flags of a turn that comes back with its scores
@@ -237,104 +237,104 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       if (LEAVES && settled) {
         settled = 0;
       } else {
-      if (!started) {
-        const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
-        mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
-        load_start<HEADS, FORMAT, ONE, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
-                                     shared + L::LIVE + slot * 4);
-        load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
-      }
-      const u32 alive = start.alive & 0xffff;
-      last = uniform(start.alive) >= LAST_TURN;
-      bool wide;
-      apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
-      u32 fragments[2][16];
-      wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
-          products, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
-          {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
-      // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time for
-      // a vote of its own.
-      if constexpr (HEADS < 64) {
-        wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
-        if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
-      }
+        if (!started) {
+          const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
+          mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
+          load_start<HEADS, FORMAT, ONE, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
+                                       shared + L::LIVE + slot * 4);
+          load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
+        }
+        const u32 alive = start.alive & 0xffff;
+        last = uniform(start.alive) >= LAST_TURN;
+        bool wide;
+        apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
+        u32 fragments[2][16];
+        wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
+            products, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
+            {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
+        // The ring of raw rows is short, so they are given back here, unless the turn is wide. 64 heads have no time
+        // for a vote of its own.
+        if constexpr (HEADS < 64) {
+          wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
+          if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
+        }
 
-      later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
-      if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
-      const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
-      uint4 columns[TILES];  // factor and reference of two heads each
+        later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
+        if (L::SLOTS != 8) later_slot = slot, later_parity = parity, next_slot<L::SLOTS>(later_slot, later_parity);
+        const u32 later_full = shared + L::RAW_FULL + later_slot * 8;
+        uint4 columns[TILES];  // factor and reference of two heads each
 #pragma unroll
-      for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-      started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
-      // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next are
-      // not there yet.
-      const int ahead = started ? later_slot : slot;
-      if (HEADS == 64 || started)
-        load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
-                                          places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4);
-      // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
-      if (apart)
+        for (int j = 0; j < TILES / 2; ++j) columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+        started = __all_sync(~0u, mbarrier_test(later_full, later_parity)) && !last;
+        // 64 heads load without a branch, which would wait for all stores: this turn's keys once more where the next
+        // are not there yet.
+        const int ahead = started ? later_slot : slot;
+        if (HEADS == 64 || started)
+          load_start<HEADS, FORMAT, ONE, 0>(start, places, places.raw + ahead * L::RAW_SLOT,
+                                            places.scales + ahead * L::SCALES_SLOT, shared + L::LIVE + ahead * 4);
+        // Scores of keys that had a power of two taken out get it back first. References are subtracted then.
+        if (apart)
 #pragma unroll
-        for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
-      wgmma_wait<0>();
-      hold(products);
-      hold(fragments[0]), hold(fragments[1]);
-      if constexpr (FIRST < R::CHUNKS) {
-        mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
+          for (int j = 0; j < TILES / 2; ++j) columns[j].y = columns[j].w = 0;
+        wgmma_wait<0>();
+        hold(products);
+        hold(fragments[0]), hold(fragments[1]);
+        if constexpr (FIRST < R::CHUNKS) {
+          mbarrier_wait(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, i / L::SCORE_SLOTS & 1);
 #pragma unroll
-        for (int e = 0; e < TILES * 4; e += 4) {
-          const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
-          products[e] += __uint_as_float(rest.x), products[e + 1] += __uint_as_float(rest.y);
-          products[e + 2] += __uint_as_float(rest.z), products[e + 3] += __uint_as_float(rest.w);
+          for (int e = 0; e < TILES * 4; e += 4) {
+            const uint4 rest = load_shared_16(part_of_scores<HEADS, FORMAT>(shared, i, thread) + e * 512);
+            products[e] += __uint_as_float(rest.x), products[e + 1] += __uint_as_float(rest.y);
+            products[e + 2] += __uint_as_float(rest.z), products[e + 3] += __uint_as_float(rest.w);
+          }
+          __syncwarp();
+          warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, own_thread() & 31);
         }
-        __syncwarp();
-        warp_arrive(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, own_thread() & 31);
-      }
 
 #pragma unroll
-      for (int j = TILES / 2; j < TILES; ++j) {
-        columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
-        columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
-      }
-      // A key's score is then log2 of what its weight counts beside the values as they are stored.
-#pragma unroll
-      for (int j = 0; j < TILES; ++j) {
-        const uint4& two = columns[j];
-        s[4 * j] = fmaf(products[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
-        s[4 * j + 1] = fmaf(products[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
-        s[4 * j + 2] = fmaf(products[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
-        s[4 * j + 3] = fmaf(products[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
-      }
-      if (apart) {
-        const u32 inverse = 0x7f007f00u - undo;
-        const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
-                    taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
-#pragma unroll
-        for (int e = 0; e < TILES * 4; e += 4) {
-          const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
-          const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
+        for (int j = TILES / 2; j < TILES; ++j) {
+          columns[j] = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);
+          columns[j].y = apart ? 0 : columns[j].y, columns[j].w = apart ? 0 : columns[j].w;
         }
-      }
-      if (HEADS == 64 || started)
-        load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
-      const u32 mine = LEAVES ? 0 : own_keys(alive);
-      const bool live_0 = mine & 1, live_1 = mine & 0x100;
-      if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
-      // One branch of the usual way for all that is not usual: it takes 25 cycles.
-      const bool maybe_unusual =
-          named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
-      if constexpr (LEAVES) {
-        if (maybe_unusual) {
-          left = LEFT | (wide ? HAS_WIDE : 0) | (apart ? HAS_APART : 0) | (alive ? HAS_ALIVE : 0);
-          left |= own_keys(alive) & 0x101;
-          break;
+        // A key's score is then log2 of what its weight counts beside the values as they are stored.
+#pragma unroll
+        for (int j = 0; j < TILES; ++j) {
+          const uint4& two = columns[j];
+          s[4 * j] = fmaf(products[4 * j], __uint_as_float(two.x), -__uint_as_float(two.y));
+          s[4 * j + 1] = fmaf(products[4 * j + 1], __uint_as_float(two.z), -__uint_as_float(two.w));
+          s[4 * j + 2] = fmaf(products[4 * j + 2], __uint_as_float(two.x), -__uint_as_float(two.y));
+          s[4 * j + 3] = fmaf(products[4 * j + 3], __uint_as_float(two.z), -__uint_as_float(two.w));
         }
-      } else {
-        turn = settle(s, undo, maybe_unusual, slot, alive, live_0, live_1, wide);
-      }
+        if (apart) {
+          const u32 inverse = 0x7f007f00u - undo;
+          const float back[2] = {low_bfloat16(inverse), high_bfloat16(inverse)},
+                      taken[2] = {exponent_taken(undo, 0), exponent_taken(undo, 1)};
+#pragma unroll
+          for (int e = 0; e < TILES * 4; e += 4) {
+            const u32 column = shared + L::COLUMNS + (2 * e + 2 * t) * 8;
+            const float references[2] = {load_shared_float(column + 4), load_shared_float(column + 12)};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              s[e + i] = fmaf(s[e + i], back[i >> 1], -references[i & 1]) + taken[i >> 1];
+          }
+        }
+        if (HEADS == 64 || started)
+          load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
+        const u32 mine = LEAVES ? 0 : own_keys(alive);
+        const bool live_0 = mine & 1, live_1 = mine & 0x100;
+        if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
+        // One branch of the usual way for all that is not usual: it takes 25 cycles.
+        const bool maybe_unusual =
+            named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
+        if constexpr (LEAVES) {
+          if (maybe_unusual) {
+            left = LEFT | (wide ? HAS_WIDE : 0) | (apart ? HAS_APART : 0) | (alive ? HAS_ALIVE : 0);
+            left |= own_keys(alive) & 0x101;
+            break;
+          }
+        } else {
+          turn = settle(s, undo, maybe_unusual, slot, alive, live_0, live_1, wide);
+        }
       }
       hand_over(s, undo, slot, turn, apart, !LEAVES);
       if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;

@@ -14,9 +14,8 @@
 #include "scores.cuh"
 #include "values.cuh"
 
-// ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row. BOTH_WAYS:
-// the kernel has the way of another launch as well.
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool BOTH_WAYS = false>
+// ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row.
+template <int HEADS, Format FORMAT, Launch LAUNCH>
 DEVICE void attend(const Params& p) {
   constexpr bool PERSISTENT = is_persistent(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = in_shares(LAUNCH),
                  IN_REGISTERS = in_registers(LAUNCH), ONE = ONE_SCORER<HEADS, LAUNCH>;
@@ -119,7 +118,7 @@ DEVICE void attend(const Params& p) {
       if (is_held(LAUNCH) && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
       if (is_held(LAUNCH)) hold(row.token), hold(row.tile);  // else both roles keep one register for them
       for (;;) {
-        const u32 later = score<HEADS, FORMAT, LAUNCH, BOTH_WAYS>(p, row, shared, thread, at, row_parity);
+        const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared, thread, at, row_parity);
         if (HEADS == 64) freed = later;
         if (is_held(LAUNCH)) {
           if (later) break;
@@ -215,9 +214,9 @@ DEVICE void attend_by_lengths(const Params& p) {
     const Cost cost = add_up_costs<L::THREADS>(p, scratch);
     if (shares_evenly<LAUNCH>(p, cost)) {
       share_evenly<L::THREADS>(p, interval, scratch, cost);
-      attend<HEADS, FORMAT, Launch::BALANCED, true>(p);
+      attend<HEADS, FORMAT, Launch::BALANCED>(p);
     } else {
-      attend<HEADS, FORMAT, LAUNCH, true>(p);
+      attend<HEADS, FORMAT, LAUNCH>(p);
     }
   }
 }
