@@ -1,6 +1,7 @@
 // Scores and weights, and the values for the warpgroups that accumulate.
 #pragma once
 
+#include "by_group.cuh"
 #include "folds.cuh"
 #include "group.cuh"
 #include "held.cuh"
@@ -175,6 +176,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     if (moves) {
       turn = MOVED;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
+        if (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH> && !p.shares) return static_cast<int>(BY_GROUP);
         turn = WIDE;
         wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
                                       {places.raw + slot * L::RAW_SLOT, places.rope,
@@ -334,17 +336,31 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
           }
         } else {
           turn = settle(s, undo, maybe_unusual, slot, alive, live_0, live_1, wide);
+          if (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH> && turn == BY_GROUP) {
+            left = LEFT;
+            break;
+          }
         }
       }
       hand_over(s, undo, slot, turn, apart, !LEAVES);
       if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
     }
-    if constexpr (!LEAVES) break;
+    if constexpr (!LEAVES && !TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) break;
     left = opaque(left);
     if (!left) break;
+    int turn = BY_GROUP;
     const int slot = slot_now();
-    const int turn =
-        settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE);
+    if (LEAVES)
+      turn = settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE);
+    if constexpr (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) {
+      if (turn == BY_GROUP) {
+        score_by_group<L, SCORE_BARRIER, PERSISTENT>(p, row, shared, opaque(thread), at, sums, left_scores,
+                                                      seen != 0);
+        seen = 2;
+        break;
+      }
+    }
+    if constexpr (!LEAVES) break;
     if (turn == WIDE) {
       hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
       next_turn<L::HALVES>(at);

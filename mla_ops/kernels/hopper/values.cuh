@@ -1,6 +1,7 @@
 // Weights times values.
 #pragma once
 
+#include "by_group.cuh"
 #include "cuts.cuh"
 #include "group.cuh"
 #include "held.cuh"
@@ -152,6 +153,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
   bool open = false;
   int& i = at.turn;
   int stage = 0;
+  u32 left = USUAL;
   for (bool ends = false; !ends; next_turn<L::HALVES>(at)) {
     const int slot = half_of<L::HALVES>(at, half).slot;
     stage = at.half;
@@ -162,6 +164,12 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
     fence_async_shared();  // those that make values and weights have no time for it
     const u32 turn = load_shared_4(shared + L::TURN);
+    if constexpr (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) {
+      if ((turn & 0xff) >= BY_GROUP) {
+        left = turn;
+        break;
+      }
+    }
     ends = uniform(turn) >= LAST_TURN;
     // Its values' place is free when the result has left.
     const bool last = PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
@@ -234,6 +242,10 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
   }
 
+  if constexpr (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) {
+    left = opaque(left);
+    if (left) accumulate_by_group<L, PERSISTENT>(shared, half, opaque(thread), at, o);
+  }
   if constexpr (SHARES) {
     const int worker = opaque(thread), lane = worker & 31, warp = half * 4 + (worker >> 5);
     const float2 state = state_of_share<L>(shared, row_parity, warp, lane);
