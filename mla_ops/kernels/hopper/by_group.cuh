@@ -257,59 +257,85 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
   static_assert(R::FACTOR == 256.f && LARGEST * R::FACTOR == 32768.f, "2^FACTOR_LOG2, 2^REFERENCE_SLACK");
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   const u32 heads = warp * 64 + (lane >> 2) * 8;
+  auto place_above = [&](int piece) { return group_references<L>(shared) + (half * 2 + piece) * (L::HEADS * 4) + heads; };
   int& i = at.turn;
-  bool begins = true;
+  bool begins = true, over = false;
 #pragma unroll 1
-  for (bool ends = false; !ends; next_turn<L::HALVES>(at)) {
+  for (;;) {
     const u32 place = shared + L::VALUES + half_of<L::HALVES>(at, half).slot * HALF_BYTES;
-    if (!begins) named_barrier(VALUES_BARRIER + 1 + half, 128);  // products have left the values
-    make_group_values<L>(shared, (i & 1) * 4 + warp, i >> 1 & 1, place, half, opaque(thread));
-    fence_async_shared();
-    named_barrier_arrive(GROUP_VALUES_BARRIER, 384);
-    named_barrier(GROUP_WEIGHTS_BARRIER, 384);
-    const u32 turn = load_shared_4(shared + L::TURN);
-    ends = uniform(turn) >= LAST_TURN;
-    const u32 keys = shared + L::RAW + (uniform(turn) >> 8 & 0xff) * L::RAW_SLOT + t * R::BYTES, weights = keys + heads,
-              scales = keys + R::SCALES_AT + half * 8;
-    float2 top[2] = {};  // [piece]
-#pragma unroll 1
-    for (u32 slot = 0; slot < 4 * L::RAW_SLOT; slot += L::RAW_SLOT)
+    u32 turn = BY_GROUP, keys = 0;
+    float2 above[2], alpha[2];  // [piece]
+    bool moves = over;
+    if (over) {  // sums become relative to the row's references
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float2 w = load_shared_float2(weights + slot + place_of_key<L>(n)),
-                     scale = load_shared_float2(scales + slot + place_of_key<L>(n));
-        top[0].x = fmaxf(top[0].x, fabsf(w.x * scale.x)), top[0].y = fmaxf(top[0].y, fabsf(w.y * scale.x));
-        top[1].x = fmaxf(top[1].x, fabsf(w.x * scale.y)), top[1].y = fmaxf(top[1].y, fabsf(w.y * scale.y));
+      for (int piece = 0; piece < 2; ++piece) {
+        above[piece] = load_shared_float2(place_above(piece));
+        alpha[piece] = make_float2(exp2_approx(-above[piece].x), exp2_approx(-above[piece].y));
       }
+    } else {
+      if (!begins) named_barrier(VALUES_BARRIER + 1 + half, 128);  // products have left the values
+      make_group_values<L>(shared, (i & 1) * 4 + warp, i >> 1 & 1, place, half, opaque(thread));
+      fence_async_shared();
+      named_barrier_arrive(GROUP_VALUES_BARRIER, 384);
+      named_barrier(GROUP_WEIGHTS_BARRIER, 384);
+      turn = load_shared_4(shared + L::TURN);
+      keys = shared + L::RAW + (uniform(turn) >> 8 & 0xff) * L::RAW_SLOT + t * R::BYTES;
+      const u32 weights = keys + heads, scales = keys + R::SCALES_AT + half * 8;
+      float2 top[2] = {};
+#pragma unroll 1
+      for (u32 slot = 0; slot < 4 * L::RAW_SLOT; slot += L::RAW_SLOT)
 #pragma unroll
-    for (int piece = 0; piece < 2; ++piece) {
-      const u32 place_above = group_references<L>(shared) + (half * 2 + piece) * (L::HEADS * 4) + heads;
-      float2 above = begins ? make_float2(0.f, 0.f) : load_shared_float2(place_above);
+        for (int n = 0; n < 4; ++n) {
+          const float2 w = load_shared_float2(weights + slot + place_of_key<L>(n)),
+                       scale = load_shared_float2(scales + slot + place_of_key<L>(n));
+          top[0].x = fmaxf(top[0].x, fabsf(w.x * scale.x)), top[0].y = fmaxf(top[0].y, fabsf(w.y * scale.x));
+          top[1].x = fmaxf(top[1].x, fabsf(w.x * scale.y)), top[1].y = fmaxf(top[1].y, fabsf(w.y * scale.y));
+        }
+      float2 rise = make_float2(0.f, 0.f);  // of the row's references
       if ((turn & 0xff) == BY_GROUP_MOVED) {
-        const u32 alpha = shared + L::ALPHA + (heads + warp * 64) / 2;  // 2^-rise of the row's references
-        above.x += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha) >> 23));
-        above.y += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha + 32) >> 23));
-        __syncwarp();
-        if (t == 0) store_shared_float2(place_above, above.x, above.y);
+        const u32 place_alpha = shared + L::ALPHA + (heads + warp * 64) / 2;
+        rise.x = static_cast<float>(127 - static_cast<int>(load_shared_4(place_alpha) >> 23));
+        rise.y = static_cast<float>(127 - static_cast<int>(load_shared_4(place_alpha + 32) >> 23));
       }
       auto exceeds = [&](float top, float above) { return begins || top * exp2_approx(above) > LARGEST || above > HIGHEST; };
-      if (__any_sync(~0u, exceeds(top[piece].x, above.x) || exceeds(top[piece].y, above.y))) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float largest = r ? top[piece].y : top[piece].x;
-          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-          float& own = r ? above.y : above.x;
-          const float before = own;
-          if (exceeds(largest, before))
-            own = fminf(GROUP_RAISED_TO - FACTOR_LOG2 - ceilf(log2_approx(largest)), begins ? LOWEST : fminf(before, LOWEST));
-          const float alpha = exp2_approx(own - before);
-#pragma unroll
-          for (int e = 0; e < 64; e += 4) o[piece][e + 2 * r] *= alpha, o[piece][e + 2 * r + 1] *= alpha;
-        }
-        if (t == 0) store_shared_float2(place_above, above.x, above.y);
+      for (int piece = 0; piece < 2; ++piece) {
+        above[piece] = begins ? make_float2(0.f, 0.f) : load_shared_float2(place_above(piece));
+        above[piece].x += rise.x, above[piece].y += rise.y;
+        moves |= exceeds(top[piece].x, above[piece].x) || exceeds(top[piece].y, above[piece].y);
       }
-      const float factors[2] = {exp2_approx(above.x + FACTOR_LOG2), exp2_approx(above.y + FACTOR_LOG2)};
+      moves = __any_sync(~0u, moves);
+      if (moves)
+#pragma unroll
+        for (int piece = 0; piece < 2; ++piece)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            float largest = r ? top[piece].y : top[piece].x;
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+            float &own = r ? above[piece].y : above[piece].x, before = own;
+            if (exceeds(largest, before))
+              own = fminf(GROUP_RAISED_TO - FACTOR_LOG2 - ceilf(log2_approx(largest)), begins ? LOWEST : fminf(before, LOWEST));
+            (r ? alpha[piece].y : alpha[piece].x) = exp2_approx(own - before);
+          }
+      __syncwarp();
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece)
+        if (t == 0) store_shared_float2(place_above(piece), above[piece].x, above[piece].y);
+      __syncwarp();
+    }
+    if (moves)
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece)
+#pragma unroll
+        for (int e = 0; e < 64; ++e) o[piece][e] *= e & 2 ? alpha[piece].y : alpha[piece].x;
+    if (over) break;
+    over = uniform(turn) >= LAST_TURN;
+    const u32 weights = keys + heads, scales = keys + R::SCALES_AT + half * 8;
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+      const float2 own = load_shared_float2(place_above(piece));
+      const float factors[2] = {exp2_approx(own.x + FACTOR_LOG2), exp2_approx(own.y + FACTOR_LOG2)};
       const u64 values = tile_descriptor(place, 1024, TILE_KEYS * 128);
       u32 a[STEPS][4];
       hold(o[piece]);
@@ -343,28 +369,19 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
           named_barrier_arrive(GROUP_READ_BARRIER, 256);
         } else {
           named_barrier(GROUP_READ_BARRIER, 256);
-          if (!(PERSISTENT && ends && warp == 0))
+          if (!(PERSISTENT && over && warp == 0))
             warp_arrive(shared + L::RAW_FREE + ((turn >> 8 & 0xff) + warp) * 8, lane);
         }
-        if (PERSISTENT && ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
+        if (PERSISTENT && over) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
       }
       wgmma_wait<0>();
 #pragma unroll
       for (int n = 0; n < STEPS; ++n) hold(a[n]);
       hold(o[piece]);
-      if (!(PERSISTENT && ends))
+      if (!(PERSISTENT && over))
         warp_arrive(shared + L::VALUES_FREE + half_of<L::HALVES>(at, half).slot * 16 + piece * 8, lane);
     }
     begins = false;
-  }
-#pragma unroll
-  for (int piece = 0; piece < 2; ++piece) {
-    const float2 above = load_shared_float2(group_references<L>(shared) + (half * 2 + piece) * (L::HEADS * 4) + heads);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float back = exp2_approx(r ? -above.y : -above.x);
-#pragma unroll
-      for (int e = 0; e < 64; e += 4) o[piece][e + 2 * r] *= back, o[piece][e + 2 * r + 1] *= back;
-    }
+    next_turn<L::HALVES>(at);
   }
 }
