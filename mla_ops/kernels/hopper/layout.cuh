@@ -70,6 +70,10 @@ DEVICE constexpr bool in_shares(Launch launch) { return launch == Launch::SHARES
 template <int HEADS, Launch LAUNCH>
 constexpr bool ONE_SCORER = HEADS == 64 || HEADS == 32 && in_registers(LAUNCH) || LAUNCH == Launch::HELD_BY_ONE;
 
+// A row's turns are first taken for usual ones, by a loop that has no code for others.
+template <int HEADS, Launch LAUNCH>
+constexpr bool STARTS_USUAL = HEADS < 64 && LAUNCH == Launch::CLUSTERS;
+
 // Warpgroups: one or two for scores, two for values, one for the gather.
 template <int HEADS, Launch LAUNCH>
 constexpr int THREADS_OF = ONE_SCORER<HEADS, LAUNCH> ? 512 : 640;
@@ -81,7 +85,8 @@ constexpr int HALF_BYTES = TILE_KEYS * 256 * 2;  // bytes of half of a turn's va
 constexpr float REFERENCE_SLACK = 15.f, RAISED_TO = 7.f;
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 
-constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;
+constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5,
+              REST_BARRIER = 8;
 
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
 

@@ -240,14 +240,14 @@ DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
   return shared + L::SCORES + turn % L::SCORE_SLOTS * (HEADS * 256) + thread * 16;
 }
 
-// A second warpgroup of scores: its steps' part of each, and its chunks of the values.
-template <int HEADS, Format FORMAT, bool PERSISTENT>
-DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
+// Turns of a second warpgroup of scores: its steps' part of each, and its chunks of the values. Returns whether the share's
+// last turn is done: without ANY it leaves a turn undone whose keys need an exponent taken out.
+template <int HEADS, Format FORMAT, bool PERSISTENT, bool ANY>
+DEVICE bool score_rest_of_turns(const Places& places, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, PERSISTENT>;
-  const int warp = thread >> 5, lane = thread & 31;
-  const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
+  const int lane = thread & 31;
   int &i = at.turn, &slot = at.slot, &parity = at.parity;
   for (bool last = false; !last; next_turn<L::HALVES>(at)) {
     const u32 barrier = shared + L::RAW_FULL + slot * 8, raw_0 = places.raw + slot * L::RAW_SLOT;
@@ -258,11 +258,16 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     load_start_rest<HEADS, FORMAT, false, FIRST>(start, raw_0 + places.rope);
     last = uniform(start.alive) >= LAST_TURN;
     float s[HEADS / 2];
-    u32 undo, fragments[2][16];
+    u32 undo = ONE_EACH, fragments[2][16];
     bool wide;
-    take_out<HEADS, FORMAT, false, FIRST>(start, undo, wide);
+    if (ANY) take_out<HEADS, FORMAT, false, FIRST>(start, undo, wide);
     multiply<HEADS, FORMAT, false, FIRST, R::CHUNKS - FIRST>(s, fragments, start, undo, places, raw_0,
                                                       {half_of<L::HALVES>(at, 0), half_of<L::HALVES>(at, 1)});
+    if (!ANY && named_barrier_any<REST_BARRIER, 128>(R::outside(start.scales))) {
+      wgmma_wait<0>();
+      hold(s), hold(fragments[0]), hold(fragments[1]);
+      return false;
+    }
     __syncwarp();
     warp_arrive(barrier + L::RAW_FREE - L::RAW_FULL, lane);
     mbarrier_wait(shared + L::SCORES_FREE + i % L::SCORE_SLOTS * 8, (i / L::SCORE_SLOTS & 1) ^ 1);
@@ -277,29 +282,41 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     warp_arrive(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, lane);
     next_slot<L::SLOTS>(slot, parity);
   }
+  return true;
 }
 
-// Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
-// Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
-template <int HEADS, Format FORMAT, Launch LAUNCH>
-DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
-                 u32 row_parity) {
+// A row's turns.
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool PERSISTENT>
+DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
+  const Places places = places_of<HEADS, FORMAT>(shared, thread >> 5, thread & 31);
+  if (STARTS_USUAL<HEADS, LAUNCH> && score_rest_of_turns<HEADS, FORMAT, PERSISTENT, false>(places, shared, thread, at)) return;
+  score_rest_of_turns<HEADS, FORMAT, PERSISTENT, true>(places, shared, thread, at);
+}
+
+// State of the warpgroup of scores from turn to turn of a row.
+template <int HEADS>
+struct Scoring {
+  float sums[HEADS / 4];
+  int seen;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
+};
+
+// Scores and weights of turns. Returns whether the share's last turn is done: without ANY it leaves a turn undone whose keys
+// float16 does not hold as they are. Nothing of such a turn counts yet: its values are made anew.
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool ANY>
+DEVICE bool score_turns(const Params& p, const Row& row, u32 shared, int thread, Ring& at, Scoring<HEADS>& state) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = in_shares(LAUNCH);
   constexpr bool ONE = ONE_SCORER<HEADS, LAUNCH>;
   constexpr int FIRST = ONE ? R::CHUNKS : FIRST_STEPS<HEADS, FORMAT, PERSISTENT && !SHARES>;
   constexpr int TILES = HEADS / 8;
-  thread = kept(thread);
+  thread = opaque(thread);
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
+  const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
   // Made anew each time where registers are few.
   auto own_thread = [&]() { return ONE || HEADS == 32 ? opaque(thread) : thread; };
-  const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
-  float sums[TILES * 2];
-#pragma unroll
-  for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  int seen = 0;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
-
+  float(&sums)[TILES * 2] = state.sums;
+  int& seen = state.seen;
   Start<FORMAT> start;
   bool started = false;
   int& i = at.turn;
@@ -313,11 +330,12 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
     }
     float s[TILES * 4];
-    u32 undo;
+    u32 undo = ONE_EACH;
     const u32 alive = start.alive & 0xffff;
     last = uniform(start.alive) >= LAST_TURN;
-    bool wide;
-    const bool apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
+    bool wide = false;
+    const bool apart = ANY && take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
+    if (!ANY) wide = R::outside(start.scales);
     u32 fragments[2][16];
     wide |= multiply<HEADS, FORMAT, ONE, 0, FIRST>(
         s, fragments, start, undo, places, places.raw + slot * L::RAW_SLOT,
@@ -326,7 +344,12 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     // a vote of its own.
     if constexpr (HEADS < 64) {
       wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
-      if (!wide) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
+      if (!ANY && wide) {
+        wgmma_wait<0>();
+        hold(s), hold(fragments[0]), hold(fragments[1]);
+        return false;
+      }
+      if (ANY ? !wide : true) warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
     }
 
     int later_slot = slot ^ 4, later_parity = parity ^ (slot >> 2);
@@ -406,16 +429,16 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     int turn = USUAL;
     if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     // One branch of the usual way for all that is not usual: it takes 25 cycles.
-    bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
+    bool moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || ANY && wide || !seen || alive != 0xffff);
     if (moves) {
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e)
         if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
-      moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || wide || !seen && alive);
+      moves = named_barrier_any<SCORE_BARRIER, 128>(largest() > REFERENCE_SLACK || ANY && wide || !seen && alive);
     }
     if (moves) {
       turn = MOVED;
-      if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
+      if (ANY && (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide))) {
         turn = WIDE;
         wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
                                       {places.raw + slot * L::RAW_SLOT, places.rope,
@@ -459,6 +482,42 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
     if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
   }
+  return true;
+}
+
+// Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
+// Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
+template <int HEADS, Format FORMAT, Launch LAUNCH>
+DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
+                 u32 row_parity) {
+  using L = Layout<HEADS, FORMAT>;
+  using R = Rows<FORMAT>;
+  constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = in_shares(LAUNCH);
+  thread = kept(thread);
+  const int warp = thread >> 5, lane = thread & 31;
+  Scoring<HEADS> state;
+#pragma unroll
+  for (int i = 0; i < HEADS / 4; ++i) state.sums[i] = 0.f;
+  state.seen = 0;
+  if constexpr (STARTS_USUAL<HEADS, LAUNCH>) {
+    for (u32 mode = 0;;) {
+      mode = opaque(mode);
+      if (__builtin_expect(mode == 2, 0)) {
+        score_turns<HEADS, FORMAT, LAUNCH, true>(p, row, shared, thread, at, state);
+        mode = 1;
+        continue;
+      }
+      if (__builtin_expect(mode == 0, 1) && __builtin_expect(!score_turns<HEADS, FORMAT, LAUNCH, false>(p, row, shared, thread, at, state), 0)) {
+        mode = 2;
+        continue;
+      }
+      break;
+    }
+  } else {
+    score_turns<HEADS, FORMAT, LAUNCH, true>(p, row, shared, thread, at, state);
+  }
+  float(&sums)[HEADS / 4] = state.sums;
+  const int &seen = state.seen, &i = at.turn;
 
   if constexpr (PERSISTENT && HEADS == 64) {
     // The warps that accumulate make factors of the sums.

@@ -143,7 +143,7 @@ DEVICE void attend(const Params& p) {
     } else if constexpr (!ONE) {
       more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
       do {
-        score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at);
+        score_rest<HEADS, FORMAT, LAUNCH, LONG>(row, shared, thread, at);
       } while (is_held(LAUNCH) ? next_held() : PERSISTENT && next_queries());
       if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
       if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);
