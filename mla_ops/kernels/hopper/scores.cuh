@@ -499,21 +499,22 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
 #pragma unroll
   for (int i = 0; i < HEADS / 4; ++i) state.sums[i] = 0.f;
   state.seen = 0;
-  if constexpr (STARTS_USUAL<HEADS, LAUNCH>) {
+  if constexpr (STARTS_USUAL<HEADS, LAUNCH> && HEADS < 32) {
     for (u32 mode = 0;;) {
       mode = opaque(mode);
-      if (__builtin_expect(mode == 2, 0)) {
+      if (mode == 2) {
         score_turns<HEADS, FORMAT, LAUNCH, true>(p, row, shared, thread, at, state);
         mode = 1;
         continue;
       }
-      if (__builtin_expect(mode == 0, 1) && __builtin_expect(!score_turns<HEADS, FORMAT, LAUNCH, false>(p, row, shared, thread, at, state), 0)) {
+      if (mode == 0 && !score_turns<HEADS, FORMAT, LAUNCH, false>(p, row, shared, thread, at, state)) {
         mode = 2;
         continue;
       }
       break;
     }
-  } else {
+  } else if (!STARTS_USUAL<HEADS, LAUNCH> ||
+             !score_turns<HEADS, FORMAT, LAUNCH, false>(p, row, shared, thread, at, state)) {
     score_turns<HEADS, FORMAT, LAUNCH, true>(p, row, shared, thread, at, state);
   }
   float(&sums)[HEADS / 4] = state.sums;
@@ -585,6 +586,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
+  if (LAUNCH == Launch::CLUSTERS && HEADS < 64 && worker == 0) store_shared_4(shared + L::End::ALL_FLOAT16, 1);
   const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
@@ -626,7 +628,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)
         if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(own, shared, part, head, sum, reference);
       if (HEADS < 64) tell_factors();
-      weigh_parts<L>(p, own, shared, worker);
+      weigh_parts<L, (HEADS < 64)>(p, own, shared, worker);
     }
   }
   return 0;

@@ -72,7 +72,6 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
   for (int step = -4; step < 16; ++step) {  // halves of chunks, the first without keys
     const int chunk = step >> 1, half = step & 1;
     if (half == 0) {
-      wait_for_copies_but<1>();
       fence_async_shared();
       named_barrier<BARRIER, 128>();  // the chunk is there, and products of the one before are over
       if (chunk < 6) {
@@ -86,10 +85,9 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
         for (; head < L::HEADS; head += 16, to += 16 * 128) {
           const u16* from = query_at(p, token, row.tile * L::HEADS + min(head, last)) + (chunk + 2) * 64 + piece * 8;
 #pragma unroll
-          for (int w = 0; w < 4; ++w) copy_4(to ^ w << 4, from + w * 2);
+          for (int w = 0; w < 4; ++w) store_shared_4(to ^ w << 4, __ldg(reinterpret_cast<const u32*>(from + w * 2)));
         }
       }
-      commit_copies();
     }
     if (chunk < 8 - R::CHUNKS) {
       if (half) here = next(here);
