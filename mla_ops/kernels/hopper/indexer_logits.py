@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,8 @@ HEADS = (32, 64)
 COLUMNS = 256  # heads of all tokens of a group, at most; then a box brings two heads of four tokens
 CLEAN_THREADS = 256
 MAX_GRID_ROWS = 32768
+CANDIDATES = 128  # of a CTA, with `CandidatesLayout`
+PIECE_ROWS, PIECE_TILES = 4, 64  # rows of a launch with candidates, and tiles of a CTA
 KEPT_BYTES = 2**25  # of scores of a cache's keys, which L2 keeps for what reads them next
 BOX_KEYS = (8, 16, 32, 64)  # a block smaller than a tile is one box; larger ones are whole tiles
 
@@ -54,7 +57,10 @@ class Params(ctypes.Structure):
         ("of_block_size", Divisor),
         ("keeps_scores", ctypes.c_int),
         ("of_parts", Divisor),
-        ("_", ctypes.c_char * 44),
+        ("topk", ctypes.c_int),
+        ("candidates", POINTER),
+        ("gates", POINTER),
+        ("_", ctypes.c_char * 24),
     ]
 
 
@@ -72,6 +78,44 @@ def warpgroups(num_heads: int, tokens: int, source: str) -> int:
 def kernel_for(num_heads: int, tokens: int, source: str) -> Kernel:
     threads = 128 * (warpgroups(num_heads, tokens, source) + 1)
     return Kernel("indexer_logits.cu", f"indexer_logits<{num_heads}, {tokens}, {source}>", threads)
+
+
+@functools.cache
+def candidates_kernel(num_heads: int) -> Kernel:
+    threads = 128 * (warpgroups(num_heads, 1, "BOXES") + 1)
+    return Kernel("indexer_candidates.cu", f"indexer_candidates<{num_heads}>", threads)
+
+
+class Candidates(NamedTuple):
+    """The best of each CTA of scores, for `topk` of a row.
+
+    Attributes:
+        memory: int64 `[CTAs * CANDIDATES + CTAs]`, the candidates and each CTA's gate.
+        pieces: CTAs.
+        topk: columns that are wanted of a row.
+    """
+
+    memory: torch.Tensor
+    pieces: int
+    topk: int
+
+    @property
+    def pointers(self) -> tuple[int, int]:
+        """Of candidates and of gates."""
+        address = self.memory.data_ptr()
+        return address, address + 8 * self.pieces * CANDIDATES
+
+
+def allocate_candidates(
+    num_tokens: int, num_requests: int, num_columns: int, block_size: int, topk: int, device: torch.device
+) -> Candidates | None:
+    """Memory for the candidates of a few rows that long, one of each request; None where each CTA would have too much."""
+    pieces = num_sms(device.index)
+    if num_tokens > min(num_requests, PIECE_ROWS) or block_size % TILE:
+        return None
+    if num_tokens * (num_columns // TILE) > (pieces - PIECE_ROWS) * PIECE_TILES:
+        return None
+    return Candidates(torch.empty(pieces * (CANDIDATES + 1), dtype=torch.int64, device=device), pieces, topk)
 
 
 @functools.cache
@@ -102,7 +146,7 @@ def kernels() -> list[Kernel]:
     scores = [kernel_for(heads, COLUMNS // heads, "FLAT") for heads in HEADS]
     for source in ("BOXES", "ANYWHERE"):
         scores += [kernel_for(heads, tokens, source) for heads in HEADS for tokens in group_sizes(heads)]
-    return [*scores, clean_kernel("FLAT"), clean_kernel("BOXES")]
+    return [*scores, *map(candidates_kernel, HEADS), clean_kernel("FLAT"), clean_kernel("BOXES")]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,6 +203,7 @@ def _launch(
     programmatic: bool,
     out: torch.Tensor,
     params: tuple[int, ...],
+    candidates: Candidates | None = None,
 ) -> None:
     """The kernels with `params` behind the fields that every source fills in the same way."""
     num_tokens, num_heads, _ = q.shape
@@ -170,9 +215,12 @@ def _launch(
     queries = tensor_map(boxes.data_ptr(), shape, strides, box)
     cluster = CLUSTER if source == "FLAT" else 1
     clusters = max(min(num_sms(device_index) // cluster, num_tokens * -(-num_columns // TILE)), 1)
-    packed = pack(queries, *params, *reciprocal(clusters))  # type: ignore[arg-type]
+    kernel, handed = kernel_for(num_heads, tokens, source), (0, 0, 0)
+    if candidates is not None:
+        kernel, clusters = candidates_kernel(num_heads), candidates.pieces
+        handed = candidates.topk, *candidates.pointers
+    packed = pack(queries, *params, *reciprocal(clusters), *handed)  # type: ignore[arg-type]
     if num_columns:
-        kernel = kernel_for(num_heads, tokens, source)
         sources.load(kernel.source, kernel.name, device_index).launch(
             (clusters * cluster, 1, 1),
             (kernel.threads, 1, 1),
@@ -326,9 +374,13 @@ def paged_indexer_logits(
     clean: bool = False,
     group: int | None = None,
     programmatic: bool = False,
+    candidates: Candidates | None = None,
     out: torch.Tensor,
 ) -> None:
-    """Runs the op's `.out`, by groups of up to `group` tokens that share keys; `programmatic` as of flat keys."""
+    """Runs the op's `.out`, by groups of up to `group` tokens that share keys; `programmatic` as of flat keys.
+
+    With `candidates`, each CTA has a piece of one row, and hands over its best.
+    """
     num_tokens, num_heads, _ = q.shape
     if num_tokens * max_length == 0:
         return
@@ -345,6 +397,7 @@ def paged_indexer_logits(
         programmatic,
         out,
         params,
+        candidates,
     )
 
 

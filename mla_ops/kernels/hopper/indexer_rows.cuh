@@ -22,6 +22,9 @@ struct Params {
   Divisor of_block_size;
   int keeps_scores;  // L2 does, for what reads them next
   Divisor of_parts;  // as many as CTAs, or clusters
+  int topk;          // of a row, for which candidates are handed over
+  u64* candidates;   // [CTAs, CANDIDATES]
+  u64* gates;        // [CTAs]: a key, and the number of candidates, all that reach it; ~0: there are others
 };
 
 constexpr int TILE = 64;  // keys

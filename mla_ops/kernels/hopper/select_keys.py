@@ -78,10 +78,19 @@ def select_keys(
     q = indexer_logits.in_boxes(q)
     group = indexer_logits.group_size(q.shape[1], num_tokens, num_requests)
     slots = {"block_table": block_table, "block_size": block_size} if translate else {}
+    candidates = None
+    if num_tokens <= indexer_logits.PIECE_ROWS and best.takes_candidates(num_tokens, num_columns, q.device.index, topk):
+        candidates = indexer_logits.allocate_candidates(
+            num_tokens, num_requests, num_columns, block_size, topk, q.device
+        )
     for part, scores in _parts(num_tokens, num_columns, q.device):
         ends, requests = lengths[part], req_id_per_token[part]
         given = q[part], index_cache, weights[part], ends, block_table, requests, num_columns, cache_format
-        indexer_logits.paged_indexer_logits(*given, group=group, programmatic=part.start > 0, out=scores)
+        if candidates is not None:
+            slots["candidates"] = candidates
+            indexer_logits.paged_indexer_logits(*given, group=group, candidates=candidates, out=scores)
+        else:
+            indexer_logits.paged_indexer_logits(*given, group=group, programmatic=part.start > 0, out=scores)
         best.topk_indices(
             scores,
             topk,

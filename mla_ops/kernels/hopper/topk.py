@@ -14,6 +14,7 @@ from ..cuda.compiler import RESERVED_SHARED_BYTES
 from ..cuda.driver import Function
 from ..cuda.params import POINTER, packer
 from . import sources
+from .indexer_logits import Candidates
 from .launch import Kernel, compile_reason
 
 MAX_COLUMNS = 2**21
@@ -58,6 +59,9 @@ class Params(ctypes.Structure):
         ("need", ctypes.c_uint),
         ("room", ctypes.c_uint),
         ("ahead", ctypes.c_int),
+        ("pieces", ctypes.c_int),
+        ("candidates", POINTER),
+        ("gates", POINTER),
     ]
 
 
@@ -80,6 +84,7 @@ class Plan(NamedTuple):
             lets more pass.
         short: registers of a CTA hold all columns; only `threads`, `vectors` and `ctas` mean something then.
         held: vectors of a thread that registers of a cluster hold which meets once; 0: rows are done by entries.
+        handed: the launch of scores may hand over candidates, of which the first CTA chooses.
     """
 
     threads: int
@@ -93,6 +98,7 @@ class Plan(NamedTuple):
     spare: int = 8
     short: bool = False
     held: int = 0
+    handed: bool = False
 
     @property
     def kernel(self) -> Kernel:
@@ -100,7 +106,8 @@ class Plan(NamedTuple):
         if not self.short:
             sizes = (self.threads, self.vectors, self.sample_vectors, self.ctas, self.held)
         name = "topk_short_rows" if self.short else "topk_rows"
-        return Kernel("topk.cu", f"{name}<{', '.join(map(str, sizes))}>", self.threads, ctas=self.ctas)
+        handed = ", true" if self.handed else ""
+        return Kernel("topk.cu", f"{name}<{', '.join(map(str, sizes))}{handed}>", self.threads, ctas=self.ctas)
 
     @property
     def chunk(self) -> int:
@@ -141,7 +148,8 @@ FEW = Plan(1024, 2, 1, 1)
 BESIDE_SCORES = Plan(512, 1, 2, 1)  # an SM has room for it and a CTA of scores of one token
 MEETINGS = (*(BESIDE_SCORES._replace(held=held) for held in (2, 4)), *(FEW._replace(held=held) for held in (4, 6)))
 MANY = Plan(256, 2, 2, 4)
-KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY))
+HANDED = BESIDE_SCORES._replace(held=4, handed=True)  # chooses of candidates, else as the same plan without
+KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY, HANDED))
 
 
 def plan_for(
@@ -190,6 +198,7 @@ def pack(
     block_size: int = 0,
     sorted: bool = False,
     num_requests: int | None = None,
+    candidates: Candidates | None = None,
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> bytes:
@@ -225,6 +234,7 @@ def pack(
         0 if sorted else plan.need(topk),
         plan.room,
         int(4 * num_rows * num_columns <= AHEAD_BYTES),
+        *((0, 0, 0) if candidates is None else (candidates.pieces, *candidates.pointers)),
     )
 
 
@@ -265,6 +275,8 @@ def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False,
         topk,
         sorted=rest.get("sorted", False),
     )
+    if rest.get("candidates") is not None:
+        plan = plan._replace(handed=True)
     _loaded(device_index)[plan.kernel].launch(
         (num_rows * plan.cluster, 1, 1),
         (plan.threads, 1, 1),
@@ -273,6 +285,12 @@ def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False,
         pack(plan, scores, topk, **rest),
         programmatic=programmatic,
     )
+
+
+def takes_candidates(num_rows: int, num_columns: int, device_index: int, topk: int) -> bool:
+    """Whether rows of scores that lie on multiples of 16 bytes are better chosen of what their launch hands over."""
+    plan = plan_for(num_rows, num_columns, _num_sms(device_index), _at_once(device_index, topk), topk)
+    return num_columns > LONG_ROW and plan._replace(handed=True).kernel == HANDED.kernel
 
 
 def topk_reason(call: Call) -> str | None:

@@ -5,6 +5,7 @@
 // room for SLOTS entries, selects among them, and writes: a bit for each column says where it goes. If what it selects is
 // not above all gates, or a room was too small, nothing has been written, and the row is done in the other way.
 #pragma once
+#include "pieces.cuh"
 #include "topk_short.cuh"
 
 constexpr u32 SLOTS = 4096, RUN = 4;  // entries; groups of four columns
@@ -214,11 +215,85 @@ struct InCluster {
     for (u32 i = threadIdx.x; i < p.k; i += THREADS) out[i] = p.translated(chosen[i], request);
   }
 
-  DEVICE bool run(i64 number, int request, const Row& of_row) {
+  DEVICE void begin(const Row& of_row) {
     row = of_row;
     quads = ((row.end + 127) / 128 + THREADS - 1) / THREADS;
     fronts = reinterpret_cast<u16*>(words + 4 * quads * THREADS);
-    if (!p.ahead) load(row.scores, row.skew, row.end);
+  }
+
+  // ---- candidates that the launch of scores handed over, of which the first CTA chooses --------------------------------
+
+  static constexpr int HANDED = 12;  // candidates of a thread
+
+  // This row's pieces; whether they may hand over as much as a CTA has room for. `ends` of all rows are there.
+  DEVICE bool find_pieces(i64 number, Pieces& pieces, Handed& handed) const {
+    const int lane = threadIdx.x % 32;
+    int start, end = 0;
+    if (lane < static_cast<int>(p.num_rows)) p.columns_of(p.given_of(lane), start, end);
+    const Pieces own = pieces_of((end + 63) / 64, lane, p.pieces);
+    pieces = {__shfl_sync(~0u, own.first, number), __shfl_sync(~0u, own.end, number)};
+    const int count = pieces.end - pieces.first;
+    handed = Handed(p.k, max(count, 1));
+    return handed.room <= CANDIDATES && count * handed.room <= HANDED * THREADS;
+  }
+
+  DEVICE void begin_handed(const Row& of_row) {
+    begin(of_row);
+    if (rank > 0) {
+      if (threadIdx.x == 0) {
+        mbarrier_init(shared_address(&control.told[0]), 1);
+        fence_barrier_init();
+        mbarrier_arrive_expect(shared_address(&control.told[0]), sizeof(control.verdict));
+      }
+    } else {
+#pragma unroll 1
+      for (u32 i = 0; i < quads; ++i) reinterpret_cast<uint4*>(words)[i * THREADS + threadIdx.x] = {0, 0, 0, 0};
+    }
+    __syncwarp();
+    cluster_arrive();
+  }
+
+  DEVICE bool choose_handed(i64 number, int request, const Pieces& pieces, const Handed& handed) {
+    const u32 told = shared_address(&control.told[0]), thread = threadIdx.x, lane = thread % 32;
+    if (rank > 0) {
+      cluster_wait();
+      mbarrier_wait_cluster(told, 0);
+      return control.verdict == 1;
+    }
+    const u32 count = pieces.end - pieces.first, of_room = 0xffffffffu / handed.room + 1;
+    u32* const haves = reinterpret_cast<u32*>(rooms);
+    const u64 head = thread < count ? p.gates[pieces.first + thread] : 0;
+    const u64* const from = p.candidates + pieces.first * CANDIDATES;
+    Slots<HANDED> slots;
+#pragma unroll
+    for (int i = 0; i < HANDED; ++i) {
+      const u32 slot = i * THREADS + thread, piece = __umulhi(slot, of_room);
+      slots.entries[i] = 0;
+      if (piece < count) slots.entries[i] = from[piece * CANDIDATES + slot - piece * handed.room];
+    }
+    const u32 gate = __reduce_max_sync(~0u, static_cast<u32>(head >> 32));
+    if (thread < count) haves[thread] = static_cast<u32>(head);
+    if (lane == 0) control.sums[0][thread / 32] = gate;
+    cluster_wait();
+    __syncthreads();
+    const u32 highest = __reduce_max_sync(~0u, control.sums[0][lane % (THREADS / 32)]);
+#pragma unroll
+    for (int i = 0; i < HANDED; ++i) {
+      const u32 slot = i * THREADS + thread, piece = __umulhi(slot, of_room);
+      if (piece >= count || slot - piece * handed.room >= haves[piece]) slots.entries[i] = 0;
+    }
+    u64 threshold = 0;
+    if (highest != ~0u) threshold = select<THREADS, true, FAILURE>(control, bins, slots, p.k, highest, SHIFT_OF_GATED);
+    if (thread > 0 && thread < p.cluster)
+      send_4(peer_address(shared_address(&control.verdict), thread), peer_address(told, thread), threshold ? 1 : 2);
+    if (threshold == 0) return false;
+    write(slots, threshold, number, request);
+    return true;
+  }
+
+  DEVICE bool run(i64 number, int request, const Row& of_row, bool loaded) {
+    begin(of_row);
+    if (!loaded) load(row.scores, row.skew, row.end);
     clear();
     const FirstBins first_bins(control, bins, true);
     Keys<VECTORS> best;

@@ -30,6 +30,9 @@ struct Params {
   u32 need;  // entries that each CTA of a cluster that meets once hands over at least; 0: none does
   u32 room;  // entries of each that the first one has room for, a power of two
   int ahead;  // its registers ask for scores before a row's length is known
+  int pieces;             // CTAs that made the scores, and handed over candidates
+  const u64* candidates;  // [pieces, CANDIDATES]
+  const u64* gates;       // [pieces]
 
   // The part of a row that memory has; bounds may hold any number.
   struct Given {

@@ -37,7 +37,7 @@ struct Sampled {
 };
 
 // SAMPLED groups of four of a sample for each thread. FEW_ROWS: latency is all, and registers hold short rows.
-template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, int HELD_BY_CLUSTER>
+template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, int HELD_BY_CLUSTER, bool HANDED = false>
 struct Selection {
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
   static constexpr u32 CHUNK = STEP * 4;
@@ -292,9 +292,19 @@ struct Selection {
     InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
     const Params::Given given = p.given_of(number);
     clear_bins<THREADS>(bins);
+    Pieces pieces;
+    Handed handed(1, 1);
+    bool of_candidates = false;
+    if constexpr (HANDED) {
+      int start, end;
+      p.columns_of(given, start, end);
+      row.start = start + row.skew, row.end = end + row.skew;
+      of_candidates = end - start > static_cast<int>(4 * HELD * THREADS) && fast.find_pieces(number, pieces, handed);
+      if (of_candidates) fast.begin_handed(row);
+    }
     wait_for_prerequisites();  // only scores may come from the launch in front
     launch_dependents();
-    if (HELD_BY_CLUSTER > 0 && p.ahead) fast.load(row.scores, row.skew, p.num_columns + row.skew);
+    if (HELD_BY_CLUSTER > 0 && p.ahead && !HANDED) fast.load(row.scores, row.skew, p.num_columns + row.skew);
     int start, end;
     p.columns_of(given, start, end);
     const int length = end - start;
@@ -312,9 +322,10 @@ struct Selection {
       held.count(row, p.num_columns, first_bins);
       return held.choose(p, control, bins, number, given.request, row, first_bins);
     }
+    if (of_candidates && fast.choose_handed(number, given.request, pieces, handed)) return;
     if constexpr (HELD_BY_CLUSTER > 0) {
       const bool holds = row.end <= static_cast<int>(4 * p.cluster * fast.MOST);
-      if (holds && p.need && 8 * p.need * p.cluster <= 5 * row_vectors && fast.run(number, given.request, row))
+      if (holds && p.need && 8 * p.need * p.cluster <= 5 * row_vectors && fast.run(number, given.request, row, !HANDED && p.ahead))
         return;
     }
     const u32 share = max((row_vectors + p.cluster - 1) / p.cluster, p.least), before = min(rank * share, row_vectors);
