@@ -85,11 +85,6 @@ DEVICE void bring_piece(const Params& p, u32 shared, int token, const Pieces& pi
   const int thread = threadIdx.x - L::CONSUMERS, lane = thread & 31, warp = thread / 32;
   const int stride = pieces.end - pieces.first, rank = static_cast<int>(blockIdx.x) - pieces.first;
   const int tiles = max(all_tiles - rank + stride - 1, 0) / max(stride, 1);
-  int asked = -1;
-  if (tiles) {
-    const int position = (rank + (warp + lane * L::PRODUCERS) * stride) * TILE;
-    asked = max(__ldg(table_of(p, token) + min(divide(position, p.of_block_size), p.table_width - 1)), -1);
-  }
   if (warp == L::PRODUCERS - 1 && lane == 0) {
     store_shared_16(shared + L::GROUP, token, stride, rank, tiles);
     mbarrier_arrive(shared + L::GROUP_FULL);
@@ -98,7 +93,7 @@ DEVICE void bring_piece(const Params& p, u32 shared, int token, const Pieces& pi
   }
   __syncwarp();
   Slot slot = {0, 0};
-  if (tiles) bring_tiles<L>(p, shared, thread, token, all_tiles * TILE, rank, tiles, slot, evict_first(), asked, stride);
+  if (tiles) bring_tiles<L>(p, shared, thread, token, all_tiles * TILE, rank, tiles, slot, evict_first(), stride);
   launch_dependents();
 }
 

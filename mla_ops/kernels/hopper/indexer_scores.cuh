@@ -100,26 +100,16 @@ DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, in
   }
 }
 
-// What a table has for the first tile of a part that each lane brings. Bounds of the group are not known yet.
-constexpr int NOT_ASKED = -2147483647 - 1;
-template <class L>
-DEVICE int ask_first(const Params& p, int thread, const Part& part) {
-  const int position = (part.skip + thread / 32 + (thread & 31) * L::PRODUCERS) * TILE;
-  const int found = __ldg(table_of(p, part.token) + min(divide(position, p.of_block_size), p.table_width - 1));
-  return max(found, -1);
-}
-
 // A block has whole tiles. Lane n has the block of the n-th of 32 tiles that this warp brings.
 template <class L>
 DEVICE void bring_tiles(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
-                        Slot& slot, u64 policy, int asked, int stride = 1) {
+                        Slot& slot, u64 policy, int stride = 1) {
   constexpr int EACH = L::PRODUCERS;
   const int lane = thread & 31, skipped = (thread / 32 + EACH - slot.index % EACH) % EACH;  // the other warps'
   const int* table = table_of(p, token);
   const int step = 32 * EACH * TILE * stride;
   int position = (first_tile + (skipped + lane * EACH) * stride) * TILE;
-  int block_after = asked == NOT_ASKED ? block_at(p, table, position, end)
-                                       : position < end && asked < p.num_blocks ? max(asked, -1) : -1;
+  int block_after = block_at(p, table, position, end);
   Slot own = slot;
   slot.index += tiles, slot.parity ^= slot.index / L::STAGES & 1, slot.index %= L::STAGES;
   own.index += skipped;
@@ -233,7 +223,7 @@ DEVICE void bring_anywhere(const Params& p, u32 shared, int thread, int token, i
 }
 
 template <class L, Source SOURCE>
-DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group groups, int first, int asked) {
+DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group groups, int first) {
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const int before = blockIdx.x % L::CLUSTER * L::TOKENS;  // tokens of a group that other CTAs of the cluster have
   const int thread = threadIdx.x - L::CONSUMERS, lane = thread & 31;
@@ -281,7 +271,7 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
       if (SOURCE == FLAT)
         bring_flat<L>(p, shared, lane, first_tile, tiles, slot);
       else if (SOURCE == BOXES && p.boxes_log2 == 0)
-        bring_tiles<L>(p, shared, thread, token, end, first_tile, tiles, slot, policy, asked), asked = NOT_ASKED;
+        bring_tiles<L>(p, shared, thread, token, end, first_tile, tiles, slot, policy);
       else if (SOURCE == BOXES)
         bring_boxes<L>(p, shared, thread, token, end, first_tile, tiles, slot, policy);
       else
@@ -580,15 +570,13 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   const bool few = p.num_tokens <= 32 * FEW<tokens, SOURCE> * step;
   Part part = {0, 0, 0, 0};
   Group groups = {0, 0, 0, 0};
-  int first = 0, asked = NOT_ASKED;
+  int first = 0;
   if (few) {
-    if (brings) {
+    if (brings)
       part = part_of_few<tokens, SOURCE>(p, threadIdx.x & 31, blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER, groups,
                                          first);
-      if (SOURCE == BOXES && p.boxes_log2 == 0 && part.count) asked = ask_first<L>(p, threadIdx.x - L::CONSUMERS, part);
-    } else {
+    else
       prefetch_rows<L, SOURCE>(p);
-    }
     __syncthreads();
   } else {
     part = part_of_many<L, SOURCE>(p, shared);
@@ -601,7 +589,7 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   if (brings) {
     if (L::SETS == 2) fewer_registers<SOURCE == FLAT ? 40 : 72>();
     if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32 * L::PRODUCERS)
-      produce<L, SOURCE>(p, shared, part, few, groups, first, asked);
+      produce<L, SOURCE>(p, shared, part, few, groups, first);
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
     wait_for_prerequisites();  // they may read what this launch writes over

@@ -79,7 +79,7 @@ class Plan(NamedTuple):
         cluster: CTAs of a row.
         least: columns that a CTA takes at least, so that short rows need fewer of them.
         gated: columns of a row from which on a sample gives a gate.
-        sampled: columns of a sample, a multiple of 8.
+        sampled: columns of a sample, a multiple of 16.
         spare: part of the gate's rank in a sample by which it may lie below it: a half makes a gate in less time, which
             lets more pass.
         short: registers of a CTA hold all columns; only `threads`, `vectors` and `ctas` mean something then.

@@ -260,14 +260,14 @@ struct InCluster {
       mbarrier_wait_cluster(told, 0);
       return control.verdict == 1;
     }
-    const u32 count = pieces.end - pieces.first, of_room = 0xffffffffu / handed.room + 1;
+    const u32 count = pieces.end - pieces.first, of_room = (1u << 21) / handed.room + 1;  // slots are below 2^13
     u32* const haves = reinterpret_cast<u32*>(rooms);
     const u64 head = thread < count ? p.gates[pieces.first + thread] : 0;
     const u64* const from = p.candidates + pieces.first * CANDIDATES;
     Slots<HANDED> slots;
 #pragma unroll
     for (int i = 0; i < HANDED; ++i) {
-      const u32 slot = i * THREADS + thread, piece = __umulhi(slot, of_room);
+      const u32 slot = i * THREADS + thread, piece = slot * of_room >> 21;
       slots.entries[i] = 0;
       if (piece < count) slots.entries[i] = from[piece * CANDIDATES + slot - piece * handed.room];
     }
@@ -279,7 +279,7 @@ struct InCluster {
     const u32 highest = __reduce_max_sync(~0u, control.sums[0][lane % (THREADS / 32)]);
 #pragma unroll
     for (int i = 0; i < HANDED; ++i) {
-      const u32 slot = i * THREADS + thread, piece = __umulhi(slot, of_room);
+      const u32 slot = i * THREADS + thread, piece = slot * of_room >> 21;
       if (piece >= count || slot - piece * handed.room >= haves[piece]) slots.entries[i] = 0;
     }
     u64 threshold = 0;

@@ -69,13 +69,13 @@ struct Selection {
     return static_cast<u32>(mean + 5.f * sqrtf(mean) + 4.f);
   }
 
-  // Scores of the sample. All of the row's groups of four that are whole may be in it, in pairs: memory is read by 32
-  // bytes.
+  // Scores of the sample. All of the row's groups of four that are whole may be in it, four together: memory is read by
+  // 64 bytes.
   DEVICE void load_sample(float4 (&x)[SAMPLED]) const {
-    const u32 first_whole = (row.start + 3) / 4, pairs = (row.end / 4 - first_whole) / 2;
+    const u32 first_whole = (row.start + 3) / 4, runs = (row.end / 4 - first_whole) / 4;
 #pragma unroll
     for (int i = 0; i < SAMPLED; ++i) {
-      const u32 number = i * THREADS + threadIdx.x, group = number / 2 * pairs / (p.sampled / 2) * 2 + number % 2;
+      const u32 number = i * THREADS + threadIdx.x, group = number / 4 * runs / (p.sampled / 4) * 4 + number % 4;
       x[i] = {absent(), absent(), absent(), absent()};
       if (number < p.sampled) x[i] = load_once_16(row.scores + 4 * static_cast<i64>(first_whole + group));
     }
@@ -322,7 +322,8 @@ struct Selection {
       held.count(row, p.num_columns, first_bins);
       return held.choose(p, control, bins, number, given.request, row, first_bins);
     }
-    if (of_candidates && fast.choose_handed(number, given.request, pieces, handed)) return;
+    if constexpr (HANDED)
+      if (of_candidates && fast.choose_handed(number, given.request, pieces, handed)) return;
     if constexpr (HELD_BY_CLUSTER > 0) {
       const bool holds = row.end <= static_cast<int>(4 * p.cluster * fast.MOST);
       if (holds && p.need && 8 * p.need * p.cluster <= 5 * row_vectors && fast.run(number, given.request, row, !HANDED && p.ahead))
