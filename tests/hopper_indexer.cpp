@@ -1,15 +1,43 @@
 // Scores of the indexer by the Hopper kernel's own code, compiled for a CPU: `test_hopper_indexer.py` builds it.
 #include "hopper_indexer.h"
-#include "indexer_scores.cuh"
+
+#define inclusive_scan ptx_inclusive_scan
+#define count_at ptx_count_at
+#define place_at ptx_place_at
+#include "topk_ptx.cuh"
+#undef inclusive_scan
+#undef count_at
+#undef place_at
+static void count_at(u32 address) { ++at<u32>(address); }
+static Place place_at(u32 address) { return {at<u32>(address), at<u32>(address + 4), at<u32>(address + 8)}; }
+static u32 inclusive_scan(u32 value) {
+  const auto& all = simt::meet_warp(value);
+  u32 sum = 0;
+  for (u32 lane = 0; lane <= threadIdx.x % 32; ++lane) sum += all[lane];
+  return sum;
+}
+
+#include "indexer_candidates.cuh"
+
+template <class L, class F>
+int launch(int ctas, int seed, F make) {
+  if (ctas % L::CLUSTER) return 2;
+  shared_size = L::BYTES;
+  begun.clear(), barriers.clear(), flights.clear(), waited.clear(), early = false;
+  simt::launch(ctas / L::CLUSTER, L::CLUSTER, L::THREADS, L::BYTES, seed, make);
+  return early || waited.size() != static_cast<size_t>(ctas) ? 3 : 0;
+}
 
 template <int HEADS, int TOKENS, Source SOURCE>
 int score(const Params& p, int ctas, int seed) {
   using L = ScoresLayout<HEADS, TOKENS, SOURCE>;
-  if (ctas % L::CLUSTER) return 2;
-  shared_size = L::BYTES;
-  begun.clear(), barriers.clear(), flights.clear(), waited.clear(), early = false;
-  simt::launch(ctas / L::CLUSTER, L::CLUSTER, L::THREADS, L::BYTES, seed, [&] { make_scores<L, SOURCE>(p, 0); });
-  return early || waited.size() != static_cast<size_t>(ctas) ? 3 : 0;
+  return launch<L>(ctas, seed, [&] { make_scores<L, SOURCE>(p, 0); });
+}
+
+template <int HEADS>
+int score_with_candidates(const Params& p, int ctas, int seed) {
+  using L = CandidatesLayout<HEADS>;
+  return launch<L>(ctas, seed, [&] { make_candidates<L>(p, 0, simt::shared_memory()); });
 }
 
 // A launch; returns 1 where there is no such kernel here, 3 where a score is written, or a CTA ends, before the launch in
@@ -19,9 +47,12 @@ extern "C" int scores(const void* params, int heads, int tokens, const char* sou
   std::memcpy(bytes, params, sizeof(Params));
   const Params& p = reinterpret_cast<const Params&>(bytes);
   const int kernel = heads * 100 + tokens * 10 + (source[0] == 'F' ? 0 : source[0] == 'B' ? 1 : 2);
+  if (source[0] == 'C')
+    return heads == 64 ? score_with_candidates<64>(p, ctas, seed) : score_with_candidates<32>(p, ctas, seed);
   if (kernel == 6440) return score<64, 4, FLAT>(p, ctas, seed);
   if (kernel == 3280) return score<32, 8, FLAT>(p, ctas, seed);
   if (kernel == 6411) return score<64, 1, BOXES>(p, ctas, seed);
+  if (kernel == 3211) return score<32, 1, BOXES>(p, ctas, seed);
   if (kernel == 6421) return score<64, 2, BOXES>(p, ctas, seed);
   if (kernel == 3241) return score<32, 4, BOXES>(p, ctas, seed);
   if (kernel == 3281) return score<32, 8, BOXES>(p, ctas, seed);

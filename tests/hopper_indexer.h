@@ -82,7 +82,9 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #undef store_shared_float
 #undef positive_or_nan
 
-static u32 shared_address(const void*) { return 0; }
+static u32 shared_address(const void* here) {
+  return reinterpret_cast<uintptr_t>(here) - reinterpret_cast<uintptr_t>(simt::shared_memory());
+}
 
 // A CTA's named barriers, by CTA and number.
 static std::map<std::pair<int, int>, simt::Meeting> named_barriers;

@@ -207,12 +207,12 @@ extern "C" int bytes_of_control() { return sizeof(Control); }
 // Of the last cluster: 1 where its CTAs met once.
 extern "C" int verdict() { return reinterpret_cast<const Control*>(simt::ctas.back().shared.data())->verdict; }
 
-template <int THREADS, int VECTORS, int SAMPLED>
+template <int THREADS, int VECTORS, int SAMPLED, bool HANDED = false>
 void launch(const Params& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
     const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
     begin_front(p, row);
-    Selection<THREADS, VECTORS, SAMPLED, true, VECTORS>(p, simt::shared_memory()).run(row, blockIdx.x % p.cluster);
+    Selection<THREADS, VECTORS, SAMPLED, true, VECTORS, HANDED>(p, simt::shared_memory()).run(row, blockIdx.x % p.cluster);
   });
 }
 
@@ -238,6 +238,8 @@ extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes,
     launch<64, 1, 2>(*p, shared_bytes, seed);
   else if (!short_rows && threads == 64 && vectors == 2)
     launch<64, 2, 2>(*p, shared_bytes, seed);
+  else if (!short_rows && threads == 128 && vectors == 4 && p->pieces)
+    launch<128, 4, 1, true>(*p, shared_bytes, seed);
   else if (!short_rows && threads == 128 && vectors == 4)
     launch<128, 4, 1>(*p, shared_bytes, seed);
   else

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hopper_on_cpu import NO_COMPILER, build
+from topk_oracle import candidates_needed, keys_of, pieces_of
 
 from mla_ops.dispatch import Call
 from mla_ops.formats import allocate_cache
@@ -234,7 +235,7 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> dict[str,
             programmatic: bool,
         ) -> None:
             assert not programmatic
-            heads, tokens, source = re.findall(r"\w+", self.name)[1:]
+            heads, tokens, source = (*re.findall(r"\w+", self.name)[1:], "0", "CANDIDATES")[:3]
             assert len(params) == library.bytes_of_params()
             state["kernels"].append(self.name)
             kernel = int(heads), int(tokens), source.encode()
@@ -327,3 +328,45 @@ def test_a_paged_launch(
     order = torch.randperm(num_tokens)
     assert torch.equal(scores(order), found[order])
     assert (box_keys(block_size) > 0) == all("BOXES" in name for name in launches["kernels"])
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "block_size", "lengths", "sms"),
+    [(64, 64, (5000,), 7), (32, 128, (900, 0, 3000, 63), 9), (64, 192, (1280, 1279), 5), (32, 64, (0, -5), 3)],
+)
+def test_a_launch_hands_over_the_best_of_each_piece(
+    launches: dict[str, Any], num_heads: int, block_size: int, lengths: tuple[int, ...], sms: int
+) -> None:
+    """Scores are those of a launch that hands over nothing; candidates of a piece are all that reach its gate."""
+    num_rows, topk, max_length = len(lengths), 60, 5056
+    blocks_each = -(-max_length // block_size)
+    cache = allocate_cache("fp8_index", num_rows * blocks_each, block_size)
+    slots = torch.arange(num_rows * blocks_each * block_size)
+    reference.write_index_cache(torch.randn(len(slots), 128), cache, slots, "fp8_index")
+    table = torch.randperm(num_rows * blocks_each).view(num_rows, -1).to(torch.int32)
+    table[0, 1] = -1
+    q = torch.randn(num_rows, num_heads, 128).to(torch.float8_e4m3fn)
+    given = q, cache, torch.randn(num_rows, num_heads), int32(*lengths), table, torch.arange(num_rows).to(torch.int32)
+    launches["sms"] = sms
+    found, alone = (torch.full((num_rows, max_length), 7.0) for _ in range(2))
+    memory = torch.full((sms * (indexer_logits.CANDIDATES + 1),), -1)
+    candidates = indexer_logits.Candidates(memory, sms, topk)
+    indexer_logits.paged_indexer_logits(*given, max_length, "fp8_index", candidates=candidates, out=found)
+    indexer_logits.paged_indexer_logits(*given, max_length, "fp8_index", out=alone)
+    assert torch.equal(found, alone)
+    gates = memory[sms * indexer_logits.CANDIDATES :].tolist()
+    cta = 0
+    for scores, pieces in zip(found, pieces_of([max(length, 0) for length in lengths], sms), strict=True):
+        need = candidates_needed(topk, len(pieces)) if pieces else 0
+        for columns in pieces:
+            gate, have = gates[cta] >> 32 & 0xFFFFFFFF, gates[cta] & 0xFFFFFFFF
+            positive = int((scores[columns] >= 2.0**-16).sum())
+            assert (gate != 0xFFFFFFFF) == (positive >= need)
+            if gate != 0xFFFFFFFF:
+                keys = keys_of(scores[columns]) + 2**31
+                assert need <= have <= need + need // 8 + 6
+                chosen = memory[cta * indexer_logits.CANDIDATES :][:have]
+                wanted = {(int(key), int(column)) for key, column in zip(keys, columns, strict=True) if key >= gate}
+                assert {(entry >> 32 & 0xFFFFFFFF, ~entry & 0xFFFFFFFF) for entry in chosen.tolist()} == wanted
+            cta += 1
+    assert cta in (0, sms)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from attention_inputs import INT_MAX, INT_MIN
 from hopper_on_cpu import NO_COMPILER, build
-from topk_oracle import KINDS, hard_rows, topk_oracle
+from topk_oracle import KINDS, candidates_needed, hard_rows, keys_of, pieces_of, topk_oracle
 
 from mla_ops.kernels.cuda.compiler import RESERVED_SHARED_BYTES
 from mla_ops.kernels.hopper import sources, topk
+from mla_ops.kernels.hopper.indexer_logits import CANDIDATES, Candidates
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 
@@ -81,6 +82,48 @@ def test_clusters_that_meet_once_know_whether_that_was_enough(library: ctypes.CD
     crowded.view(1, -1, 16)[:, : 320 : plan.cluster] += 20
     assert torch.equal(run(library, plan, crowded, 300)[0], topk_oracle(crowded, 300)[0])
     assert library.verdict() == 2
+
+
+def handed_over(scores: torch.Tensor, ends: torch.Tensor, k: int, num_ctas: int, spoiled: str = "") -> Candidates:
+    """What a launch of scores hands over; `spoiled`: a gate that is none, or one above what is wanted."""
+    memory = torch.full((num_ctas * (CANDIDATES + 1),), -1)
+    gates, cta = memory[num_ctas * CANDIDATES :], 0
+    for row, pieces in zip(scores, pieces_of(ends.clamp(0, scores.shape[1]).tolist(), num_ctas), strict=True):
+        need = candidates_needed(k, len(pieces)) if pieces else 0
+        for columns in pieces:
+            keys = keys_of(row[columns]) + 2**31
+            best = keys.sort(descending=True).values
+            gate = int(best[need - 1]) if len(best) >= need else 0
+            chosen = keys >= gate
+            have = int(chosen.sum())
+            if gate <= 2**31 or have > need + need // 8 + 6 or spoiled == "no gate":
+                gate = 2**32 - 1
+            elif spoiled == "high gate" and cta % 3 == 0:
+                gate, have = int(best[2]), 3
+                chosen = keys >= gate
+            gates[cta] = (gate << 32 | have) - (2**64 if gate >= 2**31 else 0)
+            if gate < 2**32 - 1:
+                pairs = zip(keys[chosen].tolist(), columns[chosen].tolist(), strict=True)
+                entries = [(key << 32 | 0xFFFFFFFF - column) - 2**64 for key, column in pairs]
+                memory[cta * CANDIDATES :][:have] = torch.tensor(entries[:have])
+            cta += 1
+    return Candidates(memory, num_ctas, k)
+
+
+@pytest.mark.parametrize("spoiled", ["", "no gate", "high gate"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_handed_over_is_enough_or_is_not_used(library: ctypes.CDLL, kind: str, spoiled: str) -> None:
+    plan, k = MEETINGS[1]._replace(handed=True), 300
+    scores, ends = hard_rows(kind, 4, 6016), torch.tensor([6016, 3001, 200, 0], dtype=torch.int32)
+    for seed, num_ctas in enumerate((40, 9)):  # nine have no room for as many as they should hand over
+        candidates = handed_over(scores, ends, k, num_ctas, spoiled)
+        want = topk_oracle(scores, k, row_ends=ends)
+        got = run(library, plan, scores, k, seed, row_ends=ends, candidates=candidates)
+        assert torch.equal(got[1], want[1])
+        assert torch.equal(got[0], want[0])
+        if kind == "normal" and num_ctas == 40 and not spoiled:  # scores are not even read
+            unread = torch.full_like(scores, torch.nan)
+            assert torch.equal(run(library, plan, unread, k, seed, row_ends=ends, candidates=candidates)[0], want[0])
 
 
 SHORT_PLANS = {

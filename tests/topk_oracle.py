@@ -34,6 +34,26 @@ def topk_oracle(
     return indices, lengths
 
 
+def pieces_of(lengths: list[int], num_ctas: int) -> list[list[torch.Tensor]]:
+    """Columns of each CTA's piece of each row: tiles of 64, dealt out to the row's CTAs in turns."""
+    tiles = [-(-length // 64) for length in lengths]
+    spare, first, behind = num_ctas - sum(count > 0 for count in tiles), 0, 0
+    pieces = []
+    for row, (count, length) in enumerate(zip(tiles, lengths, strict=True)):
+        behind += count
+        end = sum(other > 0 for other in tiles[: row + 1]) + behind * spare // max(sum(tiles), 1)
+        columns = torch.arange(length)
+        pieces.append([columns[columns // 64 % (end - first) == rank] for rank in range(end - first)])
+        first = end
+    return pieces
+
+
+def candidates_needed(k: int, num_pieces: int) -> int:
+    """The share of a piece and four standard deviations, so many of which it has to hand over."""
+    share = k / num_pieces
+    return int(share + 4 * share**0.5) + 5
+
+
 def hard_rows(kind: str, num_rows: int, num_columns: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
     """Scores of a kind in `KINDS`."""
     generator = torch.Generator(device=device).manual_seed(seed)

@@ -19,15 +19,14 @@ template <class L>
 struct Counted : Stored<L, BOXES> {
   using Base = Stored<L, BOXES>;
   static constexpr bool PIECE = true;
-  unsigned char* const memory;
   Control& control;
   u32* const bins;
   const FirstBins first_bins;
   const u32 kept;  // address of this lane's first score; of lanes in pairs the first has one
   u32 next;
 
-  DEVICE Counted(const Params& params, u32 shared)
-      : Base(params, shared), memory(shared_memory_of(shared)),
+  DEVICE Counted(const Params& params, u32 shared, unsigned char* memory)
+      : Base(params, shared, memory),
         control(*reinterpret_cast<Control*>(memory + L::CONTROL)), bins(reinterpret_cast<u32*>(memory + L::BIN)),
         first_bins(control, bins, true), kept(shared + L::KEPT + (threadIdx.x / 4 * 2 + threadIdx.x % 2) * 4), next(kept) {}
 
@@ -70,12 +69,6 @@ struct Counted : Stored<L, BOXES> {
     meet<L::CONSUMERS>();
     if (threadIdx.x == 0)
       this->p.gates[blockIdx.x] = static_cast<u64>(control.have > handed.room ? ~0u : least) << 32 | control.have;
-  }
-
- private:
-  static DEVICE unsigned char* shared_memory_of(u32) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    return shared_memory;
   }
 };
 
@@ -126,6 +119,6 @@ DEVICE void make_candidates(const Params& p, u32 shared, unsigned char* memory) 
     }
   } else {
     wait_for_prerequisites();
-    consume<L, BOXES, Counted<L>>(p, shared);
+    consume<L, BOXES, Counted<L>>(p, shared, memory);
   }
 }

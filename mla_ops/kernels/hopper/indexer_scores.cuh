@@ -405,7 +405,7 @@ struct Stored {
   float* rows[S::TOKENS];
   Bounds bounds[S::TOKENS];
 
-  DEVICE Stored(const Params& params, u32)
+  DEVICE Stored(const Params& params, u32, unsigned char*)
       : p(params), policy(SOURCE != FLAT && params.keeps_scores ? evict_last() : evict_normal()) {}
 
   DEVICE void begin(const uint4& group, int lane) {
@@ -429,12 +429,12 @@ struct Stored {
 };
 
 template <class L, Source SOURCE, class Sink = Stored<L, SOURCE>>
-DEVICE void consume(const Params& p, u32 shared) {
+DEVICE void consume(const Params& p, u32 shared, unsigned char* memory = nullptr) {
   using S = Share<L::TOKENS, L::WHOLE>;
   const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7);
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
-  Sink stored(p, shared);
+  Sink stored(p, shared, memory);
   const FreeSlots<L> free_slots(shared);
   float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
   Slot done = {warpgroup, 0}, ahead = done;  // slots whose products are summed up next, and begun next
