@@ -141,6 +141,9 @@ def compile_offsets(source: str, params: type[ctypes.Structure], folder: Path) -
 # numbers that host and kernels both have: source, its expression, the host's number
 SHARED_NUMBERS = [
     ("cache.cu", "WARPS", cache.WARPS),
+    ("indexer_candidates.cu", "CANDIDATES", indexer_logits.CANDIDATES),
+    ("indexer_candidates.cu", "PIECE_ROWS", indexer_logits.PIECE_ROWS),
+    ("indexer_candidates.cu", "PIECE_TILES", indexer_logits.PIECE_TILES),
     ("indexer_logits.cu", "TILE", indexer_logits.TILE),
     ("merge_parts.cu", "THREADS", merge_parts.THREADS),
     ("sparse_attention.cu", "TILE_KEYS", launch.TILE_KEYS),
