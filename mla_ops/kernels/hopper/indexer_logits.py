@@ -109,7 +109,7 @@ class Candidates(NamedTuple):
 def allocate_candidates(
     num_tokens: int, num_requests: int, num_columns: int, block_size: int, topk: int, device: torch.device
 ) -> Candidates | None:
-    """Memory for the candidates of a few rows that long, one of each request; None where each CTA would have too much."""
+    """Memory for candidates of a few rows that long, one of each request; None where a CTA would have too much."""
     pieces = num_sms(device.index)
     if num_tokens > min(num_requests, PIECE_ROWS) or block_size % TILE:
         return None

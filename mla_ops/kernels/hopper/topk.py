@@ -288,9 +288,11 @@ def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False,
 
 
 def takes_candidates(num_rows: int, num_columns: int, device_index: int, topk: int) -> bool:
-    """Whether rows of scores that lie on multiples of 16 bytes are better chosen of what their launch hands over."""
+    """Whether rows of scores that lie on multiples of 16 bytes are chosen sooner of what their launch hands over."""
+    if num_columns <= LONG_ROW:
+        return False
     plan = plan_for(num_rows, num_columns, _num_sms(device_index), _at_once(device_index, topk), topk)
-    return num_columns > LONG_ROW and plan._replace(handed=True).kernel == HANDED.kernel
+    return plan._replace(handed=True).kernel == HANDED.kernel
 
 
 def topk_reason(call: Call) -> str | None:
