@@ -326,7 +326,8 @@ struct Selection {
       if (of_candidates && fast.choose_handed(number, given.request, pieces, handed)) return;
     if constexpr (HELD_BY_CLUSTER > 0) {
       const bool holds = row.end <= static_cast<int>(4 * p.cluster * fast.MOST);
-      if (holds && p.need && 8 * p.need * p.cluster <= 5 * row_vectors && fast.run(number, given.request, row, !HANDED && p.ahead))
+      if (holds && p.need && 8 * p.need * p.cluster <= 5 * row_vectors &&
+          fast.run(number, given.request, row, !HANDED && p.ahead))
         return;
     }
     const u32 share = max((row_vectors + p.cluster - 1) / p.cluster, p.least), before = min(rank * share, row_vectors);
