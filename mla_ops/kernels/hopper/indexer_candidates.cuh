@@ -45,7 +45,8 @@ struct Counted : Stored<L, BOXES> {
     meet<L::CONSUMERS>();
     const u32 place_address = shared_address(&control.bin);
     const u32 total = find_bin<L::CONSUMERS>(control, bins, handed.need, place_address);
-    const u32 least = total < handed.need ? ~0u : first_bins.least + (place_at(place_address).bin << first_bins.shift);
+    const bool enough = total >= handed.need && handed.room <= CANDIDATES;
+    const u32 least = !enough ? ~0u : first_bins.least + (place_at(place_address).bin << first_bins.shift);
     if (least != ~0u) {
       const float gate = score_of(least);
       u32 count = 0, place = 0;
