@@ -173,7 +173,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
   u32 of_control = shared_address(&control);
   hold(of_control);  // else it is made again behind each barrier, of what a special register has
   const u32 at = of_control + sizeof(Control);  // of the bins
-  // What follows is searched in the bin that was found. Returns how many are in it.
+  // Narrows the range to the bin that was found. Returns how many are in it.
   auto narrow = [&] {
     const Place found =
         BELOW == NOTHING ? place_at(of_control + Control::FOUND) : Place{control.bin, control.above, control.inside};
