@@ -65,8 +65,9 @@ def hard_rows(kind: str, num_rows: int, num_columns: int, seed: int = 0, device:
         normal[:, -num_columns // 8 :] += 20
         return normal
     if kind == "neighbours alike":  # as near tokens score, so a sample of runs of columns says little
-        return normal.repeat_interleave(64, dim=1)[:, :num_columns] + torch.randn_like(normal) / 2
-    if kind == "unlike its sample":  # a peak that no sample of every 8th group sees
+        alike = normal[:, : num_columns // 64 + 1].repeat_interleave(64, dim=1)[:, :num_columns]
+        return alike + torch.randn(normal.shape, device=device, generator=generator) / 2
+    if kind == "unlike its sample":  # peaks of a group each, few of which a sample sees
         return normal + 10 * (torch.arange(num_columns, device=device) // 4 % 37 == 5)
     raise ValueError(kind)
 
