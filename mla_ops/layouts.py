@@ -36,7 +36,9 @@ def refusal(op: str, schema: torch._C.FunctionSchema) -> Callable[..., Any]:
         for argument, tensor in _tensors(schema, args, kwargs):
             if kind := _kind(tensor):
                 raise TypeError(f"{op}: {argument.name} must be a dense tensor on a CPU or a CUDA GPU, got {kind}")
-        raise TypeError(f"{op}: takes dense tensors on a CPU or a CUDA GPU, got {args} and {kwargs}")
+        # a call without any tensor: every op takes one
+        required = next(argument.name for argument in schema.arguments if str(argument.type) == "Tensor")
+        raise TypeError(f"{op}: {required} must be a tensor, got None")
 
     return refuse
 

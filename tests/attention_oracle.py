@@ -184,8 +184,9 @@ def attention(
     of a row, and of their sum. A probability is then off by a factor of at most exp(2 e_s), but by 1 at most: where
     scores are in the thousands, that is a choice among neighbours. It is off by a factor of 1 + n * ACCUMULATE as well,
     plus the unit of the operand, and a weight in float16 by FLOAT16_WEIGHT of the row's largest; summing p_k v_k adds
-    n * ACCUMULATE once more, each relative to A = sum p_k |v_k|. A finite sink is one more exponential, of an argument
-    as large as it is. Last comes the rounding of the output.
+    n * ACCUMULATE once more, each relative to A = sum p_k |v_k|. However the weights are off, the result is a mean of
+    the values (and of 0, with a sink). A finite sink is one more exponential, of an argument as large as it is. Last
+    comes the rounding of the output.
     """
     unit = UNIT[operand] if operand is not None else 0.0
     result = Expected(tokens if tokens is not None else list(range(q.shape[0])), *(torch.empty(0) for _ in range(4)))
@@ -227,6 +228,9 @@ def attention(
         lses.append(torch.logsumexp(scores, 1))
         own = weights @ keys[:, :512].abs() * relative[:, None] + off @ keys[:, :512].abs()
         own = own + weights @ rounding[:, :512].abs()
+        values = keys[:, :512] if attn_sink is None else torch.cat((keys[:, :512], torch.zeros_like(keys[:1, :512])))
+        mean = values.amax(0) - values.amin(0) + relative[:, None] * values.abs().amax(0)
+        own = torch.fmin(own, mean + rounding[:, :512].abs().amax(0))
         if operand is not None and any(source.quantized for source in sources):
             own = own + FLOAT16_WEIGHT * ((weights * powers).amax(1, keepdim=True) / powers) @ keys[:, :512].abs()
         # numbers that underflow in float32 or in the output's type are lost

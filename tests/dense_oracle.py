@@ -50,10 +50,13 @@ def prefill(
         error = (error + FUNCTION * (scores.abs() + 1)).amax(1)
         n = (last - first) * ACCUMULATE
         lse[row] = torch.logsumexp(scores, 1)
-        weights = (scores - lse[row][:, None]).exp()
+        weights = scores.softmax(1)
         out[row] = torch.einsum("hk,khd->hd", weights, values)
         relative = unit + 2 * error + 2 * n + 4 * FUNCTION
         own = torch.einsum("hk,khd->hd", weights, values.abs()) * relative[:, None]
+        # a mean of the values, however the weights are off
+        mean = values.amax(0) - values.amin(0) + (unit + 2 * n + 4 * FUNCTION) * values.abs().amax(0)
+        own = torch.fmin(own, mean)
         floor = 2.0**-126 * values.abs().amax() + (2.0**-25 if q.dtype == torch.float16 else 2.0**-134)
         out_tolerance[row] = own + UNIT[q.dtype] * (out[row].abs() + own) + floor
         lse_tolerance[row] = error + n + FUNCTION * lse[row].abs()

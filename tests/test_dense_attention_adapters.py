@@ -41,6 +41,7 @@ def library() -> Iterator[torch.library.Library]:
         # it faults on a block that there is not, wherever it stands
         assert ((table >= 0) & (table < kv.shape[0])).all()
         assert (lens <= 64 * table.shape[1]).all()
+        assert scale >= 0  # it takes the largest product before it scales
         result = q.new_zeros(q.shape[0], 1, q.shape[2], d_v)
         lse = torch.full((q.shape[0], q.shape[2], 1), math.inf, device=q.device)
         for row, length in enumerate(lens.tolist()):
@@ -56,8 +57,13 @@ def library() -> Iterator[torch.library.Library]:
     library._destroy()
 
 
+@pytest.mark.parametrize("scale", [SCALE, -SCALE])
 def test_flash_mla_gets_blocks_that_exist_and_gives_the_contract(
-    library: torch.library.Library, triton_lowering: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    scale: float,
+    library: torch.library.Library,
+    triton_lowering: None,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Holes in the table, unknown requests, empty rows, more rows than fit one call."""
     provider = flash_mla.Provider("test", "", "test_flash_mla")
@@ -68,17 +74,17 @@ def test_flash_mla_gets_blocks_that_exist_and_gives_the_contract(
     owners = torch.tensor([0, 0, 1, 1, 2, -1, 0], dtype=torch.int32, device=device)
     lens = torch.tensor([192, 130, 2**31 - 1, 64, 9, 9, -3], dtype=torch.int32, device=device)
     out, lse = q.new_full((7, 3, 512), math.nan), torch.full((7, 3), math.nan, device=device)
-    flash_mla.paged_attention(q, cache, table, owners, lens, SCALE, "bf16", out=out, lse=lse)
+    flash_mla.paged_attention(q, cache, table, owners, lens, scale, "bf16", out=out, lse=lse)
     everything = torch.arange(192, dtype=torch.int32, device=device).expand(7, -1)
     expected = attention_oracle.attention(
-        q, cache, everything, SCALE, topk_length=lens, block_table=table, req_id_per_token=owners
+        q, cache, everything, scale, topk_length=lens, block_table=table, req_id_per_token=owners
     )
     attention_oracle.assert_close(out, lse, expected)
     assert (lse[3:] == -math.inf).all()
     latent, rope = q.split((512, 64), dim=2)
     halves = torch.empty_like(out), torch.empty_like(lse)
     results = {"out": halves[0], "lse": halves[1]}
-    flash_mla.paged_attention(latent, cache, table, owners, lens, SCALE, "bf16", q_rope=rope, **results)
+    flash_mla.paged_attention(latent, cache, table, owners, lens, scale, "bf16", q_rope=rope, **results)
     assert torch.equal(halves[0], out)
     assert torch.equal(halves[1], lse)
 

@@ -128,6 +128,7 @@ class Planned:
         assert torch.equal(starts.diff(), (lens + page_size - 1) // page_size)
         assert types == (torch.bfloat16, torch.bfloat16)
         assert not causal
+        assert scale >= 0  # it takes the largest product before it scales
         self.starts, self.pages, self.lens, self.page_size, self.scale = starts, pages, lens, page_size, scale
 
     def attend(self, q, cache, out, lse):
@@ -232,8 +233,13 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     flashinfer._plan_metadata.cache_clear()
 
 
+@pytest.mark.parametrize("scale", [SCALE, -SCALE])
 def test_paged_attention_holds_the_contract(
-    library: ModuleType, triton_lowering: None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    scale: float,
+    library: ModuleType,
+    triton_lowering: None,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Holes in the table, unknown requests, empty rows, more rows than fit one plan."""
     monkeypatch.setattr(flashinfer, "MAX_ROWS_PER_CALL", 4)
@@ -241,21 +247,21 @@ def test_paged_attention_holds_the_contract(
     table = torch.tensor([[3, -1, 5], [99, 1, -(2**31)]], dtype=torch.int32, device=device)
     owners = torch.tensor([0, 0, 1, 1, 2, -1, 0], dtype=torch.int32, device=device)
     lens = torch.tensor([192, 130, 2**31 - 1, 64, 9, 9, -3], dtype=torch.int32, device=device)
-    out, lse = flashinfer.compute_paged(q, cache, table, owners, lens, SCALE, "bf16")
+    out, lse = flashinfer.compute_paged(q, cache, table, owners, lens, scale, "bf16")
     everything = torch.arange(192, dtype=torch.int32, device=device).expand(7, -1)
     expected = attention_oracle.attention(
-        q, cache, everything, SCALE, topk_length=lens, block_table=table, req_id_per_token=owners
+        q, cache, everything, scale, topk_length=lens, block_table=table, req_id_per_token=owners
     )
     attention_oracle.assert_close(out, lse, expected)
     assert not out[3:].any()
     assert (lse[3:] == -math.inf).all()
     buffers = torch.full_like(out, math.nan), torch.full_like(lse, math.nan)
     run = LOWERINGS["paged_attention"].run
-    run(q, cache, table, owners, lens, SCALE, "bf16", out=buffers[0], lse=buffers[1])
+    run(q, cache, table, owners, lens, scale, "bf16", out=buffers[0], lse=buffers[1])
     assert torch.equal(buffers[0], out)
     assert torch.equal(buffers[1], lse)
     latent, rope = q.split((512, 64), dim=2)
-    halves = flashinfer.compute_paged(latent, cache, table, owners, lens, SCALE, "bf16", q_rope=rope)
+    halves = flashinfer.compute_paged(latent, cache, table, owners, lens, scale, "bf16", q_rope=rope)
     assert torch.equal(halves[0], out)
     assert torch.equal(halves[1], lse)
 

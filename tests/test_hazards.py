@@ -24,7 +24,7 @@ mla = torch.ops.mla
 
 
 class FixedInTorchWarning(UserWarning):
-    """A hazard of the documentation is gone in this torch: docs/compile.md can drop it."""
+    """A hazard of the documentation is gone in this torch: docs/hazards.md can drop it."""
 
 
 def note_fixed(hazard: str) -> None:

@@ -56,6 +56,14 @@ def test_a_tensor_that_is_not_dense_is_refused(op_name: str) -> None:
         assert str(refusal.value) == f"{op_name}: {name} must be a dense tensor on a CPU or a CUDA GPU, {got}"
 
 
+@pytest.mark.parametrize("op_name", op_names())
+def test_a_call_without_a_tensor_is_refused(op_name: str) -> None:
+    sample = legal_call(op_name)
+    first = sample.op._schema.arguments[0].name
+    with pytest.raises(TypeError, match=rf"^{op_name}: {first} must be a tensor, got None$"):
+        call(sample, **dict.fromkeys(tensors_of(sample)))
+
+
 def negated(tensor: torch.Tensor) -> torch.Tensor:
     """A view of the tensor's values whose memory holds their negatives."""
     return torch._neg_view(-tensor)

@@ -200,6 +200,19 @@ def test_order_and_duplicates(lowering: str, device: torch.device) -> None:
     check(lowering, q, cache, indices, "fp32")
 
 
+@pytest.mark.parametrize("num_heads", [5, 65])
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**31, -(2.0**40), 2.0**62])
+def test_large_scores_act_as_argmax(lowering: str, device: torch.device, scale: float, num_heads: int) -> None:
+    """Every key is named three times, so that the largest score is met as often: an lse does not hold the 3."""
+    kv = torch.randn(24, 576, device=device).bfloat16()
+    nearest = (torch.arange(2).unsqueeze(1) + torch.arange(num_heads)) % 24
+    q = kv[nearest] * math.copysign(1, scale)
+    indices = torch.stack([torch.randperm(72, device=device) % 24 for _ in range(2)]).int()
+    out, lse = torch.ops.mla.sparse_attention(q, kv, indices, scale)
+    torch.testing.assert_close(out, kv[nearest, :512], rtol=2**-7, atol=2**-10)
+    assert lse.isfinite().all()
+
+
 def test_large_and_small_scores(lowering: str, device: torch.device) -> None:
     """Scales of 2**-60 and 2**60 in one row, and queries that undo them: no overflow on the way."""
     cache = filled_cache("fp8_ds_mla", 2, 16, device)

@@ -29,6 +29,7 @@ def result_of(q, read, slots, valid, scale, sink, base):
     """Results as FlashMLA returns them: `[rows, heads, 512]`, and lse `[rows, heads]`."""
     assert q.shape[1] in (64, 128)
     assert is_aligned(q)
+    assert scale >= 0  # it takes the largest product before it scales
     assert sink is None or (sink.dtype == torch.float32 and sink.shape == (q.shape[1],) and sink.is_contiguous())
     out, lse = torch.empty(*q.shape[:2], 512, dtype=q.dtype), torch.empty(q.shape[:2])
     attend(q, read, slots.long(), valid, scale, sink, out, lse)
@@ -73,8 +74,9 @@ def decode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def test_paged_sparse_attention_holds_the_contract(
     decode: list[int], num_heads: int, translated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any index, lengths, sinks of every kind, empty rows, more rows than fit one call."""
+    """Any index, lengths, sinks of every kind, empty rows, more rows than fit one call, scales of both signs."""
     monkeypatch.setattr(flash_mla, "MAX_ROWS_PER_CALL", 4)
+    scale = -SCALE if translated else SCALE
     cache, q = filled_cache("fp8_ds_mla", 6, 64, CPU), queries(7, num_heads, torch.bfloat16, CPU, 600)[..., 5:581]
     indices = some_indices(7, 70, 6 * 64, CPU)
     indices[2] = -1
@@ -85,9 +87,9 @@ def test_paged_sparse_attention_holds_the_contract(
         table = torch.tensor([[3, -1, 5], [99, 1, -(2**31)]], dtype=torch.int32)
         options |= {"block_table": table, "req_id_per_token": torch.tensor([0, 0, 1, 1, 1, -1, 0], dtype=torch.int32)}
     out, lse = torch.full((7, num_heads, 512), math.nan).bfloat16(), torch.full((7, num_heads), math.nan)
-    arguments = cache, indices, SCALE, "fp8_ds_mla"
+    arguments = cache, indices, scale, "fp8_ds_mla"
     flash_mla.paged_sparse_attention(q, *arguments, **options, out=out, lse=lse)
-    expected = attention_oracle.attention(q, cache, indices, SCALE, cache_format="fp8_ds_mla", **options)
+    expected = attention_oracle.attention(q, cache, indices, scale, cache_format="fp8_ds_mla", **options)
     attention_oracle.assert_close(out, lse, expected)
     assert decode == [4, 3]
     assert (lse[2:5] == -math.inf).all()
@@ -116,7 +118,8 @@ def test_flash_mla_is_not_called_for_nothing(decode: list[int], num_tokens: int,
 def test_flat_sparse_attention_holds_the_contract(
     head_dim: int, base: float, added: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its prefill takes any index and lengths; its lse has a base of the build's."""
+    """Its prefill takes any index and lengths; its lse has a base of the build's. Scales have both signs."""
+    softmax_scale = SCALE if head_dim == 576 else -SCALE
 
     def run(q, kv, indices, scale, d_v, sink, topk_length, *_):
         assert d_v == 512
@@ -143,8 +146,8 @@ def test_flat_sparse_attention_holds_the_contract(
     indices[1] = -1
     options = {"topk_length": torch.tensor([70, 70, 0, 9, 500], dtype=torch.int32), "attn_sink": torch.randn(17)}
     out, lse = torch.full((5, 17, 512), math.nan).bfloat16(), torch.full((5, 17), math.nan)
-    flash_mla.sparse_attention(q, kv, indices, SCALE, **options, out=out, lse=lse)
-    expected = attention_oracle.attention(q, kv.unsqueeze(1), indices, SCALE, **options)
+    flash_mla.sparse_attention(q, kv, indices, softmax_scale, **options, out=out, lse=lse)
+    expected = attention_oracle.attention(q, kv.unsqueeze(1), indices, softmax_scale, **options)
     attention_oracle.assert_close(out, lse, expected)
     assert (lse[1:3] == -math.inf).all()
     library._destroy()

@@ -477,14 +477,18 @@ def test_a_captured_step_replays(cache_format: str, num_heads: int, lowering: st
 
 @pytest.mark.parametrize("num_heads", [1, 16, 64, 100, 128])
 def test_flash_mla_holds_the_contract(num_heads: int) -> None:
-    """Padded heads, any top-k, lengths, garbage, sinks, translation; scales are powers of two, all that it decodes."""
+    """Padded heads, any top-k, lengths, garbage, sinks, translation, scales of both signs.
+
+    Those of keys are powers of two, all that it decodes. Of scores it scales the largest product, which a scale below 0
+    makes the smallest score.
+    """
     if dispatch.unsupported_reason("flash_mla", call := paged_call(num_heads)) is not None:
         pytest.skip(str(dispatch.unsupported_reason("flash_mla", call)))
     device = torch.device("cuda")
     cache = allocate_cache("fp8_ds_mla", 50, 64, device=device)
     latent, rope = torch.randn(3200, 512, device=device).bfloat16(), torch.randn(3200, 64, device=device).bfloat16()
     torch.ops.mla.concat_and_cache(latent, rope, cache, torch.arange(3200, device=device), "fp8_ds_mla")
-    for topk in (1, 100, 640):
+    for topk, scale in ((1, SCALE), (100, -16.0), (640, SCALE)):
         options = {
             "block_table": torch.randint(-5, 60, (4, 50), dtype=torch.int32, device=device),
             "req_id_per_token": torch.randint(-1, 5, (9,), dtype=torch.int32, device=device),
@@ -493,13 +497,22 @@ def test_flash_mla_holds_the_contract(num_heads: int) -> None:
         }
         q, indices = queries(9, num_heads, torch.bfloat16, device), some_indices(9, topk, 3200, device)
         with dispatch.override(paged_sparse_attention="flash_mla"):
-            check("flash_mla", q, cache, indices, "fp8_ds_mla", **options)
+            check("flash_mla", q, cache, indices, "fp8_ds_mla", softmax_scale=scale, **options)
         keys = torch.cat((latent, rope), dim=1)
         lengths = options["topk_length"]
         with dispatch.override(sparse_attention="flash_mla"):
-            out, lse = torch.ops.mla.sparse_attention(q, keys, indices, SCALE, topk_length=lengths)
+            out, lse = torch.ops.mla.sparse_attention(q, keys, indices, scale, topk_length=lengths)
         expected = attention_oracle.attention(
-            q, keys.unsqueeze(1), indices, SCALE, topk_length=lengths, operand=torch.bfloat16
+            q, keys.unsqueeze(1), indices, scale, topk_length=lengths, operand=torch.bfloat16
+        )
+        attention_oracle.assert_close(out, lse, expected)
+        positions = torch.arange(128, dtype=torch.int32, device=device).expand(9, -1)
+        paged = options["block_table"][:, :2].contiguous(), options["req_id_per_token"], lengths.clamp(max=128)
+        with dispatch.override(paged_attention="flash_mla"):
+            out, lse = torch.ops.mla.paged_attention(q, keys.view(50, 64, 576), *paged, scale, "bf16")
+        names = dict(zip(("block_table", "req_id_per_token", "topk_length"), paged, strict=True))
+        expected = attention_oracle.attention(
+            q, keys.view(50, 64, 576), positions, scale, operand=torch.bfloat16, **names
         )
         attention_oracle.assert_close(out, lse, expected)
 

@@ -165,7 +165,7 @@ class ContextParallel:
             lses = torch.where(lses == torch.inf, -torch.inf, lses)
             total = lses.logsumexp(0)
             mine = lses[self.rank] == -torch.inf
-            weight = torch.where(mine, 0.0, (lses[self.rank] - total).exp())
+            weight = lses.softmax(0)[self.rank]
             scaled = torch.where(mine.unsqueeze(-1), 0.0, out.float() * weight.unsqueeze(-1))
             # heads first: a reduce-scatter cuts the first dim
             scaled = scaled.transpose(0, 1).contiguous()

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from ..dispatch import Call, Lowering, Missing, is_installed
 from ..formats import LATENT_DIM, geometry
 from .alignment import aligned
-from .reference.sparse_attention import slots_or_minus_one, whole_query
+from .reference.sparse_attention import slots_or_minus_one, whole_query, with_positive_scale
 
 # its planning kernel keeps 20 bytes a row in shared memory and exits the process when they do not fit; below this
 # chunk no offset of 64 or 128 heads reaches 2**31 either
@@ -174,7 +174,8 @@ def paged_sparse_attention(
         return
     slots = slots_or_minus_one(kv_cache, indices, cache_format, topk_length, block_table, req_id_per_token)
     slots = _pad_indices(slots, DECODE_TOPK_MULTIPLE)
-    q, attn_sink = pad_query(whole_query(q, q_rope)), pad_sink(attn_sink)
+    q, softmax_scale = with_positive_scale(whole_query(q, q_rope), softmax_scale)
+    q, attn_sink = pad_query(q), pad_sink(attn_sink)
     provider, _ = find_provider()
     assert provider is not None
     op = getattr(torch.ops, provider.namespace).sparse_decode_fwd.default
@@ -221,6 +222,7 @@ def sparse_attention(
     assert provider is not None
     op = getattr(torch.ops, provider.namespace).sparse_prefill_fwd.default
     indices = _pad_indices(indices, PREFILL_TOPK_MULTIPLE)
+    q, softmax_scale = with_positive_scale(q, softmax_scale)
     arguments = (
         pad_query(q),
         aligned(kv).unsqueeze(1),
@@ -261,7 +263,8 @@ def paged_attention(
     provider, _ = find_provider()
     assert provider is not None
     op = getattr(torch.ops, provider.namespace).dense_decode_fwd.default
-    q, kv = aligned(whole_query(q, q_rope)), kv_cache.unsqueeze(2)
+    q, softmax_scale = with_positive_scale(whole_query(q, q_rope), softmax_scale)
+    q, kv = aligned(q), kv_cache.unsqueeze(2)
     for start in range(0, num_tokens, MAX_ROWS_PER_CALL):
         rows = slice(start, start + MAX_ROWS_PER_CALL)
         # not causal: every token is a request of one query; its schedule is planned inside the call, on the device

@@ -103,6 +103,12 @@ def _judge_attention(tokens: list[int], *, formats: tuple[str, ...] = ("",)) -> 
     return judge
 
 
+def _scale(draw: Draw, width: int) -> float:
+    """A scale of either sign, each of which has kernels of its own; one in nine makes scores act as argmax."""
+    sign = draw.form("sign of scales", 1, 1.0, 1.0, 1.0, -1.0)
+    return sign * width**-0.5 * 2.0 ** draw.pick(-2, -1, *[0] * 5, 1, 40)
+
+
 def paged_sparse_attention(draw: Draw) -> Case:
     cache_format, dtype = _format_and_dtype(draw, "paged", *LATENT_FORMATS)
     width = FORMATS[cache_format].head_dims[0]
@@ -117,7 +123,7 @@ def paged_sparse_attention(draw: Draw) -> Case:
         "q": draw.normal(num_tokens, heads, width, dtype=dtype, spread=2),
         "kv_cache": cache,
         "indices": draw.int32(0, slots, num_tokens, topk),
-        "softmax_scale": width**-0.5 * 2.0 ** draw.between(-2, 1),
+        "softmax_scale": _scale(draw, width),
         "cache_format": cache_format,
         "topk_length": draw.int32(0, topk + 2, num_tokens) if with_length else None,
         "attn_sink": _sink(draw, heads) if with_sink else None,
@@ -161,7 +167,7 @@ def sparse_attention(draw: Draw) -> Case:
         "q": draw.normal(num_tokens, heads, width, dtype=dtype, spread=2),
         "kv": draw.normal(num_kv, width, dtype=dtype, spread=1),
         "indices": draw.int32(0, num_kv, num_tokens, topk),
-        "softmax_scale": width**-0.5,
+        "softmax_scale": _scale(draw, width),
         "topk_length": draw.int32(0, topk + 2, num_tokens) if with_length else None,
         "attn_sink": _sink(draw, heads) if with_sink else None,
         "deterministic": draw.chance(0.2),
@@ -184,7 +190,7 @@ def paged_attention(draw: Draw) -> Case:
         "block_table": draw.int32(0, blocks, requests, columns),
         "req_id_per_token": draw.int32(0, requests, num_tokens),
         "key_lens": draw.int32(0, columns * block_size + 1, num_tokens),
-        "softmax_scale": width**-0.5,
+        "softmax_scale": _scale(draw, width),
         "cache_format": cache_format,
         "deterministic": draw.chance(0.2),
     }

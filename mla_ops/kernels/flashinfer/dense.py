@@ -19,7 +19,7 @@ import torch
 from ...dispatch import Call, Lowering, Missing, device_capability, into_buffers, is_installed
 from ...formats import LATENT_DIM, ROPE_DIM, geometry
 from ..alignment import aligned
-from ..reference.sparse_attention import whole_query
+from ..reference.sparse_attention import whole_query, with_positive_scale
 from ..torch_sdpa import empty_result, is_one_request_with_itself
 from .installation import api, is_capturing, missing_installation
 
@@ -251,7 +251,8 @@ def compute_paged(
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float32, device=q.device)
     if num_tokens == 0 or num_blocks == 0 or block_table.numel() == 0:
         return out, lse
-    q = aligned(whole_query(q, q_rope))
+    q, softmax_scale = with_positive_scale(whole_query(q, q_rope), softmax_scale)
+    q = aligned(q)
     blocks, lens = compact_blocks(block_table, req_id_per_token, key_lens, num_blocks, block_size)
     wrapper = _wrapper("BatchMLAPagedAttentionWrapper", _backend(q.device), q.device)
     step = rows_per_call(blocks.shape[1] * block_size)

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from ...dispatch import Call, Lowering, device_capability, into_buffers
 from ...formats import FORMATS, LATENT_DIM, ROPE_DIM, geometry
 from ..alignment import aligned
-from ..reference.sparse_attention import slots_or_minus_one, whole_query
+from ..reference.sparse_attention import slots_or_minus_one, whole_query, with_positive_scale
 from .installation import api, is_capturing, missing_installation
 
 PACKED = ("fp8_ds_mla", "fp8_ds_mla_v4")
@@ -237,8 +237,7 @@ def _sm100(
     """`[num_tokens, num_heads, 512]` and an lse in base 2."""
     ((cache, slots, _),) = selections
     num_tokens, num_heads, _ = q.shape
-    if softmax_scale < 0:  # its largest score is that of the products
-        q, softmax_scale = -q, -softmax_scale
+    q, softmax_scale = with_positive_scale(q, softmax_scale)
     q = _with_heads(q, num_heads if num_heads <= 64 else 128)
     heads = q.shape[1]
     pages, rows = pages_and_rows(cache, slots)

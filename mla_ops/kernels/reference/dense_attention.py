@@ -10,7 +10,7 @@ from ...dispatch import Lowering
 from ...formats import geometry
 from .cache import read_slots
 from .index import translate
-from .sparse_attention import MAX_GATHERED_BYTES, attend, whole_query
+from .sparse_attention import MAX_GATHERED_BYTES, attend, softmax_and_lse, whole_query
 
 
 def _attend_request(
@@ -35,12 +35,9 @@ def _attend_request(
             last = torch.arange(rows.start, rows.stop, device=q.device) + len_k - len_q
             hidden = torch.arange(len_k, device=q.device) > last.unsqueeze(1)
             scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
-        row_lse = torch.logsumexp(scores, dim=-1)
-        empty = row_lse == -torch.inf
-        weights = (scores - torch.where(empty, 0.0, row_lse).unsqueeze(-1)).exp()
+        weights, lse[rows] = softmax_and_lse(scores)
         weights = weights.unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
         out[rows] = torch.einsum("qhgk,khd->qhgd", weights, values).flatten(1, 2).to(out.dtype)
-        lse[rows] = row_lse
 
 
 def _starts(name: str, cu_seqlens: torch.Tensor, end: int) -> list[int]:

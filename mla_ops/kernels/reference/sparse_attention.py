@@ -20,6 +20,20 @@ def whole_query(q: torch.Tensor, q_rope: torch.Tensor | None) -> torch.Tensor:
     return q if q_rope is None else torch.cat((q, q_rope), dim=-1)
 
 
+def with_positive_scale(q: torch.Tensor, softmax_scale: float) -> tuple[torch.Tensor, float]:
+    """The same scores for kernels that take the largest product of a row before they scale it."""
+    return (-q, -softmax_scale) if softmax_scale < 0 else (q, softmax_scale)
+
+
+def softmax_and_lse(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights over the last dim, 0 where all scores are -inf, and the logarithm of the sum of exponentials.
+
+    Weights are not `exp(scores - lse)`: of large scores, an lse in float32 does not hold the logarithm of their number.
+    """
+    lse = torch.logsumexp(scores, dim=-1)
+    return torch.softmax(scores, dim=-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0), lse
+
+
 def attend(
     q: torch.Tensor,
     read: Callable[[torch.Tensor], torch.Tensor],
@@ -44,13 +58,10 @@ def attend(
         keys[live] = read(chosen)[place]
         scores = torch.einsum("thd,tkd->thk", q[rows].float(), keys) * softmax_scale
         scores = scores.masked_fill(~live.unsqueeze(1), -torch.inf)
-        row_lse = torch.logsumexp(scores, dim=-1)
-        empty = row_lse == -torch.inf
-        weights = (scores - torch.where(empty, 0.0, row_lse).unsqueeze(-1)).exp()
+        weights, row_lse = softmax_and_lse(scores)
         result = torch.einsum("thk,tkd->thd", weights, keys[..., :LATENT_DIM])
         if attn_sink is not None:
-            kept = torch.where(empty, 0.0, torch.sigmoid(row_lse - attn_sink))
-            result = result * kept.unsqueeze(-1)
+            result = result * torch.sigmoid(row_lse - attn_sink).masked_fill(row_lse == -torch.inf, 0.0).unsqueeze(-1)
         out[rows] = result.to(out.dtype)
         lse[rows] = row_lse
 
