@@ -16,11 +16,12 @@ from types import SimpleNamespace
 import fresh
 import pytest
 import torch
+import vllm_found
 
 from mla_ops.integrations import vllm as plugin
 from scripts import vllm_decode
 
-HAS_VLLM = plugin.importable()
+HAS_VLLM = vllm_found.importable()
 needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: python -m scripts.vllm_tests fetches it")
 
 if HAS_VLLM:
