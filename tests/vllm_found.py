@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 
 def importable() -> bool:
     """Whether vLLM itself can be imported. A part of it (a folder that holds its kernels alone) does not count."""
@@ -12,3 +14,8 @@ def importable() -> bool:
     return found is not None and any(
         (Path(root) / "plugins").is_dir() for root in found.submodule_search_locations or ()
     )
+
+
+needs_vllm = pytest.mark.skipif(
+    not importable(), reason="vLLM is not installed: python -m scripts.vllm_tests fetches it"
+)
