@@ -57,11 +57,16 @@ def read_keys(kv_cache: torch.Tensor, slots: torch.Tensor, cache_format: str) ->
     return dequantize(kv_cache[block[:, None], torch.cat((data, exponents), dim=1)], cache_format)
 
 
+def query_dtype(cache_format: str) -> torch.dtype:
+    """Of the queries and keys that go with a format."""
+    return formats.PLAIN.get(cache_format, torch.bfloat16)
+
+
 def fill_cache(kv_cache: torch.Tensor, cache_format: str, generator: torch.Generator, distinct: int = 1024) -> None:
     """Writes random keys to every slot: up to `distinct` different blocks, repeated."""
     num_blocks, block_size, _, head_dim = formats.geometry(kv_cache, cache_format)
     count, device = min(distinct, num_blocks), kv_cache.device
-    keys = torch.randn(count * block_size, head_dim, device=device, generator=generator).to(torch.bfloat16)
+    keys = torch.randn(count * block_size, head_dim, device=device, generator=generator).to(query_dtype(cache_format))
     latent, rope = keys.split([head_dim - formats.ROPE_DIM, formats.ROPE_DIM], dim=1)
     slots = torch.arange(count * block_size, device=device)
     torch.ops.mla.concat_and_cache(latent, rope, kv_cache, slots, cache_format)
@@ -129,11 +134,11 @@ def build_concat(num_tokens: int, cache_format: str, arguments: argparse.Namespa
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
     num_blocks = -(-4 * num_tokens // BLOCK_SIZE)
-    head_dim = formats.FORMATS[cache_format].head_dims[0]
+    head_dim, dtype = formats.FORMATS[cache_format].head_dims[0], query_dtype(cache_format)
     kv_cache = formats.allocate_cache(cache_format, num_blocks, BLOCK_SIZE, device=device)
 
     def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        keys = torch.randn(num_tokens, head_dim, device=device, generator=generator).to(torch.bfloat16)
+        keys = torch.randn(num_tokens, head_dim, device=device, generator=generator).to(dtype)
         latent, rope = (part.contiguous() for part in keys.split([head_dim - formats.ROPE_DIM, formats.ROPE_DIM], 1))
         slots = torch.randperm(num_blocks * BLOCK_SIZE, device=device, generator=generator)[:num_tokens]
         return latent, rope, slots
@@ -150,7 +155,7 @@ def build_concat(num_tokens: int, cache_format: str, arguments: argparse.Namespa
         return [common.exact("kv_cache", stored, quantized_values(latent, rope, cache_format))]
 
     shape: dict[str, int | str] = {"T": num_tokens, "format": cache_format}
-    bytes_moved = num_tokens * (2 * head_dim + 8 + formats.FORMATS[cache_format].bytes_per_token())
+    bytes_moved = num_tokens * (dtype.itemsize * head_dim + 8 + formats.FORMATS[cache_format].bytes_per_token())
     call = describe("concat_and_cache", sets[0][0], sets[0][1], kv_cache, sets[0][2], cache_format)
     return common.Case(call, shape, runs, kv_cache.zero_, check, bytes_moved)
 

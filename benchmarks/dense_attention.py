@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import attention, common
-from benchmarks.cache import fill_cache, read_keys
+from benchmarks.cache import fill_cache, query_dtype, read_keys
 from mla_ops import formats
 from mla_ops.kernels import flash_mla
 from mla_ops.registry import describe
@@ -235,7 +235,8 @@ def build_paged(
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
     entry = formats.FORMATS[cache_format]
-    head_dim, softmax_scale = 576, common.SOFTMAX_SCALES[576]
+    head_dim = entry.head_dims[0]
+    softmax_scale, dtype = common.SOFTMAX_SCALES[head_dim], query_dtype(cache_format)
     needed = sum(-(-length // attention.BLOCK_SIZE) for length in lengths)
     block_bytes = attention.BLOCK_SIZE * entry.bytes_per_token()
     num_blocks = attention.cache_blocks(needed, block_bytes, device.type == "cuda")
@@ -247,8 +248,7 @@ def build_paged(
     requests = torch.arange(num_tokens, dtype=torch.int32, device=device)
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     queries = [
-        torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(torch.bfloat16)
-        for _ in range(count)
+        torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(dtype) for _ in range(count)
     ]
     outputs = [attention.make_outputs(q) for q in queries]
 

@@ -48,7 +48,7 @@ from benchmarks.attention import (
     to_slots,
     variants,
 )
-from benchmarks.cache import fill_cache, magnitudes, read_keys, scale_keys
+from benchmarks.cache import fill_cache, magnitudes, query_dtype, read_keys, scale_keys
 from mla_ops import formats
 from mla_ops.registry import describe
 
@@ -92,9 +92,10 @@ def build_paged(
 ) -> common.Case:
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
-    head_dim = formats.LATENT_DIM + formats.ROPE_DIM
+    entry = formats.FORMATS[cache_format]
+    head_dim, row_bytes = entry.head_dims[0], entry.bytes_per_token()
+    dtype = query_dtype(cache_format)
     blocks_per_request = -(-max(context, topk) // BLOCK_SIZE)
-    row_bytes = formats.FORMATS[cache_format].bytes_per_token()
     on_gpu = device.type == "cuda" and not arguments.quick
     num_blocks = cache_blocks(num_tokens * blocks_per_request, BLOCK_SIZE * row_bytes, on_gpu)
     kv_cache = formats.allocate_cache(cache_format, num_blocks, BLOCK_SIZE, device=device)
@@ -107,7 +108,7 @@ def build_paged(
     softmax_scale = common.SOFTMAX_SCALES[head_dim]
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        q = torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(torch.bfloat16)
+        q = torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(dtype)
         local = random_selection(num_tokens, topk, blocks_per_request * BLOCK_SIZE, generator)
         chosen = local if arguments.request_local else to_slots(local, block_table)
         return q, PATTERNS[kind.pattern](chosen, generator)
@@ -164,6 +165,8 @@ def build_paged(
         attend(number, *outputs, query=(q, q_rope))
 
     def peers() -> dict[str, common.Peer]:
+        if cache_format not in ("fp8_ds_mla", "bf16"):  # V4's stand beside its two caches
+            return {}
         chosen = [(q, live_slots(indices)) for q, indices in sets]
         if cache_format == "fp8_ds_mla":
             theirs = flash_mla_peer.decode_peers(chosen, kv_cache, softmax_scale, compare)

@@ -29,13 +29,14 @@ from benchmarks.attention import (
     to_slots,
     variants,
 )
-from benchmarks.cache import fill_cache, read_keys
+from benchmarks.cache import fill_cache, query_dtype, read_keys
 from benchmarks.flash_mla_peer import Selection
 from mla_ops import formats
 from mla_ops.registry import describe
 
 WINDOW = 128
 HEAD_DIM = 512
+FORMATS = tuple(name for name in formats.LATENT_FORMATS if HEAD_DIM in formats.FORMATS[name].head_dims)
 # heads and keys of the extra cache: DeepSeek-V4's two models, and the first in four shards
 MODELS = ((64, 512), (128, 1024), (16, 512))
 
@@ -47,7 +48,7 @@ def build_case(
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda" and not arguments.quick
     row_bytes = formats.FORMATS[cache_format].bytes_per_token(HEAD_DIM)
-    softmax_scale = common.SOFTMAX_SCALES[HEAD_DIM]
+    softmax_scale, dtype = common.SOFTMAX_SCALES[HEAD_DIM], query_dtype(cache_format)
     attn_sink = torch.randn(num_heads, device=device, generator=generator)
 
     def make_cache(tokens_of_each: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +66,7 @@ def build_case(
         return torch.full((num_tokens,), width, dtype=torch.int32, device=device)
 
     def step() -> tuple[torch.Tensor, Selection, Selection]:
-        q = torch.randn(num_tokens, num_heads, HEAD_DIM, device=device, generator=generator).to(torch.bfloat16)
+        q = torch.randn(num_tokens, num_heads, HEAD_DIM, device=device, generator=generator).to(dtype)
         last = torch.randint(WINDOW - 1, 4 * WINDOW, (num_tokens, 1), device=device, generator=generator)
         window = last - torch.arange(WINDOW - 1, -1, -1, device=device)
         chosen = random_selection(num_tokens, extra_topk, extra_table.shape[1] * BLOCK_SIZE, generator)
@@ -156,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=common.integers, default=None)
     parser.add_argument("--heads", type=common.integers, default=None, help="of the models: 64, 128 and 16")
     parser.add_argument("--context", type=int, default=None, help="compressed tokens of each request")
-    parser.add_argument("--cache-formats", type=common.cache_formats, default=None)
+    parser.add_argument("--cache-formats", type=common.names_of(FORMATS.index, *FORMATS), default=None)
     parser.add_argument(
         "--peers", action="store_true", help="time FlashMLA's own ops beside ours, where it is installed"
     )

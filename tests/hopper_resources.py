@@ -20,6 +20,7 @@ from mla_ops.kernels.cuda.compiler import Resources
 from mla_ops.kernels.hopper import sources
 
 FILE = Path(__file__).with_suffix(".json")
+MAX_SHARED_BYTES = 227 * 1024  # a block's, dynamic and static together
 
 
 @dataclasses.dataclass(frozen=True)

@@ -577,3 +577,16 @@ def test_scores_of_every_kind_are_selected_from_and_neighbours_are_alike() -> No
     alike = {lag: (scores[:, lag:] * scores[:, :-lag]).mean().item() for lag in (1, indexer_topk.ALIKE)}
     assert alike[1] > 0.6
     assert abs(alike[indexer_topk.ALIKE]) < 0.1
+
+
+@pytest.mark.parametrize("family", ["cache", "dense_attention", "sparse_attention", "sparse_attention_extra"])
+def test_every_format_that_an_option_takes_runs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys in the dtype and width of the format; each case is built, described to dispatch and run once."""
+    module, cases = importlib.import_module(f"benchmarks.{family}"), []
+    monkeypatch.setattr(common, "run_benchmark", lambda _, built, __: cases.extend(case() for case in built) or 0)
+    names = getattr(module, "FORMATS", formats.LATENT_FORMATS)
+    assert module.main(["--quick", "--device", "cpu", "--cache-formats", ",".join(names)]) == 0
+    for case in cases:
+        case.runs[0]()
+        assert all(check.passed for check in case.check()), case.shape
+    assert {case.call.cache_format for case in cases} >= set(names)

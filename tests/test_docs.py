@@ -113,6 +113,15 @@ def test_files_that_a_page_names_exist() -> None:
             assert name in names, f"{page.name} names {name}, which is not there"
 
 
+def test_results_are_linked_and_name_no_machine() -> None:
+    """A path or a warning of the machine that ran a benchmark is no result."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for path in sorted((ROOT / "docs" / "results").iterdir()):
+        assert path.suffix == ".json" or f"{path.name})" in pages, f"no page links to {path.name}"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert not [line for line in lines if re.search(r"(^|[ \"])/\w+/|site-packages|Warning:", line)], path.name
+
+
 def test_pages_show_the_docstrings_and_examples_of_today() -> None:
     """`python scripts/op_reference.py` writes them; a page can be read without a site."""
     script = ROOT / "scripts" / "op_reference.py"

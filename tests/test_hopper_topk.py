@@ -9,10 +9,11 @@ import pytest
 import torch
 from attention_inputs import INT_MAX, INT_MIN
 from hopper_on_cpu import NO_COMPILER, build
+from hopper_resources import MAX_SHARED_BYTES
 from topk_oracle import KINDS, hard_rows, topk_oracle
 
 from mla_ops.kernels.cuda.compiler import RESERVED_SHARED_BYTES
-from mla_ops.kernels.hopper import sources, topk
+from mla_ops.kernels.hopper import topk
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 
@@ -171,7 +172,7 @@ def test_a_plan_fits_its_rows_and_an_sm() -> None:
                 assert plan.cluster == 1 or num_rows <= at_once[plan.cluster]
                 assert not plan.short or num_columns <= plan.chunk
                 assert not plan.held or k <= plan.cluster * plan.need(k) <= topk.SLOTS
-                assert plan.shared_bytes(k) <= sources.MAX_SHARED_BYTES
+                assert plan.shared_bytes(k) <= MAX_SHARED_BYTES
                 assert plan.short or plan.capacity(k) >= k + plan.chunk
                 assert plan.capacity(k) % 2 == 0
             plan = topk.plan_for(num_rows, num_columns, *H200, 2048)

@@ -98,7 +98,7 @@ def test_slots_of_a_table_that_is_garbage_in_part() -> None:
 
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 4096), (1, 131072), (64, 32768), (300, 16384)])
 def test_replays_with_other_lengths_and_work_beside_them_are_eager_to_the_bit(num_rows: int, num_columns: int) -> None:
-    k, rounds = 2048, 250
+    k, rounds = 2048, 1000
     scores = hard_rows("ten low bits", num_rows, num_columns, device="cuda")
     lengths = torch.randint(0, num_columns + 1, (rounds, num_rows), **INT32)
     lengths[0] = 0

@@ -94,6 +94,25 @@ def test_merge_strided(lowering: str, device: torch.device) -> None:
     assert (lse_buffer[:, [0, 1, 5, 6]] == 77).all()
 
 
+@pytest.mark.parametrize("num_parts", [2, 3, 9])
+def test_the_bits_of_a_row_depend_on_it_alone(lowering: str, device: torch.device, num_parts: int) -> None:
+    """Among others, alone, and at another place, of two parts and of any number."""
+    outs, lses = torch.randn(num_parts, 40, 3, 512, device=device).bfloat16(), torch.randn(num_parts, 40, 3) * 9
+    lses = lses.to(device)
+
+    def merge(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts, logarithms = outs[:, rows], lses[:, rows]
+        if num_parts == 2:
+            return torch.ops.mla.merge_attention_states(parts[0], logarithms[0], parts[1], logarithms[1])
+        return torch.ops.mla.merge_attention_states.stacked(parts, logarithms)
+
+    whole = merge(torch.arange(40, device=device))
+    for rows in ([7], [39, 7, 0], list(range(20, 3, -1))):
+        chosen = torch.tensor(rows, device=device)
+        for found, expected in zip(merge(chosen), whole, strict=True):
+            assert torch.equal(found, expected[chosen])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_heads", [1, 17, 128])
 def test_merge_at_real_sizes(num_heads: int) -> None:

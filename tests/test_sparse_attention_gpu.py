@@ -479,8 +479,8 @@ def test_a_captured_step_replays(cache_format: str, num_heads: int, lowering: st
 def test_flash_mla_holds_the_contract(num_heads: int) -> None:
     """Padded heads, any top-k, lengths, garbage, sinks, translation, scales of both signs.
 
-    Those of keys are powers of two, all that it decodes. Of scores it scales the largest product, which a scale below 0
-    makes the smallest score.
+    Scales of keys are powers of two, all that it decodes. It takes the largest product of a row and scales that, which
+    is the smallest score if the scale is below 0.
     """
     if dispatch.unsupported_reason("flash_mla", call := paged_call(num_heads)) is not None:
         pytest.skip(str(dispatch.unsupported_reason("flash_mla", call)))

@@ -16,14 +16,12 @@ from types import SimpleNamespace
 import fresh
 import pytest
 import torch
+from vllm_found import importable, needs_vllm
 
 from mla_ops.integrations import vllm as plugin
 from scripts import vllm_decode
 
-HAS_VLLM = plugin.importable()
-needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: python -m scripts.vllm_tests fetches it")
-
-if HAS_VLLM:
+if importable():
     import vllm
     import vllm_layer as tiny
     from vllm.config import AttentionConfig, set_current_vllm_config

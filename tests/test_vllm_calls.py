@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import vllm_found
 
-from mla_ops.integrations import vllm as plugin
-
-if not plugin.importable():
+if not vllm_found.importable():
     pytest.skip("vLLM is not installed: python -m scripts.vllm_tests fetches it", allow_module_level=True)
 
 import vllm

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm_found
 
 from mla_ops.integrations import vllm as plugin
 
-if not plugin.importable():
+if not vllm_found.importable():
     pytest.skip("vLLM is not installed: python -m scripts.vllm_tests fetches it", allow_module_level=True)
 
 import vllm_layer as tiny

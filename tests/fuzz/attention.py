@@ -106,7 +106,7 @@ def _judge_attention(tokens: list[int], *, formats: tuple[str, ...] = ("",)) -> 
 def _scale(draw: Draw, width: int) -> float:
     """A scale of either sign, each of which has kernels of its own; one in nine makes scores act as argmax."""
     sign = draw.form("sign of scales", 1, 1.0, 1.0, 1.0, -1.0)
-    return sign * width**-0.5 * 2.0 ** draw.pick(-2, -1, *[0] * 5, 1, 40)
+    return sign * width**-0.5 * 2.0 ** draw.pick(-2, -1, *[0] * 5, 1, 20)
 
 
 def paged_sparse_attention(draw: Draw) -> Case:

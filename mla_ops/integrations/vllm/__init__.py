@@ -12,11 +12,9 @@ them pays for a few dictionary entries. Switches are words in `MLA_OPS_VLLM`, se
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections.abc import Collection
-from pathlib import Path
 
 ENVIRONMENT_VARIABLE = "MLA_OPS_VLLM"
 WORDS = ("off", "force", "override", "indexer", "v4")
@@ -28,14 +26,6 @@ logger = logging.getLogger("mla_ops")
 
 def is_tested(version: str) -> bool:
     return ".".join(version.split(".")[:2]) in TESTED
-
-
-def importable() -> bool:
-    """Whether vLLM itself can be imported. A part of it (a folder that holds its kernels alone) does not count."""
-    found = importlib.util.find_spec("vllm")
-    return found is not None and any(
-        (Path(root) / "plugins").is_dir() for root in found.submodule_search_locations or ()
-    )
 
 
 def parse_words(value: str) -> frozenset[str]:

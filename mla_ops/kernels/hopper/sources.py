@@ -7,7 +7,6 @@ from pathlib import Path
 from ..cuda.compiler import Target
 from ..cuda.sources import Sources
 
-MAX_SHARED_BYTES = 227 * 1024  # a block's, dynamic and static together
 SM90A = Target("sm_90a", (12, 0))
 SOURCES = Sources(Path(__file__).parent, SM90A)
 
