@@ -10,7 +10,7 @@ import torch
 from attention_inputs import INT_MAX, INT_MIN
 from hopper_on_cpu import NO_COMPILER, build
 from hopper_resources import MAX_SHARED_BYTES
-from topk_oracle import KINDS, hard_rows, topk_oracle
+from topk_oracle import KINDS, hard_rows, sampled_columns, topk_oracle
 
 from mla_ops.kernels.cuda.compiler import RESERVED_SHARED_BYTES
 from mla_ops.kernels.hopper import topk
@@ -56,6 +56,20 @@ def test_the_best_are_those_of_a_stable_sort(library: ctypes.CDLL, kind: str, pl
         scores = hard_rows(kind, 2, num_columns)[:, 1:]
         got = run(library, plan, scores, 200, sorted=sorted)
         want = topk_oracle(scores, 200, sorted=sorted)
+        assert torch.equal(got[1], want[1])
+        assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["it alone sees", "it does not see"])
+@pytest.mark.parametrize(
+    "plan", [plan for plan in PLANS.values() if plan.gated < 2**20], ids=lambda plan: repr(plan[:5])
+)
+def test_a_sample_that_says_nothing_of_its_row(library: ctypes.CDLL, plan: topk.Plan, seen: bool) -> None:
+    """Peaks that the sample alone sees make a gate too high, others one too low."""
+    for num_columns in (1500, 6000):
+        scores = hard_rows("normal", 2, num_columns)
+        scores[:, sampled_columns(num_columns, plan.sampled) == seen] += 10
+        got, want = run(library, plan, scores, 200), topk_oracle(scores, 200)
         assert torch.equal(got[1], want[1])
         assert torch.equal(got[0], want[0])
 
@@ -162,7 +176,7 @@ H200 = (132, (66, 28, 17, 14, 7))  # SMs, and clusters of each size at one time:
 
 
 def test_a_plan_fits_its_rows_and_an_sm() -> None:
-    """Every k, so many CTAs as the plan says at the usual one; clusters that all run at one time."""
+    """Every k, so many CTAs as the plan says at the usual one; clusters that all run at one time, a CTA an SM."""
     at_once = dict(zip(topk.CLUSTERS, H200[1], strict=True))
     for num_rows in (1, 2, 7, 8, 14, 15, 16, 28, 29, 64, 66, 67, 128, 263, 264, 100_000):
         for num_columns in (1, 4096, 4097, 8192, 32768, 131072, topk.MAX_COLUMNS):
@@ -173,6 +187,8 @@ def test_a_plan_fits_its_rows_and_an_sm() -> None:
                 assert not plan.short or num_columns <= plan.chunk
                 assert not plan.held or k <= plan.cluster * plan.need(k) <= topk.SLOTS
                 assert plan.shared_bytes(k) <= MAX_SHARED_BYTES
+                alone = 2 * (plan.shared_bytes(k) + RESERVED_SHARED_BYTES) > topk.SM_SHARED_BYTES
+                assert alone or plan.cluster == 1
                 assert plan.short or plan.capacity(k) >= k + plan.chunk
                 assert plan.capacity(k) % 2 == 0
             plan = topk.plan_for(num_rows, num_columns, *H200, 2048)
