@@ -396,8 +396,8 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
     types = dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32") | {"cuts": "*i32", "out": "*bf16"}
     constants = {"BLOCK_S": dense_attention.MERGE_PARTS}
     yield Variant("merge_cuts", dense_attention_even._merge_cuts_kernel, types, constants)
-    if capability == 90:
-        yield from operand_variants(capability, DenseCase("fp8_ds_mla", torch.bfloat16, 576, 128))
+    for fmt in ("fp8_ds_mla", "bf16"):
+        yield from operand_variants(capability, DenseCase(fmt, torch.bfloat16, 576, 128))
 
 
 def dense_case(capability: int, case: DenseCase, packed: bool) -> tuple[str, dict[str, str], Options]:
@@ -434,7 +434,8 @@ def operand_variants(capability: int, case: DenseCase) -> Iterator[Variant]:
     keys = cache_keys(capability, case.cache_format, "fp8_half" if tile.half else mode, case.dim, translated=True)
     for partial in (False, True):
         options = replace(variant.constants["OPTIONS"], tile=tile, keys=keys, partial=partial)
-        types = variant.types | {"out": "*fp16" if partial else f"*{SHORT[case.dtype]}"}
+        part = "*fp16" if tile.half else "*fp32"
+        types = variant.types | {"out": part if partial else f"*{SHORT[case.dtype]}"}
         types["uneven"] = "none" if partial else "*i32"
         name = variant.name.replace("]", f", {'parts' if partial else 'rows'}]")
         yield Variant(name, variant.kernel, types, {"OPTIONS": options}, {"num_warps": tile.num_warps})
