@@ -13,7 +13,7 @@ from .sparse_attention_device import (
     store_result,
     total_weight,
 )
-from .sparse_attention_keys import HALF_SCALE, HALF_WEIGHT, is_half, look_up_block
+from .sparse_attention_keys import HALF_WEIGHT, is_half, look_up_block
 from .sparse_attention_wide import attend_whole, is_whole, load_query_whole
 
 
@@ -49,7 +49,7 @@ def attend_row(queries, place, cache, span, scale_log2, results, num_splits, OPT
     first = look_up_block(cache, begin, end)
     state = attend_whole(whole, scratch, live_head, cache, None, (begin, begin, end), first, scale_log2, OPTIONS)
     if is_half(OPTIONS.keys):
-        acc, top, sums = state
+        acc, top, sums, unit = state
         total = total_weight(sums)
         broken = tl.max((total != total).to(tl.int32), 0)
         units = num_splits * lse_strides[0]
@@ -65,8 +65,8 @@ def attend_row(queries, place, cache, span, scale_log2, results, num_splits, OPT
                 store_result(exact, place, results, OPTIONS)
         else:
             halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
-            # averages of keys, which are float16 times HALF_SCALE, are too
-            SCALE: tl.constexpr = HALF_WEIGHT if OPTIONS.partial else HALF_SCALE * HALF_WEIGHT
-            store_result(halves, place, results, OPTIONS, SCALE, units, 1.0 / HALF_SCALE)
+            # averages of keys, which are float16 in a unit, are too
+            scale = 1.0 / HALF_WEIGHT if OPTIONS.partial else (1.0 / HALF_WEIGHT) / unit
+            store_result(halves, place, results, OPTIONS, scale, units, 1.0 / unit)
     else:
         store_result(state, place, results, OPTIONS)

@@ -26,7 +26,6 @@ from .sparse_attention_device import (
 )
 from .sparse_attention_extra import _attend_extra_kernel
 from .sparse_attention_keys import (
-    HALF_SCALE,
     HALF_WEIGHT,
     Keys,
     divider,
@@ -231,7 +230,7 @@ def _attend_kernel(
         query = (q_rows, live_head, queries)
         state = attend_keys(query, new_state(OPTIONS), cache, index_row, (begin, end), scale_log2, None, OPTIONS)
     if is_half(KEYS):
-        acc, top, sums = state
+        acc, top, sums, unit = state
         total = total_weight(sums)
         broken = tl.max((total != total).to(tl.int32), 0)
         if broken > 0:
@@ -246,10 +245,10 @@ def _attend_kernel(
                 store_result(exact, place, results, OPTIONS)
         else:
             halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
-            # averages of keys, which are float16 times HALF_SCALE, are too
-            SCALE: tl.constexpr = HALF_WEIGHT if PARTIAL else HALF_SCALE * HALF_WEIGHT
+            # averages of keys, which are float16 in a unit, are too
+            scale = 1.0 / HALF_WEIGHT if PARTIAL else (1.0 / HALF_WEIGHT) / unit
             units = num_splits * stride_lse_split
-            store_result(halves, place, results, OPTIONS, SCALE, units, 1.0 / HALF_SCALE)
+            store_result(halves, place, results, OPTIONS, scale, units, 1.0 / unit)
     else:
         store_result(state, place, results, OPTIONS)
 
