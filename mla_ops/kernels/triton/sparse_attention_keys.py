@@ -15,7 +15,6 @@ from .rows import FP8_ROPE_AT, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_
 # 128 is within float16; of the least scales it holds seven bits. A row's largest weight is HALF_WEIGHT.
 HALF_LEAST = tl.constexpr(2.0**-19)
 HALF_MOST = tl.constexpr(2.0**7)
-HALF_MIDDLE = tl.constexpr(-6)
 HALF_EXPONENT = tl.constexpr(8.0)
 HALF_WEIGHT = tl.constexpr(2.0**8)
 
@@ -391,7 +390,8 @@ def half_unit(cache, places, KEYS: tl.constexpr):
     middle = tl.where(most > 0, (most + least + 1) >> 1, 127 - 8)
     # the largest one's exponent is below HALF_MOST's in any case
     middle = tl.minimum(tl.maximum(middle, most - 11), 247)
-    return ((254 + HALF_MIDDLE - middle) << 23).to(tl.float32, bitcast=True)
+    # times the middle one, 2**(middle - 127): 2**-6
+    return ((127 + 127 - 6 - middle) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
