@@ -209,7 +209,8 @@ def paged_attention(
         programs, head_blocks = cdiv(num_tokens, together), 1
     else:
         evenly, together = group_tile(capability(q.device), num_heads, mode), 1
-        alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic)
+        # by the device alone: parts make as many programs as it has room for
+        alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic=True)
         chosen = _tile_of_rows(capability(q.device), num_heads, mode, alone, softmax_scale, sizes.block_size)
         programs, head_blocks = num_tokens, cdiv(num_heads, chosen.block_h)
     capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)
