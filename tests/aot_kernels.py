@@ -427,17 +427,18 @@ def walk_variant(capability: int, case: DenseCase, packed: bool) -> Variant:
 
 
 def operand_variants(capability: int, case: DenseCase) -> Iterator[Variant]:
-    """Whole rows and parts in tiles of the sparse kernels."""
-    variant = walk_variant(capability, case, packed=False)
+    """Whole rows and parts in tiles of the sparse kernels, and parts in tiles of which an SM has room for two."""
+    variant, device = walk_variant(capability, case, packed=False), (capability // 10, capability % 10)
     mode = sparse_attention.operand_mode(case.dtype, case.cache_format)
-    tile = dense_attention.paged_tile((capability // 10, capability % 10), case.num_heads, mode)
-    keys = cache_keys(capability, case.cache_format, "fp8_half" if tile.half else mode, case.dim, translated=True)
-    for partial in (False, True):
+    tiles = [dense_attention.paged_tile(device, case.num_heads, mode, alone) for alone in (True, False)]
+    kinds = [("rows", tiles[0]), ("parts", tiles[0]), ("parts beside", tiles[1])]
+    for kind, tile in kinds[: 2 if tiles[0] == tiles[1] else 3]:
+        keys = cache_keys(capability, case.cache_format, "fp8_half" if tile.half else mode, case.dim, translated=True)
+        partial, part = kind != "rows", "*fp16" if tile.half else "*fp32"
         options = replace(variant.constants["OPTIONS"], tile=tile, keys=keys, partial=partial)
-        part = "*fp16" if tile.half else "*fp32"
         types = variant.types | {"out": part if partial else f"*{SHORT[case.dtype]}"}
         types["uneven"] = "none" if partial else "*i32"
-        name = variant.name.replace("]", f", {'parts' if partial else 'rows'}]")
+        name = variant.name.replace("]", f", {kind}]")
         yield Variant(name, variant.kernel, types, {"OPTIONS": options}, {"num_warps": tile.num_warps})
 
 

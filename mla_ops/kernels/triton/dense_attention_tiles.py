@@ -176,6 +176,8 @@ def paged_tile(
     `alone` as there. Groups of 128 dims take twice the time.
     """
     chosen = sparse_attention.tile(device_capability, num_heads, mode, alone)
+    if not chosen.apart:  # SM80 has no room for two programs whose warps share the dims
+        chosen = sparse_attention.tile(device_capability, num_heads, mode)
     return chosen if chosen.apart and mode != "fp8_v4" else group_tile(device_capability, num_heads, mode)
 
 
