@@ -173,11 +173,11 @@ def paged_tile(
 ) -> sparse_attention.Tile:
     """Heads x keys of rows that are cut by shapes, where a tile lies in one block: those of the sparse kernels.
 
-    `alone` as there. Groups of 128 dims take twice the time.
+    `alone` as there, of plain keys: over fp8_ds_mla tiles of which an SM has room for two spill 176 bytes. SM80 has
+    no room for two of plain keys whose warps share the dims. Groups of 128 dims take twice the time.
     """
+    alone |= mode != "plain" or device_capability == (8, 0)
     chosen = sparse_attention.tile(device_capability, num_heads, mode, alone)
-    if not chosen.apart:  # SM80 has no room for two programs whose warps share the dims
-        chosen = sparse_attention.tile(device_capability, num_heads, mode)
     return chosen if chosen.apart and mode != "fp8_v4" else group_tile(device_capability, num_heads, mode)
 
 
