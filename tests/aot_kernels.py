@@ -33,6 +33,7 @@ from mla_ops.kernels.triton import (
     step_metadata,
 )
 from mla_ops.kernels.triton.attention_options import Options, attention_options
+from mla_ops.kernels.triton.e4m3 import decode_method
 
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
 
@@ -78,6 +79,7 @@ def cache_variants(capability: int) -> Iterator[Variant]:
         planar = fmt == "fp8_v4"
         constants = {"FP8": element == "u8", "PLANAR": planar, "ROW_WIDTH": width, "LATENT": 512}
         constants |= {"ROPE": 0 if planar else 64, "ROWS": cache.GATHER_ROWS}
+        constants["DECODE"] = decode_method((capability // 10, capability % 10))
         types = {"kv_cache": f"*{element}", "out": f"*{out}", **ints}
         yield Variant(f"gather[{fmt}]", cache._gather_kernel, types, constants)
 
@@ -216,7 +218,7 @@ def step_metadata_variants(capability: int) -> Iterator[Variant]:
 
 def cache_keys(capability: int, cache_format: str, mode: str, dim: int, translated: bool) -> sparse_attention.Keys:
     entry = FORMATS[cache_format]
-    decode = sparse_attention.decode_method((capability // 10, capability % 10)) if entry.quantized else ""
+    decode = decode_method((capability // 10, capability % 10)) if entry.quantized else ""
     row_width = entry.data_bytes or entry.row_width(dim)
     in_line = not translated and not mode.startswith("fp8_v4")
     return sparse_attention.Keys(mode, row_width, 16 // entry.dtype.itemsize, in_line, translated, decode)

@@ -10,6 +10,7 @@ from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, get_format
 from .attention_options import Tile, attention_options, make_tile, of_second_walk
 from .common import KEEPS_OPERANDS, Pages, capability, cdiv, num_sms, shared_of_sm, sized_jit
+from .e4m3 import decode_method
 from .index import convert_req_index_to_global_index
 from .rounds import Shares, parts_of, rounds_of
 from .sparse_attention_device import (
@@ -110,13 +111,6 @@ def looks_at_indices(keys: Keys, chosen: Tile, partial: bool, has_length: bool) 
     if keys.operands not in ("fp8_half", "plain") or not chosen.apart or KEEPS_OPERANDS:
         return False
     return not (partial and has_length) and not (keys.decode == "packed" and chosen.num_warps == 4)
-
-
-def decode_method(device_capability: tuple[int, int]) -> str:
-    """How e4m3 is converted on a device, for `Keys.decode`."""
-    if device_capability[0] < 8:
-        return "portable"
-    return "packed" if device_capability < (8, 9) else "hardware"
 
 
 def wanted_programs(device_capability: tuple[int, int], block_h: int, sms: int) -> int:

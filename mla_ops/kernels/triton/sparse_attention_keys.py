@@ -11,8 +11,8 @@ from .common import Constant
 from .e4m3 import decode, decode_scale, decode_scale_bf16
 from .rows import FP8_ROPE_AT, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
 
-# float16 operands of fp8_ds_mla: scales times a program's unit (`half_unit`), of 0 and in [HALF_LEAST, HALF_MOST). 448 *
-# 128 is within float16; of the least scales it holds seven bits. A row's largest weight is HALF_WEIGHT.
+# float16 operands of fp8_ds_mla: scales times a program's unit (`half_unit`), of 0 and in [HALF_LEAST, HALF_MOST). It
+# holds 448 * 128, and of the least scales seven bits. A row's largest weight is HALF_WEIGHT.
 HALF_LEAST = tl.constexpr(2.0**-19)
 HALF_MOST = tl.constexpr(2.0**7)
 HALF_EXPONENT = tl.constexpr(8.0)

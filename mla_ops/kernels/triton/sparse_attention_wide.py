@@ -163,10 +163,10 @@ def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.conste
 def _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """The state after one tile of keys, and the scale of each head's scores. MASKED: some keys may not be there.
 
-    `scales` are those of scores over 512 dims, a head, and behind them, and the unit of keys. Code behind the first condition (`sure`)
-    comes last in the loop: the copies of the next tile begin before the products. Where the compiler sees that a
-    product goes into another, it gives all groups of warps all of it: hence the second, and with `mma.sync` the third.
-    Newer compilers move what lies between branch and product.
+    `scales` are those of scores over 512 dims, a head, and behind them, and the keys' unit. Code behind the first
+    condition (`sure`) comes last in the loop: the copies of the next tile begin before the products. Where the compiler
+    sees that a product goes into another, it gives all groups of warps all of it: hence the second, and with `mma.sync`
+    the third. Newer compilers move what lies between branch and product.
 
     Products of scores that run on stand before the conditions: the compiler waits for them where they are used, if they
     are used behind a condition, are operands from copies and go on to the next turn (`_keep`).
