@@ -79,7 +79,10 @@ def cache_variants(capability: int) -> Iterator[Variant]:
         planar = fmt == "fp8_v4"
         constants = {"FP8": element == "u8", "PLANAR": planar, "ROW_WIDTH": width, "LATENT": 512}
         constants |= {"ROPE": 0 if planar else 64, "ROWS": cache.GATHER_ROWS}
-        constants["DECODE"] = decode_method((capability // 10, capability % 10))
+        constants |= {
+            "DECODE": decode_method((capability // 10, capability % 10)),
+            "OUT_UNIT": 4 if out == "fp32" else 8,
+        }
         types = {"kv_cache": f"*{element}", "out": f"*{out}", **ints}
         yield Variant(f"gather[{fmt}]", cache._gather_kernel, types, constants)
 

@@ -11,6 +11,7 @@ from .common import capability, cdiv, sized_jit
 from .e4m3 import decode_by, decode_method, decode_scale, encode, exponent_of, narrow_by
 from .requests import Blocks, find_block, find_request
 from .rows import FP8_ROPE_AT, FP8_ROW_BYTES, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
+from .splits import output_unit
 
 # rows a program gathers: 8 rows of 576 in bfloat16 are 36 values a thread, and one 16-byte load each in flight
 GATHER_ROWS = 8
@@ -156,6 +157,7 @@ def _gather_kernel(
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
     DECODE: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
 ):
     """Dequantises ROWS rows of the workspace.
 
@@ -181,7 +183,7 @@ def _gather_kernel(
 
     UNIT: tl.constexpr = 16 // (kv_cache.dtype.element_ty.primitive_bitwidth // 8)
     start = kv_cache + (block * (stride_block_16 * UNIT) + place * ROW_WIDTH)[:, None]
-    target = out + (out_row * stride_out)[:, None]
+    target = out + (out_row * (stride_out * OUT_UNIT))[:, None]
     latent = tl.arange(0, LATENT)[None, :]
     if PLANAR:
         scale_at = block_size.to(tl.int64) * V4_ROW_BYTES + place * V4_SCALE_BYTES
@@ -287,7 +289,7 @@ def gather_cache(
     num_requests, max_blocks = block_table.shape
     if num_rows == 0 or num_requests == 0:
         return
-    entry = get_format(cache_format)
+    entry, out_unit = get_format(cache_format), output_unit(out)
     _gather_kernel[(cdiv(num_rows, GATHER_ROWS),)](
         kv_cache,
         block_table,
@@ -304,7 +306,7 @@ def gather_cache(
         block_size,
         block_stride // 16,
         block_table.stride(0),
-        out.stride(0),
+        out.stride(0) // out_unit,
         FP8=entry.quantized,
         PLANAR=entry.planar,
         ROW_WIDTH=entry.data_bytes or entry.row_width(head_dim),
@@ -312,6 +314,7 @@ def gather_cache(
         ROPE=ROPE_DIM if head_dim > LATENT_DIM else 0,
         ROWS=GATHER_ROWS,
         DECODE=decode_method(capability(kv_cache.device)),
+        OUT_UNIT=out_unit,
         num_warps=4,
     )
 
