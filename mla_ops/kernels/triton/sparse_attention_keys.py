@@ -12,8 +12,8 @@ from .e4m3 import decode, decode_scale, decode_scale_bf16
 from .rows import FP8_ROPE_AT, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
 
 # float16 operands of fp8_ds_mla: scales times a program's unit (`half_unit`), of 0 and in [HALF_LEAST, HALF_MOST). It
-# holds 448 * 128, and of the least scales seven bits. A row's largest weight is HALF_WEIGHT.
-HALF_LEAST = tl.constexpr(2.0**-19)
+# holds 448 * 128, and the least scales in four bits. A row's largest weight is HALF_WEIGHT.
+HALF_LEAST = tl.constexpr(2.0**-21)
 HALF_MOST = tl.constexpr(2.0**7)
 HALF_EXPONENT = tl.constexpr(8.0)
 HALF_WEIGHT = tl.constexpr(2.0**8)
@@ -376,20 +376,25 @@ def _scaled_operand(byte, scales, FIRST: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def half_unit(cache, places, KEYS: tl.constexpr):
+def load_exponents(cache, places, KEYS: tl.constexpr):
+    """Exponents of the scales of a tile, `[keys, 4]`, for `half_unit`: 0 where there is no key."""
+    place, _scale_place, valid = places
+    scales = (rows_at(cache[0], place, KEYS) + FP8_SCALES_AT).to(tl.pointer_type(tl.int32))
+    return tl.load(scales[:, None] + tl.arange(0, 4)[None, :], mask=valid[:, None], other=0) >> 23
+
+
+@triton.jit
+def half_unit(exponent):
     """The power of two that scales are multiplied with, by those of a program's first tile: into float16's middle.
 
-    Scales that are 0, no numbers or not there do not count.
+    Scales that are 0 or no numbers do not count.
     """
-    place, _scale_place, valid = places
-    at = (rows_at(cache[0], place, KEYS) + FP8_SCALES_AT).to(tl.pointer_type(tl.int32))[:, None]
-    exponent = tl.load(at + tl.arange(0, 4)[None, :], mask=valid[:, None], other=0) >> 23
     counts = (exponent > 0) & (exponent < 255)
     most = tl.max(tl.max(tl.where(counts, exponent, 0), 1), 0)
     least = tl.min(tl.min(tl.where(counts, exponent, 255), 1), 0)
     middle = tl.where(most > 0, (most + least + 1) >> 1, 127 - 8)
-    # the largest one's exponent is below HALF_MOST's in any case
-    middle = tl.minimum(tl.maximum(middle, most - 11), 247)
+    # two octaves above the largest scale, whatever the least
+    middle = tl.minimum(tl.maximum(middle, most - 10), 247)
     # times the middle one, 2**(middle - 127): 2**-6
     return ((127 + 127 - 6 - middle) << 23).to(tl.float32, bitcast=True)
 

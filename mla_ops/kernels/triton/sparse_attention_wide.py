@@ -19,6 +19,7 @@ from .sparse_attention_keys import (
     half_operand,
     half_unit,
     is_half,
+    load_exponents,
     load_rope,
     locate,
     locate_in_block,
@@ -74,7 +75,7 @@ def load_query_whole(q_rows, live_head, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _halve_query(latent, scale_log2, unit, go):
+def _halve_query(latent, scale_log2, go):
     """Q for float16 keys: float16 up to a power of two a head, of which scores are freed by their scale, `[heads]`.
 
     The largest value is at most 2**15, so that what float16 loses is 2**-40 of it. The dims behind 512 stay bfloat16,
@@ -88,7 +89,7 @@ def _halve_query(latent, scale_log2, unit, go):
     exponent = tl.maximum((top >> 7) - (127 + 14), -100)
     down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-    return (widen(latent) * down).to(tl.float16), up * (scale_log2 / unit)
+    return (widen(latent) * down).to(tl.float16), up * scale_log2
 
 
 @triton.jit
@@ -316,12 +317,15 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
             places = locate_in_block(cache, first, begin, span[2], OPTIONS)
         else:
             places = locate(cache, first, KEYS)
-        unit = half_unit(cache, places, KEYS)
-        latent, scale = _halve_query(latent, scale_log2, unit, begin >= 0)
+        # on their way while queries become operands
+        exponents = load_exponents(cache, places, KEYS)
+        latent, scale = _halve_query(latent, scale_log2, begin >= 0)
         if in_two(OPTIONS):
             latent = split_dims(latent)
         else:
             latent = _apart(latent)
+        unit = half_unit(exponents)
+        scale /= unit
     _, _, _, _, top, sums = new_state(OPTIONS)
     running = top
     if scores_run_on(OPTIONS):
