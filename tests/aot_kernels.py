@@ -26,6 +26,7 @@ from mla_ops.kernels.triton import (
     indexer,
     indexer_cache,
     indexer_topk,
+    indexer_topk_rows,
     merge,
     sparse_attention,
     sparse_attention_extra,
@@ -157,9 +158,12 @@ def indexer_variants(capability: int) -> Iterator[Variant]:
 
 def topk_variants(capability: int) -> Iterator[Variant]:
     types, options = indexer_types(), {"num_warps": indexer_topk.NUM_WARPS}
-    for name, given in (("slots", types), ("columns", {**types, "block_table": "none"})):
-        constants = {"COLUMNS": indexer_topk.COLUMNS}
-        yield Variant(f"topk[{name}]", indexer_topk._topk_kernel, given, constants, options)
+    whole = {**types, "columns": "none", "kept_scores": "none"}
+    pieces = {**types, "block_table": "none", "columns": "none", "kept_scores": "*fp32", "valid_counts": "none"}
+    for name, given in (("slots", whole), ("pieces", pieces), ("of pieces", {**whole, "columns": "*i32"})):
+        size = indexer_topk_rows.piece_size(2048)
+        warps = {"num_warps": size // 512}
+        yield Variant(f"topk[{name}]", indexer_topk_rows._select_kernel, given, {"PIECE": size}, warps)
     yield Variant("topk_order", indexer_topk._order_kernel, types, {"RANKED": indexer_topk.RANKED})
     yield Variant("topk_keep", indexer_topk._keep_kernel, types, {"BLOCK": 4096}, options)
     yield Variant("topk_translate", indexer_topk._translate_kernel, types, {"BLOCK": 1024})
