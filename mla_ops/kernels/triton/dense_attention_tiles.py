@@ -1,7 +1,7 @@
 """Sizes of the dense attention kernels' programs and how many there are, by shapes and by the device."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -178,6 +178,8 @@ def paged_tile(
     """
     alone |= mode != "plain" or device_capability == (8, 0)
     chosen = sparse_attention.tile(device_capability, num_heads, mode, alone)
+    if sparse_attention.KEEPS_OPERANDS and chosen.half:  # else spills 168 to 248 bytes
+        chosen = replace(chosen, block_n=32)
     return chosen if chosen.apart and mode != "fp8_v4" else group_tile(device_capability, num_heads, mode)
 
 
