@@ -178,7 +178,7 @@ def paged_tile(
     """
     alone |= mode != "plain" or device_capability == (8, 0)
     chosen = sparse_attention.tile(device_capability, num_heads, mode, alone)
-    if sparse_attention.KEEPS_OPERANDS and chosen.half:  # else spills 168 to 248 bytes
+    if sparse_attention.KEEPS_OPERANDS and chosen.apart and chosen.block_h == 64:  # else spills in its loop
         chosen = replace(chosen, block_n=32)
     return chosen if chosen.apart and mode != "fp8_v4" else group_tile(device_capability, num_heads, mode)
 
