@@ -63,9 +63,9 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str, alone: b
         return make_tile(16, 16, 8 if mode == "fp8_v4_exact" else 4, 0)
     if device_capability[0] < 8:  # AMD, and the interpreter: 64 KB
         return make_tile(16, 32, 4, 0)
-    if num_heads > (32 if mode == "fp8_v4" else 16) and device_capability[0] == 9:
+    if num_heads > 16 and device_capability[0] == 9:
         return make_tile(64, 64, 8, 1, half=mode == "fp8", apart=True, early=True)
-    if num_heads <= 16 or (mode == "fp8_v4" and device_capability[0] == 9):
+    if num_heads <= 16:
         return make_tile(16, 32, 4, 2)
     if mode == "fp8_v4":
         return make_tile(32, 32, 4, 1)
@@ -474,7 +474,10 @@ def paged_sparse_attention_extra(
     mode, extra_mode = operand_modes(q.dtype, cache_format, extra_cache_format)
     sizes = cache_sizes(kv_cache, cache_format, mode, block_table is not None)
     extra = cache_sizes(extra_kv_cache, extra_cache_format, extra_mode, extra_block_table is not None)
-    chosen = two_cache_tile(capability(q.device), num_heads, (sizes.keys, extra.keys))
+    heads = num_heads
+    if num_heads <= 32 and capability(q.device)[0] == 9:  # elsewhere few rows have not been timed
+        heads = tile_heads(num_tokens, num_heads, deterministic)
+    chosen = two_cache_tile(capability(q.device), heads, (sizes.keys, extra.keys))
     head_blocks = cdiv(num_heads, chosen.block_h)
     wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
     single = has_its_sm(capability(q.device), chosen)
