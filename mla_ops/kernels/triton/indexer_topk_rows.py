@@ -13,7 +13,7 @@ import triton.language as tl
 from .common import cdiv, sized_jit
 from .requests import ANY_BLOCK, Blocks, find_slot, request_of
 
-# numbers of a piece, at least; 16 a thread
+# numbers of a piece, at least
 PIECE = 4096
 
 
@@ -28,15 +28,15 @@ def order_of(score):
 
 
 @triton.jit
-def _kth_largest(number, k):
-    """The `k`-th largest of uint32 numbers; 0 if it is none of those above."""
+def _least_kept(number, k):
+    """The `k`-th largest of uint32 numbers, or another one that `k` of them are as large as; 0 if `k` are not above."""
     least = tl.full((), 0, tl.uint32)
     bit = tl.full((), 0x80000000, tl.uint32)
-    for _ in range(32):
+    while bit != 0:
         trial = least | bit
         count = tl.sum((number >= trial).to(tl.int32), 0)
         least = tl.where(count >= k, trial, least)
-        bit = bit >> 1
+        bit = tl.where(count == k, 0, bit >> 1)
     return least
 
 
@@ -62,6 +62,7 @@ def _select_kernel(
     stride_kept: tl.int64,
     stride_indices: tl.int64,
     PIECE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Writes the columns, or slots, of the largest scores of a piece of a row, in the order in which they stand.
 
@@ -73,7 +74,7 @@ def _select_kernel(
     piece = tl.program_id(1)
     entry = tl.arange(0, PIECE)
     place = piece * PIECE + entry
-    row = scores + token * stride_scores
+    row = scores + token * (stride_scores * UNIT)
     if columns is None:
         start = 0
         end = num_columns
@@ -84,19 +85,20 @@ def _select_kernel(
         valid = (place >= start) & (place < end)
         column = place
     else:
-        column = tl.load(columns + token * stride_columns + place, mask=place < num_columns, other=-1)
+        column = tl.load(columns + token * (stride_columns * UNIT) + place, mask=place < num_columns, other=-1)
         valid = column >= 0
     score = tl.load(row + place, mask=valid, other=0.0)
     number = (order_of(score) ^ -0x80000000).to(tl.uint32, bitcast=True)
     number = tl.where(valid, number, 0)
     kept = valid
     if tl.sum(valid.to(tl.int32), 0) > topk:
-        least = _kth_largest(number, topk)
-        kept = number > least
-        equal = valid & (number == least)
-        wanted = topk - tl.sum(kept.to(tl.int32), 0)
-        ones = equal.to(tl.int32)
-        kept = kept | (equal & (tl.cumsum(ones, 0) - ones < wanted))
+        least = _least_kept(number, topk)
+        kept = valid & (number >= least)
+        if tl.sum(kept.to(tl.int32), 0) > topk:
+            equal = valid & (number == least)
+            wanted = topk - tl.sum((number > least).to(tl.int32), 0)
+            ones = equal.to(tl.int32)
+            kept = (number > least) | (equal & (tl.cumsum(ones, 0) - ones < wanted))
     ones = kept.to(tl.int32)
     count = tl.sum(ones, 0)
     target = indices + token * stride_indices + piece * topk
@@ -108,7 +110,9 @@ def _select_kernel(
         slot, found = find_slot(blocks, column, kept)
         value = tl.where(found, slot, -1).to(tl.int32)
     tl.store(target + behind, value, mask=kept)
-    tl.store(target + entry, tl.full((PIECE,), -1, tl.int32), mask=(entry >= count) & (entry < topk))
+    for first in range(count, topk, 1024):
+        empty = first + tl.arange(0, 1024)
+        tl.store(target + empty, tl.full((1024,), -1, tl.int32), mask=empty < topk)
     if kept_scores is not None:
         tl.store(kept_scores + token * stride_kept + piece * topk + behind, score, mask=kept)
     else:
@@ -143,6 +147,9 @@ def select_rows(
             kept = torch.empty(num_tokens, pieces * topk, dtype=torch.int32, device=scores.device)
             kept_scores = torch.empty_like(kept, dtype=torch.float32)
         target = indices if kept is None else kept
+        # four neighbours to a thread, where rows begin at a multiple
+        strides = (scores.stride(0), 0 if columns is None else columns.stride(0))
+        unit = 4 if all(stride % 4 == 0 for stride in strides) else 1
         _select_kernel[(num_tokens, pieces)](
             scores,
             columns,
@@ -158,13 +165,14 @@ def select_rows(
             num_requests,
             max_blocks,
             max(block_size, 1),
-            scores.stride(0),
-            0 if columns is None else columns.stride(0),
+            scores.stride(0) // unit,
+            0 if columns is None else columns.stride(0) // unit,
             0 if block_table is None else block_table.stride(0),
             0 if kept_scores is None else kept_scores.stride(0),
             target.stride(0),
             PIECE=size,
-            num_warps=min(32, size // 512),
+            UNIT=unit,
+            num_warps=min(32, size // 1024),
         )
         if kept is None or kept_scores is None:
             return
