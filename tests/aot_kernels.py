@@ -436,12 +436,12 @@ def walk_variant(capability: int, case: DenseCase, packed: bool) -> Variant:
 
 
 def operand_variants(capability: int, case: DenseCase) -> Iterator[Variant]:
-    """Whole rows and parts in tiles of the sparse kernels, and parts in tiles of which an SM has room for two."""
+    """Whole rows and parts in tiles of the sparse kernels; of plain keys parts in tiles of which an SM has two, too."""
     variant, device = walk_variant(capability, case, packed=False), (capability // 10, capability % 10)
     mode = sparse_attention.operand_mode(case.dtype, case.cache_format)
-    tiles = [dense_attention.paged_tile(device, case.num_heads, mode, alone) for alone in (True, False)]
-    kinds = [("rows", tiles[0]), ("parts", tiles[0]), ("parts beside", tiles[1])]
-    for kind, tile in kinds[: 2 if tiles[0] == tiles[1] else 3]:
+    kinds = {"rows": True, "parts": True} | ({"parts beside": False} if mode == "plain" and capability != 90 else {})
+    for kind, alone in kinds.items():
+        tile = dense_attention.paged_tile(device, case.num_heads, mode, alone)
         keys = cache_keys(capability, case.cache_format, "fp8_half" if tile.half else mode, case.dim, translated=True)
         partial, part = kind != "rows", "*fp16" if tile.half else "*fp32"
         options = replace(variant.constants["OPTIONS"], tile=tile, keys=keys, partial=partial)
