@@ -89,20 +89,22 @@ def _select_kernel(
         valid = column >= 0
     score = tl.load(row + place, mask=valid, other=0.0)
     number = (order_of(score) ^ -0x80000000).to(tl.uint32, bitcast=True)
-    number = tl.where(valid, number, 0)
-    kept = valid
-    if tl.sum(valid.to(tl.int32), 0) > topk:
+    # 0 is of no column, 1 of NaN: so a number says all, and no mask is kept beside it
+    number = tl.where(valid, tl.maximum(number, 1), 0)
+    least = tl.full((), 1, tl.uint32)
+    count = tl.sum((number > 0).to(tl.int32), 0)
+    if count > topk:
         least = _least_kept(number, topk)
-        kept = valid & (number >= least)
-        if tl.sum(kept.to(tl.int32), 0) > topk:
-            equal = valid & (number == least)
+        count = tl.sum((number >= least).to(tl.int32), 0)
+        if count > topk:
             wanted = topk - tl.sum((number > least).to(tl.int32), 0)
-            ones = equal.to(tl.int32)
-            kept = (number > least) | (equal & (tl.cumsum(ones, 0) - ones < wanted))
-    ones = kept.to(tl.int32)
-    count = tl.sum(ones, 0)
-    target = indices + token * stride_indices + piece * topk
+            equal = (number == least).to(tl.int32)
+            number = tl.where((number == least) & (tl.cumsum(equal, 0) > wanted), 0, number)
+            count = topk
+    ones = (number >= least).to(tl.int32)
     behind = tl.cumsum(ones, 0) - ones
+    kept = number >= least
+    target = indices + token * stride_indices + piece * topk
     value = column
     if block_table is not None:
         request, known = request_of(req_id_per_token, token, num_requests)
