@@ -173,9 +173,11 @@ def paged_tile(
 ) -> sparse_attention.Tile:
     """Heads x keys of rows that are cut by shapes, where a tile lies in one block: those of the sparse kernels.
 
-    `alone` as there, of plain keys: over fp8_ds_mla tiles of which an SM has room for two spill 176 bytes. SM80 has
-    no room for two of plain keys whose warps share the dims. Groups of 128 dims take twice the time.
+    `alone` as there, of plain keys: over fp8_ds_mla tiles of which an SM has room for two spill 176 bytes, as SM86's
+    do 144. SM80 has no room for two of plain keys whose warps share the dims. Groups of 128 dims take twice the time.
     """
+    if mode == "fp8" and device_capability == (8, 6):
+        return group_tile(device_capability, num_heads, mode)
     alone |= mode != "plain" or device_capability == (8, 0)
     chosen = sparse_attention.tile(device_capability, num_heads, mode, alone)
     if sparse_attention.KEEPS_OPERANDS and chosen.apart and chosen.block_h == 64:  # else spills in its loop
