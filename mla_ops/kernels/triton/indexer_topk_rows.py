@@ -105,13 +105,17 @@ def _select_kernel(
     behind = tl.cumsum(ones, 0) - ones
     kept = number >= least
     target = indices + token * stride_indices + piece * topk
-    value = column
+    tl.store(target + behind, column, mask=kept)
     if block_table is not None:
+        # of what is kept only: with 32 columns a thread this would spill
         request, known = request_of(req_id_per_token, token, num_requests)
         blocks = Blocks(block_table + request * stride_table, known, max_blocks, block_size, ANY_BLOCK)
-        slot, found = find_slot(blocks, column, kept)
-        value = tl.where(found, slot, -1).to(tl.int32)
-    tl.store(target + behind, value, mask=kept)
+        tl.debug_barrier()
+        for first in range(0, count, 1024):
+            chosen = first + tl.arange(0, 1024)
+            there = chosen < count
+            slot, found = find_slot(blocks, tl.load(target + chosen, mask=there, other=0), there)
+            tl.store(target + chosen, tl.where(found, slot, -1).to(tl.int32), mask=there)
     for first in range(count, topk, 1024):
         empty = first + tl.arange(0, 1024)
         tl.store(target + empty, tl.full((1024,), -1, tl.int32), mask=empty < topk)
