@@ -26,6 +26,7 @@ from mla_ops.kernels.triton import (
     indexer,
     indexer_cache,
     indexer_topk,
+    indexer_topk_rows,
     merge,
     sparse_attention,
     sparse_attention_extra,
@@ -33,6 +34,7 @@ from mla_ops.kernels.triton import (
     step_metadata,
 )
 from mla_ops.kernels.triton.attention_options import Options, attention_options
+from mla_ops.kernels.triton.e4m3 import decode_method
 
 CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
 
@@ -78,6 +80,10 @@ def cache_variants(capability: int) -> Iterator[Variant]:
         planar = fmt == "fp8_v4"
         constants = {"FP8": element == "u8", "PLANAR": planar, "ROW_WIDTH": width, "LATENT": 512}
         constants |= {"ROPE": 0 if planar else 64, "ROWS": cache.GATHER_ROWS}
+        constants |= {
+            "DECODE": decode_method((capability // 10, capability % 10)),
+            "OUT_UNIT": 4 if out == "fp32" else 8,
+        }
         types = {"kv_cache": f"*{element}", "out": f"*{out}", **ints}
         yield Variant(f"gather[{fmt}]", cache._gather_kernel, types, constants)
 
@@ -152,9 +158,12 @@ def indexer_variants(capability: int) -> Iterator[Variant]:
 
 def topk_variants(capability: int) -> Iterator[Variant]:
     types, options = indexer_types(), {"num_warps": indexer_topk.NUM_WARPS}
-    for name, given in (("slots", types), ("columns", {**types, "block_table": "none"})):
-        constants = {"COLUMNS": indexer_topk.COLUMNS}
-        yield Variant(f"topk[{name}]", indexer_topk._topk_kernel, given, constants, options)
+    whole = {**types, "columns": "none", "kept_scores": "none"}
+    pieces = {**types, "block_table": "none", "columns": "none", "kept_scores": "*fp32", "valid_counts": "none"}
+    for name, given in (("slots", whole), ("pieces", pieces), ("of pieces", {**whole, "columns": "*i32"})):
+        size = indexer_topk_rows.piece_size(2048)
+        constants, warps = {"PIECE": size, "UNIT": 4}, {"num_warps": size // 1024}
+        yield Variant(f"topk[{name}]", indexer_topk_rows._select_kernel, given, constants, warps)
     yield Variant("topk_order", indexer_topk._order_kernel, types, {"RANKED": indexer_topk.RANKED})
     yield Variant("topk_keep", indexer_topk._keep_kernel, types, {"BLOCK": 4096}, options)
     yield Variant("topk_translate", indexer_topk._translate_kernel, types, {"BLOCK": 1024})
@@ -216,7 +225,7 @@ def step_metadata_variants(capability: int) -> Iterator[Variant]:
 
 def cache_keys(capability: int, cache_format: str, mode: str, dim: int, translated: bool) -> sparse_attention.Keys:
     entry = FORMATS[cache_format]
-    decode = sparse_attention.decode_method((capability // 10, capability % 10)) if entry.quantized else ""
+    decode = decode_method((capability // 10, capability % 10)) if entry.quantized else ""
     row_width = entry.data_bytes or entry.row_width(dim)
     in_line = not translated and not mode.startswith("fp8_v4")
     return sparse_attention.Keys(mode, row_width, 16 // entry.dtype.itemsize, in_line, translated, decode)
@@ -396,8 +405,8 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
     types = dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32") | {"cuts": "*i32", "out": "*bf16"}
     constants = {"BLOCK_S": dense_attention.MERGE_PARTS}
     yield Variant("merge_cuts", dense_attention_even._merge_cuts_kernel, types, constants)
-    if capability == 90:
-        yield from operand_variants(capability, DenseCase("fp8_ds_mla", torch.bfloat16, 576, 128))
+    for fmt in ("fp8_ds_mla", "bf16"):
+        yield from operand_variants(capability, DenseCase(fmt, torch.bfloat16, 576, 128))
 
 
 def dense_case(capability: int, case: DenseCase, packed: bool) -> tuple[str, dict[str, str], Options]:
@@ -427,16 +436,18 @@ def walk_variant(capability: int, case: DenseCase, packed: bool) -> Variant:
 
 
 def operand_variants(capability: int, case: DenseCase) -> Iterator[Variant]:
-    """Whole rows and parts in tiles of the sparse kernels."""
-    variant = walk_variant(capability, case, packed=False)
+    """Whole rows and parts in tiles of the sparse kernels; of plain keys parts in tiles of which an SM has two, too."""
+    variant, device = walk_variant(capability, case, packed=False), (capability // 10, capability % 10)
     mode = sparse_attention.operand_mode(case.dtype, case.cache_format)
-    tile = dense_attention.paged_tile((capability // 10, capability % 10), case.num_heads, mode)
-    keys = cache_keys(capability, case.cache_format, "fp8_half" if tile.half else mode, case.dim, translated=True)
-    for partial in (False, True):
+    kinds = {"rows": True, "parts": True} | ({"parts beside": False} if mode == "plain" and capability != 90 else {})
+    for kind, alone in kinds.items():
+        tile = dense_attention.paged_tile(device, case.num_heads, mode, alone)
+        keys = cache_keys(capability, case.cache_format, "fp8_half" if tile.half else mode, case.dim, translated=True)
+        partial, part = kind != "rows", "*fp16" if tile.half else "*fp32"
         options = replace(variant.constants["OPTIONS"], tile=tile, keys=keys, partial=partial)
-        types = variant.types | {"out": "*fp16" if partial else f"*{SHORT[case.dtype]}"}
+        types = variant.types | {"out": part if partial else f"*{SHORT[case.dtype]}"}
         types["uneven"] = "none" if partial else "*i32"
-        name = variant.name.replace("]", f", {'parts' if partial else 'rows'}]")
+        name = variant.name.replace("]", f", {kind}]")
         yield Variant(name, variant.kernel, types, {"OPTIONS": options}, {"num_warps": tile.num_warps})
 
 

@@ -84,16 +84,29 @@ def patterns(width: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", patterns(8))
-def test_topk_of_an_adversarial_row(name: str, lowering: str) -> None:
+def assert_topk_of_an_adversarial_row(name: str, k: int) -> None:
     row = patterns(2500)[name]
-    k = 300
     # lengths of 0, 1, k - 1, k, k + 1, past the row, and starts that are not on 16 bytes
     starts, lengths = [0, 3, 1, 2, 5, 7, 4], [0, 1, k - 1, k, k + 1, 9999, 2300]
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     wide = torch.full((len(starts), len(row) + 3), INF)
     wide[:, : len(row)] = row
     assert_topk(wide[:, : len(row)], k, starts, ends)
+
+
+@pytest.mark.parametrize("name", patterns(8))
+def test_topk_of_an_adversarial_row(name: str, lowering: str) -> None:
+    assert_topk_of_an_adversarial_row(name, 300)
+
+
+@pytest.mark.parametrize("name", patterns(8))
+def test_topk_of_a_row_of_several_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten pieces of 256 keep 100 numbers each, four of these 100 again, two of these, and the last one chooses."""
+    from mla_ops.kernels.triton import indexer_topk_rows
+
+    monkeypatch.setattr(indexer_topk_rows, "piece_size", lambda topk: 256)
+    with dispatch.override("triton"):
+        assert_topk_of_an_adversarial_row(name, 100)
 
 
 def test_a_row_is_chosen_alike_in_every_batch(lowering: str) -> None:

@@ -84,6 +84,15 @@ def test_scales_that_differ_within_a_key(device: torch.device) -> None:
     check("triton", queries(3, NUM_HEADS, BF16, device), cache, some_indices(3, 70, 64, device), "fp8_ds_mla")
 
 
+def test_scales_over_24_octaves(device: torch.device) -> None:
+    """In a unit of the first tile's scales float16 holds all of them."""
+    cache = filled_cache("fp8_ds_mla", 4, 16, device)
+    scales = scales_of(cache)
+    scales.mul_((torch.rand(scales.shape, device=device) * 24 - 12).exp2())
+    q = queries(3, NUM_HEADS, BF16, device) * 2.0**-8
+    check("triton", q, cache, some_indices(3, 140, 64, device), "fp8_ds_mla")
+
+
 POWERS = (0.0, -30.0, 10.0, -20.0)
 
 

@@ -7,10 +7,11 @@ import triton.language as tl
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM, ROPE_DIM, geometry, get_format
 from .bfloat16 import convert, narrow, widen
-from .common import cdiv, sized_jit
-from .e4m3 import decode, decode_scale, encode, exponent_of
+from .common import capability, cdiv, sized_jit
+from .e4m3 import decode_by, decode_method, decode_scale, encode, exponent_of, narrow_by
 from .requests import Blocks, find_block, find_request
 from .rows import FP8_ROPE_AT, FP8_ROW_BYTES, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
+from .splits import output_unit
 
 # rows a program gathers: 8 rows of 576 in bfloat16 are 36 values a thread, and one 16-byte load each in flight
 GATHER_ROWS = 8
@@ -155,6 +156,8 @@ def _gather_kernel(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     ROWS: tl.constexpr,
+    DECODE: tl.constexpr,
+    OUT_UNIT: tl.constexpr,
 ):
     """Dequantises ROWS rows of the workspace.
 
@@ -180,27 +183,25 @@ def _gather_kernel(
 
     UNIT: tl.constexpr = 16 // (kv_cache.dtype.element_ty.primitive_bitwidth // 8)
     start = kv_cache + (block * (stride_block_16 * UNIT) + place * ROW_WIDTH)[:, None]
-    target = out + (out_row * stride_out)[:, None]
+    target = out + (out_row * (stride_out * OUT_UNIT))[:, None]
     latent = tl.arange(0, LATENT)[None, :]
     if PLANAR:
-        wanted = latent < V4_LATENT
         scale_at = block_size.to(tl.int64) * V4_ROW_BYTES + place * V4_SCALE_BYTES
-        scales = kv_cache + (block * (stride_block_16 * UNIT) + scale_at)[:, None]
-        value = decode(tl.load(start + latent, mask=readable[:, None] & wanted, other=0))
-        value *= decode_scale(tl.load(scales + latent // 64, mask=readable[:, None] & wanted, other=127))
-        tl.store(target + latent, narrow(value, tl.bfloat16), mask=covered[:, None] & wanted)
+        scales = kv_cache + block * (stride_block_16 * UNIT) + scale_at
+        _gather_groups(start, scales, target, readable, covered, 7, 64, DECODE)
         rope = tl.arange(0, 64)[None, :]
         tail = (start + V4_LATENT).to(tl.pointer_type(tl.bfloat16))
         value = tl.load(tail + rope, mask=readable[:, None], other=0.0)
         tl.store(target + V4_LATENT + rope, value, mask=covered[:, None])
     else:
         if FP8:
-            value = decode(tl.load(start + latent, mask=readable[:, None], other=0))
-            scale = (start + LATENT).to(tl.pointer_type(tl.float32)) + latent // 128
-            value = narrow(value * tl.load(scale, mask=readable[:, None], other=0.0), tl.bfloat16)
+            scales = (kv_cache + block * (stride_block_16 * UNIT) + place * ROW_WIDTH + LATENT).to(
+                tl.pointer_type(tl.float32)
+            )
+            _gather_groups(start, scales, target, readable, covered, 4, 128, DECODE)
         else:
             value = tl.load(start + latent, mask=readable[:, None], other=0.0)
-        tl.store(target + latent, value, mask=covered[:, None])
+            tl.store(target + latent, value, mask=covered[:, None])
         if ROPE > 0:
             rope = tl.arange(0, ROPE)[None, :]
             if FP8:
@@ -209,6 +210,26 @@ def _gather_kernel(
                 tail = start + LATENT
             value = tl.load(tail + rope, mask=readable[:, None], other=0.0)
             tl.store(target + LATENT + rope, value, mask=covered[:, None])
+
+
+@triton.jit
+def _gather_groups(
+    start, scales, target, readable, covered, GROUPS: tl.constexpr, WIDTH: tl.constexpr, DECODE: tl.constexpr
+):
+    """The quantised dims of rows, `[rows, groups, WIDTH]`: a scale is loaded once a group.
+
+    `start` and `target` are `[rows, 1]`, `scales` of rows. Where there is no key, zeros.
+    """
+    group = tl.arange(0, 512 // WIDTH)[None, :]
+    wanted = group < GROUPS
+    seen = readable[:, None] & wanted
+    scale = tl.load(scales[:, None] + group, mask=seen, other=0)
+    if WIDTH == 64:
+        scale = decode_scale(scale)
+    dims = group[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    value = decode_by(tl.load(start[:, :, None] + dims, mask=seen[:, :, None], other=0), DECODE)
+    value *= scale[:, :, None]
+    tl.store(target[:, :, None] + dims, narrow_by(value, DECODE), mask=covered[:, None, None] & wanted[:, :, None])
 
 
 def concat_and_cache(
@@ -268,7 +289,7 @@ def gather_cache(
     num_requests, max_blocks = block_table.shape
     if num_rows == 0 or num_requests == 0:
         return
-    entry = get_format(cache_format)
+    entry, out_unit = get_format(cache_format), output_unit(out)
     _gather_kernel[(cdiv(num_rows, GATHER_ROWS),)](
         kv_cache,
         block_table,
@@ -285,13 +306,15 @@ def gather_cache(
         block_size,
         block_stride // 16,
         block_table.stride(0),
-        out.stride(0),
+        out.stride(0) // out_unit,
         FP8=entry.quantized,
         PLANAR=entry.planar,
         ROW_WIDTH=entry.data_bytes or entry.row_width(head_dim),
         LATENT=min(head_dim, LATENT_DIM),
         ROPE=ROPE_DIM if head_dim > LATENT_DIM else 0,
         ROWS=GATHER_ROWS,
+        DECODE=decode_method(capability(kv_cache.device)),
+        OUT_UNIT=out_unit,
         num_warps=4,
     )
 

@@ -46,6 +46,7 @@ from .sparse_attention import (
     CacheSizes,
     cache_sizes,
     operand_mode,
+    programs_are_alone,
     query_strides,
     query_unit,
 )
@@ -208,12 +209,15 @@ def paged_attention(
         programs, head_blocks = cdiv(num_tokens, together), 1
     else:
         evenly, together = group_tile(capability(q.device), num_heads, mode), 1
-        chosen = _tile_of_rows(capability(q.device), num_heads, mode, softmax_scale, sizes.block_size)
+        # by the device alone: parts make as many programs as it has room for
+        alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic=True)
+        chosen = _tile_of_rows(capability(q.device), num_heads, mode, alone, softmax_scale, sizes.block_size)
         programs, head_blocks = num_tokens, cdiv(num_heads, chosen.block_h)
     capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)
     splits, workers = DETERMINISTIC_SPLITS, 0
     if not deterministic:
-        splits = paged_splits(programs, head_blocks, capacity, sms, chosen.block_h)
+        num_warps = chosen.num_warps if not packed else 4
+        splits = paged_splits(programs, head_blocks, capacity, sms, chosen.block_h, num_warps)
         even_blocks = 1 if packed else cdiv(num_heads, evenly.block_h)
         workers = even_workers(programs, even_blocks, capacity, splits, sms, evenly.block_h)
     uneven = _share_evenly(decode, together, evenly, splits, workers, out, lse) if workers else None
@@ -244,10 +248,12 @@ def paged_attention(
         merge_parts(part_out, part_lse, None, out, lse, uneven)
 
 
-def _tile_of_rows(device_capability: tuple[int, int], num_heads: int, mode: str, scale: float, block_size: int) -> Tile:
-    """The tile of rows by shapes: of groups where tiles of float16 keys have several blocks, or no scale above 0."""
-    chosen = paged_tile(device_capability, num_heads, mode)
-    if chosen.half and (block_size % chosen.block_n or not scale > 0):
+def _tile_of_rows(
+    device_capability: tuple[int, int], num_heads: int, mode: str, alone: bool, scale: float, block_size: int
+) -> Tile:
+    """The tile of rows by shapes: of groups where tiles of keys have several blocks, or there is no scale above 0."""
+    chosen = paged_tile(device_capability, num_heads, mode, alone)
+    if block_size % chosen.block_n or not scale > 0:
         chosen = group_tile(device_capability, num_heads, mode)
     if block_size % chosen.block_n:  # an entry a key
         chosen = replace(chosen, apart=False, early=False)

@@ -1,7 +1,7 @@
 """Sizes of the dense attention kernels' programs and how many there are, by shapes and by the device."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -168,12 +168,21 @@ def stride_unit(tensor: torch.Tensor) -> int:
     return unit if tensor.stride(0) % unit == 0 and tensor.stride(1) % unit == 0 else 1
 
 
-def paged_tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> sparse_attention.Tile:
-    """Heads x keys of rows that are cut by shapes, where a tile lies in one block: over fp8_ds_mla on SM90 the sparse
-    kernels' own, float16 keys with their scale, which take half the time of groups. Others have not been timed so.
+def paged_tile(
+    device_capability: tuple[int, int], num_heads: int, mode: str, alone: bool = True
+) -> sparse_attention.Tile:
+    """Heads x keys of rows that are cut by shapes, where a tile lies in one block: those of the sparse kernels.
+
+    `alone` as there, of plain keys: over fp8_ds_mla tiles of which an SM has room for two spill 176 bytes, as SM86's
+    do 144. SM80 has no room for two of plain keys whose warps share the dims. Groups of 128 dims take twice the time.
     """
-    chosen = sparse_attention.tile(device_capability, num_heads, mode)
-    return chosen if chosen.half and device_capability[0] == 9 else group_tile(device_capability, num_heads, mode)
+    if mode == "fp8" and device_capability == (8, 6):
+        return group_tile(device_capability, num_heads, mode)
+    alone |= mode != "plain" or device_capability == (8, 0)
+    chosen = sparse_attention.tile(device_capability, num_heads, mode, alone)
+    if sparse_attention.KEEPS_OPERANDS and chosen.apart and chosen.block_h == 64:  # else spills in its loop
+        chosen = replace(chosen, block_n=32)
+    return chosen if chosen.apart and mode != "fp8_v4" else group_tile(device_capability, num_heads, mode)
 
 
 def group_tile(device_capability: tuple[int, int], num_heads: int, mode: str) -> sparse_attention.Tile:
@@ -181,10 +190,10 @@ def group_tile(device_capability: tuple[int, int], num_heads: int, mode: str) ->
     chosen = sparse_attention.tile(device_capability, num_heads, mode)
     if mode == "fp8_v4" or chosen.block_h == 32 or (mode == "plain" and num_heads <= 32):
         return sparse_attention.tile(device_capability, 16, mode)
-    keeps = sparse_attention.KEEPS_OPERANDS  # else spills 664 bytes, over bfloat16 144
     if chosen.half:
+        keeps = sparse_attention.KEEPS_OPERANDS  # else spills 664 bytes
         return make_tile(64, 32, 8, 2, apart=keeps, early=keeps)
-    return make_tile(64, 64, 8, 1, apart=True) if chosen.block_h == 64 and keeps else chosen
+    return make_tile(64, 64, 8, 1) if chosen.block_h == 64 else chosen
 
 
 def even_tile(chosen: sparse_attention.Tile) -> sparse_attention.Tile:
@@ -204,14 +213,16 @@ def packed_tile(device_capability: tuple[int, int], rows: int, mode: str) -> spa
     return make_tile(32, 32, 4, 2) if roomy else make_tile(32, 32, 8, 1)
 
 
-def paged_splits(num_tokens: int, num_head_blocks: int, capacity: int, sms: int, block_h: int) -> int:
+def paged_splits(
+    num_tokens: int, num_head_blocks: int, capacity: int, sms: int, block_h: int, num_warps: int = 4
+) -> int:
     """Programs that share one token's keys: enough to fill every SM, few enough to have MIN_SPLIT_KEYS keys each.
 
-    From shapes alone, so that a captured launch fits every replay. Tiles of up to 32 heads leave room for two programs
-    an SM, which hide each other's latency; larger ones take an SM to themselves.
+    From shapes alone, so that a captured launch fits every replay. Tiles of up to 32 heads and four warps leave room
+    for two programs an SM, which hide each other's latency; larger ones take an SM to themselves.
     """
     programs = num_tokens * num_head_blocks
-    wanted = sms * (2 if block_h <= 32 else 1)
+    wanted = sms * (2 if block_h <= 32 and num_warps == 4 else 1)
     if programs == 0 or programs >= wanted:
         return 1
     return max(1, min(wanted // programs, cdiv(capacity, MIN_SPLIT_KEYS), MAX_SPLITS))

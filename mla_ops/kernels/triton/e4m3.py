@@ -8,6 +8,8 @@ A number that is not finite becomes 0x7F, the NaN without a sign.
 import triton
 import triton.language as tl
 
+from .bfloat16 import narrow
+
 
 @triton.jit
 def power_of_two_exponent(amax_bits, LOWEST: tl.constexpr):
@@ -70,3 +72,52 @@ def decode(byte):
     half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
     value = half.to(tl.float32) * 256.0
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+
+
+def decode_method(device_capability: tuple[int, int]) -> str:
+    """How e4m3 is converted on a device: by the conversion of capability 8.9 and up, or by arithmetic."""
+    if device_capability[0] < 8:
+        return "portable"
+    return "packed" if device_capability < (8, 9) else "hardware"
+
+
+@triton.jit
+def decode_by(byte, METHOD: tl.constexpr):
+    """`decode`, by the conversion where there is one."""
+    if METHOD == "hardware":
+        value = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 first, second;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 first, low;
+            cvt.rn.f16x2.e4m3x2 second, high;
+            mov.b32 {a, b}, first;
+            mov.b32 {c, d}, second;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }
+            """,
+            "=f,=f,=f,=f,r",
+            [byte],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        value = decode(byte)
+    return value
+
+
+@triton.jit
+def narrow_by(x, METHOD: tl.constexpr):
+    """`narrow` to bfloat16, by the instruction where `decode_by` has one: its NaN is another."""
+    if METHOD == "hardware":
+        bits = tl.where(x == x, x.to(tl.bfloat16).to(tl.int16, bitcast=True), 0x7FC0)
+        value = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        value = narrow(x, tl.bfloat16)
+    return value

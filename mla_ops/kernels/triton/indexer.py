@@ -42,8 +42,8 @@ def _operand(x, NATIVE_FP8: tl.constexpr, UPCAST: tl.constexpr):
 @triton.jit
 def _tile_scores(query, key, weight):
     """`sum_h weight_h relu(query_h . key)` of `[HEADS, 128]` and `[KEYS, 128]` operands."""
-    product = tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=tl.float32)
-    return tl.sum(tl.where(product < 0, 0.0, product) * weight[:, None], 0)
+    product = tl.dot(key, tl.trans(query), input_precision="ieee", out_dtype=tl.float32)
+    return tl.sum(tl.where(product < 0, 0.0, product) * weight[None, :], 1)
 
 
 @sized_jit(any_alignment=("row_starts", "row_ends", "k_scale"))

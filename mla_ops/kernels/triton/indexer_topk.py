@@ -1,9 +1,7 @@
-"""Exact, deterministic top-k of rows of scores in Triton: a radix select by one program a row.
+"""Top-k of rows of scores in Triton: in the order of columns or of scores, of rows that come in chunks, and the merge.
 
-A score becomes a 32-bit number of the same order. Four passes over the row fix the k-th largest number digit by digit:
-each counts, in 256 bins, the next 8 bits of the scores that agree with the digits so far. A last pass goes through the
-columns in order and keeps what is above that number, and as many of its equals as are still wanted, by running counts.
-Counts do not depend on the order of additions, so that neither does a result. Nothing overflows: bins are counters.
+Which scores are kept: `indexer_topk_rows.py`. The merge selects by digits: four passes over the candidates fix
+the k-th largest number; each counts, in 256 bins, the next 8 bits of the scores that agree with the digits so far.
 """
 
 import torch
@@ -11,10 +9,9 @@ import triton
 import triton.language as tl
 
 from .common import cdiv, sized_jit
+from .indexer_topk_rows import order_of, select_rows
 from .requests import ANY_BLOCK, Blocks, find_slot, request_of
 
-# columns that a program looks at in one go; 8 a thread
-COLUMNS = 2048
 NUM_WARPS = 8
 # candidates that a program of the merging kernel looks at in one go: two shards' of 2,048
 CANDIDATES = 4096
@@ -24,104 +21,6 @@ RANKED = 128
 ROW_BYTES = 64 * 1024
 # columns of a chunk are a multiple of this: a tile of scores
 CHUNK_UNIT = 128
-
-
-@triton.jit
-def _order(score):
-    """float32 to int32 of the same order; -0.0 is +0.0, NaN is below -inf."""
-    bits = score.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    bits = tl.where(magnitude == 0, 0, bits)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where(magnitude > 0x7F800000, -0x80000000, order)
-
-
-@triton.jit
-def _threshold(row, start, end, topk, COLUMNS: tl.constexpr):
-    """The `topk`-th largest number of the columns `[start, end)`, which are more, and how many equals to keep."""
-    bins = tl.arange(0, 512)
-    prefix = tl.full((), 0, tl.uint32)
-    wanted = topk
-    for digit in tl.static_range(4):
-        shift = 24 - 8 * digit
-        counts = tl.zeros((512,), tl.int32)
-        for first in range(start, end, COLUMNS):
-            column = first + tl.arange(0, COLUMNS)
-            valid = column < end
-            number = (_order(tl.load(row + column, mask=valid, other=0.0)) ^ -0x80000000).to(tl.uint32, bitcast=True)
-            if digit > 0:
-                valid &= (number >> (shift + 8)) == prefix
-            place = ((number >> shift) & 0xFF).to(tl.int32)
-            counts += tl.histogram(tl.where(valid, place, 256), 512)
-        counts = tl.where(bins < 256, counts, 0)
-        above = tl.cumsum(counts, 0, reverse=True)
-        chosen = tl.sum(((above >= wanted) & (bins < 256)).to(tl.int32), 0) - 1
-        wanted -= tl.sum(tl.where(bins > chosen, counts, 0), 0)
-        prefix = (prefix << 8) | chosen.to(tl.uint32)
-    return prefix.to(tl.int32, bitcast=True) ^ -0x80000000, wanted
-
-
-@sized_jit(any_alignment=("row_starts", "row_ends", "block_table", "req_id_per_token", "indices", "valid_counts"))
-def _topk_kernel(
-    scores,
-    row_starts,
-    row_ends,
-    block_table,
-    req_id_per_token,
-    indices,
-    valid_counts,
-    topk: tl.int32,
-    num_columns: tl.int32,
-    num_requests: tl.int32,
-    max_blocks: tl.int32,
-    block_size: tl.int32,
-    stride_scores: tl.int64,
-    stride_table: tl.int64,
-    stride_indices: tl.int64,
-    COLUMNS: tl.constexpr,
-):
-    """Writes the columns, or slots, of one row's largest scores in ascending order of columns.
-
-    Grid: (rows,). The row is read five times, from L2 after the first. Shared memory: 2 KB of bins.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    row = scores + token * stride_scores
-    target = indices + token * stride_indices
-    start = 0
-    end = num_columns
-    if row_starts is not None:
-        start = tl.minimum(tl.maximum(tl.load(row_starts + token), 0), num_columns)
-    if row_ends is not None:
-        end = tl.minimum(tl.maximum(tl.load(row_ends + token), 0), num_columns)
-    number = tl.maximum(end - start, 0)
-    if block_table is not None:
-        request, known = request_of(req_id_per_token, token, num_requests)
-        blocks = Blocks(block_table + request * stride_table, known, max_blocks, block_size, ANY_BLOCK)
-    least = -0x80000000
-    equals = topk
-    if number > topk:
-        least, equals = _threshold(row, start, end, topk, COLUMNS)
-    count = 0
-    same = 0
-    for first in range(start, end, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        valid = column < end
-        order = _order(tl.load(row + column, mask=valid, other=0.0))
-        equal = (valid & (order == least)).to(tl.int32)
-        rank_equal = same + tl.cumsum(equal, 0) - equal
-        kept = (valid & ((order > least) | ((equal > 0) & (rank_equal < equals)))).to(tl.int32)
-        place = count + tl.cumsum(kept, 0) - kept
-        value = column
-        if block_table is not None:
-            slot, found = find_slot(blocks, column, kept > 0)
-            value = tl.where(found, slot, -1).to(tl.int32)
-        tl.store(target + place, value, mask=kept > 0)
-        same += tl.sum(equal, 0)
-        count += tl.sum(kept, 0)
-    for first in range(count, topk, COLUMNS):
-        place = first + tl.arange(0, COLUMNS)
-        tl.store(target + place, tl.full((COLUMNS,), -1, tl.int32), mask=place < topk)
-    tl.store(valid_counts + token, count)
 
 
 @sized_jit(any_alignment=("chosen", "block_table", "req_id_per_token", "indices", "valid_counts"))
@@ -154,12 +53,12 @@ def _order_kernel(
     source = chosen + token * stride_chosen
     there = entry < count
     column = tl.load(source + entry, mask=there, other=0)
-    order = _order(tl.load(row + column, mask=there, other=0.0))
+    order = order_of(tl.load(row + column, mask=there, other=0.0))
     place = tl.zeros((RANKED,), tl.int32)
     for first in range(0, count, RANKED):
         other = first + tl.arange(0, RANKED)
         left = tl.load(source + other, mask=other < count, other=0)
-        theirs = _order(tl.load(row + left, mask=other < count, other=0.0))[:, None]
+        theirs = order_of(tl.load(row + left, mask=other < count, other=0.0))[:, None]
         before = (theirs > order[None, :]) | ((theirs == order[None, :]) & (other[:, None] < entry[None, :]))
         place += tl.sum((before & (other < count)[:, None]).to(tl.int32), 0)
     value = column
@@ -178,7 +77,7 @@ def _candidates(row, source, first, num_candidates, BLOCK: tl.constexpr):
     """Scores' numbers and the complements of positions, 32 bits whose larger one comes first, and which are any."""
     column = first + tl.arange(0, BLOCK)
     index = tl.load(source + column, mask=column < num_candidates, other=-1)
-    order = _order(tl.load(row + column, mask=column < num_candidates, other=0.0))
+    order = order_of(tl.load(row + column, mask=column < num_candidates, other=0.0))
     number = (order ^ -0x80000000).to(tl.uint32, bitcast=True)
     return number, (0x7FFFFFFF - index).to(tl.uint32, bitcast=True), index >= 0
 
@@ -187,7 +86,7 @@ def _candidates(row, source, first, num_candidates, BLOCK: tl.constexpr):
 def _last_kept(row, source, num_candidates, wanted, tied, TIES: tl.constexpr, BLOCK: tl.constexpr):
     """The `wanted`-th largest number of a row's candidates, how many of its equals to keep, and how many there are.
 
-    As `_threshold`. With TIES of the positions' complements, among the candidates whose score has the number `tied`.
+    With TIES of the positions' complements, among the candidates whose score has the number `tied`.
     """
     bins = tl.arange(0, 512)
     prefix = tl.full((), 0, tl.uint32)
@@ -382,33 +281,14 @@ def topk_indices(
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> None:
-    num_tokens, num_columns = scores.shape
+    num_tokens = scores.shape[0]
     if num_tokens == 0:
         return
-    table = block_table
-    num_requests, max_blocks = (0, 0) if table is None else table.shape
-    table_stride = 0 if table is None else table.stride(0)
-    chosen = torch.empty_like(indices) if sorted else indices
-    _topk_kernel[(num_tokens,)](
-        scores,
-        row_starts,
-        row_ends,
-        None if sorted else table,
-        req_id_per_token,
-        chosen,
-        valid_counts,
-        topk,
-        num_columns,
-        num_requests,
-        max_blocks,
-        max(block_size, 1),
-        scores.stride(0),
-        table_stride,
-        chosen.stride(0),
-        COLUMNS=COLUMNS,
-        num_warps=NUM_WARPS,
-    )
+    table, chosen = block_table, torch.empty_like(indices) if sorted else indices
+    tables = (None, None) if sorted else (table, req_id_per_token)
+    select_rows(scores, topk, row_starts, row_ends, *tables, block_size, chosen, valid_counts)
     if sorted:
+        num_requests, max_blocks = (0, 0) if table is None else table.shape
         _order_kernel[(num_tokens, cdiv(topk, RANKED))](
             scores,
             chosen,
@@ -422,7 +302,7 @@ def topk_indices(
             max(block_size, 1),
             scores.stride(0),
             chosen.stride(0),
-            table_stride,
+            0 if table is None else table.stride(0),
             indices.stride(0),
             RANKED=RANKED,
             num_warps=4,

@@ -130,7 +130,7 @@ def rounds_of_rows(
         uneven: whether last parts may be short.
     """
     programs, work = num_tokens * head_blocks, _Work(head_blocks, tiles, block_n, sms, uneven)
-    plain, shares = _even(num_tokens, work, parts)
+    plain, shares = min(_even(num_tokens, work, count) for count in {1, parts})
     if 4 * programs > sms and programs <= MAX_ROUNDS * sms and tiles > 1:
         cost, rounds = _rounds(num_tokens, work, 2)
         if cost < PAYS * plain:

@@ -10,6 +10,7 @@ from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, get_format
 from .attention_options import Tile, attention_options, make_tile, of_second_walk
 from .common import KEEPS_OPERANDS, Pages, capability, cdiv, num_sms, shared_of_sm, sized_jit
+from .e4m3 import decode_method
 from .index import convert_req_index_to_global_index
 from .rounds import Shares, parts_of, rounds_of
 from .sparse_attention_device import (
@@ -26,7 +27,6 @@ from .sparse_attention_device import (
 )
 from .sparse_attention_extra import _attend_extra_kernel
 from .sparse_attention_keys import (
-    HALF_SCALE,
     HALF_WEIGHT,
     Keys,
     divider,
@@ -63,9 +63,9 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str, alone: b
         return make_tile(16, 16, 8 if mode == "fp8_v4_exact" else 4, 0)
     if device_capability[0] < 8:  # AMD, and the interpreter: 64 KB
         return make_tile(16, 32, 4, 0)
-    if num_heads > (32 if mode == "fp8_v4" else 16) and device_capability[0] == 9:
+    if num_heads > 16 and device_capability[0] == 9:
         return make_tile(64, 64, 8, 1, half=mode == "fp8", apart=True, early=True)
-    if num_heads <= 16 or (mode == "fp8_v4" and device_capability[0] == 9):
+    if num_heads <= 16:
         return make_tile(16, 32, 4, 2)
     if mode == "fp8_v4":
         return make_tile(32, 32, 4, 1)
@@ -111,13 +111,6 @@ def looks_at_indices(keys: Keys, chosen: Tile, partial: bool, has_length: bool) 
     if keys.operands not in ("fp8_half", "plain") or not chosen.apart or KEEPS_OPERANDS:
         return False
     return not (partial and has_length) and not (keys.decode == "packed" and chosen.num_warps == 4)
-
-
-def decode_method(device_capability: tuple[int, int]) -> str:
-    """How e4m3 is converted on a device, for `Keys.decode`."""
-    if device_capability[0] < 8:
-        return "portable"
-    return "packed" if device_capability < (8, 9) else "hardware"
 
 
 def wanted_programs(device_capability: tuple[int, int], block_h: int, sms: int) -> int:
@@ -231,7 +224,7 @@ def _attend_kernel(
         query = (q_rows, live_head, queries)
         state = attend_keys(query, new_state(OPTIONS), cache, index_row, (begin, end), scale_log2, None, OPTIONS)
     if is_half(KEYS):
-        acc, top, sums = state
+        acc, top, sums, unit = state
         total = total_weight(sums)
         broken = tl.max((total != total).to(tl.int32), 0)
         if broken > 0:
@@ -246,10 +239,10 @@ def _attend_kernel(
                 store_result(exact, place, results, OPTIONS)
         else:
             halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
-            # averages of keys, which are float16 times HALF_SCALE, are too
-            SCALE: tl.constexpr = HALF_WEIGHT if PARTIAL else HALF_SCALE * HALF_WEIGHT
+            # averages of keys, which are float16 in a unit, are too
+            scale = 1.0 / HALF_WEIGHT if PARTIAL else (1.0 / HALF_WEIGHT) / unit
             units = num_splits * stride_lse_split
-            store_result(halves, place, results, OPTIONS, SCALE, units, 1.0 / HALF_SCALE)
+            store_result(halves, place, results, OPTIONS, scale, units, 1.0 / unit)
     else:
         store_result(state, place, results, OPTIONS)
 
@@ -481,7 +474,10 @@ def paged_sparse_attention_extra(
     mode, extra_mode = operand_modes(q.dtype, cache_format, extra_cache_format)
     sizes = cache_sizes(kv_cache, cache_format, mode, block_table is not None)
     extra = cache_sizes(extra_kv_cache, extra_cache_format, extra_mode, extra_block_table is not None)
-    chosen = two_cache_tile(capability(q.device), num_heads, (sizes.keys, extra.keys))
+    heads = num_heads
+    if num_heads <= 32 and capability(q.device)[0] == 9:  # elsewhere few rows have not been timed
+        heads = tile_heads(num_tokens, num_heads, deterministic)
+    chosen = two_cache_tile(capability(q.device), heads, (sizes.keys, extra.keys))
     head_blocks = cdiv(num_heads, chosen.block_h)
     wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
     single = has_its_sm(capability(q.device), chosen)

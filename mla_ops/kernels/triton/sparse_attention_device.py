@@ -337,14 +337,12 @@ def _attend_exactly(q_rows, live_head, state, cache, index_row, span, scale_log2
 
 
 @triton.jit
-def store_result(
-    state, place, results, OPTIONS: tl.constexpr, SCALE: tl.constexpr = 1.0, units=None, UNIT: tl.constexpr = 1.0
-):
+def store_result(state, place, results, OPTIONS: tl.constexpr, scale=1.0, units=None, unit=1.0):
     """The output and lse of a token's heads: of all its keys with the sink, or, of one split's, a part, in base 2.
 
     `place` is `(token, head, live_head, split)`; `results` the sink, the output, its strides of splits, tokens and
-    heads, the lse, and its strides of splits and tokens. Accumulators are SCALE times what is stored. The UNIT of a
-    part of 16 bits goes `units` behind its lse.
+    heads, the lse, and its strides of splits and tokens. What is stored is `scale` times the accumulators' average. The
+    `unit` of a part of 16 bits goes `units` behind its lse.
     """
     token, head, live_head, split = place
     attn_sink, out, out_strides, lse, lse_strides = results
@@ -354,7 +352,7 @@ def store_result(
     if OPTIONS.partial:
         tl.store(lse_place, log2_sum, mask=live_head)
         if units is not None:
-            tl.store(lse_place + units, UNIT, mask=live_head)
+            tl.store(lse_place + units, unit, mask=live_head)
     else:
         if attn_sink is not None:
             sink = tl.load(attn_sink + head, mask=live_head, other=0.0) * 1.4426950408889634
@@ -365,7 +363,7 @@ def store_result(
     if OPTIONS.partial:
         # the merge does not read a split without keys
         stored &= (total != 0)[:, None]
-    store_groups(state, factor * (1.0 / SCALE), out_row, stored, OPTIONS.upcast)
+    store_groups(state, factor * scale, out_row, stored, OPTIONS.upcast)
 
 
 @triton.jit

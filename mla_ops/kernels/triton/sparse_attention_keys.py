@@ -11,11 +11,10 @@ from .common import Constant
 from .e4m3 import decode, decode_scale, decode_scale_bf16
 from .rows import FP8_ROPE_AT, FP8_SCALES_AT, V4_LATENT, V4_ROW_BYTES, V4_SCALE_BYTES
 
-# float16 operands of fp8_ds_mla: scales of 0 and in [HALF_LEAST, HALF_MOST) fit, times HALF_SCALE: 448 * 128 is within
-# float16, and with scales down to 2**-13 all values of e4m3 stay normal. A row's largest weight is HALF_WEIGHT.
-HALF_SCALE = tl.constexpr(2.0**8)
+# float16 operands of fp8_ds_mla: scales times a program's unit (`half_unit`), of 0 and in [HALF_LEAST, HALF_MOST). It
+# holds 448 * 128, and the least scales in four bits. A row's largest weight is HALF_WEIGHT.
 HALF_LEAST = tl.constexpr(2.0**-21)
-HALF_MOST = tl.constexpr(2.0**-1)
+HALF_MOST = tl.constexpr(2.0**7)
 HALF_EXPONENT = tl.constexpr(8.0)
 HALF_WEIGHT = tl.constexpr(2.0**8)
 
@@ -377,14 +376,39 @@ def _scaled_operand(byte, scales, FIRST: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def half_operand(byte, scales, KEYS: tl.constexpr):
-    """Dims of fp8_ds_mla, `[keys, 4, 128]`, as float16 times `scales`, `[keys, 4]`, and HALF_SCALE.
+def load_exponents(cache, places, KEYS: tl.constexpr):
+    """Exponents of the scales of a tile, `[keys, 4]`, for `half_unit`: 0 where there is no key."""
+    place, _scale_place, valid = places
+    scales = (rows_at(cache[0], place, KEYS) + FP8_SCALES_AT).to(tl.pointer_type(tl.int32))
+    return tl.load(scales[:, None] + tl.arange(0, 4)[None, :], mask=valid[:, None], other=0) >> 23
+
+
+@triton.jit
+def half_unit(exponent):
+    """The power of two that scales are multiplied with, by those of a program's first tile: into float16's middle.
+
+    Scales that are 0 or no numbers do not count.
+    """
+    counts = (exponent > 0) & (exponent < 255)
+    most = tl.max(tl.max(tl.where(counts, exponent, 0), 1), 0)
+    least = tl.min(tl.min(tl.where(counts, exponent, 255), 1), 0)
+    middle = tl.where(most > 0, (most + least + 1) >> 1, 127 - 8)
+    # two octaves above the largest scale, whatever the least
+    middle = tl.minimum(tl.maximum(middle, most - 10), 247)
+    # times the middle one, 2**(middle - 127): 2**-6
+    return ((127 + 127 - 6 - middle) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def half_operand(byte, scales, unit, KEYS: tl.constexpr):
+    """Dims of fp8_ds_mla, `[keys, 4, 128]`, as float16 times `scales`, `[keys, 4]`, and `unit`.
 
     NaN where a scale does not fit.
     """
+    scales *= unit
     fits = (scales < HALF_MOST) & ((scales >= HALF_LEAST) | (scales == 0.0))
     # "packed" makes values that are 2**8 times too small, exactly
-    UP: tl.constexpr = HALF_SCALE * (256.0 if KEYS.decode == "packed" else 1.0)
+    UP: tl.constexpr = 256.0 if KEYS.decode == "packed" else 1.0
     factor = tl.where(fits, scales * UP, float("nan")).to(tl.float16)
     factor = tl.broadcast_to(factor[:, :, None], byte.shape)
     if KEYS.decode == "hardware":

@@ -64,8 +64,8 @@ def attend_tile_in_two(q, state, rows, cache, indices, scales, sure, MASKED: tl.
     UPCAST: tl.constexpr = OPTIONS.upcast
     former, top, sums, latter, unused = state
     q_former, q_latter = q[0]
-    scale, scale_behind = scales
-    keys = half_operand(rows[0], rows[2], KEYS)
+    scale, scale_behind, unit = scales
+    keys = half_operand(rows[0], rows[2], unit, KEYS)
     k_former, k_latter = split_dims(tl.reshape(keys, (keys.shape[0], 512)))
     scale = tl.where(top == float("inf"), 0.0, scale)
     # 0, which the compiler does not know

@@ -15,10 +15,11 @@ from .rows import FP8_SCALES_AT
 from .sparse_attention_device import dot, new_state, round_to
 from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries
 from .sparse_attention_keys import (
-    HALF_SCALE,
     fetch_indices,
     half_operand,
+    half_unit,
     is_half,
+    load_exponents,
     load_rope,
     locate,
     locate_in_block,
@@ -88,7 +89,7 @@ def _halve_query(latent, scale_log2, go):
     exponent = tl.maximum((top >> 7) - (127 + 14), -100)
     down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-    return (widen(latent) * down).to(tl.float16), up * (scale_log2 / HALF_SCALE)
+    return (widen(latent) * down).to(tl.float16), up * scale_log2
 
 
 @triton.jit
@@ -163,10 +164,10 @@ def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.conste
 def _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """The state after one tile of keys, and the scale of each head's scores. MASKED: some keys may not be there.
 
-    `scales` are those of scores over 512 dims, a head, and behind them. Code behind the first condition (`sure`)
-    comes last in the loop: the copies of the next tile begin before the products. Where the compiler sees that a
-    product goes into another, it gives all groups of warps all of it: hence the second, and with `mma.sync` the third.
-    Newer compilers move what lies between branch and product.
+    `scales` are those of scores over 512 dims, a head, and behind them, and the keys' unit. Code behind the first
+    condition (`sure`) comes last in the loop: the copies of the next tile begin before the products. Where the compiler
+    sees that a product goes into another, it gives all groups of warps all of it: hence the second, and with `mma.sync`
+    the third. Newer compilers move what lies between branch and product.
 
     Products of scores that run on stand before the conditions: the compiler waits for them where they are used, if they
     are used behind a condition, are operands from copies and go on to the next turn (`_keep`).
@@ -175,9 +176,9 @@ def _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED: tl
     UPCAST: tl.constexpr = OPTIONS.upcast
     acc, top, sums, running, running_rope = state
     keys, rope, _ = rows
-    scale, scale_behind = scales
+    scale, scale_behind, unit = scales
     if is_half(KEYS):
-        keys = half_operand(keys, rows[2], KEYS)
+        keys = half_operand(keys, rows[2], unit, KEYS)
         keys = _apart(tl.reshape(keys, (keys.shape[0], 512)))
     # It keeps the layout of `top`, else each tile would change it behind the branch.
     scale = tl.where(top == float("inf"), 0.0, scale)
@@ -226,7 +227,7 @@ def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr
     KEYS: tl.constexpr = OPTIONS.keys
     TILE: tl.constexpr = OPTIONS.tile
     begin, whole, end = span
-    scale, scale_behind = scales
+    scale, scale_behind, unit = scales
     n = tl.arange(0, TILE.block_n)
     index = first
     if OPTIONS.looks:
@@ -234,12 +235,12 @@ def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr
         for start in tl.range(begin, whole, TILE.block_n, num_stages=TILE.ahead + 1):
             rows = _load_rows(cache, locate(cache, index, KEYS), False, OPTIONS)
             index = tl.load(index_row + tl.minimum(start + TILE.block_n, last) + n)
-            scales = (scale, scale_behind)
+            scales = (scale, scale_behind, unit)
             state, scale = _attend_tile(q, state, rows, cache, None, scales, _surely(start, whole), False, OPTIONS)
         # Where there is no such tile, nothing for the rest is kept in registers: it would spill.
         if whole < end:
             index = fetch_indices(index_row, whole + n, end)
-            scales = (scale, scale_behind)
+            scales = (scale, scale_behind, unit)
             state = _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
     else:
         state = _walk_masked(q, state, cache, index_row, (begin, end), index, scales, OPTIONS)
@@ -256,7 +257,7 @@ def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.co
     FEW_REGISTERS: tl.constexpr = OPTIONS.looks or KEYS.decode == "packed"
     TILE: tl.constexpr = OPTIONS.tile
     begin, end = span
-    scale, scale_behind = scales
+    scale, scale_behind, unit = scales
     n = tl.arange(0, TILE.block_n)
     index = first
     for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
@@ -281,7 +282,7 @@ def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.co
             here = (start, n, end)
         else:
             here = (index_row + start, n, end - start)
-        scales = (scale, scale_behind)
+        scales = (scale, scale_behind, unit)
         state, scale = _attend_tile(q, state, rows, cache, here, scales, sure, True, OPTIONS)
     return state
 
@@ -305,16 +306,26 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
     overflow. `scratch` are places of 512 float16 a head, `[heads, 1]`.
     """
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
-    HALF: tl.constexpr = is_half(OPTIONS.keys)
+    KEYS: tl.constexpr = OPTIONS.keys
+    HALF: tl.constexpr = is_half(KEYS)
     begin = span[0]
     latent, rope = q
     scale = tl.zeros((BLOCK_H,), tl.float32) + scale_log2
+    unit = scale_log2
     if HALF:
+        if OPTIONS.whole:
+            places = locate_in_block(cache, first, begin, span[2], OPTIONS)
+        else:
+            places = locate(cache, first, KEYS)
+        # on their way while queries become operands
+        exponents = load_exponents(cache, places, KEYS)
         latent, scale = _halve_query(latent, scale_log2, begin >= 0)
         if in_two(OPTIONS):
             latent = split_dims(latent)
         else:
             latent = _apart(latent)
+        unit = half_unit(exponents)
+        scale /= unit
     _, _, _, _, top, sums = new_state(OPTIONS)
     running = top
     if scores_run_on(OPTIONS):
@@ -325,13 +336,13 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
         state = (acc, top, sums, acc, running)
     else:
         state = (tl.zeros((BLOCK_H, 512), tl.float32), top, sums, running, running)
-    scales = (scale, scale_log2)
+    scales = (scale, scale_log2, unit)
     if by_dims(OPTIONS):
         latent, rope, scale = split_queries((latent, rope), scale_log2, OPTIONS)
         if OPTIONS.tile.num_warps == 4:
             sums = tl.zeros((4, BLOCK_H), tl.float32)
         state = (state[0], top, sums, running, running)
-        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, scale), OPTIONS)
+        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, scale, unit), OPTIONS)
     # Queries should be operands from shared memory, as loaded ones are, where there are no registers left for them.
     elif BLOCK_H < 64:
         if in_two(OPTIONS):
@@ -356,4 +367,7 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
         acc = join_dims(acc, running)
     elif HALF:
         acc = _together(acc)
-    return acc, top, sums
+    result = (acc, top, sums)
+    if HALF:
+        result = (acc, top, sums, unit)
+    return result
