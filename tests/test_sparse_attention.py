@@ -124,7 +124,7 @@ def test_a_nan_key_that_is_attended_shows_in_its_own_rows_only(lowering: str, de
 
 @pytest.mark.parametrize("num_heads", [3, 64])
 def test_scales_that_no_writer_gives(lowering: str, device: torch.device, num_heads: int) -> None:
-    """Zeros and denormals count as what they are. NaN and infinities spoil the rows that attend to them alone."""
+    """Zeros and denormals count as what they are. NaN spoils the rows that attend to it, infinities no other's."""
     cache = filled_cache("fp8_ds_mla", 2, 8, device)
     scales = cache.view(16, 656)[:, 512:528].view(torch.float32)
     scales[1, 2], scales[2], scales[3, 0], scales[4, 3] = 0.0, 0.0, 1e-40, 2.0**-149
@@ -135,7 +135,9 @@ def test_scales_that_no_writer_gives(lowering: str, device: torch.device, num_he
     assert out[:2].isfinite().all()
     assert lse[:2].isfinite().all()
     assert out[2].isnan().all()
-    assert not out[3:].isfinite().all(-1).any()
+    alone, _ = torch.ops.mla.paged_sparse_attention(q[:2], cache, indices[:2], SCALE, "fp8_ds_mla", deterministic=True)
+    beside, _ = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, "fp8_ds_mla", deterministic=True)
+    assert torch.equal(beside[:2], alone)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -195,10 +197,13 @@ def test_splits_merge_exactly(
     check("triton", q[rows], cache, indices[rows], "bf16", **options)
 
 
-@pytest.mark.parametrize("scale", [0.0, -SCALE])
+@pytest.mark.parametrize("scale", [0.0, -SCALE, 2.0**16])
 @pytest.mark.parametrize("cache_format", ["bf16", "fp8_ds_mla"])
-def test_a_scale_that_is_not_above_0(cache_format: str, scale: float, device: torch.device) -> None:
-    """Triton's tiles of 64 heads would take the largest score before it is scaled: such calls have others."""
+def test_a_scale_that_is_not_above_0_or_large(cache_format: str, scale: float, device: torch.device) -> None:
+    """Triton's tiles of 64 heads would take the largest score before it is scaled: such calls have others.
+
+    They scale and subtract it in one instruction on a GPU, which is off by what a product rounds to.
+    """
     pytest.importorskip("triton")
     from mla_ops.kernels.triton.sparse_attention import tile_heads
 
@@ -220,8 +225,6 @@ def test_order_and_duplicates(lowering: str, device: torch.device) -> None:
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**31, -(2.0**40), 2.0**62])
 def test_large_scores_act_as_argmax(lowering: str, device: torch.device, scale: float, num_heads: int) -> None:
     """Every key is named three times, so that the largest score is met as often: an lse does not hold the 3."""
-    if lowering == "triton" and device.type == "cuda" and num_heads > 32 and scale > 2**30:
-        pytest.xfail("tiles of 64 heads scale a score and subtract the largest in one instruction, rounded otherwise")
     kv = torch.randn(24, 576, device=device).bfloat16()
     nearest = (torch.arange(2).unsqueeze(1) + torch.arange(num_heads)) % 24
     q = kv[nearest] * math.copysign(1, scale)
