@@ -420,7 +420,7 @@ DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int 
     int left = parts;
 #pragma unroll 1
     do {
-      if (FLOAT16 && left > 4) {  // which has registers for more
+      if (FLOAT16 && left > 4) {  // one type leaves registers for eight parts
         add_parts<L, 8, FLOAT16>(sums, from, factors, left);
         from += 8 * P::BYTES, factors += 8 * (L::HEADS * 4), left -= 8;
         continue;

@@ -250,8 +250,8 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, 
   attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, (HEADS < 64)>(p);
 }
 
-// Clusters of two CTAs that have all keys of their row: their code would lie in the way of what others run, whose launches
-// of few tokens have each line of it from memory.
+// Clusters of two CTAs that have all keys of their row. Other clusters have no code for it: launches of few tokens get
+// each line of what they run from memory, and it would lie in between.
 template <int HEADS, Format FORMAT, bool YIELDS = false>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_pairs(const __grid_constant__ Params p) {
