@@ -178,7 +178,7 @@ static float2 state_of(const Row& row, int share, int head) {
   if ((row.token + share) % 5 == 0) return {0.f, NO_SCORE_YET};
   const float sum = 1 + 100 * number(row, share, head, -1, 0),
               reference = std::floor(40 * number(row, share, head, -2, 0)) - 20;
-  return {(row.token + share) % 4 == 0 ? -sum : sum, reference};
+  return {row.token % 2 && (row.token + share) % 4 == 0 ? -sum : sum, reference};  // even tokens have none of bfloat16
 }
 
 static float value_of(const Row& row, int share, int warp, int lane, int n) {
@@ -289,7 +289,7 @@ template <class L>
 void in_cluster(const Params& p) {
   using P = typename L::Packet;
   std::vector<u32> packets(P::COUNT * p.splits * P::BYTES / 4);
-  simt::launch(1, 1, 128, L::End::OWN_BFLOAT16 + 4, 1, [&] {
+  simt::launch(1, 1, 128, L::End::ALL_FLOAT16 + 4, 1, [&] {
     const int thread = threadIdx.x, lane = thread % 32;
     for (int item = 0; item < p.num_tokens * p.head_tiles; ++item) {
       const int token = item / p.head_tiles;
@@ -316,14 +316,17 @@ void in_cluster(const Params& p) {
             packets[place] = bfloat16 ? pack_bfloat16(pair[0], pair[1]) : pack_float16(pair[0], pair[1]);
           }
       }
+      if (thread == 0) store_shared_4(L::End::ALL_FLOAT16, 1);
       __syncthreads();
-      weigh_parts<L>(p, row, 0, thread, true, [] { return true; });
+      weigh_parts<L, true>(p, row, 0, thread, true, [] { return true; });
       __syncthreads();
-      for (int rank = 0; rank < p.splits; ++rank)
-        add_packets<L, 4>(target_of<L>(p, row), rank, 0,
-                          reinterpret_cast<const unsigned char*>(packets.data()) + rank * p.splits * P::BYTES,
-                          p.splits * p.splits * P::BYTES, packets_of<L>(p, rank), p.splits, p.splits, thread / 32,
-                        lane);
+      for (int rank = 0; rank < p.splits; ++rank) {
+        const auto* own = reinterpret_cast<const unsigned char*>(packets.data()) + rank * p.splits * P::BYTES;
+        (load_shared_4(L::End::ALL_FLOAT16) ? add_packets<L, 4, true, const unsigned char*>
+                                            : add_packets<L, 4, false, const unsigned char*>)(
+            target_of<L>(p, row), rank, 0, own, p.splits * p.splits * P::BYTES, packets_of<L>(p, rank), p.splits, p.splits,
+            thread / 32, lane);
+      }
       __syncthreads();
     }
   });

@@ -228,6 +228,23 @@ def test_a_group_has_a_turn_for_each_of_its_ctas_and_sms_for_all() -> None:
     assert predicted_us(FP8, Group(8), 9, 128, 32, AT_ONCE, H200) == float("inf")
 
 
+def test_clusters_of_two_ctas_that_have_all_keys_have_a_kernel_of_their_own() -> None:
+    def name(shape: Shape, keys: KeyFormat = FP8) -> str:
+        return keys.kernel(shape).name
+
+    for tile in (16, 24, 32):
+        assert name(Clusters(tile, 2)) == f"sparse_attention_pairs<{tile}, FP8_DS_MLA>"
+        for shape in (Clusters(tile, 2, parts=2), Clusters(tile, 3)):
+            assert name(shape) == f"sparse_attention_clusters<{tile}, FP8_DS_MLA>"
+    assert name(Clusters(64, 2)) == "sparse_attention_clusters<64, FP8_DS_MLA>"
+    assert name(Clusters(16, 2), KERNELS["bf16", 576]) == name(Clusters(16, 3), KERNELS["bf16", 576])
+    others = FP8.yielding_kernel(Clusters(16, 2)), FP8.balanced_kernel(Clusters(16, 2))
+    assert [kernel and kernel.name for kernel in others] == [
+        "sparse_attention_pairs<16, FP8_DS_MLA, true>",
+        "sparse_attention_balanced_clusters<16, FP8_DS_MLA>",
+    ]
+
+
 def shares_of(shape: Shape) -> int:
     return shape.members if isinstance(shape, Group) else shape.shares or shape.splits
 

@@ -208,7 +208,8 @@ class KeyFormat:
         if shape.tile == 32 or (isinstance(shape, Clusters) and shape.shares):
             return None
         if self.quantized:
-            return kernel._replace(name=kernel.name.replace("attention_", "attention_balanced_"))
+            name = kernel.name.replace("pairs", "clusters")
+            return kernel._replace(name=name.replace("attention_", "attention_balanced_"))
         if shape.tile == 64:
             return kernel._replace(name=kernel.name.replace("64_", "64_balanced_")) if kernel.persistent else None
         name = f"sparse_attention_bf16_balanced<{shape.tile}, {self.chunks * 64}>"
@@ -240,6 +241,8 @@ class KeyFormat:
             raise ValueError(f"only quantised keys have a kernel for shares, got {self.name}")
         alone = isinstance(shape, Clusters) and shape.splits == 1
         kind = "groups" if grouped else "rows" if alone else "clusters"
+        if isinstance(shape, Clusters) and (shape.splits, shape.parts) == (2, 1) and tile < 64 and self.quantized:
+            kind = "pairs"
         if isinstance(shape, Clusters) and in_shares:
             kind = "shares" if not in_registers(shape) else "folds" if alone else "held"
             if shape.bits_of:
@@ -264,7 +267,7 @@ class KeyFormat:
 
     def kernels(self) -> list[Kernel]:
         """All there are, each once."""
-        shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2)]
+        shapes: list[Shape] = [Clusters(tile, splits) for tile in self.tiles for splits in (1, 2, 3)]
         if self.quantized:
             shapes += [Group(2), *(Clusters(tile, n, shares=3) for tile in self.tiles for n in (1, 2))]
             shapes.append(Clusters(16, 2, shares=3, bits_of=32))
@@ -310,7 +313,7 @@ def splits_for(turns: int) -> list[int]:
 @functools.cache
 def clusters_at_once(keys: KeyFormat, tile: int, device_index: int) -> tuple[int, ...]:
     """Clusters of each size in `SPLITS` that the device runs at one time, from the driver."""
-    kernel = keys.kernel(Clusters(tile, 2))
+    kernel = keys.kernel(Clusters(tile, 3))
     loaded = sources.load(kernel.source, kernel.name, device_index)
     block = (kernel.threads, 1, 1)
     return tuple(loaded.occupancy_clusters(block, None, (splits, 1, 1)) for splits in SPLITS)

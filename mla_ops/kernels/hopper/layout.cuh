@@ -125,7 +125,8 @@ struct Ends {
   static constexpr int WEIGHTS = INVERSES + HEADS * 4;       // float32 [HEADS]: weight of the result
   // A group's CTA: whether it has all states, and a bit for each share of the result that it adds up.
   static constexpr int COMPLETE = WEIGHTS + HEADS * 4, SHARES = COMPLETE + 4;
-  static constexpr int OWN_BFLOAT16 = SHARES + 4;  // whether this CTA's packets are bfloat16
+  // Whether this CTA's packets are bfloat16; whether no CTA's are.
+  static constexpr int OWN_BFLOAT16 = SHARES + 4, ALL_FLOAT16 = OWN_BFLOAT16 + 4;
 };
 
 template <int HEADS_, Format FORMAT>

@@ -29,10 +29,11 @@ DEVICE void leave_lse(const Params& p, const Row& row, int global_head, int part
     p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
 }
 
-// Whether the CTAs of a cluster, two, keep a half of their accumulators each (`exchange_halves`).
-template <class L, Launch LAUNCH = Launch::CLUSTERS>
+// Whether the CTAs of a cluster, two, keep a half of their accumulators each (`exchange_halves`). WIDER clusters, or those
+// that have a part of a row's keys, never do.
+template <class L, Launch LAUNCH = Launch::CLUSTERS, bool WIDER = false>
 DEVICE bool by_halves(const Params& p, const Row& row) {
-  return LAUNCH == Launch::CLUSTERS && L::HEADS < 64 && L::Packet::PACKED && row.splits == 2 && p.parts == 1;
+  return !WIDER && LAUNCH == Launch::CLUSTERS && L::HEADS < 64 && L::Packet::PACKED && row.splits == 2 && p.parts == 1;
 }
 
 // The number of packets that a CTA adds up.
@@ -130,8 +131,9 @@ DEVICE float2 load_factors(u32 from) {
 }
 
 // Computes each part's factor in the result, and the lse, which this CTA writes if it `tells`. 128 threads do it;
-// neighbours share the parts of a head. `await_states` returns whether all states are there.
-template <class L, class Await>
+// neighbours share the parts of a head. `await_states` returns whether all states are there. TELLS_TYPE: a part of
+// bfloat16 is noted where the caller had noted that there is none.
+template <class L, bool TELLS_TYPE = false, class Await>
 DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread, bool tells, Await await_states) {
   using E = typename L::End;
   constexpr int LANES = L::HEADS > 32 ? 2 : L::HEADS > 16 ? 4 : 8;
@@ -143,6 +145,7 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
   const u32 states = shared + E::STATES + head * 8, factors = shared + E::FACTORS + column_of<L>(head) * 4;
   if (!await_states()) return;
   float reference = NO_SCORE_YET, total = 0.f;
+  u32 signs = 0;
 #pragma unroll 2
   for (int part = own; part < row.splits; part += LANES)
     reference = fmaxf(reference, load_shared_float(states + part * (L::HEADS * 8) + 4));
@@ -153,8 +156,10 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
     const float2 state = load_shared_float2(states + part * (L::HEADS * 8));
     const float factor = state.x == 0.f ? 0.f : exp2_approx(state.y - reference), weight = state.x * factor;
     total += fabsf(weight);
+    if (TELLS_TYPE) signs |= __float_as_uint(state.x);
     store_shared_float(factors + part * (L::HEADS * 4), L::Packet::PACKED ? weight : factor);
   }
+  if (TELLS_TYPE && signs >> 31) store_shared_4(shared + E::ALL_FLOAT16, 0);
 #pragma unroll
   for (int step = LANES / 2; step; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
   if (own == 0) {
@@ -168,9 +173,9 @@ DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread,
 }
 
 // The same for the CTAs of a cluster, which send their states.
-template <class L>
+template <class L, bool TELLS_TYPE = false>
 DEVICE void weigh_parts(const Params& p, const Row& row, u32 shared, int thread) {
-  weigh_parts<L>(p, row, shared, thread, row.rank == 0, [&]() {
+  weigh_parts<L, TELLS_TYPE>(p, row, shared, thread, row.rank == 0, [&]() {
     if (row.splits > 1) mbarrier_wait_cluster(shared + L::STATES_FULL, 0);
     return true;
   });
@@ -370,9 +375,9 @@ struct Piece {
   }
 };
 
-// Adds `count` parts of a packet, MOST at most, always in the same order. Those with factors below 0 are bfloat16. One
-// copy of the code for all that a row may have: it runs once, and comes from memory.
-template <class L, int MOST, class From>
+// Adds `count` parts of a packet, MOST at most, always in the same order. Those with factors below 0 are bfloat16, unless
+// all are FLOAT16. One copy of the code for all that a row may have: it runs once, and comes from memory.
+template <class L, int MOST, bool FLOAT16, class From>
 DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], From from, u32 factors, int count) {
   using P = typename L::Packet;
   Piece<P> piece[MOST];
@@ -386,8 +391,8 @@ DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], From from, u32 factor
   }
 #pragma unroll
   for (int k = 0; k < MOST; ++k) {
-    const bool bfloat16 = P::PACKED && ((__float_as_uint(factor[k].x) | __float_as_uint(factor[k].y)) >> 31);
-    if (P::PACKED) factor[k] = make_float2(fabsf(factor[k].x), fabsf(factor[k].y));
+    const bool bfloat16 = !FLOAT16 && P::PACKED && ((__float_as_uint(factor[k].x) | __float_as_uint(factor[k].y)) >> 31);
+    if (!FLOAT16 && P::PACKED) factor[k] = make_float2(fabsf(factor[k].x), fabsf(factor[k].y));
 #pragma unroll
     for (int i = 0; i < P::QUADS * 2; ++i) {
       const float2 v = piece[k].pair(i, bfloat16);
@@ -399,7 +404,7 @@ DEVICE void add_parts(float (&sums)[L::Packet::QUADS * 4], From from, u32 factor
 
 // Adds up the packets that are CTA `rank`'s of `splits`, `parts` of each: the first one's are at `first`, each next one's
 // `pitch` bytes behind.
-template <class L, int WARPS, class From>
+template <class L, int WARPS, bool FLOAT16 = false, class From>
 DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int pitch, int packets, int splits,
                         int parts, int warp, int lane) {
   using P = typename L::Packet;
@@ -415,10 +420,15 @@ DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int 
     int left = parts;
 #pragma unroll 1
     do {
+      if (FLOAT16 && left > 4) {  // one type leaves registers for eight parts
+        add_parts<L, 8, FLOAT16>(sums, from, factors, left);
+        from += 8 * P::BYTES, factors += 8 * (L::HEADS * 4), left -= 8;
+        continue;
+      }
       if (left > 2)
-        add_parts<L, 4>(sums, from, factors, left);
+        add_parts<L, 4, FLOAT16>(sums, from, factors, left);
       else
-        add_parts<L, 2>(sums, from, factors, left);
+        add_parts<L, 2, FLOAT16>(sums, from, factors, left);
       from += 4 * P::BYTES, factors += 4 * (L::HEADS * 4), left -= 4;
     } while (left > 0);
     const float2 weight = load_factors<L>(shared + L::End::WEIGHTS + column * 4);
@@ -428,20 +438,28 @@ DEVICE void add_packets(const Target& to, int rank, u32 shared, From first, int 
   }
 }
 
-// This CTA's share of the result, if it is in packets.
-template <class L, int WARPS = 12>
+// This CTA's share of the result, if it is in packets. In WIDER clusters code of its own adds packets that are all float16:
+// it has half of the other's instructions.
+template <class L, int WARPS = 12, bool WIDER = false>
 DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int lane) {
   using P = typename L::Packet;
   // This CTA's factors, and those packets that did not have to go far. Callers do not arrive for themselves: ptxas let
   // lane 0 come behind the others then, who had changed the warp's uniform registers.
   __syncwarp();
   warp_arrive(shared + L::OWN_FULL, lane);
-  if (by_halves<L>(p, row)) return;
+  if (by_halves<L, Launch::CLUSTERS, WIDER>(p, row)) return;
   Target to = target_of_cluster<L>(p, row);
   int packets = packets_of<L>(p, row.rank), splits = row.splits;
   hold(to.rows), hold(to.heads), hold(packets), hold(splits);  // while there is time
   mbarrier_wait(shared + L::OWN_FULL, 0);
   if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);
+  if constexpr (WIDER) {
+    if (uniform(load_shared_4(shared + L::End::ALL_FLOAT16))) {
+      add_packets<L, WARPS, true>(to, row.rank, shared, shared + L::PACKETS, splits * P::BYTES, packets, splits, splits,
+                                  warp, lane);
+      return;
+    }
+  }
   add_packets<L, WARPS>(to, row.rank, shared, shared + L::PACKETS, splits * P::BYTES, packets, splits, splits, warp,
                         lane);
 }

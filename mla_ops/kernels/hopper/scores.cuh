@@ -129,7 +129,7 @@ DEVICE float largest(const float (&s)[N]) {
 
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
-template <int HEADS, Format FORMAT, Launch LAUNCH>
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
 DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
                  u32 row_parity) {
   using L = Layout<HEADS, FORMAT>;
@@ -420,6 +420,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
+  if (WIDER && worker == 0) store_shared_4(shared + L::End::ALL_FLOAT16, 1);
   const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
@@ -461,7 +462,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)
         if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(own, shared, part, head, sum, reference);
       if (HEADS < 64) tell_factors();
-      weigh_parts<L>(p, own, shared, worker);
+      weigh_parts<L, WIDER>(p, own, shared, worker);
     }
   }
   return 0;

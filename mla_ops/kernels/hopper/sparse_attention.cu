@@ -14,8 +14,9 @@
 #include "scores.cuh"
 #include "values.cuh"
 
-// ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row.
-template <int HEADS, Format FORMAT, Launch LAUNCH>
+// ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row. WIDER:
+// a cluster is of three CTAs or more, or has a part of a row's keys.
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER = false>
 DEVICE void attend(const Params& p) {
   constexpr bool PERSISTENT = is_persistent(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = in_shares(LAUNCH),
                  IN_REGISTERS = in_registers(LAUNCH), ONE = ONE_SCORER<HEADS, LAUNCH>;
@@ -119,7 +120,7 @@ DEVICE void attend(const Params& p) {
       if (is_held(LAUNCH) && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
       if (is_held(LAUNCH)) hold(row.token), hold(row.tile);  // else both roles keep one register for them
       for (;;) {
-        const u32 later = score<HEADS, FORMAT, LAUNCH>(p, row, shared, thread, at, row_parity);
+        const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity);
         if (HEADS == 64) freed = later;
         if (is_held(LAUNCH)) {
           if (later) break;
@@ -134,13 +135,13 @@ DEVICE void attend(const Params& p) {
         more_registers<ONE_OF_32 ? OF_32 : L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0) + KEPT>();
       KeptOfShares<L, LAUNCH> before;
       do {
-        accumulate<HEADS, FORMAT, LAUNCH>(p, row, shared, warpgroup - 1, thread, at, row_parity,
+        accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity,
                                           query_parity, before);
         if (is_held(LAUNCH) && ends_row(p, row)) break;
         if (SHARES && ends_row(p, row)) query_parity ^= 1;
         if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
       } while (PERSISTENT && row.token < end_of_tokens<LAUNCH>(p));
-      if (by_halves<L, LAUNCH>(p, row)) return;
+      if (by_halves<L, LAUNCH, WIDER>(p, row)) return;
     } else if constexpr (!ONE) {
       more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
       do {
@@ -156,7 +157,7 @@ DEVICE void attend(const Params& p) {
                                                               (warpgroup - 1) * 128 + thread);
     if (LAUNCH == Launch::CLUSTERS) {
       row.rank = cluster_rank_here();
-      finish<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+      finish<L, 12, WIDER>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     }
     if constexpr (is_held(LAUNCH)) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
@@ -193,12 +194,12 @@ DEVICE void attend(const Params& p) {
 }
 
 // Attends to rows as the shape says. YIELDS: unless another launch has shared the tokens evenly.
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool YIELDS>
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool YIELDS, bool WIDER = false>
 DEVICE void attend_by_shape(const Params& p) {
   using L = Layout<HEADS, FORMAT>;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   if (YIELDS && is_done<L::THREADS>(p, shared_address(shared_memory) + L::RAW)) return;
-  attend<HEADS, FORMAT, LAUNCH>(p);
+  attend<HEADS, FORMAT, LAUNCH, WIDER>(p);
 }
 
 // Rows of 64 heads that follow one another have one way for lengths of either kind. Others have two: with fewer heads
@@ -244,6 +245,16 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
 template <int HEADS, Format FORMAT, bool YIELDS = false>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_clusters(const __grid_constant__ Params p) {
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, (HEADS < 64)>(p);
+}
+
+// Clusters of two CTAs that have all keys of their row. Other clusters have no code for it: launches of few tokens get
+// each line of what they run from memory, and it would lie in between.
+template <int HEADS, Format FORMAT, bool YIELDS = false>
+__global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+    sparse_attention_pairs(const __grid_constant__ Params p) {
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS>(p);

@@ -131,7 +131,7 @@ struct KeptOfShares<L, Launch::HELD> : Held<L> {};
 template <class L>
 struct KeptOfShares<L, Launch::HELD_BY_ONE> : Held<L> {};
 
-template <int HEADS, Format FORMAT, Launch LAUNCH>
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
 DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before) {
   using L = Layout<HEADS, FORMAT>;
@@ -348,7 +348,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
       }
     }
     if constexpr (!HEADS_BY_DIMS) {
-      if (by_halves<L, LAUNCH>(p, row)) {
+      if (by_halves<L, LAUNCH, WIDER>(p, row)) {
         exchange_halves<L>(p, row, shared, half * 4 + warp, lane, o, inverse, bfloat16);
         return;
       }
