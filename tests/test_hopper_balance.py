@@ -110,7 +110,9 @@ def lognormal(generator: random.Random, count: int) -> list[int]:
 BATCHES: dict[str, Callable[[random.Random], list[int]]] = {
     "one long": lambda generator: [CAPACITY if i == 17 else 100 for i in range(32)],
     "one long among many": lambda generator: [64] * 70 + [2048] + [64] * 57,
-    "some long among many": lambda generator: [generator.choice((64, 64, 64, 64, 64, 64, 2048, 4096)) for _ in range(90)],
+    "some long among many": lambda generator: [
+        generator.choice((64, 64, 64, 64, 64, 64, 2048, 4096)) for _ in range(90)
+    ],
     "every fourth": lambda generator: [2048 if i % 4 == 0 else 64 for i in range(133)],
     "equal, whole": lambda generator: [1000] * 60,
     "equal, cut": lambda generator: [3000] * 40,
