@@ -109,7 +109,7 @@ def lognormal(generator: random.Random, count: int) -> list[int]:
 
 BATCHES: dict[str, Callable[[random.Random], list[int]]] = {
     "one long": lambda generator: [CAPACITY if i == 17 else 100 for i in range(32)],
-    "one long among many": lambda generator: [64] * 70 + [2048] + [64] * 57,
+    "one long among many": lambda generator: [64] * 300 + [CAPACITY] + [64] * 211,
     "some long among many": lambda generator: [
         generator.choice((64, 64, 64, 64, 64, 64, 2048, 4096)) for _ in range(90)
     ],
