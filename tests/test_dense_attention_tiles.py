@@ -127,9 +127,12 @@ def test_queries_in_two_tensors(device: torch.device, cache_format: str) -> None
     assert torch.equal(whole[1], halves[1])
 
 
-@pytest.mark.parametrize("scale", [-SCALE, 0.0])
-def test_a_scale_that_is_not_above_0(device: torch.device, cache_format: str, scale: float) -> None:
-    """Such scores have another largest one: groups of 128 dims take them, in other tiles."""
+@pytest.mark.parametrize("scale", [-SCALE, 0.0, 2.0**31])
+def test_a_scale_that_is_not_above_0_or_large(device: torch.device, cache_format: str, scale: float) -> None:
+    """Such scores have another largest one, or a rounding that exp2 does not take: groups take them, in other tiles."""
+    from mla_ops.kernels.triton.rounds import suits_large_tiles
+
+    assert not suits_large_tiles(scale)
     cache, q = filled_cache(cache_format, 3, 32, device), queries(1, NUM_HEADS, BF16, device)
     arguments = (cache, int32([[2, 0]], device), int32([0], device), int32([40], device), scale, cache_format)
     found = torch.ops.mla.paged_attention(q, *arguments)

@@ -41,6 +41,7 @@ from .dense_attention_tiles import (
     value_block,
     weight_sums,
 )
+from .rounds import suits_large_tiles
 from .sparse_attention import (
     LOG2E,
     CacheSizes,
@@ -251,9 +252,9 @@ def paged_attention(
 def _tile_of_rows(
     device_capability: tuple[int, int], num_heads: int, mode: str, alone: bool, scale: float, block_size: int
 ) -> Tile:
-    """The tile of rows by shapes: of groups where tiles of keys have several blocks, or there is no scale above 0."""
+    """The tile of rows by shapes: of groups where a tile of keys has several blocks, or the scale does not suit."""
     chosen = paged_tile(device_capability, num_heads, mode, alone)
-    if block_size % chosen.block_n or not scale > 0:
+    if block_size % chosen.block_n or not suits_large_tiles(scale):
         chosen = group_tile(device_capability, num_heads, mode)
     if block_size % chosen.block_n:  # an entry a key
         chosen = replace(chosen, apart=False, early=False)

@@ -169,3 +169,11 @@ def parts_of(rounds: tuple[Round, ...], rows: Rows) -> Iterator[tuple[Rows, Shar
             part = type(rows)(*(None if x is None else x[start : start + num_tokens] for x in rows))
         yield part, shares
         start += num_tokens
+
+
+def suits_large_tiles(softmax_scale: float) -> bool:
+    """Whether tiles may take the largest score before they scale it, and scale its difference in one instruction.
+
+    The scale is above 0, and small enough that `exp2` takes what a product's rounding leaves.
+    """
+    return 0 < softmax_scale < 2**16

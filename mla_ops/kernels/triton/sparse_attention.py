@@ -12,7 +12,7 @@ from .attention_options import Tile, attention_options, make_tile, of_second_wal
 from .common import KEEPS_OPERANDS, Pages, capability, cdiv, num_sms, shared_of_sm, sized_jit
 from .e4m3 import decode_method
 from .index import convert_req_index_to_global_index
-from .rounds import Shares, parts_of, rounds_of
+from .rounds import Shares, parts_of, rounds_of, suits_large_tiles
 from .sparse_attention_device import (
     attend_keys,
     last_indices,
@@ -93,13 +93,13 @@ def programs_are_alone(device: torch.device, num_tokens: int, num_heads: int, de
 def tile_heads(num_tokens: int, num_heads: int, deterministic: bool, softmax_scale: float = 1.0) -> int:
     """The heads that a tile over one cache is chosen for: 16, so that more programs share few rows.
 
-    Not where a row must not notice its batch. Larger tiles take the largest score before it is scaled, and scale it in
-    one instruction with the difference: they need a scale above 0 that leaves its rounding below 2**7. On an H200,
-    fp8_ds_mla, 1 x 128 rows take 20.0 us in tiles of 16 heads and 24.6 in those of 64, 4 x 64 rows 25.7 and 25.6,
-    4 x 128 rows 38.1 and 29.1, 8 x 32 rows 26.5, and 32 x 32 rows 64.1 and 54.7.
+    Not where a row must not notice its batch. Larger tiles take the largest score before it is scaled: not any scale
+    does (`suits_large_tiles`). On an H200, fp8_ds_mla, 1 x 128 rows take 20.0 us in tiles of 16 heads and 24.6 in those
+    of 64, 4 x 64 rows 25.7 and 25.6, 4 x 128 rows 38.1 and 29.1, 8 x 32 rows 26.5, and 32 x 32 rows
+    64.1 and 54.7.
     """
     few = num_tokens * num_heads <= FEW_ROWS * (2 if num_heads <= 32 else 1)
-    return min(num_heads, 16) if (few and not deterministic) or not 0 < softmax_scale < 2**16 else num_heads
+    return min(num_heads, 16) if (few and not deterministic) or not suits_large_tiles(softmax_scale) else num_heads
 
 
 def looks_at_indices(keys: Keys, chosen: Tile, partial: bool, has_length: bool) -> bool:
