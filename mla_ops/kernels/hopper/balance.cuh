@@ -10,11 +10,8 @@
 #include "layout.cuh"
 #include "parts.cuh"
 
-constexpr int ROW_TURNS = 2;        // a row costs so many turns besides its own
-constexpr int FEWEST_TURNS = 4;     // an interval has no fewer: less is not worth its merge
-constexpr int PIECE_TURNS = 4;      // a piece of a stretched row costs so many turns besides its own
-constexpr int FEWEST_OF_PIECE = 2;  // its own turns, or more
-constexpr int STRETCHED = 2;        // a stretched row is longer than so many intervals
+constexpr int ROW_TURNS = 2;      // a row costs so many turns besides its own
+constexpr int FEWEST_TURNS = 4;   // an interval has no fewer: less is not worth its merge
 constexpr int NO_END = 0x7fffffff;
 constexpr int EVERY_WORKERS_TOKEN = -1;
 
@@ -45,45 +42,32 @@ DEVICE bool is_balanced(const Params& p, int total, int most) {
   return static_cast<float>(most) * p.longest > static_cast<float>(quota) + p.margin;
 }
 
-// A row is long that has more than half of the turns that there is room for.
-DEVICE int longest_short_row(const Params& p) {
-  const u32 room = static_cast<u32>(p.topk[0]) + static_cast<u32>(p.topk[1]);
-  return max(static_cast<int>(room / (2 * TILE_KEYS)), 2 * PIECE_TURNS + FEWEST_OF_PIECE);
-}
-
-// Costs in turns: of this thread's tokens, of all of them, of the longest and of the longest short row; `longs`: turns of
-// long rows.
+// Costs in turns: of this thread's tokens, of all of them, and of the longest.
 struct Cost {
-  int own, own_longs, total, longs, most, most_short;
+  int own, total, most;
 };
 
-// Adds up what the call's tokens cost, by all of a CTA's THREADS, of which each has some neighbours. `scratch` has sixteen
+// Adds up what the call's tokens cost, by all of a CTA's THREADS, of which each has some neighbours. `scratch` has eight
 // bytes for each of their warps, and keeps what these cost.
 template <int THREADS>
 DEVICE Cost add_up_costs(const Params& p, u32 scratch) {
   scratch = opaque(scratch);  // else what is relative to it is not uniform later on
   const int thread = thread_here(), warp = thread >> 5, lane = thread & 31;
   const int each = (p.all_tokens + THREADS - 1) / THREADS, first = min(thread * each, p.all_tokens),
-            last = min(first + each, p.all_tokens), longest_short = longest_short_row(p);
-  Cost cost{0, 0, 0, 0, 0, 0};
+            last = min(first + each, p.all_tokens);
+  Cost cost{0, 0, 0};
 #pragma unroll 1
   for (int token = first; token < last; ++token) {
-    const int turns = turns_of(p, token - p.tokens_before);
-    cost.own += turns + ROW_TURNS, cost.most = max(cost.most, turns + ROW_TURNS);
-    if (turns > longest_short)
-      cost.own_longs += turns;
-    else
-      cost.most_short = max(cost.most_short, turns + ROW_TURNS);
+    const int own = turns_of(p, token - p.tokens_before) + ROW_TURNS;
+    cost.own += own, cost.most = max(cost.most, own);
   }
-  const int of_warp = __reduce_add_sync(~0u, cost.own), longs_of_warp = __reduce_add_sync(~0u, cost.own_longs);
-  cost.most = __reduce_max_sync(~0u, cost.most), cost.most_short = __reduce_max_sync(~0u, cost.most_short);
-  if (lane == 0) store_shared_16(scratch + warp * 16, of_warp, longs_of_warp, cost.most, cost.most_short);
+  const int of_warp = __reduce_add_sync(~0u, cost.own);
+  cost.most = __reduce_max_sync(~0u, cost.most);
+  if (lane == 0) store_shared_8(scratch + warp * 8, of_warp, cost.most);
   __syncthreads();
-  const uint4 of_warps = load_shared_16(scratch + min(lane, THREADS / 32 - 1) * 16);
-  cost.most = __reduce_max_sync(~0u, static_cast<int>(of_warps.z));
-  cost.most_short = __reduce_max_sync(~0u, static_cast<int>(of_warps.w));
+  const uint2 of_warps = load_shared_8(scratch + min(lane, THREADS / 32 - 1) * 8);
+  cost.most = __reduce_max_sync(~0u, static_cast<int>(of_warps.y));
   cost.total = __reduce_add_sync(~0u, lane < THREADS / 32 ? static_cast<int>(of_warps.x) : 0);
-  cost.longs = __reduce_add_sync(~0u, lane < THREADS / 32 ? static_cast<int>(of_warps.y) : 0);
   return cost;
 }
 
@@ -112,83 +96,33 @@ DEVICE bool is_done(const Params& p, u32 scratch) {
   return true;
 }
 
-// The way in which workers share the tokens.
-//
-// A piece of a row takes time besides its turns: it is begun, left and added up. Where all cut rows are long ones, and few,
-// these are `stretched`: a turn costs so much more than one that all workers end at the same time.
+// The way in which workers share the tokens; `total` and `most`: what all and the longest cost, in turns.
 struct Sharing {
-  int quota, snap, workers;
-  float stretched;
-  bool whole;      // tokens
-  bool stretches;  // long rows
+  int quota, snap;
+  bool whole;  // tokens
 
-  DEVICE Sharing(int num_tokens, int workers, const Cost& cost) : workers(workers), stretched(1.f) {
-    set_quota(max(FEWEST_TURNS, (cost.total + workers - 1) / workers));
+  DEVICE Sharing(int num_tokens, int workers, int total, int most) {
+    quota = max(FEWEST_TURNS, (total + workers - 1) / workers);
+    snap = max(1, quota / 32);
     const i64 rounds = (num_tokens + workers - 1) / workers;
-    whole = rounds * cost.most * 25 <= static_cast<i64>(quota) * 27;
-    stretches = !whole && 0 < cost.longs && 3 * cost.longs < cost.total && cost.most > STRETCHED * quota &&
-                cost.most_short <= quota;
+    whole = rounds * most * 25 <= static_cast<i64>(quota) * 27;
   }
-
-  DEVICE void set_quota(int turns) { quota = turns, snap = max(1, turns / 32); }
-
-  // `longs`: turns of long rows; `others`: what all else costs. The quota grows until there are workers enough.
-  DEVICE void stretch(int others, int longs) {
-    int turns = max(quota, PIECE_TURNS + FEWEST_OF_PIECE);
-    const int most = turns + PIECE_TURNS;
-    auto lacking = [&] {
-      return __fdividef(static_cast<float>(others), static_cast<float>(turns)) +
-                 __fdividef(static_cast<float>(longs), static_cast<float>(turns - PIECE_TURNS)) >
-             static_cast<float>(workers);
-    };
-#pragma unroll 1
-    while (turns < most && lacking()) ++turns;
-    set_quota(turns);
-    stretched = __fdividef(static_cast<float>(turns), static_cast<float>(turns - PIECE_TURNS));
-  }
-
-  // The cost of tokens of which long rows have so many turns.
-  DEVICE int place(int others, int longs) const { return others + static_cast<int>(longs * stretched); }
 
   // The beginning of a worker's interval in the cost of all tokens.
   DEVICE int begin(int worker) const { return worker * quota; }
 
-  // That of a token which costs up to `after`.
-  DEVICE int last_worker(int after) const { return min((after - 1) / quota, workers - 1); }
-};
-
-// A token where it lies in the cost of all: from `begin` to `after`.
-struct Lying {
-  int token, turns, begin, after;
-  bool is_long;
-
-  // Turns of a piece at an end of a long row; none where they would be few.
-  static DEVICE int piece(int cost) { return cost < PIECE_TURNS + FEWEST_OF_PIECE ? 0 : cost - PIECE_TURNS; }
-
-  // The turn at the beginning of a worker's interval inside of this token. Next to the token's ends it moves there.
-  DEVICE int turn_at(const Sharing& sharing, int worker) const {
-    const int quota = sharing.quota;
-    int turn = worker * quota - begin - ROW_TURNS;
-    if (is_long) {
-      const int first = begin / quota, last = sharing.last_worker(after), of_piece = quota - PIECE_TURNS,
-                begun = piece((first + 1) * quota - begin), inner = (last - first - 1) * of_piece,
-                ended = piece(after - last * quota);
-      turn = static_cast<int>(__fdividef(static_cast<float>(begun + (worker - first - 1) * of_piece) * turns,
-                                         static_cast<float>(begun + inner + ended)) + 0.5f);
-    }
-    return turn < sharing.snap ? 0 : turns - turn < sharing.snap ? turns : turn;
-  }
-
-  DEVICE Cut cut(const Sharing& sharing, int worker) const {
-    const int turn = turn_at(sharing, worker);
-    return turn == turns ? Cut{token + 1, 0} : Cut{token, turn};
+  // The cut at `at`, inside of a token that begins at `token_begin`. Next to its ends it moves there.
+  DEVICE Cut cut(int at, int token, int token_begin, int turns) const {
+    const int turn = at - token_begin - ROW_TURNS;
+    if (turn < snap) return {token, 0};
+    if (turns - turn < snap) return {token + 1, 0};
+    return {token, turn};
   }
 
   // The first worker of a token that is cut, and how many there are: one more than cuts.
-  DEVICE int2 sharers(const Sharing& sharing) const {
-    int first = begin / sharing.quota, last = sharing.last_worker(after);
-    if (turn_at(sharing, first + 1) == 0) ++first;
-    if (turn_at(sharing, last) == turns) --last;
+  DEVICE int2 sharers(int token_begin, int turns) const {
+    const int first = (token_begin + ROW_TURNS + snap + quota - 1) / quota - 1,
+              last = (token_begin + ROW_TURNS + turns - snap) / quota;
     return make_int2(first, last - first + 1);
   }
 };
@@ -214,29 +148,20 @@ DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& co
   place = opaque(place), scratch = opaque(scratch);  // else what is relative to these is not uniform later on
   const int cta = cta_here(), worker = divide(cta, p.of_head_tiles), workers = num_workers(p);
   const int thread = thread_here(), warp = thread >> 5, lane = thread & 31, num_tokens = p.all_tokens;
-  const u32 begins = scratch + THREADS / 32 * 16, ends = begins + 16;
-  const int each = (num_tokens + THREADS - 1) / THREADS, first = thread * each, last = min(first + each, num_tokens);
+  const u32 begins = scratch + THREADS / 32 * 8, ends = begins + 16;
   const bool works = worker < workers;
-  Sharing sharing(num_tokens, workers, cost);
-  const int longest_short = sharing.stretches ? longest_short_row(p) : NO_END;
-  const uint2 of_one = load_shared_8(scratch + min(lane, THREADS / 32 - 1) * 16);
-  int longs = 0, longs_of_one = 0, total = cost.total;  // turns that are stretched
-  if (sharing.stretches) {
-    sharing.stretch(total - cost.longs, cost.longs);
-    longs = cost.own_longs, longs_of_one = of_one.y, total = sharing.place(total - cost.longs, cost.longs);
-  }
-  const int others = cost.own - longs, others_of_one = of_one.x - longs_of_one;
-  int others_before = others, longs_before = longs;  // up to this thread's tokens, then of those before them
-#pragma unroll 1
+  const int of_warps = lane < warp ? load_shared_4(scratch + min(lane, THREADS / 32 - 1) * 8) : 0;
+  int begin = cost.own;  // the cost of tokens up to this thread's, then of those before them
+#pragma unroll
   for (int step = 1; step < 32; step <<= 1) {
-    const int below = __shfl_up_sync(~0u, others_before, step), longs_below = __shfl_up_sync(~0u, longs_before, step);
-    if (lane >= step) others_before += below, longs_before += longs_below;
+    const int below = __shfl_up_sync(~0u, begin, step);
+    if (lane >= step) begin += below;
   }
-  others_before += __reduce_add_sync(~0u, lane < warp ? others_of_one : 0) - others;
-  longs_before += __reduce_add_sync(~0u, lane < warp ? longs_of_one : 0) - longs;
+  begin += __reduce_add_sync(~0u, of_warps) - cost.own;
+  const Sharing sharing(num_tokens, workers, cost.total, cost.most);
   const int2 nobody = make_int2(0, 0);
   const Cut past{num_tokens, 0};
-  const int from = sharing.begin(worker), to = worker < workers - 1 ? sharing.begin(worker + 1) : total;
+  const int from = sharing.begin(worker), to = sharing.begin(worker + 1);
   if (!works || sharing.whole) {
     if (thread == 0) {
       store_cut(begins, works ? Cut{worker, EVERY_WORKERS_TOKEN} : Cut{num_tokens, 0}, nobody);
@@ -244,21 +169,19 @@ DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& co
     }
   } else {
     if (thread == 0) {
-      if (from >= total) store_cut(begins, past, nobody);
-      if (to >= total) store_cut(ends, past, nobody);
+      if (from >= cost.total) store_cut(begins, past, nobody);
+      if (to >= cost.total) store_cut(ends, past, nobody);
     }
-    Lying here{first, 0, 0, sharing.place(others_before, longs_before), false};
-    if (from < sharing.place(others_before + others, longs_before + longs) && to >= here.after) {
+    if (from < begin + cost.own && to >= begin) {
+      const int each = (num_tokens + THREADS - 1) / THREADS, first = thread * each,
+                last = min(first + each, num_tokens);
 #pragma unroll 1
       for (int token = first; token < last; ++token) {
-        here.token = token, here.turns = turns_of(p, token), here.begin = here.after;
-        here.is_long = here.turns > longest_short;
-        longs_before += here.is_long ? here.turns : 0;
-        others_before += (here.is_long ? 0 : here.turns) + ROW_TURNS;
-        here.after = sharing.place(others_before, longs_before);
-        const int2 sharers = here.sharers(sharing);
-        if (here.begin <= from && from < here.after) store_cut(begins, here.cut(sharing, worker), sharers);
-        if (here.begin <= to && to < here.after) store_cut(ends, here.cut(sharing, worker + 1), sharers);
+        const int turns = turns_of(p, token), after = begin + turns + ROW_TURNS;
+        const int2 sharers = sharing.sharers(begin, turns);
+        if (begin <= from && from < after) store_cut(begins, sharing.cut(from, token, begin, turns), sharers);
+        if (begin <= to && to < after) store_cut(ends, sharing.cut(to, token, begin, turns), sharers);
+        begin = after;
       }
     }
   }
