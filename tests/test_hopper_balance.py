@@ -109,6 +109,7 @@ def lognormal(generator: random.Random, count: int) -> list[int]:
 
 BATCHES: dict[str, Callable[[random.Random], list[int]]] = {
     "one long": lambda generator: [CAPACITY if i == 17 else 100 for i in range(32)],
+    "one long behind empty ones": lambda generator: [0] * 200 + [CAPACITY],
     "every fourth": lambda generator: [2048 if i % 4 == 0 else 64 for i in range(133)],
     "equal, whole": lambda generator: [1000] * 60,
     "equal, cut": lambda generator: [3000] * 40,
