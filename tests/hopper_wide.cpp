@@ -14,7 +14,9 @@
 #define wait_for_copies_but ptx_wait_for_copies_but
 #define commit_copies ptx_commit_copies
 #define fence_async_shared ptx_fence_async_shared
+#define mbarrier_wait ptx_mbarrier_wait
 #define named_barrier ptx_named_barrier
+#define named_barrier_any ptx_named_barrier_any
 #define store_matrices ptx_store_matrices
 #define store_matrices_transposed ptx_store_matrices_transposed
 #define multiply_bfloat16 ptx_multiply_bfloat16
@@ -32,15 +34,21 @@
 #undef wait_for_copies_but
 #undef commit_copies
 #undef fence_async_shared
+#undef mbarrier_wait
 #undef named_barrier
+#undef named_barrier_any
 #undef store_matrices
 #undef store_matrices_transposed
 #undef multiply_bfloat16
 #undef reciprocal_approx
 #undef store_shared_float
 #define e4m3_to_bfloat16 ptx_e4m3_to_bfloat16
+#define e4m3_to_float16 ptx_e4m3_to_float16
+#define smaller_halves ptx_smaller_halves
 #include "wide_ptx.cuh"
 #undef e4m3_to_bfloat16
+#undef e4m3_to_float16
+#undef smaller_halves
 
 static u32 pack_bfloat16(float low, float high) {
   auto half = [](float x) {
@@ -64,31 +72,59 @@ template <int>
 void wait_for_copies_but() {}
 static void commit_copies() {}
 static void fence_async_shared() {}
+static void mbarrier_wait(u32, u32) {}
 template <int ID, int THREADS>
 void named_barrier() {
   simt::meet_cta();
 }
-
-static u32 e4m3_to_bfloat16(u32 pair) {
-  float v[2];
-  for (int i = 0; i < 2; ++i) {
-    const int byte = pair >> 8 * i & 255, exponent = byte >> 3 & 15, mantissa = byte & 7;
-    float x = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(1.f * mantissa, -9);
-    if ((byte & 127) == 127) x = NAN;
-    v[i] = byte & 128 ? -x : x;
-  }
-  return pack_bfloat16(v[0], v[1]);
+static int votes = 0;
+template <int ID, int THREADS>
+bool named_barrier_any(bool value) {
+  if (value) ++votes;
+  simt::meet_cta();
+  return votes > 0;
 }
 
+static float e4m3_to_float(u32 byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  float x = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(1.f * mantissa, -9);
+  if ((byte & 127) == 127) x = NAN;
+  return byte & 128 ? -x : x;
+}
+static u32 e4m3_to_bfloat16(u32 pair) {
+  return pack_bfloat16(e4m3_to_float(pair & 255), e4m3_to_float(pair >> 8 & 255));
+}
+static u32 to_float16(float x) {
+  const _Float16 half = x;
+  u16 bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+static float from_float16(u32 low) {
+  const u16 bits = low;
+  _Float16 half;
+  std::memcpy(&half, &bits, 2);
+  return half;
+}
+static void e4m3_to_float16(u32 word, u32& low, u32& high) {
+  auto at = [&](int i) { return to_float16(e4m3_to_float(word >> 8 * i & 255)); };
+  low = at(0) | at(1) << 16, high = at(2) | at(3) << 16;
+}
+static u32 smaller_halves(u32 a, u32 b) { return min(a & 0xffff, b & 0xffff) | min(a >> 16, b >> 16) << 16; }
+
 // The fragments lie as a warp's lanes have them.
-static void multiply_16_by_8(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], const u32 (&b)[2]) {
+static void multiply_16_by_8(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], const u32 (&b)[2],
+                             bool float16) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   u32 words[6][32];
   for (int i = 0; i < 6; ++i) {
     const auto& all = simt::meet_warp(i < 4 ? a[i] : b[i - 4]);
     for (int l = 0; l < 32; ++l) words[i][l] = static_cast<u32>(all[l]);
   }
-  auto half = [](u32 word, int k) { return k & 1 ? high_bfloat16(word) : low_bfloat16(word); };
+  auto half = [&](u32 word, int k) {
+    const u32 bits = k & 1 ? word >> 16 : word & 0xffff;
+    return float16 ? from_float16(bits) : low_bfloat16(bits);
+  };
   float* d[4] = {&d0, &d1, &d2, &d3};
   for (int e = 0; e < 4; ++e) {
     const int row = g + e / 2 * 8, column = 2 * t + e % 2;
@@ -138,7 +174,7 @@ static void wgmma_wait() {}
 
 // Keys in registers times heads in rows of 128 bytes in the swizzle.
 template <int N>
-void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
+void multiply_heads(float (&d)[N], const u32* a, u64 b, int add, bool float16) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const u32 fragment[4] = {a[0], a[1], a[2], a[3]};
   for (int tile = 0; tile < N / 4; ++tile) {
@@ -149,15 +185,27 @@ void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
     const u32 words[2] = {word(2 * t), word(2 * t + 8)};
     float* own = d + tile * 4;
     if (!add) own[0] = own[1] = own[2] = own[3] = 0.f;
-    multiply_16_by_8(own[0], own[1], own[2], own[3], fragment, words);
+    multiply_16_by_8(own[0], own[1], own[2], own[3], fragment, words, float16);
   }
+}
+template <int N>
+void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
+  multiply_heads(d, a, b, add, false);
+}
+template <int N>
+void wgmma_float16(float (&d)[N], const u32* a, u64 b, int add) {
+  multiply_heads(d, a, b, add, true);
 }
 
 #define __fdividef(a, b) ((a) / (b))
 #include "wide.cuh"
 
+// Lane t of four has dims 16 t to 16 t + 15 of a chunk, whose words 2 j and 2 j + 1 are step j's.
+static int place_of_dim(int dim) { return dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + dim % 64 / 16 * 4 + dim % 2 * 2; }
+
 // 64 rows and scales as they lie in shared memory, scores [64, HEADS]; weights [64, HEADS], sums [HEADS, 512].
-template <int HEADS, Format FORMAT>
+// HELD: the queries that are there are read, float16 [HEADS, 512].
+template <int HEADS, Format FORMAT, bool HELD>
 void run(const unsigned char* rows, const unsigned char* scales, const u16* q, const u16* q_rope, int num_heads,
          float scale_log2, float* scores, const float* weights, float* sums) {
   using L = Layout<HEADS, FORMAT>;
@@ -178,6 +226,9 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
         for (int dim = 0; dim < 64 && !R::ROPE_IS_VALUE; ++dim)
           at<u16>(L::QUERY + 8 * L::QUERY_CHUNK + head * 128 + (dim * 2 ^ (head & 7) << 4)) =
               pack_bfloat16(low_bfloat16(q_rope[min(head, num_heads - 1) * 64 + dim]) / UNDO, 0.f);
+        for (int dim = 0; dim < 512 && HELD; ++dim)
+          at<u16>(L::QUERY + dim / 64 * L::QUERY_CHUNK + head * 128 + (place_of_dim(dim) ^ (head & 7) << 4)) =
+              to_float16(low_bfloat16(q[min(head, num_heads - 1) * 512 + dim]) / (UNDO * R::FACTOR));
       }
     }
     simt::meet_cta();
@@ -190,7 +241,10 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
                             L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH,
                             L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)};
     float s[HEADS / 2];
-    wide_scores<L, 1>(s, p, row, ring, 0, places, thread);
+    if constexpr (HELD)
+      wide_scores_of_held<L>(s, ring, 0, places, thread);
+    else
+      wide_scores<L, 1>(s, p, row, ring, 0, places, thread);
     store_left_out<L, 1>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);
@@ -198,18 +252,17 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
     }
     store_wide_weights<L>(s, 0, rests, thread);
     simt::meet_cta();
-    // Lane t of four has dims 16 t to 16 t + 15 of a chunk, whose words 2 j and 2 j + 1 are step j's.
     for (int e = thread; e < HEADS * 512; e += 128) {
       const int head = e / 512, dim = e % 512;
       const u32 value = L::VALUES + dim / 64 * CHUNK,
-                offset = dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + dim % 64 / 16 * 4 + dim % 2 * 2;
+                offset = place_of_dim(dim);
       const u32 own = rests + (GROUPS_OF_RESTS<L> > 1 ? dim / 128 : 0) * (HEADS * 128);
       double sum = 0;
       for (int k = 0; k < 64; ++k) {
         auto number = [&](u32 matrix, int line, u32 column) {
           return low_bfloat16(at<u16>(matrix + line * 128 + (column ^ (line & 7) << 4)));
         };
-        const double weight = number(L::WEIGHTS, head, k * 2);
+        const double weight = R::SCALES_APART ? number(L::WEIGHTS, head, k * 2) : 0;
         sum += (weight + number(own, head, k * 2)) * number(value, k, offset);
       }
       sums[e] = sum;
@@ -217,12 +270,14 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
   });
 }
 
-extern "C" int wide(int heads, int v4, const unsigned char* rows, const unsigned char* scales, const u16* q,
+extern "C" int wide(int heads, int v4, int held, const unsigned char* rows, const unsigned char* scales, const u16* q,
                     const u16* q_rope, int num_heads, float scale_log2, float* scores, const float* weights, float* sums) {
-#define RUN(HEADS)                                                                                                  \
-  if (heads == HEADS)                                                                                               \
-    return (v4 ? run<HEADS, FP8_DS_MLA_V4> : run<HEADS, FP8_DS_MLA>)(rows, scales, q, q_rope, num_heads, scale_log2, \
-                                                                     scores, weights, sums),                        \
+#define RUN(HEADS)                                                                                              \
+  if (heads == HEADS)                                                                                           \
+    return (v4     ? run<HEADS, FP8_DS_MLA_V4, false>                                                           \
+            : held ? run<HEADS, FP8_DS_MLA, true>                                                               \
+                   : run<HEADS, FP8_DS_MLA, false>)(rows, scales, q, q_rope, num_heads, scale_log2, scores, weights, \
+                                                    sums),                                                      \
            0;
   RUN(16) RUN(24) RUN(32) RUN(64)
   return 1;

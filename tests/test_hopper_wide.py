@@ -45,9 +45,14 @@ def rows_of(v4: bool, generator: torch.Generator) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("missing", [0, 5])
 @pytest.mark.parametrize("heads", [16, 24, 32, 64])
-@pytest.mark.parametrize("v4", [False, True])
-def test_scores_and_sums_of_scales_of_any_size(library: ctypes.CDLL, v4: bool, heads: int, missing: int) -> None:
-    """`missing`: heads of the tile that the call does not have. They repeat another."""
+@pytest.mark.parametrize(("v4", "held"), [(False, False), (False, True), (True, False)])
+def test_scores_and_sums_of_scales_of_any_size(
+    library: ctypes.CDLL, v4: bool, held: bool, heads: int, missing: int
+) -> None:
+    """`missing`: heads of the tile that the call does not have. They repeat another.
+
+    `held`: with the queries that are there, which float16 holds.
+    """
     generator = torch.Generator().manual_seed(heads)
     rows, scales, keys = rows_of(v4, generator)
     here = heads - missing
@@ -58,7 +63,7 @@ def test_scores_and_sums_of_scales_of_any_size(library: ctypes.CDLL, v4: bool, h
     scores, sums = torch.empty(64, heads), torch.empty(heads, 512)
     tensors = pointer(rows), pointer(scales), pointer(q), pointer(q_rope)
     results = pointer(scores), pointer(weights), pointer(sums)
-    assert library.wide(heads, int(v4), *tensors, here, ctypes.c_float(0.125), *results) == 0
+    assert library.wide(heads, int(v4), int(held), *tensors, here, ctypes.c_float(0.125), *results) == 0
 
     whole = q.double() if v4 else torch.cat((q, q_rope), 1).double()
     expected, magnitudes = keys @ whole.T / 8, keys.abs() @ whole.abs().T / 8
@@ -66,4 +71,5 @@ def test_scores_and_sums_of_scales_of_any_size(library: ctypes.CDLL, v4: bool, h
     assert ((scores[:, :here] - expected).abs() <= 2**-20 * (magnitudes + references)).all()
     assert scores.isfinite().all()
     values, exact = keys[:, :512] * FACTOR, weights.double().T
-    assert ((sums - exact @ values).abs() <= 2**-13 * (exact @ values.abs())).all()
+    rounding = 2**-13 if v4 else 2**-8  # of weights
+    assert ((sums - exact @ values).abs() <= rounding * (exact @ values.abs())).all()

@@ -138,6 +138,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   constexpr bool ONE = ONE_SCORER<HEADS, LAUNCH>;
   constexpr int FIRST = ONE ? R::CHUNKS : FIRST_STEPS<HEADS, FORMAT, PERSISTENT && !SHARES>;
   constexpr int TILES = HEADS / 8;
+  constexpr bool FORESEES = HEADS == 64 && FORMAT == FP8_DS_MLA && (LAUNCH == Launch::ROWS || LAUNCH == Launch::CLUSTERS);
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   // Made anew each time where registers are few.
@@ -146,7 +147,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  int seen = 0;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
+  // Whether a key counted, and with it the references; 2: one that float16 does not hold as it is; of rows whose wide
+  // turns are foreseen 3, or 4 if float16 does not hold its queries.
+  int seen = 0;
 
   Start<FORMAT> start;
   bool started = false, last = false;
@@ -174,12 +177,19 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     }
     if (moves) {
       turn = MOVED;
+      bool counted = seen != 0;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         turn = WIDE;
-        wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
-                                      {places.raw + slot * L::RAW_SLOT, places.rope,
-                                       places.scales + slot * L::SCALES_SLOT, places.values},
-                                      opaque(thread));
+        const WidePlaces keys{places.raw + slot * L::RAW_SLOT, places.rope, places.scales + slot * L::SCALES_SLOT,
+                              places.values};
+        if (FORESEES && !p.shares && seen < 3) {
+          counted = seen != 0;
+          seen = queries_are_held<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 : 4;
+        }
+        if (FORESEES && seen == 3)
+          wide_scores_of_held<L>(s, at, shared, keys, opaque(thread));
+        else
+          wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared, keys, opaque(thread));
         store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
@@ -187,14 +197,14 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
-      raise_references<L>(s, sums, seen != 0, least, shared, thread);
-      seen = turn == WIDE ? 2 : max(seen, 1);
+      raise_references<L>(s, sums, counted, least, shared, thread);
+      seen = max(seen, turn == WIDE ? 2 : 1);
     }
     return turn;
   };
   // The end of a turn: its keys are released, and its weights are made and handed over.
   auto hand_over = [&](float (&s)[TILES * 4], u32 undo, int slot, int turn, bool apart, bool may_be_wide) {
-    if (apart) seen = 2;
+    if (apart) seen = max(seen, 2);
     if (LAUNCH == Launch::BALANCED && HEADS == 64 && (apart || turn == WIDE)) store_shared_4(shared + L::ROUGH, 1);
     if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row)))
       warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
@@ -238,6 +248,13 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       if (LEAVES && settled) {
         settled = 0;
       } else {
+        if (FORESEES && seen > 2) {
+          mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
+          const u32 word = load_shared_4(shared + L::LIVE + slot * 4);
+          last = uniform(word) >= LAST_TURN;
+          left = LEFT | HAS_WIDE | (word & 0xffff ? HAS_ALIVE : 0) | own_keys(word & 0xffff) & 0x101;
+          break;
+        }
         if (!started) {
           const u32 raw_0 = places.raw + slot * L::RAW_SLOT;
           mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
@@ -358,7 +375,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     // The warps that accumulate make factors of the sums.
     const int last_slot = (i - 1 & 1) * 4;
     const u32 place = place_of_sums<L>(shared, last_slot) + warp * (HEADS * 4);
-    if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen == 2)) negate(sums);
+    if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen >= 2)) negate(sums);
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
@@ -372,7 +389,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     const bool sends = is_held(LAUNCH) && number + 1 == shares_of_cta(p, cluster_rank());
     if (sends) fence_async_shared(), cluster_arrive();
     store_sums<HEADS>(sums, shared + L::FOLD_SUMS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
     if (warp == 0) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::FOLD_SUMS, thread),
@@ -402,7 +419,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     // Sums take the place of the last weights; those of heads go where nobody reads `alpha` any more.
     mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     store_sums<HEADS>(sums, shared + L::WEIGHTS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::WEIGHTS, thread);
       store_shared_float(shared + L::ALPHA + thread * 4, bfloat16 ? -total : total);
@@ -420,7 +437,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   const int worker = opaque(thread);  // else addresses for the end stay in registers all the time
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
-  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
+  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen >= 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
               reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);

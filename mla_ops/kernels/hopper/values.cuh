@@ -174,29 +174,40 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
       if ((turn & 0xff) == WIDE) {
-        // By steps of 16 keys, upper bits of the weights and then each group's rests.
         const int first = uniform(turn) >> 8 & 0xff;
-#pragma unroll 1
-        for (int step = 0; step < 8; ++step) {
-          constexpr int GROUP = GROUPS_OF_RESTS<L> > 1 ? HEADS * 128 : 0;
-          const u32 rests = place_of_rests<L>(shared, first) + half * 2 * GROUP, upper = shared + L::WEIGHTS;
-          const u64 factors[2] = {tile_descriptor((step < 4 ? upper : rests) + step % 4 * 32, 1024, 16),
-                                  tile_descriptor((step < 4 ? upper : rests + GROUP) + step % 4 * 32, 1024, 16)};
-          const u64 place = turn_values + step % 4 * (2048 / 16);
-#pragma unroll
-          for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
-          wgmma_fence();
-#pragma unroll
-          for (int piece = 0; piece < PIECES; ++piece) {
-            if constexpr (HEADS_BY_DIMS)
-              wgmma_heads_by_dims_bfloat16(o[piece], factors[piece], place + piece * 2 * TILE_KEYS * 128 / 16);
-            else
-              wgmma_dims_by_heads_bfloat16(o[piece], place + piece * TILE_KEYS * 128 / 16, factors[piece / 2]);
-          }
+        const u32 rests = place_of_rests<L>(shared, first), upper = shared + L::WEIGHTS;
+        auto multiply = [&](int piece, u64 factors, u64 place) {
+          if constexpr (HEADS_BY_DIMS)
+            wgmma_heads_by_dims_bfloat16(o[piece], factors, place + piece * 2 * TILE_KEYS * 128 / 16);
+          else
+            wgmma_dims_by_heads_bfloat16(o[piece], place + piece * TILE_KEYS * 128 / 16, factors);
+        };
+        auto finish = [&]() {
           wgmma_commit();
           wgmma_wait<0>();
 #pragma unroll
           for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+        };
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
+        if constexpr (GROUPS_OF_RESTS<L> > 1) {
+          wgmma_fence();
+#pragma unroll
+          for (int piece = 0; piece < PIECES; ++piece) {
+            const u64 factors = tile_descriptor(rests + (half * 2 + piece * 2 / PIECES) * (HEADS * 128), 1024, 16);
+#pragma unroll
+            for (int step = 0; step < 4; ++step) multiply(piece, factors + step * 2, turn_values + step * (2048 / 16));
+          }
+          finish();
+        } else {
+#pragma unroll 1
+          for (int step = 0; step < 8; ++step) {  // by steps of 16 keys, upper bits and then rests
+            const u64 factors = tile_descriptor((step < 4 ? upper : rests) + step % 4 * 32, 1024, 16);
+            wgmma_fence();
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) multiply(piece, factors, turn_values + step % 4 * (2048 / 16));
+            finish();
+          }
         }
         named_barrier<VALUES_BARRIER, 256>();
         const int keys = first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS;

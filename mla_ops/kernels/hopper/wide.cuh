@@ -137,12 +137,13 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
       for (int e = 2 * r; e < N; e += e % 2 ? 3 : 1) s[e] = fmaf(part[e], factor, s[e]);
     }
     if (value) {
+      if constexpr (R::SCALES_APART)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const u32 factor = __float_as_uint(rounded_scale(scales[r] * R::FACTOR)), both = factor >> 16 | factor;
+        for (int r = 0; r < 2; ++r) {
+          const u32 factor = __float_as_uint(rounded_scale(scales[r] * R::FACTOR)), both = factor >> 16 | factor;
 #pragma unroll
-        for (int i = r; i < 8; i += 2) f[i] = multiply_bfloat16(f[i], both);
-      }
+          for (int i = r; i < 8; i += 2) f[i] = multiply_bfloat16(f[i], both);
+        }
       const u32 slot = half_of<L::HALVES>(at, chunk >> 2).slot,
                 place = places.values + slot * HALF_BYTES + (chunk & 3) * CHUNK ^ half << 6;
       store_matrices(place, f[0], f[1], f[2], f[3]);
@@ -159,45 +160,132 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
   }
 }
 
+// Whether float16 holds a row's queries beside their head's largest: none is below 2^-16 in shared memory.
+template <class L, int BARRIER>
+DEVICE bool queries_are_held(u32 shared, int thread) {
+  u32 least = ~0u;
+#pragma unroll 1
+  for (u32 place = shared + L::QUERY + thread * 16; place < shared + L::QUERY + 8 * L::QUERY_CHUNK; place += 2048) {
+    const uint4 v = load_shared_16(place);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) least = smaller_halves(least, word(v, w) & 0x7fff7fff);
+  }
+  return !named_barrier_any<BARRIER, 128>((least & 0xffff) < 0x100 || least >> 16 < 0x100);
+}
+
+// `wide_scores` with the queries that are there, which float16 holds: a chunk's products times its scale.
+template <class L>
+DEVICE void wide_scores_of_held(float (&s)[L::HEADS / 2], const Ring& at, u32 shared, const WidePlaces& places,
+                                int thread) {
+  using R = typename L::R;
+  constexpr int N = L::HEADS / 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Half own = half_of<L::HALVES>(at, half);
+    mbarrier_wait(shared + L::VALUES_FREE + own.slot * 16, own.parity ^ 1);
+    mbarrier_wait(shared + L::VALUES_FREE + own.slot * 16 + 8, own.parity ^ 1);
+  }
+#pragma unroll
+  for (int e = 0; e < N; ++e) s[e] = 0.f;
+  float part[N];
+  u32 f[16];
+  uint4 bytes[2];
+  auto load = [&](int chunk) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) bytes[r] = load_shared_16(places.raw + r * (8 * R::BYTES) + chunk * 64);
+  };
+  const u64 query = tile_descriptor(shared + L::QUERY, 1024, 16);
+#pragma unroll 1
+  for (int chunk = 0; chunk < 8; ++chunk) {
+    load(chunk);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) e4m3_to_float16(word(bytes[r], j), f[4 * j + r], f[4 * j + 2 + r]);
+    hold(f);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      wgmma_float16(part, f + 4 * j, query + (chunk * L::QUERY_CHUNK + j * 32) / 16, j > 0);
+    wgmma_commit();
+    const u32 place = places.values + half_of<L::HALVES>(at, chunk >> 2).slot * HALF_BYTES + (chunk & 3) * (TILE_KEYS * 128);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      u32 v[4];
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        v[r] = e4m3_to_bfloat16(word(bytes[r], j)), v[2 + r] = e4m3_to_bfloat16(word(bytes[r], j) >> 16);
+      store_matrices(place ^ j << 5, v[0], v[1], v[2], v[3]);
+    }
+    const float scale[2] = {R::scale(places.scales, chunk / 2) * R::FACTOR,
+                            R::scale(places.scales + 8 * R::SCALES_PITCH, chunk / 2) * R::FACTOR};
+    wgmma_wait<0>();
+    hold(part), hold(f);
+#pragma unroll
+    for (int e = 0; e < N; ++e) s[e] = fmaf(part[e], scale[e >> 1 & 1], s[e]);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint4 v = load_matrices(places.raw + places.rope + j * 32);
+    f[4 * j] = v.x, f[4 * j + 1] = v.y, f[4 * j + 2] = v.z, f[4 * j + 3] = v.w;
+  }
+  hold(f);
+  wgmma_fence();
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    wgmma_bfloat16(part, f + 4 * j, query + (8 * L::QUERY_CHUNK + j * 32) / 16, j > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold(part), hold(f);
+#pragma unroll
+  for (int j = 0; j < L::HEADS / 8; ++j) {
+    const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * (thread & 3)) * 8);  // of two heads
+#pragma unroll
+    for (int e = 4 * j; e < 4 * j + 4; ++e)
+      s[e] = fmaf(s[e] + part[e], __uint_as_float(e & 1 ? two.z : two.x), -__uint_as_float(e & 1 ? two.w : two.y));
+  }
+}
+
 // Stores the factor by which four bits of a lane's scales are too small, in the table behind the rests.
 template <class L, int BARRIER>
 DEVICE void store_left_out(u32 scales, u32 rests, int thread) {
   using R = typename L::R;
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
-  float left_out[2];
+  float factors[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float factor = R::SCALES_APART ? 1.f : R::scale(scales + r * (8 * R::SCALES_PITCH), t) * R::FACTOR;
-    left_out[r] = factor * reciprocal_approx(rounded_scale(factor));
-    if (!(fabsf(left_out[r] - 1.f) < 0.25f)) left_out[r] = 1.f;  // zero, infinite or NaN
-  }
+  for (int r = 0; r < 2; ++r)
+    factors[r] = R::SCALES_APART ? 1.f : R::scale(scales + r * (8 * R::SCALES_PITCH), t) * R::FACTOR;
   named_barrier<BARRIER, 128>();  // no warp reads keys or the weights' place any more
   if constexpr (!R::SCALES_APART) {
     const u32 table = rests + 4 * L::HEADS * 128 + ((warp * 16 + (lane >> 2)) * 4 + t) * 4;
-    store_shared_float(table, left_out[0]), store_shared_float(table + 128, left_out[1]);
+    store_shared_float(table, factors[0]), store_shared_float(table + 128, factors[1]);
     __syncwarp();
   }
 }
 
-// The weights of such a turn: the upper bits for all groups, then each one's rests.
+// The weights of such a turn, bfloat16: each group's, times a key's scale there. Of V4, whose values have their scales,
+// the upper bits and the rest.
 template <class L>
 DEVICE void store_wide_weights(const float (&s)[L::HEADS / 2], u32 shared, u32 rests, int thread) {
-  u32 table = rests + 4 * L::HEADS * 128 + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * 16 - 4;
-  u32 place = shared + L::WEIGHTS;
+  u32 table = rests + 4 * L::HEADS * 128 + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * 16;
+  if constexpr (!L::R::SCALES_APART) {
 #pragma unroll 1
-  for (int n = 0; n <= GROUPS_OF_RESTS<L>; ++n, table += 4) {
-    float factors[2] = {1.f, 1.f};
-#pragma unroll
-    for (int key = 0; key < 2; ++key) {
-      if (!L::R::SCALES_APART) factors[key] = load_shared_float(table + key * 128);
-      if (n == 0) factors[key] = 0.f;
+    for (u32 place = rests; place < rests + 4 * L::HEADS * 128; place += L::HEADS * 128, table += 4) {
+      const float factors[2] = {load_shared_float(table), load_shared_float(table + 128)};
+      store_weights<L::HEADS>(s, weights_row(place, opaque(thread)), [&](float a, float b, int key) {
+        return pack_bfloat16(a * factors[key], b * factors[key]);
+      });
     }
-    const u32 sign = n ? 0x80000000u : 0;
-    auto part = [&](float weight, int key) {
-      return fmaf(weight, factors[key], __uint_as_float(__float_as_uint(weight) & 0xffff0000u ^ sign));
-    };
-    store_weights<L::HEADS>(s, weights_row(place, opaque(thread)),
-                            [&](float a, float b, int key) { return pack_bfloat16(part(a, key), part(b, key)); });
-    place = n ? place + L::HEADS * 128 : rests;
+  } else {
+#pragma unroll 1
+    for (int n = 0; n < 2; ++n) {
+      const u32 sign = n ? 0x80000000u : 0;
+      const float factor = n ? 1.f : 0.f;
+      auto part = [&](float weight) {
+        return fmaf(weight, factor, __uint_as_float(__float_as_uint(weight) & 0xffff0000u ^ sign));
+      };
+      store_weights<L::HEADS>(s, weights_row(n ? rests : shared + L::WEIGHTS, opaque(thread)),
+                              [&](float a, float b, int) { return pack_bfloat16(part(a), part(b)); });
+    }
   }
 }
