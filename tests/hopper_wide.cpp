@@ -204,14 +204,14 @@ void wgmma_float16(float (&d)[N], const u32* a, u64 b, int add) {
 static int place_of_dim(int dim) { return dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + dim % 64 / 16 * 4 + dim % 2 * 2; }
 
 // 64 rows and scales as they lie in shared memory, scores [64, HEADS]; weights [64, HEADS], sums [HEADS, 512].
-// HELD: the queries that are there are read, float16 [HEADS, 512].
-template <int HEADS, Format FORMAT, bool HELD>
+// WAY 1 and 2 read the queries that are there, float16 [HEADS, 512].
+template <int HEADS, Format FORMAT, int WAY>
 void run(const unsigned char* rows, const unsigned char* scales, const u16* q, const u16* q_rope, int num_heads,
          float scale_log2, float* scores, const float* weights, float* sums) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int CHUNK = TILE_KEYS * 128;
-  constexpr float UNDO = 0.25f;  // what a head's column undoes of its RoPE
+  constexpr float UNDO = 1.f / (1 << 20);  // what a head's column undoes of its query
   Params p = {};
   p.q = q, p.q_head_stride = 512, p.num_heads = num_heads, p.scale_log2 = scale_log2;
   Row row = {};
@@ -226,7 +226,7 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
         for (int dim = 0; dim < 64 && !R::ROPE_IS_VALUE; ++dim)
           at<u16>(L::QUERY + 8 * L::QUERY_CHUNK + head * 128 + (dim * 2 ^ (head & 7) << 4)) =
               pack_bfloat16(low_bfloat16(q_rope[min(head, num_heads - 1) * 64 + dim]) / UNDO, 0.f);
-        for (int dim = 0; dim < 512 && HELD; ++dim)
+        for (int dim = 0; dim < 512 && WAY; ++dim)
           at<u16>(L::QUERY + dim / 64 * L::QUERY_CHUNK + head * 128 + (place_of_dim(dim) ^ (head & 7) << 4)) =
               to_float16(low_bfloat16(q[min(head, num_heads - 1) * 512 + dim]) / (UNDO * R::FACTOR));
       }
@@ -241,10 +241,10 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
                             L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH,
                             L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)};
     float s[HEADS / 2];
-    if constexpr (HELD)
+    if constexpr (WAY == 2)
       wide_scores_of_held<L>(s, ring, 0, places, thread);
     else
-      wide_scores<L, 1>(s, p, row, ring, 0, places, thread);
+      wide_scores<L, 1>(s, p, row, ring, 0, places, WAY == 1, thread);
     store_left_out<L, 1>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);
@@ -270,15 +270,15 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
   });
 }
 
-extern "C" int wide(int heads, int v4, int held, const unsigned char* rows, const unsigned char* scales, const u16* q,
+extern "C" int wide(int heads, int v4, int way, const unsigned char* rows, const unsigned char* scales, const u16* q,
                     const u16* q_rope, int num_heads, float scale_log2, float* scores, const float* weights, float* sums) {
-#define RUN(HEADS)                                                                                              \
-  if (heads == HEADS)                                                                                           \
-    return (v4     ? run<HEADS, FP8_DS_MLA_V4, false>                                                           \
-            : held ? run<HEADS, FP8_DS_MLA, true>                                                               \
-                   : run<HEADS, FP8_DS_MLA, false>)(rows, scales, q, q_rope, num_heads, scale_log2, scores, weights, \
-                                                    sums),                                                      \
-           0;
+#define RUN(HEADS)                                                                                                \
+  if (heads == HEADS) {                                                                                           \
+    const auto ways = {run<HEADS, FP8_DS_MLA, 0>, run<HEADS, FP8_DS_MLA, 1>, run<HEADS, FP8_DS_MLA, 2>};          \
+    (v4 ? run<HEADS, FP8_DS_MLA_V4, 0> : ways.begin()[way])(rows, scales, q, q_rope, num_heads, scale_log2, scores, \
+                                                            weights, sums);                                       \
+    return 0;                                                                                                     \
+  }
   RUN(16) RUN(24) RUN(32) RUN(64)
   return 1;
 }

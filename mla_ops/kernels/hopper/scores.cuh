@@ -177,19 +177,24 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     }
     if (moves) {
       turn = MOVED;
-      bool counted = seen != 0;
+      const bool counted = seen != 0;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         turn = WIDE;
         const WidePlaces keys{places.raw + slot * L::RAW_SLOT, places.rope, places.scales + slot * L::SCALES_SLOT,
                               places.values};
-        if (FORESEES && !p.shares && seen < 3) {
-          counted = seen != 0;
-          seen = queries_are_held<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 : 4;
+        if (!R::ROPE_IS_VALUE && seen < 3) seen = queries_are_held<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 : 4;
+        if (FORESEES) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const Half own = half_of<L::HALVES>(at, half);
+            mbarrier_wait(shared + L::VALUES_FREE + own.slot * 16, own.parity ^ 1);
+            mbarrier_wait(shared + L::VALUES_FREE + own.slot * 16 + 8, own.parity ^ 1);
+          }
         }
-        if (FORESEES && seen == 3)
+        if (FORESEES && seen == 3 && !p.shares)
           wide_scores_of_held<L>(s, at, shared, keys, opaque(thread));
         else
-          wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared, keys, opaque(thread));
+          wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared, keys, seen == 3, opaque(thread));
         store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
@@ -248,7 +253,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       if (LEAVES && settled) {
         settled = 0;
       } else {
-        if (FORESEES && seen > 2) {
+        if (FORESEES && seen > 2 && !p.shares) {
           mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
           const u32 word = load_shared_4(shared + L::LIVE + slot * 4);
           last = uniform(word) >= LAST_TURN;

@@ -53,13 +53,18 @@ DEVICE void store_weights(const float (&s)[HEADS / 2], u32 place, Pack pack) {
 // those of the last values. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
 template <class L, int BARRIER>
 DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& row, const Ring& at, u32 shared,
-                        const WidePlaces& places, int thread) {
+                        const WidePlaces& places, bool held, int thread) {
   using R = typename L::R;
   constexpr int CHUNK = TILE_KEYS * 128, N = L::HEADS / 2;
   // A head's factor and reference.
   auto column_of = [&](int e) {
     const int t = (L::HEADS == 32 ? opaque(thread) : thread) & 3;  // registers are few
     return load_shared_float2(shared + L::COLUMNS + (e / 4 * 8 + (e & 1) + 2 * t) * 8);
+  };
+  // The power of two by which a head's query was multiplied.
+  auto unit_of = [&](float column) {
+    const u32 one = __float_as_uint(p.scale_log2 / L::FACTOR);
+    return __uint_as_float((one >> 23 & 255) + 127 - (__float_as_uint(column) >> 23 & 255) << 23);
   };
 #pragma unroll
   for (int e = 0; e < N; ++e) s[e] = R::ROPE_IS_VALUE ? -column_of(e).y : 0.f;
@@ -69,9 +74,9 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
   };
   u32 here = shared + L::WEIGHTS;
 #pragma unroll 1
-  for (int step = -4; step < 16; ++step) {  // halves of chunks, the first without keys
+  for (int step = held ? 2 * (8 - R::CHUNKS) : -4; step < 16; ++step) {  // halves of chunks, the first without keys
     const int chunk = step >> 1, half = step & 1;
-    if (half == 0) {
+    if (half == 0 && !held) {
       wait_for_copies_but<1>();
       fence_async_shared();
       named_barrier<BARRIER, 128>();  // the chunk is there, and products of the one before are over
@@ -98,43 +103,69 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
     // The queries' RoPE that is no value has been there all the time, times what the columns undo.
     const bool value = R::ROPE_IS_VALUE || chunk >= 0, rope = R::ROPE_IS_VALUE ? chunk == 7 : !value;
     u32 f[8];
-    if (rope && R::ROPE_IS_VALUE) {
+    uint2 latents[2] = {};
+    auto make_bfloat16 = [&]() {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint4 v = load_shared_16(places.raw + r * (8 * R::BYTES) + places.rope + half * 16);
-        f[r] = v.x, f[2 + r] = v.y, f[4 + r] = v.z, f[6 + r] = v.w;
+        f[r] = e4m3_to_bfloat16(latents[r].x), f[2 + r] = e4m3_to_bfloat16(latents[r].x >> 16);
+        f[4 + r] = e4m3_to_bfloat16(latents[r].y), f[6 + r] = e4m3_to_bfloat16(latents[r].y >> 16);
       }
-    } else if (rope) {
+    };
+    if (!rope)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint4 v = load_matrices(places.raw + places.rope + half * 64 + j * 32);
-        f[4 * j] = v.x, f[4 * j + 1] = v.y, f[4 * j + 2] = v.z, f[4 * j + 3] = v.w;
-      }
-    } else {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint2 v = load_shared_8(places.raw + r * (8 * R::BYTES) + chunk * 64 + half * 8);
-        f[r] = e4m3_to_bfloat16(v.x), f[2 + r] = e4m3_to_bfloat16(v.x >> 16);
-        f[4 + r] = e4m3_to_bfloat16(v.y), f[6 + r] = e4m3_to_bfloat16(v.y >> 16);
-      }
-    }
+      for (int r = 0; r < 2; ++r)
+        latents[r] = load_shared_8(places.raw + r * (8 * R::BYTES) + chunk * 64 + half * 8);
     float part[N];
-    hold(f);
-    wgmma_fence();
-    const u64 operand = tile_descriptor(
-        (value ? here : shared + L::QUERY + (R::CHUNKS - 1) * L::QUERY_CHUNK) + half * 64, 1024, 16);
-    wgmma_bfloat16(part, f, operand, 0);
-    wgmma_bfloat16(part, f + 4, operand + 2, 1);
-    wgmma_commit();
-    wgmma_wait<0>();
-    hold(part), hold(f);
+    if (!R::ROPE_IS_VALUE && value && held) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        e4m3_to_float16(latents[r].x, f[r], f[2 + r]), e4m3_to_float16(latents[r].y, f[4 + r], f[6 + r]);
+      const u64 operand = tile_descriptor(shared + L::QUERY + chunk * L::QUERY_CHUNK + half * 64, 1024, 16);
+      hold(f);
+      wgmma_fence();
+      wgmma_float16(part, f, operand, 0);
+      wgmma_float16(part, f + 4, operand + 2, 1);
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(part), hold(f);
+      make_bfloat16();
+    } else {
+      if (rope && R::ROPE_IS_VALUE) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const uint4 v = load_shared_16(places.raw + r * (8 * R::BYTES) + places.rope + half * 16);
+          f[r] = v.x, f[2 + r] = v.y, f[4 + r] = v.z, f[6 + r] = v.w;
+        }
+      } else if (rope) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const uint4 v = load_matrices(places.raw + places.rope + half * 64 + j * 32);
+          f[4 * j] = v.x, f[4 * j + 1] = v.y, f[4 * j + 2] = v.z, f[4 * j + 3] = v.w;
+        }
+      } else {
+        make_bfloat16();
+      }
+      const u64 operand = tile_descriptor(
+          (value ? here : shared + L::QUERY + (R::CHUNKS - 1) * L::QUERY_CHUNK) + half * 64, 1024, 16);
+      hold(f);
+      wgmma_fence();
+      wgmma_bfloat16(part, f, operand, 0);
+      wgmma_bfloat16(part, f + 4, operand + 2, 1);
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(part), hold(f);
+    }
     float scales[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       scales[r] = rope ? 1.f : R::scale(places.scales + r * (8 * R::SCALES_PITCH), chunk * 64 / R::GROUP);
-      const float factor = value ? scales[r] * p.scale_log2 : 1.f;
+      const float factor = !value ? 1.f : R::ROPE_IS_VALUE ? scales[r] * p.scale_log2 : scales[r] * R::FACTOR;
 #pragma unroll
-      for (int e = 2 * r; e < N; e += e % 2 ? 3 : 1) s[e] = fmaf(part[e], factor, s[e]);
+      for (int e = 2 * r; e < N; e += e % 2 ? 3 : 1) {
+        // Scores are in the units of the queries that are there, so that both ways give the same bits.
+        if (!R::ROPE_IS_VALUE && value && !held) part[e] *= unit_of(column_of(e).x);
+        s[e] = fmaf(part[e], factor, s[e]);
+      }
     }
     if (value) {
       if constexpr (R::SCALES_APART)
@@ -149,15 +180,14 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
       store_matrices(place, f[0], f[1], f[2], f[3]);
       store_matrices(place ^ 32, f[4], f[5], f[6], f[7]);
     }
-    if (half == 0) continue;
-    if (!value)
-#pragma unroll
-      for (int e = 0; e < N; ++e) {
-        const float2 column = column_of(e);
-        s[e] = fmaf(s[e], column.x, -column.y);
-      }
-    here = next(here);
+    if (half) here = next(here);
   }
+  if (!R::ROPE_IS_VALUE)
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      const float2 column = column_of(e);
+      s[e] = fmaf(s[e], column.x, -column.y);
+    }
 }
 
 // Whether float16 holds a row's queries beside their head's largest: none is below 2^-16 in shared memory.
@@ -179,12 +209,6 @@ DEVICE void wide_scores_of_held(float (&s)[L::HEADS / 2], const Ring& at, u32 sh
                                 int thread) {
   using R = typename L::R;
   constexpr int N = L::HEADS / 2;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const Half own = half_of<L::HALVES>(at, half);
-    mbarrier_wait(shared + L::VALUES_FREE + own.slot * 16, own.parity ^ 1);
-    mbarrier_wait(shared + L::VALUES_FREE + own.slot * 16 + 8, own.parity ^ 1);
-  }
 #pragma unroll
   for (int e = 0; e < N; ++e) s[e] = 0.f;
   float part[N];
