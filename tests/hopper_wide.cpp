@@ -42,11 +42,11 @@
 #undef multiply_bfloat16
 #undef reciprocal_approx
 #undef store_shared_float
-#define e4m3_to_bfloat16 ptx_e4m3_to_bfloat16
+#define float16_to_bfloat16 ptx_float16_to_bfloat16
 #define e4m3_to_float16 ptx_e4m3_to_float16
 #define smaller_halves ptx_smaller_halves
 #include "wide_ptx.cuh"
-#undef e4m3_to_bfloat16
+#undef float16_to_bfloat16
 #undef e4m3_to_float16
 #undef smaller_halves
 
@@ -91,9 +91,6 @@ static float e4m3_to_float(u32 byte) {
   if ((byte & 127) == 127) x = NAN;
   return byte & 128 ? -x : x;
 }
-static u32 e4m3_to_bfloat16(u32 pair) {
-  return pack_bfloat16(e4m3_to_float(pair & 255), e4m3_to_float(pair >> 8 & 255));
-}
 static u32 to_float16(float x) {
   const _Float16 half = x;
   u16 bits;
@@ -105,6 +102,9 @@ static float from_float16(u32 low) {
   _Float16 half;
   std::memcpy(&half, &bits, 2);
   return half;
+}
+static u32 float16_to_bfloat16(u32 pair) {
+  return pack_bfloat16(from_float16(pair & 0xffff), from_float16(pair >> 16));
 }
 static void e4m3_to_float16(u32 word, u32& low, u32& high) {
   auto at = [&](int i) { return to_float16(e4m3_to_float(word >> 8 * i & 255)); };

@@ -107,8 +107,10 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
     auto make_bfloat16 = [&]() {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        f[r] = e4m3_to_bfloat16(latents[r].x), f[2 + r] = e4m3_to_bfloat16(latents[r].x >> 16);
-        f[4 + r] = e4m3_to_bfloat16(latents[r].y), f[6 + r] = e4m3_to_bfloat16(latents[r].y >> 16);
+        u32 a[4];
+        e4m3_to_float16(latents[r].x, a[0], a[1]), e4m3_to_float16(latents[r].y, a[2], a[3]);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) f[2 * w + r] = float16_to_bfloat16(a[w]);
       }
     };
     if (!rope)
@@ -237,8 +239,7 @@ DEVICE void wide_scores_of_held(float (&s)[L::HEADS / 2], const Ring& at, u32 sh
     for (int j = 0; j < 4; ++j) {
       u32 v[4];
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
-        v[r] = e4m3_to_bfloat16(word(bytes[r], j)), v[2 + r] = e4m3_to_bfloat16(word(bytes[r], j) >> 16);
+      for (int w = 0; w < 4; ++w) v[w] = float16_to_bfloat16(f[4 * j + w]);
       store_matrices(place ^ j << 5, v[0], v[1], v[2], v[3]);
     }
     const float scale[2] = {R::scale(places.scales, chunk / 2) * R::FACTOR,

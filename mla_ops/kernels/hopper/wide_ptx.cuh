@@ -3,19 +3,15 @@
 
 #include "arithmetic.cuh"
 
-// The e4m3 in the lower half of a word.
-DEVICE u32 e4m3_to_bfloat16(u32 pair) {
+DEVICE u32 float16_to_bfloat16(u32 pair) {
   u32 v;
   asm("{\n"
-      ".reg .b16 a, b, c, d;\n"
-      ".reg .b32 x;\n"
-      ".reg .f32 e, f;\n"
+      ".reg .b16 a, b;\n"
+      ".reg .f32 c, d;\n"
       "mov.b32 {a, b}, %1;\n"
-      "cvt.rn.f16x2.e4m3x2 x, a;\n"
-      "mov.b32 {c, d}, x;\n"
-      "cvt.f32.f16 e, c;\n"
-      "cvt.f32.f16 f, d;\n"
-      "cvt.rn.bf16x2.f32 %0, f, e;\n"
+      "cvt.f32.f16 c, a;\n"
+      "cvt.f32.f16 d, b;\n"
+      "cvt.rn.bf16x2.f32 %0, d, c;\n"
       "}"
       : "=r"(v)
       : "r"(pair));
