@@ -241,9 +241,11 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
                             L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH,
                             L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)};
     float s[HEADS / 2];
-    if constexpr (WAY == 2)
-      wide_scores_of_held<L>(s, ring, 0, places, thread);
-    else
+    if constexpr (WAY == 2) {
+      foreseen_scores<L>(s, 0, places, thread);
+      for (int half = 0; half < 2; ++half)
+        make_foreseen_values<L>(0, warp, 0, L::VALUES + half * HALF_BYTES, half, thread);
+    } else
       wide_scores<L, 1>(s, p, row, ring, 0, places, WAY == 1, thread);
     store_left_out<L, 1>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {

@@ -83,7 +83,9 @@ constexpr float NO_SCORE_YET = -1.2676506e30f;
 
 constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;
 
-enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
+// Flags of a wide turn: the next one is foreseen to be wide; its references have not moved.
+enum Turn { USUAL = 0, MOVED = 1, WIDE = 2, WIDE_AHEAD = 4, STILL = 8 };
+constexpr int FORESEEN_BARRIER = 8;  // values of a foreseen turn are there
 
 constexpr u32 LAST_TURN = 1 << 16;  // flag beside the bits that say which keys count, or beside a `Turn`
 

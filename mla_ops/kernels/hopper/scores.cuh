@@ -147,8 +147,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   float sums[TILES * 2];
 #pragma unroll
   for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  // Whether a key counted, and with it the references; 2: one that float16 does not hold as it is; of rows whose wide
-  // turns are foreseen 3, or 4 if float16 does not hold its queries.
+  // Whether a key counted, and with it the references; 2: one that float16 does not hold as it is; behind a wide turn 3 if
+  // the next ones are foreseen to be wide, else 4, or 5 if float16 does not hold the row's queries.
   int seen = 0;
 
   Start<FORMAT> start;
@@ -182,40 +182,38 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         turn = WIDE;
         const WidePlaces keys{places.raw + slot * L::RAW_SLOT, places.rope, places.scales + slot * L::SCALES_SLOT,
                               places.values};
-        if (!R::ROPE_IS_VALUE && seen < 3) seen = queries_are_held<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 : 4;
-        if (FORESEES) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const Half own = half_of<L::HALVES>(at, half);
-            mbarrier_wait(shared + L::VALUES_FREE + own.slot * 16, own.parity ^ 1);
-            mbarrier_wait(shared + L::VALUES_FREE + own.slot * 16 + 8, own.parity ^ 1);
-          }
+        const bool foreseen = FORESEES && seen == 3;
+        if (!R::ROPE_IS_VALUE && seen < 3)
+          seen = !queries_are_held<L, SCORE_BARRIER>(shared, opaque(thread)) ? 5 : FORESEES && !p.shares ? 3 : 4;
+        if (foreseen) {
+          foreseen_scores<L>(s, shared, keys, opaque(thread));
+          named_barrier<FORESEEN_BARRIER, 384>();
+        } else {
+          wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared, keys, seen == 3 || seen == 4, opaque(thread));
         }
-        if (FORESEES && seen == 3 && !p.shares)
-          wide_scores_of_held<L>(s, at, shared, keys, opaque(thread));
-        else
-          wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared, keys, seen == 3, opaque(thread));
         store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
         leave_out_dead();
+        if (FORESEES && !last && seen == 3) turn |= WIDE_AHEAD;
+        if (foreseen && !named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK)) turn |= STILL;
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
-      raise_references<L>(s, sums, counted, least, shared, thread);
-      seen = max(seen, turn == WIDE ? 2 : 1);
+      if (!(turn & STILL)) raise_references<L>(s, sums, counted, least, shared, thread);
+      seen = max(seen, turn & WIDE ? 2 : 1);
     }
     return turn;
   };
   // The end of a turn: its keys are released, and its weights are made and handed over.
   auto hand_over = [&](float (&s)[TILES * 4], u32 undo, int slot, int turn, bool apart, bool may_be_wide) {
     if (apart) seen = max(seen, 2);
-    if (LAUNCH == Launch::BALANCED && HEADS == 64 && (apart || turn == WIDE)) store_shared_4(shared + L::ROUGH, 1);
+    if (LAUNCH == Launch::BALANCED && HEADS == 64 && (apart || turn & WIDE)) store_shared_4(shared + L::ROUGH, 1);
     if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row)))
       warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
     // The sums of a row that another follows go where the first warp's last keys were. A wide turn's keys are released
     // by the warpgroups that accumulate.
-    if (HEADS == 64 && !(may_be_wide && turn == WIDE) && !(PERSISTENT && last && warp == 0))
+    if (HEADS == 64 && !(may_be_wide && turn & WIDE) && !(PERSISTENT && last && warp == 0))
       warp_arrive(shared + L::RAW_FREE + slot * 8, own_thread() & 31);
 #pragma unroll
     for (int e = 0; e < TILES * 4; ++e) s[e] = exp2_approx(s[e]);
@@ -223,7 +221,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
 #pragma unroll
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
-    if (may_be_wide && turn == WIDE)
+    if (may_be_wide && turn & WIDE)
       store_wide_weights<L>(s, shared, rests_at(slot), opaque(thread));
     else
       store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
@@ -253,7 +251,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       if (LEAVES && settled) {
         settled = 0;
       } else {
-        if (FORESEES && seen > 2 && !p.shares) {
+        if (FORESEES && seen == 3) {
           mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
           const u32 word = load_shared_4(shared + L::LIVE + slot * 4);
           last = uniform(word) >= LAST_TURN;
@@ -368,7 +366,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     const int slot = slot_now();
     const int turn =
         settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE);
-    if (turn == WIDE) {
+    if (turn & WIDE) {
       hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
       next_turn<L::HALVES>(at);
     } else {

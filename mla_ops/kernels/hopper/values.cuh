@@ -169,11 +169,13 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     // Its values' place is free when the result has left.
     const bool last = PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
+      constexpr bool FORESEES = HEADS == 64 && FORMAT == FP8_DS_MLA && (LAUNCH == Launch::ROWS || LAUNCH == Launch::CLUSTERS);
+      if (!FORESEES || !(turn & STILL))
 #pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece)
+        for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-        for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
-      if ((turn & 0xff) == WIDE) {
+          for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
+      if (turn & WIDE) {
         const int first = uniform(turn) >> 8 & 0xff;
         const u32 rests = place_of_rests<L>(shared, first), upper = shared + L::WEIGHTS;
         auto multiply = [&](int piece, u64 factors, u64 place) {
@@ -215,6 +217,12 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
           warp_arrive(shared + L::RAW_FREE + keys * 8, lane);
         if (!last) warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
         if (HEADS < 64) warp_arrive(shared + L::WEIGHTS_FREE, lane);
+        if (FORESEES && turn & WIDE_AHEAD) {
+          make_foreseen_values<L>(shared, (i + 1 & 1) * 4 + warp, i + 1 >> 1 & 1, shared + L::VALUES + slot * HALF_BYTES, half,
+                                  opaque(thread));
+          fence_async_shared();
+          named_barrier_arrive(FORESEEN_BARRIER, 384);
+        }
         continue;
       }
     }

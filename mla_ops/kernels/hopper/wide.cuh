@@ -205,45 +205,39 @@ DEVICE bool queries_are_held(u32 shared, int thread) {
   return !named_barrier_any<BARRIER, 128>((least & 0xffff) < 0x100 || least >> 16 < 0x100);
 }
 
-// `wide_scores` with the queries that are there, which float16 holds: a chunk's products times its scale.
+// Scores of a foreseen wide turn, with the queries that are there, which float16 holds: a group's products times its scale.
 template <class L>
-DEVICE void wide_scores_of_held(float (&s)[L::HEADS / 2], const Ring& at, u32 shared, const WidePlaces& places,
-                                int thread) {
+DEVICE void foreseen_scores(float (&s)[L::HEADS / 2], u32 shared, const WidePlaces& places, int thread) {
   using R = typename L::R;
   constexpr int N = L::HEADS / 2;
 #pragma unroll
   for (int e = 0; e < N; ++e) s[e] = 0.f;
   float part[N];
   u32 f[16];
-  uint4 bytes[2];
-  auto load = [&](int chunk) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) bytes[r] = load_shared_16(places.raw + r * (8 * R::BYTES) + chunk * 64);
-  };
   const u64 query = tile_descriptor(shared + L::QUERY, 1024, 16);
 #pragma unroll 1
-  for (int chunk = 0; chunk < 8; ++chunk) {
-    load(chunk);
+  for (int group = 0; group < 4; ++group) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int n = 0; n < 4; ++n) {  // halves of chunks: one becomes float16 while products of the one before run
+      u32* const own = f + n % 2 * 8;
+      if (n > 1) {
+        wgmma_wait<1>();
+        hold(f);
+      }
 #pragma unroll
-      for (int j = 0; j < 4; ++j) e4m3_to_float16(word(bytes[r], j), f[4 * j + r], f[4 * j + 2 + r]);
-    hold(f);
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      wgmma_float16(part, f + 4 * j, query + (chunk * L::QUERY_CHUNK + j * 32) / 16, j > 0);
-    wgmma_commit();
-    const u32 place = places.values + half_of<L::HALVES>(at, chunk >> 2).slot * HALF_BYTES + (chunk & 3) * (TILE_KEYS * 128);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      u32 v[4];
-#pragma unroll
-      for (int w = 0; w < 4; ++w) v[w] = float16_to_bfloat16(f[4 * j + w]);
-      store_matrices(place ^ j << 5, v[0], v[1], v[2], v[3]);
+      for (int r = 0; r < 2; ++r) {
+        const uint2 v = load_shared_8(places.raw + r * (8 * R::BYTES) + group * 128 + n / 2 * 64 + n % 2 * 8);
+        e4m3_to_float16(v.x, own[r], own[2 + r]), e4m3_to_float16(v.y, own[4 + r], own[6 + r]);
+      }
+      hold(f);
+      wgmma_fence();
+      const u64 operand = query + ((group * 2 + n / 2) * L::QUERY_CHUNK + n % 2 * 64) / 16;
+      wgmma_float16(part, own, operand, n > 0);
+      wgmma_float16(part, own + 4, operand + 2, 1);
+      wgmma_commit();
     }
-    const float scale[2] = {R::scale(places.scales, chunk / 2) * R::FACTOR,
-                            R::scale(places.scales + 8 * R::SCALES_PITCH, chunk / 2) * R::FACTOR};
+    const float scale[2] = {R::scale(places.scales, group) * R::FACTOR,
+                            R::scale(places.scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
     wgmma_wait<0>();
     hold(part), hold(f);
 #pragma unroll
@@ -268,6 +262,29 @@ DEVICE void wide_scores_of_held(float (&s)[L::HEADS / 2], const Ring& at, u32 sh
 #pragma unroll
     for (int e = 4 * j; e < 4 * j + 4; ++e)
       s[e] = fmaf(s[e] + part[e], __uint_as_float(e & 1 ? two.z : two.x), -__uint_as_float(e & 1 ? two.w : two.y));
+  }
+}
+
+// A half of the values of a foreseen turn, by the warpgroup that accumulates it: those of a warp's keys.
+template <class L>
+DEVICE void make_foreseen_values(u32 shared, int slot, int parity, u32 values, int half, int thread) {
+  using R = typename L::R;
+  const int warp = thread >> 5, lane = thread & 31;
+  u32 raw = shared + L::RAW + slot * L::RAW_SLOT + R::raw_row(lane >> 2) * R::BYTES + (lane & 3) * 16 + half * 256,
+      place = values + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+  mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
+#pragma unroll 1
+  for (int chunk = 0; chunk < 4; ++chunk, raw += 64, place += TILE_KEYS * 128) {
+    const uint4 v[2] = {load_shared_16(raw), load_shared_16(raw + 8 * R::BYTES)};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      u32 f[4];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) e4m3_to_float16(word(v[r], j), f[r], f[2 + r]);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) f[w] = float16_to_bfloat16(f[w]);
+      store_matrices(place ^ j << 5, f[0], f[1], f[2], f[3]);
+    }
   }
 }
 
