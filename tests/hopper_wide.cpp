@@ -233,7 +233,7 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
     }
     simt::meet_cta();
     const int first = R::raw_row(lane / 4), key = warp * 16 + first;
-    const u32 rests = place_of_rests<L>(0, 0);
+    const u32 rests = place_of_wide_weights<L>(0, 0);
     const u32 matrix_row =
         R::ROPE_AT + (R::raw_row(lane & 7) + (lane & 8) - first) * R::BYTES + (lane >> 4) * 16 - t * 16;
     const WidePlaces places{L::RAW + warp * L::RAW_SLOT + first * R::BYTES + t * 16,
@@ -247,7 +247,7 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
         make_foreseen_values<L>(0, warp, 0, L::VALUES + half * HALF_BYTES, half, thread);
     } else
       wide_scores<L, 1>(s, p, row, ring, 0, places, WAY == 1, thread);
-    store_left_out<L, 1>(places.scales, rests, thread);
+    store_scales<L, 1>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);
       scores[place] = s[e] + 3.f * (place % HEADS), s[e] = weights[place];
@@ -258,7 +258,7 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
       const int head = e / 512, dim = e % 512;
       const u32 value = L::VALUES + dim / 64 * CHUNK,
                 offset = place_of_dim(dim);
-      const u32 own = rests + (GROUPS_OF_RESTS<L> > 1 ? dim / 128 : 0) * (HEADS * 128);
+      const u32 own = rests + (WEIGHTS_BY_GROUP<L> ? dim / 128 : 0) * (HEADS * 128);
       double sum = 0;
       for (int k = 0; k < 64; ++k) {
         auto number = [&](u32 matrix, int line, u32 column) {

@@ -155,9 +155,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   bool started = false, last = false;
   int& i = at.turn;
   auto slot_now = [&]() { return L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot; };
-  auto rests_at = [&](int slot) {
+  auto weights_at = [&](int slot) {
     const int own = HEADS == 32 ? opaque(thread) >> 5 : warp;
-    return place_of_rests<L>(shared, slot >= own ? slot - own : slot - own + L::SLOTS);
+    return place_of_wide_weights<L>(shared, slot >= own ? slot - own : slot - own + L::SLOTS);
   };
   // A bit for each of the lane's two keys that counts: 1 and 0x100.
   auto own_keys = [&](u32 alive) { return alive >> R::raw_row((own_thread() & 31) >> 2); };
@@ -191,7 +191,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         } else {
           wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared, keys, seen == 3 || seen == 4, opaque(thread));
         }
-        store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
+        store_scales<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, weights_at(slot), opaque(thread));
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
         leave_out_dead();
@@ -222,7 +222,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
     if (may_be_wide && turn & WIDE)
-      store_wide_weights<L>(s, shared, rests_at(slot), opaque(thread));
+      store_wide_weights<L>(s, shared, weights_at(slot), opaque(thread));
     else
       store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
                            [](float a, float b, int) { return pack_float16(a, b); });

@@ -10,15 +10,15 @@ Precision of the quantised formats (`sparse_attention.cu`). Keys, values and wei
 sums float32. A query is float16 times a power of two of its head, exact down to 2^-39 of the head's largest magnitude.
 A key is e4m3 times its scale as float16: exact for powers of two, within 2^-11 of the exact product for other scales.
 Scales from 2^-62 to 2^39 have a power of two of their key taken out, for which scores and weights make up in float32.
-The scales of a key that are not 0 may span 19 binades. Keys beyond, and with denormal, infinite or NaN scales, go 64 at
-a time over the CUDA cores in float32, which holds any scale and takes a hundred times as long. An infinite or NaN query
-spoils its head alone. CTAs of a cluster exchange their parts of a result as float16, bfloat16 where a power of two was
+The scales of a key that are not 0 may span 19 binades. Keys beyond, and with denormal, infinite or NaN scales, make a
+turn of 64 keys a wide one (`wide.cuh`): float32 scales each group's part of a score, and a key has a bfloat16 weight for
+each group, times its scale there, within 2^-8. An infinite or NaN query spoils its head alone. CTAs of a cluster exchange their parts of a result as float16, bfloat16 where a power of two was
 taken out.
 
 Keys of `fp8_ds_mla_v4` are all float16, times 2^8: its e4m3 exact where the scales of a key span 15 binades, its RoPE
 part exact from 2^-25 and, below that, within 2^-33. A power of two taken out of a key, where its largest scale is
 outside of [2^-17, 2^-5], moves these with it, to where that scale is 2^-7. RoPE of 2^8 or more, so moved, and scales
-further apart go over the CUDA cores.
+further apart are of wide turns, too, whose weights have an upper part and a rest.
 
 Bfloat16 keys (`sparse_attention_bf16.cu`, tiles of 64 heads in `sparse_attention_bf16_64.cu`) and queries are operands
 as they are; weights are bfloat16.

@@ -177,7 +177,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
           for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
       if (turn & WIDE) {
         const int first = uniform(turn) >> 8 & 0xff;
-        const u32 rests = place_of_rests<L>(shared, first), upper = shared + L::WEIGHTS;
+        const u32 rests = place_of_wide_weights<L>(shared, first), upper = shared + L::WEIGHTS;
         auto multiply = [&](int piece, u64 factors, u64 place) {
           if constexpr (HEADS_BY_DIMS)
             wgmma_heads_by_dims_bfloat16(o[piece], factors, place + piece * 2 * TILE_KEYS * 128 / 16);
@@ -192,7 +192,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
         };
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
-        if constexpr (GROUPS_OF_RESTS<L> > 1) {
+        if constexpr (WEIGHTS_BY_GROUP<L>) {
           wgmma_fence();
 #pragma unroll
           for (int piece = 0; piece < PIECES; ++piece) {

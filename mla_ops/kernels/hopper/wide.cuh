@@ -1,7 +1,7 @@
-// Turns with a key whose scales float16 does not hold together: keys as bfloat16, which holds e4m3 and RoPE as they
-// are, and queries as they came. Scales stay float32 for scores. Values are e4m3 times four bits of a scale, which
-// bfloat16 holds too. What these leave out goes to the weights: their upper bits serve all groups, and each group has
-// rests of its own.
+// Turns with a key whose scales float16 does not hold together. Scores are sums of each group's products of e4m3 and
+// queries, times its scale in float32: with the queries that are there, if float16 holds them, else as they came, with
+// the same bits. Values are e4m3 as bfloat16, and each group has weights of its own, bfloat16, a key's weight times its
+// scale there. Values of V4, whose scales are powers of two, have these; its weights have an upper part and a rest.
 #pragma once
 
 #include "layout.cuh"
@@ -17,16 +17,16 @@ DEVICE float rounded_scale(float scale) {
   return __uint_as_float((__float_as_uint(scale) + 0x00080000u) & 0xfff00000u);
 }
 
-// The place of the rests, bfloat16 [groups, heads, 64 keys]: where the keys were whose first slot this is. Behind them,
-// float [64, groups], by what the four bits of a scale are too small.
+// The place of weights, bfloat16 [groups, heads, 64 keys], or of V4's rests: where the keys were whose first slot this
+// is. Behind them, float [64, groups], scales.
 template <class L>
-DEVICE u32 place_of_rests(u32 shared, int slot) {
-  static_assert(L::HEADS == 16 || L::SLOTS == 8 && L::RAW_SLOT * 4 % 1024 == 0, "rests lie in the rows of a turn");
+DEVICE u32 place_of_wide_weights(u32 shared, int slot) {
+  static_assert(L::HEADS == 16 || L::SLOTS == 8 && L::RAW_SLOT * 4 % 1024 == 0, "weights lie in the rows of a turn");
   return (shared + L::RAW + slot * L::RAW_SLOT + 1023 & ~1023u) + (L::HEADS == 64 ? 1024 : 0);  // behind sums
 }
 
 template <class L>
-constexpr int GROUPS_OF_RESTS = L::R::SCALES_APART ? 1 : 4;  // scales of V4 are powers of two
+constexpr bool WEIGHTS_BY_GROUP = !L::R::SCALES_APART;  // scales of V4 are powers of two
 
 // A lane's address for `store_weights` in a matrix [heads, 64 keys] with rows of 128 bytes in the swizzle.
 DEVICE u32 weights_row(u32 place, int thread) {
@@ -288,9 +288,9 @@ DEVICE void make_foreseen_values(u32 shared, int slot, int parity, u32 values, i
   }
 }
 
-// Stores the factor by which four bits of a lane's scales are too small, in the table behind the rests.
+// Stores a lane's scales in the table behind the weights, once all warps have read the keys.
 template <class L, int BARRIER>
-DEVICE void store_left_out(u32 scales, u32 rests, int thread) {
+DEVICE void store_scales(u32 scales, u32 weights, int thread) {
   using R = typename L::R;
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   float factors[2];
@@ -299,20 +299,19 @@ DEVICE void store_left_out(u32 scales, u32 rests, int thread) {
     factors[r] = R::SCALES_APART ? 1.f : R::scale(scales + r * (8 * R::SCALES_PITCH), t) * R::FACTOR;
   named_barrier<BARRIER, 128>();  // no warp reads keys or the weights' place any more
   if constexpr (!R::SCALES_APART) {
-    const u32 table = rests + 4 * L::HEADS * 128 + ((warp * 16 + (lane >> 2)) * 4 + t) * 4;
+    const u32 table = weights + 4 * L::HEADS * 128 + ((warp * 16 + (lane >> 2)) * 4 + t) * 4;
     store_shared_float(table, factors[0]), store_shared_float(table + 128, factors[1]);
     __syncwarp();
   }
 }
 
-// The weights of such a turn, bfloat16: each group's, times a key's scale there. Of V4, whose values have their scales,
-// the upper bits and the rest.
+// The weights of such a turn: of each group, or of V4 upper bits, at the usual place, and rests.
 template <class L>
-DEVICE void store_wide_weights(const float (&s)[L::HEADS / 2], u32 shared, u32 rests, int thread) {
-  u32 table = rests + 4 * L::HEADS * 128 + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * 16;
+DEVICE void store_wide_weights(const float (&s)[L::HEADS / 2], u32 shared, u32 weights, int thread) {
+  u32 table = weights + 4 * L::HEADS * 128 + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * 16;
   if constexpr (!L::R::SCALES_APART) {
 #pragma unroll 1
-    for (u32 place = rests; place < rests + 4 * L::HEADS * 128; place += L::HEADS * 128, table += 4) {
+    for (u32 place = weights; place < weights + 4 * L::HEADS * 128; place += L::HEADS * 128, table += 4) {
       const float factors[2] = {load_shared_float(table), load_shared_float(table + 128)};
       store_weights<L::HEADS>(s, weights_row(place, opaque(thread)), [&](float a, float b, int key) {
         return pack_bfloat16(a * factors[key], b * factors[key]);
@@ -326,7 +325,7 @@ DEVICE void store_wide_weights(const float (&s)[L::HEADS / 2], u32 shared, u32 r
       auto part = [&](float weight) {
         return fmaf(weight, factor, __uint_as_float(__float_as_uint(weight) & 0xffff0000u ^ sign));
       };
-      store_weights<L::HEADS>(s, weights_row(n ? rests : shared + L::WEIGHTS, opaque(thread)),
+      store_weights<L::HEADS>(s, weights_row(n ? weights : shared + L::WEIGHTS, opaque(thread)),
                               [&](float a, float b, int) { return pack_bfloat16(part(a), part(b)); });
     }
   }
