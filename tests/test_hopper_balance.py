@@ -109,6 +109,8 @@ def lognormal(generator: random.Random, count: int) -> list[int]:
 
 BATCHES: dict[str, Callable[[random.Random], list[int]]] = {
     "one long": lambda generator: [CAPACITY if i == 17 else 100 for i in range(32)],
+    "one long among many": lambda generator: [64] * 70 + [2048] + [64] * 57,
+    "some long among many": lambda generator: [generator.choice((64, 64, 64, 64, 64, 64, 2048, 4096)) for _ in range(90)],
     "every fourth": lambda generator: [2048 if i % 4 == 0 else 64 for i in range(133)],
     "equal, whole": lambda generator: [1000] * 60,
     "equal, cut": lambda generator: [3000] * 40,
@@ -165,7 +167,7 @@ def test_all_turns_are_taken_once_and_evenly(
     assert max(cost) <= max(1.08 * quota, quota + 2 * max(1, quota // 32) + 2 * ROW_TURNS)
     if batch == "equal, whole" and ctas == 60:
         assert not cuts
-    if batch in ("equal, cut", "one long", "every fourth") and ctas == 60:
+    if batch in ("equal, cut", "one long", "one long among many", "every fourth") and ctas == 60:
         assert cuts
 
 

@@ -12,6 +12,15 @@
 
 constexpr int ROW_TURNS = 2;      // a row costs so many turns besides its own
 constexpr int FEWEST_TURNS = 4;   // an interval has no fewer: less is not worth its merge
+#ifndef PIECE_TURNS
+#define PIECE_TURNS 4
+#endif
+#ifndef FEWEST_OF_PIECE
+#define FEWEST_OF_PIECE 2
+#endif
+#ifndef LONG_ROW
+#define LONG_ROW 3
+#endif
 constexpr int NO_END = 0x7fffffff;
 constexpr int EVERY_WORKERS_TOKEN = -1;
 
@@ -97,32 +106,78 @@ DEVICE bool is_done(const Params& p, u32 scratch) {
 }
 
 // The way in which workers share the tokens; `total` and `most`: what all and the longest cost, in turns.
+//
+// A piece of a row that is much longer than an interval costs PIECE_TURNS besides its own: it is begun, left and added up.
+// The turns of such rows are `stretched` by as much as lets all workers end at the same time.
 struct Sharing {
-  int quota, snap;
+  int quota, snap, workers;
+  float stretched;
   bool whole;  // tokens
 
-  DEVICE Sharing(int num_tokens, int workers, int total, int most) {
-    quota = max(FEWEST_TURNS, (total + workers - 1) / workers);
-    snap = max(1, quota / 32);
+  DEVICE Sharing(int num_tokens, int workers, int total, int most) : workers(workers), stretched(1.f) {
+    set_quota(max(FEWEST_TURNS, (total + workers - 1) / workers));
     const i64 rounds = (num_tokens + workers - 1) / workers;
     whole = rounds * most * 25 <= static_cast<i64>(quota) * 27;
   }
 
+  DEVICE void set_quota(int turns) { quota = turns, snap = max(1, turns / 32); }
+
+  DEVICE int longer_than() const { return max(LONG_ROW * quota, 2 * (PIECE_TURNS + FEWEST_OF_PIECE)); }
+
+  // `longs`: turns of long rows, `others`: what all else costs.
+  DEVICE void stretch(int others, int longs) {
+    int turns = max(quota, PIECE_TURNS + FEWEST_OF_PIECE);
+    const int most = turns + PIECE_TURNS;
+    auto lacking = [&] {
+      return __fdividef(static_cast<float>(others), static_cast<float>(turns)) +
+                 __fdividef(static_cast<float>(longs), static_cast<float>(turns - PIECE_TURNS)) >
+             static_cast<float>(workers);
+    };
+#pragma unroll 1
+    while (turns < most && lacking()) ++turns;
+    set_quota(turns);
+    stretched = __fdividef(static_cast<float>(turns), static_cast<float>(turns - PIECE_TURNS));
+  }
+
+  // The cost of tokens of which long rows have so many turns.
+  DEVICE int place(int others, int longs) const { return others + static_cast<int>(longs * stretched); }
+
   // The beginning of a worker's interval in the cost of all tokens.
   DEVICE int begin(int worker) const { return worker * quota; }
 
-  // The cut at `at`, inside of a token that begins at `token_begin`. Next to its ends it moves there.
-  DEVICE Cut cut(int at, int token, int token_begin, int turns) const {
-    const int turn = at - token_begin - ROW_TURNS;
-    if (turn < snap) return {token, 0};
-    if (turns - turn < snap) return {token + 1, 0};
-    return {token, turn};
+  // That of a token which costs up to `after`.
+  DEVICE int last_worker(int after) const { return min((after - 1) / quota, workers - 1); }
+};
+
+// A token where it lies in the cost of all: from `begin` to `after`.
+struct Lying {
+  int token, turns, begin, after;
+  bool is_long;
+
+  // The turn at the beginning of a worker's interval inside of this token. Next to the token's ends it moves there.
+  DEVICE int turn_at(const Sharing& sharing, int worker) const {
+    const int quota = sharing.quota;
+    int turn = worker * quota - begin - ROW_TURNS;
+    if (is_long) {
+      const int first = begin / quota, last = sharing.last_worker(after), of_piece = quota - PIECE_TURNS,
+                begun = max(0, (first + 1) * quota - begin - PIECE_TURNS), inner = (last - first - 1) * of_piece,
+                ended = max(0, after - last * quota - PIECE_TURNS);
+      turn = static_cast<int>(__fdividef(static_cast<float>(begun + (worker - first - 1) * of_piece) * turns,
+                                         static_cast<float>(begun + inner + ended)) + 0.5f);
+    }
+    return turn < sharing.snap ? 0 : turns - turn < sharing.snap ? turns : turn;
+  }
+
+  DEVICE Cut cut(const Sharing& sharing, int worker) const {
+    const int turn = turn_at(sharing, worker);
+    return turn == turns ? Cut{token + 1, 0} : Cut{token, turn};
   }
 
   // The first worker of a token that is cut, and how many there are: one more than cuts.
-  DEVICE int2 sharers(int token_begin, int turns) const {
-    const int first = (token_begin + ROW_TURNS + snap + quota - 1) / quota - 1,
-              last = (token_begin + ROW_TURNS + turns - snap) / quota;
+  DEVICE int2 sharers(const Sharing& sharing) const {
+    int first = begin / sharing.quota, last = sharing.last_worker(after);
+    if (turn_at(sharing, first + 1) == 0) ++first;
+    if (turn_at(sharing, last) == turns) --last;
     return make_int2(first, last - first + 1);
   }
 };
@@ -142,26 +197,54 @@ DEVICE void store_whole_tokens(const Params& p, u32 place) {
 }
 
 // This CTA's interval of all tokens to `place`, by all of its THREADS; none where it is no worker's. `scratch` is what
-// `add_up_costs` left, and 32 bytes behind it. Ends with a barrier.
+// `add_up_costs` left, and 32 bytes and eight for each warp behind it. Ends with a barrier.
 template <int THREADS>
 DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& cost) {
   place = opaque(place), scratch = opaque(scratch);  // else what is relative to these is not uniform later on
   const int cta = cta_here(), worker = divide(cta, p.of_head_tiles), workers = num_workers(p);
   const int thread = thread_here(), warp = thread >> 5, lane = thread & 31, num_tokens = p.all_tokens;
   const u32 begins = scratch + THREADS / 32 * 8, ends = begins + 16;
+  const int each = (num_tokens + THREADS - 1) / THREADS, first = thread * each, last = min(first + each, num_tokens);
   const bool works = worker < workers;
-  const int of_warps = lane < warp ? load_shared_4(scratch + min(lane, THREADS / 32 - 1) * 8) : 0;
-  int begin = cost.own;  // the cost of tokens up to this thread's, then of those before them
-#pragma unroll
-  for (int step = 1; step < 32; step <<= 1) {
-    const int below = __shfl_up_sync(~0u, begin, step);
-    if (lane >= step) begin += below;
+  Sharing sharing(num_tokens, workers, cost.total, cost.most);
+  const int longer_than = sharing.longer_than();
+  int others = cost.own, longs = 0, total = cost.total;  // what others cost than long rows, and turns of those
+  u32 of_warps = scratch;
+  bool stretches = !sharing.whole && cost.most > longer_than;
+  if (stretches) {
+    others = 0;
+#pragma unroll 1
+    for (int token = first; token < last; ++token) {
+      const int turns = turns_of(p, token);
+      if (turns + ROW_TURNS > longer_than)
+        longs += turns;
+      else
+        others += turns + ROW_TURNS;
+    }
+    of_warps = ends + 16;
+    const int of_warp = __reduce_add_sync(~0u, others), longs_of_warp = __reduce_add_sync(~0u, longs);
+    if (lane == 0) store_shared_8(of_warps + warp * 8, of_warp, longs_of_warp);
+    __syncthreads();
   }
-  begin += __reduce_add_sync(~0u, of_warps) - cost.own;
-  const Sharing sharing(num_tokens, workers, cost.total, cost.most);
+  const uint2 of_one = load_shared_8(of_warps + min(lane, THREADS / 32 - 1) * 8);
+  const int others_of_one = lane < THREADS / 32 ? of_one.x : 0,
+            longs_of_one = stretches && lane < THREADS / 32 ? of_one.y : 0;
+  if (stretches) {
+    const int all_others = __reduce_add_sync(~0u, others_of_one), all_longs = __reduce_add_sync(~0u, longs_of_one);
+    sharing.stretch(all_others, all_longs);
+    total = sharing.place(all_others, all_longs);
+  }
+  int others_before = others, longs_before = longs;  // up to this thread's tokens, then of those before them
+#pragma unroll 1
+  for (int step = 1; step < 32; step <<= 1) {
+    const int below = __shfl_up_sync(~0u, others_before, step), longs_below = __shfl_up_sync(~0u, longs_before, step);
+    if (lane >= step) others_before += below, longs_before += longs_below;
+  }
+  others_before += __reduce_add_sync(~0u, lane < warp ? others_of_one : 0) - others;
+  longs_before += __reduce_add_sync(~0u, lane < warp ? longs_of_one : 0) - longs;
   const int2 nobody = make_int2(0, 0);
   const Cut past{num_tokens, 0};
-  const int from = sharing.begin(worker), to = sharing.begin(worker + 1);
+  const int from = sharing.begin(worker), to = worker < workers - 1 ? sharing.begin(worker + 1) : total;
   if (!works || sharing.whole) {
     if (thread == 0) {
       store_cut(begins, works ? Cut{worker, EVERY_WORKERS_TOKEN} : Cut{num_tokens, 0}, nobody);
@@ -169,19 +252,23 @@ DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& co
     }
   } else {
     if (thread == 0) {
-      if (from >= cost.total) store_cut(begins, past, nobody);
-      if (to >= cost.total) store_cut(ends, past, nobody);
+      if (from >= total) store_cut(begins, past, nobody);
+      if (to >= total) store_cut(ends, past, nobody);
     }
-    if (from < begin + cost.own && to >= begin) {
-      const int each = (num_tokens + THREADS - 1) / THREADS, first = thread * each,
-                last = min(first + each, num_tokens);
+    Lying here{first, 0, 0, sharing.place(others_before, longs_before), false};
+    if (from < sharing.place(others_before + others, longs_before + longs) && to >= here.after) {
 #pragma unroll 1
       for (int token = first; token < last; ++token) {
-        const int turns = turns_of(p, token), after = begin + turns + ROW_TURNS;
-        const int2 sharers = sharing.sharers(begin, turns);
-        if (begin <= from && from < after) store_cut(begins, sharing.cut(from, token, begin, turns), sharers);
-        if (begin <= to && to < after) store_cut(ends, sharing.cut(to, token, begin, turns), sharers);
-        begin = after;
+        here.token = token, here.turns = turns_of(p, token), here.begin = here.after;
+        here.is_long = stretches && here.turns + ROW_TURNS > longer_than;
+        if (here.is_long)
+          longs_before += here.turns;
+        else
+          others_before += here.turns + ROW_TURNS;
+        here.after = sharing.place(others_before, longs_before);
+        const int2 sharers = here.sharers(sharing);
+        if (here.begin <= from && from < here.after) store_cut(begins, here.cut(sharing, worker), sharers);
+        if (here.begin <= to && to < here.after) store_cut(ends, here.cut(sharing, worker + 1), sharers);
       }
     }
   }
