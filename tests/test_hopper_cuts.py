@@ -122,10 +122,12 @@ def cut_tokens(lengths: list[int], workers: int) -> list[list[int]]:
     """The first turn of each part of each token, as `balance.cuh` cuts them, written a second time."""
     turns = [-(-length // TURN) for length in lengths]
     quota = max(4, -(-(sum(turns) + 2 * len(turns)) // workers))
-    longer_than = max(3 * quota, 12) - 2
+    longer_than = max(2 * quota, 12) - 2
     longs = sum(own for own in turns if own > longer_than)
     others, stretched = sum(own + 2 for own in turns if own <= longer_than), 1.0
-    if longs:
+    if 2 * longs >= sum(turns) + 2 * len(turns):
+        longer_than = max(turns)
+    elif longs:
         first = max(quota, 6)
         fits = (quota for quota in range(first, first + 4) if others / quota + longs / (quota - 4) <= workers)
         quota = next(fits, first + 4)
@@ -138,7 +140,7 @@ def cut_tokens(lengths: list[int], workers: int) -> list[list[int]]:
         inside = [worker for worker in range(1, workers) if begin < worker * quota < after]
         if is_long:
             ends = [begin, *(worker * quota for worker in inside), after]
-            done = list(itertools.accumulate(max(0, to - at - 4) for at, to in itertools.pairwise(ends)))
+            done = list(itertools.accumulate(to - at - 4 if to - at >= 6 else 0 for at, to in itertools.pairwise(ends)))
             cuts = [int(up_to * own / done[-1] + 0.5) for up_to in done[:-1]]
         else:
             cuts = [worker * quota - begin - 2 for worker in inside]

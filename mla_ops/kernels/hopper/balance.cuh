@@ -19,7 +19,7 @@ constexpr int FEWEST_TURNS = 4;   // an interval has no fewer: less is not worth
 #define FEWEST_OF_PIECE 2
 #endif
 #ifndef LONG_ROW
-#define LONG_ROW 3
+#define LONG_ROW 2
 #endif
 constexpr int NO_END = 0x7fffffff;
 constexpr int EVERY_WORKERS_TOKEN = -1;
@@ -154,14 +154,17 @@ struct Lying {
   int token, turns, begin, after;
   bool is_long;
 
+  // Turns of a piece at an end of a long row; none where they would be few.
+  static DEVICE int piece(int cost) { return cost < PIECE_TURNS + FEWEST_OF_PIECE ? 0 : cost - PIECE_TURNS; }
+
   // The turn at the beginning of a worker's interval inside of this token. Next to the token's ends it moves there.
   DEVICE int turn_at(const Sharing& sharing, int worker) const {
     const int quota = sharing.quota;
     int turn = worker * quota - begin - ROW_TURNS;
     if (is_long) {
       const int first = begin / quota, last = sharing.last_worker(after), of_piece = quota - PIECE_TURNS,
-                begun = max(0, (first + 1) * quota - begin - PIECE_TURNS), inner = (last - first - 1) * of_piece,
-                ended = max(0, after - last * quota - PIECE_TURNS);
+                begun = piece((first + 1) * quota - begin), inner = (last - first - 1) * of_piece,
+                ended = piece(after - last * quota);
       turn = static_cast<int>(__fdividef(static_cast<float>(begun + (worker - first - 1) * of_piece) * turns,
                                          static_cast<float>(begun + inner + ended)) + 0.5f);
     }
@@ -209,30 +212,31 @@ DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& co
   Sharing sharing(num_tokens, workers, cost.total, cost.most);
   const int longer_than = sharing.longer_than();
   int others = cost.own, longs = 0, total = cost.total;  // what others cost than long rows, and turns of those
-  u32 of_warps = scratch;
-  bool stretches = !sharing.whole && cost.most > longer_than;
+  int others_of_one = lane < THREADS / 32 ? load_shared_4(scratch + min(lane, THREADS / 32 - 1) * 8) : 0, longs_of_one = 0;
+  bool stretches = !sharing.whole && cost.most > longer_than && 2 * cost.most < total;
   if (stretches) {
-    others = 0;
+    int own_others = 0, own_longs = 0;
 #pragma unroll 1
     for (int token = first; token < last; ++token) {
       const int turns = turns_of(p, token);
       if (turns + ROW_TURNS > longer_than)
-        longs += turns;
+        own_longs += turns;
       else
-        others += turns + ROW_TURNS;
+        own_others += turns + ROW_TURNS;
     }
-    of_warps = ends + 16;
-    const int of_warp = __reduce_add_sync(~0u, others), longs_of_warp = __reduce_add_sync(~0u, longs);
-    if (lane == 0) store_shared_8(of_warps + warp * 8, of_warp, longs_of_warp);
+    const u32 of_warps = ends + 16;
+    const int others_of_warp = __reduce_add_sync(~0u, own_others), longs_of_warp = __reduce_add_sync(~0u, own_longs);
+    if (lane == 0) store_shared_8(of_warps + warp * 8, others_of_warp, longs_of_warp);
     __syncthreads();
-  }
-  const uint2 of_one = load_shared_8(of_warps + min(lane, THREADS / 32 - 1) * 8);
-  const int others_of_one = lane < THREADS / 32 ? of_one.x : 0,
-            longs_of_one = stretches && lane < THREADS / 32 ? of_one.y : 0;
-  if (stretches) {
-    const int all_others = __reduce_add_sync(~0u, others_of_one), all_longs = __reduce_add_sync(~0u, longs_of_one);
-    sharing.stretch(all_others, all_longs);
-    total = sharing.place(all_others, all_longs);
+    const uint2 of_one = load_shared_8(of_warps + min(lane, THREADS / 32 - 1) * 8);
+    const int all_longs = __reduce_add_sync(~0u, lane < THREADS / 32 ? static_cast<int>(of_one.y) : 0);
+    stretches = 2 * all_longs < total;
+    if (stretches) {
+      others = own_others, longs = own_longs, others_of_one = of_one.x, longs_of_one = of_one.y;
+      const int all_others = __reduce_add_sync(~0u, lane < THREADS / 32 ? others_of_one : 0);
+      sharing.stretch(all_others, all_longs);
+      total = sharing.place(all_others, all_longs);
+    }
   }
   int others_before = others, longs_before = longs;  // up to this thread's tokens, then of those before them
 #pragma unroll 1
