@@ -210,7 +210,7 @@ class KeyFormat:
         if self.quantized:
             return kernel._replace(name=kernel.name.replace("attention_", "attention_balanced_"))
         if shape.tile == 64:
-            return kernel._replace(name=kernel.name.replace("64_", "64_balanced_")) if kernel.persistent else None
+            return kernel._replace(name=kernel.name.replace("64_", "64_balanced_"))
         name = f"sparse_attention_bf16_balanced<{shape.tile}, {self.chunks * 64}>"
         return kernel._replace(name=name) if kernel.ctas == 1 else None
 

@@ -292,13 +292,17 @@ DEVICE void attend_cluster(const Params& p, u32 shared) {
   finish_cluster<L>(p, row, state, shared, half, head, warp, lane);
 }
 
-template <class L, Launch LAUNCH>
-DEVICE void attend_rows(const Params& p, u32 shared) {
+// IN_CLUSTER: the CTA may have a share of one row instead, as `shares_row` says.
+template <class L, Launch LAUNCH, bool IN_CLUSTER = false>
+DEVICE void attend_rows(const Params& p, u32 shared, bool shares_row = false) {
   u32 own_parity = 0, other_parity = 0, row_parity = 0;
   State state;
-  int n = first_number<LAUNCH>(shared + L::INTERVAL);
-  bring_first_queries<L>(p, row_number<LAUNCH>(p, shared + L::INTERVAL, n), state, shared);
-  while (row_number<LAUNCH>(p, shared + L::INTERVAL, n).token < end_of_tokens<LAUNCH>(p)) {
+  int n = IN_CLUSTER && shares_row ? 0 : first_number<LAUNCH>(shared + L::INTERVAL);
+  if (IN_CLUSTER && shares_row)
+    bring_first_queries<L>(p, this_row(p), state, shared);
+  else
+    bring_first_queries<L>(p, row_number<LAUNCH>(p, shared + L::INTERVAL, n), state, shared);
+  while (IN_CLUSTER && shares_row || row_number<LAUNCH>(p, shared + L::INTERVAL, n).token < end_of_tokens<LAUNCH>(p)) {
     begin_row(state);
     // Code that runs once a row is the same for both warpgroups: instruction caches do not hold a kernel this long.
     {
@@ -309,6 +313,12 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
       attend_row<L, true>(p, state, at, shared, half, own_parity, other_parity, lane);
     }
     hold(n);
+    if (IN_CLUSTER && shares_row) {
+      const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = lane_here(),
+                half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
+      finish_cluster<L>(p, this_row(p), state, shared, half, head, warp, lane);
+      return;
+    }
     {
       const int thread = threadIdx.x & 127, warp = __shfl_sync(~0u, thread >> 5, 0), lane = lane_here(),
                 half = __shfl_sync(~0u, threadIdx.x >> 7, 0), head = warp * 16 + lane / 4;
@@ -355,7 +365,6 @@ DEVICE void attend_all(const Params& p) {
   Row row;
   Stream stream;
   if constexpr (LAUNCH == Launch::BALANCED) {
-    find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::TILES);
     if (first_token(p, shared + L::INTERVAL) >= p.all_tokens) {
       wait_for_prerequisites();
       return;
@@ -391,19 +400,21 @@ __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_rows(const __
 template <int DIM>
 __global__ void __launch_bounds__(384, 1) sparse_attention_bf16_64_balanced_rows(const __grid_constant__ Params p) {
   prefetch_code<128>();
-  EXPORT_SHARED_BYTES(PairLayout<DIM>);
-  attend_all<DIM, Launch::BALANCED>(p);
-}
-
-template <int DIM, bool YIELDS = false>
-__global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
-    sparse_attention_bf16_64_clusters(const __grid_constant__ Params p) {
   using L = PairLayout<DIM>;
   EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory);
+  find_interval<L::THREADS>(p, shared + L::INTERVAL, shared + L::TILES);
+  attend_all<DIM, Launch::BALANCED>(p);
+}
+
+// A cluster's share of a row.
+template <int DIM>
+DEVICE void attend_in_cluster(const Params& p) {
+  using L = PairLayout<DIM>;
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  if (YIELDS && is_done<L::THREADS>(p, shared + L::TILES)) return;
   if (token_of(p) >= p.num_tokens) return;
   Row row;
   Stream stream;
@@ -420,6 +431,66 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
     weigh_parts<L>(p, row, shared, thread);
     __syncwarp();
     warp_arrive(shared + L::OWN_FULL, thread % 32);
+    wait_for_prerequisites();
+  }
+}
+
+template <int DIM, bool YIELDS = false>
+__global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
+    sparse_attention_bf16_64_clusters(const __grid_constant__ Params p) {
+  using L = PairLayout<DIM>;
+  EXPORT_SHARED_BYTES(L);
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  if (YIELDS && is_done<L::THREADS>(p, shared_address(shared_memory) + L::TILES)) return;
+  attend_in_cluster<DIM>(p);
+}
+
+template <int DIM>
+__global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
+    sparse_attention_bf16_64_balanced_clusters(const __grid_constant__ Params p) {
+  prefetch_code<128>();
+  using L = PairLayout<DIM>;
+  EXPORT_SHARED_BYTES(L);
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const u32 shared = shared_address(shared_memory), interval = shared + L::INTERVAL;
+  const Cost cost = add_up_costs<L::THREADS>(p, shared + L::TILES);
+  const bool evenly = decide(p, cost);
+  if (evenly) {
+    share_evenly<L::THREADS>(p, interval, shared + L::TILES, cost);
+    if (first_token(p, interval) >= p.all_tokens) {
+      wait_for_prerequisites();
+      return;
+    }
+  } else if (token_of(p) >= p.num_tokens) {
+    return;
+  }
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  Row row;
+  Stream stream;
+  if (warpgroup == 2) {
+    if (evenly)
+      row = row_number<Launch::BALANCED>(p, interval, first_number<Launch::BALANCED>(interval));
+    else
+      row = this_row(p);
+    stream = begin_stream(p, row, thread >> 5, thread & 31);
+  }
+  init_barriers<L>(shared);
+  if (warpgroup < 2) {
+    more_registers<224>();
+    attend_rows<L, Launch::BALANCED, true>(p, shared, !evenly);
+  } else {
+    fewer_registers<56>();
+    if (evenly) {
+      launch_dependents();
+      gather_rows<L, Launch::BALANCED>(p, row, stream, shared, thread);
+    } else {
+      gather_row<L>(p, row, stream, shared, thread);
+      launch_dependents();
+      stand_by<L>(p, row, shared, true, thread);
+      weigh_parts<L>(p, row, shared, thread);
+      __syncwarp();
+      warp_arrive(shared + L::OWN_FULL, thread % 32);
+    }
     wait_for_prerequisites();
   }
 }
