@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .costs import Costs, predicted_us
-from .launch import SPLITS, Balance, Clusters, Group, KeyFormat, Shape, tiles_for
+from .launch import SPLITS, Balance, Clusters, Group, KeyFormat, Shape, tiles_for, tokens_of_grid
 
 SLOWER = 1.15  # a balanced launch's turns, relative to those of launches by shapes
 MARGIN_US = 12.0  # parts, their sum and the search for shares take less
@@ -47,13 +47,17 @@ def workers_of(keys: KeyFormat, launches: Launches, num_heads: int, at_once: tup
         at_once: clusters that the device runs at one time, for each size in `SPLITS`.
     """
     num_tokens, shape = launches[0]
-    rows = num_tokens * -(-num_heads // shape.tile)
-    parts = shape.parts if isinstance(shape, Clusters) else 1
-    clusters, size = (rows * parts, shape.splits) if isinstance(shape, Clusters) else (rows * shape.members, 1)
-    running = at_once[SPLITS.index(size)]
+    head_tiles = -(-num_heads // shape.tile)
+    if isinstance(shape, Clusters):
+        size, of_token = shape.splits, head_tiles * shape.parts
+        running = at_once[SPLITS.index(size)]
+        clusters = tokens_of_grid(shape, num_tokens, head_tiles, running) * of_token
+    else:
+        size, of_token = 1, head_tiles * shape.members
+        running, clusters = at_once[0], num_tokens * of_token
     ctas, tile, behind = min(clusters, running) * size, shape.tile, 0
-    fills = parts == 1 or ctas >= FILLED * at_once[0]
-    if not fills or not keys.balanced_kernel(shape, clusters > running):
+    fills = isinstance(shape, Group) or shape.parts == 1 or ctas >= FILLED * at_once[0]
+    if not fills or not keys.balanced_kernel(shape, num_tokens * of_token > running):
         tile = behind = next(t for t in tiles_for(keys, num_heads) if keys.balanced_kernel(Clusters(t, 1)))
         ctas = at_once[0]
     return Workers(behind, max(1, min(ctas, MAX_CTAS) // -(-num_heads // tile)))

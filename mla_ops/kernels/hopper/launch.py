@@ -399,6 +399,11 @@ def exchange_of_shares(keys: KeyFormat, shape: Clusters, rows: int, device: torc
     return torch.empty(shares * (shape.tile * LATENT_DIM * 2 + 8 * 32 * 8), dtype=torch.uint8, device=device)
 
 
+def tokens_of_grid(shape: Clusters, num_tokens: int, head_tiles: int, at_once: int) -> int:
+    """Tokens that a launch has clusters for which may share rows evenly: as many as run at one time, or more."""
+    return max(num_tokens, at_once // (head_tiles * shape.parts))
+
+
 def launch(
     keys: KeyFormat,
     shape: Shape,
@@ -458,14 +463,17 @@ def launch(
         found = of_balance(shape, oversubscribed)
         assert found is not None
         kernel = found
+    grid_tokens = num_tokens
+    if takes_either_way and isinstance(shape, Clusters):
+        grid_tokens = tokens_of_grid(shape, num_tokens, head_tiles, at_once)
     if num_tokens == 0:
         assert balance is not None
         grid = (balance.workers * head_tiles, 1, 1)
     elif kernel.persistent:
-        grid = (min(clusters, at_once) * splits, 1, 1)
+        grid = (min(grid_tokens * head_tiles * parts, at_once) * splits, 1, 1)
     else:
-        grid_rows = min(num_tokens, MAX_GRID_ROWS)
-        grid = (head_tiles * parts * splits, grid_rows, -(-num_tokens // grid_rows))
+        grid_rows = min(grid_tokens, MAX_GRID_ROWS)
+        grid = (head_tiles * parts * splits, grid_rows, -(-grid_tokens // grid_rows))
     latent = q.data_ptr()
     rope, rope_strides = latent + LATENT_DIM * q.element_size(), q.stride()[:2]
     if q_rope is not None:
