@@ -44,6 +44,7 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #define load_shared_8 ptx_load_shared_8
 #define load_shared_16 ptx_load_shared_16
 #define load_shared_float ptx_load_shared_float
+#define load_shared_float2 ptx_load_shared_float2
 #define store_shared_float ptx_store_shared_float
 #include "ptx.cuh"
 #undef named_barrier
@@ -72,6 +73,7 @@ static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 #undef load_shared_8
 #undef load_shared_16
 #undef load_shared_float
+#undef load_shared_float2
 #undef store_shared_float
 
 static float exp2_approx(float x) { return std::exp2(x); }
@@ -151,6 +153,7 @@ static u32 load_shared_4(u32 address) {
   return value;
 }
 static float load_shared_float(u32 address) { return __uint_as_float(load_shared_4(address)); }
+static float2 load_shared_float2(u32 address) { return {load_shared_float(address), load_shared_float(address + 4)}; }
 static void store_shared_float(u32 address, float a) { store_shared_4(address, __float_as_uint(a)); }
 static uint2 load_shared_8(u32 address) { return {load_shared_4(address), load_shared_4(address + 4)}; }
 static uint4 load_shared_16(u32 address) {

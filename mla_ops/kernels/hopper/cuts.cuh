@@ -43,55 +43,40 @@ struct CutToken {
   }
 };
 
-// Shared memory of a sum: a barrier for copies; how many shares of each of two tokens were given up; one of these; float
-// [HEADS], factors of the sum; 8 KB for sums of a team; float [parts][HEADS], weights; the parts of the share.
+// Shared memory of a sum: barriers for copies of parts and of their heads; how many shares of each of two tokens were given
+// up; one of these; float [HEADS], factors of the sum; 8 KB for sums of a team; float2 [parts][HEADS], lse and factor, which
+// become a weight; the parts of the share.
 template <class L>
 struct SumPlaces {
-  static constexpr int BARRIER = 0, GIVEN_UP = 8, NEXT = 16, WHOLE = 128, TEAMS = WHOLE + (L::HEADS * 4 + 127) / 128 * 128,
-                       WEIGHTS = TEAMS + 8192, MOST_WEIGHTS = MOST_WORKERS * L::HEADS * 4;
+  static constexpr int BARRIER = 0, OF_HEADS = 8, GIVEN_UP = 16, NEXT = 24, WHOLE = 128,
+                       TEAMS = WHOLE + (L::HEADS * 4 + 127) / 128 * 128, WEIGHTS = TEAMS + 8192, PITCH = L::HEADS * 8;
 
-  static DEVICE constexpr int stage(int count) { return WEIGHTS + (count * L::HEADS * 4 + 127) / 128 * 128; }
+  static DEVICE constexpr int stage(int count) { return WEIGHTS + (count * PITCH + 127) / 128 * 128; }
 };
 
-// 256 threads store the weights of a token's parts for each head to shared memory, neighbours of a head those of some
-// parts each; the lse if this CTA `tells`.
+// 256 threads make weights of a token's parts for each head, neighbours of a head those of some parts each; the lse if this
+// CTA `tells`.
 template <class L, int BARRIER>
 DEVICE void weigh_cut(const Params& p, const CutToken& cut, u32 scratch, bool tells, int thread) {
-  constexpr int HEADS = L::HEADS, LANES = HEADS > 32 ? 4 : HEADS > 16 ? 8 : 16, AT_ONCE = 4;
+  constexpr int HEADS = L::HEADS, LANES = HEADS > 32 ? 4 : HEADS > 16 ? 8 : 16, PITCH = SumPlaces<L>::PITCH;
   const int head = thread / LANES, own = thread % LANES, global_head = cut.tile * HEADS + head;
   const bool there = head < HEADS && global_head < p.num_heads;
-  const float2* const heads = parts_of(p).heads + min(global_head, p.num_heads - 1);
-  float2 state[AT_ONCE];
-  auto load = [&](int from) {
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const uint2 v = load_l2_8(heads + cut.part(p, min(from + i * LANES, cut.count - 1)) * p.num_heads);
-      state[i] = make_float2(from + i * LANES < cut.count ? __uint_as_float(v.x) : -INFINITY, __uint_as_float(v.y));
-    }
-  };
+  const u32 first = scratch + SumPlaces<L>::WEIGHTS + own * PITCH + min(head, HEADS - 1) * 8;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
   float top = -INFINITY, total = 0.f;
+  u32 at = first;
 #pragma unroll 1
-  for (int from = own; from - own < cut.count; from += AT_ONCE * LANES) {
-    load(from);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) top = fmaxf(top, state[i].x);
-  }
+  for (int part = own; part < cut.count; part += LANES, at += LANES * PITCH) top = fmaxf(top, load_shared_float(at));
 #pragma unroll
   for (int step = LANES / 2; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
   const float base = top == -INFINITY ? 0.f : top;
-  const u32 weights = scratch + SumPlaces<L>::WEIGHTS + head * 4;
+  at = first;
 #pragma unroll 1
-  for (int from = own; from - own < cut.count; from += AT_ONCE * LANES) {
-    if (cut.count > AT_ONCE * LANES) load(from);  // else those of before
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int part = from + i * LANES;
-      const float weight = exp2_approx((state[i].x - base) * LOG2_E);
-      total += weight;
-      if (part < cut.count && head < HEADS)
-        store_shared_float(weights + part * (HEADS * 4), weight == 0.f ? 0.f : weight * state[i].y);
-    }
+  for (int part = own; part < cut.count; part += LANES, at += LANES * PITCH) {
+    const float2 state = load_shared_float2(at);
+    const float weight = exp2_approx((state.x - base) * LOG2_E);
+    total += weight;
+    if (head < HEADS) store_shared_float(at, there && weight != 0.f ? weight * state.y : 0.f);
   }
 #pragma unroll
   for (int step = LANES / 2; step; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
@@ -126,10 +111,12 @@ template <class L>
 DEVICE void add_unit(float (&sum)[PartUnits<L>::VALUES], const uint4& v, float first, float second) {
   const u32 words[4] = {v.x, v.y, v.z, v.w};
   if constexpr (PartUnits<L>::PACKED) {
+    const bool bfloat16 = __any_sync(~0u, (__float_as_uint(first) | __float_as_uint(second)) >> 31);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float own = is_second<L>(2 * i) ? second : first, weight = fabsf(own);
-      const float2 pair = unpack(own != 0.f ? words[i] : 0, __float_as_uint(own) >> 31);
+      float2 pair = unpack_float16(own != 0.f ? words[i] : 0);
+      if (bfloat16) pair = unpack(own != 0.f ? words[i] : 0, __float_as_uint(own) >> 31);
       sum[2 * i] = fmaf(pair.x, weight, sum[2 * i]), sum[2 * i + 1] = fmaf(pair.y, weight, sum[2 * i + 1]);
     }
   } else {
@@ -145,7 +132,7 @@ DEVICE void add_unit(float (&sum)[PartUnits<L>::VALUES], const uint4& v, float f
 // to shared memory by one copy of each, while weights are made. The code is short rather than fast: it runs once, and
 // comes from memory.
 template <class L, int BARRIER, int ROOM>
-DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, u32& parity, int warp, int lane) {
+DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, u32& parities, int warp, int lane) {
   using U = PartUnits<L>;
   using Places = SumPlaces<L>;
   constexpr int ALL = 8 * U::OF_A_WARP, BYTES = 512, SECOND = L::Packet::ONE_HEAD ? 0 : L::HEADS == 64 ? 8 : 1;
@@ -154,7 +141,9 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
   const float parts = cut.count;
   auto over_parts = [&](int number) { return static_cast<int>(__fdividef(number + 0.5f, parts)); };
   const int begin = over_parts(ALL * share), end = over_parts(ALL * (share + 1));
-  const u32 stage = scratch + Places::stage(cut.count), barrier = scratch + Places::BARRIER;
+  const u32 stage = scratch + Places::stage(cut.count), barrier = scratch + Places::BARRIER,
+            of_heads = scratch + Places::OF_HEADS;
+  const int all_heads = even_heads(p.num_heads), heads = min(L::HEADS, all_heads - cut.tile * L::HEADS);
   const int at_once = over_parts((ROOM - Places::stage(cut.count)) / BYTES);
   Row row;
   row.token = cut.token, row.tile = cut.tile, row.part = 0;
@@ -165,18 +154,29 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
     const int units = min(at_once, end - first);
     if (first > begin) named_barrier<BARRIER, 256>();  // parts have been read
     if (warp == 0) {
-      if (lane == 0) mbarrier_arrive_expect(barrier, cut.count * units * BYTES);
+      if (lane == 0) {
+        if (first == begin) mbarrier_arrive_expect(of_heads, cut.count * heads * 8);
+        mbarrier_arrive_expect(barrier, cut.count * units * BYTES);
+      }
       converge();
       fence_async_global();
+#pragma unroll 1
+      for (int part = lane; part < cut.count && first == begin; part += 32)
+        bulk_copy(scratch + Places::WEIGHTS + part * Places::PITCH,
+                  parts_of(p).heads + cut.part(p, part) * all_heads + cut.tile * L::HEADS, heads * 8, of_heads);
 #pragma unroll 1
       for (int part = lane; part < cut.count; part += 32)
         bulk_copy(stage + part * (units * BYTES), part_of_warp<L>(p, cut.part(p, part), cut.tile, 0) + first * 32,
                   units * BYTES, barrier);
       converge();
     }
-    if (first == begin) weigh_cut<L, BARRIER>(p, cut, scratch, end == ALL, warp * 32 + lane);
-    mbarrier_wait(barrier, parity);
-    parity ^= 1;
+    if (first == begin) {
+      mbarrier_wait(of_heads, parities >> 1);
+      weigh_cut<L, BARRIER>(p, cut, scratch, end == ALL, warp * 32 + lane);
+      parities ^= 2;
+    }
+    mbarrier_wait(barrier, parities & 1);
+    parities ^= 1;
     // Where there are fewer units than warps, a team of these has one, and each of it some of the parts.
     const int team = units > 4 ? 1 : units > 2 ? 2 : units > 1 ? 4 : 8, member = warp % team;
     const u32 teams = scratch + Places::TEAMS + warp * (4 * U::VALUES * 32) + lane * 16;
@@ -195,12 +195,17 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
 #pragma unroll 1
     for (int own = warp / team; own < units; own += 8) {
       u32 from = stage + (member * units + own) * BYTES + lane * 16,
-          weights = scratch + Places::WEIGHTS + (member * L::HEADS + head_of(own)) * 4;
+          weights = scratch + Places::WEIGHTS + member * Places::PITCH + head_of(own) * 8;
       float sum[U::VALUES] = {};
+      uint4 unit = load_shared_16(from);
+      float one = load_shared_float(weights), other = load_shared_float(weights + SECOND * 8);
 #pragma unroll 1
-      for (int part = member; part < cut.count; part += team) {
-        add_unit<L>(sum, load_shared_16(from), load_shared_float(weights), load_shared_float(weights + SECOND * 4));
-        from += team * units * BYTES, weights += team * (L::HEADS * 4);
+      for (int left = cut.count - member; left > 0; left -= team) {
+        if (left > team) from += team * units * BYTES, weights += team * Places::PITCH;
+        const uint4 next = load_shared_16(from);  // while the one before it is added
+        const float next_one = load_shared_float(weights), next_other = load_shared_float(weights + SECOND * 8);
+        add_unit<L>(sum, unit, one, other);
+        unit = next, one = next_one, other = next_other;
       }
       if (team == 1) {
         end_unit(own, sum);
@@ -243,7 +248,10 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
   auto counters_of = [&](int worker) { return counters_of_sharers(p, worker, interval.tile); };
   fence_async_shared();           // what this thread has stored: copies come to the same place
   named_barrier<BARRIER, 256>();  // nobody needs what is in scratch
-  if (thread == 0) mbarrier_init(scratch + Places::BARRIER, 1), fence_barrier_init();
+  if (thread == 0) {
+    mbarrier_init(scratch + Places::BARRIER, 1), mbarrier_init(scratch + Places::OF_HEADS, 1);
+    fence_barrier_init();
+  }
   if (lane == 0 && warp < 2) {
     const int count = warp ? counts[1] : counts[0], first = warp ? firsts[1] : firsts[0];
     int given_up = NOT_ALL_HERE;
@@ -253,7 +261,7 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
   converge();
   named_barrier<BARRIER, 256>();
   const uint2 words = load_shared_8(scratch + Places::GIVEN_UP);
-  u32 parity = 0;
+  u32 parities = 0;
   bool used = false;  // places in scratch
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
@@ -266,7 +274,7 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
     for (int share = own; given_up >= 0 && share < count;) {
       if (used) fence_async_shared(), named_barrier<BARRIER, 256>();
       used = true;
-      add_up<L, BARRIER, ROOM>(p, cut, share, scratch, parity, warp, lane);
+      add_up<L, BARRIER, ROOM>(p, cut, share, scratch, parities, warp, lane);
       if (given_up == 0) break;
       if (thread == 0) {  // what others have given up
         while (next < count && (next == own || !(load_acquire(&counters_of(first + next)->given_up) & bit_of_share(next))))

@@ -24,7 +24,7 @@ DEVICE u16* out_row(const Params& p, const Row& row, int global_head) {
 // Leaves a head's lse in the result or, with `part` >= 0, and with the factor of its accumulators, in a part of a row.
 DEVICE void leave_lse(const Params& p, const Row& row, int global_head, int part, float lse, float factor) {
   if (part >= 0)
-    parts_of(p).heads[part * p.num_heads + global_head] = make_float2(lse, factor);
+    parts_of(p).heads[part * even_heads(p.num_heads) + global_head] = make_float2(lse, factor);
   else
     p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = lse;
 }

@@ -13,7 +13,7 @@ def exchange(workers: int, tile: int, num_heads: int, device: torch.device) -> t
     Its first int32 tells whether the call's rows were shared so.
     """
     head_tiles = -(-num_heads // tile)
-    numbers = 4 + workers * (4 * head_tiles + 4 * num_heads + 2 * head_tiles * tile * LATENT_DIM)
+    numbers = 4 + workers * (4 * head_tiles + 4 * (num_heads + num_heads % 2) + 2 * head_tiles * tile * LATENT_DIM)
     return torch.empty(numbers, dtype=torch.float32, device=device)
 
 

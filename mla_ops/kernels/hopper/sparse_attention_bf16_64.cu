@@ -331,7 +331,7 @@ DEVICE void attend_rows(const Params& p, u32 shared, bool shares_row = false) {
     row_parity ^= 1;
   }
   if constexpr (LAUNCH == Launch::BALANCED)
-    add_up_cuts<L, PAIR_BARRIER, 2 * L::TILE>(p, shared, shared + L::TILES, thread_here());
+    add_up_cuts<L, PAIR_BARRIER, L::REFERENCES - L::WEIGHTS>(p, shared, shared + L::WEIGHTS, thread_here());
 }
 
 // ---- the kernels ----------------------------------------------------------------------------------------------------
