@@ -43,8 +43,8 @@ struct CutToken {
   }
 };
 
-// Shared memory of a sum: barriers for copies of parts and of their heads; how many shares of each of two tokens were given
-// up; one of these; float [HEADS], factors of the sum; 8 KB for sums of a team; float2 [parts][HEADS], lse and factor, which
+// Shared memory of a sum: barriers for copies of parts and of their heads; how many shares were given up; one of
+// these; float [HEADS], factors of the sum; 8 KB for sums of a team; float2 [parts][HEADS], lse and factor, which
 // become a weight; the parts of the share.
 template <class L>
 struct SumPlaces {
@@ -129,10 +129,11 @@ DEVICE void add_unit(float (&sum)[PartUnits<L>::VALUES], const uint4& v, float f
 }
 
 // Adds up a share of a cut token, some units of all parts, by eight warps. A share's are neighbours in each part, and come
-// to shared memory by one copy of each, while weights are made. The code is short rather than fast: it runs once, and
-// comes from memory.
-template <class L, int BARRIER, int ROOM>
-DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch, u32& parities, int warp, int lane) {
+// to shared memory by one copy of each, while weights are made. `await`, by one lane, waits for all parts; returns what it
+// does. The code is short rather than fast: it runs once, and comes from memory.
+template <class L, int BARRIER, int ROOM, class Await>
+DEVICE int add_up(const Params& p, const CutToken& cut, int share, u32 scratch, u32& parities, int warp, int lane,
+                  Await await) {
   using U = PartUnits<L>;
   using Places = SumPlaces<L>;
   constexpr int ALL = 8 * U::OF_A_WARP, BYTES = 512, SECOND = L::Packet::ONE_HEAD ? 0 : L::HEADS == 64 ? 8 : 1;
@@ -149,31 +150,40 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
   row.token = cut.token, row.tile = cut.tile, row.part = 0;
   Target to = target_of<L>(p, row);
   to.whole = true;
+  int given_up = 0, first = begin;
 #pragma unroll 1
-  for (int first = begin; first < end; first += at_once) {
+  do {
     const int units = min(at_once, end - first);
     if (first > begin) named_barrier<BARRIER, 256>();  // parts have been read
     if (warp == 0) {
       if (lane == 0) {
-        if (first == begin) mbarrier_arrive_expect(of_heads, cut.count * heads * 8);
-        mbarrier_arrive_expect(barrier, cut.count * units * BYTES);
+        if (first == begin) {
+          given_up = await();
+          store_shared_4(scratch + Places::GIVEN_UP, given_up);
+          mbarrier_arrive_expect(of_heads, given_up < 0 ? 0 : cut.count * heads * 8);
+        }
+        if (given_up >= 0) mbarrier_arrive_expect(barrier, cut.count * units * BYTES);
       }
       converge();
+      given_up = __shfl_sync(~0u, given_up, 0);
+      const int count = given_up < 0 ? 0 : cut.count, of_units = units ? count : 0;
       fence_async_global();
 #pragma unroll 1
-      for (int part = lane; part < cut.count && first == begin; part += 32)
+      for (int part = lane; part < count && first == begin; part += 32)
         bulk_copy(scratch + Places::WEIGHTS + part * Places::PITCH,
                   parts_of(p).heads + cut.part(p, part) * all_heads + cut.tile * L::HEADS, heads * 8, of_heads);
 #pragma unroll 1
-      for (int part = lane; part < cut.count; part += 32)
+      for (int part = lane; part < of_units; part += 32)
         bulk_copy(stage + part * (units * BYTES), part_of_warp<L>(p, cut.part(p, part), cut.tile, 0) + first * 32,
                   units * BYTES, barrier);
       converge();
     }
     if (first == begin) {
       mbarrier_wait(of_heads, parities >> 1);
-      weigh_cut<L, BARRIER>(p, cut, scratch, end == ALL, warp * 32 + lane);
       parities ^= 2;
+      given_up = uniform(load_shared_4(scratch + Places::GIVEN_UP));
+      if (given_up < 0) return given_up;
+      weigh_cut<L, BARRIER>(p, cut, scratch, end == ALL, warp * 32 + lane);
     }
     mbarrier_wait(barrier, parities & 1);
     parities ^= 1;
@@ -216,9 +226,8 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
         store_shared_16(teams + i * 128, __float_as_uint(sum[i]), __float_as_uint(sum[i + 1]),
                         __float_as_uint(sum[i + 2]), __float_as_uint(sum[i + 3]));
     }
-    if (team == 1) continue;
-    named_barrier<BARRIER, 256>();
-    if (member == 0 && warp / team < units) {
+    if (team > 1) named_barrier<BARRIER, 256>();
+    if (team > 1 && member == 0 && warp / team < units) {
       float sum[U::VALUES] = {};
 #pragma unroll 1
       for (int other = 0; other < team; ++other)
@@ -231,11 +240,13 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
       end_unit(warp / team, sum);
     }
     converge();
-  }
+    first += at_once;
+  } while (first < end);
+  return given_up;
 }
 
 // The end of a worker's CTA, by the 256 threads that wrote its results. `scratch`, ROOM bytes, is shared memory that nobody
-// but these threads uses any more. A warp each asks for the tokens at both ends of the interval, at the same time.
+// but these threads uses any more.
 template <class L, int BARRIER, int ROOM>
 DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
   using Places = SumPlaces<L>;
@@ -252,30 +263,25 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
     mbarrier_init(scratch + Places::BARRIER, 1), mbarrier_init(scratch + Places::OF_HEADS, 1);
     fence_barrier_init();
   }
-  if (lane == 0 && warp < 2) {
-    const int count = warp ? counts[1] : counts[0], first = warp ? firsts[1] : firsts[0];
-    int given_up = NOT_ALL_HERE;
-    if (count) given_up = await_sharers(counters_of(first), count, counters_of(interval.worker), interval.worker - first);
-    store_shared_4(scratch + Places::GIVEN_UP + warp * 4, given_up);
-  }
-  converge();
   named_barrier<BARRIER, 256>();
-  const uint2 words = load_shared_8(scratch + Places::GIVEN_UP);
   u32 parities = 0;
   bool used = false;  // places in scratch
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
-    const int count = which ? counts[1] : counts[0], first = which ? firsts[1] : firsts[0],
-              given_up = uniform(which ? words.y : words.x), own = interval.worker - first;
-    if (count == 0) continue;
+    const int count = which ? counts[1] : counts[0], first = which ? firsts[1] : firsts[0], own = interval.worker - first;
     const CutToken cut{which ? interval.last_token : interval.token, interval.tile, first, count};
-    int next = 0;
+    if (count == 0) continue;
+    int next = 0, given_up = 0;
 #pragma unroll 1
-    for (int share = own; given_up >= 0 && share < count;) {
+    for (int share = own; share < count;) {
       if (used) fence_async_shared(), named_barrier<BARRIER, 256>();
       used = true;
-      add_up<L, BARRIER, ROOM>(p, cut, share, scratch, parities, warp, lane);
-      if (given_up == 0) break;
+      const int seen = add_up<L, BARRIER, ROOM>(p, cut, share, scratch, parities, warp, lane, [&] {
+        if (share != own) return given_up;
+        return await_sharers(counters_of(first), count, counters_of(interval.worker), own);
+      });
+      if (share == own) given_up = seen;
+      if (given_up <= 0) break;
       if (thread == 0) {  // what others have given up
         while (next < count && (next == own || !(load_acquire(&counters_of(first + next)->given_up) & bit_of_share(next))))
           ++next;
