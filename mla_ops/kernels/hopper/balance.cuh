@@ -51,32 +51,39 @@ DEVICE bool is_balanced(const Params& p, int total, int most) {
   return static_cast<float>(most) * p.longest > static_cast<float>(quota) + p.margin;
 }
 
-// Costs in turns: of this thread's tokens, of all of them, and of the longest.
+// A row is long that has more than half of the turns that there is room for.
+DEVICE int longest_short_row(const Params& p) {
+  return max(static_cast<int>((static_cast<u32>(p.topk[0]) + p.topk[1]) / (2 * TILE_KEYS)), 2 * PIECE_TURNS + FEWEST_OF_PIECE);
+}
+
+// Costs in turns: of this thread's tokens, of all of them, and of the longest; `longs`: turns of long rows.
 struct Cost {
-  int own, total, most;
+  int own, own_longs, total, longs, most;
 };
 
-// Adds up what the call's tokens cost, by all of a CTA's THREADS, of which each has some neighbours. `scratch` has eight
+// Adds up what the call's tokens cost, by all of a CTA's THREADS, of which each has some neighbours. `scratch` has sixteen
 // bytes for each of their warps, and keeps what these cost.
 template <int THREADS>
 DEVICE Cost add_up_costs(const Params& p, u32 scratch) {
   scratch = opaque(scratch);  // else what is relative to it is not uniform later on
   const int thread = thread_here(), warp = thread >> 5, lane = thread & 31;
   const int each = (p.all_tokens + THREADS - 1) / THREADS, first = min(thread * each, p.all_tokens),
-            last = min(first + each, p.all_tokens);
-  Cost cost{0, 0, 0};
+            last = min(first + each, p.all_tokens), longest_short = longest_short_row(p);
+  Cost cost{0, 0, 0, 0, 0};
 #pragma unroll 1
   for (int token = first; token < last; ++token) {
-    const int own = turns_of(p, token - p.tokens_before) + ROW_TURNS;
-    cost.own += own, cost.most = max(cost.most, own);
+    const int turns = turns_of(p, token - p.tokens_before);
+    cost.own += turns + ROW_TURNS, cost.most = max(cost.most, turns + ROW_TURNS);
+    if (turns > longest_short) cost.own_longs += turns;
   }
-  const int of_warp = __reduce_add_sync(~0u, cost.own);
+  const int of_warp = __reduce_add_sync(~0u, cost.own), longs_of_warp = __reduce_add_sync(~0u, cost.own_longs);
   cost.most = __reduce_max_sync(~0u, cost.most);
-  if (lane == 0) store_shared_8(scratch + warp * 8, of_warp, cost.most);
+  if (lane == 0) store_shared_16(scratch + warp * 16, of_warp, longs_of_warp, cost.most, 0);
   __syncthreads();
-  const uint2 of_warps = load_shared_8(scratch + min(lane, THREADS / 32 - 1) * 8);
-  cost.most = __reduce_max_sync(~0u, static_cast<int>(of_warps.y));
+  const uint4 of_warps = load_shared_16(scratch + min(lane, THREADS / 32 - 1) * 16);
+  cost.most = __reduce_max_sync(~0u, static_cast<int>(of_warps.z));
   cost.total = __reduce_add_sync(~0u, lane < THREADS / 32 ? static_cast<int>(of_warps.x) : 0);
+  cost.longs = __reduce_add_sync(~0u, lane < THREADS / 32 ? static_cast<int>(of_warps.y) : 0);
   return cost;
 }
 
@@ -105,24 +112,24 @@ DEVICE bool is_done(const Params& p, u32 scratch) {
   return true;
 }
 
-// The way in which workers share the tokens; `total` and `most`: what all and the longest cost, in turns.
+// The way in which workers share the tokens.
 //
-// A piece of a row that is much longer than an interval costs PIECE_TURNS besides its own: it is begun, left and added up.
-// The turns of such rows are `stretched` by as much as lets all workers end at the same time.
+// A piece of a row costs PIECE_TURNS besides its own: it is begun, left and added up. Where few rows are long, their turns
+// are `stretched` by as much as lets all workers end at the same time. Where many are, every worker has such pieces.
 struct Sharing {
   int quota, snap, workers;
   float stretched;
-  bool whole;  // tokens
+  bool whole;      // tokens
+  bool stretches;  // long rows, as they are few
 
-  DEVICE Sharing(int num_tokens, int workers, int total, int most) : workers(workers), stretched(1.f) {
-    set_quota(max(FEWEST_TURNS, (total + workers - 1) / workers));
+  DEVICE Sharing(int num_tokens, int workers, const Cost& cost) : workers(workers), stretched(1.f) {
+    set_quota(max(FEWEST_TURNS, (cost.total + workers - 1) / workers));
     const i64 rounds = (num_tokens + workers - 1) / workers;
-    whole = rounds * most * 25 <= static_cast<i64>(quota) * 27;
+    whole = rounds * cost.most * 25 <= static_cast<i64>(quota) * 27;
+    stretches = !whole && cost.longs > 0 && 3 * cost.longs < cost.total && cost.most > LONG_ROW * quota;
   }
 
   DEVICE void set_quota(int turns) { quota = turns, snap = max(1, turns / 32); }
-
-  DEVICE int longer_than() const { return max(LONG_ROW * quota, 2 * (PIECE_TURNS + FEWEST_OF_PIECE)); }
 
   // `longs`: turns of long rows, `others`: what all else costs.
   DEVICE void stretch(int others, int longs) {
@@ -200,44 +207,24 @@ DEVICE void store_whole_tokens(const Params& p, u32 place) {
 }
 
 // This CTA's interval of all tokens to `place`, by all of its THREADS; none where it is no worker's. `scratch` is what
-// `add_up_costs` left, and 32 bytes and eight for each warp behind it. Ends with a barrier.
+// `add_up_costs` left, and 32 bytes behind it. Ends with a barrier.
 template <int THREADS>
 DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& cost) {
   place = opaque(place), scratch = opaque(scratch);  // else what is relative to these is not uniform later on
   const int cta = cta_here(), worker = divide(cta, p.of_head_tiles), workers = num_workers(p);
   const int thread = thread_here(), warp = thread >> 5, lane = thread & 31, num_tokens = p.all_tokens;
-  const u32 begins = scratch + THREADS / 32 * 8, ends = begins + 16;
+  const u32 begins = scratch + THREADS / 32 * 16, ends = begins + 16;
   const int each = (num_tokens + THREADS - 1) / THREADS, first = thread * each, last = min(first + each, num_tokens);
   const bool works = worker < workers;
-  Sharing sharing(num_tokens, workers, cost.total, cost.most);
-  const int longer_than = sharing.longer_than();
-  int others = cost.own, longs = 0, total = cost.total;  // what others cost than long rows, and turns of those
-  int others_of_one = lane < THREADS / 32 ? load_shared_4(scratch + min(lane, THREADS / 32 - 1) * 8) : 0, longs_of_one = 0;
-  bool stretches = !sharing.whole && cost.most > longer_than && 2 * cost.most < total;
-  if (stretches) {
-    int own_others = 0, own_longs = 0;
-#pragma unroll 1
-    for (int token = first; token < last; ++token) {
-      const int turns = turns_of(p, token);
-      if (turns + ROW_TURNS > longer_than)
-        own_longs += turns;
-      else
-        own_others += turns + ROW_TURNS;
-    }
-    const u32 of_warps = ends + 16;
-    const int others_of_warp = __reduce_add_sync(~0u, own_others), longs_of_warp = __reduce_add_sync(~0u, own_longs);
-    if (lane == 0) store_shared_8(of_warps + warp * 8, others_of_warp, longs_of_warp);
-    __syncthreads();
-    const uint2 of_one = load_shared_8(of_warps + min(lane, THREADS / 32 - 1) * 8);
-    const int all_longs = __reduce_add_sync(~0u, lane < THREADS / 32 ? static_cast<int>(of_one.y) : 0);
-    stretches = 2 * all_longs < total;
-    if (stretches) {
-      others = own_others, longs = own_longs, others_of_one = of_one.x, longs_of_one = of_one.y;
-      const int all_others = __reduce_add_sync(~0u, lane < THREADS / 32 ? others_of_one : 0);
-      sharing.stretch(all_others, all_longs);
-      total = sharing.place(all_others, all_longs);
-    }
+  Sharing sharing(num_tokens, workers, cost);
+  const int longest_short = sharing.stretches ? longest_short_row(p) : NO_END;
+  const uint2 of_one = load_shared_8(scratch + min(lane, THREADS / 32 - 1) * 16);
+  int longs = 0, longs_of_one = 0, total = cost.total;  // turns that are stretched
+  if (sharing.stretches) {
+    sharing.stretch(total - cost.longs, cost.longs);
+    longs = cost.own_longs, longs_of_one = of_one.y, total = sharing.place(total - cost.longs, cost.longs);
   }
+  const int others = cost.own - longs, others_of_one = of_one.x - longs_of_one;
   int others_before = others, longs_before = longs;  // up to this thread's tokens, then of those before them
 #pragma unroll 1
   for (int step = 1; step < 32; step <<= 1) {
@@ -264,11 +251,9 @@ DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& co
 #pragma unroll 1
       for (int token = first; token < last; ++token) {
         here.token = token, here.turns = turns_of(p, token), here.begin = here.after;
-        here.is_long = stretches && here.turns + ROW_TURNS > longer_than;
-        if (here.is_long)
-          longs_before += here.turns;
-        else
-          others_before += here.turns + ROW_TURNS;
+        here.is_long = here.turns > longest_short;
+        longs_before += here.is_long ? here.turns : 0;
+        others_before += (here.is_long ? 0 : here.turns) + ROW_TURNS;
         here.after = sharing.place(others_before, longs_before);
         const int2 sharers = here.sharers(sharing);
         if (here.begin <= from && from < here.after) store_cut(begins, here.cut(sharing, worker), sharers);

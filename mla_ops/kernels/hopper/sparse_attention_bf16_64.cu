@@ -453,6 +453,11 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
   EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = shared_address(shared_memory), interval = shared + L::INTERVAL;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
+  Row row;
+  Stream stream;
+  // Before lengths are known: where rows are of about one length this is the longest way of the start.
+  if (warpgroup == 2) stream = begin_stream(p, row = this_row(p), thread >> 5, thread & 31);
   const Cost cost = add_up_costs<L::THREADS>(p, shared + L::TILES);
   const bool evenly = decide(p, cost);
   if (evenly) {
@@ -461,18 +466,12 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
       wait_for_prerequisites();
       return;
     }
+    if (warpgroup == 2) {
+      row = row_number<Launch::BALANCED>(p, interval, first_number<Launch::BALANCED>(interval));
+      stream = begin_stream(p, row, thread >> 5, thread & 31);
+    }
   } else if (token_of(p) >= p.num_tokens) {
     return;
-  }
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
-  Row row;
-  Stream stream;
-  if (warpgroup == 2) {
-    if (evenly)
-      row = row_number<Launch::BALANCED>(p, interval, first_number<Launch::BALANCED>(interval));
-    else
-      row = this_row(p);
-    stream = begin_stream(p, row, thread >> 5, thread & 31);
   }
   init_barriers<L>(shared);
   if (warpgroup < 2) {
