@@ -43,8 +43,8 @@ def patience(request: pytest.FixtureRequest, library: ctypes.CDLL) -> None:
         ([640, 640, 640], 5, 20, 16, True),
         ([1000, 0, 2000, 64], 4, 20, 16, False),
         ([4096], 10, 30, 24, True),
-        ([64] * 90 + [16384] + [64] * 199, 40, 20, 16, True),
-        ([9000] + [64] * 230 + [16000] + [64] * 200, 66, 20, 16, False),
+        ([64] * 90 + [16384] + [64] * 199, 20, 20, 16, True),
+        ([9000] + [64] * 230 + [16000] + [64] * 200, 24, 20, 16, False),
         ([4096], 40, 70, 64, True),  # teams of warps
         ([4096, 4096], 40, 3, 64, False),  # more parts than a warp has lanes
         ([4096, 4096], 80, 3, 16, True),
@@ -129,7 +129,8 @@ def cut_tokens(lengths: list[int], workers: int) -> list[list[int]]:
     longest_short, stretched = max(CAPACITY // 128, 10), 1.0
     longs = sum(own for own in turns if own > longest_short)
     total = sum(turns) + 2 * len(turns)
-    if 0 < 3 * longs < total and max(turns) + 2 > 2 * quota:
+    most_short = max((own + 2 for own in turns if own <= longest_short), default=0)
+    if 0 < 3 * longs < total and max(turns) + 2 > 2 * quota and most_short <= quota:
         first, others = max(quota, 6), total - longs
         fits = (quota for quota in range(first, first + 4) if others / quota + longs / (quota - 4) <= workers)
         quota = next(fits, first + 4)

@@ -56,9 +56,10 @@ DEVICE int longest_short_row(const Params& p) {
   return max(static_cast<int>((static_cast<u32>(p.topk[0]) + p.topk[1]) / (2 * TILE_KEYS)), 2 * PIECE_TURNS + FEWEST_OF_PIECE);
 }
 
-// Costs in turns: of this thread's tokens, of all of them, and of the longest; `longs`: turns of long rows.
+// Costs in turns: of this thread's tokens, of all of them, of the longest and of the longest short row; `longs`: turns of
+// long rows.
 struct Cost {
-  int own, own_longs, total, longs, most;
+  int own, own_longs, total, longs, most, most_short;
 };
 
 // Adds up what the call's tokens cost, by all of a CTA's THREADS, of which each has some neighbours. `scratch` has sixteen
@@ -69,19 +70,23 @@ DEVICE Cost add_up_costs(const Params& p, u32 scratch) {
   const int thread = thread_here(), warp = thread >> 5, lane = thread & 31;
   const int each = (p.all_tokens + THREADS - 1) / THREADS, first = min(thread * each, p.all_tokens),
             last = min(first + each, p.all_tokens), longest_short = longest_short_row(p);
-  Cost cost{0, 0, 0, 0, 0};
+  Cost cost{0, 0, 0, 0, 0, 0};
 #pragma unroll 1
   for (int token = first; token < last; ++token) {
     const int turns = turns_of(p, token - p.tokens_before);
     cost.own += turns + ROW_TURNS, cost.most = max(cost.most, turns + ROW_TURNS);
-    if (turns > longest_short) cost.own_longs += turns;
+    if (turns > longest_short)
+      cost.own_longs += turns;
+    else
+      cost.most_short = max(cost.most_short, turns + ROW_TURNS);
   }
   const int of_warp = __reduce_add_sync(~0u, cost.own), longs_of_warp = __reduce_add_sync(~0u, cost.own_longs);
-  cost.most = __reduce_max_sync(~0u, cost.most);
-  if (lane == 0) store_shared_16(scratch + warp * 16, of_warp, longs_of_warp, cost.most, 0);
+  cost.most = __reduce_max_sync(~0u, cost.most), cost.most_short = __reduce_max_sync(~0u, cost.most_short);
+  if (lane == 0) store_shared_16(scratch + warp * 16, of_warp, longs_of_warp, cost.most, cost.most_short);
   __syncthreads();
   const uint4 of_warps = load_shared_16(scratch + min(lane, THREADS / 32 - 1) * 16);
   cost.most = __reduce_max_sync(~0u, static_cast<int>(of_warps.z));
+  cost.most_short = __reduce_max_sync(~0u, static_cast<int>(of_warps.w));
   cost.total = __reduce_add_sync(~0u, lane < THREADS / 32 ? static_cast<int>(of_warps.x) : 0);
   cost.longs = __reduce_add_sync(~0u, lane < THREADS / 32 ? static_cast<int>(of_warps.y) : 0);
   return cost;
@@ -114,19 +119,20 @@ DEVICE bool is_done(const Params& p, u32 scratch) {
 
 // The way in which workers share the tokens.
 //
-// A piece of a row costs PIECE_TURNS besides its own: it is begun, left and added up. Where few rows are long, their turns
-// are `stretched` by as much as lets all workers end at the same time. Where many are, every worker has such pieces.
+// A piece of a row costs PIECE_TURNS besides its own: it is begun, left and added up. Where only
+// few rows are cut, their turns are `stretched` by as much as lets all workers end at the same time.
 struct Sharing {
   int quota, snap, workers;
   float stretched;
   bool whole;      // tokens
-  bool stretches;  // long rows, as they are few
+  bool stretches;  // long rows, as they are few and all others too short to be cut
 
   DEVICE Sharing(int num_tokens, int workers, const Cost& cost) : workers(workers), stretched(1.f) {
     set_quota(max(FEWEST_TURNS, (cost.total + workers - 1) / workers));
     const i64 rounds = (num_tokens + workers - 1) / workers;
     whole = rounds * cost.most * 25 <= static_cast<i64>(quota) * 27;
-    stretches = !whole && cost.longs > 0 && 3 * cost.longs < cost.total && cost.most > LONG_ROW * quota;
+    stretches = !whole && 0 < cost.longs && 3 * cost.longs < cost.total && cost.most > LONG_ROW * quota &&
+                cost.most_short <= quota;
   }
 
   DEVICE void set_quota(int turns) { quota = turns, snap = max(1, turns / 32); }

@@ -51,6 +51,9 @@ struct SumPlaces {
   static constexpr int BARRIER = 0, OF_HEADS = 8, GIVEN_UP = 16, NEXT = 24, WHOLE = 128,
                        TEAMS = WHOLE + (L::HEADS * 4 + 127) / 128 * 128, WEIGHTS = TEAMS + 8192, PITCH = L::HEADS * 8;
 
+  // So many parts' heads come by loads, which are there sooner, of more by copies.
+  static constexpr int LANES = L::HEADS > 32 ? 4 : L::HEADS > 16 ? 8 : 16, BY_LOADS = L::HEADS == 64 ? 4 * LANES : 0;
+
   static DEVICE constexpr int stage(int count) { return WEIGHTS + (count * PITCH + 127) / 128 * 128; }
 };
 
@@ -58,12 +61,23 @@ struct SumPlaces {
 // CTA `tells`.
 template <class L, int BARRIER>
 DEVICE void weigh_cut(const Params& p, const CutToken& cut, u32 scratch, bool tells, int thread) {
-  constexpr int HEADS = L::HEADS, LANES = HEADS > 32 ? 4 : HEADS > 16 ? 8 : 16, PITCH = SumPlaces<L>::PITCH;
+  using Places = SumPlaces<L>;
+  constexpr int HEADS = L::HEADS, LANES = Places::LANES, PITCH = Places::PITCH;
   const int head = thread / LANES, own = thread % LANES, global_head = cut.tile * HEADS + head;
   const bool there = head < HEADS && global_head < p.num_heads;
-  const u32 first = scratch + SumPlaces<L>::WEIGHTS + own * PITCH + min(head, HEADS - 1) * 8;
+  const u32 first = scratch + Places::WEIGHTS + own * PITCH + min(head, HEADS - 1) * 8;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
   float top = -INFINITY, total = 0.f;
+  if (cut.count <= Places::BY_LOADS && head < HEADS) {
+    const float2* const heads = parts_of(p).heads + min(global_head, p.num_heads - 1);
+    uint2 state[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      state[i] = load_l2_8(heads + cut.part(p, min(own + i * LANES, cut.count - 1)) * even_heads(p.num_heads));
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (own + i * LANES < cut.count) store_shared_8(first + i * LANES * PITCH, state[i].x, state[i].y);
+  }
   u32 at = first;
 #pragma unroll 1
   for (int part = own; part < cut.count; part += LANES, at += LANES * PITCH) top = fmaxf(top, load_shared_float(at));
@@ -150,6 +164,7 @@ DEVICE int add_up(const Params& p, const CutToken& cut, int share, u32 scratch, 
   row.token = cut.token, row.tile = cut.tile, row.part = 0;
   Target to = target_of<L>(p, row);
   to.whole = true;
+  const bool loaded = cut.count <= Places::BY_LOADS;
   int given_up = 0, first = begin;
 #pragma unroll 1
   do {
@@ -160,7 +175,7 @@ DEVICE int add_up(const Params& p, const CutToken& cut, int share, u32 scratch, 
         if (first == begin) {
           given_up = await();
           store_shared_4(scratch + Places::GIVEN_UP, given_up);
-          mbarrier_arrive_expect(of_heads, given_up < 0 ? 0 : cut.count * heads * 8);
+          mbarrier_arrive_expect(of_heads, given_up < 0 || loaded ? 0 : cut.count * heads * 8);
         }
         if (given_up >= 0) mbarrier_arrive_expect(barrier, cut.count * units * BYTES);
       }
@@ -169,7 +184,7 @@ DEVICE int add_up(const Params& p, const CutToken& cut, int share, u32 scratch, 
       const int count = given_up < 0 ? 0 : cut.count, of_units = units ? count : 0;
       fence_async_global();
 #pragma unroll 1
-      for (int part = lane; part < count && first == begin; part += 32)
+      for (int part = lane; part < count && first == begin && !loaded; part += 32)
         bulk_copy(scratch + Places::WEIGHTS + part * Places::PITCH,
                   parts_of(p).heads + cut.part(p, part) * all_heads + cut.tile * L::HEADS, heads * 8, of_heads);
 #pragma unroll 1
