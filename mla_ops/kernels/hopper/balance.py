@@ -19,7 +19,7 @@ from .costs import Costs, predicted_us
 from .launch import SPLITS, Balance, Clusters, Group, KeyFormat, Shape, tiles_for, tokens_of_grid
 
 SLOWER = 1.15  # a balanced launch's turns, relative to those of launches by shapes
-MARGIN_US = 12.0  # parts, their sum and the search for shares take less
+MARGIN_US = 10.0  # parts, their sum and the search for shares take less
 ROW_TURNS = 2  # balance.cuh has the same
 MAX_TURNS = 2**29  # sums of them are 32 bits
 MAX_TOKENS = 512  # every CTA reads all lengths, and a token's number has 15 bits
