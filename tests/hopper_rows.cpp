@@ -125,6 +125,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #define store_shared_16 ptx_store_shared_16
 #define load_shared_4 ptx_load_shared_4
 #define load_shared_8 ptx_load_shared_8
+#define load_shared_16 ptx_load_shared_16
 #define prefetch_to_l2 ptx_prefetch_to_l2
 #define arrive_when_copied ptx_arrive_when_copied
 #define copy_8 ptx_copy_8
@@ -143,6 +144,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef store_shared_16
 #undef load_shared_4
 #undef load_shared_8
+#undef load_shared_16
 #undef prefetch_to_l2
 #undef arrive_when_copied
 #undef copy_8
@@ -222,6 +224,10 @@ static uint2 load_shared_8(u32 address) {
   uint2 value;
   std::memcpy(&value, shared_memory + address, 8);
   return value;
+}
+static uint4 load_shared_16(u32 address) {
+  const uint2 a = load_shared_8(address), b = load_shared_8(address + 8);
+  return {a.x, a.y, b.x, b.y};
 }
 static const unsigned char* shuffle_pointer(const unsigned char* pointer, int lane) {
   return reinterpret_cast<const unsigned char*>(__shfl_sync(~0u, reinterpret_cast<u64>(pointer), lane));
