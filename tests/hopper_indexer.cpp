@@ -8,6 +8,12 @@ int score(const Params& p, int ctas, int seed) {
   if (ctas % L::CLUSTER) return 2;
   shared_size = L::BYTES;
   begun.clear(), barriers.clear(), flights.clear(), waited.clear(), early = false;
+  made_by_front = nullptr;
+  if (p.waits_first) {
+    int* const ends = const_cast<int*>(p.row_ends);
+    made_by_front = [=, made = std::vector<int>(ends, ends + p.num_tokens)] { std::copy(made.begin(), made.end(), ends); };
+    std::fill(ends, ends + p.num_tokens, 3);
+  }
   simt::launch(ctas / L::CLUSTER, L::CLUSTER, L::THREADS, L::BYTES, seed, [&] { make_scores<L, SOURCE>(p, 0); });
   return early || waited.size() != static_cast<size_t>(ctas) ? 3 : 0;
 }

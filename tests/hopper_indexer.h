@@ -98,7 +98,11 @@ static void launch_dependents() {}
 // CTAs of which a thread has waited for the launch in front, whose memory is written over; whether that was too early.
 static std::set<int> waited;
 static bool early;
-static void wait_for_prerequisites() { waited.insert(blockIdx.x), simt::current->waited = true; }
+static std::function<void()> made_by_front;  // what the launch in front makes of what this one reads
+static void wait_for_prerequisites() {
+  if (made_by_front) std::exchange(made_by_front, nullptr)();
+  waited.insert(blockIdx.x), simt::current->waited = true;
+}
 template <class T>
 T* peer_pointer(T* here, u32 rank) {
   const uintptr_t offset = reinterpret_cast<uintptr_t>(here) - reinterpret_cast<uintptr_t>(simt::shared_memory());

@@ -80,7 +80,7 @@ static void cluster_wait() {
 static void cluster_meet() { cluster_arrive(), cluster_wait(); }
 static void launch_dependents() {}
 
-// The launch in front writes a row's scores, and its results too. It ends once all threads of the row's cluster wait for
+// The launch in front writes a row's scores, and its results too, and bounds if it may. It ends once all threads of the row's cluster wait for
 // it, so that whoever reads or writes before that has something wrong.
 static std::function<void()> front;
 static void wait_for_prerequisites() {
@@ -199,6 +199,13 @@ static void begin_front(const Params& p, i64 row) {
     std::copy(made.begin(), made.end(), scores), std::copy(results.begin(), results.end(), indices), *length = was;
   };
   std::fill(scores, scores + p.num_columns, 7.f);
+  if (!p.waits_first) return;
+  for (const int* bound : {p.starts, p.ends, p.requests}) {
+    if (bound == nullptr) continue;
+    int* const own = const_cast<int*>(bound) + row;
+    front = [made = std::move(front), own, was = *own] { made(), *own = was; };
+    *own = 3;
+  }
 }
 
 extern "C" int bytes_of_params() { return sizeof(Params); }

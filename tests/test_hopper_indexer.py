@@ -233,7 +233,7 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> dict[str,
             params: bytes,
             programmatic: bool,
         ) -> None:
-            assert not programmatic
+            assert programmatic
             heads, tokens, source = re.findall(r"\w+", self.name)[1:]
             assert len(params) == library.bytes_of_params()
             state["kernels"].append(self.name)

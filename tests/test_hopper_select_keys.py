@@ -34,8 +34,8 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
     """Top-k runs the kernel's code, for three tokens at one time; scores are those that `k_scale` or the cache says."""
     plan, order = request.param, []
 
-    def best(scores: torch.Tensor, k: int, *, programmatic: bool, **rest: Any) -> None:
-        assert programmatic
+    def best(scores: torch.Tensor, k: int, *, only_scores: bool, **rest: Any) -> None:
+        assert only_scores
         assert order[-1] == "scores"
         order.append("topk")
         params = topk.pack(plan, scores, k, **rest)
@@ -49,10 +49,10 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         row_ends: torch.Tensor,
         *,
         k_scale: torch.Tensor,
-        programmatic: bool,
+        apart: bool,
         out: torch.Tensor,
     ) -> None:
-        assert programmatic == bool(order)
+        assert apart == bool(order)
         order.append("scores")
         columns = torch.arange(len(k))
         inside = (columns >= row_starts[:, None]) & (columns < row_ends[:, None])
@@ -69,11 +69,11 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         cache_format: str,
         *,
         group: int,
-        programmatic: bool,
+        apart: bool,
         out: torch.Tensor,
     ) -> None:
         assert group == 4  # the group of all tokens, 8 of 3 requests
-        assert programmatic == bool(order)
+        assert apart == bool(order)
         order.append("scores")
         known = (req_id_per_token >= 0) & (req_id_per_token < len(block_table))
         blocks = block_table[req_id_per_token.where(known, 0)].long()

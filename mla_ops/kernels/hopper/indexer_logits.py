@@ -53,8 +53,9 @@ class Params(ctypes.Structure):
         ("boxes_log2", ctypes.c_int),
         ("of_block_size", Divisor),
         ("keeps_scores", ctypes.c_int),
+        ("waits_first", ctypes.c_int),
         ("of_parts", Divisor),
-        ("_", ctypes.c_char * 44),
+        ("_", ctypes.c_char * 40),
     ]
 
 
@@ -156,21 +157,21 @@ def _launch(
     q: torch.Tensor,
     num_columns: int,
     clean: bool,
-    programmatic: bool,
+    apart: bool,
     out: torch.Tensor,
     params: tuple[int, ...],
 ) -> None:
-    """The kernels with `params` behind the fields that every source fills in the same way."""
+    """The kernels with `params` behind the queries, and what launches of every source have alike behind these."""
     num_tokens, num_heads, _ = q.shape
     device_index = q.device.index
     boxes = in_boxes(q)
-    assert boxes is q or not programmatic
+    assert boxes is q or not apart
     shape, strides = tuple(boxes.shape), (boxes.stride(0), boxes.stride(1))
     box = (4, 2) if tokens * num_heads == COLUMNS else (tokens, num_heads)
     queries = tensor_map(boxes.data_ptr(), shape, strides, box)
     cluster = CLUSTER if source == "FLAT" else 1
     clusters = max(min(num_sms(device_index) // cluster, num_tokens * -(-num_columns // TILE)), 1)
-    packed = pack(queries, *params, *reciprocal(clusters))  # type: ignore[arg-type]
+    packed = pack(queries, *params, int(not apart), *reciprocal(clusters))  # type: ignore[arg-type]
     if num_columns:
         kernel = kernel_for(num_heads, tokens, source)
         sources.load(kernel.source, kernel.name, device_index).launch(
@@ -179,7 +180,7 @@ def _launch(
             None,
             (cluster, 1, 1),
             packed,
-            programmatic=programmatic,
+            programmatic=True,
         )
     if clean:
         kernel = clean_kernel("FLAT" if source == "FLAT" else "BOXES")
@@ -238,13 +239,13 @@ def indexer_logits(
     *,
     k_scale: torch.Tensor | None = None,
     clean: bool = False,
-    programmatic: bool = False,
+    apart: bool = False,
     out: torch.Tensor,
 ) -> None:
-    """Runs the op's `.out`.
+    """Runs the op's `.out`. It begins beside the end of the launch in front.
 
-    With `programmatic` it begins beside the end of the launch in front, which makes nothing that is read here. Queries
-    and keys are as `in_boxes` returns them then.
+    With `apart` that makes nothing that is read here, so that only writing waits for its end. Queries and keys are as
+    `in_boxes` returns them then.
     """
     num_tokens, num_heads, _ = q.shape
     num_kv = k.shape[0]
@@ -257,7 +258,7 @@ def indexer_logits(
         q,
         num_kv,
         clean,
-        programmatic,
+        apart,
         out,
         flat_params(k, weights, row_starts, row_ends, k_scale, num_tokens, out, TILE // CLUSTER),
     )
@@ -325,10 +326,10 @@ def paged_indexer_logits(
     *,
     clean: bool = False,
     group: int | None = None,
-    programmatic: bool = False,
+    apart: bool = False,
     out: torch.Tensor,
 ) -> None:
-    """Runs the op's `.out`, by groups of up to `group` tokens that share keys; `programmatic` as of flat keys."""
+    """Runs the op's `.out`, by groups of up to `group` tokens that share keys; `apart` as of flat keys."""
     num_tokens, num_heads, _ = q.shape
     if num_tokens * max_length == 0:
         return
@@ -342,7 +343,7 @@ def paged_indexer_logits(
         q,
         num_columns if block_table.shape[0] else 0,
         clean,
-        programmatic,
+        apart,
         out,
         params,
     )

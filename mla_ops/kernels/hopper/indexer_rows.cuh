@@ -21,6 +21,7 @@ struct Params {
   int boxes_log2;  // a tile of keys is 2^boxes_log2 boxes, each in one block
   Divisor of_block_size;
   int keeps_scores;  // L2 does, for what reads them next
+  int waits_first;   // the launch in front may make what is read here
   Divisor of_parts;  // as many as CTAs, or clusters
 };
 

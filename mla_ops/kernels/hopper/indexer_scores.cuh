@@ -560,6 +560,7 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   const bool brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
   if (!brings) begin_barriers<L, SOURCE>(p, shared);
   __syncwarp();
+  if (p.waits_first) wait_for_prerequisites();
   if (L::CLUSTER > 1) cluster_arrive();
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const bool few = p.num_tokens <= 32 * FEW<tokens, SOURCE> * step;

@@ -81,11 +81,11 @@ def select_keys(
     for part, scores in _parts(num_tokens, num_columns, q.device):
         ends, requests = lengths[part], req_id_per_token[part]
         given = q[part], index_cache, weights[part], ends, block_table, requests, num_columns, cache_format
-        indexer_logits.paged_indexer_logits(*given, group=group, programmatic=part.start > 0, out=scores)
+        indexer_logits.paged_indexer_logits(*given, group=group, apart=part.start > 0, out=scores)
         best.topk_indices(
             scores,
             topk,
-            programmatic=True,
+            only_scores=True,
             row_ends=ends,
             req_id_per_token=requests,
             num_requests=num_requests,
@@ -117,9 +117,9 @@ def select_keys_flat(
     for part, scores in _parts(num_tokens, num_columns, q.device):
         rows = {"row_starts": row_starts[part], "row_ends": row_ends[part]}
         given = q[part], k, weights[part]
-        indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, programmatic=part.start > 0, out=scores)
+        indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, apart=part.start > 0, out=scores)
         chosen = {"indices": indices[part], "valid_counts": valid_counts[part]}
-        best.topk_indices(scores, topk, programmatic=True, **rows, **chosen)
+        best.topk_indices(scores, topk, only_scores=True, **rows, **chosen)
 
 
 def select_reason(call: Call) -> str | None:

@@ -61,6 +61,7 @@ class Params(ctypes.Structure):
         ("need", ctypes.c_uint),
         ("room", ctypes.c_uint),
         ("ahead", ctypes.c_int),
+        ("waits_first", ctypes.c_int),
     ]
 
 
@@ -194,10 +195,16 @@ def pack(
     block_size: int = 0,
     sorted: bool = False,
     num_requests: int | None = None,
+    only_scores: bool = False,
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> bytes:
-    """`struct Params`. With `num_requests`, rows of a request that there is not have no columns."""
+    """`struct Params`.
+
+    Args:
+        num_requests: rows of a request that there is not have no columns, if it is given.
+        only_scores: the launch in front makes these, and nothing else that is read here.
+    """
     num_rows, num_columns = scores.shape
     known_only = num_requests is not None
     of_table, table_width = (0, 0) if block_table is None else block_table.shape
@@ -229,6 +236,7 @@ def pack(
         0 if sorted else plan.need(topk),
         plan.room,
         plan.held * (4 * num_rows * num_columns <= AHEAD_BYTES),
+        int(not only_scores),
     )
 
 
@@ -251,12 +259,8 @@ def _loaded(device_index: int) -> dict[Kernel, Function]:
     return {kernel: sources.load(kernel.source, kernel.name, device_index) for kernel in KERNELS}
 
 
-def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False, **rest: Any) -> None:
-    """Runs the op's `.out`.
-
-    With `programmatic` it begins beside the end of the launch in front, which makes the scores and nothing else that
-    is read here.
-    """
+def topk_indices(scores: torch.Tensor, topk: int, **rest: Any) -> None:
+    """Runs the op's `.out`, with what else `pack` takes. It begins beside the end of the launch in front."""
     num_rows = scores.shape[0]
     if num_rows == 0:
         return
@@ -275,7 +279,7 @@ def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False,
         plan.shared_bytes(topk),
         (plan.cluster, 1, 1),
         pack(plan, scores, topk, **rest),
-        programmatic=programmatic,
+        programmatic=True,
     )
 
 

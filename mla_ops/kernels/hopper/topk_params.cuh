@@ -30,6 +30,7 @@ struct Params {
   u32 need;  // entries that each CTA of a cluster that meets once hands over at least; 0: none does
   u32 room;  // entries of each that the first one has room for, a power of two
   int ahead;  // groups of a thread that its registers ask for before a row's length is known: all or none
+  int waits_first;  // the launch in front may make bounds and tables, too, not scores alone
 
   // The part of a row that memory has; bounds may hold any number.
   struct Given {

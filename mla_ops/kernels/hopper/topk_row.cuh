@@ -290,9 +290,10 @@ struct Selection {
     row.scores -= row.skew;
     hold(row.scores);
     InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
+    if (p.waits_first) wait_for_prerequisites();
     const Params::Given given = p.given_of(number);
     clear_bins<THREADS>(bins);
-    wait_for_prerequisites();  // only scores may come from the launch in front
+    wait_for_prerequisites();
     launch_dependents();
     if (HELD_BY_CLUSTER > 0 && p.ahead) fast.load(row.scores, row.skew, p.num_columns + row.skew);
     int start, end;
