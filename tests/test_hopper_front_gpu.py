@@ -1,17 +1,27 @@
-"""Indexer kernels on Hopper begin beside the end of whatever is in front of them, and read nothing before that is over."""
+"""Indexer kernels on Hopper begin beside the end of what is in front of them, and read nothing before that is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from test_hopper_select_gpu import FORMAT, INT32, Paged, hopper, paged
+from test_hopper_select_gpu import FORMAT, INT32, Paged, paged
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures(hopper.__name__)]
+from mla_ops import dispatch
+
+pytestmark = pytest.mark.gpu
 
 Results = tuple[torch.Tensor, ...]
 COLUMNS = 2**22  # a sum over as many takes a while, and writes at its end
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> Iterator[None]:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs SM90")
+    with dispatch.override("hopper"):
+        yield
 
 
 class Fronts:
