@@ -9,7 +9,7 @@ struct SelectionParams {
   Params scores;
   TopkParams topk;
   u64* candidates;  // CANDIDATES for each CTA; those of a row's CTAs stand next to one another, 0 where there are less
-  u32* gates;       // [CTAs]: a key that all scores which are not candidates lie below; ~0: there are others
+  u32* gates;       // [CTAs]: scores of this key or above are candidates; ~0: there are none
   u64* counters;    // [rows]: CTAs that have handed over, with the launch's number; 0 before and after
 };
 
@@ -57,6 +57,7 @@ struct Counted : Stored<L, BOXES> {
     const u32 counted = find_bin<L::CONSUMERS>(control, bins, handed.need, place_address);
     const bool enough = counted >= handed.need && handed.room <= CANDIDATES;
     u32 least = !enough ? ~0u : first_bins.least + (place_at(place_address).bin << first_bins.shift), total = 0;
+    u64* const own = all.candidates + (blockIdx.x - group.z) * CANDIDATES + group.z * handed.room;
     if (least != ~0u) {
       const float gate = score_of(least);
       u32 count = 0;
@@ -66,11 +67,8 @@ struct Counted : Stored<L, BOXES> {
       const u32 behind = inclusive_scan(count), of_warp = __shfl_sync(~0u, behind, 31);
       const u32 place = before_warp<L::CONSUMERS>(control, of_warp, 1, total) + behind - count;
       if (total > handed.room) {
-        least = ~0u;
+        least = ~0u, total = 0;
       } else {
-        u64* const own = all.candidates + (blockIdx.x - group.z) * CANDIDATES + group.z * handed.room;
-        const u32 unused = total + threadIdx.x;
-        if (unused < handed.room) own[unused] = 0;
         u64* to = own + place;
         const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + Share<1, false>::first_row(lane) * 8;
         int column = (group.z + (threadIdx.x >> 7) * group.y) * TILE + key;
@@ -80,6 +78,8 @@ struct Counted : Stored<L, BOXES> {
         }
       }
     }
+    const u32 unused = total + threadIdx.x;
+    if (handed.room <= CANDIDATES && unused < handed.room) own[unused] = 0;
     if (threadIdx.x == 0) all.gates[blockIdx.x] = least;
   }
 

@@ -47,7 +47,9 @@ def handed_over(topk: int, pieces: int) -> int:
     return (need + need // 8 + 7) // 2 * 2
 
 
-def takes(num_tokens: int, num_requests: int, num_columns: int, block_size: int, topk_wanted: int, num_sms: int) -> bool:
+def takes(
+    num_tokens: int, num_requests: int, num_columns: int, block_size: int, topk_wanted: int, num_sms: int
+) -> bool:
     """Whether few rows that long are chosen from in one launch."""
     if num_tokens > min(num_requests, PIECE_ROWS) or block_size % indexer_logits.TILE:
         return False

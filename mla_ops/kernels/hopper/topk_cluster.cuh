@@ -21,15 +21,17 @@ struct Keys {
   }
 };
 
-// A thread's entries; 0 is none.
+// A thread's entries, of which the first `turns` are in use; 0 is none.
 template <int COUNT>
 struct Slots {
   u64 entries[COUNT];
+  u32 turns = COUNT;
 
   template <class F>
   DEVICE void each(F use) const {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) use(static_cast<u32>(entries[i] >> 32), static_cast<u32>(entries[i]));
+    for (int i = 0; i < COUNT; ++i)
+      if (i < turns) use(static_cast<u32>(entries[i] >> 32), static_cast<u32>(entries[i]));
   }
 };
 
@@ -187,6 +189,7 @@ struct InCluster {
     const u32 at = shared_address(words);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
+      if (i >= slots.turns) continue;
       const u32 column = position_of(slots.entries[i]);
       set_if(slots.entries[i] >= threshold, at + column / 32 * 4, 1u << column % 32);
     }
@@ -207,6 +210,7 @@ struct InCluster {
     int* const chosen = reinterpret_cast<int*>(rooms);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
+      if (i >= slots.turns) continue;
       hold(slots.entries[i]);  // else what the first loop made of it is kept in registers
       const u32 column = position_of(slots.entries[i]);
       if (slots.entries[i] >= threshold)

@@ -1,11 +1,14 @@
 // The k best columns of a row of which CTAs have handed over candidates, by the last of them.
+//
+// Bins of all candidates give an edge that k of them reach, so that the k best of the row reach it. All scores of a piece
+// that do are candidates, unless its gate lies above: then its scores are read again. What reaches the edge, a little more
+// than k, goes to shared memory, and is chosen of.
 #pragma once
 
 #include "pieces.cuh"
 #include "topk_row.cuh"
 
-// A thread has PAIRS pairs of candidates at most. Those that reach the highest gate are about three halves of k: they go to
-// shared memory, one behind the other, so that what follows them up has fewer.
+// A thread has PAIRS pairs of candidates at most.
 template <int THREADS, int PAIRS = 6>
 struct OfCandidates {
   static constexpr int OWN = SLOTS / THREADS;
@@ -14,13 +17,34 @@ struct OfCandidates {
   u32* const bins;
   u64* const rooms;
 
-  // Chooses and writes, if that is enough: the k-th best candidate is not below any gate, and each CTA had room.
+  // Adds scores of `count` pieces, whose numbers and gates are `found`, from the edge on and below the gate.
+  static __device__ __noinline__ void read_again(Control& control, u64* rooms, const float* scores, const uint2* found,
+                                                 u32 count, u32 stride, u32 end, u32 edge) {
+    const u32 tiles = (end + 63) / 64, each = (tiles + stride - 1) / stride * 16;  // groups of four of a piece
+#pragma unroll 2
+    for (u32 i = threadIdx.x; i < count * each; i += THREADS) {
+      const u32 number = i / each, rest = i - number * each;
+      const uint2 piece = found[number];
+      const u32 column = (piece.x + rest / 16 * stride) * 64 + rest % 16 * 4;
+      if (column >= end) continue;
+      const float4 of_group = load_once_16_if(true, scores + column);
+      const float values[4] = {of_group.x, of_group.y, of_group.z, of_group.w};
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j) {
+        const u32 key = key_of(values[j]);
+        if (column + j >= end || key < edge || key >= piece.y) continue;
+        const u32 place = atomicAdd(&control.have, 1u);
+        if (place < SLOTS) rooms[place] = entry_of(key, column + j);
+      }
+    }
+  }
+
+  // Chooses and writes, if there are k candidates, and room for what reaches their edge.
   DEVICE bool run(i64 number, int request, int end, const Pieces& pieces, u32 room, const u64* candidates,
                   const u32* gates) {
-    const u32 thread = threadIdx.x, lane = thread % 32;
+    const u32 thread = threadIdx.x;
     const u32 count = pieces.end - pieces.first, pairs = count * room / 2;
     if (room > CANDIDATES || pairs > PAIRS * THREADS) return false;
-    const u32 own_gate = thread < count ? gates[pieces.first + thread] : 0;
     const ulonglong2* const from = reinterpret_cast<const ulonglong2*>(candidates + pieces.first * CANDIDATES) + thread;
     ulonglong2 x[PAIRS];
 #pragma unroll
@@ -28,35 +52,50 @@ struct OfCandidates {
       x[i].x = x[i].y = 0;
       if (i * THREADS + thread < pairs) x[i] = from[i * THREADS];
     }
+    const u32 gate = thread < count ? gates[pieces.first + thread] : 0;
     InCluster<THREADS, 1> writer(p, control, bins, rooms, 0);
     writer.begin({p.scores + number * p.pitch, 0, end, 0});
     writer.clear_words();
-    const u32 of_warp = __reduce_max_sync(~0u, own_gate);
-    if (lane == 0) control.sums[0][thread / 32] = of_warp;
+    if (thread == 0) control.dropped = 0;
+    const FirstBins first_bins(control, bins, true);
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i)
+      first_bins.count(static_cast<u32>(x[i].x >> 32)), first_bins.count(static_cast<u32>(x[i].y >> 32));
     meet<THREADS>();
-    const u32 highest = __reduce_max_sync(~0u, control.sums[0][lane % (THREADS / 32)]);
-    if (highest == ~0u) return false;
+    const u32 place_address = shared_address(&control.bin);
+    if (find_bin<THREADS>(control, bins, p.k, place_address) < static_cast<u32>(p.k)) return false;
+    const u32 edge = first_bins.least + (place_at(place_address).bin << first_bins.shift);
 
+    uint2* const found = reinterpret_cast<uint2*>(writer.fronts);
+    if (gate > edge) found[atomicAdd(&control.dropped, 1u)] = {thread, gate};
     u32 reach = 0, total;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
-      reach += (static_cast<u32>(x[i].x >> 32) >= highest) + (static_cast<u32>(x[i].y >> 32) >= highest);
+      reach += (static_cast<u32>(x[i].x >> 32) >= edge) + (static_cast<u32>(x[i].y >> 32) >= edge);
     const u32 behind = inclusive_scan(reach);
     const u32 before = before_warp<THREADS>(control, __shfl_sync(~0u, behind, 31), 1, total);
-    if (total < static_cast<u32>(p.k) || total > SLOTS) return false;
+    if (total > SLOTS) return false;
     u64* to = rooms + before + behind - reach;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
-      const bool first = static_cast<u32>(x[i].x >> 32) >= highest, second = static_cast<u32>(x[i].y >> 32) >= highest;
+      const bool first = static_cast<u32>(x[i].x >> 32) >= edge, second = static_cast<u32>(x[i].y >> 32) >= edge;
       store_entry_if(first, to, x[i].x), to += first;
       store_entry_if(second, to, x[i].y), to += second;
     }
+    const u32 again = control.dropped;
+    if (thread == 0) control.have = total;
     meet<THREADS>();
+    if (again) {
+      read_again(control, rooms, writer.row.scores, found, again, count, end, edge);
+      meet<THREADS>();
+      total = control.have;
+      if (total > SLOTS) return false;
+    }
     Slots<OWN> slots;
+    slots.turns = (total + THREADS - 1) / THREADS;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) slots.entries[i] = i * THREADS + thread < total ? rooms[i * THREADS + thread] : 0;
-    const u64 threshold = select<THREADS, true, FAILURE>(control, bins, slots, p.k, highest, SHIFT_OF_GATED);
-    if (threshold == 0) return false;
+    const u64 threshold = select<THREADS>(control, bins, slots, p.k, edge, SHIFT_OF_GATED);
     if (thread == 0) p.lengths[number] = p.k;
     writer.write(slots, threshold, number, request);
     return true;
