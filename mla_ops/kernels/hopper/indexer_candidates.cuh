@@ -60,21 +60,25 @@ struct Counted : Stored<L, BOXES> {
     u64* const own = all.candidates + (blockIdx.x - group.z) * CANDIDATES + group.z * handed.room;
     if (least != ~0u) {
       const float gate = score_of(least);
-      u32 count = 0;
-      if (Share<1, false>::stores(lane))
+      static_assert(PIECE_TILES / L::WARPGROUPS <= 32, "a bit for each of a lane's scores");
+      u32 reach = 0;
+      if (Share<1, false>::stores(lane)) {
+        u32 bit = 1;
 #pragma unroll 4
-        for (u32 at = kept; at < next; at += L::TURN_BYTES) count += load_shared_float(at) >= gate;
-      const u32 behind = inclusive_scan(count), of_warp = __shfl_sync(~0u, behind, 31);
+        for (u32 at = kept; at < next; at += L::TURN_BYTES, bit += bit) reach += load_shared_float(at) >= gate ? bit : 0;
+      }
+      const u32 count = __popc(reach), behind = inclusive_scan(count), of_warp = __shfl_sync(~0u, behind, 31);
       const u32 place = before_warp<L::CONSUMERS>(control, of_warp, 1, total) + behind - count;
       if (total > handed.room) {
         least = ~0u, total = 0;
       } else {
         u64* to = own + place;
         const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + Share<1, false>::first_row(lane) * 8;
-        int column = (group.z + (threadIdx.x >> 7) * group.y) * TILE + key;
-        for (u32 at = kept; at < next && count; at += L::TURN_BYTES, column += L::WARPGROUPS * TILE * group.y) {
-          const float score = load_shared_float(at);
-          if (score >= gate) *to++ = entry_of(key_of_number(score), column), --count;
+        const u32 column = (group.z + (threadIdx.x >> 7) * group.y) * TILE + key, step = L::WARPGROUPS * TILE * group.y;
+#pragma unroll 1
+        for (; reach; reach &= reach - 1) {
+          const u32 turn = __ffs(reach) - 1;
+          *to++ = entry_of(key_of_number(load_shared_float(kept + turn * L::TURN_BYTES)), column + turn * step);
         }
       }
     }

@@ -60,7 +60,8 @@ struct OfCandidates {
     const FirstBins first_bins(control, bins, true);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i)
-      first_bins.count(static_cast<u32>(x[i].x >> 32)), first_bins.count(static_cast<u32>(x[i].y >> 32));
+      if (i * THREADS < pairs)
+        first_bins.count(static_cast<u32>(x[i].x >> 32)), first_bins.count(static_cast<u32>(x[i].y >> 32));
     meet<THREADS>();
     const u32 place_address = shared_address(&control.bin);
     if (find_bin<THREADS>(control, bins, p.k, place_address) < static_cast<u32>(p.k)) return false;
@@ -78,6 +79,7 @@ struct OfCandidates {
     u64* to = rooms + before + behind - reach;
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
+      if (i * THREADS >= pairs) continue;
       const bool first = static_cast<u32>(x[i].x >> 32) >= edge, second = static_cast<u32>(x[i].y >> 32) >= edge;
       store_entry_if(first, to, x[i].x), to += first;
       store_entry_if(second, to, x[i].y), to += second;
