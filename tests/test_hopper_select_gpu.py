@@ -207,7 +207,8 @@ def test_flat_selection_is_scores_then_topk(num_heads: int, num_tokens: int, num
 
 @pytest.mark.parametrize("block_size", [64, 17])
 @pytest.mark.parametrize(
-    ("num_requests", "each", "length"), [(1, 1, 4096), (3, 1, 131072), (4, 1, 131072), (64, 1, 32768), (20, 2, 32768), (150, 1, 60000)]
+    ("num_requests", "each", "length"),
+    [(1, 1, 4096), (3, 1, 131072), (4, 1, 131072), (64, 1, 32768), (20, 2, 32768), (150, 1, 60000)],
 )
 def test_a_thousand_replays_beside_other_work_are_eager_to_the_bit_within_their_memory(
     num_requests: int, each: int, length: int, block_size: int

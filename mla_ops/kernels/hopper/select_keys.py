@@ -82,7 +82,8 @@ def select_keys(
         ((_, scores),) = _parts(num_tokens, num_columns, q.device)
         given = q, index_cache, weights, lengths, block_table, req_id_per_token, topk, cache_format, block_size
         rest = {"scores": scores, "indices": indices, "valid_counts": valid_counts}
-        return indexer_candidates.select_keys(*given, translate=translate, **rest)
+        indexer_candidates.select_keys(*given, translate=translate, **rest)
+        return
     slots = {"block_table": block_table, "block_size": block_size} if translate else {}
     for part, scores in _parts(num_tokens, num_columns, q.device):
         ends, requests = lengths[part], req_id_per_token[part]
