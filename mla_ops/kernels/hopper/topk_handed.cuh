@@ -20,21 +20,30 @@ struct OfCandidates {
   // Adds scores of `count` pieces, whose numbers and gates are `found`, from the edge on and below the gate.
   static __device__ __noinline__ void read_again(Control& control, u64* rooms, const float* scores, const uint2* found,
                                                  u32 count, u32 stride, u32 end, u32 edge) {
+    constexpr int TOGETHER = 4;  // loads of a thread
     const u32 tiles = (end + 63) / 64, each = (tiles + stride - 1) / stride * 16;  // groups of four of a piece
-#pragma unroll 2
-    for (u32 i = threadIdx.x; i < count * each; i += THREADS) {
-      const u32 number = i / each, rest = i - number * each;
-      const uint2 piece = found[number];
-      const u32 column = (piece.x + rest / 16 * stride) * 64 + rest % 16 * 4;
-      if (column >= end) continue;
-      const float4 of_group = load_once_16_if(true, scores + column);
-      const float values[4] = {of_group.x, of_group.y, of_group.z, of_group.w};
+#pragma unroll 1
+    for (u32 first = threadIdx.x; first < count * each; first += TOGETHER * THREADS) {
+      float4 x[TOGETHER];
+      u32 columns[TOGETHER], gates[TOGETHER];
 #pragma unroll
-      for (u32 j = 0; j < 4; ++j) {
-        const u32 key = key_of(values[j]);
-        if (column + j >= end || key < edge || key >= piece.y) continue;
-        const u32 place = atomicAdd(&control.have, 1u);
-        if (place < SLOTS) rooms[place] = entry_of(key, column + j);
+      for (int i = 0; i < TOGETHER; ++i) {
+        const u32 group = first + i * THREADS, number = min(group / each, count - 1), rest = group - number * each;
+        const uint2 piece = found[number];
+        columns[i] = group < count * each ? (piece.x + rest / 16 * stride) * 64 + rest % 16 * 4 : end;
+        gates[i] = piece.y;
+        x[i] = load_once_16_if(columns[i] < end, scores + columns[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+        for (u32 j = 0; j < 4; ++j) {
+          const u32 key = key_of(values[j]);
+          if (columns[i] + j >= end || key < edge || key >= gates[i]) continue;
+          const u32 place = atomicAdd(&control.have, 1u);
+          if (place < SLOTS) rooms[place] = entry_of(key, columns[i] + j);
+        }
       }
     }
   }
