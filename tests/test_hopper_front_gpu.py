@@ -13,7 +13,7 @@ from mla_ops import dispatch
 pytestmark = pytest.mark.gpu
 
 Results = tuple[torch.Tensor, ...]
-COLUMNS = 2**22  # a sum over as many takes a while, and writes at its end
+COLUMNS = 2**20  # a sum over as many takes a while, and writes at its end
 
 
 @pytest.fixture(autouse=True)
