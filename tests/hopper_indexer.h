@@ -82,7 +82,9 @@ static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 #undef store_shared_float
 #undef positive_or_nan
 
-static u32 shared_address(const void*) { return 0; }
+static u32 shared_address(const void* here) {
+  return reinterpret_cast<uintptr_t>(here) - reinterpret_cast<uintptr_t>(simt::shared_memory());
+}
 
 // A CTA's named barriers, by CTA and number.
 static std::map<std::pair<int, int>, simt::Meeting> named_barriers;
@@ -93,7 +95,8 @@ void named_barrier() {
 static void cluster_meet() { simt::meet_cluster_but_those_that_left(); }
 static void cluster_arrive() {}
 static void cluster_wait() { cluster_meet(); }
-static void launch_dependents() {}
+static int allowing;  // threads that have allowed the next launch
+static void launch_dependents() { ++allowing; }
 
 // CTAs of which a thread has waited for the launch in front, whose memory is written over; whether that was too early.
 static std::set<int> waited;

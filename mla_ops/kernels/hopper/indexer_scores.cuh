@@ -103,18 +103,20 @@ DEVICE void bring_flat(const Params& p, u32 shared, int lane, int first_tile, in
 // A block has whole tiles. Lane n has the block of the n-th of 32 tiles that this warp brings.
 template <class L>
 DEVICE void bring_tiles(const Params& p, u32 shared, int thread, int token, int end, int first_tile, int tiles,
-                        Slot& slot, u64 policy) {
+                        Slot& slot, u64 policy, int stride = 1) {
   constexpr int EACH = L::PRODUCERS;
   const int lane = thread & 31, skipped = (thread / 32 + EACH - slot.index % EACH) % EACH;  // the other warps'
   const int* table = table_of(p, token);
-  int position = (first_tile + skipped + lane * EACH) * TILE, block_after = block_at(p, table, position, end);
+  const int step = 32 * EACH * TILE * stride;
+  int position = (first_tile + (skipped + lane * EACH) * stride) * TILE;
+  int block_after = block_at(p, table, position, end);
   Slot own = slot;
   slot.index += tiles, slot.parity ^= slot.index / L::STAGES & 1, slot.index %= L::STAGES;
   own.index += skipped;
   if (own.index >= L::STAGES) own.index -= L::STAGES, own.parity ^= 1;
-  for (tiles -= skipped; tiles > 0; tiles -= 32 * EACH, position += 32 * EACH * TILE) {
+  for (tiles -= skipped; tiles > 0; tiles -= 32 * EACH, position += step) {
     const int own_block = block_after, own_offset = position - divide(position, p.of_block_size) * p.block_size;
-    if (tiles > 32 * EACH) block_after = block_at(p, table, position + 32 * EACH * TILE, end);
+    if (tiles > 32 * EACH) block_after = block_at(p, table, position + step, end);
 #pragma unroll 1
     for (int i = 0; i < 32 && i * EACH < tiles; ++i) {
       const int block = __shfl_sync(~0u, own_block, i), offset = __shfl_sync(~0u, own_offset, i);
@@ -396,6 +398,7 @@ DEVICE void weigh_whole(const float (&products)[L::PART_COLUMNS / 2], const floa
 // Stores a thread's scores.
 template <class L, Source SOURCE>
 struct Stored {
+  static constexpr bool PIECE = false;
   using S = Share<L::TOKENS, L::WHOLE>;
   const Params& p;
   const u64 policy;
@@ -425,13 +428,12 @@ struct Stored {
   }
 };
 
-template <class L, Source SOURCE>
-DEVICE void consume(const Params& p, u32 shared) {
+template <class L, Source SOURCE, class Sink>
+DEVICE void consume(const Params& p, u32 shared, Sink& stored) {
   using S = Share<L::TOKENS, L::WHOLE>;
   const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7);
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
-  Stored<L, SOURCE> stored(p);
   const FreeSlots<L> free_slots(shared);
   float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
   Slot done = {warpgroup, 0}, ahead = done;  // slots whose products are summed up next, and begun next
@@ -446,7 +448,8 @@ DEVICE void consume(const Params& p, u32 shared) {
     const int skipped = warpgroup - turn + (warpgroup < turn ? W : 0);              // the other warpgroups'
     // Flat keys: from the last tile to the first.
     const int first = SOURCE == FLAT ? static_cast<int>(group.w) - 1 - skipped : skipped;
-    int column = (static_cast<int>(group.z) + first) * TILE + key;
+    const int stride = Sink::PIECE ? group.y : 1;  // tiles of a piece lie apart
+    int column = (static_cast<int>(group.z) + first * stride) * TILE + key;
     stored.begin(group, lane);
     if constexpr (L::WHOLE) {
 #pragma unroll
@@ -504,7 +507,7 @@ DEVICE void consume(const Params& p, u32 shared) {
           if (SOURCE != FLAT && scales[r] == -INFINITY) score = -INFINITY;
           stored.put(t, column + r * 8, score);
         }
-      column += STEP;
+      column += STEP * stride;
     };
 
     mbarrier_wait(shared + L::QUERY_FULL + stage * 8, parity);
@@ -530,6 +533,7 @@ DEVICE void consume(const Params& p, u32 shared) {
       }
     }
     __syncwarp();
+    if constexpr (Sink::PIECE) return stored.end_piece(group, lane);
     warp_arrive(shared + L::QUERY_FREE + stage * 8, lane);
     if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
   }
@@ -588,7 +592,8 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
     wait_for_prerequisites();  // they may read what this launch writes over
-    consume<L, SOURCE>(p, shared);
+    Stored<L, SOURCE> stored(p);
+    consume<L, SOURCE>(p, shared, stored);
   }
   if (L::CLUSTER > 1) cluster_meet();  // no CTA leaves while another one copies to it or arrives at its barriers
 }

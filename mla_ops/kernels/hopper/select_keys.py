@@ -12,7 +12,7 @@ import torch
 
 from ...dispatch import Call
 from ...formats import geometry
-from . import indexer_logits
+from . import indexer_candidates, indexer_logits
 from . import topk as best
 from .indexer_logits import logits_reason
 
@@ -77,6 +77,12 @@ def select_keys(
         return
     q = indexer_logits.in_boxes(q)
     group = indexer_logits.group_size(q.shape[1], num_tokens, num_requests)
+    sms = indexer_logits.num_sms(q.device.index)
+    if indexer_candidates.takes(num_tokens, num_requests, num_columns, block_size, topk, sms):
+        ((_, scores),) = _parts(num_tokens, num_columns, q.device)
+        given = q, index_cache, weights, lengths, block_table, req_id_per_token, topk, cache_format, block_size
+        rest = {"scores": scores, "indices": indices, "valid_counts": valid_counts}
+        return indexer_candidates.select_keys(*given, translate=translate, **rest)
     slots = {"block_table": block_table, "block_size": block_size} if translate else {}
     for part, scores in _parts(num_tokens, num_columns, q.device):
         ends, requests = lengths[part], req_id_per_token[part]

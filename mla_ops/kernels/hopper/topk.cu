@@ -10,7 +10,7 @@ constexpr int BESIDE_SCORES = 512;
 
 template <int THREADS, int VECTORS, int SAMPLED, int CTAS, int HELD>
 __global__ void __launch_bounds__(THREADS == BESIDE_SCORES ? 576 : THREADS, THREADS == BESIDE_SCORES ? 2 : CTAS)
-    topk_rows(const __grid_constant__ Params p) {
+    topk_rows(const __grid_constant__ TopkParams p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const u32 rank = blockIdx.x % p.cluster;
   Selection<THREADS, VECTORS, SAMPLED, CTAS == 1, HELD>(p, shared_memory)
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(THREADS == BESIDE_SCORES ? 576 : THREADS, THRE
 
 // Rows of up to 4 * THREADS * VECTORS - 3 columns.
 template <int THREADS, int VECTORS, int CTAS>
-__global__ void __launch_bounds__(THREADS, CTAS) topk_short_rows(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(THREADS, CTAS) topk_short_rows(const __grid_constant__ TopkParams p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   select_short<THREADS, VECTORS>(p, shared_memory, p.num_rows - 1 - blockIdx.x);
 }

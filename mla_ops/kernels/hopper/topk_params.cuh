@@ -2,7 +2,7 @@
 #pragma once
 #include "topk_select.cuh"
 
-struct Params {
+struct TopkParams {
   const float* scores;     // [num_rows, num_columns]
   const int* starts;       // [num_rows]; null: 0
   const int* ends;         // [num_rows]; null: all columns

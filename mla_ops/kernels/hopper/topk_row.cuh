@@ -46,7 +46,7 @@ struct Selection {
   static constexpr u32 AHEAD = (FEW_ROWS ? 4 : 2) * STEP;
   static_assert(VECTORS <= 4, "counts of the groups of a warp share a word");
 
-  const Params& p;
+  const TopkParams& p;
   Control& control;
   u32* const bins;
   u64* const entries;
@@ -56,7 +56,7 @@ struct Selection {
   u32 whole, whole_end;  // groups of the part that the row has all columns of
   u32 least;             // key that all entries reach
 
-  DEVICE Selection(const Params& params, unsigned char* shared)
+  DEVICE Selection(const TopkParams& params, unsigned char* shared)
       : p(params),
         control(*reinterpret_cast<Control*>(shared)),
         bins(reinterpret_cast<u32*>(shared + sizeof(Control))),
@@ -90,7 +90,7 @@ struct Selection {
       own.keys[i][0] = key_of(x[i].x) & there, own.keys[i][1] = key_of(x[i].y) & there;
       own.keys[i][2] = key_of(x[i].z) & there, own.keys[i][3] = key_of(x[i].w) & there;
     }
-    __syncthreads();  // bins are at 0
+    meet<THREADS>();  // bins are at 0
     const bool few_wanted = rank >= 32 && rank < 2 * p.sampled;
     return static_cast<u32>(select<THREADS, false, MORE>(control, bins, own, rank, FirstBins::least_of(few_wanted),
                                                          FirstBins::shift_of(few_wanted), rank / p.spare + 2) >>
@@ -157,7 +157,7 @@ struct Selection {
       u32* const key = reinterpret_cast<u32*>(entries + i) + 1;
       *key = key_of(__uint_as_float(*key));
     }
-    __syncthreads();
+    meet<THREADS>();
   }
 
   // All of this CTA's part, whose first chunk is in `next`. Returns the number of entries.
@@ -206,7 +206,7 @@ struct Selection {
       }
       have += total;
       if (have + CHUNK > p.capacity && at + STEP < vectors) {
-        __syncthreads();
+        meet<THREADS>();
         order(ordered, have);
         const u64 threshold = keep_best<THREADS>(control, bins, entries, have, p.k, least);
         have = ordered = p.k;
@@ -214,7 +214,7 @@ struct Selection {
       }
       parity ^= 1;
     }
-    __syncthreads();
+    meet<THREADS>();
     order(ordered, have);
     return have;
   }
@@ -250,7 +250,7 @@ struct Selection {
           const u32 taken = min(counts[other] - at, p.capacity - have);
           for (u32 i = threadIdx.x; i < taken; i += THREADS) entries[have + i] = theirs[at + i];
           have += taken, at += taken;
-          __syncthreads();
+          meet<THREADS>();
         }
       }
     }
@@ -269,7 +269,7 @@ struct Selection {
       return;
     }
     each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) { entries[place] = entry; });
-    __syncthreads();
+    meet<THREADS>();
     sort<THREADS>(entries, wanted);
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < p.k; i += THREADS)
@@ -290,7 +290,7 @@ struct Selection {
     row.scores -= row.skew;
     hold(row.scores);
     InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
-    const Params::Given given = p.given_of(number);
+    const TopkParams::Given given = p.given_of(number);
     clear_bins<THREADS>(bins);
     wait_for_prerequisites();  // only scores may come from the launch in front
     launch_dependents();
@@ -307,7 +307,7 @@ struct Selection {
       if (rank > 0) return;
       Held<THREADS, HELD, (THREADS < 1024)> held(4 * row_first, row_vectors);
       held.load(row.scores, row.skew, p.num_columns);
-      __syncthreads();  // bins are at 0
+      meet<THREADS>();  // bins are at 0
       const FirstBins first_bins(control, bins, length > 2 * p.k);
       held.count(row, p.num_columns, first_bins);
       return held.choose(p, control, bins, number, given.request, row, first_bins);

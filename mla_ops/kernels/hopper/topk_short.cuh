@@ -111,7 +111,7 @@ struct Held {
   }
 
   // Chooses of what has been counted, and writes.
-  DEVICE void choose(const Params& p, Control& control, u32* bins, i64 number, int request, const Row& row,
+  DEVICE void choose(const TopkParams& p, Control& control, u32* bins, i64 number, int request, const Row& row,
                      const FirstBins& first_bins) const {
     u64* const entries = reinterpret_cast<u64*>(bins + BINS);
     const u64 any = entry_of(1, ~0u);  // all that are there
@@ -121,7 +121,7 @@ struct Held {
             : select<THREADS, true, ALL ? NOTHING : MORE>(control, bins, *this, p.k, first_bins.least, first_bins.shift, 0,
                                                           true);
     const u32 count = collect(control, threshold, entries);
-    __syncthreads();
+    meet<THREADS>();
     if (p.sorted) sort<THREADS>(entries, count);
     int* out = p.indices + number * p.indices_pitch;
     hold(out);
@@ -132,7 +132,7 @@ struct Held {
 };
 
 template <int THREADS, int VECTORS>
-DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
+DEVICE void select_short(const TopkParams& p, unsigned char* shared, i64 number) {
   Control& control = *reinterpret_cast<Control*>(shared);
   u32* const bins = reinterpret_cast<u32*>(shared + sizeof(Control));
 
@@ -145,9 +145,9 @@ DEVICE void select_short(const Params& p, unsigned char* shared, i64 number) {
   wait_for_prerequisites();  // scores may come from the launch in front
   launch_dependents();
   held.load(scores, skew, p.num_columns);
-  Params::Given given = p.given_of(number);
+  TopkParams::Given given = p.given_of(number);
   clear_bins<THREADS>(bins);
-  __syncthreads();
+  meet<THREADS>();
   hold(given.start), hold(given.end), hold(given.request);  // waited for behind the barrier, not in front of it
   int start, end;
   p.columns_of(given, start, end);
