@@ -189,7 +189,7 @@ static Place place_at(u32 address) { return {at<u32>(address), at<u32>(address +
 #include "topk_row.cuh"
 
 static i64 row_of_front;
-static void begin_front(const Params& p, i64 row) {
+static void begin_front(const TopkParams& p, i64 row) {
   if (row_of_front == row) return;
   row_of_front = row;
   float* const scores = const_cast<float*>(p.scores) + row * p.pitch;
@@ -201,14 +201,14 @@ static void begin_front(const Params& p, i64 row) {
   std::fill(scores, scores + p.num_columns, 7.f);
 }
 
-extern "C" int bytes_of_params() { return sizeof(Params); }
+extern "C" int bytes_of_params() { return sizeof(TopkParams); }
 extern "C" int bytes_of_control() { return sizeof(Control); }
 
 // 1 where the CTAs of the last cluster met once.
 extern "C" int verdict() { return reinterpret_cast<const Control*>(simt::ctas.back().shared.data())->verdict; }
 
 template <int THREADS, int VECTORS, int SAMPLED>
-void launch(const Params& p, int shared_bytes, int seed) {
+void launch(const TopkParams& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
     const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
     begin_front(p, row);
@@ -217,7 +217,7 @@ void launch(const Params& p, int shared_bytes, int seed) {
 }
 
 template <int THREADS, int VECTORS>
-void launch_short(const Params& p, int shared_bytes, int seed) {
+void launch_short(const TopkParams& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, 1, THREADS, shared_bytes, seed, [&] {
     begin_front(p, p.num_rows - 1 - blockIdx.x);
     select_short<THREADS, VECTORS>(p, simt::shared_memory(), p.num_rows - 1 - blockIdx.x);
@@ -226,7 +226,7 @@ void launch_short(const Params& p, int shared_bytes, int seed) {
 
 // Returns 1 where there is no such kernel, 3 where a row's threads did not wait for the launch in front, 4 where they did
 // not wait for what was sent.
-extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes, int short_rows, int seed) {
+extern "C" int topk(const TopkParams* p, int threads, int vectors, int shared_bytes, int short_rows, int seed) {
   row_of_front = -1, front = nullptr;
   if (short_rows && threads == 512 && vectors == 1)
     launch_short<512, 1>(*p, shared_bytes, seed);

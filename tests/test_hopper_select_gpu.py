@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from topk_oracle import KINDS, hard_rows, topk_oracle
+from topk_oracle import KINDS, hard_rows, sampled_columns, topk_oracle
 
 from mla_ops import dispatch
 from mla_ops.formats import allocate_cache, geometry
@@ -171,6 +171,22 @@ def test_hard_orders(kind: str, num_requests: int, blocks: int) -> None:
     assert torch.equal(indices, want[0].expand_as(indices))
 
 
+@pytest.mark.parametrize("seen", [True, False], ids=["it alone sees", "it does not see"])
+@pytest.mark.parametrize(("num_tokens", "num_kv"), [(600, 32768), (140, 131072)])
+def test_flat_selection_whose_sample_says_nothing_of_its_row(num_tokens: int, num_kv: int, seen: bool) -> None:
+    """A key of ones has its scale for a score; of 2,048 or 4,096 columns, the sample has all peaks or none."""
+    q, weights = torch.zeros(num_tokens, 64, 128, device="cuda"), torch.zeros(num_tokens, 64, device="cuda")
+    q[:, 5, 77], weights[:, 5] = 1, 1
+    q, keys = q.to(E4M3), torch.ones(num_kv, 128, device="cuda").to(E4M3)
+    starts, ends = torch.zeros(num_tokens, **INT32), torch.full((num_tokens,), num_kv, **INT32)
+    for sampled in (2048, 4096):
+        scores = hard_rows("normal", 1, num_kv)
+        scores[:, sampled_columns(num_kv, sampled) == seen] += 10
+        want = topk_oracle(scores, 2048)
+        got = torch.ops.mla.select_keys.flat(q, keys, weights, starts, ends, 2048, k_scale=scores[0].cuda())
+        assert_equal(tuple(x.cpu() for x in got), tuple(x.expand(num_tokens, *x.shape[1:]) for x in want))
+
+
 @pytest.mark.parametrize("num_heads", [32, 64])
 @pytest.mark.parametrize(
     ("num_tokens", "num_kv", "k"),
@@ -191,7 +207,8 @@ def test_flat_selection_is_scores_then_topk(num_heads: int, num_tokens: int, num
 
 @pytest.mark.parametrize("block_size", [64, 17])
 @pytest.mark.parametrize(
-    ("num_requests", "each", "length"), [(1, 1, 4096), (3, 1, 131072), (4, 1, 131072), (64, 1, 32768), (20, 2, 32768), (150, 1, 60000)]
+    ("num_requests", "each", "length"),
+    [(1, 1, 4096), (3, 1, 131072), (4, 1, 131072), (64, 1, 32768), (20, 2, 32768), (150, 1, 60000)],
 )
 def test_a_thousand_replays_beside_other_work_are_eager_to_the_bit_within_their_memory(
     num_requests: int, each: int, length: int, block_size: int

@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_inputs import INT_MAX, INT_MIN
 from hopper_on_cpu import NO_COMPILER, build
-from topk_oracle import KINDS, hard_rows, topk_oracle
+from topk_oracle import KINDS, hard_rows, sampled_columns, topk_oracle
 
 from mla_ops.kernels.cuda.compiler import RESERVED_SHARED_BYTES
 from mla_ops.kernels.hopper import sources, topk
@@ -55,6 +55,18 @@ def test_the_best_are_those_of_a_stable_sort(library: ctypes.CDLL, kind: str, pl
         scores = hard_rows(kind, 2, num_columns)[:, 1:]
         got = run(library, plan, scores, 200, sorted=sorted)
         want = topk_oracle(scores, 200, sorted=sorted)
+        assert torch.equal(got[1], want[1])
+        assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["it alone sees", "it does not see"])
+@pytest.mark.parametrize("plan", [plan for plan in PLANS.values() if plan.gated < 2**20], ids=lambda plan: repr(plan[:5]))
+def test_a_sample_that_says_nothing_of_its_row(library: ctypes.CDLL, plan: topk.Plan, seen: bool) -> None:
+    """Peaks that the sample alone sees make a gate too high, others one too low."""
+    for num_columns in (1500, 6000):
+        scores = hard_rows("normal", 2, num_columns)
+        scores[:, sampled_columns(num_columns, plan.sampled) == seen] += 10
+        got, want = run(library, plan, scores, 200), topk_oracle(scores, 200)
         assert torch.equal(got[1], want[1])
         assert torch.equal(got[0], want[0])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from topk_oracle import KINDS, hard_rows, topk_oracle
+from topk_oracle import KINDS, hard_rows, sampled_columns, topk_oracle
 
 from mla_ops import dispatch
 
@@ -56,6 +56,16 @@ def test_the_best_of_hard_rows(num_rows: int, num_columns: int, k: int) -> None:
         ends[0] = num_columns
         assert_chosen(scores, k, starts, ends)
     assert_chosen(scores, k, None, None)
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["it alone sees", "it does not see"])
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(64, 131072), (130, 131072), (300, 32768), (1, 2**20)])
+def test_a_sample_that_says_nothing_of_its_row(num_rows: int, num_columns: int, seen: bool) -> None:
+    """Peaks that the sample alone sees, of 2,048 or 4,096 columns, make a gate too high, others one too low."""
+    for sampled in (2048, 4096):
+        scores = hard_rows("normal", num_rows, num_columns, device="cuda")
+        scores[:, (sampled_columns(num_columns, sampled) == seen).cuda()] += 10
+        assert_chosen(scores, 2048, None, None)
 
 
 @pytest.mark.parametrize("num_columns", [4096, 50000, 300000])

@@ -34,6 +34,16 @@ def topk_oracle(
     return indices, lengths
 
 
+SAMPLED_RUN = 16  # columns
+
+
+def sampled_columns(num_columns: int, sampled: int) -> torch.Tensor:
+    """Whether a sample of a row has each of its columns, for rows that begin at a multiple of 16 bytes."""
+    runs, taken = num_columns // SAMPLED_RUN, sampled // SAMPLED_RUN
+    column = torch.arange(num_columns)
+    return torch.isin(column // SAMPLED_RUN, torch.arange(taken) * runs // taken)
+
+
 def hard_rows(kind: str, num_rows: int, num_columns: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
     """Scores of a kind in `KINDS`."""
     generator = torch.Generator(device=device).manual_seed(seed)
