@@ -62,20 +62,35 @@ DEVICE Group group_at(const Params& p, int token) {
   if (token >= p.num_tokens) return group;
   const int room = min(TOKENS - token % TOKENS, p.num_tokens - token);
   int start = p.num_columns, end = 0;
-  if (SOURCE == FLAT) {
+  if constexpr (SOURCE == FLAT) {
     group.count = room;
-  } else {
-    const int request = __ldg(p.req_id_per_token + token);
-    if (token % TOKENS && __ldg(p.req_id_per_token + token - 1) == request) return group;
-    group.count = 1;
-    for (int i = 1; i < TOKENS; ++i)
-      if (group.count == i && i < room && __ldg(p.req_id_per_token + token + i) == request) ++group.count;
-  }
 #pragma unroll 4
-  for (int i = 0; i < TOKENS; ++i) {
-    Bounds row = {0, 0};
-    if (i < group.count) row = bounds_of<SOURCE>(p, token + i);
-    if (row.start < row.end) start = min(start, row.start), end = max(end, row.end);
+    for (int i = 0; i < TOKENS; ++i) {
+      Bounds row = {0, 0};
+      if (i < group.count) row = bounds_of<SOURCE>(p, token + i);
+      if (row.start < row.end) start = min(start, row.start), end = max(end, row.end);
+    }
+  } else {
+    // All that may be needed is asked for at one time: memory that no cache has answers late, and a launch waits for it.
+    int requests[TOKENS], ends[TOKENS];
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) {
+      const int other = min(token + i, p.num_tokens - 1);
+      requests[i] = __ldg(p.req_id_per_token + other), ends[i] = __ldg(p.row_ends + other);
+    }
+    const int before = __ldg(p.req_id_per_token + max(token - 1, 0)), request = requests[0];
+#pragma unroll
+    for (int i = 0; i < TOKENS && TOKENS > 1; ++i) hold(requests[i]), hold(ends[i]);
+    if (token % TOKENS && before == request) return group;
+    group.count = 1;
+#pragma unroll
+    for (int i = 1; i < TOKENS; ++i)
+      if (group.count == i && i < room && requests[i] == request) ++group.count;
+    if (request < 0 || request >= p.num_requests) return group;
+    start = 0;
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i)
+      if (i < group.count) end = max(end, min(ends[i], p.num_columns));
   }
   if (start >= end) return group;
   group.first_tile = start / TILE;
