@@ -14,6 +14,7 @@
 #define append_if_reaches ptx_append_if_reaches
 #define append_if ptx_append_if
 #define load_once_16_if ptx_load_once_16_if
+#define load_more_16_if ptx_load_more_16_if
 #include "topk_ptx.cuh"
 #undef inclusive_scan
 #undef count_at
@@ -24,6 +25,7 @@
 #undef append_if_reaches
 #undef append_if
 #undef load_once_16_if
+#undef load_more_16_if
 
 static void count_at(u32 address) { ++at<u32>(address); }
 static u32 next_number(u32 address) { return at<u32>(address)++; }
@@ -57,6 +59,10 @@ static float4 load_once_16(const float* source) {
 }
 static float4 load_once_16_if(bool condition, const float* source) {
   return condition ? load_once_16(source) : float4{1e30f, 1e30f, 1e30f, 1e30f};
+}
+
+static void load_more_16_if(bool condition, const float* source, float4& value) {
+  if (condition) value = load_once_16(source);
 }
 
 #include "indexer_candidates.cuh"
