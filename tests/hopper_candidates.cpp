@@ -14,7 +14,6 @@
 #define append_if_reaches ptx_append_if_reaches
 #define append_if ptx_append_if
 #define load_once_16_if ptx_load_once_16_if
-#define load_more_16_if ptx_load_more_16_if
 #include "topk_ptx.cuh"
 #undef inclusive_scan
 #undef count_at
@@ -25,7 +24,6 @@
 #undef append_if_reaches
 #undef append_if
 #undef load_once_16_if
-#undef load_more_16_if
 
 static void count_at(u32 address) { ++at<u32>(address); }
 static u32 next_number(u32 address) { return at<u32>(address)++; }
@@ -61,10 +59,6 @@ static float4 load_once_16_if(bool condition, const float* source) {
   return condition ? load_once_16(source) : float4{1e30f, 1e30f, 1e30f, 1e30f};
 }
 
-static void load_more_16_if(bool condition, const float* source, float4& value) {
-  if (condition) value = load_once_16(source);
-}
-
 #include "indexer_candidates.cuh"
 
 template <int HEADS>
@@ -84,4 +78,4 @@ extern "C" int select_in_one(const void* params, int heads, int ctas, int seed) 
 }
 extern "C" int bytes_of_params() { return sizeof(SelectionParams); }
 // Rows that were chosen of scores, as only top-k of whole rows allows the next launch.
-extern "C" int rows_again() { return allowing / CandidatesLayout<64>::CONSUMERS; }
+extern "C" int rows_again() { return allowing / CandidatesLayout<64>::CHOOSERS; }

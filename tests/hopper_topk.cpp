@@ -11,7 +11,6 @@
 #define count_at ptx_count_at
 #define set_if ptx_set_if
 #define load_once_16_if ptx_load_once_16_if
-#define load_more_16_if ptx_load_more_16_if
 #define send_8 ptx_send_8
 #define send_4 ptx_send_4
 #define mbarrier_init ptx_mbarrier_init
@@ -45,7 +44,6 @@
 #undef count_at
 #undef set_if
 #undef load_once_16_if
-#undef load_more_16_if
 #undef send_8
 #undef send_4
 #undef mbarrier_init
@@ -146,10 +144,6 @@ static u32 inclusive_scan(u32 value) {
 }
 static float4 load_once_16_if(bool condition, const float* source) {
   return condition ? load_once_16(source) : float4{1e30f, 1e30f, 1e30f, 1e30f};
-}
-
-static void load_more_16_if(bool condition, const float* source, float4& value) {
-  if (condition) value = load_once_16(source);
 }
 
 // Packets land in any order, while somebody waits for them. A barrier's phase is over when all have arrived and as

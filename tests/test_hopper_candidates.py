@@ -116,6 +116,6 @@ def test_hard_rows(library: ctypes.CDLL, launches: dict[str, Any], kind: str) ->
     for seed, sms in enumerate((7, 12)):
         launches["sms"], launches["seed"] = sms, seed
         indices, counts, _ = choose(given, topk, block_size)
-        print(kind, library.rows_again())
+        print(kind, library.rows_again(), [sorted(set(w) ^ set(g)) for w, g in zip(wanted.tolist(), indices.tolist())], [[scale[c].item() for c in sorted(set(w) ^ set(g)) if c >= 0] for w, g in zip(wanted.tolist(), indices.tolist())])
         assert torch.equal(counts, valid)
         assert torch.equal(indices, wanted)

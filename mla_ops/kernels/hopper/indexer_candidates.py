@@ -16,9 +16,9 @@ from .launch import Kernel, reciprocal
 
 CANDIDATES = 128  # of a CTA
 PIECE_ROWS, PIECE_TILES = 4, 64  # rows of a launch, and tiles of a CTA
-SLOTS = 12 * 512  # candidates of a row, registers of the CTA that chooses
-MOST_COLUMNS = 6 * 128 * 512  # bits of chosen columns, and how many are in front of each word, in shared memory
-PLAN = topk.Plan(512, 2, 2, 1, sampled=4096, spare=2)  # by which the last CTA reads a row again
+SLOTS = 12 * 512  # candidates of a row
+MOST_COLUMNS = 6 * 128 * 256  # bits of chosen columns, and how many are in front of each word, in shared memory
+PLAN = topk.Plan(256, 2, 2, 1, sampled=2048, spare=2)  # by which the last CTA reads a row again
 
 
 class Params(ctypes.Structure):
@@ -36,7 +36,7 @@ class Params(ctypes.Structure):
 
 @functools.cache
 def kernel_for(num_heads: int) -> Kernel:
-    threads = 128 * (indexer_logits.warpgroups(num_heads, 1, "BOXES") + 1)
+    threads = 128 * (indexer_logits.warpgroups(num_heads, 1, "BOXES") + 3)
     return Kernel("indexer_candidates.cu", f"indexer_candidates<{num_heads}>", threads)
 
 
@@ -44,7 +44,7 @@ def handed_over(topk: int, pieces: int) -> int:
     """Candidates that each of the pieces of a row has room for, as `Handed` of pieces.cuh."""
     share = topk / pieces
     need = int(share + 4 * math.sqrt(share)) + 5
-    return need + need // 8 + 6
+    return (need + need // 8 + 7) // 2 * 2
 
 
 def takes(num_tokens: int, num_requests: int, num_columns: int, block_size: int, topk_wanted: int, num_sms: int) -> bool:

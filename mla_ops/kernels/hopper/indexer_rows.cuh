@@ -62,8 +62,8 @@ DEVICE Group group_at(const Params& p, int token) {
   if (token >= p.num_tokens) return group;
   const int room = min(TOKENS - token % TOKENS, p.num_tokens - token);
   int start = p.num_columns, end = 0;
-  if constexpr (SOURCE == FLAT) {
-    group.count = room;
+  if constexpr (SOURCE == FLAT || TOKENS == 1) {
+    group.count = SOURCE == FLAT ? room : 1;
 #pragma unroll 4
     for (int i = 0; i < TOKENS; ++i) {
       Bounds row = {0, 0};
@@ -80,7 +80,7 @@ DEVICE Group group_at(const Params& p, int token) {
     }
     const int before = __ldg(p.req_id_per_token + max(token - 1, 0)), request = requests[0];
 #pragma unroll
-    for (int i = 0; i < TOKENS && TOKENS > 1; ++i) hold(requests[i]), hold(ends[i]);
+    for (int i = 0; i < TOKENS; ++i) hold(requests[i]), hold(ends[i]);
     if (token % TOKENS && before == request) return group;
     group.count = 1;
 #pragma unroll

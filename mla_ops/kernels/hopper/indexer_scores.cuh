@@ -10,6 +10,7 @@ constexpr int FULL_L2 = 1 << 18;  // tiles whose scores of one token, 64 MB, are
 
 template <int HEADS_, int TOKENS_, int STAGES_ = 16, int WARPGROUPS_ = 2, int CLUSTER_ = 1>
 struct IndexerLayout {
+  static constexpr int FIRST = 0;           // thread that makes products
   static constexpr int CLUSTER = CLUSTER_;  // CTAs that have the same keys and neighbouring tokens
   // Two warpgroups have two sets of products each, or more have one: then all threads have the same number of registers.
   static constexpr int WARPGROUPS = WARPGROUPS_, SETS = WARPGROUPS == 2 ? 2 : 1;
@@ -431,7 +432,7 @@ struct Stored {
 template <class L, Source SOURCE, class Sink>
 DEVICE void consume(const Params& p, u32 shared, Sink& stored) {
   using S = Share<L::TOKENS, L::WHOLE>;
-  const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7);
+  const int lane = kept(threadIdx.x & 31), warpgroup = uniform((threadIdx.x - L::FIRST) >> 7);
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
   const FreeSlots<L> free_slots(shared);
@@ -533,7 +534,7 @@ DEVICE void consume(const Params& p, u32 shared, Sink& stored) {
       }
     }
     __syncwarp();
-    if constexpr (Sink::PIECE) return stored.end_piece(group, lane);
+    if constexpr (Sink::PIECE) return;
     warp_arrive(shared + L::QUERY_FREE + stage * 8, lane);
     if (++stage == QUERY_STAGES) stage = 0, parity ^= 1;
   }

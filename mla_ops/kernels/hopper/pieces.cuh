@@ -31,6 +31,6 @@ struct Handed {
   DEVICE Handed(int k, int count) {
     const float share = static_cast<float>(k) / count;
     need = static_cast<u32>(share + 4.f * sqrtf(share)) + 5;
-    room = need + need / 8 + 6;
+    room = (need + need / 8 + 7) / 2 * 2;
   }
 };

@@ -8,7 +8,6 @@
 #include "topk_short.cuh"
 
 constexpr u32 SLOTS = 4096, RUN = 4;  // entries; groups of four columns
-constexpr int FIRST_COLUMNS = 8192;   // of a row, asked for before its length is known
 
 // The best of a thread's groups; 0 is none.
 template <int COUNT>
@@ -59,22 +58,12 @@ struct InCluster {
     return (number / RUN * p.cluster + rank) * RUN + number % RUN;
   }
 
-  // The first columns, of those that the tensor has.
-  DEVICE void load_first(const float* scores, int skew) {
-    const int column = 4 * group(0);
-    x[0] = load_once_16_if(column < FIRST_COLUMNS && Held<THREADS, 1>::whole(column, skew, p.num_columns), scores + column);
-  }
-
-  // The others up to `end`.
+  // Columns up to `end`, of those that the tensor has.
   DEVICE void load(const float* scores, int skew, int end) {
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       const int column = 4 * group(i);
-      const bool there = column < end && Held<THREADS, 1>::whole(column, skew, p.num_columns);
-      if (i == 0)
-        load_more_16_if(there && column >= FIRST_COLUMNS, scores + column, x[0]);
-      else
-        x[i] = load_once_16_if(there, scores + column);
+      x[i] = load_once_16_if(column < end && Held<THREADS, 1>::whole(column, skew, p.num_columns), scores + column);
     }
   }
 

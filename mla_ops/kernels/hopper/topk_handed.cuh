@@ -1,57 +1,96 @@
-// The k best columns of a row of which CTAs have handed over candidates, by the last of them.
+// The k best columns of a row of which CTAs have handed over candidates.
 #pragma once
 
 #include "pieces.cuh"
 #include "topk_row.cuh"
 
-// A thread has HANDED candidates at most.
-template <int THREADS, int HANDED = 12>
-struct OfCandidates {
-  const TopkParams& p;
-  Control& control;
-  u32* const bins;
-  u64* const rooms;
-
-  // Chooses and writes, if that is enough: the k-th best candidate is not below any gate, and each CTA had room.
-  DEVICE bool run(i64 number, const TopkParams::Given& given, int end, const Pieces& pieces, const Handed& handed,
-                  const u64* candidates, const u64* gates) {
-    const u32 thread = threadIdx.x, lane = thread % 32;
-    const u32 count = pieces.end - pieces.first, of_room = (1u << 21) / handed.room + 1;  // slots are below 2^13
-    if (handed.room > CANDIDATES || count * handed.room > HANDED * THREADS) return false;
-    const u64 head = thread < count ? gates[pieces.first + thread] : 0;
-    const u64* const from = candidates + pieces.first * CANDIDATES;
-    Slots<HANDED> slots;
-#pragma unroll
-    for (int i = 0; i < HANDED; ++i) {
-      const u32 slot = i * THREADS + thread, piece = slot * of_room >> 21;
-      slots.entries[i] = 0;
-      if (piece < count) slots.entries[i] = from[piece * CANDIDATES + slot - piece * handed.room];
-    }
-    InCluster<THREADS, 1> writer(p, control, bins, rooms, 0);
-    writer.begin({p.scores + number * p.pitch, 0, end, 0});
-    writer.clear_words();
-    u32* const haves = reinterpret_cast<u32*>(rooms);
-    const u32 gate = __reduce_max_sync(~0u, static_cast<u32>(head >> 32));
-    if (thread < count) haves[thread] = static_cast<u32>(head);
-    if (lane == 0) control.sums[0][thread / 32] = gate;
-    meet<THREADS>();
-    const u32 highest = __reduce_max_sync(~0u, control.sums[0][lane % (THREADS / 32)]);
-    if (highest == ~0u) return false;
-#pragma unroll
-    for (int i = 0; i < HANDED; ++i) {
-      const u32 slot = i * THREADS + thread, piece = slot * of_room >> 21;
-      if (piece >= count || slot - piece * handed.room >= haves[piece]) slots.entries[i] = 0;
-    }
-    const u64 threshold = select<THREADS, true, FAILURE>(control, bins, slots, p.k, highest, SHIFT_OF_GATED);
-    if (threshold == 0) return false;
-    if (thread == 0) p.lengths[number] = p.k;
-    writer.write(slots, threshold, number, given.request);
-    return true;
-  }
+// Candidates of a row, and memory for a choice among them. It lies in shared memory, since registers are few. A dry run
+// does all but write, on data of its own.
+struct alignas(16) Choice {
+  u64* candidates;  // [count, room]
+  u64* gates;       // [count]
+  u64* entries;     // [count, room]
+  u32* words;       // a bit for each column, then how many chosen columns are in front of each word
+  int* chosen;      // [k]
+  u32* haves;       // [count]
+  int row, request, end, k;
+  int rank, count, tiles, dry;
+  Handed handed;
 };
 
-// The row anew, of scores in memory.
+// Chooses and writes, if candidates are enough: the k-th best is not below any gate, and each piece had room.
 template <int THREADS>
-__device__ __noinline__ void choose_of_scores(const TopkParams& p, unsigned char* memory, i64 number) {
-  Selection<THREADS, 2, 2, true, 0>(p, memory).run(number, 0);
+DEVICE bool choose_of_candidates(const TopkParams& p, Control& control, u32* bins, const Choice& c) {
+  constexpr int AT_ONCE = 4;
+  const u32 thread = threadIdx.x, lane = thread % 32;
+  const u32 half = c.handed.room / 2, pairs = c.count * half, of_half = (1u << 22) / half + 1;
+  u32 gate = 0;
+  for (u32 i = thread; i < static_cast<u32>(c.count); i += THREADS) {
+    const u64 head = c.gates[i];
+    c.haves[i] = static_cast<u32>(head), gate = max(gate, static_cast<u32>(head >> 32));
+  }
+  gate = __reduce_max_sync(~0u, gate);
+  if (lane == 0) control.sums[0][thread / 32] = gate;
+  const u32 quads = ((c.end + 127) / 128 + THREADS - 1) / THREADS;
+#pragma unroll 1
+  for (u32 i = 0; i < quads; ++i) reinterpret_cast<uint4*>(c.words)[i * THREADS + thread] = {0, 0, 0, 0};
+  meet<THREADS>();
+  const u32 highest = __reduce_max_sync(~0u, control.sums[0][lane % (THREADS / 32)]);
+  if (highest == ~0u) return false;
+#pragma unroll 1
+  for (u32 first = thread; first < pairs; first += AT_ONCE * THREADS) {
+    uint4 own[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (first + i * THREADS < pairs) own[i] = reinterpret_cast<const uint4*>(c.candidates)[first + i * THREADS];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const u32 pair = first + i * THREADS, piece = static_cast<u64>(pair) * of_half >> 22;
+      if (pair >= pairs) continue;
+      const u32 have = c.haves[piece], at = (pair - piece * half) * 2;
+      if (at >= have) own[i].x = own[i].y = 0;
+      if (at + 1 >= have) own[i].z = own[i].w = 0;
+      reinterpret_cast<uint4*>(c.entries)[pair] = own[i];
+    }
+  }
+  meet<THREADS>();
+  const u64 threshold = select<THREADS, true, FAILURE>(control, bins, Listed<THREADS>{c.entries, 2 * pairs}, c.k,
+                                                       highest, SHIFT_OF_GATED);
+  if (threshold == 0) return false;
+  const u32 at = shared_address(c.words);
+#pragma unroll 4
+  for (u32 i = thread; i < 2 * pairs; i += THREADS) {
+    const u64 entry = c.entries[i];
+    const u32 column = position_of(entry);
+    set_if(entry >= threshold, at + column / 32 * 4, 1u << column % 32);
+  }
+  meet<THREADS>();
+  u32 sum = 0, total;
+  u16* const fronts = reinterpret_cast<u16*>(c.words + 4 * quads * THREADS);
+  uint2* const own = reinterpret_cast<uint2*>(fronts) + thread * quads;
+#pragma unroll 1
+  for (u32 i = 0; i < quads; ++i) {
+    const uint4 bits = reinterpret_cast<const uint4*>(c.words)[thread * quads + i];
+    const u32 second = sum + __popc(bits.x), third = second + __popc(bits.y), fourth = third + __popc(bits.z);
+    own[i] = {sum | second << 16, third | fourth << 16};
+    sum = fourth + __popc(bits.w);
+  }
+  const u32 before = exclusive_scan<THREADS>(control, sum, total) * 0x10001;
+#pragma unroll 1
+  for (u32 i = 0; i < quads; ++i) own[i] = {own[i].x + before, own[i].y + before};
+  meet<THREADS>();
+#pragma unroll 4
+  for (u32 i = thread; i < 2 * pairs; i += THREADS) {
+    const u64 entry = c.entries[i];
+    const u32 column = position_of(entry);
+    if (entry >= threshold) c.chosen[fronts[column / 32] + __popc(c.words[column / 32] & (1u << column % 32) - 1)] = column;
+  }
+  meet<THREADS>();
+  int* const out = p.indices + c.row * p.indices_pitch;
+  const int request = c.request;
+#pragma unroll 4
+  for (u32 i = thread; i < static_cast<u32>(c.k); i += THREADS)
+    if (!c.dry) out[i] = p.translated(c.chosen[i], request);
+  if (thread == 0 && !c.dry) p.lengths[c.row] = c.k;
+  return true;
 }

@@ -78,15 +78,6 @@ DEVICE float4 load_once_16_if(bool condition, const float* source) {
   return v;
 }
 
-// Elements that are not loaded keep their value.
-DEVICE void load_more_16_if(bool condition, const float* source, float4& v) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
-      : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
-      : "l"(source), "r"(static_cast<u32>(condition))
-      : "memory");
-}
-
 // ---- clusters: a release of all threads of a CTA waits for memory, bytes that a barrier counts need none --------------
 
 // Stores to a peer's shared memory; the barrier, which lies there too, counts the bytes when they can be read.

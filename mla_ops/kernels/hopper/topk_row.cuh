@@ -294,10 +294,7 @@ struct Selection {
     clear_bins<THREADS>(bins);
     wait_for_prerequisites();  // only scores may come from the launch in front
     launch_dependents();
-    if constexpr (HELD_BY_CLUSTER > 0) {
-      fast.load_first(row.scores, row.skew);
-      if (p.ahead) fast.load(row.scores, row.skew, p.num_columns + row.skew);
-    }
+    if (HELD_BY_CLUSTER > 0 && p.ahead) fast.load(row.scores, row.skew, p.num_columns + row.skew);
     int start, end;
     p.columns_of(given, start, end);
     const int length = end - start;
