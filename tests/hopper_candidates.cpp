@@ -55,7 +55,9 @@ static float4 load_once_16(const float* source) {
   if (reinterpret_cast<uintptr_t>(source) % 16) abort();
   return {source[0], source[1], source[2], source[3]};
 }
+static bool of_memory;  // a row was chosen of scores in memory
 static float4 load_once_16_if(bool condition, const float* source) {
+  of_memory |= condition;
   return condition ? load_once_16(source) : float4{1e30f, 1e30f, 1e30f, 1e30f};
 }
 
@@ -65,7 +67,7 @@ template <int HEADS>
 int launch(const SelectionParams& p, int ctas, int seed) {
   using L = CandidatesLayout<HEADS>;
   shared_size = L::BYTES;
-  begun.clear(), barriers.clear(), flights.clear(), waited.clear(), early = false, failures = allowing = 0;
+  begun.clear(), barriers.clear(), flights.clear(), waited.clear(), early = of_memory = false, failures = 0;
   simt::launch(ctas, 1, L::THREADS, L::BYTES, seed, [&] { make_candidates<L>(p, 0, simt::shared_memory()); });
   return early || failures || waited.size() != static_cast<size_t>(ctas) ? 3 : 0;
 }
@@ -77,5 +79,4 @@ extern "C" int select_in_one(const void* params, int heads, int ctas, int seed) 
   return heads == 64 ? launch<64>(p, ctas, seed) : launch<32>(p, ctas, seed);
 }
 extern "C" int bytes_of_params() { return sizeof(SelectionParams); }
-// Rows that were chosen of scores, as only top-k of whole rows allows the next launch.
-extern "C" int rows_again() { return allowing / CandidatesLayout<64>::CHOOSERS; }
+extern "C" int chosen_of_memory() { return of_memory; }

@@ -95,8 +95,7 @@ void named_barrier() {
 static void cluster_meet() { simt::meet_cluster_but_those_that_left(); }
 static void cluster_arrive() {}
 static void cluster_wait() { cluster_meet(); }
-static int allowing;  // threads that have allowed the next launch
-static void launch_dependents() { ++allowing; }
+static void launch_dependents() {}
 
 // CTAs of which a thread has waited for the launch in front, whose memory is written over; whether that was too early.
 static std::set<int> waited;

@@ -74,7 +74,11 @@ KERNELS = [
     for kernel in module.kernels()
 ]
 KERNELS += [Variant(k.source, k.name, k.threads, cache.Params, blocks=8) for k in cache.KERNELS.values()]
-KERNELS += [Variant(k.source, k.name, k.threads, topk.Params, blocks=k.ctas) for k in topk.KERNELS]
+KERNELS += [
+    Variant(k.source, k.name, k.threads, indexer_candidates.SelectionParams, padding=-PARAMS_OFFSET % 64)
+    for k in indexer_candidates.kernels()
+]
+KERNELS += [Variant(k.source, k.name, k.threads, topk.TopkParams, blocks=k.ctas) for k in topk.KERNELS]
 KERNELS += [
     Variant(kernel.source, kernel.name, kernel.threads, merge_parts.Params, blocks=4)
     for kernel in merge_parts.kernels()
@@ -130,17 +134,23 @@ def compile_lines(source: str, lines: list[str], folder: Path) -> None:
 
 
 def compile_offsets(source: str, params: type[ctypes.Structure], folder: Path) -> None:
-    """Compiles that each field of a source's `struct Params` is where the host puts it."""
-    lines = [f'static_assert(sizeof(Params) == {ctypes.sizeof(params)}, "size");']
+    """Compiles that each field of a source's struct, which has the class's name, is where the host puts it."""
+    struct = params.__name__
+    lines = [f'static_assert(sizeof({struct}) == {ctypes.sizeof(params)}, "size");']
     for name, offset, size, _ in fields_of(params):
-        lines.append(f'static_assert(__INTADDR__(&((Params*)0)->{name}) == {offset}, "{name}");')
-        lines.append(f'static_assert(sizeof(((Params*)0)->{name}) == {size}, "{name}");')
+        lines.append(f'static_assert(__INTADDR__(&(({struct}*)0)->{name}) == {offset}, "{name}");')
+        lines.append(f'static_assert(sizeof((({struct}*)0)->{name}) == {size}, "{name}");')
     compile_lines(source, lines, folder)
 
 
 # numbers that host and kernels both have: source, its expression, the host's number
 SHARED_NUMBERS = [
     ("cache.cu", "WARPS", cache.WARPS),
+    ("indexer_candidates.cu", "CANDIDATES", indexer_candidates.CANDIDATES),
+    ("indexer_candidates.cu", "PIECE_ROWS", indexer_candidates.PIECE_ROWS),
+    ("indexer_candidates.cu", "PIECE_TILES", indexer_candidates.PIECE_TILES),
+    ("indexer_candidates.cu", "MOST_SLOTS", indexer_candidates.MOST_SLOTS),
+    ("indexer_candidates.cu", "MOST_COLUMNS", indexer_candidates.MOST_COLUMNS),
     ("indexer_logits.cu", "TILE", indexer_logits.TILE),
     ("merge_parts.cu", "THREADS", merge_parts.THREADS),
     ("sparse_attention.cu", "TILE_KEYS", launch.TILE_KEYS),

@@ -34,7 +34,7 @@ def run(
 
 
 def test_the_host_lays_out_what_the_kernel_reads(library: ctypes.CDLL) -> None:
-    assert library.bytes_of_params() == ctypes.sizeof(topk.Params)
+    assert library.bytes_of_params() == ctypes.sizeof(topk.TopkParams)
     assert library.bytes_of_control() == topk.CONTROL_BYTES
 
 

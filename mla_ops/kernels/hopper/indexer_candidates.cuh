@@ -16,6 +16,8 @@ struct SelectionParams {
   u64* counters;    // [rows]: CTAs that have handed over, with the launch's number; 0 before and after
 };
 
+// Candidates of a row; columns, for each of which there is a bit, and for each 32 how many chosen ones are in front.
+constexpr int MOST_SLOTS = 12 * 512, MOST_COLUMNS = 6 * 128 * 256;
 constexpr int DRY_PIECES = 4, DRY_TILES = 8, DRY_WANTED = 64;
 
 template <int HEADS>
@@ -25,7 +27,7 @@ struct CandidatesLayout : ScoresLayout<HEADS, 1, BOXES> {
   static constexpr int CONTROL = (Scores::BYTES + 15) / 16 * 16, BIN = CONTROL + sizeof(Control);
   static constexpr int KEPT = BIN + BINS * 4, DRY = KEPT + PIECE_TILES * TILE * 4;
   // Of a choice, where keys were before: entries, how many each piece has, the columns, bits.
-  static constexpr int ENTRIES = 0, HAVES = ENTRIES + 12 * 512 * 8, CHOSEN = HAVES + 256 * 4, WORDS = CHOSEN + 4096 * 4;
+  static constexpr int ENTRIES = 0, HAVES = ENTRIES + MOST_SLOTS * 8, CHOSEN = HAVES + 256 * 4, WORDS = CHOSEN + 4096 * 4;
   // Of a dry run.
   static constexpr int DRY_BIN = DRY + sizeof(Control), DRY_KEPT = DRY_BIN + BINS * 4;
   static constexpr int DRY_HANDED = DRY_KEPT + DRY_TILES * TILE * 4, DRY_GATES = DRY_HANDED + DRY_PIECES * CANDIDATES * 8;
@@ -33,6 +35,7 @@ struct CandidatesLayout : ScoresLayout<HEADS, 1, BOXES> {
   static constexpr int DRY_CHOSEN = DRY_HAVES + 16, DRY_WORDS = DRY_CHOSEN + DRY_WANTED * 4;
   static constexpr int CHOICE = DRY_WORDS + CHOOSERS * 24, BYTES = CHOICE + sizeof(Choice);
   static_assert(BYTES <= 232448, "more shared memory than an SM has");
+  static_assert(WORDS + MOST_COLUMNS / 128 * 24 <= Scores::SCALE, "a choice has room where keys were");
   static_assert(WORDS % 16 == 0 && DRY_WORDS % 16 == 0 && DRY_HANDED % 16 == 0, "words are cleared by fours");
 };
 
@@ -186,7 +189,9 @@ DEVICE void choose(const SelectionParams& all, u32 shared, unsigned char* memory
     chosen = choose_of_candidates<THREADS>(p, control, bins, choice);
     meet<THREADS>();  // nobody reads what is written next
   }
-  if (!chosen) Selection<THREADS, 2, 2, true, 0>(p, memory).run(choice.row, 0);
+  if (chosen) return;
+  Control& control = *reinterpret_cast<Control*>(memory + L::CONTROL);
+  choose_of_scores<THREADS>(p, control, reinterpret_cast<u32*>(memory + L::BIN), choice.row, choice.end, choice.request);
 }
 
 // The warps that bring keys: this CTA's piece.

@@ -30,7 +30,7 @@ SM_SHARED_BYTES = 228 * 1024
 ALONE_BYTES = SM_SHARED_BYTES // 2 - RESERVED_SHARED_BYTES + 16
 
 
-class Params(ctypes.Structure):
+class TopkParams(ctypes.Structure):
     """The struct of topk_params.cuh."""
 
     _fields_ = [
@@ -64,7 +64,7 @@ class Params(ctypes.Structure):
     ]
 
 
-pack_params = packer(Params)
+pack_params = packer(TopkParams)
 
 
 class Plan(NamedTuple):

@@ -87,12 +87,6 @@ struct InCluster {
   // The barrier of a CTA: the first one's waits for what all hand over, another's for the verdict.
   DEVICE u32 barrier_of(u32 cta) const { return peer_address(shared_address(&control.met), cta); }
 
-  // No column is chosen.
-  DEVICE void clear_words() {
-#pragma unroll 1
-    for (u32 i = 0; i < quads; ++i) reinterpret_cast<uint4*>(words)[i * THREADS + threadIdx.x] = {0, 0, 0, 0};
-  }
-
   // No column is chosen, and the barriers are there for whoever the cluster's barrier lets go on.
   DEVICE void clear() {
     if (threadIdx.x == 0) {
@@ -103,9 +97,10 @@ struct InCluster {
     }
     if (rank == 0) {
       if (threadIdx.x >= p.cluster && threadIdx.x < MAX_CLUSTER) control.gates[threadIdx.x] = 0;
-      clear_words();
+#pragma unroll 1
+      for (u32 i = 0; i < quads; ++i) reinterpret_cast<uint4*>(words)[i * THREADS + threadIdx.x] = {0, 0, 0, 0};
     }
-    meet<THREADS>();  // bins are at 0
+    __syncthreads();  // bins are at 0
     cluster_arrive();
   }
 
@@ -153,7 +148,7 @@ struct InCluster {
   // Whether all is done; the same in all CTAs.
   DEVICE bool finish(u32 gate, i64 number, int request) {
     constexpr int OWN = SLOTS / THREADS;
-    meet<THREADS>();
+    __syncthreads();
     if (threadIdx.x == 0) {
       const u32 have = control.have, barrier = barrier_of(0);
       send_8(peer_address(shared_address(&control.gates[rank]), 0), barrier,
@@ -190,7 +185,7 @@ struct InCluster {
       const u32 column = position_of(slots.entries[i]);
       set_if(slots.entries[i] >= threshold, at + column / 32 * 4, 1u << column % 32);
     }
-    meet<THREADS>();
+    __syncthreads();
     u32 sum = 0, total;
     uint2* const own = reinterpret_cast<uint2*>(fronts) + threadIdx.x * quads;
 #pragma unroll 1
@@ -203,7 +198,7 @@ struct InCluster {
     const u32 before = exclusive_scan<THREADS>(control, sum, total) * 0x10001;
 #pragma unroll 1
     for (u32 i = 0; i < quads; ++i) own[i] = {own[i].x + before, own[i].y + before};
-    meet<THREADS>();
+    __syncthreads();
     int* const chosen = reinterpret_cast<int*>(rooms);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
@@ -212,21 +207,17 @@ struct InCluster {
       if (slots.entries[i] >= threshold)
         chosen[fronts[column / 32] + __popc(words[column / 32] & (1u << column % 32) - 1)] = column - row.skew;
     }
-    meet<THREADS>();
+    __syncthreads();
     int* out = p.indices + number * p.indices_pitch;
     hold(out);
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < p.k; i += THREADS) out[i] = p.translated(chosen[i], request);
   }
 
-  DEVICE void begin(const Row& of_row) {
+  DEVICE bool run(i64 number, int request, const Row& of_row) {
     row = of_row;
     quads = ((row.end + 127) / 128 + THREADS - 1) / THREADS;
     fronts = reinterpret_cast<u16*>(words + 4 * quads * THREADS);
-  }
-
-  DEVICE bool run(i64 number, int request, const Row& of_row) {
-    begin(of_row);
     if (!p.ahead) load(row.scores, row.skew, row.end);
     clear();
     const FirstBins first_bins(control, bins, true);

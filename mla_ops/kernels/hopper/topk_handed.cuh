@@ -2,7 +2,7 @@
 #pragma once
 
 #include "pieces.cuh"
-#include "topk_row.cuh"
+#include "topk_params.cuh"
 
 // Candidates of a row, and memory for a choice among them. It lies in shared memory, since registers are few. A dry run
 // does all but write, on data of its own.
@@ -93,4 +93,65 @@ DEVICE bool choose_of_candidates(const TopkParams& p, Control& control, u32* bin
     if (!c.dry) out[i] = p.translated(c.chosen[i], request);
   if (thread == 0 && !c.dry) p.lengths[c.row] = c.k;
   return true;
+}
+
+// Scores of a row that begins at a multiple of 16 bytes, read from memory each time.
+template <int THREADS>
+struct InMemory {
+  static constexpr int VECTORS = 4;
+  const float* scores;
+  int end;
+
+  template <class F>
+  DEVICE void each(F use) const {
+#pragma unroll 1
+    for (int first = 4 * threadIdx.x; first < end; first += 4 * VECTORS * THREADS) {
+      float4 x[VECTORS];
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i)
+        x[i] = load_once_16_if(first + 4 * i * THREADS < end, scores + first + 4 * i * THREADS);
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        const int column = first + 4 * i * THREADS;
+        if (column < end) use(key_of(x[i].x), ~column);
+        if (column + 1 < end) use(key_of(x[i].y), ~(column + 1));
+        if (column + 2 < end) use(key_of(x[i].z), ~(column + 2));
+        if (column + 3 < end) use(key_of(x[i].w), ~(column + 3));
+      }
+    }
+  }
+};
+
+// Chooses and writes, of scores in memory: slow, for rows whose candidates are not enough.
+template <int THREADS>
+DEVICE void choose_of_scores(const TopkParams& p, Control& control, u32* bins, i64 row, int end, int request) {
+  constexpr int OWN = 16;  // columns of a thread at one time
+  const float* const scores = p.scores + row * p.pitch;
+  u64 threshold = entry_of(NAN_KEY, ~0u);
+  clear_bins<THREADS>(bins);
+  meet<THREADS>();
+  if (end > p.k) threshold = select<THREADS>(control, bins, InMemory<THREADS>{scores, end}, p.k, 1, SHIFT_OF_ALL);
+  int* const out = p.indices + row * p.indices_pitch;
+  u32 done = 0, parity = 0;
+#pragma unroll 1
+  for (int first = 0; first < end; first += OWN * THREADS, parity ^= 1) {
+    const int own = first + OWN * threadIdx.x;
+    u32 mask = 0, total;
+#pragma unroll
+    for (int i = 0; i < OWN; i += 4) {
+      const float4 x = load_once_16_if(own + i < end, scores + own + i);
+      const float values[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        mask |= static_cast<u32>(own + i + j < end && entry_of(key_of(values[j]), own + i + j) >= threshold) << (i + j);
+    }
+    const u32 count = __popc(mask), behind = inclusive_scan(count), of_warp = __shfl_sync(~0u, behind, 31);
+    u32 place = done + before_warp<THREADS>(control, of_warp, parity, total) + behind - count;
+#pragma unroll 1
+    for (; mask; mask &= mask - 1) out[place++] = p.translated(own + __ffs(mask) - 1, request);
+    done += total;
+  }
+#pragma unroll 1
+  for (u32 i = done + threadIdx.x; i < static_cast<u32>(p.k); i += THREADS) out[i] = -1;
+  if (threadIdx.x == 0) p.lengths[row] = done;
 }

@@ -90,7 +90,7 @@ struct Selection {
       own.keys[i][0] = key_of(x[i].x) & there, own.keys[i][1] = key_of(x[i].y) & there;
       own.keys[i][2] = key_of(x[i].z) & there, own.keys[i][3] = key_of(x[i].w) & there;
     }
-    meet<THREADS>();  // bins are at 0
+    __syncthreads();  // bins are at 0
     const bool few_wanted = rank >= 32 && rank < 2 * p.sampled;
     return static_cast<u32>(select<THREADS, false, MORE>(control, bins, own, rank, FirstBins::least_of(few_wanted),
                                                          FirstBins::shift_of(few_wanted), rank / p.spare + 2) >>
@@ -157,7 +157,7 @@ struct Selection {
       u32* const key = reinterpret_cast<u32*>(entries + i) + 1;
       *key = key_of(__uint_as_float(*key));
     }
-    meet<THREADS>();
+    __syncthreads();
   }
 
   // All of this CTA's part, whose first chunk is in `next`. Returns the number of entries.
@@ -206,7 +206,7 @@ struct Selection {
       }
       have += total;
       if (have + CHUNK > p.capacity && at + STEP < vectors) {
-        meet<THREADS>();
+        __syncthreads();
         order(ordered, have);
         const u64 threshold = keep_best<THREADS>(control, bins, entries, have, p.k, least);
         have = ordered = p.k;
@@ -214,7 +214,7 @@ struct Selection {
       }
       parity ^= 1;
     }
-    meet<THREADS>();
+    __syncthreads();
     order(ordered, have);
     return have;
   }
@@ -250,7 +250,7 @@ struct Selection {
           const u32 taken = min(counts[other] - at, p.capacity - have);
           for (u32 i = threadIdx.x; i < taken; i += THREADS) entries[have + i] = theirs[at + i];
           have += taken, at += taken;
-          meet<THREADS>();
+          __syncthreads();
         }
       }
     }
@@ -269,7 +269,7 @@ struct Selection {
       return;
     }
     each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) { entries[place] = entry; });
-    meet<THREADS>();
+    __syncthreads();
     sort<THREADS>(entries, wanted);
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < p.k; i += THREADS)
@@ -307,7 +307,7 @@ struct Selection {
       if (rank > 0) return;
       Held<THREADS, HELD, (THREADS < 1024)> held(4 * row_first, row_vectors);
       held.load(row.scores, row.skew, p.num_columns);
-      meet<THREADS>();  // bins are at 0
+      __syncthreads();  // bins are at 0
       const FirstBins first_bins(control, bins, length > 2 * p.k);
       held.count(row, p.num_columns, first_bins);
       return held.choose(p, control, bins, number, given.request, row, first_bins);

@@ -121,7 +121,7 @@ struct Held {
             : select<THREADS, true, ALL ? NOTHING : MORE>(control, bins, *this, p.k, first_bins.least, first_bins.shift, 0,
                                                           true);
     const u32 count = collect(control, threshold, entries);
-    meet<THREADS>();
+    __syncthreads();
     if (p.sorted) sort<THREADS>(entries, count);
     int* out = p.indices + number * p.indices_pitch;
     hold(out);
@@ -147,7 +147,7 @@ DEVICE void select_short(const TopkParams& p, unsigned char* shared, i64 number)
   held.load(scores, skew, p.num_columns);
   TopkParams::Given given = p.given_of(number);
   clear_bins<THREADS>(bins);
-  meet<THREADS>();
+  __syncthreads();
   hold(given.start), hold(given.end), hold(given.request);  // waited for behind the barrier, not in front of it
   int start, end;
   p.columns_of(given, start, end);
