@@ -234,6 +234,10 @@ def _warm_up_indexer(
         for table in (short, long):
             for translate in (False, True):
                 ops.select_keys(q, cache, weights, ones, table, zeros, topk, index_format, translate=translate)
+        if device.type == "cuda":  # few rows of long contexts are one launch
+            few = slice(0, 4)
+            longest = short.repeat(min(count, 4), 32 * 1024 // block_size + 1)
+            ops.select_keys(q[few], cache, weights[few], ones[few], longest, zeros[few], topk, index_format)
         # kernels are chosen by the tokens of a request
         for num_requests in {1, *(max(count // each, 1) for each in (1, 2, 4))}:
             requests = short.repeat(num_requests, 1)

@@ -38,8 +38,8 @@ class Case(NamedTuple):
     """A kernel at small shapes.
 
     Attributes:
-        keys: cache format and width of a key, or "prefill", "parts", "shares", "index scores", "topk", "select"
-            or "writes".
+        keys: cache format and width of a key, or "prefill", "parts", "shares", "index scores", "topk", "select",
+            "candidates" or "writes".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scales float16 does not hold together.
@@ -87,6 +87,7 @@ CASES = {
         Case("index scores"),
         Case("topk"),
         Case("select"),
+        Case("candidates"),
         Case("writes"),
     )
 }
@@ -378,6 +379,35 @@ def chosen_by_parts(tool: str) -> None:
             assert torch.equal(counts.cpu(), valid)
 
 
+def chosen_in_one_launch(tool: str) -> None:
+    """Two rows of keys by one launch: of candidates, or of scores in memory where too many are equal."""
+    import torch
+    from topk_oracle import hard_rows, topk_oracle
+
+    from mla_ops.kernels.hopper import indexer_candidates, indexer_logits, select_keys
+
+    indexer_logits.num_sms = lambda _: 16
+    indexer_candidates.takes = lambda *_: True
+    e4m3, num_blocks, topk_wanted = torch.float8_e4m3fn, 140, 50
+    lengths = torch.tensor([140 * 64, 8300], dtype=torch.int32)
+    q, weights = torch.zeros(2, 64, 128), torch.zeros(2, 64)
+    q[:, 5, 77], weights[:, 5] = 1, 1
+    table = torch.arange(num_blocks, dtype=torch.int32).repeat(2, 1)
+    given = [x.cuda() for x in (weights, lengths, table, torch.arange(2, dtype=torch.int32))]
+    for kind in ("normal", "equal") if tool == "memcheck" else ("normal",):
+        scale = hard_rows(kind, 1, num_blocks * 64)[0]
+        cache = torch.empty(num_blocks, 64 * 132, dtype=torch.uint8)
+        cache[:, : 64 * 128] = torch.ones(1).to(e4m3).view(torch.uint8)
+        cache[:, 64 * 128 :] = scale.view(num_blocks, 64).view(torch.uint8)
+        indices = torch.zeros(2, topk_wanted, dtype=torch.int32, device="cuda")
+        counts = torch.zeros(2, dtype=torch.int32, device="cuda")
+        rest = cache.view(num_blocks, 64, 132).cuda(), *given, topk_wanted, "fp8_index"
+        select_keys.select_keys(q.to(e4m3).cuda(), *rest, indices=indices, valid_counts=counts)
+        wanted, valid = topk_oracle(scale.expand(2, -1), topk_wanted, None, lengths)
+        assert torch.equal(indices.cpu(), wanted)
+        assert torch.equal(counts.cpu(), valid)
+
+
 def writes(tool: str) -> None:
     """Every kernel of the caches' writes, sources at any element, blocks in a larger memory, wild slots."""
     import torch
@@ -415,6 +445,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
         "index scores": index_scores,
         "topk": best,
         "select": chosen_by_parts,
+        "candidates": chosen_in_one_launch,
         "writes": writes,
     }
     others[case.keys](tool) if case.keys in others else attend(case, tool)

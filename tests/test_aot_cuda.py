@@ -21,6 +21,7 @@ from mla_ops.kernels.cuda.sources import Sources
 from mla_ops.kernels.hopper import (
     balance,
     cache,
+    indexer_candidates,
     indexer_logits,
     launch,
     merge_parts,

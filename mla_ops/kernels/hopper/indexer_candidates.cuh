@@ -1,7 +1,7 @@
 // A CTA of `indexer_candidates.cu`: scores of a piece of a row, its best as candidates, and the row's best if it is last.
 //
-// A warpgroup chooses. Code that runs once, behind the last tile, would come from memory line by line. So they run all of
-// it on other data first, while the others make scores: a dry run, whose results nobody reads.
+// Two warpgroups choose. Code that runs once, behind the last tile, would come from memory line by line. So they run all
+// of it on other data first, while the others make scores: a dry run, whose results nobody reads.
 #pragma once
 
 #include "counters.cuh"
@@ -53,10 +53,12 @@ struct Counted : Stored<L, BOXES> {
   const FirstBins first_bins;
   u32 next;  // address of the next score that this lane keeps; of lanes in pairs the first has one
 
-  DEVICE Counted(const SelectionParams& params, u32 shared, unsigned char* memory)
-      : Base(params.scores), first_bins(*reinterpret_cast<Control*>(memory + L::CONTROL), reinterpret_cast<u32*>(memory + L::BIN), true) {
+  DEVICE Counted(const Params& params, u32 shared, unsigned char* memory)
+      : Base(params),
+        first_bins(*reinterpret_cast<Control*>(memory + L::CONTROL), reinterpret_cast<u32*>(memory + L::BIN), true) {
     const u32 thread = threadIdx.x - L::FIRST, lane = thread % 32;
-    next = shared + L::KEPT + ((thread >> 7) * TILE + (thread >> 5 & 3) * 16 + lane / 4 + Share<1, false>::first_row(lane) * 8) * 4;
+    const u32 key = (thread >> 5 & 3) * 16 + lane / 4 + Share<1, false>::first_row(lane) * 8;
+    next = shared + L::KEPT + ((thread >> 7) * TILE + key) * 4;
   }
 
   DEVICE void put(int t, int column, float score) {
@@ -94,7 +96,7 @@ DEVICE void hand_over(Control& control, u32* bins, const float* kept, const Choi
     least = select<THREADS, false, MORE>(control, bins, scores, handed.need, FirstBins::least_of(true),
                                          FirstBins::shift_of(true), handed.room - handed.need, true) >>
             32;
-    least = max(least, 1u);
+    if (least <= LOWEST_KEY) least = ~0u;  // columns that the row does not have would reach it
     u32 own = 0;
 #pragma unroll 4
     for (u32 i = threadIdx.x; i < count; i += THREADS) own += key_of(kept[i]) >= least;
@@ -242,7 +244,6 @@ DEVICE void make_candidates(const SelectionParams& all, u32 shared, unsigned cha
   }
   wait_for_prerequisites();
   if (chooses) return choose<L>(all, shared, memory);
-  Counted<L> counted(all, shared, memory);
-  consume<L, BOXES>(p, shared, counted);
+  consume<L, BOXES, Counted<L>>(p, shared, shared, memory);
   if (load_shared_16(shared + L::GROUP).y) meet_choosers<L>();
 }

@@ -429,12 +429,13 @@ struct Stored {
   }
 };
 
-template <class L, Source SOURCE, class Sink>
-DEVICE void consume(const Params& p, u32 shared, Sink& stored) {
+template <class L, Source SOURCE, class Sink = Stored<L, SOURCE>, class... Rest>
+DEVICE void consume(const Params& p, u32 shared, Rest... rest) {
   using S = Share<L::TOKENS, L::WHOLE>;
   const int lane = kept(threadIdx.x & 31), warpgroup = uniform((threadIdx.x - L::FIRST) >> 7);
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
+  Sink stored(p, rest...);
   const FreeSlots<L> free_slots(shared);
   float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
   Slot done = {warpgroup, 0}, ahead = done;  // slots whose products are summed up next, and begun next
@@ -593,8 +594,7 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
     wait_for_prerequisites();  // they may read what this launch writes over
-    Stored<L, SOURCE> stored(p);
-    consume<L, SOURCE>(p, shared, stored);
+    consume<L, SOURCE>(p, shared);
   }
   if (L::CLUSTER > 1) cluster_meet();  // no CTA leaves while another one copies to it or arrives at its barriers
 }

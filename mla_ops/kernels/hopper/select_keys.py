@@ -1,7 +1,8 @@
 """The best keys of query tokens of the indexer on SM90: scores, then top-k, in memory that has a bound.
 
 Scores of as many tokens as there is room for are made at one time, and chosen from by the next launch. Each launch
-begins beside the end of the one in front, and waits for it before it touches the scores.
+begins beside the end of the one in front, and waits for it before it touches the scores. A few rows of long contexts
+are one launch (indexer_candidates.py).
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def select_keys(
         ((_, scores),) = _parts(num_tokens, num_columns, q.device)
         given = q, index_cache, weights, lengths, block_table, req_id_per_token, topk, cache_format, block_size
         rest = {"scores": scores, "indices": indices, "valid_counts": valid_counts}
-        return indexer_candidates.select_keys(*given, translate=translate, **rest)
+        indexer_candidates.select_keys(*given, translate=translate, **rest)
+        return
     slots = {"block_table": block_table, "block_size": block_size} if translate else {}
     for part, scores in _parts(num_tokens, num_columns, q.device):
         ends, requests = lengths[part], req_id_per_token[part]
