@@ -126,7 +126,7 @@ DEVICE void attend(const Params& p) {
         const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, sums, seen);
         if constexpr (BY_GROUPS) {
           // Code of turns by group lies behind the row's end: ptxas puts what comes back to the loop's begin last.
-          if (PERSISTENT) named_barrier<SCORE_BARRIER, 128>();  // else it takes rows to differ within a warp, and spills
+          named_barrier<SCORE_BARRIER, 128>();  // else it takes rows to differ within a warp, and spills
           int next = uniform(opaque(later == LEFT_BY_GROUP));
           if (next == 0) {
             freed = later, seen = 0;
@@ -136,7 +136,9 @@ DEVICE void attend(const Params& p) {
           next = opaque(next);
           if (next < 0) break;
           if (next > 0) {
-            score_by_group<L, SCORE_BARRIER, PERSISTENT>(p, row, shared, opaque(thread), at, sums, seen != 0);
+            Row own = row;
+            if (LAUNCH == Launch::CLUSTERS) own.token = token_of(p), own.tile = divide(cluster_index(p), p.of_parts);  // registers are few
+            score_by_group<L, SCORE_BARRIER, PERSISTENT>(p, own, shared, opaque(thread), at, sums, seen != 0);
             seen = 2;
             if (LAUNCH == Launch::BALANCED) store_shared_4(shared + L::ROUGH, 1);
           }
