@@ -100,9 +100,10 @@ DEVICE void fit_queries(const Params& p, const Row& row, u32 shared, int thread)
   named_barrier<BARRIER, 128>();
 }
 
-// Whether a launch has such turns. Rows in shares have none, whose bits are those of narrower tiles.
+// Whether a launch has such turns. Rows in shares have none, whose bits are those of narrower tiles, and rows shared
+// evenly have no registers for them.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
-constexpr bool TURNS_BY_GROUP = HEADS == 64 && FORMAT == FP8_DS_MLA && !in_shares(LAUNCH);
+constexpr bool TURNS_BY_GROUP = HEADS == 64 && FORMAT == FP8_DS_MLA && !in_shares(LAUNCH) && LAUNCH != Launch::BALANCED;
 
 // Scores and weights of the turns that are left of a row, from this one on.
 template <class L, int BARRIER, bool PERSISTENT>

@@ -140,7 +140,6 @@ DEVICE void attend(const Params& p) {
             if (LAUNCH == Launch::CLUSTERS) own.token = token_of(p), own.tile = divide(cluster_index(p), p.of_parts);  // registers are few
             score_by_group<L, SCORE_BARRIER, PERSISTENT>(p, own, shared, opaque(thread), at, sums, seen != 0);
             seen = 2;
-            if (LAUNCH == Launch::BALANCED) store_shared_4(shared + L::ROUGH, 1);
           }
           continue;
         }

@@ -142,7 +142,8 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
                  OPENS_EARLY = !HELD || L::HELD_PACKETS > L::VALUES;
   const bool sends = LAUNCH == Launch::CLUSTERS || HELD && ends_row(p, row);  // packets
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
-  thread = kept(thread);
+  // A lane read anew: else it would stay in memory where the loop around this has one row.
+  thread = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH> && !PERSISTENT ? __shfl_sync(~0u, thread, lane_here()) : kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   // The head of accumulator e.
   auto head_of = [&](int e) { return HEADS_BY_DIMS ? warp * 16 + g + (e & 2) * 4 : e / 4 * 8 + 2 * t + (e & 1); };
