@@ -25,11 +25,13 @@ class Tile(Constant):
     half: bool = False
     apart: bool = False
     early: bool = False
+    lazy: bool = False
+    steady: bool = False
 
     def narrow(self) -> "Tile":
         """For a second walk, which is rare: what fits beside the registers of the first."""
         wide = self.block_h == 64
-        return replace(self, block_n=16, ahead=0, apart=wide, early=wide)
+        return replace(self, block_n=16, ahead=0, apart=wide, early=wide, steady=False)
 
 
 # made once: a launch finds it sooner than it would make it
@@ -70,7 +72,8 @@ class Options(Constant):
 
     def of_second_walk(self) -> "Options":
         """A walk over keys without scales in the operands: rare, in what fits beside the registers of the first."""
-        return replace(self, keys=self.keys.with_operands("fp8"), tile=self.tile.narrow())
+        keys = self.keys.with_operands("fp8") if self.tile.half else self.keys
+        return replace(self, keys=keys, tile=self.tile.narrow())
 
 
 # made once, as keys are

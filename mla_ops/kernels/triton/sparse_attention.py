@@ -36,7 +36,9 @@ from .sparse_attention_keys import (
 )
 from .sparse_attention_wide import (
     attend_whole,
+    first_scores,
     is_whole,
+    left_its_range,
     load_indices,
     load_query_whole,
     whole_tiles,
@@ -219,7 +221,10 @@ def _attend_kernel(
         scratch += ((head + zero).to(tl.int64) * stride_head)[:, None]
         scratch = scratch.to(tl.pointer_type(tl.float16))
         span = (begin, whole, end)
-        state = attend_whole(queries, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS)
+        pivot = None
+        if OPTIONS.tile.steady:
+            pivot = first_scores(q_rows, live_head, cache, first, scale_log2, OPTIONS)
+        state = attend_whole(queries, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS, pivot)
     else:
         query = (q_rows, live_head, queries)
         state = attend_keys(query, new_state(OPTIONS), cache, index_row, (begin, end), scale_log2, None, OPTIONS)
@@ -243,6 +248,17 @@ def _attend_kernel(
             scale = 1.0 / HALF_WEIGHT if PARTIAL else (1.0 / HALF_WEIGHT) / unit
             units = num_splits * stride_lse_split
             store_result(halves, place, results, OPTIONS, scale, units, 1.0 / unit)
+    elif OPTIONS.tile.steady:
+        broken = left_its_range(state, begin, end)
+        if broken > 0:
+            # 1, which the compiler does not know: addresses kept since the first walk would spill
+            q_rows = query_rows(q, q_rope, token + (broken - 1), head, query_strides, OPTIONS.q_unit)
+            AGAIN: tl.constexpr = of_second_walk(OPTIONS)
+            query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
+            exact = attend_keys(query, new_state(AGAIN), cache, index_row, (begin, end), scale_log2, None, AGAIN)
+            store_result(exact, place, results, OPTIONS)
+        else:
+            store_result(state, place, results, OPTIONS)
     else:
         store_result(state, place, results, OPTIONS)
 

@@ -169,15 +169,27 @@ def _scores(query, keys, rows, zero, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _rescale(state, scores):
+def _rescale(state, scores, LAZY: tl.constexpr = False):
     """One step of the online softmax: the state faded to the new largest score, and the weights of `scores`."""
     acc0, acc1, acc2, acc3, top, sums = state
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-    fade = tl.exp2(top - pivot)[:, None]
-    weights = tl.exp2(scores - pivot[:, None])
-    sums = add_weights(sums, fade, weights)
-    return (acc0 * fade, acc1 * fade, acc2 * fade, acc3 * fade, new_top, sums), weights
+    if LAZY:
+        largest = tl.max(scores, 1)
+        new_top = top
+        if tl.max((largest > top + 7.0).to(tl.int32), 0) > 0:
+            new_top = tl.maximum(top, largest)
+            fade = tl.exp2(top - tl.where(new_top == float("-inf"), 0.0, new_top))[:, None]
+            acc0, acc1, acc2, acc3, sums = acc0 * fade, acc1 * fade, acc2 * fade, acc3 * fade, sums * fade
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - pivot[:, None])
+        sums += weights
+    else:
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        fade = tl.exp2(top - pivot)[:, None]
+        weights = tl.exp2(scores - pivot[:, None])
+        sums = add_weights(sums, fade, weights)
+        acc0, acc1, acc2, acc3 = acc0 * fade, acc1 * fade, acc2 * fade, acc3 * fade
+    return (acc0, acc1, acc2, acc3, new_top, sums), weights
 
 
 @triton.jit
@@ -210,7 +222,7 @@ def _weigh(q, state, keys, rows, seen, zero, OPTIONS: tl.constexpr):
     """The state faded to the scores of a tile of keys, and their weights as operands."""
     column, places, scale_log2, row_end = seen
     scores = _mask(_scores(q, keys, rows, zero, OPTIONS), column, places, row_end, scale_log2)
-    faded, weights = _rescale(state, scores)
+    faded, weights = _rescale(state, scores, OPTIONS.tile.lazy)
     return faded, _round_weights(weights, keys, rows, OPTIONS)
 
 

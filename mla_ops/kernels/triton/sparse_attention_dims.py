@@ -99,17 +99,23 @@ def attend_tile_by_dims(q, state, rows, cache, indices, scale, MASKED: tl.conste
     if MASKED:
         valid = are_there(cache, indices, OPTIONS)
         scores = tl.where(valid[:, None], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 0))
-    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-    fade = tl.exp2(top - pivot)
+    if OPTIONS.tile.steady:
+        new_top = top
+        pivot = top
+    else:
+        new_top = tl.maximum(top, tl.max(scores, 0))
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        fade = tl.exp2(top - pivot)
+        sums *= fade[None, :]
     weights = tl.exp2(scores - pivot[None, :])
     if WARPS == 8:
-        sums = sums * fade[None, :] + weights
+        sums += weights
     else:
         # of every fourth key, which a thread has: one register, not eight
         every_fourth = tl.reshape(weights, (weights.shape[0] // WARPS, WARPS, weights.shape[1]))
-        sums = sums * fade[None, :] + tl.sum(every_fourth, 0)
-    acc *= fade[:, None]
+        sums += tl.sum(every_fourth, 0)
+    if not OPTIONS.tile.steady:
+        acc *= fade[:, None]
     # where the product takes them: made before, they hold more registers
     acc = dot(tl.trans(round_to(weights, keys.dtype, UPCAST)), keys, acc, UPCAST)
     return acc, new_top, sums, unused, also_unused

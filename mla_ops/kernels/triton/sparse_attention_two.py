@@ -45,15 +45,21 @@ def weigh_tile(scores, state, scales, cache, indices, dtype: tl.constexpr, MASKE
     if MASKED:
         valid = are_there(cache, indices, OPTIONS)
         scores = tl.where(valid[None, :], scores, float("-inf"))
-    # Where both products have one scale, which is above 0, the exponents' multiplication applies it.
-    largest = tl.max(scores, 1) if is_half(KEYS) else tl.max(scores, 1) * scales
-    new_top = tl.maximum(top, largest)
-    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-    fade = tl.exp2(top - pivot)[:, None]
+    if OPTIONS.tile.steady:
+        new_top, pivot, fade = top, top, top[:, None]
+    else:
+        # Where both products have one scale, which is above 0, the exponents' multiplication applies it.
+        largest = tl.max(scores, 1) if is_half(KEYS) else tl.max(scores, 1) * scales
+        new_top = tl.maximum(top, largest)
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        fade = tl.exp2(top - pivot)[:, None]
     if not is_half(KEYS):
         scores *= scales[:, None]
     exact = tl.exp2(scores - (pivot - BIAS)[:, None])
-    sums = add_weights(sums, fade, exact)
+    if OPTIONS.tile.steady:
+        sums += tl.sum(tl.reshape(exact, (exact.shape[0], 2, exact.shape[1] // 16, 8)), 2)
+    else:
+        sums = add_weights(sums, fade, exact)
     return round_to(exact, dtype, UPCAST), new_top, sums, fade
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from .bfloat16 import widen
 from .common import HOLDS_QUERIES
 from .rows import FP8_SCALES_AT
-from .sparse_attention_device import dot, new_state, round_to
+from .sparse_attention_device import dot, new_state, round_to, total_weight
 from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries
 from .sparse_attention_keys import (
     fetch_indices,
@@ -209,7 +209,8 @@ def _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED: tl
                 scores += behind * scale_behind if is_half(KEYS) else behind
             weighed = weigh_tile(scores, (top, sums), scale, cache, indices, keys.dtype, MASKED, OPTIONS)
             weights, top, sums, fade = weighed
-            acc *= fade
+            if not OPTIONS.tile.steady:
+                acc *= fade
         acc = dot(weights, keys, acc, UPCAST)
     return (acc, top, sums, running, running_rope), scale
 
@@ -297,7 +298,9 @@ def _by_way_of(scratch, latent, live_head):
 
 
 @triton.jit
-def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS: tl.constexpr):
+def attend_whole(
+    q, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS: tl.constexpr, pivot=None
+):
     """Does what `attend_keys` does: an accumulator of 512 dims, the largest score in base 2, sums of weights, a head.
 
     `span` are columns of `index_row`: the first, the end of the tiles in which all keys are there, and the end. `first`
@@ -327,6 +330,8 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
         unit = half_unit(exponents)
         scale /= unit
     _, _, _, _, top, sums = new_state(OPTIONS)
+    if OPTIONS.tile.steady:
+        top = pivot
     running = top
     if scores_run_on(OPTIONS):
         BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
@@ -371,3 +376,38 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
     if HALF:
         result = (acc, top, sums, unit)
     return result
+
+
+@triton.jit
+def first_scores(q_rows, live_head, cache, first, scale, OPTIONS: tl.constexpr):
+    """Scores of a program's first key in base 2, one a head: 0 if it is not there, or they are no numbers."""
+    KEYS: tl.constexpr = OPTIONS.keys
+    q_row, rope_row = q_rows
+    place, _, valid = locate(cache, first, KEYS)
+    is_first = tl.arange(0, OPTIONS.tile.block_n) == 0
+    there = tl.max((is_first & valid).to(tl.int32), 0) > 0
+    row = rows_at(cache[0], tl.sum(tl.where(is_first, place, 0), 0), KEYS)
+    BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
+    scores = tl.zeros((BLOCK_H,), tl.float32)
+    # queries once more, in pieces: whole rows of float32 would spill
+    for piece in tl.static_range(0, 512, 128):
+        column = piece + tl.arange(0, 128)
+        key = widen(tl.load(row + column, mask=there, other=0.0))
+        query = widen(tl.load(q_row + column[None, :], mask=live_head[:, None], other=0.0))
+        scores += tl.sum(query * key[None, :], 1)
+    if OPTIONS.rope:
+        column = tl.arange(0, 64)
+        key = widen(tl.load(row + 512 + column, mask=there, other=0.0))
+        query = widen(tl.load(rope_row + column[None, :], mask=live_head[:, None], other=0.0))
+        scores += tl.sum(query * key[None, :], 1)
+    scores *= scale
+    return tl.where(scores - scores == 0.0, scores, 0.0)
+
+
+@triton.jit
+def left_its_range(state, begin, end):
+    """1 if a walk about its first key's scores may have lost something in a head, which is rare; else 0."""
+    acc, _, sums = state
+    total = total_weight(sums)
+    right = (total > 2.0**-60) & (total < 2.0**60) & (tl.sum(acc * 0.0, 1) == 0.0)
+    return tl.where(begin < end, tl.max((~right).to(tl.int32), 0), 0)
