@@ -26,12 +26,12 @@ class Tile(Constant):
     apart: bool = False
     early: bool = False
     lazy: bool = False
-    steady: bool = False
+    steady: int = 0
 
     def narrow(self) -> "Tile":
         """For a second walk, which is rare: what fits beside the registers of the first."""
         wide = self.block_h == 64
-        return replace(self, block_n=16, ahead=0, apart=wide, early=wide, steady=False)
+        return replace(self, block_n=16, ahead=0, apart=wide, early=wide, steady=0)
 
 
 # made once: a launch finds it sooner than it would make it

@@ -223,7 +223,9 @@ def _attend_kernel(
         span = (begin, whole, end)
         pivot = None
         if OPTIONS.tile.steady:
-            pivot = first_scores(q_rows, live_head, cache, first, scale_log2, OPTIONS)
+            pivot = tl.zeros((BLOCK_H,), tl.float32) + scale_log2 * 0.0
+            if OPTIONS.tile.steady == 1:
+                pivot = first_scores(q_rows, live_head, cache, first, scale_log2, OPTIONS)
         state = attend_whole(queries, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS, pivot)
     else:
         query = (q_rows, live_head, queries)

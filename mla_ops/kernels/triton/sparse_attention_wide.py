@@ -409,5 +409,5 @@ def left_its_range(state, begin, end):
     """1 if a walk about its first key's scores may have lost something in a head, which is rare; else 0."""
     acc, _, sums = state
     total = total_weight(sums)
-    right = (total > 2.0**-60) & (total < 2.0**60) & (tl.sum(acc * 0.0, 1) == 0.0)
+    right = (total > 2.0**-60) & (total < 2.0**100) & (tl.sum(acc * 0.0, 1) == 0.0)
     return tl.where(begin < end, tl.max((~right).to(tl.int32), 0), 0)
