@@ -174,9 +174,9 @@ def _rescale(state, scores, LAZY: tl.constexpr = False):
     acc0, acc1, acc2, acc3, top, sums = state
     if LAZY:
         largest = tl.max(scores, 1)
-        new_top = top
-        if tl.max((largest > top + 7.0).to(tl.int32), 0) > 0:
-            new_top = tl.maximum(top, largest)
+        # each row by itself: a row does not notice the others of its tile
+        new_top = tl.where(largest > top + 7.0, largest, top)
+        if tl.max((new_top > top).to(tl.int32), 0) > 0:
             fade = tl.exp2(top - tl.where(new_top == float("-inf"), 0.0, new_top))[:, None]
             acc0, acc1, acc2, acc3, sums = acc0 * fade, acc1 * fade, acc2 * fade, acc3 * fade, sums * fade
         pivot = tl.where(new_top == float("-inf"), 0.0, new_top)

@@ -390,8 +390,8 @@ def first_scores(q_rows, live_head, cache, first, scale, OPTIONS: tl.constexpr):
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     scores = tl.zeros((BLOCK_H,), tl.float32)
     # queries once more, in pieces: whole rows of float32 would spill
-    for piece in tl.static_range(0, 512, 128):
-        column = piece + tl.arange(0, 128)
+    for piece in tl.static_range(0, 512, 64):
+        column = piece + tl.arange(0, 64)
         key = widen(tl.load(row + column, mask=there, other=0.0))
         query = widen(tl.load(q_row + column[None, :], mask=live_head[:, None], other=0.0))
         scores += tl.sum(query * key[None, :], 1)
