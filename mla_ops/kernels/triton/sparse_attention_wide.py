@@ -298,9 +298,7 @@ def _by_way_of(scratch, latent, live_head):
 
 
 @triton.jit
-def attend_whole(
-    q, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS: tl.constexpr, pivot=None
-):
+def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS: tl.constexpr, pivot=None):
     """Does what `attend_keys` does: an accumulator of 512 dims, the largest score in base 2, sums of weights, a head.
 
     `span` are columns of `index_row`: the first, the end of the tiles in which all keys are there, and the end. `first`
