@@ -124,11 +124,9 @@ T __shfl_sync(unsigned, T value, int lane) {
 #define store_shared_16 ptx_store_shared_16
 #define load_shared_4 ptx_load_shared_4
 #define load_shared_8 ptx_load_shared_8
-#define prefetch_to_l1 ptx_prefetch_to_l1
 #define prefetch_to_l2 ptx_prefetch_to_l2
 #define arrive_when_copied ptx_arrive_when_copied
 #define copy_8 ptx_copy_8
-#define copy_4 ptx_copy_4
 #define shuffle_pointer ptx_shuffle_pointer
 #define thread_here ptx_thread_here
 #include "ptx.cuh"
@@ -144,11 +142,9 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef store_shared_16
 #undef load_shared_4
 #undef load_shared_8
-#undef prefetch_to_l1
 #undef prefetch_to_l2
 #undef arrive_when_copied
 #undef copy_8
-#undef copy_4
 #undef shuffle_pointer
 #undef thread_here
 
@@ -211,14 +207,9 @@ static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
 static void prefetch_to_l2(const void* source) {
   volatile unsigned char there = *static_cast<const unsigned char*>(source);  // faults outside of a tensor
 }
-static void prefetch_to_l1(const void* source) { prefetch_to_l2(source); }
 static void copy_8(u32 destination, const void* source) {
   if (destination % 8 || reinterpret_cast<u64>(source) % 8) failed = true;
   write_shared(destination, source, 8);
-}
-static void copy_4(u32 destination, const void* source) {
-  if (destination % 4 || reinterpret_cast<u64>(source) % 4) failed = true;
-  write_shared(destination, source, 4);
 }
 static void arrive_when_copied(u32) {}  // copies are done at once
 static u32 load_shared_4(u32 address) {
@@ -293,7 +284,7 @@ void choose_all(int warp, int lane) {
   const Params& p = *params;
   Row row = first_row();
   for (bool more = row.token < p.all_tokens; more; more = goes_on(row)) {
-    Stream stream = begin_stream(p, row, warp, lane, INTERVAL - 16);
+    Stream stream = begin_stream(p, row, warp, lane);
     row_of_warp[warp] = row;
     const int request = request_of(p, row);
     bool last = false;
@@ -345,7 +336,7 @@ void gather_keys(int warp, int lane) {
   bool first = true;
   Row row = first_row();
   for (bool more = row.token < p.all_tokens; more; more = goes_on(row), first = false) {
-    const Indices ahead = begin_share(p, row, lane, INTERVAL - 16).now;
+    const Indices ahead = begin_share(p, row, lane).now;
     __syncwarp();
     row_of_warp[warp] = row;
     produce<HEADS, FORMAT>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);

@@ -85,36 +85,17 @@ struct Ahead {
   Indices now, next;  // indices of the next turn and of the one after it
 };
 
-// A share's first indices. Those of its first 32 turns come to L1: where most are dead, they are what is waited for. A
-// warp asks for its quarter of each line. WHOLE: those of the row, of which other shares follow.
+// A share's first indices. Those of its first 32 turns come to L2: where most are dead, they are what is waited for. WHOLE:
+// those of the row, of which other shares follow.
 template <bool WHOLE = false>
-DEVICE Ahead begin_share(const Params& p, const Row& row, int lane, u32 dump) {
+DEVICE Ahead begin_share(const Params& p, const Row& row, int lane) {
   const int turn = WHOLE ? lane : row.first + lane * row.stride;
   const bool worth_it = WHOLE ? begins_row(p, row) : row.last - row.first > row.stride;
-#if SWITCHES & 32
-  const Ahead first = {indices_at(p, row, row.first, lane), indices_at(p, row, row.first + row.stride, lane)};
-#endif
   if (turn < row.last && worth_it) {
     const int* from = indices_of(p, row, turn);
-#if SWITCHES & 4
-    const bool extra = turn >= row.main_turns;
-    const int left = extra ? row.extra_length - (turn - row.main_turns) * TILE_KEYS : row.length - turn * TILE_KEYS;
-    const int quarter = thread_here() >> 2 & 24;
-    if (from && quarter < left) copy_4(dump, from + quarter);
-    if (from && quarter + 32 < left) copy_4(dump, from + quarter + 32);
-#elif SWITCHES & 128
-    if (from) prefetch_to_l1(from), prefetch_to_l1(from + 32);
-#elif SWITCHES & 1
-    if (from) from += thread_here() >> 2 & 24, prefetch_to_l1(from), prefetch_to_l1(from + 32);
-#else
     if (from) prefetch_to_l2(from), prefetch_to_l2(from + 32);
-#endif
   }
-#if SWITCHES & 32
-  return first;
-#else
   return {indices_at(p, row, row.first, lane), indices_at(p, row, row.first + row.stride, lane)};
-#endif
 }
 
 // Goes on to `turn`, whose indices are those that came next.
@@ -125,22 +106,6 @@ DEVICE void advance(const Params& p, const Row& row, Ahead& ahead, int turn, int
 // Rows of a slot that hold no key: zeros, their scales 2^-7 (V4: 2^-8), so that no weight of 0 meets a NaN.
 template <class R>
 DEVICE void clear_rows(u32 rows, u32 scales, u32 live, int lane) {
-#if SWITCHES & 64
-  if (live == 0) {  // as one piece
-#pragma unroll 1
-    for (int at = lane * 16; at < 16 * R::BYTES; at += 512) store_shared_16(rows + at, 0, 0, 0, 0);
-    __syncwarp();
-    if (lane < 16) {
-      if constexpr (R::SCALES_APART)
-        store_shared_8(scales + lane * R::SCALES_PITCH, R::DEAD_SCALES, R::DEAD_SCALES);
-      else
-        store_shared_16(rows + lane * R::BYTES + R::SCALES_AT, R::DEAD_SCALE, R::DEAD_SCALE, R::DEAD_SCALE,
-                        R::DEAD_SCALE);
-    }
-    fence_async_shared();
-    return;
-  }
-#endif
   for (u32 dead = ~live & 0xffff; dead; dead &= dead - 1) {
     const int row = __ffs(dead) - 1;
 #pragma unroll 1
@@ -252,15 +217,6 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
     const Indices indices = ahead;
     const bool extra = turn >= main_turns, over = turn >= last;
     ahead = indices_at(p, row, turn + row.stride, lane);
-#if SWITCHES & 2
-    // Keys of this turn that fill no row of this warp's and end nothing are counted only.
-    const int after = filled + __popc(__ballot_sync(~0u, in_range(p.caches[extra], indices.of[0]))) +
-                      __popc(__ballot_sync(~0u, in_range(p.caches[extra], indices.of[1])));
-    if (!over && after <= TILE_KEYS - 16 * warp && (after <= 0 || filled >= 16)) {
-      filled = after;
-      continue;
-    }
-#endif
     take(indices.of[0], extra, over);
     if (over) break;
     take(indices.of[1], extra, false);
@@ -301,8 +257,8 @@ struct Chosen {
 
 constexpr int LIST_WORDS = 32;  // a warp's keys of two turns
 
-DEVICE Stream begin_stream(const Params& p, const Row& row, int warp, int lane, u32 dump) {
-  return {row.first, 0, -16 * warp, begin_share(p, row, lane, dump)};
+DEVICE Stream begin_stream(const Params& p, const Row& row, int warp, int lane) {
+  return {row.first, 0, -16 * warp, begin_share(p, row, lane)};
 }
 
 // The next turn's, an even or odd one of its row. `list`: this warp's words, indices with their cache above them. What
@@ -323,17 +279,6 @@ DEVICE Chosen choose_keys(const Params& p, const Row& row, Stream& s, u32 list, 
 #pragma unroll 1
   while (filled <= enough && turn < last) {
     const bool extra = turn >= main_turns;
-#if SWITCHES & 2
-    if (!half) {
-      const int after = filled + __popc(__ballot_sync(~0u, in_range(p.caches[extra], s.ahead.now.of[0]))) +
-                        __popc(__ballot_sync(~0u, in_range(p.caches[extra], s.ahead.now.of[1])));
-      if (after <= 0 || (filled >= 16 && after <= TILE_KEYS)) {
-        filled = after, turn += row.stride;
-        advance(p, row, s.ahead, turn, lane);
-        continue;
-      }
-    }
-#endif
     const int index = half ? s.ahead.now.of[1] : s.ahead.now.of[0];
     const bool alive = in_range(p.caches[extra], index);
     const u32 found = __ballot_sync(~0u, alive), word = index | (extra ? 0x80000000u : 0u);
@@ -369,13 +314,7 @@ template <class R>
 DEVICE OwnRows own_rows(const Params& p, const Chosen& chosen, Place place) {
   const Cache& cache = p.caches[chosen.extra()];
   const bool live = is_live(cache, place);
-  const unsigned char* row = live ? row_of_key<R>(cache, place) : reinterpret_cast<const unsigned char*>(p.q);
-  u32 alive = __ballot_sync(~0u, live);
-#if SWITCHES & 16  // bit 31: all 16 are one key
-  const int first = __shfl_sync(~0u, place.block, 0), offset = __shfl_sync(~0u, place.offset, 0);
-  if (__all_sync(~0u, live && place.block == first && place.offset == offset || (threadIdx.x & 31) > 15)) alive |= 1u << 31;
-#endif
-  return {row, alive};
+  return {live ? row_of_key<R>(cache, place) : reinterpret_cast<const unsigned char*>(p.q), __ballot_sync(~0u, live)};
 }
 
 // Address of a lane's first 16 bytes in a tile of [64, 64] a chunk of 64 dims, 128-byte rows, swizzled.
@@ -383,37 +322,22 @@ DEVICE u32 own_place(u32 tile, int warp, int lane) {
   return tile + (warp * 16 + lane / 8) * 128 + ((lane ^ lane / 8) & 7) * 16;
 }
 
-template <int CHUNK, int LAST, int TO, bool BY_L1>
+template <int CHUNK, int LAST, int TO>
 DEVICE void copy_chunks_of(u32 to, const unsigned char* from, u32 bytes) {
   if constexpr (CHUNK < LAST) {
-    if constexpr (BY_L1)
-      copy_16_or_zeros_by_l1<TO + CHUNK * TILE_KEYS * 128, CHUNK * 128>(to, from, bytes);
-    else
-      copy_16_or_zeros<TO + CHUNK * TILE_KEYS * 128, CHUNK * 128>(to, from, bytes);
-    copy_chunks_of<CHUNK + 1, LAST, TO, BY_L1>(to, from, bytes);
+    copy_16_or_zeros<TO + CHUNK * TILE_KEYS * 128, CHUNK * 128>(to, from, bytes);
+    copy_chunks_of<CHUNK + 1, LAST, TO>(to, from, bytes);
   }
 }
 
 // Chunks [FIRST, LAST) of 64 dims of a lane's I-th key and those behind it. One instruction a copy: offsets are
 // constants.
-template <int FIRST, int LAST, bool BY_L1, int I>
-DEVICE void copy_chunks_by(const OwnRows& own, u32 to, int lane) {
+template <int FIRST, int LAST, int I = 0>
+DEVICE void copy_chunks(const OwnRows& own, u32 to, int lane) {
   if constexpr (I < 4 && FIRST < LAST) {
     const int key = I * 4 + lane / 8;
     const unsigned char* from = shuffle_pointer(own.row, key) + lane % 8 * 16;
-    copy_chunks_of<FIRST, LAST, I * 512, BY_L1>(to ^ (I & 1) * 64, from, own.alive >> key & 1 ? 16 : 0);
-    copy_chunks_by<FIRST, LAST, BY_L1, I + 1>(own, to, lane);
-  }
-}
-
-template <int FIRST, int LAST>
-DEVICE void copy_chunks(const OwnRows& own, u32 to, int lane) {
-  if constexpr (FIRST < LAST) {
-#if SWITCHES & 16
-    if (own.alive >> 31)
-      copy_chunks_by<FIRST, LAST, true, 0>(own, to, lane);
-    else
-#endif
-      copy_chunks_by<FIRST, LAST, (SWITCHES & 8) != 0, 0>(own, to, lane);
+    copy_chunks_of<FIRST, LAST, I * 512>(to ^ (I & 1) * 64, from, own.alive >> key & 1 ? 16 : 0);
+    copy_chunks<FIRST, LAST, I + 1>(own, to, lane);
   }
 }

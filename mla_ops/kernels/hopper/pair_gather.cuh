@@ -42,7 +42,7 @@ struct PairLayout {
   static constexpr int STATES_FULL = QUERY_FREE + 8;  // clusters only
   static constexpr int PACKETS_FULL = STATES_FULL + 8;
   static constexpr int OWN_FULL = PACKETS_FULL + 8;
-  static constexpr int DUMP = OWN_FULL + 8, BYTES = DUMP + 8;
+  static constexpr int BYTES = OWN_FULL + 8;
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = WEIGHTS;
   using Packet = Packets<HEADS, false>;
@@ -143,7 +143,7 @@ DEVICE void copy_turn(const OwnRows& own, bool last, u32 shared, u32 place, int 
   }
   mbarrier_wait(free + part, parity);
   if (lane == 0) {
-    store_shared_4(shared + L::LIVE + tile * 16 + warp * 4, own.alive & 0xffff);
+    store_shared_4(shared + L::LIVE + tile * 16 + warp * 4, own.alive);
     mbarrier_arrive(full + NEAR * 8);
   }
   copy_half<L>(own, to, tile, turned, lane);
@@ -209,7 +209,7 @@ DEVICE void gather_rows(const Params& p, Row row, Stream stream, u32 shared, int
           n += numbers_ahead<LAUNCH>(p, shared + L::INTERVAL);
           row = row_number<LAUNCH>(p, shared + L::INTERVAL, n);
           request = uniform(request_of(p, row));
-          stream = begin_stream(p, row, warp, lane, shared + L::DUMP);
+          stream = begin_stream(p, row, warp, lane);
         }
         chosen = choose_keys(p, row, stream, list, !last && tile == 0, warp, lane);
         next = place_of(p, request, chosen);

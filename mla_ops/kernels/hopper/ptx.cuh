@@ -323,14 +323,6 @@ DEVICE void copy_16_or_zeros(u32 destination, const void* source, u32 bytes) {
                : "memory");
 }
 
-// The same through L1.
-template <int TO, int FROM>
-DEVICE void copy_16_or_zeros_by_l1(u32 destination, const void* source, u32 bytes) {
-  asm volatile("cp.async.ca.shared.global [%0 + %2], [%1 + %3], 16, %4;" ::"r"(destination), "l"(source), "n"(TO),
-               "n"(FROM), "r"(bytes)
-               : "memory");
-}
-
 DEVICE void copy_8(u32 destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(destination), "l"(source) : "memory");
 }
@@ -363,12 +355,6 @@ template <int GROUPS>
 DEVICE void wait_for_copies_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }
-
-// Trial switches: 1: a share's indices come to L1, 128: without a quarter of each line a warp; 2: turns without a key of this warp's are passed by; 4: indices come by
-// cp.async; 32: behind the first ones; 64: a slot without keys is cleared as one piece; 8: rows of bfloat16 come through L1; 16: where a warp's 16 are one.
-#define SWITCHES 0
-
-DEVICE void prefetch_to_l1(const void* source) { asm volatile("prefetch.global.L1 [%0];" ::"l"(source)); }
 
 DEVICE void prefetch_to_l2(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source)); }
 

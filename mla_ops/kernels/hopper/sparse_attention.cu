@@ -45,7 +45,7 @@ DEVICE void attend(const Params& p) {
 
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
-  if (warpgroup == PRODUCER) ahead = begin_share<IN_REGISTERS>(p, row, thread & 31, shared + L::DUMP).now;
+  if (warpgroup == PRODUCER) ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
   // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
   if (thread % 32 == 0)
 #pragma unroll 1
@@ -172,7 +172,7 @@ DEVICE void attend(const Params& p) {
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;
-      ahead = begin_share<IN_REGISTERS>(p, row, lane, shared + L::DUMP).now;
+      ahead = begin_share<IN_REGISTERS>(p, row, lane).now;
       if (is_held(LAUNCH) || SHARES && !begins_row(p, row)) continue;
       if constexpr (HEADS == 64) {
         prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));

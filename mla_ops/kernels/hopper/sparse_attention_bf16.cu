@@ -44,7 +44,7 @@ struct PlainLayout {
   static constexpr int QUERY_FREE = QUERY_FULL + 16;
   static constexpr int FACTORS_FULL = QUERY_FREE + 16;
   static constexpr int FACTORS_FREE = FACTORS_FULL + 8;
-  static constexpr int DUMP = BALANCED ? FACTORS_FREE + 8 : QUERY_FULL, BYTES = DUMP + 8;
+  static constexpr int BYTES = BALANCED ? FACTORS_FREE + 8 : QUERY_FULL;
   using End = Ends<HEADS, QUERY>;
   static constexpr int PACKETS = TILES;
   using Packet = Packets<HEADS, false>;
@@ -117,7 +117,7 @@ DEVICE void copy_keys(const Params& p, Row row, u32 shared, Stream stream, int w
       }
       mbarrier_wait(barrier + L::FREE - L::FULL + warp / 2 * 8, parity);
       if (lane == 0) {
-        store_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4, own.alive & 0xffff | (last ? LAST_TURN : 0));
+        store_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4, own.alive | (last ? LAST_TURN : 0));
         mbarrier_arrive(barrier);
       }
       const u32 to = place + stage * L::TILE;
@@ -128,7 +128,7 @@ DEVICE void copy_keys(const Params& p, Row row, u32 shared, Stream stream, int w
       if (++stage == L::STAGES) stage = 0, parity ^= 1;
     }
     if (!goes_on<L, true>(p, row, shared)) return;
-    stream = begin_stream(p, row, warp, lane, shared + L::DUMP);
+    stream = begin_stream(p, row, warp, lane);
   }
 }
 
@@ -414,7 +414,7 @@ DEVICE void attend(const Params& p) {
     return;
   }
   Stream stream;
-  if (warpgroup == 3) stream = begin_stream(p, row, thread >> 5, thread & 31, shared + L::DUMP);
+  if (warpgroup == 3) stream = begin_stream(p, row, thread >> 5, thread & 31);
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::STAGES; ++i) {
       // the gather's 128 threads arrive, and on the first of the two the four that say which keys count

@@ -363,7 +363,7 @@ DEVICE void attend_all(const Params& p) {
   }
   if (warpgroup == 2) {
     row = row_number<LAUNCH>(p, shared + L::INTERVAL, first_number<LAUNCH>(shared + L::INTERVAL));
-    stream = begin_stream(p, row, thread >> 5, thread & 31, shared + L::DUMP);
+    stream = begin_stream(p, row, thread >> 5, thread & 31);
   }
   init_barriers<L>(shared);
   if (warpgroup < 2) {  // in machine code behind the gather, as in `sparse_attention.cu`
@@ -407,7 +407,7 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
   if (token_of(p) >= p.num_tokens) return;
   Row row;
   Stream stream;
-  if (warpgroup == 2) stream = begin_stream(p, row = this_row(p), thread >> 5, thread & 31, shared + L::DUMP);
+  if (warpgroup == 2) stream = begin_stream(p, row = this_row(p), thread >> 5, thread & 31);
   init_barriers<L>(shared);
   if (warpgroup < 2) {
     more_registers<224>();
