@@ -215,15 +215,18 @@ def _warm_up_indexer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """The indexer's cache, scores and choice: short contexts, and those that portable kernels cut into chunks."""
+    """The indexer's cache, scores and choice: short and longer contexts, and those that portable kernels cut."""
     index_format = "fp8_index" if get_format(cache_format).quantized else cache_format
     cache = allocate_cache(index_format, 2, block_size, head_dim=INDEX_DIM, device=device)
     token = torch.zeros(1, INDEX_DIM, dtype=dtype, device=device)
     ops.write_index_cache(token, cache, torch.zeros(1, dtype=torch.int64, device=device), index_format)
     short = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
-    long = short.repeat(1, 64 * 1024 // 4 // block_size + 1)
+    middle, long = (short.repeat(1, columns // (2 * block_size) + 1) for columns in (6 * 1024, 16 * 1024))
     one = torch.ones(1, dtype=torch.int32, device=device)
     k, k_scale = ops.gather_index_cache(cache, short, one, short[0], index_format, 1)
+    row = torch.zeros(1, 2**18, device=device)
+    for num_columns in (2**13, 2**18):
+        ops.topk_indices(row[:, :num_columns], topk, row_ends=one)
     for count in num_tokens:
         q = torch.zeros(count, num_heads, INDEX_DIM, dtype=dtype, device=device)
         weights = torch.zeros(count, num_heads, dtype=torch.float32, device=device)
@@ -231,7 +234,7 @@ def _warm_up_indexer(
             q, weights = ops.quantize_index_query(q, weights, 1.0)
         zeros = torch.zeros(count, dtype=torch.int32, device=device)
         ones = torch.ones_like(zeros)
-        for table in (short, long):
+        for table in (short, middle, long):
             for translate in (False, True):
                 ops.select_keys(q, cache, weights, ones, table, zeros, topk, index_format, translate=translate)
         # kernels are chosen by the tokens of a request

@@ -161,7 +161,7 @@ def topk_variants(capability: int) -> Iterator[Variant]:
     whole = {**types, "columns": "none", "kept_scores": "none"}
     pieces = {**types, "block_table": "none", "columns": "none", "kept_scores": "*fp32", "valid_counts": "none"}
     for name, given in (("slots", whole), ("pieces", pieces), ("of pieces", {**whole, "columns": "*i32"})):
-        size = indexer_topk_rows.piece_size(2048)
+        size = indexer_topk_rows.piece_size(2048, 2**20)
         constants, warps = {"PIECE": size, "UNIT": 4}, {"num_warps": size // 1024}
         yield Variant(f"topk[{name}]", indexer_topk_rows._select_kernel, given, constants, warps)
     yield Variant("topk_order", indexer_topk._order_kernel, types, {"RANKED": indexer_topk.RANKED})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -102,9 +103,10 @@ def test_topk_of_an_adversarial_row(name: str, lowering: str) -> None:
 @pytest.mark.parametrize("name", patterns(8))
 def test_topk_of_a_row_of_several_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten pieces of 256 keep 100 numbers each, four of these 100 again, two of these, and the last one chooses."""
-    from mla_ops.kernels.triton import indexer_topk_rows
+    from mla_ops.kernels.triton import indexer_topk, indexer_topk_rows
 
-    monkeypatch.setattr(indexer_topk_rows, "piece_size", lambda topk: 256)
+    assert indexer_topk.piece_size is indexer_topk_rows.piece_size  # chunks keep theirs
+    monkeypatch.setattr(indexer_topk_rows, "piece_size", lambda topk, num_columns: 256)
     with dispatch.override("triton"):
         assert_topk_of_an_adversarial_row(name, 100)
 
@@ -312,15 +314,37 @@ def test_selection_is_scores_then_topk_to_the_bit(
     assert all(torch.equal(left, right) for left, right in zip(actual, expected, strict=True))
 
 
-def test_memory_of_a_row_of_selection_is_at_most_64_kb() -> None:
+@pytest.mark.parametrize("topk", [1, 512, 2048, 4095, 4096])
+def test_memory_of_a_row_of_selection_is_at_most_64_kb(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is allocated beside the result, of a row that is one chunk and of one that has two."""
     pytest.importorskip("triton")
-    from mla_ops.kernels.triton.indexer_topk import chunk_columns
+    from mla_ops.kernels.triton.indexer_topk import chunk_columns, select_chunks
 
-    for topk in (1, 512, 2048, 4095, 4096):
-        columns = chunk_columns(topk)
-        # scores of candidates and chunk, places; bounds of the row twice
-        assert 4 * (topk + columns) + 4 * topk + 4 * 4 <= 64 * 1024
-        assert columns >= 4096
+    made: list[int] = []
+    columns = chunk_columns(topk)
+    assert columns >= 4096
+    for num_columns in (columns, columns + 1):
+        starts, ends = int32([0]), int32([num_columns])
+        indices, counts = torch.empty(1, topk, dtype=torch.int32, device=DEVICE), torch.empty_like(ends)
+        made.clear()
+        with monkeypatch.context() as patched:
+            for name in ("empty", "empty_like"):
+                patched.setattr(torch, name, counted(getattr(torch, name), made))
+            select_chunks(lambda out, first: None, starts, ends, num_columns, topk, indices, counts, {})
+        assert made[0] >= 4 * columns
+        bounds = 2 * ends.nbytes  # by `clamp`
+        assert sum(made) + bounds <= 64 * 1024
+
+
+def counted(make: Callable[..., torch.Tensor], made: list[int]) -> Callable[..., torch.Tensor]:
+    """`make`, whose bytes are noted."""
+
+    def note(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        made.append(tensor.nbytes)
+        return tensor
+
+    return note
 
 
 def test_queries_and_weights_keep_their_products(lowering: str) -> None:

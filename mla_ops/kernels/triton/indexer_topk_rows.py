@@ -13,8 +13,8 @@ import triton.language as tl
 from .common import cdiv, sized_jit
 from .requests import ANY_BLOCK, Blocks, find_slot, request_of
 
-# numbers of a piece, at least
-PIECE = 4096
+# numbers of a piece, at least; a row of up to WHOLE columns is one piece, so that nothing is held beside it
+PIECE, WHOLE = 4096, 8192
 
 
 @triton.jit
@@ -125,9 +125,10 @@ def _select_kernel(
         tl.store(valid_counts + token, count)
 
 
-def piece_size(topk: int) -> int:
-    """Numbers of a piece: four times what is kept, so that few pieces of pieces are left."""
-    return max(PIECE, triton.next_power_of_2(4 * topk))
+def piece_size(topk: int, num_columns: int) -> int:
+    """Numbers of a piece: of a long row four times what is kept, so that few pieces of pieces are left."""
+    size = max(PIECE, triton.next_power_of_2(4 * topk))
+    return WHOLE if size < num_columns <= WHOLE else size
 
 
 def select_rows(
@@ -143,7 +144,7 @@ def select_rows(
 ) -> None:
     """The columns, or slots, of each row's largest scores, in ascending order of columns."""
     num_tokens, num_columns = scores.shape
-    size, columns = piece_size(topk), None
+    size, columns = piece_size(topk, num_columns), None
     num_requests, max_blocks = (0, 0) if block_table is None else block_table.shape
     while True:
         pieces = max(1, cdiv(num_columns, size))
