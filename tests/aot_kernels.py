@@ -157,13 +157,14 @@ def indexer_variants(capability: int) -> Iterator[Variant]:
 
 
 def topk_variants(capability: int) -> Iterator[Variant]:
-    types, options = indexer_types(), {"num_warps": indexer_topk.NUM_WARPS}
+    types, options, rows = indexer_types(), {"num_warps": indexer_topk.NUM_WARPS}, indexer_topk_rows
     whole = {**types, "columns": "none", "kept_scores": "none"}
     pieces = {**types, "block_table": "none", "columns": "none", "kept_scores": "*fp32", "valid_counts": "none"}
-    for name, given in (("slots", whole), ("pieces", pieces), ("of pieces", {**whole, "columns": "*i32"})):
-        size = indexer_topk_rows.piece_size(2048, 2**20)
+    kinds = {"slots": whole, "pieces": pieces, "of pieces": {**whole, "columns": "*i32"}}
+    kinds["pieces of pieces"] = {**pieces, "columns": "*i32"}
+    for size, (name, given) in itertools.product((rows.SMALL_PIECE, rows.LARGE_PIECE), kinds.items()):
         constants, warps = {"PIECE": size, "UNIT": 4}, {"num_warps": size // 1024}
-        yield Variant(f"topk[{name}]", indexer_topk_rows._select_kernel, given, constants, warps)
+        yield Variant(f"topk[{name}, {size}]", rows._select_kernel, given, constants, warps)
     yield Variant("topk_order", indexer_topk._order_kernel, types, {"RANKED": indexer_topk.RANKED})
     yield Variant("topk_keep", indexer_topk._keep_kernel, types, {"BLOCK": 4096}, options)
     yield Variant("topk_translate", indexer_topk._translate_kernel, types, {"BLOCK": 1024})

@@ -62,6 +62,16 @@ def test_readme_has_the_figures_of_its_run() -> None:
     assert f"are {min(ratios):.1f} to {max(ratios):.1f} times as fast as FlashMLA" in readme
 
 
+def test_no_row_of_the_readme_is_slower_than_before() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "results" / "sparse_attention-before-after-h200.txt").read_text(encoding="utf-8")
+    measured = {}
+    for tokens, heads, before, after in re.findall(r"^ +(\d+) +(\d+) +row +([\d.]+) +([\d.]+) ", page, re.MULTILINE):
+        measured[tokens, heads] = float(after) / float(before)
+    assert set(measured) == set(re.findall(r"^\| (\d+), (\d+) \|", readme, re.MULTILINE))
+    assert max(measured.values()) <= 1.02
+
+
 def test_quick_start_shows_the_slots_that_come_out(capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs" / "quickstart.md"
     exec(compile(code_of(page), str(page), "exec"), {})

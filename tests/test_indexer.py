@@ -103,12 +103,18 @@ def test_topk_of_an_adversarial_row(name: str, lowering: str) -> None:
 @pytest.mark.parametrize("name", patterns(8))
 def test_topk_of_a_row_of_several_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten pieces of 256 keep 100 numbers each, four of these 100 again, two of these, and the last one chooses."""
-    from mla_ops.kernels.triton import indexer_topk, indexer_topk_rows
+    from mla_ops.kernels.triton import indexer_topk_rows
 
-    assert indexer_topk.piece_size is indexer_topk_rows.piece_size  # chunks keep theirs
     monkeypatch.setattr(indexer_topk_rows, "piece_size", lambda topk, num_columns: 256)
     with dispatch.override("triton"):
         assert_topk_of_an_adversarial_row(name, 100)
+
+
+def test_topk_of_the_largest_k(lowering: str) -> None:
+    """Three pieces of 8,192 keep 4,096 each, two of these 4,096 again."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 3 * 8192 - 5, generator=generator).mul(100).round()
+    assert_topk(scores, 4096, [0, 3], [scores.shape[1], 20000])
 
 
 def test_a_row_is_chosen_alike_in_every_batch(lowering: str) -> None:

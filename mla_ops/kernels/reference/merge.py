@@ -16,20 +16,7 @@ def merge_attention_states(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    # some kernels mark an empty row with +inf
-    lse_a = torch.where(lse_a == torch.inf, -torch.inf, lse_a)
-    lse_b = torch.where(lse_b == torch.inf, -torch.inf, lse_b)
-    top = torch.maximum(lse_a, lse_b)
-    pivot = torch.where(top == -torch.inf, 0.0, top)
-    weight_a, weight_b = (lse_a - pivot).exp(), (lse_b - pivot).exp()
-    total = weight_a + weight_b
-    safe = torch.where(total == 0, 1.0, total)
-
-    # an empty side may hold anything, NaN included
-    part_a = torch.where((weight_a == 0).unsqueeze(-1), 0.0, out_a.float() * (weight_a / safe).unsqueeze(-1))
-    part_b = torch.where((weight_b == 0).unsqueeze(-1), 0.0, out_b.float() * (weight_b / safe).unsqueeze(-1))
-    out.copy_(part_a + part_b)
-    lse.copy_(torch.where(total == 0, -torch.inf, pivot + safe.log()))
+    merge_attention_states_stacked(torch.stack((out_a, out_b)), torch.stack((lse_a, lse_b)), out=out, lse=lse)
 
 
 def merge_attention_states_stacked(
@@ -39,6 +26,7 @@ def merge_attention_states_stacked(
         out.zero_()
         lse.fill_(-torch.inf)
         return
+    # some kernels mark an empty row with +inf
     lses = torch.where(lses == torch.inf, -torch.inf, lses)
     top = lses.amax(0)
     pivot = torch.where(top == -torch.inf, 0.0, top)
@@ -46,6 +34,7 @@ def merge_attention_states_stacked(
     total = weights.sum(0)
     safe = torch.where(total == 0, 1.0, total)
     merged = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    # an empty part may hold anything, NaN included
     for part, weight in zip(outs, weights, strict=True):
         merged += torch.where((weight == 0).unsqueeze(-1), 0.0, part.float() * (weight / safe).unsqueeze(-1))
     out.copy_(merged)

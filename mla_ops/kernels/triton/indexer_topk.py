@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .common import cdiv, sized_jit
-from .indexer_topk_rows import WHOLE, order_of, piece_size, select_rows
+from .indexer_topk_rows import LARGE_PIECE, order_of, select_rows
 from .requests import ANY_BLOCK, Blocks, find_slot, request_of
 
 NUM_WARPS = 8
@@ -315,7 +315,7 @@ def chunk_columns(topk: int) -> int:
     With its candidates they are one piece of `select_rows`, which would hold what is kept of several.
     """
     room = (ROW_BYTES - 8 * topk - 32) // 4
-    return min(room, piece_size(topk, WHOLE) - topk) // CHUNK_UNIT * CHUNK_UNIT
+    return min(room, LARGE_PIECE - topk) // CHUNK_UNIT * CHUNK_UNIT
 
 
 def select_chunks(score, starts, ends, num_columns: int, topk: int, indices, valid_counts, slots) -> None:

@@ -13,8 +13,8 @@ import triton.language as tl
 from .common import cdiv, sized_jit
 from .requests import ANY_BLOCK, Blocks, find_slot, request_of
 
-# numbers of a piece, at least; a row of up to WHOLE columns is one piece, so that nothing is held beside it
-PIECE, WHOLE = 4096, 8192
+# numbers of a piece: 32 a thread, of four warps and of eight; sixteen warps spill
+SMALL_PIECE, LARGE_PIECE = 4096, 8192
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def order_of(score):
 
 @triton.jit
 def _least_kept(number, k):
-    """The `k`-th largest of uint32 numbers, or another one that `k` of them are as large as; 0 if `k` are not above."""
+    """A uint32 number that exactly `k` of the numbers reach, where there is one, else the `k`-th largest."""
     least = tl.full((), 0, tl.uint32)
     bit = tl.full((), 0x80000000, tl.uint32)
     while bit != 0:
@@ -126,9 +126,11 @@ def _select_kernel(
 
 
 def piece_size(topk: int, num_columns: int) -> int:
-    """Numbers of a piece: of a long row four times what is kept, so that few pieces of pieces are left."""
-    size = max(PIECE, triton.next_power_of_2(4 * topk))
-    return WHOLE if size < num_columns <= WHOLE else size
+    """Numbers of a piece: four times what is kept, or twice for `topk` above 2,048, so that rows soon get short.
+
+    A row of up to LARGE_PIECE columns is one piece, so that nothing is held beside it.
+    """
+    return SMALL_PIECE if 4 * topk <= SMALL_PIECE and not SMALL_PIECE < num_columns <= LARGE_PIECE else LARGE_PIECE
 
 
 def select_rows(
@@ -179,7 +181,7 @@ def select_rows(
             target.stride(0),
             PIECE=size,
             UNIT=unit,
-            num_warps=min(32, size // 1024),
+            num_warps=size // 1024,
         )
         if kept is None or kept_scores is None:
             return

@@ -124,6 +124,7 @@ def _merge_kernel(
 
 @triton.jit
 def weigh(value, weight):
+    """A part without weight may hold anything, NaN included."""
     return weight * tl.where(weight != 0, widen(value), 0.0)
 
 
@@ -180,7 +181,7 @@ def _merge_stacked_kernel(
         log = tl.load(lse_row + part * stride_lse_part, mask=within, other=empty)
         weight = tl.exp(tl.where(log == float("inf"), empty, log) - pivot)
         total += weight
-        merged += weight[:, None] * tl.where((weight != 0)[:, None], widen(value), 0.0)
+        merged += weigh(value, weight[:, None])
     safe = tl.where(total == 0, 1.0, total)
     place = (token * (stride_token * UNIT) + head * (stride_head * UNIT))[:, None] + column[None, :]
     tl.store(out + place, round_to(merged / safe[:, None], out.dtype.element_ty, UPCAST), mask=inside)
