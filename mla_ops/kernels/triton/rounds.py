@@ -116,7 +116,7 @@ def _one_round(num_tokens: int, work: _Work) -> tuple[float, Shares]:
 def _rounds(num_tokens: int, work: _Work, more: int) -> tuple[float, tuple[Round, ...]]:
     """The cheapest rounds, at most `more` behind the first: some rows fill all SMs, the rest is cut in another way."""
     cost, shares = _one_round(num_tokens, work)
-    best = cost, (Round(num_tokens, shares),)
+    best: tuple[float, tuple[Round, ...]] = (cost, (Round(num_tokens, shares),))
     if more == 0:
         return best
     for parts in (1, 2, 3, 4):
