@@ -110,6 +110,7 @@ def test_round_table_of_programs_in_pairs() -> None:
 
     assert chosen(8, 2048) == [(8, 32)]
     assert chosen(8, 128) == [(8, 2)], "few rows are cut as they were timed"
+    assert chosen(96, 2048) == [(88, 3), (8, 33)], "four parts of 96 would be one turn and a half"
     assert chosen(128, 2048) == [(128, 2)]
     assert chosen(144, 2048) == [(132, 2), (12, 22)], "12 SMs would have two whole rows"
     assert chosen(264, 2048) == [(264, 1)]

@@ -105,6 +105,9 @@ def _one_round(num_tokens: int, work: _Work) -> tuple[float, Shares]:
     """The cheapest way to cut all rows alike."""
     programs, most = num_tokens * work.head_blocks, min(work.tiles, MAX_SPLITS)
     counts = {1, 2, 3, 4, 5, 6, 8, max(1, min(work.sms // programs, most))}
+    if work.costs != ALONE:
+        # parts of a second turn meet on the SMs that are free first: 96 rows in four parts take longer than in two
+        counts = {parts for parts in counts if parts == 1 or programs * parts <= work.sms}
     ways = [_even(num_tokens, work, parts) for parts in counts if parts <= most]
     for parts in range(2, 6 if work.uneven else 2):
         if programs * (parts - 1) < work.sms and parts <= most:
