@@ -99,6 +99,25 @@ def test_sms_with_several_programs_and_rows_that_must_not_notice_their_batch_hav
             assert only.num_tokens == num_tokens
 
 
+def test_round_table_of_programs_in_pairs() -> None:
+    """16 heads on an SM90 GPU of 132 SMs, each with room for two programs."""
+    from mla_ops.kernels.triton.attention_options import make_tile
+    from mla_ops.kernels.triton.rounds import rounds_of
+
+    def chosen(num_tokens: int, topk: int) -> list[tuple[int, int]]:
+        rounds = rounds_of(num_tokens, 1, topk, make_tile(16, 32, 4, 2), 2 * SMS, False, False)
+        return [(count, shares.parts) for count, shares in rounds]
+
+    assert chosen(8, 2048) == [(8, 32)]
+    assert chosen(8, 128) == [(8, 2)], "few rows are cut as they were timed"
+    assert chosen(96, 2048) == [(88, 3), (8, 33)], "four parts of 96 would be one turn and a half"
+    assert chosen(128, 2048) == [(128, 2)]
+    assert chosen(144, 2048) == [(132, 2), (12, 22)], "12 SMs would have two whole rows"
+    assert chosen(264, 2048) == [(264, 1)]
+    assert chosen(300, 2048) == [(264, 1), (36, 7)]
+    assert chosen(128, 128) == [(128, 1)], "short rows are not worth a merge"
+
+
 @pytest.mark.parametrize("given", ["slots", "a block table", "lengths"])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
 def test_rounds_equal_float64(device: torch.device, rounds: None, cache_format: str, given: str) -> None:

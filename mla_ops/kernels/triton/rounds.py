@@ -16,9 +16,21 @@ from .splits import MAX_SPLITS
 MIN_SPLIT_KEYS = 64
 DETERMINISTIC_SPLIT_KEYS = 512
 
-# Costs of a program beside its keys, of a launch behind another, and of the merge of a round's parts. The unit is the
-# time of a key: 64 keys for 64 heads take 3.7 us over fp8_ds_mla on an H200.
-START, LAUNCH, MERGE = 140, 40, 100
+
+class Costs(NamedTuple):
+    """Costs of a program beside its keys, of a launch behind another, and of the merge of a round's parts.
+
+    The unit is the time of a key. `lone` is what a turn takes if it leaves every SM at least half of its room.
+    """
+
+    start: int
+    launch: int
+    merge: int
+    lone: float
+
+
+# fp8_ds_mla, H200: 64 keys take 3.7 us for 64 heads, and 6.1 for 16 heads of each of two programs that share an SM
+ALONE, IN_PAIRS = Costs(140, 40, 100, 1.0), Costs(100, 20, 50, 0.65)
 MAX_ROUNDS = 6  # of whole rows: beyond, an SM that is empty in the last one is little
 PAYS = 0.95
 
@@ -53,8 +65,8 @@ def num_splits(num_tokens: int, num_head_blocks: int, topk: int, wanted: int, de
 
 
 class _Work(NamedTuple):
-    """Programs of a row that is not cut, its tiles of keys, keys of a tile, programs that run at a time, and whether
-    last parts may be short.
+    """Programs of a row that is not cut, its tiles of keys, keys of a tile, programs that run at a time, whether last
+    parts may be short, and costs.
     """
 
     head_blocks: int
@@ -62,32 +74,40 @@ class _Work(NamedTuple):
     block_n: int
     sms: int
     uneven: bool
+    costs: Costs
 
     def part(self, tiles: int) -> int:
-        return START + self.block_n * tiles
+        return self.costs.start + self.block_n * tiles
+
+    def turns(self, programs: int) -> float:
+        full, rest = divmod(programs, self.sms)
+        return full + (rest > 0) * (self.costs.lone if 2 * rest <= self.sms else 1)
 
 
-def _even(num_tokens: int, work: _Work, parts: int) -> tuple[int, Shares]:
+def _even(num_tokens: int, work: _Work, parts: int) -> tuple[float, Shares]:
     """What equal parts take, in keys."""
-    turns = cdiv(num_tokens * work.head_blocks * parts, work.sms)
-    return turns * work.part(cdiv(work.tiles, parts)) + MERGE * (parts > 1), Shares(parts, 1, parts)
+    turns = work.turns(num_tokens * work.head_blocks * parts)
+    return turns * work.part(cdiv(work.tiles, parts)) + work.costs.merge * (parts > 1), Shares(parts, 1, parts)
 
 
-def _uneven(num_tokens: int, work: _Work, parts: int) -> tuple[int, Shares] | None:
+def _uneven(num_tokens: int, work: _Work, parts: int) -> tuple[float, Shares] | None:
     """The last part is so short that the SMs beside the other parts take several of them one after the other."""
     programs = num_tokens * work.head_blocks
     free = work.sms - programs * (parts - 1)
     for share in range(cdiv(work.tiles, parts) + 1, cdiv(work.tiles, parts - 1)):
         last = work.tiles - share * (parts - 1)
         if free * (work.part(share) // work.part(last)) >= programs:
-            return work.part(share) + MERGE, Shares(parts, share, work.tiles)
+            return work.part(share) + work.costs.merge, Shares(parts, share, work.tiles)
     return None
 
 
-def _one_round(num_tokens: int, work: _Work) -> tuple[int, Shares]:
+def _one_round(num_tokens: int, work: _Work) -> tuple[float, Shares]:
     """The cheapest way to cut all rows alike."""
     programs, most = num_tokens * work.head_blocks, min(work.tiles, MAX_SPLITS)
     counts = {1, 2, 3, 4, 5, 6, 8, max(1, min(work.sms // programs, most))}
+    if work.costs != ALONE:
+        # parts of a second turn meet on the SMs that are free first: 96 rows in four parts take longer than in two
+        counts = {parts for parts in counts if parts == 1 or programs * parts <= work.sms}
     ways = [_even(num_tokens, work, parts) for parts in counts if parts <= most]
     for parts in range(2, 6 if work.uneven else 2):
         if programs * (parts - 1) < work.sms and parts <= most:
@@ -96,10 +116,10 @@ def _one_round(num_tokens: int, work: _Work) -> tuple[int, Shares]:
     return min(ways)
 
 
-def _rounds(num_tokens: int, work: _Work, more: int) -> tuple[int, tuple[Round, ...]]:
+def _rounds(num_tokens: int, work: _Work, more: int) -> tuple[float, tuple[Round, ...]]:
     """The cheapest rounds, at most `more` behind the first: some rows fill all SMs, the rest is cut in another way."""
     cost, shares = _one_round(num_tokens, work)
-    best = cost, (Round(num_tokens, shares),)
+    best: tuple[float, tuple[Round, ...]] = (cost, (Round(num_tokens, shares),))
     if more == 0:
         return best
     for parts in (1, 2, 3, 4):
@@ -109,14 +129,21 @@ def _rounds(num_tokens: int, work: _Work, more: int) -> tuple[int, tuple[Round, 
             continue
         first, cut = _even(filling, work, parts)
         rest, rounds = _rounds(num_tokens - filling, work, more - 1)
-        if first + LAUNCH + rest < best[0]:
-            best = first + LAUNCH + rest, (Round(filling, cut), *rounds)
+        if first + work.costs.launch + rest < best[0]:
+            best = first + work.costs.launch + rest, (Round(filling, cut), *rounds)
     return best
 
 
 @functools.lru_cache(4096)
 def rounds_of_rows(
-    num_tokens: int, head_blocks: int, tiles: int, block_n: int, sms: int, parts: int, uneven: bool = True
+    num_tokens: int,
+    head_blocks: int,
+    tiles: int,
+    block_n: int,
+    sms: int,
+    parts: int,
+    uneven: bool = True,
+    costs: Costs = ALONE,
 ) -> tuple[Round, ...]:
     """Rounds in their order.
 
@@ -125,13 +152,17 @@ def rounds_of_rows(
         head_blocks: programs of a row that is not cut.
         tiles: tiles of keys of a row.
         block_n: keys of a tile.
-        sms: programs that run at the same time, each alone on an SM.
+        sms: programs that run at the same time.
         parts: parts of each row if all are cut alike.
         uneven: whether last parts may be short.
+        costs: of programs that are alone on an SM, or of two together.
     """
-    programs, work = num_tokens * head_blocks, _Work(head_blocks, tiles, block_n, sms, uneven)
-    plain, shares = min(_even(num_tokens, work, count) for count in {1, parts})
-    if 4 * programs > sms and programs <= MAX_ROUNDS * sms and tiles > 1:
+    programs, work = num_tokens * head_blocks, _Work(head_blocks, tiles, block_n, sms, uneven, costs)
+    many = 4 * programs > sms
+    # few rows in pairs have been timed in parts alone
+    counts = {1, parts} if many or costs == ALONE else {parts}
+    plain, shares = min(_even(num_tokens, work, count) for count in counts)
+    if many and programs <= MAX_ROUNDS * sms and tiles > 1:
         cost, rounds = _rounds(num_tokens, work, 2)
         if cost < PAYS * plain:
             return rounds
@@ -141,8 +172,8 @@ def rounds_of_rows(
 def rounds_of(
     num_tokens: int, head_blocks: int, topk: int, chosen: Tile, wanted: int, deterministic: bool, alone: bool
 ) -> tuple[Round, ...]:
-    """The rounds of a call: one, of parts by `num_splits`, where SMs run several programs at a time, whose ends nobody
-    knows, and where a row must not notice its batch.
+    """The rounds of a call: one, of parts by `num_splits`, where a row must not notice its batch, and where SMs run
+    two programs of more than 16 heads, which have not been timed in rounds.
 
     Args:
         num_tokens, head_blocks: rows, and programs of each.
@@ -153,11 +184,12 @@ def rounds_of(
         alone: whether each has an SM to itself.
     """
     parts = num_splits(num_tokens, head_blocks, topk, wanted, deterministic)
-    if deterministic or not alone:
+    if deterministic or not (alone or chosen.block_h == 16):
         return (Round(num_tokens, Shares(parts, 1, parts)),)
-    # where small programs meet on an SM after all, short parts gain nothing
+    # where small programs meet on an SM, short parts gain nothing
     uneven, tiles = chosen.num_warps == 8, cdiv(topk, chosen.block_n)
-    return rounds_of_rows(num_tokens, head_blocks, tiles, chosen.block_n, wanted, parts, uneven)
+    costs = ALONE if alone else IN_PAIRS
+    return rounds_of_rows(num_tokens, head_blocks, tiles, chosen.block_n, wanted, parts, uneven, costs)
 
 
 def parts_of(rounds: tuple[Round, ...], rows: Rows) -> Iterator[tuple[Rows, Shares]]:
