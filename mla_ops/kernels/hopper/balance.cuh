@@ -30,10 +30,14 @@ struct Interval {
   DEVICE int step(int workers) const { return turn == EVERY_WORKERS_TOKEN ? workers : 1; }  // this leads from token to token
 };
 
-DEVICE int turns_of(const Params& p, int which, int token) {
-  int length = p.topk[which];
-  if (p.topk_length[which]) length = max(0, min(length, __ldg(p.topk_length[which] + token)));
+DEVICE int turns_of(int topk, const int* lengths, int token) {
+  int length = topk;
+  if (lengths) length = max(0, min(length, __ldg(lengths + token)));
   return (length + TILE_KEYS - 1) / TILE_KEYS;
+}
+
+DEVICE int turns_of(const Params& p, int which, int token) {
+  return turns_of(p.topk[which], p.topk_length[which], token);
 }
 
 DEVICE int turns_of(const Params& p, int token) { return turns_of(p, 0, token) + turns_of(p, 1, token); }
@@ -213,20 +217,28 @@ struct Lying {
   }
 };
 
+// What the function below needs of `Params`, by value: it would get these from memory.
+struct Batch {
+  const int* lengths[2];
+  int topk[2], num_tokens, workers;
+
+  DEVICE int turns(int token) const { return turns_of(topk[0], lengths[0], token) + turns_of(topk[1], lengths[1], token); }
+};
+
 // The cuts of a worker's interval to `ends`, 16 bytes each, and who shares the tokens that they are in, where long rows may
 // be stretched; `before`: what tokens before this thread's cost. Eight bytes for each warp behind `ends`. A function of its
-// own: its code lies behind the kernel's, which other lengths run.
+// own, so that its code lies behind the kernel's, and batches that do not need it do not run past it.
 template <int THREADS>
-__device__ __noinline__ void share_few_long(const Params& p, u32 ends, int costs, int most, int quota, int worker,
+__device__ __noinline__ void share_few_long(Batch batch, u32 ends, int costs, int most, int quota, int worker,
                                             int before) {
-  const int thread = thread_here(), warp = thread >> 5, lane = thread & 31, num_tokens = p.all_tokens;
+  const int thread = thread_here(), warp = thread >> 5, lane = thread & 31, num_tokens = batch.num_tokens;
   const int each = (num_tokens + THREADS - 1) / THREADS, first = thread * each, last = min(first + each, num_tokens);
   const int longest_short = most > STRETCHED * quota ? max(quota, 2 * PIECE_TURNS + FEWEST_OF_PIECE) : NO_END;
   const u32 scratch = ends + 32;
   int own_longs = 0;
 #pragma unroll 1
   for (int token = first; token < last; ++token) {
-    const int turns = turns_of(p, token);
+    const int turns = batch.turns(token);
     own_longs += turns > longest_short ? turns : 0;
   }
   int longs_before = own_longs;  // up to this thread's tokens, then of those before them
@@ -240,7 +252,7 @@ __device__ __noinline__ void share_few_long(const Params& p, u32 ends, int costs
   const int of_one = lane < THREADS / 32 ? load_shared_4(scratch + min(lane, THREADS / 32 - 1) * 8) : 0;
   int longs = __reduce_add_sync(~0u, of_one);
   longs_before += __reduce_add_sync(~0u, lane < warp ? of_one : 0) - own_longs;
-  Stretch stretch(quota, num_workers(p));
+  Stretch stretch(quota, batch.workers);
   if (0 < longs && 3 * longs < costs)
     stretch.stretch(longest_short, costs - longs, longs);
   else
@@ -251,7 +263,7 @@ __device__ __noinline__ void share_few_long(const Params& p, u32 ends, int costs
   auto at = [&](int end) { return worker + end < stretch.workers ? (worker + end) * stretch.quota : total; };
 #pragma unroll 1
   for (; here.token < last; ++here.token) {
-    here.turns = turns_of(p, here.token), here.begin = here.after;
+    here.turns = batch.turns(here.token), here.begin = here.after;
     (here.turns > stretch.longest_short ? longs_before : others_before) += here.turns;
     others_before += ROW_TURNS;
     here.after = stretch.place(others_before, longs_before);
@@ -295,7 +307,8 @@ DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& co
       store_cut(ends, past, nobody);
     }
   } else if (__builtin_expect(may_stretch(p, cost), 0)) {
-    share_few_long<THREADS>(p, begins, cost.total, cost.most, sharing.quota, worker, begin);
+    const Batch batch{{p.topk_length[0], p.topk_length[1]}, {p.topk[0], p.topk[1]}, num_tokens, workers};
+    share_few_long<THREADS>(batch, begins, cost.total, cost.most, sharing.quota, worker, begin);
   } else {
     if (thread == 0) {
       if (from >= cost.total) store_cut(begins, past, nobody);
