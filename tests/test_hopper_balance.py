@@ -111,7 +111,9 @@ BATCHES: dict[str, Callable[[random.Random], list[int]]] = {
     "one long": lambda generator: [CAPACITY if i == 17 else 100 for i in range(32)],
     "one long behind empty ones": lambda generator: [0] * 200 + [CAPACITY],
     "one long among many": lambda generator: [64] * 300 + [CAPACITY] + [64] * 211,
-    "some long among many": lambda generator: [generator.choice((*[0] * 9, *[64] * 50, 2048, 4096)) for _ in range(200)],
+    "some long among many": lambda generator: [
+        generator.choice((*[0] * 9, *[64] * 50, 2048, 4096)) for _ in range(200)
+    ],
     "every fourth": lambda generator: [2048 if i % 4 == 0 else 64 for i in range(133)],
     "equal, whole": lambda generator: [1000] * 60,
     "equal, cut": lambda generator: [3000] * 40,

@@ -10,11 +10,11 @@
 #include "layout.cuh"
 #include "parts.cuh"
 
-constexpr int ROW_TURNS = 2;      // a row costs so many turns besides its own
-constexpr int FEWEST_TURNS = 4;   // an interval has no fewer: less is not worth its merge
-constexpr int PIECE_TURNS = 4;    // a piece of a stretched row costs so many turns besides its own
+constexpr int ROW_TURNS = 2;        // a row costs so many turns besides its own
+constexpr int FEWEST_TURNS = 4;     // an interval has no fewer: less is not worth its merge
+constexpr int PIECE_TURNS = 4;      // a piece of a stretched row costs so many turns besides its own
 constexpr int FEWEST_OF_PIECE = 2;  // its own turns, or more
-constexpr int STRETCHED = 2;      // the longest of stretched rows is longer than so many intervals
+constexpr int STRETCHED = 2;        // the longest of stretched rows is longer than so many intervals
 constexpr int NO_END = 0x7fffffff;
 constexpr int EVERY_WORKERS_TOKEN = -1;
 
@@ -148,9 +148,9 @@ DEVICE void store_whole_tokens(const Params& p, u32 place) {
   store_shared_8(place + 8, NO_END, worker | (cta - worker * p.head_tiles) << 16);
 }
 
-// How few long rows are shared among short ones. A piece of a row takes time besides its turns: it is begun, left and added
-// up. Where all rows longer than an interval have less than a third of all turns, these are *stretched*: their turns cost
-// so much more than others' that workers end at the same time.
+// Few long rows among short ones. A piece of a row takes time besides its turns: it is begun, left and added up. Where
+// all rows longer than an interval have less than a third of all turns, these are *stretched*: their turns cost so much
+// more than others' that workers end at the same time.
 struct Stretch {
   int quota, snap, workers, longest_short;
   float factor;
@@ -159,8 +159,7 @@ struct Stretch {
 
   DEVICE void set_quota(int turns) { quota = turns, snap = max(1, turns / 32); }
 
-  // `longs`: turns of rows longer than `longest`; `others`: what all else costs. The quota grows until there are workers
-  // enough.
+  // `longs`: turns of rows longer than `longest`; `others`: what all else costs. The quota grows until workers suffice.
   DEVICE void stretch(int longest, int others, int longs) {
     int turns = max(quota, PIECE_TURNS + FEWEST_OF_PIECE);
     const int most = turns + PIECE_TURNS;
@@ -222,12 +221,14 @@ struct Batch {
   const int* lengths[2];
   int topk[2], num_tokens, workers;
 
-  DEVICE int turns(int token) const { return turns_of(topk[0], lengths[0], token) + turns_of(topk[1], lengths[1], token); }
+  DEVICE int turns(int token) const {
+    return turns_of(topk[0], lengths[0], token) + turns_of(topk[1], lengths[1], token);
+  }
 };
 
-// The cuts of a worker's interval to `ends`, 16 bytes each, and who shares the tokens that they are in, where long rows may
-// be stretched; `before`: what tokens before this thread's cost. Eight bytes for each warp behind `ends`. A function of its
-// own, so that its code lies behind the kernel's, and batches that do not need it do not run past it.
+// The cuts of a worker's interval to `ends`, 16 bytes each, and who shares the tokens that they are in, where long rows
+// may be stretched; `before`: what tokens before this thread's cost. It takes eight bytes for each warp behind `ends`. A
+// function of its own: its code lies behind the kernel's, so that batches which do not need it have nothing to skip.
 template <int THREADS>
 __device__ __noinline__ void share_few_long(Batch batch, u32 ends, int costs, int most, int quota, int worker,
                                             int before) {
