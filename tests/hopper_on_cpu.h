@@ -8,6 +8,7 @@ using std::max, std::min;
 
 #define __device__
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
 
 struct int2 {
   int x, y;

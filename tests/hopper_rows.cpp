@@ -103,6 +103,7 @@ static unsigned __reduce_or_sync(unsigned, unsigned value) {
   for (int lane = 0; lane < LANES; ++lane) bits |= static_cast<unsigned>(values[lane]);
   return bits;
 }
+static float __fdividef(float a, float b) { return a / b; }
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 template <class T>

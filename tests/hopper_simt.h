@@ -12,7 +12,6 @@
 #define __launch_bounds__(...)
 #define __global__
 #define __grid_constant__
-#define __noinline__ __attribute__((noinline))
 
 #include "hopper_coroutines.h"
 #include "hopper_on_cpu.h"

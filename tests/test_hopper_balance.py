@@ -110,6 +110,10 @@ def lognormal(generator: random.Random, count: int) -> list[int]:
 BATCHES: dict[str, Callable[[random.Random], list[int]]] = {
     "one long": lambda generator: [CAPACITY if i == 17 else 100 for i in range(32)],
     "one long behind empty ones": lambda generator: [0] * 200 + [CAPACITY],
+    "one long among many": lambda generator: [64] * 300 + [CAPACITY] + [64] * 211,
+    "some long among many": lambda generator: [
+        generator.choice((*[0] * 9, *[64] * 50, 2048, 4096)) for _ in range(200)
+    ],
     "every fourth": lambda generator: [2048 if i % 4 == 0 else 64 for i in range(133)],
     "equal, whole": lambda generator: [1000] * 60,
     "equal, cut": lambda generator: [3000] * 40,
@@ -121,12 +125,9 @@ BATCHES: dict[str, Callable[[random.Random], list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("ctas", [1, 7, 60])
-@pytest.mark.parametrize("batch", BATCHES)
-def test_all_turns_are_taken_once_and_evenly(
-    batch: str, ctas: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths, num_heads = BATCHES[batch](random.Random(3)), 100
+def cuts_of(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, lengths: list[int], ctas: int) -> int:
+    """How many cuts there are, once all turns are seen to be taken once and evenly."""
+    num_heads = 100
     pieces, sharers, decision = share(library, monkeypatch, lengths, ctas, num_heads)
     assert decision
     turns = [-(-min(max(length, 0), CAPACITY) // TILE_KEYS) for length in lengths]
@@ -164,10 +165,29 @@ def test_all_turns_are_taken_once_and_evenly(
     ideal = -(-(sum(turns) + ROW_TURNS * len(turns)) // workers)
     quota = max(6, ideal)
     assert max(cost) <= max(1.08 * quota, quota + 2 * max(1, quota // 32) + 2 * ROW_TURNS)
+    return cuts
+
+
+@pytest.mark.parametrize("ctas", [1, 7, 60])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_all_turns_are_taken_once_and_evenly(
+    batch: str, ctas: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuts = cuts_of(library, monkeypatch, BATCHES[batch](random.Random(3)), ctas)
     if batch == "equal, whole" and ctas == 60:
         assert not cuts
-    if batch in ("equal, cut", "one long", "every fourth") and ctas == 60:
+    if batch in ("equal, cut", "one long", "one long among many", "every fourth") and ctas == 60:
         assert cuts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_long_rows_anywhere(seed: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = random.Random(seed)
+    few = generator.choice(([0], [0, 64], [1, 64, 128], [0, 64, 200]))
+    lengths = [generator.choice(few) for _ in range(generator.randint(20, 512))]
+    for _ in range(generator.randint(1, 4)):
+        lengths[generator.choice((0, -1, generator.randrange(len(lengths))))] = generator.randint(500, CAPACITY)
+    cuts_of(library, monkeypatch, lengths, generator.choice((7, 60, 132)))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ The kernels' own code (`balance.cuh`, `cuts.cuh`), compiled for this CPU, its th
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from typing import Any
 
@@ -42,6 +43,9 @@ def patience(request: pytest.FixtureRequest, library: ctypes.CDLL) -> None:
         ([640, 640, 640], 5, 20, 16, True),
         ([1000, 0, 2000, 64], 4, 20, 16, False),
         ([4096], 10, 30, 24, True),
+        ([64] * 90 + [16384] + [64] * 199, 20, 20, 16, True),
+        ([9000] + [64] * 230 + [16000] + [64] * 200, 24, 20, 16, False),
+        ([0] * 100 + [8192] + [100] * 120, 30, 20, 16, True),
         ([4096], 40, 70, 64, True),  # teams of warps
         ([4096, 4096], 40, 3, 64, False),  # more parts than a warp has lanes
         ([4096, 4096], 80, 3, 16, True),
@@ -115,14 +119,35 @@ def test_parts_are_added_up(
         assert cuts
 
 
+def single(value: float) -> float:
+    return ctypes.c_float(value).value
+
+
 def cut_tokens(lengths: list[int], workers: int) -> list[list[int]]:
     """The first turn of each part of each token, as `balance.cuh` cuts them, written a second time."""
     turns = [-(-length // TURN) for length in lengths]
     total = sum(turns) + 2 * len(turns)
-    quota = max(4, -(-total // workers))
-    snap, begin, firsts = max(1, quota // 32), 0, []
+    quota, most = max(4, -(-total // workers)), max(turns) + 2
+    longest_short, stretched = max(quota, 10), 1.0
+    longs = sum(own for own in turns if own > longest_short)
+    if total - most <= 4 * len(turns) and most > 2 * quota and 0 < 3 * longs < total:
+        first, others = max(quota, 6), total - longs
+        fits = (quota for quota in range(first, first + 4) if others / quota + longs / (quota - 4) <= workers)
+        quota = next(fits, first + 4)
+        stretched = single(quota / (quota - 4))
+    else:
+        longest_short = max(turns)
+    snap, others, longs, after, firsts = max(1, quota // 32), 0, 0, 0, []
     for own in turns:
-        inside = (at - begin - 2 for at in range(quota, total, quota))
-        firsts.append([0, *(turn for turn in inside if snap <= turn <= own - snap)])
-        begin += own + 2
+        begin, is_long = after, own > longest_short
+        others, longs = others + (0 if is_long else own) + 2, longs + (own if is_long else 0)
+        after = others + int(single(longs * stretched))
+        inside = [worker for worker in range(1, workers) if begin < worker * quota < after]
+        if is_long:
+            ends = [begin, *(worker * quota for worker in inside), after]
+            done = list(itertools.accumulate(to - at - 4 if to - at >= 6 else 0 for at, to in itertools.pairwise(ends)))
+            cuts = [int(single(single(up_to * own / done[-1]) + 0.5)) for up_to in done[:-1]]
+        else:
+            cuts = [worker * quota - begin - 2 for worker in inside]
+        firsts.append([0, *(turn for turn in cuts if snap <= turn <= own - snap)])
     return firsts

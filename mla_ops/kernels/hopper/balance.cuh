@@ -10,8 +10,11 @@
 #include "layout.cuh"
 #include "parts.cuh"
 
-constexpr int ROW_TURNS = 2;      // a row costs so many turns besides its own
-constexpr int FEWEST_TURNS = 4;   // an interval has no fewer: less is not worth its merge
+constexpr int ROW_TURNS = 2;        // a row costs so many turns besides its own
+constexpr int FEWEST_TURNS = 4;     // an interval has no fewer: less is not worth its merge
+constexpr int PIECE_TURNS = 4;      // a piece of a stretched row costs so many turns besides its own
+constexpr int FEWEST_OF_PIECE = 2;  // its own turns, or more
+constexpr int STRETCHED = 2;        // the longest of stretched rows is longer than so many intervals
 constexpr int NO_END = 0x7fffffff;
 constexpr int EVERY_WORKERS_TOKEN = -1;
 
@@ -27,10 +30,14 @@ struct Interval {
   DEVICE int step(int workers) const { return turn == EVERY_WORKERS_TOKEN ? workers : 1; }  // this leads from token to token
 };
 
-DEVICE int turns_of(const Params& p, int which, int token) {
-  int length = p.topk[which];
-  if (p.topk_length[which]) length = max(0, min(length, __ldg(p.topk_length[which] + token)));
+DEVICE int turns_of(int topk, const int* lengths, int token) {
+  int length = topk;
+  if (lengths) length = max(0, min(length, __ldg(lengths + token)));
   return (length + TILE_KEYS - 1) / TILE_KEYS;
+}
+
+DEVICE int turns_of(const Params& p, int which, int token) {
+  return turns_of(p.topk[which], p.topk_length[which], token);
 }
 
 DEVICE int turns_of(const Params& p, int token) { return turns_of(p, 0, token) + turns_of(p, 1, token); }
@@ -141,8 +148,141 @@ DEVICE void store_whole_tokens(const Params& p, u32 place) {
   store_shared_8(place + 8, NO_END, worker | (cta - worker * p.head_tiles) << 16);
 }
 
+// Few long rows among short ones. A piece of a row takes time besides its turns: it is begun, left and added up. Where
+// all rows longer than an interval have less than a third of all turns, these are *stretched*: their turns cost so much
+// more than others' that workers end at the same time.
+struct Stretch {
+  int quota, snap, workers, longest_short;
+  float factor;
+
+  DEVICE Stretch(int quota, int workers) : workers(workers), longest_short(NO_END), factor(1.f) { set_quota(quota); }
+
+  DEVICE void set_quota(int turns) { quota = turns, snap = max(1, turns / 32); }
+
+  // `longs`: turns of rows longer than `longest`; `others`: what all else costs. The quota grows until workers suffice.
+  DEVICE void stretch(int longest, int others, int longs) {
+    int turns = max(quota, PIECE_TURNS + FEWEST_OF_PIECE);
+    const int most = turns + PIECE_TURNS;
+    auto lacking = [&] {
+      return __fdividef(static_cast<float>(others), static_cast<float>(turns)) +
+                 __fdividef(static_cast<float>(longs), static_cast<float>(turns - PIECE_TURNS)) >
+             static_cast<float>(workers);
+    };
+#pragma unroll 1
+    while (turns < most && lacking()) ++turns;
+    set_quota(turns);
+    longest_short = longest, factor = __fdividef(static_cast<float>(turns), static_cast<float>(turns - PIECE_TURNS));
+  }
+
+  // The cost of tokens of which long rows have so many turns.
+  DEVICE int place(int others, int longs) const { return others + static_cast<int>(longs * factor); }
+
+  // That of a token which costs up to `after`.
+  DEVICE int last_worker(int after) const { return min((after - 1) / quota, workers - 1); }
+
+  // Turns of a piece at an end of a long row; none where they would be few.
+  static DEVICE int piece(int cost) { return cost < PIECE_TURNS + FEWEST_OF_PIECE ? 0 : cost - PIECE_TURNS; }
+};
+
+// A token where it lies in the cost of all: from `begin` to `after`.
+struct Lying {
+  int token, turns, begin, after;
+
+  // The turn at the beginning of a worker's interval inside of this token. Next to the token's ends it moves there.
+  DEVICE int turn_at(const Stretch& stretch, int worker) const {
+    const int quota = stretch.quota;
+    int turn = worker * quota - begin - ROW_TURNS;
+    if (turns > stretch.longest_short) {
+      const int first = begin / quota, last = stretch.last_worker(after), of_piece = quota - PIECE_TURNS,
+                begun = Stretch::piece((first + 1) * quota - begin), inner = (last - first - 1) * of_piece,
+                ended = Stretch::piece(after - last * quota);
+      turn = static_cast<int>(__fdividef(static_cast<float>(begun + (worker - first - 1) * of_piece) * turns,
+                                         static_cast<float>(begun + inner + ended)) + 0.5f);
+    }
+    return turn < stretch.snap ? 0 : turns - turn < stretch.snap ? turns : turn;
+  }
+
+  DEVICE Cut cut(const Stretch& stretch, int worker) const {
+    const int turn = turn_at(stretch, worker);
+    return turn && turn == turns ? Cut{token + 1, 0} : Cut{token, turn};
+  }
+
+  // The first worker of a token that is cut, and how many there are: one more than cuts.
+  DEVICE int2 sharers(const Stretch& stretch) const {
+    int first = begin / stretch.quota, last = stretch.last_worker(after);
+    if (turn_at(stretch, first + 1) == 0) ++first;
+    if (turn_at(stretch, last) == turns) --last;
+    return make_int2(first, last - first + 1);
+  }
+};
+
+// What the function below needs of `Params`, by value: it would get these from memory.
+struct Batch {
+  const int* lengths[2];
+  int topk[2], num_tokens, workers;
+
+  DEVICE int turns(int token) const {
+    return turns_of(topk[0], lengths[0], token) + turns_of(topk[1], lengths[1], token);
+  }
+};
+
+// The cuts of a worker's interval to `ends`, 16 bytes each, and who shares the tokens that they are in, where long rows
+// may be stretched; `before`: what tokens before this thread's cost. It takes eight bytes for each warp behind `ends`. A
+// function of its own: its code lies behind the kernel's, so that batches which do not need it have nothing to skip.
+template <int THREADS>
+__device__ __noinline__ void share_few_long(Batch batch, u32 ends, int costs, int most, int quota, int worker,
+                                            int before) {
+  const int thread = thread_here(), warp = thread >> 5, lane = thread & 31, num_tokens = batch.num_tokens;
+  const int each = (num_tokens + THREADS - 1) / THREADS, first = thread * each, last = min(first + each, num_tokens);
+  const int longest_short = most > STRETCHED * quota ? max(quota, 2 * PIECE_TURNS + FEWEST_OF_PIECE) : NO_END;
+  const u32 scratch = ends + 32;
+  int own_longs = 0;
+#pragma unroll 1
+  for (int token = first; token < last; ++token) {
+    const int turns = batch.turns(token);
+    own_longs += turns > longest_short ? turns : 0;
+  }
+  int longs_before = own_longs;  // up to this thread's tokens, then of those before them
+#pragma unroll 1
+  for (int step = 1; step < 32; step <<= 1) {
+    const int below = __shfl_up_sync(~0u, longs_before, step);
+    if (lane >= step) longs_before += below;
+  }
+  if (lane == 31) store_shared_8(scratch + warp * 8, longs_before, 0);
+  __syncthreads();
+  const int of_one = lane < THREADS / 32 ? load_shared_4(scratch + min(lane, THREADS / 32 - 1) * 8) : 0;
+  int longs = __reduce_add_sync(~0u, of_one);
+  longs_before += __reduce_add_sync(~0u, lane < warp ? of_one : 0) - own_longs;
+  Stretch stretch(quota, batch.workers);
+  if (0 < longs && 3 * longs < costs)
+    stretch.stretch(longest_short, costs - longs, longs);
+  else
+    longs = longs_before = 0;
+  const int total = stretch.place(costs - longs, longs);
+  int others_before = before - longs_before;
+  Lying here{first, 0, 0, stretch.place(others_before, longs_before)};
+  auto at = [&](int end) { return worker + end < stretch.workers ? (worker + end) * stretch.quota : total; };
+#pragma unroll 1
+  for (; here.token < last; ++here.token) {
+    here.turns = batch.turns(here.token), here.begin = here.after;
+    (here.turns > stretch.longest_short ? longs_before : others_before) += here.turns;
+    others_before += ROW_TURNS;
+    here.after = stretch.place(others_before, longs_before);
+#pragma unroll 1
+    for (int end = 0; end < 2; ++end)
+      if (here.begin <= at(end) && at(end) < here.after)
+        store_cut(ends + end * 16, here.cut(stretch, worker + end), here.sharers(stretch));
+  }
+  if (thread < 2 && at(thread) >= total) store_cut(ends + thread * 16, {num_tokens, 0}, make_int2(0, 0));
+}
+
+// Whether rows beside the longest are as short as those among which long ones are stretched.
+DEVICE bool may_stretch(const Params& p, const Cost& cost) {
+  return cost.total <= FEWEST_TURNS * p.all_tokens + cost.most;
+}
+
 // This CTA's interval of all tokens to `place`, by all of its THREADS; none where it is no worker's. `scratch` is what
-// `add_up_costs` left, and 32 bytes behind it. Ends with a barrier.
+// `add_up_costs` left, behind it 32 bytes and as many again as it left. Ends with a barrier.
 template <int THREADS>
 DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& cost) {
   place = opaque(place), scratch = opaque(scratch);  // else what is relative to these is not uniform later on
@@ -167,6 +307,9 @@ DEVICE void share_evenly(const Params& p, u32 place, u32 scratch, const Cost& co
       store_cut(begins, works ? Cut{worker, EVERY_WORKERS_TOKEN} : Cut{num_tokens, 0}, nobody);
       store_cut(ends, past, nobody);
     }
+  } else if (__builtin_expect(may_stretch(p, cost), 0)) {
+    const Batch batch{{p.topk_length[0], p.topk_length[1]}, {p.topk[0], p.topk[1]}, num_tokens, workers};
+    share_few_long<THREADS>(batch, begins, cost.total, cost.most, sharing.quota, worker, begin);
   } else {
     if (thread == 0) {
       if (from >= cost.total) store_cut(begins, past, nobody);
