@@ -114,6 +114,7 @@ def indexer_types() -> dict[str, str]:
         "row_starts",
         "row_ends",
         "indices",
+        "ends",
     )
     ints += (
         "valid_counts",

@@ -112,7 +112,7 @@ def _flat_kernel(
                     tl.store(target, tl.full((KEYS,), float("-inf"), tl.float32), mask=there & ~within)
 
 
-@sized_jit(any_alignment=("lengths", "block_table", "req_id_per_token"))
+@sized_jit(any_alignment=("lengths", "block_table", "req_id_per_token", "ends"))
 def _paged_kernel(
     q,
     index_cache,
@@ -121,6 +121,7 @@ def _paged_kernel(
     block_table,
     req_id_per_token,
     out,
+    ends,
     num_tokens: tl.int32,
     num_heads: tl.int32,
     num_requests: tl.int32,
@@ -139,7 +140,8 @@ def _paged_kernel(
 ):
     """Scores of KEYS positions of one token's request.
 
-    Grid: (tokens times blocks of columns,). Programs behind the token's length leave at once.
+    Grid: (tokens times blocks of columns,). Programs behind the token's length leave at once. `ends`, if given, take the
+    lengths, 0 of a token without a request.
     """
     stride_q_token, stride_q_head, stride_block, stride_weights, stride_table, stride_out = strides
     token = (tl.program_id(0) % num_tokens).to(tl.int64)
@@ -149,6 +151,9 @@ def _paged_kernel(
     length = tl.where(known, tl.load(lengths + token), 0)
     within = (position < length) & (position < max_blocks.to(tl.int64) * block_size) & (position < num_columns)
     target = out + token * stride_out + position
+    if ends is not None:
+        if low == 0:
+            tl.store(ends + token, length)
     if low < length:
         inner = tl.arange(0, 128)
         head = tl.arange(0, HEADS)
@@ -251,6 +256,7 @@ def paged_indexer_logits(
     cache_format: str,
     *,
     clean: bool = False,
+    ends: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     num_tokens, num_heads, _ = q.shape
@@ -268,6 +274,7 @@ def paged_indexer_logits(
         block_table,
         req_id_per_token,
         out,
+        ends,
         num_tokens,
         num_heads,
         num_requests,
@@ -305,17 +312,15 @@ def select_keys(
     if num_tokens == 0:
         return
     block_size = geometry(index_cache, cache_format).block_size
-    num_requests, max_blocks = block_table.shape
-    num_columns = max_blocks * block_size
-    known = (req_id_per_token >= 0) & (req_id_per_token < num_requests)
-    lengths = torch.where(known, lengths, 0)
+    num_columns = block_table.shape[1] * block_size
+    ends = torch.empty_like(lengths)
     for part, scores in parts(num_tokens, num_columns, q.device, beside=kept_bytes(topk, num_columns)):
-        ends, requests = lengths[part], req_id_per_token[part]
-        given = q[part], index_cache, weights[part], ends, block_table, requests, num_columns, cache_format
-        paged_indexer_logits(*given, out=scores)
+        requests = req_id_per_token[part]
+        given = q[part], index_cache, weights[part], lengths[part], block_table, requests, num_columns, cache_format
+        paged_indexer_logits(*given, ends=ends[part], out=scores)
         slots = {"block_table": block_table, "req_id_per_token": requests, "block_size": block_size}
         chosen = {"indices": indices[part], "valid_counts": valid_counts[part]}
-        topk_indices(scores, topk, row_ends=ends, **(slots if translate else {}), **chosen)
+        topk_indices(scores, topk, row_ends=ends[part], **(slots if translate else {}), **chosen)
 
 
 def select_keys_flat(
