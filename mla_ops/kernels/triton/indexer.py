@@ -140,8 +140,8 @@ def _paged_kernel(
 ):
     """Scores of KEYS positions of one token's request.
 
-    Grid: (tokens times blocks of columns,). Programs behind the token's length leave at once. `ends`, if given, take the
-    lengths, 0 of a token without a request.
+    Grid: (tokens times blocks of columns,). Programs behind the token's length leave at once. `ends` takes the lengths,
+    0 of a token without a request.
     """
     stride_q_token, stride_q_head, stride_block, stride_weights, stride_table, stride_out = strides
     token = (tl.program_id(0) % num_tokens).to(tl.int64)
@@ -152,8 +152,7 @@ def _paged_kernel(
     within = (position < length) & (position < max_blocks.to(tl.int64) * block_size) & (position < num_columns)
     target = out + token * stride_out + position
     if ends is not None:
-        if low == 0:
-            tl.store(ends + token, length)
+        tl.store(ends + token, length, mask=low == 0)
     if low < length:
         inner = tl.arange(0, 128)
         head = tl.arange(0, HEADS)
