@@ -114,19 +114,16 @@ def indexer_types() -> dict[str, str]:
         "row_starts",
         "row_ends",
         "indices",
+        "ends",
     )
     ints += (
         "valid_counts",
         "chosen",
-        "places",
-        "positions",
         "counts",
-        "starts",
-        "ends",
         "kept_indices",
         "best_indices",
     )
-    floats = ("weights", "q_weights", "k_scale", "out", "scores", "scratch", "kept_scores", "best_scores")
+    floats = ("weights", "q_weights", "k_scale", "out", "scores", "kept_scores", "best_scores")
     return dict.fromkeys(ints, "*i32") | dict.fromkeys(floats, "*fp32") | {"slot_mapping": "*i64"}
 
 
@@ -166,8 +163,6 @@ def topk_variants(capability: int) -> Iterator[Variant]:
         constants, warps = {"PIECE": size, "UNIT": 4}, {"num_warps": size // 1024}
         yield Variant(f"topk[{name}, {size}]", rows._select_kernel, given, constants, warps)
     yield Variant("topk_order", indexer_topk._order_kernel, types, {"RANKED": indexer_topk.RANKED})
-    yield Variant("topk_keep", indexer_topk._keep_kernel, types, {"BLOCK": 4096}, options)
-    yield Variant("topk_translate", indexer_topk._translate_kernel, types, {"BLOCK": 1024})
     yield Variant("topk_merge", indexer_topk._merge_kernel, types, {"BLOCK": indexer_topk.CANDIDATES}, options)
     yield Variant("topk_ascend", indexer_topk._ascend_kernel, types, {"BLOCK": indexer_topk.RANKED})
 

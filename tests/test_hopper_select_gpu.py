@@ -11,7 +11,7 @@ from topk_oracle import KINDS, hard_rows, sampled_columns, topk_oracle
 
 from mla_ops import dispatch
 from mla_ops.formats import allocate_cache, geometry
-from mla_ops.kernels.hopper.select_keys import CALL_BYTES, MOST_BYTES, ROW_BYTES
+from mla_ops.kernels.selection import CALL_BYTES, MOST_BYTES, ROW_BYTES
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,9 @@ from hopper_on_cpu import NO_COMPILER, build
 from topk_oracle import KINDS, hard_rows, topk_oracle
 
 from mla_ops.dispatch import Call
+from mla_ops.kernels import selection
 from mla_ops.kernels.hopper import indexer_logits, select_keys, topk
-from mla_ops.kernels.hopper.select_keys import CALL_BYTES, MOST_BYTES, ROW_BYTES, UNIT, call_bytes, tokens_together
+from mla_ops.kernels.selection import CALL_BYTES, MOST_BYTES, ROW_BYTES, UNIT, call_bytes, tokens_together
 
 INT32 = {"dtype": torch.int32}
 PLANS = {
@@ -81,7 +82,7 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         live = known[:, None] & (torch.arange(max_length) < lengths[:, None])
         out.copy_(torch.where(live, found, torch.nan))
 
-    monkeypatch.setattr(select_keys, "tokens_together", lambda num_tokens, _: min(num_tokens, 3))
+    monkeypatch.setattr(selection, "tokens_together", lambda num_tokens, _: min(num_tokens, 3))
     monkeypatch.setattr(topk, "topk_indices", best)
     monkeypatch.setattr(indexer_logits, "indexer_logits", flat)
     monkeypatch.setattr(indexer_logits, "paged_indexer_logits", paged)
@@ -143,7 +144,7 @@ def test_parts_keep_within_the_memory_of_a_call() -> None:
         assert call_bytes(num_tokens) <= max(CALL_BYTES, ROW_BYTES * num_tokens)
         assert call_bytes(num_tokens) <= MOST_BYTES
         for num_columns in (1, 4096, 16384, 32768, 131072, 10**6 + 3, topk.MAX_COLUMNS):
-            together = tokens_together(num_tokens, num_columns)
+            together = tokens_together(num_tokens, 4 * num_columns)
             assert 1 <= together <= num_tokens
             assert 4 * together * num_columns <= call_bytes(num_tokens)
             assert together in (num_tokens, together // UNIT * UNIT) or together < UNIT
@@ -154,7 +155,7 @@ def test_parts_keep_within_the_memory_of_a_call() -> None:
     [(64, 131072, 64), (128, 131072, 64), (1024, 32768, 512), (1024, 16384, 1024), (4096, 131072, 512), (3, 2**21, 3)],
 )
 def test_few_parts_of_about_one_size(num_tokens: int, num_columns: int, together: int) -> None:
-    assert tokens_together(num_tokens, num_columns) == together
+    assert tokens_together(num_tokens, 4 * num_columns) == together
 
 
 def test_a_row_that_top_k_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

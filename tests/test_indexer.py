@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from test_cache import python_groups
 
 from mla_ops import dispatch
 from mla_ops.formats import allocate_cache, geometry
+from mla_ops.kernels import selection
 from mla_ops.testing.index_scores import exact_scores
 
 BACKENDS = ("reference", "triton")
@@ -299,14 +301,12 @@ def scored(lowering: str) -> Scored:
 
 
 @pytest.mark.parametrize("topk", [1, 7, 200, 271, 400])
-@pytest.mark.parametrize("chunk", [128, None], ids=["many chunks", "one chunk"])
+@pytest.mark.parametrize("few", [True, False], ids=["two tokens together", "all together"])
 def test_selection_is_scores_then_topk_to_the_bit(
-    topk: int, chunk: int | None, lowering: str, monkeypatch: pytest.MonkeyPatch
+    topk: int, few: bool, lowering: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if chunk is not None and lowering == "triton":
-        from mla_ops.kernels.triton import indexer_topk
-
-        monkeypatch.setattr(indexer_topk, "chunk_columns", lambda topk: chunk)
+    if few:
+        monkeypatch.setattr(selection, "call_bytes", lambda num_tokens: 2 * 4 * 544)
     arguments, scores, flat, k_scale, flat_scores = scored(lowering)
     *_, lengths, table, requests = arguments
     given = {"block_table": table, "req_id_per_token": requests, "block_size": 16}
@@ -321,25 +321,23 @@ def test_selection_is_scores_then_topk_to_the_bit(
 
 
 @pytest.mark.parametrize("topk", [1, 512, 2048, 4095, 4096])
-def test_memory_of_a_row_of_selection_is_at_most_64_kb(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is allocated beside the result, of a row that is one chunk and of one that has two."""
+def test_top_k_keeps_no_more_of_a_row_than_it_says(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from mla_ops.kernels.triton.indexer_topk import chunk_columns, select_chunks
+    from mla_ops.kernels.triton import indexer_topk_rows
 
     made: list[int] = []
-    columns = chunk_columns(topk)
-    assert columns >= 4096
-    for num_columns in (columns, columns + 1):
-        starts, ends = int32([0]), int32([num_columns])
-        indices, counts = torch.empty(1, topk, dtype=torch.int32, device=DEVICE), torch.empty_like(ends)
+    monkeypatch.setattr(indexer_topk_rows, "_select_kernel", defaultdict(lambda: lambda *args, **options: None))
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, counted(getattr(torch, name), made))
+    for num_columns in (0, 1, 4097, 8192, 8193, 20_000, 2**20 + 1):
+        scores, indices, counts = torch.zeros(1, num_columns), torch.zeros(1, topk), torch.zeros(1)
         made.clear()
-        with monkeypatch.context() as patched:
-            for name in ("empty", "empty_like"):
-                patched.setattr(torch, name, counted(getattr(torch, name), made))
-            select_chunks(lambda out, first: None, starts, ends, num_columns, topk, indices, counts, {})
-        assert made[0] >= 4 * columns
-        bounds = 2 * ends.nbytes  # by `clamp`
-        assert sum(made) + bounds <= 64 * 1024
+        indexer_topk_rows.select_rows(scores, topk, None, None, None, None, 0, indices, counts)
+        kept = indexer_topk_rows.kept_bytes(topk, num_columns)
+        assert sum(made) == kept <= 9 * num_columns + 16 * topk
+        for num_tokens in (1, 16, 64, 4096, 100_000):
+            together = selection.tokens_together(num_tokens, 4 * num_columns + kept)
+            assert together * (4 * num_columns + kept) <= max(32 * 2**20, min(64 * 1024 * num_tokens, 256 * 2**20))
 
 
 def counted(make: Callable[..., torch.Tensor], made: list[int]) -> Callable[..., torch.Tensor]:

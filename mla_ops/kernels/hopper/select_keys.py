@@ -6,45 +6,14 @@ begins beside the end of the one in front, and waits for it before it touches th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from ...dispatch import Call
 from ...formats import geometry
+from ..selection import parts
 from . import indexer_logits
 from . import topk as best
 from .indexer_logits import logits_reason
-
-ROW_BYTES = 64 * 1024  # a token may take so much memory beside its result, on average over a call
-CALL_BYTES = 32 * 1024 * 1024  # a call may take so much, if that is more; rows of 2**21 columns take a quarter
-MOST_BYTES = 256 * 1024 * 1024  # a call takes no more
-UNIT = 16  # tokens: groups that share keys begin at multiples of it
-
-
-def call_bytes(num_tokens: int) -> int:
-    """Memory that a call may take beside its result."""
-    return min(max(ROW_BYTES * num_tokens, CALL_BYTES), MOST_BYTES)
-
-
-def tokens_together(num_tokens: int, num_columns: int) -> int:
-    """Tokens whose scores are in memory at one time; parts of about one size."""
-    most = call_bytes(num_tokens) // (4 * num_columns)
-    if most >= num_tokens:
-        return num_tokens
-    if most > UNIT:
-        most -= most % UNIT
-    each = -(-num_tokens // -(-num_tokens // most))
-    return min(-(-each // UNIT) * UNIT, most)
-
-
-def _parts(num_tokens: int, num_columns: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Tokens, and where their scores go."""
-    together = tokens_together(num_tokens, num_columns)
-    scores = torch.empty(together, num_columns, dtype=torch.float32, device=device)
-    for first in range(0, num_tokens, together):
-        tokens = slice(first, min(first + together, num_tokens))
-        yield tokens, scores[: tokens.stop - first]
 
 
 def _choose_none(indices: torch.Tensor, valid_counts: torch.Tensor) -> None:
@@ -78,7 +47,7 @@ def select_keys(
     q = indexer_logits.in_boxes(q)
     group = indexer_logits.group_size(q.shape[1], num_tokens, num_requests)
     slots = {"block_table": block_table, "block_size": block_size} if translate else {}
-    for part, scores in _parts(num_tokens, num_columns, q.device):
+    for part, scores in parts(num_tokens, num_columns, q.device):
         ends, requests = lengths[part], req_id_per_token[part]
         given = q[part], index_cache, weights[part], ends, block_table, requests, num_columns, cache_format
         indexer_logits.paged_indexer_logits(*given, group=group, programmatic=part.start > 0, out=scores)
@@ -114,7 +83,7 @@ def select_keys_flat(
         _choose_none(indices, valid_counts)
         return
     q, k = indexer_logits.in_boxes(q), indexer_logits.in_boxes(k)
-    for part, scores in _parts(num_tokens, num_columns, q.device):
+    for part, scores in parts(num_tokens, num_columns, q.device):
         rows = {"row_starts": row_starts[part], "row_ends": row_ends[part]}
         given = q[part], k, weights[part]
         indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, programmatic=part.start > 0, out=scores)

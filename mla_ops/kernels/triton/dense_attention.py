@@ -135,7 +135,6 @@ def clear_behind(cu_seqlens_q: torch.Tensor, out: torch.Tensor, lse: torch.Tenso
             cu_seqlens_q[-1:],
             out,
             lse,
-            num_tokens,
             num_heads,
             head_dim_v,
             out.stride(0),

@@ -434,7 +434,6 @@ def _clear_behind_kernel(
     end,
     out,
     lse,
-    num_tokens: tl.int64,
     num_heads: tl.int32,
     head_dim_v: tl.int32,
     stride_out_token: tl.int64,

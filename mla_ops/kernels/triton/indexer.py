@@ -6,11 +6,13 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import geometry
+from ..selection import parts
 from .bfloat16 import widen
 from .common import INTERPRETED, KEEPS_OPERANDS, capability, cdiv, sized_jit
 from .e4m3 import decode
 from .indexer_cache import as_bytes, gather_index_cache, quantize_index_query, write_index_cache
-from .indexer_topk import merge_topk, select_chunks, topk_indices
+from .indexer_topk import merge_topk, topk_indices
+from .indexer_topk_rows import kept_bytes
 from .requests import request_of
 
 # keys of a tile of scores, and query tokens that share a tile of flat keys
@@ -58,8 +60,6 @@ def _flat_kernel(
     num_tokens: tl.int32,
     num_heads: tl.int32,
     num_kv: tl.int32,
-    first_column: tl.int32,
-    num_columns: tl.int32,
     strides: (tl.int64,) * 5,
     NATIVE_FP8: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -71,17 +71,17 @@ def _flat_kernel(
 ):
     """Scores of KEYS flat keys for TOKENS query tokens, one token after the other over keys in registers.
 
-    Grid: (blocks of tokens, blocks of columns). Column j of `out` is key `first_column + j`. A token whose keys end
-    before the tile, or begin behind it, costs two loads. Strides of q and k are in UNITs.
+    Grid: (blocks of tokens times blocks of keys,). A token whose keys end before the tile, or begin behind it, costs
+    two loads. Strides of q and k are in UNITs.
     """
     stride_q_token, stride_q_head, stride_k, stride_weights, stride_out = strides
-    column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
-    key_row = first_column + column
-    there = (key_row < num_kv) & (column < num_columns)
+    groups = tl.cdiv(num_tokens, TOKENS)
+    low = tl.program_id(0) // groups * KEYS
+    first_token = tl.program_id(0) % groups * TOKENS
+    column = low + tl.arange(0, KEYS)
+    there = column < num_kv
     inner = tl.arange(0, 128)
     head = tl.arange(0, HEADS)
-    low = first_column + tl.program_id(1) * KEYS
-    first_token = tl.program_id(0) * TOKENS
     last = 0
     first = num_kv
     for i in range(TOKENS):
@@ -89,18 +89,18 @@ def _flat_kernel(
         last = tl.maximum(last, tl.load(row_ends + token))
         first = tl.minimum(first, tl.load(row_starts + token))
     if CLEAN | ((last > low) & (first < low + KEYS)):
-        keys = k + (key_row.to(tl.int64) * (stride_k * UNIT))[:, None] + inner[None, :]
+        keys = k + (column.to(tl.int64) * (stride_k * UNIT))[:, None] + inner[None, :]
         key = _operand(tl.load(keys, mask=there[:, None], other=0), NATIVE_FP8, UPCAST)
         scale = tl.full((KEYS,), 1.0, tl.float32)
         if k_scale is not None:
-            scale = tl.load(k_scale + key_row, mask=there, other=0.0)
+            scale = tl.load(k_scale + column, mask=there, other=0.0)
         for i in range(TOKENS):
             token = (first_token + i).to(tl.int64)
             if token < num_tokens:
                 start = tl.load(row_starts + token)
                 end = tl.load(row_ends + token)
                 target = out + token * stride_out + column
-                within = there & (key_row >= start) & (key_row < end)
+                within = there & (column >= start) & (column < end)
                 if (end > low) & (start < low + KEYS):
                     source = q + token * (stride_q_token * UNIT) + (head * (stride_q_head * UNIT))[:, None]
                     source += inner[None, :]
@@ -109,10 +109,10 @@ def _flat_kernel(
                     score = _tile_scores(query, key, weight) * scale
                     tl.store(target, score, mask=within)
                 if CLEAN:
-                    tl.store(target, tl.full((KEYS,), float("-inf"), tl.float32), mask=(column < num_columns) & ~within)
+                    tl.store(target, tl.full((KEYS,), float("-inf"), tl.float32), mask=there & ~within)
 
 
-@sized_jit(any_alignment=("lengths", "block_table", "req_id_per_token"))
+@sized_jit(any_alignment=("lengths", "block_table", "req_id_per_token", "ends"))
 def _paged_kernel(
     q,
     index_cache,
@@ -121,12 +121,13 @@ def _paged_kernel(
     block_table,
     req_id_per_token,
     out,
+    ends,
+    num_tokens: tl.int32,
     num_heads: tl.int32,
     num_requests: tl.int32,
     max_blocks: tl.int32,
     num_blocks: tl.int64,
     block_size: tl.int32,
-    first_column: tl.int32,
     num_columns: tl.int32,
     strides: (tl.int64,) * 6,
     NATIVE_FP8: tl.constexpr,
@@ -139,18 +140,20 @@ def _paged_kernel(
 ):
     """Scores of KEYS positions of one token's request.
 
-    Grid: (tokens, blocks of columns). Column j of `out` is position `first_column + j`. Programs behind the token's
-    length leave at once.
+    Grid: (tokens times blocks of columns,). Programs behind the token's length leave at once. `ends` takes the lengths,
+    0 of a token without a request.
     """
     stride_q_token, stride_q_head, stride_block, stride_weights, stride_table, stride_out = strides
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
-    position = first_column + column
+    token = (tl.program_id(0) % num_tokens).to(tl.int64)
+    low = tl.program_id(0) // num_tokens * KEYS
+    position = low + tl.arange(0, KEYS)
     request, known = request_of(req_id_per_token, token, num_requests)
     length = tl.where(known, tl.load(lengths + token), 0)
-    within = (position < length) & (position < max_blocks.to(tl.int64) * block_size) & (column < num_columns)
-    target = out + token * stride_out + column
-    if first_column + tl.program_id(1) * KEYS < length:
+    within = (position < length) & (position < max_blocks.to(tl.int64) * block_size) & (position < num_columns)
+    target = out + token * stride_out + position
+    if ends is not None:
+        tl.store(ends + token, length, mask=low == 0)
+    if low < length:
         inner = tl.arange(0, 128)
         head = tl.arange(0, HEADS)
         # no `find_block`: what is `within` is within the table, and one compare a key more can be seen
@@ -169,7 +172,7 @@ def _paged_kernel(
             score *= tl.load(scales, mask=readable, other=0.0)
         tl.store(target, tl.where(readable, score, float("-inf")), mask=within)
     if CLEAN:
-        tl.store(target, tl.full((KEYS,), float("-inf"), tl.float32), mask=(column < num_columns) & ~within)
+        tl.store(target, tl.full((KEYS,), float("-inf"), tl.float32), mask=(position < num_columns) & ~within)
 
 
 def tile_keys(dtype: torch.dtype) -> int:
@@ -202,99 +205,6 @@ def padded_heads(num_heads: int) -> int:
     return max(16, triton.next_power_of_2(num_heads))
 
 
-def score_flat(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    weights: torch.Tensor,
-    row_starts: torch.Tensor,
-    row_ends: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    first_column: int = 0,
-    clean: bool = False,
-) -> None:
-    """Scores of keys `first_column` and on, as many as `out` has columns."""
-    num_tokens, num_heads, _ = q.shape
-    num_columns = out.shape[1]
-    if num_tokens * num_columns == 0:
-        return
-    keys, native = tile_keys(q.dtype), takes_fp8(capability(q.device))
-    unit, strides = in_units(q.stride(0), q.stride(1), k.stride(0))
-    _flat_kernel[(cdiv(num_tokens, SCORE_TOKENS), cdiv(num_columns, keys))](
-        as_bytes(q),
-        as_bytes(k),
-        weights,
-        row_starts,
-        row_ends,
-        k_scale,
-        out,
-        num_tokens,
-        num_heads,
-        k.shape[0],
-        first_column,
-        num_columns,
-        (*strides, weights.stride(0), out.stride(0)),
-        NATIVE_FP8=native,
-        UPCAST=INTERPRETED,
-        CLEAN=clean,
-        HEADS=padded_heads(num_heads),
-        KEYS=keys,
-        UNIT=unit,
-        TOKENS=SCORE_TOKENS,
-        num_warps=score_warps(q.dtype, capability(q.device)),
-    )
-
-
-def score_paged(
-    q: torch.Tensor,
-    index_cache: torch.Tensor,
-    weights: torch.Tensor,
-    lengths: torch.Tensor,
-    block_table: torch.Tensor,
-    req_id_per_token: torch.Tensor,
-    cache_format: str,
-    out: torch.Tensor,
-    *,
-    first_column: int = 0,
-    clean: bool = False,
-) -> None:
-    """Scores of positions `first_column` and on, as many as `out` has columns."""
-    num_tokens, num_heads, _ = q.shape
-    num_columns = out.shape[1]
-    if num_tokens * num_columns == 0:
-        return
-    num_blocks, block_size, _, _ = geometry(index_cache, cache_format)
-    num_requests, max_blocks = block_table.shape
-    keys, native = tile_keys(q.dtype), takes_fp8(capability(q.device))
-    unit, strides = in_units(q.stride(0), q.stride(1), index_cache.stride(0))
-    _paged_kernel[(num_tokens, cdiv(num_columns, keys))](
-        as_bytes(q),
-        index_cache,
-        weights,
-        lengths,
-        block_table,
-        req_id_per_token,
-        out,
-        num_heads,
-        num_requests,
-        max_blocks,
-        num_blocks,
-        block_size,
-        first_column,
-        num_columns,
-        (*strides, weights.stride(0), block_table.stride(0), out.stride(0)),
-        NATIVE_FP8=native,
-        UPCAST=INTERPRETED,
-        FP8=cache_format == "fp8_index",
-        CLEAN=clean,
-        HEADS=padded_heads(num_heads),
-        KEYS=keys,
-        UNIT=unit,
-        num_warps=score_warps(q.dtype, capability(q.device)),
-    )
-
-
 def indexer_logits(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -306,7 +216,32 @@ def indexer_logits(
     clean: bool = False,
     out: torch.Tensor,
 ) -> None:
-    score_flat(q, k, weights, row_starts, row_ends, k_scale, out, clean=clean)
+    num_tokens, num_heads, _ = q.shape
+    if num_tokens * k.shape[0] == 0:
+        return
+    keys, native = tile_keys(q.dtype), takes_fp8(capability(q.device))
+    unit, strides = in_units(q.stride(0), q.stride(1), k.stride(0))
+    _flat_kernel[(cdiv(num_tokens, SCORE_TOKENS) * cdiv(k.shape[0], keys),)](
+        as_bytes(q),
+        as_bytes(k),
+        weights,
+        row_starts,
+        row_ends,
+        k_scale,
+        out,
+        num_tokens,
+        num_heads,
+        k.shape[0],
+        (*strides, weights.stride(0), out.stride(0)),
+        NATIVE_FP8=native,
+        UPCAST=INTERPRETED,
+        CLEAN=clean,
+        HEADS=padded_heads(num_heads),
+        KEYS=keys,
+        UNIT=unit,
+        TOKENS=SCORE_TOKENS,
+        num_warps=score_warps(q.dtype, capability(q.device)),
+    )
 
 
 def paged_indexer_logits(
@@ -320,9 +255,42 @@ def paged_indexer_logits(
     cache_format: str,
     *,
     clean: bool = False,
+    ends: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
-    score_paged(q, index_cache, weights, lengths, block_table, req_id_per_token, cache_format, out, clean=clean)
+    num_tokens, num_heads, _ = q.shape
+    if num_tokens * max_length == 0:
+        return
+    num_blocks, block_size, _, _ = geometry(index_cache, cache_format)
+    num_requests, max_blocks = block_table.shape
+    keys, native = tile_keys(q.dtype), takes_fp8(capability(q.device))
+    unit, strides = in_units(q.stride(0), q.stride(1), index_cache.stride(0))
+    _paged_kernel[(num_tokens * cdiv(max_length, keys),)](
+        as_bytes(q),
+        index_cache,
+        weights,
+        lengths,
+        block_table,
+        req_id_per_token,
+        out,
+        ends,
+        num_tokens,
+        num_heads,
+        num_requests,
+        max_blocks,
+        num_blocks,
+        block_size,
+        max_length,
+        (*strides, weights.stride(0), block_table.stride(0), out.stride(0)),
+        NATIVE_FP8=native,
+        UPCAST=INTERPRETED,
+        FP8=cache_format == "fp8_index",
+        CLEAN=clean,
+        HEADS=padded_heads(num_heads),
+        KEYS=keys,
+        UNIT=unit,
+        num_warps=score_warps(q.dtype, capability(q.device)),
+    )
 
 
 def select_keys(
@@ -339,22 +307,19 @@ def select_keys(
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> None:
-    if q.shape[0] == 0:
+    num_tokens = q.shape[0]
+    if num_tokens == 0:
         return
-    _, block_size, _, _ = geometry(index_cache, cache_format)
-    num_requests, max_blocks = block_table.shape
-    capacity = max_blocks * block_size
-    known = (req_id_per_token >= 0) & (req_id_per_token < num_requests)
-    ends = torch.where(known, lengths, 0).clamp(min=0, max=capacity)
-
-    def score(out: torch.Tensor, first_column: int) -> None:
-        requests = block_table, req_id_per_token
-        score_paged(q, index_cache, weights, ends, *requests, cache_format, out, first_column=first_column)
-
-    slots = {"block_table": block_table, "req_id_per_token": req_id_per_token, "block_size": block_size}
-    select_chunks(
-        score, torch.zeros_like(ends), ends, capacity, topk, indices, valid_counts, slots if translate else {}
-    )
+    block_size = geometry(index_cache, cache_format).block_size
+    num_columns = block_table.shape[1] * block_size
+    ends = torch.empty_like(lengths)
+    for part, scores in parts(num_tokens, num_columns, q.device, beside=kept_bytes(topk, num_columns)):
+        requests = req_id_per_token[part]
+        given = q[part], index_cache, weights[part], lengths[part], block_table, requests, num_columns, cache_format
+        paged_indexer_logits(*given, ends=ends[part], out=scores)
+        slots = {"block_table": block_table, "req_id_per_token": requests, "block_size": block_size}
+        chosen = {"indices": indices[part], "valid_counts": valid_counts[part]}
+        topk_indices(scores, topk, row_ends=ends[part], **(slots if translate else {}), **chosen)
 
 
 def select_keys_flat(
@@ -369,14 +334,13 @@ def select_keys_flat(
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> None:
-    if q.shape[0] == 0:
+    num_tokens, num_columns = q.shape[0], k.shape[0]
+    if num_tokens == 0:
         return
-    starts, ends = (rows.clamp(min=0, max=k.shape[0]) for rows in (row_starts, row_ends))
-
-    def score(out: torch.Tensor, first_column: int) -> None:
-        score_flat(q, k, weights, starts, ends, k_scale, out, first_column=first_column)
-
-    select_chunks(score, starts, ends, k.shape[0], topk, indices, valid_counts, {})
+    for part, scores in parts(num_tokens, num_columns, q.device, beside=kept_bytes(topk, num_columns)):
+        rows = {"row_starts": row_starts[part], "row_ends": row_ends[part]}
+        indexer_logits(q[part], k, weights[part], **rows, k_scale=k_scale, out=scores)
+        topk_indices(scores, topk, **rows, indices=indices[part], valid_counts=valid_counts[part])
 
 
 LOWERINGS = {

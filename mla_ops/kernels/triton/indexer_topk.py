@@ -1,4 +1,4 @@
-"""Top-k of rows of scores in Triton: in the order of columns or of scores, of rows that come in chunks, and the merge.
+"""Top-k of rows of scores in Triton: in the order of columns or of scores, and the merge of chosen ones.
 
 Which scores are kept: `indexer_topk_rows.py`. The merge selects by digits: four passes over the candidates fix
 the k-th largest number; each counts, in 256 bins, the next 8 bits of the scores that agree with the digits so far.
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .common import cdiv, sized_jit
-from .indexer_topk_rows import LARGE_PIECE, order_of, select_rows
+from .indexer_topk_rows import order_of, select_rows
 from .requests import ANY_BLOCK, Blocks, find_slot, request_of
 
 NUM_WARPS = 8
@@ -17,10 +17,6 @@ NUM_WARPS = 8
 CANDIDATES = 4096
 # entries that a program of the ordering kernel ranks
 RANKED = 128
-# bytes of scores, candidates and counters that a row of `select_keys` holds beside its result
-ROW_BYTES = 64 * 1024
-# columns of a chunk are a multiple of this: a tile of scores
-CHUNK_UNIT = 128
 
 
 @sized_jit(any_alignment=("chosen", "block_table", "req_id_per_token", "indices", "valid_counts"))
@@ -198,76 +194,6 @@ def _ascend_kernel(
     tl.store(best_indices + token * stride_indices + entry, tl.full((BLOCK,), -1, tl.int32), mask=empty)
 
 
-@sized_jit(any_alignment=("places", "positions", "counts", "starts", "ends", "row_starts", "row_ends"))
-def _keep_kernel(
-    scratch,
-    places,
-    positions,
-    counts,
-    starts,
-    ends,
-    row_starts,
-    row_ends,
-    topk: tl.int32,
-    first_column: tl.int32,
-    num_columns: tl.int32,
-    stride_scratch: tl.int64,
-    stride_places: tl.int64,
-    stride_positions: tl.int64,
-    BLOCK: tl.constexpr,
-):
-    """Makes the columns that `topk_indices` chose from a row of scratch the candidates of the next chunk.
-
-    Grid: (rows,). A row of scratch is `topk` columns, of which the last hold the candidates so far, ascending, and then
-    the chunk. All BLOCK entries are in registers before the first is written, so the row is rewritten in place.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    entry = tl.arange(0, BLOCK)
-    count = tl.load(counts + token)
-    there = entry < count
-    begin = tl.load(row_starts + token)
-    row = scratch + token * stride_scratch
-    place = tl.load(places + token * stride_places + entry, mask=there, other=0)
-    score = tl.load(row + place, mask=there, other=0.0)
-    target = positions + token * stride_positions
-    held = tl.load(target + (place - begin), mask=there & (place < topk), other=-1)
-    position = tl.where(place < topk, held, first_column + place - topk)
-    start = tl.load(starts + token)
-    end = tl.load(ends + token)
-    tl.debug_barrier()
-    tl.store(row + (topk - count) + entry, score, mask=there)
-    tl.store(target + entry, tl.where(there, position, -1), mask=entry < topk)
-    # the next chunk
-    first = first_column + num_columns
-    fresh = tl.maximum(start - first, 0)
-    tl.store(row_starts + token, topk - count + tl.where(count > 0, 0, fresh))
-    tl.store(row_ends + token, topk + tl.maximum(tl.minimum(end - first, num_columns), 0))
-
-
-@sized_jit(any_alignment=("indices", "block_table", "req_id_per_token"))
-def _translate_kernel(
-    indices,
-    block_table,
-    req_id_per_token,
-    topk: tl.int32,
-    num_requests: tl.int32,
-    max_blocks: tl.int32,
-    block_size: tl.int32,
-    stride_indices: tl.int64,
-    stride_table: tl.int64,
-    BLOCK: tl.constexpr,
-):
-    """Positions to slots, in place. Grid: (rows, pieces of BLOCK entries)."""
-    token = tl.program_id(0).to(tl.int64)
-    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = entry < topk
-    position = tl.load(indices + token * stride_indices + entry, mask=there, other=-1)
-    request, known = request_of(req_id_per_token, token, num_requests)
-    blocks = Blocks(block_table + request * stride_table, known, max_blocks, block_size, ANY_BLOCK)
-    slot, found = find_slot(blocks, position, there & (position >= 0))
-    tl.store(indices + token * stride_indices + entry, tl.where(found, slot, -1).to(tl.int32), mask=there)
-
-
 def topk_indices(
     scores: torch.Tensor,
     topk: int,
@@ -307,79 +233,6 @@ def topk_indices(
             RANKED=RANKED,
             num_warps=4,
         )
-
-
-def chunk_columns(topk: int) -> int:
-    """Columns of scores that a row may hold beside its candidates (a score and a place each) and four counters.
-
-    With its candidates they are one piece of `select_rows`, which would hold what is kept of several.
-    """
-    room = (ROW_BYTES - 8 * topk - 32) // 4
-    return min(room, LARGE_PIECE - topk) // CHUNK_UNIT * CHUNK_UNIT
-
-
-def select_chunks(score, starts, ends, num_columns: int, topk: int, indices, valid_counts, slots) -> None:
-    """The best of `num_columns` columns, a chunk at a time.
-
-    `score(out, first_column)` fills a chunk. `slots` are the arguments of `topk_indices` that make columns slots.
-    """
-    num_tokens = indices.shape[0]
-    width = chunk_columns(topk)
-    if num_columns <= width:
-        scores = torch.empty(num_tokens, num_columns, dtype=torch.float32, device=indices.device)
-        score(scores, 0)
-        rows = {"row_starts": starts, "row_ends": ends}
-        topk_indices(scores, topk, **rows, **slots, indices=indices, valid_counts=valid_counts)
-        return
-    scratch = torch.empty(num_tokens, topk + width, dtype=torch.float32, device=indices.device)
-    places = torch.empty(num_tokens, topk, dtype=torch.int32, device=indices.device)
-    row_starts = starts.clamp(min=0, max=num_columns) + topk
-    row_ends = ends.clamp(min=0, max=width) + topk
-    for first in range(0, num_columns, width):
-        score(scratch[:, topk : topk + min(width, num_columns - first)], first)
-        rows = {"row_starts": row_starts, "row_ends": row_ends}
-        topk_indices(scratch, topk, **rows, indices=places, valid_counts=valid_counts)
-        _keep_kernel[(num_tokens,)](
-            scratch,
-            places,
-            indices,
-            valid_counts,
-            starts,
-            ends,
-            row_starts,
-            row_ends,
-            topk,
-            first,
-            width,
-            scratch.stride(0),
-            places.stride(0),
-            indices.stride(0),
-            BLOCK=triton.next_power_of_2(topk),
-            num_warps=8,
-        )
-    if slots:
-        _translate(indices, **slots)
-
-
-def _translate(
-    indices: torch.Tensor, block_table: torch.Tensor, req_id_per_token: torch.Tensor, block_size: int
-) -> None:
-    """Positions to slots, in place."""
-    num_tokens, topk = indices.shape
-    num_requests, max_blocks = block_table.shape
-    _translate_kernel[(num_tokens, cdiv(topk, 1024))](
-        indices,
-        block_table,
-        req_id_per_token,
-        topk,
-        num_requests,
-        max_blocks,
-        block_size,
-        indices.stride(0),
-        block_table.stride(0),
-        BLOCK=1024,
-        num_warps=4,
-    )
 
 
 def merge_topk(

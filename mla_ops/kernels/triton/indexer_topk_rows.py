@@ -133,6 +133,20 @@ def piece_size(topk: int, num_columns: int) -> int:
     return SMALL_PIECE if 4 * topk <= SMALL_PIECE and not SMALL_PIECE < num_columns <= LARGE_PIECE else LARGE_PIECE
 
 
+def pieces_of_levels(topk: int, num_columns: int) -> list[int]:
+    """Pieces of a row, of what is kept of them, and so on, down to one."""
+    size = piece_size(topk, num_columns)
+    pieces = [max(1, cdiv(num_columns, size))]
+    while pieces[-1] > 1:
+        pieces.append(cdiv(pieces[-1] * topk, size))
+    return pieces
+
+
+def kept_bytes(topk: int, num_columns: int) -> int:
+    """Bytes that a row takes beside its scores: a score and a column of all that is kept of several pieces."""
+    return sum(8 * topk * pieces for pieces in pieces_of_levels(topk, num_columns) if pieces > 1)
+
+
 def select_rows(
     scores: torch.Tensor,
     topk: int,
@@ -148,8 +162,7 @@ def select_rows(
     num_tokens, num_columns = scores.shape
     size, columns = piece_size(topk, num_columns), None
     num_requests, max_blocks = (0, 0) if block_table is None else block_table.shape
-    while True:
-        pieces = max(1, cdiv(num_columns, size))
+    for pieces in pieces_of_levels(topk, num_columns):
         last = pieces == 1
         kept_scores = kept = None
         if not last:
@@ -183,6 +196,5 @@ def select_rows(
             UNIT=unit,
             num_warps=size // 1024,
         )
-        if kept is None or kept_scores is None:
-            return
-        scores, columns, num_columns = kept_scores, kept, pieces * topk
+        if kept_scores is not None:
+            scores, columns, num_columns = kept_scores, kept, pieces * topk
