@@ -288,8 +288,11 @@ DEVICE Row this_row(const Params& p) {
   return clusters_row(p, token_of(p), item, LAUNCH == Launch::GROUPS ? blockIdx.x - item * p.splits : cluster_rank());
 }
 
+// Whether a cluster's CTAs share its row, and merge what they have of it.
+DEVICE bool in_cluster(const Row& row) { return !BY_LENGTH || row.splits > 1; }
+
 // This CTA's rank among those that share its row, read anew: else it would take a register of all turns.
-DEVICE int rank_here(const Row& row) { return BY_LENGTH && row.splits == 1 ? 0 : cluster_rank_here(); }
+DEVICE int rank_here(const Row& row) { return in_cluster(row) ? cluster_rank_here() : 0; }
 
 // Row `item` of all tokens and tiles, for CTAs that take one row after the other.
 DEVICE Row row_at(const Params& p, int item) {

@@ -44,7 +44,7 @@ DEVICE bool by_halves(const Params& p, const Row& row) {
 
 // CTAs that share a row's keys by the launch's shape are `splits`; by its length each has a part alone.
 DEVICE int by_splits(const Params& p, const Row& row, int number) {
-  return BY_LENGTH && row.splits == 1 ? number : divide(number, p.of_splits);
+  return in_cluster(row) ? divide(number, p.of_splits) : number;
 }
 
 // The number of packets that a CTA adds up.
@@ -108,8 +108,7 @@ DEVICE void send_packets(const Params& p, const Row& row, u32 shared, int warp, 
 #pragma unroll
   for (int u = 0; u < P::OF_A_WARP; ++u) {
     // (packet / splits * splits + own) packets from the first
-    const bool alone = BY_LENGTH && splits == 1;
-    const u32 to = alone ? place : peer_address(place - rank * P::BYTES, rank);
+    const u32 to = in_cluster(row) ? peer_address(place - rank * P::BYTES, rank) : place;
     const int first = u * P::WORDS;
 #pragma unroll
     for (int w = 0; w < P::WORDS; w += P::UNIT)

@@ -413,7 +413,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   }
 
   // The sum of each head, where the queries were.
-  if (LAUNCH == Launch::CLUSTERS)
+  if (LAUNCH == Launch::CLUSTERS && in_cluster(row))
     fence_async_shared(), cluster_arrive();
   else
     named_barrier<SCORE_BARRIER, 128>();

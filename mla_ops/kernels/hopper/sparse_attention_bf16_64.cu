@@ -112,7 +112,7 @@ DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 sh
     for (int i = 0; i < 2; ++i)
       send_state<L>(row, shared, part, head + i * 8, state.sum[i],
                     state.sum[i] == 0.f ? NO_SCORE_YET : state.reference[i]);
-  if (BY_LENGTH && row.splits == 1) named_barrier<STATES_BARRIER, 384>();
+  if (!in_cluster(row)) named_barrier<STATES_BARRIER, 384>();
   if (row.splits == 2) {
     exchange_halves<L>(p, row, state, shared, half * 4 + warp, lane);
     return;
@@ -419,7 +419,7 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
     gather_row<L>(p, row, stream, shared, thread);
     launch_dependents();
     stand_by<L>(p, row, shared, true, thread);
-    if (BY_LENGTH && row.splits == 1) named_barrier<STATES_BARRIER, 384>();  // else peers tell of their states
+    if (!in_cluster(row)) named_barrier<STATES_BARRIER, 384>();  // else peers tell of their states
     weigh_parts<L>(p, row, shared, thread);
     __syncwarp();
     warp_arrive(shared + L::OWN_FULL, thread % 32);
