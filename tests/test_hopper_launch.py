@@ -110,14 +110,22 @@ def test_sizes_of_which_a_device_runs_none_are_not_chosen() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "num_heads", "turns", "shape", "expected"),
     [
-        (4, 128, 512, Clusters(64, 4, 4), (Clusters(64, 2), ByLength(66, 0.0, -math.inf))),  # parts are merged anyway
-        (4, 16, 512, Clusters(16, 4, 8), (Clusters(16, 2), ByLength(132, 0.0, -math.inf))),
-        (13, 128, 200, Clusters(64, 4), (Clusters(64, 4), ByLength(52, 1 / 4, 3.0))),
-        (24, 128, 100, Clusters(64, 4), (Clusters(64, 4), ByLength(60, 2 / 4, 3.1))),  # 48 clusters, of which 30 run
-        (13, 128, 20, Clusters(64, 4), None),  # less than the merge is worth
-        (32, 128, 2048, Clusters(64, 2), None),  # idle CTAs would take more than even shares do
+        (
+            3,
+            128,
+            512,
+            Clusters(64, 4, 4),
+            (Clusters(64, 4), ByLength(12, 0.0, -math.inf, 4)),
+        ),  # parts are merged anyway
+        (4, 16, 512, Clusters(16, 4, 7), (Clusters(16, 4), ByLength(28, 0.0, -math.inf, 4))),
+        (12, 16, 512, Clusters(16, 2, 8), (Clusters(16, 2), ByLength(132, 1.0, -math.inf, 1))),  # more than run
+        (13, 16, 200, Clusters(16, 4), (Clusters(16, 4), ByLength(52, 1 / 4, 2.6, 1))),
+        (13, 128, 200, Clusters(64, 2), None),  # tiles of 64 heads have even shares in their first launch
+        (24, 16, 100, Clusters(16, 6), None),  # not all run at one time
+        (13, 16, 20, Clusters(16, 4), None),  # less than the merge is worth
+        (32, 16, 2048, Clusters(16, 2), None),  # idle CTAs would take more than even shares do
         (1, 128, 2048, Clusters(64, 10, 3), None),
-        (33, 128, 200, Clusters(64, 2), None),
+        (33, 16, 200, Clusters(16, 2), None),
         (8, 128, 100, Group(8), None),
     ],
 )

@@ -270,11 +270,13 @@ def test_each_key_is_gathered_once(
 @pytest.mark.parametrize(
     ("shape", "numbers"),
     [
-        (Clusters(16, 2), ByLength(40, 0.0, -math.inf)),
-        (Clusters(64, 2), ByLength(9, 0.0, -math.inf)),
-        (Clusters(16, 3), ByLength(27, 1 / 3, 0.0)),
-        (Clusters(16, 5), ByLength(30, 1 / 5, 0.5)),  # CTAs of some clusters only
-        (Clusters(64, 2), ByLength(18, 1 / 2, 99.0)),  # by shape
+        (Clusters(16, 2), ByLength(40, 1.0, -math.inf, 1)),
+        (Clusters(64, 2), ByLength(9, 1.0, -math.inf, 1)),
+        (Clusters(16, 3), ByLength(27, 1 / 3, 0.0, 1)),
+        (Clusters(16, 5), ByLength(30, 1 / 5, 0.5, 1)),  # CTAs of some clusters only
+        (Clusters(64, 2), ByLength(18, 1 / 2, 99.0, 1)),  # by shape
+        (Clusters(64, 2), ByLength(27, 0.0, -math.inf, 2)),  # clusters
+        (Clusters(16, 7), ByLength(18, 0.0, -math.inf, 7)),
     ],
 )
 @pytest.mark.parametrize("cache_format", ["bf16", "fp8_ds_mla"])
@@ -312,7 +314,7 @@ def test_rows_have_as_many_ctas_as_their_lengths_ask_for(
         taken[tile] |= set(keys)
         assert max(keys) < numbers.count
         if numbers.count >= 2 * len(turns):
-            assert max(keys.values()) <= math.ceil(most) * TILE_KEYS
+            assert max(keys.values()) <= max(math.ceil(most), numbers.splits) * TILE_KEYS
 
 
 @pytest.mark.parametrize("offset", [0, 1, 1_900_000, 4_000_000])

@@ -16,7 +16,7 @@ from .launch import MOST_CTAS, MOST_ROWS, SPLITS, ByLength, Clusters, KeyFormat,
 
 LEAST_US = 30.0  # a call's full rows; less does not pay for the second kernel
 SPARE_US = 1.0  # that and the question
-SLOWER = 1.02  # rows of one length, by lengths, relative to the launch by shape: as good as equal
+PARTS_MB = 4e-6 * LATENT_DIM  # of a part and head
 # The longest time that idle CTAs may take of rows of mixed lengths, whose keys are a quarter of full ones: even shares
 # take as much for the sum of their parts.
 IDLE_US, OF_FULL_ROWS = 15.0, 0.25
@@ -25,7 +25,12 @@ IDLE_US, OF_FULL_ROWS = 15.0, 0.25
 def always_by_length(tile: int, num_heads: int, at_once: tuple[int, ...]) -> tuple[Clusters, ByLength]:
     """All CTAs that run at one time, in clusters of two that have nothing in common; no row goes by their shape."""
     clusters = min(MOST_CTAS // 2, at_once[SPLITS.index(2)] // -(-num_heads // tile))
-    return Clusters(tile, 2), ByLength(2 * clusters, 0.0, -math.inf)
+    return Clusters(tile, 2), ByLength(2 * clusters, 1.0, -math.inf, 1)
+
+
+def clusters_by_length(shape: Clusters, num_tokens: int) -> tuple[Clusters, ByLength]:
+    """The clusters of a launch of several parts, of which each row has as many as its length asks for."""
+    return Clusters(shape.tile, shape.splits), ByLength(num_tokens * shape.parts, 0.0, -math.inf, shape.splits)
 
 
 def by_length_for(
@@ -52,23 +57,23 @@ def by_length_for(
     tile, splits = shape.tile, shape.splits
     head_tiles = -(-num_heads // tile)
     full_us = predicted_us(keys, shape, num_tokens, num_heads, turns, at_once, costs)
-    pairs, found = always_by_length(tile, num_heads, at_once)
-    if shape.parts == 1:
-        found = found._replace(count=min(found.count, num_tokens * splits))
-    if found.count < num_tokens:
-        return None
+    running, clusters = at_once[SPLITS.index(splits)], num_tokens * shape.parts * head_tiles
     turn_us, row_us, merge_us = costs.tiles[keys.name][tile]
-    parts_us = costs.parts_us + 4e-6 * LATENT_DIM * found.count * num_heads * costs.parts_us_per_mb
-    if shape.parts > 1:
-        if -(-turns // (found.count // num_tokens)) * turn_us + row_us + parts_us > SLOWER * full_us:
+    pairs, found = always_by_length(tile, num_heads, at_once)
+    if shape.parts > 1 and clusters <= running:
+        shape, found = clusters_by_length(shape, num_tokens)
+    elif (keys.quantized and tile == 64) or found.count < num_tokens:
+        return None
+    elif shape.parts > 1:
+        parts_us = costs.parts_us + PARTS_MB * found.count * num_heads * costs.parts_us_per_mb
+        if -(-turns // (found.count // num_tokens)) * turn_us + row_us + parts_us > full_us:
             return None
         shape = pairs
     else:
-        running, clusters = at_once[SPLITS.index(splits)], num_tokens * head_tiles
-        if splits == 1 or full_us < LEAST_US or keys.kernel(shape, clusters > running).ctas > 1:
+        if splits == 1 or full_us < LEAST_US or clusters > running:
             return None
-        count = min(found.count, running * splits // head_tiles)
-        margin = (parts_us + SPARE_US - merge_us / splits) / turn_us
-        found = ByLength(count, -(-clusters // running) / splits, margin)
-    idle = 0.5 * num_tokens / max(found.count - 0.5 * num_tokens, 0.5)  # half a CTA of each row
+        count = min(found.count, num_tokens * splits)
+        parts_us = costs.parts_us + PARTS_MB * count * num_heads * costs.parts_us_per_mb
+        found = ByLength(count, 1 / splits, (parts_us + SPARE_US - merge_us / splits) / turn_us, 1)
+    idle = 0.5 * num_tokens / max(found.count - 0.5 * num_tokens, 0.5)  # half a part of each row
     return None if full_us * OF_FULL_ROWS * idle > IDLE_US else (shape, found)

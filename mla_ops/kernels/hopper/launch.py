@@ -144,20 +144,22 @@ MOST_ROWS, MOST_CTAS = 32, 256  # row_ctas.cuh has the same
 
 
 class ByLength(NamedTuple):
-    """When the rows of a launch go by their lengths, which only the device knows, each to as many CTAs as it asks for.
+    """When the rows of a launch go by their lengths, which only the device knows: each to as many CTAs as it asks for.
 
     They do where `longest` times the longest row is more than the quota and `margin`, in turns (`row_ctas.cuh`).
 
     Attributes:
-        count: CTAs for each tile of heads.
+        count: CTAs, or where `longest` is 0 clusters, for each tile of heads.
+        splits: CTAs that have a part of a row together: of a cluster, or one.
     """
 
     count: int
     longest: float
     margin: float
+    splits: int
 
 
-BY_SHAPE = ByLength(0, 0.0, 0.0)
+BY_SHAPE = ByLength(0, 0.0, 0.0, 0)
 
 
 class Balance(NamedTuple):
@@ -500,7 +502,8 @@ def launch(
     elif kernel.persistent:
         grid = (min(clusters, at_once) * splits, 1, 1)
     elif by_length is not None:
-        grid = (head_tiles * splits, max(num_tokens, -(-by_length.count // splits)), 1)
+        ctas = by_length.count * by_length.splits
+        grid = (head_tiles * splits, max(num_tokens, -(-ctas // splits)), 1)
     else:
         grid_rows = min(num_tokens, MAX_GRID_ROWS)
         grid = (head_tiles * parts * splits, grid_rows, -(-num_tokens // grid_rows))
@@ -528,7 +531,7 @@ def launch(
         extra.indices_stride,
         main.columns,
         extra.columns,
-        *((by_length or BY_SHAPE)[1:] if balance is None else (balance.longest, balance.margin)),
+        *((by_length or BY_SHAPE)[1:3] if balance is None else (balance.longest, balance.margin)),
         _pointer(req_id_per_token),
         *main.cache,
         *extra.cache,

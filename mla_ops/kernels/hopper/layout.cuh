@@ -259,11 +259,14 @@ DEVICE int cluster_index(const Params& p) { return divide(blockIdx.x, p.of_split
 DEVICE int token_of(const Params& p) { return blockIdx.z * p.rows + blockIdx.y; }
 
 #if BY_LENGTH
-// This CTA's part of a row: as the launch's shape says, or its part is its number, of `Params::parts`.
+// This CTA's part of a row: as the launch's shape says, or its part is its number, or its cluster's where `Params::longest`
+// is 0, of `Params::parts`.
 DEVICE Row row_by_length(const Params& p) {
+  const bool of_clusters = p.longest == 0.f;
   const int lane = lane_here(), turns = lane < p.num_tokens ? turns_of(p, lane) : 0, cluster = token_of(p),
-            tile = cluster_index(p), rank = cluster_rank(), number = cluster * p.splits + rank;
-  const CtasOfRow own = ctas_by_length(turns, p.num_tokens, p.parts, p.longest, p.margin, lane);
+            tile = cluster_index(p), rank = cluster_rank(), number = of_clusters ? cluster : cluster * p.splits + rank,
+            splits = of_clusters ? p.splits : 1;
+  const CtasOfRow own = ctas_by_length(turns, p.num_tokens, p.parts, splits, p.longest, p.margin, lane);
   if (own.by_shape) {
     Row row = row_of(p, cluster, tile, 0, p.splits, rank);
     row.part = -1, row.stride = p.splits;
@@ -273,8 +276,8 @@ DEVICE Row row_by_length(const Params& p) {
   const bool mine = own.first <= number && number < own.first + own.count;
   const int owner = __reduce_max_sync(~0u, mine ? lane : -1), first = __reduce_max_sync(~0u, mine ? own.first : 0),
             count = __reduce_max_sync(~0u, mine ? own.count : 1);
-  Row row = row_of(p, owner < 0 ? p.num_tokens : owner, tile, 0, 1, 0);
-  row.part = number, row.first = number - first, row.stride = count;
+  Row row = row_of(p, owner < 0 ? p.num_tokens : owner, tile, 0, splits, of_clusters ? rank : 0);
+  row.part = number, row.first = (number - first) * splits + row.rank, row.stride = count * splits;
   return row;
 }
 #endif

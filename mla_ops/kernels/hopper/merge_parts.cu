@@ -17,6 +17,7 @@ struct Params {
   const int* balanced;  // whether another launch has these rows; null: none has
   // By which rows have parts, so many in all: numbers of the launch, and keys of each token in two caches.
   float longest, margin;
+  int splits;
   const int* topk_length[2];
   int topk[2];
 };
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(GROUPS* THREADS) merge_by_length(const __grid_
     if (p.topk_length[cache] && lane < num_tokens) length = max(0, min(length, __ldg(p.topk_length[cache] + lane)));
     turns += (length + 63) / 64;
   }
-  const CtasOfRow ctas = ctas_by_length(turns, num_tokens, p.parts, p.longest, p.margin, lane);
+  const CtasOfRow ctas = ctas_by_length(turns, num_tokens, p.parts, p.splits, p.longest, p.margin, lane);
   const int first = __shfl_sync(~0u, ctas.first, token), count = __shfl_sync(~0u, ctas.count, token);
   const i64 stride = static_cast<i64>(heads) * THREADS * 4;
   const float* from = p.outs + (first + group) * stride + (head * THREADS + thread) * 4;

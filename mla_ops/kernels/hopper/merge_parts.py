@@ -36,6 +36,7 @@ class Params(ctypes.Structure):
         ("balanced", POINTER),
         ("longest", ctypes.c_float),
         ("margin", ctypes.c_float),
+        ("splits", ctypes.c_int),
         ("topk_length", POINTER * 2),
         ("topk", ctypes.c_int * 2),
     ]
@@ -96,6 +97,7 @@ def merge_parts(
         0 if balanced is None else balanced.data_ptr(),
         own.longest,
         own.margin,
+        own.splits,
         main.lengths,
         extra.lengths,
         main.columns,

@@ -18,7 +18,7 @@ from ...formats import LATENT_DIM
 from ..alignment import aligned, is_aligned
 from . import groups, merge_parts, parts
 from .balance import always
-from .by_length import always_by_length
+from .by_length import always_by_length, clusters_by_length
 from .costs import Costs, predicted_us
 from .launch import (
     SPLITS,
@@ -165,11 +165,12 @@ def launch_waves(
     elif _forced.get().by_length:
         shape = waves[0].shape
         at_once = clusters_at_once(keys, shape.tile, q.device.index)
-        pairs, by_length = always_by_length(shape.tile, num_heads, at_once)
-        if isinstance(shape, Clusters) and shape.splits > 1:
-            by_length = by_length._replace(count=min(by_length.count, all_tokens * shape.splits))
-        else:
-            waves = [Wave(all_tokens, pairs)]
+        chosen, by_length = always_by_length(shape.tile, num_heads, at_once)
+        if isinstance(shape, Clusters) and shape.parts > 1:
+            chosen, by_length = clusters_by_length(shape, all_tokens)
+        elif isinstance(shape, Clusters) and shape.splits > 1:
+            chosen, by_length = shape, by_length._replace(count=min(by_length.count, all_tokens * shape.splits))
+        waves = [Wave(all_tokens, chosen)]
     exchange = balanced = None
     if balance is not None:
         tile, shape = balance.tile or waves[0].shape.tile, waves[0].shape
