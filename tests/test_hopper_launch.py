@@ -123,6 +123,7 @@ def test_sizes_of_which_a_device_runs_none_are_not_chosen() -> None:
         (13, 128, 200, Clusters(64, 2), None),  # tiles of 64 heads have even shares in their first launch
         (24, 16, 100, Clusters(16, 6), None),  # not all run at one time
         (13, 16, 20, Clusters(16, 4), None),  # less than the merge is worth
+        (3, 16, 60, Clusters(16, 16, 2), None),  # less than the question is worth
         (32, 16, 2048, Clusters(16, 2), None),  # idle CTAs would take more than even shares do
         (1, 128, 2048, Clusters(64, 10, 3), None),
         (33, 16, 200, Clusters(16, 2), None),

@@ -1,8 +1,8 @@
 """When the rows of a dense decode call of few tokens go to CTAs by their lengths (`row_ctas.cuh`).
 
 A launch by shape gives each row as many CTAs, so that one long row holds up the others'. Where rows are few, each may
-have as many as its length asks for, which only the device knows: every warp finds it from the lengths. What they leave
-is merged by a second kernel, which ends at once where rows went by the launch's shape.
+have as many CTAs or clusters as its length asks for, which only the device knows: every warp finds it from the lengths.
+What they leave is merged by a second kernel, which ends at once where rows went by the launch's shape.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from .costs import Costs, predicted_us
 from .launch import MOST_CTAS, MOST_ROWS, SPLITS, ByLength, Clusters, KeyFormat, Shape
 
 LEAST_US = 30.0  # a call's full rows; less does not pay for the second kernel
+LEAST_IN_PARTS_US = 20.0  # the same where there is one anyway
 SPARE_US = 1.0  # that and the question
 PARTS_MB = 4e-6 * LATENT_DIM  # of a part and head
 # The longest time that idle CTAs may take of rows of mixed lengths, whose keys are a quarter of full ones: even shares
@@ -60,6 +61,8 @@ def by_length_for(
     running, clusters = at_once[SPLITS.index(splits)], num_tokens * shape.parts * head_tiles
     turn_us, row_us, merge_us = costs.tiles[keys.name][tile]
     pairs, found = always_by_length(tile, num_heads, at_once)
+    if full_us < (LEAST_US if shape.parts == 1 else LEAST_IN_PARTS_US):
+        return None
     if shape.parts > 1 and clusters <= running:
         shape, found = clusters_by_length(shape, num_tokens)
     elif (keys.quantized and tile == 64) or found.count < num_tokens:
@@ -70,7 +73,7 @@ def by_length_for(
             return None
         shape = pairs
     else:
-        if splits == 1 or full_us < LEAST_US or clusters > running:
+        if splits == 1 or clusters > running:
             return None
         count = min(found.count, num_tokens * splits)
         parts_us = costs.parts_us + PARTS_MB * count * num_heads * costs.parts_us_per_mb
