@@ -2,6 +2,8 @@
 // code, compiled for a CPU. `test_hopper_rows.py` builds it, without what is written in PTX: the few instructions that
 // a gather consists of are modelled below. A warp's lanes are coroutines that meet where they exchange something.
 
+#include <math.h>
+
 #include <map>
 #include <vector>
 
@@ -104,6 +106,8 @@ static unsigned __reduce_or_sync(unsigned, unsigned value) {
   return bits;
 }
 static float __fdividef(float a, float b) { return a / b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 template <class T>
@@ -130,6 +134,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #define copy_8 ptx_copy_8
 #define shuffle_pointer ptx_shuffle_pointer
 #define thread_here ptx_thread_here
+#define lane_here ptx_lane_here
 #include "ptx.cuh"
 #undef cluster_rank
 #undef mbarrier_wait
@@ -148,6 +153,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef copy_8
 #undef shuffle_pointer
 #undef thread_here
+#undef lane_here
 
 struct Barrier {
   int arrivals, bytes;  // arrivals so far, bytes still missing in this phase
@@ -169,6 +175,7 @@ static void check(u32 barrier) {
 
 static u32 cluster_rank() { return rank_of_cta; }
 static int thread_here() { return current; }
+static int lane_here() { return current % LANES; }
 static void mbarrier_wait(u32 barrier, u32 parity) {
   wait_until([&] { return (barriers[barrier].completed + 1 & 1) == static_cast<int>(parity); });
 }

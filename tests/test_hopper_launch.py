@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import weakref
@@ -12,11 +13,13 @@ import torch
 
 from mla_ops.dispatch import Call
 from mla_ops.kernels.hopper import dense_attention, merge_parts, prefill_attention, sources, sparse_attention
+from mla_ops.kernels.hopper.by_length import by_length_for
 from mla_ops.kernels.hopper.costs import TABLE, predicted_us, read_costs
 from mla_ops.kernels.hopper.launch import (
     KERNELS,
     NO_CACHE,
     SPLITS,
+    ByLength,
     Clusters,
     Group,
     KeyFormat,
@@ -104,6 +107,40 @@ def test_sizes_of_which_a_device_runs_none_are_not_chosen() -> None:
     assert all(isinstance(wave.shape, Clusters) and wave.shape.splits <= 8 for wave in waves)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "turns", "shape", "expected"),
+    [
+        (
+            3,
+            128,
+            512,
+            Clusters(64, 4, 4),
+            (Clusters(64, 4), ByLength(12, 0.0, -math.inf, 4)),
+        ),  # parts are merged anyway
+        (4, 16, 512, Clusters(16, 4, 7), (Clusters(16, 4), ByLength(28, 0.0, -math.inf, 4))),
+        (12, 16, 512, Clusters(16, 2, 8), (Clusters(16, 2), ByLength(132, 1.0, -math.inf, 1))),  # more than run
+        (13, 16, 200, Clusters(16, 4), (Clusters(16, 4), ByLength(52, 1 / 4, 2.6, 1))),
+        (13, 128, 200, Clusters(64, 2), None),  # tiles of 64 heads have even shares in their first launch
+        (24, 16, 100, Clusters(16, 6), None),  # not all run at one time
+        (13, 16, 20, Clusters(16, 4), None),  # less than the merge is worth
+        (3, 16, 60, Clusters(16, 16, 2), None),  # less than the question is worth
+        (32, 16, 2048, Clusters(16, 2), None),  # idle CTAs would take more than even shares do
+        (1, 128, 2048, Clusters(64, 10, 3), None),
+        (33, 16, 200, Clusters(16, 2), None),
+        (8, 128, 100, Group(8), None),
+    ],
+)
+def test_when_rows_may_go_by_their_lengths(
+    num_tokens: int, num_heads: int, turns: int, shape: Shape, expected: tuple[Clusters, ByLength] | None
+) -> None:
+    found = by_length_for(FP8, [(num_tokens, shape)], num_heads, turns, AT_ONCE, H200)
+    if found is None or expected is None:
+        assert found is expected
+        return
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], abs=0.15)
+
+
 def test_a_wave_begins_behind_the_tokens_of_another() -> None:
     lengths, indices = torch.zeros(9, dtype=torch.int32), torch.zeros(9, 128, dtype=torch.int32)[:, :100]
     cache = Rows(torch.zeros(2, 64, 656), 2, 64, 64 * 656)
@@ -128,7 +165,13 @@ def test_waves_of_a_call_share_its_copies(
         target[:num_tokens], sums[:num_tokens] = q[:num_tokens, :, :512], q[:num_tokens, :, 0]
 
     def merge(
-        part_out: torch.Tensor, part_lse: torch.Tensor, *, out: torch.Tensor, lse: torch.Tensor, balanced: None
+        part_out: torch.Tensor,
+        part_lse: torch.Tensor,
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        balanced: None,
+        by_length: None,
     ) -> None:
         seen.append((part_out.shape, part_lse.shape))
         out.copy_(part_out[0])
@@ -164,6 +207,7 @@ def test_forced_waves_replace_the_chosen_and_have_every_token(monkeypatch: pytes
     for module in (sparse_attention, dense_attention):
         monkeypatch.setattr(module, "_waves", lambda *_: chosen)
     monkeypatch.setattr(dense_attention, "_balance", lambda *_: None)
+    monkeypatch.setattr(dense_attention, "_by_length", lambda *_: None)
     q, cache = torch.zeros(5, 16, 576, dtype=torch.bfloat16), torch.zeros(2, 64, 656, dtype=torch.uint8)
     numbers, out, lse = torch.zeros(5, 128, dtype=torch.int32), torch.zeros(5, 16, 512), torch.zeros(5, 16)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from mla_ops.kernels.hopper.launch import (
     KERNELS,
     NO_CACHE,
     TILE_KEYS,
+    ByLength,
     Clusters,
     Group,
     KeyFormat,
@@ -72,6 +74,7 @@ class Launched(NamedTuple):
     keys: KeyFormat
     shape: Shape
     evenly: bool
+    by_length: bool
     tiles: int
     selections: list[Selection]
     grid: tuple[int, int, int]
@@ -94,7 +97,8 @@ class Launched(NamedTuple):
             elif self.shape.shares:
                 library.choose_cta(self.params, *dims, x % self.shape.splits, SHARES if self.persistent() else HELD)
             else:
-                library.choose_cta(self.params, *dims, x % self.shape.splits, ROWS if self.persistent() else CLUSTERS)
+                kind = CLUSTERS if self.by_length or not self.persistent() else ROWS
+                library.choose_cta(self.params, *dims, x % self.shape.splits, kind)
             yield
 
     def expected(self, token: int) -> Counter[int]:
@@ -131,12 +135,26 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return loaded
 
 
+@pytest.fixture(scope="module")
+def by_length(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The same of kernels that give a row as many parts as its length asks for."""
+    loaded = build("hopper_rows.cpp", tmp_path_factory.mktemp("hopper_rows_by_length"), "-O2", "-DBY_LENGTH=1")
+    loaded.keys_found.restype = ctypes.c_void_p
+    return loaded
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rows of every length, invalid indices and holes in the tables among them; tiles that heads do not fill."""
 
     def make(
-        cache_format: str, width: int, kind: str, shape: Shape, max_grid_rows: int, evenly: bool = False
+        cache_format: str,
+        width: int,
+        kind: str,
+        shape: Shape,
+        max_grid_rows: int,
+        evenly: bool = False,
+        of_lengths: ByLength | None = None,
     ) -> Launched:
         seen: list[Any] = []
 
@@ -193,9 +211,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
             exchange=exchange,
             all_tokens=num_tokens,
             takes_either_way=evenly,
+            by_length=of_lengths,
         )
         made.extend((requests, exchange))  # addresses of tensors are all that the parameters have
-        return Launched(keys, shape, evenly, -(-num_heads // shape.tile), selections, *seen[0])
+        return Launched(keys, shape, evenly, of_lengths is not None, -(-num_heads // shape.tile), selections, *seen[0])
 
     made: list[torch.Tensor | None] = []
     return make
@@ -246,6 +265,56 @@ def test_each_key_is_gathered_once(
         for tile in range(call.tiles)
     }
     assert gathered == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers"),
+    [
+        (Clusters(16, 2), ByLength(40, 1.0, -math.inf, 1)),
+        (Clusters(64, 2), ByLength(9, 1.0, -math.inf, 1)),
+        (Clusters(16, 3), ByLength(27, 1 / 3, 0.0, 1)),
+        (Clusters(16, 5), ByLength(30, 1 / 5, 0.5, 1)),  # CTAs of some clusters only
+        (Clusters(64, 2), ByLength(18, 1 / 2, 99.0, 1)),  # by shape
+        (Clusters(64, 2), ByLength(27, 0.0, -math.inf, 2)),  # clusters
+        (Clusters(16, 7), ByLength(18, 0.0, -math.inf, 7)),
+    ],
+)
+@pytest.mark.parametrize("cache_format", ["bf16", "fp8_ds_mla"])
+def test_rows_have_as_many_ctas_as_their_lengths_ask_for(
+    shape: Clusters, numbers: ByLength, cache_format: str, by_length: ctypes.CDLL, launched: Any
+) -> None:
+    """Each key once; a row's CTAs are neighbours, and none has many more turns than the others."""
+    call = launched(cache_format, 576, "every position", shape, launch.MAX_GRID_ROWS, of_lengths=numbers)
+    keys_of_ctas: dict[tuple[int, int], Counter[int]] = {}
+    gathered: Counter[tuple[int, int, int]] = Counter()
+    for _ in call.choose_ctas(by_length):
+        count = by_length.keys_of_cta(call.keys.row_bytes, shape.tile)
+        assert count >= 0
+        found = list(FOUND.iter_unpack(ctypes.string_at(by_length.keys_found(), count * FOUND.size)))
+        gathered.update((token, tile, row) for token, tile, _, _, row in found)
+        for token, tile, number, *_ in found:
+            keys_of_ctas.setdefault((token, tile), Counter())[number] += 1
+    expected = {
+        (token, tile, address): count
+        for token in range(len(LENGTHS))
+        for address, count in call.expected(token).items()
+        for tile in range(call.tiles)
+    }
+    assert gathered == expected
+    by_shape = numbers.margin == 99.0
+    turns = [-(-min(max(length, 0), 700) // TILE_KEYS) for length in LENGTHS]
+    most = sum(turns) / max(numbers.count - len(turns) / 2, 1) + 1
+    taken: dict[int, set[int]] = {tile: set() for tile in range(call.tiles)}
+    for (_, tile), keys in keys_of_ctas.items():
+        if by_shape:
+            assert set(keys) == {-1}
+            continue
+        assert sorted(keys) == list(range(min(keys), max(keys) + 1))
+        assert not taken[tile] & set(keys)
+        taken[tile] |= set(keys)
+        assert max(keys) < numbers.count
+        if numbers.count >= 2 * len(turns):
+            assert max(keys.values()) <= max(math.ceil(most), numbers.splits) * TILE_KEYS
 
 
 @pytest.mark.parametrize("offset", [0, 1, 1_900_000, 4_000_000])

@@ -30,18 +30,6 @@ struct Interval {
   DEVICE int step(int workers) const { return turn == EVERY_WORKERS_TOKEN ? workers : 1; }  // this leads from token to token
 };
 
-DEVICE int turns_of(int topk, const int* lengths, int token) {
-  int length = topk;
-  if (lengths) length = max(0, min(length, __ldg(lengths + token)));
-  return (length + TILE_KEYS - 1) / TILE_KEYS;
-}
-
-DEVICE int turns_of(const Params& p, int which, int token) {
-  return turns_of(p.topk[which], p.topk_length[which], token);
-}
-
-DEVICE int turns_of(const Params& p, int token) { return turns_of(p, 0, token) + turns_of(p, 1, token); }
-
 // Whether a call's tokens are shared evenly, or by shapes: where rows are about as long, that is faster. `total` and
 // `most`: what all and the longest cost, in turns. All CTAs of all launches of the call find the same.
 DEVICE bool is_balanced(const Params& p, int total, int most) {

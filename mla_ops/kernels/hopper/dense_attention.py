@@ -16,6 +16,7 @@ import torch
 from ...dispatch import Call, Lowering
 from . import sparse_attention
 from .balance import balance_for
+from .by_length import by_length_for
 from .costs import Costs, costs_of
 from .launch import (
     KERNELS,
@@ -23,6 +24,7 @@ from .launch import (
     NO_CACHE,
     TILE_KEYS,
     Balance,
+    ByLength,
     Clusters,
     Group,
     KeyFormat,
@@ -113,6 +115,15 @@ def _balance(keys: KeyFormat, num_tokens: int, num_heads: int, capacity: int, de
     return balance_for(keys, waves, num_tokens, num_heads, -(-capacity // TILE_KEYS), at_once, costs_of(device_index))
 
 
+@functools.lru_cache(maxsize=4096)
+def _by_length(
+    keys: KeyFormat, num_tokens: int, num_heads: int, capacity: int, device_index: int
+) -> tuple[Clusters, ByLength] | None:
+    waves = _waves(keys, num_tokens, num_heads, capacity, device_index)
+    at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
+    return by_length_for(keys, waves, num_heads, -(-capacity // TILE_KEYS), at_once, costs_of(device_index))
+
+
 def paged_attention(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -133,11 +144,13 @@ def paged_attention(
     rows, head_dim = sparse_attention.paged_rows(kv_cache, cache_format, "kv_cache", "paged_attention")
     keys = KERNELS[cache_format, head_dim]
     capacity = min(block_table.shape[1] * rows.block_size, MAX_KEYS)
-    waves, balance = forced(num_tokens), None
+    waves, balance, by_length = forced(num_tokens), None, None
     if not waves:
         call = keys, num_tokens, num_heads, capacity, q.device.index
         if deterministic:
             waves = _deterministic_waves(*call)
+        elif found := _by_length(*call):
+            waves, by_length = [Wave(num_tokens, found[0])], found[1]
         else:
             waves, balance = _waves(*call), _balance(*call)
     launch_waves(
@@ -152,6 +165,7 @@ def paged_attention(
         out=out,
         lse=lse,
         balance=balance,
+        by_length=by_length,
         deterministic=deterministic,
     )
 

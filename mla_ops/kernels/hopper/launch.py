@@ -140,6 +140,26 @@ class Group(NamedTuple):
 
 
 Shape = Clusters | Group
+MOST_ROWS, MOST_CTAS = 32, 256  # row_ctas.cuh has the same
+
+
+class ByLength(NamedTuple):
+    """When the rows of a launch go by their lengths, which only the device knows: each to as many CTAs as it asks for.
+
+    They do where `longest` times the longest row is more than the quota and `margin`, in turns (`row_ctas.cuh`).
+
+    Attributes:
+        count: CTAs, or where `longest` is 0 clusters, for each tile of heads.
+        splits: CTAs that have a part of a row together: of a cluster, or one.
+    """
+
+    count: int
+    longest: float
+    margin: float
+    splits: int
+
+
+BY_SHAPE = ByLength(0, 0.0, 0.0, 0)
 
 
 class Balance(NamedTuple):
@@ -227,6 +247,14 @@ class KeyFormat:
         return kernel._replace(name=kernel.name.replace(">", ", true>"))
 
     @functools.cache  # noqa: B019 - there are as many as formats
+    def kernel_by_length(self, shape: Shape) -> Kernel | None:
+        """The kernel of a launch whose rows go by their lengths, or by its shape; None for groups and shares."""
+        if not isinstance(shape, Clusters) or shape.shares:
+            return None
+        kernel = self.kernel(Clusters(shape.tile, 3))
+        return kernel._replace(source=kernel.source.replace(".cu", "_by_length.cu"))
+
+    @functools.cache  # noqa: B019 - there are as many as formats
     def kernel(self, shape: Shape, oversubscribed: bool = False) -> Kernel:
         """The kernel of a launch; `oversubscribed`: there are more CTAs than SMs.
 
@@ -272,8 +300,9 @@ class KeyFormat:
             shapes += [Group(2), *(Clusters(tile, n, shares=3) for tile in self.tiles for n in (1, 2))]
             shapes.append(Clusters(16, 2, shares=3, bits_of=32))
         of = itertools.product((self.kernel, self.yielding_kernel, self.balanced_kernel), shapes, (False, True))
-        every = (find(shape, oversubscribed) for find, shape, oversubscribed in of)
-        return list({kernel.name: kernel for kernel in every if kernel}.values())
+        every = [find(shape, oversubscribed) for find, shape, oversubscribed in of]
+        every += [self.kernel_by_length(shape) for shape in shapes]
+        return list(dict.fromkeys(kernel for kernel in every if kernel))
 
 
 def _quantized(cache_format: str, chunks: int, tiles: tuple[int, ...]) -> KeyFormat:
@@ -422,6 +451,7 @@ def launch(
     balance: Balance | None = None,
     exchange: torch.Tensor | None = None,
     takes_either_way: bool = False,
+    by_length: ByLength | None = None,
     deterministic: bool = False,
 ) -> None:
     """One kernel, for the first `num_tokens` of what the tensors have.
@@ -433,6 +463,7 @@ def launch(
         all_tokens, tokens_before: of the call, and of them those in front of this launch's.
         balance: where the call's rows may be shared evenly.
         exchange: with `balance`, room for parts, and of a group for what it exchanges; room for parts of shares.
+        by_length: without `balance`, where rows may go by their lengths; `parts_of_rows` is theirs.
         takes_either_way: whether it is this launch that shares them, with all tokens of the call then.
         deterministic: whether other launches have to give the same bits; those in shares always do.
     """
@@ -461,11 +492,18 @@ def launch(
         found = of_balance(shape, oversubscribed)
         assert found is not None
         kernel = found
+    if by_length is not None:
+        found = keys.kernel_by_length(shape)
+        assert found is not None
+        kernel, parts = found, by_length.count
     if num_tokens == 0:
         assert balance is not None
         grid = (balance.workers * head_tiles, 1, 1)
     elif kernel.persistent:
         grid = (min(clusters, at_once) * splits, 1, 1)
+    elif by_length is not None:
+        ctas = by_length.count * by_length.splits
+        grid = (head_tiles * splits, max(num_tokens, -(-ctas // splits)), 1)
     else:
         grid_rows = min(num_tokens, MAX_GRID_ROWS)
         grid = (head_tiles * parts * splits, grid_rows, -(-num_tokens // grid_rows))
@@ -493,7 +531,7 @@ def launch(
         extra.indices_stride,
         main.columns,
         extra.columns,
-        *((0.0, 0.0) if balance is None else (balance.longest, balance.margin)),
+        *((by_length or BY_SHAPE)[1:3] if balance is None else (balance.longest, balance.margin)),
         _pointer(req_id_per_token),
         *main.cache,
         *extra.cache,

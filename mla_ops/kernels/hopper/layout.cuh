@@ -4,6 +4,13 @@
 #include "divide.cuh"
 #include "formats.cuh"
 
+#ifndef BY_LENGTH
+#define BY_LENGTH 0  // 1: each row may have as many CTAs as its length asks for
+#endif
+#if BY_LENGTH
+#include "row_ctas.cuh"
+#endif
+
 // A paged cache.
 struct Cache {
   const unsigned char* rows;  // [num_blocks, block_bytes]
@@ -210,6 +217,19 @@ struct Row {
   int first, stride, last;               // this CTA's turns: every `stride`-th one from the first on
 };
 
+// Turns of a token's keys in a cache, or in both.
+DEVICE int turns_of(int topk, const int* lengths, int token) {
+  int length = topk;
+  if (lengths) length = max(0, min(length, __ldg(lengths + token)));
+  return (length + TILE_KEYS - 1) / TILE_KEYS;
+}
+
+DEVICE int turns_of(const Params& p, int which, int token) {
+  return turns_of(p.topk[which], p.topk_length[which], token);
+}
+
+DEVICE int turns_of(const Params& p, int token) { return turns_of(p, 0, token) + turns_of(p, 1, token); }
+
 DEVICE int length_in(const Params& p, int which, int token) {
   if (token >= p.all_tokens - p.tokens_before) return 0;
   if (!p.topk_length[which]) return p.topk[which];
@@ -238,11 +258,44 @@ DEVICE int cluster_index(const Params& p) { return divide(blockIdx.x, p.of_split
 
 DEVICE int token_of(const Params& p) { return blockIdx.z * p.rows + blockIdx.y; }
 
+#if BY_LENGTH
+// This CTA's part of a row: as the launch's shape says, or its part is its number, or its cluster's where `Params::longest`
+// is 0, of `Params::parts`.
+DEVICE Row row_by_length(const Params& p) {
+  const bool of_clusters = p.longest == 0.f;
+  const int lane = lane_here(), turns = lane < p.num_tokens ? turns_of(p, lane) : 0, cluster = token_of(p),
+            tile = cluster_index(p), rank = cluster_rank(), number = of_clusters ? cluster : cluster * p.splits + rank,
+            splits = of_clusters ? p.splits : 1;
+  const CtasOfRow own = ctas_by_length(turns, p.num_tokens, p.parts, splits, p.longest, p.margin, lane);
+  if (own.by_shape) {
+    Row row = row_of(p, cluster, tile, 0, p.splits, rank);
+    row.part = -1, row.stride = p.splits;
+    return row;
+  }
+  // By reductions, whose results ptxas knows to be the same in all lanes.
+  const bool mine = own.first <= number && number < own.first + own.count;
+  const int owner = __reduce_max_sync(~0u, mine ? lane : -1), first = __reduce_max_sync(~0u, mine ? own.first : 0),
+            count = __reduce_max_sync(~0u, mine ? own.count : 1);
+  Row row = row_of(p, owner < 0 ? p.num_tokens : owner, tile, 0, splits, of_clusters ? rank : 0);
+  row.part = number, row.first = (number - first) * splits + row.rank, row.stride = count * splits;
+  return row;
+}
+#endif
+
 template <Launch LAUNCH = Launch::CLUSTERS>
 DEVICE Row this_row(const Params& p) {
+#if BY_LENGTH
+  if constexpr (LAUNCH == Launch::CLUSTERS) return row_by_length(p);
+#endif
   const int item = cluster_index(p);
   return clusters_row(p, token_of(p), item, LAUNCH == Launch::GROUPS ? blockIdx.x - item * p.splits : cluster_rank());
 }
+
+// Whether a cluster's CTAs share its row, and merge what they have of it.
+DEVICE bool in_cluster(const Row& row) { return !BY_LENGTH || row.splits > 1; }
+
+// This CTA's rank among those that share its row, read anew: else it would take a register of all turns.
+DEVICE int rank_here(const Row& row) { return in_cluster(row) ? cluster_rank_here() : 0; }
 
 // Row `item` of all tokens and tiles, for CTAs that take one row after the other.
 DEVICE Row row_at(const Params& p, int item) {

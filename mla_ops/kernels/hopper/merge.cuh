@@ -7,12 +7,18 @@
 #include "balance.cuh"
 #include "softmax.cuh"
 
+// Whether a cluster has all keys of its row.
+DEVICE bool is_whole(const Params& p, const Row& row) { return BY_LENGTH ? row.part < 0 : p.parts == 1; }
+
 // A row's place among the parts of all tokens, one after the other.
-DEVICE i64 row_of_part(const Params& p, const Row& row) { return row.part * p.num_tokens + row.token; }
+DEVICE i64 row_of_part(const Params& p, const Row& row) {
+  if (BY_LENGTH) return is_whole(p, row) ? row.token : row.part;
+  return row.part * p.num_tokens + row.token;
+}
 
 // A head's lse, of a cluster that may have a part of the row's keys.
 DEVICE float* lse_of_cluster(const Params& p, const Row& row, int global_head) {
-  const bool whole = p.parts == 1;
+  const bool whole = is_whole(p, row);
   const i64 token_stride = whole ? p.lse_token_stride : p.num_heads, head_stride = whole ? p.lse_head_stride : 1;
   return (whole ? p.lse : p.parts_lse) + row_of_part(p, row) * token_stride + global_head * head_stride;
 }
@@ -36,10 +42,20 @@ DEVICE bool by_halves(const Params& p, const Row& row) {
   return !WIDER && LAUNCH == Launch::CLUSTERS && L::HEADS < 64 && L::Packet::PACKED && row.splits == 2 && p.parts == 1;
 }
 
+// CTAs that share a row's keys by the launch's shape are `splits`; by its length each has a part alone.
+DEVICE int by_splits(const Params& p, const Row& row, int number) {
+  return in_cluster(row) ? divide(number, p.of_splits) : number;
+}
+
 // The number of packets that a CTA adds up.
 template <class L>
 DEVICE int packets_of(const Params& p, int rank) {
   return divide(L::Packet::COUNT - 1 - rank, p.of_splits) + 1;
+}
+
+template <class L>
+DEVICE int packets_of(const Params& p, const Row& row) {
+  return by_splits(p, row, L::Packet::COUNT - 1 - row.rank) + 1;
 }
 
 // Once this warp needs nothing any more that lies where states and packets go.
@@ -58,7 +74,7 @@ template <class L>
 DEVICE void stand_by(const Params& p, const Row& row, u32 shared, bool gathers, int thread) {
   if (row.splits == 1) return;
   if (gathers && thread == 0) {
-    const int packets = (row.splits - 1) * packets_of<L>(p, row.rank);
+    const int packets = (row.splits - 1) * packets_of<L>(p, row);
     mbarrier_arrive_expect(shared + L::STATES_FULL, row.splits * L::HEADS * 8);
     mbarrier_arrive_expect(shared + L::PACKETS_FULL, packets * L::Packet::BYTES);
   }
@@ -84,15 +100,15 @@ DEVICE void send_state(const Row& row, u32 shared, int part, int head, float sum
 template <class L, class Word>
 DEVICE void send_packets(const Params& p, const Row& row, u32 shared, int warp, int lane, Word word_of) {
   using P = typename L::Packet;
-  const int own = __shfl_sync(~0u, row.rank, 0), splits = row.splits, step = 8 - divide(8, p.of_splits) * splits;
+  const int own = __shfl_sync(~0u, row.rank, 0), splits = row.splits, step = 8 - by_splits(p, row, 8) * splits;
   warp = __shfl_sync(~0u, warp, 0);
-  int rank = warp - divide(warp, p.of_splits) * splits;
+  int rank = warp - by_splits(p, row, warp) * splits;
   u32 place = shared + L::PACKETS + (own + warp) * P::BYTES + lane * (P::UNIT * 4), barrier = shared + L::PACKETS_FULL;
   hold(barrier);
 #pragma unroll
   for (int u = 0; u < P::OF_A_WARP; ++u) {
     // (packet / splits * splits + own) packets from the first
-    const u32 to = peer_address(place - rank * P::BYTES, rank);
+    const u32 to = in_cluster(row) ? peer_address(place - rank * P::BYTES, rank) : place;
     const int first = u * P::WORDS;
 #pragma unroll
     for (int w = 0; w < P::WORDS; w += P::UNIT)
@@ -211,7 +227,7 @@ DEVICE Target target_of(const Params& p, const Row& row) {
 // The same of a cluster, which may have a part of the row's keys.
 template <class L>
 DEVICE Target target_of_cluster(const Params& p, const Row& row) {
-  const bool whole = p.parts == 1;
+  const bool whole = is_whole(p, row);
   const i64 head_stride = whole ? p.out_head_stride : 512, token_stride = whole ? p.out_token_stride : p.num_heads * 512,
             first = row_of_part(p, row) * token_stride + row.tile * L::HEADS * head_stride;
   char* const rows = whole ? reinterpret_cast<char*>(p.out) : reinterpret_cast<char*>(p.parts_out);
@@ -449,7 +465,7 @@ DEVICE void finish(const Params& p, const Row& row, u32 shared, int warp, int la
   warp_arrive(shared + L::OWN_FULL, lane);
   if (by_halves<L, Launch::CLUSTERS, WIDER>(p, row)) return;
   Target to = target_of_cluster<L>(p, row);
-  int packets = packets_of<L>(p, row.rank), splits = row.splits;
+  int packets = packets_of<L>(p, row), splits = row.splits;
   hold(to.rows), hold(to.heads), hold(packets), hold(splits);  // while there is time
   mbarrier_wait(shared + L::OWN_FULL, 0);
   if (splits > 1) mbarrier_wait_cluster(shared + L::PACKETS_FULL, 0);

@@ -1,10 +1,11 @@
-// The parts of rows whose keys several clusters share, into those rows, for SM90.
+// The parts of rows whose keys several clusters share, into those rows, for SM90. `merge_parts`: of rows that have as many
+// each; `merge_by_length`: of rows that have as many as their length asks for (`row_ctas.cuh`).cuh`).
 //
 // Grid: (tokens, heads); a CTA has a row, a thread four of its dims. All parts' values are requested before their
 // weights are known. It is launched beside the kernel that writes the parts: CTAs take their places as that one's
 // leave, and wait there for the last of them.
 
-#include "ptx.cuh"
+#include "row_ctas.cuh"
 
 struct Params {
   const float* outs;  // [parts, tokens, heads, 512]
@@ -14,9 +15,24 @@ struct Params {
   i64 out_token_stride, out_head_stride, lse_token_stride, lse_head_stride;
   int num_rows, parts;
   const int* balanced;  // whether another launch has these rows; null: none has
+  // By which rows have parts, so many in all: numbers of the launch, and keys of each token in two caches.
+  float longest, margin;
+  int splits;
+  const int* topk_length[2];
+  int topk[2];
 };
 
 constexpr int THREADS = 128;
+
+// A row's sum by weights relative to `top`, of which a thread has four dims, and their `total`.
+DEVICE void write_row(const Params& p, int token, int head, int thread, const float4& sum, float top, float total) {
+  const float factor = total == 0.f ? 0.f : __fdividef(1.f, total);
+  *reinterpret_cast<uint2*>(p.out + token * p.out_token_stride + head * p.out_head_stride + thread * 4) =
+      make_uint2(pack_bfloat16(sum.x * factor, sum.y * factor), pack_bfloat16(sum.z * factor, sum.w * factor));
+  if (thread == 0)
+    p.lse[token * p.lse_token_stride + head * p.lse_head_stride] =
+        total == 0.f ? -INFINITY : top + log2f(total) * 0.6931471805599453f;
+}
 
 template <int MAX_PARTS>
 __global__ void __launch_bounds__(THREADS) merge_parts(const __grid_constant__ Params p) {
@@ -45,7 +61,6 @@ __global__ void __launch_bounds__(THREADS) merge_parts(const __grid_constant__ P
     weight[i] = exp2_approx((weight[i] - top) * 1.4426950408889634f);
     total += weight[i];
   }
-  const float factor = total == 0.f ? 0.f : __fdividef(1.f, total);
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
   for (int i = 0; i < MAX_PARTS; ++i) {
@@ -53,9 +68,76 @@ __global__ void __launch_bounds__(THREADS) merge_parts(const __grid_constant__ P
     sum.x += counts ? v[i].x * weight[i] : 0.f, sum.y += counts ? v[i].y * weight[i] : 0.f;
     sum.z += counts ? v[i].z * weight[i] : 0.f, sum.w += counts ? v[i].w * weight[i] : 0.f;
   }
-  *reinterpret_cast<uint2*>(p.out + token * p.out_token_stride + head * p.out_head_stride + thread * 4) =
-      make_uint2(pack_bfloat16(sum.x * factor, sum.y * factor), pack_bfloat16(sum.z * factor, sum.w * factor));
-  if (thread == 0)
-    p.lse[token * p.lse_token_stride + head * p.lse_head_stride] =
-        total == 0.f ? -INFINITY : top + log2f(total) * 0.6931471805599453f;
+  write_row(p, token, head, thread, sum, top, total);
+}
+
+// GROUPS of threads: each adds up every so many-th part of its row.
+template <int GROUPS>
+__global__ void __launch_bounds__(GROUPS* THREADS) merge_by_length(const __grid_constant__ Params p) {
+  constexpr int AT_ONCE = 8;
+  __shared__ float lses[MOST_CTAS], totals[GROUPS];
+  __shared__ float4 sums[GROUPS][THREADS];
+  const int thread = threadIdx.x % THREADS, group = threadIdx.x / THREADS, lane = lane_here(), token = blockIdx.x,
+            head = blockIdx.y, heads = gridDim.y, num_tokens = gridDim.x;
+  int turns = 0;
+#pragma unroll
+  for (int cache = 0; cache < 2; ++cache) {
+    int length = lane < num_tokens ? p.topk[cache] : 0;
+    if (p.topk_length[cache] && lane < num_tokens) length = max(0, min(length, __ldg(p.topk_length[cache] + lane)));
+    turns += (length + 63) / 64;
+  }
+  const CtasOfRow ctas = ctas_by_length(turns, num_tokens, p.parts, p.splits, p.longest, p.margin, lane);
+  const int first = __shfl_sync(~0u, ctas.first, token), count = __shfl_sync(~0u, ctas.count, token);
+  const i64 stride = static_cast<i64>(heads) * THREADS * 4;
+  const float* from = p.outs + (first + group) * stride + (head * THREADS + thread) * 4;
+  const float* own = p.lses + first * heads + head;
+  hold(from), hold(own);
+  wait_for_prerequisites();
+  if (ctas.by_shape) return;
+  float4 v[AT_ONCE];
+  auto load = [&](int begin) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int part = (begin + i) * GROUPS;
+      v[i] = load_float4_if(part + group < count, from + part * stride);
+    }
+  };
+  load(0);
+  for (int part = threadIdx.x; part < count; part += GROUPS * THREADS) {
+    const float lse = load_float(own + part * heads);
+    lses[part] = lse == INFINITY ? -INFINITY : lse;
+  }
+  __syncthreads();
+  float top = -INFINITY, total = 0.f;
+#pragma unroll 1
+  for (int part = lane; part < count; part += 32) top = fmaxf(top, lses[part]);
+#pragma unroll
+  for (int step = 16; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+  if (top == -INFINITY) top = 0.f;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  for (int begin = 0; begin * GROUPS < count; begin += AT_ONCE) {
+    if (begin) load(begin);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int part = (begin + i) * GROUPS + group;
+      const float weight = part < count ? exp2_approx((lses[part] - top) * 1.4426950408889634f) : 0.f;
+      total += weight;
+      const bool counts = weight != 0.f;  // a part without weight may hold anything
+      sum.x += counts ? v[i].x * weight : 0.f, sum.y += counts ? v[i].y * weight : 0.f;
+      sum.z += counts ? v[i].z * weight : 0.f, sum.w += counts ? v[i].w * weight : 0.f;
+    }
+  }
+  if constexpr (GROUPS > 1) {
+    sums[group][thread] = sum;
+    if (thread == 0) totals[group] = total;
+    __syncthreads();
+    if (group) return;
+#pragma unroll
+    for (int other = 1; other < GROUPS; ++other) {
+      const float4 more = sums[other][thread];
+      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w, total += totals[other];
+    }
+  }
+  write_row(p, token, head, thread, sum, top, total);
 }

@@ -11,10 +11,12 @@ import torch
 from ..cuda.driver import NO_CLUSTER, Function
 from ..cuda.params import POINTER, packer
 from . import sources
-from .launch import Kernel
+from .launch import BY_SHAPE, NO_CACHE, ByLength, CacheParams, Kernel
 
 THREADS = 128
 MAX_PARTS = (4, 8, 16)  # parts that a thread has registers for, by kernel
+GROUPS = (4, 1)  # of threads that share a row's parts: where rows are few, and otherwise
+FEW_ROWS = 528
 
 
 class Params(ctypes.Structure):
@@ -32,6 +34,11 @@ class Params(ctypes.Structure):
         ("num_rows", ctypes.c_int),
         ("parts", ctypes.c_int),
         ("balanced", POINTER),
+        ("longest", ctypes.c_float),
+        ("margin", ctypes.c_float),
+        ("splits", ctypes.c_int),
+        ("topk_length", POINTER * 2),
+        ("topk", ctypes.c_int * 2),
     ]
 
 
@@ -40,7 +47,8 @@ pack = packer(Params)
 
 def kernels() -> list[Kernel]:
     """All there are."""
-    return [Kernel("merge_parts.cu", f"merge_parts<{most}>", THREADS) for most in MAX_PARTS]
+    of_parts = [Kernel("merge_parts.cu", f"merge_parts<{most}>", THREADS) for most in MAX_PARTS]
+    return [*of_parts, *(Kernel("merge_parts.cu", f"merge_by_length<{n}>", n * THREADS) for n in GROUPS)]
 
 
 @functools.cache
@@ -56,6 +64,7 @@ def merge_parts(
     out: torch.Tensor,
     lse: torch.Tensor,
     balanced: torch.Tensor | None = None,
+    by_length: tuple[ByLength, tuple[CacheParams, CacheParams]] | None = None,
 ) -> None:
     """Merges parts that the launch just before wrote.
 
@@ -65,9 +74,15 @@ def merge_parts(
         out: bfloat16 `[num_tokens, num_heads, 512]`, dims contiguous, rows at multiples of 8 bytes.
         lse: float32 `[num_tokens, num_heads]`.
         balanced: int32 `[1]`; not 0: there are no parts, and nothing is written.
+        by_length: the launch's, and its caches, where rows go by their lengths: parts are `[parts, num_heads, 512]` and
+            `[parts, num_heads]` then, a row's neighbours.
     """
-    parts, num_tokens, num_heads, _ = part_out.shape
-    kernel = _loaded(out.device.index)[bisect.bisect_left(MAX_PARTS, parts)]
+    parts, (num_tokens, num_heads) = part_out.shape[0], out.shape[:2]
+    number, groups = bisect.bisect_left(MAX_PARTS, parts), 1
+    if by_length is not None:
+        which = int(num_tokens * num_heads > FEW_ROWS)
+        number, groups = len(MAX_PARTS) + which, GROUPS[which]
+    own, (main, extra) = by_length or (BY_SHAPE, (NO_CACHE, NO_CACHE))
     params = pack(
         part_out.data_ptr(),
         part_lse.data_ptr(),
@@ -80,5 +95,13 @@ def merge_parts(
         num_tokens * num_heads,
         parts,
         0 if balanced is None else balanced.data_ptr(),
+        own.longest,
+        own.margin,
+        own.splits,
+        main.lengths,
+        extra.lengths,
+        main.columns,
+        extra.columns,
     )
-    kernel.launch((num_tokens, num_heads, 1), (THREADS, 1, 1), 0, NO_CLUSTER, params, programmatic=True)
+    kernel, block = _loaded(out.device.index)[number], (groups * THREADS, 1, 1)
+    kernel.launch((num_tokens, num_heads, 1), block, 0, NO_CLUSTER, params, programmatic=True)

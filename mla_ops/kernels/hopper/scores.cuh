@@ -413,7 +413,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   }
 
   // The sum of each head, where the queries were.
-  if (LAUNCH == Launch::CLUSTERS)
+  if (LAUNCH == Launch::CLUSTERS && in_cluster(row))
     fence_async_shared(), cluster_arrive();
   else
     named_barrier<SCORE_BARRIER, 128>();
@@ -456,7 +456,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       if (HEADS == 64) tell_factors();
       await_peers(row);
       Row own = row;
-      own.rank = cluster_rank_here();  // else it would take a register of all turns
+      own.rank = rank_here(row);
       constexpr int AT_ONCE = 128 / HEADS;
 #pragma unroll 1
       for (int part = worker / HEADS; part < row.splits; part += AT_ONCE)

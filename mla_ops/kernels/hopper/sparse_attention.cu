@@ -156,7 +156,7 @@ DEVICE void attend(const Params& p) {
         add_up_cuts<L, VALUES_BARRIER, L::COLUMNS - L::QUERY>(p, shared, shared + L::QUERY,
                                                               (warpgroup - 1) * 128 + thread);
     if (LAUNCH == Launch::CLUSTERS) {
-      row.rank = cluster_rank_here();
+      row.rank = rank_here(row);
       finish<L, 12, WIDER>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     }
     if constexpr (is_held(LAUNCH)) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);

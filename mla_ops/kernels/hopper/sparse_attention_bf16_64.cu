@@ -112,6 +112,7 @@ DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 sh
     for (int i = 0; i < 2; ++i)
       send_state<L>(row, shared, part, head + i * 8, state.sum[i],
                     state.sum[i] == 0.f ? NO_SCORE_YET : state.reference[i]);
+  if (!in_cluster(row)) named_barrier<STATES_BARRIER, 384>();
   if (row.splits == 2) {
     exchange_halves<L>(p, row, state, shared, half * 4 + warp, lane);
     return;
@@ -278,8 +279,7 @@ DEVICE void bring_first_queries(const Params& p, const Row& row, State& state, u
 }
 
 template <class L>
-DEVICE void attend_cluster(const Params& p, u32 shared) {
-  const Row row = this_row(p);
+DEVICE void attend_cluster(const Params& p, const Row& row, u32 shared) {
   State state;
   bring_first_queries<L>(p, row, state, shared);
   begin_row(state);
@@ -404,19 +404,22 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
   const u32 shared = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127;
   if (YIELDS && is_done<L::THREADS>(p, shared + L::TILES)) return;
-  if (token_of(p) >= p.num_tokens) return;
   Row row;
+  if (BY_LENGTH) row = this_row(p);
+  if ((BY_LENGTH ? row.token : token_of(p)) >= p.num_tokens) return;
   Stream stream;
-  if (warpgroup == 2) stream = begin_stream(p, row = this_row(p), thread >> 5, thread & 31);
+  if (!BY_LENGTH && warpgroup == 2) row = this_row(p);
+  if (warpgroup == 2) stream = begin_stream(p, row, thread >> 5, thread & 31);
   init_barriers<L>(shared);
   if (warpgroup < 2) {
     more_registers<224>();
-    attend_cluster<L>(p, shared);
+    attend_cluster<L>(p, BY_LENGTH ? row : this_row(p), shared);
   } else {
     fewer_registers<56>();
     gather_row<L>(p, row, stream, shared, thread);
     launch_dependents();
     stand_by<L>(p, row, shared, true, thread);
+    if (!in_cluster(row)) named_barrier<STATES_BARRIER, 384>();  // else peers tell of their states
     weigh_parts<L>(p, row, shared, thread);
     __syncwarp();
     warp_arrive(shared + L::OWN_FULL, thread % 32);

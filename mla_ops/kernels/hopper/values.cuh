@@ -138,7 +138,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
                  HELD = is_held(LAUNCH), HEADS_BY_DIMS = HEADS == 64,
                  OPENS_EARLY = !HELD || L::HELD_PACKETS > L::VALUES;
-  const bool sends = LAUNCH == Launch::CLUSTERS || HELD && ends_row(p, row);  // packets
+  const bool sends = LAUNCH == Launch::CLUSTERS && in_cluster(row) || HELD && ends_row(p, row);  // packets
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
@@ -330,6 +330,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     }
   } else {
     if (LAUNCH == Launch::CLUSTERS) {
+      if (!in_cluster(row)) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of keys
       if (!open) open_to_peers(row);
       await_peers(row);
     }

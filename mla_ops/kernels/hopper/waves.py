@@ -18,10 +18,12 @@ from ...formats import LATENT_DIM
 from ..alignment import aligned, is_aligned
 from . import groups, merge_parts, parts
 from .balance import always
+from .by_length import always_by_length, clusters_by_length
 from .costs import Costs, predicted_us
 from .launch import (
     SPLITS,
     Balance,
+    ByLength,
     CacheParams,
     Clusters,
     Group,
@@ -47,18 +49,20 @@ class Forced(NamedTuple):
 
     waves: tuple[Wave, ...] = ()
     evenly: bool = False
+    by_length: bool = False
 
 
 _forced: ContextVar[Forced] = ContextVar("mla_ops forced waves", default=Forced())  # noqa: B039 - it is a tuple
 
 
 @contextlib.contextmanager
-def override(*waves: Wave, evenly: bool = False) -> Iterator[None]:
+def override(*waves: Wave, evenly: bool = False, by_length: bool = False) -> Iterator[None]:
     """Calls inside the block are these launches, whatever `choose` would take: for measurements and tests.
 
     Args:
         waves: the launches; none for those that `choose` takes.
         evenly: their rows are shared evenly, whatever their lengths are; else they never are.
+        by_length: each row of the only wave has as many CTAs as its length asks for; else none has.
 
     The block is this thread's, or this asyncio task's, as that of `dispatch.override`.
 
@@ -69,7 +73,7 @@ def override(*waves: Wave, evenly: bool = False) -> Iterator[None]:
     for wave in waves[:-1]:
         if isinstance(wave.shape, Group):
             raise ValueError(f"waves.override: only the last wave may be of groups, got {wave} before {waves[-1]}")
-    token = _forced.set(Forced(waves, evenly))
+    token = _forced.set(Forced(waves, evenly, by_length))
     try:
         yield
     finally:
@@ -142,12 +146,13 @@ def launch_waves(
     out: torch.Tensor,
     lse: torch.Tensor,
     balance: Balance | None = None,
+    by_length: ByLength | None = None,
     deterministic: bool = False,
 ) -> None:
     """All waves of a call, and the merge of those in parts. Copies stand in front of the first and behind the last.
 
     With `balance`, and where lengths on the device say so, the first launch shares all tokens evenly, or one behind the
-    waves does, and the others return at once.
+    waves does, and the others return at once. With `by_length` there is one wave, whose rows may go by their lengths.
     """
     q, q_rope = aligned(q), None if q_rope is None else aligned(q_rope)
     target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
@@ -157,6 +162,15 @@ def launch_waves(
     if _forced.get().evenly:
         at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], q.device.index)
         balance = always(keys, waves, num_heads, at_once)
+    elif _forced.get().by_length:
+        shape = waves[0].shape
+        at_once = clusters_at_once(keys, shape.tile, q.device.index)
+        chosen, by_length = always_by_length(shape.tile, num_heads, at_once)
+        if isinstance(shape, Clusters) and shape.parts > 1:
+            chosen, by_length = clusters_by_length(shape, all_tokens)
+        elif isinstance(shape, Clusters) and shape.splits > 1:
+            chosen, by_length = shape, by_length._replace(count=min(by_length.count, all_tokens * shape.splits))
+        waves = [Wave(all_tokens, chosen)]
     exchange = balanced = None
     if balance is not None:
         tile, shape = balance.tile or waves[0].shape.tile, waves[0].shape
@@ -177,8 +191,10 @@ def launch_waves(
             caches = caches[0].behind(before), caches[1].behind(before)
         own_parts: tuple[torch.Tensor, ...] = ()
         number = shape.parts if isinstance(shape, Clusters) else 1
+        if by_length is not None:
+            number = by_length.count
         if number > 1:
-            size = number, num_tokens, out.shape[1]
+            size = (number, num_tokens, out.shape[1]) if by_length is None else (number, out.shape[1])
             sizes = (*size, LATENT_DIM), size
             own_parts = tuple(torch.empty(dims, dtype=torch.float32, device=q.device) for dims in sizes)
             buffers.append(own_parts)
@@ -205,10 +221,17 @@ def launch_waves(
             balance=balance,
             exchange=own_exchange,
             takes_either_way=balance is not None and before == 0 and not balance.tile,
+            by_length=by_length,
             deterministic=deterministic,
         )
         if own_parts:
-            merge_parts.merge_parts(*own_parts, out=rest_out[:num_tokens], lse=rest_lse[:num_tokens], balanced=balanced)
+            merge_parts.merge_parts(
+                *own_parts,
+                out=rest_out[:num_tokens],
+                lse=rest_lse[:num_tokens],
+                balanced=balanced,
+                by_length=by_length and (by_length, caches),
+            )
         before = num_tokens
         tokens_before += num_tokens
     if balance is not None and balance.tile:
