@@ -60,9 +60,11 @@ DECODE: dict[tuple[Any, ...], float | None] = {
     (256, 128): 0.72,
     (512, 8): 0.52,
 }
-PAIRS = tuple(f"DeepGEMM, {name}" for name in ("vLLM cooperative", "vLLM persistent", "SGLang v2"))
+TOPK_PEERS = ("vLLM cooperative", "vLLM persistent", "SGLang v2")
+PAIRS = tuple(f"DeepGEMM, {name}" for name in TOPK_PEERS)
 DECODE_CONTEXTS = (4096, 32768, 131072)
 TOPK_ROWS = [*itertools.product((1, 4, 16, 64, 128), DECODE_CONTEXTS), (1, 1048576), (4096, 32768), (4096, 131072)]
+TOPK_ROWS_ALIKE = [*itertools.product((1, 16, 64, 128, 512), (131072,)), (512, 32768), (4096, 32768)]
 SELECTION: dict[tuple[Any, ...], float | None] = {
     **{(1, 1, context): 0.75 for context in DECODE_CONTEXTS},
     **{(4, 1, context): 0.75 for context in DECODE_CONTEXTS},
@@ -89,6 +91,10 @@ def _paged(heads: int, requests: tuple[int, ...], target: float, peer: str) -> T
     )
 
 
+def _topk(scores: str, targets: dict[tuple[Any, ...], float | None], peers: tuple[str, ...]) -> Table:
+    return Table("topk_indices", {"scores": scores}, "T, columns", targets, ("T", "columns"), peers)
+
+
 INDEXER_TABLES = {
     "indexer prefill": Table(
         "indexer_logits",
@@ -104,17 +110,9 @@ INDEXER_TABLES = {
     ),
     **{f"indexer decode {heads}": _paged(heads, (16, 64, 128), 1.0, "DeepGEMM") for heads in (64, 32)},
     **{f"indexer latency {heads}": _paged(heads, (1, 4), 0.85, "DeepGEMM and its schedule") for heads in (64, 32)},
-    "topk": Table(
-        "topk_indices",
-        {},
-        "T, columns",
-        dict.fromkeys(TOPK_ROWS, 1.0),
-        ("T", "columns"),
-        ("vLLM cooperative", "vLLM persistent", "SGLang v2"),
-    ),
-    "topk torch": Table(
-        "topk_indices", {}, "T, columns", dict.fromkeys(TOPK_ROWS, 0.15), ("T", "columns"), ("torch.topk",)
-    ),
+    "topk": _topk("normal", dict.fromkeys(TOPK_ROWS, 1.0), TOPK_PEERS),
+    "topk alike": _topk("neighbours alike", dict.fromkeys(TOPK_ROWS_ALIKE, 1.0), TOPK_PEERS),
+    "topk torch": _topk("normal", dict.fromkeys(TOPK_ROWS, 0.15), ("torch.topk",)),
     **{
         f"selection {heads}": Table(
             "select_keys", {"H": heads}, "B, next_n, keys", SELECTION, ("B", "next_n", "keys"), PAIRS

@@ -26,6 +26,8 @@ TOPK_SHAPES = (
     (4096, 32768),
     (4096, 131072),
 )
+# those whose gate a sample gives, or a part of the row: it says less where neighbours score alike
+ALIKE_SHAPES = ((1, 131072), (16, 131072), (64, 131072), (128, 131072), (512, 32768), (512, 131072), (4096, 32768))
 QUICK_TOPK_SHAPES = ((1, 300), (3, 300))
 ALIKE, SHARED = 128, 0.7  # columns over which neighbours share a part of their variance, and that part
 KINDS = ("normal", "neighbours alike", "ten low bits", "mostly zeros")
@@ -99,15 +101,18 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     parser = common.argument_parser("indexer_topk")
     parser.add_argument("--topk", type=int, default=None)
-    parser.add_argument("--scores", type=common.names, default=None, help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--scores", type=common.names, default=None, help=f"of {', '.join(KINDS)}; the first two")
     parser.add_argument("--peers", type=Path, help="folder of other projects' builds, to be measured beside")
     arguments = parser.parse_args(argv)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
-    kinds, topk = arguments.scores or ["normal"], arguments.topk or (TOPK if on_gpu else 100)
+    topk = arguments.topk or (TOPK if on_gpu else 100)
+    shapes = {"normal": TOPK_SHAPES, "neighbours alike": ALIKE_SHAPES}
+    if arguments.scores is not None:
+        shapes = dict.fromkeys(arguments.scores, TOPK_SHAPES)
 
     def cases() -> Iterator[partial[common.Case]]:
-        for kind in kinds:
-            for num_tokens, num_columns in TOPK_SHAPES if on_gpu else QUICK_TOPK_SHAPES:
+        for kind, of_kind in shapes.items():
+            for num_tokens, num_columns in of_kind if on_gpu else QUICK_TOPK_SHAPES:
                 yield partial(build_topk, kind, num_tokens, num_columns, topk, arguments)
 
     return common.run_benchmark("indexer_topk", cases(), arguments)

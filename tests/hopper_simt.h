@@ -208,4 +208,5 @@ T atomicMax(T* place, T value) {
 }
 static int __clz(unsigned value) { return value ? __builtin_clz(value) : 32; }
 static int __clzll(unsigned long long value) { return value ? __builtin_clzll(value) : 64; }
+static int __ffs(unsigned value) { return __builtin_ffs(value); }
 static int __popc(unsigned value) { return __builtin_popcount(value); }

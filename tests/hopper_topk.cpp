@@ -17,6 +17,7 @@
 #define mbarrier_arrive_expect ptx_mbarrier_arrive_expect
 #define mbarrier_arrive_expect_peer ptx_mbarrier_arrive_expect_peer
 #define mbarrier_wait_cluster ptx_mbarrier_wait_cluster
+#define mbarrier_test ptx_mbarrier_test
 #define cluster_arrive ptx_cluster_arrive
 #define cluster_wait ptx_cluster_wait
 #define cluster_meet ptx_cluster_meet
@@ -27,6 +28,7 @@
 #define add_if_reaches ptx_add_if_reaches
 #define append_if_reaches ptx_append_if_reaches
 #define append_if ptx_append_if
+#define append_if_above ptx_append_if_above
 #define next_number ptx_next_number
 #define place_at ptx_place_at
 #define load_shared_8 ptx_load_shared_8
@@ -50,6 +52,7 @@
 #undef mbarrier_arrive_expect
 #undef mbarrier_arrive_expect_peer
 #undef mbarrier_wait_cluster
+#undef mbarrier_test
 #undef cluster_arrive
 #undef cluster_meet
 #undef peer_pointer
@@ -59,6 +62,7 @@
 #undef add_if_reaches
 #undef append_if_reaches
 #undef append_if
+#undef append_if_above
 #undef next_number
 #undef place_at
 #undef load_shared_8
@@ -128,6 +132,9 @@ static void append_if(bool condition, u32& address, float score, u32 place) {
 static void append_if_reaches(u32& address, float score, float least, u32 place) {
   append_if(score >= least, address, score, place);
 }
+static void append_if_above(u32& address, float score, float bound, u32 place) {
+  append_if(score > bound, address, score, place);
+}
 static void count_at(u32 address) { ++at<u32>(address); }
 static u32 next_number(u32 address) { return at<u32>(address)++; }
 static uint2 load_shared_8(u32 address) { return at<uint2>(address); }
@@ -171,17 +178,22 @@ void send(u32 address, u32 barrier, T value) {
 }
 static void send_8(u32 address, u32 barrier, u64 value) { send(address, barrier, value); }
 static void send_4(u32 address, u32 barrier, u32 value) { send(address, barrier, value); }
-static void mbarrier_wait_cluster(u32 address, u32 parity) {
+static bool mbarrier_test(u32 address, u32 parity) {
   static u32 random = 1;
-  for (long patience = 100000000; !barriers.at(of_peer(address)).complete(); simt::leave()) {
-    if (--patience == 0 || parity != 0) abort();
-    random = random * 1664525u + 1013904223u;
-    if (flights.empty()) continue;
+  static long patience = 0;
+  if (barriers.at(of_peer(address)).complete()) return patience = 0, simt::meet_warp(0), true;
+  if (++patience == 100000000 || parity != 0) abort();
+  random = random * 1664525u + 1013904223u;
+  if (!flights.empty()) {
     std::swap(flights[(random >> 8) % flights.size()], flights.back());
     const auto landing = std::move(flights.back());
     flights.pop_back(), landing();
   }
-  simt::meet_warp(0);
+  simt::leave();
+  return false;
+}
+static void mbarrier_wait_cluster(u32 address, u32 parity) {
+  while (!mbarrier_test(address, parity)) {}
 }
 
 static Place place_at(u32 address) { return {at<u32>(address), at<u32>(address + 4), at<u32>(address + 8)}; }
@@ -205,7 +217,7 @@ extern "C" int bytes_of_params() { return sizeof(Params); }
 extern "C" int bytes_of_control() { return sizeof(Control); }
 
 // 1 where the CTAs of the last cluster met once.
-extern "C" int verdict() { return reinterpret_cast<const Control*>(simt::ctas.back().shared.data())->verdict; }
+extern "C" int verdict() { return reinterpret_cast<const Control*>(simt::ctas.back().shared.data())->verdict ? 1 : 2; }
 
 template <int THREADS, int VECTORS, int SAMPLED>
 void launch(const Params& p, int shared_bytes, int seed) {

@@ -21,7 +21,7 @@ CLUSTERS = (2, 4, 6, 8, 16)  # CTAs of a row that is shared
 LEAST_OF_A_CTA = 4096  # columns
 LONG_ROW = 65536
 BINS = 2048
-CONTROL_BYTES = 1104
+CONTROL_BYTES = 1168
 AHEAD_BYTES = 2**20  # a cluster asks for whole rows before it knows their lengths, if that is no more
 SLOTS = 4096  # entries that the first CTA of a cluster that meets once has room for
 SM_SHARED_BYTES = 228 * 1024
@@ -57,9 +57,11 @@ class Params(ctypes.Structure):
         ("gated", ctypes.c_uint),
         ("sampled", ctypes.c_uint),
         ("spare", ctypes.c_uint),
+        ("deviations", ctypes.c_float),
         ("sorted", ctypes.c_int),
         ("need", ctypes.c_uint),
         ("room", ctypes.c_uint),
+        ("turn_bits", ctypes.c_uint),
         ("ahead", ctypes.c_int),
     ]
 
@@ -81,6 +83,7 @@ class Plan(NamedTuple):
         sampled: columns of a sample, a multiple of 16.
         spare: part of the gate's rank in a sample by which it may lie below it: a half makes a gate in less time, which
             lets more pass.
+        deviations: by which the gate's rank in a sample is more than its mean: a row whose gate fails is read again.
         short: registers of a CTA hold all columns; only `threads`, `vectors` and `ctas` mean something then.
         held: vectors of a thread that registers of a cluster hold which meets once; 0: rows are done by entries.
     """
@@ -94,6 +97,7 @@ class Plan(NamedTuple):
     gated: int = 8192
     sampled: int = 2048
     spare: int = 8
+    deviations: float = 5
     short: bool = False
     held: int = 0
 
@@ -125,19 +129,26 @@ class Plan(NamedTuple):
         """Entries of each CTA that the first one of such a cluster has room for, a power of two."""
         return SLOTS >> (self.cluster - 1).bit_length()
 
+    @property
+    def turn_bits(self) -> int:
+        """Each CTA of such a cluster writes the columns that 2**turn_bits loads of a warp of each CTA bring."""
+        turns = self.held * self.threads // 32
+        return (-(-turns // self.cluster) - 1).bit_length() if self.held else 0
+
     def need(self, topk: int) -> int:
-        """Entries that each CTA hands over, its share and four standard deviations; 0 if there is no room for them."""
+        """Entries that each CTA hands over, its share and some standard deviations; 0 if there is no room for them."""
         share = topk / self.cluster
-        need = math.ceil(share + 4 * share**0.5 + 4)
+        deviations = {16: 7, 8: 6}.get(self.cluster, 5)  # the more CTAs, the fewer have neighbours that score alike
+        need = math.ceil(share + deviations * share**0.5 + 4)
         return need if self.cluster > 1 and need + need // 8 <= self.room else 0
 
     def shared_bytes(self, topk: int) -> int:
         """Dynamic shared memory of a CTA, as `Selection` and `select_short` lay it out."""
         if self.short:
             return CONTROL_BYTES + 4 * BINS + (8 << max(topk - 1, 1).bit_length())
-        quads = (self.cluster * self.held // 32 + 1) * self.threads  # the words of bits by fours
+        words = self.cluster << self.turn_bits + 2  # of bits, one a thread at most
         least = ALONE_BYTES if self.cluster > 1 else 0
-        return max(CONTROL_BYTES + 4 * BINS + max(8 * self.capacity(topk), 8 * SLOTS + 24 * quads), least)
+        return max(CONTROL_BYTES + 4 * BINS + max(8 * self.capacity(topk), 8 * SLOTS + 4 * words), least)
 
 
 SHORT = (Plan(512, 2, 0, 2, short=True), *(Plan(1024, vectors, 0, 1, short=True) for vectors in (2, 4)))
@@ -146,6 +157,12 @@ BESIDE_SCORES = Plan(512, 1, 2, 1)  # an SM has room for it and a CTA of scores 
 MEETINGS = (*(BESIDE_SCORES._replace(held=held) for held in (2, 4)), *(FEW._replace(held=held) for held in (4, 6)))
 MANY = Plan(256, 2, 2, 4)
 KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY))
+
+
+def deviations_for(num_rows: int) -> float:
+    """Five for one row to seven for 512: a launch waits for its slowest row. Six beyond, where other rows hide it."""
+    bits = math.log2(num_rows)
+    return 5 + bits * 2 / 9 if bits <= 9 else max(7 - (bits - 9) / 2, 6)
 
 
 def plan_for(
@@ -163,7 +180,7 @@ def plan_for(
         sorted: the best first.
     """
     if num_rows > num_sms and num_columns > SHORT[0].chunk:
-        return MANY
+        return MANY._replace(deviations=deviations_for(num_rows))
     for plan in SHORT:
         if num_columns <= plan.chunk:
             return plan
@@ -173,7 +190,7 @@ def plan_for(
     most = max((size for size in fitting if LEAST_OF_A_CTA * size <= num_columns), default=1)
     plan = next((plan for plan in holding if plan.need(topk)), FEW._replace(cluster=most))
     sampled, spare = 4096 if num_columns > LONG_ROW else 2048, 2 if plan.cluster <= CLUSTERS[1] else 8
-    return plan._replace(sampled=sampled, spare=spare)
+    return plan._replace(sampled=sampled, spare=spare, deviations=deviations_for(num_rows))
 
 
 def aligned_columns(scores: torch.Tensor) -> int:
@@ -225,9 +242,11 @@ def pack(
         max(plan.gated, plan.sampled + 8),
         plan.sampled // 4,
         plan.spare,
+        plan.deviations,
         int(sorted),
         0 if sorted else plan.need(topk),
         plan.room,
+        plan.turn_bits,
         plan.held * (4 * num_rows * num_columns <= AHEAD_BYTES),
     )
 

@@ -59,6 +59,14 @@ DEVICE void append_if_reaches(u32& address, float score, float least, u32 place)
       : "memory");
 }
 
+DEVICE void append_if_above(u32& address, float score, float bound, u32 place) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\n@p st.shared.v2.b32 [%0], {%3, %1};\n@p add.u32 %0, %0, 8;\n}"
+      : "+r"(address)
+      : "f"(score), "f"(bound), "r"(place)
+      : "memory");
+}
+
 DEVICE void append_if(bool condition, u32& address, float score, u32 place) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.shared.v2.b32 [%0], {%3, %1};\n@p add.u32 %0, %0, 8;\n}"

@@ -66,7 +66,7 @@ struct Selection {
   // next to one another are not independent.
   DEVICE u32 sample_rank(int length) const {
     const float mean = 4.f * p.sampled * p.k / length;
-    return static_cast<u32>(mean + 5.f * sqrtf(mean) + 4.f);
+    return static_cast<u32>(mean + p.deviations * sqrtf(mean) + 4.f);
   }
 
   // Scores of the sample. All of the row's groups of four that are whole may be in it, in runs of four: longer runs are
@@ -150,19 +150,25 @@ struct Selection {
 
   DEVICE bool passes(const Gate& gate, float x, int column) const { return has(column) && key_of(x) >= gate.key; }
 
-  // Makes entries of the scores that were appended from number `begin` on.
+  // Makes entries of the scores that were appended from number `begin` on. If that is the last of them, all are COUNTED in
+  // the bins of `select_listed` at the same time.
+  template <bool COUNTED = false>
   DEVICE void order(u32 begin, u32 end) const {
+    const u32 lowest = max(least, 1u), bins_at = shared_address(bins);
+    const int shift = shift_of_listed(least);
 #pragma unroll 1
-    for (u32 i = begin + threadIdx.x; i < end; i += THREADS) {
+    for (u32 i = (COUNTED ? 0 : begin) + threadIdx.x; i < end; i += THREADS) {
       u32* const key = reinterpret_cast<u32*>(entries + i) + 1;
-      *key = key_of(__uint_as_float(*key));
+      u32 made = *key;
+      if (!COUNTED || i >= begin) *key = made = key_of(__uint_as_float(made));
+      if (COUNTED) count_at(bins_at + 4 * min(made - lowest >> shift, BINS - 1));
     }
     __syncthreads();
   }
 
-  // All of this CTA's part, whose first chunk is in `next`. Returns the number of entries.
+  // All of this CTA's part, whose first chunk is in `next`. Returns the number of entries; more than `enough` are counted.
   template <bool SCORES>
-  DEVICE u32 read(Gate gate, float4 (&next)[VECTORS]) {
+  DEVICE u32 read(Gate gate, float4 (&next)[VECTORS], u32 enough) {
     const u32 base = shared_address(entries);
     u32 have = 0, ordered = 0, parity = 0;
 #pragma unroll 1
@@ -215,7 +221,10 @@ struct Selection {
       parity ^= 1;
     }
     __syncthreads();
-    order(ordered, have);
+    if (have > enough)
+      order<true>(ordered, have);
+    else
+      order(ordered, have);
     return have;
   }
 
@@ -258,9 +267,9 @@ struct Selection {
     return have;
   }
 
-  DEVICE void write(i64 number, int request, u32 count, u32 wanted) {
+  DEVICE void write(i64 number, int request, u32 count, u32 wanted, bool counted) {
     int* const out = p.indices + number * p.indices_pitch;
-    const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least) : 1;
+    const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least, counted) : 1;
     if (!p.sorted) {
       each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
         out[place] = p.translated(position_of(entry) - row.skew, request);
@@ -344,12 +353,12 @@ struct Selection {
     least = gated ? gate_of(sample, rank_in_sample) : 0;
     if (!alone) cluster_wait();  // all CTAs have begun
 
-    const u32 wanted = min(length, p.k);
+    const u32 wanted = min(length, p.k), enough = alone ? wanted : ~0u;
     u32 have, total;
 #pragma unroll 1
     for (u32 round = 0;; ++round) {
       const Gate gate(least);
-      have = gate.is_score ? read<true>(gate, next) : read<false>(gate, next);
+      have = gate.is_score ? read<true>(gate, next, enough) : read<false>(gate, next, enough);
       total = have;
       if (!alone) {
         if (have > max(p.capacity / p.cluster, static_cast<u32>(p.k))) {  // else the first CTA might have to drop all these
@@ -372,6 +381,6 @@ struct Selection {
       hold(again);  // else its columns are kept in registers from the first time on
       load(again, next);
     }
-    if (rank == 0) write(number, given.request, have, wanted);
+    if (rank == 0) write(number, given.request, have, wanted, alone);
   }
 };

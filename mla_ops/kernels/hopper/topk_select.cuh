@@ -13,7 +13,7 @@ constexpr u32 BINS = 1 << BIN_BITS;
 constexpr u32 SHORT_LIST = 64;          // entries that are compared with one another
 constexpr int POSITION_BITS = 22;       // 2^21 columns, and those in front of the first
 constexpr u32 LOWEST_KEY = 0x007fffff;  // the key of -inf
-constexpr u32 NAN_KEY = 1;
+constexpr u32 NAN_KEY = 1, KEY_OF_ZERO = 1u << 31;
 constexpr int MAX_CLUSTER = 16;
 
 // A CTA's threads tell one another by this.
@@ -24,11 +24,12 @@ struct alignas(16) Control {
   u32 bin, above, inside;  // the place of a rank
   u32 listed;              // entries of the list
   u64 threshold;
-  u64 met;                 // mbarriers: of a cluster that meets once,
+  u64 met, given;          // mbarriers: of a cluster that meets once,
   u64 told[2], gathered;   // and of one that does not, of `counts` and of entries
-  u64 gates[MAX_CLUSTER];  // each CTA's gate; in the low half, how many entries it hands over; ~0: too few
-  u32 have, dropped;       // entries that this CTA hands over, and those of them for which there was no room
-  u32 verdict;             // 1: the row is done
+  u64 verdict;             // the least entry that is chosen; 0: the row has to be done in another way
+  u32 have;                // entries that this CTA hands over, or would with more room
+  u32 gates[MAX_CLUSTER];  // of each CTA; ~0: its entries are too many
+  u32 chosen[MAX_CLUSTER], before[MAX_CLUSTER];  // columns of this CTA by who writes them; those of each in front
   u32 sums[2][32];             // one a warp
   u32 counts[2][MAX_CLUSTER];  // entries of the cluster's CTAs, without and with another reading
 
@@ -258,11 +259,13 @@ struct FirstBins {
   }
 };
 
+DEVICE int shift_of_listed(u32 least) { return least > LOWEST_KEY ? SHIFT_OF_GATED : SHIFT_OF_ALL; }
+
 template <int THREADS>
-__device__ __noinline__ u64 select_listed(Control& control, u32* bins, const u64* entries, u32 count, u32 rank,
-                                          u32 least) {
-  return select<THREADS>(control, bins, Listed<THREADS>{entries, count}, rank, least,
-                         least > LOWEST_KEY ? SHIFT_OF_GATED : SHIFT_OF_ALL);
+__device__ __noinline__ u64 select_listed(Control& control, u32* bins, const u64* entries, u32 count, u32 rank, u32 least,
+                                          bool counted = false) {
+  return select<THREADS>(control, bins, Listed<THREADS>{entries, count}, rank, max(least, 1u), shift_of_listed(least), 0,
+                         counted);
 }
 
 // Calls `use(place, entry)` for the entries from `threshold` on, in their order. Returns how many those are. Where an
