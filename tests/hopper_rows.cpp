@@ -286,6 +286,16 @@ static void finds(const unsigned char* row) {
   found.push_back({of.token, of.tile, of.part, turn_of_warp[warp], row});
 }
 
+// Whether no position of a share may be a key's, as one thread sees it.
+static bool is_without_keys(const Row& row) {
+  const Params& p = *params;
+  for (int turn = row.first; turn < row.last; turn += row.stride)
+    for (int position = 0; position < TILE_KEYS; ++position)
+      if (in_range(p.caches[turn >= row.main_turns], index_at(p, row, turn, position / 32, position % 32)))
+        return false;
+  return true;
+}
+
 // Rows of bfloat16: each lane's keys, turn by turn.
 template <class R>
 void choose_all(int warp, int lane) {
@@ -300,6 +310,8 @@ void choose_all(int warp, int lane) {
       const Chosen chosen = choose_keys(p, row, stream, warp * LIST_WORDS * 4, turn & 1, warp, lane);
       const Place place = place_of(p, request, chosen);
       turn_of_warp[warp] = turn, last = chosen.last;
+      const bool none = has_no_keys(stream, chosen, warp);
+      if (turn == 0 && lane == 0) failed |= none != is_without_keys(row);
       if (is_live(p.caches[chosen.extra()], place)) {
         failed |= lane >= 16;
         finds(row_of_key<R>(p.caches[chosen.extra()], place));

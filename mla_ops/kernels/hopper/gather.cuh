@@ -86,16 +86,28 @@ struct Ahead {
 };
 
 // A share's first indices. Those of its first 32 turns come to L2: where most are dead, they are what is waited for. WHOLE:
-// those of the row, of which other shares follow.
-template <bool WHOLE = false>
+// those of the row, of which other shares follow. TO_L1: to L1. No prefetch brings anything there on Hopper, so
+// each of the four warps loads a word of every fourth sector.
+template <bool WHOLE = false, bool TO_L1 = false>
 DEVICE Ahead begin_share(const Params& p, const Row& row, int lane) {
   const int turn = WHOLE ? lane : row.first + lane * row.stride;
   const bool worth_it = WHOLE ? begins_row(p, row) : row.last - row.first > row.stride;
+  int loaded = 0;
   if (turn < row.last && worth_it) {
     const int* from = indices_of(p, row, turn);
-    if (from) prefetch_to_l2(from), prefetch_to_l2(from + 32);
+    if constexpr (TO_L1) {
+      const bool extra = turn >= row.main_turns;
+      const int left = extra ? row.extra_length - (turn - row.main_turns) * TILE_KEYS : row.length - turn * TILE_KEYS,
+                first = (thread_here() >> 5 & 3) * 8;
+      if (from && first < left) loaded = __ldg(from + first);
+      if (from && first + 32 < left) loaded |= __ldg(from + first + 32);
+    } else if (from) {
+      prefetch_to_l2(from), prefetch_to_l2(from + 32);
+    }
   }
-  return {indices_at(p, row, row.first, lane), indices_at(p, row, row.first + row.stride, lane)};
+  Ahead ahead = {indices_at(p, row, row.first, lane), indices_at(p, row, row.first + row.stride, lane)};
+  if (TO_L1) ahead.now.of[0] |= loaded & p.topk[0] >> 31;  // adds nothing; else the compiler would drop the loads
+  return ahead;
 }
 
 // Goes on to `turn`, whose indices are those that came next.
@@ -258,7 +270,7 @@ struct Chosen {
 constexpr int LIST_WORDS = 32;  // a warp's keys of two turns
 
 DEVICE Stream begin_stream(const Params& p, const Row& row, int warp, int lane) {
-  return {row.first, 0, -16 * warp, begin_share(p, row, lane)};
+  return {row.first, 0, -16 * warp, begin_share<false, true>(p, row, lane)};
 }
 
 // The next turn's, an even or odd one of its row. `list`: this warp's words, indices with their cache above them. What
@@ -279,6 +291,16 @@ DEVICE Chosen choose_keys(const Params& p, const Row& row, Stream& s, u32 list, 
 #pragma unroll 1
   while (filled <= enough && turn < last) {
     const bool extra = turn >= main_turns;
+    if (!half) {  // positions that hold no key of this warp's, and with which no turn ends, are counted only
+      const Cache& cache = p.caches[extra];
+      const int after = filled + __popc(__ballot_sync(~0u, in_range(cache, s.ahead.now.of[0]))) +
+                        __popc(__ballot_sync(~0u, in_range(cache, s.ahead.now.of[1])));
+      if (after <= 0 || (filled >= 16 && after <= TILE_KEYS)) {
+        filled = after, turn += row.stride;
+        advance(p, row, s.ahead, turn, lane);
+        continue;
+      }
+    }
     const int index = half ? s.ahead.now.of[1] : s.ahead.now.of[0];
     const bool alive = in_range(p.caches[extra], index);
     const u32 found = __ballot_sync(~0u, alive), word = index | (extra ? 0x80000000u : 0u);
@@ -299,22 +321,32 @@ DEVICE Chosen choose_keys(const Params& p, const Row& row, Stream& s, u32 list, 
   return chosen;
 }
 
+// Whether a share has no keys, asked behind the choice of its first turn.
+DEVICE bool has_no_keys(const Stream& s, const Chosen& first, int warp) {
+  return first.last && uniform(s.filled) == -16 * warp - TILE_KEYS;
+}
+
 DEVICE Place place_of(const Params& p, int request, const Chosen& chosen) {
   return place_at(p.caches[chosen.extra()], request, chosen.word == NO_KEY ? -1 : static_cast<int>(chosen.word & 0x7fffffff));
 }
 
 // A warp copies 16 keys, eight lanes 128 bytes of one: a lane has four keys, every fourth, from lane / 8 on. Lane i
-// knows the row of key i; a dead key's place becomes zeros.
+// knows the row of key i; a dead key's place becomes zeros. Where all 16 are one key, its row comes through L1: others
+// may ask for the same lines of L2.
 struct OwnRows {
   const unsigned char* row;
   u32 alive;
+  bool all_one;
 };
 
 template <class R>
 DEVICE OwnRows own_rows(const Params& p, const Chosen& chosen, Place place) {
   const Cache& cache = p.caches[chosen.extra()];
   const bool live = is_live(cache, place);
-  return {live ? row_of_key<R>(cache, place) : reinterpret_cast<const unsigned char*>(p.q), __ballot_sync(~0u, live)};
+  const u32 alive = __ballot_sync(~0u, live), first = __shfl_sync(~0u, chosen.word, 0),
+            like_first = __ballot_sync(~0u, live && chosen.word == first);
+  const unsigned char* row = live ? row_of_key<R>(cache, place) : reinterpret_cast<const unsigned char*>(p.q);
+  return {row, alive, like_first == 0xffff};
 }
 
 // Address of a lane's first 16 bytes in a tile of [64, 64] a chunk of 64 dims, 128-byte rows, swizzled.
@@ -322,22 +354,33 @@ DEVICE u32 own_place(u32 tile, int warp, int lane) {
   return tile + (warp * 16 + lane / 8) * 128 + ((lane ^ lane / 8) & 7) * 16;
 }
 
-template <int CHUNK, int LAST, int TO>
+template <bool BY_L1, int CHUNK, int LAST, int TO>
 DEVICE void copy_chunks_of(u32 to, const unsigned char* from, u32 bytes) {
   if constexpr (CHUNK < LAST) {
-    copy_16_or_zeros<TO + CHUNK * TILE_KEYS * 128, CHUNK * 128>(to, from, bytes);
-    copy_chunks_of<CHUNK + 1, LAST, TO>(to, from, bytes);
+    if constexpr (BY_L1)
+      copy_16_or_zeros_by_l1<TO + CHUNK * TILE_KEYS * 128, CHUNK * 128>(to, from, bytes);
+    else
+      copy_16_or_zeros<TO + CHUNK * TILE_KEYS * 128, CHUNK * 128>(to, from, bytes);
+    copy_chunks_of<BY_L1, CHUNK + 1, LAST, TO>(to, from, bytes);
   }
 }
 
 // Chunks [FIRST, LAST) of 64 dims of a lane's I-th key and those behind it. One instruction a copy: offsets are
 // constants.
-template <int FIRST, int LAST, int I = 0>
-DEVICE void copy_chunks(const OwnRows& own, u32 to, int lane) {
+template <bool BY_L1, int FIRST, int LAST, int I = 0>
+DEVICE void copy_chunks_by(const OwnRows& own, u32 to, int lane) {
   if constexpr (I < 4 && FIRST < LAST) {
     const int key = I * 4 + lane / 8;
     const unsigned char* from = shuffle_pointer(own.row, key) + lane % 8 * 16;
-    copy_chunks_of<FIRST, LAST, I * 512>(to ^ (I & 1) * 64, from, own.alive >> key & 1 ? 16 : 0);
-    copy_chunks<FIRST, LAST, I + 1>(own, to, lane);
+    copy_chunks_of<BY_L1, FIRST, LAST, I * 512>(to ^ (I & 1) * 64, from, own.alive >> key & 1 ? 16 : 0);
+    copy_chunks_by<BY_L1, FIRST, LAST, I + 1>(own, to, lane);
   }
+}
+
+template <int FIRST, int LAST>
+DEVICE void copy_chunks(const OwnRows& own, u32 to, int lane) {
+  if (own.all_one)
+    copy_chunks_by<true, FIRST, LAST>(own, to, lane);
+  else
+    copy_chunks_by<false, FIRST, LAST>(own, to, lane);
 }

@@ -1,8 +1,7 @@
 // Tiles of 64 heads over bfloat16 keys (`sparse_attention_bf16_64.cu`): the plan of shared memory, and the gather.
 #pragma once
 
-#include "gather.cuh"
-#include "merge.cuh"
+#include "empty.cuh"
 
 constexpr int CHUNK = TILE_KEYS * 128;  // bytes of 64 dims of 64 keys or heads
 constexpr int PAIR_BARRIER = 6;
@@ -120,6 +119,19 @@ DEVICE int end_of_row(u32 shared, int tile) {
   return uniform(load_shared_4(shared + L::ENDS + tile * 4));
 }
 
+// Says in place of a first turn that the CTA's share has no keys. Both warpgroups look there.
+template <class L>
+DEVICE void tell_no_keys(u32 shared) {
+  const int thread = thread_here();
+  if (thread % 128 == 0) {
+    store_shared_4(shared + L::ENDS, NO_TURN);
+    mbarrier_arrive(full_barrier<L>(shared, 0, FAR));
+  }
+  if (L::FIRST == NEAR && thread % 32 == 0) mbarrier_arrive(full_barrier<L>(shared, 0, NEAR));
+  mbarrier_arrive(full_barrier<L>(shared, 0, L::FIRST));
+  mbarrier_arrive(full_barrier<L>(shared, 0, FAR));
+}
+
 // Copies half of the values' dims of a turn's keys.
 template <class L>
 DEVICE void copy_half(OwnRows own, u32 tile, int half, int turned, int lane) {
@@ -164,9 +176,11 @@ DEVICE void gather_row(const Params& p, const Row& row, Stream stream, u32 share
   const u32 list = shared + L::LIST + warp * LIST_WORDS * 4, place = own_place(shared + L::TILES, warp, lane);
   Chosen chosen = choose_keys(p, row, stream, list, false, warp, lane);
   Place next = place_of(p, request, chosen);
+  const bool empty = has_no_keys(stream, chosen, warp);
+  if (empty) tell_no_keys<L>(shared);
   int tile = 0, parity = 1;
 #pragma unroll 1
-  for (bool last = false; !last;) {
+  for (bool last = empty; !last;) {
     last = chosen.last;
     const OwnRows own = own_rows<R>(p, chosen, next);
     copy_turn<L>(own, last, shared, place, tile, parity, turned, warp, lane, [&]() {

@@ -323,6 +323,14 @@ DEVICE void copy_16_or_zeros(u32 destination, const void* source, u32 bytes) {
                : "memory");
 }
 
+// The same through L1.
+template <int TO, int FROM>
+DEVICE void copy_16_or_zeros_by_l1(u32 destination, const void* source, u32 bytes) {
+  asm volatile("cp.async.ca.shared.global [%0 + %2], [%1 + %3], 16, %4;" ::"r"(destination), "l"(source), "n"(TO),
+               "n"(FROM), "r"(bytes)
+               : "memory");
+}
+
 DEVICE void copy_8(u32 destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(destination), "l"(source) : "memory");
 }

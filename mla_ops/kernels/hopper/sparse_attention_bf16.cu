@@ -5,7 +5,7 @@
 // end as in `sparse_attention.cu`.
 
 #include "cuts.cuh"
-#include "gather.cuh"
+#include "empty.cuh"
 #include "wgmma.cuh"
 
 // CTAS: how many run on an SM at least. With two, one gathers while the other computes or ends its row.
@@ -105,26 +105,28 @@ DEVICE void copy_keys(const Params& p, Row row, u32 shared, Stream stream, int w
     }
     Chosen chosen = choose_keys(p, row, stream, list, false, warp, lane);
     Place next = place_of(p, request, chosen);
+    const bool empty = !L::BALANCED && has_no_keys(stream, chosen, warp);
     bool odd = false;
 #pragma unroll 1
     for (bool last = false; !last;) {
       last = chosen.last;
       const u32 barrier = shared + L::FULL + stage * 16;
       const OwnRows own = own_rows<R>(p, chosen, next);
+      mbarrier_wait(barrier + L::FREE - L::FULL + warp / 2 * 8, parity);
+      if (lane == 0) {
+        const u32 flags = (last ? LAST_TURN : 0) | (empty ? NO_KEYS : 0);
+        store_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4, own.alive | flags);
+        mbarrier_arrive(barrier);
+      }
+      const u32 to = place + stage * L::TILE;
+      if (!empty) copy_chunks<8, L::CHUNKS>(own, to, lane), copy_chunks<0, 4>(own, to, lane);
+      arrive_when_copied(barrier);
+      if (!empty) copy_chunks<4, 8>(own, to, lane);
+      arrive_when_copied(barrier + 8);
       if (!last) {
         chosen = choose_keys(p, row, stream, list, odd ^= true, warp, lane);
         next = place_of(p, request, chosen);
       }
-      mbarrier_wait(barrier + L::FREE - L::FULL + warp / 2 * 8, parity);
-      if (lane == 0) {
-        store_shared_4(shared + L::LIVE + (stage * 4 + warp) * 4, own.alive | (last ? LAST_TURN : 0));
-        mbarrier_arrive(barrier);
-      }
-      const u32 to = place + stage * L::TILE;
-      copy_chunks<8, L::CHUNKS>(own, to, lane), copy_chunks<0, 4>(own, to, lane);
-      arrive_when_copied(barrier);
-      copy_chunks<4, 8>(own, to, lane);
-      arrive_when_copied(barrier + 8);
       if (++stage == L::STAGES) stage = 0, parity ^= 1;
     }
     if (!goes_on<L, true>(p, row, shared)) return;
@@ -152,6 +154,15 @@ DEVICE void score_turns(const Params& p, u32 shared, u32 queries, float (&sums)[
   bool seen = false;  // whether a key counted, and with it the references
   bool last = false;
   int &i = at.turn, &stage = at.stage, &parity = at.parity;
+  if (!L::BALANCED) {  // a share without keys takes no turn
+    mbarrier_wait(shared + L::FULL, 0);
+    last = uniform(load_shared_4(shared + L::LIVE + warp * 4)) & NO_KEYS;
+    if (last) {
+      if (thread == 0) store_shared_4(shared + L::TURN, NO_TURN | LAST_TURN);
+      __syncwarp();
+      warp_arrive(shared + L::WEIGHTS_FULL, lane);
+    }
+  }
   for (; !last; ++i) {
     const u32 full = shared + L::FULL + stage * 16;
     const u64 keys = tile_descriptor(shared + L::TILES + stage * L::TILE, 1024, 16);
@@ -220,6 +231,12 @@ DEVICE void score_turns(const Params& p, u32 shared, u32 queries, float (&sums)[
   }
 }
 
+// Whether this CTA's share has no keys, once its weights are there.
+template <class L>
+DEVICE bool takes_no_turn(u32 shared) {
+  return (uniform(load_shared_4(shared + L::TURN)) & 0xff) == NO_TURN;
+}
+
 template <class L>
 DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) {
   constexpr int HEADS = L::HEADS;
@@ -232,14 +249,16 @@ DEVICE void score_tile(const Params& p, const Row& row, u32 shared, int thread) 
   store_sums<HEADS>(sums, place + warp * (HEADS * 4), lane);
   named_barrier<SCORE_BARRIER, 128>();
   const int head = thread % HEADS;
-  const float total = sum_of<HEADS>(place, head),
-              reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+  const bool empty = takes_no_turn<L>(shared);
+  const float total = sum_of<HEADS>(place, head), no_score = empty ? NO_KEYS_AT_ALL : NO_SCORE_YET,
+              reference = total == 0.f ? no_score : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   await_peers(row);
 #pragma unroll 1
   for (int part = thread / HEADS; part < row.splits; part += 128 / HEADS)
     send_state<L>(row, shared, part, head, total, reference);
   named_barrier_arrive(STATES_BARRIER, 384);
   weigh_parts<L>(p, row, shared, thread);
+  if (empty && is_empty<L>(row, shared, lane)) return;
   finish<L>(p, row, shared, warp, lane);
 }
 
@@ -303,6 +322,7 @@ DEVICE void add_turns(float (&o)[PIECES][L::HEADS / 2], u32 shared, Stage& at, i
     const u32 turn = load_shared_4(shared + L::TURN);
     last = uniform(turn) >= LAST_TURN;
     if ((turn & 0xff) != USUAL) {
+      if (!L::BALANCED && (uniform(turn) & 0xff) == NO_TURN) break;
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
@@ -342,6 +362,10 @@ DEVICE void add_values(const Params& p, const Row& row, u32 shared, int half, in
   open_to_peers(row);
   await_peers(row);
   named_barrier<STATES_BARRIER, 384>();  // states first: they would wait behind all packets
+  if (takes_no_turn<L>(shared) && is_empty<L>(row, shared, lane)) {
+    write_zeros<L>(p, row, half * 4 + warp, lane);
+    return;
+  }
   send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int e) { return __float_as_uint(o[e / N][e % N]); });
   finish<L>(p, row, shared, 4 + half * 4 + warp, lane);
 }

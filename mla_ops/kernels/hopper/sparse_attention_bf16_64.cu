@@ -107,12 +107,22 @@ DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 sh
   add_sums<L>(state, shared, 0, half, head, lane);
   open_to_peers(row);
   await_peers(row);
+  const bool empty = end_of_row<L>(shared, 0) == NO_TURN;
+  const float no_score = empty ? NO_KEYS_AT_ALL : NO_SCORE_YET;
   for (int part = half * 4 + lane % 4; part < row.splits; part += 8)
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       send_state<L>(row, shared, part, head + i * 8, state.sum[i],
-                    state.sum[i] == 0.f ? NO_SCORE_YET : state.reference[i]);
+                    state.sum[i] == 0.f ? no_score : state.reference[i]);
   if (!in_cluster(row)) named_barrier<STATES_BARRIER, 384>();
+  if (empty) {
+    if (is_empty<L>(row, shared, lane)) {
+      write_zeros<L>(p, row, half * 4 + warp, lane);
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
+  }
   if (row.splits == 2) {
     exchange_halves<L>(p, row, state, shared, half * 4 + warp, lane);
     return;
@@ -228,6 +238,10 @@ template <class L, bool PERSISTENT>
 DEVICE void attend_row(const Params& p, State& state, const Places& at, u32 shared, int w, u32& own_parity,
                        u32& other_parity, int lane) {
   int end = 0, turn = w;  // 1: this warpgroup has had the last turn, 2: the other one has it
+  if (!PERSISTENT) {
+    mbarrier_wait(full_barrier<L>(shared, 0, w ? FAR : L::FIRST), 0);
+    if (end_of_row<L>(shared, 0) == NO_TURN) return;
+  }
   if (w) {
     mbarrier_wait(full_barrier<L>(shared, 0, FAR), other_parity);
     end = end_of_row<L>(shared, 0) & 1 ? 2 : 0;
@@ -329,6 +343,7 @@ DEVICE void attend_rows(const Params& p, u32 shared) {
 // A warp each: one thread takes long for all of them.
 template <class L>
 DEVICE void init_barriers(u32 shared) {
+  if (threadIdx.x == 0) store_shared_4(shared + L::ENDS, 0);
   if (threadIdx.x % 32 == 0)
 #pragma unroll 1
     for (int barrier = L::FULL + threadIdx.x / 32 * 8; barrier <= L::OWN_FULL; barrier += 12 * 8) {
