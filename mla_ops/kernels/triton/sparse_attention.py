@@ -374,7 +374,8 @@ def _launch(
     out_unit = output_unit(part_out)
     rope = head_dim > LATENT_DIM or q_rope is not None
     looks = looks_at_indices(keys, chosen, splits > 1, topk_length is not None)
-    steady = is_steady(chosen, keys, q.dtype)
+    # in few tiles of keys less is saved than the look at the sums costs
+    steady = topk > SHORT_ROW and is_steady(chosen, keys, q.dtype)
     _attend_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
         q_rope,
