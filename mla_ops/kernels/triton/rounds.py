@@ -170,7 +170,14 @@ def rounds_of_rows(
 
 
 def rounds_of(
-    num_tokens: int, head_blocks: int, topk: int, chosen: Tile, wanted: int, deterministic: bool, alone: bool
+    num_tokens: int,
+    head_blocks: int,
+    topk: int,
+    chosen: Tile,
+    wanted: int,
+    deterministic: bool,
+    alone: bool,
+    short: bool = False,
 ) -> tuple[Round, ...]:
     """The rounds of a call: one, of parts by `num_splits`, where a row must not notice its batch, and where SMs run
     two programs of more than 16 heads, which have not been timed in rounds.
@@ -182,9 +189,10 @@ def rounds_of(
         wanted: programs that run at the same time.
         deterministic: whether a row must not notice its batch.
         alone: whether each has an SM to itself.
+        short: whether rows are too short for parts.
     """
-    parts = num_splits(num_tokens, head_blocks, topk, wanted, deterministic)
-    if deterministic or not (alone or chosen.block_h == 16):
+    parts = 1 if short else num_splits(num_tokens, head_blocks, topk, wanted, deterministic)
+    if short or deterministic or not (alone or chosen.block_h == 16):
         return (Round(num_tokens, Shares(parts, 1, parts)),)
     # where small programs meet on an SM, short parts gain nothing
     uneven, tiles = chosen.num_warps == 8, cdiv(topk, chosen.block_n)

@@ -8,11 +8,12 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, get_format
-from .attention_options import Tile, attention_options, make_tile, of_second_walk
+from .attention_options import Tile, attention_options, make_tile
 from .common import KEEPS_OPERANDS, Pages, capability, cdiv, num_sms, shared_of_sm, sized_jit
 from .e4m3 import decode_method
 from .index import convert_req_index_to_global_index
 from .rounds import Shares, parts_of, rounds_of, suits_large_tiles
+from .sparse_attention_again import store_walk
 from .sparse_attention_device import (
     attend_keys,
     last_indices,
@@ -21,19 +22,9 @@ from .sparse_attention_device import (
     new_state,
     query_rows,
     share_of_keys,
-    store_part_by_units,
-    store_result,
-    total_weight,
 )
 from .sparse_attention_extra import _attend_extra_kernel
-from .sparse_attention_keys import (
-    HALF_WEIGHT,
-    Keys,
-    divider,
-    fetch_indices,
-    is_half,
-    make_keys,
-)
+from .sparse_attention_keys import Keys, divider, fetch_indices, make_keys
 from .sparse_attention_wide import (
     attend_whole,
     is_whole,
@@ -47,6 +38,7 @@ LOG2E = 1.4426950408889634
 LARGEST_ROW = 2**28  # rows in line are fewer units apart: their distance in bytes has 32 bits
 SHARED_OF_FOUR_WARPS = 75 * 1024  # bytes that a program of 32 heads over plain keys takes, others more
 FEW_ROWS = 128  # tokens times heads; twice as many of up to 32 heads
+SHORT_ROW = 128  # keys
 
 
 def tile(device_capability: tuple[int, int], num_heads: int, mode: str, alone: bool = True) -> Tile:
@@ -90,15 +82,27 @@ def programs_are_alone(device: torch.device, num_tokens: int, num_heads: int, de
     return not deterministic and num_tokens * cdiv(num_heads, 32) <= num_sms(device)
 
 
-def tile_heads(num_tokens: int, num_heads: int, deterministic: bool, softmax_scale: float = 1.0) -> int:
-    """The heads that a tile over one cache is chosen for: 16, so that more programs share few rows.
+def is_short(num_tokens: int, num_heads: int, topk: int, mode: str, deterministic: bool, sms: int) -> bool:
+    """Whether rows have few plain keys, and an SM for each 16 of their heads: such programs take whole rows.
+
+    They have less to read and to begin with. On an H200, top-k 128, 8 x 64, 8 x 128, 32 x 64 rows take 12.3, 11.9, 14.0
+    us so, and 15.6, 15.9, 16.5 in tiles of 64 heads; with two programs an SM 64 x 64 rows 18.4 for 17.3.
+    """
+    few = num_tokens * cdiv(num_heads, 16) <= sms
+    return mode == "plain" and topk <= SHORT_ROW and few and not deterministic
+
+
+def tile_heads(
+    num_tokens: int, num_heads: int, deterministic: bool, softmax_scale: float = 1.0, short: bool = False
+) -> int:
+    """The heads that a tile over one cache is chosen for: 16, so that more programs share few rows, or SHORT ones.
 
     Not where a row must not notice its batch. Larger tiles take the largest score before it is scaled: not any scale
     does (`suits_large_tiles`). On an H200, fp8_ds_mla, 1 x 128 rows take 20.0 us in tiles of 16 heads and 24.6 in those
     of 64, 4 x 64 rows 25.7 and 25.6, 4 x 128 rows 38.1 and 29.1, 8 x 32 rows 26.5, and 32 x 32 rows
     64.1 and 54.7.
     """
-    few = num_tokens * num_heads <= FEW_ROWS * (2 if num_heads <= 32 else 1)
+    few = short or num_tokens * num_heads <= FEW_ROWS * (2 if num_heads <= 32 else 1)
     return min(num_heads, 16) if (few and not deterministic) or not suits_large_tiles(softmax_scale) else num_heads
 
 
@@ -111,6 +115,15 @@ def looks_at_indices(keys: Keys, chosen: Tile, partial: bool, has_length: bool) 
     if keys.operands not in ("fp8_half", "plain") or not chosen.apart or KEEPS_OPERANDS:
         return False
     return not (partial and has_length) and not (keys.decode == "packed" and chosen.num_warps == 4)
+
+
+def is_steady(chosen: Tile, keys: Keys, dtype: torch.dtype) -> bool:
+    """Whether weights are about the largest score of a program's first tile alone: Options.steady.
+
+    Where warps share the dims; float16 weights have not the range. 128 x 64, 128 x 128 take 166 and 313 us for 183 and
+    331 so, but 64 heads on SM90 lose.
+    """
+    return chosen.block_h == 32 and chosen.apart and keys.operands == "plain" and dtype == torch.bfloat16
 
 
 def wanted_programs(device_capability: tuple[int, int], block_h: int, sms: int) -> int:
@@ -151,7 +164,6 @@ def _attend_kernel(
     Registers: accumulators, 512 float32 a head. Shared memory: Q, one tile of keys as operands, `TILE.ahead` of raw
     rows, P.
     """
-    KEYS: tl.constexpr = OPTIONS.keys
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     PARTIAL: tl.constexpr = OPTIONS.partial
@@ -223,28 +235,8 @@ def _attend_kernel(
     else:
         query = (q_rows, live_head, queries)
         state = attend_keys(query, new_state(OPTIONS), cache, index_row, (begin, end), scale_log2, None, OPTIONS)
-    if is_half(KEYS):
-        acc, top, sums, unit = state
-        total = total_weight(sums)
-        broken = tl.max((total != total).to(tl.int32), 0)
-        if broken > 0:
-            # 1, which the compiler does not know: addresses kept since the first walk would spill
-            q_rows = query_rows(q, q_rope, token + (broken - 1), head, query_strides, OPTIONS.q_unit)
-            AGAIN: tl.constexpr = of_second_walk(OPTIONS)
-            query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
-            exact = attend_keys(query, new_state(AGAIN), cache, index_row, (begin, end), scale_log2, None, AGAIN)
-            if PARTIAL:
-                store_part_by_units(exact, place, results, num_splits * stride_lse_split, OPTIONS)
-            else:
-                store_result(exact, place, results, OPTIONS)
-        else:
-            halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
-            # averages of keys, which are float16 in a unit, are too
-            scale = 1.0 / HALF_WEIGHT if PARTIAL else (1.0 / HALF_WEIGHT) / unit
-            units = num_splits * stride_lse_split
-            store_result(halves, place, results, OPTIONS, scale, units, 1.0 / unit)
-    else:
-        store_result(state, place, results, OPTIONS)
+    queries = (q, q_rope, query_strides)
+    store_walk(state, queries, place, cache, index_row, (begin, end), scale_log2, results, num_splits, OPTIONS)
 
 
 def operand_mode(q_dtype: torch.dtype, cache_format: str) -> str:
@@ -272,7 +264,9 @@ def operand_modes(q_dtype: torch.dtype, cache_format: str, extra_cache_format: s
 def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tuple[Keys, Keys]) -> Tile:
     """The tile for both caches. Two modes keep Q in shared memory twice, so that only the smallest tile fits.
 
-    So do two loops, beside which more heads would spill, as 64 do beside 64 keys that the kernel translates.
+    So do two loops, beside which more heads would spill, as 64 do beside 64 keys that the kernel translates. Copies of
+    32 heads begin early, but beside entries of single keys, where they take more than 99 KB: on an H200 as capability
+    120, top-k 128 + 512, 32 x 64, 128 x 64, 128 x 128 rows take 42.2, 88.9, 171.5 us so, and 48.0, 94.1, 175.0 else.
     """
     main, extra = keys
     chosen = tile(device_capability, num_heads, main.operands)
@@ -280,6 +274,8 @@ def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tup
         return tile(device_capability, 16, main.operands)
     if chosen.half:
         return make_tile(64, 16, 8, 2, apart=True, early=True) if KEEPS_OPERANDS else make_tile(64, 16, 8, 2)
+    if chosen.block_h == 32:
+        return replace(chosen, early=not main.translated)
     return replace(chosen, block_n=32, early=False) if main.translated and chosen.block_h == 64 else chosen
 
 
@@ -345,7 +341,8 @@ def _attend(
     head_blocks = cdiv(num_heads, chosen.block_h)
     wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
     single = has_its_sm(capability(q.device), chosen)
-    rounds = rounds_of(num_tokens, head_blocks, topk, chosen, wanted, deterministic, single)
+    short = is_short(num_tokens, num_heads, topk, sizes.keys.operands, deterministic, num_sms(q.device))
+    rounds = rounds_of(num_tokens, head_blocks, topk, chosen, wanted, deterministic, single, short)
     for rows, shares in parts_of(rounds, _Rows(q, q_rope, indices, topk_length, req_id_per_token, out, lse)):
         _launch(rows, kv, softmax_scale, sizes, chosen, attn_sink, block_table, shares)
 
@@ -381,6 +378,8 @@ def _launch(
     out_unit = output_unit(part_out)
     rope = head_dim > LATENT_DIM or q_rope is not None
     looks = looks_at_indices(keys, chosen, splits > 1, topk_length is not None)
+    # in few tiles of keys less is saved than the look at the sums costs
+    steady = topk > SHORT_ROW and is_steady(chosen, keys, q.dtype)
     _attend_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
         q_rope,
@@ -405,7 +404,7 @@ def _launch(
             *(stride // out_unit for stride in part_out.stride()[:-1]),
             *part_lse.stride()[:-1],
         ),
-        OPTIONS=attention_options(keys, chosen, rope, q_unit, out_unit, splits > 1, looks),
+        OPTIONS=attention_options(keys, chosen, rope, q_unit, out_unit, splits > 1, looks, steady),
         num_warps=chosen.num_warps,
     )
     if splits > 1:
@@ -431,7 +430,9 @@ def paged_sparse_attention(
     num_tokens, num_heads, _ = q.shape
     mode = operand_mode(q.dtype, cache_format)
     alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic)
-    chosen = tile(capability(q.device), tile_heads(num_tokens, num_heads, deterministic, softmax_scale), mode, alone)
+    short = is_short(num_tokens, num_heads, indices.shape[1], mode, deterministic, num_sms(q.device))
+    heads = tile_heads(num_tokens, num_heads, deterministic, softmax_scale, short)
+    chosen = tile(capability(q.device), heads, mode, alone)
     if block_table is not None and req_id_per_token is not None and chosen.block_h > 16:
         # once, where each thread would for all of its rows
         slots = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
@@ -579,8 +580,10 @@ def sparse_attention(
     in_line = stride < LARGEST_ROW
     keys = make_keys(operand_mode(q.dtype, ""), head_dim, unit, in_line, False, decode_method(capability(q.device)))
     sizes = CacheSizes(num_kv, 1, stride, keys)
-    heads = tile_heads(q.shape[0], q.shape[1], deterministic, softmax_scale)
-    alone = programs_are_alone(q.device, q.shape[0], q.shape[1], deterministic)
+    num_tokens, num_heads, _ = q.shape
+    short = is_short(num_tokens, num_heads, indices.shape[1], keys.operands, deterministic, num_sms(q.device))
+    heads = tile_heads(num_tokens, num_heads, deterministic, softmax_scale, short)
+    alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic)
     chosen = tile(capability(q.device), heads, keys.operands, alone)
     _attend(q, kv, indices, softmax_scale, sizes, chosen, topk_length, attn_sink, None, None, deterministic, out, lse)
 

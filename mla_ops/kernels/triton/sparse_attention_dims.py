@@ -89,27 +89,57 @@ def _scores(q, rows, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def attend_tile_by_dims(q, state, rows, cache, indices, scale, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
-    """Does what `_attend_tile` of `sparse_attention_wide` does, with scores and sums of weights as [keys, heads]."""
+def _first_pivot(top, largest):
+    """What weights of a STEADY program are about, from `top`, 0, and the largest scores of its first tile, a head.
+
+    Where these are no numbers it stays 0, else it is another. Weights of the first tile are up to 2^-16, so that others
+    may be above by 2^120 before a program walks again (`left_its_range`).
+    """
+    largest += 16.0
+    largest = tl.where(largest == 0.0, 1.0, largest)
+    return tl.where(tl.abs(largest) < float("inf"), largest, top)
+
+
+@triton.jit
+def still_waits(waits, top):
+    """Whether a STEADY program has not seen a key yet, after another tile."""
+    if waits:
+        waits = tl.max((top != 0.0).to(tl.int32), 0) == 0
+    return waits
+
+
+@triton.jit
+def attend_tile_by_dims(q, state, rows, cache, indices, scales, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
+    """Does what `_attend_tile` of `sparse_attention_wide` does, with scores and sums of weights as [keys, heads].
+
+    `scales`: the scores' scale, and whether no tile of a STEADY program before had a key.
+    """
     WARPS: tl.constexpr = OPTIONS.tile.num_warps
     UPCAST: tl.constexpr = OPTIONS.upcast
     acc, top, sums, unused, also_unused = state
     keys = rows[0]
-    scores = _scores(q, rows, OPTIONS) * scale
+    scores = _scores(q, rows, OPTIONS) * scales[0]
     if MASKED:
         valid = are_there(cache, indices, OPTIONS)
         scores = tl.where(valid[:, None], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 0))
-    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-    fade = tl.exp2(top - pivot)
+    if OPTIONS.steady:
+        if scales[1]:
+            top = _first_pivot(top, tl.max(scores, 0))
+        pivot = top
+    else:
+        former = top
+        top = tl.maximum(top, tl.max(scores, 0))
+        pivot = tl.where(top == float("-inf"), 0.0, top)
+        fade = tl.exp2(former - pivot)
+        sums *= fade[None, :]
     weights = tl.exp2(scores - pivot[None, :])
     if WARPS == 8:
-        sums = sums * fade[None, :] + weights
+        sums += weights
     else:
         # of every fourth key, which a thread has: one register, not eight
-        every_fourth = tl.reshape(weights, (weights.shape[0] // WARPS, WARPS, weights.shape[1]))
-        sums = sums * fade[None, :] + tl.sum(every_fourth, 0)
-    acc *= fade[:, None]
+        sums += tl.sum(tl.reshape(weights, (weights.shape[0] // WARPS, WARPS, weights.shape[1])), 0)
+    if not OPTIONS.steady:
+        acc *= fade[:, None]
     # where the product takes them: made before, they hold more registers
     acc = dot(tl.trans(round_to(weights, keys.dtype, UPCAST)), keys, acc, UPCAST)
-    return acc, new_top, sums, unused, also_unused
+    return acc, top, sums, unused, also_unused

@@ -13,7 +13,7 @@ from .bfloat16 import widen
 from .common import HOLDS_QUERIES
 from .rows import FP8_SCALES_AT
 from .sparse_attention_device import dot, new_state, round_to
-from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries
+from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries, still_waits
 from .sparse_attention_keys import (
     fetch_indices,
     half_operand,
@@ -152,7 +152,7 @@ def _surely(start, end):
 def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     if by_dims(OPTIONS):
         scale = scales[0]
-        state = attend_tile_by_dims(q, state, rows, cache, indices, scale, MASKED, OPTIONS)
+        state = attend_tile_by_dims(q, state, rows, cache, indices, scales[:2], MASKED, OPTIONS)
     elif in_two(OPTIONS):
         state, scale = attend_tile_in_two(q, state, rows, cache, indices, scales, sure, MASKED, OPTIONS)
     else:
@@ -223,7 +223,10 @@ def _keep(sums, products):
 
 @triton.jit
 def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr):
-    """The state after all tiles of keys: those up to `whole`, in which all keys are there, without masks."""
+    """The state after all tiles of keys: those up to `whole`, in which all keys are there, without masks.
+
+    Where warps share the dims, the second of `scales` is whether a STEADY program has not seen a key yet.
+    """
     KEYS: tl.constexpr = OPTIONS.keys
     TILE: tl.constexpr = OPTIONS.tile
     begin, whole, end = span
@@ -237,6 +240,8 @@ def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr
             index = tl.load(index_row + tl.minimum(start + TILE.block_n, last) + n)
             scales = (scale, scale_behind, unit)
             state, scale = _attend_tile(q, state, rows, cache, None, scales, _surely(start, whole), False, OPTIONS)
+            if OPTIONS.steady:
+                scale_behind = still_waits(scale_behind, state[1])
         # Where there is no such tile, nothing for the rest is kept in registers: it would spill.
         if whole < end:
             index = fetch_indices(index_row, whole + n, end)
@@ -284,6 +289,8 @@ def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.co
             here = (index_row + start, n, end - start)
         scales = (scale, scale_behind, unit)
         state, scale = _attend_tile(q, state, rows, cache, here, scales, sure, True, OPTIONS)
+        if OPTIONS.steady:
+            scale_behind = still_waits(scale_behind, state[1])
     return state
 
 
@@ -327,6 +334,8 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
         unit = half_unit(exponents)
         scale /= unit
     _, _, _, _, top, sums = new_state(OPTIONS)
+    if OPTIONS.steady:
+        top = tl.zeros_like(top)
     running = top
     if scores_run_on(OPTIONS):
         BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
@@ -342,7 +351,7 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
         if OPTIONS.tile.num_warps == 4:
             sums = tl.zeros((4, BLOCK_H), tl.float32)
         state = (state[0], top, sums, running, running)
-        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, scale, unit), OPTIONS)
+        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, begin >= 0, unit), OPTIONS)
     # Queries should be operands from shared memory, as loaded ones are, where there are no registers left for them.
     elif BLOCK_H < 64:
         if in_two(OPTIONS):
