@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from attention_inputs import SCALE, filled_cache, queries
+from attention_inputs import SCALE, filled_cache, key_width, queries
 from test_dense_attention_paged import check, int32
 
 import mla_ops
@@ -33,16 +33,17 @@ pytestmark = pytest.mark.gpu
     ],
     ids=str,
 )
-@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
 def test_rows_of_hopper_launches_by_their_lengths(cache_format: str, shape: tuple[int, ...]) -> None:
     """Holes in the table, requests that there are not, rows of one CTA and of many; a replay follows the lengths."""
     from mla_ops.kernels.hopper.launch import KERNELS, Clusters
     from mla_ops.kernels.hopper.waves import Wave, override
 
-    if shape[0] not in KERNELS[cache_format, 576].tiles:
+    width = key_width(cache_format)
+    if shape[0] not in KERNELS[cache_format, width].tiles:
         pytest.skip("no such tile")
     device = torch.device("cuda")
-    cache, q = filled_cache(cache_format, 400, 24, device), queries(7, 70, torch.bfloat16, device)
+    cache, q = filled_cache(cache_format, 400, 24, device), queries(7, 70, torch.bfloat16, device, width)
     table = torch.randint(0, 400, (2, 300), dtype=torch.int32, device=device)
     table[0, 3], table[1, 0] = -1, 999
     requests, lens = int32([0, 0, 1, 1, 0, -1, 1], device), int32([7200, 431, 7201, 17, 1, 9, 0], device)
