@@ -16,7 +16,6 @@ void named_barrier() {
   simt::meet(simt::cta().named, threadIdx.x, THREADS, 0);
 }
 static float __fdividef(float a, float b) { return a / b; }
-static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 
 #define named_barrier ptx_named_barrier
 #define exp2_approx ptx_exp2_approx

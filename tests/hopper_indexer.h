@@ -10,7 +10,6 @@
 
 #include "hopper_simt.h"
 
-static int __ffs(unsigned value) { return __builtin_ffs(value); }
 static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 // The kernel's PTX, on shared memory that begins at address 0.

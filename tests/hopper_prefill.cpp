@@ -37,7 +37,6 @@ unsigned __byte_perm(unsigned a, unsigned b, unsigned order) {
   for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> (order >> 4 * i & 7) * 8 & 255) << 8 * i;
   return result;
 }
-static int __ffs(unsigned value) { return __builtin_ffs(value); }
 static u32 rounded(float x) {
   const u32 bits = __float_as_uint(x);
   return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;

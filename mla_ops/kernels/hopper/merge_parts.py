@@ -16,7 +16,7 @@ from .launch import BY_SHAPE, NO_CACHE, ByLength, CacheParams, Kernel
 THREADS = 128
 MAX_PARTS = (4, 8, 16)  # parts that a thread has registers for, by kernel
 GROUPS = (4, 1)  # of threads that share a row's parts: where rows are few, and otherwise
-FEW_ROWS = 528
+FEW_ROWS = 4 * 132
 
 
 class Params(ctypes.Structure):
