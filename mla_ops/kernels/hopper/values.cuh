@@ -1,6 +1,7 @@
 // Weights times values.
 #pragma once
 
+#include "by_group.cuh"
 #include "cuts.cuh"
 #include "group.cuh"
 #include "held.cuh"
@@ -132,30 +133,37 @@ template <class L>
 struct KeptOfShares<L, Launch::HELD_BY_ONE> : Held<L> {};
 
 template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
-DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
-                       Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before) {
+DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
+                       Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before,
+                       Accumulators<HEADS>& o, u32 resumed) {
   using L = Layout<HEADS, FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
                  HELD = is_held(LAUNCH), HEADS_BY_DIMS = HEADS == 64,
                  OPENS_EARLY = !HELD || L::HELD_PACKETS > L::VALUES;
   const bool sends = LAUNCH == Launch::CLUSTERS || HELD && ends_row(p, row);  // packets
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
-  thread = kept(thread);
+  // A lane read anew: else it would stay in memory where the loop around this has one row.
+  thread = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH> && !PERSISTENT ? __shfl_sync(~0u, thread, lane_here()) : kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   // The head of accumulator e.
   auto head_of = [&](int e) { return HEADS_BY_DIMS ? warp * 16 + g + (e & 2) * 4 : e / 4 * 8 + 2 * t + (e & 1); };
-  float o[PIECES][N];
+  if (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) resumed = opaque(resumed);
+  if (!resumed) {
 #pragma unroll
-  for (int piece = 0; piece < PIECES; ++piece)
+    for (int piece = 0; piece < PIECES; ++piece) {
 #pragma unroll
-    for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
+      for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
+      if (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) hold(o[piece]);
+    }
+  }
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   const u64 values = tile_descriptor(shared + L::VALUES, 1024, TILE_KEYS * 128);
   bool open = false;
   int& i = at.turn;
   int stage = 0;
-  for (bool ends = false; !ends; next_turn<L::HALVES>(at)) {
+  u32 left = USUAL;
+  for (bool ends = resumed; !ends; next_turn<L::HALVES>(at)) {
     const int slot = half_of<L::HALVES>(at, half).slot;
     stage = at.half;
     // Made before the weights are there: the scores of the next turn wait for what comes after.
@@ -169,6 +177,12 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     // Its values' place is free when the result has left.
     const bool last = PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
+      if constexpr (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) {
+        if ((uniform(turn) & 0xff) >= BY_GROUP) {
+          left = turn;
+          break;
+        }
+      }
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
@@ -237,6 +251,10 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
   }
 
+  if constexpr (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) {
+    left = opaque(left);
+    if (left) return 1;
+  }
   if constexpr (SHARES) {
     const int worker = opaque(thread), lane = worker & 31, warp = half * 4 + (worker >> 5);
     const float2 state = state_of_share<L>(shared, row_parity, warp, lane);
@@ -265,7 +283,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     __syncwarp();
     if (goes_on) {
       warp_arrive(shared + L::FACTORS_FREE, lane);
-      return;
+      return 0;
     }
     named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
     store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, before.sums, half, opaque(thread));
@@ -350,7 +368,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     if constexpr (!HEADS_BY_DIMS) {
       if (by_halves<L, LAUNCH, WIDER>(p, row)) {
         exchange_halves<L>(p, row, shared, half * 4 + warp, lane, o, inverse, bfloat16);
-        return;
+        return 0;
       }
     }
     auto inverse_of = [&](int e) { return inverse[HEADS_BY_DIMS ? e >> 1 & 1 : e / 4 * 2 + (e & 1)]; };
@@ -364,4 +382,5 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     else
       send_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);
   }
+  return 0;
 }
