@@ -100,13 +100,13 @@ DEVICE void fit_queries(const Params& p, const Row& row, u32 shared, int thread)
   named_barrier<BARRIER, 128>();
 }
 
-// Whether a launch has such turns. Rows in shares have none, whose bits are those of narrower tiles, and rows shared
-// evenly have no registers for them.
+// Whether a launch has such turns: many tokens. Launches of few tokens get their code from memory, and take longer with
+// this in between (docs/notes.md).
 template <int HEADS, Format FORMAT, Launch LAUNCH>
-constexpr bool TURNS_BY_GROUP = HEADS == 64 && FORMAT == FP8_DS_MLA && !in_shares(LAUNCH) && LAUNCH != Launch::BALANCED;
+constexpr bool TURNS_BY_GROUP = HEADS == 64 && FORMAT == FP8_DS_MLA && LAUNCH == Launch::ROWS;
 
 // Scores and weights of the turns that are left of a row, from this one on.
-template <class L, int BARRIER, bool PERSISTENT>
+template <class L, int BARRIER>
 DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thread, Ring& at, float (&sums)[L::HEADS / 4],
                            bool seen) {
   using R = typename L::R;
@@ -202,7 +202,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
       turn = BY_GROUP_MOVED;
       if (thread == 0) store_shared_4(has_seen, 1);
     }
-    if (PERSISTENT && last) warp_arrive(shared + L::QUERIES_FREE, lane);
+    if (last) warp_arrive(shared + L::QUERIES_FREE, lane);
 #pragma unroll
     for (int e = 0; e < N; ++e) s[e] = exp2_approx(s[e]);
 #pragma unroll
@@ -224,7 +224,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     named_barrier_arrive(GROUP_WEIGHTS_BARRIER, 384);
     if (!last) warp_arrive(shared + L::WEIGHTS_FULL, lane);  // a phase for each turn
   }
-  if (PERSISTENT) named_barrier(GROUP_ROW_BARRIER, 384);  // weights have been read where sums come
+  named_barrier(GROUP_ROW_BARRIER, 384);  // weights have been read where sums come
 }
 
 // Where key n of a lane's 16 lies behind its first.
@@ -258,7 +258,7 @@ DEVICE void make_group_values(u32 shared, int slot, int parity, u32 values, int 
 
 // Weights times values of the turns that are left of a row, from this one on. The results are relative to the row's
 // references.
-template <class L, bool PERSISTENT>
+template <class L>
 DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, float (&o)[2][64]) {
   using R = typename L::R;
   constexpr float LARGEST = 128.f, FACTOR_LOG2 = 8.f, LOWEST = 80.f, HIGHEST = LOWEST + 10.f,
@@ -352,16 +352,16 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
           named_barrier_arrive(GROUP_READ_BARRIER, 256);
         } else {
           named_barrier(GROUP_READ_BARRIER, 256);
-          if (!(PERSISTENT && ends && warp == 0))
+          if (!(ends && warp == 0))
             warp_arrive(shared + L::RAW_FREE + ((turn >> 8 & 0xff) + warp) * 8, lane);
         }
-        if (PERSISTENT && ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
+        if (ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
       }
       wgmma_wait<0>();
 #pragma unroll
       for (int n = 0; n < STEPS; ++n) hold(a[n]);
       hold(o[piece]);
-      if (!(PERSISTENT && ends))
+      if (!ends)
         warp_arrive(shared + L::VALUES_FREE + half_of<L::HALVES>(at, half).slot * 16 + piece * 8, lane);
     }
     begins = false;

@@ -141,8 +141,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   constexpr bool ONE = ONE_SCORER<HEADS, LAUNCH>;
   constexpr int FIRST = ONE ? R::CHUNKS : FIRST_STEPS<HEADS, FORMAT, PERSISTENT && !SHARES>;
   constexpr int TILES = HEADS / 8;
-  // A lane read anew: else it would stay in memory where the loop around this has one row.
-  thread = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH> && !PERSISTENT ? __shfl_sync(~0u, thread, lane_here()) : kept(thread);
+  thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   // Made anew each time where registers are few.
   auto own_thread = [&]() { return ONE || HEADS == 32 ? opaque(thread) : thread; };

@@ -135,26 +135,27 @@ struct KeptOfShares<L, Launch::HELD_BY_ONE> : Held<L> {};
 template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
 DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before,
-                       Accumulators<HEADS>& o, u32 resumed) {
+                       Accumulators<HEADS>& carried, u32 resumed) {
   using L = Layout<HEADS, FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
                  HELD = is_held(LAUNCH), HEADS_BY_DIMS = HEADS == 64,
                  OPENS_EARLY = !HELD || L::HELD_PACKETS > L::VALUES;
   const bool sends = LAUNCH == Launch::CLUSTERS || HELD && ends_row(p, row);  // packets
   constexpr int PIECES = HEADS_BY_DIMS ? 2 : 4, N = HEADS_BY_DIMS ? 64 : HEADS / 2;
-  // A lane read anew: else it would stay in memory where the loop around this has one row.
-  thread = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH> && !PERSISTENT ? __shfl_sync(~0u, thread, lane_here()) : kept(thread);
+  thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   // The head of accumulator e.
   auto head_of = [&](int e) { return HEADS_BY_DIMS ? warp * 16 + g + (e & 2) * 4 : e / 4 * 8 + 2 * t + (e & 1); };
-  if (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) resumed = opaque(resumed);
-  if (!resumed) {
+  constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
+  float own[PIECES][N];
+  auto& o = BY_GROUPS ? carried : own;
+  if (BY_GROUPS) resumed = opaque(resumed);
+  if (!BY_GROUPS || !resumed) {
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
+    for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
       for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
-      if (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) hold(o[piece]);
-    }
+    if constexpr (BY_GROUPS) hold(o[0]), hold(o[1]);
   }
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
@@ -177,7 +178,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     // Its values' place is free when the result has left.
     const bool last = PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
-      if constexpr (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) {
+      if constexpr (BY_GROUPS) {
         if ((uniform(turn) & 0xff) >= BY_GROUP) {
           left = turn;
           break;
@@ -251,7 +252,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
   }
 
-  if constexpr (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) {
+  if constexpr (BY_GROUPS) {
     left = opaque(left);
     if (left) return 1;
   }
