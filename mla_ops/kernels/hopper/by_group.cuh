@@ -11,39 +11,7 @@
 #include "keys.cuh"
 #include "queries.cuh"
 #include "softmax.cuh"
-
-// Four e4m3 in a word as two pairs of float16.
-DEVICE void e4m3_to_float16(u32 word, u32& low, u32& high) {
-  asm("{\n"
-      ".reg .b16 a, b;\n"
-      "mov.b32 {a, b}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
-      "}"
-      : "=r"(low), "=r"(high)
-      : "r"(word));
-}
-
-// The smaller of two pairs of unsigned 16-bit numbers, each half by itself.
-DEVICE u32 smaller_halves(u32 a, u32 b) {
-  u32 v;
-  asm("min.u16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-  return v;
-}
-
-// Registers hold none of these before.
-template <int N>
-DEVICE void forget(float (&values)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "=f"(values[i]));
-}
-
-// Weights [heads x keys] in registers times values [keys x 128 dims].
-DEVICE void wgmma_heads_by_dims(float (&d)[64], const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" REG64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-               : ACC64(d, 0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
+#include "wide_ptx.cuh"
 
 // Of a turn: values are made; weights are there; they have been read by both warpgroups that accumulate; of a row's last
 // one by these, as the ones that score must know.
@@ -65,8 +33,9 @@ DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
 
 // Queries that float16 does not hold beside their head's largest, below 2^-16 in shared memory, are made anew, each group
 // with a power of two of its own.
+// Returns whether there were any: else all factors are 1, and are not read.
 template <class L, int BARRIER>
-DEVICE void fit_queries(const Params& p, const Row& row, u32 shared, int thread) {
+DEVICE bool fit_queries(const Params& p, const Row& row, u32 shared, int thread) {
   u32 least = ~0u;
 #pragma unroll 1
   for (u32 place = shared + L::QUERY + thread * 16; place < shared + L::QUERY + 8 * L::QUERY_CHUNK; place += 2048) {
@@ -76,9 +45,7 @@ DEVICE void fit_queries(const Params& p, const Row& row, u32 shared, int thread)
   }
   const bool small = named_barrier_any<BARRIER, 128>((least & 0xffff) < 0x100 || least >> 16 < 0x100);
   const u32 factors = query_factors<L>(shared);
-  if (!small) {
-    store_shared_8(factors + thread * 8, 0x3f800000u, 0x3f800000u);
-  } else {
+  if (small) {
     const int lane = thread & 15;
 #pragma unroll 1
     for (int n = thread >> 4; n < 4 * L::HEADS; n += 8) {
@@ -96,8 +63,9 @@ DEVICE void fit_queries(const Params& p, const Row& row, u32 shared, int thread)
         store_shared_float(factors + n * 4, exp2_approx(static_cast<float>(shift_of_head<L>(p, shared, head) - shift)));
     }
     fence_async_shared();
+    named_barrier<BARRIER, 128>();
   }
-  named_barrier<BARRIER, 128>();
+  return small;
 }
 
 // Whether a launch has such turns: many tokens. Launches of few tokens get their code from memory, and take longer with
@@ -116,7 +84,9 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
   if (thread == 0) store_shared_4(has_seen, seen), store_shared_4(shared + L::TURN, BY_GROUP);
   __syncwarp();
   warp_arrive(shared + L::WEIGHTS_FULL, thread & 31);  // those that accumulate begin
-  fit_queries<L, BARRIER>(p, row, shared, thread);
+  const bool fitted = fit_queries<L, BARRIER>(p, row, shared, thread);
+  if (thread == 0) store_shared_4(has_seen - 4, fitted);
+  named_barrier<BARRIER, 128>();
   int& i = at.turn;
 #pragma unroll 1
   for (bool last = false; !last; next_turn<L::HALVES>(at)) {
@@ -157,16 +127,18 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
         wgmma_commit();
       }
       const float scale[2] = {R::scale(scales, group) * R::FACTOR, R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
-      const u32 factors = query_factors<L>(shared) + (group * L::HEADS + 2 * t) * 4;
+      const u32 factors = query_factors<L>(shared) + (group * L::HEADS + 2 * t) * 4, has_factors = load_shared_4(has_seen - 4);
       wgmma_wait<0>();
       hold(part), hold(f[0]), hold(f[1]);
+      if (has_factors != 0)
 #pragma unroll
-      for (int j = 0; j < L::HEADS / 8; ++j) {
-        const float2 two = load_shared_float2(factors + j * 32);
+        for (int j = 0; j < L::HEADS / 8; ++j) {
+          const float2 two = load_shared_float2(factors + j * 32);
 #pragma unroll
-        for (int e = 4 * j; e < 4 * j + 4; ++e)
-          s[e] = fmaf(part[e], scale[e >> 1 & 1] * (e & 1 ? two.y : two.x), s[e]);
-      }
+          for (int e = 4 * j; e < 4 * j + 4; ++e) part[e] *= e & 1 ? two.y : two.x;
+        }
+#pragma unroll
+      for (int e = 0; e < N; ++e) s[e] = fmaf(part[e], scale[e >> 1 & 1], s[e]);
     }
     Bytes rope;
     load_rope<FORMAT>(rope, raw + places.rope, 0), load_rope<FORMAT>(rope, raw + places.rope, 1);
@@ -207,6 +179,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     for (int e = 0; e < N; ++e) s[e] = exp2_approx(s[e]);
 #pragma unroll
     for (int c = 0; c < N / 2; ++c) sums[c] += s[c / 2 * 4 + (c & 1)] + s[c / 2 * 4 + (c & 1) + 2];
+    hold(s);  // else powers are made behind the barrier
     named_barrier<GROUP_VALUES_BARRIER, 384>();  // then weights may take the place of latents
     // Heads n and n + 8 of 16 stand together.
     const int own_again = opaque(thread), own_slot = (i & 1) * 4 + (own_again >> 5);
@@ -237,15 +210,18 @@ constexpr int STEPS = 1;
 
 // A half of the values of a warp's keys: e4m3 as float16.
 template <class L>
-DEVICE void make_group_values(u32 shared, int slot, int parity, u32 values, int half, int thread) {
+DEVICE void make_group_values(u32 shared, int turn, u32 values, int half, int thread) {
   using R = typename L::R;
-  const int warp = thread >> 5, lane = thread & 31;
+  const int warp = thread >> 5, lane = thread & 31, slot = (turn & 1) * 4 + warp;
   u32 raw = shared + L::RAW + slot * L::RAW_SLOT + R::raw_row(lane >> 2) * R::BYTES + (lane & 3) * 16 + half * 256,
       place = values + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
-  mbarrier_wait(shared + L::RAW_FULL + slot * 8, parity);
+  mbarrier_wait(shared + L::RAW_FULL + slot * 8, turn >> 1 & 1);
+  uint4 next[2] = {load_shared_16(raw), load_shared_16(raw + 8 * R::BYTES)};
 #pragma unroll 1
-  for (int chunk = 0; chunk < 4; ++chunk, raw += 64, place += TILE_KEYS * 128) {
-    const uint4 v[2] = {load_shared_16(raw), load_shared_16(raw + 8 * R::BYTES)};
+  for (int chunk = 0; chunk < 4; ++chunk, place += TILE_KEYS * 128) {
+    const uint4 v[2] = {next[0], next[1]};
+    if (chunk < 3) raw += 64;
+    next[0] = load_shared_16(raw), next[1] = load_shared_16(raw + 8 * R::BYTES);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 f[4];
@@ -264,18 +240,19 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
   constexpr float LARGEST = 128.f, FACTOR_LOG2 = 8.f, LOWEST = 80.f, HIGHEST = LOWEST + 10.f,
                   GROUP_RAISED_TO = 14.f;
   static_assert(R::FACTOR == 256.f && LARGEST * R::FACTOR == 32768.f, "2^FACTOR_LOG2, 2^REFERENCE_SLACK");
-  const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
-  const u32 heads = warp * 64 + (lane >> 2) * 8;
+  auto first_head = [](int thread) { return static_cast<u32>((thread >> 5) * 64 + (thread & 31) / 4 * 8); };
   int& i = at.turn;
   bool begins = true;
 #pragma unroll 1
   for (bool ends = false; !ends; next_turn<L::HALVES>(at)) {
     const u32 place = shared + L::VALUES + half_of<L::HALVES>(at, half).slot * HALF_BYTES;
     if (!begins) named_barrier(VALUES_BARRIER + 1 + half, 128);  // products have left the values
-    make_group_values<L>(shared, (i & 1) * 4 + warp, i >> 1 & 1, place, half, opaque(thread));
+    make_group_values<L>(shared, i, place, half, opaque(thread));
     fence_async_shared();
     named_barrier_arrive(GROUP_VALUES_BARRIER, 384);
     named_barrier(GROUP_WEIGHTS_BARRIER, 384);
+    const int own = opaque(thread), warp = own >> 5, lane = own & 31, t = lane & 3;  // registers are few
+    const u32 heads = first_head(own);
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
     const u32 keys = shared + L::RAW + (uniform(turn) >> 8 & 0xff) * L::RAW_SLOT + t * R::BYTES, weights = keys + heads,
@@ -368,7 +345,8 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
   }
 #pragma unroll
   for (int piece = 0; piece < 2; ++piece) {
-    const float2 above = load_shared_float2(group_references<L>(shared) + (half * 2 + piece) * (L::HEADS * 4) + heads);
+    const float2 above = load_shared_float2(group_references<L>(shared) + (half * 2 + piece) * (L::HEADS * 4) +
+                                            first_head(opaque(thread)));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float back = exp2_approx(r ? -above.y : -above.x);
