@@ -183,7 +183,8 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     named_barrier<GROUP_VALUES_BARRIER, 384>();  // then weights may take the place of latents
     // Heads n and n + 8 of 16 stand together.
     const int own_again = opaque(thread), own_slot = (i & 1) * 4 + (own_again >> 5);
-    const u32 keys = places_of<L::HEADS, FORMAT>(shared, own_again >> 5, own_again & 31).raw + own_slot * L::RAW_SLOT;
+    const u32 keys = places_of<L::HEADS, FORMAT>(shared, own_again >> 5, own_again & 31).raw + own_slot * L::RAW_SLOT +
+                     (own_again & 31) / 8 * 16;  // so four neighbouring rows are 32 bytes apart modulo 128
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -255,7 +256,7 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
     const u32 heads = first_head(own);
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
-    const u32 keys = shared + L::RAW + (uniform(turn) >> 8 & 0xff) * L::RAW_SLOT + t * R::BYTES, weights = keys + heads,
+    const u32 keys = shared + L::RAW + (uniform(turn) >> 8 & 0xff) * L::RAW_SLOT + t * R::BYTES, weights = keys + heads + t * 16,
               scales = keys + R::SCALES_AT + half * 8;
     float2 top[2] = {};  // [piece]
 #pragma unroll 1
