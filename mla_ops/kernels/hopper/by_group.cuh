@@ -13,6 +13,12 @@
 #include "softmax.cuh"
 #include "wide_ptx.cuh"
 
+template <int N>
+DEVICE void clear(float (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = 0.f;
+}
+
 // Of a turn: values are made; weights are there; they have been read by both warpgroups that accumulate; of a row's last
 // one by these, as the ones that score must know.
 constexpr int GROUP_VALUES_BARRIER = 8, GROUP_WEIGHTS_BARRIER = 9, GROUP_READ_BARRIER = 10, GROUP_ROW_BARRIER = 11;

@@ -150,11 +150,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // 2 is left of a row whose turns by group are over; all else begins with 0.
   if (BY_GROUPS) seen = opaque(seen);
   const bool resumed = BY_GROUPS && seen == 2;
-  if (!resumed) {
+  if (!BY_GROUPS)
 #pragma unroll
     for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-    if (BY_GROUPS) hold(sums);
-  }
   if (!BY_GROUPS) seen = 0;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
 
   Start<FORMAT> start;
@@ -382,6 +380,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
     if (!BY_GROUPS) named_barrier<SCORE_BARRIER, 128>();  // else the compiler takes rows to differ within a warp, and spills
+    if (BY_GROUPS) clear(sums);
     return warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
   }
 

@@ -124,13 +124,13 @@ DEVICE void attend(const Params& p) {
         // Code of turns by group lies behind the row's end: ptxas puts what comes back to the loop's begin last.
         float sums[HEADS / 4];
         int seen = 0;
+        clear(sums);
         for (;;) {
           const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, sums, seen);
           named_barrier<SCORE_BARRIER, 128>();  // else it takes rows to differ within a warp, and spills
           int next = uniform(opaque(later == LEFT_BY_GROUP));
           if (next == 0) {
             freed = later, seen = 0;
-            forget(sums);
             next = next_queries() ? 0 : -1;
           }
           next = opaque(next);
@@ -162,11 +162,11 @@ DEVICE void attend(const Params& p) {
       if constexpr (BY_GROUPS) {
         Accumulators<HEADS> o;
         u32 resumed = 0;
+        clear(o[0]), clear(o[1]);
         for (;;) {
           int next = opaque(accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity,
                                                                      query_parity, before, o, resumed));
           if (next == 0) {
-            forget(o[0]), forget(o[1]);
             resumed = 0;
             row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
             next = row.token >= end_of_tokens<LAUNCH>(p) ? -1 : 0;

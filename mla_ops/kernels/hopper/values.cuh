@@ -150,13 +150,11 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
   float own[PIECES][N];
   auto& o = BY_GROUPS ? carried : own;
   if (BY_GROUPS) resumed = opaque(resumed);
-  if (!BY_GROUPS || !resumed) {
+  if (!BY_GROUPS)
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
       for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
-    if constexpr (BY_GROUPS) hold(o[0]), hold(o[1]);
-  }
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   const u64 values = tile_descriptor(shared + L::VALUES, 1024, TILE_KEYS * 128);
@@ -383,5 +381,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     else
       send_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);
   }
+  // For the next row. Made here they leave the result its registers: ptxas does not see that a row is over.
+  if constexpr (BY_GROUPS) clear(o[0]), clear(o[1]);
   return 0;
 }
