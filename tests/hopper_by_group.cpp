@@ -190,9 +190,14 @@ void keys_by_heads(float (&d)[32], const u32* a, u64 b, int add, Number number) 
 }
 static void wgmma_float16(float (&d)[32], const u32* a, u64 b, int add) { keys_by_heads(d, a, b, add, float16_of_bits); }
 static void wgmma_bfloat16(float (&d)[32], const u32* a, u64 b, int add) { keys_by_heads(d, a, b, add, low_bfloat16); }
-static void wgmma_heads_by_dims(float (&d)[64], const u32* a, u64 b) {
+// Weights lie as groups of eight rows of 16 bytes, without a swizzle.
+static void wgmma_heads_by_dims(float (&d)[64], u64 a, u64 b) {
+  const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const u32 place = (a & 0x3fff) << 4, span = (a >> 16 & 0x3fff) << 4, group = (a >> 32 & 0x3fff) << 4;
+  u32 words[4];
+  for (int i = 0; i < 4; ++i) words[i] = at<u32>(place + (warp * 2 + i % 2) * group + i / 2 * span + g * 16 + t * 4);
   for (int tile = 0; tile < 16; ++tile)
-    multiply_16_by_8(d + tile * 4, a, float16_of_bits, [&](int k, int n) {
+    multiply_16_by_8(d + tile * 4, words, float16_of_bits, [&](int k, int n) {
       const int dim = tile * 8 + n;
       return float16_of_bits(swizzled((static_cast<u32>(b) << 4) + dim / 64 * 8192 + k * 128 + dim % 64 * 2));
     });

@@ -213,7 +213,12 @@ DEVICE constexpr int place_of_key(int n) {
   return n / 4 * L::RAW_SLOT + (n % 2 * 4 + n / 2 % 2 * 8) * L::R::BYTES;
 }
 
-constexpr int STEPS = 1;
+// A matrix in no swizzle: eight rows of 16 bytes stand together; `group_bytes` between such of neighbouring rows,
+// `span_bytes` between those along K.
+DEVICE u64 lines_descriptor(u32 address, u32 group_bytes, u32 span_bytes) {
+  return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(span_bytes >> 4) << 16 |
+         static_cast<u64>(group_bytes >> 4) << 32;
+}
 
 // A half of the values of a warp's keys: e4m3 as float16.
 template <class L>
@@ -304,34 +309,39 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
       }
       const float factors[2] = {exp2_approx(above.x + FACTOR_LOG2), exp2_approx(above.y + FACTOR_LOG2)};
       const u64 values = tile_descriptor(place, 1024, TILE_KEYS * 128);
-      u32 a[STEPS][4];
-      hold(o[piece]);
-#pragma unroll
+      const u32 tile = shared + L::RAW + (uniform(turn) >> 8 & 0xff) * L::RAW_SLOT + (half ? R::ROPE_AT : 320),
+                line = tile + ((2 * warp + (lane >> 3 & 1)) * 8 + (lane >> 4)) * R::BYTES + (lane & 7) * 16;
+#pragma unroll 1
       for (int k = 0; k < 4; ++k) {
-        u32(&own)[4] = a[k % STEPS];
-        if (k >= STEPS) {
-          wgmma_wait<STEPS - 1>();
-          hold(own);
-        }
+        u32 a[4];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           float x[2][2];
 #pragma unroll
           for (int b = 0; b < 2; ++b) {
-            const u32 key = place_of_key<L>(4 * k + 2 * n + b);
+            const u32 key = k * L::RAW_SLOT + place_of_key<L>(2 * n + b);
             const float2 w = load_shared_float2(weights + key);
             const float scale = load_shared_float(scales + key + piece * 4);
             x[0][b] = w.x * scale * factors[0], x[1][b] = w.y * scale * factors[1];
           }
-          own[2 * n] = pack_float16(x[0][0], x[0][1]), own[2 * n + 1] = pack_float16(x[1][0], x[1][1]);
+          a[2 * n] = pack_float16(x[0][0], x[0][1]), a[2 * n + 1] = pack_float16(x[1][0], x[1][1]);
         }
-        hold(own);
-        wgmma_fence();
-        wgmma_heads_by_dims(o[piece], own, values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
-        wgmma_commit();
+        store_matrices(line + k * (2 * R::BYTES), a[0], a[1], a[2], a[3]);
       }
+      fence_async_shared();
+      named_barrier(VALUES_BARRIER + 1 + half, 128);
+      const u64 factored = lines_descriptor(tile, 8 * R::BYTES, R::BYTES);
+      hold(o[piece]);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        wgmma_heads_by_dims(o[piece], factored + k * (2 * R::BYTES / 16),
+                            values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(o[piece]);
       if (piece == 1) {
-        // Keys go once both halves have read weights.
+        // Keys go once both halves have done with what lies in their rows.
         if (half == 0) {
           named_barrier_arrive(GROUP_READ_BARRIER, 256);
         } else {
@@ -341,10 +351,6 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
         }
         if (ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
       }
-      wgmma_wait<0>();
-#pragma unroll
-      for (int n = 0; n < STEPS; ++n) hold(a[n]);
-      hold(o[piece]);
       if (!ends)
         warp_arrive(shared + L::VALUES_FREE + half_of<L::HALVES>(at, half).slot * 16 + piece * 8, lane);
     }

@@ -174,7 +174,7 @@ DEVICE void attend(const Params& p) {
           next = opaque(next);
           if (next < 0) break;
           if (next > 0) {
-            accumulate_by_group<L>(shared, warpgroup - 1, opaque(thread), at, o);
+            accumulate_by_group<L>(uniform(opaque(shared)), uniform(opaque(warpgroup - 1)), opaque(thread), at, o);
             resumed = 1;
           }
         }

@@ -335,7 +335,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
       }
       tell_sharers<L, VALUES_BARRIER>(p, shared, part, half * 128 + worker);
     } else if constexpr (HEADS_BY_DIMS) {
-      store_result<L>(p, row, shared, o, factor_of_lane(-1), half, worker);
+      store_result<L>(p, row, shared, o, factor_of_lane(-1), BY_GROUPS ? uniform(opaque(half)) : half, worker);
     } else {
       named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
       store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, o, half, worker);
