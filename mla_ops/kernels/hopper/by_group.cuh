@@ -30,6 +30,10 @@ DEVICE u32 group_references(u32 shared) { return shared + L::WEIGHTS + 4096; }
 template <class L>
 DEVICE u32 query_factors(u32 shared) { return shared + L::WEIGHTS + 2048; }
 
+// 2^-rise of the row's references, float [2, HEADS]: those of the turn before are still read.
+template <class L>
+DEVICE u32 group_alpha(u32 shared, int turn) { return shared + L::WEIGHTS + 3072 + (turn & 1) * (L::HEADS * 4); }
+
 // The power of two of a head's queries in shared memory.
 template <class L>
 DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
@@ -105,20 +109,32 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     last = uniform(alive) >= LAST_TURN;
     float s[N], part[N];
     forget(part);
-#pragma unroll
-    for (int e = 0; e < N; ++e) s[e] = 0.f;
     u32 f[2][16];
     uint4 bytes[2][2];  // of a chunk each
-    auto load = [&](int group) {
+    auto load = [&](int group, int c) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) bytes[c][r] = load_shared_16(raw + r * (8 * R::BYTES) + group * 128 + c * 64);
+      for (int r = 0; r < 2; ++r) bytes[c][r] = load_shared_16(raw + r * (8 * R::BYTES) + group * 128 + c * 64);
     };
+    Bytes rope;
+    load_rope<FORMAT>(rope, raw + places.rope, 0), load_rope<FORMAT>(rope, raw + places.rope, 1);
+    load(0, 0), load(0, 1);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int w = 0; w < 4; ++w) f[0][4 * j + w] = word(rope.of[j / 2][j % 2], w);
+    hold(f[0]);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      wgmma_bfloat16(s, f[0] + 4 * j, places.query + (8 * L::QUERY_CHUNK + j * 32) / 16, j > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    hold(s), hold(f[0]);
 #pragma unroll 1
     for (int group = 0; group < 4; ++group) {
-      load(group);
       const u64 query = places.query + group * (2 * L::QUERY_CHUNK / 16);
+      const float scale[2] = {R::scale(scales, group) * R::FACTOR, R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
+      const u32 factors = query_factors<L>(shared) + (group * L::HEADS + 2 * t) * 4, has_factors = load_shared_4(has_seen - 4);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
 #pragma unroll
@@ -126,14 +142,13 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
 #pragma unroll
           for (int j = 0; j < 4; ++j) e4m3_to_float16(word(bytes[c][r], j), f[c][4 * j + r], f[c][4 * j + 2 + r]);
         hold(f[c]);
+        load(group + 1 & 3, c);  // products with an operand in registers hold up what follows them
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           wgmma_float16(part, f[c] + 4 * j, query + (c * L::QUERY_CHUNK + j * 32) / 16, c > 0 || j > 0);
         wgmma_commit();
       }
-      const float scale[2] = {R::scale(scales, group) * R::FACTOR, R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
-      const u32 factors = query_factors<L>(shared) + (group * L::HEADS + 2 * t) * 4, has_factors = load_shared_4(has_seen - 4);
       wgmma_wait<0>();
       hold(part), hold(f[0]), hold(f[1]);
       if (has_factors != 0)
@@ -146,26 +161,12 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
 #pragma unroll
       for (int e = 0; e < N; ++e) s[e] = fmaf(part[e], scale[e >> 1 & 1], s[e]);
     }
-    Bytes rope;
-    load_rope<FORMAT>(rope, raw + places.rope, 0), load_rope<FORMAT>(rope, raw + places.rope, 1);
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int w = 0; w < 4; ++w) f[0][4 * j + w] = word(rope.of[j / 2][j % 2], w);
-    hold(f[0]);
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      wgmma_bfloat16(part, f[0] + 4 * j, places.query + (8 * L::QUERY_CHUNK + j * 32) / 16, j > 0);
-    wgmma_commit();
-    wgmma_wait<0>();
-    hold(part), hold(f[0]);
 #pragma unroll
     for (int j = 0; j < L::HEADS / 8; ++j) {
       const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);  // factor and reference of two heads
 #pragma unroll
       for (int e = 4 * j; e < 4 * j + 4; ++e)
-        s[e] = fmaf(s[e] + part[e], __uint_as_float(e & 1 ? two.z : two.x), -__uint_as_float(e & 1 ? two.w : two.y));
+        s[e] = fmaf(s[e], __uint_as_float(e & 1 ? two.z : two.x), -__uint_as_float(e & 1 ? two.w : two.y));
     }
     const u32 mine = (alive & 0xffff) >> R::raw_row(lane >> 2);
 #pragma unroll
@@ -176,9 +177,10 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     for (int e = 1; e < N; ++e) top = fmaxf(top, s[e]);
     u32 turn = BY_GROUP;
     if (named_barrier_any<BARRIER, 128>(top > REFERENCE_SLACK || !load_shared_4(has_seen) && (alive & 0xffff))) {
-      raise_references<L>(s, sums, load_shared_4(has_seen) != 0, RAISED_TO, shared, thread);
+      raise_references<L, false>(s, sums, load_shared_4(has_seen) != 0, RAISED_TO, shared, thread);
       turn = BY_GROUP_MOVED;
       if (thread == 0) store_shared_4(has_seen, 1);
+      if (thread < L::HEADS) store_shared_4(group_alpha<L>(shared, i) + thread * 4, load_shared_4(shared + L::ALPHA + thread * 4));
     }
     if (last) warp_arrive(shared + L::QUERIES_FREE, lane);
 #pragma unroll
@@ -284,7 +286,7 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
       const u32 place_above = group_references<L>(shared) + (half * 2 + piece) * (L::HEADS * 4) + heads;
       float2 above = begins ? make_float2(0.f, 0.f) : load_shared_float2(place_above);
       if ((turn & 0xff) == BY_GROUP_MOVED) {
-        const u32 alpha = shared + L::ALPHA + (heads + warp * 64) / 2;  // 2^-rise of the row's references
+        const u32 alpha = group_alpha<L>(shared, i) + (heads + warp * 64) / 2;
         above.x += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha) >> 23));
         above.y += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha + 32) >> 23));
         __syncwarp();

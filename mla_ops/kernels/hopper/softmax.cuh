@@ -65,8 +65,8 @@ DEVICE float sum_of(u32 place, int head) {
 // A turn in which a score exceeds its head's reference by far, or the first with keys: `s` holds scores relative to the
 // old references, and is made relative to the new, which `alpha` says how to reach. References are whole numbers: what is
 // relative to one becomes relative to another without an error (`folds.cuh`). Those of heads that have no score above
-// `least` stay.
-template <class L>
+// `least` stay. MEETS: others may write at once where rises are; else after a barrier of the caller.
+template <class L, bool MEETS = true>
 DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 4], bool seen, float least, u32 shared,
                              int thread) {
   constexpr int HEADS = L::HEADS, TILES = HEADS / 8;
@@ -97,5 +97,5 @@ DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 
     sums[2 * j] *= alpha.x, sums[2 * j + 1] *= alpha.y;
     s[4 * j] -= rise.x, s[4 * j + 1] -= rise.y, s[4 * j + 2] -= rise.x, s[4 * j + 3] -= rise.y;
   }
-  named_barrier<SCORE_BARRIER, 128>();
+  if (MEETS) named_barrier<SCORE_BARRIER, 128>();
 }
