@@ -117,7 +117,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     };
     Bytes rope;
     load_rope<FORMAT>(rope, raw + places.rope, 0), load_rope<FORMAT>(rope, raw + places.rope, 1);
-    load(0, 0), load(0, 1);
+    load(0, 0);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -142,7 +142,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
 #pragma unroll
           for (int j = 0; j < 4; ++j) e4m3_to_float16(word(bytes[c][r], j), f[c][4 * j + r], f[c][4 * j + 2 + r]);
         hold(f[c]);
-        load(group + 1 & 3, c);  // products with an operand in registers hold up what follows them
+        if (c == 0) load(group, 1);  // products with an operand in registers hold up what follows them
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < 4; ++j)
@@ -151,6 +151,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
       }
       wgmma_wait<0>();
       hold(part), hold(f[0]), hold(f[1]);
+      load(group + 1 & 3, 0);
       if (has_factors != 0)
 #pragma unroll
         for (int j = 0; j < L::HEADS / 8; ++j) {

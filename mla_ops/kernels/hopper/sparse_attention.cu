@@ -168,7 +168,7 @@ DEVICE void attend(const Params& p) {
                                                                      query_parity, before, o, resumed));
           if (next == 0) {
             resumed = 0;
-            row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
+            row = row_at(p, row.token * p.head_tiles + row.tile + grid_here()), row_parity ^= 1;
             next = row.token >= end_of_tokens<LAUNCH>(p) ? -1 : 0;
           }
           next = opaque(next);

@@ -52,6 +52,13 @@ DEVICE void forget(float (&values)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "=f"(values[i]));
 }
 
+// The grid's CTAs, read where this stands and not kept from before.
+DEVICE int grid_here() {
+  int ctas;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(ctas));
+  return ctas;
+}
+
 // Weights [heads x keys] in registers times values [keys x 128 dims].
 DEVICE void wgmma_heads_by_dims(float (&d)[64], const u32* a, u64 b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" REG64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
