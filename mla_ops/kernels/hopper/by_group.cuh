@@ -2,10 +2,11 @@
 //
 // Each group of 128 dims has weights of its own, a key's weight times its scale there, relative to a reference of each
 // head and group. So values are e4m3 as float16, exact, and weights are float16 in its middle range, whatever the scales
-// are. Scores are sums of each group's products times its scale, in float32.
+// are. Scores are sums of each group's products times its scale, in float32. Both lie in the keys' own rows, whose
+// latents are values by then:
 //
-//     score        S = sum over groups of (e4m3 Q') scale -> w = 2^(S - reference), float32, into the keys' own rows
-//     accumulate   a = float16(w scale 2^(reference - reference of the group)), in registers; O += a e4m3
+//     score        S = sum over groups of (e4m3 Q') scale -> w = 2^(S - reference), float32
+//     accumulate   a = float16(w scale 2^(reference - reference of the group)); O += a e4m3
 #pragma once
 
 #include "keys.cuh"
@@ -23,8 +24,8 @@ DEVICE void clear(float (&values)[N]) {
 // one by these, as the ones that score must know.
 constexpr int GROUP_VALUES_BARRIER = 8, GROUP_WEIGHTS_BARRIER = 9, GROUP_READ_BARRIER = 10, GROUP_ROW_BARRIER = 11;
 
-// How far a group's references are below the row's, float [4, HEADS], and factors of queries, which may be larger in a group, float [4, HEADS]. They
-// lie where no weights are.
+// Where weights of usual turns were: how far a group's references are below the row's, float [4, HEADS], and factors of
+// queries, which may be larger in a group, float [4, HEADS].
 template <class L>
 DEVICE u32 group_references(u32 shared) { return shared + L::WEIGHTS + 4096; }
 template <class L>
@@ -32,7 +33,9 @@ DEVICE u32 query_factors(u32 shared) { return shared + L::WEIGHTS + 2048; }
 
 // 2^-rise of the row's references, float [2, HEADS]: those of the turn before are still read.
 template <class L>
-DEVICE u32 group_alpha(u32 shared, int turn) { return shared + L::WEIGHTS + 3072 + (turn & 1) * (L::HEADS * 4); }
+DEVICE u32 group_alpha(u32 shared, int turn) {
+  return shared + L::WEIGHTS + 3072 + (turn & 1) * (L::HEADS * 4);
+}
 
 // The power of two of a head's queries in shared memory.
 template <class L>
@@ -85,8 +88,8 @@ constexpr bool TURNS_BY_GROUP = HEADS == 64 && FORMAT == FP8_DS_MLA && LAUNCH ==
 
 // Scores and weights of the turns that are left of a row, from this one on.
 template <class L, int BARRIER>
-DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thread, Ring& at, float (&sums)[L::HEADS / 4],
-                           bool seen) {
+DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
+                           float (&sums)[L::HEADS / 4], bool seen) {
   using R = typename L::R;
   constexpr Format FORMAT = FP8_DS_MLA;
   constexpr int N = L::HEADS / 2;
@@ -133,8 +136,10 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
 #pragma unroll 1
     for (int group = 0; group < 4; ++group) {
       const u64 query = places.query + group * (2 * L::QUERY_CHUNK / 16);
-      const float scale[2] = {R::scale(scales, group) * R::FACTOR, R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
-      const u32 factors = query_factors<L>(shared) + (group * L::HEADS + 2 * t) * 4, has_factors = load_shared_4(has_seen - 4);
+      const float scale[2] = {R::scale(scales, group) * R::FACTOR,
+                              R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
+      const u32 factors = query_factors<L>(shared) + (group * L::HEADS + 2 * t) * 4,
+                has_factors = load_shared_4(has_seen - 4);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
 #pragma unroll
@@ -181,7 +186,8 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
       raise_references<L, false>(s, sums, load_shared_4(has_seen) != 0, RAISED_TO, shared, thread);
       turn = BY_GROUP_MOVED;
       if (thread == 0) store_shared_4(has_seen, 1);
-      if (thread < L::HEADS) store_shared_4(group_alpha<L>(shared, i) + thread * 4, load_shared_4(shared + L::ALPHA + thread * 4));
+      if (thread < L::HEADS)
+        store_shared_4(group_alpha<L>(shared, i) + thread * 4, load_shared_4(shared + L::ALPHA + thread * 4));
     }
     if (last) warp_arrive(shared + L::QUERIES_FREE, lane);
 #pragma unroll
@@ -270,8 +276,9 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
     const u32 heads = first_head(own);
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
-    const u32 keys = shared + L::RAW + (uniform(turn) >> 8 & 0xff) * L::RAW_SLOT + t * R::BYTES, weights = keys + heads + t * 16,
-              scales = keys + R::SCALES_AT + half * 8;
+    const int first_slot = (i & 1) * 4;
+    const u32 rows = shared + L::RAW + first_slot * L::RAW_SLOT, keys = rows + t * R::BYTES,
+              weights = keys + heads + t * 16, scales = keys + R::SCALES_AT + half * 8;
     float2 top[2] = {};  // [piece]
 #pragma unroll 1
     for (u32 slot = 0; slot < 4 * L::RAW_SLOT; slot += L::RAW_SLOT)
@@ -312,7 +319,7 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
       }
       const float factors[2] = {exp2_approx(above.x + FACTOR_LOG2), exp2_approx(above.y + FACTOR_LOG2)};
       const u64 values = tile_descriptor(place, 1024, TILE_KEYS * 128);
-      const u32 tile = shared + L::RAW + (uniform(turn) >> 8 & 0xff) * L::RAW_SLOT + (half ? R::ROPE_AT : 320),
+      const u32 tile = rows + (half ? R::ROPE_AT : 320),
                 line = tile + ((2 * warp + (lane >> 3 & 1)) * 8 + (lane >> 4)) * R::BYTES + (lane & 7) * 16;
 #pragma unroll 1
       for (int k = 0; k < 4; ++k) {
@@ -350,7 +357,7 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
         } else {
           named_barrier(GROUP_READ_BARRIER, 256);
           if (!(ends && warp == 0))
-            warp_arrive(shared + L::RAW_FREE + ((turn >> 8 & 0xff) + warp) * 8, lane);
+            warp_arrive(shared + L::RAW_FREE + (first_slot + warp) * 8, lane);
         }
         if (ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
       }

@@ -153,7 +153,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   if (!BY_GROUPS)
 #pragma unroll
     for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  if (!BY_GROUPS) seen = 0;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
+  // Whether a key counted, and with it the references; 2: one that float16 does not hold as it is.
+  if (!BY_GROUPS) seen = 0;
 
   Start<FORMAT> start;
   bool started = false, last = resumed;
@@ -379,7 +380,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
-    if (!BY_GROUPS) named_barrier<SCORE_BARRIER, 128>();  // else the compiler takes rows to differ within a warp, and spills
+    // Else the compiler takes rows to differ within a warp, and spills. By groups it follows at once.
+    if (!BY_GROUPS) named_barrier<SCORE_BARRIER, 128>();
     if (BY_GROUPS) clear(sums);
     return warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
   }
