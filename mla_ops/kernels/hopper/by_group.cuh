@@ -279,45 +279,61 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
     const int first_slot = (i & 1) * 4;
     const u32 rows = shared + L::RAW + first_slot * L::RAW_SLOT, keys = rows + t * R::BYTES,
               weights = keys + heads + t * 16, scales = keys + R::SCALES_AT + half * 8;
-    float2 top[2] = {};  // [piece]
+    // Both groups' references, as far as they are below the row's.
+    const u32 place_above = group_references<L>(shared) + half * (8 * L::HEADS) + heads;
+    float2 above[2] = {};
+    if (!begins)
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) above[piece] = load_shared_float2(place_above + piece * (4 * L::HEADS));
+    if ((turn & 0xff) == BY_GROUP_MOVED) {
+      const u32 alpha = group_alpha<L>(shared, i) + (heads + warp * 64) / 2;
+      const float rise[2] = {static_cast<float>(127 - static_cast<int>(load_shared_4(alpha) >> 23)),
+                             static_cast<float>(127 - static_cast<int>(load_shared_4(alpha + 32) >> 23))};
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) above[piece].x += rise[0], above[piece].y += rise[1];
+    }
+    float top[2][2] = {};  // [piece][head]
 #pragma unroll 1
     for (u32 slot = 0; slot < 4 * L::RAW_SLOT; slot += L::RAW_SLOT)
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const float2 w = load_shared_float2(weights + slot + place_of_key<L>(n)),
                      scale = load_shared_float2(scales + slot + place_of_key<L>(n));
-        top[0].x = fmaxf(top[0].x, fabsf(w.x * scale.x)), top[0].y = fmaxf(top[0].y, fabsf(w.y * scale.x));
-        top[1].x = fmaxf(top[1].x, fabsf(w.x * scale.y)), top[1].y = fmaxf(top[1].y, fabsf(w.y * scale.y));
+        top[0][0] = fmaxf(top[0][0], fabsf(w.x * scale.x)), top[0][1] = fmaxf(top[0][1], fabsf(w.y * scale.x));
+        top[1][0] = fmaxf(top[1][0], fabsf(w.x * scale.y)), top[1][1] = fmaxf(top[1][1], fabsf(w.y * scale.y));
       }
+    auto exceeds = [&](float top, float above) {
+      return begins || top * exp2_approx(above) > LARGEST || above > HIGHEST;
+    };
+    bool raises = false;
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece)
+      raises |= exceeds(top[piece][0], above[piece].x) || exceeds(top[piece][1], above[piece].y);
+    if (__any_sync(~0u, raises)) {
+#pragma unroll
+      for (int lanes = 1; lanes < 4; lanes *= 2)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) top[n / 2][n % 2] = fmaxf(top[n / 2][n % 2], __shfl_xor_sync(~0u, top[n / 2][n % 2], lanes));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int piece = n / 2, r = n % 2;
+        float& reference = r ? above[piece].y : above[piece].x;
+        const float before = reference;
+        if (exceeds(top[piece][r], before))
+          reference = fminf(GROUP_RAISED_TO - FACTOR_LOG2 - ceilf(log2_approx(top[piece][r])),
+                            begins ? LOWEST : fminf(before, LOWEST));
+        const float alpha = exp2_approx(reference - before);
+#pragma unroll
+        for (int e = 0; e < 64; e += 4) o[piece][e + 2 * r] *= alpha, o[piece][e + 2 * r + 1] *= alpha;
+      }
+    }
+    if (t == 0)
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece)
+        store_shared_float2(place_above + piece * (4 * L::HEADS), above[piece].x, above[piece].y);
 #pragma unroll
     for (int piece = 0; piece < 2; ++piece) {
-      const u32 place_above = group_references<L>(shared) + (half * 2 + piece) * (L::HEADS * 4) + heads;
-      float2 above = begins ? make_float2(0.f, 0.f) : load_shared_float2(place_above);
-      if ((turn & 0xff) == BY_GROUP_MOVED) {
-        const u32 alpha = group_alpha<L>(shared, i) + (heads + warp * 64) / 2;
-        above.x += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha) >> 23));
-        above.y += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha + 32) >> 23));
-        __syncwarp();
-        if (t == 0) store_shared_float2(place_above, above.x, above.y);
-      }
-      auto exceeds = [&](float top, float above) { return begins || top * exp2_approx(above) > LARGEST || above > HIGHEST; };
-      if (__any_sync(~0u, exceeds(top[piece].x, above.x) || exceeds(top[piece].y, above.y))) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float largest = r ? top[piece].y : top[piece].x;
-          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-          float& own = r ? above.y : above.x;
-          const float before = own;
-          if (exceeds(largest, before))
-            own = fminf(GROUP_RAISED_TO - FACTOR_LOG2 - ceilf(log2_approx(largest)), begins ? LOWEST : fminf(before, LOWEST));
-          const float alpha = exp2_approx(own - before);
-#pragma unroll
-          for (int e = 0; e < 64; e += 4) o[piece][e + 2 * r] *= alpha, o[piece][e + 2 * r + 1] *= alpha;
-        }
-        if (t == 0) store_shared_float2(place_above, above.x, above.y);
-      }
-      const float factors[2] = {exp2_approx(above.x + FACTOR_LOG2), exp2_approx(above.y + FACTOR_LOG2)};
+      const float factors[2] = {exp2_approx(above[piece].x + FACTOR_LOG2), exp2_approx(above[piece].y + FACTOR_LOG2)};
       const u64 values = tile_descriptor(place, 1024, TILE_KEYS * 128);
       const u32 tile = rows + (half ? R::ROPE_AT : 320),
                 line = tile + ((2 * warp + (lane >> 3 & 1)) * 8 + (lane >> 4)) * R::BYTES + (lane & 7) * 16;
