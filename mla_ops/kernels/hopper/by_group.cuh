@@ -331,32 +331,13 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
 #pragma unroll
       for (int piece = 0; piece < 2; ++piece)
         store_shared_float2(place_above + piece * (4 * L::HEADS), above[piece].x, above[piece].y);
-#pragma unroll
-    for (int piece = 0; piece < 2; ++piece) {
-      const float factors[2] = {exp2_approx(above[piece].x + FACTOR_LOG2), exp2_approx(above[piece].y + FACTOR_LOG2)};
-      const u64 values = tile_descriptor(place, 1024, TILE_KEYS * 128);
-      const u32 tile = rows + (half ? R::ROPE_AT : 320),
-                line = tile + ((2 * warp + (lane >> 3 & 1)) * 8 + (lane >> 4)) * R::BYTES + (lane & 7) * 16;
-#pragma unroll 1
-      for (int k = 0; k < 4; ++k) {
-        u32 a[4];
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          float x[2][2];
-#pragma unroll
-          for (int b = 0; b < 2; ++b) {
-            const u32 key = k * L::RAW_SLOT + place_of_key<L>(2 * n + b);
-            const float2 w = load_shared_float2(weights + key);
-            const float scale = load_shared_float(scales + key + piece * 4);
-            x[0][b] = w.x * scale * factors[0], x[1][b] = w.y * scale * factors[1];
-          }
-          a[2 * n] = pack_float16(x[0][0], x[0][1]), a[2 * n + 1] = pack_float16(x[1][0], x[1][1]);
-        }
-        store_matrices(line + k * (2 * R::BYTES), a[0], a[1], a[2], a[3]);
-      }
+    const u32 tile = rows + (half ? R::ROPE_AT : 320),
+              line = tile + ((2 * warp + (lane >> 3 & 1)) * 8 + (lane >> 4)) * R::BYTES + (lane & 7) * 16;
+    const u64 values = tile_descriptor(place, 1024, TILE_KEYS * 128),
+              factored = lines_descriptor(tile, 8 * R::BYTES, R::BYTES);
+    auto multiply = [&](int piece) {
       fence_async_shared();
       named_barrier(VALUES_BARRIER + 1 + half, 128);
-      const u64 factored = lines_descriptor(tile, 8 * R::BYTES, R::BYTES);
       hold(o[piece]);
       wgmma_fence();
 #pragma unroll
@@ -364,22 +345,55 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
         wgmma_heads_by_dims(o[piece], factored + k * (2 * R::BYTES / 16),
                             values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
       wgmma_commit();
-      wgmma_wait<0>();
-      hold(o[piece]);
-      if (piece == 1) {
-        // Keys go once both halves have done with what lies in their rows.
-        if (half == 0) {
-          named_barrier_arrive(GROUP_READ_BARRIER, 256);
-        } else {
-          named_barrier(GROUP_READ_BARRIER, 256);
-          if (!(ends && warp == 0))
-            warp_arrive(shared + L::RAW_FREE + (first_slot + warp) * 8, lane);
+    };
+    // Weights of 16 keys in a group, `slot` bytes behind the first.
+    auto weigh = [&](u32 (&a)[4], u32 slot, int piece, const float (&factors)[2]) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float x[2][2];
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const u32 key = slot + place_of_key<L>(2 * n + b);
+          const float2 w = load_shared_float2(weights + key);
+          const float scale = load_shared_float(scales + key + piece * 4);
+          x[0][b] = w.x * scale * factors[0], x[1][b] = w.y * scale * factors[1];
         }
-        if (ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
+        a[2 * n] = pack_float16(x[0][0], x[0][1]), a[2 * n + 1] = pack_float16(x[1][0], x[1][1]);
       }
-      if (!ends)
-        warp_arrive(shared + L::VALUES_FREE + half_of<L::HALVES>(at, half).slot * 16 + piece * 8, lane);
+    };
+    auto free_values = [&](int piece) {
+      if (!ends) warp_arrive(shared + L::VALUES_FREE + half_of<L::HALVES>(at, half).slot * 16 + piece * 8, lane);
+    };
+    const float first[2] = {exp2_approx(above[0].x + FACTOR_LOG2), exp2_approx(above[0].y + FACTOR_LOG2)},
+                second[2] = {exp2_approx(above[1].x + FACTOR_LOG2), exp2_approx(above[1].y + FACTOR_LOG2)};
+#pragma unroll 1
+    for (int k = 0; k < 4; ++k) {
+      u32 a[4];
+      weigh(a, k * L::RAW_SLOT, 0, first);
+      store_matrices(line + k * (2 * R::BYTES), a[0], a[1], a[2], a[3]);
     }
+    multiply(0);
+    u32 later[4][4];  // they take the place of the first group's
+#pragma unroll
+    for (int k = 0; k < 4; ++k) weigh(later[k], k * L::RAW_SLOT, 1, second), hold(later[k]);
+    wgmma_wait<0>();
+    hold(o[0]);
+    free_values(0);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      store_matrices(line + k * (2 * R::BYTES), later[k][0], later[k][1], later[k][2], later[k][3]);
+    multiply(1);
+    wgmma_wait<0>();
+    hold(o[1]);
+    free_values(1);
+    // Keys go once both halves have done with what lies in their rows.
+    if (half == 0) {
+      named_barrier_arrive(GROUP_READ_BARRIER, 256);
+    } else {
+      named_barrier(GROUP_READ_BARRIER, 256);
+      if (!(ends && warp == 0)) warp_arrive(shared + L::RAW_FREE + (first_slot + warp) * 8, lane);
+    }
+    if (ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
     begins = false;
   }
 #pragma unroll
