@@ -229,19 +229,21 @@ DEVICE u64 lines_descriptor(u32 address, u32 group_bytes, u32 span_bytes) {
          static_cast<u64>(group_bytes >> 4) << 32;
 }
 
-// A half of the values of a warp's keys: e4m3 as float16.
+// Values of a warp's keys from a chunk on, up to the end of its group or of the next: e4m3 as float16.
 template <class L>
-DEVICE void make_group_values(u32 shared, int turn, u32 values, int half, int thread) {
+DEVICE void make_group_values(u32 shared, int turn, u32 values, int half, int first_chunk, int end, int thread) {
   using R = typename L::R;
   const int warp = thread >> 5, lane = thread & 31, slot = (turn & 1) * 4 + warp;
-  u32 raw = shared + L::RAW + slot * L::RAW_SLOT + R::raw_row(lane >> 2) * R::BYTES + (lane & 3) * 16 + half * 256,
-      place = values + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
+  u32 raw = shared + L::RAW + slot * L::RAW_SLOT + R::raw_row(lane >> 2) * R::BYTES + (lane & 3) * 16 + half * 256 +
+            first_chunk * 64,
+      place = values + first_chunk * (TILE_KEYS * 128) + (warp * 16 + (lane & 15)) * 128 +
+              (((lane >> 4) ^ (lane & 7)) << 4);
   mbarrier_wait(shared + L::RAW_FULL + slot * 8, turn >> 1 & 1);
   uint4 next[2] = {load_shared_16(raw), load_shared_16(raw + 8 * R::BYTES)};
 #pragma unroll 1
-  for (int chunk = 0; chunk < 4; ++chunk, place += TILE_KEYS * 128) {
+  for (int chunk = first_chunk; chunk < end; ++chunk, place += TILE_KEYS * 128) {
     const uint4 v[2] = {next[0], next[1]};
-    if (chunk < 3) raw += 64;
+    if (chunk + 1 < end) raw += 64;
     next[0] = load_shared_16(raw), next[1] = load_shared_16(raw + 8 * R::BYTES);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -268,7 +270,7 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
   for (bool ends = false; !ends; next_turn<L::HALVES>(at)) {
     const u32 place = shared + L::VALUES + half_of<L::HALVES>(at, half).slot * HALF_BYTES;
     if (!begins) named_barrier(VALUES_BARRIER + 1 + half, 128);  // products have left the values
-    make_group_values<L>(shared, i, place, half, opaque(thread));
+    make_group_values<L>(shared, i, place, half, begins ? 0 : 2, 4, opaque(thread));
     fence_async_shared();
     named_barrier_arrive(GROUP_VALUES_BARRIER, 384);
     named_barrier(GROUP_WEIGHTS_BARRIER, 384);
@@ -383,6 +385,7 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
     for (int k = 0; k < 4; ++k)
       store_matrices(line + k * (2 * R::BYTES), later[k][0], later[k][1], later[k][2], later[k][3]);
     multiply(1);
+    if (!ends) make_group_values<L>(shared, i + 1, place, half, 0, 2, opaque(thread));
     wgmma_wait<0>();
     hold(o[1]);
     free_values(1);
