@@ -164,15 +164,12 @@ DEVICE void attend(const Params& p) {
         u32 resumed = 0;
         clear(o[0]), clear(o[1]);
         for (;;) {
-          int next = opaque(accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity,
-                                                                     query_parity, before, o, resumed));
-          if (next == 0) {
-            resumed = 0;
-            row = row_at(p, row.token * p.head_tiles + row.tile + grid_here()), row_parity ^= 1;
-            next = row.token >= end_of_tokens<LAUNCH>(p) ? -1 : 0;
-          }
-          next = opaque(next);
-          if (next < 0) break;
+          const int next = opaque(accumulate<HEADS, FORMAT, LAUNCH, WIDER>(
+              p, row, shared, warpgroup - 1, thread, at, row_parity, query_parity, before, o, resumed, [&]() {
+                row = row_at(p, row.token * p.head_tiles + row.tile + grid_here()), row_parity ^= 1;
+                if (row.token >= end_of_tokens<LAUNCH>(p)) exit_thread();
+                resumed = 0;
+              }));
           if (next > 0) {
             accumulate_by_group<L>(uniform(opaque(shared)), uniform(opaque(warpgroup - 1)), opaque(thread), at, o);
             resumed = 1;
@@ -182,7 +179,7 @@ DEVICE void attend(const Params& p) {
         do {
           Accumulators<HEADS> none;
           accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity, query_parity,
-                                                   before, none, 0);
+                                                   before, none, 0, []() {});
           if (is_held(LAUNCH) && ends_row(p, row)) break;
           if (SHARES && ends_row(p, row)) query_parity ^= 1;
           if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
@@ -216,6 +213,8 @@ DEVICE void attend(const Params& p) {
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
       produce<HEADS, FORMAT, LAUNCH == Launch::SHARES>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      // L2 has lost what runs at a row's end by then: as many keys have gone through it as it holds bytes.
+      if constexpr (HEADS == 64 && LAUNCH == Launch::ROWS) prefetch_code<128 * PRODUCER>();
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;

@@ -132,10 +132,10 @@ struct KeptOfShares<L, Launch::HELD> : Held<L> {};
 template <class L>
 struct KeptOfShares<L, Launch::HELD_BY_ONE> : Held<L> {};
 
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER, class NextRow>
 DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before,
-                       Accumulators<HEADS>& carried, u32 resumed) {
+                       Accumulators<HEADS>& carried, u32 resumed, NextRow next_row) {
   using L = Layout<HEADS, FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
                  HELD = is_held(LAUNCH), HEADS_BY_DIMS = HEADS == 64,
@@ -381,7 +381,10 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     else
       send_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);
   }
-  // For the next row. Made here they leave the result its registers: ptxas does not see that a row is over.
-  if constexpr (BY_GROUPS) clear(o[0]), clear(o[1]);
+  if constexpr (BY_GROUPS) {
+    // Done here, where ptxas sees that a row is over: else the result has few registers.
+    next_row();
+    clear(o[0]), clear(o[1]);
+  }
   return 0;
 }
