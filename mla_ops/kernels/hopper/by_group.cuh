@@ -131,6 +131,15 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     for (int j = 0; j < 4; ++j)
       wgmma_bfloat16(s, f[0] + 4 * j, places.query + (8 * L::QUERY_CHUNK + j * 32) / 16, j > 0);
     wgmma_commit();
+    auto convert = [&](u32 (&to)[16], int c) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) e4m3_to_float16(word(bytes[c][r], j), to[4 * j + r], to[4 * j + 2 + r]);
+      hold(to);
+    };
+    u32 next[16];  // a group's first chunk, made while products of the one before run
+    convert(next, 0);
     wgmma_wait<0>();
     hold(s), hold(f[0]);
 #pragma unroll 1
@@ -140,23 +149,22 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
                               R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
       const u32 factors = query_factors<L>(shared) + (group * L::HEADS + 2 * t) * 4,
                 has_factors = load_shared_4(has_seen - 4);
+      load(group, 1);  // products with an operand in registers hold up what follows them
+#pragma unroll
+      for (int e = 0; e < 16; ++e) f[0][e] = next[e];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-          for (int j = 0; j < 4; ++j) e4m3_to_float16(word(bytes[c][r], j), f[c][4 * j + r], f[c][4 * j + 2 + r]);
+        if (c == 1) convert(f[1], 1), load(group + 1 & 3, 0);
         hold(f[c]);
-        if (c == 0) load(group, 1);  // products with an operand in registers hold up what follows them
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           wgmma_float16(part, f[c] + 4 * j, query + (c * L::QUERY_CHUNK + j * 32) / 16, c > 0 || j > 0);
         wgmma_commit();
       }
+      convert(next, 0);
       wgmma_wait<0>();
       hold(part), hold(f[0]), hold(f[1]);
-      load(group + 1 & 3, 0);
       if (has_factors != 0)
 #pragma unroll
         for (int j = 0; j < L::HEADS / 8; ++j) {
@@ -174,10 +182,12 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
       for (int e = 4 * j; e < 4 * j + 4; ++e)
         s[e] = fmaf(s[e], __uint_as_float(e & 1 ? two.z : two.x), -__uint_as_float(e & 1 ? two.w : two.y));
     }
-    const u32 mine = (alive & 0xffff) >> R::raw_row(lane >> 2);
+    if ((alive & 0xffff) != 0xffff) {
+      const u32 mine = alive >> R::raw_row(lane >> 2);
 #pragma unroll
-    for (int e = 0; e < N; ++e)
-      if (!(mine & (e & 2 ? 0x100 : 1))) s[e] = -INFINITY;
+      for (int e = 0; e < N; ++e)
+        if (!(mine & (e & 2 ? 0x100 : 1))) s[e] = -INFINITY;
+    }
     float top = s[0];
 #pragma unroll
     for (int e = 1; e < N; ++e) top = fmaxf(top, s[e]);
@@ -187,7 +197,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
       turn = BY_GROUP_MOVED;
       if (thread == 0) store_shared_4(has_seen, 1);
       if (thread < L::HEADS)
-        store_shared_4(group_alpha<L>(shared, i) + thread * 4, load_shared_4(shared + L::ALPHA + thread * 4));
+        store_shared_4(group_alpha<L>(shared, opaque(i)) + thread * 4, load_shared_4(shared + L::ALPHA + thread * 4));
     }
     if (last) warp_arrive(shared + L::QUERIES_FREE, lane);
 #pragma unroll
@@ -197,7 +207,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     hold(s);  // else powers are made behind the barrier
     named_barrier<GROUP_VALUES_BARRIER, 384>();  // then weights may take the place of latents
     // Heads n and n + 8 of 16 stand together.
-    const int own_again = opaque(thread), own_slot = (i & 1) * 4 + (own_again >> 5);
+    const int own_again = opaque(thread), own_slot = (opaque(i) & 1) * 4 + (own_again >> 5);
     const u32 keys = places_of<L::HEADS, FORMAT>(shared, own_again >> 5, own_again & 31).raw + own_slot * L::RAW_SLOT +
                      (own_again & 31) / 8 * 16;  // so four neighbouring rows are 32 bytes apart modulo 128
 #pragma unroll
@@ -315,7 +325,10 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
 #pragma unroll
       for (int lanes = 1; lanes < 4; lanes *= 2)
 #pragma unroll
-        for (int n = 0; n < 4; ++n) top[n / 2][n % 2] = fmaxf(top[n / 2][n % 2], __shfl_xor_sync(~0u, top[n / 2][n % 2], lanes));
+        for (int n = 0; n < 4; ++n) {
+          float& own = top[n / 2][n % 2];
+          own = fmaxf(own, __shfl_xor_sync(~0u, own, lanes));
+        }
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const int piece = n / 2, r = n % 2;
