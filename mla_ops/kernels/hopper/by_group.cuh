@@ -24,6 +24,12 @@ DEVICE u32 group_references(u32 shared) { return shared + L::WEIGHTS + 4096; }
 template <class L>
 DEVICE u32 query_factors(u32 shared) { return shared + L::WEIGHTS + 2048; }
 
+// 2^-rise of the row's references, float [2, HEADS]: those of the turn before may still be read.
+template <class L>
+DEVICE u32 group_alpha(u32 shared, int turn) {
+  return shared + L::WEIGHTS + 3072 + (turn & 1) * (L::HEADS * 4);
+}
+
 // The power of two of a head's queries in shared memory.
 template <class L>
 DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
@@ -68,10 +74,10 @@ DEVICE bool fit_queries(const Params& p, const Row& row, u32 shared, int thread)
   return small;
 }
 
-// Whether a launch has such turns: many tokens. Launches of few tokens get their code from memory, and take longer with
-// this in between (docs/notes.md).
+// Whether a launch has such turns, and no other wide ones. Rows that have to have the bits of other launches do not, and
+// with few rows of a CTA the start and the end of each take longer with this code in between (docs/notes.md).
 template <int HEADS, Format FORMAT, Launch LAUNCH>
-constexpr bool TURNS_BY_GROUP = HEADS == 64 && FORMAT == FP8_DS_MLA && LAUNCH == Launch::ROWS;
+constexpr bool TURNS_BY_GROUP = LAUNCH == Launch::MANY_ROWS;
 
 // Scores and weights of the turns that are left of a row, from this one on.
 template <class L, int BARRIER>
@@ -173,6 +179,8 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
       raise_references<L>(s, sums, load_shared_4(has_seen) != 0, RAISED_TO, shared, thread);
       turn = BY_GROUP_MOVED;
       if (thread == 0) store_shared_4(has_seen, 1);
+      if (thread < L::HEADS)
+        store_shared_4(group_alpha<L>(shared, opaque(i)) + thread * 4, load_shared_4(shared + L::ALPHA + thread * 4));
     }
     if (last) warp_arrive(shared + L::QUERIES_FREE, lane);
 #pragma unroll
@@ -273,7 +281,7 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
       const u32 place_above = group_references<L>(shared) + (half * 2 + piece) * (L::HEADS * 4) + heads;
       float2 above = begins ? make_float2(0.f, 0.f) : load_shared_float2(place_above);
       if ((turn & 0xff) == BY_GROUP_MOVED) {
-        const u32 alpha = shared + L::ALPHA + (heads + warp * 64) / 2;  // 2^-rise of the row's references
+        const u32 alpha = group_alpha<L>(shared, i) + (heads + warp * 64) / 2;
         above.x += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha) >> 23));
         above.y += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha + 32) >> 23));
         __syncwarp();

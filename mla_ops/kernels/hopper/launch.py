@@ -92,6 +92,9 @@ class Params(ctypes.Structure):
 pack = packer(Params)
 
 
+# Rows of a CTA from which on their kernel may have code for turns by group (`by_group.cuh`), which the first and the last
+# turn of a CTA pay for: 1.01 of 64 x 128, where a CTA has one row.
+MANY_ROWS = 3
 MOST_SHARES = 8  # a row has no more if its parts are added up in memory (`shares.cuh`)
 MOST_IN_REGISTERS = 16  # the same if CTAs keep shares in registers, `MOST_SHARES` in layout.cuh
 # tiles of heads whose registers hold shares (`held.cuh`, `folds.cuh`), and the most shares of a CTA of a cluster
@@ -227,8 +230,12 @@ class KeyFormat:
         return kernel._replace(name=kernel.name.replace(">", ", true>"))
 
     @functools.cache  # noqa: B019 - there are as many as formats
-    def kernel(self, shape: Shape, oversubscribed: bool = False) -> Kernel:
-        """The kernel of a launch; `oversubscribed`: there are more CTAs than SMs.
+    def kernel(self, shape: Shape, oversubscribed: bool = False, many_rows: bool = False) -> Kernel:
+        """The kernel of a launch.
+
+        Args:
+            oversubscribed: there are more CTAs than SMs.
+            many_rows: CTAs take one row after the other, `MANY_ROWS` or more, and bits may depend on the launch.
 
         Raises:
             ValueError: these keys have no kernel for groups, or for shares, or not for so many.
@@ -243,6 +250,8 @@ class KeyFormat:
         kind = "groups" if grouped else "rows" if alone else "clusters"
         if isinstance(shape, Clusters) and (shape.splits, shape.parts) == (2, 1) and tile < 64 and self.quantized:
             kind = "pairs"
+        if kind == "rows" and many_rows and tile == 64 and self.name == "FP8_DS_MLA":
+            kind = "many_rows"
         if isinstance(shape, Clusters) and in_shares:
             kind = "shares" if not in_registers(shape) else "folds" if alone else "held"
             if shape.bits_of:
@@ -272,7 +281,8 @@ class KeyFormat:
             shapes += [Group(2), *(Clusters(tile, n, shares=3) for tile in self.tiles for n in (1, 2))]
             shapes.append(Clusters(16, 2, shares=3, bits_of=32))
         of = itertools.product((self.kernel, self.yielding_kernel, self.balanced_kernel), shapes, (False, True))
-        every = (find(shape, oversubscribed) for find, shape, oversubscribed in of)
+        every = [find(shape, oversubscribed) for find, shape, oversubscribed in of]
+        every += [self.kernel(shape, many_rows=True) for shape in shapes]
         return list({kernel.name: kernel for kernel in every if kernel}.values())
 
 
@@ -455,7 +465,7 @@ def launch(
     clusters = rows * parts
     at_once = clusters_at_once(keys, shape.tile, device_index)[SPLITS.index(cluster_size)]
     oversubscribed = clusters > at_once
-    kernel = keys.kernel(shape, oversubscribed)
+    kernel = keys.kernel(shape, oversubscribed, clusters >= MANY_ROWS * at_once and not deterministic)
     if balance is not None:
         of_balance = keys.balanced_kernel if takes_either_way else keys.yielding_kernel
         found = of_balance(shape, oversubscribed)

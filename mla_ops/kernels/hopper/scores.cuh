@@ -184,13 +184,15 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     if (moves) {
       turn = MOVED;
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
-        if (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH> && !p.shares) return static_cast<int>(BY_GROUP);
+        if constexpr (BY_GROUPS) return static_cast<int>(BY_GROUP);
         turn = WIDE;
-        wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
-                                      {places.raw + slot * L::RAW_SLOT, places.rope,
-                                       places.scales + slot * L::SCALES_SLOT, places.values},
-                                      opaque(thread));
-        store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
+        if constexpr (!BY_GROUPS) {
+          wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
+                                        {places.raw + slot * L::RAW_SLOT, places.rope,
+                                         places.scales + slot * L::SCALES_SLOT, places.values},
+                                        opaque(thread));
+          store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
+        }
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
         leave_out_dead();
@@ -231,7 +233,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
   // that. Where only references moved, the turn comes back with its scores. Groups, balanced rows and narrower tiles
   // lose by it.
-  constexpr bool LEAVES = HEADS == 64 && (LAUNCH == Launch::ROWS || LAUNCH == Launch::CLUSTERS);
+  constexpr bool LEAVES = HEADS == 64 && (LAUNCH == Launch::ROWS || LAUNCH == Launch::MANY_ROWS || LAUNCH == Launch::CLUSTERS);
   constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
   u32 left_undo, settled = 0;    // flags of a turn that comes back with its scores
@@ -345,7 +347,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
           }
         } else {
           turn = settle(s, undo, maybe_unusual, slot, alive, live_0, live_1, wide);
-          if (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH> && turn == BY_GROUP) {
+          if (BY_GROUPS && turn == BY_GROUP) {
             left = LEFT;
             break;
           }
@@ -354,18 +356,18 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       hand_over(s, undo, slot, turn, apart, !LEAVES);
       if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
     }
-    if constexpr (!LEAVES && !TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) break;
+    if constexpr (!LEAVES && !BY_GROUPS) break;
     left = opaque(left);
     if (!left) break;
     int turn = BY_GROUP;
     const int slot = slot_now();
     if (LEAVES)
       turn = settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE);
-    if constexpr (TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>) {
+    if constexpr (BY_GROUPS) {
       if (turn == BY_GROUP) return LEFT_BY_GROUP;
     }
     if constexpr (!LEAVES) break;
-    if (turn == WIDE) {
+    if (!BY_GROUPS && turn == WIDE) {
       hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
       next_turn<L::HALVES>(at);
     } else {

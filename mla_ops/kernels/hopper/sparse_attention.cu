@@ -281,6 +281,15 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
 
 template <int HEADS, Format FORMAT>
 __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+    sparse_attention_many_rows(const __grid_constant__ Params p) {
+  prefetch_code<128>();
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend<HEADS, FORMAT, Launch::MANY_ROWS>(p);
+}
+
+template <int HEADS, Format FORMAT>
+__global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_balanced_rows(const __grid_constant__ Params p) {
   prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;

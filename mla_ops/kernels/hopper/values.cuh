@@ -188,7 +188,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
-      if ((turn & 0xff) == WIDE) {
+      if (!BY_GROUPS && (turn & 0xff) == WIDE) {
         // By steps of 16 keys, upper bits of the weights and then each group's rests.
         const int first = uniform(turn) >> 8 & 0xff;
 #pragma unroll 1
