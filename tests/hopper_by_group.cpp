@@ -188,8 +188,12 @@ void keys_by_heads(float (&d)[32], const u32* a, u64 b, int add, Number number) 
     });
   }
 }
-static void wgmma_float16(float (&d)[32], const u32* a, u64 b, int add) { keys_by_heads(d, a, b, add, float16_of_bits); }
-static void wgmma_bfloat16(float (&d)[32], const u32* a, u64 b, int add) { keys_by_heads(d, a, b, add, low_bfloat16); }
+static void wgmma_float16(float (&d)[32], const u32* a, u64 b, int add) {
+  keys_by_heads(d, a, b, add, float16_of_bits);
+}
+static void wgmma_bfloat16(float (&d)[32], const u32* a, u64 b, int add) {
+  keys_by_heads(d, a, b, add, low_bfloat16);
+}
 static void wgmma_heads_by_dims(float (&d)[64], const u32* a, u64 b) {
   for (int tile = 0; tile < 16; ++tile)
     multiply_16_by_8(d + tile * 4, a, float16_of_bits, [&](int k, int n) {
@@ -210,13 +214,15 @@ static u32 offset_of(int dim) { return dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + di
 extern "C" void by_group(int turns, const unsigned char* rows, const bool* live, const u16* q, float scale_log2,
                          unsigned seed, double* sums, float* references, float* out) {
   barriers.clear(), named.clear();
-  for (u32 warps_4 : {L::WEIGHTS_FULL, L::QUERIES_FREE, L::VALUES_FREE, L::VALUES_FREE + 8, L::VALUES_FREE + 16, L::VALUES_FREE + 24})
-    barriers[warps_4].count = 4;
+  for (u32 of_4_warps : {L::WEIGHTS_FULL, L::QUERIES_FREE, L::VALUES_FREE, L::VALUES_FREE + 8, L::VALUES_FREE + 16,
+                         L::VALUES_FREE + 24})
+    barriers[of_4_warps].count = 4;
   Params p = {};
   p.q = q, p.q_head_stride = 576, p.num_heads = 64, p.scale_log2 = scale_log2;
   std::fill_n(sums, 64, 0.0);
   simt::launch(1, 1, 416, L::BYTES, seed, [&]() {
-    const int thread = threadIdx.x % 128, role = threadIdx.x / 128, warp = thread / 32, lane = thread % 32, t = lane % 4;
+    const int thread = threadIdx.x % 128, role = threadIdx.x / 128;
+    const int warp = thread / 32, lane = thread % 32, t = lane % 4;
     if (threadIdx.x == 0)
       for (int head = 0; head < 64; ++head) {
         float most = 0;
@@ -259,7 +265,7 @@ extern "C" void by_group(int turns, const unsigned char* rows, const bool* live,
       float o[2][64] = {};
       accumulate_by_group<L>(0, role - 1, thread, ring, o);
       for (int e = 0; e < 128; ++e) {
-        const int head = warp * 16 + lane / 4 + (e & 2) * 4, n = e % 64 / 4 * 8 + 2 * t + e % 2;  // of a group's float16
+        const int head = warp * 16 + lane / 4 + (e & 2) * 4, n = e % 64 / 4 * 8 + 2 * t + e % 2;  // as values lie
         for (int dim = 0; dim < 64; ++dim)
           if (offset_of(dim) == n % 64 * 2)
             out[head * 512 + (role - 1) * 256 + e / 64 * 128 + n / 64 * 64 + dim] = o[e / 64][e % 64];

@@ -17,8 +17,8 @@
 // one by these, as the ones that score must know.
 constexpr int GROUP_VALUES_BARRIER = 8, GROUP_WEIGHTS_BARRIER = 9, GROUP_READ_BARRIER = 10, GROUP_ROW_BARRIER = 11;
 
-// How far a group's references are below the row's, float [4, HEADS], and factors of queries, which may be larger in a group, float [4, HEADS]. They
-// lie where no weights are.
+// Where weights of usual turns were: how far a group's references are below the row's, float [4, HEADS], and factors of
+// queries, which may be larger in a group, float [4, HEADS].
 template <class L>
 DEVICE u32 group_references(u32 shared) { return shared + L::WEIGHTS + 4096; }
 template <class L>
@@ -38,8 +38,8 @@ DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
 }
 
 // Queries that float16 does not hold beside their head's largest, below 2^-16 in shared memory, are made anew, each group
-// with a power of two of its own.
-// Returns whether there were any: else all factors are 1, and are not read.
+// with a power of two of its own. Returns whether there were any: else all factors are 1, and are
+// not read.
 template <class L, int BARRIER>
 DEVICE bool fit_queries(const Params& p, const Row& row, u32 shared, int thread) {
   u32 least = ~0u;
@@ -81,8 +81,8 @@ constexpr bool TURNS_BY_GROUP = LAUNCH == Launch::MANY_ROWS;
 
 // Scores and weights of the turns that are left of a row, from this one on.
 template <class L, int BARRIER>
-DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thread, Ring& at, float (&sums)[L::HEADS / 4],
-                           bool seen) {
+DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
+                           float (&sums)[L::HEADS / 4], bool seen) {
   using R = typename L::R;
   constexpr Format FORMAT = FP8_DS_MLA;
   constexpr int N = L::HEADS / 2;
@@ -132,8 +132,10 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
           wgmma_float16(part, f[c] + 4 * j, query + (c * L::QUERY_CHUNK + j * 32) / 16, c > 0 || j > 0);
         wgmma_commit();
       }
-      const float scale[2] = {R::scale(scales, group) * R::FACTOR, R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
-      const u32 factors = query_factors<L>(shared) + (group * L::HEADS + 2 * t) * 4, has_factors = load_shared_4(has_seen - 4);
+      const float scale[2] = {R::scale(scales, group) * R::FACTOR,
+                              R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
+      const u32 factors = query_factors<L>(shared) + (group * L::HEADS + 2 * t) * 4,
+                has_factors = load_shared_4(has_seen - 4);
       wgmma_wait<0>();
       hold(part), hold(f[0]), hold(f[1]);
       if (has_factors != 0)
@@ -215,8 +217,6 @@ DEVICE constexpr int place_of_key(int n) {
   return n / 4 * L::RAW_SLOT + (n % 2 * 4 + n / 2 % 2 * 8) * L::R::BYTES;
 }
 
-constexpr int STEPS = 1;
-
 // A half of the values of a warp's keys: e4m3 as float16.
 template <class L>
 DEVICE void make_group_values(u32 shared, int turn, u32 values, int half, int thread) {
@@ -264,8 +264,8 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
     const u32 heads = first_head(own);
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
-    const u32 keys = shared + L::RAW + (uniform(turn) >> 8 & 0xff) * L::RAW_SLOT + t * R::BYTES, weights = keys + heads + t * 16,
-              scales = keys + R::SCALES_AT + half * 8;
+    const u32 keys = shared + L::RAW + (uniform(turn) >> 8 & 0xff) * L::RAW_SLOT + t * R::BYTES,
+              weights = keys + heads + t * 16, scales = keys + R::SCALES_AT + half * 8;
     float2 top[2] = {};  // [piece]
 #pragma unroll 1
     for (u32 slot = 0; slot < 4 * L::RAW_SLOT; slot += L::RAW_SLOT)
@@ -287,18 +287,21 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
         __syncwarp();
         if (t == 0) store_shared_float2(place_above, above.x, above.y);
       }
-      auto exceeds = [&](float top, float above) { return begins || top * exp2_approx(above) > LARGEST || above > HIGHEST; };
+      auto exceeds = [&](float top, float above) {
+        return begins || top * exp2_approx(above) > LARGEST || above > HIGHEST;
+      };
       if (__any_sync(~0u, exceeds(top[piece].x, above.x) || exceeds(top[piece].y, above.y))) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float largest = r ? top[piece].y : top[piece].x;
           largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
           largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-          float& own = r ? above.y : above.x;
-          const float before = own;
+          float& reference = r ? above.y : above.x;
+          const float before = reference;
           if (exceeds(largest, before))
-            own = fminf(GROUP_RAISED_TO - FACTOR_LOG2 - ceilf(log2_approx(largest)), begins ? LOWEST : fminf(before, LOWEST));
-          const float alpha = exp2_approx(own - before);
+            reference = fminf(GROUP_RAISED_TO - FACTOR_LOG2 - ceilf(log2_approx(largest)),
+                              begins ? LOWEST : fminf(before, LOWEST));
+          const float alpha = exp2_approx(reference - before);
 #pragma unroll
           for (int e = 0; e < 64; e += 4) o[piece][e + 2 * r] *= alpha, o[piece][e + 2 * r + 1] *= alpha;
         }
@@ -306,14 +309,13 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
       }
       const float factors[2] = {exp2_approx(above.x + FACTOR_LOG2), exp2_approx(above.y + FACTOR_LOG2)};
       const u64 values = tile_descriptor(place, 1024, TILE_KEYS * 128);
-      u32 a[STEPS][4];
+      u32 a[4];
       hold(o[piece]);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        u32(&own)[4] = a[k % STEPS];
-        if (k >= STEPS) {
-          wgmma_wait<STEPS - 1>();
-          hold(own);
+        if (k > 0) {
+          wgmma_wait<0>();
+          hold(a);
         }
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -325,11 +327,11 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
             const float scale = load_shared_float(scales + key + piece * 4);
             x[0][b] = w.x * scale * factors[0], x[1][b] = w.y * scale * factors[1];
           }
-          own[2 * n] = pack_float16(x[0][0], x[0][1]), own[2 * n + 1] = pack_float16(x[1][0], x[1][1]);
+          a[2 * n] = pack_float16(x[0][0], x[0][1]), a[2 * n + 1] = pack_float16(x[1][0], x[1][1]);
         }
-        hold(own);
+        hold(a);
         wgmma_fence();
-        wgmma_heads_by_dims(o[piece], own, values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
+        wgmma_heads_by_dims(o[piece], a, values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
         wgmma_commit();
       }
       if (piece == 1) {
@@ -344,8 +346,7 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
         if (ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
       }
       wgmma_wait<0>();
-#pragma unroll
-      for (int n = 0; n < STEPS; ++n) hold(a[n]);
+      hold(a);
       hold(o[piece]);
       if (!ends)
         warp_arrive(shared + L::VALUES_FREE + half_of<L::HALVES>(at, half).slot * 16 + piece * 8, lane);

@@ -92,8 +92,8 @@ class Params(ctypes.Structure):
 pack = packer(Params)
 
 
-# Rows of a CTA from which on their kernel may have code for turns by group (`by_group.cuh`), which the first and the last
-# turn of a CTA pay for: 1.01 of 64 x 128, where a CTA has one row.
+# Rows of a CTA from which on their kernel may have code for turns by group (`by_group.cuh`): the start and the end of a
+# CTA's work pay for it, 1 % where that is one row.
 MANY_ROWS = 3
 MOST_SHARES = 8  # a row has no more if its parts are added up in memory (`shares.cuh`)
 MOST_IN_REGISTERS = 16  # the same if CTAs keep shares in registers, `MOST_SHARES` in layout.cuh

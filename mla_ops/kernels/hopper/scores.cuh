@@ -155,7 +155,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
     if (BY_GROUPS) hold(sums);
   }
-  if (!BY_GROUPS) seen = 0;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
+  // Whether a key counted, and with it the references; 2: one that float16 does not hold as it is.
+  if (!BY_GROUPS) seen = 0;
 
   Start<FORMAT> start;
   bool started = false, last = resumed;
@@ -233,7 +234,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
   // that. Where only references moved, the turn comes back with its scores. Groups, balanced rows and narrower tiles
   // lose by it.
-  constexpr bool LEAVES = HEADS == 64 && (LAUNCH == Launch::ROWS || LAUNCH == Launch::MANY_ROWS || LAUNCH == Launch::CLUSTERS);
+  constexpr bool LEAVES = HEADS == 64 && (LAUNCH == Launch::ROWS || LAUNCH == Launch::CLUSTERS) || BY_GROUPS;
   constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
   u32 left_undo, settled = 0;    // flags of a turn that comes back with its scores
@@ -383,7 +384,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
-    if (!BY_GROUPS) named_barrier<SCORE_BARRIER, 128>();  // else the compiler takes rows to differ within a warp, and spills
+    // Else the compiler takes rows to differ within a warp, and spills. By groups the caller has it.
+    if (!BY_GROUPS) named_barrier<SCORE_BARRIER, 128>();
     return warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
   }
 

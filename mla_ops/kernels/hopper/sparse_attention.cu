@@ -163,8 +163,8 @@ DEVICE void attend(const Params& p) {
         Accumulators<HEADS> o;
         u32 resumed = 0;
         for (;;) {
-          int next = opaque(accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity,
-                                                                     query_parity, before, o, resumed));
+          int next = opaque(accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at,
+                                                                     row_parity, query_parity, before, o, resumed));
           if (next == 0) {
             forget(o[0]), forget(o[1]);
             resumed = 0;
