@@ -334,7 +334,8 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
             keys.append(cache_keys(capability, name, mode, dim, types[f"{prefix}block_table"] != "none"))
         tile = sparse_attention.two_cache_tile((capability // 10, capability % 10), heads, (keys[0], keys[1]))
         fixed = keys[0], tile, dim == 576, 8, 4 if partial else 8, partial
-        constants = {"OPTIONS": attention_options(*fixed, extra_keys=keys[1], upcast=False)}
+        steady = sparse_attention.is_steady(tile, keys[0], dtype)
+        constants = {"OPTIONS": attention_options(*fixed, steady=steady, extra_keys=keys[1], upcast=False)}
         options = {"num_warps": tile.num_warps}
         name = f"attend_extra[{fmt} and {extra}, q {SHORT[dtype]}, {heads} heads]"
         yield Variant(name, sparse_attention_extra._attend_extra_kernel, types, constants, options)

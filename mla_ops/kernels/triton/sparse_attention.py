@@ -123,7 +123,8 @@ def is_steady(chosen: Tile, keys: Keys, dtype: torch.dtype) -> bool:
     Where warps share the dims; float16 weights have not the range. 128 x 64, 128 x 128 take 166 and 313 us for 183 and
     331 so, but 64 heads on SM90 lose.
     """
-    return chosen.block_h == 32 and chosen.apart and keys.operands == "plain" and dtype == torch.bfloat16
+    walks = chosen.apart if keys.operands == "plain" else keys.operands == "fp8_v4"
+    return chosen.block_h == 32 and dtype == torch.bfloat16 and walks
 
 
 def wanted_programs(device_capability: tuple[int, int], block_h: int, sms: int) -> int:
@@ -514,7 +515,8 @@ def _launch_extra(
     part_out, part_lse = allocate_parts(out, lse, splits)
     out_unit = output_unit(part_out)
     fixed = sizes.keys, chosen, head_dim > LATENT_DIM, q_unit, out_unit, splits > 1
-    options = attention_options(*fixed, extra_keys=extra.keys)
+    steady = is_steady(chosen, sizes.keys, q.dtype)
+    options = attention_options(*fixed, steady=steady, extra_keys=extra.keys)
     _attend_extra_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
         kv_cache,

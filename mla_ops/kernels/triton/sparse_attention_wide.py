@@ -12,8 +12,8 @@ import triton.language as tl
 from .bfloat16 import widen
 from .common import HOLDS_QUERIES
 from .rows import FP8_SCALES_AT
-from .sparse_attention_device import dot, new_state, round_to
-from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries, still_waits
+from .sparse_attention_device import dot, new_state, round_to, still_waits
+from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries
 from .sparse_attention_keys import (
     fetch_indices,
     half_operand,
@@ -334,8 +334,6 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
         unit = half_unit(exponents)
         scale /= unit
     _, _, _, _, top, sums = new_state(OPTIONS)
-    if OPTIONS.steady:
-        top = tl.zeros_like(top)
     running = top
     if scores_run_on(OPTIONS):
         BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
