@@ -60,7 +60,7 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str, alone: b
     if num_heads <= 16:
         return make_tile(16, 32, 4, 2)
     if mode == "fp8_v4":
-        return make_tile(32, 32, 4, 1)
+        return make_tile(32, 32, 4, 1, early=True)
     half = mode == "fp8"
     if half and device_capability == (8, 0):
         return make_tile(32, 64, 8, 1, half=True, apart=True, early=True)
@@ -265,7 +265,8 @@ def operand_modes(q_dtype: torch.dtype, cache_format: str, extra_cache_format: s
 def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tuple[Keys, Keys]) -> Tile:
     """The tile for both caches. Two modes keep Q in shared memory twice, so that only the smallest tile fits.
 
-    So do two loops, beside which more heads would spill, as 64 do beside 64 keys that the kernel translates.
+    So do two loops, beside which more heads would spill, as 64 do beside 64 keys that the kernel translates. Beside
+    entries of single keys copies that begin early take more than 99 KB.
     """
     main, extra = keys
     chosen = tile(device_capability, num_heads, main.operands)
@@ -273,7 +274,7 @@ def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tup
         return tile(device_capability, 16, main.operands)
     if chosen.half:
         return make_tile(64, 16, 8, 2, apart=True, early=True) if KEEPS_OPERANDS else make_tile(64, 16, 8, 2)
-    return replace(chosen, block_n=32, early=False) if main.translated and chosen.block_h == 64 else chosen
+    return replace(chosen, block_n=32, early=False) if main.translated and chosen.block_h > 16 else chosen
 
 
 class CacheSizes(NamedTuple):
