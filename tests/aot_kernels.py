@@ -276,7 +276,9 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         keys = replace(keys, in_line=keys.in_line and not everything)
         out_unit = 4 if types["out"] == "*fp32" else 8
         looks = sparse_attention.looks_at_indices(keys, tile, partial, everything)
-        constants = {"OPTIONS": attention_options(keys, tile, dim == 576, 8, out_unit, partial, looks, upcast=False)}
+        steady = sparse_attention.is_steady(tile, keys, dtype)
+        fixed = keys, tile, dim == 576, 8, out_unit, partial, looks, steady
+        constants = {"OPTIONS": attention_options(*fixed, upcast=False)}
         options = {"num_warps": tile.num_warps}
         name = f"attend[{fmt}, q {SHORT[dtype]}, {dim}, {heads} heads{'' if everything else ', slots'}]"
         variant = Variant(name, sparse_attention._attend_kernel, types, constants, options)
@@ -285,7 +287,8 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             # for an SM that has room for two programs
             beside = sparse_attention.tile(device, heads, mode, alone=False)
             looks = sparse_attention.looks_at_indices(keys, beside, partial, everything)
-            fixed = replace(constants["OPTIONS"], tile=beside, looks=looks)
+            steady = sparse_attention.is_steady(beside, keys, dtype)
+            fixed = replace(constants["OPTIONS"], tile=beside, looks=looks, steady=steady)
             options = {"num_warps": beside.num_warps}
             yield replace(variant, name=name.replace("]", ", beside]"), constants={"OPTIONS": fixed}, options=options)
         if fmt == "fp8_ds_mla" and dtype == torch.bfloat16 and everything:
@@ -335,7 +338,8 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
             keys.append(cache_keys(capability, name, mode, dim, types[f"{prefix}block_table"] != "none"))
         tile = sparse_attention.two_cache_tile((capability // 10, capability % 10), heads, (keys[0], keys[1]))
         fixed = keys[0], tile, dim == 576, 8, 4 if partial else 8, partial
-        constants = {"OPTIONS": attention_options(*fixed, extra_keys=keys[1], upcast=False)}
+        steady = sparse_attention.is_steady(tile, keys[0], dtype)
+        constants = {"OPTIONS": attention_options(*fixed, steady=steady, extra_keys=keys[1], upcast=False)}
         options = {"num_warps": tile.num_warps}
         name = f"attend_extra[{fmt} and {extra}, q {SHORT[dtype]}, {heads} heads]"
         yield Variant(name, sparse_attention_extra._attend_extra_kernel, types, constants, options)
@@ -444,7 +448,8 @@ def operand_variants(capability: int, case: DenseCase) -> Iterator[Variant]:
         tile = dense_attention.paged_tile(device, case.num_heads, mode, alone)
         keys = cache_keys(capability, case.cache_format, "fp8_half" if tile.half else mode, case.dim, translated=True)
         partial, part = kind != "rows", "*fp16" if tile.half else "*fp32"
-        options = replace(variant.constants["OPTIONS"], tile=tile, keys=keys, partial=partial)
+        steady = sparse_attention.is_steady(tile, keys, case.dtype)
+        options = replace(variant.constants["OPTIONS"], tile=tile, keys=keys, partial=partial, steady=steady)
         types = variant.types | {"out": part if partial else f"*{SHORT[case.dtype]}"}
         types["uneven"] = "none" if partial else "*i32"
         name = variant.name.replace("]", f", {kind}]")

@@ -47,6 +47,7 @@ class Options(Constant):
         q_unit, out_unit: elements that strides of queries and of the output are counted in.
         partial: whether the output is a part of a row, with an lse in base 2.
         looks: whether the first indices are looked at, for tiles of keys without masks.
+        steady: whether weights are about the largest score of a program's first tile, and about no later one.
         whole: whether a tile of keys lies in one block, in dense attention.
         extra_keys: the rows of the second of two caches.
         packed: whether tokens of one request share a program.
@@ -60,6 +61,7 @@ class Options(Constant):
     out_unit: int = 1
     partial: bool = False
     looks: bool = False
+    steady: bool = False
     whole: bool = False
     extra_keys: Keys | None = None
     packed: bool = False
@@ -69,8 +71,9 @@ class Options(Constant):
         return replace(self, keys=self.extra_keys)
 
     def of_second_walk(self) -> "Options":
-        """A walk over keys without scales in the operands: rare, in what fits beside the registers of the first."""
-        return replace(self, keys=self.keys.with_operands("fp8"), tile=self.tile.narrow())
+        """A walk without scales in operands, about the largest score: rare, in what fits beside the first's registers."""
+        keys = self.keys.with_operands("fp8") if self.tile.half else self.keys
+        return replace(self, keys=keys, tile=self.tile.narrow(), steady=False)
 
 
 # made once, as keys are

@@ -46,6 +46,7 @@ from .sparse_attention import (
     LOG2E,
     CacheSizes,
     cache_sizes,
+    is_steady,
     operand_mode,
     programs_are_alone,
     query_strides,
@@ -226,7 +227,8 @@ def paged_attention(
     tensors = (*decode.tensors, uneven, part_out, part_lse, decode.scale_log2)
     whole = sizes.block_size % chosen.block_n == 0
     keys = sizes.keys.with_operands("fp8_half") if chosen.half else sizes.keys
-    options = attention_options(keys, chosen, decode.rope, q_unit, partial=splits > 1, whole=whole)
+    steady = whole and not packed and is_steady(chosen, keys, q.dtype)
+    options = attention_options(keys, chosen, decode.rope, q_unit, partial=splits > 1, steady=steady, whole=whole)
     if packed:
         strides = (*decode.strides, part_out.stride(0), part_lse.stride(0))
         _packed_kernel[(programs, splits)](

@@ -3,17 +3,9 @@
 import triton
 import triton.language as tl
 
-from .attention_options import of_second_walk
-from .sparse_attention_device import (
-    attend_keys,
-    load_query,
-    new_state,
-    query_rows,
-    store_part_by_units,
-    store_result,
-    total_weight,
-)
-from .sparse_attention_keys import HALF_WEIGHT, is_half, look_up_block
+from .sparse_attention_again import store_walk
+from .sparse_attention_device import attend_keys, load_query, new_state, query_rows, store_result
+from .sparse_attention_keys import look_up_block
 from .sparse_attention_wide import attend_whole, is_whole, load_query_whole
 
 
@@ -35,10 +27,10 @@ def attend_row_by_groups(queries, place, cache, span, scale_log2, results, OPTIO
 
 @triton.jit
 def attend_row(queries, place, cache, span, scale_log2, results, num_splits, OPTIONS: tl.constexpr):
-    """`attend_whole` as `_attend_kernel` calls it, over float16 keys with a second walk where scales do not fit."""
+    """`attend_whole` as `_attend_kernel` calls it."""
     token, head, live_head, split = place
     begin, end = span
-    _, out, out_strides, _, lse_strides = results
+    _, out, out_strides, _, _ = results
     q, q_rope, query_strides = queries
     whole = load_query_whole(query_rows(q, q_rope, token, head, query_strides, OPTIONS.q_unit), live_head, OPTIONS)
     # 0, which the compiler does not know: addresses kept until there is a result would spill
@@ -48,25 +40,4 @@ def attend_row(queries, place, cache, span, scale_log2, results, num_splits, OPT
     scratch = scratch.to(tl.pointer_type(tl.float16))
     first = look_up_block(cache, begin, end)
     state = attend_whole(whole, scratch, live_head, cache, None, (begin, begin, end), first, scale_log2, OPTIONS)
-    if is_half(OPTIONS.keys):
-        acc, top, sums, unit = state
-        total = total_weight(sums)
-        broken = tl.max((total != total).to(tl.int32), 0)
-        units = num_splits * lse_strides[0]
-        if broken > 0:
-            AGAIN: tl.constexpr = of_second_walk(OPTIONS)
-            # 1, which the compiler does not know: addresses kept since the first walk would spill
-            q_rows = query_rows(q, q_rope, token + (broken - 1), head, query_strides, OPTIONS.q_unit)
-            query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
-            exact = attend_keys(query, new_state(AGAIN), cache, None, span, scale_log2, None, AGAIN)
-            if OPTIONS.partial:
-                store_part_by_units(exact, place, results, units, OPTIONS)
-            else:
-                store_result(exact, place, results, OPTIONS)
-        else:
-            halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
-            # averages of keys, which are float16 in a unit, are too
-            scale = 1.0 / HALF_WEIGHT if OPTIONS.partial else (1.0 / HALF_WEIGHT) / unit
-            store_result(halves, place, results, OPTIONS, scale, units, 1.0 / unit)
-    else:
-        store_result(state, place, results, OPTIONS)
+    store_walk(state, queries, place, cache, None, span, scale_log2, results, num_splits, OPTIONS)

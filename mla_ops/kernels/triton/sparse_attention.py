@@ -8,11 +8,12 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, get_format
-from .attention_options import Tile, attention_options, make_tile, of_second_walk
+from .attention_options import Tile, attention_options, make_tile
 from .common import KEEPS_OPERANDS, Pages, capability, cdiv, num_sms, shared_of_sm, sized_jit
 from .e4m3 import decode_method
 from .index import convert_req_index_to_global_index
 from .rounds import Shares, parts_of, rounds_of, suits_large_tiles
+from .sparse_attention_again import store_walk
 from .sparse_attention_device import (
     attend_keys,
     last_indices,
@@ -21,19 +22,9 @@ from .sparse_attention_device import (
     new_state,
     query_rows,
     share_of_keys,
-    store_part_by_units,
-    store_result,
-    total_weight,
 )
 from .sparse_attention_extra import _attend_extra_kernel
-from .sparse_attention_keys import (
-    HALF_WEIGHT,
-    Keys,
-    divider,
-    fetch_indices,
-    is_half,
-    make_keys,
-)
+from .sparse_attention_keys import Keys, divider, fetch_indices, make_keys
 from .sparse_attention_wide import (
     attend_whole,
     is_whole,
@@ -113,6 +104,15 @@ def looks_at_indices(keys: Keys, chosen: Tile, partial: bool, has_length: bool) 
     return not (partial and has_length) and not (keys.decode == "packed" and chosen.num_warps == 4)
 
 
+def is_steady(chosen: Tile, keys: Keys, dtype: torch.dtype) -> bool:
+    """Whether weights are about the largest score of a program's first tile alone: Options.steady.
+
+    Of 32 heads, whose weights are bfloat16: float16 has not the range. On SM90 64 heads and 16 have not gained.
+    """
+    walks = chosen.apart if keys.operands == "plain" else keys.operands == "fp8_v4"
+    return chosen.block_h == 32 and dtype == torch.bfloat16 and walks
+
+
 def wanted_programs(device_capability: tuple[int, int], block_h: int, sms: int) -> int:
     """Programs that run at the same time: two an SM of small tiles, where shared memory has room for both."""
     return 2 * sms if block_h < 64 and device_capability[0] in (9, 10) else sms
@@ -151,7 +151,6 @@ def _attend_kernel(
     Registers: accumulators, 512 float32 a head. Shared memory: Q, one tile of keys as operands, `TILE.ahead` of raw
     rows, P.
     """
-    KEYS: tl.constexpr = OPTIONS.keys
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     PARTIAL: tl.constexpr = OPTIONS.partial
@@ -223,28 +222,8 @@ def _attend_kernel(
     else:
         query = (q_rows, live_head, queries)
         state = attend_keys(query, new_state(OPTIONS), cache, index_row, (begin, end), scale_log2, None, OPTIONS)
-    if is_half(KEYS):
-        acc, top, sums, unit = state
-        total = total_weight(sums)
-        broken = tl.max((total != total).to(tl.int32), 0)
-        if broken > 0:
-            # 1, which the compiler does not know: addresses kept since the first walk would spill
-            q_rows = query_rows(q, q_rope, token + (broken - 1), head, query_strides, OPTIONS.q_unit)
-            AGAIN: tl.constexpr = of_second_walk(OPTIONS)
-            query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
-            exact = attend_keys(query, new_state(AGAIN), cache, index_row, (begin, end), scale_log2, None, AGAIN)
-            if PARTIAL:
-                store_part_by_units(exact, place, results, num_splits * stride_lse_split, OPTIONS)
-            else:
-                store_result(exact, place, results, OPTIONS)
-        else:
-            halves = (acc, top, sums * (1.0 / HALF_WEIGHT))
-            # averages of keys, which are float16 in a unit, are too
-            scale = 1.0 / HALF_WEIGHT if PARTIAL else (1.0 / HALF_WEIGHT) / unit
-            units = num_splits * stride_lse_split
-            store_result(halves, place, results, OPTIONS, scale, units, 1.0 / unit)
-    else:
-        store_result(state, place, results, OPTIONS)
+    queries = (q, q_rope, query_strides)
+    store_walk(state, queries, place, cache, index_row, (begin, end), scale_log2, results, num_splits, OPTIONS)
 
 
 def operand_mode(q_dtype: torch.dtype, cache_format: str) -> str:
@@ -381,6 +360,7 @@ def _launch(
     out_unit = output_unit(part_out)
     rope = head_dim > LATENT_DIM or q_rope is not None
     looks = looks_at_indices(keys, chosen, splits > 1, topk_length is not None)
+    steady = is_steady(chosen, keys, q.dtype)
     _attend_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
         q_rope,
@@ -405,7 +385,7 @@ def _launch(
             *(stride // out_unit for stride in part_out.stride()[:-1]),
             *part_lse.stride()[:-1],
         ),
-        OPTIONS=attention_options(keys, chosen, rope, q_unit, out_unit, splits > 1, looks),
+        OPTIONS=attention_options(keys, chosen, rope, q_unit, out_unit, splits > 1, looks, steady),
         num_warps=chosen.num_warps,
     )
     if splits > 1:
@@ -518,7 +498,8 @@ def _launch_extra(
     part_out, part_lse = allocate_parts(out, lse, splits)
     out_unit = output_unit(part_out)
     fixed = sizes.keys, chosen, head_dim > LATENT_DIM, q_unit, out_unit, splits > 1
-    options = attention_options(*fixed, extra_keys=extra.keys)
+    steady = is_steady(chosen, sizes.keys, q.dtype)
+    options = attention_options(*fixed, steady=steady, extra_keys=extra.keys)
     _attend_extra_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
         kv_cache,

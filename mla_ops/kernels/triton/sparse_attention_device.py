@@ -108,7 +108,7 @@ def new_state(OPTIONS: tl.constexpr):
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     acc = tl.zeros((BLOCK_H, 128), tl.float32)
-    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    top = tl.full((BLOCK_H,), 0.0 if OPTIONS.steady else float("-inf"), tl.float32)
     if BLOCK_H < 64:
         sums = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
     else:
@@ -169,6 +169,26 @@ def _scores(query, keys, rows, zero, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def first_pivot(top, largest):
+    """What weights of a STEADY program are about, from `top`, 0, and the largest scores of its first tile, a head.
+
+    Where these are no numbers, it stays about 0. Weights of the first tile are up to 2^-16, so that others may be above
+    by 2^120 before a program walks again (`left_its_range`).
+    """
+    return tl.where(tl.abs(largest) < float("inf"), largest, top) + 16.0
+
+
+@triton.jit
+def _weights_about(state, scores, is_first):
+    """Does what `_rescale` does, in a STEADY program: nothing fades."""
+    acc0, acc1, acc2, acc3, top, sums = state
+    if is_first:
+        top = first_pivot(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - top[:, None])
+    return (acc0, acc1, acc2, acc3, top, sums + weights), weights
+
+
+@triton.jit
 def _rescale(state, scores):
     """One step of the online softmax: the state faded to the new largest score, and the weights of `scores`."""
     acc0, acc1, acc2, acc3, top, sums = state
@@ -206,11 +226,14 @@ def _mask(scores, column, places, row_end, scale_log2):
 
 
 @triton.jit
-def _weigh(q, state, keys, rows, seen, zero, OPTIONS: tl.constexpr):
+def _weigh(q, state, keys, rows, seen, zero, is_first, OPTIONS: tl.constexpr):
     """The state faded to the scores of a tile of keys, and their weights as operands."""
     column, places, scale_log2, row_end = seen
     scores = _mask(_scores(q, keys, rows, zero, OPTIONS), column, places, row_end, scale_log2)
-    faded, weights = _rescale(state, scores)
+    if OPTIONS.steady:
+        faded, weights = _weights_about(state, scores, is_first)
+    else:
+        faded, weights = _rescale(state, scores)
     return faded, _round_weights(weights, keys, rows, OPTIONS)
 
 
@@ -219,7 +242,8 @@ def _attend_operands(q, state, keys, rows, seen, sure, OPTIONS: tl.constexpr):
     """The state after a tile of keys that are operands.
 
     Scores APART stand behind what is `sure`, and each of their products has a sum of its own: where the compiler sees
-    that a product goes into another, it gives both groups of warps all of it.
+    that a product goes into another, it gives both groups of warps all of it. STEADY ones, which do not, take for `sure`
+    whether the tile is the first.
     """
     UPCAST: tl.constexpr = OPTIONS.upcast
     if OPTIONS.tile.apart:
@@ -228,10 +252,10 @@ def _attend_operands(q, state, keys, rows, seen, sure, OPTIONS: tl.constexpr):
         weights = tl.zeros((q[0].shape[0], keys[0].shape[0]), tl.float32) + seen[2]
         p = _round_weights(weights, keys, rows, OPTIONS)
         if sure:
-            faded, p = _weigh(q, state, keys, rows, seen, seen[2] * 0.0, OPTIONS)
+            faded, p = _weigh(q, state, keys, rows, seen, seen[2] * 0.0, False, OPTIONS)
             acc0, acc1, acc2, acc3, top, sums = faded
     else:
-        faded, p = _weigh(q, state, keys, rows, seen, None, OPTIONS)
+        faded, p = _weigh(q, state, keys, rows, seen, None, sure, OPTIONS)
         acc0, acc1, acc2, acc3, top, sums = faded
     if len(p) == 1:
         p = p + p + p + p
@@ -304,6 +328,8 @@ def attend_keys(query, state, cache, index_row, span, scale_log2, row_end, OPTIO
             places = locate(cache, index, KEYS)
             rows = load_rows(cache, places, False, OPTIONS)
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
+            if OPTIONS.steady:
+                sure = (begin >= 0, start == begin)
             state = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, OPTIONS)
     return state
 

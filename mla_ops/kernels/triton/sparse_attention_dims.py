@@ -12,7 +12,7 @@ programs an SM, 90 KB each: queries, one tile of keys, sums.
 import triton
 import triton.language as tl
 
-from .sparse_attention_device import dot, round_to
+from .sparse_attention_device import dot, first_pivot, round_to
 from .sparse_attention_keys import are_there
 
 
@@ -89,8 +89,11 @@ def _scores(q, rows, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def attend_tile_by_dims(q, state, rows, cache, indices, scale, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
-    """Does what `_attend_tile` of `sparse_attention_wide` does, with scores and sums of weights as [keys, heads]."""
+def attend_tile_by_dims(q, state, rows, cache, indices, scale, is_first, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
+    """Does what `_attend_tile` of `sparse_attention_wide` does, with scores and sums of weights as [keys, heads].
+
+    `is_first`: whether a STEADY program has no other tile before.
+    """
     WARPS: tl.constexpr = OPTIONS.tile.num_warps
     UPCAST: tl.constexpr = OPTIONS.upcast
     acc, top, sums, unused, also_unused = state
@@ -99,17 +102,23 @@ def attend_tile_by_dims(q, state, rows, cache, indices, scale, MASKED: tl.conste
     if MASKED:
         valid = are_there(cache, indices, OPTIONS)
         scores = tl.where(valid[:, None], scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 0))
-    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-    fade = tl.exp2(top - pivot)
+    if OPTIONS.steady:
+        if is_first:
+            top = first_pivot(top, tl.max(scores, 0))
+        pivot = top
+    else:
+        former = top
+        top = tl.maximum(top, tl.max(scores, 0))
+        pivot = tl.where(top == float("-inf"), 0.0, top)
+        fade = tl.exp2(former - pivot)
+        sums *= fade[None, :]
+        acc *= fade[:, None]
     weights = tl.exp2(scores - pivot[None, :])
     if WARPS == 8:
-        sums = sums * fade[None, :] + weights
+        sums += weights
     else:
         # of every fourth key, which a thread has: one register, not eight
-        every_fourth = tl.reshape(weights, (weights.shape[0] // WARPS, WARPS, weights.shape[1]))
-        sums = sums * fade[None, :] + tl.sum(every_fourth, 0)
-    acc *= fade[:, None]
+        sums += tl.sum(tl.reshape(weights, (weights.shape[0] // WARPS, WARPS, weights.shape[1])), 0)
     # where the product takes them: made before, they hold more registers
     acc = dot(tl.trans(round_to(weights, keys.dtype, UPCAST)), keys, acc, UPCAST)
-    return acc, new_top, sums, unused, also_unused
+    return acc, top, sums, unused, also_unused

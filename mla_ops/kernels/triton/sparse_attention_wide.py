@@ -152,7 +152,7 @@ def _surely(start, end):
 def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     if by_dims(OPTIONS):
         scale = scales[0]
-        state = attend_tile_by_dims(q, state, rows, cache, indices, scale, MASKED, OPTIONS)
+        state = attend_tile_by_dims(q, state, rows, cache, indices, scale, sure, MASKED, OPTIONS)
     elif in_two(OPTIONS):
         state, scale = attend_tile_in_two(q, state, rows, cache, indices, scales, sure, MASKED, OPTIONS)
     else:
@@ -223,7 +223,10 @@ def _keep(sums, products):
 
 @triton.jit
 def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr):
-    """The state after all tiles of keys: those up to `whole`, in which all keys are there, without masks."""
+    """The state after all tiles of keys: those up to `whole`, in which all keys are there, without masks.
+
+    Where warps share the dims, the second of `scales` is where the program begins.
+    """
     KEYS: tl.constexpr = OPTIONS.keys
     TILE: tl.constexpr = OPTIONS.tile
     begin, whole, end = span
@@ -236,7 +239,8 @@ def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr
             rows = _load_rows(cache, locate(cache, index, KEYS), False, OPTIONS)
             index = tl.load(index_row + tl.minimum(start + TILE.block_n, last) + n)
             scales = (scale, scale_behind, unit)
-            state, scale = _attend_tile(q, state, rows, cache, None, scales, _surely(start, whole), False, OPTIONS)
+            sure = start == scale_behind if by_dims(OPTIONS) else _surely(start, whole)
+            state, scale = _attend_tile(q, state, rows, cache, None, scales, sure, False, OPTIONS)
         # Where there is no such tile, nothing for the rest is kept in registers: it would spill.
         if whole < end:
             index = fetch_indices(index_row, whole + n, end)
@@ -275,7 +279,9 @@ def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.co
             column = start + TILE.block_n
             index = fetch_indices(index_row + column, n, end - column)
         sure = _surely(start, end)
-        if FEW_REGISTERS:
+        if by_dims(OPTIONS):
+            sure = start == scale_behind
+        elif FEW_REGISTERS:
             # the first and the last of these LLVM does not prove, either
             sure = (begin >= 0, start < end, end >= begin, end > begin)
         if OPTIONS.whole:
@@ -342,7 +348,7 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
         if OPTIONS.tile.num_warps == 4:
             sums = tl.zeros((4, BLOCK_H), tl.float32)
         state = (state[0], top, sums, running, running)
-        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, scale, unit), OPTIONS)
+        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, begin, unit), OPTIONS)
     # Queries should be operands from shared memory, as loaded ones are, where there are no registers left for them.
     elif BLOCK_H < 64:
         if in_two(OPTIONS):
