@@ -448,7 +448,7 @@ def operand_variants(capability: int, case: DenseCase) -> Iterator[Variant]:
         tile = dense_attention.paged_tile(device, case.num_heads, mode, alone)
         keys = cache_keys(capability, case.cache_format, "fp8_half" if tile.half else mode, case.dim, translated=True)
         partial, part = kind != "rows", "*fp16" if tile.half else "*fp32"
-        steady = sparse_attention.is_steady(tile, keys, case.dtype)
+        steady = tile.num_warps == 8 and sparse_attention.is_steady(tile, keys, case.dtype)
         options = replace(variant.constants["OPTIONS"], tile=tile, keys=keys, partial=partial, steady=steady)
         types = variant.types | {"out": part if partial else f"*{SHORT[case.dtype]}"}
         types["uneven"] = "none" if partial else "*i32"

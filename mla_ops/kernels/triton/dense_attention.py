@@ -227,7 +227,8 @@ def paged_attention(
     tensors = (*decode.tensors, uneven, part_out, part_lse, decode.scale_log2)
     whole = sizes.block_size % chosen.block_n == 0
     keys = sizes.keys.with_operands("fp8_half") if chosen.half else sizes.keys
-    steady = whole and not packed and is_steady(chosen, keys, q.dtype)
+    # in parts those of four warps would spill
+    steady = whole and not packed and chosen.num_warps == 8 and is_steady(chosen, keys, q.dtype)
     options = attention_options(keys, chosen, decode.rope, q_unit, partial=splits > 1, steady=steady, whole=whole)
     if packed:
         strides = (*decode.strides, part_out.stride(0), part_lse.stride(0))

@@ -13,37 +13,24 @@ from .sparse_attention_device import (
     store_result,
     total_weight,
 )
-from .sparse_attention_keys import HALF_WEIGHT, fetch_indices, is_half, locate
+from .sparse_attention_keys import HALF_WEIGHT, is_half
 
 
 @triton.jit
 def left_its_range(state):
     """1 if a STEADY program may have lost something in a head, else 0.
 
-    Sums of weights are at least 2^-16 where the first tile has a key. Above 2^110 weights soon overflow, below 2^-60
-    some are 0 that count; large values may overflow earlier.
+    Sums of weights are at least 2^-16, unless scores of the first tile with keys are no numbers. Above 2^110 weights soon
+    overflow, below 2^-60 some are 0 that count; large values may overflow earlier. A program that has seen no key is
+    right.
     """
+    top = state[len(state) - 2]
     total = total_weight(state[len(state) - 1])
     right = (total > 2.0**-60) & (total < 2.0**110)
     for i in tl.static_range(len(state) - 2):
         right &= tl.sum(state[i] * 0.0, 1) == 0.0
+    right |= tl.max((top != 0.0).to(tl.int32) | (total != 0.0).to(tl.int32), 0) == 0
     return tl.max((~right).to(tl.int32), 0)
-
-
-@triton.jit
-def first_key(cache, index_row, begin, end, OPTIONS: tl.constexpr):
-    """The first column that names a key; `end` if none does."""
-    KEYS: tl.constexpr = OPTIONS.keys
-    found = begin
-    if index_row is not None:
-        found = end
-        start = begin
-        while (found == end) & (start < end):
-            column = start + tl.arange(0, 512)
-            there = locate(cache, fetch_indices(index_row, column, end), KEYS)[2]
-            found = tl.minimum(end, tl.min(tl.where(there, column, end), 0))
-            start += 512
-    return found
 
 
 @triton.jit
@@ -68,10 +55,7 @@ def store_walk(state, queries, place, cache, index_row, span, scale_log2, result
             # 1, which the compiler does not know: addresses kept since the first walk would spill
             q_rows = query_rows(q, q_rope, token + (broken - 1), head, query_strides, OPTIONS.q_unit)
             query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
-            begin, end = span
-            if OPTIONS.steady:
-                begin = first_key(cache, index_row, begin, end, OPTIONS)
-            exact = attend_keys(query, new_state(AGAIN), cache, index_row, (begin, end), scale_log2, None, AGAIN)
+            exact = attend_keys(query, new_state(AGAIN), cache, index_row, span, scale_log2, None, AGAIN)
             if HALF and OPTIONS.partial:
                 store_part_by_units(exact, place, results, units, OPTIONS)
             else:

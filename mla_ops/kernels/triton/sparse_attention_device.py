@@ -172,10 +172,20 @@ def _scores(query, keys, rows, zero, OPTIONS: tl.constexpr):
 def first_pivot(top, largest):
     """What weights of a STEADY program are about, from `top`, 0, and the largest scores of its first tile, a head.
 
-    Where these are no numbers, it stays about 0. Weights of the first tile are up to 2^-16, so that others may be above
-    by 2^120 before a program walks again (`left_its_range`).
+    Where these are no numbers it stays 0, else it is another. Weights of the first tile are up to 2^-16, so that others
+    may be above by 2^120 before a program walks again (`left_its_range`).
     """
-    return tl.where(tl.abs(largest) < float("inf"), largest, top) + 16.0
+    largest += 16.0
+    largest = tl.where(largest == 0.0, 1.0, largest)
+    return tl.where(tl.abs(largest) < float("inf"), largest, top)
+
+
+@triton.jit
+def still_waits(waits, top):
+    """Whether a STEADY program has not seen a key yet, after another tile."""
+    if waits:
+        waits = tl.max((top != 0.0).to(tl.int32), 0) == 0
+    return waits
 
 
 @triton.jit
@@ -243,7 +253,7 @@ def _attend_operands(q, state, keys, rows, seen, sure, OPTIONS: tl.constexpr):
 
     Scores APART stand behind what is `sure`, and each of their products has a sum of its own: where the compiler sees
     that a product goes into another, it gives both groups of warps all of it. STEADY ones, which do not, take for `sure`
-    whether the tile is the first.
+    whether no tile before had a key.
     """
     UPCAST: tl.constexpr = OPTIONS.upcast
     if OPTIONS.tile.apart:
@@ -312,6 +322,7 @@ def attend_keys(query, state, cache, index_row, span, scale_log2, row_end, OPTIO
     n = tl.arange(0, TILE.block_n)
     # true, which is not known when this is compiled
     sure = (begin >= 0, end >= begin)
+    waits = tl.max((state[4] != 0.0).to(tl.int32), 0) == 0 if OPTIONS.steady else False
     if is_exact(KEYS):
         state = _attend_exactly(q_rows, live_head, state, cache, index_row, span, scale_log2, row_end, OPTIONS)
     elif OPTIONS.whole:
@@ -329,8 +340,10 @@ def attend_keys(query, state, cache, index_row, span, scale_log2, row_end, OPTIO
             rows = load_rows(cache, places, False, OPTIONS)
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
             if OPTIONS.steady:
-                sure = (begin >= 0, start == begin)
+                sure = (begin >= 0, waits)
             state = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, OPTIONS)
+            if OPTIONS.steady:
+                waits = still_waits(waits, state[4])
     return state
 
 

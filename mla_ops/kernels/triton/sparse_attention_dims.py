@@ -89,21 +89,21 @@ def _scores(q, rows, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def attend_tile_by_dims(q, state, rows, cache, indices, scale, is_first, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
+def attend_tile_by_dims(q, state, rows, cache, indices, scales, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Does what `_attend_tile` of `sparse_attention_wide` does, with scores and sums of weights as [keys, heads].
 
-    `is_first`: whether a STEADY program has no other tile before.
+    `scales`: the scores' scale, and whether no tile of a STEADY program before had a key.
     """
     WARPS: tl.constexpr = OPTIONS.tile.num_warps
     UPCAST: tl.constexpr = OPTIONS.upcast
     acc, top, sums, unused, also_unused = state
     keys = rows[0]
-    scores = _scores(q, rows, OPTIONS) * scale
+    scores = _scores(q, rows, OPTIONS) * scales[0]
     if MASKED:
         valid = are_there(cache, indices, OPTIONS)
         scores = tl.where(valid[:, None], scores, float("-inf"))
     if OPTIONS.steady:
-        if is_first:
+        if scales[1]:
             top = first_pivot(top, tl.max(scores, 0))
         pivot = top
     else:

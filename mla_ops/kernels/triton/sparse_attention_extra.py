@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .attention_options import of_extra_cache, of_second_walk
 from .common import Pages, sized_jit
-from .sparse_attention_again import first_key, left_its_range
+from .sparse_attention_again import left_its_range
 from .sparse_attention_device import (
     attend_keys,
     attend_tile,
@@ -14,6 +14,7 @@ from .sparse_attention_device import (
     named_end,
     new_state,
     query_rows,
+    still_waits,
     store_result,
 )
 from .sparse_attention_keys import divider, fetch_indices, load_rows, locate
@@ -53,6 +54,7 @@ def _attend_both(query, state, caches, index_rows, spans, scale_log2, OPTIONS: t
     shift = extra_begin - tiles * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     main = tiles > 0
+    waits = main | (extra_tiles > 0)
     column = tl.where(main, begin, shift) + n
     index = fetch_indices(tl.where(main, index_row, extra_index_row), column, tl.where(main, end, extra_end))
     for turn in tl.range(0, tiles + extra_tiles, num_stages=STAGES):
@@ -62,8 +64,10 @@ def _attend_both(query, state, caches, index_rows, spans, scale_log2, OPTIONS: t
         main = turn + 1 < tiles
         column = tl.where(main, begin, shift) + (turn + 1) * BLOCK_N + n
         index = fetch_indices(tl.where(main, index_row, extra_index_row), column, tl.where(main, end, extra_end))
-        sure = (begin >= 0, turn == 0 if OPTIONS.steady else turn >= 0)
+        sure = (begin >= 0, waits if OPTIONS.steady else turn >= 0)
         state = attend_tile(query[2], state, rows, places, n, scale_log2, None, sure, OPTIONS)
+        if OPTIONS.steady:
+            waits = still_waits(waits, state[4])
     return state
 
 
@@ -183,9 +187,7 @@ def _attend_extra_kernel(
             q_rows = query_rows(q, None, token, head, (stride_q_token, stride_q_head, 0, 0), OPTIONS.q_unit)
             query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
             caches, index_rows = (cache, _with_divider(extra)), (index_row, extra_index_row)
-            begin = first_key(cache, index_row, begin, end, OPTIONS)
-            extra_begin = first_key(caches[1], extra_index_row, extra_begin, extra_end, OPTIONS)
-            spans = (begin, end), (extra_begin, extra_end)
+            spans = span, extra_span
             exact = _attend_both(query, new_state(AGAIN), caches, index_rows, spans, scale_log2, AGAIN)
             store_result(exact, place, results, OPTIONS)
         else:

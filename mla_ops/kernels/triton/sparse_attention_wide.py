@@ -12,7 +12,7 @@ import triton.language as tl
 from .bfloat16 import widen
 from .common import HOLDS_QUERIES
 from .rows import FP8_SCALES_AT
-from .sparse_attention_device import dot, new_state, round_to
+from .sparse_attention_device import dot, new_state, round_to, still_waits
 from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries
 from .sparse_attention_keys import (
     fetch_indices,
@@ -152,7 +152,7 @@ def _surely(start, end):
 def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     if by_dims(OPTIONS):
         scale = scales[0]
-        state = attend_tile_by_dims(q, state, rows, cache, indices, scale, sure, MASKED, OPTIONS)
+        state = attend_tile_by_dims(q, state, rows, cache, indices, scales[:2], MASKED, OPTIONS)
     elif in_two(OPTIONS):
         state, scale = attend_tile_in_two(q, state, rows, cache, indices, scales, sure, MASKED, OPTIONS)
     else:
@@ -225,7 +225,7 @@ def _keep(sums, products):
 def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr):
     """The state after all tiles of keys: those up to `whole`, in which all keys are there, without masks.
 
-    Where warps share the dims, the second of `scales` is where the program begins.
+    Where warps share the dims, the second of `scales` is whether a STEADY program has not seen a key yet.
     """
     KEYS: tl.constexpr = OPTIONS.keys
     TILE: tl.constexpr = OPTIONS.tile
@@ -239,8 +239,9 @@ def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr
             rows = _load_rows(cache, locate(cache, index, KEYS), False, OPTIONS)
             index = tl.load(index_row + tl.minimum(start + TILE.block_n, last) + n)
             scales = (scale, scale_behind, unit)
-            sure = start == scale_behind if by_dims(OPTIONS) else _surely(start, whole)
-            state, scale = _attend_tile(q, state, rows, cache, None, scales, sure, False, OPTIONS)
+            state, scale = _attend_tile(q, state, rows, cache, None, scales, _surely(start, whole), False, OPTIONS)
+            if OPTIONS.steady:
+                scale_behind = still_waits(scale_behind, state[1])
         # Where there is no such tile, nothing for the rest is kept in registers: it would spill.
         if whole < end:
             index = fetch_indices(index_row, whole + n, end)
@@ -279,9 +280,7 @@ def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.co
             column = start + TILE.block_n
             index = fetch_indices(index_row + column, n, end - column)
         sure = _surely(start, end)
-        if by_dims(OPTIONS):
-            sure = start == scale_behind
-        elif FEW_REGISTERS:
+        if FEW_REGISTERS:
             # the first and the last of these LLVM does not prove, either
             sure = (begin >= 0, start < end, end >= begin, end > begin)
         if OPTIONS.whole:
@@ -290,6 +289,8 @@ def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.co
             here = (index_row + start, n, end - start)
         scales = (scale, scale_behind, unit)
         state, scale = _attend_tile(q, state, rows, cache, here, scales, sure, True, OPTIONS)
+        if OPTIONS.steady:
+            scale_behind = still_waits(scale_behind, state[1])
     return state
 
 
@@ -348,7 +349,7 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
         if OPTIONS.tile.num_warps == 4:
             sums = tl.zeros((4, BLOCK_H), tl.float32)
         state = (state[0], top, sums, running, running)
-        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, begin, unit), OPTIONS)
+        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, begin >= 0, unit), OPTIONS)
     # Queries should be operands from shared memory, as loaded ones are, where there are no registers left for them.
     elif BLOCK_H < 64:
         if in_two(OPTIONS):
