@@ -154,7 +154,7 @@ def test_a_row_without_keys_is_not_walked_again(
     indices = torch.full((2, 700), -1, dtype=torch.int32, device=device)
     indices[1, 650] = 5
     options = {"topk_length": torch.tensor([700, 700], dtype=torch.int32, device=device)} if lengths else {}
-    out, lse = check("triton", q, cache, indices, cache_format, **options)
+    out, _lse = check("triton", q, cache, indices, cache_format, **options)
     assert not out[0].any()
     assert walks() == 0
 

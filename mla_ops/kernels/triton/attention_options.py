@@ -71,7 +71,7 @@ class Options(Constant):
         return replace(self, keys=self.extra_keys)
 
     def of_second_walk(self) -> "Options":
-        """A walk without scales in operands, about the largest score: rare, in what fits beside the first's registers."""
+        """A walk about the largest score, no scales in operands: rare, in what fits beside the registers of the first."""
         keys = self.keys.with_operands("fp8") if self.tile.half else self.keys
         return replace(self, keys=keys, tile=self.tile.narrow(), steady=False)
 

@@ -20,9 +20,9 @@ from .sparse_attention_keys import HALF_WEIGHT, is_half
 def left_its_range(state):
     """1 if a STEADY program may have lost something in a head, else 0.
 
-    Sums of weights are at least 2^-16, unless scores of the first tile with keys are no numbers. Above 2^110 weights soon
-    overflow, below 2^-60 some are 0 that count; large values may overflow earlier. A program that has seen no key is
-    right.
+    Sums of weights are at least 2^-16, unless scores of the first tile with keys are no numbers. Above 2^110 weights
+    soon overflow, below 2^-60 some are 0 that count; large values may overflow earlier. A program that has seen no key
+    is right.
     """
     top = state[len(state) - 2]
     total = total_weight(state[len(state) - 1])

@@ -252,8 +252,8 @@ def _attend_operands(q, state, keys, rows, seen, sure, OPTIONS: tl.constexpr):
     """The state after a tile of keys that are operands.
 
     Scores APART stand behind what is `sure`, and each of their products has a sum of its own: where the compiler sees
-    that a product goes into another, it gives both groups of warps all of it. STEADY ones, which do not, take for `sure`
-    whether no tile before had a key.
+    that a product goes into another, it gives both groups of warps all of it. STEADY ones, which do not, take for
+    `sure` whether no tile before had a key.
     """
     UPCAST: tl.constexpr = OPTIONS.upcast
     if OPTIONS.tile.apart:

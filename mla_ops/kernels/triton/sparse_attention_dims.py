@@ -112,13 +112,14 @@ def attend_tile_by_dims(q, state, rows, cache, indices, scales, MASKED: tl.const
         pivot = tl.where(top == float("-inf"), 0.0, top)
         fade = tl.exp2(former - pivot)
         sums *= fade[None, :]
-        acc *= fade[:, None]
     weights = tl.exp2(scores - pivot[None, :])
     if WARPS == 8:
         sums += weights
     else:
         # of every fourth key, which a thread has: one register, not eight
         sums += tl.sum(tl.reshape(weights, (weights.shape[0] // WARPS, WARPS, weights.shape[1])), 0)
+    if not OPTIONS.steady:
+        acc *= fade[:, None]
     # where the product takes them: made before, they hold more registers
     acc = dot(tl.trans(round_to(weights, keys.dtype, UPCAST)), keys, acc, UPCAST)
     return acc, top, sums, unused, also_unused
