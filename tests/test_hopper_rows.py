@@ -118,6 +118,15 @@ class Launched(NamedTuple):
                     addresses[start + offset * self.keys.row_bytes] += 1
         return addresses
 
+    def every_key(self) -> dict[tuple[int, int, int], int]:
+        """How often each token and tile of heads gathers which address, where each key is gathered once."""
+        return {
+            (token, tile, address): count
+            for token in range(len(LENGTHS))
+            for address, count in self.expected(token).items()
+            for tile in range(self.tiles)
+        }
+
     def scales_of(self, address: int) -> bytes:
         """Scales of a row, in formats that keep them apart."""
         for rows, *_ in self.selections:
@@ -258,13 +267,7 @@ def test_each_key_is_gathered_once(
             if kind == "slots" and not evenly:  # else a hole of a table is found out later
                 shares = -(-shape.shares // shape.splits) if isinstance(shape, Clusters) and shape.shares else 1
                 assert library.turns_of(token, tile) < -(-keys // TILE_KEYS) + shares
-    expected = {
-        (token, tile, address): count
-        for token in range(len(LENGTHS))
-        for address, count in call.expected(token).items()
-        for tile in range(call.tiles)
-    }
-    assert gathered == expected
+    assert gathered == call.every_key()
 
 
 @pytest.mark.parametrize(
@@ -294,13 +297,7 @@ def test_rows_have_as_many_ctas_as_their_lengths_ask_for(
         gathered.update((token, tile, row) for token, tile, _, _, row in found)
         for token, tile, number, *_ in found:
             keys_of_ctas.setdefault((token, tile), Counter())[number] += 1
-    expected = {
-        (token, tile, address): count
-        for token in range(len(LENGTHS))
-        for address, count in call.expected(token).items()
-        for tile in range(call.tiles)
-    }
-    assert gathered == expected
+    assert gathered == call.every_key()
     by_shape = numbers.margin == 99.0
     turns = [-(-min(max(length, 0), 700) // TILE_KEYS) for length in LENGTHS]
     most = sum(turns) / max(numbers.count - len(turns) / 2, 1) + 1

@@ -165,7 +165,7 @@ struct Stretch {
   // The cost of tokens of which long rows have so many turns.
   DEVICE int place(int others, int longs) const { return others + static_cast<int>(longs * factor); }
 
-  // That of a token which costs up to `after`.
+  // The last worker of a token whose cost ends at `after`.
   DEVICE int last_worker(int after) const { return min((after - 1) / quota, workers - 1); }
 
   // Turns of a piece at an end of a long row; none where they would be few.
@@ -204,7 +204,7 @@ struct Lying {
   }
 };
 
-// What the function below needs of `Params`, by value: it would get these from memory.
+// `Params` of the function below, by value: by reference it would read them from memory.
 struct Batch {
   const int* lengths[2];
   int topk[2], num_tokens, workers;

@@ -2,7 +2,7 @@
 
 A launch by shape gives each row as many CTAs, so that one long row holds up the others'. Where rows are few, each may
 have as many CTAs or clusters as its length asks for, which only the device knows: every warp finds it from the lengths.
-What they leave is merged by a second kernel, which ends at once where rows went by the launch's shape.
+A second kernel merges their parts. It ends at once where rows went by the launch's shape.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ struct InCluster {
     }
   }
 
-  // What was sent is there. To ask again at once takes less than to be woken.
+  // Waits until all that was sent is there. Asking again at once takes less time than being woken.
   DEVICE static void await(const u64& barrier) {
     while (!mbarrier_test(shared_address(&barrier), 0)) {}
   }

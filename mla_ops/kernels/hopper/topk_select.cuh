@@ -64,16 +64,6 @@ DEVICE u64 entry_of(u32 key, u32 position) { return static_cast<u64>(key) << 32 
 
 DEVICE u32 position_of(u64 entry) { return ~static_cast<u32>(entry); }
 
-// `inclusive_scan` for where many predicates are in use, which that would have saved elsewhere.
-DEVICE u32 inclusive_scan_by_selects(u32 value) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const u32 other = __shfl_up_sync(~0u, value, step);
-    if (threadIdx.x % 32 >= step) value += other;
-  }
-  return value;
-}
-
 // Sum of what the warps before this one bring; `total` of all. There is one barrier in it, and its `parity` may be used
 // again behind the next.
 template <int THREADS>
