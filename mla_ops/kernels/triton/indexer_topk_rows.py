@@ -83,10 +83,8 @@ def _select_kernel(
         if row_ends is not None:
             end = tl.minimum(tl.maximum(tl.load(row_ends + token), 0), num_columns)
         valid = (place >= start) & (place < end)
-        column = place
     else:
-        column = tl.load(columns + token * (stride_columns * UNIT) + place, mask=place < num_columns, other=-1)
-        valid = column >= 0
+        valid = tl.load(columns + token * (stride_columns * UNIT) + place, mask=place < num_columns, other=-1) >= 0
     score = tl.load(row + place, mask=valid, other=0.0)
     number = (order_of(score) ^ -0x80000000).to(tl.uint32, bitcast=True)
     # 0 is of no column, 1 of NaN: so a number says all, and no mask is kept beside it
@@ -105,23 +103,31 @@ def _select_kernel(
     behind = tl.cumsum(ones, 0) - ones
     kept = number >= least
     target = indices + token * stride_indices + piece * topk
-    tl.store(target + behind, column, mask=kept)
-    if block_table is not None:
-        # of what is kept only: with 32 columns a thread this would spill
-        request, known = request_of(req_id_per_token, token, num_requests)
-        blocks = Blocks(block_table + request * stride_table, known, max_blocks, block_size, ANY_BLOCK)
+    tl.store(target + behind, place, mask=kept)
+    if columns is not None or block_table is not None or kept_scores is not None:
+        # of what is kept only: 32 columns, scores and addresses a thread would leave room for one program an SM
         tl.debug_barrier()
+        if block_table is not None:
+            request, known = request_of(req_id_per_token, token, num_requests)
+            blocks = Blocks(block_table + request * stride_table, known, max_blocks, block_size, ANY_BLOCK)
         for first in range(0, count, 1024):
             chosen = first + tl.arange(0, 1024)
             there = chosen < count
-            slot, found = find_slot(blocks, tl.load(target + chosen, mask=there, other=0), there)
-            tl.store(target + chosen, tl.where(found, slot, -1).to(tl.int32), mask=there)
+            value = tl.load(target + chosen, mask=there, other=0)
+            if kept_scores is not None:
+                best = tl.load(row + value, mask=there, other=0.0)
+                tl.store(kept_scores + token * stride_kept + piece * topk + chosen, best, mask=there)
+            if columns is not None:
+                value = tl.load(columns + token * (stride_columns * UNIT) + value, mask=there, other=0)
+            if block_table is not None:
+                slot, found = find_slot(blocks, value, there)
+                value = tl.where(found, slot, -1).to(tl.int32)
+            if columns is not None or block_table is not None:
+                tl.store(target + chosen, value, mask=there)
     for first in range(count, topk, 1024):
         empty = first + tl.arange(0, 1024)
         tl.store(target + empty, tl.full((1024,), -1, tl.int32), mask=empty < topk)
-    if kept_scores is not None:
-        tl.store(kept_scores + token * stride_kept + piece * topk + behind, score, mask=kept)
-    else:
+    if valid_counts is not None:
         tl.store(valid_counts + token, count)
 
 
