@@ -115,18 +115,18 @@ DEVICE void advance(const Params& p, const Row& row, Ahead& ahead, int turn, int
   ahead.now = ahead.next, ahead.next = indices_at(p, row, turn + row.stride, lane);
 }
 
-// Rows of a slot that hold no key: zeros, their scales 2^-7 (V4: 2^-8), so that no weight of 0 meets a NaN.
+// Rows of a slot that hold no key: words that are finite as values, RoPE and scales, so that no weight of 0 meets a NaN.
 template <class R>
 DEVICE void clear_rows(u32 rows, u32 scales, u32 live, int lane) {
+  static_assert(R::BYTES > 512 && R::BYTES <= 1024, "two stores of a warp clear a row");
+  u32 word = 0;
+  if constexpr (!R::SCALES_APART) word = R::DEAD_SCALE;
+#pragma unroll 1
   for (u32 dead = ~live & 0xffff; dead; dead &= dead - 1) {
     const int row = __ffs(dead) - 1;
-#pragma unroll 1
-    for (int at = lane * 16; at < R::BYTES; at += 512) {
-      u32 word = 0;
-      if constexpr (!R::SCALES_APART)
-        if (at == R::SCALES_AT) word = R::DEAD_SCALE;
-      store_shared_16(rows + row * R::BYTES + at, word, word, word, word);
-    }
+    const u32 to = rows + row * R::BYTES + lane * 16;
+    store_shared_16(to, word, word, word, word);
+    if (lane < (R::BYTES - 512) / 16) store_shared_16(to + 512, word, word, word, word);
     if constexpr (R::SCALES_APART)
       if (lane == 0) store_shared_8(scales + row * R::SCALES_PITCH, R::DEAD_SCALES, R::DEAD_SCALES);
   }
@@ -229,6 +229,15 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
     const Indices indices = ahead;
     const bool extra = turn >= main_turns, over = turn >= last;
     ahead = indices_at(p, row, turn + row.stride, lane);
+    // Keys of this turn that fill no row of this warp's and end nothing are counted only. Narrower tiles lose by the votes.
+    if constexpr (HEADS == 64) {
+      const int after = filled + __popc(__ballot_sync(~0u, in_range(p.caches[extra], indices.of[0]))) +
+                        __popc(__ballot_sync(~0u, in_range(p.caches[extra], indices.of[1])));
+      if (!over && after <= TILE_KEYS - 16 * warp && (after <= 0 || filled >= 16)) {
+        filled = after;
+        continue;
+      }
+    }
     take(indices.of[0], extra, over);
     if (over) break;
     take(indices.of[1], extra, false);

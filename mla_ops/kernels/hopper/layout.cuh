@@ -142,6 +142,7 @@ struct Layout {
   using R = Rows<FORMAT>;
   static constexpr float FACTOR = R::FACTOR;
   static constexpr bool PERMUTED = true;  // dims, see `dim_of_row`
+  static constexpr bool WHOLE_REFERENCES = true;
   static constexpr int THREADS = HEADS == 64 ? 512 : 640;  // where shares are not in registers
   // Registers of a thread, by role; they add up to what the launch gives.
   static constexpr int GATHER_REGISTERS = HEADS == 64 && FORMAT == FP8_DS_MLA ? 24 : 32;

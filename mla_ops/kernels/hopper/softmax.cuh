@@ -63,9 +63,9 @@ DEVICE float sum_of(u32 place, int head) {
 }
 
 // A turn in which a score exceeds its head's reference by far, or the first with keys: `s` holds scores relative to the
-// old references, and is made relative to the new, which `alpha` says how to reach. References are whole numbers: what is
-// relative to one becomes relative to another without an error (`folds.cuh`). Those of heads that have no score above
-// `least` stay.
+// old references, and is made relative to the new, which `alpha` says how to reach. Those of heads that have no score
+// above `least` stay. WHOLE_REFERENCES are whole numbers: what is relative to one becomes relative to another without an
+// error (`folds.cuh`). With others the largest weight is a power of two, so that the weights of equal keys are not rounded.
 template <class L>
 DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 4], bool seen, float least, u32 shared,
                              int thread) {
@@ -83,7 +83,7 @@ DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 
     float top = -INFINITY;
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp) top = fmaxf(top, load_shared_float(tops + (warp * HEADS + thread) * 4));
-    const float rise = seen && !(top > least) ? 0.f : floorf(top - RAISED_TO);
+    const float raised = top - RAISED_TO, rise = seen && !(top > least) ? 0.f : L::WHOLE_REFERENCES ? floorf(raised) : raised;
     const u32 reference = shared + L::COLUMNS + thread * 8 + 4;
     store_shared_float(reference, load_shared_float(reference) + rise);
     store_shared_float(rises + thread * 4, rise);

@@ -16,6 +16,7 @@ struct PlainLayout {
   static constexpr int HEADS = HEADS_, CHUNKS = DIM / 64;
   static constexpr float FACTOR = 1.f;
   static constexpr bool PERMUTED = false;
+  static constexpr bool WHOLE_REFERENCES = false;
   static constexpr int THREADS = 512;
   static constexpr int STAGES = CTAS == 2 ? 1 : HEADS == 16 && DIM == 512 && !BALANCED ? 3 : 2;
   static constexpr int GATHER_REGISTERS = BALANCED ? 56 : 40;
