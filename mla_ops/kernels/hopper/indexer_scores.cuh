@@ -253,8 +253,8 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
   };
   if (!few) first = part.token;
   // Keys that one group reads are not read again: what else is in L2 stays there, but for more scores than it holds.
-  const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS && part.total < FULL_L2 / L::TOKENS;
-  const u64 policy = once ? evict_first() : evict_normal();
+  const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS;
+  const u64 policy = !once ? evict_normal() : part.total < FULL_L2 / L::TOKENS ? evict_first() : evict_unchanged();
   for (bool there = few; part.count; there = false, first += 32 * step) {
     if (!there) groups = group_at<tokens, SOURCE>(p, first + lane * step);
     u32 live = __ballot_sync(~0u, groups.tiles > 0);
@@ -565,14 +565,15 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   const bool few = p.num_tokens <= 32 * FEW<tokens, SOURCE> * step;
   Part part = {0, 0, 0, 0};
   Group groups = {0, 0, 0, 0};
-  int first = 0;
+  int first = 0, unused = 0;
   if (few) {
     if (brings)
       part = part_of_few<tokens, SOURCE>(p, threadIdx.x & 31, blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER, groups,
                                          first);
     else
-      prefetch_rows<L, SOURCE>(p);
+      unused = prefetch_rows<L, SOURCE, true>(p);
     __syncthreads();
+    if (static_cast<u32>(unused) == 1u << 31) store_shared_4(shared + L::TOTALS, unused);  // else none would be loaded
   } else {
     part = part_of_many<L, SOURCE>(p, shared);
     if (part.count == 0) {
