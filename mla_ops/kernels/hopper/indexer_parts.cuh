@@ -11,16 +11,17 @@ constexpr int PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024;
 constexpr int SECTOR_LOG2 = 3;  // entries of a table, by which L1 is filled
 
 // Latencies are what a launch of few keys takes: what is read once lengths are known, on its way to L2 meanwhile. A table
-// of which each thread of a CTA has a sector goes to L1 as well, `TO_L1`: the result is an entry that nobody needs.
-template <class L, Source SOURCE, bool TO_L1>
+// of which each thread has a sector goes to L1 as well, where threads ALONE that make products call this: the result is an
+// entry that nobody needs.
+template <class L, Source SOURCE, bool ALONE>
 DEVICE int prefetch_rows(const Params& p) {
   if (SOURCE == FLAT || p.num_tokens > PREFETCHED_TOKENS) return 0;
   int unused = 0;
-  const int line = threadIdx.x * 32;  // 128 bytes each
+  const int thread = threadIdx.x - (ALONE ? L::FIRST_CONSUMER : 0), line = thread * 32;  // 128 bytes each
   constexpr int THREADS_LOG2 = L::CONSUMERS < 512 ? 8 : 9;
   const int each_log2 = THREADS_LOG2 - (p.num_requests > 1 ? 32 - __clz(p.num_requests - 1) : 0);  // threads of a row
-  if (TO_L1 && each_log2 >= 0 && p.table_width <= 1 << each_log2 + SECTOR_LOG2) {
-    const int request = threadIdx.x >> each_log2, first = (threadIdx.x & (1 << each_log2) - 1) << SECTOR_LOG2;
+  if (ALONE && each_log2 >= 0 && p.table_width <= 1 << each_log2 + SECTOR_LOG2) {
+    const int request = thread >> each_log2, first = (thread & (1 << each_log2) - 1) << SECTOR_LOG2;
     if (request < p.num_requests && first < p.table_width)
       unused = __ldg(p.block_table + request * p.table_stride + first);
   } else {
