@@ -125,6 +125,7 @@ static void store_float_if(bool condition, float* target, float value) {
 }
 static u64 evict_first() { return 1; }
 static u64 evict_normal() { return 2; }
+static u64 evict_unchanged() { return 4; }
 static u64 evict_last() { return 3; }
 static void store_float_if_by(u64 policy, bool condition, float* target, float value) {
   if (policy != 2 && policy != 3) abort();
@@ -223,7 +224,7 @@ static void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   });
 }
 static void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
-  if (policy != 1 && policy != 2) abort();
+  if (policy != 1 && policy != 2 && policy != 4) abort();
   bulk_copy(to, from, bytes, barrier);
 }
 // A map is its address, two sizes, two strides and the box, the slowest dim first; rows have 128 bytes.
@@ -247,7 +248,7 @@ static void copy_box_to(u32 ctas, u32 to, const TensorMap& map, int x, int y, in
   fly([=, &map] { land_box(ctas, to, map, x, y, z, barrier); });
 }
 static void copy_box(u32 to, const TensorMap& map, int x, int y, int z, u32 barrier, u64 policy = 2) {
-  if (policy != 1 && policy != 2) abort();
+  if (policy != 1 && policy != 2 && policy != 4) abort();
   copy_box_to(1 << simt::current->cta, to, map, x, y, z, barrier);
 }
 

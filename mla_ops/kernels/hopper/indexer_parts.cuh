@@ -8,17 +8,30 @@
 template <int TOKENS, Source SOURCE>
 constexpr int FEW = SOURCE != FLAT && TOKENS == 1 ? 4 : 1;
 constexpr int PREFETCHED_TOKENS = 1024, PREFETCHED_BLOCKS = 64 * 1024;
+constexpr int SECTOR_LOG2 = 3;  // entries of a table, by which L1 is filled
 
-// Latencies are what a launch of few keys takes: what is read once lengths are known, on its way to L2 meanwhile.
-template <class L, Source SOURCE>
-DEVICE void prefetch_rows(const Params& p) {
-  if (SOURCE == FLAT || p.num_tokens > PREFETCHED_TOKENS) return;
-  const int line = threadIdx.x * 32;  // 128 bytes each
-  for (int request = blockIdx.x; request < p.num_requests; request += gridDim.x)
-    if (line < min(p.table_width, PREFETCHED_BLOCKS / p.num_requests))
-      prefetch_to_l2(p.block_table + request * p.table_stride + line);
+// Latencies are what a launch of few keys takes: what is read once lengths are known, on its way to L2 meanwhile. A table
+// of which each thread has a sector goes to L1 as well, where threads ALONE that make products call this: the result is an
+// entry that nobody needs.
+template <class L, Source SOURCE, bool ALONE>
+DEVICE int prefetch_rows(const Params& p) {
+  if (SOURCE == FLAT || p.num_tokens > PREFETCHED_TOKENS) return 0;
+  int unused = 0;
+  const int thread = threadIdx.x - (ALONE ? L::FIRST_CONSUMER : 0), line = thread * 32;  // 128 bytes each
+  constexpr int THREADS_LOG2 = L::CONSUMERS < 512 ? 8 : 9;
+  const int each_log2 = THREADS_LOG2 - (p.num_requests > 1 ? 32 - __clz(p.num_requests - 1) : 0);  // threads of a row
+  if (ALONE && each_log2 >= 0 && p.table_width <= 1 << each_log2 + SECTOR_LOG2) {
+    const int request = thread >> each_log2, first = (thread & (1 << each_log2) - 1) << SECTOR_LOG2;
+    if (request < p.num_requests && first < p.table_width)
+      unused = __ldg(p.block_table + request * p.table_stride + first);
+  } else {
+    for (int request = blockIdx.x; request < p.num_requests; request += gridDim.x)
+      if (line < min(p.table_width, PREFETCHED_BLOCKS / p.num_requests))
+        prefetch_to_l2(p.block_table + request * p.table_stride + line);
+  }
   for (int token = blockIdx.x; token < p.num_tokens; token += gridDim.x)
     if (line < L::HEADS) prefetch_to_l2(p.weights + token * p.weights_stride + line);
+  return unused;
 }
 
 // Sum of what this lane and those in front of it bring.
@@ -36,7 +49,7 @@ template <class L, Source SOURCE>
 __device__ __noinline__ Part part_of_many(const Params& p, u32 shared) {
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  prefetch_rows<L, SOURCE>(p);
+  prefetch_rows<L, SOURCE, false>(p);
   const int units = (p.num_tokens + step - 1) / step, each = (units + L::THREADS - 1) / L::THREADS;
   const int first = thread * each, last = min(first + each, units);
   int own = 0;

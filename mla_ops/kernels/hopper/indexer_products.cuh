@@ -20,6 +20,13 @@ DEVICE void wgmma_e4m3(float (&d)[16], u64 a, u64 b, int add) {
   WGMMA_E4M3(32, REG16, ACC16(d, 0), "%16", "%17", "%18");
 }
 
+// Keys leave L2 as if nobody had read them.
+DEVICE u64 evict_unchanged() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 DEVICE void store_float_if_by(u64 policy, bool condition, float* target, float value) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.L2::cache_hint.f32 [%0], %1, %3;\n}" ::"l"(
                    target),

@@ -6,6 +6,7 @@
 
 constexpr int CONSUMERS = 256, THREADS = 384, QUERY_STAGES = 2;
 constexpr int TILE_BYTES = TILE * 128, GATHERERS = 4, LAG = 6;
+constexpr int MORE_THAN_HALF = 114 * 1024;  // of an SM's shared memory
 constexpr int FULL_L2 = 1 << 18;  // tiles whose scores of one token, 64 MB, are more than L2 has room for
 
 template <int HEADS_, int TOKENS_, int STAGES_ = 16, int WARPGROUPS_ = 2, int CLUSTER_ = 1>
@@ -14,6 +15,8 @@ struct IndexerLayout {
   // Two warpgroups have two sets of products each, or more have one: then all threads have the same number of registers.
   static constexpr int WARPGROUPS = WARPGROUPS_, SETS = WARPGROUPS == 2 ? 2 : 1;
   static constexpr int CONSUMERS = WARPGROUPS * 128, THREADS = CONSUMERS + 128;
+  // Warps begin one after the other, 18 cycles apart: where memory is the bound, those that bring keys first.
+  static constexpr int FIRST_PRODUCER = SETS == 1 ? 0 : CONSUMERS, FIRST_CONSUMER = SETS == 1 ? 128 : 0;
   static constexpr int PRODUCERS = SETS == 2 ? 1 : WARPGROUPS;  // warps that bring keys by boxes, every n-th tile each
   static constexpr int HEADS = HEADS_, TOKENS = TOKENS_, COLUMNS = HEADS * TOKENS, STAGES = STAGES_;
   // A thread has all heads of its tokens where all columns are there: eight columns are two heads of four tokens.
@@ -26,7 +29,9 @@ struct IndexerLayout {
   static constexpr int TOTALS = GROUP + QUERY_STAGES * 16, PART = TOTALS + (THREADS + 127) / 128 * 16;
   static constexpr int GROUP_FULL = PART + 16, QUERY_FULL = GROUP_FULL + QUERY_STAGES * 8;
   static constexpr int QUERY_FREE = QUERY_FULL + QUERY_STAGES * 8, KEY_FULL = QUERY_FREE + QUERY_STAGES * 8;
-  static constexpr int KEY_FREE = KEY_FULL + STAGES * 8, BYTES = KEY_FREE + STAGES * 8;
+  static constexpr int KEY_FREE = KEY_FULL + STAGES * 8, NEEDED = KEY_FREE + STAGES * 8;
+  // Two CTAs of few registers would share an SM while another one has none.
+  static constexpr int BYTES = COLUMNS == 32 && NEEDED < MORE_THAN_HALF ? MORE_THAN_HALF : NEEDED;
   // A warpgroup that had not waited for a slot's last tile would take the one before it for the next one.
   static_assert(STAGES % WARPGROUPS == 0, "a slot's tiles are all of one warpgroup");
   static_assert(STAGES % PRODUCERS == 0, "a slot's tiles are all brought by one warp");
@@ -224,7 +229,7 @@ template <class L, Source SOURCE>
 DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group groups, int first) {
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const int before = blockIdx.x % L::CLUSTER * L::TOKENS;  // tokens of a group that other CTAs of the cluster have
-  const int thread = threadIdx.x - L::CONSUMERS, lane = thread & 31;
+  const int thread = threadIdx.x - L::FIRST_PRODUCER, lane = thread & 31;
   const bool leads = thread / 32 == L::PRODUCERS - 1;  // the warp whose first tile is needed last
   Slot slot = {0, 0};
   int stage = 0;
@@ -253,8 +258,8 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
   };
   if (!few) first = part.token;
   // Keys that one group reads are not read again: what else is in L2 stays there, but for more scores than it holds.
-  const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS && part.total < FULL_L2 / L::TOKENS;
-  const u64 policy = once ? evict_first() : evict_normal();
+  const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS;
+  const u64 policy = !once ? evict_normal() : part.total < FULL_L2 / L::TOKENS ? evict_first() : evict_unchanged();
   for (bool there = few; part.count; there = false, first += 32 * step) {
     if (!there) groups = group_at<tokens, SOURCE>(p, first + lane * step);
     u32 live = __ballot_sync(~0u, groups.tiles > 0);
@@ -428,7 +433,7 @@ struct Stored {
 template <class L, Source SOURCE>
 DEVICE void consume(const Params& p, u32 shared) {
   using S = Share<L::TOKENS, L::WHOLE>;
-  const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7);
+  const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7) - L::FIRST_CONSUMER / 128;
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
   Stored<L, SOURCE> stored(p);
@@ -539,7 +544,7 @@ DEVICE void consume(const Params& p, u32 shared) {
 
 template <class L, Source SOURCE>
 DEVICE void begin_barriers(const Params& p, u32 shared) {
-  if (threadIdx.x == 0) {  // lanes with addresses of their own would take turns
+  if (threadIdx.x == L::FIRST_CONSUMER) {  // lanes with addresses of their own would take turns
     constexpr u32 WARPS = ARRIVALS_OF_A_WARP;
     for (int stage = 0; stage < QUERY_STAGES; ++stage) {
       mbarrier_init(shared + L::GROUP_FULL + stage * 8, 1), mbarrier_init(shared + L::QUERY_FULL + stage * 8, 1);
@@ -551,13 +556,13 @@ DEVICE void begin_barriers(const Params& p, u32 shared) {
     }
     fence_barrier_init();
   }
-  if (threadIdx.x == 32) prefetch_map(p.queries);
-  if (threadIdx.x == 64 && SOURCE != ANYWHERE) prefetch_map(p.keys);
+  if (threadIdx.x == L::FIRST_CONSUMER + 32) prefetch_map(p.queries);
+  if (threadIdx.x == L::FIRST_CONSUMER + 64 && SOURCE != ANYWHERE) prefetch_map(p.keys);
 }
 
 template <class L, Source SOURCE>
 DEVICE void make_scores(const Params& p, u32 shared) {
-  const bool brings = uniform(threadIdx.x >> 7) == L::WARPGROUPS;
+  const bool brings = uniform(threadIdx.x >> 7) == L::FIRST_PRODUCER / 128;
   if (!brings) begin_barriers<L, SOURCE>(p, shared);
   __syncwarp();
   if (L::CLUSTER > 1) cluster_arrive();
@@ -565,14 +570,15 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   const bool few = p.num_tokens <= 32 * FEW<tokens, SOURCE> * step;
   Part part = {0, 0, 0, 0};
   Group groups = {0, 0, 0, 0};
-  int first = 0;
+  int first = 0, unused = 0;
   if (few) {
     if (brings)
       part = part_of_few<tokens, SOURCE>(p, threadIdx.x & 31, blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER, groups,
                                          first);
     else
-      prefetch_rows<L, SOURCE>(p);
+      unused = prefetch_rows<L, SOURCE, true>(p);
     __syncthreads();
+    if (static_cast<u32>(unused) == 1u << 31) store_shared_4(shared + L::TOTALS, unused);  // else none would be loaded
   } else {
     part = part_of_many<L, SOURCE>(p, shared);
     if (part.count == 0) {
@@ -583,7 +589,7 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   if (L::CLUSTER > 1) cluster_wait();  // all have their barriers
   if (brings) {
     if (L::SETS == 2) fewer_registers<SOURCE == FLAT ? 40 : 72>();
-    if (SOURCE == ANYWHERE || threadIdx.x < L::CONSUMERS + 32 * L::PRODUCERS)
+    if (SOURCE == ANYWHERE || threadIdx.x < L::FIRST_PRODUCER + 32 * L::PRODUCERS)
       produce<L, SOURCE>(p, shared, part, few, groups, first);
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
