@@ -183,7 +183,8 @@ def with_scales_times(cache: torch.Tensor, factors: torch.Tensor) -> torch.Tenso
     return cache
 
 
-@pytest.mark.parametrize(("num_tokens", "largest_score"), [(5, 1e4), (45, 1.0), (140, 1e4)])
+# On an H200 a CTA takes four of 420 rows of 64 heads: a kernel of its own.
+@pytest.mark.parametrize(("num_tokens", "largest_score"), [(5, 1e4), (45, 1.0), (140, 1e4), (420, 1.0), (420, 1e4)])
 @pytest.mark.parametrize("num_heads", [16, 24, 32, 64])
 @pytest.mark.parametrize("kind", ["small", "large", "mixed", "zeros", "spread", "wild"])
 def test_keys_of_any_magnitude(kind: str, num_heads: int, num_tokens: int, largest_score: float, lowering: str) -> None:
@@ -225,10 +226,10 @@ def test_weights_keep_their_bits_far_below_the_largest(num_heads: int, lowering:
     check(lowering, q, cache, indices, "fp8_ds_mla")
 
 
-@pytest.mark.parametrize("num_heads", [16, 64])
-def test_queries_that_make_up_for_small_scales(num_heads: int, lowering: str) -> None:
+@pytest.mark.parametrize(("num_heads", "num_tokens"), [(16, 9), (64, 9), (64, 420)])
+def test_queries_that_make_up_for_small_scales(num_heads: int, num_tokens: int, lowering: str) -> None:
     """Groups count as much in a score as others whose scales are 2^30 as large: no product of float16 knows."""
-    device, num_tokens = torch.device("cuda"), 9
+    device = torch.device("cuda")
     powers = torch.tensor([0.0, -30.0, 10.0, -20.0], device=device)
     cache = with_scales_times(filled_cache("fp8_ds_mla", 64, 64, device), powers.exp2())
     q = queries(num_tokens, num_heads, torch.bfloat16, device)
@@ -236,8 +237,26 @@ def test_queries_that_make_up_for_small_scales(num_heads: int, lowering: str) ->
     check(lowering, q, cache, some_indices(num_tokens, 500, 64 * 64, device), "fp8_ds_mla")
 
 
-@pytest.mark.parametrize("num_tokens", [9, 45])
-@pytest.mark.parametrize("num_heads", [16, 32])
+@pytest.mark.parametrize("infinity", [math.inf, math.nan])
+def test_a_scale_without_a_number_spoils_its_rows_alone(infinity: float, lowering: str) -> None:
+    """Beside scales over more than float16 holds, in rows of 64 heads of which a CTA takes several."""
+    device, num_tokens = torch.device("cuda"), 420
+    factors = ((torch.rand(64, 64, 4, device=device) * 2 - 1) * 12).exp2()
+    cache = with_scales_times(filled_cache("fp8_ds_mla", 64, 64, device), factors)
+    indices = some_indices(num_tokens, 500, 63 * 64, device)
+    q = queries(num_tokens, 64, torch.bfloat16, device)
+    expected = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, "fp8_ds_mla")
+    spoilt = indices.clone()
+    spoilt[::7, 300] = 64 * 64 - 1
+    cache[63, 63, 516:520] = torch.tensor([infinity], device=device).view(torch.uint8)
+    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, spoilt, SCALE, "fp8_ds_mla")
+    same = torch.arange(num_tokens, device=device) % 7 > 0
+    assert torch.equal(out[same], expected[0][same])
+    assert torch.equal(lse[same], expected[1][same])
+    assert out[::7].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize(("num_heads", "num_tokens"), [(16, 9), (16, 45), (32, 9), (32, 45), (64, 420)])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
 def test_a_nan_query_beside_such_scales_spoils_its_head_alone(
     cache_format: str, num_heads: int, num_tokens: int, lowering: str
