@@ -272,7 +272,8 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         keys = replace(keys, in_line=keys.in_line and not everything)
         out_unit = 4 if types["out"] == "*fp32" else 8
         looks = sparse_attention.looks_at_indices(keys, tile, partial, everything)
-        steady = sparse_attention.is_steady(tile, keys, dtype)
+        parts = 64 if partial and tile.block_h == 16 else 1
+        steady = sparse_attention.is_steady(tile, keys, dtype, 2048, parts)
         fixed = keys, tile, dim == 576, 8, out_unit, partial, looks, steady
         constants = {"OPTIONS": attention_options(*fixed, upcast=False)}
         options = {"num_warps": tile.num_warps}
@@ -283,10 +284,13 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             # for an SM that has room for two programs
             beside = sparse_attention.tile(device, heads, mode, alone=False)
             looks = sparse_attention.looks_at_indices(keys, beside, partial, everything)
-            steady = sparse_attention.is_steady(beside, keys, dtype)
+            steady = sparse_attention.is_steady(beside, keys, dtype, 2048, 1)
             fixed = replace(constants["OPTIONS"], tile=beside, looks=looks, steady=steady)
             options = {"num_warps": beside.num_warps}
             yield replace(variant, name=name.replace("]", ", beside]"), constants={"OPTIONS": fixed}, options=options)
+        if parts > 1 and sparse_attention.is_steady(tile, keys, dtype, 2048, 2):
+            long = {"OPTIONS": replace(constants["OPTIONS"], steady=True)}
+            yield replace(variant, name=name.replace("]", ", long parts]"), constants=long)
         if fmt == "fp8_ds_mla" and dtype == torch.bfloat16 and everything:
             yield in_halves(variant)
     for element, part in (("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "fp16")):
@@ -334,7 +338,10 @@ def two_cache_variants(capability: int) -> Iterator[Variant]:
             keys.append(cache_keys(capability, name, mode, dim, types[f"{prefix}block_table"] != "none"))
         tile = sparse_attention.two_cache_tile((capability // 10, capability % 10), heads, (keys[0], keys[1]))
         fixed = keys[0], tile, dim == 576, 8, 4 if partial else 8, partial
-        constants = {"OPTIONS": attention_options(*fixed, extra_keys=keys[1], upcast=False)}
+        # SMs of 227 KB have two programs of 32 heads
+        paired = tile.block_h == 32 and capability // 10 == 10
+        steady = paired and sparse_attention.is_steady(tile, keys[0], dtype, 640, 1, paired)
+        constants = {"OPTIONS": attention_options(*fixed, steady=steady, extra_keys=keys[1], upcast=False)}
         options = {"num_warps": tile.num_warps}
         name = f"attend_extra[{fmt} and {extra}, q {SHORT[dtype]}, {heads} heads]"
         yield Variant(name, sparse_attention_extra._attend_extra_kernel, types, constants, options)
@@ -395,11 +402,13 @@ def paged_attention_variants(capability: int) -> Iterator[Variant]:
             heads_of_format = heads_of_tiles(functools.partial(pick, device, mode=mode), numbers)
             cases += [DenseCase(fmt, torch.bfloat16, dim, heads) for heads in heads_of_format]
         for case in cases:
-            yield walk_variant(capability, case, packed)
+            # whole tiles of many heads are those of `operand_variants`
+            walk = case._replace(whole=packed or case.num_heads == 16)
+            yield walk_variant(capability, walk, packed)
             yield even_variant(capability, case, packed)
         variant = even_variant if packed else walk_variant
         yield variant(capability, small_blocks, packed)
-        yield in_halves(variant(capability, cases[-1], packed))
+        yield in_halves(variant(capability, cases[-1] if packed else walk, packed))
     yield walk_variant(capability, DenseCase("fp32", torch.float32, 576, 16), packed=False)
     types = dict.fromkeys(("part_out", "part_lse", "lse"), "*fp32") | {"cuts": "*i32", "out": "*bf16"}
     constants = {"BLOCK_S": dense_attention.MERGE_PARTS}
@@ -428,7 +437,7 @@ def walk_variant(capability: int, case: DenseCase, packed: bool) -> Variant:
     name, types, options = dense_case(capability, case, packed)
     partial = FORMATS[case.cache_format].quantized and case.num_heads == 16
     types |= {"out": "*fp32", "uneven": "none"} if partial else {"uneven": "*i32"}
-    constants = {"OPTIONS": replace(options, partial=partial)}
+    constants = {"OPTIONS": replace(options, partial=partial, out_unit=4 if partial else options.q_unit)}
     kernel = dense_attention_device._packed_kernel if packed else dense_attention_device._paged_kernel
     name = ("packed" if packed else "paged") + name
     return Variant(name, kernel, types, constants, {"num_warps": options.tile.num_warps})
@@ -443,8 +452,9 @@ def operand_variants(capability: int, case: DenseCase) -> Iterator[Variant]:
         tile = dense_attention.paged_tile(device, case.num_heads, mode, alone)
         keys = cache_keys(capability, case.cache_format, "fp8_half" if tile.half else mode, case.dim, translated=True)
         partial, part = kind != "rows", "*fp16" if tile.half else "*fp32"
-        steady = tile.num_warps == 8 and sparse_attention.is_steady(tile, keys, case.dtype)
+        steady = tile.block_h == 32 and sparse_attention.is_steady(tile, keys, case.dtype, 8192, 2)
         options = replace(variant.constants["OPTIONS"], tile=tile, keys=keys, partial=partial, steady=steady)
+        options = replace(options, out_unit=4 if partial and not tile.half else 8)
         types = variant.types | {"out": part if partial else f"*{SHORT[case.dtype]}"}
         types["uneven"] = "none" if partial else "*i32"
         name = variant.name.replace("]", f", {kind}]")

@@ -64,7 +64,7 @@ def sparse_candidates(capability: int) -> Iterator[Candidate]:
         options = own.constants["OPTIONS"]
         operands = options.keys.with_operands("fp8_half" if half else mode)
         looks = sparse_attention.looks_at_indices(operands, tile, partial=False, has_length=False)
-        steady = sparse_attention.is_steady(tile, operands, torch.bfloat16)
+        steady = sparse_attention.is_steady(tile, operands, torch.bfloat16, 2048, 1)
         device = (capability // 10, capability % 10)
         chosen = {sparse_attention.tile(device, heads, mode) for heads in (16, 128)}
         variant = dataclasses.replace(

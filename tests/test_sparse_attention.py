@@ -341,8 +341,8 @@ def test_warps_of_tiles_of_32_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("shared", "num_tokens", "deterministic", "alone"),
-    [(100, 4096, True, True), (100, 4096, False, True), (228, 66, False, True), (228, 67, False, False)]
-    + [(228, 1, True, False), (164, 54, False, True)],
+    [(100, 4096, True, True), (100, 4096, False, True), (228, 8, False, True), (228, 9, False, False)]
+    + [(228, 1, True, False), (164, 66, False, True), (164, 67, False, False)],
 )
 def test_programs_that_have_an_sm_to_themselves(
     shared: int, num_tokens: int, deterministic: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
@@ -352,7 +352,33 @@ def test_programs_that_have_an_sm_to_themselves(
 
     monkeypatch.setattr(sparse_attention, "shared_of_sm", lambda device: shared * 1024)
     monkeypatch.setattr(sparse_attention, "num_sms", lambda device: 132)
-    assert sparse_attention.programs_are_alone(torch.device("cuda"), num_tokens, 64, deterministic) is alone
+    monkeypatch.setattr(sparse_attention, "capability", lambda device: (8, 0) if shared == 164 else (10, 0))
+    device = torch.device("cuda")
+    assert sparse_attention.programs_are_alone(device, num_tokens, 64, "plain", deterministic) is alone
+    alone |= not deterministic and num_tokens <= 66
+    assert sparse_attention.programs_are_alone(device, num_tokens, 64, "fp8", deterministic) is alone
+
+
+def test_programs_that_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two an SM where it has room for both, of 32 heads where rows are not few."""
+    from mla_ops.kernels.triton import sparse_attention
+    from mla_ops.kernels.triton.sparse_attention import Tile
+
+    tiles = {"16 heads": Tile(16, 32, 4, 2), "pairs": Tile(32, 32, 4, 1), "alone": Tile(32, 32, 8, 1)}
+    tiles["64 heads"] = Tile(64, 64, 8, 1)
+    monkeypatch.setattr(sparse_attention, "num_sms", lambda device: 132)
+    for capability, shared, pairs in (
+        ((9, 0), 228, {"16 heads", "pairs"}),
+        ((12, 0), 100, set()),
+        ((8, 0), 164, set()),
+    ):
+        monkeypatch.setattr(sparse_attention, "capability", lambda device, given=capability: given)
+        monkeypatch.setattr(sparse_attention, "shared_of_sm", lambda device, given=shared: given * 1024)
+        for name, tile in tiles.items():
+            many = sparse_attention.wanted_programs(torch.device("cuda"), tile, 17)
+            assert many == (264 if name in pairs else 132)
+    monkeypatch.setattr(sparse_attention, "shared_of_sm", lambda device: 228 * 1024)
+    assert sparse_attention.wanted_programs(torch.device("cuda"), tiles["pairs"], 16) == 132, "parts of few keys"
 
 
 def test_constants_of_kernels_are_json() -> None:

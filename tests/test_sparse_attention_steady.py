@@ -1,6 +1,6 @@
 """Weights about the largest score of a program's first tile, and the second walk where others are far above.
 
-GPUs without `wgmma` take them for 32 heads over bfloat16 keys. The interpreter, and SM90, are told to.
+GPUs take them for up to 32 heads whose operands are bfloat16, of 32 those without `wgmma`. Here all tiles do.
 """
 
 from __future__ import annotations
@@ -9,14 +9,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from attention_inputs import check, filled_cache, force_splits, queries, some_indices
+from attention_inputs import check, check_two_caches, filled_cache, force_splits, queries, some_indices
 
 from mla_ops import dispatch
 
 pytest.importorskip("triton")
 BF16 = torch.bfloat16
-# heads, keys, warps, tiles ahead
-TILES = {"four warps": (32, 32, 4, 1), "eight warps": (32, 32, 8, 2)}
+V4 = "fp8_ds_mla_v4"
+# heads, keys, warps, tiles ahead; format
+TILES = {
+    "bf16, four warps": ((32, 32, 4, 1), "bf16"),
+    "bf16, eight warps": ((32, 32, 8, 2), "bf16"),
+    "bf16, 16 heads": ((16, 32, 4, 2), "bf16"),
+    "fp8_ds_mla, 16 heads": ((16, 32, 4, 2), "fp8_ds_mla"),
+    "fp8_ds_mla_v4": ((32, 32, 4, 1), V4),
+}
 SIZES = {"usual scores": 1.0, "scores of 2^8": 40.0, "scores of 2^31": 1e9}
 
 
@@ -26,13 +33,23 @@ def triton_lowering() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, params=TILES.values(), ids=TILES)
-def tiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+@pytest.fixture(params=TILES.values(), ids=TILES)
+def cache_format(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    sizes, kind = request.param
+    force_tile(monkeypatch, sizes, kind)
+    return kind
+
+
+def force_tile(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int, int], kind: str) -> None:
     from mla_ops.kernels.triton import sparse_attention
 
-    if "tiles_whose" not in request.node.originalname:
-        chosen = sparse_attention.Tile(*request.param, apart=True)
-        monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
+    chosen = sparse_attention.Tile(*sizes, apart=kind == "bf16" and sizes[0] == 32)
+    monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
+    monkeypatch.setattr(sparse_attention, "is_steady", lambda *_: True)
+
+
+def width(kind: str) -> int:
+    return 512 if kind == V4 else 576
 
 
 @pytest.fixture
@@ -40,7 +57,7 @@ def walks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     """How often the interpreter walked again."""
     if device.type == "cuda":
         pytest.skip("the interpreter counts")
-    from mla_ops.kernels.triton import sparse_attention_again
+    from mla_ops.kernels.triton import sparse_attention_again, sparse_attention_extra
 
     count = 0
     own = sparse_attention_again.left_its_range
@@ -51,49 +68,83 @@ def walks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
         count += int(broken.handle.data[0])
         return broken
 
-    monkeypatch.setattr(sparse_attention_again, "left_its_range", counted)
+    for module in (sparse_attention_again, sparse_attention_extra):
+        monkeypatch.setattr(module, "left_its_range", counted)
     return lambda: count
 
 
 def test_tiles_whose_weights_are_about_their_first_keys() -> None:
-    from mla_ops.kernels.triton.sparse_attention import is_steady, tile
+    from mla_ops.kernels.triton.attention_options import is_steady
+    from mla_ops.kernels.triton.sparse_attention import tile
     from mla_ops.kernels.triton.sparse_attention_keys import make_keys
 
-    def found(capability: tuple[int, int], heads: int, mode: str, dtype: torch.dtype = BF16) -> bool:
-        return is_steady(tile(capability, heads, mode), make_keys(mode, 576, 8, True, False, "table"), dtype)
+    def found(
+        capability: tuple[int, int],
+        heads: int,
+        mode: str,
+        dtype: torch.dtype = BF16,
+        num_keys: int = 2048,
+        parts: int = 1,
+        paired: bool = True,
+    ) -> bool:
+        keys = make_keys(mode, 576, 8, True, False, "table")
+        return is_steady(tile(capability, heads, mode), keys, dtype, num_keys, parts, paired)
 
     for capability in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0)):
-        assert found(capability, 128, "plain")
+        assert found(capability, 128, "plain", parts=8)
         assert not found(capability, 128, "plain", torch.float16), "float16 has not the range"
+        assert not found(capability, 128, "plain", num_keys=128)
         assert not found(capability, 128, "fp8")
-        assert not found(capability, 128, "fp8_v4")
-        assert not found(capability, 16, "plain")
-    assert not found((9, 0), 128, "plain")
+        assert found(capability, 128, "fp8_v4", num_keys=640)
+        assert not found(capability, 128, "fp8_v4", num_keys=640, parts=2)
+        assert not found(capability, 128, "fp8_v4", num_keys=640, paired=False)
+    for mode in ("plain", "fp8"):
+        assert found((9, 0), 16, mode, parts=8), "parts of eight tiles"
+        assert not found((9, 0), 16, mode, parts=9)
+        assert not found((9, 0), 128, mode)
+    assert not found((9, 0), 16, "fp8_v4")
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_attention_equals_float64(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, size: float, parts: int
+    device: torch.device, cache_format: str, monkeypatch: pytest.MonkeyPatch, size: float, parts: int
 ) -> None:
     """Large scores leave the range of weights in some heads: those rows are walked again."""
     force_splits(monkeypatch, parts)
-    cache, indices = filled_cache("bf16", 12, 16, device), some_indices(5, 150, 192, device)
+    cache, indices = filled_cache(cache_format, 12, 16, device), some_indices(5, 150, 192, device)
     indices[0, :40] = -1
     indices[1] = -1
     indices[2, 37:] = -1
-    q = queries(5, 3, BF16, device) * size
+    q = queries(5, 3, BF16, device, width(cache_format)) * size
     lengths = torch.tensor([150, 150, 150, 0, 33], dtype=torch.int32, device=device)
     sink = torch.tensor([0.5, -1.0, 2.0], device=device)
-    check("triton", q, cache, indices, "bf16", attn_sink=sink)
-    check("triton", q, cache, indices, "bf16", attn_sink=sink, topk_length=lengths)
+    check("triton", q, cache, indices, cache_format, attn_sink=sink)
+    check("triton", q, cache, indices, cache_format, attn_sink=sink, topk_length=lengths)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_two_caches_equal_float64(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, size: float, parts: int
+) -> None:
+    force_tile(monkeypatch, (32, 32, 4, 1), V4)
+    force_splits(monkeypatch, parts)
+    cache, extra = filled_cache(V4, 3, 64, device), filled_cache(V4, 60, 2, device)
+    indices, extra_indices = some_indices(4, 70, 192, device), some_indices(4, 130, 120, device)
+    indices[1] = -1
+    extra_indices[2] = -1
+    indices[3], extra_indices[3] = -1, -1
+    q = queries(4, 3, BF16, device, 512) * size
+    check_two_caches("triton", q, cache, indices, V4, extra, extra_indices, V4)
 
 
 @pytest.mark.parametrize(("factor", "again"), [(100.0, 0), (2000.0, 1)], ids=["in range", "out of it"])
 def test_a_key_far_above_the_first_ones(
-    device: torch.device, walks: Callable[[], int], factor: float, again: int
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, walks: Callable[[], int], factor: float, again: int
 ) -> None:
     """60 above all others, in natural logarithms, is in range, as an attention sink is; 1,000 is not."""
+    force_tile(monkeypatch, (32, 32, 4, 1), "bf16")
     cache, q = filled_cache("bf16", 12, 16, device) / 8, queries(1, 1, BF16, device)
     q /= q.float().norm()
     cache.view(-1, 576)[100] = (q[0, 0].float() * factor * 24 * 0.6).to(BF16)
@@ -102,30 +153,34 @@ def test_a_key_far_above_the_first_ones(
     assert walks() == again
 
 
-def test_first_keys_far_above_or_below_the_others(device: torch.device) -> None:
-    cache, indices = filled_cache("bf16", 12, 16, device), some_indices(4, 150, 192, device)
-    q = queries(4, 3, BF16, device)
-    indices[:, :32] = torch.tensor([[0], [1], [2], [3]], device=device)
-    for key, factor in enumerate((50.0, -50.0, 2000.0, -2000.0)):
-        cache.view(-1, 576)[key] = (q[key, 0] * factor / 24).to(BF16)
+def test_first_keys_far_above_or_below_the_others(device: torch.device, cache_format: str) -> None:
+    cache, indices = filled_cache(cache_format, 12, 16, device), some_indices(4, 150, 192, device)
+    q = queries(4, 3, BF16, device, width(cache_format))
+    if cache_format == "bf16":
+        indices[:, :32] = torch.tensor([[0], [1], [2], [3]], device=device)
+        for key, factor in enumerate((50.0, -50.0, 2000.0, -2000.0)):
+            cache.view(-1, 576)[key] = (q[key, 0] * factor / 24).to(BF16)
     q[3] *= 1e4
-    check("triton", q, cache, indices, "bf16")
+    check("triton", q, cache, indices, cache_format)
 
 
 @pytest.mark.parametrize("lengths", [False, True])
-def test_a_row_without_keys_is_not_walked_again(device: torch.device, walks: Callable[[], int], lengths: bool) -> None:
-    cache, q = filled_cache("bf16", 4, 16, device), queries(2, 3, BF16, device)
+def test_a_row_without_keys_is_not_walked_again(
+    device: torch.device, cache_format: str, walks: Callable[[], int], lengths: bool
+) -> None:
+    cache, q = filled_cache(cache_format, 4, 16, device), queries(2, 3, BF16, device, width(cache_format))
     indices = torch.full((2, 700), -1, dtype=torch.int32, device=device)
     indices[1, 650] = 5
     options = {"topk_length": torch.tensor([700, 700], dtype=torch.int32, device=device)} if lengths else {}
-    out, _lse = check("triton", q, cache, indices, "bf16", **options)
+    out, _lse = check("triton", q, cache, indices, cache_format, **options)
     assert not out[0].any()
     assert walks() == 0
 
 
 @pytest.mark.parametrize("power", [-100, 100])
-def test_values_of_any_size(device: torch.device, power: int) -> None:
+def test_values_of_any_size(device: torch.device, monkeypatch: pytest.MonkeyPatch, power: int) -> None:
     """Sums of large ones overflow before weights do."""
+    force_tile(monkeypatch, (32, 32, 4, 1), "bf16")
     cache, indices = filled_cache("bf16", 12, 16, device), some_indices(2, 150, 192, device)
     q = torch.zeros(2, 3, 576, dtype=BF16, device=device)
     q[..., 512:] = torch.randn(2, 3, 64, device=device).bfloat16() * 4

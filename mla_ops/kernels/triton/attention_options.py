@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass, replace
 
+import torch
 import triton
 
 from .common import INTERPRETED, Constant
@@ -34,6 +35,34 @@ class Tile(Constant):
 
 # made once: a launch finds it sooner than it would make it
 make_tile = functools.cache(Tile)
+
+SHORT_ROW = 128  # keys
+STEADY_TILES = 8  # of a program of 16 heads: in fewer, less is saved than the look at its sums costs
+
+
+def is_steady(chosen: Tile, keys: Keys, dtype: torch.dtype, num_keys: int, parts: int, paired: bool = False) -> bool:
+    """Whether weights are about the largest score of a program's first tile alone: Options.steady.
+
+    bfloat16 ones: float16 has not the range. In tiles of 16 heads from 8 tiles on: on an H200, 300 x 16, 32 x 16,
+    8 x 16 rows take 194, 36.5, 20.0 us so for 212, 39.6, 19.7, fp8_ds_mla 232, 40.1, 22.1 for 249, 40.6, 21.6. Where
+    warps share the dims: as capability 120, 128 x 64, 128 x 128 rows take 166 and 313 for 183 and 331. Of two caches in
+    tiles of 32 heads, where programs in pairs walk over whole rows: 128 x 64, 128 x 128 take 86.4, 166.6 for 89.2,
+    172.4, but parts (32 x 64) 46.5 for 42.2, and programs alone on an SM 241 for 227. 64 heads on SM90 lose.
+
+    Args:
+        chosen, keys: the tile, and the rows of the cache.
+        dtype: of queries.
+        num_keys: of a row.
+        parts: of a row.
+        paired: whether an SM has two programs.
+    """
+    if dtype != torch.bfloat16 or chosen.block_h > 32 or num_keys <= SHORT_ROW:
+        return False
+    if chosen.block_h == 16:
+        return keys.operands in ("fp8", "plain") and num_keys >= STEADY_TILES * chosen.block_n * parts
+    if keys.operands == "fp8_v4":
+        return paired and parts == 1
+    return chosen.apart and keys.operands == "plain"
 
 
 @dataclass(frozen=True, eq=False)

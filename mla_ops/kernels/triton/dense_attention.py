@@ -7,7 +7,7 @@ import torch
 
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM
-from .attention_options import Tile, attention_options
+from .attention_options import Tile, attention_options, is_steady
 from .common import Pages, capability, cdiv, num_sms
 from .dense_attention_device import (
     _clear_behind_kernel,
@@ -46,13 +46,12 @@ from .sparse_attention import (
     LOG2E,
     CacheSizes,
     cache_sizes,
-    is_steady,
     operand_mode,
     programs_are_alone,
     query_strides,
     query_unit,
 )
-from .splits import allocate_parts, merge_parts
+from .splits import allocate_parts, merge_parts, output_unit
 
 COMPACT_BLOCK = 1024
 MAX_TOKEN_STRIDE = 2**24
@@ -211,7 +210,7 @@ def paged_attention(
     else:
         evenly, together = group_tile(capability(q.device), num_heads, mode), 1
         # by the device alone: parts make as many programs as it has room for
-        alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic=True)
+        alone = programs_are_alone(q.device, num_tokens, num_heads, mode, deterministic=True)
         chosen = _tile_of_rows(capability(q.device), num_heads, mode, alone, softmax_scale, sizes.block_size)
         programs, head_blocks = num_tokens, cdiv(num_heads, chosen.block_h)
     capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)
@@ -224,13 +223,17 @@ def paged_attention(
     uneven = _share_evenly(decode, together, evenly, splits, workers, out, lse) if workers else None
     part_out, part_lse = allocate_parts(out, lse, splits, chosen.half)
     tensors = (*decode.tensors, uneven, part_out, part_lse, decode.scale_log2)
-    whole = sizes.block_size % chosen.block_n == 0
+    # tiles that are `whole` may take the largest score before it is scaled
+    whole = sizes.block_size % chosen.block_n == 0 and suits_large_tiles(softmax_scale)
     keys = sizes.keys.with_operands("fp8_half") if chosen.half else sizes.keys
-    # in parts those of four warps would spill
-    steady = whole and not packed and chosen.num_warps == 8 and is_steady(chosen, keys, q.dtype)
-    options = attention_options(keys, chosen, decode.rope, q_unit, partial=splits > 1, steady=steady, whole=whole)
+    walks = whole and not packed and chosen.block_h == 32
+    steady = walks and is_steady(chosen, keys, q.dtype, capacity, splits)
+    out_unit = output_unit(part_out)
+    fixed = keys, chosen, decode.rope, q_unit, out_unit, splits > 1
+    options = attention_options(*fixed, steady=steady, whole=whole)
+    out_strides = tuple(stride // out_unit for stride in part_out.stride()[:-1])
     if packed:
-        strides = (*decode.strides, part_out.stride(0), part_lse.stride(0))
+        strides = (*decode.strides, out_strides[0], part_lse.stride(0))
         _packed_kernel[(programs, splits)](
             *tensors,
             num_tokens,
@@ -243,7 +246,7 @@ def paged_attention(
             num_warps=chosen.num_warps,
         )
     else:
-        strides = (*decode.strides, *part_out.stride()[:-1], *part_lse.stride()[:-1])
+        strides = (*decode.strides, *out_strides, *part_lse.stride()[:-1])
         _paged_kernel[(num_tokens * head_blocks, splits)](
             *tensors, num_heads, decode.pages, splits, strides, OPTIONS=options, num_warps=chosen.num_warps
         )

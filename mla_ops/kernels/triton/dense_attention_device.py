@@ -287,7 +287,9 @@ def _paged_kernel(
     num_blocks, block_size, num_requests, max_blocks = pages
     query_strides = strides[:4]
     stride_block, stride_table = strides[4:6]
-    out_strides, lse_strides = strides[6:9], strides[9:]
+    OUT_UNIT: tl.constexpr = OPTIONS.out_unit
+    out_strides = (strides[6] * OUT_UNIT, strides[7] * OUT_UNIT, strides[8] * OUT_UNIT)
+    lse_strides = strides[9:]
     head_blocks = tl.cdiv(num_heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -381,7 +383,7 @@ def _packed_kernel(
         cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
         span = (begin, end)
         state = attend_keys(query, state, cache, None, span, scale_log2, row_end, OPTIONS)
-    results = (None, out, (stride_out_split, 0, 512), lse, (stride_lse_split, 0))
+    results = (None, out, (stride_out_split * OPTIONS.out_unit, 0, 512), lse, (stride_lse_split, 0))
     store_result(state, (0, flat, live, split), results, OPTIONS)
 
 

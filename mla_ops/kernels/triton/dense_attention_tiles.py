@@ -190,16 +190,17 @@ def group_tile(device_capability: tuple[int, int], num_heads: int, mode: str) ->
     chosen = sparse_attention.tile(device_capability, num_heads, mode)
     if mode == "fp8_v4" or chosen.block_h == 32 or (mode == "plain" and num_heads <= 32):
         return sparse_attention.tile(device_capability, 16, mode)
+    # Where Triton keeps operands, more plain keys spill 328 bytes.
+    keeps = sparse_attention.KEEPS_OPERANDS
     if chosen.half:
-        keeps = sparse_attention.KEEPS_OPERANDS  # else spills 664 bytes
-        return make_tile(64, 32, 8, 2, apart=keeps, early=keeps)
-    return make_tile(64, 64, 8, 1) if chosen.block_h == 64 else chosen
+        return make_tile(64, 32, 8, 2, apart=True, early=True)
+    return make_tile(64, 32 if keeps else 64, 8, 1, apart=keeps, early=keeps) if chosen.block_h == 64 else chosen
 
 
 def even_tile(chosen: sparse_attention.Tile) -> sparse_attention.Tile:
     """The tile of programs that share all rows: where Triton keeps operands, 64 rows would spill 270 bytes."""
     wide = chosen.block_h == 64
-    keys = chosen.block_n // 2 if wide and sparse_attention.KEEPS_OPERANDS else chosen.block_n
+    keys = 32 // chosen.ahead if wide and sparse_attention.KEEPS_OPERANDS else chosen.block_n
     return make_tile(chosen.block_h, keys, chosen.num_warps, chosen.ahead, half=chosen.half, apart=wide)
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import LATENT_DIM, geometry, get_format
-from .attention_options import Tile, attention_options, make_tile
+from .attention_options import SHORT_ROW, Tile, attention_options, is_steady, make_tile
 from .common import KEEPS_OPERANDS, Pages, capability, cdiv, num_sms, shared_of_sm, sized_jit
 from .e4m3 import decode_method
 from .index import convert_req_index_to_global_index
@@ -37,8 +37,9 @@ from .splits import allocate_parts, merge_parts, output_unit
 LOG2E = 1.4426950408889634
 LARGEST_ROW = 2**28  # rows in line are fewer units apart: their distance in bytes has 32 bits
 SHARED_OF_FOUR_WARPS = 75 * 1024  # bytes that a program of 32 heads over plain keys takes, others more
+SHARED_OF_A_PAIR = 92 * 1024  # the most that one of two such programs takes
 FEW_ROWS = 128  # tokens times heads; twice as many of up to 32 heads
-SHORT_ROW = 128  # keys
+MANY = 8  # SMs for a program of a row that is not cut: up to as many, rows are many
 
 
 def tile(device_capability: tuple[int, int], num_heads: int, mode: str, alone: bool = True) -> Tile:
@@ -72,14 +73,18 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str, alone: b
     return make_tile(32, 32, 4, 1, apart=device_capability != (8, 0))
 
 
-def programs_are_alone(device: torch.device, num_tokens: int, num_heads: int, deterministic: bool) -> bool:
-    """Whether a program of 32 heads has an SM to itself: where no second one of four warps has room, or there is none.
+def programs_are_alone(device: torch.device, num_tokens: int, num_heads: int, mode: str, deterministic: bool) -> bool:
+    """Whether a program of 32 heads has an SM to itself: where no second one of four warps has room, or rows are few.
 
-    One of eight warps then takes 10 to 18 % less. Where a row must not notice its batch, the device alone decides.
+    One of eight warps then takes 10 to 18 % less. Over plain keys few is up to a program of eight SMs: on an H200 as
+    capability 120, bf16, 8 x 128, 32 x 64, 32 x 128, 64 x 64 rows take 37.6, 61.5, 96.6, 99.4 us by pairs and 40.6,
+    66.4, 108, 109 by eight warps, 8 x 64 rows 29.7 and 28.6. Others and SM80 have not been timed so. Where a row must
+    not notice its batch, the device alone decides.
     """
     if shared_of_sm(device) < 2 * SHARED_OF_FOUR_WARPS:
         return True
-    return not deterministic and num_tokens * cdiv(num_heads, 32) <= num_sms(device)
+    programs, pairs = num_tokens * cdiv(num_heads, 32), mode == "plain" and capability(device) != (8, 0)
+    return not deterministic and programs * (MANY if pairs else 1) <= num_sms(device)
 
 
 def is_short(num_tokens: int, num_heads: int, topk: int, mode: str, deterministic: bool, sms: int) -> bool:
@@ -99,8 +104,7 @@ def tile_heads(
 
     Not where a row must not notice its batch. Larger tiles take the largest score before it is scaled: not any scale
     does (`suits_large_tiles`). On an H200, fp8_ds_mla, 1 x 128 rows take 20.0 us in tiles of 16 heads and 24.6 in those
-    of 64, 4 x 64 rows 25.7 and 25.6, 4 x 128 rows 38.1 and 29.1, 8 x 32 rows 26.5, and 32 x 32 rows
-    64.1 and 54.7.
+    of 64, 4 x 64 rows 25.7 and 25.6, 4 x 128 rows 38.1 and 29.1, and 32 x 32 rows 64.1 and 54.7.
     """
     few = short or num_tokens * num_heads <= FEW_ROWS * (2 if num_heads <= 32 else 1)
     return min(num_heads, 16) if (few and not deterministic) or not suits_large_tiles(softmax_scale) else num_heads
@@ -117,18 +121,12 @@ def looks_at_indices(keys: Keys, chosen: Tile, partial: bool, has_length: bool) 
     return not (partial and has_length) and not (keys.decode == "packed" and chosen.num_warps == 4)
 
 
-def is_steady(chosen: Tile, keys: Keys, dtype: torch.dtype) -> bool:
-    """Whether weights are about the largest score of a program's first tile alone: Options.steady.
-
-    Where warps share the dims; float16 weights have not the range. 128 x 64, 128 x 128 take 166 and 313 us for 183 and
-    331 so, but 64 heads on SM90 lose.
-    """
-    return chosen.block_h == 32 and chosen.apart and keys.operands == "plain" and dtype == torch.bfloat16
-
-
-def wanted_programs(device_capability: tuple[int, int], block_h: int, sms: int) -> int:
-    """Programs that run at the same time: two an SM of small tiles, where shared memory has room for both."""
-    return 2 * sms if block_h < 64 and device_capability[0] in (9, 10) else sms
+def wanted_programs(device: torch.device, chosen: Tile, programs: int) -> int:
+    """Programs that run at the same time: two an SM of small tiles, where it has room and programs of 32 are many."""
+    pairs = chosen.block_h == 16 and capability(device)[0] in (9, 10)
+    if chosen.block_h == 32 and chosen.num_warps == 4:
+        pairs = shared_of_sm(device) >= 2 * SHARED_OF_A_PAIR and programs * MANY > num_sms(device)
+    return num_sms(device) * (2 if pairs else 1)
 
 
 def has_its_sm(device_capability: tuple[int, int], chosen: Tile) -> bool:
@@ -339,7 +337,7 @@ def _attend(
         return
     topk = indices.shape[1]
     head_blocks = cdiv(num_heads, chosen.block_h)
-    wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
+    wanted = wanted_programs(q.device, chosen, num_tokens * head_blocks)
     single = has_its_sm(capability(q.device), chosen)
     short = is_short(num_tokens, num_heads, topk, sizes.keys.operands, deterministic, num_sms(q.device))
     rounds = rounds_of(num_tokens, head_blocks, topk, chosen, wanted, deterministic, single, short)
@@ -378,8 +376,7 @@ def _launch(
     out_unit = output_unit(part_out)
     rope = head_dim > LATENT_DIM or q_rope is not None
     looks = looks_at_indices(keys, chosen, splits > 1, topk_length is not None)
-    # in few tiles of keys less is saved than the look at the sums costs
-    steady = topk > SHORT_ROW and is_steady(chosen, keys, q.dtype)
+    steady = is_steady(chosen, keys, q.dtype, topk, splits)
     _attend_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
         q_rope,
@@ -429,7 +426,7 @@ def paged_sparse_attention(
 ) -> None:
     num_tokens, num_heads, _ = q.shape
     mode = operand_mode(q.dtype, cache_format)
-    alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic)
+    alone = programs_are_alone(q.device, num_tokens, num_heads, mode, deterministic)
     short = is_short(num_tokens, num_heads, indices.shape[1], mode, deterministic, num_sms(q.device))
     heads = tile_heads(num_tokens, num_heads, deterministic, softmax_scale, short)
     chosen = tile(capability(q.device), heads, mode, alone)
@@ -480,13 +477,14 @@ def paged_sparse_attention_extra(
         heads = tile_heads(num_tokens, num_heads, deterministic)
     chosen = two_cache_tile(capability(q.device), heads, (sizes.keys, extra.keys))
     head_blocks = cdiv(num_heads, chosen.block_h)
-    wanted = wanted_programs(capability(q.device), chosen.block_h, num_sms(q.device))
+    wanted = wanted_programs(q.device, chosen, num_tokens * head_blocks)
     single = has_its_sm(capability(q.device), chosen)
+    paired = not deterministic and min(num_tokens * head_blocks, wanted) > num_sms(q.device)
     rounds = rounds_of(num_tokens, head_blocks, topk + extra_topk, chosen, wanted, deterministic, single)
     every = _RowsOfTwo(q, indices, topk_length, extra_indices, extra_topk_length, req_id_per_token, out, lse)
     caches = kv_cache, block_table, sizes, extra_kv_cache, extra_block_table, extra
     for rows, shares in parts_of(rounds, every):
-        _launch_extra(rows, caches, softmax_scale, chosen, attn_sink, shares)
+        _launch_extra(rows, caches, softmax_scale, chosen, paired, attn_sink, shares)
 
 
 class _RowsOfTwo(NamedTuple):
@@ -505,10 +503,11 @@ def _launch_extra(
     caches: tuple[torch.Tensor, torch.Tensor | None, CacheSizes, torch.Tensor, torch.Tensor | None, CacheSizes],
     softmax_scale: float,
     chosen: Tile,
+    paired: bool,
     attn_sink: torch.Tensor | None,
     shares: Shares,
 ) -> None:
-    """Attends over two caches for rows that are cut alike."""
+    """Attends over two caches for rows that are cut alike. `paired`: whether an SM has two programs."""
     q, indices, topk_length, extra_indices, extra_topk_length, req_id_per_token, out, lse = rows
     kv_cache, block_table, sizes, extra_kv_cache, extra_block_table, extra = caches
     num_tokens, num_heads, head_dim = q.shape
@@ -519,7 +518,9 @@ def _launch_extra(
     part_out, part_lse = allocate_parts(out, lse, splits)
     out_unit = output_unit(part_out)
     fixed = sizes.keys, chosen, head_dim > LATENT_DIM, q_unit, out_unit, splits > 1
-    options = attention_options(*fixed, extra_keys=extra.keys)
+    num_keys = indices.shape[1] + extra_indices.shape[1]
+    steady = chosen.block_h == 32 and is_steady(chosen, sizes.keys, q.dtype, num_keys, splits, paired)
+    options = attention_options(*fixed, steady=steady, extra_keys=extra.keys)
     _attend_extra_kernel[(num_tokens * cdiv(num_heads, chosen.block_h), splits)](
         q,
         kv_cache,
@@ -583,7 +584,7 @@ def sparse_attention(
     num_tokens, num_heads, _ = q.shape
     short = is_short(num_tokens, num_heads, indices.shape[1], keys.operands, deterministic, num_sms(q.device))
     heads = tile_heads(num_tokens, num_heads, deterministic, softmax_scale, short)
-    alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic)
+    alone = programs_are_alone(q.device, num_tokens, num_heads, keys.operands, deterministic)
     chosen = tile(capability(q.device), heads, keys.operands, alone)
     _attend(q, kv, indices, softmax_scale, sizes, chosen, topk_length, attn_sink, None, None, deterministic, out, lse)
 

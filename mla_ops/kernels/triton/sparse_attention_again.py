@@ -27,8 +27,11 @@ def left_its_range(state):
     top = state[len(state) - 2]
     total = total_weight(state[len(state) - 1])
     right = (total > 2.0**-60) & (total < 2.0**110)
-    for i in tl.static_range(len(state) - 2):
-        right &= tl.sum(state[i] * 0.0, 1) == 0.0
+    # 0, or no number where an accumulator is none
+    nothing = state[0] * 0.0
+    for i in tl.static_range(1, len(state) - 2):
+        nothing += state[i] * 0.0
+    right &= tl.sum(nothing, 1) == 0.0
     right |= tl.max((top != 0.0).to(tl.int32) | (total != 0.0).to(tl.int32), 0) == 0
     return tl.max((~right).to(tl.int32), 0)
 

@@ -108,7 +108,7 @@ def new_state(OPTIONS: tl.constexpr):
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
     acc = tl.zeros((BLOCK_H, 128), tl.float32)
-    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    top = tl.full((BLOCK_H,), 0.0 if OPTIONS.steady else float("-inf"), tl.float32)
     if BLOCK_H < 64:
         sums = tl.zeros((BLOCK_H, BLOCK_N), tl.float32)
     else:
@@ -169,6 +169,36 @@ def _scores(query, keys, rows, zero, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def first_pivot(top, largest):
+    """What weights of a STEADY program are about, from `top`, 0, and the largest scores of its first tile, a head.
+
+    Where these are no numbers it stays 0, else it is another. Weights of the first tile are up to 2^-16, so that others
+    may be above by 2^120 before a program walks again (`left_its_range`).
+    """
+    largest += 16.0
+    largest = tl.where(largest == 0.0, 1.0, largest)
+    return tl.where(tl.abs(largest) < float("inf"), largest, top)
+
+
+@triton.jit
+def still_waits(waits, top):
+    """Whether a STEADY program has not seen a key yet, after another tile."""
+    if waits:
+        waits = tl.max((top != 0.0).to(tl.int32), 0) == 0
+    return waits
+
+
+@triton.jit
+def _weights_about(state, scores, is_first):
+    """Does what `_rescale` does, in a STEADY program: nothing fades."""
+    acc0, acc1, acc2, acc3, top, sums = state
+    if is_first:
+        top = first_pivot(top, tl.max(scores, 1))
+    weights = tl.exp2(scores - top[:, None])
+    return (acc0, acc1, acc2, acc3, top, sums + weights), weights
+
+
+@triton.jit
 def _rescale(state, scores):
     """One step of the online softmax: the state faded to the new largest score, and the weights of `scores`."""
     acc0, acc1, acc2, acc3, top, sums = state
@@ -206,11 +236,14 @@ def _mask(scores, column, places, row_end, scale_log2):
 
 
 @triton.jit
-def _weigh(q, state, keys, rows, seen, zero, OPTIONS: tl.constexpr):
+def _weigh(q, state, keys, rows, seen, zero, is_first, OPTIONS: tl.constexpr):
     """The state faded to the scores of a tile of keys, and their weights as operands."""
     column, places, scale_log2, row_end = seen
     scores = _mask(_scores(q, keys, rows, zero, OPTIONS), column, places, row_end, scale_log2)
-    faded, weights = _rescale(state, scores)
+    if OPTIONS.steady:
+        faded, weights = _weights_about(state, scores, is_first)
+    else:
+        faded, weights = _rescale(state, scores)
     return faded, _round_weights(weights, keys, rows, OPTIONS)
 
 
@@ -219,7 +252,8 @@ def _attend_operands(q, state, keys, rows, seen, sure, OPTIONS: tl.constexpr):
     """The state after a tile of keys that are operands.
 
     Scores APART stand behind what is `sure`, and each of their products has a sum of its own: where the compiler sees
-    that a product goes into another, it gives both groups of warps all of it.
+    that a product goes into another, it gives both groups of warps all of it. STEADY ones, which do not, take for
+    `sure` whether no tile before had a key.
     """
     UPCAST: tl.constexpr = OPTIONS.upcast
     if OPTIONS.tile.apart:
@@ -228,10 +262,10 @@ def _attend_operands(q, state, keys, rows, seen, sure, OPTIONS: tl.constexpr):
         weights = tl.zeros((q[0].shape[0], keys[0].shape[0]), tl.float32) + seen[2]
         p = _round_weights(weights, keys, rows, OPTIONS)
         if sure:
-            faded, p = _weigh(q, state, keys, rows, seen, seen[2] * 0.0, OPTIONS)
+            faded, p = _weigh(q, state, keys, rows, seen, seen[2] * 0.0, False, OPTIONS)
             acc0, acc1, acc2, acc3, top, sums = faded
     else:
-        faded, p = _weigh(q, state, keys, rows, seen, None, OPTIONS)
+        faded, p = _weigh(q, state, keys, rows, seen, None, sure, OPTIONS)
         acc0, acc1, acc2, acc3, top, sums = faded
     if len(p) == 1:
         p = p + p + p + p
@@ -288,6 +322,7 @@ def attend_keys(query, state, cache, index_row, span, scale_log2, row_end, OPTIO
     n = tl.arange(0, TILE.block_n)
     # true, which is not known when this is compiled
     sure = (begin >= 0, end >= begin)
+    waits = tl.max((state[4] != 0.0).to(tl.int32), 0) == 0 if OPTIONS.steady else False
     if is_exact(KEYS):
         state = _attend_exactly(q_rows, live_head, state, cache, index_row, span, scale_log2, row_end, OPTIONS)
     elif OPTIONS.whole:
@@ -304,7 +339,11 @@ def attend_keys(query, state, cache, index_row, span, scale_log2, row_end, OPTIO
             places = locate(cache, index, KEYS)
             rows = load_rows(cache, places, False, OPTIONS)
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
+            if OPTIONS.steady:
+                sure = (begin >= 0, waits)
             state = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, OPTIONS)
+            if OPTIONS.steady:
+                waits = still_waits(waits, state[4])
     return state
 
 

@@ -12,7 +12,7 @@ programs an SM, 90 KB each: queries, one tile of keys, sums.
 import triton
 import triton.language as tl
 
-from .sparse_attention_device import dot, round_to
+from .sparse_attention_device import dot, first_pivot, round_to
 from .sparse_attention_keys import are_there
 
 
@@ -89,26 +89,6 @@ def _scores(q, rows, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _first_pivot(top, largest):
-    """What weights of a STEADY program are about, from `top`, 0, and the largest scores of its first tile, a head.
-
-    Where these are no numbers it stays 0, else it is another. Weights of the first tile are up to 2^-16, so that others
-    may be above by 2^120 before a program walks again (`left_its_range`).
-    """
-    largest += 16.0
-    largest = tl.where(largest == 0.0, 1.0, largest)
-    return tl.where(tl.abs(largest) < float("inf"), largest, top)
-
-
-@triton.jit
-def still_waits(waits, top):
-    """Whether a STEADY program has not seen a key yet, after another tile."""
-    if waits:
-        waits = tl.max((top != 0.0).to(tl.int32), 0) == 0
-    return waits
-
-
-@triton.jit
 def attend_tile_by_dims(q, state, rows, cache, indices, scales, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Does what `_attend_tile` of `sparse_attention_wide` does, with scores and sums of weights as [keys, heads].
 
@@ -124,7 +104,7 @@ def attend_tile_by_dims(q, state, rows, cache, indices, scales, MASKED: tl.const
         scores = tl.where(valid[:, None], scores, float("-inf"))
     if OPTIONS.steady:
         if scales[1]:
-            top = _first_pivot(top, tl.max(scores, 0))
+            top = first_pivot(top, tl.max(scores, 0))
         pivot = top
     else:
         former = top

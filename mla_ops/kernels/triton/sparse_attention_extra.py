@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from .attention_options import of_extra_cache
+from .attention_options import of_extra_cache, of_second_walk
 from .common import Pages, sized_jit
+from .sparse_attention_again import left_its_range
 from .sparse_attention_device import (
     attend_keys,
     attend_tile,
@@ -13,6 +14,7 @@ from .sparse_attention_device import (
     named_end,
     new_state,
     query_rows,
+    still_waits,
     store_result,
 )
 from .sparse_attention_keys import divider, fetch_indices, load_rows, locate
@@ -52,6 +54,7 @@ def _attend_both(query, state, caches, index_rows, spans, scale_log2, OPTIONS: t
     shift = extra_begin - tiles * BLOCK_N
     n = tl.arange(0, BLOCK_N)
     main = tiles > 0
+    waits = main | (extra_tiles > 0)
     column = tl.where(main, begin, shift) + n
     index = fetch_indices(tl.where(main, index_row, extra_index_row), column, tl.where(main, end, extra_end))
     for turn in tl.range(0, tiles + extra_tiles, num_stages=STAGES):
@@ -61,7 +64,10 @@ def _attend_both(query, state, caches, index_rows, spans, scale_log2, OPTIONS: t
         main = turn + 1 < tiles
         column = tl.where(main, begin, shift) + (turn + 1) * BLOCK_N + n
         index = fetch_indices(tl.where(main, index_row, extra_index_row), column, tl.where(main, end, extra_end))
-        state = attend_tile(query[2], state, rows, places, n, scale_log2, None, (begin >= 0, turn >= 0), OPTIONS)
+        sure = (begin >= 0, waits if OPTIONS.steady else turn >= 0)
+        state = attend_tile(query[2], state, rows, places, n, scale_log2, None, sure, OPTIONS)
+        if OPTIONS.steady:
+            waits = still_waits(waits, state[4])
     return state
 
 
@@ -171,4 +177,20 @@ def _attend_extra_kernel(
         )  # fmt: skip
     out_strides = (stride_out_split * OUT_UNIT, stride_out_token * OUT_UNIT, stride_out_head * OUT_UNIT)
     results = (attn_sink, out, out_strides, lse, (stride_lse_split, stride_lse_token))
-    store_result(state, (token, head, live_head, split), results, OPTIONS)
+    place = (token, head, live_head, split)
+    if OPTIONS.steady:
+        broken = left_its_range(state)
+        if broken > 0:
+            AGAIN: tl.constexpr = of_second_walk(OPTIONS)
+            # as in `store_walk`
+            token += broken - 1
+            q_rows = query_rows(q, None, token, head, (stride_q_token, stride_q_head, 0, 0), OPTIONS.q_unit)
+            query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
+            caches, index_rows = (cache, _with_divider(extra)), (index_row, extra_index_row)
+            spans = span, extra_span
+            exact = _attend_both(query, new_state(AGAIN), caches, index_rows, spans, scale_log2, AGAIN)
+            store_result(exact, place, results, OPTIONS)
+        else:
+            store_result(state, place, results, OPTIONS)
+    else:
+        store_result(state, place, results, OPTIONS)

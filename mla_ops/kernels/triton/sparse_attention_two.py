@@ -33,10 +33,23 @@ def join_dims(former, latter):
 
 
 @triton.jit
+def steep(scale):
+    """A power of two, 2 to 4 times `scale`, and the score from which on it takes the place of `scale`.
+
+    A weight's exponent is an exact product less the largest product, which is rounded. From 2^31 on the rounding alone
+    leaves the range of `exp2`. A product with a power of two is exact. Two scores that float32 tells apart are 64 or
+    more apart there, so that weights are 1 and 0 by either scale.
+    """
+    exponent = (tl.cast(scale, tl.int32, bitcast=True) >> 23) & 0xFF
+    large = tl.minimum(284 - exponent, 255) << 23
+    return ((exponent + 2) << 23).to(tl.float32, bitcast=True), large.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def weigh_tile(scores, state, scales, cache, indices, dtype: tl.constexpr, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """Weights of a tile as operands, the largest score and sums of weights with it, and the factor of what was before.
 
-    `scales` are those of half scores, which have theirs, and of others, which this gives them.
+    `scales` are those of half scores, which have theirs, and of others, which this gives them: one, and `steep`.
     """
     KEYS: tl.constexpr = OPTIONS.keys
     UPCAST: tl.constexpr = OPTIONS.upcast
@@ -45,13 +58,17 @@ def weigh_tile(scores, state, scales, cache, indices, dtype: tl.constexpr, MASKE
     if MASKED:
         valid = are_there(cache, indices, OPTIONS)
         scores = tl.where(valid[None, :], scores, float("-inf"))
-    # Where both products have one scale, which is above 0, the exponents' multiplication applies it.
-    largest = tl.max(scores, 1) if is_half(KEYS) else tl.max(scores, 1) * scales
+    largest = tl.max(scores, 1)
+    if not is_half(KEYS):
+        # Both products have one scale, which is above 0: the exponents' multiplication applies it.
+        scale, steep_scale, large = scales
+        scale = tl.where(tl.abs(largest) < large, scale, steep_scale)
+        largest *= scale
     new_top = tl.maximum(top, largest)
     pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
     fade = tl.exp2(top - pivot)[:, None]
     if not is_half(KEYS):
-        scores *= scales[:, None]
+        scores *= scale[:, None]
     exact = tl.exp2(scores - (pivot - BIAS)[:, None])
     sums = add_weights(sums, fade, exact)
     return round_to(exact, dtype, UPCAST), new_top, sums, fade

@@ -12,8 +12,8 @@ import triton.language as tl
 from .bfloat16 import widen
 from .common import HOLDS_QUERIES
 from .rows import FP8_SCALES_AT
-from .sparse_attention_device import dot, new_state, round_to
-from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries, still_waits
+from .sparse_attention_device import dot, new_state, round_to, still_waits
+from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries
 from .sparse_attention_keys import (
     fetch_indices,
     half_operand,
@@ -26,7 +26,7 @@ from .sparse_attention_keys import (
     look_up_block,
     rows_at,
 )
-from .sparse_attention_two import attend_tile_in_two, in_two, join_dims, split_dims, weigh_tile
+from .sparse_attention_two import attend_tile_in_two, in_two, join_dims, split_dims, steep, weigh_tile
 
 # by newer compilers they spill 250 to 290 bytes
 QUERIES_IN_REGISTERS = tl.constexpr(HOLDS_QUERIES)
@@ -164,10 +164,10 @@ def _attend_tile(q, state, rows, cache, indices, scales, sure, MASKED: tl.conste
 def _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED: tl.constexpr, OPTIONS: tl.constexpr):
     """The state after one tile of keys, and the scale of each head's scores. MASKED: some keys may not be there.
 
-    `scales` are those of scores over 512 dims, a head, and behind them, and the keys' unit. Code behind the first
-    condition (`sure`) comes last in the loop: the copies of the next tile begin before the products. Where the compiler
-    sees that a product goes into another, it gives all groups of warps all of it: hence the second, and with `mma.sync`
-    the third. Newer compilers move what lies between branch and product.
+    `scales` are those of scores over 512 dims, a head, and behind them, and the keys' unit, or `steep`. Code behind the
+    first condition (`sure`) comes last in the loop: the copies of the next tile begin before the products. Where the
+    compiler sees that a product goes into another, it gives all groups of warps all of it: hence the second, and with
+    `mma.sync` the third. Newer compilers move what lies between branch and product.
 
     Products of scores that run on stand before the conditions: the compiler waits for them where they are used, if they
     are used behind a condition, are operands from copies and go on to the next turn (`_keep`).
@@ -180,8 +180,8 @@ def _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED: tl
     if is_half(KEYS):
         keys = half_operand(keys, rows[2], unit, KEYS)
         keys = _apart(tl.reshape(keys, (keys.shape[0], 512)))
-    # It keeps the layout of `top`, else each tile would change it behind the branch.
-    scale = tl.where(top == float("inf"), 0.0, scale)
+        # It keeps the layout of `top`, else each tile would change it behind the branch.
+        scale = tl.where(top == float("inf"), 0.0, scale)
     # 0, which the compiler does not know
     zeros = tl.zeros((q[0].shape[0], keys.shape[0]), tl.float32) + scale_behind * 0.0
     weights = round_to(zeros, keys.dtype, UPCAST)
@@ -207,7 +207,8 @@ def _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED: tl
                 elif sure[2]:
                     behind = dot(q[1], tl.trans(rope), zeros, UPCAST)
                 scores += behind * scale_behind if is_half(KEYS) else behind
-            weighed = weigh_tile(scores, (top, sums), scale, cache, indices, keys.dtype, MASKED, OPTIONS)
+            factors = scale if is_half(KEYS) else (scale_behind, unit[0], unit[1])
+            weighed = weigh_tile(scores, (top, sums), factors, cache, indices, keys.dtype, MASKED, OPTIONS)
             weights, top, sums, fade = weighed
             acc *= fade
         acc = dot(weights, keys, acc, UPCAST)
@@ -333,9 +334,9 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
             latent = _apart(latent)
         unit = half_unit(exponents)
         scale /= unit
+    elif not by_dims(OPTIONS):
+        unit = steep(scale_log2)
     _, _, _, _, top, sums = new_state(OPTIONS)
-    if OPTIONS.steady:
-        top = tl.zeros_like(top)
     running = top
     if scores_run_on(OPTIONS):
         BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
@@ -379,4 +380,7 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
     result = (acc, top, sums)
     if HALF:
         result = (acc, top, sums, unit)
+    elif not by_dims(OPTIONS):
+        # from 2^32 on by the other scale, else below 2^31
+        result = (acc, tl.where(tl.abs(top) > 1.5 * 2.0**31, top * (scale_log2 / unit[0]), top), sums)
     return result
