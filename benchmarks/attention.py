@@ -210,7 +210,9 @@ def check_attention(
             common.Check("lse", common.max_error(lse[token], expected_lse), 4 * moved_score),
         )
         if moved_score > 1:
-            largest = among_the_largest(out[token], expected, scores, 4 * moved_score, lambda _, key: values[key])
+            largest = among_the_largest(
+                out[token], expected, scores, 4 * moved_score, lambda _, key, own=values: own[key]
+            )
             checks = (largest, checks[1])
         for check in checks:
             if check.name not in worst or check.severity > worst[check.name].severity:
