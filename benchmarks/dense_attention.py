@@ -62,9 +62,7 @@ def check_prefill(
         output = common.Check("out", common.max_error(out[token], expected), out_bound)
         if moved_score > 1:
             of_heads = values.transpose(0, 1)
-            output = attention.among_the_largest(
-                out[token], expected, scores, 4 * moved_score, lambda head, key, own=of_heads: own[head, key]
-            )
+            output = attention.among_the_largest(out[token], expected, scores, of_heads, 4 * moved_score)
         for check in (output, common.Check("lse", common.max_error(lse[token], expected_lse), 4 * moved_score)):
             if check.name not in worst or check.severity > worst[check.name].severity:
                 worst[check.name] = check

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import common, dense_attention, sparse_attention
-from benchmarks.attention import mixed_lengths, shapes
+from benchmarks.attention import Kind, mixed_lengths, shapes
 from mla_ops import formats
 
 SPARSE_SHAPES = ((32, 128), (64, 128), (128, 128), (128, 16), (512, 16))
@@ -49,7 +49,7 @@ def sparse_lines(arguments: argparse.Namespace) -> Iterator[str]:
     plain = {"request_local": False, "peers": False, "deterministic": False, "waves": ()}
 
     def case(cache_format: str, num_tokens: int, num_heads: int, mixture: str) -> common.Case:
-        kind = sparse_attention.Kind(mixture="full" if mixture == "none" else mixture)
+        kind = Kind(mixture="full" if mixture == "none" else mixture)
         options = argparse.Namespace(**{**vars(arguments), **plain, "topk_length": mixture != "none"})
         return sparse_attention.build_paged(
             num_tokens, num_heads, arguments.topk, cache_format, 4 * arguments.topk, kind, options

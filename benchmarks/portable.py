@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import common, sparse_attention, sparse_attention_extra
-from benchmarks.attention import shapes
+from benchmarks.attention import Kind, shapes
 
 CLOCK_GHZ = 1.98  # an H100 or H200 whose power limit does not hold it back
 FULL = 128  # tokens that fill every GPU below
@@ -122,7 +122,7 @@ def build(kind: str, num_tokens: int, num_heads: int, arguments: argparse.Namesp
     elif kind == TWO_CACHES:
         case = sparse_attention_extra.build_case(num_tokens, num_heads, topk // 4, context, kind, options)
     else:
-        usual = sparse_attention.Kind()
+        usual = Kind()
         case = sparse_attention.build_paged(num_tokens, num_heads, topk, kind, context, usual, options)
     case.peers = {name: peer for name, peer in case.peers.items() if name == "FlashMLA"}
     return case
