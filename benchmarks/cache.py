@@ -130,6 +130,15 @@ def scale_keys(kv_cache: torch.Tensor, cache_format: str, magnitude: str, genera
         latent.mul_(factors)
 
 
+def raise_keys(kv_cache: torch.Tensor, cache_format: str, slots: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes the first RoPE value of the keys of some slots, which no format scales."""
+    block_size = formats.geometry(kv_cache, cache_format).block_size
+    rows = formats.planar_views(kv_cache, cache_format)[0] if cache_format == "fp8_ds_mla_v4" else kv_cache
+    if rows.dtype == torch.uint8:
+        rows = rows[..., -2 * formats.ROPE_DIM :].view(torch.bfloat16)
+    rows[slots.long() // block_size, slots.long() % block_size, -formats.ROPE_DIM] = values.to(rows.dtype)
+
+
 def build_concat(num_tokens: int, cache_format: str, arguments: argparse.Namespace) -> common.Case:
     generator = common.generator(arguments)
     device = torch.device(arguments.device)

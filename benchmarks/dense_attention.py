@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import attention, common
-from benchmarks.cache import fill_cache, query_dtype, read_keys
+from benchmarks.attention import PATTERNS, SCORES, Kind
+from benchmarks.cache import fill_cache, magnitude_factors, magnitudes, query_dtype, raise_keys, read_keys, scale_keys
 from mla_ops import formats
 from mla_ops.kernels import flash_mla
 from mla_ops.registry import describe
@@ -58,10 +59,11 @@ def check_prefill(
         moved_score = float(spread) * unit * softmax_scale
         moved_output = float(torch.einsum("hk,khd->hd", weights.square(), values.square()).sqrt().max())
         out_bound = unit * float(expected.abs().max()) + 4 * moved_output * (unit**2 + moved_score**2) ** 0.5
-        for check in (
-            common.Check("out", common.max_error(out[token], expected), out_bound),
-            common.Check("lse", common.max_error(lse[token], expected_lse), 4 * moved_score),
-        ):
+        output = common.Check("out", common.max_error(out[token], expected), out_bound)
+        if moved_score > 1:
+            of_heads = values.transpose(0, 1)
+            output = attention.among_the_largest(out[token], expected, scores, of_heads, 4 * moved_score)
+        for check in (output, common.Check("lse", common.max_error(lse[token], expected_lse), 4 * moved_score)):
             if check.name not in worst or check.severity > worst[check.name].severity:
                 worst[check.name] = check
     return list(worst.values())
@@ -124,8 +126,9 @@ def build_prefill(
     num_heads: int,
     head_dims: tuple[int, int],
     arguments: argparse.Namespace,
+    kind: Kind = Kind(),
 ) -> common.Case:
-    """`label`: what a row's shape says of the lengths."""
+    """`label`: what a row's shape says of the lengths; `kind`: scores and magnitude of keys and values alone."""
     num_tokens, longest = sum(lengths), max(lengths)
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
@@ -135,8 +138,19 @@ def build_prefill(
     def normal(width: int) -> torch.Tensor:
         return torch.randn(num_tokens, num_heads, width, device=device, generator=generator).to(torch.bfloat16)
 
+    def step() -> Set:
+        q, k, v = normal(head_dim), normal(head_dim), normal(head_dim_v)
+        if kind.magnitude != "1":
+            factors = magnitude_factors(kind.magnitude, (num_tokens, num_heads, 1), generator)
+            k[..., : -formats.ROPE_DIM] *= factors
+            v *= factors
+        if kind.scores == "growing":
+            risen = [attention.rise(length, k.dtype, device) for length in lengths]
+            k[..., -formats.ROPE_DIM] = torch.cat(risen)[:, None]
+        return attention.shape_queries(q, kind.scores, softmax_scale), k, v
+
     # the L2 cache is overwritten before each timing: two sets do
-    sets = [(normal(head_dim), normal(head_dim), normal(head_dim_v)) for _ in range(2)]
+    sets = [step() for _ in range(2)]
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     bounds = starts, starts, longest, longest, softmax_scale
     outputs = [
@@ -149,7 +163,7 @@ def build_prefill(
     rows = num_tokens * num_heads
     return common.Case(
         describe("prefill_attention", *sets[0], *bounds),
-        {**label, "H": num_heads, "dims": f"{head_dim}/{head_dim_v}"},
+        {**label, "H": num_heads, "dims": f"{head_dim}/{head_dim_v}", **kind.label()},
         runs,
         partial(attention.poison, outputs[0]),
         lambda: check_prefill(*sets[0], lengths, softmax_scale, *outputs[0]),
@@ -228,9 +242,14 @@ def block_table(lengths: list[int], num_blocks: int, generator: torch.Generator)
 
 
 def build_paged(
-    lengths: list[int], label: dict[str, int | str], num_heads: int, cache_format: str, arguments: argparse.Namespace
+    lengths: list[int],
+    label: dict[str, int | str],
+    num_heads: int,
+    cache_format: str,
+    arguments: argparse.Namespace,
+    kind: Kind = Kind(),
 ) -> common.Case:
-    """`label`: what a row's shape says of the lengths."""
+    """`label`: what a row's shape says of the lengths; `kind`: its pattern is that of the block table."""
     num_tokens, num_keys = len(lengths), sum(lengths)
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
@@ -242,13 +261,27 @@ def build_paged(
     num_blocks = attention.cache_blocks(needed, block_bytes, device.type == "cuda")
     kv_cache = formats.allocate_cache(cache_format, num_blocks, attention.BLOCK_SIZE, device=device)
     fill_cache(kv_cache, cache_format, generator)
+    if kind.magnitude != "1":
+        scale_keys(kv_cache, cache_format, kind.magnitude, generator)
     # a small batch would find its context in the L2 cache again: each set reads another part of the cache
     count = common.number_of_sets(arguments)
     tables = [block_table(lengths, num_blocks, generator) for _ in range(count)]
+    if kind.scores == "growing":  # keys have one place in one request
+        tables = tables[:1] * count
+        for row, length in zip(tables[0], lengths, strict=True):
+            position = torch.arange(length, device=device)
+            slots = row[position // attention.BLOCK_SIZE] * attention.BLOCK_SIZE + position % attention.BLOCK_SIZE
+            raise_keys(kv_cache, cache_format, slots, attention.rise(length, dtype, device))
+    tables = [PATTERNS[kind.pattern](table, generator) for table in tables]
     requests = torch.arange(num_tokens, dtype=torch.int32, device=device)
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     queries = [
-        torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(dtype) for _ in range(count)
+        attention.shape_queries(
+            torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(dtype),
+            kind.scores,
+            softmax_scale,
+        )
+        for _ in range(count)
     ]
     outputs = [attention.make_outputs(q) for q in queries]
 
@@ -278,8 +311,9 @@ def build_paged(
 
     def keys_of(token: int) -> torch.Tensor:
         position = torch.arange(lengths[token], device=device)
-        slots = tables[0][token, position // attention.BLOCK_SIZE].long() * attention.BLOCK_SIZE
-        return read_keys(kv_cache, slots + position % attention.BLOCK_SIZE, cache_format)
+        blocks = tables[0][token, position // attention.BLOCK_SIZE].long()
+        slots = blocks * attention.BLOCK_SIZE + position % attention.BLOCK_SIZE
+        return read_keys(kv_cache, slots[blocks >= 0], cache_format)
 
     def compare(out: torch.Tensor, lse: torch.Tensor) -> list[common.Check]:
         return attention.check_attention(queries[0], keys_of, softmax_scale, out, lse)
@@ -297,7 +331,7 @@ def build_paged(
     rows = num_tokens * num_heads
     return common.Case(
         describe("paged_attention", queries[0], kv_cache, tables[0], requests, lens, softmax_scale, cache_format),
-        {**label, "H": num_heads, "format": cache_format},
+        {**label, "H": num_heads, "format": cache_format, **kind.label()},
         runs,
         partial(attention.poison, outputs[0]),
         lambda: compare(*outputs[0]),
@@ -336,6 +370,16 @@ def main(argv: list[str] | None = None) -> int:
         help="decode rows with requests of several lengths, e.g. 1x131072+31x512,random7",
     )
     parser.add_argument("--cache-formats", type=common.cache_formats, default=["bf16", "fp8_ds_mla"])
+    parser.add_argument(
+        "--patterns",
+        type=common.names_of(PATTERNS.__getitem__, *PATTERNS),
+        default=["live"],
+        help=f"decode rows: of the blocks of a request, {', '.join(PATTERNS)}",
+    )
+    parser.add_argument("--magnitudes", type=magnitudes, default=["1"], help="of latents, or of keys and values")
+    parser.add_argument(
+        "--scores", type=common.names_of(SCORES[:3].index, *SCORES[:3]), default=["usual"], help="usual, growing, large"
+    )
     parser.add_argument("--peers", action="store_true", help="time torch's and FlashMLA's own kernels as well")
     attention.add_variant_options(parser)
     attention.add_halves_option(parser)
@@ -355,18 +399,24 @@ def main(argv: list[str] | None = None) -> int:
     ]
     batches += [(lengths_of(mixture), {"lengths": mixture}) for mixture in mixed]
 
+    kinds = [
+        Kind(pattern, magnitude=magnitude, scores=scores)
+        for pattern, magnitude, scores in itertools.product(arguments.patterns, arguments.magnitudes, arguments.scores)
+    ]
+
     def cases() -> Iterator[partial[common.Case]]:
         for dims in arguments.head_dims if arguments.skip != "prefill" else ():
             for shape in prefill:
                 num_heads, num_tokens = (int(size) for size in shape.split("x"))
-                yield partial(build_prefill, [num_tokens], {"T": num_tokens}, num_heads, dims, arguments)
+                for kind in kinds[: len(kinds) // len(arguments.patterns)]:
+                    yield partial(build_prefill, [num_tokens], {"T": num_tokens}, num_heads, dims, arguments, kind)
             for num_heads in heads:
                 for mixture in short:
                     yield partial(build_prefill, lengths_of(mixture), {"lengths": mixture}, num_heads, dims, arguments)
         for cache_format in arguments.cache_formats if arguments.skip != "decode" else ():
             for num_heads in heads:
-                for lengths, label in batches:
-                    yield partial(build_paged, lengths, label, num_heads, cache_format, arguments)
+                for (lengths, label), kind in itertools.product(batches, kinds):
+                    yield partial(build_paged, lengths, label, num_heads, cache_format, arguments, kind)
 
     return common.run_benchmark("dense_attention", cases(), arguments)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks import common, dense_attention, sparse_attention
-from benchmarks.attention import mixed_lengths
+from benchmarks.attention import Kind, mixed_lengths, shapes
 from mla_ops import formats
 
 SPARSE_SHAPES = ((32, 128), (64, 128), (128, 128), (128, 16), (512, 16))
@@ -49,7 +49,7 @@ def sparse_lines(arguments: argparse.Namespace) -> Iterator[str]:
     plain = {"request_local": False, "peers": False, "deterministic": False, "waves": ()}
 
     def case(cache_format: str, num_tokens: int, num_heads: int, mixture: str) -> common.Case:
-        kind = sparse_attention.Kind(mixture="full" if mixture == "none" else mixture)
+        kind = Kind(mixture="full" if mixture == "none" else mixture)
         options = argparse.Namespace(**{**vars(arguments), **plain, "topk_length": mixture != "none"})
         return sparse_attention.build_paged(
             num_tokens, num_heads, arguments.topk, cache_format, 4 * arguments.topk, kind, options
@@ -126,18 +126,12 @@ def dense_lines(arguments: argparse.Namespace) -> Iterator[str]:
                 )
 
 
-def shape(value: str) -> list[tuple[int, int]]:
-    """Type of an option like `128x16,32x128`: tokens and heads."""
-    pairs = [part.split("x") for part in value.split(",") if part]
-    return [(int(tokens), int(heads)) for tokens, heads in pairs]
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status, 1 if a result was wrong."""
     parser = common.argument_parser("mixtures")
     parser.add_argument("--cache-formats", type=common.cache_formats, default=["fp8_ds_mla", "bf16"])
     parser.add_argument("--dense-formats", type=common.cache_formats, default=["bf16", "fp8_ds_mla"])
-    parser.add_argument("--shapes", type=shape, default=SPARSE_SHAPES, help="tokens x heads, e.g. 128x16,32x128")
+    parser.add_argument("--shapes", type=shapes, default=SPARSE_SHAPES, help="tokens x heads, e.g. 128x16,32x128")
     parser.add_argument("--topk", type=int, default=2048)
     parser.add_argument("--sparse", type=common.names, default=SPARSE_MIXTURES)
     parser.add_argument("--dense", type=dense_attention.mixtures, default=DENSE_MIXTURES)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import common, sparse_attention, sparse_attention_extra
-from benchmarks.mixtures import shape
+from benchmarks.attention import Kind, shapes
 
 CLOCK_GHZ = 1.98  # an H100 or H200 whose power limit does not hold it back
 FULL = 128  # tokens that fill every GPU below
@@ -122,7 +122,7 @@ def build(kind: str, num_tokens: int, num_heads: int, arguments: argparse.Namesp
     elif kind == TWO_CACHES:
         case = sparse_attention_extra.build_case(num_tokens, num_heads, topk // 4, context, kind, options)
     else:
-        usual = sparse_attention.Kind()
+        usual = Kind()
         case = sparse_attention.build_paged(num_tokens, num_heads, topk, kind, context, usual, options)
     case.peers = {name: peer for name, peer in case.peers.items() if name == "FlashMLA"}
     return case
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = common.argument_parser("portable")
     parser.add_argument("--capability", type=int, default=None, help="80, 86, 89 or 120; default: the GPU's own")
     parser.add_argument("--kinds", type=common.names, default=list(SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--shapes", type=shape, default=None, help="tokens x heads of all kinds, e.g. 128x16")
+    parser.add_argument("--shapes", type=shapes, default=None, help="tokens x heads of all kinds, e.g. 128x16")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="do not time FlashMLA")
     arguments = parser.parse_args(argv)
     if arguments.capability is not None:

@@ -13,8 +13,8 @@ floor where memory bounds (gather_floor.py). FlashMLA's schedule is planned befo
 joined first.
 
 Rows of different live keys are what kernels like best. `--patterns live,1/2,none,same` (attention.PATTERNS),
-`--mixtures full,fourth,one` (lengths) and `--magnitudes 1,0.01,spread12,wild30` (`cache.magnitude_factors`, of keys)
-measure the others.
+`--mixtures full,fourth,one` (lengths), `--magnitudes 1,0.01,spread12,wild30` (`cache.magnitude_factors`, of keys) and
+`--scores growing,large,sinks` measure the others; `benchmarks.unusual` has a table of them for every kernel.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from benchmarks import common, flash_mla_peer, gather_floor
 from benchmarks.attention import (
     BLOCK_SIZE,
     PATTERNS,
+    SCORES,
+    Kind,
     add_halves_option,
     add_variant_options,
     attention_bytes,
@@ -45,25 +47,15 @@ from benchmarks.attention import (
     poison,
     random_block_table,
     random_selection,
+    rise,
+    shape_queries,
+    sinks,
     to_slots,
     variants,
 )
-from benchmarks.cache import fill_cache, magnitudes, query_dtype, read_keys, scale_keys
+from benchmarks.cache import fill_cache, magnitude_factors, magnitudes, query_dtype, raise_keys, read_keys, scale_keys
 from mla_ops import formats
 from mla_ops.registry import describe
-
-
-class Kind(NamedTuple):
-    """The kind of a batch's keys: names of `PATTERNS`, `mixed_lengths` and `magnitude_factors`."""
-
-    pattern: str = "live"
-    mixture: str = "full"
-    magnitude: str = "1"
-
-    def label(self) -> dict[str, int | str]:
-        """The label of a row besides its shape: whatever is not usual."""
-        usual = Kind()
-        return {name: str(value) for name, value in self._asdict().items() if value != getattr(usual, name)}
 
 
 class Prefill(NamedTuple):
@@ -106,10 +98,18 @@ def build_paged(
     request = torch.arange(num_tokens, dtype=torch.int32, device=device)
     lens = mixed_lengths(kind.mixture, num_tokens, topk, device)
     softmax_scale = common.SOFTMAX_SCALES[head_dim]
+    attn_sink = sinks(kind, num_heads, device)
+    if kind.scores == "growing":
+        positions = torch.arange(blocks_per_request * BLOCK_SIZE, device=device).expand(num_tokens, -1)
+        values = rise(positions.shape[1], dtype, device).expand_as(positions)
+        raise_keys(kv_cache, cache_format, to_slots(positions, block_table), values)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         q = torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(dtype)
+        shape_queries(q, kind.scores, softmax_scale)
         local = random_selection(num_tokens, topk, blocks_per_request * BLOCK_SIZE, generator)
+        if kind.scores == "growing":
+            local = local.sort(dim=1)[0]
         chosen = local if arguments.request_local else to_slots(local, block_table)
         return q, PATTERNS[kind.pattern](chosen, generator)
 
@@ -136,6 +136,7 @@ def build_paged(
             q_rope=q_rope,
             topk_length=lens if arguments.topk_length or kind.mixture != "full" else None,
             **translated,
+            attn_sink=attn_sink,
             deterministic=deterministic,
             out=out,
             lse=lse,
@@ -159,13 +160,14 @@ def build_paged(
             softmax_scale,
             out,
             lse,
+            attn_sink,
         )
 
     def attend_halves(number: int, q: torch.Tensor, q_rope: torch.Tensor | None, *outputs: torch.Tensor) -> None:
         attend(number, *outputs, query=(q, q_rope))
 
     def peers() -> dict[str, common.Peer]:
-        if cache_format not in ("fp8_ds_mla", "bf16"):  # V4's stand beside its two caches
+        if cache_format not in ("fp8_ds_mla", "bf16") or attn_sink is not None:  # V4's stand beside its two caches
             return {}
         chosen = [(q, live_slots(indices)) for q, indices in sets]
         if cache_format == "fp8_ds_mla":
@@ -195,34 +197,49 @@ def build_paged(
     )
 
 
-def build_flat(prefill: Prefill, num_kv: int, arguments: argparse.Namespace) -> common.Case:
+def build_flat(prefill: Prefill, num_kv: int, arguments: argparse.Namespace, kind: Kind = Kind()) -> common.Case:
     num_tokens, num_heads, topk, head_dim = prefill
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
     kv = torch.randn(num_kv, head_dim, device=device, generator=generator).to(torch.bfloat16)
     softmax_scale = common.SOFTMAX_SCALES[head_dim]
+    attn_sink = sinks(kind, num_heads, device)
+    if kind.magnitude != "1":
+        kv[:, : -formats.ROPE_DIM] *= magnitude_factors(kind.magnitude, (num_kv, 1), generator)
+    if kind.scores == "growing":
+        kv[:, -formats.ROPE_DIM] = rise(num_kv, kv.dtype, device)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         q = torch.randn(num_tokens, num_heads, head_dim, device=device, generator=generator).to(torch.bfloat16)
-        return q, random_selection(num_tokens, topk, num_kv, generator)
+        shape_queries(q, kind.scores, softmax_scale)
+        indices = random_selection(num_tokens, topk, num_kv, generator)
+        if kind.scores == "growing":
+            indices = indices.sort(dim=1)[0]
+        return q, PATTERNS[kind.pattern](indices, generator)
 
     # a prefill's query is hundreds of megabytes, many times the L2 cache: two sets do
     sets = [step() for _ in range(min(2, common.number_of_sets(arguments)))]
     outputs = [make_outputs(q) for q, _ in sets]
     runs = [
-        partial(torch.ops.mla.sparse_attention.out, q, kv, indices, softmax_scale, out=out, lse=lse)
+        partial(
+            torch.ops.mla.sparse_attention.out, q, kv, indices, softmax_scale, attn_sink=attn_sink, out=out, lse=lse
+        )
         for (q, indices), (out, lse) in zip(sets, outputs, strict=True)
     ]
     q, indices = sets[0]
 
     def compare(out: torch.Tensor, lse: torch.Tensor) -> list[common.Check]:
-        return check_attention(q, lambda token: kv[indices[token].long()].double(), softmax_scale, out, lse)
+        def keys_of(token: int) -> torch.Tensor:
+            return kv[indices[token][indices[token] >= 0].long()].double()
+
+        return check_attention(q, keys_of, softmax_scale, out, lse, attn_sink)
 
     def peers() -> dict[str, common.Peer]:
         theirs = flash_mla_peer.prefill_peers(sets, kv, softmax_scale, compare)
         return {**theirs, **gather_floor.gather_peer(kv, [indices for _, indices in sets])}
 
     shape: dict[str, int | str] = {"T": num_tokens, "H": num_heads, "topk": topk, "d": head_dim, "num_kv": num_kv}
+    shape |= kind.label()
     return common.Case(
         describe("sparse_attention", q, kv, indices, softmax_scale),
         shape,
@@ -264,6 +281,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--magnitudes", type=magnitudes, default=["1"], help="decode rows: of latents, e.g. 1,0.01,spread12,wild30"
     )
+    parser.add_argument(
+        "--scores", type=common.names_of(SCORES.index, *SCORES), default=["usual"], help=f"of {', '.join(SCORES)}"
+    )
     parser.add_argument("--topk-length", action="store_true", help="pass topk_length, all rows full")
     parser.add_argument("--prefill-tokens", type=common.integers, default=None, help="prefill rows: query tokens")
     parser.add_argument("--prefill-heads", type=common.integers, default=None)
@@ -286,9 +306,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def cases() -> Iterator[partial[common.Case]]:
         if arguments.skip != "decode":
-            kinds = itertools.starmap(
-                Kind, itertools.product(arguments.patterns, arguments.mixtures, arguments.magnitudes)
-            )
+            axes = arguments.patterns, arguments.mixtures, arguments.magnitudes, arguments.scores
+            kinds = itertools.starmap(Kind, itertools.product(*axes))
             for cache_format, topk, num_heads, num_tokens, kind in itertools.product(
                 cache_formats, topks, heads, tokens, kinds
             ):

@@ -17,19 +17,25 @@ import torch
 from benchmarks import common, flash_mla_peer, gather_floor
 from benchmarks.attention import (
     BLOCK_SIZE,
+    PATTERNS,
+    Kind,
     add_variant_options,
     attention_bytes,
     attention_flops,
     cache_blocks,
     check_attention,
     make_outputs,
+    mixed_lengths,
     poison,
     random_block_table,
     random_selection,
+    rise,
+    shape_queries,
+    sinks,
     to_slots,
     variants,
 )
-from benchmarks.cache import fill_cache, query_dtype, read_keys
+from benchmarks.cache import fill_cache, query_dtype, raise_keys, read_keys, scale_keys
 from benchmarks.flash_mla_peer import Selection
 from mla_ops import formats
 from mla_ops.registry import describe
@@ -42,14 +48,22 @@ MODELS = ((64, 512), (128, 1024), (16, 512))
 
 
 def build_case(
-    num_tokens: int, num_heads: int, extra_topk: int, context: int, cache_format: str, arguments: argparse.Namespace
+    num_tokens: int,
+    num_heads: int,
+    extra_topk: int,
+    context: int,
+    cache_format: str,
+    arguments: argparse.Namespace,
+    kind: Kind = Kind(),
 ) -> common.Case:
     generator = common.generator(arguments)
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda" and not arguments.quick
     row_bytes = formats.FORMATS[cache_format].bytes_per_token(HEAD_DIM)
     softmax_scale, dtype = common.SOFTMAX_SCALES[HEAD_DIM], query_dtype(cache_format)
-    attn_sink = torch.randn(num_heads, device=device, generator=generator)
+    attn_sink = sinks(kind, num_heads, device)
+    if attn_sink is None:
+        attn_sink = torch.randn(num_heads, device=device, generator=generator)
 
     def make_cache(tokens_of_each: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A full cache, and the block table of as many requests as there are tokens."""
@@ -57,24 +71,32 @@ def build_case(
         num_blocks = cache_blocks(num_tokens * blocks, BLOCK_SIZE * row_bytes, on_gpu)
         kv_cache = formats.allocate_cache(cache_format, num_blocks, BLOCK_SIZE, head_dim=HEAD_DIM, device=device)
         fill_cache(kv_cache, cache_format, generator)
-        return kv_cache, random_block_table(num_tokens, blocks, num_blocks, generator)
+        if kind.magnitude != "1":
+            scale_keys(kv_cache, cache_format, kind.magnitude, generator)
+        block_table = random_block_table(num_tokens, blocks, num_blocks, generator)
+        if kind.scores == "growing":
+            positions = torch.arange(blocks * BLOCK_SIZE, device=device).expand(num_tokens, -1)
+            values = rise(positions.shape[1], dtype, device).expand_as(positions)
+            raise_keys(kv_cache, cache_format, to_slots(positions, block_table), values)
+        return kv_cache, block_table
 
     window_cache, window_table = make_cache(4 * WINDOW)
     extra_cache, extra_table = make_cache(max(context, extra_topk))
 
-    def lens(width: int) -> torch.Tensor:
-        return torch.full((num_tokens,), width, dtype=torch.int32, device=device)
+    def selection(kv_cache: torch.Tensor, local: torch.Tensor, block_table: torch.Tensor) -> Selection:
+        slots = PATTERNS[kind.pattern](to_slots(local, block_table).to(torch.int32), generator)
+        lens = mixed_lengths(kind.mixture, num_tokens, local.shape[1], device)
+        return Selection(kv_cache, cache_format, slots, lens)
 
     def step() -> tuple[torch.Tensor, Selection, Selection]:
         q = torch.randn(num_tokens, num_heads, HEAD_DIM, device=device, generator=generator).to(dtype)
+        shape_queries(q, kind.scores, softmax_scale)
         last = torch.randint(WINDOW - 1, 4 * WINDOW, (num_tokens, 1), device=device, generator=generator)
         window = last - torch.arange(WINDOW - 1, -1, -1, device=device)
         chosen = random_selection(num_tokens, extra_topk, extra_table.shape[1] * BLOCK_SIZE, generator)
-        return (
-            q,
-            Selection(window_cache, cache_format, to_slots(window, window_table).to(torch.int32), lens(WINDOW)),
-            Selection(extra_cache, cache_format, to_slots(chosen, extra_table).to(torch.int32), lens(extra_topk)),
-        )
+        if kind.scores == "growing":
+            chosen = chosen.sort(dim=1)[0]
+        return q, selection(window_cache, window, window_table), selection(extra_cache, chosen, extra_table)
 
     sets = [step() for _ in range(common.number_of_sets(arguments))]
     outputs = [make_outputs(q) for q, _, _ in sets]
@@ -108,13 +130,18 @@ def build_case(
     q, window, extra = sets[0]
 
     def keys_of(token: int) -> torch.Tensor:
-        return torch.cat([read_keys(part.kv_cache, part.slots[token], part.cache_format) for part in (window, extra)])
+        keys = []
+        for part in (window, extra):
+            slots = part.slots[token, : int(part.lens[token])]
+            keys.append(read_keys(part.kv_cache, slots[slots >= 0], part.cache_format))
+        return torch.cat(keys)
 
     def compare(out: torch.Tensor, lse: torch.Tensor) -> list[common.Check]:
         return check_attention(q, keys_of, softmax_scale, out, lse, attn_sink)
 
     shape: dict[str, int | str] = {"T": num_tokens, "H": num_heads, "topk": f"{WINDOW}+{extra_topk}"}
     shape["format"] = cache_format
+    shape |= kind.label()
     num_keys = WINDOW + extra_topk
 
     def peers() -> dict[str, common.Peer]:

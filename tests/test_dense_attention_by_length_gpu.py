@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from attention_inputs import SCALE, filled_cache, key_width, queries
-from test_dense_attention_paged import check, int32
+from test_dense_attention_paged import check, check_replays, int32
 
 import mla_ops
 from mla_ops import dispatch
@@ -51,19 +49,9 @@ def test_rows_of_hopper_launches_by_their_lengths(cache_format: str, shape: tupl
     reason = dispatch.unsupported_reason("hopper", mla_ops.registry.describe("paged_attention", *arguments))
     if reason is not None:
         pytest.skip(reason)
-    out, lse = torch.empty(7, 70, 512, dtype=q.dtype, device=device), torch.empty(7, 70, device=device)
     with dispatch.override(paged_attention="hopper"), override(Wave(7, Clusters(*shape)), by_length=True):
         check("hopper", q, cache, table, requests, lens, cache_format)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
-        for new_lens in ([7200] * 7, [0] * 7, [1, 64, 65, 7200, 0, 100, 3000]):
-            lens.copy_(int32(new_lens, device))
-            out.fill_(math.nan), lse.fill_(math.nan)
-            graph.replay()
-            eager = check("hopper", q, cache, table, requests, lens, cache_format)
-            assert torch.equal(out, eager[0])
-            assert torch.equal(lse, eager[1])
+        check_replays("hopper", arguments, [[7200] * 7, [0] * 7, [1, 64, 65, 7200, 0, 100, 3000]])
 
 
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "bf16"])
@@ -83,24 +71,13 @@ def test_a_replay_chooses_between_lengths_and_shape(num_tokens: int, num_heads: 
     keys = launch.KERNELS[cache_format, 576]
     found = dense_attention._by_length(keys, num_tokens, num_heads, 200 * 64, torch.cuda.current_device())
     assert (found is None) == (cache_format == "fp8_ds_mla" and (num_tokens, num_heads) == (7, 128))
-    out = torch.empty(num_tokens, num_heads, 512, dtype=q.dtype, device=device)
-    lse = torch.empty(num_tokens, num_heads, device=device)
+    lengths = [
+        [12800] * num_tokens,
+        [12800] + [100] * (num_tokens - 1),
+        [0] * (num_tokens - 1) + [12800],
+        [65 * i for i in range(num_tokens)],
+        ([9000, 1, 0, 12000] * 4)[:num_tokens],
+        [0] * num_tokens,
+    ]
     with dispatch.override(paged_attention="hopper"):
-        torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
-        for new_lens in (
-            [12800] * num_tokens,
-            [12800] + [100] * (num_tokens - 1),
-            [0] * (num_tokens - 1) + [12800],
-            [65 * i for i in range(num_tokens)],
-            [9000, 1, 0, 12000] * 4,
-            [0] * num_tokens,
-        ):
-            lens.copy_(int32(new_lens[:num_tokens], device))
-            out.fill_(math.nan), lse.fill_(math.nan)
-            graph.replay()
-            eager = check("hopper", q, cache, table, requests, lens, cache_format, tokens=[0, 2, 3, num_tokens - 1])
-            assert torch.equal(out, eager[0])
-            assert torch.equal(lse, eager[1])
+        check_replays("hopper", arguments, lengths, [0, 2, 3, num_tokens - 1])

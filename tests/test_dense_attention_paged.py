@@ -60,6 +60,29 @@ def check(
     return out, lse
 
 
+def check_replays(
+    lowering: str,
+    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, str],
+    lengths: list[list[int]],
+    tokens: list[int] | None = None,
+) -> None:
+    """A call is captured once and replayed with other lengths: eager's bits, which are checked."""
+    q, cache, table, requests, lens, _, cache_format = arguments
+    out = torch.empty(*q.shape[:2], 512, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], device=q.device)
+    torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
+    for new_lens in lengths:
+        lens.copy_(int32(new_lens, q.device))
+        out.fill_(math.nan), lse.fill_(math.nan)
+        graph.replay()
+        eager = check(lowering, q, cache, table, requests, lens, cache_format, tokens)
+        assert torch.equal(out, eager[0])
+        assert torch.equal(lse, eager[1])
+
+
 @pytest.mark.parametrize("num_heads", [1, 17, 65])
 @pytest.mark.parametrize(("cache_format", "dtype"), QUERIES)
 def test_attention_equals_float64(
@@ -541,27 +564,16 @@ def test_a_replay_shares_rows_of_any_lengths(backend: str, cache_format: str, nu
     if backend == "hopper":  # the portable kernels look at lengths of this capacity on any GPU
         keys = launch.KERNELS[cache_format, 576]
         assert dense_attention._balance(keys, num_tokens, num_heads, 512 * 64, torch.cuda.current_device()) is not None
-    out = torch.empty(num_tokens, num_heads, 512, dtype=q.dtype, device=device)
-    lse = torch.empty(num_tokens, num_heads, device=device)
+    lengths = [
+        [4096] * num_tokens,
+        [20000] + [100] * (num_tokens - 1),
+        [0] * (num_tokens - 1) + [32768],
+        [65 * i for i in range(num_tokens)],
+        [30000, 1, 0, 29000] * (num_tokens // 4),
+        [0] * num_tokens,
+    ]
     with dispatch.override(paged_attention=backend):
-        torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            torch.ops.mla.paged_attention.out(*arguments, out=out, lse=lse)
-        for new_lens in (
-            [4096] * num_tokens,
-            [20000] + [100] * (num_tokens - 1),
-            [0] * (num_tokens - 1) + [32768],
-            [65 * i for i in range(num_tokens)],
-            [30000, 1, 0, 29000] * (num_tokens // 4),
-            [0] * num_tokens,
-        ):
-            lens.copy_(int32(new_lens, device))
-            out.fill_(math.nan), lse.fill_(math.nan)
-            graph.replay()
-            eager = check(backend, q, cache, table, requests, lens, cache_format, tokens=[0, 2, 3, num_tokens - 1])
-            assert torch.equal(out, eager[0])
-            assert torch.equal(lse, eager[1])
+        check_replays(backend, arguments, lengths, [0, 2, 3, num_tokens - 1])
 
 
 @pytest.mark.gpu
