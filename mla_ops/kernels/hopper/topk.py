@@ -63,6 +63,7 @@ class Params(ctypes.Structure):
         ("room", ctypes.c_uint),
         ("turn_bits", ctypes.c_uint),
         ("ahead", ctypes.c_int),
+        ("beside", ctypes.c_int),
     ]
 
 
@@ -211,6 +212,7 @@ def pack(
     block_size: int = 0,
     sorted: bool = False,
     num_requests: int | None = None,
+    beside: bool = False,
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> bytes:
@@ -248,6 +250,7 @@ def pack(
         plan.room,
         plan.turn_bits,
         plan.held * (4 * num_rows * num_columns <= AHEAD_BYTES),
+        int(beside),
     )
 
 
@@ -288,6 +291,7 @@ def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False,
         topk,
         sorted=rest.get("sorted", False),
     )
+    assert not rest.get("beside") or plan.kernel == MANY.kernel, plan
     _loaded(device_index)[plan.kernel].launch(
         (num_rows * plan.cluster, 1, 1),
         (plan.threads, 1, 1),

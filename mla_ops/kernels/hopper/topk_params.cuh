@@ -32,6 +32,7 @@ struct Params {
   u32 room;  // entries of each that the first one has room for, a power of two
   u32 turn_bits;  // a CTA of such a cluster writes the columns of 2^turn_bits turns of a warp of each CTA
   int ahead;  // groups of a thread that its registers ask for before a row's length is known: all or none
+  int beside;  // the scores are there; the launch in front makes those of other rows
 
   // The part of a row that memory has; bounds may hold any number.
   struct Given {

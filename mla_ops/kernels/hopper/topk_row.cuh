@@ -301,7 +301,10 @@ struct Selection {
     InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
     const Params::Given given = p.given_of(number);
     clear_bins<THREADS>(bins);
-    wait_for_prerequisites();  // only scores may come from the launch in front
+    if (FEW_ROWS || !p.beside)
+      wait_for_prerequisites();  // only scores may come from the launch in front
+    else
+      fence_device();  // what a cache of this SM has may be older than the scores
     launch_dependents();
     if (HELD_BY_CLUSTER > 0 && p.ahead) fast.load(row.scores, row.skew, p.num_columns + row.skew);
     int start, end;
