@@ -187,8 +187,7 @@ def test_a_plan_fits_its_rows_and_an_sm() -> None:
                 assert plan.cluster == 1 or num_rows <= at_once[plan.cluster]
                 assert not plan.short or num_columns <= plan.chunk
                 assert not plan.held or k <= plan.cluster * plan.need(k) <= topk.SLOTS
-                assert plan.held * plan.threads // 32 <= plan.cluster << plan.turn_bits or not plan.held
-                assert plan.cluster << plan.turn_bits + 2 <= plan.threads or not plan.held  # a word of bits a thread
+                assert plan.cluster * plan.held_columns <= 32 * plan.words * plan.threads  # a bit a column
                 assert plan.shared_bytes(k) <= MAX_SHARED_BYTES
                 alone = 2 * (plan.shared_bytes(k) + RESERVED_SHARED_BYTES) > topk.SM_SHARED_BYTES
                 assert alone or plan.cluster == 1

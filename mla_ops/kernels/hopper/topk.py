@@ -21,7 +21,7 @@ CLUSTERS = (2, 4, 6, 8, 16)  # CTAs of a row that is shared
 LEAST_OF_A_CTA = 4096  # columns
 LONG_ROW = 65536
 BINS = 2048
-CONTROL_BYTES = 1168
+CONTROL_BYTES = 1040
 AHEAD_BYTES = 2**20  # a cluster asks for whole rows before it knows their lengths, if that is no more
 SLOTS = 4096  # entries that the first CTA of a cluster that meets once has room for
 SM_SHARED_BYTES = 228 * 1024
@@ -61,7 +61,7 @@ class Params(ctypes.Structure):
         ("sorted", ctypes.c_int),
         ("need", ctypes.c_uint),
         ("room", ctypes.c_uint),
-        ("turn_bits", ctypes.c_uint),
+        ("words", ctypes.c_uint),
         ("ahead", ctypes.c_int),
         ("beside", ctypes.c_int),
     ]
@@ -131,10 +131,9 @@ class Plan(NamedTuple):
         return SLOTS >> (self.cluster - 1).bit_length()
 
     @property
-    def turn_bits(self) -> int:
-        """Each CTA of such a cluster writes the columns that 2**turn_bits loads of a warp of each CTA bring."""
-        turns = self.held * self.threads // 32
-        return (-(-turns // self.cluster) - 1).bit_length() if self.held else 0
+    def words(self) -> int:
+        """Words of a bit for each column that a thread of the first one has, as vectors of 4."""
+        return 4 * -(-self.cluster * self.held // 32)
 
     def need(self, topk: int) -> int:
         """Entries that each CTA hands over, its share and some standard deviations; 0 if there is no room for them."""
@@ -147,7 +146,7 @@ class Plan(NamedTuple):
         """Dynamic shared memory of a CTA, as `Selection` and `select_short` lay it out."""
         if self.short:
             return CONTROL_BYTES + 4 * BINS + (8 << max(topk - 1, 1).bit_length())
-        words = self.cluster << self.turn_bits + 2  # of bits, one a thread at most
+        words = self.words * self.threads
         least = ALONE_BYTES if self.cluster > 1 else 0
         return max(CONTROL_BYTES + 4 * BINS + max(8 * self.capacity(topk), 8 * SLOTS + 4 * words), least)
 
@@ -248,7 +247,7 @@ def pack(
         int(sorted),
         0 if sorted else plan.need(topk),
         plan.room,
-        plan.turn_bits,
+        plan.words,
         plan.held * (4 * num_rows * num_columns <= AHEAD_BYTES),
         int(beside),
     )

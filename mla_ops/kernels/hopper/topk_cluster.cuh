@@ -3,8 +3,8 @@
 // A CTA has every C-th run of 32 columns, so that each part is like the others. Counts of the bests of columns that lie far
 // apart, where neighbours may score alike, give its gate: a score that a few more than its share of k reach. What reaches
 // the gate goes to the first CTA, which has room for SLOTS entries, and selects among them. If what it selects is not above
-// all gates, or a room was too small, the row is done in the other way. Else each CTA is told the least entry that is
-// chosen, and sends a bit for each of its columns to the CTA that writes what is chosen of the columns there.
+// all gates, or a room was too small, the row is done in the other way, as all are told. Else the first CTA has all that is
+// chosen, and brings it in order by a bit for each column.
 #pragma once
 #include "topk_short.cuh"
 
@@ -40,20 +40,18 @@ struct Slots {
 template <int THREADS, int VECTORS>
 struct InCluster {
   static constexpr u32 MOST = THREADS * VECTORS;  // groups of a CTA
-  static constexpr u32 WARPS = THREADS / 32, TURNS = VECTORS * WARPS;
-  static constexpr u32 TURN_BYTES = 16;  // a bit for each column
   const Params& p;
   Control& control;
   u32* const bins;
   u64* const rooms;
   const u32 rank;
-  unsigned char* const bits;  // of the columns that this CTA writes, as they come
+  u32* const bits;  // of the columns
   float4 x[VECTORS];
   Row row;
 
   DEVICE InCluster(const Params& params, Control& shared, u32* of_bins, u64* of_rooms, u32 this_cta)
       : p(params), control(shared), bins(of_bins), rooms(of_rooms), rank(this_cta),
-        bits(reinterpret_cast<unsigned char*>(rooms + SLOTS)) {}
+        bits(reinterpret_cast<u32*>(rooms + SLOTS)) {}
 
   // Number of a thread's i-th group in the row.
   DEVICE u32 group(int i) const {
@@ -94,28 +92,15 @@ struct InCluster {
   // The barrier of a CTA: the first one's waits for what all hand over, another's for the verdict.
   DEVICE u32 barrier_of(u32 cta) const { return peer_address(shared_address(&control.met), cta); }
 
-  // A warp has a turn for each of its threads' groups. The columns of one turn of all CTAs are neighbours, so each CTA
-  // writes those of some turns.
-  DEVICE u32 first_turn(u32 cta) const { return cta << p.turn_bits; }
-
-  DEVICE u32 turns_of(u32 cta) const {
-    return min(max(TURNS, first_turn(cta)) - first_turn(cta), 1u << p.turn_bits);
-  }
-
   // The barriers, and rooms without entries, are there for whoever the cluster's barrier lets go on.
   DEVICE void clear() {
     if (threadIdx.x == 0) {
       control.have = 0;
       mbarrier_init(shared_address(&control.met), rank == 0 ? p.cluster : 1);
-      mbarrier_init(shared_address(&control.given), 1);
       fence_barrier_init();
       if (rank > 0) mbarrier_arrive_expect(shared_address(&control.met), sizeof(control.verdict));
-      mbarrier_arrive_expect(shared_address(&control.given), p.cluster * (turns_of(rank) * TURN_BYTES + sizeof(u32)));
     }
-    if (threadIdx.x < MAX_CLUSTER) {
-      control.chosen[threadIdx.x] = 0;
-      if (rank == 0 && threadIdx.x >= p.cluster) control.gates[threadIdx.x] = 0;
-    }
+    if (rank == 0 && threadIdx.x >= p.cluster && threadIdx.x < MAX_CLUSTER) control.gates[threadIdx.x] = 0;
     if (rank == 0) {
 #pragma unroll
       for (u32 i = 0; i < SLOTS / 2 / THREADS; ++i)
@@ -187,67 +172,41 @@ struct InCluster {
     return threshold;
   }
 
-  // Which of a thread's i-th group are chosen, a bit each: those above the least score, and with it up to column `last`.
-  DEVICE u32 chosen_of(int i, float least, u32 last) const {
-    const u32 column = 4 * group(i);
-    const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-    u32 chosen = 0;
-    bool equal = false;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) add_if_reaches(chosen, values[j], least, 1 << j), equal |= values[j] == least;
-    if (equal) {
-      auto drop = [&](float score, u32 j) { chosen &= ~(static_cast<u32>(score == least && column + j > last) << j); };
-      drop(x[i].x, 0), drop(x[i].y, 1), drop(x[i].z, 2), drop(x[i].w, 3);
-    }
-    return chosen;
+  DEVICE u32 first_word() const { return threadIdx.x * p.words; }
+
+  DEVICE void clear_bits() {
+    for (u32 i = 0; i < p.words; i += 4) *reinterpret_cast<uint4*>(bits + first_word() + i) = {0, 0, 0, 0};
   }
 
-  // The bits of four groups' columns, of a byte each.
-  DEVICE static u32 together(u32 groups) {
-    groups = (groups | groups >> 4) & 0xff00ff;
-    return (groups | groups >> 8) & 0xffff;
-  }
-
-  // Sends to each CTA the bits of the columns that it writes, and how many are chosen in front of them.
-  DEVICE void give(u64 threshold) {
-    const u32 given = shared_address(&control.given), last = position_of(threshold), lane = threadIdx.x % 32;
-    float least = score_of(static_cast<u32>(threshold >> 32));
-    hold(least);
-    unsigned char* const groups = reinterpret_cast<unsigned char*>(rooms);  // entries are not needed any more
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      const u32 own = chosen_of(i, least, last), count = __reduce_add_sync(~0u, __popc(own));
-      groups[i * THREADS + threadIdx.x] = own;
-      if (lane == 0) atomicAdd(&control.chosen[i * WARPS + threadIdx.x / 32 >> p.turn_bits], count);
-    }
-    __syncthreads();
-    if (threadIdx.x / 32 == WARPS - 1) {
-      const u32 own = lane < MAX_CLUSTER ? control.chosen[lane] : 0, before = inclusive_scan(own) - own;
-      if (lane < p.cluster)
-        send_4(peer_address(shared_address(&control.before[rank]), lane), peer_address(given, lane), before);
-    }
-    for (u32 half = threadIdx.x; half < 2 * TURNS; half += THREADS) {
-      const u32 turn = half / 2, to = turn >> p.turn_bits, place = (turn - first_turn(to)) * p.cluster + rank;
-      const uint4 four = reinterpret_cast<const uint4*>(groups)[half];
-      const u32 low = together(four.x) | together(four.y) << 16, high = together(four.z) | together(four.w) << 16;
-      send_8(peer_address(shared_address(bits + place * TURN_BYTES + half % 2 * 8), to), peer_address(given, to),
-             static_cast<u64>(high) << 32 | low);
-    }
-  }
-
-  // Writes what is chosen of this CTA's part, in the order of columns.
-  DEVICE void write(u64 threshold, u32 own_bits, i64 number, int request) {
-    give(threshold);
-    const u32 lane = threadIdx.x % 32;
-    await(control.given);
-    u32 word = 0, total;
-    if (own_bits < p.cluster * turns_of(rank) * TURN_BYTES) word = *reinterpret_cast<const u32*>(bits + own_bits);
-    u32 place = exclusive_scan<THREADS>(control, __popc(word), total);
-    place += __reduce_add_sync(~0u, lane < p.cluster ? control.before[lane] : 0);
-    int* out = p.indices + number * p.indices_pitch + place;
-    const int column = (first_turn(rank) * 4 * p.cluster + threadIdx.x) * 32 - row.skew;
+  // Writes the entries from `threshold` on in the order of columns.
+  DEVICE void write(u64 threshold, i64 number, int request) {
+    const u32 least = threshold >> 32, last = position_of(threshold), at = shared_address(bits);
+    Slots<THREADS>{rooms}.each([&](u32 key, u32 place) {
+      const u32 column = ~place;
+      set_if(key > least || (key == least && column <= last), at + column / 32 * 4, 1u << column % 32);
+    });
+    meet<THREADS>();
+    u32 count = 0, total;
 #pragma unroll 1
-    for (; word; word &= word - 1) *out++ = p.translated(column + __ffs(word) - 1, request);
+    for (u32 i = 0; i < p.words; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(bits + first_word() + i);
+      count += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
+    }
+    int* const columns = reinterpret_cast<int*>(rooms);  // entries are not needed any more
+    int* next = columns + exclusive_scan<THREADS>(control, count, total);
+#pragma unroll 1
+    for (u32 i = first_word(); i < first_word() + p.words; i += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(bits + i);
+      const u32 words[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (u32 j = 0; j < 4; ++j)
+#pragma unroll 1
+        for (u32 word = words[j]; word; word &= word - 1) *next++ = (i + j) * 32 + __ffs(word) - 1 - row.skew;
+    }
+    meet<THREADS>();
+    int* const out = p.indices + number * p.indices_pitch;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.k; i += THREADS) out[i] = p.translated(columns[i], request);
   }
 
   DEVICE bool run(i64 number, int request, const Row& of_row) {
@@ -268,12 +227,9 @@ struct InCluster {
     cluster_wait();  // the first CTA's barrier is there
     collect(gate);
     hand_over(gate);
-    // A thread writes what is chosen of a run of columns. It finds out where the bits will lie before it waits.
-    const u32 run = threadIdx.x / p.cluster, of_cta = threadIdx.x % p.cluster;
-    u32 own_bits = (run / 4 * p.cluster + of_cta) * TURN_BYTES + run % 4 * 4;
-    hold(own_bits);
+    if (rank == 0) clear_bits();
     const u64 threshold = finish();
-    if (threshold) write(threshold, own_bits, number, request);
+    if (rank == 0 && threshold) write(threshold, number, request);
     return threshold;
   }
 };

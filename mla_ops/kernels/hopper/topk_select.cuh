@@ -24,12 +24,11 @@ struct alignas(16) Control {
   u32 bin, above, inside;  // the place of a rank
   u32 listed;              // entries of the list
   u64 threshold;
-  u64 met, given;          // mbarriers: of a cluster that meets once,
+  u64 met;                 // mbarriers: of a cluster that meets once,
   u64 told[2], gathered;   // and of one that does not, of `counts` and of entries
   u64 verdict;             // the least entry that is chosen; 0: the row has to be done in another way
   u32 have;                // entries that this CTA hands over, or would with more room
   u32 gates[MAX_CLUSTER];  // of each CTA; ~0: its entries are too many
-  u32 chosen[MAX_CLUSTER], before[MAX_CLUSTER];  // columns of this CTA by who writes them; those of each in front
   u32 sums[2][32];             // one a warp
   u32 counts[2][MAX_CLUSTER];  // entries of the cluster's CTAs, without and with another reading
 
