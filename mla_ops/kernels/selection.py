@@ -29,17 +29,11 @@ def tokens_together(num_tokens: int, row_bytes: int) -> int:
 
 
 def parts(
-    num_tokens: int, num_columns: int, device: torch.device, *, beside: int = 0, rooms: int = 1
+    num_tokens: int, num_columns: int, device: torch.device, *, beside: int = 0
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Tokens, and where their scores go.
-
-    Args:
-        beside (int): bytes that top-k takes beside a row of scores.
-        rooms (int): parts that are in memory at one time, which take turns.
-    """
-    together = tokens_together(num_tokens, rooms * (4 * num_columns + beside))
-    scores = torch.empty(min(rooms * together, num_tokens), num_columns, dtype=torch.float32, device=device)
-    for number, first in enumerate(range(0, num_tokens, together)):
+    """Tokens, and where their scores go. `beside`: bytes that top-k takes beside a row of scores."""
+    together = tokens_together(num_tokens, 4 * num_columns + beside)
+    scores = torch.empty(together, num_columns, dtype=torch.float32, device=device)
+    for first in range(0, num_tokens, together):
         tokens = slice(first, min(first + together, num_tokens))
-        room = number % rooms * together
-        yield tokens, scores[room : room + tokens.stop - first]
+        yield tokens, scores[: tokens.stop - first]

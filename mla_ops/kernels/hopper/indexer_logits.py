@@ -54,8 +54,7 @@ class Params(ctypes.Structure):
         ("of_block_size", Divisor),
         ("keeps_scores", ctypes.c_int),
         ("of_parts", Divisor),
-        ("shares_sms", ctypes.c_int),
-        ("_", ctypes.c_char * 40),
+        ("_", ctypes.c_char * 44),
     ]
 
 
@@ -158,7 +157,6 @@ def _launch(
     num_columns: int,
     clean: bool,
     programmatic: bool,
-    sms_left: int,
     out: torch.Tensor,
     params: tuple[int, ...],
 ) -> None:
@@ -171,9 +169,8 @@ def _launch(
     box = (4, 2) if tokens * num_heads == COLUMNS else (tokens, num_heads)
     queries = tensor_map(boxes.data_ptr(), shape, strides, box)
     cluster = CLUSTER if source == "FLAT" else 1
-    at_once = (num_sms(device_index) - sms_left) // cluster
-    clusters = max(min(at_once, num_tokens * -(-num_columns // TILE)), 1)
-    packed = pack(queries, *params, *reciprocal(clusters), int(sms_left > 0))  # type: ignore[arg-type]
+    clusters = max(min(num_sms(device_index) // cluster, num_tokens * -(-num_columns // TILE)), 1)
+    packed = pack(queries, *params, *reciprocal(clusters))  # type: ignore[arg-type]
     if num_columns:
         kernel = kernel_for(num_heads, tokens, source)
         sources.load(kernel.source, kernel.name, device_index).launch(
@@ -242,7 +239,6 @@ def indexer_logits(
     k_scale: torch.Tensor | None = None,
     clean: bool = False,
     programmatic: bool = False,
-    sms_left: int = 0,
     out: torch.Tensor,
 ) -> None:
     """Runs the op's `.out`.
@@ -262,7 +258,6 @@ def indexer_logits(
         num_kv,
         clean,
         programmatic,
-        sms_left,
         out,
         flat_params(k, weights, row_starts, row_ends, k_scale, num_tokens, out, TILE // CLUSTER),
     )
@@ -331,7 +326,6 @@ def paged_indexer_logits(
     clean: bool = False,
     group: int | None = None,
     programmatic: bool = False,
-    sms_left: int = 0,
     out: torch.Tensor,
 ) -> None:
     """Runs the op's `.out`, by groups of up to `group` tokens that share keys; `programmatic` as of flat keys."""
@@ -349,7 +343,6 @@ def paged_indexer_logits(
         num_columns if block_table.shape[0] else 0,
         clean,
         programmatic,
-        sms_left,
         out,
         params,
     )

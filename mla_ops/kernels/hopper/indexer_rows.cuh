@@ -22,7 +22,6 @@ struct Params {
   Divisor of_block_size;
   int keeps_scores;  // L2 does, for what reads them next
   Divisor of_parts;  // as many as CTAs, or clusters
-  int shares_sms;    // with top-k of the rows in front, which begins as soon as their scores are there
 };
 
 constexpr int TILE = 64;  // keys

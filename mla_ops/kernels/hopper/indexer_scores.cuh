@@ -588,7 +588,6 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
     wait_for_prerequisites();  // they may read what this launch writes over
-    if (p.shares_sms) launch_dependents();
     consume<L, SOURCE>(p, shared);
   }
   if (L::CLUSTER > 1) cluster_meet();  // no CTA leaves while another one copies to it or arrives at its barriers

@@ -6,56 +6,14 @@ begins beside the end of the one in front, and waits for it before it touches th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from ...dispatch import Call
 from ...formats import geometry
-from .. import selection
 from ..selection import parts
 from . import indexer_logits
 from . import topk as best
 from .indexer_logits import logits_reason
-
-
-WAY: tuple[int, int] | None = None  # trial: SMs left, tokens of a part
-
-
-def _sms_left(num_tokens: int, num_columns: int, num_heads: int, device: torch.device) -> int:
-    """SMs on which top-k of a part runs beside the scores of the next part; 0: one comes behind the other."""
-    if WAY is not None:
-        return WAY[0]
-    return 0
-
-
-def _by_parts(
-    num_tokens: int,
-    num_columns: int,
-    num_heads: int,
-    device: torch.device,
-    scores: Callable[..., None],
-    choose: Callable[..., None],
-) -> None:
-    left = _sms_left(num_tokens, num_columns, num_heads, device)
-    if not left:
-        for part, room in parts(num_tokens, num_columns, device):
-            scores(part, programmatic=part.start > 0, out=room)
-            choose(part, room, programmatic=True)
-        return
-    made = None
-    if WAY:
-        selection.tokens_together, before = lambda *_: WAY[1], selection.tokens_together
-    for part, room in parts(num_tokens, num_columns, device, rooms=2):
-        scores(part, programmatic=part.start > 0, sms_left=left if part.start else 0, out=room)
-        if made is not None:
-            choose(*made, programmatic=True, beside=True)
-        made = part, room
-    if WAY:
-        selection.tokens_together = before
-    assert made
-    choose(*made, programmatic=True)
 
 
 def _choose_none(indices: torch.Tensor, valid_counts: torch.Tensor) -> None:
@@ -89,26 +47,21 @@ def select_keys(
     q = indexer_logits.in_boxes(q)
     group = indexer_logits.group_size(q.shape[1], num_tokens, num_requests)
     slots = {"block_table": block_table, "block_size": block_size} if translate else {}
-
-    def scores(part: slice, **how: Any) -> None:
+    for part, scores in parts(num_tokens, num_columns, q.device):
         ends, requests = lengths[part], req_id_per_token[part]
         given = q[part], index_cache, weights[part], ends, block_table, requests, num_columns, cache_format
-        indexer_logits.paged_indexer_logits(*given, group=group, **how)
-
-    def choose(part: slice, room: torch.Tensor, **how: Any) -> None:
+        indexer_logits.paged_indexer_logits(*given, group=group, programmatic=part.start > 0, out=scores)
         best.topk_indices(
-            room,
+            scores,
             topk,
-            row_ends=lengths[part],
-            req_id_per_token=req_id_per_token[part],
+            programmatic=True,
+            row_ends=ends,
+            req_id_per_token=requests,
             num_requests=num_requests,
             **slots,
-            **how,
             indices=indices[part],
             valid_counts=valid_counts[part],
         )
-
-    _by_parts(num_tokens, num_columns, q.shape[1], q.device, scores, choose)
 
 
 def select_keys_flat(
@@ -130,17 +83,12 @@ def select_keys_flat(
         _choose_none(indices, valid_counts)
         return
     q, k = indexer_logits.in_boxes(q), indexer_logits.in_boxes(k)
-
-    def scores(part: slice, **how: Any) -> None:
-        given = q[part], k, weights[part], row_starts[part], row_ends[part]
-        indexer_logits.indexer_logits(*given, k_scale=k_scale, **how)
-
-    def choose(part: slice, room: torch.Tensor, **how: Any) -> None:
+    for part, scores in parts(num_tokens, num_columns, q.device):
         rows = {"row_starts": row_starts[part], "row_ends": row_ends[part]}
+        given = q[part], k, weights[part]
+        indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, programmatic=part.start > 0, out=scores)
         chosen = {"indices": indices[part], "valid_counts": valid_counts[part]}
-        best.topk_indices(room, topk, **rows, **how, **chosen)
-
-    _by_parts(num_tokens, num_columns, q.shape[1], q.device, scores, choose)
+        best.topk_indices(scores, topk, programmatic=True, **rows, **chosen)
 
 
 def select_reason(call: Call) -> str | None:

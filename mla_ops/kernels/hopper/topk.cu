@@ -15,8 +15,6 @@ __global__ void __launch_bounds__(THREADS == BESIDE_SCORES ? 576 : THREADS, THRE
   const u32 rank = blockIdx.x % p.cluster;
   Selection<THREADS, VECTORS, SAMPLED, CTAS == 1, HELD>(p, shared_memory)
       .run(p.num_rows - 1 - blockIdx.x / p.cluster, rank);
-  // The launch is over when this CTA is, and so tells what follows that the scores in front are there as well.
-  if (CTAS > 1 && p.beside && blockIdx.x == gridDim.x - 1) wait_for_prerequisites();
 }
 
 // Rows of up to 4 * THREADS * VECTORS - 3 columns.

@@ -63,7 +63,6 @@ class Params(ctypes.Structure):
         ("room", ctypes.c_uint),
         ("words", ctypes.c_uint),
         ("ahead", ctypes.c_int),
-        ("beside", ctypes.c_int),
     ]
 
 
@@ -211,7 +210,6 @@ def pack(
     block_size: int = 0,
     sorted: bool = False,
     num_requests: int | None = None,
-    beside: bool = False,
     indices: torch.Tensor,
     valid_counts: torch.Tensor,
 ) -> bytes:
@@ -249,7 +247,6 @@ def pack(
         plan.room,
         plan.words,
         plan.held * (4 * num_rows * num_columns <= AHEAD_BYTES),
-        int(beside),
     )
 
 
@@ -290,7 +287,6 @@ def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False,
         topk,
         sorted=rest.get("sorted", False),
     )
-    assert not rest.get("beside") or plan.kernel == MANY.kernel, plan
     _loaded(device_index)[plan.kernel].launch(
         (num_rows * plan.cluster, 1, 1),
         (plan.threads, 1, 1),

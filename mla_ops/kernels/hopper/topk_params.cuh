@@ -32,7 +32,6 @@ struct Params {
   u32 room;  // entries of each that the first one has room for, a power of two
   u32 words;      // of a bit for each column that a thread of the first one has, a multiple of 4
   int ahead;  // groups of a thread that its registers ask for before a row's length is known: all or none
-  int beside;  // the scores are there; the launch in front makes those of other rows
 
   // The part of a row that memory has; bounds may hold any number.
   struct Given {

@@ -36,8 +36,6 @@ DEVICE Place place_at(u32 address) {
   return v;
 }
 
-DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
 // Bits of a word of shared memory.
 DEVICE void set_if(bool condition, u32 address, u32 bits) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p red.shared.or.b32 [%0], %1;\n}" ::"r"(address), "r"(bits),

@@ -301,10 +301,7 @@ struct Selection {
     InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
     const Params::Given given = p.given_of(number);
     clear_bins<THREADS>(bins);
-    if (FEW_ROWS || !p.beside)
-      wait_for_prerequisites();  // only scores may come from the launch in front
-    else
-      fence_device();  // what a cache of this SM has may be older than the scores
+    wait_for_prerequisites();  // only scores may come from the launch in front
     launch_dependents();
     if (HELD_BY_CLUSTER > 0 && p.ahead) fast.load(row.scores, row.skew, p.num_columns + row.skew);
     int start, end;
