@@ -169,15 +169,17 @@ struct Selection {
   // All of this CTA's part, whose first chunk is in `next`. Returns the number of entries; more than `enough` are counted.
   template <bool SCORES>
   DEVICE u32 read(Gate gate, float4 (&next)[VECTORS], u32 enough) {
+    constexpr bool TWICE = SCORES && !FEW_ROWS;  // two chunks a turn of the loop: what is loaded need not be moved
     const u32 base = shared_address(entries);
     u32 have = 0, ordered = 0, parity = 0;
-#pragma unroll 1
-    for (u32 at = 0; at < vectors; at += STEP) {
+    float4 other[VECTORS];
+    // A chunk, while the one behind it is loaded.
+    auto turn = [&](const float4(&own)[VECTORS], float4(&after)[VECTORS], u32 at) {
       float x[VECTORS][4];
       u32 counts = 0;  // a byte for each group
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        x[i][0] = next[i].x, x[i][1] = next[i].y, x[i][2] = next[i].z, x[i][3] = next[i].w;
+        x[i][0] = own[i].x, x[i][1] = own[i].y, x[i][2] = own[i].z, x[i][3] = own[i].w;
         const int column = 4 * (first + group(at, i));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -187,8 +189,8 @@ struct Selection {
             counts += passes(gate, x[i][j], column + j) << 8 * i;
         }
       }
-      load(at + STEP, next);
-      prefetch_ahead(at);
+      load(at + STEP, after);
+      if (!TWICE) prefetch_ahead(at);
       const u32 inclusive = inclusive_scan(counts);
       const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
       u32 sum = 0, total;
@@ -198,14 +200,14 @@ struct Selection {
       if (sum) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-          u32 own = base + 8 * (place + ((inclusive - counts) >> 8 * i & 0xff));
+          u32 to = base + 8 * (place + ((inclusive - counts) >> 8 * i & 0xff));
           const int column = 4 * (first + group(at, i));
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             if (SCORES)
-              append_if_reaches(own, x[i][j], gate.score, ~column - j);
+              append_if_reaches(to, x[i][j], gate.score, ~column - j);
             else
-              append_if(passes(gate, x[i][j], column + j), own, x[i][j], ~column - j);
+              append_if(passes(gate, x[i][j], column + j), to, x[i][j], ~column - j);
           }
           place += of_warp >> 8 * i & 0xff;
         }
@@ -219,6 +221,19 @@ struct Selection {
         gate = Gate(static_cast<u32>(threshold >> 32) + 1);  // columns to come lose against equal ones
       }
       parity ^= 1;
+    };
+#pragma unroll 1
+    for (u32 at = 0; at < vectors; at += STEP) {
+      if (TWICE) prefetch(at + AHEAD, 2 * STEP);
+      turn(next, other, at);
+      if (TWICE) {
+        at += STEP;
+        if (at >= vectors) break;
+        turn(other, next, at);
+      } else {
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) next[i] = other[i];
+      }
     }
     __syncthreads();
     if (have > enough)
