@@ -173,6 +173,7 @@ struct Selection {
     const u32 base = shared_address(entries);
     u32 have = 0, ordered = 0, parity = 0;
     float4 other[VECTORS];
+    const bool leads = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
     // A chunk, while the one behind it is loaded.
     auto turn = [&](const float4(&own)[VECTORS], float4(&after)[VECTORS], u32 at) {
       float x[VECTORS][4];
@@ -219,12 +220,16 @@ struct Selection {
         const u64 threshold = keep_best<THREADS>(control, bins, entries, have, p.k, least);
         have = ordered = p.k;
         gate = Gate(static_cast<u32>(threshold >> 32) + 1);  // columns to come lose against equal ones
+        if (TWICE) load(at + STEP, after);  // again, so that no registers hold it meanwhile
       }
       parity ^= 1;
     };
 #pragma unroll 1
     for (u32 at = 0; at < vectors; at += STEP) {
-      if (TWICE) prefetch(at + AHEAD, 2 * STEP);
+      if (TWICE && leads) {
+        __syncwarp();  // else all warps go through the loop that makes an address a uniform one
+        prefetch(at + AHEAD, 2 * STEP);
+      }
       turn(next, other, at);
       if (TWICE) {
         at += STEP;
