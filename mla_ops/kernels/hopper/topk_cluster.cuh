@@ -160,49 +160,33 @@ struct InCluster {
   }
 
   // The least entry that is chosen, the same in all CTAs; 0 if the row has to be done in another way.
-  DEVICE u64 finish() {
+  DEVICE u64 finish(bool& marked) {
     await(control.met);
     if (rank > 0) return control.verdict;
     const u32 highest = __reduce_max_sync(~0u, control.gates[threadIdx.x % MAX_CLUSTER]);
     u64 threshold = 0;
     if (highest != ~0u)
-      threshold = select<THREADS, true, FAILURE>(control, bins, Slots<THREADS>{rooms}, p.k, highest, SHIFT_OF_GATED);
+      threshold = select<THREADS, true, FAILURE>(control, bins, Slots<THREADS>{rooms}, p.k, highest, SHIFT_OF_GATED, 0,
+                                                 false, Mark{shared_address(bits)}, &marked);
     if (threadIdx.x > 0 && threadIdx.x < p.cluster)
       send_8(peer_address(shared_address(&control.verdict), threadIdx.x), barrier_of(threadIdx.x), threshold);
     return threshold;
   }
 
-  DEVICE u32 first_word() const { return threadIdx.x * p.words; }
-
   DEVICE void clear_bits() {
-    for (u32 i = 0; i < p.words; i += 4) *reinterpret_cast<uint4*>(bits + first_word() + i) = {0, 0, 0, 0};
+    for (u32 i = 0; i < p.words; i += 4) *reinterpret_cast<uint4*>(bits + threadIdx.x * p.words + i) = {0, 0, 0, 0};
   }
 
   // Writes the entries from `threshold` on in the order of columns.
-  DEVICE void write(u64 threshold, i64 number, int request) {
-    const u32 least = threshold >> 32, last = position_of(threshold), at = shared_address(bits);
-    Slots<THREADS>{rooms}.each([&](u32 key, u32 place) {
-      const u32 column = ~place;
-      set_if(key > least || (key == least && column <= last), at + column / 32 * 4, 1u << column % 32);
-    });
+  DEVICE void write(u64 threshold, bool marked, i64 number, int request) {
+    if (!marked) {
+      const Mark mark = {shared_address(bits)};
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < SLOTS; i += THREADS) mark(rooms[i] >= threshold, position_of(rooms[i]));
+    }
     meet<THREADS>();
-    u32 count = 0, total;
-#pragma unroll 1
-    for (u32 i = 0; i < p.words; i += 4) {
-      const uint4 four = *reinterpret_cast<const uint4*>(bits + first_word() + i);
-      count += __popc(four.x) + __popc(four.y) + __popc(four.z) + __popc(four.w);
-    }
     int* const columns = reinterpret_cast<int*>(rooms);  // entries are not needed any more
-    int* next = columns + exclusive_scan<THREADS>(control, count, total);
-#pragma unroll 1
-    for (u32 i = first_word(); i < first_word() + p.words; i += 4) {
-      const uint4 four = *reinterpret_cast<const uint4*>(bits + i);
-      const u32 words[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (u32 j = 0; j < 4; ++j)
-#pragma unroll 1
-        for (u32 word = words[j]; word; word &= word - 1) *next++ = (i + j) * 32 + __ffs(word) - 1 - row.skew;
-    }
+    columns_of_bits<THREADS>(control, bits, p.words, -row.skew, columns);
     meet<THREADS>();
     int* const out = p.indices + number * p.indices_pitch;
 #pragma unroll 1
@@ -228,8 +212,9 @@ struct InCluster {
     collect(gate);
     hand_over(gate);
     if (rank == 0) clear_bits();
-    const u64 threshold = finish();
-    if (rank == 0 && threshold) write(threshold, number, request);
+    bool marked = false;
+    const u64 threshold = finish(marked);
+    if (rank == 0 && threshold) write(threshold, marked, number, request);
     return threshold;
   }
 };

@@ -169,18 +169,15 @@ struct Selection {
   // All of this CTA's part, whose first chunk is in `next`. Returns the number of entries; more than `enough` are counted.
   template <bool SCORES>
   DEVICE u32 read(Gate gate, float4 (&next)[VECTORS], u32 enough) {
-    constexpr bool TWICE = SCORES && !FEW_ROWS;  // two chunks a turn of the loop: what is loaded need not be moved
     const u32 base = shared_address(entries);
     u32 have = 0, ordered = 0, parity = 0;
-    float4 other[VECTORS];
-    const bool leads = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
-    // A chunk, while the one behind it is loaded.
-    auto turn = [&](const float4(&own)[VECTORS], float4(&after)[VECTORS], u32 at) {
+#pragma unroll 1
+    for (u32 at = 0; at < vectors; at += STEP) {
       float x[VECTORS][4];
       u32 counts = 0;  // a byte for each group
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        x[i][0] = own[i].x, x[i][1] = own[i].y, x[i][2] = own[i].z, x[i][3] = own[i].w;
+        x[i][0] = next[i].x, x[i][1] = next[i].y, x[i][2] = next[i].z, x[i][3] = next[i].w;
         const int column = 4 * (first + group(at, i));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -190,8 +187,8 @@ struct Selection {
             counts += passes(gate, x[i][j], column + j) << 8 * i;
         }
       }
-      load(at + STEP, after);
-      if (!TWICE) prefetch_ahead(at);
+      load(at + STEP, next);
+      prefetch_ahead(at);
       const u32 inclusive = inclusive_scan(counts);
       const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
       u32 sum = 0, total;
@@ -201,14 +198,14 @@ struct Selection {
       if (sum) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
-          u32 to = base + 8 * (place + ((inclusive - counts) >> 8 * i & 0xff));
+          u32 own = base + 8 * (place + ((inclusive - counts) >> 8 * i & 0xff));
           const int column = 4 * (first + group(at, i));
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             if (SCORES)
-              append_if_reaches(to, x[i][j], gate.score, ~column - j);
+              append_if_reaches(own, x[i][j], gate.score, ~column - j);
             else
-              append_if(passes(gate, x[i][j], column + j), to, x[i][j], ~column - j);
+              append_if(passes(gate, x[i][j], column + j), own, x[i][j], ~column - j);
           }
           place += of_warp >> 8 * i & 0xff;
         }
@@ -220,31 +217,65 @@ struct Selection {
         const u64 threshold = keep_best<THREADS>(control, bins, entries, have, p.k, least);
         have = ordered = p.k;
         gate = Gate(static_cast<u32>(threshold >> 32) + 1);  // columns to come lose against equal ones
-        if (TWICE) load(at + STEP, after);  // again, so that no registers hold it meanwhile
       }
       parity ^= 1;
-    };
-#pragma unroll 1
-    for (u32 at = 0; at < vectors; at += STEP) {
-      if (TWICE && leads) {
-        __syncwarp();  // else all warps go through the loop that makes an address a uniform one
-        prefetch(at + AHEAD, 2 * STEP);
-      }
-      turn(next, other, at);
-      if (TWICE) {
-        at += STEP;
-        if (at >= vectors) break;
-        turn(other, next, at);
-      } else {
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) next[i] = other[i];
-      }
     }
     __syncthreads();
     if (have > enough)
       order<true>(ordered, have);
     else
       order(ordered, have);
+    return have;
+  }
+
+  // The same by warps that do not wait for one another, so that entries come in any order. Returns how many reach the gate;
+  // more than there is room for are not all kept.
+  DEVICE u32 read_apart(const Gate& gate, float4 (&next)[VECTORS], u32 enough) {
+    const u32 base = shared_address(entries), lane = threadIdx.x % 32;
+    float4 other[VECTORS];
+    u32 places = ~(4 * (first + group(0, 0)));
+    hold(places);
+    const bool leads = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+    auto turn = [&](const float4(&own)[VECTORS], float4(&after)[VECTORS], u32 at) {
+      u32 count = 0;
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        add_if_reaches(count, own[i].x, gate.score, 1), add_if_reaches(count, own[i].y, gate.score, 1);
+        add_if_reaches(count, own[i].z, gate.score, 1), add_if_reaches(count, own[i].w, gate.score, 1);
+      }
+      load(at + STEP, after);
+      const u32 inclusive = inclusive_scan(count), of_warp = __shfl_sync(~0u, inclusive, 31);
+      if (of_warp == 0) return;
+      u32 place = 0;
+      if (lane == 0) place = atomicAdd(&control.have, of_warp);
+      place = __shfl_sync(~0u, place, 0);
+      if (place + of_warp > p.capacity) return;
+      u32 to = base + 8 * (place + inclusive - count);
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        const u32 of_group = places - 4 * at - 128 * i;
+        append_if_reaches(to, own[i].x, gate.score, of_group), append_if_reaches(to, own[i].y, gate.score, of_group - 1);
+        append_if_reaches(to, own[i].z, gate.score, of_group - 2), append_if_reaches(to, own[i].w, gate.score, of_group - 3);
+      }
+    };
+#pragma unroll 1
+    for (u32 at = 0; at < vectors; at += STEP) {
+      if (leads) {
+        __syncwarp();  // else all warps go through the loop that makes an address a uniform one
+        prefetch(at + AHEAD, 2 * STEP);
+      }
+      turn(next, other, at);
+      at += STEP;
+      if (at >= vectors) break;
+      turn(other, next, at);
+    }
+    __syncthreads();
+    const u32 have = control.have;
+    if (have > p.capacity) return have;
+    if (have > enough)
+      order<true>(0, have);
+    else
+      order(0, have);
     return have;
   }
 
@@ -303,6 +334,31 @@ struct Selection {
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < p.k; i += THREADS)
       out[i] = i < wanted ? p.translated(position_of(entries[i]) - row.skew, request) : -1;
+  }
+
+  // The same from entries in any order, which a bit for each column of a window brings in order.
+  DEVICE void write_by_bits(i64 number, int request, u32 count, u32 wanted) {
+    constexpr int WINDOW = 32 * BINS;  // columns
+    const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least, true) : 1;
+    int* const out = p.indices + number * p.indices_pitch;
+    // Entries are needed until the last window.
+    int* const columns = row.end <= WINDOW ? reinterpret_cast<int*>(entries) : out;
+    u32 done = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < row.end; begin += WINDOW) {
+      const Mark mark = {shared_address(bins)};
+#pragma unroll 4
+      for (u32 i = threadIdx.x; i < count; i += THREADS) {
+        const u32 column = position_of(entries[i]) - begin;
+        mark(entries[i] >= threshold && column < WINDOW, column);
+      }
+      __syncthreads();
+      const u32 words = ((min(row.end - begin, WINDOW) - 1) / 32 / THREADS + 4) / 4 * 4;
+      done += columns_of_bits<THREADS>(control, bins, words, begin - row.skew, columns + done);
+      __syncthreads();
+    }
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < p.k; i += THREADS) out[i] = i < wanted ? p.translated(columns[i], request) : -1;
   }
 
   // All columns, which are not more than k, in order.
@@ -364,6 +420,7 @@ struct Selection {
     }
 
     // The sample comes first: what is prefetched would stand in its way.
+    if (!FEW_ROWS && threadIdx.x == 0) control.have = 0;
     const u32 rank_in_sample = sample_rank(max(length, 1));
     const bool gated = length >= p.gated && rank_in_sample <= 2 * p.sampled;
     float4 sample[SAMPLED], next[VECTORS];
@@ -375,6 +432,17 @@ struct Selection {
 
     const u32 wanted = min(length, p.k), enough = alone ? wanted : ~0u;
     u32 have, total;
+    if (!FEW_ROWS && !p.sorted) {
+      const Gate gate(least);
+      if (gate.is_score) {
+        have = read_apart(gate, next, enough);
+        if (have >= wanted && have <= p.capacity) return write_by_bits(number, given.request, have, wanted);
+        if (have < wanted) least = 0;
+        u32 again = 0;
+        hold(again);
+        load(again, next);
+      }
+    }
 #pragma unroll 1
     for (u32 round = 0;; ++round) {
       const Gate gate(least);

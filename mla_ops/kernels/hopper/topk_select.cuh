@@ -153,11 +153,15 @@ DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLef
 // a key below `least`. Bins are of 2^shift keys first, the last one of all above; then each round divides the bin of the
 // rank. Where one score is left, positions follow. Entries, and bins of 0, are there before a barrier that precedes this.
 // If it need not be EXACT, `spare` entries more may reach it, and all those of one score. The first counts may have been
-// made. BELOW the first bins there is nothing, or what is searched next, or what lets this return 0 at once.
+// made. BELOW the first bins there is nothing, or what is searched next, or what lets this return 0 at once. Where a list
+// of a few is made, all that is chosen is MARKED at the same time.
 enum Below { NOTHING, MORE, FAILURE };
-template <int THREADS, bool EXACT = true, Below BELOW = NOTHING, class Entries>
+struct Unmarked {
+  DEVICE void operator()(bool, u32) const {}
+};
+template <int THREADS, bool EXACT = true, Below BELOW = NOTHING, class Entries, class Mark = Unmarked>
 DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank, u32 least, int shift, u32 spare = 0,
-                  bool counted = false) {
+                  bool counted = false, Mark mark = {}, bool* marked = nullptr) {
   if (!counted) least = max(least, 1u);
   u32 most = ~0u;
   u32 of_control = shared_address(&control);
@@ -190,12 +194,19 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
     const u32 inside = narrow();
     least = max(least, 1u);
     if (inside - rank <= spare || (!EXACT && least == most)) return static_cast<u64>(least) << 32;
-    if (EXACT && inside <= SHORT_LIST)
-      return entry_of_rank<THREADS>(control, of_control, inside, rank, [&](auto use) {
+    if (EXACT && inside <= SHORT_LIST) {
+      const u64 found = entry_of_rank<THREADS>(control, of_control, inside, rank, [&](auto use) {
         entries.each([&](u32 key, u32 place) {
           if (key - least <= most - least) use(key, place);
+          mark(key > most, ~place);
         });
       });
+      if (marked) {
+        *marked = true;
+        if (threadIdx.x < inside) mark(control.list[threadIdx.x] >= found, position_of(control.list[threadIdx.x]));
+      }
+      return found;
+    }
     if (least == most) break;
     shift = max(32 - BIN_BITS - __clz(most - least), 0);
   }
@@ -218,6 +229,36 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
         });
       });
   }
+}
+
+// Sets the bit of a column.
+struct Mark {
+  u32 bits;  // address
+
+  DEVICE void operator()(bool condition, u32 column) const { set_if(condition, bits + column / 32 * 4, 1u << column % 32); }
+};
+
+// Columns, counted from `first`, whose bits are set, in order; all bits are at 0 then. A thread has so many words of them,
+// a multiple of 4. Returns how many columns there are. A barrier precedes.
+template <int THREADS>
+DEVICE u32 columns_of_bits(Control& control, u32* bits, u32 words, int first, int* columns) {
+  uint4* const own = reinterpret_cast<uint4*>(bits + threadIdx.x * words);
+  u32 count = 0, total;
+#pragma unroll 1
+  for (u32 i = 0; i < words / 4; ++i)
+    count += __popc(own[i].x) + __popc(own[i].y) + __popc(own[i].z) + __popc(own[i].w);
+  int* next = columns + exclusive_scan<THREADS>(control, count, total);
+  first += threadIdx.x * words * 32;
+#pragma unroll 1
+  for (u32 i = 0; i < words / 4; ++i) {
+    const u32 four[4] = {own[i].x, own[i].y, own[i].z, own[i].w};
+    own[i] = {0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; j < 4; ++j, first += 32)
+#pragma unroll 1
+      for (u32 word = four[j]; word; word &= word - 1) *next++ = first + __ffs(word) - 1;
+  }
+  return total;
 }
 
 // Bins of all keys, and of those from a gate on: scores above it differ little from it, and bins of 2^14 keys are up to
