@@ -131,7 +131,7 @@ class Plan(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Words of a bit for each column that a thread of the first one has, as vectors of 4."""
+        """Words of bits for columns, which a thread of the first CTA of such a cluster has; a multiple of 4."""
         return 4 * -(-self.cluster * self.held // 32)
 
     def need(self, topk: int) -> int:

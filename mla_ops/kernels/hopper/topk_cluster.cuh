@@ -160,14 +160,14 @@ struct InCluster {
   }
 
   // The least entry that is chosen, the same in all CTAs; 0 if the row has to be done in another way.
-  DEVICE u64 finish(bool& marked) {
+  DEVICE u64 finish() {
     await(control.met);
     if (rank > 0) return control.verdict;
     const u32 highest = __reduce_max_sync(~0u, control.gates[threadIdx.x % MAX_CLUSTER]);
     u64 threshold = 0;
     if (highest != ~0u)
       threshold = select<THREADS, true, FAILURE>(control, bins, Slots<THREADS>{rooms}, p.k, highest, SHIFT_OF_GATED, 0,
-                                                 false, Mark{shared_address(bits)}, &marked);
+                                                 false, Mark{shared_address(bits)});
     if (threadIdx.x > 0 && threadIdx.x < p.cluster)
       send_8(peer_address(shared_address(&control.verdict), threadIdx.x), barrier_of(threadIdx.x), threshold);
     return threshold;
@@ -178,8 +178,8 @@ struct InCluster {
   }
 
   // Writes the entries from `threshold` on in the order of columns.
-  DEVICE void write(u64 threshold, bool marked, i64 number, int request) {
-    if (!marked) {
+  DEVICE void write(u64 threshold, i64 number, int request) {
+    if (control.listed == 0) {  // else it is marked
       const Mark mark = {shared_address(bits)};
 #pragma unroll 1
       for (u32 i = threadIdx.x; i < SLOTS; i += THREADS) mark(rooms[i] >= threshold, position_of(rooms[i]));
@@ -212,9 +212,8 @@ struct InCluster {
     collect(gate);
     hand_over(gate);
     if (rank == 0) clear_bits();
-    bool marked = false;
-    const u64 threshold = finish(marked);
-    if (rank == 0 && threshold) write(threshold, marked, number, request);
+    const u64 threshold = finish();
+    if (rank == 0 && threshold) write(threshold, number, request);
     return threshold;
   }
 };

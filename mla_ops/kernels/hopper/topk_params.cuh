@@ -30,7 +30,7 @@ struct Params {
   int sorted;
   u32 need;  // entries that each CTA of a cluster that meets once hands over at least; 0: none does
   u32 room;  // entries of each that the first one has room for, a power of two
-  u32 words;      // of a bit for each column that a thread of the first one has, a multiple of 4
+  u32 words;  // of bits for columns, which a thread of the first one has; a multiple of 4
   int ahead;  // groups of a thread that its registers ask for before a row's length is known: all or none
 
   // The part of a row that memory has; bounds may hold any number.

@@ -3,7 +3,8 @@
 // 1. A sample of the row, in registers, gives a score that a few more than k columns are likely to reach: the gate.
 // 2. Each CTA reads its part of the row once, chunks of it under way to L2 and one to registers, and appends what reaches
 //    the gate to its entries, in the order of columns. Where these might not hold the next chunk, all but its own k best
-//    go, and the gate rises above them.
+//    go, and the gate rises above them. Warps of many rows append in any order at first, since they need not wait for one
+//    another then, and a bit for each column brings in order what is chosen.
 // 3. The CTAs of a cluster hand their entries to the first. Were there less than k in all, the row is read again without
 //    a gate.
 // 4. The first selects (topk_select.cuh), and writes what is chosen in order.
@@ -228,14 +229,15 @@ struct Selection {
     return have;
   }
 
-  // The same by warps that do not wait for one another, so that entries come in any order. Returns how many reach the gate;
-  // more than there is room for are not all kept.
+  // The same by warps that do not wait for one another, so that entries come in any order. Returns more than the capacity
+  // where there is no room for them.
   DEVICE u32 read_apart(const Gate& gate, float4 (&next)[VECTORS], u32 enough) {
     const u32 base = shared_address(entries), lane = threadIdx.x % 32;
     float4 other[VECTORS];
     u32 places = ~(4 * (first + group(0, 0)));
-    hold(places);
+    hold(places);  // else it is made again for each chunk
     const bool leads = __shfl_sync(~0u, threadIdx.x / 32, 0) == 0;
+    // A chunk, while the one behind it is loaded. Returns whether there is room.
     auto turn = [&](const float4(&own)[VECTORS], float4(&after)[VECTORS], u32 at) {
       u32 count = 0;
 #pragma unroll
@@ -245,11 +247,11 @@ struct Selection {
       }
       load(at + STEP, after);
       const u32 inclusive = inclusive_scan(count), of_warp = __shfl_sync(~0u, inclusive, 31);
-      if (of_warp == 0) return;
+      if (of_warp == 0) return true;
       u32 place = 0;
       if (lane == 0) place = atomicAdd(&control.have, of_warp);
       place = __shfl_sync(~0u, place, 0);
-      if (place + of_warp > p.capacity) return;
+      if (place + of_warp > p.capacity) return false;
       u32 to = base + 8 * (place + inclusive - count);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
@@ -257,6 +259,7 @@ struct Selection {
         append_if_reaches(to, own[i].x, gate.score, of_group), append_if_reaches(to, own[i].y, gate.score, of_group - 1);
         append_if_reaches(to, own[i].z, gate.score, of_group - 2), append_if_reaches(to, own[i].w, gate.score, of_group - 3);
       }
+      return true;
     };
 #pragma unroll 1
     for (u32 at = 0; at < vectors; at += STEP) {
@@ -264,10 +267,9 @@ struct Selection {
         __syncwarp();  // else all warps go through the loop that makes an address a uniform one
         prefetch(at + AHEAD, 2 * STEP);
       }
-      turn(next, other, at);
+      if (!turn(next, other, at)) break;
       at += STEP;
-      if (at >= vectors) break;
-      turn(other, next, at);
+      if (at >= vectors || !turn(other, next, at)) break;
     }
     __syncthreads();
     const u32 have = control.have;
@@ -339,18 +341,27 @@ struct Selection {
   // The same from entries in any order, which a bit for each column of a window brings in order.
   DEVICE void write_by_bits(i64 number, int request, u32 count, u32 wanted) {
     constexpr int WINDOW = 32 * BINS;  // columns
-    const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least, true) : 1;
+    const Mark mark = {shared_address(bins)};
+    u64 threshold = 1;
+    bool marked = false;
+    if (count > wanted && row.end <= WINDOW) {
+      threshold = select_listed<THREADS>(control, bins, entries, count, wanted, least, true, mark);
+      marked = control.listed;
+    } else if (count > wanted) {
+      threshold = select_listed<THREADS>(control, bins, entries, count, wanted, least, true);
+    }
     int* const out = p.indices + number * p.indices_pitch;
     // Entries are needed until the last window.
     int* const columns = row.end <= WINDOW ? reinterpret_cast<int*>(entries) : out;
     u32 done = 0;
 #pragma unroll 1
     for (int begin = 0; begin < row.end; begin += WINDOW) {
-      const Mark mark = {shared_address(bins)};
-#pragma unroll 4
-      for (u32 i = threadIdx.x; i < count; i += THREADS) {
-        const u32 column = position_of(entries[i]) - begin;
-        mark(entries[i] >= threshold && column < WINDOW, column);
+      if (!marked) {
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i < count; i += THREADS) {
+          const u32 column = position_of(entries[i]) - begin;
+          mark(entries[i] >= threshold && column < WINDOW, column);
+        }
       }
       __syncthreads();
       const u32 words = ((min(row.end - begin, WINDOW) - 1) / 32 / THREADS + 4) / 4 * 4;
@@ -438,9 +449,7 @@ struct Selection {
         have = read_apart(gate, next, enough);
         if (have >= wanted && have <= p.capacity) return write_by_bits(number, given.request, have, wanted);
         if (have < wanted) least = 0;
-        u32 again = 0;
-        hold(again);
-        load(again, next);
+        load(0, next);
       }
     }
 #pragma unroll 1

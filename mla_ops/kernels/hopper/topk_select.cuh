@@ -36,6 +36,18 @@ struct alignas(16) Control {
   DEVICE u32 no_bin() const { return shared_address(list) + threadIdx.x % 32 * sizeof(u32); }
 };
 
+// Sets the bits of columns that are chosen, or nothing.
+struct Mark {
+  static constexpr bool MARKS = true;
+  u32 bits;  // address
+
+  DEVICE void operator()(bool chosen, u32 column) const { set_if(chosen, bits + column / 32 * 4, 1u << column % 32); }
+};
+struct Unmarked {
+  static constexpr bool MARKS = false;
+  DEVICE void operator()(bool, u32) const {}
+};
+
 // A barrier of the threads that select, which may be a part of a CTA's.
 template <int THREADS>
 DEVICE void meet() {
@@ -149,19 +161,25 @@ DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLef
   return static_cast<u64>(words.y) << 32 | words.x;
 }
 
+// The same, and `each_left` has MARKED what is chosen for certain; so is then what is chosen of the few.
+template <int THREADS, class Mark, class EachLeft>
+DEVICE u64 marked_entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, Mark mark, EachLeft each_left) {
+  const u64 found = entry_of_rank<THREADS>(control, at, inside, rank, each_left);
+  if (Mark::MARKS && threadIdx.x < inside)
+    mark(control.list[threadIdx.x] >= found, position_of(control.list[threadIdx.x]));
+  return found;
+}
+
 // A number that as many entries reach as a rank says, counted from 1 at the top; there are as many at least, and none has
 // a key below `least`. Bins are of 2^shift keys first, the last one of all above; then each round divides the bin of the
 // rank. Where one score is left, positions follow. Entries, and bins of 0, are there before a barrier that precedes this.
 // If it need not be EXACT, `spare` entries more may reach it, and all those of one score. The first counts may have been
-// made. BELOW the first bins there is nothing, or what is searched next, or what lets this return 0 at once. Where a list
-// of a few is made, all that is chosen is MARKED at the same time.
+// made. BELOW the first bins there is nothing, or what is searched next, or what lets this return 0 at once. Where entries
+// are listed, all that is chosen is marked as well.
 enum Below { NOTHING, MORE, FAILURE };
-struct Unmarked {
-  DEVICE void operator()(bool, u32) const {}
-};
 template <int THREADS, bool EXACT = true, Below BELOW = NOTHING, class Entries, class Mark = Unmarked>
 DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank, u32 least, int shift, u32 spare = 0,
-                  bool counted = false, Mark mark = {}, bool* marked = nullptr) {
+                  bool counted = false, Mark mark = {}) {
   if (!counted) least = max(least, 1u);
   u32 most = ~0u;
   u32 of_control = shared_address(&control);
@@ -194,19 +212,13 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
     const u32 inside = narrow();
     least = max(least, 1u);
     if (inside - rank <= spare || (!EXACT && least == most)) return static_cast<u64>(least) << 32;
-    if (EXACT && inside <= SHORT_LIST) {
-      const u64 found = entry_of_rank<THREADS>(control, of_control, inside, rank, [&](auto use) {
+    if (EXACT && inside <= SHORT_LIST)
+      return marked_entry_of_rank<THREADS>(control, of_control, inside, rank, mark, [&](auto use) {
         entries.each([&](u32 key, u32 place) {
           if (key - least <= most - least) use(key, place);
           mark(key > most, ~place);
         });
       });
-      if (marked) {
-        *marked = true;
-        if (threadIdx.x < inside) mark(control.list[threadIdx.x] >= found, position_of(control.list[threadIdx.x]));
-      }
-      return found;
-    }
     if (least == most) break;
     shift = max(32 - BIN_BITS - __clz(most - least), 0);
   }
@@ -223,20 +235,14 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
     const u32 inside = narrow();
     if (inside == rank) return static_cast<u64>(score) << 32 | least;
     if (inside <= SHORT_LIST)
-      return entry_of_rank<THREADS>(control, of_control, inside, rank, [&](auto use) {
+      return marked_entry_of_rank<THREADS>(control, of_control, inside, rank, mark, [&](auto use) {
         entries.each([&](u32 key, u32 place) {
           if (key == score && place - least <= most - least) use(key, place);
+          mark(key > score || (key == score && place > most), ~place);
         });
       });
   }
 }
-
-// Sets the bit of a column.
-struct Mark {
-  u32 bits;  // address
-
-  DEVICE void operator()(bool condition, u32 column) const { set_if(condition, bits + column / 32 * 4, 1u << column % 32); }
-};
 
 // Columns, counted from `first`, whose bits are set, in order; all bits are at 0 then. A thread has so many words of them,
 // a multiple of 4. Returns how many columns there are. A barrier precedes.
@@ -291,11 +297,11 @@ struct FirstBins {
 
 DEVICE int shift_of_listed(u32 least) { return least > LOWEST_KEY ? SHIFT_OF_GATED : SHIFT_OF_ALL; }
 
-template <int THREADS>
+template <int THREADS, class Mark = Unmarked>
 __device__ __noinline__ u64 select_listed(Control& control, u32* bins, const u64* entries, u32 count, u32 rank, u32 least,
-                                          bool counted = false) {
+                                          bool counted = false, Mark mark = {}) {
   return select<THREADS>(control, bins, Listed<THREADS>{entries, count}, rank, max(least, 1u), shift_of_listed(least), 0,
-                         counted);
+                         counted, mark);
 }
 
 // Calls `use(place, entry)` for the entries from `threshold` on, in their order. Returns how many those are. Where an
