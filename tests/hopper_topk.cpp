@@ -30,6 +30,7 @@
 #define append_if ptx_append_if
 #define append_if_above ptx_append_if_above
 #define next_number ptx_next_number
+#define numbers_if ptx_numbers_if
 #define place_at ptx_place_at
 #define load_shared_8 ptx_load_shared_8
 #define store_shared_16 ptx_store_shared_16
@@ -64,6 +65,7 @@
 #undef append_if
 #undef append_if_above
 #undef next_number
+#undef numbers_if
 #undef place_at
 #undef load_shared_8
 #undef store_shared_16
@@ -137,6 +139,11 @@ static void append_if_above(u32& address, float score, float bound, u32 place) {
 }
 static void count_at(u32 address) { ++at<u32>(address); }
 static u32 next_number(u32 address) { return at<u32>(address)++; }
+static u32 numbers_if(bool condition, u32 address, u32 count) {
+  if (!condition) return 0;
+  const u32 number = at<u32>(address);
+  return at<u32>(address) += count, number;
+}
 static uint2 load_shared_8(u32 address) { return at<uint2>(address); }
 static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { at<uint4>(address) = {a, b, c, d}; }
 static void store_shared_8(u32 address, u32 a, u32 b) { at<uint2>(address) = {a, b}; }

@@ -23,6 +23,16 @@ DEVICE u32 next_number(u32 address) {
   return number;
 }
 
+// The same for as many as are asked for; no number where the condition does not hold.
+DEVICE u32 numbers_if(bool condition, u32 address, u32 count) {
+  u32 number;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p atom.shared.add.u32 %0, [%1], %2;\n}"
+               : "=r"(number)
+               : "r"(address), "r"(count), "r"(static_cast<u32>(condition))
+               : "memory");
+  return number;
+}
+
 // The place of a rank among bins.
 struct Place {
   u32 bin, above, inside;

@@ -229,10 +229,13 @@ struct Selection {
     return have;
   }
 
-  // The same by warps that do not wait for one another, so that entries come in any order. Returns more than the capacity
-  // where there is no room for them.
+  // The same by warps that do not wait for one another, so that entries come in any order. Returns ~0 where there
+  // might be no room.
   DEVICE u32 read_apart(const Gate& gate, float4 (&next)[VECTORS], u32 enough) {
-    const u32 base = shared_address(entries), lane = threadIdx.x % 32;
+    const u32 base = shared_address(entries), taken = shared_address(&control.have);
+    // The same condition in two ways, so that ptxas does not keep the first one's answers.
+    float score = gate.score, below = score_of(gate.key - 1 - (gate.key == KEY_OF_ZERO));
+    hold(score), hold(below);
     float4 other[VECTORS];
     u32 places = ~(4 * (first + group(0, 0)));
     hold(places);  // else it is made again for each chunk
@@ -242,22 +245,20 @@ struct Selection {
       u32 count = 0;
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        add_if_reaches(count, own[i].x, gate.score, 1), add_if_reaches(count, own[i].y, gate.score, 1);
-        add_if_reaches(count, own[i].z, gate.score, 1), add_if_reaches(count, own[i].w, gate.score, 1);
+        add_if_reaches(count, own[i].x, score, 1), add_if_reaches(count, own[i].y, score, 1);
+        add_if_reaches(count, own[i].z, score, 1), add_if_reaches(count, own[i].w, score, 1);
       }
       load(at + STEP, after);
-      const u32 inclusive = inclusive_scan(count), of_warp = __shfl_sync(~0u, inclusive, 31);
-      if (of_warp == 0) return true;
-      u32 place = 0;
-      if (lane == 0) place = atomicAdd(&control.have, of_warp);
-      place = __shfl_sync(~0u, place, 0);
-      if (place + of_warp > p.capacity) return false;
+      if (!__any_sync(~0u, count != 0)) return true;
+      const u32 inclusive = inclusive_scan(count);
+      const u32 place = __shfl_sync(~0u, numbers_if(threadIdx.x % 32 == 31, taken, inclusive), 31);
+      if (place + 32 * 4 * VECTORS > p.capacity) return false;
       u32 to = base + 8 * (place + inclusive - count);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         const u32 of_group = places - 4 * at - 128 * i;
-        append_if_reaches(to, own[i].x, gate.score, of_group), append_if_reaches(to, own[i].y, gate.score, of_group - 1);
-        append_if_reaches(to, own[i].z, gate.score, of_group - 2), append_if_reaches(to, own[i].w, gate.score, of_group - 3);
+        append_if_above(to, own[i].x, below, of_group), append_if_above(to, own[i].y, below, of_group - 1);
+        append_if_above(to, own[i].z, below, of_group - 2), append_if_above(to, own[i].w, below, of_group - 3);
       }
       return true;
     };
@@ -273,7 +274,7 @@ struct Selection {
     }
     __syncthreads();
     const u32 have = control.have;
-    if (have > p.capacity) return have;
+    if (have + 32 * 4 * VECTORS > p.capacity) return ~0u;
     if (have > enough)
       order<true>(0, have);
     else
@@ -447,7 +448,7 @@ struct Selection {
       const Gate gate(least);
       if (gate.is_score) {
         have = read_apart(gate, next, enough);
-        if (have >= wanted && have <= p.capacity) return write_by_bits(number, given.request, have, wanted);
+        if (have >= wanted && have != ~0u) return write_by_bits(number, given.request, have, wanted);
         if (have < wanted) least = 0;
         load(0, next);
       }
