@@ -77,6 +77,15 @@ def test_a_sample_that_says_nothing_of_its_row(library: ctypes.CDLL, plan: topk.
         assert torch.equal(got[0], want[0])
 
 
+@pytest.mark.parametrize("num_columns", [65537, 140003])
+def test_columns_of_several_windows_of_bits(library: ctypes.CDLL, num_columns: int) -> None:
+    for kind in ("normal", "neighbours alike", "equal"):  # equal ones find no room
+        scores = hard_rows(kind, 1, num_columns + 1)[:, 1:]
+        got, want = run(library, PLANS["many rows"], scores, 200), topk_oracle(scores, 200)
+        assert torch.equal(got[1], want[1])
+        assert torch.equal(got[0], want[0])
+
+
 MEETINGS = (
     topk.Plan(64, 2, 2, 1, 16, 64, 1024, 512, held=2),
     topk.Plan(128, 4, 1, 1, 4, 64, 1024, 512, held=4),
