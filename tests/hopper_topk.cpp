@@ -219,12 +219,13 @@ extern "C" int bytes_of_control() { return sizeof(Control); }
 // 1 where the CTAs of the last cluster met once.
 extern "C" int verdict() { return reinterpret_cast<const Control*>(simt::ctas.back().shared.data())->verdict ? 1 : 2; }
 
-template <int THREADS, int VECTORS, int SAMPLED>
+template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS = true>
 void launch(const Params& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
     const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
     begin_front(p, row);
-    Selection<THREADS, VECTORS, SAMPLED, true, VECTORS>(p, simt::shared_memory()).run(row, blockIdx.x % p.cluster);
+    Selection<THREADS, VECTORS, SAMPLED, FEW_ROWS, FEW_ROWS ? VECTORS : 0>(p, simt::shared_memory())
+        .run(row, blockIdx.x % p.cluster);
   });
 }
 
@@ -252,6 +253,8 @@ extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes,
     launch<64, 2, 2>(*p, shared_bytes, seed);
   else if (!short_rows && threads == 128 && vectors == 4)
     launch<128, 4, 1>(*p, shared_bytes, seed);
+  else if (!short_rows && threads == 128 && vectors == 2)
+    launch<128, 2, 2, false>(*p, shared_bytes, seed);
   else
     return 1;
   return front ? 3 : flights.empty() ? 0 : 4;

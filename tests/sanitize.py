@@ -351,9 +351,10 @@ def chosen_by_parts(tool: str) -> None:
     import torch
     from topk_oracle import hard_rows, topk_oracle
 
+    from mla_ops.kernels import selection
     from mla_ops.kernels.hopper import select_keys, topk
 
-    select_keys.tokens_together = lambda *_: 2
+    selection.tokens_together = lambda *_: 2
     e4m3, num_blocks, block_size = torch.float8_e4m3fn, 32, 48
     lengths = torch.tensor([1500, 1207, 90, 40, 9999], dtype=torch.int32)
     requests = torch.tensor([0, 0, -1, 0, 0], dtype=torch.int32)

@@ -44,6 +44,8 @@ PLANS = {
     "one CTA": topk.Plan(64, 2, 2, 1, 1, 64, 1024, 512),
     "one CTA without gates": topk.Plan(64, 1, 2, 1, 1, 64, 1 << 30, 512),
     "one CTA of a wide chunk": topk.Plan(128, 4, 1, 1, 1, 64, 1024, 512),
+    "many rows": topk.Plan(128, 2, 2, 4, 1, 64, 1024, 512),
+    "many rows without gates": topk.Plan(128, 2, 2, 4, 1, 64, 1 << 30, 512),
     "clusters of 6": topk.Plan(64, 2, 2, 1, 6, 64, 1024, 512, held=2),
     "clusters of 6 without gates": topk.Plan(64, 2, 2, 1, 6, 64, 1 << 30, 512, held=2),
 }
