@@ -38,7 +38,6 @@ NAMES = {
 REFERENCES = "references of 64 heads move in most turns"
 WIDE = "wide turns: scales of a key span more than float16 holds"
 BLOCKS = "keys of a block that a table has not got keep their place in a turn, and warps clear it by stores"
-PLAIN = "scores of 2^31 and more over plain keys, tiles of 64 heads: NaN by Triton, open"
 # Why a kind takes more than `BAR`, or is wrong: by its lowering and kernel, or how these begin.
 WHY = {
     "hopper": {"2^20": REFERENCES, "grow": REFERENCES, "large": REFERENCES, "spread": WIDE, "wild30": WIDE},
@@ -47,9 +46,6 @@ WHY = {
         "s 1": "all SMs read the same lines of L2",
         "wild30": "a second walk: scales that one unit does not hold",
     },
-    "triton sparse bf16": {"wild30": PLAIN},
-    "triton sparse flat": {"wild30": PLAIN},
-    "triton dense bf16": {"wild30": PLAIN},
 }
 
 
