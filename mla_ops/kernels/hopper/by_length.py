@@ -20,7 +20,7 @@ SPARE_US = 1.0  # that and the question
 PAIRS_US = 4.0  # what a launch of pairs in parts takes more than predicted
 ONE_ROW_US = 2.0  # one row gains more, or goes by its launch's shape
 ELEMENTS = 1e-6 * LATENT_DIM  # 10^6 of a part and head
-# What rows by their lengths take besides, where a part is one CTA's, two CTAs' or more's: by whether keys are
+# Rows by their lengths take this besides, where a part is one CTA's, two CTAs' or more's: by whether keys are
 # quantised, and whether a tile has 64 heads. One CTA's parts of few long rows are many.
 END_US = {
     (True, True): (3.5, 6.0, 3.0),
