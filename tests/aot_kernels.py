@@ -437,7 +437,7 @@ def walk_variant(capability: int, case: DenseCase, packed: bool) -> Variant:
     name, types, options = dense_case(capability, case, packed)
     partial = FORMATS[case.cache_format].quantized and case.num_heads == 16
     types |= {"out": "*fp32", "uneven": "none"} if partial else {"uneven": "*i32"}
-    constants = {"OPTIONS": replace(options, partial=partial, out_unit=4 if partial else options.q_unit)}
+    constants = {"OPTIONS": replace(options, partial=partial, out_unit=4)}
     kernel = dense_attention_device._packed_kernel if packed else dense_attention_device._paged_kernel
     name = ("packed" if packed else "paged") + name
     return Variant(name, kernel, types, constants, {"num_warps": options.tile.num_warps})
@@ -454,7 +454,7 @@ def operand_variants(capability: int, case: DenseCase) -> Iterator[Variant]:
         partial, part = kind != "rows", "*fp16" if tile.half else "*fp32"
         steady = tile.block_h == 32 and sparse_attention.is_steady(tile, keys, case.dtype, 8192, 2)
         options = replace(variant.constants["OPTIONS"], tile=tile, keys=keys, partial=partial, steady=steady)
-        options = replace(options, out_unit=4 if partial and not tile.half else 8)
+        options = replace(options, out_unit=8 if partial and tile.half else 4)
         types = variant.types | {"out": part if partial else f"*{SHORT[case.dtype]}"}
         types["uneven"] = "none" if partial else "*i32"
         name = variant.name.replace("]", f", {kind}]")

@@ -273,7 +273,7 @@ def two_cache_tile(device_capability: tuple[int, int], num_heads: int, keys: tup
     if chosen.half:
         return make_tile(64, 16, 8, 2, apart=True, early=True) if KEEPS_OPERANDS else make_tile(64, 16, 8, 2)
     if chosen.block_h == 32:
-        return replace(chosen, early=not main.translated)
+        return replace(chosen, early=not main.translated and not KEEPS_OPERANDS)  # else spills 384 bytes
     return replace(chosen, block_n=32, early=False) if main.translated and chosen.block_h == 64 else chosen
 
 
