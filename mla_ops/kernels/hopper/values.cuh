@@ -383,7 +383,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     if constexpr (HEADS_BY_DIMS) {
       if (alone) {
         leave_words<L>(p, row, row.part, half * 4 + warp, lane, word_of);
-        return;
+        return 0;
       }
     }
     if constexpr (LAUNCH == Launch::GROUPS)
