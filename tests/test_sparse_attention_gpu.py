@@ -383,10 +383,11 @@ def test_new_sizes_compile_nothing(lowering: str) -> None:
     compiled: list[str] = []
     triton = pytest.importorskip("triton")
     triton.knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
-    counts = set()
+    # Triton takes whole rows of many keys, parts of rows and whole rows of few keys, a kernel each
+    every_kernel = (333, 50, 3, 640), (300, 40, 16, 64)
+    counts = []
     for num_tokens, num_blocks, max_blocks, topk in (
-        (333, 50, 3, 640),  # Triton takes whole rows and parts of rows, a kernel each
-        (300, 40, 16, 64),
+        *every_kernel,
         (301, 41, 1, 33),
         (320, 1, 7, 1),
         (350, 32, 16, 656),
@@ -401,9 +402,9 @@ def test_new_sizes_compile_nothing(lowering: str) -> None:
         torch.ops.mla.paged_sparse_attention(
             q, cache, indices, SCALE, "fp8_ds_mla", block_table=table, req_id_per_token=owners
         )
-        counts.add(len(compiled))
+        counts.append(len(compiled))
     triton.knobs.runtime.jit_post_compile_hook = None
-    assert len(counts) == 1, compiled
+    assert len(set(counts[1:])) == 1, compiled
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])
