@@ -135,6 +135,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #define shuffle_pointer ptx_shuffle_pointer
 #define thread_here ptx_thread_here
 #define lane_here ptx_lane_here
+#define named_barrier ptx_named_barrier
 #include "ptx.cuh"
 #undef cluster_rank
 #undef mbarrier_wait
@@ -154,6 +155,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef shuffle_pointer
 #undef thread_here
 #undef lane_here
+#undef named_barrier
 
 struct Barrier {
   int arrivals, bytes;  // arrivals so far, bytes still missing in this phase
@@ -218,6 +220,10 @@ static void prefetch_to_l2(const void* source) {
 static void copy_8(u32 destination, const void* source) {
   if (destination % 8 || reinterpret_cast<u64>(source) % 8) failed = true;
   write_shared(destination, source, 8);
+}
+template <int, int>
+void named_barrier() {
+  __syncthreads();
 }
 static void arrive_when_copied(u32) {}  // copies are done at once
 static u32 load_shared_4(u32 address) {
@@ -359,7 +365,10 @@ void gather_keys(int warp, int lane) {
     const Indices ahead = begin_share(p, row, lane).now;
     __syncwarp();
     row_of_warp[warp] = row;
-    produce<HEADS, FORMAT>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+    if (is_persistent(launch))
+      produce<HEADS, FORMAT>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+    else
+      produce<HEADS, FORMAT, false, true>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64);
   }
 }
 

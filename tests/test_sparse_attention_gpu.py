@@ -74,12 +74,12 @@ def test_every_format_and_tile_on_the_gpu(cache_format: str, dtype: torch.dtype,
     check(lowering, queries(5, num_heads, dtype, device, key_width(cache_format)), cache, indices, cache_format)
 
 
-DEAD = ("scattered", "runs", "tail", "every other", "all but the last", "all", "one slot")
+DEAD = ("scattered", "runs", "tail", "every other", "all but the last", "two rows of three", "all", "one slot")
 
 
 @pytest.mark.parametrize("kind", DEAD)
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4", "bf16"])
-@pytest.mark.parametrize(("num_tokens", "num_heads"), [(1, 128), (8, 16), (9, 128), (40, 32), (150, 64)])
+@pytest.mark.parametrize(("num_tokens", "num_heads"), [(1, 128), (8, 16), (9, 128), (40, 32), (32, 16), (32, 64), (30, 128), (150, 64)])
 def test_dead_indices_in_every_pattern(
     cache_format: str, num_tokens: int, num_heads: int, kind: str, lowering: str
 ) -> None:
@@ -94,6 +94,7 @@ def test_dead_indices_in_every_pattern(
         "tail": positions >= torch.randint(0, topk, (num_tokens, 1), device=device),
         "every other": positions % 2 == 1,
         "all but the last": positions < topk - 1,
+        "two rows of three": (torch.arange(num_tokens, device=device) % 3 > 0)[:, None].expand(-1, topk),
         "all": positions >= 0,
         "one slot": positions < 0,
     }[kind]

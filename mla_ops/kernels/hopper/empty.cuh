@@ -5,8 +5,6 @@
 #include "gather.cuh"
 #include "merge.cuh"
 
-constexpr u32 NO_KEYS = LAST_TURN << 1;  // flag beside LAST_TURN: of a share without keys
-constexpr int NO_TURN = 4;               // kind of a turn, or which turn is the last, of a share without keys
 constexpr float NO_KEYS_AT_ALL = 2 * NO_SCORE_YET;  // the reference that such a share sends
 
 // Whether no CTA of a cluster has a key, asked where this one has none. Waits for the states of all.
@@ -28,4 +26,24 @@ DEVICE void write_zeros(const Params& p, const Row& row, int warp, int lane) {
 #pragma unroll 1
     for (int at = lane * 16; at < 512 * size; at += 512)
       store_16_if(true, to.rows + head * to.head_stride * size + at, 0, 0, 0, 0);
+}
+
+// Its lse.
+template <class L>
+DEVICE void write_no_lse(const Params& p, const Row& row, int thread) {
+  const int head = row.tile * L::HEADS + thread;
+  if (thread < L::HEADS && head < p.num_heads) *lse_of_cluster(p, row, head) = -INFINITY;
+}
+
+// Whether the gather found no key in any share of a row, asked by the warps of scores before the first turn. They tell those
+// that accumulate.
+template <class L>
+DEVICE bool is_empty_row(u32 shared, int thread) {
+  const int warp = thread >> 5;
+  mbarrier_wait(shared + L::RAW_FULL + warp * 8, 0);
+  if (!(uniform(load_shared_4(shared + L::LIVE + warp * 4)) & NO_KEYS)) return false;
+  if (thread == 0) store_shared_4(shared + L::TURN, NO_TURN | LAST_TURN);
+  __syncwarp();
+  warp_arrive(shared + L::WEIGHTS_FULL, thread & 31);
+  return true;
 }

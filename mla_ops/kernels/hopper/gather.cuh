@@ -80,6 +80,8 @@ DEVICE int request_of(const Params& p, const Row& row) {
   return p.req_id_per_token && row.token < p.all_tokens - p.tokens_before ? __ldg(p.req_id_per_token + row.token) : -1;
 }
 
+#include "search.cuh"
+
 // Indices that are loaded while rows of earlier turns are copied.
 struct Ahead {
   Indices now, next;  // indices of the next turn and of the one after it
@@ -154,18 +156,23 @@ DEVICE void copy_keys(u32 destination, const void* source, u32 bytes, u32 barrie
     bulk_copy(destination, source, bytes, barrier);
 }
 
+constexpr u32 WITHOUT_COPIES = 1u << 31;  // flag beside a slot's rows: no bulk copy brings them
+
 // Brings a share's live keys into slots, 64 a turn, 16 of them a warp's. Each warp looks at all positions, so that all
 // four agree on the place of each live key without a word, and copies those whose place is in its slot. A turn is
 // handed over once it is known whether a key follows: the row's last one is marked. A share without keys is one turn.
-// GIVES_WAY: keys leave L2 before anything else does.
-template <int HEADS, Format FORMAT, bool GIVES_WAY = false>
+// GIVES_WAY: keys leave L2 before anything else does. SEARCHED: shares with few live keys are searched first; of a
+// row without a key in any share the one turn has the flag NO_KEYS.
+template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool SEARCHED = false>
 DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
                     int& parity, bool paced) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   const int request = uniform(request_of(p, row)), last = uniform(row.last), main_turns = uniform(row.main_turns);
   int filled = -16 * warp;  // live keys of this turn so far, from this warp's first on
-  u32 live = 0, bulk = 0;   // rows of this warp's slot that have a key, and those that a bulk copy brings
+  u32 live = 0;             // rows of this warp's slot that have a key, and flags
+  Search search{false, 0};
+  if (SEARCHED) search = begin_search(p, row, ahead, shared + L::WEIGHTS, live, warp, lane);
   auto take = [&](int index, bool extra, bool over) {
     const bool alive = in_range(p.caches[extra], index);
     const u32 found = __ballot_sync(~0u, alive);
@@ -190,6 +197,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
         live |= copied;
         if (all_one && copied) {
           copy_to_all<R>(rows, shuffle_pointer(row, __ffs(window) - 1), lane);
+          live |= WITHOUT_COPIES;
         } else {
           bool neighbours = !p.indices[extra] && copied == 0xffff;  // maybe, in dense attention
           if (neighbours) {
@@ -199,36 +207,40 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
           }
           if (neighbours && mine && place == 0) copy_keys<GIVES_WAY>(rows, row, 16 * R::BYTES, barrier);
           if (!neighbours && copies) copy_keys<GIVES_WAY>(rows + place * R::BYTES, row, R::BYTES, barrier);
-          bulk |= copied;
         }
       }
       const bool more = filled > TILE_KEYS - 16 * warp;
       if (!more && !over) break;
-      if (live != 0xffff) {
+      const u32 alive = live & 0xffff, bytes = live & WITHOUT_COPIES ? 0 : __popc(alive) * R::BYTES;
+      if (alive != 0xffff) {
         mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
-        clear_rows<R>(rows, scales, live, lane);
+        clear_rows<R>(rows, scales, alive, lane);
       }
       if (lane == 0) {
-        store_shared_4(shared + L::LIVE + slot * 4, live | (more ? 0 : LAST_TURN));
-        if constexpr (R::SCALES_APART) mbarrier_expect(barrier, __popc(bulk) * R::BYTES);
+        store_shared_4(shared + L::LIVE + slot * 4, live & ~WITHOUT_COPIES | (more ? 0 : LAST_TURN));
+        if constexpr (R::SCALES_APART) mbarrier_expect(barrier, bytes);
       }
       __syncwarp();
       if constexpr (R::SCALES_APART)
         arrive_when_copied(barrier), warp_arrive(barrier, lane);
       else if (arrives(lane))
-        mbarrier_arrive_expect(barrier, lane == 0 ? __popc(bulk) * R::BYTES : 0);
+        mbarrier_arrive_expect(barrier, lane == 0 ? bytes : 0);
       if (paced) mbarrier_wait(barrier, 0), paced = false;
       next_slot<L::SLOTS>(slot, parity);
-      live = bulk = 0;
+      live = 0;
       if (!more) break;
       filled -= TILE_KEYS, place -= TILE_KEYS;
     }
   };
 #pragma unroll 1
   for (int turn = uniform(row.first);; turn += row.stride) {
+    if (SEARCHED && search.begun) {
+      turn = next_of_search(row, search, turn, filled, warp, lane);
+      ahead = indices_at(p, row, turn, lane);
+    }
     const Indices indices = ahead;
     const bool extra = turn >= main_turns, over = turn >= last;
-    ahead = indices_at(p, row, turn + row.stride, lane);
+    if (!SEARCHED || !search.begun) ahead = indices_at(p, row, turn + row.stride, lane);
     // Keys of this turn that fill no row of this warp's and end nothing are counted only. Narrower tiles lose by the votes.
     if constexpr (HEADS == 64) {
       const int after = filled + __popc(__ballot_sync(~0u, in_range(p.caches[extra], indices.of[0]))) +

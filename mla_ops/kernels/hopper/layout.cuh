@@ -81,6 +81,11 @@ constexpr bool ONE_SCORER = HEADS == 64 || HEADS == 32 && in_registers(LAUNCH) |
 template <int HEADS, Launch LAUNCH>
 constexpr int THREADS_OF = ONE_SCORER<HEADS, LAUNCH> ? 512 : 640;
 
+// Launches whose gather searches shares with few live keys (`search.cuh`); WIDER as of `attend`. With tiles of 32 heads
+// ptxas has no register left for it.
+template <int HEADS, Launch LAUNCH, bool WIDER>
+constexpr bool SEARCHES = !is_persistent(LAUNCH) && (HEADS == 64 || HEADS < 32 && WIDER);
+
 constexpr int TILE_KEYS = 64;                    // keys of a turn
 constexpr int HALF_BYTES = TILE_KEYS * 256 * 2;  // bytes of half of a turn's values
 // Weights may reach 2^15 before the softmax's reference moves; the largest is 2^7 or more then, and below 2^8. float16
@@ -90,9 +95,10 @@ constexpr float NO_SCORE_YET = -1.2676506e30f;
 
 constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;
 
-enum Turn { USUAL = 0, MOVED = 1, WIDE = 2 };
+enum Turn { USUAL = 0, MOVED = 1, WIDE = 2, NO_TURN = 4 };  // NO_TURN: of a share without keys
 
 constexpr u32 LAST_TURN = 1 << 16;  // flag beside the bits that say which keys count, or beside a `Turn`
+constexpr u32 NO_KEYS = LAST_TURN << 1;  // the same: of a share without keys, or of a row
 
 constexpr int SPLITS[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16};  // CTAs of a cluster
 

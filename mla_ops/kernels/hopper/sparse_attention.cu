@@ -9,6 +9,7 @@
 // Kernels called balanced are given lengths, and share rows evenly among all CTAs instead where these are unequal.
 
 #include "code.cuh"
+#include "empty.cuh"
 #include "gather.cuh"
 #include "queries.cuh"
 #include "scores.cuh"
@@ -40,7 +41,7 @@ DEVICE void attend(const Params& p) {
   constexpr bool ONE_OF_32 = HEADS == 32 && ONE;
   constexpr int GATHER = ONE_OF_32 ? 24 : L::GATHER_REGISTERS,
                 OF_32 = is_held(LAUNCH) || FORMAT == FP8_DS_MLA_V4 ? 168 : 160;
-  constexpr bool LONG = PERSISTENT && !SHARES;
+  constexpr bool LONG = PERSISTENT && !SHARES, SEARCHED = SEARCHES<HEADS, LAUNCH, WIDER>;
   constexpr int SCORERS = ONE ? 1 : 2;
 
   // The way from an index to a key in shared memory is the longest of the start.
@@ -117,6 +118,8 @@ DEVICE void attend(const Params& p) {
                                : L::SCORE_REGISTERS - (HEADS < 32    ? MOVED
                                                        : HEADS == 64 ? 2 * MOVED
                                                                      : 0) - 2 * KEPT + OF_REST>();
+      if constexpr (SEARCHED)
+        if (is_empty_row<L>(shared, thread)) return;
       if (is_held(LAUNCH) && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
       if (is_held(LAUNCH)) hold(row.token), hold(row.tile);  // else both roles keep one register for them
       for (;;) {
@@ -135,8 +138,14 @@ DEVICE void attend(const Params& p) {
         more_registers<ONE_OF_32 ? OF_32 : L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0) + KEPT>();
       KeptOfShares<L, LAUNCH> before;
       do {
-        accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity,
-                                          query_parity, before);
+        const bool none = accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity,
+                                                                   query_parity, before);
+        if (SEARCHED && none) {
+          if (LAUNCH == Launch::CLUSTERS) row.rank = rank_here(row);
+          write_zeros<L>(p, row, (warpgroup - 1) * 4 + thread / 32, thread % 32);
+          if (warpgroup == 1) write_no_lse<L>(p, row, thread);
+          return;
+        }
         if (is_held(LAUNCH) && ends_row(p, row)) break;
         if (SHARES && ends_row(p, row)) query_parity ^= 1;
         if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
@@ -168,7 +177,7 @@ DEVICE void attend(const Params& p) {
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, SEARCHED>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;
@@ -186,8 +195,9 @@ DEVICE void attend(const Params& p) {
     if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, true, thread);
     if (LAUNCH == Launch::SHARES) await_opened(p);
     if constexpr (LAUNCH == Launch::GROUPS) {
-      if (warp == 0) carry_packets<L>(p, row, shared, lane);
-      if (warp == 1) carry_states<L>(p, row, shared, lane);
+      const bool none = uniform(load_shared_4(shared + L::LIVE + warp * 4)) & NO_KEYS;
+      if (warp == 0 && !none) carry_packets<L>(p, row, shared, lane);
+      if (warp == 1 && !none) carry_states<L>(p, row, shared, lane);
     }
     wait_for_prerequisites();
   }

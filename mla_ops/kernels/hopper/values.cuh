@@ -131,8 +131,9 @@ struct KeptOfShares<L, Launch::HELD> : Held<L> {};
 template <class L>
 struct KeptOfShares<L, Launch::HELD_BY_ONE> : Held<L> {};
 
+// Adds up a row's or a share's values. Returns whether the row has no key at all; there is nothing to merge then.
 template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
-DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
+DEVICE bool accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before) {
   using L = Layout<HEADS, FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
@@ -169,6 +170,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     // Its values' place is free when the result has left.
     const bool last = PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
+      if (SEARCHES<HEADS, LAUNCH, WIDER> && (turn & 0xff) == NO_TURN) return true;
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
@@ -265,7 +267,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     __syncwarp();
     if (goes_on) {
       warp_arrive(shared + L::FACTORS_FREE, lane);
-      return;
+      return false;
     }
     named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
     store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, before.sums, half, opaque(thread));
@@ -351,7 +353,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     if constexpr (!HEADS_BY_DIMS) {
       if (by_halves<L, LAUNCH, WIDER>(p, row)) {
         exchange_halves<L>(p, row, shared, half * 4 + warp, lane, o, inverse, bfloat16);
-        return;
+        return false;
       }
     }
     auto inverse_of = [&](int e) { return inverse[HEADS_BY_DIMS ? e >> 1 & 1 : e / 4 * 2 + (e & 1)]; };
@@ -365,4 +367,5 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     else
       send_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);
   }
+  return false;
 }
