@@ -81,10 +81,10 @@ constexpr bool ONE_SCORER = HEADS == 64 || HEADS == 32 && in_registers(LAUNCH) |
 template <int HEADS, Launch LAUNCH>
 constexpr int THREADS_OF = ONE_SCORER<HEADS, LAUNCH> ? 512 : 640;
 
-// Launches whose gather searches shares with few live keys (`search.cuh`); WIDER as of `attend`. With tiles of 32 heads
-// ptxas has no register left for it.
+// Launches whose gather searches shares with few live keys (`search.cuh`); WIDER as of `attend`. With tiles of 32 heads,
+// or rows that go by their lengths, ptxas has no register left for it.
 template <int HEADS, Launch LAUNCH, bool WIDER>
-constexpr bool SEARCHES = !is_persistent(LAUNCH) && (HEADS == 64 || HEADS < 32 && WIDER);
+constexpr bool SEARCHES = !BY_LENGTH && !is_persistent(LAUNCH) && (HEADS == 64 || HEADS < 32 && WIDER);
 
 constexpr int TILE_KEYS = 64;                    // keys of a turn
 constexpr int HALF_BYTES = TILE_KEYS * 256 * 2;  // bytes of half of a turn's values
