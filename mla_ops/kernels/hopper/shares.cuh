@@ -94,10 +94,10 @@ DEVICE void meet_peers(const Params& p, u32 shared, int lane, u32 parity) {
   mbarrier_wait_cluster(shared + L::MEETING, parity);
 }
 
-// Adds a part of a packet, as `add_parts` does: bfloat16 if its factor is below 0.
-template <class L>
+// Adds a part of a packet, as `add_parts` does: bfloat16 if its factor is below 0, unless all are FLOAT16.
+template <class L, bool FLOAT16>
 DEVICE void add_piece(float (&sums)[L::Packet::QUADS * 4], const Piece<typename L::Packet>& piece, float2 factor) {
-  const bool bfloat16 = (__float_as_uint(factor.x) | __float_as_uint(factor.y)) >> 31;
+  const bool bfloat16 = !FLOAT16 && (__float_as_uint(factor.x) | __float_as_uint(factor.y)) >> 31;
   factor = make_float2(fabsf(factor.x), fabsf(factor.y));
 #pragma unroll
   for (int i = 0; i < L::Packet::QUADS * 2; ++i) {
@@ -147,20 +147,22 @@ DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* par
   const bool there = global_head < p.num_heads;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
   float2 state[MOST];
+  bool float16 = true;
 #pragma unroll
   for (int s = 0; s < MOST; ++s) {
     state[s] = make_float2(0.f, NO_SCORE_YET);
     if (s >= p.shares) continue;
     const uint2 v = load_l2_8(parts + s * PITCH + PartOfWarp<L>::STATES + lane * 8);
     state[s] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+    float16 &= !(v.x >> 31);
   }
   const Weights<MOST> weights = weigh_shares<L>(state, sink);
   const bool tells = L::HEADS == 64 ? warp < 4 && lane < 16 : warp == 0 && lane < L::HEADS;
   if (tells && there && cluster_rank() == 0)
     p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = weights.lse;
-
   const Target to = target_of<L>(p, row);
   const unsigned char* const from = parts + lane * (P::UNIT * 4);
+  float16 = __all_sync(~0u, float16);
 #pragma unroll 1
   for (int next = cluster_rank(); next < P::OF_A_WARP; next += AT_ONCE * p.splits) {
     Piece<P> piece[AT_ONCE][MOST];
@@ -177,7 +179,11 @@ DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* par
 #pragma unroll
       for (int s = 0; s < MOST; ++s) {
         const float2 factor = of_heads<L>(weights.of[s], number, lane);
-        if (s < p.shares) add_piece<L>(sums, piece[i][s], factor);
+        if (s >= p.shares) continue;
+        if (float16)
+          add_piece<L, true>(sums, piece[i][s], factor);
+        else
+          add_piece<L, false>(sums, piece[i][s], factor);
       }
       const float2 factor = of_heads<L>(weights.whole, number, lane);
 #pragma unroll
