@@ -38,8 +38,8 @@ class Case(NamedTuple):
     """A kernel at small shapes.
 
     Attributes:
-        keys: cache format and width of a key, or "prefill", "parts", "shares", "index scores", "topk", "select"
-            or "writes".
+        keys: cache format and width of a key, or "prefill", "parts", "shares", "rows by length", "index scores",
+            "topk", "select" or "writes".
         tile: heads.
         splits: CTAs of a cluster. One takes one row after the other where its kernel can.
         wide: a row has a key whose scales float16 does not hold together.
@@ -84,6 +84,7 @@ CASES = {
         Case("prefill"),
         Case("parts"),
         Case("shares"),
+        Case("rows by length"),
         Case("index scores"),
         Case("topk"),
         Case("select"),
@@ -209,8 +210,8 @@ def parts(tool: str) -> None:
         assert_close(out.cpu(), lse.cpu(), expected)
 
 
-def shares(tool: str) -> None:
-    """A row that three workers share, one of none and one of a single worker: by the first launch and by one behind."""
+def unequal_rows(shapes: dict[str, list[tuple[int, ...]]], **options: bool) -> None:
+    """Dense decode of a long row, one without keys and a short one, by format and shape; `options`: of `override`."""
     import torch
     from attention_inputs import SCALE, filled_cache, queries
     from attention_oracle import assert_close, attention
@@ -223,7 +224,7 @@ def shares(tool: str) -> None:
     requests, lens = torch.arange(3, dtype=torch.int32), torch.tensor([1000, 0, 70], dtype=torch.int32)
     everything = torch.arange(1024, dtype=torch.int32).expand(3, -1)
     q = queries(3, 16, torch.bfloat16, cpu)
-    for cache_format in ("bf16", "fp8_ds_mla"):
+    for cache_format, of_format in shapes.items():
         cache = filled_cache(cache_format, 16, 64, cpu)
         expected = attention(
             q,
@@ -236,10 +237,10 @@ def shares(tool: str) -> None:
             operand=torch.bfloat16,
             cache_format=cache_format,
         )
-        for tile, splits in ((16, 1), (32, 1), (64, 1), (64, 2)) if tool == "memcheck" else ((16, 1), (64, 1), (64, 2)):
+        for shape in of_format:
             out = torch.empty(3, 16, 512, dtype=torch.bfloat16, device="cuda")
             lse = torch.empty(3, 16, device="cuda")
-            with waves.override(waves.Wave(3, launch.Clusters(tile, splits)), evenly=True):
+            with waves.override(waves.Wave(3, launch.Clusters(*shape)), **options):
                 dense_attention.paged_attention(
                     *(tensor.cuda() for tensor in (q, cache, table, requests, lens)),
                     SCALE,
@@ -248,6 +249,23 @@ def shares(tool: str) -> None:
                     lse=lse,
                 )
             assert_close(out.cpu(), lse.cpu(), expected)
+
+
+def shares(tool: str) -> None:
+    """A row that three workers share, one of none and one of a single worker: by the first launch and by one behind."""
+    shapes: list[tuple[int, ...]] = [(16, 1), (64, 1), (64, 2)] + [(32, 1)] * (tool == "memcheck")
+    unequal_rows({"bf16": shapes, "fp8_ds_mla": shapes}, evenly=True)
+
+
+def rows_by_length(tool: str) -> None:
+    """Rows of several CTAs, or clusters, and of one; rows that go by the launch's shape instead, and their merge."""
+    from mla_ops.kernels.hopper import waves
+
+    shapes: list[tuple[int, ...]] = [(16, 1), (64, 3), (16, 2, 2), (64, 2, 2)] + [(32, 3)] * (tool == "memcheck")
+    unequal_rows({"bf16": shapes, "fp8_ds_mla": shapes}, by_length=True)
+    lengths = waves.always_by_length
+    waves.always_by_length = lambda *call: (lengths(*call)[0], lengths(*call)[1]._replace(margin=1e9))
+    unequal_rows({"bf16": [(16, 2), (64, 3)], "fp8_ds_mla": [(16, 3)]}, by_length=True)
 
 
 def index_scores(tool: str) -> None:
@@ -412,6 +430,7 @@ def run_case(case: Case, tool: str, shipped: bool, timeout: int) -> None:
         "prefill": prefill,
         "parts": parts,
         "shares": shares,
+        "rows by length": rows_by_length,
         "index scores": index_scores,
         "topk": best,
         "select": chosen_by_parts,

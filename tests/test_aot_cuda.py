@@ -76,7 +76,7 @@ KERNELS = [
 KERNELS += [Variant(k.source, k.name, k.threads, cache.Params, blocks=8) for k in cache.KERNELS.values()]
 KERNELS += [Variant(k.source, k.name, k.threads, topk.Params, blocks=k.ctas) for k in topk.KERNELS]
 KERNELS += [
-    Variant(kernel.source, kernel.name, kernel.threads, merge_parts.Params, blocks=512 // kernel.threads)
+    Variant(kernel.source, kernel.name, kernel.threads, merge_parts.Params, blocks=kernel.ctas)
     for kernel in merge_parts.kernels()
 ]
 # tests/sanitize.py compiles kernels so for racecheck: the first one of each source, which compiles fastest.

@@ -1,8 +1,8 @@
 // The parts of rows whose keys several clusters share, into those rows, for SM90. `merge_parts`: of rows that have as many
-// each; `merge_by_length`: of rows that have as many as their length asks for (`row_ctas.cuh`).cuh`).
+// each; `merge_by_length`: of rows that have as many as their length asks for (`row_ctas.cuh`).
 //
-// Grid: (tokens, heads); a CTA has a row, a thread four of its dims. All parts' values are requested before their
-// weights are known. It is launched beside the kernel that writes the parts: CTAs take their places as that one's
+// Grid of `merge_parts`: (tokens, heads); a CTA has a row, a thread four of its dims. All parts' values are requested
+// before their weights are known. It is launched beside the kernel that writes the parts: CTAs take their places as that one's
 // leave, and wait there for the last of them.
 
 #include "row_ctas.cuh"
@@ -20,9 +20,11 @@ struct Params {
   int splits;
   const int* topk_length[2];
   int topk[2];
+  int num_tokens, heads, groups;  // groups of a team
 };
 
-constexpr int THREADS = 128;
+constexpr int THREADS = 128;     // of a group
+constexpr int MERGE_GROUPS = 4;  // of a CTA of `merge_by_length`
 
 // A row's sum by weights relative to `top`, of which a thread has four dims, and their `total`.
 DEVICE void write_row(const Params& p, int token, int head, int thread, const float4& sum, float top, float total) {
@@ -71,73 +73,85 @@ __global__ void __launch_bounds__(THREADS) merge_parts(const __grid_constant__ P
   write_row(p, token, head, thread, sum, top, total);
 }
 
-// GROUPS of threads: each adds up every so many-th part of its row.
-template <int GROUPS>
-__global__ void __launch_bounds__(GROUPS* THREADS) merge_by_length(const __grid_constant__ Params p) {
+// Teams of groups of threads: a team has a head of a row, and each of its groups every so many-th part. There are about as
+// many CTAs as run at one time: where rows went by the launch's shape, all have come and gone before it ends, but one,
+// which stays for it.
+__global__ void __launch_bounds__(MERGE_GROUPS* THREADS, 2) merge_by_length(const __grid_constant__ Params p) {
   constexpr int AT_ONCE = 8;
-  __shared__ float lses[MOST_CTAS], totals[GROUPS];
-  __shared__ float4 sums[GROUPS][THREADS];
-  const int thread = threadIdx.x % THREADS, group = threadIdx.x / THREADS, lane = lane_here(), token = blockIdx.x,
-            head = blockIdx.y, heads = gridDim.y, num_tokens = gridDim.x;
+  __shared__ float lses[MERGE_GROUPS][MOST_CTAS], totals[MERGE_GROUPS];
+  __shared__ float4 sums[MERGE_GROUPS][THREADS];
+  const int thread = threadIdx.x % THREADS, group = __shfl_sync(~0u, threadIdx.x / THREADS, 0), lane = lane_here(),
+            groups = p.groups, team = group / groups, member = group % groups, num_teams = MERGE_GROUPS / groups;
   int turns = 0;
 #pragma unroll
   for (int cache = 0; cache < 2; ++cache) {
-    int length = lane < num_tokens ? p.topk[cache] : 0;
-    if (p.topk_length[cache] && lane < num_tokens) length = max(0, min(length, __ldg(p.topk_length[cache] + lane)));
+    int length = lane < p.num_tokens ? p.topk[cache] : 0;
+    if (p.topk_length[cache] && lane < p.num_tokens) length = max(0, min(length, __ldg(p.topk_length[cache] + lane)));
     turns += (length + 63) / 64;
   }
-  const CtasOfRow ctas = ctas_by_length(turns, num_tokens, p.parts, p.splits, p.longest, p.margin, lane);
-  const int first = __shfl_sync(~0u, ctas.first, token), count = __shfl_sync(~0u, ctas.count, token);
-  const i64 stride = static_cast<i64>(heads) * THREADS * 4;
-  const float* from = p.outs + (first + group) * stride + (head * THREADS + thread) * 4;
-  const float* own = p.lses + first * heads + head;
-  hold(from), hold(own);
-  wait_for_prerequisites();
-  if (ctas.by_shape) return;
-  float4 v[AT_ONCE];
-  auto load = [&](int begin) {
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int part = (begin + i) * GROUPS;
-      v[i] = load_float4_if(part + group < count, from + part * stride);
-    }
-  };
-  load(0);
-  for (int part = threadIdx.x; part < count; part += GROUPS * THREADS) {
-    const float lse = load_float(own + part * heads);
-    lses[part] = lse == INFINITY ? -INFINITY : lse;
+  const CtasOfRow ctas = ctas_by_length(turns, p.num_tokens, p.parts, p.splits, p.longest, p.margin, lane);
+  if (ctas.by_shape) {
+    if (blockIdx.x == 0) wait_for_prerequisites();
+    return;
   }
-  __syncthreads();
-  float top = -INFINITY, total = 0.f;
+  const i64 stride = static_cast<i64>(p.heads) * THREADS * 4;
+  bool waited = false;
+  auto all_of_team = [&]() { named_barrier(1 + team, groups * THREADS); };
 #pragma unroll 1
-  for (int part = lane; part < count; part += 32) top = fmaxf(top, lses[part]);
+  for (int row = blockIdx.x * num_teams + team; row < p.num_rows; row += gridDim.x * num_teams) {
+    const int token = row / p.heads, head = row - token * p.heads;
+    const int first = __shfl_sync(~0u, ctas.first, token), count = __shfl_sync(~0u, ctas.count, token);
+    const float* from = p.outs + (first + member) * stride + (head * THREADS + thread) * 4;
+    const float* own = p.lses + first * p.heads + head;
+    hold(from), hold(own);
+    if (!waited) wait_for_prerequisites();
+    if (waited) all_of_team();  // nobody needs the sums of the row before
+    waited = true;
+    float4 v[AT_ONCE];
+    auto load = [&](int begin) {
 #pragma unroll
-  for (int step = 16; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-  if (top == -INFINITY) top = 0.f;
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int part = (begin + i) * groups;
+        v[i] = load_float4_if(part + member < count, from + part * stride);
+      }
+    };
+    load(0);
+    for (int part = member * THREADS + thread; part < count; part += groups * THREADS) {
+      const float lse = load_float(own + part * p.heads);
+      lses[team][part] = lse == INFINITY ? -INFINITY : lse;
+    }
+    all_of_team();
+    float top = -INFINITY, total = 0.f;
 #pragma unroll 1
-  for (int begin = 0; begin * GROUPS < count; begin += AT_ONCE) {
-    if (begin) load(begin);
+    for (int part = lane; part < count; part += 32) top = fmaxf(top, lses[team][part]);
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int part = (begin + i) * GROUPS + group;
-      const float weight = part < count ? exp2_approx((lses[part] - top) * 1.4426950408889634f) : 0.f;
-      total += weight;
-      const bool counts = weight != 0.f;  // a part without weight may hold anything
-      sum.x += counts ? v[i].x * weight : 0.f, sum.y += counts ? v[i].y * weight : 0.f;
-      sum.z += counts ? v[i].z * weight : 0.f, sum.w += counts ? v[i].w * weight : 0.f;
-    }
-  }
-  if constexpr (GROUPS > 1) {
-    sums[group][thread] = sum;
-    if (thread == 0) totals[group] = total;
-    __syncthreads();
-    if (group) return;
+    for (int step = 16; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    if (top == -INFINITY) top = 0.f;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+    for (int begin = 0; begin * groups < count; begin += AT_ONCE) {
+      if (begin) load(begin);
 #pragma unroll
-    for (int other = 1; other < GROUPS; ++other) {
-      const float4 more = sums[other][thread];
-      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w, total += totals[other];
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int part = (begin + i) * groups + member;
+        const float weight = part < count ? exp2_approx((lses[team][part] - top) * 1.4426950408889634f) : 0.f;
+        total += weight;
+        const bool counts = weight != 0.f;  // a part without weight may hold anything
+        sum.x += counts ? v[i].x * weight : 0.f, sum.y += counts ? v[i].y * weight : 0.f;
+        sum.z += counts ? v[i].z * weight : 0.f, sum.w += counts ? v[i].w * weight : 0.f;
+      }
     }
+    if (groups > 1) {
+      if (member) sums[group][thread] = sum;
+      if (thread == 0) totals[group] = total;
+      all_of_team();
+      if (member) continue;
+#pragma unroll 1
+      for (int other = group + 1; other < group + groups; ++other) {
+        const float4 more = sums[other][thread];
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w, total += totals[other];
+      }
+    }
+    write_row(p, token, head, thread, sum, top, total);
   }
-  write_row(p, token, head, thread, sum, top, total);
 }

@@ -15,8 +15,8 @@ from .launch import BY_SHAPE, NO_CACHE, ByLength, CacheParams, Kernel
 
 THREADS = 128
 MAX_PARTS = (4, 8, 16)  # parts that a thread has registers for, by kernel
-GROUPS = (4, 1)  # of threads that share a row's parts: where rows are few, and otherwise
-FEW_ROWS = 4 * 132
+GROUPS = 4  # of threads, of a CTA that merges rows by their lengths
+CTAS = 2 * 132  # so many of these run at one time
 
 
 class Params(ctypes.Structure):
@@ -39,6 +39,9 @@ class Params(ctypes.Structure):
         ("splits", ctypes.c_int),
         ("topk_length", POINTER * 2),
         ("topk", ctypes.c_int * 2),
+        ("num_tokens", ctypes.c_int),
+        ("heads", ctypes.c_int),
+        ("groups", ctypes.c_int),
     ]
 
 
@@ -47,8 +50,13 @@ pack = packer(Params)
 
 def kernels() -> list[Kernel]:
     """All there are."""
-    of_parts = [Kernel("merge_parts.cu", f"merge_parts<{most}>", THREADS) for most in MAX_PARTS]
-    return [*of_parts, *(Kernel("merge_parts.cu", f"merge_by_length<{n}>", n * THREADS) for n in GROUPS)]
+    of_parts = [Kernel("merge_parts.cu", f"merge_parts<{most}>", THREADS, ctas=4) for most in MAX_PARTS]
+    return [*of_parts, Kernel("merge_parts.cu", "merge_by_length", GROUPS * THREADS, ctas=2)]
+
+
+def groups_of_a_row(num_rows: int) -> int:
+    """Groups of threads that share the parts of a row and head: more where rows are few."""
+    return min(GROUPS, 1 << max(1, GROUPS * CTAS // num_rows).bit_length() - 1)
 
 
 @functools.cache
@@ -78,10 +86,12 @@ def merge_parts(
             `[parts, num_heads]` then, a row's neighbours.
     """
     parts, (num_tokens, num_heads) = part_out.shape[0], out.shape[:2]
-    number, groups = bisect.bisect_left(MAX_PARTS, parts), 1
+    num_rows, groups = num_tokens * num_heads, 0
+    number, grid, threads = bisect.bisect_left(MAX_PARTS, parts), (num_tokens, num_heads, 1), THREADS
     if by_length is not None:
-        which = int(num_tokens * num_heads > FEW_ROWS)
-        number, groups = len(MAX_PARTS) + which, GROUPS[which]
+        groups = groups_of_a_row(num_rows)
+        number, grid = len(MAX_PARTS), (min(CTAS, -(-num_rows * groups // GROUPS)), 1, 1)
+        threads = GROUPS * THREADS
     own, (main, extra) = by_length or (BY_SHAPE, (NO_CACHE, NO_CACHE))
     params = pack(
         part_out.data_ptr(),
@@ -92,7 +102,7 @@ def merge_parts(
         out.stride(1),
         lse.stride(0),
         lse.stride(1),
-        num_tokens * num_heads,
+        num_rows,
         parts,
         0 if balanced is None else balanced.data_ptr(),
         own.longest,
@@ -102,6 +112,8 @@ def merge_parts(
         extra.lengths,
         main.columns,
         extra.columns,
+        num_tokens,
+        num_heads,
+        groups,
     )
-    kernel, block = _loaded(out.device.index)[number], (groups * THREADS, 1, 1)
-    kernel.launch((num_tokens, num_heads, 1), block, 0, NO_CLUSTER, params, programmatic=True)
+    _loaded(out.device.index)[number].launch(grid, (threads, 1, 1), 0, NO_CLUSTER, params, programmatic=True)
