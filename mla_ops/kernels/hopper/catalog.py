@@ -10,5 +10,6 @@ def every_kernel() -> list[Kernel]:
     """Each once."""
     attention = [kernel for keys in launch.KERNELS.values() for kernel in keys.kernels()]
     indexer = indexer_logits.kernels(), topk.KERNELS
-    others = merge_parts.kernels(), prefill_attention.kernels(), *indexer
+    merges = [launch.merge_of_units(quantized) for quantized in (False, True)]
+    others = merges, merge_parts.kernels(), prefill_attention.kernels(), *indexer
     return [*attention, *(kernel for each in others for kernel in each), *cache.KERNELS.values()]

@@ -13,6 +13,7 @@ import torch
 
 from ...dispatch import Missing
 from ...formats import FORMATS, LATENT_DIM
+from ..cuda.driver import NO_CLUSTER
 from ..cuda.params import POINTER, packer
 from . import groups, sources
 
@@ -160,6 +161,11 @@ class ByLength(NamedTuple):
 
 
 BY_SHAPE = ByLength(0, 0.0, 0.0, 0)
+
+
+def leaves_units(shape: Shape, by_length: ByLength | None) -> bool:
+    """Whether CTAs that have a part of a row alone leave it as 16-bit averages, which `merge_units.cu` adds up."""
+    return by_length is not None and by_length.splits == 1 and shape.tile == 64
 
 
 class Balance(NamedTuple):
@@ -348,6 +354,14 @@ def clusters_at_once(keys: KeyFormat, tile: int, device_index: int) -> tuple[int
     return tuple(loaded.occupancy_clusters(block, None, (splits, 1, 1)) for splits in SPLITS)
 
 
+MERGE_CTAS = 132  # so many of these run at one time
+
+
+def merge_of_units(quantized: bool) -> Kernel:
+    """The kernel that merges what CTAs of 64 heads leave of rows by their lengths."""
+    return Kernel("merge_units.cu", f"merge_units<{str(quantized).lower()}>", 512)
+
+
 def _pointer(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -463,7 +477,8 @@ def launch(
         all_tokens, tokens_before: of the call, and of them those in front of this launch's.
         balance: where the call's rows may be shared evenly.
         exchange: with `balance`, room for parts, and of a group for what it exchanges; room for parts of shares.
-        by_length: without `balance`, where rows may go by their lengths; `parts_of_rows` is theirs.
+        by_length: without `balance`, where rows may go by their lengths; `parts_of_rows` is theirs, or `exchange`
+            where CTAs leave units, which are merged, too.
         takes_either_way: whether it is this launch that shares them, with all tokens of the call then.
         deterministic: whether other launches have to give the same bits; those in shares always do.
     """
@@ -507,6 +522,11 @@ def launch(
     else:
         grid_rows = min(num_tokens, MAX_GRID_ROWS)
         grid = (head_tiles * parts * splits, grid_rows, -(-num_tokens // grid_rows))
+    in_units, workers = leaves_units(shape, by_length), 0
+    if balance is not None:
+        workers = balance.workers
+    elif in_units:
+        workers = -(-parts // 2)  # of whom each has room for two parts
     latent = q.data_ptr()
     rope, rope_strides = latent + LATENT_DIM * q.element_size(), q.stride()[:2]
     if q_rope is not None:
@@ -519,7 +539,7 @@ def launch(
         grid[1],
         all_tokens,
         tokens_before,
-        0 if balance is None else balance.workers,
+        workers,
         *reciprocal(splits),
         *reciprocal(parts),
         *reciprocal(head_tiles),
@@ -556,6 +576,11 @@ def launch(
     sources.load(kernel.source, kernel.name, device_index).launch(
         grid, (kernel.threads, 1, 1), None, (cluster_size, 1, 1), params, programmatic=programmatic
     )
+    if in_units:
+        merge = merge_of_units(keys.quantized)
+        sources.load(merge.source, merge.name, device_index).launch(
+            (MERGE_CTAS, 1, 1), (merge.threads, 1, 1), None, NO_CLUSTER, params, programmatic=True
+        )
 
 
 def compile_reason() -> Missing | None:

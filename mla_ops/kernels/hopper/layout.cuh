@@ -294,6 +294,12 @@ DEVICE Row this_row(const Params& p) {
 // Whether a cluster's CTAs share its row, and merge what they have of it.
 DEVICE bool in_cluster(const Row& row) { return !BY_LENGTH || row.splits > 1; }
 
+// Whether a CTA of 64 heads has a part of its row alone, which it leaves in memory as 16-bit averages (`merge_units.cu`).
+template <int HEADS>
+DEVICE bool leaves_units(const Row& row) {
+  return BY_LENGTH && HEADS == 64 && !in_cluster(row);
+}
+
 // This CTA's rank among those that share its row, read anew: else it would take a register of all turns.
 DEVICE int rank_here(const Row& row) { return in_cluster(row) ? cluster_rank_here() : 0; }
 

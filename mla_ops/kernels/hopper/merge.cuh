@@ -330,6 +330,16 @@ DEVICE void leave_part(const Params& p, const Row& row, int part, int warp, int 
   }
 }
 
+// The same of 16-bit averages: `word_of(n)` is the n-th pair of them.
+template <class L, class Word>
+DEVICE void leave_words(const Params& p, const Row& row, int part, int warp, int lane, Word word_of) {
+  float4* const to = part_of_warp<L>(p, part, row.tile, warp) + lane;
+#pragma unroll
+  for (int unit = 0; unit < PartUnits<L>::OF_A_WARP; ++unit)
+    to[unit * 32] = make_float4(__uint_as_float(word_of(unit * 4)), __uint_as_float(word_of(unit * 4 + 1)),
+                                __uint_as_float(word_of(unit * 4 + 2)), __uint_as_float(word_of(unit * 4 + 3)));
+}
+
 // The head, in its tile, of a lane's first accumulator of a packet, the number-th of its warp.
 template <class L>
 DEVICE int head_of_packet(int number, int warp, int lane) {

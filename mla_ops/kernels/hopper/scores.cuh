@@ -454,6 +454,12 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       weigh_parts<L>(p, row, shared, worker, true, [&]() { return fetch_states<L>(p, row, shared, worker); });
     } else {
       if (HEADS == 64) tell_factors();
+      if (leaves_units<HEADS>(row)) {
+        const float lse = total == 0.f ? -INFINITY : (reference + log2_approx(total)) * 0.6931471805599453f;
+        if (worker < HEADS && global_head < p.num_heads)
+          leave_lse(p, row, global_head, row.part, lse, bfloat16 ? -1.f / R::FACTOR : 1.f / R::FACTOR);
+        return 0;
+      }
       await_peers(row);
       Row own = row;
       own.rank = rank_here(row);

@@ -155,7 +155,7 @@ DEVICE void attend(const Params& p) {
       if (warpgroup > 0)
         add_up_cuts<L, VALUES_BARRIER, L::COLUMNS - L::QUERY>(p, shared, shared + L::QUERY,
                                                               (warpgroup - 1) * 128 + thread);
-    if (LAUNCH == Launch::CLUSTERS) {
+    if (LAUNCH == Launch::CLUSTERS && !leaves_units<HEADS>(row)) {
       row.rank = rank_here(row);
       finish<L, 12, WIDER>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     }

@@ -100,37 +100,6 @@ DEVICE void add_sums(State& state, u32 shared, u32 row_parity, int half, int hea
   for (int i = 0; i < 2; ++i) state.sum[i] += load_shared_float(sums + ((half ^ 1) * L::HEADS + i * 8) * 4);
 }
 
-// Ends a row in a cluster.
-template <class L>
-DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 shared, int half, int head, int warp,
-                           int lane) {
-  add_sums<L>(state, shared, 0, half, head, lane);
-  open_to_peers(row);
-  await_peers(row);
-  const bool empty = end_of_row<L>(shared, 0) == NO_TURN;
-  const float no_score = empty ? NO_KEYS_AT_ALL : NO_SCORE_YET;
-  for (int part = half * 4 + lane % 4; part < row.splits; part += 8)
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      send_state<L>(row, shared, part, head + i * 8, state.sum[i],
-                    state.sum[i] == 0.f ? no_score : state.reference[i]);
-  if (!in_cluster(row)) named_barrier<STATES_BARRIER, 384>();
-  if (empty) {
-    if (is_empty<L>(row, shared, lane)) {
-      write_zeros<L>(p, row, half * 4 + warp, lane);
-      return;
-    }
-#pragma unroll
-    for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
-  }
-  if (row.splits == 2) {
-    exchange_halves<L>(p, row, state, shared, half * 4 + warp, lane);
-    return;
-  }
-  send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int e) { return word_of(state.o[e]); });
-  finish<L, 8>(p, row, shared, half * 4 + warp, lane);
-}
-
 // Averages of a part become 16 bits: float16 times a power of two of each head, which `factor` gets and `stored` undoes,
 // or, where values of a head are too far apart, bfloat16, and `stored` is below 0. Whether they are bfloat16, for all heads
 // of a warp.
@@ -174,6 +143,80 @@ DEVICE bool fit_averages(const State& state, u32 shared, u32 row_parity, int hal
   return bfloat16;
 }
 
+// The lse of a thread's two heads, and what makes averages of their sums.
+DEVICE void weigh_heads(const State& state, float (&lse)[2], float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const bool none = state.sum[i] == 0.f;
+    lse[i] = none ? -INFINITY : (state.reference[i] + log2_approx(state.sum[i])) * 0.6931471805599453f;
+    factor[i] = none ? 0.f : 1.f / state.sum[i];
+  }
+}
+
+// Leaves a part of a row as 16-bit averages.
+template <class L>
+DEVICE void leave_averages(const Params& p, const Row& row, const State& state, u32 shared, u32 row_parity, int half,
+                           int head, int warp, int lane, int part, const float (&lse)[2], float (&factor)[2]) {
+  float stored[2];
+  const bool bfloat16 = fit_averages<L>(state, shared, row_parity, half, head, lane, factor, stored);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (half == 0 && row.tile * L::HEADS + head + i * 8 < p.num_heads && lane % 4 == 0)
+      leave_lse(p, row, row.tile * L::HEADS + head + i * 8, part, lse[i], stored[i]);
+  auto value_of = [&](int n) { return state.o[n] * factor[n >> 1 & 1]; };
+  if (bfloat16)
+    leave_part<L, true>(p, row, part, half * 4 + warp, lane_here(), value_of);
+  else
+    leave_part<L>(p, row, part, half * 4 + warp, lane_here(), value_of);
+}
+
+// Ends a part of a row that this CTA has alone.
+template <class L>
+DEVICE void leave_units(const Params& p, const Row& row, State& state, u32 shared, int half, int head, int warp,
+                        int lane) {
+  float factor[2], lse[2];
+  weigh_heads(state, lse, factor);
+  if (end_of_row<L>(shared, 0) == NO_TURN) {
+#pragma unroll
+    for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
+  }
+  leave_averages<L>(p, row, state, shared, 0, half, head, warp, lane, row.part, lse, factor);
+}
+
+// Ends a row in a cluster.
+template <class L>
+DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 shared, int half, int head, int warp,
+                           int lane) {
+  add_sums<L>(state, shared, 0, half, head, lane);
+  if (leaves_units<L::HEADS>(row)) {
+    leave_units<L>(p, row, state, shared, half, head, warp, lane);
+    return;
+  }
+  open_to_peers(row);
+  await_peers(row);
+  const bool empty = end_of_row<L>(shared, 0) == NO_TURN;
+  const float no_score = empty ? NO_KEYS_AT_ALL : NO_SCORE_YET;
+  for (int part = half * 4 + lane % 4; part < row.splits; part += 8)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      send_state<L>(row, shared, part, head + i * 8, state.sum[i],
+                    state.sum[i] == 0.f ? no_score : state.reference[i]);
+  if (empty) {
+    if (is_empty<L>(row, shared, lane)) {
+      write_zeros<L>(p, row, half * 4 + warp, lane);
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
+  }
+  if (row.splits == 2) {
+    exchange_halves<L>(p, row, state, shared, half * 4 + warp, lane);
+    return;
+  }
+  send_packets<L>(p, row, shared, half * 4 + warp, lane, [&](int e) { return word_of(state.o[e]); });
+  finish<L, 8>(p, row, shared, half * 4 + warp, lane);
+}
+
 // Ends a row that another may follow. Both warpgroups call it.
 template <class L, Launch LAUNCH>
 DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
@@ -181,32 +224,18 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
   add_sums<L>(state, shared, row_parity, half, head, lane);
   const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
   float factor[2], lse[2];
+  weigh_heads(state, lse, factor);
+  if (part >= 0) {
+    leave_averages<L>(p, row, state, shared, row_parity, half, head, warp, lane, part, lse, factor);
+    tell_sharers<L, PAIR_BARRIER>(p, shared, part, half * 128 + warp * 32 + lane);
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int global_head = row.tile * L::HEADS + head + i * 8;
-    const bool there = global_head < p.num_heads, none = state.sum[i] == 0.f;
-    lse[i] = none ? -INFINITY : (state.reference[i] + log2_approx(state.sum[i])) * 0.6931471805599453f;
-    factor[i] = none ? 0.f : 1.f / state.sum[i];
-    if (p.attn_sink && there && !none && part < 0) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse[i]);
-  }
-  auto leave_lses = [&](const float (&factors)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (half == 0 && row.tile * L::HEADS + head + i * 8 < p.num_heads && lane % 4 == 0)
-        leave_lse(p, row, row.tile * L::HEADS + head + i * 8, part, lse[i], factors[i]);
-  };
-  if (part < 0) leave_lses(factor);
-  if (part >= 0) {
-    float stored[2];
-    const bool bfloat16 = fit_averages<L>(state, shared, row_parity, half, head, lane, factor, stored);
-    leave_lses(stored);
-    auto value_of = [&](int n) { return state.o[n] * factor[n >> 1 & 1]; };
-    if (bfloat16)
-      leave_part<L, true>(p, row, part, half * 4 + warp, lane_here(), value_of);
-    else
-      leave_part<L>(p, row, part, half * 4 + warp, lane_here(), value_of);
-    tell_sharers<L, PAIR_BARRIER>(p, shared, part, half * 128 + warp * 32 + lane);
-    return;
+    const bool there = global_head < p.num_heads;
+    if (p.attn_sink && there && state.sum[i] != 0.f) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse[i]);
+    if (half == 0 && there && lane % 4 == 0) leave_lse(p, row, global_head, part, lse[i], factor[i]);
   }
   // 64 dims at a time through the warp's own part of its weights
   const u32 own = shared + L::WEIGHTS + half * CHUNK + warp * 2048, to = own + lane % 16 * 128;
@@ -433,11 +462,12 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(384, 1)
     fewer_registers<56>();
     gather_row<L>(p, row, stream, shared, thread);
     launch_dependents();
-    stand_by<L>(p, row, shared, true, thread);
-    if (!in_cluster(row)) named_barrier<STATES_BARRIER, 384>();  // else peers tell of their states
-    weigh_parts<L>(p, row, shared, thread);
-    __syncwarp();
-    warp_arrive(shared + L::OWN_FULL, thread % 32);
+    if (!leaves_units<L::HEADS>(row)) {
+      stand_by<L>(p, row, shared, true, thread);
+      weigh_parts<L>(p, row, shared, thread);
+      __syncwarp();
+      warp_arrive(shared + L::OWN_FULL, thread % 32);
+    }
     wait_for_prerequisites();
   }
 }

@@ -329,7 +329,8 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
       warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
     }
   } else {
-    if (LAUNCH == Launch::CLUSTERS) {
+    const bool alone = LAUNCH == Launch::CLUSTERS && leaves_units<HEADS>(row);
+    if (LAUNCH == Launch::CLUSTERS && !alone) {
       if (!in_cluster(row)) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of keys
       if (!open) open_to_peers(row);
       await_peers(row);
@@ -360,6 +361,12 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
       const float a = o[piece][e] * inverse_of(e), b = o[piece][e + 1] * inverse_of(e + 1);
       return bfloat16 ? pack_bfloat16(a, b) : pack_float16(a, b);
     };
+    if constexpr (HEADS_BY_DIMS) {
+      if (alone) {
+        leave_words<L>(p, row, row.part, half * 4 + warp, lane, word_of);
+        return;
+      }
+    }
     if constexpr (LAUNCH == Launch::GROUPS)
       leave_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);
     else

@@ -33,6 +33,7 @@ from .launch import (
     exchange_of_shares,
     in_registers,
     launch,
+    leaves_units,
     tiles_for,
 )
 
@@ -192,7 +193,7 @@ def launch_waves(
         own_parts: tuple[torch.Tensor, ...] = ()
         number = shape.parts if isinstance(shape, Clusters) else 1
         if by_length is not None:
-            number = by_length.count
+            number = 1 if leaves_units(shape, by_length) else by_length.count
         if number > 1:
             size = (number, num_tokens, out.shape[1]) if by_length is None else (number, out.shape[1])
             sizes = (*size, LATENT_DIM), size
@@ -202,6 +203,8 @@ def launch_waves(
         if isinstance(shape, Clusters) and shape.shares and not in_registers(shape):
             own_exchange = exchange_of_shares(keys, shape, num_tokens * -(-num_heads // shape.tile), q.device)
             buffers.append((own_exchange,))
+        if by_length is not None and leaves_units(shape, by_length):
+            own_exchange = parts.exchange(-(-by_length.count // 2), shape.tile, num_heads, q.device)
         launch(
             keys,
             shape,
