@@ -30,12 +30,13 @@ DEVICE CtasOfRow ctas_by_length(int turns, int num_rows, int num_ctas, int least
     if (too_many <= 0) break;
     quota = __fmul_rn(quota, __fadd_rn(1.f, __fdividef(__fmul_rn(0.5f, too_many), ctas)));
   }
+  const bool by_length = __fmul_rn(most, longest) > __fadd_rn(quota, margin);
+  if (__reduce_max_sync(~0u, by_length) == 0) return {0, 0, true};
   int after = count;
 #pragma unroll 1
   for (int step = 1; step < 32; step <<= 1) {
     const int below = __shfl_up_sync(~0u, after, step);
     if (lane >= step) after += below;
   }
-  const bool by_length = __fmul_rn(most, longest) > __fadd_rn(quota, margin);
-  return {after - count, count, __reduce_max_sync(~0u, by_length) == 0};
+  return {after - count, count, false};
 }
