@@ -16,6 +16,8 @@ void named_barrier() {
   simt::meet(simt::cta().named, threadIdx.x, THREADS, 0);
 }
 static float __fdividef(float a, float b) { return a / b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
 
 #define named_barrier ptx_named_barrier
 #define exp2_approx ptx_exp2_approx
@@ -34,6 +36,9 @@ static float __fdividef(float a, float b) { return a / b; }
 #define fence_barrier_init ptx_fence_barrier_init
 #define bulk_copy ptx_bulk_copy
 #define load_l2_8 ptx_load_l2_8
+#define load_l2_16 ptx_load_l2_16
+#define lane_here ptx_lane_here
+#define wait_for_prerequisites ptx_wait_for_prerequisites
 #define store_8_if ptx_store_8_if
 #define store_16_if ptx_store_16_if
 #define store_shared_4 ptx_store_shared_4
@@ -62,6 +67,9 @@ static float __fdividef(float a, float b) { return a / b; }
 #undef fence_barrier_init
 #undef bulk_copy
 #undef load_l2_8
+#undef load_l2_16
+#undef lane_here
+#undef wait_for_prerequisites
 #undef store_8_if
 #undef store_16_if
 #undef store_shared_4
@@ -99,6 +107,13 @@ static uint2 load_l2_8(const void* source) {
   std::memcpy(&value, source, 8);
   return value;
 }
+static uint4 load_l2_16(const void* source) {
+  uint4 value;
+  std::memcpy(&value, source, 16);
+  return value;
+}
+static int lane_here() { return threadIdx.x % 32; }
+static void wait_for_prerequisites() {}
 static void fence_async_shared() {}
 static void fence_async_global() {}
 static void fence_barrier_init() {}
@@ -158,6 +173,11 @@ static uint4 load_shared_16(u32 address) {
 
 #define OTHERS_GO_ON simt::leave  // while this one looks
 #include "cuts.cuh"
+#if BY_LENGTH
+#undef __shared__
+#define __shared__ static  // one CTA runs at a time
+#include "merge_units.cu"
+#endif
 
 template <int HEADS_, bool PACKED, bool PERMUTED_>
 struct Places {
@@ -186,6 +206,28 @@ std::vector<int> elements() {
   return found;
 }
 
+// Leaves a part of lse and values that the test knows by the part's first turn.
+template <class L>
+void leave_known(const Params& p, const Row& row, int part, const std::vector<int>& element_of, int thread) {
+  const int first_head = row.tile * L::HEADS;
+  auto factor_of = [](int head) { return head % 2 ? 0.5f : 2.f; };
+  const bool bfloat16 = PartUnits<L>::PACKED && row.first % 2;  // then factors are below 0
+  auto value_of = [&](int n) {
+    const int element = element_of[thread * (L::HEADS * 2) + n], head = first_head + element / 512;
+    const int lse = (head + row.first * 5) % 7;
+    if (lse == 0) return NAN;  // no keys: nobody reads it
+    return ((head * 7 + element % 512 * 3 + row.first * 11) % 32 - 16) / factor_of(head);
+  };
+  if (bfloat16)
+    leave_part<L, true>(p, row, part, thread / 32, thread % 32, value_of);
+  else
+    leave_part<L>(p, row, part, thread / 32, thread % 32, value_of);
+  for (int head = first_head + thread; head < min(first_head + L::HEADS, p.num_heads); head += 256) {
+    const int lse = (head + row.first * 5) % 7;
+    leave_lse(p, row, head, part, lse == 0 ? -INFINITY : lse, lse == 0 ? 0.f : factor_of(head) * (bfloat16 ? -1 : 1));
+  }
+}
+
 // The CTAs of a launch at the same time. Each leaves parts of lse and values that the test knows.
 template <class L, int BARRIER>
 void share(const Params& p, int ctas, int seed) {
@@ -199,23 +241,7 @@ void share(const Params& p, int ctas, int seed) {
       for (int wait = (cta * 7 + seed * 5 + row.token) % 11; wait; --wait) simt::leave();
       const int part = part_of(p, L::INTERVAL, row.token);
       if (part >= 0) {
-        const int first_head = row.tile * L::HEADS;
-        auto factor_of = [](int head) { return head % 2 ? 0.5f : 2.f; };
-        const bool bfloat16 = PartUnits<L>::PACKED && row.first % 2;  // then factors are below 0
-        auto value_of = [&](int n) {
-          const int element = element_of[thread * (L::HEADS * 2) + n], head = first_head + element / 512;
-          const int lse = (head + row.first * 5) % 7;
-          if (lse == 0) return NAN;  // no keys: nobody reads it
-          return ((head * 7 + element % 512 * 3 + row.first * 11) % 32 - 16) / factor_of(head);
-        };
-        if (bfloat16)
-          leave_part<L, true>(p, row, part, thread / 32, thread % 32, value_of);
-        else
-          leave_part<L>(p, row, part, thread / 32, thread % 32, value_of);
-        for (int head = first_head + thread; head < min(first_head + L::HEADS, p.num_heads); head += 256) {
-          const int lse = (head + row.first * 5) % 7;
-          leave_lse(p, row, head, part, lse == 0 ? -INFINITY : lse, lse == 0 ? 0.f : factor_of(head) * (bfloat16 ? -1 : 1));
-        }
+        leave_known<L>(p, row, part, element_of, thread);
         tell_sharers<L, BARRIER>(p, 0, part, thread);
       }
       row = next_row<Launch::BALANCED, true>(p, L::INTERVAL, row);
@@ -234,3 +260,30 @@ extern "C" void share_rows(const Params* p, int ctas, int tile, bool quantized, 
     quantized ? share<Places<16, true, true>, 1>(*p, ctas, seed)
               : share<Places<16, false, false>, 1>(*p, ctas, seed);
 }
+
+#if BY_LENGTH
+// Rows of CTAs by length, whose parts begin with turn 0, 1, and so on, and their merge by `ctas` CTAs.
+template <bool ONE_HEAD>
+void merge(const Params& p, int ctas, int seed) {
+  using L = Places<64, ONE_HEAD, ONE_HEAD>;
+  const std::vector<int> element_of = elements<L>();
+  simt::launch(1, 1, 256, 0, seed, [&] {
+    const int lane = threadIdx.x % 32, turns = lane < p.num_tokens ? turns_of(p, lane) : 0;
+    const CtasOfRow found = ctas_by_length(turns, p.num_tokens, p.parts, 1, p.longest, p.margin, lane);
+    for (int token = 0; token < p.num_tokens; ++token) {
+      const int first = __shfl_sync(~0u, found.first, token), count = __shfl_sync(~0u, found.count, token);
+      for (int part = 0; part < count; ++part)
+        for (int tile = 0; tile < p.head_tiles; ++tile) {
+          Row row;
+          row.token = token, row.tile = tile, row.first = part;
+          leave_known<L>(p, row, first + part, element_of, threadIdx.x);
+        }
+    }
+  });
+  simt::launch(ctas, 1, MERGE_WARPS * 32, 0, seed, [&] { merge_units<ONE_HEAD>(p); });
+}
+
+extern "C" void merge_rows(const Params* p, int ctas, bool quantized, int seed) {
+  quantized ? merge<true>(*p, ctas, seed) : merge<false>(*p, ctas, seed);
+}
+#endif

@@ -18,7 +18,7 @@ INLINE_PTX = re.compile(r'\basm(?: volatile)?\((?:[^;"]|"(?:[^"\\]|\\.)*")*\);')
 
 def build(source: str, folder: Path, *options: str) -> ctypes.CDLL:
     """A library of `source`, a file beside this one that models the instructions it needs."""
-    for path in (*SOURCES.folder.glob("*.cuh"), HERE / source, *HERE.glob("hopper_*.h")):
+    for path in (*SOURCES.folder.glob("*.cu*"), HERE / source, *HERE.glob("hopper_*.h")):
         shutil.copy(path, folder)
     for header in (
         folder / name for name in ("ptx.cuh", "memory.cuh", "arithmetic.cuh", "topk_ptx.cuh", "wide_ptx.cuh")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops import formats
 from mla_ops.kernels.hopper import groups, launch, parts, sources
-from mla_ops.kernels.hopper.launch import KERNELS, NO_CACHE, Balance, Clusters, Rows, cache_params
+from mla_ops.kernels.hopper.launch import KERNELS, NO_CACHE, Balance, ByLength, Clusters, Rows, cache_params
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 
@@ -29,12 +30,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build("hopper_cuts.cpp", tmp_path_factory.mktemp("hopper_cuts"))
 
 
-@pytest.fixture(params=[0, 1000], autouse=True)
+@pytest.fixture(scope="module")
+def by_length(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build("hopper_cuts.cpp", tmp_path_factory.mktemp("hopper_units"), "-DBY_LENGTH=1")
+
+
+@pytest.fixture(params=[0, 1000])
 def patience(request: pytest.FixtureRequest, library: ctypes.CDLL) -> None:
     """CTAs look so often for the others before they leave."""
     ctypes.c_int.in_dll(library, "patience").value = request.param
 
 
+@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize(
     ("lengths", "workers", "num_heads", "tile", "quantized"),
     [
@@ -106,17 +113,93 @@ def test_parts_are_added_up(
                 assert out[token].isnan().all(), "whole rows are written elsewhere"
                 continue
             cuts += 1
-            head, dim = torch.arange(num_heads)[:, None], torch.arange(512)
-            of = [(head + first * 5) % 7 for first in firsts]
-            lses = torch.stack([torch.where(x == 0, -math.inf, x.double()) for x in of])
-            values = torch.stack([((head * 7 + dim * 3 + first * 11) % 32 - 16).double() for first in firsts])
-            total = torch.logsumexp(lses, 0)
-            weights = (lses - total.nan_to_num(neginf=0.0)).exp()
-            expected = (weights * values).sum(0) / (1 + (sink[:, None].double() - total).exp())
-            expected = torch.where(total == -math.inf, 0.0, expected)
-            torch.testing.assert_close(out[token].double(), expected, rtol=2**-8, atol=1e-5)
-            torch.testing.assert_close(lse[token].double(), total[:, 0], rtol=1e-6, atol=1e-6)
+            check_parts(out[token], lse[token], firsts, sink)
         assert cuts
+
+
+def check_parts(out: torch.Tensor, lse: torch.Tensor, firsts: Iterable[int], sink: torch.Tensor) -> None:
+    """A row whose parts begin with these turns, as hopper_cuts.cpp leaves them."""
+    head, dim = torch.arange(len(out))[:, None], torch.arange(512)
+    of = [(head + first * 5) % 7 for first in firsts]
+    lses = torch.stack([torch.where(x == 0, -math.inf, x.double()) for x in of])
+    values = torch.stack([((head * 7 + dim * 3 + first * 11) % 32 - 16).double() for first in firsts])
+    total = torch.logsumexp(lses, 0)
+    weights = (lses - total.nan_to_num(neginf=0.0)).exp()
+    expected = (weights * values).sum(0) / (1 + (sink[:, None].double() - total).exp())
+    expected = torch.where(total == -math.inf, 0.0, expected)
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(lse.double(), total[:, 0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "count", "num_heads"),
+    [
+        ([4096, 64, 64], 5, 70),
+        ([640, 640, 640], 6, 3),
+        ([1000, 0, 12000, 64], 66, 64),  # rows of one part and of many
+        ([16384], 128, 70),  # as many parts as a team takes at a time
+        ([1024] * 32, 40, 17),
+    ],
+)
+def test_parts_of_ctas_by_length_are_merged(
+    lengths: list[int],
+    count: int,
+    num_heads: int,
+    quantized: bool,
+    by_length: ctypes.CDLL,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    class Recorded:
+        def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
+            seen.append((grid, block, params))
+
+    monkeypatch.setattr(sources, "load", lambda *_: Recorded())
+    monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (count,) * len(launch.SPLITS))
+    num_tokens = len(lengths)
+    cache = formats.allocate_cache("bf16", 1, 64)
+    rows = Rows(cache, *formats.geometry(cache, "bf16")[:3])
+    key_lens, table = torch.tensor(lengths, dtype=torch.int32), torch.zeros(1, CAPACITY // 64, dtype=torch.int32)
+    out = torch.full((num_tokens, num_heads, 512), math.nan, dtype=torch.bfloat16)
+    lse = torch.full((num_tokens, num_heads), math.nan)
+    exchange = parts.exchange(-(-count // 2), 64, num_heads, torch.device("cpu"))
+    launch.launch(
+        KERNELS["fp8_ds_mla" if quantized else "bf16", 576],
+        Clusters(64, 2),
+        num_tokens,
+        torch.zeros(num_tokens, num_heads, 576, dtype=torch.bfloat16),
+        (cache_params(rows, None, key_lens, table, CAPACITY), NO_CACHE),
+        1.0,
+        attn_sink=None,
+        req_id_per_token=None,
+        out=out,
+        lse=lse,
+        programmatic=False,
+        all_tokens=num_tokens,
+        by_length=ByLength(count, 1.0, -math.inf, 1),
+        exchange=exchange,
+    )
+    (_, _, params), (_, block, of_merge) = seen
+    assert (block, of_merge) == ((512, 1, 1), params)
+    for seed in range(2):
+        out.fill_(math.nan), lse.fill_(math.nan)
+        by_length.merge_rows(params, 7, quantized, seed)
+        for token in range(num_tokens):
+            firsts = range(parts_of_row(lengths, count, token))
+            check_parts(out[token], lse[token], firsts, torch.full((num_heads,), -math.inf))
+
+
+def parts_of_row(lengths: list[int], count: int, token: int) -> int:
+    """CTAs of a row, as `row_ctas.cuh` finds them."""
+    turns = [-(-length // TURN) for length in lengths]
+    quota = max(1.0, sum(turns) / count)
+    while True:
+        found = [max(1, math.ceil(own / quota - 0.01)) for own in turns]
+        if sum(found) <= count:
+            return found[token]
+        quota *= 1 + 0.5 * (sum(found) - count) / count
 
 
 def single(value: float) -> float:
