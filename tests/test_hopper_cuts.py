@@ -163,7 +163,7 @@ def test_parts_of_ctas_by_length_are_merged(
     rows = Rows(cache, *formats.geometry(cache, "bf16")[:3])
     key_lens, table = torch.tensor(lengths, dtype=torch.int32), torch.zeros(1, CAPACITY // 64, dtype=torch.int32)
     out = torch.full((num_tokens, num_heads, 512), math.nan, dtype=torch.bfloat16)
-    lse = torch.full((num_tokens, num_heads), math.nan)
+    lse, sink = torch.full((num_tokens, num_heads), math.nan), torch.randn(num_heads)
     exchange = parts.exchange(-(-count // 2), 64, num_heads, torch.device("cpu"))
     launch.launch(
         KERNELS["fp8_ds_mla" if quantized else "bf16", 576],
@@ -172,7 +172,7 @@ def test_parts_of_ctas_by_length_are_merged(
         torch.zeros(num_tokens, num_heads, 576, dtype=torch.bfloat16),
         (cache_params(rows, None, key_lens, table, CAPACITY), NO_CACHE),
         1.0,
-        attn_sink=None,
+        attn_sink=sink,
         req_id_per_token=None,
         out=out,
         lse=lse,
@@ -187,8 +187,7 @@ def test_parts_of_ctas_by_length_are_merged(
         out.fill_(math.nan), lse.fill_(math.nan)
         by_length.merge_rows(params, 7, quantized, seed)
         for token in range(num_tokens):
-            firsts = range(parts_of_row(lengths, count, token))
-            check_parts(out[token], lse[token], firsts, torch.full((num_heads,), -math.inf))
+            check_parts(out[token], lse[token], range(parts_of_row(lengths, count, token)), sink)
 
 
 def parts_of_row(lengths: list[int], count: int, token: int) -> int:

@@ -157,12 +157,14 @@ __global__ void __launch_bounds__(MERGE_WARPS * 32, 1) merge_units(const __grid_
     const Target to = target_of<L>(p, row);
 #pragma unroll
     for (int i = 0; i < SLOTS; ++i) {
-      const float total = sums.total[i];
-      const bool tells = eighth < 4 && (ONE_HEAD ? number < 2 && own % U::OF_A_PACKET == 0 : own == 0) && lane % 4 == 0;
-      if (tells && global_head + i * 8 < p.num_heads)
-        p.lse[token * p.lse_token_stride + (global_head + i * 8) * p.lse_head_stride] =
-            total == 0.f ? -INFINITY : sums.top[i] + log2_approx(total) * LN_2;
-      sums.total[i] = total == 0.f ? 0.f : __fdividef(1.f, total);
+      const int of_row = global_head + i * 8;
+      const bool there = of_row < p.num_heads, none = sums.total[i] == 0.f,
+                 tells = eighth < 4 && number < 2 / SLOTS && own % U::OF_A_PACKET == 0 && lane % 4 == 0;
+      const float lse = none ? -INFINITY : sums.top[i] + log2_approx(sums.total[i]) * LN_2,
+                  sink = p.attn_sink && there ? __ldg(p.attn_sink + of_row) : -INFINITY;
+      if (there && tells) p.lse[token * p.lse_token_stride + of_row * p.lse_head_stride] = lse;
+      sums.total[i] = none ? 0.f : __fdividef(1.f, sums.total[i]);
+      if (sink != -INFINITY && !none) sums.total[i] = __fdividef(sums.total[i], 1.f + exp2_approx((sink - lse) * LOG2_E));
     }
 #pragma unroll
     for (int i = 0; i < Sums::VALUES; ++i) sums.sum[i] *= sums.total[is_second<L>(i) ? SLOTS - 1 : 0];
