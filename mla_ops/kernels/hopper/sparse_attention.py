@@ -37,7 +37,6 @@ from ...formats import geometry
 from ..alignment import aligned
 from . import groups
 from .balance import balance_for
-from .by_length import by_length_for
 from .costs import Costs, costs_of, predicted_us
 from .launch import (
     KERNELS,
@@ -49,7 +48,6 @@ from .launch import (
     SPLITS,
     TILE_KEYS,
     Balance,
-    ByLength,
     CacheParams,
     Clusters,
     Group,
@@ -60,7 +58,6 @@ from .launch import (
     clusters_at_once,
     compile_reason,
     groups_for,
-    leaves_units,
     splits_for,
     tiles_for,
 )
@@ -177,17 +174,6 @@ def _balance(keys: KeyFormat, num_tokens: int, num_heads: int, topk: int, device
     return balance_for(keys, waves, num_tokens, num_heads, -(-topk // TILE_KEYS), at_once, costs_of(device_index))
 
 
-@functools.lru_cache(maxsize=4096)
-def _by_length(
-    keys: KeyFormat, num_tokens: int, num_heads: int, topk: int, device_index: int
-) -> tuple[Clusters, ByLength] | None:
-    """Where CTAs leave units: the merge of others knows no sinks."""
-    waves = _waves(keys, num_tokens, num_heads, topk, False, device_index)
-    at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], device_index)
-    found = by_length_for(keys, waves, num_heads, -(-topk // TILE_KEYS), at_once, costs_of(device_index))
-    return found if found and leaves_units(*found) else None
-
-
 def _attend(
     keys: KeyFormat,
     q: torch.Tensor,
@@ -204,14 +190,11 @@ def _attend(
 ) -> None:
     """`topk` counts the turns of both caches."""
     num_tokens, num_heads, _ = q.shape
-    waves, balance, by_length = forced(num_tokens), None, None
+    waves, balance = forced(num_tokens), None
     if not waves:
         waves = _waves(keys, num_tokens, num_heads, topk, deterministic, q.device.index)
         if not deterministic and any(cache.lengths for cache in caches):
-            if found := _by_length(keys, num_tokens, num_heads, topk, q.device.index):
-                waves, by_length = (Wave(num_tokens, found[0]),), found[1]
-            else:
-                balance = _balance(keys, num_tokens, num_heads, topk, q.device.index)
+            balance = _balance(keys, num_tokens, num_heads, topk, q.device.index)
     launch_waves(
         keys,
         waves,
@@ -224,7 +207,6 @@ def _attend(
         out=out,
         lse=lse,
         balance=balance,
-        by_length=by_length,
         deterministic=deterministic,
     )
 
