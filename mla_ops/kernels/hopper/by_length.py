@@ -17,7 +17,20 @@ from .launch import MOST_CTAS, MOST_ROWS, SPLITS, ByLength, Clusters, KeyFormat,
 LEAST_US = 30.0  # a call's full rows; less does not pay for the second kernel
 LEAST_IN_PARTS_US = 20.0  # the same where there is one anyway
 SPARE_US = 1.0  # that and the question
+MERGED_US = 4.0  # what a launch in parts takes more than predicted
 ELEMENTS = 1e-6 * LATENT_DIM  # 10^6 of a part and head
+# What rows by their lengths take besides, where a part is one CTA's, two CTAs' or more's: by whether keys are quantised,
+# and whether a tile has 64 heads. One CTA's parts of few long rows are many.
+END_US = {
+    (True, True): (3.5, 6.0, 3.0),
+    (False, True): (9.0, 2.5, 4.5),
+    (True, False): (10.0, 5.0, 3.0),
+    (False, False): (10.0, 5.0, 3.0),
+}
+MANY_PARTS_US, FEW_ROWS = 3.0, 2
+# Where so few rows have less than 64 heads, the merge of many parts is slow: a part has so many CTAs. Over bfloat16 keys,
+# whose bytes take longer, nothing is gained.
+FEW_SMALL_ROWS, LARGE_PARTS = 4, 4
 # The longest time that idle CTAs may take of rows of mixed lengths, whose keys are a quarter of full ones: even shares
 # take as much for the sum of their parts.
 IDLE_US, OF_FULL_ROWS = 15.0, 0.25
@@ -57,7 +70,11 @@ def time_by_length(
         return math.inf
     turn_us, row_us, merge_us = costs.tiles[keys.name][shape.tile]
     parts_us = costs.parts_us + parts_mb(shape, found, num_heads) * costs.parts_us_per_mb
-    end_us = merge_us / found.splits if found.splits > 1 else 0.0
+    end_us = END_US[keys.quantized, shape.tile == 64][min(found.splits, 3) - 1]
+    if found.splits > 1:
+        end_us += merge_us / found.splits
+    elif num_tokens <= FEW_ROWS:
+        end_us += MANY_PARTS_US
     return -(-turns // (of_a_row * found.splits)) * turn_us + row_us + end_us + parts_us
 
 
@@ -88,6 +105,8 @@ def by_length_for(
     if not isinstance(shape, Clusters) or shape.shares or num_tokens > MOST_ROWS:
         return None
     tile, splits = shape.tile, shape.splits
+    if num_tokens == 1 and tile < 64:
+        return None
     full_us = sum(predicted_us(keys, own, count, num_heads, turns, at_once, costs) for count, own in launches)
 
     def time(way: tuple[Clusters, ByLength]) -> float:
@@ -96,13 +115,17 @@ def by_length_for(
     merged = shape.parts > 1  # anyway
     if full_us < (LEAST_IN_PARTS_US if merged else LEAST_US):
         return None
-    way = min(ways_by_length(tile, num_heads, at_once), key=time)
-    if time(way) > full_us + SPARE_US:
-        running = at_once[SPLITS.index(splits)]
-        if len(launches) > 1 or merged or splits == 1 or num_tokens * -(-num_heads // tile) > running:
+    ways = list(ways_by_length(tile, num_heads, at_once))
+    if num_tokens <= FEW_SMALL_ROWS and tile < 64:
+        ways = ways[LARGE_PARTS - 1 :] if keys.quantized else []
+    way = min(ways, key=time, default=None)
+    running = at_once[SPLITS.index(splits)]
+    if way is None or time(way) > full_us + (MERGED_US if merged else SPARE_US):
+        clusters = num_tokens * shape.parts * -(-num_heads // tile)
+        if len(launches) > 1 or splits == 1 or clusters > running:
             return None
-        if keys.quantized and tile == 64:
-            return None
+        if merged:
+            return clusters_by_length(shape, num_tokens)
         # Rows of about one length go by the launch's shape.
         count = min(always_by_length(tile, num_heads, at_once)[1].count, num_tokens * splits)
         found = ByLength(count, 1 / splits, 0.0, 1)
