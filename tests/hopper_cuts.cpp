@@ -19,6 +19,10 @@ static float __fdividef(float a, float b) { return a / b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 
+// Teams of neighbouring threads, each with a barrier of its own.
+static std::map<int, simt::Meeting> teams;
+static void named_barrier(int id, int threads) { simt::meet(teams[id], threadIdx.x % threads, threads, 0); }
+
 #define named_barrier ptx_named_barrier
 #define exp2_approx ptx_exp2_approx
 #define log2_approx ptx_log2_approx
@@ -35,6 +39,8 @@ static float __fadd_rn(float a, float b) { return a + b; }
 #define fence_async_global ptx_fence_async_global
 #define fence_barrier_init ptx_fence_barrier_init
 #define bulk_copy ptx_bulk_copy
+#define load_float ptx_load_float
+#define load_float4_if ptx_load_float4_if
 #define load_l2_8 ptx_load_l2_8
 #define load_l2_16 ptx_load_l2_16
 #define lane_here ptx_lane_here
@@ -66,6 +72,8 @@ static float __fadd_rn(float a, float b) { return a + b; }
 #undef fence_async_global
 #undef fence_barrier_init
 #undef bulk_copy
+#undef load_float
+#undef load_float4_if
 #undef load_l2_8
 #undef load_l2_16
 #undef lane_here
@@ -105,6 +113,12 @@ static int thread_here() { return threadIdx.x; }
 static uint2 load_l2_8(const void* source) {
   uint2 value;
   std::memcpy(&value, source, 8);
+  return value;
+}
+static float load_float(const float* source) { return *source; }
+static float4 load_float4_if(bool there, const float* source) {
+  float4 value = {};
+  if (there) std::memcpy(&value, source, 16);
   return value;
 }
 static uint4 load_l2_16(const void* source) {
@@ -177,6 +191,9 @@ static uint4 load_shared_16(u32 address) {
 #undef __shared__
 #define __shared__ static  // one CTA runs at a time
 #include "merge_units.cu"
+namespace of_parts {
+#include "merge_parts.cu"
+}
 #endif
 
 template <int HEADS_, bool PACKED, bool PERMUTED_>
@@ -281,6 +298,10 @@ void merge(const Params& p, int ctas, int seed) {
     }
   });
   simt::launch(ctas, 1, MERGE_WARPS * 32, 0, seed, [&] { merge_units<ONE_HEAD>(p); });
+}
+
+extern "C" void merge_parts_by_length(const of_parts::Params* p, int ctas, int seed) {
+  simt::launch(ctas, 1, of_parts::MERGE_GROUPS * of_parts::THREADS, 0, seed, [&] { of_parts::merge_by_length(*p); });
 }
 
 extern "C" void merge_rows(const Params* p, int ctas, bool quantized, int seed) {

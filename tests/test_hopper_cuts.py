@@ -16,7 +16,7 @@ import torch
 from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops import formats
-from mla_ops.kernels.hopper import groups, launch, parts, sources
+from mla_ops.kernels.hopper import groups, launch, merge_parts, parts, sources
 from mla_ops.kernels.hopper.launch import KERNELS, NO_CACHE, Balance, ByLength, Clusters, Rows, cache_params
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
@@ -188,6 +188,51 @@ def test_parts_of_ctas_by_length_are_merged(
         by_length.merge_rows(params, 7, quantized, seed)
         for token in range(num_tokens):
             check_parts(out[token], lse[token], range(parts_of_row(lengths, count, token)), sink)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "num_heads"),
+    [
+        ([4096, 64, 64], 5, 70),
+        ([640, 640, 640], 6, 3),
+        ([1000, 0, 12000, 64], 66, 5),  # rows of one part and of many
+        ([16384, 800], 12, 17),  # two groups of threads a head
+        ([1024] * 32, 40, 17),
+    ],
+)
+def test_float32_parts_by_length_are_merged(
+    lengths: list[int], count: int, num_heads: int, by_length: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+
+    class Recorded:
+        def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
+            assert (grid[1:], block) == ((1, 1), (512, 1, 1))
+            seen.append(params)
+
+    monkeypatch.setattr(merge_parts, "_loaded", lambda _: [Recorded()] * len(merge_parts.kernels()))
+    num_tokens = len(lengths)
+    cache = formats.allocate_cache("bf16", 1, 64)
+    rows = Rows(cache, *formats.geometry(cache, "bf16")[:3])
+    key_lens, table = torch.tensor(lengths, dtype=torch.int32), torch.zeros(1, CAPACITY // 64, dtype=torch.int32)
+    values, lses = torch.randn(count, num_heads, 512), torch.randn(count, num_heads)
+    lses[torch.rand(count, num_heads) < 0.2] = -math.inf
+    values[lses == -math.inf] = math.nan
+    out = torch.empty(num_tokens, num_heads, 512, dtype=torch.bfloat16)
+    lse = torch.empty(num_tokens, num_heads)
+    caches = cache_params(rows, None, key_lens, table, CAPACITY), NO_CACHE
+    merge_parts.merge_parts(values, lses, out=out, lse=lse, by_length=(ByLength(count, 1.0, -math.inf, 1), caches))
+    for seed in range(2):
+        out.fill_(math.nan), lse.fill_(math.nan)
+        by_length.merge_parts_by_length(seen[0], 3, seed)
+        first = 0
+        for token in range(num_tokens):
+            own = slice(first, first := first + parts_of_row(lengths, count, token))
+            total = torch.logsumexp(lses[own].double(), 0)
+            weights = (lses[own].double() - total.nan_to_num(neginf=0.0)).exp()
+            expected = (weights[..., None] * values[own].nan_to_num().double()).sum(0)
+            torch.testing.assert_close(out[token].double(), expected, rtol=2**-8, atol=1e-5)
+            torch.testing.assert_close(lse[token].double(), total, rtol=1e-5, atol=1e-5)
 
 
 def parts_of_row(lengths: list[int], count: int, token: int) -> int:

@@ -20,7 +20,7 @@ struct Params {
   int splits;
   const int* topk_length[2];
   int topk[2];
-  int num_tokens, heads, groups;  // groups of a team
+  int num_tokens, heads;
 };
 
 constexpr int THREADS = 128;     // of a group
@@ -73,15 +73,111 @@ __global__ void __launch_bounds__(THREADS) merge_parts(const __grid_constant__ P
   write_row(p, token, head, thread, sum, top, total);
 }
 
-// Teams of groups of threads: a team has a head of a row, and each of its groups every so many-th part. There are about as
-// many CTAs as run at one time: where rows went by the launch's shape, all have come and gone before it ends, but one,
-// which stays for it.
-__global__ void __launch_bounds__(MERGE_GROUPS* THREADS, 2) merge_by_length(const __grid_constant__ Params p) {
-  constexpr int AT_ONCE = 8;
+constexpr int AT_ONCE = 8;  // values of a thread on their way
+
+// Merges some heads of a row that has few parts, by one group of threads.
+template <int HEADS>
+DEVICE void merge_few(const Params& p, int token, int head, int first, int count, int thread) {
+  constexpr int PARTS = AT_ONCE / HEADS;
+  const i64 stride = static_cast<i64>(p.heads) * THREADS * 4;
+  float4 v[HEADS][PARTS];
+  float weight[HEADS][PARTS];
+#pragma unroll
+  for (int h = 0; h < HEADS; ++h) {
+    const int own = min(head + h, p.heads - 1);
+    const float* const from = p.outs + first * stride + (own * THREADS + thread) * 4;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) v[h][i] = load_float4_if(i < count, from + i * stride);
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+      weight[h][i] = i < count ? load_float(p.lses + (first + i) * p.heads + own) : -INFINITY;
+      if (weight[h][i] == INFINITY) weight[h][i] = -INFINITY;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < HEADS; ++h) {
+    float top = -INFINITY, total = 0.f;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) top = fmaxf(top, weight[h][i]);
+    if (top == -INFINITY) top = 0.f;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+      const float own = exp2_approx((weight[h][i] - top) * 1.4426950408889634f);
+      total += own;
+      const bool counts = own != 0.f;  // a part without weight may hold anything
+      sum.x += counts ? v[h][i].x * own : 0.f, sum.y += counts ? v[h][i].y * own : 0.f;
+      sum.z += counts ? v[h][i].z * own : 0.f, sum.w += counts ? v[h][i].w * own : 0.f;
+    }
+    if (head + h < p.heads) write_row(p, token, head + h, thread, sum, top, total);
+  }
+}
+
+// Merges a head of a row that has many parts, by a team of so many groups, of which each adds up every so many-th part.
+DEVICE void merge_many(const Params& p, int token, int head, int first, int count, int groups, int group, int thread,
+                       int lane) {
   __shared__ float lses[MERGE_GROUPS][MOST_CTAS], totals[MERGE_GROUPS];
   __shared__ float4 sums[MERGE_GROUPS][THREADS];
-  const int thread = threadIdx.x % THREADS, group = __shfl_sync(~0u, threadIdx.x / THREADS, 0), lane = lane_here(),
-            groups = p.groups, team = group / groups, member = group % groups, num_teams = MERGE_GROUPS / groups;
+  const int team = group / groups, member = group % groups;
+  auto all_of_team = [&]() { named_barrier(1 + team, groups * THREADS); };
+  const i64 stride = static_cast<i64>(p.heads) * THREADS * 4;
+  const float* const from = p.outs + (first + member) * stride + (head * THREADS + thread) * 4;
+  float4 v[AT_ONCE];
+  auto load = [&](int begin) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int part = (begin + i) * groups;
+      v[i] = load_float4_if(part + member < count, from + part * stride);
+    }
+  };
+  load(0);
+  for (int part = member * THREADS + thread; part < count; part += groups * THREADS) {
+    const float lse = load_float(p.lses + (first + part) * p.heads + head);
+    lses[team][part] = lse == INFINITY ? -INFINITY : lse;
+  }
+  all_of_team();
+  float top = -INFINITY, total = 0.f;
+#pragma unroll 1
+  for (int part = lane; part < count; part += 32) top = fmaxf(top, lses[team][part]);
+#pragma unroll
+  for (int step = 16; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+  if (top == -INFINITY) top = 0.f;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+  for (int begin = 0; begin * groups < count; begin += AT_ONCE) {
+    if (begin) load(begin);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int part = (begin + i) * groups + member;
+      const float weight = part < count ? exp2_approx((lses[team][part] - top) * 1.4426950408889634f) : 0.f;
+      total += weight;
+      const bool counts = weight != 0.f;
+      sum.x += counts ? v[i].x * weight : 0.f, sum.y += counts ? v[i].y * weight : 0.f;
+      sum.z += counts ? v[i].z * weight : 0.f, sum.w += counts ? v[i].w * weight : 0.f;
+    }
+  }
+  if (member) sums[group][thread] = sum;
+  if (thread == 0) totals[group] = total;
+  all_of_team();
+  if (member) return;
+#pragma unroll 1
+  for (int other = group + 1; other < group + groups; ++other) {
+    const float4 more = sums[other][thread];
+    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w, total += totals[other];
+  }
+  write_row(p, token, head, thread, sum, top, total);
+}
+
+// The binary logarithm of the heads of a task of a row with so many parts.
+DEVICE int log_heads(int count) {
+  return count <= 2 ? 4 : count <= 4 ? 3 : count <= AT_ONCE ? 2 : count <= 2 * AT_ONCE ? 1 : 0;
+}
+
+// A task is some heads of a row, for the groups of threads of a CTA: more heads where the row has fewer parts. There are
+// no more CTAs than run at one time: where rows went by the launch's shape, all have come and gone before it ends, but
+// one, which stays for it.
+__global__ void __launch_bounds__(MERGE_GROUPS* THREADS, 2) merge_by_length(const __grid_constant__ Params p) {
+  const int thread = threadIdx.x % THREADS, group = __shfl_sync(~0u, threadIdx.x / THREADS, 0), lane = lane_here();
   int turns = 0;
 #pragma unroll
   for (int cache = 0; cache < 2; ++cache) {
@@ -94,64 +190,35 @@ __global__ void __launch_bounds__(MERGE_GROUPS* THREADS, 2) merge_by_length(cons
     if (blockIdx.x == 0) wait_for_prerequisites();
     return;
   }
-  const i64 stride = static_cast<i64>(p.heads) * THREADS * 4;
-  bool waited = false;
-  auto all_of_team = [&]() { named_barrier(1 + team, groups * THREADS); };
+  auto tasks_of = [&](int count) { return (p.heads - 1 >> log_heads(count)) + 1; };
+  __shared__ int ends[MOST_ROWS], parts[MOST_ROWS];  // tasks of rows up to each; else registers do not suffice
+  int after = lane < p.num_tokens ? tasks_of(ctas.count) : 0;
 #pragma unroll 1
-  for (int row = blockIdx.x * num_teams + team; row < p.num_rows; row += gridDim.x * num_teams) {
-    const int token = row / p.heads, head = row - token * p.heads;
-    const int first = __shfl_sync(~0u, ctas.first, token), count = __shfl_sync(~0u, ctas.count, token);
-    const float* from = p.outs + (first + member) * stride + (head * THREADS + thread) * 4;
-    const float* own = p.lses + first * p.heads + head;
-    hold(from), hold(own);
-    if (!waited) wait_for_prerequisites();
-    if (waited) all_of_team();  // nobody needs the sums of the row before
-    waited = true;
-    float4 v[AT_ONCE];
-    auto load = [&](int begin) {
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int part = (begin + i) * groups;
-        v[i] = load_float4_if(part + member < count, from + part * stride);
-      }
-    };
-    load(0);
-    for (int part = member * THREADS + thread; part < count; part += groups * THREADS) {
-      const float lse = load_float(own + part * p.heads);
-      lses[team][part] = lse == INFINITY ? -INFINITY : lse;
+  for (int step = 1; step < 32; step <<= 1) {
+    const int below = __shfl_up_sync(~0u, after, step);
+    if (lane >= step) after += below;
+  }
+  if (group == 0) ends[lane] = after, parts[lane] = ctas.first | ctas.count << 16;
+  __syncthreads();
+  wait_for_prerequisites();
+#pragma unroll 1
+  for (int task = blockIdx.x; task < ends[MOST_ROWS - 1]; task += gridDim.x) {
+    const int token = __popc(__ballot_sync(~0u, ends[lane] <= task)), own_parts = parts[token],
+              first = own_parts & 0xffff, count = own_parts >> 16, log = log_heads(count),
+              head = (task - ends[token] + tasks_of(count)) << log;
+    if (log < 2) {
+      const int own = head + (group >> 2 - log);
+      if (own < p.heads) merge_many(p, token, own, first, count, MERGE_GROUPS >> log, group, thread, lane);
+      __syncthreads();
+      continue;
     }
-    all_of_team();
-    float top = -INFINITY, total = 0.f;
-#pragma unroll 1
-    for (int part = lane; part < count; part += 32) top = fmaxf(top, lses[team][part]);
-#pragma unroll
-    for (int step = 16; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-    if (top == -INFINITY) top = 0.f;
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
-    for (int begin = 0; begin * groups < count; begin += AT_ONCE) {
-      if (begin) load(begin);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const int part = (begin + i) * groups + member;
-        const float weight = part < count ? exp2_approx((lses[team][part] - top) * 1.4426950408889634f) : 0.f;
-        total += weight;
-        const bool counts = weight != 0.f;  // a part without weight may hold anything
-        sum.x += counts ? v[i].x * weight : 0.f, sum.y += counts ? v[i].y * weight : 0.f;
-        sum.z += counts ? v[i].z * weight : 0.f, sum.w += counts ? v[i].w * weight : 0.f;
-      }
-    }
-    if (groups > 1) {
-      if (member) sums[group][thread] = sum;
-      if (thread == 0) totals[group] = total;
-      all_of_team();
-      if (member) continue;
-#pragma unroll 1
-      for (int other = group + 1; other < group + groups; ++other) {
-        const float4 more = sums[other][thread];
-        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w, total += totals[other];
-      }
-    }
-    write_row(p, token, head, thread, sum, top, total);
+    const int own = head + (group << log - 2);
+    if (own >= p.heads) continue;
+    if (log == 4)
+      merge_few<4>(p, token, own, first, count, thread);
+    else if (log == 3)
+      merge_few<2>(p, token, own, first, count, thread);
+    else
+      merge_few<1>(p, token, own, first, count, thread);
   }
 }

@@ -41,7 +41,6 @@ class Params(ctypes.Structure):
         ("topk", ctypes.c_int * 2),
         ("num_tokens", ctypes.c_int),
         ("heads", ctypes.c_int),
-        ("groups", ctypes.c_int),
     ]
 
 
@@ -52,11 +51,6 @@ def kernels() -> list[Kernel]:
     """All there are."""
     of_parts = [Kernel("merge_parts.cu", f"merge_parts<{most}>", THREADS, ctas=4) for most in MAX_PARTS]
     return [*of_parts, Kernel("merge_parts.cu", "merge_by_length", GROUPS * THREADS, ctas=2)]
-
-
-def groups_of_a_row(num_rows: int) -> int:
-    """Groups of threads that share the parts of a row and head: more where rows are few."""
-    return min(GROUPS, 1 << max(1, GROUPS * CTAS // num_rows).bit_length() - 1)
 
 
 @functools.cache
@@ -86,12 +80,9 @@ def merge_parts(
             `[parts, num_heads]` then, a row's neighbours.
     """
     parts, (num_tokens, num_heads) = part_out.shape[0], out.shape[:2]
-    num_rows, groups = num_tokens * num_heads, 0
     number, grid, threads = bisect.bisect_left(MAX_PARTS, parts), (num_tokens, num_heads, 1), THREADS
     if by_length is not None:
-        groups = groups_of_a_row(num_rows)
-        number, grid = len(MAX_PARTS), (min(CTAS, -(-num_rows * groups // GROUPS)), 1, 1)
-        threads = GROUPS * THREADS
+        number, grid, threads = len(MAX_PARTS), (min(CTAS, num_tokens * num_heads), 1, 1), GROUPS * THREADS
     own, (main, extra) = by_length or (BY_SHAPE, (NO_CACHE, NO_CACHE))
     params = pack(
         part_out.data_ptr(),
@@ -102,7 +93,7 @@ def merge_parts(
         out.stride(1),
         lse.stride(0),
         lse.stride(1),
-        num_rows,
+        num_tokens * num_heads,
         parts,
         0 if balanced is None else balanced.data_ptr(),
         own.longest,
@@ -114,6 +105,5 @@ def merge_parts(
         extra.columns,
         num_tokens,
         num_heads,
-        groups,
     )
     _loaded(out.device.index)[number].launch(grid, (threads, 1, 1), 0, NO_CLUSTER, params, programmatic=True)
