@@ -19,8 +19,8 @@ LEAST_IN_PARTS_US = 20.0  # the same where there is one anyway
 SPARE_US = 1.0  # that and the question
 MERGED_US = 4.0  # what a launch in parts takes more than predicted
 ELEMENTS = 1e-6 * LATENT_DIM  # 10^6 of a part and head
-# What rows by their lengths take besides, where a part is one CTA's, two CTAs' or more's: by whether keys are quantised,
-# and whether a tile has 64 heads. One CTA's parts of few long rows are many.
+# What rows by their lengths take besides, where a part is one CTA's, two CTAs' or more's: by whether keys are
+# quantised, and whether a tile has 64 heads. One CTA's parts of few long rows are many.
 END_US = {
     (True, True): (3.5, 6.0, 3.0),
     (False, True): (9.0, 2.5, 4.5),
@@ -28,8 +28,8 @@ END_US = {
     (False, False): (10.0, 5.0, 3.0),
 }
 MANY_PARTS_US, FEW_ROWS = 3.0, 2
-# Where so few rows have less than 64 heads, the merge of many parts is slow: a part has so many CTAs. Over bfloat16 keys,
-# whose bytes take longer, nothing is gained.
+# Where so few rows have less than 64 heads, the merge of many parts is slow: a part has so many CTAs. Over bfloat16
+# keys, whose bytes take longer, nothing is gained.
 FEW_SMALL_ROWS, LARGE_PARTS = 4, 4
 # The longest time that idle CTAs may take of rows of mixed lengths, whose keys are a quarter of full ones: even shares
 # take as much for the sum of their parts.
