@@ -82,7 +82,7 @@ def test_a_replay_chooses_between_lengths_and_shape(num_tokens: int, num_heads: 
         pytest.skip(reason)
     keys = launch.KERNELS[cache_format, 576]
     found = dense_attention._by_length(keys, num_tokens, num_heads, 200 * 64, torch.cuda.current_device())
-    assert (found is None) == (cache_format == "fp8_ds_mla" and (num_tokens, num_heads) == (7, 128))
+    assert found is not None
     out = torch.empty(num_tokens, num_heads, 512, dtype=q.dtype, device=device)
     lse = torch.empty(num_tokens, num_heads, device=device)
     with dispatch.override(paged_attention="hopper"):

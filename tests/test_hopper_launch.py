@@ -107,38 +107,52 @@ def test_sizes_of_which_a_device_runs_none_are_not_chosen() -> None:
     assert all(isinstance(wave.shape, Clusters) and wave.shape.splits <= 8 for wave in waves)
 
 
+EVERY_CTA = ByLength(66, 1.0, -math.inf, 1)  # for two tiles of heads
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "turns", "shape", "expected"),
+    ("cache_format", "num_tokens", "num_heads", "turns", "shape", "expected"),
     [
-        (
-            3,
-            128,
-            512,
-            Clusters(64, 4, 4),
-            (Clusters(64, 4), ByLength(12, 0.0, -math.inf, 4)),
-        ),  # parts are merged anyway
-        (4, 16, 512, Clusters(16, 4, 7), (Clusters(16, 4), ByLength(28, 0.0, -math.inf, 4))),
-        (12, 16, 512, Clusters(16, 2, 8), (Clusters(16, 2), ByLength(132, 1.0, -math.inf, 1))),  # more than run
-        (13, 16, 200, Clusters(16, 4), (Clusters(16, 4), ByLength(52, 1 / 4, 2.6, 1))),
-        (13, 128, 200, Clusters(64, 2), None),  # tiles of 64 heads have even shares in their first launch
-        (24, 16, 100, Clusters(16, 6), None),  # not all run at one time
-        (13, 16, 20, Clusters(16, 4), None),  # less than the merge is worth
-        (3, 16, 60, Clusters(16, 16, 2), None),  # less than the question is worth
-        (32, 16, 2048, Clusters(16, 2), None),  # idle CTAs would take more than even shares do
-        (1, 128, 2048, Clusters(64, 10, 3), None),
-        (33, 16, 200, Clusters(16, 2), None),
-        (8, 128, 100, Group(8), None),
+        ("fp8_ds_mla", 4, 128, 512, Clusters(64, 2, 8), (Clusters(64, 2), EVERY_CTA)),  # parts are merged anyway
+        ("fp8_ds_mla", 4, 16, 512, Clusters(16, 8, 3), (Clusters(16, 4), ByLength(30, 0.0, -math.inf, 4))),
+        ("fp8_ds_mla", 12, 16, 512, Clusters(16, 2, 8), (Clusters(16, 2), ByLength(132, 1.0, -math.inf, 1))),
+        ("fp8_ds_mla", 1, 128, 2048, Clusters(64, 16, 3), (Clusters(64, 2), ByLength(33, 0.0, -math.inf, 2))),
+        ("bf16", 2, 128, 400, Clusters(64, 8, 3), (Clusters(64, 2), ByLength(33, 0.0, -math.inf, 2))),
+        ("bf16", 4, 16, 512, Clusters(16, 8, 3), (Clusters(16, 8), ByLength(12, 0.0, -math.inf, 8))),  # nothing gained
+        ("fp8_ds_mla", 13, 128, 77, Clusters(64, 4), (Clusters(64, 2), EVERY_CTA)),  # as fast for rows of one length
+        ("fp8_ds_mla", 14, 128, 213, Clusters(64, 4), (Clusters(64, 4), ByLength(56, 1 / 4, 2.5, 1))),  # not as fast
+        ("bf16", 13, 128, 77, Clusters(64, 4), (Clusters(64, 4), ByLength(52, 1 / 4, 1.5, 1))),
+        ("fp8_ds_mla", 24, 16, 45, Clusters(16, 4), None),  # less than the merge is worth
+        ("fp8_ds_mla", 13, 16, 20, Clusters(16, 4), None),
+        ("fp8_ds_mla", 3, 16, 60, Clusters(16, 16, 2), None),  # less than the question is worth
+        ("fp8_ds_mla", 32, 16, 2048, Clusters(16, 2), None),  # idle CTAs would take more than even shares do
+        ("fp8_ds_mla", 1, 16, 2048, Clusters(16, 16, 6), None),
+        ("fp8_ds_mla", 33, 16, 200, Clusters(16, 2), None),
+        ("fp8_ds_mla", 8, 128, 100, Group(8), None),
     ],
 )
 def test_when_rows_may_go_by_their_lengths(
-    num_tokens: int, num_heads: int, turns: int, shape: Shape, expected: tuple[Clusters, ByLength] | None
+    cache_format: str,
+    num_tokens: int,
+    num_heads: int,
+    turns: int,
+    shape: Shape,
+    expected: tuple[Clusters, ByLength] | None,
 ) -> None:
-    found = by_length_for(FP8, [(num_tokens, shape)], num_heads, turns, AT_ONCE, H200)
+    found = by_length_for(KERNELS[cache_format, 576], [(num_tokens, shape)], num_heads, turns, AT_ONCE, H200)
     if found is None or expected is None:
         assert found is expected
         return
     assert found[0] == expected[0]
     assert found[1] == pytest.approx(expected[1], abs=0.15)
+
+
+def test_rows_of_two_waves_go_by_their_lengths_where_full_ones_are_no_slower() -> None:
+    keys = KERNELS["bf16", 576]
+    launches = [(11, Clusters(64, 2, 3)), (1, Clusters(64, 14, 3))]
+    assert by_length_for(keys, launches, 128, 294, AT_ONCE, H200) == (Clusters(64, 2), EVERY_CTA)
+    launches = [(16, Clusters(64, 2, 2)), (8, Clusters(64, 2, 4))]
+    assert by_length_for(keys, launches, 128, 205, AT_ONCE, H200) is None
 
 
 def test_a_wave_begins_behind_the_tokens_of_another() -> None:
