@@ -79,6 +79,7 @@ KERNELS += [
     Variant(kernel.source, kernel.name, kernel.threads, merge_parts.Params, blocks=kernel.ctas)
     for kernel in merge_parts.kernels()
 ]
+KERNELS += [Variant(k.source, k.name, k.threads, launch.Params) for k in map(launch.merge_of_units, (False, True))]
 # tests/sanitize.py compiles kernels so for racecheck: the first one of each source, which compiles fastest.
 FIRST = {kernel.source: kernel for kernel in reversed(KERNELS)}
 KERNELS += [replace(kernel, defines=("EVERY_LANE_ARRIVES",)) for kernel in FIRST.values()]
@@ -107,7 +108,7 @@ def test_a_kernel_compiles_within_its_limits(variant: Variant, known: dict[str, 
     assert used.stack == 0
     assert used.params == variant.padding + ctypes.sizeof(variant.params)
     assert used.registers * variant.threads * variant.blocks <= REGISTERS_OF_AN_SM
-    unshared = ("cache.cu", "merge_parts.cu", "indexer_clean.cu", "prefill_short.cu", "topk.cu")
+    unshared = ("cache.cu", "merge_parts.cu", "merge_units.cu", "indexer_clean.cu", "prefill_short.cu", "topk.cu")
     assert compiled.shared_bytes > 0 or variant.source in unshared
     block = used.shared + compiled.shared_bytes
     assert block <= MAX_SHARED_BYTES

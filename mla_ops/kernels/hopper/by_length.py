@@ -17,7 +17,8 @@ from .launch import MOST_CTAS, MOST_ROWS, SPLITS, ByLength, Clusters, KeyFormat,
 LEAST_US = 30.0  # a call's full rows; less does not pay for the second kernel
 LEAST_IN_PARTS_US = 20.0  # the same where there is one anyway
 SPARE_US = 1.0  # that and the question
-MERGED_US = 4.0  # what a launch in parts takes more than predicted
+PAIRS_US = 4.0  # what a launch of pairs in parts takes more than predicted
+ONE_ROW_US = 2.0  # one row gains more, or goes by its launch's shape
 ELEMENTS = 1e-6 * LATENT_DIM  # 10^6 of a part and head
 # What rows by their lengths take besides, where a part is one CTA's, two CTAs' or more's: by whether keys are
 # quantised, and whether a tile has 64 heads. One CTA's parts of few long rows are many.
@@ -83,6 +84,17 @@ def parts_mb(shape: Clusters, found: ByLength, num_heads: int) -> float:
     return (2 if leaves_units(shape, found) else 4) * ELEMENTS * found.count * num_heads
 
 
+def either_way(
+    keys: KeyFormat, shape: Clusters, num_tokens: int, num_heads: int, at_once: tuple[int, ...], costs: Costs
+) -> tuple[Clusters, ByLength]:
+    """CTAs by length, unless rows are about as long: these go by the launch's shape."""
+    count = min(always_by_length(shape.tile, num_heads, at_once)[1].count, num_tokens * shape.splits)
+    found = ByLength(count, 1 / shape.splits, 0.0, 1)
+    parts_us = costs.parts_us + parts_mb(shape, found, num_heads) * costs.parts_us_per_mb
+    turn_us, _, merge_us = costs.tiles[keys.name][shape.tile]
+    return shape, found._replace(margin=(parts_us + SPARE_US - merge_us / shape.splits) / turn_us)
+
+
 def by_length_for(
     keys: KeyFormat,
     launches: Sequence[tuple[int, Shape]],
@@ -120,18 +132,18 @@ def by_length_for(
         ways = ways[LARGE_PARTS - 1 :] if keys.quantized else []
     way = min(ways, key=time, default=None)
     running = at_once[SPLITS.index(splits)]
-    if way is None or time(way) > full_us + (MERGED_US if merged else SPARE_US):
+    allowed_us = PAIRS_US if merged and splits == 2 else SPARE_US
+    if num_tokens == 1:
+        allowed_us = -ONE_ROW_US
+    if way is None or time(way) > full_us + allowed_us:
         clusters = num_tokens * shape.parts * -(-num_heads // tile)
-        if len(launches) > 1 or splits == 1 or clusters > running:
+        if num_tokens == 1 or len(launches) > 1 or splits == 1 or clusters > running:
             return None
-        if merged:
-            return clusters_by_length(shape, num_tokens)
-        # Rows of about one length go by the launch's shape.
-        count = min(always_by_length(tile, num_heads, at_once)[1].count, num_tokens * splits)
-        found = ByLength(count, 1 / splits, 0.0, 1)
-        parts_us = costs.parts_us + parts_mb(shape, found, num_heads) * costs.parts_us_per_mb
-        turn_us, _, merge_us = costs.tiles[keys.name][tile]
-        way = shape, found._replace(margin=(parts_us + SPARE_US - merge_us / splits) / turn_us)
+        way = (
+            clusters_by_length(shape, num_tokens)
+            if merged
+            else either_way(keys, shape, num_tokens, num_heads, at_once, costs)
+        )
     count = way[1].count
     idle = 0.5 * num_tokens / max(count - 0.5 * num_tokens, 0.5)  # half a part of each row
     return None if full_us * OF_FULL_ROWS * idle > IDLE_US else way
