@@ -436,7 +436,9 @@ DEVICE void consume(const Params& p, u32 shared) {
   float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
   Slot done = {warpgroup, 0}, ahead = done;  // slots whose products are summed up next, and begun next
   Slot& slot = L::SETS == 1 ? done : ahead;
-  int turn = 0;   // tiles of the groups so far, modulo the warpgroups
+  int scaled = p.k_scale ? p.num_columns : 0;  // flat columns that have a scale
+  if (SOURCE == FLAT) hold(scaled);            // else it is asked for every tile
+  int turn = 0;                                // tiles of the groups so far, modulo the warpgroups
   for (int stage = 0, parity = 0;;) {
     mbarrier_wait(shared + L::GROUP_FULL + stage * 8, parity);
     const uint4 group = load_shared_16(shared + L::GROUP + stage * 16);
@@ -481,7 +483,7 @@ DEVICE void consume(const Params& p, u32 shared) {
           if (SOURCE != FLAT)
             scales[r] = load_shared_float(shared + L::SCALE + (done.index * TILE + key + r * 8) * 4);
           else
-            scales[r] = p.k_scale && column + r * 8 < p.num_columns ? __ldg(p.k_scale + column + r * 8) : 1.f;
+            scales[r] = column + r * 8 < scaled ? __ldg(p.k_scale + column + r * 8) : 1.f;
         }
       }
       wgmma_wait<last ? 0 : 1>();
