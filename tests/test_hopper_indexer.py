@@ -17,7 +17,7 @@ from hopper_on_cpu import NO_COMPILER, build
 
 from mla_ops.dispatch import Call
 from mla_ops.formats import allocate_cache
-from mla_ops.kernels.hopper import indexer_logits, sources
+from mla_ops.kernels.hopper import groups, indexer_logits, sources
 from mla_ops.kernels.hopper.indexer_logits import TILE, box_keys, group_size, group_sizes, in_boxes, logits_reason
 from mla_ops.kernels.reference import indexer as reference
 from mla_ops.testing.index_scores import exact_scores
@@ -188,6 +188,7 @@ def test_a_call_that_is_left_to_triton_says_why() -> None:
 @pytest.mark.parametrize(("max_length", "kept"), [(2**22, 1), (2**22 + 1, 0)])
 def test_l2_keeps_scores_that_leave_it_room(monkeypatch: pytest.MonkeyPatch, max_length: int, kept: int) -> None:
     monkeypatch.setattr(indexer_logits, "tensor_map", lambda *_: bytes(128))
+    monkeypatch.setattr(indexer_logits, "pool", lambda *_: 0)
     cache, table = allocate_cache("fp8_index", 4, 64), torch.zeros(1, 2**17, dtype=torch.int32)
     lengths = torch.zeros(2, dtype=torch.int32)
     _, params = indexer_logits.paged_params(
@@ -245,6 +246,8 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
     monkeypatch.setattr(indexer_logits, "tensor_map", tensor_map)
     monkeypatch.setattr(indexer_logits, "num_sms", lambda _: state["sms"])
+    counters = (ctypes.c_uint64 * 4)()
+    monkeypatch.setattr(groups, "counters", lambda device_index, rows: ctypes.addressof(counters))
     monkeypatch.setattr(sources, "load", lambda source, name, device: Launched(name))
     return state
 
@@ -327,3 +330,53 @@ def test_a_paged_launch(
     order = torch.randperm(num_tokens)
     assert torch.equal(scores(order), found[order])
     assert (box_keys(block_size) > 0) == all("BOXES" in name for name in launches["kernels"])
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "tokens_each", "num_requests", "max_length"), [(64, 1, 5, 2100), (32, 4, 3, 2700), (64, 2, 40, 300)]
+)
+def test_tiles_that_ctas_draw(
+    launches: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    num_heads: int,
+    tokens_each: int,
+    num_requests: int,
+    max_length: int,
+) -> None:
+    """The same bits as without, runs that end in another group than they begin in, and counters that are 0 again."""
+    num_tokens, blocks_each = num_requests * tokens_each, -(-max_length // 64)
+    cache = allocate_cache("fp8_index", num_requests * blocks_each, 64)
+    slots = torch.arange(num_requests * blocks_each * 64)
+    reference.write_index_cache(torch.randn(len(slots), 128), cache, slots, "fp8_index")
+    table = torch.randperm(num_requests * blocks_each).view(num_requests, -1).to(torch.int32)
+    table[0, 0] = -1
+    q = torch.randn(num_tokens, num_heads, 128).to(torch.float8_e4m3fn)
+    weights = torch.randn(num_tokens, num_heads)
+    lengths = int32(*(max_length - 37 * i % 250 for i in range(num_tokens)))
+    requests = torch.arange(num_requests).repeat_interleave(tokens_each).to(torch.int32)
+    counters = (ctypes.c_uint64 * 4)()
+
+    def scores(address: int) -> torch.Tensor:
+        monkeypatch.setattr(groups, "counters", lambda device_index, rows: address)
+        out = torch.full((num_tokens, max_length), 7.0)
+        rest = lengths, table, requests, max_length, "fp8_index"
+        indexer_logits.paged_indexer_logits(q, cache, weights, *rest, out=out)
+        return out
+
+    launches["sms"] = 2
+    expected = scores(0)
+    for seed, sms in enumerate((1, 2, 3)):
+        launches["seed"], launches["sms"] = seed, sms
+        assert torch.equal(scores(ctypes.addressof(counters)), expected)
+        assert list(counters) == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_length", "draws"), [(1, 64 * 32 * 132, 1), (1, 64 * 32 * 132 - 64, 0), (128, 4096, 1)]
+)
+def test_a_call_of_few_tiles_needs_no_counters(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int, max_length: int, draws: int
+) -> None:
+    monkeypatch.setattr(indexer_logits, "num_sms", lambda device_index: 132)
+    monkeypatch.setattr(groups, "counters", lambda device_index, rows: 4096)
+    assert indexer_logits.pool(num_tokens, max_length, 0) == 4096 * draws

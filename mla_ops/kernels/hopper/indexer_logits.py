@@ -12,7 +12,7 @@ from ...formats import INDEX_DIM, geometry
 from ..alignment import aligned
 from ..cuda.driver import NO_CLUSTER
 from ..cuda.params import POINTER, packer
-from . import sources
+from . import groups, sources
 from .launch import Divisor, Kernel, compile_reason, reciprocal
 
 TILE = 64  # keys
@@ -22,6 +22,7 @@ COLUMNS = 256  # heads of all tokens of a group, at most; then a box brings two 
 CLEAN_THREADS = 256
 MAX_GRID_ROWS = 32768
 KEPT_BYTES = 2**25  # of scores of a cache's keys, which L2 keeps for what reads them next
+LEAST_TO_DRAW = 32  # tiles a CTA, as indexer_rows.cuh has it
 BOX_KEYS = (8, 16, 32, 64)  # a block smaller than a tile is one box; larger ones are whole tiles
 
 
@@ -39,6 +40,7 @@ class Params(ctypes.Structure):
         ("block_table", POINTER),
         ("cache", POINTER),
         ("out", POINTER),
+        ("pool", POINTER),
         ("weights_stride", ctypes.c_int64),
         ("table_stride", ctypes.c_int64),
         ("block_bytes", ctypes.c_int64),
@@ -54,7 +56,7 @@ class Params(ctypes.Structure):
         ("of_block_size", Divisor),
         ("keeps_scores", ctypes.c_int),
         ("of_parts", Divisor),
-        ("_", ctypes.c_char * 44),
+        ("_", ctypes.c_char * 36),
     ]
 
 
@@ -212,6 +214,7 @@ def flat_params(
         0,
         0,
         0 if out is None else out.data_ptr(),
+        0,
         weights.stride(0),
         0,
         0,
@@ -266,6 +269,13 @@ def indexer_logits(
 NO_MAP = bytes(128)
 
 
+def pool(num_tokens: int, max_length: int, device_index: int) -> int:
+    """The address of counters of tiles that CTAs draw; 0 if a call cannot have so many that they do."""
+    if num_tokens * -(-max_length // TILE) < LEAST_TO_DRAW * num_sms(device_index):
+        return 0
+    return groups.counters(device_index, 1)
+
+
 def paged_params(
     index_cache: torch.Tensor,
     weights: torch.Tensor,
@@ -296,6 +306,7 @@ def paged_params(
         block_table.data_ptr(),
         index_cache.data_ptr(),
         0 if out is None else out.data_ptr(),
+        pool(num_tokens, max_length, index_cache.device.index) if keys == TILE else 0,
         weights.stride(0),
         block_table.stride(0),
         block_stride,

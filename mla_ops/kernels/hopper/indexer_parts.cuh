@@ -53,8 +53,8 @@ __device__ __noinline__ Part part_of_many(const Params& p, u32 shared) {
     total += tiles;
   }
   const int number = blockIdx.x / L::CLUSTER, parts = gridDim.x / L::CLUSTER;
-  const int begin = tiles_before(total, number, parts, p.of_parts),
-            count = tiles_before(total, number + 1, parts, p.of_parts) - begin;
+  const int apart = total - runs_to_draw(p, total) * RUN, begin = tiles_before(apart, number, parts, p.of_parts),
+            count = tiles_before(apart, number + 1, parts, p.of_parts) - begin;
   if (count == 0) return {0, 0, 0, 0};
   if (before <= begin && begin < before + own) {
     Part part = {first * step, begin - before, count, total};
@@ -77,8 +77,8 @@ DEVICE Part part_of_few(const Params& p, int lane, int number, int parts, Group&
 #pragma unroll 1
   for (int other = 32 * step; other < p.num_tokens; other += 32 * step)
     total += __reduce_add_sync(~0u, group_at<TOKENS, SOURCE>(p, other + lane * step).tiles);
-  const int begin = tiles_before(total, number, parts, p.of_parts),
-            count = tiles_before(total, number + 1, parts, p.of_parts) - begin;
+  const int own = total - runs_to_draw(p, total) * RUN, begin = tiles_before(own, number, parts, p.of_parts),
+            count = tiles_before(own, number + 1, parts, p.of_parts) - begin;
   if (count == 0) return {0, 0, 0, 0};
 #pragma unroll 1
   while (true) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "divide.cuh"
+#include "indexer_pool.cuh"
 
 struct Params {
   TensorMap queries;            // [num_tokens, num_heads, 128]
@@ -14,6 +15,7 @@ struct Params {
   const int* block_table;       // [num_requests, table_width]
   const unsigned char* cache;   // [num_blocks, block_bytes]
   float* out;                   // [num_tokens, width]
+  Pool* pool;                   // null: every CTA has an equal part of all tiles
   i64 weights_stride, table_stride, block_bytes, out_stride;
   int num_tokens, num_columns;  // no row ends behind num_columns
   int width;
@@ -112,6 +114,13 @@ struct Part {
 DEVICE int tiles_before(int total, int part, int parts, Divisor of_parts) {
   const int each = divide(total, of_parts), rest = total - each * parts;
   return each * part + divide(rest * part, of_parts);
+}
+
+// Runs of tiles, the last of all, that CTAs draw: an eighth of them, where a CTA has so many that it is worth while.
+constexpr int RUN = 8, DRAWN_PART = 8, LEAST_TO_DRAW = 32;
+
+DEVICE int runs_to_draw(const Params& p, int total) {
+  return p.pool && divide(total, p.of_parts) >= LEAST_TO_DRAW ? total / (DRAWN_PART * RUN) : 0;
 }
 
 // Makes `part` begin with the tile that `part.skip` counts from the group of `part.token` on.
