@@ -25,6 +25,7 @@ def build(source: str, folder: Path, *options: str) -> ctypes.CDLL:
     ):
         header.write_text(INLINE_PTX.sub(";", header.read_text()))
     shutil.copy(HERE / "hopper_counters.h", folder / "counters.cuh")
+    shutil.copy(HERE / "hopper_wgmma.h", folder / "wgmma.cuh")
     made = folder / f"{Path(source).stem}.so"
     command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", *options, str(folder / source)]
     finished = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)

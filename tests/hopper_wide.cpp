@@ -130,12 +130,6 @@ void store_matrices_transposed(u32 address, Words... given) {
       at<u16>(static_cast<u32>(rows[i * 8 + lane % 4 * 2 + e]) + lane / 4 * 2) = words[i] >> 16 * e;
 }
 
-static u64 tile_descriptor(u32 address, u32, u32) { return address >> 4; }
-static void wgmma_fence() {}
-static void wgmma_commit() {}
-template <int>
-static void wgmma_wait() {}
-
 // Keys in registers times heads in rows of 128 bytes in the swizzle.
 template <int N>
 void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {

@@ -1,6 +1,7 @@
 // Weights times values.
 #pragma once
 
+#include "by_group.cuh"
 #include "cuts.cuh"
 #include "group.cuh"
 #include "held.cuh"
@@ -132,8 +133,9 @@ template <class L>
 struct KeptOfShares<L, Launch::HELD_BY_ONE> : Held<L> {};
 
 template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
-DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
-                       Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before) {
+DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
+                       Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before,
+                       Accumulators<HEADS>& carried, u32 resumed) {
   using L = Layout<HEADS, FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
                  HELD = is_held(LAUNCH), HEADS_BY_DIMS = HEADS == 64,
@@ -144,18 +146,25 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   // The head of accumulator e.
   auto head_of = [&](int e) { return HEADS_BY_DIMS ? warp * 16 + g + (e & 2) * 4 : e / 4 * 8 + 2 * t + (e & 1); };
-  float o[PIECES][N];
+  constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
+  float own[PIECES][N];
+  auto& o = BY_GROUPS ? carried : own;
+  if (BY_GROUPS) resumed = opaque(resumed);
+  if (!BY_GROUPS || !resumed) {
 #pragma unroll
-  for (int piece = 0; piece < PIECES; ++piece)
+    for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-    for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
+      for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
+    if constexpr (BY_GROUPS) hold(o[0]), hold(o[1]);
+  }
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   const u64 values = tile_descriptor(shared + L::VALUES, 1024, TILE_KEYS * 128);
   bool open = false;
   int& i = at.turn;
   int stage = 0;
-  for (bool ends = false; !ends; next_turn<L::HALVES>(at)) {
+  u32 left = USUAL;
+  for (bool ends = resumed; !ends; next_turn<L::HALVES>(at)) {
     const int slot = half_of<L::HALVES>(at, half).slot;
     stage = at.half;
     // Made before the weights are there: the scores of the next turn wait for what comes after.
@@ -169,11 +178,17 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     // Its values' place is free when the result has left.
     const bool last = PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
+      if constexpr (BY_GROUPS) {
+        if ((uniform(turn) & 0xff) >= BY_GROUP) {
+          left = turn;
+          break;
+        }
+      }
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
-      if ((turn & 0xff) == WIDE) {
+      if (!BY_GROUPS && (turn & 0xff) == WIDE) {
         // By steps of 16 keys, upper bits of the weights and then each group's rests.
         const int first = uniform(turn) >> 8 & 0xff;
 #pragma unroll 1
@@ -237,6 +252,10 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
   }
 
+  if constexpr (BY_GROUPS) {
+    left = opaque(left);
+    if (left) return 1;
+  }
   if constexpr (SHARES) {
     const int worker = opaque(thread), lane = worker & 31, warp = half * 4 + (worker >> 5);
     const float2 state = state_of_share<L>(shared, row_parity, warp, lane);
@@ -265,7 +284,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     __syncwarp();
     if (goes_on) {
       warp_arrive(shared + L::FACTORS_FREE, lane);
-      return;
+      return 0;
     }
     named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
     store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, before.sums, half, opaque(thread));
@@ -351,7 +370,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     if constexpr (!HEADS_BY_DIMS) {
       if (by_halves<L, LAUNCH, WIDER>(p, row)) {
         exchange_halves<L>(p, row, shared, half * 4 + warp, lane, o, inverse, bfloat16);
-        return;
+        return 0;
       }
     }
     auto inverse_of = [&](int e) { return inverse[HEADS_BY_DIMS ? e >> 1 & 1 : e / 4 * 2 + (e & 1)]; };
@@ -365,4 +384,5 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     else
       send_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);
   }
+  return 0;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arithmetic.cuh"
+#include "wgmma.cuh"
 
 // The e4m3 in the lower half of a word.
 DEVICE u32 e4m3_to_bfloat16(u32 pair) {
@@ -25,3 +26,35 @@ DEVICE u32 e4m3_to_bfloat16(u32 pair) {
 // Whatever registers hold.
 DEVICE void forget(uint2& v) { asm volatile("" : "=r"(v.x), "=r"(v.y)); }
 DEVICE void forget(uint4& v) { asm volatile("" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)); }
+
+// Four e4m3 in a word as two pairs of float16.
+DEVICE void e4m3_to_float16(u32 word, u32& low, u32& high) {
+  asm("{\n"
+      ".reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(word));
+}
+
+// The smaller of two pairs of unsigned 16-bit numbers, each half by itself.
+DEVICE u32 smaller_halves(u32 a, u32 b) {
+  u32 v;
+  asm("min.u16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+
+template <int N>
+DEVICE void forget(float (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "=f"(values[i]));
+}
+
+// Weights [heads x keys] in registers times values [keys x 128 dims].
+DEVICE void wgmma_heads_by_dims(float (&d)[64], const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" REG64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+               : ACC64(d, 0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
