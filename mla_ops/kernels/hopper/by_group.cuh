@@ -96,78 +96,85 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
   int& i = at.turn;
 #pragma unroll 1
   for (bool last = false; !last; next_turn<L::HALVES>(at)) {
-    const int own = opaque(thread), warp = own >> 5, lane = own & 31, t = lane & 3;  // registers are few
-    const Places places = places_of<L::HEADS, FORMAT>(shared, warp, lane);
-    const int slot = (i & 1) * 4 + warp;
-    const u32 raw = places.raw + slot * L::RAW_SLOT, scales = places.scales + slot * L::SCALES_SLOT;
-    mbarrier_wait(shared + L::RAW_FULL + slot * 8, i >> 1 & 1);
-    const u32 alive = load_shared_4(shared + L::LIVE + slot * 4);
-    last = uniform(alive) >= LAST_TURN;
+    // Addresses are made where they are used: registers are few.
+    const int first = opaque(thread);
+    const Places places = places_of<L::HEADS, FORMAT>(shared, first >> 5, first & 31);
+    const int first_slot = (i & 1) * 4 + (first >> 5);
+    const u32 raw = places.raw + first_slot * L::RAW_SLOT, scales = places.scales + first_slot * L::SCALES_SLOT;
+    mbarrier_wait(shared + L::RAW_FULL + first_slot * 8, i >> 1 & 1);
     float s[N], part[N];
-    forget(part);
+    u32 f[2][16];        // of two chunks: one is made while the other is multiplied
+    uint4 bytes[2];      // of the chunk that is made next
+    auto load = [&](int chunk, int group) {
 #pragma unroll
-    for (int e = 0; e < N; ++e) s[e] = 0.f;
-    u32 f[2][16];
-    uint4 bytes[2][2];  // of a chunk each
-    auto load = [&](int group) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) bytes[c][r] = load_shared_16(raw + r * (8 * R::BYTES) + group * 128 + c * 64);
+      for (int r = 0; r < 2; ++r) bytes[r] = load_shared_16(raw + r * (8 * R::BYTES) + group * 128 + chunk * 64);
     };
-#pragma unroll 1
-    for (int group = 0; group < 4; ++group) {
-      load(group);
-      const u64 query = places.query + group * (2 * L::QUERY_CHUNK / 16);
+    auto convert = [&](int chunk) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-          for (int j = 0; j < 4; ++j) e4m3_to_float16(word(bytes[c][r], j), f[c][4 * j + r], f[c][4 * j + 2 + r]);
-        hold(f[c]);
-        wgmma_fence();
+      for (int r = 0; r < 2; ++r)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          wgmma_float16(part, f[c] + 4 * j, query + (c * L::QUERY_CHUNK + j * 32) / 16, c > 0 || j > 0);
-        wgmma_commit();
-      }
+          e4m3_to_float16(word(bytes[r], j), f[chunk][4 * j + r], f[chunk][4 * j + 2 + r]);
+      hold(f[chunk]);
+    };
+    auto multiply = [&](int chunk, int group) {
+      const u64 query = places.query + (group * 2 + chunk) * (L::QUERY_CHUNK / 16);
+      wgmma_fence();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) wgmma_float16(part, f[chunk] + 4 * j, query + j * 2, chunk > 0 || j > 0);
+      wgmma_commit();
+    };
+    Bytes rope;
+    load_rope<FORMAT>(rope, raw + places.rope, 0), load_rope<FORMAT>(rope, raw + places.rope, 1);
+    load(0, 0);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int w = 0; w < 4; ++w) f[1][4 * j + w] = word(rope.of[j / 2][j % 2], w);
+    hold(f[1]);
+    forget(s), forget(part);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      wgmma_bfloat16(s, f[1] + 4 * j, places.query + (8 * L::QUERY_CHUNK + j * 32) / 16, j > 0);
+    wgmma_commit();
+    convert(0);
+    load(1, 0);
+    wgmma_wait<0>();
+    hold(s), hold(f[1]);
+#pragma unroll 1
+    for (int group = 0; group < 4; ++group) {
+      const bool more = group < 3;
+      multiply(0, group);
+      convert(1);
+      if (more) load(0, group + 1);
+      multiply(1, group);
+      wgmma_wait<1>();
+      hold(f[0]);
+      if (more) convert(0), load(1, group + 1);
       const float scale[2] = {R::scale(scales, group) * R::FACTOR,
                               R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
-      const u32 factors = query_factors<L>(shared) + (group * L::HEADS + 2 * t) * 4,
-                has_factors = load_shared_4(has_seen - 4);
       wgmma_wait<0>();
-      hold(part), hold(f[0]), hold(f[1]);
-      if (has_factors != 0)
+      hold(part), hold(f[1]);
+      if (load_shared_4(has_seen - 4) != 0)
 #pragma unroll
         for (int j = 0; j < L::HEADS / 8; ++j) {
-          const float2 two = load_shared_float2(factors + j * 32);
+          const float2 two = load_shared_float2(query_factors<L>(shared) + (group * L::HEADS + 2 * (first & 3)) * 4 + j * 32);
 #pragma unroll
           for (int e = 4 * j; e < 4 * j + 4; ++e) part[e] *= e & 1 ? two.y : two.x;
         }
 #pragma unroll
       for (int e = 0; e < N; ++e) s[e] = fmaf(part[e], scale[e >> 1 & 1], s[e]);
     }
-    Bytes rope;
-    load_rope<FORMAT>(rope, raw + places.rope, 0), load_rope<FORMAT>(rope, raw + places.rope, 1);
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int w = 0; w < 4; ++w) f[0][4 * j + w] = word(rope.of[j / 2][j % 2], w);
-    hold(f[0]);
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      wgmma_bfloat16(part, f[0] + 4 * j, places.query + (8 * L::QUERY_CHUNK + j * 32) / 16, j > 0);
-    wgmma_commit();
-    wgmma_wait<0>();
-    hold(part), hold(f[0]);
+    const int own = opaque(thread), lane = own & 31, t = lane & 3, slot = (i & 1) * 4 + (own >> 5);
+    const u32 alive = load_shared_4(shared + L::LIVE + slot * 4);
+    last = uniform(alive) >= LAST_TURN;
 #pragma unroll
     for (int j = 0; j < L::HEADS / 8; ++j) {
       const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);  // factor and reference of two heads
 #pragma unroll
       for (int e = 4 * j; e < 4 * j + 4; ++e)
-        s[e] = fmaf(s[e] + part[e], __uint_as_float(e & 1 ? two.z : two.x), -__uint_as_float(e & 1 ? two.w : two.y));
+        s[e] = fmaf(s[e], __uint_as_float(e & 1 ? two.z : two.x), -__uint_as_float(e & 1 ? two.w : two.y));
     }
     const u32 mine = (alive & 0xffff) >> R::raw_row(lane >> 2);
 #pragma unroll
@@ -246,9 +253,8 @@ DEVICE void make_group_values(u32 shared, int turn, u32 values, int half, int th
 template <class L>
 DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, float (&o)[2][64]) {
   using R = typename L::R;
-  constexpr float LARGEST = 128.f, FACTOR_LOG2 = 8.f, LOWEST = 80.f, HIGHEST = LOWEST + 10.f,
-                  GROUP_RAISED_TO = 14.f;
-  static_assert(R::FACTOR == 256.f && LARGEST * R::FACTOR == 32768.f, "2^FACTOR_LOG2, 2^REFERENCE_SLACK");
+  constexpr float MOST = 65504.f, FACTOR_LOG2 = 8.f, LOWEST = 80.f, HIGHEST = LOWEST + 6.f, RAISED_TO = 10.f;
+  static_assert(R::FACTOR == 256.f, "2^FACTOR_LOG2");
   auto first_head = [](int thread) { return static_cast<u32>((thread >> 5) * 64 + (thread & 31) / 4 * 8); };
   int& i = at.turn;
   bool begins = true;
@@ -261,95 +267,124 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
     named_barrier_arrive(GROUP_VALUES_BARRIER, 384);
     named_barrier(GROUP_WEIGHTS_BARRIER, 384);
     const int own = opaque(thread), warp = own >> 5, lane = own & 31, t = lane & 3;  // registers are few
-    const u32 heads = first_head(own);
+    const u32 heads = first_head(own), references = group_references<L>(shared) + half * (2 * L::HEADS * 4) + heads;
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
     const u32 keys = shared + L::RAW + (uniform(turn) >> 8 & 0xff) * L::RAW_SLOT + t * R::BYTES,
               weights = keys + heads + t * 16, scales = keys + R::SCALES_AT + half * 8;
-    float2 top[2] = {};  // [piece]
+    const u64 values = tile_descriptor(place, 1024, TILE_KEYS * 128);
+    // [head][piece], in shared memory where registers are few.
+    auto load_references = [&](float (&above)[2][2]) {
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) {
+        const float2 two = load_shared_float2(references + piece * (L::HEADS * 4));
+        above[0][piece] = two.x, above[1][piece] = two.y;
+      }
+    };
+    auto store_references = [&](const float (&above)[2][2]) {
+      __syncwarp();
+      if (t == 0)
+#pragma unroll
+        for (int piece = 0; piece < 2; ++piece)
+          store_shared_float2(references + piece * (L::HEADS * 4), above[0][piece], above[1][piece]);
+      __syncwarp();
+    };
+    bool fits = !begins;
+    const bool moved = uniform(turn & 0xff) == BY_GROUP_MOVED;
+    if (begins || moved) {
+      float above[2][2] = {};
+      if (!begins) load_references(above);
+      const u32 alpha = group_alpha<L>(shared, i) + (heads + warp * 64) / 2;
+      if (moved)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          above[n / 2][n % 2] += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha + n / 2 * 32) >> 23));
+          if (above[n / 2][n % 2] > HIGHEST) fits = false;
+        }
+      store_references(above);
+      fits = __all_sync(~0u, fits);
+    }
+    bool settled = false, second = false;  // references are as high as this turn's keys need; a step's first piece is done
+    for (u32 k = 0;;) {
+      hold(o[0]), hold(o[1]);
 #pragma unroll 1
-    for (u32 slot = 0; slot < 4 * L::RAW_SLOT; slot += L::RAW_SLOT)
+      for (; k < 4 && fits; ++k) {
+        const u32 slot = k * L::RAW_SLOT;
+        float2 w[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) w[n] = load_shared_float2(weights + slot + place_of_key<L>(n));
+        auto multiply = [&](int piece) {
+          const float2 above = load_shared_float2(references + piece * (L::HEADS * 4)),
+                       factors = {exp2_approx(above.x + FACTOR_LOG2), exp2_approx(above.y + FACTOR_LOG2)};
+          u32 a[4];
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            float scale[2];
+#pragma unroll
+            for (int b = 0; b < 2; ++b)
+              scale[b] = load_shared_float(scales + slot + place_of_key<L>(2 * n + b) + piece * 4);
+            a[2 * n] = pack_float16(w[2 * n].x * scale[0] * factors.x, w[2 * n + 1].x * scale[1] * factors.x);
+            a[2 * n + 1] = pack_float16(w[2 * n].y * scale[0] * factors.y, w[2 * n + 1].y * scale[1] * factors.y);
+          }
+          const u32 largest = larger_magnitudes(larger_magnitudes(a[0], a[1]), larger_magnitudes(a[2], a[3]));
+          const bool infinite = (largest & 0x7c00) == 0x7c00 || (largest & 0x7c000000) == 0x7c000000;
+          if (__any_sync(~0u, infinite && !settled)) return false;
+          hold(a);
+          wgmma_fence();
+          wgmma_heads_by_dims(o[piece], a, values + (piece * 2 * TILE_KEYS * 128) / 16 + k * (2048 / 16));
+          wgmma_commit();
+          wgmma_wait<0>();
+          hold(a), hold(o[piece]);
+          return true;
+        };
+        if (!second) fits = multiply(0);
+        second = fits;
+        if (fits) fits = multiply(1);
+        if (!fits) break;
+        second = false;
+      }
+      if (opaque(static_cast<u32>(fits))) break;
+      float top[2][2] = {};
+#pragma unroll 1
+      for (u32 slot = 0; slot < 4 * L::RAW_SLOT; slot += L::RAW_SLOT)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float2 w = load_shared_float2(weights + slot + place_of_key<L>(n)),
+                       scale = load_shared_float2(scales + slot + place_of_key<L>(n));
+          top[0][0] = fmaxf(top[0][0], fabsf(w.x * scale.x)), top[0][1] = fmaxf(top[0][1], fabsf(w.x * scale.y));
+          top[1][0] = fmaxf(top[1][0], fabsf(w.y * scale.x)), top[1][1] = fmaxf(top[1][1], fabsf(w.y * scale.y));
+        }
+      float above[2][2];
+      load_references(above);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const float2 w = load_shared_float2(weights + slot + place_of_key<L>(n)),
-                     scale = load_shared_float2(scales + slot + place_of_key<L>(n));
-        top[0].x = fmaxf(top[0].x, fabsf(w.x * scale.x)), top[0].y = fmaxf(top[0].y, fabsf(w.y * scale.x));
-        top[1].x = fmaxf(top[1].x, fabsf(w.x * scale.y)), top[1].y = fmaxf(top[1].y, fabsf(w.y * scale.y));
+        const int r = n / 2, piece = n % 2;
+        float largest = top[r][piece];
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        float& reference = above[r][piece];
+        const float before = reference;
+        if (begins || largest * exp2_approx(before + FACTOR_LOG2) > MOST || before > HIGHEST)
+          reference = fminf(RAISED_TO - FACTOR_LOG2 - ceilf(log2_approx(largest)),
+                            begins ? LOWEST : fminf(before, LOWEST));
+        const float alpha = exp2_approx(reference - before);
+#pragma unroll
+        for (int e = 0; e < 64; e += 4) o[piece][e + 2 * r] *= alpha, o[piece][e + 2 * r + 1] *= alpha;
       }
-#pragma unroll
-    for (int piece = 0; piece < 2; ++piece) {
-      const u32 place_above = group_references<L>(shared) + (half * 2 + piece) * (L::HEADS * 4) + heads;
-      float2 above = begins ? make_float2(0.f, 0.f) : load_shared_float2(place_above);
-      if ((turn & 0xff) == BY_GROUP_MOVED) {
-        const u32 alpha = group_alpha<L>(shared, i) + (heads + warp * 64) / 2;
-        above.x += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha) >> 23));
-        above.y += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha + 32) >> 23));
-        __syncwarp();
-        if (t == 0) store_shared_float2(place_above, above.x, above.y);
-      }
-      auto exceeds = [&](float top, float above) {
-        return begins || top * exp2_approx(above) > LARGEST || above > HIGHEST;
-      };
-      if (__any_sync(~0u, exceeds(top[piece].x, above.x) || exceeds(top[piece].y, above.y))) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float largest = r ? top[piece].y : top[piece].x;
-          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-          float& reference = r ? above.y : above.x;
-          const float before = reference;
-          if (exceeds(largest, before))
-            reference = fminf(GROUP_RAISED_TO - FACTOR_LOG2 - ceilf(log2_approx(largest)),
-                              begins ? LOWEST : fminf(before, LOWEST));
-          const float alpha = exp2_approx(reference - before);
-#pragma unroll
-          for (int e = 0; e < 64; e += 4) o[piece][e + 2 * r] *= alpha, o[piece][e + 2 * r + 1] *= alpha;
-        }
-        if (t == 0) store_shared_float2(place_above, above.x, above.y);
-      }
-      const float factors[2] = {exp2_approx(above.x + FACTOR_LOG2), exp2_approx(above.y + FACTOR_LOG2)};
-      const u64 values = tile_descriptor(place, 1024, TILE_KEYS * 128);
-      u32 a[4];
-      hold(o[piece]);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (k > 0) {
-          wgmma_wait<0>();
-          hold(a);
-        }
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-          float x[2][2];
-#pragma unroll
-          for (int b = 0; b < 2; ++b) {
-            const u32 key = place_of_key<L>(4 * k + 2 * n + b);
-            const float2 w = load_shared_float2(weights + key);
-            const float scale = load_shared_float(scales + key + piece * 4);
-            x[0][b] = w.x * scale * factors[0], x[1][b] = w.y * scale * factors[1];
-          }
-          a[2 * n] = pack_float16(x[0][0], x[0][1]), a[2 * n + 1] = pack_float16(x[1][0], x[1][1]);
-        }
-        hold(a);
-        wgmma_fence();
-        wgmma_heads_by_dims(o[piece], a, values + (piece * 2 * TILE_KEYS * 128 + k * 2048) / 16);
-        wgmma_commit();
-      }
-      if (piece == 1) {
-        // Keys go once both halves have read weights.
-        if (half == 0) {
-          named_barrier_arrive(GROUP_READ_BARRIER, 256);
-        } else {
-          named_barrier(GROUP_READ_BARRIER, 256);
-          if (!(ends && warp == 0))
-            warp_arrive(shared + L::RAW_FREE + ((turn >> 8 & 0xff) + warp) * 8, lane);
-        }
-        if (ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
-      }
-      wgmma_wait<0>();
-      hold(a);
-      hold(o[piece]);
-      if (!ends)
-        warp_arrive(shared + L::VALUES_FREE + half_of<L::HALVES>(at, half).slot * 16 + piece * 8, lane);
+      store_references(above);
+      fits = settled = true;
+    }
+    // Keys go once both halves have read weights.
+    if (half == 0) {
+      named_barrier_arrive(GROUP_READ_BARRIER, 256);
+    } else {
+      named_barrier(GROUP_READ_BARRIER, 256);
+      if (!(ends && warp == 0)) warp_arrive(shared + L::RAW_FREE + ((turn >> 8 & 0xff) + warp) * 8, lane);
+    }
+    if (ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
+    if (!ends) {
+      const u32 free = shared + L::VALUES_FREE + half_of<L::HALVES>(at, half).slot * 16;
+      warp_arrive(free, lane), warp_arrive(free + 8, lane);
     }
     begins = false;
   }
