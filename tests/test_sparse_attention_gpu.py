@@ -237,8 +237,26 @@ def test_queries_that_make_up_for_small_scales(num_heads: int, num_tokens: int, 
     check(lowering, q, cache, some_indices(num_tokens, 500, 64 * 64, device), "fp8_ds_mla")
 
 
-@pytest.mark.parametrize("num_tokens", [9, 45])
-@pytest.mark.parametrize("num_heads", [16, 32])
+@pytest.mark.parametrize("infinity", [math.inf, math.nan])
+def test_a_scale_without_a_number_spoils_its_rows_alone(infinity: float, lowering: str) -> None:
+    """Beside scales over more than float16 holds, in rows of 64 heads of which a CTA takes several."""
+    device, num_tokens = torch.device("cuda"), 420
+    factors = ((torch.rand(64, 64, 4, device=device) * 2 - 1) * 12).exp2()
+    cache = with_scales_times(filled_cache("fp8_ds_mla", 64, 64, device), factors)
+    indices = some_indices(num_tokens, 500, 63 * 64, device)
+    q = queries(num_tokens, 64, torch.bfloat16, device)
+    expected = torch.ops.mla.paged_sparse_attention(q, cache, indices, SCALE, "fp8_ds_mla")
+    spoilt = indices.clone()
+    spoilt[::7, 300] = 64 * 64 - 1
+    cache[63, 63, 516:520] = torch.tensor([infinity], device=device).view(torch.uint8)
+    out, lse = torch.ops.mla.paged_sparse_attention(q, cache, spoilt, SCALE, "fp8_ds_mla")
+    same = torch.arange(num_tokens, device=device) % 7 > 0
+    assert torch.equal(out[same], expected[0][same])
+    assert torch.equal(lse[same], expected[1][same])
+    assert out[::7].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize(("num_heads", "num_tokens"), [(16, 9), (16, 45), (32, 9), (32, 45), (64, 420)])
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8_ds_mla_v4"])
 def test_a_nan_query_beside_such_scales_spoils_its_head_alone(
     cache_format: str, num_heads: int, num_tokens: int, lowering: str
