@@ -289,6 +289,18 @@ def test_clusters_of_two_ctas_that_have_all_keys_have_a_kernel_of_their_own() ->
     ]
 
 
+def test_many_rows_of_64_heads_have_a_kernel_of_their_own() -> None:
+    assert FP8.kernel(Clusters(64, 1), many_rows=True).name == "sparse_attention_many_rows<64, FP8_DS_MLA>"
+    for keys, shape in (
+        (FP8, Clusters(64, 2)),
+        (FP8, Clusters(64, 1, shares=4)),
+        (FP8, Clusters(32, 1)),
+        (KERNELS["fp8_ds_mla_v4", 512], Clusters(64, 1)),
+        (KERNELS["bf16", 576], Clusters(64, 1)),
+    ):
+        assert keys.kernel(shape, many_rows=True) == keys.kernel(shape)
+
+
 def shares_of(shape: Shape) -> int:
     return shape.members if isinstance(shape, Group) else shape.shares or shape.splits
 

@@ -154,9 +154,10 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
       if (more) convert(0), load(1, group + 1);
       const float scale[2] = {R::scale(scales, group) * R::FACTOR,
                               R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
+      const u32 has_factors = load_shared_4(has_seen - 4);
       wgmma_wait<0>();
       hold(part), hold(f[1]);
-      if (load_shared_4(has_seen - 4) != 0)
+      if (has_factors != 0)
 #pragma unroll
         for (int j = 0; j < L::HEADS / 8; ++j) {
           const float2 two = load_shared_float2(query_factors<L>(shared) + (group * L::HEADS + 2 * (first & 3)) * 4 + j * 32);
@@ -305,26 +306,31 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
       fits = __all_sync(~0u, fits);
     }
     bool settled = false, second = false;  // references are as high as this turn's keys need; a step's first piece is done
-    for (u32 k = 0;;) {
+    for (int k = 0;;) {
       hold(o[0]), hold(o[1]);
+      // What weights of a piece are made of, loaded beside the products before them.
+      float2 w[4], reference;
+      float scale[4];
+      auto load_weights = [&](int k) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) w[n] = load_shared_float2(weights + k * L::RAW_SLOT + place_of_key<L>(n));
+      };
+      auto load_scales = [&](int piece, int k) {
+        reference = load_shared_float2(references + piece * (L::HEADS * 4));
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+          scale[n] = load_shared_float(scales + k * L::RAW_SLOT + place_of_key<L>(n) + piece * 4);
+      };
+      load_weights(k), load_scales(second, k);
 #pragma unroll 1
       for (; k < 4 && fits; ++k) {
-        const u32 slot = k * L::RAW_SLOT;
-        float2 w[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) w[n] = load_shared_float2(weights + slot + place_of_key<L>(n));
         auto multiply = [&](int piece) {
-          const float2 above = load_shared_float2(references + piece * (L::HEADS * 4)),
-                       factors = {exp2_approx(above.x + FACTOR_LOG2), exp2_approx(above.y + FACTOR_LOG2)};
+          const float2 factors = {exp2_approx(reference.x + FACTOR_LOG2), exp2_approx(reference.y + FACTOR_LOG2)};
           u32 a[4];
 #pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            float scale[2];
-#pragma unroll
-            for (int b = 0; b < 2; ++b)
-              scale[b] = load_shared_float(scales + slot + place_of_key<L>(2 * n + b) + piece * 4);
-            a[2 * n] = pack_float16(w[2 * n].x * scale[0] * factors.x, w[2 * n + 1].x * scale[1] * factors.x);
-            a[2 * n + 1] = pack_float16(w[2 * n].y * scale[0] * factors.y, w[2 * n + 1].y * scale[1] * factors.y);
+          for (int n = 0; n < 4; n += 2) {
+            a[n] = pack_float16(w[n].x * scale[n] * factors.x, w[n + 1].x * scale[n + 1] * factors.x);
+            a[n + 1] = pack_float16(w[n].y * scale[n] * factors.y, w[n + 1].y * scale[n + 1] * factors.y);
           }
           const u32 largest = larger_magnitudes(larger_magnitudes(a[0], a[1]), larger_magnitudes(a[2], a[3]));
           const bool infinite = (largest & 0x7c00) == 0x7c00 || (largest & 0x7c000000) == 0x7c000000;
@@ -333,6 +339,9 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
           wgmma_fence();
           wgmma_heads_by_dims(o[piece], a, values + (piece * 2 * TILE_KEYS * 128) / 16 + k * (2048 / 16));
           wgmma_commit();
+          const int next = piece ? min(k + 1, 3) : k;
+          if (piece) load_weights(next);
+          load_scales(!piece, next);
           wgmma_wait<0>();
           hold(a), hold(o[piece]);
           return true;
