@@ -30,6 +30,12 @@ DEVICE u32 group_alpha(u32 shared, int turn) {
   return shared + L::WEIGHTS + 3072 + (turn & 1) * (L::HEADS * 4);
 }
 
+// Where the scales of a head's largest key are, u32 [2, HEADS], of a turn in which references moved; 0: it did not.
+template <class L>
+DEVICE u32 group_tops(u32 shared, int turn) {
+  return shared + L::WEIGHTS + 5120 + (turn & 1) * (L::HEADS * 4);
+}
+
 // The power of two of a head's queries in shared memory.
 template <class L>
 DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
@@ -186,7 +192,16 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     for (int e = 1; e < N; ++e) top = fmaxf(top, s[e]);
     u32 turn = BY_GROUP;
     if (named_barrier_any<BARRIER, 128>(top > REFERENCE_SLACK || !load_shared_4(has_seen) && (alive & 0xffff))) {
+      const u32 tops = group_tops<L>(shared, opaque(i));
+      if (thread < L::HEADS) store_shared_4(tops + thread * 4, 0);
       raise_references<L>(s, sums, load_shared_4(has_seen) != 0, RAISED_TO, shared, thread);
+      const int other = opaque(thread);
+      const u32 row_0 = places_of<L::HEADS, FORMAT>(shared, other >> 5, other & 28).scales +
+                        ((i & 1) * 4 + (other >> 5)) * L::SCALES_SLOT;
+#pragma unroll
+      for (int e = 0; e < N; ++e)
+        if (s[e] >= RAISED_TO)
+          store_shared_4(tops + (e / 4 * 8 + 2 * (other & 3) + (e & 1)) * 4, row_0 + (e >> 1 & 1) * (8 * R::SCALES_PITCH));
       turn = BY_GROUP_MOVED;
       if (thread == 0) store_shared_4(has_seen, 1);
       if (thread < L::HEADS)
@@ -254,7 +269,8 @@ DEVICE void make_group_values(u32 shared, int turn, u32 values, int half, int th
 template <class L>
 DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, float (&o)[2][64]) {
   using R = typename L::R;
-  constexpr float MOST = 65504.f, FACTOR_LOG2 = 8.f, LOWEST = 80.f, HIGHEST = LOWEST + 6.f, RAISED_TO = 10.f;
+  constexpr float MOST = 65504.f, FACTOR_LOG2 = 8.f, LOWEST = 80.f, HIGHEST = LOWEST + 6.f, GROUP_RAISED_TO = 10.f,
+                  LARGEST_RAISED = 256.f;
   static_assert(R::FACTOR == 256.f, "2^FACTOR_LOG2");
   auto first_head = [](int thread) { return static_cast<u32>((thread >> 5) * 64 + (thread & 31) / 4 * 8); };
   int& i = at.turn;
@@ -290,47 +306,49 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
           store_shared_float2(references + piece * (L::HEADS * 4), above[0][piece], above[1][piece]);
       __syncwarp();
     };
-    bool fits = !begins;
     const bool moved = uniform(turn & 0xff) == BY_GROUP_MOVED;
-    if (begins || moved) {
+    bool fits = !begins && !moved, hinted = moved && !begins;
+    if (!fits) {
       float above[2][2] = {};
       if (!begins) load_references(above);
       const u32 alpha = group_alpha<L>(shared, i) + (heads + warp * 64) / 2;
       if (moved)
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          above[n / 2][n % 2] += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha + n / 2 * 32) >> 23));
-          if (above[n / 2][n % 2] > HIGHEST) fits = false;
-        }
-      store_references(above);
-      fits = __all_sync(~0u, fits);
-    }
-    bool settled = false, second = false;  // references are as high as this turn's keys need; a step's first piece is done
-    for (int k = 0;;) {
-      hold(o[0]), hold(o[1]);
-      // What weights of a piece are made of, loaded beside the products before them.
-      float2 w[4], reference;
-      float scale[4];
-      auto load_weights = [&](int k) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n) w[n] = load_shared_float2(weights + k * L::RAW_SLOT + place_of_key<L>(n));
-      };
-      auto load_scales = [&](int piece, int k) {
-        reference = load_shared_float2(references + piece * (L::HEADS * 4));
-#pragma unroll
         for (int n = 0; n < 4; ++n)
-          scale[n] = load_shared_float(scales + k * L::RAW_SLOT + place_of_key<L>(n) + piece * 4);
-      };
-      load_weights(k), load_scales(second, k);
+          above[n / 2][n % 2] += static_cast<float>(127 - static_cast<int>(load_shared_4(alpha + n / 2 * 32) >> 23));
+      store_references(above);
+    }
+    // Keys go once both halves have read weights.
+    auto free_keys = [&]() {
+      if (half == 0) {
+        named_barrier_arrive(GROUP_READ_BARRIER, 256);
+      } else {
+        named_barrier(GROUP_READ_BARRIER, 256);
+        if (!(ends && warp == 0)) warp_arrive(shared + L::RAW_FREE + ((turn >> 8 & 0xff) + warp) * 8, lane);
+      }
+      if (ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
+    };
+    bool settled = false, second = false;  // references are as high as this turn's keys need; a step's first piece is done
+    for (u32 k = 0;;) {
+      hold(o[0]), hold(o[1]);
 #pragma unroll 1
       for (; k < 4 && fits; ++k) {
+        const u32 slot = k * L::RAW_SLOT;
+        float2 w[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) w[n] = load_shared_float2(weights + slot + place_of_key<L>(n));
         auto multiply = [&](int piece) {
-          const float2 factors = {exp2_approx(reference.x + FACTOR_LOG2), exp2_approx(reference.y + FACTOR_LOG2)};
+          const float2 above = load_shared_float2(references + piece * (L::HEADS * 4)),
+                       factors = {exp2_approx(above.x + FACTOR_LOG2), exp2_approx(above.y + FACTOR_LOG2)};
           u32 a[4];
 #pragma unroll
-          for (int n = 0; n < 4; n += 2) {
-            a[n] = pack_float16(w[n].x * scale[n] * factors.x, w[n + 1].x * scale[n + 1] * factors.x);
-            a[n + 1] = pack_float16(w[n].y * scale[n] * factors.y, w[n + 1].y * scale[n + 1] * factors.y);
+          for (int n = 0; n < 2; ++n) {
+            float scale[2];
+#pragma unroll
+            for (int b = 0; b < 2; ++b)
+              scale[b] = load_shared_float(scales + slot + place_of_key<L>(2 * n + b) + piece * 4);
+            a[2 * n] = pack_float16(w[2 * n].x * scale[0] * factors.x, w[2 * n + 1].x * scale[1] * factors.x);
+            a[2 * n + 1] = pack_float16(w[2 * n].y * scale[0] * factors.y, w[2 * n + 1].y * scale[1] * factors.y);
           }
           const u32 largest = larger_magnitudes(larger_magnitudes(a[0], a[1]), larger_magnitudes(a[2], a[3]));
           const bool infinite = (largest & 0x7c00) == 0x7c00 || (largest & 0x7c000000) == 0x7c000000;
@@ -339,9 +357,7 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
           wgmma_fence();
           wgmma_heads_by_dims(o[piece], a, values + (piece * 2 * TILE_KEYS * 128) / 16 + k * (2048 / 16));
           wgmma_commit();
-          const int next = piece ? min(k + 1, 3) : k;
-          if (piece) load_weights(next);
-          load_scales(!piece, next);
+          if (piece == 1 && k == 3) free_keys();
           wgmma_wait<0>();
           hold(a), hold(o[piece]);
           return true;
@@ -353,44 +369,59 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
         second = false;
       }
       if (opaque(static_cast<u32>(fits))) break;
-      float top[2][2] = {};
-#pragma unroll 1
-      for (u32 slot = 0; slot < 4 * L::RAW_SLOT; slot += L::RAW_SLOT)
+      float above[2][2], wanted[2][2] = {};
+      if (hinted) {
+        load_references(above);
+        // The key that moved a head's reference is its groups' largest, too, or nearly.
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float2 w = load_shared_float2(weights + slot + place_of_key<L>(n)),
-                       scale = load_shared_float2(scales + slot + place_of_key<L>(n));
-          top[0][0] = fmaxf(top[0][0], fabsf(w.x * scale.x)), top[0][1] = fmaxf(top[0][1], fabsf(w.x * scale.y));
-          top[1][0] = fmaxf(top[1][0], fabsf(w.y * scale.x)), top[1][1] = fmaxf(top[1][1], fabsf(w.y * scale.y));
+        for (int r = 0; r < 2; ++r) {
+          const u32 key = load_shared_4(group_tops<L>(shared, i) + (heads + warp * 64) / 2 + r * 32);
+          const float2 scale = load_shared_float2((key ? key : scales - half * 8) + half * 8);
+          wanted[r][0] = key ? fabsf(scale.x) : 0.f, wanted[r][1] = key ? fabsf(scale.y) : 0.f;
         }
-      float above[2][2];
-      load_references(above);
+      } else {
+#pragma unroll 1
+        for (u32 slot = 0; slot < 4 * L::RAW_SLOT; slot += L::RAW_SLOT)
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            const float2 w = load_shared_float2(weights + slot + place_of_key<L>(n)),
+                         scale = load_shared_float2(scales + slot + place_of_key<L>(n));
+            wanted[0][0] = fmaxf(wanted[0][0], fabsf(w.x * scale.x)), wanted[0][1] = fmaxf(wanted[0][1], fabsf(w.x * scale.y));
+            wanted[1][0] = fmaxf(wanted[1][0], fabsf(w.y * scale.x)), wanted[1][1] = fmaxf(wanted[1][1], fabsf(w.y * scale.y));
+          }
+        load_references(above);
+        settled = true;
+      }
+      bool changes = false;
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const int r = n / 2, piece = n % 2;
-        float largest = top[r][piece];
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        float& reference = above[r][piece];
-        const float before = reference;
+        float largest = wanted[n / 2][n % 2];
+        if (!hinted) {
+          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        } else {
+          largest *= LARGEST_RAISED;
+        }
+        const float before = above[n / 2][n % 2];
+        float& reference = wanted[n / 2][n % 2];
+        reference = before;
         if (begins || largest * exp2_approx(before + FACTOR_LOG2) > MOST || before > HIGHEST)
-          reference = fminf(RAISED_TO - FACTOR_LOG2 - ceilf(log2_approx(largest)),
+          reference = fminf(GROUP_RAISED_TO - FACTOR_LOG2 - ceilf(log2_approx(largest)),
                             begins ? LOWEST : fminf(before, LOWEST));
-        const float alpha = exp2_approx(reference - before);
-#pragma unroll
-        for (int e = 0; e < 64; e += 4) o[piece][e + 2 * r] *= alpha, o[piece][e + 2 * r + 1] *= alpha;
+        changes |= reference != before;
       }
-      store_references(above);
-      fits = settled = true;
+      if (__any_sync(~0u, changes)) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int r = n / 2, piece = n % 2;
+          const float alpha = exp2_approx(wanted[r][piece] - above[r][piece]);
+#pragma unroll
+          for (int e = 0; e < 64; e += 4) o[piece][e + 2 * r] *= alpha, o[piece][e + 2 * r + 1] *= alpha;
+        }
+        store_references(wanted);
+      }
+      hinted = false, fits = true;
     }
-    // Keys go once both halves have read weights.
-    if (half == 0) {
-      named_barrier_arrive(GROUP_READ_BARRIER, 256);
-    } else {
-      named_barrier(GROUP_READ_BARRIER, 256);
-      if (!(ends && warp == 0)) warp_arrive(shared + L::RAW_FREE + ((turn >> 8 & 0xff) + warp) * 8, lane);
-    }
-    if (ends) named_barrier_arrive(GROUP_ROW_BARRIER, 384);
     if (!ends) {
       const u32 free = shared + L::VALUES_FREE + half_of<L::HALVES>(at, half).slot * 16;
       warp_arrive(free, lane), warp_arrive(free + 8, lane);
