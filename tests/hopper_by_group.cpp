@@ -101,19 +101,8 @@ static void store_shared_8(u32 address, u32 a, u32 b) { at<uint2>(address) = {a,
 static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { at<uint4>(address) = {a, b, c, d}; }
 static void store_shared_float(u32 address, float value) { at<float>(address) = value; }
 static void store_shared_float2(u32 address, float a, float b) { at<float2>(address) = {a, b}; }
-static void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  const int lane = threadIdx.x % 32;
-  const u32 words[4] = {a, b, c, d};
-  const auto rows = simt::meet_warp(address);
-  for (int i = 0; i < 4; ++i) at<u32>(static_cast<u32>(rows[i * 8 + lane / 4]) + lane % 4 * 4) = words[i];
-}
-static uint4 load_matrices(u32 address) {
-  const int lane = threadIdx.x % 32;
-  const auto rows = simt::meet_warp(address);
-  u32 words[4];
-  for (int i = 0; i < 4; ++i) words[i] = at<u32>(static_cast<u32>(rows[i * 8 + lane / 4]) + lane % 4 * 4);
-  return {words[0], words[1], words[2], words[3]};
-}
+
+#include "hopper_matrices.h"
 
 // Barriers in memory, by their addresses, and named ones.
 struct Barrier {

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from mla_ops.kernels.hopper.sources import SOURCES
 
@@ -31,3 +32,19 @@ def build(source: str, folder: Path, *options: str) -> ctypes.CDLL:
     finished = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     return ctypes.CDLL(str(made))
+
+
+class Launch(NamedTuple):
+    """A launch that did not happen: its grid, block and clusters, and the bytes of its parameters."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    params: bytes
+
+
+class Recorder(list[Launch]):
+    """A kernel whose launches are kept, in place of every kernel that a test would load."""
+
+    def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
+        self.append(Launch(grid, block, cluster, params))

@@ -98,20 +98,7 @@ static void multiply_16_by_8(float& d0, float& d1, float& d2, float& d3, const u
   }
 }
 
-static void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  const int lane = threadIdx.x % 32;
-  const u32 words[4] = {a, b, c, d};
-  const auto rows = simt::meet_warp(address);
-  for (int i = 0; i < 4; ++i) at<u32>(static_cast<u32>(rows[i * 8 + lane / 4]) + lane % 4 * 4) = words[i];
-}
-
-static uint4 load_matrices(u32 address) {
-  const int lane = threadIdx.x % 32;
-  const auto rows = simt::meet_warp(address);
-  u32 words[4];
-  for (int i = 0; i < 4; ++i) words[i] = at<u32>(static_cast<u32>(rows[i * 8 + lane / 4]) + lane % 4 * 4);
-  return {words[0], words[1], words[2], words[3]};
-}
+#include "hopper_matrices.h"
 
 static u32 multiply_bfloat16(u32 pair, u32 factor) {
   return pack_bfloat16(low_bfloat16(pair) * low_bfloat16(factor), high_bfloat16(pair) * high_bfloat16(factor));

@@ -10,11 +10,10 @@ import ctypes
 import math
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from hopper_on_cpu import NO_COMPILER, build
+from hopper_on_cpu import NO_COMPILER, Recorder, build
 
 from mla_ops import formats
 from mla_ops.kernels.hopper import groups, launch, parts, sources
@@ -57,13 +56,8 @@ def share(
 ) -> tuple[list[list[Taken]], list[list[int]], bool]:
     """The pieces of each CTA; first worker and number of those with whom it shares the rows at its two ends; whether
     rows are shared at all."""
-    seen: list[Any] = []
-
-    class Recorded:
-        def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
-            seen.append((grid, params))
-
-    monkeypatch.setattr(sources, "load", lambda *_: Recorded())
+    seen = Recorder()
+    monkeypatch.setattr(sources, "load", lambda *_: seen)
     monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (ctas,) * len(launch.SPLITS))
     cache = formats.allocate_cache("bf16", 1, 64)
     rows = Rows(cache, *formats.geometry(cache, "bf16")[:3])
@@ -89,7 +83,7 @@ def share(
         all_tokens=num_tokens,
         takes_either_way=True,
     )
-    ((grid, params),) = seen
+    ((grid, _, _, params),) = seen
     pieces, decisions = [], set()
     for x in range(grid[0]):
         library.choose_cta(params, (ctypes.c_int * 3)(x, 0, 0), (ctypes.c_int * 3)(*grid), 0, BALANCED)

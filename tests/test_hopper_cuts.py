@@ -9,11 +9,10 @@ import ctypes
 import itertools
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
-from hopper_on_cpu import NO_COMPILER, build
+from hopper_on_cpu import NO_COMPILER, Recorder, build
 
 from mla_ops import formats
 from mla_ops.kernels.hopper import groups, launch, merge_parts, parts, sources
@@ -68,14 +67,9 @@ def test_parts_are_added_up(
     library: ctypes.CDLL,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[Any] = []
-
-    class Recorded:
-        def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
-            seen.append((grid, params))
-
+    seen = Recorder()
     counters = torch.zeros(groups.SLOT_BYTES, dtype=torch.uint8)
-    monkeypatch.setattr(sources, "load", lambda *_: Recorded())
+    monkeypatch.setattr(sources, "load", lambda *_: seen)
     monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (workers,) * len(launch.SPLITS))
     monkeypatch.setattr(groups, "counters", lambda *_: counters.data_ptr())
     num_tokens, tiles = len(lengths), -(-num_heads // tile)
@@ -102,7 +96,7 @@ def test_parts_are_added_up(
         exchange=exchange,
         takes_either_way=True,
     )
-    ((_, params),) = seen
+    ((*_, params),) = seen
     for seed in range(2):
         out.fill_(math.nan)
         library.share_rows(params, workers * tiles, tile, quantized, seed)
@@ -150,13 +144,8 @@ def test_parts_of_ctas_by_length_are_merged(
     by_length: ctypes.CDLL,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[Any] = []
-
-    class Recorded:
-        def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
-            seen.append((grid, block, params))
-
-    monkeypatch.setattr(sources, "load", lambda *_: Recorded())
+    seen = Recorder()
+    monkeypatch.setattr(sources, "load", lambda *_: seen)
     monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (count,) * len(launch.SPLITS))
     num_tokens = len(lengths)
     cache = formats.allocate_cache("bf16", 1, 64)
@@ -181,7 +170,7 @@ def test_parts_of_ctas_by_length_are_merged(
         by_length=ByLength(count, 1.0, -math.inf, 1),
         exchange=exchange,
     )
-    (_, _, params), (_, block, of_merge) = seen
+    (*_, params), (_, block, _, of_merge) = seen
     assert (block, of_merge) == ((512, 1, 1), params)
     for seed in range(2):
         out.fill_(math.nan), lse.fill_(math.nan)
@@ -203,14 +192,8 @@ def test_parts_of_ctas_by_length_are_merged(
 def test_float32_parts_by_length_are_merged(
     lengths: list[int], count: int, num_heads: int, by_length: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bytes] = []
-
-    class Recorded:
-        def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
-            assert (grid[1:], block) == ((1, 1), (512, 1, 1))
-            seen.append(params)
-
-    monkeypatch.setattr(merge_parts, "_loaded", lambda _: [Recorded()] * len(merge_parts.kernels()))
+    seen = Recorder()
+    monkeypatch.setattr(merge_parts, "_loaded", lambda _: [seen] * len(merge_parts.kernels()))
     num_tokens = len(lengths)
     cache = formats.allocate_cache("bf16", 1, 64)
     rows = Rows(cache, *formats.geometry(cache, "bf16")[:3])
@@ -222,9 +205,11 @@ def test_float32_parts_by_length_are_merged(
     lse = torch.empty(num_tokens, num_heads)
     caches = cache_params(rows, None, key_lens, table, CAPACITY), NO_CACHE
     merge_parts.merge_parts(values, lses, out=out, lse=lse, by_length=(ByLength(count, 1.0, -math.inf, 1), caches))
+    ((grid, block, _, params),) = seen
+    assert (grid[1:], block) == ((1, 1), (512, 1, 1))
     for seed in range(2):
         out.fill_(math.nan), lse.fill_(math.nan)
-        by_length.merge_parts_by_length(seen[0], 3, seed)
+        by_length.merge_parts_by_length(params, 3, seed)
         first = 0
         for token in range(num_tokens):
             own = slice(first, first := first + parts_of_row(lengths, count, token))

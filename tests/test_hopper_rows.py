@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hopper_on_cpu import NO_COMPILER, build
+from hopper_on_cpu import NO_COMPILER, Recorder, build
 
 from mla_ops import formats
 from mla_ops.kernels.hopper import groups, launch, parts, sources
@@ -165,13 +165,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
         evenly: bool = False,
         of_lengths: ByLength | None = None,
     ) -> Launched:
-        seen: list[Any] = []
-
-        class Recorded:
-            def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
-                seen.append((grid, params))
-
-        monkeypatch.setattr(sources, "load", lambda *_: Recorded())
+        seen = Recorder()
+        monkeypatch.setattr(sources, "load", lambda *_: seen)
         monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (AT_ONCE,) * len(launch.SPLITS))
         monkeypatch.setattr(launch, "MAX_GRID_ROWS", max_grid_rows)
         monkeypatch.setattr(groups, "counters", lambda *_: 0)
@@ -223,7 +218,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
             by_length=of_lengths,
         )
         made.extend((requests, exchange))  # addresses of tensors are all that the parameters have
-        return Launched(keys, shape, evenly, of_lengths is not None, -(-num_heads // shape.tile), selections, *seen[0])
+        grid, _, _, params = seen[0]
+        tiles = -(-num_heads // shape.tile)
+        return Launched(keys, shape, evenly, of_lengths is not None, tiles, selections, grid, params)
 
     made: list[torch.Tensor | None] = []
     return make

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
 
 import pytest
 import torch
-from hopper_on_cpu import NO_COMPILER, build
+from hopper_on_cpu import NO_COMPILER, Recorder, build
 
 from mla_ops import formats
 from mla_ops.kernels.hopper import launch, sources
@@ -45,13 +44,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def test_bits_do_not_depend_on_the_number_of_ctas(
     tile: int, shares: int, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Any] = []
-
-    class Recorded:
-        def launch(self, grid: Any, block: Any, shared_bytes: int, cluster: Any, params: bytes, **_: Any) -> None:
-            seen.append((min(AT_ONCE, grid[0] // cluster[0]), params))
-
-    monkeypatch.setattr(sources, "load", lambda *_: Recorded())
+    seen = Recorder()
+    monkeypatch.setattr(sources, "load", lambda *_: seen)
     monkeypatch.setattr(launch, "clusters_at_once", lambda *_: (AT_ONCE,) * len(launch.SPLITS))
     num_heads = tile + tile // 2 + 1  # a tile that is not full
     cache = formats.allocate_cache("fp8_ds_mla", 1, 64)
@@ -80,7 +74,8 @@ def test_bits_do_not_depend_on_the_number_of_ctas(
             all_tokens=NUM_TOKENS,
             exchange=exchange,
         )
-        clusters, params = seen.pop()
+        grid, _, cluster, params = seen.pop()
+        clusters = min(AT_ONCE, grid[0] // cluster[0])
         library.attend(params, tile, clusters, seed)
         return out, lse
 
