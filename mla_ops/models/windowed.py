@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..formats import INDEX_DIM, ROPE_DIM, allocate_cache
+from ..formats import INDEX_DIM, ROPE_DIM, allocate_cache, index_format_of
 from ..metadata import V4StepMetadata
 from ..ops import compress_and_cache, concat_and_cache, paged_sparse_attention
-from .parts import choose_keys, index_format_of
+from .parts import choose_keys
 
 HEAD_DIM = 512
 NOPE_DIM = HEAD_DIM - ROPE_DIM
