@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -228,4 +229,39 @@ def test_a_capture_after_warmup_compiles_nothing(
             )
         graph.replay()
         assert out.isfinite().all()
+    assert compilations == before
+
+
+@pytest.mark.gpu
+def test_a_step_of_v4_after_warmup_compiles_nothing(compilations: list[str]) -> None:
+    """Entries of both ratios and of the indexer, over a ring and over states of whole requests; chunks of a context."""
+    device, counts, cache_format = torch.device("cuda"), (1, 8, 600), "fp8_ds_mla_v4"
+    mla_ops.warmup(cache_format=cache_format, num_heads=16, topk=128, num_tokens=counts, index_heads=64)
+    before = list(compilations)
+    zeros = functools.partial(torch.zeros, device=device)
+    for count, (ratio, series, head_dim) in itertools.product(counts, ((4, 2, 512), (128, 1, 512), (4, 2, 128))):
+        entry_format = cache_format if head_dim == 512 else "fp8_index"
+        entries = mla_ops.allocate_cache(entry_format, 9, 64, head_dim=head_dim, device=device)
+        width, window = series * head_dim, ratio * series
+        tokens = torch.randn(count, width, device=device).bfloat16()
+        owners, positions = zeros(count, dtype=torch.int32), torch.arange(count, dtype=torch.int32, device=device)
+        norm = torch.ones(head_dim, dtype=torch.bfloat16, device=device)
+        for capacity in (window, window + count):
+            caches = zeros(3, capacity, 2 * width), entries, zeros(1, 1, dtype=torch.int32)
+            mla_ops.compress_and_cache(
+                tokens,
+                tokens,
+                zeros(ratio, width),
+                norm,
+                zeros(1000, 64),
+                *caches,
+                owners,
+                positions,
+                positions.long() // ratio,
+                1e-6,
+                entry_format,
+            )
+    cache = mla_ops.allocate_cache(cache_format, 9, 64, device=device)
+    lens, starts = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([40, 90], [0, 40, 70]))
+    mla_ops.gather_cache(cache, zeros(2, 5, dtype=torch.int32), lens, starts, 70, cache_format, gather_lens=lens)
     assert compilations == before
