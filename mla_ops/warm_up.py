@@ -15,6 +15,7 @@ from .sizes import check_sizes
 # Keys of the contexts that paged_attention is warmed up with. One program or CTA reads the first, several share each of
 # the next two, and the last is so long that kernels compare its length with others'. They take nearly every kernel.
 CONTEXTS = (1, 1024, 4096, 131072)
+WINDOW = 128  # keys of DeepSeek-V4's sliding window
 # tokens of a prompt that is not short to any lowering
 LONG_PROMPT = 129
 
@@ -155,11 +156,12 @@ def warmup(
         if head_dim == LATENT_DIM:
             # DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries
             chosen: dict[str, Any] = {"extra_block_table": block_table, "req_id_per_token": lengths}
-            for extra in (chosen, {"extra_topk_length": lengths}):
+            window = indices.new_full((count, WINDOW), -1)
+            for extra in (chosen, {"extra_topk_length": lengths}, {**chosen, "extra_topk_length": lengths}):
                 ops.paged_sparse_attention(
                     q,
                     kv_cache,
-                    indices,
+                    window,
                     LATENT_DIM**-0.5,
                     cache_format,
                     topk_length=lengths,
@@ -241,6 +243,7 @@ def _warm_up_indexer(
         q = torch.zeros(count, num_heads, INDEX_DIM, dtype=query_dtype, device=device)
         weights = torch.zeros(count, num_heads, dtype=torch.float32, device=device)
         if index_format == "fp8_index":
+            ops.quantize_index_query(q, weights.to(dtype), 1.0)
             q, weights = ops.quantize_index_query(q, weights, 1.0)
         zeros = torch.zeros(count, dtype=torch.int32, device=device)
         ones = torch.ones_like(zeros)

@@ -188,6 +188,7 @@ class LatentAttention(nn.Module):
         self.query_heads = self.num_heads * (1 if ranks.dcp_group is None else ranks.tp_size)
         self.has_indexer = any(part.indexer is not None for part in parts)
         self.index_topk = int(config.index_topk) if self.has_indexer else max_model_len
+        self.index_heads = int(config.index_n_heads) if self.has_indexer else 0
         self.with_sink = hasattr(backbone.layers[0].self_attn, "sinks")
         weight = backbone.embed_tokens.weight
         self.dtype: torch.dtype = weight.dtype

@@ -179,7 +179,7 @@ class WindowedAttention(nn.Module):
         self.kinds: list[str] = [layer.self_attn.layer_type for layer in backbone.layers]
         self.max_model_len = max_model_len
         self.num_heads = self.query_heads = int(config.num_attention_heads)
-        self.index_topk = int(config.index_topk)
+        self.index_topk, self.index_heads = int(config.index_topk), int(config.index_n_heads)
         self.ratios: dict[str, int] = {name: int(config.compress_rates[name]) for name in (C4A, C128A)}
         weight = backbone.embed_tokens.weight
         self.dtype: torch.dtype = weight.dtype
