@@ -39,8 +39,7 @@ def warmup(
     """Runs the ops of a step over paged caches once on small ones, so that nothing compiles during a capture.
 
     Kernels are specialised on dtypes, format, head count and the tile that the token count asks for, never on token
-    counts, lengths or table widths themselves: one call covers them all. `sparse_attention`, over flat keys, is left
-    out.
+    counts, lengths or table widths themselves: one call covers them all, but for `sparse_attention`, over flat keys.
 
     Args:
         cache_format: format of the latent cache.
@@ -48,10 +47,9 @@ def warmup(
         topk: keys chosen for a token.
         num_tokens: token counts of the steps to come (decode batch sizes, prefill chunk); each tile that they select is
             compiled.
-        head_dim: 576 or 512; None is the format's, 576 where there is a choice.
+        head_dim: 576 or 512; None is the format's first.
         block_size: tokens a cache block.
-        dtype: dtype of the tokens written, and of q beside a quantised `cache_format`; None is the format's, bfloat16
-            for a quantised one.
+        dtype: of the tokens written, and of q over a quantised cache; None is the format's, or bfloat16.
         with_sink: whether attention gets `attn_sink`.
         prefill_head_dims: of keys and of values once they are expanded, for `prefill_attention`.
         deterministic: whether decode is asked to be.
