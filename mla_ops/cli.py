@@ -55,7 +55,9 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mla_ops", description="Multi-head latent attention, sparse and dense.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mla_ops", description="Multi-head latent attention, sparse and dense."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="demo | doctor | bench")
 
     demo = commands.add_parser(
