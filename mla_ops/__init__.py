@@ -1,4 +1,4 @@
-"""Kernels of sparse multi-head latent attention as PyTorch operators, `torch.ops.mla.*`.
+"""Kernels of multi-head latent attention, sparse and dense, as PyTorch operators, `torch.ops.mla.*`.
 
 Importing this registers every op. It imports torch and nothing else; kernels are imported by the first call that
 needs them.

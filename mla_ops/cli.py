@@ -55,7 +55,9 @@ def _run(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m mla_ops", description="Sparse multi-head latent attention.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mla_ops", description="Multi-head latent attention, sparse and dense."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="demo | doctor | bench")
 
     demo = commands.add_parser(
@@ -152,9 +154,10 @@ def _doctor() -> int:
         ("cuda-bindings", "the Hopper lowerings"),
         ("transformers", "the demo and mla_ops.models"),
         ("sgl-flash-mla", "the flash_mla lowerings on Hopper: pip install 'mla-ops[flash-mla]'"),
+        ("flash-attn", "the flash_attn lowering of prefill"),
         ("flashinfer-python", "the flashinfer lowerings from SM80 on: pip install 'mla-ops[flashinfer]'"),
     ):
-        print(f"  {package:17} {_version(package):12} {purpose}")
+        print(f"  {package:17} {_version(package):14} {purpose}")
 
     print("\nDevices")
     print(f"  cpu           {torch.get_num_threads()} threads")

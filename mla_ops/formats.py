@@ -159,6 +159,11 @@ def get_format(cache_format: str, op: str = "mla_ops", argument: str = "cache_fo
     return entry
 
 
+def index_format_of(cache_format: str) -> str:
+    """The format of the index keys beside a cache of latents: fp8 beside a quantised one, else the same."""
+    return "fp8_index" if get_format(cache_format).quantized else cache_format
+
+
 def geometry(kv_cache: torch.Tensor, cache_format: str) -> Geometry:
     """The geometry of a cache tensor that `cache_format` describes, whichever of its shapes it has.
 

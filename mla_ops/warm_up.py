@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from . import ops
-from .formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, get_format
+from .formats import INDEX_DIM, LATENT_DIM, PLAIN, ROPE_DIM, allocate_cache, get_format, index_format_of
 from .metadata import StepMetadata, V4StepMetadata
 from .sizes import check_sizes
 
 # Keys of the contexts that paged_attention is warmed up with. One program or CTA reads the first, several share each of
 # the next two, and the last is so long that kernels compare its length with others'. They take nearly every kernel.
 CONTEXTS = (1, 1024, 4096, 131072)
+WINDOW = 128  # keys of DeepSeek-V4's sliding window
 # tokens of a prompt that is not short to any lowering
 LONG_PROMPT = 129
 
@@ -25,9 +26,9 @@ def warmup(
     num_heads: int,
     topk: int,
     num_tokens: Sequence[int],
-    head_dim: int = 576,
+    head_dim: int | None = None,
     block_size: int = 64,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     with_sink: bool = False,
     prefill_head_dims: tuple[int, int] = (192, 128),
     deterministic: bool = False,
@@ -35,10 +36,10 @@ def warmup(
     q_halves: bool = False,
     device: torch.device | str = "cuda",
 ) -> None:
-    """Runs every op of a decode or prefill step once on small caches, so that nothing compiles during a capture.
+    """Runs the ops of a step over paged caches once on small ones, so that nothing compiles during a capture.
 
     Kernels are specialised on dtypes, format, head count and the tile that the token count asks for, never on token
-    counts, lengths or table widths themselves: one call covers them all.
+    counts, lengths or table widths themselves: one call covers them all, but for `sparse_attention`, over flat keys.
 
     Args:
         cache_format: format of the latent cache.
@@ -46,9 +47,9 @@ def warmup(
         topk: keys chosen for a token.
         num_tokens: token counts of the steps to come (decode batch sizes, prefill chunk); each tile that they select is
             compiled.
-        head_dim: 576 or 512.
+        head_dim: 576 or 512; None is the format's first.
         block_size: tokens a cache block.
-        dtype: dtype of q and of the tokens written.
+        dtype: of the tokens written, and of q over a quantised cache; None is the format's, or bfloat16.
         with_sink: whether attention gets `attn_sink`.
         prefill_head_dims: of keys and of values once they are expanded, for `prefill_attention`.
         deterministic: whether decode is asked to be.
@@ -62,14 +63,18 @@ def warmup(
     """
     device = torch.device(device)
     entry = get_format(cache_format, "warmup")
+    head_dim = entry.head_dims[0] if head_dim is None else head_dim
+    dtype = PLAIN.get(cache_format, torch.bfloat16) if dtype is None else dtype
     check_sizes("warmup", 1, num_heads=num_heads, topk=topk, head_dim=head_dim, block_size=block_size)
     check_sizes("warmup", 0, index_heads=index_heads)
     if not isinstance(num_tokens, Iterable):
         raise TypeError(
             f"warmup: num_tokens must be a list of integers, got {type(num_tokens).__name__} {num_tokens!r}"
         )
-    for count in num_tokens:
+    counts = list(num_tokens)
+    for count in counts:
         check_sizes("warmup", 0, num_tokens=count)
+    counts = sorted(set(counts))
     latent_dim = entry.latent_dim if entry.quantized else min(head_dim, LATENT_DIM)
     kv_cache = allocate_cache(cache_format, 2, block_size, head_dim=head_dim, device=device)
     metadata = StepMetadata.allocate(
@@ -95,13 +100,13 @@ def warmup(
     v4_metadata.build(query_start_loc, seq_lens, block_table, block_table, block_table)
     token = torch.zeros(1, head_dim, dtype=dtype, device=device)
     ops.concat_and_cache(token[:, :latent_dim], token[:, latent_dim:], kv_cache, metadata.slot_mapping, cache_format)
-    ops.gather_cache(kv_cache, block_table, seq_lens, query_start_loc, 1, cache_format)
-
+    for gather_lens in (None, seq_lens):
+        ops.gather_cache(kv_cache, block_table, seq_lens, query_start_loc, 1, cache_format, gather_lens=gather_lens)
     if head_dim == LATENT_DIM:
-        _warm_up_compressor(cache_format, dtype, device)
+        _warm_up_compressor(cache_format, counts, dtype, device)
     attn_sink = torch.zeros(num_heads, dtype=torch.float32, device=device) if with_sink else None
     query_dtype = dtype if entry.quantized else kv_cache.dtype
-    for count in sorted(set(num_tokens)):
+    for count in counts:
         q = torch.zeros(count, num_heads, head_dim, dtype=query_dtype, device=device)
         q_rope = None
         if q_halves:
@@ -149,11 +154,12 @@ def warmup(
         if head_dim == LATENT_DIM:
             # DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries
             chosen: dict[str, Any] = {"extra_block_table": block_table, "req_id_per_token": lengths}
-            for extra in (chosen, {"extra_topk_length": lengths}):
+            window = indices.new_full((count, WINDOW), -1)
+            for extra in (chosen, {"extra_topk_length": lengths}, {**chosen, "extra_topk_length": lengths}):
                 ops.paged_sparse_attention(
                     q,
                     kv_cache,
-                    indices,
+                    window,
                     LATENT_DIM**-0.5,
                     cache_format,
                     topk_length=lengths,
@@ -164,7 +170,7 @@ def warmup(
                     **extra,
                 )
     if index_heads:
-        _warm_up_indexer(cache_format, index_heads, topk, sorted(set(num_tokens)), block_size, dtype, device)
+        _warm_up_indexer(cache_format, index_heads, topk, counts, block_size, dtype, device)
     _warm_up_prefill(num_heads, prefill_head_dims, query_dtype, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -186,24 +192,27 @@ def _warm_up_prefill(num_heads: int, head_dims: tuple[int, int], dtype: torch.dt
     ops.merge_attention_states(*new, *old)
 
 
-def _warm_up_compressor(cache_format: str, dtype: torch.dtype, device: torch.device) -> None:
-    """DeepSeek-V4's compressed layers, their keys in `cache_format`, the indexer's in `dtype`."""
-    plain = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+def _warm_up_compressor(cache_format: str, num_tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """DeepSeek-V4's compressed layers and the keys of their indexer.
+
+    Kernels are chosen by whether the states have room for a step's tokens beside those of a group.
+    """
     for ratio, series, head_dim in ((4, 2, 512), (128, 1, 512), (4, 2, 128)):
         window, width = ratio * series, head_dim * series
-        entry_format = cache_format if head_dim == LATENT_DIM else plain
+        entry_format = cache_format if head_dim == LATENT_DIM else index_format_of(cache_format)
         entries = allocate_cache(entry_format, 1, 1, head_dim=head_dim, device=device)
-        sizes = (1, window, 2 * width), (ratio, width), (head_dim,), (1, ROPE_DIM)
-        states, bias, norm, angles = (torch.zeros(size, dtype=torch.float32, device=device) for size in sizes)
-        # one token fits beside the group it completes, two need a launch each for entries and states
-        for count in (1, 2):
-            token = torch.zeros(count, width, dtype=dtype, device=device)
+        norm = torch.zeros(head_dim, dtype=dtype, device=device)
+        sizes = (1, window, 2 * width), (ratio, width), (1, ROPE_DIM)
+        states, bias, angles = (torch.zeros(size, dtype=torch.float32, device=device) for size in sizes)
+        for count in sorted({1, 2, *num_tokens}):
+            tokens = torch.zeros(count, width, dtype=dtype, device=device)
             padding = torch.full((count,), -1, dtype=torch.int32, device=device)
-            table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-            caches = states, entries, table
-            ops.compress_and_cache(
-                token, token, bias, norm, angles, *caches, padding, padding, padding.long(), 1e-6, entry_format
-            )
+            for blocks in (1, 1 + -(-count // window)):
+                table = torch.zeros(1, blocks, dtype=torch.int32, device=device)
+                caches = states, entries, table
+                ops.compress_and_cache(
+                    tokens, tokens, bias, norm, angles, *caches, padding, padding, padding.long(), 1e-6, entry_format
+                )
 
 
 def _warm_up_indexer(
@@ -216,7 +225,8 @@ def _warm_up_indexer(
     device: torch.device,
 ) -> None:
     """The indexer's cache, scores and choice: short and longer contexts, and those that portable kernels cut."""
-    index_format = "fp8_index" if get_format(cache_format).quantized else cache_format
+    index_format = index_format_of(cache_format)
+    query_dtype = PLAIN.get(index_format, dtype)
     cache = allocate_cache(index_format, 2, block_size, head_dim=INDEX_DIM, device=device)
     token = torch.zeros(1, INDEX_DIM, dtype=dtype, device=device)
     ops.write_index_cache(token, cache, torch.zeros(1, dtype=torch.int64, device=device), index_format)
@@ -228,9 +238,10 @@ def _warm_up_indexer(
     for num_columns in (2**13, 2**18):
         ops.topk_indices(row[:, :num_columns], topk, row_ends=one)
     for count in num_tokens:
-        q = torch.zeros(count, num_heads, INDEX_DIM, dtype=dtype, device=device)
+        q = torch.zeros(count, num_heads, INDEX_DIM, dtype=query_dtype, device=device)
         weights = torch.zeros(count, num_heads, dtype=torch.float32, device=device)
         if index_format == "fp8_index":
+            ops.quantize_index_query(q, weights.to(dtype), 1.0)
             q, weights = ops.quantize_index_query(q, weights, 1.0)
         zeros = torch.zeros(count, dtype=torch.int32, device=device)
         ones = torch.ones_like(zeros)

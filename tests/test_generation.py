@@ -10,9 +10,11 @@ transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "DeepseekV3ForCausalLM"):
     pytest.skip("this transformers has no DeepSeek-V3", allow_module_level=True)
 
-from mla_ops.demo.model import TEXT, build_small_model
+import mla_ops
+from mla_ops.demo.model import TEXT, build_small_model, build_small_v4_model
 from mla_ops.models import GenerationSession, decoder_for
 from mla_ops.models.sampling import choose_tokens, gumbel_noise
+from mla_ops.testing.checks import record_calls
 
 BOOK = list(TEXT.read_bytes())
 PROMPTS = [BOOK[:5], BOOK[40:61], BOOK[300:301]]
@@ -209,3 +211,35 @@ def test_captured_samples_equal_eager_samples_on_gpu():
         session = make_session(decoder_for(model, 64), sampling=True, cuda_graph=cuda_graph)
         found.append(session.generate(PROMPTS, 12, temperature=1.0, top_p=0.9, seed=3).tokens)
     assert found[0] == found[1]
+
+
+def build_v32():
+    return build_small_model(num_layers=1, hidden_size=64, num_heads=2, index_heads=2, index_topk=16)
+
+
+def build_v4():
+    return build_small_v4_model(hidden_size=64, num_heads=2, index_topk=16)
+
+
+@pytest.mark.parametrize("cache_format", ["quantized", "plain"])
+@pytest.mark.parametrize("build", [build_v32, build_v4])
+def test_a_warm_up_makes_every_kind_of_call_that_the_model_makes(build, cache_format):
+    """A kind: the op, the arguments that are given, their dtypes and formats."""
+    decoder = decoder_for(build().bfloat16(), 300)
+    named = decoder.attention.quantized_format if cache_format == "quantized" else "bf16"
+    session = GenerationSession(decoder, max_num_requests=2, cache_format=named, block_size=128, prefill_tokens=24)
+
+    def kinds(run):
+        with record_calls() as calls:
+            run()
+        return {
+            (op, *sorted((name, str(getattr(v, "dtype", v))) for name, v in given.items() if is_a_form(v)))
+            for op, given in calls
+        }
+
+    def is_a_form(value):
+        return isinstance(value, (torch.Tensor, str, bool))
+
+    warmed = kinds(lambda: mla_ops.warmup(**session.configuration()))
+    seen = kinds(lambda: session.generate([BOOK[:40], BOOK[:3]], 3))
+    assert seen <= warmed, seen - warmed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -101,6 +103,69 @@ def test_prefill_gets_requests_of_few_tokens_and_of_many() -> None:
         assert max(lens) > prefill_attention.QUERIES
 
 
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla_v4", "bf16"])
+def test_the_compressor_of_other_steps_takes_the_kernels_that_were_warmed_up(
+    cache_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of the token counts that were announced, over rings of a group and over states of whole requests."""
+    pytest.importorskip("triton")
+    from mla_ops.kernels.triton import compressor
+
+    seen: set[tuple[object, ...]] = set()
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            def launch(*args: object, OPTIONS: object, **_: object) -> None:
+                seen.add((self.name, OPTIONS, *(a.dtype for a in args if isinstance(a, torch.Tensor))))
+
+            return launch
+
+    for name in ("_compress_kernel", "_finish_kernel", "_store_state_kernel"):
+        monkeypatch.setattr(compressor, name, Recorded(name))
+    num_tokens = (8, compressor.MANY_TOKENS)
+    with mla_ops.dispatch.override(compress_and_cache="triton"):
+        mla_ops.warmup(
+            cache_format=cache_format, num_heads=1, topk=1, num_tokens=num_tokens, head_dim=512, device="cpu"
+        )
+        warmed = seen.copy()
+        for (ratio, series, head_dim), count in itertools.product(
+            ((4, 2, 512), (128, 1, 512), (4, 2, 128)), num_tokens
+        ):
+            entry_format = cache_format if head_dim == 512 else mla_ops.formats.index_format_of(cache_format)
+            entries = mla_ops.allocate_cache(entry_format, 2, 64, head_dim=head_dim)
+            width, window = series * head_dim, ratio * series
+            tokens, owners = torch.zeros(count, width, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.int32)
+            bias, norm = torch.zeros(ratio, width), torch.zeros(head_dim, dtype=torch.bfloat16)
+            for capacity in (window, window + count):
+                states, table = torch.zeros(3, capacity, 2 * width), torch.zeros(3, 1, dtype=torch.int32)
+                caches = torch.zeros(9, 64), states, entries, table
+                mla_ops.compress_and_cache(
+                    tokens, tokens, bias, norm, *caches, owners, owners, owners.long(), 1e-6, entry_format
+                )
+    assert seen == warmed
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("cache_format", sorted(mla_ops.formats.LATENT_FORMATS))
+def test_a_format_alone_is_enough_and_tokens_may_be_wider(cache_format: str, dtype: torch.dtype | None) -> None:
+    with record_calls() as calls:
+        mla_ops.warmup(
+            cache_format=cache_format,
+            num_heads=1,
+            topk=1,
+            num_tokens=iter((3,)),
+            dtype=dtype,
+            index_heads=1,
+            device="cpu",
+        )
+    usual = mla_ops.formats.PLAIN.get(cache_format, torch.bfloat16)
+    assert {named["kv_c"].dtype for op, named in calls if op == "concat_and_cache"} == {dtype or usual}
+    assert {named["q"].shape[0] for op, named in calls if op == "select_keys"} == {3}
+
+
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
     """Names of the kernels that Triton compiles while the test runs."""
@@ -164,4 +229,39 @@ def test_a_capture_after_warmup_compiles_nothing(
             )
         graph.replay()
         assert out.isfinite().all()
+    assert compilations == before
+
+
+@pytest.mark.gpu
+def test_a_step_of_v4_after_warmup_compiles_nothing(compilations: list[str]) -> None:
+    """Entries of both ratios and of the indexer, over a ring and over states of whole requests; chunks of a context."""
+    device, counts, cache_format = torch.device("cuda"), (1, 8, 600), "fp8_ds_mla_v4"
+    mla_ops.warmup(cache_format=cache_format, num_heads=16, topk=128, num_tokens=counts, index_heads=64)
+    before = list(compilations)
+    zeros = functools.partial(torch.zeros, device=device)
+    for count, (ratio, series, head_dim) in itertools.product(counts, ((4, 2, 512), (128, 1, 512), (4, 2, 128))):
+        entry_format = cache_format if head_dim == 512 else "fp8_index"
+        entries = mla_ops.allocate_cache(entry_format, 9, 64, head_dim=head_dim, device=device)
+        width, window = series * head_dim, ratio * series
+        tokens = torch.randn(count, width, device=device).bfloat16()
+        owners, positions = zeros(count, dtype=torch.int32), torch.arange(count, dtype=torch.int32, device=device)
+        norm = torch.ones(head_dim, dtype=torch.bfloat16, device=device)
+        for capacity in (window, window + count):
+            caches = zeros(3, capacity, 2 * width), entries, zeros(1, 1, dtype=torch.int32)
+            mla_ops.compress_and_cache(
+                tokens,
+                tokens,
+                zeros(ratio, width),
+                norm,
+                zeros(1000, 64),
+                *caches,
+                owners,
+                positions,
+                positions.long() // ratio,
+                1e-6,
+                entry_format,
+            )
+    cache = mla_ops.allocate_cache(cache_format, 9, 64, device=device)
+    lens, starts = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([40, 90], [0, 40, 70]))
+    mla_ops.gather_cache(cache, zeros(2, 5, dtype=torch.int32), lens, starts, 70, cache_format, gather_lens=lens)
     assert compilations == before

@@ -56,6 +56,7 @@ class Decoder(nn.Module):
         num_heads, head_dim, with_sink: of its attention, as this rank runs it.
         ranks: who shares its weights and caches.
         index_topk: keys that its indexer chooses; `max_model_len` without one.
+        index_heads: heads of its indexer; 0 without one.
         dtype, device: of its embedding.
     """
 
@@ -86,6 +87,7 @@ class Decoder(nn.Module):
         self.residual = Residual() if streams is None else HyperStreams(int(streams))
         self.num_heads: int = self.attention.query_heads
         self.index_topk: int = self.attention.index_topk
+        self.index_heads: int = self.attention.index_heads
         self.head_dim: int = self.attention.head_dim
         self.with_sink: bool = self.attention.with_sink
 

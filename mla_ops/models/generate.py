@@ -312,6 +312,25 @@ class GenerationSession:
         else:
             self.advance()
 
+    def configuration(self) -> dict[str, Any]:
+        """The arguments of `mla_ops.warmup` for the ops that this session calls."""
+        decoder = self.decoder
+        counts = [2**power for power in range(self.prefill_tokens.bit_length())]
+        return {
+            "cache_format": self.cache.cache_format,
+            "num_heads": decoder.num_heads,
+            "topk": min(decoder.index_topk, self.max_blocks_per_request * self.cache.block_size),
+            "num_tokens": [*counts, self.prefill_tokens, len(self.slots)],
+            "head_dim": decoder.head_dim,
+            "with_sink": decoder.with_sink,
+            "block_size": self.cache.block_size,
+            "dtype": decoder.dtype,
+            "device": decoder.device,
+            "prefill_head_dims": _prefill_head_dims(decoder.config),
+            "index_heads": decoder.index_heads,
+            "q_halves": decoder.head_dim > LATENT_DIM,
+        }
+
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compiles prefill and decode and captures the decode graph, while no row is in use.
 
@@ -323,20 +342,7 @@ class GenerationSession:
         decoder = self.decoder
         tell = progress or (lambda what: None)
         if decoder.device.type == "cuda":
-            counts = [2**power for power in range(self.prefill_tokens.bit_length())]
-            warmup(
-                cache_format=self.cache.cache_format,
-                num_heads=decoder.num_heads,
-                topk=min(decoder.index_topk, self.max_blocks_per_request * self.cache.block_size),
-                num_tokens=[*counts, self.prefill_tokens, len(self.slots)],
-                head_dim=decoder.head_dim,
-                with_sink=decoder.with_sink,
-                block_size=self.cache.block_size,
-                dtype=decoder.dtype,
-                device=decoder.device,
-                prefill_head_dims=_prefill_head_dims(decoder.config),
-                q_halves=decoder.head_dim > LATENT_DIM,
-            )
+            warmup(**self.configuration())
         tokens = [0] * min(self.prefill_tokens, 7, decoder.max_model_len - 1)
         late = decoder.max_model_len - len(tokens)
         bounds = [decoder.dense_context(start, len(tokens), any_length=True) for start in (0, late)]

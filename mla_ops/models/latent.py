@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from ..formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache
+from ..formats import INDEX_DIM, LATENT_DIM, ROPE_DIM, allocate_cache, index_format_of
 from ..metadata import StepMetadata
 from ..ops import choose_prefill, concat_and_cache, paged_attention, paged_sparse_attention, write_index_cache
 from .dense_prefill import DensePrefill, attend_expanded
 from .parallel import Ranks
-from .parts import Rope, choose_keys, index_format_of, prepare_index_query
+from .parts import Rope, choose_keys, prepare_index_query
 
 if TYPE_CHECKING:  # DTensor takes half a second to import, and some builds of torch have none
     from ..distributed import ContextParallel
@@ -188,6 +188,7 @@ class LatentAttention(nn.Module):
         self.query_heads = self.num_heads * (1 if ranks.dcp_group is None else ranks.tp_size)
         self.has_indexer = any(part.indexer is not None for part in parts)
         self.index_topk = int(config.index_topk) if self.has_indexer else max_model_len
+        self.index_heads = int(config.index_n_heads) if self.has_indexer else 0
         self.with_sink = hasattr(backbone.layers[0].self_attn, "sinks")
         weight = backbone.embed_tokens.weight
         self.dtype: torch.dtype = weight.dtype

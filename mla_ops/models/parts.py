@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..formats import ROPE_DIM, get_format
+from ..formats import ROPE_DIM
 from ..ops import quantize_index_query, select_keys
 
 
@@ -40,11 +40,6 @@ class Rope(NamedTuple):
             first, second = turned.chunk(2, dim=-1)
         both = first * cos - second * sin, second * cos + first * sin
         return torch.cat((*both, still) if self.side == "first" else (still, *both), dim=-1)
-
-
-def index_format_of(cache_format: str) -> str:
-    """The format of the index keys beside an attention cache: fp8 beside a quantized one, else the same."""
-    return "fp8_index" if get_format(cache_format).quantized else cache_format
 
 
 def prepare_index_query(

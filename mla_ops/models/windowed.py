@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..formats import INDEX_DIM, ROPE_DIM, allocate_cache
+from ..formats import INDEX_DIM, ROPE_DIM, allocate_cache, index_format_of
 from ..metadata import V4StepMetadata
 from ..ops import compress_and_cache, concat_and_cache, paged_sparse_attention
-from .parts import choose_keys, index_format_of
+from .parts import choose_keys
 
 HEAD_DIM = 512
 NOPE_DIM = HEAD_DIM - ROPE_DIM
@@ -179,7 +179,7 @@ class WindowedAttention(nn.Module):
         self.kinds: list[str] = [layer.self_attn.layer_type for layer in backbone.layers]
         self.max_model_len = max_model_len
         self.num_heads = self.query_heads = int(config.num_attention_heads)
-        self.index_topk = int(config.index_topk)
+        self.index_topk, self.index_heads = int(config.index_topk), int(config.index_n_heads)
         self.ratios: dict[str, int] = {name: int(config.compress_rates[name]) for name in (C4A, C128A)}
         weight = backbone.embed_tokens.weight
         self.dtype: torch.dtype = weight.dtype

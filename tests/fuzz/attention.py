@@ -7,7 +7,7 @@ import math
 import attention_oracle
 import dense_oracle
 import torch
-from attention_inputs import filled_cache, operand
+from attention_inputs import filled_cache, operand, poison_unused
 
 from mla_ops.formats import FORMATS, LATENT_FORMATS, PLAIN, geometry
 
@@ -16,6 +16,7 @@ from .draw import TOKENS, Draw
 
 WORK = 300_000  # tokens * heads * keys of an attention call
 TOKENS_CHECKED = 4
+SMALL_DIMS = ((24, 7), (1, 1), (100, 33), (255, 256))  # of heads that only portable kernels take
 HEADS = (1, 2, 7, 8, 16, 17, 32, 64, 65, 127, 128)
 
 
@@ -30,12 +31,30 @@ def _heads_and_keys(draw: Draw, num_tokens: int, widest: int) -> tuple[int, int]
 
 
 def attention_cache(draw: Draw, cache_format: str, head_dim: int = 0) -> torch.Tensor:
-    blocks, block_size = draw.pick(1, 2, 7), draw.form("block size", 3, *BLOCK_SIZES)
+    blocks, block_size = draw.maybe_none(1, 2, 7), draw.form("block size", 3, *BLOCK_SIZES)
     cache = filled_cache(cache_format, blocks, block_size, torch.device("cpu"), head_dim=head_dim or 576)
     if cache_format == "fp8_ds_mla" and draw.chance(0.2):  # writers without a least scale store small keys so
         scales = cache[..., 512:528].contiguous().view(torch.float32) * 2.0 ** draw.between(-20, 6)
         cache[..., 512:528] = scales.view(torch.uint8)
     return cache
+
+
+def _poisoned(draw: Draw, arguments: Arguments, indices: torch.Tensor, length: str, prefix: str = "") -> torch.Tensor:
+    """In one call of four a cache with NaN in every slot that no token attends to; else as it is."""
+    cache, cache_format = arguments[f"{prefix}kv_cache"], arguments[f"{prefix}cache_format"]
+    blocks, block_size, _, _ = geometry(cache, cache_format)
+    if draw.expands or not blocks or not draw.chance(0.25):
+        return cache
+    table, lengths, used = arguments[f"{prefix}block_table"], arguments[length], set()
+    for token, row in enumerate(indices.tolist()):
+        columns = None
+        if table is not None:
+            request = int(arguments["req_id_per_token"][token])
+            columns = table[request].tolist() if 0 <= request < table.shape[0] else []
+        count = None if lengths is None else int(lengths[token])
+        used.update(attention_oracle.valid_slots(row, blocks, block_size, count, columns))
+    slots = torch.tensor([block * block_size + offset for block, offset in used], dtype=torch.int64)
+    return poison_unused(cache, slots, cache_format)
 
 
 def _format_and_dtype(draw: Draw, kind: str, *formats: str) -> tuple[str, torch.dtype]:
@@ -117,7 +136,7 @@ def paged_sparse_attention(draw: Draw) -> Case:
     num_tokens = draw.tokens()
     heads, topk = _heads_and_keys(draw, num_tokens, 700)
     local, with_length, with_sink, halved, with_extra_length = draw.options(5, "paged", cache_format, dtype)
-    requests, columns = draw.pick(1, 3), draw.pick(1, 5)
+    requests, columns = draw.maybe_none(1, 3), draw.maybe_none(1, 5)
     slots = columns * block_size if local else blocks * block_size
     arguments: Arguments = {
         "q": draw.normal(num_tokens, heads, width, dtype=dtype, spread=2),
@@ -131,6 +150,7 @@ def paged_sparse_attention(draw: Draw) -> Case:
         "req_id_per_token": draw.int32(0, requests, num_tokens) if local else None,
         "deterministic": draw.chance(0.2),
     }
+    arguments["kv_cache"] = _poisoned(draw, arguments, arguments["indices"], "topk_length")
     tokens = _some(draw, num_tokens)
     judge = _judge_attention(tokens, formats=(cache_format,))
     if draw.chance(0.75):
@@ -152,6 +172,7 @@ def paged_sparse_attention(draw: Draw) -> Case:
         "extra_topk_length": draw.int32(0, extra_topk + 2, num_tokens) if with_extra_length else None,
         "extra_block_table": draw.int32(0, extra_blocks, requests, columns) if local else None,
     }
+    arguments["extra_kv_cache"] = _poisoned(draw, arguments, arguments["extra_indices"], "extra_topk_length", "extra_")
     judge = _judge_attention(tokens, formats=(cache_format, extra_format))
     caches = {"kv_cache": cache_format, "extra_kv_cache": extra_format}
     return Case("paged_sparse_attention.extra", arguments, judge, caches)
@@ -180,10 +201,10 @@ def paged_attention(draw: Draw) -> Case:
     width = FORMATS[cache_format].head_dims[0]
     cache = attention_cache(draw, cache_format)
     blocks, block_size, _, _ = geometry(cache, cache_format)
-    num_tokens, requests = draw.tokens(), draw.pick(1, 3)
+    num_tokens, requests = draw.tokens(), draw.maybe_none(1, 3)
     heads, keys = _heads_and_keys(draw, num_tokens, 400)
     (halved,) = draw.options(1, "dense", cache_format, dtype)
-    columns = max(-(-keys // block_size), 1) if block_size > 3 else draw.pick(1, 9)
+    columns = draw.maybe_none(max(-(-keys // block_size), 1) if block_size > 3 else draw.pick(1, 9))
     arguments: Arguments = {
         "q": draw.normal(num_tokens, heads, width, dtype=dtype, spread=2),
         "kv_cache": cache,
@@ -194,6 +215,8 @@ def paged_attention(draw: Draw) -> Case:
         "cache_format": cache_format,
         "deterministic": draw.chance(0.2),
     }
+    positions = torch.arange(columns * block_size).expand(num_tokens, -1)
+    arguments["kv_cache"] = _poisoned(draw, arguments, positions, "key_lens")
     judge = _judge_attention(_some(draw, num_tokens), formats=(cache_format,))
     arguments = _halved(arguments) if halved else arguments
     return Case("paged_attention", arguments, judge, {"kv_cache": cache_format})
@@ -205,18 +228,18 @@ def prefill_attention(draw: Draw) -> Case:
     kv_heads = draw.pick(1, 2, 4)
     heads = kv_heads * draw.pick(1, 1, 4)
     draw.few_forms &= draw.lowering == "triton" or draw.chance(0.4)
-    dims = draw.form("dims", 2, (192, 128), (128, 128), (256, 256), (64, 64), *([(24, 7)] if draw.few_forms else []))
+    dims = draw.form("dims", 2, (192, 128), (128, 128), (256, 256), (64, 64), *(SMALL_DIMS if draw.few_forms else []))
     dtype = draw.form("prefill", 2, *PLAIN.values()) if draw.few_forms else draw.pick(torch.bfloat16, torch.float16)
     (causal,) = draw.options(1, "prefill", dtype, dims)
     arguments: Arguments = {
         "q": draw.normal(num_tokens, heads, dims[0], dtype=dtype, spread=1),
         "k": draw.normal(num_kv, kv_heads, dims[0], dtype=dtype, spread=1),
         "v": draw.normal(num_kv, kv_heads, dims[1], dtype=dtype, spread=1),
-        "cu_seqlens_q": draw.starts(requests, num_tokens),
-        "cu_seqlens_k": draw.starts(requests, num_kv),
-        "max_seqlen_q": num_tokens,
-        "max_seqlen_k": num_kv,
-        "softmax_scale": dims[0] ** -0.5,
+        "cu_seqlens_q": draw.starts(requests, num_tokens, past=True),
+        "cu_seqlens_k": draw.starts(requests, num_kv, past=True),
+        "max_seqlen_q": draw.size(num_tokens),
+        "max_seqlen_k": draw.size(num_kv),
+        "softmax_scale": abs(_scale(draw, dims[0])),
         "causal": causal,
     }
     tokens = _some(draw, num_tokens)
@@ -224,7 +247,9 @@ def prefill_attention(draw: Draw) -> Case:
     def judge(before: Arguments, after: Arguments, outputs: tuple[torch.Tensor, ...], lowering: str) -> None:
         rounded = None if lowering == "reference" or dtype == torch.float32 else dtype
         names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "softmax_scale")
-        expected = dense_oracle.prefill(*(before[n] for n in names), causal=causal, operand=rounded, tokens=tokens)
+        given = [before[name] for name in names]
+        given[3:5] = given[3].clamp(max=num_tokens), given[4].clamp(max=num_kv)
+        expected = dense_oracle.prefill(*given, causal=causal, operand=rounded, tokens=tokens)
         attention_oracle.assert_close(*outputs, expected)
 
     return Case("prefill_attention", arguments, judge)
@@ -232,7 +257,11 @@ def prefill_attention(draw: Draw) -> Case:
 
 def merge_attention_states(draw: Draw) -> Case:
     dtype, parts = draw.form("merge", 2, *PLAIN.values()), draw.pick(2, 2, 0, 1, 5)
-    num_tokens, heads, width = draw.tokens(), draw.pick(1, 3, 16, 128), draw.form("merge width", 2, 1, 64, 128, 512)
+    num_tokens, heads, width = (
+        draw.tokens(),
+        draw.maybe_none(1, 3, 16, 128),
+        draw.form("merge width", 2, 1, 7, 64, 128, 512, 600),
+    )
     outs = draw.normal(parts, num_tokens, heads, width, dtype=dtype)
     lses = draw.normal(parts, num_tokens, heads, dtype=torch.float32)
     lses[torch.rand(lses.shape) < 0.2] = draw.pick(-math.inf, math.inf)
@@ -244,6 +273,8 @@ def merge_attention_states(draw: Draw) -> Case:
     )
 
     def judge(before: Arguments, after: Arguments, outputs: tuple[torch.Tensor, ...], lowering: str) -> None:
+        outs = torch.stack((before["out_a"], before["out_b"])) if pair else before["outs"]
+        lses = torch.stack((before["lse_a"], before["lse_b"])) if pair else before["lses"]
         live = torch.where(lses == math.inf, -math.inf, lses).double()
         total = torch.logsumexp(live, 0) if parts else live.new_full(lses.shape[1:], -math.inf)
         shares = torch.where(total == -math.inf, 0.0, (live - total).exp())

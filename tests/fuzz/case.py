@@ -12,7 +12,7 @@ Arguments = dict[str, Any]
 # (arguments before the call, on the CPU; arguments after; outputs; the lowering) -> raises AssertionError
 Judge = Callable[[Arguments, Arguments, tuple[torch.Tensor, ...], str], None]
 
-BLOCK_SIZES = (1, 2, 3, 16, 64, 80)
+BLOCK_SIZES = (1, 2, 3, 16, 64, 80, 100, 256)
 
 
 @dataclass

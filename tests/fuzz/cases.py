@@ -12,7 +12,7 @@ from mla_ops.formats import FORMATS, LATENT_FORMATS, PLAIN, allocate_cache, geom
 from . import attention, indexer
 from .attention import attention_cache
 from .case import BLOCK_SIZES, Arguments, Case
-from .draw import Draw
+from .draw import INT_MAX, Draw
 
 
 def concat_and_cache(draw: Draw) -> Case:
@@ -22,7 +22,7 @@ def concat_and_cache(draw: Draw) -> Case:
     head_dim = draw.pick(*entry.head_dims)
     latent_dim = entry.latent_dim if entry.quantized else draw.pick(head_dim - 64, head_dim)
     num_tokens, dtype = draw.tokens(), draw.form("written dtype", 2, *PLAIN.values())
-    cache = allocate_cache(cache_format, draw.pick(1, 4), draw.pick(*BLOCK_SIZES), head_dim=head_dim)
+    cache = allocate_cache(cache_format, draw.maybe_none(1, 4), draw.pick(*BLOCK_SIZES), head_dim=head_dim)
     blocks, block_size, _, _ = geometry(cache, cache_format)
     slots = torch.randperm(blocks * block_size)[:num_tokens].long()
     slots = torch.cat((slots, torch.full((draw.pick(0, 3),), -1)))
@@ -42,7 +42,7 @@ def gather_cache(draw: Draw) -> Case:
     cache_format = draw.pick(*LATENT_FORMATS)
     cache = attention_cache(draw, cache_format)
     blocks, block_size, _, _ = geometry(cache, cache_format)
-    requests, columns, rows = draw.pick(0, 1, 4), draw.pick(1, 3), draw.pick(0, 1, 50)
+    requests, columns, rows = draw.pick(0, 1, 4), draw.maybe_none(1, 3), draw.pick(0, 1, 50)
     last = draw.chance(0.3)
     arguments = {
         "kv_cache": cache,
@@ -52,7 +52,7 @@ def gather_cache(draw: Draw) -> Case:
         "num_rows": rows,
         "cache_format": cache_format,
         "gather_lens": draw.int32(0, 20, requests) if last else None,
-        "offset": draw.pick(0, 3) if last else 0,
+        "offset": draw.size(0, 3) if last else 0,
     }
     return Case("gather_cache", arguments, caches={"kv_cache": cache_format})
 
@@ -104,13 +104,14 @@ def _judge_entries(before: Arguments, after: Arguments, outputs: tuple[torch.Ten
 
 
 def index_builders(draw: Draw) -> Case:
-    num_tokens, requests, columns = draw.tokens(), draw.pick(0, 1, 3), draw.pick(1, 5)
-    block_size, blocks = draw.pick(1, 4, 64), draw.pick(1, 9)
+    num_tokens, requests, columns = draw.tokens(), draw.pick(0, 1, 3), draw.maybe_none(1, 5)
+    block_size, blocks = draw.pick(1, 4, 64), draw.maybe_none(1, 9)
     table = draw.int32(0, blocks, requests, columns)
     owner, positions = draw.int32(0, requests, num_tokens), draw.int32(0, columns * block_size + 3, num_tokens)
     topk = draw.pick(0, 1, 63, 64, 300)
     chosen = draw.int32(0, columns * block_size + 1, num_tokens, topk)
     bound = {"num_blocks": draw.pick(None, blocks)}
+    block_size = draw.size(block_size)
     kind = draw.pick("convert", "filter", "window", "compressed", "combine", "global")
     if kind == "convert":
         arguments = {"req_id_per_token": owner, "block_table": table, "token_indices": chosen, "block_size": block_size}
@@ -123,8 +124,8 @@ def index_builders(draw: Draw) -> Case:
     arguments = {"positions": positions, "req_id_per_token": owner}
     if kind == "combine":
         lens, gathered = draw.int32(0, 90, requests), draw.int32(0, 90, requests)
-        sizes = {"window": draw.pick(0, 1, 128), "compress_ratio": draw.pick(1, 4)}
-        sizes |= {"request_stride": draw.pick(0, 64, 300), "window_offset": draw.pick(0, 32)}
+        sizes = {"window": draw.pick(0, 1, 128), "compress_ratio": draw.size(1, 4)}
+        sizes |= {"request_stride": draw.size(0, 64, 300), "window_offset": draw.size(0, 32)}
         given = {"topk_indices": chosen, **arguments, "seq_lens": lens, "gather_lens": gathered, **sizes}
         return Case("combine_topk_swa_indices", given)
     arguments["block_table"] = table
@@ -132,18 +133,18 @@ def index_builders(draw: Draw) -> Case:
         return Case(
             "sliding_window_indices", {**arguments, "window": draw.pick(0, 1, 128), "block_size": block_size, **bound}
         )
-    sizes = {"compress_ratio": draw.pick(1, 4, 128), "block_size": block_size, "width": draw.pick(0, 1, 200)}
+    sizes = {"compress_ratio": draw.size(1, 4, 128), "block_size": block_size, "width": draw.pick(0, 1, 200)}
     return Case("compressed_indices", {**arguments, **sizes, **bound})
 
 
 def build_step_metadata(draw: Draw) -> Case:
     requests, capacity, columns = draw.pick(0, 1, 4), draw.pick(0, 1, 20), draw.pick(1, 4)
-    block_size = draw.pick(1, 16, 64)
+    block_size = draw.size(1, 16, 64)
     rows = requests + draw.pick(0, 2)
     new = lambda *shape, dtype=torch.int32: torch.full(shape, 7, dtype=dtype)  # noqa: E731
     arguments = {
         "query_start_loc": draw.starts(requests, capacity),
-        "seq_lens": draw.int32(0, columns * block_size + 1, requests),
+        "seq_lens": draw.int32(0, min(columns * block_size + 1, INT_MAX), requests),
         "block_table": draw.int32(0, 9, requests, columns),
         "query_start_loc_buffer": new(rows + 1),
         "seq_lens_buffer": new(rows),
@@ -154,7 +155,7 @@ def build_step_metadata(draw: Draw) -> Case:
         "key_lens": new(capacity),
         "topk_length": new(capacity),
         "block_size": block_size,
-        "index_topk": draw.pick(1, 64),
+        "index_topk": draw.size(0, 1, 64),
     }
     return Case("build_step_metadata", arguments)
 
@@ -169,8 +170,8 @@ def build_compressed_metadata(draw: Draw) -> Case:
         "block_table_buffer": torch.full((rows, columns + draw.pick(0, 1)), 7, dtype=torch.int32),
         "slot_mapping": torch.full((num_tokens,), 7),
         "compressed_lens": torch.full((num_tokens,), 7, dtype=torch.int32),
-        "compress_ratio": draw.pick(1, 4, 128),
-        "block_size": draw.pick(1, 2, 64),
+        "compress_ratio": draw.size(1, 4, 128),
+        "block_size": draw.size(1, 2, 64),
     }
     return Case("build_compressed_metadata", arguments)
 

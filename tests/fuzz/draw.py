@@ -14,6 +14,7 @@ from mla_ops.formats import CACHE_ALIGNMENT, FORMATS
 
 T = TypeVar("T")
 GARBAGE = (INT_MIN, INT_MIN + 1, -123456, -1, INT_MAX - 1, INT_MAX)
+LARGE = (65537, 2**20 + 1, 2**30, INT_MAX - 1, INT_MAX)
 TOKENS = (0, 1, 1, 2, 3, 5, 8, 17, 40)
 OUTPUTS = "outputs"  # stands among the names of tensors for the buffers of an `.out` form
 # Triton's attention on a Hopper GPU is what compiles most: one call in eight
@@ -37,6 +38,7 @@ class Draw:
         few_forms: whether this call may have the swarm's forms only; the Hopper kernels are the same for all.
         misaligned: whether some tensors of the call lie at odd elements of their storages.
         odd_pitches: whether their rows do not lie on multiples of 16 bytes either.
+        expands: whether some tensors have one entry in place of many, by a stride of 0.
     """
 
     def __init__(self, seed: int) -> None:
@@ -46,6 +48,7 @@ class Draw:
         self.few_forms = self.lowering != "hopper"
         self.misaligned = self.chance(0.25)
         self.odd_pitches = False
+        self.expands = self.chance(0.1)
         torch.manual_seed(seed)
 
     def swarm(self, *kind: object) -> random.Random:
@@ -73,6 +76,14 @@ class Draw:
     def form(self, kind: str, count: int, *choices: T) -> T:
         """Any of the choices, or of the swarm's `count` among them."""
         return self.pick(*(self.swarm(kind).sample(choices, count) if self.few_forms else choices))
+
+    def maybe_none(self, *counts: int) -> int:
+        """One of the counts, or now and then 0: a cache without blocks, a table without requests or columns."""
+        return 0 if self.chance(0.04) else self.pick(*counts)
+
+    def size(self, *usual: int) -> int:
+        """One of these sizes, or one at which 32 bits end."""
+        return self.pick(*LARGE) if self.chance(0.06) else self.pick(*usual)
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
@@ -109,10 +120,18 @@ class Draw:
         wild = torch.tensor(GARBAGE)[torch.randint(len(GARBAGE), tensor.shape)]
         return torch.where(torch.rand(tensor.shape) < 0.1, wild, tensor).to(tensor.dtype)
 
-    def starts(self, count: int, total: int) -> torch.Tensor:
-        """`[count + 1]`, ascending from 0 to at most `total`."""
+    def starts(self, count: int, total: int, *, past: bool = False) -> torch.Tensor:
+        """`[count + 1]`, ascending from 0 to at most `total`; with `past`, now and then beyond it."""
         inner = sorted(self.between(0, total) for _ in range(count))
+        if past and count and self.chance(0.1):
+            inner[-1] = self.pick(total + 1, 2 * total + 100, INT_MAX)
         return torch.tensor([0, *inner], dtype=torch.int32)
+
+
+def expanded(draw: Draw, tensor: torch.Tensor) -> torch.Tensor:
+    """The first entry of a dim but the last in place of all of them, by a stride of 0."""
+    dim = draw.between(0, tensor.dim() - 2)
+    return tensor.narrow(dim, 0, 1).clone().expand(tensor.shape) if tensor.shape[dim] else tensor
 
 
 def relaid(draw: Draw, tensor: torch.Tensor, *, odd: bool = False, aligned: bool = False) -> torch.Tensor:

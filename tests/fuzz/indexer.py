@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -15,7 +16,7 @@ from .draw import Draw
 
 
 def _index_cache(draw: Draw, cache_format: str) -> torch.Tensor:
-    cache = allocate_cache(cache_format, draw.pick(1, 6), draw.pick(1, 3, 16, 64), head_dim=128)
+    cache = allocate_cache(cache_format, draw.maybe_none(1, 6), draw.pick(1, 3, 16, 64), head_dim=128)
     blocks, block_size, _, _ = geometry(cache, cache_format)
     keys = draw.normal(blocks * block_size, 128, dtype=torch.float32)
     write_index_cache(keys, cache, torch.arange(len(keys)), cache_format)
@@ -37,7 +38,7 @@ def index_cache(draw: Draw) -> Case:
         given = {"k": k, "index_cache": cache, "slot_mapping": slots, "cache_format": cache_format}
         return Case("write_index_cache", given, caches=caches)
     if kind == "gather":
-        requests, columns, rows = draw.pick(0, 1, 3), draw.pick(1, 4), draw.pick(0, 1, 70)
+        requests, columns, rows = draw.pick(0, 1, 3), draw.maybe_none(1, 4), draw.pick(0, 1, 70)
         given = {
             "index_cache": cache,
             "block_table": draw.int32(0, blocks, requests, columns),
@@ -63,12 +64,15 @@ def _scored(draw: Draw) -> tuple[str, torch.dtype, int, int]:
     return cache_format, PLAIN.get(cache_format, torch.float8_e4m3fn), draw.tokens(), heads
 
 
-def _judge_scores(exact: torch.Tensor, bound: torch.Tensor, seen: torch.Tensor, clean: bool) -> Judge:
+def _judge_scores(expected: Callable[[Arguments], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> Judge:
+    """`expected` gives float64 scores, their bound, and which of them a row sees."""
+
     def judge(before: Arguments, after: Arguments, outputs: tuple[torch.Tensor, ...], lowering: str) -> None:
+        exact, bound, seen = expected(before)
         found = outputs[0].double()
         close = (found == exact) | ((found - exact).abs() <= bound)
         assert close[seen].all(), f"scores: {(~close & seen).sum()} of {seen.sum()} beyond their bound"
-        assert not clean or (found[~seen] == -math.inf).all(), "columns outside a row are not -inf"
+        assert not before["clean"] or (found[~seen] == -math.inf).all(), "columns outside a row are not -inf"
 
     return judge
 
@@ -99,18 +103,21 @@ def indexer_logits(draw: Draw) -> Case:
     arguments = {"q": q, "k": k, "weights": weights, "row_starts": starts, "row_ends": ends, "k_scale": scale}
     if draw.chance(0.3):
         return Case("select_keys.flat", {**arguments, "topk": draw.pick(1, 7, 64, 300)}, _judge_selection)
-    keys = k.double() * (scale.double().unsqueeze(1) if scale is not None else 1.0)
-    scores, bound = _scores(q, keys.expand(num_tokens, -1, -1), weights)
-    column = torch.arange(num_kv)
-    seen = (column >= starts.unsqueeze(1)) & (column < ends.unsqueeze(1))
-    return Case("indexer_logits", {**arguments, "clean": clean}, _judge_scores(scores, bound, seen, clean))
+
+    def expected(before: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        keys = before["k"].double() * (scale.double().unsqueeze(1) if scale is not None else 1.0)
+        column = torch.arange(num_kv)
+        seen = (column >= starts.unsqueeze(1)) & (column < ends.unsqueeze(1))
+        return *_scores(before["q"], keys.expand(num_tokens, -1, -1), before["weights"]), seen
+
+    return Case("indexer_logits", {**arguments, "clean": clean}, _judge_scores(expected))
 
 
 def paged_indexer_logits(draw: Draw) -> Case:
     cache_format, dtype, num_tokens, heads = _scored(draw)
     cache = _index_cache(draw, cache_format)
     blocks, block_size, _, _ = geometry(cache, cache_format)
-    requests, columns = draw.pick(0, 1, 3), draw.pick(1, 4)
+    requests, columns = draw.pick(0, 1, 3), draw.maybe_none(1, 4)
     q = draw.normal(num_tokens, heads, 128, dtype=torch.float32).to(dtype)
     arguments = {
         "q": q,
@@ -126,20 +133,24 @@ def paged_indexer_logits(draw: Draw) -> Case:
         given = {**arguments, "topk": draw.pick(1, 7, 64, 300), "translate": draw.chance(0.5)}
         return Case("select_keys", given, _judge_selection, caches)
     width, (clean,) = draw.pick(0, 1, 50, columns * block_size), draw.options(1, "paged scores", dtype)
-    position = torch.arange(width)
-    owner, table = arguments["req_id_per_token"].long(), arguments["block_table"].long()
-    known = (owner >= 0) & (owner < requests)
-    seen = (position < arguments["lengths"].unsqueeze(1)) & (position // block_size < columns) & known.unsqueeze(1)
-    block = torch.zeros(num_tokens, width, dtype=torch.int64)
-    if requests and num_tokens and width:
-        block = table[owner.clamp(0, requests - 1)][:, (position // block_size).clamp(max=columns - 1)]
-    there = (block >= 0) & (block < blocks)
-    slots = torch.where(there, block, 0) * block_size + position % block_size
-    slots = slots.clamp(max=blocks * block_size - 1)
-    keys = _read(cache, slots, cache_format)
-    scores, bound = _scores(q, keys, arguments["weights"])
-    scores = torch.where(there, scores, -math.inf)
-    judge = _judge_scores(scores, bound, seen, clean)
+
+    def expected(before: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        position = torch.arange(width)
+        owner, table = before["req_id_per_token"].long(), before["block_table"].long()
+        known = (owner >= 0) & (owner < requests)
+        seen = (position < before["lengths"].unsqueeze(1)) & (position // block_size < columns) & known.unsqueeze(1)
+        block = torch.full((num_tokens, width), -1)
+        if requests and columns and num_tokens and width:
+            block = table[owner.clamp(0, requests - 1)][:, (position // block_size).clamp(max=columns - 1)]
+        there = (block >= 0) & (block < blocks)
+        slots = torch.where(there, block, 0) * block_size + position % block_size
+        keys = torch.zeros(num_tokens, width, 128, dtype=torch.float64)
+        if blocks:
+            keys = _read(cache, slots.clamp(max=blocks * block_size - 1), cache_format)
+        scores, bound = _scores(before["q"], keys, before["weights"])
+        return torch.where(there, scores, -math.inf), bound, seen
+
+    judge = _judge_scores(expected)
     return Case("paged_indexer_logits", {**arguments, "max_length": width, "clean": clean}, judge, caches)
 
 
@@ -162,16 +173,16 @@ def topk_indices(draw: Draw) -> Case:
     num_tokens, columns = draw.tokens(), draw.pick(0, 1, 63, 500, 5000)
     scores = draw.normal(num_tokens, columns, dtype=torch.float32, spread=20)
     scores = draw.pick(scores, draw.special(scores), scores.round(), torch.zeros_like(scores), scores.sort(1).values)
-    arguments: Arguments = {"scores": scores, "topk": draw.pick(1, 5, 64, 300, 2048), "sorted": draw.chance(0.5)}
+    arguments: Arguments = {"scores": scores, "topk": draw.pick(1, 5, 64, 300, 2048, 4096), "sorted": draw.chance(0.5)}
     if draw.chance(0.5):
         arguments["row_starts"] = draw.int32(0, columns + 1, num_tokens)
     if draw.chance(0.7):
         arguments["row_ends"] = draw.int32(0, columns + 2, num_tokens)
     if draw.chance(0.3):
         requests = draw.pick(0, 1, 3)
-        arguments["block_table"] = draw.int32(0, 40, requests, draw.pick(1, 90))
+        arguments["block_table"] = draw.int32(0, 40, requests, draw.maybe_none(1, 90))
         arguments["req_id_per_token"] = draw.int32(0, requests, num_tokens)
-        arguments["block_size"] = draw.pick(1, 64)
+        arguments["block_size"] = draw.size(1, 64)
     return Case("topk_indices", arguments)
 
 

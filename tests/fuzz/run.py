@@ -16,7 +16,7 @@ from mla_ops.testing.samples import overload
 
 from .case import Arguments, Case
 from .cases import make_case
-from .draw import OUTPUTS, Draw, relaid, relaid_cache, spoiled
+from .draw import OUTPUTS, Draw, expanded, relaid, relaid_cache, spoiled
 
 SPOILED = 0.12  # share of malformed calls
 INTO_BUFFERS = 0.4  # share of calls of the `.out` form
@@ -63,11 +63,15 @@ def draw_call(seed: int) -> Call:
     case = make_case(draw)
     tensors = [name for name, value in case.arguments.items() if isinstance(value, torch.Tensor)]
     odd = draw.any_alignment(case.op, [*(name for name in tensors if name not in case.caches), OUTPUTS])
+    kept = {*written_arguments(overload(case.op)), "state_block_table"}  # requests with blocks of their own
     arguments: Arguments = {}
     for name, value in case.arguments.items():
         if name in case.caches:
             arguments[name] = relaid_cache(draw, value, case.caches[name])
         elif isinstance(value, torch.Tensor):
+            if draw.expands and value.dim() > 1 and name not in kept and draw.chance(0.3):
+                arguments[name] = expanded(draw, value)
+                continue
             moves = name in odd or draw.chance(0.6)
             aligned = name == "state_cache"
             arguments[name] = relaid(draw, value, odd=name in odd, aligned=aligned) if moves else value
