@@ -92,8 +92,10 @@ struct Selection {
     }
     __syncthreads();  // bins are at 0
     const bool few_wanted = rank >= 32 && rank < 2 * p.sampled;
-    return static_cast<u32>(select<THREADS, false, MORE>(control, bins, own, rank, FirstBins::least_of(few_wanted),
-                                                         FirstBins::shift_of(few_wanted), rank / p.spare + 2) >>
+    const FirstBins first_bins(control, bins, few_wanted);
+    if (few_wanted) own.each([&](u32 key, u32) { first_bins.count(key); });
+    return static_cast<u32>(select<THREADS, false, MORE>(control, bins, own, rank, first_bins.least, first_bins.shift,
+                                                         rank / p.spare + 2, few_wanted) >>
                             32);
   }
 
@@ -156,7 +158,7 @@ struct Selection {
   DEVICE void order(u32 begin, u32 end) const {
     const u32 lowest = max(least, 1u), bins_at = shared_address(bins);
     const int shift = shift_of_listed(least);
-#pragma unroll 1
+#pragma unroll FEW_ROWS ? 1 : 4
     for (u32 i = (COUNTED ? 0 : begin) + threadIdx.x; i < end; i += THREADS) {
       u32* const key = reinterpret_cast<u32*>(entries + i) + 1;
       u32 made = *key;
@@ -271,9 +273,19 @@ struct Selection {
     int* const out = p.indices + number * p.indices_pitch;
     const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least, counted) : 1;
     if (!p.sorted) {
-      each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
-        out[place] = p.translated(position_of(entry) - row.skew, request);
-      });
+      int* to = out;
+      hold(to);  // else it is made again for each entry
+      auto put = [&](u32 place, u64 entry) { to[place] = p.translated(position_of(entry) - row.skew, request); };
+      if constexpr (FEW_ROWS)
+        each_chosen<THREADS>(control, entries, count, threshold, put);
+      else if (p.block_size == 0)
+        each_by_warps<THREADS>(control, entries, count, threshold, [&](bool chosen, u32 place, u64 entry) {
+          store_int_if(chosen, to + place, ~row.skew - static_cast<int>(entry));  // the position, less the skew
+        });
+      else
+        each_by_warps<THREADS>(control, entries, count, threshold, [&](bool chosen, u32 place, u64 entry) {
+          if (chosen) put(place, entry);
+        });
       for (u32 i = wanted + threadIdx.x; i < p.k; i += THREADS) out[i] = -1;
       return;
     }
