@@ -261,7 +261,7 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
   const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS;
   const u64 policy = !once ? evict_normal() : part.total < FULL_L2 / L::TOKENS ? evict_first() : evict_unchanged();
   for (bool there = few; part.count; there = false, first += 32 * step) {
-    if (!there) groups = group_at<tokens, SOURCE>(p, first + lane * step);
+    if (!there) groups = group_at<tokens, SOURCE, SOURCE == FLAT ? 8 : tokens>(p, first + lane * step);
     u32 live = __ballot_sync(~0u, groups.tiles > 0);
     if (part.token > first) live &= ~0u << (part.token - first) / step;
     for (; live && part.count; live &= live - 1) {
