@@ -28,10 +28,14 @@ struct Slots {
 
   template <class F>
   DEVICE void each(F use) const {
+    constexpr u32 TOGETHER = SLOTS / THREADS < 4 ? SLOTS / THREADS : 4;  // on their way at one time
 #pragma unroll
-    for (u32 i = 0; i < SLOTS / THREADS; ++i) {
-      const u64 entry = rooms[i * THREADS + threadIdx.x];
-      use(static_cast<u32>(entry >> 32), static_cast<u32>(entry));
+    for (u32 i = 0; i < SLOTS / THREADS; i += TOGETHER) {
+      u64 entries[TOGETHER];
+#pragma unroll
+      for (u32 j = 0; j < TOGETHER; ++j) entries[j] = rooms[(i + j) * THREADS + threadIdx.x];
+#pragma unroll
+      for (u32 j = 0; j < TOGETHER; ++j) use(static_cast<u32>(entries[j] >> 32), static_cast<u32>(entries[j]));
     }
   }
 };
