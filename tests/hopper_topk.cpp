@@ -9,6 +9,7 @@
 #define peer_address ptx_peer_address
 #define inclusive_scan ptx_inclusive_scan
 #define count_at ptx_count_at
+#define count_if ptx_count_if
 #define set_if ptx_set_if
 #define load_once_16_if ptx_load_once_16_if
 #define send_8 ptx_send_8
@@ -29,6 +30,7 @@
 #define append_if_reaches ptx_append_if_reaches
 #define append_if ptx_append_if
 #define append_if_above ptx_append_if_above
+#define store_int_if ptx_store_int_if
 #define next_number ptx_next_number
 #define place_at ptx_place_at
 #define load_shared_8 ptx_load_shared_8
@@ -44,6 +46,7 @@
 #undef peer_address
 #undef inclusive_scan
 #undef count_at
+#undef count_if
 #undef set_if
 #undef load_once_16_if
 #undef send_8
@@ -59,6 +62,7 @@
 #undef load_once_16
 #undef named_barrier
 #undef store_entry_if
+#undef store_int_if
 #undef add_if_reaches
 #undef append_if_reaches
 #undef append_if
@@ -98,6 +102,9 @@ void named_barrier() {
 static void store_entry_if(bool condition, u64* target, u64 entry) {
   if (condition) *target = entry;
 }
+static void store_int_if(bool condition, int* target, int value) {
+  if (condition) *target = value;
+}
 static float4 load_once_16(const float* source) {
   if (reinterpret_cast<uintptr_t>(source) % 16) abort();
   return {source[0], source[1], source[2], source[3]};
@@ -136,6 +143,9 @@ static void append_if_above(u32& address, float score, float bound, u32 place) {
   append_if(score > bound, address, score, place);
 }
 static void count_at(u32 address) { ++at<u32>(address); }
+static void count_if(bool condition, u32 address) {
+  if (condition) count_at(address);
+}
 static u32 next_number(u32 address) { return at<u32>(address)++; }
 static uint2 load_shared_8(u32 address) { return at<uint2>(address); }
 static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { at<uint4>(address) = {a, b, c, d}; }

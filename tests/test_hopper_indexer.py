@@ -187,13 +187,24 @@ def test_a_call_that_is_left_to_triton_says_why() -> None:
 
 @pytest.mark.parametrize(("max_length", "kept"), [(2**22, 1), (2**22 + 1, 0)])
 def test_l2_keeps_scores_that_leave_it_room(monkeypatch: pytest.MonkeyPatch, max_length: int, kept: int) -> None:
-    monkeypatch.setattr(indexer_logits, "tensor_map", lambda *_: bytes(128))
+    monkeypatch.setattr(indexer_logits, "tensor_map", lambda *_, **__: bytes(128))
     cache, table = allocate_cache("fp8_index", 4, 64), torch.zeros(1, 2**17, dtype=torch.int32)
     lengths = torch.zeros(2, dtype=torch.int32)
     _, params = indexer_logits.paged_params(
         cache, torch.zeros(2, 32), lengths, table, lengths, max_length, "fp8_index", 2, None
     )
     assert params[-1] == kept
+
+
+@pytest.mark.parametrize(("num_requests", "few"), [(16, True), (17, False)])
+def test_copies_of_few_keys_ask_for_half_lines(monkeypatch: pytest.MonkeyPatch, num_requests: int, few: bool) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(indexer_logits, "tensor_map", lambda *_, half_lines: asked.append(half_lines) or bytes(128))
+    cache, table = allocate_cache("fp8_index", 4, 64), torch.zeros(num_requests, 64, dtype=torch.int32)
+    tokens = torch.zeros(num_requests, dtype=torch.int32)
+    weights = torch.zeros(num_requests, 32)
+    indexer_logits.paged_params(cache, weights, tokens, table, tokens, 4096, "fp8_index", num_requests, None)
+    assert asked == [few]
 
 
 def test_warmup_runs_groups_of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +251,9 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> dict[str,
             kernel = int(heads), int(tokens), source.encode()
             assert library.scores(params, *kernel, grid[0], state["seed"]) == 0, self.name
 
-    def tensor_map(address: int, shape: tuple[int, ...], strides: tuple[int, int], box: tuple[int, int]) -> bytes:
+    def tensor_map(
+        address: int, shape: tuple[int, ...], strides: tuple[int, int], box: tuple[int, int], **_: bool
+    ) -> bytes:
         return struct.pack("7Q72x", address, *shape[:2], *strides, *box)
 
     monkeypatch.setattr(indexer_logits, "tensor_map", tensor_map)

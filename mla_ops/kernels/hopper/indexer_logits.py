@@ -22,6 +22,7 @@ COLUMNS = 256  # heads of all tokens of a group, at most; then a box brings two 
 CLEAN_THREADS = 256
 MAX_GRID_ROWS = 32768
 KEPT_BYTES = 2**25  # of scores of a cache's keys, which L2 keeps for what reads them next
+FEW_KEYS = 2**16  # of all requests, up to which copies of keys ask memory for half lines (docs/notes.md)
 BOX_KEYS = (8, 16, 32, 64)  # a block smaller than a tile is one box; larger ones are whole tiles
 
 
@@ -106,7 +107,14 @@ def kernels() -> list[Kernel]:
 
 
 @functools.lru_cache(maxsize=4096)
-def tensor_map(address: int, shape: tuple[int, int, int], strides: tuple[int, int], box: tuple[int, int]) -> bytes:
+def tensor_map(
+    address: int,
+    shape: tuple[int, int, int],
+    strides: tuple[int, int],
+    box: tuple[int, int],
+    *,
+    half_lines: bool = False,
+) -> bytes:
     """A `CUtensorMap` of bytes `[*, *, 128]`: boxes of whole rows of 128 bytes, swizzled.
 
     Args:
@@ -114,10 +122,12 @@ def tensor_map(address: int, shape: tuple[int, int, int], strides: tuple[int, in
         shape (tuple[int, int, int]): slowest dim first.
         strides (tuple[int, int]): of the first two dims, bytes.
         box (tuple[int, int]): its first two dims.
+        half_lines (bool): L2 asks memory for 64 bytes at one time, else for 128.
     """
     from cuda.bindings import driver
 
     u64, u32 = driver.cuuint64_t, driver.cuuint32_t
+    promotion = driver.CUtensorMapL2promotion
     status, encoded = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         3,
@@ -129,7 +139,7 @@ def tensor_map(address: int, shape: tuple[int, int, int], strides: tuple[int, in
         [u32(1)] * 3,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_64B if half_lines else promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:
@@ -285,7 +295,8 @@ def paged_params(
         keys = 0  # nothing to describe, and no block that could be read
     if keys:
         shape, strides = (num_blocks, block_size, INDEX_DIM), (block_stride, INDEX_DIM)
-        keys_map = tensor_map(index_cache.data_ptr(), shape, strides, (1, keys))
+        few = num_requests * max_length <= FEW_KEYS
+        keys_map = tensor_map(index_cache.data_ptr(), shape, strides, (1, keys), half_lines=few)
     return "BOXES" if keys else "ANYWHERE", (
         keys_map,  # type: ignore[return-value]
         weights.data_ptr(),

@@ -55,23 +55,38 @@ struct Group {
 };
 
 // The group that begins with `token`, if one does. Of a cache: tokens of one request, within TOKENS that begin at a
-// multiple of it.
-template <int TOKENS, Source SOURCE>
+// multiple of it. All that may be needed is asked for at one time: memory that no cache has answers late, and a launch
+// waits for it. Of flat keys so many tokens' at a time as there are registers for.
+template <int TOKENS, Source SOURCE, int TOGETHER = TOKENS>
 DEVICE Group group_at(const Params& p, int token) {
   Group group = {0, 0, 0, 0};
   if (token >= p.num_tokens) return group;
   const int room = min(TOKENS - token % TOKENS, p.num_tokens - token);
   int start = p.num_columns, end = 0;
-  if constexpr (SOURCE == FLAT || TOKENS == 1) {
-    group.count = SOURCE == FLAT ? room : 1;
-#pragma unroll 4
-    for (int i = 0; i < TOKENS; ++i) {
-      Bounds row = {0, 0};
-      if (i < group.count) row = bounds_of<SOURCE>(p, token + i);
-      if (row.start < row.end) start = min(start, row.start), end = max(end, row.end);
+  if constexpr (TOKENS == 1) {
+    group.count = 1;
+    const Bounds row = bounds_of<SOURCE>(p, token);
+    start = row.start, end = row.end;
+  } else if constexpr (SOURCE == FLAT) {
+    group.count = room;
+    static_assert(TOKENS % TOGETHER == 0, "all are looked at");
+#pragma unroll 1
+    for (int before = 0; before < room; before += TOGETHER) {
+      int starts[TOGETHER], ends[TOGETHER];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        const int other = min(token + before + i, p.num_tokens - 1);
+        starts[i] = __ldg(p.row_starts + other), ends[i] = __ldg(p.row_ends + other);
+      }
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) hold(starts[i]), hold(ends[i]);
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        const int last = min(max(ends[i], 0), p.num_columns), begin = min(max(starts[i], 0), last);
+        if (before + i < room && begin < last) start = min(start, begin), end = max(end, last);
+      }
     }
   } else {
-    // All that may be needed is asked for at one time: memory that no cache has answers late, and a launch waits for it.
     int requests[TOKENS], ends[TOKENS];
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {

@@ -261,7 +261,7 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
   const bool once = p.num_tokens <= static_cast<i64>(p.num_requests) * L::TOKENS;
   const u64 policy = !once ? evict_normal() : part.total < FULL_L2 / L::TOKENS ? evict_first() : evict_unchanged();
   for (bool there = few; part.count; there = false, first += 32 * step) {
-    if (!there) groups = group_at<tokens, SOURCE>(p, first + lane * step);
+    if (!there) groups = group_at<tokens, SOURCE, SOURCE == FLAT ? 8 : tokens>(p, first + lane * step);
     u32 live = __ballot_sync(~0u, groups.tiles > 0);
     if (part.token > first) live &= ~0u << (part.token - first) / step;
     for (; live && part.count; live &= live - 1) {
@@ -446,7 +446,7 @@ DEVICE void consume(const Params& p, u32 shared) {
     mbarrier_wait(shared + L::GROUP_FULL + stage * 8, parity);
     const uint4 group = load_shared_16(shared + L::GROUP + stage * 16);
     const int token = group.x;
-    if (group.y == 0) return;
+    if (group.y == 0) return wait_for_prerequisites();
     constexpr int W = L::WARPGROUPS, STEP = SOURCE == FLAT ? -W * TILE : W * TILE;  // columns to the next own tile
     const int skipped = warpgroup - turn + (warpgroup < turn ? W : 0);              // the other warpgroups'
     // Flat keys: from the last tile to the first.
@@ -512,6 +512,7 @@ DEVICE void consume(const Params& p, u32 shared) {
       column += STEP;
     };
 
+    if ((stage | parity) == 0) wait_for_prerequisites();  // they may read what this launch writes over
     mbarrier_wait(shared + L::QUERY_FULL + stage * 8, parity);
     // The compiler has to see at every point which products are on their way.
     constexpr int PER_TURN = L::PARTS == 2 ? 1 : 2;  // tiles
@@ -593,7 +594,6 @@ DEVICE void make_scores(const Params& p, u32 shared) {
       produce<L, SOURCE>(p, shared, part, few, groups, first);
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
-    wait_for_prerequisites();  // they may read what this launch writes over
     consume<L, SOURCE>(p, shared);
   }
   if (L::CLUSTER > 1) cluster_meet();  // no CTA leaves while another one copies to it or arrives at its barriers

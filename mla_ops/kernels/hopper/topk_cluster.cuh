@@ -28,10 +28,14 @@ struct Slots {
 
   template <class F>
   DEVICE void each(F use) const {
+    constexpr u32 TOGETHER = SLOTS / THREADS < 4 ? SLOTS / THREADS : 4;  // on their way at one time
 #pragma unroll
-    for (u32 i = 0; i < SLOTS / THREADS; ++i) {
-      const u64 entry = rooms[i * THREADS + threadIdx.x];
-      use(static_cast<u32>(entry >> 32), static_cast<u32>(entry));
+    for (u32 i = 0; i < SLOTS / THREADS; i += TOGETHER) {
+      u64 entries[TOGETHER];
+#pragma unroll
+      for (u32 j = 0; j < TOGETHER; ++j) entries[j] = rooms[(i + j) * THREADS + threadIdx.x];
+#pragma unroll
+      for (u32 j = 0; j < TOGETHER; ++j) use(static_cast<u32>(entries[j] >> 32), static_cast<u32>(entries[j]));
     }
   }
 };
@@ -101,6 +105,9 @@ struct InCluster {
   DEVICE u32 turns_of(u32 cta) const {
     return min(max(TURNS, first_turn(cta)) - first_turn(cta), 1u << p.turn_bits);
   }
+
+  // Whether there are two threads for each run of 32 columns that a CTA writes: alike neighbours are chosen together.
+  DEVICE bool halved() const { return (p.cluster << p.turn_bits + 3) <= THREADS; }
 
   // The barriers, and rooms without entries, are there for whoever the cluster's barrier lets go on.
   DEVICE void clear() {
@@ -241,11 +248,12 @@ struct InCluster {
     const u32 lane = threadIdx.x % 32;
     await(control.given);
     u32 word = 0, total;
-    if (own_bits < p.cluster * turns_of(rank) * TURN_BYTES) word = *reinterpret_cast<const u32*>(bits + own_bits);
+    if (own_bits < p.cluster * turns_of(rank) * TURN_BYTES) word = *reinterpret_cast<const u32*>(bits + (own_bits & ~3u));
+    if (halved()) word = own_bits & 2 ? word >> 16 : word & 0xffff;
     u32 place = exclusive_scan<THREADS>(control, __popc(word), total);
     place += __reduce_add_sync(~0u, lane < p.cluster ? control.before[lane] : 0);
     int* out = p.indices + number * p.indices_pitch + place;
-    const int column = (first_turn(rank) * 4 * p.cluster + threadIdx.x) * 32 - row.skew;
+    const int column = first_turn(rank) * 128 * p.cluster + threadIdx.x * (halved() ? 16 : 32) - row.skew;
 #pragma unroll 1
     for (; word; word &= word - 1) *out++ = p.translated(column + __ffs(word) - 1, request);
   }
@@ -269,8 +277,8 @@ struct InCluster {
     collect(gate);
     hand_over(gate);
     // A thread writes what is chosen of a run of columns. It finds out where the bits will lie before it waits.
-    const u32 run = threadIdx.x / p.cluster, of_cta = threadIdx.x % p.cluster;
-    u32 own_bits = (run / 4 * p.cluster + of_cta) * TURN_BYTES + run % 4 * 4;
+    const u32 number_of_run = threadIdx.x >> halved(), run = number_of_run / p.cluster, of_cta = number_of_run % p.cluster;
+    u32 own_bits = (run / 4 * p.cluster + of_cta) * TURN_BYTES + run % 4 * 4 + (halved() ? threadIdx.x % 2 * 2 : 0);
     hold(own_bits);
     const u64 threshold = finish();
     if (threshold) write(threshold, own_bits, number, request);

@@ -16,6 +16,12 @@ DEVICE u32 inclusive_scan(u32 value) {
 // One more in a word of shared memory.
 DEVICE void count_at(u32 address) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(address) : "memory"); }
 
+DEVICE void count_if(bool condition, u32 address) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p red.shared.add.u32 [%0], 1;\n}" ::"r"(address),
+               "r"(static_cast<u32>(condition))
+               : "memory");
+}
+
 // The number that a word of shared memory has; it becomes one more.
 DEVICE u32 next_number(u32 address) {
   u32 number;
@@ -73,6 +79,12 @@ DEVICE void append_if(bool condition, u32& address, float score, u32 place) {
       : "+r"(address)
       : "f"(score), "r"(static_cast<u32>(condition)), "r"(place)
       : "memory");
+}
+
+DEVICE void store_int_if(bool condition, int* target, int value) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.b32 [%0], %1;\n}" ::"l"(target), "r"(value),
+               "r"(static_cast<u32>(condition))
+               : "memory");
 }
 
 // Elements that are not loaded have no value.

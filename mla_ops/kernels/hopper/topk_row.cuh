@@ -69,15 +69,22 @@ struct Selection {
     return static_cast<u32>(mean + p.deviations * sqrtf(mean) + 4.f);
   }
 
-  // Scores of the sample. All of the row's groups of four that are whole may be in it, in runs of four: longer runs are
-  // read in less time, but say less of a row whose neighbours score alike, so its gate fails more often.
-  DEVICE void load_sample(float4 (&x)[SAMPLED]) const {
+  // Groups of four of the sample. All of the row's that are whole may be in it, in runs of four: longer runs are read in
+  // less time, but say less of a row whose neighbours score alike, so its gate fails more often.
+  DEVICE void place_sample(u32 (&groups)[SAMPLED]) const {
     const u32 first_whole = (row.start + 3) / 4, runs = (row.end / 4 - first_whole) / 4;
 #pragma unroll
     for (int i = 0; i < SAMPLED; ++i) {
-      const u32 number = i * THREADS + threadIdx.x, group = number / 4 * runs / (p.sampled / 4) * 4 + number % 4;
+      const u32 number = i * THREADS + threadIdx.x;
+      groups[i] = first_whole + number / 4 * runs / (p.sampled / 4) * 4 + number % 4;
+    }
+  }
+
+  DEVICE void load_sample(const u32 (&groups)[SAMPLED], float4 (&x)[SAMPLED]) const {
+#pragma unroll
+    for (int i = 0; i < SAMPLED; ++i) {
       x[i] = {absent(), absent(), absent(), absent()};
-      if (number < p.sampled) x[i] = load_once_16(row.scores + 4 * static_cast<i64>(first_whole + group));
+      if (i * THREADS + threadIdx.x < p.sampled) x[i] = load_once_16(row.scores + 4 * static_cast<i64>(groups[i]));
     }
   }
 
@@ -92,8 +99,10 @@ struct Selection {
     }
     __syncthreads();  // bins are at 0
     const bool few_wanted = rank >= 32 && rank < 2 * p.sampled;
-    return static_cast<u32>(select<THREADS, false, MORE>(control, bins, own, rank, FirstBins::least_of(few_wanted),
-                                                         FirstBins::shift_of(few_wanted), rank / p.spare + 2) >>
+    const FirstBins first_bins(control, bins, few_wanted);
+    if (few_wanted) own.each([&](u32 key, u32) { first_bins.count(key); });
+    return static_cast<u32>(select<THREADS, false, MORE>(control, bins, own, rank, first_bins.least, first_bins.shift,
+                                                         rank / p.spare + 2, few_wanted) >>
                             32);
   }
 
@@ -156,7 +165,7 @@ struct Selection {
   DEVICE void order(u32 begin, u32 end) const {
     const u32 lowest = max(least, 1u), bins_at = shared_address(bins);
     const int shift = shift_of_listed(least);
-#pragma unroll 1
+#pragma unroll FEW_ROWS ? 1 : 4
     for (u32 i = (COUNTED ? 0 : begin) + threadIdx.x; i < end; i += THREADS) {
       u32* const key = reinterpret_cast<u32*>(entries + i) + 1;
       u32 made = *key;
@@ -271,9 +280,19 @@ struct Selection {
     int* const out = p.indices + number * p.indices_pitch;
     const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least, counted) : 1;
     if (!p.sorted) {
-      each_chosen<THREADS>(control, entries, count, threshold, [&](u32 place, u64 entry) {
-        out[place] = p.translated(position_of(entry) - row.skew, request);
-      });
+      int* to = out;
+      hold(to);  // else it is made again for each entry
+      auto put = [&](u32 place, u64 entry) { to[place] = p.translated(position_of(entry) - row.skew, request); };
+      if constexpr (FEW_ROWS)
+        each_chosen<THREADS>(control, entries, count, threshold, put);
+      else if (p.block_size == 0)
+        each_by_warps<THREADS>(control, entries, count, threshold, [&](bool chosen, u32 place, u64 entry) {
+          store_int_if(chosen, to + place, ~row.skew - static_cast<int>(entry));  // the position, less the skew
+        });
+      else
+        each_by_warps<THREADS>(control, entries, count, threshold, [&](bool chosen, u32 place, u64 entry) {
+          if (chosen) put(place, entry);
+        });
       for (u32 i = wanted + threadIdx.x; i < p.k; i += THREADS) out[i] = -1;
       return;
     }
@@ -301,17 +320,32 @@ struct Selection {
     InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
     const Params::Given given = p.given_of(number);
     clear_bins<THREADS>(bins);
-    wait_for_prerequisites();  // only scores may come from the launch in front
-    launch_dependents();
+    auto wait = [] {
+      wait_for_prerequisites();  // only scores may come from the launch in front
+      launch_dependents();
+    };
+    if (FEW_ROWS) wait();
     if (HELD_BY_CLUSTER > 0 && p.ahead) fast.load(row.scores, row.skew, p.num_columns + row.skew);
     int start, end;
     p.columns_of(given, start, end);
     const int length = end - start;
+    row.start = start + row.skew, row.end = end + row.skew;
+    const u32 row_first = row.start / 4, row_vectors = (row.end + 3) / 4 - row_first;
+    u32 groups[SAMPLED];
+    float4 sample[SAMPLED];
+    if (!FEW_ROWS) {  // while the launch in front ends; ptxas would make behind the wait what is not in memory before it
+      u32* const own = reinterpret_cast<u32*>(entries) + threadIdx.x;
+      place_sample(groups);
+#pragma unroll
+      for (int i = 0; i < SAMPLED; ++i) own[i * THREADS] = groups[i];
+      wait();
+#pragma unroll
+      for (int i = 0; i < SAMPLED; ++i) groups[i] = own[i * THREADS];
+      if (length >= p.gated) load_sample(groups, sample);
+    }
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
     if (length <= p.k && !p.sorted) return write_all(number, given.request, start, length, rank);
 
-    row.start = start + row.skew, row.end = end + row.skew;
-    const u32 row_first = row.start / 4, row_vectors = (row.end + 3) / 4 - row_first;
     if (FEW_ROWS && row_vectors <= HELD * THREADS) {
       if (rank > 0) return;
       Held<THREADS, HELD, (THREADS < 1024)> held(4 * row_first, row_vectors);
@@ -326,7 +360,8 @@ struct Selection {
       if (holds && p.need && 8 * p.need * p.cluster <= 5 * row_vectors && fast.run(number, given.request, row))
         return;
     }
-    const u32 share = max((row_vectors + p.cluster - 1) / p.cluster, p.least), before = min(rank * share, row_vectors);
+    const u32 share = FEW_ROWS ? max((row_vectors + p.cluster - 1) / p.cluster, p.least) : row_vectors;
+    const u32 before = min(rank * share, row_vectors);
     const bool alone = !FEW_ROWS || row_vectors <= share;  // many rows need no cluster
     if (alone && rank > 0) return;
     first = row_first + before, vectors = min(share, row_vectors - before);
@@ -344,13 +379,15 @@ struct Selection {
     }
 
     // The sample comes first: what is prefetched would stand in its way.
-    const u32 rank_in_sample = sample_rank(max(length, 1));
-    const bool gated = length >= p.gated && rank_in_sample <= 2 * p.sampled;
-    float4 sample[SAMPLED], next[VECTORS];
-    if (gated) load_sample(sample);
+    float4 next[VECTORS];
+    if (FEW_ROWS) {
+      place_sample(groups);
+      if (length >= p.gated) load_sample(groups, sample);
+    }
     load(0, next);
     prefetch(STEP, AHEAD - STEP);
-    least = gated ? gate_of(sample, rank_in_sample) : 0;
+    const u32 rank_in_sample = sample_rank(max(length, 1));
+    least = length >= p.gated && rank_in_sample <= 2 * p.sampled ? gate_of(sample, rank_in_sample) : 0;
     if (!alone) cluster_wait();  // all CTAs have begun
 
     const u32 wanted = min(length, p.k), enough = alone ? wanted : ~0u;

@@ -99,8 +99,20 @@ DEVICE u32 find_bin(Control& control, u32* bins, u32 rank, u32 place) {
   static_assert(OWN > 0 && BINS % THREADS == 0, "each thread has bins of its own");
   u32 counts[OWN], sum = 0, total;
   u32* const own = bins + BINS - (threadIdx.x + 1) * OWN;
+  if constexpr (OWN % 4 == 0) {  // words one by one would be in few banks
 #pragma unroll
-  for (int i = 0; i < OWN; ++i) counts[i] = own[i], sum += counts[i], own[i] = 0;
+    for (int i = 0; i < OWN / 4; ++i) {
+      uint4* const four = reinterpret_cast<uint4*>(own) + i;
+      const uint4 found = *four;
+      *four = {0, 0, 0, 0};
+      counts[4 * i] = found.x, counts[4 * i + 1] = found.y, counts[4 * i + 2] = found.z, counts[4 * i + 3] = found.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) counts[i] = own[i], own[i] = 0;
+  }
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) sum += counts[i];
   u32 above = exclusive_scan<THREADS>(control, sum, total);
   if (above < rank && rank <= above + sum) {
     u32 bin = BINS - 1 - threadIdx.x * OWN, inside = counts[OWN - 1];
@@ -177,7 +189,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
   for (;;) {
     if (!counted)
       entries.each([&](u32 key, u32) {
-        if (key - least <= most - least) count_at(at + 4 * min(key - least >> shift, BINS - 1));
+        count_if(key - least <= most - least, at + 4 * min(key - least >> shift, BINS - 1));
       });
     counted = false;
     meet<THREADS>();
@@ -285,6 +297,40 @@ DEVICE u32 each_chosen(Control& control, const u64* entries, u32 count, u64 thre
     done += total;
   }
   return done;
+}
+
+// Calls `use(chosen, place, entry)` for all entries, those from `threshold` on chosen, in their order. A warp has
+// neighbours, which it counts before it gives them, so that one barrier is enough.
+template <int THREADS, class F>
+DEVICE void each_by_warps(Control& control, const u64* entries, u32 count, u64 threshold, F use) {
+  constexpr int GROUPS = 4;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, each = (count + THREADS - 1) / THREADS * 32;
+  const u32 end = min((warp + 1) * each, count), first = warp * each + lane;
+  u32 own = 0, total;
+  auto load = [&](u32 at, u64(&of_lane)[GROUPS]) {
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) of_lane[i] = at + i * 32 < end ? entries[at + i * 32] : 0;
+  };
+#pragma unroll 1
+  for (u32 at = first; at - lane < end; at += 32 * GROUPS) {
+    u64 of_lane[GROUPS];
+    load(at, of_lane);
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) own += of_lane[i] >= threshold;
+  }
+  u32 place = before_warp<THREADS>(control, __reduce_add_sync(~0u, own), 0, total);
+#pragma unroll 1
+  for (u32 at = first; at - lane < end; at += 32 * GROUPS) {
+    u64 of_lane[GROUPS];
+    load(at, of_lane);
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+      const bool chosen = of_lane[i] >= threshold;
+      const u32 mask = __ballot_sync(~0u, chosen);
+      use(chosen, place + __popc(mask & ((1u << lane) - 1)), of_lane[i]);
+      place += __popc(mask);
+    }
+  }
 }
 
 // All but the `k` best of more entries go, the order of the others stays. Returns the least of these.
