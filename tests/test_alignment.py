@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +15,15 @@ from mla_ops import dispatch, formats
 from mla_ops.kernels import flash_mla
 from mla_ops.kernels.alignment import aligned, is_aligned
 from mla_ops.kernels.hopper import (
+    cache,
     costs,
     dense_attention,
     groups,
+    indexer_logits,
     launch,
     merge_parts,
     prefill_attention,
+    select_keys,
     sources,
     sparse_attention,
     waves,
@@ -302,6 +306,31 @@ def test_a_cache_beside_16_bytes_is_an_error_of_the_call(launches: Launches) -> 
     with pytest.raises(ValueError, match=r"paged_sparse_attention: kv_cache must begin at a multiple of 16 bytes"):
         sparse_attention.paged_sparse_attention(q, cache, indices, 0.125, "bf16", **outputs(at_offset, 0))
     assert not launches.seen
+
+
+@pytest.mark.parametrize("op_name", ["concat_and_cache", "write_index_cache", "paged_indexer_logits", "select_keys"])
+def test_a_cache_of_keys_beside_16_bytes_is_an_error_of_the_call(op_name: str) -> None:
+    """Whoever's memory it is: its first byte need not be where torch would have it."""
+    bare = torch.zeros(4 * 64 * 656 + 1, dtype=torch.uint8)[1:]
+    int32, (latent, rope, key) = (
+        functools.partial(torch.zeros, dtype=torch.int32),
+        (random(2, n) for n in (512, 64, 128)),
+    )
+    q, weights, one = torch.zeros(2, 64, 128, dtype=torch.float8_e4m3fn), torch.zeros(2, 64), int32(2)
+    scored = (q, bare[: 4 * 8448].view(4, 8448), weights, one, int32(1, 4), one)
+    chosen = {"indices": int32(2, 5), "valid_counts": int32(2)}
+    calls = {
+        "concat_and_cache": lambda: cache.concat_and_cache(
+            latent, rope, bare.view(4, 64, 656), one.long(), "fp8_ds_mla"
+        ),
+        "write_index_cache": lambda: cache.write_index_cache(key, scored[1], one.long(), "fp8_index"),
+        "paged_indexer_logits": lambda: indexer_logits.paged_indexer_logits(
+            *scored, 256, "fp8_index", out=torch.zeros(2, 256)
+        ),
+        "select_keys": lambda: select_keys.select_keys(*scored, 5, "fp8_index", **chosen),
+    }
+    with pytest.raises(ValueError, match=rf"^{op_name}: (kv|index)_cache must begin at a multiple of 16 bytes, got"):
+        calls[op_name]()
 
 
 @PLACES

@@ -347,6 +347,11 @@ def test_refusals(device):
     with pytest.raises(ValueError, match=r"out must have shape \[2, 1, 8, 512\], got \[2, 1, 8, 576\]"):
         decode(indices=indices, out=q)
     lengths = torch.ones(2, device=device, dtype=torch.int32)
+    pair, scattered = q.expand(2, 2, 8, 576), q.new_empty(2, 2, 8, 512).transpose(0, 1)
+    with pytest.raises(ValueError, match=r"out must be contiguous, got strides \(4096, 8192, 512, 1\)"):
+        flash_mla.flash_mla_with_kvcache(
+            pair, cache, None, None, 512, None, indices=indices.expand(2, 2, 16), out=scattered
+        )
     with pytest.raises(ValueError, match=r"block_table must have shape \[2, max_blocks\], got \[1, 3\]"):
         flash_mla.flash_mla_with_kvcache(q, cache, lengths.new_zeros(1, 3), lengths, 512)
     with pytest.raises(NotImplementedError, match=r"kv has 2 key heads"):

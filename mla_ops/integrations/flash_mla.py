@@ -181,6 +181,8 @@ def flash_mla_with_kvcache(
     _expect(op, "block_table", block_table, b, "max_blocks")
     _expect(op, "cache_seqlens", cache_seqlens, b)
     _expect(op, "out", out, b, s_q, h_q, LATENT_DIM)
+    if out is not None and b > 1 and s_q > 1 and out.stride(0) != s_q * out.stride(1):
+        raise ValueError(f"{op}: out must be contiguous, got strides {out.stride()}")
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     queries = q.reshape(b * s_q, h_q, head_dim)
     flat_out = queries.new_empty(b * s_q, h_q, LATENT_DIM) if out is None else out.view(b * s_q, h_q, LATENT_DIM)

@@ -27,3 +27,12 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     `Tensor.contiguous` does not do: a contiguous tensor may begin anywhere in its storage.
     """
     return tensor if is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def check_cache_address(op: str, name: str, cache: torch.Tensor) -> None:
+    """Raises ValueError for a cache whose memory does not begin at a multiple of 16 bytes.
+
+    torch's own does; what other libraries share need not. A cache is not copied: it may take all of a GPU's memory.
+    """
+    if cache.data_ptr() % LOAD_BYTES:
+        raise ValueError(f"{op}: {name} must begin at a multiple of {LOAD_BYTES} bytes, got address {cache.data_ptr()}")

@@ -125,7 +125,7 @@ def paged_attention(
     """Attention of each query token to the first keys of its request in a paged cache, in the absorbed form.
 
     Decode, speculative decode (several tokens of a request, each with its own length: causal) and mixed batches are the
-    same call: tokens are flat, one row each. `StepMetadata` has the last four tensors.
+    same call: tokens are flat, one row each. `StepMetadata` has the table, the requests and the lengths.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`, 1 to 128 heads, 576 or 512 wide like the keys; dtype of the cache for a

@@ -16,16 +16,21 @@ from .draw import TOKENS, Draw
 
 WORK = 300_000  # tokens * heads * keys of an attention call
 TOKENS_CHECKED = 4
+LONG_WORK = 12_000_000  # the same of a call with long rows
+LONG_KEYS = (2048, 5000, 16384, 60000, 150000)
 SMALL_DIMS = ((24, 7), (1, 1), (100, 33), (255, 256))  # of heads that only portable kernels take
 HEADS = (1, 2, 7, 8, 16, 17, 32, 64, 65, 127, 128)
 
 
 def _some(draw: Draw, num_tokens: int) -> list[int]:
-    return sorted({draw.between(0, num_tokens - 1) for _ in range(TOKENS_CHECKED)}) if num_tokens else []
+    count = 1 if draw.long else TOKENS_CHECKED
+    return sorted({draw.between(0, num_tokens - 1) for _ in range(count)}) if num_tokens else []
 
 
 def _heads_and_keys(draw: Draw, num_tokens: int, widest: int) -> tuple[int, int]:
     heads = draw.form("heads", 3, *HEADS)
+    if draw.long:
+        return heads, min(draw.pick(*LONG_KEYS), LONG_WORK // (max(num_tokens, 1) * heads))
     room = max(WORK // (max(num_tokens, 1) * heads), 1)
     return heads, min(draw.pick(0, 1, 5, 63, 64, 65, 128, 200, widest), room)
 
@@ -43,7 +48,7 @@ def _poisoned(draw: Draw, arguments: Arguments, indices: torch.Tensor, length: s
     """In one call of four a cache with NaN in every slot that no token attends to; else as it is."""
     cache, cache_format = arguments[f"{prefix}kv_cache"], arguments[f"{prefix}cache_format"]
     blocks, block_size, _, _ = geometry(cache, cache_format)
-    if draw.expands or not blocks or not draw.chance(0.25):
+    if draw.expands or draw.long or not blocks or not draw.chance(0.25):
         return cache
     table, lengths, used = arguments[f"{prefix}block_table"], arguments[length], set()
     for token, row in enumerate(indices.tolist()):

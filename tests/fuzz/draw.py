@@ -38,6 +38,8 @@ class Draw:
         few_forms: whether this call may have the swarm's forms only; the Hopper kernels are the same for all.
         misaligned: whether some tensors of the call lie at odd elements of their storages.
         odd_pitches: whether their rows do not lie on multiples of 16 bytes either.
+        long: whether rows of attention are long, so that they are cut, and shared by their lengths. The interpreter, which
+            would take minutes, has another case of the seed.
         expands: whether some tensors have one entry in place of many, by a stride of 0.
     """
 
@@ -49,6 +51,7 @@ class Draw:
         self.misaligned = self.chance(0.25)
         self.odd_pitches = False
         self.expands = self.chance(0.1)
+        self.long = self.chance(0.03) and torch.cuda.is_available()
         torch.manual_seed(seed)
 
     def swarm(self, *kind: object) -> random.Random:

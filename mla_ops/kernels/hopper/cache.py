@@ -8,6 +8,7 @@ import torch
 
 from ...dispatch import Call, Lowering
 from ...formats import FORMATS, geometry, get_format
+from ..alignment import check_cache_address
 from ..cuda.driver import NO_CLUSTER
 from ..cuda.params import POINTER, packer
 from . import sources
@@ -97,12 +98,14 @@ def _write(
 def concat_and_cache(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str
 ) -> None:
+    check_cache_address("concat_and_cache", "kv_cache", kv_cache)
     _write(kv_c, k_pe, kv_cache, slot_mapping, cache_format)
 
 
 def write_index_cache(
     k: torch.Tensor, index_cache: torch.Tensor, slot_mapping: torch.Tensor, cache_format: str
 ) -> None:
+    check_cache_address("write_index_cache", "index_cache", index_cache)
     _write(k, None, index_cache, slot_mapping, cache_format)
 
 

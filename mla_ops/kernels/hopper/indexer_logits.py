@@ -9,7 +9,7 @@ import torch
 
 from ...dispatch import Call
 from ...formats import INDEX_DIM, geometry
-from ..alignment import aligned
+from ..alignment import aligned, check_cache_address
 from ..cuda.driver import NO_CLUSTER
 from ..cuda.params import POINTER, packer
 from . import sources
@@ -343,6 +343,7 @@ def paged_indexer_logits(
     num_tokens, num_heads, _ = q.shape
     if num_tokens * max_length == 0:
         return
+    check_cache_address("paged_indexer_logits", "index_cache", index_cache)
     source, params = paged_params(
         index_cache, weights, lengths, block_table, req_id_per_token, max_length, cache_format, num_tokens, out
     )

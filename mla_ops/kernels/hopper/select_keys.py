@@ -10,6 +10,7 @@ import torch
 
 from ...dispatch import Call
 from ...formats import geometry
+from ..alignment import check_cache_address
 from ..selection import parts
 from . import indexer_logits
 from . import topk as best
@@ -41,6 +42,7 @@ def select_keys(
     num_columns = max_blocks * block_size
     if num_tokens == 0:
         return
+    check_cache_address("select_keys", "index_cache", index_cache)
     if num_requests * num_columns == 0:
         _choose_none(indices, valid_counts)
         return

@@ -34,7 +34,7 @@ import torch
 
 from ...dispatch import Call, Lowering
 from ...formats import geometry
-from ..alignment import aligned
+from ..alignment import aligned, check_cache_address
 from . import groups
 from .balance import balance_for
 from .costs import Costs, costs_of, predicted_us
@@ -215,8 +215,7 @@ def paged_rows(
     kv_cache: torch.Tensor, cache_format: str, name: str, op: str = "paged_sparse_attention"
 ) -> tuple[Rows, int]:
     """A paged cache, and the width of its keys."""
-    if kv_cache.data_ptr() % 16:
-        raise ValueError(f"{op}: {name} must begin at a multiple of 16 bytes, got address {kv_cache.data_ptr()}")
+    check_cache_address(op, name, kv_cache)
     num_blocks, block_size, block_stride, head_dim = geometry(kv_cache, cache_format)
     return Rows(kv_cache, num_blocks, block_size, block_stride), head_dim
 
