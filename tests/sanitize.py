@@ -156,7 +156,7 @@ def prefill(tool: str) -> None:
 
     from mla_ops.kernels.hopper import prefill_attention
 
-    prefill_attention._num_sms = lambda _: 2
+    prefill_attention.num_sms = lambda _: 2
     lens_q, lens_k = [40, 150, 1, 3, 0, 12], [40, 300, 1, 3, 2, 12]
     starts = (torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_k))
     starts, num_tokens, num_kv = tuple(starts), sum(lens_q), sum(lens_k)

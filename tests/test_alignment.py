@@ -126,7 +126,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     for module in (sparse_attention, dense_attention):
         monkeypatch.setattr(module, "costs_of", lambda _: costs.read_costs(costs.TABLE.read_text(), "H200"))
     monkeypatch.setattr(groups, "counters", lambda *_: 0)
-    monkeypatch.setattr(prefill_attention, "_num_sms", lambda *_: 132)
+    monkeypatch.setattr(prefill_attention, "num_sms", lambda *_: 132)
     monkeypatch.setattr(prefill_attention, "_tensor_map", lambda address, *_: address.to_bytes(128, "little"))
     caches = (sparse_attention._waves, dense_attention._waves, merge_parts._loaded, prefill_attention._load_short)
     for cached in caches:

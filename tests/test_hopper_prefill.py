@@ -72,7 +72,7 @@ class Device:
 def device(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     stand_in = Device(library)
     monkeypatch.setattr(sources, "load", stand_in.load)
-    monkeypatch.setattr(prefill_attention, "_num_sms", lambda _: 3)
+    monkeypatch.setattr(prefill_attention, "num_sms", lambda _: 3)
     monkeypatch.setattr(prefill_attention, "_tensor_map", lambda *_: bytes(128))
     prefill_attention._load_short.cache_clear()
     yield stand_in

@@ -38,8 +38,8 @@ class Draw:
         few_forms: whether this call may have the swarm's forms only; the Hopper kernels are the same for all.
         misaligned: whether some tensors of the call lie at odd elements of their storages.
         odd_pitches: whether their rows do not lie on multiples of 16 bytes either.
-        long: whether rows of attention are long, so that they are cut, and shared by their lengths. The interpreter, which
-            would take minutes, has another case of the seed.
+        long: whether rows of attention are long, so that they are cut, and shared by their lengths. The interpreter
+            would take minutes, and has another case of the seed.
         expands: whether some tensors have one entry in place of many, by a stride of 0.
     """
 

@@ -165,6 +165,12 @@ def _launch_config(
     return config
 
 
+@functools.cache
+def num_sms(device_index: int) -> int:
+    """Streaming multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
 def stream_id(device_index: int) -> int:
     """The id of the device's current stream; no other stream of the process gets it. 0 is the default stream."""
     from cuda.bindings import driver

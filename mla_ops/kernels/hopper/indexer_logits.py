@@ -10,7 +10,7 @@ import torch
 from ...dispatch import Call
 from ...formats import INDEX_DIM, geometry
 from ..alignment import aligned, check_cache_address
-from ..cuda.driver import NO_CLUSTER
+from ..cuda.driver import NO_CLUSTER, num_sms
 from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Divisor, Kernel, compile_reason, reciprocal
@@ -153,11 +153,6 @@ def in_boxes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy where its rows do not lie on multiples of 16 bytes, one behind the other."""
     apart = all(size == 1 or stride > 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return aligned(tensor) if apart else tensor.clone(memory_format=torch.contiguous_format)
-
-
-@functools.cache
-def num_sms(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def _launch(

@@ -16,7 +16,7 @@ import torch
 
 from ...dispatch import Call
 from ..alignment import is_aligned
-from ..cuda.driver import NO_CLUSTER, Function
+from ..cuda.driver import NO_CLUSTER, Function, num_sms
 from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Kernel, compile_reason
@@ -162,11 +162,6 @@ def shares_of_a_region(num_regions: int, num_heads: int, num_sms: int) -> int:
     return max(many, few, 1)
 
 
-@functools.cache
-def _num_sms(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
 def prefill_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -190,7 +185,7 @@ def prefill_attention(
         lse.fill_(-math.inf)
         return
     device_index = q.device.index
-    num_sms, keys = _num_sms(device_index), TILE_KEYS[head_dim, head_dim_v]
+    sms, keys = num_sms(device_index), TILE_KEYS[head_dim, head_dim_v]
     (q, q_map), (k, k_map), (v, v_map) = _in_boxes(q, QUERIES), _in_boxes(k, keys), _in_boxes(v, keys)
     target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     num_requests = cu_seqlens_q.shape[0] - 1
@@ -200,7 +195,7 @@ def prefill_attention(
     if num_requests and (longest > QUERIES or cells(longest, min(num_kv, max_seqlen_k)) > SHORT_CELLS):
         plan = torch.empty(PLAN_ENTRY // 2 + PLAN_ENTRY * most_tiles, dtype=torch.int32, device=q.device)
     num_regions = -(-num_tokens // REGION)
-    shares = shares_of_a_region(num_regions, num_heads, num_sms)
+    shares = shares_of_a_region(num_regions, num_heads, sms)
     params = pack(
         q_map,
         k_map,
@@ -236,7 +231,7 @@ def prefill_attention(
     if plan is not None:
         kernel = kernel_for(head_dim, head_dim_v, q.dtype)
         sources.load(kernel.source, kernel.name, device_index).launch(
-            (min(most_tiles * num_heads, num_sms), 1, 1),
+            (min(most_tiles * num_heads, sms), 1, 1),
             (kernel.threads, 1, 1),
             None,
             NO_CLUSTER,

@@ -11,7 +11,7 @@ import torch
 
 from ...dispatch import Call
 from ..cuda.compiler import RESERVED_SHARED_BYTES
-from ..cuda.driver import Function
+from ..cuda.driver import Function, num_sms
 from ..cuda.params import POINTER, packer
 from . import sources
 from .launch import Kernel, compile_reason
@@ -252,11 +252,6 @@ def pack(
 
 
 @functools.cache
-def _num_sms(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
-@functools.cache
 def _at_once(device_index: int, topk: int) -> tuple[int, ...]:
     """Clusters of each size that the device runs at one time, from the driver."""
     kernel = _loaded(device_index)[FEW.kernel]
@@ -283,7 +278,7 @@ def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False,
     plan = plan_for(
         num_rows,
         aligned_columns(scores),
-        _num_sms(device_index),
+        num_sms(device_index),
         _at_once(device_index, topk),
         topk,
         sorted=rest.get("sorted", False),
