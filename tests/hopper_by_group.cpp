@@ -30,7 +30,10 @@
 #define multiply_bfloat16 ptx_multiply_bfloat16
 #define e4m3_to_float16 ptx_e4m3_to_float16
 #define smaller_halves ptx_smaller_halves
-#define wgmma_heads_by_dims ptx_wgmma_heads_by_dims
+#define reciprocal_approx ptx_reciprocal_approx
+#define unpack_float16 ptx_unpack_float16
+#define store_matrices_transposed ptx_store_matrices_transposed
+#define wgmma_heads_by_dims_bfloat16 ptx_wgmma_heads_by_dims_bfloat16
 #include "ptx.cuh"
 #include "wide_ptx.cuh"
 #undef pack_float16
@@ -58,13 +61,17 @@
 #undef multiply_bfloat16
 #undef e4m3_to_float16
 #undef smaller_halves
-#undef wgmma_heads_by_dims
+#undef reciprocal_approx
+#undef unpack_float16
+#undef store_matrices_transposed
+#undef wgmma_heads_by_dims_bfloat16
 
 template <class T>
 T& at(u32 address) {
   return *reinterpret_cast<T*>(simt::shared_memory() + address);
 }
 static float exp2_approx(float x) { return std::exp2(x); }
+static float reciprocal_approx(float x) { return 1 / x; }
 static float log2_approx(float x) { return std::log2(x); }
 static u32 bits_of_float16(float x) { return bits_of<u16>(static_cast<_Float16>(x)); }
 static float float16_of_bits(u32 x) { return bits_of<_Float16>(static_cast<u16>(x)); }
@@ -91,6 +98,8 @@ static void e4m3_to_float16(u32 word, u32& low, u32& high) {
   }
   low = pack_float16(v[0], v[1]), high = pack_float16(v[2], v[3]);
 }
+
+static float2 unpack_float16(u32 pair) { return {float16_of_bits(pair & 0xffff), float16_of_bits(pair >> 16)}; }
 
 static u32 load_shared_4(u32 address) { return at<u32>(address); }
 static uint4 load_shared_16(u32 address) { return address % 16 ? std::abort(), uint4{} : at<uint4>(address); }
@@ -183,12 +192,17 @@ static void wgmma_float16(float (&d)[32], const u32* a, u64 b, int add) {
 static void wgmma_bfloat16(float (&d)[32], const u32* a, u64 b, int add) {
   keys_by_heads(d, a, b, add, low_bfloat16);
 }
-static void wgmma_heads_by_dims(float (&d)[64], const u32* a, u64 b) {
-  for (int tile = 0; tile < 16; ++tile)
-    multiply_16_by_8(d + tile * 4, a, float16_of_bits, [&](int k, int n) {
-      const int dim = tile * 8 + n;
-      return float16_of_bits(swizzled((static_cast<u32>(b) << 4) + dim / 64 * 8192 + k * 128 + dim % 64 * 2));
-    });
+// Rows of a warp's 16 heads, from `a` on.
+static void wgmma_heads_by_dims_bfloat16(float (&d)[64], u64 a, u64 b) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, g = lane / 4, t = lane % 4;
+  for (int e = 0; e < 64; ++e) {
+    const int head = warp * 16 + g + e / 2 % 2 * 8, dim = e / 4 * 8 + 2 * t + e % 2;
+    double sum = d[e];
+    for (int k = 0; k < 16; ++k)
+      sum += static_cast<double>(low_bfloat16(swizzled((static_cast<u32>(a) << 4) + head * 128 + k * 2))) *
+             low_bfloat16(swizzled((static_cast<u32>(b) << 4) + dim / 64 * 8192 + k * 128 + dim % 64 * 2));
+    d[e] = sum;
+  }
 }
 #include "by_group.cuh"
 

@@ -106,17 +106,6 @@ static u32 multiply_bfloat16(u32 pair, u32 factor) {
 static float reciprocal_approx(float x) { return 1 / x; }
 static void store_shared_float(u32 address, float value) { at<float>(address) = value; }
 
-// Lanes have pairs of two columns of a matrix whose rows go to the addresses.
-template <class... Words>
-void store_matrices_transposed(u32 address, Words... given) {
-  const int lane = threadIdx.x % 32;
-  const auto rows = simt::meet_warp(address);
-  const u32 words[] = {given...};
-  for (int i = 0; i < static_cast<int>(sizeof...(given)); ++i)
-    for (int e = 0; e < 2; ++e)
-      at<u16>(static_cast<u32>(rows[i * 8 + lane % 4 * 2 + e]) + lane / 4 * 2) = words[i] >> 16 * e;
-}
-
 // Keys in registers times heads in rows of 128 bytes in the swizzle.
 template <int N>
 void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {

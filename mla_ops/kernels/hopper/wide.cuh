@@ -17,6 +17,12 @@ DEVICE float rounded_scale(float scale) {
   return __uint_as_float((__float_as_uint(scale) + 0x00080000u) & 0xfff00000u);
 }
 
+// By what that is too small.
+DEVICE float rest_of_scale(float scale) {
+  const float rest = scale * reciprocal_approx(rounded_scale(scale));
+  return fabsf(rest - 1.f) < 0.25f ? rest : 1.f;  // of zero, infinite or NaN
+}
+
 // The place of the rests, bfloat16 [groups, heads, 64 keys]: where the keys were whose first slot this is. Behind them,
 // float [64, groups], by what the four bits of a scale are too small.
 template <class L>
@@ -168,8 +174,7 @@ DEVICE void store_left_out(u32 scales, u32 rests, int thread) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float factor = R::SCALES_APART ? 1.f : R::scale(scales + r * (8 * R::SCALES_PITCH), t) * R::FACTOR;
-    left_out[r] = factor * reciprocal_approx(rounded_scale(factor));
-    if (!(fabsf(left_out[r] - 1.f) < 0.25f)) left_out[r] = 1.f;  // zero, infinite or NaN
+    left_out[r] = rest_of_scale(factor);
   }
   named_barrier<BARRIER, 128>();  // no warp reads keys or the weights' place any more
   if constexpr (!R::SCALES_APART) {

@@ -51,10 +51,3 @@ DEVICE void forget(float (&values)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "=f"(values[i]));
 }
-
-// Weights [heads x keys] in registers times values [keys x 128 dims].
-DEVICE void wgmma_heads_by_dims(float (&d)[64], const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" REG64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-               : ACC64(d, 0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
