@@ -60,7 +60,10 @@ def test_round_table() -> None:
     assert chosen(140, 1, 32) == [(132, 1, 1, 1), (8, 16, 1, 16)], "8 rows would take as long as 132"
     assert chosen(200, 2, 32) == [(198, 1, 1, 1), (2, 32, 1, 32)]
     assert chosen(67, 1, 8) == [(67, 1, 1, 1)], "short rows are not worth a merge"
-    assert chosen(4096, 2, 32) == [(4096, 1, 1, 1)]
+    assert chosen(4096, 1, 32) == [(4092, 1, 1, 1), (4, 32, 1, 32)], "4 rows would have a turn of their own"
+    assert chosen(4096, 2, 32) == [(4096, 1, 1, 1)], "8 programs behind 62 turns"
+    assert chosen(2048, 1, 32) == [(2048, 1, 1, 1)], "half of a turn behind 15"
+    assert chosen(110, 1, 32) == [(110, 1, 1, 1)]
     assert chosen(1, 1, 0) == [(1, 1, 1, 1)]
 
 

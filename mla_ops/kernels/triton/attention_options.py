@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from .common import INTERPRETED, Constant
+from .common import INTERPRETED, KEEPS_OPERANDS, Constant
 from .sparse_attention_keys import Keys
 
 
@@ -47,7 +47,8 @@ def is_steady(chosen: Tile, keys: Keys, dtype: torch.dtype, num_keys: int, parts
     8 x 16 rows take 194, 36.5, 20.0 us so for 212, 39.6, 19.7, fp8_ds_mla 232, 40.1, 22.1 for 249, 40.6, 21.6. Where
     warps share the dims: as capability 120, 128 x 64, 128 x 128 rows take 166 and 313 for 183 and 331. Of two caches in
     tiles of 32 heads, where programs in pairs walk over whole rows: 128 x 64, 128 x 128 take 86.4, 166.6 for 89.2,
-    172.4, but parts (32 x 64) 46.5 for 42.2, and programs alone on an SM 241 for 227. 64 heads on SM90 lose.
+    172.4, but parts (32 x 64) 46.5 for 42.2, and programs alone on an SM 241 for 227. 64 heads on SM90 in whole rows:
+    flat 4,096 x 64, 128 x 128 take 2,831 and 184 for 3,066 and 193, but parts (96 x 64) 108 for 102.
 
     Args:
         chosen, keys: the tile, and the rows of the cache.
@@ -56,8 +57,10 @@ def is_steady(chosen: Tile, keys: Keys, dtype: torch.dtype, num_keys: int, parts
         parts: of a row.
         paired: whether an SM has two programs.
     """
-    if dtype != torch.bfloat16 or chosen.block_h > 32 or num_keys <= SHORT_ROW:
+    if dtype != torch.bfloat16 or num_keys <= SHORT_ROW:
         return False
+    if chosen.block_h == 64:
+        return chosen.apart and keys.operands == "plain" and parts == 1 and not KEEPS_OPERANDS
     if chosen.block_h == 16:
         return keys.operands in ("fp8", "plain") and num_keys >= STEADY_TILES * chosen.block_n * parts
     if keys.operands == "fp8_v4":

@@ -210,7 +210,7 @@ def paged_attention(
     else:
         evenly, together = group_tile(capability(q.device), num_heads, mode), 1
         # by the device alone: parts make as many programs as it has room for
-        alone = programs_are_alone(q.device, num_tokens, num_heads, mode, deterministic=True)
+        alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic=True)
         chosen = _tile_of_rows(capability(q.device), num_heads, mode, alone, softmax_scale, sizes.block_size)
         programs, head_blocks = num_tokens, cdiv(num_heads, chosen.block_h)
     capacity, sms = max_blocks * sizes.block_size, num_sms(q.device)

@@ -39,5 +39,6 @@ def attend_row(queries, place, cache, span, scale_log2, results, num_splits, OPT
     scratch += ((head + zero).to(tl.int64) * out_strides[2])[:, None]
     scratch = scratch.to(tl.pointer_type(tl.float16))
     first = look_up_block(cache, begin, end)
-    state = attend_whole(whole, scratch, live_head, cache, None, (begin, begin, end), first, scale_log2, OPTIONS)
+    every = (begin, begin, end)
+    state = attend_whole(whole, scratch, live_head, cache, None, every, first, None, scale_log2, OPTIONS)
     store_walk(state, queries, place, cache, None, span, scale_log2, results, num_splits, OPTIONS)

@@ -31,8 +31,11 @@ class Costs(NamedTuple):
 
 # fp8_ds_mla, H200: 64 keys take 3.7 us for 64 heads, and 6.1 for 16 heads of each of two programs that share an SM
 ALONE, IN_PAIRS = Costs(140, 40, 100, 1.0), Costs(100, 20, 50, 0.65)
-MAX_ROUNDS = 6  # of whole rows: beyond, an SM that is empty in the last one is little
-PAYS = 0.95
+# What rounds have to take of a launch that cuts all rows alike. H200, tokens x 64 heads: up to FEW_TURNS of whole rows
+# 0.95, since bf16 110, 235, 360 take 113, 216, 297 us in rounds that should save less, and 102, 196, 288 without; of
+# more, flat 850, 1,500, 4,096 take 592, 1,015, 2,812 us for 610, 1,033, 2,834, and 1,024, 2,048, which should save less
+# than 2.5 %, 715, 1,433 for 699, 1,427.
+FEW_TURNS, PAYS, PAYS_IN_MANY = 6, 0.95, 0.975
 
 Rows = TypeVar("Rows", bound=Any)  # a named tuple of tensors `[num_tokens, ...]` or None
 
@@ -162,9 +165,9 @@ def rounds_of_rows(
     # few rows in pairs have been timed in parts alone
     counts = {1, parts} if many or costs == ALONE else {parts}
     plain, shares = min(_even(num_tokens, work, count) for count in counts)
-    if many and programs <= MAX_ROUNDS * sms and tiles > 1:
+    if many and tiles > 1:
         cost, rounds = _rounds(num_tokens, work, 2)
-        if cost < PAYS * plain:
+        if cost < plain * (PAYS if programs <= FEW_TURNS * sms else PAYS_IN_MANY):
             return rounds
     return (Round(num_tokens, shares),)
 

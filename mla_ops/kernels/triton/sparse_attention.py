@@ -73,17 +73,17 @@ def tile(device_capability: tuple[int, int], num_heads: int, mode: str, alone: b
     return make_tile(32, 32, 4, 1, apart=device_capability != (8, 0))
 
 
-def programs_are_alone(device: torch.device, num_tokens: int, num_heads: int, mode: str, deterministic: bool) -> bool:
+def programs_are_alone(device: torch.device, num_tokens: int, num_heads: int, deterministic: bool) -> bool:
     """Whether a program of 32 heads has an SM to itself: where no second one of four warps has room, or rows are few.
 
-    One of eight warps then takes 10 to 18 % less. Over plain keys few is up to a program of eight SMs: on an H200 as
-    capability 120, bf16, 8 x 128, 32 x 64, 32 x 128, 64 x 64 rows take 37.6, 61.5, 96.6, 99.4 us by pairs and 40.6,
-    66.4, 108, 109 by eight warps, 8 x 64 rows 29.7 and 28.6. Others and SM80 have not been timed so. Where a row must
-    not notice its batch, the device alone decides.
+    One of eight warps then takes 10 to 18 % less. Few is up to a program of eight SMs: on an H200 as capability 120,
+    bf16 8 x 128, 32 x 64, 32 x 128, 64 x 64, 8 x 64 rows take 37.6, 61.5, 96.6, 99.4, 29.7 us by pairs and 40.6, 66.4,
+    108, 109, 28.6 by eight warps, fp8_ds_mla 46.0, 70.5, 120, 121 and 45.9, 75.4, 129, 130. SM80 has not been timed
+    so. Where a row must not notice its batch, the device alone decides.
     """
     if shared_of_sm(device) < 2 * SHARED_OF_FOUR_WARPS:
         return True
-    programs, pairs = num_tokens * cdiv(num_heads, 32), mode == "plain" and capability(device) != (8, 0)
+    programs, pairs = num_tokens * cdiv(num_heads, 32), capability(device) != (8, 0)
     return not deterministic and programs * (MANY if pairs else 1) <= num_sms(device)
 
 
@@ -228,8 +228,9 @@ def _attend_kernel(
         scratch = out + (split + zero) * out_strides[0] + token * out_strides[1]
         scratch += ((head + zero).to(tl.int64) * stride_head)[:, None]
         scratch = scratch.to(tl.pointer_type(tl.float16))
+        rows = (out, out_strides, split, token, tl.program_id(0) % head_blocks * BLOCK_H, num_heads)
         span = (begin, whole, end)
-        state = attend_whole(queries, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS)
+        state = attend_whole(queries, scratch, live_head, cache, index_row, span, first, rows, scale_log2, OPTIONS)
     else:
         query = (q_rows, live_head, queries)
         state = attend_keys(query, new_state(OPTIONS), cache, index_row, (begin, end), scale_log2, None, OPTIONS)
@@ -426,7 +427,7 @@ def paged_sparse_attention(
 ) -> None:
     num_tokens, num_heads, _ = q.shape
     mode = operand_mode(q.dtype, cache_format)
-    alone = programs_are_alone(q.device, num_tokens, num_heads, mode, deterministic)
+    alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic)
     short = is_short(num_tokens, num_heads, indices.shape[1], mode, deterministic, num_sms(q.device))
     heads = tile_heads(num_tokens, num_heads, deterministic, softmax_scale, short)
     chosen = tile(capability(q.device), heads, mode, alone)
@@ -584,7 +585,7 @@ def sparse_attention(
     num_tokens, num_heads, _ = q.shape
     short = is_short(num_tokens, num_heads, indices.shape[1], keys.operands, deterministic, num_sms(q.device))
     heads = tile_heads(num_tokens, num_heads, deterministic, softmax_scale, short)
-    alone = programs_are_alone(q.device, num_tokens, num_heads, keys.operands, deterministic)
+    alone = programs_are_alone(q.device, num_tokens, num_heads, deterministic)
     chosen = tile(capability(q.device), heads, keys.operands, alone)
     _attend(q, kv, indices, softmax_scale, sizes, chosen, topk_length, attn_sink, None, None, deterministic, out, lse)
 

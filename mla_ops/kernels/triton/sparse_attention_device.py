@@ -124,7 +124,9 @@ def add_weights(sums, fade, weights):
     else:
         # the two groups of warps have half of the columns each
         by_group = tl.reshape(weights, (weights.shape[0], 2, weights.shape[1] // 16, 8))
-        sums = sums * fade[:, :, None] + tl.sum(by_group, 2)
+        if fade is not None:
+            sums *= fade[:, :, None]
+        sums += tl.sum(by_group, 2)
     return sums
 
 

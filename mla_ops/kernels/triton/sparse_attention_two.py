@@ -58,19 +58,24 @@ def weigh_tile(scores, state, scales, cache, indices, dtype: tl.constexpr, MASKE
     if MASKED:
         valid = are_there(cache, indices, OPTIONS)
         scores = tl.where(valid[None, :], scores, float("-inf"))
-    largest = tl.max(scores, 1)
-    if not is_half(KEYS):
-        # Both products have one scale, which is above 0: the exponents' multiplication applies it.
-        scale, steep_scale, large = scales
-        scale = tl.where(tl.abs(largest) < large, scale, steep_scale)
-        largest *= scale
-    new_top = tl.maximum(top, largest)
-    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-    fade = tl.exp2(top - pivot)[:, None]
-    if not is_half(KEYS):
-        scores *= scale[:, None]
-    exact = tl.exp2(scores - (pivot - BIAS)[:, None])
-    sums = add_weights(sums, fade, exact)
+    if OPTIONS.steady:
+        new_top, fade = top, top[:, None]  # nothing fades
+        exact = tl.exp2(scores * scales[0] - top[:, None])
+        sums = add_weights(sums, None, exact)
+    else:
+        largest = tl.max(scores, 1)
+        if not is_half(KEYS):
+            # Both products have one scale, which is above 0: the exponents' multiplication applies it.
+            scale, steep_scale, large = scales
+            scale = tl.where(tl.abs(largest) < large, scale, steep_scale)
+            largest *= scale
+        new_top = tl.maximum(top, largest)
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        fade = tl.exp2(top - pivot)[:, None]
+        if not is_half(KEYS):
+            scores *= scale[:, None]
+        exact = tl.exp2(scores - (pivot - BIAS)[:, None])
+        sums = add_weights(sums, fade, exact)
     return round_to(exact, dtype, UPCAST), new_top, sums, fade
 
 

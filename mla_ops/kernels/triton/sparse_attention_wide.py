@@ -12,7 +12,7 @@ import triton.language as tl
 from .bfloat16 import widen
 from .common import HOLDS_QUERIES
 from .rows import FP8_SCALES_AT
-from .sparse_attention_device import dot, new_state, round_to, still_waits
+from .sparse_attention_device import dot, first_pivot, new_state, round_to, still_waits
 from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries
 from .sparse_attention_keys import (
     fetch_indices,
@@ -207,10 +207,15 @@ def _attend_tile_in_one(q, state, rows, cache, indices, scales, sure, MASKED: tl
                 elif sure[2]:
                     behind = dot(q[1], tl.trans(rope), zeros, UPCAST)
                 scores += behind * scale_behind if is_half(KEYS) else behind
-            factors = scale if is_half(KEYS) else (scale_behind, unit[0], unit[1])
+            factors = scale
+            if OPTIONS.steady:
+                factors = (scale_behind,)
+            elif not is_half(KEYS):
+                factors = (scale_behind, unit[0], unit[1])
             weighed = weigh_tile(scores, (top, sums), factors, cache, indices, keys.dtype, MASKED, OPTIONS)
             weights, top, sums, fade = weighed
-            acc *= fade
+            if not OPTIONS.steady:
+                acc *= fade
         acc = dot(weights, keys, acc, UPCAST)
     return (acc, top, sums, running, running_rope), scale
 
@@ -222,35 +227,79 @@ def _keep(sums, products):
     return tl.where(tl.sum(by_group, 2) > float("inf"), 0.0, sums)
 
 
+@triton.constexpr_function
+def _keeps_indices(options):
+    """Whether indices behind the first missing key are written anew (`_keep_valid`): in whole rows of 64 heads.
+
+    Parts of rows and rows of fp8_ds_mla lose 1 to 3 % by the call where all keys are there. With masks they take at
+    most 1.05 of that, whole rows of plain keys 1.08.
+    """
+    return options.tile.block_h == 64 and options.keys.operands == "plain" and not options.partial
+
+
 @triton.jit
-def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr):
+def _walk(q, state, cache, index_row, span, first, place, scales, OPTIONS: tl.constexpr):
     """The state after all tiles of keys: those up to `whole`, in which all keys are there, without masks.
 
     Where warps share the dims, the second of `scales` is whether a STEADY program has not seen a key yet.
     """
+    begin, whole, end = span
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    KEYS: tl.constexpr = OPTIONS.keys
+    if OPTIONS.looks:
+        if _keeps_indices(OPTIONS):
+            kept_row, keeps = _room(place, whole, end, OPTIONS)
+            if keeps:
+                _keep_valid(cache, index_row, whole, end, kept_row, KEYS)
+        state, scales = _walk_valid(q, state, cache, index_row, (begin, whole), first, scales, OPTIONS)
+        # Where there is no such tile, nothing for the rest is kept in registers: it would spill.
+        if whole < end:
+            if _keeps_indices(OPTIONS):
+                state = _walk_rest(q, state, cache, index_row, (whole, end), place, scales, OPTIONS)
+            else:
+                index = fetch_indices(index_row, whole + tl.arange(0, BLOCK_N), end)
+                state = _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
+    else:
+        state = _walk_masked(q, state, cache, index_row, (begin, end), first, scales, OPTIONS)
+    return state
+
+
+@triton.jit
+def _walk_valid(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr):
+    """The state after whole tiles in which all keys are there, and `scales` after them."""
     KEYS: tl.constexpr = OPTIONS.keys
     TILE: tl.constexpr = OPTIONS.tile
-    begin, whole, end = span
+    begin, end = span
     scale, scale_behind, unit = scales
     n = tl.arange(0, TILE.block_n)
     index = first
-    if OPTIONS.looks:
-        last = whole - TILE.block_n
-        for start in tl.range(begin, whole, TILE.block_n, num_stages=TILE.ahead + 1):
-            rows = _load_rows(cache, locate(cache, index, KEYS), False, OPTIONS)
-            index = tl.load(index_row + tl.minimum(start + TILE.block_n, last) + n)
-            scales = (scale, scale_behind, unit)
-            state, scale = _attend_tile(q, state, rows, cache, None, scales, _surely(start, whole), False, OPTIONS)
-            if OPTIONS.steady:
-                scale_behind = still_waits(scale_behind, state[1])
-        # Where there is no such tile, nothing for the rest is kept in registers: it would spill.
-        if whole < end:
-            index = fetch_indices(index_row, whole + n, end)
-            scales = (scale, scale_behind, unit)
-            state = _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
-    else:
-        state = _walk_masked(q, state, cache, index_row, (begin, end), index, scales, OPTIONS)
-    return state
+    last = end - TILE.block_n
+    for start in tl.range(begin, end, TILE.block_n, num_stages=TILE.ahead + 1):
+        rows = _load_rows(cache, locate(cache, index, KEYS), False, OPTIONS)
+        index = tl.load(index_row + tl.minimum(start + TILE.block_n, last) + n)
+        scales = (scale, scale_behind, unit)
+        state, scale = _attend_tile(q, state, rows, cache, None, scales, _surely(start, end), False, OPTIONS)
+        if OPTIONS.steady and by_dims(OPTIONS):
+            scale_behind = still_waits(scale_behind, state[1])
+    return state, (scale, scale_behind, unit)
+
+
+@triton.jit
+def _walk_rest(q, state, cache, index_row, span, place, scales, OPTIONS: tl.constexpr):
+    """The state after the tiles of `span`, of whose indices those of keys that are there may have been kept."""
+    BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
+    n = tl.arange(0, BLOCK_N)
+    begin, end = span
+    whole = begin
+    kept_row, keeps = _room(place, begin, end, OPTIONS)
+    if keeps:
+        index_row = kept_row + 1
+        begin, end = 0, tl.load(kept_row)
+        whole = end // BLOCK_N * BLOCK_N
+    index = fetch_indices(index_row, begin + n, end)
+    state, scales = _walk_valid(q, state, cache, index_row, (begin, whole), index, scales, OPTIONS)
+    index = fetch_indices(index_row, whole + n, end)
+    return _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
 
 
 @triton.jit
@@ -290,7 +339,7 @@ def _walk_masked(q, state, cache, index_row, span, first, scales, OPTIONS: tl.co
             here = (index_row + start, n, end - start)
         scales = (scale, scale_behind, unit)
         state, scale = _attend_tile(q, state, rows, cache, here, scales, sure, True, OPTIONS)
-        if OPTIONS.steady:
+        if OPTIONS.steady and by_dims(OPTIONS):
             scale_behind = still_waits(scale_behind, state[1])
     return state
 
@@ -305,11 +354,12 @@ def _by_way_of(scratch, latent, live_head):
 
 
 @triton.jit
-def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log2, OPTIONS: tl.constexpr):
+def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, scale_log2, OPTIONS: tl.constexpr):
     """Does what `attend_keys` does: an accumulator of 512 dims, the largest score in base 2, sums of weights, a head.
 
     `span` are columns of `index_row`: the first, the end of the tiles in which all keys are there, and the end. `first`
-    are the indices of the first tile; without an `index_row` a tile lies in one block, whose entry it is. In float16
+    are the indices of the first tile; without an `index_row` a tile lies in one block, whose entry it is. `place` is as
+    in `_room`. In float16
     keys, scales that float16 does not hold make NaN of a row's sum of weights, as NaN in a key does and scores that
     overflow. `scratch` are places of 512 float16 a head, `[heads, 1]`.
     """
@@ -334,7 +384,7 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
             latent = _apart(latent)
         unit = half_unit(exponents)
         scale /= unit
-    elif not by_dims(OPTIONS):
+    elif not OPTIONS.steady and not by_dims(OPTIONS):
         unit = steep(scale_log2)
     _, _, _, _, top, sums = new_state(OPTIONS)
     running = top
@@ -352,7 +402,8 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
         if OPTIONS.tile.num_warps == 4:
             sums = tl.zeros((4, BLOCK_H), tl.float32)
         state = (state[0], top, sums, running, running)
-        state = _walk((latent, rope), state, cache, index_row, span, first, (scale, begin >= 0, unit), OPTIONS)
+        scales = (scale, begin >= 0, unit)
+        state = _walk((latent, rope), state, cache, index_row, span, first, place, scales, OPTIONS)
     # Queries should be operands from shared memory, as loaded ones are, where there are no registers left for them.
     elif BLOCK_H < 64:
         if in_two(OPTIONS):
@@ -360,11 +411,17 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
                 latent = (_by_way_of(scratch, latent[0], live_head), _by_way_of(scratch + 256, latent[1], live_head))
         else:
             latent = _by_way_of(scratch, latent, live_head)
-        state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
+        state = _walk((latent, rope), state, cache, index_row, span, first, place, scales, OPTIONS)
     else:
         # So is, with `wgmma`, what a loop changes. One turn, which the compiler does not know.
-        for _ in range((begin >= 0).to(tl.int32)):
-            state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
+        for turn in range((begin >= 0).to(tl.int32)):
+            if OPTIONS.steady:
+                # where the turn is part of addresses, nothing moves out of this loop and stays in shared memory
+                pivots = _first_pivots(
+                    (latent, rope), top, cache, index_row, begin + turn, span[2], scale_log2, OPTIONS
+                )
+                state = (state[0], pivots, sums, running, running)
+            state = _walk((latent, rope), state, cache, index_row, span, first, place, scales, OPTIONS)
             latent = tl.zeros_like(latent)
     acc, top, sums, running, running_rope = state
     if by_dims(OPTIONS):
@@ -380,7 +437,59 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, scale_log
     result = (acc, top, sums)
     if HALF:
         result = (acc, top, sums, unit)
-    elif not by_dims(OPTIONS):
+    elif not OPTIONS.steady and not by_dims(OPTIONS):
         # from 2^32 on by the other scale, else below 2^31
         result = (acc, tl.where(tl.abs(top) > 1.5 * 2.0**31, top * (scale_log2 / unit[0]), top), sums)
     return result
+
+
+@triton.jit
+def _first_pivots(q, top, cache, index_row, begin, end, scale, OPTIONS: tl.constexpr):
+    """What weights of a STEADY program of 64 heads are about, by its first 16 keys, in front of the loop.
+
+    A branch in the loop would take uniform registers from `wgmma`.
+    """
+    KEYS: tl.constexpr = OPTIONS.keys
+    UPCAST: tl.constexpr = OPTIONS.upcast
+    places = locate(cache, fetch_indices(index_row, begin + tl.arange(0, 16), end), KEYS)
+    keys, rope, _ = _load_rows(cache, places, True, OPTIONS)
+    zeros = tl.zeros((q[0].shape[0], 16), tl.float32)
+    scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
+    if OPTIONS.rope:
+        scores += dot(q[1], tl.trans(rope), zeros, UPCAST)
+    return first_pivot(top, tl.max(tl.where(places[2][None, :], scores * scale, float("-inf")), 1))
+
+
+@triton.jit
+def _room(place, begin, end, OPTIONS: tl.constexpr):
+    """Where a program keeps indices, its rows of the output as int32, and whether it keeps those of a span.
+
+    It does where more than a tile has need of masks, and they fit: if the rows lie apart none do. `place` are the
+    output, its strides of splits, tokens and heads, split, token, the first head, and how many there are.
+    """
+    out, strides, split, token, head, heads = place
+    BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    # 0, which the compiler does not know: an address kept over the loop would spill
+    zero = (begin < 0).to(tl.int32)
+    row = out + (split + zero) * strides[0] + token * strides[1] + (head + zero).to(tl.int64) * strides[2]
+    most = tl.minimum(heads - head, OPTIONS.tile.block_h) * (512 * BYTES // 4)
+    fits = (end - begin < most) & (strides[2] == 512) & (row.to(tl.int64) % 4 == 0)
+    return row.to(tl.pointer_type(tl.int32)), fits & (end - begin > OPTIONS.tile.block_n)
+
+
+@triton.jit(noinline=True)
+def _keep_valid(cache, index_row, begin, end, kept_row, KEYS: tl.constexpr):
+    """Writes to `kept_row` how many of the keys from `begin` to `end` are there, and their indices, in their order.
+
+    A call of its own: in line it would take registers from the loops. Triton does not see which shared memory it has
+    in common with its caller: hence a barrier on either side.
+    """
+    tl.debug_barrier()
+    count = begin * 0
+    for start in range(begin, end, 2048):
+        index = load_indices(index_row, start, end)
+        valid = locate(cache, index, KEYS)[2].to(tl.int32)
+        tl.store(kept_row + (count + tl.cumsum(valid, 0) - valid + 1), index, mask=valid > 0)
+        count += tl.sum(valid, 0)
+    tl.store(kept_row, count)
+    tl.debug_barrier()
