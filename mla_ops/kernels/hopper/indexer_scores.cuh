@@ -457,8 +457,18 @@ DEVICE void consume(const Params& p, u32 shared) {
 #pragma unroll
       for (int t = 0; t < S::TOKENS; ++t) {
         const float* own = p.weights + min(token + S::token(lane, t), p.num_tokens - 1) * p.weights_stride;
+        // With 64 heads ptxas makes a slower loop behind loads of four (docs/notes.md).
+        if (L::HEADS == 32 && (reinterpret_cast<u64>(p.weights) | p.weights_stride * 4) % 16 == 0) {
 #pragma unroll
-        for (int head = 0; head < L::HEADS; ++head) weights[t * L::HEADS + head] = __ldg(own + head);
+          for (int head = 0; head < L::HEADS; head += 4) {
+            const float4 four = __ldg(reinterpret_cast<const float4*>(own + head));
+            float* const to = weights + t * L::HEADS + head;
+            to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+          }
+        } else {
+#pragma unroll
+          for (int head = 0; head < L::HEADS; ++head) weights[t * L::HEADS + head] = __ldg(own + head);
+        }
       }
     } else {
 #pragma unroll
