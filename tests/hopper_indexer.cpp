@@ -38,21 +38,22 @@ int walk(const Params& p, int ctas, int* out, int room) {
   for (int bits = ctas - 1; bits; bits /= 2) ++of_parts.shift;
   of_parts.multiplier = (1ull << of_parts.shift) / ctas + 1;
   int total = 0, count = 0;
-  for (int token = 0; token < p.num_tokens; token += step) total += group_at<TOKENS, SOURCE>(p, token).tiles;
+  for (int token = 0; token < p.num_tokens; token += step) total += group_at<TOKENS, SOURCE>(p, token).units;
   for (int cta = 0; cta < ctas; ++cta) {
-    const int begin = tiles_before(total, cta, ctas, of_parts);
-    Part part = {0, begin, tiles_before(total, cta + 1, ctas, of_parts) - begin, total};
+    const int begin = units_before(total, cta, ctas, of_parts);
+    Part part = {0, begin, units_before(total, cta + 1, ctas, of_parts) - begin, total};
     if (part.count == 0) continue;
     find_begin<TOKENS, SOURCE>(p, part);
     for (int token = part.token; part.count; token += step) {
       const Group group = group_at<TOKENS, SOURCE>(p, token);
-      const int tiles = min(group.tiles - part.skip, part.count);
-      if (tiles <= 0) continue;
+      if (group.units == 0) continue;
+      int first_tile = group.first_tile, tiles = group.tiles;
+      take_tiles<TOKENS, SOURCE>(p, part, first_tile, tiles);
+      if (tiles == 0) continue;
       if (count == room) return -1;
       int* line = out + 6 * count++;
-      line[0] = cta, line[1] = token, line[2] = group.count, line[3] = group.first_tile + part.skip, line[4] = tiles;
+      line[0] = cta, line[1] = token, line[2] = group.count, line[3] = first_tile, line[4] = tiles;
       line[5] = group.end;
-      part.skip = 0, part.count -= tiles;
     }
   }
   return count;

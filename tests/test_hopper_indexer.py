@@ -125,6 +125,23 @@ def test_rows_without_keys_give_no_cta_any_work(library: ctypes.CDLL, length: in
         assert parts(library, tokens, 1000, None, [length] * 9, list(range(9)), 9, 132) == []
 
 
+@pytest.mark.parametrize("ctas", [1, 7, 66])
+@pytest.mark.parametrize("tiles", [64, 200])
+def test_a_cta_that_changes_to_another_group_has_fewer_tiles(library: ctypes.CDLL, tiles: int, ctas: int) -> None:
+    tokens, groups, change = 8, 9, 4
+    rows = tokens * groups
+    lines = parts(library, tokens, tiles * TILE, [0] * rows, [tiles * TILE] * rows, [0] * rows, 1, ctas)
+    assert sum(line[4] for line in lines) == groups * tiles
+    each = groups * (tiles + change) / ctas
+    shares, changes = Counter[int](), Counter[int]()
+    for cta, _, _, first_tile, count, _ in lines:
+        shares[cta] += count
+        changes[cta] += first_tile == 0
+    for cta in range(ctas):
+        assert each - 1 - change < shares[cta] + change * changes[cta] < each + 1 + change
+        assert shares[cta] < each + 1
+
+
 def test_parts_of_more_tiles_than_an_int_holds_times_ctas(library: ctypes.CDLL) -> None:
     rows, columns = 40, INT32_MAX
     lines = parts(library, 1, columns, None, [INT32_MAX] * rows, list(range(rows)), rows, 132)

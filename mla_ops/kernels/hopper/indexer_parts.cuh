@@ -44,7 +44,7 @@ DEVICE int sum_up_to(int value, int lane) {
   return value;
 }
 
-// All threads count the tiles of all groups. A call, so that a launch of few tokens need not read past it.
+// All threads count the units of all groups. A call, so that a launch of few tokens need not read past it.
 template <class L, Source SOURCE>
 __device__ __noinline__ Part part_of_many(const Params& p, u32 shared) {
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
@@ -53,7 +53,7 @@ __device__ __noinline__ Part part_of_many(const Params& p, u32 shared) {
   const int units = (p.num_tokens + step - 1) / step, each = (units + L::THREADS - 1) / L::THREADS;
   const int first = thread * each, last = min(first + each, units);
   int own = 0;
-  for (int unit = first; unit < last; ++unit) own += group_at<tokens, SOURCE>(p, unit * step).tiles;
+  for (int unit = first; unit < last; ++unit) own += group_at<tokens, SOURCE>(p, unit * step).units;
   int before = sum_up_to(own, lane);
   if (lane == 31) store_shared_4(shared + L::TOTALS + warp * 4, before);
   __syncthreads();
@@ -61,13 +61,13 @@ __device__ __noinline__ Part part_of_many(const Params& p, u32 shared) {
   int total = 0;
 #pragma unroll
   for (int w = 0; w < L::THREADS / 32; ++w) {
-    const int tiles = load_shared_4(shared + L::TOTALS + w * 4);
-    if (w < warp) before += tiles;
-    total += tiles;
+    const int units_of_warp = load_shared_4(shared + L::TOTALS + w * 4);
+    if (w < warp) before += units_of_warp;
+    total += units_of_warp;
   }
   const int number = blockIdx.x / L::CLUSTER, parts = gridDim.x / L::CLUSTER;
-  const int begin = tiles_before(total, number, parts, p.of_parts),
-            count = tiles_before(total, number + 1, parts, p.of_parts) - begin;
+  const int begin = units_before(total, number, parts, p.of_parts),
+            count = units_before(total, number + 1, parts, p.of_parts) - begin;
   if (count == 0) return {0, 0, 0, 0};
   if (before <= begin && begin < before + own) {
     Part part = {first * step, begin - before, count, total};
@@ -86,21 +86,21 @@ template <int TOKENS, Source SOURCE>
 DEVICE Part part_of_few(const Params& p, int lane, int number, int parts, Group& groups, int& first) {
   constexpr int step = STEP<TOKENS, SOURCE>;
   groups = group_at<TOKENS, SOURCE>(p, lane * step), first = 0;
-  int behind = sum_up_to(groups.tiles, lane), total = __shfl_sync(~0u, behind, 31);
+  int behind = sum_up_to(groups.units, lane), total = __shfl_sync(~0u, behind, 31);
 #pragma unroll 1
   for (int other = 32 * step; other < p.num_tokens; other += 32 * step)
-    total += __reduce_add_sync(~0u, group_at<TOKENS, SOURCE>(p, other + lane * step).tiles);
-  const int begin = tiles_before(total, number, parts, p.of_parts),
-            count = tiles_before(total, number + 1, parts, p.of_parts) - begin;
+    total += __reduce_add_sync(~0u, group_at<TOKENS, SOURCE>(p, other + lane * step).units);
+  const int begin = units_before(total, number, parts, p.of_parts),
+            count = units_before(total, number + 1, parts, p.of_parts) - begin;
   if (count == 0) return {0, 0, 0, 0};
 #pragma unroll 1
   while (true) {
     const u32 here = __ballot_sync(~0u, begin < behind);
     if (here) {
       const int from = __ffs(here) - 1;
-      return {first + from * step, begin - __shfl_sync(~0u, behind - groups.tiles, from), count, total};
+      return {first + from * step, begin - __shfl_sync(~0u, behind - groups.units, from), count, total};
     }
     first += 32 * step, groups = group_at<TOKENS, SOURCE>(p, first + lane * step);
-    behind = __shfl_sync(~0u, behind, 31) + sum_up_to(groups.tiles, lane);
+    behind = __shfl_sync(~0u, behind, 31) + sum_up_to(groups.units, lane);
   }
 }

@@ -51,15 +51,22 @@ DEVICE Bounds bounds_of(const Params& p, int token) {
 struct Group {
   int count;              // tokens
   int first_tile, tiles;  // tiles of keys; none if no token has keys
+  int units;              // tiles, and what a CTA takes to change to this group's queries
   int end;                // column behind the last key
 };
+
+// Tiles of flat keys in whose time a CTA changes to a group of so many: some CTAs do, others have a part of one group.
+template <int TOKENS, Source SOURCE>
+DEVICE int change_to(const Params& p, int tiles) {
+  return SOURCE == FLAT && p.num_tokens > TOKENS && tiles >= 64 ? 4 : 0;
+}
 
 // The group that begins with `token`, if one does. Of a cache: tokens of one request, within TOKENS that begin at a
 // multiple of it. All that may be needed is asked for at one time: memory that no cache has answers late, and a launch
 // waits for it. Of flat keys so many tokens' at a time as there are registers for.
 template <int TOKENS, Source SOURCE, int TOGETHER = TOKENS>
 DEVICE Group group_at(const Params& p, int token) {
-  Group group = {0, 0, 0, 0};
+  Group group = {0, 0, 0, 0, 0};
   if (token >= p.num_tokens) return group;
   const int room = min(TOKENS - token % TOKENS, p.num_tokens - token);
   int start = p.num_columns, end = 0;
@@ -75,7 +82,7 @@ DEVICE Group group_at(const Params& p, int token) {
       int starts[TOGETHER], ends[TOGETHER];
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
-        const int other = min(token + before + i, p.num_tokens - 1);
+        const int other = min(token + before + i, p.num_tokens - 1);  // the last one again where there are no more
         starts[i] = __ldg(p.row_starts + other), ends[i] = __ldg(p.row_ends + other);
       }
 #pragma unroll
@@ -83,7 +90,7 @@ DEVICE Group group_at(const Params& p, int token) {
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
         const int last = min(max(ends[i], 0), p.num_columns), begin = min(max(starts[i], 0), last);
-        if (before + i < room && begin < last) start = min(start, begin), end = max(end, last);
+        if (begin < last) start = min(start, begin), end = max(end, last);
       }
     }
   } else {
@@ -110,6 +117,7 @@ DEVICE Group group_at(const Params& p, int token) {
   if (start >= end) return group;
   group.first_tile = start / TILE;
   group.tiles = (end - 1) / TILE + 1 - group.first_tile;
+  group.units = group.tiles + change_to<TOKENS, SOURCE>(p, group.tiles);
   group.end = end;
   return group;
 }
@@ -118,23 +126,38 @@ DEVICE Group group_at(const Params& p, int token) {
 template <int TOKENS, Source SOURCE>
 constexpr int STEP = SOURCE == FLAT ? TOKENS : 1;
 
-// A CTA's tiles: `count` from tile `skip` on of the group of `token`, and of the groups behind it; all CTAs have `total`.
+// A CTA's units: `count` from unit `skip` on of the group of `token`, and of the groups behind it; all CTAs have `total`.
 struct Part {
   int token, skip, count, total;
 };
 
+// Takes from `part` what it has of a group, whose first tile and tiles become those of the part. A change comes before
+// them.
+template <int TOKENS, Source SOURCE>
+DEVICE void take_tiles(const Params& p, Part& part, int& first_tile, int& tiles) {
+  if constexpr (SOURCE != FLAT) {
+    first_tile += part.skip, tiles = min(tiles - part.skip, part.count);
+    part.skip = 0, part.count -= tiles;
+  } else {
+    const int change = change_to<TOKENS, SOURCE>(p, tiles), taken = min(tiles + change - part.skip, part.count);
+    const int first = max(part.skip - change, 0);
+    tiles = max(part.skip + taken - change, 0) - first, first_tile += first;
+    part.skip = 0, part.count -= taken;
+  }
+}
+
 // total * part / parts, where the product might not fit.
-DEVICE int tiles_before(int total, int part, int parts, Divisor of_parts) {
+DEVICE int units_before(int total, int part, int parts, Divisor of_parts) {
   const int each = divide(total, of_parts), rest = total - each * parts;
   return each * part + divide(rest * part, of_parts);
 }
 
-// Makes `part` begin with the tile that `part.skip` counts from the group of `part.token` on.
+// Makes `part` begin with the unit that `part.skip` counts from the group of `part.token` on.
 template <int TOKENS, Source SOURCE>
 DEVICE void find_begin(const Params& p, Part& part) {
   while (true) {
-    const int tiles = group_at<TOKENS, SOURCE>(p, part.token).tiles;
-    if (part.skip < tiles) return;
-    part.skip -= tiles, part.token += STEP<TOKENS, SOURCE>;
+    const int units = group_at<TOKENS, SOURCE>(p, part.token).units;
+    if (part.skip < units) return;
+    part.skip -= units, part.token += STEP<TOKENS, SOURCE>;
   }
 }

@@ -262,14 +262,14 @@ DEVICE void produce(const Params& p, u32 shared, Part part, bool few, Group grou
   const u64 policy = !once ? evict_normal() : part.total < FULL_L2 / L::TOKENS ? evict_first() : evict_unchanged();
   for (bool there = few; part.count; there = false, first += 32 * step) {
     if (!there) groups = group_at<tokens, SOURCE, SOURCE == FLAT ? 8 : tokens>(p, first + lane * step);
-    u32 live = __ballot_sync(~0u, groups.tiles > 0);
+    u32 live = __ballot_sync(~0u, groups.units > 0);
     if (part.token > first) live &= ~0u << (part.token - first) / step;
     for (; live && part.count; live &= live - 1) {
       const int from = __ffs(live) - 1, token = first + from * step;
-      const int count = __shfl_sync(~0u, groups.count, from), end = __shfl_sync(~0u, groups.end, from),
-                first_tile = __shfl_sync(~0u, groups.first_tile, from) + part.skip,
-                tiles = min(__shfl_sync(~0u, groups.tiles, from) - part.skip, part.count);
-      part.skip = 0, part.count -= tiles;
+      const int count = __shfl_sync(~0u, groups.count, from), end = __shfl_sync(~0u, groups.end, from);
+      int first_tile = __shfl_sync(~0u, groups.first_tile, from), tiles = __shfl_sync(~0u, groups.tiles, from);
+      take_tiles<tokens, SOURCE>(p, part, first_tile, tiles);
+      if (SOURCE == FLAT && tiles == 0) continue;
       announce(token + before, max(count - before, 1), first_tile, tiles);
       if (SOURCE == FLAT)
         bring_flat<L>(p, shared, lane, first_tile, tiles, slot);
@@ -457,8 +457,18 @@ DEVICE void consume(const Params& p, u32 shared) {
 #pragma unroll
       for (int t = 0; t < S::TOKENS; ++t) {
         const float* own = p.weights + min(token + S::token(lane, t), p.num_tokens - 1) * p.weights_stride;
+        // With 64 heads ptxas makes a slower loop behind loads of four (docs/notes.md).
+        if (L::HEADS == 32 && (reinterpret_cast<u64>(p.weights) | p.weights_stride * 4) % 16 == 0) {
 #pragma unroll
-        for (int head = 0; head < L::HEADS; ++head) weights[t * L::HEADS + head] = __ldg(own + head);
+          for (int head = 0; head < L::HEADS; head += 4) {
+            const float4 four = __ldg(reinterpret_cast<const float4*>(own + head));
+            float* const to = weights + t * L::HEADS + head;
+            to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+          }
+        } else {
+#pragma unroll
+          for (int head = 0; head < L::HEADS; ++head) weights[t * L::HEADS + head] = __ldg(own + head);
+        }
       }
     } else {
 #pragma unroll
@@ -570,13 +580,13 @@ DEVICE void make_scores(const Params& p, u32 shared) {
   constexpr int tokens = L::TOKENS * L::CLUSTER, step = STEP<tokens, SOURCE>;
   const bool few = p.num_tokens <= 32 * FEW<tokens, SOURCE> * step;
   Part part = {0, 0, 0, 0};
-  Group groups = {0, 0, 0, 0};
+  Group groups = {0, 0, 0, 0, 0};
   int first = 0, unused = 0;
   if (few) {
-    if (brings)
+    if (brings && (SOURCE != FLAT || threadIdx.x < L::FIRST_PRODUCER + 32))
       part = part_of_few<tokens, SOURCE>(p, threadIdx.x & 31, blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER, groups,
                                          first);
-    else
+    else if (!brings)
       unused = prefetch_rows<L, SOURCE, true>(p);
     __syncthreads();
     if (static_cast<u32>(unused) == 1u << 31) store_shared_4(shared + L::TOTALS, unused);  // else none would be loaded

@@ -261,7 +261,10 @@ struct FirstBins {
   }
 };
 
-DEVICE int shift_of_listed(u32 least) { return least > LOWEST_KEY ? SHIFT_OF_GATED : SHIFT_OF_ALL; }
+// Behind a gate below zero scores of any size may come, between it and zero and above: bins of an eighth of a power of two.
+DEVICE int shift_of_listed(u32 least) {
+  return least >= KEY_OF_ZERO ? SHIFT_OF_GATED : least > LOWEST_KEY ? SHIFT_OF_ALL - 1 : SHIFT_OF_ALL;
+}
 
 template <int THREADS>
 __device__ __noinline__ u64 select_listed(Control& control, u32* bins, const u64* entries, u32 count, u32 rank, u32 least,
