@@ -234,7 +234,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
   // that. Where only references moved, the turn comes back with its scores. Groups, balanced rows and narrower tiles
   // lose by it.
-  constexpr bool LEAVES = HEADS == 64 && (LAUNCH == Launch::ROWS || LAUNCH == Launch::CLUSTERS) || BY_GROUPS;
+  constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::GROUPS && LAUNCH != Launch::BALANCED;
   constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
   u32 left_undo, settled = 0;    // flags of a turn that comes back with its scores

@@ -76,6 +76,8 @@ DEVICE void attend(const Params& p) {
   if (HEADS < 64 || LAUNCH == Launch::CLUSTERS ? warpgroup < PRODUCER : warpgroup != PRODUCER) {
     load_queries<HEADS, FORMAT, QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
     fence_async_shared();
+    // Behind the queries: in front of them a value of each role would lie in memory.
+    if constexpr (LAUNCH == Launch::SHARES && HEADS == 64) prefetch_code<128>();
     named_barrier<QUERY_BARRIER, QUERY_THREADS>();
     if (LAUNCH == Launch::SHARES) await_opened(p);
     if (BALANCED) row = token_at(p, shared + L::INTERVAL, row.token);  // else what it comes from stays in registers
