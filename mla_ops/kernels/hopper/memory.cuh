@@ -73,16 +73,6 @@ DEVICE uint2 load_l2_8(const void* source) {
   return v;
 }
 
-// Past L1 what other SMs wrote, or from shared memory.
-DEVICE uint4 load_strong_16(const void* source) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source)
-               : "memory");
-  return v;
-}
-
 // Loads what is not read again soon, without a place in L1.
 DEVICE float4 load_once_16(const float* source) {
   float4 v;

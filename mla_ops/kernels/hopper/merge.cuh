@@ -382,14 +382,6 @@ struct Piece {
     }
   }
 
-  DEVICE void load_of_either(const unsigned char* from) {  // of global or shared memory
-#pragma unroll
-    for (int w = 0; w < P::WORDS; w += 4) {
-      const uint4 v = load_strong_16(from + w * 128);
-      words[w] = v.x, words[w + 1] = v.y, words[w + 2] = v.z, words[w + 3] = v.w;
-    }
-  }
-
   DEVICE void load(u32 from) {
     if constexpr (P::WORDS == 2) {
       const uint2 v = load_shared_8(from);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "balance.cuh"
+#include "either.cuh"
 #include "merge.cuh"
 
 // A warp's part of a share: packets, and for each lane the sum and the reference of a head.
@@ -168,7 +169,12 @@ DEVICE void add_packets_of_shares(const Params& p, const Target& to, const unsig
         const unsigned char* place = from + min(s, p.shares - 1) * PITCH;
         if constexpr (L::HEADS == 64) {
           if (min(s, p.shares - 1) == own) place = kept;
-          set[i][s].load_of_either(place + number * P::BYTES);
+#pragma unroll
+          for (int w = 0; w < P::WORDS; w += 4) {
+            const uint4 v = load_either_16(place + number * P::BYTES + w * 128);
+            u32* const words = set[i][s].words + w;
+            words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+          }
         } else {
           set[i][s].load(place + number * P::BYTES);
         }
@@ -227,8 +233,7 @@ DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* par
 
   const Target to = target_of<L>(p, row);
   const unsigned char* const from = parts + lane * (P::UNIT * 4);
-  extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const unsigned char* const kept_place = shared_memory + (kept - shared_address(shared_memory)) + lane * (P::UNIT * 4);
+  const unsigned char* const kept_place = shared_pointer(kept + lane * (P::UNIT * 4));
   if (__all_sync(~0u, float16))
     add_packets_of_shares<L, MOST, true>(p, to, from, kept_place, row.rank, weights, warp, lane);
   else
