@@ -196,7 +196,7 @@ static float value_of(const Row& row, int share, int warp, int lane, int n) {
 template <class L>
 void in_shares(const Params& p, int clusters, int seed) {
   barriers.clear(), arrivals_of_a_phase = 8 * p.splits;
-  simt::launch(clusters, p.splits, 256, L::RAW, seed, [&] {
+  simt::launch(clusters, p.splits, 256, L::BYTES, seed, [&] {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     if (thread == 0) barrier_here(L::MEETING) = {};
     u32 odd_row = 0;
@@ -206,9 +206,18 @@ void in_shares(const Params& p, int clusters, int seed) {
       for (int wait = (seed * 5 + row.rank * 3 + warp) % 7; wait; --wait) simt::leave();
       unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
       const float2 state = state_of(row, row.rank, head_of_lane<L>(warp, lane));
+      if (L::HEADS == 64) {
+        if (thread < L::HEADS) {  // as one of scores
+          const float2 own = state_of(row, row.rank, thread);
+          store_shared_float(L::COLUMNS + thread * 8 + 4, own.y);
+          end_share<L>(p, row, 0, thread, own.x, odd_row);
+        }
+        __syncthreads();
+      }
       const u32 kept = kept_of_warp<L>(0, warp);
       u32 keeps = 0;
-      for (int n = cluster_rank(); L::HEADS == 64 && ends_row(p, row) && n < L::Packet::OF_A_WARP; n += p.splits) keeps |= 1 << n;
+      if (L::HEADS == 64 && ends_row(p, row))
+        for (int n = cluster_rank(); n < L::Packet::OF_A_WARP; n += p.splits) keeps |= 1 << n;
       leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), kept, keeps, lane, state.x, state.y,
                      [&](int n) { return value_of(row, row.rank, warp, lane, n); });
       if (!ends_row(p, row)) continue;

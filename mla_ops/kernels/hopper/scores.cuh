@@ -134,7 +134,7 @@ constexpr u32 LEFT_BY_GROUP = 1;  // no barrier
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
 template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
 DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
-                 u32 row_parity, float (&sums)[HEADS / 4], int& seen) {
+                 u32 row_parity, u32 odd_row, float (&sums)[HEADS / 4], int& seen) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = in_shares(LAUNCH);
@@ -200,6 +200,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
+      if (SHARES && HEADS == 64) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // a sum where `alpha` will be
       raise_references<L>(s, sums, seen != 0, least, shared, thread);
       seen = turn == WIDE ? 2 : max(seen, 1);
     }
@@ -376,11 +377,32 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     }
   }
 
+  if constexpr (SHARES && HEADS == 64) {
+    // Sums of warps go where the first one's last keys were, those of heads where nobody reads `alpha` any more.
+    const int last_slot = (i - 1 & 1) * 4;
+    const u32 place = place_of_sums<L>(shared, last_slot);
+    store_sums<HEADS>(sums, place + warp * (HEADS * 4), lane);
+    fence_async_shared();  // keys come there later
+    mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    const int kind = uniform(load_shared_4(shared + L::TURN)) & 0xff;
+    if (kind != USUAL) named_barrier<ALPHA_BARRIER, 384>();  // `alpha` and weights of a last turn that is not usual have been read
+    const int head = opaque(thread);
+    if (head < HEADS) {
+      const float total = sum_of<HEADS>(place, head);
+      end_share<L>(p, row, shared, head, bfloat16 ? -total : total, odd_row);
+    }
+    __syncwarp();
+    warp_arrive(shared + L::FACTORS_FULL, lane);
+    named_barrier<SCORE_BARRIER, 128>();
+    if (warp == 0) warp_arrive(shared + L::RAW_FREE + last_slot * 8, lane);
+    return 0;
+  }
+
   if constexpr (PERSISTENT && HEADS == 64) {
     // The warps that accumulate make factors of the sums.
     const int last_slot = (i - 1 & 1) * 4;
     const u32 place = place_of_sums<L>(shared, last_slot) + warp * (HEADS * 4);
-    if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen == 2)) negate(sums);
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);

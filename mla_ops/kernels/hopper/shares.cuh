@@ -10,6 +10,8 @@
 #include "either.cuh"
 #include "merge.cuh"
 
+constexpr int ALPHA_BARRIER = 12;  // those that accumulate have read `alpha` of a share's last turn
+
 // A warp's part of a share: packets, and for each lane the sum and the reference of a head.
 template <class L>
 struct PartOfWarp {
@@ -51,7 +53,7 @@ DEVICE void leave_share(unsigned char* part, u32 kept, u32 keeps, int lane, floa
   using P = typename L::Packet;
   const float own = sum == 0.f ? 0.f : reciprocal_approx(fabsf(sum));
   const bool bfloat16 = __any_sync(~0u, __float_as_uint(sum) >> 31);
-  *reinterpret_cast<float2*>(part + PartOfWarp<L>::STATES + lane * 8) = make_float2(sum, reference);
+  if (L::HEADS < 64) *reinterpret_cast<float2*>(part + PartOfWarp<L>::STATES + lane * 8) = make_float2(sum, reference);
   unsigned char* const to = part + lane * (P::UNIT * 4);
   kept += lane * (P::UNIT * 4);
   const u64 policy = evict_last();  // the row's end reads it: keys that come meanwhile would drive it out
@@ -87,6 +89,24 @@ DEVICE void open_meeting(const Params& p) {
 
 DEVICE void await_opened(const Params& p) {
   if (p.splits > 1) cluster_wait();
+}
+
+// The place of a head's state in a part of 64 heads.
+template <class L>
+DEVICE unsigned char* state_of_head(unsigned char* part_of_head, int head) {
+  return part_of_head + PartOfWarp<L>::STATES + head % 16 * 8;
+}
+
+// A head's sum and reference at the end of a share of 64 heads: the sum for those that accumulate, both for the row's end.
+// The next share begins with references of 0.
+template <class L>
+DEVICE void end_share(const Params& p, const Row& row, u32 shared, int head, float sum, u32 odd_row) {
+  const u32 column = shared + L::COLUMNS + head * 8 + 4;
+  const float reference = sum == 0.f ? NO_SCORE_YET : load_shared_float(column);
+  store_shared_float(shared + L::ALPHA + head * 4, sum);
+  store_shared_float(column, 0.f);
+  unsigned char* const part = parts_of_warp<L>(p, head / 16, odd_row) + row.rank * (8 * PartOfWarp<L>::BYTES);
+  *reinterpret_cast<float2*>(state_of_head<L>(part, head)) = make_float2(sum, reference);
 }
 
 // The warpgroup of scores calls this between two shares of a row. READ: those that accumulate read the references, too.
@@ -222,7 +242,9 @@ DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* par
   for (int s = 0; s < MOST; ++s) {
     state[s] = make_float2(0.f, NO_SCORE_YET);
     if (s >= p.shares) continue;
-    const uint2 v = load_l2_8(parts + s * PITCH + PartOfWarp<L>::STATES + lane * 8);
+    const unsigned char* const part = parts + s * PITCH;
+    const uint2 v = load_l2_8(L::HEADS == 64 ? part - (warp & 4) * PartOfWarp<L>::BYTES + PartOfWarp<L>::STATES + lane % 16 * 8
+                                             : part + PartOfWarp<L>::STATES + lane * 8);
     state[s] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
     float16 &= !(v.x >> 31);
   }

@@ -105,14 +105,9 @@ template <class L>
 DEVICE float2 state_of_share(u32 shared, u32 parity, int warp, int lane) {
   const int head = head_of_lane<L>(warp, lane);
   mbarrier_wait(shared + L::FACTORS_FULL, parity);
-  float sum;
-  if constexpr (L::HEADS == 64) {
-    const u32 turn = load_shared_4(shared + L::TURN);
-    sum = sum_of<L::HEADS>(place_of_sums<L>(shared, turn >> 8 & 0xff), head);
-  } else {
-    sum = load_shared_float(shared + L::ALPHA + head * 4);
-  }
-  const float reference = sum == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+  const float sum = load_shared_float(shared + L::ALPHA + head * 4);
+  float reference = 0.f;  // of 64 heads score has left it
+  if (L::HEADS < 64) reference = sum == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   __syncwarp();
   warp_arrive(shared + L::FACTORS_FREE, lane);
   return make_float2(sum, reference);
@@ -189,6 +184,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
+      if (SHARES && HEADS_BY_DIMS && ends && (turn & 0xff) != WIDE) named_barrier_arrive(ALPHA_BARRIER, 384);
       if (!BY_GROUPS && (turn & 0xff) == WIDE) {
         // By steps of 16 keys, upper bits of the weights and then each group's rests.
         const int first = uniform(turn) >> 8 & 0xff;
@@ -215,6 +211,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
           for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
         }
         named_barrier<VALUES_BARRIER, 256>();
+        if (SHARES && HEADS_BY_DIMS && ends) named_barrier_arrive(ALPHA_BARRIER, 384);
         const int keys = first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS;
         if (half == 0 && !(PERSISTENT && HEADS_BY_DIMS && ends && warp == 0))
           warp_arrive(shared + L::RAW_FREE + keys * 8, lane);
