@@ -202,6 +202,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
       if (SHARES && HEADS == 64) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // a sum where `alpha` will be
       raise_references<L>(s, sums, seen != 0, least, shared, thread);
+      // What is 0 needs no factor.
+      if (SHARES && HEADS == 64 && !seen && turn == MOVED) turn = USUAL;
       seen = turn == WIDE ? 2 : max(seen, 1);
     }
     return turn;
