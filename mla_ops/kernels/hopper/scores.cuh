@@ -176,11 +176,16 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       for (int e = 0; e < TILES * 4; ++e)
         if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
     };
+    constexpr bool OFTEN = SHARES && HEADS == 64;
     int turn = USUAL;
     bool moves = maybe_unusual;
     if (moves) {
-      leave_out_dead();
-      moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen && alive);
+      // Shares begin often: what they do not need of this would take longer to come than to run.
+      if (!OFTEN || !__all_sync(~0u, live_0 && live_1)) leave_out_dead();
+      if (OFTEN && !seen)
+        moves = named_barrier_any<SCORE_BARRIER, 128>(wide || alive);
+      else
+        moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen && alive);
     }
     if (moves) {
       turn = MOVED;
@@ -200,10 +205,10 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
-      if (SHARES && HEADS == 64) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // a sum where `alpha` will be
+      if (OFTEN) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // a sum where `alpha` will be
       raise_references<L>(s, sums, seen != 0, least, shared, thread);
       // What is 0 needs no factor.
-      if (SHARES && HEADS == 64 && !seen && turn == MOVED) turn = USUAL;
+      if (OFTEN && !seen && turn == MOVED) turn = USUAL;
       seen = turn == WIDE ? 2 : max(seen, 1);
     }
     return turn;
@@ -396,7 +401,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     }
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
-    named_barrier<SCORE_BARRIER, 128>();
+    mbarrier_wait(shared + L::FACTORS_FULL, row_parity);  // sums have been read, references begin anew
     if (warp == 0) warp_arrive(shared + L::RAW_FREE + last_slot * 8, lane);
     return 0;
   }
