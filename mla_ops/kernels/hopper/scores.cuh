@@ -180,7 +180,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     int turn = USUAL;
     bool moves = maybe_unusual;
     if (moves) {
-      // Shares begin often: what they do not need of this would take longer to come than to run.
+      // Shares begin often: code that they do not need would take longer to come than to run.
       if (!OFTEN || !__all_sync(~0u, live_0 && live_1)) leave_out_dead();
       if (OFTEN && !seen)
         moves = named_barrier_any<SCORE_BARRIER, 128>(wide || alive);
@@ -207,7 +207,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
       if (OFTEN) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // a sum where `alpha` will be
       raise_references<L>(s, sums, seen != 0, least, shared, thread);
-      // What is 0 needs no factor.
+      // Accumulators of a share that begins are 0.
       if (OFTEN && !seen && turn == MOVED) turn = USUAL;
       seen = turn == WIDE ? 2 : max(seen, 1);
     }
@@ -393,7 +393,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
     const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
     const int kind = uniform(load_shared_4(shared + L::TURN)) & 0xff;
-    if (kind != USUAL) named_barrier<ALPHA_BARRIER, 384>();  // `alpha` and weights of a last turn that is not usual have been read
+    if (kind != USUAL) named_barrier<ALPHA_BARRIER, 384>();
     const int head = opaque(thread);
     if (head < HEADS) {
       const float total = sum_of<HEADS>(place, head);

@@ -10,7 +10,8 @@
 #include "either.cuh"
 #include "merge.cuh"
 
-constexpr int ALPHA_BARRIER = 12;  // those that accumulate have read `alpha` of a share's last turn
+// After a share's last turn, if that is not usual: those that accumulate have read `alpha`, and what lies where keys were.
+constexpr int ALPHA_BARRIER = 12;
 
 // A warp's part of a share: packets, and for each lane the sum and the reference of a head.
 template <class L>
@@ -94,7 +95,7 @@ DEVICE void leave_share(unsigned char* part, int lane, float sum, float referenc
   });
 }
 
-// The last part of 64 heads stays.
+// The part of a share that `keeps_part`.
 template <class L, class Value>
 DEVICE void keep_share(u32 kept, int lane, float sum, Value value_of) {
   using P = typename L::Packet;
@@ -133,7 +134,7 @@ DEVICE void end_share(const Params& p, const Row& row, u32 shared, int head, flo
   *reinterpret_cast<float2*>(state_of_head<L>(part, head)) = make_float2(sum, reference);
 }
 
-// The warpgroup of scores calls this between two shares of a row. READ: those that accumulate read the references, too.
+// The warpgroup of scores of less than 64 heads calls this between two shares of a row. READ: those that accumulate read the references, too.
 template <class L, bool READ>
 DEVICE void renew_references(u32 shared, int thread, u32 parity) {
   if (READ) mbarrier_wait(shared + L::FACTORS_FREE, parity);
