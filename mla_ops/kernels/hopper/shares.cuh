@@ -56,8 +56,8 @@ DEVICE u32 kept_of_warp(u32 shared, int half, int warp) {
 template <class L>
 constexpr int KEPT_PITCH = 4 * L::Packet::BYTES;  // from a warp's packet to its next
 
-// A warp's part, to `store(number, words)`: `value_of(n)` is the n-th of its accumulators in the order of packets. `sum` is of
-// this lane's head.
+// A warp's part, to `store(number, words)`: `value_of(n)` is the n-th of its accumulators in the order of packets. `sum` is
+// of this lane's head.
 template <class L, class Value, class Store>
 DEVICE void make_part(int lane, float sum, Value value_of, Store store) {
   using P = typename L::Packet;
@@ -134,7 +134,8 @@ DEVICE void end_share(const Params& p, const Row& row, u32 shared, int head, flo
   *reinterpret_cast<float2*>(state_of_head<L>(part, head)) = make_float2(sum, reference);
 }
 
-// The warpgroup of scores of less than 64 heads calls this between two shares of a row. READ: those that accumulate read the references, too.
+// The warpgroup of scores of less than 64 heads calls this between two shares of a row. READ: those that accumulate read
+// the references, too.
 template <class L, bool READ>
 DEVICE void renew_references(u32 shared, int thread, u32 parity) {
   if (READ) mbarrier_wait(shared + L::FACTORS_FREE, parity);
@@ -274,7 +275,8 @@ DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* par
                        int lane) {
   using P = typename L::Packet;
   Sets<L, MOST> sets;
-  sets.from = parts + lane * (P::UNIT * 4), sets.kept = shared_pointer(kept + lane * (P::UNIT * 4)), sets.own = keeps_part<L>(p, row) ? row.rank : -1;
+  sets.from = parts + lane * (P::UNIT * 4), sets.kept = shared_pointer(kept + lane * (P::UNIT * 4));
+  sets.own = keeps_part<L>(p, row) ? row.rank : -1;
   const int global_head = row.tile * L::HEADS + head_of_lane<L>(warp, lane);
   const bool there = global_head < p.num_heads;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
