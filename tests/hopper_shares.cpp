@@ -214,19 +214,19 @@ void in_shares(const Params& p, int clusters, int seed) {
         }
         __syncthreads();
       }
-      const u32 kept = kept_of_warp<L>(0, warp / 4, warp % 4);
-      auto own_value = [&](int n) { return value_of(row, row.rank, warp, lane, n); };
-      if (keeps_part<L>(p, row))
-        keep_share<L>(kept, lane, state.x, own_value);
-      else
-        leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), lane, state.x, state.y, own_value);
+      const u32 kept = kept_of_warp<L>(0, warp);
+      u32 keeps = 0;
+      if (L::HEADS == 64 && ends_row(p, row))
+        for (int n = cluster_rank(); n < L::Packet::OF_A_WARP; n += p.splits) keeps |= 1 << n;
+      leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), kept, keeps, lane, state.x, state.y,
+                     [&](int n) { return value_of(row, row.rank, warp, lane, n); });
       if (!ends_row(p, row)) continue;
       meet_peers<L>(p, 0, lane, odd_row);
       for (int wait = (warp + cluster_rank()) % 3 * 20; wait; --wait) simt::leave();  // a peer goes on to the next row
       if (p.shares > 4)
-        add_shares<L, 8>(p, row, parts, kept, 0, warp, lane);
+        add_shares<L, 8>(p, row, parts, kept, warp, lane);
       else
-        add_shares<L, 4>(p, row, parts, kept, 0, warp, lane);
+        add_shares<L, 4>(p, row, parts, kept, warp, lane);
       odd_row ^= 1;
     }
   });

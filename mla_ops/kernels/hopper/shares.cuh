@@ -41,28 +41,23 @@ DEVICE float2 of_heads(float own, int number, int lane) {
   return make_float2(__shfl_sync(~0u, own, first), __shfl_sync(~0u, own, first + 1));
 }
 
-// Whether this share's part stays in shared memory: a row's last one, where a CTA of 64 heads has all of them.
+// Where a warp of 64 heads keeps what it adds up itself of its CTA's last share: its values' place, which is free then.
 template <class L>
-DEVICE bool keeps_part(const Params& p, const Row& row) {
-  return L::HEADS == 64 && p.splits == 1 && ends_row(p, row);
+DEVICE u32 kept_of_warp(u32 shared, int warp) {
+  return shared + L::VALUES + warp * (L::Packet::OF_A_WARP * L::Packet::BYTES);
 }
 
-// The place for it: the values', which is free then. Packets of 128 dims lie where those dims' values will be.
-template <class L>
-DEVICE u32 kept_of_warp(u32 shared, int half, int warp) {
-  return shared + L::VALUES + half * HALF_BYTES + warp * L::Packet::BYTES;
-}
-
-template <class L>
-constexpr int KEPT_PITCH = 4 * L::Packet::BYTES;  // from a warp's packet to its next
-
-// A warp's part, to `store(number, words)`: `value_of(n)` is the n-th of its accumulators in the order of packets. `sum` is
-// of this lane's head.
-template <class L, class Value, class Store>
-DEVICE void make_part(int lane, float sum, Value value_of, Store store) {
+// A warp's part: `value_of(n)` is the n-th of its accumulators in the order of packets. `sum` and `reference` are of this
+// lane's head. Packets that have a bit in `keeps` go to `kept` in shared memory.
+template <class L, class Value>
+DEVICE void leave_share(unsigned char* part, u32 kept, u32 keeps, int lane, float sum, float reference, Value value_of) {
   using P = typename L::Packet;
   const float own = sum == 0.f ? 0.f : reciprocal_approx(fabsf(sum));
   const bool bfloat16 = __any_sync(~0u, __float_as_uint(sum) >> 31);
+  if (L::HEADS < 64) *reinterpret_cast<float2*>(part + PartOfWarp<L>::STATES + lane * 8) = make_float2(sum, reference);
+  unsigned char* const to = part + lane * (P::UNIT * 4);
+  kept += lane * (P::UNIT * 4);
+  const u64 policy = evict_last();  // the row's end reads it: keys that come meanwhile would drive it out
 #pragma unroll
   for (int number = 0; number < P::OF_A_WARP; ++number) {
     const float2 inverse = of_heads<L>(own, number, lane);
@@ -74,37 +69,18 @@ DEVICE void make_part(int lane, float sum, Value value_of, Store store) {
                   b = value_of(2 * n + 1) * (is_second<L>(2 * w + 1) ? inverse.y : inverse.x);
       words[w] = bfloat16 ? pack_bfloat16(a, b) : pack_float16(a, b);
     }
-    store(number, words);
-  }
-}
-
-// A part goes to memory; `reference` is of this lane's head.
-template <class L, class Value>
-DEVICE void leave_share(unsigned char* part, int lane, float sum, float reference, Value value_of) {
-  using P = typename L::Packet;
-  if (L::HEADS < 64) *reinterpret_cast<float2*>(part + PartOfWarp<L>::STATES + lane * 8) = make_float2(sum, reference);
-  unsigned char* const to = part + lane * (P::UNIT * 4);
-  const u64 policy = evict_last();  // the row's end reads it: keys that come meanwhile would drive it out
-  make_part<L>(lane, sum, value_of, [&](int number, const u32 (&words)[P::WORDS]) {
-    if constexpr (P::WORDS == 2)
+    if constexpr (P::WORDS == 2) {
       store_8_by(policy, to + number * P::BYTES, words[0], words[1]);
-    else
+    } else {
+      const bool here = keeps >> number & 1;
 #pragma unroll
       for (int w = 0; w < P::WORDS; w += 4)
-        store_16_by(policy, to + number * P::BYTES + w * 128, words[w], words[w + 1], words[w + 2], words[w + 3]);
-  });
-}
-
-// The part of a share that `keeps_part`.
-template <class L, class Value>
-DEVICE void keep_share(u32 kept, int lane, float sum, Value value_of) {
-  using P = typename L::Packet;
-  kept += lane * (P::UNIT * 4);
-  make_part<L>(lane, sum, value_of, [&](int number, const u32 (&words)[P::WORDS]) {
-#pragma unroll
-    for (int w = 0; w + 3 < P::WORDS; w += 4)
-      store_shared_16(kept + number * KEPT_PITCH<L> + w * 128, words[w], words[w + 1], words[w + 2], words[w + 3]);
-  });
+        if (here)
+          store_shared_16(kept + number * P::BYTES + w * 128, words[w], words[w + 1], words[w + 2], words[w + 3]);
+        else
+          store_16_by(policy, to + number * P::BYTES + w * 128, words[w], words[w + 1], words[w + 2], words[w + 3]);
+    }
+  }
 }
 
 // CTAs of a cluster arrive at one another's barriers, which have to be there.
@@ -197,55 +173,45 @@ DEVICE Weights<MOST> weigh_shares(const float2 (&state)[MOST], float sink) {
   return weights;
 }
 
-// Packets of a row's parts that are on their way together, MOST parts at most, and how many times: every other set is on its
-// way while one is added up.
-template <class L, int MOST>
-struct Sets {
+// Adds up a row's parts, MOST at most, as `weigh_parts` and `add_packets` do. With 64 heads those of share `own` are at
+// `kept`. Every other set of packets is on its way while one is added up.
+template <class L, int MOST, bool FLOAT16>
+DEVICE void add_packets_of_shares(const Params& p, const Target& to, const unsigned char* from,
+                                  const unsigned char* kept, int own, const Weights<MOST>& weights, int warp, int lane) {
   using P = typename L::Packet;
-  static constexpr int NUMBER = L::HEADS == 64 && MOST > 4 ? 1 : 2,
-                       PACKETS = (L::HEADS == 64 ? 64 : 32) / P::WORDS / MOST / NUMBER;
-  using Set = Piece<P>[PACKETS][MOST];
-  Set of[NUMBER];
-  const unsigned char *from, *kept;
-  int own;  // the share whose parts are at `kept`, with 64 heads
-
-  DEVICE void load(const Params& p, Set& set, int next) {
+  constexpr int PITCH = 8 * PartOfWarp<L>::BYTES, SETS = L::HEADS == 64 && MOST > 4 ? 1 : 2,
+                AT_ONCE = (L::HEADS == 64 ? 64 : 32) / P::WORDS / MOST / SETS;  // packets of a set
+  Piece<P> piece[SETS][AT_ONCE][MOST];
+  auto load = [&](Piece<P> (&set)[AT_ONCE][MOST], int next) {
 #pragma unroll
-    for (int i = 0; i < PACKETS; ++i)
+    for (int i = 0; i < AT_ONCE; ++i)
 #pragma unroll
       for (int s = 0; s < MOST; ++s) {  // past the last one that once more: without a branch
-        const int number = min(next + i * p.splits, P::OF_A_WARP - 1), share = min(s, p.shares - 1);
-        const unsigned char* place = from + share * (8 * PartOfWarp<L>::BYTES) + number * P::BYTES;
+        const int number = min(next + i * p.splits, P::OF_A_WARP - 1);
+        const unsigned char* place = from + min(s, p.shares - 1) * PITCH;
         if constexpr (L::HEADS == 64) {
-          if (share == own) place = kept + number * KEPT_PITCH<L>;
+          if (min(s, p.shares - 1) == own) place = kept;
 #pragma unroll
           for (int w = 0; w < P::WORDS; w += 4) {
-            const uint4 v = load_either_16(place + w * 128);
+            const uint4 v = load_either_16(place + number * P::BYTES + w * 128);
             u32* const words = set[i][s].words + w;
             words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
           }
         } else {
-          set[i][s].load(place);
+          set[i][s].load(place + number * P::BYTES);
         }
       }
-  }
-};
-
-// Adds up a row's parts, as `weigh_parts` and `add_packets` do, of which the first set is on its way. Arrives at `freed`,
-// and the barrier behind it, when the halves of what was kept are free.
-template <class L, int MOST, bool FLOAT16>
-DEVICE void add_sets(const Params& p, const Target& to, Sets<L, MOST>& sets, const Weights<MOST>& weights, u32 freed,
-                     int warp, int lane) {
-  using P = typename L::Packet;
-  using S = Sets<L, MOST>;
-  const int step = S::PACKETS * p.splits;
+  };
+  const int step = AT_ONCE * p.splits;
+  int next = cluster_rank();
+  load(piece[0], next);
 #pragma unroll 1
-  for (int next = cluster_rank(); next < P::OF_A_WARP;) {
+  for (; next < P::OF_A_WARP;) {
 #pragma unroll
-    for (int set = 0; set < S::NUMBER; ++set, next += step) {
-      if (S::NUMBER > 1) sets.load(p, sets.of[(set + 1) % S::NUMBER], next + step);
+    for (int set = 0; set < SETS; ++set, next += step) {
+      if (SETS > 1) load(piece[(set + 1) % SETS], next + step);
 #pragma unroll
-      for (int i = 0; i < S::PACKETS; ++i) {
+      for (int i = 0; i < AT_ONCE; ++i) {
         const int number = next + i * p.splits;
         if (number >= P::OF_A_WARP) break;
         float sums[P::QUADS * 4] = {};
@@ -253,54 +219,48 @@ DEVICE void add_sets(const Params& p, const Target& to, Sets<L, MOST>& sets, con
         for (int s = 0; s < MOST; ++s) {
           const float2 factor = of_heads<L>(weights.of[s], number, lane);
           if (s >= p.shares) continue;
-          add_piece<L, FLOAT16>(sums, sets.of[set][i][s], factor);
+          add_piece<L, FLOAT16>(sums, piece[set][i][s], factor);
         }
         const float2 factor = of_heads<L>(weights.whole, number, lane);
 #pragma unroll
         for (int e = 0; e < P::QUADS * 4; ++e) sums[e] *= is_second<L>(e) ? factor.y : factor.x;
         write_packet<L>(to, sums, number, warp, lane);
       }
-      if (S::NUMBER == 1) sets.load(p, sets.of[0], next + step);
-    }
-    if (L::HEADS == 64 && freed && next % (P::OF_A_WARP / 2) == 0) {  // one CTA, so each half ends here
-      __syncwarp();
-      warp_arrive(freed, lane);
-      freed += 8;
+      if (SETS == 1) load(piece[0], next + step);
     }
   }
 }
 
 template <class L, int MOST>
-DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* parts, u32 kept, u32 freed, int warp,
-                       int lane) {
+DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* parts, u32 kept, int warp, int lane) {
   using P = typename L::Packet;
-  Sets<L, MOST> sets;
-  sets.from = parts + lane * (P::UNIT * 4), sets.kept = shared_pointer(kept + lane * (P::UNIT * 4));
-  sets.own = keeps_part<L>(p, row) ? row.rank : -1;
+  constexpr int PITCH = 8 * PartOfWarp<L>::BYTES;
   const int global_head = row.tile * L::HEADS + head_of_lane<L>(warp, lane);
   const bool there = global_head < p.num_heads;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
-  const unsigned char* states = parts + PartOfWarp<L>::STATES + lane * 8;
-  if (L::HEADS == 64) states = parts - (warp & 4) * PartOfWarp<L>::BYTES + PartOfWarp<L>::STATES + lane % 16 * 8;
   float2 state[MOST];
   bool float16 = true;
 #pragma unroll
   for (int s = 0; s < MOST; ++s) {
     state[s] = make_float2(0.f, NO_SCORE_YET);
     if (s >= p.shares) continue;
-    const uint2 v = load_l2_8(states + s * (8 * PartOfWarp<L>::BYTES));
+    const unsigned char* const part = parts + s * PITCH;
+    const uint2 v = load_l2_8(L::HEADS == 64
+                                  ? part - (warp & 4) * PartOfWarp<L>::BYTES + PartOfWarp<L>::STATES + lane % 16 * 8
+                                  : part + PartOfWarp<L>::STATES + lane * 8);
     state[s] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
     float16 &= !(v.x >> 31);
   }
-  sets.load(p, sets.of[0], cluster_rank());
   const Weights<MOST> weights = weigh_shares<L>(state, sink);
   const bool tells = L::HEADS == 64 ? warp < 4 && lane < 16 : warp == 0 && lane < L::HEADS;
   if (tells && there && cluster_rank() == 0)
     p.lse[row.token * p.lse_token_stride + global_head * p.lse_head_stride] = weights.lse;
-  Target to = target_of<L>(p, row);
-  hold(to.rows), hold(to.head_stride);  // not before the parts are asked for
+
+  const Target to = target_of<L>(p, row);
+  const unsigned char* const from = parts + lane * (P::UNIT * 4);
+  const unsigned char* const kept_place = shared_pointer(kept + lane * (P::UNIT * 4));
   if (__all_sync(~0u, float16))
-    add_sets<L, MOST, true>(p, to, sets, weights, freed, warp, lane);
+    add_packets_of_shares<L, MOST, true>(p, to, from, kept_place, row.rank, weights, warp, lane);
   else
-    add_sets<L, MOST, false>(p, to, sets, weights, freed, warp, lane);
+    add_packets_of_shares<L, MOST, false>(p, to, from, kept_place, row.rank, weights, warp, lane);
 }

@@ -171,7 +171,8 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
     // Its values' place is free when the result has left.
-    const bool last = PERSISTENT && (!SHARES || keeps_part<L>(p, row)) && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
+    const bool last = PERSISTENT && (!SHARES || HEADS_BY_DIMS && ends_row(p, row)) && !HELD &&
+                      (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
       if constexpr (BY_GROUPS) {
         if ((uniform(turn) & 0xff) >= BY_GROUP) {
@@ -256,28 +257,33 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
   if constexpr (SHARES) {
     const int worker = opaque(thread), lane = worker & 31, warp = half * 4 + (worker >> 5);
     const float2 state = state_of_share<L>(shared, row_parity, warp, lane);
-    const bool keeps = keeps_part<L>(p, row);
-    auto value_of = [&](int n) {
-      const int place = place_of_pair<L>(n / 2) + n % 2;
-      return o[place / N][place % N];
-    };
-    if (keeps) {
+    const bool over = ends_row(p, row);
+    unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
+    u32 keeps = 0;
+    if (HEADS_BY_DIMS && over) {
+#pragma unroll 1
+      for (int number = cluster_rank(); number < L::Packet::OF_A_WARP; number += p.splits) keeps |= 1 << number;
       named_barrier(VALUES_BARRIER + 1 + half, 128);  // products have left the values
-      keep_share<L>(kept_of_warp<L>(shared, half, worker >> 5), lane_here(), state.x, value_of);
-    } else {
-      leave_share<L>(parts_of_warp<L>(p, warp, odd_row) + row.rank * (8 * PartOfWarp<L>::BYTES), lane_here(), state.x,
-                     state.y, value_of);
     }
-    if (ends_row(p, row)) {
-      const int later = kept(thread), lane = later & 31, warp = uniform(half * 4 + (later >> 5));
+    leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), kept_of_warp<L>(shared, warp), keeps, lane_here(),
+                   state.x, state.y, [&](int n) {
+                     const int place = place_of_pair<L>(n / 2) + n % 2;
+                     return o[place / N][place % N];
+                   });
+    if (over) {
+      const int later = kept(thread), lane = later & 31, warp = half * 4 + (later >> 5);
       meet_peers<L>(p, shared, lane, odd_row);
-      const u32 freed = keeps_part<L>(p, row) ? shared + L::VALUES_FREE + half * 16 : 0;
-      unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
-      const u32 place = kept_of_warp<L>(shared, half, later >> 5);
+      const unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
+      const u32 kept_here = kept_of_warp<L>(shared, warp);
       if (p.shares > 4)
-        add_shares<L, 8>(p, row, parts, place, freed, warp, lane);
+        add_shares<L, 8>(p, row, parts, kept_here, warp, lane);
       else
-        add_shares<L, 4>(p, row, parts, place, freed, warp, lane);
+        add_shares<L, 4>(p, row, parts, kept_here, warp, lane);
+      if (HEADS_BY_DIMS) {
+        __syncwarp();
+        const u32 freed = shared + L::VALUES_FREE + half * 16;
+        warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
+      }
     }
   } else if constexpr (FOLDS) {
     const bool goes_on = !ends_row(p, row);
