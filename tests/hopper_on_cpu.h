@@ -51,6 +51,7 @@ static unsigned __float_as_uint(float value) { return bits_of<unsigned>(value); 
 static float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
 unsigned __byte_perm(unsigned, unsigned, unsigned);  // for conversions, which nobody calls here
 static unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
+static void* __cvta_shared_to_generic(unsigned long long) { return nullptr; }
 
 template <class T>
 T __ldg(const T* pointer) {

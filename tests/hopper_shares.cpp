@@ -40,7 +40,11 @@ static float __fdividef(float a, float b) { return a / b; }
 #define load_shared_8 ptx_load_shared_8
 #define load_shared_float ptx_load_shared_float
 #define load_shared_float2 ptx_load_shared_float2
-#include "ptx.cuh"
+#define load_either_16 ptx_load_either_16
+#define shared_pointer ptx_shared_pointer
+#include "either.cuh"
+#undef load_either_16
+#undef shared_pointer
 #undef exp2_approx
 #undef log2_approx
 #undef reciprocal_approx
@@ -138,6 +142,10 @@ T loaded(const void* source) {
 }
 static uint2 load_l2_8(const void* source) { return loaded<uint2>(source); }
 static uint4 load_l2_16(const void* source) { return loaded<uint4>(source); }
+static uint4 load_either_16(const void* source) { return loaded<uint4>(source); }
+static const unsigned char* shared_pointer(u32 address) {
+  return reinterpret_cast<unsigned char*>(simt::shared_memory()) + address;
+}
 static void store_8_if(bool condition, void* target, u32 a, u32 b) {
   const u32 words[] = {a, b};
   if (condition) std::memcpy(target, words, 8);
@@ -188,7 +196,7 @@ static float value_of(const Row& row, int share, int warp, int lane, int n) {
 template <class L>
 void in_shares(const Params& p, int clusters, int seed) {
   barriers.clear(), arrivals_of_a_phase = 8 * p.splits;
-  simt::launch(clusters, p.splits, 256, 16, seed, [&] {
+  simt::launch(clusters, p.splits, 256, L::BYTES, seed, [&] {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     if (thread == 0) barrier_here(L::MEETING) = {};
     u32 odd_row = 0;
@@ -198,15 +206,27 @@ void in_shares(const Params& p, int clusters, int seed) {
       for (int wait = (seed * 5 + row.rank * 3 + warp) % 7; wait; --wait) simt::leave();
       unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
       const float2 state = state_of(row, row.rank, head_of_lane<L>(warp, lane));
-      leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), lane, state.x, state.y,
+      if (L::HEADS == 64) {
+        if (thread < L::HEADS) {  // as one of scores
+          const float2 own = state_of(row, row.rank, thread);
+          store_shared_float(L::COLUMNS + thread * 8 + 4, own.y);
+          end_share<L>(p, row, 0, thread, own.x, odd_row);
+        }
+        __syncthreads();
+      }
+      const u32 kept = kept_of_warp<L>(0, warp);
+      u32 keeps = 0;
+      if (L::HEADS == 64 && ends_row(p, row))
+        for (int n = cluster_rank(); n < L::Packet::OF_A_WARP; n += p.splits) keeps |= 1 << n;
+      leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), kept, keeps, lane, state.x, state.y,
                      [&](int n) { return value_of(row, row.rank, warp, lane, n); });
       if (!ends_row(p, row)) continue;
       meet_peers<L>(p, 0, lane, odd_row);
       for (int wait = (warp + cluster_rank()) % 3 * 20; wait; --wait) simt::leave();  // a peer goes on to the next row
       if (p.shares > 4)
-        add_shares<L, 8>(p, row, parts, warp, lane);
+        add_shares<L, 8>(p, row, parts, kept, warp, lane);
       else
-        add_shares<L, 4>(p, row, parts, warp, lane);
+        add_shares<L, 4>(p, row, parts, kept, warp, lane);
       odd_row ^= 1;
     }
   });

@@ -134,7 +134,7 @@ constexpr u32 LEFT_BY_GROUP = 1;  // no barrier
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
 template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
 DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
-                 u32 row_parity, float (&sums)[HEADS / 4], int& seen) {
+                 u32 row_parity, u32 odd_row, float (&sums)[HEADS / 4], int& seen) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = in_shares(LAUNCH);
@@ -176,11 +176,16 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       for (int e = 0; e < TILES * 4; ++e)
         if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
     };
+    constexpr bool OFTEN = SHARES && HEADS == 64;
     int turn = USUAL;
     bool moves = maybe_unusual;
     if (moves) {
-      leave_out_dead();
-      moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen && alive);
+      // Shares begin often: code that they do not need would take longer to come than to run.
+      if (!OFTEN || !__all_sync(~0u, live_0 && live_1)) leave_out_dead();
+      if (OFTEN && !seen)
+        moves = named_barrier_any<SCORE_BARRIER, 128>(wide || alive);
+      else
+        moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen && alive);
     }
     if (moves) {
       turn = MOVED;
@@ -200,7 +205,10 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
+      if (OFTEN) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // a sum where `alpha` will be
       raise_references<L>(s, sums, seen != 0, least, shared, thread);
+      // Accumulators of a share that begins are 0.
+      if (OFTEN && !seen && turn == MOVED) turn = USUAL;
       seen = turn == WIDE ? 2 : max(seen, 1);
     }
     return turn;
@@ -234,7 +242,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
   // that. Where only references moved, the turn comes back with its scores. Groups, balanced rows and narrower tiles
   // lose by it.
-  constexpr bool LEAVES = HEADS == 64 && (LAUNCH == Launch::ROWS || LAUNCH == Launch::CLUSTERS) || BY_GROUPS;
+  constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::GROUPS && LAUNCH != Launch::BALANCED;
   constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
   u32 left_undo, settled = 0;    // flags of a turn that comes back with its scores
@@ -376,11 +384,32 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     }
   }
 
+  if constexpr (SHARES && HEADS == 64) {
+    // Sums of warps go where the first one's last keys were, those of heads where nobody reads `alpha` any more.
+    const int last_slot = (i - 1 & 1) * 4;
+    const u32 place = place_of_sums<L>(shared, last_slot);
+    store_sums<HEADS>(sums, place + warp * (HEADS * 4), lane);
+    fence_async_shared();  // keys come there later
+    mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    const int kind = uniform(load_shared_4(shared + L::TURN)) & 0xff;
+    if (kind != USUAL) named_barrier<ALPHA_BARRIER, 384>();
+    const int head = opaque(thread);
+    if (head < HEADS) {
+      const float total = sum_of<HEADS>(place, head);
+      end_share<L>(p, row, shared, head, bfloat16 ? -total : total, odd_row);
+    }
+    __syncwarp();
+    warp_arrive(shared + L::FACTORS_FULL, lane);
+    mbarrier_wait(shared + L::FACTORS_FULL, row_parity);  // sums have been read, references begin anew
+    if (warp == 0) warp_arrive(shared + L::RAW_FREE + last_slot * 8, lane);
+    return 0;
+  }
+
   if constexpr (PERSISTENT && HEADS == 64) {
     // The warps that accumulate make factors of the sums.
     const int last_slot = (i - 1 & 1) * 4;
     const u32 place = place_of_sums<L>(shared, last_slot) + warp * (HEADS * 4);
-    if (SHARES && named_barrier_any<SCORE_BARRIER, 128>(seen == 2)) negate(sums);
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);

@@ -7,7 +7,11 @@
 #pragma once
 
 #include "balance.cuh"
+#include "either.cuh"
 #include "merge.cuh"
+
+// After a share's last turn, if that is not usual: those that accumulate have read `alpha`, and what lies where keys were.
+constexpr int ALPHA_BARRIER = 12;
 
 // A warp's part of a share: packets, and for each lane the sum and the reference of a head.
 template <class L>
@@ -37,15 +41,22 @@ DEVICE float2 of_heads(float own, int number, int lane) {
   return make_float2(__shfl_sync(~0u, own, first), __shfl_sync(~0u, own, first + 1));
 }
 
+// Where a warp of 64 heads keeps what it adds up itself of its CTA's last share: its values' place, which is free then.
+template <class L>
+DEVICE u32 kept_of_warp(u32 shared, int warp) {
+  return shared + L::VALUES + warp * (L::Packet::OF_A_WARP * L::Packet::BYTES);
+}
+
 // A warp's part: `value_of(n)` is the n-th of its accumulators in the order of packets. `sum` and `reference` are of this
-// lane's head.
+// lane's head. Packets that have a bit in `keeps` go to `kept` in shared memory.
 template <class L, class Value>
-DEVICE void leave_share(unsigned char* part, int lane, float sum, float reference, Value value_of) {
+DEVICE void leave_share(unsigned char* part, u32 kept, u32 keeps, int lane, float sum, float reference, Value value_of) {
   using P = typename L::Packet;
   const float own = sum == 0.f ? 0.f : reciprocal_approx(fabsf(sum));
   const bool bfloat16 = __any_sync(~0u, __float_as_uint(sum) >> 31);
-  *reinterpret_cast<float2*>(part + PartOfWarp<L>::STATES + lane * 8) = make_float2(sum, reference);
+  if (L::HEADS < 64) *reinterpret_cast<float2*>(part + PartOfWarp<L>::STATES + lane * 8) = make_float2(sum, reference);
   unsigned char* const to = part + lane * (P::UNIT * 4);
+  kept += lane * (P::UNIT * 4);
   const u64 policy = evict_last();  // the row's end reads it: keys that come meanwhile would drive it out
 #pragma unroll
   for (int number = 0; number < P::OF_A_WARP; ++number) {
@@ -58,12 +69,17 @@ DEVICE void leave_share(unsigned char* part, int lane, float sum, float referenc
                   b = value_of(2 * n + 1) * (is_second<L>(2 * w + 1) ? inverse.y : inverse.x);
       words[w] = bfloat16 ? pack_bfloat16(a, b) : pack_float16(a, b);
     }
-    if constexpr (P::WORDS == 2)
+    if constexpr (P::WORDS == 2) {
       store_8_by(policy, to + number * P::BYTES, words[0], words[1]);
-    else
+    } else {
+      const bool here = keeps >> number & 1;
 #pragma unroll
       for (int w = 0; w < P::WORDS; w += 4)
-        store_16_by(policy, to + number * P::BYTES + w * 128, words[w], words[w + 1], words[w + 2], words[w + 3]);
+        if (here)
+          store_shared_16(kept + number * P::BYTES + w * 128, words[w], words[w + 1], words[w + 2], words[w + 3]);
+        else
+          store_16_by(policy, to + number * P::BYTES + w * 128, words[w], words[w + 1], words[w + 2], words[w + 3]);
+    }
   }
 }
 
@@ -76,7 +92,26 @@ DEVICE void await_opened(const Params& p) {
   if (p.splits > 1) cluster_wait();
 }
 
-// The warpgroup of scores calls this between two shares of a row. READ: those that accumulate read the references, too.
+// The place of a head's state in a part of 64 heads.
+template <class L>
+DEVICE unsigned char* state_of_head(unsigned char* part_of_head, int head) {
+  return part_of_head + PartOfWarp<L>::STATES + head % 16 * 8;
+}
+
+// A head's sum and reference at the end of a share of 64 heads: the sum for those that accumulate, both for the row's end.
+// The next share begins with references of 0.
+template <class L>
+DEVICE void end_share(const Params& p, const Row& row, u32 shared, int head, float sum, u32 odd_row) {
+  const u32 column = shared + L::COLUMNS + head * 8 + 4;
+  const float reference = sum == 0.f ? NO_SCORE_YET : load_shared_float(column);
+  store_shared_float(shared + L::ALPHA + head * 4, sum);
+  store_shared_float(column, 0.f);
+  unsigned char* const part = parts_of_warp<L>(p, head / 16, odd_row) + row.rank * (8 * PartOfWarp<L>::BYTES);
+  *reinterpret_cast<float2*>(state_of_head<L>(part, head)) = make_float2(sum, reference);
+}
+
+// The warpgroup of scores of less than 64 heads calls this between two shares of a row. READ: those that accumulate read
+// the references, too.
 template <class L, bool READ>
 DEVICE void renew_references(u32 shared, int thread, u32 parity) {
   if (READ) mbarrier_wait(shared + L::FACTORS_FREE, parity);
@@ -94,10 +129,10 @@ DEVICE void meet_peers(const Params& p, u32 shared, int lane, u32 parity) {
   mbarrier_wait_cluster(shared + L::MEETING, parity);
 }
 
-// Adds a part of a packet, as `add_parts` does: bfloat16 if its factor is below 0.
-template <class L>
+// Adds a part of a packet, as `add_parts` does: bfloat16 if its factor is below 0, unless all are FLOAT16.
+template <class L, bool FLOAT16>
 DEVICE void add_piece(float (&sums)[L::Packet::QUADS * 4], const Piece<typename L::Packet>& piece, float2 factor) {
-  const bool bfloat16 = (__float_as_uint(factor.x) | __float_as_uint(factor.y)) >> 31;
+  const bool bfloat16 = !FLOAT16 && (__float_as_uint(factor.x) | __float_as_uint(factor.y)) >> 31;
   factor = make_float2(fabsf(factor.x), fabsf(factor.y));
 #pragma unroll
   for (int i = 0; i < L::Packet::QUADS * 2; ++i) {
@@ -138,21 +173,83 @@ DEVICE Weights<MOST> weigh_shares(const float2 (&state)[MOST], float sink) {
   return weights;
 }
 
-// Adds up a row's parts, MOST at most, as `weigh_parts` and `add_packets` do.
-template <class L, int MOST>
-DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* parts, int warp, int lane) {
+// Adds up a row's parts, MOST at most, as `weigh_parts` and `add_packets` do. With 64 heads those of share `own` are at
+// `kept`. Every other set of packets is on its way while one is added up.
+template <class L, int MOST, bool FLOAT16>
+DEVICE void add_packets_of_shares(const Params& p, const Target& to, const unsigned char* from,
+                                  const unsigned char* kept, int own, const Weights<MOST>& weights, int warp, int lane) {
   using P = typename L::Packet;
-  constexpr int PITCH = 8 * PartOfWarp<L>::BYTES, AT_ONCE = (L::HEADS == 64 ? 64 : 32) / P::WORDS / MOST;  // packets
+  constexpr int PITCH = 8 * PartOfWarp<L>::BYTES, SETS = L::HEADS == 64 && MOST > 4 ? 1 : 2,
+                AT_ONCE = (L::HEADS == 64 ? 64 : 32) / P::WORDS / MOST / SETS;  // packets of a set
+  Piece<P> piece[SETS][AT_ONCE][MOST];
+  auto load = [&](Piece<P> (&set)[AT_ONCE][MOST], int next) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+      for (int s = 0; s < MOST; ++s) {  // past the last one that once more: without a branch
+        const int number = min(next + i * p.splits, P::OF_A_WARP - 1);
+        const unsigned char* place = from + min(s, p.shares - 1) * PITCH;
+        if constexpr (L::HEADS == 64) {
+          if (min(s, p.shares - 1) == own) place = kept;
+#pragma unroll
+          for (int w = 0; w < P::WORDS; w += 4) {
+            const uint4 v = load_either_16(place + number * P::BYTES + w * 128);
+            u32* const words = set[i][s].words + w;
+            words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+          }
+        } else {
+          set[i][s].load(place + number * P::BYTES);
+        }
+      }
+  };
+  const int step = AT_ONCE * p.splits;
+  int next = cluster_rank();
+  load(piece[0], next);
+#pragma unroll 1
+  for (; next < P::OF_A_WARP;) {
+#pragma unroll
+    for (int set = 0; set < SETS; ++set, next += step) {
+      if (SETS > 1) load(piece[(set + 1) % SETS], next + step);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int number = next + i * p.splits;
+        if (number >= P::OF_A_WARP) break;
+        float sums[P::QUADS * 4] = {};
+#pragma unroll
+        for (int s = 0; s < MOST; ++s) {
+          const float2 factor = of_heads<L>(weights.of[s], number, lane);
+          if (s >= p.shares) continue;
+          add_piece<L, FLOAT16>(sums, piece[set][i][s], factor);
+        }
+        const float2 factor = of_heads<L>(weights.whole, number, lane);
+#pragma unroll
+        for (int e = 0; e < P::QUADS * 4; ++e) sums[e] *= is_second<L>(e) ? factor.y : factor.x;
+        write_packet<L>(to, sums, number, warp, lane);
+      }
+      if (SETS == 1) load(piece[0], next + step);
+    }
+  }
+}
+
+template <class L, int MOST>
+DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* parts, u32 kept, int warp, int lane) {
+  using P = typename L::Packet;
+  constexpr int PITCH = 8 * PartOfWarp<L>::BYTES;
   const int global_head = row.tile * L::HEADS + head_of_lane<L>(warp, lane);
   const bool there = global_head < p.num_heads;
   const float sink = p.attn_sink && there ? __ldg(p.attn_sink + global_head) : -INFINITY;
   float2 state[MOST];
+  bool float16 = true;
 #pragma unroll
   for (int s = 0; s < MOST; ++s) {
     state[s] = make_float2(0.f, NO_SCORE_YET);
     if (s >= p.shares) continue;
-    const uint2 v = load_l2_8(parts + s * PITCH + PartOfWarp<L>::STATES + lane * 8);
+    const unsigned char* const part = parts + s * PITCH;
+    const uint2 v = load_l2_8(L::HEADS == 64
+                                  ? part - (warp & 4) * PartOfWarp<L>::BYTES + PartOfWarp<L>::STATES + lane % 16 * 8
+                                  : part + PartOfWarp<L>::STATES + lane * 8);
     state[s] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+    float16 &= !(v.x >> 31);
   }
   const Weights<MOST> weights = weigh_shares<L>(state, sink);
   const bool tells = L::HEADS == 64 ? warp < 4 && lane < 16 : warp == 0 && lane < L::HEADS;
@@ -161,28 +258,9 @@ DEVICE void add_shares(const Params& p, const Row& row, const unsigned char* par
 
   const Target to = target_of<L>(p, row);
   const unsigned char* const from = parts + lane * (P::UNIT * 4);
-#pragma unroll 1
-  for (int next = cluster_rank(); next < P::OF_A_WARP; next += AT_ONCE * p.splits) {
-    Piece<P> piece[AT_ONCE][MOST];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-#pragma unroll
-      for (int s = 0; s < MOST; ++s)  // past the last one that once more: without a branch
-        piece[i][s].load(from + min(s, p.shares - 1) * PITCH + min(next + i * p.splits, P::OF_A_WARP - 1) * P::BYTES);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int number = next + i * p.splits;
-      if (number >= P::OF_A_WARP) break;
-      float sums[P::QUADS * 4] = {};
-#pragma unroll
-      for (int s = 0; s < MOST; ++s) {
-        const float2 factor = of_heads<L>(weights.of[s], number, lane);
-        if (s < p.shares) add_piece<L>(sums, piece[i][s], factor);
-      }
-      const float2 factor = of_heads<L>(weights.whole, number, lane);
-#pragma unroll
-      for (int e = 0; e < P::QUADS * 4; ++e) sums[e] *= is_second<L>(e) ? factor.y : factor.x;
-      write_packet<L>(to, sums, number, warp, lane);
-    }
-  }
+  const unsigned char* const kept_place = shared_pointer(kept + lane * (P::UNIT * 4));
+  if (__all_sync(~0u, float16))
+    add_packets_of_shares<L, MOST, true>(p, to, from, kept_place, row.rank, weights, warp, lane);
+  else
+    add_packets_of_shares<L, MOST, false>(p, to, from, kept_place, row.rank, weights, warp, lane);
 }

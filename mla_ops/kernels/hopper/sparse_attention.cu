@@ -76,6 +76,8 @@ DEVICE void attend(const Params& p) {
   if (HEADS < 64 || LAUNCH == Launch::CLUSTERS ? warpgroup < PRODUCER : warpgroup != PRODUCER) {
     load_queries<HEADS, FORMAT, QUERY_THREADS>(p, row, shared, threadIdx.x, false, 0);
     fence_async_shared();
+    // Behind the queries: in front of them a value of each role would lie in memory.
+    if constexpr (LAUNCH == Launch::SHARES && HEADS == 64) prefetch_code<128>();
     named_barrier<QUERY_BARRIER, QUERY_THREADS>();
     if (LAUNCH == Launch::SHARES) await_opened(p);
     if (BALANCED) row = token_at(p, shared + L::INTERVAL, row.token);  // else what it comes from stays in registers
@@ -88,8 +90,7 @@ DEVICE void attend(const Params& p) {
       const int worker = opaque(warpgroup == 0 ? thread : 128 + thread);
       if (SHARES && !begins_row(p, row)) {
         if (warpgroup == 0) {
-          renew_references<L, LAUNCH == Launch::SHARES>(shared, worker, row_parity);
-          if (HEADS == 64 && freed) warp_arrive(freed, worker & 31);
+          if (HEADS < 64) renew_references<L, LAUNCH == Launch::SHARES>(shared, worker, row_parity);
         }
         row_parity ^= 1;
         return true;
@@ -125,7 +126,7 @@ DEVICE void attend(const Params& p) {
         float sums[HEADS / 4];
         int seen = 0;
         for (;;) {
-          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, sums, seen);
+          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, query_parity, sums, seen);
           named_barrier<SCORE_BARRIER, 128>();  // else it takes rows to differ within a warp, and spills
           int next = uniform(opaque(later == LEFT_BY_GROUP));
           if (next == 0) {
@@ -144,7 +145,7 @@ DEVICE void attend(const Params& p) {
         for (;;) {
           float sums[HEADS / 4];
           int seen;
-          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, sums, seen);
+          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, query_parity, sums, seen);
           if (HEADS == 64) freed = later;
           if (is_held(LAUNCH)) {
             if (later) break;

@@ -105,14 +105,9 @@ template <class L>
 DEVICE float2 state_of_share(u32 shared, u32 parity, int warp, int lane) {
   const int head = head_of_lane<L>(warp, lane);
   mbarrier_wait(shared + L::FACTORS_FULL, parity);
-  float sum;
-  if constexpr (L::HEADS == 64) {
-    const u32 turn = load_shared_4(shared + L::TURN);
-    sum = sum_of<L::HEADS>(place_of_sums<L>(shared, turn >> 8 & 0xff), head);
-  } else {
-    sum = load_shared_float(shared + L::ALPHA + head * 4);
-  }
-  const float reference = sum == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+  const float sum = load_shared_float(shared + L::ALPHA + head * 4);
+  float reference = 0.f;  // of 64 heads score has left it
+  if (L::HEADS < 64) reference = sum == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   __syncwarp();
   warp_arrive(shared + L::FACTORS_FREE, lane);
   return make_float2(sum, reference);
@@ -176,7 +171,8 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
     // Its values' place is free when the result has left.
-    const bool last = PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
+    const bool last = PERSISTENT && (!SHARES || HEADS_BY_DIMS && ends_row(p, row)) && !HELD &&
+                      (HEADS_BY_DIMS || half == 0) && ends;
     if ((turn & 0xff) != USUAL) {
       if constexpr (BY_GROUPS) {
         if ((uniform(turn) & 0xff) >= BY_GROUP) {
@@ -188,6 +184,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
+      if (SHARES && HEADS_BY_DIMS && ends && (turn & 0xff) != WIDE) named_barrier_arrive(ALPHA_BARRIER, 384);
       if (!BY_GROUPS && (turn & 0xff) == WIDE) {
         // By steps of 16 keys, upper bits of the weights and then each group's rests.
         const int first = uniform(turn) >> 8 & 0xff;
@@ -214,6 +211,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
           for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
         }
         named_barrier<VALUES_BARRIER, 256>();
+        if (SHARES && HEADS_BY_DIMS && ends) named_barrier_arrive(ALPHA_BARRIER, 384);
         const int keys = first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS;
         if (half == 0 && !(PERSISTENT && HEADS_BY_DIMS && ends && warp == 0))
           warp_arrive(shared + L::RAW_FREE + keys * 8, lane);
@@ -259,18 +257,33 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
   if constexpr (SHARES) {
     const int worker = opaque(thread), lane = worker & 31, warp = half * 4 + (worker >> 5);
     const float2 state = state_of_share<L>(shared, row_parity, warp, lane);
+    const bool over = ends_row(p, row);
     unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
-    leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), lane_here(), state.x, state.y, [&](int n) {
-      const int place = place_of_pair<L>(n / 2) + n % 2;
-      return o[place / N][place % N];
-    });
-    if (ends_row(p, row)) {
+    u32 keeps = 0;
+    if (HEADS_BY_DIMS && over) {
+#pragma unroll 1
+      for (int number = cluster_rank(); number < L::Packet::OF_A_WARP; number += p.splits) keeps |= 1 << number;
+      named_barrier(VALUES_BARRIER + 1 + half, 128);  // products have left the values
+    }
+    leave_share<L>(parts + row.rank * (8 * PartOfWarp<L>::BYTES), kept_of_warp<L>(shared, warp), keeps, lane_here(),
+                   state.x, state.y, [&](int n) {
+                     const int place = place_of_pair<L>(n / 2) + n % 2;
+                     return o[place / N][place % N];
+                   });
+    if (over) {
       const int later = kept(thread), lane = later & 31, warp = half * 4 + (later >> 5);
       meet_peers<L>(p, shared, lane, odd_row);
+      const unsigned char* const parts = parts_of_warp<L>(p, warp, odd_row);
+      const u32 kept_here = kept_of_warp<L>(shared, warp);
       if (p.shares > 4)
-        add_shares<L, 8>(p, row, parts_of_warp<L>(p, warp, odd_row), warp, lane);
+        add_shares<L, 8>(p, row, parts, kept_here, warp, lane);
       else
-        add_shares<L, 4>(p, row, parts_of_warp<L>(p, warp, odd_row), warp, lane);
+        add_shares<L, 4>(p, row, parts, kept_here, warp, lane);
+      if (HEADS_BY_DIMS) {
+        __syncwarp();
+        const u32 freed = shared + L::VALUES_FREE + half * 16;
+        warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
+      }
     }
   } else if constexpr (FOLDS) {
     const bool goes_on = !ends_row(p, row);
