@@ -171,7 +171,7 @@ def test_parts_of_ctas_by_length_are_merged(
         exchange=exchange,
     )
     (*_, params), (_, block, _, of_merge) = seen
-    assert (block, of_merge) == ((512, 1, 1), params)
+    assert (block, of_merge) == ((256, 1, 1), params)
     for seed in range(2):
         out.fill_(math.nan), lse.fill_(math.nan)
         by_length.merge_rows(params, 7, quantized, seed)
@@ -186,6 +186,7 @@ def test_parts_of_ctas_by_length_are_merged(
         ([640, 640, 640], 6, 3),
         ([1000, 0, 12000, 64], 66, 5),  # rows of one part and of many
         ([16384, 800], 12, 17),  # two groups of threads a head
+        ([16384, 64], 130, 3),  # slices of a head, more parts than come at once
         ([1024] * 32, 40, 17),
     ],
 )

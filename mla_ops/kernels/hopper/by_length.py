@@ -23,12 +23,12 @@ ELEMENTS = 1e-6 * LATENT_DIM  # 10^6 of a part and head
 # Rows by their lengths take this besides, where a part is one CTA's, two CTAs' or more's: by whether keys are
 # quantised, and whether a tile has 64 heads. One CTA's parts of few long rows are many.
 END_US = {
-    (True, True): (3.5, 6.0, 3.0),
+    (True, True): (2.0, 6.0, 3.0),
     (False, True): (9.0, 2.5, 4.5),
     (True, False): (10.0, 5.0, 3.0),
     (False, False): (10.0, 5.0, 3.0),
 }
-MANY_PARTS_US, FEW_ROWS = 3.0, 2
+MANY_PARTS_US, FEW_ROWS = 4.5, {True: 1, False: 2}  # by whether keys are quantised
 # Where so few rows have less than 64 heads, the merge of many parts is slow: a part has so many CTAs. Over bfloat16
 # keys, whose bytes take longer, nothing is gained.
 FEW_SMALL_ROWS, LARGE_PARTS = 4, 4
@@ -74,7 +74,7 @@ def time_by_length(
     end_us = END_US[keys.quantized, shape.tile == 64][min(found.splits, 3) - 1]
     if found.splits > 1:
         end_us += merge_us / found.splits
-    elif num_tokens <= FEW_ROWS:
+    elif num_tokens <= FEW_ROWS[keys.quantized]:
         end_us += MANY_PARTS_US
     return -(-turns // (of_a_row * found.splits)) * turn_us + row_us + end_us + parts_us
 
