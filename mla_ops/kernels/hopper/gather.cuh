@@ -76,6 +76,32 @@ DEVICE Indices indices_at(const Params& p, const Row& row, int turn, int lane) {
   return {{index_at(p, row, turn, 0, lane), index_at(p, row, turn, 1, lane)}};
 }
 
+// Where a lane's indices of a turn are, of positions `lane` and `lane` + 32, and how many positions are left from the turn's
+// first on. From turn to turn both move by a constant within a cache.
+struct Positions {
+  const int* at;
+  int left;
+};
+
+DEVICE int end_of_positions(const Row& row, bool extra) {
+  return min(extra ? row.extra_length : row.length, (extra ? row.last - row.main_turns : row.last) * TILE_KEYS);
+}
+
+DEVICE Positions positions_at(const Params& p, const Row& row, int turn, int lane) {
+  const bool extra = turn >= row.main_turns;
+  const int position = (extra ? turn - row.main_turns : turn) * TILE_KEYS;
+  const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
+  return {(extra ? p.indices[1] : p.indices[0]) + row.token * stride + position + lane,
+          end_of_positions(row, extra) - position};
+}
+
+DEVICE Indices indices_at(const Params& p, const Row& row, const Positions& there, int lane) {
+  const bool first = lane < there.left, second = lane < there.left - 32;
+  if (p.indices[0]) return {{first ? __ldg(there.at) : -1, second ? __ldg(there.at + 32) : -1}};
+  const int position = end_of_positions(row, false) - there.left + lane;  // one cache
+  return {{first ? position : -1, second ? position + 32 : -1}};
+}
+
 DEVICE int request_of(const Params& p, const Row& row) {
   return p.req_id_per_token && row.token < p.all_tokens - p.tokens_before ? __ldg(p.req_id_per_token + row.token) : -1;
 }
@@ -108,6 +134,18 @@ DEVICE Ahead begin_share(const Params& p, const Row& row, int lane) {
   Ahead ahead = {indices_at(p, row, row.first, lane), indices_at(p, row, row.first + row.stride, lane)};
   if (TO_L1) ahead.now.of[0] |= loaded & p.topk[0] >> 31;  // adds nothing; else the compiler would drop the loads
   return ahead;
+}
+
+// Asks for the indices of a share's first 16 turns, which come to L1: where most are dead, they are what is waited for. No
+// prefetch brings anything there on Hopper, so a word of each sector of 32 bytes is copied to where nobody reads it.
+DEVICE void ask_for_indices(const Params& p, const Row& row, u32 unread) {
+  const int thread = thread_here() & 127, turn = row.first + (thread >> 3) * row.stride;
+  if (turn >= row.last) return;
+  const bool extra = turn >= row.main_turns;
+  const int* indices = extra ? p.indices[1] : p.indices[0];
+  const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
+  const int position = (extra ? turn - row.main_turns : turn) * TILE_KEYS + (thread & 7) * 8;
+  if (indices) copy_4(unread, indices + row.token * stride + min(position, (extra ? row.extra_length : row.length) - 1));
 }
 
 // Goes on to `turn`, whose indices are those that came next.
@@ -157,8 +195,9 @@ DEVICE void copy_keys(u32 destination, const void* source, u32 bytes, u32 barrie
 // Brings a share's live keys into slots, 64 a turn, 16 of them a warp's. Each warp looks at all positions, so that all
 // four agree on the place of each live key without a word, and copies those whose place is in its slot. A turn is
 // handed over once it is known whether a key follows: the row's last one is marked. A share without keys is one turn.
-// GIVES_WAY: keys leave L2 before anything else does.
-template <int HEADS, Format FORMAT, bool GIVES_WAY = false>
+// GIVES_WAY: keys leave L2 before anything else does. FOR_FEW: made for few tokens, where a CTA has one row or a part of
+// it, and its start counts.
+template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool FOR_FEW = false>
 DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
                     int& parity, bool paced) {
   using L = Layout<HEADS, FORMAT>;
@@ -166,9 +205,11 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
   const int request = uniform(request_of(p, row)), last = uniform(row.last), main_turns = uniform(row.main_turns);
   int filled = -16 * warp;  // live keys of this turn so far, from this warp's first on
   u32 live = 0, bulk = 0;   // rows of this warp's slot that have a key, and those that a bulk copy brings
-  auto take = [&](int index, bool extra, bool over) {
+  auto find = [&](const Indices& indices, bool extra, int half) {
+    return __ballot_sync(~0u, in_range(p.caches[extra], indices.of[half]));
+  };
+  auto take = [&](int index, u32 found, bool extra, bool over) {
     const bool alive = in_range(p.caches[extra], index);
-    const u32 found = __ballot_sync(~0u, alive);
     int place = filled + __popc(found & ((1u << lane) - 1));
     filled += __popc(found);
     for (;;) {
@@ -224,23 +265,38 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       filled -= TILE_KEYS, place -= TILE_KEYS;
     }
   };
+  // Keys of a turn that fill no row of this warp's and end nothing are counted only. Narrower tiles lose by the votes.
+  auto counts_only = [&](const u32 (&found)[2], bool over) {
+    if constexpr (HEADS < 64) return false;
+    const int after = filled + __popc(found[0]) + __popc(found[1]);
+    if (over || after > TILE_KEYS - 16 * warp || (after > 0 && filled < 16)) return false;
+    filled = after;
+    return true;
+  };
+  // A few tokens' turn without a key takes 50 instructions. With 64 heads the start does not wait for its first indices.
+  constexpr bool LATE = FOR_FEW && HEADS == 64;
+  Positions there;
+  if constexpr (FOR_FEW) there = positions_at(p, row, LATE ? row.first : row.first + row.stride, lane);
+  if (LATE) ahead = {{-1, -1}};
 #pragma unroll 1
-  for (int turn = uniform(row.first);; turn += row.stride) {
+  for (int turn = uniform(row.first) - (LATE ? row.stride : 0);; turn += row.stride) {
     const Indices indices = ahead;
     const bool extra = turn >= main_turns, over = turn >= last;
-    ahead = indices_at(p, row, turn + row.stride, lane);
-    // Keys of this turn that fill no row of this warp's and end nothing are counted only. Narrower tiles lose by the votes.
-    if constexpr (HEADS == 64) {
-      const int after = filled + __popc(__ballot_sync(~0u, in_range(p.caches[extra], indices.of[0]))) +
-                        __popc(__ballot_sync(~0u, in_range(p.caches[extra], indices.of[1])));
-      if (!over && after <= TILE_KEYS - 16 * warp && (after <= 0 || filled >= 16)) {
-        filled = after;
-        continue;
-      }
+    if constexpr (FOR_FEW) {
+      const bool next_extra = turn + row.stride >= main_turns, later_extra = turn + 2 * row.stride >= main_turns;
+      ahead = indices_at(p, row, there, lane);
+      if (next_extra == later_extra)
+        there.at += row.stride * TILE_KEYS, there.left -= row.stride * TILE_KEYS;
+      else
+        there = positions_at(p, row, turn + 2 * row.stride, opaque(lane));
+    } else {
+      ahead = indices_at(p, row, turn + row.stride, lane);
     }
-    take(indices.of[0], extra, over);
+    const u32 found[2] = {find(indices, extra, 0), find(indices, extra, 1)};
+    if (FOR_FEW && !over && !(found[0] | found[1]) || counts_only(found, over)) continue;
+    take(indices.of[0], FOR_FEW ? found[0] : find(indices, extra, 0), extra, over);
     if (over) break;
-    take(indices.of[1], extra, false);
+    take(indices.of[1], FOR_FEW ? found[1] : find(indices, extra, 1), extra, false);
   }
 }
 

@@ -15,8 +15,8 @@
 #include "values.cuh"
 
 // ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row. WIDER:
-// a cluster is of three CTAs or more, or has a part of a row's keys.
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER = false>
+// a cluster is of three CTAs or more, or has a part of a row's keys. FOR_FEW: as `produce` says.
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER = false, bool FOR_FEW = false>
 DEVICE void attend(const Params& p) {
   constexpr bool PERSISTENT = is_persistent(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = in_shares(LAUNCH),
                  IN_REGISTERS = in_registers(LAUNCH), ONE = ONE_SCORER<HEADS, LAUNCH>;
@@ -46,7 +46,14 @@ DEVICE void attend(const Params& p) {
 
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
-  if (warpgroup == PRODUCER) ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
+  if (warpgroup == PRODUCER) {
+    if constexpr (FOR_FEW) {
+      if (HEADS < 64) ahead = indices_at(p, row, row.first, thread & 31);
+      ask_for_indices(p, row, shared + (HEADS == 64 ? L::ROUGH : L::INTERVAL));
+    } else {
+      ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
+    }
+  }
   // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
   if (thread % 32 == 0)
 #pragma unroll 1
@@ -216,7 +223,8 @@ DEVICE void attend(const Params& p) {
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW>(p, row, shared, ahead, warp, lane, slot, parity,
+                                                                HEADS == 64 && first);
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;
@@ -245,12 +253,12 @@ DEVICE void attend(const Params& p) {
 }
 
 // Attends to rows as the shape says. YIELDS: unless another launch has shared the tokens evenly.
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool YIELDS, bool WIDER = false>
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool YIELDS, bool WIDER = false, bool FOR_FEW = false>
 DEVICE void attend_by_shape(const Params& p) {
   using L = Layout<HEADS, FORMAT>;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   if (YIELDS && is_done<L::THREADS>(p, shared_address(shared_memory) + L::RAW)) return;
-  attend<HEADS, FORMAT, LAUNCH, WIDER>(p);
+  attend<HEADS, FORMAT, LAUNCH, WIDER, FOR_FEW>(p);
 }
 
 // Rows of 64 heads that follow one another have one way for lengths of either kind. Others have two: with fewer heads
@@ -308,7 +316,8 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, 
   if (BY_LENGTH) prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
-  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, (HEADS < 64)>(p);
+  // Tiles of 24 heads lose 1 % by a gather for few tokens, those of 32 spill.
+  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, (HEADS < 64), !BY_LENGTH && (HEADS == 16 || HEADS == 64)>(p);
 }
 
 // Clusters of two CTAs that have all keys of their row. Other clusters have no code for it: launches of few tokens get
