@@ -47,6 +47,7 @@ WHY = {
         "s 1": "all SMs read the same lines of L2",
         "wild30": "a second walk: scales that one unit does not hold",
     },
+    "triton sparse fp8_ds_mla": dict.fromkeys(("2^20", "spread", "large"), ONE_SCORE),
     "triton sparse bf16": dict.fromkeys(("2^20", "spread", "wild30", "grow", "large"), ONE_SCORE),
     "triton sparse flat": dict.fromkeys(("2^20", "spread", "wild30", "grow", "large"), ONE_SCORE),
 }
