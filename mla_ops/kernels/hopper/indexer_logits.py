@@ -63,7 +63,7 @@ pack = packer(Params)
 
 
 def warpgroups(num_heads: int, tokens: int, source: str) -> int:
-    """Those that make products, beside one that brings keys; as `ScoresLayout` of indexer_scores.cuh has them."""
+    """Those that make products, beside one that brings keys; as `ScoresLayout` of indexer_layout.cuh has them."""
     if source != "BOXES" or num_heads * tokens == COLUMNS:
         return 2
     return 4 if tokens == 1 else 3
