@@ -5,7 +5,6 @@
 #include "gather.cuh"
 #include "merge.cuh"
 
-constexpr u32 NO_KEYS = LAST_TURN << 1;  // flag beside LAST_TURN: of a share without keys
 constexpr int NO_TURN = 4;               // kind of a turn, or which turn is the last, of a share without keys
 constexpr float NO_KEYS_AT_ALL = 2 * NO_SCORE_YET;  // the reference that such a share sends
 

@@ -110,6 +110,21 @@ DEVICE Ahead begin_share(const Params& p, const Row& row, int lane) {
   return ahead;
 }
 
+// A share's first indices. Those of its first 16 turns come to L1, a word of each sector of 32 bytes: where most are dead,
+// they are what is waited for. No prefetch brings anything to L1 on Hopper, so they are copied, to a word that nobody reads.
+DEVICE Indices begin_share(const Params& p, const Row& row, u32 nobody_reads, int lane) {
+  const Indices first = indices_at(p, row, row.first, lane);
+  const int thread = thread_here() & 127, turn = row.first + (thread >> 3) * row.stride;
+  if (turn < row.last) {
+    const bool extra = turn >= row.main_turns;
+    const int* indices = extra ? p.indices[1] : p.indices[0];
+    const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
+    const int position = (extra ? turn - row.main_turns : turn) * TILE_KEYS + (thread & 7) * 8;
+    if (indices) copy_4(nobody_reads, indices + row.token * stride + min(position, (extra ? row.extra_length : row.length) - 1));
+  }
+  return first;
+}
+
 // Goes on to `turn`, whose indices are those that came next.
 DEVICE void advance(const Params& p, const Row& row, Ahead& ahead, int turn, int lane) {
   ahead.now = ahead.next, ahead.next = indices_at(p, row, turn + row.stride, lane);
@@ -157,8 +172,8 @@ DEVICE void copy_keys(u32 destination, const void* source, u32 bytes, u32 barrie
 // Brings a share's live keys into slots, 64 a turn, 16 of them a warp's. Each warp looks at all positions, so that all
 // four agree on the place of each live key without a word, and copies those whose place is in its slot. A turn is
 // handed over once it is known whether a key follows: the row's last one is marked. A share without keys is one turn.
-// GIVES_WAY: keys leave L2 before anything else does.
-template <int HEADS, Format FORMAT, bool GIVES_WAY = false>
+// GIVES_WAY: keys leave L2 before anything else does. TELLS_EMPTY: a share without keys is marked, and nothing is stored.
+template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool TELLS_EMPTY = false>
 DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
                     int& parity, bool paced) {
   using L = Layout<HEADS, FORMAT>;
@@ -204,12 +219,13 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       }
       const bool more = filled > TILE_KEYS - 16 * warp;
       if (!more && !over) break;
-      if (live != 0xffff) {
+      const bool empty = TELLS_EMPTY && filled == -16 * warp;
+      if (live != 0xffff && !empty) {
         mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
         clear_rows<R>(rows, scales, live, lane);
       }
       if (lane == 0) {
-        store_shared_4(shared + L::LIVE + slot * 4, live | (more ? 0 : LAST_TURN));
+        store_shared_4(shared + L::LIVE + slot * 4, live | (more ? 0 : LAST_TURN) | (empty ? NO_KEYS : 0));
         if constexpr (R::SCALES_APART) mbarrier_expect(barrier, __popc(bulk) * R::BYTES);
       }
       __syncwarp();

@@ -91,9 +91,14 @@ constexpr float NO_SCORE_YET = -1.2676506e30f;
 constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;
 
 // BY_GROUP: this turn and the row's later ones (`by_group.cuh`); with references that moved, too.
-enum Turn { USUAL = 0, MOVED = 1, WIDE = 2, BY_GROUP = 3, BY_GROUP_MOVED = 4 };
+enum Turn { USUAL = 0, MOVED = 1, WIDE = 2, BY_GROUP = 3, BY_GROUP_MOVED = 4, EMPTY = 5 };
 
 constexpr u32 LAST_TURN = 1 << 16;  // flag beside the bits that say which keys count, or beside a `Turn`
+constexpr u32 NO_KEYS = LAST_TURN << 1;  // flag beside LAST_TURN: of a share without keys
+#ifndef TRY
+#define TRY 3
+#endif
+constexpr bool TRY_L1 = TRY & 1, TRY_EMPTY = TRY & 2;
 
 constexpr int SPLITS[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16};  // CTAs of a cluster
 

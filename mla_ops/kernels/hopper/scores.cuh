@@ -2,6 +2,7 @@
 #pragma once
 
 #include "by_group.cuh"
+#include "empty.cuh"
 #include "folds.cuh"
 #include "group.cuh"
 #include "held.cuh"
@@ -98,6 +99,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
                                      shared + L::LIVE + slot * 4);
     load_start_rest<HEADS, FORMAT, false, FIRST>(start, raw_0 + places.rope);
     last = uniform(start.alive) >= LAST_TURN;
+    if (TRY_EMPTY && !PERSISTENT && uniform(start.alive) >= NO_KEYS) break;
     float s[HEADS / 2];
     u32 undo, fragments[2][16];
     bool wide;
@@ -159,7 +161,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   if (!BY_GROUPS) seen = 0;
 
   Start<FORMAT> start;
-  bool started = false, last = resumed;
+  bool started = false, last = resumed, empty = false;
   int& i = at.turn;
   auto slot_now = [&]() { return L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot; };
   auto rests_at = [&](int slot) {
@@ -257,6 +259,13 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
           load_start<HEADS, FORMAT, ONE, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
                                        shared + L::LIVE + slot * 4);
           load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
+          if (TRY_EMPTY && LAUNCH == Launch::CLUSTERS && uniform(start.alive) >= NO_KEYS) {
+            if (thread == 0) store_shared_4(shared + L::TURN, EMPTY | LAST_TURN);
+            __syncwarp();
+            warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
+            empty = true;
+            break;
+          }
         }
         const u32 alive = start.alive & 0xffff;
         last = uniform(start.alive) >= LAST_TURN;
@@ -447,7 +456,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
-              reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
+              reference = total != 0.f  ? load_shared_float(shared + L::COLUMNS + head * 8 + 4)
+                          : empty       ? NO_KEYS_AT_ALL
+                                        : NO_SCORE_YET;
   if (PERSISTENT) {
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
     if (worker < HEADS) {
@@ -492,6 +503,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(own, shared, part, head, sum, reference);
       if (HEADS < 64) tell_factors();
       weigh_parts<L, WIDER>(p, own, shared, worker);
+      if (empty && is_empty<L>(row, shared, worker & 31)) return EMPTY;
     }
   }
   return 0;

@@ -46,7 +46,12 @@ DEVICE void attend(const Params& p) {
 
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
-  if (warpgroup == PRODUCER) ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
+  if (warpgroup == PRODUCER) {
+    if constexpr (TRY_L1 && LAUNCH == Launch::CLUSTERS)
+      ahead = begin_share(p, row, shared + (HEADS == 64 ? L::ROUGH : L::INTERVAL), thread & 31);
+    else
+      ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
+  }
   // A warp each: one thread takes 600 cycles for all of them, 32 of a warp even more.
   if (thread % 32 == 0)
 #pragma unroll 1
@@ -145,6 +150,7 @@ DEVICE void attend(const Params& p) {
           float sums[HEADS / 4];
           int seen;
           const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, sums, seen);
+          if (LAUNCH == Launch::CLUSTERS && later == EMPTY) return;
           if (HEADS == 64) freed = later;
           if (is_held(LAUNCH)) {
             if (later) break;
@@ -181,8 +187,9 @@ DEVICE void attend(const Params& p) {
       } else {
         do {
           Accumulators<HEADS> none;
-          accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity, query_parity,
-                                                   before, none, 0);
+          const u32 left = accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity,
+                                                                    query_parity, before, none, 0);
+          if (LAUNCH == Launch::CLUSTERS && left == EMPTY) return;
           if (is_held(LAUNCH) && ends_row(p, row)) break;
           if (SHARES && ends_row(p, row)) query_parity ^= 1;
           if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
@@ -215,7 +222,7 @@ DEVICE void attend(const Params& p) {
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, TRY_EMPTY && LAUNCH == Launch::CLUSTERS>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;

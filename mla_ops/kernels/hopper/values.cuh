@@ -3,6 +3,7 @@
 
 #include "by_group.cuh"
 #include "cuts.cuh"
+#include "empty.cuh"
 #include "group.cuh"
 #include "held.cuh"
 #include "wgmma.cuh"
@@ -160,7 +161,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   const u64 values = tile_descriptor(shared + L::VALUES, 1024, TILE_KEYS * 128);
-  bool open = false;
+  bool open = false, empty = false;
   int& i = at.turn;
   int stage = 0;
   u32 left = USUAL;
@@ -183,6 +184,10 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
           left = turn;
           break;
         }
+      }
+      if (TRY_EMPTY && LAUNCH == Launch::CLUSTERS && (uniform(turn) & 0xff) == EMPTY) {
+        empty = true;
+        continue;
       }
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
@@ -353,6 +358,10 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
       if (!in_cluster(row)) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of keys
       if (!open) open_to_peers(row);
       await_peers(row);
+      if (empty && is_empty<L>(row, shared, lane)) {
+        write_zeros<L>(p, row, half * 4 + warp, lane);
+        return EMPTY;
+      }
     }
     mbarrier_wait(shared + L::FACTORS_FULL, 0);  // states first: they would wait behind all packets
     const bool bfloat16 = load_shared_4(shared + L::End::OWN_BFLOAT16) != 0;
