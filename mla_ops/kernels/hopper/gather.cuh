@@ -76,6 +76,28 @@ DEVICE Indices indices_at(const Params& p, const Row& row, int turn, int lane) {
   return {{index_at(p, row, turn, 0, lane), index_at(p, row, turn, 1, lane)}};
 }
 
+// Where a lane's indices of a turn are, those of positions `lane` and `lane` + 32, and how many positions are left from the
+// turn's first on. From turn to turn both move by a constant within a cache.
+struct Positions {
+  const int* at;
+  int left;
+};
+
+DEVICE Positions positions_at(const Params& p, const Row& row, int turn, int lane) {
+  const bool extra = turn >= row.main_turns;
+  const int position = (extra ? turn - row.main_turns : turn) * TILE_KEYS;
+  const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
+  return {(extra ? p.indices[1] : p.indices[0]) + row.token * stride + position + lane,
+          turn < row.last ? (extra ? row.extra_length : row.length) - position : 0};
+}
+
+DEVICE Indices indices_at(const Params& p, const Row& row, const Positions& there, int lane) {
+  const bool first = lane < there.left, second = lane < there.left - 32;
+  if (p.indices[0]) return {{load_index_if(first, there.at), load_index_if(second, there.at + 32)}};
+  const int position = row.length - there.left + lane;  // one cache
+  return {{first ? position : -1, second ? position + 32 : -1}};
+}
+
 DEVICE int request_of(const Params& p, const Row& row) {
   return p.req_id_per_token && row.token < p.all_tokens - p.tokens_before ? __ldg(p.req_id_per_token + row.token) : -1;
 }
@@ -181,9 +203,8 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
   const int request = uniform(request_of(p, row)), last = uniform(row.last), main_turns = uniform(row.main_turns);
   int filled = -16 * warp;  // live keys of this turn so far, from this warp's first on
   u32 live = 0, bulk = 0;   // rows of this warp's slot that have a key, and those that a bulk copy brings
-  auto take = [&](int index, bool extra, bool over) {
+  auto take = [&](int index, u32 found, bool extra, bool over) {
     const bool alive = in_range(p.caches[extra], index);
-    const u32 found = __ballot_sync(~0u, alive);
     int place = filled + __popc(found & ((1u << lane) - 1));
     filled += __popc(found);
     for (;;) {
@@ -219,7 +240,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       }
       const bool more = filled > TILE_KEYS - 16 * warp;
       if (!more && !over) break;
-      const bool empty = TELLS_EMPTY && filled == -16 * warp;
+      const bool empty = TRY_EMPTY && TELLS_EMPTY && filled == -16 * warp;
       if (live != 0xffff && !empty) {
         mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
         clear_rows<R>(rows, scales, live, lane);
@@ -240,23 +261,35 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       filled -= TILE_KEYS, place -= TILE_KEYS;
     }
   };
+  constexpr bool CURSOR = TRY_CURSOR && (HEADS < 64 || TELLS_EMPTY);
+  Positions there = positions_at(p, row, row.first, lane);
 #pragma unroll 1
   for (int turn = uniform(row.first);; turn += row.stride) {
     const Indices indices = ahead;
     const bool extra = turn >= main_turns, over = turn >= last;
-    ahead = indices_at(p, row, turn + row.stride, lane);
+    if (CURSOR) {
+      if (extra == turn + row.stride >= main_turns)
+        there.at += row.stride * TILE_KEYS, there.left -= row.stride * TILE_KEYS;
+      else
+        there = positions_at(p, row, turn + row.stride, lane);
+      ahead = indices_at(p, row, there, lane);
+    } else {
+      ahead = indices_at(p, row, turn + row.stride, lane);
+    }
+    const u32 found[2] = {__ballot_sync(~0u, in_range(p.caches[extra], indices.of[0])),
+                          __ballot_sync(~0u, in_range(p.caches[extra], indices.of[1]))};
+    if (CURSOR && !over && !(found[0] | found[1])) continue;
     // Keys of this turn that fill no row of this warp's and end nothing are counted only. Narrower tiles lose by the votes.
     if constexpr (HEADS == 64) {
-      const int after = filled + __popc(__ballot_sync(~0u, in_range(p.caches[extra], indices.of[0]))) +
-                        __popc(__ballot_sync(~0u, in_range(p.caches[extra], indices.of[1])));
+      const int after = filled + __popc(found[0]) + __popc(found[1]);
       if (!over && after <= TILE_KEYS - 16 * warp && (after <= 0 || filled >= 16)) {
         filled = after;
         continue;
       }
     }
-    take(indices.of[0], extra, over);
+    take(indices.of[0], found[0], extra, over);
     if (over) break;
-    take(indices.of[1], extra, false);
+    take(indices.of[1], found[1], extra, false);
   }
 }
 

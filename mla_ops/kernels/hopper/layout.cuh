@@ -96,9 +96,9 @@ enum Turn { USUAL = 0, MOVED = 1, WIDE = 2, BY_GROUP = 3, BY_GROUP_MOVED = 4, EM
 constexpr u32 LAST_TURN = 1 << 16;  // flag beside the bits that say which keys count, or beside a `Turn`
 constexpr u32 NO_KEYS = LAST_TURN << 1;  // flag beside LAST_TURN: of a share without keys
 #ifndef TRY
-#define TRY 3
+#define TRY 7
 #endif
-constexpr bool TRY_L1 = TRY & 1, TRY_EMPTY = TRY & 2;
+constexpr bool TRY_L1 = TRY & 1, TRY_EMPTY = TRY & 2, TRY_CURSOR = TRY & 4;
 
 constexpr int SPLITS[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16};  // CTAs of a cluster
 

@@ -161,7 +161,16 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   if (!BY_GROUPS) seen = 0;
 
   Start<FORMAT> start;
-  bool started = false, last = resumed, empty = false;
+  bool started = false, last = resumed;
+  if constexpr (TRY_EMPTY && LAUNCH == Launch::CLUSTERS) {
+    mbarrier_wait(shared + L::RAW_FULL + warp * 8, 0);
+    last = uniform(load_shared_4(shared + L::LIVE + warp * 4)) >= NO_KEYS;
+    if (last) {
+      if (thread == 0) store_shared_4(shared + L::TURN, EMPTY | LAST_TURN);
+      __syncwarp();
+      warp_arrive(shared + L::WEIGHTS_FULL, lane);
+    }
+  }
   int& i = at.turn;
   auto slot_now = [&]() { return L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot; };
   auto rests_at = [&](int slot) {
@@ -259,13 +268,6 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
           load_start<HEADS, FORMAT, ONE, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
                                        shared + L::LIVE + slot * 4);
           load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
-          if (TRY_EMPTY && LAUNCH == Launch::CLUSTERS && uniform(start.alive) >= NO_KEYS) {
-            if (thread == 0) store_shared_4(shared + L::TURN, EMPTY | LAST_TURN);
-            __syncwarp();
-            warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
-            empty = true;
-            break;
-          }
         }
         const u32 alive = start.alive & 0xffff;
         last = uniform(start.alive) >= LAST_TURN;
@@ -455,9 +457,10 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   if (WIDER && worker == 0) store_shared_4(shared + L::End::ALL_FLOAT16, 1);
   const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
+  auto is_empty_share = [&]() { return TRY_EMPTY && LAUNCH == Launch::CLUSTERS && (uniform(load_shared_4(shared + L::TURN)) & 0xff) == EMPTY; };
   const float total = sum_of<HEADS>(place, head),
               reference = total != 0.f  ? load_shared_float(shared + L::COLUMNS + head * 8 + 4)
-                          : empty       ? NO_KEYS_AT_ALL
+                          : is_empty_share() ? NO_KEYS_AT_ALL
                                         : NO_SCORE_YET;
   if (PERSISTENT) {
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
@@ -503,7 +506,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(own, shared, part, head, sum, reference);
       if (HEADS < 64) tell_factors();
       weigh_parts<L, WIDER>(p, own, shared, worker);
-      if (empty && is_empty<L>(row, shared, worker & 31)) return EMPTY;
+      if (is_empty_share() && is_empty<L>(row, shared, worker & 31)) return EMPTY;
     }
   }
   return 0;

@@ -222,7 +222,7 @@ DEVICE void attend(const Params& p) {
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, TRY_EMPTY && LAUNCH == Launch::CLUSTERS>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, LAUNCH == Launch::CLUSTERS>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;

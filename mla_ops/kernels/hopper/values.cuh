@@ -161,7 +161,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   const u64 values = tile_descriptor(shared + L::VALUES, 1024, TILE_KEYS * 128);
-  bool open = false, empty = false;
+  bool open = false;
   int& i = at.turn;
   int stage = 0;
   u32 left = USUAL;
@@ -186,7 +186,6 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
         }
       }
       if (TRY_EMPTY && LAUNCH == Launch::CLUSTERS && (uniform(turn) & 0xff) == EMPTY) {
-        empty = true;
         continue;
       }
 #pragma unroll
@@ -358,7 +357,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
       if (!in_cluster(row)) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of keys
       if (!open) open_to_peers(row);
       await_peers(row);
-      if (empty && is_empty<L>(row, shared, lane)) {
+      if (TRY_EMPTY && LAUNCH == Launch::CLUSTERS && (uniform(load_shared_4(shared + L::TURN)) & 0xff) == EMPTY && is_empty<L>(row, shared, lane)) {
         write_zeros<L>(p, row, half * 4 + warp, lane);
         return EMPTY;
       }
