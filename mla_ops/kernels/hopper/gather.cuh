@@ -88,13 +88,13 @@ DEVICE Positions positions_at(const Params& p, const Row& row, int turn, int lan
   const int position = (extra ? turn - row.main_turns : turn) * TILE_KEYS;
   const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
   return {(extra ? p.indices[1] : p.indices[0]) + row.token * stride + position + lane,
-          turn < row.last ? (extra ? row.extra_length : row.length) - position : 0};
+          min(extra ? row.extra_length : row.length, (extra ? row.last - row.main_turns : row.last) * TILE_KEYS) - position};
 }
 
 DEVICE Indices indices_at(const Params& p, const Row& row, const Positions& there, int lane) {
   const bool first = lane < there.left, second = lane < there.left - 32;
-  if (p.indices[0]) return {{load_index_if(first, there.at), load_index_if(second, there.at + 32)}};
-  const int position = row.length - there.left + lane;  // one cache
+  if (p.indices[0]) return {{first ? __ldg(there.at) : -1, second ? __ldg(there.at + 32) : -1}};
+  const int position = min(row.length, row.last * TILE_KEYS) - there.left + lane;  // one cache
   return {{first ? position : -1, second ? position + 32 : -1}};
 }
 

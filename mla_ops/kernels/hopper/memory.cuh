@@ -104,21 +104,6 @@ DEVICE float load_float_if(bool there, const float* source) {
   return v;
 }
 
-// A key's index through L1, -1 where there is none.
-DEVICE int load_index_if(bool there, const int* source) {
-  int v;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %2, 0;\n"
-      "mov.s32 %0, -1;\n"
-      "@p ld.global.nc.s32 %0, [%1];\n"
-      "}"
-      : "=r"(v)
-      : "l"(source), "r"(static_cast<u32>(there)));
-  return v;
-}
-
 // Zeros where there is nothing to load. Loads and shuffles stay in the order in which they are written.
 DEVICE float4 load_float4_if(bool there, const float* source) {
   float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
