@@ -271,7 +271,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       if (extra == turn + row.stride >= main_turns)
         there.at += row.stride * TILE_KEYS, there.left -= row.stride * TILE_KEYS;
       else
-        there = positions_at(p, row, turn + row.stride, lane);
+        there = positions_at(p, row, turn + row.stride, opaque(lane));
       ahead = indices_at(p, row, there, lane);
     } else {
       ahead = indices_at(p, row, turn + row.stride, lane);
