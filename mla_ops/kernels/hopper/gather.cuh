@@ -194,9 +194,10 @@ DEVICE void copy_keys(u32 destination, const void* source, u32 bytes, u32 barrie
 // Brings a share's live keys into slots, 64 a turn, 16 of them a warp's. Each warp looks at all positions, so that all
 // four agree on the place of each live key without a word, and copies those whose place is in its slot. A turn is
 // handed over once it is known whether a key follows: the row's last one is marked. A share without keys is one turn.
-// GIVES_WAY: keys leave L2 before anything else does. TELLS_EMPTY: a share without keys is marked, and nothing is stored.
-template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool TELLS_EMPTY = false>
-DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
+// GIVES_WAY: keys leave L2 before anything else does. ENDS_EMPTY: returns whether there is no key; nothing
+// has been handed over then.
+template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool CLUSTERS = false, bool ENDS_EMPTY = false>
+DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
                     int& parity, bool paced) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
@@ -240,13 +241,12 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       }
       const bool more = filled > TILE_KEYS - 16 * warp;
       if (!more && !over) break;
-      const bool empty = TRY_EMPTY && TELLS_EMPTY && filled == -16 * warp;
-      if (live != 0xffff && !empty) {
+      if (live != 0xffff) {
         mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
         clear_rows<R>(rows, scales, live, lane);
       }
       if (lane == 0) {
-        store_shared_4(shared + L::LIVE + slot * 4, live | (more ? 0 : LAST_TURN) | (empty ? NO_KEYS : 0));
+        store_shared_4(shared + L::LIVE + slot * 4, live | (more ? 0 : LAST_TURN));
         if constexpr (R::SCALES_APART) mbarrier_expect(barrier, __popc(bulk) * R::BYTES);
       }
       __syncwarp();
@@ -261,7 +261,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       filled -= TILE_KEYS, place -= TILE_KEYS;
     }
   };
-  constexpr bool CURSOR = TRY_CURSOR && (HEADS < 64 || TELLS_EMPTY);
+  constexpr bool CURSOR = TRY_CURSOR && (HEADS < 64 || CLUSTERS);
   Positions there = positions_at(p, row, row.first, lane);
 #pragma unroll 1
   for (int turn = uniform(row.first);; turn += row.stride) {
@@ -278,7 +278,10 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
     }
     const u32 found[2] = {__ballot_sync(~0u, in_range(p.caches[extra], indices.of[0])),
                           __ballot_sync(~0u, in_range(p.caches[extra], indices.of[1]))};
-    if (CURSOR && !over && !(found[0] | found[1])) continue;
+    if (CURSOR && !(found[0] | found[1])) {
+      if (!over) continue;
+      if (ENDS_EMPTY && filled == -16 * warp) return true;
+    }
     // Keys of this turn that fill no row of this warp's and end nothing are counted only. Narrower tiles lose by the votes.
     if constexpr (HEADS == 64) {
       const int after = filled + __popc(found[0]) + __popc(found[1]);
@@ -291,6 +294,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
     if (over) break;
     take(indices.of[1], found[1], extra, false);
   }
+  return false;
 }
 
 // ---- keys of bfloat16, straight into the tiles that wgmma reads -----------------------------------------------------

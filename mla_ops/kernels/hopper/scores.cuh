@@ -2,7 +2,6 @@
 #pragma once
 
 #include "by_group.cuh"
-#include "empty.cuh"
 #include "folds.cuh"
 #include "group.cuh"
 #include "held.cuh"
@@ -84,7 +83,7 @@ DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
 
 // A second warpgroup of scores: its steps' part of each, and its chunks of the values.
 template <int HEADS, Format FORMAT, bool PERSISTENT>
-DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
+DEVICE bool score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, PERSISTENT>;
@@ -99,7 +98,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
                                      shared + L::LIVE + slot * 4);
     load_start_rest<HEADS, FORMAT, false, FIRST>(start, raw_0 + places.rope);
     last = uniform(start.alive) >= LAST_TURN;
-    if (TRY_EMPTY && !PERSISTENT && uniform(start.alive) >= NO_KEYS) break;
+    if (TRY_EMPTY && !PERSISTENT && uniform(start.alive) >= NO_KEYS) return true;
     float s[HEADS / 2];
     u32 undo, fragments[2][16];
     bool wide;
@@ -120,6 +119,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     warp_arrive(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, lane);
     next_slot<L::SLOTS>(slot, parity);
   }
+  return false;
 }
 
 template <int N>
@@ -160,17 +160,17 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // Whether a key counted, and with it the references; 2: one that float16 does not hold as it is.
   if (!BY_GROUPS) seen = 0;
 
-  Start<FORMAT> start;
-  bool started = false, last = resumed;
-  if constexpr (TRY_EMPTY && LAUNCH == Launch::CLUSTERS) {
+  if constexpr (ends_empty(LAUNCH)) {
     mbarrier_wait(shared + L::RAW_FULL + warp * 8, 0);
-    last = uniform(load_shared_4(shared + L::LIVE + warp * 4)) >= NO_KEYS;
-    if (last) {
+    if (uniform(load_shared_4(shared + L::LIVE + warp * 4)) >= NO_KEYS) {
       if (thread == 0) store_shared_4(shared + L::TURN, EMPTY | LAST_TURN);
       __syncwarp();
       warp_arrive(shared + L::WEIGHTS_FULL, lane);
+      return EMPTY;
     }
   }
+  Start<FORMAT> start;
+  bool started = false, last = resumed;
   int& i = at.turn;
   auto slot_now = [&]() { return L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot; };
   auto rests_at = [&](int slot) {
@@ -457,11 +457,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   if (WIDER && worker == 0) store_shared_4(shared + L::End::ALL_FLOAT16, 1);
   const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
-  auto is_empty_share = [&]() { return TRY_EMPTY && LAUNCH == Launch::CLUSTERS && (uniform(load_shared_4(shared + L::TURN)) & 0xff) == EMPTY; };
   const float total = sum_of<HEADS>(place, head),
-              reference = total != 0.f  ? load_shared_float(shared + L::COLUMNS + head * 8 + 4)
-                          : is_empty_share() ? NO_KEYS_AT_ALL
-                                        : NO_SCORE_YET;
+              reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   if (PERSISTENT) {
     const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
     if (worker < HEADS) {
@@ -506,7 +503,6 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         if (AT_ONCE * HEADS == 128 || worker < AT_ONCE * HEADS) send_state<L>(own, shared, part, head, sum, reference);
       if (HEADS < 64) tell_factors();
       weigh_parts<L, WIDER>(p, own, shared, worker);
-      if (is_empty_share() && is_empty<L>(row, shared, worker & 31)) return EMPTY;
     }
   }
   return 0;

@@ -9,6 +9,7 @@
 // Kernels called balanced are given lengths, and share rows evenly among all CTAs instead where these are unequal.
 
 #include "code.cuh"
+#include "empty.cuh"
 #include "gather.cuh"
 #include "queries.cuh"
 #include "scores.cuh"
@@ -150,7 +151,7 @@ DEVICE void attend(const Params& p) {
           float sums[HEADS / 4];
           int seen;
           const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, sums, seen);
-          if (LAUNCH == Launch::CLUSTERS && later == EMPTY) return;
+          if (ends_empty(LAUNCH) && later == EMPTY) return;
           if (HEADS == 64) freed = later;
           if (is_held(LAUNCH)) {
             if (later) break;
@@ -189,7 +190,7 @@ DEVICE void attend(const Params& p) {
           Accumulators<HEADS> none;
           const u32 left = accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity,
                                                                     query_parity, before, none, 0);
-          if (LAUNCH == Launch::CLUSTERS && left == EMPTY) return;
+          if (ends_empty(LAUNCH) && left == EMPTY) return;
           if (is_held(LAUNCH) && ends_row(p, row)) break;
           if (SHARES && ends_row(p, row)) query_parity ^= 1;
           if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
@@ -199,7 +200,7 @@ DEVICE void attend(const Params& p) {
     } else if constexpr (!ONE) {
       more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
       do {
-        score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at);
+        if (score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at)) return;
       } while (is_held(LAUNCH) ? next_held() : PERSISTENT && next_queries());
       if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
       if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);
@@ -222,7 +223,14 @@ DEVICE void attend(const Params& p) {
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, LAUNCH == Launch::CLUSTERS>(p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      const bool ended = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, LAUNCH == Launch::CLUSTERS, ends_empty(LAUNCH)>(
+          p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      if constexpr (ends_empty(LAUNCH)) {
+        if (ended && end_empty_share<HEADS, FORMAT>(p, row, shared, warp, lane)) {
+          wait_for_prerequisites();
+          return;
+        }
+      }
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;

@@ -3,7 +3,6 @@
 
 #include "by_group.cuh"
 #include "cuts.cuh"
-#include "empty.cuh"
 #include "group.cuh"
 #include "held.cuh"
 #include "wgmma.cuh"
@@ -185,9 +184,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
           break;
         }
       }
-      if (TRY_EMPTY && LAUNCH == Launch::CLUSTERS && (uniform(turn) & 0xff) == EMPTY) {
-        continue;
-      }
+      if (ends_empty(LAUNCH) && (uniform(turn) & 0xff) == EMPTY) return EMPTY;
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
@@ -357,10 +354,6 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
       if (!in_cluster(row)) named_barrier<VALUES_BARRIER, 256>();  // packets take the place of keys
       if (!open) open_to_peers(row);
       await_peers(row);
-      if (TRY_EMPTY && LAUNCH == Launch::CLUSTERS && (uniform(load_shared_4(shared + L::TURN)) & 0xff) == EMPTY && is_empty<L>(row, shared, lane)) {
-        write_zeros<L>(p, row, half * 4 + warp, lane);
-        return EMPTY;
-      }
     }
     mbarrier_wait(shared + L::FACTORS_FULL, 0);  // states first: they would wait behind all packets
     const bool bfloat16 = load_shared_4(shared + L::End::OWN_BFLOAT16) != 0;
