@@ -112,7 +112,7 @@ static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
-  return static_cast<T>(exchange(static_cast<unsigned long long>(value))[lane]);
+  return static_cast<T>(exchange(static_cast<unsigned long long>(value))[lane & 31]);
 }
 
 // ---- instructions ---------------------------------------------------------------------------------------------------
@@ -131,6 +131,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #define load_shared_8 ptx_load_shared_8
 #define prefetch_to_l2 ptx_prefetch_to_l2
 #define arrive_when_copied ptx_arrive_when_copied
+#define copy_4 ptx_copy_4
 #define copy_8 ptx_copy_8
 #define shuffle_pointer ptx_shuffle_pointer
 #define thread_here ptx_thread_here
@@ -150,6 +151,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef load_shared_8
 #undef prefetch_to_l2
 #undef arrive_when_copied
+#undef copy_4
 #undef copy_8
 #undef shuffle_pointer
 #undef thread_here
@@ -219,6 +221,10 @@ static void copy_8(u32 destination, const void* source) {
   if (destination % 8 || reinterpret_cast<u64>(source) % 8) failed = true;
   write_shared(destination, source, 8);
 }
+static void copy_4(u32 destination, const void* source) {
+  if (reinterpret_cast<u64>(source) % 4) failed = true;
+  write_shared(destination, source, 4);  // faults outside of a tensor
+}
 static void arrive_when_copied(u32) {}  // copies are done at once
 static u32 load_shared_4(u32 address) {
   u32 value;
@@ -252,7 +258,7 @@ static int turn_of_warp[WARPS];
 static std::map<int, int> turns_of_row;  // by number of the row, counted by its first warp
 
 // Shared memory without a slot or a list.
-constexpr u32 INTERVAL = sizeof(shared_memory) - 512, SCRATCH = INTERVAL + 64;
+constexpr u32 INTERVAL = sizeof(shared_memory) - 512, SCRATCH = INTERVAL + 64, NOBODY_READS = INTERVAL - 16;
 
 static Row first_row() {
   if (launch == Launch::ROWS) return row_at(*params, blockIdx.x);
@@ -356,10 +362,16 @@ void gather_keys(int warp, int lane) {
   bool first = true;
   Row row = first_row();
   for (bool more = row.token < p.all_tokens; more; more = goes_on(row), first = false) {
-    const Indices ahead = begin_share(p, row, lane).now;
-    __syncwarp();
     row_of_warp[warp] = row;
-    produce<HEADS, FORMAT>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+    if (has_few_rows(launch)) {
+      ask_for_indices(p, row, NOBODY_READS);
+      __syncwarp();
+      produce<HEADS, FORMAT, false, true>(p, row, 0, {}, warp, lane, slot, parity, HEADS == 64 && first);
+    } else {
+      const Indices ahead = begin_share(p, row, lane).now;
+      __syncwarp();
+      produce<HEADS, FORMAT>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+    }
   }
 }
 

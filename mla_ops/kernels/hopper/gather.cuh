@@ -132,19 +132,16 @@ DEVICE Ahead begin_share(const Params& p, const Row& row, int lane) {
   return ahead;
 }
 
-// A share's first indices. Those of its first 16 turns come to L1, a word of each sector of 32 bytes: where most are dead,
+// Asks for the indices of a share's first 16 turns, which come to L1, a word of each sector of 32 bytes: where most are dead,
 // they are what is waited for. No prefetch brings anything to L1 on Hopper, so they are copied, to a word that nobody reads.
-DEVICE Indices begin_share(const Params& p, const Row& row, u32 nobody_reads, int lane) {
-  const Indices first = indices_at(p, row, row.first, lane);
+DEVICE void ask_for_indices(const Params& p, const Row& row, u32 nobody_reads) {
   const int thread = thread_here() & 127, turn = row.first + (thread >> 3) * row.stride;
-  if (turn < row.last) {
-    const bool extra = turn >= row.main_turns;
-    const int* indices = extra ? p.indices[1] : p.indices[0];
-    const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
-    const int position = (extra ? turn - row.main_turns : turn) * TILE_KEYS + (thread & 7) * 8;
-    if (indices) copy_4(nobody_reads, indices + row.token * stride + min(position, (extra ? row.extra_length : row.length) - 1));
-  }
-  return first;
+  if (turn >= row.last) return;
+  const bool extra = turn >= row.main_turns;
+  const int* indices = extra ? p.indices[1] : p.indices[0];
+  const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
+  const int position = (extra ? turn - row.main_turns : turn) * TILE_KEYS + (thread & 7) * 8;
+  if (indices) copy_4(nobody_reads, indices + row.token * stride + min(position, (extra ? row.extra_length : row.length) - 1));
 }
 
 // Goes on to `turn`, whose indices are those that came next.
@@ -196,7 +193,7 @@ DEVICE void copy_keys(u32 destination, const void* source, u32 bytes, u32 barrie
 // handed over once it is known whether a key follows: the row's last one is marked. A share without keys is one turn.
 // GIVES_WAY: keys leave L2 before anything else does. ENDS_EMPTY: returns whether there is no key; nothing
 // has been handed over then.
-template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool CLUSTERS = false, bool ENDS_EMPTY = false>
+template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool FEW = false, bool ENDS_EMPTY = false>
 DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
                     int& parity, bool paced) {
   using L = Layout<HEADS, FORMAT>;
@@ -204,7 +201,7 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
   const int request = uniform(request_of(p, row)), last = uniform(row.last), main_turns = uniform(row.main_turns);
   int filled = -16 * warp;  // live keys of this turn so far, from this warp's first on
   u32 live = 0, bulk = 0;   // rows of this warp's slot that have a key, and those that a bulk copy brings
-  auto take = [&](int index, u32 found, bool extra, bool over) {
+  auto take = [&](int index, u32 found, bool extra, bool over, bool dry) {
     const bool alive = in_range(p.caches[extra], index);
     int place = filled + __popc(found & ((1u << lane) - 1));
     filled += __popc(found);
@@ -213,7 +210,7 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
                 scales = shared + L::SCALES + slot * L::SCALES_SLOT;
       const bool mine = alive && static_cast<u32>(place) < 16;
       const u32 window = __ballot_sync(~0u, mine);
-      if (window) {
+      if (window || dry) {
         const Cache& cache = p.caches[extra];
         const int leader = __shfl_sync(~0u, index, __ffs(window) - 1);
         const bool all_one = __popc(window) == 16 && __all_sync(~0u, !mine || index == leader);
@@ -261,40 +258,64 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       filled -= TILE_KEYS, place -= TILE_KEYS;
     }
   };
-  constexpr bool CURSOR = TRY_CURSOR && (HEADS < 64 || CLUSTERS);
-  Positions there = positions_at(p, row, row.first, lane);
+  const auto count = [&](const Indices& indices, bool extra, int half) {
+    return __ballot_sync(~0u, in_range(p.caches[extra], indices.of[half]));
+  };
+  if constexpr (FEW) {
+    // The first turn's indices are on their way to L1. Meanwhile a turn without keys brings the code.
+    Positions there = positions_at(p, row, row.first, lane);
+    ahead = {{-1, -1}};
+    bool dry = TRY_DRY && HEADS < 64;
+    constexpr int COPIES = HEADS < 64 ? 1 : 2;
 #pragma unroll 1
-  for (int turn = uniform(row.first);; turn += row.stride) {
-    const Indices indices = ahead;
-    const bool extra = turn >= main_turns, over = turn >= last;
-    if (CURSOR) {
-      if (extra == turn + row.stride >= main_turns)
+    for (int turn = uniform(row.first) - row.stride;; turn += row.stride) {
+      const Indices indices = ahead;
+      const bool extra = turn >= main_turns, over = turn >= last, next_extra = turn + row.stride >= main_turns;
+      ahead = indices_at(p, row, there, lane);
+      if (next_extra == turn + 2 * row.stride >= main_turns)
         there.at += row.stride * TILE_KEYS, there.left -= row.stride * TILE_KEYS;
       else
-        there = positions_at(p, row, turn + row.stride, opaque(lane));
-      ahead = indices_at(p, row, there, lane);
-    } else {
-      ahead = indices_at(p, row, turn + row.stride, lane);
-    }
-    const u32 found[2] = {__ballot_sync(~0u, in_range(p.caches[extra], indices.of[0])),
-                          __ballot_sync(~0u, in_range(p.caches[extra], indices.of[1]))};
-    if (CURSOR && !(found[0] | found[1])) {
-      if (!over) continue;
-      if (ENDS_EMPTY && filled == -16 * warp) return true;
-    }
-    // Keys of this turn that fill no row of this warp's and end nothing are counted only. Narrower tiles lose by the votes.
-    if constexpr (HEADS == 64) {
-      const int after = filled + __popc(found[0]) + __popc(found[1]);
-      if (!over && after <= TILE_KEYS - 16 * warp && (after <= 0 || filled >= 16)) {
-        filled = after;
-        continue;
+        there = positions_at(p, row, turn + 2 * row.stride, opaque(lane));
+      const u32 found[2] = {count(indices, extra, 0), count(indices, extra, 1)};
+      if (!(found[0] | found[1]) && !(HEADS < 64 && dry)) {
+        if (!over) continue;
+        if (ENDS_EMPTY && filled == -16 * warp) return true;
       }
+      if constexpr (HEADS == 64) {
+        const int after = filled + __popc(found[0]) + __popc(found[1]);
+        if (!over && after <= TILE_KEYS - 16 * warp && (after <= 0 || filled >= 16)) {
+          filled = after;
+          continue;
+        }
+      }
+#pragma unroll COPIES
+      for (int half = 0; half < 2; ++half) {
+        take(half ? indices.of[1] : indices.of[0], half ? found[1] : found[0], extra, over, HEADS < 64 && dry);
+        if (over) return false;
+        if (HEADS < 64 && dry) break;
+      }
+      dry = false;
     }
-    take(indices.of[0], found[0], extra, over);
-    if (over) break;
-    take(indices.of[1], found[1], extra, false);
+  } else {
+#pragma unroll 1
+    for (int turn = uniform(row.first);; turn += row.stride) {
+      const Indices indices = ahead;
+      const bool extra = turn >= main_turns, over = turn >= last;
+      ahead = indices_at(p, row, turn + row.stride, lane);
+      // Keys of this turn that fill no row of this warp's and end nothing are counted only. Narrower tiles lose by the votes.
+      if constexpr (HEADS == 64) {
+        const int after = filled + __popc(count(indices, extra, 0)) + __popc(count(indices, extra, 1));
+        if (!over && after <= TILE_KEYS - 16 * warp && (after <= 0 || filled >= 16)) {
+          filled = after;
+          continue;
+        }
+      }
+      take(indices.of[0], count(indices, extra, 0), extra, over, false);
+      if (over) break;
+      take(indices.of[1], count(indices, extra, 1), extra, false, false);
+    }
+    return false;
   }
-  return false;
 }
 
 // ---- keys of bfloat16, straight into the tiles that wgmma reads -----------------------------------------------------

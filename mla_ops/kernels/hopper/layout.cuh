@@ -7,7 +7,7 @@
 #ifndef TRY
 #define TRY 7
 #endif
-constexpr bool TRY_L1 = TRY & 1, TRY_EMPTY = TRY & 2, TRY_CURSOR = TRY & 4;
+constexpr bool TRY_L1 = TRY & 1, TRY_EMPTY = TRY & 2, TRY_DRY = TRY & 4;
 #ifndef BY_LENGTH
 #define BY_LENGTH 0  // 1: each row may have as many CTAs as its length asks for
 #endif
@@ -77,8 +77,13 @@ DEVICE constexpr bool in_registers(Launch launch) { return launch == Launch::FOL
 
 DEVICE constexpr bool in_shares(Launch launch) { return launch == Launch::SHARES || in_registers(launch); }
 
-// Whether a row without keys ends where that is found out.
-DEVICE constexpr bool ends_empty(Launch launch) { return TRY_EMPTY && launch == Launch::CLUSTERS && !BY_LENGTH; }
+// Whether a launch's CTAs have a row each: few tokens, whose start counts.
+DEVICE constexpr bool has_few_rows(Launch launch) { return launch == Launch::CLUSTERS || launch == Launch::GROUPS; }
+
+// Whether a row without keys ends where that is found out. Scores of 32 heads have no register for it.
+DEVICE constexpr bool ends_empty(int heads, Launch launch) {
+  return TRY_EMPTY && launch == Launch::CLUSTERS && !BY_LENGTH && heads != 32;
+}
 
 // One warpgroup makes all scores if registers have to hold more.
 template <int HEADS, Launch LAUNCH>

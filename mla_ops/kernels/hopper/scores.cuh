@@ -98,7 +98,7 @@ DEVICE bool score_rest(const Row& row, u32 shared, int thread, Ring& at) {
                                      shared + L::LIVE + slot * 4);
     load_start_rest<HEADS, FORMAT, false, FIRST>(start, raw_0 + places.rope);
     last = uniform(start.alive) >= LAST_TURN;
-    if (TRY_EMPTY && !PERSISTENT && uniform(start.alive) >= NO_KEYS) return true;
+    if (ends_empty(HEADS, PERSISTENT ? Launch::ROWS : Launch::CLUSTERS) && uniform(start.alive) >= NO_KEYS) return true;
     float s[HEADS / 2];
     u32 undo, fragments[2][16];
     bool wide;
@@ -160,15 +160,6 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // Whether a key counted, and with it the references; 2: one that float16 does not hold as it is.
   if (!BY_GROUPS) seen = 0;
 
-  if constexpr (ends_empty(LAUNCH)) {
-    mbarrier_wait(shared + L::RAW_FULL + warp * 8, 0);
-    if (uniform(load_shared_4(shared + L::LIVE + warp * 4)) >= NO_KEYS) {
-      if (thread == 0) store_shared_4(shared + L::TURN, EMPTY | LAST_TURN);
-      __syncwarp();
-      warp_arrive(shared + L::WEIGHTS_FULL, lane);
-      return EMPTY;
-    }
-  }
   Start<FORMAT> start;
   bool started = false, last = resumed;
   int& i = at.turn;
@@ -271,6 +262,12 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         }
         const u32 alive = start.alive & 0xffff;
         last = uniform(start.alive) >= LAST_TURN;
+        if (ends_empty(HEADS, LAUNCH) && uniform(start.alive) >= NO_KEYS) {
+          if (thread == 0) store_shared_4(shared + L::TURN, EMPTY | LAST_TURN);
+          __syncwarp();
+          warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
+          return EMPTY;
+        }
         bool wide;
         apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
         u32 fragments[2][16];

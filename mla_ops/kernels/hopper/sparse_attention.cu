@@ -48,8 +48,8 @@ DEVICE void attend(const Params& p) {
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
   if (warpgroup == PRODUCER) {
-    if constexpr (TRY_L1 && LAUNCH == Launch::CLUSTERS)
-      ahead = begin_share(p, row, shared + (HEADS == 64 ? L::ROUGH : L::INTERVAL), thread & 31);
+    if constexpr (has_few_rows(LAUNCH))
+      ask_for_indices(p, row, shared + (HEADS == 64 ? L::ROUGH : L::INTERVAL));
     else
       ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
   }
@@ -151,7 +151,7 @@ DEVICE void attend(const Params& p) {
           float sums[HEADS / 4];
           int seen;
           const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, sums, seen);
-          if (ends_empty(LAUNCH) && later == EMPTY) return;
+          if (ends_empty(HEADS, LAUNCH) && later == EMPTY) return;
           if (HEADS == 64) freed = later;
           if (is_held(LAUNCH)) {
             if (later) break;
@@ -190,7 +190,7 @@ DEVICE void attend(const Params& p) {
           Accumulators<HEADS> none;
           const u32 left = accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity,
                                                                     query_parity, before, none, 0);
-          if (ends_empty(LAUNCH) && left == EMPTY) return;
+          if (ends_empty(HEADS, LAUNCH) && left == EMPTY) return;
           if (is_held(LAUNCH) && ends_row(p, row)) break;
           if (SHARES && ends_row(p, row)) query_parity ^= 1;
           if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
@@ -223,9 +223,9 @@ DEVICE void attend(const Params& p) {
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      const bool ended = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, LAUNCH == Launch::CLUSTERS, ends_empty(LAUNCH)>(
+      const bool ended = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, has_few_rows(LAUNCH), ends_empty(HEADS, LAUNCH)>(
           p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
-      if constexpr (ends_empty(LAUNCH)) {
+      if constexpr (ends_empty(HEADS, LAUNCH)) {
         if (ended && end_empty_share<HEADS, FORMAT>(p, row, shared, warp, lane)) {
           wait_for_prerequisites();
           return;
