@@ -134,6 +134,9 @@ def test_two_caches_at_real_sizes(
     q = queries(num_tokens, num_heads, torch.bfloat16, device, 512)
     indices = some_indices(num_tokens, topk, 300 * 64, device)
     extra_indices = some_indices(num_tokens, extra_topk, 1024, device)
+    # rows without a key in the first cache, in the second, in either
+    indices[1::4], extra_indices[2::4] = -1, -1
+    indices[3::4], extra_indices[3::4] = -1, INT_MAX
     tokens = sorted({0, num_tokens - 1, *torch.randint(0, num_tokens, (30,)).tolist()}) if num_tokens else []
     out, lse = check_two_caches(
         lowering, q, cache, indices, "fp8_ds_mla_v4", extra, extra_indices, extra_format, tokens, **options
