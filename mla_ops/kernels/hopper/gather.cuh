@@ -237,13 +237,13 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
         }
       }
       const bool more = filled > TILE_KEYS - 16 * warp;
-      if (!more && !over) break;
+      if (!more && !over && !(TRY_TURN && dry)) break;
       if (live != 0xffff) {
         mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
         clear_rows<R>(rows, scales, live, lane);
       }
       if (lane == 0) {
-        store_shared_4(shared + L::LIVE + slot * 4, live | (more ? 0 : LAST_TURN));
+        store_shared_4(shared + L::LIVE + slot * 4, live | (more || TRY_TURN && dry ? 0 : LAST_TURN));
         if constexpr (R::SCALES_APART) mbarrier_expect(barrier, __popc(bulk) * R::BYTES);
       }
       __syncwarp();

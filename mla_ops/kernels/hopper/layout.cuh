@@ -7,7 +7,7 @@
 #ifndef TRY
 #define TRY 7
 #endif
-constexpr bool TRY_L1 = TRY & 1, TRY_EMPTY = TRY & 2, TRY_DRY = TRY & 4;
+constexpr bool TRY_L1 = TRY & 1, TRY_EMPTY = TRY & 2, TRY_DRY = TRY & 4, TRY_TURN = TRY & 8;
 #ifndef BY_LENGTH
 #define BY_LENGTH 0  // 1: each row may have as many CTAs as its length asks for
 #endif
