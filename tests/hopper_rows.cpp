@@ -363,10 +363,11 @@ void gather_keys(int warp, int lane) {
   Row row = first_row();
   for (bool more = row.token < p.all_tokens; more; more = goes_on(row), first = false) {
     row_of_warp[warp] = row;
-    if (has_few_rows(launch)) {
+    if (is_for_few(HEADS, FORMAT, launch)) {
       ask_for_indices(p, row, NOBODY_READS);
       __syncwarp();
-      produce<HEADS, FORMAT, false, true>(p, row, 0, {}, warp, lane, slot, parity, HEADS == 64 && first);
+      const Indices ahead = indices_at(p, row, row.first, lane);
+      produce<HEADS, FORMAT, false, true>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
     } else {
       const Indices ahead = begin_share(p, row, lane).now;
       __syncwarp();

@@ -51,7 +51,7 @@ DEVICE bool has_keys(const Params& p, const Row& row, int thread) {
 // Hands over a share without keys: one turn of dead ones, or none where the whole row has no key and its result is left
 // here, which is returned.
 template <int HEADS, Format FORMAT>
-DEVICE bool end_empty_share(const Params& p, const Row& row, u32 shared, int warp, int lane) {
+DEVICE void end_empty_share(const Params& p, const Row& row, u32 shared, int warp, int lane) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   const bool ends = !has_keys(p, row, thread_here() & 127);
@@ -62,9 +62,10 @@ DEVICE bool end_empty_share(const Params& p, const Row& row, u32 shared, int war
   const u32 barrier = shared + L::RAW_FULL + warp * 8;
   if constexpr (R::SCALES_APART) mbarrier_arrive(barrier);
   warp_arrive(barrier, lane);
-  if (!ends) return false;
+  if (!ends) return;
   write_zeros<L, 4>(p, row, warp, lane);
   const int head = warp * 32 + lane, global_head = row.tile * L::HEADS + head;
   if (row.rank == 0 && head < L::HEADS && global_head < p.num_heads) *lse_of_cluster(p, row, global_head) = -INFINITY;
-  return true;
+  wait_for_prerequisites();
+  end_thread();
 }

@@ -201,7 +201,7 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
   const int request = uniform(request_of(p, row)), last = uniform(row.last), main_turns = uniform(row.main_turns);
   int filled = -16 * warp;  // live keys of this turn so far, from this warp's first on
   u32 live = 0, bulk = 0;   // rows of this warp's slot that have a key, and those that a bulk copy brings
-  auto take = [&](int index, u32 found, bool extra, bool over, bool dry) {
+  auto take = [&](int index, u32 found, bool extra, bool over) {
     const bool alive = in_range(p.caches[extra], index);
     int place = filled + __popc(found & ((1u << lane) - 1));
     filled += __popc(found);
@@ -210,7 +210,7 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
                 scales = shared + L::SCALES + slot * L::SCALES_SLOT;
       const bool mine = alive && static_cast<u32>(place) < 16;
       const u32 window = __ballot_sync(~0u, mine);
-      if (window || dry) {
+      if (window) {
         const Cache& cache = p.caches[extra];
         const int leader = __shfl_sync(~0u, index, __ffs(window) - 1);
         const bool all_one = __popc(window) == 16 && __all_sync(~0u, !mine || index == leader);
@@ -237,13 +237,13 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
         }
       }
       const bool more = filled > TILE_KEYS - 16 * warp;
-      if (!more && !over && !(TRY_TURN && dry)) break;
+      if (!more && !over) break;
       if (live != 0xffff) {
         mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
         clear_rows<R>(rows, scales, live, lane);
       }
       if (lane == 0) {
-        store_shared_4(shared + L::LIVE + slot * 4, live | (more || TRY_TURN && dry ? 0 : LAST_TURN));
+        store_shared_4(shared + L::LIVE + slot * 4, live | (more ? 0 : LAST_TURN));
         if constexpr (R::SCALES_APART) mbarrier_expect(barrier, __popc(bulk) * R::BYTES);
       }
       __syncwarp();
@@ -263,12 +263,12 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
   };
   if constexpr (FEW) {
     // The first turn's indices are on their way to L1. Meanwhile a turn without keys brings the code.
-    Positions there = positions_at(p, row, row.first, lane);
-    ahead = {{-1, -1}};
-    bool dry = TRY_DRY && HEADS < 64;
-    constexpr int COPIES = HEADS < 64 ? 1 : 2;
+    constexpr bool LATE = !TRY_A || HEADS == 64;
+    constexpr int COPIES = TRY_C && HEADS < 64 ? 1 : 2;
+    if (LATE) ahead = {{-1, -1}};
+    Positions there = positions_at(p, row, LATE ? row.first : row.first + row.stride, lane);
 #pragma unroll 1
-    for (int turn = uniform(row.first) - row.stride;; turn += row.stride) {
+    for (int turn = uniform(row.first) - (LATE ? row.stride : 0);; turn += row.stride) {
       const Indices indices = ahead;
       const bool extra = turn >= main_turns, over = turn >= last, next_extra = turn + row.stride >= main_turns;
       ahead = indices_at(p, row, there, lane);
@@ -277,7 +277,7 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       else
         there = positions_at(p, row, turn + 2 * row.stride, opaque(lane));
       const u32 found[2] = {count(indices, extra, 0), count(indices, extra, 1)};
-      if (!(found[0] | found[1]) && !(HEADS < 64 && dry)) {
+      if (!(found[0] | found[1])) {
         if (!over) continue;
         if (ENDS_EMPTY && filled == -16 * warp) return true;
       }
@@ -290,11 +290,9 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       }
 #pragma unroll COPIES
       for (int half = 0; half < 2; ++half) {
-        take(half ? indices.of[1] : indices.of[0], half ? found[1] : found[0], extra, over, HEADS < 64 && dry);
+        take(half ? indices.of[1] : indices.of[0], half ? found[1] : found[0], extra, over);
         if (over) return false;
-        if (HEADS < 64 && dry) break;
       }
-      dry = false;
     }
   } else {
 #pragma unroll 1
@@ -310,9 +308,9 @@ DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
           continue;
         }
       }
-      take(indices.of[0], count(indices, extra, 0), extra, over, false);
+      take(indices.of[0], count(indices, extra, 0), extra, over);
       if (over) break;
-      take(indices.of[1], count(indices, extra, 1), extra, false, false);
+      take(indices.of[1], count(indices, extra, 1), extra, false);
     }
     return false;
   }

@@ -5,9 +5,9 @@
 #include "formats.cuh"
 
 #ifndef TRY
-#define TRY 7
+#define TRY 3
 #endif
-constexpr bool TRY_L1 = TRY & 1, TRY_EMPTY = TRY & 2, TRY_DRY = TRY & 4, TRY_TURN = TRY & 8;
+constexpr bool TRY_A = TRY & 1, TRY_EMPTY = TRY & 2, TRY_C = TRY & 4;
 #ifndef BY_LENGTH
 #define BY_LENGTH 0  // 1: each row may have as many CTAs as its length asks for
 #endif
@@ -77,8 +77,10 @@ DEVICE constexpr bool in_registers(Launch launch) { return launch == Launch::FOL
 
 DEVICE constexpr bool in_shares(Launch launch) { return launch == Launch::SHARES || in_registers(launch); }
 
-// Whether a launch's CTAs have a row each: few tokens, whose start counts.
-DEVICE constexpr bool has_few_rows(Launch launch) { return launch == Launch::CLUSTERS || launch == Launch::GROUPS; }
+// Whether the gather is made for few tokens, a row or a part of one a CTA, whose start counts. V4's tiles of 32 heads would spill.
+DEVICE constexpr bool is_for_few(int heads, Format format, Launch launch) {
+  return launch == Launch::CLUSTERS && !(heads == 32 && format == FP8_DS_MLA_V4);
+}
 
 // Whether a row without keys ends where that is found out. Scores of 32 heads have no register for it.
 DEVICE constexpr bool ends_empty(int heads, Launch launch) {

@@ -83,7 +83,7 @@ DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
 
 // A second warpgroup of scores: its steps' part of each, and its chunks of the values.
 template <int HEADS, Format FORMAT, bool PERSISTENT>
-DEVICE bool score_rest(const Row& row, u32 shared, int thread, Ring& at) {
+DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int FIRST = FIRST_STEPS<HEADS, FORMAT, PERSISTENT>;
@@ -98,7 +98,7 @@ DEVICE bool score_rest(const Row& row, u32 shared, int thread, Ring& at) {
                                      shared + L::LIVE + slot * 4);
     load_start_rest<HEADS, FORMAT, false, FIRST>(start, raw_0 + places.rope);
     last = uniform(start.alive) >= LAST_TURN;
-    if (ends_empty(HEADS, PERSISTENT ? Launch::ROWS : Launch::CLUSTERS) && uniform(start.alive) >= NO_KEYS) return true;
+    if (ends_empty(HEADS, PERSISTENT ? Launch::ROWS : Launch::CLUSTERS) && __any_sync(~0u, start.alive >= NO_KEYS)) end_thread();
     float s[HEADS / 2];
     u32 undo, fragments[2][16];
     bool wide;
@@ -119,7 +119,6 @@ DEVICE bool score_rest(const Row& row, u32 shared, int thread, Ring& at) {
     warp_arrive(shared + L::SCORES_FULL + i % L::SCORE_SLOTS * 8, lane);
     next_slot<L::SLOTS>(slot, parity);
   }
-  return false;
 }
 
 template <int N>
@@ -259,15 +258,15 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
           load_start<HEADS, FORMAT, ONE, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
                                        shared + L::LIVE + slot * 4);
           load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
+          if (ends_empty(HEADS, LAUNCH) && __any_sync(~0u, start.alive >= NO_KEYS)) {
+            if (thread == 0) store_shared_4(shared + L::TURN, EMPTY | LAST_TURN);
+            __syncwarp();
+            warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
+            end_thread();
+          }
         }
         const u32 alive = start.alive & 0xffff;
         last = uniform(start.alive) >= LAST_TURN;
-        if (ends_empty(HEADS, LAUNCH) && uniform(start.alive) >= NO_KEYS) {
-          if (thread == 0) store_shared_4(shared + L::TURN, EMPTY | LAST_TURN);
-          __syncwarp();
-          warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
-          return EMPTY;
-        }
         bool wide;
         apart = take_out<HEADS, FORMAT, ONE, 0>(start, undo, wide);
         u32 fragments[2][16];

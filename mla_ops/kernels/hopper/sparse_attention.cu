@@ -48,8 +48,10 @@ DEVICE void attend(const Params& p) {
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
   if (warpgroup == PRODUCER) {
-    if constexpr (has_few_rows(LAUNCH))
+    if constexpr (is_for_few(HEADS, FORMAT, LAUNCH)) {
+      if (TRY_A && HEADS < 64) ahead = indices_at(p, row, row.first, thread & 31);
       ask_for_indices(p, row, shared + (HEADS == 64 ? L::ROUGH : L::INTERVAL));
+    }
     else
       ahead = begin_share<IN_REGISTERS>(p, row, thread & 31).now;
   }
@@ -151,7 +153,6 @@ DEVICE void attend(const Params& p) {
           float sums[HEADS / 4];
           int seen;
           const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, sums, seen);
-          if (ends_empty(HEADS, LAUNCH) && later == EMPTY) return;
           if (HEADS == 64) freed = later;
           if (is_held(LAUNCH)) {
             if (later) break;
@@ -188,9 +189,8 @@ DEVICE void attend(const Params& p) {
       } else {
         do {
           Accumulators<HEADS> none;
-          const u32 left = accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity,
-                                                                    query_parity, before, none, 0);
-          if (ends_empty(HEADS, LAUNCH) && left == EMPTY) return;
+          accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity, query_parity,
+                                                   before, none, 0);
           if (is_held(LAUNCH) && ends_row(p, row)) break;
           if (SHARES && ends_row(p, row)) query_parity ^= 1;
           if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
@@ -200,7 +200,7 @@ DEVICE void attend(const Params& p) {
     } else if constexpr (!ONE) {
       more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
       do {
-        if (score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at)) return;
+        score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at);
       } while (is_held(LAUNCH) ? next_held() : PERSISTENT && next_queries());
       if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
       if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);
@@ -223,13 +223,10 @@ DEVICE void attend(const Params& p) {
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      const bool ended = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, has_few_rows(LAUNCH), ends_empty(HEADS, LAUNCH)>(
+      const bool ended = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, is_for_few(HEADS, FORMAT, LAUNCH), ends_empty(HEADS, LAUNCH)>(
           p, row, shared, ahead, warp, lane, slot, parity, HEADS == 64 && first);
       if constexpr (ends_empty(HEADS, LAUNCH)) {
-        if (ended && end_empty_share<HEADS, FORMAT>(p, row, shared, warp, lane)) {
-          wait_for_prerequisites();
-          return;
-        }
+        if (ended) end_empty_share<HEADS, FORMAT>(p, row, shared, warp, lane);
       }
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);

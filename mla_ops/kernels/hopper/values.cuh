@@ -184,7 +184,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
           break;
         }
       }
-      if (ends_empty(HEADS, LAUNCH) && (uniform(turn) & 0xff) == EMPTY) return EMPTY;
+      if (ends_empty(HEADS, LAUNCH) && __any_sync(~0u, (turn & 0xff) == EMPTY)) end_thread();
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
