@@ -8,7 +8,6 @@
 #define pack_float16 ptx_pack_float16
 #define pack_bfloat16 ptx_pack_bfloat16
 #define load_shared_4 ptx_load_shared_4
-#define load_shared_8 ptx_load_shared_8
 #define load_shared_16 ptx_load_shared_16
 #define load_shared_float ptx_load_shared_float
 #define load_shared_float2 ptx_load_shared_float2
@@ -40,7 +39,6 @@
 #undef pack_float16
 #undef pack_bfloat16
 #undef load_shared_4
-#undef load_shared_8
 #undef load_shared_16
 #undef load_shared_float
 #undef load_shared_float2
@@ -104,7 +102,6 @@ static void e4m3_to_float16(u32 word, u32& low, u32& high) {
 static float2 unpack_float16(u32 pair) { return {float16_of_bits(pair & 0xffff), float16_of_bits(pair >> 16)}; }
 
 static u32 load_shared_4(u32 address) { return at<u32>(address); }
-static uint2 load_shared_8(u32 address) { return address % 8 ? std::abort(), uint2{} : at<uint2>(address); }
 static uint4 load_shared_16(u32 address) { return address % 16 ? std::abort(), uint4{} : at<uint4>(address); }
 static float load_shared_float(u32 address) { return at<float>(address); }
 static float2 load_shared_float2(u32 address) { return address % 8 ? std::abort(), float2{} : at<float2>(address); }
@@ -262,23 +259,14 @@ extern "C" void by_group(int turns, const unsigned char* rows, const bool* live,
         arrive(L::RAW_FULL + slot % 8 * 8);
       }
     } else if (role == 0) {
-      float own[16] = {}, scores[32];
-      int seen = 0;
-      bool last = false;
-      mbarrier_wait(L::RAW_FULL + warp * 8, 0);
-      score_by_group<L, Launch::ROWS>(p, row, 0, thread, ring, scores, own, seen, last);
-      if (!last) std::abort();
+      float own[16] = {};
+      score_by_group<L, SCORE_BARRIER>(p, row, 0, thread, ring, own, false);
       for (int c = 0; c < 16; ++c) sums[c / 2 * 8 + 2 * t + c % 2] += own[c];
       named_barrier<SCORE_BARRIER, 128>();
       if (thread < 64) references[thread] = at<float>(L::COLUMNS + thread * 8 + 4);
     } else {
       float o[2][64] = {};
-      for (bool ends = false; !ends; next_turn<L::HALVES>(ring)) {
-        mbarrier_wait(L::WEIGHTS_FULL, ring.turn & 1);
-        const u32 turn = accumulate_by_group<L>(0, role - 1, thread, ring.turn, L::VALUES + (role - 1) * HALF_BYTES, o);
-        free_keys_by_group<L>(0, role - 1, thread, turn, true);
-        ends = turn & LAST_TURN;
-      }
+      accumulate_by_group<L>(0, role - 1, thread, ring, o);
       for (int e = 0; e < 128; ++e) {
         const int head = warp * 16 + lane / 4 + (e & 2) * 4, n = e % 64 / 4 * 8 + 2 * t + e % 2;  // as values lie
         for (int dim = 0; dim < 64; ++dim)

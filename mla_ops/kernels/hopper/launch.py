@@ -93,6 +93,9 @@ class Params(ctypes.Structure):
 pack = packer(Params)
 
 
+# Rows of a CTA from which on their kernel may have code for turns by group (`by_group.cuh`): the start and the end of a
+# CTA's work pay for it, 1 % where that is one row.
+MANY_ROWS = 3
 MOST_SHARES = 8  # a row has no more if its parts are added up in memory (`shares.cuh`)
 MOST_IN_REGISTERS = 16  # the same if CTAs keep shares in registers, `MOST_SHARES` in layout.cuh
 # tiles of heads whose registers hold shares (`held.cuh`, `folds.cuh`), and the most shares of a CTA of a cluster
@@ -261,8 +264,12 @@ class KeyFormat:
         return kernel._replace(source=kernel.source.replace(".cu", "_by_length.cu"))
 
     @functools.cache  # noqa: B019 - there are as many as formats
-    def kernel(self, shape: Shape, oversubscribed: bool = False) -> Kernel:
-        """The kernel of a launch; `oversubscribed`: there are more CTAs than SMs.
+    def kernel(self, shape: Shape, oversubscribed: bool = False, many_rows: bool = False) -> Kernel:
+        """The kernel of a launch.
+
+        Args:
+            oversubscribed: there are more CTAs than SMs.
+            many_rows: CTAs take one row after the other, `MANY_ROWS` or more, and bits may depend on the launch.
 
         Raises:
             ValueError: these keys have no kernel for groups, or for shares, or not for so many.
@@ -277,6 +284,8 @@ class KeyFormat:
         kind = "groups" if grouped else "rows" if alone else "clusters"
         if isinstance(shape, Clusters) and (shape.splits, shape.parts) == (2, 1) and tile < 64 and self.quantized:
             kind = "pairs"
+        if kind == "rows" and many_rows and tile == 64 and self.name == "FP8_DS_MLA":
+            kind = "many_rows"
         if isinstance(shape, Clusters) and in_shares:
             kind = "shares" if not in_registers(shape) else "folds" if alone else "held"
             if shape.bits_of:
@@ -308,6 +317,7 @@ class KeyFormat:
         of = itertools.product((self.kernel, self.yielding_kernel, self.balanced_kernel), shapes, (False, True))
         every = [find(shape, oversubscribed) for find, shape, oversubscribed in of]
         every += [self.kernel_by_length(shape) for shape in shapes]
+        every += [self.kernel(shape, many_rows=True) for shape in shapes]
         return list(dict.fromkeys(kernel for kernel in every if kernel))
 
 
@@ -501,7 +511,7 @@ def launch(
     clusters = rows * parts
     at_once = clusters_at_once(keys, shape.tile, device_index)[SPLITS.index(cluster_size)]
     oversubscribed = clusters > at_once
-    kernel = keys.kernel(shape, oversubscribed)
+    kernel = keys.kernel(shape, oversubscribed, clusters >= MANY_ROWS * at_once and not deterministic)
     if balance is not None:
         of_balance = keys.balanced_kernel if takes_either_way else keys.yielding_kernel
         found = of_balance(shape, oversubscribed)

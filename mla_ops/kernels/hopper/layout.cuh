@@ -61,8 +61,8 @@ constexpr int MOST_SHARES = 16;  // a row has no more
 // workers, of which each has an even share of all keys (`balance.cuh`); CTAs that take one share of a row after the
 // other (`shares.cuh`); one CTA that takes all of them and keeps their sum in registers (`folds.cuh`); or a cluster whose
 // CTAs keep several in registers (`held.cuh`), with one warpgroup of scores where two would add up a score in two parts:
-// tiles of 16 heads then have the bits of tiles of 32.
-enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED, SHARES, FOLDS, HELD, HELD_BY_ONE };
+// tiles of 16 heads then have the bits of tiles of 32. MANY_ROWS: as ROWS, with turns by group.
+enum class Launch { ROWS, CLUSTERS, GROUPS, BALANCED, SHARES, FOLDS, HELD, HELD_BY_ONE, MANY_ROWS };
 
 // Whether a CTA takes one row, or piece or share of one, after the other.
 DEVICE constexpr bool is_persistent(Launch launch) { return launch != Launch::CLUSTERS && launch != Launch::GROUPS; }
@@ -90,7 +90,7 @@ constexpr float NO_SCORE_YET = -1.2676506e30f;
 
 constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;
 
-// BY_GROUP: a wide one of `by_group.cuh`; with references that moved, too.
+// BY_GROUP: this turn and the row's later ones (`by_group.cuh`); with references that moved, too.
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2, BY_GROUP = 3, BY_GROUP_MOVED = 4 };
 
 constexpr u32 LAST_TURN = 1 << 16;  // flag beside the bits that say which keys count, or beside a `Turn`
@@ -357,7 +357,8 @@ DEVICE const u16* query_rope_at(const Params& p, int token, int head) {
 }
 
 // A warp's position in the rings and their barriers, which go on from row to row: turns so far, the slot of its raw
-// rows and that of the first half of the values.
+// rows and that of the first half of the values. Warps that accumulate have the parity of `WEIGHTS_FULL` in place of a
+// slot's: a turn whose references move has two phases, the first one once they are known.
 struct Ring {
   int turn, slot, parity, half, half_parity;
 };

@@ -128,30 +128,38 @@ DEVICE float largest(const float (&s)[N]) {
   return fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
 }
 
+constexpr u32 LEFT_BY_GROUP = 1;  // no barrier
+
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
 template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
 DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
-                 u32 row_parity) {
+                 u32 row_parity, float (&sums)[HEADS / 4], int& seen) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = in_shares(LAUNCH);
   constexpr bool ONE = ONE_SCORER<HEADS, LAUNCH>;
   constexpr int FIRST = ONE ? R::CHUNKS : FIRST_STEPS<HEADS, FORMAT, PERSISTENT && !SHARES>;
-  constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT>;
   constexpr int TILES = HEADS / 8;
   thread = kept(thread);
   const int warp = thread >> 5, lane = thread & 31, t = lane & 3;
   // Made anew each time where registers are few.
   auto own_thread = [&]() { return ONE || HEADS == 32 ? opaque(thread) : thread; };
   const Places places = places_of<HEADS, FORMAT>(shared, warp, lane);
-  float sums[TILES * 2];
+  constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
+  // 2 is left of a row whose turns by group are over; all else begins with 0.
+  if (BY_GROUPS) seen = opaque(seen);
+  const bool resumed = BY_GROUPS && seen == 2;
+  if (!resumed) {
 #pragma unroll
-  for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
-  int seen = 0;  // whether a key counted, and with it the references; 2: one that float16 does not hold as it is
+    for (int i = 0; i < TILES * 2; ++i) sums[i] = 0.f;
+    if (BY_GROUPS) hold(sums);
+  }
+  // Whether a key counted, and with it the references; 2: one that float16 does not hold as it is.
+  if (!BY_GROUPS) seen = 0;
 
   Start<FORMAT> start;
-  bool started = false, last = false;
+  bool started = false, last = resumed;
   int& i = at.turn;
   auto slot_now = [&]() { return L::SLOTS == 8 ? (i & 1) * 4 + warp : at.slot; };
   auto rests_at = [&](int slot) {
@@ -160,6 +168,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   };
   // A bit for each of the lane's two keys that counts: 1 and 0x100.
   auto own_keys = [&](u32 alive) { return alive >> R::raw_row((own_thread() & 31) >> 2); };
+  auto store_turn = [&](int turn, int slot) {
+    store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
+  };
   // Scores of a turn that may be unusual become those that weights are made of. Returns the turn's kind.
   auto settle = [&](float (&s)[TILES * 4], u32& undo, bool maybe_unusual, int slot, u32 alive, bool live_0, bool live_1,
                     bool wide) {
@@ -179,19 +190,23 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
         if constexpr (BY_GROUPS) return static_cast<int>(BY_GROUP);
         turn = WIDE;
-        wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
-                                      {places.raw + slot * L::RAW_SLOT, places.rope,
-                                       places.scales + slot * L::SCALES_SLOT, places.values},
-                                      opaque(thread));
-        store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
+        if constexpr (!BY_GROUPS) {
+          wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
+                                        {places.raw + slot * L::RAW_SLOT, places.rope,
+                                         places.scales + slot * L::SCALES_SLOT, places.values},
+                                        opaque(thread));
+          store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
+        }
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
         leave_out_dead();
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
+      if (thread == 0) store_turn(turn, slot);
       raise_references<L>(s, sums, seen != 0, least, shared, thread);
       seen = turn == WIDE ? 2 : max(seen, 1);
+      warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);  // accumulators are multiplied while weights are made
     }
     return turn;
   };
@@ -216,7 +231,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     else
       store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
                            [](float a, float b, int) { return pack_float16(a, b); });
-    if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
+    if (thread == 0 && turn == USUAL) store_turn(turn, slot);
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
   };
@@ -224,7 +239,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
   // that. Where only references moved, the turn comes back with its scores. Groups, balanced rows and narrower tiles
   // lose by it.
-  constexpr bool LEAVES = HEADS == 64 && (LAUNCH == Launch::ROWS || LAUNCH == Launch::CLUSTERS);
+  constexpr bool LEAVES = HEADS == 64 && (LAUNCH == Launch::ROWS || LAUNCH == Launch::CLUSTERS) || BY_GROUPS;
   constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
   u32 left_undo, settled = 0;    // flags of a turn that comes back with its scores
@@ -350,20 +365,15 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     if constexpr (!LEAVES && !BY_GROUPS) break;
     left = opaque(left);
     if (!left) break;
-    const int slot = slot_now();
     int turn = BY_GROUP;
+    const int slot = slot_now();
     if (LEAVES)
       turn = settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE);
     if constexpr (BY_GROUPS) {
-      if (turn == BY_GROUP) {
-        if (LAUNCH == Launch::BALANCED) store_shared_4(shared + L::ROUGH, 1);
-        score_by_group<L, LAUNCH>(p, row, shared, opaque(thread), at, left_scores, sums, seen, last);
-        forget(start), left_undo = ONE_EACH, started = false, settled = 0;
-        continue;
-      }
+      if (turn == BY_GROUP) return LEFT_BY_GROUP;
     }
     if constexpr (!LEAVES) break;
-    if (turn == WIDE) {
+    if (!BY_GROUPS && turn == WIDE) {
       hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
       next_turn<L::HALVES>(at);
     } else {
@@ -379,7 +389,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     store_sums<HEADS>(sums, place, lane);
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);
-    named_barrier<SCORE_BARRIER, 128>();  // else the compiler takes rows to differ within a warp, and spills
+    // Else the compiler takes rows to differ within a warp, and spills. By groups the caller has it.
+    if (!BY_GROUPS) named_barrier<SCORE_BARRIER, 128>();
     return warp == 0 ? shared + L::RAW_FREE + last_slot * 8 : 0;
   }
 

@@ -42,6 +42,7 @@ DEVICE void attend(const Params& p) {
                 OF_32 = is_held(LAUNCH) || FORMAT == FP8_DS_MLA_V4 ? 168 : 160;
   constexpr bool LONG = PERSISTENT && !SHARES;
   constexpr int SCORERS = ONE ? 1 : 2;
+  constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
 
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
@@ -119,28 +120,74 @@ DEVICE void attend(const Params& p) {
                                                                      : 0) - 2 * KEPT + OF_REST>();
       if (is_held(LAUNCH) && thread == 0) store_shared_4(shared + L::FOLD_TOPS, 0);
       if (is_held(LAUNCH)) hold(row.token), hold(row.tile);  // else both roles keep one register for them
-      for (;;) {
-        const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity);
-        if (HEADS == 64) freed = later;
-        if (is_held(LAUNCH)) {
-          if (later) break;
-          renew_references<L, false>(shared, thread, 0);
-          row_parity ^= 1;
-        } else if (!PERSISTENT || !next_queries()) {
-          break;
+      if constexpr (BY_GROUPS) {
+        // Code of turns by group lies behind the row's end: ptxas puts what comes back to the loop's begin last.
+        float sums[HEADS / 4];
+        int seen = 0;
+        for (;;) {
+          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, sums, seen);
+          named_barrier<SCORE_BARRIER, 128>();  // else it takes rows to differ within a warp, and spills
+          int next = uniform(opaque(later == LEFT_BY_GROUP));
+          if (next == 0) {
+            freed = later, seen = 0;
+            forget(sums);
+            next = next_queries() ? 0 : -1;
+          }
+          next = opaque(next);
+          if (next < 0) break;
+          if (next > 0) {
+            score_by_group<L, SCORE_BARRIER>(p, row, shared, opaque(thread), at, sums, seen != 0);
+            seen = 2;
+          }
+        }
+      } else {
+        for (;;) {
+          float sums[HEADS / 4];
+          int seen;
+          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, sums, seen);
+          if (HEADS == 64) freed = later;
+          if (is_held(LAUNCH)) {
+            if (later) break;
+            renew_references<L, false>(shared, thread, 0);
+            row_parity ^= 1;
+          } else if (!PERSISTENT || !next_queries()) {
+            break;
+          }
         }
       }
     } else if (warpgroup < 3) {
       if constexpr (HEADS > 24 || KEPT)
         more_registers<ONE_OF_32 ? OF_32 : L::VALUE_REGISTERS - (HEADS == 32 ? MOVED : 0) + KEPT>();
       KeptOfShares<L, LAUNCH> before;
-      do {
-        accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity,
-                                          query_parity, before);
-        if (is_held(LAUNCH) && ends_row(p, row)) break;
-        if (SHARES && ends_row(p, row)) query_parity ^= 1;
-        if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
-      } while (PERSISTENT && row.token < end_of_tokens<LAUNCH>(p));
+      if constexpr (BY_GROUPS) {
+        Accumulators<HEADS> o;
+        u32 resumed = 0;
+        for (;;) {
+          int next = opaque(accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at,
+                                                                     row_parity, query_parity, before, o, resumed));
+          if (next == 0) {
+            forget(o[0]), forget(o[1]);
+            resumed = 0;
+            row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
+            next = row.token >= end_of_tokens<LAUNCH>(p) ? -1 : 0;
+          }
+          next = opaque(next);
+          if (next < 0) break;
+          if (next > 0) {
+            accumulate_by_group<L>(shared, warpgroup - 1, opaque(thread), at, o);
+            resumed = 1;
+          }
+        }
+      } else {
+        do {
+          Accumulators<HEADS> none;
+          accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity, query_parity,
+                                                   before, none, 0);
+          if (is_held(LAUNCH) && ends_row(p, row)) break;
+          if (SHARES && ends_row(p, row)) query_parity ^= 1;
+          if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
+        } while (PERSISTENT && row.token < end_of_tokens<LAUNCH>(p));
+      }
       if (by_halves<L, LAUNCH, WIDER>(p, row)) return;
     } else if constexpr (!ONE) {
       more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
@@ -230,6 +277,15 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend_by_shape<HEADS, FORMAT, Launch::ROWS, YIELDS>(p);
+}
+
+template <int HEADS, Format FORMAT>
+__global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
+    sparse_attention_many_rows(const __grid_constant__ Params p) {
+  prefetch_code<128>();
+  using L = Layout<HEADS, FORMAT>;
+  EXPORT_SHARED_BYTES(L);
+  attend<HEADS, FORMAT, Launch::MANY_ROWS>(p);
 }
 
 template <int HEADS, Format FORMAT>

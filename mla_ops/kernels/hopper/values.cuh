@@ -43,13 +43,14 @@ DEVICE void store_result(const Params& p, const Row& row, u32 shared, const floa
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const float factors[2] = {__shfl_sync(~0u, factor, g), __shfl_sync(~0u, factor, g + 8)};
   named_barrier(VALUES_BARRIER + 1 + half, 128);  // products of this warpgroup have left them
-  const u32 stage = shared + L::VALUES + (half * 4 + warp) * 8192, place = stage + g * 512 + ((t * 2 ^ g) << 4);
+  const u32 stage = shared + L::VALUES + (half * 4 + warp) * 8192;
 #pragma unroll
   for (int r = 0; r < 2; ++r)
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float* v = o[i / 4] + i % 4 * 16 + 2 * r;
-      store_shared_16((place ^ i % 2 * 16) + r * 4096 + i / 2 * 128, scaled_pair(v[0], v[1], factors[r]),
+      const int unit = i / 2 * 8 + t * 2 + i % 2;
+      store_shared_16(stage + (g + r * 8) * 512 + (unit ^ g) * 16, scaled_pair(v[0], v[1], factors[r]),
                       scaled_pair(v[4], v[5], factors[r]), scaled_pair(v[8], v[9], factors[r]),
                       scaled_pair(v[12], v[13], factors[r]));
     }
@@ -132,8 +133,9 @@ template <class L>
 struct KeptOfShares<L, Launch::HELD_BY_ONE> : Held<L> {};
 
 template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
-DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
-                       Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before) {
+DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
+                       Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before,
+                       Accumulators<HEADS>& carried, u32 resumed) {
   using L = Layout<HEADS, FORMAT>;
   constexpr bool PERSISTENT = is_persistent(LAUNCH), SHARES = LAUNCH == Launch::SHARES, FOLDS = LAUNCH == Launch::FOLDS,
                  HELD = is_held(LAUNCH), HEADS_BY_DIMS = HEADS == 64,
@@ -144,45 +146,53 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
   const int warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   // The head of accumulator e.
   auto head_of = [&](int e) { return HEADS_BY_DIMS ? warp * 16 + g + (e & 2) * 4 : e / 4 * 8 + 2 * t + (e & 1); };
-  float o[PIECES][N];
+  constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
+  float own[PIECES][N];
+  auto& o = BY_GROUPS ? carried : own;
+  if (BY_GROUPS) resumed = opaque(resumed);
+  if (!BY_GROUPS || !resumed) {
 #pragma unroll
-  for (int piece = 0; piece < PIECES; ++piece)
+    for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-    for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
+      for (int e = 0; e < N; ++e) o[piece][e] = 0.f;
+    if constexpr (BY_GROUPS) hold(o[0]), hold(o[1]);
+  }
 
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   const u64 values = tile_descriptor(shared + L::VALUES, 1024, TILE_KEYS * 128);
   bool open = false;
   int& i = at.turn;
   int stage = 0;
-  for (bool ends = false; !ends; next_turn<L::HALVES>(at)) {
+  u32 left = USUAL;
+  for (bool ends = resumed; !ends; next_turn<L::HALVES>(at)) {
     const int slot = half_of<L::HALVES>(at, half).slot;
     stage = at.half;
     // Made before the weights are there: the scores of the next turn wait for what comes after.
     u32 freed = shared + L::VALUES_FREE + slot * 16;
     u64 turn_weights = weights, turn_values = values + slot * (HALF_BYTES / 16);
     hold(freed), hold(turn_weights), hold(turn_values);
-    mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
+    mbarrier_wait(shared + L::WEIGHTS_FULL, at.parity);
+    at.parity ^= 1;
     fence_async_shared();  // those that make values and weights have no time for it
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
     // Its values' place is free when the result has left.
     const bool last = PERSISTENT && !SHARES && !HELD && (HEADS_BY_DIMS || half == 0) && ends;
-    if (TURNS_BY_GROUP<HEADS, FORMAT> && (uniform(turn) & 0xff) >= BY_GROUP) {
-      if constexpr (TURNS_BY_GROUP<HEADS, FORMAT>) {
-        const u32 kind = accumulate_by_group<L>(shared, half, thread, i, shared + L::VALUES + slot * HALF_BYTES, o);
-        free_keys_by_group<L>(shared, half, thread, kind, PERSISTENT);
-        ends = uniform(kind) & LAST_TURN;
-        if (!(PERSISTENT && !SHARES && !HELD && ends)) warp_arrive(freed, lane), warp_arrive(freed + 8, lane);
-      }
-      continue;
-    }
     if ((turn & 0xff) != USUAL) {
+      if constexpr (BY_GROUPS) {
+        if ((uniform(turn) & 0xff) >= BY_GROUP) {
+          left = turn;
+          break;
+        }
+      }
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
-      if ((turn & 0xff) == WIDE) {
+      mbarrier_wait(shared + L::WEIGHTS_FULL, at.parity);
+      at.parity ^= 1;
+      fence_async_shared();
+      if (!BY_GROUPS && (turn & 0xff) == WIDE) {
         // By steps of 16 keys, upper bits of the weights and then each group's rests.
         const int first = uniform(turn) >> 8 & 0xff;
 #pragma unroll 1
@@ -246,6 +256,10 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
   }
 
+  if constexpr (BY_GROUPS) {
+    left = opaque(left);
+    if (left) return 1;
+  }
   if constexpr (SHARES) {
     const int worker = opaque(thread), lane = worker & 31, warp = half * 4 + (worker >> 5);
     const float2 state = state_of_share<L>(shared, row_parity, warp, lane);
@@ -274,7 +288,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     __syncwarp();
     if (goes_on) {
       warp_arrive(shared + L::FACTORS_FREE, lane);
-      return;
+      return 0;
     }
     named_barrier<VALUES_BARRIER, 256>();  // products of both warpgroups have left the values
     store_result<L>(p, row, shared, shared + L::VALUES + stage * HALF_BYTES, before.sums, half, opaque(thread));
@@ -361,7 +375,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     if constexpr (!HEADS_BY_DIMS) {
       if (by_halves<L, LAUNCH, WIDER>(p, row)) {
         exchange_halves<L>(p, row, shared, half * 4 + warp, lane, o, inverse, bfloat16);
-        return;
+        return 0;
       }
     }
     auto inverse_of = [&](int e) { return inverse[HEADS_BY_DIMS ? e >> 1 & 1 : e / 4 * 2 + (e & 1)]; };
@@ -373,7 +387,7 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     if constexpr (HEADS_BY_DIMS) {
       if (alone) {
         leave_words<L>(p, row, row.part, half * 4 + warp, lane, word_of);
-        return;
+        return 0;
       }
     }
     if constexpr (LAUNCH == Launch::GROUPS)
@@ -381,4 +395,5 @@ DEVICE void accumulate(const Params& p, const Row& row, u32 shared, int half, in
     else
       send_packets<L>(p, row, shared, half * 4 + warp, lane, word_of);
   }
+  return 0;
 }
