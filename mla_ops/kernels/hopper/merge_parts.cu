@@ -5,6 +5,7 @@
 // before their weights are known. It is launched beside the kernel that writes the parts: CTAs take their places as that one's
 // leave, and wait there for the last of them.
 
+#include "code.cuh"
 #include "row_ctas.cuh"
 
 struct Params {
@@ -28,6 +29,7 @@ constexpr int MERGE_GROUPS = 4;  // of a CTA of `merge_by_length`
 
 // A row's sum by weights relative to `top`, of which a thread has four dims, and their `total`.
 DEVICE void write_row(const Params& p, int token, int head, int thread, const float4& sum, float top, float total) {
+  hold(token), hold(head);  // else addresses take registers while parts come
   const float factor = total == 0.f ? 0.f : __fdividef(1.f, total);
   *reinterpret_cast<uint2*>(p.out + token * p.out_token_stride + head * p.out_head_stride + thread * 4) =
       make_uint2(pack_bfloat16(sum.x * factor, sum.y * factor), pack_bfloat16(sum.z * factor, sum.w * factor));
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(THREADS) merge_parts(const __grid_constant__ P
 
 constexpr int AT_ONCE = 8;  // values of a thread on their way
 
-// Merges some heads of a row that has few parts, by one group of threads.
+// Merges some heads of a row that has few parts, by one group of threads. Of no parts it writes nothing.
 template <int HEADS>
 DEVICE void merge_few(const Params& p, int token, int head, int first, int count, int thread) {
   constexpr int PARTS = AT_ONCE / HEADS;
@@ -90,7 +92,7 @@ DEVICE void merge_few(const Params& p, int token, int head, int first, int count
     for (int i = 0; i < PARTS; ++i) v[h][i] = load_float4_if(i < count, from + i * stride);
 #pragma unroll
     for (int i = 0; i < PARTS; ++i) {
-      weight[h][i] = i < count ? load_float(p.lses + (first + i) * p.heads + own) : -INFINITY;
+      weight[h][i] = load_float_if(i < count, p.lses + (first + i) * p.heads + own);
       if (weight[h][i] == INFINITY) weight[h][i] = -INFINITY;
     }
   }
@@ -109,13 +111,13 @@ DEVICE void merge_few(const Params& p, int token, int head, int first, int count
       sum.x += counts ? v[h][i].x * own : 0.f, sum.y += counts ? v[h][i].y * own : 0.f;
       sum.z += counts ? v[h][i].z * own : 0.f, sum.w += counts ? v[h][i].w * own : 0.f;
     }
-    if (head + h < p.heads) write_row(p, token, head + h, thread, sum, top, total);
+    if (count && head + h < p.heads) write_row(p, token, head + h, thread, sum, top, total);
   }
 }
 
-// Merges a head of a row that has many parts, by a team of so many groups, of which each adds up every so many-th part.
-DEVICE void merge_many(const Params& p, int token, int head, int first, int count, int groups, int group, int thread,
-                       int lane) {
+// Merges a head of a row that has many parts, by a team of so many groups, of which each adds up every so many-th part. Of
+// no parts it writes nothing.
+DEVICE void merge_many(const Params& p, int token, int head, int first, int count, int groups, int group, int thread) {
   __shared__ float lses[MERGE_GROUPS][MOST_CTAS], totals[MERGE_GROUPS];
   __shared__ float4 sums[MERGE_GROUPS][THREADS];
   const int team = group / groups, member = group % groups;
@@ -138,13 +140,13 @@ DEVICE void merge_many(const Params& p, int token, int head, int first, int coun
   all_of_team();
   float top = -INFINITY, total = 0.f;
 #pragma unroll 1
-  for (int part = lane; part < count; part += 32) top = fmaxf(top, lses[team][part]);
+  for (int part = lane_here(); part < count; part += 32) top = fmaxf(top, lses[team][part]);
 #pragma unroll
   for (int step = 16; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
   if (top == -INFINITY) top = 0.f;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-  for (int begin = 0; begin * groups < count; begin += AT_ONCE) {
+  for (int begin = 0; begin == 0 || begin * groups < count; begin += AT_ONCE) {
     if (begin) load(begin);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
@@ -165,7 +167,7 @@ DEVICE void merge_many(const Params& p, int token, int head, int first, int coun
     const float4 more = sums[other][thread];
     sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w, total += totals[other];
   }
-  write_row(p, token, head, thread, sum, top, total);
+  if (count) write_row(p, token, head, thread, sum, top, total);
 }
 
 // The binary logarithm of the heads of a task of a row with so many parts.
@@ -177,6 +179,7 @@ DEVICE int log_heads(int count) {
 // no more CTAs than run at one time: where rows went by the launch's shape, all have come and gone before it ends, but
 // one, which stays for it.
 __global__ void __launch_bounds__(MERGE_GROUPS* THREADS, 2) merge_by_length(const __grid_constant__ Params p) {
+  prefetch_code<THREADS>();
   const int thread = threadIdx.x % THREADS, group = __shfl_sync(~0u, threadIdx.x / THREADS, 0), lane = lane_here();
   int turns = 0;
 #pragma unroll
@@ -200,25 +203,30 @@ __global__ void __launch_bounds__(MERGE_GROUPS* THREADS, 2) merge_by_length(cons
   }
   if (group == 0) ends[lane] = after, parts[lane] = ctas.first | ctas.count << 16;
   __syncthreads();
-  wait_for_prerequisites();
+  // The first task without its parts, while these are being written: what it executes comes from memory.
 #pragma unroll 1
-  for (int task = blockIdx.x; task < ends[MOST_ROWS - 1]; task += gridDim.x) {
-    const int token = __popc(__ballot_sync(~0u, ends[lane] <= task)), own_parts = parts[token],
+  for (int next = ~blockIdx.x; next < ends[MOST_ROWS - 1];) {
+    const int task = next < 0 ? ~next : next;
+    if (task >= ends[MOST_ROWS - 1]) break;
+    const int token = __popc(__ballot_sync(~0u, ends[lane_here()] <= task)), own_parts = parts[token],
               first = own_parts & 0xffff, count = own_parts >> 16, log = log_heads(count),
-              head = (task - ends[token] + tasks_of(count)) << log;
+              head = (task - ends[token] + tasks_of(count)) << log,
+              there = next < 0 ? 0 : count;
     if (log < 2) {
       const int own = head + (group >> 2 - log);
-      if (own < p.heads) merge_many(p, token, own, first, count, MERGE_GROUPS >> log, group, thread, lane);
+      if (own < p.heads) merge_many(p, token, own, first, there, MERGE_GROUPS >> log, group, thread);
       __syncthreads();
-      continue;
+    } else if (const int own = head + (group << log - 2); own < p.heads) {
+      if (log == 4)
+        merge_few<4>(p, token, own, first, there, thread);
+      else if (log == 3)
+        merge_few<2>(p, token, own, first, there, thread);
+      else
+        merge_few<1>(p, token, own, first, there, thread);
     }
-    const int own = head + (group << log - 2);
-    if (own >= p.heads) continue;
-    if (log == 4)
-      merge_few<4>(p, token, own, first, count, thread);
-    else if (log == 3)
-      merge_few<2>(p, token, own, first, count, thread);
+    if (next < 0)
+      wait_for_prerequisites(), next = ~next;
     else
-      merge_few<1>(p, token, own, first, count, thread);
+      next += gridDim.x;
   }
 }

@@ -7,6 +7,7 @@
 // that launch's shape, all CTAs have come and gone before it ends, but one, which stays for it.
 
 #define BY_LENGTH 1
+#include "code.cuh"
 #include "cuts.cuh"
 
 constexpr int MERGE_WARPS = 16, PARTS_AT_ONCE = 8;
@@ -42,13 +43,124 @@ struct UnitSums {
   }
 };
 
-template <bool ONE_HEAD>
-__global__ void __launch_bounds__(MERGE_WARPS * 32, 1) merge_units(const __grid_constant__ Params p) {
-  using L = UnitTile<ONE_HEAD>;
+// A warp's part of a task: a unit of a row and a tile, or some of its parts.
+struct UnitTask {
+  int token, tile, unit, member, members, first, count;
+};
+
+// Does it by all warps of a CTA. Of no parts it writes nothing.
+template <class L>
+DEVICE void merge_task(const Params& p, const Parts& parts, const UnitTask& task, int warp, int lane) {
   using U = PartUnits<L>;
   using Sums = UnitSums<L>;
   constexpr int SLOTS = Sums::SLOTS, WORDS = SLOTS * 2 + Sums::VALUES, UNITS = 8 * U::OF_A_WARP;
   __shared__ float others[MERGE_WARPS][WORDS][32];
+  const int token = task.token, tile = task.tile, unit = task.unit, member = task.member, members = task.members,
+            first = task.first, count = task.count;
+  const i64 stride = static_cast<i64>(p.head_tiles) * UNITS * 32;  // from part to part
+  const int eighth = unit / U::OF_A_WARP, own = unit % U::OF_A_WARP, number = own / U::OF_A_PACKET,
+            head = head_of_packet<L>(number, eighth, lane), global_head = tile * 64 + head;
+  const float4* const from = parts.out + first * stride + (static_cast<i64>(tile) * UNITS + unit) * 32 + lane;
+  const float2* const states = parts.heads + first * p.num_heads;
+  int heads[SLOTS];
+#pragma unroll
+  for (int i = 0; i < SLOTS; ++i) heads[i] = min(global_head + i * 8, p.num_heads - 1);
+  Sums sums;
+  int begin = member;
+#pragma unroll 1
+  do {
+    uint4 v[PARTS_AT_ONCE];
+    float2 state[PARTS_AT_ONCE][SLOTS];
+#pragma unroll
+    for (int i = 0; i < PARTS_AT_ONCE; ++i) {
+      const int part = max(0, min(begin + i * members, count - 1));
+      v[i] = load_l2_16(from + part * stride);
+#pragma unroll
+      for (int slot = 0; slot < SLOTS; ++slot) {
+        const uint2 words = load_l2_8(states + part * p.num_heads + heads[slot]);
+        const bool there = begin + i * members < count;
+        state[i][slot] = make_float2(there ? __uint_as_float(words.x) : -INFINITY, __uint_as_float(words.y));
+      }
+    }
+    float top[SLOTS];
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      top[slot] = sums.top[slot];
+#pragma unroll
+      for (int i = 0; i < PARTS_AT_ONCE; ++i) top[slot] = fmaxf(top[slot], state[i][slot].x);
+    }
+    sums.raise(top);
+#pragma unroll
+    for (int i = 0; i < PARTS_AT_ONCE; ++i) {
+      float weight[SLOTS];
+#pragma unroll
+      for (int slot = 0; slot < SLOTS; ++slot) {
+        const float part = exp2_approx((state[i][slot].x - top[slot]) * LOG2_E);
+        sums.total[slot] += part;
+        weight[slot] = part == 0.f ? 0.f : part * state[i][slot].y;
+      }
+      add_unit<L>(sums.sum, v[i], weight[0], weight[SLOTS - 1]);
+    }
+    begin += members * PARTS_AT_ONCE;
+  } while (begin < count);
+  if (members > 1) {
+    auto place = [&](int of, int word) -> float& { return others[of][word][lane]; };
+#pragma unroll
+    for (int i = 0; i < SLOTS; ++i) place(warp, i) = sums.top[i], place(warp, SLOTS + i) = sums.total[i];
+#pragma unroll
+    for (int i = 0; i < Sums::VALUES; ++i) place(warp, 2 * SLOTS + i) = sums.sum[i];
+    __syncthreads();
+    if (member == 0) {
+      float top[SLOTS];
+#pragma unroll
+      for (int i = 0; i < SLOTS; ++i) top[i] = sums.top[i];
+#pragma unroll 1
+      for (int other = 1; other < members; ++other)
+#pragma unroll
+        for (int i = 0; i < SLOTS; ++i) top[i] = fmaxf(top[i], place(warp + other, i));
+      sums.raise(top);
+#pragma unroll 1
+      for (int other = 1; other < members; ++other) {
+        float factor[SLOTS];
+#pragma unroll
+        for (int i = 0; i < SLOTS; ++i) {
+          factor[i] = exp2_approx((place(warp + other, i) - top[i]) * LOG2_E);
+          sums.total[i] += place(warp + other, SLOTS + i) * factor[i];
+        }
+#pragma unroll
+        for (int i = 0; i < Sums::VALUES; ++i)
+          sums.sum[i] += place(warp + other, 2 * SLOTS + i) * factor[is_second<L>(i) ? SLOTS - 1 : 0];
+      }
+    }
+    __syncthreads();
+    if (member) return;
+  }
+  Row row;
+  row.token = token, row.tile = tile, row.part = 0;
+  Target to = target_of<L>(p, row);
+  if (count == 0) to.heads = 0;
+#pragma unroll
+  for (int i = 0; i < SLOTS; ++i) {
+    const int of_row = global_head + i * 8;
+    const bool there = count && of_row < p.num_heads, none = sums.total[i] == 0.f,
+               tells = eighth < 4 && number < 2 / SLOTS && own % U::OF_A_PACKET == 0 && lane % 4 == 0;
+    const float lse = none ? -INFINITY : sums.top[i] + log2_approx(sums.total[i]) * LN_2,
+                sink = p.attn_sink && there ? __ldg(p.attn_sink + of_row) : -INFINITY;
+    if (there && tells) p.lse[token * p.lse_token_stride + of_row * p.lse_head_stride] = lse;
+    sums.total[i] = none ? 0.f : __fdividef(1.f, sums.total[i]);
+    if (sink != -INFINITY && !none) sums.total[i] = __fdividef(sums.total[i], 1.f + exp2_approx((sink - lse) * LOG2_E));
+  }
+#pragma unroll
+  for (int i = 0; i < Sums::VALUES; ++i) sums.sum[i] *= sums.total[is_second<L>(i) ? SLOTS - 1 : 0];
+  converge();
+  write_unit<L>(to, sums.sum, number, own % U::OF_A_PACKET, eighth, lane);
+}
+
+template <bool ONE_HEAD>
+__global__ void __launch_bounds__(MERGE_WARPS * 32, 1) merge_units(const __grid_constant__ Params p) {
+  using L = UnitTile<ONE_HEAD>;
+  constexpr int UNITS = 8 * PartUnits<L>::OF_A_WARP;
+  prefetch_code<32>();
   const int lane = lane_here(), warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int turns = lane < p.num_tokens ? turns_of(p, lane) : 0;
   const CtasOfRow ctas = ctas_by_length(turns, p.num_tokens, p.parts, 1, p.longest, p.margin, lane);
@@ -68,107 +180,19 @@ __global__ void __launch_bounds__(MERGE_WARPS * 32, 1) merge_units(const __grid_
   }
   const int all_tasks = __shfl_sync(~0u, after, 31);
   const Parts parts = parts_of(p);
-  const i64 stride = static_cast<i64>(p.head_tiles) * UNITS * 32;  // from part to part
-  wait_for_prerequisites();
+  // The first task without its parts, while these are being written: what it executes comes from memory.
+  bool rehearses = true;
 #pragma unroll 1
-  for (int task = blockIdx.x; task < all_tasks; task += gridDim.x) {
+  for (int task = blockIdx.x; task < all_tasks;) {
     const int token = __popc(__ballot_sync(~0u, after <= task));
     const int count = __shfl_sync(~0u, ctas.count, token), first = __shfl_sync(~0u, ctas.first, token),
               members = __shfl_sync(~0u, team, token), within = task - __shfl_sync(~0u, after - tasks, token),
               of_tile = UNITS / MERGE_WARPS * members, tile = within / of_tile,
-              unit = (within - tile * of_tile) * (MERGE_WARPS / members) + warp / members, member = warp % members;
-    const int eighth = unit / U::OF_A_WARP, own = unit % U::OF_A_WARP, number = own / U::OF_A_PACKET,
-              head = head_of_packet<L>(number, eighth, lane), global_head = tile * 64 + head;
-    const float4* const from = parts.out + first * stride + (static_cast<i64>(tile) * UNITS + unit) * 32 + lane;
-    const float2* const states = parts.heads + first * p.num_heads;
-    int heads[SLOTS];
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) heads[i] = min(global_head + i * 8, p.num_heads - 1);
-    Sums sums;
-#pragma unroll 1
-    for (int begin = member; begin < count; begin += members * PARTS_AT_ONCE) {
-      uint4 v[PARTS_AT_ONCE];
-      float2 state[PARTS_AT_ONCE][SLOTS];
-#pragma unroll
-      for (int i = 0; i < PARTS_AT_ONCE; ++i) {
-        const int part = min(begin + i * members, count - 1);
-        v[i] = load_l2_16(from + part * stride);
-#pragma unroll
-        for (int slot = 0; slot < SLOTS; ++slot) {
-          const uint2 words = load_l2_8(states + part * p.num_heads + heads[slot]);
-          const bool there = begin + i * members < count;
-          state[i][slot] = make_float2(there ? __uint_as_float(words.x) : -INFINITY, __uint_as_float(words.y));
-        }
-      }
-      float top[SLOTS];
-#pragma unroll
-      for (int slot = 0; slot < SLOTS; ++slot) {
-        top[slot] = sums.top[slot];
-#pragma unroll
-        for (int i = 0; i < PARTS_AT_ONCE; ++i) top[slot] = fmaxf(top[slot], state[i][slot].x);
-      }
-      sums.raise(top);
-#pragma unroll
-      for (int i = 0; i < PARTS_AT_ONCE; ++i) {
-        float weight[SLOTS];
-#pragma unroll
-        for (int slot = 0; slot < SLOTS; ++slot) {
-          const float part = exp2_approx((state[i][slot].x - top[slot]) * LOG2_E);
-          sums.total[slot] += part;
-          weight[slot] = part == 0.f ? 0.f : part * state[i][slot].y;
-        }
-        add_unit<L>(sums.sum, v[i], weight[0], weight[SLOTS - 1]);
-      }
-    }
-    if (members > 1) {
-      auto place = [&](int of, int word) -> float& { return others[of][word][lane]; };
-#pragma unroll
-      for (int i = 0; i < SLOTS; ++i) place(warp, i) = sums.top[i], place(warp, SLOTS + i) = sums.total[i];
-#pragma unroll
-      for (int i = 0; i < Sums::VALUES; ++i) place(warp, 2 * SLOTS + i) = sums.sum[i];
-      __syncthreads();
-      if (member == 0) {
-        float top[SLOTS];
-#pragma unroll
-        for (int i = 0; i < SLOTS; ++i) top[i] = sums.top[i];
-#pragma unroll 1
-        for (int other = 1; other < members; ++other)
-#pragma unroll
-          for (int i = 0; i < SLOTS; ++i) top[i] = fmaxf(top[i], place(warp + other, i));
-        sums.raise(top);
-#pragma unroll 1
-        for (int other = 1; other < members; ++other) {
-          float factor[SLOTS];
-#pragma unroll
-          for (int i = 0; i < SLOTS; ++i) {
-            factor[i] = exp2_approx((place(warp + other, i) - top[i]) * LOG2_E);
-            sums.total[i] += place(warp + other, SLOTS + i) * factor[i];
-          }
-#pragma unroll
-          for (int i = 0; i < Sums::VALUES; ++i)
-            sums.sum[i] += place(warp + other, 2 * SLOTS + i) * factor[is_second<L>(i) ? SLOTS - 1 : 0];
-        }
-      }
-      __syncthreads();
-      if (member) continue;
-    }
-    Row row;
-    row.token = token, row.tile = tile, row.part = 0;
-    const Target to = target_of<L>(p, row);
-#pragma unroll
-    for (int i = 0; i < SLOTS; ++i) {
-      const int of_row = global_head + i * 8;
-      const bool there = of_row < p.num_heads, none = sums.total[i] == 0.f,
-                 tells = eighth < 4 && number < 2 / SLOTS && own % U::OF_A_PACKET == 0 && lane % 4 == 0;
-      const float lse = none ? -INFINITY : sums.top[i] + log2_approx(sums.total[i]) * LN_2,
-                  sink = p.attn_sink && there ? __ldg(p.attn_sink + of_row) : -INFINITY;
-      if (there && tells) p.lse[token * p.lse_token_stride + of_row * p.lse_head_stride] = lse;
-      sums.total[i] = none ? 0.f : __fdividef(1.f, sums.total[i]);
-      if (sink != -INFINITY && !none) sums.total[i] = __fdividef(sums.total[i], 1.f + exp2_approx((sink - lse) * LOG2_E));
-    }
-#pragma unroll
-    for (int i = 0; i < Sums::VALUES; ++i) sums.sum[i] *= sums.total[is_second<L>(i) ? SLOTS - 1 : 0];
-    converge();
-    write_unit<L>(to, sums.sum, number, own % U::OF_A_PACKET, eighth, lane);
+              unit = (within - tile * of_tile) * (MERGE_WARPS / members) + warp / members;
+    merge_task<L>(p, parts, {token, tile, unit, warp % members, members, first, rehearses ? 0 : count}, warp, lane);
+    if (rehearses)
+      wait_for_prerequisites(), rehearses = false;
+    else
+      task += gridDim.x;
   }
 }

@@ -301,6 +301,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
 template <int HEADS, Format FORMAT, bool YIELDS = false>
 __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
     sparse_attention_clusters(const __grid_constant__ Params p) {
+  if (BY_LENGTH) prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
   attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, (HEADS < 64)>(p);
