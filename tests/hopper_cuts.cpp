@@ -2,6 +2,8 @@
 // compiled for a CPU: `test_hopper_cuts.py` builds it. Parts are made up; the CTAs come to their ends in any order.
 
 #include <cmath>
+#include <cstdlib>
+#include <limits>
 #include <map>
 #include <vector>
 
@@ -40,6 +42,7 @@ static void named_barrier(int id, int threads) { simt::meet(teams[id], threadIdx
 #define fence_barrier_init ptx_fence_barrier_init
 #define bulk_copy ptx_bulk_copy
 #define load_float ptx_load_float
+#define load_float_if ptx_load_float_if
 #define load_float4_if ptx_load_float4_if
 #define load_l2_8 ptx_load_l2_8
 #define load_l2_16 ptx_load_l2_16
@@ -73,6 +76,7 @@ static void named_barrier(int id, int threads) { simt::meet(teams[id], threadIdx
 #undef fence_barrier_init
 #undef bulk_copy
 #undef load_float
+#undef load_float_if
 #undef load_float4_if
 #undef load_l2_8
 #undef load_l2_16
@@ -110,24 +114,39 @@ static float2 unpack_float16(u32 pair) {
 static float select(bool condition, float a, float b) { return condition ? a : b; }
 static void converge() { __syncwarp(); }
 static int thread_here() { return threadIdx.x; }
+static bool is_merge = false;  // parts are there behind its wait, and nothing is written before it
+static bool is_early() { return is_merge && !simt::current->waited; }
+static void load(void* value, const void* source, int bytes) {
+  if (is_early())
+    std::memset(value, 0xff, bytes);  // NaN
+  else
+    std::memcpy(value, source, bytes);
+}
 static uint2 load_l2_8(const void* source) {
   uint2 value;
-  std::memcpy(&value, source, 8);
+  load(&value, source, 8);
   return value;
 }
-static float load_float(const float* source) { return *source; }
+static float load_float(const float* source) {
+  float value;
+  load(&value, source, 4);
+  return value;
+}
+static float load_float_if(bool there, const float* source) {
+  return there ? load_float(source) : -std::numeric_limits<float>::infinity();
+}
 static float4 load_float4_if(bool there, const float* source) {
   float4 value = {};
-  if (there) std::memcpy(&value, source, 16);
+  if (there) load(&value, source, 16);
   return value;
 }
 static uint4 load_l2_16(const void* source) {
   uint4 value;
-  std::memcpy(&value, source, 16);
+  load(&value, source, 16);
   return value;
 }
 static int lane_here() { return threadIdx.x % 32; }
-static void wait_for_prerequisites() {}
+static void wait_for_prerequisites() { simt::current->waited = true; }
 static void fence_async_shared() {}
 static void fence_async_global() {}
 static void fence_barrier_init() {}
@@ -163,6 +182,7 @@ static void mbarrier_wait(u32 barrier, u32 parity) {
 }
 static void store_8_if(bool condition, void* target, u32 a, u32 b) {
   const u32 words[] = {a, b};
+  if (condition && is_early()) std::abort();
   if (condition) std::memcpy(target, words, 8);
 }
 static void store_16_if(bool condition, void* target, u32 a, u32 b, u32 c, u32 d) {
@@ -190,6 +210,7 @@ static uint4 load_shared_16(u32 address) {
 #if BY_LENGTH
 #undef __shared__
 #define __shared__ static  // one CTA runs at a time
+#define __constant__
 #include "merge_units.cu"
 namespace of_parts {
 #include "merge_parts.cu"
@@ -297,11 +318,15 @@ void merge(const Params& p, int ctas, int seed) {
         }
     }
   });
+  is_merge = true;
   simt::launch(ctas, 1, MERGE_WARPS * 32, 0, seed, [&] { merge_units<ONE_HEAD>(p); });
+  is_merge = false;
 }
 
 extern "C" void merge_parts_by_length(const of_parts::Params* p, int ctas, int seed) {
+  is_merge = true;
   simt::launch(ctas, 1, of_parts::MERGE_GROUPS * of_parts::THREADS, 0, seed, [&] { of_parts::merge_by_length(*p); });
+  is_merge = false;
 }
 
 extern "C" void merge_rows(const Params* p, int ctas, bool quantized, int seed) {
