@@ -85,12 +85,13 @@ extern "C" int meet(int splits, int rows, int seed, int launches) {
 // The same for CTAs that share a row and come to their end at any time after they have left their part. Several launches
 // at a time see that they are: -2 where one is wrong and none failed.
 extern "C" int share(int count, int rows, int seed, int launches) {
+  const int shares = count - 1;  // the last one has none
   int lost_patience = 0;
   for (int number = 0; number < rows; ++number) {
     std::vector<SharersCounters> own(count);
     SharersCounters& counters = own[0];
     std::vector<int> parts(launches * count);
-    std::vector<std::atomic<int>> added(launches * count);
+    std::vector<std::atomic<int>> added(launches * shares);
     std::atomic<bool> whole = true;
     std::atomic<int> left = 0;
     failures = 0;
@@ -100,7 +101,7 @@ extern "C" int share(int count, int rows, int seed, int launches) {
         for (int wait = random() % 4 ? random() % 8 : random() % 512; wait; --wait) std::this_thread::yield();
       };
       auto add_up = [&](int share) {
-        ++added[launch * count + share];
+        ++added[launch * shares + share];
         for (int part = 0; part < count; ++part)
           if (parts[launch * count + part] != 1 + part) whole = false;
         if (rank % 2) work();
@@ -110,9 +111,9 @@ extern "C" int share(int count, int rows, int seed, int launches) {
       publish_add(&counters.here, ones(1));
       if (rank % 3) work();
       const int given_up = await_sharers(&counters, count, &own[rank], rank);
-      if (given_up == NOT_ALL_HERE) ++left;
-      if (given_up >= 0) add_up(rank);
-      for (int share = 0; given_up > 0 && share < count; ++share)
+      if (given_up == NOT_ALL_HERE && rank < shares) ++left;
+      if (given_up >= 0 && rank < shares) add_up(rank);
+      for (int share = 0; given_up > 0 && share < shares; ++share)
         if (share != rank && load_acquire(&own[share].given_up) & bit_of_share(share)) add_up(share);
       leave_sharers(&counters, count, 1);
     });

@@ -1,9 +1,10 @@
 // The parts of tokens that intervals of work have cut (`balance.cuh`), into those tokens' results.
 //
 // A CTA that has left a part counts itself among the token's sharers, and goes on. When it has done its interval, it looks
-// whether all are there. Then it adds up all parts of its share of the token's packets. It waits for none long, since not
-// all CTAs need run at one time: who loses patience gives its share up and leaves, and who finds all there adds up what
-// was given up as well. Parts are added up in their order, whoever does it.
+// whether all are there. Then it adds up all parts of its share of the token's packets. The last sharer has no share: it
+// goes on with another token, of which it may have one, and a CTA that adds up twice ends last. It waits for none long,
+// since not all CTAs need run at one time: who loses patience gives its share up and leaves, and who finds all there adds
+// up what was given up as well. Parts are added up in their order, whoever does it.
 #pragma once
 
 #include "meeting.cuh"
@@ -33,9 +34,11 @@ DEVICE void tell_sharers(const Params& p, u32 shared, int part, int thread) {
 constexpr int MOST_WORKERS = 144;  // of a launch; balance.py has the same
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// A cut token and a tile of its heads. Its parts are of so many workers from the first on.
+// A cut token and a tile of its heads. Its parts are of so many workers from the first on, its shares of all but the last.
 struct CutToken {
   int token, tile, first_worker, count;
+
+  DEVICE int shares() const { return count - 1; }
 
   // The first part is that of the worker in which the token begins; the others were begun before.
   DEVICE int part(const Params& p, int number) const {
@@ -151,11 +154,12 @@ DEVICE void add_up(const Params& p, const CutToken& cut, int share, u32 scratch,
   constexpr int ALL = 8 * U::OF_A_WARP, BYTES = 512, SECOND = L::Packet::ONE_HEAD ? 0 : L::HEADS == 64 ? 8 : 1;
   static_assert(Places::stage(MOST_WORKERS) + MOST_WORKERS * BYTES <= ROOM, "too little room for parts");
   // Quotients of numbers as small as these are far enough from the next whole one.
-  const float parts = cut.count;
-  auto over_parts = [&](int number) { return static_cast<int>(__fdividef(number + 0.5f, parts)); };
-  const int begin = over_parts(ALL * share), end = over_parts(ALL * (share + 1));
+  auto quotient = [](int number, int by) {
+    return static_cast<int>(__fdividef(number + 0.5f, static_cast<float>(by)));
+  };
+  const int begin = quotient(ALL * share, cut.shares()), end = quotient(ALL * (share + 1), cut.shares());
   const u32 stage = scratch + Places::stage(cut.count), barrier = scratch + Places::BARRIER;
-  const int at_once = over_parts((ROOM - Places::stage(cut.count)) / BYTES);
+  const int at_once = quotient((ROOM - Places::stage(cut.count)) / BYTES, cut.count);
   Row row;
   row.token = cut.token, row.tile = cut.tile, row.part = 0;
   Target to = target_of<L>(p, row);
@@ -258,24 +262,27 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
     const int count = which ? counts[1] : counts[0], first = which ? firsts[1] : firsts[0],
-              given_up = uniform(which ? words.y : words.x), own = interval.worker - first;
+              given_up = uniform(which ? words.y : words.x), own = interval.worker - first, shares = count - 1;
     if (count == 0) continue;
     const CutToken cut{which ? interval.last_token : interval.token, interval.tile, first, count};
     int next = 0;
 #pragma unroll 1
-    for (int share = own; given_up >= 0 && share < count;) {
-      if (used) fence_async_shared(), named_barrier<BARRIER, 256>();
-      used = true;
-      add_up<L, BARRIER, ROOM>(p, cut, share, scratch, parity, warp, lane);
+    for (int share = own; given_up >= 0;) {
+      if (share < shares) {
+        if (used) fence_async_shared(), named_barrier<BARRIER, 256>();
+        used = true;
+        add_up<L, BARRIER, ROOM>(p, cut, share, scratch, parity, warp, lane);
+      }
       if (given_up == 0) break;
       if (thread == 0) {  // what others have given up
-        while (next < count && (next == own || !(load_acquire(&counters_of(first + next)->given_up) & bit_of_share(next))))
+        while (next < shares && (next == own || !(load_acquire(&counters_of(first + next)->given_up) & bit_of_share(next))))
           ++next;
         store_shared_4(scratch + Places::NEXT, next);
       }
       converge();
       named_barrier<BARRIER, 256>();
       share = uniform(load_shared_4(scratch + Places::NEXT)), next = share + 1;
+      if (share == shares) break;
     }
   }
   const int left = warp & 1 ? counts[1] : counts[0];

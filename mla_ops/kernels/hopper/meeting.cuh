@@ -101,13 +101,16 @@ DEVICE int number_given_up(u64 seen) { return static_cast<u32>(seen) >> 16; }
 DEVICE u32 bit_of_share(int number) { return number == 0 ? 2 : 1; }
 
 // A CTA leaves its part by counting itself, and looks once it has nothing else to do. How many shares were given up where
-// all are there. If not, this CTA has lost its patience and gives up its own: but not if the last one came in between.
+// all are there. If not, this CTA has lost its patience and gives up its own: but not if the last one came in between. The
+// last sharer looks once: it has no share.
 DEVICE int await_sharers(SharersCounters* counters, int count, SharersCounters* own, int number) {
+  const bool has_share = number < count - 1;
 #pragma unroll 1
-  for (int looks = PATIENCE; looks >= 0; --looks) {
+  for (int looks = has_share ? PATIENCE : 0; looks >= 0; --looks) {
     const u64 seen = load_acquire(&counters->here);
     if (all_here(seen, count)) return number_given_up(seen);
   }
+  if (!has_share) return NOT_ALL_HERE;
   fetch_or(reinterpret_cast<u32*>(&own->given_up), bit_of_share(number));
   const u64 seen = fetch_add(&counters->here, static_cast<u64>(1 << 16));
   return all_here(seen, count) ? number_given_up(seen) : NOT_ALL_HERE;
