@@ -171,7 +171,7 @@ def test_parts_of_ctas_by_length_are_merged(
         exchange=exchange,
     )
     (*_, params), (_, block, _, of_merge) = seen
-    assert (block, of_merge) == ((512, 1, 1), params)
+    assert (block, of_merge) == ((256, 1, 1), params)
     for seed in range(2):
         out.fill_(math.nan), lse.fill_(math.nan)
         by_length.merge_rows(params, 7, quantized, seed)

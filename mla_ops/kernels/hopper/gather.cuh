@@ -358,6 +358,13 @@ DEVICE OwnRows own_rows(const Params& p, const Chosen& chosen, Place place) {
   return {row, alive, like_first == 0xffff};
 }
 
+// Asks a warp's keys into L2, while room for them is waited for.
+template <class R>
+DEVICE void prefetch_keys(const OwnRows& own, int lane) {
+  if (own.alive >> lane & 1) prefetch_bulk_to_l2(own.row, R::BYTES);
+  converge();
+}
+
 // Address of a lane's first 16 bytes in a tile of [64, 64] a chunk of 64 dims, 128-byte rows, swizzled.
 DEVICE u32 own_place(u32 tile, int warp, int lane) {
   return tile + (warp * 16 + lane / 8) * 128 + ((lane ^ lane / 8) & 7) * 16;

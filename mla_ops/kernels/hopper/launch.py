@@ -364,12 +364,12 @@ def clusters_at_once(keys: KeyFormat, tile: int, device_index: int) -> tuple[int
     return tuple(loaded.occupancy_clusters(block, None, (splits, 1, 1)) for splits in SPLITS)
 
 
-MERGE_CTAS = 132  # so many of these run at one time
+MERGE_CTAS = 3 * 132  # so many of these run at one time
 
 
 def merge_of_units(quantized: bool) -> Kernel:
     """The kernel that merges what CTAs of 64 heads leave of rows by their lengths."""
-    return Kernel("merge_units.cu", f"merge_units<{str(quantized).lower()}>", 512)
+    return Kernel("merge_units.cu", f"merge_units<{str(quantized).lower()}>", 256, ctas=3)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int:

@@ -24,7 +24,7 @@ struct Params {
   int num_tokens, heads;
 };
 
-constexpr int THREADS = 128;     // of a group
+constexpr int LOG_THREADS = 7, THREADS = 1 << LOG_THREADS;  // of a group
 constexpr int MERGE_GROUPS = 4;  // of a CTA of `merge_by_length`
 
 // A row's sum by weights relative to `top`, of which a thread has four dims, and their `total`.
@@ -76,8 +76,10 @@ __global__ void __launch_bounds__(THREADS) merge_parts(const __grid_constant__ P
 }
 
 constexpr int AT_ONCE = 8;  // values of a thread on their way
+constexpr int MANY_AT_ONCE = 7;  // the same of many parts
+constexpr int LOG_SLICES = 2, MOST_SLICES = 1 << LOG_SLICES;  // of a head's dims
 
-// Merges some heads of a row that has few parts, by one group of threads. Of no parts it writes nothing.
+// Merges some heads of a row that has few parts, by one group of threads.
 template <int HEADS>
 DEVICE void merge_few(const Params& p, int token, int head, int first, int count, int thread) {
   constexpr int PARTS = AT_ONCE / HEADS;
@@ -111,46 +113,51 @@ DEVICE void merge_few(const Params& p, int token, int head, int first, int count
       sum.x += counts ? v[h][i].x * own : 0.f, sum.y += counts ? v[h][i].y * own : 0.f;
       sum.z += counts ? v[h][i].z * own : 0.f, sum.w += counts ? v[h][i].w * own : 0.f;
     }
-    if (count && head + h < p.heads) write_row(p, token, head + h, thread, sum, top, total);
+    if (head + h < p.heads) write_row(p, token, head + h, thread, sum, top, total);
   }
 }
 
-// Merges a head of a row that has many parts, by a team of so many groups, of which each adds up every so many-th part. Of
-// no parts it writes nothing.
-DEVICE void merge_many(const Params& p, int token, int head, int first, int count, int groups, int group, int thread) {
-  __shared__ float lses[MERGE_GROUPS][MOST_CTAS], totals[MERGE_GROUPS];
-  __shared__ float4 sums[MERGE_GROUPS][THREADS];
-  const int team = group / groups, member = group % groups;
+// Merges a head of a row that has many parts, or a slice of its dims, by a team of so many groups: a member has a thread
+// for each four dims, and adds up every so many-th part.
+DEVICE void merge_many(const Params& p, int token, int head, int slice, int log_slices, int first, int count, int groups,
+                       int group) {
+  __shared__ float lses[MERGE_GROUPS][MOST_CTAS], totals[MERGE_GROUPS * MOST_SLICES];
+  __shared__ float4 sums[MERGE_GROUPS * THREADS];
+  const int team = group / groups, width = THREADS >> log_slices, members = groups << log_slices,
+            within = group % groups * THREADS + thread_here() % THREADS, member = within >> LOG_THREADS - log_slices,
+            column = within & width - 1;
   auto all_of_team = [&]() { named_barrier(1 + team, groups * THREADS); };
   const i64 stride = static_cast<i64>(p.heads) * THREADS * 4;
-  const float* const from = p.outs + (first + member) * stride + (head * THREADS + thread) * 4;
-  float4 v[AT_ONCE];
+  const float* const from = p.outs + (first + member) * stride + (head * THREADS + slice * width + column) * 4;
+  float4 v[MANY_AT_ONCE];
   auto load = [&](int begin) {
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int part = (begin + i) * groups;
+    for (int i = 0; i < MANY_AT_ONCE; ++i) {
+      const int part = (begin + i) * members;
       v[i] = load_float4_if(part + member < count, from + part * stride);
     }
   };
-  load(0);
-  for (int part = member * THREADS + thread; part < count; part += groups * THREADS) {
-    const float lse = load_float(p.lses + (first + part) * p.heads + head);
-    lses[team][part] = lse == INFINITY ? -INFINITY : lse;
-  }
-  all_of_team();
   float top = -INFINITY, total = 0.f;
-#pragma unroll 1
-  for (int part = lane_here(); part < count; part += 32) top = fmaxf(top, lses[team][part]);
-#pragma unroll
-  for (int step = 16; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-  if (top == -INFINITY) top = 0.f;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-  for (int begin = 0; begin == 0 || begin * groups < count; begin += AT_ONCE) {
-    if (begin) load(begin);
+  for (int begin = 0; begin * members < count; begin += MANY_AT_ONCE) {
+    load(begin);
+    if (begin == 0) {
+#pragma unroll 1
+      for (int part = within; part < count; part += groups * THREADS) {
+        const float lse = load_float(p.lses + (first + part) * p.heads + head);
+        lses[team][part] = lse == INFINITY ? -INFINITY : lse;
+      }
+      all_of_team();
+#pragma unroll 1
+      for (int part = lane_here(); part < count; part += 32) top = fmaxf(top, lses[team][part]);
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int part = (begin + i) * groups + member;
+      for (int step = 16; step; step >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+      if (top == -INFINITY) top = 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < MANY_AT_ONCE; ++i) {
+      const int part = (begin + i) * members + member;
       const float weight = part < count ? exp2_approx((lses[team][part] - top) * 1.4426950408889634f) : 0.f;
       total += weight;
       const bool counts = weight != 0.f;
@@ -158,24 +165,29 @@ DEVICE void merge_many(const Params& p, int token, int head, int first, int coun
       sum.z += counts ? v[i].z * weight : 0.f, sum.w += counts ? v[i].w * weight : 0.f;
     }
   }
-  if (member) sums[group][thread] = sum;
-  if (thread == 0) totals[group] = total;
+  const int base = team * groups;
+  if (member) sums[base * THREADS + within] = sum;
+  if (column == 0) totals[base * MOST_SLICES + member] = total;
   all_of_team();
   if (member) return;
-#pragma unroll 1
-  for (int other = group + 1; other < group + groups; ++other) {
-    const float4 more = sums[other][thread];
-    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w, total += totals[other];
+#pragma unroll 3
+  for (int other = 1; other < members; ++other) {
+    const float4 more = sums[base * THREADS + other * width + within];
+    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w, total += totals[base * MOST_SLICES + other];
   }
-  if (count) write_row(p, token, head, thread, sum, top, total);
+  write_row(p, token, head, slice * width + column, sum, top, total);
 }
 
 // The binary logarithm of the heads of a task of a row with so many parts.
 DEVICE int log_heads(int count) {
-  return count <= 2 ? 4 : count <= 4 ? 3 : count <= AT_ONCE ? 2 : count <= 2 * AT_ONCE ? 1 : 0;
+  return count <= 2 ? 4 : count <= 4 ? 3 : count <= AT_ONCE ? 2 : count <= 2 * MANY_AT_ONCE ? 1 : 0;
 }
 
-// A task is some heads of a row, for the groups of threads of a CTA: more heads where the row has fewer parts. There are
+// The binary logarithm of the slices of a head's dims: a task has one where a thread of a whole head had more parts than
+// come at once.
+DEVICE int log_slices_of(int count) { return count <= MERGE_GROUPS * MANY_AT_ONCE ? 0 : LOG_SLICES; }
+
+// A task is some heads of a row, or a slice of one, for the groups of threads of a CTA: more heads where the row has fewer parts. There are
 // no more CTAs than run at one time: where rows went by the launch's shape, all have come and gone before it ends, but
 // one, which stays for it.
 __global__ void __launch_bounds__(MERGE_GROUPS* THREADS, 2) merge_by_length(const __grid_constant__ Params p) {
@@ -193,7 +205,7 @@ __global__ void __launch_bounds__(MERGE_GROUPS* THREADS, 2) merge_by_length(cons
     if (blockIdx.x == 0) wait_for_prerequisites();
     return;
   }
-  auto tasks_of = [&](int count) { return (p.heads - 1 >> log_heads(count)) + 1; };
+  auto tasks_of = [&](int count) { return (p.heads - 1 >> log_heads(count)) + 1 << log_slices_of(count); };
   __shared__ int ends[MOST_ROWS], parts[MOST_ROWS];  // tasks of rows up to each; else registers do not suffice
   int after = lane < p.num_tokens ? tasks_of(ctas.count) : 0;
 #pragma unroll 1
@@ -203,30 +215,27 @@ __global__ void __launch_bounds__(MERGE_GROUPS* THREADS, 2) merge_by_length(cons
   }
   if (group == 0) ends[lane] = after, parts[lane] = ctas.first | ctas.count << 16;
   __syncthreads();
-  // The first task without its parts, while these are being written: what it executes comes from memory.
 #pragma unroll 1
-  for (int next = ~blockIdx.x; next < ends[MOST_ROWS - 1];) {
-    const int task = next < 0 ? ~next : next;
-    if (task >= ends[MOST_ROWS - 1]) break;
-    const int token = __popc(__ballot_sync(~0u, ends[lane_here()] <= task)), own_parts = parts[token],
+  for (int task = blockIdx.x; task < ends[MOST_ROWS - 1]; task += gridDim.x) {
+    const int token = __popc(__ballot_sync(~0u, ends[lane] <= task)), own_parts = parts[token],
               first = own_parts & 0xffff, count = own_parts >> 16, log = log_heads(count),
-              head = (task - ends[token] + tasks_of(count)) << log,
-              there = next < 0 ? 0 : count;
+              log_slices = log_slices_of(count), number = task - ends[token] + tasks_of(count),
+              head = number >> log_slices << log;
+    wait_for_prerequisites();
     if (log < 2) {
       const int own = head + (group >> 2 - log);
-      if (own < p.heads) merge_many(p, token, own, first, there, MERGE_GROUPS >> log, group, thread);
+      if (own < p.heads)
+        merge_many(p, token, own, number & (1 << log_slices) - 1, log_slices, first, count, MERGE_GROUPS >> log, group);
       __syncthreads();
-    } else if (const int own = head + (group << log - 2); own < p.heads) {
-      if (log == 4)
-        merge_few<4>(p, token, own, first, there, thread);
-      else if (log == 3)
-        merge_few<2>(p, token, own, first, there, thread);
-      else
-        merge_few<1>(p, token, own, first, there, thread);
+      continue;
     }
-    if (next < 0)
-      wait_for_prerequisites(), next = ~next;
+    const int own = head + (group << log - 2);
+    if (own >= p.heads) continue;
+    if (log == 4)
+      merge_few<4>(p, token, own, first, count, thread);
+    else if (log == 3)
+      merge_few<2>(p, token, own, first, count, thread);
     else
-      next += gridDim.x;
+      merge_few<1>(p, token, own, first, count, thread);
   }
 }

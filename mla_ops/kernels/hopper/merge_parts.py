@@ -82,7 +82,7 @@ def merge_parts(
     parts, (num_tokens, num_heads) = part_out.shape[0], out.shape[:2]
     number, grid, threads = bisect.bisect_left(MAX_PARTS, parts), (num_tokens, num_heads, 1), THREADS
     if by_length is not None:
-        number, grid, threads = len(MAX_PARTS), (min(CTAS, num_tokens * num_heads), 1, 1), GROUPS * THREADS
+        number, grid, threads = len(MAX_PARTS), (CTAS, 1, 1), GROUPS * THREADS
     own, (main, extra) = by_length or (BY_SHAPE, (NO_CACHE, NO_CACHE))
     params = pack(
         part_out.data_ptr(),

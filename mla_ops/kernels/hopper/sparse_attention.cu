@@ -221,7 +221,9 @@ DEVICE void attend(const Params& p) {
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;
       ahead = begin_share<IN_REGISTERS>(p, row, lane).now;
       if (is_held(LAUNCH) || SHARES && !begins_row(p, row)) continue;
-      if constexpr (HEADS == 64) {
+      if constexpr (HEADS < 64) {
+        if (warp * 16 < HEADS) prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
+      } else {
         prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
         mbarrier_wait(shared + L::QUERIES_FREE, row_parity);
         copy_queries<HEADS, FORMAT, 128>(p, row, shared, opaque(warp * 32 + lane));
