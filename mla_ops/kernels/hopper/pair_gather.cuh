@@ -217,7 +217,7 @@ DEVICE void gather_rows(const Params& p, Row row, Stream stream, u32 shared, int
       const int item = n, tile = turn & 1;
       last = chosen.last;
       const OwnRows own = own_rows<R>(p, chosen, next);
-      if (turn == 0 && !first) prefetch_keys<R>(own, lane);
+      if (turn == 0 && !first && !p.indices[0]) prefetch_keys<R>(own, lane);
       copy_turn<L>(own, last, shared, place, tile, parities >> tile & 1, 0, warp, lane, [&]() {
         if (turn == 0 && !first) bring_queries<L>(p, row_number<LAUNCH>(p, shared + L::INTERVAL, item), shared, query_parity, thread);
         if (last) {

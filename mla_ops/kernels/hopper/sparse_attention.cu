@@ -222,7 +222,7 @@ DEVICE void attend(const Params& p) {
       ahead = begin_share<IN_REGISTERS>(p, row, lane).now;
       if (is_held(LAUNCH) || SHARES && !begins_row(p, row)) continue;
       if constexpr (HEADS < 64) {
-        if (warp * 16 < HEADS) prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
+        if (!p.indices[0] && warp * 16 < HEADS) prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
       } else {
         prefetch_queries<HEADS, FORMAT>(p, row, opaque(warp * 32 + lane));
         mbarrier_wait(shared + L::QUERIES_FREE, row_parity);

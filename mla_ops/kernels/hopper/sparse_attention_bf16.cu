@@ -499,6 +499,7 @@ struct Selected<false, A, B> {
 // Shares tokens of unequal lengths evenly among all CTAs.
 template <int HEADS, int DIM>
 __global__ void __launch_bounds__(512, 1) sparse_attention_bf16_balanced(const __grid_constant__ Params p) {
+  prefetch_code<128>();
   using L = PlainLayout<HEADS, DIM, 1>;
   using Balanced = PlainLayout<HEADS, DIM, 1, true>;
   using Larger = typename Selected<(L::BYTES > Balanced::BYTES), L, Balanced>::Type;
