@@ -17,6 +17,7 @@ constexpr int FEWEST_OF_PIECE = 2;  // its own turns, or more
 constexpr int STRETCHED = 2;        // the longest of stretched rows is longer than so many intervals
 constexpr int NO_END = 0x7fffffff;
 constexpr int EVERY_WORKERS_TOKEN = -1;
+constexpr int OTHER_FOUND = 1 << 15;  // flag beside a worker's number, see `cuts.cuh`
 
 // A place between two turns.
 struct Cut {
@@ -351,7 +352,7 @@ DEVICE Interval load_interval(u32 place) {
   Interval interval;
   interval.token = tokens & 0xffff, interval.last_token = static_cast<short>(tokens >> 16);
   interval.turn = uniform(a.y), interval.end = uniform(b.x);
-  interval.worker = here & 0xffff, interval.tile = here >> 16;
+  interval.worker = here & OTHER_FOUND - 1, interval.tile = here >> 16;
   return interval;
 }
 

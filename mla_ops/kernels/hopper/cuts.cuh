@@ -10,6 +10,9 @@
 #include "meeting.cuh"
 #include "merge.cuh"
 
+constexpr int MOST_WORKERS = 144;  // of a launch; balance.py has the same
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
 // Those of a token.
 DEVICE SharersCounters* counters_of_sharers(const Params& p, int first_worker, int tile) {
   return reinterpret_cast<SharersCounters*>(p.counters) + first_worker * p.head_tiles + tile;
@@ -23,16 +26,65 @@ DEVICE int4 sharers_of(const Params& p, const Interval& interval) {
 template <class L, int BARRIER>
 DEVICE void tell_sharers(const Params& p, u32 shared, int part, int thread) {
   const Interval interval = load_interval(shared + L::INTERVAL);
-  int4 sharers;
-  if (thread == 0) sharers = sharers_of(p, interval);  // on its way while others are waited for
+  int first = interval.worker;
+  if (thread == 0 && part < p.workers) first = sharers_of(p, interval).x;  // on its way while others are waited for
   named_barrier<BARRIER, 256>();
   if (thread == 0)
-    publish_add(&counters_of_sharers(p, part < p.workers ? sharers.x : sharers.z, interval.tile)->here, ones(1));
+    publish_add(&counters_of_sharers(p, first, interval.tile)->here, ones(1));
   converge();
 }
 
-constexpr int MOST_WORKERS = 144;  // of a launch; balance.py has the same
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+// Where a token has two sharers, the first comes to it last, with its part in registers: mostly the other's is there, and
+// is added to them. These are the weights of both for a head, and its lse.
+struct BothParts {
+  float own, others, lse;  // `others` is below 0 where the other's part is bfloat16
+};
+
+DEVICE BothParts weigh_both(const Params& p, int other, int global_head, float lse, float factor) {
+  const uint2 words = load_l2_8(parts_of(p).heads + other * p.num_heads + min(global_head, p.num_heads - 1));
+  const float others_lse = __uint_as_float(words.x), top = fmaxf(lse, others_lse), base = top == -INFINITY ? 0.f : top,
+              own = exp2_approx((lse - base) * LOG2_E), others = exp2_approx((others_lse - base) * LOG2_E),
+              total = own + others, inverse = total == 0.f ? 0.f : __fdividef(1.f, total);
+  return {own == 0.f ? 0.f : own * inverse * factor, others == 0.f ? 0.f : others * inverse * __uint_as_float(words.y),
+          total == 0.f ? -INFINITY : top + log2_approx(total) * LN_2};
+}
+
+// Asks whether the other one of two sharers has left its part, and notes it: by a warp that gathers, which comes to the
+// end of the interval before those that multiply.
+template <class L>
+DEVICE void look_for_other(const Params& p, u32 shared, int lane) {
+  const Interval interval = load_interval(shared + L::INTERVAL);
+  if (lane == 0 && interval.end != NO_END && sharers_of(p, interval).w == 2 &&
+      load_acquire(&counters_of_sharers(p, interval.worker, interval.tile)->here) == ones(1)) {
+    fence_cta();
+    store_shared_4(shared + L::INTERVAL + 12, interval.worker | OTHER_FOUND | interval.tile << 16);
+  }
+}
+
+// Whether it was found up to now. All who end the part in front must take one answer.
+template <class L>
+DEVICE bool has_found_other(u32 shared) {
+  return load_shared_4(shared + L::INTERVAL + 12) & OTHER_FOUND;
+}
+
+// The number of that part.
+template <class L>
+DEVICE int part_of_other(u32 shared) {
+  fence_cta();
+  return load_interval(shared + L::INTERVAL).worker + 1;
+}
+
+// Once a result has both parts, by each thread for itself; one of them `tells`.
+template <class L>
+DEVICE void take_other(const Params& p, u32 shared, bool tells) {
+  const Interval interval = load_interval(shared + L::INTERVAL);
+  store_shared_4(shared + L::INTERVAL + 8, NO_END);
+  if (tells) {
+    SharersCounters* const counters = counters_of_sharers(p, interval.worker, interval.tile);
+    publish_add(&counters->here, ones(1)), leave_sharers(counters, 2, p.head_tiles);
+  }
+  converge();
+}
 
 // A cut token and a tile of its heads. Its parts are of so many workers from the first on, its shares of all but the last.
 struct CutToken {
@@ -242,7 +294,9 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
   if (interval.turn == EVERY_WORKERS_TOKEN) return;  // whole tokens
   const int4 sharers = sharers_of(p, interval);
   const int warp = uniform(thread >> 5), lane = thread & 31;
-  const int counts[2] = {uniform(sharers.y), uniform(sharers.w)}, firsts[2] = {uniform(sharers.x), uniform(sharers.z)};
+  // A token whose result has both parts is done.
+  const int counts[2] = {uniform(sharers.y), interval.end == NO_END ? 0 : uniform(sharers.w)},
+            firsts[2] = {uniform(sharers.x), uniform(sharers.z)};
   if (counts[0] + counts[1] == 0) return;
   auto counters_of = [&](int worker) { return counters_of_sharers(p, worker, interval.tile); };
   fence_async_shared();           // what this thread has stored: copies come to the same place

@@ -217,6 +217,35 @@ DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 sh
   finish<L, 8>(p, row, shared, half * 4 + warp, lane);
 }
 
+// Adds the part of a row's other sharer to this one's sums, which become the result's, and so do their factors and lse.
+template <class L>
+DEVICE void add_other_part(const Params& p, const Row& row, State& state, int other, int half, int head, int warp,
+                           int lane, float (&lse)[2], float (&factor)[2]) {
+  BothParts both[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    both[i] = weigh_both(p, other, row.tile * L::HEADS + head + i * 8, lse[i], factor[i]);
+    lse[i] = both[i].lse, factor[i] = 1.f;
+  }
+  const float4* const from = part_of_warp<L>(p, other, row.tile, half * 4 + warp) + lane;
+  constexpr int AT_ONCE = 4;
+#pragma unroll
+  for (int first = 0; first < PartUnits<L>::OF_A_WARP; first += AT_ONCE) {
+    uint4 v[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) v[i] = load_l2_16(from + (first + i) * 32);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      float sums[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sums[e] = state.o[(first + i) * 8 + e] * both[e >> 1 & 1].own;
+      add_unit<L>(sums, v[i], both[0].others, both[1].others);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) state.o[(first + i) * 8 + e] = sums[e];
+    }
+  }
+}
+
 // Ends a row that another may follow. Both warpgroups call it.
 template <class L, Launch LAUNCH>
 DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
@@ -226,16 +255,21 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
   float factor[2], lse[2];
   weigh_heads(state, lse, factor);
   if (part >= 0) {
-    leave_averages<L>(p, row, state, shared, row_parity, half, head, warp, lane, part, lse, factor);
-    tell_sharers<L, PAIR_BARRIER>(p, shared, part, half * 128 + warp * 32 + lane);
-    return;
+    const bool may = part >= p.workers && half == 0 && warp == 0;
+    if (!named_barrier_any<PAIR_BARRIER, 256>(may && has_found_other<L>(shared))) {
+      leave_averages<L>(p, row, state, shared, row_parity, half, head, warp, lane, part, lse, factor);
+      tell_sharers<L, PAIR_BARRIER>(p, shared, part, half * 128 + warp * 32 + lane);
+      return;
+    }
+    add_other_part<L>(p, row, state, part_of_other<L>(shared), half, head, warp, lane, lse, factor);
+    take_other<L>(p, shared, half == 0 && warp == 0 && lane == 0);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int global_head = row.tile * L::HEADS + head + i * 8;
     const bool there = global_head < p.num_heads;
-    if (p.attn_sink && there && state.sum[i] != 0.f) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse[i]);
-    if (half == 0 && there && lane % 4 == 0) leave_lse(p, row, global_head, part, lse[i], factor[i]);
+    if (p.attn_sink && there && lse[i] != -INFINITY) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse[i]);
+    if (half == 0 && there && lane % 4 == 0) leave_lse(p, row, global_head, -1, lse[i], factor[i]);
   }
   // 64 dims at a time through the warp's own part of its weights
   const u32 own = shared + L::WEIGHTS + half * CHUNK + warp * 2048, to = own + lane % 16 * 128;
@@ -417,6 +451,7 @@ DEVICE void attend_all(const Params& p) {
     fewer_registers<56>();
     launch_dependents();
     gather_rows<L, LAUNCH>(p, row, stream, shared, thread);
+    if (LAUNCH == Launch::BALANCED && thread < 32) look_for_other<L>(p, shared, thread);
     wait_for_prerequisites();
   }
 }
