@@ -28,5 +28,6 @@ static u64 compare_and_swap(u64* word, u64 expected, u64 value) {
   return before;
 }
 static void clear_bits(u64* word, u64 bits) { __atomic_fetch_and(word, ~bits, __ATOMIC_RELEASE); }
+static void fence_cta() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 static u32 launch_number() { return this_launch; }
 static void fail() { __atomic_fetch_add(&failures, 1, __ATOMIC_RELAXED); }

@@ -59,6 +59,9 @@ DEVICE void clear_bits(u64* word, u64 bits) {
   asm volatile("red.release.gpu.global.and.b64 [%0], %1;" ::"l"(word), "l"(~bits) : "memory");
 }
 
+// Orders what this thread has read and written, for the others of its CTA.
+DEVICE void fence_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+
 // The number that the hardware gave this launch, never 0. No launch that runs beside it has the same.
 DEVICE u32 launch_number() {
   u64 number;

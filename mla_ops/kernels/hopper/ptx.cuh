@@ -242,8 +242,6 @@ DEVICE void converge() {
   asm volatile("bar.warp.sync %0;" ::"r"(all) : "memory");
 }
 
-DEVICE void fence_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
-
 // ---- copies ---------------------------------------------------------------------------------------------------------
 
 DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
