@@ -92,6 +92,14 @@ def force_rounds(monkeypatch: pytest.MonkeyPatch, *rounds: tuple[int, tuple[int,
     monkeypatch.setattr(sparse_attention, "rounds_of", lambda *_: chosen)
 
 
+def force_tile(monkeypatch: pytest.MonkeyPatch, *sizes: int, **options: bool) -> None:
+    """The portable kernel of sparse attention has this tile: heads, keys, warps, tiles ahead, and how it is read."""
+    from mla_ops.kernels.triton import sparse_attention
+
+    chosen = sparse_attention.Tile(*sizes, **options)
+    monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
+
+
 def force_splits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The portable kernel cuts all rows in as many parts."""
     from mla_ops.kernels.triton import sparse_attention

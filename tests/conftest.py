@@ -125,6 +125,13 @@ def triton_lowering() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def triton_attention() -> Iterator[None]:
+    """Attention over paged and flat keys by Triton, whichever tiles it has; all else as dispatch chooses."""
+    with dispatch.override(paged_sparse_attention="triton", sparse_attention="triton", paged_attention="triton"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For tiny matrices: a second thread costs more than it brings."""

@@ -7,7 +7,6 @@ where one does not fit. A tile of keys lies in one block of the cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import attention_oracle
 import pytest
@@ -17,6 +16,7 @@ from attention_inputs import INT_MAX, INT_MIN, SCALE, filled_cache, operand, poi
 from mla_ops import dispatch
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_attention")
 BF16 = torch.bfloat16
 FP8 = "fp8_ds_mla"
 NUM_HEADS = 40
@@ -45,12 +45,6 @@ def cache_format(device: torch.device, monkeypatch: pytest.MonkeyPatch, request:
     chosen = dense_attention.Tile(heads, 32, warps, 1, **options)
     monkeypatch.setattr(dense_attention, "paged_tile", lambda *_: chosen)
     return kind
-
-
-@pytest.fixture(autouse=True)
-def triton_lowering() -> Iterator[None]:
-    with dispatch.override(paged_attention="triton"):
-        yield
 
 
 def force_splits(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from attention_inputs import SCALE, check, check_two_caches, filled_cache, force_rounds, queries, some_indices
 
-from mla_ops import dispatch
-
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_attention")
 SMS = 132
 V4 = "fp8_ds_mla_v4"
 # two launches: a short last part, whose rows come first or last, and rows that are not cut
@@ -19,12 +16,6 @@ ROUNDS = {
     "whole rows, then many parts": ((4, (1, 1, 1)), (1, (7, 1, 7))),
     "last parts of nothing": ((5, (4, 1, 2)),),
 }
-
-
-@pytest.fixture(autouse=True)
-def triton_lowering() -> Iterator[None]:
-    with dispatch.override(paged_sparse_attention="triton", sparse_attention="triton"):
-        yield
 
 
 @pytest.fixture(params=ROUNDS.values(), ids=ROUNDS)

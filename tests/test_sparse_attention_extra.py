@@ -16,6 +16,7 @@ from attention_inputs import (
     check_two_caches,
     filled_cache,
     force_splits,
+    force_tile,
     poison_unused,
     queries,
     some_indices,
@@ -282,9 +283,7 @@ def test_tiles_of_sm90(
 @pytest.mark.parametrize("translated", [False, True], ids=["slots", "block tables"])
 def test_tiles_of_32_heads(device: torch.device, monkeypatch: pytest.MonkeyPatch, translated: bool) -> None:
     """What GPUs but SM90 take over V4's caches, whose keys share a loop."""
-    from mla_ops.kernels.triton import sparse_attention
-
-    monkeypatch.setattr(sparse_attention, "tile", lambda *_: sparse_attention.Tile(32, 32, 4, 1))
+    force_tile(monkeypatch, 32, 32, 4, 1)
     cache, extra = filled_cache(V4, 4, 16, device), filled_cache(V4, 3, 16, device)
     q = queries(2, 40, BF16, device, 512)
     indices, extra_indices = some_indices(2, 70, 48, device), some_indices(2, 40, 32, device)

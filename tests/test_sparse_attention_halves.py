@@ -7,23 +7,32 @@ others, is told to here. Tiles of 64 heads share a row's keys among three progra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_inputs import check, filled_cache, force_splits, key_width, queries, rows_with_wide_scales, some_indices
+from attention_inputs import (
+    check,
+    filled_cache,
+    force_splits,
+    force_tile,
+    key_width,
+    queries,
+    rows_with_wide_scales,
+    some_indices,
+)
 
 from mla_ops import dispatch
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_attention")
 BF16 = torch.bfloat16
 NUM_HEADS = 40
 
 
 PLAIN_TILES = {
-    "64 heads": {"block_h": 64, "block_n": 32, "num_warps": 8, "ahead": 1, "early": True},
-    "32 heads, eight warps": {"block_h": 32, "block_n": 32, "num_warps": 8, "ahead": 2},
-    "32 heads, four warps": {"block_h": 32, "block_n": 32, "num_warps": 4, "ahead": 1},
+    "64 heads": (64, 32, 8, 1),
+    "32 heads, eight warps": (32, 32, 8, 2),
+    "32 heads, four warps": (32, 32, 4, 1),
 }
 TILES = {"tiles of 64 heads in parts": (64, 8), "of 32": (32, 4), "of 32, eight warps": (32, 8)}
 
@@ -38,14 +47,7 @@ def halves(device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytes
         if sparse_attention.tile(torch.cuda.get_device_capability(), NUM_HEADS, "fp8").block_h != 64:
             pytest.skip("this GPU has no tiles of 64 heads")
     elif heads == 64 or not request.node.originalname.startswith(("test_64_heads", "test_plain_keys")):
-        chosen = sparse_attention.Tile(heads, 32, warps, 1, half=True, apart=True, early=True)
-        monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
-
-
-@pytest.fixture(autouse=True)
-def triton_lowering() -> Iterator[None]:
-    with dispatch.override(paged_sparse_attention="triton"):
-        yield
+        force_tile(monkeypatch, heads, 32, warps, 1, half=True, apart=True, early=True)
 
 
 def scales_of(cache: torch.Tensor) -> torch.Tensor:
@@ -174,11 +176,9 @@ def test_plain_keys_over_tiles_in_which_keys_are_missing(
     device: torch.device, lengths: bool, plain: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles up to the first key that is missing have no masks."""
-    from mla_ops.kernels.triton import sparse_attention
-
-    options = PLAIN_TILES[plain]
-    if device.type == "cpu" or options["block_h"] == 32:
-        monkeypatch.setattr(sparse_attention, "tile", lambda *_: sparse_attention.Tile(**options, apart=True))
+    sizes = PLAIN_TILES[plain]
+    if device.type == "cpu" or sizes[0] == 32:
+        force_tile(monkeypatch, *sizes, apart=True, early=sizes[0] == 64)
     cache = filled_cache("bf16", 4, 64, device, head_dim=head_dim)
     indices = some_indices(8, 192, 256, device).abs() % 256  # nothing is missing in the first row
     for row, column, index in ((1, 0, -1), (2, 40, -1), (3, 63, 256), (4, 191, -1), (5, 100, 2**31 - 1)):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import attention_oracle
 import pytest
 import torch
-from attention_inputs import SCALE, check, filled_cache, force_splits, operand, queries
-
-from mla_ops import dispatch
+from attention_inputs import SCALE, check, filled_cache, force_splits, force_tile, operand, queries
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_attention")
 BF16 = torch.bfloat16
 # heads, keys, warps, tiles ahead; format
 TILES = {
@@ -31,19 +30,10 @@ MISSING: dict[str, Callable[[int, int], bool]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def triton_lowering() -> Iterator[None]:
-    with dispatch.override(paged_sparse_attention="triton"):
-        yield
-
-
 @pytest.fixture(params=TILES.values(), ids=TILES)
 def cache_format(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    from mla_ops.kernels.triton import sparse_attention
-
     sizes, kind = request.param
-    chosen = sparse_attention.Tile(*sizes, half=kind == "fp8_ds_mla", apart=True, early=True)
-    monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
+    force_tile(monkeypatch, *sizes, half=kind == "fp8_ds_mla", apart=True, early=True)
     return kind
 
 

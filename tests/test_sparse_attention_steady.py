@@ -5,15 +5,14 @@ GPUs take them where operands are bfloat16 (`is_steady`). Here all tiles do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from attention_inputs import check, check_two_caches, filled_cache, force_splits, queries, some_indices
-
-from mla_ops import dispatch
+from attention_inputs import check, check_two_caches, filled_cache, force_splits, force_tile, queries, some_indices
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_attention")
 BF16 = torch.bfloat16
 V4 = "fp8_ds_mla_v4"
 # heads, keys, warps, tiles ahead; format
@@ -28,24 +27,17 @@ TILES = {
 SIZES = {"usual scores": 1.0, "scores of 2^8": 40.0, "scores of 2^31": 1e9}
 
 
-@pytest.fixture(autouse=True)
-def triton_lowering() -> Iterator[None]:
-    with dispatch.override(paged_sparse_attention="triton"):
-        yield
-
-
 @pytest.fixture(params=TILES.values(), ids=TILES)
 def cache_format(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     sizes, kind = request.param
-    force_tile(monkeypatch, sizes, kind)
+    force_steady_tile(monkeypatch, sizes, kind)
     return kind
 
 
-def force_tile(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int, int], kind: str) -> None:
+def force_steady_tile(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int, int], kind: str) -> None:
     from mla_ops.kernels.triton import sparse_attention
 
-    chosen = sparse_attention.Tile(*sizes, apart=kind == "bf16" and sizes[0] >= 32)
-    monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
+    force_tile(monkeypatch, *sizes, apart=kind == "bf16" and sizes[0] >= 32)
     monkeypatch.setattr(sparse_attention, "is_steady", lambda *_: True)
 
 
@@ -132,7 +124,7 @@ def test_attention_equals_float64(
 def test_two_caches_equal_float64(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, size: float, parts: int
 ) -> None:
-    force_tile(monkeypatch, (32, 32, 4, 1), V4)
+    force_steady_tile(monkeypatch, (32, 32, 4, 1), V4)
     force_splits(monkeypatch, parts)
     cache, extra = filled_cache(V4, 3, 64, device), filled_cache(V4, 60, 2, device)
     indices, extra_indices = some_indices(4, 70, 192, device), some_indices(4, 130, 120, device)
@@ -148,7 +140,7 @@ def test_a_key_far_above_the_first_ones(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, walks: Callable[[], int], factor: float, again: int
 ) -> None:
     """60 above all others, in natural logarithms, is in range, as an attention sink is; 1,000 is not."""
-    force_tile(monkeypatch, (32, 32, 4, 1), "bf16")
+    force_steady_tile(monkeypatch, (32, 32, 4, 1), "bf16")
     cache, q = filled_cache("bf16", 12, 16, device) / 8, queries(1, 1, BF16, device)
     q /= q.float().norm()
     cache.view(-1, 576)[100] = (q[0, 0].float() * factor * 24 * 0.6).to(BF16)
@@ -184,7 +176,7 @@ def test_a_row_without_keys_is_not_walked_again(
 @pytest.mark.parametrize("power", [-100, 100])
 def test_values_of_any_size(device: torch.device, monkeypatch: pytest.MonkeyPatch, power: int) -> None:
     """Sums of large ones overflow before weights do."""
-    force_tile(monkeypatch, (32, 32, 4, 1), "bf16")
+    force_steady_tile(monkeypatch, (32, 32, 4, 1), "bf16")
     cache, indices = filled_cache("bf16", 12, 16, device), some_indices(2, 150, 192, device)
     q = torch.zeros(2, 3, 576, dtype=BF16, device=device)
     q[..., 512:] = torch.randn(2, 3, 64, device=device).bfloat16() * 4

@@ -5,27 +5,19 @@ SM90 has these tiles. The interpreter, and other GPUs with room for them, are to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from attention_inputs import check, filled_cache, force_splits, queries, some_indices
-
-from mla_ops import dispatch
+from attention_inputs import check, filled_cache, force_splits, force_tile, queries, some_indices
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("triton_attention")
 BF16 = torch.bfloat16
 HEADS = 40
 
 
 @pytest.fixture(autouse=True)
-def triton_lowering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from mla_ops.kernels.triton import sparse_attention
-
-    chosen = sparse_attention.Tile(64, 64, 8, 1, apart=True, early=True)
-    monkeypatch.setattr(sparse_attention, "tile", lambda *_: chosen)
-    with dispatch.override(paged_sparse_attention="triton"):
-        yield
+def tiles_of_64_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    force_tile(monkeypatch, 64, 64, 8, 1, apart=True, early=True)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
