@@ -87,9 +87,9 @@ class CompressedMetadata(Buffers):
 class V4StepMetadata(Buffers):
     """Buffers that every layer of a DeepSeek V4 step reads. Allocate once, `build()` before each step.
 
-    What a captured graph freezes, and what rows of padding do, is as with `StepMetadata`. Each index buffer depends on
-    the step only, so it is written once a step for all layers of a type. Attention translates the choice of a C4A
-    layer's indexer by `c4a.block_table`.
+    A captured graph freezes addresses and capacities, and rows of padding are no-ops, as with `StepMetadata`. Each
+    index buffer depends on the step only, so it is written once a step for all layers of a type. Attention translates
+    the choice of a C4A layer's indexer by `c4a.block_table`.
 
     Without the caches' numbers of blocks, an entry of a block table past its cache counts in the lengths, although
     attention reads nothing there; with them it is left out.

@@ -13,9 +13,10 @@
 #include "softmax.cuh"
 #include "wide.cuh"
 
+constexpr u32 HAS_RESTS = 1 << 17;  // flag beside a `Turn`: weights differ by group
+
 // Barriers of a turn: values are made, and products of the one before are over; it is known whether references moved;
 // weights are there; both warpgroups that accumulate have read them.
-constexpr u32 HAS_RESTS = 1 << 17;  // flag beside a `Turn`: weights differ by group
 constexpr int GROUP_VALUES_BARRIER = 8, GROUP_TURN_BARRIER = 9, GROUP_WEIGHTS_BARRIER = 10,
               GROUP_READ_BARRIER = 11;
 
@@ -31,8 +32,7 @@ DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
 }
 
 // Queries that float16 does not hold beside their head's largest, below 2^-16 in shared memory, are made anew, each group
-// with a power of two of its own. Returns whether there were any: else all factors are 1, and are
-// not read.
+// with a power of two of its own. Returns whether there were any: else all factors are 1, and are not read.
 template <class L, int BARRIER>
 DEVICE bool fit_queries(const Params& p, const Row& row, u32 shared, int thread) {
   u32 least = ~0u;

@@ -31,10 +31,10 @@ class Costs(NamedTuple):
 
 # fp8_ds_mla, H200: 64 keys take 3.7 us for 64 heads, and 6.1 for 16 heads of each of two programs that share an SM
 ALONE, IN_PAIRS = Costs(140, 40, 100, 1.0), Costs(100, 20, 50, 0.65)
-# What rounds have to take of a launch that cuts all rows alike. H200, tokens x 64 heads: up to FEW_TURNS of whole rows
-# 0.95, since bf16 110, 235, 360 take 113, 216, 297 us in rounds that should save less, and 102, 196, 288 without; of
-# more, flat 850, 1,500, 4,096 take 592, 1,015, 2,812 us for 610, 1,033, 2,834, and 1,024, 2,048, which should save less
-# than 2.5 %, 715, 1,433 for 699, 1,427.
+# Rounds have to take at most this share of a launch that cuts all rows alike. H200, tokens x 64 heads: up to FEW_TURNS
+# of whole rows 0.95, as bf16 110, 235, 360 take 113, 216, 297 us in rounds, which should save less, and 102, 196, 288
+# without; of more, flat 850, 1,500, 4,096 take 592, 1,015, 2,812 us for 610, 1,033, 2,834, and 1,024, 2,048, which
+# should save less than 2.5 %, 715, 1,433 for 699, 1,427.
 FEW_TURNS, PAYS, PAYS_IN_MANY = 6, 0.95, 0.975
 
 Rows = TypeVar("Rows", bound=Any)  # a named tuple of tensors `[num_tokens, ...]` or None

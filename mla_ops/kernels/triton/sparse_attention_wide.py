@@ -359,9 +359,9 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, sc
 
     `span` are columns of `index_row`: the first, the end of the tiles in which all keys are there, and the end. `first`
     are the indices of the first tile; without an `index_row` a tile lies in one block, whose entry it is. `place` is as
-    in `_room`. In float16
-    keys, scales that float16 does not hold make NaN of a row's sum of weights, as NaN in a key does and scores that
-    overflow. `scratch` are places of 512 float16 a head, `[heads, 1]`.
+    in `_room`, `scratch` are places of 512 float16 a head, `[heads, 1]`.
+
+    Over float16 keys, scales that float16 does not hold, NaN and scores that overflow make NaN of a row's sums.
     """
     BLOCK_H: tl.constexpr = OPTIONS.tile.block_h
     KEYS: tl.constexpr = OPTIONS.keys
