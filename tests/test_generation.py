@@ -60,6 +60,42 @@ def test_requests_may_arrive_while_others_run(decoder):
     assert [found[number] for number in numbers] == expected
 
 
+def test_tokens_that_a_broken_off_stream_did_not_give_come_later(decoder):
+    """Requests end in one step; whoever iterates stops at each first event, as `next` does."""
+    expected = make_session(decoder).generate(PROMPTS, 9).tokens
+    session = make_session(decoder)
+    found = {session.submit(prompt, 9): [] for prompt in PROMPTS}
+    while (event := next(session.stream(), None)) is not None:
+        found[event.request] += event.tokens
+    assert list(found.values()) == expected
+
+
+def test_a_generation_that_fails_leaves_an_idle_session(decoder):
+    """As when a user interrupts it: what it began is dropped."""
+    session = make_session(decoder)
+
+    def interrupt(done, most):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.generate(PROMPTS, 9, progress=interrupt)
+    assert sorted(session.free_blocks) == list(range(session.cache.num_blocks))
+    assert session.generate(PROMPTS, 9).tokens == make_session(decoder).generate(PROMPTS, 9).tokens
+
+
+def test_a_warm_up_beside_requests_is_refused(decoder):
+    """It would write into the blocks of row 0."""
+    expected = make_session(decoder).generate(PROMPTS, 9).tokens
+    session = make_session(decoder)
+    found = {session.submit(prompt, 9): [] for prompt in PROMPTS}
+    for event in session.stream():
+        found[event.request] += event.tokens
+        if session.active.any():
+            with pytest.raises(RuntimeError, match=r"^warm_up\(\) .* while no request is active$"):
+                session.warm_up()
+    assert list(found.values()) == expected
+
+
 def test_samples_are_a_function_of_the_seed_whatever_runs_beside(decoder):
     options = {"temperature": 1.0, "top_p": 0.95}
     together = make_session(decoder, sampling=True).generate(PROMPTS, 12, seed=7, **options).tokens
