@@ -207,6 +207,11 @@ def test_a_session_that_cannot_run_is_refused_when_it_is_made(decoder, options, 
         make_session(decoder, **options)
 
 
+def test_a_session_without_room_for_a_new_token_is_refused(decoder):
+    with pytest.raises(ValueError, match="max_model_len of the decoder must be at least 2"):
+        make_session(decoder_for(decoder.model, 1))
+
+
 def test_a_session_wants_a_decoder_not_a_model(decoder):
     with pytest.raises(TypeError, match=r"what decoder_for\(.*\) gives, got DeepseekV3ForCausalLM"):
         make_session(decoder.model)

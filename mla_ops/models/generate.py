@@ -131,6 +131,8 @@ class GenerationSession:
         check_sizes("", 1, max_num_requests=max_num_requests)
         check_sizes("", 1, block_size=block_size)
         check_sizes("", 1, prefill_tokens=prefill_tokens)
+        if decoder.max_model_len < 2:
+            raise ValueError("a request has a prompt and a new token: max_model_len of the decoder must be at least 2")
         device = decoder.device
         self.decoder = decoder
         if cuda_graph and device.type != "cuda":
