@@ -67,6 +67,35 @@ def warmup(
     dtype = PLAIN.get(cache_format, torch.bfloat16) if dtype is None else dtype
     check_sizes("warmup", 1, num_heads=num_heads, topk=topk, head_dim=head_dim, block_size=block_size)
     check_sizes("warmup", 0, index_heads=index_heads)
+    counts = _token_counts(num_tokens)
+    kv_cache = allocate_cache(cache_format, 2, block_size, head_dim=head_dim, device=device)
+    query_dtype = dtype if entry.quantized else kv_cache.dtype
+    latent_dim = entry.latent_dim if entry.quantized else min(head_dim, LATENT_DIM)
+    _warm_up_metadata(block_size, topk, device)
+    _warm_up_cache(torch.zeros(1, head_dim, dtype=dtype, device=device), latent_dim, kv_cache, cache_format)
+    if head_dim == LATENT_DIM:
+        _warm_up_compressor(cache_format, counts, dtype, device)
+    attn_sink = torch.zeros(num_heads, dtype=torch.float32, device=device) if with_sink else None
+    for count in counts:
+        q = torch.zeros(count, num_heads, head_dim, dtype=query_dtype, device=device)
+        indices = torch.full((count, topk), -1, dtype=torch.int32, device=device)
+        _warm_up_indices(indices, block_size)
+        if head_dim == LATENT_DIM:
+            _warm_up_two_caches(q, kv_cache, cache_format, indices, attn_sink, deterministic)
+        q_rope = None
+        if q_halves:
+            q, q_rope = q[..., :LATENT_DIM], q[..., LATENT_DIM:]
+        _warm_up_sparse_attention(q, q_rope, kv_cache, cache_format, indices, attn_sink, deterministic)
+        _warm_up_dense_attention(q, q_rope, kv_cache, cache_format, block_size, deterministic)
+    if index_heads:
+        _warm_up_indexer(cache_format, index_heads, topk, counts, block_size, dtype, device)
+    _warm_up_prefill(num_heads, prefill_head_dims, query_dtype, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _token_counts(num_tokens: Any) -> list[int]:
+    """Those of `warmup`'s argument, each once."""
     if not isinstance(num_tokens, Iterable):
         raise TypeError(
             f"warmup: num_tokens must be a list of integers, got {type(num_tokens).__name__} {num_tokens!r}"
@@ -74,9 +103,19 @@ def warmup(
     counts = list(num_tokens)
     for count in counts:
         check_sizes("warmup", 0, num_tokens=count)
-    counts = sorted(set(counts))
-    latent_dim = entry.latent_dim if entry.quantized else min(head_dim, LATENT_DIM)
-    kv_cache = allocate_cache(cache_format, 2, block_size, head_dim=head_dim, device=device)
+    return sorted(set(counts))
+
+
+def _int32(device: torch.device, *values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _two_blocks(device: torch.device) -> torch.Tensor:
+    """The block table of one request."""
+    return _int32(device, 0, 1).view(1, 2)
+
+
+def _warm_up_metadata(block_size: int, topk: int, device: torch.device) -> None:
     metadata = StepMetadata.allocate(
         max_num_tokens=1,
         max_num_requests=1,
@@ -85,11 +124,7 @@ def warmup(
         index_topk=topk,
         device=device,
     )
-
-    def int32(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    query_start_loc, seq_lens, block_table = int32(0, 1), int32(1), int32(0, 1).view(1, 2)
+    query_start_loc, seq_lens, block_table = _int32(device, 0, 1), _int32(device, 1), _two_blocks(device)
     metadata.build(query_start_loc, seq_lens, block_table)
     v4_metadata = V4StepMetadata.allocate(
         max_num_tokens=1,
@@ -98,82 +133,110 @@ def warmup(
         device=device,
     )
     v4_metadata.build(query_start_loc, seq_lens, block_table, block_table, block_table)
-    token = torch.zeros(1, head_dim, dtype=dtype, device=device)
-    ops.concat_and_cache(token[:, :latent_dim], token[:, latent_dim:], kv_cache, metadata.slot_mapping, cache_format)
-    for gather_lens in (None, seq_lens):
-        ops.gather_cache(kv_cache, block_table, seq_lens, query_start_loc, 1, cache_format, gather_lens=gather_lens)
-    if head_dim == LATENT_DIM:
-        _warm_up_compressor(cache_format, counts, dtype, device)
-    attn_sink = torch.zeros(num_heads, dtype=torch.float32, device=device) if with_sink else None
-    query_dtype = dtype if entry.quantized else kv_cache.dtype
-    for count in counts:
-        q = torch.zeros(count, num_heads, head_dim, dtype=query_dtype, device=device)
-        q_rope = None
-        if q_halves:
-            q, q_rope = q[..., :LATENT_DIM], q[..., LATENT_DIM:]
-        indices = torch.full((count, topk), -1, dtype=torch.int32, device=device)
-        lengths = torch.zeros(count, dtype=torch.int32, device=device)
-        ops.convert_req_index_to_global_index(lengths, block_table, indices, block_size)
-        ops.convert_req_index_to_global_index(lengths, block_table, indices, block_size, compact=True)
-        ops.filter_prefill_indices(indices, lengths)
-        ops.compute_global_topk_indices_and_lens(indices, lengths, block_table, block_size)
-        ops.combine_topk_swa_indices(indices, lengths, lengths, seq_lens, seq_lens, 1, 4, 2, 1)
-        for table, requests in ((None, None), (block_table, lengths)):
-            for topk_length in (None, lengths):
-                out, lse = ops.paged_sparse_attention(
-                    q,
-                    kv_cache,
-                    indices,
-                    192**-0.5,
-                    cache_format,
-                    q_rope=q_rope,
-                    topk_length=topk_length,
-                    attn_sink=attn_sink,
-                    block_table=table,
-                    req_id_per_token=requests,
-                    deterministic=deterministic,
-                )
-        ops.merge_attention_states(out, lse, out, lse)
-        ops.merge_stacked_attention_states(out.unsqueeze(0), lse.unsqueeze(0))
-        for keys in CONTEXTS:
-            table = block_table[:, :1].repeat(1, keys // block_size + 1)
-            # one token a request, and more, which share programs
-            for num_requests in {max(1, count // together) for together in (1, 2, 4, 8)}:
-                requests = table.expand(num_requests, -1)
-                ops.paged_attention(
-                    q,
-                    kv_cache,
-                    requests,
-                    lengths,
-                    lengths,
-                    192**-0.5,
-                    cache_format,
-                    q_rope=q_rope,
-                    deterministic=deterministic,
-                )
-        if head_dim == LATENT_DIM:
-            # DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries
-            chosen: dict[str, Any] = {"extra_block_table": block_table, "req_id_per_token": lengths}
-            window = indices.new_full((count, WINDOW), -1)
-            for extra in (chosen, {"extra_topk_length": lengths}, {**chosen, "extra_topk_length": lengths}):
-                ops.paged_sparse_attention(
-                    q,
-                    kv_cache,
-                    window,
-                    LATENT_DIM**-0.5,
-                    cache_format,
-                    topk_length=lengths,
-                    attn_sink=attn_sink,
-                    extra_kv_cache=kv_cache,
-                    extra_indices=indices,
-                    deterministic=deterministic,
-                    **extra,
-                )
-    if index_heads:
-        _warm_up_indexer(cache_format, index_heads, topk, counts, block_size, dtype, device)
-    _warm_up_prefill(num_heads, prefill_head_dims, query_dtype, device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+
+
+def _warm_up_cache(token: torch.Tensor, latent_dim: int, kv_cache: torch.Tensor, cache_format: str) -> None:
+    """The write of one token, and gathers of a whole request and of its last tokens."""
+    device = token.device
+    slot = torch.zeros(1, dtype=torch.int64, device=device)
+    ops.concat_and_cache(token[:, :latent_dim], token[:, latent_dim:], kv_cache, slot, cache_format)
+    request = _two_blocks(device), _int32(device, 1), _int32(device, 0, 1)
+    for gather_lens in (None, _int32(device, 1)):
+        ops.gather_cache(kv_cache, *request, 1, cache_format, gather_lens=gather_lens)
+
+
+def _warm_up_indices(indices: torch.Tensor, block_size: int) -> None:
+    lengths, block_table, one = indices.new_zeros(len(indices)), _two_blocks(indices.device), indices.new_ones(1)
+    ops.convert_req_index_to_global_index(lengths, block_table, indices, block_size)
+    ops.convert_req_index_to_global_index(lengths, block_table, indices, block_size, compact=True)
+    ops.filter_prefill_indices(indices, lengths)
+    ops.compute_global_topk_indices_and_lens(indices, lengths, block_table, block_size)
+    ops.combine_topk_swa_indices(indices, lengths, lengths, one, one, 1, 4, 2, 1)
+
+
+def _warm_up_sparse_attention(
+    q: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    cache_format: str,
+    indices: torch.Tensor,
+    attn_sink: torch.Tensor | None,
+    deterministic: bool,
+) -> None:
+    """Over slots and positions, with lengths and without, and the merges of results."""
+    lengths = indices.new_zeros(len(indices))
+    for table, requests in ((None, None), (_two_blocks(q.device), lengths)):
+        for topk_length in (None, lengths):
+            out, lse = ops.paged_sparse_attention(
+                q,
+                kv_cache,
+                indices,
+                192**-0.5,
+                cache_format,
+                q_rope=q_rope,
+                topk_length=topk_length,
+                attn_sink=attn_sink,
+                block_table=table,
+                req_id_per_token=requests,
+                deterministic=deterministic,
+            )
+    ops.merge_attention_states(out, lse, out, lse)
+    ops.merge_stacked_attention_states(out.unsqueeze(0), lse.unsqueeze(0))
+
+
+def _warm_up_dense_attention(
+    q: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    cache_format: str,
+    block_size: int,
+    deterministic: bool,
+) -> None:
+    count = len(q)
+    lengths = torch.zeros(count, dtype=torch.int32, device=q.device)
+    for keys in CONTEXTS:
+        table = lengths.new_zeros(1, keys // block_size + 1)
+        # one token a request, and more, which share programs
+        for num_requests in {max(1, count // together) for together in (1, 2, 4, 8)}:
+            ops.paged_attention(
+                q,
+                kv_cache,
+                table.expand(num_requests, -1),
+                lengths,
+                lengths,
+                192**-0.5,
+                cache_format,
+                q_rope=q_rope,
+                deterministic=deterministic,
+            )
+
+
+def _warm_up_two_caches(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    cache_format: str,
+    indices: torch.Tensor,
+    attn_sink: torch.Tensor | None,
+    deterministic: bool,
+) -> None:
+    """DeepSeek-V4's layers: entries that an indexer chose in their request, and slots of all entries."""
+    lengths = indices.new_zeros(len(indices))
+    chosen: dict[str, Any] = {"extra_block_table": _two_blocks(q.device), "req_id_per_token": lengths}
+    window = indices.new_full((len(indices), WINDOW), -1)
+    for extra in (chosen, {"extra_topk_length": lengths}, {**chosen, "extra_topk_length": lengths}):
+        ops.paged_sparse_attention(
+            q,
+            kv_cache,
+            window,
+            LATENT_DIM**-0.5,
+            cache_format,
+            topk_length=lengths,
+            attn_sink=attn_sink,
+            extra_kv_cache=kv_cache,
+            extra_indices=indices,
+            deterministic=deterministic,
+            **extra,
+        )
 
 
 def _warm_up_prefill(num_heads: int, head_dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 import mla_ops
 from mla_ops import dispatch
-from mla_ops.formats import allocate_cache
+from mla_ops.formats import FORMATS, allocate_cache
 from mla_ops.testing import tolerances
 from mla_ops.testing.checks import assert_same_bits
 
@@ -141,6 +141,19 @@ def test_formats_round_the_float32_entry_once(lowering: str, cache_format: str, 
     slots = torch.arange(5, device=DEVICE)
     mla_ops.concat_and_cache(entries[:, :448], entries[:, 448:], expected, slots, cache_format)
     assert_same_bits(caches[1], expected, cache_format)
+
+
+def test_scales_of_a_block_of_more_than_2_gib_are_found(lowering: str) -> None:
+    """They begin behind the data of all entries of a block, of which memory holds only the pages that are touched."""
+    weights, (kv, score) = Weights(CSA), history(CSA, 20)
+    caches = []
+    for max_entries in (6, 2**22):
+        engine = Engine(weights, 1, 6, cache_format="fp8_ds_mla_v4")
+        block_bytes = FORMATS["fp8_ds_mla_v4"].block_bytes(max_entries)
+        engine.cache = torch.empty(1, block_bytes, dtype=torch.uint8, device=DEVICE)
+        engine.step(kv, score, [0] * 20, list(range(20)))
+        caches.append(engine.entries(0, 5))
+    assert_same_bits(*caches, "entries")
 
 
 def test_index_keys_are_quantised_from_the_float32_entry(lowering: str) -> None:

@@ -346,7 +346,32 @@ def _kimi_of_another_text_model():
     return model
 
 
+class Adapted(torch.nn.Module):
+    """A layer as peft wraps it: its `weight` is the one without the adapter."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+
+def _with_an_adapter(owner, name):
+    model = _glm(num_layers=2)  # the first has no experts
+    module = model.model.layers[-1].get_submodule(owner)
+    setattr(module, name, Adapted(getattr(module, name)))
+    return model
+
+
 REFUSED = {
+    "an adapter of what attention reads": (
+        lambda: _with_an_adapter("self_attn", "kv_b_proj"),
+        ValueError,
+        "kv_b_proj has an adapter, Adapted, which would be left out",
+    ),
+    "an adapter of experts": (lambda: _with_an_adapter("mlp", "experts"), ValueError, "mlp.experts has an adapter"),
     "a path": (lambda: "zai-org/GLM-5", TypeError, "got the path 'zai-org/GLM-5': load it first, .*from_pretrained"),
     "a module": (lambda: torch.nn.Linear(1, 1), TypeError, "must be a loaded transformers model, got Linear"),
     "another type": (_of_another_type, TypeError, r"model_type in \[.*'glm_moe_dsa'.*\], got .* 'deepseek_v2'"),

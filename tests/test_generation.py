@@ -60,6 +60,42 @@ def test_requests_may_arrive_while_others_run(decoder):
     assert [found[number] for number in numbers] == expected
 
 
+def test_tokens_that_a_broken_off_stream_did_not_give_come_later(decoder):
+    """Requests end in one step; whoever iterates stops at each first event, as `next` does."""
+    expected = make_session(decoder).generate(PROMPTS, 9).tokens
+    session = make_session(decoder)
+    found = {session.submit(prompt, 9): [] for prompt in PROMPTS}
+    while (event := next(session.stream(), None)) is not None:
+        found[event.request] += event.tokens
+    assert list(found.values()) == expected
+
+
+def test_a_generation_that_fails_leaves_an_idle_session(decoder):
+    """As when a user interrupts it: what it began is dropped."""
+    session = make_session(decoder)
+
+    def interrupt(done, most):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.generate(PROMPTS, 9, progress=interrupt)
+    assert sorted(session.free_blocks) == list(range(session.cache.num_blocks))
+    assert session.generate(PROMPTS, 9).tokens == make_session(decoder).generate(PROMPTS, 9).tokens
+
+
+def test_a_warm_up_beside_requests_is_refused(decoder):
+    """It would write into the blocks of row 0."""
+    expected = make_session(decoder).generate(PROMPTS, 9).tokens
+    session = make_session(decoder)
+    found = {session.submit(prompt, 9): [] for prompt in PROMPTS}
+    for event in session.stream():
+        found[event.request] += event.tokens
+        if session.active.any():
+            with pytest.raises(RuntimeError, match=r"^warm_up\(\) .* while no request is active$"):
+                session.warm_up()
+    assert list(found.values()) == expected
+
+
 def test_samples_are_a_function_of_the_seed_whatever_runs_beside(decoder):
     options = {"temperature": 1.0, "top_p": 0.95}
     together = make_session(decoder, sampling=True).generate(PROMPTS, 12, seed=7, **options).tokens
@@ -169,6 +205,11 @@ BAD_SESSIONS = {
 def test_a_session_that_cannot_run_is_refused_when_it_is_made(decoder, options, error, message):
     with pytest.raises(error, match=message):
         make_session(decoder, **options)
+
+
+def test_a_session_without_room_for_a_new_token_is_refused(decoder):
+    with pytest.raises(ValueError, match="max_model_len of the decoder must be at least 2"):
+        make_session(decoder_for(decoder.model, 1))
 
 
 def test_a_session_wants_a_decoder_not_a_model(decoder):

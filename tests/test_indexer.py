@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cache import python_groups
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_ops import dispatch
 from mla_ops.formats import allocate_cache, geometry
@@ -262,6 +263,21 @@ def test_paged_scores_are_those_of_float64(cache_format: str, lowering: str) -> 
         error = (scores[token, :length].double() - expected[token, columns]).abs()
         assert (error <= bound[token, columns]).all()
         assert (scores[token, length:] == -INF).all()
+
+
+@pytest.mark.parametrize("op", [torch.ops.mla.paged_indexer_logits, torch.ops.mla.select_keys], ids=str)
+def test_a_block_of_more_keys_than_kernels_count_bytes_of_is_refused(op: Any) -> None:
+    """Kernels would read keys in front of the block. Fake tensors: such a cache takes 4 GiB."""
+    with FakeTensorMode():
+        q, weights = torch.empty(1, 4, 128, dtype=torch.bfloat16), torch.empty(1, 4)
+        token, table = torch.empty(1, dtype=torch.int32), torch.empty(1, 1, dtype=torch.int32)
+        for block_size in (2**24 - 1, 2**24):
+            call = q, torch.empty(1, block_size, 128, dtype=torch.bfloat16), weights, token, table, token, 9, "bf16"
+            if block_size < 2**24:
+                op(*call)
+        message = f"{op}: index_cache must have at most 16777215 keys a block, got 16777216"
+        with pytest.raises(ValueError, match=f"^{message.removeprefix('mla.')}$"):
+            op(*call)
 
 
 def test_garbage_in_a_table_scores_minus_infinity(lowering: str) -> None:

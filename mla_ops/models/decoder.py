@@ -38,8 +38,8 @@ def decoder_for(
     Raises:
         TypeError: not a transformers model, one of a model type that is not supported, or one without a head.
         ValueError: a geometry without a cache format, a RoPE type that depends on the sequence length, weights that are
-            quantized, or spread over devices, or not loaded; heads or widths that do not divide over the ranks, or a
-            model type that does not run over ranks.
+            quantized, spread over devices, not loaded, or under an adapter in `kv_b_proj` or experts; heads or widths
+            that do not divide over the ranks, or a model type that does not run over ranks.
     """
     return Decoder(model, max_model_len, Ranks.of(tp_mesh, dcp_mesh, interleave))
 

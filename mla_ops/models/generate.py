@@ -131,6 +131,8 @@ class GenerationSession:
         check_sizes("", 1, max_num_requests=max_num_requests)
         check_sizes("", 1, block_size=block_size)
         check_sizes("", 1, prefill_tokens=prefill_tokens)
+        if decoder.max_model_len < 2:
+            raise ValueError("a request has a prompt and a new token: max_model_len of the decoder must be at least 2")
         device = decoder.device
         self.decoder = decoder
         if cuda_graph and device.type != "cuda":
@@ -184,6 +186,7 @@ class GenerationSession:
         self.top_p = zeros(max_num_requests, dtype=torch.float32)
         self.seeds = zeros(max_num_requests)
         self.waiting: deque[Request] = deque()
+        self.events: deque[TokenEvent] = deque()  # those that nobody has taken
         self.totals = GenerationResult([])
         self._submitted = 0
         self.logits: torch.Tensor | None = None
@@ -290,8 +293,7 @@ class GenerationSession:
         """Records the decode step in a CUDA graph. Call it while no row is active."""
         if self._graph is not None:
             return
-        if bool(self.active.any()):
-            raise RuntimeError("capture() runs decode steps to warm up: call it while no request is active")
+        self._check_inactive("capture")
         stream = torch.cuda.Stream(self.decoder.device)
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
@@ -338,7 +340,11 @@ class GenerationSession:
 
         Args:
             progress: called with what comes next, in words.
+
+        Raises:
+            RuntimeError: a request is active.
         """
+        self._check_inactive("warm_up")
         decoder = self.decoder
         tell = progress or (lambda what: None)
         if decoder.device.type == "cuda":
@@ -401,11 +407,14 @@ class GenerationSession:
         check_sizes("", 1, steps_per_check=steps_per_check)
         if self.cuda_graph:
             self.capture()
-        while self.waiting or any(not slot.free for slot in self.slots):
-            yield from self._round(steps_per_check)
+        while not self._idle:
+            if not self.events:
+                self._round(steps_per_check)
+            while self.events:
+                yield self.events.popleft()
 
-    def _round(self, steps: int) -> list[TokenEvent]:
-        """Starts the requests that there is room for, decodes some steps, and reads what came."""
+    def _round(self, steps: int) -> None:
+        """Starts the requests that there is room for, decodes some steps, and reads what came into `events`."""
         self._synchronize()
         began = time.perf_counter()
         for row, slot in enumerate(self.slots):
@@ -430,7 +439,6 @@ class GenerationSession:
             self.step()
         active, counts = self.active.tolist(), self.num_generated.tolist()
         self.totals.decode_seconds += time.perf_counter() - middle
-        events = []
         for row, slot in enumerate(self.slots):
             if slot.free:
                 continue
@@ -438,10 +446,9 @@ class GenerationSession:
             # the first token of a request comes from its prefill
             self.totals.decode_tokens += len(tokens) - (slot.sent == 0)
             slot.sent = counts[row]
-            events.append(TokenEvent(slot.request, tokens, not active[row]))
+            self.events.append(TokenEvent(slot.request, tokens, not active[row]))
             if not active[row]:
                 self.release(row)
-        return events
 
     def generate(
         self,
@@ -454,7 +461,7 @@ class GenerationSession:
         steps_per_check: int = 1,
         progress: Callable[[int, int], None] | None = None,
     ) -> GenerationResult:
-        """Continues every prompt.
+        """Continues every prompt. If it fails or is interrupted, the session is idle.
 
         Args:
             prompts: token ids, at least one each.
@@ -466,9 +473,9 @@ class GenerationSession:
 
         Raises:
             TypeError: `prompts` is no sequence of sequences of ints.
-            ValueError: as `submit` raises it; or other requests are running.
+            ValueError: as `submit` raises it; or other requests are running, or have tokens that `stream` did not give.
         """
-        if self.waiting or any(not slot.free for slot in self.slots):
+        if not self._idle:
             raise ValueError("generate() needs an idle session: submit() adds to the requests that run")
         check_sizes("", 1, steps_per_check=steps_per_check)
         check_sizes("", -(2**63), most=2**64 - 1, seed=seed)
@@ -479,11 +486,31 @@ class GenerationSession:
         ]
         self.totals = result = GenerationResult([[] for _ in prompts])
         place = {self._enqueue(request): i for i, request in enumerate(requests)}
-        for event in self.stream(steps_per_check=steps_per_check):
-            result.tokens[place[event.request]] += event.tokens
-            if progress is not None:
-                progress(sum(map(len, result.tokens)), sum(request.max_new_tokens for request in requests))
+        try:
+            for event in self.stream(steps_per_check=steps_per_check):
+                result.tokens[place[event.request]] += event.tokens
+                if progress is not None:
+                    progress(sum(map(len, result.tokens)), sum(request.max_new_tokens for request in requests))
+        except BaseException:
+            self._drop_requests()
+            raise
         return result
+
+    @property
+    def _idle(self) -> bool:
+        return not self.waiting and not self.events and all(slot.free for slot in self.slots)
+
+    def _drop_requests(self) -> None:
+        self.waiting.clear()
+        self.events.clear()
+        for row, slot in enumerate(self.slots):
+            if not slot.free:
+                self.release(row)
+        self.active.zero_()
+
+    def _check_inactive(self, method: str) -> None:
+        if bool(self.active.any()):
+            raise RuntimeError(f"{method}() runs steps of its own: call it while no request is active")
 
     def _enqueue(self, request: Request) -> int:
         number = self._submitted

@@ -115,7 +115,7 @@ def read_model(model: Any, max_model_len: int) -> TextModel:
     Raises:
         TypeError: not a transformers model, one of a model type that is not supported, or one without a head.
         ValueError: a geometry without a cache format, a RoPE type that depends on the sequence length, weights that are
-            quantized, or spread over devices, or not loaded.
+            quantized, spread over devices, not loaded, or under an adapter in `kv_b_proj` or experts.
     """
     if isinstance(model, (str, PathLike)):
         raise TypeError(
@@ -154,6 +154,7 @@ def read_model(model: Any, max_model_len: int) -> TextModel:
     backbone = model.model.language_model if found in WRAPPERS else model.model
     _check_config(config, model_type, max_model_len)
     _check_weights({"": backbone, "lm_head.": model.lm_head})
+    _check_adapters(backbone)
     softcap = getattr(config, "final_logit_softcapping", None) if inner == "mistral_large4_text" else None
     return TextModel(model_type, config, backbone, model.lm_head, softcap)
 
@@ -212,6 +213,19 @@ def _check_weights(modules: dict[str, Any]) -> None:
             f"decoder_for: all weights must be on one device, got {places}: load without device_map='auto', "
             "which spreads or offloads them"
         )
+
+
+def _check_adapters(backbone: Any) -> None:
+    """Raises ValueError for adapters (peft's layers have a `base_layer`) of modules whose weights are read, not called.
+
+    Elsewhere a module is called as it is, its adapter with it.
+    """
+    for name, module in backbone.named_modules():
+        if name.rpartition(".")[2] in ("kv_b_proj", "experts") and hasattr(module, "base_layer"):
+            raise ValueError(
+                f"decoder_for: {name} has an adapter, {type(module).__name__}, which would be left out, since its "
+                "weight is read as it is: merge adapters into the weights first, as peft's merge_and_unload does"
+            )
 
 
 def dtype_and_device(backbone: Any) -> tuple[torch.dtype, torch.device]:

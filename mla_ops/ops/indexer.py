@@ -23,6 +23,7 @@ from ._checks import (
 
 SCORED_DTYPES = (torch.float8_e4m3fn, *FLOAT_DTYPES)
 MAX_TOPK = 4096
+MAX_BLOCK_SIZE = 2**24 - 1  # kernels that score keys multiply one by 128 bytes in 32 bits
 INDEX_QUERY_DIMS = (("num_tokens", None), ("num_heads", None), ("head_dim", INDEX_DIM))
 
 
@@ -225,6 +226,10 @@ def _check_paged(
     cache_format: str,
 ) -> None:
     entry = _check_index_cache(op, index_cache, cache_format, q.device)
+    block_size = geometry(index_cache, cache_format).block_size
+    # a symbolic one is checked when the op runs, so that no graph has this bound
+    if type(block_size) is int and block_size > MAX_BLOCK_SIZE:
+        raise ValueError(f"{op}: index_cache must have at most {MAX_BLOCK_SIZE} keys a block, got {block_size}")
     _check_queries(op, q, weights, (entry.value_dtype,))
     tokens = (("num_tokens", q.shape[0]),)
     check_tensor(op, "lengths", lengths, INT32, tokens, q.device)
@@ -257,7 +262,7 @@ def paged_indexer_logits(
 
     Args:
         q: `[num_tokens, num_heads, 128]`: float8_e4m3fn for `fp8_index`, else the cache's dtype.
-        index_cache: as `write_index_cache` writes it; only read.
+        index_cache: as `write_index_cache` writes it, in blocks of at most 2**24 - 1 keys; only read.
         weights: `[num_tokens, num_heads]` float32.
         lengths: `[num_tokens]` int32, keys that each token sees; cut to `max_length` and to what the table holds.
         block_table: `[num_requests, max_blocks]` int32. A position in a block outside the cache scores -inf.

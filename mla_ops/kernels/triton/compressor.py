@@ -110,7 +110,7 @@ def _store_planar(entry, start, offset, block_size, HEAD_DIM: tl.constexpr):
     tl.store(row + column, encode(bits, exponent[:, None]).to(tl.uint8), mask=latent)
     rope = (row + V4_LATENT).to(tl.pointer_type(tl.bfloat16)) + (column - V4_LATENT)
     tl.store(rope, narrow(value, tl.bfloat16), mask=(group == 7)[:, None])
-    scales = start + (block_size * V4_ROW_BYTES).to(tl.int64) + offset * V4_SCALE_BYTES
+    scales = start + block_size.to(tl.int64) * V4_ROW_BYTES + offset * V4_SCALE_BYTES
     tl.store(scales + group, tl.where(group < 7, exponent + 127, 0).to(tl.uint8))
 
 
