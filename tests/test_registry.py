@@ -259,3 +259,10 @@ def test_numbers_and_strings_of_another_type_are_type_errors() -> None:
             mla_ops.convert_req_index_to_global_index(*arguments)
     with pytest.raises(TypeError, match=r"^quantize_index_query: scale must be of type float, got str$"):
         mla_ops.quantize_index_query(torch.zeros(1, 1, 128), torch.zeros(1, 1), "1")
+
+
+@pytest.mark.parametrize("extra", [{}, {"extra_kv_cache": torch.zeros(1, 1, 512), "extra_indices": torch.zeros(1, 1)}])
+def test_parts_of_a_function_say_its_name(extra: dict[str, torch.Tensor]) -> None:
+    x = torch.zeros(1, 1, 512)
+    with pytest.raises(TypeError, match=r"^paged_sparse_attention: indices must be of type Tensor, got list$"):
+        mla_ops.paged_sparse_attention(x, x, [[0]], 1.0, "fp32", **extra)
