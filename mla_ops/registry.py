@@ -189,6 +189,9 @@ def _public(op: torch._ops.OpOverload, contract: Callable[..., Any], result: str
     RuntimeError, which prints the whole value.
     """
     signature = inspect.signature(contract).replace(return_annotation=result)
+    name = contract.__name__
+    if name.startswith("_"):  # a part of the function that has the op's name
+        name = op._schema.name.removeprefix("mla::")
 
     @functools.wraps(contract)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -198,10 +201,10 @@ def _public(op: torch._ops.OpOverload, contract: Callable[..., Any], result: str
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as wrong:
-                raise TypeError(f"{contract.__name__}: {wrong}") from None
+                raise TypeError(f"{name}: {wrong}") from None
             if wrong_type := _WRONG_TYPE.search(str(error)):
                 expected, argument, found = wrong_type.groups()
-                raise TypeError(f"{contract.__name__}: {argument} must be of type {expected}, got {found}") from None
+                raise TypeError(f"{name}: {argument} must be of type {expected}, got {found}") from None
             raise
 
     function.__annotations__ = {**contract.__annotations__, "return": result}

@@ -8,8 +8,20 @@ from typing import Any
 import torch
 
 from . import ops
-from .formats import INDEX_DIM, LATENT_DIM, PLAIN, ROPE_DIM, allocate_cache, get_format, index_format_of
+from .formats import (
+    INDEX_DIM,
+    LATENT_DIM,
+    LATENT_FORMATS,
+    PLAIN,
+    ROPE_DIM,
+    CacheFormat,
+    allocate_cache,
+    get_format,
+    index_format_of,
+)
 from .metadata import StepMetadata, V4StepMetadata
+from .ops._checks import FLOAT_DTYPES, MAX_NUM_HEADS, QUERY_DIMS
+from .ops.dense_attention import MAX_HEAD_DIM
 from .sizes import check_sizes
 
 # Keys of the contexts that paged_attention is warmed up with. One program or CTA reads the first, several share each of
@@ -65,8 +77,12 @@ def warmup(
     entry = get_format(cache_format, "warmup")
     head_dim = entry.head_dims[0] if head_dim is None else head_dim
     dtype = PLAIN.get(cache_format, torch.bfloat16) if dtype is None else dtype
-    check_sizes("warmup", 1, num_heads=num_heads, topk=topk, head_dim=head_dim, block_size=block_size)
+    check_sizes("warmup", 1, topk=topk, head_dim=head_dim, block_size=block_size)
+    check_sizes("warmup", 1, most=MAX_NUM_HEADS, num_heads=num_heads)
     check_sizes("warmup", 0, index_heads=index_heads)
+    _check_widths(entry, head_dim, q_halves, prefill_head_dims)
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"warmup: dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
     counts = _token_counts(num_tokens)
     kv_cache = allocate_cache(cache_format, 2, block_size, head_dim=head_dim, device=device)
     query_dtype = dtype if entry.quantized else kv_cache.dtype
@@ -92,6 +108,20 @@ def warmup(
     _warm_up_prefill(num_heads, prefill_head_dims, query_dtype, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _check_widths(entry: CacheFormat, head_dim: int, q_halves: bool, prefill_head_dims: Any) -> None:
+    if entry.index_only:
+        raise ValueError(f"warmup: cache_format must be one of {sorted(LATENT_FORMATS)}, got '{entry.name}'")
+    allowed = [width for width in entry.head_dims if width in QUERY_DIMS]
+    if head_dim not in allowed:
+        raise ValueError(f"warmup: head_dim must be one of {allowed} for cache_format '{entry.name}', got {head_dim}")
+    if q_halves and head_dim == LATENT_DIM:
+        raise ValueError(f"warmup: q_halves goes with queries of a latent and RoPE dims, got head_dim {head_dim}")
+    if not isinstance(prefill_head_dims, Sequence) or len(prefill_head_dims) != 2:
+        raise TypeError(f"warmup: prefill_head_dims must be two integers, got {prefill_head_dims!r}")
+    for width in prefill_head_dims:
+        check_sizes("warmup", 1, most=MAX_HEAD_DIM, prefill_head_dims=width)
 
 
 def _token_counts(num_tokens: Any) -> list[int]:

@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from mla_ops.kernels.hopper.sources import SOURCES
 
 HERE = Path(__file__).parent
@@ -32,6 +34,10 @@ def build(source: str, folder: Path, *options: str) -> ctypes.CDLL:
     finished = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     return ctypes.CDLL(str(made))
+
+
+def pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
 
 
 class Launch(NamedTuple):

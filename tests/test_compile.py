@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 import mla_ops  # noqa: F401  registers the ops
 from mla_ops.formats import FORMATS, allocate_cache
 from mla_ops.testing.checks import (
+    assert_all_same,
     assert_same_bits,
     large_allocations,
     record_calls,
@@ -145,12 +146,6 @@ LONGEST = [write_attend_write_attend, attend_write_attend, gather_write_gather, 
 longest_programs = pytest.mark.parametrize("program", LONGEST, ids=lambda program: program.__name__.replace("_", " "))
 
 
-def assert_same(actual: Any, expected: Any, what: str) -> None:
-    actual, expected = torch.utils._pytree.tree_leaves(actual), torch.utils._pytree.tree_leaves(expected)
-    for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
-        assert_same_bits(left, right, f"{what} {index}")
-
-
 def run_eager_and_compiled(
     program: Callable[..., Any], cache_format: str, **compile_options: Any
 ) -> tuple[torch.Tensor, list[str], list[tuple[str, dict[str, Any]]]]:
@@ -162,7 +157,7 @@ def run_eager_and_compiled(
     compiled = torch.compile(program, fullgraph=True, **compile_options)
     with record_calls() as calls:
         actual, codes = run_and_get_code(compiled, cache, first, second, cache_format)
-    assert_same(actual, expected, "compiled against eager, output")
+    assert_all_same(actual, expected, "compiled against eager, output")
     assert_same_bits(cache, eager_cache, "compiled against eager, kv_cache")
     assert codes
     return cache, codes, calls
@@ -212,7 +207,7 @@ def test_no_copy_of_a_cache_that_is_a_module_buffer(program: Callable[..., Any])
     expected = program(eager_cache, first, second, "fp8_ds_mla")
     with record_calls() as calls:
         actual, codes = run_and_get_code(torch.compile(layer, fullgraph=True), first, second)
-    assert_same(actual, expected, "compiled against eager, output")
+    assert_all_same(actual, expected, "compiled against eager, output")
     assert_same_bits(layer.kv_cache, eager_cache, "compiled against eager, kv_cache")
     assert_no_copy(layer.kv_cache, codes, calls)
 
@@ -246,8 +241,8 @@ def test_no_copy_of_either_of_two_caches(extra_format: str, dynamic: bool | None
     expected = two_caches(*eager, steps)
     with record_calls() as calls:
         actual, codes = run_and_get_code(torch.compile(two_caches, fullgraph=True, dynamic=dynamic), *caches, steps)
-    assert_same(actual, expected, "compiled against eager, output")
-    assert_same(caches, eager, "compiled against eager, cache")
+    assert_all_same(actual, expected, "compiled against eager, output")
+    assert_all_same(caches, eager, "compiled against eager, cache")
     assert ReinplaceCounters.get_total_missed() == 0
     assert large_allocations(codes, extra[:8].numel()) == []
     pointers = {cache.data_ptr() for cache in caches}
@@ -268,7 +263,7 @@ def test_order_of_reads_and_writes_holds_in_a_graph_compiled_for_training(progra
         outputs = torch.utils._pytree.tree_leaves(program(cache, first, second, "bf16"))
         return [output * weight for output in outputs if output.shape[-1] == 512]
 
-    assert_same(torch.compile(scaled, fullgraph=True)(cache), scaled(eager_cache), "compiled against eager, output")
+    assert_all_same(torch.compile(scaled, fullgraph=True)(cache), scaled(eager_cache), "compiled against eager, output")
     assert_same_bits(cache, eager_cache, "compiled against eager, kv_cache")
 
 
@@ -286,7 +281,7 @@ def test_out_overloads_write_the_persistent_buffers_themselves() -> None:
     with record_calls() as calls:
         actual, codes = run_and_get_code(torch.compile(layer, fullgraph=True), cache, out, lse)
     torch.testing.assert_close(actual, expected)
-    assert_same((cache, out, lse), (eager_cache, eager_out, eager_lse), "compiled against eager, buffer")
+    assert_all_same((cache, out, lse), (eager_cache, eager_out, eager_lse), "compiled against eager, buffer")
     assert ReinplaceCounters.get_total_missed() == 0
     assert large_allocations(codes, out.numel()) == []
     _, arguments = calls[-1]
@@ -304,7 +299,7 @@ def test_out_overload_into_a_buffer_that_the_graph_allocates_is_not_copied() -> 
         return out, lse
 
     actual, codes = run_and_get_code(torch.compile(layer, fullgraph=True), cache, step[3])
-    assert_same(actual, layer(cache, step[3]), "compiled against eager, output")
+    assert_all_same(actual, layer(cache, step[3]), "compiled against eager, output")
     assert ReinplaceCounters.get_total_missed() == 0
     assert len(large_allocations(codes, actual[0].numel())) == 1, "the buffer itself, and nothing else of its size"
 
@@ -350,7 +345,7 @@ def test_every_other_out_overload_writes_its_buffers_in_place() -> None:
     step(eager)
     with record_calls() as calls:
         _, codes = run_and_get_code(torch.compile(step, fullgraph=True), compiled)
-    assert_same(compiled, eager, "compiled against eager, buffer")
+    assert_all_same(compiled, eager, "compiled against eager, buffer")
     assert ReinplaceCounters.get_total_missed() == 0
     assert large_allocations(codes, 4 * HEADS * 576 + 1) == []
     passed = {tensor.data_ptr() for _, arguments in calls for tensor in arguments.values() if torch.is_tensor(tensor)}
@@ -382,7 +377,7 @@ def test_one_graph_for_every_number_of_tokens(sizes: tuple[int, ...], backend: s
     actual = run_without_recompiling(
         layer, calls, unbacked=lambda *args: [(tensor, 0) for tensor in args[:-1]], backend=backend
     )
-    assert_same(actual, expected, "compiled against eager, output")
+    assert_all_same(actual, expected, "compiled against eager, output")
     assert_same_bits(cache, eager_cache, "compiled against eager, kv_cache")
 
 
@@ -397,7 +392,7 @@ def test_one_graph_for_every_number_of_tokens_over_two_caches() -> None:
         step = Step(num_tokens, "fp8_ds_mla_v4")
         calls.append((step.q, step.indices, step.indices.flip(1), *caches))
     actual = run_without_recompiling(two_caches, calls, unbacked=lambda *args: [(tensor, 0) for tensor in args[:3]])
-    assert_same(actual, [two_caches(*call) for call in calls], "compiled against eager, output")
+    assert_all_same(actual, [two_caches(*call) for call in calls], "compiled against eager, output")
 
 
 def test_one_graph_for_every_number_of_tokens_written_into_buffers() -> None:
@@ -411,7 +406,7 @@ def test_one_graph_for_every_number_of_tokens_written_into_buffers() -> None:
         calls.append((step.q, step.indices, out, lse, cache))
     run_without_recompiling(into_buffers, calls, unbacked=lambda *args: [(tensor, 0) for tensor in args[:-1]])
     for q, indices, out, lse, _ in calls:
-        assert_same((out, lse), mla.paged_sparse_attention(q, cache, indices, SCALE, "bf16"), "compiled, buffer")
+        assert_all_same((out, lse), mla.paged_sparse_attention(q, cache, indices, SCALE, "bf16"), "compiled, buffer")
 
 
 @pytest.mark.parametrize("contiguous", [True, False], ids=["a table of its own", "a slice of a table at capacity"])
@@ -452,7 +447,7 @@ def test_one_graph_for_every_number_of_requests_and_width_of_the_block_table(con
         return [(tensor, 0) for tensor in (q, indices, requests, table, lens, starts)] + [(table, 1)]
 
     actual = run_without_recompiling(translated, calls, unbacked=unbacked)
-    assert_same(actual, [translated(*call) for call in calls], "compiled against eager, output")
+    assert_all_same(actual, [translated(*call) for call in calls], "compiled against eager, output")
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -487,7 +482,7 @@ def test_one_graph_for_the_index_builders_whatever_the_batch_and_the_block_table
         return [(tensor, 0) for tensor in (positions, requests, chosen, table, lens)] + [(chosen, 1), (table, 1)]
 
     actual = run_without_recompiling(build, calls, unbacked=unbacked, backend=backend)
-    assert_same(actual, [build(*call) for call in calls], "compiled against eager, output")
+    assert_all_same(actual, [build(*call) for call in calls], "compiled against eager, output")
 
 
 def test_one_graph_for_every_top_k_and_every_number_of_keys() -> None:
@@ -500,7 +495,7 @@ def test_one_graph_for_every_top_k_and_every_number_of_keys() -> None:
         q, kv = torch.randn(3, HEADS, 512, generator=generator), torch.randn(num_kv, 512, generator=generator)
         calls.append((q, kv, torch.randint(-1, num_kv + 1, (3, topk), dtype=torch.int32, generator=generator)))
     actual = run_without_recompiling(flat, calls, unbacked=lambda q, kv, indices: [(kv, 0), (indices, 1)])
-    assert_same(actual, [flat(*call) for call in calls], "compiled against eager, output")
+    assert_all_same(actual, [flat(*call) for call in calls], "compiled against eager, output")
 
 
 def test_one_graph_for_every_batch_that_fits_the_step_buffers() -> None:
@@ -532,7 +527,7 @@ def test_one_graph_for_every_batch_that_fits_the_step_buffers() -> None:
     for starts, lens, table, *buffers in calls:
         expected = new_buffers()
         build(starts, lens, table, *expected)
-        assert_same(buffers, expected, f"{len(lens)} requests, compiled against eager, buffer")
+        assert_all_same(buffers, expected, f"{len(lens)} requests, compiled against eager, buffer")
 
 
 def test_default_compile_settles_after_a_few_sizes() -> None:

@@ -4,11 +4,13 @@ The model is small, the attention's geometry is the real one, every layer is den
 logits are then a smooth function of the rounding errors. Against transformers itself.
 """
 
+import functools
 import math
 from typing import Any
 
 import pytest
 import torch
+import transformers_oracle
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "DeepseekV3ForCausalLM"):
@@ -93,11 +95,7 @@ def continuations(model):
     return [stock_generate(model, [prompt], limit).tokens[0] for prompt, limit in zip(PROMPTS, LIMITS, strict=True)]
 
 
-def assert_float32_equal(actual, expected):
-    """Equal to float32 rounding: the roundings of sums of up to 512 terms, over all matmuls of the depth, as a walk."""
-    longest_sum, matmuls = 512, 9 * NUM_LAYERS
-    unit = torch.finfo(torch.float32).eps * math.sqrt(longest_sum * matmuls)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=unit * expected.abs().max().item())
+assert_float32_equal = functools.partial(transformers_oracle.assert_float32_equal, matmuls=9 * NUM_LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ The model is small, the attention's geometry is the real one (keys of 512, group
 """
 
 import copy
+import functools
 import math
 import random
 import statistics
 
 import pytest
 import torch
+import transformers_oracle
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "DeepseekV4ForCausalLM"):
@@ -133,11 +135,7 @@ def forced_logits(runner, tokens, sizes):
     return torch.cat(found)
 
 
-def assert_float32_equal(actual, expected):
-    """Equal to float32 rounding: the roundings of sums of up to 512 terms, over all matmuls of the depth, as a walk."""
-    longest_sum, matmuls = 512, 14 * NUM_LAYERS
-    unit = torch.finfo(torch.float32).eps * math.sqrt(longest_sum * matmuls)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=unit * expected.abs().max().item())
+assert_float32_equal = functools.partial(transformers_oracle.assert_float32_equal, matmuls=14 * NUM_LAYERS)
 
 
 STEPS = {
@@ -223,17 +221,7 @@ LIMITS = [30, 12, 20, 30, 9]
 
 @pytest.fixture(scope="module")
 def continuations(model):
-    """transformers' own greedy continuation of each prompt, one at a time."""
-    return [
-        model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=limit,
-            do_sample=False,
-            pad_token_id=0,
-        )[0, len(prompt) :].tolist()
-        for prompt, limit in zip(PROMPTS, LIMITS, strict=True)
-    ]
+    return transformers_oracle.greedy_continuations(model, PROMPTS, LIMITS)
 
 
 SESSION = {"max_num_requests": 2, "cache_format": "fp32", "block_size": 128, "prefill_tokens": 60, "cuda_graph": False}

@@ -7,12 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from seeded import int32, normal
 from torch._dynamo.utils import ReinplaceCounters
 from torch._inductor.utils import run_and_get_code
 
 import mla_ops  # noqa: F401  registers the ops
 from mla_ops.formats import allocate_cache
-from mla_ops.testing.checks import assert_same_bits, large_allocations, record_calls, run_without_recompiling
+from mla_ops.testing.checks import (
+    assert_all_same,
+    assert_same_bits,
+    large_allocations,
+    record_calls,
+    run_without_recompiling,
+)
 
 mla = torch.ops.mla
 
@@ -23,20 +30,6 @@ SCALE = 0.1
 
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-
-
-def int32(seed: int, high: int, *shape: int) -> torch.Tensor:
-    return torch.randint(-1, high, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
-
-
-def assert_same(actual: Any, expected: Any, what: str) -> None:
-    actual, expected = torch.utils._pytree.tree_leaves(actual), torch.utils._pytree.tree_leaves(expected)
-    for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
-        assert_same_bits(left, right, f"{what} {index}")
 
 
 def new_cache(cache_format: str) -> torch.Tensor:
@@ -84,7 +77,7 @@ def test_no_copy_of_a_cache_and_the_bits_of_eager(
     compiled = torch.compile(program, fullgraph=True, dynamic=dynamic)
     with record_calls() as calls:
         actual, codes = run_and_get_code(compiled, cache, step, cache_format)
-    assert_same(actual, expected, "compiled against eager, output")
+    assert_all_same(actual, expected, "compiled against eager, output")
     assert_same_bits(cache, eager_cache, "compiled against eager, kv_cache")
     assert ReinplaceCounters.get_total_missed() == 0
     # with dynamic shapes the row width is all that can be seen of a cache's size
@@ -119,7 +112,7 @@ def test_out_overloads_write_their_buffers_in_place() -> None:
     step(eager)
     with record_calls() as calls:
         _, codes = run_and_get_code(torch.compile(step, fullgraph=True), compiled)
-    assert_same(compiled, eager, "compiled against eager, buffer")
+    assert_all_same(compiled, eager, "compiled against eager, buffer")
     assert ReinplaceCounters.get_total_missed() == 0
     assert large_allocations(codes, 3 * HEADS * 128) == []
     passed = {tensor.data_ptr() for _, arguments in calls for tensor in arguments.values() if torch.is_tensor(tensor)}
@@ -144,7 +137,7 @@ def test_one_graph_for_every_batch_of_a_prefill(backend: str) -> None:
     actual = run_without_recompiling(
         prefill, calls, unbacked=lambda *args: [(tensor, 0) for tensor in args], backend=backend
     )
-    assert_same(actual, [prefill(*call) for call in calls], "compiled against eager, output")
+    assert_all_same(actual, [prefill(*call) for call in calls], "compiled against eager, output")
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -166,7 +159,7 @@ def test_one_graph_for_every_batch_of_a_decode(backend: str) -> None:
         unbacked=lambda q, table, own, lens: [(q, 0), (table, 0), (table, 1), (own, 0), (lens, 0)],
         backend=backend,
     )
-    assert_same(actual, [decode(*call) for call in calls], "compiled against eager, output")
+    assert_all_same(actual, [decode(*call) for call in calls], "compiled against eager, output")
 
 
 def test_one_graph_for_any_number_of_parts() -> None:
@@ -175,4 +168,4 @@ def test_one_graph_for_any_number_of_parts() -> None:
 
     calls = [(normal(1, n, 3, HEADS, 128), torch.randn(n, 3, HEADS)) for n in (2, 1, 0, 7)]
     actual = run_without_recompiling(merge, calls, unbacked=lambda outs, lses: [(outs, 0), (lses, 0)])
-    assert_same(actual, [merge(*call) for call in calls], "compiled against eager, output")
+    assert_all_same(actual, [merge(*call) for call in calls], "compiled against eager, output")

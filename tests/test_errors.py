@@ -359,13 +359,31 @@ def test_a_size_that_is_no_integer_or_out_of_bounds_is_refused(function: str, na
 
 
 def test_a_warm_up_names_what_it_does_not_take() -> None:
-    usual = {"num_heads": 2, "topk": 2, "device": "cpu"}
+    usual = {"cache_format": "bf16", "num_tokens": [1], "num_heads": 2, "topk": 2, "device": "cpu"}
+    two = "prefill_head_dims must be two integers, got"
     for change, kind, message in (
-        ({"cache_format": "bf16", "num_tokens": 3}, TypeError, "num_tokens must be a list of integers, got int 3"),
-        ({"cache_format": "bf16", "num_tokens": [-1]}, ValueError, "num_tokens must be at least 0, got -1"),
-        ({"cache_format": ["bf16"], "num_tokens": [1]}, ValueError, "cache_format must be one of"),
+        ({"num_tokens": 3}, TypeError, "num_tokens must be a list of integers, got int 3"),
+        ({"num_tokens": [-1]}, ValueError, "num_tokens must be at least 0, got -1"),
+        ({"cache_format": ["bf16"]}, ValueError, "cache_format must be one of"),
+        (
+            {"cache_format": "fp8_index"},
+            ValueError,
+            "cache_format must be one of ['bf16', 'fp16', 'fp32', 'fp8_ds_mla'",
+        ),
+        ({"num_heads": 129}, ValueError, "num_heads must be at most 128, got 129"),
+        ({"head_dim": 128}, ValueError, "head_dim must be one of [576, 512] for cache_format 'bf16', got 128"),
+        ({"head_dim": 512, "q_halves": True}, ValueError, "q_halves goes with queries of a latent and RoPE dims"),
+        (
+            {"dtype": "bfloat16"},
+            TypeError,
+            "dtype must be one of torch.bfloat16, torch.float16, torch.float32, got 'bf",
+        ),
+        ({"prefill_head_dims": 192}, TypeError, f"{two} 192"),
+        ({"prefill_head_dims": (1, 2, 3)}, TypeError, f"{two} (1, 2, 3)"),
+        ({"prefill_head_dims": (0, 128)}, ValueError, "prefill_head_dims must be at least 1, got 0"),
     ):
-        assert message_of(lambda c=change: mla_ops.warmup(**usual, **c), kind).startswith(f"warmup: {message}")
+        found = message_of(lambda c=change: mla_ops.warmup(**{**usual, **c}), kind)
+        assert found.startswith(f"warmup: {message}")
 
 
 def test_a_cache_of_a_width_that_its_format_has_not_is_refused() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import fresh
 import pytest
 import torch
+from seeded import int32, normal
 from torch.export import Dim
 
 import mla_ops
 from mla_ops.formats import allocate_cache
-from mla_ops.testing.checks import assert_same_bits
+from mla_ops.testing.checks import assert_all_same, assert_same_bits
 
 mla = torch.ops.mla
 
@@ -28,14 +29,6 @@ REPOSITORY = str(Path(mla_ops.__file__).parents[1])
 NUM_TOKENS_DIM = Dim("num_tokens", min=0, max=4096)
 NUM_REQUESTS_DIM = Dim("num_requests", min=0, max=512)
 NUM_KV_DIM = Dim("num_kv", min=0, max=4096)
-
-
-def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-
-
-def int32(seed: int, high: int, *shape: int) -> torch.Tensor:
-    return torch.randint(-1, high, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
 
 
 def step(num_tokens: int) -> tuple[torch.Tensor, ...]:
@@ -224,12 +217,6 @@ for name in sys.argv[2:]:
 """
 
 
-def assert_same(actual: Any, expected: Any, what: str) -> None:
-    actual, expected = torch.utils._pytree.tree_leaves(actual), torch.utils._pytree.tree_leaves(expected)
-    for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
-        assert_same_bits(left, right, f"{what} {index}")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Exports and saves every module here, loads and runs it in one fresh process."""
@@ -252,8 +239,8 @@ def test_a_saved_program_gives_the_bits_of_eager_in_a_fresh_process(kind: Any, f
     written_arguments, results, buffers = torch.load(folder / f"{kind.__name__}.results.pt")
     eager, calls = kind(), kind.calls()
     expected = [eager(*call) for call in calls]
-    assert_same(results, expected, "saved program against eager, output")
-    assert_same(written_arguments, calls, "saved program against eager, argument")
+    assert_all_same(results, expected, "saved program against eager, output")
+    assert_all_same(written_arguments, calls, "saved program against eager, argument")
     eager_buffers = dict(eager.named_buffers())
     assert buffers.keys() == eager_buffers.keys()
     for name, buffer in eager_buffers.items():
@@ -300,9 +287,9 @@ def test_functional_form_gives_the_bits_of_eager(kind: Any) -> None:
     program = torch.export.export(kind(), kind.calls()[2], dynamic_shapes=kind.dynamic_shapes).run_decompositions({})
     module, eager = program.module(), kind()
     for call, eager_call in zip(kind.calls(), kind.calls(), strict=True):
-        assert_same(module(*call), eager(*eager_call), "functional form against eager, output")
-        assert_same(call, eager_call, "functional form against eager, argument")
-    assert_same(dict(module.named_buffers()), dict(eager.named_buffers()), "functional form against eager, buffer")
+        assert_all_same(module(*call), eager(*eager_call), "functional form against eager, output")
+        assert_all_same(call, eager_call, "functional form against eager, argument")
+    assert_all_same(dict(module.named_buffers()), dict(eager.named_buffers()), "functional form against eager, buffer")
 
 
 def test_a_size_out_of_the_exported_range_is_an_error() -> None:

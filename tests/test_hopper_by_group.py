@@ -7,6 +7,7 @@ import ctypes
 import hopper_on_cpu
 import pytest
 import torch
+from hopper_on_cpu import pointer
 
 pytestmark = pytest.mark.skipif(hopper_on_cpu.NO_COMPILER, reason="needs a C++ compiler")
 
@@ -17,10 +18,6 @@ TURNS = 5
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return hopper_on_cpu.build("hopper_by_group.cpp", tmp_path_factory.mktemp("by_group"))
-
-
-def pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import ctypes
 
 import pytest
 import torch
-from hopper_on_cpu import NO_COMPILER, build
+from hopper_on_cpu import NO_COMPILER, build, pointer
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="no C++ compiler")
 
@@ -51,8 +51,8 @@ def test_each_dim_of_each_head_is_where_it_belongs(
         for tile in range(-(-num_heads // HEADS)):
             shared = torch.zeros(chunks * HEADS * 64, dtype=torch.int16)
             asked, count = (ctypes.c_void_p * 4096)(), ctypes.c_int()
-            tensors = (ctypes.c_void_p(latent.data_ptr()), ctypes.c_void_p(rope.data_ptr()), strides)
-            where = (num_heads, token, tile, threads, kind != "V4", ctypes.c_void_p(shared.data_ptr()))
+            tensors = pointer(latent), pointer(rope), strides
+            where = (num_heads, token, tile, threads, kind != "V4", pointer(shared))
             assert library.copy_row(*tensors, *where, asked, ctypes.byref(count))
             own = slice(tile * HEADS, min((tile + 1) * HEADS, num_heads))
             parts = [latent[token, own]] + ([] if kind == "V4" else [rope[token, own]])

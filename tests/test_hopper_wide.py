@@ -7,6 +7,7 @@ import ctypes
 import hopper_on_cpu
 import pytest
 import torch
+from hopper_on_cpu import pointer
 
 pytestmark = pytest.mark.skipif(hopper_on_cpu.NO_COMPILER, reason="needs a C++ compiler")
 
@@ -17,10 +18,6 @@ E4M3 = torch.float8_e4m3fn
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return hopper_on_cpu.build("hopper_wide.cpp", tmp_path_factory.mktemp("wide"))
-
-
-def pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def rows_of(v4: bool, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -5,11 +5,13 @@ unrelated to what the attention weighs: one flipped selection changes more than 
 test is about rounding, `index_topk` is larger than the text and every layer is dense, so that nothing is discontinuous.
 """
 
+import functools
 import math
 import re
 
 import pytest
 import torch
+import transformers_oracle
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "DeepseekV32ForCausalLM"):
@@ -57,24 +59,10 @@ def smooth_model():
 
 @pytest.fixture(scope="module")
 def continuations(model):
-    """transformers' own greedy continuation of each prompt, one at a time."""
-    return [
-        model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=limit,
-            do_sample=False,
-            pad_token_id=0,
-        )[0, len(prompt) :].tolist()
-        for prompt, limit in zip(PROMPTS, LIMITS, strict=True)
-    ]
+    return transformers_oracle.greedy_continuations(model, PROMPTS, LIMITS)
 
 
-def assert_float32_equal(actual, expected):
-    """Equal to float32 rounding: the roundings of sums of up to 512 terms, over all matmuls of the depth, as a walk."""
-    longest_sum, matmuls = 512, 9 * NUM_LAYERS
-    unit = torch.finfo(torch.float32).eps * math.sqrt(longest_sum * matmuls)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=unit * expected.abs().max().item())
+assert_float32_equal = functools.partial(transformers_oracle.assert_float32_equal, matmuls=9 * NUM_LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import mla_ops
 from mla_ops import dispatch, registry
 from mla_ops.testing import Sample, functional, op_names, output_names, sample_inputs
-from mla_ops.testing.checks import named_arguments
+from mla_ops.testing.checks import assert_all_same, assert_same_memory, clone_sample, named_arguments
 
 OUT_OPS = [name for name in op_names() if name != functional(name)]
 
@@ -178,10 +178,14 @@ def test_autograd_sees_that_a_saved_tensor_was_written(op_name: str, compiled: b
 @pytest.mark.parametrize("op_name", op_names())
 def test_inference_tensors_are_written_outside_of_inference_mode(op_name: str, device: torch.device) -> None:
     """A server may allocate a cache in inference mode, and use it in a step under no_grad, on every device."""
+    usual = sample_inputs(op_name, device)[0]
     with torch.inference_mode():
-        sample = sample_inputs(op_name, device)[0]
+        sample = clone_sample(usual)
     with torch.no_grad():
-        sample.op(*sample.args, **sample.kwargs)
+        returned, expected = (each.op(*each.args, **each.kwargs) for each in (sample, usual))
+    if expected is not None:
+        assert_all_same(returned, expected, "result")
+    assert_same_memory(sample, usual, "after the call")
 
 
 def test_versions_are_counted_for_any_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,3 +259,10 @@ def test_numbers_and_strings_of_another_type_are_type_errors() -> None:
             mla_ops.convert_req_index_to_global_index(*arguments)
     with pytest.raises(TypeError, match=r"^quantize_index_query: scale must be of type float, got str$"):
         mla_ops.quantize_index_query(torch.zeros(1, 1, 128), torch.zeros(1, 1), "1")
+
+
+@pytest.mark.parametrize("extra", [{}, {"extra_kv_cache": torch.zeros(1, 1, 512), "extra_indices": torch.zeros(1, 1)}])
+def test_parts_of_a_function_say_its_name(extra: dict[str, torch.Tensor]) -> None:
+    x = torch.zeros(1, 1, 512)
+    with pytest.raises(TypeError, match=r"^paged_sparse_attention: indices must be of type Tensor, got list$"):
+        mla_ops.paged_sparse_attention(x, x, [[0]], 1.0, "fp32", **extra)

@@ -10,12 +10,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
 from .. import dispatch
-from ..models import GenerationResult, GenerationSession, decoder_for
+from ..models import Decoder, GenerationResult, GenerationSession, decoder_for
 from ..models.evaluate import (
     Agreement,
     StockResult,
@@ -151,6 +151,22 @@ def make_prompts(
     return [prompt[:shortest] for prompt in prompts]
 
 
+class Requests(NamedTuple):
+    """Prompts of a run, and the room that they need.
+
+    Attributes:
+        tokenizer: of the model.
+        prompts: token ids of each request.
+        longest: tokens of the longest request, its continuation included.
+        max_length: the most that the model takes.
+    """
+
+    tokenizer: Any
+    prompts: list[list[int]]
+    longest: int
+    max_length: int
+
+
 def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
     """Runs the demo and prints its report. Returns the exit status: 0."""
     architecture = find_architecture(options.arch, options.model)
@@ -164,13 +180,8 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
         if torch.distributed.get_rank() > 0:  # one rank tells; all have the same to tell
             stream = io.StringIO()
     console = Console(stream)
-    tokenizer, max_length = load_tokenizer(options.model)
-    prompts = make_prompts(options, tokenizer, architecture)
-    longest = max(len(prompt) for prompt in prompts) + options.max_new_tokens
-    if longest > max_length:
-        raise ValueError(
-            f"prompt and --max-new-tokens make {longest} tokens, the model takes {max_length}: shorten one of them"
-        )
+    requests = _read_requests(options, architecture)
+    prompts = requests.prompts
     dtype = CACHE_DTYPES[cache_format]
     console.progress(f"torch {torch.__version__}, transformers {_version('transformers')}, {_device_name(device)}")
     loaded = load_model(architecture, options.model, dtype, device)
@@ -178,38 +189,16 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
     lengths = ", ".join(str(len(prompt)) for prompt in prompts)
     console.progress(f"requests: {len(prompts)}, of {lengths} tokens, {options.max_new_tokens} new tokens each")
 
-    console.progress("stock transformers: reading and continuing")
-    short = [prompts[0][:8]]
-    stock_generate(loaded.model, short, 2)  # first calls set up libraries
-    stock = stock_generate(
-        loaded.model,
-        prompts,
-        options.max_new_tokens,
-        eos_token_ids=loaded.eos_token_ids,
-        progress=console.count,
-    )
-    # tokens of a request that both caches hold at the end, padding included
-    held = max(len(prompt) for prompt in prompts) + max(len(tokens) for tokens in stock.tokens) - 1
-
+    stock = _run_stock(options, loaded, prompts, console)
     block_size = architecture.block_size
-    max_model_len = min(-(-longest // block_size) * block_size, max_length)
+    max_model_len = min(-(-requests.longest // block_size) * block_size, requests.max_length)
     text = (prompts[0] + stock.tokens[0])[:max_model_len]
     theirs = stock_logits(loaded.model, text)
     reference = theirs if loaded.reference is None else stock_logits(loaded.reference, text)
     decoder = decoder_for(loaded.model, max_model_len, **meshes)  # leaves a rank its share of the weights
     if meshes:
         console.progress(f"over ranks: heads and experts by {options.tp}, contexts by {options.dcp}")
-    session = GenerationSession(
-        decoder,
-        max_num_requests=len(prompts),
-        cache_format=cache_format,
-        block_size=block_size,
-        eos_token_ids=loaded.eos_token_ids,
-        compiled=options.compile,
-        # Inductor's C++ takes longer to compile on a CPU than all else takes to run
-        backend="inductor" if device.type == "cuda" else "aot_eager",
-        cuda_graph=options.graph and device.type == "cuda",
-    )
+    session = _open_session(options, loaded, decoder, len(prompts), cache_format, block_size)
     before = CompileCounts.now()
     doing = [text for text, on in (("compiling prefill and decode", options.compile),) if on]
     doing += ["capturing the decode step"] * session.cuda_graph
@@ -217,7 +206,7 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
     session.warm_up(progress=lambda what: console.progress(f"mla_ops:   {what}"))
     warm = CompileCounts.now()
     console.progress("mla_ops: reading and continuing")
-    session.generate(short, min(2, options.max_new_tokens))
+    session.generate([prompts[0][:8]], min(2, options.max_new_tokens))
     ours = session.generate(
         prompts, options.max_new_tokens, steps_per_check=16 if session.cuda_graph else 1, progress=console.count
     )
@@ -230,13 +219,11 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
         options,
         architecture,
         loaded,
-        tokenizer,
+        requests.tokenizer,
         session,
         prompts,
         ours,
         stock,
-        held=held,
-        stock_bytes=stock.cache_bytes_per_token,
         agreement=compare_logits(theirs, mine),
         against_reference=compare_logits(reference, mine),
         stock_against_reference=compare_logits(reference, theirs),
@@ -246,6 +233,47 @@ def run_demo(options: DemoOptions, stream: TextIO | None = None) -> int:
     for line in report:
         console.line(line)
     return 0
+
+
+def _read_requests(options: DemoOptions, architecture: Architecture) -> Requests:
+    """Raises ValueError for a prompt that the model cannot take."""
+    tokenizer, max_length = load_tokenizer(options.model)
+    prompts = make_prompts(options, tokenizer, architecture)
+    longest = max(len(prompt) for prompt in prompts) + options.max_new_tokens
+    if longest > max_length:
+        raise ValueError(
+            f"prompt and --max-new-tokens make {longest} tokens, the model takes {max_length}: shorten one of them"
+        )
+    return Requests(tokenizer, prompts, longest, max_length)
+
+
+def _run_stock(options: DemoOptions, loaded: LoadedModel, prompts: list[list[int]], console: Console) -> StockResult:
+    console.progress("stock transformers: reading and continuing")
+    stock_generate(loaded.model, [prompts[0][:8]], 2)  # first calls set up libraries
+    return stock_generate(
+        loaded.model,
+        prompts,
+        options.max_new_tokens,
+        eos_token_ids=loaded.eos_token_ids,
+        progress=console.count,
+    )
+
+
+def _open_session(
+    options: DemoOptions, loaded: LoadedModel, decoder: Decoder, batch: int, cache_format: str, block_size: int
+) -> GenerationSession:
+    on_gpu = decoder.device.type == "cuda"
+    return GenerationSession(
+        decoder,
+        max_num_requests=batch,
+        cache_format=cache_format,
+        block_size=block_size,
+        eos_token_ids=loaded.eos_token_ids,
+        compiled=options.compile,
+        # Inductor's C++ takes longer to compile on a CPU than all else takes to run
+        backend="inductor" if on_gpu else "aot_eager",
+        cuda_graph=options.graph and on_gpu,
+    )
 
 
 def _report(
@@ -258,8 +286,6 @@ def _report(
     ours: GenerationResult,
     stock: StockResult,
     *,
-    held: int,
-    stock_bytes: float,
     agreement: Agreement,
     against_reference: Agreement,
     stock_against_reference: Agreement,
@@ -280,6 +306,8 @@ def _report(
     def row(name: str, mine: float, theirs: float, digits: int = 0) -> str:
         return f"{name:27}{mine:14,.{digits}f}{theirs:16,.{digits}f}{mine / max(theirs, 1e-9):8.2f}x"
 
+    # tokens of a request that both caches hold at the end, padding included
+    held = max(len(prompt) for prompt in prompts) + max(len(tokens) for tokens in stock.tokens) - 1
     by_token, by_request = _cache_parts(session, architecture)
     mine_bytes = sum(by_token.values()) + sum(by_request.values()) / held
     parts = ["  ours: " + " + ".join(f"{size:,.0f} {part}" for part, size in by_token.items())]
@@ -288,7 +316,7 @@ def _report(
     lines += [
         row("decode, tokens a second", ours.decode_tokens_per_second, stock.decode_tokens_per_second, 1),
         row("prefill, tokens a second", ours.prefill_tokens_per_second, stock.prefill_tokens_per_second, 1),
-        row("cache, bytes a token", mine_bytes, stock_bytes),
+        row("cache, bytes a token", mine_bytes, stock.cache_bytes_per_token),
         *parts,
         f"  transformers as it comes: eager, {'left-padded' if architecture.pads else 'unpadded'}, dynamic cache",
     ]

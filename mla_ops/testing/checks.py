@@ -61,6 +61,12 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) ->
     assert not different, f"{what}: {different} of {left.numel()} bytes differ"
 
 
+def assert_all_same(actual: Any, expected: Any, what: str) -> None:
+    """Tensors of two structures, bit by bit."""
+    for index, (left, right) in enumerate(zip(tree_leaves(actual), tree_leaves(expected), strict=True)):
+        assert_same_bits(left, right, f"{what} {index}")
+
+
 def assert_same_memory(actual: Sample, expected: Sample, what: str, *, names: Sequence[str] | None = None) -> None:
     """The storages behind two samples' tensors hold the same bytes, padding between blocks included."""
     theirs = named_arguments(expected)
