@@ -337,6 +337,13 @@ def case_dtensors_that_cannot_be_split_are_refused() -> None:
         args = distributed(*zip((whole.q, whole.cache, indices), kinds, strict=True))
         with pytest.raises(RuntimeError, match=f"paged_sparse_attention: {message}"):
             mla_ops.paged_sparse_attention(*args, SCALE, "fp32")
+    # DTensor splits no single token over ranks, and moves no keyword argument
+    lengths = torch.ones(1, dtype=torch.int32)
+    q, cache, one, lengths = distributed(
+        (whole.q[:1], Shard(0)), (whole.cache, Replicate()), (indices[:1], Shard(0)), (lengths, Shard(0))
+    )
+    with pytest.raises(RuntimeError, match=r"paged_sparse_attention: keyword tensors must be .* got topk_length"):
+        mla_ops.paged_sparse_attention(q, cache, one, SCALE, "fp32", topk_length=lengths)
 
 
 def case_every_op_has_a_rule() -> None:

@@ -105,7 +105,7 @@ def _strategies(name: str, op: torch._ops.OpOverload, rule: Rule) -> Any:
         for argument, spec in specs.items():
             _check(name, argument, spec, rule)
         keywords = [a.name for a in tensors if a.kwarg_only and a.name in specs]
-        options = [None, *(letter for letter in rule.split if _gives_heads(letter, rule, specs))]
+        options = [None, *(letter for letter in rule.split if _divides(letter, rule, specs))]
         if keywords:
             # DTensor moves positional arguments between placements, and keyword arguments not
             options = [o for o in options if _suits(o, rule, [specs[k] for k in keywords], keywords)]
@@ -113,7 +113,7 @@ def _strategies(name: str, op: torch._ops.OpOverload, rule: Rule) -> Any:
                 found = ", ".join(f"{k} {specs[k].placements}" for k in keywords)
                 raise ValueError(
                     f"{name}: keyword tensors must be sharded alike, or whole where they have neither tokens nor "
-                    f"heads that are sharded, got {found}: redistribute them before the call"
+                    f"heads that can be sharded, got {found}: redistribute them before the call"
                 )
         moved = [a for a in positional if a.name not in {t.name for t in tensors}]
         return [
@@ -131,16 +131,16 @@ def _strategies(name: str, op: torch._ops.OpOverload, rule: Rule) -> Any:
     return strategies
 
 
-def _gives_heads(letter: str, rule: Rule, specs: dict[str, Any]) -> bool:
+def _divides(letter: str, rule: Rule, specs: dict[str, Any]) -> bool:
     """Whether each rank gets heads, and whole groups of them where several of a query share one of the keys.
 
-    A rank without tokens is no error.
+    A rank may have no token, but DTensor splits no dim that is smaller than the number of ranks.
     """
-    if letter != "h":
-        return True
     dims = {name: rule.inputs[name].index(letter) for name in specs if letter in rule.inputs.get(name, "")}
     sizes = {int(specs[name].shape[dim]) for name, dim in dims.items()}
     ranks = max(_ranks_of(specs[name], dim) for name, dim in dims.items())
+    if letter == "t":
+        return min(sizes) >= ranks
     if len(sizes) > 1:
         return all(size % ranks == 0 for size in sizes)
     return all(-(-size // ranks) * (ranks - 1) < size for size in sizes)
