@@ -152,6 +152,24 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def kernels_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that Triton compiles, and of those for Hopper that are loaded, while the test runs."""
+    triton = pytest.importorskip("triton")
+    from mla_ops.kernels.cuda import driver
+
+    names: list[str] = []
+    load = driver.Function.__init__
+
+    def noted(function: Any, compiled: Any, device_index: int) -> None:
+        names.append(compiled.kernel)
+        load(function, compiled, device_index)
+
+    monkeypatch.setattr(driver.Function, "__init__", noted)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **what: names.append(what["repr"]))
+    return names
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """A call that the GPU lowering under test refuses is skipped, with the reason that it gives."""

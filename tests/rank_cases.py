@@ -299,6 +299,19 @@ def case_dtensors_of_heads_and_of_tokens_run() -> None:
     whole.check((merged.full_tensor(), lse.full_tensor()), expected)
 
 
+def case_dtensors_of_grouped_heads_keep_their_keys() -> None:
+    """Several heads of a query share one of the keys, whose number divides over the ranks or does not."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    n, starts = world_size(), torch.tensor([0, 4], dtype=torch.int32)
+    for num_heads, num_kv_heads in ((4 * (n + 1), n + 1), (4 * n, 2 * n), (4, 1), (2 * n + 1, 2 * n + 1)):
+        q, k, v = torch.randn(4, num_heads, 16), torch.randn(4, num_kv_heads, 16), torch.randn(4, num_kv_heads, 8)
+        expected, _ = mla_ops.prefill_attention(q, k, v, starts, starts, 4, 4, 1.0)
+        tensors = distributed((q, Shard(1)), *((x, Replicate()) for x in (k, v, starts, starts)))
+        out, _ = mla_ops.prefill_attention(*tensors, 4, 4, 1.0)
+        torch.testing.assert_close(out.full_tensor(), expected)
+
+
 def case_dtensors_write_whole_caches() -> None:
     from torch.distributed.tensor import Replicate
 
@@ -324,6 +337,13 @@ def case_dtensors_that_cannot_be_split_are_refused() -> None:
         args = distributed(*zip((whole.q, whole.cache, indices), kinds, strict=True))
         with pytest.raises(RuntimeError, match=f"paged_sparse_attention: {message}"):
             mla_ops.paged_sparse_attention(*args, SCALE, "fp32")
+    # DTensor splits no single token over ranks, and moves no keyword argument
+    lengths = torch.ones(1, dtype=torch.int32)
+    q, cache, one, lengths = distributed(
+        (whole.q[:1], Shard(0)), (whole.cache, Replicate()), (indices[:1], Shard(0)), (lengths, Shard(0))
+    )
+    with pytest.raises(RuntimeError, match=r"paged_sparse_attention: keyword tensors must be .* got topk_length"):
+        mla_ops.paged_sparse_attention(q, cache, one, SCALE, "fp32", topk_length=lengths)
 
 
 def case_every_op_has_a_rule() -> None:

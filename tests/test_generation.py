@@ -262,6 +262,26 @@ def build_v4():
     return build_small_v4_model(hidden_size=64, num_heads=2, index_topk=16)
 
 
+def build_for_hopper():
+    """As many heads as the Hopper kernels of the indexer and of attention take."""
+    return build_small_model(num_layers=1, hidden_size=128, num_heads=16, index_heads=64, index_topk=256)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("build", [build_v32, build_for_hopper, build_v4])
+def test_a_session_that_was_warmed_up_compiles_and_loads_nothing(build, kernels_made):
+    """Captured, for prompts from one token to four chunks, of any number of requests."""
+    decoder = decoder_for(build().bfloat16().cuda(), 2000)
+    options = {"max_num_requests": 6, "cache_format": decoder.attention.quantized_format, "block_size": 128}
+    session = GenerationSession(decoder, **options)
+    session.warm_up()
+    before = list(kernels_made)
+    assert before
+    for number, length in enumerate((1, 2, 3, 7, 11, 30, 60, 129, 300, 511, 512, 513, 1100, 1900)):
+        session.generate([BOOK[:length]] * (1 + number % 6), 3)
+        assert kernels_made == before, f"a prompt of {length} tokens"
+
+
 @pytest.mark.parametrize("cache_format", ["quantized", "plain"])
 @pytest.mark.parametrize("build", [build_v32, build_v4])
 def test_a_warm_up_makes_every_kind_of_call_that_the_model_makes(build, cache_format):

@@ -8,6 +8,7 @@ writes one writes the same on every rank. Contexts over ranks are `ContextParall
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ def _strategies(name: str, op: torch._ops.OpOverload, rule: Rule) -> Any:
         for argument, spec in specs.items():
             _check(name, argument, spec, rule)
         keywords = [a.name for a in tensors if a.kwarg_only and a.name in specs]
-        options = [None, *rule.split]
+        options = [None, *(letter for letter in rule.split if _divides(letter, rule, specs))]
         if keywords:
             # DTensor moves positional arguments between placements, and keyword arguments not
             options = [o for o in options if _suits(o, rule, [specs[k] for k in keywords], keywords)]
@@ -112,7 +113,7 @@ def _strategies(name: str, op: torch._ops.OpOverload, rule: Rule) -> Any:
                 found = ", ".join(f"{k} {specs[k].placements}" for k in keywords)
                 raise ValueError(
                     f"{name}: keyword tensors must be sharded alike, or whole where they have neither tokens nor "
-                    f"heads that are sharded, got {found}: redistribute them before the call"
+                    f"heads that can be sharded, got {found}: redistribute them before the call"
                 )
         moved = [a for a in positional if a.name not in {t.name for t in tensors}]
         return [
@@ -128,6 +129,27 @@ def _strategies(name: str, op: torch._ops.OpOverload, rule: Rule) -> Any:
         ]
 
     return strategies
+
+
+def _divides(letter: str, rule: Rule, specs: dict[str, Any]) -> bool:
+    """Whether each rank gets heads, and whole groups of them where several of a query share one of the keys.
+
+    A rank may have no token, but DTensor splits no dim that is smaller than the number of ranks.
+    """
+    dims = {name: rule.inputs[name].index(letter) for name in specs if letter in rule.inputs.get(name, "")}
+    sizes = {int(specs[name].shape[dim]) for name, dim in dims.items()}
+    ranks = max(_ranks_of(specs[name], dim) for name, dim in dims.items())
+    if letter == "t":
+        return min(sizes) >= ranks
+    if len(sizes) > 1:
+        return all(size % ranks == 0 for size in sizes)
+    return all(-(-size // ranks) * (ranks - 1) < size for size in sizes)
+
+
+def _ranks_of(spec: Any, dim: int) -> int:
+    """Ranks that a tensor is split over in `dim`; where it is whole, those of the largest dim of the mesh."""
+    splits = [spec.mesh.size(i) for i, placement in enumerate(spec.placements) if placement == Shard(dim)]
+    return math.prod(splits) if splits else max(spec.mesh.shape)
 
 
 def _suits(letter: str | None, rule: Rule, specs: Sequence[Any], names: Sequence[str]) -> bool:
