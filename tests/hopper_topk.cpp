@@ -16,7 +16,6 @@
 #define send_4 ptx_send_4
 #define mbarrier_init ptx_mbarrier_init
 #define mbarrier_arrive_expect ptx_mbarrier_arrive_expect
-#define mbarrier_arrive_expect_peer ptx_mbarrier_arrive_expect_peer
 #define mbarrier_wait_cluster ptx_mbarrier_wait_cluster
 #define mbarrier_test ptx_mbarrier_test
 #define cluster_arrive ptx_cluster_arrive
@@ -29,7 +28,7 @@
 #define add_if_reaches ptx_add_if_reaches
 #define append_if_reaches ptx_append_if_reaches
 #define append_if ptx_append_if
-#define append_if_above ptx_append_if_above
+#define add_if_above ptx_add_if_above
 #define store_int_if ptx_store_int_if
 #define next_number ptx_next_number
 #define place_at ptx_place_at
@@ -53,7 +52,6 @@
 #undef send_4
 #undef mbarrier_init
 #undef mbarrier_arrive_expect
-#undef mbarrier_arrive_expect_peer
 #undef mbarrier_wait_cluster
 #undef mbarrier_test
 #undef cluster_arrive
@@ -66,12 +64,15 @@
 #undef add_if_reaches
 #undef append_if_reaches
 #undef append_if
-#undef append_if_above
+#undef add_if_above
 #undef next_number
 #undef place_at
 #undef load_shared_8
 #undef store_shared_16
 #undef store_shared_8
+
+static float __fdividef(float a, float b) { return a / b; }
+static float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 
 // Threads of a cluster that have arrived; how often all have, which those that wait remember.
 static size_t arrived;
@@ -139,8 +140,8 @@ static void append_if(bool condition, u32& address, float score, u32 place) {
 static void append_if_reaches(u32& address, float score, float least, u32 place) {
   append_if(score >= least, address, score, place);
 }
-static void append_if_above(u32& address, float score, float bound, u32 place) {
-  append_if(score > bound, address, score, place);
+static void add_if_above(u32& sum, float score, float bound, u32 amount) {
+  if (score > bound) sum += amount;
 }
 static void count_at(u32 address) { ++at<u32>(address); }
 static void count_if(bool condition, u32 address) {
@@ -180,7 +181,6 @@ static void arrive(u32 address, u32 bytes) {
   one.bytes += bytes;
 }
 static void mbarrier_arrive_expect(u32 address, u32 bytes) { arrive(address, bytes); }
-static void mbarrier_arrive_expect_peer(u32 address, u32 bytes) { arrive(address, bytes); }
 template <class T>
 void send(u32 address, u32 barrier, T value) {
   if (address >> 24 != barrier >> 24 || address >> 24 == 0) abort();
@@ -226,8 +226,10 @@ static void begin_front(const Params& p, i64 row) {
 extern "C" int bytes_of_params() { return sizeof(Params); }
 extern "C" int bytes_of_control() { return sizeof(Control); }
 
-// 1 where the CTAs of the last cluster met once.
-extern "C" int verdict() { return reinterpret_cast<const Control*>(simt::ctas.back().shared.data())->verdict ? 1 : 2; }
+// 1 where the last cluster's CTAs gave each other bits of what they chose.
+extern "C" int verdict() {
+  return barriers.at(peer_address(offsetof(Control, given), simt::ctas.size() - 1)).complete() ? 1 : 2;
+}
 
 template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS = true>
 void launch(const Params& p, int shared_bytes, int seed) {

@@ -21,9 +21,11 @@ CLUSTERS = (2, 4, 6, 8, 16)  # CTAs of a row that is shared
 LEAST_OF_A_CTA = 4096  # columns
 LONG_ROW = 65536
 BINS = 2048
-CONTROL_BYTES = 1168
+CONTROL_BYTES = 1520
 AHEAD_BYTES = 2**20  # a cluster asks for whole rows before it knows their lengths, if that is no more
-SLOTS = 4096  # entries that the first CTA of a cluster that meets once has room for
+MAX_CLUSTER = 16
+CLUSTER_BINS = 256  # of a cluster that counts together
+SLOTS = 4096  # entries of the bin in which such a cluster's k-th best lies, at most
 SM_SHARED_BYTES = 228 * 1024
 # More than half of an SM, so that no two CTAs of a cluster lie on one: they would behind scores, whose CTAs do not all
 # leave at one time, and slow each other down (docs/notes.md). There is room beside a CTA of scores of 32 heads.
@@ -59,8 +61,7 @@ class Params(ctypes.Structure):
         ("spare", ctypes.c_uint),
         ("deviations", ctypes.c_float),
         ("sorted", ctypes.c_int),
-        ("need", ctypes.c_uint),
-        ("room", ctypes.c_uint),
+        ("meets", ctypes.c_int),
         ("turn_bits", ctypes.c_uint),
         ("ahead", ctypes.c_int),
     ]
@@ -125,30 +126,27 @@ class Plan(NamedTuple):
         return 4 * self.threads * self.held
 
     @property
-    def room(self) -> int:
-        """Entries of each CTA that the first one of such a cluster has room for, a power of two."""
-        return SLOTS >> (self.cluster - 1).bit_length()
-
-    @property
     def turn_bits(self) -> int:
         """Each CTA of such a cluster writes the columns that 2**turn_bits loads of a warp of each CTA bring."""
         turns = self.held * self.threads // 32
         return (-(-turns // self.cluster) - 1).bit_length() if self.held else 0
 
-    def need(self, topk: int) -> int:
-        """Entries that each CTA hands over, its share and some standard deviations; 0 if there is no room for them."""
-        share = topk / self.cluster
-        deviations = {16: 7, 8: 6}.get(self.cluster, 5)  # the more CTAs, the fewer have neighbours that score alike
-        need = math.ceil(share + deviations * share**0.5 + 4)
-        return need if self.cluster > 1 and need + need // 8 <= self.room else 0
+    def meets(self, topk: int, num_columns: int) -> bool:
+        """Whether registers of a cluster hold a row, in groups small enough to tell where bins begin."""
+        return (
+            self.cluster > 1
+            and num_columns <= self.cluster * self.held_columns
+            and 4 * self.held * topk <= 3 * num_columns
+        )
 
     def shared_bytes(self, topk: int) -> int:
         """Dynamic shared memory of a CTA, as `Selection` and `select_short` lay it out."""
         if self.short:
             return CONTROL_BYTES + 4 * BINS + (8 << max(topk - 1, 1).bit_length())
         words = self.cluster << self.turn_bits + 2  # of bits, one a thread at most
+        of_cluster = 8 * SLOTS + MAX_CLUSTER * CLUSTER_BINS + self.threads * self.held + 4 * words
         least = ALONE_BYTES if self.cluster > 1 else 0
-        return max(CONTROL_BYTES + 4 * BINS + max(8 * self.capacity(topk), 8 * SLOTS + 4 * words), least)
+        return max(CONTROL_BYTES + 4 * BINS + max(8 * self.capacity(topk), of_cluster), least)
 
 
 SHORT = (Plan(512, 2, 0, 2, short=True), *(Plan(1024, vectors, 0, 1, short=True) for vectors in (2, 4)))
@@ -186,9 +184,9 @@ def plan_for(
             return plan
     fitting = [size for size, clusters in zip(CLUSTERS, at_once, strict=True) if num_rows <= clusters]
     meetings = (plan._replace(cluster=size) for plan in MEETINGS for size in fitting)
-    holding = (plan for plan in meetings if num_columns <= plan.cluster * plan.held_columns and not sorted)
+    holding = (plan for plan in meetings if plan.meets(topk, num_columns) and not sorted)
     most = max((size for size in fitting if LEAST_OF_A_CTA * size <= num_columns), default=1)
-    plan = next((plan for plan in holding if plan.need(topk)), FEW._replace(cluster=most))
+    plan = next(holding, FEW._replace(cluster=most))
     sampled, spare = 4096 if num_columns > LONG_ROW else 2048, 2 if plan.cluster <= CLUSTERS[1] else 8
     return plan._replace(sampled=sampled, spare=spare, deviations=deviations_for(num_rows))
 
@@ -244,8 +242,7 @@ def pack(
         plan.spare,
         plan.deviations,
         int(sorted),
-        0 if sorted else plan.need(topk),
-        plan.room,
+        int(plan.held > 0 and not sorted),
         plan.turn_bits,
         plan.held * (4 * num_rows * num_columns <= AHEAD_BYTES),
     )

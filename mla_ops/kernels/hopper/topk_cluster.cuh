@@ -1,44 +1,19 @@
-// The k best columns of a row, by a cluster whose CTAs meet once.
+// The k best columns of a row, by a cluster whose CTAs meet three times.
 //
-// A CTA has every C-th run of 32 columns, so that each part is like the others. Counts of the bests of columns that lie far
-// apart, where neighbours may score alike, give its gate: a score that a few more than its share of k reach. What reaches
-// the gate goes to the first CTA, which has room for SLOTS entries, and selects among them. If what it selects is not above
-// all gates, or a room was too small, the row is done in the other way. Else each CTA is told the least entry that is
-// chosen, and sends a bit for each of its columns to the CTA that writes what is chosen of the columns there.
+// A CTA has every C-th run of 32 columns, so that each part is like the others. Groups of columns that lie far apart have
+// a best one each. The least of these in the cluster is likely to be chosen, and k columns are likely to lie above it:
+// there bins begin, of equal width, up to the least of the CTAs' best ones. Each CTA counts its scores in the bins, and
+// tells all others (8 bits a bin), so that all know in which bin the k-th best lies: the border. Columns in bins above it
+// are chosen: a CTA sends their bits to the CTA that writes what is chosen of the columns there. Those of the border, a
+// few, all CTAs get as entries, and choose of them what is wanted. If too few are counted, or too many lie in the border,
+// the row is done in another way.
 #pragma once
 #include "topk_short.cuh"
 
 constexpr u32 SLOTS = 4096, RUN = 8;  // entries; groups of four columns, a line of memory: half a line takes as long
-
-// The best of the first, second, third and fourth columns of a thread's groups.
-struct Bests {
-  u32 keys[4];
-
-  template <class F>
-  DEVICE void each(F use) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) use(keys[i], 0u);
-  }
-};
-
-// Entries in shared memory; 0 is none. Registers have no room for them beside the scores.
-template <int THREADS>
-struct Slots {
-  const u64* rooms;
-
-  template <class F>
-  DEVICE void each(F use) const {
-    constexpr u32 TOGETHER = SLOTS / THREADS < 4 ? SLOTS / THREADS : 4;  // on their way at one time
-#pragma unroll
-    for (u32 i = 0; i < SLOTS / THREADS; i += TOGETHER) {
-      u64 entries[TOGETHER];
-#pragma unroll
-      for (u32 j = 0; j < TOGETHER; ++j) entries[j] = rooms[(i + j) * THREADS + threadIdx.x];
-#pragma unroll
-      for (u32 j = 0; j < TOGETHER; ++j) use(static_cast<u32>(entries[j] >> 32), static_cast<u32>(entries[j]));
-    }
-  }
-};
+constexpr u32 CLUSTER_BINS = 256, MOST_OF_A_BIN = 255;  // of one CTA: a byte, the highest says: perhaps more
+constexpr u32 TOO_MANY = 1 << 16;
+constexpr float FIRST_BIN = 8388608.f;  // 2^23: a number from here on is a bin's, in its low bits
 
 // Registers hold VECTORS groups of a thread.
 template <int THREADS, int VECTORS>
@@ -49,24 +24,42 @@ struct InCluster {
   const Params& p;
   Control& control;
   u32* const bins;
-  u64* const rooms;
+  u64* const border;  // entries of all CTAs
   const u32 rank;
-  unsigned char* const bits;  // of the columns that this CTA writes, as they come
+  unsigned char* const counts;  // of all CTAs
+  unsigned char* const groups;  // this CTA's, four bits that say which are above the border
+  unsigned char* const bits;    // of the columns that this CTA writes, as they come
+  const u32 first_group;
   float4 x[VECTORS];
   Row row;
+  float times, plus;  // make a score's bin
 
   DEVICE InCluster(const Params& params, Control& shared, u32* of_bins, u64* of_rooms, u32 this_cta)
-      : p(params), control(shared), bins(of_bins), rooms(of_rooms), rank(this_cta),
-        bits(reinterpret_cast<unsigned char*>(rooms + SLOTS)) {}
+      : p(params), control(shared), bins(of_bins), border(of_rooms), rank(this_cta),
+        counts(reinterpret_cast<unsigned char*>(border + SLOTS)), groups(counts + MAX_CLUSTER * CLUSTER_BINS),
+        bits(groups + MOST), first_group((threadIdx.x / RUN * p.cluster + rank) * RUN + threadIdx.x % RUN) {}
 
   // Number of a thread's i-th group in the row.
-  DEVICE u32 group(int i) const {
-    const u32 number = i * THREADS + threadIdx.x;
-    return (number / RUN * p.cluster + rank) * RUN + number % RUN;
+  DEVICE u32 group(int i) const { return first_group + i * THREADS * p.cluster; }
+
+  // Whether all of a thread's columns are in a range.
+  DEVICE bool within(int begin, int end) const {
+    return 4 * static_cast<int>(group(0)) >= begin && 4 * static_cast<int>(group(VECTORS - 1)) + 4 <= end;
+  }
+
+  // Whether registers hold a row that no CTA's alone do, in groups small enough to tell where bins begin.
+  DEVICE bool holds(int start, int end) const {
+    const bool more = (end + 3) / 4 - start / 4 > (THREADS < 1024 ? 4 : 2) * THREADS;
+    return more && 4 * VECTORS * p.k <= 3 * (end - start) && end <= static_cast<int>(4 * p.cluster * MOST);
   }
 
   // Columns up to `end`, of those that the tensor has.
   DEVICE void load(const float* scores, int skew, int end) {
+    if (within(skew, min(end, p.num_columns + skew))) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) x[i] = load_once_16(scores + 4 * group(i));
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       const int column = 4 * group(i);
@@ -95,9 +88,6 @@ struct InCluster {
     while (!mbarrier_test(shared_address(&barrier), 0)) {}
   }
 
-  // The barrier of a CTA: the first one's waits for what all hand over, another's for the verdict.
-  DEVICE u32 barrier_of(u32 cta) const { return peer_address(shared_address(&control.met), cta); }
-
   // A warp has a turn for each of its threads' groups. The columns of one turn of all CTAs are neighbours, so each CTA
   // writes those of some turns.
   DEVICE u32 first_turn(u32 cta) const { return cta << p.turn_bits; }
@@ -109,126 +99,169 @@ struct InCluster {
   // Whether there are two threads for each run of 32 columns that a CTA writes: alike neighbours are chosen together.
   DEVICE bool halved() const { return (p.cluster << p.turn_bits + 3) <= THREADS; }
 
-  // The barriers, and rooms without entries, are there for whoever the cluster's barrier lets go on.
+  // The barriers are there for whoever the cluster's barrier lets go on.
   DEVICE void clear() {
     if (threadIdx.x == 0) {
-      control.have = 0;
-      mbarrier_init(shared_address(&control.met), rank == 0 ? p.cluster : 1);
-      mbarrier_init(shared_address(&control.given), 1);
+      control.have = control.front = 0;
+      mbarrier_init(shared_address(&control.met), 1), mbarrier_init(shared_address(&control.counted), 1);
+      mbarrier_init(shared_address(&control.listed_all), 1), mbarrier_init(shared_address(&control.given), 1);
       fence_barrier_init();
-      if (rank > 0) mbarrier_arrive_expect(shared_address(&control.met), sizeof(control.verdict));
+      mbarrier_arrive_expect(shared_address(&control.met), p.cluster * sizeof(u64));
+      mbarrier_arrive_expect(shared_address(&control.counted), p.cluster * CLUSTER_BINS);
       mbarrier_arrive_expect(shared_address(&control.given), p.cluster * (turns_of(rank) * TURN_BYTES + sizeof(u32)));
     }
-    if (threadIdx.x < MAX_CLUSTER) {
-      control.chosen[threadIdx.x] = 0;
-      if (rank == 0 && threadIdx.x >= p.cluster) control.gates[threadIdx.x] = 0;
-    }
-    if (rank == 0) {
-#pragma unroll
-      for (u32 i = 0; i < SLOTS / 2 / THREADS; ++i)
-        reinterpret_cast<uint4*>(rooms)[i * THREADS + threadIdx.x] = {0, 0, 0, 0};
-    }
+    if (threadIdx.x < MAX_CLUSTER) control.chosen[threadIdx.x] = 0;
+#pragma unroll 1
+    for (u32 i = p.cluster * (CLUSTER_BINS / 16) + threadIdx.x; i < MAX_CLUSTER * CLUSTER_BINS / 16; i += THREADS)
+      reinterpret_cast<uint4*>(counts)[i] = {0, 0, 0, 0};
     __syncthreads();  // bins are at 0
     cluster_arrive();
   }
 
-  DEVICE u32 gate_of(const Bests& bests, const FirstBins& first_bins) {
-    const u64 found = select<THREADS, false, MORE>(control, bins, bests, p.need, first_bins.least, first_bins.shift,
-                                                   p.room / 16, true);
-    return max(static_cast<u32>(found >> 32), 1u);
+  template <class F>
+  DEVICE void each(F use) const {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+      use(x[i].x, 4 * i), use(x[i].y, 4 * i + 1), use(x[i].z, 4 * i + 2), use(x[i].w, 4 * i + 3);
   }
 
-  // Appends the scores that reach the gate in this CTA's own memory, in any order; control.have may be more than p.room.
-  DEVICE void collect(u32 least) {
-    const u32 lane = threadIdx.x % 32;
-    u32 count = 0, place = 0;
-    if (least <= LOWEST_KEY) return;
-    // The same condition in two ways, so that ptxas does not keep the first one's answers, which takes more than to compare.
-    const float gate = score_of(least), below = score_of(least - 1 - (least == KEY_OF_ZERO));
+  // Where bins begin and end, the same in all CTAs. A group of columns is so large that one and a half to three of its
+  // columns are chosen on average.
+  DEVICE void place_bins() {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float most = absent();
+    each([&](float score, int) { most = fmaxf(most, score); });
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      add_if_reaches(count, x[i].x, gate, 1), add_if_reaches(count, x[i].y, gate, 1);
-      add_if_reaches(count, x[i].z, gate, 1), add_if_reaches(count, x[i].w, gate, 1);
-    }
-    if (!__any_sync(~0u, count != 0)) return;
-    const u32 inclusive = inclusive_scan(count), of_warp = __shfl_sync(~0u, inclusive, 31);
-    if (lane == 0) place = atomicAdd(&control.have, of_warp);
-    place = __shfl_sync(~0u, place, 0);
-    if (place + of_warp > p.room) return;
-    u32 own = shared_address(rooms) + 8 * (place + inclusive - count);
-#pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      const u32 column = 4 * group(i);
-      append_if_above(own, x[i].x, below, ~column), append_if_above(own, x[i].y, below, ~column - 1);
-      append_if_above(own, x[i].z, below, ~column - 2), append_if_above(own, x[i].w, below, ~column - 3);
-    }
-  }
-
-  // Hands over what was collected, and the gate. The first CTA's own entries lie where they belong.
-  DEVICE void hand_over(u32 gate) {
+    for (u32 lanes = 1; lanes < 32; lanes *= 2)  // those of other runs of columns first: neighbours score alike
+      if (8 * VECTORS * lanes * p.k <= 3u * (row.end - row.start))
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 16 / lanes));
+    u32 highest = key_of(most), lowest = most > -INFINITY ? highest : ~0u;
+    auto reduce = [&] { lowest = __reduce_min_sync(~0u, lowest), highest = __reduce_max_sync(~0u, highest); };
+    reduce();
+    if (lane == 0) control.bests[warp] = static_cast<u64>(highest) << 32 | lowest;
     __syncthreads();
-    const bool fails = control.have > p.room || gate <= LOWEST_KEY;
-    const u32 have = fails ? 0 : control.have, barrier = barrier_of(0);
-    const u32 target = peer_address(shared_address(rooms + rank * p.room), 0);
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < have; i += THREADS)
-      send_8(target + i * 8, barrier,
-             rooms[i] & 0xffffffff | static_cast<u64>(key_of_number(__uint_as_float(rooms[i] >> 32))) << 32);
-    if (threadIdx.x == 0) {
-      send_4(peer_address(shared_address(&control.gates[rank]), 0), barrier, fails ? ~0u : gate);
-      mbarrier_arrive_expect_peer(barrier, have * 8 + sizeof(control.gates[rank]));
+    if (warp == 0) {
+      const u64 own = lane < WARPS ? control.bests[lane] : ~0u;
+      lowest = static_cast<u32>(own), highest = static_cast<u32>(own >> 32);
+      reduce();
+      if (lane < p.cluster)
+        send_8(peer_address(shared_address(&control.ranges[rank]), lane), peer_address(shared_address(&control.met), lane),
+               static_cast<u64>(highest) << 32 | lowest);
     }
-    __syncwarp();
-  }
-
-  // The least entry that is chosen, the same in all CTAs; 0 if the row has to be done in another way.
-  DEVICE u64 finish() {
     await(control.met);
-    if (rank > 0) return control.verdict;
-    const u32 highest = __reduce_max_sync(~0u, control.gates[threadIdx.x % MAX_CLUSTER]);
-    u64 threshold = 0;
-    if (highest != ~0u)
-      threshold = select<THREADS, true, FAILURE>(control, bins, Slots<THREADS>{rooms}, p.k, highest, SHIFT_OF_GATED);
-    if (threadIdx.x > 0 && threadIdx.x < p.cluster)
-      send_8(peer_address(shared_address(&control.verdict), threadIdx.x), barrier_of(threadIdx.x), threshold);
-    return threshold;
+    const u64 own = lane < p.cluster ? control.ranges[lane] : ~0ull;
+    const float low = score_of(__reduce_min_sync(~0u, static_cast<u32>(own)));
+    const float high = score_of(__reduce_min_sync(~0u, static_cast<u32>(own >> 32)));
+    times = __fdividef(CLUSTER_BINS - 1, high - low), plus = FIRST_BIN - low * times;
+    if (!(times > 0 && fabsf(plus) < INFINITY)) times = absent();  // then nothing is counted
   }
 
-  // Which of a thread's i-th group are chosen, a bit each: those above the least score, and with it up to column `last`.
-  DEVICE u32 chosen_of(int i, float least, u32 last) const {
-    const u32 column = 4 * group(i);
-    const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-    u32 chosen = 0;
-    bool equal = false;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) add_if_reaches(chosen, values[j], least, 1 << j), equal |= values[j] == least;
-    if (equal) {
-      auto drop = [&](float score, u32 j) { chosen &= ~(static_cast<u32>(score == least && column + j > last) << j); };
-      drop(x[i].x, 0), drop(x[i].y, 1), drop(x[i].z, 2), drop(x[i].w, 3);
+  DEVICE float bin_of(float score) const { return __fmaf_rn(score, times, plus); }
+
+  // Counts, and tells all CTAs.
+  DEVICE void count() {
+    const u32 base = shared_address(bins) - 4 * __float_as_uint(FIRST_BIN), none = control.no_bin();
+    each([&](float score, int) {
+      const float bin = bin_of(score);
+      const u32 at = base + 4 * __float_as_uint(fminf(bin, FIRST_BIN + (CLUSTER_BINS - 1)));
+      count_at(bin >= FIRST_BIN ? at : none);
+    });
+    __syncthreads();
+    const u32 counted = shared_address(&control.counted), of_this = shared_address(counts + rank * CLUSTER_BINS);
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < CLUSTER_BINS / 8 * p.cluster; i += THREADS) {
+      const u32 eight = i % (CLUSTER_BINS / 8), to = i / (CLUSTER_BINS / 8);
+      auto four = [&](u32 number) {
+        const uint4 of_bins = reinterpret_cast<const uint4*>(bins)[number];
+        return min(of_bins.x, MOST_OF_A_BIN) | min(of_bins.y, MOST_OF_A_BIN) << 8 | min(of_bins.z, MOST_OF_A_BIN) << 16 |
+               min(of_bins.w, MOST_OF_A_BIN) << 24;
+      };
+      const u32 low = four(2 * eight), high = four(2 * eight + 1);
+      send_8(peer_address(of_this + 8 * eight, to), peer_address(counted, to), static_cast<u64>(high) << 32 | low);
     }
-    return chosen;
+  }
+
+  // The bin in which the k-th best lies, in control. Whether there is one, and room for what is in it.
+  DEVICE bool find_border() {
+    constexpr u32 OWN = CLUSTER_BINS > THREADS ? CLUSTER_BINS / THREADS : 1;
+    await(control.counted);
+    u32 of_bins[OWN], sum = 0, total;
+#pragma unroll
+    for (u32 i = 0; i < OWN; ++i) {
+      of_bins[i] = 0;
+      const u32 bin = CLUSTER_BINS - 1 - threadIdx.x * OWN - i;
+      if (bin < CLUSTER_BINS)
+#pragma unroll
+        for (u32 cta = 0; cta < MAX_CLUSTER; ++cta) {
+          const u32 of_cta = counts[cta * CLUSTER_BINS + bin];
+          of_bins[i] += of_cta == MOST_OF_A_BIN ? TOO_MANY : of_cta;
+        }
+      sum += of_bins[i];
+    }
+    u32 above = exclusive_scan<THREADS>(control, sum, total);
+    const u32 k = p.k;
+    if (above < k && k <= above + sum) {
+      u32 i = 0;
+#pragma unroll
+      for (u32 j = 0; j + 1 < OWN; ++j)
+        if (i == j && above + of_bins[j] < k) above += of_bins[j], ++i;
+      control.bin = CLUSTER_BINS - 1 - threadIdx.x * OWN - i, control.above = above;
+#pragma unroll
+      for (u32 j = 0; j < OWN; ++j)
+        if (i == j) control.inside = of_bins[j];
+    }
+    __syncthreads();
+    return total >= k && control.inside <= SLOTS;
   }
 
   // The bits of four groups' columns, of a byte each.
-  DEVICE static u32 together(u32 groups) {
-    groups = (groups | groups >> 4) & 0xff00ff;
-    return (groups | groups >> 8) & 0xffff;
+  DEVICE static u32 together(u32 of_groups) {
+    of_groups = (of_groups | of_groups >> 4) & 0xff00ff;
+    return (of_groups | of_groups >> 8) & 0xffff;
   }
 
-  // Sends to each CTA the bits of the columns that it writes, and how many are chosen in front of them.
-  DEVICE void give(u64 threshold) {
-    const u32 given = shared_address(&control.given), last = position_of(threshold), lane = threadIdx.x % 32;
-    float least = score_of(static_cast<u32>(threshold >> 32));
-    hold(least);
-    unsigned char* const groups = reinterpret_cast<unsigned char*>(rooms);  // entries are not needed any more
+  // Sends to each CTA the entries of the border, the bits of the columns that it writes, and how many are above the border
+  // in front of them.
+  DEVICE void give() {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, bin = control.bin;
+    const float least = FIRST_BIN + bin, most = bin == CLUSTER_BINS - 1 ? INFINITY : least;
+    hold(times);  // else all bins are kept from the counting on
+    u32 above = 0, inside = 0;  // a bit for each column
+    each([&](float score, int i) {
+      const float own = bin_of(score);
+      add_if_reaches(inside, own, least, 1 << i), add_if_above(above, own, most, 1 << i);
+    });
+    inside ^= above;
+    if (inside) {
+      u32 own = shared_address(bins) + 8 * atomicAdd(&control.have, static_cast<u32>(__popc(inside)));
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        const u32 column = ~(4 * group(i));
+        append_if(inside >> 4 * i & 1, own, x[i].x, column), append_if(inside >> 4 * i & 2, own, x[i].y, column - 1);
+        append_if(inside >> 4 * i & 4, own, x[i].z, column - 2), append_if(inside >> 4 * i & 8, own, x[i].w, column - 3);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      const u32 own = chosen_of(i, least, last), count = __reduce_add_sync(~0u, __popc(own));
+      const u32 own = above >> 4 * i & 15, count = __reduce_add_sync(~0u, __popc(own));
       groups[i * THREADS + threadIdx.x] = own;
-      if (lane == 0) atomicAdd(&control.chosen[i * WARPS + threadIdx.x / 32 >> p.turn_bits], count);
+      if (lane == 0) atomicAdd(&control.chosen[i * WARPS + warp >> p.turn_bits], count);
     }
     __syncthreads();
-    if (threadIdx.x / 32 == WARPS - 1) {
+    const u32 listed = shared_address(&control.listed_all), given = shared_address(&control.given);
+    if (threadIdx.x == 0) mbarrier_arrive_expect(listed, control.inside * sizeof(u64));
+    __syncwarp();
+    const u32 of_bin = lane < rank ? counts[lane * CLUSTER_BINS + bin] : 0, before_these = __reduce_add_sync(~0u, of_bin);
+    const u32 to_border = threadIdx.x % MAX_CLUSTER;
+#pragma unroll 1
+    for (u32 i = threadIdx.x / MAX_CLUSTER; i < control.have; i += THREADS / MAX_CLUSTER) {
+      if (to_border >= p.cluster) break;
+      const u64 staged = reinterpret_cast<const u64*>(bins)[i];
+      send_8(peer_address(shared_address(border + before_these + i), to_border), peer_address(listed, to_border),
+             staged & 0xffffffff | static_cast<u64>(key_of_number(__uint_as_float(staged >> 32))) << 32);
+    }
+    __syncwarp();
+    if (warp == WARPS - 1) {
       const u32 own = lane < MAX_CLUSTER ? control.chosen[lane] : 0, before = inclusive_scan(own) - own;
       if (lane < p.cluster)
         send_4(peer_address(shared_address(&control.before[rank]), lane), peer_address(given, lane), before);
@@ -240,48 +273,92 @@ struct InCluster {
       send_8(peer_address(shared_address(bits + place * TURN_BYTES + half % 2 * 8), to), peer_address(given, to),
              static_cast<u64>(high) << 32 | low);
     }
+    __syncwarp();
   }
 
-  // Writes what is chosen of this CTA's part, in the order of columns.
-  DEVICE void write(u64 threshold, u32 own_bits, i64 number, int request) {
-    give(threshold);
-    const u32 lane = threadIdx.x % 32;
+  // Byte of the bits of a run of 32 columns, of those that this CTA writes.
+  DEVICE u32 bits_of(u32 run) const {
+    const u32 of_a_cta = run / p.cluster;
+    return (of_a_cta / 4 * p.cluster + run - of_a_cta * p.cluster) * TURN_BYTES + of_a_cta % 4 * 4;
+  }
+
+  DEVICE int first_column(u32 cta) const { return first_turn(cta) * 128 * p.cluster; }
+
+  // An entry of the border is chosen.
+  DEVICE void choose(u64 entry) {
+    const int column = position_of(entry) - first_column(rank);
+    if (column < 0)
+      atomicAdd(&control.front, 1u);
+    else if (column < first_column(1))
+      atomicOr(reinterpret_cast<u32*>(bits + bits_of(column / 32)), 1u << column % 32);
+  }
+
+  // Chooses of the border, whose entries differ from one another.
+  DEVICE void choose_of_border() {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, inside = control.inside, wanted = p.k - control.above;
+    await(control.listed_all);
     await(control.given);
+    constexpr u32 FEW = 32 * WARPS < 128 ? 32 * WARPS : 128;
+    if (inside <= FEW) {
+      u64 others[FEW / 32], chosen = 0;
+#pragma unroll
+      for (u32 j = 0; j < FEW / 32; ++j) others[j] = j * 32 + lane < inside ? border[j * 32 + lane] : 0;
+#pragma unroll 1
+      for (u32 i = warp, turn = 0; i < inside; i += WARPS, ++turn) {
+        const u64 own = border[i];
+        u32 larger = 0;
+#pragma unroll
+        for (u32 j = 0; j < FEW / 32; ++j)
+          if (j < 2 || inside > 64) larger += __popc(__ballot_sync(~0u, others[j] > own));
+        if (lane == turn && larger < wanted) chosen = own;
+      }
+      if (chosen) choose(chosen);
+    } else {
+      __syncthreads();  // what bins held has been sent
+      clear_bins<THREADS>(bins);
+      __syncthreads();
+      const u64 threshold = select_listed<THREADS>(control, bins, border, inside, wanted, 0);
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < inside; i += THREADS)
+        if (border[i] >= threshold) choose(border[i]);
+    }
+    __syncthreads();
+  }
+
+  // Writes what is chosen of this CTA's part, in the order of columns. A thread has a run of columns, or a half.
+  DEVICE void write(u32 own_bits, i64 number, int request) {
+    const u32 lane = threadIdx.x % 32;
     u32 word = 0, total;
     if (own_bits < p.cluster * turns_of(rank) * TURN_BYTES) word = *reinterpret_cast<const u32*>(bits + (own_bits & ~3u));
     if (halved()) word = own_bits & 2 ? word >> 16 : word & 0xffff;
-    u32 place = exclusive_scan<THREADS>(control, __popc(word), total);
+    u32 place = exclusive_scan<THREADS>(control, __popc(word), total) + control.front;
     place += __reduce_add_sync(~0u, lane < p.cluster ? control.before[lane] : 0);
     int* out = p.indices + number * p.indices_pitch + place;
-    const int column = first_turn(rank) * 128 * p.cluster + threadIdx.x * (halved() ? 16 : 32) - row.skew;
+    const int column = first_column(rank) + threadIdx.x * (halved() ? 16 : 32) - row.skew;
 #pragma unroll 1
     for (; word; word &= word - 1) *out++ = p.translated(column + __ffs(word) - 1, request);
   }
 
+  // Behind `clear` and `load`. False: the row has to be done in another way.
   DEVICE bool run(i64 number, int request, const Row& of_row) {
     row = of_row;
-    if (!p.ahead) load(row.scores, row.skew, row.end);
-    clear();
-    const FirstBins first_bins(control, bins, true);
-    float4 most = {absent(), absent(), absent(), absent()};
+    cluster_wait();  // all barriers are there
+    if (!within(row.start, row.end)) {
 #pragma unroll
-    for (int i = 0; i < VECTORS; ++i) {
-      keep_of_row(i);
-      most.x = fmaxf(most.x, x[i].x), most.y = fmaxf(most.y, x[i].y);
-      most.z = fmaxf(most.z, x[i].z), most.w = fmaxf(most.w, x[i].w);
+      for (int i = 0; i < VECTORS; ++i) keep_of_row(i);
     }
-    const Bests bests = {{key_of(most.x), key_of(most.y), key_of(most.z), key_of(most.w)}};
-    bests.each([&](u32 key, u32) { first_bins.count(key); });
-    const u32 gate = gate_of(bests, first_bins);
-    cluster_wait();  // the first CTA's barrier is there
-    collect(gate);
-    hand_over(gate);
-    // A thread writes what is chosen of a run of columns. It finds out where the bits will lie before it waits.
-    const u32 number_of_run = threadIdx.x >> halved(), run = number_of_run / p.cluster, of_cta = number_of_run % p.cluster;
-    u32 own_bits = (run / 4 * p.cluster + of_cta) * TURN_BYTES + run % 4 * 4 + (halved() ? threadIdx.x % 2 * 2 : 0);
+    place_bins();
+    count();
+    if (!find_border()) {
+      clear_bins<THREADS>(bins);
+      __syncthreads();
+      return false;
+    }
+    give();
+    u32 own_bits = bits_of(threadIdx.x >> halved()) + (halved() ? threadIdx.x % 2 * 2 : 0);  // while entries come
     hold(own_bits);
-    const u64 threshold = finish();
-    if (threshold) write(threshold, own_bits, number, request);
-    return threshold;
+    choose_of_border();
+    write(own_bits, number, request);
+    return true;
   }
 };

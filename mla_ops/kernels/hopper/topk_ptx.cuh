@@ -56,20 +56,18 @@ DEVICE void add_if_reaches(u32& sum, float score, float least, u32 amount) {
       : "f"(score), "f"(least), "r"(amount));
 }
 
+DEVICE void add_if_above(u32& sum, float score, float bound, u32 amount) {
+  asm("{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\n@p add.u32 %0, %0, %3;\n}"
+      : "+r"(sum)
+      : "f"(score), "f"(bound), "r"(amount));
+}
+
 // A score behind a place in 8 bytes of shared memory, and the address of what comes behind it.
 DEVICE void append_if_reaches(u32& address, float score, float least, u32 place) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ge.f32 p, %1, %2;\n@p st.shared.v2.b32 [%0], {%3, %1};\n@p add.u32 %0, %0, 8;\n}"
       : "+r"(address)
       : "f"(score), "f"(least), "r"(place)
-      : "memory");
-}
-
-DEVICE void append_if_above(u32& address, float score, float bound, u32 place) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.gt.f32 p, %1, %2;\n@p st.shared.v2.b32 [%0], {%3, %1};\n@p add.u32 %0, %0, 8;\n}"
-      : "+r"(address)
-      : "f"(score), "f"(bound), "r"(place)
       : "memory");
 }
 
@@ -111,9 +109,4 @@ DEVICE void send_4(u32 address, u32 barrier, u32 value) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
                "r"(value), "r"(barrier)
                : "memory");
-}
-
-// An arrival at a barrier of any CTA of the cluster, and bytes that it waits for, which may have come before.
-DEVICE void mbarrier_arrive_expect_peer(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

@@ -320,20 +320,33 @@ struct Selection {
     InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
     const Params::Given given = p.given_of(number);
     clear_bins<THREADS>(bins);
+    int start, end;
+    p.columns_of(given, start, end);
+    bool meets = HELD_BY_CLUSTER > 0 && p.meets && fast.holds(start + row.skew, end + row.skew);
+    if constexpr (HELD_BY_CLUSTER > 0) {
+      // While the launch in front ends; ptxas would make behind the wait what is not in memory before it.
+      if (!p.ahead && threadIdx.x == 0) control.row = {start, end, meets};
+      fast.clear();
+    }
     auto wait = [] {
       wait_for_prerequisites();  // only scores may come from the launch in front
       launch_dependents();
     };
     if (FEW_ROWS) wait();
-    if (HELD_BY_CLUSTER > 0 && p.ahead) fast.load(row.scores, row.skew, p.num_columns + row.skew);
-    int start, end;
-    p.columns_of(given, start, end);
+    if constexpr (HELD_BY_CLUSTER > 0) {
+      if (p.ahead) {
+        fast.load(row.scores, row.skew, p.num_columns + row.skew);
+      } else {
+        start = control.row.x, end = control.row.y, meets = control.row.z;
+        if (meets) fast.load(row.scores, row.skew, end + row.skew);
+      }
+    }
     const int length = end - start;
     row.start = start + row.skew, row.end = end + row.skew;
     const u32 row_first = row.start / 4, row_vectors = (row.end + 3) / 4 - row_first;
     u32 groups[SAMPLED];
     float4 sample[SAMPLED];
-    if (!FEW_ROWS) {  // while the launch in front ends; ptxas would make behind the wait what is not in memory before it
+    if (!FEW_ROWS) {  // likewise
       u32* const own = reinterpret_cast<u32*>(entries) + threadIdx.x;
       place_sample(groups);
 #pragma unroll
@@ -344,6 +357,12 @@ struct Selection {
       if (length >= p.gated) load_sample(groups, sample);
     }
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
+    if constexpr (HELD_BY_CLUSTER > 0) {
+      if (!meets)
+        cluster_wait();
+      else if (fast.run(number, given.request, row))
+        return;
+    }
     if (length <= p.k && !p.sorted) return write_all(number, given.request, start, length, rank);
 
     if (FEW_ROWS && row_vectors <= HELD * THREADS) {
@@ -354,11 +373,6 @@ struct Selection {
       const FirstBins first_bins(control, bins, length > 2 * p.k);
       held.count(row, p.num_columns, first_bins);
       return held.choose(p, control, bins, number, given.request, row, first_bins);
-    }
-    if constexpr (HELD_BY_CLUSTER > 0) {
-      const bool holds = row.end <= static_cast<int>(4 * p.cluster * fast.MOST);
-      if (holds && p.need && 8 * p.need * p.cluster <= 5 * row_vectors && fast.run(number, given.request, row))
-        return;
     }
     const u32 share = FEW_ROWS ? max((row_vectors + p.cluster - 1) / p.cluster, p.least) : row_vectors;
     const u32 before = min(rank * share, row_vectors);

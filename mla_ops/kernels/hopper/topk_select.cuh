@@ -24,11 +24,12 @@ struct alignas(16) Control {
   u32 bin, above, inside;  // the place of a rank
   u32 listed;              // entries of the list
   u64 threshold;
-  u64 met, given;          // mbarriers: of a cluster that meets once,
-  u64 told[2], gathered;   // and of one that does not, of `counts` and of entries
-  u64 verdict;             // the least entry that is chosen; 0: the row has to be done in another way
-  u32 have;                // entries that this CTA hands over, or would with more room
-  u32 gates[MAX_CLUSTER];  // of each CTA; ~0: its entries are too many
+  u64 met, counted, listed_all, given;  // mbarriers: of a cluster's ranges, counts, border and bits,
+  u64 told[2], gathered;                // and of one that does without, of `counts` and of entries
+  u64 ranges[MAX_CLUSTER];  // of each CTA: the key of its best score above, that of the least of its groups' bests below
+  u64 bests[32];            // one a warp, likewise
+  int4 row;                 // its first column, that behind the last, whether CTAs meet
+  u32 have, front;          // entries of the border that this CTA has; those that are chosen in front of its columns
   u32 chosen[MAX_CLUSTER], before[MAX_CLUSTER];  // columns of this CTA by who writes them; those of each in front
   u32 sums[2][32];             // one a warp
   u32 counts[2][MAX_CLUSTER];  // entries of the cluster's CTAs, without and with another reading
