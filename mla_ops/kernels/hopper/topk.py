@@ -86,7 +86,7 @@ class Plan(NamedTuple):
             lets more pass.
         deviations: by which the gate's rank in a sample is more than its mean: a row whose gate fails is read again.
         short: registers of a CTA hold all columns; only `threads`, `vectors` and `ctas` mean something then.
-        held: vectors of a thread that registers of a cluster hold which meets once; 0: rows are done by entries.
+        held: vectors of a thread that registers of a cluster hold, whose CTAs count together; 0: entries do rows.
     """
 
     threads: int
@@ -122,7 +122,7 @@ class Plan(NamedTuple):
 
     @property
     def held_columns(self) -> int:
-        """Columns of a CTA of a cluster that meets once."""
+        """Columns of a CTA of a cluster that counts together."""
         return 4 * self.threads * self.held
 
     @property
