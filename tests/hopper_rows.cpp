@@ -136,6 +136,8 @@ T __shfl_sync(unsigned, T value, int lane) {
 #define shuffle_pointer ptx_shuffle_pointer
 #define thread_here ptx_thread_here
 #define lane_here ptx_lane_here
+#define load_int_if ptx_load_int_if
+#define named_barrier_any ptx_named_barrier_any
 #include "ptx.cuh"
 #undef cluster_rank
 #undef mbarrier_wait
@@ -156,6 +158,8 @@ T __shfl_sync(unsigned, T value, int lane) {
 #undef shuffle_pointer
 #undef thread_here
 #undef lane_here
+#undef load_int_if
+#undef named_barrier_any
 
 struct Barrier {
   int arrivals, bytes;  // arrivals so far, bytes still missing in this phase
@@ -176,6 +180,18 @@ static void check(u32 barrier) {
 }
 
 static u32 cluster_rank() { return rank_of_cta; }
+static void load_int_if(bool there, const int* source, int& value) {
+  if (there) value = *source;
+}
+template <int ID, int COUNT>
+static bool named_barrier_any(bool value) {
+  static bool values[THREADS];
+  values[current] = value;
+  __syncthreads();
+  const bool any = std::any_of(values, values + THREADS, [](bool one) { return one; });
+  __syncthreads();
+  return any;
+}
 static int thread_here() { return current; }
 static int lane_here() { return current % LANES; }
 static void mbarrier_wait(u32 barrier, u32 parity) {
@@ -302,6 +318,12 @@ static bool is_without_keys(const Row& row) {
   return true;
 }
 
+// Whether any position of a row may be a key's.
+static bool has_any_key(Row row) {
+  row.first = 0, row.stride = 1, row.last = row.main_turns + (row.extra_length + TILE_KEYS - 1) / TILE_KEYS;
+  return !is_without_keys(row);
+}
+
 // Rows of bfloat16: each lane's keys, turn by turn.
 template <class R>
 void choose_all(int warp, int lane) {
@@ -363,11 +385,14 @@ void gather_keys(int warp, int lane) {
   Row row = first_row();
   for (bool more = row.token < p.all_tokens; more; more = goes_on(row), first = false) {
     row_of_warp[warp] = row;
-    if (launch == Launch::CLUSTERS && HEADS != 24) {
+    if (HEADS != 24 && (launch == Launch::CLUSTERS || launch == Launch::GROUPS)) {
       ask_for_indices(p, row, UNREAD);
       __syncwarp();
       const Indices ahead = indices_at(p, row, row.first, lane);
-      produce<HEADS, FORMAT, false, true>(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      const auto gather = launch == Launch::GROUPS && FORMAT == FP8_DS_MLA ? produce<HEADS, FORMAT, false, true, false>
+                                                                           : produce<HEADS, FORMAT, false, true, true>;
+      const bool empty = gather(p, row, 0, ahead, warp, lane, slot, parity, HEADS == 64 && first);
+      failed |= empty != is_without_keys(row) || empty && has_keys(p, row, thread_here()) != has_any_key(row);
     } else {
       const Indices ahead = begin_share(p, row, lane).now;
       __syncwarp();

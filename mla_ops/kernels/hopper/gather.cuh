@@ -76,11 +76,13 @@ DEVICE Indices indices_at(const Params& p, const Row& row, int turn, int lane) {
   return {{index_at(p, row, turn, 0, lane), index_at(p, row, turn, 1, lane)}};
 }
 
-// Where a lane's indices of a turn are, of positions `lane` and `lane` + 32, and how many positions are left from the turn's
-// first on. From turn to turn both move by a constant within a cache.
+// Where a lane's indices of a turn are, of positions `lane` and `lane` + 32, how many positions are left from the turn's first
+// on, and the cache's `num_indices`. From turn to turn the first two move by a constant within a cache. Where every position
+// is a key, `at` is where a list of all positions from address 0 on would have it.
 struct Positions {
   const int* at;
   int left;
+  u32 limit;
 };
 
 DEVICE int end_of_positions(const Row& row, bool extra) {
@@ -90,16 +92,21 @@ DEVICE int end_of_positions(const Row& row, bool extra) {
 DEVICE Positions positions_at(const Params& p, const Row& row, int turn, int lane) {
   const bool extra = turn >= row.main_turns;
   const int position = (extra ? turn - row.main_turns : turn) * TILE_KEYS;
-  const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0];
-  return {(extra ? p.indices[1] : p.indices[0]) + row.token * stride + position + lane,
-          end_of_positions(row, extra) - position};
+  const i64 stride = extra ? p.indices_stride[1] : p.indices_stride[0], before = p.indices[0] ? row.token * stride : 0;
+  return {(extra ? p.indices[1] : p.indices[0]) + before + position + lane, end_of_positions(row, extra) - position,
+          static_cast<u32>(p.caches[extra].num_indices)};
 }
 
-DEVICE Indices indices_at(const Params& p, const Row& row, const Positions& there, int lane) {
-  const bool first = lane < there.left, second = lane < there.left - 32;
-  if (p.indices[0]) return {{first ? __ldg(there.at) : -1, second ? __ldg(there.at + 32) : -1}};
-  const int position = end_of_positions(row, false) - there.left + lane;  // one cache
-  return {{first ? position : -1, second ? position + 32 : -1}};
+// QUICK: without a branch.
+template <bool QUICK>
+DEVICE Indices indices_at(const Params& p, const Positions& there, int lane) {
+  const bool first = lane < there.left, second = lane < there.left - 32, given = p.indices[0] != nullptr;
+  const int position = static_cast<int>(reinterpret_cast<u64>(there.at) >> 2);
+  if (!QUICK && !given) return {{first ? position : -1, second ? position + 32 : -1}};
+  Indices indices = {{QUICK && first && !given ? position : -1, QUICK && second && !given ? position + 32 : -1}};
+  load_int_if(first && (given || !QUICK), there.at, indices.of[0]);
+  load_int_if(second && (given || !QUICK), there.at + 32, indices.of[1]);
+  return indices;
 }
 
 DEVICE int request_of(const Params& p, const Row& row) {
@@ -196,51 +203,66 @@ DEVICE void copy_keys(u32 destination, const void* source, u32 bytes, u32 barrie
 // four agree on the place of each live key without a word, and copies those whose place is in its slot. A turn is
 // handed over once it is known whether a key follows: the row's last one is marked. A share without keys is one turn.
 // GIVES_WAY: keys leave L2 before anything else does. FOR_FEW: made for few tokens, where a CTA has one row or a part of
-// it, and its start counts.
-template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool FOR_FEW = false>
-DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
+// it, and its start counts: whether the share has no key is returned, with nothing handed over. QUICK: by a
+// register more.
+template <int HEADS, Format FORMAT, bool GIVES_WAY = false, bool FOR_FEW = false, bool QUICK = FOR_FEW>
+DEVICE bool produce(const Params& p, const Row& row, u32 shared, Indices ahead, int warp, int lane, int& slot,
                     int& parity, bool paced) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   const int request = uniform(request_of(p, row)), last = uniform(row.last), main_turns = uniform(row.main_turns);
   int filled = -16 * warp;  // live keys of this turn so far, from this warp's first on
   u32 live = 0, bulk = 0;   // rows of this warp's slot that have a key, and those that a bulk copy brings
-  auto find = [&](const Indices& indices, bool extra, int half) {
-    return __ballot_sync(~0u, in_range(p.caches[extra], indices.of[half]));
+  u32 limit = 0;            // `num_indices` of the turn's cache
+  auto found_of = [&](int index, bool extra) {
+    return __ballot_sync(~0u, QUICK ? static_cast<u32>(index) < limit : in_range(p.caches[extra], index));
   };
-  auto take = [&](int index, u32 found, bool extra, bool over) {
-    const bool alive = in_range(p.caches[extra], index);
-    int place = filled + __popc(found & ((1u << lane) - 1));
-    filled += __popc(found);
+  // Takes what was found of a turn's first or second half or, for few tokens, of both: a lane mostly has one key at most for
+  // this warp's slot, and another pass brings a second.
+  auto take = [&](int index_0, int index_1, u32 found_0, u32 found_1, bool extra, bool over) {
+    const u32 below = (1u << lane) - 1;
+    const bool alive = in_range(p.caches[extra], index_0);
+    int place = filled + __popc(found_0 & below), second_place = 0;
+    filled += __popc(found_0);
+    if (FOR_FEW) second_place = filled + __popc(found_1 & below), filled += __popc(found_1);
     for (;;) {
       const u32 barrier = shared + L::RAW_FULL + slot * 8, rows = shared + L::RAW + slot * L::RAW_SLOT,
                 scales = shared + L::SCALES + slot * L::SCALES_SLOT;
-      const bool mine = alive && static_cast<u32>(place) < 16;
-      const u32 window = __ballot_sync(~0u, mine);
+      const bool first = (FOR_FEW ? found_0 >> lane & 1 : alive) && static_cast<u32>(place) < 16;
+      const u32 firsts = __ballot_sync(~0u, first);
+      u32 seconds = 0;
+      if (FOR_FEW) seconds = __ballot_sync(~0u, found_1 >> lane & 1 && static_cast<u32>(second_place) < 16);
+      const u32 window = firsts | seconds;
       if (window) {
         const Cache& cache = p.caches[extra];
+        const int index = first || !FOR_FEW ? index_0 : index_1, at = first || !FOR_FEW ? place : second_place;
+        const bool mine = FOR_FEW ? window >> lane & 1 : first;
         const int leader = __shfl_sync(~0u, index, __ffs(window) - 1);
         const bool all_one = __popc(window) == 16 && __all_sync(~0u, !mine || index == leader);
         const Place from = place_at(cache, request, mine ? index : -1);
         mbarrier_wait(barrier + L::RAW_FREE - L::RAW_FULL, parity);
         const bool copies = is_live(cache, from);
         if constexpr (R::SCALES_APART)  // scales first: copies of rows are issued one by one
-          if (copies) copy_8(scales + place * R::SCALES_PITCH, scales_of_key<R>(cache, from));
+          if (copies) copy_8(scales + at * R::SCALES_PITCH, scales_of_key<R>(cache, from));
         const unsigned char* row = row_of_key<R>(cache, from);
-        const u32 copied = __reduce_or_sync(~0u, copies ? 1u << place : 0u);
+        const u32 copied = __reduce_or_sync(~0u, copies ? 1u << at : 0u);
         live |= copied;
         if (all_one && copied) {
           copy_to_all<R>(rows, shuffle_pointer(row, __ffs(window) - 1), lane);
         } else {
           bool neighbours = !p.indices[extra] && copied == 0xffff;  // maybe, in dense attention
           if (neighbours) {
-            const unsigned char* first = row - place * R::BYTES;
-            const bool same = first == shuffle_pointer(first, lane & 16);
+            const unsigned char* first_row = row - at * R::BYTES;
+            const bool same = first_row == shuffle_pointer(first_row, lane & 16);
             neighbours = __all_sync(~0u, !mine || same);
           }
-          if (neighbours && mine && place == 0) copy_keys<GIVES_WAY>(rows, row, 16 * R::BYTES, barrier);
-          if (!neighbours && copies) copy_keys<GIVES_WAY>(rows + place * R::BYTES, row, R::BYTES, barrier);
+          if (neighbours && mine && at == 0) copy_keys<GIVES_WAY>(rows, row, 16 * R::BYTES, barrier);
+          if (!neighbours && copies) copy_keys<GIVES_WAY>(rows + at * R::BYTES, row, R::BYTES, barrier);
           bulk |= copied;
+        }
+        if (FOR_FEW && firsts & seconds) {
+          found_0 &= ~firsts, found_1 &= ~seconds | firsts;
+          continue;
         }
       }
       const bool more = filled > TILE_KEYS - 16 * warp;
@@ -262,7 +284,7 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
       next_slot<L::SLOTS>(slot, parity);
       live = bulk = 0;
       if (!more) break;
-      filled -= TILE_KEYS, place -= TILE_KEYS;
+      filled -= TILE_KEYS, place -= TILE_KEYS, second_place -= TILE_KEYS;
     }
   };
   // Keys of a turn that fill no row of this warp's and end nothing are counted only. Narrower tiles lose by the votes.
@@ -273,31 +295,62 @@ DEVICE void produce(const Params& p, const Row& row, u32 shared, Indices ahead, 
     filled = after;
     return true;
   };
-  // A few tokens' turn without a key takes 50 instructions. With 64 heads the start does not wait for its first indices.
+  // A few tokens' turn without a key takes 45 instructions. With 64 heads the start does not wait for its first indices.
   constexpr bool LATE = FOR_FEW && HEADS == 64;
   Positions there;
   if constexpr (FOR_FEW) there = positions_at(p, row, LATE ? row.first : row.first + row.stride, lane);
   if (LATE) ahead = {{-1, -1}};
+  if (QUICK) limit = p.caches[uniform(row.first) >= main_turns].num_indices;
 #pragma unroll 1
   for (int turn = uniform(row.first) - (LATE ? row.stride : 0);; turn += row.stride) {
     const Indices indices = ahead;
     const bool extra = turn >= main_turns, over = turn >= last;
+    u32 found[2];
     if constexpr (FOR_FEW) {
-      const bool next_extra = turn + row.stride >= main_turns, later_extra = turn + 2 * row.stride >= main_turns;
-      ahead = indices_at(p, row, there, lane);
-      if (next_extra == later_extra)
-        there.at += row.stride * TILE_KEYS, there.left -= row.stride * TILE_KEYS;
+      found[0] = found_of(indices.of[0], extra), found[1] = found_of(indices.of[1], extra);
+      limit = there.limit;
+      const int later = turn + 2 * row.stride;
+      ahead = indices_at<QUICK>(p, there, lane);
+      if (static_cast<u32>(later - main_turns) < static_cast<u32>(row.stride))  // the second cache's begin there
+        there = positions_at(p, row, later, opaque(lane));
       else
-        there = positions_at(p, row, turn + 2 * row.stride, opaque(lane));
+        there.at += row.stride * TILE_KEYS, there.left -= row.stride * TILE_KEYS;
     } else {
       ahead = indices_at(p, row, turn + row.stride, lane);
+      found[0] = found_of(indices.of[0], extra), found[1] = found_of(indices.of[1], extra);
     }
-    const u32 found[2] = {find(indices, extra, 0), find(indices, extra, 1)};
     if (FOR_FEW && !over && !(found[0] | found[1]) || counts_only(found, over)) continue;
-    take(indices.of[0], FOR_FEW ? found[0] : find(indices, extra, 0), extra, over);
-    if (over) break;
-    take(indices.of[1], FOR_FEW ? found[1] : find(indices, extra, 1), extra, false);
+    if (FOR_FEW && over && filled == -16 * warp) return true;
+    if constexpr (FOR_FEW) {
+      take(indices.of[0], indices.of[1], found[0], found[1], extra, over);
+      if (over) return false;
+    } else {
+      take(indices.of[0], -1, found_of(indices.of[0], extra), 0, extra, over);
+      if (over) return false;
+      take(indices.of[1], -1, found_of(indices.of[1], extra), 0, extra, false);
+    }
   }
+}
+
+// Whether a row has a key, by the four warps that gather.
+DEVICE bool has_keys(const Params& p, const Row& row, int thread) {
+  constexpr int AT_ONCE = 16;
+  bool found = false;
+#pragma unroll 1
+  for (int extra = 0; extra < 2; ++extra) {
+    const int length = extra ? row.extra_length : row.length;
+    const int* indices = p.indices[extra] + row.token * p.indices_stride[extra];
+    if (!p.indices[extra]) found |= length > 0;
+#pragma unroll 1
+    for (int first = 0; first < length && p.indices[extra]; first += AT_ONCE * 128) {
+      int some[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) some[i] = __ldg(indices + min(first + thread + i * 128, length - 1));
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) found |= in_range(p.caches[extra], some[i]);
+    }
+  }
+  return named_barrier_any<GATHER_BARRIER, 128>(found);
 }
 
 // ---- keys of bfloat16, straight into the tiles that wgmma reads -----------------------------------------------------

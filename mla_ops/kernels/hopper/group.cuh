@@ -88,6 +88,13 @@ DEVICE void carry_states(const Params& p, const Row& row, u32 shared, int lane) 
   if (lane == 0) leave_row(counters, set, 2 * row.splits);
 }
 
+// Two of the warps that gather, once they have done so.
+template <class L>
+DEVICE void carry(const Params& p, const Row& row, u32 shared, int warp, int lane) {
+  if (warp == 0) carry_packets<L>(p, row, shared, lane);
+  if (warp == 1) carry_states<L>(p, row, shared, lane);
+}
+
 // Twelve warps add up this CTA's shares of the result.
 template <class L>
 DEVICE void finish_group(const Params& p, const Row& row, u32 shared, int warp, int lane) {

@@ -73,6 +73,12 @@ DEVICE constexpr bool in_registers(Launch launch) { return launch == Launch::FOL
 
 DEVICE constexpr bool in_shares(Launch launch) { return launch == Launch::SHARES || in_registers(launch); }
 
+// Whether clusters and groups have a gather that is made for few tokens, as `produce` says. Tiles of 24 heads lose 1 % by it,
+// those of 32 of V4 spill.
+DEVICE constexpr bool is_for_few(int heads, Format format) {
+  return !BY_LENGTH && heads != 24 && !(heads == 32 && format == FP8_DS_MLA_V4);
+}
+
 // One warpgroup makes all scores if registers have to hold more.
 template <int HEADS, Launch LAUNCH>
 constexpr bool ONE_SCORER = HEADS == 64 || HEADS == 32 && in_registers(LAUNCH) || LAUNCH == Launch::HELD_BY_ONE;
@@ -88,12 +94,14 @@ constexpr int HALF_BYTES = TILE_KEYS * 256 * 2;  // bytes of half of a turn's va
 constexpr float REFERENCE_SLACK = 15.f, RAISED_TO = 7.f;
 constexpr float NO_SCORE_YET = -1.2676506e30f;
 
-constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;
+constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5,
+              GATHER_BARRIER = 8;
 
-// BY_GROUP: this turn and the row's later ones (`by_group.cuh`); with references that moved, too.
-enum Turn { USUAL = 0, MOVED = 1, WIDE = 2, BY_GROUP = 3, BY_GROUP_MOVED = 4 };
+// BY_GROUP: this turn and the row's later ones (`by_group.cuh`); with references that moved, too. EMPTY: a row without keys.
+enum Turn { USUAL = 0, MOVED = 1, WIDE = 2, BY_GROUP = 3, BY_GROUP_MOVED = 4, EMPTY = 5 };
 
 constexpr u32 LAST_TURN = 1 << 16;  // flag beside the bits that say which keys count, or beside a `Turn`
+constexpr u32 NO_KEYS = LAST_TURN << 1;  // beside LAST_TURN: of a share over bfloat16, else of a row, without keys
 
 constexpr int SPLITS[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 16};  // CTAs of a cluster
 

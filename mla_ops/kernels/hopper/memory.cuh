@@ -104,6 +104,13 @@ DEVICE float load_float_if(bool there, const float* source) {
   return v;
 }
 
+// Leaves the value where there is nothing to load.
+DEVICE void load_int_if(bool there, const int* source, int& value) {
+  asm("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.global.nc.s32 %0, [%1];\n}"
+      : "+r"(value)
+      : "l"(source), "r"(static_cast<u32>(there)));
+}
+
 // Zeros where there is nothing to load. Loads and shuffles stay in the order in which they are written.
 DEVICE float4 load_float4_if(bool there, const float* source) {
   float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -283,6 +290,11 @@ DEVICE int thread_here() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
+}
+
+// Ends this thread. What a return leads to, others may share, and ptxas takes them for parted there.
+DEVICE void end_thread_if(bool condition) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p exit;\n}" ::"r"(static_cast<u32>(condition)) : "memory");
 }
 
 // The same value, of which the compiler knows nothing.

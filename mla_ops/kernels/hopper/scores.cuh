@@ -82,7 +82,7 @@ DEVICE u32 part_of_scores(u32 shared, int turn, int thread) {
 }
 
 // A second warpgroup of scores: its steps' part of each, and its chunks of the values.
-template <int HEADS, Format FORMAT, bool PERSISTENT>
+template <int HEADS, Format FORMAT, bool PERSISTENT, bool FOR_FEW>
 DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
@@ -98,6 +98,7 @@ DEVICE void score_rest(const Row& row, u32 shared, int thread, Ring& at) {
                                      shared + L::LIVE + slot * 4);
     load_start_rest<HEADS, FORMAT, false, FIRST>(start, raw_0 + places.rope);
     last = uniform(start.alive) >= LAST_TURN;
+    if (FOR_FEW) end_thread_if(__any_sync(~0u, start.alive >= NO_KEYS));
     float s[HEADS / 2];
     u32 undo, fragments[2][16];
     bool wide;
@@ -132,7 +133,7 @@ constexpr u32 LEFT_BY_GROUP = 1;  // no barrier
 
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER, bool FOR_FEW>
 DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
                  u32 row_parity, u32 odd_row, float (&sums)[HEADS / 4], int& seen) {
   using L = Layout<HEADS, FORMAT>;
@@ -265,6 +266,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
           load_start<HEADS, FORMAT, ONE, 0>(start, places, raw_0, places.scales + slot * L::SCALES_SLOT,
                                        shared + L::LIVE + slot * 4);
           load_start_rest<HEADS, FORMAT, ONE, 0>(start, raw_0 + places.rope);
+          if (FOR_FEW) end_thread_if(__any_sync(~0u, start.alive >= NO_KEYS));
         }
         const u32 alive = start.alive & 0xffff;
         last = uniform(start.alive) >= LAST_TURN;

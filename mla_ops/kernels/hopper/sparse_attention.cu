@@ -9,13 +9,14 @@
 // Kernels called balanced are given lengths, and share rows evenly among all CTAs instead where these are unequal.
 
 #include "code.cuh"
+#include "empty.cuh"
 #include "gather.cuh"
 #include "queries.cuh"
 #include "scores.cuh"
 #include "values.cuh"
 
 // ROWS follow one another, the next one's keys on their way while this one ends; else one share of one row. WIDER:
-// a cluster is of three CTAs or more, or has a part of a row's keys. FOR_FEW: as `produce` says.
+// a cluster is of three CTAs or more, or has a part of a row's keys. FOR_FEW: as `produce` says; rows without a key end there.
 template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER = false, bool FOR_FEW = false>
 DEVICE void attend(const Params& p) {
   constexpr bool PERSISTENT = is_persistent(LAUNCH), BALANCED = LAUNCH == Launch::BALANCED, SHARES = in_shares(LAUNCH),
@@ -31,8 +32,9 @@ DEVICE void attend(const Params& p) {
     return;
   }
   constexpr int PRODUCER = THREADS / 128 - 1;
-  // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row.
-  constexpr int MOVED = !BALANCED ? 0 : HEADS < 64 ? 8 : L::GATHER_REGISTERS < 32 ? 4 : 0;
+  // Registers of each of two warpgroups, or twice as many of one, to the gather: pieces begin anywhere in a row, and few
+  // tokens' turns are taken in one pass.
+  constexpr int MOVED = HEADS < 64 ? (BALANCED ? 8 : 0) : (BALANCED || FOR_FEW) && L::GATHER_REGISTERS < 32 ? 4 : 0;
   // The first of two warpgroups of scores gives this many to each of those that accumulate, less what the second does.
   constexpr int KEPT = ONE ? 0 : is_held(LAUNCH) ? 24 : LAUNCH == Launch::FOLDS ? 8 : 0,
                 OF_REST = KEPT > 16 ? 16 : 0;
@@ -44,6 +46,7 @@ DEVICE void attend(const Params& p) {
   constexpr int SCORERS = ONE ? 1 : 2;
   constexpr bool BY_GROUPS = TURNS_BY_GROUP<HEADS, FORMAT, LAUNCH>;
 
+  int empty = 0;  // whether the gather found no key
   // The way from an index to a key in shared memory is the longest of the start.
   Indices ahead;
   if (warpgroup == PRODUCER) {
@@ -133,7 +136,8 @@ DEVICE void attend(const Params& p) {
         float sums[HEADS / 4];
         int seen = 0;
         for (;;) {
-          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, query_parity, sums, seen);
+          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER, FOR_FEW>(p, row, shared, thread, at, row_parity,
+                                                                         query_parity, sums, seen);
           named_barrier<SCORE_BARRIER, 128>();  // else it takes rows to differ within a warp, and spills
           int next = uniform(opaque(later == LEFT_BY_GROUP));
           if (next == 0) {
@@ -152,7 +156,8 @@ DEVICE void attend(const Params& p) {
         for (;;) {
           float sums[HEADS / 4];
           int seen;
-          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, thread, at, row_parity, query_parity, sums, seen);
+          const u32 later = score<HEADS, FORMAT, LAUNCH, WIDER, FOR_FEW>(p, row, shared, thread, at, row_parity,
+                                                                         query_parity, sums, seen);
           if (HEADS == 64) freed = later;
           if (is_held(LAUNCH)) {
             if (later) break;
@@ -171,8 +176,8 @@ DEVICE void attend(const Params& p) {
         Accumulators<HEADS> o;
         u32 resumed = 0;
         for (;;) {
-          int next = opaque(accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at,
-                                                                     row_parity, query_parity, before, o, resumed));
+          int next = opaque(accumulate<HEADS, FORMAT, LAUNCH, WIDER, FOR_FEW>(
+              p, row, shared, warpgroup - 1, thread, at, row_parity, query_parity, before, o, resumed));
           if (next == 0) {
             forget(o[0]), forget(o[1]);
             resumed = 0;
@@ -189,8 +194,8 @@ DEVICE void attend(const Params& p) {
       } else {
         do {
           Accumulators<HEADS> none;
-          accumulate<HEADS, FORMAT, LAUNCH, WIDER>(p, row, shared, warpgroup - 1, thread, at, row_parity, query_parity,
-                                                   before, none, 0);
+          accumulate<HEADS, FORMAT, LAUNCH, WIDER, FOR_FEW>(p, row, shared, warpgroup - 1, thread, at, row_parity,
+                                                            query_parity, before, none, 0);
           if (is_held(LAUNCH) && ends_row(p, row)) break;
           if (SHARES && ends_row(p, row)) query_parity ^= 1;
           if (PERSISTENT) row = next_row<LAUNCH, false>(p, shared + L::INTERVAL, row), row_parity ^= 1;
@@ -200,7 +205,7 @@ DEVICE void attend(const Params& p) {
     } else if constexpr (!ONE) {
       more_registers<L::REST_REGISTERS - (HEADS < 32 ? MOVED : 0) - OF_REST>();
       do {
-        score_rest<HEADS, FORMAT, LONG>(row, shared, thread, at);
+        score_rest<HEADS, FORMAT, LONG, FOR_FEW>(row, shared, thread, at);
       } while (is_held(LAUNCH) ? next_held() : PERSISTENT && next_queries());
       if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, false, thread);
       if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, false, thread);
@@ -216,6 +221,7 @@ DEVICE void attend(const Params& p) {
     }
     if constexpr (is_held(LAUNCH)) finish_shares<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
     if constexpr (LAUNCH == Launch::GROUPS) finish_group<L>(p, row, shared, threadIdx.x / 32, threadIdx.x % 32);
+    if (FOR_FEW) empty = opaque(0);  // ptxas must not see that only the gather goes where this is asked
   } else {
     fewer_registers<GATHER + 2 * MOVED>();
     launch_dependents();
@@ -223,8 +229,10 @@ DEVICE void attend(const Params& p) {
     int slot = warp, parity = 1;
     u32 row_parity = 0;
     for (bool first = true;; first = false) {
-      produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW>(p, row, shared, ahead, warp, lane, slot, parity,
-                                                                HEADS == 64 && first);
+      // Groups over fp8 and tiles of 32 heads would spill.
+      constexpr bool QUICK = FOR_FEW && HEADS != 32 && (LAUNCH == Launch::CLUSTERS || FORMAT == FP8_DS_MLA_V4);
+      empty = produce<HEADS, FORMAT, LAUNCH == Launch::SHARES, FOR_FEW, QUICK>(p, row, shared, ahead, warp, lane, slot,
+                                                                               parity, HEADS == 64 && first);
       if (!PERSISTENT || is_held(LAUNCH) && ends_row(p, row)) break;
       row = next_row<LAUNCH, true>(p, shared + L::INTERVAL, row);
       if (row.token >= end_of_tokens<LAUNCH>(p)) break;
@@ -241,15 +249,19 @@ DEVICE void attend(const Params& p) {
         row_parity ^= 1;
       }
     }
-    if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, true, thread);
-    if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, true, thread);
-    if (LAUNCH == Launch::SHARES) await_opened(p);
-    if constexpr (LAUNCH == Launch::GROUPS) {
-      if (warp == 0) carry_packets<L>(p, row, shared, lane);
-      if (warp == 1) carry_states<L>(p, row, shared, lane);
+    if (!FOR_FEW || !empty) {
+      if (LAUNCH == Launch::CLUSTERS) stand_by<L>(p, row, shared, true, thread);
+      if (is_held(LAUNCH)) stand_by_for_shares<L>(p, shared, true, thread);
+      if (LAUNCH == Launch::SHARES) await_opened(p);
+      if constexpr (LAUNCH == Launch::GROUPS) carry<L>(p, row, shared, warp, lane);
+      wait_for_prerequisites();
+      if (FOR_FEW) empty = opaque(0);
     }
-    wait_for_prerequisites();
   }
+  // Behind all roles, since each of them gets its code from memory: where these 200 instructions lay in front of one, live rows
+  // of 8 x 64 took 1.04.
+  if constexpr (FOR_FEW)
+    if (empty) end_empty_share<HEADS, FORMAT, LAUNCH>(p, row, shared);
 }
 
 // Attends to rows as the shape says. YIELDS: unless another launch has shared the tokens evenly.
@@ -316,8 +328,7 @@ __global__ void __attribute__((cluster_dims())) __launch_bounds__(Layout<HEADS, 
   if (BY_LENGTH) prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
-  // Tiles of 24 heads lose 1 % by a gather for few tokens, those of 32 spill.
-  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, (HEADS < 64), !BY_LENGTH && (HEADS == 16 || HEADS == 64)>(p);
+  attend_by_shape<HEADS, FORMAT, Launch::CLUSTERS, YIELDS, (HEADS < 64), is_for_few(HEADS, FORMAT)>(p);
 }
 
 // Clusters of two CTAs that have all keys of their row. Other clusters have no code for it: launches of few tokens get
@@ -378,7 +389,7 @@ __global__ void __launch_bounds__(Layout<HEADS, FORMAT>::THREADS, 1)
   prefetch_code<128>();
   using L = Layout<HEADS, FORMAT>;
   EXPORT_SHARED_BYTES(L);
-  attend_by_shape<HEADS, FORMAT, Launch::GROUPS, YIELDS>(p);
+  attend_by_shape<HEADS, FORMAT, Launch::GROUPS, YIELDS, false, is_for_few(HEADS, FORMAT)>(p);
 }
 
 template <int HEADS, Format FORMAT>

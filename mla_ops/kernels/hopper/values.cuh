@@ -127,7 +127,7 @@ struct KeptOfShares<L, Launch::HELD> : Held<L> {};
 template <class L>
 struct KeptOfShares<L, Launch::HELD_BY_ONE> : Held<L> {};
 
-template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER>
+template <int HEADS, Format FORMAT, Launch LAUNCH, bool WIDER, bool FOR_FEW>
 DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int thread,
                        Ring& at, u32 row_parity, u32 odd_row, KeptOfShares<Layout<HEADS, FORMAT>, LAUNCH>& before,
                        Accumulators<HEADS>& carried, u32 resumed) {
@@ -180,6 +180,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
           break;
         }
       }
+      if (FOR_FEW) end_thread_if(__any_sync(~0u, (turn & 0xff) == EMPTY));
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
