@@ -115,6 +115,9 @@ EVERY_CTA = ByLength(66, 1.0, -math.inf, 1)  # for two tiles of heads
     [
         ("fp8_ds_mla", 4, 128, 512, Clusters(64, 2, 8), (Clusters(64, 2), EVERY_CTA)),  # parts are merged anyway
         ("fp8_ds_mla", 4, 16, 512, Clusters(16, 8, 3), (Clusters(16, 4), ByLength(30, 0.0, -math.inf, 4))),
+        # The longer of two rows would have 29 parts of four CTAs.
+        ("fp8_ds_mla", 2, 16, 400, Clusters(16, 8, 6), (Clusters(16, 8), ByLength(15, 0.0, -math.inf, 8))),
+        ("fp8_ds_mla", 2, 16, 454, Clusters(16, 8, 6), (Clusters(16, 8), ByLength(15, 0.0, -math.inf, 8))),
         ("fp8_ds_mla", 12, 16, 512, Clusters(16, 2, 8), (Clusters(16, 2), ByLength(132, 1.0, -math.inf, 1))),
         ("fp8_ds_mla", 1, 128, 2048, Clusters(64, 16, 3), (Clusters(64, 2), ByLength(33, 0.0, -math.inf, 2))),
         ("bf16", 2, 128, 400, Clusters(64, 8, 3), (Clusters(64, 2), ByLength(33, 0.0, -math.inf, 2))),

@@ -25,13 +25,14 @@ ELEMENTS = 1e-6 * LATENT_DIM  # 10^6 of a part and head
 END_US = {
     (True, True): (2.0, 6.0, 3.0),
     (False, True): (9.0, 2.5, 4.5),
-    (True, False): (10.0, 5.0, 3.0),
+    (True, False): (10.0, 5.0, 2.5),
     (False, False): (10.0, 5.0, 3.0),
 }
 MANY_PARTS_US, FEW_ROWS = 4.5, {True: 1, False: 2}  # by whether keys are quantised
 # Where so few rows have less than 64 heads, the merge of many parts is slow: a part has so many CTAs. Over bfloat16
 # keys, whose bytes take longer, nothing is gained.
 FEW_SMALL_ROWS, LARGE_PARTS = 4, 4
+MOST_PARTS = 28  # of such a row; the merge of more takes 1 us longer (`log_slices_of` of merge_parts.cu)
 # The longest time that idle CTAs may take of rows of mixed lengths, whose keys are a quarter of full ones: even shares
 # take as much for the sum of their parts.
 IDLE_US, OF_FULL_ROWS = 15.0, 0.25
@@ -129,7 +130,8 @@ def by_length_for(
         return None
     ways = list(ways_by_length(tile, num_heads, at_once))
     if num_tokens <= FEW_SMALL_ROWS and tile < 64:
-        ways = ways[LARGE_PARTS - 1 :] if keys.quantized else []
+        large = [way for way in ways[LARGE_PARTS - 1 :] if way[1].count - num_tokens < MOST_PARTS]
+        ways = large if keys.quantized else []
     way = min(ways, key=time, default=None)
     running = at_once[SPLITS.index(splits)]
     allowed_us = PAIRS_US if merged and splits == 2 else SPARE_US

@@ -51,6 +51,7 @@ class Costs(NamedTuple):
         wave_us: another wave.
         parts_us: the kernel that merges parts.
         parts_us_per_mb: what that takes for 10^6 bytes of parts.
+        wide_us: the merge of a cluster of 16 CTAs besides, of 16 heads each, over bfloat16 keys or in parts.
         tiles: times of the kernels, by the name of the format and the heads of a tile.
     """
 
@@ -66,6 +67,7 @@ class Costs(NamedTuple):
     wave_us: float
     parts_us: float
     parts_us_per_mb: float
+    wide_us: float
     tiles: dict[str, dict[int, TileCosts]]
 
 
@@ -123,6 +125,8 @@ def predicted_us(
     keys_us = sum(-(-max(turns - share, 0) // each) for share in range(0, max(shares, 1), splits)) * turn_us
     keys_us += (own_shares - 1) * (costs.fold_us if registers else costs.share_us * of_64)
     end_us = merge_us / splits if splits > 1 else 0.0
+    if splits == 16 and shape.tile == 16 and (parts > 1 or not keys.quantized):
+        end_us += costs.wide_us
     if shares and not registers:
         end_us = costs.shares_us * of_64 / splits
     first_us = row_us + end_us

@@ -23,16 +23,58 @@ DEVICE int4 sharers_of(const Params& p, const Interval& interval) {
 template <class L, int BARRIER>
 DEVICE void tell_sharers(const Params& p, u32 shared, int part, int thread) {
   const Interval interval = load_interval(shared + L::INTERVAL);
-  int4 sharers;
-  if (thread == 0) sharers = sharers_of(p, interval);  // on its way while others are waited for
+  int first = interval.worker;  // where the token goes on behind the interval
+  if (thread == 0 && part < p.workers) first = sharers_of(p, interval).x;  // on its way while others are waited for
   named_barrier<BARRIER, 256>();
-  if (thread == 0)
-    publish_add(&counters_of_sharers(p, part < p.workers ? sharers.x : sharers.z, interval.tile)->here, ones(1));
+  if (thread == 0) publish_add(&counters_of_sharers(p, first, interval.tile)->here, ones(1));
   converge();
 }
 
 constexpr int MOST_WORKERS = 144;  // of a launch; balance.py has the same
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+
+// Where a token has two sharers, the first comes to it last, when the other has mostly left its part. Then the first adds
+// up both from its registers, and leaves none. A warp that gathers looks for that part, once it has brought its last keys:
+// `found` is a barrier of one arrival.
+template <class L>
+DEVICE void look_for_other(const Params& p, u32 shared, u32 found, int lane) {
+  const Interval interval = load_interval(shared + L::INTERVAL);
+  if (lane == 0 && interval.end != NO_END && sharers_of(p, interval).w == 2) {
+    const SharersCounters* const counters = counters_of_sharers(p, interval.worker, interval.tile);
+#pragma unroll 1
+    for (int looks = PATIENCE; looks; --looks)
+      if (other_is_here(counters)) {
+        mbarrier_arrive(found);
+        break;
+      }
+  }
+  converge();
+}
+
+// The weights of both parts for a head, and what makes a result of their sum; as `weigh_cut` has them.
+struct BothParts {
+  float own, others, whole, lse;
+};
+
+// `own`: lse and factor of the first sharer's part of a head.
+DEVICE BothParts weigh_both(const Params& p, const uint2& others, int global_head, const float2& own) {
+  const float other_lse = __uint_as_float(others.x), top = fmaxf(own.x, other_lse), base = top == -INFINITY ? 0.f : top,
+              first = exp2_approx((own.x - base) * LOG2_E), second = exp2_approx((other_lse - base) * LOG2_E),
+              total = first + second;
+  BothParts both;
+  both.own = first == 0.f ? 0.f : first * own.y, both.others = second == 0.f ? 0.f : second * __uint_as_float(others.y);
+  both.lse = total == 0.f ? -INFINITY : top + log2_approx(total) * LN_2;
+  both.whole = total == 0.f ? 0.f : __fdividef(1.f, total);
+  const float sink = p.attn_sink && global_head < p.num_heads ? __ldg(p.attn_sink + global_head) : -INFINITY;
+  if (sink != -INFINITY && total != 0.f) both.whole = __fdividef(both.whole, 1.f + exp2_approx((sink - both.lse) * LOG2_E));
+  return both;
+}
+
+// Each thread of the first sharer notes for itself that it has added up both. The interval has no part at its end then.
+template <class L>
+DEVICE void note_both(u32 shared) {
+  store_shared_4(shared + L::INTERVAL + 8, NO_END);
+}
 
 // A cut token and a tile of its heads. Its parts are of so many workers from the first on, its shares of all but the last.
 struct CutToken {
@@ -242,8 +284,11 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
   if (interval.turn == EVERY_WORKERS_TOKEN) return;  // whole tokens
   const int4 sharers = sharers_of(p, interval);
   const int warp = uniform(thread >> 5), lane = thread & 31;
-  const int counts[2] = {uniform(sharers.y), uniform(sharers.w)}, firsts[2] = {uniform(sharers.x), uniform(sharers.z)};
-  if (counts[0] + counts[1] == 0) return;
+  // A token whose parts the first sharer has added up already is only left.
+  const bool done = interval.end == NO_END;
+  const int counts[2] = {uniform(sharers.y), done ? 0 : uniform(sharers.w)},
+            firsts[2] = {uniform(sharers.x), uniform(sharers.z)};
+  if (sharers.y + sharers.w == 0) return;
   auto counters_of = [&](int worker) { return counters_of_sharers(p, worker, interval.tile); };
   fence_async_shared();           // what this thread has stored: copies come to the same place
   named_barrier<BARRIER, 256>();  // nobody needs what is in scratch
@@ -285,7 +330,10 @@ DEVICE void add_up_cuts(const Params& p, u32 shared, u32 scratch, int thread) {
       if (share == shares) break;
     }
   }
-  const int left = warp & 1 ? counts[1] : counts[0];
-  if (warp >= 6 && lane == 0 && left)  // one of the last warps for each token
-    leave_sharers(counters_of(warp & 1 ? firsts[1] : firsts[0]), left, p.head_tiles);
+  const int left = warp & 1 ? uniform(sharers.w) : counts[0];
+  if (warp >= 6 && lane == 0 && left) {  // one of the last warps for each token
+    SharersCounters* const counters = counters_of(warp & 1 ? firsts[1] : firsts[0]);
+    if (done && warp & 1) fetch_add(&counters->here, ones(1));  // before it leaves
+    leave_sharers(counters, left, p.head_tiles);
+  }
 }

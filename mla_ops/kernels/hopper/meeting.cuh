@@ -116,6 +116,10 @@ DEVICE int await_sharers(SharersCounters* counters, int count, SharersCounters* 
   return all_here(seen, count) ? number_given_up(seen) : NOT_ALL_HERE;
 }
 
+// Whether the other one of two sharers has left its part. The first one, which comes to its end later, need not leave its
+// own then, but adds up both, and counts itself when it leaves.
+DEVICE bool other_is_here(const SharersCounters* counters) { return load_acquire(&counters->here) == ones(1); }
+
 // The last one makes the counters ready for another launch. By then all are there, whether it has seen that or not. Those
 // of the row's CTAs are `pitch` apart.
 DEVICE void leave_sharers(SharersCounters* counters, int count, int pitch) {

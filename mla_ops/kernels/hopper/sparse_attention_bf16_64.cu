@@ -153,12 +153,11 @@ DEVICE void weigh_heads(const State& state, float (&lse)[2], float (&factor)[2])
   }
 }
 
-// Leaves a part of a row as 16-bit averages.
+// Leaves a part of a row as 16-bit averages, `stored` as `fit_averages` has made it.
 template <class L>
-DEVICE void leave_averages(const Params& p, const Row& row, const State& state, u32 shared, u32 row_parity, int half,
-                           int head, int warp, int lane, int part, const float (&lse)[2], float (&factor)[2]) {
-  float stored[2];
-  const bool bfloat16 = fit_averages<L>(state, shared, row_parity, half, head, lane, factor, stored);
+DEVICE void leave_averages(const Params& p, const Row& row, const State& state, int half, int head, int warp, int lane,
+                           int part, bool bfloat16, const float (&lse)[2], const float (&factor)[2],
+                           const float (&stored)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     if (half == 0 && row.tile * L::HEADS + head + i * 8 < p.num_heads && lane % 4 == 0)
@@ -180,7 +179,9 @@ DEVICE void leave_units(const Params& p, const Row& row, State& state, u32 share
 #pragma unroll
     for (int e = 0; e < 128; ++e) state.o[e] = 0.f;
   }
-  leave_averages<L>(p, row, state, shared, 0, half, head, warp, lane, row.part, lse, factor);
+  float stored[2];
+  const bool bfloat16 = fit_averages<L>(state, shared, 0, half, head, lane, factor, stored);
+  leave_averages<L>(p, row, state, half, head, warp, lane, row.part, bfloat16, lse, factor, stored);
 }
 
 // Ends a row in a cluster.
@@ -217,27 +218,10 @@ DEVICE void finish_cluster(const Params& p, const Row& row, State& state, u32 sh
   finish<L, 8>(p, row, shared, half * 4 + warp, lane);
 }
 
-// Ends a row that another may follow. Both warpgroups call it.
-template <class L, Launch LAUNCH>
-DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
-                       int warp, int lane) {
-  add_sums<L>(state, shared, row_parity, half, head, lane);
-  const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
-  float factor[2], lse[2];
-  weigh_heads(state, lse, factor);
-  if (part >= 0) {
-    leave_averages<L>(p, row, state, shared, row_parity, half, head, warp, lane, part, lse, factor);
-    tell_sharers<L, PAIR_BARRIER>(p, shared, part, half * 128 + warp * 32 + lane);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int global_head = row.tile * L::HEADS + head + i * 8;
-    const bool there = global_head < p.num_heads;
-    if (p.attn_sink && there && state.sum[i] != 0.f) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse[i]);
-    if (half == 0 && there && lane % 4 == 0) leave_lse(p, row, global_head, part, lse[i], factor[i]);
-  }
-  // 64 dims at a time through the warp's own part of its weights
+// Stores a warp's results, 64 dims at a time, through its own part of its weights: `make(n, v)` makes a lane's n-th eight
+// values.
+template <class L, class Make>
+DEVICE void store_rows(const Params& p, const Row& row, u32 shared, int half, int warp, int lane, Make make) {
   const u32 own = shared + L::WEIGHTS + half * CHUNK + warp * 2048, to = own + lane % 16 * 128;
   const int local_row = lane / 8, first_head = row.tile * L::HEADS + warp * 16 + local_row;
   u16* out = out_row(p, row, first_head) + half * 256 + lane % 8 * 8;
@@ -246,8 +230,7 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       float v[8];
-#pragma unroll
-      for (int e = 0; e < 8; ++e) v[e] = state.o[chunk * 32 + k * 8 + e] * factor[e / 2 & 1];
+      make(chunk * 4 + k, v);
       store_results(to + (((k * 2 + lane / 16) ^ lane) & 7) * 16, v);
     }
     __syncwarp();
@@ -258,6 +241,83 @@ DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared
     }
     __syncwarp();
   }
+}
+
+// The result of a row of two sharers, of which the other has left its part and this one has float16 averages of its own in
+// registers: as if these had been left, too.
+template <class L>
+DEVICE void add_up_both(const Params& p, const Row& row, State& state, u32 shared, int half, int head, int warp,
+                        int lane, const float (&lse)[2], const float (&factor)[2], const float (&stored)[2]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) asm volatile("" : "=r"(state.query[i]));
+  constexpr int AT_ONCE = 4;
+  const int other = load_interval(shared + L::INTERVAL).worker + 1;
+  const float4* const from = part_of_warp<L>(p, other, row.tile, half * 4 + warp) + lane;
+  uint4 units[AT_ONCE];
+  auto load = [&](int unit) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) units[i] = load_l2_16(from + (unit + i) * 32);
+  };
+  uint2 states[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    states[i] = load_l2_8(parts_of(p).heads + other * p.num_heads + global_head<L>(p, row, head + i * 8));
+  load(0);
+  BothParts both[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int global_head = row.tile * L::HEADS + head + i * 8;
+    both[i] = weigh_both(p, states[i], global_head, make_float2(lse[i], stored[i]));
+    if (half == 0 && global_head < p.num_heads && lane % 4 == 0) leave_lse(p, row, global_head, -1, both[i].lse, 0.f);
+  }
+  store_rows<L>(p, row, shared, half, warp, lane, [&](int unit, float (&v)[8]) {
+    if (unit % AT_ONCE == 0 && unit) load(unit);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float own = both[w & 1].own;
+      const u32 word = pack_float16(state.o[unit * 8 + 2 * w] * factor[w & 1], state.o[unit * 8 + 2 * w + 1] * factor[w & 1]);
+      const float2 pair = unpack_float16(own != 0.f ? word : 0);
+      v[2 * w] = pair.x * own, v[2 * w + 1] = pair.y * own;
+    }
+    add_unit<L>(v, units[unit % AT_ONCE], both[0].others, both[1].others);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) v[e] *= both[is_second<L>(e)].whole;
+  });
+  note_both<L>(shared);
+}
+
+// Ends a row that another may follow. Both warpgroups call it.
+template <class L, Launch LAUNCH>
+DEVICE void finish_row(const Params& p, const Row& row, State& state, u32 shared, u32 row_parity, int half, int head,
+                       int warp, int lane) {
+  add_sums<L>(state, shared, row_parity, half, head, lane);
+  const int part = LAUNCH == Launch::BALANCED ? part_of(p, shared + L::INTERVAL, row.token) : -1;
+  float factor[2], lse[2];
+  weigh_heads(state, lse, factor);
+  if (part >= 0) {
+    float stored[2];
+    const bool bfloat16 = fit_averages<L>(state, shared, row_parity, half, head, lane, factor, stored);
+    bool alone = bfloat16;
+    if (half == 0 && warp == 0) alone = alone || part < p.workers || !mbarrier_test(shared + L::STATES_FULL, 0);
+    if (!named_barrier_any<PAIR_BARRIER, 256>(alone)) {
+      add_up_both<L>(p, row, state, shared, half, head, warp, lane, lse, factor, stored);
+      return;
+    }
+    leave_averages<L>(p, row, state, half, head, warp, lane, part, bfloat16, lse, factor, stored);
+    tell_sharers<L, PAIR_BARRIER>(p, shared, part, half * 128 + warp * 32 + lane);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int global_head = row.tile * L::HEADS + head + i * 8;
+    const bool there = global_head < p.num_heads;
+    if (p.attn_sink && there && state.sum[i] != 0.f) factor[i] /= 1.f + expf(__ldg(p.attn_sink + global_head) - lse[i]);
+    if (half == 0 && there && lane % 4 == 0) leave_lse(p, row, global_head, part, lse[i], factor[i]);
+  }
+  store_rows<L>(p, row, shared, half, warp, lane, [&](int unit, float (&v)[8]) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) v[e] = state.o[unit * 8 + e] * factor[e / 2 & 1];
+  });
 }
 
 // Takes the turns of a row that warpgroup w owns, and its half of the other's. Both warpgroups run the same code, since
@@ -417,6 +477,7 @@ DEVICE void attend_all(const Params& p) {
     fewer_registers<56>();
     launch_dependents();
     gather_rows<L, LAUNCH>(p, row, stream, shared, thread);
+    if (LAUNCH == Launch::BALANCED && thread < 32) look_for_other<L>(p, shared, shared + L::STATES_FULL, thread);
     wait_for_prerequisites();
   }
 }
