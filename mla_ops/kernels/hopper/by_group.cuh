@@ -8,7 +8,6 @@
 //     accumulate   V = e4m3 bits of the scale, made of these rows once products of the last turn are over; O += w V
 #pragma once
 
-#include "keys.cuh"
 #include "queries.cuh"
 #include "softmax.cuh"
 #include "wide.cuh"
@@ -31,18 +30,11 @@ DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
   return static_cast<int>(one >> 23 & 255) - static_cast<int>(column >> 23 & 255);
 }
 
-// Queries that float16 does not hold beside their head's largest, below 2^-16 in shared memory, are made anew, each group
-// with a power of two of its own. Returns whether there were any: else all factors are 1, and are not read.
+// Small queries are made anew, each group with a power of two of its own. Returns whether there were any: else all factors
+// are 1, and are not read.
 template <class L, int BARRIER>
 DEVICE bool fit_queries(const Params& p, const Row& row, u32 shared, int thread) {
-  u32 least = ~0u;
-#pragma unroll 1
-  for (u32 place = shared + L::QUERY + thread * 16; place < shared + L::QUERY + 8 * L::QUERY_CHUNK; place += 2048) {
-    const uint4 v = load_shared_16(place);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) least = smaller_halves(least, word(v, w) & 0x7fff7fff);
-  }
-  const bool small = named_barrier_any<BARRIER, 128>((least & 0xffff) < 0x100 || least >> 16 < 0x100);
+  const bool small = has_small_queries<L, BARRIER>(shared, thread);
   const u32 factors = query_factors<L>(shared);
   if (small) {
     const int lane = thread & 15;
@@ -163,13 +155,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     const int own = opaque(thread), lane = own & 31, t = lane & 3, slot = (i & 1) * 4 + (own >> 5);
     const u32 alive = load_shared_4(shared + L::LIVE + slot * 4);
     last = uniform(alive) >= LAST_TURN;
-#pragma unroll
-    for (int j = 0; j < L::HEADS / 8; ++j) {
-      const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);  // factor and reference of two heads
-#pragma unroll
-      for (int e = 4 * j; e < 4 * j + 4; ++e)
-        s[e] = fmaf(s[e], __uint_as_float(e & 1 ? two.z : two.x), -__uint_as_float(e & 1 ? two.w : two.y));
-    }
+    apply_columns<L>(s, shared, t);
     if ((uniform(alive) & 0xffff) != 0xffff) {
       const u32 mine = (alive & 0xffff) >> R::raw_row(lane >> 2);
 #pragma unroll
@@ -232,40 +218,15 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
   }
 }
 
-// Four e4m3 in a word times a pair of bfloat16, as two pairs of these.
-DEVICE void scaled_e4m3_to_bfloat16(u32 word, u32 scale, u32& low, u32& high) {
-  e4m3_to_float16(word, low, high);
-  const float2 a = unpack_float16(low), b = unpack_float16(high);
-  low = multiply_bfloat16(pack_bfloat16(a.x, a.y), scale), high = multiply_bfloat16(pack_bfloat16(b.x, b.y), scale);
-}
-
 // A half of the values of a warp's keys.
 template <class L>
 DEVICE void make_group_values(u32 shared, int turn, u32 values, int half, int thread) {
   using R = typename L::R;
   const int warp = thread >> 5, lane = thread & 31, slot = (turn & 1) * 4 + warp;
   const u32 row = shared + L::RAW + slot * L::RAW_SLOT + R::raw_row(lane >> 2) * R::BYTES;
-  u32 raw = row + (lane & 3) * 16 + half * 256, scales = row + R::SCALES_AT + half * 8,
-      place = values + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
   mbarrier_wait(shared + L::RAW_FULL + slot * 8, turn >> 1 & 1);
-#pragma unroll 1
-  for (int chunk = 0; chunk < 4; ++chunk, raw += 64, place += TILE_KEYS * 128) {
-    const uint4 v[2] = {load_shared_16(raw), load_shared_16(raw + 8 * R::BYTES)};
-    u32 scale[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const u32 bits = __float_as_uint(rounded_scale(load_shared_float(scales + r * (8 * R::SCALES_PITCH)) * R::FACTOR));
-      scale[r] = bits >> 16 | bits;
-    }
-    scales += (chunk & 1) * 4;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      u32 f[4];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) scaled_e4m3_to_bfloat16(word(v[r], j), scale[r], f[r], f[2 + r]);
-      store_matrices(place ^ j << 5, f[0], f[1], f[2], f[3]);
-    }
-  }
+  make_wide_values<L>(row + (lane & 3) * 16 + half * 256, row + R::SCALES_AT, half * 4,
+                         values + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4));
 }
 
 // Weights times values of the turns that are left of a row, from this one on.

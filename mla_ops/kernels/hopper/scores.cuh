@@ -168,9 +168,44 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   };
   // A bit for each of the lane's two keys that counts: 1 and 0x100.
   auto own_keys = [&](u32 alive) { return alive >> R::raw_row((own_thread() & 31) >> 2); };
-  // Scores of a turn that may be unusual become those that weights are made of. Returns the turn's kind.
+  // Wide turns by queries as they lie in shared memory. Other launches have no code for it: their usual keys take longer
+  // with it in between (docs/notes.md).
+  constexpr bool BY_QUERIES = HEADS == 64 && FORMAT == FP8_DS_MLA && LAUNCH == Launch::ROWS;
+  enum { UNKNOWN, AS_THEY_LIE, COME_ANEW } queries = UNKNOWN;
+  auto make_wide = [&](float (&s)[TILES * 4], int slot, bool foreseen) {
+    const WidePlaces wide{places.raw + slot * L::RAW_SLOT, places.rope, places.scales + slot * L::SCALES_SLOT,
+                          places.values};
+    auto values_free = [&]() {  // as usual turns have found them
+      if (!foreseen) return;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const Half half = half_of<L::HALVES>(at, n / 2);
+        mbarrier_wait(places.values_free + half.slot * 16 + n % 2 * 8, half.parity ^ 1);
+      }
+    };
+    // Rows that have to have the bits of other launches go their way, as do small queries.
+    if (BY_QUERIES && queries == UNKNOWN)
+      queries = p.shares || has_small_queries<L, SCORE_BARRIER>(shared, opaque(thread)) ? COME_ANEW : AS_THEY_LIE;
+    if (!BY_QUERIES || queries == COME_ANEW) {
+      values_free();
+      wide_scores_anew<L, SCORE_BARRIER, !BY_QUERIES>(s, p, row, at, shared, wide, opaque(thread));
+      if (BY_QUERIES) named_barrier<SCORE_BARRIER, 128>();  // queries have left the values' place
+    } else if constexpr (BY_QUERIES) {
+      wide_scores<L>(s, wide.raw, wide.rope, wide.scales, places.query);
+      apply_columns<L>(s, shared, opaque(thread) & 3);
+      values_free();
+    }
+    if constexpr (BY_QUERIES)
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half)
+        make_wide_values<L>(wide.raw + half * 256, wide.scales, half * 4,
+                            wide.values + half_of<L::HALVES>(at, half).slot * HALF_BYTES);
+    store_left_out<L, SCORE_BARRIER>(wide.scales, rests_at(slot), opaque(thread));
+  };
+  // Scores of a turn that may be unusual become those that weights are made of. Returns the turn's kind. One that was
+  // FORESEEN to be wide has no scores yet.
   auto settle = [&](float (&s)[TILES * 4], u32& undo, bool maybe_unusual, int slot, u32 alive, bool live_0, bool live_1,
-                    bool wide) {
+                    bool wide, bool foreseen) {
     auto leave_out_dead = [&]() {
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e)
@@ -179,7 +214,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     constexpr bool OFTEN = SHARES && HEADS == 64;
     int turn = USUAL;
     bool moves = maybe_unusual;
-    if (moves) {
+    if (moves && !foreseen) {
       // Shares begin often: code that they do not need would take longer to come than to run.
       if (!OFTEN || !__all_sync(~0u, live_0 && live_1)) leave_out_dead();
       if (OFTEN && !seen)
@@ -189,16 +224,10 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     }
     if (moves) {
       turn = MOVED;
-      if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
+      if (foreseen || (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide))) {
         if constexpr (BY_GROUPS) return static_cast<int>(BY_GROUP);
         turn = WIDE;
-        if constexpr (!BY_GROUPS) {
-          wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
-                                        {places.raw + slot * L::RAW_SLOT, places.rope,
-                                         places.scales + slot * L::SCALES_SLOT, places.values},
-                                        opaque(thread));
-          store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
-        }
+        if constexpr (!BY_GROUPS) make_wide(s, slot, foreseen);
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
         leave_out_dead();
@@ -237,6 +266,23 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
+  };
+  // Whether this turn, behind a wide one, is wide, too: one that is goes without scores by float16. `alive`: its keys.
+  auto next_is_wide = [&](u32& alive) {
+    const int slot = slot_now();
+    mbarrier_wait(shared + L::RAW_FULL + slot * 8, i >> 1 & 1);
+    const u32 from = places.scales + slot * L::SCALES_SLOT;
+    alive = load_shared_4(shared + L::LIVE + slot * 4);
+    bool wide = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      typename R::Scales scales = R::load_scales(from + r * (8 * R::SCALES_PITCH));
+      u32 undo;
+      wide |= R::take_out(scales, undo);
+    }
+    wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
+    if (wide) last = uniform(alive) >= LAST_TURN;
+    return wide;
   };
   // A turn that may not be usual leaves the loop of 64 heads: code of such turns lies behind the loop, which is half as
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
@@ -355,7 +401,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
             break;
           }
         } else {
-          turn = settle(s, undo, maybe_unusual, slot, alive, live_0, live_1, wide);
+          turn = settle(s, undo, maybe_unusual, slot, alive, live_0, live_1, wide, false);
           if (BY_GROUPS && turn == BY_GROUP) {
             left = LEFT;
             break;
@@ -369,19 +415,24 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     left = opaque(left);
     if (!left) break;
     int turn = BY_GROUP;
-    const int slot = slot_now();
-    if (LEAVES)
-      turn = settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE);
+    if constexpr (LEAVES) {
+      for (bool foreseen = false;;) {
+        const int slot = slot_now();
+        turn = settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE, foreseen);
+        if (BY_GROUPS || turn != WIDE) break;
+        hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
+        next_turn<L::HALVES>(at);
+        u32 alive;
+        foreseen = BY_QUERIES && !last && next_is_wide(alive);
+        if (!foreseen) break;
+        left = left & HAS_APART | own_keys(alive) & 0x101;
+      }
+    }
     if constexpr (BY_GROUPS) {
       if (turn == BY_GROUP) return LEFT_BY_GROUP;
     }
     if constexpr (!LEAVES) break;
-    if (!BY_GROUPS && turn == WIDE) {
-      hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
-      next_turn<L::HALVES>(at);
-    } else {
-      settled = opaque(LEFT | left & HAS_APART | turn);
-    }
+    if (BY_GROUPS || turn != WIDE) settled = opaque(LEFT | left & HAS_APART | turn);
   }
 
   if constexpr (SHARES && HEADS == 64) {

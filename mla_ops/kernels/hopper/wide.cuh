@@ -1,10 +1,10 @@
 // Turns with a key whose scales float16 does not hold together: keys as bfloat16, which holds e4m3 and RoPE as they
-// are, and queries as they came. Scales stay float32 for scores. Values are e4m3 times four bits of a scale, which
+// are, or queries as they came. Scales stay float32 for scores. Values are e4m3 times four bits of a scale, which
 // bfloat16 holds too. What these leave out goes to the weights: their upper bits serve all groups, and each group has
 // rests of its own.
 #pragma once
 
-#include "layout.cuh"
+#include "keys.cuh"
 #include "wide_ptx.cuh"
 
 // Addresses of a lane: its first key and that one's scales, and its row of the first values.
@@ -53,12 +53,133 @@ DEVICE void store_weights(const float (&s)[HEADS / 2], u32 place, Pack pack) {
                               pack(s[4 * TILES - 2], s[4 * TILES - 1], 1));
 }
 
-// All scores of a lane's two keys, as powers of two that are relative to the references, and the values.
+// Whether a row has queries that float16 does not hold beside their head's largest, below 2^-16 in shared memory.
+template <class L, int BARRIER>
+DEVICE bool has_small_queries(u32 shared, int thread) {
+  u32 least = ~0u;
+#pragma unroll 1
+  for (u32 place = shared + L::QUERY + thread * 16; place < shared + L::QUERY + 8 * L::QUERY_CHUNK; place += 2048) {
+    const uint4 v = load_shared_16(place);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) least = smaller_halves(least, word(v, w) & 0x7fff7fff);
+  }
+  return named_barrier_any<BARRIER, 128>((least & 0xffff) < 0x100 || least >> 16 < 0x100);
+}
+
+// Scores of a lane's two keys of fp8_ds_mla, by queries as they lie in shared memory: products of e4m3 of each chunk of 64 dims, multiplied
+// by its scale in float32. One half of a chunk is made while the other is multiplied.
+template <class L>
+DEVICE void wide_scores(float (&s)[L::HEADS / 2], u32 raw, u32 rope, u32 scales, u64 query) {
+  using R = typename L::R;
+  constexpr int N = L::HEADS / 2;
+  float part[N];
+  u32 f[2][8];
+  uint2 bytes[2];  // of the half that is made next
+  auto load = [&](int half) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) bytes[r] = load_shared_8(raw + r * (8 * R::BYTES) + half * 8);
+  };
+  auto convert = [&](int half) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      e4m3_to_float16(bytes[r].x, f[half][r], f[half][2 + r]);
+      e4m3_to_float16(bytes[r].y, f[half][4 + r], f[half][6 + r]);
+    }
+    hold(f[half]);
+  };
+  auto multiply = [&](int half) {
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 2; ++j) wgmma_float16(part, f[half] + 4 * j, query + half * 4 + j * 2, half > 0 || j > 0);
+    wgmma_commit();
+  };
+  forget(s), forget(part);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint4 v = load_matrices(raw + rope + j * 32);
+    u32* own = f[j / 2] + j % 2 * 4;
+    own[0] = v.x, own[1] = v.y, own[2] = v.z, own[3] = v.w;
+  }
+  hold(f[0]), hold(f[1]);
+  wgmma_fence();
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    wgmma_bfloat16(s, f[j / 2] + j % 2 * 4, query + (8 * L::QUERY_CHUNK + j * 32) / 16, j > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold(s), hold(f[0]), hold(f[1]);
+  load(0);
+  convert(0);
+  load(1);
+#pragma unroll 1
+  for (int chunk = 0; chunk < 8; ++chunk, query += L::QUERY_CHUNK / 16) {
+    multiply(0);
+    convert(1);
+    raw += 64;
+    load(0);  // behind the last chunk, what nobody reads
+    multiply(1);
+    const int group = chunk * 64 / R::GROUP;
+    const float scale[2] = {R::scale(scales, group) * R::FACTOR, R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
+    wgmma_wait<1>();
+    hold(f[0]);
+    convert(0), load(1);
+    wgmma_wait<0>();
+    hold(part), hold(f[1]);
+#pragma unroll
+    for (int e = 0; e < N; ++e) s[e] = fmaf(part[e], scale[e >> 1 & 1], s[e]);
+  }
+}
+
+// Scores become powers of two that are relative to the references.
+template <class L>
+DEVICE void apply_columns(float (&s)[L::HEADS / 2], u32 shared, int t) {
+#pragma unroll
+  for (int j = 0; j < L::HEADS / 8; ++j) {
+    const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);  // factor and reference of two heads
+#pragma unroll
+    for (int e = 4 * j; e < 4 * j + 4; ++e)
+      s[e] = fmaf(s[e], __uint_as_float(e & 1 ? two.z : two.x), -__uint_as_float(e & 1 ? two.w : two.y));
+  }
+}
+
+// Four e4m3 in a word times a pair of bfloat16, as two pairs of these.
+DEVICE void scaled_e4m3_to_bfloat16(u32 word, u32 scale, u32& low, u32& high) {
+  e4m3_to_float16(word, low, high);
+  const float2 a = unpack_float16(low), b = unpack_float16(high);
+  low = multiply_bfloat16(pack_bfloat16(a.x, a.y), scale), high = multiply_bfloat16(pack_bfloat16(b.x, b.y), scale);
+}
+
+// Four chunks of a lane's two keys as values, from `first` on: `raw` is where its bytes of the first lie.
+template <class L>
+DEVICE void make_wide_values(u32 raw, u32 scales, int first, u32 place) {
+  using R = typename L::R;
+#pragma unroll 1
+  for (int chunk = first; chunk < first + 4; ++chunk, raw += 64, place += TILE_KEYS * 128) {
+    const uint4 v[2] = {load_shared_16(raw), load_shared_16(raw + 8 * R::BYTES)};
+    u32 scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float own = R::scale(scales + r * (8 * R::SCALES_PITCH), chunk * 64 / R::GROUP);
+      const u32 bits = __float_as_uint(rounded_scale(own * R::FACTOR));
+      scale[r] = bits >> 16 | bits;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      u32 f[4];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) scaled_e4m3_to_bfloat16(word(v[r], j), scale[r], f[r], f[2 + r]);
+      store_matrices(place ^ j << 5, f[0], f[1], f[2], f[3]);
+    }
+  }
+}
+
+// All scores of a lane's two keys, as powers of two that are relative to the references, by queries as they
+// came. VALUES: and the values.
 //
 // Queries come two chunks of 64 dims ahead, in the order in which `score` has a key's, to the place of weights and to
 // those of the last values. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
-template <class L, int BARRIER>
-DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& row, const Ring& at, u32 shared,
+template <class L, int BARRIER, bool VALUES = true>
+DEVICE void wide_scores_anew(float (&s)[L::HEADS / 2], const Params& p, const Row& row, const Ring& at, u32 shared,
                         const WidePlaces& places, int thread) {
   using R = typename L::R;
   constexpr int CHUNK = TILE_KEYS * 128, N = L::HEADS / 2;
@@ -142,7 +263,7 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Params& p, const Row& ro
 #pragma unroll
       for (int e = 2 * r; e < N; e += e % 2 ? 3 : 1) s[e] = fmaf(part[e], factor, s[e]);
     }
-    if (value) {
+    if (VALUES && value) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const u32 factor = __float_as_uint(rounded_scale(scales[r] * R::FACTOR)), both = factor >> 16 | factor;
