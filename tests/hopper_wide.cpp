@@ -205,15 +205,15 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
       if (has_small_queries<L, 1>(0, thread)) std::abort();
       wide_scores<L>(s, places.raw, places.rope, places.scales, tile_descriptor(L::QUERY, 1024, 16));
       apply_columns<L>(s, 0, t);
-      make_wide_values<L>(places.raw, places.scales, 0, places.values);
-      make_wide_values<L>(places.raw + 256, places.scales, 4, places.values + HALF_BYTES);
+      make_wide_values<L>(places.raw, places.scales, places.values);
+      make_wide_values<L>(places.raw + 256, places.scales + 8, places.values + HALF_BYTES);
     }
     store_left_out<L, 1>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);
       scores[place] = s[e] + 3.f * (place % HEADS), s[e] = weights[place];
     }
-    store_wide_weights<L>(s, 0, rests, thread);
+    store_wide_weights<L>(s, 0, rests, thread, !ANEW);
     simt::meet_cta();
     // Lane t of four has dims 16 t to 16 t + 15 of a chunk, whose words 2 j and 2 j + 1 are step j's.
     for (int e = thread; e < HEADS * 512; e += 128) {
@@ -226,7 +226,7 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
           return low_bfloat16(at<u16>(matrix + line * 128 + (column ^ (line & 7) << 4)));
         };
         const double weight = number(L::WEIGHTS, head, k * 2);
-        sum += (weight + number(own, head, k * 2)) * number(value, k, offset);
+        sum += ((ANEW ? weight : 0) + number(own, head, k * 2)) * number(value, k, offset);
       }
       sums[e] = sum;
     }

@@ -66,4 +66,5 @@ def test_scores_and_sums_of_scales_of_any_size(
     assert ((scores[:, :here] - expected).abs() <= 2**-20 * (magnitudes + references)).all()
     assert scores.isfinite().all()
     values, exact = keys[:, :512] * FACTOR, weights.double().T
-    assert ((sums - exact @ values).abs() <= 2**-13 * (exact @ values.abs())).all()
+    relative = 2**-13 if anew else 2**-8  # of upper bits and a rest, of bfloat16
+    assert ((sums - exact @ values).abs() <= relative * (exact @ values.abs())).all()

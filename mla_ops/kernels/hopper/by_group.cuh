@@ -64,6 +64,11 @@ DEVICE bool fit_queries(const Params& p, const Row& row, u32 shared, int thread)
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 constexpr bool TURNS_BY_GROUP = LAUNCH == Launch::MANY_ROWS;
 
+// Whether wide turns go by queries as they lie in shared memory. Rows of other launches may have to have the bits of each
+// other, or leave parts, in which weights as bfloat16 miss the bound; and their usual keys take longer with this code.
+template <int HEADS, Format FORMAT, Launch LAUNCH>
+constexpr bool WIDE_TURNS_BY_QUERIES = HEADS == 64 && FORMAT == FP8_DS_MLA && LAUNCH == Launch::ROWS;
+
 // Scores and weights of the turns that are left of a row, from this one on.
 template <class L, int BARRIER>
 DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thread, Ring& at,
@@ -225,8 +230,8 @@ DEVICE void make_group_values(u32 shared, int turn, u32 values, int half, int th
   const int warp = thread >> 5, lane = thread & 31, slot = (turn & 1) * 4 + warp;
   const u32 row = shared + L::RAW + slot * L::RAW_SLOT + R::raw_row(lane >> 2) * R::BYTES;
   mbarrier_wait(shared + L::RAW_FULL + slot * 8, turn >> 1 & 1);
-  make_wide_values<L>(row + (lane & 3) * 16 + half * 256, row + R::SCALES_AT, half * 4,
-                         values + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4));
+  make_wide_values<L>(row + (lane & 3) * 16 + half * 256, row + R::SCALES_AT + half * 8,
+                      values + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4));
 }
 
 // Weights times values of the turns that are left of a row, from this one on.

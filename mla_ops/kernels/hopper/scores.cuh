@@ -168,9 +168,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   };
   // A bit for each of the lane's two keys that counts: 1 and 0x100.
   auto own_keys = [&](u32 alive) { return alive >> R::raw_row((own_thread() & 31) >> 2); };
-  // Wide turns by queries as they lie in shared memory. Other launches have no code for it: their usual keys take longer
-  // with it in between (docs/notes.md).
-  constexpr bool BY_QUERIES = HEADS == 64 && FORMAT == FP8_DS_MLA && LAUNCH == Launch::ROWS;
+  constexpr bool BY_QUERIES = WIDE_TURNS_BY_QUERIES<HEADS, FORMAT, LAUNCH>;
   enum { UNKNOWN, AS_THEY_LIE, COME_ANEW } queries = UNKNOWN;
   auto make_wide = [&](float (&s)[TILES * 4], int slot, bool foreseen) {
     const WidePlaces wide{places.raw + slot * L::RAW_SLOT, places.rope, places.scales + slot * L::SCALES_SLOT,
@@ -198,7 +196,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     if constexpr (BY_QUERIES)
 #pragma unroll 1
       for (int half = 0; half < 2; ++half)
-        make_wide_values<L>(wide.raw + half * 256, wide.scales, half * 4,
+        make_wide_values<L>(wide.raw + half * 256, wide.scales + half * 8,
                             wide.values + half_of<L::HALVES>(at, half).slot * HALF_BYTES);
     store_left_out<L, SCORE_BARRIER>(wide.scales, rests_at(slot), opaque(thread));
   };
@@ -259,10 +257,11 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     for (int c = 0; c < TILES * 2; ++c)
       sums[c] = fmaf(s[c / 2 * 4 + (c & 1)], undone[0], fmaf(s[c / 2 * 4 + (c & 1) + 2], undone[1], sums[c]));
     if (may_be_wide && turn == WIDE)
-      store_wide_weights<L>(s, shared, rests_at(slot), opaque(thread));
+      store_wide_weights<L>(s, shared, rests_at(slot), opaque(thread), BY_QUERIES && queries == AS_THEY_LIE);
     else
       store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
                            [](float a, float b, int) { return pack_float16(a, b); });
+    if (BY_QUERIES && may_be_wide && turn == WIDE && queries == AS_THEY_LIE) turn = WIDE_BY_QUERIES;
     if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);

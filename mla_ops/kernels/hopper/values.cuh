@@ -185,11 +185,13 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
       if (SHARES && HEADS_BY_DIMS && ends && (turn & 0xff) != WIDE) named_barrier_arrive(ALPHA_BARRIER, 384);
-      if (!BY_GROUPS && (turn & 0xff) == WIDE) {
-        // By steps of 16 keys, upper bits of the weights and then each group's rests.
+      constexpr bool BY_QUERIES = WIDE_TURNS_BY_QUERIES<HEADS, FORMAT, LAUNCH>;
+      const bool whole = BY_QUERIES && (turn & 0xff) == WIDE_BY_QUERIES;
+      if (!BY_GROUPS && ((turn & 0xff) == WIDE || whole)) {
+        // By steps of 16 keys, upper bits of the weights and then each group's rests, or weights of each group alone.
         const int first = uniform(turn) >> 8 & 0xff;
 #pragma unroll 1
-        for (int step = 0; step < 8; ++step) {
+        for (int step = whole ? 4 : 0; step < 8; ++step) {
           constexpr int GROUP = GROUPS_OF_RESTS<L> > 1 ? HEADS * 128 : 0;
           const u32 rests = place_of_rests<L>(shared, first) + half * 2 * GROUP, upper = shared + L::WEIGHTS;
           const u64 factors[2] = {tile_descriptor((step < 4 ? upper : rests) + step % 4 * 32, 1024, 16),

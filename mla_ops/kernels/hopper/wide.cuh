@@ -149,20 +149,20 @@ DEVICE void scaled_e4m3_to_bfloat16(u32 word, u32 scale, u32& low, u32& high) {
   low = multiply_bfloat16(pack_bfloat16(a.x, a.y), scale), high = multiply_bfloat16(pack_bfloat16(b.x, b.y), scale);
 }
 
-// Four chunks of a lane's two keys as values, from `first` on: `raw` is where its bytes of the first lie.
+// Half of the values of a lane's two keys of fp8_ds_mla: from its bytes of the first chunk and their scales on.
 template <class L>
-DEVICE void make_wide_values(u32 raw, u32 scales, int first, u32 place) {
+DEVICE void make_wide_values(u32 raw, u32 scales, u32 place) {
   using R = typename L::R;
 #pragma unroll 1
-  for (int chunk = first; chunk < first + 4; ++chunk, raw += 64, place += TILE_KEYS * 128) {
+  for (int chunk = 0; chunk < 4; ++chunk, raw += 64, place += TILE_KEYS * 128) {
     const uint4 v[2] = {load_shared_16(raw), load_shared_16(raw + 8 * R::BYTES)};
     u32 scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float own = R::scale(scales + r * (8 * R::SCALES_PITCH), chunk * 64 / R::GROUP);
-      const u32 bits = __float_as_uint(rounded_scale(own * R::FACTOR));
+      const u32 bits = __float_as_uint(rounded_scale(load_shared_float(scales + r * (8 * R::SCALES_PITCH)) * R::FACTOR));
       scale[r] = bits >> 16 | bits;
     }
+    scales += (chunk & 1) * 4;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 f[4];
@@ -305,22 +305,22 @@ DEVICE void store_left_out(u32 scales, u32 rests, int thread) {
   }
 }
 
-// The weights of such a turn: the upper bits for all groups, then each one's rests.
+// The weights of such a turn: the upper bits for all groups, then each one's rests. WHOLE: each one's weights alone.
 template <class L>
-DEVICE void store_wide_weights(const float (&s)[L::HEADS / 2], u32 shared, u32 rests, int thread) {
-  u32 table = rests + 4 * L::HEADS * 128 + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * 16 - 4;
-  u32 place = shared + L::WEIGHTS;
+DEVICE void store_wide_weights(const float (&s)[L::HEADS / 2], u32 shared, u32 rests, int thread, bool whole = false) {
+  u32 table = rests + 4 * L::HEADS * 128 + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * 16 - (whole ? 0 : 4);
+  u32 place = whole ? rests : shared + L::WEIGHTS;
 #pragma unroll 1
-  for (int n = 0; n <= GROUPS_OF_RESTS<L>; ++n, table += 4) {
+  for (int n = whole; n <= GROUPS_OF_RESTS<L>; ++n, table += 4) {
     float factors[2] = {1.f, 1.f};
 #pragma unroll
     for (int key = 0; key < 2; ++key) {
       if (!L::R::SCALES_APART) factors[key] = load_shared_float(table + key * 128);
       if (n == 0) factors[key] = 0.f;
     }
-    const u32 sign = n ? 0x80000000u : 0;
+    const u32 sign = n ? 0x80000000u : 0, upper = whole ? 0 : 0xffff0000u;
     auto part = [&](float weight, int key) {
-      return fmaf(weight, factors[key], __uint_as_float(__float_as_uint(weight) & 0xffff0000u ^ sign));
+      return fmaf(weight, factors[key], __uint_as_float(__float_as_uint(weight) & upper ^ sign));
     };
     store_weights<L::HEADS>(s, weights_row(place, opaque(thread)),
                             [&](float a, float b, int key) { return pack_bfloat16(part(a, key), part(b, key)); });
