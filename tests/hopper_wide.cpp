@@ -162,7 +162,8 @@ void wgmma_float16(float (&d)[N], const u32* a, u64 b, int add) {
 // Dim `dim` of a chunk's 64 among bytes of its float16.
 static u32 offset_of(int dim) { return dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + dim / 16 * 4 + dim % 2 * 2; }
 
-// 64 rows and scales as they lie in shared memory, scores [64, HEADS], by queries as they lie there, too, or ANEW; weights [64, HEADS], sums [HEADS, 512].
+// 64 rows and scales as they lie in shared memory, scores [64, HEADS], by queries as they lie there, too, or ANEW; weights
+// [64, HEADS], sums [HEADS, 512].
 template <int HEADS, Format FORMAT, bool ANEW>
 void run(const unsigned char* rows, const unsigned char* scales, const u16* q, const u16* q_rope, int num_heads,
          float scale_log2, float* scores, const float* weights, float* sums) {

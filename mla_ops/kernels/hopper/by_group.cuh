@@ -30,8 +30,8 @@ DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
   return static_cast<int>(one >> 23 & 255) - static_cast<int>(column >> 23 & 255);
 }
 
-// Small queries are made anew, each group with a power of two of its own. Returns whether there were any: else all factors
-// are 1, and are not read.
+// Small queries are made anew, each group with a power of two of its own. Returns whether there were any: else all
+// factors are 1, and are not read.
 template <class L, int BARRIER>
 DEVICE bool fit_queries(const Params& p, const Row& row, u32 shared, int thread) {
   const bool small = has_small_queries<L, BARRIER>(shared, thread);
@@ -64,8 +64,8 @@ DEVICE bool fit_queries(const Params& p, const Row& row, u32 shared, int thread)
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 constexpr bool TURNS_BY_GROUP = LAUNCH == Launch::MANY_ROWS;
 
-// Whether wide turns go by queries as they lie in shared memory. Rows of other launches may have to have the bits of each
-// other, or leave parts, in which weights as bfloat16 miss the bound; and their usual keys take longer with this code.
+// Whether wide turns go by queries as they lie in shared memory, with weights of each group. Rows of other launches leave
+// parts, in which weights as bfloat16 miss the bound, and their usual keys take longer with such code in between.
 template <int HEADS, Format FORMAT, Launch LAUNCH>
 constexpr bool WIDE_TURNS_BY_QUERIES = HEADS == 64 && FORMAT == FP8_DS_MLA && LAUNCH == Launch::ROWS;
 

@@ -90,8 +90,8 @@ constexpr float NO_SCORE_YET = -1.2676506e30f;
 
 constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_HERE_BARRIER = 4, VALUES_BARRIER = 5;
 
-// BY_GROUP: this turn and the row's later ones (`by_group.cuh`); with references that moved, too. WIDE_BY_QUERIES: weights of
-// each group are whole.
+// BY_GROUP: this turn and the row's later ones (`by_group.cuh`); with references that moved, too. WIDE_BY_QUERIES: each
+// group has weights of its own.
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2, BY_GROUP = 3, BY_GROUP_MOVED = 4, WIDE_BY_QUERIES = 5 };
 
 constexpr u32 LAST_TURN = 1 << 16;  // flag beside the bits that say which keys count, or beside a `Turn`

@@ -170,6 +170,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   auto own_keys = [&](u32 alive) { return alive >> R::raw_row((own_thread() & 31) >> 2); };
   constexpr bool BY_QUERIES = WIDE_TURNS_BY_QUERIES<HEADS, FORMAT, LAUNCH>;
   enum { UNKNOWN, AS_THEY_LIE, COME_ANEW } queries = UNKNOWN;
+  // Scores and values of a wide turn.
   auto make_wide = [&](float (&s)[TILES * 4], int slot, bool foreseen) {
     const WidePlaces wide{places.raw + slot * L::RAW_SLOT, places.rope, places.scales + slot * L::SCALES_SLOT,
                           places.values};
@@ -417,7 +418,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     if constexpr (LEAVES) {
       for (bool foreseen = false;;) {
         const int slot = slot_now();
-        turn = settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE, foreseen);
+        turn = settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE,
+                      foreseen);
         if (BY_GROUPS || turn != WIDE) break;
         hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
         next_turn<L::HALVES>(at);

@@ -1,7 +1,7 @@
-// Turns with a key whose scales float16 does not hold together: keys as bfloat16, which holds e4m3 and RoPE as they
-// are, or queries as they came. Scales stay float32 for scores. Values are e4m3 times four bits of a scale, which
-// bfloat16 holds too. What these leave out goes to the weights: their upper bits serve all groups, and each group has
-// rests of its own.
+// Turns with a key whose scales float16 does not hold together. Scales stay float32 for scores: of e4m3 as float16 and
+// queries as they lie in shared memory, or of keys as bfloat16, which holds e4m3 and RoPE as they are, and queries as
+// they came. Values are e4m3 times four bits of a scale, which bfloat16 holds too. What these leave out goes to the
+// weights: their upper bits serve all groups, and each group has rests of its own, or weights of its own.
 #pragma once
 
 #include "keys.cuh"
@@ -66,8 +66,8 @@ DEVICE bool has_small_queries(u32 shared, int thread) {
   return named_barrier_any<BARRIER, 128>((least & 0xffff) < 0x100 || least >> 16 < 0x100);
 }
 
-// Scores of a lane's two keys of fp8_ds_mla, by queries as they lie in shared memory: products of e4m3 of each chunk of 64 dims, multiplied
-// by its scale in float32. One half of a chunk is made while the other is multiplied.
+// Scores of a lane's two keys of fp8_ds_mla, by queries as they lie in shared memory: products of e4m3 of each chunk of
+// 64 dims, multiplied by its scale in float32. One half of a chunk is made while the other is multiplied.
 template <class L>
 DEVICE void wide_scores(float (&s)[L::HEADS / 2], u32 raw, u32 rope, u32 scales, u64 query) {
   using R = typename L::R;
@@ -119,7 +119,8 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], u32 raw, u32 rope, u32 scales,
     load(0);  // behind the last chunk, what nobody reads
     multiply(1);
     const int group = chunk * 64 / R::GROUP;
-    const float scale[2] = {R::scale(scales, group) * R::FACTOR, R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
+    const float scale[2] = {R::scale(scales, group) * R::FACTOR,
+                            R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
     wgmma_wait<1>();
     hold(f[0]);
     convert(0), load(1);
@@ -173,8 +174,8 @@ DEVICE void make_wide_values(u32 raw, u32 scales, u32 place) {
   }
 }
 
-// All scores of a lane's two keys, as powers of two that are relative to the references, by queries as they
-// came. VALUES: and the values.
+// All scores of a lane's two keys, as powers of two that are relative to the references, by queries as they came.
+// VALUES: and the values.
 //
 // Queries come two chunks of 64 dims ahead, in the order in which `score` has a key's, to the place of weights and to
 // those of the last values. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
@@ -305,7 +306,7 @@ DEVICE void store_left_out(u32 scales, u32 rests, int thread) {
   }
 }
 
-// The weights of such a turn: the upper bits for all groups, then each one's rests. WHOLE: each one's weights alone.
+// The weights of such a turn: the upper bits for all groups, then each one's rests. `whole`: each one's weights alone.
 template <class L>
 DEVICE void store_wide_weights(const float (&s)[L::HEADS / 2], u32 shared, u32 rests, int thread, bool whole = false) {
   u32 table = rests + 4 * L::HEADS * 128 + ((thread >> 5) * 16 + ((thread & 31) >> 2)) * 16 - (whole ? 0 : 4);
