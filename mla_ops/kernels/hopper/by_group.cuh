@@ -228,7 +228,6 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     }
     __syncwarp();
     named_barrier_arrive(GROUP_WEIGHTS_BARRIER, 384);
-    if (!last) warp_arrive(shared + L::WEIGHTS_FULL, lane);  // a phase for each turn
   }
 }
 
@@ -286,8 +285,8 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) & LAST_TURN;
     if ((turn & 0xff) == BY_GROUP_MOVED) {
-      const u32 alpha = shared + L::ALPHA + ((own >> 5) * 16 + (lane >> 2)) * 4;
-      const float factors[2] = {load_shared_float(alpha), load_shared_float(alpha + 32)};
+      const u32 rises = shared + L::RISES + ((own >> 5) * 16 + (lane >> 2)) * 4;
+      const float factors[2] = {factor_of_rise(load_shared_float(rises)), factor_of_rise(load_shared_float(rises + 32))};
 #pragma unroll
       for (int piece = 0; piece < 2; ++piece)
 #pragma unroll

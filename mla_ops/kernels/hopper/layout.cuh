@@ -92,6 +92,7 @@ constexpr int SCORE_BARRIER = 1, QUERY_BARRIER = 2, STATES_BARRIER = 3, STATES_H
 
 // BY_GROUP: this turn and the row's later ones (`by_group.cuh`); with references that moved, too.
 enum Turn { USUAL = 0, MOVED = 1, WIDE = 2, BY_GROUP = 3, BY_GROUP_MOVED = 4 };
+constexpr u32 MEETS_WIDE = 1u << 31;  // in place of a `Turn` of 64 heads before its kind is known: one of its keys is wide
 
 constexpr u32 LAST_TURN = 1 << 16;  // flag beside the bits that say which keys count, or beside a `Turn`
 
@@ -163,8 +164,8 @@ struct Layout {
   static constexpr int RAW_SLOT = 16 * R::BYTES;
   static constexpr int COLUMNS =
       RAW + SLOTS * RAW_SLOT;  // float2 a head: factor and reference, at the end the factor of the result
-  static constexpr int ALPHA = COLUMNS + HEADS * 8;  // float a head
-  static constexpr int LIVE = ALPHA + HEADS * 4;     // u32 a slot: which of its 16 keys count
+  static constexpr int RISES = COLUMNS + HEADS * 8;  // float a head
+  static constexpr int LIVE = RISES + HEADS * 4;     // u32 a slot: which of its 16 keys count
   // Scales of a slot's keys lie in their rows, or beside them.
   static constexpr int SCALES = (R::SCALES_APART ? LIVE + SLOTS * 4 : RAW) + R::SCALES_AT;
   static constexpr int SCALES_SLOT = 16 * R::SCALES_PITCH;
@@ -357,7 +358,8 @@ DEVICE const u16* query_rope_at(const Params& p, int token, int head) {
 }
 
 // A warp's position in the rings and their barriers, which go on from row to row: turns so far, the slot of its raw
-// rows and that of the first half of the values.
+// rows and that of the first half of the values. Warps that accumulate have the parity of `WEIGHTS_FULL` in place of a
+// slot's: a turn whose references move has two phases, the first one once they are known.
 struct Ring {
   int turn, slot, parity, half, half_parity;
 };

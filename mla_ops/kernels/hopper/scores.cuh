@@ -168,28 +168,42 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   };
   // A bit for each of the lane's two keys that counts: 1 and 0x100.
   auto own_keys = [&](u32 alive) { return alive >> R::raw_row((own_thread() & 31) >> 2); };
-  // Scores of a turn that may be unusual become those that weights are made of. Returns the turn's kind.
-  auto settle = [&](float (&s)[TILES * 4], u32& undo, bool maybe_unusual, int slot, u32 alive, bool live_0, bool live_1,
-                    bool wide) {
+  auto store_turn = [&](int turn, int slot) {
+    store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
+  };
+  // Scores of a turn that may be unusual become those that weights are made of. Returns the turn's kind. `alive` and
+  // `wide` are of this warp's keys, of 64 heads not yet known.
+  auto settle = [&](float (&s)[TILES * 4], u32& undo, bool maybe_unusual, int slot, u32 alive, bool wide) {
     auto leave_out_dead = [&]() {
+      const u32 mine = own_keys(HEADS == 64 ? load_shared_4(shared + L::LIVE + slot * 4) : alive);
 #pragma unroll
       for (int e = 0; e < TILES * 4; ++e)
-        if (!((e & 2) ? live_1 : live_0)) s[e] = -INFINITY;
+        if (!(mine & (e & 2 ? 0x100 : 1))) s[e] = -INFINITY;
     };
-    constexpr bool OFTEN = SHARES && HEADS == 64;
     int turn = USUAL;
     bool moves = maybe_unusual;
-    if (moves) {
-      // Shares begin often: code that they do not need would take longer to come than to run.
-      if (!OFTEN || !__all_sync(~0u, live_0 && live_1)) leave_out_dead();
-      if (OFTEN && !seen)
-        moves = named_barrier_any<SCORE_BARRIER, 128>(wide || alive);
-      else
-        moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen && alive);
+    if (HEADS == 64 && moves) {
+      // Since the vote all four warps' keys are known.
+      const uint4 live = load_shared_16(shared + L::LIVE + (slot & 4) * 4);
+      const u32 of_any = live.x | live.y | live.z | live.w, of_all = live.x & live.y & live.z & live.w,
+                now = load_shared_4(shared + L::TURN);
+      const int known = uniform((of_any & 0xffff ? 1 : 0) | ((of_all & 0xffff) == 0xffff ? 2 : 0) | (now & MEETS_WIDE));
+      wide = known < 0;
+      if (!(known & 2)) leave_out_dead();
+      if (wide || !seen && known & 1)
+        moves = true;
+      else if (!seen)
+        moves = false, named_barrier<SCORE_BARRIER, 128>();  // `LIVE` is read before any warp's keys are released
+      else if (!(known & 2))
+        moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK);
+    }
+    if (HEADS < 64 && moves) {
+      leave_out_dead();
+      moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen && alive);
     }
     if (moves) {
       turn = MOVED;
-      if (HEADS < 64 ? wide : named_barrier_any<SCORE_BARRIER, 128>(wide)) {
+      if (wide) {
         if constexpr (BY_GROUPS) return static_cast<int>(BY_GROUP);
         turn = WIDE;
         if constexpr (!BY_GROUPS) {
@@ -205,10 +219,14 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       }
       // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
       const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
-      if (OFTEN) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // a sum where `alpha` will be
+      if (SHARES && HEADS == 64) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // sums where rises will be
+      if (!seen && turn == MOVED) turn = USUAL;  // accumulators are 0
+      if (turn != USUAL && thread == 0) store_turn(turn, slot);
       raise_references<L>(s, sums, seen != 0, least, shared, thread);
-      // Accumulators of a share that begins are 0.
-      if (OFTEN && !seen && turn == MOVED) turn = USUAL;
+      if (turn != USUAL) {  // accumulators are multiplied while weights are made
+        __syncwarp();
+        warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
+      }
       seen = turn == WIDE ? 2 : max(seen, 1);
     }
     return turn;
@@ -234,7 +252,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     else
       store_weights<HEADS>(s, weights_row(shared + L::WEIGHTS, own_thread()),
                            [](float a, float b, int) { return pack_float16(a, b); });
-    if (thread == 0) store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
+    if (thread == 0 && turn == USUAL) store_turn(turn, slot);
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
   };
@@ -243,7 +261,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // that. Where only references moved, the turn comes back with its scores. Groups, balanced rows and narrower tiles
   // lose by it.
   constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::GROUPS && LAUNCH != Launch::BALANCED;
-  constexpr u32 LEFT = 1 << 16, HAS_WIDE = 1 << 17, HAS_APART = 1 << 18, HAS_ALIVE = 1 << 19;  // beside `own_keys`
+  constexpr u32 LEFT = 1 << 16, HAS_APART = 1 << 17;  // beside a `Turn`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
   u32 left_undo, settled = 0;    // flags of a turn that comes back with its scores
   for (;;) {
@@ -342,20 +360,18 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         }
         if (HEADS == 64 || started)
           load_start_rest<HEADS, FORMAT, ONE, 0>(start, places.raw + ahead * L::RAW_SLOT + places.rope);
-        const u32 mine = LEAVES ? 0 : own_keys(alive);
-        const bool live_0 = mine & 1, live_1 = mine & 0x100;
+        if (HEADS == 64 && wide) store_shared_4(shared + L::TURN, MEETS_WIDE);
         if (HEADS < 64) mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
         // One branch of the usual way for all that is not usual: it takes 25 cycles.
         const bool maybe_unusual =
             named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen || alive != 0xffff);
         if constexpr (LEAVES) {
           if (maybe_unusual) {
-            left = LEFT | (wide ? HAS_WIDE : 0) | (apart ? HAS_APART : 0) | (alive ? HAS_ALIVE : 0);
-            left |= own_keys(alive) & 0x101;
+            left = LEFT | (apart ? HAS_APART : 0);
             break;
           }
         } else {
-          turn = settle(s, undo, maybe_unusual, slot, alive, live_0, live_1, wide);
+          turn = settle(s, undo, maybe_unusual, slot, alive, wide);
           if (BY_GROUPS && turn == BY_GROUP) {
             left = LEFT;
             break;
@@ -370,8 +386,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     if (!left) break;
     int turn = BY_GROUP;
     const int slot = slot_now();
-    if (LEAVES)
-      turn = settle(left_scores, left_undo, true, slot, left & HAS_ALIVE, left & 1, left & 0x100, left & HAS_WIDE);
+    if (LEAVES) turn = settle(left_scores, left_undo, true, slot, 0, false);
     if constexpr (BY_GROUPS) {
       if (turn == BY_GROUP) return LEFT_BY_GROUP;
     }
@@ -385,7 +400,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   }
 
   if constexpr (SHARES && HEADS == 64) {
-    // Sums of warps go where the first one's last keys were, those of heads where nobody reads `alpha` any more.
+    // Sums of warps go where the first one's last keys were, those of heads where nobody reads rises any more.
     const int last_slot = (i - 1 & 1) * 4;
     const u32 place = place_of_sums<L>(shared, last_slot);
     store_sums<HEADS>(sums, place + warp * (HEADS * 4), lane);
@@ -393,7 +408,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
     const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
     const int kind = uniform(load_shared_4(shared + L::TURN)) & 0xff;
-    if (kind != USUAL) named_barrier<ALPHA_BARRIER, 384>();
+    if (kind != USUAL) named_barrier<RISES_BARRIER, 384>();
     const int head = opaque(thread);
     if (head < HEADS) {
       const float total = sum_of<HEADS>(place, head);
@@ -451,13 +466,13 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   }
 
   if constexpr (SHARES) {
-    // Sums take the place of the last weights; those of heads go where nobody reads `alpha` any more.
+    // Sums take the place of the last weights; those of heads go where nobody reads rises any more.
     mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     store_sums<HEADS>(sums, shared + L::WEIGHTS + warp * (HEADS * 4), lane);
     const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::WEIGHTS, thread);
-      store_shared_float(shared + L::ALPHA + thread * 4, bfloat16 ? -total : total);
+      store_shared_float(shared + L::RISES + thread * 4, bfloat16 ? -total : total);
     }
     __syncwarp();
     warp_arrive(shared + L::FACTORS_FULL, lane);

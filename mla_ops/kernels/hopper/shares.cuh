@@ -10,8 +10,8 @@
 #include "either.cuh"
 #include "merge.cuh"
 
-// After a share's last turn, if that is not usual: those that accumulate have read `alpha`, and what lies where keys were.
-constexpr int ALPHA_BARRIER = 12;
+// After a share's last turn, if that is not usual: those that accumulate have read rises, and what lies where keys were.
+constexpr int RISES_BARRIER = 12;
 
 // A warp's part of a share: packets, and for each lane the sum and the reference of a head.
 template <class L>
@@ -104,7 +104,7 @@ template <class L>
 DEVICE void end_share(const Params& p, const Row& row, u32 shared, int head, float sum, u32 odd_row) {
   const u32 column = shared + L::COLUMNS + head * 8 + 4;
   const float reference = sum == 0.f ? NO_SCORE_YET : load_shared_float(column);
-  store_shared_float(shared + L::ALPHA + head * 4, sum);
+  store_shared_float(shared + L::RISES + head * 4, sum);
   store_shared_float(column, 0.f);
   unsigned char* const part = parts_of_warp<L>(p, head / 16, odd_row) + row.rank * (8 * PartOfWarp<L>::BYTES);
   *reinterpret_cast<float2*>(state_of_head<L>(part, head)) = make_float2(sum, reference);

@@ -62,9 +62,11 @@ DEVICE float sum_of(u32 place, int head) {
   return part[0] + part[1] + (part[2] + part[3]);
 }
 
+// What was added up relative to a reference is multiplied by this once the reference has risen. Nothing has been where it falls.
+DEVICE float factor_of_rise(float rise) { return exp2_approx(-fmaxf(rise, 0.f)); }
+
 // A turn in which a score exceeds its head's reference by far, or the first with keys: `s` holds scores relative to the
-// old references, and is made relative to the new, which `alpha` says how to reach. Those of heads that have no score
-// above `least` stay. WHOLE_REFERENCES are whole numbers: what is relative to one becomes relative to another without an
+// old references, and is made relative to the new. Those of heads that have no score above `least` stay. WHOLE_REFERENCES are whole numbers: what is relative to one becomes relative to another without an
 // error (`folds.cuh`). With others the largest weight is a power of two, so that the weights of equal keys are not rounded.
 template <class L>
 DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 4], bool seen, float least, u32 shared,
@@ -72,8 +74,7 @@ DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 
   constexpr int HEADS = L::HEADS, TILES = HEADS / 8;
   thread = opaque(thread);
   const int lane = thread & 31, first = 2 * (lane & 3);
-  const u32 tops = shared + L::WEIGHTS,
-            rises = tops + HEADS * 16;  // float [4, HEADS] and [HEADS], where no weights are
+  const u32 tops = shared + L::WEIGHTS;  // float [4, HEADS], where no weights are
   float top[TILES * 2];
 #pragma unroll
   for (int c = 0; c < TILES * 2; ++c) top[c] = fmaxf(s[c / 2 * 4 + (c & 1)], s[c / 2 * 4 + (c & 1) + 2]);
@@ -86,16 +87,13 @@ DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 
     const float raised = top - RAISED_TO, rise = seen && !(top > least) ? 0.f : L::WHOLE_REFERENCES ? floorf(raised) : raised;
     const u32 reference = shared + L::COLUMNS + thread * 8 + 4;
     store_shared_float(reference, load_shared_float(reference) + rise);
-    store_shared_float(rises + thread * 4, rise);
-    store_shared_float(shared + L::ALPHA + thread * 4, seen ? exp2_approx(-rise) : 0.f);
+    store_shared_float(shared + L::RISES + thread * 4, rise);
   }
   named_barrier<SCORE_BARRIER, 128>();
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
-    const float2 rise = load_shared_float2(rises + (8 * j + first) * 4),
-                 alpha = load_shared_float2(shared + L::ALPHA + (8 * j + first) * 4);
-    sums[2 * j] *= alpha.x, sums[2 * j + 1] *= alpha.y;
+    const float2 rise = load_shared_float2(shared + L::RISES + (8 * j + first) * 4);
+    sums[2 * j] *= factor_of_rise(rise.x), sums[2 * j + 1] *= factor_of_rise(rise.y);
     s[4 * j] -= rise.x, s[4 * j + 1] -= rise.y, s[4 * j + 2] -= rise.x, s[4 * j + 3] -= rise.y;
   }
-  named_barrier<SCORE_BARRIER, 128>();
 }

@@ -29,8 +29,8 @@ struct PlainLayout {
   static constexpr int TILES = WEIGHTS + HEADS * 128;  // keys: [64, 64] a chunk, 128-byte rows, swizzled
   static constexpr int TILE = CHUNKS * TILE_KEYS * 128;
   static constexpr int COLUMNS = TILES + STAGES * TILE;  // float2 a head, the second its reference
-  static constexpr int ALPHA = COLUMNS + HEADS * 8;      // float a head
-  static constexpr int LIVE = ALPHA + HEADS * 4;         // u32 a stage and warp: which of its 16 keys count
+  static constexpr int RISES = COLUMNS + HEADS * 8;      // float a head
+  static constexpr int LIVE = RISES + HEADS * 4;         // u32 a stage and warp: which of its 16 keys count
   static constexpr int LIST = LIVE + STAGES * 16;        // keys that each warp of the gather brings next
   static constexpr int TURN = LIST + 4 * LIST_WORDS * 4;
   static constexpr int INTERVAL = (TURN + 4 + 7) / 8 * 8;
@@ -328,7 +328,7 @@ DEVICE void add_turns(float (&o)[PIECES][L::HEADS / 2], u32 shared, Stage& at, i
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-        for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
+        for (int e = 0; e < N; ++e) o[piece][e] *= factor_of_rise(load_shared_float(shared + L::RISES + head_of(e) * 4));
     }
     const u64 values =
         tile_descriptor(shared + L::TILES + stage * L::TILE + half * 4 * (TILE_KEYS * 128), 1024, TILE_KEYS * 128);

@@ -105,7 +105,7 @@ template <class L>
 DEVICE float2 state_of_share(u32 shared, u32 parity, int warp, int lane) {
   const int head = head_of_lane<L>(warp, lane);
   mbarrier_wait(shared + L::FACTORS_FULL, parity);
-  const float sum = load_shared_float(shared + L::ALPHA + head * 4);
+  const float sum = load_shared_float(shared + L::RISES + head * 4);
   float reference = 0.f;  // of 64 heads score has left it
   if (L::HEADS < 64) reference = sum == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
   __syncwarp();
@@ -166,7 +166,8 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     u32 freed = shared + L::VALUES_FREE + slot * 16;
     u64 turn_weights = weights, turn_values = values + slot * (HALF_BYTES / 16);
     hold(freed), hold(turn_weights), hold(turn_values);
-    mbarrier_wait(shared + L::WEIGHTS_FULL, i & 1);
+    mbarrier_wait(shared + L::WEIGHTS_FULL, at.parity);
+    at.parity ^= 1;
     fence_async_shared();  // those that make values and weights have no time for it
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
@@ -183,8 +184,11 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-        for (int e = 0; e < N; ++e) o[piece][e] *= load_shared_float(shared + L::ALPHA + head_of(e) * 4);
-      if (SHARES && HEADS_BY_DIMS && ends && (turn & 0xff) != WIDE) named_barrier_arrive(ALPHA_BARRIER, 384);
+        for (int e = 0; e < N; ++e) o[piece][e] *= factor_of_rise(load_shared_float(shared + L::RISES + head_of(e) * 4));
+      if (SHARES && HEADS_BY_DIMS && ends && (turn & 0xff) != WIDE) named_barrier_arrive(RISES_BARRIER, 384);
+      mbarrier_wait(shared + L::WEIGHTS_FULL, at.parity);
+      at.parity ^= 1;
+      fence_async_shared();
       if (!BY_GROUPS && (turn & 0xff) == WIDE) {
         // By steps of 16 keys, upper bits of the weights and then each group's rests.
         const int first = uniform(turn) >> 8 & 0xff;
@@ -211,7 +215,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
           for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
         }
         named_barrier<VALUES_BARRIER, 256>();
-        if (SHARES && HEADS_BY_DIMS && ends) named_barrier_arrive(ALPHA_BARRIER, 384);
+        if (SHARES && HEADS_BY_DIMS && ends) named_barrier_arrive(RISES_BARRIER, 384);
         const int keys = first + warp < L::SLOTS ? first + warp : first + warp - L::SLOTS;
         if (half == 0 && !(PERSISTENT && HEADS_BY_DIMS && ends && warp == 0))
           warp_arrive(shared + L::RAW_FREE + keys * 8, lane);
