@@ -8,8 +8,6 @@
 //     accumulate   V = e4m3 bits of the scale, made of these rows once products of the last turn are over; O += w V
 #pragma once
 
-#include "keys.cuh"
-#include "queries.cuh"
 #include "softmax.cuh"
 #include "wide.cuh"
 
@@ -19,53 +17,6 @@ constexpr u32 HAS_RESTS = 1 << 17;  // flag beside a `Turn`: weights differ by g
 // weights are there; both warpgroups that accumulate have read them.
 constexpr int GROUP_VALUES_BARRIER = 8, GROUP_TURN_BARRIER = 9, GROUP_WEIGHTS_BARRIER = 10,
               GROUP_READ_BARRIER = 11;
-
-// Where weights of usual turns were: factors of queries, which may be larger in a group, float [4, HEADS].
-template <class L>
-DEVICE u32 query_factors(u32 shared) { return shared + L::WEIGHTS + 2048; }
-
-// The power of two of a head's queries in shared memory.
-template <class L>
-DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
-  const u32 one = __float_as_uint(p.scale_log2 / L::R::FACTOR), column = load_shared_4(shared + L::COLUMNS + head * 8);
-  return static_cast<int>(one >> 23 & 255) - static_cast<int>(column >> 23 & 255);
-}
-
-// Queries that float16 does not hold beside their head's largest, below 2^-16 in shared memory, are made anew, each group
-// with a power of two of its own. Returns whether there were any: else all factors are 1, and are not read.
-template <class L, int BARRIER>
-DEVICE bool fit_queries(const Params& p, const Row& row, u32 shared, int thread) {
-  u32 least = ~0u;
-#pragma unroll 1
-  for (u32 place = shared + L::QUERY + thread * 16; place < shared + L::QUERY + 8 * L::QUERY_CHUNK; place += 2048) {
-    const uint4 v = load_shared_16(place);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) least = smaller_halves(least, word(v, w) & 0x7fff7fff);
-  }
-  const bool small = named_barrier_any<BARRIER, 128>((least & 0xffff) < 0x100 || least >> 16 < 0x100);
-  const u32 factors = query_factors<L>(shared);
-  if (small) {
-    const int lane = thread & 15;
-#pragma unroll 1
-    for (int n = thread >> 4; n < 4 * L::HEADS; n += 8) {
-      const int head = n & (L::HEADS - 1), group = n / L::HEADS;
-      const u16* from = query_at(p, row.token, global_head<L::HEADS>(p, row, head)) + group * 128 + lane * 8;
-      const uint4 piece[1] = {__ldg(reinterpret_cast<const uint4*>(from))};
-      const int shift = shift_of(largest_magnitude(piece));
-      u32 v[4];
-      scale_piece(v, piece[0], (127 + shift << 7) * 0x10001u, true);
-      const u32 to = shared + L::QUERY + (group * 2 + lane / 8) * L::QUERY_CHUNK + head * 128 +
-                     ((lane & 1) * 64 + (lane & 7) / 2 * 4 ^ (head & 7) << 4);
-#pragma unroll
-      for (int w = 0; w < 4; ++w) store_shared_4(to ^ w << 4, v[w]);
-      if (lane == 0)
-        store_shared_float(factors + n * 4, exp2_approx(static_cast<float>(shift_of_head<L>(p, shared, head) - shift)));
-    }
-    fence_async_shared();
-    named_barrier<BARRIER, 128>();
-  }
-  return small;
-}
 
 // Whether a launch has such turns, and no other wide ones. Rows that have to have the bits of other launches do not, and
 // with few rows of a CTA the start and the end of each take longer with this code in between (docs/notes.md).
@@ -83,7 +34,8 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
   if (thread == 0) store_shared_4(state, seen), store_shared_4(shared + L::TURN, BY_GROUP);
   __syncwarp();
   warp_arrive(shared + L::WEIGHTS_FULL, thread & 31);  // those that accumulate begin
-  const bool fitted = fit_queries<L, BARRIER>(p, row, shared, thread);
+  const bool fitted = has_small_queries<L, BARRIER>(shared, thread);
+  if (fitted) remake_queries<L, BARRIER>(p, row, shared, thread, true);
   if (thread == 0 && fitted) store_shared_4(state, load_shared_4(state) | 2);
   named_barrier<BARRIER, 128>();
   int& i = at.turn;
@@ -229,13 +181,6 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     __syncwarp();
     named_barrier_arrive(GROUP_WEIGHTS_BARRIER, 384);
   }
-}
-
-// Four e4m3 in a word times a pair of bfloat16, as two pairs of these.
-DEVICE void scaled_e4m3_to_bfloat16(u32 word, u32 scale, u32& low, u32& high) {
-  e4m3_to_float16(word, low, high);
-  const float2 a = unpack_float16(low), b = unpack_float16(high);
-  low = multiply_bfloat16(pack_bfloat16(a.x, a.y), scale), high = multiply_bfloat16(pack_bfloat16(b.x, b.y), scale);
 }
 
 // A half of the values of a warp's keys.

@@ -129,6 +129,8 @@ DEVICE float largest(const float (&s)[N]) {
 }
 
 constexpr u32 LEFT_BY_GROUP = 1;  // no barrier
+// Beside `seen`: a wide turn has looked for small queries, and (twice as much) found one.
+constexpr int KNOWN_QUERIES = 4;
 
 // Scores and weights of a row. Returns a barrier that this warp has to arrive at once the row's factors are made, or 0.
 // Whether this was the CTA's last share that is held. Its number is kept in memory, since registers are few.
@@ -207,10 +209,22 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         if constexpr (BY_GROUPS) return static_cast<int>(BY_GROUP);
         turn = WIDE;
         if constexpr (!BY_GROUPS) {
-          wide_scores<L, SCORE_BARRIER>(s, p, row, at, shared,
-                                        {places.raw + slot * L::RAW_SLOT, places.rope,
-                                         places.scales + slot * L::SCALES_SLOT, places.values},
-                                        opaque(thread));
+          const WidePlaces wide_places{places.raw + slot * L::RAW_SLOT, places.rope,
+                                       places.scales + slot * L::SCALES_SLOT, places.values};
+          if constexpr (R::ROPE_IS_VALUE || HEADS < 64) {
+            wide_scores_anew<L, SCORE_BARRIER>(s, p, row, at, shared, wide_places, opaque(thread));
+          } else {
+            if (seen < KNOWN_QUERIES)
+              seen |= has_small_queries<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 * KNOWN_QUERIES : KNOWN_QUERIES;
+            // Small queries are fitted to their groups for this turn alone.
+            for (bool fits = seen > 2 * KNOWN_QUERIES;; fits = false) {
+              if (seen > 2 * KNOWN_QUERIES) remake_queries<L, SCORE_BARRIER>(p, row, shared, opaque(thread), fits);
+              if (seen > 2 * KNOWN_QUERIES && !fits) break;
+              wide_scores<L>(s, at, shared, wide_places, opaque(thread), fits);
+              named_barrier<SCORE_BARRIER, 128>();
+              if (!fits) break;
+            }
+          }
           store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
         }
         forget(start), started = false;  // loaded anew, since registers are few up to here
@@ -222,18 +236,18 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
       if (SHARES && HEADS == 64) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // sums where rises will be
       if (!seen && turn == MOVED) turn = USUAL;  // accumulators are 0
       if (turn != USUAL && thread == 0) store_turn(turn, slot);
-      raise_references<L>(s, sums, seen != 0, least, shared, thread);
+      raise_references<L>(s, sums, seen % KNOWN_QUERIES, least, shared, thread);
       if (turn != USUAL) {  // accumulators are multiplied while weights are made
         __syncwarp();
         warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
       }
-      seen = turn == WIDE ? 2 : max(seen, 1);
+      seen = max(seen, turn == WIDE ? 2 : 1);
     }
     return turn;
   };
   // The end of a turn: its keys are released, and its weights are made and handed over.
   auto hand_over = [&](float (&s)[TILES * 4], u32 undo, int slot, int turn, bool apart, bool may_be_wide) {
-    if (apart) seen = 2;
+    if (apart) seen = max(seen, 2);
     if (LAUNCH == Launch::BALANCED && HEADS == 64 && (apart || turn == WIDE)) store_shared_4(shared + L::ROUGH, 1);
     if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row)))
       warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
@@ -406,7 +420,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     store_sums<HEADS>(sums, place + warp * (HEADS * 4), lane);
     fence_async_shared();  // keys come there later
     mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
     const int kind = uniform(load_shared_4(shared + L::TURN)) & 0xff;
     if (kind != USUAL) named_barrier<RISES_BARRIER, 384>();
     const int head = opaque(thread);
@@ -439,7 +453,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     const bool sends = is_held(LAUNCH) && number + 1 == shares_of_cta(p, cluster_rank());
     if (sends) fence_async_shared(), cluster_arrive();
     store_sums<HEADS>(sums, shared + L::FOLD_SUMS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
     if (warp == 0) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::FOLD_SUMS, thread),
@@ -469,7 +483,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     // Sums take the place of the last weights; those of heads go where nobody reads rises any more.
     mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     store_sums<HEADS>(sums, shared + L::WEIGHTS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen == 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::WEIGHTS, thread);
       store_shared_float(shared + L::RISES + thread * 4, bfloat16 ? -total : total);
@@ -488,7 +502,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
   if (WIDER && worker == 0) store_shared_4(shared + L::End::ALL_FLOAT16, 1);
-  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen == 2);
+  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen >= 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
               reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);
