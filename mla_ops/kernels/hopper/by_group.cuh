@@ -8,6 +8,7 @@
 //     accumulate   V = e4m3 bits of the scale, made of these rows once products of the last turn are over; O += w V
 #pragma once
 
+#include "queries.cuh"
 #include "softmax.cuh"
 #include "wide.cuh"
 
@@ -17,6 +18,46 @@ constexpr u32 HAS_RESTS = 1 << 17;  // flag beside a `Turn`: weights differ by g
 // weights are there; both warpgroups that accumulate have read them.
 constexpr int GROUP_VALUES_BARRIER = 8, GROUP_TURN_BARRIER = 9, GROUP_WEIGHTS_BARRIER = 10,
               GROUP_READ_BARRIER = 11;
+
+// Where weights of usual turns were: factors of queries, which may be larger in a group, float [4, HEADS].
+template <class L>
+DEVICE u32 query_factors(u32 shared) { return shared + L::WEIGHTS + 2048; }
+
+// The power of two of a head's queries in shared memory.
+template <class L>
+DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
+  const u32 one = __float_as_uint(p.scale_log2 / L::R::FACTOR), column = load_shared_4(shared + L::COLUMNS + head * 8);
+  return static_cast<int>(one >> 23 & 255) - static_cast<int>(column >> 23 & 255);
+}
+
+// Small queries are made anew, each group with a power of two of its own. Returns whether there were any: else all factors
+// are 1, and are not read.
+template <class L, int BARRIER>
+DEVICE bool fit_queries(const Params& p, const Row& row, u32 shared, int thread) {
+  const bool small = has_small_queries<L, BARRIER>(shared, thread);
+  const u32 factors = query_factors<L>(shared);
+  if (small) {
+    const int lane = thread & 15;
+#pragma unroll 1
+    for (int n = thread >> 4; n < 4 * L::HEADS; n += 8) {
+      const int head = n & (L::HEADS - 1), group = n / L::HEADS;
+      const u16* from = query_at(p, row.token, global_head<L::HEADS>(p, row, head)) + group * 128 + lane * 8;
+      const uint4 piece[1] = {__ldg(reinterpret_cast<const uint4*>(from))};
+      const int shift = shift_of(largest_magnitude(piece));
+      u32 v[4];
+      scale_piece(v, piece[0], (127 + shift << 7) * 0x10001u, true);
+      const u32 to = shared + L::QUERY + (group * 2 + lane / 8) * L::QUERY_CHUNK + head * 128 +
+                     ((lane & 1) * 64 + (lane & 7) / 2 * 4 ^ (head & 7) << 4);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) store_shared_4(to ^ w << 4, v[w]);
+      if (lane == 0)
+        store_shared_float(factors + n * 4, exp2_approx(static_cast<float>(shift_of_head<L>(p, shared, head) - shift)));
+    }
+    fence_async_shared();
+    named_barrier<BARRIER, 128>();
+  }
+  return small;
+}
 
 // Whether a launch has such turns, and no other wide ones. Rows that have to have the bits of other launches do not, and
 // with few rows of a CTA the start and the end of each take longer with this code in between (docs/notes.md).
@@ -34,8 +75,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
   if (thread == 0) store_shared_4(state, seen), store_shared_4(shared + L::TURN, BY_GROUP);
   __syncwarp();
   warp_arrive(shared + L::WEIGHTS_FULL, thread & 31);  // those that accumulate begin
-  const bool fitted = has_small_queries<L, BARRIER>(shared, thread);
-  if (fitted) remake_queries<L, BARRIER>(p, row, shared, thread, true);
+  const bool fitted = fit_queries<L, BARRIER>(p, row, shared, thread);
   if (thread == 0 && fitted) store_shared_4(state, load_shared_4(state) | 2);
   named_barrier<BARRIER, 128>();
   int& i = at.turn;
@@ -115,13 +155,7 @@ DEVICE void score_by_group(const Params& p, const Row& row, u32 shared, int thre
     const int own = opaque(thread), lane = own & 31, t = lane & 3, slot = (i & 1) * 4 + (own >> 5);
     const u32 alive = load_shared_4(shared + L::LIVE + slot * 4);
     last = uniform(alive) >= LAST_TURN;
-#pragma unroll
-    for (int j = 0; j < L::HEADS / 8; ++j) {
-      const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);  // factor and reference of two heads
-#pragma unroll
-      for (int e = 4 * j; e < 4 * j + 4; ++e)
-        s[e] = fmaf(s[e], __uint_as_float(e & 1 ? two.z : two.x), -__uint_as_float(e & 1 ? two.w : two.y));
-    }
+    apply_columns<L>(s, shared, t);
     if ((uniform(alive) & 0xffff) != 0xffff) {
       const u32 mine = (alive & 0xffff) >> R::raw_row(lane >> 2);
 #pragma unroll
@@ -189,27 +223,9 @@ DEVICE void make_group_values(u32 shared, int turn, u32 values, int half, int th
   using R = typename L::R;
   const int warp = thread >> 5, lane = thread & 31, slot = (turn & 1) * 4 + warp;
   const u32 row = shared + L::RAW + slot * L::RAW_SLOT + R::raw_row(lane >> 2) * R::BYTES;
-  u32 raw = row + (lane & 3) * 16 + half * 256, scales = row + R::SCALES_AT + half * 8,
-      place = values + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4);
   mbarrier_wait(shared + L::RAW_FULL + slot * 8, turn >> 1 & 1);
-#pragma unroll 1
-  for (int chunk = 0; chunk < 4; ++chunk, raw += 64, place += TILE_KEYS * 128) {
-    const uint4 v[2] = {load_shared_16(raw), load_shared_16(raw + 8 * R::BYTES)};
-    u32 scale[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const u32 bits = __float_as_uint(rounded_scale(load_shared_float(scales + r * (8 * R::SCALES_PITCH)) * R::FACTOR));
-      scale[r] = bits >> 16 | bits;
-    }
-    scales += (chunk & 1) * 4;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      u32 f[4];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) scaled_e4m3_to_bfloat16(word(v[r], j), scale[r], f[r], f[2 + r]);
-      store_matrices(place ^ j << 5, f[0], f[1], f[2], f[3]);
-    }
-  }
+  make_wide_values<L>(row + (lane & 3) * 16 + half * 256, row + R::SCALES_AT + half * 8,
+                      values + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4));
 }
 
 // Weights times values of the turns that are left of a row, from this one on.

@@ -174,8 +174,8 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
   };
   // Scores of a turn that may be unusual become those that weights are made of. Returns the turn's kind. `alive` and
-  // `wide` are of this warp's keys, of 64 heads not yet known.
-  auto settle = [&](float (&s)[TILES * 4], u32& undo, bool maybe_unusual, int slot, u32 alive, bool wide) {
+  // `wide` are of this warp's keys, of 64 heads not yet known. Of a turn that was FORESEEN to be wide there are no scores.
+  auto settle = [&](float (&s)[TILES * 4], u32& undo, bool maybe_unusual, int slot, u32 alive, bool wide, bool foreseen) {
     auto leave_out_dead = [&]() {
       const u32 mine = own_keys(HEADS == 64 ? load_shared_4(shared + L::LIVE + slot * 4) : alive);
 #pragma unroll
@@ -184,7 +184,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     };
     int turn = USUAL;
     bool moves = maybe_unusual;
-    if (HEADS == 64 && moves) {
+    if (HEADS == 64 && moves && !foreseen) {
       // Since the vote all four warps' keys are known.
       const uint4 live = load_shared_16(shared + L::LIVE + (slot & 4) * 4);
       const u32 of_any = live.x | live.y | live.z | live.w, of_all = live.x & live.y & live.z & live.w,
@@ -211,19 +211,32 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         if constexpr (!BY_GROUPS) {
           const WidePlaces wide_places{places.raw + slot * L::RAW_SLOT, places.rope,
                                        places.scales + slot * L::SCALES_SLOT, places.values};
-          if constexpr (R::ROPE_IS_VALUE || HEADS < 64) {
+          auto values_free = [&]() {  // as usual turns have found them
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+              const Half half = half_of<L::HALVES>(at, n / 2);
+              mbarrier_wait(places.values_free + half.slot * 16 + n % 2 * 8, half.parity ^ 1);
+            }
+          };
+          if constexpr (R::SCALES_APART) {
+            if (foreseen) values_free();
             wide_scores_anew<L, SCORE_BARRIER>(s, p, row, at, shared, wide_places, opaque(thread));
           } else {
             if (seen < KNOWN_QUERIES)
               seen |= has_small_queries<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 * KNOWN_QUERIES : KNOWN_QUERIES;
-            // Small queries are fitted to their groups for this turn alone.
-            for (bool fits = seen > 2 * KNOWN_QUERIES;; fits = false) {
-              if (seen > 2 * KNOWN_QUERIES) remake_queries<L, SCORE_BARRIER>(p, row, shared, opaque(thread), fits);
-              if (seen > 2 * KNOWN_QUERIES && !fits) break;
-              wide_scores<L>(s, at, shared, wide_places, opaque(thread), fits);
-              named_barrier<SCORE_BARRIER, 128>();
-              if (!fits) break;
+            if (seen > 2 * KNOWN_QUERIES) {
+              if (foreseen) values_free();
+              wide_scores_anew<L, SCORE_BARRIER>(s, p, row, at, shared, wide_places, opaque(thread));
+              named_barrier<SCORE_BARRIER, 128>();  // queries have left the values' place
+            } else {
+              wide_scores<L>(s, wide_places.raw, places.rope, wide_places.scales, places.query);
+              apply_columns<L>(s, shared, opaque(thread) & 3);
+              if (foreseen) values_free();
             }
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half)
+              make_wide_values<L>(wide_places.raw + half * 256, wide_places.scales + half * 8,
+                                  places.values + half_of<L::HALVES>(at, half).slot * HALF_BYTES);
           }
           store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
         }
@@ -269,6 +282,22 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     if (thread == 0 && turn == USUAL) store_turn(turn, slot);
     __syncwarp();
     warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
+  };
+  // Whether this turn, behind a wide one, is wide, too: one that is goes without scores by float16.
+  auto next_is_wide = [&]() {
+    const int slot = slot_now();
+    mbarrier_wait(shared + L::RAW_FULL + slot * 8, i >> 1 & 1);
+    const u32 from = places.scales + slot * L::SCALES_SLOT, alive = load_shared_4(shared + L::LIVE + slot * 4);
+    bool wide = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      typename R::Scales scales = R::load_scales(from + r * (8 * R::SCALES_PITCH));
+      u32 undo;
+      wide |= R::take_out(scales, undo);
+    }
+    wide = named_barrier_any<SCORE_BARRIER, 128>(wide);
+    if (wide) last = uniform(alive) >= LAST_TURN;
+    return wide;
   };
   // A turn that may not be usual leaves the loop of 64 heads: code of such turns lies behind the loop, which is half as
   // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
@@ -385,7 +414,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
             break;
           }
         } else {
-          turn = settle(s, undo, maybe_unusual, slot, alive, wide);
+          turn = settle(s, undo, maybe_unusual, slot, alive, wide, false);
           if (BY_GROUPS && turn == BY_GROUP) {
             left = LEFT;
             break;
@@ -399,18 +428,22 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     left = opaque(left);
     if (!left) break;
     int turn = BY_GROUP;
-    const int slot = slot_now();
-    if (LEAVES) turn = settle(left_scores, left_undo, true, slot, 0, false);
+    if constexpr (LEAVES) {
+      for (bool foreseen = false;;) {
+        const int slot = slot_now();
+        turn = settle(left_scores, left_undo, true, slot, 0, foreseen, foreseen);
+        if (BY_GROUPS || turn != WIDE) break;
+        hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
+        next_turn<L::HALVES>(at);
+        foreseen = !last && next_is_wide();
+        if (!foreseen) break;
+      }
+    }
     if constexpr (BY_GROUPS) {
       if (turn == BY_GROUP) return LEFT_BY_GROUP;
     }
     if constexpr (!LEAVES) break;
-    if (!BY_GROUPS && turn == WIDE) {
-      hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
-      next_turn<L::HALVES>(at);
-    } else {
-      settled = opaque(LEFT | left & HAS_APART | turn);
-    }
+    if (BY_GROUPS || turn != WIDE) settled = opaque(LEFT | left & HAS_APART | turn);
   }
 
   if constexpr (SHARES && HEADS == 64) {

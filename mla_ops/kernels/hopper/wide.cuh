@@ -1,10 +1,10 @@
-// Turns with a key whose scales float16 does not hold together. Scales stay float32 for scores. Values are e4m3 times four
-// bits of a scale, which bfloat16 holds. What these leave out goes to the weights: their upper bits serve all groups, and each group has
+// Turns with a key whose scales float16 does not hold together: keys as bfloat16, which holds e4m3 and RoPE as they
+// are, or queries as they came. Scales stay float32 for scores. Values are e4m3 times four bits of a scale, which
+// bfloat16 holds too. What these leave out goes to the weights: their upper bits serve all groups, and each group has
 // rests of its own.
 #pragma once
 
 #include "keys.cuh"
-#include "queries.cuh"
 #include "wide_ptx.cuh"
 
 // Addresses of a lane: its first key and that one's scales, and its row of the first values.
@@ -53,17 +53,6 @@ DEVICE void store_weights(const float (&s)[HEADS / 2], u32 place, Pack pack) {
                               pack(s[4 * TILES - 2], s[4 * TILES - 1], 1));
 }
 
-// Where no weights are: factors of queries, which may be larger in a group, float [4, HEADS].
-template <class L>
-DEVICE u32 query_factors(u32 shared) { return shared + L::WEIGHTS + L::HEADS * 32; }
-
-// The power of two of a head's queries in shared memory.
-template <class L>
-DEVICE int shift_of_head(const Params& p, u32 shared, int head) {
-  const u32 one = __float_as_uint(p.scale_log2 / L::R::FACTOR), column = load_shared_4(shared + L::COLUMNS + head * 8);
-  return static_cast<int>(one >> 23 & 255) - static_cast<int>(column >> 23 & 255);
-}
-
 // Whether a row has queries that float16 does not hold beside their head's largest, below 2^-16 in shared memory.
 template <class L, int BARRIER>
 DEVICE bool has_small_queries(u32 shared, int thread) {
@@ -77,103 +66,73 @@ DEVICE bool has_small_queries(u32 shared, int thread) {
   return named_barrier_any<BARRIER, 128>((least & 0xffff) < 0x100 || least >> 16 < 0x100);
 }
 
-// Makes queries anew from those in memory, times a power of two of each head, or, FITTED, of each head and group.
-template <class L, int BARRIER>
-DEVICE void remake_queries(const Params& p, const Row& row, u32 shared, int thread, bool fitted) {
-  const int lane = thread & 15;
-#pragma unroll 1
-  for (int n = thread >> 4; n < 4 * L::HEADS; n += 8) {
-    const int group = n / L::HEADS, head = n - group * L::HEADS, of_head = shift_of_head<L>(p, shared, head);
-    const u16* from = query_at(p, row.token, global_head<L::HEADS>(p, row, head)) + group * 128 + lane * 8;
-    const uint4 piece[1] = {__ldg(reinterpret_cast<const uint4*>(from))};
-    const int shift = fitted ? shift_of(largest_magnitude(piece)) : of_head;
-    u32 v[4];
-    scale_piece(v, piece[0], (127 + shift << 7) * 0x10001u, true);
-    const u32 to = shared + L::QUERY + (group * 2 + lane / 8) * L::QUERY_CHUNK + head * 128 +
-                   ((lane & 1) * 64 + (lane & 7) / 2 * 4 ^ (head & 7) << 4);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) store_shared_4(to ^ w << 4, v[w]);
-    if (fitted && lane == 0)
-      store_shared_float(query_factors<L>(shared) + n * 4, exp2_approx(static_cast<float>(of_head - shift)));
-  }
-  fence_async_shared();
-  named_barrier<BARRIER, 128>();
-}
-
-// Four e4m3 in a word times a pair of bfloat16, as two pairs of these.
-DEVICE void scaled_e4m3_to_bfloat16(u32 word, u32 scale, u32& low, u32& high) {
-  e4m3_to_float16(word, low, high);
-  const float2 a = unpack_float16(low), b = unpack_float16(high);
-  low = multiply_bfloat16(pack_bfloat16(a.x, a.y), scale), high = multiply_bfloat16(pack_bfloat16(b.x, b.y), scale);
-}
-
-// All scores of a lane's two keys, as powers of two that are relative to the references, and the values. By queries as they
-// lie in shared memory, whose products with e4m3 are multiplied by scales in float32; FITTED, by factors of the groups, too.
+// Scores of a lane's two keys of fp8_ds_mla, by queries as they lie in shared memory: products of e4m3 of each chunk of 64
+// dims, multiplied by its scale in float32. One half of a chunk is made while the other is multiplied.
 template <class L>
-DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Ring& at, u32 shared, const WidePlaces& places, int thread,
-                        bool fitted) {
+DEVICE void wide_scores(float (&s)[L::HEADS / 2], u32 raw, u32 rope, u32 scales, u64 query) {
   using R = typename L::R;
-  constexpr int CHUNK = TILE_KEYS * 128, N = L::HEADS / 2;
-  const int t = opaque(thread) & 3;
+  constexpr int N = L::HEADS / 2;
+  float part[N];
+  u32 f[2][8];
 #pragma unroll
-  for (int e = 0; e < N; ++e) s[e] = 0.f;
-#pragma unroll 1
-  for (int step = -2; step < 16; ++step) {  // halves of chunks, first those of RoPE
-    const int chunk = step >> 1, half = step & 1;
-    const u64 query = tile_descriptor(shared + L::QUERY + (step < 0 ? 8 : chunk) * L::QUERY_CHUNK + half * 64, 1024, 16);
-    float part[N];
-    u32 f[8];
-    if (step < 0) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint4 v = load_matrices(places.raw + places.rope + half * 64 + j * 32);
-        f[4 * j] = v.x, f[4 * j + 1] = v.y, f[4 * j + 2] = v.z, f[4 * j + 3] = v.w;
-      }
-      hold(f);
-      wgmma_fence();
-      wgmma_bfloat16(part, f, query, 0), wgmma_bfloat16(part, f + 4, query + 2, 1);
-      wgmma_commit();
-      wgmma_wait<0>();
-      hold(part), hold(f);
-#pragma unroll
-      for (int e = 0; e < N; ++e) s[e] += part[e];
-      continue;
-    }
-    uint2 v[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      v[r] = load_shared_8(places.raw + r * (8 * R::BYTES) + chunk * 64 + half * 8);
-      e4m3_to_float16(v[r].x, f[r], f[2 + r]), e4m3_to_float16(v[r].y, f[4 + r], f[6 + r]);
-    }
-    hold(f);
-    wgmma_fence();
-    wgmma_float16(part, f, query, 0), wgmma_float16(part, f + 4, query + 2, 1);
-    wgmma_commit();
-    float scales[2];
-    u32 values[8];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      scales[r] = R::scale(places.scales + r * (8 * R::SCALES_PITCH), chunk / 2) * R::FACTOR;
-      const u32 factor = __float_as_uint(rounded_scale(scales[r])), both = factor >> 16 | factor;
-      scaled_e4m3_to_bfloat16(v[r].x, both, values[r], values[2 + r]);
-      scaled_e4m3_to_bfloat16(v[r].y, both, values[4 + r], values[6 + r]);
-    }
-    const u32 slot = half_of<L::HALVES>(at, chunk >> 2).slot,
-              place = places.values + slot * HALF_BYTES + (chunk & 3) * CHUNK ^ half << 6;
-    store_matrices(place, values[0], values[1], values[2], values[3]);
-    store_matrices(place ^ 32, values[4], values[5], values[6], values[7]);
-    wgmma_wait<0>();
-    hold(part), hold(f);
-    if (fitted)
-#pragma unroll
-      for (int j = 0; j < L::HEADS / 8; ++j) {
-        const float2 two = load_shared_float2(query_factors<L>(shared) + (chunk / 2 * L::HEADS + 2 * t) * 4 + j * 32);
-#pragma unroll
-        for (int e = 4 * j; e < 4 * j + 4; ++e) part[e] *= e & 1 ? two.y : two.x;
-      }
-#pragma unroll
-    for (int e = 0; e < N; ++e) s[e] = fmaf(part[e], scales[e >> 1 & 1], s[e]);
+  for (int j = 0; j < 4; ++j) {
+    const uint4 v = load_matrices(raw + rope + j * 32);
+    u32* own = f[j / 2] + j % 2 * 4;
+    own[0] = v.x, own[1] = v.y, own[2] = v.z, own[3] = v.w;
   }
+  uint2 bytes[2];  // of the half that is made next
+  auto load = [&](int half) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) bytes[r] = load_shared_8(raw + r * (8 * R::BYTES) + half * 8);
+  };
+  auto convert = [&](int half) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      e4m3_to_float16(bytes[r].x, f[half][r], f[half][2 + r]);
+      e4m3_to_float16(bytes[r].y, f[half][4 + r], f[half][6 + r]);
+    }
+    hold(f[half]);
+  };
+  auto multiply = [&](int half) {
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 2; ++j) wgmma_float16(part, f[half] + 4 * j, query + half * 4 + j * 2, half > 0 || j > 0);
+    wgmma_commit();
+  };
+  load(0);
+  hold(f[0]), hold(f[1]);
+  forget(s), forget(part);
+  wgmma_fence();
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    wgmma_bfloat16(s, f[j / 2] + j % 2 * 4, query + (8 * L::QUERY_CHUNK + j * 32) / 16, j > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold(s), hold(f[0]), hold(f[1]);
+  convert(0);
+  load(1);
+#pragma unroll 1
+  for (int chunk = 0; chunk < 8; ++chunk, query += L::QUERY_CHUNK / 16) {
+    multiply(0);
+    convert(1);
+    raw += 64;
+    load(0);  // of the last chunk, RoPE that nobody reads
+    multiply(1);
+    const float scale[2] = {R::scale(scales, 0) * R::FACTOR, R::scale(scales + 8 * R::SCALES_PITCH, 0) * R::FACTOR};
+    scales += (chunk & 1) * 4;
+    wgmma_wait<1>();
+    hold(f[0]);
+    convert(0), load(1);
+    wgmma_wait<0>();
+    hold(part), hold(f[1]);
+#pragma unroll
+    for (int e = 0; e < N; ++e) s[e] = fmaf(part[e], scale[e >> 1 & 1], s[e]);
+  }
+}
+
+// Scores become powers of two that are relative to the references.
+template <class L>
+DEVICE void apply_columns(float (&s)[L::HEADS / 2], u32 shared, int t) {
 #pragma unroll
   for (int j = 0; j < L::HEADS / 8; ++j) {
     const uint4 two = load_shared_16(shared + L::COLUMNS + (8 * j + 2 * t) * 8);  // factor and reference of two heads
@@ -183,7 +142,39 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], const Ring& at, u32 shared, co
   }
 }
 
-// The same by queries as they came, for V4, whose RoPE is a value, and where two warpgroups make scores.
+// Four e4m3 in a word times a pair of bfloat16, as two pairs of these.
+DEVICE void scaled_e4m3_to_bfloat16(u32 word, u32 scale, u32& low, u32& high) {
+  e4m3_to_float16(word, low, high);
+  const float2 a = unpack_float16(low), b = unpack_float16(high);
+  low = multiply_bfloat16(pack_bfloat16(a.x, a.y), scale), high = multiply_bfloat16(pack_bfloat16(b.x, b.y), scale);
+}
+
+// 256 dims of a lane's two keys of fp8_ds_mla as values: from its bytes of the first chunk and their scales on.
+template <class L>
+DEVICE void make_wide_values(u32 raw, u32 scales, u32 place) {
+  using R = typename L::R;
+#pragma unroll 1
+  for (int chunk = 0; chunk < 4; ++chunk, raw += 64, place += TILE_KEYS * 128) {
+    const uint4 v[2] = {load_shared_16(raw), load_shared_16(raw + 8 * R::BYTES)};
+    u32 scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const u32 bits = __float_as_uint(rounded_scale(load_shared_float(scales + r * (8 * R::SCALES_PITCH)) * R::FACTOR));
+      scale[r] = bits >> 16 | bits;
+    }
+    scales += (chunk & 1) * 4;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      u32 f[4];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) scaled_e4m3_to_bfloat16(word(v[r], j), scale[r], f[r], f[2 + r]);
+      store_matrices(place ^ j << 5, f[0], f[1], f[2], f[3]);
+    }
+  }
+}
+
+// All scores of a lane's two keys, as powers of two that are relative to the references, by queries as they came. Of V4 the
+// values, too.
 //
 // Queries come two chunks of 64 dims ahead, in the order in which `score` has a key's, to the place of weights and to
 // those of the last values. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
@@ -272,7 +263,7 @@ DEVICE void wide_scores_anew(float (&s)[L::HEADS / 2], const Params& p, const Ro
 #pragma unroll
       for (int e = 2 * r; e < N; e += e % 2 ? 3 : 1) s[e] = fmaf(part[e], factor, s[e]);
     }
-    if (value) {
+    if (R::SCALES_APART) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const u32 factor = __float_as_uint(rounded_scale(scales[r] * R::FACTOR)), both = factor >> 16 | factor;
