@@ -4,6 +4,8 @@
 #include "hopper_simt.h"
 
 #define pack_bfloat16 ptx_pack_bfloat16
+#define unpack_float16 ptx_unpack_float16
+#define named_barrier_any ptx_named_barrier_any
 #define load_shared_4 ptx_load_shared_4
 #define load_shared_8 ptx_load_shared_8
 #define load_shared_16 ptx_load_shared_16
@@ -22,6 +24,8 @@
 #define store_shared_float ptx_store_shared_float
 #include "ptx.cuh"
 #undef pack_bfloat16
+#undef unpack_float16
+#undef named_barrier_any
 #undef load_shared_4
 #undef load_shared_8
 #undef load_shared_16
@@ -39,8 +43,12 @@
 #undef reciprocal_approx
 #undef store_shared_float
 #define e4m3_to_bfloat16 ptx_e4m3_to_bfloat16
+#define e4m3_to_float16 ptx_e4m3_to_float16
+#define smaller_halves ptx_smaller_halves
 #include "wide_ptx.cuh"
 #undef e4m3_to_bfloat16
+#undef e4m3_to_float16
+#undef smaller_halves
 
 static u32 pack_bfloat16(float low, float high) {
   auto half = [](float x) {
@@ -69,26 +77,43 @@ void named_barrier() {
   simt::meet_cta();
 }
 
-static u32 e4m3_to_bfloat16(u32 pair) {
-  float v[2];
-  for (int i = 0; i < 2; ++i) {
-    const int byte = pair >> 8 * i & 255, exponent = byte >> 3 & 15, mantissa = byte & 7;
-    float x = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(1.f * mantissa, -9);
-    if ((byte & 127) == 127) x = NAN;
-    v[i] = byte & 128 ? -x : x;
-  }
-  return pack_bfloat16(v[0], v[1]);
+template <int ID, int THREADS>
+bool named_barrier_any(bool value) {
+  const int any = value;
+  static int all;
+  simt::meet_cta();
+  all = 0;
+  simt::meet_cta();
+  all |= any;
+  simt::meet_cta();
+  return all != 0;
+}
+
+static u32 bits_of_float16(float x) { return bits_of<u16>(static_cast<_Float16>(x)); }
+static float float16_of_bits(u32 x) { return bits_of<_Float16>(static_cast<u16>(x)); }
+static float2 unpack_float16(u32 pair) { return {float16_of_bits(pair & 0xffff), float16_of_bits(pair >> 16)}; }
+static u32 smaller_halves(u32 a, u32 b) { return min(a & 0xffff, b & 0xffff) | min(a >> 16, b >> 16) << 16; }
+static float e4m3(u32 byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const float x = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(1.f * mantissa, -9);
+  return (byte & 127) == 127 ? NAN : byte & 128 ? -x : x;
+}
+static u32 e4m3_to_bfloat16(u32 pair) { return pack_bfloat16(e4m3(pair & 255), e4m3(pair >> 8 & 255)); }
+static void e4m3_to_float16(u32 word, u32& low, u32& high) {
+  auto pair = [](u32 two) { return bits_of_float16(e4m3(two & 255)) | bits_of_float16(e4m3(two >> 8 & 255)) << 16; };
+  low = pair(word), high = pair(word >> 16);
 }
 
 // The fragments lie as a warp's lanes have them.
-static void multiply_16_by_8(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], const u32 (&b)[2]) {
+template <class Number>
+void multiply_16_by_8(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], const u32 (&b)[2], Number number) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   u32 words[6][32];
   for (int i = 0; i < 6; ++i) {
     const auto& all = simt::meet_warp(i < 4 ? a[i] : b[i - 4]);
     for (int l = 0; l < 32; ++l) words[i][l] = static_cast<u32>(all[l]);
   }
-  auto half = [](u32 word, int k) { return k & 1 ? high_bfloat16(word) : low_bfloat16(word); };
+  auto half = [&](u32 word, int k) { return number(k & 1 ? word >> 16 : word & 0xffff); };
   float* d[4] = {&d0, &d1, &d2, &d3};
   for (int e = 0; e < 4; ++e) {
     const int row = g + e / 2 * 8, column = 2 * t + e % 2;
@@ -107,8 +132,8 @@ static float reciprocal_approx(float x) { return 1 / x; }
 static void store_shared_float(u32 address, float value) { at<float>(address) = value; }
 
 // Keys in registers times heads in rows of 128 bytes in the swizzle.
-template <int N>
-void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
+template <int N, class Number>
+void keys_by_heads(float (&d)[N], const u32* a, u64 b, int add, Number number) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const u32 fragment[4] = {a[0], a[1], a[2], a[3]};
   for (int tile = 0; tile < N / 4; ++tile) {
@@ -119,21 +144,32 @@ void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
     const u32 words[2] = {word(2 * t), word(2 * t + 8)};
     float* own = d + tile * 4;
     if (!add) own[0] = own[1] = own[2] = own[3] = 0.f;
-    multiply_16_by_8(own[0], own[1], own[2], own[3], fragment, words);
+    multiply_16_by_8(own[0], own[1], own[2], own[3], fragment, words, number);
   }
+}
+template <int N>
+void wgmma_bfloat16(float (&d)[N], const u32* a, u64 b, int add) {
+  keys_by_heads(d, a, b, add, low_bfloat16);
+}
+template <int N>
+void wgmma_float16(float (&d)[N], const u32* a, u64 b, int add) {
+  keys_by_heads(d, a, b, add, float16_of_bits);
 }
 
 #define __fdividef(a, b) ((a) / (b))
 #include "wide.cuh"
 
-// 64 rows and scales as they lie in shared memory, scores [64, HEADS]; weights [64, HEADS], sums [HEADS, 512].
-template <int HEADS, Format FORMAT>
+// Dim `dim` of a chunk's 64 among bytes of its float16.
+static u32 offset_of(int dim) { return dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + dim / 16 * 4 + dim % 2 * 2; }
+
+// 64 rows and scales as they lie in shared memory, scores [64, HEADS], by queries as they lie there, too, or ANEW; weights [64, HEADS], sums [HEADS, 512].
+template <int HEADS, Format FORMAT, bool ANEW>
 void run(const unsigned char* rows, const unsigned char* scales, const u16* q, const u16* q_rope, int num_heads,
          float scale_log2, float* scores, const float* weights, float* sums) {
   using L = Layout<HEADS, FORMAT>;
   using R = Rows<FORMAT>;
   constexpr int CHUNK = TILE_KEYS * 128;
-  constexpr float UNDO = 0.25f;  // what a head's column undoes of its RoPE
+  constexpr float UNDO = 1.f / 1024;  // what a head's column undoes of its queries
   Params p = {};
   p.q = q, p.q_head_stride = 512, p.num_heads = num_heads, p.scale_log2 = scale_log2;
   Row row = {};
@@ -148,6 +184,9 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
         for (int dim = 0; dim < 64 && !R::ROPE_IS_VALUE; ++dim)
           at<u16>(L::QUERY + 8 * L::QUERY_CHUNK + head * 128 + (dim * 2 ^ (head & 7) << 4)) =
               pack_bfloat16(low_bfloat16(q_rope[min(head, num_heads - 1) * 64 + dim]) / UNDO, 0.f);
+        for (int dim = 0; dim < 512 && !ANEW; ++dim)
+          at<u16>(L::QUERY + dim / 64 * L::QUERY_CHUNK + head * 128 + (offset_of(dim % 64) ^ (head & 7) << 4)) =
+              bits_of_float16(low_bfloat16(q[min(head, num_heads - 1) * 512 + dim]) / (UNDO * R::FACTOR));
       }
     }
     simt::meet_cta();
@@ -160,7 +199,18 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
                             L::SCALES + warp * L::SCALES_SLOT + first * R::SCALES_PITCH,
                             L::VALUES + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4)};
     float s[HEADS / 2];
-    wide_scores<L, 1>(s, p, row, ring, 0, places, thread);
+    if constexpr (ANEW) {
+      wide_scores_anew<L, 1>(s, p, row, ring, 0, places, thread);
+    } else {
+      if (has_small_queries<L, 1>(0, thread)) std::abort();
+      wide_scores<L>(s, places.raw, places.rope, places.scales, tile_descriptor(L::QUERY, 1024, 16));
+      apply_columns<L>(s, 0, t);
+    }
+    if constexpr (!R::SCALES_APART) {
+      simt::meet_cta();
+      for (int half = 0; half < 2; ++half)
+        make_wide_values<L>(places.raw + half * 256, places.scales + half * 8, places.values + half * HALF_BYTES);
+    }
     store_left_out<L, 1>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);
@@ -171,8 +221,7 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
     // Lane t of four has dims 16 t to 16 t + 15 of a chunk, whose words 2 j and 2 j + 1 are step j's.
     for (int e = thread; e < HEADS * 512; e += 128) {
       const int head = e / 512, dim = e % 512;
-      const u32 value = L::VALUES + dim / 64 * CHUNK,
-                offset = dim % 16 / 4 * 32 + dim % 4 / 2 * 16 + dim % 64 / 16 * 4 + dim % 2 * 2;
+      const u32 value = L::VALUES + dim / 64 * CHUNK, offset = offset_of(dim % 64);
       const u32 own = rests + (GROUPS_OF_RESTS<L> > 1 ? dim / 128 : 0) * (HEADS * 128);
       double sum = 0;
       for (int k = 0; k < 64; ++k) {
@@ -187,12 +236,14 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
   });
 }
 
-extern "C" int wide(int heads, int v4, const unsigned char* rows, const unsigned char* scales, const u16* q,
+extern "C" int wide(int heads, int v4, int anew, const unsigned char* rows, const unsigned char* scales, const u16* q,
                     const u16* q_rope, int num_heads, float scale_log2, float* scores, const float* weights, float* sums) {
-#define RUN(HEADS)                                                                                                  \
-  if (heads == HEADS)                                                                                               \
-    return (v4 ? run<HEADS, FP8_DS_MLA_V4> : run<HEADS, FP8_DS_MLA>)(rows, scales, q, q_rope, num_heads, scale_log2, \
-                                                                     scores, weights, sums),                        \
+#define RUN(HEADS)                                                                                             \
+  if (heads == HEADS)                                                                                          \
+    return (v4     ? run<HEADS, FP8_DS_MLA_V4, true>                                                           \
+            : anew ? run<HEADS, FP8_DS_MLA, true>                                                              \
+                   : run<HEADS, FP8_DS_MLA, false>)(rows, scales, q, q_rope, num_heads, scale_log2, scores, weights, \
+                                                    sums),                                                     \
            0;
   RUN(16) RUN(24) RUN(32) RUN(64)
   return 1;

@@ -45,20 +45,23 @@ def rows_of(v4: bool, generator: torch.Generator) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("missing", [0, 5])
 @pytest.mark.parametrize("heads", [16, 24, 32, 64])
-@pytest.mark.parametrize("v4", [False, True])
-def test_scores_and_sums_of_scales_of_any_size(library: ctypes.CDLL, v4: bool, heads: int, missing: int) -> None:
-    """`missing`: heads of the tile that the call does not have. They repeat another."""
+@pytest.mark.parametrize(("v4", "anew"), [(False, False), (False, True), (True, True)])
+def test_scores_and_sums_of_scales_of_any_size(
+    library: ctypes.CDLL, v4: bool, anew: bool, heads: int, missing: int
+) -> None:
+    """`missing`: heads of the tile that the call does not have. They repeat another. `anew`: queries come once more."""
     generator = torch.Generator().manual_seed(heads)
     rows, scales, keys = rows_of(v4, generator)
     here = heads - missing
     q = torch.randn(here, 512, generator=generator).bfloat16()
+    q[q.abs() < 2**-16] = 2**-16  # smaller ones come anew
     q_rope = torch.randn(here, 64, generator=generator).bfloat16()
     spread = torch.randint(-20, 20, (64, heads), generator=generator)
     weights = torch.rand(64, heads, generator=generator) * spread.exp2()
     scores, sums = torch.empty(64, heads), torch.empty(heads, 512)
     tensors = pointer(rows), pointer(scales), pointer(q), pointer(q_rope)
     results = pointer(scores), pointer(weights), pointer(sums)
-    assert library.wide(heads, int(v4), *tensors, here, ctypes.c_float(0.125), *results) == 0
+    assert library.wide(heads, int(v4), int(anew), *tensors, here, ctypes.c_float(0.125), *results) == 0
 
     whole = q.double() if v4 else torch.cat((q, q_rope), 1).double()
     expected, magnitudes = keys @ whole.T / 8, keys.abs() @ whole.abs().T / 8
