@@ -222,9 +222,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
             if (foreseen) values_free();
             wide_scores_anew<L, SCORE_BARRIER>(s, p, row, at, shared, wide_places, opaque(thread));
           } else {
-            if (seen < KNOWN_QUERIES)
+            if (LAUNCH != Launch::BALANCED && seen < KNOWN_QUERIES)
               seen |= has_small_queries<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 * KNOWN_QUERIES : KNOWN_QUERIES;
-            if (seen > 2 * KNOWN_QUERIES) {
+            if (LAUNCH == Launch::BALANCED || seen > 2 * KNOWN_QUERIES) {
               if (foreseen) values_free();
               wide_scores_anew<L, SCORE_BARRIER>(s, p, row, at, shared, wide_places, opaque(thread));
               named_barrier<SCORE_BARRIER, 128>();  // queries have left the values' place

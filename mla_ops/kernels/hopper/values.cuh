@@ -156,7 +156,6 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
   const u64 weights = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
   const u64 values = tile_descriptor(shared + L::VALUES, 1024, TILE_KEYS * 128);
   bool open = false;
-  int& i = at.turn;
   int stage = 0;
   u32 left = USUAL;
   for (bool ends = resumed; !ends; next_turn<L::HALVES>(at)) {
@@ -228,7 +227,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     // one is about to wait anyway.
     if (OPENS_EARLY && sends && ends && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
     // One after the other: the scores of the next turn then wait for fewer products of the tensor cores.
-    if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, i & 1);
+    if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, half_of<L::HALVES>(at, 0).parity);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
     wgmma_fence();
