@@ -205,12 +205,13 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
       if (has_small_queries<L, 1>(0, thread)) std::abort();
       wide_scores<L>(s, places.raw, places.rope, places.scales, tile_descriptor(L::QUERY, 1024, 16));
       apply_columns<L>(s, 0, t);
+      if constexpr (R::ROPE_IS_VALUE) add_wide_rope<L, 1>(s, p, row, 0, places.raw + places.rope, thread);
     }
-    if constexpr (!R::SCALES_APART) {
-      simt::meet_cta();
-      for (int half = 0; half < 2; ++half)
-        make_wide_values<L>(places.raw + half * 256, places.scales + half * 8, places.values + half * HALF_BYTES);
-    }
+    simt::meet_cta();
+    make_wide_values<L, 4>(places.raw, places.scales, 0, places.values);
+    make_wide_values<L, R::LATENT / 64 - 4>(places.raw + 256, places.scales, 4, places.values + HALF_BYTES);
+    if constexpr (R::ROPE_IS_VALUE)
+      make_wide_rope_values<L>(places.raw + places.rope, places.values + HALF_BYTES + 3 * CHUNK);
     store_left_out<L, 1>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);
@@ -240,7 +241,7 @@ extern "C" int wide(int heads, int v4, int anew, const unsigned char* rows, cons
                     const u16* q_rope, int num_heads, float scale_log2, float* scores, const float* weights, float* sums) {
 #define RUN(HEADS)                                                                                             \
   if (heads == HEADS)                                                                                          \
-    return (v4     ? run<HEADS, FP8_DS_MLA_V4, true>                                                           \
+    return (v4     ? anew ? run<HEADS, FP8_DS_MLA_V4, true> : run<HEADS, FP8_DS_MLA_V4, false>                   \
             : anew ? run<HEADS, FP8_DS_MLA, true>                                                              \
                    : run<HEADS, FP8_DS_MLA, false>)(rows, scales, q, q_rope, num_heads, scale_log2, scores, weights, \
                                                     sums),                                                     \

@@ -45,7 +45,7 @@ def rows_of(v4: bool, generator: torch.Generator) -> tuple[torch.Tensor, torch.T
 
 @pytest.mark.parametrize("missing", [0, 5])
 @pytest.mark.parametrize("heads", [16, 24, 32, 64])
-@pytest.mark.parametrize(("v4", "anew"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("v4", "anew"), [(False, False), (False, True), (True, False), (True, True)])
 def test_scores_and_sums_of_scales_of_any_size(
     library: ctypes.CDLL, v4: bool, anew: bool, heads: int, missing: int
 ) -> None:

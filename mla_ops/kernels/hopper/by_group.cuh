@@ -224,8 +224,8 @@ DEVICE void make_group_values(u32 shared, int turn, u32 values, int half, int th
   const int warp = thread >> 5, lane = thread & 31, slot = (turn & 1) * 4 + warp;
   const u32 row = shared + L::RAW + slot * L::RAW_SLOT + R::raw_row(lane >> 2) * R::BYTES;
   mbarrier_wait(shared + L::RAW_FULL + slot * 8, turn >> 1 & 1);
-  make_wide_values<L>(row + (lane & 3) * 16 + half * 256, row + R::SCALES_AT + half * 8,
-                      values + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4));
+  make_wide_values<L, 4>(row + (lane & 3) * 16 + half * 256, row + R::SCALES_AT, half * 4,
+                         values + (warp * 16 + (lane & 15)) * 128 + (((lane >> 4) ^ (lane & 7)) << 4));
 }
 
 // Weights times values of the turns that are left of a row, from this one on.

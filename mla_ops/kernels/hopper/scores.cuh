@@ -218,25 +218,28 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
               mbarrier_wait(places.values_free + half.slot * 16 + n % 2 * 8, half.parity ^ 1);
             }
           };
-          if constexpr (R::SCALES_APART) {
+          if (LAUNCH != Launch::BALANCED && seen < KNOWN_QUERIES)
+            seen |= has_small_queries<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 * KNOWN_QUERIES : KNOWN_QUERIES;
+          if (LAUNCH == Launch::BALANCED || seen > 2 * KNOWN_QUERIES) {
             if (foreseen) values_free();
             wide_scores_anew<L, SCORE_BARRIER>(s, p, row, at, shared, wide_places, opaque(thread));
+            named_barrier<SCORE_BARRIER, 128>();  // queries have left the values' place
           } else {
-            if (LAUNCH != Launch::BALANCED && seen < KNOWN_QUERIES)
-              seen |= has_small_queries<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 * KNOWN_QUERIES : KNOWN_QUERIES;
-            if (LAUNCH == Launch::BALANCED || seen > 2 * KNOWN_QUERIES) {
-              if (foreseen) values_free();
-              wide_scores_anew<L, SCORE_BARRIER>(s, p, row, at, shared, wide_places, opaque(thread));
-              named_barrier<SCORE_BARRIER, 128>();  // queries have left the values' place
-            } else {
-              wide_scores<L>(s, wide_places.raw, places.rope, wide_places.scales, places.query);
-              apply_columns<L>(s, shared, opaque(thread) & 3);
-              if (foreseen) values_free();
-            }
+            wide_scores<L>(s, wide_places.raw, places.rope, wide_places.scales, places.query);
+            apply_columns<L>(s, shared, opaque(thread) & 3);
+            if (foreseen) values_free();
+            if constexpr (R::ROPE_IS_VALUE)
+              add_wide_rope<L, SCORE_BARRIER>(s, p, row, shared, wide_places.raw + places.rope, opaque(thread));
+          }
 #pragma unroll 1
-            for (int half = 0; half < 2; ++half)
-              make_wide_values<L>(wide_places.raw + half * 256, wide_places.scales + half * 8,
-                                  places.values + half_of<L::HALVES>(at, half).slot * HALF_BYTES);
+          for (int half = 0; half < 2; ++half) {
+            const u32 place = places.values + half_of<L::HALVES>(at, half).slot * HALF_BYTES;
+            if (half == 0 || !R::ROPE_IS_VALUE)
+              make_wide_values<L, 4>(wide_places.raw + half * 256, wide_places.scales, half * 4, place);
+            else
+              make_wide_values<L, 3>(wide_places.raw + 256, wide_places.scales, 4, place);
+            if constexpr (R::ROPE_IS_VALUE)
+              if (half) make_wide_rope_values<L>(wide_places.raw + places.rope, place + 3 * (TILE_KEYS * 128));
           }
           store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
         }

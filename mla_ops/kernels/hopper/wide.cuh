@@ -66,20 +66,14 @@ DEVICE bool has_small_queries(u32 shared, int thread) {
   return named_barrier_any<BARRIER, 128>((least & 0xffff) < 0x100 || least >> 16 < 0x100);
 }
 
-// Scores of a lane's two keys of fp8_ds_mla, by queries as they lie in shared memory: products of e4m3 of each chunk of 64
-// dims, multiplied by its scale in float32. One half of a chunk is made while the other is multiplied.
+// Scores of a lane's two keys, by queries as they lie in shared memory: products of e4m3 of each chunk of 64 dims, multiplied
+// by its scale in float32. One half of a chunk is made while the other is multiplied. RoPE that is a value has no part.
 template <class L>
 DEVICE void wide_scores(float (&s)[L::HEADS / 2], u32 raw, u32 rope, u32 scales, u64 query) {
   using R = typename L::R;
   constexpr int N = L::HEADS / 2;
   float part[N];
   u32 f[2][8];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const uint4 v = load_matrices(raw + rope + j * 32);
-    u32* own = f[j / 2] + j % 2 * 4;
-    own[0] = v.x, own[1] = v.y, own[2] = v.z, own[3] = v.w;
-  }
   uint2 bytes[2];  // of the half that is made next
   auto load = [&](int half) {
 #pragma unroll
@@ -99,27 +93,38 @@ DEVICE void wide_scores(float (&s)[L::HEADS / 2], u32 raw, u32 rope, u32 scales,
     for (int j = 0; j < 2; ++j) wgmma_float16(part, f[half] + 4 * j, query + half * 4 + j * 2, half > 0 || j > 0);
     wgmma_commit();
   };
-  load(0);
-  hold(f[0]), hold(f[1]);
   forget(s), forget(part);
-  wgmma_fence();
+  if constexpr (R::ROPE_IS_VALUE) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j)
-    wgmma_bfloat16(s, f[j / 2] + j % 2 * 4, query + (8 * L::QUERY_CHUNK + j * 32) / 16, j > 0);
-  wgmma_commit();
-  wgmma_wait<0>();
-  hold(s), hold(f[0]), hold(f[1]);
+    for (int e = 0; e < N; ++e) s[e] = 0.f;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint4 v = load_matrices(raw + rope + j * 32);
+      u32* own = f[j / 2] + j % 2 * 4;
+      own[0] = v.x, own[1] = v.y, own[2] = v.z, own[3] = v.w;
+    }
+    hold(f[0]), hold(f[1]);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      wgmma_bfloat16(s, f[j / 2] + j % 2 * 4, query + (8 * L::QUERY_CHUNK + j * 32) / 16, j > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    hold(s), hold(f[0]), hold(f[1]);
+  }
+  load(0);
   convert(0);
   load(1);
 #pragma unroll 1
-  for (int chunk = 0; chunk < 8; ++chunk, query += L::QUERY_CHUNK / 16) {
+  for (int chunk = 0; chunk < R::LATENT / 64; ++chunk, query += L::QUERY_CHUNK / 16) {
     multiply(0);
     convert(1);
     raw += 64;
-    load(0);  // of the last chunk, RoPE that nobody reads
+    load(0);  // behind the last chunk, what nobody reads
     multiply(1);
-    const float scale[2] = {R::scale(scales, 0) * R::FACTOR, R::scale(scales + 8 * R::SCALES_PITCH, 0) * R::FACTOR};
-    scales += (chunk & 1) * 4;
+    const int group = chunk * 64 / R::GROUP;
+    const float scale[2] = {R::scale(scales, group) * R::FACTOR, R::scale(scales + 8 * R::SCALES_PITCH, group) * R::FACTOR};
     wgmma_wait<1>();
     hold(f[0]);
     convert(0), load(1);
@@ -149,20 +154,20 @@ DEVICE void scaled_e4m3_to_bfloat16(u32 word, u32 scale, u32& low, u32& high) {
   low = multiply_bfloat16(pack_bfloat16(a.x, a.y), scale), high = multiply_bfloat16(pack_bfloat16(b.x, b.y), scale);
 }
 
-// 256 dims of a lane's two keys of fp8_ds_mla as values: from its bytes of the first chunk and their scales on.
-template <class L>
-DEVICE void make_wide_values(u32 raw, u32 scales, u32 place) {
+// COUNT chunks of a lane's two keys as values, from `first` on: `raw` is where its bytes of the first lie.
+template <class L, int COUNT>
+DEVICE void make_wide_values(u32 raw, u32 scales, int first, u32 place) {
   using R = typename L::R;
 #pragma unroll 1
-  for (int chunk = 0; chunk < 4; ++chunk, raw += 64, place += TILE_KEYS * 128) {
+  for (int chunk = first; chunk < first + COUNT; ++chunk, raw += 64, place += TILE_KEYS * 128) {
     const uint4 v[2] = {load_shared_16(raw), load_shared_16(raw + 8 * R::BYTES)};
     u32 scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const u32 bits = __float_as_uint(rounded_scale(load_shared_float(scales + r * (8 * R::SCALES_PITCH)) * R::FACTOR));
+      const float own = R::scale(scales + r * (8 * R::SCALES_PITCH), chunk * 64 / R::GROUP);
+      const u32 bits = __float_as_uint(rounded_scale(own * R::FACTOR));
       scale[r] = bits >> 16 | bits;
     }
-    scales += (chunk & 1) * 4;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 f[4];
@@ -173,8 +178,68 @@ DEVICE void make_wide_values(u32 raw, u32 scales, u32 place) {
   }
 }
 
-// All scores of a lane's two keys, as powers of two that are relative to the references, by queries as they came. Of V4 the
-// values, too.
+// A lane's bytes of half a chunk of RoPE that is a value, as fragments.
+template <class L>
+DEVICE void load_wide_rope(u32 (&f)[8], u32 raw, int half) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const uint4 v = load_shared_16(raw + r * (8 * L::R::BYTES) + half * 16);
+    f[r] = v.x, f[2 + r] = v.y, f[4 + r] = v.z, f[6 + r] = v.w;
+  }
+}
+
+// RoPE that is a value, as the last chunk of values.
+template <class L>
+DEVICE void make_wide_rope_values(u32 raw, u32 place) {
+  constexpr u32 FACTOR = 0x43804380u;  // pairs of 256
+  static_assert(L::R::FACTOR == 256.f, "values are so much larger than keys");
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    u32 f[8];
+    load_wide_rope<L>(f, raw, half);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) f[i] = multiply_bfloat16(f[i], FACTOR);
+    store_matrices(place ^ half << 6, f[0], f[1], f[2], f[3]);
+    store_matrices(place ^ half << 6 ^ 32, f[4], f[5], f[6], f[7]);
+  }
+}
+
+// Adds RoPE's part of scores where it is a value, by queries as they came, which go where no weights are.
+template <class L, int BARRIER>
+DEVICE void add_wide_rope(float (&s)[L::HEADS / 2], const Params& p, const Row& row, u32 shared, u32 raw, int thread) {
+  constexpr int N = L::HEADS / 2;
+  int head = thread >> 3;  // eight threads have a head's 128 bytes
+  const int piece = thread & 7, last = p.num_heads - 1 - row.tile * L::HEADS;
+  u32 to = shared + L::WEIGHTS + head * 128 + ((piece & 1) * 64 + (piece >> 1) * 4 ^ (head & 7) << 4);
+#pragma unroll 1
+  for (; head < L::HEADS; head += 16, to += 16 * 128) {
+    const u16* from = query_at(p, row.token, row.tile * L::HEADS + min(head, last)) + L::R::LATENT + piece * 8;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) copy_4(to ^ w << 4, from + w * 2);
+  }
+  commit_copies();
+  wait_for_copies_but<0>();
+  fence_async_shared();
+  named_barrier<BARRIER, 128>();
+  float part[N];
+  const u64 query = tile_descriptor(shared + L::WEIGHTS, 1024, 16);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    u32 f[8];
+    load_wide_rope<L>(f, raw, half);
+    hold(f);
+    wgmma_fence();
+    wgmma_bfloat16(part, f, query + half * 4, half), wgmma_bfloat16(part, f + 4, query + half * 4 + 2, 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    hold(part), hold(f);
+  }
+#pragma unroll
+  for (int e = 0; e < N; ++e) s[e] = fmaf(part[e], p.scale_log2, s[e]);
+}
+
+// All scores of a lane's two keys, as powers of two that are relative to the references, by queries as they
+// came.
 //
 // Queries come two chunks of 64 dims ahead, in the order in which `score` has a key's, to the place of weights and to
 // those of the last values. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
@@ -226,11 +291,7 @@ DEVICE void wide_scores_anew(float (&s)[L::HEADS / 2], const Params& p, const Ro
     const bool value = R::ROPE_IS_VALUE || chunk >= 0, rope = R::ROPE_IS_VALUE ? chunk == 7 : !value;
     u32 f[8];
     if (rope && R::ROPE_IS_VALUE) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const uint4 v = load_shared_16(places.raw + r * (8 * R::BYTES) + places.rope + half * 16);
-        f[r] = v.x, f[2 + r] = v.y, f[4 + r] = v.z, f[6 + r] = v.w;
-      }
+      load_wide_rope<L>(f, places.raw + places.rope, half);
     } else if (rope) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -262,18 +323,6 @@ DEVICE void wide_scores_anew(float (&s)[L::HEADS / 2], const Params& p, const Ro
       const float factor = value ? scales[r] * p.scale_log2 : 1.f;
 #pragma unroll
       for (int e = 2 * r; e < N; e += e % 2 ? 3 : 1) s[e] = fmaf(part[e], factor, s[e]);
-    }
-    if (R::SCALES_APART) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const u32 factor = __float_as_uint(rounded_scale(scales[r] * R::FACTOR)), both = factor >> 16 | factor;
-#pragma unroll
-        for (int i = r; i < 8; i += 2) f[i] = multiply_bfloat16(f[i], both);
-      }
-      const u32 slot = half_of<L::HALVES>(at, chunk >> 2).slot,
-                place = places.values + slot * HALF_BYTES + (chunk & 3) * CHUNK ^ half << 6;
-      store_matrices(place, f[0], f[1], f[2], f[3]);
-      store_matrices(place ^ 32, f[4], f[5], f[6], f[7]);
     }
     if (half == 0) continue;
     if (!value)
