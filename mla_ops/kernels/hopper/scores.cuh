@@ -209,39 +209,42 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         if constexpr (BY_GROUPS) return static_cast<int>(BY_GROUP);
         turn = WIDE;
         if constexpr (!BY_GROUPS) {
-          const WidePlaces wide_places{places.raw + slot * L::RAW_SLOT, places.rope,
-                                       places.scales + slot * L::SCALES_SLOT, places.values};
+          const int own = opaque(thread);  // places of usual turns need not stay in registers beside those of this one
+          const Places wide = places_of<HEADS, FORMAT>(shared, own >> 5, own & 31);
+          const WidePlaces wide_places{wide.raw + slot * L::RAW_SLOT, wide.rope, wide.scales + slot * L::SCALES_SLOT,
+                                       wide.values};
           auto values_free = [&]() {  // as usual turns have found them
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
               const Half half = half_of<L::HALVES>(at, n / 2);
-              mbarrier_wait(places.values_free + half.slot * 16 + n % 2 * 8, half.parity ^ 1);
+              mbarrier_wait(wide.values_free + half.slot * 16 + n % 2 * 8, half.parity ^ 1);
             }
           };
-          if (LAUNCH != Launch::BALANCED && seen < KNOWN_QUERIES)
+          constexpr bool ANEW = LAUNCH == Launch::BALANCED || R::ROPE_IS_VALUE && HEADS < 64;  // else registers spill
+          if (!ANEW && seen < KNOWN_QUERIES)
             seen |= has_small_queries<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 * KNOWN_QUERIES : KNOWN_QUERIES;
-          if (LAUNCH == Launch::BALANCED || seen > 2 * KNOWN_QUERIES) {
+          if (ANEW || seen > 2 * KNOWN_QUERIES) {
             if (foreseen) values_free();
             wide_scores_anew<L, SCORE_BARRIER>(s, p, row, at, shared, wide_places, opaque(thread));
             named_barrier<SCORE_BARRIER, 128>();  // queries have left the values' place
           } else {
-            wide_scores<L>(s, wide_places.raw, places.rope, wide_places.scales, places.query);
+            wide_scores<L>(s, wide_places.raw, wide.rope, wide_places.scales, wide.query);
             apply_columns<L>(s, shared, opaque(thread) & 3);
             if (foreseen) values_free();
             if constexpr (R::ROPE_IS_VALUE)
-              add_wide_rope<L, SCORE_BARRIER>(s, p, row, shared, wide_places.raw + places.rope, opaque(thread));
+              add_wide_rope<L, SCORE_BARRIER>(s, p, row, shared, wide_places.raw + wide.rope, opaque(thread));
           }
 #pragma unroll 1
           for (int half = 0; half < 2; ++half) {
-            const u32 place = places.values + half_of<L::HALVES>(at, half).slot * HALF_BYTES;
+            const u32 place = wide.values + half_of<L::HALVES>(at, half).slot * HALF_BYTES;
             if (half == 0 || !R::ROPE_IS_VALUE)
               make_wide_values<L, 4>(wide_places.raw + half * 256, wide_places.scales, half * 4, place);
             else
               make_wide_values<L, 3>(wide_places.raw + 256, wide_places.scales, 4, place);
             if constexpr (R::ROPE_IS_VALUE)
-              if (half) make_wide_rope_values<L>(wide_places.raw + places.rope, place + 3 * (TILE_KEYS * 128));
+              if (half) make_wide_rope_values<L>(wide_places.raw + wide.rope, place + 3 * (TILE_KEYS * 128));
           }
-          store_left_out<L, SCORE_BARRIER>(places.scales + slot * L::SCALES_SLOT, rests_at(slot), opaque(thread));
+          store_left_out<L, SCORE_BARRIER>(wide_places.scales, rests_at(slot), opaque(thread));
         }
         forget(start), started = false;  // loaded anew, since registers are few up to here
         undo = ONE_EACH;
