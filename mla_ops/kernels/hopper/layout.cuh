@@ -358,8 +358,9 @@ DEVICE const u16* query_rope_at(const Params& p, int token, int head) {
 }
 
 // A warp's position in the rings and their barriers, which go on from row to row: turns so far, the slot of its raw
-// rows and that of the first half of the values. Warps that accumulate have the parity of `WEIGHTS_FULL` in place of a
-// slot's: a turn whose references move has two phases, the first one once they are known.
+// rows and that of the first half of the values. Warps that accumulate have other parities in place of a slot's: that of
+// `WEIGHTS_FULL`, and in the next bit the turn's. Where references move, the first has two phases in a turn, one once these
+// are known.
 struct Ring {
   int turn, slot, parity, half, half_parity;
 };

@@ -165,8 +165,8 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     u32 freed = shared + L::VALUES_FREE + slot * 16;
     u64 turn_weights = weights, turn_values = values + slot * (HALF_BYTES / 16);
     hold(freed), hold(turn_weights), hold(turn_values);
-    mbarrier_wait(shared + L::WEIGHTS_FULL, at.parity);
-    at.parity ^= 1;
+    mbarrier_wait(shared + L::WEIGHTS_FULL, at.parity & 1);
+    at.parity ^= 3;
     fence_async_shared();  // those that make values and weights have no time for it
     const u32 turn = load_shared_4(shared + L::TURN);
     ends = uniform(turn) >= LAST_TURN;
@@ -185,7 +185,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
 #pragma unroll
         for (int e = 0; e < N; ++e) o[piece][e] *= factor_of_rise(load_shared_float(shared + L::RISES + head_of(e) * 4));
       if (SHARES && HEADS_BY_DIMS && ends && (turn & 0xff) != WIDE) named_barrier_arrive(RISES_BARRIER, 384);
-      mbarrier_wait(shared + L::WEIGHTS_FULL, at.parity);
+      mbarrier_wait(shared + L::WEIGHTS_FULL, at.parity & 1);
       at.parity ^= 1;
       fence_async_shared();
       if (!BY_GROUPS && (turn & 0xff) == WIDE) {
@@ -227,7 +227,7 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
     // one is about to wait anyway.
     if (OPENS_EARLY && sends && ends && (!HEADS_BY_DIMS || half == 1)) cluster_arrive(), open = true;
     // One after the other: the scores of the next turn then wait for fewer products of the tensor cores.
-    if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, half_of<L::HALVES>(at, 0).parity);
+    if (HEADS_BY_DIMS && half == 1 && !last) mbarrier_wait(shared + L::VALUES_FREE + 8, at.parity >> 1 & 1 ^ 1);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) hold(o[piece]);
     wgmma_fence();
