@@ -260,13 +260,13 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         __syncwarp();
         warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
       }
-      seen = max(seen, turn == WIDE ? 2 : 1);
+      seen |= turn == WIDE ? 2 : 1;
     }
     return turn;
   };
   // The end of a turn: its keys are released, and its weights are made and handed over.
   auto hand_over = [&](float (&s)[TILES * 4], u32 undo, int slot, int turn, bool apart, bool may_be_wide) {
-    if (apart) seen = max(seen, 2);
+    if (apart) seen |= 2;
     if (LAUNCH == Launch::BALANCED && HEADS == 64 && (apart || turn == WIDE)) store_shared_4(shared + L::ROUGH, 1);
     if (PERSISTENT && HEADS == 64 && last && (!SHARES || ends_row(p, row)))
       warp_arrive(shared + L::QUERIES_FREE, own_thread() & 31);
@@ -459,7 +459,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     store_sums<HEADS>(sums, place + warp * (HEADS * 4), lane);
     fence_async_shared();  // keys come there later
     mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen & 2);
     const int kind = uniform(load_shared_4(shared + L::TURN)) & 0xff;
     if (kind != USUAL) named_barrier<RISES_BARRIER, 384>();
     const int head = opaque(thread);
@@ -492,7 +492,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     const bool sends = is_held(LAUNCH) && number + 1 == shares_of_cta(p, cluster_rank());
     if (sends) fence_async_shared(), cluster_arrive();
     store_sums<HEADS>(sums, shared + L::FOLD_SUMS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen & 2);
     if (warp == 0) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // of the share before
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::FOLD_SUMS, thread),
@@ -522,7 +522,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     // Sums take the place of the last weights; those of heads go where nobody reads rises any more.
     mbarrier_wait(shared + L::WEIGHTS_FREE, (i & 1) ^ 1);
     store_sums<HEADS>(sums, shared + L::WEIGHTS + warp * (HEADS * 4), lane);
-    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen >= 2);
+    const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(seen & 2);
     if (thread < HEADS) {
       const float total = sum_of<HEADS>(shared + L::WEIGHTS, thread);
       store_shared_float(shared + L::RISES + thread * 4, bfloat16 ? -total : total);
@@ -541,7 +541,7 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   const u32 place = shared + L::End::SUMS;
   store_sums<HEADS>(sums, place + worker / 32 * (HEADS * 4), worker & 31);
   if (WIDER && worker == 0) store_shared_4(shared + L::End::ALL_FLOAT16, 1);
-  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen >= 2);
+  const bool bfloat16 = named_barrier_any<SCORE_BARRIER, 128>(!PERSISTENT && seen & 2);
   const int head = worker % HEADS, global_head = row.tile * HEADS + head;
   const float total = sum_of<HEADS>(place, head),
               reference = total == 0.f ? NO_SCORE_YET : load_shared_float(shared + L::COLUMNS + head * 8 + 4);

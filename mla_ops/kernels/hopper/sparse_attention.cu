@@ -74,7 +74,10 @@ DEVICE void attend(const Params& p) {
       mbarrier_init(shared + barrier, arrivals);
       fence_barrier_init();
     }
-  if (BALANCED && HEADS == 64 && threadIdx.x == 0) store_shared_4(shared + L::ROUGH, 0);
+  if (HEADS == 64 && threadIdx.x == 0) {
+    store_shared_4(shared + L::TURN, USUAL);
+    if (BALANCED) store_shared_4(shared + L::ROUGH, 0);
+  }
   __syncthreads();
   if (LAUNCH == Launch::SHARES) open_meeting(p);
 
