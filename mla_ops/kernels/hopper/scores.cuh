@@ -173,95 +173,87 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   auto store_turn = [&](int turn, int slot) {
     store_shared_4(shared + L::TURN, turn | slot << 8 | (last ? LAST_TURN : 0));
   };
-  // Scores of a turn that may be unusual become those that weights are made of. Returns the turn's kind. `alive` and
-  // `wide` are of this warp's keys, of 64 heads not yet known. Of a turn that was FORESEEN to be wide there are no scores.
-  auto settle = [&](float (&s)[TILES * 4], u32& undo, bool maybe_unusual, int slot, u32 alive, bool wide, bool foreseen) {
-    auto leave_out_dead = [&]() {
-      const u32 mine = own_keys(HEADS == 64 ? load_shared_4(shared + L::LIVE + slot * 4) : alive);
+  auto leave_out_dead = [&](float (&s)[TILES * 4], int slot, u32 alive) {
+    const u32 mine = own_keys(HEADS == 64 ? load_shared_4(shared + L::LIVE + slot * 4) : alive);
 #pragma unroll
-      for (int e = 0; e < TILES * 4; ++e)
-        if (!(mine & (e & 2 ? 0x100 : 1))) s[e] = -INFINITY;
+    for (int e = 0; e < TILES * 4; ++e)
+      if (!(mine & (e & 2 ? 0x100 : 1))) s[e] = -INFINITY;
+  };
+  // Whether references move in a turn that may be unusual. `alive` and `wide` are of this warp's keys; of 64 heads `wide`
+  // is not yet known.
+  auto moves_or_is_wide = [&](float (&s)[TILES * 4], int slot, u32 alive, bool& wide) {
+    if (HEADS < 64) {
+      leave_out_dead(s, slot, alive);
+      return named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen && alive);
+    }
+    // Since the vote all four warps' keys are known.
+    const uint4 live = load_shared_16(shared + L::LIVE + (slot & 4) * 4);
+    const u32 of_any = live.x | live.y | live.z | live.w, of_all = live.x & live.y & live.z & live.w,
+              now = load_shared_4(shared + L::TURN);
+    const int known = uniform((of_any & 0xffff ? 1 : 0) | ((of_all & 0xffff) == 0xffff ? 2 : 0) | (now & MEETS_WIDE));
+    wide = known < 0;
+    if (known == 3) return true;
+    if (!(known & 2)) leave_out_dead(s, slot, 0);
+    if (wide || !seen && known & 1) return true;
+    if (seen) return named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK);
+    named_barrier<SCORE_BARRIER, 128>();  // `LIVE` is read before any warp's keys are released
+    return false;
+  };
+  // Scores and values of a wide turn. One that was FORESEEN has had none yet.
+  auto make_wide = [&](float (&s)[TILES * 4], u32& undo, int slot, u32 alive, bool foreseen) {
+    const int own = opaque(thread);  // places of usual turns need not stay in registers beside those of this one
+    const Places wide = places_of<HEADS, FORMAT>(shared, own >> 5, own & 31);
+    const WidePlaces wide_places{wide.raw + slot * L::RAW_SLOT, wide.rope, wide.scales + slot * L::SCALES_SLOT,
+                                 wide.values};
+    auto values_free = [&]() {  // as usual turns have found them
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const Half half = half_of<L::HALVES>(at, n / 2);
+        mbarrier_wait(wide.values_free + half.slot * 16 + n % 2 * 8, half.parity ^ 1);
+      }
     };
-    int turn = USUAL;
-    bool moves = maybe_unusual;
-    if (HEADS == 64 && moves && !foreseen) {
-      // Since the vote all four warps' keys are known.
-      const uint4 live = load_shared_16(shared + L::LIVE + (slot & 4) * 4);
-      const u32 of_any = live.x | live.y | live.z | live.w, of_all = live.x & live.y & live.z & live.w,
-                now = load_shared_4(shared + L::TURN);
-      const int known = uniform((of_any & 0xffff ? 1 : 0) | ((of_all & 0xffff) == 0xffff ? 2 : 0) | (now & MEETS_WIDE));
-      wide = known < 0;
-      if (!(known & 2)) leave_out_dead();
-      if (wide || !seen && known & 1)
-        moves = true;
-      else if (!seen)
-        moves = false, named_barrier<SCORE_BARRIER, 128>();  // `LIVE` is read before any warp's keys are released
-      else if (!(known & 2))
-        moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK);
+    constexpr bool ANEW = LAUNCH == Launch::BALANCED || R::ROPE_IS_VALUE && HEADS < 64;  // else registers spill
+    if (!ANEW && seen < KNOWN_QUERIES)
+      seen |= has_small_queries<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 * KNOWN_QUERIES : KNOWN_QUERIES;
+    if (ANEW || seen > 2 * KNOWN_QUERIES) {
+      if (foreseen) values_free();
+      wide_scores_anew<L, SCORE_BARRIER>(s, p, row, at, shared, wide_places, opaque(thread));
+      named_barrier<SCORE_BARRIER, 128>();  // queries have left the values' place
+    } else {
+      wide_scores<L>(s, wide_places.raw, wide.rope, wide_places.scales, wide.query);
+      apply_columns<L>(s, shared, opaque(thread) & 3);
+      if (foreseen) values_free();
+      if constexpr (R::ROPE_IS_VALUE)
+        add_wide_rope<L, SCORE_BARRIER>(s, p, row, shared, wide_places.raw + wide.rope, opaque(thread));
     }
-    if (HEADS < 64 && moves) {
-      leave_out_dead();
-      moves = named_barrier_any<SCORE_BARRIER, 128>(largest(s) > REFERENCE_SLACK || wide || !seen && alive);
-    }
-    if (moves) {
-      turn = MOVED;
-      if (wide) {
-        if constexpr (BY_GROUPS) return static_cast<int>(BY_GROUP);
-        turn = WIDE;
-        if constexpr (!BY_GROUPS) {
-          const int own = opaque(thread);  // places of usual turns need not stay in registers beside those of this one
-          const Places wide = places_of<HEADS, FORMAT>(shared, own >> 5, own & 31);
-          const WidePlaces wide_places{wide.raw + slot * L::RAW_SLOT, wide.rope, wide.scales + slot * L::SCALES_SLOT,
-                                       wide.values};
-          auto values_free = [&]() {  // as usual turns have found them
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-              const Half half = half_of<L::HALVES>(at, n / 2);
-              mbarrier_wait(wide.values_free + half.slot * 16 + n % 2 * 8, half.parity ^ 1);
-            }
-          };
-          constexpr bool ANEW = LAUNCH == Launch::BALANCED || R::ROPE_IS_VALUE && HEADS < 64;  // else registers spill
-          if (!ANEW && seen < KNOWN_QUERIES)
-            seen |= has_small_queries<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 * KNOWN_QUERIES : KNOWN_QUERIES;
-          if (ANEW || seen > 2 * KNOWN_QUERIES) {
-            if (foreseen) values_free();
-            wide_scores_anew<L, SCORE_BARRIER>(s, p, row, at, shared, wide_places, opaque(thread));
-            named_barrier<SCORE_BARRIER, 128>();  // queries have left the values' place
-          } else {
-            wide_scores<L>(s, wide_places.raw, wide.rope, wide_places.scales, wide.query);
-            apply_columns<L>(s, shared, opaque(thread) & 3);
-            if (foreseen) values_free();
-            if constexpr (R::ROPE_IS_VALUE)
-              add_wide_rope<L, SCORE_BARRIER>(s, p, row, shared, wide_places.raw + wide.rope, opaque(thread));
-          }
 #pragma unroll 1
-          for (int half = 0; half < 2; ++half) {
-            const u32 place = wide.values + half_of<L::HALVES>(at, half).slot * HALF_BYTES;
-            if (half == 0 || !R::ROPE_IS_VALUE)
-              make_wide_values<L, 4>(wide_places.raw + half * 256, wide_places.scales, half * 4, place);
-            else
-              make_wide_values<L, 3>(wide_places.raw + 256, wide_places.scales, 4, place);
-            if constexpr (R::ROPE_IS_VALUE)
-              if (half) make_wide_rope_values<L>(wide_places.raw + wide.rope, place + 3 * (TILE_KEYS * 128));
-          }
-          store_left_out<L, SCORE_BARRIER>(wide_places.scales, rests_at(slot), opaque(thread));
-        }
-        forget(start), started = false;  // loaded anew, since registers are few up to here
-        undo = ONE_EACH;
-        leave_out_dead();
-      }
-      // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
-      const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
-      if (SHARES && HEADS == 64) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // sums where rises will be
-      if (!seen && turn == MOVED) turn = USUAL;  // accumulators are 0
-      if (turn != USUAL && thread == 0) store_turn(turn, slot);
-      raise_references<L>(s, sums, seen % KNOWN_QUERIES, least, shared, thread);
-      if (turn != USUAL) {  // accumulators are multiplied while weights are made
-        __syncwarp();
-        warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
-      }
-      seen |= turn == WIDE ? 2 : 1;
+    for (int half = 0; half < 2; ++half) {
+      const u32 place = wide.values + half_of<L::HALVES>(at, half).slot * HALF_BYTES;
+      if (half == 0 || !R::ROPE_IS_VALUE)
+        make_wide_values<L, 4>(wide_places.raw + half * 256, wide_places.scales, half * 4, place);
+      else
+        make_wide_values<L, 3>(wide_places.raw + 256, wide_places.scales, 4, place);
+      if constexpr (R::ROPE_IS_VALUE)
+        if (half) make_wide_rope_values<L>(wide_places.raw + wide.rope, place + 3 * (TILE_KEYS * 128));
     }
+    store_left_out<L, SCORE_BARRIER>(wide_places.scales, rests_at(slot), opaque(thread));
+    forget(start), started = false;  // loaded anew, since registers are few up to here
+    undo = ONE_EACH;
+    leave_out_dead(s, slot, alive);
+  };
+  // References move. Returns the turn's kind.
+  auto raise = [&](float (&s)[TILES * 4], int slot, int turn) {
+    // One turn raises many heads at once, unless a head's bits must not depend on the heads of its tile.
+    const float least = in_shares(LAUNCH) || p.shares ? REFERENCE_SLACK : RAISED_TO;
+    if (SHARES && HEADS == 64) mbarrier_wait(shared + L::FACTORS_FREE, row_parity ^ 1);  // sums where rises will be
+    if (!seen && turn == MOVED) turn = USUAL;  // accumulators are 0
+    if (turn != USUAL && thread == 0) store_turn(turn, slot);
+    raise_references<L>(s, sums, seen % KNOWN_QUERIES, least, shared, thread);
+    if (turn != USUAL) {  // accumulators are multiplied while weights are made
+      __syncwarp();
+      warp_arrive(shared + L::WEIGHTS_FULL, own_thread() & 31);
+    }
+    seen |= turn == WIDE ? 2 : 1;
     return turn;
   };
   // The end of a turn: its keys are released, and its weights are made and handed over.
@@ -420,36 +412,39 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
             break;
           }
         } else {
-          turn = settle(s, undo, maybe_unusual, slot, alive, wide, false);
-          if (BY_GROUPS && turn == BY_GROUP) {
-            left = LEFT;
-            break;
+          if (maybe_unusual && moves_or_is_wide(s, slot, alive, wide)) {
+            if (wide) make_wide(s, undo, slot, alive, false);
+            turn = raise(s, slot, wide ? WIDE : MOVED);
           }
         }
       }
       hand_over(s, undo, slot, turn, apart, !LEAVES);
       if (L::SLOTS != 8) at.slot = later_slot, at.parity = later_parity;
     }
-    if constexpr (!LEAVES && !BY_GROUPS) break;
+    if constexpr (!LEAVES) break;
     left = opaque(left);
     if (!left) break;
-    int turn = BY_GROUP;
-    if constexpr (LEAVES) {
+    int turn = USUAL;
+    bool wide = false;
+    const bool moves = moves_or_is_wide(left_scores, slot_now(), 0, wide);
+    if (!wide) {
+      if (moves) turn = raise(left_scores, slot_now(), MOVED);
+      settled = opaque(LEFT | left & HAS_APART | turn);
+      continue;
+    }
+    if constexpr (BY_GROUPS) {
+      return LEFT_BY_GROUP;
+    } else {
       for (bool foreseen = false;;) {
         const int slot = slot_now();
-        turn = settle(left_scores, left_undo, true, slot, 0, foreseen, foreseen);
-        if (BY_GROUPS || turn != WIDE) break;
+        make_wide(left_scores, left_undo, slot, 0, foreseen);
+        turn = raise(left_scores, slot, WIDE);
         hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
         next_turn<L::HALVES>(at);
         foreseen = !last && next_is_wide();
         if (!foreseen) break;
       }
     }
-    if constexpr (BY_GROUPS) {
-      if (turn == BY_GROUP) return LEFT_BY_GROUP;
-    }
-    if constexpr (!LEAVES) break;
-    if (BY_GROUPS || turn != WIDE) settled = opaque(LEFT | left & HAS_APART | turn);
   }
 
   if constexpr (SHARES && HEADS == 64) {
