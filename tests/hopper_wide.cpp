@@ -206,12 +206,11 @@ void run(const unsigned char* rows, const unsigned char* scales, const u16* q, c
       wide_scores<L>(s, places.raw, places.rope, places.scales, tile_descriptor(L::QUERY, 1024, 16));
       apply_columns<L>(s, 0, t);
       if constexpr (R::ROPE_IS_VALUE) add_wide_rope<L, 1>(s, p, row, 0, places.raw + places.rope, thread);
+      make_wide_values<L, 4>(places.raw, places.scales, 0, places.values);
+      make_wide_values<L, R::LATENT / 64 - 4>(places.raw + 256, places.scales, 4, places.values + HALF_BYTES);
+      if constexpr (R::ROPE_IS_VALUE)
+        make_wide_rope_values<L>(places.raw + places.rope, places.values + HALF_BYTES + 3 * CHUNK);
     }
-    simt::meet_cta();
-    make_wide_values<L, 4>(places.raw, places.scales, 0, places.values);
-    make_wide_values<L, R::LATENT / 64 - 4>(places.raw + 256, places.scales, 4, places.values + HALF_BYTES);
-    if constexpr (R::ROPE_IS_VALUE)
-      make_wide_rope_values<L>(places.raw + places.rope, places.values + HALF_BYTES + 3 * CHUNK);
     store_left_out<L, 1>(places.scales, rests, thread);
     for (int e = 0; e < HEADS / 2; ++e) {
       const int place = (key + (e & 2) * 4) * HEADS + e / 4 * 8 + 2 * t + (e & 1);

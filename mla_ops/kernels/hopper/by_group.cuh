@@ -247,7 +247,7 @@ DEVICE void accumulate_by_group(u32 shared, int half, int thread, Ring& at, floa
     ends = uniform(turn) & LAST_TURN;
     if ((turn & 0xff) == BY_GROUP_MOVED) {
       const u32 rises = shared + L::RISES + ((own >> 5) * 16 + (lane >> 2)) * 4;
-      const float factors[2] = {factor_of_rise(load_shared_float(rises)), factor_of_rise(load_shared_float(rises + 32))};
+      const float factors[2] = {factor_of_rise<true>(load_shared_float(rises)), factor_of_rise<true>(load_shared_float(rises + 32))};
 #pragma unroll
       for (int piece = 0; piece < 2; ++piece)
 #pragma unroll

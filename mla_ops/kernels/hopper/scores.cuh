@@ -160,6 +160,12 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // Whether a key counted, and with it the references; 2: one that float16 does not hold as it is.
   if (!BY_GROUPS) seen = 0;
 
+  // A turn that may not be usual leaves the loop of 64 heads: code of such turns lies behind the loop, which is half as
+  // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
+  // that. Where only references moved, the turn comes back with its scores. Groups, balanced rows and narrower tiles
+  // lose by it.
+  constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::GROUPS && LAUNCH != Launch::BALANCED;
+
   Start<FORMAT> start;
   bool started = false, last = resumed;
   int& i = at.turn;
@@ -201,40 +207,40 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   };
   // Scores and values of a wide turn. One that was FORESEEN has had none yet.
   auto make_wide = [&](float (&s)[TILES * 4], u32& undo, int slot, u32 alive, bool foreseen) {
+    constexpr bool BY_QUERIES = LEAVES && !SHARES;  // else registers spill, or usual turns take longer
     const int own = opaque(thread);  // places of usual turns need not stay in registers beside those of this one
     const Places wide = places_of<HEADS, FORMAT>(shared, own >> 5, own & 31);
     const WidePlaces wide_places{wide.raw + slot * L::RAW_SLOT, wide.rope, wide.scales + slot * L::SCALES_SLOT,
                                  wide.values};
     auto values_free = [&]() {  // as usual turns have found them
+      if (!foreseen) return;
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const Half half = half_of<L::HALVES>(at, n / 2);
         mbarrier_wait(wide.values_free + half.slot * 16 + n % 2 * 8, half.parity ^ 1);
       }
     };
-    constexpr bool ANEW = LAUNCH == Launch::BALANCED || R::ROPE_IS_VALUE && HEADS < 64;  // else registers spill
-    if (!ANEW && seen < KNOWN_QUERIES)
-      seen |= has_small_queries<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 * KNOWN_QUERIES : KNOWN_QUERIES;
-    if (ANEW || seen > 2 * KNOWN_QUERIES) {
-      if (foreseen) values_free();
-      wide_scores_anew<L, SCORE_BARRIER>(s, p, row, at, shared, wide_places, opaque(thread));
-      named_barrier<SCORE_BARRIER, 128>();  // queries have left the values' place
-    } else {
+    // Rows that have to have the bits of other launches go their way.
+    if (BY_QUERIES && seen < KNOWN_QUERIES)
+      seen |= p.shares || has_small_queries<L, SCORE_BARRIER>(shared, opaque(thread)) ? 3 * KNOWN_QUERIES : KNOWN_QUERIES;
+    if (!BY_QUERIES || seen > 2 * KNOWN_QUERIES) {
+      values_free();
+      wide_scores_anew<L, SCORE_BARRIER, !BY_QUERIES>(s, p, row, at, shared, wide_places, opaque(thread));
+      if (BY_QUERIES) named_barrier<SCORE_BARRIER, 128>();  // queries have left the values' place
+    } else if constexpr (BY_QUERIES) {
       wide_scores<L>(s, wide_places.raw, wide.rope, wide_places.scales, wide.query);
       apply_columns<L>(s, shared, opaque(thread) & 3);
-      if (foreseen) values_free();
+      values_free();
       if constexpr (R::ROPE_IS_VALUE)
         add_wide_rope<L, SCORE_BARRIER>(s, p, row, shared, wide_places.raw + wide.rope, opaque(thread));
     }
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const u32 place = wide.values + half_of<L::HALVES>(at, half).slot * HALF_BYTES;
-      if (half == 0 || !R::ROPE_IS_VALUE)
-        make_wide_values<L, 4>(wide_places.raw + half * 256, wide_places.scales, half * 4, place);
-      else
-        make_wide_values<L, 3>(wide_places.raw + 256, wide_places.scales, 4, place);
+    if constexpr (BY_QUERIES) {
+      const u32 first_half = wide.values + half_of<L::HALVES>(at, 0).slot * HALF_BYTES,
+                second_half = wide.values + half_of<L::HALVES>(at, 1).slot * HALF_BYTES;
+      make_wide_values<L, 4>(wide_places.raw, wide_places.scales, 0, first_half);
+      make_wide_values<L, R::LATENT / 64 - 4>(wide_places.raw + 256, wide_places.scales, 4, second_half);
       if constexpr (R::ROPE_IS_VALUE)
-        if (half) make_wide_rope_values<L>(wide_places.raw + wide.rope, place + 3 * (TILE_KEYS * 128));
+        make_wide_rope_values<L>(wide_places.raw + wide.rope, second_half + 3 * (TILE_KEYS * 128));
     }
     store_left_out<L, SCORE_BARRIER>(wide_places.scales, rests_at(slot), opaque(thread));
     forget(start), started = false;  // loaded anew, since registers are few up to here
@@ -297,11 +303,6 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     if (wide) last = uniform(alive) >= LAST_TURN;
     return wide;
   };
-  // A turn that may not be usual leaves the loop of 64 heads: code of such turns lies behind the loop, which is half as
-  // long without it. ptxas would put it back, since it sees where each end of the loop leads, if `opaque` did not hide
-  // that. Where only references moved, the turn comes back with its scores. Groups, balanced rows and narrower tiles
-  // lose by it.
-  constexpr bool LEAVES = HEADS == 64 && LAUNCH != Launch::GROUPS && LAUNCH != Launch::BALANCED;
   constexpr u32 LEFT = 1 << 16, HAS_APART = 1 << 17;  // beside a `Turn`
   float left_scores[TILES * 4];  // those of every turn where the loop may be left
   u32 left_undo, settled = 0;    // flags of a turn that comes back with its scores

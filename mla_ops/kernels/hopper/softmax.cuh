@@ -63,7 +63,13 @@ DEVICE float sum_of(u32 place, int head) {
 }
 
 // What was added up relative to a reference is multiplied by this once the reference has risen. Nothing has been where it falls.
-DEVICE float factor_of_rise(float rise) { return exp2_approx(-fmaxf(rise, 0.f)); }
+// WHOLE rises need no exponential, of which a warp gets one in eight cycles.
+template <bool WHOLE>
+DEVICE float factor_of_rise(float rise) {
+  if (!WHOLE) return exp2_approx(-fmaxf(rise, 0.f));
+  const float last_bits = 12582912.f - fminf(fmaxf(rise, 0.f), 127.f);  // 1.5 times 2^23: the number's last bits are -rise
+  return __uint_as_float((__float_as_uint(last_bits) << 23) + 0x3f800000u);
+}
 
 // A turn in which a score exceeds its head's reference by far, or the first with keys: `s` holds scores relative to the
 // old references, and is made relative to the new. Those of heads that have no score above `least` stay. WHOLE_REFERENCES are whole numbers: what is relative to one becomes relative to another without an
@@ -93,7 +99,8 @@ DEVICE void raise_references(float (&s)[L::HEADS / 2], float (&sums)[L::HEADS / 
 #pragma unroll
   for (int j = 0; j < TILES; ++j) {
     const float2 rise = load_shared_float2(shared + L::RISES + (8 * j + first) * 4);
-    sums[2 * j] *= factor_of_rise(rise.x), sums[2 * j + 1] *= factor_of_rise(rise.y);
+    sums[2 * j] *= factor_of_rise<L::WHOLE_REFERENCES>(rise.x);
+    sums[2 * j + 1] *= factor_of_rise<L::WHOLE_REFERENCES>(rise.y);
     s[4 * j] -= rise.x, s[4 * j + 1] -= rise.y, s[4 * j + 2] -= rise.x, s[4 * j + 3] -= rise.y;
   }
 }

@@ -328,7 +328,7 @@ DEVICE void add_turns(float (&o)[PIECES][L::HEADS / 2], u32 shared, Stage& at, i
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
-        for (int e = 0; e < N; ++e) o[piece][e] *= factor_of_rise(load_shared_float(shared + L::RISES + head_of(e) * 4));
+        for (int e = 0; e < N; ++e) o[piece][e] *= factor_of_rise<L::WHOLE_REFERENCES>(load_shared_float(shared + L::RISES + head_of(e) * 4));
     }
     const u64 values =
         tile_descriptor(shared + L::TILES + stage * L::TILE + half * 4 * (TILE_KEYS * 128), 1024, TILE_KEYS * 128);

@@ -180,10 +180,24 @@ DEVICE u32 accumulate(const Params& p, const Row& row, u32 shared, int half, int
           break;
         }
       }
+      if constexpr (HEADS_BY_DIMS) {
 #pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece)
+        for (int r = 0; r < 2; ++r) {
+          const float factor = factor_of_rise<true>(load_shared_float(shared + L::RISES + head_of(2 * r) * 4));
+          if (!__any_sync(~0u, factor != 1.f)) continue;
 #pragma unroll
-        for (int e = 0; e < N; ++e) o[piece][e] *= factor_of_rise(load_shared_float(shared + L::RISES + head_of(e) * 4));
+          for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+            for (int e = 0; e < N; ++e)
+              if ((e >> 1 & 1) == r) o[piece][e] *= factor;
+        }
+      } else {
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece)
+#pragma unroll
+          for (int e = 0; e < N; ++e)
+            o[piece][e] *= factor_of_rise<true>(load_shared_float(shared + L::RISES + head_of(e) * 4));
+      }
       if (SHARES && HEADS_BY_DIMS && ends && (turn & 0xff) != WIDE) named_barrier_arrive(RISES_BARRIER, 384);
       mbarrier_wait(shared + L::WEIGHTS_FULL, at.parity & 1);
       at.parity ^= 1;

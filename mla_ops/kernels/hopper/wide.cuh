@@ -239,11 +239,11 @@ DEVICE void add_wide_rope(float (&s)[L::HEADS / 2], const Params& p, const Row& 
 }
 
 // All scores of a lane's two keys, as powers of two that are relative to the references, by queries as they
-// came.
+// came. VALUES: and the values.
 //
 // Queries come two chunks of 64 dims ahead, in the order in which `score` has a key's, to the place of weights and to
 // those of the last values. Heads past the last repeat it. RoPE that is no value is there as bfloat16.
-template <class L, int BARRIER>
+template <class L, int BARRIER, bool VALUES = true>
 DEVICE void wide_scores_anew(float (&s)[L::HEADS / 2], const Params& p, const Row& row, const Ring& at, u32 shared,
                         const WidePlaces& places, int thread) {
   using R = typename L::R;
@@ -323,6 +323,18 @@ DEVICE void wide_scores_anew(float (&s)[L::HEADS / 2], const Params& p, const Ro
       const float factor = value ? scales[r] * p.scale_log2 : 1.f;
 #pragma unroll
       for (int e = 2 * r; e < N; e += e % 2 ? 3 : 1) s[e] = fmaf(part[e], factor, s[e]);
+    }
+    if (VALUES && value) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const u32 factor = __float_as_uint(rounded_scale(scales[r] * R::FACTOR)), both = factor >> 16 | factor;
+#pragma unroll
+        for (int i = r; i < 8; i += 2) f[i] = multiply_bfloat16(f[i], both);
+      }
+      const u32 slot = half_of<L::HALVES>(at, chunk >> 2).slot,
+                place = places.values + slot * HALF_BYTES + (chunk & 3) * CHUNK ^ half << 6;
+      store_matrices(place, f[0], f[1], f[2], f[3]);
+      store_matrices(place ^ 32, f[4], f[5], f[6], f[7]);
     }
     if (half == 0) continue;
     if (!value)
