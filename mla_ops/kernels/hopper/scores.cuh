@@ -235,12 +235,16 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
         add_wide_rope<L, SCORE_BARRIER>(s, p, row, shared, wide_places.raw + wide.rope, opaque(thread));
     }
     if constexpr (BY_QUERIES) {
-      const u32 first_half = wide.values + half_of<L::HALVES>(at, 0).slot * HALF_BYTES,
-                second_half = wide.values + half_of<L::HALVES>(at, 1).slot * HALF_BYTES;
-      make_wide_values<L, 4>(wide_places.raw, wide_places.scales, 0, first_half);
-      make_wide_values<L, R::LATENT / 64 - 4>(wide_places.raw + 256, wide_places.scales, 4, second_half);
-      if constexpr (R::ROPE_IS_VALUE)
-        make_wide_rope_values<L>(wide_places.raw + wide.rope, second_half + 3 * (TILE_KEYS * 128));
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        const u32 place = wide.values + half_of<L::HALVES>(at, half).slot * HALF_BYTES;
+        if (half == 0 || !R::ROPE_IS_VALUE)
+          make_wide_values<L, 4>(wide_places.raw + half * 256, wide_places.scales, half * 4, place);
+        else
+          make_wide_values<L, 3>(wide_places.raw + 256, wide_places.scales, 4, place);
+        if constexpr (R::ROPE_IS_VALUE)
+          if (half) make_wide_rope_values<L>(wide_places.raw + wide.rope, place + 3 * (TILE_KEYS * 128));
+      }
     }
     store_left_out<L, SCORE_BARRIER>(wide_places.scales, rests_at(slot), opaque(thread));
     forget(start), started = false;  // loaded anew, since registers are few up to here
@@ -426,26 +430,22 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
     left = opaque(left);
     if (!left) break;
     int turn = USUAL;
-    bool wide = false;
-    const bool moves = moves_or_is_wide(left_scores, slot_now(), 0, wide);
-    if (!wide) {
-      if (moves) turn = raise(left_scores, slot_now(), MOVED);
-      settled = opaque(LEFT | left & HAS_APART | turn);
-      continue;
-    }
-    if constexpr (BY_GROUPS) {
-      return LEFT_BY_GROUP;
-    } else {
-      for (bool foreseen = false;;) {
+    bool wide = false, foreseen = false;
+    if (moves_or_is_wide(left_scores, slot_now(), 0, wide)) {
+      if (BY_GROUPS && wide) return LEFT_BY_GROUP;
+      for (;;) {
         const int slot = slot_now();
-        make_wide(left_scores, left_undo, slot, 0, foreseen);
-        turn = raise(left_scores, slot, WIDE);
+        if constexpr (!BY_GROUPS)
+          if (wide) make_wide(left_scores, left_undo, slot, 0, foreseen);
+        turn = raise(left_scores, slot, wide ? WIDE : MOVED);
+        if (BY_GROUPS || turn != WIDE) break;
         hand_over(left_scores, left_undo, slot, turn, left & HAS_APART, true);
         next_turn<L::HALVES>(at);
         foreseen = !last && next_is_wide();
         if (!foreseen) break;
       }
     }
+    if (turn != WIDE) settled = opaque(LEFT | left & HAS_APART | turn);
   }
 
   if constexpr (SHARES && HEADS == 64) {
