@@ -208,7 +208,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   // Scores and values of a wide turn. One that was FORESEEN has had none yet.
   auto make_wide = [&](float (&s)[TILES * 4], u32& undo, int slot, u32 alive, bool foreseen) {
     constexpr bool BY_QUERIES = LEAVES && !SHARES;  // else registers spill, or usual turns take longer
-    const Places& wide = places;
+    // Of V4 places are made anew, else a register spills.
+    const int own = R::ROPE_IS_VALUE ? opaque(thread) : thread;
+    const Places wide = R::ROPE_IS_VALUE ? places_of<HEADS, FORMAT>(shared, own >> 5, own & 31) : places;
     const WidePlaces wide_places{wide.raw + slot * L::RAW_SLOT, wide.rope, wide.scales + slot * L::SCALES_SLOT,
                                  wide.values};
     auto values_free = [&]() {  // as usual turns have found them
