@@ -209,8 +209,9 @@ DEVICE u32 score(const Params& p, const Row& row, u32 shared, int thread, Ring& 
   auto make_wide = [&](float (&s)[TILES * 4], u32& undo, int slot, u32 alive, bool foreseen) {
     constexpr bool BY_QUERIES = LEAVES && !SHARES;  // else registers spill, or usual turns take longer
     // Of V4 places are made anew, else a register spills.
-    const int own = R::ROPE_IS_VALUE ? opaque(thread) : thread;
-    const Places wide = R::ROPE_IS_VALUE ? places_of<HEADS, FORMAT>(shared, own >> 5, own & 31) : places;
+    constexpr bool OF_V4 = R::ROPE_IS_VALUE && HEADS == 64;
+    const int own = OF_V4 ? opaque(thread) : thread;
+    const Places wide = OF_V4 ? places_of<HEADS, FORMAT>(shared, own >> 5, own & 31) : places;
     const WidePlaces wide_places{wide.raw + slot * L::RAW_SLOT, wide.rope, wide.scales + slot * L::SCALES_SLOT,
                                  wide.values};
     auto values_free = [&]() {  // as usual turns have found them
