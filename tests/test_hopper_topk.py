@@ -10,7 +10,7 @@ import torch
 from attention_inputs import INT_MAX, INT_MIN
 from hopper_on_cpu import NO_COMPILER, build
 from hopper_resources import MAX_SHARED_BYTES
-from topk_oracle import KINDS, hard_rows, sampled_columns, topk_oracle
+from topk_oracle import KINDS, by_planes, hard_rows, sampled_columns, topk_oracle
 
 from benchmarks.indexer_topk import scores_of
 from mla_ops.kernels.cuda.compiler import RESERVED_SHARED_BYTES
@@ -29,9 +29,11 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     indices = torch.full((scores.shape[0], k), -7, dtype=torch.int32)
     lengths = torch.full((scores.shape[0],), -7, dtype=torch.int32)
+    if plan.planes:
+        scores = by_planes(scores)[:, : scores.shape[1]]
     params = topk.pack(plan, scores, k, **options, indices=indices, valid_counts=lengths)
     shared = plan.shared_bytes(k)
-    assert library.topk(params, plan.threads, plan.vectors, shared, plan.short, seed) == 0
+    assert library.topk(params, plan.threads, plan.vectors, shared, plan.short, seed, plan.planes) == 0
     return indices, lengths
 
 
@@ -46,6 +48,8 @@ PLANS = {
     "one CTA of a wide chunk": topk.Plan(128, 4, 1, 1, 1, 64, 1024, 512),
     "many rows": topk.Plan(128, 2, 2, 4, 1, 64, 1024, 512),
     "many rows without gates": topk.Plan(128, 2, 2, 4, 1, 64, 1 << 30, 512),
+    "by planes": topk.Plan(128, 2, 2, 4, 1, 64, 900, 512, planes=True),
+    "by planes without gates": topk.Plan(128, 2, 2, 4, 1, 64, 1 << 30, 512, planes=True),
     "clusters of 6": topk.Plan(64, 2, 2, 1, 6, 64, 1024, 512, held=2),
     "clusters of 6 without gates": topk.Plan(64, 2, 2, 1, 6, 64, 1 << 30, 512, held=2),
 }
@@ -55,6 +59,8 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_are_those_of_a_stable_sort(library: ctypes.CDLL, kind: str, plan: topk.Plan, sorted: bool) -> None:
+    if sorted and plan.planes:
+        pytest.skip("scores by planes are those of select_keys, which does not sort")
     for num_columns in (1000, 5003):  # the first are held by registers
         scores = hard_rows(kind, 2, num_columns)[:, 1:]
         got = run(library, plan, scores, 200, sorted=sorted)
@@ -72,6 +78,34 @@ def test_a_sample_that_says_nothing_of_its_row(library: ctypes.CDLL, plan: topk.
     for num_columns in (1500, 6000):
         scores = hard_rows("normal", 2, num_columns)
         scores[:, sampled_columns(num_columns, plan.sampled) == seen] += 10
+        got, want = run(library, plan, scores, 200), topk_oracle(scores, 200)
+        assert torch.equal(got[1], want[1])
+        assert torch.equal(got[0], want[0])
+
+
+HALVES = {
+    "tiny on both sides of 0": lambda normal: normal * 1e-41,
+    "mostly 0 of either sign": lambda normal: torch.where(normal > 1.9, normal, normal.sign() * 0.0),
+    "a few lower halves": lambda normal: 1 + (normal * 1e4).int() % 7 * 2.0**-20,
+    "two upper halves": lambda normal: 1 + (normal > 0.5) * 2.0**-7 + (normal * 1e4).int() % 999 * 2.0**-23,
+    "negative": lambda normal: normal - 9,
+    "a few just below many 0": lambda normal: torch.where(
+        normal > 0.7, 0.0, torch.where(normal > 0.6, normal * -1e-39, normal - 9)
+    ),
+    "no finite score": lambda normal: torch.where(normal > 1.5, torch.inf, -torch.inf),
+    "few finite scores": lambda normal: torch.where(normal > 2, normal, -torch.inf),
+    "better and better": lambda normal: normal + torch.arange(normal.shape[1]) / 300,
+    "steps": lambda normal: (torch.arange(normal.shape[1]) // 2048 * 0.25 + 1).expand_as(normal) + normal * 2.0**-12,
+}
+
+
+@pytest.mark.parametrize("gated", [900, 1 << 30], ids=["gates", "no gates"])
+@pytest.mark.parametrize("kind", HALVES)
+def test_upper_halves_that_do_not_tell_scores_apart(library: ctypes.CDLL, kind: str, gated: int) -> None:
+    """Lower halves decide; where too much passes, or too little, scores are read whole."""
+    plan = PLANS["by planes"]._replace(gated=gated)
+    for num_columns in (700, 3000, 9001):
+        scores = HALVES[kind](hard_rows("normal", 2, num_columns, num_columns))
         got, want = run(library, plan, scores, 200), topk_oracle(scores, 200)
         assert torch.equal(got[1], want[1])
         assert torch.equal(got[0], want[0])
@@ -125,6 +159,8 @@ def test_the_best_of_short_rows_are_those_of_a_stable_sort(
 @pytest.mark.parametrize("sorted", [False, True], ids=["by position", "sorted"])
 @pytest.mark.parametrize("plan", [*PLANS.values(), *SHORT_PLANS.values()], ids=[*PLANS, *SHORT_PLANS])
 def test_rows_have_starts_ends_and_block_tables(library: ctypes.CDLL, plan: topk.Plan, sorted: bool) -> None:
+    if sorted and plan.planes:
+        pytest.skip("scores by planes are those of select_keys, which does not sort")
     spans = [
         (0, 0),
         (0, 1),
@@ -272,6 +308,23 @@ def test_gates_of_many_rows_whose_neighbours_score_alike_let_enough_pass() -> No
     deviations = [topk.plan_for(rows, num_columns, *H200, k).deviations for rows in (1, 64, 128, 512, 100_000)]
     assert deviations[:4] == sorted(deviations[:4])
     assert (deviations[0], deviations[3], deviations[4]) == (5, 7, 6)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "num_heads", "k", "planes"),
+    [(512, 32768, 32, 2048, True), (512, 65537, 32, 2048, False), (512, 8192, 64, 2048, True)]
+    + [(512, 8193, 64, 2048, False), (132, 32768, 32, 2048, False), (512, 4096, 32, 2048, False)]
+    + [(512, 32768, 32, 2049, False)],
+)
+def test_scores_of_many_rows_lie_by_planes(
+    num_rows: int, num_columns: int, num_heads: int, k: int, planes: bool
+) -> None:
+    """Columns have 16 bits; top-k takes such rows by a CTA each; there is room for three words to two entries."""
+    assert topk.takes_planes(num_rows, num_columns, num_heads, H200[0], k) == planes
+    if planes:
+        assert not topk.plan_for(num_rows, num_columns, *H200, k).short
+        assert topk.BY_PLANES.gated <= topk.BY_PLANES.capacity(k) * 3 // 2
+        assert (topk.BY_PLANES.shared_bytes(k) + RESERVED_SHARED_BYTES) * topk.BY_PLANES.ctas <= topk.SM_SHARED_BYTES
 
 
 def test_rows_that_do_not_begin_at_16_bytes_count_from_there() -> None:

@@ -96,3 +96,22 @@ KINDS = (
     "neighbours alike",
     "unlike its sample",
 )
+
+
+def by_planes(scores: torch.Tensor) -> torch.Tensor:
+    """Scores as planes.cuh has them, `[num_rows, columns up to a multiple of 64]`; NaN is the one that an SM makes."""
+    num_rows, num_columns = scores.shape
+    padded = torch.full((num_rows, -(-num_columns // 64) * 64), torch.nan)
+    padded[:, :num_columns] = scores
+    bits = padded.view(torch.int32).masked_fill(padded.isnan(), 0x7FFFFFFF).view(num_rows, -1, 4, 2, 8)
+    first, second = bits[:, :, :, 0], bits[:, :, :, 1]
+    upper, lower = second & -65536 | first >> 16 & 65535, second << 16 | first & 65535
+    words = torch.cat((upper.flatten(2), lower.flatten(2)), dim=2)
+    return words.flatten(1).contiguous().view(torch.float32)
+
+
+def of_planes(words: torch.Tensor) -> torch.Tensor:
+    """The scores of `by_planes`."""
+    upper, lower = words.view(torch.int32).view(words.shape[0], -1, 2, 4, 8).unbind(2)
+    first, second = upper << 16 | lower & 65535, upper & -65536 | lower >> 16 & 65535
+    return torch.stack((first, second), dim=3).flatten(1).contiguous().view(torch.float32)

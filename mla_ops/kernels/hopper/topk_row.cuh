@@ -11,9 +11,13 @@
 // So the result is exact whatever the sample was like, and no buffer can overflow: there is room for k entries and a
 // chunk.
 //
+// PLANES: scores lie by planes (planes.cuh). The gate is one of upper halves, and upper halves alone are read, half the
+// memory; lower halves decide in the bin of the rank (topk_planes.cuh). Where that finds less than k, or too much to keep,
+// scores are read whole, as above.
+//
 // A row that a CTA's registers hold needs none of this where rows are few, however wide the tensor (topk_short.cuh).
 #pragma once
-#include "topk_cluster.cuh"
+#include "topk_planes.cuh"
 
 // Scores that reach the gate go on. A gate without a score lets everything pass, NaN too.
 struct Gate {
@@ -37,8 +41,9 @@ struct Sampled {
 };
 
 // SAMPLED groups of four of a sample for each thread. FEW_ROWS: latency is all, and registers hold short rows.
-template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, int HELD_BY_CLUSTER>
+template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, int HELD_BY_CLUSTER, bool PLANES = false>
 struct Selection {
+  static_assert(!PLANES || (!FEW_ROWS && SAMPLED == 2), "a thread has a piece of the sample of many rows");
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
   static constexpr u32 CHUNK = STEP * 4;
   static constexpr u32 HELD = THREADS < 1024 ? 4 : 2;  // groups of a thread, which registers hold
@@ -46,6 +51,7 @@ struct Selection {
   static constexpr u32 AHEAD = (FEW_ROWS ? 4 : 2) * STEP;
   static_assert(VECTORS <= 4, "counts of the groups of a warp share a word");
 
+  using Four = typename FourOf<PLANES>::Type;
   const Params& p;
   Control& control;
   u32* const bins;
@@ -84,8 +90,30 @@ struct Selection {
 #pragma unroll
     for (int i = 0; i < SAMPLED; ++i) {
       x[i] = {absent(), absent(), absent(), absent()};
-      if (i * THREADS + threadIdx.x < p.sampled) x[i] = load_once_16(row.scores + 4 * static_cast<i64>(groups[i]));
+      if (i * THREADS + threadIdx.x < p.sampled) {
+        if constexpr (PLANES) {
+          Halves halves;
+          halves.load(words(), 4 * groups[i]), x[i] = halves.scores(row, 4 * groups[i]);
+        } else {
+          x[i] = load_once_16(row.scores + 4 * static_cast<i64>(groups[i]));
+        }
+      }
     }
+  }
+
+  // The same by upper halves: word of a thread's piece, of eight columns of a run of sixteen.
+  DEVICE u32 place_piece() const {
+    const u32 first_run = (row.start + 15) / 16, runs = row.end / 16 - first_run, number = threadIdx.x;
+    return word_of((first_run + number / 2 * runs / (p.sampled / 4)) * 16 + number % 2 * 4);
+  }
+
+  DEVICE void load_piece(u32 word, float4 (&x)[SAMPLED]) const {
+    uint4 own = {~0u, ~0u, ~0u, ~0u};  // absent
+    if (threadIdx.x * 2 < p.sampled) own = load_words_once(words() + word);
+    auto low = [](u32 word) { return __uint_as_float(word << 16); };
+    auto high = [](u32 word) { return __uint_as_float(word & 0xffff0000u); };
+    x[0] = {low(own.x), low(own.y), low(own.z), low(own.w)};
+    x[1] = {high(own.x), high(own.y), high(own.z), high(own.w)};
   }
 
   // A key that this rank of the sample reaches, or one a little below.
@@ -93,7 +121,7 @@ struct Selection {
     Sampled<SAMPLED> own;
 #pragma unroll
     for (int i = 0; i < SAMPLED; ++i) {
-      const u32 there = i * THREADS + threadIdx.x < p.sampled ? ~0u : 0;
+      const u32 there = PLANES || i * THREADS + threadIdx.x < p.sampled ? ~0u : 0;
       own.keys[i][0] = key_of(x[i].x) & there, own.keys[i][1] = key_of(x[i].y) & there;
       own.keys[i][2] = key_of(x[i].z) & there, own.keys[i][3] = key_of(x[i].w) & there;
     }
@@ -127,7 +155,15 @@ struct Selection {
       prefetch_to_l2(row.scores + 4 * static_cast<i64>(first + at + AHEAD) + thread_here() * 32);
   }
 
+  DEVICE const u32* words() const { return reinterpret_cast<const u32*>(row.scores); }
+
   // Scores of a chunk. What the row does not have is absent, and not read.
+  DEVICE void load(u32 at, Halves (&x)[VECTORS]) const {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+      if (group(at, i) < vectors) x[i].load(words(), 4 * (first + group(at, i)));
+  }
+
   DEVICE void load(u32 at, float4 (&x)[VECTORS]) const {
     const float* const from = row.scores + 4 * static_cast<i64>(first + group(at, 0));
     if (at >= whole && at + STEP <= whole_end) {
@@ -177,7 +213,7 @@ struct Selection {
 
   // All of this CTA's part, whose first chunk is in `next`. Returns the number of entries; more than `enough` are counted.
   template <bool SCORES>
-  DEVICE u32 read(Gate gate, float4 (&next)[VECTORS], u32 enough) {
+  DEVICE u32 read(Gate gate, Four (&next)[VECTORS], u32 enough) {
     const u32 base = shared_address(entries);
     u32 have = 0, ordered = 0, parity = 0;
 #pragma unroll 1
@@ -186,8 +222,13 @@ struct Selection {
       u32 counts = 0;  // a byte for each group
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        x[i][0] = next[i].x, x[i][1] = next[i].y, x[i][2] = next[i].z, x[i][3] = next[i].w;
         const int column = 4 * (first + group(at, i));
+        float4 own;
+        if constexpr (PLANES)
+          own = next[i].scores(row, column);
+        else
+          own = next[i];
+        x[i][0] = own.x, x[i][1] = own.y, x[i][2] = own.z, x[i][3] = own.w;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (SCORES)
@@ -237,6 +278,71 @@ struct Selection {
     return have;
   }
 
+  // Words of upper halves that there is room for; entries of some of them need room, too.
+  DEVICE u32 room_for_words() const { return p.capacity + p.capacity / 2; }
+
+  // Words of all columns whose upper half reaches that of `least`, in order. Returns how many those are, or more than there
+  // is room for. `column` is a thread's first one.
+  DEVICE u32 read_upper(int column) const {
+    using Own = Pieces<THREADS>;
+    const u32 base = shared_address(entries), lane = threadIdx.x % 32, odd = lane % 2, gate = gate_of_key(least);
+    const u32* from = words() + word_of(column);
+    u32 have = 0, parity = 0, columns = column | column + 8 << 16;
+    Own x, next;
+    x.load(from, row.end - column);
+#pragma unroll 1
+    for (int at = row.start & ~63; at < row.end; at += Own::COLUMNS) {
+      u32 bits = x.reaching(gate);
+      if (at < row.start || at + Own::COLUMNS > row.end) bits &= Own::inside(row.start - column, row.end - column);
+      next.load(from + Own::COLUMNS, row.end - column - Own::COLUMNS);
+      const u32 bytes = Own::word_bytes(bits), others = __shfl_sync(~0u, bytes, lane ^ 1);
+      const u32 low = Own::low(bytes), both = low + Own::high(bytes), inclusive = inclusive_scan(both);
+      const u32 of_warp = __shfl_sync(~0u, inclusive, 31), of_first = of_warp & 0xffff;
+      u32 total, place = have + before_warp<THREADS>(control, of_first + (of_warp >> 16), parity, total);
+      have += total, parity ^= 1;
+      if (have > 4 * room_for_words()) break;
+      // Of sixteen columns the first four are an even thread's, the next ones those of the thread behind it, and so on.
+      place += base;
+      const u32 before = inclusive - both, first = before - (odd ? Own::high(others) : 0),
+                second = before + low + (odd ? 0 : Own::low(others));
+      x.template append<0>(bits, place + (first & 0xffff), columns);
+      x.template append<2>(bits, place + (second & 0xffff), columns);
+      x.template append<1>(bits, place + of_first + (first >> 16), columns);
+      x.template append<3>(bits, place + of_first + (second >> 16), columns);
+      column += Own::COLUMNS, columns += Own::COLUMNS * 0x00010001u, from += Own::COLUMNS;
+      x = next;
+    }
+    __syncthreads();
+    return have / 4;
+  }
+
+  // Writes the best of `count` words. Returns false, and nothing is written, where too many have one upper half.
+  DEVICE bool write_upper(i64 number, int request, u32 count) {
+    const u32 wanted = p.k;
+    u32* const own = reinterpret_cast<u32*>(entries);
+    u64* const rest = entries + (count + 1) / 2;
+    u32 bound = LOWEST_KEY & 0xffff0000u;
+    if (count > wanted) {
+      const u32 room = (p.capacity - (count + 1) / 2) * 2 / 3 - 1;
+      bound = select<THREADS>(control, bins, UpperListed<THREADS>{own, count, words(), rest, room}, wanted, least,
+                              max(shift_of_listed(least), 16)) >> 32;
+      if (bound == 0) return false;
+    }
+    const float most = upper_of(__float_as_uint(score_of(bound)));
+    int* to = p.indices + number * p.indices_pitch;
+    hold(to);  // else it is made again for each word
+    each_by_warps<THREADS>(
+        control, own, count, NO_WORD, [&](u32 word) { return !(upper_of(word) <= most); },
+        [&](bool chosen, u32 place, u32 word) {
+          const int column = word & 0xffff;
+          if (p.block_size == 0)
+            store_int_if(chosen, to + place, column);
+          else if (chosen)
+            to[place] = p.translated(column, request);
+        });
+    return true;
+  }
+
   // All entries of a cluster into the first CTA's memory, in the order of CTAs. Returns how many it has then.
   DEVICE u32 gather(u32 rank, const u32* counts, u32 total, u32 have) {
     if (total <= p.capacity) {
@@ -283,14 +389,17 @@ struct Selection {
       int* to = out;
       hold(to);  // else it is made again for each entry
       auto put = [&](u32 place, u64 entry) { to[place] = p.translated(position_of(entry) - row.skew, request); };
+      auto each = [&](auto use) {
+        each_by_warps<THREADS>(control, entries, count, u64(0), [&](u64 entry) { return entry >= threshold; }, use);
+      };
       if constexpr (FEW_ROWS)
         each_chosen<THREADS>(control, entries, count, threshold, put);
       else if (p.block_size == 0)
-        each_by_warps<THREADS>(control, entries, count, threshold, [&](bool chosen, u32 place, u64 entry) {
+        each([&](bool chosen, u32 place, u64 entry) {
           store_int_if(chosen, to + place, ~row.skew - static_cast<int>(entry));  // the position, less the skew
         });
       else
-        each_by_warps<THREADS>(control, entries, count, threshold, [&](bool chosen, u32 place, u64 entry) {
+        each([&](bool chosen, u32 place, u64 entry) {
           if (chosen) put(place, entry);
         });
       for (u32 i = wanted + threadIdx.x; i < p.k; i += THREADS) out[i] = -1;
@@ -312,9 +421,42 @@ struct Selection {
       out[i] = i < length ? p.translated(start + i, request) : -1;
   }
 
+  // Reads until enough is found, with the gate of `least` first, and writes. The first chunk is in `next`.
+  DEVICE void finish(i64 number, int request, int length, u32 rank, bool alone, Four (&next)[VECTORS]) {
+    const u32 wanted = min(length, p.k), enough = alone ? wanted : ~0u;
+    u32 have, total;
+#pragma unroll 1
+    for (u32 round = 0;; ++round) {
+      const Gate gate(least);
+      have = gate.is_score ? read<true>(gate, next, enough) : read<false>(gate, next, enough);
+      total = have;
+      if (!alone) {
+        if (have > max(p.capacity / p.cluster, static_cast<u32>(p.k))) {  // else the first CTA might have to drop all these
+          keep_best<THREADS>(control, bins, entries, have, p.k, least);
+          have = p.k;
+        }
+        u32* const counts = control.counts[round];
+        const u32 told = shared_address(&control.told[round]);
+        if (threadIdx.x < p.cluster)
+          send_4(peer_address(shared_address(&counts[rank]), threadIdx.x), peer_address(told, threadIdx.x), have);
+        __syncwarp();
+        mbarrier_wait_cluster(told, 0);
+        total = 0;
+        for (u32 i = 0; i < p.cluster; ++i) total += counts[i];
+        if (total >= wanted) have = gather(rank, counts, total, have);
+      }
+      if (total >= wanted) break;
+      least = 0;
+      u32 again = 0;
+      hold(again);  // else its columns are kept in registers from the first time on
+      load(again, next);
+    }
+    if (rank == 0) write(number, request, have, wanted, alone);
+  }
+
   DEVICE void run(i64 number, u32 rank) {
     row.scores = p.scores + number * p.pitch;
-    row.skew = static_cast<int>(reinterpret_cast<u64>(row.scores) / 4 % 4);
+    row.skew = PLANES ? 0 : static_cast<int>(reinterpret_cast<u64>(row.scores) / 4 % 4);
     row.scores -= row.skew;
     hold(row.scores);
     InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
@@ -348,13 +490,19 @@ struct Selection {
     float4 sample[SAMPLED];
     if (!FEW_ROWS) {  // likewise
       u32* const own = reinterpret_cast<u32*>(entries) + threadIdx.x;
-      place_sample(groups);
+      if (PLANES)
+        groups[0] = place_piece();
+      else
+        place_sample(groups);
 #pragma unroll
       for (int i = 0; i < SAMPLED; ++i) own[i * THREADS] = groups[i];
       wait();
 #pragma unroll
       for (int i = 0; i < SAMPLED; ++i) groups[i] = own[i * THREADS];
-      if (length >= p.gated) load_sample(groups, sample);
+      if (length >= p.gated && PLANES)
+        load_piece(groups[0], sample);
+      else if (length >= p.gated)
+        load_sample(groups, sample);
     }
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
     if constexpr (HELD_BY_CLUSTER > 0) {
@@ -393,45 +541,48 @@ struct Selection {
     }
 
     // The sample comes first: what is prefetched would stand in its way.
-    float4 next[VECTORS];
+    Four next[VECTORS];
     if (FEW_ROWS) {
       place_sample(groups);
       if (length >= p.gated) load_sample(groups, sample);
     }
-    load(0, next);
-    prefetch(STEP, AHEAD - STEP);
+    if (!PLANES) load(0, next), prefetch(STEP, AHEAD - STEP);
     const u32 rank_in_sample = sample_rank(max(length, 1));
     least = length >= p.gated && rank_in_sample <= 2 * p.sampled ? gate_of(sample, rank_in_sample) : 0;
     if (!alone) cluster_wait();  // all CTAs have begun
 
-    const u32 wanted = min(length, p.k), enough = alone ? wanted : ~0u;
-    u32 have, total;
-#pragma unroll 1
-    for (u32 round = 0;; ++round) {
-      const Gate gate(least);
-      have = gate.is_score ? read<true>(gate, next, enough) : read<false>(gate, next, enough);
-      total = have;
-      if (!alone) {
-        if (have > max(p.capacity / p.cluster, static_cast<u32>(p.k))) {  // else the first CTA might have to drop all these
-          keep_best<THREADS>(control, bins, entries, have, p.k, least);
-          have = p.k;
-        }
-        u32* const counts = control.counts[round];
-        const u32 told = shared_address(&control.told[round]);
-        if (threadIdx.x < p.cluster)
-          send_4(peer_address(shared_address(&counts[rank]), threadIdx.x), peer_address(told, threadIdx.x), have);
-        __syncwarp();
-        mbarrier_wait_cluster(told, 0);
-        total = 0;
-        for (u32 i = 0; i < p.cluster; ++i) total += counts[i];
-        if (total >= wanted) have = gather(rank, counts, total, have);
-      }
-      if (total >= wanted) break;
-      least = 0;
-      u32 again = 0;
-      hold(again);  // else its columns are kept in registers from the first time on
-      load(again, next);
+    if constexpr (PLANES) {
+      const bool gated = least > LOWEST_KEY;
+      if (length <= static_cast<int>(room_for_words())) least = max(least, LOWEST_KEY + 1);
+      least &= 0xffff0000u;
+      int column = (row.start & ~63) + Pieces<THREADS>::first();
+      hold(column);  // else it is made again for each chunk
+      __syncthreads();  // bins are at 0
+      const u32 have = least > LOWEST_KEY ? read_upper(column) : 0;
+      const bool many = have >= static_cast<u32>(p.k);
+      if (many && have <= room_for_words() && write_upper(number, given.request, have)) return;
+      Selection(p, reinterpret_cast<unsigned char*>(&control)).run_whole(number, many && gated);
+    } else {
+      finish(number, given.request, length, rank, alone, next);
     }
-    if (rank == 0) write(number, given.request, have, wanted, alone);
+  }
+
+  // A row of planes whose upper halves say too little; a gate of whole scores, if it is to have one, says more.
+  DEVICE void run_whole(i64 number, bool gated) {
+    row.scores = p.scores + number * p.pitch, row.skew = 0;
+    const Params::Given given = p.given_of(number);
+    p.columns_of(given, row.start, row.end);
+    const int length = row.end - row.start;
+    first = row.start / 4, vectors = (row.end + 3) / 4 - first, part_end = row.end, least = 0;
+    __syncthreads();  // nobody needs words any more
+    if (gated) {
+      u32 groups[SAMPLED];
+      float4 sample[SAMPLED];
+      place_sample(groups), load_sample(groups, sample);
+      least = gate_of(sample, sample_rank(length));
+    }
+    Four next[VECTORS];
+    load(0, next), prefetch(STEP, AHEAD - STEP);
+    finish(number, given.request, length, 0, true, next);
   }
 };

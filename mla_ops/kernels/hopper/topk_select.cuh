@@ -142,12 +142,9 @@ struct Listed {
   }
 };
 
-// The entry of a rank among a few: `each_left` calls what it is given with their words. `at` is the address of control,
-// whose list comes first.
-template <int THREADS, class EachLeft>
-DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLeft each_left) {
-  each_left([&](u32 key, u32 place) { store_shared_8(at + 8 * next_number(at + Control::LISTED), place, key); });
-  meet<THREADS>();
+// The entry of a rank among those of control's list, which begins at the address `at`. A barrier precedes.
+template <int THREADS>
+DEVICE u64 entry_of_list(Control& control, u32 at, u32 inside, u32 rank) {
   static_assert(SHORT_LIST == 64, "a lane has two of them");
   const u32 thread = threadIdx.x, lane = thread % 32;
   const u64 first = lane < inside ? control.list[lane] : 0, second = lane + 32 < inside ? control.list[lane + 32] : 0;
@@ -163,12 +160,24 @@ DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLef
   return static_cast<u64>(words.y) << 32 | words.x;
 }
 
+// The entry of a rank among a few: `each_left` calls what it is given with their words.
+template <int THREADS, class EachLeft>
+DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLeft each_left) {
+  each_left([&](u32 key, u32 place) { store_shared_8(at + 8 * next_number(at + Control::LISTED), place, key); });
+  meet<THREADS>();
+  return entry_of_list<THREADS>(control, at, inside, rank);
+}
+
 // A number that as many entries reach as a rank says, counted from 1 at the top; there are as many at least, and none has
 // a key below `least`. Bins are of 2^shift keys first, the last one of all above; then each round divides the bin of the
 // rank. Where one score is left, positions follow. Entries, and bins of 0, are there before a barrier that precedes this.
 // If it need not be EXACT, `spare` entries more may reach it, and all those of one score. The first counts may have been
 // made. BELOW the first bins there is nothing, or what is searched next, or what lets this return 0 at once.
+// UPPER_KEYS: keys have no lower halves, and entries mark what is chosen in the bin of the rank. What this returns, 0 or a
+// key, is the highest one of which marked entries alone are chosen.
 enum Below { NOTHING, MORE, FAILURE };
+template <class Entries>
+constexpr bool UPPER_KEYS = false;
 template <int THREADS, bool EXACT = true, Below BELOW = NOTHING, class Entries>
 DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank, u32 least, int shift, u32 spare = 0,
                   bool counted = false) {
@@ -203,6 +212,11 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
     }
     const u32 inside = narrow();
     least = max(least, 1u);
+    if constexpr (UPPER_KEYS<Entries>) {
+      if (inside == rank) return static_cast<u64>(least - (least == KEY_OF_ZERO ? 2 << 16 : 1 << 16)) << 32;
+      if (most - least < 1u << 16 || inside <= SHORT_LIST)
+        return entries.choose(control, bins, of_control, least, most, inside, rank);
+    }
     if (inside - rank <= spare || (!EXACT && least == most)) return static_cast<u64>(least) << 32;
     if (EXACT && inside <= SHORT_LIST)
       return entry_of_rank<THREADS>(control, of_control, inside, rank, [&](auto use) {
@@ -211,7 +225,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
         });
       });
     if (least == most) break;
-    shift = max(32 - BIN_BITS - __clz(most - least), 0);
+    shift = max(32 - BIN_BITS - __clz(most - least), UPPER_KEYS<Entries> ? 16 : 0);
   }
   const u32 score = least;
   least = ~0u << POSITION_BITS, most = ~0u;
@@ -303,33 +317,33 @@ DEVICE u32 each_chosen(Control& control, const u64* entries, u32 count, u64 thre
   return done;
 }
 
-// Calls `use(chosen, place, entry)` for all entries, those from `threshold` on chosen, in their order. A warp has
-// neighbours, which it counts before it gives them, so that one barrier is enough.
-template <int THREADS, class F>
-DEVICE void each_by_warps(Control& control, const u64* entries, u32 count, u64 threshold, F use) {
+// Calls `use(chosen, place, entry)` for all entries, in their order. A warp has neighbours, which it counts before it gives
+// them, so that one barrier is enough. `none` is no entry, and not chosen.
+template <int THREADS, class Entry, class Chosen, class F>
+DEVICE void each_by_warps(Control& control, const Entry* entries, u32 count, Entry none, Chosen is_chosen, F use) {
   constexpr int GROUPS = 4;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, each = (count + THREADS - 1) / THREADS * 32;
   const u32 end = min((warp + 1) * each, count), first = warp * each + lane;
   u32 own = 0, total;
-  auto load = [&](u32 at, u64(&of_lane)[GROUPS]) {
+  auto load = [&](u32 at, Entry(&of_lane)[GROUPS]) {
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) of_lane[i] = at + i * 32 < end ? entries[at + i * 32] : 0;
+    for (int i = 0; i < GROUPS; ++i) of_lane[i] = at + i * 32 < end ? entries[at + i * 32] : none;
   };
 #pragma unroll 1
   for (u32 at = first; at - lane < end; at += 32 * GROUPS) {
-    u64 of_lane[GROUPS];
+    Entry of_lane[GROUPS];
     load(at, of_lane);
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) own += of_lane[i] >= threshold;
+    for (int i = 0; i < GROUPS; ++i) own += is_chosen(of_lane[i]);
   }
   u32 place = before_warp<THREADS>(control, __reduce_add_sync(~0u, own), 0, total);
 #pragma unroll 1
   for (u32 at = first; at - lane < end; at += 32 * GROUPS) {
-    u64 of_lane[GROUPS];
+    Entry of_lane[GROUPS];
     load(at, of_lane);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-      const bool chosen = of_lane[i] >= threshold;
+      const bool chosen = is_chosen(of_lane[i]);
       const u32 mask = __ballot_sync(~0u, chosen);
       use(chosen, place + __popc(mask & ((1u << lane) - 1)), of_lane[i]);
       place += __popc(mask);
