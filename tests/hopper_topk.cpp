@@ -29,6 +29,9 @@
 #define add_if_reaches ptx_add_if_reaches
 #define append_if_reaches ptx_append_if_reaches
 #define append_if ptx_append_if
+#define append_if_bit ptx_append_if_bit
+#define both_reach ptx_both_reach
+#define load_words_once ptx_load_words_once
 #define append_if_above ptx_append_if_above
 #define store_int_if ptx_store_int_if
 #define next_number ptx_next_number
@@ -67,6 +70,9 @@
 #undef append_if_reaches
 #undef append_if
 #undef append_if_above
+#undef append_if_bit
+#undef both_reach
+#undef load_words_once
 #undef next_number
 #undef place_at
 #undef load_shared_8
@@ -135,6 +141,24 @@ static void append_if(bool condition, u32& address, float score, u32 place) {
   if (!condition) return;
   at<u64>(address) = static_cast<u64>(__float_as_uint(score)) << 32 | place;
   address += 8;
+}
+template <u32 BIT>
+void append_if_bit(u32 bits, u32& address, u32 value, u32 place) {
+  append_if(bits & BIT, address, __uint_as_float(value), place);
+}
+static u32 both_reach(u32 two, u32 least) {
+  auto reaches = [](u32 a, u32 b) { return __uint_as_float(a << 16) >= __uint_as_float(b << 16); };
+  return (reaches(two, least) ? 0xffff : 0) | (reaches(two >> 16, least >> 16) ? 0xffff0000 : 0);
+}
+static uint4 load_words_once(const u32* source) {
+  if (reinterpret_cast<uintptr_t>(source) % 16) abort();
+  return {source[0], source[1], source[2], source[3]};
+}
+unsigned __byte_perm(unsigned a, unsigned b, unsigned order) {
+  const u64 bytes = static_cast<u64>(b) << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (order >> 4 * i & 7) & 0xff) << 8 * i;
+  return result;
 }
 static void append_if_reaches(u32& address, float score, float least, u32 place) {
   append_if(score >= least, address, score, place);
@@ -211,16 +235,16 @@ static Place place_at(u32 address) { return {at<u32>(address), at<u32>(address +
 #include "topk_row.cuh"
 
 static i64 row_of_front;
-static void begin_front(const Params& p, i64 row) {
+static void begin_front(const Params& p, i64 row, bool planes = false) {
   if (row_of_front == row) return;
   row_of_front = row;
   float* const scores = const_cast<float*>(p.scores) + row * p.pitch;
   int* const indices = p.indices + row * p.indices_pitch;
-  front = [=, made = std::vector<float>(scores, scores + p.num_columns), length = p.lengths + row, was = p.lengths[row],
+  front = [=, made = std::vector<float>(scores, scores + (planes ? p.pitch : p.num_columns)), length = p.lengths + row, was = p.lengths[row],
            results = std::vector<int>(indices, indices + p.k)] {
     std::copy(made.begin(), made.end(), scores), std::copy(results.begin(), results.end(), indices), *length = was;
   };
-  std::fill(scores, scores + p.num_columns, 7.f);
+  std::fill(scores, scores + (planes ? p.pitch : p.num_columns), 7.f);
 }
 
 extern "C" int bytes_of_params() { return sizeof(Params); }
@@ -229,12 +253,12 @@ extern "C" int bytes_of_control() { return sizeof(Control); }
 // 1 where the CTAs of the last cluster met once.
 extern "C" int verdict() { return reinterpret_cast<const Control*>(simt::ctas.back().shared.data())->verdict ? 1 : 2; }
 
-template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS = true>
+template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS = true, bool PLANES = false>
 void launch(const Params& p, int shared_bytes, int seed) {
   simt::launch(p.num_rows, p.cluster, THREADS, shared_bytes, seed, [&] {
     const i64 row = p.num_rows - 1 - blockIdx.x / p.cluster;
-    begin_front(p, row);
-    Selection<THREADS, VECTORS, SAMPLED, FEW_ROWS, FEW_ROWS ? VECTORS : 0>(p, simt::shared_memory())
+    begin_front(p, row, PLANES);
+    Selection<THREADS, VECTORS, SAMPLED, FEW_ROWS, FEW_ROWS ? VECTORS : 0, PLANES>(p, simt::shared_memory())
         .run(row, blockIdx.x % p.cluster);
   });
 }
@@ -249,9 +273,13 @@ void launch_short(const Params& p, int shared_bytes, int seed) {
 
 // Returns 1 where there is no such kernel, 3 where a row's threads did not wait for the launch in front, 4 where they did
 // not wait for what was sent.
-extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes, int short_rows, int seed) {
+extern "C" int topk(const Params* p, int threads, int vectors, int shared_bytes, int short_rows, int seed, int planes) {
   row_of_front = -1, front = nullptr;
-  if (short_rows && threads == 512 && vectors == 1)
+  if (planes && threads == 128 && vectors == 2)
+    launch<128, 2, 2, false, true>(*p, shared_bytes, seed);
+  else if (planes)
+    return 1;
+  else if (short_rows && threads == 512 && vectors == 1)
     launch_short<512, 1>(*p, shared_bytes, seed);
   else if (short_rows && threads == 512 && vectors == 2)
     launch_short<512, 2>(*p, shared_bytes, seed);

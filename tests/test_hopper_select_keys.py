@@ -40,7 +40,7 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         assert order[-1] == "scores"
         order.append("topk")
         params = topk.pack(plan, scores, k, **rest)
-        assert library.topk(params, plan.threads, plan.vectors, plan.shared_bytes(k), plan.short, len(scores)) == 0
+        assert library.topk(params, plan.threads, plan.vectors, plan.shared_bytes(k), plan.short, len(scores), 0) == 0
 
     def flat(
         q: torch.Tensor,

@@ -96,3 +96,15 @@ KINDS = (
     "neighbours alike",
     "unlike its sample",
 )
+
+
+def by_planes(scores: torch.Tensor) -> torch.Tensor:
+    """Scores as planes.cuh has them, `[num_rows, columns up to a multiple of 64]`: words of two halves, NaN as the tensor cores' SM writes it."""
+    num_rows, num_columns = scores.shape
+    padded = torch.full((num_rows, -(-num_columns // 64) * 64), torch.nan)
+    padded[:, :num_columns] = scores
+    bits = padded.view(torch.int32).masked_fill(padded.isnan(), 0x7FFFFFFF).view(num_rows, -1, 4, 2, 8)
+    first, second = bits[:, :, :, 0], bits[:, :, :, 1]
+    upper, lower = second & -65536 | first >> 16 & 65535, second << 16 | first & 65535
+    words = torch.cat((upper.flatten(2), lower.flatten(2)), dim=2)
+    return words.flatten(1).contiguous().view(torch.float32)

@@ -20,11 +20,11 @@
 #include "indexer_products.cuh"
 #include "indexer_scores.cuh"
 
-template <int HEADS, int TOKENS, Source SOURCE>
+template <int HEADS, int TOKENS, Source SOURCE, bool PLANES = false>
 __global__ void __launch_bounds__(ScoresLayout<HEADS, TOKENS, SOURCE>::THREADS, 1)
     indexer_logits(const __grid_constant__ Params p) {
   using L = ScoresLayout<HEADS, TOKENS, SOURCE>;
   EXPORT_SHARED_BYTES(L);
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  make_scores<L, SOURCE>(p, shared_address(shared_memory));
+  make_scores<L, SOURCE, PLANES>(p, shared_address(shared_memory));
 }

@@ -70,9 +70,10 @@ def warpgroups(num_heads: int, tokens: int, source: str) -> int:
 
 
 @functools.cache
-def kernel_for(num_heads: int, tokens: int, source: str) -> Kernel:
+def kernel_for(num_heads: int, tokens: int, source: str, *, planes: bool = False) -> Kernel:
     threads = 128 * (warpgroups(num_heads, tokens, source) + 1)
-    return Kernel("indexer_logits.cu", f"indexer_logits<{num_heads}, {tokens}, {source}>", threads)
+    last = ", true" if planes else ""
+    return Kernel("indexer_logits.cu", f"indexer_logits<{num_heads}, {tokens}, {source}{last}>", threads)
 
 
 @functools.cache
@@ -100,7 +101,7 @@ def box_keys(block_size: int) -> int:
 
 def kernels() -> list[Kernel]:
     """All there are."""
-    scores = [kernel_for(heads, COLUMNS // heads, "FLAT") for heads in HEADS]
+    scores = [kernel_for(heads, COLUMNS // heads, "FLAT", planes=planes) for heads in HEADS for planes in (False, True)]
     for source in ("BOXES", "ANYWHERE"):
         scores += [kernel_for(heads, tokens, source) for heads in HEADS for tokens in group_sizes(heads)]
     return [*scores, clean_kernel("FLAT"), clean_kernel("BOXES")]
@@ -164,6 +165,7 @@ def _launch(
     programmatic: bool,
     out: torch.Tensor,
     params: tuple[int, ...],
+    planes: bool = False,
 ) -> None:
     """The kernels with `params` behind the fields that every source fills in the same way."""
     num_tokens, num_heads, _ = q.shape
@@ -177,7 +179,7 @@ def _launch(
     clusters = max(min(num_sms(device_index) // cluster, num_tokens * -(-num_columns // TILE)), 1)
     packed = pack(queries, *params, *reciprocal(clusters))  # type: ignore[arg-type]
     if num_columns:
-        kernel = kernel_for(num_heads, tokens, source)
+        kernel = kernel_for(num_heads, tokens, source, planes=planes)
         sources.load(kernel.source, kernel.name, device_index).launch(
             (clusters * cluster, 1, 1),
             (kernel.threads, 1, 1),
@@ -244,12 +246,14 @@ def indexer_logits(
     k_scale: torch.Tensor | None = None,
     clean: bool = False,
     programmatic: bool = False,
+    planes: bool = False,
     out: torch.Tensor,
 ) -> None:
     """Runs the op's `.out`.
 
     With `programmatic` it begins beside the end of the launch in front, which makes nothing that is read here. Queries
-    and keys are as `in_boxes` returns them then.
+    and keys are as `in_boxes` returns them then. With `planes` scores lie as planes.cuh says, in rows of whole tiles
+    that begin at multiples of 256 bytes.
     """
     num_tokens, num_heads, _ = q.shape
     num_kv = k.shape[0]
@@ -265,6 +269,7 @@ def indexer_logits(
         programmatic,
         out,
         flat_params(k, weights, row_starts, row_ends, k_scale, num_tokens, out, TILE // CLUSTER),
+        planes,
     )
 
 

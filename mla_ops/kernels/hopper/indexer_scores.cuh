@@ -2,6 +2,7 @@
 #pragma once
 
 #include "indexer_keys.cuh"
+#include "planes.cuh"
 
 // ---- the consumers --------------------------------------------------------------------------------------------------
 
@@ -116,10 +117,11 @@ DEVICE void weigh_whole(const float (&products)[L::PART_COLUMNS / 2], const floa
       }
 }
 
-// Stores a thread's scores.
-template <class L, Source SOURCE>
+// Stores a thread's scores, as numbers or by planes (planes.cuh).
+template <class L, Source SOURCE, bool PLANES>
 struct Stored {
   using S = Share<L::TOKENS, L::WHOLE>;
+  static_assert(!PLANES || S::ROWS == 2, "a thread has both keys of a word");
   const Params& p;
   const u64 policy;
   float* rows[S::TOKENS];
@@ -135,6 +137,10 @@ struct Stored {
       bounds[t] = {0, 0};
       if (of_group < static_cast<int>(group.y) && S::stores(lane)) bounds[t] = bounds_of<SOURCE>(p, token + of_group);
       rows[t] = p.out + (token + of_group) * p.out_stride;
+      if (PLANES) {  // a word is stored if the row has one of its columns
+        rows[t] -= (threadIdx.x >> 5 & 3) * 8;
+        bounds[t].start -= 8;
+      }
       hold(rows[t]);  // else it is computed for every score
     }
   }
@@ -146,15 +152,24 @@ struct Stored {
     else
       store_float_if_by(policy, there, rows[t] + column, score);
   }
+
+  // Scores of a column of the first eight of sixteen and of the one eight behind it.
+  DEVICE void put_words(int t, int column, float first, float second) const {
+    const bool there = column >= bounds[t].start && column < bounds[t].end;
+    const u32 a = __float_as_uint(first), b = __float_as_uint(second);
+    float* const to = rows[t] + column;
+    store_float_if(there, to, __uint_as_float(__byte_perm(a, b, 0x7632)));
+    store_float_if(there, to + LOWER_HALVES, __uint_as_float(__byte_perm(a, b, 0x5410)));
+  }
 };
 
-template <class L, Source SOURCE>
+template <class L, Source SOURCE, bool PLANES>
 DEVICE void consume(const Params& p, u32 shared) {
   using S = Share<L::TOKENS, L::WHOLE>;
   const int lane = kept(threadIdx.x & 31), warpgroup = uniform(threadIdx.x >> 7) - L::FIRST_CONSUMER / 128;
   const int key = (threadIdx.x >> 5 & 3) * 16 + lane / 4 + S::first_row(lane) * 8;
   const u64 keys = tile_descriptor(shared + L::KEY, 1024, 16), queries = tile_descriptor(shared + L::QUERY, 1024, 16);
-  Stored<L, SOURCE> stored(p);
+  Stored<L, SOURCE, PLANES> stored(p);
   const FreeSlots<L> free_slots(shared);
   float even[L::PART_COLUMNS / 2], odd[L::PART_COLUMNS / 2], weights[L::COLUMNS / 4];
   Slot done = {warpgroup, 0}, ahead = done;  // slots whose products are summed up next, and begun next
@@ -230,13 +245,16 @@ DEVICE void consume(const Params& p, u32 shared) {
       if (part < L::PARTS - 1) return;
       if constexpr (!L::WHOLE) add_up<L::TOKENS * 2>(sums, lane);
 #pragma unroll
-      for (int t = 0; t < S::TOKENS; ++t)
+      for (int t = 0; t < S::TOKENS; ++t) {
+        float scores[S::ROWS];
 #pragma unroll
         for (int r = 0; r < S::ROWS; ++r) {
-          float score = sums[L::WHOLE ? t * 8 + r : t * S::ROWS + r] * scales[r];
-          if (SOURCE != FLAT && scales[r] == -INFINITY) score = -INFINITY;
-          stored.put(t, column + r * 8, score);
+          scores[r] = sums[L::WHOLE ? t * 8 + r : t * S::ROWS + r] * scales[r];
+          if (SOURCE != FLAT && scales[r] == -INFINITY) scores[r] = -INFINITY;
+          if constexpr (!PLANES) stored.put(t, column + r * 8, scores[r]);
         }
+        if constexpr (PLANES) stored.put_words(t, column, scores[0], scores[1]);
+      }
       column += STEP;
     };
 
@@ -289,7 +307,7 @@ DEVICE void begin_barriers(const Params& p, u32 shared) {
   if (threadIdx.x == L::FIRST_CONSUMER + 64 && SOURCE != ANYWHERE) prefetch_map(p.keys);
 }
 
-template <class L, Source SOURCE>
+template <class L, Source SOURCE, bool PLANES>
 DEVICE void make_scores(const Params& p, u32 shared) {
   const bool brings = uniform(threadIdx.x >> 7) == L::FIRST_PRODUCER / 128;
   if (!brings) begin_barriers<L, SOURCE>(p, shared);
@@ -322,7 +340,7 @@ DEVICE void make_scores(const Params& p, u32 shared) {
       produce<L, SOURCE>(p, shared, part, few, groups, first);
   } else {
     if (L::SETS == 2) more_registers<SOURCE == FLAT ? 232 : 216>();
-    consume<L, SOURCE>(p, shared);
+    consume<L, SOURCE, PLANES>(p, shared);
   }
   if (L::CLUSTER > 1) cluster_meet();  // no CTA leaves while another one copies to it or arrives at its barriers
 }

@@ -11,6 +11,7 @@ import torch
 from ...dispatch import Call
 from ...formats import geometry
 from ..alignment import check_cache_address
+from ..cuda.driver import num_sms
 from ..selection import parts
 from . import indexer_logits
 from . import topk as best
@@ -85,12 +86,15 @@ def select_keys_flat(
         _choose_none(indices, valid_counts)
         return
     q, k = indexer_logits.in_boxes(q), indexer_logits.in_boxes(k)
-    for part, scores in parts(num_tokens, num_columns, q.device):
+    width = -(-num_columns // indexer_logits.TILE) * indexer_logits.TILE  # whole tiles, for scores by planes
+    for part, whole in parts(num_tokens, width, q.device):
         rows = {"row_starts": row_starts[part], "row_ends": row_ends[part]}
-        given = q[part], k, weights[part]
-        indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, programmatic=part.start > 0, out=scores)
+        given, scores = (q[part], k, weights[part]), whole[:, :num_columns]
+        planes = best.takes_planes(len(scores), num_columns, num_sms(q.device.index), topk)
+        way = {"programmatic": part.start > 0, "planes": planes}
+        indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, **way, out=scores)
         chosen = {"indices": indices[part], "valid_counts": valid_counts[part]}
-        best.topk_indices(scores, topk, programmatic=True, **rows, **chosen)
+        best.topk_indices(scores, topk, programmatic=True, planes=planes, **rows, **chosen)
 
 
 def select_reason(call: Call) -> str | None:

@@ -8,12 +8,12 @@
 // would have.
 constexpr int BESIDE_SCORES = 512;
 
-template <int THREADS, int VECTORS, int SAMPLED, int CTAS, int HELD>
+template <int THREADS, int VECTORS, int SAMPLED, int CTAS, int HELD, bool PLANES = false>
 __global__ void __launch_bounds__(THREADS == BESIDE_SCORES ? 576 : THREADS, THREADS == BESIDE_SCORES ? 2 : CTAS)
     topk_rows(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const u32 rank = blockIdx.x % p.cluster;
-  Selection<THREADS, VECTORS, SAMPLED, CTAS == 1, HELD>(p, shared_memory)
+  Selection<THREADS, VECTORS, SAMPLED, CTAS == 1, HELD, PLANES>(p, shared_memory)
       .run(p.num_rows - 1 - blockIdx.x / p.cluster, rank);
 }
 

@@ -85,6 +85,7 @@ class Plan(NamedTuple):
             lets more pass.
         deviations: by which the gate's rank in a sample is more than its mean: a row whose gate fails is read again.
         short: registers of a CTA hold all columns; only `threads`, `vectors` and `ctas` mean something then.
+        planes: scores lie by planes (planes.cuh).
         held: vectors of a thread that registers of a cluster hold which meets once; 0: rows are done by entries.
     """
 
@@ -100,14 +101,15 @@ class Plan(NamedTuple):
     deviations: float = 5
     short: bool = False
     held: int = 0
+    planes: bool = False
 
     @property
     def kernel(self) -> Kernel:
         sizes: tuple[int, ...] = (self.threads, self.vectors, self.ctas)
         if not self.short:
             sizes = (self.threads, self.vectors, self.sample_vectors, self.ctas, self.held)
-        name = "topk_short_rows" if self.short else "topk_rows"
-        return Kernel("topk.cu", f"{name}<{', '.join(map(str, sizes))}>", self.threads, ctas=self.ctas)
+        name, planes = "topk_short_rows" if self.short else "topk_rows", ", true" if self.planes else ""
+        return Kernel("topk.cu", f"{name}<{', '.join(map(str, sizes))}{planes}>", self.threads, ctas=self.ctas)
 
     @property
     def chunk(self) -> int:
@@ -156,7 +158,9 @@ FEW = Plan(1024, 2, 1, 1)
 BESIDE_SCORES = Plan(512, 1, 2, 1)  # an SM has room for it and a CTA of scores of one token
 MEETINGS = (*(BESIDE_SCORES._replace(held=held) for held in (2, 4)), *(FEW._replace(held=held) for held in (4, 6)))
 MANY = Plan(256, 2, 2, 4)
-KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY))
+# A row without a gate is read in halves if its columns are no more than the entries of k = 2,048.
+BY_PLANES = MANY._replace(gated=5888, planes=True)
+KERNELS = tuple(plan.kernel for plan in (*SHORT, FEW, *MEETINGS, MANY, BY_PLANES))
 
 
 def deviations_for(num_rows: int) -> float:
@@ -191,6 +195,11 @@ def plan_for(
     plan = next((plan for plan in holding if plan.need(topk)), FEW._replace(cluster=most))
     sampled, spare = 4096 if num_columns > LONG_ROW else 2048, 2 if plan.cluster <= CLUSTERS[1] else 8
     return plan._replace(sampled=sampled, spare=spare, deviations=deviations_for(num_rows))
+
+
+def takes_planes(num_rows: int, num_columns: int, num_sms: int, topk: int) -> bool:
+    """Whether scores should lie by planes. Entries have room for what a gate of `BY_PLANES` lets pass."""
+    return num_rows > num_sms and num_columns > SHORT[0].chunk and topk <= 2048
 
 
 def aligned_columns(scores: torch.Tensor) -> int:
@@ -265,24 +274,29 @@ def _loaded(device_index: int) -> dict[Kernel, Function]:
     return {kernel: sources.load(kernel.source, kernel.name, device_index) for kernel in KERNELS}
 
 
-def topk_indices(scores: torch.Tensor, topk: int, *, programmatic: bool = False, **rest: Any) -> None:
+def topk_indices(
+    scores: torch.Tensor, topk: int, *, programmatic: bool = False, planes: bool = False, **rest: Any
+) -> None:
     """Runs the op's `.out`.
 
     With `programmatic` it begins beside the end of the launch in front, which makes the scores and nothing else that
-    is read here.
+    is read here. With `planes` the scores are those that `takes_planes` asked for.
     """
     num_rows = scores.shape[0]
     if num_rows == 0:
         return
     device_index = scores.device.index
-    plan = plan_for(
-        num_rows,
-        aligned_columns(scores),
-        num_sms(device_index),
-        _at_once(device_index, topk),
-        topk,
-        sorted=rest.get("sorted", False),
-    )
+    if planes:
+        plan = BY_PLANES._replace(deviations=deviations_for(num_rows))
+    else:
+        plan = plan_for(
+            num_rows,
+            aligned_columns(scores),
+            num_sms(device_index),
+            _at_once(device_index, topk),
+            topk,
+            sorted=rest.get("sorted", False),
+        )
     _loaded(device_index)[plan.kernel].launch(
         (num_rows * plan.cluster, 1, 1),
         (plan.threads, 1, 1),

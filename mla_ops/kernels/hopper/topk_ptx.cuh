@@ -81,10 +81,37 @@ DEVICE void append_if(bool condition, u32& address, float score, u32 place) {
       : "memory");
 }
 
+// Where a bit is set.
+template <u32 BIT>
+DEVICE void append_if_bit(u32 bits, u32& address, u32 value, u32 place) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b32 t;\nand.b32 t, %2, %4;\nsetp.ne.u32 p, t, 0;\n"
+      "@p st.shared.v2.b32 [%0], {%3, %1};\n@p add.u32 %0, %0, 8;\n}"
+      : "+r"(address)
+      : "r"(value), "r"(bits), "r"(place), "n"(BIT)
+      : "memory");
+}
+
+// All bits of each of two bfloat16 that reaches another one.
+DEVICE u32 both_reach(u32 two, u32 least) {
+  u32 reached;
+  asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(reached) : "r"(two), "r"(least));
+  return reached;
+}
+
 DEVICE void store_int_if(bool condition, int* target, int value) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.b32 [%0], %1;\n}" ::"l"(target), "r"(value),
                "r"(static_cast<u32>(condition))
                : "memory");
+}
+
+DEVICE uint4 load_words_once(const u32* source) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(source)
+               : "memory");
+  return v;
 }
 
 // Elements that are not loaded have no value.

@@ -11,9 +11,12 @@
 // So the result is exact whatever the sample was like, and no buffer can overflow: there is room for k entries and a
 // chunk.
 //
+// PLANES: the gate is one of upper halves, and the row's upper halves are read first, from half the memory. Entries have
+// no more; in the bin of the rank alone lower halves decide. Where that is not enough, scores are read as above.
+//
 // A row that a CTA's registers hold needs none of this where rows are few, however wide the tensor (topk_short.cuh).
 #pragma once
-#include "topk_cluster.cuh"
+#include "topk_planes.cuh"
 
 // Scores that reach the gate go on. A gate without a score lets everything pass, NaN too.
 struct Gate {
@@ -37,8 +40,9 @@ struct Sampled {
 };
 
 // SAMPLED groups of four of a sample for each thread. FEW_ROWS: latency is all, and registers hold short rows.
-template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, int HELD_BY_CLUSTER>
+template <int THREADS, int VECTORS, int SAMPLED, bool FEW_ROWS, int HELD_BY_CLUSTER, bool PLANES = false>
 struct Selection {
+  static_assert(!PLANES || (!FEW_ROWS && SAMPLED == 2), "a thread has a piece of the sample of many rows");
   static constexpr u32 STEP = THREADS * VECTORS;  // groups of 4 columns of a chunk
   static constexpr u32 CHUNK = STEP * 4;
   static constexpr u32 HELD = THREADS < 1024 ? 4 : 2;  // groups of a thread, which registers hold
@@ -72,19 +76,37 @@ struct Selection {
   // Groups of four of the sample. All of the row's that are whole may be in it, in runs of four: longer runs are read in
   // less time, but say less of a row whose neighbours score alike, so its gate fails more often.
   DEVICE void place_sample(u32 (&groups)[SAMPLED]) const {
-    const u32 first_whole = (row.start + 3) / 4, runs = (row.end / 4 - first_whole) / 4;
+    if constexpr (PLANES) {
+      const u32 first_run = (row.start + 15) / 16, runs = row.end / 16 - first_run, number = threadIdx.x;
+      const u32 column = (first_run + number / 2 * runs / (p.sampled / 4)) * 16 + number % 2 * 4;
+      groups[0] = word_of(column);
+    } else {
+      const u32 first_whole = (row.start + 3) / 4, runs = (row.end / 4 - first_whole) / 4;
 #pragma unroll
-    for (int i = 0; i < SAMPLED; ++i) {
-      const u32 number = i * THREADS + threadIdx.x;
-      groups[i] = first_whole + number / 4 * runs / (p.sampled / 4) * 4 + number % 4;
+      for (int i = 0; i < SAMPLED; ++i) {
+        const u32 number = i * THREADS + threadIdx.x;
+        groups[i] = first_whole + number / 4 * runs / (p.sampled / 4) * 4 + number % 4;
+      }
     }
   }
 
+  // Whether the sample has a thread's i-th four columns.
+  DEVICE bool sampled(int i) const { return (PLANES ? threadIdx.x * 2 : i * THREADS + threadIdx.x) < p.sampled; }
+
   DEVICE void load_sample(const u32 (&groups)[SAMPLED], float4 (&x)[SAMPLED]) const {
+    if constexpr (PLANES) {
+      uint4 own = {~0u, ~0u, ~0u, ~0u};
+      if (sampled(0)) own = load_words_once(words() + groups[0]);
+      auto low = [](u32 word) { return __uint_as_float(word << 16); };
+      auto high = [](u32 word) { return __uint_as_float(word & 0xffff0000u); };
+      x[0] = {low(own.x), low(own.y), low(own.z), low(own.w)};
+      x[1] = {high(own.x), high(own.y), high(own.z), high(own.w)};
+    } else {
 #pragma unroll
-    for (int i = 0; i < SAMPLED; ++i) {
-      x[i] = {absent(), absent(), absent(), absent()};
-      if (i * THREADS + threadIdx.x < p.sampled) x[i] = load_once_16(row.scores + 4 * static_cast<i64>(groups[i]));
+      for (int i = 0; i < SAMPLED; ++i) {
+        x[i] = {absent(), absent(), absent(), absent()};
+        if (sampled(i)) x[i] = load_once_16(row.scores + 4 * static_cast<i64>(groups[i]));
+      }
     }
   }
 
@@ -93,7 +115,7 @@ struct Selection {
     Sampled<SAMPLED> own;
 #pragma unroll
     for (int i = 0; i < SAMPLED; ++i) {
-      const u32 there = i * THREADS + threadIdx.x < p.sampled ? ~0u : 0;
+      const u32 there = sampled(i) ? ~0u : 0;
       own.keys[i][0] = key_of(x[i].x) & there, own.keys[i][1] = key_of(x[i].y) & there;
       own.keys[i][2] = key_of(x[i].z) & there, own.keys[i][3] = key_of(x[i].w) & there;
     }
@@ -127,8 +149,30 @@ struct Selection {
       prefetch_to_l2(row.scores + 4 * static_cast<i64>(first + at + AHEAD) + thread_here() * 32);
   }
 
+  DEVICE const u32* words() const { return reinterpret_cast<const u32*>(row.scores); }
+
+  // Four columns of a row that lies by planes, which memory has.
+  DEVICE float4 of_planes(u32 four) const {
+    const u32 column = 4 * four, word = word_of(column);
+    const bool high = in_high_bits(column);
+    const uint4 upper = load_words_once(words() + word), lower = load_words_once(words() + word + LOWER_HALVES);
+    auto score = [&](u32 above, u32 below, u32 i) {
+      return row.has(column + i) ? __uint_as_float(whole_bits(above, below, high)) : absent();
+    };
+    return {score(upper.x, lower.x, 0), score(upper.y, lower.y, 1), score(upper.z, lower.z, 2),
+            score(upper.w, lower.w, 3)};
+  }
+
   // Scores of a chunk. What the row does not have is absent, and not read.
   DEVICE void load(u32 at, float4 (&x)[VECTORS]) const {
+    if constexpr (PLANES) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        x[i] = {absent(), absent(), absent(), absent()};
+        if (group(at, i) < vectors) x[i] = of_planes(first + group(at, i));
+      }
+      return;
+    }
     const float* const from = row.scores + 4 * static_cast<i64>(first + group(at, 0));
     if (at >= whole && at + STEP <= whole_end) {
 #pragma unroll
@@ -161,15 +205,16 @@ struct Selection {
 
   // Makes entries of the scores that were appended from number `begin` on. If that is the last of them, all are COUNTED in
   // the bins of `select_listed` at the same time.
-  template <bool COUNTED = false>
+  // UPPER: words of planes were appended.
+  template <bool COUNTED = false, bool UPPER = false>
   DEVICE void order(u32 begin, u32 end) const {
     const u32 lowest = max(least, 1u), bins_at = shared_address(bins);
-    const int shift = shift_of_listed(least);
+    const int shift = shift_of_listed<UPPER>(least);
 #pragma unroll FEW_ROWS ? 1 : 4
     for (u32 i = (COUNTED ? 0 : begin) + threadIdx.x; i < end; i += THREADS) {
       u32* const key = reinterpret_cast<u32*>(entries + i) + 1;
       u32 made = *key;
-      if (!COUNTED || i >= begin) *key = made = key_of(__uint_as_float(made));
+      if (!COUNTED || i >= begin) *key = made = UPPER ? key_of_word(made, key[-1]) : key_of(__uint_as_float(made));
       if (COUNTED) count_at(bins_at + 4 * min(made - lowest >> shift, BINS - 1));
     }
     __syncthreads();
@@ -237,6 +282,70 @@ struct Selection {
     return have;
   }
 
+  // The least of the `rank` best entries.
+  template <bool UPPER>
+  DEVICE u64 least_of(u32 count, u32 rank, bool counted = false) {
+    if constexpr (UPPER)
+      return select<THREADS>(control, bins, UpperListed<THREADS>{entries, count, words()}, rank, least,
+                             shift_of_listed<true>(least), 0, counted);
+    else
+      return select_listed<THREADS>(control, bins, entries, count, rank, least, counted);
+  }
+
+  // Entries of all upper halves that reach that of `least`, which may rise. Returns how many those are, or more than there
+  // is room for.
+  DEVICE u32 read_upper() {
+    using Own = Pieces<THREADS>;
+    const u32 base = shared_address(entries), odd = threadIdx.x % 2;
+    u32 have = 0, ordered = 0, parity = 0, gate = gate_of_key(least);
+    bool crowded = false;
+    Own x, next;
+    const int start = row.start & ~63;
+    int column = start + Own::first();
+    hold(column);  // else it is made again for each chunk
+    const u32* from = words() + word_of(column);
+    x.load(from, row.end - column);
+#pragma unroll 1
+    for (int at = start; at < row.end;) {
+      u32 bits = x.reaching(gate);
+      if (at < row.start || at + Own::COLUMNS > row.end) bits &= Own::inside(row.start - column, row.end - column);
+      next.load(from + Own::COLUMNS, row.end - column - Own::COLUMNS);
+      const u32 bytes = Own::entry_bytes(bits), others = __shfl_sync(~0u, bytes, threadIdx.x % 32 ^ 1);
+      const u32 low = Own::low(bytes), both = low + Own::high(bytes), inclusive = inclusive_scan(both);
+      const u32 of_warp = __shfl_sync(~0u, inclusive, 31), of_first = of_warp & 0xffff;
+      u32 total, place = before_warp<THREADS>(control, of_first + (of_warp >> 16), parity, total);
+      parity ^= 1;
+      if (have + total / 8 > p.capacity) {
+        if (crowded || have <= static_cast<u32>(p.k)) return ~0u;
+        order<false, true>(ordered, have);
+        const u64 threshold = least_of<true>(have, p.k);
+        each_chosen<THREADS>(control, entries, have, threshold, [&](u32 to, u64 entry) { entries[to] = entry; });
+        __syncthreads();
+        have = ordered = p.k, crowded = true;
+        least = static_cast<u32>(threshold >> 32) & 0xffff0000u, gate = gate_of_key(least);
+        if (least == KEY_OF_ZERO || least == KEY_OF_ZERO - (1 << 16)) return ~0u;  // keys of later ones would not compare
+        continue;
+      }
+      crowded = false;
+      // Of sixteen columns the first four are an even thread's, the next ones those of the thread behind it, and so on.
+      place += base + 8 * have;
+      const u32 before = inclusive - both, first = before - (odd ? Own::high(others) : 0),
+                second = before + low + (odd ? 0 : Own::low(others));
+      x.template append<0>(bits, place + (first & 0xffff), ~column);
+      x.template append<2>(bits, place + (second & 0xffff), ~column);
+      x.template append<1>(bits, place + of_first + (first >> 16), ~column);
+      x.template append<3>(bits, place + of_first + (second >> 16), ~column);
+      have += total / 8, at += Own::COLUMNS, column += Own::COLUMNS, from += Own::COLUMNS;
+      x = next;
+    }
+    __syncthreads();
+    if (have > static_cast<u32>(p.k))
+      order<true, true>(ordered, have);
+    else
+      order<false, true>(ordered, have);
+    return have;
+  }
+
   // All entries of a cluster into the first CTA's memory, in the order of CTAs. Returns how many it has then.
   DEVICE u32 gather(u32 rank, const u32* counts, u32 total, u32 have) {
     if (total <= p.capacity) {
@@ -276,9 +385,10 @@ struct Selection {
     return have;
   }
 
+  template <bool UPPER = false>
   DEVICE void write(i64 number, int request, u32 count, u32 wanted, bool counted) {
     int* const out = p.indices + number * p.indices_pitch;
-    const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least, counted) : 1;
+    const u64 threshold = count > wanted ? least_of<UPPER>(count, wanted, counted) : 1;
     if (!p.sorted) {
       int* to = out;
       hold(to);  // else it is made again for each entry
@@ -384,14 +494,23 @@ struct Selection {
       place_sample(groups);
       if (length >= p.gated) load_sample(groups, sample);
     }
-    load(0, next);
-    prefetch(STEP, AHEAD - STEP);
+    if (!PLANES) load(0, next), prefetch(STEP, AHEAD - STEP);
     const u32 rank_in_sample = sample_rank(max(length, 1));
     least = length >= p.gated && rank_in_sample <= 2 * p.sampled ? gate_of(sample, rank_in_sample) : 0;
     if (!alone) cluster_wait();  // all CTAs have begun
 
     const u32 wanted = min(length, p.k), enough = alone ? wanted : ~0u;
     u32 have, total;
+    if constexpr (PLANES) {
+      const u32 lowest = least;
+      if (length <= static_cast<int>(p.capacity)) least = max(least, LOWEST_KEY + 1);
+      least &= 0xffff0000u;
+      have = least > LOWEST_KEY ? read_upper() : 0;
+      if (have - wanted <= p.capacity - wanted) return write<true>(number, given.request, have, wanted, true);
+      least = have < wanted ? 0 : lowest;
+      __syncthreads();
+      load(0, next), prefetch(STEP, AHEAD - STEP);
+    }
 #pragma unroll 1
     for (u32 round = 0;; ++round) {
       const Gate gate(least);

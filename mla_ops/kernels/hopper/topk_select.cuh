@@ -167,7 +167,10 @@ DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLef
 // rank. Where one score is left, positions follow. Entries, and bins of 0, are there before a barrier that precedes this.
 // If it need not be EXACT, `spare` entries more may reach it, and all those of one score. The first counts may have been
 // made. BELOW the first bins there is nothing, or what is searched next, or what lets this return 0 at once.
+// Where UPPER_KEYS says so, keys are without their lower halves until those of the bin of the rank are asked for.
 enum Below { NOTHING, MORE, FAILURE };
+template <class Entries>
+constexpr bool UPPER_KEYS = false;
 template <int THREADS, bool EXACT = true, Below BELOW = NOTHING, class Entries>
 DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank, u32 least, int shift, u32 spare = 0,
                   bool counted = false) {
@@ -177,6 +180,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
   hold(of_control);  // else it is made again behind each barrier, of what a special register has
   const u32 at = of_control + sizeof(Control);  // of the bins
   // Narrows the range to the bin that was found. Returns how many are in it.
+  bool complete = !UPPER_KEYS<Entries>;
   auto narrow = [&] {
     const Place found =
         BELOW == NOTHING ? place_at(of_control + Control::FOUND) : Place{control.bin, control.above, control.inside};
@@ -203,6 +207,12 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
     const u32 inside = narrow();
     least = max(least, 1u);
     if (inside - rank <= spare || (!EXACT && least == most)) return static_cast<u64>(least) << 32;
+    if constexpr (UPPER_KEYS<Entries>)
+      if (!complete && (most - least < 1u << 16 || inside <= SHORT_LIST)) {
+        entries.complete(least, most);
+        if (least == KEY_OF_ZERO) least -= 1 << 16;  // some were below it
+        complete = true;
+      }
     if (EXACT && inside <= SHORT_LIST)
       return entry_of_rank<THREADS>(control, of_control, inside, rank, [&](auto use) {
         entries.each([&](u32 key, u32 place) {
@@ -210,7 +220,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
         });
       });
     if (least == most) break;
-    shift = max(32 - BIN_BITS - __clz(most - least), 0);
+    shift = max(32 - BIN_BITS - __clz(most - least), complete ? 0 : 16);
   }
   const u32 score = least;
   least = ~0u << POSITION_BITS, most = ~0u;
@@ -262,7 +272,9 @@ struct FirstBins {
 };
 
 // Behind a gate below zero scores of any size may come, between it and zero and above: bins of an eighth of a power of two.
+template <bool UPPER = false>
 DEVICE int shift_of_listed(u32 least) {
+  if (UPPER) return max(shift_of_listed(least), 16);
   return least >= KEY_OF_ZERO ? SHIFT_OF_GATED : least > LOWEST_KEY ? SHIFT_OF_ALL - 1 : SHIFT_OF_ALL;
 }
 
