@@ -2,23 +2,27 @@
 #include "hopper_indexer.h"
 #include "indexer_scores.cuh"
 
-template <int HEADS, int TOKENS, Source SOURCE>
+template <int HEADS, int TOKENS, Source SOURCE, bool PLANES = false>
 int score(const Params& p, int ctas, int seed) {
   using L = ScoresLayout<HEADS, TOKENS, SOURCE>;
   if (ctas % L::CLUSTER) return 2;
   shared_size = L::BYTES;
   begun.clear(), barriers.clear(), flights.clear(), waited.clear(), early = false;
-  simt::launch(ctas / L::CLUSTER, L::CLUSTER, L::THREADS, L::BYTES, seed, [&] { make_scores<L, SOURCE>(p, 0); });
+  simt::launch(ctas / L::CLUSTER, L::CLUSTER, L::THREADS, L::BYTES, seed, [&] { make_scores<L, SOURCE, PLANES>(p, 0); });
   return early || waited.size() != static_cast<size_t>(ctas) ? 3 : 0;
 }
 
 // A launch; returns 1 where there is no such kernel here, 3 where a score is written, or a CTA ends, before the launch in
 // front is over.
-extern "C" int scores(const void* params, int heads, int tokens, const char* source, int ctas, int seed) {
+extern "C" int scores(const void* params, int heads, int tokens, const char* source, int ctas, int seed,
+                      int planes) {
   alignas(Params) unsigned char bytes[sizeof(Params)];
   std::memcpy(bytes, params, sizeof(Params));
   const Params& p = reinterpret_cast<const Params&>(bytes);
   const int kernel = heads * 100 + tokens * 10 + (source[0] == 'F' ? 0 : source[0] == 'B' ? 1 : 2);
+  if (planes && kernel == 6440) return score<64, 4, FLAT, true>(p, ctas, seed);
+  if (planes && kernel == 3280) return score<32, 8, FLAT, true>(p, ctas, seed);
+  if (planes) return 1;
   if (kernel == 6440) return score<64, 4, FLAT>(p, ctas, seed);
   if (kernel == 3280) return score<32, 8, FLAT>(p, ctas, seed);
   if (kernel == 6411) return score<64, 1, BOXES>(p, ctas, seed);

@@ -49,7 +49,12 @@ To bits_of(From value) {
 static float __int_as_float(int bits) { return bits_of<float>(bits); }
 static unsigned __float_as_uint(float value) { return bits_of<unsigned>(value); }
 static float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
-unsigned __byte_perm(unsigned, unsigned, unsigned);  // for conversions, which nobody calls here
+static unsigned __byte_perm(unsigned a, unsigned b, unsigned order) {
+  const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> (order >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return result;
+}
 static unsigned long long __cvta_generic_to_shared(const void*) { return 0; }
 static void* __cvta_shared_to_generic(unsigned long long) { return nullptr; }
 

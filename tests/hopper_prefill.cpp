@@ -31,12 +31,6 @@ static void store_streaming_16(void* to, uint4 v) {
 static int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 static float exp2_approx(float x) { return std::exp2(x); }
 static float __fmul_rn(float a, float b) { return a * b; }
-unsigned __byte_perm(unsigned a, unsigned b, unsigned order) {
-  const unsigned long long both = static_cast<unsigned long long>(b) << 32 | a;
-  unsigned result = 0;
-  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> (order >> 4 * i & 7) * 8 & 255) << 8 * i;
-  return result;
-}
 static u32 rounded(float x) {
   const u32 bits = __float_as_uint(x);
   return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;

@@ -154,12 +154,6 @@ static uint4 load_words_once(const u32* source) {
   if (reinterpret_cast<uintptr_t>(source) % 16) abort();
   return {source[0], source[1], source[2], source[3]};
 }
-unsigned __byte_perm(unsigned a, unsigned b, unsigned order) {
-  const u64 bytes = static_cast<u64>(b) << 32 | a;
-  unsigned result = 0;
-  for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (order >> 4 * i & 7) & 0xff) << 8 * i;
-  return result;
-}
 static void append_if_reaches(u32& address, float score, float least, u32 place) {
   append_if(score >= least, address, score, place);
 }

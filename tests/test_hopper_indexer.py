@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hopper_on_cpu import NO_COMPILER, build
+from topk_oracle import of_planes
 
 from mla_ops.dispatch import Call
 from mla_ops.formats import allocate_cache
@@ -262,11 +263,11 @@ def launches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> dict[str,
             programmatic: bool,
         ) -> None:
             assert not programmatic
-            heads, tokens, source = re.findall(r"\w+", self.name)[1:]
+            heads, tokens, source, *planes = re.findall(r"\w+", self.name)[1:]
             assert len(params) == library.bytes_of_params()
             state["kernels"].append(self.name)
             kernel = int(heads), int(tokens), source.encode()
-            assert library.scores(params, *kernel, grid[0], state["seed"]) == 0, self.name
+            assert library.scores(params, *kernel, grid[0], state["seed"], len(planes)) == 0, self.name
 
     def tensor_map(
         address: int, shape: tuple[int, ...], strides: tuple[int, int], box: tuple[int, int], **_: bool
@@ -301,6 +302,29 @@ def test_a_flat_launch(launches: dict[str, Any], num_heads: int, num_tokens: int
         assert (out[:, :num_kv][~within] == 7).all()
         assert (out[:, num_kv:] == 7).all()
     assert {name.split(", ")[-1] for name in launches["kernels"]} == {"FLAT>"}
+
+
+@pytest.mark.parametrize(("num_heads", "num_tokens", "num_kv"), [(64, 6, 200), (32, 9, 130), (64, 1, 64)])
+def test_scores_by_planes_are_the_same_bits(
+    launches: dict[str, Any], num_heads: int, num_tokens: int, num_kv: int
+) -> None:
+    """Words of columns in front of a row, and behind it, are left as they are."""
+    q = torch.randn(num_tokens, num_heads, 128).to(torch.float8_e4m3fn)
+    k, k_scale = torch.randn(num_kv, 128).to(torch.float8_e4m3fn), torch.rand(num_kv) + 0.01
+    starts = int32(*(0, 7, 131, 200, -9, 0, 60, 0, 129)[:num_tokens])
+    ends = int32(*(num_kv, 7, 199, INT32_MAX, 1, 90, 190, 0, 130)[:num_tokens])
+    rest = k, torch.randn(num_tokens, num_heads), starts, ends
+    scores, planes = torch.full((num_tokens, num_kv), 7.0), torch.full((num_tokens, -(-num_kv // 64) * 64), 7.0)
+    indexer_logits.indexer_logits(q, *rest, k_scale=k_scale, out=scores)
+    launches["sms"], launches["seed"] = 5, 5
+    indexer_logits.indexer_logits(q, *rest, k_scale=k_scale, planes=True, out=planes[:, :num_kv])
+    column = torch.arange(planes.shape[1])
+    within = (column >= starts[:, None]) & (column < ends.clamp(max=num_kv)[:, None])
+    read = of_planes(planes)
+    assert torch.equal(read[within], scores[within[:, :num_kv]])
+    first = column // 16 * 16 + column % 8
+    untouched = (first + 8 < starts[:, None]) | (first >= ends[:, None])
+    assert torch.equal(read[untouched], of_planes(torch.full_like(planes, 7.0))[untouched])
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,10 @@ def by_planes(scores: torch.Tensor) -> torch.Tensor:
     upper, lower = second & -65536 | first >> 16 & 65535, second << 16 | first & 65535
     words = torch.cat((upper.flatten(2), lower.flatten(2)), dim=2)
     return words.flatten(1).contiguous().view(torch.float32)
+
+
+def of_planes(words: torch.Tensor) -> torch.Tensor:
+    """The scores of `by_planes`."""
+    upper, lower = words.view(torch.int32).view(words.shape[0], -1, 2, 4, 8).unbind(2)
+    first, second = upper << 16 | lower & 65535, upper & -65536 | lower >> 16 & 65535
+    return torch.stack((first, second), dim=3).flatten(1).contiguous().view(torch.float32)
