@@ -323,7 +323,7 @@ def test_scores_by_planes_are_the_same_bits(
     read = of_planes(planes)
     assert torch.equal(read[within], scores[within[:, :num_kv]])
     first = column // 16 * 16 + column % 8
-    untouched = (first + 8 < starts[:, None]) | (first >= ends[:, None])
+    untouched = (first + 8 < starts.clamp(max=num_kv)[:, None]) | (first >= ends[:, None])
     assert torch.equal(read[untouched], of_planes(torch.full_like(planes, 7.0))[untouched])
 
 
