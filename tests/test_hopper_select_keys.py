@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_inputs import INT_MAX, INT_MIN
 from hopper_on_cpu import NO_COMPILER, build
-from topk_oracle import KINDS, hard_rows, topk_oracle
+from topk_oracle import KINDS, by_planes, hard_rows, topk_oracle
 
 from mla_ops.dispatch import Call
 from mla_ops.kernels import selection
@@ -20,6 +20,7 @@ INT32 = {"dtype": torch.int32}
 PLANS = {
     "one CTA": topk.Plan(64, 2, 2, 1, 1, 64, 512, 256),
     "clusters of 3": topk.Plan(64, 1, 2, 1, 3, 64, 512, 256, held=1),
+    "by planes": topk.Plan(128, 2, 2, 4, 1, 64, 512, 512, planes=True),
 }
 
 
@@ -30,17 +31,21 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build("hopper_topk.cpp", tmp_path_factory.mktemp("topk"))
 
 
-@pytest.fixture(params=PLANS.values(), ids=PLANS)
+@pytest.fixture(params=PLANS)
 def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Top-k runs the kernel's code, for three tokens at one time; scores are those that `k_scale` or the cache says."""
-    plan, order = request.param, []
+    order: list[str] = []
+    without = "one CTA" if request.param == "by planes" else request.param  # parts of few rows, and caches
 
-    def best(scores: torch.Tensor, k: int, *, programmatic: bool, **rest: Any) -> None:
+    def best(scores: torch.Tensor, k: int, *, programmatic: bool, planes: bool = False, **rest: Any) -> None:
         assert programmatic
+        plan = PLANS["by planes" if planes else without]
         assert order[-1] == "scores"
         order.append("topk")
         params = topk.pack(plan, scores, k, **rest)
-        assert library.topk(params, plan.threads, plan.vectors, plan.shared_bytes(k), plan.short, len(scores), 0) == 0
+        assert (
+            library.topk(params, plan.threads, plan.vectors, plan.shared_bytes(k), plan.short, len(scores), planes) == 0
+        )
 
     def flat(
         q: torch.Tensor,
@@ -51,13 +56,19 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         *,
         k_scale: torch.Tensor,
         programmatic: bool,
+        planes: bool,
         out: torch.Tensor,
     ) -> None:
         assert programmatic == bool(order)
         order.append("scores")
         columns = torch.arange(len(k))
         inside = (columns >= row_starts[:, None]) & (columns < row_ends[:, None])
-        out.copy_(torch.where(inside, weights[:, :1] * k_scale, torch.nan))
+        scores = torch.where(inside, weights[:, :1] * k_scale, torch.nan)
+        if not planes:
+            out.copy_(scores)
+            return
+        assert out.stride(0) % indexer_logits.TILE == 0
+        out.as_strided((len(out), out.stride(0)), out.stride()).copy_(by_planes(scores))
 
     def paged(
         q: torch.Tensor,
@@ -84,6 +95,8 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
 
     monkeypatch.setattr(selection, "tokens_together", lambda num_tokens, _: min(num_tokens, 3))
     monkeypatch.setattr(topk, "topk_indices", best)
+    monkeypatch.setattr(topk, "takes_planes", lambda rows, *_: request.param == "by planes" and rows > 2)
+    monkeypatch.setattr(select_keys, "num_sms", lambda _: 132)
     monkeypatch.setattr(indexer_logits, "indexer_logits", flat)
     monkeypatch.setattr(indexer_logits, "paged_indexer_logits", paged)
     monkeypatch.setattr(select_keys, "geometry", lambda cache, _: cache)

@@ -83,6 +83,31 @@ def test_a_sample_that_says_nothing_of_its_row(library: ctypes.CDLL, plan: topk.
         assert torch.equal(got[0], want[0])
 
 
+HALVES = {
+    "tiny on both sides of 0": lambda normal: normal * 1e-41,
+    "mostly 0 of either sign": lambda normal: torch.where(normal > 1.9, normal, normal.sign() * 0.0),
+    "a few lower halves": lambda normal: 1 + (normal * 1e4).int() % 7 * 2.0**-20,
+    "two upper halves": lambda normal: 1 + (normal > 0.5) * 2.0**-7 + (normal * 1e4).int() % 999 * 2.0**-23,
+    "negative": lambda normal: normal - 9,
+    "no finite score": lambda normal: torch.where(normal > 1.5, torch.inf, -torch.inf),
+    "few finite scores": lambda normal: torch.where(normal > 2, normal, -torch.inf),
+    "better and better": lambda normal: normal + torch.arange(normal.shape[1]) / 300,
+    "steps": lambda normal: (torch.arange(normal.shape[1]) // 2048 * 0.25 + 1).expand_as(normal) + normal * 2.0**-12,
+}
+
+
+@pytest.mark.parametrize("gated", [900, 1 << 30], ids=["gates", "no gates"])
+@pytest.mark.parametrize("kind", HALVES)
+def test_upper_halves_that_do_not_tell_scores_apart(library: ctypes.CDLL, kind: str, gated: int) -> None:
+    """Lower halves decide; where too much passes, or too little, scores are read whole."""
+    plan = PLANS["by planes"]._replace(gated=gated)
+    for num_columns in (700, 3000, 9001):
+        scores = HALVES[kind](hard_rows("normal", 2, num_columns, num_columns))
+        got, want = run(library, plan, scores, 200), topk_oracle(scores, 200)
+        assert torch.equal(got[1], want[1])
+        assert torch.equal(got[0], want[0])
+
+
 MEETINGS = (
     topk.Plan(64, 2, 2, 1, 16, 64, 1024, 512, held=2),
     topk.Plan(128, 4, 1, 1, 4, 64, 1024, 512, held=4),

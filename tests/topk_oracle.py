@@ -99,7 +99,7 @@ KINDS = (
 
 
 def by_planes(scores: torch.Tensor) -> torch.Tensor:
-    """Scores as planes.cuh has them, `[num_rows, columns up to a multiple of 64]`: words of two halves, NaN as the tensor cores' SM writes it."""
+    """Scores as planes.cuh has them, `[num_rows, columns up to a multiple of 64]`; NaN is the one that an SM makes."""
     num_rows, num_columns = scores.shape
     padded = torch.full((num_rows, -(-num_columns // 64) * 64), torch.nan)
     padded[:, :num_columns] = scores
