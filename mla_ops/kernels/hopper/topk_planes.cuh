@@ -15,15 +15,33 @@ struct UpperListed {
     Listed<THREADS>{entries, count}.each(use);
   }
 
+  DEVICE u64 completed(u64 entry) const {
+    const u32 column = position_of(entry), word = word_of(column);
+    const float score = __uint_as_float(whole_bits(row[word], row[word + LOWER_HALVES], in_high_bits(column)));
+    return entry_of(key_of_number(score), column);
+  }
+
   // Whole keys for those from `least` to `most`.
   DEVICE void complete(u32 least, u32 most) const {
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < count; i += THREADS) {
       if (static_cast<u32>(entries[i] >> 32) - least > most - least) continue;
-      const u32 column = position_of(entries[i]), word = word_of(column);
-      const float score = __uint_as_float(whole_bits(row[word], row[word + LOWER_HALVES], in_high_bits(column)));
-      entries[i] = entry_of(key_of_number(score), column);
+      entries[i] = completed(entries[i]);
     }
+  }
+
+  // The same for a few, which control lists; they are asked for at one time.
+  DEVICE void complete_few(Control& control, u32 at, u32 least, u32 most, u32 inside) const {
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < count; i += THREADS)
+      if (static_cast<u32>(entries[i] >> 32) - least <= most - least)
+        store_shared_8(at + 8 * next_number(at + Control::LISTED), i, 0);
+    meet<THREADS>();
+    if (threadIdx.x < inside) {
+      const u32 number = static_cast<u32>(control.list[threadIdx.x]);
+      entries[number] = control.list[threadIdx.x] = completed(entries[number]);
+    }
+    meet<THREADS>();
   }
 };
 template <int THREADS>

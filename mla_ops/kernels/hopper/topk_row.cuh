@@ -284,7 +284,7 @@ struct Selection {
 
   // The least of the `rank` best entries.
   template <bool UPPER>
-  DEVICE u64 least_of(u32 count, u32 rank, bool counted = false) {
+  DEVICE u64 least_of(u32 count, u32 rank, bool counted) {
     if constexpr (UPPER)
       return select<THREADS>(control, bins, UpperListed<THREADS>{entries, count, words()}, rank, least,
                              shift_of_listed<true>(least), 0, counted);
@@ -292,58 +292,49 @@ struct Selection {
       return select_listed<THREADS>(control, bins, entries, count, rank, least, counted);
   }
 
-  // Entries of all upper halves that reach that of `least`, which may rise. Returns how many those are, or more than there
-  // is room for.
-  DEVICE u32 read_upper() {
+  // Blocks of entries, of the columns that a warp has of a chunk.
+  DEVICE u32* blocks() const { return reinterpret_cast<u32*>(entries + p.capacity); }
+  DEVICE u32 num_blocks() const {
+    constexpr u32 COLUMNS = Pieces<THREADS>::COLUMNS;
+    return (row.end - (row.start & ~63) + COLUMNS - 1) / COLUMNS * (THREADS / 32);
+  }
+
+  // Entries of all upper halves that reach that of `least`, in blocks wherever there is room, so that no warp waits for
+  // another one. Returns how many those are; maybe more than there is room for.
+  DEVICE u32 read_upper(Pieces<THREADS>& x, int column) {
     using Own = Pieces<THREADS>;
-    const u32 base = shared_address(entries), odd = threadIdx.x % 2;
-    u32 have = 0, ordered = 0, parity = 0, gate = gate_of_key(least);
-    bool crowded = false;
-    Own x, next;
-    const int start = row.start & ~63;
-    int column = start + Own::first();
-    hold(column);  // else it is made again for each chunk
+    const u32 base = shared_address(entries), lane = threadIdx.x % 32, odd = lane % 2, gate = gate_of_key(least);
+    u32* block = blocks() + threadIdx.x / 32;
     const u32* from = words() + word_of(column);
-    x.load(from, row.end - column);
+    Own next;
 #pragma unroll 1
-    for (int at = start; at < row.end;) {
+    for (int at = row.start & ~63; at < row.end; at += Own::COLUMNS) {
       u32 bits = x.reaching(gate);
       if (at < row.start || at + Own::COLUMNS > row.end) bits &= Own::inside(row.start - column, row.end - column);
       next.load(from + Own::COLUMNS, row.end - column - Own::COLUMNS);
-      const u32 bytes = Own::entry_bytes(bits), others = __shfl_sync(~0u, bytes, threadIdx.x % 32 ^ 1);
+      const u32 bytes = Own::entry_bytes(bits), others = __shfl_sync(~0u, bytes, lane ^ 1);
       const u32 low = Own::low(bytes), both = low + Own::high(bytes), inclusive = inclusive_scan(both);
-      const u32 of_warp = __shfl_sync(~0u, inclusive, 31), of_first = of_warp & 0xffff;
-      u32 total, place = before_warp<THREADS>(control, of_first + (of_warp >> 16), parity, total);
-      parity ^= 1;
-      if (have + total / 8 > p.capacity) {
-        if (crowded || have <= static_cast<u32>(p.k)) return ~0u;
-        order<false, true>(ordered, have);
-        const u64 threshold = least_of<true>(have, p.k);
-        each_chosen<THREADS>(control, entries, have, threshold, [&](u32 to, u64 entry) { entries[to] = entry; });
-        __syncthreads();
-        have = ordered = p.k, crowded = true;
-        least = static_cast<u32>(threshold >> 32) & 0xffff0000u, gate = gate_of_key(least);
-        if (least == KEY_OF_ZERO || least == KEY_OF_ZERO - (1 << 16)) return ~0u;  // keys of later ones would not compare
-        continue;
+      const u32 of_warp = __shfl_sync(~0u, inclusive, 31), of_first = of_warp & 0xffff, total = of_first + (of_warp >> 16);
+      u32 place = 0;
+      if (lane == 0) {
+        place = atomicAdd(&control.have, total);
+        *block = place | total << 16;
       }
-      crowded = false;
+      place = __shfl_sync(~0u, place, 0);
+      if (place + total > 8 * p.capacity) break;
       // Of sixteen columns the first four are an even thread's, the next ones those of the thread behind it, and so on.
-      place += base + 8 * have;
+      place += base;
       const u32 before = inclusive - both, first = before - (odd ? Own::high(others) : 0),
                 second = before + low + (odd ? 0 : Own::low(others));
       x.template append<0>(bits, place + (first & 0xffff), ~column);
       x.template append<2>(bits, place + (second & 0xffff), ~column);
       x.template append<1>(bits, place + of_first + (first >> 16), ~column);
       x.template append<3>(bits, place + of_first + (second >> 16), ~column);
-      have += total / 8, at += Own::COLUMNS, column += Own::COLUMNS, from += Own::COLUMNS;
+      column += Own::COLUMNS, from += Own::COLUMNS, block += THREADS / 32;
       x = next;
     }
     __syncthreads();
-    if (have > static_cast<u32>(p.k))
-      order<true, true>(ordered, have);
-    else
-      order<false, true>(ordered, have);
-    return have;
+    return control.have / 8;
   }
 
   // All entries of a cluster into the first CTA's memory, in the order of CTAs. Returns how many it has then.
@@ -393,14 +384,20 @@ struct Selection {
       int* to = out;
       hold(to);  // else it is made again for each entry
       auto put = [&](u32 place, u64 entry) { to[place] = p.translated(position_of(entry) - row.skew, request); };
+      auto each = [&](auto use) {
+        if constexpr (UPPER)
+          each_by_blocks<THREADS>(control, entries, blocks(), num_blocks(), threshold, use);
+        else
+          each_by_warps<THREADS>(control, entries, count, threshold, use);
+      };
       if constexpr (FEW_ROWS)
         each_chosen<THREADS>(control, entries, count, threshold, put);
       else if (p.block_size == 0)
-        each_by_warps<THREADS>(control, entries, count, threshold, [&](bool chosen, u32 place, u64 entry) {
+        each([&](bool chosen, u32 place, u64 entry) {
           store_int_if(chosen, to + place, ~row.skew - static_cast<int>(entry));  // the position, less the skew
         });
       else
-        each_by_warps<THREADS>(control, entries, count, threshold, [&](bool chosen, u32 place, u64 entry) {
+        each([&](bool chosen, u32 place, u64 entry) {
           if (chosen) put(place, entry);
         });
       for (u32 i = wanted + threadIdx.x; i < p.k; i += THREADS) out[i] = -1;
@@ -490,6 +487,14 @@ struct Selection {
 
     // The sample comes first: what is prefetched would stand in its way.
     float4 next[VECTORS];
+    Pieces<PLANES ? THREADS : 32> upper;
+    int column = 0;
+    if constexpr (PLANES) {
+      column = (row.start & ~63) + upper.first();
+      hold(column);  // else it is made again for each chunk
+      upper.load(words() + word_of(column), row.end - column);
+      if (threadIdx.x == 0) control.have = 0;
+    }
     if (FEW_ROWS) {
       place_sample(groups);
       if (length >= p.gated) load_sample(groups, sample);
@@ -505,10 +510,16 @@ struct Selection {
       const u32 lowest = least;
       if (length <= static_cast<int>(p.capacity)) least = max(least, LOWEST_KEY + 1);
       least &= 0xffff0000u;
-      have = least > LOWEST_KEY ? read_upper() : 0;
-      if (have - wanted <= p.capacity - wanted) return write<true>(number, given.request, have, wanted, true);
+      __syncthreads();  // nothing was appended
+      have = least > LOWEST_KEY ? read_upper(upper, column) : 0;
+      if (have >= wanted && have <= p.capacity) {
+        if (have > wanted)
+          order<true, true>(0, have);
+        else
+          order<false, true>(0, have);
+        return write<true>(number, given.request, have, wanted, true);
+      }
       least = have < wanted ? 0 : lowest;
-      __syncthreads();
       load(0, next), prefetch(STEP, AHEAD - STEP);
     }
 #pragma unroll 1

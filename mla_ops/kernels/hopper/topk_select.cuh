@@ -141,12 +141,9 @@ struct Listed {
   }
 };
 
-// The entry of a rank among a few: `each_left` calls what it is given with their words. `at` is the address of control,
-// whose list comes first.
-template <int THREADS, class EachLeft>
-DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLeft each_left) {
-  each_left([&](u32 key, u32 place) { store_shared_8(at + 8 * next_number(at + Control::LISTED), place, key); });
-  meet<THREADS>();
+// The entry of a rank among those of control's list, which begins at the address `at`. A barrier precedes.
+template <int THREADS>
+DEVICE u64 entry_of_list(Control& control, u32 at, u32 inside, u32 rank) {
   static_assert(SHORT_LIST == 64, "a lane has two of them");
   const u32 thread = threadIdx.x, lane = thread % 32;
   const u64 first = lane < inside ? control.list[lane] : 0, second = lane + 32 < inside ? control.list[lane + 32] : 0;
@@ -160,6 +157,14 @@ DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLef
   meet<THREADS>();
   const uint2 words = load_shared_8(at + Control::THRESHOLD);
   return static_cast<u64>(words.y) << 32 | words.x;
+}
+
+// The entry of a rank among a few: `each_left` calls what it is given with their words.
+template <int THREADS, class EachLeft>
+DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLeft each_left) {
+  each_left([&](u32 key, u32 place) { store_shared_8(at + 8 * next_number(at + Control::LISTED), place, key); });
+  meet<THREADS>();
+  return entry_of_list<THREADS>(control, at, inside, rank);
 }
 
 // A number that as many entries reach as a rank says, counted from 1 at the top; there are as many at least, and none has
@@ -208,7 +213,10 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
     least = max(least, 1u);
     if (inside - rank <= spare || (!EXACT && least == most)) return static_cast<u64>(least) << 32;
     if constexpr (UPPER_KEYS<Entries>)
-      if (!complete && (most - least < 1u << 16 || inside <= SHORT_LIST)) {
+      if (!complete && inside <= SHORT_LIST) {
+        entries.complete_few(control, of_control, least, most, inside);
+        return entry_of_list<THREADS>(control, of_control, inside, rank);
+      } else if (!complete && most - least < 1u << 16) {
         entries.complete(least, most);
         if (least == KEY_OF_ZERO) least -= 1 << 16;  // some were below it
         complete = true;
@@ -346,6 +354,35 @@ DEVICE void each_by_warps(Control& control, const u64* entries, u32 count, u64 t
       place += __popc(mask);
     }
   }
+}
+
+// The same of entries that lie in blocks, in the order of these: a word each, of the bytes in front of it and of its own.
+template <int THREADS, class F>
+DEVICE void each_by_blocks(Control& control, const u64* entries, const u32* blocks, u32 num_blocks, u64 threshold, F use) {
+  const u32 lane = threadIdx.x % 32, each = (num_blocks + THREADS / 32 - 1) / (THREADS / 32);
+  const u32 first = threadIdx.x / 32 * each, own_blocks = min(max(num_blocks, first) - first, each);
+  const u32 of_lane = lane < own_blocks ? blocks[first + lane] : 0;
+  auto each_pair = [&](auto use_pair) {
+#pragma unroll 1
+    for (u32 block = 0; block < own_blocks; ++block) {
+      const u32 word = __shfl_sync(~0u, of_lane, block), count = word >> 19;
+      const u64* const from = entries + (word & 0xffff) / 8;
+#pragma unroll 1
+      for (u32 at = lane; at - lane < count; at += 64)
+        use_pair(at < count ? from[at] : 0, at + 32 < count ? from[at + 32] : 0);
+    }
+  };
+  u32 own = 0, total;
+  each_pair([&](u64 a, u64 b) { own += (a >= threshold) + (b >= threshold); });
+  u32 place = before_warp<THREADS>(control, __reduce_add_sync(~0u, own), 0, total);
+  each_pair([&](u64 a, u64 b) {
+    const u32 first_chosen = __ballot_sync(~0u, a >= threshold), second_chosen = __ballot_sync(~0u, b >= threshold);
+    const u32 below = (1u << lane) - 1;
+    use(a >= threshold, place + __popc(first_chosen & below), a);
+    place += __popc(first_chosen);
+    use(b >= threshold, place + __popc(second_chosen & below), b);
+    place += __popc(second_chosen);
+  });
 }
 
 // All but the `k` best of more entries go, the order of the others stays. Returns the least of these.
