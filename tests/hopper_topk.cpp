@@ -29,6 +29,7 @@
 #define add_if_reaches ptx_add_if_reaches
 #define append_if_reaches ptx_append_if_reaches
 #define append_if ptx_append_if
+#define add_at ptx_add_at
 #define append_if_bit ptx_append_if_bit
 #define both_reach ptx_both_reach
 #define load_words_once ptx_load_words_once
@@ -71,6 +72,7 @@
 #undef append_if
 #undef append_if_above
 #undef append_if_bit
+#undef add_at
 #undef both_reach
 #undef load_words_once
 #undef next_number
@@ -165,6 +167,7 @@ static void count_if(bool condition, u32 address) {
   if (condition) count_at(address);
 }
 static u32 next_number(u32 address) { return at<u32>(address)++; }
+static u32 add_at(u32 address, u32 amount) { return (at<u32>(address) += amount) - amount; }
 static uint2 load_shared_8(u32 address) { return at<uint2>(address); }
 static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { at<uint4>(address) = {a, b, c, d}; }
 static void store_shared_8(u32 address, u32 a, u32 b) { at<uint2>(address) = {a, b}; }

@@ -112,6 +112,35 @@ struct Pieces {
   }
 };
 
+// Halves of four neighbouring columns, with those of other columns beside them.
+struct Halves {
+  uint4 upper, lower;
+
+  DEVICE void load(const u32* row, u32 column) {
+    upper = load_words_once(row + word_of(column)), lower = load_words_once(row + word_of(column) + LOWER_HALVES);
+  }
+
+  // Scores of the columns that the row has.
+  DEVICE float4 scores(const Row& row, u32 column) const {
+    const bool high = in_high_bits(column);
+    auto score = [&](u32 above, u32 below, u32 i) {
+      return row.has(column + i) ? __uint_as_float(whole_bits(above, below, high)) : absent();
+    };
+    return {score(upper.x, lower.x, 0), score(upper.y, lower.y, 1), score(upper.z, lower.z, 2),
+            score(upper.w, lower.w, 3)};
+  }
+};
+
+// Four columns as they are loaded.
+template <bool PLANES>
+struct FourOf {
+  using Type = float4;
+};
+template <>
+struct FourOf<true> {
+  using Type = Halves;
+};
+
 // Key of a word and the complement of a column, with a lower half of 0. Halves of -0 and of what is below it by less than
 // a half says are those of 0.
 DEVICE u32 key_of_word(u32 word, u32 place) {

@@ -29,6 +29,13 @@ DEVICE u32 next_number(u32 address) {
   return number;
 }
 
+// Adds to a word of shared memory; returns what it had.
+DEVICE u32 add_at(u32 address, u32 amount) {
+  u32 before;
+  asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(amount) : "memory");
+  return before;
+}
+
 // The place of a rank among bins.
 struct Place {
   u32 bin, above, inside;

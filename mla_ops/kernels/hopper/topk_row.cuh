@@ -50,6 +50,7 @@ struct Selection {
   static constexpr u32 AHEAD = (FEW_ROWS ? 4 : 2) * STEP;
   static_assert(VECTORS <= 4, "counts of the groups of a warp share a word");
 
+  using Four = typename FourOf<PLANES>::Type;
   const Params& p;
   Control& control;
   u32* const bins;
@@ -76,38 +77,42 @@ struct Selection {
   // Groups of four of the sample. All of the row's that are whole may be in it, in runs of four: longer runs are read in
   // less time, but say less of a row whose neighbours score alike, so its gate fails more often.
   DEVICE void place_sample(u32 (&groups)[SAMPLED]) const {
-    if constexpr (PLANES) {
-      const u32 first_run = (row.start + 15) / 16, runs = row.end / 16 - first_run, number = threadIdx.x;
-      const u32 column = (first_run + number / 2 * runs / (p.sampled / 4)) * 16 + number % 2 * 4;
-      groups[0] = word_of(column);
-    } else {
-      const u32 first_whole = (row.start + 3) / 4, runs = (row.end / 4 - first_whole) / 4;
+    const u32 first_whole = (row.start + 3) / 4, runs = (row.end / 4 - first_whole) / 4;
 #pragma unroll
-      for (int i = 0; i < SAMPLED; ++i) {
-        const u32 number = i * THREADS + threadIdx.x;
-        groups[i] = first_whole + number / 4 * runs / (p.sampled / 4) * 4 + number % 4;
+    for (int i = 0; i < SAMPLED; ++i) {
+      const u32 number = i * THREADS + threadIdx.x;
+      groups[i] = first_whole + number / 4 * runs / (p.sampled / 4) * 4 + number % 4;
+    }
+  }
+
+  DEVICE void load_sample(const u32 (&groups)[SAMPLED], float4 (&x)[SAMPLED]) const {
+#pragma unroll
+    for (int i = 0; i < SAMPLED; ++i) {
+      x[i] = {absent(), absent(), absent(), absent()};
+      if (i * THREADS + threadIdx.x < p.sampled) {
+        if constexpr (PLANES) {
+          Halves halves;
+          halves.load(words(), 4 * groups[i]), x[i] = halves.scores(row, 4 * groups[i]);
+        } else {
+          x[i] = load_once_16(row.scores + 4 * static_cast<i64>(groups[i]));
+        }
       }
     }
   }
 
-  // Whether the sample has a thread's i-th four columns.
-  DEVICE bool sampled(int i) const { return (PLANES ? threadIdx.x * 2 : i * THREADS + threadIdx.x) < p.sampled; }
+  // The same by upper halves: word of a thread's piece, of eight columns of a run of sixteen.
+  DEVICE u32 place_piece() const {
+    const u32 first_run = (row.start + 15) / 16, runs = row.end / 16 - first_run, number = threadIdx.x;
+    return word_of((first_run + number / 2 * runs / (p.sampled / 4)) * 16 + number % 2 * 4);
+  }
 
-  DEVICE void load_sample(const u32 (&groups)[SAMPLED], float4 (&x)[SAMPLED]) const {
-    if constexpr (PLANES) {
-      uint4 own = {~0u, ~0u, ~0u, ~0u};
-      if (sampled(0)) own = load_words_once(words() + groups[0]);
-      auto low = [](u32 word) { return __uint_as_float(word << 16); };
-      auto high = [](u32 word) { return __uint_as_float(word & 0xffff0000u); };
-      x[0] = {low(own.x), low(own.y), low(own.z), low(own.w)};
-      x[1] = {high(own.x), high(own.y), high(own.z), high(own.w)};
-    } else {
-#pragma unroll
-      for (int i = 0; i < SAMPLED; ++i) {
-        x[i] = {absent(), absent(), absent(), absent()};
-        if (sampled(i)) x[i] = load_once_16(row.scores + 4 * static_cast<i64>(groups[i]));
-      }
-    }
+  DEVICE void load_piece(u32 word, float4 (&x)[SAMPLED]) const {
+    uint4 own = {~0u, ~0u, ~0u, ~0u};  // absent
+    if (threadIdx.x * 2 < p.sampled) own = load_words_once(words() + word);
+    auto low = [](u32 word) { return __uint_as_float(word << 16); };
+    auto high = [](u32 word) { return __uint_as_float(word & 0xffff0000u); };
+    x[0] = {low(own.x), low(own.y), low(own.z), low(own.w)};
+    x[1] = {high(own.x), high(own.y), high(own.z), high(own.w)};
   }
 
   // A key that this rank of the sample reaches, or one a little below.
@@ -115,7 +120,7 @@ struct Selection {
     Sampled<SAMPLED> own;
 #pragma unroll
     for (int i = 0; i < SAMPLED; ++i) {
-      const u32 there = sampled(i) ? ~0u : 0;
+      const u32 there = PLANES || i * THREADS + threadIdx.x < p.sampled ? ~0u : 0;
       own.keys[i][0] = key_of(x[i].x) & there, own.keys[i][1] = key_of(x[i].y) & there;
       own.keys[i][2] = key_of(x[i].z) & there, own.keys[i][3] = key_of(x[i].w) & there;
     }
@@ -151,28 +156,14 @@ struct Selection {
 
   DEVICE const u32* words() const { return reinterpret_cast<const u32*>(row.scores); }
 
-  // Four columns of a row that lies by planes, which memory has.
-  DEVICE float4 of_planes(u32 four) const {
-    const u32 column = 4 * four, word = word_of(column);
-    const bool high = in_high_bits(column);
-    const uint4 upper = load_words_once(words() + word), lower = load_words_once(words() + word + LOWER_HALVES);
-    auto score = [&](u32 above, u32 below, u32 i) {
-      return row.has(column + i) ? __uint_as_float(whole_bits(above, below, high)) : absent();
-    };
-    return {score(upper.x, lower.x, 0), score(upper.y, lower.y, 1), score(upper.z, lower.z, 2),
-            score(upper.w, lower.w, 3)};
+  // Scores of a chunk. What the row does not have is absent, and not read.
+  DEVICE void load(u32 at, Halves (&x)[VECTORS]) const {
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i)
+      if (group(at, i) < vectors) x[i].load(words(), 4 * (first + group(at, i)));
   }
 
-  // Scores of a chunk. What the row does not have is absent, and not read.
   DEVICE void load(u32 at, float4 (&x)[VECTORS]) const {
-    if constexpr (PLANES) {
-#pragma unroll
-      for (int i = 0; i < VECTORS; ++i) {
-        x[i] = {absent(), absent(), absent(), absent()};
-        if (group(at, i) < vectors) x[i] = of_planes(first + group(at, i));
-      }
-      return;
-    }
     const float* const from = row.scores + 4 * static_cast<i64>(first + group(at, 0));
     if (at >= whole && at + STEP <= whole_end) {
 #pragma unroll
@@ -222,7 +213,7 @@ struct Selection {
 
   // All of this CTA's part, whose first chunk is in `next`. Returns the number of entries; more than `enough` are counted.
   template <bool SCORES>
-  DEVICE u32 read(Gate gate, float4 (&next)[VECTORS], u32 enough) {
+  DEVICE u32 read(Gate gate, Four (&next)[VECTORS], u32 enough) {
     const u32 base = shared_address(entries);
     u32 have = 0, ordered = 0, parity = 0;
 #pragma unroll 1
@@ -231,8 +222,13 @@ struct Selection {
       u32 counts = 0;  // a byte for each group
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
-        x[i][0] = next[i].x, x[i][1] = next[i].y, x[i][2] = next[i].z, x[i][3] = next[i].w;
         const int column = 4 * (first + group(at, i));
+        float4 own;
+        if constexpr (PLANES)
+          own = next[i].scores(row, column);
+        else
+          own = next[i];
+        x[i][0] = own.x, x[i][1] = own.y, x[i][2] = own.z, x[i][3] = own.w;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           if (SCORES)
@@ -304,6 +300,7 @@ struct Selection {
   DEVICE u32 read_upper(Pieces<THREADS>& x, int column) {
     using Own = Pieces<THREADS>;
     const u32 base = shared_address(entries), lane = threadIdx.x % 32, odd = lane % 2, gate = gate_of_key(least);
+    const u32 have_at = shared_address(&control.have);
     u32* block = blocks() + threadIdx.x / 32;
     const u32* from = words() + word_of(column);
     Own next;
@@ -317,7 +314,7 @@ struct Selection {
       const u32 of_warp = __shfl_sync(~0u, inclusive, 31), of_first = of_warp & 0xffff, total = of_first + (of_warp >> 16);
       u32 place = 0;
       if (lane == 0) {
-        place = atomicAdd(&control.have, total);
+        place = add_at(have_at, total);
         *block = place | total << 16;
       }
       place = __shfl_sync(~0u, place, 0);
@@ -442,13 +439,19 @@ struct Selection {
     float4 sample[SAMPLED];
     if (!FEW_ROWS) {  // while the launch in front ends; ptxas would make behind the wait what is not in memory before it
       u32* const own = reinterpret_cast<u32*>(entries) + threadIdx.x;
-      place_sample(groups);
+      if (PLANES)
+        groups[0] = place_piece();
+      else
+        place_sample(groups);
 #pragma unroll
       for (int i = 0; i < SAMPLED; ++i) own[i * THREADS] = groups[i];
       wait();
 #pragma unroll
       for (int i = 0; i < SAMPLED; ++i) groups[i] = own[i * THREADS];
-      if (length >= p.gated) load_sample(groups, sample);
+      if (length >= p.gated && PLANES)
+        load_piece(groups[0], sample);
+      else if (length >= p.gated)
+        load_sample(groups, sample);
     }
     if (rank == 0 && threadIdx.x == 0) p.lengths[number] = min(length, p.k);
     if (length <= p.k && !p.sorted) return write_all(number, given.request, start, length, rank);
@@ -486,7 +489,7 @@ struct Selection {
     }
 
     // The sample comes first: what is prefetched would stand in its way.
-    float4 next[VECTORS];
+    Four next[VECTORS];
     Pieces<PLANES ? THREADS : 32> upper;
     int column = 0;
     if constexpr (PLANES) {
@@ -507,7 +510,7 @@ struct Selection {
     const u32 wanted = min(length, p.k), enough = alone ? wanted : ~0u;
     u32 have, total;
     if constexpr (PLANES) {
-      const u32 lowest = least;
+      const bool gated = least > LOWEST_KEY;
       if (length <= static_cast<int>(p.capacity)) least = max(least, LOWEST_KEY + 1);
       least &= 0xffff0000u;
       __syncthreads();  // nothing was appended
@@ -519,7 +522,11 @@ struct Selection {
           order<false, true>(0, have);
         return write<true>(number, given.request, have, wanted, true);
       }
-      least = have < wanted ? 0 : lowest;
+      least = 0;
+      if (gated && have > p.capacity) {  // upper halves tell too little apart
+        place_sample(groups), load_sample(groups, sample);
+        least = gate_of(sample, rank_in_sample);
+      }
       load(0, next), prefetch(STEP, AHEAD - STEP);
     }
 #pragma unroll 1
