@@ -97,6 +97,9 @@ def assert_equal(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tenso
         (600, 1, 32, 64, 20000),
         (80, 2, 64, 48, 17000),
         (3, 1, 64, 4096, 40000),
+        (20, 8, 32, 64, 20000),  # many rows of whole groups: scores by planes
+        (50, 4, 64, 17, 18000),
+        (2, 300, 64, 16, 30000),
     ],
 )
 def test_paged_selection_is_scores_then_topk(

@@ -31,6 +31,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return build("hopper_topk.cpp", tmp_path_factory.mktemp("topk"))
 
 
+def put(scores: torch.Tensor, planes: bool, out: torch.Tensor) -> None:
+    assert out.stride(0) % indexer_logits.TILE == 0
+    whole = out.as_strided((len(out), out.stride(0)), out.stride())
+    whole.copy_(by_planes(scores)) if planes else out.copy_(scores)
+
+
 @pytest.fixture(params=PLANS)
 def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Top-k runs the kernel's code, for three tokens at one time; scores are those that `k_scale` or the cache says."""
@@ -63,12 +69,7 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         order.append("scores")
         columns = torch.arange(len(k))
         inside = (columns >= row_starts[:, None]) & (columns < row_ends[:, None])
-        scores = torch.where(inside, weights[:, :1] * k_scale, torch.nan)
-        if not planes:
-            out.copy_(scores)
-            return
-        assert out.stride(0) % indexer_logits.TILE == 0
-        out.as_strided((len(out), out.stride(0)), out.stride()).copy_(by_planes(scores))
+        put(torch.where(inside, weights[:, :1] * k_scale, torch.nan), planes, out)
 
     def paged(
         q: torch.Tensor,
@@ -82,6 +83,7 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         *,
         group: int,
         programmatic: bool,
+        planes: bool,
         out: torch.Tensor,
     ) -> None:
         assert group == 4  # the group of all tokens, 8 of 3 requests
@@ -91,7 +93,7 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         blocks = block_table[req_id_per_token.where(known, 0)].long()
         found = index_cache[blocks].flatten(1)[:, :max_length]
         live = known[:, None] & (torch.arange(max_length) < lengths[:, None])
-        out.copy_(torch.where(live, found, torch.nan))
+        put(torch.where(live, found, torch.nan), planes, out)
 
     monkeypatch.setattr(selection, "tokens_together", lambda num_tokens, _: min(num_tokens, 3))
     monkeypatch.setattr(topk, "topk_indices", best)

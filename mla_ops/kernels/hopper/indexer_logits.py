@@ -104,6 +104,7 @@ def kernels() -> list[Kernel]:
     scores = [kernel_for(heads, COLUMNS // heads, "FLAT", planes=planes) for heads in HEADS for planes in (False, True)]
     for source in ("BOXES", "ANYWHERE"):
         scores += [kernel_for(heads, tokens, source) for heads in HEADS for tokens in group_sizes(heads)]
+        scores += [kernel_for(heads, COLUMNS // heads, source, planes=True) for heads in HEADS]
     return [*scores, clean_kernel("FLAT"), clean_kernel("BOXES")]
 
 
@@ -337,9 +338,13 @@ def paged_indexer_logits(
     clean: bool = False,
     group: int | None = None,
     programmatic: bool = False,
+    planes: bool = False,
     out: torch.Tensor,
 ) -> None:
-    """Runs the op's `.out`, by groups of up to `group` tokens that share keys; `programmatic` as of flat keys."""
+    """Runs the op's `.out`, by groups of up to `group` tokens that share keys; the rest as of flat keys.
+
+    By `planes` are groups of `COLUMNS` heads alone.
+    """
     num_tokens, num_heads, _ = q.shape
     if num_tokens * max_length == 0:
         return
@@ -357,6 +362,7 @@ def paged_indexer_logits(
         programmatic,
         out,
         params,
+        planes,
     )
 
 

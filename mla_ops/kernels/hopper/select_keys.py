@@ -6,6 +6,8 @@ begins beside the end of the one in front, and waits for it before it touches th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from ...dispatch import Call
@@ -21,6 +23,13 @@ from .indexer_logits import logits_reason
 def _choose_none(indices: torch.Tensor, valid_counts: torch.Tensor) -> None:
     indices.fill_(-1)
     valid_counts.fill_(0)
+
+
+def _rows(num_tokens: int, num_columns: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Tokens of a part, and rows for their scores, apart by whole tiles, as scores by planes are."""
+    width = -(-num_columns // indexer_logits.TILE) * indexer_logits.TILE
+    for part, scores in parts(num_tokens, width, device):
+        yield part, scores[:, :num_columns]
 
 
 def select_keys(
@@ -50,14 +59,18 @@ def select_keys(
     q = indexer_logits.in_boxes(q)
     group = indexer_logits.group_size(q.shape[1], num_tokens, num_requests)
     slots = {"block_table": block_table, "block_size": block_size} if translate else {}
-    for part, scores in parts(num_tokens, num_columns, q.device):
+    whole = group * q.shape[1] == indexer_logits.COLUMNS
+    for part, scores in _rows(num_tokens, num_columns, q.device):
         ends, requests = lengths[part], req_id_per_token[part]
         given = q[part], index_cache, weights[part], ends, block_table, requests, num_columns, cache_format
-        indexer_logits.paged_indexer_logits(*given, group=group, programmatic=part.start > 0, out=scores)
+        planes = whole and best.takes_planes(len(scores), num_columns, num_sms(q.device.index), topk)
+        way = {"group": group, "programmatic": part.start > 0, "planes": planes}
+        indexer_logits.paged_indexer_logits(*given, **way, out=scores)
         best.topk_indices(
             scores,
             topk,
             programmatic=True,
+            planes=planes,
             row_ends=ends,
             req_id_per_token=requests,
             num_requests=num_requests,
@@ -86,10 +99,9 @@ def select_keys_flat(
         _choose_none(indices, valid_counts)
         return
     q, k = indexer_logits.in_boxes(q), indexer_logits.in_boxes(k)
-    width = -(-num_columns // indexer_logits.TILE) * indexer_logits.TILE  # whole tiles, for scores by planes
-    for part, whole in parts(num_tokens, width, q.device):
+    for part, scores in _rows(num_tokens, num_columns, q.device):
         rows = {"row_starts": row_starts[part], "row_ends": row_ends[part]}
-        given, scores = (q[part], k, weights[part]), whole[:, :num_columns]
+        given = q[part], k, weights[part]
         planes = best.takes_planes(len(scores), num_columns, num_sms(q.device.index), topk)
         way = {"programmatic": part.start > 0, "planes": planes}
         indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, **way, out=scores)
