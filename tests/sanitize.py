@@ -365,7 +365,7 @@ def best(tool: str) -> None:
 
 
 def chosen_by_parts(tool: str) -> None:
-    """Keys of rows in blocks that fit no tile, two tokens at one time: top-k through entries and by registers."""
+    """Keys of rows in blocks that fit no tile, two tokens at one time: top-k through entries, by registers, by planes."""
     import torch
     from topk_oracle import hard_rows, topk_oracle
 
@@ -380,8 +380,10 @@ def chosen_by_parts(tool: str) -> None:
     q, weights = torch.zeros(5, 64, 128), torch.zeros(5, 64)
     q[:, 5, 77], weights[:, 5] = 1, 1
     given = [x.cuda() for x in (weights, lengths, table, requests)]
-    for plan in (topk.MANY._replace(gated=400, sampled=256), topk.FEW._replace(cluster=2)):
+    gates = {"gated": 400, "sampled": 256}
+    for plan in (topk.MANY._replace(**gates), topk.FEW._replace(cluster=2), topk.BY_PLANES._replace(**gates)):
         topk.plan_for = lambda *_, plan=plan, **__: plan
+        topk.BY_PLANES, topk.takes_planes = plan, lambda *_, planes=plan.planes: planes
         for kind in ("special", "ascending", "equal") if tool == "memcheck" else ("ascending",):
             scale = hard_rows(kind, 1, num_blocks * block_size)[0]
             cache = torch.empty(num_blocks, block_size * 132, dtype=torch.uint8)

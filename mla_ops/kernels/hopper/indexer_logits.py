@@ -180,7 +180,9 @@ def _launch(
     clusters = max(min(num_sms(device_index) // cluster, num_tokens * -(-num_columns // TILE)), 1)
     packed = pack(queries, *params, *reciprocal(clusters))  # type: ignore[arg-type]
     if num_columns:
-        kernel = kernel_for(num_heads, tokens, source, planes=planes)
+        kernel, *others = (kernel_for(num_heads, tokens, source, planes=way) for way in (planes, not planes))
+        if tokens * num_heads == COLUMNS:  # whichever was run before a capture, the other is not compiled during it
+            sources.load(others[0].source, others[0].name, device_index)
         sources.load(kernel.source, kernel.name, device_index).launch(
             (clusters * cluster, 1, 1),
             (kernel.threads, 1, 1),
