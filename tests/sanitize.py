@@ -365,7 +365,7 @@ def best(tool: str) -> None:
 
 
 def chosen_by_parts(tool: str) -> None:
-    """Keys of rows in blocks that fit no tile, two tokens at one time: top-k through entries, by registers, by planes."""
+    """Keys of rows in blocks that fit no tile, two at one time: top-k through entries, by registers, by planes."""
     import torch
     from topk_oracle import hard_rows, topk_oracle
 
