@@ -29,8 +29,7 @@
 #define add_if_reaches ptx_add_if_reaches
 #define append_if_reaches ptx_append_if_reaches
 #define append_if ptx_append_if
-#define add_at ptx_add_at
-#define append_if_bit ptx_append_if_bit
+#define append_word_if_bit ptx_append_word_if_bit
 #define both_reach ptx_both_reach
 #define load_words_once ptx_load_words_once
 #define append_if_above ptx_append_if_above
@@ -71,8 +70,7 @@
 #undef append_if_reaches
 #undef append_if
 #undef append_if_above
-#undef append_if_bit
-#undef add_at
+#undef append_word_if_bit
 #undef both_reach
 #undef load_words_once
 #undef next_number
@@ -145,8 +143,8 @@ static void append_if(bool condition, u32& address, float score, u32 place) {
   address += 8;
 }
 template <u32 BIT>
-void append_if_bit(u32 bits, u32& address, u32 value, u32 place) {
-  append_if(bits & BIT, address, __uint_as_float(value), place);
+void append_word_if_bit(u32 bits, u32& address, u32 word) {
+  if (bits & BIT) at<u32>(address) = word, address += 4;
 }
 static u32 both_reach(u32 two, u32 least) {
   auto reaches = [](u32 a, u32 b) { return __uint_as_float(a << 16) >= __uint_as_float(b << 16); };
@@ -167,7 +165,6 @@ static void count_if(bool condition, u32 address) {
   if (condition) count_at(address);
 }
 static u32 next_number(u32 address) { return at<u32>(address)++; }
-static u32 add_at(u32 address, u32 amount) { return (at<u32>(address) += amount) - amount; }
 static uint2 load_shared_8(u32 address) { return at<uint2>(address); }
 static void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { at<uint4>(address) = {a, b, c, d}; }
 static void store_shared_8(u32 address, u32 a, u32 b) { at<uint2>(address) = {a, b}; }

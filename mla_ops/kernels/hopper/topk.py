@@ -117,14 +117,9 @@ class Plan(NamedTuple):
 
     def capacity(self, topk: int) -> int:
         """Entries that a CTA has room for: the best, a chunk, another one if an SM has room; a power of two to sort."""
-        room = (SM_SHARED_BYTES // self.ctas - RESERVED_SHARED_BYTES - CONTROL_BYTES - 4 * BINS - self.block_bytes) // 8
+        room = (SM_SHARED_BYTES // self.ctas - RESERVED_SHARED_BYTES - CONTROL_BYTES - 4 * BINS) // 8
         entries = max(topk + self.chunk, min(topk + 2 * self.chunk, room))
         return max(entries + entries % 2, 1 << max(topk - 1, 1).bit_length())
-
-    @property
-    def block_bytes(self) -> int:
-        """A word for each block of entries, of the columns that a warp has of a chunk of 16 a thread."""
-        return 4 * (LONG_ROW // 512 + self.threads // 32) if self.planes else 0
 
     @property
     def held_columns(self) -> int:
@@ -155,8 +150,7 @@ class Plan(NamedTuple):
             return CONTROL_BYTES + 4 * BINS + (8 << max(topk - 1, 1).bit_length())
         words = self.cluster << self.turn_bits + 2  # of bits, one a thread at most
         least = ALONE_BYTES if self.cluster > 1 else 0
-        entries = 8 * self.capacity(topk) + self.block_bytes
-        return max(CONTROL_BYTES + 4 * BINS + max(entries, 8 * SLOTS + 4 * words), least)
+        return max(CONTROL_BYTES + 4 * BINS + max(8 * self.capacity(topk), 8 * SLOTS + 4 * words), least)
 
 
 SHORT = (Plan(512, 2, 0, 2, short=True), *(Plan(1024, vectors, 0, 1, short=True) for vectors in (2, 4)))
@@ -204,7 +198,7 @@ def plan_for(
 
 
 def takes_planes(num_rows: int, num_columns: int, num_sms: int, topk: int) -> bool:
-    """Whether scores should lie by planes. Entries have room for what a gate of `BY_PLANES` lets pass."""
+    """Whether scores should lie by planes: there is room for what a gate lets pass, and 16 bits for a column."""
     return num_rows > num_sms and SHORT[0].chunk < num_columns <= LONG_ROW and topk <= 2048
 
 

@@ -1,47 +1,63 @@
-// Rows of scores by planes (planes.cuh): a thread's share of the upper halves, and entries that have no more of a key.
+// Rows of scores by planes (planes.cuh): a thread's share of the upper halves, and what is chosen by them.
 #pragma once
 #include "planes.cuh"
 #include "topk_cluster.cuh"
 
-// Entries in shared memory whose keys' lower halves are those of the row, or 0.
+// Words of upper halves and columns in shared memory.
+DEVICE float upper_of(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+constexpr u32 NO_WORD = 0xff800000, CHOSEN = 0x7fc00000;  // halves of -inf, which reaches no gate, and of NaN
+
+// Such words, and room for whole entries of some: `room` of them with their numbers. Keys of 0 stand for -0 as well, and for
+// what is so little below it that its upper half is that of -0.
 template <int THREADS>
 struct UpperListed {
-  u64* entries;
+  u32* words;
   u32 count;
   const u32* row;
+  u64* rest;
+  u32 room;
 
   template <class F>
   DEVICE void each(F use) const {
-    Listed<THREADS>{entries, count}.each(use);
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < count; i += THREADS) use(key_of_number(upper_of(words[i])), i);
   }
 
-  DEVICE u64 completed(u64 entry) const {
-    const u32 column = position_of(entry), word = word_of(column);
+  DEVICE u64 whole(u32 number) const {
+    const u32 column = words[number] & 0xffff, word = word_of(column);
     const float score = __uint_as_float(whole_bits(row[word], row[word + LOWER_HALVES], in_high_bits(column)));
     return entry_of(key_of_number(score), column);
   }
 
-  // Whole keys for those from `least` to `most`.
-  DEVICE void complete(u32 least, u32 most) const {
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < count; i += THREADS) {
-      if (static_cast<u32>(entries[i] >> 32) - least > most - least) continue;
-      entries[i] = completed(entries[i]);
-    }
-  }
+  DEVICE void mark(u32 number) const { words[number] = words[number] & 0xffff | CHOSEN; }
 
-  // The same for a few, which control lists; they are asked for at one time.
-  DEVICE void complete_few(Control& control, u32 at, u32 least, u32 most, u32 inside) const {
-#pragma unroll 4
-    for (u32 i = threadIdx.x; i < count; i += THREADS)
-      if (static_cast<u32>(entries[i] >> 32) - least <= most - least)
-        store_shared_8(at + 8 * next_number(at + Control::LISTED), i, 0);
+  // Marks the best `rank` words of those from `least` to `most`, by their lower halves. Returns 0 if there is no room.
+  DEVICE u64 choose(Control& control, u32* bins, u32 at, u32 least, u32 most, u32 inside, u32 rank) const {
+    constexpr u32 HIGHEST = 0xff800000;  // key of inf
+    const u64 bound = static_cast<u64>(min(most, HIGHEST) & 0xffff0000u) << 32;
+    u32* const numbers = reinterpret_cast<u32*>(rest);
+    u64* const entries = rest + (inside + 1) / 2;
+    if (inside > room) return 0;
+    each([&](u32 key, u32 number) {
+      if (key - least <= most - least) numbers[next_number(at + Control::LISTED)] = number;
+    });
     meet<THREADS>();
-    if (threadIdx.x < inside) {
-      const u32 number = static_cast<u32>(control.list[threadIdx.x]);
-      entries[number] = control.list[threadIdx.x] = completed(entries[number]);
+    if (inside <= SHORT_LIST) {
+      u64 own = 0;
+      if (threadIdx.x < inside) own = control.list[threadIdx.x] = whole(numbers[threadIdx.x]);
+      meet<THREADS>();
+      const u64 threshold = entry_of_list<THREADS>(control, at, inside, rank);
+      if (threadIdx.x < inside && own >= threshold) mark(numbers[threadIdx.x]);
+    } else {
+      for (u32 i = threadIdx.x; i < inside; i += THREADS) entries[i] = whole(numbers[i]);
+      meet<THREADS>();
+      const u32 lowest = least == KEY_OF_ZERO ? least - (1 << 16) : least;
+      const u64 threshold = select_listed<THREADS>(control, bins, entries, inside, rank, lowest);
+      for (u32 i = threadIdx.x; i < inside; i += THREADS)
+        if (entries[i] >= threshold) mark(numbers[i]);
     }
     meet<THREADS>();
+    return bound;
   }
 };
 template <int THREADS>
@@ -88,27 +104,27 @@ struct Pieces {
     return bits;
   }
 
-  // Bytes that entries of the bits of each byte take.
-  DEVICE static u32 entry_bytes(u32 bits) {
+  // Bytes that words of the bits of each byte take.
+  DEVICE static u32 word_bytes(u32 bits) {
     u32 counts = bits - (bits >> 1 & 0x05050505);
     counts = (counts & 0x03030303) + (counts >> 2 & 0x03030303);
-    return counts << 3;
+    return counts << 2;
   }
 
   // Bytes of both pieces, 16 bits each: of the first neighbours, and of those behind them.
   DEVICE static u32 low(u32 bytes) { return __byte_perm(bytes, 0, 0x4140); }
   DEVICE static u32 high(u32 bytes) { return __byte_perm(bytes, 0, 0x4342); }
 
-  // Appends the columns of byte N of the bits: words as they are, whose half `key_of_word` finds. `place` is the complement
-  // of the first column.
+  // Appends words of the columns of byte N of the bits. `columns` are the first one and that of its other half.
   template <int N>
-  DEVICE void append(u32 bits, u32 address, u32 place) const {
+  DEVICE void append(u32 bits, u32 address, u32 columns) const {
+    constexpr u32 HALF = N < 2 ? 0x1054 : 0x3276, STEP = 0x00010001;
     const uint4& own = words[N % 2];
-    place -= N % 2 * NEXT + N / 2 * 8;
-    append_if_bit<1u << 8 * N>(bits, address, own.x, place);
-    append_if_bit<2u << 8 * N>(bits, address, own.y, place - 1);
-    append_if_bit<4u << 8 * N>(bits, address, own.z, place - 2);
-    append_if_bit<8u << 8 * N>(bits, address, own.w, place - 3);
+    columns += N % 2 * NEXT * STEP;
+    append_word_if_bit<1u << 8 * N>(bits, address, __byte_perm(own.x, columns, HALF));
+    append_word_if_bit<2u << 8 * N>(bits, address, __byte_perm(own.y, columns + STEP, HALF));
+    append_word_if_bit<4u << 8 * N>(bits, address, __byte_perm(own.z, columns + 2 * STEP, HALF));
+    append_word_if_bit<8u << 8 * N>(bits, address, __byte_perm(own.w, columns + 3 * STEP, HALF));
   }
 };
 
@@ -140,12 +156,6 @@ template <>
 struct FourOf<true> {
   using Type = Halves;
 };
-
-// Key of a word and the complement of a column, with a lower half of 0. Halves of -0 and of what is below it by less than
-// a half says are those of 0.
-DEVICE u32 key_of_word(u32 word, u32 place) {
-  return key_of_number(__uint_as_float(in_high_bits(~place) ? word & 0xffff0000u : word << 16));
-}
 
 // Twice the upper half of the least score of an upper key.
 DEVICE u32 gate_of_key(u32 key) {

@@ -29,13 +29,6 @@ DEVICE u32 next_number(u32 address) {
   return number;
 }
 
-// Adds to a word of shared memory; returns what it had.
-DEVICE u32 add_at(u32 address, u32 amount) {
-  u32 before;
-  asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(amount) : "memory");
-  return before;
-}
-
 // The place of a rank among bins.
 struct Place {
   u32 bin, above, inside;
@@ -90,12 +83,12 @@ DEVICE void append_if(bool condition, u32& address, float score, u32 place) {
 
 // Where a bit is set.
 template <u32 BIT>
-DEVICE void append_if_bit(u32 bits, u32& address, u32 value, u32 place) {
+DEVICE void append_word_if_bit(u32 bits, u32& address, u32 word) {
   asm volatile(
-      "{\n.reg .pred p;\n.reg .b32 t;\nand.b32 t, %2, %4;\nsetp.ne.u32 p, t, 0;\n"
-      "@p st.shared.v2.b32 [%0], {%3, %1};\n@p add.u32 %0, %0, 8;\n}"
+      "{\n.reg .pred p;\n.reg .b32 t;\nand.b32 t, %2, %3;\nsetp.ne.u32 p, t, 0;\n@p st.shared.b32 [%0], %1;\n"
+      "@p add.u32 %0, %0, 4;\n}"
       : "+r"(address)
-      : "r"(value), "r"(bits), "r"(place), "n"(BIT)
+      : "r"(word), "r"(bits), "n"(BIT)
       : "memory");
 }
 

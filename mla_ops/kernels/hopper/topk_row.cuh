@@ -196,16 +196,15 @@ struct Selection {
 
   // Makes entries of the scores that were appended from number `begin` on. If that is the last of them, all are COUNTED in
   // the bins of `select_listed` at the same time.
-  // UPPER: words of planes were appended.
-  template <bool COUNTED = false, bool UPPER = false>
+  template <bool COUNTED = false>
   DEVICE void order(u32 begin, u32 end) const {
     const u32 lowest = max(least, 1u), bins_at = shared_address(bins);
-    const int shift = shift_of_listed<UPPER>(least);
+    const int shift = shift_of_listed(least);
 #pragma unroll FEW_ROWS ? 1 : 4
     for (u32 i = (COUNTED ? 0 : begin) + threadIdx.x; i < end; i += THREADS) {
       u32* const key = reinterpret_cast<u32*>(entries + i) + 1;
       u32 made = *key;
-      if (!COUNTED || i >= begin) *key = made = UPPER ? key_of_word(made, key[-1]) : key_of(__uint_as_float(made));
+      if (!COUNTED || i >= begin) *key = made = key_of(__uint_as_float(made));
       if (COUNTED) count_at(bins_at + 4 * min(made - lowest >> shift, BINS - 1));
     }
     __syncthreads();
@@ -278,60 +277,68 @@ struct Selection {
     return have;
   }
 
-  // The least of the `rank` best entries.
-  template <bool UPPER>
-  DEVICE u64 least_of(u32 count, u32 rank, bool counted) {
-    if constexpr (UPPER)
-      return select<THREADS>(control, bins, UpperListed<THREADS>{entries, count, words()}, rank, least,
-                             shift_of_listed<true>(least), 0, counted);
-    else
-      return select_listed<THREADS>(control, bins, entries, count, rank, least, counted);
-  }
+  // Words of upper halves that there is room for; entries of some of them need room, too.
+  DEVICE u32 room_for_words() const { return p.capacity + p.capacity / 2; }
 
-  // Blocks of entries, of the columns that a warp has of a chunk.
-  DEVICE u32* blocks() const { return reinterpret_cast<u32*>(entries + p.capacity); }
-  DEVICE u32 num_blocks() const {
-    constexpr u32 COLUMNS = Pieces<THREADS>::COLUMNS;
-    return (row.end - (row.start & ~63) + COLUMNS - 1) / COLUMNS * (THREADS / 32);
-  }
-
-  // Entries of all upper halves that reach that of `least`, in blocks wherever there is room, so that no warp waits for
-  // another one. Returns how many those are; maybe more than there is room for.
-  DEVICE u32 read_upper(Pieces<THREADS>& x, int column) {
+  // Words of all columns whose upper half reaches that of `least`, in order. Returns how many those are, or more than there
+  // is room for. `column` is a thread's first one.
+  DEVICE u32 read_upper(int column) const {
     using Own = Pieces<THREADS>;
     const u32 base = shared_address(entries), lane = threadIdx.x % 32, odd = lane % 2, gate = gate_of_key(least);
-    const u32 have_at = shared_address(&control.have);
-    u32* block = blocks() + threadIdx.x / 32;
     const u32* from = words() + word_of(column);
-    Own next;
+    u32 have = 0, parity = 0, columns = column | column + 8 << 16;
+    Own x, next;
+    x.load(from, row.end - column);
 #pragma unroll 1
     for (int at = row.start & ~63; at < row.end; at += Own::COLUMNS) {
       u32 bits = x.reaching(gate);
       if (at < row.start || at + Own::COLUMNS > row.end) bits &= Own::inside(row.start - column, row.end - column);
       next.load(from + Own::COLUMNS, row.end - column - Own::COLUMNS);
-      const u32 bytes = Own::entry_bytes(bits), others = __shfl_sync(~0u, bytes, lane ^ 1);
+      const u32 bytes = Own::word_bytes(bits), others = __shfl_sync(~0u, bytes, lane ^ 1);
       const u32 low = Own::low(bytes), both = low + Own::high(bytes), inclusive = inclusive_scan(both);
-      const u32 of_warp = __shfl_sync(~0u, inclusive, 31), of_first = of_warp & 0xffff, total = of_first + (of_warp >> 16);
-      u32 place = 0;
-      if (lane == 0) {
-        place = add_at(have_at, total);
-        *block = place | total << 16;
-      }
-      place = __shfl_sync(~0u, place, 0);
-      if (place + total > 8 * p.capacity) break;
+      const u32 of_warp = __shfl_sync(~0u, inclusive, 31), of_first = of_warp & 0xffff;
+      u32 total, place = have + before_warp<THREADS>(control, of_first + (of_warp >> 16), parity, total);
+      have += total, parity ^= 1;
+      if (have > 4 * room_for_words()) break;
       // Of sixteen columns the first four are an even thread's, the next ones those of the thread behind it, and so on.
       place += base;
       const u32 before = inclusive - both, first = before - (odd ? Own::high(others) : 0),
                 second = before + low + (odd ? 0 : Own::low(others));
-      x.template append<0>(bits, place + (first & 0xffff), ~column);
-      x.template append<2>(bits, place + (second & 0xffff), ~column);
-      x.template append<1>(bits, place + of_first + (first >> 16), ~column);
-      x.template append<3>(bits, place + of_first + (second >> 16), ~column);
-      column += Own::COLUMNS, from += Own::COLUMNS, block += THREADS / 32;
+      x.template append<0>(bits, place + (first & 0xffff), columns);
+      x.template append<2>(bits, place + (second & 0xffff), columns);
+      x.template append<1>(bits, place + of_first + (first >> 16), columns);
+      x.template append<3>(bits, place + of_first + (second >> 16), columns);
+      column += Own::COLUMNS, columns += Own::COLUMNS * 0x00010001u, from += Own::COLUMNS;
       x = next;
     }
     __syncthreads();
-    return control.have / 8;
+    return have / 4;
+  }
+
+  // Writes the best of `count` words. Returns false, and nothing is written, where too many have one upper half.
+  DEVICE bool write_upper(i64 number, int request, u32 count, u32 wanted) {
+    u32* const own = reinterpret_cast<u32*>(entries);
+    u64* const rest = entries + (count + 1) / 2;
+    u32 bound = LOWEST_KEY & 0xffff0000u;
+    if (count > wanted) {
+      const u32 room = (p.capacity - (count + 1) / 2) * 2 / 3 - 1;
+      bound = select<THREADS>(control, bins, UpperListed<THREADS>{own, count, words(), rest, room}, wanted, least,
+                              max(shift_of_listed(least), 16)) >> 32;
+      if (bound == 0) return false;
+    }
+    const float most = upper_of(__float_as_uint(score_of(bound)));
+    int* to = p.indices + number * p.indices_pitch;
+    hold(to);  // else it is made again for each word
+    each_by_warps<THREADS>(
+        control, own, count, NO_WORD, [&](u32 word) { return !(upper_of(word) <= most); },
+        [&](bool chosen, u32 place, u32 word) {
+          const int column = word & 0xffff;
+          if (p.block_size == 0)
+            store_int_if(chosen, to + place, column);
+          else if (chosen)
+            to[place] = p.translated(column, request);
+        });
+    return true;
   }
 
   // All entries of a cluster into the first CTA's memory, in the order of CTAs. Returns how many it has then.
@@ -373,19 +380,15 @@ struct Selection {
     return have;
   }
 
-  template <bool UPPER = false>
   DEVICE void write(i64 number, int request, u32 count, u32 wanted, bool counted) {
     int* const out = p.indices + number * p.indices_pitch;
-    const u64 threshold = count > wanted ? least_of<UPPER>(count, wanted, counted) : 1;
+    const u64 threshold = count > wanted ? select_listed<THREADS>(control, bins, entries, count, wanted, least, counted) : 1;
     if (!p.sorted) {
       int* to = out;
       hold(to);  // else it is made again for each entry
       auto put = [&](u32 place, u64 entry) { to[place] = p.translated(position_of(entry) - row.skew, request); };
       auto each = [&](auto use) {
-        if constexpr (UPPER)
-          each_by_blocks<THREADS>(control, entries, blocks(), num_blocks(), threshold, use);
-        else
-          each_by_warps<THREADS>(control, entries, count, threshold, use);
+        each_by_warps<THREADS>(control, entries, count, u64(0), [&](u64 entry) { return entry >= threshold; }, use);
       };
       if constexpr (FEW_ROWS)
         each_chosen<THREADS>(control, entries, count, threshold, put);
@@ -490,14 +493,6 @@ struct Selection {
 
     // The sample comes first: what is prefetched would stand in its way.
     Four next[VECTORS];
-    Pieces<PLANES ? THREADS : 32> upper;
-    int column = 0;
-    if constexpr (PLANES) {
-      column = (row.start & ~63) + upper.first();
-      hold(column);  // else it is made again for each chunk
-      upper.load(words() + word_of(column), row.end - column);
-      if (threadIdx.x == 0) control.have = 0;
-    }
     if (FEW_ROWS) {
       place_sample(groups);
       if (length >= p.gated) load_sample(groups, sample);
@@ -511,19 +506,16 @@ struct Selection {
     u32 have, total;
     if constexpr (PLANES) {
       const bool gated = least > LOWEST_KEY;
-      if (length <= static_cast<int>(p.capacity)) least = max(least, LOWEST_KEY + 1);
+      if (length <= static_cast<int>(room_for_words())) least = max(least, LOWEST_KEY + 1);
       least &= 0xffff0000u;
-      __syncthreads();  // nothing was appended
-      have = least > LOWEST_KEY ? read_upper(upper, column) : 0;
-      if (have >= wanted && have <= p.capacity) {
-        if (have > wanted)
-          order<true, true>(0, have);
-        else
-          order<false, true>(0, have);
-        return write<true>(number, given.request, have, wanted, true);
-      }
+      int column = (row.start & ~63) + Pieces<THREADS>::first();
+      hold(column);  // else it is made again for each chunk
+      __syncthreads();  // bins are at 0
+      have = least > LOWEST_KEY ? read_upper(column) : 0;
+      if (have >= wanted && have <= room_for_words() && write_upper(number, given.request, have, wanted)) return;
+      __syncthreads();
       least = 0;
-      if (gated && have > p.capacity) {  // upper halves tell too little apart
+      if (gated && have >= wanted) {  // upper halves tell too little apart
         place_sample(groups), load_sample(groups, sample);
         least = gate_of(sample, rank_in_sample);
       }

@@ -172,7 +172,8 @@ DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLef
 // rank. Where one score is left, positions follow. Entries, and bins of 0, are there before a barrier that precedes this.
 // If it need not be EXACT, `spare` entries more may reach it, and all those of one score. The first counts may have been
 // made. BELOW the first bins there is nothing, or what is searched next, or what lets this return 0 at once.
-// Where UPPER_KEYS says so, keys are without their lower halves until those of the bin of the rank are asked for.
+// Where UPPER_KEYS says so, keys have no lower halves, and entries say what is chosen in the bin of the rank; what this
+// returns is the highest key that is not chosen but there.
 enum Below { NOTHING, MORE, FAILURE };
 template <class Entries>
 constexpr bool UPPER_KEYS = false;
@@ -185,7 +186,6 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
   hold(of_control);  // else it is made again behind each barrier, of what a special register has
   const u32 at = of_control + sizeof(Control);  // of the bins
   // Narrows the range to the bin that was found. Returns how many are in it.
-  bool complete = !UPPER_KEYS<Entries>;
   auto narrow = [&] {
     const Place found =
         BELOW == NOTHING ? place_at(of_control + Control::FOUND) : Place{control.bin, control.above, control.inside};
@@ -211,16 +211,12 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
     }
     const u32 inside = narrow();
     least = max(least, 1u);
+    if constexpr (UPPER_KEYS<Entries>) {
+      if (inside == rank) return static_cast<u64>(least - (least == KEY_OF_ZERO ? 2 << 16 : 1 << 16)) << 32;
+      if (most - least < 1u << 16 || inside <= SHORT_LIST)
+        return entries.choose(control, bins, of_control, least, most, inside, rank);
+    }
     if (inside - rank <= spare || (!EXACT && least == most)) return static_cast<u64>(least) << 32;
-    if constexpr (UPPER_KEYS<Entries>)
-      if (!complete && inside <= SHORT_LIST) {
-        entries.complete_few(control, of_control, least, most, inside);
-        return entry_of_list<THREADS>(control, of_control, inside, rank);
-      } else if (!complete && most - least < 1u << 16) {
-        entries.complete(least, most);
-        if (least == KEY_OF_ZERO) least -= 1 << 16;  // some were below it
-        complete = true;
-      }
     if (EXACT && inside <= SHORT_LIST)
       return entry_of_rank<THREADS>(control, of_control, inside, rank, [&](auto use) {
         entries.each([&](u32 key, u32 place) {
@@ -228,7 +224,7 @@ DEVICE u64 select(Control& control, u32* bins, const Entries& entries, u32 rank,
         });
       });
     if (least == most) break;
-    shift = max(32 - BIN_BITS - __clz(most - least), complete ? 0 : 16);
+    shift = max(32 - BIN_BITS - __clz(most - least), UPPER_KEYS<Entries> ? 16 : 0);
   }
   const u32 score = least;
   least = ~0u << POSITION_BITS, most = ~0u;
@@ -280,9 +276,7 @@ struct FirstBins {
 };
 
 // Behind a gate below zero scores of any size may come, between it and zero and above: bins of an eighth of a power of two.
-template <bool UPPER = false>
 DEVICE int shift_of_listed(u32 least) {
-  if (UPPER) return max(shift_of_listed(least), 16);
   return least >= KEY_OF_ZERO ? SHIFT_OF_GATED : least > LOWEST_KEY ? SHIFT_OF_ALL - 1 : SHIFT_OF_ALL;
 }
 
@@ -322,67 +316,38 @@ DEVICE u32 each_chosen(Control& control, const u64* entries, u32 count, u64 thre
   return done;
 }
 
-// Calls `use(chosen, place, entry)` for all entries, those from `threshold` on chosen, in their order. A warp has
-// neighbours, which it counts before it gives them, so that one barrier is enough.
-template <int THREADS, class F>
-DEVICE void each_by_warps(Control& control, const u64* entries, u32 count, u64 threshold, F use) {
+// Calls `use(chosen, place, entry)` for all entries, in their order. A warp has neighbours, which it counts before it gives
+// them, so that one barrier is enough. `none` is no entry, and not chosen.
+template <int THREADS, class Entry, class Chosen, class F>
+DEVICE void each_by_warps(Control& control, const Entry* entries, u32 count, Entry none, Chosen is_chosen, F use) {
   constexpr int GROUPS = 4;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, each = (count + THREADS - 1) / THREADS * 32;
   const u32 end = min((warp + 1) * each, count), first = warp * each + lane;
   u32 own = 0, total;
-  auto load = [&](u32 at, u64(&of_lane)[GROUPS]) {
+  auto load = [&](u32 at, Entry(&of_lane)[GROUPS]) {
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) of_lane[i] = at + i * 32 < end ? entries[at + i * 32] : 0;
+    for (int i = 0; i < GROUPS; ++i) of_lane[i] = at + i * 32 < end ? entries[at + i * 32] : none;
   };
 #pragma unroll 1
   for (u32 at = first; at - lane < end; at += 32 * GROUPS) {
-    u64 of_lane[GROUPS];
+    Entry of_lane[GROUPS];
     load(at, of_lane);
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) own += of_lane[i] >= threshold;
+    for (int i = 0; i < GROUPS; ++i) own += is_chosen(of_lane[i]);
   }
   u32 place = before_warp<THREADS>(control, __reduce_add_sync(~0u, own), 0, total);
 #pragma unroll 1
   for (u32 at = first; at - lane < end; at += 32 * GROUPS) {
-    u64 of_lane[GROUPS];
+    Entry of_lane[GROUPS];
     load(at, of_lane);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-      const bool chosen = of_lane[i] >= threshold;
+      const bool chosen = is_chosen(of_lane[i]);
       const u32 mask = __ballot_sync(~0u, chosen);
       use(chosen, place + __popc(mask & ((1u << lane) - 1)), of_lane[i]);
       place += __popc(mask);
     }
   }
-}
-
-// The same of entries that lie in blocks, in the order of these: a word each, of the bytes in front of it and of its own.
-template <int THREADS, class F>
-DEVICE void each_by_blocks(Control& control, const u64* entries, const u32* blocks, u32 num_blocks, u64 threshold, F use) {
-  const u32 lane = threadIdx.x % 32, each = (num_blocks + THREADS / 32 - 1) / (THREADS / 32);
-  const u32 first = threadIdx.x / 32 * each, own_blocks = min(max(num_blocks, first) - first, each);
-  const u32 of_lane = lane < own_blocks ? blocks[first + lane] : 0;
-  auto each_pair = [&](auto use_pair) {
-#pragma unroll 1
-    for (u32 block = 0; block < own_blocks; ++block) {
-      const u32 word = __shfl_sync(~0u, of_lane, block), count = word >> 19;
-      const u64* const from = entries + (word & 0xffff) / 8;
-#pragma unroll 1
-      for (u32 at = lane; at - lane < count; at += 64)
-        use_pair(at < count ? from[at] : 0, at + 32 < count ? from[at + 32] : 0);
-    }
-  };
-  u32 own = 0, total;
-  each_pair([&](u64 a, u64 b) { own += (a >= threshold) + (b >= threshold); });
-  u32 place = before_warp<THREADS>(control, __reduce_add_sync(~0u, own), 0, total);
-  each_pair([&](u64 a, u64 b) {
-    const u32 first_chosen = __ballot_sync(~0u, a >= threshold), second_chosen = __ballot_sync(~0u, b >= threshold);
-    const u32 below = (1u << lane) - 1;
-    use(a >= threshold, place + __popc(first_chosen & below), a);
-    place += __popc(first_chosen);
-    use(b >= threshold, place + __popc(second_chosen & below), b);
-    place += __popc(second_chosen);
-  });
 }
 
 // All but the `k` best of more entries go, the order of the others stays. Returns the least of these.
