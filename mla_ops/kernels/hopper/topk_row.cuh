@@ -316,7 +316,8 @@ struct Selection {
   }
 
   // Writes the best of `count` words. Returns false, and nothing is written, where too many have one upper half.
-  DEVICE bool write_upper(i64 number, int request, u32 count, u32 wanted) {
+  DEVICE bool write_upper(i64 number, int request, u32 count) {
+    const u32 wanted = p.k;
     u32* const own = reinterpret_cast<u32*>(entries);
     u64* const rest = entries + (count + 1) / 2;
     u32 bound = LOWEST_KEY & 0xffff0000u;
@@ -419,9 +420,42 @@ struct Selection {
       out[i] = i < length ? p.translated(start + i, request) : -1;
   }
 
+  // Reads until enough is found, with the gate of `least` first, and writes. The first chunk is in `next`.
+  DEVICE void finish(i64 number, int request, int length, u32 rank, bool alone, Four (&next)[VECTORS]) {
+    const u32 wanted = min(length, p.k), enough = alone ? wanted : ~0u;
+    u32 have, total;
+#pragma unroll 1
+    for (u32 round = 0;; ++round) {
+      const Gate gate(least);
+      have = gate.is_score ? read<true>(gate, next, enough) : read<false>(gate, next, enough);
+      total = have;
+      if (!alone) {
+        if (have > max(p.capacity / p.cluster, static_cast<u32>(p.k))) {  // else the first CTA might have to drop all these
+          keep_best<THREADS>(control, bins, entries, have, p.k, least);
+          have = p.k;
+        }
+        u32* const counts = control.counts[round];
+        const u32 told = shared_address(&control.told[round]);
+        if (threadIdx.x < p.cluster)
+          send_4(peer_address(shared_address(&counts[rank]), threadIdx.x), peer_address(told, threadIdx.x), have);
+        __syncwarp();
+        mbarrier_wait_cluster(told, 0);
+        total = 0;
+        for (u32 i = 0; i < p.cluster; ++i) total += counts[i];
+        if (total >= wanted) have = gather(rank, counts, total, have);
+      }
+      if (total >= wanted) break;
+      least = 0;
+      u32 again = 0;
+      hold(again);  // else its columns are kept in registers from the first time on
+      load(again, next);
+    }
+    if (rank == 0) write(number, request, have, wanted, alone);
+  }
+
   DEVICE void run(i64 number, u32 rank) {
     row.scores = p.scores + number * p.pitch;
-    row.skew = static_cast<int>(reinterpret_cast<u64>(row.scores) / 4 % 4);
+    row.skew = PLANES ? 0 : static_cast<int>(reinterpret_cast<u64>(row.scores) / 4 % 4);
     row.scores -= row.skew;
     hold(row.scores);
     InCluster<THREADS, HELD_BY_CLUSTER ? HELD_BY_CLUSTER : 1> fast(p, control, bins, entries, rank);
@@ -502,8 +536,6 @@ struct Selection {
     least = length >= p.gated && rank_in_sample <= 2 * p.sampled ? gate_of(sample, rank_in_sample) : 0;
     if (!alone) cluster_wait();  // all CTAs have begun
 
-    const u32 wanted = min(length, p.k), enough = alone ? wanted : ~0u;
-    u32 have, total;
     if constexpr (PLANES) {
       const bool gated = least > LOWEST_KEY;
       if (length <= static_cast<int>(room_for_words())) least = max(least, LOWEST_KEY + 1);
@@ -511,42 +543,31 @@ struct Selection {
       int column = (row.start & ~63) + Pieces<THREADS>::first();
       hold(column);  // else it is made again for each chunk
       __syncthreads();  // bins are at 0
-      have = least > LOWEST_KEY ? read_upper(column) : 0;
-      if (have >= wanted && have <= room_for_words() && write_upper(number, given.request, have, wanted)) return;
-      __syncthreads();
-      least = 0;
-      if (gated && have >= wanted) {  // upper halves tell too little apart
-        place_sample(groups), load_sample(groups, sample);
-        least = gate_of(sample, rank_in_sample);
-      }
-      load(0, next), prefetch(STEP, AHEAD - STEP);
+      const u32 have = least > LOWEST_KEY ? read_upper(column) : 0;
+      const bool many = have >= static_cast<u32>(p.k);
+      if (many && have <= room_for_words() && write_upper(number, given.request, have)) return;
+      Selection(p, reinterpret_cast<unsigned char*>(&control)).run_whole(number, many && gated);
+    } else {
+      finish(number, given.request, length, rank, alone, next);
     }
-#pragma unroll 1
-    for (u32 round = 0;; ++round) {
-      const Gate gate(least);
-      have = gate.is_score ? read<true>(gate, next, enough) : read<false>(gate, next, enough);
-      total = have;
-      if (!alone) {
-        if (have > max(p.capacity / p.cluster, static_cast<u32>(p.k))) {  // else the first CTA might have to drop all these
-          keep_best<THREADS>(control, bins, entries, have, p.k, least);
-          have = p.k;
-        }
-        u32* const counts = control.counts[round];
-        const u32 told = shared_address(&control.told[round]);
-        if (threadIdx.x < p.cluster)
-          send_4(peer_address(shared_address(&counts[rank]), threadIdx.x), peer_address(told, threadIdx.x), have);
-        __syncwarp();
-        mbarrier_wait_cluster(told, 0);
-        total = 0;
-        for (u32 i = 0; i < p.cluster; ++i) total += counts[i];
-        if (total >= wanted) have = gather(rank, counts, total, have);
-      }
-      if (total >= wanted) break;
-      least = 0;
-      u32 again = 0;
-      hold(again);  // else its columns are kept in registers from the first time on
-      load(again, next);
+  }
+
+  // A row of planes whose upper halves say too little; a gate of whole scores, if it is to have one, says more.
+  DEVICE void run_whole(i64 number, bool gated) {
+    row.scores = p.scores + number * p.pitch, row.skew = 0;
+    const Params::Given given = p.given_of(number);
+    p.columns_of(given, row.start, row.end);
+    const int length = row.end - row.start;
+    first = row.start / 4, vectors = (row.end + 3) / 4 - first, part_end = row.end, least = 0;
+    __syncthreads();  // nobody needs words any more
+    if (gated) {
+      u32 groups[SAMPLED];
+      float4 sample[SAMPLED];
+      place_sample(groups), load_sample(groups, sample);
+      least = gate_of(sample, sample_rank(length));
     }
-    if (rank == 0) write(number, given.request, have, wanted, alone);
+    Four next[VECTORS];
+    load(0, next), prefetch(STEP, AHEAD - STEP);
+    finish(number, given.request, length, 0, true, next);
   }
 };
