@@ -89,6 +89,9 @@ HALVES = {
     "a few lower halves": lambda normal: 1 + (normal * 1e4).int() % 7 * 2.0**-20,
     "two upper halves": lambda normal: 1 + (normal > 0.5) * 2.0**-7 + (normal * 1e4).int() % 999 * 2.0**-23,
     "negative": lambda normal: normal - 9,
+    "a few just below many 0": lambda normal: torch.where(
+        normal > 0.7, 0.0, torch.where(normal > 0.6, normal * -1e-39, normal - 9)
+    ),
     "no finite score": lambda normal: torch.where(normal > 1.5, torch.inf, -torch.inf),
     "few finite scores": lambda normal: torch.where(normal > 2, normal, -torch.inf),
     "better and better": lambda normal: normal + torch.arange(normal.shape[1]) / 300,

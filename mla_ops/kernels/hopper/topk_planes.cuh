@@ -34,7 +34,8 @@ struct UpperListed {
   // Marks the best `rank` words of those from `least` to `most`, by their lower halves. Returns 0 if there is no room.
   DEVICE u64 choose(Control& control, u32* bins, u32 at, u32 least, u32 most, u32 inside, u32 rank) const {
     constexpr u32 HIGHEST = 0xff800000;  // key of inf
-    const u64 bound = static_cast<u64>(min(most, HIGHEST) & 0xffff0000u) << 32;
+    const u32 last = min(most, HIGHEST) & 0xffff0000u;  // none has the half below that of 0, which is as large as 0
+    const u64 bound = static_cast<u64>(last == KEY_OF_ZERO - (1 << 16) ? last - (1 << 16) : last) << 32;
     u32* const numbers = reinterpret_cast<u32*>(rest);
     u64* const entries = rest + (inside + 1) / 2;
     if (inside > room) return 0;
