@@ -12,7 +12,7 @@ constexpr u32 LOWER_HALVES = 32;  // words behind the upper ones
 DEVICE u32 word_of(u32 column) { return column / 64 * 64 + column % 64 / 16 * 8 + column % 8; }
 DEVICE bool in_high_bits(u32 column) { return column / 8 % 2; }
 
-// Bits of a score.
+// Bits of a score, of words with its halves.
 DEVICE u32 whole_bits(u32 upper, u32 lower, bool high_bits) {
   return __byte_perm(lower, upper, high_bits ? 0x7632 : 0x5410);
 }

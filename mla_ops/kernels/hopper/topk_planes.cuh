@@ -3,12 +3,12 @@
 #include "planes.cuh"
 #include "topk_cluster.cuh"
 
-// Words of upper halves and columns in shared memory.
+// A word in shared memory is an upper half and a column.
 DEVICE float upper_of(u32 word) { return __uint_as_float(word & 0xffff0000u); }
 constexpr u32 NO_WORD = 0xff800000, CHOSEN = 0x7fc00000;  // halves of -inf, which reaches no gate, and of NaN
 
-// Such words, and room for whole entries of some: `room` of them with their numbers. Keys of 0 stand for -0 as well, and for
-// what is so little below it that its upper half is that of -0.
+// Such words, and `rest`, which has room for so many whole entries with their numbers. The key of 0 is that of -0, too, and
+// of what is so little below it that its upper half is that of -0.
 template <int THREADS>
 struct UpperListed {
   u32* words;

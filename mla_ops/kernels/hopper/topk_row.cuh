@@ -11,8 +11,9 @@
 // So the result is exact whatever the sample was like, and no buffer can overflow: there is room for k entries and a
 // chunk.
 //
-// PLANES: the gate is one of upper halves, and the row's upper halves are read first, from half the memory. Entries have
-// no more; in the bin of the rank alone lower halves decide. Where that is not enough, scores are read as above.
+// PLANES: scores lie by planes (planes.cuh). The gate is one of upper halves, and upper halves alone are read, half the
+// memory; lower halves decide in the bin of the rank (topk_planes.cuh). Where that finds less than k, or too much to keep,
+// scores are read whole, as above.
 //
 // A row that a CTA's registers hold needs none of this where rows are few, however wide the tensor (topk_short.cuh).
 #pragma once

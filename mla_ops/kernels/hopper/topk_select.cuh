@@ -172,8 +172,8 @@ DEVICE u64 entry_of_rank(Control& control, u32 at, u32 inside, u32 rank, EachLef
 // rank. Where one score is left, positions follow. Entries, and bins of 0, are there before a barrier that precedes this.
 // If it need not be EXACT, `spare` entries more may reach it, and all those of one score. The first counts may have been
 // made. BELOW the first bins there is nothing, or what is searched next, or what lets this return 0 at once.
-// Where UPPER_KEYS says so, keys have no lower halves, and entries say what is chosen in the bin of the rank; what this
-// returns is the highest key that is not chosen but there.
+// UPPER_KEYS: keys have no lower halves, and entries mark what is chosen in the bin of the rank. What this returns, 0 or a
+// key, is the highest one of which marked entries alone are chosen.
 enum Below { NOTHING, MORE, FAILURE };
 template <class Entries>
 constexpr bool UPPER_KEYS = false;
