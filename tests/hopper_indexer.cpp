@@ -22,8 +22,6 @@ extern "C" int scores(const void* params, int heads, int tokens, const char* sou
   const int kernel = heads * 100 + tokens * 10 + (source[0] == 'F' ? 0 : source[0] == 'B' ? 1 : 2);
   if (planes && kernel == 6440) return score<64, 4, FLAT, true>(p, ctas, seed);
   if (planes && kernel == 3280) return score<32, 8, FLAT, true>(p, ctas, seed);
-  if (planes && kernel == 3281) return score<32, 8, BOXES, true>(p, ctas, seed);
-  if (planes && kernel == 6442) return score<64, 4, ANYWHERE, true>(p, ctas, seed);
   if (planes) return 1;
   if (kernel == 6440) return score<64, 4, FLAT>(p, ctas, seed);
   if (kernel == 3280) return score<32, 8, FLAT>(p, ctas, seed);

@@ -365,7 +365,7 @@ def best(tool: str) -> None:
 
 
 def chosen_by_parts(tool: str) -> None:
-    """Keys of rows in blocks that fit no tile, two at one time: top-k through entries, by registers, by planes."""
+    """Keys of rows in blocks that fit no tile, two at one time: top-k through entries, by registers, and by planes."""
     import torch
     from topk_oracle import hard_rows, topk_oracle
 
@@ -380,10 +380,8 @@ def chosen_by_parts(tool: str) -> None:
     q, weights = torch.zeros(5, 64, 128), torch.zeros(5, 64)
     q[:, 5, 77], weights[:, 5] = 1, 1
     given = [x.cuda() for x in (weights, lengths, table, requests)]
-    gates = {"gated": 400, "sampled": 256}
-    for plan in (topk.MANY._replace(**gates), topk.FEW._replace(cluster=2), topk.BY_PLANES._replace(**gates)):
+    for plan in (topk.MANY._replace(gated=400, sampled=256), topk.FEW._replace(cluster=2)):
         topk.plan_for = lambda *_, plan=plan, **__: plan
-        topk.BY_PLANES, topk.takes_planes = plan, lambda *_, planes=plan.planes: planes
         for kind in ("special", "ascending", "equal") if tool == "memcheck" else ("ascending",):
             scale = hard_rows(kind, 1, num_blocks * block_size)[0]
             cache = torch.empty(num_blocks, block_size * 132, dtype=torch.uint8)
@@ -397,6 +395,15 @@ def chosen_by_parts(tool: str) -> None:
             wanted, valid = topk_oracle(scale.expand(5, -1), 50, None, lengths.where(requests == 0, 0))
             assert torch.equal(indices.cpu(), wanted)
             assert torch.equal(counts.cpu(), valid)
+    topk.BY_PLANES, topk.takes_planes = topk.BY_PLANES._replace(gated=400, sampled=256), lambda *_: True
+    keys, starts = torch.ones(1535, 128).to(e4m3).cuda(), torch.tensor([0, 5, 70, 3, 1], dtype=torch.int32)
+    for kind in ("special", "ascending", "equal") if tool == "memcheck" else ("ascending",):
+        scale = hard_rows(kind, 1, len(keys))[0]
+        rows = keys, weights.cuda(), starts.cuda(), lengths.cuda()
+        select_keys.select_keys_flat(q.to(e4m3).cuda(), *rows, 50, k_scale=scale.cuda(), **chosen)
+        wanted, valid = topk_oracle(scale.expand(5, -1), 50, starts, lengths)
+        assert torch.equal(indices.cpu(), wanted)
+        assert torch.equal(counts.cpu(), valid)
 
 
 def writes(tool: str) -> None:

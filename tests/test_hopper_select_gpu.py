@@ -97,9 +97,6 @@ def assert_equal(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tenso
         (600, 1, 32, 64, 20000),
         (80, 2, 64, 48, 17000),
         (3, 1, 64, 4096, 40000),
-        (20, 8, 32, 64, 20000),  # many rows of whole groups: scores by planes
-        (50, 4, 64, 17, 18000),
-        (2, 300, 64, 16, 30000),
     ],
 )
 def test_paged_selection_is_scores_then_topk(
@@ -188,7 +185,14 @@ def test_flat_selection_whose_sample_says_nothing_of_its_row(num_tokens: int, nu
 @pytest.mark.parametrize("num_heads", [32, 64])
 @pytest.mark.parametrize(
     ("num_tokens", "num_kv", "k"),
-    [(1, 50000, 2048), (100, 9000, 100), (600, 19000, 2048), (1111, 33000, 2048), (170, 150000, 512)],
+    [
+        (1, 50000, 2048),
+        (100, 9000, 100),
+        (600, 19000, 2048),
+        (1111, 33000, 2048),
+        (170, 150000, 512),
+        (900, 8100, 2048),
+    ],
 )
 def test_flat_selection_is_scores_then_topk(num_heads: int, num_tokens: int, num_kv: int, k: int) -> None:
     q = torch.randn(num_tokens, num_heads, 128, device="cuda").to(E4M3)

@@ -83,7 +83,6 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         *,
         group: int,
         programmatic: bool,
-        planes: bool,
         out: torch.Tensor,
     ) -> None:
         assert group == 4  # the group of all tokens, 8 of 3 requests
@@ -93,7 +92,7 @@ def launches(request: pytest.FixtureRequest, library: ctypes.CDLL, monkeypatch: 
         blocks = block_table[req_id_per_token.where(known, 0)].long()
         found = index_cache[blocks].flatten(1)[:, :max_length]
         live = known[:, None] & (torch.arange(max_length) < lengths[:, None])
-        put(torch.where(live, found, torch.nan), planes, out)
+        out.copy_(torch.where(live, found, torch.nan))
 
     monkeypatch.setattr(selection, "tokens_together", lambda num_tokens, _: min(num_tokens, 3))
     monkeypatch.setattr(topk, "topk_indices", best)

@@ -104,7 +104,6 @@ def kernels() -> list[Kernel]:
     scores = [kernel_for(heads, COLUMNS // heads, "FLAT", planes=planes) for heads in HEADS for planes in (False, True)]
     for source in ("BOXES", "ANYWHERE"):
         scores += [kernel_for(heads, tokens, source) for heads in HEADS for tokens in group_sizes(heads)]
-        scores += [kernel_for(heads, COLUMNS // heads, source, planes=True) for heads in HEADS]
     return [*scores, clean_kernel("FLAT"), clean_kernel("BOXES")]
 
 
@@ -181,7 +180,7 @@ def _launch(
     packed = pack(queries, *params, *reciprocal(clusters))  # type: ignore[arg-type]
     if num_columns:
         kernel, *others = (kernel_for(num_heads, tokens, source, planes=way) for way in (planes, not planes))
-        if tokens * num_heads == COLUMNS:  # whichever was run before a capture, the other is not compiled during it
+        if source == "FLAT":  # whichever was run before a capture, the other is not compiled during it
             sources.load(others[0].source, others[0].name, device_index)
         sources.load(kernel.source, kernel.name, device_index).launch(
             (clusters * cluster, 1, 1),
@@ -340,13 +339,9 @@ def paged_indexer_logits(
     clean: bool = False,
     group: int | None = None,
     programmatic: bool = False,
-    planes: bool = False,
     out: torch.Tensor,
 ) -> None:
-    """Runs the op's `.out`, by groups of up to `group` tokens that share keys; the rest as of flat keys.
-
-    By `planes` are groups of `COLUMNS` heads alone.
-    """
+    """Runs the op's `.out`, by groups of up to `group` tokens that share keys; `programmatic` as of flat keys."""
     num_tokens, num_heads, _ = q.shape
     if num_tokens * max_length == 0:
         return
@@ -364,7 +359,6 @@ def paged_indexer_logits(
         programmatic,
         out,
         params,
-        planes,
     )
 
 

@@ -6,8 +6,6 @@ begins beside the end of the one in front, and waits for it before it touches th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from ...dispatch import Call
@@ -23,13 +21,6 @@ from .indexer_logits import logits_reason
 def _choose_none(indices: torch.Tensor, valid_counts: torch.Tensor) -> None:
     indices.fill_(-1)
     valid_counts.fill_(0)
-
-
-def _rows(num_tokens: int, num_columns: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Tokens of a part, and rows for their scores, apart by whole tiles, as scores by planes are."""
-    width = -(-num_columns // indexer_logits.TILE) * indexer_logits.TILE
-    for part, scores in parts(num_tokens, width, device):
-        yield part, scores[:, :num_columns]
 
 
 def select_keys(
@@ -59,18 +50,14 @@ def select_keys(
     q = indexer_logits.in_boxes(q)
     group = indexer_logits.group_size(q.shape[1], num_tokens, num_requests)
     slots = {"block_table": block_table, "block_size": block_size} if translate else {}
-    whole = group * q.shape[1] == indexer_logits.COLUMNS
-    for part, scores in _rows(num_tokens, num_columns, q.device):
+    for part, scores in parts(num_tokens, num_columns, q.device):
         ends, requests = lengths[part], req_id_per_token[part]
         given = q[part], index_cache, weights[part], ends, block_table, requests, num_columns, cache_format
-        planes = whole and best.takes_planes(len(scores), num_columns, num_sms(q.device.index), topk)
-        way = {"group": group, "programmatic": part.start > 0, "planes": planes}
-        indexer_logits.paged_indexer_logits(*given, **way, out=scores)
+        indexer_logits.paged_indexer_logits(*given, group=group, programmatic=part.start > 0, out=scores)
         best.topk_indices(
             scores,
             topk,
             programmatic=True,
-            planes=planes,
             row_ends=ends,
             req_id_per_token=requests,
             num_requests=num_requests,
@@ -99,10 +86,12 @@ def select_keys_flat(
         _choose_none(indices, valid_counts)
         return
     q, k = indexer_logits.in_boxes(q), indexer_logits.in_boxes(k)
-    for part, scores in _rows(num_tokens, num_columns, q.device):
+    width = -(-num_columns // indexer_logits.TILE) * indexer_logits.TILE  # whole tiles, for scores by planes
+    for part, whole in parts(num_tokens, width, q.device):
+        scores = whole[:, :num_columns]
         rows = {"row_starts": row_starts[part], "row_ends": row_ends[part]}
         given = q[part], k, weights[part]
-        planes = best.takes_planes(len(scores), num_columns, num_sms(q.device.index), topk)
+        planes = best.takes_planes(len(scores), num_columns, q.shape[1], num_sms(q.device.index), topk)
         way = {"programmatic": part.start > 0, "planes": planes}
         indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, **way, out=scores)
         chosen = {"indices": indices[part], "valid_counts": valid_counts[part]}

@@ -197,9 +197,14 @@ def plan_for(
     return plan._replace(sampled=sampled, spare=spare, deviations=deviations_for(num_rows))
 
 
-def takes_planes(num_rows: int, num_columns: int, num_sms: int, topk: int) -> bool:
-    """Whether scores should lie by planes: there is room for what a gate lets pass, and 16 bits for a column."""
-    return num_rows > num_sms and SHORT[0].chunk < num_columns <= LONG_ROW and topk <= 2048
+def takes_planes(num_rows: int, num_columns: int, num_heads: int, num_sms: int, topk: int) -> bool:
+    """Whether scores should lie by planes.
+
+    There is room for what a gate lets pass, and 16 bits for a column. With 64 heads, rows of more columns take longer:
+    so does ptxas' schedule of their scores (docs/notes.md).
+    """
+    most = 8192 if num_heads == 64 else LONG_ROW
+    return num_rows > num_sms and SHORT[0].chunk < num_columns <= most and topk <= 2048
 
 
 def aligned_columns(scores: torch.Tensor) -> int:
