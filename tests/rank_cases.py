@@ -222,6 +222,14 @@ def case_selection_over_ranks_equals_the_whole() -> None:
             assert torch.equal(actual[1], expected[1])
 
 
+def case_a_selection_without_blocks_chooses_nothing() -> None:
+    q, weights, cache = torch.randn(2, 4, 128), torch.randn(2, 4), mla_ops.allocate_cache("fp32", 1, 4, head_dim=128)
+    lengths, requests = torch.ones(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    given = q, cache, weights, lengths, torch.zeros(1, 0, dtype=torch.int32), requests, 3, "fp32"
+    for selected in (context().select_keys(*given), mla_ops.select_keys(*given)):
+        assert [x.tolist() for x in selected] == [[[-1] * 3] * 2, [0, 0]]
+
+
 def case_heads_are_gathered_in_order() -> None:
     ranks = context()
     q = torch.randn(3, 8, 5)

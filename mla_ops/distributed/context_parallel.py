@@ -203,6 +203,9 @@ class ContextParallel:
             topk, cache_format: as `select_keys` takes them.
         """
         most = block_table.shape[1] * self.local_block_size
+        if type(most) is int and most == 0:  # no request has a block
+            none = q.new_full((q.shape[0], topk), -1, dtype=torch.int32)
+            return none, none.new_zeros(q.shape[0])
         local_lengths = self.lengths(lengths)
         scores = paged_indexer_logits(
             q, index_cache, weights, local_lengths, block_table, req_id_per_token, most, cache_format
