@@ -37,7 +37,6 @@ NAMES = {
 }
 REFERENCES = "references of 64 heads move in most turns"
 WIDE = "wide turns: scales of a key span more than float16 holds"
-ONE_SCORE = "a second walk: weights leave their range about one score"
 BLOCKS = "keys of a block that a table has not got keep their place in a turn, and warps clear it by stores"
 # Why a kind takes more than `BAR`, or is wrong: by its lowering and kernel, or how these begin.
 WHY = {
@@ -45,11 +44,8 @@ WHY = {
     "hopper dense": {"7/8": BLOCKS, "1/2": BLOCKS, "1/8": BLOCKS, "tail": BLOCKS, "none": BLOCKS},
     "triton": {
         "s 1": "all SMs read the same lines of L2",
-        "wild30": "a second walk: scales that one unit does not hold",
+        "wild30": "the second walk, with scales outside operands: no unit holds them",
     },
-    "triton sparse fp8_ds_mla": dict.fromkeys(("2^20", "spread", "large"), ONE_SCORE),
-    "triton sparse bf16": dict.fromkeys(("2^20", "spread", "wild30", "grow", "large"), ONE_SCORE),
-    "triton sparse flat": dict.fromkeys(("2^20", "spread", "wild30", "grow", "large"), ONE_SCORE),
 }
 
 

@@ -272,7 +272,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
         keys = replace(keys, in_line=keys.in_line and not everything)
         out_unit = 4 if types["out"] == "*fp32" else 8
         looks = sparse_attention.looks_at_indices(keys, tile, partial, everything)
-        parts = 64 if partial and tile.block_h == 16 else 1
+        parts = (64 if tile.block_h == 16 else 2) if partial else 1
         steady = sparse_attention.is_steady(tile, keys, dtype, 2048, parts)
         fixed = keys, tile, dim == 576, 8, out_unit, partial, looks, steady
         constants = {"OPTIONS": attention_options(*fixed, upcast=False)}
@@ -288,7 +288,7 @@ def sparse_attention_variants(capability: int) -> Iterator[Variant]:
             fixed = replace(constants["OPTIONS"], tile=beside, looks=looks, steady=steady)
             options = {"num_warps": beside.num_warps}
             yield replace(variant, name=name.replace("]", ", beside]"), constants={"OPTIONS": fixed}, options=options)
-        if parts > 1 and sparse_attention.is_steady(tile, keys, dtype, 2048, 2):
+        if parts > 2 and sparse_attention.is_steady(tile, keys, dtype, 2048, 2):
             long = {"OPTIONS": replace(constants["OPTIONS"], steady=True)}
             yield replace(variant, name=name.replace("]", ", long parts]"), constants=long)
         if fmt == "fp8_ds_mla" and dtype == torch.bfloat16 and everything:

@@ -149,6 +149,34 @@ def test_a_key_far_above_the_first_ones(
     assert walks() == again
 
 
+@pytest.mark.parametrize(
+    ("tile", "growing", "again"),
+    [
+        ("bf16, 64 heads", True, 1),  # instead of the first walk, which has no key then
+        ("bf16, 64 heads", False, 1),
+        ("bf16, 16 heads", True, 1),
+        ("bf16, 16 heads", False, 0),  # fades from the first tile on
+    ],
+)
+def test_rows_whose_scores_lie_far_apart(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    walks: Callable[[], int],
+    tile: str,
+    growing: bool,
+    again: int,
+) -> None:
+    """From 0 to 160, in natural logarithms, in their order or in any."""
+    force_steady_tile(monkeypatch, *TILES[tile])
+    cache, q = filled_cache("bf16", 12, 16, device) / 8, queries(1, 1, BF16, device)
+    q /= q.float().norm()
+    order = torch.arange(192, device=device) if growing else torch.randperm(192, device=device)
+    cache.view(-1, 576)[order] = (q[0, 0].float() * torch.arange(192, device=device)[:, None] * 20).to(BF16)
+    indices = torch.arange(192, dtype=torch.int32, device=device)[None]
+    check("triton", q, cache, indices, "bf16")
+    assert walks() == again
+
+
 def test_first_keys_far_above_or_below_the_others(device: torch.device, cache_format: str) -> None:
     cache, indices = filled_cache(cache_format, 12, 16, device), some_indices(4, 150, 192, device)
     q = queries(4, 3, BF16, device, width(cache_format))

@@ -28,9 +28,9 @@ class Tile(Constant):
     early: bool = False
 
     def narrow(self) -> "Tile":
-        """For a second walk, which is rare: what fits beside the registers of the first."""
+        """For a second walk: what fits beside the registers of the first."""
         wide = self.block_h == 64
-        return replace(self, block_n=16, ahead=0, apart=wide, early=wide)
+        return replace(self, block_n=32 if wide else 16, ahead=int(wide), apart=wide, early=wide)
 
 
 # made once: a launch finds it sooner than it would make it
@@ -41,7 +41,7 @@ STEADY_TILES = 8  # of a program of 16 heads: in fewer, less is saved than the l
 
 
 def is_steady(chosen: Tile, keys: Keys, dtype: torch.dtype, num_keys: int, parts: int, paired: bool = False) -> bool:
-    """Whether weights are about the largest score of a program's first tile alone: Options.steady.
+    """Whether weights are about the largest score of few keys alone: Options.steady.
 
     bfloat16 ones: float16 has not the range. In tiles of 16 heads from 8 tiles on: on an H200, 300 x 16, 32 x 16,
     8 x 16 rows take 194, 36.5, 20.0 us so for 212, 39.6, 19.7, fp8_ds_mla 232, 40.1, 22.1 for 249, 40.6, 21.6. Where
@@ -79,7 +79,8 @@ class Options(Constant):
         q_unit, out_unit: elements that strides of queries and of the output are counted in.
         partial: whether the output is a part of a row, with an lse in base 2.
         looks: whether the first indices are looked at, for tiles of keys without masks.
-        steady: whether weights are about the largest score of a program's first tile, and about no later one.
+        steady: whether weights are about the largest score of a program's first tile, or of 16 keys all over its row,
+            and about no later one.
         whole: whether a tile of keys lies in one block, in dense attention.
         extra_keys: the rows of the second of two caches.
         packed: whether tokens of one request share a program.
@@ -102,8 +103,14 @@ class Options(Constant):
     def of_extra_cache(self) -> "Options":
         return replace(self, keys=self.extra_keys)
 
+    def walks_alike(self) -> bool:
+        """Whether a second walk has the tiles of the first."""
+        return self.steady and self.tile.block_h == 64
+
     def of_second_walk(self) -> "Options":
-        """A walk about the largest score, no scales in operands: rare, in registers that the first leaves."""
+        """A walk about the largest score, no scales in operands: where scores or scales are rare ones."""
+        if self.walks_alike():
+            return replace(self, steady=False, looks=False)
         keys = self.keys.with_operands("fp8") if self.tile.half else self.keys
         return replace(self, keys=keys, tile=self.tile.narrow(), steady=False)
 
@@ -120,3 +127,8 @@ def of_extra_cache(options):
 @triton.constexpr_function
 def of_second_walk(options):
     return options.of_second_walk()
+
+
+@triton.constexpr_function
+def walks_alike(options):
+    return options.walks_alike()

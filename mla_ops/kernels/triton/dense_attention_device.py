@@ -308,7 +308,7 @@ def _paged_kernel(
     begin = tl.minimum(split * share, length)
     end = tl.minimum(begin + share, length)
 
-    queries = (q, q_rope, query_strides)
+    queries = (q, q_rope, query_strides, num_heads)
     table = block_table + request.to(tl.int64) * stride_table
     cache = (kv, table, known, num_blocks, block_size, divider(block_size), max_blocks, stride_block)
     place = (token, head, live_head, split)

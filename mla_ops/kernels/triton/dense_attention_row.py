@@ -31,7 +31,7 @@ def attend_row(queries, place, cache, span, scale_log2, results, num_splits, OPT
     token, head, live_head, split = place
     begin, end = span
     _, out, out_strides, _, _ = results
-    q, q_rope, query_strides = queries
+    q, q_rope, query_strides, _ = queries
     whole = load_query_whole(query_rows(q, q_rope, token, head, query_strides, OPTIONS.q_unit), live_head, OPTIONS)
     # 0, which the compiler does not know: addresses kept until there is a result would spill
     zero = (begin < 0).to(tl.int32)

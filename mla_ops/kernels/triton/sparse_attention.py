@@ -234,7 +234,7 @@ def _attend_kernel(
     else:
         query = (q_rows, live_head, queries)
         state = attend_keys(query, new_state(OPTIONS), cache, index_row, (begin, end), scale_log2, None, OPTIONS)
-    queries = (q, q_rope, query_strides)
+    queries = (q, q_rope, query_strides, num_heads)
     store_walk(state, queries, place, cache, index_row, (begin, end), scale_log2, results, num_splits, OPTIONS)
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .attention_options import of_second_walk
+from .attention_options import of_second_walk, walks_alike
 from .sparse_attention_device import (
     attend_keys,
     load_query,
@@ -13,7 +13,8 @@ from .sparse_attention_device import (
     store_result,
     total_weight,
 )
-from .sparse_attention_keys import HALF_WEIGHT, is_half
+from .sparse_attention_keys import HALF_WEIGHT, fetch_indices, is_half
+from .sparse_attention_wide import attend_whole, load_query_whole
 
 
 @triton.jit
@@ -37,28 +38,52 @@ def left_its_range(state):
 
 
 @triton.jit
+def _walk_again(queries, place, cache, index_row, span, scale_log2, nought, OPTIONS: tl.constexpr):
+    """The state after a second walk. `nought` is 0, which the compiler does not know: what is kept would spill else."""
+    AGAIN: tl.constexpr = of_second_walk(OPTIONS)
+    q, q_rope, query_strides, num_heads = queries
+    token, head, live_head, _ = place
+    if OPTIONS.tile.block_h == 64:
+        head += nought
+        live_head = head < num_heads
+        span = (span[0] + nought, span[1] + nought)
+        if index_row is not None:
+            index_row += nought
+    q_rows = query_rows(q, q_rope, token + nought, head, query_strides, OPTIONS.q_unit)
+    if walks_alike(OPTIONS):
+        begin, end = span
+        first = fetch_indices(index_row, begin + tl.arange(0, AGAIN.tile.block_n), end)
+        query = load_query_whole(q_rows, live_head, AGAIN)
+        span = (begin, begin, end)
+        state = attend_whole(query, None, live_head, cache, index_row, span, first, None, scale_log2, AGAIN)
+    else:
+        query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
+        state = attend_keys(query, new_state(AGAIN), cache, index_row, span, scale_log2, None, AGAIN)
+    return state
+
+
+@triton.jit
 def store_walk(state, queries, place, cache, index_row, span, scale_log2, results, num_splits, OPTIONS: tl.constexpr):
     """Stores a walk's result, of a second one where the first may be wrong.
 
     Over float16 keys a sum of weights is NaN then, by scales that float16 does not hold. STEADY programs left the range
-    of weights. `queries` are the first two arguments of `query_rows`, and strides.
+    of weights. `queries` are the first two arguments of `query_rows`, strides, and the number of heads.
     """
-    token, head, live_head, _ = place
-    q, q_rope, query_strides = queries
     HALF: tl.constexpr = is_half(OPTIONS.keys)
-    units = num_splits * results[4][0]
-    if HALF or OPTIONS.steady:
+    if walks_alike(OPTIONS):
+        broken = left_its_range(state)
+        if broken > 0:
+            state = _walk_again(queries, place, cache, index_row, span, scale_log2, broken - 1, OPTIONS)
+        store_result(state, place, results, OPTIONS)
+    elif HALF or OPTIONS.steady:
+        units = num_splits * results[4][0]
         if HALF:
             total = total_weight(state[2])
             broken = tl.max((total != total).to(tl.int32), 0)
         else:
             broken = left_its_range(state)
         if broken > 0:
-            AGAIN: tl.constexpr = of_second_walk(OPTIONS)
-            # 1, which the compiler does not know: addresses kept since the first walk would spill
-            q_rows = query_rows(q, q_rope, token + (broken - 1), head, query_strides, OPTIONS.q_unit)
-            query = (q_rows, live_head, load_query(q_rows, live_head, AGAIN))
-            exact = attend_keys(query, new_state(AGAIN), cache, index_row, span, scale_log2, None, AGAIN)
+            exact = _walk_again(queries, place, cache, index_row, span, scale_log2, broken - 1, OPTIONS)
             if HALF and OPTIONS.partial:
                 store_part_by_units(exact, place, results, units, OPTIONS)
             else:

@@ -183,6 +183,15 @@ def first_pivot(top, largest):
 
 
 @triton.jit
+def are_wild(scores, valid, largest):
+    """Whether scores of few keys, a head, foretell others too far above: they lie 64 apart in base 2, or are huge."""
+    least = tl.min(tl.where(valid, scores, float("inf")), 1)
+    HUGE: tl.constexpr = 2.0**20
+    wild = (largest - least > 64.0) | (largest > HUGE)
+    return wild | ((largest < -HUGE) & (largest > float("-inf")))
+
+
+@triton.jit
 def still_waits(waits, top):
     """Whether a STEADY program has not seen a key yet, after another tile."""
     if waits:
@@ -191,13 +200,25 @@ def still_waits(waits, top):
 
 
 @triton.jit
-def _weights_about(state, scores, is_first):
-    """Does what `_rescale` does, in a STEADY program: nothing fades."""
+def _weights_about(state, scores, is_first, fades, OPTIONS: tl.constexpr):
+    """Does what `_rescale` does, in a STEADY program: nothing fades, but in tiles of 16 heads if it `fades`.
+
+    A program of those fades from its first tile on where scores there are wild.
+    """
     acc0, acc1, acc2, acc3, top, sums = state
     if is_first:
-        top = first_pivot(top, tl.max(scores, 1))
+        largest = tl.max(scores, 1)
+        top = first_pivot(top, largest)
+        if OPTIONS.tile.block_h == 16:
+            fades = tl.max(are_wild(scores, scores > float("-inf"), largest).to(tl.int32), 0) > 0
+    if fades:
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp2(top - new_top)[:, None]
+        acc0, acc1, acc2, acc3 = acc0 * fade, acc1 * fade, acc2 * fade, acc3 * fade
+        sums *= fade
+        top = new_top
     weights = tl.exp2(scores - top[:, None])
-    return (acc0, acc1, acc2, acc3, top, sums + weights), weights
+    return (acc0, acc1, acc2, acc3, top, sums + weights), weights, fades
 
 
 @triton.jit
@@ -238,20 +259,20 @@ def _mask(scores, column, places, row_end, scale_log2):
 
 
 @triton.jit
-def _weigh(q, state, keys, rows, seen, zero, is_first, OPTIONS: tl.constexpr):
-    """The state faded to the scores of a tile of keys, and their weights as operands."""
+def _weigh(q, state, keys, rows, seen, zero, is_first, fades, OPTIONS: tl.constexpr):
+    """The state faded to the scores of a tile of keys, weights as operands, and whether a STEADY program fades."""
     column, places, scale_log2, row_end = seen
     scores = _mask(_scores(q, keys, rows, zero, OPTIONS), column, places, row_end, scale_log2)
     if OPTIONS.steady:
-        faded, weights = _weights_about(state, scores, is_first)
+        faded, weights, fades = _weights_about(state, scores, is_first, fades, OPTIONS)
     else:
         faded, weights = _rescale(state, scores)
-    return faded, _round_weights(weights, keys, rows, OPTIONS)
+    return faded, _round_weights(weights, keys, rows, OPTIONS), fades
 
 
 @triton.jit
-def _attend_operands(q, state, keys, rows, seen, sure, OPTIONS: tl.constexpr):
-    """The state after a tile of keys that are operands.
+def _attend_operands(q, state, keys, rows, seen, sure, fades, OPTIONS: tl.constexpr):
+    """The state after a tile of keys that are operands, and whether a STEADY program fades.
 
     Scores APART stand behind what is `sure`, and each of their products has a sum of its own: where the compiler sees
     that a product goes into another, it gives both groups of warps all of it. STEADY ones, which do not, take for
@@ -264,10 +285,10 @@ def _attend_operands(q, state, keys, rows, seen, sure, OPTIONS: tl.constexpr):
         weights = tl.zeros((q[0].shape[0], keys[0].shape[0]), tl.float32) + seen[2]
         p = _round_weights(weights, keys, rows, OPTIONS)
         if sure:
-            faded, p = _weigh(q, state, keys, rows, seen, seen[2] * 0.0, False, OPTIONS)
+            faded, p, _ = _weigh(q, state, keys, rows, seen, seen[2] * 0.0, False, False, OPTIONS)
             acc0, acc1, acc2, acc3, top, sums = faded
     else:
-        faded, p = _weigh(q, state, keys, rows, seen, None, sure, OPTIONS)
+        faded, p, fades = _weigh(q, state, keys, rows, seen, None, sure, fades, OPTIONS)
         acc0, acc1, acc2, acc3, top, sums = faded
     if len(p) == 1:
         p = p + p + p + p
@@ -275,12 +296,14 @@ def _attend_operands(q, state, keys, rows, seen, sure, OPTIONS: tl.constexpr):
     acc1 = dot(p[1], keys[1], acc1, UPCAST)
     acc2 = dot(p[2], keys[2], acc2, UPCAST)
     acc3 = dot(p[3], keys[3], acc3, UPCAST)
-    return acc0, acc1, acc2, acc3, top, sums
+    return (acc0, acc1, acc2, acc3, top, sums), fades
 
 
 @triton.jit
-def attend_tile(q, state, rows, places, column, scale_log2, row_end, sure, OPTIONS: tl.constexpr):
-    """The state after one tile of keys. `sure` are two conditions that are true, which the compiler does not know.
+def attend_tile(q, state, rows, places, column, scale_log2, row_end, sure, fades, OPTIONS: tl.constexpr):
+    """The state after one tile of keys, and whether a STEADY program fades.
+
+    `sure` are two conditions that are true, which the compiler does not know.
 
     The compiler puts what stands behind a condition last in its loop. So the copies of a tile that is `early` begin
     when the tile before has become operands, not when it has been multiplied.
@@ -292,12 +315,12 @@ def attend_tile(q, state, rows, places, column, scale_log2, row_end, sure, OPTIO
     if OPTIONS.tile.early:
         acc0, acc1, acc2, acc3, top, sums = state
         if sure[0]:
-            new = _attend_operands(q, state, keys, rows, seen, sure[1], OPTIONS)
+            new, _ = _attend_operands(q, state, keys, rows, seen, sure[1], False, OPTIONS)
             acc0, acc1, acc2, acc3, top, sums = new
         state = (acc0, acc1, acc2, acc3, top, sums)
     else:
-        state = _attend_operands(q, state, keys, rows, seen, sure[1], OPTIONS)
-    return state
+        state, fades = _attend_operands(q, state, keys, rows, seen, sure[1], fades, OPTIONS)
+    return state, fades
 
 
 @triton.jit
@@ -321,6 +344,7 @@ def attend_keys(query, state, cache, index_row, span, scale_log2, row_end, OPTIO
     TILE: tl.constexpr = OPTIONS.tile
     begin, end = span
     q_rows, live_head, q = query
+    FADES: tl.constexpr = OPTIONS.steady and TILE.block_h == 16
     n = tl.arange(0, TILE.block_n)
     # true, which is not known when this is compiled
     sure = (begin >= 0, end >= begin)
@@ -333,17 +357,21 @@ def attend_keys(query, state, cache, index_row, span, scale_log2, row_end, OPTIO
             places = locate_in_block(cache, entry, start, end, OPTIONS)
             rows = load_rows(cache, places, TILE.early, OPTIONS)
             entry = look_up_block(cache, start + TILE.block_n, end)
-            state = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, OPTIONS)
+            state, _ = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, False, OPTIONS)
     else:
         STAGES: tl.constexpr = TILE.ahead * (2 if KEYS.translated else 1) + 1
         index = fetch_indices(index_row, begin + n, end)
+        fades = begin < 0 if FADES else False
         for start in tl.range(begin, end, TILE.block_n, num_stages=STAGES):
             places = locate(cache, index, KEYS)
             rows = load_rows(cache, places, False, OPTIONS)
             index = fetch_indices(index_row, start + TILE.block_n + n, end)
             if OPTIONS.steady:
                 sure = (begin >= 0, waits)
-            state = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, OPTIONS)
+            if FADES:
+                state, fades = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, fades, OPTIONS)
+            else:
+                state, _ = attend_tile(q, state, rows, places, start + n, scale_log2, row_end, sure, False, OPTIONS)
             if OPTIONS.steady:
                 waits = still_waits(waits, state[4])
     return state

@@ -65,7 +65,7 @@ def _attend_both(query, state, caches, index_rows, spans, scale_log2, OPTIONS: t
         column = tl.where(main, begin, shift) + (turn + 1) * BLOCK_N + n
         index = fetch_indices(tl.where(main, index_row, extra_index_row), column, tl.where(main, end, extra_end))
         sure = (begin >= 0, waits if OPTIONS.steady else turn >= 0)
-        state = attend_tile(query[2], state, rows, places, n, scale_log2, None, sure, OPTIONS)
+        state, _ = attend_tile(query[2], state, rows, places, n, scale_log2, None, sure, False, OPTIONS)
         if OPTIONS.steady:
             waits = still_waits(waits, state[4])
     return state

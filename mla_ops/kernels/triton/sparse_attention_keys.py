@@ -387,7 +387,7 @@ def load_exponents(cache, places, KEYS: tl.constexpr):
 def half_unit(exponent):
     """The power of two that scales are multiplied with, by those of a program's first tile: into float16's middle.
 
-    Scales that are 0 or no numbers do not count.
+    And whether it does not hold all of them (`half_operand`). Scales that are 0 or no numbers do not count.
     """
     counts = (exponent > 0) & (exponent < 255)
     most = tl.max(tl.max(tl.where(counts, exponent, 0), 1), 0)
@@ -396,7 +396,8 @@ def half_unit(exponent):
     # two octaves above the largest scale, whatever the least
     middle = tl.minimum(tl.maximum(middle, most - 10), 247)
     # times the middle one, 2**(middle - 127): 2**-6
-    return ((127 + 127 - 6 - middle) << 23).to(tl.float32, bitcast=True)
+    unit = ((127 + 127 - 6 - middle) << 23).to(tl.float32, bitcast=True)
+    return unit, (most > 0) & (least < middle - 15)
 
 
 @triton.jit
@@ -503,12 +504,14 @@ def load_rope_exactly(cache, places, KEYS: tl.constexpr):
 def are_there(cache, indices, OPTIONS: tl.constexpr):
     """Which keys of a tile are there, read once more: carried from turn to turn it would be one more copy, and a wait.
 
-    `indices` are the row's from the tile on, columns, and how many there are; or, where a tile lies in one block, its
-    first key, columns, and the end of keys.
+    `indices` are the row's from the tile on, columns, and how many there are; None, columns and a number where all of
+    these are there; or, where a tile lies in one block, its first key, columns, and the end of keys.
     """
     KEYS: tl.constexpr = OPTIONS.keys
     start, n, end = indices
-    if OPTIONS.whole:
+    if start is None:
+        valid = n < end
+    elif OPTIONS.whole:
         valid = locate_in_block(cache, look_up_block(cache, start, end), start, end, OPTIONS)[2]
     else:
         valid = locate(cache, fetch_indices(start, n, end), KEYS)[2]

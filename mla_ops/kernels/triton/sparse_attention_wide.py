@@ -12,7 +12,7 @@ import triton.language as tl
 from .bfloat16 import widen
 from .common import HOLDS_QUERIES
 from .rows import FP8_SCALES_AT
-from .sparse_attention_device import dot, first_pivot, new_state, round_to, still_waits
+from .sparse_attention_device import are_wild, dot, first_pivot, new_state, round_to, still_waits
 from .sparse_attention_dims import attend_tile_by_dims, by_dims, split_queries
 from .sparse_attention_keys import (
     fetch_indices,
@@ -234,31 +234,23 @@ def _keeps_indices(options):
     Parts of rows and rows of fp8_ds_mla lose 1 to 3 % by the call where all keys are there. With masks they take at
     most 1.05 of that, whole rows of plain keys 1.08.
     """
-    return options.tile.block_h == 64 and options.keys.operands == "plain" and not options.partial
+    return options.looks and options.tile.block_h == 64 and options.keys.operands == "plain" and not options.partial
 
 
 @triton.jit
-def _walk(q, state, cache, index_row, span, first, place, scales, OPTIONS: tl.constexpr):
+def _walk(q, state, cache, index_row, span, first, scales, OPTIONS: tl.constexpr):
     """The state after all tiles of keys: those up to `whole`, in which all keys are there, without masks.
 
     Where warps share the dims, the second of `scales` is whether a STEADY program has not seen a key yet.
     """
     begin, whole, end = span
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
-    KEYS: tl.constexpr = OPTIONS.keys
     if OPTIONS.looks:
-        if _keeps_indices(OPTIONS):
-            kept_row, keeps = _room(place, whole, end, OPTIONS)
-            if keeps:
-                _keep_valid(cache, index_row, whole, end, kept_row, KEYS)
         state, scales = _walk_valid(q, state, cache, index_row, (begin, whole), first, scales, OPTIONS)
         # Where there is no such tile, nothing for the rest is kept in registers: it would spill.
         if whole < end:
-            if _keeps_indices(OPTIONS):
-                state = _walk_rest(q, state, cache, index_row, (whole, end), place, scales, OPTIONS)
-            else:
-                index = fetch_indices(index_row, whole + tl.arange(0, BLOCK_N), end)
-                state = _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
+            index = fetch_indices(index_row, whole + tl.arange(0, BLOCK_N), end)
+            state = _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
     else:
         state = _walk_masked(q, state, cache, index_row, (begin, end), first, scales, OPTIONS)
     return state
@@ -285,21 +277,41 @@ def _walk_valid(q, state, cache, index_row, span, first, scales, OPTIONS: tl.con
 
 
 @triton.jit
-def _walk_rest(q, state, cache, index_row, span, place, scales, OPTIONS: tl.constexpr):
-    """The state after the tiles of `span`, of whose indices those of keys that are there may have been kept."""
+def _walk_live(q, state, cache, index_row, span, first, place, scales, OPTIONS: tl.constexpr):
+    """Does what `_walk` does, for programs that write the indices of live keys anew where a key is missing."""
     BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
-    n = tl.arange(0, BLOCK_N)
-    begin, end = span
-    whole = begin
-    kept_row, keeps = _room(place, begin, end, OPTIONS)
+    KEYS: tl.constexpr = OPTIONS.keys
+    begin, whole, end = span
+    kept_row, keeps = _room(place, span, OPTIONS)
     if keeps:
-        index_row = kept_row + 1
-        begin, end = 0, tl.load(kept_row)
-        whole = end // BLOCK_N * BLOCK_N
-    index = fetch_indices(index_row, begin + n, end)
-    state, scales = _walk_valid(q, state, cache, index_row, (begin, whole), index, scales, OPTIONS)
-    index = fetch_indices(index_row, whole + n, end)
-    return _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
+        _keep_valid(cache, index_row, begin, end, kept_row, BLOCK_N, KEYS)
+        whole = begin
+    state, scales = _walk_valid(q, state, cache, index_row, (begin, whole), first, scales, OPTIONS)
+    # One branch after the other: where they are in one another, Triton gives both loops shared memory of their own.
+    kept_row, keeps = _room(place, span, OPTIONS)
+    if keeps:
+        state = _walk_kept(q, state, cache, kept_row + 1, tl.load(kept_row), scales, OPTIONS)
+    if (whole < end) & (keeps == 0):
+        index = fetch_indices(index_row, whole + tl.arange(0, BLOCK_N), end)
+        state = _walk_masked(q, state, cache, index_row, (whole, end), index, scales, OPTIONS)
+    return state
+
+
+@triton.jit
+def _walk_kept(q, state, cache, index_row, end, scales, OPTIONS: tl.constexpr):
+    """The state after `end` keys, all of which are there, behind which a tile of others is."""
+    TILE: tl.constexpr = OPTIONS.tile
+    scale, scale_behind, unit = scales
+    KEYS: tl.constexpr = OPTIONS.keys
+    n = tl.arange(0, TILE.block_n)
+    index = tl.load(index_row + n)
+    for start in tl.range(0, end, TILE.block_n, num_stages=TILE.ahead + 1):
+        rows = _load_rows(cache, locate(cache, index, KEYS), False, OPTIONS)
+        index = tl.load(index_row + tl.minimum(start + TILE.block_n, end) + n)
+        here = (None, n, end - start)
+        scales = (scale, scale_behind, unit)
+        state, scale = _attend_tile(q, state, rows, cache, here, scales, _surely(start, end), True, OPTIONS)
+    return state
 
 
 @triton.jit
@@ -382,11 +394,15 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, sc
             latent = split_dims(latent)
         else:
             latent = _apart(latent)
-        unit = half_unit(exponents)
+        unit, wide = half_unit(exponents)
         scale /= unit
+        if BLOCK_H == 64:
+            span = (begin, tl.where(wide, begin, span[1]), tl.where(wide, begin, span[2]))
     elif not OPTIONS.steady and not by_dims(OPTIONS):
         unit = steep(scale_log2)
     _, _, _, _, top, sums = new_state(OPTIONS)
+    if HALF and BLOCK_H == 64:
+        sums = tl.where(wide, float("nan"), sums)
     running = top
     if scores_run_on(OPTIONS):
         BLOCK_N: tl.constexpr = OPTIONS.tile.block_n
@@ -403,7 +419,7 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, sc
             sums = tl.zeros((4, BLOCK_H), tl.float32)
         state = (state[0], top, sums, running, running)
         scales = (scale, begin >= 0, unit)
-        state = _walk((latent, rope), state, cache, index_row, span, first, place, scales, OPTIONS)
+        state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
     # Queries should be operands from shared memory, as loaded ones are, where there are no registers left for them.
     elif BLOCK_H < 64:
         if in_two(OPTIONS):
@@ -411,17 +427,23 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, sc
                 latent = (_by_way_of(scratch, latent[0], live_head), _by_way_of(scratch + 256, latent[1], live_head))
         else:
             latent = _by_way_of(scratch, latent, live_head)
-        state = _walk((latent, rope), state, cache, index_row, span, first, place, scales, OPTIONS)
+        state = _walk((latent, rope), state, cache, index_row, span, first, scales, OPTIONS)
     else:
         # So is, with `wgmma`, what a loop changes. One turn, which the compiler does not know.
         for turn in range((begin >= 0).to(tl.int32)):
+            queries, walked = (latent, rope), span
             if OPTIONS.steady:
                 # where the turn is part of addresses, nothing moves out of this loop and stays in shared memory
-                pivots = _first_pivots(
-                    (latent, rope), top, cache, index_row, begin + turn, span[2], scale_log2, OPTIONS
-                )
+                ends = (begin + turn, span[2])
+                cell = _cell(place)
+                tl.store(cell, tl.full((), 1, tl.int16))
+                pivots, tame = _first_pivots(queries, top, cache, index_row, ends, cell, scale_log2, OPTIONS)
                 state = (state[0], pivots, sums, running, running)
-            state = _walk((latent, rope), state, cache, index_row, span, first, place, scales, OPTIONS)
+                walked = (begin, begin + (span[1] - begin) * tame, begin + (span[2] - begin) * tame)
+            if _keeps_indices(OPTIONS):
+                state = _walk_live(queries, state, cache, index_row, walked, first, place, scales, OPTIONS)
+            else:
+                state = _walk(queries, state, cache, index_row, walked, first, scales, OPTIONS)
             latent = tl.zeros_like(latent)
     acc, top, sums, running, running_rope = state
     if by_dims(OPTIONS):
@@ -444,52 +466,88 @@ def attend_whole(q, scratch, live_head, cache, index_row, span, first, place, sc
 
 
 @triton.jit
-def _first_pivots(q, top, cache, index_row, begin, end, scale, OPTIONS: tl.constexpr):
-    """What weights of a STEADY program of 64 heads are about, by its first 16 keys, in front of the loop.
+def _first_pivots(q, top, cache, index_row, span, cell, scale, OPTIONS: tl.constexpr):
+    """What weights of a STEADY program of 64 heads are about, by 16 keys all over its row, and 0 if they are wild.
 
-    A branch in the loop would take uniform registers from `wgmma`.
+    In front of the loop: a branch in it would take uniform registers from `wgmma`.
     """
     KEYS: tl.constexpr = OPTIONS.keys
     UPCAST: tl.constexpr = OPTIONS.upcast
-    places = locate(cache, fetch_indices(index_row, begin + tl.arange(0, 16), end), KEYS)
+    begin, end = span
+    column = begin + tl.arange(0, 16) * ((end - begin) // 16)
+    places = locate(cache, fetch_indices(index_row, column, end), KEYS)
     keys, rope, _ = _load_rows(cache, places, True, OPTIONS)
+    tl.debug_barrier()
+    before = tl.load(cell)
     zeros = tl.zeros((q[0].shape[0], 16), tl.float32)
     scores = dot(q[0], tl.trans(keys), zeros, UPCAST)
     if OPTIONS.rope:
         scores += dot(q[1], tl.trans(rope), zeros, UPCAST)
-    return first_pivot(top, tl.max(tl.where(places[2][None, :], scores * scale, float("-inf")), 1))
+    scores *= scale
+    valid = places[2][None, :]
+    largest = tl.max(tl.where(valid, scores, float("-inf")), 1)
+    wild = are_wild(scores, valid, largest)
+    # not 0, as if a key had been seen
+    return tl.where(wild, 1.0, first_pivot(top, largest)), _none_by_memory(wild, cell, before)
 
 
 @triton.jit
-def _room(place, begin, end, OPTIONS: tl.constexpr):
+def _cell(place):
+    """The place of a program's first output, where a flag is until there is a result."""
+    out, strides, split, token, head, _heads = place
+    cell = out + split * strides[0] + token * strides[1] + head.to(tl.int64) * strides[2]
+    return cell.to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def _none_by_memory(flag, cell, before):
+    """0 where a head's `flag` is true, else 1, by way of a `cell` that is 1, and was when it was read `before`.
+
+    A loop whose bounds depend on a reduction in the same loop around it has no uniform registers left for `wgmma`.
+    """
+    nothing = tl.zeros_like(flag.to(tl.int32))
+    tl.store(cell + nothing, nothing.to(tl.int16), mask=flag)
+    tl.debug_barrier()
+    # from L1, where it is since it was read before
+    return (tl.load(cell, cache_modifier=".ca") & before).to(tl.int32)
+
+
+@triton.jit
+def _room(place, span, OPTIONS: tl.constexpr):
     """Where a program keeps indices, its rows of the output as int32, and whether it keeps those of a span.
 
     It does where more than a tile has need of masks, and they fit: if the rows lie apart none do. `place` are the
     output, its strides of splits, tokens and heads, split, token, the first head, and how many there are.
     """
     out, strides, split, token, head, heads = place
+    begin, whole, end = span
     BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
     # 0, which the compiler does not know: an address kept over the loop would spill
     zero = (begin < 0).to(tl.int32)
     row = out + (split + zero) * strides[0] + token * strides[1] + (head + zero).to(tl.int64) * strides[2]
     most = tl.minimum(heads - head, OPTIONS.tile.block_h) * (512 * BYTES // 4)
-    fits = (end - begin < most) & (strides[2] == 512) & (row.to(tl.int64) % 4 == 0)
-    return row.to(tl.pointer_type(tl.int32)), fits & (end - begin > OPTIONS.tile.block_n)
+    fits = (end - begin + OPTIONS.tile.block_n < most) & (strides[2] == 512) & (row.to(tl.int64) % 4 == 0)
+    return row.to(tl.pointer_type(tl.int32)), fits & (end - whole > OPTIONS.tile.block_n)
 
 
 @triton.jit(noinline=True)
-def _keep_valid(cache, index_row, begin, end, kept_row, KEYS: tl.constexpr):
+def _keep_valid(cache, index_row, begin, end, kept_row, BLOCK_N: tl.constexpr, KEYS: tl.constexpr):
     """Writes to `kept_row` how many of the keys from `begin` to `end` are there, and their indices, in their order.
+
+    And BLOCK_N times the largest of these indices, for keys that fill a tile.
 
     A call of its own: in line it would take registers from the loops. Triton does not see which shared memory it has
     in common with its caller: hence a barrier on either side.
     """
     tl.debug_barrier()
     count = begin * 0
+    largest = count
     for start in range(begin, end, 2048):
         index = load_indices(index_row, start, end)
         valid = locate(cache, index, KEYS)[2].to(tl.int32)
         tl.store(kept_row + (count + tl.cumsum(valid, 0) - valid + 1), index, mask=valid > 0)
         count += tl.sum(valid, 0)
+        largest = tl.maximum(largest, tl.max(tl.where(valid > 0, index, 0), 0))
     tl.store(kept_row, count)
+    tl.store(kept_row + (count + 1 + tl.arange(0, BLOCK_N)), tl.zeros((BLOCK_N,), tl.int32) + largest)
     tl.debug_barrier()
