@@ -71,6 +71,10 @@ AMD, AMD_CAPABILITY = ("gfx942", "gfx950"), 0
 # gfx942 has a variant of each kernel; gfx950, whose matrix products are others, that of sparse attention
 PRODUCTS = "_attend_kernel"
 
+# The one function that is called, not inlined, and uses shared memory: its caller has none at that time.
+CALLED_ALONE = "_attend_walk"
+FUNCTION = re.compile(r"^\.(visible \.entry|func) ", re.MULTILINE)
+
 ALWAYS_COMPILED = ("store_fp8[", "store_plain[")
 KEPT = Path(__file__).with_name("aot_figures.json")
 FIGURES = ("kernel", "shared", "tensor_memory", "llvm_ir", "registers", "stack")
@@ -100,6 +104,18 @@ def compile_for_amd(variant: Variant, architecture: str) -> dict[str, Any]:
     return {"kernel": metadata.name, "shared": metadata.shared}
 
 
+def check_calls(ptx: str) -> None:
+    """Raises if shared memory of a called function may lie over its caller's.
+
+    Triton (3.6, 3.7.1) puts that of any such function at the start, whatever its caller has there.
+    """
+    _, *parts = FUNCTION.split(ptx)
+    for kind, function in zip(parts[::2], parts[1::2], strict=True):
+        name, _, body = function.partition("{")
+        if kind == "func" and "shared" in body and CALLED_ALONE not in name:
+            raise RuntimeError(f"a called function uses shared memory: {name[:200]}")
+
+
 def compile_variant(variant: Variant, *capabilities: int | str) -> list[dict[str, Any]]:
     """Figures of a variant on architectures of one family, by the LLVM IR of the first; or the error that it raised."""
     results: list[dict[str, Any]] = []
@@ -114,6 +130,7 @@ def compile_variant(variant: Variant, *capabilities: int | str) -> list[dict[str
             if not results or SM100_ALONE.search(llvm_ir):
                 target = GPUTarget("cuda", capability, 32)
                 compiled = triton.compile(source(variant), target=target, options=variant.options)
+                check_calls(compiled.asm["ptx"])
                 llvm_ir, cubin = compiled.asm["llir"], compiled.asm["cubin"]
             else:
                 cubin = machine_code(llvm_ir, capability, variant.options)

@@ -534,20 +534,25 @@ def _room(place, span, OPTIONS: tl.constexpr):
 def _keep_valid(cache, index_row, begin, end, kept_row, BLOCK_N: tl.constexpr, KEYS: tl.constexpr):
     """Writes to `kept_row` how many of the keys from `begin` to `end` are there, and their indices, in their order.
 
-    And BLOCK_N times the largest of these indices, for keys that fill a tile.
+    And BLOCK_N times the last of these indices, for keys that fill a tile.
 
-    A call of its own: in line it would take registers from the loops. Triton does not see which shared memory it has
-    in common with its caller: hence a barrier on either side.
+    A call of its own: in line it would take registers from the loops. It must not use shared memory: Triton puts that
+    of any call at the start, where its caller may have operands. So each warp goes over all indices, 32 at a time.
     """
-    tl.debug_barrier()
+    lane = tl.arange(0, 32)
     count = begin * 0
-    largest = count
-    for start in range(begin, end, 2048):
-        index = load_indices(index_row, start, end)
-        valid = locate(cache, index, KEYS)[2].to(tl.int32)
-        tl.store(kept_row + (count + tl.cumsum(valid, 0) - valid + 1), index, mask=valid > 0)
-        count += tl.sum(valid, 0)
-        largest = tl.maximum(largest, tl.max(tl.where(valid > 0, index, 0), 0))
+    tl.debug_barrier()
+    for start in range(begin, end, 256):
+        runs = ()
+        for i in tl.static_range(8):
+            column = start + i * 32 + lane
+            runs = runs + (tl.load(index_row + column, mask=column < end, other=-1),)
+        for i in tl.static_range(8):
+            valid = locate(cache, runs[i], KEYS)[2].to(tl.int32)
+            tl.store(kept_row + (count + tl.cumsum(valid, 0)), runs[i], mask=valid > 0)
+            count += tl.sum(valid, 0)
     tl.store(kept_row, count)
-    tl.store(kept_row + (count + 1 + tl.arange(0, BLOCK_N)), tl.zeros((BLOCK_N,), tl.int32) + largest)
+    tl.debug_barrier()
+    last = tl.load(kept_row + count)
+    tl.store(kept_row + (count + 1 + tl.arange(0, BLOCK_N)), tl.zeros((BLOCK_N,), tl.int32) + last)
     tl.debug_barrier()
