@@ -301,7 +301,7 @@ struct Selection {
       u32 total, place = have + before_warp<THREADS>(control, of_first + (of_warp >> 16), parity, total);
       have += total, parity ^= 1;
       if (have > 4 * room_for_words()) break;
-      // Of sixteen columns the first four are an even thread's, the next ones those of the thread behind it, and so on.
+      // An even thread has the first four of sixteen columns, the thread behind it the next four, and so on.
       place += base;
       const u32 before = inclusive - both, first = before - (odd ? Own::high(others) : 0),
                 second = before + low + (odd ? 0 : Own::low(others));
