@@ -1,4 +1,4 @@
-"""Walks that may be wrong: which are, and a second one, right for any keys, over all of theirs. Rare."""
+"""Walks that may be wrong: which are, and a second one, right for any keys, over all of theirs."""
 
 import triton
 import triton.language as tl
