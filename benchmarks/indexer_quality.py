@@ -71,7 +71,7 @@ class Query:
         rows = self.block_table, self.req_id_per_token
         scores = paged_indexer_logits(q, cache, weights, self.visible, *rows, longest, index_format, clean=True)
         one = torch.tensor([0, longest], dtype=torch.int32, device=q.device)
-        keys, key_scales = gather_index_cache(cache, rows[0][:1], one[1:], one, index_format, longest)
+        keys, key_scales = gather_index_cache(cache, rows[0][:1], one[1:], one, longest, index_format)
         products = torch.einsum("thd,kd->thk", q.double(), keys.double())
         magnitudes = torch.einsum("thd,kd->thk", q.double().abs(), keys.double().abs())
         exact = torch.einsum("th,thk->tk", weights.double(), products.relu()) * key_scales.double()

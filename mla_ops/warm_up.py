@@ -326,7 +326,7 @@ def _warm_up_indexer(
     short = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
     middle, long = (short.repeat(1, columns // (2 * block_size) + 1) for columns in (6 * 1024, 16 * 1024))
     one = torch.ones(1, dtype=torch.int32, device=device)
-    k, k_scale = ops.gather_index_cache(cache, short, one, short[0], index_format, 1)
+    k, k_scale = ops.gather_index_cache(cache, short, one, short[0], 1, index_format)
     row = torch.zeros(1, 2**18, dtype=torch.float32, device=device)
     for num_columns in (2**13, 2**18):
         ops.topk_indices(row[:, :num_columns], topk, row_ends=one)

@@ -138,7 +138,7 @@ def test_bits_of_flat_and_paged_scores_are_the_same() -> None:
     scores = call.scores(380, clean=True)
     starts, lens = int32(0, 448, 896, 1344, 1792, 2240), int32(*[448] * 5)
     with dispatch.override("triton"):
-        k, k_scale = torch.ops.mla.gather_index_cache(call.cache, call.table, lens, starts, "fp8_index", 2240)
+        k, k_scale = torch.ops.mla.gather_index_cache(call.cache, call.table, lens, starts, 2240, "fp8_index")
     ends = starts[:5] + call.lengths.clamp(max=380)
     flat = torch.ops.mla.indexer_logits(call.q, k, call.weights, starts[:5], ends, k_scale=k_scale, clean=True)
     for token in range(5):

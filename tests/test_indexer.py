@@ -189,7 +189,7 @@ def test_gathered_keys_and_scales_are_the_written_ones(lowering: str) -> None:
     )
     raw, pages = cache.cpu(), geometry(cache, "fp8_index").block_size
     table, lens, starts = int32([[2, -1], [1, 9]]), int32([5, 99]), int32([0, 5, 10])
-    k, k_scale = torch.ops.mla.gather_index_cache(cache, table, lens, starts, "fp8_index", 11)
+    k, k_scale = torch.ops.mla.gather_index_cache(cache, table, lens, starts, 11, "fp8_index")
     slots = [6, 7, 8, -1, -1, 3, 4, 5, -1, -1, -1]
     for row, slot in enumerate(slots):
         values, scale = torch.zeros(128, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
@@ -242,7 +242,7 @@ def paged(
     order = torch.randperm(num_blocks)[:34].view(2, 17).to(torch.int32).to(DEVICE)
     starts = int32([0, 17 * block_size, 34 * block_size])
     lens = int32([17 * block_size] * 2)
-    k, k_scale = torch.ops.mla.gather_index_cache(cache, order, lens, starts, cache_format, 34 * block_size)
+    k, k_scale = torch.ops.mla.gather_index_cache(cache, order, lens, starts, 34 * block_size, cache_format)
     dtype = torch.float8_e4m3fn if cache_format == "fp8_index" else cache.dtype
     q = torch.randn(len(lengths), num_heads, 128, device=DEVICE).to(dtype)
     requests = int32([i % 2 for i in range(len(lengths))])

@@ -71,9 +71,9 @@ mla::gather_cache.out(Tensor(a!) kv_cache, Tensor block_table, Tensor seq_lens, 
     SymInt num_rows, str cache_format, *, Tensor? gather_lens=None, SymInt offset=0, Tensor(b!) out)
     -> ()
 mla::gather_index_cache(Tensor(a!) index_cache, Tensor block_table, Tensor seq_lens, Tensor
-    cu_seq_lens, str cache_format, SymInt num_tokens) -> (Tensor, Tensor)
+    cu_seq_lens, SymInt num_rows, str cache_format) -> (Tensor, Tensor)
 mla::gather_index_cache.out(Tensor(a!) index_cache, Tensor block_table, Tensor seq_lens, Tensor
-    cu_seq_lens, str cache_format, SymInt num_tokens, *, Tensor(b!) k, Tensor(c!) k_scale) -> ()
+    cu_seq_lens, SymInt num_rows, str cache_format, *, Tensor(b!) k, Tensor(c!) k_scale) -> ()
 mla::indexer_logits(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, *,
     Tensor? k_scale=None, bool clean=False) -> Tensor
 mla::indexer_logits.out(Tensor q, Tensor k, Tensor weights, Tensor row_starts, Tensor row_ends, *,

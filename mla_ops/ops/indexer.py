@@ -93,8 +93,8 @@ def gather_index_cache(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seq_lens: torch.Tensor,
+    num_rows: int,
     cache_format: str,
-    num_tokens: int,
 ) -> Contract:
     """Reads index keys of requests, one request after the other, as `indexer_logits` takes them.
 
@@ -104,12 +104,12 @@ def gather_index_cache(
         seq_lens: `[num_requests]` int32, keys of each request.
         cu_seq_lens: `[num_requests + 1]` int32, ascending: request r owns output rows `cu_seq_lens[r]` up to
             `cu_seq_lens[r + 1]`; keys that do not fit there are left out.
+        num_rows: rows of the output; an upper bound known to the host.
         cache_format: format of `index_cache`.
-        num_tokens: rows of the output; an upper bound known to the host.
 
     Returns:
-        keys `[num_tokens, 128]`, float8_e4m3fn for `fp8_index`, else the cache's dtype, and their scales
-        `[num_tokens]` float32, 1 for plain formats. Rows without a key are zero, their scales too.
+        keys `[num_rows, 128]`, float8_e4m3fn for `fp8_index`, else the cache's dtype, and their scales
+        `[num_rows]` float32, 1 for plain formats. Rows without a key are zero, their scales too.
 
     Raises:
         TypeError, ValueError: a dtype, device, shape, stride or negative size that the contract does not allow.
@@ -122,10 +122,10 @@ def gather_index_cache(
     dims = (("num_requests", num_requests), ("max_blocks", None))
     check_tensor(op, "block_table", block_table, INT32, dims, device)
     check_tensor(op, "cu_seq_lens", cu_seq_lens, INT32, (("num_requests+1", num_requests + 1),), device)
-    check_not_negative(op, "num_tokens", num_tokens)
+    check_not_negative(op, "num_rows", num_rows)
     check_no_grad(op, index_cache=index_cache)
-    call = Call(op, device, index_cache.dtype, cache_format, num_tokens=num_tokens)
-    return call, {"k": ((num_tokens, INDEX_DIM), entry.value_dtype), "k_scale": ((num_tokens,), torch.float32)}
+    call = Call(op, device, index_cache.dtype, cache_format, num_tokens=num_rows)
+    return call, {"k": ((num_rows, INDEX_DIM), entry.value_dtype), "k_scale": ((num_rows,), torch.float32)}
 
 
 @computing("q_fp8", "q_weights")

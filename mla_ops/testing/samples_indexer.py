@@ -46,13 +46,13 @@ def gather_index_cache(make: Maker) -> Iterator[Case]:
     table, lens, starts = make.block_table(), make.int32([6, 9]), make.int32([0, 6, 15])
     for cache_format in INDEX_FORMATS:
         cache = _index_cache(make, cache_format)
-        yield f"{cache_format} whole requests", (cache, table, lens, starts, cache_format, 15), {}
+        yield f"{cache_format} whole requests", (cache, table, lens, starts, 15, cache_format), {}
     cache = _index_cache(make, "fp8_index")
-    yield "no tokens", (cache, table, lens, starts, "fp8_index", 0), {}
-    yield "one token", (cache, table, lens, starts, "fp8_index", 1), {}
-    yield "no requests", (cache, table[:0], lens[:0], starts[:1], "fp8_index", 3), {}
+    yield "no tokens", (cache, table, lens, starts, 0, "fp8_index"), {}
+    yield "one token", (cache, table, lens, starts, 1, "fp8_index"), {}
+    yield "no requests", (cache, table[:0], lens[:0], starts[:1], 3, "fp8_index"), {}
     garbage = make.int32([[2, -5, 99], [4, 2**31 - 1, 3]])
-    yield "garbage table, lengths past it", (cache, garbage, make.int32([99, 11]), starts, "fp8_index", 20), {}
+    yield "garbage table, lengths past it", (cache, garbage, make.int32([99, 11]), starts, 20, "fp8_index"), {}
 
 
 def quantize_index_query(make: Maker) -> Iterator[Case]:

@@ -44,8 +44,8 @@ def index_cache(draw: Draw) -> Case:
             "block_table": draw.int32(0, blocks, requests, columns),
             "seq_lens": draw.int32(0, columns * block_size + 2, requests),
             "cu_seq_lens": draw.starts(requests, rows),
+            "num_rows": rows,
             "cache_format": cache_format,
-            "num_tokens": rows,
         }
         return Case("gather_index_cache", given, caches=caches)
     heads = draw.pick(1, 3, 32, 64)

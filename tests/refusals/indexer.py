@@ -36,7 +36,7 @@ REFUSALS: list[Refusal] = [
         ValueError,
         ("ceil(132 * block_size / 16) * 16", "[5, 544]"),
     ),
-    ("gather_index_cache", "rows below zero", lambda g: {"num_tokens": -1}, ValueError, ("num_tokens", "got -1")),
+    ("gather_index_cache", "rows below zero", lambda g: {"num_rows": -1}, ValueError, ("num_rows", "got -1")),
     ("gather_index_cache", "too few starts", narrower("cu_seq_lens"), ValueError, ("cu_seq_lens", "=3", "got [2]")),
     ("quantize_index_query", "other heads", narrower("weights", 1), ValueError, ("weights", "num_heads=3", "[5, 2]")),
     ("indexer_logits", "keys of another dtype", lambda g: {"k": g["k"].half()}, TypeError, ("k must", "float8_e4m3fn")),

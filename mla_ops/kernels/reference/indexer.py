@@ -69,8 +69,8 @@ def gather_index_cache(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seq_lens: torch.Tensor,
+    num_rows: int,
     cache_format: str,
-    num_tokens: int,
     *,
     k: torch.Tensor,
     k_scale: torch.Tensor,
@@ -80,7 +80,7 @@ def gather_index_cache(
     k_scale.zero_()
     if block_table.shape[0] == 0:
         return
-    row = torch.arange(num_tokens, device=k.device)
+    row = torch.arange(num_rows, device=k.device)
     request = torch.searchsorted(cu_seq_lens[1:].long(), row, right=True).clamp(max=block_table.shape[0] - 1)
     position = row - cu_seq_lens[request]
     covered = (position >= 0) & (position < seq_lens[request]) & (row < cu_seq_lens[request + 1])

@@ -156,24 +156,24 @@ def gather_index_cache(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seq_lens: torch.Tensor,
+    num_rows: int,
     cache_format: str,
-    num_tokens: int,
     *,
     k: torch.Tensor,
     k_scale: torch.Tensor,
 ) -> None:
-    if num_tokens == 0:
+    if num_rows == 0:
         return
     num_blocks, block_size, _, _ = geometry(index_cache, cache_format)
     num_requests, max_blocks = block_table.shape
-    _gather_kernel[(cdiv(num_tokens, GATHER_ROWS),)](
+    _gather_kernel[(cdiv(num_rows, GATHER_ROWS),)](
         index_cache,
         block_table,
         seq_lens,
         cu_seq_lens,
         as_bytes(k),
         k_scale,
-        num_tokens,
+        num_rows,
         num_requests,
         num_requests.bit_length(),
         max_blocks,
