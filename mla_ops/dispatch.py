@@ -201,7 +201,11 @@ def device_capability(device: torch.device) -> tuple[int, int]:
         return _STAND_INS[device]
     if device.type != "cuda" or torch.version.hip is not None:
         return (0, 0)
-    return torch.cuda.get_device_capability(device)
+    try:
+        return torch.cuda.get_device_capability(device)
+    except (AssertionError, RuntimeError) as error:
+        here = f"dispatch: {device} is not on this machine"
+        raise ValueError(f"{here}: dispatch.stand_in((9, 0)) stands for a GPU elsewhere") from error
 
 
 @functools.cache
@@ -296,7 +300,7 @@ _overrides: ContextVar[Mapping[str, str]] = ContextVar(
 
 
 @contextlib.contextmanager
-def override(lowering: str | None = None, /, **by_op: str) -> Iterator[None]:
+def override(lowering: str | None = None, **by_op: str) -> Iterator[None]:
     """Forces a lowering for the calls made inside the block (also those of compiled code that runs inside it).
 
     The block is this thread's, or this asyncio task's: calls of other threads choose as before.
@@ -396,10 +400,14 @@ def explain(call: Call) -> Explanation:
     """Which lowering runs `call`, and why not each of the others.
 
     `call` comes from `mla_ops.registry.describe("paged_sparse_attention", q, kv_cache, indices, softmax_scale,
-    cache_format)`, or is written out by hand for a question about another machine's shapes.
+    cache_format)`, or is written out by hand for a question about another machine's shapes, or its GPU:
+    `dispatch.stand_in((9, 0))` is a device with the capability of Hopper.
     """
     if not isinstance(call, Call):
         raise TypeError(f"dispatch.explain: call must be what registry.describe gives, got {type(call).__name__}")
+    if call.op not in FAMILIES:
+        raise ValueError(f"dispatch.explain: unknown op '{call.op}', expected one of {sorted(FAMILIES)}")
+    call = call._replace(device=torch.device(call.device))
     forced = _forced(call.op)
     backends = (forced,) if forced else order_for(call.op, call.device)
     chosen: str | None = None

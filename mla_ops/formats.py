@@ -218,11 +218,9 @@ def allocate_cache(
         ValueError: unknown format, width or a negative size.
     """
     entry = get_format(cache_format, "allocate_cache")
-    check_sizes("allocate_cache", 0, num_blocks=num_blocks)
-    check_sizes("allocate_cache", 1, block_size=block_size)
-    if head_dim is None:
-        head_dim = entry.head_dims[0]
-    check_sizes("allocate_cache", 1, head_dim=head_dim)
+    (num_blocks,) = check_sizes("allocate_cache", 0, num_blocks=num_blocks)
+    head_dim = entry.head_dims[0] if head_dim is None else head_dim
+    block_size, head_dim = check_sizes("allocate_cache", 1, block_size=block_size, head_dim=head_dim)
     if head_dim not in entry.head_dims:
         raise ValueError(
             f"allocate_cache: head_dim must be one of {entry.head_dims} for cache_format '{entry.name}', got {head_dim}"

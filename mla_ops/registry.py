@@ -336,15 +336,21 @@ def describe(op: str, *args: Any, **kwargs: Any) -> dispatch.Call:
     """The facts that dispatch chooses a lowering of `op` by for these arguments: what `dispatch.explain` takes.
 
     Raises:
-        KeyError: no such op; an overload is `op.form`.
+        ValueError: no such op; an overload is `op.form`.
         TypeError, ValueError: arguments that the op does not allow.
     """
-    return _CONTRACTS[op](*args, **kwargs)[0]
+    return _contract(op)(*args, **kwargs)[0]
 
 
 def outputs_of(op: str, *args: Any, **kwargs: Any) -> Outputs:
     """Shape and dtype of each result of `op` for these arguments; raises as `describe` does."""
-    return _CONTRACTS[op](*args, **kwargs)[1]
+    return _contract(op)(*args, **kwargs)[1]
+
+
+def _contract(op: str) -> Callable[..., Contract]:
+    if op not in _CONTRACTS:
+        raise ValueError(f"unknown op '{op}', expected one of {sorted(_CONTRACTS)}")
+    return _CONTRACTS[op]
 
 
 def _arguments(schema: str) -> Sequence[torch.Argument]:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
 
-def is_int(value: Any) -> bool:
-    """Whether a value is an integer, or stands for one in a graph with dynamic sizes."""
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+def as_int(value: Any) -> Any:
+    """A Python integer for any integer, as numpy has them too; a symbolic one of a graph as it is.
+
+    None for all else: also for a bool, and for a tensor, which would have to be read from its device.
+    """
+    if isinstance(value, (bool, torch.Tensor)):
+        return None
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
-def check_sizes(function: str, least: int, *, most: int = 2**31 - 1, **sizes: Any) -> None:
-    """Raises unless each size is an integer of at least `least` and at most `most`: kernels take 32 bits.
+def check_sizes(function: str, least: int, *, most: int = 2**31 - 1, **sizes: Any) -> list[int]:
+    """The sizes as Python integers, in order, each at least `least` and at most `most`: kernels take 32 bits.
 
     Args:
-        function: what was called; an error begins with it, if it is not empty.
+        function: what was called; an error begins with it.
         least, most: the bounds.
         sizes: the arguments by name.
 
@@ -24,11 +35,14 @@ def check_sizes(function: str, least: int, *, most: int = 2**31 - 1, **sizes: An
         TypeError: one is no integer.
         ValueError: one is out of the bounds.
     """
-    for name, size in sizes.items():
-        argument = f"{function}: {name}" if function else name
-        if not is_int(size):
-            raise TypeError(f"{argument} must be an integer, got {type(size).__name__} {size!r}")
+    checked = []
+    for name, value in sizes.items():
+        argument, size = f"{function}: {name}", as_int(value)
+        if size is None:
+            raise TypeError(f"{argument} must be an integer, got {type(value).__name__} {value!r}")
         if size < least:
             raise ValueError(f"{argument} must be at least {least}, got {size}")
         if type(size) is int and size > most:
             raise ValueError(f"{argument} must be at most {most}, got {size}")
+        checked.append(size)
+    return checked

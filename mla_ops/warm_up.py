@@ -77,9 +77,9 @@ def warmup(
     entry = get_format(cache_format, "warmup")
     head_dim = entry.head_dims[0] if head_dim is None else head_dim
     dtype = PLAIN.get(cache_format, torch.bfloat16) if dtype is None else dtype
-    check_sizes("warmup", 1, topk=topk, head_dim=head_dim, block_size=block_size)
-    check_sizes("warmup", 1, most=MAX_NUM_HEADS, num_heads=num_heads)
-    check_sizes("warmup", 0, index_heads=index_heads)
+    topk, head_dim, block_size = check_sizes("warmup", 1, topk=topk, head_dim=head_dim, block_size=block_size)
+    (num_heads,) = check_sizes("warmup", 1, most=MAX_NUM_HEADS, num_heads=num_heads)
+    (index_heads,) = check_sizes("warmup", 0, index_heads=index_heads)
     _check_widths(entry, head_dim, q_halves, prefill_head_dims)
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"warmup: dtype must be one of {', '.join(map(str, FLOAT_DTYPES))}, got {dtype!r}")
@@ -130,10 +130,7 @@ def _token_counts(num_tokens: Any) -> list[int]:
         raise TypeError(
             f"warmup: num_tokens must be a list of integers, got {type(num_tokens).__name__} {num_tokens!r}"
         )
-    counts = list(num_tokens)
-    for count in counts:
-        check_sizes("warmup", 0, num_tokens=count)
-    return sorted(set(counts))
+    return sorted({check_sizes("warmup", 0, num_tokens=count)[0] for count in num_tokens})
 
 
 def _int32(device: torch.device, *values: int) -> torch.Tensor:

@@ -430,6 +430,15 @@ def test_a_kimi_k2_checkpoint_runs_as_the_deepseek_v3_that_loads_it(tmp_path):
     assert_float32_equal(teacher_forced_logits(decoder_for(model, 40), text, "fp32"), stock_logits(model, text), 14)
 
 
+@pytest.mark.parametrize("whose", ["decoder's", "model's"])
+def test_weights_that_change_after_their_decoder_was_made_are_refused(whose):
+    """Angles are in float32 beside them, and follow neither the weights nor where they go."""
+    decoder = decoder_for(_glm(), 40)
+    (decoder if whose == "decoder's" else decoder.model).to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"the model is in torch.bfloat16 on cpu, it was in torch.float32 on cpu when"):
+        decoder.allocate_cache("fp8_ds_mla", 4, 16)
+
+
 def test_a_request_longer_than_the_model_is_refused():
     with pytest.raises(ValueError, match=r"max_model_len must be 1 to config.max.*, 16384, got 99999"):
         decoder_for(_glm(), 99999)
@@ -437,7 +446,7 @@ def test_a_request_longer_than_the_model_is_refused():
 
 @pytest.mark.parametrize("length", ["64", 64.0, None])
 def test_a_length_that_is_no_int_is_refused(length):
-    with pytest.raises(TypeError, match="decoder_for: max_model_len must be an int, got"):
+    with pytest.raises(TypeError, match="decoder_for: max_model_len must be an integer, got"):
         decoder_for(_glm(), length)
 
 

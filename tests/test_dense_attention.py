@@ -207,6 +207,15 @@ def test_a_lowering_takes_any_upper_bound_of_the_lengths(lowering: str, device: 
     assert torch.equal(exact[1], loose[1])
 
 
+@pytest.mark.parametrize(("which", "bounds"), [("q", (6, 7)), ("k", (7, 6))])
+def test_a_bound_that_is_too_small_is_refused_on_a_cpu(which: str, bounds: tuple[int, int]) -> None:
+    """On a GPU the rows past it would hold what the memory held."""
+    arguments = inputs([5, 7], [5, 7], (2, 2), (64, 64), torch.bfloat16, torch.device("cpu"))
+    message = f"max_seqlen_{which} must be at least 7, the longest of cu_seqlens_{which}, got 6"
+    with dispatch.override("reference"), pytest.raises(ValueError, match=f"prefill_attention: {message}"):
+        torch.ops.mla.prefill_attention(*arguments[:5], *bounds, arguments[-1])
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("sums", [1, 8])
 def test_sums_of_weights_together_and_apart(

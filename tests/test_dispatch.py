@@ -165,6 +165,13 @@ def test_override_takes_effect_in_its_block_only(world: World) -> None:
     assert dispatch.select_name(on(CUDA)) == "hopper"
 
 
+def test_a_lowering_for_every_op_may_be_named(world: World) -> None:
+    """As the documented signature has it."""
+    world.has((8, 0), installed=("triton",), **EVERYTHING)
+    with dispatch.override(lowering="reference"):
+        assert dispatch.select_name(on(CUDA)) == "reference"
+
+
 def test_overrides_nest_and_an_op_wins_over_all(world: World) -> None:
     world.has((9, 0), installed=("triton",), **EVERYTHING)
     attend, write = on(CUDA), on(CUDA, "concat_and_cache")
@@ -309,6 +316,25 @@ def test_explain_says_what_was_chosen_and_why_not_the_others(world: World) -> No
 def test_explain_takes_a_call_and_no_name() -> None:
     with pytest.raises(TypeError, match=r"dispatch.explain: call must be what registry.describe gives, got str"):
         dispatch.explain("sparse_attention")
+    with pytest.raises(
+        ValueError, match=r"dispatch.explain: unknown op 'attention', expected one of .*'paged_attention'"
+    ):
+        dispatch.explain(Call("attention", CPU, torch.bfloat16))
+    with pytest.raises(ValueError, match=r"unknown op 'attention', expected one of .*'paged_attention'"):
+        mla_ops.registry.describe("attention")
+
+
+def test_explain_takes_a_device_by_name_and_says_that_a_gpu_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dispatch.explain(CALLS["paged_attention"]._replace(device="cpu")).chosen == "reference"
+
+    def no_gpu(device: torch.device) -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", no_gpu)
+    with pytest.raises(ValueError, match=r"cuda:0 is not on this machine: dispatch.stand_in\(\(9, 0\)\)"):
+        dispatch.explain(on(CUDA))
+    there = dispatch.explain(on(dispatch.stand_in((9, 0))))
+    assert there.chosen != "reference"
 
 
 def test_explain_agrees_with_what_runs(world: World) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from refusals import REFUSALS
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import mla_ops
+from mla_ops.distributed import ContextParallel
 from mla_ops.formats import FORMATS, allocate_cache, get_format
 from mla_ops.testing import Sample, functional, op_names, out_overload, output_names, sample_inputs
 from mla_ops.testing.checks import assert_same_memory, clone_sample, named_arguments
@@ -356,6 +358,27 @@ def test_a_size_that_is_no_integer_or_out_of_bounds_is_refused(function: str, na
         message = message_of(lambda wrong=wrong: build(**{**arguments, name: wrong}), kind)
         assert message.startswith(f"{function}: {name} must be "), message
         assert message.endswith(f"got {type(wrong).__name__} {wrong!r}" if kind is TypeError else f"got {wrong}")
+
+
+@pytest.mark.parametrize("function", sorted(set(BUILDERS) - {"choose_prefill", "warmup"}))
+def test_integers_of_numpy_are_sizes_and_become_integers_of_python(function: str) -> None:
+    build, sizes = BUILDERS[function]
+    built = build(
+        **{name: np.int64(v) if type(v) is int else v for name, v in {**REST.get(function, {}), **sizes}.items()}
+    )
+    expected = build(**REST.get(function, {}), **sizes)
+    assert all(
+        type(found) is type(wanted) for found, wanted in zip(tree_leaves(built), tree_leaves(expected), strict=True)
+    )
+
+
+def test_other_functions_take_the_integers_of_numpy() -> None:
+    assert allocate_cache("bf16", np.int64(2), np.int32(4), head_dim=np.int64(512)).shape == (2, 4, 512)
+    assert mla_ops.choose_prefill(np.int64(9), np.int32(9)) == "dense"
+    ranks = ContextParallel(None, rank=np.int64(1), world_size=np.int64(2), block_size=np.int32(64))
+    assert [type(size) for size in (ranks.rank, ranks.world_size, ranks.block_size)] == [int] * 3
+    sizes = {name: np.int64(size) for name, size in BUILDERS["warmup"][1].items()}
+    mla_ops.warmup(cache_format="bf16", num_tokens=np.array([1]), device="cpu", **sizes)
 
 
 def test_a_warm_up_names_what_it_does_not_take() -> None:

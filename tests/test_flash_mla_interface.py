@@ -354,6 +354,10 @@ def test_refusals(device):
         )
     with pytest.raises(ValueError, match=r"block_table must have shape \[2, max_blocks\], got \[1, 3\]"):
         flash_mla.flash_mla_with_kvcache(q, cache, lengths.new_zeros(1, 3), lengths, 512)
+    with pytest.raises(TypeError, match=r"flash_mla_with_kvcache: cache_seqlens must be torch.int32, got torch.int64"):
+        flash_mla.flash_mla_with_kvcache(q, cache, lengths.new_zeros(2, 3), lengths.long(), 512)
+    with pytest.raises(TypeError, match=r"flash_mla_with_kvcache: indices must be torch.int32, got torch.int64"):
+        decode(indices=indices.long())
     with pytest.raises(NotImplementedError, match=r"kv has 2 key heads"):
         flash_mla.flash_mla_sparse_fwd(q[0], q.new_zeros(9, 2, 576), indices[:1], 0.1)
     with pytest.raises(TypeError, match=r"flash_mla_with_kvcache: k_cache must be a tensor, got None"):

@@ -162,7 +162,7 @@ BAD = {
     "a temperature": ([[1]], {"temperature": 0.5}, ValueError, "temperature 0.5 needs .*sampling=True"),
     "a negative temperature": ([[1]], {"temperature": -1.0}, ValueError, "temperature must be at least 0"),
     "top_p of 0": ([[1]], {"top_p": 0.0}, ValueError, "top_p above 0 and at most 1, got 0.0 and 0.0"),
-    "an array": ([np.array([1])], {}, TypeError, "prompt 0 must be a list of token ids, got ndarray"),
+    "an array": ([np.array([1])], {}, TypeError, r"list of token ids, got ndarray: pass lists, array.tolist\(\)"),
     "bytes": ([b"a"], {}, TypeError, r"prompt 0 must be .* got bytes: write list\(...\)"),
     "a list of lists": ([[[1]]], {}, TypeError, "ints, got list in it"),
     "nothing": (None, {}, TypeError, "prompts must be a list of token-id lists, got NoneType"),
@@ -185,6 +185,44 @@ def test_inputs_that_cannot_run_get_an_error_that_says_what_is_wanted(decoder, p
         session.generate(prompts, **{"max_new_tokens": 3, **options})
     assert not session.waiting
     assert len(session.generate([[1]], 3).tokens[0]) == 3
+
+
+def test_numbers_of_numpy_are_taken(decoder):
+    expected = make_session(decoder, sampling=True).generate(PROMPTS[:1], 3, temperature=0.5, seed=7).tokens
+    sizes = {
+        "max_num_requests": np.int64(2),
+        "block_size": np.int32(16),
+        "eos_token_ids": np.array([255]),
+        "seed": np.int64(0),
+    }
+    session = make_session(decoder_for(decoder.model, np.int64(decoder.max_model_len)), sampling=True, **sizes)
+    how = {
+        "temperature": np.float32(0.5),
+        "top_p": np.float64(1.0),
+        "seed": np.uint8(7),
+        "steps_per_check": np.int64(2),
+    }
+    assert session.generate([list(np.array(PROMPTS[0]))], np.int64(3), **how).tokens == expected
+
+
+def test_a_session_made_in_inference_mode_runs_outside_and_the_other_way_round(decoder):
+    expected = make_session(decoder).generate(PROMPTS[:2], 5).tokens
+    outside = make_session(decoder)
+    with torch.inference_mode():
+        inside = make_session(decoder)
+        assert outside.generate(PROMPTS[:2], 5).tokens == expected
+        assert inside.generate(PROMPTS[:2], 5).tokens == expected
+    assert outside.generate(PROMPTS[:2], 5).tokens == expected
+    assert inside.generate(PROMPTS[:2], 5).tokens == expected
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager ops", "compiled"])
+def test_autocast_changes_nothing(decoder, compiled):
+    """The model runs in its own dtype, which its caches have."""
+    expected = make_session(decoder).generate(PROMPTS[:2], 5).tokens
+    session = make_session(decoder, compiled=compiled, backend="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert session.generate(PROMPTS[:2], 5).tokens == expected
 
 
 BAD_SESSIONS = {

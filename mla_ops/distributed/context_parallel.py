@@ -49,8 +49,10 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         sizes = {"world_size": self.world_size, "block_size": self.block_size, "interleave": self.interleave}
-        check_sizes("ContextParallel", 1, **sizes)
-        check_sizes("ContextParallel", 0, most=self.world_size - 1, rank=self.rank)
+        checked = dict(zip(sizes, check_sizes("ContextParallel", 1, **sizes), strict=True))
+        (checked["rank"],) = check_sizes("ContextParallel", 0, most=checked["world_size"] - 1, rank=self.rank)
+        for name, size in checked.items():
+            object.__setattr__(self, name, size)
         stripe = self.world_size * self.interleave
         if self.block_size % stripe:
             raise ValueError(

@@ -64,10 +64,14 @@ def get_mla_decoding_metadata(*_: object, **__: object) -> tuple[None, None]:
     return None, None
 
 
-def _expect(op: str, name: str, tensor: torch.Tensor | None, *shape: int | str) -> None:
-    """Refuses a tensor of another shape; a name in `shape` is any size."""
+def _expect(
+    op: str, name: str, tensor: torch.Tensor | None, *shape: int | str, dtype: torch.dtype | None = torch.int32
+) -> None:
+    """Refuses a tensor of another shape or dtype; a name in `shape` is any size, None any dtype."""
     if tensor is None:
         return
+    if dtype is not None and tensor.dtype != dtype:
+        raise TypeError(f"{op}: {name} must be {dtype}, got {tensor.dtype}")
     sizes = zip(tensor.shape, shape, strict=False)
     if tensor.dim() != len(shape) or any(size != want for size, want in sizes if isinstance(want, int)):
         raise ValueError(f"{op}: {name} must have shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
@@ -163,7 +167,7 @@ def flash_mla_with_kvcache(
     """
     op = "flash_mla_with_kvcache"
     _refuse_none(op, q=q, k_cache=k_cache)
-    _expect(op, "q", q, "b", "s_q", "h_q", "head_dim")
+    _expect(op, "q", q, "b", "s_q", "h_q", "head_dim", dtype=None)
     if head_dim_v != LATENT_DIM:
         raise ValueError(f"{op}: head_dim_v must be {LATENT_DIM}, got {head_dim_v}")
     if descale_q is not None or descale_k is not None:
@@ -178,9 +182,10 @@ def flash_mla_with_kvcache(
     _expect(op, "extra_indices_in_kvcache", extra_indices_in_kvcache, b, s_q, "topk")
     _expect(op, "topk_length", topk_length, b)
     _expect(op, "extra_topk_length", extra_topk_length, b)
-    _expect(op, "block_table", block_table, b, "max_blocks")
-    _expect(op, "cache_seqlens", cache_seqlens, b)
-    _expect(op, "out", out, b, s_q, h_q, LATENT_DIM)
+    read = torch.int32 if indices is None else None
+    _expect(op, "block_table", block_table, b, "max_blocks", dtype=read)
+    _expect(op, "cache_seqlens", cache_seqlens, b, dtype=read)
+    _expect(op, "out", out, b, s_q, h_q, LATENT_DIM, dtype=None)
     if out is not None and b > 1 and s_q > 1 and out.stride(0) != s_q * out.stride(1):
         raise ValueError(f"{op}: out must be contiguous, got strides {out.stride()}")
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale

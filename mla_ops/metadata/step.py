@@ -56,10 +56,16 @@ class StepMetadata(Buffers):
         device: torch.device | str | None = None,
     ) -> StepMetadata:
         """Buffers for up to `max_num_tokens` tokens of `max_num_requests` requests, as padding throughout."""
-        capacities = {"max_num_tokens": max_num_tokens, "max_num_requests": max_num_requests}
-        where, width = "StepMetadata.allocate", max_blocks_per_request
-        check_sizes(where, 0, **capacities, max_blocks_per_request=width, index_topk=index_topk)
-        check_sizes(where, 1, block_size=block_size)
+        where = "StepMetadata.allocate"
+        max_num_tokens, max_num_requests, max_blocks_per_request, index_topk = check_sizes(
+            where,
+            0,
+            max_num_tokens=max_num_tokens,
+            max_num_requests=max_num_requests,
+            max_blocks_per_request=max_blocks_per_request,
+            index_topk=index_topk,
+        )
+        (block_size,) = check_sizes(where, 1, block_size=block_size)
 
         def filled(value: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)

@@ -12,6 +12,12 @@ from .buffers import Buffers, register
 from .step import StepMetadata
 
 
+def _known_blocks(where: str, **argument: int | None) -> int | None:
+    """The one argument, blocks of a cache, as a Python integer; None where nobody said."""
+    known = {name: blocks for name, blocks in argument.items() if blocks is not None}
+    return check_sizes(where, 0, **known)[0] if known else None
+
+
 @register
 @dataclass(frozen=True, eq=False)
 class CompressedMetadata(Buffers):
@@ -48,10 +54,16 @@ class CompressedMetadata(Buffers):
         device: torch.device | str | None = None,
     ) -> CompressedMetadata:
         """Buffers for up to `max_num_tokens` tokens of `max_num_requests` requests, as padding throughout."""
-        capacities = {"max_num_tokens": max_num_tokens, "max_num_requests": max_num_requests}
-        where, blocks = "CompressedMetadata.allocate", {} if num_blocks is None else {"num_blocks": num_blocks}
-        check_sizes(where, 0, **capacities, max_blocks_per_request=max_blocks_per_request, **blocks)
-        check_sizes(where, 1, compress_ratio=compress_ratio, block_size=block_size)
+        where = "CompressedMetadata.allocate"
+        max_num_tokens, max_num_requests, max_blocks_per_request = check_sizes(
+            where,
+            0,
+            max_num_tokens=max_num_tokens,
+            max_num_requests=max_num_requests,
+            max_blocks_per_request=max_blocks_per_request,
+        )
+        compress_ratio, block_size = check_sizes(where, 1, compress_ratio=compress_ratio, block_size=block_size)
+        num_blocks = _known_blocks(where, num_blocks=num_blocks)
         table = torch.full((max_num_requests, max_blocks_per_request), -1, dtype=torch.int32, device=device)
         return cls(
             block_table=table,
@@ -147,11 +159,26 @@ class V4StepMetadata(Buffers):
             device: where the buffers lie.
         """
         where = "V4StepMetadata.allocate"
-        blocks = {"num_blocks": num_blocks, "c4a_num_blocks": c4a_num_blocks, "c128a_num_blocks": c128a_num_blocks}
-        known = {name: number for name, number in blocks.items() if number is not None}
-        check_sizes(where, 0, max_seq_len=max_seq_len, window=window, **known)
-        check_sizes(where, 1, block_size=block_size, c4a_block_size=c4a_block_size, c128a_block_size=c128a_block_size)
-        check_sizes(where, 1, c4a_ratio=c4a_ratio, c128a_ratio=c128a_ratio)
+        max_num_tokens, max_num_requests, max_seq_len, window = check_sizes(
+            where,
+            0,
+            max_num_tokens=max_num_tokens,
+            max_num_requests=max_num_requests,
+            max_seq_len=max_seq_len,
+            window=window,
+        )
+        block_size, c4a_block_size, c128a_block_size, c4a_ratio, c128a_ratio = check_sizes(
+            where,
+            1,
+            block_size=block_size,
+            c4a_block_size=c4a_block_size,
+            c128a_block_size=c128a_block_size,
+            c4a_ratio=c4a_ratio,
+            c128a_ratio=c128a_ratio,
+        )
+        num_blocks = _known_blocks(where, num_blocks=num_blocks)
+        c4a_num_blocks = _known_blocks(where, c4a_num_blocks=c4a_num_blocks)
+        c128a_num_blocks = _known_blocks(where, c128a_num_blocks=c128a_num_blocks)
 
         def compressed(compress_ratio: int, block_size: int, num_blocks: int | None) -> CompressedMetadata:
             return CompressedMetadata.allocate(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..formats import PLAIN_FORMATS
+from ..sizes import check_sizes
 from .experts import feed_forward
 from .latent import LatentAttention
 from .parallel import Ranks, shard_weights
@@ -62,6 +63,7 @@ class Decoder(nn.Module):
 
     def __init__(self, model: Any, max_model_len: int, ranks: Ranks | None = None) -> None:
         super().__init__()
+        (max_model_len,) = check_sizes("decoder_for", 1, max_model_len=max_model_len)
         text = read_model(model, max_model_len)
         self.ranks = ranks = Ranks() if ranks is None else ranks
         if ranks.tp_mesh is not None:
@@ -102,7 +104,16 @@ class Decoder(nn.Module):
 
         Returns:
             `DecoderCache`, or `WindowedCache` for DeepSeek-V4.
+
+        Raises:
+            ValueError: a format or size that the model does not take, weights converted or moved since `decoder_for`.
         """
+        found = dtype_and_device(self.backbone)
+        if found != (self.dtype, self.device):
+            raise ValueError(
+                f"the model is in {found[0]} on {found[1]}, it was in {self.dtype} on {self.device} when decoder_for "
+                "was called: convert or move the model first, then call decoder_for"
+            )
         plain, quantized = PLAIN_FORMATS[self.dtype], self.attention.quantized_format
         if cache_format not in (plain, quantized):
             raise ValueError(

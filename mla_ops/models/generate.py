@@ -107,6 +107,7 @@ class GenerationSession:
         seed: blocks are handed out in an order drawn from this, so that neighbouring tokens lie in unrelated blocks.
     """
 
+    @torch.inference_mode(False)  # buffers that are made in that mode could not be written outside of it
     def __init__(
         self,
         decoder: Decoder,
@@ -128,9 +129,14 @@ class GenerationSession:
                 f"GenerationSession: decoder must be what decoder_for(model, max_model_len) gives, got "
                 f"{type(decoder).__name__}"
             )
-        check_sizes("", 1, max_num_requests=max_num_requests)
-        check_sizes("", 1, block_size=block_size)
-        check_sizes("", 1, prefill_tokens=prefill_tokens)
+        max_num_requests, block_size, prefill_tokens = check_sizes(
+            "GenerationSession",
+            1,
+            max_num_requests=max_num_requests,
+            block_size=block_size,
+            prefill_tokens=prefill_tokens,
+        )
+        (seed,) = check_sizes("GenerationSession", -(2**63), most=2**64 - 1, seed=seed)
         if decoder.max_model_len < 2:
             raise ValueError("a request has a prompt and a new token: max_model_len of the decoder must be at least 2")
         device = decoder.device
@@ -141,7 +147,7 @@ class GenerationSession:
         self.max_blocks_per_request = math.ceil(decoder.max_model_len / block_size)
         if num_blocks is None:
             num_blocks = max_num_requests * self.max_blocks_per_request
-        check_sizes("", 1, num_blocks=num_blocks)
+        (num_blocks,) = check_sizes("GenerationSession", 1, num_blocks=num_blocks)
         self.cache: Any = self.decoder.allocate_cache(cache_format, num_blocks, block_size, max_num_requests)
         self.free_blocks = list(range(num_blocks))
         random.Random(seed).shuffle(self.free_blocks)
@@ -195,7 +201,9 @@ class GenerationSession:
 
     def _run_model(self, inputs: Any, logit_rows: torch.Tensor | None, host_reads: bool) -> torch.Tensor:
         cache = self.cache
-        return self.model(inputs, cache.layers, cache.cache_format, cache.index_format, logit_rows, host_reads)
+        # the caches are in the model's dtype, which autocast would change
+        with torch.autocast(self.decoder.device.type, enabled=False):
+            return self.model(inputs, cache.layers, cache.cache_format, cache.index_format, logit_rows, host_reads)
 
     @torch.no_grad()
     def prefill_chunk(self, row: int, token_ids: Sequence[int], start: int) -> torch.Tensor:
@@ -404,7 +412,7 @@ class GenerationSession:
             steps_per_check: decode steps between two looks at which tokens there are. More keep a GPU busier, may add
                 idle steps at the end of a request, and give tokens in larger parts.
         """
-        check_sizes("", 1, steps_per_check=steps_per_check)
+        (steps_per_check,) = check_sizes("stream", 1, steps_per_check=steps_per_check)
         if self.cuda_graph:
             self.capture()
         while not self._idle:
@@ -476,9 +484,9 @@ class GenerationSession:
             ValueError: as `submit` raises it; or other requests are running, or have tokens that `stream` did not give.
         """
         if not self._idle:
-            raise ValueError("generate() needs an idle session: submit() adds to the requests that run")
-        check_sizes("", 1, steps_per_check=steps_per_check)
-        check_sizes("", -(2**63), most=2**64 - 1, seed=seed)
+            raise ValueError("generate() needs an idle session: run stream() to its end, or add requests by submit()")
+        check_sizes("generate", 1, steps_per_check=steps_per_check)
+        (seed,) = check_sizes("generate", -(2**63), most=2**64 - 1, seed=seed)
         pairs = check_prompts(prompts, max_new_tokens)
         requests = [
             check_request(f"prompt {i}", prompt, limit, temperature, top_p, seed + i, self.limits)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..sizes import is_int
+from ..sizes import as_int
 
 
 class Request(NamedTuple):
@@ -46,10 +47,10 @@ def check_prompts(prompts: Any, max_new_tokens: Any) -> list[tuple[Any, Any]]:
         ValueError: there are not as many limits as prompts.
     """
     _check_sequence("prompts", prompts, "token-id lists")
-    if len(prompts) and is_int(prompts[0]):
+    if len(prompts) and as_int(prompts[0]) is not None:
         raise TypeError("prompts must be a list of token-id lists, got a list of ints: write [prompt] for one prompt")
-    if is_int(max_new_tokens):
-        return [(prompt, max_new_tokens) for prompt in prompts]
+    if (limit := as_int(max_new_tokens)) is not None:
+        return [(prompt, limit) for prompt in prompts]
     if isinstance(max_new_tokens, str) or not isinstance(max_new_tokens, Sequence):
         raise TypeError(
             f"max_new_tokens must be an int, or a list with one for each prompt, got {type(max_new_tokens).__name__}"
@@ -74,22 +75,26 @@ def check_request(
         ValueError: the session cannot run it.
     """
     _check_sequence(name, prompt, "token ids")
-    for token in prompt:
-        if not is_int(token):
-            raise TypeError(f"{name} must be a list of token ids, ints, got {type(token).__name__} in it")
+    tokens = []
+    for given in prompt:
+        token = as_int(given)
+        if token is None:
+            raise TypeError(f"{name} must be a list of token ids, ints, got {type(given).__name__} in it")
         if not 0 <= token < limits.vocabulary:
             raise ValueError(f"{name} has token id {token}, the vocabulary has {limits.vocabulary}")
-    if not is_int(max_new_tokens):
+        tokens.append(token)
+    limit = as_int(max_new_tokens)
+    if limit is None:
         raise TypeError(f"max_new_tokens of {name} must be an int, got {type(max_new_tokens).__name__}")
-    if not len(prompt) or max_new_tokens < 1:
-        raise ValueError(f"{name} has {len(prompt)} tokens and {max_new_tokens} new ones, both must be at least 1")
-    if len(prompt) + max_new_tokens > min(limits.max_model_len, limits.capacity):
+    if not tokens or limit < 1:
+        raise ValueError(f"{name} has {len(tokens)} tokens and {limit} new ones, both must be at least 1")
+    if len(tokens) + limit > min(limits.max_model_len, limits.capacity):
         raise ValueError(
-            f"{name} needs {len(prompt) + max_new_tokens} tokens of cache, there is room for min(max_model_len "
+            f"{name} needs {len(tokens) + limit} tokens of cache, there is room for min(max_model_len "
             f"{limits.max_model_len}, cache {limits.capacity})"
         )
     for argument, value in (("temperature", temperature), ("top_p", top_p)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
     if not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise ValueError(
@@ -97,11 +102,12 @@ def check_request(
         )
     if temperature > 0 and not limits.sampling:
         raise ValueError(f"temperature {temperature} needs GenerationSession(..., sampling=True)")
-    if not is_int(seed):
+    number = as_int(seed)
+    if number is None:
         raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must fit in 64 bits, got {seed}")
-    return Request(-1, list(prompt), max_new_tokens, float(temperature), float(top_p), seed)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"seed must fit in 64 bits, got {number}")
+    return Request(-1, tokens, limit, float(temperature), float(top_p), number)
 
 
 def check_end_tokens(ends: Any, vocabulary: int) -> list[int]:
@@ -111,8 +117,9 @@ def check_end_tokens(ends: Any, vocabulary: int) -> list[int]:
         TypeError: not an int and no ints.
         ValueError: one that the model cannot produce.
     """
-    found = [ends] if is_int(ends) else list(ends) if isinstance(ends, Iterable) else None
-    if found is None or isinstance(ends, (str, torch.Tensor)) or not all(map(is_int, found)):
+    one, several = as_int(ends), isinstance(ends, Iterable) and not isinstance(ends, (str, torch.Tensor))
+    found = [as_int(end) for end in ends] if one is None and several else [one]
+    if None in found:
         raise TypeError(f"eos_token_ids must be an int or a list of ints, got {ends!r}")
     for end in found:
         if not 0 <= end < vocabulary:
@@ -143,4 +150,5 @@ def _check_sequence(name: str, value: Any, of: str) -> None:
             raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__}: {what}")
     # a BatchEncoding is a UserDict
     if not isinstance(value, Sequence):
-        raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__}")
+        how = ": pass lists, array.tolist(), without padding" if hasattr(value, "tolist") else ""
+        raise TypeError(f"{name} must be a list of {of}, got {type(value).__name__}{how}")

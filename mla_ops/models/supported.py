@@ -178,8 +178,6 @@ def _check_config(config: Any, model_type: ModelType, max_model_len: int) -> Non
                 f"decoder_for: RoPE type '{rope_type}' changes with the sequence length, which a table of angles "
                 "cannot hold: 'default', 'linear', 'yarn' and 'llama3' do not"
             )
-    if isinstance(max_model_len, bool) or not isinstance(max_model_len, int):
-        raise TypeError(f"decoder_for: max_model_len must be an int, got {type(max_model_len).__name__}")
     if not 1 <= max_model_len <= config.max_position_embeddings:
         raise ValueError(
             f"decoder_for: max_model_len must be 1 to config.max_position_embeddings, "

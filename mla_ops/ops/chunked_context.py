@@ -53,8 +53,8 @@ def plan_context_chunks(context_lens: torch.Tensor, num_rows: int, max_context_t
         raise TypeError(f"{op}: context_lens must be a tensor of torch.int32, got {got}")
     if context_lens.dim() != 1:
         raise ValueError(f"{op}: context_lens must have shape [num_requests], got {list(context_lens.shape)}")
-    check_sizes(op, 1, num_rows=num_rows)
-    check_sizes(op, 0, max_context_tokens=max_context_tokens)
+    (num_rows,) = check_sizes(op, 1, num_rows=num_rows)
+    (max_context_tokens,) = check_sizes(op, 0, max_context_tokens=max_context_tokens)
     lens = context_lens.clamp(min=0).long()
     ends = lens.cumsum(0)
     torch._assert_async(

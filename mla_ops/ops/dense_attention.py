@@ -58,12 +58,12 @@ def prefill_attention(
             query heads share a key head.
         v: `[num_kv, num_kv_heads, head_dim_v]` of q's dtype, 1 to 256 wide. `k` and `v` may be slices of one tensor.
         cu_seqlens_q: `[num_requests + 1]` int32, ascending from 0: request r owns the rows from element r up to element
-            r + 1 of `q`. An element past the tensor counts as the tensor's end. If elements do not ascend from 0, CPU
-            tensors are refused; on a GPU, which cannot say so, results are unspecified, and nothing outside of the
-            tensors is read or written.
+            r + 1 of `q`. An element past the tensor counts as the tensor's end. If elements do not ascend from 0, or a
+            bound below is too small, CPU tensors are refused; on a GPU, which cannot say so, results are unspecified,
+            and nothing outside of the tensors is read or written.
         cu_seqlens_k: the same of `k` and `v`. If each request has as many queries as keys, pass the same tensor
             twice: a lowering can then know it.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Any do; nothing is recompiled for another.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Any will do; nothing is recompiled for another.
         softmax_scale: multiplies `q @ k`; positive. `head_dim**-0.5`, times `mscale**2` where the model has one.
         causal: a query sees the keys up to its own, the last query of a request standing beside its last key (bottom
             right). False: it sees all keys of its request.

@@ -40,19 +40,28 @@ def _attend_request(
         out[rows] = torch.einsum("qhgk,khd->qhgd", weights, values).flatten(1, 2).to(out.dtype)
 
 
-def _starts(name: str, cu_seqlens: torch.Tensor, end: int) -> list[int]:
+def _starts(name: str, cu_seqlens: torch.Tensor, end: int, max_seqlen: int) -> list[int]:
     """First row of each request, and the end of the last one, cut off at `end`.
 
     Raises:
-        ValueError: they do not ascend from 0. Kernels on a GPU cannot say so.
+        ValueError: they do not ascend from 0, or a request is longer than `max_seqlen`. Kernels on a GPU cannot say so.
     """
     starts: list[int] = cu_seqlens.tolist()
     if starts[0] != 0:
-        raise ValueError(f"prefill_attention: {name} must begin with 0, got {starts[0]}")
+        raise ValueError(f"prefill_attention: cu_seqlens_{name} must begin with 0, got {starts[0]}")
     for place, (start, following) in enumerate(itertools.pairwise(starts), 1):
         if following < start:
-            raise ValueError(f"prefill_attention: {name} must ascend, got {following} after {start} at element {place}")
-    return [min(start, end) for start in starts]
+            raise ValueError(
+                f"prefill_attention: cu_seqlens_{name} must ascend, got {following} after {start} at element {place}"
+            )
+    starts = [min(start, end) for start in starts]
+    longest = max((following - start for start, following in itertools.pairwise(starts)), default=0)
+    if longest > max_seqlen:
+        raise ValueError(
+            f"prefill_attention: max_seqlen_{name} must be at least {longest}, the longest of cu_seqlens_{name}, "
+            f"got {max_seqlen}"
+        )
+    return starts
 
 
 def prefill_attention(
@@ -69,8 +78,8 @@ def prefill_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    starts_q = _starts("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    starts_k = _starts("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    starts_q = _starts("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
+    starts_k = _starts("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     out.zero_()
     lse.fill_(-torch.inf)
     for request in range(len(starts_q) - 1):
