@@ -126,6 +126,14 @@ def triton_lowering() -> Iterator[None]:
 
 
 @pytest.fixture
+def hopper_lowering() -> Iterator[None]:
+    if not HAS_GPU or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs SM90")
+    with dispatch.override("hopper"):
+        yield
+
+
+@pytest.fixture
 def triton_attention() -> Iterator[None]:
     """Attention over paged and flat keys by Triton, whichever tiles it has; all else as dispatch chooses."""
     with dispatch.override(paged_sparse_attention="triton", sparse_attention="triton", paged_attention="triton"):

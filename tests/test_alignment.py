@@ -29,6 +29,7 @@ from mla_ops.kernels.hopper import (
     waves,
 )
 from mla_ops.kernels.hopper.launch import KERNELS, Clusters
+from mla_ops.kernels.hopper.params import Params
 from mla_ops.ops import paged_attention as paged_attention_op
 from mla_ops.ops import paged_sparse_attention as paged_sparse_attention_op
 from mla_ops.ops import prefill_attention as prefill_attention_op
@@ -84,7 +85,7 @@ class Launches:
     def load(self, source: str, kernel: str, device_index: int) -> Any:
         kind = {"merge_parts.cu": merge_parts.Params, "prefill_attention.cu": prefill_attention.Params}
         kind["prefill_short.cu"] = prefill_attention.Params
-        params_kind = kind.get(source, launch.Params)
+        params_kind = kind.get(source, Params)
 
         class Function:
             @staticmethod
@@ -102,7 +103,7 @@ class Launches:
         strides = [2 * params.out_token_stride, 2 * params.out_head_stride]
         if isinstance(params, merge_parts.Params):
             addresses += [params.outs, params.lses]
-        if isinstance(params, launch.Params):
+        if isinstance(params, Params):
             addresses += [params.q, params.q_rope, *(cache.rows for cache in params.caches)]
             strides += [2 * params.q_token_stride, 2 * params.q_head_stride]
             strides += [2 * params.q_rope_token_stride, 2 * params.q_rope_head_stride]

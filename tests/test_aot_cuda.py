@@ -29,6 +29,7 @@ from mla_ops.kernels.hopper import (
     topk,
 )
 from mla_ops.kernels.hopper.catalog import every_kernel
+from mla_ops.kernels.hopper.params import Params
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,7 +66,7 @@ class Variant:
 
 
 KERNELS = [
-    Variant(kernel.source, kernel.name, kernel.threads, launch.Params, blocks=kernel.ctas)
+    Variant(kernel.source, kernel.name, kernel.threads, Params, blocks=kernel.ctas)
     for keys in launch.KERNELS.values()
     for kernel in keys.kernels()
 ] + [
@@ -79,7 +80,7 @@ KERNELS += [
     Variant(kernel.source, kernel.name, kernel.threads, merge_parts.Params, blocks=kernel.ctas)
     for kernel in merge_parts.kernels()
 ]
-KERNELS += [Variant(k.source, k.name, k.threads, launch.Params) for k in map(launch.merge_of_units, (False, True))]
+KERNELS += [Variant(k.source, k.name, k.threads, Params) for k in map(launch.merge_of_units, (False, True))]
 # tests/sanitize.py compiles kernels so for racecheck: the first one of each source, which compiles fastest.
 FIRST = {kernel.source: kernel for kernel in reversed(KERNELS)}
 KERNELS += [replace(kernel, defines=("EVERY_LANE_ARRIVES",)) for kernel in FIRST.values()]

@@ -19,7 +19,8 @@ from mla_ops import formats
 from mla_ops.kernels.hopper import groups, launch, parts, sources
 from mla_ops.kernels.hopper.balance import ROW_TURNS, Workers, balance_for, least_us, workers_of
 from mla_ops.kernels.hopper.costs import TABLE, read_costs
-from mla_ops.kernels.hopper.launch import KERNELS, NO_CACHE, TILE_KEYS, Balance, Clusters, Group, Rows, cache_params
+from mla_ops.kernels.hopper.launch import KERNELS, TILE_KEYS, Balance, Clusters, Group
+from mla_ops.kernels.hopper.params import NO_CACHE, Rows, cache_params
 from mla_ops.kernels.hopper.waves import Wave
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")

@@ -16,7 +16,8 @@ from hopper_on_cpu import NO_COMPILER, Recorder, build
 
 from mla_ops import formats
 from mla_ops.kernels.hopper import groups, launch, merge_parts, parts, sources
-from mla_ops.kernels.hopper.launch import KERNELS, NO_CACHE, Balance, ByLength, Clusters, Rows, cache_params
+from mla_ops.kernels.hopper.launch import KERNELS, Balance, ByLength, Clusters
+from mla_ops.kernels.hopper.params import NO_CACHE, Rows, cache_params
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 

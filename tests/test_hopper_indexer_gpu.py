@@ -13,18 +13,10 @@ from mla_ops.formats import allocate_cache, geometry
 from mla_ops.kernels.hopper import indexer_logits as hopper
 from mla_ops.testing.index_scores import exact_scores
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_lowering")]
 
 E4M3 = torch.float8_e4m3fn
 INF, INT32_MAX = math.inf, 2**31 - 1
-
-
-@pytest.fixture(autouse=True)
-def on_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs SM90")
-    with dispatch.override("hopper"):
-        yield
 
 
 def int32(*values: int) -> torch.Tensor:

@@ -17,19 +17,17 @@ from mla_ops.kernels.hopper.by_length import by_length_for
 from mla_ops.kernels.hopper.costs import TABLE, predicted_us, read_costs
 from mla_ops.kernels.hopper.launch import (
     KERNELS,
-    NO_CACHE,
     SPLITS,
     ByLength,
     Clusters,
     Group,
     KeyFormat,
-    Rows,
     Shape,
-    cache_params,
     groups_for,
     splits_for,
     tiles_for,
 )
+from mla_ops.kernels.hopper.params import NO_CACHE, Rows, cache_params
 from mla_ops.kernels.hopper.sparse_attention import choose, choose_deterministic, deterministic_shapes
 from mla_ops.kernels.hopper.waves import Wave, forced, launch_waves, override
 

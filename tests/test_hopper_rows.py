@@ -20,18 +20,8 @@ from hopper_on_cpu import NO_COMPILER, Recorder, build
 from mla_ops import formats
 from mla_ops.kernels.hopper import groups, launch, parts, sources
 from mla_ops.kernels.hopper.balance import always
-from mla_ops.kernels.hopper.launch import (
-    KERNELS,
-    NO_CACHE,
-    TILE_KEYS,
-    ByLength,
-    Clusters,
-    Group,
-    KeyFormat,
-    Rows,
-    Shape,
-    cache_params,
-)
+from mla_ops.kernels.hopper.launch import KERNELS, TILE_KEYS, ByLength, Clusters, Group, KeyFormat, Shape
+from mla_ops.kernels.hopper.params import NO_CACHE, Params, Rows, cache_params
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")
 
@@ -251,7 +241,7 @@ def test_each_key_is_gathered_once(
     launched: Any,
 ) -> None:
     call = launched(cache_format, width, kind, shape, max_grid_rows, evenly)
-    assert library.bytes_of_params() == ctypes.sizeof(launch.Params)
+    assert library.bytes_of_params() == ctypes.sizeof(Params)
     gathered: Counter[tuple[int, int, int]] = Counter()
     for _ in call.choose_ctas(library):
         count = library.keys_of_cta(call.keys.row_bytes, shape.tile)

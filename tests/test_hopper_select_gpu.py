@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
 from topk_oracle import KINDS, hard_rows, sampled_columns, topk_oracle
 
-from mla_ops import dispatch
 from mla_ops.formats import allocate_cache, geometry
 from mla_ops.kernels.selection import CALL_BYTES, MOST_BYTES, ROW_BYTES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_lowering")]
 
 E4M3, FORMAT = torch.float8_e4m3fn, "fp8_index"
 INT32 = {"dtype": torch.int32, "device": "cuda"}
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> Iterator[None]:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs SM90")
-    with dispatch.override("hopper"):
-        yield
 
 
 class Paged(NamedTuple):

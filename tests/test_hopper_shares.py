@@ -14,15 +14,8 @@ from hopper_on_cpu import NO_COMPILER, Recorder, build
 
 from mla_ops import formats
 from mla_ops.kernels.hopper import launch, sources
-from mla_ops.kernels.hopper.launch import (
-    KERNELS,
-    NO_CACHE,
-    Clusters,
-    Rows,
-    cache_params,
-    exchange_of_shares,
-    in_registers,
-)
+from mla_ops.kernels.hopper.launch import KERNELS, Clusters, exchange_of_shares, in_registers
+from mla_ops.kernels.hopper.params import NO_CACHE, Rows, cache_params
 from mla_ops.kernels.hopper.sparse_attention import shapes_of_shares
 
 pytestmark = pytest.mark.skipif(NO_COMPILER, reason="there is no C++ compiler")

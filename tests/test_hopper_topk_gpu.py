@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from topk_oracle import KINDS, hard_rows, sampled_columns, topk_oracle
 
-from mla_ops import dispatch
-
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_lowering")]
 INT32 = {"dtype": torch.int32, "device": "cuda"}
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> Iterator[None]:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs SM90")
-    with dispatch.override("hopper"):
-        yield
 
 
 def assert_chosen(scores: torch.Tensor, k: int, starts: torch.Tensor | None, ends: torch.Tensor | None) -> None:

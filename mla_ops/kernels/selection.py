@@ -18,7 +18,7 @@ def call_bytes(num_tokens: int) -> int:
 
 
 def tokens_together(num_tokens: int, row_bytes: int) -> int:
-    """Tokens whose scores are in memory at one time; parts of about one size. `row_bytes`: what a token takes."""
+    """Tokens whose scores are in memory at one time; slices of about one size. `row_bytes`: what a token takes."""
     most = max(1, call_bytes(num_tokens) // max(1, row_bytes))
     if most >= num_tokens:
         return num_tokens
@@ -28,7 +28,7 @@ def tokens_together(num_tokens: int, row_bytes: int) -> int:
     return min(-(-each // UNIT) * UNIT, most)
 
 
-def parts(
+def token_slices(
     num_tokens: int, num_columns: int, device: torch.device, *, beside: int = 0
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Tokens, and where their scores go. `beside`: bytes that top-k takes beside a row of scores."""

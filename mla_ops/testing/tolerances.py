@@ -61,12 +61,7 @@ def attention_lse(head_dim: int, topk: int, score_magnitude: float) -> Bound:
 
 
 def attention_out(
-    dtype: torch.dtype,
-    head_dim: int,
-    topk: int,
-    score_magnitude: float,
-    value_magnitude: float,
-    weight_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype, head_dim: int, topk: int, score_magnitude: float, value_magnitude: float
 ) -> Bound:
     """The softmax-weighted mean of `topk` values, accumulated in float32 and rounded once to `dtype`.
 
@@ -74,14 +69,13 @@ def attention_out(
         dtype: of the output.
         head_dim, topk, score_magnitude: as in `attention_lse`.
         value_magnitude: an upper bound of |value|.
-        weight_dtype: what the weights are rounded to before the second product; bfloat16 on tensor cores.
 
     A score that is off by e scales its weight by exp(e); numerator and normaliser move by no more than that each, so
     the mean is off by at most (exp(2 e) - 1) * value_magnitude, and each rounding of a weight adds its unit roundoff.
     """
     u32 = unit_roundoff(torch.float32)
     weight_error = math.expm1(2 * (_score_error(head_dim, score_magnitude) + _ELEMENTARY_ULP * u32))
-    weight_error += 2 * gamma(topk) + unit_roundoff(weight_dtype) + 2 * u32
+    weight_error += 2 * gamma(topk) + 3 * u32
     out = rounding(dtype)
     return Bound(out.rtol, weight_error * (1 + out.rtol) * value_magnitude + out.atol)
 

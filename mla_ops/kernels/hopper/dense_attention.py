@@ -21,7 +21,6 @@ from .costs import Costs, costs_of
 from .launch import (
     KERNELS,
     MOST_SHARES,
-    NO_CACHE,
     TILE_KEYS,
     Balance,
     ByLength,
@@ -29,12 +28,12 @@ from .launch import (
     Group,
     KeyFormat,
     Shape,
-    cache_params,
     clusters_at_once,
     groups_for,
     splits_for,
     tiles_for,
 )
+from .params import NO_CACHE, cache_params
 from .prefill_attention import prefill_attention, prefill_reason
 from .waves import Wave, fastest_waves, forced, launch_waves
 

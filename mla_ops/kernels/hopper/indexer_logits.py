@@ -13,7 +13,8 @@ from ..alignment import aligned, check_cache_address
 from ..cuda.driver import NO_CLUSTER, num_sms
 from ..cuda.params import POINTER, packer
 from . import sources
-from .launch import Divisor, Kernel, compile_reason, reciprocal
+from .launch import Kernel, compile_reason
+from .params import Divisor, reciprocal
 
 TILE = 64  # keys
 CLUSTER = 2  # CTAs that share the copies of flat keys, for neighbouring groups of tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import math
@@ -14,83 +13,12 @@ import torch
 from ...dispatch import Missing
 from ...formats import FORMATS, LATENT_DIM
 from ..cuda.driver import NO_CLUSTER
-from ..cuda.params import POINTER, packer
 from . import groups, sources
+from .params import CacheParams, pack, pointer, reciprocal
 
 TILE_KEYS = 64  # keys of a turn
 MAX_GRID_ROWS = 32768
 SPLITS = (*range(1, 15), 16)  # layout.cuh has the same; packets of 15 CTAs do not fit
-
-
-class Divisor(ctypes.Structure):
-    """`Divisor` of divide.cuh; `reciprocal` has the values."""
-
-    _fields_ = [("multiplier", ctypes.c_uint), ("shift", ctypes.c_int)]
-
-
-class Cache(ctypes.Structure):
-    """`Cache` of layout.cuh."""
-
-    _fields_ = [
-        ("rows", POINTER),
-        ("block_table", POINTER),
-        ("block_bytes", ctypes.c_int64),
-        ("table_stride", ctypes.c_int64),
-        ("num_blocks", ctypes.c_int),
-        ("block_size", ctypes.c_int),
-        ("num_indices", ctypes.c_int),
-        ("num_requests", ctypes.c_int),
-        ("of_block_size", Divisor),
-    ]
-
-
-class Params(ctypes.Structure):
-    """`Params` of layout.cuh."""
-
-    _fields_ = [
-        ("num_tokens", ctypes.c_int),
-        ("head_tiles", ctypes.c_int),
-        ("parts", ctypes.c_int),
-        ("splits", ctypes.c_int),
-        ("rows", ctypes.c_int),
-        ("all_tokens", ctypes.c_int),
-        ("tokens_before", ctypes.c_int),
-        ("workers", ctypes.c_int),
-        ("of_splits", Divisor),
-        ("of_parts", Divisor),
-        ("of_head_tiles", Divisor),
-        ("topk_length", POINTER * 2),
-        ("indices", POINTER * 2),
-        ("indices_stride", ctypes.c_int64 * 2),
-        ("topk", ctypes.c_int * 2),
-        ("longest", ctypes.c_float),
-        ("margin", ctypes.c_float),
-        ("req_id_per_token", POINTER),
-        ("caches", Cache * 2),
-        ("q", POINTER),
-        ("q_rope", POINTER),
-        ("q_token_stride", ctypes.c_int64),
-        ("q_head_stride", ctypes.c_int64),
-        ("q_rope_token_stride", ctypes.c_int64),
-        ("q_rope_head_stride", ctypes.c_int64),
-        ("num_heads", ctypes.c_int),
-        ("scale_log2", ctypes.c_float),
-        ("attn_sink", POINTER),
-        ("lse", POINTER),
-        ("out", POINTER),
-        ("lse_token_stride", ctypes.c_int64),
-        ("lse_head_stride", ctypes.c_int64),
-        ("out_token_stride", ctypes.c_int64),
-        ("out_head_stride", ctypes.c_int64),
-        ("parts_out", POINTER),
-        ("parts_lse", POINTER),
-        ("exchange", POINTER),
-        ("counters", POINTER),
-        ("shares", ctypes.c_int),
-    ]
-
-
-pack = packer(Params)
 
 
 # Rows of a CTA from which on their kernel may have code for turns by group (`by_group.cuh`): the start and the end of a
@@ -372,82 +300,6 @@ def merge_of_units(quantized: bool) -> Kernel:
     return Kernel("merge_units.cu", f"merge_units<{str(quantized).lower()}>", 256, ctas=3)
 
 
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-@functools.cache
-def reciprocal(divisor: int) -> tuple[int, int]:
-    """Multiplier and shift that divide every number from 0 to 2**31 - 1: `number * multiplier >> shift`."""
-    shift = 31 + (divisor - 1).bit_length()
-    return (1 << shift) // divisor + 1, shift
-
-
-class Rows(NamedTuple):
-    """Keys in memory: `index = block * block_size + offset`."""
-
-    tensor: torch.Tensor
-    num_blocks: int
-    block_size: int
-    block_stride: int
-
-
-class CacheParams(NamedTuple):
-    """The part of a kernel's parameters that describes one cache.
-
-    Attributes:
-        lengths, indices: addresses, 0 for none.
-        indices_stride: elements between rows.
-        columns: keys of a row at most.
-        cache: the fields of `struct Cache`.
-    """
-
-    lengths: int
-    indices: int
-    indices_stride: int
-    columns: int
-    cache: tuple[int, ...]
-
-    def behind(self, tokens: int) -> CacheParams:
-        """Those of the tokens behind the first ones."""
-        return self._replace(
-            lengths=self.lengths and self.lengths + 4 * tokens,
-            indices=self.indices and self.indices + 4 * tokens * self.indices_stride,
-        )
-
-
-def cache_params(
-    rows: Rows,
-    indices: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    num_keys: int = 0,
-) -> CacheParams:
-    """Describes a cache; without indices the keys are the positions below `num_keys`."""
-    num_requests, table_width = (0, 0) if block_table is None else block_table.shape
-    columns = num_keys if indices is None else indices.shape[1]
-    if block_table is not None and block_table.numel() == 0:
-        columns = 0  # its address is null, which would make slots of the indices
-    num_slots = (rows.num_blocks if block_table is None else table_width) * rows.block_size
-    cache = (
-        rows.tensor.data_ptr(),
-        _pointer(block_table),
-        rows.block_stride,
-        0 if block_table is None else block_table.stride(0),
-        rows.num_blocks,
-        rows.block_size,
-        min(num_slots, 2**31 - 1),
-        num_requests,
-        *reciprocal(rows.block_size),
-    )
-    return CacheParams(
-        _pointer(topk_length), _pointer(indices), 0 if indices is None else indices.stride(0), columns, cache
-    )
-
-
-NO_CACHE = CacheParams(0, 0, 0, 0, (0, 0, 0, 0, 0, 1, 0, 0, *reciprocal(1)))
-
-
 def exchange_of_shares(keys: KeyFormat, shape: Clusters, rows: int, device: torch.device) -> torch.Tensor:
     """Memory for what CTAs leave of each share of their row: float16 accumulators, and a sum and a reference a lane."""
     clusters = min(rows, clusters_at_once(keys, shape.tile, device.index)[SPLITS.index(shape.splits)])
@@ -511,16 +363,14 @@ def launch(
     clusters = rows * parts
     at_once = clusters_at_once(keys, shape.tile, device_index)[SPLITS.index(cluster_size)]
     oversubscribed = clusters > at_once
-    kernel = keys.kernel(shape, oversubscribed, clusters >= MANY_ROWS * at_once and not deterministic)
-    if balance is not None:
-        of_balance = keys.balanced_kernel if takes_either_way else keys.yielding_kernel
-        found = of_balance(shape, oversubscribed)
-        assert found is not None
-        kernel = found
     if by_length is not None:
-        found = keys.kernel_by_length(shape)
-        assert found is not None
-        kernel, parts = found, by_length.count
+        found, parts = keys.kernel_by_length(shape), by_length.count
+    elif balance is not None:
+        found = (keys.balanced_kernel if takes_either_way else keys.yielding_kernel)(shape, oversubscribed)
+    else:
+        found = keys.kernel(shape, oversubscribed, clusters >= MANY_ROWS * at_once and not deterministic)
+    assert found is not None
+    kernel = found
     if num_tokens == 0:
         assert balance is not None
         grid = (balance.workers * head_tiles, 1, 1)
@@ -562,7 +412,7 @@ def launch(
         main.columns,
         extra.columns,
         *((by_length or BY_SHAPE)[1:3] if balance is None else (balance.longest, balance.margin)),
-        _pointer(req_id_per_token),
+        pointer(req_id_per_token),
         *main.cache,
         *extra.cache,
         latent,
@@ -571,15 +421,15 @@ def launch(
         *rope_strides,
         num_heads,
         softmax_scale * math.log2(math.e),
-        _pointer(attn_sink),
+        pointer(attn_sink),
         lse.data_ptr(),
         out.data_ptr(),
         lse.stride(0),
         lse.stride(1),
         out.stride(0),
         out.stride(1),
-        *map(_pointer, parts_of_rows),
-        _pointer(exchange),
+        *map(pointer, parts_of_rows),
+        pointer(exchange),
         counters,
         shares,
     )

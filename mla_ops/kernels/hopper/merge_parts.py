@@ -11,7 +11,8 @@ import torch
 from ..cuda.driver import NO_CLUSTER, Function
 from ..cuda.params import POINTER, packer
 from . import sources
-from .launch import BY_SHAPE, NO_CACHE, ByLength, CacheParams, Kernel
+from .launch import BY_SHAPE, ByLength, Kernel
+from .params import NO_CACHE, CacheParams
 
 THREADS = 128
 MAX_PARTS = (4, 8, 16)  # parts that a thread has registers for, by kernel

@@ -12,7 +12,7 @@ from ...dispatch import Call
 from ...formats import geometry
 from ..alignment import check_cache_address
 from ..cuda.driver import num_sms
-from ..selection import parts
+from ..selection import token_slices
 from . import indexer_logits
 from . import topk as best
 from .indexer_logits import logits_reason
@@ -50,10 +50,10 @@ def select_keys(
     q = indexer_logits.in_boxes(q)
     group = indexer_logits.group_size(q.shape[1], num_tokens, num_requests)
     slots = {"block_table": block_table, "block_size": block_size} if translate else {}
-    for part, scores in parts(num_tokens, num_columns, q.device):
-        ends, requests = lengths[part], req_id_per_token[part]
-        given = q[part], index_cache, weights[part], ends, block_table, requests, num_columns, cache_format
-        indexer_logits.paged_indexer_logits(*given, group=group, programmatic=part.start > 0, out=scores)
+    for tokens, scores in token_slices(num_tokens, num_columns, q.device):
+        ends, requests = lengths[tokens], req_id_per_token[tokens]
+        given = q[tokens], index_cache, weights[tokens], ends, block_table, requests, num_columns, cache_format
+        indexer_logits.paged_indexer_logits(*given, group=group, programmatic=tokens.start > 0, out=scores)
         best.topk_indices(
             scores,
             topk,
@@ -62,8 +62,8 @@ def select_keys(
             req_id_per_token=requests,
             num_requests=num_requests,
             **slots,
-            indices=indices[part],
-            valid_counts=valid_counts[part],
+            indices=indices[tokens],
+            valid_counts=valid_counts[tokens],
         )
 
 
@@ -87,14 +87,14 @@ def select_keys_flat(
         return
     q, k = indexer_logits.in_boxes(q), indexer_logits.in_boxes(k)
     width = -(-num_columns // indexer_logits.TILE) * indexer_logits.TILE  # whole tiles, for scores by planes
-    for part, whole in parts(num_tokens, width, q.device):
+    for tokens, whole in token_slices(num_tokens, width, q.device):
         scores = whole[:, :num_columns]
-        rows = {"row_starts": row_starts[part], "row_ends": row_ends[part]}
-        given = q[part], k, weights[part]
+        rows = {"row_starts": row_starts[tokens], "row_ends": row_ends[tokens]}
+        given = q[tokens], k, weights[tokens]
         planes = best.takes_planes(len(scores), num_columns, q.shape[1], num_sms(q.device.index), topk)
-        way = {"programmatic": part.start > 0, "planes": planes}
+        way = {"programmatic": tokens.start > 0, "planes": planes}
         indexer_logits.indexer_logits(*given, **rows, k_scale=k_scale, **way, out=scores)
-        chosen = {"indices": indices[part], "valid_counts": valid_counts[part]}
+        chosen = {"indices": indices[tokens], "valid_counts": valid_counts[tokens]}
         best.topk_indices(scores, topk, programmatic=True, planes=planes, **rows, **chosen)
 
 

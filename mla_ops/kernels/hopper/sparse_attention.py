@@ -44,23 +44,20 @@ from .launch import (
     MOST_OF_A_CTA,
     MOST_SHARES,
     NARROW,
-    NO_CACHE,
     SPLITS,
     TILE_KEYS,
     Balance,
-    CacheParams,
     Clusters,
     Group,
     KeyFormat,
-    Rows,
     Shape,
-    cache_params,
     clusters_at_once,
     compile_reason,
     groups_for,
     splits_for,
     tiles_for,
 )
+from .params import NO_CACHE, CacheParams, Rows, cache_params
 from .waves import Wave, fastest_waves, forced, launch_waves
 
 SHARE_TURNS = 8  # a share of a deterministic row has no more, as far as SPLITS go

@@ -24,7 +24,6 @@ from .launch import (
     SPLITS,
     Balance,
     ByLength,
-    CacheParams,
     Clusters,
     Group,
     KeyFormat,
@@ -36,6 +35,7 @@ from .launch import (
     leaves_units,
     tiles_for,
 )
+from .params import CacheParams
 
 
 class Wave(NamedTuple):
@@ -134,6 +134,47 @@ def fastest_waves(
     return waves
 
 
+def _forced_by_length(
+    keys: KeyFormat, shape: Shape, num_tokens: int, num_heads: int, device_index: int
+) -> tuple[Wave, ByLength]:
+    """The only wave of a call whose rows go by their lengths whatever these are, and how they do."""
+    chosen, by_length = always_by_length(shape.tile, num_heads, clusters_at_once(keys, shape.tile, device_index))
+    if isinstance(shape, Clusters) and shape.parts > 1:
+        chosen, by_length = clusters_by_length(shape, num_tokens)
+    elif isinstance(shape, Clusters) and shape.splits > 1:
+        chosen, by_length = shape, by_length._replace(count=min(by_length.count, num_tokens * shape.splits))
+    return Wave(num_tokens, chosen), by_length
+
+
+def _exchange_of_even_shares(balance: Balance, first: Wave, num_heads: int, device: torch.device) -> torch.Tensor:
+    """Memory of a call whose rows may be shared evenly; enough for what its first wave exchanges as a group."""
+    tile = balance.tile or first.shape.tile
+    exchange = parts.exchange(balance.workers, tile, num_heads, device)
+    if isinstance(first.shape, Group):
+        rows = first.num_tokens * -(-num_heads // tile)
+        of_group = groups.exchange_bytes(rows, first.shape.members) // exchange.element_size()
+        if of_group > exchange.numel():
+            return exchange.new_empty(of_group)
+    return exchange
+
+
+def _parts_of_rows(
+    shape: Shape, num_tokens: int, num_heads: int, by_length: ByLength | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Memory for the float32 output and lse of each part of a wave's rows; None where a launch leaves whole rows."""
+    size: tuple[int, ...]
+    if by_length is not None:
+        if by_length.count == 1 or leaves_units(shape, by_length):
+            return None
+        size = by_length.count, num_heads
+    elif isinstance(shape, Clusters) and shape.parts > 1:
+        size = shape.parts, num_tokens, num_heads
+    else:
+        return None
+    out = torch.empty((*size, LATENT_DIM), dtype=torch.float32, device=device)
+    return out, torch.empty(size, dtype=torch.float32, device=device)
+
+
 def launch_waves(
     keys: KeyFormat,
     waves: Sequence[Wave],
@@ -158,30 +199,19 @@ def launch_waves(
     q, q_rope = aligned(q), None if q_rope is None else aligned(q_rope)
     target = out if is_aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     rest_out, rest_lse = target, lse
-    buffers = []  # every wave's buffers live until the last wave ran, so that no wave gets another's
+    buffers: list[torch.Tensor] = []  # they live until the last wave ran, so that no wave gets another's
     all_tokens, num_heads = out.shape[:2]
-    if _forced.get().evenly:
+    wanted = _forced.get()
+    if wanted.evenly:
         at_once = clusters_at_once(keys, tiles_for(keys, num_heads)[0], q.device.index)
         balance = always(keys, waves, num_heads, at_once)
-    elif _forced.get().by_length:
-        shape = waves[0].shape
-        at_once = clusters_at_once(keys, shape.tile, q.device.index)
-        chosen, by_length = always_by_length(shape.tile, num_heads, at_once)
-        if isinstance(shape, Clusters) and shape.parts > 1:
-            chosen, by_length = clusters_by_length(shape, all_tokens)
-        elif isinstance(shape, Clusters) and shape.splits > 1:
-            chosen, by_length = shape, by_length._replace(count=min(by_length.count, all_tokens * shape.splits))
-        waves = [Wave(all_tokens, chosen)]
+    elif wanted.by_length:
+        wave, by_length = _forced_by_length(keys, waves[0].shape, all_tokens, num_heads, q.device.index)
+        waves = [wave]
     exchange = balanced = None
     if balance is not None:
-        tile, shape = balance.tile or waves[0].shape.tile, waves[0].shape
-        head_tiles = -(-num_heads // tile)
-        exchange = parts.exchange(balance.workers, tile, num_heads, q.device)
+        exchange = _exchange_of_even_shares(balance, waves[0], num_heads, q.device)
         balanced = parts.is_balanced(exchange)
-        if isinstance(shape, Group):
-            of_group = groups.exchange_bytes(waves[0].num_tokens * head_tiles, shape.members) // exchange.element_size()
-            if of_group > exchange.numel():
-                exchange = exchange.new_empty(of_group)
     everything = q, q_rope, caches, req_id_per_token
     before = tokens_before = 0
     for num_tokens, shape in waves:
@@ -190,21 +220,15 @@ def launch_waves(
             q_rope = None if q_rope is None else q_rope[before:]
             req_id_per_token = None if req_id_per_token is None else req_id_per_token[before:]
             caches = caches[0].behind(before), caches[1].behind(before)
-        own_parts: tuple[torch.Tensor, ...] = ()
-        number = shape.parts if isinstance(shape, Clusters) else 1
-        if by_length is not None:
-            number = 1 if leaves_units(shape, by_length) else by_length.count
-        if number > 1:
-            size = (number, num_tokens, out.shape[1]) if by_length is None else (number, out.shape[1])
-            sizes = (*size, LATENT_DIM), size
-            own_parts = tuple(torch.empty(dims, dtype=torch.float32, device=q.device) for dims in sizes)
-            buffers.append(own_parts)
+        own_parts = _parts_of_rows(shape, num_tokens, num_heads, by_length, q.device)
         own_exchange = exchange
-        if isinstance(shape, Clusters) and shape.shares and not in_registers(shape):
-            own_exchange = exchange_of_shares(keys, shape, num_tokens * -(-num_heads // shape.tile), q.device)
-            buffers.append((own_exchange,))
         if by_length is not None and leaves_units(shape, by_length):
             own_exchange = parts.exchange(-(-by_length.count // 2), shape.tile, num_heads, q.device)
+        elif isinstance(shape, Clusters) and shape.shares and not in_registers(shape):
+            own_exchange = exchange_of_shares(keys, shape, num_tokens * -(-num_heads // shape.tile), q.device)
+            buffers.append(own_exchange)
+        if own_parts is not None:
+            buffers += own_parts
         launch(
             keys,
             shape,
@@ -227,7 +251,7 @@ def launch_waves(
             by_length=by_length,
             deterministic=deterministic,
         )
-        if own_parts:
+        if own_parts is not None:
             merge_parts.merge_parts(
                 *own_parts,
                 out=rest_out[:num_tokens],

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ...dispatch import Lowering
 from ...formats import geometry
-from ..selection import parts
+from ..selection import token_slices
 from .bfloat16 import widen
 from .common import INTERPRETED, KEEPS_OPERANDS, capability, cdiv, sized_jit
 from .e4m3 import decode
@@ -313,13 +313,22 @@ def select_keys(
     block_size = geometry(index_cache, cache_format).block_size
     num_columns = block_table.shape[1] * block_size
     ends = torch.empty_like(lengths)
-    for part, scores in parts(num_tokens, num_columns, q.device, beside=kept_bytes(topk, num_columns)):
-        requests = req_id_per_token[part]
-        given = q[part], index_cache, weights[part], lengths[part], block_table, requests, num_columns, cache_format
-        paged_indexer_logits(*given, ends=ends[part], out=scores)
+    for tokens, scores in token_slices(num_tokens, num_columns, q.device, beside=kept_bytes(topk, num_columns)):
+        requests = req_id_per_token[tokens]
+        given = (
+            q[tokens],
+            index_cache,
+            weights[tokens],
+            lengths[tokens],
+            block_table,
+            requests,
+            num_columns,
+            cache_format,
+        )
+        paged_indexer_logits(*given, ends=ends[tokens], out=scores)
         slots = {"block_table": block_table, "req_id_per_token": requests, "block_size": block_size}
-        chosen = {"indices": indices[part], "valid_counts": valid_counts[part]}
-        topk_indices(scores, topk, row_ends=ends[part], **(slots if translate else {}), **chosen)
+        chosen = {"indices": indices[tokens], "valid_counts": valid_counts[tokens]}
+        topk_indices(scores, topk, row_ends=ends[tokens], **(slots if translate else {}), **chosen)
 
 
 def select_keys_flat(
@@ -337,10 +346,10 @@ def select_keys_flat(
     num_tokens, num_columns = q.shape[0], k.shape[0]
     if num_tokens == 0:
         return
-    for part, scores in parts(num_tokens, num_columns, q.device, beside=kept_bytes(topk, num_columns)):
-        rows = {"row_starts": row_starts[part], "row_ends": row_ends[part]}
-        indexer_logits(q[part], k, weights[part], **rows, k_scale=k_scale, out=scores)
-        topk_indices(scores, topk, **rows, indices=indices[part], valid_counts=valid_counts[part])
+    for tokens, scores in token_slices(num_tokens, num_columns, q.device, beside=kept_bytes(topk, num_columns)):
+        rows = {"row_starts": row_starts[tokens], "row_ends": row_ends[tokens]}
+        indexer_logits(q[tokens], k, weights[tokens], **rows, k_scale=k_scale, out=scores)
+        topk_indices(scores, topk, **rows, indices=indices[tokens], valid_counts=valid_counts[tokens])
 
 
 LOWERINGS = {
