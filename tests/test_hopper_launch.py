@@ -118,15 +118,19 @@ EVERY_CTA = ByLength(66, 1.0, -math.inf, 1)  # for two tiles of heads
         ("fp8_ds_mla", 2, 16, 454, Clusters(16, 8, 6), (Clusters(16, 8), ByLength(15, 0.0, -math.inf, 8))),
         ("fp8_ds_mla", 12, 16, 512, Clusters(16, 2, 8), (Clusters(16, 2), ByLength(132, 1.0, -math.inf, 1))),
         ("fp8_ds_mla", 1, 128, 2048, Clusters(64, 16, 3), (Clusters(64, 2), ByLength(33, 0.0, -math.inf, 2))),
-        ("bf16", 2, 128, 400, Clusters(64, 8, 3), (Clusters(64, 2), ByLength(33, 0.0, -math.inf, 2))),
+        ("bf16", 2, 128, 400, Clusters(64, 8, 3), (Clusters(64, 2), EVERY_CTA)),
         ("bf16", 4, 16, 512, Clusters(16, 8, 3), (Clusters(16, 8), ByLength(12, 0.0, -math.inf, 8))),  # nothing gained
+        ("bf16", 3, 16, 2048, Clusters(16, 8, 4), (Clusters(16, 2), ByLength(66, 0.0, -math.inf, 2))),  # full rows gain
+        ("bf16", 21, 16, 2048, Clusters(16, 2, 3), (Clusters(16, 2), ByLength(66, 0.0, -math.inf, 2))),
         ("fp8_ds_mla", 13, 128, 77, Clusters(64, 4), (Clusters(64, 2), EVERY_CTA)),  # as fast for rows of one length
-        ("fp8_ds_mla", 14, 128, 213, Clusters(64, 4), (Clusters(64, 4), ByLength(56, 1 / 4, 2.5, 1))),  # not as fast
-        ("bf16", 13, 128, 77, Clusters(64, 4), (Clusters(64, 4), ByLength(52, 1 / 4, 1.5, 1))),
+        ("fp8_ds_mla", 14, 128, 213, Clusters(64, 4), (Clusters(64, 4), ByLength(60, 14 / 60, 2.5, 1))),  # not as fast
+        ("bf16", 13, 128, 77, Clusters(64, 4), (Clusters(64, 4), ByLength(60, 13 / 60, 1.6, 1))),
+        ("fp8_ds_mla", 32, 128, 64, Clusters(64, 2), (Clusters(64, 2), ByLength(64, 1 / 2, 2.5, 1))),
         ("fp8_ds_mla", 24, 16, 45, Clusters(16, 4), None),  # less than the merge is worth
         ("fp8_ds_mla", 13, 16, 20, Clusters(16, 4), None),
         ("fp8_ds_mla", 3, 16, 60, Clusters(16, 16, 2), None),  # less than the question is worth
         ("fp8_ds_mla", 32, 16, 2048, Clusters(16, 2), None),  # idle CTAs would take more than even shares do
+        ("bf16", 8, 128, 2048, Clusters(64, 2, 4), None),
         ("fp8_ds_mla", 1, 16, 2048, Clusters(16, 16, 6), None),
         ("fp8_ds_mla", 33, 16, 200, Clusters(16, 2), None),
         ("fp8_ds_mla", 8, 128, 100, Group(8), None),
