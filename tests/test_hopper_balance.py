@@ -209,18 +209,20 @@ FP8, V4, BF16 = KERNELS["fp8_ds_mla", 576], KERNELS["fp8_ds_mla_v4", 512], KERNE
 
 
 @pytest.mark.parametrize(
-    ("shape", "behind", "expected"),
+    ("shape", "behind", "quantized", "expected"),
     [
-        (Clusters(16, 1), 0, 30.0),
-        (Clusters(64, 2, 3), 0, 30.0),
-        (Group(4), 0, 50.0),
-        (Clusters(16, 3, 3), 16, 45.0),
-        (Clusters(64, 2), 64, 75.0),
+        (Clusters(16, 1), 0, True, 30.0),
+        (Clusters(16, 5), 0, True, 27.5),
+        (Clusters(16, 5), 0, False, 30.0),
+        (Clusters(64, 2, 3), 0, True, 30.0),
+        (Group(4), 0, True, 50.0),
+        (Clusters(16, 3, 3), 16, False, 45.0),
+        (Clusters(64, 2), 64, False, 75.0),
     ],
 )
-def test_calls_of_less_go_by_their_shapes(shape: launch.Shape, behind: int, expected: float) -> None:
+def test_calls_of_less_go_by_their_shapes(shape: launch.Shape, behind: int, quantized: bool, expected: float) -> None:
     """The cost of the question for rows of one length decides: docs/notes.md has figures."""
-    assert least_us(shape, behind) == expected
+    assert least_us(shape, behind, quantized) == expected
 
 
 def test_rows_are_shared_where_it_may_gain() -> None:

@@ -64,19 +64,22 @@ def always(keys: KeyFormat, launches: Launches, num_heads: int, at_once: tuple[i
     return Balance(*workers_of(keys, launches, num_heads, at_once), math.inf, 0.0)
 
 
-def least_us(shape: Shape, behind: int) -> float:
+def least_us(shape: Shape, behind: int, quantized: bool) -> float:
     """The time of full rows from which on lengths are asked for; parts and their sum take what is saved of less.
 
     `python -m benchmarks.mixtures` has what rows of one length pay for the question: with a launch behind of 64 heads
-    3 to 5 us, in groups 3, else up to 1.
+    3 to 5 us, in groups 3, else up to 1, in clusters of 16 heads over quantised keys nothing.
 
     Args:
         shape: of the call's first launch.
         behind: heads of the tile of the launch that shares evenly, 0 where the first one does.
+        quantized: whether keys are.
     """
     if behind:
         return 45.0 if behind == 16 else 75.0
-    return 50.0 if isinstance(shape, Group) else 30.0
+    if isinstance(shape, Group):
+        return 50.0
+    return 27.5 if quantized and shape.tile == 16 and shape.splits > 1 else 30.0
 
 
 def balance_for(
@@ -106,7 +109,7 @@ def balance_for(
         return sum(predicted_us(keys, shape, count, num_heads, turns, at_once, costs) for count, shape in launches)
 
     behind, workers = workers_of(keys, launches, num_heads, at_once)
-    if time(turns) < least_us(launches[0][1], behind):
+    if time(turns) < least_us(launches[0][1], behind, keys.quantized):
         return None
     turn_us = SLOWER * costs.tiles[keys.name][behind or launches[0][1].tile].turn_us
     return Balance(behind, workers, (time(2 * LONG) - time(LONG)) / LONG / turn_us, MARGIN_US / turn_us)
