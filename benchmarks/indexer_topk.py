@@ -1,6 +1,8 @@
 """Benchmark of the lightning indexer: `topk_indices` beside torch's and other projects' top-k.
 
 python -m mla_ops bench indexer_topk --peers FOLDER
+
+`--patterns`: scores that are not usual, beside normal ones (indexer_topk_patterns.py).
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import common, indexer_topk_peers
+from benchmarks import common, indexer_topk_patterns, indexer_topk_peers
+from benchmarks.indexer_topk_patterns import best_columns
 from mla_ops.registry import describe
 
 TOPK = 2048
-ROWS_CHECKED_AT_ONCE = 2**24  # scores
 
 # rows and columns: decode, prefill, one long context
 TOPK_SHAPES = (
@@ -29,7 +31,6 @@ TOPK_SHAPES = (
 # those whose gate a sample gives, or a part of the row: it says less where neighbours score alike
 ALIKE_SHAPES = ((1, 131072), (16, 131072), (64, 131072), (128, 131072), (512, 32768), (512, 131072), (4096, 32768))
 QUICK_TOPK_SHAPES = ((1, 300), (3, 300))
-ALIKE, SHARED = 128, 0.7  # columns over which neighbours share a part of their variance, and that part
 KINDS = ("normal", "neighbours alike", "ten low bits", "mostly zeros")
 WITHOUT_TIES = KINDS[:2]  # a peer may choose any of equal scores, so it has no right answer to be held to elsewhere
 
@@ -46,20 +47,8 @@ def scores_of(kind: str, num_tokens: int, num_columns: int, generator: torch.Gen
         return bits.bitwise_or_(0x3F900000).view(torch.float32)
     scores = torch.randn(shape, device=device, generator=generator)
     if kind == "neighbours alike":
-        noise = torch.randn((num_tokens, num_columns + ALIKE - 1), device=device, generator=generator)
-        smooth = torch.nn.functional.avg_pool1d(noise, ALIKE, stride=1).mul_((ALIKE * SHARED) ** 0.5)
-        return scores.mul_((1 - SHARED) ** 0.5).add_(smooth)
+        return indexer_topk_patterns.alike(scores, generator)
     return scores.sub_(2.2).relu_() if kind == "mostly zeros" else scores
-
-
-def best_columns(scores: torch.Tensor, topk: int) -> torch.Tensor:
-    """Columns of the best, ascending, by a stable sort of float64."""
-    count = max(ROWS_CHECKED_AT_ONCE // scores.shape[1], 1)
-    chosen = [
-        rows.double().sort(dim=1, descending=True, stable=True).indices[:, :topk].sort(dim=1).values.to(torch.int32)
-        for rows in scores.split(count)
-    ]
-    return torch.cat(chosen)
 
 
 def build_topk(kind: str, num_tokens: int, num_columns: int, topk: int, arguments: argparse.Namespace) -> common.Case:
@@ -102,8 +91,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = common.argument_parser("indexer_topk")
     parser.add_argument("--topk", type=int, default=None)
     parser.add_argument("--scores", type=common.names, default=None, help=f"of {', '.join(KINDS)}; the first two")
+    parser.add_argument("--patterns", action="store_true", help="the ratio of unusual scores to normal ones")
+    parser.add_argument("--regimes", default="", help="of --patterns: what their names hold, e.g. 'x 128k'")
     parser.add_argument("--peers", type=Path, help="folder of other projects' builds, to be measured beside")
     arguments = parser.parse_args(argv)
+    if arguments.patterns:
+        return indexer_topk_patterns.run(arguments)
     on_gpu = arguments.device.startswith("cuda") and not arguments.quick
     topk = arguments.topk or (TOPK if on_gpu else 100)
     shapes = {"normal": TOPK_SHAPES, "neighbours alike": ALIKE_SHAPES}

@@ -26,6 +26,7 @@ from benchmarks import (
     gather_floor,
     indexer_quality,
     indexer_topk,
+    indexer_topk_patterns,
     layer,
     plot,
     portable,
@@ -574,9 +575,9 @@ def test_scores_of_every_kind_are_selected_from_and_neighbours_are_alike() -> No
     arguments = ["--quick", "--device", "cpu", "--lowerings", "reference", "--scores", ",".join(indexer_topk.KINDS)]
     assert indexer_topk.main(arguments) == 0
     scores = indexer_topk.scores_of("neighbours alike", 8, 20000, torch.Generator().manual_seed(0))
-    alike = {lag: (scores[:, lag:] * scores[:, :-lag]).mean().item() for lag in (1, indexer_topk.ALIKE)}
+    alike = {lag: (scores[:, lag:] * scores[:, :-lag]).mean().item() for lag in (1, indexer_topk_patterns.ALIKE)}
     assert alike[1] > 0.6
-    assert abs(alike[indexer_topk.ALIKE]) < 0.1
+    assert abs(alike[indexer_topk_patterns.ALIKE]) < 0.1
 
 
 @pytest.mark.parametrize("family", ["cache", "dense_attention", "sparse_attention", "sparse_attention_extra"])

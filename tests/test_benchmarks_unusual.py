@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from topk_oracle import by_planes
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
-from benchmarks import attention
+from benchmarks import attention, indexer_topk, indexer_topk_patterns
 from benchmarks.cache import fill_cache, raise_keys, read_keys
 from mla_ops import formats
 
@@ -52,3 +53,19 @@ def test_every_kernel_has_unusual_cases(capsys: pytest.CaptureFixture[str]) -> N
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reference") and ":" not in line]
     assert [line.split("  3 x 8")[0].split(maxsplit=1)[1].strip() for line in lines] == list(module.KERNELS)
     assert all(len(line.split("  3 x 8")[1].split()) == len(module.KINDS) + 2 for line in lines)
+
+
+def test_top_k_has_unusual_scores(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--quick", "--device", "cpu", "--patterns", "--lowerings", "reference"]
+    assert indexer_topk.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    regimes = [line for line in lines if line.startswith("reference") and ":" not in line]
+    assert len(regimes) == len(indexer_topk_patterns.QUICK_REGIMES)
+    monkeypatch.setattr(indexer_topk_patterns, "best_columns", lambda scores, topk: scores[:, :topk].int())
+    assert indexer_topk.main(arguments) == 1
+    assert "WRONG: reference 2 x 300, k = 100 usual" in capsys.readouterr().out
+
+
+def test_scores_by_planes_are_those_of_the_kernel() -> None:
+    scores = torch.randn(2, 256).where(torch.rand(2, 256) > 0.1, torch.nan)
+    assert torch.equal(indexer_topk_patterns.by_planes(scores).view(torch.int32), by_planes(scores).view(torch.int32))

@@ -6,6 +6,8 @@ import pytest
 import torch
 from topk_oracle import KINDS, hard_rows, sampled_columns, topk_oracle
 
+from benchmarks.indexer_topk_patterns import PATTERNS, REGIMES, Regime, ready
+
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_lowering")]
 INT32 = {"dtype": torch.int32, "device": "cuda"}
 
@@ -44,6 +46,18 @@ def test_the_best_of_hard_rows(num_rows: int, num_columns: int, k: int) -> None:
         ends[0] = num_columns
         assert_chosen(scores, k, starts, ends)
     assert_chosen(scores, k, None, None)
+
+
+@pytest.mark.parametrize("regime", REGIMES, ids=str)
+def test_scores_that_are_not_usual(regime: Regime) -> None:
+    """Many equal ones, runs of one value, blocks without a number: in each way of top-k, and the same in every run."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    normal = torch.randn(regime.rows, regime.columns, device="cuda", generator=generator)
+    for name, make in PATTERNS.items():
+        call = ready(regime, make(normal, generator), "auto")
+        for _ in range(2):
+            call.run()
+            assert call.is_right(), name
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["it alone sees", "it does not see"])
